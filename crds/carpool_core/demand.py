@@ -1,0 +1,140 @@
+"""What a job asks of a GPU, and which GPUs could ever give it: shared by the operator and the extender."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from carpool_core.products import hardware_name, matches
+from carpool_core.quantity import memory_mib
+from carpool_core.resources.job import GpuTrainingJob
+from carpool_core.resources.node import Device, TenantProfile
+from carpool_core.resources.prediction import Prediction, ProductPrediction
+from carpool_core.values import JobUid, RequestedMode, Tenancy
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What each worker of a job asks for."""
+
+    job_uid: JobUid
+    job_name: str
+    namespace: str
+    gpus: int
+    """GPUs of one worker, all on one node."""
+    mode: RequestedMode
+    max_slowdown: float
+    tenancy: Tenancy
+    product: str | None
+    """GPU product by name or part of it; any when None."""
+    min_memory_mib: int
+    min_compute_capability: str | None
+    memory_limit_mib: int | None
+    """The user's own number, which overrides the prediction."""
+    prediction: Prediction | None
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether nothing is known of the job's memory, so that it must run alone."""
+        return not self._predicted and self.memory_limit_mib is None
+
+    @property
+    def _predicted(self) -> bool:
+        return self.prediction is not None and self.prediction.outcome == "Predicted"
+
+    def prediction_on(self, product: str) -> ProductPrediction | None:
+        """Return the prediction for a device's product, simulated or not; None where there is none."""
+        if self.prediction is None:
+            return None
+        name = hardware_name(product)
+        return next((p for p in self.prediction.products if p.product == name), None)
+
+    def profile_on(self, product: str) -> TenantProfile:
+        """Return what a decision about a GPU of this product counts with; pessimistic where nothing is known."""
+        predicted = self.prediction_on(product)
+        memory = self.memory_limit_mib
+        if predicted is None:
+            return TenantProfile(memory_mib=memory, max_slowdown=self.max_slowdown, tenancy=self.tenancy)
+        return TenantProfile(
+            memory_mib=predicted.memory.upper_mib if memory is None else memory,
+            gpu_util_percent=predicted.activity.gpu_util_percent.median,
+            sm_active_ratio=predicted.activity.sm_active_ratio.median,
+            dram_active_ratio=predicted.activity.dram_active_ratio.median,
+            max_slowdown=self.max_slowdown,
+            tenancy=self.tenancy,
+        )
+
+
+def demand_of(job: GpuTrainingJob) -> Demand:
+    """Collect what the job's spec and its status.prediction say."""
+    spec = job.spec
+    limit, least = spec.memory.limit, spec.gpu.min_memory
+    return Demand(
+        job_uid=JobUid(job.metadata.uid),
+        job_name=job.metadata.name,
+        namespace=job.metadata.namespace,
+        gpus=spec.gpus_per_worker,
+        mode=spec.sharing.mode,
+        max_slowdown=spec.sharing.max_slowdown,
+        tenancy=spec.sharing.tenancy,
+        product=spec.gpu.product,
+        min_memory_mib=0 if least is None else memory_mib(least),
+        min_compute_capability=spec.gpu.min_compute_capability,
+        memory_limit_mib=None if limit is None else memory_mib(limit),
+        prediction=job.status.prediction,
+    )
+
+
+def _capability(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")) if text else (0,)
+
+
+def unsuitable(demand: Demand, device: Device) -> str | None:
+    """Say why this GPU could not run the demand even if it were empty; None where it could.
+
+    The sentence names the check and the margin.
+    """
+    if demand.product is not None and not matches(device.product, demand.product):
+        return f"wrong product: wants {demand.product}, is {device.product}"
+    if device.memory_mib < demand.min_memory_mib:
+        return f"too small: wants a GPU of {demand.min_memory_mib:,} MiB, has {device.memory_mib:,} MiB"
+    wanted = demand.min_compute_capability
+    if wanted is not None and _capability(device.compute_capability) < _capability(wanted):
+        return f"compute capability {device.compute_capability or 'unknown'}, wants {wanted}"
+    if demand.mode is not RequestedMode.AUTO and demand.mode.value not in [mode.value for mode in device.modes]:
+        return f"cannot be shared by {demand.mode}, only by {', '.join(device.modes) or 'nothing'}"
+    needed = demand.profile_on(device.product).memory_mib
+    usable = device.memory_mib - device.reserved_mib
+    if needed is not None and needed > usable:
+        return f"too small: needs {needed:,} MiB, has {usable:,} MiB"
+    return None
+
+
+def never_fits(demand: Demand, nodes: Iterable[Iterable[Device]]) -> str | None:
+    """Say why no node could run a worker even if all its GPUs were empty; None where one could.
+
+    Health does not count: a sick GPU may recover.
+
+    Args:
+        demand: What a worker asks for.
+        nodes: The devices of each node.
+    """
+    largest: dict[str, int] = {}
+    reasons: dict[str, int] = {}
+    most = 0
+    for devices in nodes:
+        suitable = 0
+        for device in devices:
+            largest[device.product] = max(largest.get(device.product, 0), device.memory_mib - device.reserved_mib)
+            reason = unsuitable(demand, device)
+            if reason is None:
+                suitable += 1
+            else:
+                reasons[reason] = reasons.get(reason, 0) + 1
+        if suitable >= demand.gpus:
+            return None
+        most = max(most, suitable)
+    if not largest:
+        return "no node of this cluster reports GPUs; is the node agent installed?"
+    if most:
+        return f"needs {demand.gpus} suitable GPUs on one node, the best node has {most}"
+    told = "; ".join(f"{count} GPUs: {reason}" for reason, count in sorted(reasons.items(), key=lambda kv: -kv[1]))
+    return f"no GPU of this cluster can hold it: {told}"

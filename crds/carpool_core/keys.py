@@ -1,0 +1,42 @@
+"""Every name under `carpool.dev` that is written into Kubernetes objects. They are an interface: never rename one."""
+
+from typing import Final
+
+DOMAIN: Final = "carpool.dev"
+API_VERSION: Final = "v1alpha1"
+GROUP_VERSION: Final = f"{DOMAIN}/{API_VERSION}"
+
+RESOURCE_GPU: Final = f"{DOMAIN}/gpu"
+"""Extended resource that a worker's container requests: how many GPUs (or shares of a GPU) it gets."""
+
+SCHEDULER_NAME: Final = "carpool-scheduler"
+FIELD_MANAGER_PREFIX: Final = "carpool-"
+
+LABEL_JOB: Final = f"{DOMAIN}/job"
+LABEL_JOB_UID: Final = f"{DOMAIN}/job-uid"
+LABEL_WORKER: Final = f"{DOMAIN}/worker"
+LABEL_ATTEMPT: Final = f"{DOMAIN}/attempt"
+LABEL_MANAGED: Final = f"{DOMAIN}/node"
+"""Set to `managed` on nodes whose GPUs Carpool looks after."""
+
+ANNOTATION_GPUS: Final = f"{DOMAIN}/gpus"
+ANNOTATION_MODE: Final = f"{DOMAIN}/mode"
+ANNOTATION_MEMORY: Final = f"{DOMAIN}/memory-limit-mib"
+ANNOTATION_REASON: Final = f"{DOMAIN}/reason"
+ANNOTATION_CAPACITY_FREED: Final = f"{DOMAIN}/capacity-freed-at"
+"""Touched on a Node when a reservation ends, so that kube-scheduler tries the pods that wait."""
+
+FINALIZER: Final = f"{DOMAIN}/operator"
+
+CONDITION_PREDICTED: Final = "Predicted"
+CONDITION_PLACED: Final = "Placed"
+CONDITION_RUNNING: Final = "Running"
+CONDITION_SUSPENDED: Final = "Suspended"
+CONDITION_COMPLETE: Final = "Complete"
+CONDITION_FAILED: Final = "Failed"
+
+CDI_KIND: Final = f"{DOMAIN}/slot"
+"""CDI vendor/class under which the node agent hands out anonymous slots."""
+
+SIMULATED_PREFIX: Final = "Simulated "
+"""Begins the product name of every GPU that is not hardware."""

@@ -1,0 +1,110 @@
+"""The port to the Kubernetes API: the calls that Carpool makes, and no more."""
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+EventType = Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK"]
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceKind:
+    """Where objects of a kind live in the API."""
+
+    group: str
+    """API group; empty for the core group."""
+    version: str
+    plural: str
+    kind: str
+    namespaced: bool = True
+
+
+PODS = ResourceKind("", "v1", "pods", "Pod")
+NODES = ResourceKind("", "v1", "nodes", "Node", namespaced=False)
+EVENTS = ResourceKind("", "v1", "events", "Event")
+GPU_TRAINING_JOBS = ResourceKind("carpool.dev", "v1alpha1", "gputrainingjobs", "GpuTrainingJob")
+GPU_NODES = ResourceKind("carpool.dev", "v1alpha1", "gpunodes", "GpuNode", namespaced=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """One page of a list."""
+
+    items: list[msgspec.Raw]
+    """Each object, still encoded; decode only what is needed of it."""
+    resource_version: str
+    continue_token: str
+    """Empty on the last page."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchEvent:
+    """One line of a watch."""
+
+    type: EventType
+    object: msgspec.Raw
+
+
+@dataclass(frozen=True, slots=True)
+class Selector:
+    """Which objects of a kind to list or watch; empty fields select all."""
+
+    namespace: str = ""
+    labels: str = ""
+    fields: str = ""
+
+
+class KubeApi(Protocol):
+    """Calls raise the errors of `carpool_core.kube.errors`."""
+
+    async def get(self, kind: ResourceKind, name: str, type_: type[T], *, namespace: str = "") -> T:
+        """Read one object, decoded as `type_` (unknown fields are ignored)."""
+        ...
+
+    async def list_page(
+        self, kind: ResourceKind, selector: Selector, *, limit: int = 500, continue_token: str = ""
+    ) -> Page:
+        """Read one page of the objects that `selector` selects. Raises `Gone` where the token has expired."""
+        ...
+
+    def watch(self, kind: ResourceKind, selector: Selector, resource_version: str) -> AsyncIterator[WatchEvent]:
+        """Follow changes after `resource_version`, bookmarks included; ends when the server ends the connection.
+
+        Raises `Gone` where the version is too old.
+        """
+        ...
+
+    async def create(
+        self,
+        kind: ResourceKind,
+        body: Mapping[str, Any] | msgspec.Struct,
+        *,
+        namespace: str = "",
+        name: str = "",
+        subresource: str = "",
+    ) -> dict[str, Any]:
+        """Create an object, or post to the `subresource` (such as `binding`) of the one called `name`."""
+        ...
+
+    async def patch(
+        self,
+        kind: ResourceKind,
+        name: str,
+        patch: Mapping[str, Any] | list[Mapping[str, Any]],
+        *,
+        namespace: str = "",
+        subresource: str = "",
+    ) -> dict[str, Any]:
+        """Patch an object: a mapping is sent as a merge patch, a list as a JSON patch.
+
+        A merge patch with `metadata.resourceVersion` is refused with `Conflict` where the object has changed since.
+        """
+        ...
+
+    async def delete(self, kind: ResourceKind, name: str, *, namespace: str = "", uid: str = "") -> None:
+        """Delete an object; with `uid`, only that very one (`Conflict` otherwise)."""
+        ...

@@ -1,0 +1,119 @@
+"""What Carpool reads of a pod; everything else of it is never decoded."""
+
+import msgspec
+
+from carpool_core.resources.meta import ObjectMeta
+
+
+class _Wire(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """Camel-cased, partial view of a Kubernetes object."""
+
+
+class OwnerReference(_Wire, frozen=True, kw_only=True):
+    """One owner of an object."""
+
+    api_version: str = ""
+    kind: str = ""
+    name: str = ""
+    uid: str = ""
+    controller: bool | None = None
+
+
+class PodMeta(ObjectMeta, frozen=True, kw_only=True, rename="camel"):
+    """`metadata` of a pod, with its owners."""
+
+    owner_references: list[OwnerReference] = []
+
+
+class ResourceRequirements(_Wire, frozen=True, kw_only=True):
+    """Requests and limits of a container."""
+
+    limits: dict[str, int | str] = {}
+    requests: dict[str, int | str] = {}
+
+
+class Container(_Wire, frozen=True, kw_only=True):
+    """A container of a pod's spec."""
+
+    name: str = ""
+    resources: ResourceRequirements = ResourceRequirements()
+
+
+class PodSpec(_Wire, frozen=True, kw_only=True):
+    """A pod's spec, as far as placement depends on it."""
+
+    node_name: str = ""
+    scheduler_name: str = ""
+    containers: list[Container] = []
+    init_containers: list[Container] = []
+
+
+class PodCondition(_Wire, frozen=True, kw_only=True):
+    """A condition of a pod."""
+
+    type: str = ""
+    status: str = ""
+    reason: str = ""
+    message: str = ""
+
+
+class ContainerTerminated(_Wire, frozen=True, kw_only=True):
+    """How a container ended."""
+
+    exit_code: int = 0
+    reason: str = ""
+    message: str = ""
+    finished_at: str = ""
+
+
+class ContainerRunning(_Wire, frozen=True, kw_only=True):
+    """Since when a container runs."""
+
+    started_at: str = ""
+
+
+class ContainerWaiting(_Wire, frozen=True, kw_only=True):
+    """Why a container does not run yet."""
+
+    reason: str = ""
+    message: str = ""
+
+
+class ContainerState(_Wire, frozen=True, kw_only=True):
+    """One of the three."""
+
+    waiting: ContainerWaiting | None = None
+    running: ContainerRunning | None = None
+    terminated: ContainerTerminated | None = None
+
+
+class ContainerStatus(_Wire, frozen=True, kw_only=True):
+    """Status of one container."""
+
+    name: str = ""
+    state: ContainerState = ContainerState()
+    ready: bool = False
+    restart_count: int = 0
+
+
+class PodStatus(_Wire, frozen=True, kw_only=True):
+    """Status of a pod."""
+
+    phase: str = ""
+    reason: str = ""
+    message: str = ""
+    conditions: list[PodCondition] = []
+    container_statuses: list[ContainerStatus] = []
+
+
+class Pod(_Wire, frozen=True, kw_only=True):
+    """A pod, projected to what Carpool uses."""
+
+    metadata: PodMeta
+    spec: PodSpec = PodSpec()
+    status: PodStatus = PodStatus()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether its containers will never run again."""
+        return self.status.phase in ("Succeeded", "Failed")

@@ -1,0 +1,103 @@
+"""GPU products: what NVML and the datasheets say of each. All figures are NVIDIA's published ones, per GPU."""
+
+from dataclasses import dataclass
+
+from carpool_core.keys import SIMULATED_PREFIX
+
+
+@dataclass(frozen=True, slots=True)
+class GpuProduct:
+    """One kind of GPU."""
+
+    name: str
+    """Product name as NVML gives it."""
+    memory_mib: int
+    """Total memory as NVML gives it, in MiB."""
+    compute_capability: str
+    sm_count: int
+    memory_bandwidth_gb_s: float
+    """Peak DRAM bandwidth, in GB/s."""
+    fp32_tflops: float
+    """Peak FP32 rate without tensor cores, in TFLOP/s."""
+    tensor_tflops: float
+    """Peak dense 16-bit tensor rate, in TFLOP/s."""
+    power_limit_w: float
+    """Default power limit, in W."""
+    idle_power_w: float
+    """Typical idle power, in W."""
+    mig_profiles: tuple[str, ...] = ()
+    """MIG profiles, smallest first; empty without MIG."""
+
+
+_A100_40_MIG = ("1g.5gb", "2g.10gb", "3g.20gb", "4g.20gb", "7g.40gb")
+_80GB_MIG = ("1g.10gb", "2g.20gb", "3g.40gb", "4g.40gb", "7g.80gb")
+
+PRODUCTS: tuple[GpuProduct, ...] = (
+    GpuProduct("NVIDIA A100-SXM4-40GB", 40960, "8.0", 108, 1555, 19.5, 312, 400, 50, _A100_40_MIG),
+    GpuProduct("NVIDIA A100-SXM4-80GB", 81920, "8.0", 108, 2039, 19.5, 312, 400, 55, _80GB_MIG),
+    GpuProduct("NVIDIA A30", 24576, "8.0", 56, 933, 10.3, 165, 165, 30, ("1g.6gb", "2g.12gb", "4g.24gb")),
+    GpuProduct("NVIDIA A10", 23028, "8.6", 72, 600, 31.2, 125, 150, 20),
+    GpuProduct("NVIDIA H100 80GB HBM3", 81559, "9.0", 132, 3352, 66.9, 989, 700, 70, _80GB_MIG),
+    GpuProduct(
+        "NVIDIA H200",
+        143771,
+        "9.0",
+        132,
+        4800,
+        66.9,
+        989,
+        700,
+        75,
+        ("1g.18gb", "2g.35gb", "3g.71gb", "4g.71gb", "7g.141gb"),
+    ),
+    GpuProduct("NVIDIA L4", 23034, "8.9", 58, 300, 30.3, 121, 72, 16),
+    GpuProduct("NVIDIA L40S", 46068, "8.9", 142, 864, 91.6, 362, 350, 35),
+    GpuProduct("Tesla T4", 15360, "7.5", 40, 320, 8.1, 65, 70, 10),
+    GpuProduct("Tesla V100-SXM2-16GB", 16384, "7.0", 80, 900, 15.7, 125, 300, 40),
+    GpuProduct("NVIDIA GeForce RTX 2080", 8192, "7.5", 46, 448, 10.1, 40, 215, 10),
+    GpuProduct("NVIDIA GeForce RTX 3090", 24576, "8.6", 82, 936, 35.6, 71, 350, 20),
+    GpuProduct("NVIDIA GeForce RTX 4090", 24564, "8.9", 128, 1008, 82.6, 165, 450, 20),
+)
+
+
+class UnknownProductError(ValueError):
+    """No product, or more than one, goes by that name."""
+
+
+def hardware_name(product: str) -> str:
+    """Return the product name without what marks a simulated GPU."""
+    return product.removeprefix(SIMULATED_PREFIX)
+
+
+def is_simulated(product: str) -> bool:
+    """Whether a product name says that there is no hardware."""
+    return product.startswith(SIMULATED_PREFIX)
+
+
+def _folded(text: str) -> str:
+    return text.casefold().replace(" ", "-")
+
+
+def matches(product: str, wanted: str) -> bool:
+    """Whether `wanted` is the product's name or a part of it; case, spaces and dashes do not count."""
+    return _folded(wanted) in _folded(product)
+
+
+def find_product(wanted: str) -> GpuProduct:
+    """Find the one product that goes by a name or an unambiguous part of it.
+
+    Raises:
+        UnknownProductError: No product matches, or several do; the message lists the choices.
+    """
+    name = hardware_name(wanted)
+    exact = [p for p in PRODUCTS if _folded(p.name) == _folded(name)]
+    found = exact or [p for p in PRODUCTS if matches(p.name, name)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UnknownProductError(
+            f"GPU product {wanted!r} is ambiguous: it matches {', '.join(p.name for p in found)}; write more of the name"
+        )
+    raise UnknownProductError(
+        f"GPU product {wanted!r} is unknown; known products: {', '.join(p.name for p in PRODUCTS)}"
+    )

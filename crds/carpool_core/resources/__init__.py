@@ -1,0 +1,1 @@
+"""`GpuTrainingJob` and `GpuNode` as typed Python. The CRDs are generated from here."""

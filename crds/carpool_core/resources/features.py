@@ -1,0 +1,68 @@
+"""What one pass over fake tensors says about a model: the predictor's input, and what `spec.model.features` holds."""
+
+from typing import Annotated, ClassVar
+
+from carpool_core.resources.schema import ATOMIC, Resource, Rule, field
+from carpool_core.values import Optimizer, Precision
+
+_MAX_BYTES = 2**50
+"""1 PiB: beyond any single-GPU training step; larger numbers are a mistake of unit."""
+
+
+class LayerCounts(Resource, frozen=True, kw_only=True):
+    """Leaf modules by kind, as HotCloud '20 counts them; a recurrent layer counts once for each of its layers."""
+
+    convolution: Annotated[int, field("Convolution layers.", ge=0, le=1_000_000)] = 0
+    linear: Annotated[int, field("Fully connected layers.", ge=0, le=1_000_000)] = 0
+    activation: Annotated[int, field("Activation layers.", ge=0, le=1_000_000)] = 0
+    normalization: Annotated[int, field("Normalization layers.", ge=0, le=1_000_000)] = 0
+    recurrent: Annotated[int, field("Recurrent layers.", ge=0, le=1_000_000)] = 0
+    embedding: Annotated[int, field("Embedding layers.", ge=0, le=1_000_000)] = 0
+    other: Annotated[int, field("All other leaf layers.", ge=0, le=1_000_000)] = 0
+
+
+class TracedStep(Resource, frozen=True, kw_only=True):
+    """One training step (forward, backward, optimizer) on fake tensors at one batch size."""
+
+    batch_size: Annotated[int, field("Samples in the step.", ge=1, le=1_000_000)]
+    peak_bytes: Annotated[int, field("Peak of all live tensor storage, in bytes.", ge=1, le=_MAX_BYTES)]
+    activation_bytes: Annotated[
+        int, field("Activations and temporaries alive at the peak, in bytes.", ge=0, le=_MAX_BYTES)
+    ]
+    flops: Annotated[float, field("Floating-point operations of the step.", ge=0, le=1e21)]
+    bytes_moved: Annotated[float, field("Bytes read and written by all operators, without caches.", ge=0, le=1e18)]
+    kernels: Annotated[int, field("Operators that launch work on a GPU.", ge=1, le=100_000_000)]
+
+
+class ModelFeatures(Resource, frozen=True, kw_only=True):
+    """A model's training step in numbers. `carpool graph` writes this block."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "self.steps.all(s, s.activationBytes <= s.peakBytes)",
+            "activationBytes is a part of peakBytes, so it cannot be larger; "
+            "take the block from `carpool graph` unchanged",
+        ),
+        Rule(
+            "self.trainableParameters <= self.parameters",
+            "trainableParameters cannot exceed parameters; take the block from `carpool graph` unchanged",
+        ),
+    )
+
+    name: Annotated[str, field("What the model is called, for people.", max_length=253)] = ""
+    parameters: Annotated[int, field("Number of parameters.", ge=0, le=10**13)]
+    trainable_parameters: Annotated[int, field("Number of parameters with gradients.", ge=0, le=10**13)]
+    parameter_bytes: Annotated[int, field("Size of parameters and buffers, in bytes.", ge=0, le=_MAX_BYTES)]
+    layers: Annotated[LayerCounts, field("Leaf layers by kind.")] = LayerCounts()
+    optimizer: Annotated[Optimizer, field("Optimizer of the traced steps.")] = Optimizer.ADAMW
+    precision: Annotated[Precision, field("Precision of the traced steps.")] = Precision.FP32
+    activation_checkpointing: Annotated[bool, field("Whether activations were checkpointed.")] = False
+    steps: Annotated[
+        list[TracedStep],
+        field(
+            "Traced steps at one or more batch sizes, ascending; other batch sizes are interpolated.",
+            schema=ATOMIC,
+            min_length=1,
+            max_length=8,
+        ),
+    ]

@@ -1,0 +1,268 @@
+"""`GpuTrainingJob`: what a user writes, and what Carpool answers in its status."""
+
+from typing import Annotated, Any, ClassVar
+
+from carpool_core.resources.features import ModelFeatures
+from carpool_core.resources.meta import Condition, ObjectMeta
+from carpool_core.resources.prediction import Prediction
+from carpool_core.resources.schema import ATOMIC, QUANTITY, Resource, Rule, field, map_list
+from carpool_core.values import (
+    GpuUuid,
+    JobState,
+    NodeName,
+    Optimizer,
+    PodUid,
+    Precision,
+    RequestedMode,
+    SharingMode,
+    Tenancy,
+)
+
+
+class CatalogModel(Resource, frozen=True, kw_only=True):
+    """A published architecture by name; no weights are ever downloaded."""
+
+    name: Annotated[
+        str,
+        field(
+            "`timm/NAME` or `torchvision/NAME`.",
+            pattern=r"^(timm|torchvision|transformers)/[A-Za-z0-9._-]+$",
+            max_length=128,
+        ),
+    ]
+    input: (
+        Annotated[
+            list[int],
+            field(
+                "Shape of one sample, without the batch, such as [3, 224, 224]. The model's own when left out.",
+                schema=ATOMIC,
+                max_length=4,
+            ),
+        ]
+        | None
+    ) = None
+    num_classes: (
+        Annotated[int, field("Outputs of the classifier. The model's own when left out.", ge=1, le=1_000_000)] | None
+    ) = None
+
+
+class GraphLayer(Resource, frozen=True, kw_only=True):
+    """One layer of an inline model."""
+
+    kind: Annotated[
+        str,
+        field(
+            "Name of the torch.nn layer.",
+            schema={
+                "enum": [
+                    "Linear",
+                    "Conv2d",
+                    "BatchNorm2d",
+                    "LayerNorm",
+                    "ReLU",
+                    "GELU",
+                    "Tanh",
+                    "MaxPool2d",
+                    "AvgPool2d",
+                    "Flatten",
+                    "Dropout",
+                ]
+            },
+        ),
+    ]
+    out: Annotated[int, field("Output features or channels (Linear, Conv2d).", ge=1, le=1_000_000)] | None = None
+    kernel: Annotated[int, field("Kernel size (Conv2d and pools).", ge=1, le=1024)] | None = None
+    stride: Annotated[int, field("Stride (Conv2d and pools).", ge=1, le=1024)] | None = None
+    padding: Annotated[int, field("Padding (Conv2d).", ge=0, le=1024)] | None = None
+
+
+class GraphModel(Resource, frozen=True, kw_only=True):
+    """A model written down layer by layer."""
+
+    input: Annotated[
+        list[int], field("Shape of one sample, without the batch.", schema=ATOMIC, min_length=1, max_length=4)
+    ]
+    layers: Annotated[list[GraphLayer], field("Layers, in order.", schema=ATOMIC, min_length=1, max_length=2048)]
+
+
+class ModelSource(Resource, frozen=True, kw_only=True):
+    """Where the model's graph comes from: one of the three. Left out altogether, the model is unknown."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "[has(self.features), has(self.catalog), has(self.graph)].filter(x, x).size() == 1",
+            "give exactly one of features, catalog and graph; leave out spec.model if the model is unknown",
+        ),
+    )
+
+    features: Annotated[ModelFeatures, field("Features as `carpool graph` prints them.")] | None = None
+    catalog: Annotated[CatalogModel, field("A published architecture by name.")] | None = None
+    graph: Annotated[GraphModel, field("The model's layers.")] | None = None
+
+
+class Training(Resource, frozen=True, kw_only=True):
+    """How the model is trained, as far as memory and speed depend on it."""
+
+    batch_size: Annotated[int, field("Samples of one step on one worker.", ge=1, le=1_000_000)] = 32
+    optimizer: Annotated[Optimizer, field("Optimizer, whose state takes memory.")] = Optimizer.ADAMW
+    precision: Annotated[Precision, field("Arithmetic of the step.")] = Precision.FP32
+    activation_checkpointing: Annotated[bool, field("Whether activations are recomputed instead of kept.")] = False
+
+
+class Sharing(Resource, frozen=True, kw_only=True):
+    """Whether and with whom the job shares its GPU."""
+
+    mode: Annotated[RequestedMode, field("How to share; `Auto` leaves it to the scheduler.")] = RequestedMode.AUTO
+    max_slowdown: Annotated[
+        float, field("Step time beside neighbours over step time alone that the job accepts, 1..10.", ge=1, le=10)
+    ] = 1.5
+    tenancy: Annotated[Tenancy, field("With whose jobs it may share a GPU.")] = Tenancy.NAMESPACE
+
+
+class MemoryOverride(Resource, frozen=True, kw_only=True):
+    """An explicit memory limit, which overrides the prediction."""
+
+    limit: (
+        Annotated[int | str, field("GPU memory of one worker on each of its GPUs, such as 12Gi.", schema=QUANTITY)]
+        | None
+    ) = None
+
+
+class GpuSelector(Resource, frozen=True, kw_only=True):
+    """Which GPUs will do."""
+
+    product: (
+        Annotated[
+            str,
+            field(
+                "GPU product by NVML's name or an unambiguous part of it, such as A100-SXM4-40GB.",
+                min_length=1,
+                max_length=128,
+            ),
+        ]
+        | None
+    ) = None
+    min_memory: Annotated[int | str, field("Least memory of the GPU, such as 40Gi.", schema=QUANTITY)] | None = None
+    min_compute_capability: (
+        Annotated[str, field("Least CUDA compute capability, such as 8.0.", pattern=r"^[0-9]{1,2}\.[0-9]$")] | None
+    ) = None
+
+
+class RunPolicy(Resource, frozen=True, kw_only=True):
+    """How long and how often the job is tried."""
+
+    suspend: Annotated[bool, field("True keeps the job from having pods.")] = False
+    backoff_limit: Annotated[int, field("Restarts after failures before the job has failed.", ge=0, le=1000)] = 3
+    active_deadline_seconds: (
+        Annotated[
+            int, field("Seconds after its start in which the job must be complete; unlimited when left out.", ge=1)
+        ]
+        | None
+    ) = None
+    ttl_seconds_after_finished: (
+        Annotated[int, field("Seconds after its end until the job is deleted; never when left out.", ge=0)] | None
+    ) = None
+
+
+class JobSpec(Resource, frozen=True, kw_only=True):
+    """What a user asks for."""
+
+    model: Annotated[ModelSource, field("What is trained. Left out: unknown, and the job runs alone.")] | None = None
+    training: Annotated[Training, field("How it is trained.")] = Training()
+    workers: Annotated[int, field("Pods that train together.", ge=1, le=1024)] = 1
+    gpus_per_worker: Annotated[int, field("GPUs of each worker.", ge=1, le=16)] = 1
+    sharing: Annotated[Sharing, field("Whether and with whom it shares a GPU.")] = Sharing()
+    memory: Annotated[MemoryOverride, field("Memory limit in place of the prediction.")] = MemoryOverride()
+    gpu: Annotated[GpuSelector, field("Which GPUs will do.")] = GpuSelector()
+    run_policy: Annotated[RunPolicy, field("How long and how often it is tried.")] = RunPolicy()
+    template: Annotated[dict[str, Any], field("Pod template of a worker, as in a Deployment.")]
+
+
+class Neighbour(Resource, frozen=True, kw_only=True):
+    """Another job on the same GPU."""
+
+    namespace: Annotated[str, field("Its namespace.")]
+    job: Annotated[str, field("Its name.")]
+    gpu_uuid: Annotated[GpuUuid, field("The GPU that both use.")]
+
+
+class WorkerPlacement(Resource, frozen=True, kw_only=True):
+    """Where a worker was put, and why there."""
+
+    worker: Annotated[int, field("Index of the worker.", ge=0)]
+    pod: Annotated[str, field("Its pod.")]
+    pod_uid: Annotated[PodUid, field("The pod's UID.")]
+    node: Annotated[NodeName, field("Its node.")]
+    gpu_uuids: Annotated[list[GpuUuid], field("Its GPUs.", schema=ATOMIC)]
+    product: Annotated[str, field("Product of these GPUs.")]
+    mode: Annotated[SharingMode, field("How they are shared.")]
+    memory_limit_mib: Annotated[int, field("Memory limit on each GPU, in MiB.", ge=0)] | None = None
+    thread_percentage: Annotated[int, field("MPS active thread percentage.", ge=1, le=100)] | None = None
+    mig_profile: Annotated[str, field("MIG profile.")] | None = None
+    expected_slowdown: Annotated[float, field("Predicted step time here over step time alone.", ge=1)] = 1.0
+    neighbours: Annotated[list[Neighbour], field("Jobs that share its GPUs.", schema=ATOMIC)] = []
+    reason: Annotated[str, field("Why this place, this mode and these limits.", max_length=4096)] = ""
+
+
+class Attempt(Resource, frozen=True, kw_only=True):
+    """One try at running the job."""
+
+    number: Annotated[int, field("Counts from 1.", ge=1)]
+    started_at: Annotated[str, field("When its pods were created, RFC 3339.")] = ""
+    ended_at: Annotated[str, field("When it ended, RFC 3339.")] | None = None
+    outcome: Annotated[str, field("Running, Complete, or why it failed, one CamelCase word.")] = "Running"
+    message: Annotated[str, field("A sentence for people.", max_length=4096)] = ""
+
+
+class Observed(Resource, frozen=True, kw_only=True):
+    """What the agents measured, over all workers."""
+
+    peak_memory_mib: Annotated[int, field("Largest GPU memory of a worker on one GPU, in MiB.", ge=0)] = 0
+    gpu_util_percent: (
+        Annotated[float, field("Mean share of time in which some kernel of the job ran, 0..100.")] | None
+    ) = None
+    sm_active_ratio: Annotated[float, field("Mean share of SMs with the job's work, 0..1.")] | None = None
+    step_time_seconds: Annotated[float, field("Mean time of a step, where the job reports it, in seconds.")] | None = (
+        None
+    )
+    slowdown: Annotated[float, field("Observed step time over the predicted step time alone.")] | None = None
+
+
+class JobStatus(Resource, frozen=True, kw_only=True):
+    """What Carpool knows of the job."""
+
+    observed_generation: Annotated[int, field("`metadata.generation` that this status was computed from.", ge=0)] = 0
+    state: Annotated[JobState, field("Computed from the conditions, for people.")] = JobState.PREDICTING
+    conditions: Annotated[
+        list[Condition], field("Predicted, Placed, Running, Suspended, Complete, Failed.", schema=map_list("type"))
+    ] = []
+    prediction: Annotated[Prediction, field("What was predicted before it ran.")] | None = None
+    placement: Annotated[list[WorkerPlacement], field("Where each worker runs.", schema=map_list("worker"))] = []
+    attempts: Annotated[
+        list[Attempt], field("Tries so far, the latest last, at most ten.", schema=map_list("number"))
+    ] = []
+    restarts: Annotated[int, field("Failures that were charged to backoffLimit.", ge=0)] = 0
+    observed: Annotated[Observed, field("What was measured.")] | None = None
+    start_time: Annotated[str, field("When the first container ran, RFC 3339.")] | None = None
+    completion_time: Annotated[str, field("When the job ended, RFC 3339.")] | None = None
+
+
+class GpuTrainingJob(Resource, frozen=True, kw_only=True):
+    """A deep-learning training job that shares GPUs."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "self.metadata.name.size() <= 48",
+            "metadata.name must have at most 48 characters, because pods are called NAME-worker-INDEX-ATTEMPT",
+        ),
+        Rule(
+            "self.spec.sharing.mode != 'MIG' || self.spec.gpusPerWorker == 1",
+            "a MIG instance is a part of one GPU: set spec.gpusPerWorker to 1, or choose another sharing.mode",
+        ),
+    )
+
+    api_version: str = "carpool.dev/v1alpha1"
+    kind: str = "GpuTrainingJob"
+    metadata: ObjectMeta
+    spec: Annotated[JobSpec, field("What is asked for.")]
+    status: Annotated[JobStatus, field("What Carpool knows.")] = JobStatus()

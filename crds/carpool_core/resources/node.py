@@ -1,0 +1,121 @@
+"""`GpuNode`: the GPUs of one node. `spec` is what the scheduler decided, `status` is what its agent found."""
+
+from typing import Annotated
+
+from carpool_core.resources.meta import Condition, ObjectMeta
+from carpool_core.resources.schema import ATOMIC, Resource, field, map_list
+from carpool_core.values import DeviceHealth, GpuUuid, JobUid, PartitionState, PodUid, SharingMode, Tenancy
+
+
+class TenantProfile(Resource, frozen=True, kw_only=True):
+    """What the decision counted with: enough to decide about the next tenant without looking anything up."""
+
+    memory_mib: (
+        Annotated[int, field("Upper bound of its memory on each GPU, in MiB; unknown when left out.", ge=0)] | None
+    ) = None
+    gpu_util_percent: Annotated[float, field("Predicted GPU utilization alone, 0..100.", ge=0, le=100)] = 100.0
+    sm_active_ratio: Annotated[float, field("Predicted SM activity alone, 0..1.", ge=0, le=1)] = 1.0
+    dram_active_ratio: Annotated[float, field("Predicted DRAM activity alone, 0..1.", ge=0, le=1)] = 1.0
+    max_slowdown: Annotated[float, field("Slowdown that it accepts.", ge=1)] = 1.0
+    tenancy: Annotated[Tenancy, field("With whose jobs it may share.")] = Tenancy.NAMESPACE
+
+
+class Reservation(Resource, frozen=True, kw_only=True):
+    """The single authority on who may use which GPU."""
+
+    pod_uid: Annotated[PodUid, field("UID of the pod that it is for.", min_length=1)]
+    pod_namespace: Annotated[str, field("The pod's namespace.")]
+    pod_name: Annotated[str, field("The pod's name.")]
+    job_uid: Annotated[JobUid, field("UID of the pod's GpuTrainingJob.")]
+    job_name: Annotated[str, field("The job's name.")]
+    gpu_uuids: Annotated[
+        list[GpuUuid], field("GPUs, one for each slot of the pod.", schema=ATOMIC, min_length=1, max_length=16)
+    ]
+    mode: Annotated[SharingMode, field("How the GPUs are shared.")]
+    memory_limit_mib: Annotated[int, field("Memory limit on each GPU, in MiB; none when left out.", ge=1)] | None = None
+    thread_percentage: Annotated[int, field("MPS active thread percentage.", ge=1, le=100)] | None = None
+    mig_profile: Annotated[str, field("MIG profile, such as 1g.5gb.")] | None = None
+    generation: Annotated[int, field("Raised with each change to this reservation.", ge=1)] = 1
+    reserved_at: Annotated[str, field("When it was made, RFC 3339.")] = ""
+    deadline: Annotated[str, field("When it lapses unless its pod is bound, RFC 3339.")] = ""
+    tenant: Annotated[TenantProfile, field("What the decision counted with.")] = TenantProfile()
+    expected_slowdown: Annotated[
+        float, field("Predicted slowdown of this tenant at the time of the decision.", ge=1)
+    ] = 1.0
+    policy: Annotated[str, field("Policy that chose the place.")] = ""
+    reason: Annotated[str, field("Why this place.", max_length=4096)] = ""
+
+
+class GpuNodeSpec(Resource, frozen=True, kw_only=True):
+    """The desired state. Written only by the scheduler."""
+
+    reservations: Annotated[
+        list[Reservation], field("Who may use which GPU.", schema=map_list("podUid"), max_length=1024)
+    ] = []
+
+
+class Device(Resource, frozen=True, kw_only=True):
+    """One GPU."""
+
+    uuid: Annotated[GpuUuid, field("NVML's UUID.")]
+    index: Annotated[int, field("NVML's index on the node.", ge=0)]
+    product: Annotated[str, field("Product by NVML's name; begins with `Simulated` where there is no hardware.")]
+    memory_mib: Annotated[int, field("Total memory, in MiB.", ge=0)]
+    reserved_mib: Annotated[
+        int, field("Memory that no tenant can have, in MiB: the driver's, and a margin for fragmentation.", ge=0)
+    ] = 0
+    compute_capability: Annotated[str, field("CUDA compute capability, such as 8.0.")] = ""
+    mig_profiles: Annotated[list[str], field("MIG profiles that it supports; empty without MIG.", schema=ATOMIC)] = []
+    modes: Annotated[list[SharingMode], field("Sharing modes that the agent can prepare.", schema=ATOMIC)] = []
+    mode: Annotated[SharingMode, field("Sharing mode at present; none when idle.")] | None = None
+    health: Annotated[DeviceHealth, field("Whether new work may go there.")] = DeviceHealth.HEALTHY
+    health_message: Annotated[str, field("Why it is unhealthy.")] = ""
+    numa_node: Annotated[int, field("NUMA node.")] | None = None
+
+
+class Partition(Resource, frozen=True, kw_only=True):
+    """How far the agent got with one reservation."""
+
+    pod_uid: Annotated[PodUid, field("UID of the reservation's pod.")]
+    generation: Annotated[int, field("Generation of the reservation that this speaks of.", ge=0)]
+    state: Annotated[PartitionState, field("Preparing, Ready or Failed.")]
+    message: Annotated[str, field("What was done, or why it failed.", max_length=4096)] = ""
+
+
+class Tenant(Resource, frozen=True, kw_only=True):
+    """What a pod was measured to use of a GPU."""
+
+    pod_uid: Annotated[PodUid, field("UID of the pod.")]
+    gpu_uuid: Annotated[GpuUuid, field("The GPU.")]
+    memory_mib: Annotated[int, field("Memory in use, in MiB.", ge=0)] = 0
+    peak_memory_mib: Annotated[int, field("Largest memory seen, in MiB.", ge=0)] = 0
+    gpu_util_percent: (
+        Annotated[float, field("Share of time in which its kernels ran, 0..100; absent where unknown.")] | None
+    ) = None
+    sm_active_ratio: Annotated[float, field("Share of SMs with its work, 0..1; absent where unknown.")] | None = None
+    power_w: Annotated[float, field("Its share of the GPU's power, in W; absent where unknown.")] | None = None
+    step_time_seconds: (
+        Annotated[float, field("Mean time of a step, where the process reports it, in seconds.")] | None
+    ) = None
+
+
+class GpuNodeStatus(Resource, frozen=True, kw_only=True):
+    """The actual state. Written only by the node's agent."""
+
+    agent_version: Annotated[str, field("Version of the agent.")] = ""
+    simulated: Annotated[bool, field("True where the GPUs are simulated.")] = False
+    heartbeat_time: Annotated[str, field("When the agent last wrote, RFC 3339.")] | None = None
+    devices: Annotated[list[Device], field("GPUs of the node.", schema=map_list("uuid"))] = []
+    partitions: Annotated[list[Partition], field("Progress of each reservation.", schema=map_list("podUid"))] = []
+    tenants: Annotated[list[Tenant], field("Measured use, smoothed.", schema=map_list("podUid", "gpuUuid"))] = []
+    conditions: Annotated[list[Condition], field("Ready.", schema=map_list("type"))] = []
+
+
+class GpuNode(Resource, frozen=True, kw_only=True):
+    """The GPUs of one node, who may use them, and who does."""
+
+    api_version: str = "carpool.dev/v1alpha1"
+    kind: str = "GpuNode"
+    metadata: ObjectMeta
+    spec: Annotated[GpuNodeSpec, field("Who may use which GPU.")] = GpuNodeSpec()
+    status: Annotated[GpuNodeStatus, field("What the agent found.")] = GpuNodeStatus()

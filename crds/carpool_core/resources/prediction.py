@@ -1,0 +1,56 @@
+"""A prediction, as the predictor returns it and as a job's status holds it."""
+
+from typing import Annotated, Literal
+
+from carpool_core.resources.schema import Resource, field, map_list
+
+
+class Interval(Resource, frozen=True, kw_only=True):
+    """A predicted quantity: its median, and a central interval that holds the truth nine times in ten."""
+
+    median: Annotated[float, field("Median.")]
+    lower: Annotated[float, field("5% quantile.")]
+    upper: Annotated[float, field("95% quantile.")]
+
+
+class MemoryPrediction(Resource, frozen=True, kw_only=True):
+    """GPU memory that one worker's process takes at its peak, CUDA context included."""
+
+    median_mib: Annotated[int, field("Median, in MiB.", ge=0)]
+    upper_mib: Annotated[int, field("Upper bound that placement counts with, in MiB.", ge=0)]
+    coverage: Annotated[float, field("Share of jobs whose true peak lies under the bound, 0..1.", ge=0, le=1)]
+    class_lower_mib: Annotated[int, field("Lower edge of the memory class that holds the bound, in MiB.", ge=0)] = 0
+    class_upper_mib: Annotated[int, field("Upper edge of the memory class, in MiB.", ge=0)] = 0
+
+
+class ActivityPrediction(Resource, frozen=True, kw_only=True):
+    """How busy the job keeps a GPU when it has it alone."""
+
+    gpu_util_percent: Annotated[Interval, field("Share of time in which some kernel ran (NVML), 0..100.")]
+    sm_active_ratio: Annotated[Interval, field("Mean share of SMs with work, 0..1.")]
+    dram_active_ratio: Annotated[Interval, field("Share of memory cycles in use, 0..1.")]
+
+
+class ProductPrediction(Resource, frozen=True, kw_only=True):
+    """The prediction for one kind of GPU."""
+
+    product: Annotated[str, field("GPU product, by NVML's name.", min_length=1, max_length=128)]
+    memory: Annotated[MemoryPrediction, field("GPU memory.")]
+    activity: Annotated[ActivityPrediction, field("Utilization when alone.")]
+    step_time_seconds: Annotated[Interval, field("Time of one training step when alone, in seconds.")]
+
+
+class Prediction(Resource, frozen=True, kw_only=True):
+    """What is known of a job before it runs; or that nothing is, and why."""
+
+    outcome: Annotated[Literal["Predicted", "Abstained"], field("Whether the predictor answered or abstained.")]
+    reason: Annotated[str, field("One CamelCase word for programs.", min_length=1, max_length=256)]
+    message: Annotated[str, field("A sentence for people.", max_length=4096)] = ""
+    model_version: Annotated[str, field("Version of the predictor's model.", max_length=128)] = ""
+    input_digest: Annotated[
+        str, field("Digest of what the prediction was computed from; it is renewed when this changes.", max_length=128)
+    ] = ""
+    products: Annotated[
+        list[ProductPrediction],
+        field("The prediction for each GPU product.", schema=map_list("product"), max_length=64),
+    ] = []

@@ -1,0 +1,1 @@
+"""Stateful fakes of the ports, for tests of every package."""

@@ -1,0 +1,1 @@
+"""The node agent: inventory, partitions, device plugin and metrics."""

@@ -1,0 +1,1 @@
+"""The kube-scheduler extender that decides which GPU a job shares with whom."""

@@ -1,0 +1,1 @@
+"""The operator that carries a GpuTrainingJob from admission to its end."""

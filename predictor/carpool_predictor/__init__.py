@@ -1,0 +1,1 @@
+"""Predicts memory, activity, step time and slowdown from a model's graph."""
