@@ -1,0 +1,102 @@
+import numpy as np
+import pytest
+from carpool_core.values import SharingMode
+from carpool_predictor.slowdown import slowdowns
+from hypothesis import given
+from hypothesis import strategies as st
+
+SHARED = [SharingMode.TIME_SLICING, SharingMode.MPS]
+ratios = st.floats(0, 1, allow_nan=False, width=32)
+tenants = st.lists(st.tuples(ratios, ratios, ratios), min_size=1, max_size=8)
+
+
+def of(mode, profiles, present=None):
+    """Slowdowns of one GPU's tenants, given as (util, sm, dram)."""
+    columns = np.array(profiles, dtype=float).reshape(len(profiles), 3).T[:, None, :]
+    mask = np.ones((1, len(profiles)), dtype=bool) if present is None else np.array([present])
+    return slowdowns(mode, *columns, mask)[0]
+
+
+@pytest.mark.parametrize(
+    ("mode", "profiles", "expected"),
+    [
+        pytest.param(SharingMode.TIME_SLICING, [(1, 1, 1)] * 3, [3, 3, 3], id="full tenants share evenly"),
+        pytest.param(SharingMode.TIME_SLICING, [(0.5, 0, 0)] * 2, [1.309, 1.309], id="two halves do not add"),
+        pytest.param(SharingMode.TIME_SLICING, [(0.9, 0, 0), (0, 0, 0)], [1, 1], id="an idle neighbour costs nothing"),
+        pytest.param(SharingMode.MPS, [(1, 1, 0)] * 2, [2, 2], id="two full tenants halve each other"),
+        pytest.param(SharingMode.MPS, [(0.9, 0.4, 0.2)] * 2, [1, 1], id="below saturation they do not meet"),
+        pytest.param(SharingMode.MPS, [(1, 0.1, 0.7)] * 2, [1.6, 1.6], id="memory-bound tenants meet at the DRAM"),
+        pytest.param(SharingMode.MPS, [(0.2, 0.2, 0), (1, 1, 0)], [1.08, 1.2], id="only time at the GPU stretches"),
+        pytest.param(SharingMode.EXCLUSIVE, [(1, 1, 1)] * 2, [1, 1], id="exclusive"),
+        pytest.param(SharingMode.MIG, [(1, 1, 1)] * 2, [1, 1], id="instances"),
+    ],
+)
+def test_known_cases(mode, profiles, expected):
+    assert of(mode, profiles) == pytest.approx(expected, abs=2e-3)
+
+
+@pytest.mark.parametrize("mode", list(SharingMode))
+@given(profile=st.tuples(ratios, ratios, ratios))
+def test_a_single_tenant_is_not_slowed(mode, profile):
+    assert of(mode, [profile]) == pytest.approx([1.0])
+
+
+@pytest.mark.parametrize("mode", SHARED)
+@given(profiles=tenants)
+def test_never_below_one_and_never_worse_than_all_at_full_load(mode, profiles):
+    result = of(mode, profiles)
+    assert (result >= 1.0).all()
+    assert (result <= len(profiles) + 1e-9).all()
+
+
+@pytest.mark.parametrize("mode", SHARED)
+@given(profiles=tenants, newcomer=st.tuples(ratios, ratios, ratios))
+def test_another_neighbour_never_speeds_anybody_up(mode, profiles, newcomer):
+    assert (of(mode, [*profiles, newcomer])[:-1] >= of(mode, profiles) - 1e-9).all()
+
+
+@pytest.mark.parametrize("mode", SHARED)
+@given(profiles=tenants, which=st.integers(0, 7), more=st.tuples(ratios, ratios, ratios))
+def test_a_busier_tenant_slows_everybody_more(mode, profiles, which, more):
+    which %= len(profiles)
+    busier = list(profiles)
+    busier[which] = tuple(max(a, b) for a, b in zip(profiles[which], more, strict=True))
+    assert (of(mode, busier) >= of(mode, profiles) - 1e-9).all()
+
+
+@pytest.mark.parametrize("mode", SHARED)
+@given(profiles=tenants, seed=st.randoms(use_true_random=False))
+def test_the_order_of_tenants_does_not_matter(mode, profiles, seed):
+    order = list(range(len(profiles)))
+    seed.shuffle(order)
+    assert of(mode, [profiles[i] for i in order]) == pytest.approx(of(mode, profiles)[order])
+
+
+@given(profiles=tenants)
+def test_turns_never_use_more_than_the_whole_gpu(profiles):
+    busy = np.clip(np.array(profiles)[:, 0], 0, 1)
+    assert (busy / of(SharingMode.TIME_SLICING, profiles)).sum() <= 1 + 1e-2
+
+
+@pytest.mark.parametrize("mode", SHARED)
+@given(profiles=tenants, others=st.lists(tenants, max_size=4))
+def test_a_gpu_does_not_depend_on_the_rest_of_the_batch(mode, profiles, others):
+    rows = [profiles, *others]
+    width = max(len(row) for row in rows)
+    columns = np.zeros((3, len(rows), width))
+    present = np.zeros((len(rows), width), dtype=bool)
+    for i, row in enumerate(rows):
+        columns[:, i, : len(row)] = np.array(row).T
+        present[i, : len(row)] = True
+    result = slowdowns(mode, *columns, present)
+    assert result[0, : len(profiles)] == pytest.approx(of(mode, profiles))
+    assert (result[~present] == 1).all()
+
+
+def test_what_stands_in_absent_entries_is_ignored():
+    assert of(SharingMode.MPS, [(1, 1, 1), (np.nan, 7, -3)], present=[True, False]) == pytest.approx([1, 1])
+
+
+def test_no_gpus_at_all():
+    empty = np.zeros((0, 4))
+    assert slowdowns(SharingMode.TIME_SLICING, empty, empty, empty, empty.astype(bool)).shape == (0, 4)
