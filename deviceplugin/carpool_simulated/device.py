@@ -1,0 +1,239 @@
+"""One simulated device as the agent and every client see it: admission arithmetic over living claims."""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from carpool_simulated import state
+from carpool_simulated.errors import DeviceStateError, DeviceUnavailableError, MpsError
+from carpool_simulated.physics import Activity, dynamic_power_w
+from carpool_simulated.state import IDLE, Claim, Facts, Limit, Mode, Totals
+
+MPS_CONTROL = "control"
+"""In an MPS pipe directory: the file that says that its daemon runs, and for which device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A claim of a living process."""
+
+    id: str
+    claim: Claim
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What NVML would tell of a device at one moment."""
+
+    at: float
+    """Monotonic time, in seconds."""
+    claims: tuple[Held, ...]
+    problems: tuple[str, ...]
+    """Claims of living processes that cannot be read, a sentence each."""
+    energy_j: float
+    """Since the device appeared; never falls while the device lives."""
+    power_w: float
+
+    @property
+    def used_mib(self) -> int:
+        """Memory in use by processes."""
+        return sum(held.claim.memory_mib for held in self.claims)
+
+
+class Device:
+    """A device's directory.
+
+    Args:
+        directory: `<root>/<uuid>`.
+        clock: Monotonic seconds, the same for all processes of the machine.
+    """
+
+    def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.directory = directory
+        self.claims_directory = directory / "claims"
+        self._clock = clock
+
+    def create(self, facts: Facts) -> None:
+        """Make the device, or what is missing of it; what is there is left as it is."""
+        self.claims_directory.mkdir(parents=True, exist_ok=True)
+        for path in (self.directory, self.claims_directory):
+            path.chmod(0o777)  # containers run as any user
+        lock = self.directory / "lock"
+        lock.touch()
+        lock.chmod(0o666)
+        if not (self.directory / "totals.json").exists():
+            state.write_totals(self.directory, Totals(since=self._clock()))
+        if not (self.directory / "mode.json").exists():
+            state.write_mode(self.directory, Mode())
+        if not (self.directory / "device.json").exists():
+            state.write_json(self.directory / "device.json", {name: getattr(facts, name) for name in Facts.__slots__})
+
+    def facts(self) -> Facts:
+        """Return what the device is; raises DeviceStateError."""
+        return state.read_facts(self.directory)
+
+    def mode(self) -> Mode:
+        """Return how it is shared; raises DeviceStateError."""
+        return state.read_mode(self.directory)
+
+    def held(self) -> tuple[list[Held], list[str]]:
+        """Return the claims of living processes, and what is wrong with those that cannot be read."""
+        found: list[Held] = []
+        problems: list[str] = []
+        for path in sorted(self.claims_directory.glob("*.claim")):
+            if not state.is_held(path):
+                continue
+            try:
+                found.append(Held(path.stem, state.read_claim(path)))
+            except DeviceStateError as e:
+                if path.exists():
+                    problems.append(str(e))
+        return found, problems
+
+    def reap(self) -> int:
+        """Remove the claims of dead processes and return how many. The caller holds the lock."""
+        for path in self.claims_directory.glob("*.new"):
+            path.unlink()  # who makes a claim holds the lock: this one's process died in between
+        dead = [path for path in self.claims_directory.glob("*.claim") if not state.is_held(path)]
+        if not dead:
+            return 0
+        energy_j = 0.0
+        for path in dead:
+            with suppress(DeviceStateError):  # nobody can say any more what it used
+                energy_j += state.read_claim(path).energy_j
+            path.unlink(missing_ok=True)
+        totals = self._totals()
+        state.write_totals(self.directory, replace(totals, energy_j=totals.energy_j + energy_j))
+        return len(dead)
+
+    def _totals(self) -> Totals:
+        """A lost energy counter must not keep anybody from the device: it starts again."""
+        try:
+            totals = state.read_totals(self.directory)
+        except DeviceStateError:
+            return Totals(since=self._clock())
+        return totals if totals.since <= self._clock() else Totals(since=self._clock())  # the machine was restarted
+
+    def reading(self) -> Reading:
+        """Return what NVML would tell now; raises DeviceStateError where `device.json` is corrupt. Takes no lock."""
+        facts, now = self.facts(), self._clock()
+        totals = self._totals()
+        held, problems = self.held()
+        dynamic = energy = 0.0
+        for claim in (h.claim for h in held):
+            energy += claim.energy_j
+            if claim.busy_until > now:
+                activity = Activity(claim.gpu_util, claim.sm_active, claim.dram_active)
+                dynamic += dynamic_power_w(activity, idle_w=facts.idle_power_w, limit_w=facts.power_limit_w)
+        return Reading(
+            at=now,
+            claims=tuple(held),
+            problems=tuple(problems),
+            energy_j=totals.energy_j + energy + facts.idle_power_w * (now - totals.since),
+            power_w=min(facts.power_limit_w, facts.idle_power_w + dynamic),
+        )
+
+    def set_mode(self, mode: str) -> None:
+        """Change how the device is shared; limits and daemon of the mode before must be gone.
+
+        Raises:
+            DeviceUnavailableError: Processes use the device, or the MPS daemon still runs.
+        """
+        with state.locked(self.directory):
+            self.reap()
+            now = self._mode_or_new()
+            if now.mode == mode:
+                return
+            self._refuse_in_use(f"change its mode from {now.mode} to {mode}")
+            if now.mps_daemon:
+                raise DeviceUnavailableError(f"{self.directory.name}: expected no MPS daemon, found one; stop it first")
+            state.write_mode(self.directory, Mode(mode=mode))
+
+    def _mode_or_new(self) -> Mode:
+        """A corrupt mode may be replaced where nobody depends on it."""
+        try:
+            return self.mode()
+        except DeviceStateError:
+            held, problems = self.held()
+            if held or problems:
+                raise
+            return Mode(mode="unreadable")
+
+    def _refuse_in_use(self, purpose: str) -> None:
+        held, problems = self.held()
+        if held or problems:
+            pods = sorted({h.claim.pod_uid for h in held}) or ["processes whose claim cannot be read"]
+            raise DeviceUnavailableError(
+                f"{self.directory.name}: expected no process on the GPU, found {', '.join(pods)}; "
+                f"wait for their end to {purpose}"
+            )
+
+    def start_mps(self, pipe_directory: Path) -> None:
+        """Start the MPS daemon, which listens in `pipe_directory`."""
+        with state.locked(self.directory):
+            mode = self.mode()
+            if mode.mode != "MPS":
+                raise DeviceUnavailableError(f"{self.directory.name}: expected mode MPS, found {mode.mode}; change it")
+            pipe_directory.mkdir(parents=True, exist_ok=True)
+            pipe_directory.chmod(0o755)
+            (pipe_directory / MPS_CONTROL).write_text(self.directory.name + "\n")
+            state.write_mode(self.directory, replace(mode, mps_daemon=True))
+
+    def stop_mps(self, pipe_directory: Path) -> None:
+        """Stop the MPS daemon, unless processes use it (DeviceUnavailableError)."""
+        with state.locked(self.directory):
+            self.reap()
+            self._refuse_in_use("stop its MPS daemon")
+            mode = self._mode_or_new()
+            state.write_mode(self.directory, replace(mode, mps_daemon=False, limits={}))
+            (pipe_directory / MPS_CONTROL).unlink(missing_ok=True)
+
+    def set_limit(self, pod_uid: str, limit: Limit | None) -> None:
+        """Set (or, with None, remove) the limits of one pod's processes; it holds for allocations from now on."""
+        with state.locked(self.directory):
+            mode = self.mode()
+            limits = {pod: kept for pod, kept in mode.limits.items() if pod != pod_uid}
+            if limit is not None:
+                limits[pod_uid] = limit
+            state.write_mode(self.directory, replace(mode, limits=limits))
+
+    def admit(self, pod_uid: str, pipe_directory: Path | None) -> Mode:
+        """Check that a new process of a pod may use the device now. The caller holds the lock.
+
+        Returns:
+            The mode that it will run in.
+
+        Raises:
+            DeviceUnavailableError: The GPU is idle, or Exclusive and another pod's.
+            MpsError: The MPS daemon does not run or cannot be reached.
+        """
+        mode = self.mode()
+        name = self.directory.name
+        if mode.mode == IDLE:
+            raise DeviceUnavailableError(
+                "CUDA error: all CUDA-capable devices are busy or unavailable "
+                f"({name}: expected to be prepared for this pod, found Idle; nobody reserved this GPU)"
+            )
+        held, problems = self.held()
+        others = sorted({h.claim.pod_uid for h in held if h.claim.pod_uid != pod_uid})
+        if mode.mode == "Exclusive" and (others or problems):
+            raise DeviceUnavailableError(
+                "CUDA error: all CUDA-capable devices are busy or unavailable "
+                f"({name}: expected to be alone on an Exclusive GPU, found pod {', '.join(others) or problems[0]})"
+            )
+        if mode.mode == "MPS":
+            self._reach_mps(mode, pipe_directory)
+        return mode
+
+    def _reach_mps(self, mode: Mode, pipe_directory: Path | None) -> None:
+        start = "CUDA error: MPS client failed to connect to the MPS control daemon or the MPS server"
+        if not mode.mps_daemon:
+            raise MpsError(f"{start} ({self.directory.name}: expected its daemon to run, found it stopped)")
+        if pipe_directory is None:
+            raise MpsError(f"{start} (expected CUDA_MPS_PIPE_DIRECTORY to be set, found nothing)")
+        control = pipe_directory / MPS_CONTROL
+        found = control.read_text().strip() if control.exists() else "nothing"
+        if found != self.directory.name:
+            raise MpsError(f"{start} ({control}: expected the daemon of {self.directory.name}, found {found})")

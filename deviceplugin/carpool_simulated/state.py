@@ -1,0 +1,273 @@
+"""The files of a simulated device, and how they are read and written.
+
+    <root>/<uuid>/device.json    what it is; written once, by the agent
+                  mode.json      how it is shared; written by the agent
+                  totals.json    what processes used that are gone
+                  lock           flock: whoever holds it may do sums over claims, and write claims, mode and totals
+                  claims/*.claim one for each process, which holds an exclusive flock on it for as long as it lives
+
+The kernel releases a flock when its process dies, however it dies, and flocks work between containers through a bind
+mount: so a claim without a lock is dead, and whoever looks next removes it. Readers need no lock: JSON files are
+replaced whole, and a claim carries a checksum, so that a half-written one is read again.
+"""
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_origin
+
+from carpool_simulated.errors import DeviceStateError, DeviceUnavailableError
+
+T = TypeVar("T")
+
+IDLE = "Idle"
+MODES = (IDLE, "Exclusive", "TimeSlicing", "MPS")
+_READS = 20
+_LOCK_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """`device.json`: what the device is. Memory in MiB, power in W."""
+
+    uuid: str
+    index: int
+    product: str
+    """Begins with `Simulated `."""
+    memory_mib: int
+    reserved_mib: int
+    """What the driver keeps."""
+    context_mib: int
+    """What a CUDA context of a process takes."""
+    sm_count: int
+    compute_capability: str
+    power_limit_w: float
+    idle_power_w: float
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Limits of one pod behind an MPS daemon. They hold for each process, as CUDA's do."""
+
+    memory_mib: int | None = None
+    thread_percentage: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """`mode.json`: how the device is shared."""
+
+    mode: str = IDLE
+    """`Idle` (nobody may use it), `Exclusive`, `TimeSlicing` or `MPS`."""
+    mps_daemon: bool = False
+    limits: dict[str, Limit] = field(default_factory=dict)
+    """By pod UID."""
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """`totals.json`: what is needed for counters that never fall."""
+
+    since: float
+    """Monotonic time at which the device appeared, in seconds."""
+    energy_j: float = 0.0
+    """Energy above idle of processes that are gone, in J."""
+
+
+@dataclass(slots=True)
+class Claim:
+    """What one process holds of the device, and what it has used so far. Times are monotonic, in seconds."""
+
+    pod_uid: str
+    pid: int
+    """In the process's own namespace."""
+    started: float
+    memory_mib: int
+    """Context included."""
+    peak_memory_mib: int
+    gpu_util: float = 0.0
+    """Activity alone, of the step that runs; 0..1, as the two that follow."""
+    sm_active: float = 0.0
+    dram_active: float = 0.0
+    busy_until: float = 0.0
+    """Until when that step, or the next one, keeps the device busy."""
+    busy_s: float = 0.0
+    """Time in which its kernels ran."""
+    sm_s: float = 0.0
+    """Time in which its work filled all SMs."""
+    dram_s: float = 0.0
+    """Time in which its work filled the memory bandwidth."""
+    energy_j: float = 0.0
+    """Energy above idle."""
+    steps: int = 0
+    steps_s: float = 0.0
+    """Time of all steps, neighbours included."""
+
+
+def _kinds(declared: Any) -> tuple[type, ...]:
+    return (dict,) if get_origin(declared) is dict else get_args(declared) or (declared,)
+
+
+def _checked(cls: type[T], raw: object, path: Path, do: str) -> T:
+    """Build a flat dataclass out of JSON, each field of the type that it is declared with."""
+    if not isinstance(raw, dict):
+        raise DeviceStateError(path, expected="a JSON object", found=type(raw).__name__, do=do)
+    values: dict[str, Any] = {}
+    for spec in fields(cls):  # type: ignore[arg-type]
+        if spec.name not in raw:
+            if spec.default is MISSING and spec.default_factory is MISSING:
+                raise DeviceStateError(path, expected=f"a field {spec.name!r}", found=f"only {sorted(raw)}", do=do)
+            continue
+        value, kinds = raw[spec.name], _kinds(spec.type)
+        if float in kinds and type(value) is int:
+            value = float(value)
+        if type(value) not in kinds or (isinstance(value, float) and not math.isfinite(value)):
+            names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+            raise DeviceStateError(path, expected=f"{spec.name!r} to be {names}", found=repr(value)[:80], do=do)
+        values[spec.name] = value
+    return cls(**values)
+
+
+def read_json(path: Path, do: str) -> object:
+    """Read a JSON file; raises DeviceStateError where there is none or it is not JSON."""
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError as e:
+        raise DeviceStateError(path, expected="a file", found="nothing", do=do) from e
+    except OSError as e:
+        raise DeviceStateError(path, expected="a file that can be read", found=str(e), do=do) from e
+    try:
+        return json.loads(text)
+    except ValueError as e:
+        raise DeviceStateError(path, expected="JSON", found=repr(text[:60]), do=do) from e
+
+
+def write_json(path: Path, value: object) -> None:
+    """Replace a file whole: readers see the old or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(value, indent=1) + "\n")
+    temporary.chmod(0o666)
+    temporary.replace(path)
+
+
+def read_facts(directory: Path) -> Facts:
+    """Read `device.json`; raises DeviceStateError."""
+    path = directory / "device.json"
+    do = "remove it, and the node agent will write it anew when it starts"
+    facts = _checked(Facts, read_json(path, do), path, do)
+    if facts.uuid != directory.name:
+        raise DeviceStateError(path, expected=f"uuid {directory.name!r}, the directory's name", found=facts.uuid, do=do)
+    if not 0 <= facts.reserved_mib < facts.memory_mib:
+        found = f"reserved_mib {facts.reserved_mib} of memory_mib {facts.memory_mib}"
+        raise DeviceStateError(path, expected="0 <= reserved_mib < memory_mib", found=found, do=do)
+    return facts
+
+
+def read_mode(directory: Path) -> Mode:
+    """Read `mode.json`; raises DeviceStateError."""
+    path = directory / "mode.json"
+    do = "end the processes on this GPU and remove the file; the node agent will prepare the GPU again"
+    mode = _checked(Mode, read_json(path, do), path, do)
+    if mode.mode not in MODES:
+        raise DeviceStateError(path, expected=f"mode to be one of {', '.join(MODES)}", found=repr(mode.mode), do=do)
+    limits = {pod: _checked(Limit, raw, path, do) for pod, raw in mode.limits.items()}
+    return Mode(mode.mode, mode.mps_daemon, limits)
+
+
+def write_mode(directory: Path, mode: Mode) -> None:
+    """Write `mode.json`."""
+    write_json(directory / "mode.json", asdict(mode))
+
+
+def read_totals(directory: Path) -> Totals:
+    """Read `totals.json`; raises DeviceStateError."""
+    path, do = directory / "totals.json", "remove it: only the energy counter starts again"
+    return _checked(Totals, read_json(path, do), path, do)
+
+
+def write_totals(directory: Path, totals: Totals) -> None:
+    """Write `totals.json`."""
+    write_json(directory / "totals.json", asdict(totals))
+
+
+def encode_claim(claim: Claim) -> bytes:
+    """One line: a checksum, and the claim as JSON."""
+    body = json.dumps(asdict(claim), separators=(",", ":")).encode()
+    return b"%08x %b\n" % (zlib.crc32(body), body)
+
+
+def read_claim(path: Path) -> Claim:
+    """Read a claim; raises DeviceStateError where it stays unreadable."""
+    line = b""
+    do = "end its process; nobody else is affected"
+    for _ in range(_READS):
+        try:
+            line = path.read_bytes().partition(b"\n")[0]
+        except FileNotFoundError as e:
+            raise DeviceStateError(path, expected="a claim", found="nothing: its process has ended", do=do) from e
+        except OSError as e:
+            raise DeviceStateError(path, expected="a claim that can be read", found=str(e), do=do) from e
+        checksum, _, body = line.partition(b" ")
+        if checksum == b"%08x" % zlib.crc32(body) and body:
+            return _checked(Claim, json.loads(body), path, do)
+    raise DeviceStateError(path, expected="a checksum and a claim as JSON", found=repr(line[:60]), do=do)
+
+
+def is_held(path: Path) -> bool:
+    """Whether a living process holds the claim file."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
+@contextlib.contextmanager
+def locked(
+    directory: Path,
+    *,
+    timeout_s: float = _LOCK_TIMEOUT_S,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Iterator[None]:
+    """Hold the device's lock: one at a time does sums over claims.
+
+    Raises:
+        DeviceUnavailableError: Somebody else kept it for `timeout_s` seconds.
+        DeviceStateError: There is no lock file.
+    """
+    path = directory / "lock"
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as e:
+        do = "mount the device's directory writable; the node agent makes the file when it starts"
+        raise DeviceStateError(path, expected="a lock file", found=str(e), do=do) from e
+    try:
+        until = clock() + timeout_s
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if clock() >= until:
+                    raise DeviceUnavailableError(
+                        f"{path}: expected the lock within {timeout_s:g} s, found it held all the time; "
+                        "is a process stopped that uses this GPU? End it"
+                    ) from None
+                sleep(0.002)
+        yield
+    finally:
+        os.close(handle)

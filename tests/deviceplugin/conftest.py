@@ -1,0 +1,79 @@
+"""Devices on a temporary directory, and other processes that use them."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from carpool_simulated.device import Device
+from carpool_simulated.state import Facts
+
+PROCESS = Path(__file__).parent / "simulated_process.py"
+PACKAGES = Path(__file__).parents[2] / "deviceplugin"
+
+A100 = Facts(
+    uuid="GPU-1",
+    index=0,
+    product="Simulated NVIDIA A100-SXM4-40GB",
+    memory_mib=40960,
+    reserved_mib=624,
+    context_mib=400,
+    sm_count=108,
+    compute_capability="8.0",
+    power_limit_w=400.0,
+    idle_power_w=50.0,
+)
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> Device:
+    """One A100, time-sliced."""
+    made = Device(tmp_path / "gpus" / A100.uuid)
+    made.create(A100)
+    made.set_mode("TimeSlicing")
+    return made
+
+
+Environ = Callable[..., dict[str, str]]
+
+
+@pytest.fixture
+def environ(device: Device) -> Environ:
+    def of(pod: str = "pod-a", **more: str) -> dict[str, str]:
+        return {
+            "CARPOOL_SIMULATED_GPUS_DIR": str(device.directory.parent),
+            "CARPOOL_VISIBLE_GPUS": device.directory.name,
+            "CARPOOL_POD_UID": pod,
+            **more,
+        }
+
+    return of
+
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start another process; the isolated interpreter shows that nothing but Python is needed."""
+    running: list[subprocess.Popen[str]] = []
+
+    def begin(env: dict[str, str], *arguments: str) -> "subprocess.Popen[str]":
+        code = f"import sys; sys.path.insert(0, {str(PACKAGES)!r}); sys.argv = sys.argv[1:]; import runpy; "
+        code += "runpy.run_path(sys.argv[0])"
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", code, str(PROCESS), *arguments],
+            env={"PATH": os.environ["PATH"], **env},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        running.append(process)
+        return process
+
+    yield begin
+    for process in running:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,34 @@
+"""What the other process of a test does: `python simulated_process.py COMMAND ARGUMENTS`, talking on its pipes.
+
+It runs with nothing but the standard library and carpool_simulated, as in a container.
+"""
+
+import sys
+
+from carpool_simulated import SimulatedGpuError, open_gpus
+
+
+def main() -> None:
+    command, *arguments = sys.argv[1:]
+    try:
+        (gpu,) = open_gpus()
+        if command == "hold":
+            gpu.allocate(int(arguments[0]))
+            print("ready", flush=True)
+            sys.stdin.read()
+        elif command == "race":
+            print("open", flush=True)
+            sys.stdin.readline()
+            gpu.allocate(int(arguments[0]))
+            print("ready", flush=True)
+            sys.stdin.read()
+        elif command == "steps":
+            print("ready", flush=True)
+            for _ in range(int(arguments[0])):
+                gpu.run(float(arguments[1]), sm_active=0.9, dram_active=0.3, gpu_util=0.9)
+    except SimulatedGpuError as e:
+        print(f"{type(e).__name__}: {e}", flush=True)
+        sys.exit(1)
+
+
+main()
