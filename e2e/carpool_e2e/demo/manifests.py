@@ -1,0 +1,93 @@
+"""The jobs of the demo."""
+
+from typing import Any
+
+from carpool_e2e.workloads.pod import training_template
+
+A100 = "A100-SXM4-40GB"
+H100 = "H100 80GB HBM3"
+
+SMALL_FEATURES: dict[str, Any] = {
+    "name": "a small convolutional network on CIFAR-10",
+    "parameters": 11_173_962,
+    "trainableParameters": 11_173_962,
+    "parameterBytes": 44_734_248,
+    "layers": {"convolution": 20, "linear": 1, "activation": 17, "normalization": 20, "other": 2},
+    "optimizer": "sgd-momentum",
+    "precision": "fp32",
+    "steps": [
+        {"batchSize": 64, "peakBytes": 1_350_000_000, "activationBytes": 1_170_000_000, "flops": 2.14e11,
+         "bytesMoved": 9.0e9, "kernels": 1400},
+        {"batchSize": 128, "peakBytes": 2_520_000_000, "activationBytes": 2_340_000_000, "flops": 4.28e11,
+         "bytesMoved": 1.8e10, "kernels": 1400},
+    ],
+}  # fmt: skip
+
+
+def job(name: str, *use: str, gpu: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any]:
+    """Return the manifest of a job whose container uses its GPU as the arguments `use` say."""
+    return {
+        "apiVersion": "carpool.dev/v1alpha1",
+        "kind": "GpuTrainingJob",
+        "metadata": {"name": name, "namespace": "default"},
+        "spec": {"gpu": gpu or {"product": A100}, "template": training_template(use), **spec},
+    }
+
+
+def small(name: str) -> dict[str, Any]:
+    """A job that leaves most of its GPU idle."""
+    return job(
+        name, "--memory-mib=3000", "--step-seconds=0.25", "--gpu-util=0.45", "--sm-active=0.22", "--dram-active=0.15",
+        model={"features": SMALL_FEATURES},
+        training={"batchSize": 128, "optimizer": "sgd-momentum", "precision": "fp32"},
+    )  # fmt: skip
+
+
+def busy(name: str, *, max_slowdown: float) -> dict[str, Any]:
+    """A job that fills its GPU's SMs but less than half of its memory."""
+    return job(
+        name, "--no-loop", "--memory-mib=12000", "--step-seconds=0.4", "--gpu-util=0.95", "--sm-active=0.8",
+        "--dram-active=0.6",
+        model={"catalog": {"name": "timm/resnet50", "input": [3, 224, 224], "numClasses": 100}},
+        training={"batchSize": 128, "optimizer": "adamw", "precision": "bf16-mixed"},
+        sharing={"maxSlowdown": max_slowdown},
+    )  # fmt: skip
+
+
+def mystery(name: str) -> dict[str, Any]:
+    """A job of whose model nothing is said."""
+    return job(name, "--no-loop", "--memory-mib=9000", "--gpu-util=0.6", "--sm-active=0.4")
+
+
+def wide(name: str, workers: int) -> dict[str, Any]:
+    """A job that takes a good part of several H100s; its user knows its memory."""
+    return job(
+        name, "--no-loop", "--memory-mib=30000", "--gpu-util=0.9", "--sm-active=0.7",
+        gpu={"product": H100}, workers=workers, memory={"limit": "32Gi"}, sharing={"maxSlowdown": 1.1},
+    )  # fmt: skip
+
+
+def large(name: str) -> dict[str, Any]:
+    """A job that only an H100 can hold, and only one that nobody else has."""
+    return job(
+        name,
+        "--no-loop",
+        "--memory-mib=58000",
+        gpu={"minMemory": "16Gi"},
+        memory={"limit": "60Gi"},
+        sharing={"maxSlowdown": 3},
+    )
+
+
+def impossible(name: str) -> dict[str, Any]:
+    """A job that no GPU can hold."""
+    return job(name, "--memory-mib=1", gpu={"minMemory": "16Gi"}, memory={"limit": "200Gi"})
+
+
+def nonsense(name: str) -> dict[str, Any]:
+    """A manifest with two sources of the model, and a MIG instance spread over two GPUs."""
+    return job(
+        name, "--memory-mib=1",
+        model={"features": SMALL_FEATURES, "catalog": {"name": "timm/resnet50"}},
+        gpusPerWorker=2, sharing={"mode": "MIG"},
+    )  # fmt: skip

@@ -1,0 +1,122 @@
+"""The six scenes. Each applies manifests, waits for what should happen, shows it, and fails if it does not happen."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from carpool_core.resources.job import GpuTrainingJob
+from carpool_core.values import JobState
+
+from carpool_e2e.demo import manifests
+from carpool_e2e.demo.stage import NAMESPACE, SceneError, Stage
+
+Scene = Callable[[Stage], Awaitable[None]]
+
+
+def condition(job: GpuTrainingJob, type_: str) -> str:
+    """Return a condition as `True Reason: message`; empty where the job has none of that type."""
+    found = next((c for c in job.status.conditions if c.type == type_), None)
+    return f"{found.status} {found.reason}: {found.message}" if found else ""
+
+
+def _gpus(job: GpuTrainingJob) -> set[str]:
+    return {gpu for placed in job.status.placement for gpu in placed.gpu_uuids}
+
+
+def _running(job: GpuTrainingJob) -> bool:
+    return job.status.state is JobState.RUNNING
+
+
+def _expect(true: bool, expected: str, found: object) -> None:
+    if not true:
+        raise SceneError(f"expected {expected}, found {found}")
+
+
+async def sharing(stage: Stage) -> None:
+    """1. Two small jobs share one GPU, because they are predicted to fit and to get along."""
+    stage.apply(manifests.small("small-a"), manifests.small("small-b"))
+    first, _ = await stage.until("running", "small-a", _running)
+    second, _ = await stage.until("running", "small-b", _running)
+    _expect(_gpus(first) == _gpus(second), "both jobs on one GPU", f"{_gpus(first)} and {_gpus(second)}")
+    for job in (first, second):
+        stage.console.print(f"{job.metadata.name}: {condition(job, 'Placed')}", highlight=False)
+    await _losses_fall(stage, "small-a", "small-b")
+    for job in (first, second):
+        stage.run("logs", job.status.placement[0].pod, lines=4)
+
+
+async def _losses_fall(stage: Stage, *jobs: str, within_s: float = 30) -> None:
+    """Wait until each job's container has told at least three losses, the last below the first."""
+    deadline = time.monotonic() + within_s
+    for name in jobs:
+        pod = (await stage.job(name)).status.placement[0].pod
+        while True:
+            log = stage.run("logs", pod, show=False)
+            losses = [float(line.split("loss ")[1].split(",")[0]) for line in log.splitlines() if "loss " in line]
+            if len(losses) >= 3 and losses[-1] < losses[0]:
+                break
+            if time.monotonic() > deadline:
+                raise SceneError(f"expected a falling loss in the log of {pod}, found: {log[-500:]}")
+            await asyncio.sleep(0.3)
+
+
+async def protection(stage: Stage) -> None:
+    """2. A job that would fit by memory, but would slow its neighbour too much, goes elsewhere."""
+    stage.apply(manifests.busy("busy", max_slowdown=1.1))
+    first, _ = await stage.until("running", "busy", _running, within_s=60)
+    stage.apply(manifests.busy("eager", max_slowdown=1.1))
+    second, _ = await stage.until("running", "eager", _running, within_s=60)
+    _expect(_gpus(first).isdisjoint(_gpus(second)), "two GPUs", f"both on {_gpus(first)}")
+    stage.console.print(f"eager: {condition(second, 'Placed')}", highlight=False)
+    _expect("slow" in condition(second, "Placed"), "a reason that speaks of slowdown", condition(second, "Placed"))
+
+
+async def unknown(stage: Stage) -> None:
+    """3. A job of unknown model runs alone, and its condition says why."""
+    stage.apply(manifests.mystery("mystery"))
+    job, _ = await stage.until("running", "mystery", _running)
+    stage.console.print(f"Predicted: {condition(job, 'Predicted')}", highlight=False)
+    stage.console.print(f"Placed: {condition(job, 'Placed')}", highlight=False)
+    _expect(job.status.placement[0].mode.value == "Exclusive", "a GPU of its own", job.status.placement[0].mode)
+
+
+async def waiting(stage: Stage) -> None:
+    """4. A job larger than what is free now waits, says what it needs, and starts when another job goes."""
+    stage.apply(manifests.wide("wide", workers=4))
+    await stage.until("running", "wide", _running, within_s=45)
+    stage.apply(manifests.large("large"))
+    job, _ = await stage.until(
+        "refused for now", "large", lambda j: condition(j, "Placed").startswith("False NoGpuFits"), within_s=15
+    )
+    stage.run("describe", "gtj", "large", lines=14)
+    _expect("free" in condition(job, "Placed"), "what the freest GPUs have", condition(job, "Placed"))
+    stage.run("delete", "gtj", "wide", "--wait=false")
+    await _pods_gone(stage, "wide")
+    _, took = await stage.until("running", "large", _running, within_s=20)
+    stage.console.print(f"large runs {took:.1f} s after the last pod of wide was gone", highlight=False)
+
+
+async def _pods_gone(stage: Stage, job: str) -> None:
+    await asyncio.to_thread(stage.run, "wait", "--for=delete", "pod", "-l", f"carpool.dev/job={job}", show=False)
+
+
+async def impossible(stage: Stage) -> None:
+    """5. A job that no GPU of the cluster can ever hold is told so, and is not tried again and again."""
+    stage.apply(manifests.impossible("impossible"))
+    job, _ = await stage.until(
+        "told that it never fits", "impossible", lambda j: condition(j, "Placed").startswith("False ExceedsEveryGpu")
+    )
+    stage.console.print(f"impossible: {condition(job, 'Placed')}", highlight=False)
+    pods = stage.run("get", "pods", "-l", "carpool.dev/job=impossible", show=False)
+    _expect("No resources" in pods, "no pod", pods)
+
+
+async def refusal(stage: Stage) -> None:
+    """6. A manifest that makes no sense is refused by the API server."""
+    answer = stage.apply(manifests.nonsense("nonsense"))
+    _expect("exactly one of" in answer, "a sentence about the model's sources", answer)
+    jobs = stage.run("get", "gtj", "-n", NAMESPACE, "-o", "name", show=False)
+    _expect("nonsense" not in jobs, "no such job", jobs)
+
+
+SCENES: tuple[Scene, ...] = (sharing, protection, unknown, waiting, impossible, refusal)
