@@ -32,13 +32,17 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
+def _no_loop() -> float:
+    return float("nan")
+
+
 def _training_loop() -> Callable[[], float]:
     """Make a small network, and return what trains it for one step and tells the loss."""
     import torch
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     inputs = torch.randn(256, 16)
     targets = inputs[:, :4].sum(dim=1, keepdim=True).sin()
@@ -59,7 +63,7 @@ def _train(gpus: list[Gpu], args: argparse.Namespace) -> None:
         threads = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100")
         _say(f"GPU {gpu.index}: {gpu.name} {gpu.uuid}, {gpu.mode}, memory limit {limit}, threads {threads}%")
         gpu.allocate(args.memory_mib)
-    step = (lambda: float("nan")) if args.no_loop else _training_loop()
+    step = _no_loop if args.no_loop else _training_loop()
     number = 0
     while args.steps == 0 or number < args.steps:
         took = max(gpu.run(args.step_seconds, args.sm_active, args.dram_active, args.gpu_util) for gpu in gpus)
