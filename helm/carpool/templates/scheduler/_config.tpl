@@ -1,0 +1,36 @@
+{{- define "carpool.schedulerConfig" -}}
+apiVersion: kubescheduler.config.k8s.io/v1
+kind: KubeSchedulerConfiguration
+leaderElection:
+  leaderElect: true
+  resourceNamespace: {{ include "carpool.namespace" . }}
+  resourceName: {{ include "carpool.fullname" . }}-scheduler
+# Otherwise the extender sees only a part of the nodes of a cluster with more than a hundred.
+percentageOfNodesToScore: 100
+# A GPU that became free is not left idle while a pod sits out a longer penalty.
+podInitialBackoffSeconds: 1
+podMaxBackoffSeconds: 2
+profiles:
+  - schedulerName: carpool-scheduler
+extenders:
+  - urlPrefix: https://127.0.0.1:8888
+    filterVerb: filter
+    prioritizeVerb: prioritize
+    bindVerb: bind
+    preemptVerb: preempt
+    # One point of the extender outweighs all of the scheduler's own plugins together, which only break ties.
+    weight: 1000
+    nodeCacheCapable: true
+    # Longer than a bind may take: a scheduler that gave up would bind again elsewhere while the first bind goes on.
+    httpTimeout: {{ add .Values.settings.bindTimeoutSeconds 10 }}s
+    ignorable: false
+    managedResources:
+      - name: carpool.dev/gpu
+        ignoredByScheduler: false
+    enableHTTPS: true
+    # Without caFile the scheduler would silently verify nothing.
+    tlsConfig:
+      certFile: /etc/carpool/tls/client.crt
+      keyFile: /etc/carpool/tls/client.key
+      caFile: /etc/carpool/tls/ca.crt
+{{- end -}}
