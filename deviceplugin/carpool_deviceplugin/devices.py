@@ -1,0 +1,53 @@
+"""The port to the GPUs of a node. Calls may block for a moment; the agent makes them in threads, with deadlines."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from carpool_core.resources.node import Device
+from carpool_core.values import GpuUuid
+
+from carpool_deviceplugin.gpu import Access, GpuActual, Reading, Step
+
+
+class Devices(Protocol):
+    """The GPUs of a node. Every call but `inventory` raises DeviceError where the GPU cannot be read or changed."""
+
+    @property
+    def simulated(self) -> bool:
+        """Whether there is no hardware."""
+        ...
+
+    @property
+    def uuids(self) -> Sequence[GpuUuid]:
+        """The GPUs by index; they stay the same for as long as the agent lives."""
+        ...
+
+    def inventory(self) -> list[Device]:
+        """Describe every GPU, with its mode and health now. A GPU that cannot be read is unhealthy, not absent."""
+        ...
+
+    def actual(self, uuid: GpuUuid) -> GpuActual:
+        """Read how a GPU is divided."""
+        ...
+
+    def apply(self, uuid: GpuUuid, step: Step) -> None:
+        """Take one step. Idempotent: a step that was taken already changes nothing."""
+        ...
+
+    def read(self, uuid: GpuUuid) -> Reading:
+        """Read a GPU's counters."""
+        ...
+
+    def access(self, uuid: GpuUuid) -> Access:
+        """Return what brings the GPU into a container."""
+        ...
+
+
+NO_NVML = (
+    "no GPUs to look after: reading real GPUs through NVML is not in this version. To try Carpool without hardware, "
+    'set CARPOOL_SIMULATED_GPUS to products and counts, such as "NVIDIA A100-SXM4-40GB:4"'
+)
+
+
+class NoDevicesError(Exception):
+    """The agent has no GPUs; the message says what to set."""

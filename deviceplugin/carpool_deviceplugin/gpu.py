@@ -1,0 +1,123 @@
+"""What the agent knows of a GPU, and the steps that change one. Values only."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from carpool_core.values import GpuUuid, PodUid, SharingMode
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What MPS holds each process of a pod to; None is no limit."""
+
+    memory_mib: int | None = None
+    thread_percentage: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GpuActual:
+    """How a GPU is divided at this moment, read back from it."""
+
+    uuid: GpuUuid
+    usable_mib: int
+    """Memory that processes can have, in MiB."""
+    modes: frozenset[SharingMode]
+    """What it can be prepared for."""
+    mode: SharingMode | None = None
+    """None: idle, prepared for nobody."""
+    mps_daemon: bool = False
+    limits: Mapping[PodUid, Limits] = field(default_factory=dict)
+    tenants: frozenset[PodUid] = frozenset()
+    """Pods with a process on the GPU."""
+    problem: str = ""
+    """Why no new work may go there; empty when healthy."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetMode:
+    """Change how the GPU is shared; only while nobody is on it."""
+
+    mode: SharingMode | None
+
+
+@dataclass(frozen=True, slots=True)
+class StartMps:
+    """Start the GPU's MPS daemon."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopMps:
+    """Stop the GPU's MPS daemon, and forget its limits; only while nobody is on the GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetLimits:
+    """Set what MPS holds a pod to; None removes it."""
+
+    pod_uid: PodUid
+    limits: Limits | None
+
+
+Step = SetMode | StartMps | StopMps | SetLimits
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessUse:
+    """What one process has used of a GPU since it began. Counters never fall."""
+
+    id: str
+    """Tells processes apart; never used again."""
+    pod_uid: PodUid
+    started: float
+    """Monotonic time, in seconds."""
+    memory_mib: int
+    peak_memory_mib: int
+    busy_s: float
+    """Time in which its kernels ran."""
+    sm_s: float
+    """Time in which its work filled all SMs."""
+    dram_s: float
+    """Time in which its work filled the memory bandwidth."""
+    energy_j: float
+    """Energy above idle."""
+    steps: int
+    """Training steps, where the process reports them."""
+    steps_s: float
+    """Their time in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a GPU's counters say at one moment."""
+
+    at: float
+    """Monotonic time, in seconds."""
+    processes: tuple[ProcessUse, ...]
+    power_w: float
+    idle_power_w: float
+    power_limit_w: float
+    energy_j: float
+    """Of the whole GPU, since it appeared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """A directory of the node that a container sees."""
+
+    host_path: str
+    container_path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What a container must be given to reach a GPU, apart from limits."""
+
+    env: Mapping[str, str]
+    """The same for every GPU of a container."""
+    mounts: tuple[Mount, ...]
+    mps_pipe: Mount | None = None
+    """The MPS daemon's directory, where the GPU has one."""
+
+
+class DeviceError(Exception):
+    """A GPU could not be read or changed. `str()` says what was expected, what was found and what to do."""

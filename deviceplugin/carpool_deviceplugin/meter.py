@@ -1,0 +1,142 @@
+"""From counters to measures: what each pod uses of each GPU, smoothed."""
+
+import math
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, replace
+
+from carpool_core.resources.node import Tenant
+from carpool_core.values import GpuUuid, PodUid
+
+from carpool_deviceplugin.gpu import ProcessUse, Reading
+
+SMOOTHING_S = 5.0
+"""Time constant of the exponential average."""
+MOVED = 0.10
+"""A measure that moved by less than this share is not written to the API server again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What one pod does to one GPU. Ratios 0..1."""
+
+    busy: float = 0.0
+    sm: float = 0.0
+    dram: float = 0.0
+    power_w: float = 0.0
+
+    def towards(self, now: "Rates", weight: float) -> "Rates":
+        """Move to `now` by `weight`, 0..1."""
+        return Rates(*(was + weight * (value - was) for was, value in zip(self._all(), now._all(), strict=True)))
+
+    def _all(self) -> tuple[float, float, float, float]:
+        return (self.busy, self.sm, self.dram, self.power_w)
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What one pod uses of one GPU."""
+
+    memory_mib: int = 0
+    peak_memory_mib: int = 0
+    rates: Rates | None = None
+    """None until two samples exist."""
+    step_time_s: float | None = None
+    energy_j: float = 0.0
+    """Above idle, since the agent started."""
+
+
+class Meter:
+    """Measures one GPU."""
+
+    def __init__(self, uuid: GpuUuid) -> None:
+        self.uuid = uuid
+        self.reading: Reading | None = None
+        self.uses: dict[PodUid, Use] = {}
+
+    def sample(self, reading: Reading) -> None:
+        """Take in a reading."""
+        before = self.reading
+        earlier = {p.id: p for p in before.processes} if before else {}
+        pods = self.uses.keys() | {p.pod_uid for p in reading.processes}
+        for pod in pods:
+            processes = [p for p in reading.processes if p.pod_uid == pod]
+            use = self.uses.get(pod, Use())
+            memory = sum(p.memory_mib for p in processes)
+            peak = max([use.peak_memory_mib, memory, *(p.peak_memory_mib for p in processes)])
+            use = replace(use, memory_mib=memory, peak_memory_mib=peak)
+            elapsed = reading.at - before.at if before else 0.0
+            self.uses[pod] = _advance(use, processes, earlier, elapsed) if before and elapsed > 0 else use
+        self.reading = reading
+
+    def keep(self, pods: Set[PodUid]) -> None:
+        """Forget all pods but these and those with processes."""
+        there = {p.pod_uid for p in self.reading.processes} if self.reading else set()
+        self.uses = {pod: use for pod, use in self.uses.items() if pod in pods or pod in there}
+
+    def tenants(self) -> list[Tenant]:
+        """Return what is measured, as `GpuNode.status` says it."""
+        sharing = max(1, sum(1 for use in self.uses.values() if use.memory_mib))
+        idle_w = self.reading.idle_power_w / sharing if self.reading else 0.0
+        return [_tenant(pod, self.uuid, use, idle_w) for pod, use in sorted(self.uses.items())]
+
+    def total(self, *, is_concurrent: bool) -> Rates:
+        """What the whole GPU does, tenants together; `is_concurrent` where their kernels run at the same time."""
+        rates = [use.rates for use in self.uses.values() if use.rates]
+        idle = math.prod(1 - min(1.0, r.busy) for r in rates)
+        busy = 1 - idle if is_concurrent else min(1.0, sum(r.busy for r in rates))
+        power = self.reading.power_w if self.reading else 0.0
+        return Rates(busy, min(1.0, sum(r.sm for r in rates)), min(1.0, sum(r.dram for r in rates)), power)
+
+
+def _advance(use: Use, processes: Iterable[ProcessUse], earlier: Mapping[str, ProcessUse], elapsed_s: float) -> Use:
+    busy = sm = dram = energy = steps_s = 0.0
+    steps = 0
+    for p in processes:
+        was = earlier.get(p.id)
+        busy += p.busy_s - (was.busy_s if was else 0)
+        sm += p.sm_s - (was.sm_s if was else 0)
+        dram += p.dram_s - (was.dram_s if was else 0)
+        energy += p.energy_j - (was.energy_j if was else 0)
+        steps += p.steps - (was.steps if was else 0)
+        steps_s += p.steps_s - (was.steps_s if was else 0)
+    now = Rates(min(1.0, busy / elapsed_s), min(1.0, sm / elapsed_s), min(1.0, dram / elapsed_s), energy / elapsed_s)
+    weight = 1 - math.exp(-elapsed_s / SMOOTHING_S)
+    rates = use.rates.towards(now, weight) if use.rates else now
+    step_time = use.step_time_s
+    if steps:
+        mean = steps_s / steps
+        step_time = mean if step_time is None else step_time + weight * (mean - step_time)
+    return replace(use, rates=rates, step_time_s=step_time, energy_j=use.energy_j + energy)
+
+
+def _tenant(pod: PodUid, uuid: GpuUuid, use: Use, idle_w: float) -> Tenant:
+    rates = use.rates
+    return Tenant(
+        pod_uid=pod,
+        gpu_uuid=uuid,
+        memory_mib=use.memory_mib,
+        peak_memory_mib=use.peak_memory_mib,
+        gpu_util_percent=None if rates is None else round(100 * rates.busy, 1),
+        sm_active_ratio=None if rates is None else round(rates.sm, 4),
+        power_w=None if rates is None else round(rates.power_w + idle_w, 1),
+        step_time_seconds=None if use.step_time_s is None else round(use.step_time_s, 6),
+    )
+
+
+def worth_writing(written: Iterable[Tenant], measured: Iterable[Tenant]) -> list[Tenant]:
+    """Return the tenants as they should stand in the status: those that moved too little stay as they were written."""
+    before = {(t.pod_uid, t.gpu_uuid): t for t in written}
+    return [_kept(before.get((tenant.pod_uid, tenant.gpu_uuid)), tenant) for tenant in measured]
+
+
+def _kept(old: Tenant | None, new: Tenant) -> Tenant:
+    if old is None:
+        return new
+    least = {"memory_mib": 16, "peak_memory_mib": 16, "gpu_util_percent": 1, "sm_active_ratio": 0.01, "power_w": 2}
+    for name in (*least, "step_time_seconds"):
+        was, now = getattr(old, name), getattr(new, name)
+        if (was is None) != (now is None):
+            return new
+        if was is not None and abs(now - was) > max(MOVED * abs(was), least.get(name, 0.0)):
+            return new
+    return old

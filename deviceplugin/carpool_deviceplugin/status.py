@@ -1,0 +1,61 @@
+"""What the agent writes into `GpuNode.status`. Pure."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Literal
+
+import msgspec
+from carpool_core.clock import rfc3339
+from carpool_core.resources.meta import Condition
+from carpool_core.resources.node import Device, GpuNodeStatus, Partition, Reservation
+from carpool_core.values import DeviceHealth, GpuUuid, PartitionState, PodUid
+
+from carpool_deviceplugin.worker import FAILED, PREPARING, READY, Outcome
+
+_LONGEST = 4096
+
+
+def partition_of(reservation: Reservation, outcomes: Mapping[GpuUuid, Mapping[PodUid, Outcome]]) -> Partition:
+    """Join what the GPUs of one reservation say: ready when all are, failed when one is.
+
+    Args:
+        reservation: The reservation.
+        outcomes: Of each GPU of the node, by pod.
+    """
+
+    def answer(state: PartitionState, message: str = "") -> Partition:
+        return Partition(
+            pod_uid=reservation.pod_uid, generation=reservation.generation, state=state, message=message[:_LONGEST]
+        )
+
+    absent = [uuid for uuid in reservation.gpu_uuids if uuid not in outcomes]
+    if absent:
+        return answer(FAILED, f"expected a GPU out of {', '.join(outcomes) or 'none'}, found {', '.join(absent)}")
+    found = [outcomes[uuid].get(reservation.pod_uid) for uuid in reservation.gpu_uuids]
+    current = [o for o in found if o is not None and o.generation == reservation.generation]
+    failed = [o.message for o in current if o.state is FAILED]
+    if failed:
+        return answer(FAILED, "; ".join(failed))
+    if len(current) == len(found) and all(o.state is READY for o in current):
+        return answer(READY)
+    return answer(PREPARING, "; ".join(dict.fromkeys(o.message for o in current if o.message)))
+
+
+def ready_condition(devices: Sequence[Device], before: Iterable[Condition], now: datetime) -> Condition:
+    """Say whether new work may go to the node's GPUs; the time is that of the last change."""
+    sick = [d for d in devices if d.health is DeviceHealth.UNHEALTHY]
+    status: Literal["True", "False"] = "True" if len(sick) < len(devices) else "False"
+    reason = "GpusHealthy" if not sick else "SomeGpusUnhealthy" if status == "True" else "NoHealthyGpu"
+    message = f"{len(devices) - len(sick)} of {len(devices)} GPUs are healthy"
+    if sick:
+        message += ": " + "; ".join(d.health_message for d in sick)
+    old = next((c for c in before if c.type == "Ready"), None)
+    since = old.last_transition_time if old and old.status == status else rfc3339(now)
+    return Condition(type="Ready", status=status, reason=reason, message=message, last_transition_time=since)
+
+
+def as_patch(status: GpuNodeStatus) -> dict[str, object]:
+    """Return the merge patch that makes the status just this one: what is empty is written out as empty."""
+    body: dict[str, object] = {"devices": [], "partitions": [], "tenants": [], "conditions": [], "simulated": False}
+    body |= msgspec.to_builtins(status)
+    return {"status": body}
