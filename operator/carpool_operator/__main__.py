@@ -1,0 +1,5 @@
+"""`python -m carpool_operator`."""
+
+from carpool_operator.commands import operator
+
+operator()

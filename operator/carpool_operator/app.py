@@ -1,0 +1,235 @@
+"""The operator as a whole: what it hears, the queue between, what it does. Tests build it as `__main__` does."""
+
+import asyncio
+from importlib.metadata import version
+
+import msgspec
+import structlog
+from carpool_core.clock import Clock
+from carpool_core.keys import LABEL_JOB
+from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS, KubeApi, Selector
+from carpool_core.kube.errors import KubeError
+from carpool_core.kube.events import EventRecorder
+from carpool_core.kube.pods import Pod
+from carpool_core.kube.reflector import Reflector
+from carpool_core.resources.job import GpuTrainingJob
+from carpool_core.resources.node import GpuNode
+from carpool_core.values import JobUid
+from carpool_predictor.source import Tracer, input_digest
+
+from carpool_operator.caches import Fleet, Jobs, Pods, key_of
+from carpool_operator.metrics import Metrics
+from carpool_operator.performer import Performer, Superseded
+from carpool_operator.predicting import products_of
+from carpool_operator.predictions import Predictions
+from carpool_operator.recollection import Recollection
+from carpool_operator.reconcile import reconcile
+from carpool_operator.settings import OperatorSettings
+from carpool_operator.snapshot import Snapshot
+from carpool_operator.work_queue import WorkQueue
+
+_SWEEP_EVERY_S = 600.0
+"""How often all jobs are listed: kopf's watch does not tell of deletions that it slept through."""
+
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.5, 60.0
+
+
+class Operator:
+    """Hears of jobs, pods and GpuNodes; looks at each job that something happened to."""
+
+    def __init__(self, settings: OperatorSettings, api: KubeApi, clock: Clock, tracer: Tracer) -> None:
+        self._settings, self._api, self._clock = settings, api, clock
+        self.queue = WorkQueue(clock)
+        self.jobs = Jobs(self.queue.add)
+        self.pods = Pods(self.queue.add)
+        self.fleet = Fleet(self.queue.add, self.pods, self.jobs)
+        self.metrics = Metrics(version("carpool"), lambda: self.jobs)
+        self.predictions = Predictions(
+            tracer,
+            clock,
+            wake=self.queue.add,
+            took=self.metrics.prediction_seconds.observe,
+            traces=settings.traces,
+        )
+        self._recollection = Recollection()
+        self._performer = Performer(
+            api,
+            clock,
+            events=EventRecorder(api, clock, "carpool-operator"),
+            jobs=self.jobs,
+            recollection=self._recollection,
+            predictions=self.predictions,
+        )
+        self.pod_reflectors = [
+            Reflector(
+                api,
+                PODS,
+                Pod,
+                selector=Selector(namespace=namespace, labels=LABEL_JOB),
+                clock=clock,
+                on_change=self.pod_changed,
+            )
+            for namespace in settings.namespace_list or ("",)
+        ]
+        self.node_reflector = Reflector(api, GPU_NODES, GpuNode, clock=clock, on_change=self.fleet.changed)
+        self._failures: dict[str, int] = {}
+        self._log = structlog.get_logger()
+
+    def pod_changed(self, old: Pod | None, new: Pod | None) -> None:
+        """Take note of a pod."""
+        self._recollection.pod_changed(old, new)
+        self.pods.changed(old, new)
+
+    def job_changed(self, job: GpuTrainingJob, *, is_deleted: bool) -> None:
+        """Take note of a job."""
+        if is_deleted:
+            self.jobs.remove(key_of(job), job.metadata.uid)
+        else:
+            self.jobs.put(job)
+
+    def unready(self) -> str | None:
+        """Say why the operator is not at work yet; None where it is."""
+        if not all(reflector.store.synced for reflector in self.pod_reflectors):
+            return "the pods are not listed yet"
+        if not self.node_reflector.store.synced:
+            return "the GpuNodes are not listed yet"
+        return None
+
+    def snapshot(self, job: GpuTrainingJob) -> Snapshot:
+        """Gather what a look at a job needs."""
+        now = self._clock.monotonic()
+        key, pods = key_of(job), self.pods.of(JobUid(job.metadata.uid))
+        names = sorted({pod.spec.node_name for pod in pods if pod.spec.node_name})
+        digest = input_digest(job.spec.model, job.spec.training)
+        products = products_of(job, self.fleet.products)
+        return Snapshot(
+            job=job,
+            now=self._clock.now(),
+            digest=digest,
+            products=products,
+            prediction=self.predictions.get(digest, products),
+            pods=pods,
+            created=self._recollection.created(key, now) - {pod.metadata.name for pod in pods},
+            refusal=self._recollection.refusal(key, now),
+            nodes=tuple(node for name in names if (node := self.fleet.get(name)) is not None),
+            devices=self.fleet.devices,
+            backoff=self._settings.backoff,
+        )
+
+    async def look(self, key: str) -> None:
+        """Look at one job and do what has to be done."""
+        job = self.jobs.get(key)
+        if job is None:
+            self._recollection.forget(key)
+            self.queue.forget(key)
+            return
+        decision = reconcile(self.snapshot(job))
+        if decision.requeue_after_s is not None:
+            self.queue.add_after(key, decision.requeue_after_s)
+        await self._performer.perform(job, decision)
+
+    async def look_safely(self, key: str) -> None:
+        """Look at one job; where that fails, look again later, and at the others meanwhile."""
+        began = self._clock.monotonic()
+        try:
+            await self.look(key)
+        except Superseded as why:
+            self._log.debug("decision superseded", job=key, why=str(why))
+            result = "superseded"
+            self.queue.add(key)
+        except KubeError as error:
+            result = "retry"
+            self._log.warning("look failed", job=key, error=str(error), retry_in_s=self._retry(key))
+        except Exception:
+            result = "error"
+            self._log.exception("look failed", job=key, retry_in_s=self._retry(key))
+        else:
+            result = "ok"
+            self._failures.pop(key, None)
+        self.metrics.reconcile_total.labels(result).inc()
+        self.metrics.reconcile_seconds.observe(self._clock.monotonic() - began)
+
+    def _retry(self, key: str) -> float:
+        """Have a job looked at again after a failure; return the seconds until then."""
+        failures = self._failures.get(key, 0)
+        self._failures[key] = failures + 1
+        delay_s = float(min(_LONGEST_RETRY_S, _FIRST_RETRY_S * 2 ** min(failures, 10)))
+        self.queue.add_after(key, delay_s)
+        return delay_s
+
+    async def sweep(self) -> None:
+        """List all jobs, to hear of what the watch missed."""
+        before = {job.metadata.uid: key_of(job) for job in self.jobs}
+        for namespace in self._settings.namespace_list or ("",):
+            token = ""
+            while True:
+                page = await self._api.list_page(GPU_TRAINING_JOBS, Selector(namespace=namespace), continue_token=token)
+                for raw in page.items:
+                    before.pop(self._listed(raw), None)
+                token = page.continue_token
+                if not token:
+                    break
+        for uid, key in before.items():
+            self.jobs.remove(key, uid)
+
+    def _listed(self, raw: msgspec.Raw) -> str:
+        """Take note of a listed job; return its UID."""
+        try:
+            job = msgspec.json.decode(raw, type=GpuTrainingJob)
+        except msgspec.ValidationError as error:
+            self._log.error("malformed job skipped", error=str(error))
+            return msgspec.json.decode(raw, type=_Nameplate).metadata.uid
+        self.jobs.put(job)
+        return job.metadata.uid
+
+    async def run(self, started: asyncio.Event | None = None) -> None:
+        """Work for ever.
+
+        Args:
+            started: Set once every task of the operator exists, so that who stops tasks can tell them from others.
+        """
+        async with asyncio.TaskGroup() as group:
+            for reflector in self.pod_reflectors:
+                group.create_task(reflector.run(), name="pods")
+            group.create_task(self.node_reflector.run(), name="gpunodes")
+            group.create_task(self._sweep_on(), name="sweep")
+            for number in range(self._settings.workers):
+                group.create_task(self._work(), name=f"worker {number}")
+            if started is not None:
+                started.set()
+
+    async def close(self) -> None:
+        """Let go of what runs in the background."""
+        await self.predictions.close()
+
+    async def _work(self) -> None:
+        for reflector in self.pod_reflectors:
+            await reflector.wait_synced()
+        await self.node_reflector.wait_synced()
+        while True:
+            key = await self.queue.take()
+            try:
+                await self.look_safely(key)
+            finally:
+                self.queue.done(key)
+
+    async def _sweep_on(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_EVERY_S)
+            try:
+                await self.sweep()
+            except KubeError as error:
+                self._log.warning("sweep failed", error=str(error), retry_in_s=_SWEEP_EVERY_S)
+
+
+class _Meta(msgspec.Struct, frozen=True):
+    uid: str = ""
+
+
+class _Nameplate(msgspec.Struct, frozen=True):
+    metadata: _Meta = _Meta()
+
+
+def build(settings: OperatorSettings, api: KubeApi, clock: Clock, tracer: Tracer) -> Operator:
+    """Build the operator from its ports."""
+    return Operator(settings, api, clock, tracer)

@@ -1,0 +1,168 @@
+"""What the operator has heard of jobs, pods and GpuNodes, indexed by what a look at one job needs."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from carpool_core.kube.pods import Pod
+from carpool_core.products import PRODUCTS, hardware_name
+from carpool_core.resources.job import GpuTrainingJob
+from carpool_core.resources.node import Device, GpuNode
+from carpool_core.values import JobUid
+
+from carpool_operator import conditions
+from carpool_operator.pods import controller_uid, job_key, key_of_pod
+
+Wake = Callable[[str], None]
+"""Ask for a look at the job of this key."""
+
+
+def key_of(job: GpuTrainingJob) -> str:
+    """Key of a job."""
+    return job_key(job.metadata.namespace, job.metadata.name)
+
+
+def _version(job: GpuTrainingJob) -> int:
+    text = job.metadata.resource_version
+    return int(text) if text.isdigit() else 0
+
+
+class Jobs:
+    """The jobs, by key. News older than what is known is ignored: our own writes are known before the watch tells."""
+
+    def __init__(self, wake: Wake) -> None:
+        self._wake = wake
+        self._jobs: dict[str, GpuTrainingJob] = {}
+
+    def __iter__(self) -> Iterator[GpuTrainingJob]:
+        return iter(self._jobs.values())
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def get(self, key: str) -> GpuTrainingJob | None:
+        """Return a job, if it exists."""
+        return self._jobs.get(key)
+
+    def put(self, job: GpuTrainingJob) -> None:
+        """Take note of a job as the API server showed it."""
+        key = key_of(job)
+        known = self._jobs.get(key)
+        if known is not None and known.metadata.uid == job.metadata.uid and _version(job) <= _version(known):
+            return
+        self._jobs[key] = job
+        self._wake(key)
+
+    def remove(self, key: str, uid: str) -> None:
+        """Take note of a job's deletion; another job that has its name since stays."""
+        known = self._jobs.get(key)
+        if known is not None and known.metadata.uid == uid:
+            del self._jobs[key]
+            self._wake(key)
+
+
+class Pods:
+    """The pods of jobs, by the UID of the job that controls them."""
+
+    def __init__(self, wake: Wake) -> None:
+        self._wake = wake
+        self._of_job: dict[JobUid, dict[str, Pod]] = {}
+        self._on_node: dict[str, dict[str, str]] = {}
+
+    def of(self, uid: JobUid) -> tuple[Pod, ...]:
+        """Return the pods that a job controls."""
+        return tuple(self._of_job.get(uid, {}).values())
+
+    def jobs_on(self, node: str) -> set[str]:
+        """Return the keys of jobs with pods on a node."""
+        return set(self._on_node.get(node, {}).values())
+
+    def changed(self, old: Pod | None, new: Pod | None) -> None:
+        """Follow the reflector."""
+        for pod, is_known in ((old, False), (new, True)):
+            if pod is not None:
+                self._index(pod, is_known=is_known)
+        for key in {key_of_pod(pod) for pod in (old, new) if pod is not None}:
+            if key is not None:
+                self._wake(key)
+
+    def _index(self, pod: Pod, *, is_known: bool) -> None:
+        job, key, name = controller_uid(pod), key_of_pod(pod), pod.metadata.name
+        if job is not None:
+            _enter(self._of_job, job, f"{pod.metadata.namespace}/{name}", pod if is_known else None)
+        if key is not None and pod.spec.node_name:
+            _enter(self._on_node, pod.spec.node_name, pod.metadata.uid, key if is_known else None)
+
+
+def _enter(index: dict[Any, dict[str, Any]], group: Any, key: str, value: Any) -> None:
+    """Put a value into one group of an index, or take it out where it is None; no empty group stays."""
+    if value is not None:
+        index.setdefault(group, {})[key] = value
+    elif group in index:
+        index[group].pop(key, None)
+        if not index[group]:
+            del index[group]
+
+
+def _kind_of(device: Device) -> tuple[Any, ...]:
+    """What of a GPU decides whether a job could ever run there; health and present mode do not."""
+    return (
+        device.product,
+        device.memory_mib,
+        device.reserved_mib,
+        device.compute_capability,
+        tuple(device.modes),
+    )
+
+
+def _kinds_of(node: GpuNode | None) -> list[tuple[Any, ...]]:
+    return [] if node is None else [_kind_of(device) for device in node.status.devices]
+
+
+class Fleet:
+    """The GpuNodes."""
+
+    def __init__(self, wake: Wake, pods: Pods, jobs: Jobs) -> None:
+        self._wake, self._pods, self._jobs = wake, pods, jobs
+        self._nodes: dict[str, GpuNode] = {}
+        self._devices: tuple[Sequence[Device], ...] | None = None
+        self._products: tuple[str, ...] | None = None
+
+    def get(self, name: str) -> GpuNode | None:
+        """Return a GpuNode, if it exists."""
+        return self._nodes.get(name)
+
+    @property
+    def devices(self) -> tuple[Sequence[Device], ...]:
+        """GPUs of each node."""
+        if self._devices is None:
+            self._devices = tuple(node.status.devices for node in self._nodes.values())
+        return self._devices
+
+    @property
+    def products(self) -> tuple[str, ...]:
+        """Products of the cluster's GPUs that predictions are made for; all that are known where there are none yet."""
+        if self._products is None:
+            present = {hardware_name(device.product) for devices in self.devices for device in devices}
+            known = tuple(product.name for product in PRODUCTS)
+            self._products = tuple(name for name in known if name in present) or known
+        return self._products
+
+    def changed(self, old: GpuNode | None, new: GpuNode | None) -> None:
+        """Follow the reflector."""
+        node = new if new is not None else old
+        if node is None:
+            return
+        name = node.metadata.name
+        if new is None:
+            self._nodes.pop(name, None)
+        else:
+            self._nodes[name] = new
+        self._devices = None
+        if _kinds_of(old) != _kinds_of(new):
+            self._products = None
+            for job in self._jobs:
+                if not conditions.is_finished(job.status):
+                    self._wake(key_of(job))
+        elif old is None or new is None or old.spec != new.spec or old.status.tenants != new.status.tenants:
+            for key in self._pods.jobs_on(name):
+                self._wake(key)

@@ -1,0 +1,21 @@
+"""`carpool operator`."""
+
+import asyncio
+
+import click
+from carpool_core import logs
+from carpool_core.settings import click_options
+
+from carpool_operator.serve import NotInstalledError, serve
+from carpool_operator.settings import OperatorSettings
+
+
+@click.command(short_help="Run the operator, which carries jobs from admission to their end.")
+@click_options(OperatorSettings)
+def operator(settings: OperatorSettings) -> None:
+    """Run the operator: it predicts GpuTrainingJobs, creates and follows their pods, and keeps their status true."""
+    logs.configure(settings.log, "operator")
+    try:
+        asyncio.run(serve(settings))
+    except NotInstalledError as error:
+        raise click.ClickException(str(error)) from error

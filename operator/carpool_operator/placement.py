@@ -1,0 +1,124 @@
+"""Where a job's pods are and what they were measured to use, read from GpuNodes."""
+
+from collections.abc import Iterable, Sequence
+from statistics import fmean
+
+from carpool_core.kube.pods import Pod
+from carpool_core.products import hardware_name
+from carpool_core.resources.job import GpuTrainingJob, Neighbour, Observed, WorkerPlacement
+from carpool_core.resources.node import GpuNode, Reservation, Tenant
+from carpool_core.values import JobUid, NodeName, PodUid
+
+from carpool_operator.pods import worker_of
+
+
+def _neighbours(node: GpuNode, own: Reservation) -> list[Neighbour]:
+    """Jobs that share a GPU with a reservation, in a stable order."""
+    found = {
+        (other.pod_namespace, other.job_name, uuid)
+        for other in node.spec.reservations
+        if other.job_uid != own.job_uid
+        for uuid in other.gpu_uuids
+        if uuid in own.gpu_uuids
+    }
+    return [Neighbour(namespace=namespace, job=job, gpu_uuid=uuid) for namespace, job, uuid in sorted(found)]
+
+
+def _product(node: GpuNode, reservation: Reservation) -> str:
+    return next((d.product for d in node.status.devices if d.uuid in reservation.gpu_uuids), "")
+
+
+def placement_of(pod: Pod, worker: int, node: GpuNode, job_uid: JobUid) -> WorkerPlacement | None:
+    """Read a bound pod's reservation from its node; None while there is none (or it was released already)."""
+    uid = PodUid(pod.metadata.uid)
+    found = next((r for r in node.spec.reservations if r.pod_uid == uid and r.job_uid == job_uid), None)
+    if found is None:
+        return None
+    return WorkerPlacement(
+        worker=worker,
+        pod=pod.metadata.name,
+        pod_uid=uid,
+        node=NodeName(node.metadata.name),
+        gpu_uuids=found.gpu_uuids,
+        product=_product(node, found),
+        mode=found.mode,
+        memory_limit_mib=found.memory_limit_mib,
+        thread_percentage=found.thread_percentage,
+        mig_profile=found.mig_profile,
+        expected_slowdown=found.expected_slowdown,
+        neighbours=_neighbours(node, found),
+        reason=found.reason,
+    )
+
+
+def placements(job: GpuTrainingJob, pods: Iterable[Pod], nodes: Sequence[GpuNode]) -> list[WorkerPlacement]:
+    """Placement of each bound pod of an attempt, by worker.
+
+    What was known of a pod stays known after its reservation was released, which happens as soon as it has finished.
+    """
+    known = {place.pod_uid: place for place in job.status.placement}
+    by_name = {node.metadata.name: node for node in nodes}
+    found: dict[int, WorkerPlacement] = {}
+    for pod in pods:
+        worker, node = worker_of(pod), by_name.get(pod.spec.node_name)
+        if worker is None:
+            continue
+        fresh = None if node is None else placement_of(pod, worker, node, JobUid(job.metadata.uid))
+        place = fresh or known.get(PodUid(pod.metadata.uid))
+        if place is not None:
+            found[worker] = place
+    return [found[worker] for worker in sorted(found)]
+
+
+def describe(place: WorkerPlacement) -> str:
+    """Say where a worker is and why: `worker 0: n1/GPU-1, MPS, 9,300 MiB, expected slowdown 1.12: reason`."""
+    share = place.mig_profile or (f"{place.thread_percentage}% of threads" if place.thread_percentage else "")
+    limit = "" if place.memory_limit_mib is None else f"{place.memory_limit_mib:,} MiB"
+    parts = [
+        f"worker {place.worker}: {place.node}/{'+'.join(place.gpu_uuids)}",
+        f"{place.mode}",
+        share,
+        limit,
+        f"expected slowdown {place.expected_slowdown:.2f}",
+    ]
+    reason = f": {place.reason}" if place.reason else ""
+    return ", ".join(part for part in parts if part) + reason
+
+
+def _mean(values: Iterable[float | None], otherwise: float | None, digits: int) -> float | None:
+    known = [value for value in values if value is not None]
+    return round(fmean(known), digits) if known else otherwise
+
+
+def _alone_s(job: GpuTrainingJob, places: Sequence[WorkerPlacement]) -> float | None:
+    """Predicted step time alone, in seconds, on the slowest product that the workers got; None where unknown."""
+    prediction = job.status.prediction
+    if prediction is None or not places:
+        return None
+    names = {hardware_name(place.product) for place in places}
+    known = [p.step_time_seconds.median for p in prediction.products if p.product in names]
+    return max(known) if known else None
+
+
+def observed(
+    job: GpuTrainingJob, pods: Iterable[Pod], nodes: Sequence[GpuNode], places: Sequence[WorkerPlacement]
+) -> Observed | None:
+    """Summarise what the agents measured of the pods; the last values stay, and the peak never falls."""
+    uids = {PodUid(pod.metadata.uid) for pod in pods}
+    tenants: list[Tenant] = [t for node in nodes for t in node.status.tenants if t.pod_uid in uids]
+    old = job.status.observed
+    if not tenants:
+        return old
+    before = old or Observed()
+    step_time_s = _mean((t.step_time_seconds for t in tenants), before.step_time_seconds, 6)
+    alone_s = _alone_s(job, places)
+    slowdown = before.slowdown
+    if step_time_s is not None and alone_s:
+        slowdown = round(step_time_s / alone_s, 3)
+    return Observed(
+        peak_memory_mib=max(before.peak_memory_mib, *(max(t.memory_mib, t.peak_memory_mib) for t in tenants)),
+        gpu_util_percent=_mean((t.gpu_util_percent for t in tenants), before.gpu_util_percent, 1),
+        sm_active_ratio=_mean((t.sm_active_ratio for t in tenants), before.sm_active_ratio, 3),
+        step_time_seconds=step_time_s,
+        slowdown=slowdown,
+    )

@@ -1,0 +1,173 @@
+"""The pod of (job, worker, attempt), built purely; and what a template may not say."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from carpool_core import keys
+from carpool_core.kube.pods import Pod
+from carpool_core.resources.job import GpuTrainingJob
+from carpool_core.values import JobUid
+
+_TOLERATION = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+_FOREIGN_GPUS = ("nvidia.com/gpu", "nvidia.com/mig-")
+
+
+def pod_name(job_name: str, worker: int, attempt: int) -> str:
+    """Name the pod of a worker's attempt. The same three always give the same name, so no pod is created twice."""
+    return f"{job_name}-worker-{worker}-{attempt}"
+
+
+def job_key(namespace: str, name: str) -> str:
+    """Key of a job in caches and queue: `namespace/name`."""
+    return f"{namespace}/{name}"
+
+
+def key_of_pod(pod: Pod) -> str | None:
+    """Key of the job that a pod says it belongs to (which wakes that job, and is trusted for nothing else)."""
+    name = pod.metadata.labels.get(keys.LABEL_JOB)
+    return None if name is None else job_key(pod.metadata.namespace, name)
+
+
+def controller_uid(pod: Pod) -> JobUid | None:
+    """UID of the GpuTrainingJob that controls a pod; None where something else does, or nothing."""
+    for owner in pod.metadata.owner_references:
+        if owner.controller and owner.kind == "GpuTrainingJob" and owner.api_version.startswith(f"{keys.DOMAIN}/"):
+            return JobUid(owner.uid)
+    return None
+
+
+def _number(pod: Pod, label: str) -> int | None:
+    text = pod.metadata.labels.get(label, "")
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+def worker_of(pod: Pod) -> int | None:
+    """Index of the worker that a pod runs; None where its label was damaged."""
+    return _number(pod, keys.LABEL_WORKER)
+
+
+def attempt_of(pod: Pod) -> int | None:
+    """Number of the attempt that a pod belongs to; None where its label was damaged."""
+    return _number(pod, keys.LABEL_ATTEMPT)
+
+
+def _resources(container: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Every (resource, amount) that a container requests or limits."""
+    resources = container.get("resources") or {}
+    for part in ("limits", "requests"):
+        yield from (resources.get(part) or {}).items()
+
+
+def _asks_for_gpus(container: Mapping[str, Any]) -> bool:
+    return any(resource == keys.RESOURCE_GPU for resource, _ in _resources(container))
+
+
+def _own_keys_error(template: Mapping[str, Any]) -> str | None:
+    metadata = template.get("metadata") or {}
+    for part in ("labels", "annotations"):
+        for key in metadata.get(part) or {}:
+            if key.startswith(f"{keys.DOMAIN}/"):
+                return f"metadata.{part} sets {key}, which Carpool sets itself: remove it"
+    return None
+
+
+def _container_error(container: Mapping[str, Any], gpus: int) -> str | None:
+    name = container.get("name", "?")
+    for resource, amount in _resources(container):
+        if resource.startswith(_FOREIGN_GPUS):
+            return (
+                f"container {name} asks for {resource}, a GPU outside of Carpool: "
+                f"remove it, spec.gpusPerWorker asks for {keys.RESOURCE_GPU}"
+            )
+        if resource == keys.RESOURCE_GPU and str(amount) != str(gpus):
+            return (
+                f"container {name} asks for {amount} {keys.RESOURCE_GPU}, but spec.gpusPerWorker is {gpus}: "
+                "remove the resource, or let both say the same"
+            )
+    return None
+
+
+def _spec_error(spec: Mapping[str, Any], gpus: int) -> str | None:
+    containers = spec.get("containers")
+    if not isinstance(containers, list) or not containers or not all(isinstance(c, Mapping) for c in containers):
+        return "spec.containers must list at least one container"
+    for field, why in (("nodeName", "the scheduler chooses the node"), ("schedulerName", "Carpool sets it")):
+        if spec.get(field):
+            return f"spec.{field} is set to {spec[field]}, but {why}: remove it"
+    if spec.get("restartPolicy", "Never") != "Never":
+        return (
+            f"spec.restartPolicy is {spec['restartPolicy']}, but workers are restarted by spec.runPolicy.backoffLimit: "
+            "remove it or write Never"
+        )
+    for container in spec.get("initContainers") or []:
+        if _asks_for_gpus(container):
+            return f"init container {container.get('name', '?')} asks for GPUs; only one container of a worker may"
+    asking = [container.get("name", "?") for container in containers if _asks_for_gpus(container)]
+    if len(asking) > 1:
+        return f"containers {', '.join(asking)} ask for GPUs; only one container of a worker may"
+    return next((error for c in containers if (error := _container_error(c, gpus)) is not None), None)
+
+
+def template_error(job: GpuTrainingJob) -> str | None:
+    """Say what in the job's pod template Carpool cannot work with, and what to do; None where all is well."""
+    template = job.spec.template
+    spec = template.get("spec")
+    if not isinstance(spec, Mapping):
+        return "spec.template.spec must be a pod's spec with at least one container"
+    error = _own_keys_error(template) or _spec_error(spec, job.spec.gpus_per_worker)
+    return None if error is None else f"spec.template.{error}"
+
+
+def owner_reference(job: GpuTrainingJob) -> dict[str, Any]:
+    """Make the job the controller of an object, so that it is deleted with the job.
+
+    Without `blockOwnerDeletion`, which some clusters allow only to those who may change the job's finalizers.
+    """
+    return {
+        "apiVersion": keys.GROUP_VERSION,
+        "kind": "GpuTrainingJob",
+        "name": job.metadata.name,
+        "uid": job.metadata.uid,
+        "controller": True,
+    }
+
+
+def _with_gpus(container: dict[str, Any], gpus: int) -> None:
+    resources = container.setdefault("resources", {}) or {}
+    resources["limits"] = {**(resources.get("limits") or {}), keys.RESOURCE_GPU: str(gpus)}
+    container["resources"] = resources
+
+
+def build_pod(job: GpuTrainingJob, worker: int, attempt: int) -> dict[str, Any]:
+    """Build the pod of one worker's attempt from a template without errors (see `template_error`)."""
+    template = copy.deepcopy(job.spec.template)
+    metadata, spec = template.get("metadata") or {}, template["spec"]
+    containers: list[dict[str, Any]] = spec["containers"]
+    _with_gpus(next((c for c in containers if _asks_for_gpus(c)), containers[0]), job.spec.gpus_per_worker)
+    for container in containers:
+        container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
+    tolerations = list(spec.get("tolerations") or [])
+    if _TOLERATION not in tolerations:
+        tolerations.append(_TOLERATION)
+    spec.update(schedulerName=keys.SCHEDULER_NAME, restartPolicy="Never", tolerations=tolerations)
+    labels = {
+        "app.kubernetes.io/managed-by": "carpool",
+        **(metadata.get("labels") or {}),
+        keys.LABEL_JOB: job.metadata.name,
+        keys.LABEL_JOB_UID: job.metadata.uid,
+        keys.LABEL_WORKER: str(worker),
+        keys.LABEL_ATTEMPT: str(attempt),
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": pod_name(job.metadata.name, worker, attempt),
+            "namespace": job.metadata.namespace,
+            "labels": labels,
+            "annotations": metadata.get("annotations") or {},
+            "ownerReferences": [owner_reference(job)],
+        },
+        "spec": spec,
+    }

@@ -1,0 +1,81 @@
+"""When a job's prediction has to be computed (again), and what its status says of it."""
+
+from collections.abc import Iterable
+
+from carpool_core import keys
+from carpool_core.demand import Demand
+from carpool_core.resources.job import GpuTrainingJob
+from carpool_core.resources.prediction import Prediction
+
+from carpool_operator.actions import Predict
+from carpool_operator.draft import Draft
+
+_MOST_PRODUCTS = 64
+"""Products that a status holds; the CRD's limit."""
+
+
+def products_of(job: GpuTrainingJob, present: Iterable[str]) -> tuple[str, ...]:
+    """Products that the job's prediction speaks of: those of the cluster, and those it spoke of already."""
+    known = job.status.prediction
+    before = () if known is None else tuple(product.product for product in known.products)
+    wanted = list(dict.fromkeys((*present, *before)))[:_MOST_PRODUCTS]
+    return tuple(sorted(wanted))
+
+
+def is_current(prediction: Prediction | None, digest: str, products: Iterable[str]) -> bool:
+    """Whether a prediction was computed from this input and speaks of these products, or abstains from all."""
+    if prediction is None or prediction.input_digest != digest:
+        return False
+    return prediction.outcome == "Abstained" or set(products) <= {p.product for p in prediction.products}
+
+
+def describe(prediction: Prediction) -> str:
+    """Say a prediction in numbers: the first few products."""
+    told = [
+        f"{p.product}: memory {p.memory.median_mib:,} MiB, at most {p.memory.upper_mib:,} MiB, "
+        f"utilization {p.activity.gpu_util_percent.median:.0f}%, step {p.step_time_seconds.median:.3g} s"
+        for p in prediction.products[:2]
+    ]
+    more = len(prediction.products) - len(told)
+    return "; ".join([*told, *([f"and {more} more products"] if more > 0 else [])])
+
+
+def _keep(draft: Draft, prediction: Prediction) -> None:
+    draft.set(prediction=prediction)
+    if prediction.outcome == "Predicted":
+        draft.condition(keys.CONDITION_PREDICTED, "True", prediction.reason, prediction.message)
+        draft.say("Normal", "Predicted", describe(prediction))
+    else:
+        draft.condition(keys.CONDITION_PREDICTED, "False", prediction.reason, prediction.message)
+        draft.say("Warning", prediction.reason, prediction.message)
+
+
+def predict(draft: Draft) -> bool:
+    """Bring the prediction into the status or have it computed.
+
+    Returns:
+        Whether the status holds a prediction of what the job's spec says now.
+    """
+    snapshot = draft.snapshot
+    known = draft.status.prediction
+    if is_current(known, snapshot.digest, snapshot.products):
+        return True
+    fresh = snapshot.prediction
+    if fresh is not None:
+        if fresh != known:
+            _keep(draft, fresh)
+        return True
+    draft.then(Predict(snapshot.digest, snapshot.products))
+    model = draft.job.spec.model
+    if known is None and model is not None and model.features is None:
+        what = model.catalog.name if model.catalog is not None else "the model's layers"
+        message = f"tracing one training step of {what} on fake tensors"
+        draft.condition(keys.CONDITION_PREDICTED, "Unknown", "Tracing", message)
+    return known is not None and known.input_digest == snapshot.digest
+
+
+def why_alone(demand: Demand) -> str | None:
+    """Say why a job gets a GPU of its own whatever it asked for; None where that is not so."""
+    if not demand.is_unknown or demand.prediction is None:
+        return None
+    return f"runs alone on its GPU (Exclusive), because its memory is unknown: {demand.prediction.message}"

@@ -1,0 +1,134 @@
+"""Predictions, computed off the event loop: each input once, few models traced at a time."""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+import msgspec
+import structlog
+from carpool_core.clock import Clock
+from carpool_core.products import GpuProduct, UnknownProductError, find_product
+from carpool_core.resources.features import ModelFeatures
+from carpool_core.resources.job import JobSpec
+from carpool_core.resources.prediction import Prediction
+from carpool_predictor.abstention import Abstention
+from carpool_predictor.estimator import predict
+from carpool_predictor.source import Tracer, features_of
+
+_KEPT = 512
+"""Results that are kept; jobs of the same model and training share one."""
+
+V = TypeVar("V")
+
+Input = tuple[str, tuple[str, ...]]
+"""Digest of model and training, and the products."""
+
+
+class _Recent(Generic[V]):
+    """The latest few values, by key."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._values: OrderedDict[object, V] = OrderedDict()
+
+    def get(self, key: object) -> V | None:
+        if key in self._values:
+            self._values.move_to_end(key)
+        return self._values.get(key)
+
+    def put(self, key: object, value: V) -> None:
+        self._values[key] = value
+        while len(self._values) > self._limit:
+            self._values.popitem(last=False)
+
+
+def known_products(names: tuple[str, ...]) -> list[GpuProduct]:
+    """Return the products that the predictor knows among some names."""
+    found = []
+    for name in names:
+        try:
+            found.append(find_product(name))
+        except UnknownProductError:
+            continue  # the prediction then says nothing of it, and the scheduler counts with the worst
+    return found
+
+
+class Predictions:
+    """Computes predictions in the background and wakes the jobs that wait for them."""
+
+    def __init__(
+        self,
+        tracer: Tracer,
+        clock: Clock,
+        *,
+        wake: Callable[[str], None],
+        took: Callable[[float], None],
+        traces: int = 1,
+    ) -> None:
+        self._tracer, self._clock, self._wake, self._took = tracer, clock, wake, took
+        self._results: _Recent[Prediction] = _Recent(_KEPT)
+        self._features: _Recent[ModelFeatures | Abstention] = _Recent(_KEPT)
+        self._waiting: dict[Input, set[str]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._tracing = asyncio.Semaphore(traces)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="predict")
+        self._log = structlog.get_logger()
+
+    def get(self, digest: str, products: tuple[str, ...]) -> Prediction | None:
+        """Return a prediction that was computed, if it was."""
+        return self._results.get((digest, products))
+
+    def request(self, key: str, spec: JobSpec, digest: str, products: tuple[str, ...]) -> None:
+        """Have a prediction computed, and wake the job `key` when it is there."""
+        wanted = (digest, products)
+        if wanted in self._waiting:
+            self._waiting[wanted].add(key)
+            return
+        self._waiting[wanted] = {key}
+        task = asyncio.create_task(self._compute(spec, digest, products), name=f"predict {key}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def idle(self) -> None:
+        """Wait until nothing is being computed."""
+        while self._tasks:
+            await asyncio.gather(*self._tasks)
+
+    async def close(self) -> None:
+        """Stop computing."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _compute(self, spec: JobSpec, digest: str, products: tuple[str, ...]) -> None:
+        began = self._clock.monotonic()
+        try:
+            result = await self._predict(spec, digest, products)
+        except Exception as error:
+            # A defect of the predictor must not keep a job from running: it runs alone, and says why.
+            self._log.exception("prediction failed", digest=digest)
+            message = f"the predictor failed with {type(error).__name__}: {error}; this is a defect, please report it"
+            result = Prediction(outcome="Abstained", reason="PredictorFailed", message=message[:4096])
+        self._took(self._clock.monotonic() - began)
+        self._results.put((digest, products), msgspec.structs.replace(result, input_digest=digest))
+        for key in self._waiting.pop((digest, products), ()):
+            self._wake(key)
+
+    async def _predict(self, spec: JobSpec, digest: str, products: tuple[str, ...]) -> Prediction:
+        features = await self._features_of(spec, digest)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, predict, features, spec.training, known_products(products))
+
+    async def _features_of(self, spec: JobSpec, digest: str) -> ModelFeatures | Abstention:
+        model = spec.model
+        if model is None or model.features is not None:
+            return await features_of(model, spec.training, self._tracer)
+        async with self._tracing:
+            known = self._features.get(digest)
+            if known is None:
+                known = await features_of(model, spec.training, self._tracer)
+                self._features.put(digest, known)
+            return known

@@ -1,0 +1,57 @@
+"""What this process remembers of its own calls for a few seconds. Losing it costs some calls, no wrong decision."""
+
+from carpool_core.kube.pods import Pod
+
+from carpool_operator.pods import key_of_pod
+from carpool_operator.reconcile import CREATED_AGAIN_AFTER_S, REFUSED_AGAIN_AFTER_S
+from carpool_operator.snapshot import Refusal
+
+
+class Recollection:
+    """Pods created and not heard of yet, and refusals, by job. Times are monotonic seconds."""
+
+    def __init__(self) -> None:
+        self._created: dict[str, dict[str, float]] = {}
+        self._refused: dict[str, tuple[Refusal, float]] = {}
+
+    def created(self, key: str, now: float) -> frozenset[str]:
+        """Names of the job's pods that were created a moment ago."""
+        known = self._created.get(key, {})
+        fresh = {name: at for name, at in known.items() if now - at < CREATED_AGAIN_AFTER_S}
+        if fresh:
+            self._created[key] = fresh
+        else:
+            self._created.pop(key, None)
+        return frozenset(fresh)
+
+    def refusal(self, key: str, now: float) -> Refusal | None:
+        """Why the job's pods were refused a moment ago."""
+        refusal, at = self._refused.get(key, (None, 0.0))
+        if refusal is not None and now - at >= REFUSED_AGAIN_AFTER_S and not refusal.is_final:
+            del self._refused[key]
+            return None
+        return refusal
+
+    def pod_created(self, key: str, name: str, now: float) -> None:
+        """Remember that a pod exists."""
+        self._created.setdefault(key, {})[name] = now
+        self._refused.pop(key, None)
+
+    def pod_refused(self, key: str, refusal: Refusal, now: float) -> None:
+        """Remember that a pod was refused."""
+        self._refused[key] = (refusal, now)
+
+    def pod_changed(self, old: Pod | None, new: Pod | None) -> None:
+        """From now on the cache of pods knows better; and a pod that went may have been what was in the way."""
+        pod = new if new is not None else old
+        key = None if pod is None else key_of_pod(pod)
+        if pod is None or key is None:
+            return
+        self._created.get(key, {}).pop(pod.metadata.name, None)
+        if new is None:
+            self._refused.pop(key, None)
+
+    def forget(self, key: str) -> None:
+        """Forget a job that is gone."""
+        self._created.pop(key, None)
+        self._refused.pop(key, None)

@@ -1,0 +1,260 @@
+"""One look at a job, and what to do: pure, so that a crash between any two actions only means another look.
+
+What has to survive a crash is written into the status before it is acted upon: the prediction before the first pod
+(the scheduler reads it there), the attempt before its pods, the restart before the pods of the failed attempt go.
+Every status is written on the condition that the job has not changed since it was read.
+"""
+
+from datetime import datetime, timedelta
+
+import msgspec
+from carpool_core import keys
+from carpool_core.clock import parse_rfc3339
+from carpool_core.demand import Demand, demand_of, never_fits
+from carpool_core.kube.pods import Pod
+from carpool_core.resources.job import Attempt
+
+from carpool_operator import attempts, conditions, placement, reports
+from carpool_operator.actions import Decision, DeleteJob
+from carpool_operator.draft import Draft
+from carpool_operator.outcomes import Outcome, outcome_of, pod_deleted
+from carpool_operator.pods import attempt_of, build_pod, pod_name, template_error, worker_of
+from carpool_operator.predicting import predict
+from carpool_operator.snapshot import Snapshot
+
+CREATED_AGAIN_AFTER_S = 5.0
+"""How long a created pod may stay unheard of before it is created again (which its name makes harmless)."""
+
+REFUSED_AGAIN_AFTER_S = 15.0
+"""When a pod is tried again that was refused for a reason outside of the job (a quota, a name that is taken)."""
+
+
+def reconcile(snapshot: Snapshot) -> Decision:
+    """Decide what to do about a job."""
+    if snapshot.job.metadata.deletion_timestamp is not None:
+        return Decision()
+    draft = Draft(snapshot)
+    if conditions.is_finished(draft.status):
+        return _after_end(draft)
+    error = template_error(snapshot.job)
+    if error is not None:
+        draft.fail("InvalidTemplate", error)
+        return draft.decision()
+    is_predicted = predict(draft)
+    attempt = attempts.present(draft.status, snapshot.pods)
+    pods = _of_attempt(snapshot, attempt)
+    _clean(draft, attempt)
+    if attempt is not None and attempt.ended_at is None:
+        places = placement.placements(snapshot.job, pods, snapshot.nodes)
+        draft.set(placement=places, observed=placement.observed(draft.job, pods, snapshot.nodes, places))
+    _continue(draft, attempt, pods, is_predicted=is_predicted)
+    return draft.decision()
+
+
+def _of_attempt(snapshot: Snapshot, attempt: Attempt | None) -> list[Pod]:
+    """The pods of an attempt, by worker."""
+    if attempt is None:
+        return []
+    found = {
+        worker: pod
+        for pod in snapshot.pods
+        if attempt_of(pod) == attempt.number and (worker := worker_of(pod)) is not None
+    }
+    return [found[worker] for worker in sorted(found) if worker < snapshot.job.spec.workers]
+
+
+def _clean(draft: Draft, attempt: Attempt | None) -> None:
+    """Delete what runs without belonging to the present attempt, and finished pods but for the last attempt's."""
+    number = 0 if attempt is None else attempt.number
+    for pod in draft.snapshot.pods:
+        of = attempt_of(pod)
+        if (not pod.is_finished and of != number) or (pod.is_finished and (of or 0) < number - 1):
+            draft.delete_pod(pod)
+
+
+def _continue(draft: Draft, attempt: Attempt | None, pods: list[Pod], *, is_predicted: bool) -> None:
+    """Carry an unfinished job on from where it stands."""
+    refusal = draft.snapshot.refusal
+    active = attempt if attempt is not None and attempt.ended_at is None else None
+    if active is not None and _all_succeeded(draft, pods):
+        _complete(draft, active, pods)
+    elif draft.job.spec.run_policy.suspend:
+        _suspend(draft, active)
+    elif _is_over_deadline(draft):
+        limit_s = draft.job.spec.run_policy.active_deadline_seconds
+        message = f"not complete {limit_s:,} s after its start (runPolicy.activeDeadlineSeconds)"
+        draft.fail("DeadlineExceeded", message, active)
+    elif refusal is not None and refusal.is_final:
+        draft.fail(refusal.reason, refusal.message, active)
+    else:
+        _resume(draft)
+        _try_with_demand(draft, active, pods, is_predicted=is_predicted)
+
+
+def _try_with_demand(draft: Draft, active: Attempt | None, pods: list[Pod], *, is_predicted: bool) -> None:
+    try:
+        demand = demand_of(msgspec.structs.replace(draft.job, status=draft.status))
+    except ValueError as error:
+        draft.fail("InvalidSpec", f"spec.memory or spec.gpu: {error}", active)
+        return
+    if active is not None:
+        _follow(draft, active, pods, demand)
+    elif is_predicted:
+        _begin(draft, demand)
+
+
+def _all_succeeded(draft: Draft, pods: list[Pod]) -> bool:
+    return len(pods) == draft.job.spec.workers and all(pod.status.phase == "Succeeded" for pod in pods)
+
+
+def _complete(draft: Draft, attempt: Attempt, pods: list[Pod]) -> None:
+    restarts = draft.status.restarts
+    seen = draft.status.observed
+    peak = "" if seen is None else f", peak memory {seen.peak_memory_mib:,} MiB"
+    took = f"{len(pods)} of {len(pods)} workers succeeded in attempt {attempt.number}, {restarts} restarts{peak}"
+    draft.finish(keys.CONDITION_COMPLETE, attempts.COMPLETE, took, attempt)
+
+
+def _suspend(draft: Draft, active: Attempt | None) -> None:
+    message = "runPolicy.suspend is true: the job has no pods until it is false"
+    if active is not None:
+        draft.status = attempts.with_attempt(
+            draft.status, attempts.ended(active, attempts.SUSPENDED, "runPolicy.suspend is true", draft.snapshot.now)
+        )
+        draft.say("Normal", "Suspended", f"attempt {active.number} was ended by runPolicy.suspend")
+    draft.set(start_time=None, placement=[])
+    draft.condition(keys.CONDITION_SUSPENDED, "True", "SuspendRequested", message)
+    draft.condition(keys.CONDITION_PLACED, "False", "Suspended", message)
+    draft.unset_running("Suspended", message)
+    draft.delete_unfinished()
+
+
+def _resume(draft: Draft) -> None:
+    if conditions.holds(draft.status, keys.CONDITION_SUSPENDED):
+        draft.condition(keys.CONDITION_SUSPENDED, "False", "Resumed", "runPolicy.suspend is false")
+
+
+def _deadline(draft: Draft) -> datetime | None:
+    limit_s = draft.job.spec.run_policy.active_deadline_seconds
+    if limit_s is None or draft.status.start_time is None:
+        return None
+    return parse_rfc3339(draft.status.start_time) + timedelta(seconds=limit_s)
+
+
+def _is_over_deadline(draft: Draft) -> bool:
+    deadline = _deadline(draft)
+    if deadline is None:
+        return False
+    draft.requeue_at(deadline)
+    return deadline <= draft.snapshot.now
+
+
+def _begin(draft: Draft, demand: Demand) -> None:
+    """Begin the next attempt, if a GPU could ever hold it, the backoff is over and the last one's pods are gone."""
+    snapshot = draft.snapshot
+    last = draft.status.attempts[-1] if draft.status.attempts else None
+    at = attempts.due(draft.status, snapshot.backoff)
+    if at is not None and at > snapshot.now:
+        draft.requeue_at(at)
+        return
+    living = [pod.metadata.name for pod in snapshot.pods if not pod.is_finished]
+    if living or snapshot.created:
+        waits = f"waits for pod {min([*living, *snapshot.created])} of an earlier attempt to end"
+        draft.condition(keys.CONDITION_PLACED, "False", "WaitingForPods", waits)
+        draft.requeue_after(CREATED_AGAIN_AFTER_S)
+        return
+    never = never_fits(demand, snapshot.devices)
+    if never is not None:
+        _report_never(draft, never)
+        return
+    attempt = attempts.begun(last, snapshot.now)
+    draft.status = attempts.with_attempt(draft.status, attempt)
+    draft.set(placement=[])
+    _follow(draft, attempt, [], demand)
+
+
+def _report_never(draft: Draft, why: str) -> None:
+    reason = "ExceedsEveryGpu" if any(draft.snapshot.devices) else "NoGpuNodes"
+    known = conditions.find(draft.status, keys.CONDITION_PLACED)
+    draft.condition(keys.CONDITION_PLACED, "False", reason, why)
+    if known is None or known.reason != reason:
+        draft.say("Warning", reason, why)
+
+
+def _follow(draft: Draft, attempt: Attempt, pods: list[Pod], demand: Demand) -> None:
+    """Follow an attempt: create its pods, notice what became of them, tell where they are."""
+    failed = [pod for pod in pods if pod.status.phase == "Failed"]
+    if failed:
+        _end(draft, attempt, outcome_of(min(failed, key=_ended_at)))
+        return
+    present = {worker_of(pod) for pod in pods}
+    missing = [worker for worker in range(draft.job.spec.workers) if worker not in present]
+    if missing and attempt.outcome != attempts.CREATING:
+        _end(draft, attempt, pod_deleted(pod_name(draft.job.metadata.name, missing[0], attempt.number)))
+        return
+    outcome = attempts.CREATING if missing else attempts.RUNNING
+    draft.status = attempts.with_attempt(draft.status, msgspec.structs.replace(attempt, outcome=outcome))
+    if draft.status.start_time is None:
+        draft.set(start_time=reports.started_at(pods))
+    reports.report_placed(draft, demand, pods)
+    reports.report_running(draft, pods)
+    deadline = _deadline(draft)
+    if deadline is not None:
+        draft.requeue_at(deadline)
+    _create(draft, attempt, missing)
+
+
+def _ended_at(pod: Pod) -> str:
+    """When a pod's container ended: the first to end is the cause, what follows are consequences."""
+    ends = [s.state.terminated.finished_at for s in pod.status.container_statuses if s.state.terminated is not None]
+    return min(ends, default="")
+
+
+def _create(draft: Draft, attempt: Attempt, missing: list[int]) -> None:
+    """Create the pods that an attempt still lacks."""
+    if not missing:
+        return
+    refusal = draft.snapshot.refusal
+    if refusal is not None:
+        draft.condition(keys.CONDITION_PLACED, "False", refusal.reason, refusal.message)
+        draft.requeue_after(REFUSED_AGAIN_AFTER_S)
+        return
+    draft.requeue_after(CREATED_AGAIN_AFTER_S)
+    for worker in missing:
+        if pod_name(draft.job.metadata.name, worker, attempt.number) not in draft.snapshot.created:
+            draft.create(build_pod(draft.job, worker, attempt.number))
+
+
+def _end(draft: Draft, attempt: Attempt, outcome: Outcome) -> None:
+    """End a failed attempt: the next begins after the backoff, unless the limit is reached."""
+    limit = draft.job.spec.run_policy.backoff_limit
+    charged = attempts.charge(draft.status, outcome, limit)
+    if charged is None:
+        used = f"all {limit} restarts of runPolicy.backoffLimit are used"
+        draft.fail(outcome.reason, f"attempt {attempt.number}: {outcome.message}; {used}", attempt)
+        return
+    draft.status = attempts.with_attempt(
+        charged, attempts.ended(attempt, outcome.reason, outcome.message, draft.snapshot.now)
+    )
+    at = attempts.due(draft.status, draft.snapshot.backoff) or draft.snapshot.now
+    wait_s = (at - draft.snapshot.now).total_seconds()
+    count = f"{draft.status.restarts} of {limit} restarts used" if outcome.charged else "not counted as a restart"
+    message = f"attempt {attempt.number}: {outcome.message}; next attempt in {wait_s:.0f} s, {count}"
+    draft.condition(keys.CONDITION_PLACED, "False", "BackingOff", message)
+    draft.unset_running(outcome.reason, message)
+    draft.delete_unfinished()
+    draft.say("Warning", "Restarting", message)
+    draft.requeue_at(at)
+
+
+def _after_end(draft: Draft) -> Decision:
+    """See that nothing of a finished job still runs, and delete it once its time is over."""
+    draft.delete_unfinished()
+    keep_s = draft.job.spec.run_policy.ttl_seconds_after_finished
+    if keep_s is not None and draft.status.completion_time is not None:
+        until = parse_rfc3339(draft.status.completion_time) + timedelta(seconds=keep_s)
+        if until <= draft.snapshot.now:
+            draft.then(DeleteJob())
+        else:
+            draft.requeue_at(until)
+    return draft.decision()

@@ -1,0 +1,105 @@
+"""What the conditions Placed and Running say of a job whose pods exist."""
+
+from collections.abc import Sequence
+
+from carpool_core import keys
+from carpool_core.demand import Demand
+from carpool_core.kube.pods import Pod
+from carpool_core.resources.job import WorkerPlacement
+
+from carpool_operator import conditions, placement
+from carpool_operator.draft import Draft
+from carpool_operator.predicting import why_alone
+
+POD_REFUSALS = ("PodForbidden", "PodNameTaken")
+"""Reasons why a pod cannot be created for now."""
+
+_NO_GPU_FITS = "NoGpuFits"
+_SCHEDULER_ENDINGS = (". no new claims", ". preemption:", ". Preemption", " preemption: ")
+"""Where kube-scheduler's own words begin after the extender's sentence."""
+
+
+def unschedulable(message: str) -> tuple[str, str]:
+    """Take (reason, message) out of what kube-scheduler says of a pod that fits nowhere.
+
+    It wraps the extender's one sentence: `0/22 nodes are available: 22 NoGpuFits: needs … . preemption: …`.
+    """
+    _, marker, sentence = message.partition(f"{_NO_GPU_FITS}: ")
+    if not marker:
+        return "Unschedulable", message
+    ends = [at for ending in _SCHEDULER_ENDINGS if (at := sentence.find(ending)) >= 0]
+    return _NO_GPU_FITS, sentence[: min(ends)] if ends else sentence
+
+
+def _why_unplaced(pod: Pod, places: Sequence[WorkerPlacement]) -> tuple[str, str] | None:
+    """Why a pod counts as not placed; None where it is."""
+    if any(place.pod_uid == pod.metadata.uid for place in places):
+        return None
+    if pod.spec.node_name:
+        return "NoReservation", (
+            f"pod {pod.metadata.name} is bound to node {pod.spec.node_name}, but its GpuNode holds no reservation "
+            "for it (yet); without one the node does not start it"
+        )
+    scheduled = next((c for c in pod.status.conditions if c.type == "PodScheduled"), None)
+    if scheduled is None or scheduled.status != "False":
+        return "Scheduling", f"pod {pod.metadata.name} waits for {keys.SCHEDULER_NAME}"
+    if scheduled.reason != "Unschedulable":
+        return scheduled.reason or "Unschedulable", scheduled.message
+    return unschedulable(scheduled.message)
+
+
+def report_placed(draft: Draft, demand: Demand, pods: Sequence[Pod]) -> None:
+    """Set Placed from pods and reservations of the present attempt."""
+    places = draft.status.placement
+    workers = draft.job.spec.workers
+    waiting = [why for pod in pods if (why := _why_unplaced(pod, places)) is not None]
+    placed = len(pods) - len(waiting)
+    if placed >= workers:
+        was_placed = conditions.holds(draft.status, keys.CONDITION_PLACED)
+        message = "; ".join([placement.describe(place) for place in places])
+        alone = why_alone(demand)
+        draft.condition(keys.CONDITION_PLACED, "True", "Placed", message if alone is None else f"{message}; {alone}")
+        if not was_placed:
+            draft.say("Normal", "Placed", message)
+        return
+    known = conditions.find(draft.status, keys.CONDITION_PLACED)
+    if not waiting and known is not None and known.reason in POD_REFUSALS:
+        return  # said until a pod exists, so that the condition does not change with each try
+    reason, message = waiting[0] if waiting else ("CreatingPods", f"{len(pods)} of {workers} pods exist")
+    told = f"{placed} of {workers} workers placed; {message}" if workers > 1 else message
+    draft.condition(keys.CONDITION_PLACED, "False", reason, told)
+
+
+def _waiting(pod: Pod) -> tuple[str, str]:
+    for status in pod.status.container_statuses:
+        if status.state.waiting is not None:
+            said = f": {status.state.waiting.message}" if status.state.waiting.message else ""
+            reason = status.state.waiting.reason or "Starting"
+            return reason, f"container {status.name} of pod {pod.metadata.name} waits{said}"
+    return "Starting", f"pod {pod.metadata.name} is starting on node {pod.spec.node_name or '(none yet)'}"
+
+
+def started_at(pods: Sequence[Pod]) -> str | None:
+    """When the first container of some pods ran, RFC 3339; None where none runs."""
+    times = [
+        status.state.running.started_at
+        for pod in pods
+        for status in pod.status.container_statuses
+        if status.state.running is not None and status.state.running.started_at
+    ]
+    return min(times, default=None)
+
+
+def report_running(draft: Draft, pods: Sequence[Pod]) -> None:
+    """Set Running from the phases of the present attempt's pods."""
+    workers = draft.job.spec.workers
+    idle = [pod for pod in pods if pod.status.phase not in ("Running", "Succeeded")]
+    running = len(pods) - len(idle)
+    if running >= workers:
+        number = draft.status.attempts[-1].number
+        message = f"{running} of {workers} workers run, attempt {number}"
+        draft.condition(keys.CONDITION_RUNNING, "True", "Running", message)
+    elif conditions.holds(draft.status, keys.CONDITION_PLACED) and idle:
+        draft.condition(keys.CONDITION_RUNNING, "False", *_waiting(idle[0]))
+    else:
+        draft.unset_running("NotPlaced", "not every worker has a GPU")

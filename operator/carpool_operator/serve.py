@@ -1,0 +1,70 @@
+"""Runs the operator's process: the client, the operator, its metrics, and kopf around them."""
+
+import asyncio
+
+import kopf
+import structlog
+from carpool_core.clock import SystemClock
+from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, KubeApi, Selector
+from carpool_core.kube.client import connect
+from carpool_core.kube.errors import NotFound
+from carpool_core.metrics import serve as serve_metrics
+from carpool_predictor.source import SubprocessTracer
+
+from carpool_operator.app import build
+from carpool_operator.handlers import kopf_settings, registry_for
+from carpool_operator.settings import OperatorSettings
+
+
+class NotInstalledError(Exception):
+    """The cluster lacks Carpool's resource types; the message says how to install them."""
+
+
+async def check_installed(api: KubeApi) -> None:
+    """See that the cluster knows our resource types, which kopf looks for only once.
+
+    Raises:
+        NotInstalledError: It does not.
+    """
+    for kind in (GPU_TRAINING_JOBS, GPU_NODES):
+        try:
+            await api.list_page(kind, Selector(), limit=1)
+        except NotFound as error:
+            raise NotInstalledError(
+                f"the cluster has no resource {kind.plural}.{kind.group}: install the chart, or apply its crds/ folder"
+            ) from error
+
+
+async def serve(settings: OperatorSettings) -> None:
+    """Run until SIGTERM or SIGINT, or until something fails for good."""
+    clock, log = SystemClock(), structlog.get_logger()
+    async with connect(settings.kube) as api:
+        await check_installed(api)
+        tracer = SubprocessTracer(timeout_s=settings.trace_timeout_s, memory_mib=settings.trace_memory_mib)
+        operator = build(settings, api, clock, tracer)
+        stop, started = asyncio.Event(), asyncio.Event()
+        server = await serve_metrics(
+            operator.metrics.registry, settings.metrics_port, settings.metrics_host, operator.unready
+        )
+        log.info("serving metrics", port=server.port)
+        running = asyncio.create_task(operator.run(started), name="operator")
+        running.add_done_callback(lambda _: stop.set())
+        # kopf stops every task that is younger than itself, so ours have to exist first.
+        await started.wait()
+        try:
+            await kopf.operator(
+                registry=registry_for(operator, settings.kube, clock),
+                settings=kopf_settings(),
+                standalone=True,
+                clusterwide=not settings.namespace_list,
+                namespaces=settings.namespace_list,
+                liveness_endpoint=settings.liveness_endpoint or None,
+                stop_flag=stop,
+            )
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+            await operator.close()
+            await server.close()
+        if not running.cancelled():
+            running.result()

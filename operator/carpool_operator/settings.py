@@ -1,0 +1,75 @@
+"""Settings of the operator."""
+
+from dataclasses import dataclass, field
+
+from carpool_core.settings import KubeSettings, LogSettings, setting
+
+from carpool_operator.attempts import Backoff
+
+
+@dataclass(frozen=True)
+class OperatorSettings:
+    """What can be set; each field is a flag and an environment variable."""
+
+    kube: KubeSettings = field(default_factory=KubeSettings)
+    log: LogSettings = field(default_factory=LogSettings)
+    namespaces: str = setting(
+        "",
+        flag="--namespaces",
+        env="CARPOOL_NAMESPACES",
+        help="Namespaces whose jobs are looked after, separated by commas; all of them where empty.",
+    )
+    metrics_host: str = setting(
+        "0.0.0.0",  # noqa: S104  # scraped and probed from outside the pod
+        flag="--metrics-host",
+        env="CARPOOL_METRICS_HOST",
+        help="Address on which metrics and health are served.",
+    )
+    metrics_port: int = setting(
+        9402,
+        flag="--metrics-port",
+        env="CARPOOL_METRICS_PORT",
+        help="TCP port of /metrics, /healthz and /readyz; 0 takes a free one.",
+    )
+    liveness_endpoint: str = setting(
+        "",
+        flag="--liveness-endpoint",
+        env="CARPOOL_LIVENESS_ENDPOINT",
+        help="Where kopf serves its own liveness probe, such as http://0.0.0.0:8080/healthz; nowhere where empty.",
+    )
+    workers: int = setting(8, flag="--workers", env="CARPOOL_WORKERS", help="Jobs that are looked at at the same time.")
+    trace_timeout_s: float = setting(
+        120.0,
+        flag="--trace-timeout-seconds",
+        env="CARPOOL_TRACE_TIMEOUT_SECONDS",
+        help="Seconds after which tracing a catalog or graph model is given up.",
+    )
+    trace_memory_mib: int = setting(
+        4096,
+        flag="--trace-memory-mib",
+        env="CARPOOL_TRACE_MEMORY_MIB",
+        help="Host memory of the tracing subprocess, in MiB.",
+    )
+    traces: int = setting(1, flag="--traces", env="CARPOOL_TRACES", help="Models that are traced at the same time.")
+    backoff_s: float = setting(
+        10.0,
+        flag="--backoff-seconds",
+        env="CARPOOL_BACKOFF_SECONDS",
+        help="Seconds before the first restart of a failed job; doubled with each further one.",
+    )
+    backoff_most_s: float = setting(
+        360.0,
+        flag="--backoff-most-seconds",
+        env="CARPOOL_BACKOFF_MOST_SECONDS",
+        help="Longest wait before a restart, in seconds.",
+    )
+
+    @property
+    def backoff(self) -> Backoff:
+        """How long failed jobs wait."""
+        return Backoff(first_s=self.backoff_s, most_s=self.backoff_most_s)
+
+    @property
+    def namespace_list(self) -> tuple[str, ...]:
+        """The namespaces; empty for all."""
+        return tuple(name.strip() for name in self.namespaces.split(",") if name.strip())

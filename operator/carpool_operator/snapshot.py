@@ -1,0 +1,47 @@
+"""Everything that a reconciliation looks at, frozen."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from carpool_core.kube.pods import Pod
+from carpool_core.resources.job import GpuTrainingJob
+from carpool_core.resources.node import Device, GpuNode
+from carpool_core.resources.prediction import Prediction
+
+from carpool_operator.attempts import Backoff
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why the API server did not let a pod be created."""
+
+    reason: str
+    message: str
+    is_final: bool
+    """Whether the same pod will always be refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A job and what stands around it."""
+
+    job: GpuTrainingJob
+    now: datetime
+    digest: str
+    """Digest of what the job's prediction is computed from."""
+    products: tuple[str, ...]
+    """GPU products that the prediction has to speak of, sorted."""
+    prediction: Prediction | None = None
+    """The prediction for this digest and these products, once it was computed."""
+    pods: tuple[Pod, ...] = ()
+    """Pods that the job controls, as last heard of."""
+    created: frozenset[str] = frozenset()
+    """Names of pods that were created a moment ago and not heard of since."""
+    refusal: Refusal | None = None
+    """The answer to the last attempt to create a pod, where it was refused."""
+    nodes: tuple[GpuNode, ...] = ()
+    """GpuNodes on which the job's pods are."""
+    devices: Sequence[Sequence[Device]] = ()
+    """GPUs of each node of the cluster."""
+    backoff: Backoff = field(default_factory=Backoff)
