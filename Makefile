@@ -1,0 +1,50 @@
+# Everything a developer types. Each target does its own set-up; `make` lists them.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo demo-clean test test-unit lint bench crds protos clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+install: $(STAMP) ## everything into .venv, the `carpool` command among it
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV) 2>/dev/null || python3 -m venv $(VENV)
+	$(BIN)/pip install --quiet uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -e '.[test]'
+	@touch $@
+
+demo: install ## a real cluster, six scenes, a table and a picture (KEEP=1 leaves it running)
+	$(BIN)/python -m carpool_e2e demo $(if $(KEEP),--keep)
+
+demo-clean: install ## remove everything that a demo or a test left
+	$(BIN)/python -m carpool_e2e clean
+
+test: install ## all tests, those on the real cluster among them
+	$(BIN)/python -m carpool_e2e prepare
+	$(BIN)/python -m pytest
+
+test-unit: install ## the tests that need no cluster
+	$(BIN)/python -m pytest -m 'not e2e'
+
+lint: install ## style, types and layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: install ## measure, and write docs/benchmarks.md
+	$(BIN)/python -m carpool_e2e bench
+
+crds: install ## generate the CRDs from the Python types
+	$(BIN)/carpool crds --out crds --out helm/carpool/crds
+
+protos: install ## generate the gRPC stubs of the kubelet's APIs
+	sh deviceplugin/protos.sh $(CURDIR)/$(BIN)/python
+
+clean: ## remove what was built here
+	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
