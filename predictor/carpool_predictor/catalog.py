@@ -1,0 +1,107 @@
+"""Published architectures by name. Weights are never downloaded."""
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from carpool_core.resources.job import CatalogModel
+from torch import nn
+
+from carpool_predictor.abstention import TraceError
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to build a model, and what it is fed."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    input_shape: tuple[int, ...]
+    """Shape of one sample."""
+
+
+def recipe_of(model: CatalogModel) -> Recipe:
+    """Look a catalog model up.
+
+    Raises:
+        TraceError: The library or the model is unknown (the nearest names are suggested), or a library is missing.
+    """
+    library, _, name = model.name.partition("/")
+    if library == "timm":
+        return _timm(model, name)
+    if library == "torchvision":
+        return _torchvision(model, name)
+    raise TraceError(
+        "CatalogUnsupported",
+        f"this version knows timm/NAME and torchvision/NAME, found {model.name}; give spec.model.features, as "
+        "`carpool graph FILE.py:FACTORY --input …` prints them for any nn.Module",
+    )
+
+
+def _timm(model: CatalogModel, name: str) -> Recipe:
+    try:
+        import timm
+    except ImportError as e:
+        raise _missing("timm", e) from e
+    if not timm.is_model(name):
+        raise _unknown("timm", name, timm.list_models())
+    options: dict[str, Any] = {} if model.num_classes is None else {"num_classes": model.num_classes}
+    config = timm.models.get_pretrained_cfg(name)
+    own = tuple(config.input_size) if config is not None else (3, 224, 224)
+    shape = tuple(model.input or own)
+    if shape[:1] != own[:1] and len(shape) == 3:
+        options["in_chans"] = shape[0]
+
+    def build() -> nn.Module:
+        if shape[1:] == own[1:]:
+            return _checked_module(timm.create_model(name, pretrained=False, **options))
+        try:
+            return _checked_module(timm.create_model(name, pretrained=False, img_size=shape[1:], **options))
+        except TypeError:
+            # Convolutional models take any size and know no such argument.
+            return _checked_module(timm.create_model(name, pretrained=False, **options))
+
+    return Recipe(model.name, build, shape)
+
+
+def _torchvision(model: CatalogModel, name: str) -> Recipe:
+    try:
+        from torchvision import models  # type: ignore[import-untyped]
+    except ImportError as e:
+        raise _missing("torchvision", e) from e
+    if name not in models.list_models():
+        raise _unknown("torchvision", name, models.list_models())
+    options: dict[str, Any] = {"weights": None}
+    if model.num_classes is not None:
+        options["num_classes"] = model.num_classes
+    if name in ("inception_v3", "googlenet"):
+        options["init_weights"] = False  # seconds of SciPy's truncated normal, for numbers that nobody reads
+    if name.startswith(("deeplabv3", "fcn", "lraspp")):
+        options["weights_backbone"] = None
+    shape = tuple(model.input or _torchvision_input(models.get_model_weights(name)))
+    return Recipe(model.name, lambda: _checked_module(models.get_model(name, **options)), shape)
+
+
+def _torchvision_input(weights: Any) -> tuple[int, ...]:
+    published = [entry.transforms.keywords for entry in weights] if weights is not None else []
+    crops = [options["crop_size"] for options in published if options.get("crop_size")]
+    crop = crops[-1] if crops else 224
+    height, width = crop if isinstance(crop, (tuple, list)) else (crop, crop)
+    return (3, height, width)
+
+
+def _checked_module(module: Any) -> nn.Module:
+    if not isinstance(module, nn.Module):
+        raise TraceError("TraceFailed", f"expected an nn.Module, found {type(module).__name__}")
+    return module
+
+
+def _unknown(library: str, name: str, names: Sequence[str]) -> TraceError:
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    hint = f"the nearest names are {', '.join(f'{library}/{n}' for n in near)}" if near else "no name is near"
+    return TraceError("UnknownCatalogModel", f"{library} has no model {name!r}; {hint}")
+
+
+def _missing(library: str, error: ImportError) -> TraceError:
+    return TraceError("TorchMissing", f"{library} is not installed ({error}); run pip install 'carpool[trace]'")

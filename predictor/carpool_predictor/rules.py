@@ -1,0 +1,52 @@
+"""Makes CPU tensors compute as CUDA tensors would, where the two differ in what they keep in memory."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (PyTorch's own name for it)
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_FULL_PRECISION: frozenset[Callable[..., Any]] = frozenset(
+    {
+        F.layer_norm, torch.layer_norm, F.group_norm, torch.group_norm, F.softmax, torch.softmax, Tensor.softmax,
+        F.log_softmax, torch.log_softmax, Tensor.log_softmax, F.softplus, torch.exp, Tensor.exp, torch.pow, Tensor.pow,
+        torch.rsqrt, Tensor.rsqrt, torch.sum, Tensor.sum, torch.cumsum, Tensor.cumsum, torch.norm, Tensor.norm,
+    }
+)  # fmt: skip
+"""Functions that autocast runs in FP32 on CUDA but not on the CPU (aten/src/ATen/autocast_mode.h)."""
+
+
+class CudaRules(TorchFunctionMode):
+    """Overrides functions above autograd.
+
+    Attention with dropout: CUDA's fused kernels draw the mask inside, the CPU falls back to keeping the whole matrix of
+    scores, so dropout is left out. Under autocast: CUDA's list of functions that run in FP32.
+    """
+
+    def __init__(self, *, autocast: bool) -> None:
+        super().__init__()
+        self._autocast = autocast
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Change the arguments of the few functions concerned, and call on."""
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            args, kwargs = _without_dropout(args, kwargs)
+        elif self._autocast and func in _FULL_PRECISION:
+            args = tuple(map(_full, args))
+            kwargs = {name: _full(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _without_dropout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    # Signature: query, key, value, attn_mask, dropout_p, is_causal, …
+    if len(args) > 4:
+        return (*args[:4], 0.0, *args[5:]), kwargs
+    return args, {**kwargs, "dropout_p": 0.0}
+
+
+def _full(value: Any) -> Any:
+    narrow = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if narrow else value

@@ -1,0 +1,149 @@
+"""Where a job's features come from: its spec, or a trace in a subprocess with limits."""
+
+import asyncio
+import contextlib
+import hashlib
+import importlib.util
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+from carpool_core.resources.features import ModelFeatures
+from carpool_core.resources.job import ModelSource, Training
+
+from carpool_predictor.abstention import Abstention
+from carpool_predictor.trace import TraceReply, TraceRequest, torch_missing
+
+_MAX_REPLY = 1 << 20
+_STDERR_TAIL = 2000
+
+
+class Tracer(Protocol):
+    """Computes features of a catalog or inline model."""
+
+    async def trace(self, model: ModelSource, training: Training) -> ModelFeatures | Abstention:
+        """Return the features of `model.catalog` or `model.graph` at the job's batch size and one other."""
+        ...
+
+
+async def features_of(model: ModelSource | None, training: Training, tracer: Tracer) -> ModelFeatures | Abstention:
+    """Return the features that a job's prediction is computed from, or why there are none."""
+    if model is None or (model.features is None and model.catalog is None and model.graph is None):
+        return Abstention(
+            reason="UnknownModel",
+            message="the job does not say what it trains; give spec.model (catalog, graph or features) to let it "
+            "share a GPU",
+        )
+    return model.features if model.features is not None else await tracer.trace(model, training)
+
+
+def input_digest(model: ModelSource | None, training: Training) -> str:
+    """Return a digest of what a prediction is computed from; equal specs have equal digests."""
+    return "sha256:" + hashlib.sha256(msgspec.json.encode((model, training), order="sorted")).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class TraceLimits:
+    """What one trace may take."""
+
+    timeout_s: float = 120.0
+    """Seconds from start to answer, PyTorch's import (5 to 15 s) included."""
+    memory_mib: int = 3072
+    """Writable memory of the subprocess, in MiB; PyTorch and timm alone take about 700."""
+    concurrency: int = 1
+    """Traces that run at the same time; others wait, and their time does not run."""
+
+
+class SubprocessTracer:
+    """Traces in `python -m carpool_predictor.trace`, killed when it takes too long."""
+
+    def __init__(self, limits: TraceLimits | None = None, *, python: str = sys.executable) -> None:
+        self._limits = limits or TraceLimits()
+        self._python = python
+        self._turn = asyncio.Semaphore(self._limits.concurrency)
+
+    async def trace(self, model: ModelSource, training: Training) -> ModelFeatures | Abstention:
+        """Trace `model.catalog` or `model.graph`."""
+        return await self.run(TraceRequest(model=model, training=training))
+
+    async def run(self, request: TraceRequest) -> ModelFeatures | Abstention:
+        """Trace what the request asks for, under this tracer's limits."""
+        if importlib.util.find_spec("torch") is None:
+            return torch_missing()
+        request = msgspec.structs.replace(request, memory_mib=self._limits.memory_mib)
+        async with self._turn:
+            return await self._ask(msgspec.json.encode(request))
+
+    async def _ask(self, request: bytes) -> ModelFeatures | Abstention:
+        process = await asyncio.create_subprocess_exec(
+            self._python,
+            *("-W", "ignore", "-m", "carpool_predictor.trace"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=_quiet_environment(os.environ),
+            start_new_session=True,
+        )
+        try:
+            async with asyncio.timeout(self._limits.timeout_s):
+                reply, errors, _ = await asyncio.gather(
+                    _tail(process.stdout, _MAX_REPLY), _tail(process.stderr, _STDERR_TAIL), _send(process, request)
+                )
+                code = await process.wait()
+        except TimeoutError:
+            return Abstention(
+                reason="TraceTimedOut",
+                message=f"tracing the model took longer than {self._limits.timeout_s:g} s; give spec.model.features as "
+                "`carpool graph` prints them, or raise the limit",
+            )
+        finally:
+            # The whole session, because a model's code may have started processes of its own.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        return self._read(code, reply, errors)
+
+    def _read(self, code: int, reply: bytes, errors: bytes) -> ModelFeatures | Abstention:
+        said = errors.decode(errors="replace").strip()
+        if code == -signal.SIGKILL or "bad_alloc" in said or "MemoryError" in said:
+            return Abstention(
+                reason="TraceOutOfMemory",
+                message=f"tracing the model was ended for its memory (limit {self._limits.memory_mib:,} MiB); raise "
+                "the limit, or give spec.model.features as `carpool graph` prints them on a larger machine",
+            )
+        try:
+            answer = msgspec.json.decode(reply, type=TraceReply)
+        except msgspec.DecodeError:
+            last = said.splitlines()[-1][:500] if said else "it said nothing"
+            return Abstention(reason="TraceFailed", message=f"the tracing process ended with code {code}: {last}")
+        return answer.features or answer.abstention or Abstention(reason="TraceFailed", message="empty answer")
+
+
+async def _send(process: asyncio.subprocess.Process, request: bytes) -> None:
+    if process.stdin is None:
+        return
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died; its exit code says more
+        process.stdin.write(request)
+        await process.stdin.drain()
+    process.stdin.close()
+
+
+async def _tail(stream: asyncio.StreamReader | None, limit: int) -> bytes:
+    """Read to the end, keeping the last `limit` bytes: what a model prints must not fill this process."""
+    kept = b""
+    while stream is not None and (chunk := await stream.read(65536)):
+        kept = (kept + chunk)[-limit:]
+    return kept
+
+
+def _quiet_environment(environ: os._Environ[str]) -> dict[str, str]:
+    return {
+        **environ,
+        "CUDA_VISIBLE_DEVICES": "",  # a trace computes nothing, and must not take a context on a node's GPU
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+    }

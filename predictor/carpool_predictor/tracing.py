@@ -1,0 +1,136 @@
+"""From a model source to its features: build, prepare, trace at two batch sizes. Imports PyTorch."""
+
+import importlib.util
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from carpool_core.resources.features import ModelFeatures, TracedStep
+from carpool_core.resources.job import Training
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+
+from carpool_predictor.abstention import TraceError
+from carpool_predictor.catalog import Recipe, recipe_of
+from carpool_predictor.fake import fake_mode, fake_weights
+from carpool_predictor.inline import build_inline
+from carpool_predictor.layers import count_layers
+from carpool_predictor.step import FakeTraining, prepare, trace_step, weight_dtype
+from carpool_predictor.trace import FactoryModel, TraceRequest
+
+T = TypeVar("T")
+
+_MAX_SAMPLE_ELEMENTS = 2**31
+"""A sample of more elements is a mistake: 8 GiB in FP32."""
+
+
+def trace_request(request: TraceRequest) -> ModelFeatures:
+    """Trace what a request asks for.
+
+    Raises:
+        TraceError: The model cannot be built or traced; reason and sentence say why.
+    """
+    return trace_recipe(_recipe(request), request.training)
+
+
+def _recipe(request: TraceRequest) -> Recipe:
+    if request.factory is not None:
+        return factory_recipe(request.factory)
+    model = request.model
+    if model is not None and model.catalog is not None:
+        return recipe_of(model.catalog)
+    if model is not None and model.graph is not None:
+        graph = model.graph
+        return Recipe("graph", lambda: build_inline(graph), tuple(graph.input))
+    raise TraceError("TraceFailed", "expected model.catalog, model.graph or a factory to trace, found none of them")
+
+
+def batch_sizes(batch_size: int) -> tuple[int, int]:
+    """Return two batch sizes to trace, ascending: the job's own, and half or twice it.
+
+    Half of two or three would be one, over which batch normalization cannot train.
+    """
+    return (batch_size // 2, batch_size) if batch_size >= 4 else (batch_size, batch_size * 2)
+
+
+def trace_recipe(recipe: Recipe, training: Training) -> ModelFeatures:
+    """Build a model with fake weights and trace its training step at two batch sizes."""
+    shape = recipe.input_shape
+    if not shape or min(shape) < 1 or math.prod(shape) > _MAX_SAMPLE_ELEMENTS:
+        raise TraceError("InputShapeInvalid", f"expected the shape of one sample, such as [3, 224, 224], found {shape}")
+    mode = fake_mode()
+    with fake_weights(mode, weight_dtype(training.precision)):
+        module = _explained("its constructor failed", recipe.build)
+    # Checkpointing replaces forwards, not modules, so that layers are counted the same with and without it.
+    fake = _explained("it cannot be trained", lambda: prepare(module, mode, training, shape))
+    steps = [_step(fake, batch_size) for batch_size in batch_sizes(training.batch_size)]
+    parameters = list(module.parameters())
+    return ModelFeatures(
+        name=recipe.name,
+        parameters=sum(p.numel() for p in parameters),
+        trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
+        parameter_bytes=sum(t.numel() * t.element_size() for t in [*parameters, *module.buffers()]),
+        layers=count_layers(module),
+        optimizer=training.optimizer,
+        precision=training.precision,
+        activation_checkpointing=training.activation_checkpointing,
+        steps=steps,
+    )
+
+
+def _step(fake: FakeTraining, batch_size: int) -> TracedStep:
+    shape = [batch_size, *fake.input_shape]
+    return _explained(f"a training step on input of shape {shape} failed", lambda: trace_step(fake, batch_size)[0])
+
+
+def factory_recipe(factory: FactoryModel) -> Recipe:
+    """Load the factory's file; the function runs later, when weights are fake."""
+    path = Path(factory.path)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise TraceError("FactoryFailed", f"expected a Python file, found {factory.path!r}")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent.resolve()))
+    sys.modules[path.stem] = module
+    _explained(f"{factory.path} failed on import", lambda: spec.loader.exec_module(module))  # type: ignore[union-attr]
+    function = getattr(module, factory.function, None)
+    if not callable(function):
+        raise TraceError("FactoryFailed", f"{factory.path} has no function {factory.function!r}")
+
+    def build() -> nn.Module:
+        model = function()
+        if not isinstance(model, nn.Module):
+            raise TraceError(
+                "FactoryFailed",
+                f"{factory.function} in {factory.path} returned {type(model).__name__}; expected an nn.Module",
+            )
+        return model
+
+    return Recipe(f"{path.stem}:{factory.function}", build, tuple(factory.input))
+
+
+def _explained(what: str, run: Callable[[], T]) -> T:
+    """Run something of the model's own and say what failed: a model's code may raise anything."""
+    try:
+        return run()
+    except TraceError:
+        raise
+    except (DataDependentOutputException, DynamicOutputShapeException) as e:
+        raise TraceError(
+            "DataDependentGraph",
+            f"{what}: the model's graph depends on the data ({_first_line(e)}), so that it has no fixed cost",
+        ) from e
+    except UnsupportedOperatorException as e:
+        raise TraceError("OperatorUnsupported", f"{what}: no fake kernel for {_first_line(e)}") from e
+    except Exception as e:
+        raise TraceError("TraceFailed", f"{what}: {type(e).__name__}: {_first_line(e)}") from e
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0][:500]
