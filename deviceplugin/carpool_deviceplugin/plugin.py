@@ -19,8 +19,6 @@ from carpool_deviceplugin.protos import deviceplugin_pb2 as dp
 from carpool_deviceplugin.wire import KUBELET_SOCKET, KubeletError, RefusedError, Server, register
 
 ENDPOINT = "carpool.sock"
-_PATIENCE_S = 5.0
-"""How long PreStartContainer waits for word that may be on its way; the kubelet gives it 30 s."""
 _LOOK_AGAIN_S = 0.25
 
 
@@ -54,9 +52,20 @@ class Plugin:
         gpus: How many GPUs the node has.
         slots_per_gpu: How many pods may share a GPU at most.
         clock: For patience.
+        patience_s: How long PreStartContainer waits for word that may be on its way; the kubelet gives it 30 s.
     """
 
-    def __init__(self, knowledge: Knowledge, cdi_dir: Path, gpus: int, slots_per_gpu: int, clock: Clock) -> None:
+    def __init__(
+        self,
+        knowledge: Knowledge,
+        cdi_dir: Path,
+        *,
+        gpus: int,
+        slots_per_gpu: int,
+        clock: Clock,
+        patience_s: float = 5.0,
+    ) -> None:
+        self._patience_s = patience_s
         self._knowledge, self._cdi_dir, self._clock = knowledge, cdi_dir, clock
         self._gpus, self._slots_per_gpu = gpus, slots_per_gpu
         self._healthy = gpus
@@ -93,7 +102,7 @@ class Plugin:
 
     async def pre_start(self, slots: Sequence[str]) -> None:
         """Write what the slots bring, out of the reservation of the pod that holds them; raises RefusedError."""
-        until = self._clock.monotonic() + _PATIENCE_S
+        until = self._clock.monotonic() + self._patience_s
         while True:
             try:
                 owner, reservation = await self._find(slots)

@@ -1,10 +1,8 @@
 """One GPU's steps, run one after the other, each with a deadline, and undone where one of them fails."""
 
 import asyncio
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
 
 import structlog
 from carpool_core.resources.node import Reservation
@@ -12,10 +10,8 @@ from carpool_core.values import GpuUuid, PartitionState, PodUid
 
 from carpool_deviceplugin.devices import Devices
 from carpool_deviceplugin.gpu import DeviceError, GpuActual, Step
+from carpool_deviceplugin.patience import Patient, Rhythm
 from carpool_deviceplugin.plan import Plan, plan, way_back
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 READY, PREPARING, FAILED = PartitionState.READY, PartitionState.PREPARING, PartitionState.FAILED
 
@@ -28,28 +24,6 @@ class Outcome:
     """Of the reservation."""
     state: PartitionState
     message: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Rhythm:
-    """How often things are looked at, in seconds."""
-
-    step_deadline_s: float = 10.0
-    """How long one step of a GPU may take."""
-    slow_s: float = 0.3
-    """Steps that take longer are reported as Preparing in the meantime."""
-    waiting_s: float = 1.0
-    """How often a GPU is looked at that somebody must leave first."""
-    resync_s: float = 10.0
-    """How often a GPU is looked at anyhow."""
-    sample_s: float = 1.0
-    """How often the tenants' use is measured."""
-    measures_s: float = 3.0
-    """Status writes that only bring new measures keep this distance."""
-    heartbeat_s: float = 60.0
-    """After this time the status is written though nothing has changed."""
-    retry_s: float = 1.0
-    """After a failed call to the API server; doubled with each further failure, to 32 times this."""
 
 
 class GpuWorker:
@@ -68,7 +42,8 @@ class GpuWorker:
         self._devices, self._changed, self._rhythm = devices, changed, rhythm
         self._wanted: Sequence[Reservation] = ()
         self._awake = asyncio.Event()
-        self._stuck: asyncio.Future[object] | None = None
+        self._promised: frozenset[PodUid] = frozenset()
+        self._patient = Patient(f"GPU {uuid}", rhythm.step_deadline_s)
         self._log = structlog.get_logger().bind(gpu=uuid)
 
     def want(self, reservations: Sequence[Reservation]) -> None:
@@ -77,9 +52,9 @@ class GpuWorker:
             self._wanted = reservations
             self._awake.set()
 
-    def remember(self, outcomes: Mapping[PodUid, Outcome]) -> None:
-        """Take over what an earlier agent had promised."""
-        self.outcomes = outcomes
+    def remember(self, promised: frozenset[PodUid]) -> None:
+        """Take over whose share an earlier agent had reported ready; it is true again only once it was looked at."""
+        self._promised = promised
 
     async def run(self) -> None:
         """Keep the GPU as it is wanted, for ever."""
@@ -95,22 +70,26 @@ class GpuWorker:
     async def once(self) -> bool:
         """Look, plan, act and look again; return False where somebody is waited for or something failed."""
         wanted = self._wanted
-        held = frozenset(pod for pod, outcome in self.outcomes.items() if outcome.state is READY)
+        ready = {pod for pod, outcome in self.outcomes.items() if outcome.state is READY}
+        held = self._promised | ready
         try:
-            actual = await self._call(self._devices.actual, self.uuid)
+            actual = await self._patient.call(self._devices.actual, self.uuid)
         except DeviceError as e:
             self._report({r.pod_uid: self._kept(r) or _outcome(r, FAILED, str(e)) for r in wanted})
             return False
         planned = plan(actual, wanted, held)
         failure = await self._act(planned, actual, wanted)
         self._report(_outcomes(planned, wanted, held, failure))
+        self._promised &= {r.pod_uid for r in wanted}
         is_leaving = not wanted and bool(actual.tenants)
         return not (failure or planned.waiting or is_leaving)
 
     def _kept(self, reservation: Reservation) -> Outcome | None:
         """What runs goes on running while its GPU cannot be read."""
         known = self.outcomes.get(reservation.pod_uid)
-        return known if known and known.state is READY else None
+        if known and known.state is READY:
+            return known
+        return _outcome(reservation, READY) if reservation.pod_uid in self._promised else None
 
     async def _act(self, planned: Plan, actual: GpuActual, wanted: Sequence[Reservation]) -> str:
         """Run the steps; return why they failed, or an empty text."""
@@ -122,8 +101,8 @@ class GpuWorker:
         try:
             for step in planned.steps:
                 done.append(step)  # a step that fails half-way is undone too
-                await self._call(self._devices.apply, self.uuid, step)
-            found = await self._call(self._devices.actual, self.uuid)
+                await self._patient.call(self._devices.apply, self.uuid, step)
+            found = await self._patient.call(self._devices.actual, self.uuid)
             if left := plan(found, wanted, frozenset(planned.ready)).steps:
                 raise DeviceError(f"read back, the GPU still needs {', '.join(map(str, left))}")
             self._log.info("gpu prepared", steps=[str(step) for step in done])
@@ -138,21 +117,10 @@ class GpuWorker:
     async def _undo(self, done: Sequence[Step], before: GpuActual) -> str:
         try:
             for step in way_back(done, before):
-                await self._call(self._devices.apply, self.uuid, step)
+                await self._patient.call(self._devices.apply, self.uuid, step)
         except DeviceError as e:
             return f"undoing it failed as well: {e}"
         return "it was undone"
-
-    async def _call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call in a thread, with the deadline; a GPU whose last call never came back is not touched again."""
-        if self._stuck is not None and not self._stuck.done():
-            raise DeviceError(f"GPU {self.uuid}: an earlier call has not come back yet; look at the GPU's driver")
-        call = asyncio.get_running_loop().run_in_executor(None, functools.partial(function, *args, **kwargs))
-        done, _ = await asyncio.wait({call}, timeout=self._rhythm.step_deadline_s)
-        if not done:
-            self._stuck = call  # type: ignore[assignment]  # only whether it is done matters
-            raise DeviceError(f"GPU {self.uuid}: no answer within {self._rhythm.step_deadline_s:g} s")
-        return call.result()
 
     def _report(self, outcomes: Mapping[PodUid, Outcome]) -> None:
         if outcomes != self.outcomes:

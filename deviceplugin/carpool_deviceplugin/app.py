@@ -1,0 +1,144 @@
+"""The composition root of the node agent. Several agents may live in one event loop, each with a node of its own."""
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+
+import structlog
+from carpool_core.clock import Clock
+from carpool_core.kube.api import PODS, KubeApi, Selector
+from carpool_core.kube.pods import Pod
+from carpool_core.kube.reflector import Reflector
+from carpool_core.values import NodeName, PodUid
+
+from carpool_deviceplugin import cdi
+from carpool_deviceplugin.devices import NO_NVML, Devices, NoDevicesError
+from carpool_deviceplugin.patience import Rhythm
+from carpool_deviceplugin.plugin import Knowledge, Plugin, Registration
+from carpool_deviceplugin.prestart import HeldByPod
+from carpool_deviceplugin.reconciler import Reconciler
+from carpool_deviceplugin.settings import AgentSettings
+from carpool_deviceplugin.simulated import SimulatedDevices, parse_inventory
+from carpool_deviceplugin.wire import list_pod_resources
+
+_STALE_S = 300.0
+"""Without a word from the API server for so long, the agent is not ready."""
+
+
+def find_devices(settings: AgentSettings) -> Devices:
+    """Find the GPUs that the settings speak of.
+
+    Raises:
+        NoDevicesError: There are none; the message says what to set.
+    """
+    if not settings.node_name:
+        raise NoDevicesError("CARPOOL_NODE_NAME: expected the name of this Node, found nothing; set it (spec.nodeName)")
+    if not 1 <= settings.slots_per_gpu <= 128:
+        raise NoDevicesError(f"CARPOOL_SLOTS_PER_GPU: expected 1 to 128, found {settings.slots_per_gpu}")
+    if not settings.simulated_gpus:
+        raise NoDevicesError(NO_NVML)
+    products = parse_inventory(settings.simulated_gpus)
+    try:
+        return SimulatedDevices(products, settings.node_name, settings.state_dir)
+    except OSError as e:
+        raise NoDevicesError(f"CARPOOL_STATE_DIR: expected to write to {settings.state_dir}, found {e}") from e
+
+
+class KubeletPart:
+    """What serves the kubelet, where the node has one."""
+
+    def __init__(self, settings: AgentSettings, plugin: Plugin, pods: Reflector[Pod], rhythm: Rhythm) -> None:
+        self._cdi_dir = settings.cdi_dir
+        self._pods, self._every_s = pods, rhythm.resync_s
+        self.registration = Registration(settings.device_plugin_dir, plugin, rhythm.kubelet_s)
+        self._log = structlog.get_logger().bind(node=settings.node_name)
+
+    async def run(self) -> None:
+        """Follow the node's pods, and serve."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._pods.run())
+            tasks.create_task(self._tidy())
+            tasks.create_task(self.registration.run())
+
+    async def _tidy(self) -> None:
+        """Remove what ended pods left in the CDI directory, an earlier agent's leftovers too."""
+        await self._pods.wait_synced()
+        while True:
+            living = {PodUid(p.metadata.uid) for p in self._pods.store.values() if not p.is_finished}
+            removed = cdi.remove_stale(self._cdi_dir, living)
+            if removed:
+                self._log.info("stale slots removed", files=removed)
+            await asyncio.sleep(self._every_s)
+
+
+class Agent:
+    """One node's agent."""
+
+    def __init__(self, settings: AgentSettings, devices: Devices, reconciler: Reconciler, clock: Clock) -> None:
+        self.settings, self.devices, self.reconciler = settings, devices, reconciler
+        self._clock = clock
+        self.kubelet: KubeletPart | None = None
+        """None on nodes without a kubelet."""
+
+    async def run(self) -> None:
+        """Look after the node until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.reconciler.run())
+            if self.kubelet is not None:
+                tasks.create_task(self.kubelet.run())
+
+    def unready(self) -> str | None:
+        """Say why the agent is not ready; None where it is."""
+        store = self.reconciler.reflector.store
+        if not store.synced:
+            return "has not heard of its GpuNode from the API server yet"
+        if store.age(self._clock.monotonic()) > _STALE_S:
+            return f"has not heard from the API server for {_STALE_S:g} s"
+        if self.kubelet is not None and not self.kubelet.registration.is_registered:
+            return f"is not registered with the kubelet in {self.settings.device_plugin_dir}"
+        return None
+
+
+def build(
+    settings: AgentSettings, api: KubeApi, clock: Clock, devices: Devices | None = None, rhythm: Rhythm | None = None
+) -> Agent:
+    """Put an agent together.
+
+    Args:
+        settings: Of this node.
+        api: The API server; agents of several nodes may share it.
+        clock: The time.
+        devices: The GPUs; those of the settings when None.
+        rhythm: Deadlines and intervals; the usual ones when None.
+
+    Raises:
+        NoDevicesError: The settings lead to no GPUs.
+    """
+    devices = devices or find_devices(settings)
+    rhythm = rhythm or Rhythm()
+    node = NodeName(settings.node_name)
+    if not settings.kubelet:
+        return Agent(settings, devices, Reconciler(node, api, clock, devices, rhythm), clock)
+    pods: Reflector[Pod] = Reflector(api, PODS, Pod, selector=Selector(fields=f"spec.nodeName={node}"), clock=clock)
+    knowledge = Knowledge(
+        pod=pods.store.get,
+        reservations=lambda: agent.reconciler.reservations,
+        partitions=lambda: agent.reconciler.partitions,
+        access=devices.access,
+        held=partial(_held, settings),
+    )
+    plugin = Plugin(
+        knowledge,
+        settings.cdi_dir,
+        gpus=len(devices.uuids),
+        slots_per_gpu=settings.slots_per_gpu,
+        clock=clock,
+        patience_s=rhythm.patience_s,
+    )
+    agent = Agent(settings, devices, Reconciler(node, api, clock, devices, rhythm, plugin.set_healthy), clock)
+    agent.kubelet = KubeletPart(settings, plugin, pods, rhythm)
+    return agent
+
+
+async def _held(settings: AgentSettings) -> Sequence[HeldByPod]:
+    return await list_pod_resources(settings.pod_resources_socket)

@@ -1,0 +1,144 @@
+"""What the agent shows at /metrics: the GPUs under DCGM's names, their tenants and the agent itself under ours."""
+
+from collections.abc import Iterable, Iterator
+
+from carpool_core.resources.node import Device, Reservation
+from carpool_core.values import DeviceHealth, PartitionState, SharingMode
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, UnknownMetricFamily
+from prometheus_client.registry import Collector
+
+from carpool_deviceplugin.app import Agent
+from carpool_deviceplugin.gpu import DeviceError, Reading
+from carpool_deviceplugin.meter import Meter, Rates
+
+_MIB = 1024 * 1024
+_DEVICE_LABELS = (
+    "gpu", "UUID", "pci_bus_id", "device", "modelName", "GPU_I_PROFILE", "GPU_I_ID", "hostname", "pod", "namespace",
+    "container",
+)  # fmt: skip
+TENANT_ENERGY = "carpool_gpu_tenant_energy_joules"
+_TENANT_LABELS = ("UUID", "namespace", "pod", "job")
+
+DEVICE_GAUGES = {
+    "DCGM_FI_DEV_GPU_UTIL": "Share of time in which a kernel ran (in %).",
+    "DCGM_FI_DEV_MEM_COPY_UTIL": "Memory bandwidth in use (in %).",
+    "DCGM_FI_DEV_FB_USED": "Memory in use by processes (in MiB).",
+    "DCGM_FI_DEV_FB_FREE": "Memory that is free (in MiB).",
+    "DCGM_FI_DEV_FB_RESERVED": "Memory that no process can have (in MiB).",
+    "DCGM_FI_DEV_POWER_USAGE": "Power draw (in W).",
+    "DCGM_FI_PROF_GR_ENGINE_ACTIVE": "Share of time in which the graphics or compute engine was active (0..1).",
+    "DCGM_FI_PROF_SM_ACTIVE": "Share of SM-time with work (0..1).",
+    "DCGM_FI_PROF_DRAM_ACTIVE": "Share of time in which the memory interface was active (0..1).",
+}
+ENERGY = "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION"
+TENANT_GAUGES = {
+    "carpool_gpu_tenant_memory_bytes": "GPU memory that a pod has.",
+    "carpool_gpu_tenant_utilization_ratio": "Share of time in which a pod's kernels ran (0..1).",
+    "carpool_gpu_tenant_sm_active_ratio": "Share of SM-time with a pod's work (0..1).",
+    "carpool_gpu_tenant_step_seconds": "Mean time of a pod's training step.",
+}
+
+
+class AgentCollector(Collector):
+    """Reads everything at scrape time."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    def describe(self) -> Iterable[Metric]:
+        """Name no metric in advance, so that registering reads no GPU."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Read the GPUs and the agent."""
+        yield from self._devices()
+        yield from self._tenants()
+        yield from self._itself()
+
+    def _devices(self) -> Iterator[Metric]:
+        families: dict[str, GaugeMetricFamily] = {
+            name: GaugeMetricFamily(name, text, labels=_DEVICE_LABELS) for name, text in DEVICE_GAUGES.items()
+        }
+        # DCGM's counter does not end in _total, and must keep its name.
+        energy = UnknownMetricFamily(ENERGY, "Energy since the GPU appeared (in mJ).", labels=_DEVICE_LABELS)
+        for device in self._agent.devices.inventory():
+            try:
+                reading = self._agent.devices.read(device.uuid)
+            except DeviceError:
+                continue  # the carpool_agent_gpu_healthy series says so
+            labels = self._labels(device)
+            for name, value in _values(device, reading, self._agent.reconciler.meters[device.uuid]).items():
+                families[name].add_metric(labels, value)
+            energy.add_metric(labels, round(1000 * reading.energy_j))
+        yield from families.values()
+        yield energy
+
+    def _labels(self, device: Device) -> list[str]:
+        """A GPU that is shared belongs to no pod: its pods have series of their own."""
+        there = [r for r in self._agent.reconciler.reservations if device.uuid in r.gpu_uuids]
+        owner = there[0] if len(there) == 1 else None
+        return [
+            str(device.index),
+            device.uuid,
+            "",
+            f"nvidia{device.index}",
+            device.product,
+            "",
+            "",
+            self._agent.settings.node_name,
+            owner.pod_name if owner else "",
+            owner.pod_namespace if owner else "",
+            "",
+        ]
+
+    def _tenants(self) -> Iterator[Metric]:
+        families = {name: GaugeMetricFamily(name, text, labels=_TENANT_LABELS) for name, text in TENANT_GAUGES.items()}
+        energy = CounterMetricFamily(TENANT_ENERGY, "Energy above idle that a pod has drawn.", labels=_TENANT_LABELS)
+        reservations: dict[str, Reservation] = {r.pod_uid: r for r in self._agent.reconciler.reservations}
+        for uuid, meter in self._agent.reconciler.meters.items():
+            for pod_uid, use in meter.uses.items():
+                reserved = reservations.get(pod_uid)
+                if reserved is None:
+                    continue
+                labels = [uuid, reserved.pod_namespace, reserved.pod_name, reserved.job_name]
+                rates = use.rates or Rates()
+                values = [use.memory_mib * _MIB, rates.busy, rates.sm, use.step_time_s]
+                energy.add_metric(labels, use.energy_j)
+                for family, value in zip(families.values(), values, strict=True):
+                    if value is not None:
+                        family.add_metric(labels, value)
+        yield from families.values()
+        yield energy
+
+    def _itself(self) -> Iterator[Metric]:
+        agent = self._agent
+        healthy = GaugeMetricFamily("carpool_agent_gpu_healthy", "1 where new work may go to a GPU.", labels=["UUID"])
+        for device in agent.devices.inventory():
+            healthy.add_metric([device.uuid], float(device.health is DeviceHealth.HEALTHY))
+        yield healthy
+        states = [p.state for p in agent.reconciler.partitions]
+        partitions = GaugeMetricFamily("carpool_agent_partitions", "Reservations by progress.", labels=["state"])
+        for state in PartitionState:
+            partitions.add_metric([state.value], states.count(state))
+        yield partitions
+        yield CounterMetricFamily(
+            "carpool_agent_status_writes", "Writes of GpuNode.status.", agent.reconciler.reporter.writes
+        )
+        registered = agent.kubelet is not None and agent.kubelet.registration.is_registered
+        yield GaugeMetricFamily("carpool_agent_registered", "1 where the kubelet knows the plugin.", float(registered))
+
+
+def _values(device: Device, reading: Reading, meter: Meter) -> dict[str, float]:
+    total = meter.total(is_concurrent=device.mode is SharingMode.MPS)
+    used = sum(p.memory_mib for p in reading.processes)
+    return {
+        "DCGM_FI_DEV_GPU_UTIL": round(100 * total.busy),
+        "DCGM_FI_DEV_MEM_COPY_UTIL": round(100 * total.dram),
+        "DCGM_FI_DEV_FB_USED": used,
+        "DCGM_FI_DEV_FB_FREE": max(0, device.memory_mib - device.reserved_mib - used),
+        "DCGM_FI_DEV_FB_RESERVED": device.reserved_mib,
+        "DCGM_FI_DEV_POWER_USAGE": round(reading.power_w, 1),
+        "DCGM_FI_PROF_GR_ENGINE_ACTIVE": total.busy,
+        "DCGM_FI_PROF_SM_ACTIVE": total.sm,
+        "DCGM_FI_PROF_DRAM_ACTIVE": total.dram,
+    }

@@ -1,0 +1,64 @@
+"""How long the agent waits for what, and calls that may never come back."""
+
+import asyncio
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+from carpool_deviceplugin.gpu import DeviceError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Rhythm:
+    """How often things are looked at, in seconds."""
+
+    step_deadline_s: float = 10.0
+    """How long one step of a GPU may take."""
+    slow_s: float = 0.3
+    """Steps that take longer are reported as Preparing in the meantime."""
+    waiting_s: float = 1.0
+    """How often a GPU is looked at that somebody must leave first."""
+    resync_s: float = 10.0
+    """How often a GPU is looked at anyhow."""
+    sample_s: float = 1.0
+    """How often the tenants' use is measured."""
+    idle_samples: int = 5
+    """GPUs that nobody uses are measured only each so many samples."""
+    measures_s: float = 3.0
+    """Status writes that only bring new measures keep this distance."""
+    heartbeat_s: float = 60.0
+    """After this time the status is written though nothing has changed."""
+    kubelet_s: float = 1.0
+    """How often the kubelet's sockets are looked at."""
+    patience_s: float = 5.0
+    """How long PreStartContainer waits for word that may be on its way; the kubelet gives it 30 s."""
+    retry_s: float = 1.0
+    """After a failed call to the API server; doubled with each further failure, to 32 times this."""
+
+
+class Patient:
+    """Makes blocking calls in threads, with a deadline. After one that never came back, all others fail at once.
+
+    Args:
+        what: For messages, such as `GPU GPU-1`.
+        deadline_s: How long a call may take.
+    """
+
+    def __init__(self, what: str, deadline_s: float) -> None:
+        self._what, self._deadline_s = what, deadline_s
+        self._stuck: asyncio.Future[object] | None = None
+
+    async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call in a thread; raises DeviceError where no answer comes, and whatever the function raises."""
+        if self._stuck is not None and not self._stuck.done():
+            raise DeviceError(f"{self._what}: an earlier call has not come back yet; look at the GPU's driver")
+        call = asyncio.get_running_loop().run_in_executor(None, functools.partial(function, *args, **kwargs))
+        done, _ = await asyncio.wait({call}, timeout=self._deadline_s)
+        if not done:
+            self._stuck = call  # type: ignore[assignment]  # only whether it is done matters
+            raise DeviceError(f"{self._what}: expected an answer within {self._deadline_s:g} s, found none")
+        return call.result()

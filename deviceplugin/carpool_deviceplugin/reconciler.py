@@ -1,0 +1,149 @@
+"""One node's GpuNode: reservations in, GPUs prepared and measured, status out."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import structlog
+from carpool_core.clock import Clock
+from carpool_core.kube.api import GPU_NODES, NODES, KubeApi, Selector
+from carpool_core.kube.errors import Conflict, Refused
+from carpool_core.kube.reflector import Reflector
+from carpool_core.resources.meta import ObjectMeta
+from carpool_core.resources.node import GpuNode, Partition, Reservation
+from carpool_core.values import GpuUuid, NodeName, PartitionState
+
+from carpool_deviceplugin.devices import Devices
+from carpool_deviceplugin.gpu import DeviceError
+from carpool_deviceplugin.meter import Meter
+from carpool_deviceplugin.patience import Patient, Rhythm
+from carpool_deviceplugin.reporter import Reporter
+from carpool_deviceplugin.status import partition_of
+from carpool_deviceplugin.worker import GpuWorker
+
+
+class _Nameplate(msgspec.Struct, frozen=True):
+    metadata: ObjectMeta
+
+
+class Reconciler:
+    """Looks after one node.
+
+    Args:
+        node: Name of the Node, and of its GpuNode.
+        api: The API server.
+        clock: The time.
+        devices: The node's GPUs.
+        rhythm: Deadlines and intervals.
+        on_health: Called with the number of healthy GPUs, whenever it may have changed.
+    """
+
+    def __init__(
+        self,
+        node: NodeName,
+        api: KubeApi,
+        clock: Clock,
+        devices: Devices,
+        rhythm: Rhythm,
+        on_health: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self._node, self._api, self._clock, self._devices, self._rhythm = node, api, clock, devices, rhythm
+        self._log = structlog.get_logger().bind(node=node)
+        self.reporter = Reporter(node, api, clock, devices, rhythm, on_health=on_health, on_missing=self._create)
+        self.meters = {uuid: Meter(uuid) for uuid in devices.uuids}
+        self._workers = {uuid: GpuWorker(uuid, devices, self._report, rhythm) for uuid in devices.uuids}
+        self._patience = {uuid: Patient(f"GPU {uuid}", rhythm.step_deadline_s) for uuid in devices.uuids}
+        self.reflector: Reflector[GpuNode] = Reflector(
+            api,
+            GPU_NODES,
+            GpuNode,
+            selector=Selector(fields=f"metadata.name={node}"),
+            clock=clock,
+            on_change=self._on_change,
+        )
+
+    @property
+    def reservations(self) -> Sequence[Reservation]:
+        """What the scheduler decided for this node, as far as heard."""
+        found = self.reflector.store.get(self._node)
+        return found.spec.reservations if found else ()
+
+    @property
+    def partitions(self) -> list[Partition]:
+        """How far each reservation is, as known here and now."""
+        outcomes = {uuid: worker.outcomes for uuid, worker in self._workers.items()}
+        return [partition_of(r, outcomes) for r in sorted(self.reservations, key=lambda r: r.pod_uid)]
+
+    async def run(self) -> None:
+        """Look after the node, for ever."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.reflector.run())
+            await self.reflector.wait_synced()
+            for worker in self._workers.values():
+                tasks.create_task(worker.run())
+            tasks.create_task(self._measure())
+            tasks.create_task(self.reporter.run())
+
+    def _on_change(self, old: GpuNode | None, new: GpuNode | None) -> None:
+        if new is None:
+            self.reporter.vanished()
+        elif old is None or old.metadata.uid != new.metadata.uid:
+            self.reporter.appeared(new.status)
+            self._remember(new)
+        reservations = new.spec.reservations if new else []
+        for uuid, worker in self._workers.items():
+            worker.want([r for r in reservations if uuid in r.gpu_uuids])
+        pods = {r.pod_uid for r in reservations}
+        for meter in self.meters.values():
+            meter.keep(pods)
+        self._report()
+
+    def _remember(self, node: GpuNode) -> None:
+        ready = frozenset(p.pod_uid for p in node.status.partitions if p.state is PartitionState.READY)
+        for worker in self._workers.values():
+            worker.remember(ready)
+
+    def _report(self) -> None:
+        tenants = [tenant for meter in self.meters.values() for tenant in meter.tenants()]
+        self.reporter.report(self.partitions, tenants)
+
+    async def _create(self) -> None:
+        """Create the GpuNode, owned by the Node, so that it goes when the Node goes.
+
+        A node that may not be read, or does not exist (yet), leaves the GpuNode without an owner.
+        """
+        owners: list[Mapping[str, Any]] = []
+        try:
+            node = await self._api.get(NODES, self._node, _Nameplate)
+            owners = [{"apiVersion": "v1", "kind": "Node", "name": self._node, "uid": node.metadata.uid}]
+        except Refused as e:
+            self._log.info("gpunode has no owner", reason=str(e))
+        metadata = {"name": self._node, "ownerReferences": owners}
+        try:
+            await self._api.create(GPU_NODES, {"metadata": metadata, "spec": {"reservations": []}})
+            self._log.info("gpunode created")
+        except Conflict:
+            self._log.debug("gpunode exists already")
+
+    async def _measure(self) -> None:
+        count = 0
+        while True:
+            is_full = count % self._rhythm.idle_samples == 0
+            busy = {uuid for r in self.reservations for uuid in r.gpu_uuids}
+            for uuid, meter in self.meters.items():
+                if is_full or uuid in busy or meter.uses:
+                    await self._sample(uuid, meter)
+            if is_full:
+                self.reporter.look_again()
+            self._report()
+            count += 1
+            await asyncio.sleep(self._rhythm.sample_s)
+
+    async def _sample(self, uuid: GpuUuid, meter: Meter) -> None:
+        try:
+            meter.sample(await self._patience[uuid].call(self._devices.read, uuid))
+        except DeviceError as e:
+            self._log.debug("gpu not measured", gpu=uuid, error=str(e))  # its health says so already
+            return
+        meter.keep({r.pod_uid for r in self.reservations})

@@ -1,0 +1,149 @@
+"""Writes `GpuNode.status`: at once when something changed, rarely otherwise."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from importlib.metadata import version
+
+import structlog
+from carpool_core.clock import Clock, rfc3339
+from carpool_core.kube.api import GPU_NODES, KubeApi
+from carpool_core.kube.errors import KubeError, NotFound
+from carpool_core.resources.node import GpuNodeStatus, Partition, Tenant
+from carpool_core.values import DeviceHealth, NodeName
+from msgspec.structs import replace
+
+from carpool_deviceplugin.devices import Devices
+from carpool_deviceplugin.gpu import DeviceError
+from carpool_deviceplugin.meter import worth_writing
+from carpool_deviceplugin.patience import Patient, Rhythm
+from carpool_deviceplugin.status import as_patch, ready_condition
+
+
+class Reporter:
+    """The only writer of one GpuNode's status.
+
+    Args:
+        node: Name of the GpuNode.
+        api: The API server.
+        clock: The time.
+        devices: The node's GPUs.
+        rhythm: Intervals.
+        on_health: Called with the number of healthy GPUs before each look at what to write.
+        on_missing: Creates the GpuNode; awaited where there is none.
+    """
+
+    def __init__(
+        self,
+        node: NodeName,
+        api: KubeApi,
+        clock: Clock,
+        devices: Devices,
+        rhythm: Rhythm,
+        *,
+        on_health: Callable[[int], None],
+        on_missing: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._node, self._api, self._clock, self._devices, self._rhythm = node, api, clock, devices, rhythm
+        self._on_health, self._on_missing = on_health, on_missing
+        self._awake = asyncio.Event()
+        self._patient = Patient("GPUs", rhythm.step_deadline_s)
+        self._written: GpuNodeStatus | None = None
+        self._written_at = float("-inf")
+        self._partitions: Sequence[Partition] = ()
+        self._tenants: Sequence[Tenant] = ()
+        self._failures = 0
+        self._version = version("carpool")
+        self._log = structlog.get_logger().bind(node=node)
+        self.writes = 0
+        """Status writes so far."""
+
+    def appeared(self, status: GpuNodeStatus) -> None:
+        """The GpuNode is there, and its status says this."""
+        self._written, self._written_at = status, float("-inf")
+        self._awake.set()
+
+    def vanished(self) -> None:
+        """There is no GpuNode."""
+        self._written = None
+        self._awake.set()
+
+    def report(self, partitions: Sequence[Partition], tenants: Sequence[Tenant]) -> None:
+        """Set what the status should say."""
+        if (partitions, tenants) != (self._partitions, self._tenants):
+            self._partitions, self._tenants = partitions, tenants
+            self._awake.set()
+
+    def look_again(self) -> None:
+        """The GPUs' health may have changed."""
+        self._awake.set()
+
+    async def run(self) -> None:
+        """Keep the status true, for ever."""
+        while True:
+            self._awake.clear()
+            wait_s = await self._try()
+            if self._failures:
+                await asyncio.sleep(wait_s)
+                continue
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._awake.wait()
+            except TimeoutError:
+                continue
+
+    async def _try(self) -> float:
+        try:
+            wait_s = await self.once()
+        except KubeError as e:
+            self._failures += 1
+            if isinstance(e, NotFound):
+                self._written = None
+            wait_s = self._rhythm.retry_s * min(32.0, 2.0 ** (self._failures - 1))
+            self._log.warning("status not written", error=str(e), retry_in_s=wait_s)
+            return wait_s
+        self._failures = 0
+        return wait_s
+
+    async def once(self) -> float:
+        """Write what is worth writing; return the seconds until it is worth looking again."""
+        if self._written is None:
+            await self._on_missing()
+            return self._rhythm.heartbeat_s  # until the watch shows it
+        status = await self._present(self._written)
+        since = self._clock.monotonic() - self._written_at
+        if self._is_due(self._written, status, since):
+            return await self._write(status)
+        if status.tenants != self._written.tenants:
+            return max(0.01, self._rhythm.measures_s - since)
+        return max(0.01, self._rhythm.heartbeat_s - since)
+
+    def _is_due(self, written: GpuNodeStatus, status: GpuNodeStatus, since_s: float) -> bool:
+        if replace(status, tenants=[]) != replace(written, tenants=[]) or since_s >= self._rhythm.heartbeat_s:
+            return True
+        return status.tenants != written.tenants and since_s >= self._rhythm.measures_s
+
+    async def _present(self, written: GpuNodeStatus) -> GpuNodeStatus:
+        """What the status should be, with the heartbeat of the last write."""
+        try:
+            devices = await self._patient.call(self._devices.inventory)
+        except DeviceError as e:
+            devices = [replace(d, health=DeviceHealth.UNHEALTHY, health_message=str(e)) for d in written.devices]
+        self._on_health(sum(d.health is DeviceHealth.HEALTHY for d in devices))
+        return replace(
+            written,
+            agent_version=self._version,
+            simulated=self._devices.simulated,
+            devices=devices,
+            partitions=list(self._partitions),
+            tenants=worth_writing(written.tenants, self._tenants),
+            conditions=[ready_condition(devices, written.conditions, self._clock.now())],
+        )
+
+    async def _write(self, status: GpuNodeStatus) -> float:
+        status = replace(status, heartbeat_time=rfc3339(self._clock.now()))
+        await self._api.patch(GPU_NODES, self._node, as_patch(status), subresource="status")
+        if self._written is not None:  # otherwise it vanished meanwhile
+            self._written = status
+        self._written_at = self._clock.monotonic()
+        self.writes += 1
+        return self._rhythm.heartbeat_s

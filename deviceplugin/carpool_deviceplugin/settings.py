@@ -1,0 +1,65 @@
+"""Settings of the node agent."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from carpool_core.settings import KubeSettings, LogSettings, setting
+
+
+@dataclass(frozen=True)
+class AgentSettings:
+    """What one node agent is told."""
+
+    node_name: str = setting(
+        "",
+        flag="--node-name",
+        env="CARPOOL_NODE_NAME",
+        help="Name of the Node whose GPUs the agent looks after; required.",
+    )
+    simulated_gpus: str | None = setting(
+        None,
+        flag="--simulated-gpus",
+        env="CARPOOL_SIMULATED_GPUS",
+        help='Products and counts of simulated GPUs, such as "NVIDIA A100-SXM4-40GB:4"; hardware where empty.',
+    )
+    kubelet: bool = setting(
+        True,
+        flag="--kubelet",
+        env="CARPOOL_KUBELET",
+        help="Whether the node has a kubelet to serve; without one the agent only looks after its GpuNode.",
+    )
+    device_plugin_dir: Path = setting(
+        Path("/var/lib/kubelet/device-plugins"),
+        flag="--device-plugin-dir",
+        env="CARPOOL_DEVICE_PLUGIN_DIR",
+        help="The kubelet's device plugin directory.",
+    )
+    pod_resources_socket: Path = setting(
+        Path("/var/lib/kubelet/pod-resources/kubelet.sock"),
+        flag="--pod-resources-socket",
+        env="CARPOOL_POD_RESOURCES_SOCKET",
+        help="Socket of the kubelet's PodResources API.",
+    )
+    cdi_dir: Path = setting(
+        Path("/var/run/cdi"),
+        flag="--cdi-dir",
+        env="CARPOOL_CDI_DIR",
+        help="Directory from which the container runtime reads CDI specifications.",
+    )
+    state_dir: Path = setting(
+        Path("/var/lib/carpool"),
+        flag="--state-dir",
+        env="CARPOOL_STATE_DIR",
+        help="Directory for MPS pipes and simulated GPUs; containers see parts of it, so its path is the node's own.",
+    )
+    slots_per_gpu: int = setting(
+        8, flag="--slots-per-gpu", env="CARPOOL_SLOTS_PER_GPU", help="Most pods that may share one GPU."
+    )
+    metrics_port: int = setting(
+        9400,
+        flag="--metrics-port",
+        env="CARPOOL_METRICS_PORT",
+        help="TCP port of /metrics, /healthz and /readyz; 0 takes a free one.",
+    )
+    kube: KubeSettings = field(default_factory=KubeSettings)
+    log: LogSettings = field(default_factory=LogSettings)
