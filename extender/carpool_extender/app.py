@@ -1,0 +1,72 @@
+"""The composition root: every object of the process is built here, in tests too."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from carpool_core.clock import Clock
+from carpool_core.kube.api import KubeApi
+from carpool_core.kube.events import EventRecorder
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+
+from carpool_extender.binder import Binder, Tools
+from carpool_extender.book import Book
+from carpool_extender.cluster import Cluster
+from carpool_extender.decide import Rules
+from carpool_extender.janitor import Janitor
+from carpool_extender.policies import find_policy
+from carpool_extender.routes import create_app
+from carpool_extender.service import Service
+from carpool_extender.settings import ExtenderSettings
+from carpool_extender.telemetry import KnowledgeCollector, Telemetry
+from carpool_extender.watches import Watches
+from carpool_extender.workloads import Workloads
+
+COMPONENT = "carpool-extender"
+
+
+@dataclass(frozen=True, slots=True)
+class Extender:
+    """The parts of a running extender."""
+
+    app: FastAPI
+    service: Service
+    watches: Watches
+    janitor: Janitor
+    binder: Binder
+    registry: CollectorRegistry
+
+    async def run(self) -> None:
+        """Watch and sweep for ever; serving `app` is the caller's."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.watches.run())
+            group.create_task(self.janitor.run())
+
+
+def build(
+    settings: ExtenderSettings,
+    api: KubeApi,
+    clock: Clock,
+    sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
+) -> Extender:
+    """Put the process together.
+
+    Raises:
+        UnknownPolicyError: The policy's name is not in the table.
+    """
+    rules = Rules(find_policy(settings.policy), settings.slots_per_gpu)
+    registry = CollectorRegistry()
+    telemetry = Telemetry(registry, clock)
+    watches = Watches(api, clock, Cluster(settings.slots_per_gpu))
+    registry.register(KnowledgeCollector(watches))
+    workloads = Workloads(api, watches)
+    book = Book(api, watches, clock, sleep)
+    tools = Tools(api, clock, sleep, EventRecorder(api, clock, COMPONENT), telemetry)
+    binder = Binder(tools, watches, workloads, book, rules=rules, timeout_s=settings.bind_timeout_seconds)
+    janitor = Janitor(api, watches, book, clock, sleep)
+    janitor.leave_alone(binder.open)
+    service = Service(watches, workloads, binder, rules)
+    app = create_app(service, telemetry, watches.not_ready)
+    return Extender(app, service, watches, janitor, binder, registry)

@@ -1,0 +1,111 @@
+"""A job that asks for GPUs, with all that can be worked out once for each class of devices."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from carpool_core.demand import Demand, unsuitable
+from carpool_core.resources.node import TenantProfile
+from carpool_core.resources.prediction import ProductPrediction
+from numpy.typing import NDArray
+
+from carpool_extender.view import CODES, DeviceClass
+
+THREAD_STEP = 5
+"""Thread percentages are rounded up to multiples of this; finer than one SM of most GPUs makes no difference."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClassFacts:
+    """What a demand means on one class of devices."""
+
+    reason: str | None
+    """Why even an empty GPU of this class would not do; None where it would."""
+    too_small: bool
+    """Whether that reason is only that the job's memory does not fit."""
+    profile: TenantProfile
+    thread_percentage: int
+    """Share of the SMs that the job fills while it computes, rounded up: an MPS limit that does not slow it."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the job's memory is known here, so that it can share."""
+        return self.profile.memory_mib is not None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ClassColumns:
+    """`ClassFacts` as arrays of shape (classes,)."""
+
+    suitable: NDArray[np.bool_]
+    too_small: NDArray[np.bool_]
+    known: NDArray[np.bool_]
+    can: NDArray[np.bool_]
+    """(classes, modes) Whether the agent can prepare a mode, by the mode's code."""
+    need_mib: NDArray[np.int64]
+    """Upper bound of the job's memory; the GPU's usable memory where unknown."""
+    util: NDArray[np.float32]
+    sm: NDArray[np.float32]
+    dram: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Applicant:
+    """One worker's demand; keep it as long as the demand stays the same, because it remembers what it worked out."""
+
+    demand: Demand
+    _facts: dict[DeviceClass, ClassFacts] = field(default_factory=dict)
+
+    def facts(self, kind: DeviceClass) -> ClassFacts:
+        """Say what the demand means on a class of devices."""
+        found = self._facts.get(kind)
+        if found is None:
+            found = self._facts[kind] = _facts_on(self.demand, kind)
+        return found
+
+    def columns(self, classes: Sequence[DeviceClass]) -> ClassColumns:
+        """Collect the facts about several classes as arrays."""
+        facts = [self.facts(kind) for kind in classes]
+        can = np.zeros((len(classes), len(CODES) + 1), np.bool_)
+        for row, kind in enumerate(classes):
+            can[row, [CODES[mode] for mode in kind.modes]] = True
+        memory = [fact.profile.memory_mib for fact in facts]
+        need = [k.usable_mib if m is None else m for k, m in zip(classes, memory, strict=True)]
+        return ClassColumns(
+            suitable=np.array([fact.reason is None for fact in facts], np.bool_),
+            too_small=np.array([fact.too_small for fact in facts], np.bool_),
+            known=np.array([fact.is_known for fact in facts], np.bool_),
+            can=can,
+            need_mib=np.array(need, np.int64),
+            util=np.array([fact.profile.gpu_util_percent / 100 for fact in facts], np.float32),
+            sm=np.array([fact.profile.sm_active_ratio for fact in facts], np.float32),
+            dram=np.array([fact.profile.dram_active_ratio for fact in facts], np.float32),
+        )
+
+
+def _facts_on(demand: Demand, kind: DeviceClass) -> ClassFacts:
+    device = kind.device()
+    reason = unsuitable(demand, device)
+    without_memory = replace(demand, memory_limit_mib=None, prediction=None)
+    return ClassFacts(
+        reason=reason,
+        too_small=reason is not None and unsuitable(without_memory, device) is None,
+        profile=demand.profile_on(kind.product),
+        thread_percentage=thread_percentage(demand.prediction_on(kind.product)),
+    )
+
+
+def thread_percentage(predicted: ProductPrediction | None) -> int:
+    """Share of the SMs that a job needs so that the limit itself does not slow it, in percent, 5..100.
+
+    SM activity is a mean over all time, the computing and the waiting. While the job computes it fills
+    `sm_active / gpu_util` of the SMs; the upper quantile of the one over the lower quantile of the other is rounded
+    up, so that the limit is never below the prediction.
+    """
+    if predicted is None:
+        return 100
+    busy = min(1.0, max(0.01, predicted.activity.gpu_util_percent.lower / 100))
+    filled = max(predicted.activity.sm_active_ratio.upper, predicted.activity.sm_active_ratio.median) / busy
+    steps = math.ceil(round(100 * filled / THREAD_STEP, 6))
+    return min(100, max(THREAD_STEP, steps * THREAD_STEP))

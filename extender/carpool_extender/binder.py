@@ -1,0 +1,298 @@
+"""Bind: decide once more, reserve, wait for the node's agent, bind. Idempotent by pod UID, safe to kill anywhere."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Container
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import structlog
+from carpool_core.clock import Clock, parse_rfc3339, rfc3339
+from carpool_core.kube.api import PODS, KubeApi
+from carpool_core.kube.errors import Conflict, KubeError, NotFound, Refused, Retryable
+from carpool_core.kube.events import EventRecorder
+from carpool_core.kube.pods import Pod
+from carpool_core.resources.node import GpuNode, GpuNodeSpec, Reservation
+from carpool_core.values import PartitionState, PodUid
+
+from carpool_extender import ledger
+from carpool_extender.applicant import Applicant
+from carpool_extender.binding import binding_of
+from carpool_extender.book import Book, Refusal
+from carpool_extender.decide import Rules, place, reservation
+from carpool_extender.telemetry import Telemetry
+from carpool_extender.watches import Watches
+from carpool_extender.wire import BindingArgs
+from carpool_extender.workloads import NotOurs, Workloads
+
+BINDING_TRIES = 3
+PAUSE_S = 0.2
+LATE_S = 5.0
+"""How long after its deadline a reservation may still be bound; less than the janitor's grace."""
+
+
+class BindError(Exception):
+    """The pod was not bound, or nobody knows; whatever is reserved stays until its deadline. `str()` says why."""
+
+
+class AbandonedError(BindError):
+    """The pod was certainly not bound, so its reservation is given back."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What binding needs of the world."""
+
+    api: KubeApi
+    clock: Clock
+    sleep: Callable[[float], Awaitable[Any]]
+    events: EventRecorder
+    telemetry: Telemetry
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    node: str
+    task: asyncio.Task[str]
+
+
+class Binder:
+    """Binds pods, many at a time, each once.
+
+    Args:
+        tools: The outside.
+        watches: What is known of the cluster.
+        workloads: Who stands behind a pod.
+        book: Where reservations are written.
+        rules: Policy and places on a GPU.
+        timeout_s: Seconds from the reservation to its deadline.
+    """
+
+    def __init__(
+        self, tools: Tools, watches: Watches, workloads: Workloads, book: Book, *, rules: Rules, timeout_s: float
+    ) -> None:
+        self._tools, self._watches, self._workloads, self._book = tools, watches, workloads, book
+        self._rules, self._timeout_s = rules, timeout_s
+        self._open: dict[PodUid, _Open] = {}
+        self._log = structlog.get_logger()
+
+    @property
+    def open(self) -> Container[PodUid]:
+        """Pods whose binding is in progress."""
+        return self._open
+
+    async def bind(self, args: BindingArgs) -> str:
+        """Bind a pod; return an empty string, or why it was not bound.
+
+        A replay for the same node joins what is in progress; the caller may go away, the binding goes on.
+        """
+        uid = PodUid(args.pod_uid)
+        running = self._open.get(uid)
+        if running is None:
+            running = _Open(args.node, asyncio.create_task(self._told(args)))
+            self._open[uid] = running
+            running.task.add_done_callback(lambda _: self._open.pop(uid, None))
+        elif running.node != args.node:
+            return f"{_named(args)} is being bound to node {running.node} at present, not to {args.node}; try again"
+        return await asyncio.shield(running.task)
+
+    async def _told(self, args: BindingArgs) -> str:
+        """Bind, and turn every expected failure into its sentence."""
+        log = self._log.bind(pod=f"{args.pod_namespace}/{args.pod_name}", node=args.node)
+        try:
+            await self._bind(args)
+        except (BindError, NotOurs, Refusal) as error:
+            log.warning("not bound", error=str(error))
+            return str(error)
+        except KubeError as error:
+            log.warning("not bound", error=str(error))
+            return f"{_named(args)} was not bound to node {args.node}: {error}"
+        log.info("bound")
+        return ""
+
+    async def _bind(self, args: BindingArgs) -> None:
+        pod = await self._pod(args)
+        if pod.spec.node_name == args.node:
+            return
+        _may_be_bound(pod, args)
+        with self._tools.telemetry.step("reserve"):
+            reserved = await self._reserve(await self._workloads.of(pod), args)
+        try:
+            with self._tools.telemetry.step("prepare"):
+                await self._within_deadline(self._prepared(args, reserved), args, reserved)
+            with self._tools.telemetry.step("bind"):
+                await self._post(args, reserved)
+        except AbandonedError as error:
+            await self._give_back(args, error)
+            raise
+
+    async def _pod(self, args: BindingArgs) -> Pod:
+        known = self._watches.pod(PodUid(args.pod_uid))
+        return known or await self._read_pod(args)
+
+    async def _read_pod(self, args: BindingArgs) -> Pod:
+        """Read the pod from the server.
+
+        Raises:
+            AbandonedError: It is gone, or another one has its name.
+            KubeError: It could not be read.
+        """
+        try:
+            pod = await self._tools.api.get(PODS, args.pod_name, Pod, namespace=args.pod_namespace)
+        except NotFound as error:
+            raise AbandonedError("PodGone", f"{_named(args)} no longer exists") from error
+        if pod.metadata.uid != args.pod_uid:
+            raise AbandonedError("PodGone", f"{_named(args)} has UID {pod.metadata.uid} now, not {args.pod_uid}")
+        return pod
+
+    async def _reserve(self, applicant: Applicant, args: BindingArgs) -> Reservation:
+        """Write the reservation, or take over the one that an earlier try left behind."""
+        uid = PodUid(args.pod_uid)
+        for other in self._watches.cluster.holders(uid):
+            if other != args.node:
+                await self._not_held_on(other, args)
+
+        def decide(node: GpuNode) -> GpuNodeSpec:
+            now = self._tools.clock.now()
+            deadline = now + timedelta(seconds=self._timeout_s)
+            if ledger.held(node.spec, uid) is not None:
+                return ledger.prolong(node.spec, uid, rfc3339(deadline))
+            chosen = place(self._watches.cluster.view(), applicant, args.node, self._rules)
+            if isinstance(chosen, str):
+                raise Refusal(chosen)
+            wanted = reservation(chosen, applicant, uid, args.pod_name, now=now, deadline=deadline)
+            spec = ledger.reserve(node.spec, wanted, ledger.capacity_of(node, self._rules.slots))
+            if isinstance(spec, ledger.Rejected):
+                raise Refusal(f"node {args.node} no longer has room for {_named(args)}: {spec.reason}")
+            return spec
+
+        node = await self._book.change(args.node, decide)
+        reserved = ledger.held(node.spec, uid)
+        if reserved is None:
+            raise BindError(f"the reservation of {_named(args)} on node {args.node} was taken away at once; try again")
+        return reserved
+
+    async def _not_held_on(self, other: str, args: BindingArgs) -> None:
+        """Make sure that a pod has no reservation on another node; BindError where it has."""
+        try:
+            reserved = ledger.held((await self._book.read(other)).spec, PodUid(args.pod_uid))
+        except NotFound:
+            return
+        if reserved is not None:
+            raise BindError(
+                f"{_named(args)} has a reservation on node {other}, so it cannot be bound to {args.node}; "
+                f"retry on {other}, or after {reserved.deadline}, when it lapses unless the pod is bound there"
+            )
+
+    def _seconds_left(self, reserved: Reservation) -> float:
+        return (parse_rfc3339(reserved.deadline) - self._tools.clock.now()).total_seconds()
+
+    async def _within_deadline(self, work: Awaitable[None], args: BindingArgs, reserved: Reservation) -> None:
+        """Wait for some work no longer than a reservation lives."""
+        working = asyncio.ensure_future(work)
+        timer = asyncio.ensure_future(self._tools.sleep(max(0.0, self._seconds_left(reserved))))
+        try:
+            await asyncio.wait({working, timer}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+        finally:
+            working.cancel()
+            timer.cancel()
+        raise AbandonedError(
+            "PartitionTimeout",
+            f"the agent of node {args.node} did not prepare the GPU for {_named(args)} within {self._timeout_s:g} s; "
+            f"see the node agent's log and `kubectl describe gpunode {args.node}`",
+        )
+
+    async def _prepared(self, args: BindingArgs, reserved: Reservation) -> None:
+        """Wait until the agent reports this reservation's share ready."""
+        while True:
+            node = self._watches.cluster.node(args.node)
+            if node is None or ledger.held(node.spec, reserved.pod_uid) is None:
+                raise AbandonedError("ReservationGone", f"the reservation of {_named(args)} on {args.node} is gone")
+            for partition in node.status.partitions:
+                if partition.pod_uid == reserved.pod_uid and partition.generation == reserved.generation:
+                    if partition.state is PartitionState.READY:
+                        return
+                    if partition.state is PartitionState.FAILED:
+                        raise AbandonedError(
+                            "PartitionFailed",
+                            f"node {args.node} could not prepare {reserved.mode} for {_named(args)}: "
+                            f"{partition.message}",
+                        )
+            await self._watches.stirred(args.node)
+
+    async def _post(self, args: BindingArgs, reserved: Reservation) -> None:
+        """Bind; where the answer leaves it open, read the pod."""
+        for attempt in range(BINDING_TRIES):
+            if self._seconds_left(reserved) < -LATE_S:
+                # Other extenders may release the reservation from now on, so the pod must not be bound on it.
+                break
+            try:
+                await self._tools.api.create(
+                    PODS,
+                    binding_of(reserved, args.node),
+                    namespace=args.pod_namespace,
+                    name=args.pod_name,
+                    subresource="binding",
+                )
+                return
+            except (Conflict, Refused) as error:
+                definite: KubeError | None = error
+            except Retryable as error:
+                definite = None
+                self._log.warning("binding unanswered", pod=_named(args), error=str(error))
+            if await self._is_bound(args):
+                return
+            if definite is not None and attempt == 0:
+                raise AbandonedError("BindingRefused", f"{_named(args)} was not bound: {definite}") from definite
+            if definite is not None:
+                break
+            await self._tools.sleep(PAUSE_S * 2**attempt)
+        raise BindError(
+            f"whether {_named(args)} was bound to node {args.node} is not known, because the API server did not answer "
+            f"in time; its reservation stays until {reserved.deadline}"
+        )
+
+    async def _is_bound(self, args: BindingArgs) -> bool:
+        """Read whether the pod is bound as decided. Raises AbandonedError where it never can be: gone, or elsewhere."""
+        try:
+            pod = await self._read_pod(args)
+        except Retryable:
+            return False
+        if pod.spec.node_name not in ("", args.node):
+            raise AbandonedError("BoundElsewhere", f"{_named(args)} is bound to node {pod.spec.node_name} already")
+        return pod.spec.node_name == args.node
+
+    async def _give_back(self, args: BindingArgs, why: AbandonedError) -> None:
+        """Release the reservation and tell the pod's owner; what fails here the janitor makes good."""
+        try:
+            await self._book.release(args.node, PodUid(args.pod_uid))
+        except KubeError as error:
+            self._log.warning("release failed", pod=_named(args), node=args.node, error=str(error))
+        if why.reason != "PodGone":
+            await self._tools.events.record(
+                kind=PODS,
+                namespace=args.pod_namespace,
+                name=args.pod_name,
+                uid=args.pod_uid,
+                type="Warning",
+                reason=why.reason,
+                message=str(why),
+            )
+
+
+def _may_be_bound(pod: Pod, args: BindingArgs) -> None:
+    """BindError where the pod cannot be bound to that node any more."""
+    if pod.spec.node_name:
+        raise BindError(f"{_named(args)} is bound to node {pod.spec.node_name}, so it cannot be bound to {args.node}")
+    if pod.is_finished or pod.metadata.deletion_timestamp is not None:
+        raise BindError(f"{_named(args)} has finished or is being deleted, so it is not bound")
+
+
+def _named(args: BindingArgs) -> str:
+    return f"pod {args.pod_namespace}/{args.pod_name}"

@@ -1,0 +1,168 @@
+"""The cluster as the extender knows it: GpuNodes and their arrays, kept up to date node by node."""
+
+from carpool_core.resources.node import GpuNode, Reservation, TenantProfile
+from carpool_core.values import DeviceHealth, GpuUuid, PodUid, Tenancy
+
+from carpool_extender.view import CODES, NO_MODE, Columns, DeviceClass, TenantName, View, class_of, empty_columns
+
+
+class Cluster:
+    """All GpuNodes. Each change rewrites the rows of one node; a `View` that was handed out never changes.
+
+    Args:
+        slots: Tenants for which each GPU has room from the start; more make the arrays wider.
+    """
+
+    def __init__(self, slots: int = 8) -> None:
+        self._columns = empty_columns(0, slots)
+        self._used = 0
+        self._shown: View | None = None
+        self._blocks: dict[str, slice] = {}
+        self._free: dict[int, list[slice]] = {}
+        self._nodes: dict[str, GpuNode] = {}
+        self._holders: dict[PodUid, set[str]] = {}
+        self._names: list[str] = []
+        self._ids: dict[str, int] = {}
+        self._classes: list[DeviceClass] = []
+        self._class_ids: dict[DeviceClass, int] = {}
+        self._namespaces: dict[str, int] = {}
+
+    @property
+    def nodes(self) -> dict[str, GpuNode]:
+        """Every GpuNode by name; do not change it."""
+        return self._nodes
+
+    def node(self, name: str) -> GpuNode | None:
+        """Return the newest GpuNode of that name that was seen."""
+        return self._nodes.get(name)
+
+    def holders(self, pod_uid: PodUid) -> list[str]:
+        """Names of the nodes on which a pod has a reservation: none, or one; more only if two schedulers raced."""
+        return sorted(self._holders.get(pod_uid, ()))
+
+    def view(self) -> View:
+        """Return the arrays as they are now."""
+        if self._shown is None:
+            columns = self._columns.part(slice(0, self._used))
+            self._shown = View(columns, self._names, self._ids, self._classes, self._namespaces)
+        return self._shown
+
+    def apply(self, node: GpuNode) -> bool:
+        """Take in a GpuNode, unless a newer one was seen; say whether anything that decisions look at has changed."""
+        name = node.metadata.name
+        old = self._nodes.get(name)
+        if old is not None and _is_older(node, old):
+            return False
+        self._nodes[name] = node
+        if old is not None and old.spec == node.spec and old.status.devices == node.status.devices:
+            return False
+        self._index_holders(name, old, node)
+        self._write(name, node)
+        return True
+
+    def remove(self, name: str) -> None:
+        """Forget a GpuNode that was deleted."""
+        old = self._nodes.pop(name, None)
+        if old is not None:
+            self._index_holders(name, old, None)
+        self._release_rows(name)
+
+    def _index_holders(self, name: str, old: GpuNode | None, new: GpuNode | None) -> None:
+        for reservation in old.spec.reservations if old else ():
+            held = self._holders.get(reservation.pod_uid, set())
+            held.discard(name)
+            if not held:
+                self._holders.pop(reservation.pod_uid, None)
+        for reservation in new.spec.reservations if new else ():
+            self._holders.setdefault(reservation.pod_uid, set()).add(name)
+
+    def _own_columns(self) -> Columns:
+        """Return columns that may be written: copies, if a view looks at the present ones."""
+        if self._shown is not None:
+            self._columns, self._shown = self._columns.copy(), None
+        return self._columns
+
+    def _release_rows(self, name: str) -> None:
+        block = self._blocks.pop(name, None)
+        if block is not None:
+            self._own_columns().alive[block] = False
+            self._free.setdefault(block.stop - block.start, []).append(block)
+
+    def _rows(self, name: str, gpus: int, tenants: int) -> slice:
+        """Return rows for a node's GPUs: its own, or free ones, or new ones."""
+        block = self._blocks.get(name)
+        if block is not None and block.stop - block.start != gpus:
+            self._release_rows(name)
+            block = None
+        room, width = self._columns.present.shape
+        if block is None:
+            spare = self._free.get(gpus)
+            block = spare.pop() if spare else slice(self._used, self._used + gpus)
+            self._used = max(self._used, block.stop)
+            self._blocks[name] = block
+        if block.stop > room or tenants > width:
+            self._columns = self._columns.resized(max(room, 64, 2 * block.stop), max(width, tenants))
+            self._shown = None
+        return block
+
+    def _write(self, name: str, node: GpuNode) -> None:
+        by_gpu = reservations_by_gpu(node)
+        devices = sorted(node.status.devices, key=lambda device: device.index)
+        block = self._rows(name, len(devices), max((len(r) for r in by_gpu.values()), default=0))
+        columns = self._own_columns()
+        node_id = self._ids.setdefault(name, len(self._ids))
+        if node_id == len(self._names):
+            self._names.append(name)
+        for row, device in enumerate(devices, start=block.start):
+            kind = class_of(device)
+            class_id = self._class_ids.setdefault(kind, len(self._class_ids))
+            if class_id == len(self._classes):
+                self._classes.append(kind)
+            columns.alive[row] = True
+            columns.node[row] = node_id
+            columns.gpu_index[row] = device.index
+            columns.device_class[row] = class_id
+            columns.usable_mib[row] = kind.usable_mib
+            columns.healthy[row] = device.health is DeviceHealth.HEALTHY
+            columns.uuid[row] = device.uuid
+            self._write_tenants(columns, row, by_gpu.get(device.uuid, []), kind.usable_mib)
+
+    def _write_tenants(self, columns: Columns, row: int, tenants: list[Reservation], usable_mib: int) -> None:
+        columns.mode[row] = CODES[tenants[0].mode] if tenants else NO_MODE
+        columns.count[row] = len(tenants)
+        columns.tenants[row] = tuple(TenantName(t.pod_namespace, t.job_name, t.pod_uid) for t in tenants)
+        columns.present[row] = False
+        for place, reservation in enumerate(tenants):
+            tenant = reservation.tenant
+            columns.present[row, place] = True
+            columns.memory_mib[row, place] = bounded_mib(tenant, usable_mib)
+            columns.util[row, place] = tenant.gpu_util_percent / 100
+            columns.sm[row, place] = tenant.sm_active_ratio
+            columns.dram[row, place] = tenant.dram_active_ratio
+            columns.max_slowdown[row, place] = tenant.max_slowdown
+            columns.namespace[row, place] = self._namespaces.setdefault(
+                reservation.pod_namespace, len(self._namespaces)
+            )
+            columns.cluster_tenancy[row, place] = tenant.tenancy is Tenancy.CLUSTER
+
+
+def bounded_mib(tenant: TenantProfile, usable_mib: int) -> int:
+    """Memory to count for a tenant, in MiB: never more than the GPU has, and all of it where nothing is known."""
+    return usable_mib if tenant.memory_mib is None else min(tenant.memory_mib, usable_mib)
+
+
+def reservations_by_gpu(node: GpuNode) -> dict[GpuUuid, list[Reservation]]:
+    """Group a node's reservations by the GPUs that they are for."""
+    found: dict[GpuUuid, list[Reservation]] = {}
+    for reservation in node.spec.reservations:
+        for uuid in reservation.gpu_uuids:
+            found.setdefault(uuid, []).append(reservation)
+    return found
+
+
+def _is_older(node: GpuNode, than: GpuNode) -> bool:
+    """Whether a version comes before another of the same object; versions of one kind are ordered integers."""
+    mine, other = node.metadata, than.metadata
+    if mine.uid != other.uid or not (mine.resource_version.isdigit() and other.resource_version.isdigit()):
+        return False
+    return int(mine.resource_version) < int(other.resource_version)

@@ -1,0 +1,53 @@
+"""`carpool extender`."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import click
+from carpool_core import logs, metrics
+from carpool_core.clock import SystemClock
+from carpool_core.kube.client import connect
+from carpool_core.settings import SettingsError, click_options
+
+from carpool_extender.app import build
+from carpool_extender.policies import UnknownPolicyError
+from carpool_extender.server import create_server
+from carpool_extender.settings import ExtenderSettings
+
+
+@click.command()
+@click_options(ExtenderSettings)
+def extender(settings: ExtenderSettings) -> None:
+    """Run the scheduler extender beside kube-scheduler."""
+    logs.configure(settings.log, "extender")
+    try:
+        asyncio.run(run(settings))
+    except (SettingsError, UnknownPolicyError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+async def run(settings: ExtenderSettings) -> None:
+    """Serve until a signal ends the server, or a watch fails for good."""
+    clock = SystemClock()
+    async with connect(settings.kube, clock=clock) as api:
+        parts = build(settings, api, clock)
+        server = create_server(parts.app, settings)
+        scraped = await metrics.serve(parts.registry, settings.metrics_port, readiness=parts.watches.not_ready)
+        try:
+            await _until_served(server.serve(), parts.run())
+        finally:
+            await scraped.close()
+
+
+async def _until_served(serving: Coroutine[Any, Any, None], working: Coroutine[Any, Any, None]) -> None:
+    """Run both; end with the first, and with its error."""
+    tasks = [asyncio.ensure_future(serving), asyncio.ensure_future(working)]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

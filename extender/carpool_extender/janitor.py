@@ -1,0 +1,150 @@
+"""Gives back the reservations of pods that need them no longer, and has waiting pods tried again."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Container
+from datetime import datetime, timedelta
+from typing import Any
+
+import structlog
+from carpool_core.clock import Clock, parse_rfc3339, rfc3339
+from carpool_core.keys import ANNOTATION_CAPACITY_FREED
+from carpool_core.kube.api import NODES, PODS, KubeApi
+from carpool_core.kube.errors import KubeError, NotFound
+from carpool_core.kube.pods import Pod
+from carpool_core.resources.node import GpuNode, Reservation
+from carpool_core.values import PodUid
+
+from carpool_extender.book import Book
+from carpool_extender.watches import Watches
+
+PERIOD_S = 5.0
+GRACE_S = 10.0
+"""Beyond a deadline before a reservation lapses: whoever was binding has long given up, whatever its clock says."""
+TOUCH_LATE_S = 600.0
+"""After this time a Node need not be touched any more: kube-scheduler has retried every pod by itself (5 minutes)."""
+
+
+def ended(reservation: Reservation, node: str, pod: Pod | None, now: datetime) -> str | None:
+    """Say why a reservation on a node is needed no longer; None where it is.
+
+    Args:
+        reservation: Whose end is in question.
+        node: Name of the node that it stands on.
+        pod: The pod that has its name, or None.
+        now: Present time.
+    """
+    if pod is None or pod.metadata.uid != reservation.pod_uid:
+        return "its pod is gone"
+    if pod.is_finished:
+        return f"its pod has ended with {pod.status.phase}"
+    if pod.spec.node_name not in ("", node):
+        return f"its pod runs on node {pod.spec.node_name}"
+    if pod.spec.node_name or not reservation.deadline:
+        return None
+    if now > parse_rfc3339(reservation.deadline) + timedelta(seconds=GRACE_S):
+        return f"its pod was not bound by {reservation.deadline}"
+    return None
+
+
+class Janitor:
+    """Sweeps when a pod ends, when a node's capacity changes, and every few seconds."""
+
+    def __init__(
+        self, api: KubeApi, watches: Watches, book: Book, clock: Clock, sleep: Callable[[float], Awaitable[Any]]
+    ) -> None:
+        self._api, self._watches, self._book, self._clock, self._sleep = api, watches, book, clock, sleep
+        self._open: Container[PodUid] = ()
+        self._stirred = asyncio.Event()
+        self._touched: dict[str, str] = {}
+        self._grown: set[str] = set()
+        self._log = structlog.get_logger()
+        watches.on_pod_end(lambda _: self._stirred.set())
+        watches.on_node(self._node_changed)
+
+    def leave_alone(self, pods: Container[PodUid]) -> None:
+        """Name the pods that are being bound at present, whose reservations are not to be judged."""
+        self._open = pods
+
+    async def run(self) -> None:
+        """Sweep for ever, once all watches have listed."""
+        await self._watches.wait_synced()
+        while True:
+            self._stirred.clear()
+            await self.sweep()
+            await self._rest()
+
+    async def sweep(self) -> None:
+        """Release what is needed no longer, then touch the Nodes whose GPUs have room that they had not."""
+        for name, node in list(self._watches.cluster.nodes.items()):
+            for reservation in node.spec.reservations:
+                if reservation.pod_uid not in self._open:
+                    await self._judge(name, reservation)
+        for name, node in list(self._watches.cluster.nodes.items()):
+            await self._touch_if_freed(name, node)
+
+    async def _rest(self) -> None:
+        waits = [asyncio.ensure_future(self._stirred.wait()), asyncio.ensure_future(self._sleep(PERIOD_S))]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _judge(self, name: str, reservation: Reservation) -> None:
+        """Release a reservation if the cache says so and the server confirms it."""
+        known = self._watches.pod(reservation.pod_uid)
+        if ended(reservation, name, known, self._clock.now()) is None:
+            return
+        try:
+            why = ended(reservation, name, await self._read(reservation), self._clock.now())
+            if why is None or reservation.pod_uid in self._open:
+                return
+            await self._book.release(name, reservation.pod_uid)
+        except KubeError as error:
+            self._log.warning("release failed", node=name, pod=reservation.pod_name, error=str(error))
+            return
+        self._log.info("released", node=name, pod=f"{reservation.pod_namespace}/{reservation.pod_name}", because=why)
+
+    async def _read(self, reservation: Reservation) -> Pod | None:
+        try:
+            return await self._api.get(PODS, reservation.pod_name, Pod, namespace=reservation.pod_namespace)
+        except NotFound:
+            return None
+
+    async def _touch_if_freed(self, name: str, node: GpuNode) -> None:
+        """Touch the Node if capacity was freed there since it was last touched.
+
+        It goes by what stands in the GpuNode, so that a release whose writer died before touching is made good, and
+        each extender touches only after it has itself seen the release.
+        """
+        freed = node.metadata.annotations.get(ANNOTATION_CAPACITY_FREED, "")
+        if name not in self._grown and self._touched.get(name, "") == freed:
+            return
+        if name in self._grown or not self._is_old(freed):
+            try:
+                mark = {ANNOTATION_CAPACITY_FREED: rfc3339(self._clock.now())}
+                await self._api.patch(NODES, name, {"metadata": {"annotations": mark}})
+            except NotFound:
+                self._log.info("node gone", node=name)
+            except KubeError as error:
+                self._log.warning("touch failed", node=name, error=str(error))
+                return
+        self._touched[name] = freed
+        self._grown.discard(name)
+
+    def _is_old(self, freed: str) -> bool:
+        try:
+            return self._clock.now() - parse_rfc3339(freed) > timedelta(seconds=TOUCH_LATE_S)
+        except ValueError:
+            return False
+
+    def _node_changed(self, old: GpuNode | None, new: GpuNode | None) -> None:
+        if new is None:
+            return
+        name = new.metadata.name
+        if old is None or old.status.devices != new.status.devices:
+            self._grown.add(name)
+        if name in self._grown or self._touched.get(name, "") != new.metadata.annotations.get(
+            ANNOTATION_CAPACITY_FREED, ""
+        ):
+            self._stirred.set()

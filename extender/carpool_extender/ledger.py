@@ -1,0 +1,108 @@
+"""The ledger of reservations of one GpuNode, as pure functions. What it accepts never promises more than there is."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+from carpool_core.resources.node import Device, GpuNode, GpuNodeSpec, Reservation
+from carpool_core.values import GpuUuid, PodUid, SharingMode
+
+from carpool_extender.cluster import bounded_mib
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """The ledger did not take a reservation; nothing has changed."""
+
+    reason: str
+    """What was asked, what is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What a node's GPUs can hold."""
+
+    devices: Mapping[GpuUuid, Device]
+    slots: int
+    """Most tenants of one GPU."""
+
+
+def capacity_of(node: GpuNode, slots: int) -> Capacity:
+    """Collect what a node's agent reports."""
+    return Capacity({device.uuid: device for device in node.status.devices}, slots)
+
+
+def held(spec: GpuNodeSpec, pod_uid: PodUid) -> Reservation | None:
+    """Return a pod's reservation, if it has one here."""
+    return next((r for r in spec.reservations if r.pod_uid == pod_uid), None)
+
+
+def on_gpu(spec: GpuNodeSpec, uuid: GpuUuid) -> list[Reservation]:
+    """Return the reservations of one GPU."""
+    return [r for r in spec.reservations if uuid in r.gpu_uuids]
+
+
+def promised_mib(reservations: list[Reservation], usable_mib: int) -> int:
+    """Memory promised on one GPU, in MiB; saturates at what the GPU has, which also stands for an unknown amount."""
+    total = 0
+    for reservation in reservations:
+        total = min(usable_mib, total + bounded_mib(reservation.tenant, usable_mib))
+    return total
+
+
+def reserve(spec: GpuNodeSpec, wanted: Reservation, capacity: Capacity) -> GpuNodeSpec | Rejected:
+    """Add a reservation. A pod that holds one already keeps it as it is: the answer is the same spec.
+
+    This guards against a decision made on an outdated view; it repeats the checks whose failure would break a promise
+    (memory, mode, places, namespaces of an MPS server), and not those about taste (slowdown, tenancy).
+    """
+    if held(spec, wanted.pod_uid) is not None:
+        return spec
+    if len(set(wanted.gpu_uuids)) != len(wanted.gpu_uuids):
+        return Rejected(f"expected different GPUs, found {', '.join(wanted.gpu_uuids)}")
+    for uuid in wanted.gpu_uuids:
+        refusal = _refusal(on_gpu(spec, uuid), wanted, capacity.devices.get(uuid), capacity.slots)
+        if refusal is not None:
+            return Rejected(f"{uuid}: {refusal}")
+    return msgspec.structs.replace(spec, reservations=[*spec.reservations, wanted])
+
+
+def release(spec: GpuNodeSpec, pod_uid: PodUid) -> GpuNodeSpec:
+    """Take a pod's reservation away; the same spec where it has none."""
+    left = [r for r in spec.reservations if r.pod_uid != pod_uid]
+    return spec if len(left) == len(spec.reservations) else msgspec.structs.replace(spec, reservations=left)
+
+
+def prolong(spec: GpuNodeSpec, pod_uid: PodUid, deadline: str) -> GpuNodeSpec:
+    """Give a pod's reservation a later deadline; the agent need not act, so its generation stays."""
+    changed = [msgspec.structs.replace(r, deadline=deadline) if r.pod_uid == pod_uid else r for r in spec.reservations]
+    return msgspec.structs.replace(spec, reservations=changed)
+
+
+def lapsed(spec: GpuNodeSpec, before: str) -> list[Reservation]:
+    """Return the reservations whose deadline lies before a moment, RFC 3339 as `carpool_core.clock.rfc3339` writes it.
+
+    Whether their pods are bound, which makes a deadline meaningless, is for the caller to know. One without a deadline
+    never lapses.
+    """
+    return [r for r in spec.reservations if r.deadline and r.deadline < before]
+
+
+def _refusal(present: list[Reservation], wanted: Reservation, device: Device | None, slots: int) -> str | None:
+    """Say what forbids a reservation on one GPU; None where nothing does."""
+    if device is None:
+        return "the node reports no such GPU"
+    modes = {r.mode for r in present}
+    if present and (modes != {wanted.mode} or wanted.mode is SharingMode.EXCLUSIVE):
+        return f"wants it by {wanted.mode}, it is used by {', '.join(sorted(modes))}"
+    if wanted.mode is SharingMode.MPS and {r.pod_namespace for r in present} - {wanted.pod_namespace}:
+        return "its MPS server belongs to another namespace"
+    if len(present) >= slots:
+        return f"has {len(present)} tenants, the most allowed is {slots}"
+    usable = max(0, device.memory_mib - device.reserved_mib)
+    memory = wanted.tenant.memory_mib
+    need = usable if memory is None else memory
+    free = usable - promised_mib(present, usable)
+    if need > free:
+        return f"needs {need:,} MiB, has {free:,} MiB free"
+    return None

@@ -1,0 +1,67 @@
+"""Which sharing mode a GPU would have with the newcomer on it."""
+
+import numpy as np
+from carpool_core.values import RequestedMode, SharingMode
+from numpy.typing import NDArray
+
+from carpool_extender.applicant import Applicant, ClassColumns, ClassFacts
+from carpool_extender.view import CODES, NO_MODE, View
+
+EXCLUSIVE, TIME_SLICING, MPS = (
+    CODES[mode] for mode in (SharingMode.EXCLUSIVE, SharingMode.TIME_SLICING, SharingMode.MPS)
+)
+
+
+def proposed(view: View, applicant: Applicant, facts: ClassColumns) -> NDArray[np.int8]:
+    """Choose the mode that each GPU would have; code 0 where none is possible.
+
+    The mode of the tenants that are there is a constraint: nobody is moved to another mode while running, and beside an
+    exclusive tenant there is no place. On an idle GPU, `Auto` takes the whole GPU for a job of which nothing is known,
+    because its memory has no bound. For the others it takes MPS where the device can (it limits memory, and was
+    measured the best almost everywhere), and turns where it cannot. MIG is not placed by this version.
+
+    Returns:
+        Codes of modes, shape (gpus,).
+    """
+    wanted = applicant.demand.mode
+    of = view.columns.device_class
+    idle = view.columns.count == 0
+    if wanted is RequestedMode.AUTO:
+        first = _first_choice(facts)[of]
+        joins = facts.known[of] & np.isin(view.columns.mode, (TIME_SLICING, MPS))
+        occupied = np.where(joins, view.columns.mode, NO_MODE)
+    elif wanted is RequestedMode.MIG:
+        return np.zeros(of.shape, np.int8)
+    else:
+        code = CODES[SharingMode(wanted.value)]
+        first = np.where(facts.can[:, code], code, NO_MODE)[of]
+        same = (view.columns.mode == code) & (code != EXCLUSIVE)
+        occupied = np.where(same, code, NO_MODE)
+    return np.where(idle, first, occupied).astype(np.int8)
+
+
+def _first_choice(facts: ClassColumns) -> NDArray[np.int8]:
+    """Mode of an idle GPU of each class for a job that leaves it open, shape (classes,)."""
+    alone = np.where(facts.can[:, EXCLUSIVE], EXCLUSIVE, NO_MODE)
+    turns = np.where(facts.can[:, TIME_SLICING], TIME_SLICING, alone)
+    shared = np.where(facts.can[:, MPS], MPS, turns)
+    return np.where(facts.known, shared, alone).astype(np.int8)
+
+
+def memory_limit_mib(mode: SharingMode, facts: ClassFacts) -> int | None:
+    """Limit that MPS enforces, in MiB: what the decision counted with. The other modes have nothing to enforce it."""
+    memory = facts.profile.memory_mib
+    return memory if mode is SharingMode.MPS and memory else None
+
+
+def thread_limit(mode: SharingMode, facts: ClassFacts, *, is_first: bool) -> int | None:
+    """MPS active thread percentage.
+
+    It is fixed when a process starts, so a limit chosen for an empty GPU would idle SMs for as long as the job is
+    alone, and gain nothing: later neighbours are admitted by its predicted activity, not by its limit. So the first
+    tenant gets 100. Whoever comes to others is held to what it was predicted to fill, because that is what their
+    slowdown was computed from.
+    """
+    if mode is not SharingMode.MPS:
+        return None
+    return 100 if is_first else facts.thread_percentage

@@ -1,0 +1,211 @@
+"""Refusals as sentences: which check, what was found, by how much it misses."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from carpool_core.values import RequestedMode, SharingMode
+from numpy.typing import NDArray
+
+from carpool_extender.checks import Check, Verdict
+from carpool_extender.modes import EXCLUSIVE
+from carpool_extender.view import MODES, NO_MODE, Bools
+
+PREFIX = "NoGpuFits: "
+"""Begins every summary: the reason that the job's condition Placed takes over."""
+MOST_PRODUCTS = 4
+"""Products whose freest GPU a summary names."""
+MOST_GROUPS = 6
+"""Groups of GPUs that a summary names."""
+
+Rows = NDArray[np.intp]
+
+
+def counted(number: int, noun: str) -> str:
+    """Write a number of things: `1 GPU`, `20 nodes`."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def explanation(verdict: Verdict, row: int) -> str:
+    """Say in full what became of one GPU: the check, what was found, the margin; or that the job fits there."""
+    place = f"{verdict.view.place(row)} ({verdict.view.product(row)})"
+    failed = int(verdict.failed[row])
+    if failed < 0:
+        left = int(verdict.free_mib[row] - verdict.need_mib[row])
+        mode, slowdown = MODES[int(verdict.mode[row])], verdict.interference.newcomer[row]
+        return f"{place}: fits by {mode}, leaves {left:,} MiB, expected slowdown {slowdown:.2f}"
+    return f"{place}: {_full_reason(verdict, row, Check(failed))}"
+
+
+def _full_reason(verdict: Verdict, row: int, check: Check) -> str:
+    if check is Check.MEMORY:
+        need, free = int(verdict.need_mib[row]), int(verdict.free_mib[row])
+        return f"needs {need:,} MiB, has {free:,} MiB free ({need - free:,} MiB short)"
+    reason = _REASONS[check](verdict, row)
+    if check is Check.SLOWDOWN:
+        reason += f" ({-verdict.interference.margin[row]:.2f} beyond)"
+    return reason
+
+
+def _unsuitable(verdict: Verdict, row: int) -> str:
+    kind = verdict.view.classes[int(verdict.view.columns.device_class[row])]
+    return verdict.applicant.facts(kind).reason or "unsuitable"
+
+
+def _mode(verdict: Verdict, row: int) -> str:
+    demand = verdict.applicant.demand
+    now = MODES[int(verdict.view.columns.mode[row])]
+    if demand.mode is RequestedMode.MIG:
+        return "MIG instances are not placed by this version; choose another sharing.mode"
+    if now is None:
+        return "its agent can prepare no sharing mode for this job"
+    if now is SharingMode.EXCLUSIVE:
+        return f"used exclusively by {verdict.view.columns.tenants[row][0]}"
+    if demand.mode is RequestedMode.EXCLUSIVE:
+        return "in use, and the job wants a GPU of its own"
+    if demand.mode is RequestedMode.AUTO:
+        return "in use, and the job must be alone because its memory is not known"
+    return f"shared by {now}, and the job wants {demand.mode}"
+
+
+def _tenancy(verdict: Verdict, row: int) -> str:
+    columns, namespace = verdict.view.columns, verdict.applicant.demand.namespace
+    others = sorted({tenant.namespace for tenant in columns.tenants[row]} - {namespace})
+    if MODES[int(verdict.mode[row])] is SharingMode.MPS:
+        return f"its MPS server belongs to namespace {', '.join(others)}"
+    return f"used from namespace {', '.join(others)}, and not all are willing to share across namespaces"
+
+
+def _slots(verdict: Verdict, row: int) -> str:
+    return f"has {counted(int(verdict.view.columns.count[row]), 'tenant')}, the most allowed is {verdict.slots}"
+
+
+def _slowdown(verdict: Verdict, row: int) -> str:
+    found = verdict.interference
+    slowdown, limit = found.worst_slowdown[row], found.worst_slowdown[row] + found.margin[row]
+    if found.worst[row] < 0:
+        return f"would run {slowdown:.2f} times as long there, accepts {limit:.2f}"
+    tenant = verdict.view.columns.tenants[row][int(found.worst[row])]
+    return f"would slow {tenant} to {slowdown:.2f} of {limit:.2f}"
+
+
+_REASONS: Mapping[Check, Callable[[Verdict, int], str]] = {
+    Check.HEALTH: lambda verdict, row: "unhealthy",
+    Check.SUITABLE: _unsuitable,
+    Check.MODE: _mode,
+    Check.TENANCY: _tenancy,
+    Check.SLOTS: _slots,
+    Check.SLOWDOWN: _slowdown,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Which part of the cluster a summary speaks of."""
+
+    rows: Bools
+    """(gpus,) GPUs of the nodes in question."""
+    without_gpus: int
+    """Nodes in question that report no GPUs."""
+
+
+def summary(verdict: Verdict, offer: Offer) -> str:
+    """Say in one sentence why none of the nodes in question fits, with numbers; begins with `NoGpuFits: `."""
+    rows = np.flatnonzero(offer.rows & verdict.view.columns.alive)
+    if not rows.size:
+        return f"{PREFIX}no node offered reports GPUs; is the node agent running there?"
+    parts = [*_several(verdict, rows), *_memory(verdict, rows), *_groups(verdict, rows)]
+    if offer.without_gpus:
+        parts.append(f"{counted(offer.without_gpus, 'node')}: no GPUs reported")
+    return PREFIX + "; ".join(parts)
+
+
+def _several(verdict: Verdict, rows: Rows) -> list[str]:
+    """What is missing to a worker of several GPUs where some GPUs fit, but never enough in one mode on one node."""
+    wanted = verdict.applicant.demand.gpus
+    fitting = rows[verdict.ok[rows]]
+    if wanted == 1 or not fitting.size:
+        return []
+    team = verdict.view.columns.node[fitting].astype(np.int64) * len(MODES) + verdict.mode[fitting]
+    most = int(np.unique(team, return_counts=True)[1].max())
+    return [f"needs {wanted} GPUs on one node in one mode, the best node has {most}"]
+
+
+def _memory(verdict: Verdict, rows: Rows) -> list[str]:
+    """What is needed, and the freest GPU of each product that has less."""
+    if verdict.applicant.demand.is_unknown:
+        return []
+    products = np.array([verdict.view.product(row) for row in rows])
+    static = verdict.failed[rows] == Check.SUITABLE
+    asked = ~static | verdict.too_small[rows]
+    least: dict[str, tuple[int, int, bool]] = {}
+    for product in np.unique(products[asked]):
+        mine = rows[asked & (products == product)]
+        row = int(mine[np.argmax(verdict.free_mib[mine])])
+        free, need, small = int(verdict.free_mib[row]), int(verdict.need_mib[row]), bool(verdict.too_small[row])
+        if need > free:
+            least[str(product)] = (int(verdict.view.columns.usable_mib[row]) if small else free, need, small)
+    if not least:
+        return []
+    needs = {need for _, need, _ in least.values()}
+    told = []
+    for product, (has, need, small) in sorted(least.items(), key=lambda item: -item[1][0])[:MOST_PRODUCTS]:
+        short = f"freest {product} has {has:,} MiB {'total' if small else 'free'}"
+        told.append(short if len(needs) == 1 else f"{short} of {need:,}")
+    if len(least) > MOST_PRODUCTS:
+        told.append(f"{counted(len(least) - MOST_PRODUCTS, 'product')} with less")
+    low, high = min(needs), max(needs)
+    return [f"needs {low:,} MiB" if low == high else f"needs {low:,} to {high:,} MiB", ", ".join(told)]
+
+
+def _groups(verdict: Verdict, rows: Rows) -> list[str]:
+    """The other reasons, each with how many GPUs (or whole nodes) it keeps out; the commonest first."""
+    failed = verdict.failed[rows]
+    told: dict[str, list[int]] = {}
+    for check in (Check.SLOWDOWN, Check.MODE, Check.TENANCY, Check.SLOTS, Check.HEALTH, Check.SUITABLE):
+        mine = rows[(failed == check) & ~verdict.too_small[rows]]
+        for key in _kinds(verdict, check, mine):
+            part = mine[key]
+            closest = int(part[np.argmax(verdict.outcomes[check].margin[part])])
+            reason = _reason_of_group(verdict, check, part, closest)
+            told.setdefault(reason, []).extend(part.tolist())
+    ordered = sorted(told.items(), key=lambda item: -len(item[1]))
+    parts = [f"{_amount(verdict, rows, np.array(part))}: {reason}" for reason, part in ordered[:MOST_GROUPS]]
+    left = sum(len(part) for _, part in ordered[MOST_GROUPS:])
+    return [*parts, f"{counted(left, 'GPU')}: other reasons"] if left else parts
+
+
+def _kinds(verdict: Verdict, check: Check, rows: Rows) -> Sequence[Bools]:
+    """Split GPUs that failed the same check by what a sentence would say of them; masks over `rows`."""
+    if not rows.size:
+        return []
+    columns = verdict.view.columns
+    keys: NDArray[np.integer] = np.zeros(rows.size, np.int64)
+    if check is Check.SLOWDOWN:
+        keys = (verdict.interference.worst[rows] < 0).astype(np.int64)
+    elif check is Check.MODE:
+        keys = columns.mode[rows]
+    elif check is Check.SUITABLE:
+        keys = columns.device_class[rows]
+    return [keys == key for key in np.unique(keys)]
+
+
+def _reason_of_group(verdict: Verdict, check: Check, rows: Rows, closest: int) -> str:
+    """What to say of several GPUs; the one that came closest is the example."""
+    mode = int(verdict.view.columns.mode[closest])
+    if check is Check.MODE and mode == EXCLUSIVE and rows.size > 1:
+        return "used exclusively"
+    if check is Check.SUITABLE:
+        return _unsuitable(verdict, closest).partition(":")[0]
+    return _REASONS[check](verdict, closest)
+
+
+def _amount(verdict: Verdict, rows: Rows, part: Rows) -> str:
+    """Count whole nodes where every GPU of each of them is meant, GPUs otherwise."""
+    node = verdict.view.columns.node
+    of_part, in_part = np.unique(node[part], return_counts=True)
+    in_all = np.bincount(node[rows], minlength=int(of_part.max()) + 1)[of_part]
+    idle = verdict.view.columns.mode[part] == NO_MODE
+    if idle.all() and (in_part == in_all).all():
+        return counted(len(of_part), "node")
+    return counted(len(part), "GPU")

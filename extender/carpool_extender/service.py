@@ -1,0 +1,95 @@
+"""The four verbs of the extender, between the wire and the decisions."""
+
+import msgspec
+from carpool_core.kube.errors import KubeError
+from carpool_core.kube.pods import Pod
+from carpool_core.values import PodUid
+
+from carpool_extender import ledger
+from carpool_extender.binder import Binder
+from carpool_extender.decide import Rules, filter_nodes, held_elsewhere, score_nodes
+from carpool_extender.policies import MAX_SCORE
+from carpool_extender.watches import Watches
+from carpool_extender.wire import (
+    BindingArgs,
+    BindingResult,
+    ExtenderArgs,
+    FilterResult,
+    HostPriority,
+    PreemptionArgs,
+    PreemptionResult,
+)
+from carpool_extender.workloads import NotOurs, Workloads
+
+
+class BadRequest(Exception):  # noqa: N818  # an answer about the request
+    """A body that this extender cannot work with; `str()` says what was expected, what was found, what to do."""
+
+
+class Service:
+    """Answers kube-scheduler. Filter, prioritize and preempt only read."""
+
+    def __init__(self, watches: Watches, workloads: Workloads, binder: Binder, rules: Rules) -> None:
+        self._watches, self._workloads, self._binder, self._rules = watches, workloads, binder, rules
+
+    async def filter(self, args: ExtenderArgs) -> FilterResult:
+        """Say which nodes have room for a pod. A pod that has a reservation fits only where that is."""
+        names = _names(args)
+        try:
+            applicant = await self._workloads.of(args.pod)
+        except NotOurs as refusal:
+            return FilterResult(failed_and_unresolvable_nodes=dict.fromkeys(names, str(refusal)))
+        except KubeError as error:
+            return FilterResult(error=f"the job of pod {args.pod.metadata.name} could not be read: {error}")
+        held = self._reserved_on(args.pod)
+        if held is not None:
+            node, deadline = held
+            told = {name: held_elsewhere(node, deadline) for name in names if name != node}
+            return FilterResult(node_names=[node] if node in names else [], failed_nodes=told)
+        found = filter_nodes(self._watches.cluster.view(), applicant, names, self._rules)
+        return FilterResult(
+            node_names=found.fits, failed_nodes=found.refused, failed_and_unresolvable_nodes=found.unsuitable
+        )
+
+    async def prioritize(self, args: ExtenderArgs) -> list[HostPriority]:
+        """Score nodes from 0 to 10. What could not be looked up scores 0 everywhere; bind decides again."""
+        names = _names(args)
+        held = self._reserved_on(args.pod)
+        try:
+            applicant = await self._workloads.of(args.pod)
+        except (NotOurs, KubeError):
+            return [HostPriority(host=name, score=0) for name in names]
+        if held is not None:
+            return [HostPriority(host=name, score=MAX_SCORE if name == held[0] else 0) for name in names]
+        found = score_nodes(self._watches.cluster.view(), applicant, names, self._rules)
+        return [HostPriority(host=name, score=score) for name, score in found.items()]
+
+    async def bind(self, args: BindingArgs) -> BindingResult:
+        """Reserve and bind a pod."""
+        for field, value in msgspec.structs.asdict(args).items():
+            if not value:
+                raise BadRequest(f"expected {field} of the pod to bind, found an empty string")
+        return BindingResult(error=await self._binder.bind(args))
+
+    async def preempt(self, args: PreemptionArgs) -> PreemptionResult:
+        """Say that evicting pods would not help: this version never makes room by eviction."""
+        return PreemptionResult(node_name_to_meta_victims={})
+
+    def _reserved_on(self, pod: Pod) -> tuple[str, str] | None:
+        """Node on which a pod has a reservation already, left by a bind that did not finish; and its deadline."""
+        uid = PodUid(pod.metadata.uid)
+        for name in self._watches.cluster.holders(uid):
+            node = self._watches.cluster.node(name)
+            reserved = None if node is None else ledger.held(node.spec, uid)
+            if reserved is not None:
+                return name, reserved.deadline
+        return None
+
+
+def _names(args: ExtenderArgs) -> list[str]:
+    if args.node_names is None:
+        raise BadRequest(
+            "expected NodeNames, found null or nothing; set nodeCacheCapable: true for this extender in the "
+            "KubeSchedulerConfiguration, because it knows the nodes already"
+        )
+    return args.node_names

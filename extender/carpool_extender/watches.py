@@ -1,0 +1,157 @@
+"""What the extender knows of the cluster: three watches, the indices that decisions ask, and who waits for changes."""
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+from carpool_core.clock import Clock
+from carpool_core.keys import SCHEDULER_NAME
+from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS, KubeApi, Selector
+from carpool_core.kube.pods import Pod
+from carpool_core.kube.reflector import Reflector
+from carpool_core.resources.job import GpuSelector, MemoryOverride, Sharing
+from carpool_core.resources.meta import ObjectMeta
+from carpool_core.resources.node import GpuNode
+from carpool_core.resources.prediction import Prediction
+from carpool_core.values import JobUid, PodUid
+
+from carpool_extender.cluster import Cluster
+
+
+class _Wire(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """Camel-cased, partial view of an object."""
+
+
+class JobSpecRow(_Wire, frozen=True, kw_only=True):
+    """Of a job's spec, what its demand depends on; templates and features are not kept."""
+
+    gpus_per_worker: int = 1
+    sharing: Sharing = Sharing()
+    memory: MemoryOverride = MemoryOverride()
+    gpu: GpuSelector = GpuSelector()
+
+
+class JobStatusRow(_Wire, frozen=True, kw_only=True):
+    """Of a job's status, what its demand depends on."""
+
+    prediction: Prediction | None = None
+
+
+class JobRow(_Wire, frozen=True, kw_only=True):
+    """A GpuTrainingJob with the attributes that `carpool_core.demand.demand_of` reads."""
+
+    metadata: ObjectMeta
+    spec: JobSpecRow = JobSpecRow()
+    status: JobStatusRow = JobStatusRow()
+
+
+class Watches:
+    """Keeps GpuNodes, jobs, and the pods of our scheduler.
+
+    Args:
+        api: The Kubernetes API.
+        clock: For the age of what is known.
+        cluster: Takes in every GpuNode.
+    """
+
+    def __init__(self, api: KubeApi, clock: Clock, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._clock = clock
+        self._nodes = Reflector(api, GPU_NODES, GpuNode, clock=clock, on_change=self._node_changed)
+        self._jobs = Reflector(api, GPU_TRAINING_JOBS, JobRow, clock=clock, on_change=self._job_changed)
+        ours = Selector(fields=f"spec.schedulerName={SCHEDULER_NAME}")
+        self._pods = Reflector(api, PODS, Pod, selector=ours, clock=clock, on_change=self._pod_changed)
+        self._jobs_by_uid: dict[JobUid, JobRow] = {}
+        self._pods_by_uid: dict[PodUid, Pod] = {}
+        self._stirred: dict[str, asyncio.Event] = {}
+        self._on_node: list[Callable[[GpuNode | None, GpuNode | None], None]] = []
+        self._on_pod_end: list[Callable[[Pod], None]] = []
+
+    def job(self, uid: JobUid) -> JobRow | None:
+        """Return the job with that UID, if it was seen."""
+        return self._jobs_by_uid.get(uid)
+
+    def pod(self, uid: PodUid) -> Pod | None:
+        """Return the pod with that UID, if it was seen and exists still."""
+        return self._pods_by_uid.get(uid)
+
+    def on_node(self, callback: Callable[[GpuNode | None, GpuNode | None], None]) -> None:
+        """Call back with old and new for every change of a GpuNode after the first list."""
+        self._on_node.append(callback)
+
+    def on_pod_end(self, callback: Callable[[Pod], None]) -> None:
+        """Call back when a pod has finished or was deleted."""
+        self._on_pod_end.append(callback)
+
+    def take(self, node: GpuNode) -> None:
+        """Take in a GpuNode that an answer brought, before the watch does."""
+        self.cluster.apply(node)
+        self._stir(node.metadata.name)
+
+    async def stirred(self, name: str) -> None:
+        """Wait for the next change of a GpuNode."""
+        await self._stirred.setdefault(name, asyncio.Event()).wait()
+
+    async def run(self) -> None:
+        """Watch for ever."""
+        async with asyncio.TaskGroup() as group:
+            for reflector in (self._nodes, self._jobs, self._pods):
+                group.create_task(reflector.run())
+
+    async def wait_synced(self) -> None:
+        """Wait until every watch has listed."""
+        await asyncio.gather(self._nodes.wait_synced(), self._jobs.wait_synced(), self._pods.wait_synced())
+
+    def not_ready(self) -> str | None:
+        """Say which watches have not listed yet; None once all have."""
+        missing = [
+            kind
+            for kind, store in (
+                ("GpuNodes", self._nodes.store),
+                ("GpuTrainingJobs", self._jobs.store),
+                ("pods", self._pods.store),
+            )
+            if not store.synced
+        ]
+        return f"the first list of {', '.join(missing)} is not complete; try again shortly" if missing else None
+
+    def ages(self) -> dict[str, float]:
+        """Seconds since the server's last word, by kind; infinite before the first."""
+        now = self._clock.monotonic()
+        return {
+            "GpuNode": self._nodes.store.age(now),
+            "GpuTrainingJob": self._jobs.store.age(now),
+            "Pod": self._pods.store.age(now),
+        }
+
+    def _node_changed(self, old: GpuNode | None, new: GpuNode | None) -> None:
+        if new is not None:
+            self.cluster.apply(new)
+        elif old is not None:
+            self.cluster.remove(old.metadata.name)
+        some = new or old
+        if some is not None:
+            self._stir(some.metadata.name)
+        if self._nodes.store.synced:
+            for callback in self._on_node:
+                callback(old, new)
+
+    def _stir(self, name: str) -> None:
+        if (event := self._stirred.pop(name, None)) is not None:
+            event.set()
+
+    def _job_changed(self, old: JobRow | None, new: JobRow | None) -> None:
+        if old is not None:
+            self._jobs_by_uid.pop(JobUid(old.metadata.uid), None)
+        if new is not None:
+            self._jobs_by_uid[JobUid(new.metadata.uid)] = new
+
+    def _pod_changed(self, old: Pod | None, new: Pod | None) -> None:
+        if old is not None:
+            self._pods_by_uid.pop(PodUid(old.metadata.uid), None)
+        if new is not None:
+            self._pods_by_uid[PodUid(new.metadata.uid)] = new
+        ended = new if new is not None and new.is_finished else old if new is None else None
+        if ended is not None:
+            for callback in self._on_pod_end:
+                callback(ended)

@@ -1,0 +1,114 @@
+"""From a pod to what it demands: only by way of the job that controls it, whose status no user can write."""
+
+from typing import cast
+
+from carpool_core.demand import Demand, demand_of
+from carpool_core.keys import DOMAIN, RESOURCE_GPU
+from carpool_core.kube.api import GPU_TRAINING_JOBS, KubeApi
+from carpool_core.kube.errors import NotFound
+from carpool_core.kube.pods import Container, OwnerReference, Pod
+from carpool_core.resources.job import GpuTrainingJob
+from carpool_core.values import JobUid
+
+from carpool_extender.applicant import Applicant
+from carpool_extender.watches import JobRow, Watches
+
+REMEMBERED = 4096
+"""Demands that are remembered, with what was worked out for each class of devices."""
+
+
+class NotOurs(Exception):  # noqa: N818  # an answer about the pod, not a failure of ours
+    """A pod that no GpuTrainingJob stands behind; `str()` says what was expected, what was found, what to do."""
+
+
+class Workloads:
+    """Looks up the job behind each pod."""
+
+    def __init__(self, api: KubeApi, watches: Watches) -> None:
+        self._api, self._watches = api, watches
+        self._known: dict[JobUid, tuple[str, Applicant]] = {}
+
+    async def of(self, pod: Pod) -> Applicant:
+        """Return what a pod demands.
+
+        Raises:
+            NotOurs: No job controls it, or it does not ask for what its job says.
+            KubeError: The job had to be read, and could not be.
+        """
+        owner = controller_of(pod)
+        job = await self._job(pod, owner)
+        applicant = self._applicant(job)
+        asked, expected = gpus_asked(pod), applicant.demand.gpus
+        if asked != expected:
+            raise NotOurs(
+                f"WrongRequest: pod {_name(pod)} asks for {asked} {RESOURCE_GPU}, its job's gpusPerWorker is "
+                f"{expected}; let the operator create the job's pods"
+            )
+        return applicant
+
+    async def _job(self, pod: Pod, owner: OwnerReference) -> JobRow:
+        """Read the job once more where the watch may be behind: not seen yet, or seen before its prediction."""
+        job = self._watches.job(JobUid(owner.uid))
+        if job is None or job.status.prediction is None:
+            try:
+                job = await self._api.get(GPU_TRAINING_JOBS, owner.name, JobRow, namespace=pod.metadata.namespace)
+            except NotFound as error:
+                raise _no_such_job(pod, owner) from error
+        if job.metadata.uid != owner.uid or job.metadata.namespace != pod.metadata.namespace:
+            raise _no_such_job(pod, owner)
+        return job
+
+    def _applicant(self, job: JobRow) -> Applicant:
+        uid, version = JobUid(job.metadata.uid), job.metadata.resource_version
+        known = self._known.get(uid)
+        if known is not None and known[0] == version and version:
+            return known[1]
+        demand = _demand(job)
+        applicant = known[1] if known is not None and known[1].demand == demand else Applicant(demand)
+        self._known[uid] = (version, applicant)
+        while len(self._known) > REMEMBERED:
+            self._known.pop(next(iter(self._known)))
+        return applicant
+
+
+def controller_of(pod: Pod) -> OwnerReference:
+    """Return the reference to the GpuTrainingJob that controls a pod.
+
+    Raises:
+        NotOurs: There is none.
+    """
+    for owner in pod.metadata.owner_references:
+        ours = owner.kind == GPU_TRAINING_JOBS.kind and owner.api_version.partition("/")[0] == DOMAIN
+        if ours and owner.controller:
+            return owner
+    raise NotOurs(
+        f"NotAJob: pod {_name(pod)} asks for {RESOURCE_GPU} but no GpuTrainingJob controls it; "
+        f"create a GpuTrainingJob with this pod's spec as its template"
+    )
+
+
+def gpus_asked(pod: Pod) -> int:
+    """How many GPUs a pod's containers ask for together."""
+    return sum(_gpus(container) for container in (*pod.spec.containers, *pod.spec.init_containers))
+
+
+def _gpus(container: Container) -> int:
+    value = container.resources.limits.get(RESOURCE_GPU, container.resources.requests.get(RESOURCE_GPU, 0))
+    text = str(value)
+    return int(text) if text.isdigit() else 0
+
+
+def _demand(job: JobRow) -> Demand:
+    # JobRow has every attribute that demand_of reads, without the pod template and the model's features.
+    return demand_of(cast("GpuTrainingJob", job))
+
+
+def _no_such_job(pod: Pod, owner: OwnerReference) -> NotOurs:
+    return NotOurs(
+        f"NotAJob: pod {_name(pod)} names GpuTrainingJob {owner.name} with UID {owner.uid} as its controller, "
+        f"and there is none in its namespace; create the job, its pods are made for it"
+    )
+
+
+def _name(pod: Pod) -> str:
+    return f"{pod.metadata.namespace}/{pod.metadata.name}"
