@@ -1,0 +1,56 @@
+"""The `carpool` command. Each package brings its subcommands through entry points of the group `carpool.commands`."""
+
+from importlib.metadata import EntryPoint, entry_points, version
+
+import click
+
+GROUP = "carpool.commands"
+
+
+class LazyGroup(click.Group):
+    """Imports a subcommand's package only when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Name every subcommand, whether or not its dependencies are installed."""
+        return sorted({*super().list_commands(ctx), *(point.name for point in entry_points(group=GROUP))})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import a subcommand, or stand in for it with an error that says what to install."""
+        if found := super().get_command(ctx, cmd_name):
+            return found
+        for point in entry_points(group=GROUP, name=cmd_name):
+            return load_command(point)
+        return None
+
+
+def load_command(point: EntryPoint) -> click.Command:
+    """Load the click command behind an entry point; one that fails with instructions where a dependency is missing."""
+    try:
+        command = point.load()
+    except ModuleNotFoundError as error:
+        return _missing(point, error)
+    if not isinstance(command, click.Command):
+        raise TypeError(f"entry point {point.name} = {point.value}: expected a click command, found {command!r}")
+    return command
+
+
+def _missing(point: EntryPoint, error: ModuleNotFoundError) -> click.Command:
+    extra = ",".join(point.extras)
+    advice = f"install it with: pip install 'carpool[{extra}]'" if extra else f"it should be in {point.module}"
+
+    def fail() -> None:
+        raise click.ClickException(f"`carpool {point.name}` needs the Python module {error.name!r}; {advice}")
+
+    return click.Command(
+        point.name,
+        callback=fail,
+        short_help=f"(not installed: {advice})",
+        help=f"Not installed: {advice}.",
+        context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    )
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(version("carpool"), prog_name="carpool")
+def main() -> None:
+    """Carpool: deep-learning jobs that share GPUs, placed by prediction."""

@@ -1,0 +1,309 @@
+"""The Kubernetes API over aiohttp: the adapter behind `KubeApi`."""
+
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+
+from carpool_core.clock import Clock, SystemClock
+from carpool_core.kube.api import EventType, KubeApi, Page, ResourceKind, Selector, WatchEvent
+from carpool_core.kube.config import Endpoint, load_endpoint
+from carpool_core.kube.errors import (
+    Conflict,
+    Forbidden,
+    Gone,
+    Invalid,
+    KubeError,
+    NotFound,
+    Overloaded,
+    Refused,
+    Unreachable,
+)
+from carpool_core.settings import KubeSettings
+
+T = TypeVar("T")
+
+_CALL_TIMEOUT_S = 30.0
+_WATCH_LIFETIME_S = 300
+"""The server ends a watch after this time; a new one then goes through authentication again."""
+_SILENCE_S = 150.0
+"""The server sends a bookmark about each minute; two in a row missing means that nobody is there."""
+_CONNECTIONS = 32
+"""Calls at once; watches have connections of their own, so that they cannot starve calls."""
+
+
+class _ListMeta(msgspec.Struct, frozen=True, rename="camel"):
+    resource_version: str = ""
+    continue_: str = msgspec.field(default="", name="continue")
+
+
+class _List(msgspec.Struct, frozen=True):
+    metadata: _ListMeta = _ListMeta()
+    items: list[msgspec.Raw] | None = None
+
+
+class _Status(msgspec.Struct, frozen=True):
+    """A `metav1.Status`: how the API server says no."""
+
+    message: str = ""
+    reason: str = ""
+    code: int = 0
+
+
+class _WatchLine(msgspec.Struct, frozen=True):
+    type: str
+    object: msgspec.Raw
+
+
+def error_for(status: int, message: str, reason: str = "") -> KubeError:
+    """Map an HTTP status to the error that says whether to try again."""
+    kinds: dict[int, type[KubeError]] = {
+        400: Invalid, 401: Forbidden, 403: Forbidden, 404: NotFound, 409: Conflict, 410: Gone, 422: Invalid,
+        429: Overloaded,
+    }  # fmt: skip
+    kind = kinds.get(status, Overloaded if status >= 500 else Refused)
+    return kind(message, status=status, reason=reason)
+
+
+@asynccontextmanager
+async def connect(settings: KubeSettings, *, clock: Clock | None = None) -> AsyncIterator["KubeClient"]:
+    """Open a client for the configured API server.
+
+    Raises:
+        KubeConfigError: No API server is configured, or its certificates cannot be read.
+    """
+    async with KubeClient(load_endpoint(settings), clock=clock or SystemClock()) as client:
+        yield client
+
+
+class KubeClient(KubeApi):
+    """Calls an API server; connections are reused. An async context manager."""
+
+    def __init__(self, endpoint: Endpoint, *, clock: Clock, silence_s: float = _SILENCE_S) -> None:
+        self._endpoint, self._clock, self._silence_s = endpoint, clock, silence_s
+        self._calls: aiohttp.ClientSession | None = None
+        self._watches: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> "KubeClient":
+        self._calls = self._session(_CONNECTIONS, aiohttp.ClientTimeout(total=_CALL_TIMEOUT_S))
+        self._watches = self._session(0, aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=self._silence_s))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for session in (self._calls, self._watches):
+            if session is not None:
+                await session.close()
+        self._calls = self._watches = None
+
+    def _session(self, limit: int, timeout: aiohttp.ClientTimeout) -> aiohttp.ClientSession:
+        tls: ssl.SSLContext | bool = self._endpoint.tls or True
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=limit, ssl=tls),
+            timeout=timeout,
+            headers={"Accept": "application/json", "User-Agent": "carpool"},
+            auto_decompress=True,
+        )
+
+    async def get(self, kind: ResourceKind, name: str, type_: type[T], *, namespace: str = "") -> T:
+        """Read one object; unknown fields are ignored. Raises `Invalid` where it does not fit `type_`."""
+        body = await self._call("GET", kind, name=name, namespace=namespace)
+        try:
+            return msgspec.json.decode(body, type=type_)
+        except msgspec.ValidationError as error:
+            raise Invalid(f"{_call_name('GET', kind, namespace, name)}: unexpected object: {error}") from error
+
+    async def list_page(
+        self, kind: ResourceKind, selector: Selector, *, limit: int = 500, continue_token: str = ""
+    ) -> Page:
+        """Read one page. Raises `Gone` where the token has expired."""
+        query = {"limit": str(limit), "continue": continue_token}
+        body = await self._call("GET", kind, namespace=selector.namespace, query=query | _query(selector))
+        found = msgspec.json.decode(body, type=_List)
+        return Page(found.items or [], found.metadata.resource_version, found.metadata.continue_)
+
+    async def watch(self, kind: ResourceKind, selector: Selector, resource_version: str) -> AsyncIterator[WatchEvent]:
+        """Follow changes, bookmarks included. Raises `Unreachable` after silence, `Gone` for too old a version."""
+        query = {
+            "watch": "1",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": resource_version,
+            "timeoutSeconds": str(_WATCH_LIFETIME_S),
+        } | _query(selector)
+        what = _call_name("WATCH", kind, selector.namespace, "")
+        try:
+            async with self._open(self._watches, "GET", kind, namespace=selector.namespace, query=query) as response:
+                await self._check(response, what)
+                async for line in _lines(response.content):
+                    yield _event(line, what)
+        except TimeoutError as error:
+            raise Unreachable(f"{what}: no word from the API server for {self._silence_s:.0f} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise Unreachable(f"{what}: the connection broke: {error}") from error
+        except msgspec.DecodeError as error:
+            raise Unreachable(f"{what}: expected one JSON event on each line: {error}") from error
+
+    async def create(
+        self,
+        kind: ResourceKind,
+        body: Mapping[str, Any] | msgspec.Struct,
+        *,
+        namespace: str = "",
+        name: str = "",
+        subresource: str = "",
+    ) -> dict[str, Any]:
+        """Create an object, or post to a subresource of an existing one."""
+        content = msgspec.to_builtins(body)
+        if not subresource:
+            content = {"apiVersion": _group_version(kind), "kind": kind.kind} | content
+        return _object(
+            await self._call("POST", kind, name=name, namespace=namespace, subresource=subresource, body=content)
+        )
+
+    async def patch(
+        self,
+        kind: ResourceKind,
+        name: str,
+        patch: Mapping[str, Any] | list[Mapping[str, Any]],
+        *,
+        namespace: str = "",
+        subresource: str = "",
+    ) -> dict[str, Any]:
+        """Patch an object: a mapping as a merge patch, a list as a JSON patch."""
+        return _object(
+            await self._call(
+                "PATCH",
+                kind,
+                name=name,
+                namespace=namespace,
+                subresource=subresource,
+                body=patch,
+                content_type=f"application/{'json' if isinstance(patch, list) else 'merge'}-patch+json",
+            )
+        )
+
+    async def delete(self, kind: ResourceKind, name: str, *, namespace: str = "", uid: str = "") -> None:
+        """Delete an object; its dependents follow in the background. With `uid`, only that very one."""
+        options: dict[str, Any] = {"propagationPolicy": "Background"}
+        if uid:
+            options["preconditions"] = {"uid": uid}
+        await self._call("DELETE", kind, name=name, namespace=namespace, body=options)
+
+    async def _call(
+        self,
+        method: str,
+        kind: ResourceKind,
+        *,
+        name: str = "",
+        namespace: str = "",
+        subresource: str = "",
+        query: Mapping[str, str] | None = None,
+        body: Any = None,
+        content_type: str = "application/json",
+    ) -> bytes:
+        what = _call_name(method, kind, namespace, name, subresource)
+        data = None if body is None else msgspec.json.encode(body)
+        try:
+            async with self._open(
+                self._calls, method, kind, name=name, namespace=namespace, subresource=subresource, query=query or {},
+                data=data, content_type=content_type,
+            ) as response:  # fmt: skip
+                await self._check(response, what)
+                return await response.read()
+        except TimeoutError as error:
+            raise Unreachable(f"{what}: no answer from {self._endpoint.server} in {_CALL_TIMEOUT_S:.0f} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise Unreachable(f"{what}: cannot reach {self._endpoint.server}: {error}") from error
+
+    @asynccontextmanager
+    async def _open(
+        self,
+        session: aiohttp.ClientSession | None,
+        method: str,
+        kind: ResourceKind,
+        *,
+        name: str = "",
+        namespace: str = "",
+        subresource: str = "",
+        query: Mapping[str, str],
+        data: bytes | None = None,
+        content_type: str = "application/json",
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        if session is None:
+            raise RuntimeError("the client is closed: use it inside `async with connect(…)`")
+        headers = {"Content-Type": content_type} if data is not None else {}
+        if token := self._endpoint.token.at(self._clock.monotonic()):
+            headers["Authorization"] = f"Bearer {token}"
+        url = self._endpoint.server + path_of(kind, namespace, name, subresource)
+        params = {key: value for key, value in query.items() if value}
+        async with session.request(method, url, params=params, data=data, headers=headers) as response:
+            yield response
+
+    async def _check(self, response: aiohttp.ClientResponse, what: str) -> None:
+        if response.status < 400:
+            return
+        if response.status == 401:
+            self._endpoint.token.forget()
+        body = await response.read()
+        try:
+            said = msgspec.json.decode(body, type=_Status)
+        except msgspec.DecodeError:
+            said = _Status(message=body.decode(errors="replace")[:500].strip())
+        message = said.message or response.reason or f"HTTP status {response.status}"
+        raise error_for(response.status, f"{what}: {message}", said.reason)
+
+
+def path_of(kind: ResourceKind, namespace: str = "", name: str = "", subresource: str = "") -> str:
+    """Return the URL path of a collection, an object or a subresource."""
+    root = f"/apis/{kind.group}/{kind.version}" if kind.group else f"/api/{kind.version}"
+    inside = f"/namespaces/{namespace}" if kind.namespaced and namespace else ""
+    return root + inside + "".join(f"/{part}" for part in (kind.plural, name, subresource) if part)
+
+
+def _group_version(kind: ResourceKind) -> str:
+    return f"{kind.group}/{kind.version}" if kind.group else kind.version
+
+
+def _query(selector: Selector) -> dict[str, str]:
+    return {"labelSelector": selector.labels, "fieldSelector": selector.fields}
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    return msgspec.json.decode(body, type=dict[str, Any])
+
+
+def _call_name(method: str, kind: ResourceKind, namespace: str, name: str, subresource: str = "") -> str:
+    """Name a call for people: `PATCH gpunodes/status n1`."""
+    target = f"{namespace}/{name}".strip("/")
+    return f"{method} {kind.plural}{'/' if subresource else ''}{subresource} {target}".rstrip()
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Yield the lines of a stream, however long: aiohttp's own reader refuses lines over 128 KiB."""
+    rest: list[bytes] = []
+    async for chunk in content.iter_any():
+        *whole, last = chunk.split(b"\n")
+        for line in whole:
+            if text := b"".join((*rest, line)):
+                yield text
+            rest = []
+        if last:
+            rest.append(last)
+
+
+def _event(line: bytes, what: str) -> WatchEvent:
+    event = msgspec.json.decode(line, type=_WatchLine)
+    if event.type == "ERROR":
+        said = msgspec.json.decode(event.object, type=_Status)
+        raise error_for(said.code, f"{what}: {said.message}", said.reason)
+    return WatchEvent(_EVENT_TYPES[event.type], event.object)
+
+
+_EVENT_TYPES: dict[str, EventType] = {
+    "ADDED": "ADDED",
+    "MODIFIED": "MODIFIED",
+    "DELETED": "DELETED",
+    "BOOKMARK": "BOOKMARK",
+}

@@ -1,0 +1,222 @@
+"""A local copy of all objects of a kind, kept true by list and watch."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, ValuesView
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+import structlog
+
+from carpool_core.clock import Clock
+from carpool_core.kube.api import KubeApi, ResourceKind, Selector, WatchEvent
+from carpool_core.kube.errors import Gone, KubeError, Retryable, Unreachable
+
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.2, 30.0
+_SHORT_WATCH_S = 1.0
+"""A watch that ends sooner than this, and without a word, counts as a failure."""
+
+
+class Named(Protocol):
+    """What the reflector must find in an object's `metadata`."""
+
+    @property
+    def name(self) -> str:
+        """Name of the object."""
+        ...
+
+    @property
+    def namespace(self) -> str:
+        """Namespace; empty for cluster-scoped objects."""
+        ...
+
+
+class HasMetadata(Protocol):
+    """Any msgspec Struct with `metadata`."""
+
+    @property
+    def metadata(self) -> Named:
+        """Metadata of the object."""
+        ...
+
+
+T = TypeVar("T", bound=HasMetadata)
+
+
+class _Meta(msgspec.Struct, frozen=True, rename="camel"):
+    name: str = ""
+    namespace: str = ""
+    resource_version: str = ""
+
+
+class _Nameplate(msgspec.Struct, frozen=True):
+    """The least that can be read of an object whose type does not fit."""
+
+    metadata: _Meta = _Meta()
+
+
+def key_of(metadata: Named) -> str:
+    """Return `namespace/name`, or `name` for cluster-scoped objects."""
+    return f"{metadata.namespace}/{metadata.name}" if metadata.namespace else metadata.name
+
+
+class Store(Generic[T]):
+    """The local copy. Only its reflector writes to it."""
+
+    def __init__(self) -> None:
+        self.items: dict[str, T] = {}
+        """Objects by `namespace/name`, or by `name` for cluster-scoped kinds."""
+        self.synced = False
+        """Whether a first list is complete."""
+        self.heard_at: float | None = None
+        """Monotonic time of the server's last word."""
+
+    def get(self, key: str) -> T | None:
+        """Return the object called `namespace/name` (or `name`), if it is there."""
+        return self.items.get(key)
+
+    def values(self) -> ValuesView[T]:
+        """Return all objects."""
+        return self.items.values()
+
+    def age(self, now_monotonic: float) -> float:
+        """Seconds since the last word from the server, infinite before the first."""
+        return float("inf") if self.heard_at is None else now_monotonic - self.heard_at
+
+
+class Reflector(Generic[T]):
+    """Lists, watches, and lists again when the server has forgotten where we were.
+
+    `on_change(old, new)` is called synchronously for each change, also those that a list brings to light: old None
+    means added, new None means deleted. An exception from it ends `run()`: whoever cannot follow must not pretend to.
+    """
+
+    def __init__(
+        self,
+        api: KubeApi,
+        kind: ResourceKind,
+        type_: type[T],
+        *,
+        selector: Selector | None = None,
+        clock: Clock,
+        on_change: Callable[[T | None, T | None], None] | None = None,
+        store: Store[T] | None = None,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        self._api, self._kind, self._selector, self._clock = api, kind, selector or Selector(), clock
+        self._decoder = msgspec.json.Decoder(type_)
+        self._on_change = on_change
+        self._sleep, self._jitter = sleep, jitter
+        self._version = ""
+        self._failures = 0
+        self._listed = asyncio.Event()
+        self._log = structlog.get_logger().bind(kind=kind.kind)
+        self.store: Store[T] = store if store is not None else Store()
+
+    async def wait_synced(self) -> None:
+        """Wait until the first list is complete."""
+        await self._listed.wait()
+
+    async def run(self) -> None:
+        """Keep the store true, for ever. Raises only what `on_change` raises, and errors that are no `KubeError`."""
+        while True:
+            try:
+                if not self._version:
+                    await self._list()
+                await self._watch()
+            except Gone:
+                # 410: changes were lost; only a new list says what became of each object.
+                self._version = ""
+                self._log.info("watch expired, listing again")
+                await self._back_off_if_failing()
+            except KubeError as error:
+                await self._back_off(error)
+
+    async def _list(self) -> None:
+        seen: dict[str, T | None] = {}
+        token = ""
+        while True:
+            page = await self._api.list_page(self._kind, self._selector, continue_token=token)
+            self._heard()
+            for raw in page.items:
+                key, item, _ = self._decode(raw)
+                if key:
+                    seen[key] = item
+            token = page.continue_token
+            if not token:
+                break
+        for key in [key for key in self.store.items if key not in seen]:
+            self._remove(key)
+        for key, item in seen.items():
+            if item is not None:
+                self._put(key, item)
+        self._version = page.resource_version
+        self.store.synced = True
+        self._listed.set()
+
+    async def _watch(self) -> None:
+        began, is_silent = self._clock.monotonic(), True
+        async for event in self._api.watch(self._kind, self._selector, self._version):
+            self._failures, is_silent = 0, False
+            self._heard()
+            self._apply(event)
+        if is_silent and self._clock.monotonic() - began < _SHORT_WATCH_S:
+            raise Unreachable("the API server ended the watch at once, without an event")
+
+    def _apply(self, event: WatchEvent) -> None:
+        if event.type == "BOOKMARK":
+            self._version = msgspec.json.decode(event.object, type=_Nameplate).metadata.resource_version
+            return
+        key, item, version = self._decode(event.object)
+        if event.type == "DELETED":
+            self._remove(key)
+        elif item is not None:
+            self._put(key, item)
+        self._version = version or self._version
+
+    def _decode(self, raw: msgspec.Raw) -> tuple[str, T | None, str]:
+        """Return key, object and resourceVersion; None for an object that does not fit, whose last good state stays."""
+        try:
+            plate = msgspec.json.decode(raw, type=_Nameplate).metadata
+        except msgspec.DecodeError as error:
+            self._log.error("unreadable object skipped", error=str(error))
+            return "", None, ""
+        key = key_of(plate)
+        try:
+            return key, self._decoder.decode(raw), plate.resource_version
+        except msgspec.DecodeError as error:
+            self._log.error("malformed object skipped", object=key, error=str(error))
+            return key, None, plate.resource_version
+
+    def _put(self, key: str, new: T) -> None:
+        old = self.store.items.get(key)
+        self.store.items[key] = new
+        if self._on_change is not None and old != new:
+            self._on_change(old, new)
+
+    def _remove(self, key: str) -> None:
+        old = self.store.items.pop(key, None)
+        if self._on_change is not None and old is not None:
+            self._on_change(old, None)
+
+    def _heard(self) -> None:
+        self.store.heard_at = self._clock.monotonic()
+
+    async def _back_off_if_failing(self) -> None:
+        """A first Gone is ordinary; a server that answers every list with Gone must not be asked in a tight loop."""
+        self._failures += 1
+        if self._failures > 1:
+            await self._sleep(self._delay())
+
+    async def _back_off(self, error: KubeError) -> None:
+        self._failures += 1
+        delay = self._delay()
+        log = self._log.warning if isinstance(error, Retryable) else self._log.error
+        log("watch failed", error=str(error), retry_in_s=round(delay, 2))
+        await self._sleep(delay)
+
+    def _delay(self) -> float:
+        """Seconds until the next try: doubled with each failure, then spread over its upper half."""
+        longest = min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(self._failures - 1, 16))
+        return longest * (0.5 + 0.5 * self._jitter())

@@ -1,0 +1,67 @@
+"""A small server of `/metrics`, `/healthz` and `/readyz` that every process has."""
+
+from collections.abc import Callable
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client.exposition import choose_encoder
+
+
+def build_info(registry: CollectorRegistry, process: str, version: str) -> None:
+    """Register `carpool_build_info`."""
+    gauge = Gauge("carpool_build_info", "Version of this process; always 1.", ["process", "version"], registry=registry)
+    gauge.labels(process, version).set(1)
+
+
+class MetricsServer:
+    """A running server; `port` is the one that it listens on, `close()` ends it."""
+
+    def __init__(self, runner: web.AppRunner, port: int) -> None:
+        self._runner = runner
+        self.port = port
+
+    async def close(self) -> None:
+        """Stop listening."""
+        await self._runner.cleanup()
+
+
+def _always_ready() -> str | None:
+    return None
+
+
+async def serve(
+    registry: CollectorRegistry,
+    port: int,
+    host: str = "0.0.0.0",  # noqa: S104  # scraped from outside the pod
+    readiness: Callable[[], str | None] = _always_ready,
+) -> MetricsServer:
+    """Serve metrics and health.
+
+    Args:
+        registry: What `/metrics` shows; read at scrape time.
+        port: TCP port; 0 takes a free one.
+        host: Address to listen on.
+        readiness: None where ready; otherwise the reason, which `/readyz` answers with status 503.
+
+    Raises:
+        OSError: The port is taken.
+    """
+
+    async def metrics(request: web.Request) -> web.Response:
+        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        return web.Response(body=encode(registry), headers={"Content-Type": content_type})
+
+    async def healthz(_: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def readyz(_: web.Request) -> web.Response:
+        reason = readiness()
+        return web.Response(text=f"{reason or 'ok'}\n", status=503 if reason else 200)
+
+    app = web.Application()
+    app.add_routes([web.get("/metrics", metrics), web.get("/healthz", healthz), web.get("/readyz", readyz)])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, host, port)
+    await site.start()
+    return MetricsServer(runner, runner.addresses[0][1])

@@ -1,0 +1,189 @@
+"""Settings of the processes: each is a frozen dataclass; a field names its flag and its environment variable once."""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+S = TypeVar("S")
+F = TypeVar("F", bound=Callable[..., Any])
+
+_SETTING = "carpool.setting"
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+
+class SettingsError(ValueError):
+    """A setting has a value that it cannot have; the message names the variable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting, as its flag, its environment variable and its documentation see it."""
+
+    path: tuple[str, ...]
+    """Names of the fields that lead to it from the outermost dataclass."""
+    flag: str
+    env: str
+    help: str
+    """What it does, with its unit and the meaning of an empty value."""
+    type: Any
+    """`bool`, `int`, `float`, `str`, `Path` or an Enum, without `| None`."""
+    default: Any
+
+
+def setting(default: Any, *, flag: str, env: str, help: str) -> Any:  # noqa: A002  # click's and argparse's word
+    """Define a field of a settings dataclass.
+
+    Args:
+        default: Value where neither flag nor variable is given.
+        flag: Command-line flag, such as `--metrics-port`.
+        env: Environment variable, such as `CARPOOL_METRICS_PORT`.
+        help: One sentence with the unit and the meaning of None.
+    """
+    return dataclasses.field(default=default, metadata={_SETTING: {"flag": flag, "env": env, "help": help}})
+
+
+def settings_of(cls: type[Any], _path: tuple[str, ...] = ()) -> Iterator[Setting]:
+    """Yield every setting of a settings dataclass, those of its groups included."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        path, type_ = (*_path, field.name), hints[field.name]
+        if dataclasses.is_dataclass(type_) and isinstance(type_, type):
+            yield from settings_of(type_, path)
+        elif _SETTING in field.metadata:
+            yield Setting(path=path, type=_without_none(type_), default=field.default, **field.metadata[_SETTING])
+        else:
+            raise TypeError(f"{cls.__name__}.{field.name}: expected a `setting(…)` or a dataclass of settings")
+
+
+def load(cls: type[S], environ: Mapping[str, str]) -> S:
+    """Build settings from environment variables alone.
+
+    Raises:
+        SettingsError: A variable holds a value of the wrong kind.
+    """
+    found = {s.path: _parse(s, environ[s.env]) for s in settings_of(cls) if environ.get(s.env, "") != ""}
+    return _build(cls, found)
+
+
+def click_options(cls: type[Any]) -> Callable[[F], F]:
+    """Give a click command an option for each setting; the command receives the keyword `settings`."""
+    known = list(settings_of(cls))
+
+    def decorate(function: F) -> F:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            values = {s.path: kwargs.pop(_parameter(s)) for s in known}
+            return function(*args, settings=_build(cls, values), **kwargs)
+
+        call.__name__, call.__doc__ = function.__name__, function.__doc__
+        call.__dict__.update(function.__dict__)
+        for one in reversed(known):
+            call = click.option(one.flag + _negated(one), _parameter(one), **_option(one))(call)
+        return typing.cast("F", call)
+
+    return decorate
+
+
+def _negated(one: Setting) -> str:
+    return f"/--no-{one.flag.removeprefix('--')}" if one.type is bool else ""
+
+
+def _parameter(one: Setting) -> str:
+    return "__".join(("setting", *one.path))
+
+
+def _option(one: Setting) -> dict[str, Any]:
+    kinds: dict[Any, Any] = {int: click.INT, float: click.FLOAT, str: click.STRING, bool: click.BOOL}
+    kinds[Path] = click.Path(path_type=Path)
+    kind = click.Choice(one.type) if issubclass(one.type, Enum) else kinds[one.type]
+    return {
+        "type": kind,
+        "default": one.default,
+        "envvar": one.env,
+        "help": one.help,
+        "show_default": one.default is not None,
+        "show_envvar": True,
+    }
+
+
+def _without_none(type_: Any) -> Any:
+    if typing.get_origin(type_) in (typing.Union, types.UnionType):
+        return next(arm for arm in typing.get_args(type_) if arm is not type(None))
+    return type_
+
+
+def _parse(one: Setting, text: str) -> Any:
+    if one.type is bool:
+        if text.casefold() in _TRUE + _FALSE:
+            return text.casefold() in _TRUE
+        raise SettingsError(f"{one.env}: expected true or false, found {text!r}")
+    try:
+        return one.type(text)
+    except ValueError as error:
+        wanted = (
+            " or ".join(one.type) if issubclass(one.type, StrEnum) else {int: "an integer"}.get(one.type, "a number")
+        )
+        raise SettingsError(f"{one.env}: expected {wanted}, found {text!r}") from error
+
+
+def _build(cls: type[S], values: Mapping[tuple[str, ...], Any]) -> S:
+    arguments: dict[str, Any] = {}
+    hints = typing.get_type_hints(cls)
+    for name, type_ in hints.items():
+        if dataclasses.is_dataclass(type_) and isinstance(type_, type):
+            inner = {path[1:]: value for path, value in values.items() if path[0] == name}
+            arguments[name] = _build(type_, inner)
+        elif (name,) in values:
+            arguments[name] = values[name,]
+    return cls(**arguments)
+
+
+class LogFormat(StrEnum):
+    """How log events are written."""
+
+    JSON = "json"
+    """One JSON object on each line, for collectors."""
+    CONSOLE = "console"
+    """Aligned and coloured, for people."""
+
+
+class LogLevel(StrEnum):
+    """Least severity that is written."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class KubeSettings:
+    """How to reach the Kubernetes API."""
+
+    kubeconfig: str | None = setting(
+        None,
+        flag="--kubeconfig",
+        env="KUBECONFIG",
+        help="File that says how to reach the API server; the pod's own ServiceAccount where empty.",
+    )
+
+
+@dataclass(frozen=True)
+class LogSettings:
+    """What is logged, and how."""
+
+    level: LogLevel = setting(
+        LogLevel.INFO, flag="--log-level", env="CARPOOL_LOG_LEVEL", help="Least severity that is logged."
+    )
+    format: LogFormat = setting(
+        LogFormat.CONSOLE,
+        flag="--log-format",
+        env="CARPOOL_LOG_FORMAT",
+        help="json for collectors, console for people.",
+    )
