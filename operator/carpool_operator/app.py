@@ -49,7 +49,6 @@ class Operator:
             clock,
             wake=self.queue.add,
             took=self.metrics.prediction_seconds.observe,
-            traces=settings.traces,
         )
         self._recollection = Recollection()
         self._performer = Performer(

@@ -1,4 +1,4 @@
-"""Predictions, computed off the event loop: each input once, few models traced at a time."""
+"""Predictions, computed off the event loop, each input once. How many models are traced at once, the tracer limits."""
 
 import asyncio
 from collections import OrderedDict
@@ -65,14 +65,12 @@ class Predictions:
         *,
         wake: Callable[[str], None],
         took: Callable[[float], None],
-        traces: int = 1,
     ) -> None:
         self._tracer, self._clock, self._wake, self._took = tracer, clock, wake, took
         self._results: _Recent[Prediction] = _Recent(_KEPT)
         self._features: _Recent[ModelFeatures | Abstention] = _Recent(_KEPT)
         self._waiting: dict[Input, set[str]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._tracing = asyncio.Semaphore(traces)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="predict")
         self._log = structlog.get_logger()
 
@@ -126,9 +124,8 @@ class Predictions:
         model = spec.model
         if model is None or model.features is not None:
             return await features_of(model, spec.training, self._tracer)
-        async with self._tracing:
-            known = self._features.get(digest)
-            if known is None:
-                known = await features_of(model, spec.training, self._tracer)
-                self._features.put(digest, known)
-            return known
+        known = self._features.get(digest)
+        if known is None:
+            known = await features_of(model, spec.training, self._tracer)
+            self._features.put(digest, known)
+        return known

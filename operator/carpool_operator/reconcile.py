@@ -64,11 +64,13 @@ def _of_attempt(snapshot: Snapshot, attempt: Attempt | None) -> list[Pod]:
 
 
 def _clean(draft: Draft, attempt: Attempt | None) -> None:
-    """Delete what runs without belonging to the present attempt, and finished pods but for the last attempt's."""
+    """Delete what runs without belonging to an attempt under way, and finished pods but for the last attempt's."""
     number = 0 if attempt is None else attempt.number
+    active = None if attempt is None or attempt.ended_at is not None else number
     for pod in draft.snapshot.pods:
         of = attempt_of(pod)
-        if (not pod.is_finished and of != number) or (pod.is_finished and (of or 0) < number - 1):
+        is_stray = active is None or of != active
+        if (not pod.is_finished and is_stray) or (pod.is_finished and (of or 0) < number - 1):
             draft.delete_pod(pod)
 
 

@@ -40,8 +40,7 @@ async def serve(settings: OperatorSettings) -> None:
     clock, log = SystemClock(), structlog.get_logger()
     async with connect(settings.kube) as api:
         await check_installed(api)
-        tracer = SubprocessTracer(timeout_s=settings.trace_timeout_s, memory_mib=settings.trace_memory_mib)
-        operator = build(settings, api, clock, tracer)
+        operator = build(settings, api, clock, SubprocessTracer(settings.trace_limits))
         stop, started = asyncio.Event(), asyncio.Event()
         server = await serve_metrics(
             operator.metrics.registry, settings.metrics_port, settings.metrics_host, operator.unready

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from carpool_core.settings import KubeSettings, LogSettings, setting
+from carpool_predictor.source import TraceLimits
 
 from carpool_operator.attempts import Backoff
 
@@ -45,10 +46,10 @@ class OperatorSettings:
         help="Seconds after which tracing a catalog or graph model is given up.",
     )
     trace_memory_mib: int = setting(
-        4096,
+        3072,
         flag="--trace-memory-mib",
         env="CARPOOL_TRACE_MEMORY_MIB",
-        help="Host memory of the tracing subprocess, in MiB.",
+        help="Writable memory of the tracing subprocess, in MiB.",
     )
     traces: int = setting(1, flag="--traces", env="CARPOOL_TRACES", help="Models that are traced at the same time.")
     backoff_s: float = setting(
@@ -63,6 +64,11 @@ class OperatorSettings:
         env="CARPOOL_BACKOFF_MOST_SECONDS",
         help="Longest wait before a restart, in seconds.",
     )
+
+    @property
+    def trace_limits(self) -> TraceLimits:
+        """What tracing a model may take."""
+        return TraceLimits(timeout_s=self.trace_timeout_s, memory_mib=self.trace_memory_mib, concurrency=self.traces)
 
     @property
     def backoff(self) -> Backoff:

@@ -219,6 +219,13 @@ def test_failed_worker_ends_the_attempt_of_all() -> None:
     assert created(later) == ["x-worker-0-2", "x-worker-1-2"]
 
 
+def test_pods_that_outlived_a_crash_after_their_attempt_had_ended_are_deleted() -> None:
+    """Regression: the operator was killed after it wrote the failure and before it deleted the other workers."""
+    of = predicted_job(attempts=[{"number": 1, "outcome": "ContainerFailed", "endedAt": rfc3339(NOW)}], workers=2)
+    pods = (pod(0, phase="Failed", status=terminated(1)), pod(1, phase="Running"))
+    assert deleted(reconcile(snapshot(of, pods=pods))) == ["x-worker-1-1"]
+
+
 def test_first_to_end_is_the_cause() -> None:
     of = predicted_job(workers=2)
     victim = pod(0, phase="Failed", status=terminated(7, at="2026-01-31T11:59:09Z"))

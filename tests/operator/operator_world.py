@@ -1,0 +1,174 @@
+"""An operator on a cluster in memory, with a scheduler and nodes that do what they are told, and crashes."""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS, ResourceKind
+from carpool_core.kube.pods import Pod
+from carpool_core.resources.features import ModelFeatures
+from carpool_core.resources.job import GpuTrainingJob, ModelSource, Training
+from carpool_core.resources.node import GpuNode
+from carpool_core.testing.clock import FakeClock
+from carpool_core.testing.kube import FakeKube
+from carpool_operator.app import Operator, build
+from carpool_operator.settings import OperatorSettings
+from carpool_predictor.abstention import Abstention
+from operator_fixtures import FEATURES, device, job_body, reservation
+
+T = TypeVar("T", Pod, GpuNode, GpuTrainingJob)
+
+
+class Killed(BaseException):
+    """The process is gone: nothing may catch this."""
+
+
+class FakeTracer:
+    """Counts what it traces; answers with the same features."""
+
+    def __init__(self, answer: ModelFeatures | Abstention | Exception | None = None) -> None:
+        self.answer = answer or msgspec.convert(FEATURES, ModelFeatures)
+        self.traced: list[ModelSource] = []
+
+    async def trace(self, model: ModelSource, training: Training) -> ModelFeatures | Abstention:
+        self.traced.append(model)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+class MortalKube(FakeKube):
+    """Kills its caller at a write: before it happens, or after, when nobody hears of it."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        super().__init__(clock)
+        self.writes = 0
+        self.lethal: tuple[int, bool] | None = None
+        """(which write from now on, whether it still happens)"""
+
+    async def _guarded(self, write: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+        self.writes += 1
+        lethal, happens = self.lethal or (0, False)
+        if lethal != self.writes:
+            return await write(*args, **options)
+        self.lethal = None
+        if happens:
+            await write(*args, **options)
+        raise Killed
+
+    async def create(self, *args: Any, **options: Any) -> Any:
+        return await self._guarded(super().create, args, options)
+
+    async def patch(self, *args: Any, **options: Any) -> Any:
+        return await self._guarded(super().patch, args, options)
+
+    async def delete(self, *args: Any, **options: Any) -> None:
+        await self._guarded(super().delete, args, options)
+
+    def kill_at(self, write: int, *, happens: bool) -> None:
+        self.writes, self.lethal = 0, (write, happens)
+
+
+class World:
+    """A cluster with one node of four GPUs, and the operator."""
+
+    def __init__(self, tracer: FakeTracer | None = None, **settings: Any) -> None:
+        self.clock = FakeClock()
+        self.kube = MortalKube(self.clock)
+        self.tracer = tracer or FakeTracer()
+        self.settings = OperatorSettings(**settings)
+        self.seed_node()
+        self.start()
+
+    def seed_node(self, name: str = "n1", gpus: int = 4) -> None:
+        devices = [msgspec.to_builtins(device(f"{name}-GPU-{i}")) | {"index": i} for i in range(gpus)]
+        self.kube.seed(GPU_NODES, {"metadata": {"name": name}, "spec": {}, "status": {"devices": devices}})
+
+    def start(self) -> None:
+        """Start the operator, which knows nothing yet."""
+        self.operator: Operator = build(self.settings, self.kube, self.clock, self.tracer)
+        self._heard: dict[str, dict[str, Any]] = {"pods": {}, "gpunodes": {}, "gputrainingjobs": {}}
+
+    def apply(self, name: str = "x", **spec: Any) -> None:
+        self.kube.seed(GPU_TRAINING_JOBS, job_body(name, **spec))
+
+    # What the operator hears
+
+    def hear(self, *, pods: bool = True) -> None:
+        """Bring the operator's caches up to date, all or all but the pods'."""
+        operator = self.operator
+        for old, new in self._news(GPU_NODES, GpuNode):
+            operator.fleet.changed(old, new)
+        if pods:
+            for old_pod, new_pod in self._news(PODS, Pod):
+                operator.pod_changed(old_pod, new_pod)
+        for old_job, new_job in self._news(GPU_TRAINING_JOBS, GpuTrainingJob):
+            last = new_job or old_job
+            assert last is not None
+            operator.job_changed(last, is_deleted=new_job is None)
+
+    def _news(self, kind: ResourceKind, type_: type[T]) -> list[tuple[T | None, T | None]]:
+        before = self._heard[kind.plural]
+        now = {item["metadata"]["uid"]: msgspec.convert(item, type_) for item in self.kube.dump_all(kind)}
+        self._heard[kind.plural] = now
+        return [(before.get(uid), now.get(uid)) for uid in {**before, **now} if before.get(uid) != now.get(uid)]
+
+    async def settle(self, *, pods: bool = True, rounds: int = 50) -> None:
+        """Let the operator do all that it wants to do now."""
+        for _ in range(rounds):
+            self.hear(pods=pods)
+            await self.operator.predictions.idle()
+            key = self.operator.queue.take_now()
+            if key is None:
+                return
+            try:
+                await self.operator.look_safely(key)
+            finally:
+                self.operator.queue.done(key)
+        raise AssertionError(f"the operator does not come to rest in {rounds} looks")
+
+    async def survive(self, write: int, *, happens: bool) -> bool:
+        """Let the operator work until it is killed at a write, and start it again; False where it needed fewer."""
+        self.kube.kill_at(write, happens=happens)
+        try:
+            await self.settle()
+        except Killed:
+            self.start()
+            return True
+        self.kube.lethal = None
+        return False
+
+    # What others do
+
+    def pods(self, name: str = "x") -> list[dict[str, Any]]:
+        return [pod for pod in self.kube.dump_all(PODS) if pod["metadata"]["labels"].get("carpool.dev/job") == name]
+
+    def living(self, name: str = "x") -> list[str]:
+        """Names of pods that have not finished."""
+        return [p["metadata"]["name"] for p in self.pods(name) if p["status"]["phase"] in ("Pending", "Running")]
+
+    def job(self, name: str = "x") -> GpuTrainingJob:
+        return msgspec.convert(self.kube.dump(GPU_TRAINING_JOBS, name, "default"), GpuTrainingJob)
+
+    def run_pods(self, node: str = "n1") -> None:
+        """Reserve, bind and start every pending pod, as extender, agent and kubelet would."""
+        for number, pod in enumerate(self.pods()):
+            if pod["status"]["phase"] != "Pending":
+                continue
+            metadata, owner = pod["metadata"], pod["metadata"]["ownerReferences"][0]
+            home = self.kube.dump(GPU_NODES, node)
+            reserved = reservation(metadata["uid"], owner["uid"], gpuUuids=[f"{node}-GPU-{number % 4}"])
+            home["spec"].setdefault("reservations", []).append(reserved)
+            self.kube.seed(GPU_NODES, home)
+            pod["spec"]["nodeName"] = node
+            started = {"running": {"startedAt": "2026-01-31T12:00:01Z"}}
+            pod["status"] = {"phase": "Running", "containerStatuses": [{"name": "train", "state": started}]}
+            self.kube.seed(PODS, pod)
+
+    def end_pod(self, name: str, exit_code: int = 0, message: str = "") -> None:
+        """Let a pod's container end."""
+        pod = self.kube.dump(PODS, name, "default")
+        ended = {"terminated": {"exitCode": exit_code, "message": message, "reason": "Error" if exit_code else ""}}
+        phase = "Failed" if exit_code else "Succeeded"
+        pod["status"] = {"phase": phase, "containerStatuses": [{"name": "train", "state": ended}]}
+        self.kube.seed(PODS, pod)
