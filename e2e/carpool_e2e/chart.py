@@ -1,0 +1,166 @@
+"""What the chart renders: objects to apply, and workloads that the harness runs as processes with their own arguments."""
+
+import base64
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from carpool_e2e.binaries import Binaries
+from carpool_e2e.errors import HarnessError
+
+PROJECT = Path(__file__).resolve().parents[2]
+CHART = PROJECT / "helm" / "carpool"
+NAMESPACE = "carpool-system"
+RELEASE = "carpool"
+
+WORKLOAD_KINDS = frozenset({"Deployment", "DaemonSet"})
+CRD_KIND = "CustomResourceDefinition"
+
+Manifest = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """Everything that the chart renders."""
+
+    manifests: tuple[Manifest, ...]
+
+    @property
+    def crds(self) -> list[Manifest]:
+        """The custom resources' definitions."""
+        return [m for m in self.manifests if m["kind"] == CRD_KIND]
+
+    @property
+    def settings(self) -> list[Manifest]:
+        """Everything that is neither a definition nor a workload: accounts, rights, policies, settings."""
+        return [m for m in self.manifests if m["kind"] != CRD_KIND and m["kind"] not in WORKLOAD_KINDS]
+
+    def one(self, kind: str, name: str) -> Manifest:
+        """Return the object of that kind and name.
+
+        Raises:
+            HarnessError: The chart renders no such object.
+        """
+        for manifest in self.manifests:
+            if (manifest["kind"], manifest["metadata"]["name"]) == (kind, name):
+                return manifest
+        raise HarnessError(f"expected the chart {CHART} to render {kind} {name}, found none")
+
+
+@dataclass(frozen=True)
+class Local:
+    """A container of the chart as a process on this machine."""
+
+    command: list[str]
+    environment: dict[str, str]
+    service_account: str
+    files: dict[Path, str]
+    """What its ConfigMaps and Secrets hold, at the paths where the process finds it."""
+
+    def write_files(self) -> None:
+        """Write the files, readable by this user only."""
+        for path, text in self.files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch(mode=0o600)
+            path.write_text(text)
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """What differs between a pod and a process beside others on one machine."""
+
+    folder: Path
+    """Where its ConfigMaps and Secrets are written."""
+    node: str = ""
+    text: Mapping[str, str] = field(default_factory=dict)
+    """Texts to replace in arguments and files: ports, mostly."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables to set beside or in place of the chart's."""
+
+
+def render(binaries: Binaries, values: Mapping[str, str] | None = None) -> Rendered:
+    """Render the chart with these values for the version of Kubernetes that the harness runs.
+
+    Raises:
+        HarnessError: The chart refuses.
+    """
+    version = subprocess.run(
+        [binaries["kube-apiserver"], "--version"], capture_output=True, text=True, check=True
+    ).stdout.split()[-1]
+    sets = [part for key, value in (values or {}).items() for part in ("--set", f"{key}={value}")]
+    command = [binaries["helm"], "template", RELEASE, str(CHART), "--namespace", NAMESPACE, "--include-crds"]
+    done = subprocess.run(
+        [*command, "--kube-version", version, "--set", "global.imageRegistry=localhost", *sets],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise HarnessError(f"the chart does not render: {done.stderr}")
+    return Rendered(tuple(m for m in yaml.load_all(done.stdout, Loader=yaml.CSafeLoader) if m))
+
+
+def localize(rendered: Rendered, workload: Manifest, container_name: str, adaptation: Adaptation) -> Local:
+    """Turn a container of a workload into a process: the same arguments and environment, files at local paths."""
+    spec = workload["spec"]["template"]["spec"]
+    container = next(c for c in spec["containers"] if c["name"] == container_name)
+    volumes = {v["name"]: v for v in spec.get("volumes", [])}
+    replacements = dict(adaptation.text)
+    contents: dict[Path, str] = {}
+    for mount in container.get("volumeMounts", []):
+        files = _volume_files(rendered, volumes[mount["name"]])
+        if files is None:
+            continue  # the node's own directory, which the process finds at the same path
+        local = adaptation.folder / container_name / mount["mountPath"].strip("/")
+        replacements[mount["mountPath"]] = str(local)
+        contents.update({local / name: text for name, text in files.items()})
+    environment = {e["name"]: _value(e, adaptation.node) for e in container.get("env", [])}
+    return Local(
+        command=[_replace(part, replacements) for part in _command(container)],
+        environment={k: _replace(v, replacements) for k, v in environment.items()} | dict(adaptation.environment),
+        service_account=spec["serviceAccountName"],
+        files={path: _replace(text, replacements) for path, text in contents.items()},
+    )
+
+
+def _command(container: Manifest) -> Sequence[str]:
+    if "command" not in container:
+        raise HarnessError(f"container {container['name']}: expected a command in the chart, found none")
+    return [*container["command"], *container.get("args", [])]
+
+
+def _value(entry: Manifest, node: str) -> str:
+    if "value" in entry:
+        return str(entry["value"])
+    path = entry.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
+    known = {"spec.nodeName": node, "metadata.namespace": NAMESPACE}
+    if path not in known:
+        raise HarnessError(f"environment variable {entry['name']}: expected a value or one of {[*known]}, found {entry}")
+    return known[path]
+
+
+def _volume_files(rendered: Rendered, volume: Manifest) -> dict[str, str] | None:
+    if "secret" in volume:
+        source = volume["secret"]
+        encoded = rendered.one("Secret", source["secretName"])["data"]
+        data = {key: base64.b64decode(value).decode() for key, value in encoded.items()}
+    elif "configMap" in volume:
+        source = volume["configMap"]
+        data = rendered.one("ConfigMap", source["name"])["data"]
+    else:
+        return None
+    items = source.get("items") or [{"key": key, "path": key} for key in data]
+    return {item["path"]: data[item["key"]] for item in items}
+
+
+def _replace(text: str, replacements: Mapping[str, str]) -> str:
+    # In one pass, so that a replacement is never replaced again.
+    if not replacements:
+        return text
+    pattern = "|".join(re.escape(old) for old in sorted(replacements, key=len, reverse=True))
+    return re.sub(pattern, lambda found: replacements[found[0]], text)

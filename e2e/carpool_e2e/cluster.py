@@ -1,0 +1,200 @@
+"""A whole cluster: composed, started in parallel, and ended without a trace."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+
+from carpool_e2e import binaries as binaries_
+from carpool_e2e import chart, controlplane, fleet, nodes, ports, slots, system
+from carpool_e2e.binaries import Binaries
+from carpool_e2e.carpool import CarpoolProcesses
+from carpool_e2e.controlplane import ControlPlane
+from carpool_e2e.errors import HarnessError, MissingError, StartError
+from carpool_e2e.nodes import KubeletNode
+from carpool_e2e.processes import Process, ProcessTable
+from carpool_e2e.slots import Slot
+from carpool_e2e.tools import CONTROL_PLANE_TOOLS, NODE_TOOLS
+
+LOGS = chart.PROJECT / "out" / "logs"
+"""Where the logs of the last clusters are left."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a cluster consists of."""
+
+    kubelet_nodes: Mapping[str, str] = field(default_factory=dict)
+    """Nodes with a kubelet: name → simulated GPUs. Without root they are nodes without a kubelet."""
+    fleet: Mapping[str, str] = field(default_factory=dict)
+    """Nodes without a kubelet: name → simulated GPUs."""
+    carpool: bool = True
+    """Whether operator, scheduler and agents run."""
+
+
+FULL = Shape(
+    kubelet_nodes={"a100": "NVIDIA A100-SXM4-40GB:4", "h100": "NVIDIA H100 80GB HBM3:4"},
+    fleet={f"t4-{i:02}": "Tesla T4:4" for i in range(20)},
+)
+BARE = Shape(carpool=False)
+
+
+@dataclass
+class Cluster:
+    """A running cluster."""
+
+    slot: Slot
+    shape: Shape
+    plane: ControlPlane
+    binaries: Binaries
+    table: ProcessTable
+    rendered: chart.Rendered
+    kubelets: dict[str, KubeletNode] = field(default_factory=dict)
+    """Nodes with a kubelet."""
+    namespaces: dict[str, int] = field(default_factory=dict)
+    """First process of each such node's namespaces."""
+
+    @property
+    def kubeconfig(self) -> Path:
+        """The administrator's kubeconfig."""
+        return self.plane.state / "admin.kubeconfig"
+
+    @property
+    def processes(self) -> CarpoolProcesses:
+        """Starts Carpool's processes."""
+        return CarpoolProcesses(self.rendered, self.plane, self.binaries, self.table)
+
+    def __getitem__(self, name: str) -> Process:
+        """Return a process: `operator`, `extender`, `kube-scheduler`, `agent-NODE`, `kubelet-NODE`, `fleet`, …."""
+        return self.table[name]
+
+    def kubectl(self, *arguments: str, stdin: str | None = None, timeout_s: float = 60.0) -> str:
+        """Run kubectl as administrator and return what it prints.
+
+        Raises:
+            KubectlError: It failed; the message is what it said.
+        """
+        done = subprocess.run(
+            [self.binaries["kubectl"], *arguments],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            env={**os.environ, "KUBECONFIG": str(self.kubeconfig)},
+            check=False,
+        )
+        if done.returncode != 0:
+            raise KubectlError(f"kubectl {' '.join(arguments)}: {done.stderr.strip() or done.stdout.strip()}")
+        return done.stdout
+
+    def apply(self, *manifests: chart.Manifest) -> str:
+        """Apply manifests."""
+        text = yaml.dump_all(manifests, Dumper=yaml.CSafeDumper)
+        return self.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=text)
+
+    def wait_for_nodes(self, timeout_s: int = 60) -> None:
+        """Wait until every node is Ready."""
+        self.kubectl("wait", "node", "--all", "--for=condition=Ready", f"--timeout={timeout_s}s", timeout_s=timeout_s + 9)
+
+
+class KubectlError(HarnessError):
+    """What kubectl said when it failed."""
+
+
+def why_no_kubelets() -> str:
+    """Return what stands in the way of nodes with a kubelet; empty where nothing does."""
+    if os.getuid() != 0:
+        return "kubelets need root (namespaces, mounts, cgroups); nodes run without a kubelet, and containers do not start"
+    return ""
+
+
+@contextmanager
+def running(shape: Shape, console: Console | None = None) -> Iterator[Cluster]:
+    """Run a cluster for the duration of a `with` block; `cluster.slot.keep()` lets it outlive that.
+
+    Raises:
+        MissingError: The machine lacks something.
+        StartError: A process did not become ready.
+    """
+    console = console or Console(stderr=True)
+    if shape.kubelet_nodes and (reason := why_no_kubelets()):
+        console.print(reason)
+        shape = Shape({}, {**shape.kubelet_nodes, **shape.fleet}, shape.carpool)
+    system.ensure(system.FOR_CONTROL_PLANE + (system.FOR_NODES if shape.kubelet_nodes else ()), console)
+    binaries = binaries_.ensure(CONTROL_PLANE_TOOLS | (NODE_TOOLS if shape.kubelet_nodes else set()), console=console)
+    slot = slots.acquire()
+    try:
+        yield _start(slot, shape, binaries)
+    finally:
+        if not (slot.directory / slots.KEPT).exists():
+            _save_logs(slot)
+            slot.empty()
+        slot.release()
+
+
+def _start(slot: Slot, shape: Shape, binaries: Binaries) -> Cluster:
+    names, state = list(shape.kubelet_nodes), slot.directory
+    hosts = [nodes.link_of(slot.name, slot.number, index).host_address for index in range(len(names))]
+    plane = controlplane.prepare(state, ports.choose(slot.number), names, hosts)
+    table = ProcessTable(state, binaries.search_path())
+    cluster = Cluster(slot, shape, plane, binaries, table, chart.render(binaries))
+    made = nodes.make(names, state, (slot.name, slot.number), plane, binaries, table)
+    cluster.kubelets = {node.name: node for node in made}
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        runtimes = {node.name: pool.submit(node.start_runtime) for node in made}
+        # Links exist on the machine's side only after the runtimes have begun, so the server listens everywhere.
+        controlplane.start(plane, binaries, table, "0.0.0.0" if names else "127.0.0.1")
+        install(cluster)
+        controlplane.start_controllers(plane, binaries, table)
+        work = [pool.submit(_start_node, cluster, name, runtime) for name, runtime in runtimes.items()]
+        if shape.fleet:
+            work.append(pool.submit(fleet.start, plane, table, shape.fleet, _fleet_environment(cluster)))
+        if shape.carpool:
+            work += [pool.submit(cluster.processes.start_operator), pool.submit(cluster.processes.start_scheduler)]
+        for each in work:
+            each.result()
+    if names or shape.fleet:
+        cluster.wait_for_nodes()
+    return cluster
+
+
+def install(cluster: Cluster) -> None:
+    """Apply everything of the chart but the workloads."""
+    rendered = cluster.rendered
+    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": chart.NAMESPACE}}
+    crds = rendered.crds
+    cluster.apply(namespace, *crds)
+    if crds:
+        names = [f"crd/{crd['metadata']['name']}" for crd in crds]
+        cluster.kubectl("wait", *names, "--for=condition=Established", "--timeout=30s")
+    cluster.apply(*rendered.settings)
+
+
+def _start_node(cluster: Cluster, name: str, runtime: Future[int]) -> None:
+    node, first = cluster.kubelets[name], runtime.result()
+    cluster.namespaces[name] = first
+    node.start_kubelet(first)
+    if cluster.shape.carpool:
+        cluster.processes.start_agent(node, first, cluster.shape.kubelet_nodes[name])
+
+
+def _fleet_environment(cluster: Cluster) -> dict[str, str] | None:
+    return cluster.processes.agent_environment() if cluster.shape.carpool else None
+
+
+def _save_logs(slot: Slot) -> None:
+    source = slot.directory / "log"
+    if source.exists():
+        target = LOGS / slot.name
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(source, target)
+
+
+__all__ = ["BARE", "FULL", "Cluster", "KubectlError", "MissingError", "Shape", "StartError", "running"]

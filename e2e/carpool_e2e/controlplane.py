@@ -1,0 +1,165 @@
+"""etcd, the API server and the controller manager."""
+
+import secrets
+import urllib.error
+from dataclasses import dataclass
+from pathlib import Path
+
+from carpool_e2e import certificates
+from carpool_e2e.api import Api, kubeconfig
+from carpool_e2e.binaries import Binaries
+from carpool_e2e.ports import Ports
+from carpool_e2e.processes import ProcessTable
+
+USERS = {
+    "admin": ("carpool-admin", "system:masters"),
+    "controller-manager": ("system:kube-controller-manager", ""),
+    "fleet": ("carpool-fleet", "system:masters"),
+}
+"""Static users: name in the harness → user name and group."""
+
+SERVICE_RANGE = "10.0.0.0/24"
+
+
+@dataclass(frozen=True)
+class ControlPlane:
+    """A control plane's files and addresses."""
+
+    state: Path
+    ports: Ports
+    tokens: dict[str, str]
+
+    @property
+    def pki(self) -> Path:
+        """Folder of certificates and keys."""
+        return self.state / "pki"
+
+    @property
+    def ca_file(self) -> Path:
+        """The authority that signed the API server's certificate."""
+        return self.pki / "ca.crt"
+
+    def server(self, host: str = "127.0.0.1") -> str:
+        """Return the API server's URL as seen from where `host` is its address."""
+        return f"https://{host}:{self.ports.apiserver}"
+
+    @property
+    def api(self) -> Api:
+        """The API server, asked as administrator."""
+        return Api(self.server(), self.ca_file, self.tokens["admin"])
+
+    def write_kubeconfig(self, name: str, token: str, host: str = "127.0.0.1") -> Path:
+        """Write a kubeconfig into the state directory and return its path."""
+        file = self.state / f"{name}.kubeconfig"
+        file.touch(mode=0o600)
+        file.write_text(kubeconfig(self.server(host), self.ca_file, token))
+        return file
+
+
+def prepare(state: Path, ports: Ports, node_names: list[str], addresses: list[str]) -> ControlPlane:
+    """Make certificates, tokens and kubeconfigs.
+
+    Args:
+        state: The cluster's state directory.
+        ports: Its ports.
+        node_names: Nodes with a kubelet, each of which gets a token.
+        addresses: Addresses besides the loopback under which the API server is reached.
+    """
+    kubelets = {f"kubelet-{name}": (f"system:node:{name}", "system:nodes") for name in node_names}
+    users = {**USERS, **kubelets}
+    plane = ControlPlane(state, ports, {name: secrets.token_hex(16) for name in users})
+    plane.pki.mkdir()
+    certificates.make(plane.pki, "ca", "/CN=carpool-e2e")
+    names = ["DNS:localhost", "DNS:kubernetes.default.svc", *(f"IP:{a}" for a in ("127.0.0.1", "10.0.0.1", *addresses))]
+    certificates.make(plane.pki, "apiserver", "/CN=kube-apiserver", names, "ca")
+    certificates.make(plane.pki, "kubelet-client", "/O=system:masters/CN=kube-apiserver", ["DNS:none"], "ca")
+    certificates.make_key(plane.pki / "tokens.key")
+    lines = [f'{plane.tokens[name]},{user},{name},"{group}"' for name, (user, group) in users.items()]
+    (plane.pki / "users.csv").write_text("\n".join(lines) + "\n")
+    for name in ("admin", "controller-manager", "fleet"):
+        plane.write_kubeconfig(name, plane.tokens[name])
+    return plane
+
+
+def etcd_arguments(plane: ControlPlane) -> list[str]:
+    """Return etcd's arguments: one member that does not wait for the disk, because nothing outlives the cluster."""
+    client, peer = f"http://127.0.0.1:{plane.ports.etcd}", f"http://127.0.0.1:{plane.ports.etcd_peer}"
+    return [
+        "--name=default",
+        f"--data-dir={plane.state / 'etcd'}",
+        f"--listen-client-urls={client}",
+        f"--advertise-client-urls={client}",
+        f"--listen-peer-urls={peer}",
+        f"--initial-advertise-peer-urls={peer}",
+        f"--initial-cluster=default={peer}",
+        "--unsafe-no-fsync",
+        "--log-level=warn",
+    ]
+
+
+def apiserver_arguments(plane: ControlPlane, bind_address: str) -> list[str]:
+    """Return the API server's arguments, with the authorisers and admission of a real cluster."""
+    pki = plane.pki
+    return [
+        f"--etcd-servers=http://127.0.0.1:{plane.ports.etcd}",
+        f"--bind-address={bind_address}",
+        f"--secure-port={plane.ports.apiserver}",
+        # Nothing inside the cluster asks for the Service `kubernetes`.
+        "--endpoint-reconciler-type=none",
+        "--advertise-address=10.0.0.1",
+        f"--service-cluster-ip-range={SERVICE_RANGE}",
+        f"--tls-cert-file={pki / 'apiserver.crt'}",
+        f"--tls-private-key-file={pki / 'apiserver.key'}",
+        f"--client-ca-file={plane.ca_file}",
+        f"--token-auth-file={pki / 'users.csv'}",
+        f"--kubelet-client-certificate={pki / 'kubelet-client.crt'}",
+        f"--kubelet-client-key={pki / 'kubelet-client.key'}",
+        "--kubelet-preferred-address-types=InternalIP",
+        "--service-account-issuer=https://kubernetes.default.svc",
+        f"--service-account-key-file={pki / 'tokens.key'}",
+        f"--service-account-signing-key-file={pki / 'tokens.key'}",
+        "--authorization-mode=Node,RBAC",
+        "--enable-admission-plugins=NodeRestriction",
+        "--allow-privileged=true",
+        "--profiling=false",
+    ]
+
+
+def controller_manager_arguments(plane: ControlPlane) -> list[str]:
+    """Return the controller manager's arguments: each controller runs with the rights of its own ServiceAccount."""
+    return [
+        f"--kubeconfig={plane.state / 'controller-manager.kubeconfig'}",
+        "--bind-address=127.0.0.1",
+        f"--secure-port={plane.ports.controller_manager}",
+        "--use-service-account-credentials=true",
+        f"--root-ca-file={plane.ca_file}",
+        f"--service-account-private-key-file={plane.pki / 'tokens.key'}",
+        "--leader-elect=false",
+        "--profiling=false",
+    ]
+
+
+def start(plane: ControlPlane, binaries: Binaries, table: ProcessTable, bind_address: str) -> None:
+    """Start etcd and the API server, and wait until the server is ready."""
+    table.start("etcd", [binaries["etcd"], *etcd_arguments(plane)])
+    apiserver = table.start("kube-apiserver", [binaries["kube-apiserver"], *apiserver_arguments(plane, bind_address)])
+    apiserver.wait_until(lambda: plane.api.answers("/readyz"))
+
+
+def start_controllers(plane: ControlPlane, binaries: Binaries, table: ProcessTable) -> None:
+    """Start the controller manager, and wait until a pod can be created.
+
+    It starts after the CRDs are there: its garbage collector learns about new kinds only every thirty seconds.
+    """
+    arguments = controller_manager_arguments(plane)
+    process = table.start("kube-controller-manager", [binaries["kube-controller-manager"], *arguments])
+    process.wait_until(lambda: plane.api.answers("/api/v1/namespaces/default/serviceaccounts/default"))
+
+
+def create(api: Api, path: str, body: object) -> None:
+    """Create an object unless it is there."""
+    try:
+        api.call("POST", path, body)
+    except urllib.error.HTTPError as error:
+        if error.code != 409:
+            raise

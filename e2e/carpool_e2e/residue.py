@@ -1,0 +1,119 @@
+"""Finding and removing what a cluster has on the machine: processes, network links, cgroups."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from carpool_e2e.errors import HarnessError
+
+MARK = "CARPOOL_E2E_STATE"
+"""Environment variable that every process of a cluster carries; its value is the cluster's state directory."""
+
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+LINKS = Path("/sys/class/net")
+
+
+def marked_processes(state: Path, proc: Path = Path("/proc")) -> list[int]:
+    """Return the processes that belong to a state directory, and their descendants that kept the environment."""
+    wanted = f"{MARK}={state}".encode()
+    found = []
+    for entry in proc.iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            environ = (entry / "environ").read_bytes()
+        except (OSError, ProcessLookupError):
+            continue  # ended meanwhile, or not ours to read
+        if wanted in environ.split(b"\0"):
+            found.append(int(entry.name))
+    return found
+
+
+def end_processes(state: Path, timeout_s: float = 20.0) -> None:
+    """Kill every process of a state directory, and wait until all are gone.
+
+    All at once: an API server that outlives its etcd would linger on its port for a minute.
+
+    Raises:
+        HarnessError: Some process does not end.
+    """
+    deadline = time.monotonic() + timeout_s
+    while pids := marked_processes(state):
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        _reap(pids)
+        if time.monotonic() > deadline:
+            raise HarnessError(f"processes {pids} of {state} did not end within {timeout_s:.0f} s of SIGKILL")
+        time.sleep(0.05)
+
+
+def _reap(pids: list[int]) -> None:
+    for pid in pids:
+        try:
+            os.waitpid(pid, os.WNOHANG)
+        except ChildProcessError:
+            continue  # a descendant, or of an earlier harness: its own parent reaps it
+
+
+def link_name(prefix: str, index: int) -> str:
+    """Return the name of the host's end of a node's link."""
+    return f"{prefix}-n{index}"
+
+
+def remove_links(prefix: str) -> None:
+    """Remove the network links whose name begins with `PREFIX-`."""
+    for link in sorted(LINKS.glob(f"{prefix}-n*")):
+        subprocess.run(["ip", "link", "delete", link.name], check=False, capture_output=True)
+
+
+def hierarchies() -> list[Path]:
+    """Return the mounted cgroup hierarchies that a kubelet uses: one on cgroup v2, one for each controller on v1."""
+    if (CGROUP_ROOT / "cgroup.controllers").exists():
+        return [CGROUP_ROOT]
+    # `unified` carries no controllers on a hybrid machine.
+    return [d for d in sorted(CGROUP_ROOT.iterdir()) if d.is_dir() and not d.is_symlink() and d.name != "unified"]
+
+
+def create_cgroups(name: str) -> None:
+    """Create a cgroup of that name in every hierarchy, with the root's CPUs and memory nodes on cgroup v1."""
+    for hierarchy in hierarchies():
+        group = hierarchy / name
+        group.mkdir(exist_ok=True)
+        for key in ("cpuset.cpus", "cpuset.mems"):
+            if (hierarchy / key).exists():
+                (group / key).write_text((hierarchy / key).read_text())
+
+
+def remove_cgroups(prefix: str) -> None:
+    """Remove the cgroups whose name begins with `PREFIX-`, and kill what is still in them."""
+    if not CGROUP_ROOT.exists():
+        return
+    roots = {*hierarchies(), *[d for d in (CGROUP_ROOT / "unified",) if d.exists()]}
+    for group in [g for root in roots for g in root.glob(f"{prefix}-*")]:
+        for directory in [*sorted(group.rglob("*/"), key=lambda d: -len(d.parts)), group]:
+            _remove_cgroup(directory)
+
+
+def _remove_cgroup(directory: Path) -> None:
+    for _ in range(50):
+        try:
+            directory.rmdir()
+        except FileNotFoundError:
+            return
+        except OSError:
+            for pid in (directory / "cgroup.procs").read_text().split():
+                os.kill(int(pid), signal.SIGKILL)
+            time.sleep(0.1)
+        else:
+            return
+
+
+def have(*commands: str) -> bool:
+    """Whether all of these commands are on the PATH."""
+    return all(shutil.which(command) for command in commands)

@@ -1,0 +1,134 @@
+"""State directories of clusters: one numbered slot each, held by a file lock and emptied by whoever finds it stale.
+
+Everything that a cluster leaves on the machine can be derived from its slot: processes carry the slot's directory in their
+environment, links and cgroups carry its number in their name, and mounts live in namespaces that end with the processes.
+So nothing has to be written down in time to survive `kill -9`.
+"""
+
+import fcntl
+import os
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from carpool_e2e import residue
+from carpool_e2e.errors import HarnessError
+
+MAX_SLOTS = 64
+KEPT = "kept"
+"""File in a slot's directory that tells the next start to leave it alone."""
+
+
+def default_root() -> Path:
+    """Return where slots live: the same for every run of a user, and short, because a unix socket's path is limited."""
+    return Path(f"/tmp/carpool-{os.getuid()}")
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A numbered state directory whose lock this process holds."""
+
+    root: Path
+    number: int
+    lock_fd: int
+
+    @property
+    def directory(self) -> Path:
+        """Where the cluster keeps its state."""
+        return self.root / str(self.number)
+
+    @property
+    def name(self) -> str:
+        """Prefix of links and cgroups; unique on the machine."""
+        return slot_name(self.root, self.number)
+
+    def keep(self) -> None:
+        """Let the cluster outlive this process, until `clean`."""
+        (self.directory / KEPT).touch()
+
+    def empty(self) -> None:
+        """End everything that belongs to this slot and remove its directory."""
+        residue.end_processes(self.directory)
+        residue.remove_links(self.name)
+        residue.remove_cgroups(self.name)
+        _remove_tree(self.directory)
+
+    def release(self) -> None:
+        """Let go of the lock."""
+        os.close(self.lock_fd)
+
+
+def slot_name(root: Path, number: int) -> str:
+    """Return the prefix of a slot's links and cgroups; at most 8 characters, because a link's name has at most 15."""
+    return f"cp{number}" if root == default_root() else f"cq{number}"
+
+
+def acquire(root: Path | None = None) -> Slot:
+    """Take a free slot, after emptying every slot that a dead harness left behind.
+
+    Raises:
+        HarnessError: All slots are in use.
+    """
+    root = root or default_root()
+    _prepare(root)
+    mine: Slot | None = None
+    for slot in _lockable(root, range(MAX_SLOTS)):
+        if (slot.directory / KEPT).exists():
+            slot.release()
+            continue
+        if slot.directory.exists():
+            slot.empty()
+        if mine is None:
+            mine = slot
+            mine.directory.mkdir(mode=0o700)
+        else:
+            slot.release()
+    if mine is None:
+        raise HarnessError(f"all {MAX_SLOTS} clusters under {root} are in use; stop one, or run `make demo-clean`")
+    return mine
+
+
+def clean(root: Path | None = None) -> list[int]:
+    """Empty every slot whose harness has ended, the kept ones too, and return their numbers."""
+    root = root or default_root()
+    if not root.exists():
+        return []
+    _prepare(root)
+    cleaned = []
+    for slot in _lockable(root, range(MAX_SLOTS)):
+        if slot.directory.exists():
+            slot.empty()
+            cleaned.append(slot.number)
+        slot.release()
+    return cleaned
+
+
+def _prepare(root: Path) -> None:
+    root.mkdir(mode=0o700, exist_ok=True)
+    found = root.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise HarnessError(f"{root} must be a directory of user {os.getuid()}; it is somebody else's: remove it")
+
+
+def _lockable(root: Path, numbers: range) -> Iterator[Slot]:
+    for number in numbers:
+        lock = os.open(root / f"{number}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            continue
+        yield Slot(root, number, lock)
+
+
+def _remove_tree(directory: Path) -> None:
+    # A namespace lets go of its mounts a moment after its last process has ended.
+    for _ in range(50):
+        shutil.rmtree(directory, ignore_errors=True)
+        if not directory.exists():
+            return
+        time.sleep(0.1)
+    shutil.rmtree(directory)
