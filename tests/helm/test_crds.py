@@ -1,0 +1,31 @@
+"""The chart's resource definitions are the repository's, and they travel with it."""
+
+import subprocess
+import tarfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILES = ["carpool.dev_gpunodes.yaml", "carpool.dev_gputrainingjobs.yaml"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_they_are_links_to_the_repositorys_own(name: str) -> None:
+    assert (ROOT / "helm/carpool/crds" / name).resolve(strict=True) == ROOT / "crds" / name
+
+
+def test_none_is_missing() -> None:
+    assert sorted(f.name for f in (ROOT / "crds").glob("*.yaml")) == FILES
+    assert sorted(f.name for f in (ROOT / "helm/carpool/crds").iterdir()) == FILES
+
+
+@pytest.mark.e2e
+def test_a_packaged_chart_holds_them(helm: str, tmp_path: Path) -> None:
+    subprocess.run([helm, "package", ROOT / "helm/carpool", "-d", tmp_path], check=True, capture_output=True)
+    (package,) = tmp_path.glob("*.tgz")
+    with tarfile.open(package) as archive:
+        for name in FILES:
+            held = archive.extractfile(f"carpool/crds/{name}")
+            assert held is not None
+            assert held.read() == (ROOT / "crds" / name).read_bytes()

@@ -1,0 +1,165 @@
+"""What is installed: names, labels, containers and their settings."""
+
+import importlib
+import re
+from typing import Any
+
+import click
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+COMMANDS = {
+    "operator": ("carpool_operator.commands", "operator"),
+    "extender": ("carpool_extender.commands", "extender"),
+    "agent": ("carpool_deviceplugin.commands", "agent"),
+}
+"""Container → where the command is that it runs."""
+
+EXPECTED = {
+    ("ServiceAccount", "carpool-operator"),
+    ("ServiceAccount", "carpool-scheduler"),
+    ("ServiceAccount", "carpool-node-agent"),
+    ("Deployment", "carpool-operator"),
+    ("Deployment", "carpool-scheduler"),
+    ("DaemonSet", "carpool-node-agent"),
+    ("ConfigMap", "carpool-scheduler"),
+    ("Secret", "carpool-scheduler"),
+    ("Lease", "carpool-scheduler"),
+    ("CustomResourceDefinition", "gputrainingjobs.carpool.dev"),
+    ("CustomResourceDefinition", "gpunodes.carpool.dev"),
+    ("ValidatingAdmissionPolicy", "carpool-pods"),
+    ("ValidatingAdmissionPolicyBinding", "carpool-pods"),
+    ("ValidatingAdmissionPolicy", "carpool-node-agent"),
+    ("ValidatingAdmissionPolicyBinding", "carpool-node-agent"),
+}
+
+
+def test_it_installs_what_it_should(chart: Any) -> None:
+    rights = ("ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding")
+    assert {(o["kind"], o["metadata"]["name"]) for o in chart.objects if o["kind"] not in rights} == EXPECTED
+
+
+def test_every_object_has_the_common_labels_and_its_namespace(chart: Any) -> None:
+    cluster_scoped = (
+        "ClusterRole",
+        "ClusterRoleBinding",
+        "ValidatingAdmissionPolicy",
+        "ValidatingAdmissionPolicyBinding",
+    )
+    for one in chart.objects:
+        if one["kind"] == "CustomResourceDefinition":
+            continue
+        labels = {key.removeprefix("app.kubernetes.io/") for key in one["metadata"]["labels"]}
+        assert {"name", "instance", "component", "version", "managed-by", "part-of"} <= labels, one["metadata"]["name"]
+        wanted = None if one["kind"] in cluster_scoped else "carpool-system"
+        if one["metadata"]["name"] == "carpool-scheduler-authentication-reader":
+            wanted = "kube-system"
+        assert one["metadata"].get("namespace") == wanted, one["metadata"]["name"]
+
+
+def test_names_follow_the_release_and_the_schedulers_name_does_not(render: Any) -> None:
+    other = render(release="gpus", namespaceOverride="elsewhere")
+    assert other.one("Deployment", "gpus-carpool-scheduler")["metadata"]["namespace"] == "elsewhere"
+    assert (
+        "schedulerName: carpool-scheduler\n" in other.one("ConfigMap", "gpus-carpool-scheduler")["data"]["config.yaml"]
+    )
+    assert other.one("Deployment", "gpus-carpool-operator")["spec"]["selector"]["matchLabels"] == {
+        "app.kubernetes.io/name": "carpool",
+        "app.kubernetes.io/instance": "gpus",
+        "app.kubernetes.io/component": "operator",
+    }
+
+
+def test_selectors_find_the_pods(chart: Any) -> None:
+    for workload in chart.workloads:
+        wanted = workload["spec"]["selector"]["matchLabels"].items()
+        assert wanted <= workload["spec"]["template"]["metadata"]["labels"].items()
+
+
+def test_a_new_operator_starts_after_the_old_one_ended(chart: Any) -> None:
+    spec = chart.one("Deployment", "carpool-operator")["spec"]
+    assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
+
+
+def test_agents_run_on_tainted_gpu_nodes_that_were_given_to_carpool(chart: Any) -> None:
+    spec = chart.one("DaemonSet", "carpool-node-agent")["spec"]["template"]["spec"]
+    assert spec["priorityClassName"] == "system-node-critical"
+    assert spec["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    assert spec["nodeSelector"] == {"carpool.dev/node": "managed"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_process_serves_metrics_and_health(chart: Any, name: str) -> None:
+    container = chart.containers[name]
+    assert container["ports"] == [
+        {"name": "metrics", "containerPort": int(chart.environment(name)["CARPOOL_METRICS_PORT"])}
+    ]
+    assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "metrics"}
+    assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "metrics"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_variable_is_a_setting_of_its_process_and_parses(render: Any, name: str) -> None:
+    chart = render(
+        settings={"namespaces": ["default", "team-a"]}, nodeAgent={"simulatedGpus": "NVIDIA A100-SXM4-40GB:4"}
+    )
+    assert chart.containers[name]["command"] + chart.containers[name]["args"] == ["carpool", COMMANDS[name][1]]
+    command = getattr(importlib.import_module(COMMANDS[name][0]), COMMANDS[name][1])
+    options = {p.envvar: p for p in command.params if isinstance(p, click.Option)}
+    for variable, value in chart.environment(name).items():
+        assert variable in options
+        options[variable].type.convert(value, options[variable], None)
+
+
+@pytest.mark.parametrize("name", ["operator", "kube-scheduler", "extender", "agent"])
+def test_no_process_can_gain_privileges_or_write_its_own_files(chart: Any, name: str) -> None:
+    assert chart.containers[name]["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
+def test_only_the_agent_is_root(chart: Any) -> None:
+    for workload in chart.workloads:
+        security = workload["spec"]["template"]["spec"]["securityContext"]
+        assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+        if workload["kind"] == "DaemonSet":
+            assert security["runAsUser"] == 0
+        else:
+            assert security["runAsNonRoot"]
+            assert security["runAsUser"] > 0
+
+
+def test_only_the_agent_sees_its_node_and_at_the_nodes_own_paths(chart: Any) -> None:
+    for workload in chart.workloads:
+        spec = workload["spec"]["template"]["spec"]
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
+        paths = {v["name"]: v["hostPath"]["path"] for v in spec["volumes"] if "hostPath" in v}
+        if workload["kind"] == "Deployment":
+            assert paths == {}
+            continue
+        assert sorted(paths.values()) == [
+            "/var/lib/carpool",
+            "/var/lib/kubelet/device-plugins",
+            "/var/lib/kubelet/pod-resources",
+            "/var/run/cdi",
+        ]
+        assert {m["name"]: m["mountPath"] for m in spec["containers"][0]["volumeMounts"]} == paths
+    where = chart.environment("agent")
+    assert where["CARPOOL_DEVICE_PLUGIN_DIR"] == "/var/lib/kubelet/device-plugins"
+    assert where["CARPOOL_POD_RESOURCES_SOCKET"] == "/var/lib/kubelet/pod-resources/kubelet.sock"
+    assert where["CARPOOL_CDI_DIR"] == "/var/run/cdi"
+    assert where["CARPOOL_STATE_DIR"] == "/var/lib/carpool"
+
+
+def test_an_agent_knows_its_node_from_the_pod(chart: Any) -> None:
+    node = next(e for e in chart.containers["agent"]["env"] if e["name"] == "CARPOOL_NODE_NAME")
+    assert node["valueFrom"] == {"fieldRef": {"fieldPath": "spec.nodeName"}}
+
+
+def test_the_traces_memory_fits_into_the_operators_container(chart: Any) -> None:
+    limit = re.fullmatch(r"(\d+)Gi", chart.containers["operator"]["resources"]["limits"]["memory"])
+    assert limit
+    assert int(limit[1]) * 1024 >= int(chart.environment("operator")["CARPOOL_TRACE_MEMORY_MIB"]) + 256

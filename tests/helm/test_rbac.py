@@ -1,0 +1,116 @@
+"""Who may do what, as a table; a right that is not in it is one too many."""
+
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+READ = {"get", "list", "watch"}
+
+OWN = {
+    "carpool-operator": {
+        "carpool.dev/gputrainingjobs": READ | {"delete"},
+        "carpool.dev/gputrainingjobs/status": {"patch", "update"},
+        "carpool.dev/gpunodes": READ,
+        "pods": READ | {"create", "delete"},
+        "events": {"create", "get", "patch"},
+    },
+    "carpool-scheduler": {
+        "carpool.dev/gputrainingjobs": READ,
+        "carpool.dev/gpunodes": READ | {"patch"},
+        "pods": READ,
+        "pods/binding": {"create"},
+        "nodes": {"get", "patch"},
+        "events": {"create", "get", "patch"},
+    },
+    "carpool-node-agent": {
+        "carpool.dev/gpunodes": READ | {"create"},
+        "carpool.dev/gpunodes/status": {"patch"},
+        "pods": READ,
+        "nodes": {"get"},
+        "events": {"create", "get", "patch"},
+    },
+}
+
+USERS = {
+    "carpool-view": {"carpool.dev/gputrainingjobs": READ, "carpool.dev/gpunodes": READ},
+    "carpool-edit": {"carpool.dev/gputrainingjobs": {"create", "update", "patch", "delete", "deletecollection"}},
+}
+
+BOUND = {
+    ("carpool-operator", "ClusterRole", "carpool-operator"),
+    ("carpool-scheduler", "ClusterRole", "carpool-scheduler"),
+    ("carpool-scheduler", "ClusterRole", "system:kube-scheduler"),
+    ("carpool-scheduler", "ClusterRole", "system:volume-scheduler"),
+    ("carpool-scheduler", "Role", "carpool-scheduler"),
+    ("carpool-scheduler", "Role", "extension-apiserver-authentication-reader"),
+    ("carpool-node-agent", "ClusterRole", "carpool-node-agent"),
+}
+
+
+def rights(role: dict[str, Any]) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for rule in role["rules"]:
+        for group in rule["apiGroups"]:
+            for resource in rule["resources"]:
+                found.setdefault(f"{group}/{resource}".lstrip("/"), set()).update(rule["verbs"])
+    return found
+
+
+@pytest.mark.parametrize("name", [*OWN, *USERS])
+def test_a_role_has_these_rights_and_no_others(chart: Any, name: str) -> None:
+    assert rights(chart.one("ClusterRole", name)) == (OWN | USERS)[name]
+
+
+def test_there_are_no_other_roles(chart: Any) -> None:
+    assert {o["metadata"]["name"] for o in chart.all("ClusterRole")} == {*OWN, *USERS}
+    (lease,) = chart.all("Role")
+    assert lease["rules"] == [
+        {
+            "apiGroups": ["coordination.k8s.io"],
+            "resources": ["leases"],
+            "resourceNames": ["carpool-scheduler"],
+            "verbs": ["get", "update"],
+        }
+    ]
+
+
+def test_each_account_is_bound_to_its_own_roles(chart: Any) -> None:
+    found = set()
+    for binding in chart.all("ClusterRoleBinding", "RoleBinding"):
+        (subject,) = binding["subjects"]
+        assert (subject["kind"], subject["namespace"]) == ("ServiceAccount", "carpool-system")
+        found.add((subject["name"], binding["roleRef"]["kind"], binding["roleRef"]["name"]))
+    assert found == BOUND
+
+
+@pytest.mark.parametrize(
+    ("resource", "verbs", "writer"),
+    [
+        ("carpool.dev/gputrainingjobs/status", {"patch", "update"}, "carpool-operator"),
+        ("carpool.dev/gpunodes", {"patch", "update"}, "carpool-scheduler"),
+        ("carpool.dev/gpunodes/status", {"patch", "update"}, "carpool-node-agent"),
+        ("pods/binding", {"create"}, "carpool-scheduler"),
+    ],
+)
+def test_what_has_one_writer_has_one(chart: Any, resource: str, verbs: set[str], writer: str) -> None:
+    writers = [o["metadata"]["name"] for o in chart.all("ClusterRole") if rights(o).get(resource, set()) & verbs]
+    assert writers == [writer]
+
+
+def test_no_right_is_a_wildcard(chart: Any) -> None:
+    for role in chart.all("ClusterRole", "Role"):
+        for rule in role["rules"]:
+            assert "*" not in rule["apiGroups"] + rule["resources"] + rule["verbs"]
+
+
+def test_users_roles_are_collected_into_kubernetes_own(chart: Any) -> None:
+    def into(name: str) -> list[str]:
+        labels = chart.one("ClusterRole", name)["metadata"]["labels"]
+        return sorted(
+            key.rpartition("-to-")[2] for key, value in labels.items() if "aggregate-to" in key and value == "true"
+        )
+
+    assert into("carpool-view") == ["admin", "edit", "view"]
+    assert into("carpool-edit") == ["admin", "edit"]

@@ -1,0 +1,159 @@
+"""Values: what is refused, with which sentence; what the defaults leave out."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from carpool_core.settings import LogFormat, LogLevel
+from carpool_extender.policies import POLICIES
+
+FOLDER = Path(__file__).parents[2] / "helm" / "carpool"
+VALUES = (FOLDER / "values.yaml").read_text()
+SCHEMA = json.loads((FOLDER / "values.schema.json").read_text())
+
+
+def leaves(values: dict[str, Any], path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    found = []
+    for key, value in values.items():
+        found += leaves(value, (*path, key)) if isinstance(value, dict) and value else [(*path, key)]
+    return found
+
+
+def described(path: tuple[str, ...]) -> bool:
+    """Whether the schema names this value itself, rather than letting everything pass."""
+    schema = SCHEMA
+    for part in path:
+        if "$ref" in schema:
+            schema = SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]]
+        if "properties" not in schema:
+            return bool(schema.get("type") == "object")
+        if part not in schema["properties"]:
+            return False
+        schema = schema["properties"][part]
+    return True
+
+
+def test_the_defaults_are_what_the_schema_allows() -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    jsonschema.validate(yaml.safe_load(VALUES), SCHEMA)
+
+
+@pytest.mark.parametrize("path", leaves(yaml.safe_load(VALUES)), ids=".".join)
+def test_every_default_is_described_by_the_schema(path: tuple[str, ...]) -> None:
+    assert described(path)
+
+
+def test_the_schema_knows_the_logs_that_every_process_knows() -> None:
+    log = SCHEMA["properties"]["settings"]["properties"]["log"]["properties"]
+    assert log["level"]["enum"] == [*LogLevel]
+    assert log["format"]["enum"] == [*LogFormat]
+
+
+def test_the_schema_knows_the_policies_of_the_extender() -> None:
+    assert SCHEMA["properties"]["settings"]["properties"]["policy"]["enum"] == [*POLICIES]
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        pytest.param(
+            {"settings": {"policy": "fastest"}},
+            "at '/settings/policy': value must be one of 'least-slowdown', 'most-available-memory'",
+            id="unknown policy",
+        ),
+        pytest.param(
+            {"settings": {"bindTimeoutSeconds": 0}},
+            "at '/settings/bindTimeoutSeconds': minimum: got 0, want 1",
+            id="no time to bind",
+        ),
+        pytest.param(
+            {"nodeAgent": {"simulatedGpu": "x"}},
+            "at '/nodeAgent': additional properties 'simulatedGpu' not allowed",
+            id="misspelt key",
+        ),
+        pytest.param({"operator": {"replicas": 2}}, "additional properties 'replicas' not allowed", id="two operators"),
+        pytest.param(
+            {"extender": {"image": {"tag": 1.1}}},
+            "at '/extender/image/tag': got number, want string",
+            id="tag unquoted",
+        ),
+        pytest.param(
+            {"nodeAgent": {"simulatedGpus": "A100"}},
+            "expected nodeAgent.simulatedGpus as PRODUCT:COUNT with a count of 1 to 99, several separated by commas, "
+            'such as "NVIDIA A100-SXM4-40GB:4"; found "A100".',
+            id="simulated GPUs without a count",
+        ),
+        pytest.param(
+            {"global": {"imageRegistry": ""}},
+            "expected the registry of image kube-scheduler in scheduler.image.registry or global.imageRegistry, found "
+            "neither.",
+            id="no registry at all",
+        ),
+        pytest.param(
+            {"global": {"imageRegistry": ""}, "scheduler": {"image": {"registry": "registry.example"}}},
+            "found neither.\nCarpool's images are built from its Dockerfile",
+            id="no registry of our own images",
+        ),
+    ],
+)
+def test_a_value_that_makes_no_sense_is_refused_with_a_sentence(
+    render: Any, values: dict[str, Any], sentence: str
+) -> None:
+    assert sentence in render(**values).error
+
+
+@pytest.mark.e2e
+def test_a_cluster_without_admission_policies_is_told_what_it_loses(render: Any) -> None:
+    refused = render(kube_version="v1.29.8")
+    assert "expected Kubernetes 1.30 or later, found v1.29.8" in refused.error
+    assert "--set admissionPolicies.enabled=false" in refused.error
+    accepted = render(kube_version="v1.29.8", admissionPolicies={"enabled": False})
+    assert accepted.error == ""
+    assert accepted.all("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding") == []
+
+
+@pytest.mark.e2e
+def test_vendors_versions_pass_and_the_scheduler_is_the_clusters_own_release(render: Any) -> None:
+    image = render(kube_version="v1.31.2-gke.100").containers["kube-scheduler"]["image"]
+    assert image == "localhost/kube-scheduler:v1.31.2"
+
+
+@pytest.mark.e2e
+def test_a_digest_and_a_components_own_registry_win(render: Any) -> None:
+    digest = "sha256:" + "0" * 64
+    containers = render(
+        scheduler={"image": {"registry": "mirror.example/k8s", "tag": "v1.36.0"}},
+        operator={"image": {"digest": digest}},
+    ).containers
+    assert containers["kube-scheduler"]["image"] == "mirror.example/k8s/kube-scheduler:v1.36.0"
+    assert containers["operator"]["image"] == f"localhost/carpool/operator@{digest}"
+
+
+@pytest.mark.e2e
+def test_nothing_is_simulated_by_default(chart: Any) -> None:
+    assert "imulated" not in json.dumps([o for o in chart.objects if o["kind"] != "CustomResourceDefinition"])
+    assert "CARPOOL_SIMULATED_GPUS" not in chart.environment("agent")
+
+
+@pytest.mark.e2e
+def test_simulated_gpus_are_given_to_the_agent_as_they_were_asked_for(render: Any) -> None:
+    asked = "NVIDIA A100-SXM4-40GB:4,NVIDIA H100 80GB HBM3:2"
+    assert render(nodeAgent={"simulatedGpus": asked}).environment("agent")["CARPOOL_SIMULATED_GPUS"] == asked
+
+
+def test_no_registry_is_named() -> None:
+    values = yaml.safe_load(VALUES)
+    images = [
+        component["image"] for component in values.values() if isinstance(component, dict) and "image" in component
+    ]
+    assert [image["registry"] for image in images] == [""] * 4
+    assert values["global"]["imageRegistry"] == ""
+    dockerfile = (FOLDER.parents[1] / "Dockerfile").read_text()
+    bases = re.findall(r"^FROM (\S+)", dockerfile, re.MULTILINE)
+    for name in [*(image["repository"] for image in images), *bases]:
+        assert re.fullmatch(r"[a-z/-]+(:\$\{PYTHON\}-slim)?", name), f"{name} names a registry"
