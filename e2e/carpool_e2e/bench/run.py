@@ -1,0 +1,99 @@
+"""`make bench`: measures, and writes docs/benchmarks.md with the machine's size beside the figures."""
+
+import asyncio
+import os
+import platform
+from datetime import date
+from pathlib import Path
+
+from carpool_core.kube.client import connect
+from carpool_core.settings import KubeSettings
+from rich.console import Console
+
+from carpool_e2e.bench import latency, memory
+from carpool_e2e.chart import PROJECT
+from carpool_e2e.cluster import BARE, FULL, Cluster, Shape, running
+
+RUNS, NODES, GPUS, JOBS = 15, 500, 8, 1000
+REPORT = PROJECT / "docs" / "benchmarks.md"
+
+Row = tuple[str, float, float]
+"""What, measured, and the most that is allowed."""
+
+
+def machine() -> str:
+    """Describe this machine in a sentence."""
+    model = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        platform.processor() or "unknown processor",
+    )
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    software = f"Linux {platform.release()}, Python {platform.python_version()}"
+    return f"{os.cpu_count()} × {model}, {pages:.0f} GiB of memory, {software}"
+
+
+def main(console: Console) -> None:
+    """Run all benchmarks and write the report."""
+    console.rule("the way of a job")
+    with running(Shape(kubelet_nodes=FULL.kubelet_nodes), console) as cluster:
+        timelines = asyncio.run(_latency(cluster, console))
+        agents = [memory.resident_mib(cluster[f"agent-{node}"].pid) for node in FULL.kubelet_nodes]
+    console.rule(f"memory: {NODES} nodes, {JOBS} jobs")
+    with running(BARE, console) as cluster:
+        asyncio.run(_populate(cluster))
+        cluster.processes.start_scheduler()
+        extender = memory.resident_mib(cluster["extender"].pid)
+        cluster["kube-scheduler"].kill()  # the jobs shall stay where the operator put them: nothing must bind them
+        cluster.processes.start_operator()
+        asyncio.run(_submit(cluster))
+        operator = memory.resident_mib(cluster["operator"].pid)
+    rows: list[Row] = [
+        (f"node agent, {len(agents)} agents with 4 GPUs each, the larger", max(agents), 80),
+        (f"extender, {NODES} nodes × {GPUS} GPUs", extender, 150),
+        (f"operator, {JOBS} jobs with their pods, without PyTorch", operator, 200),
+    ]
+    REPORT.write_text(report(latency.table(timelines), rows, len(timelines)), encoding="utf-8")
+    console.print(f"written: {REPORT.relative_to(PROJECT)}")
+
+
+async def _latency(cluster: Cluster, console: Console) -> list[latency.Timeline]:
+    async with connect(KubeSettings(kubeconfig=str(cluster.kubeconfig))) as api:
+        await latency.measure(api, 1, lambda said: console.print(f"(warm-up) {said}"))
+        return await latency.measure(api, RUNS, console.print)
+
+
+async def _populate(cluster: Cluster) -> None:
+    async with connect(KubeSettings(kubeconfig=str(cluster.kubeconfig))) as api:
+        await memory.populate(api, NODES, GPUS)
+
+
+async def _submit(cluster: Cluster) -> None:
+    async with connect(KubeSettings(kubeconfig=str(cluster.kubeconfig))) as api:
+        await memory.submit(api, JOBS)
+
+
+def report(steps: list[tuple[str, float, float, float]], memories: list[Row], runs: int) -> str:
+    """Write the report in Markdown."""
+    lines = [
+        "# Benchmarks",
+        "",
+        f"`make bench` wrote this on {date.today().isoformat()}: {machine()}.",
+        "Everything runs on that one machine: the control plane, both kubelets, Carpool and whoever watches them.",
+        "",
+        "## The way of a job",
+        "",
+        f"One job after another on an idle cluster ({runs} runs after one to warm up). Features are given, the container is",
+        "busybox. Seen by a client that watches the API server. The whole must take at most 3 s (median).",
+        "",
+        "| step | median s | least s | most s |",
+        "|---|---|---|---|",
+        *(f"| {step} | {mid:.2f} | {low:.2f} | {high:.2f} |" for step, mid, low, high in steps),
+        "",
+        "## Resident memory",
+        "",
+        "| process | MiB | at most |",
+        "|---|---|---|",
+        *(f"| {what} | {found:.0f} | {most:.0f} |" for what, found, most in memories),
+        "",
+    ]
+    return "\n".join(lines)
