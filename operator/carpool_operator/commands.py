@@ -1,6 +1,7 @@
 """`carpool operator`."""
 
 import asyncio
+import logging
 
 import click
 from carpool_core import logs
@@ -15,6 +16,8 @@ from carpool_operator.settings import OperatorSettings
 def operator(settings: OperatorSettings) -> None:
     """Run the operator: it predicts GpuTrainingJobs, creates and follows their pods, and keeps their status true."""
     logs.configure(settings.log, "operator")
+    # kopf tells of each event that it handed over; what became of it we log ourselves.
+    logging.getLogger("kopf.objects").setLevel(logging.WARNING)
     try:
         asyncio.run(serve(settings))
     except NotInstalledError as error:

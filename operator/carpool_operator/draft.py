@@ -97,9 +97,15 @@ class Draft:
         """Bring the job to its end without success."""
         self.finish(keys.CONDITION_FAILED, reason, message, attempt)
 
-    def decision(self) -> Decision:
-        """Return what was decided; nothing is written where nothing changed."""
-        self.set(observed_generation=self.job.metadata.generation)
+    def decision(self, *, is_current: bool = True) -> Decision:
+        """Return what was decided; nothing is written where nothing changed.
+
+        Args:
+            is_current: Whether the status speaks of the present generation; not while its prediction is computed, which
+                for most jobs takes a millisecond that is not worth a write.
+        """
+        if is_current:
+            self.set(observed_generation=self.job.metadata.generation)
         status = conditions.with_state(self.status)
         write: list[Action] = [] if status == self.job.status else [WriteStatus(status)]
         return Decision((*write, *self._pod_actions, *self._after), self._requeue_after_s)

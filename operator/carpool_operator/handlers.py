@@ -72,15 +72,17 @@ def registry_for(operator: Operator, kube: KubeSettings, clock: Clock) -> kopf.O
     """Register what kopf calls."""
     registry = kopf.OperatorRegistry()
 
-    @kopf.on.login(registry=registry)
+    @kopf.on.login(id="login", registry=registry)
     async def login(**_: Any) -> kopf.AiohttpSession:
         return session_for(load_endpoint(kube), clock)
 
-    @kopf.on.event(GPU_TRAINING_JOBS.group, GPU_TRAINING_JOBS.version, GPU_TRAINING_JOBS.plural, registry=registry)
+    @kopf.on.event(
+        GPU_TRAINING_JOBS.group, GPU_TRAINING_JOBS.version, GPU_TRAINING_JOBS.plural, id="job", registry=registry
+    )
     async def job_changed(event: kopf.RawEvent, **_: Any) -> None:
         hear(operator, event)
 
-    @kopf.on.probe(registry=registry)
+    @kopf.on.probe(id="waiting", registry=registry)
     async def waiting(**_: Any) -> int:
         return len(operator.queue)
 

@@ -48,7 +48,7 @@ def reconcile(snapshot: Snapshot) -> Decision:
         places = placement.placements(snapshot.job, pods, snapshot.nodes)
         draft.set(placement=places, observed=placement.observed(draft.job, pods, snapshot.nodes, places))
     _continue(draft, attempt, pods, is_predicted=is_predicted)
-    return draft.decision()
+    return draft.decision(is_current=is_predicted)
 
 
 def _of_attempt(snapshot: Snapshot, attempt: Attempt | None) -> list[Pod]:
