@@ -27,7 +27,7 @@ _FOREACH_TENSORS = 48
 _FOREACH_ELEMENTS = 320 * 65536
 """Elements one multi-tensor launch can take: 320 blocks of 65,536 each (same file)."""
 
-_KERNELS = {"native_layer_norm_backward": 2, "native_group_norm_backward": 2, "native_batch_norm_backward": 1}
+_KERNELS = {"native_layer_norm_backward": 2, "native_group_norm_backward": 2}
 """Kernels where one operator launches another number than one."""
 
 _SDPA = "_scaled_dot_product_flash_attention_for_cpu"
@@ -43,10 +43,10 @@ def kernel_count(func: OpOverload, args: Sequence[Any]) -> int:
     """Return the number of kernels that the operator launches."""
     name: str = func._schema.name.removeprefix("aten::")
     if name.startswith("_foreach_"):
-        elements = sum(t.numel() for t in args[0])
+        elements: int = sum(t.numel() for t in args[0])
         return max(1, math.ceil(len(args[0]) / _FOREACH_TENSORS), math.ceil(elements / _FOREACH_ELEMENTS))
     if name == "convolution_backward":
-        return int(sum(map(bool, args[-1])))
+        return sum(bool(wanted) for wanted in args[-1])
     if name.startswith("_scaled_dot_product") and name.endswith("_backward"):
         return 3
     return _KERNELS.get(name, 1)
