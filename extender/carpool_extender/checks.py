@@ -93,7 +93,7 @@ def examine(view: View, applicant: Applicant, slots: int) -> Verdict:
     need = facts.need_mib[of]
     outcomes = {
         Check.HEALTH: _yes_no(columns.healthy),
-        Check.SUITABLE: Outcome(facts.suitable[of], (columns.usable_mib - need).astype(np.float64)),
+        Check.SUITABLE: _suitable(facts, view, need),
         Check.MODE: _yes_no(mode != NO_MODE),
         Check.TENANCY: _tenancy(view, applicant, mode),
         Check.SLOTS: _at_least_zero(slots - columns.count.astype(np.float64) - 1),
@@ -117,6 +117,13 @@ def examine(view: View, applicant: Applicant, slots: int) -> Verdict:
         failed=np.where(passed.all(axis=0), -1, np.argmin(passed, axis=0)).astype(np.int8),
         too_small=facts.too_small[of],
     )
+
+
+def _suitable(facts: ClassColumns, view: View, need: NDArray[np.int64]) -> Outcome:
+    """Static suitability; its margin is memory, or -1 where something else than memory is wrong."""
+    of = view.columns.device_class
+    by_memory = (facts.suitable | facts.too_small)[of]
+    return Outcome(facts.suitable[of], np.where(by_memory, view.columns.usable_mib - need, -1).astype(np.float64))
 
 
 def _yes_no(ok: Bools) -> Outcome:

@@ -1,0 +1,120 @@
+"""Arrays that follow GpuNodes; views that do not."""
+
+import msgspec
+import numpy as np
+import pytest
+from carpool_core.values import DeviceHealth, PodUid, SharingMode
+from carpool_extender.testing import T4, cluster, device, gpu_node, tenant
+from carpool_extender.view import CODES
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def rows(view):
+    """What a view says of each living GPU, by UUID."""
+    columns = view.columns
+    return {
+        columns.uuid[row]: (
+            view.node_names[columns.node[row]],
+            view.product(row),
+            int(columns.usable_mib[row]),
+            bool(columns.healthy[row]),
+            int(columns.mode[row]),
+            tuple(map(str, columns.tenants[row])),
+            tuple(columns.memory_mib[row][columns.present[row]].tolist()),
+        )
+        for row in np.flatnonzero(columns.alive)
+    }
+
+
+def test_a_node_becomes_rows():
+    held = tenant("x", ["GPU-a-1"])
+    sick = device(0, reserved_mib=960, health=DeviceHealth.UNHEALTHY)
+    found = rows(cluster(gpu_node("a", [sick, device(1, product=T4)], [held])).view())
+    assert found == {
+        "GPU-a-0": ("a", "NVIDIA A100-SXM4-40GB", 40000, False, 0, (), ()),
+        "GPU-a-1": ("a", "Tesla T4", 15360, True, CODES[SharingMode.MPS], ("default/x",), (4000,)),
+    }
+
+
+def test_unknown_memory_counts_as_the_whole_gpu():
+    view = cluster(gpu_node("a", 1, [tenant("x", ["GPU-a-0"], prediction=None)])).view()
+    assert view.columns.memory_mib[0, 0] == 40960
+
+
+def test_a_view_never_changes():
+    known = cluster(gpu_node("a", 1))
+    view = known.view()
+    known.apply(gpu_node("a", 1, [tenant("x", ["GPU-a-0"])]))
+    known.apply(gpu_node("b", 40))
+    known.remove("a")
+    assert rows(view).keys() == {"GPU-a-0"}
+    assert view.columns.count.tolist() == [0]
+    assert len(rows(known.view())) == 40
+
+
+def test_what_no_decision_looks_at_does_not_count_as_a_change():
+    node = gpu_node("a", 1)
+    known = cluster(node)
+    view = known.view()
+    status = msgspec.structs.replace(node.status, heartbeat_time="2026-01-31T12:00:00Z")
+    assert not known.apply(msgspec.structs.replace(node, status=status))
+    assert known.view() is view
+
+
+def test_an_older_version_is_ignored():
+    known = cluster(gpu_node("a", 1, [tenant("x", ["GPU-a-0"])], resource_version="10"))
+    assert not known.apply(gpu_node("a", 1, resource_version="9"))
+    assert known.holders(PodUid("pod-x")) == ["a"]
+
+
+def test_a_new_object_of_the_same_name_begins_anew():
+    known = cluster(gpu_node("a", 1, [tenant("x", ["GPU-a-0"])], resource_version="10"))
+    known.remove("a")
+    assert known.holders(PodUid("pod-x")) == []
+    assert known.apply(gpu_node("a", 2, resource_version="3"))
+    assert len(rows(known.view())) == 2
+
+
+def test_more_tenants_than_expected_make_the_arrays_wider():
+    tenants = [tenant(f"t{i}", ["GPU-a-0"], memory_limit_mib=10) for i in range(5)]
+    view = cluster(gpu_node("a", 1, tenants), slots=2).view()
+    assert view.columns.present[0].sum() == 5
+
+
+nodes = st.builds(
+    lambda name, gpus, held: gpu_node(
+        name, gpus, [tenant(f"{name}-{i}", [f"GPU-{name}-{gpu}"]) for i, gpu in enumerate(held) if gpu < gpus]
+    ),
+    st.sampled_from("abcd"),
+    st.integers(0, 4),
+    st.lists(st.integers(0, 3), max_size=6),
+)
+
+
+@given(steps=st.lists(st.one_of(nodes, st.sampled_from("abcd")), max_size=20))
+def test_following_changes_equals_starting_from_the_end(steps):
+    known, last = cluster(slots=2), {}
+    for step in steps:
+        if isinstance(step, str):
+            known.remove(step)
+            last.pop(step, None)
+        else:
+            known.apply(step)
+            last[step.metadata.name] = step
+        known.view()
+    fresh = cluster(*last.values(), slots=2)
+    assert rows(known.view()) == rows(fresh.view())
+    for node in last.values():
+        for reservation in node.spec.reservations:
+            assert known.holders(reservation.pod_uid) == fresh.holders(reservation.pod_uid)
+
+
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_rows_of_a_removed_node_are_used_again(gpus):
+    known = cluster(gpu_node("a", gpus))
+    before = len(known.view().columns.alive)
+    for i in range(10):
+        known.remove("a" if i == 0 else f"n{i - 1}")
+        known.apply(gpu_node(f"n{i}", gpus))
+    assert len(known.view().columns.alive) == before

@@ -1,0 +1,126 @@
+"""The ledger under any order of requests, replays and races."""
+
+from datetime import UTC, datetime
+
+import pytest
+from carpool_core.clock import rfc3339
+from carpool_core.resources.node import GpuNodeSpec, TenantProfile
+from carpool_core.values import GpuUuid, PodUid, SharingMode
+from carpool_extender import ledger
+from carpool_extender.testing import device, tenant
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+GPUS = [GpuUuid(f"GPU-a-{i}") for i in range(3)]
+CAPACITY = ledger.Capacity({d.uuid: d for d in (device(i, memory_mib=10000, reserved_mib=1000) for i in range(3))}, 3)
+EMPTY = GpuNodeSpec()
+
+requests = st.builds(
+    lambda pod, gpus, mode, memory, namespace: replace(
+        tenant(f"p{pod}", [GPUS[g] for g in gpus], mode, namespace=namespace, prediction=None),
+        tenant=TenantProfile(memory_mib=memory),
+    ),
+    st.integers(0, 5),
+    st.lists(st.integers(0, 2), min_size=1, max_size=3),
+    st.sampled_from(SharingMode),
+    st.one_of(st.none(), st.integers(0, 2**62)),
+    st.sampled_from(["default", "other"]),
+)
+operations = st.lists(st.one_of(requests, st.integers(0, 5)), max_size=40)
+
+
+def apply(spec, operation):
+    if isinstance(operation, int):
+        return ledger.release(spec, PodUid(f"pod-p{operation}"))
+    result = ledger.reserve(spec, operation, CAPACITY)
+    return spec if isinstance(result, ledger.Rejected) else result
+
+
+def promises_hold(spec):
+    uids = [r.pod_uid for r in spec.reservations]
+    assert len(uids) == len(set(uids))
+    for uuid in GPUS:
+        here = ledger.on_gpu(spec, uuid)
+        assert len(here) <= CAPACITY.slots
+        assert len({r.mode for r in here}) <= 1
+        assert len(here) <= 1 or here[0].mode is not SharingMode.EXCLUSIVE
+        if here and here[0].mode is SharingMode.MPS:
+            assert len({r.pod_namespace for r in here}) == 1
+        known = [r.tenant.memory_mib for r in here]
+        assert len(known) <= 1 or None not in known
+        assert sum(m or 0 for m in known) <= 9000
+
+
+@given(operations)
+def test_no_order_of_requests_breaks_a_promise(order):
+    spec = EMPTY
+    for operation in order:
+        spec = apply(spec, operation)
+        promises_hold(spec)
+
+
+@given(operations, requests)
+def test_a_replayed_reservation_changes_nothing(order, wanted):
+    spec = EMPTY
+    for operation in order:
+        spec = apply(spec, operation)
+    once = ledger.reserve(spec, wanted, CAPACITY)
+    if not isinstance(once, ledger.Rejected):
+        assert ledger.reserve(once, wanted, CAPACITY) is once
+        elsewhere = replace(wanted, gpu_uuids=[GPUS[0]])
+        assert ledger.reserve(once, elsewhere, CAPACITY) is once
+
+
+@given(operations, requests)
+def test_releasing_undoes_reserving_and_may_be_replayed(order, wanted):
+    spec = EMPTY
+    for operation in order:
+        spec = apply(spec, operation)
+    spec = ledger.release(spec, wanted.pod_uid)
+    reserved = ledger.reserve(spec, wanted, CAPACITY)
+    if not isinstance(reserved, ledger.Rejected):
+        released = ledger.release(reserved, wanted.pod_uid)
+        assert released == spec
+        assert ledger.release(released, wanted.pod_uid) is released
+
+
+@given(st.lists(st.one_of(st.none(), st.integers(0, 2**62)), max_size=8))
+def test_promised_memory_saturates(amounts):
+    held = [replace(tenant("p", GPUS[:1]), tenant=TenantProfile(memory_mib=m)) for m in amounts]
+    promised = ledger.promised_mib(held, 9000)
+    assert promised == min(9000, sum(9000 if m is None else m for m in amounts))
+
+
+def full(name="x", mode=SharingMode.MPS, **changes):
+    return replace(EMPTY, reservations=[tenant(name, GPUS[:1], mode, **changes)])
+
+
+@pytest.mark.parametrize(
+    ("spec", "wanted", "reason"),
+    [
+        pytest.param(EMPTY, tenant("n", ["GPU-z"]), "GPU-z: the node reports no such GPU", id="no such GPU"),
+        pytest.param(EMPTY, tenant("n", GPUS[:1] * 2), "expected different GPUs", id="the same GPU twice"),
+        pytest.param(full(), tenant("n", GPUS[:1], memory_limit_mib=6000), "needs 6,000 MiB, has 5,000", id="memory"),
+        pytest.param(
+            full(),
+            tenant("n", GPUS[:1], SharingMode.TIME_SLICING),
+            "wants it by TimeSlicing, it is used by MPS",
+            id="mode",
+        ),
+        pytest.param(full(), tenant("n", GPUS[:1], namespace="o"), "its MPS server belongs to another", id="namespace"),
+        pytest.param(full(prediction=None), tenant("n", GPUS[:1]), "needs 4,000 MiB, has 0", id="unknown memory"),
+    ],
+)
+def test_rejections_say_what_is_there(spec, wanted, reason):
+    found = ledger.reserve(spec, wanted, CAPACITY)
+    assert isinstance(found, ledger.Rejected)
+    assert reason in found.reason
+
+
+def test_a_deadline_is_prolonged_without_a_new_generation():
+    spec = ledger.prolong(full(), PodUid("pod-x"), "2026-01-31T12:00:20.000000Z")
+    assert [(r.deadline, r.generation) for r in spec.reservations] == [("2026-01-31T12:00:20.000000Z", 1)]
+    assert ledger.lapsed(spec, rfc3339(datetime(2026, 1, 31, 12, 0, 20, tzinfo=UTC))) == []
+    assert ledger.lapsed(spec, rfc3339(datetime(2026, 1, 31, 12, 0, 21, tzinfo=UTC))) == spec.reservations
+    assert ledger.lapsed(full(), "9999") == []
