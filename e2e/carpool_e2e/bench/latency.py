@@ -16,8 +16,7 @@ from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import GpuNode
 from carpool_core.values import PartitionState
 
-from carpool_e2e.demo.manifests import SMALL_FEATURES
-from carpool_e2e.images import BUSYBOX_IMAGE
+from carpool_e2e.jobs import sleeper
 
 MILESTONES = ("applied", "predicted", "pod created", "reserved", "partition ready", "bound", "container started")
 
@@ -71,19 +70,6 @@ class Timeline:
         self.mark("partition ready", true=any(r.pod_uid in ready for r in held))
 
 
-def _manifest(name: str) -> dict[str, Any]:
-    container = {"name": "train", "image": BUSYBOX_IMAGE, "imagePullPolicy": "Never", "command": ["sleep", "600"]}
-    return {
-        "metadata": {"name": name},
-        "spec": {
-            "model": {"features": SMALL_FEATURES},
-            "training": {"batchSize": 128, "optimizer": "sgd-momentum", "precision": "fp32"},
-            "gpu": {"product": "A100-SXM4-40GB"},
-            "template": {"spec": {"terminationGracePeriodSeconds": 0, "containers": [container]}},
-        },
-    }
-
-
 async def measure(api: KubeApi, runs: int, tell: Callable[[str], None], timeout_s: float = 60.0) -> list[Timeline]:
     """Apply one job after the other to an idle cluster and follow each; the last job is gone before the next comes."""
     timelines = []
@@ -97,7 +83,7 @@ async def measure(api: KubeApi, runs: int, tell: Callable[[str], None], timeout_
         watching = [asyncio.create_task(reflector.run()) for reflector in reflectors]
         await asyncio.gather(*(reflector.wait_synced() for reflector in reflectors))
         timeline.mark("applied", true=True)
-        await api.create(GPU_TRAINING_JOBS, _manifest(timeline.job), namespace=_NAMESPACE)
+        await api.create(GPU_TRAINING_JOBS, sleeper(timeline.job), namespace=_NAMESPACE)
         await asyncio.wait_for(timeline.done.wait(), timeout_s)
         for task in watching:
             task.cancel()

@@ -9,8 +9,7 @@ from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, NODES, PODS, Kub
 from carpool_core.products import PRODUCTS
 from carpool_core.values import SharingMode
 
-from carpool_e2e.demo.manifests import SMALL_FEATURES
-from carpool_e2e.images import BUSYBOX_IMAGE
+from carpool_e2e.jobs import sleeper
 
 _AT_ONCE = 16
 """Calls to the API server at once."""
@@ -64,7 +63,7 @@ async def submit(api: KubeApi, jobs: int) -> None:
 
     async def one(number: int) -> None:
         async with gate:
-            await api.create(GPU_TRAINING_JOBS, _job(f"bench-{number:04}"), namespace="default")
+            await api.create(GPU_TRAINING_JOBS, sleeper(f"bench-{number:04}"), namespace="default")
 
     await asyncio.gather(*(one(number) for number in range(jobs)))
     for _ in range(_PATIENCE_S):
@@ -81,15 +80,3 @@ async def _count_pods(api: KubeApi) -> int:
         count, token = count + len(page.items), page.continue_token
         if not token:
             return count
-
-
-def _job(name: str) -> dict[str, Any]:
-    container = {"name": "train", "image": BUSYBOX_IMAGE, "command": ["sleep", "600"]}
-    return {
-        "metadata": {"name": name},
-        "spec": {
-            "model": {"features": SMALL_FEATURES},
-            "training": {"batchSize": 128, "optimizer": "sgd-momentum", "precision": "fp32"},
-            "template": {"spec": {"containers": [container]}},
-        },
-    }

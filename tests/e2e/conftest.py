@@ -1,0 +1,27 @@
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from carpool_e2e.cluster import Cluster
+from carpool_e2e.watching import Watcher
+
+
+@pytest.fixture
+def watcher(cluster: Cluster) -> Iterator[Watcher]:
+    """A cluster in which nothing runs before and after the test."""
+    watcher = Watcher(cluster)
+    watcher.clear()
+    yield watcher
+    for name in ("operator", "extender", "kube-scheduler", "agent-a100", "agent-h100", "kubelet-a100"):
+        with suppress(ProcessLookupError):
+            cluster[name].resume()
+        if not cluster[name].running:
+            cluster[name].start()
+    watcher.clear()
+
+
+@pytest.fixture
+def once(tmp_path: Path) -> Path:
+    """The file by which a sabotaged process knows that it has ended already."""
+    return tmp_path / "happened"
