@@ -29,7 +29,6 @@ OWN = {
         "carpool.dev/gpunodes/status": {"patch"},
         "pods": READ,
         "nodes": {"get"},
-        "events": {"create", "get", "patch"},
     },
 }
 
