@@ -5,8 +5,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from carpool_core.resources.node import Reservation
+from carpool_core.values import GpuUuid, JobUid, PodUid, SharingMode
+from carpool_deviceplugin.simulated import SimulatedDevices, parse_inventory
+from carpool_simulated.client import Gpus, open_gpus
 from carpool_simulated.device import Device
 from carpool_simulated.state import Facts
 
@@ -77,3 +82,48 @@ def start() -> Iterator[Start]:
     for process in running:
         process.kill()
         process.communicate()
+
+
+Reserve = Callable[..., Reservation]
+
+
+@pytest.fixture
+def reserve() -> Reserve:
+    """Make a reservation out of what matters to a test."""
+
+    def of(pod: str = "a", *gpus: str, mode: SharingMode = SharingMode.TIME_SLICING, **more: Any) -> Reservation:
+        fields = {"pod_namespace": "default", "pod_name": pod, "reserved_at": f"2026-01-31T12:00:00.{pod}Z", **more}
+        return Reservation(
+            pod_uid=PodUid(f"uid-{pod}"),
+            job_uid=JobUid(f"job-uid-{pod}"),
+            job_name=f"job-{pod}",
+            gpu_uuids=[GpuUuid(gpu) for gpu in gpus or ("GPU-1",)],
+            mode=mode,
+            **fields,
+        )
+
+    return of
+
+
+@pytest.fixture
+def devices(tmp_path: Path) -> SimulatedDevices:
+    """Two simulated A100."""
+    return SimulatedDevices(parse_inventory("NVIDIA A100-SXM4-40GB:2"), "node-1", tmp_path / "state")
+
+
+@pytest.fixture
+def enter(devices: SimulatedDevices) -> Callable[[str, str], Gpus]:
+    """Open a GPU as a pod's process would: with what the agent gives its container, outside of one."""
+
+    def of(uuid: str, pod: str) -> Gpus:
+        access = devices.access(GpuUuid(uuid))
+        env = {
+            "CARPOOL_SIMULATED_GPUS_DIR": str(Path(access.mounts[0].host_path).parent),
+            "CARPOOL_VISIBLE_GPUS": uuid,
+            "CARPOOL_POD_UID": f"uid-{pod}",
+        }
+        if access.mps_pipe:
+            env["CUDA_MPS_PIPE_DIRECTORY"] = access.mps_pipe.host_path
+        return open_gpus(env)
+
+    return of

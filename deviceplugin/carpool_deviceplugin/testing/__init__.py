@@ -1,0 +1,1 @@
+"""Stateful fakes of what the node agent talks to, for tests."""

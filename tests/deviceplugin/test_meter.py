@@ -1,0 +1,101 @@
+"""From counters to measures."""
+
+import pytest
+from carpool_core.resources.node import Tenant
+from carpool_core.values import GpuUuid, PodUid
+from carpool_deviceplugin.gpu import ProcessUse, Reading
+from carpool_deviceplugin.meter import Meter, worth_writing
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+GPU, A, B = GpuUuid("GPU-1"), PodUid("uid-a"), PodUid("uid-b")
+
+
+def process(pod: PodUid = A, name: str = "p1", **more) -> ProcessUse:
+    zero = {"busy_s": 0.0, "sm_s": 0.0, "dram_s": 0.0, "energy_j": 0.0, "steps": 0, "steps_s": 0.0}
+    return ProcessUse(
+        **{"id": name, "pod_uid": pod, "started": 0.0, "memory_mib": 100, "peak_memory_mib": 100, **zero, **more}
+    )
+
+
+def reading(at: float, *processes: ProcessUse) -> Reading:
+    return Reading(at, processes, power_w=100.0, idle_power_w=50.0, power_limit_w=400.0, energy_j=0.0)
+
+
+def test_rates_over_a_window() -> None:
+    meter = Meter(GPU)
+    meter.sample(reading(10, process(busy_s=5, steps=3, steps_s=1)))
+    assert meter.tenants()[0].gpu_util_percent is None, "one sample says nothing about a rate"
+    used = process(busy_s=5.8, sm_s=0.4, dram_s=0.2, energy_j=100, steps=5, steps_s=2, peak_memory_mib=700)
+    meter.sample(reading(11, used))
+    (tenant,) = meter.tenants()
+    assert tenant.gpu_util_percent == pytest.approx(80)
+    assert tenant.sm_active_ratio == pytest.approx(0.4)
+    assert tenant.power_w == pytest.approx(150)
+    assert tenant.step_time_seconds == pytest.approx(0.5)
+    assert (tenant.memory_mib, tenant.peak_memory_mib) == (100, 700)
+
+
+def test_processes_of_a_pod_add_up_and_an_ended_one_is_remembered_by_its_peak() -> None:
+    meter = Meter(GPU)
+    meter.sample(reading(0, process(), process(name="p2", memory_mib=300, peak_memory_mib=300), process(B, "p3")))
+    meter.sample(reading(1, process()))
+    a, b = meter.tenants()
+    assert (a.memory_mib, a.peak_memory_mib) == (100, 400)
+    assert (b.memory_mib, b.peak_memory_mib) == (0, 100)
+    meter.keep({A})
+    assert [t.pod_uid for t in meter.tenants()] == [A]
+
+
+def test_pod_with_a_process_is_never_forgotten() -> None:
+    meter = Meter(GPU)
+    meter.sample(reading(0, process()))
+    meter.keep(set())
+    assert [t.pod_uid for t in meter.tenants()] == [A]
+
+
+def test_total_is_not_additive() -> None:
+    meter = Meter(GPU)
+    meter.sample(reading(0, process(A), process(B, "p2")))
+    meter.sample(reading(1, process(A, busy_s=0.6, sm_s=0.3), process(B, "p2", busy_s=0.5, sm_s=0.3)))
+    assert meter.total(is_concurrent=True).busy == pytest.approx(0.8)
+    assert meter.total(is_concurrent=False).busy == 1.0
+    assert meter.total(is_concurrent=True).sm == pytest.approx(0.6)
+
+
+@given(st.lists(st.tuples(st.floats(0, 2), st.floats(0, 10)), max_size=20))
+def test_rates_stay_ratios(samples) -> None:
+    meter, now, busy = Meter(GPU), 0.0, 0.0
+    for elapsed, worked in samples:
+        now, busy = now + elapsed, busy + worked
+        meter.sample(reading(now, process(busy_s=busy, sm_s=busy)))
+        for tenant in meter.tenants():
+            assert tenant.gpu_util_percent is None or 0 <= tenant.gpu_util_percent <= 100
+
+
+WRITTEN = Tenant(pod_uid=A, gpu_uuid=GPU, memory_mib=10_000, gpu_util_percent=50.0, step_time_seconds=0.1)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_written"),
+    [
+        ({"memory_mib": 10_900}, False),
+        ({"memory_mib": 11_100}, True),
+        ({"gpu_util_percent": 54.9}, False),
+        ({"gpu_util_percent": 55.1}, True),
+        ({"gpu_util_percent": None}, True),
+        ({"step_time_seconds": 0.109}, False),
+        ({"step_time_seconds": 0.111}, True),
+        ({"power_w": 5.0}, True),
+    ],
+)
+def test_only_what_moved_by_a_tenth_is_written(change, is_written) -> None:
+
+    measured = replace(WRITTEN, **change)
+    assert (worth_writing([WRITTEN], [measured]) == [measured]) is is_written
+
+
+def test_who_came_is_written_and_who_left_is_not_kept() -> None:
+    other = Tenant(pod_uid=B, gpu_uuid=GPU)
+    assert worth_writing([WRITTEN], [other]) == [other]

@@ -1,0 +1,245 @@
+"""Planning the steps of one GPU."""
+
+from dataclasses import replace
+
+import pytest
+from carpool_core.resources.node import Reservation
+from carpool_core.values import GpuUuid, JobUid, PodUid, SharingMode
+from carpool_deviceplugin.gpu import GpuActual, Limits, SetLimits, SetMode, StartMps, Step, StopMps
+from carpool_deviceplugin.plan import plan, way_back
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+EXCLUSIVE, TIME_SLICING, MPS, MIG = SharingMode
+A, B = PodUid("uid-a"), PodUid("uid-b")
+IDLE = GpuActual(GpuUuid("GPU-1"), 40_000, frozenset({EXCLUSIVE, TIME_SLICING, MPS}))
+SLICED = replace(IDLE, mode=TIME_SLICING)
+SHARED = replace(IDLE, mode=MPS, mps_daemon=True, limits={A: Limits(10_000, None)})
+
+
+def apply(actual: GpuActual, step: Step) -> GpuActual:
+    """A GPU as hardware would be: it refuses what would disturb who is there."""
+    match step:
+        case SetMode(mode):
+            assert mode is actual.mode or not actual.tenants, "mode changed under a tenant"
+            assert not actual.mps_daemon, "mode changed under an MPS daemon"
+            return replace(actual, mode=mode)
+        case StartMps():
+            assert actual.mode is MPS
+            return replace(actual, mps_daemon=True)
+        case StopMps():
+            assert not actual.tenants, "MPS stopped under a tenant"
+            return replace(actual, mps_daemon=False, limits={})
+        case SetLimits(pod, limits):
+            kept = {p: known for p, known in actual.limits.items() if p != pod}
+            return replace(actual, limits=kept if limits is None else {**kept, pod: limits})
+
+
+@pytest.mark.parametrize(
+    ("actual", "wanted", "steps"),
+    [
+        pytest.param(IDLE, [], (), id="idle-stays-idle"),
+        pytest.param(IDLE, [("a", EXCLUSIVE, {})], (SetMode(EXCLUSIVE),), id="first-tenant"),
+        pytest.param(SLICED, [("a", TIME_SLICING, {})], (), id="nothing-to-do"),
+        pytest.param(SLICED, [], (SetMode(None),), id="returned"),
+        pytest.param(SLICED, [("a", EXCLUSIVE, {})], (SetMode(EXCLUSIVE),), id="empty-changes-mode"),
+        pytest.param(
+            IDLE,
+            [("a", MPS, {"memory_limit_mib": 10_000, "thread_percentage": 50})],
+            (SetMode(MPS), StartMps(), SetLimits(A, Limits(10_000, 50))),
+            id="mps-from-idle",
+        ),
+        pytest.param(
+            replace(SHARED, tenants=frozenset({A})),
+            [("a", MPS, {"memory_limit_mib": 10_000}), ("b", MPS, {"memory_limit_mib": 5_000})],
+            (SetLimits(B, Limits(5_000, None)),),
+            id="second-mps-tenant-joins",
+        ),
+        pytest.param(
+            SHARED,
+            [("b", MPS, {})],
+            (SetLimits(A, None), SetLimits(B, Limits())),
+            id="mps-tenant-replaced",
+        ),
+        pytest.param(SHARED, [("a", MPS, {"memory_limit_mib": 10_000})], (), id="mps-nothing-to-do"),
+        pytest.param(SHARED, [], (StopMps(), SetMode(None)), id="mps-returned"),
+        pytest.param(SHARED, [("a", EXCLUSIVE, {})], (StopMps(), SetMode(EXCLUSIVE)), id="mps-to-exclusive"),
+        pytest.param(
+            replace(SHARED, mps_daemon=False),
+            [("a", MPS, {"memory_limit_mib": 10_000})],
+            (StartMps(),),
+            id="daemon-died",
+        ),
+    ],
+)
+def test_shortest_steps(reserve, actual, wanted, steps) -> None:
+    reservations = [reserve(pod, mode=mode, **more) for pod, mode, more in wanted]
+    planned = plan(actual, reservations)
+    assert planned.steps == steps
+    assert sorted(planned.ready) == sorted(r.pod_uid for r in reservations)
+    assert not planned.refused
+    assert not planned.waiting
+
+
+@pytest.mark.parametrize(
+    ("actual", "wanted", "held", "refused", "says"),
+    [
+        pytest.param(
+            IDLE, [("a", EXCLUSIVE, {}), ("b", EXCLUSIVE, {})], [], B, "is Exclusive for default/a", id="two-exclusive"
+        ),
+        pytest.param(IDLE, [("a", MPS, {}), ("b", TIME_SLICING, {})], [], B, "is MPS for default/a", id="two-modes"),
+        pytest.param(
+            IDLE,
+            [("a", EXCLUSIVE, {}), ("b", EXCLUSIVE, {})],
+            [B],
+            A,
+            "is Exclusive for default/b",
+            id="promised-first",
+        ),
+        pytest.param(
+            replace(SLICED, tenants=frozenset({B})),
+            [("a", EXCLUSIVE, {}), ("b", TIME_SLICING, {})],
+            [A],
+            A,
+            "is TimeSlicing for default/b",
+            id="who-runs-comes-first",
+        ),
+        pytest.param(
+            IDLE,
+            [("a", MPS, {}), ("b", MPS, {"pod_namespace": "other"})],
+            [],
+            B,
+            "serves namespace default, found other",
+            id="mps-across-namespaces",
+        ),
+        pytest.param(
+            IDLE,
+            [("a", MPS, {"memory_limit_mib": 30_000}), ("b", MPS, {"memory_limit_mib": 10_001})],
+            [],
+            B,
+            "has 10,000 of 40,000 MiB",
+            id="mps-overcommitted",
+        ),
+        pytest.param(IDLE, [("a", MIG, {"mig_profile": "1g.5gb"})], [], A, "expected a mode out of", id="mig"),
+        pytest.param(
+            IDLE,
+            [("a", MPS, {"memory_limit_mib": 40_001})],
+            [],
+            A,
+            "expected a limit of at most 40,000",
+            id="too-large",
+        ),
+        pytest.param(replace(IDLE, problem="it is hot"), [("a", MPS, {})], [], A, "it is hot", id="unhealthy"),
+    ],
+)
+def test_refusals(reserve, actual, wanted, held, refused, says) -> None:
+    planned = plan(actual, [reserve(pod, mode=mode, **more) for pod, mode, more in wanted], frozenset(held))
+    assert list(planned.refused) == [refused]
+    assert says in planned.refused[refused]
+    assert len(planned.ready) == len(wanted) - 1
+
+
+def test_mps_over_several_gpus_is_refused(reserve) -> None:
+    planned = plan(IDLE, [reserve("a", "GPU-1", "GPU-2", mode=MPS)])
+    assert "expected one GPU with MPS, found 2" in planned.refused[A]
+
+
+def test_sickness_takes_nothing_from_who_is_there(reserve) -> None:
+    sick = replace(SLICED, problem="it is hot", tenants=frozenset({A}))
+    planned = plan(sick, [reserve("a"), reserve("b")])
+    assert (planned.ready, list(planned.refused)) == ((A,), [B])
+
+
+@pytest.mark.parametrize("mode", [EXCLUSIVE, TIME_SLICING, MPS])
+def test_newcomer_waits_for_who_is_leaving(reserve, mode) -> None:
+    planned = plan(replace(SLICED, tenants=frozenset({A})), [reserve("b", mode=mode)])
+    assert (planned.steps, planned.ready) == ((), ())
+    assert planned.waiting == {B: "waits for the processes of pod uid-a to leave GPU GPU-1"}
+
+
+def test_nothing_is_returned_while_somebody_is_there(reserve) -> None:
+    assert plan(replace(SHARED, tenants=frozenset({A})), []).steps == ()
+
+
+@pytest.mark.parametrize(
+    ("before", "steps"),
+    [
+        (IDLE, (SetMode(MPS), StartMps(), SetLimits(A, Limits(1, 1)))),
+        (SHARED, (SetLimits(A, Limits(5, None)), SetLimits(B, Limits(1, None)))),
+        (SHARED, (StopMps(), SetMode(EXCLUSIVE))),
+        (SLICED, (SetMode(None),)),
+    ],
+)
+def test_way_back_ends_where_it_began(before, steps) -> None:
+    for count in range(len(steps) + 1):
+        now = before
+        for step in (*steps[:count], *way_back(steps[:count], before)):
+            now = apply(now, step)
+        assert now == before
+
+
+pods = st.sampled_from("abcd")
+reservation_args = st.tuples(
+    st.sampled_from([EXCLUSIVE, TIME_SLICING, MPS]), st.sampled_from([None, 10_000, 30_000]), st.sampled_from("xy")
+)
+events = st.one_of(
+    st.tuples(st.just("reserve"), pods, reservation_args),
+    st.tuples(st.just("release"), pods, st.none()),
+    st.tuples(st.just("start"), pods, st.none()),
+    st.tuples(st.just("end"), pods, st.none()),
+    st.tuples(st.just("restart"), pods, st.none()),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(events, max_size=25))
+def test_any_history_converges_and_disturbs_nobody(history) -> None:
+    actual, wanted, held, promises = IDLE, {}, frozenset(), {}
+    for what, pod, args in history:
+        uid = PodUid(f"uid-{pod}")
+        if what == "reserve" and uid not in wanted:
+            mode, memory, namespace = args
+            wanted[uid] = Reservation(
+                pod_uid=uid,
+                pod_namespace=namespace,
+                pod_name=pod,
+                job_uid=JobUid(pod),
+                job_name=pod,
+                gpu_uuids=[IDLE.uuid],
+                mode=mode,
+                memory_limit_mib=memory,
+                reserved_at=f"{len(wanted)}",
+            )
+        elif what == "release":
+            wanted.pop(uid, None)
+        elif what == "start" and uid in held:
+            actual = replace(actual, tenants=actual.tenants | {uid})
+        elif what == "end":
+            actual = replace(actual, tenants=actual.tenants - {uid})
+        elif what == "restart":
+            held = frozenset()  # an agent that knows nothing any more still sees who is there
+        planned = plan(actual, wanted.values(), held)
+        for step in planned.steps:
+            actual = apply(actual, step)
+        told = {*planned.ready, *(planned.waiting or {}), *(planned.refused or {})}
+        assert told == wanted.keys(), "every reservation gets one answer"
+        in_use = {uid for uid in actual.tenants & wanted.keys() if promises.get(uid) == wanted[uid]}
+        assert in_use <= set(planned.ready), "who runs on what it was promised keeps it"
+        again = plan(actual, wanted.values(), frozenset(planned.ready))
+        assert again.steps == (), "one pass is enough"
+        assert set(again.ready) == set(planned.ready)
+        promised = [wanted[uid] for uid in planned.ready]
+        assert len({r.mode for r in promised}) <= 1
+        assert all(actual.mode is r.mode for r in promised)
+        if promised and promised[0].mode is EXCLUSIVE:
+            assert len(promised) == 1
+        if promised and promised[0].mode is MPS:
+            assert actual.mps_daemon
+            assert len({r.pod_namespace for r in promised}) == 1
+            assert sum(r.memory_limit_mib or 0 for r in promised) <= actual.usable_mib
+        held = frozenset(planned.ready)
+        promises |= {uid: wanted[uid] for uid in planned.ready}
+    actual = replace(actual, tenants=frozenset())
+    for step in plan(actual, []).steps:
+        actual = apply(actual, step)
+    assert actual == IDLE, "everything is returned in the end"
