@@ -1,4 +1,4 @@
-"""Finds the binaries of a cluster: TEST_ASSET_*, KUBEBUILDER_ASSETS, PATH, the cache; what is missing is built into the cache."""
+"""Finds the binaries of a cluster: TEST_ASSET_*, KUBEBUILDER_ASSETS, PATH, the cache; builds what is missing."""
 
 import fcntl
 import hashlib
@@ -75,9 +75,7 @@ def find(tool: Tool, module: Module, environ: Mapping[str, str]) -> Path | None:
     return built if built.exists() else None
 
 
-def ensure(
-    names: Iterable[str], environ: Mapping[str, str] | None = None, console: Console | None = None
-) -> Binaries:
+def ensure(names: Iterable[str], environ: Mapping[str, str] | None = None, console: Console | None = None) -> Binaries:
     """Find the named binaries, and build those that are nowhere.
 
     Raises:

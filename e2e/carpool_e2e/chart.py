@@ -1,4 +1,4 @@
-"""What the chart renders: objects to apply, and workloads that the harness runs as processes with their own arguments."""
+"""What the chart renders: objects to apply, and workloads that the harness runs as processes as they are written."""
 
 import base64
 import re
@@ -140,7 +140,9 @@ def _value(entry: Manifest, node: str) -> str:
     path = entry.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
     known = {"spec.nodeName": node, "metadata.namespace": NAMESPACE}
     if path not in known:
-        raise HarnessError(f"environment variable {entry['name']}: expected a value or one of {[*known]}, found {entry}")
+        raise HarnessError(
+            f"environment variable {entry['name']}: expected a value or one of {[*known]}, found {entry}"
+        )
     return known[path]
 
 

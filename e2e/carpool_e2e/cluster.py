@@ -23,7 +23,8 @@ from carpool_e2e.processes import Process, ProcessTable
 from carpool_e2e.slots import Slot
 from carpool_e2e.tools import CONTROL_PLANE_TOOLS, NODE_TOOLS
 
-LOGS = chart.PROJECT / "out" / "logs"
+PROJECT = chart.PROJECT
+LOGS = PROJECT / "out" / "logs"
 """Where the logs of the last clusters are left."""
 
 
@@ -101,7 +102,9 @@ class Cluster:
 
     def wait_for_nodes(self, timeout_s: int = 60) -> None:
         """Wait until every node is Ready."""
-        self.kubectl("wait", "node", "--all", "--for=condition=Ready", f"--timeout={timeout_s}s", timeout_s=timeout_s + 9)
+        self.kubectl(
+            "wait", "node", "--all", "--for=condition=Ready", f"--timeout={timeout_s}s", timeout_s=timeout_s + 9
+        )
 
 
 class KubectlError(HarnessError):
@@ -111,7 +114,9 @@ class KubectlError(HarnessError):
 def why_no_kubelets() -> str:
     """Return what stands in the way of nodes with a kubelet; empty where nothing does."""
     if os.getuid() != 0:
-        return "kubelets need root (namespaces, mounts, cgroups); nodes run without a kubelet, and containers do not start"
+        return (
+            "kubelets need root (namespaces, mounts, cgroups); nodes run without a kubelet, and containers do not start"
+        )
     return ""
 
 
@@ -130,20 +135,21 @@ def running(shape: Shape, console: Console | None = None) -> Iterator[Cluster]:
     system.ensure(system.FOR_CONTROL_PLANE + (system.FOR_NODES if shape.kubelet_nodes else ()), console)
     binaries = binaries_.ensure(CONTROL_PLANE_TOOLS | (NODE_TOOLS if shape.kubelet_nodes else set()), console=console)
     slot = slots.acquire()
+    table = ProcessTable(slot.directory, binaries.search_path())
     try:
-        yield _start(slot, shape, binaries)
+        yield _start(slot, shape, binaries, table)
     finally:
         if not (slot.directory / slots.KEPT).exists():
             _save_logs(slot)
             slot.empty()
+            table.reap()
         slot.release()
 
 
-def _start(slot: Slot, shape: Shape, binaries: Binaries) -> Cluster:
+def _start(slot: Slot, shape: Shape, binaries: Binaries, table: ProcessTable) -> Cluster:
     names, state = list(shape.kubelet_nodes), slot.directory
     hosts = [nodes.link_of(slot.name, slot.number, index).host_address for index in range(len(names))]
     plane = controlplane.prepare(state, ports.choose(slot.number), names, hosts)
-    table = ProcessTable(state, binaries.search_path())
     cluster = Cluster(slot, shape, plane, binaries, table, chart.render(binaries))
     made = nodes.make(names, state, (slot.name, slot.number), plane, binaries, table)
     cluster.kubelets = {node.name: node for node in made}

@@ -87,9 +87,7 @@ def agent_environment(plane: ControlPlane, name: str, gpus: str, common: Mapping
     }
 
 
-def start(
-    plane: ControlPlane, table: ProcessTable, gpus: Mapping[str, str], common: Mapping[str, str] | None
-) -> None:
+def start(plane: ControlPlane, table: ProcessTable, gpus: Mapping[str, str], common: Mapping[str, str] | None) -> None:
     """Register the nodes, and start the process that plays them.
 
     Args:

@@ -1,9 +1,9 @@
-"""The process that plays the kubelets of nodes that have none, and runs these nodes' agents. Started by `fleet.start`."""
+"""The process that plays the kubelets of nodes that have none and runs their agents. Started by `fleet.start`."""
 
 import asyncio
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from pathlib import Path
@@ -46,18 +46,17 @@ async def run_agents(environments: Sequence[Mapping[str, str]]) -> None:
             tasks.create_task(app.build(settings, api, clock).run())
 
 
-async def main(plan_file: Path, ready_file: Path) -> None:
+async def main(plan: FleetPlan, say_ready: Callable[[], None]) -> None:
     """Bring the nodes up, say so, and keep them up."""
-    plan = msgspec.json.decode(plan_file.read_bytes(), type=FleetPlan)
     async with connect(KubeSettings(kubeconfig=os.environ["KUBECONFIG"])) as api, asyncio.TaskGroup() as tasks:
         for node in plan.nodes:
             await api.patch(NODES, node.name, node_status(node, datetime.now(UTC)), subresource="status")
             await api.create(LEASES, lease_patch(node, datetime.now(UTC)), namespace="kube-node-lease")
             tasks.create_task(beat(api, node))
         tasks.create_task(run_agents(list(plan.agents.values())))
-        ready_file.touch()
+        say_ready()
 
 
 if __name__ == "__main__":
     configure(LogSettings(), "fleet")
-    asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2])))
+    asyncio.run(main(msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=FleetPlan), Path(sys.argv[2]).touch))

@@ -13,7 +13,7 @@ POD_SUBNET = "198.19.0.0/24"
 """Addresses of pods, the same on every node: each has a network namespace, and pods of different nodes never meet."""
 
 OVERLAID = ("/var/lib", "/var/log", "/run")
-"""Directories of the machine on which a node sees an overlay of its own, so that nothing of it is written to the machine's."""
+"""Directories of the machine over which a node sees an overlay of its own; it writes nothing to the machine's."""
 
 SHIELDED_SYSCTLS = {
     "vm/overcommit_memory": "1",
@@ -23,7 +23,7 @@ SHIELDED_SYSCTLS = {
     "kernel/keys/root_maxkeys": "1000000",
     "kernel/keys/root_maxbytes": "25000000",
 }
-"""Kernel settings that a kubelet insists on and would change on the machine: it is shown files that hold what it wants."""
+"""Kernel settings that a kubelet would change on the machine: it is shown files that hold what it wants."""
 
 
 @dataclass(frozen=True)

@@ -143,9 +143,7 @@ class ProcessTable:
     ) -> Process:
         """Start a process under a name of its own."""
         self.logs.mkdir(exist_ok=True)
-        process = Process(
-            name, command, self.environment(environment or {}), self.logs / f"{name}.log", namespaces_of
-        )
+        process = Process(name, command, self.environment(environment or {}), self.logs / f"{name}.log", namespaces_of)
         process.start()
         self.processes[name] = process
         return process
@@ -153,3 +151,9 @@ class ProcessTable:
     def __getitem__(self, name: str) -> Process:
         """Return a process by name, such as `operator`, `extender` or `agent-a100`."""
         return self.processes[name]
+
+    def reap(self) -> None:
+        """Wait for the processes, which somebody has killed."""
+        for process in self.processes.values():
+            if process.popen is not None:
+                process.popen.wait()

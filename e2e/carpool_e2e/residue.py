@@ -1,7 +1,6 @@
 """Finding and removing what a cluster has on the machine: processes, network links, cgroups."""
 
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -112,8 +111,3 @@ def _remove_cgroup(directory: Path) -> None:
             time.sleep(0.1)
         else:
             return
-
-
-def have(*commands: str) -> bool:
-    """Whether all of these commands are on the PATH."""
-    return all(shutil.which(command) for command in commands)

@@ -1,8 +1,8 @@
 """State directories of clusters: one numbered slot each, held by a file lock and emptied by whoever finds it stale.
 
-Everything that a cluster leaves on the machine can be derived from its slot: processes carry the slot's directory in their
-environment, links and cgroups carry its number in their name, and mounts live in namespaces that end with the processes.
-So nothing has to be written down in time to survive `kill -9`.
+Everything that a cluster leaves on the machine can be derived from its slot: processes carry the slot's directory in
+their environment, links and cgroups its number in their name, and mounts live in namespaces that end with the
+processes. So nothing has to be written down in time to survive `kill -9`.
 """
 
 import fcntl
@@ -10,7 +10,6 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,8 +56,15 @@ class Slot:
         _remove_tree(self.directory)
 
     def release(self) -> None:
-        """Let go of the lock."""
+        """Let go of the lock; its file goes too, unless the slot is still in use."""
+        if not self.directory.exists():
+            lock_file(self.root, self.number).unlink(missing_ok=True)
         os.close(self.lock_fd)
+
+
+def lock_file(root: Path, number: int) -> Path:
+    """Return the file whose lock says that a slot is in use."""
+    return root / f"{number}.lock"
 
 
 def slot_name(root: Path, number: int) -> str:
@@ -74,21 +80,16 @@ def acquire(root: Path | None = None) -> Slot:
     """
     root = root or default_root()
     _prepare(root)
-    mine: Slot | None = None
-    for slot in _lockable(root, range(MAX_SLOTS)):
-        if (slot.directory / KEPT).exists():
-            slot.release()
+    _sweep(root, also_kept=False)
+    for number in range(MAX_SLOTS):
+        slot = _try_lock(root, number)
+        if slot is None:
             continue
-        if slot.directory.exists():
-            slot.empty()
-        if mine is None:
-            mine = slot
-            mine.directory.mkdir(mode=0o700)
-        else:
-            slot.release()
-    if mine is None:
-        raise HarnessError(f"all {MAX_SLOTS} clusters under {root} are in use; stop one, or run `make demo-clean`")
-    return mine
+        if not slot.directory.exists():
+            slot.directory.mkdir(mode=0o700)
+            return slot
+        slot.release()
+    raise HarnessError(f"all {MAX_SLOTS} clusters under {root} are in use; stop one, or run `make demo-clean`")
 
 
 def clean(root: Path | None = None) -> list[int]:
@@ -97,13 +98,20 @@ def clean(root: Path | None = None) -> list[int]:
     if not root.exists():
         return []
     _prepare(root)
-    cleaned = []
-    for slot in _lockable(root, range(MAX_SLOTS)):
-        if slot.directory.exists():
+    return _sweep(root, also_kept=True)
+
+
+def _sweep(root: Path, *, also_kept: bool) -> list[int]:
+    swept = []
+    for number in sorted(int(entry.name) for entry in root.iterdir() if entry.name.isdigit()):
+        slot = _try_lock(root, number)
+        if slot is None:
+            continue
+        if also_kept or not (slot.directory / KEPT).exists():
             slot.empty()
-            cleaned.append(slot.number)
+            swept.append(number)
         slot.release()
-    return cleaned
+    return swept
 
 
 def _prepare(root: Path) -> None:
@@ -113,15 +121,18 @@ def _prepare(root: Path) -> None:
         raise HarnessError(f"{root} must be a directory of user {os.getuid()}; it is somebody else's: remove it")
 
 
-def _lockable(root: Path, numbers: range) -> Iterator[Slot]:
-    for number in numbers:
-        lock = os.open(root / f"{number}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def _try_lock(root: Path, number: int) -> Slot | None:
+    path = lock_file(root, number)
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(lock)
-            continue
-        yield Slot(root, number, lock)
+            return None
+        if path.exists() and path.stat().st_ino == os.fstat(lock).st_ino:
+            return Slot(root, number, lock)
+        os.close(lock)  # whoever held it removed the file; another one may have made a new one
 
 
 def _remove_tree(directory: Path) -> None:

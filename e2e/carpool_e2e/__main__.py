@@ -1,0 +1,88 @@
+"""`python -m carpool_e2e`: the demo, and what belongs to it."""
+
+import asyncio
+from pathlib import Path
+
+import click
+from carpool_core.kube.client import connect
+from carpool_core.settings import KubeSettings
+from rich.console import Console
+
+from carpool_e2e import binaries, system
+from carpool_e2e import slots as slots_
+from carpool_e2e.cluster import FULL, PROJECT, Cluster, running, why_no_kubelets
+from carpool_e2e.demo.show import play
+from carpool_e2e.demo.stage import SceneError, Stage
+from carpool_e2e.errors import HarnessError
+from carpool_e2e.tools import CONTROL_PLANE_TOOLS, NODE_TOOLS
+
+OUT = PROJECT / "out"
+"""Where manifests and pictures are left."""
+
+
+class _Group(click.Group):
+    def invoke(self, ctx: click.Context) -> object:
+        """Show what went wrong on purpose without a traceback."""
+        try:
+            return super().invoke(ctx)
+        except HarnessError as error:
+            raise click.ClickException(str(error)) from error
+
+
+@click.group(cls=_Group, help="A real Kubernetes cluster on one machine, without Docker and without a GPU.")
+def main() -> None:
+    """Collect the commands."""
+
+
+@main.command()
+@click.option("--keep", is_flag=True, help="Leave the cluster running, and print how to reach it.")
+def demo(keep: bool) -> None:
+    """Bring up a cluster and play the six scenes."""
+    console = Console()
+    with running(FULL, console) as cluster:
+        if keep:
+            cluster.slot.keep()
+        try:
+            asyncio.run(_on_stage(cluster, console))
+        except SceneError as error:
+            raise click.ClickException(str(error)) from error
+        finally:
+            if keep:
+                console.print(how_to_reach(cluster), highlight=False)
+
+
+async def _on_stage(cluster: Cluster, console: Console) -> None:
+    OUT.mkdir(exist_ok=True)
+    async with connect(KubeSettings(kubeconfig=str(cluster.kubeconfig))) as api:
+        await play(Stage(api, Path(cluster.binaries["kubectl"]), cluster.kubeconfig, console, OUT))
+
+
+def how_to_reach(cluster: Cluster) -> str:
+    """Return what to type to use a cluster that was kept."""
+    folder = Path(cluster.binaries["kubectl"]).parent
+    return (
+        f"The cluster stays up. To use it:\n"
+        f"  export KUBECONFIG={cluster.kubeconfig}\n"
+        f'  export PATH="{folder}:$PATH"\n'
+        f"Logs are in {cluster.table.logs}. `make demo-clean` removes everything."
+    )
+
+
+@main.command()
+def clean() -> None:
+    """Remove every cluster that no running process holds: processes, mounts, cgroups, network, files."""
+    removed = slots_.clean()
+    click.echo(f"removed {len(removed)} cluster(s)" if removed else "nothing to remove")
+
+
+@main.command()
+def prepare() -> None:
+    """Get everything that the tests need: system packages and binaries."""
+    console = Console()
+    kubelets = not why_no_kubelets()
+    system.ensure(system.FOR_CONTROL_PLANE + (system.FOR_NODES if kubelets else ()), console)
+    binaries.ensure(CONTROL_PLANE_TOOLS | (NODE_TOOLS if kubelets else set()), console=console)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Fixtures that start real clusters, and the rule that nothing is skipped in CI but what needs hardware or Docker."""
+
+import os
+import shutil
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+
+import pytest
+from carpool_e2e.cluster import BARE, FULL, Cluster, running, why_no_kubelets
+
+HARDWARE: dict[str, tuple[str, Callable[[], bool]]] = {
+    "gpu": ("an NVIDIA GPU", lambda: Path("/dev/nvidiactl").exists()),
+    "docker": ("a Docker engine", lambda: shutil.which("docker") is not None and Path("/var/run/docker.sock").exists()),
+}
+"""Markers of tests that may be skipped in CI: what they need, and whether it is there."""
+
+EXCUSED = pytest.StashKey[list[str]]()
+
+
+def in_ci() -> bool:
+    return os.environ.get("CARPOOL_CI") == "1"
+
+
+@pytest.fixture(scope="session")
+def control_plane() -> Iterator[Cluster]:
+    """etcd, API server and controller manager with everything of the chart but its workloads; no nodes."""
+    with running(BARE) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """A whole cluster: two nodes with kubelet, containerd and agent, twenty without, operator and scheduler."""
+    if reason := why_no_kubelets():
+        pytest.skip(reason)
+    with running(FULL) as cluster:
+        yield cluster
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[EXCUSED] = []
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker, (needed, present) in HARDWARE.items():
+        if item.get_closest_marker(marker) and not present():
+            pytest.skip(f"needs {needed}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail"):
+        if any(item.get_closest_marker(marker) for marker in HARDWARE):
+            item.config.stash[EXCUSED].append(item.nodeid)
+        elif in_ci():
+            report.outcome = "failed"
+            report.longrepr = f"{item.nodeid}: skipped, which is an error in CI: {_reason(report)}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    if report.skipped and in_ci():
+        report.outcome = "failed"
+        report.longrepr = f"{collector.nodeid}: skipped as a whole, which is an error in CI: {report.longrepr}"
+    return report
+
+
+def _reason(report: pytest.TestReport) -> str:
+    return report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    excused = config.stash[EXCUSED]
+    if excused:
+        terminalreporter.section(f"{len(excused)} skipped for want of a GPU or Docker")
+        for nodeid in excused:
+            terminalreporter.line(nodeid)
