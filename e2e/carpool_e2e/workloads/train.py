@@ -5,15 +5,17 @@ there is no GPU: `carpool_simulated` takes it from the simulated device, where i
 """
 
 import argparse
+import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from types import FrameType
 
 from carpool_simulated import Gpu, SimulatedGpuError, open_gpus
 
-_REPORT_EVERY = 5
+_REPORT_EVERY_S = 0.7
 
 
 def _arguments() -> argparse.Namespace:
@@ -64,11 +66,12 @@ def _train(gpus: list[Gpu], args: argparse.Namespace) -> None:
         _say(f"GPU {gpu.index}: {gpu.name} {gpu.uuid}, {gpu.mode}, memory limit {limit}, threads {threads}%")
         gpu.allocate(args.memory_mib)
     step = _no_loop if args.no_loop else _training_loop()
-    number = 0
+    number, reported = 0, -math.inf
     while args.steps == 0 or number < args.steps:
         took = max(gpu.run(args.step_seconds, args.sm_active, args.dram_active, args.gpu_util) for gpu in gpus)
         loss = step()
-        if number % _REPORT_EVERY == 0:
+        if time.monotonic() - reported > _REPORT_EVERY_S:
+            reported = time.monotonic()
             _say(f"step {number}: loss {loss:.4f}, {took:.3f} s ({took / args.step_seconds:.2f} × alone)")
         number += 1
     _say(f"finished after {number} steps")
