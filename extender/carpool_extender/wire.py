@@ -14,11 +14,9 @@ class _Go(msgspec.Struct, frozen=True, kw_only=True, rename="pascal"):
 
 
 class ExtenderArgs(_Go, frozen=True, kw_only=True):
-    """Body of filter and prioritize."""
+    """Body of filter and prioritize. `Nodes`, which a scheduler without `nodeCacheCapable` sends, is never decoded."""
 
     pod: Pod
-    nodes: msgspec.Raw | None = None
-    """A NodeList where the scheduler is not configured with `nodeCacheCapable`."""
     node_names: list[str] | None = None
 
 
