@@ -39,15 +39,24 @@ class SetMode:
 
     mode: SharingMode | None
 
+    def __str__(self) -> str:
+        return f"set mode {self.mode or 'idle'}"
+
 
 @dataclass(frozen=True, slots=True)
 class StartMps:
     """Start the GPU's MPS daemon."""
 
+    def __str__(self) -> str:
+        return "start MPS"
+
 
 @dataclass(frozen=True, slots=True)
 class StopMps:
     """Stop the GPU's MPS daemon, and forget its limits; only while nobody is on the GPU."""
+
+    def __str__(self) -> str:
+        return "stop MPS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +65,12 @@ class SetLimits:
 
     pod_uid: PodUid
     limits: Limits | None
+
+    def __str__(self) -> str:
+        if self.limits is None:
+            return f"remove the limits of pod {self.pod_uid}"
+        memory, threads = self.limits.memory_mib, self.limits.thread_percentage
+        return f"limit pod {self.pod_uid} to {memory or 'any'} MiB and {threads or 100}% of threads"
 
 
 Step = SetMode | StartMps | StopMps | SetLimits

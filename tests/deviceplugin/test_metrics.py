@@ -61,7 +61,7 @@ async def test_tenants_have_series_of_their_own(agent, devices, reserve, enter) 
         with enter(gpu, "a") as (opened,):
             opened.allocate(1000)
             await asyncio.to_thread(opened.run, 0.2, 0.5)
-            await until(lambda: agent.reconciler.meters[gpu].uses["uid-a"].rates)
+            await until(lambda: agent.reconciler.meters[gpu].uses["uid-a"].energy_j)
             labels = {"UUID": gpu, "namespace": "default", "pod": "a", "job": "job-a"}
             value = registry.get_sample_value
             assert value("carpool_gpu_tenant_memory_bytes", labels) >= 1000 * 1024 * 1024

@@ -124,7 +124,7 @@ async def test_container_gets_its_reservation(agent, kubelet, settings, kube, re
     assert found["env"]["CARPOOL_VISIBLE_GPUS"] == first
     assert found["env"]["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=9216M"
     assert found["mounts"] == [str(settings.state_dir / "simulated" / first), str(settings.state_dir / "mps" / first)]
-    assert all(os.path.isdir(mount) for mount in found["mounts"])
+    assert all_exist(found["mounts"])
 
 
 async def test_two_pods_of_one_size_each_get_their_own(agent, kubelet, settings, kube, reserve) -> None:
@@ -145,6 +145,10 @@ async def test_slot_k_brings_gpu_k(agent, kubelet, settings, kube, reserve) -> N
     assert edits(settings, "slot-2")["mounts"] == [str(settings.state_dir / "simulated" / second)]
     assert edits(settings, "slot-5")["mounts"] == [str(settings.state_dir / "simulated" / first)]
     assert edits(settings, "slot-2")["env"]["CARPOOL_VISIBLE_GPUS"] == f"{second},{first}"
+
+
+def all_exist(paths: list[str]) -> bool:
+    return all(os.path.exists(path) for path in paths)
 
 
 async def refused(kubelet: Kubelet, pod: str) -> str:
