@@ -96,7 +96,8 @@ def find_product(wanted: str) -> GpuProduct:
         return found[0]
     if found:
         raise UnknownProductError(
-            f"GPU product {wanted!r} is ambiguous: it matches {', '.join(p.name for p in found)}; write more of the name"
+            f"GPU product {wanted!r} is ambiguous: it matches {', '.join(p.name for p in found)}; "
+            "write more of the name"
         )
     raise UnknownProductError(
         f"GPU product {wanted!r} is unknown; known products: {', '.join(p.name for p in PRODUCTS)}"

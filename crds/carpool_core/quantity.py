@@ -6,10 +6,18 @@ from decimal import Decimal
 from carpool_core.values import MIB
 
 _SUFFIXES = {
-    "": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
-    "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40,
+    "n": Decimal("1e-9"), "u": Decimal("1e-6"), "m": Decimal("1e-3"), "": Decimal(1),
+    "k": Decimal(10**3), "M": Decimal(10**6), "G": Decimal(10**9), "T": Decimal(10**12), "P": Decimal(10**15),
+    "E": Decimal(10**18),
+    "Ki": Decimal(2**10), "Mi": Decimal(2**20), "Gi": Decimal(2**30), "Ti": Decimal(2**40), "Pi": Decimal(2**50),
+    "Ei": Decimal(2**60),
 }  # fmt: skip
-_QUANTITY = re.compile(r"^([0-9]+(?:\.[0-9]+)?)(k|M|G|T|Ki|Mi|Gi|Ti)?$")
+_QUANTITY = re.compile(
+    r"^\+?(?P<number>[0-9]{1,40}(?:\.[0-9]{0,40})?|\.[0-9]{1,40})"
+    r"(?:(?P<suffix>[numkMGTPE]|[KMGTPE]i)|[eE](?P<exponent>[+-]?[0-9]{1,2}))?$",
+    re.ASCII,
+)
+"""What Kubernetes' resource.ParseQuantity accepts, without negative amounts."""
 
 
 def memory_mib(quantity: int | str) -> int:
@@ -21,4 +29,5 @@ def memory_mib(quantity: int | str) -> int:
     found = _QUANTITY.match(str(quantity))
     if not found:
         raise ValueError(f"expected an amount of memory such as 12Gi or 500Mi, found {quantity!r}")
-    return int(Decimal(found[1]) * _SUFFIXES[found[2] or ""]) // MIB
+    scale = Decimal(f"1e{found['exponent']}") if found["exponent"] else _SUFFIXES[found["suffix"] or ""]
+    return int(Decimal(found["number"]) * scale / MIB)

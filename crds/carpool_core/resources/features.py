@@ -39,6 +39,12 @@ class ModelFeatures(Resource, frozen=True, kw_only=True):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
+            "self.steps.map(s, s.batchSize).isSorted() && "
+            "self.steps.all(s, self.steps.filter(t, t.batchSize == s.batchSize).size() == 1)",
+            "steps must stand in ascending order of batchSize, each batchSize once; "
+            "take the block from `carpool graph` unchanged",
+        ),
+        Rule(
             "self.steps.all(s, s.activationBytes <= s.peakBytes)",
             "activationBytes is a part of peakBytes, so it cannot be larger; "
             "take the block from `carpool graph` unchanged",

@@ -2,10 +2,13 @@
 
 from typing import Annotated, Any, ClassVar
 
+import msgspec
+
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.meta import Condition, ObjectMeta
 from carpool_core.resources.prediction import Prediction
-from carpool_core.resources.schema import ATOMIC, QUANTITY, Resource, Rule, field, map_list
+from carpool_core.resources.schema import ATOMIC, MEMORY_RULES, QUANTITY, Resource, Rule, field, map_list
+from carpool_core.resources.template import GPU_AMOUNT_RULE, TEMPLATE
 from carpool_core.values import (
     GpuUuid,
     JobState,
@@ -25,17 +28,26 @@ class CatalogModel(Resource, frozen=True, kw_only=True):
     name: Annotated[
         str,
         field(
-            "`timm/NAME` or `torchvision/NAME`.",
-            pattern=r"^(timm|torchvision|transformers)/[A-Za-z0-9._-]+$",
+            "`timm/NAME` or `torchvision/NAME`, such as timm/resnet50.",
             max_length=128,
+            rules=[
+                Rule(
+                    r"self.matches('^(timm|torchvision)/[A-Za-z0-9._-]+$')",
+                    "expected timm/NAME or torchvision/NAME, such as timm/resnet50; for any other model give "
+                    "spec.model.features as `carpool graph` prints them",
+                    "'expected timm/NAME or torchvision/NAME, such as timm/resnet50, found ' + self + "
+                    "'; for any other model give spec.model.features as `carpool graph` prints them'",
+                )
+            ],
         ),
     ]
     input: (
         Annotated[
-            list[int],
+            list[Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]],
             field(
                 "Shape of one sample, without the batch, such as [3, 224, 224]. The model's own when left out.",
                 schema=ATOMIC,
+                min_length=1,
                 max_length=4,
             ),
         ]
@@ -48,6 +60,17 @@ class CatalogModel(Resource, frozen=True, kw_only=True):
 
 class GraphLayer(Resource, frozen=True, kw_only=True):
     """One layer of an inline model."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "!(self.kind in ['Linear', 'Conv2d']) || (has(self.out) && dyn(self.out) != null)",
+            "a Linear or Conv2d layer needs `out`: the number of its output features or channels",
+        ),
+        Rule(
+            "!(self.kind in ['Conv2d', 'MaxPool2d', 'AvgPool2d']) || (has(self.kernel) && dyn(self.kernel) != null)",
+            "a Conv2d, MaxPool2d or AvgPool2d layer needs `kernel`: its kernel size",
+        ),
+    )
 
     kind: Annotated[
         str,
@@ -80,9 +103,18 @@ class GraphModel(Resource, frozen=True, kw_only=True):
     """A model written down layer by layer."""
 
     input: Annotated[
-        list[int], field("Shape of one sample, without the batch.", schema=ATOMIC, min_length=1, max_length=4)
+        list[Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]],
+        field(
+            "Shape of one sample, without the batch, such as [1, 28, 28].", schema=ATOMIC, min_length=1, max_length=4
+        ),
     ]
     layers: Annotated[list[GraphLayer], field("Layers, in order.", schema=ATOMIC, min_length=1, max_length=2048)]
+
+
+_GIVEN = "[{}].filter(given, given != '')".format(
+    ", ".join(f"has(self.{one}) && self.{one} != null ? '{one}' : ''" for one in ("features", "catalog", "graph"))
+)
+"""CEL: names of the model sources that are given."""
 
 
 class ModelSource(Resource, frozen=True, kw_only=True):
@@ -90,14 +122,18 @@ class ModelSource(Resource, frozen=True, kw_only=True):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
-            "[has(self.features), has(self.catalog), has(self.graph)].filter(x, x).size() == 1",
+            f"{_GIVEN}.size() == 1",
             "give exactly one of features, catalog and graph; leave out spec.model if the model is unknown",
         ),
     )
 
-    features: Annotated[ModelFeatures, field("Features as `carpool graph` prints them.")] | None = None
-    catalog: Annotated[CatalogModel, field("A published architecture by name.")] | None = None
-    graph: Annotated[GraphModel, field("The model's layers.")] | None = None
+    features: (
+        Annotated[ModelFeatures, field("The training step in numbers, as `carpool graph` prints them.")] | None
+    ) = None
+    catalog: Annotated[CatalogModel, field("A published architecture by its name in timm or torchvision.")] | None = (
+        None
+    )
+    graph: Annotated[GraphModel, field("The model written down layer by layer.")] | None = None
 
 
 class Training(Resource, frozen=True, kw_only=True):
@@ -112,20 +148,56 @@ class Training(Resource, frozen=True, kw_only=True):
 class Sharing(Resource, frozen=True, kw_only=True):
     """Whether and with whom the job shares its GPU."""
 
-    mode: Annotated[RequestedMode, field("How to share; `Auto` leaves it to the scheduler.")] = RequestedMode.AUTO
+    mode: Annotated[
+        RequestedMode,
+        field(
+            "How to share a GPU. Auto: the scheduler chooses. Exclusive: alone. TimeSlicing: tenants take turns, and "
+            "nothing limits their memory. MPS: side by side through one Multi-Process Service daemon, each with a "
+            "memory limit. MIG: a hardware instance of its own; needs gpusPerWorker 1."
+        ),
+    ] = RequestedMode.AUTO
     max_slowdown: Annotated[
-        float, field("Step time beside neighbours over step time alone that the job accepts, 1..10.", ge=1, le=10)
+        float,
+        field(
+            "The largest slowdown that the job accepts: its step time beside neighbours over its step time alone. "
+            "1 accepts none; 1.5 accepts steps half as long again.",
+            ge=1,
+            le=10,
+        ),
     ] = 1.5
-    tenancy: Annotated[Tenancy, field("With whose jobs it may share a GPU.")] = Tenancy.NAMESPACE
+    tenancy: Annotated[
+        Tenancy,
+        field(
+            "With whose jobs it may share a GPU. Namespace: those of its own namespace. Cluster: anybody's that are "
+            "willing too, but never behind one MPS daemon across namespaces."
+        ),
+    ] = Tenancy.NAMESPACE
 
 
 class MemoryOverride(Resource, frozen=True, kw_only=True):
     """An explicit memory limit, which overrides the prediction."""
 
     limit: (
-        Annotated[int | str, field("GPU memory of one worker on each of its GPUs, such as 12Gi.", schema=QUANTITY)]
+        Annotated[
+            int | str,
+            field(
+                "GPU memory that one worker takes on each of its GPUs, with its unit, such as 12Gi. Placement counts "
+                "with it in place of the prediction, and MPS enforces it.",
+                schema=QUANTITY,
+                rules=MEMORY_RULES,
+            ),
+        ]
         | None
     ) = None
+
+
+_CAPABILITY_RULES = (
+    Rule(
+        "self.matches('^[0-9]{1,2}[.][0-9]$')",
+        "expected a CUDA compute capability such as 8.0, in quotes",
+        "'expected a CUDA compute capability such as 8.0, in quotes, found ' + self",
+    ),
+)
 
 
 class GpuSelector(Resource, frozen=True, kw_only=True):
@@ -142,10 +214,20 @@ class GpuSelector(Resource, frozen=True, kw_only=True):
         ]
         | None
     ) = None
-    min_memory: Annotated[int | str, field("Least memory of the GPU, such as 40Gi.", schema=QUANTITY)] | None = None
-    min_compute_capability: (
-        Annotated[str, field("Least CUDA compute capability, such as 8.0.", pattern=r"^[0-9]{1,2}\.[0-9]$")] | None
+    min_memory: (
+        Annotated[
+            int | str,
+            field("Least total memory of the GPU, with its unit, such as 40Gi.", schema=QUANTITY, rules=MEMORY_RULES),
+        ]
+        | None
     ) = None
+    min_compute_capability: (
+        Annotated[str, field("Least CUDA compute capability, such as 8.0.", max_length=8, rules=_CAPABILITY_RULES)]
+        | None
+    ) = None
+
+
+_MAX_S = 2**31 - 1
 
 
 class RunPolicy(Resource, frozen=True, kw_only=True):
@@ -155,27 +237,44 @@ class RunPolicy(Resource, frozen=True, kw_only=True):
     backoff_limit: Annotated[int, field("Restarts after failures before the job has failed.", ge=0, le=1000)] = 3
     active_deadline_seconds: (
         Annotated[
-            int, field("Seconds after its start in which the job must be complete; unlimited when left out.", ge=1)
+            int,
+            field(
+                "Seconds after its start in which the job must be complete; unlimited when left out.", ge=1, le=_MAX_S
+            ),
         ]
         | None
     ) = None
     ttl_seconds_after_finished: (
-        Annotated[int, field("Seconds after its end until the job is deleted; never when left out.", ge=0)] | None
+        Annotated[int, field("Seconds after its end until the job is deleted; never when left out.", ge=0, le=_MAX_S)]
+        | None
     ) = None
 
 
 class JobSpec(Resource, frozen=True, kw_only=True):
     """What a user asks for."""
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        GPU_AMOUNT_RULE,
+        Rule(
+            "self.sharing.mode != 'MIG' || self.gpusPerWorker == 1",
+            "a MIG instance is a part of one GPU: set spec.gpusPerWorker to 1, or choose another sharing.mode",
+        ),
+    )
+
     model: Annotated[ModelSource, field("What is trained. Left out: unknown, and the job runs alone.")] | None = None
     training: Annotated[Training, field("How it is trained.")] = Training()
-    workers: Annotated[int, field("Pods that train together.", ge=1, le=1024)] = 1
-    gpus_per_worker: Annotated[int, field("GPUs of each worker.", ge=1, le=16)] = 1
+    workers: Annotated[int, field("Number of pods that train together.", ge=1, le=1024)] = 1
+    gpus_per_worker: Annotated[
+        int, field("Number of GPUs (or shares of a GPU) of each worker, all on one node.", ge=1, le=16)
+    ] = 1
     sharing: Annotated[Sharing, field("Whether and with whom it shares a GPU.")] = Sharing()
     memory: Annotated[MemoryOverride, field("Memory limit in place of the prediction.")] = MemoryOverride()
     gpu: Annotated[GpuSelector, field("Which GPUs will do.")] = GpuSelector()
     run_policy: Annotated[RunPolicy, field("How long and how often it is tried.")] = RunPolicy()
-    template: Annotated[dict[str, Any], field("Pod template of a worker, as in a Deployment.")]
+    template: Annotated[
+        dict[str, Any],
+        field("Pod template of a worker, as in a Job. Carpool adds what places it.", schema=TEMPLATE),
+    ]
 
 
 class Neighbour(Resource, frozen=True, kw_only=True):
@@ -228,6 +327,19 @@ class Observed(Resource, frozen=True, kw_only=True):
     slowdown: Annotated[float, field("Observed step time over the predicted step time alone.")] | None = None
 
 
+class JobSummary(Resource, frozen=True, kw_only=True):
+    """The columns of `kubectl get gtj`, which can show no more than single values. Computed; decide nothing by it."""
+
+    node: Annotated[str, field("Nodes of the workers.", max_length=256)] = ""
+    gpu: Annotated[str, field("Product of the GPUs, and how many where there are several.", max_length=256)] = ""
+    mode: Annotated[str, field("How the GPUs are shared.")] = ""
+    predicted_memory: Annotated[str, field("Predicted upper bound of memory on each GPU, with its unit.")] = ""
+    predicted_utilization: Annotated[str, field("Predicted median GPU utilization, with its unit.")] = ""
+    observed_memory: Annotated[str, field("Largest memory measured on one GPU, with its unit.")] = ""
+    observed_utilization: Annotated[str, field("Mean GPU utilization measured, with its unit.")] = ""
+    slowdown: Annotated[str, field("Observed slowdown, or `expected` and the expected one.")] = ""
+
+
 class JobStatus(Resource, frozen=True, kw_only=True):
     """What Carpool knows of the job."""
 
@@ -243,8 +355,21 @@ class JobStatus(Resource, frozen=True, kw_only=True):
     ] = []
     restarts: Annotated[int, field("Failures that were charged to backoffLimit.", ge=0)] = 0
     observed: Annotated[Observed, field("What was measured.")] | None = None
+    summary: Annotated[JobSummary, field("What `kubectl get` shows.")] | None = None
     start_time: Annotated[str, field("When the first container ran, RFC 3339.")] | None = None
     completion_time: Annotated[str, field("When the job ended, RFC 3339.")] | None = None
+
+
+def _fixed_once_placed(name: str, *, is_optional: bool = False) -> Rule:
+    """A transition rule: a field of the spec that the placement was decided by."""
+    new, old = f"self.spec.{name}", f"oldSelf.spec.{name}"
+    same = f"{new} == {old}"
+    if is_optional:
+        same = f"(has({new}) == has({old}) && (!has({new}) || {same}))"
+    return Rule(
+        f"!has(oldSelf.status) || !has(oldSelf.status.placement) || oldSelf.status.placement.size() == 0 || {same}",
+        f"spec.{name} cannot change once the job is placed; only spec.runPolicy can: delete the job and apply it again",
+    )
 
 
 class GpuTrainingJob(Resource, frozen=True, kw_only=True):
@@ -255,10 +380,8 @@ class GpuTrainingJob(Resource, frozen=True, kw_only=True):
             "self.metadata.name.size() <= 48",
             "metadata.name must have at most 48 characters, because pods are called NAME-worker-INDEX-ATTEMPT",
         ),
-        Rule(
-            "self.spec.sharing.mode != 'MIG' || self.spec.gpusPerWorker == 1",
-            "a MIG instance is a part of one GPU: set spec.gpusPerWorker to 1, or choose another sharing.mode",
-        ),
+        *(_fixed_once_placed(name) for name in ("workers", "gpusPerWorker", "training", "sharing", "memory", "gpu")),
+        *(_fixed_once_placed(name, is_optional=True) for name in ("model", "template")),
     )
 
     api_version: str = "carpool.dev/v1alpha1"

@@ -99,6 +99,15 @@ class Tenant(Resource, frozen=True, kw_only=True):
     ) = None
 
 
+class NodeSummary(Resource, frozen=True, kw_only=True):
+    """The columns of `kubectl get gpn`, which can show no more than single values. Computed; decide nothing by it."""
+
+    gpus: Annotated[str, field("GPUs of each product.", max_length=512)]
+    healthy: Annotated[int, field("Number of healthy GPUs.", ge=0)]
+    tenants: Annotated[int, field("Number of pods that have a share of a GPU ready.", ge=0)]
+    memory: Annotated[str, field("Total memory of one GPU, with its unit.")]
+
+
 class GpuNodeStatus(Resource, frozen=True, kw_only=True):
     """The actual state. Written only by the node's agent."""
 
@@ -109,6 +118,7 @@ class GpuNodeStatus(Resource, frozen=True, kw_only=True):
     partitions: Annotated[list[Partition], field("Progress of each reservation.", schema=map_list("podUid"))] = []
     tenants: Annotated[list[Tenant], field("Measured use, smoothed.", schema=map_list("podUid", "gpuUuid"))] = []
     conditions: Annotated[list[Condition], field("Ready.", schema=map_list("type"))] = []
+    summary: Annotated[NodeSummary, field("What `kubectl get` shows.")] | None = None
 
 
 class GpuNode(Resource, frozen=True, kw_only=True):

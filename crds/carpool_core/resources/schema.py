@@ -1,5 +1,6 @@
 """How the resource types say what the CRD must: descriptions, CEL rules, defaults, list types."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -11,23 +12,35 @@ class Resource(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_d
 
 
 class Rule(NamedTuple):
-    """A CEL rule of an object (`x-kubernetes-validations`), listed in a type's `rules: ClassVar[tuple[Rule, ...]]`."""
+    """A CEL rule (`x-kubernetes-validations`) of a field, or of an object.
+
+    An object's stand in its type's `rules: ClassVar[tuple[Rule, ...]]`.
+    """
 
     cel: str
-    """The expression that must hold; `self` is the object."""
+    """The expression that must hold; `self` is the value."""
     message: str
     """A sentence: what was expected, what to do."""
+    found: str = ""
+    """CEL for the same sentence with what was found in it; `message` stands where it cannot be computed."""
+
+    def as_schema(self) -> dict[str, Any]:
+        """Return the rule as the CRD holds it."""
+        detail = {"messageExpression": self.found} if self.found else {}
+        return {"rule": self.cel, "message": self.message} | detail
 
 
-def field(description: str, *, schema: dict[str, Any] | None = None, **bounds: Any) -> Meta:
-    """Describe a field, as in `Annotated[int, field("Memory in MiB.", ge=0)]`.
+def field(description: str, *, schema: dict[str, Any] | None = None, rules: Sequence[Rule] = (), **bounds: Any) -> Meta:
+    """Say what stands inside `Annotated[…]` of a resource type.
 
     Args:
         description: What `kubectl explain` shows, with the unit.
         schema: Further keys of the field's OpenAPI schema, such as `x-kubernetes-list-type`.
+        rules: CEL rules of the field's value; they are not asked where the field is absent or null.
         bounds: msgspec's constraints (`ge`, `le`, `min_length`, `max_length`, `pattern`).
     """
-    return Meta(description=description, extra_json_schema=schema or {}, **bounds)
+    own = {"x-kubernetes-validations": [rule.as_schema() for rule in rules]} if rules else {}
+    return Meta(description=description, extra_json_schema=(schema or {}) | own, **bounds)
 
 
 def map_list(*keys: str) -> dict[str, Any]:
@@ -38,5 +51,17 @@ def map_list(*keys: str) -> dict[str, Any]:
 ATOMIC: dict[str, Any] = {"x-kubernetes-list-type": "atomic"}
 """Schema of a list that one writer owns and replaces whole."""
 
-QUANTITY: dict[str, Any] = {"x-kubernetes-int-or-string": True}
+QUANTITY: dict[str, Any] = {"x-kubernetes-int-or-string": True, "maxLength": 32}
 """Schema of a Kubernetes quantity such as `12Gi`."""
+
+_AS_QUANTITY = "quantity(type(self) == int ? string(self) : self)"
+MEMORY_RULES = (
+    Rule(
+        f"(type(self) == int || isQuantity(self)) && {_AS_QUANTITY}.compareTo(quantity('1Mi')) >= 0 && "
+        f"{_AS_QUANTITY}.compareTo(quantity('1Pi')) <= 0",
+        "expected an amount of memory from 1Mi to 1Pi with its unit, such as 12Gi; a number without a unit means bytes",
+        "'expected an amount of memory from 1Mi to 1Pi with its unit, such as 12Gi, found ' + string(self) + "
+        "'; a number without a unit means bytes'",
+    ),
+)
+"""Rules of a quantity of memory."""

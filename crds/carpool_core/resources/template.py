@@ -1,0 +1,191 @@
+"""The pod template's schema, by hand: what rules look at is typed, everything else is kept as it is written."""
+
+from typing import Any
+
+from carpool_core.keys import DOMAIN, RESOURCE_GPU
+from carpool_core.resources.schema import Rule
+
+_PRESERVE: dict[str, Any] = {"x-kubernetes-preserve-unknown-fields": True}
+_OURS = f"{DOMAIN}/"
+_MOST_CONTAINERS, _MOST_KEYS = 16, 64
+
+
+def _asks(container: str) -> str:
+    """CEL: whether a container asks for GPUs."""
+    parts = " || ".join(
+        f"(has({container}.resources.{part}) && '{RESOURCE_GPU}' in {container}.resources.{part})"
+        for part in ("limits", "requests")
+    )
+    return f"has({container}.resources) && ({parts})"
+
+
+def _amount_is_right(part: str) -> str:
+    """CEL: whether a container that names our resource in `part` names the number that the job says."""
+    amounts = f"c.resources.{part}"
+    return (
+        f"!has({amounts}) || !('{RESOURCE_GPU}' in {amounts}) || "
+        f"string({amounts}['{RESOURCE_GPU}']) == string(self.gpusPerWorker)"
+    )
+
+
+def _no_foreign_gpu(part: str) -> str:
+    amounts = f"self.resources.{part}"
+    return (
+        f"(!has({amounts}) || !{amounts}.exists(k, k == 'nvidia.com/gpu' || k.startsWith('nvidia.com/gpu.') || "
+        "k.startsWith('nvidia.com/mig-')))"
+    )
+
+
+def _not_ours(what: str) -> Rule:
+    """A map of labels, annotations or node labels that leaves our own keys alone."""
+    advice = f"remove what begins with {_OURS} from {what}: Carpool sets these keys itself"
+    return Rule(f"!self.exists(k, k.startsWith('{_OURS}'))", advice)
+
+
+def _string_map(description: str, what: str) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "description": description,
+        "nullable": True,
+        "additionalProperties": {"type": "string"},
+        "maxProperties": _MOST_KEYS,
+        "x-kubernetes-validations": [_not_ours(what).as_schema()],
+    }
+
+
+def _amounts(description: str) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "description": description,
+        "maxProperties": 32,
+        "additionalProperties": {"x-kubernetes-int-or-string": True, "maxLength": 64},
+    }
+
+
+_CONTAINER: dict[str, Any] = {
+    "type": "object",
+    "description": "A container, with every field that a pod's containers have.",
+    "required": ["name", "image"],
+    "properties": {
+        "name": {"type": "string", "description": "Name of the container.", "minLength": 1, "maxLength": 63},
+        "image": {"type": "string", "description": "Image of the container.", "minLength": 1},
+        "resources": {
+            "type": "object",
+            "description": f"Requests and limits. Carpool adds {RESOURCE_GPU} where it is left out.",
+            "properties": {
+                "limits": _amounts("Largest amounts, by resource."),
+                "requests": _amounts("Amounts that are set aside, by resource."),
+            },
+            **_PRESERVE,
+        },
+    },
+    "x-kubernetes-validations": [
+        Rule(
+            f"!has(self.resources) || ({_no_foreign_gpu('limits')} && {_no_foreign_gpu('requests')})",
+            f"remove nvidia.com/gpu from the container's resources: a job asks for GPUs by spec.gpusPerWorker, and "
+            f"Carpool requests {RESOURCE_GPU} for it",
+            f"'remove nvidia.com/gpu from the resources of container ' + self.name + ': a job asks for GPUs by "
+            f"spec.gpusPerWorker, and Carpool requests {RESOURCE_GPU} for it'",
+        ).as_schema()
+    ],
+    **_PRESERVE,
+}
+
+
+def _containers(description: str, least: int) -> dict[str, Any]:
+    return {
+        "type": "array",
+        "description": description,
+        "minItems": least,
+        "maxItems": _MOST_CONTAINERS,
+        "items": _CONTAINER,
+        "x-kubernetes-list-type": "map",
+        "x-kubernetes-list-map-keys": ["name"],
+    }
+
+
+def _text(description: str, *rules: Rule) -> dict[str, Any]:
+    return {
+        "type": "string",
+        "description": description,
+        "maxLength": 253,
+        "x-kubernetes-validations": [rule.as_schema() for rule in rules],
+    }
+
+
+_SPEC_PROPERTIES: dict[str, Any] = {
+    "containers": _containers(
+        f"Containers of a worker. At most one may ask for {RESOURCE_GPU}; where none does, the first gets the GPUs.", 1
+    ),
+    "initContainers": _containers("Containers that run before; none of them gets a GPU.", 0),
+    "nodeName": _text(
+        "Must be left out: the scheduler chooses the node.",
+        Rule(
+            "self == ''",
+            "remove nodeName: the scheduler chooses the node; spec.gpu or a nodeSelector narrow its choice",
+            "'remove nodeName (' + self + '): the scheduler chooses the node; spec.gpu or a nodeSelector narrow its "
+            "choice'",
+        ),
+    ),
+    "schedulerName": _text(
+        "Must be left out: Carpool sets its own scheduler.",
+        Rule(
+            "self == ''",
+            "remove schedulerName: Carpool sets its own scheduler",
+            "'remove schedulerName (' + self + '): Carpool sets its own scheduler'",
+        ),
+    ),
+    "restartPolicy": _text(
+        "Never, or left out: Carpool restarts failed workers by spec.runPolicy.",
+        Rule(
+            "self == 'Never'",
+            "restartPolicy must be Never or left out: failed workers are restarted by spec.runPolicy.backoffLimit",
+            "'restartPolicy must be Never or left out, found ' + self + ': failed workers are restarted by "
+            "spec.runPolicy.backoffLimit'",
+        ),
+    ),
+    "nodeSelector": _string_map("Labels that the node must have.", "nodeSelector"),
+}
+
+TEMPLATE: dict[str, Any] = {
+    "type": "object",
+    "required": ["spec"],
+    "properties": {
+        "metadata": {
+            "type": "object",
+            "description": "Metadata of the pods; labels and annotations are taken over.",
+            "properties": {
+                "labels": _string_map("Labels of the pods.", "the template's labels"),
+                "annotations": _string_map("Annotations of the pods.", "the template's annotations"),
+            },
+            **_PRESERVE,
+        },
+        "spec": {
+            "type": "object",
+            "description": "The pod's spec, with every field that a Pod has.",
+            "required": ["containers"],
+            "properties": _SPEC_PROPERTIES,
+            "x-kubernetes-validations": [
+                Rule(
+                    f"self.containers.filter(c, {_asks('c')}).size() <= 1",
+                    f"at most one container may ask for {RESOURCE_GPU}: leave it out of the others",
+                ).as_schema(),
+                Rule(
+                    f"!has(self.initContainers) || !self.initContainers.exists(c, {_asks('c')})",
+                    f"an init container cannot have a GPU: move {RESOURCE_GPU} to an ordinary container",
+                ).as_schema(),
+            ],
+            **_PRESERVE,
+        },
+    },
+    **_PRESERVE,
+}
+"""Schema of `spec.template`."""
+
+GPU_AMOUNT_RULE = Rule(
+    "self.template.spec.containers.all(c, !has(c.resources) || "
+    f"(({_amount_is_right('limits')}) && ({_amount_is_right('requests')})))",
+    f"a container asks for a number of {RESOURCE_GPU} other than spec.gpusPerWorker: leave {RESOURCE_GPU} out of the "
+    "template, or let both say the same",
+)
+"""Rule of the job's spec that looks into the template."""
