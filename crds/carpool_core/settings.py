@@ -78,7 +78,7 @@ def click_options(cls: type[Any]) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         def call(*args: Any, **kwargs: Any) -> Any:
-            values = {s.path: kwargs.pop(_parameter(s)) for s in known}
+            values = {s.path: _typed(s, kwargs.pop(_parameter(s))) for s in known}
             return function(*args, settings=_build(cls, values), **kwargs)
 
         call.__name__, call.__doc__ = function.__name__, function.__doc__
@@ -101,15 +101,20 @@ def _parameter(one: Setting) -> str:
 def _option(one: Setting) -> dict[str, Any]:
     kinds: dict[Any, Any] = {int: click.INT, float: click.FLOAT, str: click.STRING, bool: click.BOOL}
     kinds[Path] = click.Path(path_type=Path)
-    kind = click.Choice(one.type) if issubclass(one.type, Enum) else kinds[one.type]
+    # By value: click itself would offer the names of an enumeration's members, which are no interface.
+    kind = click.Choice([str(m.value) for m in one.type]) if issubclass(one.type, Enum) else kinds[one.type]
     return {
         "type": kind,
-        "default": one.default,
+        "default": one.default.value if isinstance(one.default, Enum) else one.default,
         "envvar": one.env,
         "help": one.help,
         "show_default": one.default is not None,
         "show_envvar": True,
     }
+
+
+def _typed(one: Setting, value: Any) -> Any:
+    return one.type(value) if value is not None and issubclass(one.type, Enum) else value
 
 
 def _without_none(type_: Any) -> Any:
