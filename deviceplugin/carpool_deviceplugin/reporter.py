@@ -16,7 +16,7 @@ from carpool_deviceplugin.devices import Devices
 from carpool_deviceplugin.gpu import DeviceError
 from carpool_deviceplugin.meter import worth_writing
 from carpool_deviceplugin.patience import Patient, Rhythm
-from carpool_deviceplugin.status import as_patch, ready_condition
+from carpool_deviceplugin.status import as_patch, ready_condition, summarise
 
 
 class Reporter:
@@ -137,6 +137,7 @@ class Reporter:
             partitions=list(self._partitions),
             tenants=worth_writing(written.tenants, self._tenants),
             conditions=[ready_condition(devices, written.conditions, self._clock.now())],
+            summary=summarise(devices, self._partitions),
         )
 
     async def _write(self, status: GpuNodeStatus) -> float:

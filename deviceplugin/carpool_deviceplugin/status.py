@@ -1,5 +1,6 @@
 """What the agent writes into `GpuNode.status`. Pure."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Literal
@@ -7,12 +8,12 @@ from typing import Literal
 import msgspec
 from carpool_core.clock import rfc3339
 from carpool_core.resources.meta import Condition
-from carpool_core.resources.node import Device, GpuNodeStatus, Partition, Reservation
+from carpool_core.resources.node import Device, GpuNodeStatus, NodeSummary, Partition, Reservation
 from carpool_core.values import DeviceHealth, GpuUuid, PartitionState, PodUid
 
 from carpool_deviceplugin.worker import FAILED, PREPARING, READY, Outcome
 
-_LONGEST = 4096
+_LONGEST, _LONGEST_COLUMN = 4096, 512
 
 
 def partition_of(reservation: Reservation, outcomes: Mapping[GpuUuid, Mapping[PodUid, Outcome]]) -> Partition:
@@ -52,6 +53,18 @@ def ready_condition(devices: Sequence[Device], before: Iterable[Condition], now:
     old = next((c for c in before if c.type == "Ready"), None)
     since = old.last_transition_time if old and old.status == status else rfc3339(now)
     return Condition(type="Ready", status=status, reason=reason, message=message, last_transition_time=since)
+
+
+def summarise(devices: Sequence[Device], partitions: Iterable[Partition]) -> NodeSummary:
+    """Return the columns of `kubectl get gpn`."""
+    products = Counter(d.product for d in devices)
+    sizes = dict.fromkeys(f"{d.memory_mib / 1024:.0f} GiB" for d in devices)
+    return NodeSummary(
+        gpus=", ".join(f"{count}x {product}" for product, count in products.items())[:_LONGEST_COLUMN],
+        healthy=sum(d.health is DeviceHealth.HEALTHY for d in devices),
+        tenants=sum(p.state is READY for p in partitions),
+        memory=", ".join(sizes),
+    )
 
 
 def as_patch(status: GpuNodeStatus) -> dict[str, object]:

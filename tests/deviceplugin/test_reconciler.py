@@ -8,7 +8,7 @@ import pytest
 from carpool_core.clock import SystemClock
 from carpool_core.kube.api import GPU_NODES, NODES
 from carpool_core.kube.errors import Forbidden, NotFound, Overloaded
-from carpool_core.resources.node import GpuNode
+from carpool_core.resources.node import GpuNode, NodeSummary
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import PodUid, SharingMode
 from carpool_deviceplugin.app import Agent, build
@@ -63,6 +63,9 @@ async def test_creates_its_gpunode_with_the_node_as_owner(kube, agent, devices) 
         assert status.simulated
         assert status.heartbeat_time
         assert [(c.type, c.status, c.reason) for c in status.conditions] == [("Ready", "True", "GpusHealthy")]
+        assert status.summary == NodeSummary(
+            gpus="2x Simulated NVIDIA A100-SXM4-40GB", healthy=2, tenants=0, memory="40 GiB"
+        )
         assert agent.unready() is None
 
 
