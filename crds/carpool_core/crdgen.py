@@ -163,7 +163,14 @@ def _field(field: inspect.Field, *, with_defaults: bool) -> Schema:
     # An empty text or list says no more than its absence does, and the types read both alike.
     if with_defaults and not field.required and default not in (None, "", []):
         schema["default"] = default
+        if not isinstance(default, dict):
+            # `kubectl explain` shows no defaults of its own accord.
+            schema["description"] += f" Default: {_spoken(default)}."
     return schema
+
+
+def _spoken(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _default(field: inspect.Field) -> Any:
@@ -235,6 +242,10 @@ def _text(member: Enum) -> str:
 
 
 def _bounds(**bounds: Any) -> Schema:
+    beyond = {name: value for name, value in bounds.items() if isinstance(value, int | float) and abs(value) >= 2**63}
+    if beyond:
+        # The API server compares whole numbers with bounds as int64, and a larger bound wraps around below zero.
+        raise ValueError(f"a bound of a CRD must fit 64 bits, found {beyond}")
     return {name: value for name, value in bounds.items() if value is not None}
 
 

@@ -154,12 +154,21 @@ class KubeClient(KubeApi):
         name: str = "",
         subresource: str = "",
     ) -> dict[str, Any]:
-        """Create an object, or post to a subresource of an existing one."""
+        """Create an object, or post to a subresource of an existing one. Unknown fields are refused with `Invalid`."""
         content = msgspec.to_builtins(body)
         if not subresource:
             content = {"apiVersion": _group_version(kind), "kind": kind.kind} | content
         return _object(
-            await self._call("POST", kind, name=name, namespace=namespace, subresource=subresource, body=content)
+            await self._call(
+                "POST",
+                kind,
+                name=name,
+                namespace=namespace,
+                subresource=subresource,
+                # A user's misspelt field in a pod template would otherwise vanish without a word.
+                query={"fieldValidation": "Strict"},
+                body=content,
+            )
         )
 
     async def patch(

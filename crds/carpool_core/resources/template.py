@@ -82,10 +82,10 @@ _CONTAINER: dict[str, Any] = {
     "x-kubernetes-validations": [
         Rule(
             f"!has(self.resources) || ({_no_foreign_gpu('limits')} && {_no_foreign_gpu('requests')})",
-            f"remove nvidia.com/gpu from the container's resources: a job asks for GPUs by spec.gpusPerWorker, and "
-            f"Carpool requests {RESOURCE_GPU} for it",
-            f"'remove nvidia.com/gpu from the resources of container ' + self.name + ': a job asks for GPUs by "
-            f"spec.gpusPerWorker, and Carpool requests {RESOURCE_GPU} for it'",
+            "remove NVIDIA's resources (nvidia.com/gpu, nvidia.com/mig-…) from the container: a job asks for GPUs by "
+            f"spec.gpusPerWorker, and Carpool requests {RESOURCE_GPU} for it",
+            "'remove nvidia.com/gpu or nvidia.com/mig-… from the resources of container ' + self.name + "
+            f"': a job asks for GPUs by spec.gpusPerWorker, and Carpool requests {RESOURCE_GPU} for it'",
         ).as_schema()
     ],
     **_PRESERVE,
