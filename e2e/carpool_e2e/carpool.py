@@ -42,7 +42,7 @@ class CarpoolProcesses:
         extender = self._start("extender", self._localize("scheduler", "extender", environment))
         scheduler = self._start("kube-scheduler", self._scheduler())
         extender.wait_until(lambda: _answers(f"http://127.0.0.1:{ports.extender_metrics}/readyz"), READY_S)
-        scheduler.wait_until(lambda: self.plane.api.answers(f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}"))
+        scheduler.wait_until(self._scheduler_leads, READY_S)
 
     def start_agent(self, node: KubeletNode, first: int, gpus: str) -> None:
         """Start the agent of a node in the node's namespaces, and wait until it is ready.
@@ -65,6 +65,12 @@ class CarpoolProcesses:
         """Return what the chart sets for an agent, for the agents that run without a kubelet."""
         workload = self.rendered.one("DaemonSet", "carpool-node-agent")
         return localize(self.rendered, workload, "agent", Adaptation(self.plane.state)).environment
+
+    def _scheduler_leads(self) -> bool:
+        lease = self.plane.api.call(
+            "GET", f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/carpool-scheduler"
+        )
+        return bool(lease["spec"].get("holderIdentity"))
 
     def _scheduler(self) -> Local:
         ports = self.plane.ports

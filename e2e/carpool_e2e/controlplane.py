@@ -70,6 +70,7 @@ def prepare(state: Path, ports: Ports, node_names: list[str], addresses: list[st
     plane = ControlPlane(state, ports, {name: secrets.token_hex(16) for name in users})
     plane.pki.mkdir()
     certificates.make(plane.pki, "ca", "/CN=carpool-e2e")
+    certificates.make(plane.pki, "front-proxy-ca", "/CN=carpool-e2e-front-proxy")
     names = ["DNS:localhost", "DNS:kubernetes.default.svc", *(f"IP:{a}" for a in ("127.0.0.1", "10.0.0.1", *addresses))]
     certificates.make(plane.pki, "apiserver", "/CN=kube-apiserver", names, "ca")
     certificates.make(plane.pki, "kubelet-client", "/O=system:masters/CN=kube-apiserver", ["DNS:none"], "ca")
@@ -111,6 +112,9 @@ def apiserver_arguments(plane: ControlPlane, bind_address: str) -> list[str]:
         f"--tls-cert-file={pki / 'apiserver.crt'}",
         f"--tls-private-key-file={pki / 'apiserver.key'}",
         f"--client-ca-file={plane.ca_file}",
+        # Nothing is aggregated, but whoever serves behind the API server asks for it.
+        f"--requestheader-client-ca-file={pki / 'front-proxy-ca.crt'}",
+        "--requestheader-username-headers=X-Remote-User",
         f"--token-auth-file={pki / 'users.csv'}",
         f"--kubelet-client-certificate={pki / 'kubelet-client.crt'}",
         f"--kubelet-client-key={pki / 'kubelet-client.key'}",
