@@ -112,6 +112,11 @@ def test_every_variable_is_a_setting_of_its_process_and_parses(render: Any, name
         options[variable].type.convert(value, options[variable], None)
 
 
+def test_extender_and_agents_count_the_same_slots(render: Any) -> None:
+    chart = render(settings={"slotsPerGpu": 5})
+    assert [chart.environment(name)["CARPOOL_SLOTS_PER_GPU"] for name in ("extender", "agent")] == ["5", "5"]
+
+
 @pytest.mark.parametrize("name", ["operator", "kube-scheduler", "extender", "agent"])
 def test_no_process_can_gain_privileges_or_write_its_own_files(chart: Any, name: str) -> None:
     assert chart.containers[name]["securityContext"] == {
