@@ -1,7 +1,7 @@
 """From counters to measures: what each pod uses of each GPU, smoothed."""
 
 import math
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from carpool_core.resources.node import Tenant
@@ -39,7 +39,11 @@ class Use:
     memory_mib: int = 0
     peak_memory_mib: int = 0
     rates: Rates | None = None
-    """None until two samples exist."""
+    """None until two samples exist. Of a pod whose processes have ended: as they were at last."""
+    samples: int = 0
+    """Samples with work since it began."""
+    is_running: bool = False
+    """Whether it has a process on the GPU."""
     step_time_s: float | None = None
     energy_j: float = 0.0
     """Above idle, since the agent started."""
@@ -63,9 +67,9 @@ class Meter:
             use = self.uses.get(pod, Use())
             memory = sum(p.memory_mib for p in processes)
             peak = max([use.peak_memory_mib, memory, *(p.peak_memory_mib for p in processes)])
-            use = replace(use, memory_mib=memory, peak_memory_mib=peak)
-            elapsed = reading.at - before.at if before else 0.0
-            self.uses[pod] = _advance(use, processes, earlier, elapsed) if before and elapsed > 0 else use
+            use = replace(use, memory_mib=memory, peak_memory_mib=peak, is_running=bool(processes))
+            elapsed = _window_s(before, reading, processes)
+            self.uses[pod] = _advance(use, processes, earlier, elapsed) if elapsed > 0 else use
         self.reading = reading
 
     def keep(self, pods: Set[PodUid]) -> None:
@@ -75,17 +79,32 @@ class Meter:
 
     def tenants(self) -> list[Tenant]:
         """Return what is measured, as `GpuNode.status` says it."""
-        sharing = max(1, sum(1 for use in self.uses.values() if use.memory_mib))
+        sharing = max(1, sum(use.is_running for use in self.uses.values()))
         idle_w = self.reading.idle_power_w / sharing if self.reading else 0.0
         return [_tenant(pod, self.uuid, use, idle_w) for pod, use in sorted(self.uses.items())]
 
     def total(self, *, is_concurrent: bool) -> Rates:
         """What the whole GPU does, tenants together; `is_concurrent` where their kernels run at the same time."""
-        rates = [use.rates for use in self.uses.values() if use.rates]
+        rates = [use.rates for use in self.uses.values() if use.rates and use.is_running]
         idle = math.prod(1 - min(1.0, r.busy) for r in rates)
         busy = 1 - idle if is_concurrent else min(1.0, sum(r.busy for r in rates))
         power = self.reading.power_w if self.reading else 0.0
         return Rates(busy, min(1.0, sum(r.sm for r in rates)), min(1.0, sum(r.dram for r in rates)), power)
+
+
+def _window_s(before: Reading | None, now: Reading, processes: Sequence[ProcessUse]) -> float:
+    """Seconds that a pod's processes had since the reading before; 0 where nothing can be said of them."""
+    if before is None or not processes:
+        return 0.0
+    return min(now.at - before.at, now.at - min(p.started for p in processes))
+
+
+def _weight(samples: int, elapsed_s: float) -> float:
+    """Weight of a sample in the average: a plain mean at first, an exponential one later.
+
+    The first sample with work began before the work did, so the second replaces it.
+    """
+    return 1.0 if samples <= 2 else max(1 - math.exp(-elapsed_s / SMOOTHING_S), 1 / (samples - 1))
 
 
 def _advance(use: Use, processes: Iterable[ProcessUse], earlier: Mapping[str, ProcessUse], elapsed_s: float) -> Use:
@@ -100,13 +119,14 @@ def _advance(use: Use, processes: Iterable[ProcessUse], earlier: Mapping[str, Pr
         steps += p.steps - (was.steps if was else 0)
         steps_s += p.steps_s - (was.steps_s if was else 0)
     now = Rates(min(1.0, busy / elapsed_s), min(1.0, sm / elapsed_s), min(1.0, dram / elapsed_s), energy / elapsed_s)
-    weight = 1 - math.exp(-elapsed_s / SMOOTHING_S)
+    samples = use.samples + bool(busy or use.samples)
+    weight = _weight(samples, elapsed_s)
     rates = use.rates.towards(now, weight) if use.rates else now
     step_time = use.step_time_s
     if steps:
         mean = steps_s / steps
         step_time = mean if step_time is None else step_time + weight * (mean - step_time)
-    return replace(use, rates=rates, step_time_s=step_time, energy_j=use.energy_j + energy)
+    return replace(use, rates=rates, samples=samples, step_time_s=step_time, energy_j=use.energy_j + energy)
 
 
 def _tenant(pod: PodUid, uuid: GpuUuid, use: Use, idle_w: float) -> Tenant:

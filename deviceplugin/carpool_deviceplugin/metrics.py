@@ -101,7 +101,7 @@ class AgentCollector(Collector):
                 if reserved is None:
                     continue
                 labels = [uuid, reserved.pod_namespace, reserved.pod_name, reserved.job_name]
-                rates = use.rates or Rates()
+                rates = use.rates if use.rates and use.is_running else Rates()
                 values = [use.memory_mib * _MIB, rates.busy, rates.sm, use.step_time_s]
                 energy.add_metric(labels, use.energy_j)
                 for family, value in zip(families.values(), values, strict=True):

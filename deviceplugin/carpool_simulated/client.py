@@ -24,8 +24,8 @@ from carpool_simulated.errors import (
 from carpool_simulated.physics import Activity, contention, dynamic_power_w
 from carpool_simulated.state import Claim, Facts, Limit
 
-_SLICE_S = 0.2
-"""How often a long step looks again at who else is there."""
+_SLICE_S = 0.05
+"""How often a long step looks again at who else is there, and says how far it is."""
 
 
 def _size(mib: float) -> str:

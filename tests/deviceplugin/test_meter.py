@@ -48,6 +48,34 @@ def test_processes_of_a_pod_add_up_and_an_ended_one_is_remembered_by_its_peak() 
     assert [t.pod_uid for t in meter.tenants()] == [A]
 
 
+def test_work_shows_in_full_soon_after_it_begins() -> None:
+    """Half of a window before the work and a long average would show a short job at half its utilization."""
+    meter = Meter(GPU)
+    meter.sample(reading(0, process()))
+    meter.sample(reading(1, process()))
+    meter.sample(reading(2, process(busy_s=0.1)))
+    for second in range(3, 6):
+        meter.sample(reading(second, process(busy_s=0.1 + 0.8 * (second - 2))))
+        assert meter.tenants()[0].gpu_util_percent == pytest.approx(80)
+
+
+def test_process_that_began_between_two_samples_is_measured_since_it_began() -> None:
+    meter = Meter(GPU)
+    meter.sample(reading(10))
+    meter.sample(reading(11, process(started=10.5, busy_s=0.4)))
+    assert meter.tenants()[0].gpu_util_percent == pytest.approx(80)
+
+
+def test_measures_of_an_ended_process_stay_and_count_no_more() -> None:
+    meter = Meter(GPU)
+    meter.sample(reading(0, process()))
+    meter.sample(reading(1, process(busy_s=0.8)))
+    meter.sample(reading(2))
+    (tenant,) = meter.tenants()
+    assert (tenant.memory_mib, tenant.gpu_util_percent) == (0, pytest.approx(80))
+    assert meter.total(is_concurrent=True).busy == 0
+
+
 def test_pod_with_a_process_is_never_forgotten() -> None:
     meter = Meter(GPU)
     meter.sample(reading(0, process()))
