@@ -15,7 +15,7 @@ install: $(STAMP) ## everything into .venv, the `carpool` command among it
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV) 2>/dev/null || python3 -m venv $(VENV)
 	$(BIN)/pip install --quiet uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -e '.[test]'
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt -e '.[test]'
 	@touch $@
 
 demo: install ## a real cluster, six scenes, a table and a picture (KEEP=1 leaves it running)
