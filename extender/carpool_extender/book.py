@@ -1,5 +1,6 @@
 """Writing the ledgers: compare-and-swap on GpuNodes, so that two writers never promise the same thing twice."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -27,6 +28,7 @@ class Book:
 
     def __init__(self, api: KubeApi, watches: Watches, clock: Clock, sleep: Callable[[float], Awaitable[Any]]) -> None:
         self._api, self._watches, self._clock, self._sleep = api, watches, clock, sleep
+        self._writing: dict[str, asyncio.Lock] = {}
 
     async def read(self, name: str) -> GpuNode:
         """Read a GpuNode from the server. Raises KubeError."""
@@ -53,6 +55,11 @@ class Book:
             Refusal: The server's own state does not allow it.
             KubeError: It could not be read or written; a Retryable only after several tries.
         """
+        # Held for one write, never while an agent works: without it, binds to one node would only conflict.
+        async with self._writing.setdefault(name, asyncio.Lock()):
+            return await self._change(name, decide, frees=frees)
+
+    async def _change(self, name: str, decide: Callable[[GpuNode], GpuNodeSpec], *, frees: bool) -> GpuNode:
         cached = self._watches.cluster.node(name)
         failure: Retryable | None = None
         for attempt in range(ATTEMPTS):

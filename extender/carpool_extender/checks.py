@@ -169,7 +169,7 @@ def _interference(
     for code, name in ((TIME_SLICING, SharingMode.TIME_SLICING), (MPS, SharingMode.MPS)):
         rows = np.flatnonzero(shared & (mode == code))
         if rows.size:
-            _predict(view, applicant, facts, rows, name, result)
+            _predict(view, applicant, facts, rows=rows, mode=name, result=result)
     return result
 
 
@@ -177,6 +177,7 @@ def _predict(
     view: View,
     applicant: Applicant,
     facts: ClassColumns,
+    *,
     rows: NDArray[np.intp],
     mode: SharingMode,
     result: Interference,

@@ -14,6 +14,7 @@ from carpool_core.kube.pods import Pod
 from carpool_core.resources.node import GpuNode, Reservation
 from carpool_core.values import PodUid
 
+from carpool_extender import ledger
 from carpool_extender.book import Book
 from carpool_extender.watches import Watches
 
@@ -39,9 +40,7 @@ def ended(reservation: Reservation, node: str, pod: Pod | None, now: datetime) -
         return f"its pod has ended with {pod.status.phase}"
     if pod.spec.node_name not in ("", node):
         return f"its pod runs on node {pod.spec.node_name}"
-    if pod.spec.node_name or not reservation.deadline:
-        return None
-    if now > parse_rfc3339(reservation.deadline) + timedelta(seconds=GRACE_S):
+    if not pod.spec.node_name and ledger.has_lapsed(reservation, now, GRACE_S):
         return f"its pod was not bound by {reservation.deadline}"
     return None
 

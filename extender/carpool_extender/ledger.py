@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 
 import msgspec
+from carpool_core.clock import parse_rfc3339
 from carpool_core.resources.node import Device, GpuNode, GpuNodeSpec, Reservation
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 
@@ -79,13 +81,15 @@ def prolong(spec: GpuNodeSpec, pod_uid: PodUid, deadline: str) -> GpuNodeSpec:
     return msgspec.structs.replace(spec, reservations=changed)
 
 
-def lapsed(spec: GpuNodeSpec, before: str) -> list[Reservation]:
-    """Return the reservations whose deadline lies before a moment, RFC 3339 as `carpool_core.clock.rfc3339` writes it.
+def has_lapsed(reservation: Reservation, now: datetime, grace_s: float = 0.0) -> bool:
+    """Whether a reservation whose pod is not bound has outlived its deadline by more than a grace, in seconds.
 
-    Whether their pods are bound, which makes a deadline meaningless, is for the caller to know. One without a deadline
+    Whether the pod is bound, which makes a deadline meaningless, is for the caller to know. One without a deadline
     never lapses.
     """
-    return [r for r in spec.reservations if r.deadline and r.deadline < before]
+    if not reservation.deadline:
+        return False
+    return now > parse_rfc3339(reservation.deadline) + timedelta(seconds=grace_s)
 
 
 def _refusal(present: list[Reservation], wanted: Reservation, device: Device | None, slots: int) -> str | None:

@@ -131,31 +131,54 @@ def _several(verdict: Verdict, rows: Rows) -> list[str]:
     return [f"needs {wanted} GPUs on one node in one mode, the best node has {most}"]
 
 
+@dataclass(frozen=True, slots=True)
+class _Short:
+    """The freest GPU of a product among those with too little memory."""
+
+    product: str
+    has_mib: int
+    need_mib: int
+    is_too_small: bool
+    """Whether even an empty one would not do."""
+    is_freest: bool
+    """Whether no GPU of this product has more."""
+
+    def __str__(self) -> str:
+        which = "freest" if self.is_freest else "another"
+        return f"{which} {self.product} has {self.has_mib:,} MiB {'total' if self.is_too_small else 'free'}"
+
+
 def _memory(verdict: Verdict, rows: Rows) -> list[str]:
-    """What is needed, and the freest GPU of each product that has less."""
+    """What is needed, and for each product the freest of the GPUs that have less."""
     if verdict.applicant.demand.is_unknown:
         return []
-    products = np.array([verdict.view.product(row) for row in rows])
-    static = verdict.failed[rows] == Check.SUITABLE
-    asked = ~static | verdict.too_small[rows]
-    least: dict[str, tuple[int, int, bool]] = {}
-    for product in np.unique(products[asked]):
-        mine = rows[asked & (products == product)]
-        row = int(mine[np.argmax(verdict.free_mib[mine])])
-        free, need, small = int(verdict.free_mib[row]), int(verdict.need_mib[row]), bool(verdict.too_small[row])
-        if need > free:
-            least[str(product)] = (int(verdict.view.columns.usable_mib[row]) if small else free, need, small)
-    if not least:
+    asked = rows[(verdict.failed[rows] != Check.SUITABLE) | verdict.too_small[rows]]
+    products = np.array([verdict.view.product(row) for row in asked])
+    found = [_shortest(verdict, asked[products == product]) for product in np.unique(products)]
+    short = sorted((one for one in found if one is not None), key=lambda one: -one.has_mib)
+    if not short:
         return []
-    needs = {need for _, need, _ in least.values()}
-    told = []
-    for product, (has, need, small) in sorted(least.items(), key=lambda item: -item[1][0])[:MOST_PRODUCTS]:
-        short = f"freest {product} has {has:,} MiB {'total' if small else 'free'}"
-        told.append(short if len(needs) == 1 else f"{short} of {need:,}")
-    if len(least) > MOST_PRODUCTS:
-        told.append(f"{counted(len(least) - MOST_PRODUCTS, 'product')} with less")
-    low, high = min(needs), max(needs)
+    low, high = min(one.need_mib for one in short), max(one.need_mib for one in short)
+    told = [str(one) if low == high else f"{one} of {one.need_mib:,}" for one in short[:MOST_PRODUCTS]]
+    if len(short) > MOST_PRODUCTS:
+        told.append(f"{counted(len(short) - MOST_PRODUCTS, 'product')} with less")
     return [f"needs {low:,} MiB" if low == high else f"needs {low:,} to {high:,} MiB", ", ".join(told)]
+
+
+def _shortest(verdict: Verdict, rows: Rows) -> _Short | None:
+    """The freest GPU of one product that has too little; None where all have enough."""
+    lacking = rows[verdict.need_mib[rows] > verdict.free_mib[rows]]
+    if not lacking.size:
+        return None
+    row = int(lacking[np.argmax(verdict.free_mib[lacking])])
+    small = bool(verdict.too_small[row])
+    return _Short(
+        product=verdict.view.product(row),
+        has_mib=int(verdict.view.columns.usable_mib[row] if small else verdict.free_mib[row]),
+        need_mib=int(verdict.need_mib[row]),
+        is_too_small=small,
+        is_freest=lacking.size == rows.size,
+    )
 
 
 def _groups(verdict: Verdict, rows: Rows) -> list[str]:

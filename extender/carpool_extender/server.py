@@ -1,6 +1,10 @@
 """The HTTPS server: uvicorn with mutual TLS."""
 
+import asyncio
+import signal
 import ssl
+from collections.abc import Generator
+from contextlib import contextmanager
 
 import uvicorn
 from fastapi import FastAPI
@@ -8,7 +12,24 @@ from fastapi import FastAPI
 from carpool_extender.settings import ExtenderSettings
 
 
-def create_server(app: FastAPI, settings: ExtenderSettings) -> uvicorn.Server:
+class Server(uvicorn.Server):
+    """A server whose process ends in order: uvicorn's own raises the signal again, which would skip all clean-up."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """End on SIGTERM and SIGINT."""
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGTERM, signal.SIGINT)
+        for number in signals:
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+
+
+def create_server(app: FastAPI, settings: ExtenderSettings) -> Server:
     """Build the server; whoever shows no certificate of the client CA is refused in the handshake.
 
     Raises:
@@ -30,4 +51,4 @@ def create_server(app: FastAPI, settings: ExtenderSettings) -> uvicorn.Server:
         ssl_ca_certs=str(client_ca),
         ssl_cert_reqs=ssl.CERT_REQUIRED,
     )
-    return uvicorn.Server(config)
+    return Server(config)

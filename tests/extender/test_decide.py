@@ -297,7 +297,8 @@ def test_one_sentence_for_all_nodes_with_numbers():
     newcomer = applicant(prediction=prediction(memory_mib=15500, util=100, sm=0.9))
     found = filter_nodes(known.view(), newcomer, ["a", "b", "c", "d"], fit())
     sentence = (
-        "NoGpuFits: needs 15,500 MiB; freest Tesla T4 has 15,360 MiB total; "
+        "NoGpuFits: needs 15,500 MiB; freest Tesla T4 has 15,360 MiB total, "
+        "another NVIDIA A100-SXM4-40GB has 9,120 MiB free; "
         "1 GPU: would slow default/y to 1.90 of 1.50; 1 node: no GPUs reported"
     )
     assert found.fits == []

@@ -1,9 +1,8 @@
 """The ledger under any order of requests, replays and races."""
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
-from carpool_core.clock import rfc3339
 from carpool_core.resources.node import GpuNodeSpec, TenantProfile
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 from carpool_extender import ledger
@@ -121,6 +120,9 @@ def test_rejections_say_what_is_there(spec, wanted, reason):
 def test_a_deadline_is_prolonged_without_a_new_generation():
     spec = ledger.prolong(full(), PodUid("pod-x"), "2026-01-31T12:00:20.000000Z")
     assert [(r.deadline, r.generation) for r in spec.reservations] == [("2026-01-31T12:00:20.000000Z", 1)]
-    assert ledger.lapsed(spec, rfc3339(datetime(2026, 1, 31, 12, 0, 20, tzinfo=UTC))) == []
-    assert ledger.lapsed(spec, rfc3339(datetime(2026, 1, 31, 12, 0, 21, tzinfo=UTC))) == spec.reservations
-    assert ledger.lapsed(full(), "9999") == []
+    [reservation] = spec.reservations
+    deadline = datetime(2026, 1, 31, 12, 0, 20, tzinfo=UTC)
+    assert not ledger.has_lapsed(reservation, deadline)
+    assert ledger.has_lapsed(reservation, deadline + timedelta(seconds=1))
+    assert not ledger.has_lapsed(reservation, deadline + timedelta(seconds=10), grace_s=10)
+    assert not ledger.has_lapsed(full().reservations[0], datetime.max.replace(tzinfo=UTC))
