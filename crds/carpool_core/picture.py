@@ -121,7 +121,7 @@ def _job_row(job: GpuTrainingJob) -> list[str]:
         status.state.value,
         f"{placed.node} {placed.product}" if placed else "",
         placed.mode.value if placed else "",
-        f"{product.memory.upper_mib:,}" if product else "",
+        _number(product.memory.upper_mib if product else placed.memory_limit_mib if placed else None, ",.0f"),
         f"{seen.peak_memory_mib:,}" if seen else "",
         f"{product.activity.gpu_util_percent.median:.0f}" if product else "",
         _number(seen.gpu_util_percent if seen else None, ".0f"),

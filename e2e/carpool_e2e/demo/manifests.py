@@ -26,12 +26,12 @@ SMALL_FEATURES: dict[str, Any] = {
 
 
 def job(name: str, *use: str, gpu: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any]:
-    """Return the manifest of a job whose container uses its GPU as the arguments `use` say."""
+    """Return the manifest of a job whose container uses its GPU as the arguments `use` say; on an A100 unless told."""
     return {
         "apiVersion": "carpool.dev/v1alpha1",
         "kind": "GpuTrainingJob",
         "metadata": {"name": name, "namespace": "default"},
-        "spec": {"gpu": gpu or {"product": A100}, "template": training_template(use), **spec},
+        "spec": {"gpu": {"product": A100} if gpu is None else gpu, "template": training_template(use), **spec},
     }
 
 
@@ -82,7 +82,7 @@ def large(name: str) -> dict[str, Any]:
 
 def impossible(name: str) -> dict[str, Any]:
     """A job that no GPU can hold."""
-    return job(name, "--memory-mib=1", gpu={"minMemory": "16Gi"}, memory={"limit": "200Gi"})
+    return job(name, "--memory-mib=1", gpu={}, memory={"limit": "200Gi"})
 
 
 def nonsense(name: str) -> dict[str, Any]:
