@@ -13,8 +13,8 @@ _SUFFIXES = {
     "Ei": Decimal(2**60),
 }  # fmt: skip
 _QUANTITY = re.compile(
-    r"^\+?(?P<number>[0-9]{1,40}(?:\.[0-9]{0,40})?|\.[0-9]{1,40})"
-    r"(?:(?P<suffix>[numkMGTPE]|[KMGTPE]i)|[eE](?P<exponent>[+-]?[0-9]{1,2}))?$",
+    r"\+?(?P<number>[0-9]{1,40}(?:\.[0-9]{0,40})?|\.[0-9]{1,40})"
+    r"(?:(?P<suffix>[numkMGTPE]|[KMGTPE]i)|[eE](?P<exponent>[+-]?[0-9]{1,2}))?",
     re.ASCII,
 )
 """What Kubernetes' resource.ParseQuantity accepts, without negative amounts."""
@@ -26,7 +26,7 @@ def memory_mib(quantity: int | str) -> int:
     Raises:
         ValueError: The text is no quantity of memory.
     """
-    found = _QUANTITY.match(str(quantity))
+    found = _QUANTITY.fullmatch(str(quantity))
     if not found:
         raise ValueError(f"expected an amount of memory such as 12Gi or 500Mi, found {quantity!r}")
     scale = Decimal(f"1e{found['exponent']}") if found["exponent"] else _SUFFIXES[found["suffix"] or ""]
