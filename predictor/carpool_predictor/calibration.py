@@ -155,16 +155,24 @@ def _of(pairs: Mapping[str, Sequence[Pair]], families: Iterable[str]) -> list[Pa
     return [pair for family in sorted(families) for pair in pairs[family]]
 
 
-def held_out_report(pairs: Mapping[str, Sequence[Pair]], seed: int) -> dict[str, float]:
-    """Repeat the fit with each fifth of the families held out, and return the figures on those."""
+def held_out_report(
+    pairs: Mapping[str, Sequence[Pair]], judged: Mapping[str, Sequence[Pair]], seed: int
+) -> dict[str, float]:
+    """Repeat the fit with each fifth of the families held out, and return the figures on those.
+
+    Args:
+        pairs: What is fitted, by family.
+        judged: What the held-out families are judged on: the same pairs, or those before cleaning.
+        seed: Seed of the folds.
+    """
     errors: list[float] = []
     bounds: list[float] = []
     worst: tuple[float, str] = (1.0, "")
     for fold in split_families(pairs, FOLDS, seed):
         line, factor = fit({family: rows for family, rows in pairs.items() if family not in fold}, seed)
         for family in sorted(fold):
-            errors += [abs(_at(line, p) / p.measured_mib - 1) for p in pairs[family]]
-            over = [_at(line, p) * factor / p.measured_mib for p in pairs[family]]
+            errors += [abs(_at(line, p) / p.measured_mib - 1) for p in judged[family]]
+            over = [_at(line, p) * factor / p.measured_mib for p in judged[family]]
             worst = min(worst, (sum(o >= 1 for o in over) / len(over), family)) if over else worst
             bounds += over
     errors.sort()
@@ -193,7 +201,7 @@ def calibrate(rows: Sequence[Row], traced: Mapping[str, ModelFeatures], *, versi
     good = clean(rows)
     pairs = pairs_by_family(good, traced)
     line, factor = fit(pairs, seed)
-    uncleaned = held_out_report(pairs_by_family(rows, traced), seed)
+    uncleaned = held_out_report(pairs, pairs_by_family(rows, traced), seed)
     return Calibration(
         version=version,
         product=PRODUCT,
@@ -209,7 +217,7 @@ def calibrate(rows: Sequence[Row], traced: Mapping[str, ModelFeatures], *, versi
             "models_traced": len(traced),
             "families": len(pairs),
             "seed": seed,
-            **held_out_report(pairs, seed),
+            **held_out_report(pairs, pairs, seed),
             "uncleaned_held_out_median_error": uncleaned["held_out_median_error"],
             "uncleaned_held_out_coverage": uncleaned["held_out_coverage"],
         },

@@ -7,15 +7,19 @@ import importlib.util
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import ModelSource, Training
+from carpool_core.values import MIB
 
 from carpool_predictor.abstention import Abstention
 from carpool_predictor.trace import TraceReply, TraceRequest, torch_missing
+
+TRACE_COMMAND = (sys.executable, "-W", "ignore", "-m", "carpool_predictor.trace")
 
 _MAX_REPLY = 1 << 20
 _STDERR_TAIL = 2000
@@ -60,9 +64,9 @@ class TraceLimits:
 class SubprocessTracer:
     """Traces in `python -m carpool_predictor.trace`, killed when it takes too long."""
 
-    def __init__(self, limits: TraceLimits | None = None, *, python: str = sys.executable) -> None:
+    def __init__(self, limits: TraceLimits | None = None, *, command: Sequence[str] = TRACE_COMMAND) -> None:
         self._limits = limits or TraceLimits()
-        self._python = python
+        self._command = tuple(command)
         self._turn = asyncio.Semaphore(self._limits.concurrency)
 
     async def trace(self, model: ModelSource, training: Training) -> ModelFeatures | Abstention:
@@ -79,8 +83,7 @@ class SubprocessTracer:
 
     async def _ask(self, request: bytes) -> ModelFeatures | Abstention:
         process = await asyncio.create_subprocess_exec(
-            self._python,
-            *("-W", "ignore", "-m", "carpool_predictor.trace"),
+            *self._command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -145,5 +148,6 @@ def _quiet_environment(environ: os._Environ[str]) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": "",  # a trace computes nothing, and must not take a context on a node's GPU
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
+        "MALLOC_MMAP_THRESHOLD_": str(MIB),  # a weight's memory goes back when it turns fake, not into the heap
         "MKL_NUM_THREADS": "1",
     }

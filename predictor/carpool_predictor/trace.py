@@ -70,7 +70,12 @@ def answer(request: TraceRequest) -> TraceReply:
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
-    return isinstance(error, MemoryError) or "not enough memory" in str(error) or "bad_alloc" in str(error)
+    return (
+        isinstance(error, MemoryError)
+        or "allocate memory" in str(error)
+        or "not enough memory" in str(error)
+        or "bad_alloc" in str(error)
+    )
 
 
 def torch_missing(detail: str = "") -> Abstention:
