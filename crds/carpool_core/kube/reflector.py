@@ -109,7 +109,7 @@ class Reflector(Generic[T]):
         self._on_change = on_change
         self._sleep, self._jitter = sleep, jitter
         self._version = ""
-        self._failures = 0
+        self._failures, self._expiries = 0, 0
         self._listed = asyncio.Event()
         self._log = structlog.get_logger().bind(kind=kind.kind)
         self.store: Store[T] = store if store is not None else Store()
@@ -128,8 +128,11 @@ class Reflector(Generic[T]):
             except Gone:
                 # 410: changes were lost; only a new list says what became of each object.
                 self._version = ""
+                self._expiries += 1
                 self._log.info("watch expired, listing again")
-                await self._back_off_if_failing()
+                if self._expiries > 1:
+                    # Once is ordinary; a server that goes on saying so must not be listed in a tight loop.
+                    await self._sleep(self._delay(self._expiries))
             except KubeError as error:
                 await self._back_off(error)
 
@@ -158,7 +161,7 @@ class Reflector(Generic[T]):
     async def _watch(self) -> None:
         began, is_silent = self._clock.monotonic(), True
         async for event in self._api.watch(self._kind, self._selector, self._version):
-            self._failures, is_silent = 0, False
+            self._failures, self._expiries, is_silent = 0, 0, False
             self._heard()
             self._apply(event)
         if is_silent and self._clock.monotonic() - began < _SHORT_WATCH_S:
@@ -203,20 +206,14 @@ class Reflector(Generic[T]):
     def _heard(self) -> None:
         self.store.heard_at = self._clock.monotonic()
 
-    async def _back_off_if_failing(self) -> None:
-        """A first Gone is ordinary; a server that answers every list with Gone must not be asked in a tight loop."""
-        self._failures += 1
-        if self._failures > 1:
-            await self._sleep(self._delay())
-
     async def _back_off(self, error: KubeError) -> None:
         self._failures += 1
-        delay = self._delay()
+        delay = self._delay(self._failures)
         log = self._log.warning if isinstance(error, Retryable) else self._log.error
         log("watch failed", error=str(error), retry_in_s=round(delay, 2))
         await self._sleep(delay)
 
-    def _delay(self) -> float:
+    def _delay(self, failures: int) -> float:
         """Seconds until the next try: doubled with each failure, then spread over its upper half."""
-        longest = min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(self._failures - 1, 16))
+        longest = min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(failures - 1, 16))
         return longest * (0.5 + 0.5 * self._jitter())
