@@ -1,6 +1,7 @@
 """The operator as a whole: what it hears, the queue between, what it does. Tests build it as `__main__` does."""
 
 import asyncio
+import contextlib
 from importlib.metadata import version
 
 import msgspec
@@ -17,6 +18,7 @@ from carpool_core.resources.node import GpuNode
 from carpool_core.values import JobUid
 from carpool_predictor.source import Tracer, input_digest
 
+from carpool_operator.actions import Predict
 from carpool_operator.caches import Fleet, Jobs, Pods, key_of
 from carpool_operator.metrics import Metrics
 from carpool_operator.performer import Performer, Superseded
@@ -29,7 +31,10 @@ from carpool_operator.snapshot import Snapshot
 from carpool_operator.work_queue import WorkQueue
 
 _SWEEP_EVERY_S = 600.0
-"""How often all jobs are listed: kopf's watch does not tell of deletions that it slept through."""
+"""How often all jobs are listed at the least."""
+
+_SWEEP_SOON_S = 1.0
+"""How long after kopf has listed again, during which it hands over the rest of its list."""
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.5, 60.0
 
@@ -72,6 +77,7 @@ class Operator:
         ]
         self.node_reflector = Reflector(api, GPU_NODES, GpuNode, clock=clock, on_change=self.fleet.changed)
         self._failures: dict[str, int] = {}
+        self._sweep_wanted = asyncio.Event()
         self._log = structlog.get_logger()
 
     def pod_changed(self, old: Pod | None, new: Pod | None) -> None:
@@ -85,6 +91,17 @@ class Operator:
             self.jobs.remove(key_of(job), job.metadata.uid)
         else:
             self.jobs.put(job)
+
+    def job_listed(self, job: GpuTrainingJob) -> None:
+        """Take note of a job that kopf listed; a list in mid-life means that its watch had lost some events."""
+        if self.jobs.get(key_of(job)) is not None:
+            self._sweep_wanted.set()
+        self.jobs.put(job)
+
+    @property
+    def is_sweep_wanted(self) -> bool:
+        """Whether a sweep is due."""
+        return self._sweep_wanted.is_set()
 
     def unready(self) -> str | None:
         """Say why the operator is not at work yet; None where it is."""
@@ -106,7 +123,7 @@ class Operator:
             now=self._clock.now(),
             digest=digest,
             products=products,
-            prediction=self.predictions.get(digest, products),
+            prediction=self.predictions.get(key, digest, products),
             pods=pods,
             created=self._recollection.created(key, now) - {pod.metadata.name for pod in pods},
             refusal=self._recollection.refusal(key, now),
@@ -120,12 +137,16 @@ class Operator:
         job = self.jobs.get(key)
         if job is None:
             self._recollection.forget(key)
+            self.predictions.forget(key)
             self.queue.forget(key)
+            self._failures.pop(key, None)
             return
         decision = reconcile(self.snapshot(job))
         if decision.requeue_after_s is not None:
             self.queue.add_after(key, decision.requeue_after_s)
         await self._performer.perform(job, decision)
+        if not any(isinstance(action, Predict) for action in decision.actions):
+            self.predictions.forget(key)
 
     async def look_safely(self, key: str) -> None:
         """Look at one job; where that fails, look again later, and at the others meanwhile."""
@@ -157,7 +178,7 @@ class Operator:
         return delay_s
 
     async def sweep(self) -> None:
-        """List all jobs, to hear of what the watch missed."""
+        """List all jobs, to hear of what kopf's watch missed: it tells nothing of deletions that it slept through."""
         before = {job.metadata.uid: key_of(job) for job in self.jobs}
         for namespace in self._settings.namespace_list or ("",):
             token = ""
@@ -214,11 +235,16 @@ class Operator:
 
     async def _sweep_on(self) -> None:
         while True:
-            await asyncio.sleep(_SWEEP_EVERY_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_SWEEP_EVERY_S):
+                    await self._sweep_wanted.wait()
+            await asyncio.sleep(_SWEEP_SOON_S)
+            self._sweep_wanted.clear()
             try:
                 await self.sweep()
             except KubeError as error:
-                self._log.warning("sweep failed", error=str(error), retry_in_s=_SWEEP_EVERY_S)
+                self._log.warning("sweep failed", error=str(error))
+                self._sweep_wanted.set()
 
 
 class _Meta(msgspec.Struct, frozen=True):

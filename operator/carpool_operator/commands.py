@@ -5,6 +5,8 @@ import logging
 
 import click
 from carpool_core import logs
+from carpool_core.kube.config import KubeConfigError
+from carpool_core.kube.errors import KubeError
 from carpool_core.settings import click_options
 
 from carpool_operator.serve import NotInstalledError, serve
@@ -20,5 +22,5 @@ def operator(settings: OperatorSettings) -> None:
     logging.getLogger("kopf.objects").setLevel(logging.WARNING)
     try:
         asyncio.run(serve(settings))
-    except NotInstalledError as error:
+    except (NotInstalledError, KubeConfigError, KubeError) as error:
         raise click.ClickException(str(error)) from error

@@ -3,10 +3,12 @@
 Pods and GpuNodes come through the core's reflector instead. kopf keeps no cache, hands over whole objects as
 dictionaries, and after an expired watch (410) lists again without telling what was deleted meanwhile: a running job
 whose pod disappeared just then would wait for ever. A job whose deletion goes unheard does no harm: nothing can be
-written to it, and the operator's sweep finds it. Jobs have neither finalizers nor kopf's annotations, because nothing
-but `on.event` is used; the prefixes are set all the same, so that a later handler leaves no foreign names in objects.
+written to it, and when kopf lists again the operator sweeps out what is gone. Jobs have neither finalizers nor kopf's
+annotations, because nothing but `on.event` is used; the prefixes are set all the same, so that a later handler leaves
+no foreign names in objects.
 """
 
+import asyncio
 from typing import Any
 
 import aiohttp
@@ -21,6 +23,9 @@ from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.settings import KubeSettings
 
 from carpool_operator.app import Operator
+
+_RETRIES_S = (0.5, 1, 2, 3, 5)
+"""Pauses while the API server does not answer. kopf's own grow to 21 s, for which new jobs would wait afterwards."""
 
 _WORKER_LIMIT = 32
 _WORKER_IDLE_S = 0.05
@@ -37,6 +42,7 @@ def kopf_settings() -> kopf.OperatorSettings:
     settings.queueing.worker_limit = _WORKER_LIMIT
     settings.queueing.idle_timeout = _WORKER_IDLE_S
     settings.watching.chunk_size = 500
+    settings.networking.error_backoffs = _RETRIES_S
     settings.persistence.finalizer = keys.FINALIZER
     settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=keys.DOMAIN)
     settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=keys.DOMAIN)
@@ -52,7 +58,10 @@ def hear(operator: Operator, event: kopf.RawEvent) -> None:
         where = f"{metadata.get('namespace')}/{metadata.get('name')}"
         structlog.get_logger().error("malformed job skipped", job=where, error=str(error))
         return
-    operator.job_changed(job, is_deleted=event["type"] == "DELETED")
+    if event["type"] is None:
+        operator.job_listed(job)
+    else:
+        operator.job_changed(job, is_deleted=event["type"] == "DELETED")
 
 
 def session_for(endpoint: Endpoint, clock: Clock) -> kopf.AiohttpSession:
@@ -68,8 +77,8 @@ def session_for(endpoint: Endpoint, clock: Clock) -> kopf.AiohttpSession:
     )
 
 
-def registry_for(operator: Operator, kube: KubeSettings, clock: Clock) -> kopf.OperatorRegistry:
-    """Register what kopf calls."""
+def registry_for(operator: Operator, kube: KubeSettings, clock: Clock, stop: asyncio.Event) -> kopf.OperatorRegistry:
+    """Register what kopf calls. `stop` is kopf's stop flag."""
     registry = kopf.OperatorRegistry()
 
     @kopf.on.login(id="login", registry=registry)
@@ -85,5 +94,10 @@ def registry_for(operator: Operator, kube: KubeSettings, clock: Clock) -> kopf.O
     @kopf.on.probe(id="waiting", registry=registry)
     async def waiting(**_: Any) -> int:
         return len(operator.queue)
+
+    @kopf.on.cleanup(id="stop", registry=registry)
+    async def stopping(**_: Any) -> None:
+        # After a signal kopf leaves its own waiter for this flag behind, and then waits five seconds for it to end.
+        stop.set()
 
     return registry

@@ -69,17 +69,23 @@ class Predictions:
         self._tracer, self._clock, self._wake, self._took = tracer, clock, wake, took
         self._results: _Recent[Prediction] = _Recent(_KEPT)
         self._features: _Recent[ModelFeatures | Abstention] = _Recent(_KEPT)
+        self._ready: dict[str, tuple[Input, Prediction]] = {}
         self._waiting: dict[Input, set[str]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="predict")
         self._log = structlog.get_logger()
 
-    def get(self, digest: str, products: tuple[str, ...]) -> Prediction | None:
-        """Return a prediction that was computed, if it was."""
-        return self._results.get((digest, products))
+    def get(self, key: str, digest: str, products: tuple[str, ...]) -> Prediction | None:
+        """Return the prediction that a job asked for, once it was computed, or that another like it asked for."""
+        wanted, ready = self._ready.get(key, (None, None))
+        return ready if wanted == (digest, products) else self._results.get((digest, products))
+
+    def forget(self, key: str) -> None:
+        """Drop what was kept for a job, because its status holds it now or the job is gone."""
+        self._ready.pop(key, None)
 
     def request(self, key: str, spec: JobSpec, digest: str, products: tuple[str, ...]) -> None:
-        """Have a prediction computed, and wake the job `key` when it is there."""
+        """Have a prediction computed, keep it for the job `key` until it is forgotten, and wake the job."""
         wanted = (digest, products)
         if wanted in self._waiting:
             self._waiting[wanted].add(key)
@@ -111,8 +117,11 @@ class Predictions:
             message = f"the predictor failed with {type(error).__name__}: {error}; this is a defect, please report it"
             result = Prediction(outcome="Abstained", reason="PredictorFailed", message=message[:4096])
         self._took(self._clock.monotonic() - began)
-        self._results.put((digest, products), msgspec.structs.replace(result, input_digest=digest))
+        result = msgspec.structs.replace(result, input_digest=digest)
+        self._results.put((digest, products), result)
         for key in self._waiting.pop((digest, products), ()):
+            # For each job: in a burst, recent results are overwritten before their jobs have their turn.
+            self._ready[key] = ((digest, products), result)
             self._wake(key)
 
     async def _predict(self, spec: JobSpec, digest: str, products: tuple[str, ...]) -> Prediction:

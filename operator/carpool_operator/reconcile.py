@@ -222,9 +222,14 @@ def _create(draft: Draft, attempt: Attempt, missing: list[int]) -> None:
         draft.requeue_after(REFUSED_AGAIN_AFTER_S)
         return
     draft.requeue_after(CREATED_AGAIN_AFTER_S)
-    for worker in missing:
-        if pod_name(draft.job.metadata.name, worker, attempt.number) not in draft.snapshot.created:
-            draft.create(build_pod(draft.job, worker, attempt.number))
+    name, workers = draft.job.metadata.name, draft.job.spec.workers
+    wanted = [w for w in missing if pod_name(name, w, attempt.number) not in draft.snapshot.created]
+    for worker in wanted:
+        draft.create(build_pod(draft.job, worker, attempt.number))
+    if wanted:
+        first = pod_name(name, wanted[0], attempt.number)
+        told = first if len(wanted) == 1 else f"{first} and {len(wanted) - 1} more"
+        draft.say("Normal", "PodCreated", f"{told}: attempt {attempt.number}, {len(wanted)} of {workers} workers")
 
 
 def _end(draft: Draft, attempt: Attempt, outcome: Outcome) -> None:
@@ -240,7 +245,7 @@ def _end(draft: Draft, attempt: Attempt, outcome: Outcome) -> None:
     )
     at = attempts.due(draft.status, draft.snapshot.backoff) or draft.snapshot.now
     wait_s = (at - draft.snapshot.now).total_seconds()
-    count = f"{draft.status.restarts} of {limit} restarts used" if outcome.charged else "not counted as a restart"
+    count = f"{'' if outcome.charged else 'not counted, '}{draft.status.restarts} of {limit} restarts used"
     message = f"attempt {attempt.number}: {outcome.message}; next attempt in {wait_s:.0f} s, {count}"
     draft.condition(keys.CONDITION_PLACED, "False", "BackingOff", message)
     draft.unset_running(outcome.reason, message)

@@ -15,6 +15,7 @@ POD_REFUSALS = ("PodForbidden", "PodNameTaken")
 """Reasons why a pod cannot be created for now."""
 
 _NO_GPU_FITS = "NoGpuFits"
+_WORTH_AN_EVENT = (_NO_GPU_FITS, "Unschedulable")
 _SCHEDULER_ENDINGS = (". no new claims", ". preemption:", ". Preemption", " preemption: ")
 """Where kube-scheduler's own words begin after the extender's sentence."""
 
@@ -67,6 +68,8 @@ def report_placed(draft: Draft, demand: Demand, pods: Sequence[Pod]) -> None:
         return  # said until a pod exists, so that the condition does not change with each try
     reason, message = waiting[0] if waiting else ("CreatingPods", f"{len(pods)} of {workers} pods exist")
     told = f"{placed} of {workers} workers placed; {message}" if workers > 1 else message
+    if reason in _WORTH_AN_EVENT and (known is None or known.reason != reason):
+        draft.say("Warning", reason, told)
     draft.condition(keys.CONDITION_PLACED, "False", reason, told)
 
 

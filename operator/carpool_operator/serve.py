@@ -52,7 +52,7 @@ async def serve(settings: OperatorSettings) -> None:
         await started.wait()
         try:
             await kopf.operator(
-                registry=registry_for(operator, settings.kube, clock),
+                registry=registry_for(operator, settings.kube, clock, stop),
                 settings=kopf_settings(),
                 standalone=True,
                 clusterwide=not settings.namespace_list,

@@ -1,5 +1,7 @@
 """What kopf hands over, and how it is configured."""
 
+import asyncio
+
 import kopf
 from carpool_core.settings import KubeSettings
 from carpool_operator.handlers import hear, kopf_settings, registry_for
@@ -34,6 +36,14 @@ def test_older_news_is_ignored() -> None:
     assert job.metadata.resource_version == "10"
 
 
+def test_list_in_mid_life_asks_for_a_sweep() -> None:
+    operator = World().operator
+    hear(operator, event(None))
+    assert not operator.is_sweep_wanted, "the first list tells of everything"
+    hear(operator, event(None))
+    assert operator.is_sweep_wanted
+
+
 def test_malformed_job_stops_nothing() -> None:
     operator = World().operator
     odd = event("ADDED")
@@ -47,6 +57,6 @@ def test_kopf_leaves_no_names_of_its_own_in_objects() -> None:
     assert settings.persistence.finalizer == "carpool.dev/operator"
     assert not settings.posting.enabled
     assert settings.peering.standalone
-    registry = registry_for(World().operator, KubeSettings(), World().clock)
+    registry = registry_for(World().operator, KubeSettings(), World().clock, asyncio.Event())
     assert not registry._changing.get_all_handlers(), "a handler of changes would write annotations"
     assert not registry._spawning.get_all_handlers(), "a daemon would add a finalizer"
