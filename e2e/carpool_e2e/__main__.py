@@ -10,6 +10,7 @@ from rich.console import Console
 
 from carpool_e2e import binaries, system
 from carpool_e2e import slots as slots_
+from carpool_e2e.bench.run import main as measure
 from carpool_e2e.cluster import FULL, PROJECT, Cluster, running, why_no_kubelets
 from carpool_e2e.demo.show import play
 from carpool_e2e.demo.stage import SceneError, Stage
@@ -82,6 +83,12 @@ def prepare() -> None:
     kubelets = not why_no_kubelets()
     system.ensure(system.FOR_CONTROL_PLANE + (system.FOR_NODES if kubelets else ()), console)
     binaries.ensure(CONTROL_PLANE_TOOLS | (NODE_TOOLS if kubelets else set()), console=console)
+
+
+@main.command()
+def bench() -> None:
+    """Measure, and write docs/benchmarks.md."""
+    measure(Console())
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import yaml
 from rich.console import Console
 
 from carpool_e2e import binaries as binaries_
-from carpool_e2e import chart, controlplane, fleet, nodes, ports, slots, system
+from carpool_e2e import chart, controlplane, fleet, nodes, ports, residue, slots, system
 from carpool_e2e.binaries import Binaries
 from carpool_e2e.carpool import CarpoolProcesses
 from carpool_e2e.controlplane import ControlPlane
@@ -113,10 +113,13 @@ class KubectlError(HarnessError):
 
 def why_no_kubelets() -> str:
     """Return what stands in the way of nodes with a kubelet; empty where nothing does."""
+    without = "nodes run without a kubelet, and containers do not start"
     if os.getuid() != 0:
-        return (
-            "kubelets need root (namespaces, mounts, cgroups); nodes run without a kubelet, and containers do not start"
-        )
+        return f"kubelets need root (namespaces, mounts, cgroups); {without}"
+    if shutil.which("unshare") and subprocess.run(["unshare", "-mpnf", "true"], check=False).returncode != 0:
+        return f"kubelets need namespaces of their own, which this root may not make (CAP_SYS_ADMIN); {without}"
+    if not all(os.access(hierarchy, os.W_OK) for hierarchy in residue.hierarchies() or [residue.CGROUP_ROOT]):
+        return f"kubelets need cgroups, and {residue.CGROUP_ROOT} cannot be written; {without}"
     return ""
 
 
@@ -139,7 +142,7 @@ def running(shape: Shape, console: Console | None = None) -> Iterator[Cluster]:
     try:
         yield _start(slot, shape, binaries, table)
     finally:
-        if not (slot.directory / slots.KEPT).exists():
+        if not slot.kept:
             _save_logs(slot)
             slot.empty()
             table.reap()
@@ -153,7 +156,7 @@ def _start(slot: Slot, shape: Shape, binaries: Binaries, table: ProcessTable) ->
     cluster = Cluster(slot, shape, plane, binaries, table, chart.render(binaries))
     made = nodes.make(names, state, (slot.name, slot.number), plane, binaries, table)
     cluster.kubelets = {node.name: node for node in made}
-    with ThreadPoolExecutor(max_workers=8) as pool:
+    with ThreadPoolExecutor(max_workers=8) as pool, _ending_processes_of(slot):
         runtimes = {node.name: pool.submit(node.start_runtime) for node in made}
         # Links exist on the machine's side only after the runtimes have begun, so the server listens everywhere.
         controlplane.start(plane, binaries, table, "0.0.0.0" if names else "127.0.0.1")
@@ -169,6 +172,16 @@ def _start(slot: Slot, shape: Shape, binaries: Binaries, table: ProcessTable) ->
     if names or shape.fleet:
         cluster.wait_for_nodes()
     return cluster
+
+
+@contextmanager
+def _ending_processes_of(slot: Slot) -> Iterator[None]:
+    """End the processes where the start fails or is interrupted, so that nobody goes on waiting for them."""
+    try:
+        yield
+    except BaseException:
+        residue.end_processes(slot.directory)
+        raise
 
 
 def install(cluster: Cluster) -> None:

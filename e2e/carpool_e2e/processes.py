@@ -61,6 +61,8 @@ class Process:
         if self.popen is None or not self.running:
             return
         os.kill(self.pid, number)
+        # nsenter stops together with its child, and a stopped one would not notice that the child has ended.
+        os.kill(self.popen.pid, signal.SIGCONT)
         self.popen.wait(timeout_s)
 
     def pause(self) -> None:
@@ -68,8 +70,11 @@ class Process:
         os.kill(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let it go on."""
+        """Let it go on, where it was paused."""
+        if self.popen is None or not self.running:
+            return
         os.kill(self.pid, signal.SIGCONT)
+        os.kill(self.popen.pid, signal.SIGCONT)
 
     def restart(self, number: int = signal.SIGKILL) -> None:
         """End it with a signal and start it again."""

@@ -75,6 +75,8 @@ def hierarchies() -> list[Path]:
     """Return the mounted cgroup hierarchies that a kubelet uses: one on cgroup v2, one for each controller on v1."""
     if (CGROUP_ROOT / "cgroup.controllers").exists():
         return [CGROUP_ROOT]
+    if not CGROUP_ROOT.exists():
+        return []
     # `unified` carries no controllers on a hybrid machine.
     return [d for d in sorted(CGROUP_ROOT.iterdir()) if d.is_dir() and not d.is_symlink() and d.name != "unified"]
 

@@ -44,6 +44,11 @@ class Slot:
         """Prefix of links and cgroups; unique on the machine."""
         return slot_name(self.root, self.number)
 
+    @property
+    def kept(self) -> bool:
+        """Whether the next start leaves it alone."""
+        return (self.directory / KEPT).exists()
+
     def keep(self) -> None:
         """Let the cluster outlive this process, until `clean`."""
         (self.directory / KEPT).touch()
@@ -107,7 +112,7 @@ def _sweep(root: Path, *, also_kept: bool) -> list[int]:
         slot = _try_lock(root, number)
         if slot is None:
             continue
-        if also_kept or not (slot.directory / KEPT).exists():
+        if also_kept or not slot.kept:
             slot.empty()
             swept.append(number)
         slot.release()

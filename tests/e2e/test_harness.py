@@ -1,0 +1,76 @@
+"""Clusters side by side, and what is left of a cluster whose harness was ended."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from carpool_e2e import residue, slots
+from carpool_e2e.cluster import BARE, Cluster, running
+
+pytestmark = pytest.mark.e2e
+
+HOLDER = Path(__file__).with_name("hold_a_cluster.py")
+
+
+class Held:
+    """A cluster that another process holds."""
+
+    def __init__(self, kind: str) -> None:
+        self.process = subprocess.Popen([sys.executable, HOLDER, kind], stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.slot = int(self.process.stdout.readline())
+        self.directory = slots.default_root() / str(self.slot)
+        self.name = slots.slot_name(slots.default_root(), self.slot)
+
+    def end(self, number: int) -> None:
+        self.process.send_signal(number)
+        self.process.communicate(timeout=60)
+
+    def left(self) -> dict[str, object]:
+        """Everything that is on the machine because of it."""
+        found = {
+            "processes": residue.marked_processes(self.directory),
+            "links": [link.name for link in residue.LINKS.glob(f"{self.name}-*")],
+            "cgroups": [str(g) for g in residue.CGROUP_ROOT.glob(f"*/{self.name}-*")],
+            "mounts": [line for line in Path("/proc/mounts").read_text().splitlines() if str(self.directory) in line],
+            "files": [str(self.directory)] if self.directory.exists() else [],
+        }
+        return {what: those for what, those in found.items() if those}
+
+
+@pytest.fixture
+def held() -> Iterator[Held]:
+    held = Held("kubelet")
+    yield held
+    if held.process.poll() is None:
+        held.end(signal.SIGINT)
+
+
+def test_two_control_planes_do_not_disturb_each_other(control_plane: Cluster) -> None:
+    with running(BARE) as other:
+        other.kubectl("create", "configmap", "only-here")
+        assert "only-here" not in control_plane.kubectl("get", "configmaps", "-o", "name")
+        assert other.kubeconfig.read_text() != control_plane.kubeconfig.read_text()
+    assert control_plane.plane.api.answers("/readyz")
+
+
+def test_what_kill_9_leaves_the_next_start_removes(control_plane: Cluster, held: Held) -> None:
+    held.end(signal.SIGKILL)
+    assert {"processes", "cgroups", "files"} <= set(held.left()), "a killed harness cannot clean up"
+    fresh = slots.acquire()
+    try:
+        left = held.left()
+        assert left.keys() <= ({"files"} if fresh.number == held.slot else set()), left
+        assert list(fresh.directory.iterdir()) == []
+    finally:
+        fresh.empty()
+        fresh.release()
+    assert control_plane.plane.api.answers("/readyz"), "a cluster that somebody holds is left alone"
+
+
+def test_ctrl_c_leaves_nothing(held: Held) -> None:
+    held.end(signal.SIGINT)
+    assert held.left() == {}

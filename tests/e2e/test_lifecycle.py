@@ -1,0 +1,152 @@
+"""Slots, processes and what is left of them; the machine's own processes stand in for a cluster's."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from carpool_e2e import ports, residue, slots
+from carpool_e2e.errors import HarnessError, StartError
+from carpool_e2e.processes import Process, ProcessTable
+
+FOREVER = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Iterator[ProcessTable]:
+    table = ProcessTable(tmp_path, os.environ["PATH"])
+    yield table
+    residue.end_processes(tmp_path)
+    table.reap()
+
+
+def test_two_clusters_get_different_slots_and_ports(tmp_path: Path) -> None:
+    first, second = slots.acquire(tmp_path), slots.acquire(tmp_path)
+    assert (first.number, second.number) == (0, 1)
+    assert set(vars(ports.choose(0)).values()).isdisjoint(vars(ports.choose(1)).values())
+    for slot in (first, second):
+        slot.empty()
+        slot.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_slot_whose_lock_is_free_is_emptied_by_the_next_start(tmp_path: Path) -> None:
+    stale = slots.acquire(tmp_path)
+    (stale.directory / "etcd").mkdir()
+    orphan = ProcessTable(stale.directory, os.environ["PATH"]).start("orphan", FOREVER)
+    os.close(stale.lock_fd)  # as the kernel does when the harness is killed
+    again = slots.acquire(tmp_path)
+    assert again.number == stale.number
+    assert list(again.directory.iterdir()) == []
+    assert orphan.popen is not None
+    orphan.popen.wait(10)
+    again.empty()
+    again.release()
+
+
+def test_a_kept_slot_is_left_alone_until_clean(tmp_path: Path) -> None:
+    kept = slots.acquire(tmp_path)
+    kept.keep()
+    kept.release()
+    other = slots.acquire(tmp_path)
+    assert other.number != kept.number
+    assert slots.clean(tmp_path) == [kept.number]
+    assert other.directory.exists(), "clean leaves clusters alone that somebody holds"
+    other.empty()
+    other.release()
+
+
+def test_a_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    target = tmp_path / "elsewhere"
+    target.mkdir()
+    root = tmp_path / "root"
+    root.symlink_to(target)
+    with pytest.raises(HarnessError, match="somebody else's"):
+        slots.acquire(root)
+
+
+def test_a_descendant_is_found_by_its_environment(table: ProcessTable, tmp_path: Path) -> None:
+    table.start("parent", ["sh", "-c", "sleep 600 & sleep 600 & wait"])
+    table["parent"].wait_until(lambda: len(residue.marked_processes(tmp_path)) == 3)
+    residue.end_processes(tmp_path)
+    assert residue.marked_processes(tmp_path) == []
+
+
+def test_a_process_that_ends_early_fails_with_its_log(table: ProcessTable) -> None:
+    process = table.start("hasty", ["sh", "-c", "echo the reason; exit 3"])
+    with pytest.raises(StartError, match=r"hasty ended with 3 before it was ready(?s:.*)the reason"):
+        process.wait_until(lambda: False)
+
+
+def test_a_process_is_killed_restarted_paused_and_resumed(table: ProcessTable) -> None:
+    process = table.start("p", FOREVER)
+    first = process.pid
+    process.pause()
+    process.resume()
+    process.restart(signal.SIGTERM)
+    assert process.running
+    assert process.pid != first
+    process.kill()
+    assert not process.running
+    process.resume()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="entering namespaces needs root")
+@pytest.mark.e2e
+def test_a_paused_process_in_namespaces_of_its_own_can_be_killed(table: ProcessTable) -> None:
+    outer = table.start("namespaces", ["unshare", "-mpnf", "--kill-child", *FOREVER])
+    assert outer.popen is not None
+    pid = outer.popen.pid
+    outer.wait_until(lambda: Path(f"/proc/{pid}/task/{pid}/children").read_text() != "")
+    inner = int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
+    process: Process = table.start("inside", FOREVER, namespaces_of=inner)
+    process.pause()
+    process.kill(timeout_s=5)
+    process.start()
+    process.pause()
+    process.resume()
+    assert process.running
+
+
+def test_a_port_in_use_is_passed_over() -> None:
+    first = ports.choose(63).etcd
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", first))
+        taken.listen()
+        assert first not in vars(ports.choose(63)).values()
+
+
+def skips_in_ci(folder: Path, test: str, ci: str) -> str:
+    """Run a test in a pytest of its own, with this project's conftest, and return what it said."""
+    (folder / "conftest.py").write_text((Path(__file__).parents[1] / "conftest.py").read_text())
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n  gpu\n  docker\n")
+    (folder / "test_it.py").write_text(f"import pytest\n{test}\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)]
+    environment = {**os.environ, "CARPOOL_CI": ci}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return done.stdout
+
+
+SKIP = "def test_x(): pytest.skip('no reason')"
+
+
+def test_a_skip_is_an_error_in_ci(tmp_path: Path) -> None:
+    assert "1 failed" in skips_in_ci(tmp_path, SKIP, "1")
+
+
+def test_a_skip_is_a_skip_elsewhere(tmp_path: Path) -> None:
+    assert "1 skipped" in skips_in_ci(tmp_path, SKIP, "0")
+
+
+def test_a_whole_module_skipped_is_an_error_in_ci(tmp_path: Path) -> None:
+    assert "1 error" in skips_in_ci(tmp_path, "pytest.importorskip('no_such_module')", "1")
+
+
+def test_a_test_that_needs_a_gpu_may_be_skipped_in_ci_and_is_named(tmp_path: Path) -> None:
+    said = skips_in_ci(tmp_path, f"@pytest.mark.gpu\n{SKIP}", "1")
+    assert "1 skipped for want of a GPU or Docker" in said
+    assert "test_it.py::test_x" in said

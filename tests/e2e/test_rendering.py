@@ -1,0 +1,184 @@
+"""What the harness renders, without starting anything."""
+
+import io
+import json
+import tarfile
+import tomllib
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+import yaml
+from carpool_e2e import binaries, certificates, chart, fleet, images, nodeconfig, nodes, tools
+from carpool_e2e.carpool import scheduler_config
+from carpool_e2e.errors import HarnessError, MissingError
+from carpool_e2e.nodeconfig import NodeFiles
+
+FILES = NodeFiles(Path("/state/n0"), "a100", "cp0-a100")
+TOOLS = [(module, tool) for module in tools.MODULES for tool in module.tools]
+
+
+@pytest.mark.parametrize(
+    ("printed", "version"),
+    [
+        ("Kubernetes v1.36.3", (1, 36, 3)),
+        ("etcd Version: 3.7.3\nGit SHA: Not provided", (3, 7, 3)),
+        ("containerd github.com/containerd/containerd/v2 2.4.2+unknown", (2, 4, 2)),
+        ('version.BuildInfo{Version:"v4.3", GitCommit:""}', (4, 3)),
+        ("usage: nothing of the kind", None),
+    ],
+)
+def test_a_version_is_read_from_what_a_tool_prints(printed: str, version: tuple[int, ...] | None) -> None:
+    assert tools.parse_version(printed) == version
+
+
+@pytest.mark.parametrize(("module", "tool"), TOOLS, ids=lambda each: each.name)
+def test_every_tool_is_pinned_and_stamped(module: tools.Module, tool: tools.Tool) -> None:
+    assert module.version.startswith("v")
+    command = binaries.build_command(module, tool, Path("/out"))
+    assert command[-1] == tool.package
+    assert not [part for part in command if "{" in part]
+
+
+def test_named_assets_come_first_then_kubebuilders_then_the_cache(tmp_path: Path) -> None:
+    module = tools.MODULES[1]
+    tool = module.tools[0]
+    environ = {"XDG_CACHE_HOME": str(tmp_path), "PATH": str(tmp_path / "nowhere")}
+    assert binaries.find(tool, module, environ) is None
+    built = binaries.cache_folder(module, environ) / "etcd"
+    for file in (built, tmp_path / "assets" / "etcd", tmp_path / "named"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    assert binaries.find(tool, module, environ) == built
+    environ["KUBEBUILDER_ASSETS"] = str(tmp_path / "assets")
+    assert binaries.find(tool, module, environ) == tmp_path / "assets" / "etcd"
+    environ["TEST_ASSET_ETCD"] = str(tmp_path / "named")
+    assert binaries.find(tool, module, environ) == tmp_path / "named"
+
+
+def test_a_named_asset_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
+    module = tools.MODULES[0]
+    with pytest.raises(MissingError, match="TEST_ASSET_KUBE_APISERVER=/none: expected a binary"):
+        binaries.find(module.tools[0], module, {"TEST_ASSET_KUBE_APISERVER": "/none", "XDG_CACHE_HOME": str(tmp_path)})
+
+
+def test_a_binary_of_another_version_on_the_path_is_passed_over(tmp_path: Path) -> None:
+    module = tools.MODULES[0]
+    kubectl = next(tool for tool in module.tools if tool.name == "kubectl")
+    found = tmp_path / "bin" / "kubectl"
+    found.parent.mkdir()
+    found.write_text("#!/bin/sh\necho Client Version: v1.27.16\n")
+    found.chmod(0o755)
+    environ = {"PATH": str(found.parent), "XDG_CACHE_HOME": str(tmp_path)}
+    assert binaries.find(kubectl, module, environ) is None
+    found.write_text("#!/bin/sh\necho Client Version: v1.36.9\n")
+    assert binaries.find(kubectl, module, environ) == found
+
+
+def test_containerd_offers_cdi_and_our_own_pause() -> None:
+    config = tomllib.loads(nodeconfig.containerd_config(FILES, "/bin/runc"))
+    runtime = config["plugins"]["io.containerd.cri.v1.runtime"]
+    assert config["version"] == 3
+    assert runtime["enable_cdi"]
+    assert runtime["containerd"]["runtimes"]["runc"]["options"]["BinaryName"] == "/bin/runc"
+    assert config["plugins"]["io.containerd.cri.v1.images"]["pinned_images"]["sandbox"] == nodeconfig.PAUSE_IMAGE
+
+
+def test_the_kubelet_keeps_to_its_cgroup_and_leaves_iptables_alone() -> None:
+    config = nodeconfig.kubelet_config(FILES, Path("/ca.crt"), "198.18.0.1")
+    assert config["cgroupRoot"] == "/cp0-a100"
+    assert config["makeIPTablesUtilChains"] is False
+    assert config["authentication"]["anonymous"] == {"enabled": False}
+
+
+def test_links_of_different_clusters_and_nodes_share_no_address() -> None:
+    links = [nodes.link_of(f"cp{slot}", slot, index) for slot in range(64) for index in range(16)]
+    assert len({link.host_address for link in links} | {link.node_address for link in links}) == 2 * len(links)
+    assert max(len(link.name) for link in links) <= 15, "the kernel takes no longer names"
+    with pytest.raises(HarnessError, match="at most 16"):
+        nodes.link_of("cp0", 0, 16)
+
+
+def test_the_archive_holds_each_image_with_its_own_configuration() -> None:
+    archive = images.archive(images.layer(b"busybox"), {"a:1": ["/bin/sh"], "b:1": ["/bin/sh"]})
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        manifest = json.load(tar.extractfile("manifest.json") or io.BytesIO())
+        configs = {
+            entry["RepoTags"][0]: json.load(tar.extractfile(entry["Config"]) or io.BytesIO()) for entry in manifest
+        }
+    assert set(configs) == {"a:1", "b:1"}
+    assert configs["a:1"]["rootfs"] == configs["b:1"]["rootfs"]
+
+
+def test_an_image_has_a_writable_tmp() -> None:
+    with tarfile.open(fileobj=io.BytesIO(images.layer(b"x"))) as tar:
+        assert tar.getmember("tmp").mode == 0o1777
+        assert tar.getmember("bin/sh").linkname == "busybox"
+
+
+def test_a_fleet_node_is_ready_and_offers_its_slots() -> None:
+    node = fleet.FleetNode("t4-00", fleet.slots_of("Tesla T4:4,NVIDIA L4:2", 8))
+    status = fleet.node_status(node, datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC))["status"]
+    assert status["allocatable"]["carpool.dev/gpu"] == "48"
+    assert [c["status"] for c in status["conditions"] if c["type"] == "Ready"] == ["True"]
+
+
+def test_leaf_certificates_are_no_authorities() -> None:
+    assert "CA:TRUE" in certificates.extensions([])
+    assert "CA:FALSE" in certificates.extensions(["IP:127.0.0.1"])
+
+
+WORKLOAD = """
+kind: Deployment
+metadata: {name: w}
+spec:
+  template:
+    spec:
+      serviceAccountName: account
+      containers:
+        - name: c
+          command: [kube-scheduler]
+          args: [--config=/etc/app/config.yaml, --secure-port=10259]
+          env:
+            - {name: CERT, value: /etc/tls/tls.crt}
+            - {name: NODE, valueFrom: {fieldRef: {fieldPath: spec.nodeName}}}
+          volumeMounts:
+            - {name: config, mountPath: /etc/app}
+            - {name: tls, mountPath: /etc/tls}
+            - {name: host, mountPath: /var/lib/kubelet}
+      volumes:
+        - {name: config, configMap: {name: config}}
+        - {name: tls, secret: {secretName: tls, items: [{key: server.crt, path: tls.crt}]}}
+        - {name: host, hostPath: {path: /var/lib/kubelet}}
+"""
+OBJECTS = """
+{kind: ConfigMap, metadata: {name: config}, data: {config.yaml: "certFile: /etc/tls/tls.crt, at: 127.0.0.1:8888"}}
+---
+{kind: Secret, metadata: {name: tls}, data: {server.crt: Y2VydA==, server.key: a2V5}}
+"""
+
+
+def test_a_container_becomes_a_process_with_the_charts_own_arguments(tmp_path: Path) -> None:
+    rendered = chart.Rendered(tuple(yaml.safe_load_all(OBJECTS)))
+    adaptation = chart.Adaptation(tmp_path, "n1", {"127.0.0.1:8888": "127.0.0.1:21005", "=10259": "=21006"}, {"X": "y"})
+    local = chart.localize(rendered, yaml.safe_load(WORKLOAD), "c", adaptation)
+    tls = tmp_path / "c" / "etc" / "tls"
+    assert local.command == ["kube-scheduler", f"--config={tmp_path}/c/etc/app/config.yaml", "--secure-port=21006"]
+    assert local.environment == {"CERT": f"{tls}/tls.crt", "NODE": "n1", "X": "y"}
+    assert local.files == {
+        tmp_path / "c" / "etc" / "app" / "config.yaml": f"certFile: {tls}/tls.crt, at: 127.0.0.1:21005",
+        tls / "tls.crt": "cert",
+    }
+    local.write_files()
+    assert (tls / "tls.crt").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_variable_from_somewhere_unknown_is_an_error(tmp_path: Path) -> None:
+    workload = yaml.safe_load(WORKLOAD.replace("spec.nodeName", "status.podIP"))
+    with pytest.raises(HarnessError, match="NODE"):
+        chart.localize(chart.Rendered(tuple(yaml.safe_load_all(OBJECTS))), workload, "c", chart.Adaptation(tmp_path))
+
+
+def test_the_schedulers_configuration_keeps_everything_and_gets_a_kubeconfig() -> None:
+    config = yaml.safe_load(scheduler_config("{kind: K, extenders: [1]}", Path("/k")))
+    assert config == {"kind": "K", "extenders": [1], "clientConnection": {"kubeconfig": "/k"}}
