@@ -8,6 +8,7 @@ import numpy as np
 from carpool_core.demand import Demand, unsuitable
 from carpool_core.resources.node import TenantProfile
 from carpool_core.resources.prediction import ProductPrediction
+from carpool_core.values import SharingMode
 from numpy.typing import NDArray
 
 from carpool_extender.view import CODES, DeviceClass
@@ -42,7 +43,7 @@ class ClassColumns:
     too_small: NDArray[np.bool_]
     known: NDArray[np.bool_]
     can: NDArray[np.bool_]
-    """(classes, modes) Whether the agent can prepare a mode, by the mode's code."""
+    """(classes, modes) Whether the agent can prepare a mode for such a job, by the mode's code."""
     need_mib: NDArray[np.int64]
     """Upper bound of the job's memory; the GPU's usable memory where unknown."""
     util: NDArray[np.float32]
@@ -70,6 +71,8 @@ class Applicant:
         can = np.zeros((len(classes), len(CODES) + 1), np.bool_)
         for row, kind in enumerate(classes):
             can[row, [CODES[mode] for mode in kind.modes]] = True
+        if self.demand.gpus > 1:
+            can[:, CODES[SharingMode.MPS]] = False  # one daemon for each GPU, and a process reaches only one
         memory = [fact.profile.memory_mib for fact in facts]
         need = [k.usable_mib if m is None else m for k, m in zip(classes, memory, strict=True)]
         return ClassColumns(

@@ -17,8 +17,9 @@ def proposed(view: View, applicant: Applicant, facts: ClassColumns) -> NDArray[n
 
     The mode of the tenants that are there is a constraint: nobody is moved to another mode while running, and beside an
     exclusive tenant there is no place. On an idle GPU, `Auto` takes the whole GPU for a job of which nothing is known,
-    because its memory has no bound. For the others it takes MPS where the device can (it limits memory, and was
-    measured the best almost everywhere), and turns where it cannot. MIG is not placed by this version.
+    because its memory has no bound. For the others it takes MPS where it can (it limits memory, and was measured the
+    best almost everywhere), and turns where it cannot: the device cannot, or the job has several GPUs, each of which
+    has an MPS daemon of its own while a process reaches only one. MIG is not placed by this version.
 
     Returns:
         Codes of modes, shape (gpus,).
@@ -28,14 +29,15 @@ def proposed(view: View, applicant: Applicant, facts: ClassColumns) -> NDArray[n
     idle = view.columns.count == 0
     if wanted is RequestedMode.AUTO:
         first = _first_choice(facts)[of]
-        joins = facts.known[of] & np.isin(view.columns.mode, (TIME_SLICING, MPS))
+        shared = np.isin(view.columns.mode, (TIME_SLICING, MPS))
+        joins = facts.known[of] & shared & facts.can[of, view.columns.mode]
         occupied = np.where(joins, view.columns.mode, NO_MODE)
     elif wanted is RequestedMode.MIG:
         return np.zeros(of.shape, np.int8)
     else:
         code = CODES[SharingMode(wanted.value)]
         first = np.where(facts.can[:, code], code, NO_MODE)[of]
-        same = (view.columns.mode == code) & (code != EXCLUSIVE)
+        same = (view.columns.mode == code) & (code != EXCLUSIVE) & facts.can[of, code]
         occupied = np.where(same, code, NO_MODE)
     return np.where(idle, first, occupied).astype(np.int8)
 

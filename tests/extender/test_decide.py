@@ -37,6 +37,12 @@ CASES = [
     pytest.param(gpu_node("a", [device(modes=NO_MPS)]), {}, None, TURNS, id="turns where the device cannot do better"),
     pytest.param(gpu_node("a", [device(modes=[ALONE])]), {}, None, ALONE, id="alone where the device can do nothing"),
     pytest.param(gpu_node("a", 1, [tenant("x", [GPU])]), {}, None, MPS, id="MPS beside MPS"),
+    pytest.param(
+        gpu_node("a", 2), {"gpus": 2}, None, TURNS, id="a process of several GPUs reaches only one MPS daemon"
+    ),
+    pytest.param(
+        gpu_node("a", 1, [tenant("x", [GPU])]), {"gpus": 2}, Check.MODE, None, id="nor does it join others by MPS"
+    ),
     pytest.param(gpu_node("a", 1, [tenant("x", [GPU], TURNS)]), {}, None, TURNS, id="turns beside turns"),
     pytest.param(
         gpu_node("a", 1, [tenant("x", [GPU], ALONE)]), {}, Check.MODE, None, id="nobody beside an exclusive tenant"
@@ -158,7 +164,8 @@ def test_checks(node, wants, failed, mode):
         assert all(outcome.margin[0] >= -1e-6 for outcome in found.outcomes.values())
         chosen = place(found.view, found.applicant, "a", RULES)
         assert chosen.mode is mode
-        assert chosen.gpu_uuids == [GPU]
+        assert chosen.gpu_uuids[0] == GPU
+        assert len(chosen.gpu_uuids) == wants.get("gpus", 1)
 
 
 def test_an_mps_newcomer_is_held_to_what_it_fills_and_the_first_is_not():
@@ -208,7 +215,7 @@ def test_a_job_that_would_disturb_takes_an_idle_gpu_and_the_reason_says_so():
 def test_several_gpus_of_one_worker_are_on_one_node_in_one_mode():
     known = cluster(
         gpu_node("a", 2, [tenant("x", ["GPU-a-0"], ALONE)]),
-        gpu_node("b", 3, [tenant("y", ["GPU-b-1"])]),
+        gpu_node("b", 3, [tenant("y", ["GPU-b-1"], TURNS)]),
     )
     found = filter_nodes(known.view(), applicant(gpus=2), ["a", "b"], fit())
     assert found.fits == ["b"]
@@ -218,7 +225,7 @@ def test_several_gpus_of_one_worker_are_on_one_node_in_one_mode():
 
 
 def test_modes_are_not_mixed_for_one_worker():
-    node = gpu_node("a", [device(0, modes=NO_MPS), device(1)])
+    node = gpu_node("a", [device(0, modes=[ALONE]), device(1)])
     found = filter_nodes(cluster(node).view(), applicant(gpus=2), ["a"], fit())
     assert found.fits == []
     assert found.refused["a"] == "NoGpuFits: needs 2 GPUs on one node in one mode, the best node has 1"

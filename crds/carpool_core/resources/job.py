@@ -259,6 +259,11 @@ class JobSpec(Resource, frozen=True, kw_only=True):
             "self.sharing.mode != 'MIG' || self.gpusPerWorker == 1",
             "a MIG instance is a part of one GPU: set spec.gpusPerWorker to 1, or choose another sharing.mode",
         ),
+        Rule(
+            "self.sharing.mode != 'MPS' || self.gpusPerWorker == 1",
+            "each GPU has an MPS daemon of its own and a process reaches only one: "
+            "set spec.gpusPerWorker to 1, or choose another sharing.mode",
+        ),
     )
 
     model: Annotated[ModelSource, field("What is trained. Left out: unknown, and the job runs alone.")] | None = None
