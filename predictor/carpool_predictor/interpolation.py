@@ -1,6 +1,8 @@
 """From traced steps to the step at any batch size: everything a step costs is nearly affine in its batch."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from itertools import accumulate
 
 from carpool_core.resources.features import ModelFeatures, TracedStep
 
@@ -16,34 +18,34 @@ class StepCost:
 
 
 def cost_at(features: ModelFeatures, batch_size: int) -> StepCost:
-    """Interpolate between the nearest traced steps, or extend the outermost line; slopes are never negative.
+    """Interpolate between the nearest traced steps, or extend the outermost line; nothing falls as the batch grows.
 
     With a single traced step, what is alive at the peak besides activations is taken as constant, and the rest, like
     FLOPs and bytes, as proportional to the batch.
     """
-    low, high = _bracket(features.steps, batch_size)
-    if low is high:
-        return _scaled(low, batch_size / low.batch_size)
-    along = (batch_size - low.batch_size) / (high.batch_size - low.batch_size)
-
-    def at(start: float, end: float) -> float:
-        # Never under the traced value towards smaller batches than any traced: the line may have been bent by noise.
-        return max(start + max(end - start, 0.0) * along, 0.0)
-
-    return StepCost(
-        peak_bytes=at(low.peak_bytes, high.peak_bytes),
-        flops=at(low.flops, high.flops),
-        bytes_moved=at(low.bytes_moved, high.bytes_moved),
-        kernels=max(at(low.kernels, high.kernels), 1.0),
-    )
-
-
-def _bracket(steps: list[TracedStep], batch_size: int) -> tuple[TracedStep, TracedStep]:
+    steps = features.steps
     if len(steps) == 1:
-        return steps[0], steps[0]
-    upper = next((i for i, step in enumerate(steps) if step.batch_size >= batch_size), len(steps) - 1)
-    upper = max(upper, 1)
-    return steps[upper - 1], steps[upper]
+        return _scaled(steps[0], batch_size / steps[0].batch_size)
+    costs = list(accumulate(map(_cost, steps), _larger))
+    upper = _upper_neighbour(steps, batch_size)
+    low, high = steps[upper - 1].batch_size, steps[upper].batch_size
+    along = (batch_size - low) / (high - low)
+    pairs = zip(astuple(costs[upper - 1]), astuple(costs[upper]), strict=True)
+    peak, flops, moved, kernels = (max(start + (end - start) * along, 0.0) for start, end in pairs)
+    return StepCost(peak, flops, moved, max(kernels, 1.0))
+
+
+def _upper_neighbour(steps: Sequence[TracedStep], batch_size: int) -> int:
+    found = next((i for i, step in enumerate(steps) if step.batch_size >= batch_size), len(steps) - 1)
+    return max(found, 1)
+
+
+def _cost(step: TracedStep) -> StepCost:
+    return StepCost(step.peak_bytes, step.flops, step.bytes_moved, step.kernels)
+
+
+def _larger(one: StepCost, other: StepCost) -> StepCost:
+    return StepCost(*map(max, astuple(one), astuple(other)))
 
 
 def _scaled(step: TracedStep, ratio: float) -> StepCost:

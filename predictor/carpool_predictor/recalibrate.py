@@ -2,7 +2,7 @@
 
 For those who change the tracer; DIR holds `gpumemnet/timm_a100_40gb.csv`. Takes about ten minutes of one core, most of
 it tracing; `--traces FILE` keeps the traces, and reuses those that are there. Writes `calibration.json` beside this
-module and the table of `docs/model-cards/memory.md`.
+module; docs/model-cards/memory.md repeats its figures, and a test compares them.
 """
 
 import random

@@ -215,7 +215,7 @@ def test_a_job_that_would_disturb_takes_an_idle_gpu_and_the_reason_says_so():
 def test_several_gpus_of_one_worker_are_on_one_node_in_one_mode():
     known = cluster(
         gpu_node("a", 2, [tenant("x", ["GPU-a-0"], ALONE)]),
-        gpu_node("b", 3, [tenant("y", ["GPU-b-1"], TURNS)]),
+        gpu_node("b", 2, [tenant("y", ["GPU-b-1"], TURNS)]),
     )
     found = filter_nodes(known.view(), applicant(gpus=2), ["a", "b"], fit())
     assert found.fits == ["b"]
