@@ -40,3 +40,6 @@ CDI_KIND: Final = f"{DOMAIN}/slot"
 
 SIMULATED_PREFIX: Final = "Simulated "
 """Begins the product name of every GPU that is not hardware."""
+
+REASON_EXCEEDS_EVERY_GPU: Final = "ExceedsEveryGpu"
+"""Reason of condition Placed: no GPU of the cluster could hold the job even if it were empty."""

@@ -96,6 +96,8 @@ class JobState(StrEnum):
     SUSPENDED = "Suspended"
     QUEUED = "Queued"
     """Pods exist (or wait for a GPU that could hold them) and are not all placed."""
+    UNPLACEABLE = "Unplaceable"
+    """No GPU of the cluster could ever hold it; looked at again when the GPUs change."""
     STARTING = "Starting"
     """Every worker is placed; not every container runs yet."""
     RUNNING = "Running"

@@ -62,4 +62,7 @@ def state_of(status: JobStatus) -> JobState:
     predicted = find(status, keys.CONDITION_PREDICTED)
     if predicted is None or predicted.status == "Unknown":
         return JobState.PREDICTING
+    placed = find(status, keys.CONDITION_PLACED)
+    if placed is not None and placed.reason == keys.REASON_EXCEEDS_EVERY_GPU:
+        return JobState.UNPLACEABLE
     return JobState.QUEUED

@@ -14,6 +14,7 @@ from carpool_operator import attempts, conditions
 from carpool_operator.actions import Action, CreatePod, Decision, DeletePod, RecordEvent, WriteStatus
 from carpool_operator.conditions import Truth
 from carpool_operator.snapshot import Snapshot
+from carpool_operator.summary import summarize
 
 _MESSAGE_CHARS = 4096
 
@@ -106,6 +107,7 @@ class Draft:
         """
         if is_current:
             self.set(observed_generation=self.job.metadata.generation)
+        self.set(summary=summarize(self.status))
         status = conditions.with_state(self.status)
         write: list[Action] = [] if status == self.job.status else [WriteStatus(status)]
         return Decision((*write, *self._pod_actions, *self._after), self._requeue_after_s)

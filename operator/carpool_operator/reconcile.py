@@ -176,7 +176,7 @@ def _begin(draft: Draft, demand: Demand) -> None:
 
 
 def _report_never(draft: Draft, why: str) -> None:
-    reason = "ExceedsEveryGpu" if any(draft.snapshot.devices) else "NoGpuNodes"
+    reason = keys.REASON_EXCEEDS_EVERY_GPU if any(draft.snapshot.devices) else "NoGpuNodes"
     known = conditions.find(draft.status, keys.CONDITION_PLACED)
     draft.condition(keys.CONDITION_PLACED, "False", reason, why)
     if known is None or known.reason != reason:

@@ -1,0 +1,74 @@
+import pytest
+from carpool_core.resources.job import JobStatus, JobSummary, Observed, WorkerPlacement
+from carpool_core.resources.prediction import (
+    ActivityPrediction,
+    Interval,
+    MemoryPrediction,
+    Prediction,
+    ProductPrediction,
+)
+from carpool_core.values import GpuUuid, NodeName, PodUid, SharingMode
+from carpool_operator.summary import summarize
+
+
+def predicted(product: str, upper_mib: int, util: float) -> ProductPrediction:
+    interval = Interval(median=util, lower=0, upper=100)
+    return ProductPrediction(
+        product=product,
+        memory=MemoryPrediction(median_mib=upper_mib // 2, upper_mib=upper_mib, coverage=0.95),
+        activity=ActivityPrediction(gpu_util_percent=interval, sm_active_ratio=interval, dram_active_ratio=interval),
+        step_time_seconds=interval,
+    )
+
+
+PREDICTION = Prediction(
+    outcome="Predicted", reason="Calibrated", products=[predicted("A100", 4096, 40), predicted("H100", 5120, 25)]
+)
+
+
+def place(worker: int, node: str, *, limit: int | None = None) -> WorkerPlacement:
+    return WorkerPlacement(
+        worker=worker,
+        pod=f"p{worker}",
+        pod_uid=PodUid(str(worker)),
+        node=NodeName(node),
+        gpu_uuids=[GpuUuid(f"GPU-{worker}")],
+        product="Simulated A100",
+        mode=SharingMode.MPS,
+        memory_limit_mib=limit,
+        expected_slowdown=1.2,
+    )
+
+
+CASES = [
+    pytest.param(JobStatus(), None, id="nothing is known yet"),
+    pytest.param(
+        JobStatus(prediction=PREDICTION),
+        JobSummary(predicted_memory="4.0-5.0 GiB", predicted_utilization="25-40%"),
+        id="before it is placed, the range over all products",
+    ),
+    pytest.param(
+        JobStatus(prediction=PREDICTION, placement=[place(0, "n1")]),
+        JobSummary(
+            node="n1", gpu="Simulated A100", mode="MPS", predicted_memory="4.0 GiB", predicted_utilization="40%",
+            slowdown="expected 1.20",
+        ),
+        id="placed: its product's prediction, and the expected slowdown",
+    ),
+    pytest.param(
+        JobStatus(
+            placement=[place(0, "n2", limit=2048), place(1, "n1", limit=2048)],
+            observed=Observed(peak_memory_mib=1536, gpu_util_percent=33.4, slowdown=1.27),
+        ),
+        JobSummary(
+            node="n1,n2", gpu="2x Simulated A100", mode="MPS", predicted_memory="2.0 GiB", observed_memory="1.5 GiB",
+            observed_utilization="33%", slowdown="1.27",
+        ),
+        id="the user's own limit, several workers, and what was seen",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("status", "expected"), CASES)
+def test_columns(status: JobStatus, expected: JobSummary | None) -> None:
+    assert summarize(status) == expected
