@@ -1,6 +1,7 @@
 """`python -m carpool_e2e`: the demo, and what belongs to it."""
 
 import asyncio
+import sys
 from pathlib import Path
 
 import click
@@ -21,6 +22,10 @@ OUT = PROJECT / "out"
 """Where manifests and pictures are left."""
 
 
+WIDTH = 160
+"""Columns of what is not shown in a terminal, such as a log of CI."""
+
+
 class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> object:
         """Show what went wrong on purpose without a traceback."""
@@ -39,10 +44,13 @@ def main() -> None:
 @click.option("--keep", is_flag=True, help="Leave the cluster running, and print how to reach it.")
 def demo(keep: bool) -> None:
     """Bring up a cluster and play the six scenes."""
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
     with running(FULL, console) as cluster:
         if keep:
             cluster.slot.keep()
+        if not cluster.kubelets:
+            console.print(cluster.kubectl("get", "gpunodes"), highlight=False)
+            raise click.ClickException("the scenes start containers, which needs nodes with a kubelet: run as root")
         try:
             asyncio.run(_on_stage(cluster, console))
         except SceneError as error:

@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -140,7 +141,12 @@ def running(shape: Shape, console: Console | None = None) -> Iterator[Cluster]:
     slot = slots.acquire()
     table = ProcessTable(slot.directory, binaries.search_path())
     try:
-        yield _start(slot, shape, binaries, table)
+        console.print(f"Starting a cluster in {slot.directory}: {len(shape.kubelet_nodes)} nodes with a kubelet, "
+                      f"{len(shape.fleet)} without")  # fmt: skip
+        started = time.monotonic()
+        cluster = _start(slot, shape, binaries, table)
+        console.print(f"It is up after {time.monotonic() - started:.0f} s")
+        yield cluster
     finally:
         if not slot.kept:
             _save_logs(slot)
