@@ -1,0 +1,123 @@
+"""What the API server itself refuses, and the sentence that it says."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from carpool_e2e.cluster import Cluster, KubectlError
+
+ROOT = Path(__file__).parents[2]
+BAD = sorted((ROOT / "tests/crds/bad").glob("*.yaml"))
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+
+pytestmark = pytest.mark.e2e
+
+
+def _job(name: str, **spec: Any) -> str:
+    template = {"spec": {"containers": [{"name": "c", "image": "i", "command": ["a"]}]}}
+    return yaml.safe_dump(
+        {
+            "apiVersion": "carpool.dev/v1alpha1",
+            "kind": "GpuTrainingJob",
+            "metadata": {"name": name},
+            "spec": {"template": template} | spec,
+        }
+    )
+
+
+@pytest.mark.parametrize("file", BAD, ids=lambda f: f.stem)
+def test_a_manifest_that_makes_no_sense_is_refused_with_a_sentence(control_plane: Cluster, file: Path) -> None:
+    expected = file.read_text().splitlines()[0].removeprefix("# expect: ")
+    with pytest.raises(KubectlError) as caught:
+        control_plane.kubectl("apply", "--validate=strict", "--dry-run=server", "-f", str(file))
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda f: f.stem)
+def test_an_example_is_admitted(control_plane: Cluster, file: Path) -> None:
+    control_plane.kubectl("apply", "--validate=strict", "--dry-run=server", "-f", str(file))
+
+
+@pytest.mark.parametrize("limit", ["12Gi", "1.5Gi", "1e9", "1P", "+2Mi", "1048576", 1048576, "1Pi", "1048576000m"])
+def test_amounts_that_the_schema_and_the_types_both_read(control_plane: Cluster, limit: int | str) -> None:
+    manifest = _job("amount", memory={"limit": limit}, gpu={"minMemory": limit})
+    control_plane.kubectl("create", "--validate=strict", "--dry-run=server", "-f", "-", stdin=manifest)
+
+
+def test_nulls_mean_that_nothing_is_said(control_plane: Cluster) -> None:
+    manifest = _job(
+        "nulls",
+        model=None,
+        memory={"limit": None},
+        gpu={"product": None, "minMemory": None, "minComputeCapability": None},
+        runPolicy={"activeDeadlineSeconds": None, "ttlSecondsAfterFinished": None},
+    )
+    control_plane.kubectl("create", "--validate=strict", "--dry-run=server", "-f", "-", stdin=manifest)
+
+
+PLACEMENT = [
+    {"worker": 0, "pod": "p", "podUid": "u", "node": "n", "gpuUuids": ["GPU-1"], "product": "Tesla T4", "mode": "MPS"}
+]
+CHANGES: dict[str, Any] = {
+    "model": {"catalog": {"name": "timm/resnet18"}},
+    "workers": 2,
+    "gpusPerWorker": 2,
+    "training": {"batchSize": 64},
+    "sharing": {"maxSlowdown": 2},
+    "memory": {"limit": "2Gi"},
+    "gpu": {"product": "L4"},
+    "template": {"spec": {"containers": [{"name": "c", "image": "i", "command": ["b"]}]}},
+}
+
+
+@pytest.fixture(scope="module")
+def placed(control_plane: Cluster) -> str:
+    """Name of a job that has a placement."""
+    control_plane.kubectl("create", "-f", "-", stdin=_job("placed"))
+    status = yaml.safe_dump({"status": {"placement": PLACEMENT}})
+    control_plane.kubectl("patch", "gtj", "placed", "--subresource=status", "--type=merge", "-p", status)
+    return "placed"
+
+
+def _patch(control_plane: Cluster, name: str, **spec: Any) -> str:
+    return control_plane.kubectl("patch", "gtj", name, "--type=merge", "-p", yaml.safe_dump({"spec": spec}))
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_what_the_placement_was_decided_by_cannot_change(control_plane: Cluster, placed: str, field: str) -> None:
+    with pytest.raises(KubectlError) as caught:
+        _patch(control_plane, placed, **{field: CHANGES[field]})
+    assert f"spec.{field} cannot change once the job is placed; only spec.runPolicy can" in str(caught.value)
+
+
+def test_the_run_policy_of_a_placed_job_can_change(control_plane: Cluster, placed: str) -> None:
+    _patch(control_plane, placed, runPolicy={"suspend": True})
+
+
+def test_labels_of_a_placed_job_can_change(control_plane: Cluster, placed: str) -> None:
+    control_plane.kubectl("label", "gtj", placed, "team=research")
+
+
+def test_before_placement_everything_can_change(control_plane: Cluster) -> None:
+    control_plane.kubectl("create", "-f", "-", stdin=_job("unplaced"))
+    _patch(control_plane, "unplaced", **CHANGES)
+    assert control_plane.kubectl("get", "gtj", "unplaced", "-o", "jsonpath={.spec.workers}") == "2"
+
+
+def test_explain_reads_like_documentation(control_plane: Cluster) -> None:
+    text = " ".join(control_plane.kubectl("explain", "gtj.spec.sharing").split())
+    assert "Whether and with whom it shares a GPU." in text
+    assert "Default: 1.5." in text
+    assert "GPU memory" in control_plane.kubectl("explain", "gtj.spec.memory.limit")
+
+
+def test_short_names_categories_and_columns(control_plane: Cluster, placed: str) -> None:
+    header, *rows = control_plane.kubectl("get", "gtj", "-o", "wide").splitlines()
+    assert header.split() == [
+        "NAME", "STATE", "QUEUE", "NODE", "GPU", "MODE", "PREDMEM", "PREDUTIL", "RESTARTS", "AGE", "OBSMEM", "OBSUTIL",
+        "SLOWDOWN",
+    ]  # fmt: skip
+    assert placed in {row.split()[0] for row in rows}
+    assert placed in control_plane.kubectl("get", "carpool")
+    assert control_plane.kubectl("get", "gpn", "-o", "wide") is not None

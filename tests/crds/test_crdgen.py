@@ -1,0 +1,206 @@
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import jsonschema
+import msgspec
+import pytest
+import yaml
+from carpool_core import crdgen
+from carpool_core.crdgen import DEFINITIONS, Definition
+from carpool_core.demand import demand_of
+from carpool_core.resources.job import GpuTrainingJob, JobSpec
+from carpool_core.resources.node import GpuNode, Reservation
+from carpool_core.resources.schema import Resource, Rule, field
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+BAD = sorted((ROOT / "tests/crds/bad").glob("*.yaml"))
+each_crd = pytest.mark.parametrize("definition", DEFINITIONS, ids=lambda d: d.kind.kind)
+
+
+def _schema(definition: Definition) -> dict[str, Any]:
+    (version,) = crdgen.crd_of(definition)["spec"]["versions"]
+    schema: dict[str, Any] = version["schema"]["openAPIV3Schema"]
+    return schema
+
+
+def _nodes(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every schema within a schema, with its path; items of lists are `path[]`."""
+    yield path, schema
+    for name, inner in schema.get("properties", {}).items():
+        yield from _nodes(inner, f"{path}.{name}")
+    if "items" in schema:
+        yield from _nodes(schema["items"], f"{path}[]")
+
+
+@each_crd
+def test_the_committed_file_is_what_the_types_say(definition: Definition) -> None:
+    committed = (ROOT / "crds" / definition.file_name).read_text()
+    assert committed == crdgen.as_yaml(definition), "run `make crds` and commit the result"
+
+
+@each_crd
+def test_every_field_is_described(definition: Definition) -> None:
+    bare = [
+        path
+        for path, schema in _nodes(_schema(definition))
+        if not path.endswith("[]") and path != ".metadata" and not schema.get("description")
+    ]
+    assert bare == []
+
+
+@each_crd
+def test_every_rule_says_what_to_do(definition: Definition) -> None:
+    for path, schema in _nodes(_schema(definition)):
+        for rule in schema.get("x-kubernetes-validations", []):
+            assert len(rule["message"].split()) >= 6, f"{path}: {rule}"
+            assert "\n" not in rule["message"]
+
+
+@each_crd
+def test_the_schema_is_structural(definition: Definition) -> None:
+    for path, schema in _nodes(_schema(definition)):
+        assert "$ref" not in schema
+        assert "anyOf" not in schema
+        assert schema.get("type") or schema.get("x-kubernetes-int-or-string"), path
+        if schema.get("type") == "array":
+            kind = schema.get("x-kubernetes-list-type")
+            assert kind in ("atomic", "map", "set"), f"{path} says no list type"
+            for key in schema.get("x-kubernetes-list-map-keys", []):
+                assert key in schema["items"]["required"], f"{path} merges by {key}, which is not required"
+        if schema.get("type") == "integer":
+            assert schema["format"] == "int64", path
+
+
+@each_crd
+def test_every_list_that_a_rule_reads_is_bounded(definition: Definition) -> None:
+    spec = _schema(definition)["properties"]["spec"]
+    assert [path for path, schema in _nodes(spec) if schema.get("type") == "array" and "maxItems" not in schema] == []
+
+
+@each_crd
+def test_status_has_no_defaults(definition: Definition) -> None:
+    status = _schema(definition)["properties"]["status"]
+    assert [path for path, schema in _nodes(status) if "default" in schema] == []
+
+
+@each_crd
+def test_columns_point_at_fields(definition: Definition) -> None:
+    paths = {path for path, _ in _nodes(_schema(definition))}
+    for column in definition.columns:
+        if column.path.startswith((".metadata", ".status.conditions")):
+            continue
+        assert column.path in paths, f"{column.name} shows {column.path}, which is no field"
+
+
+def test_nested_defaults_apply() -> None:
+    spec = _schema(DEFINITIONS[0])["properties"]["spec"]["properties"]
+    assert spec["sharing"]["default"] == {}
+    assert spec["sharing"]["properties"]["maxSlowdown"]["default"] == 1.5
+    assert spec["training"]["properties"]["activationCheckpointing"]["default"] is False
+    assert spec["sharing"]["properties"]["mode"]["description"].endswith("Default: Auto.")
+    assert "default" not in spec["model"]
+    assert spec["model"]["nullable"] is True
+
+
+def _defaulted(schema: dict[str, Any], value: Any) -> Any:
+    """Fill in defaults as the API server does."""
+    if isinstance(value, dict):
+        for name, inner in schema.get("properties", {}).items():
+            if name not in value and "default" in inner:
+                value[name] = msgspec.json.decode(msgspec.json.encode(inner["default"]))
+            if name in value:
+                value[name] = _defaulted(inner, value[name])
+    if isinstance(value, list):
+        return [_defaulted(schema["items"], item) for item in value]
+    return value
+
+
+def test_the_schemas_defaults_are_the_types_defaults() -> None:
+    spec = _schema(DEFINITIONS[0])["properties"]["spec"]
+    bare = {"template": {"spec": {"containers": []}}}
+    defaulted = _defaulted(spec, {"template": {"spec": {"containers": []}}})
+    assert msgspec.convert(defaulted, JobSpec) == msgspec.convert(bare, JobSpec)
+    items = _schema(DEFINITIONS[1])["properties"]["spec"]["properties"]["reservations"]["items"]
+    least = {"podUid": "u", "podNamespace": "d", "podName": "p", "jobUid": "j", "jobName": "j", "gpuUuids": ["G"],
+             "mode": "MPS"}  # fmt: skip
+    assert msgspec.convert(_defaulted(items, dict(least)), Reservation) == msgspec.convert(least, Reservation)
+
+
+def _as_json_schema(schema: Any) -> Any:
+    """OpenAPI's `nullable` and Kubernetes' int-or-string in JSON Schema's words, unknown fields refused."""
+    if isinstance(schema, list):
+        return [_as_json_schema(inner) for inner in schema]
+    if not isinstance(schema, dict):
+        return schema
+    result = {key: _as_json_schema(value) for key, value in schema.items() if not key.startswith("x-")}
+    if schema.get("x-kubernetes-int-or-string"):
+        result["type"] = ["integer", "string"]
+    if isinstance(schema.get("properties"), dict) and not schema.get("x-kubernetes-preserve-unknown-fields"):
+        result["additionalProperties"] = False
+    if schema.get("nullable") is True:
+        result = {"anyOf": [{"type": "null"}, result]}
+    return result
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda f: f.stem)
+def test_examples_pass_the_schema_and_make_a_demand(file: Path) -> None:
+    manifest = yaml.safe_load(file.read_text())
+    schema = _as_json_schema(_schema(DEFINITIONS[0])["properties"]["spec"])
+    jsonschema.validate(manifest["spec"], schema, cls=jsonschema.Draft202012Validator)
+    job = msgspec.convert(manifest, GpuTrainingJob)
+    assert demand_of(job).gpus >= 1
+    assert file.read_text().startswith("# "), "say what the example shows"
+    assert job.metadata.name == file.stem
+
+
+def test_there_are_examples_of_each_kind_of_model() -> None:
+    models = [yaml.safe_load(file.read_text())["spec"].get("model") for file in EXAMPLES]
+    assert None in models
+    assert {key for model in models if model for key in model} == {"features", "catalog", "graph"}
+
+
+def test_bad_manifests_say_what_is_expected_of_them() -> None:
+    assert len(BAD) > 50
+    for file in BAD:
+        assert file.read_text().startswith("# expect: "), file.name
+
+
+def test_types_that_a_crd_cannot_hold_are_refused() -> None:
+    class Choice(Resource, frozen=True, kw_only=True):
+        value: Annotated[int | float, field("One of two.")] = 0
+
+    class Unbounded(Resource, frozen=True, kw_only=True):
+        value: Annotated[float, field("Too large for int64.", le=1e21)] = 0
+
+    class Timed(Resource, frozen=True, kw_only=True):
+        value: Annotated[bytes, field("No schema.")] = b""
+
+    for type_, error in ((Choice, TypeError), (Unbounded, ValueError), (Timed, TypeError)):
+        with pytest.raises(error):
+            crdgen._object(msgspec.inspect.type_info(type_), with_defaults=False)  # type: ignore[arg-type]
+
+
+def test_rules_and_enums_of_a_type() -> None:
+    class Colour(StrEnum):
+        RED = "Red"
+
+    class Thing(Resource, frozen=True, kw_only=True):
+        colour: Annotated[
+            Colour | None, field("Its colour.", rules=[Rule("self != ''", "give it a colour", "'x'")])
+        ] = None
+
+    schema = crdgen._object(msgspec.inspect.type_info(Thing), with_defaults=True)  # type: ignore[arg-type]
+    assert schema["properties"]["colour"] == {
+        "description": "Its colour.",
+        "type": "string",
+        "enum": ["Red"],
+        "nullable": True,
+        "x-kubernetes-validations": [{"rule": "self != ''", "message": "give it a colour", "messageExpression": "'x'"}],
+    }
+
+
+def test_gpu_nodes_decode_from_an_empty_spec() -> None:
+    assert msgspec.convert({"metadata": {"name": "n"}, "spec": {}}, GpuNode).spec.reservations == []
