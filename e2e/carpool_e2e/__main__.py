@@ -99,5 +99,11 @@ def bench() -> None:
     measure(Console())
 
 
+@main.command()
+def bench() -> None:
+    """Measure the way of a job and the memory of each process, and write docs/benchmarks.md."""
+    measure(Console(width=None if sys.stdout.isatty() else WIDTH))
+
+
 if __name__ == "__main__":
     main()
