@@ -21,8 +21,7 @@ from carpool_e2e.tools import CONTROL_PLANE_TOOLS, NODE_TOOLS
 OUT = PROJECT / "out"
 """Where manifests and pictures are left."""
 
-
-WIDTH = 160
+WIDTH = 200
 """Columns of what is not shown in a terminal, such as a log of CI."""
 
 
@@ -91,12 +90,6 @@ def prepare() -> None:
     kubelets = not why_no_kubelets()
     system.ensure(system.FOR_CONTROL_PLANE + (system.FOR_NODES if kubelets else ()), console)
     binaries.ensure(CONTROL_PLANE_TOOLS | (NODE_TOOLS if kubelets else set()), console=console)
-
-
-@main.command()
-def bench() -> None:
-    """Measure, and write docs/benchmarks.md."""
-    measure(Console())
 
 
 @main.command()

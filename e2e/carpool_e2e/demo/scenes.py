@@ -93,11 +93,14 @@ async def waiting(stage: Stage) -> None:
     stage.run("describe", "gtj", "large", lines=8)
     deleted = time.monotonic()
     stage.run("delete", "gtj", "wide", "--wait=false")
+    await asyncio.to_thread(stage.run, "wait", "--for=delete", "pod", "-l", "carpool.dev/job=wide", show=False)
+    gone = time.monotonic()
     await stage.until("running", "large", _running, within_s=20)
-    took = time.monotonic() - deleted
+    now = time.monotonic()
     stage.console.print(
-        f"large runs {took:.1f} s after the deletion of wide, whose containers had 1 s to end", highlight=False
+        f"large runs {now - deleted:.1f} s after the deletion of wide, {now - gone:.1f} s after its last pod"
     )
+    _expect(now - gone <= 2, "a start within 2 s of the other job's end", f"{now - gone:.1f} s")
 
 
 async def _told(stage: Stage, job: str, reason: str, within_s: float = 10) -> None:

@@ -1,6 +1,11 @@
 """The end of the demo: the table, predicted beside observed, and the picture."""
 
+import os
+
 from carpool_core import picture
+from carpool_core.resources.job import GpuTrainingJob
+from carpool_core.resources.node import GpuNode
+from carpool_core.values import JobState
 from rich.console import Group
 
 from carpool_e2e.demo.scenes import SCENES
@@ -17,10 +22,24 @@ async def play(stage: Stage) -> None:
         stage.console.rule(f"[bold cyan]{scene.__doc__}")
         await scene(stage)
     stage.console.rule("[bold cyan]What is there now")
+    await _measured(stage)
     stage.run("get", "gtj,gpn", "-o", "wide", lines=60)
-    stage.console.print(picture.jobs(await stage.jobs()))
-    drawn = picture.gpus(await stage.gpu_nodes())
-    stage.console.print(drawn)
+    _draw(stage, await stage.jobs(), await stage.gpu_nodes())
+
+
+def _draw(stage: Stage, jobs: list[GpuTrainingJob], nodes: list[GpuNode]) -> None:
+    """Show the comparison and the GPUs, and leave the picture."""
+    compared, drawn = picture.jobs(jobs), picture.gpus(nodes)
+    stage.console.print(compared, drawn)
     path = stage.out / "gpus.svg"
-    path.write_text(picture.to_svg(Group(drawn, picture.jobs(await stage.jobs())), title="Carpool"), encoding="utf-8")
-    stage.console.print(f"picture: {path}")
+    path.write_text(picture.to_svg(Group(drawn, compared), title="Carpool"), encoding="utf-8")
+    stage.console.print(f"picture: {os.path.relpath(path)}")
+
+
+async def _measured(stage: Stage, patience_s: float = 15) -> None:
+    """Wait until something was measured of every job that runs: agents look every second and smooth what they see."""
+    for job in await stage.jobs():
+        if job.status.state is JobState.RUNNING:
+            await stage.until(
+                "measured", job.metadata.name, lambda seen: seen.status.observed is not None, within_s=patience_s
+            )

@@ -66,7 +66,7 @@ class Stage:
         for manifest in manifests:
             file = folder / f"{manifest['metadata']['name']}.yaml"
             file.write_bytes(msgspec.yaml.encode(manifest))
-            files += ["-f", str(file)]
+            files += ["-f", os.path.relpath(file)]
         return self.run("apply", *files)
 
     async def job(self, name: str) -> GpuTrainingJob:
