@@ -1,10 +1,10 @@
 """What the API server itself refuses, and the sentence that it says."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from carpool_e2e.cluster import Cluster, KubectlError
 
 ROOT = Path(__file__).parents[2]
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.e2e
 
 def _job(name: str, **spec: Any) -> str:
     template = {"spec": {"containers": [{"name": "c", "image": "i", "command": ["a"]}]}}
-    return yaml.safe_dump(
+    return json.dumps(
         {
             "apiVersion": "carpool.dev/v1alpha1",
             "kind": "GpuTrainingJob",
@@ -75,13 +75,13 @@ CHANGES: dict[str, Any] = {
 def placed(control_plane: Cluster) -> str:
     """Name of a job that has a placement."""
     control_plane.kubectl("create", "-f", "-", stdin=_job("placed"))
-    status = yaml.safe_dump({"status": {"placement": PLACEMENT}})
+    status = json.dumps({"status": {"placement": PLACEMENT}})
     control_plane.kubectl("patch", "gtj", "placed", "--subresource=status", "--type=merge", "-p", status)
     return "placed"
 
 
 def _patch(control_plane: Cluster, name: str, **spec: Any) -> str:
-    return control_plane.kubectl("patch", "gtj", name, "--type=merge", "-p", yaml.safe_dump({"spec": spec}))
+    return control_plane.kubectl("patch", "gtj", name, "--type=merge", "-p", json.dumps({"spec": spec}))
 
 
 @pytest.mark.parametrize("field", CHANGES)

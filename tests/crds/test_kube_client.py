@@ -231,6 +231,18 @@ async def test_silence_means_that_nobody_is_there(start: Start) -> None:
         await anext(watch)
 
 
+async def test_a_watch_can_be_left_at_any_time(start: Start) -> None:
+    client = await start(_streams(_line("ADDED", {}), hold=True))
+    watch = client.watch(PODS, Selector(), "5")
+    await anext(watch)
+    await watch.aclose()  # type: ignore[attr-defined]
+    waiting = asyncio.create_task(anext(client.watch(PODS, Selector(namespace="other"), "5")))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
 async def test_a_broken_connection_in_the_middle(start: Start) -> None:
     async def handler(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()

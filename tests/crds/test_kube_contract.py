@@ -206,6 +206,14 @@ async def test_binding_a_pod_that_is_not_there(backend: Backend) -> None:
     await _refused(NotFound, backend.api.create(PODS, body, namespace="default", name=name, subresource="binding"))
 
 
+async def test_a_binding_names_its_pod(backend: Backend) -> None:
+    await backend.pod("a")
+    for metadata in ({}, {"name": "other"}):
+        body = {"metadata": metadata, "target": {"name": "n1"}}
+        call = backend.api.create(PODS, body, namespace="default", name=backend.name("a"), subresource="binding")
+        await _refused(Invalid, call, "does not match name in Binding object")
+
+
 async def test_pages(backend: Backend) -> None:
     for i in range(5):
         await backend.pod(f"p{i}")
@@ -237,7 +245,10 @@ async def test_selectors(backend: Backend, labels: str, fields: str, found: list
         own = {"tag": backend.tag} | ({"worker": worker} if worker else {})
         pod = await backend.pod(text, labels=own)
         if node:
-            body = {"metadata": {"uid": pod["metadata"]["uid"]}, "target": {"name": node}}
+            body = {
+                "metadata": {"name": backend.name(text), "uid": pod["metadata"]["uid"]},
+                "target": {"name": node},
+            }
             await backend.api.create(PODS, body, namespace="default", name=backend.name(text), subresource="binding")
     selector = Selector("default", labels.format(tag=backend.tag), fields.format(tag=backend.tag))
     page = await backend.api.list_page(PODS, selector)
@@ -260,7 +271,7 @@ async def test_a_watch_tells_what_happened_since_and_what_enters_and_leaves(back
 
     await asyncio.wait_for(follow(1), 10)
     await backend.api.patch(PODS, name, {"metadata": {"annotations": {"a": "b"}}}, namespace="default")
-    body = {"metadata": {"uid": pod["metadata"]["uid"]}, "target": {"name": "n1"}}
+    body = {"metadata": {"name": name, "uid": pod["metadata"]["uid"]}, "target": {"name": "n1"}}
     await backend.api.create(PODS, body, namespace="default", name=name, subresource="binding")
     await asyncio.wait_for(follow(3), 10)
     assert told == [("ADDED", name), ("MODIFIED", name), ("DELETED", name)]

@@ -2,7 +2,7 @@
 
 import ssl
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeVar
 
 import aiohttp
@@ -226,8 +226,7 @@ class KubeClient(KubeApi):
         except (aiohttp.ClientError, OSError) as error:
             raise Unreachable(f"{what}: cannot reach {self._endpoint.server}: {error}") from error
 
-    @asynccontextmanager
-    async def _open(
+    def _open(
         self,
         session: aiohttp.ClientSession | None,
         method: str,
@@ -239,7 +238,7 @@ class KubeClient(KubeApi):
         query: Mapping[str, str],
         data: bytes | None = None,
         content_type: str = "application/json",
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         if session is None:
             raise RuntimeError("the client is closed: use it inside `async with connect(…)`")
         headers = {"Content-Type": content_type} if data is not None else {}
@@ -247,8 +246,7 @@ class KubeClient(KubeApi):
             headers["Authorization"] = f"Bearer {token}"
         url = self._endpoint.server + path_of(kind, namespace, name, subresource)
         params = {key: value for key, value in query.items() if value}
-        async with session.request(method, url, params=params, data=data, headers=headers) as response:
-            yield response
+        return session.request(method, url, params=params, data=data, headers=headers)
 
     async def _check(self, response: aiohttp.ClientResponse, what: str) -> None:
         if response.status < 400:

@@ -329,6 +329,8 @@ class FakeKube(KubeApi):
     def _bind(self, kind: ResourceKind, name: str, namespace: str, binding: Object) -> Object:
         old = self._find(kind, namespace, name)
         metadata, wanted = old["metadata"], binding.get("metadata") or {}
+        if wanted.get("name") != name:
+            raise Invalid("name in URL does not match name in Binding object", status=400, reason="BadRequest")
         if wanted.get("uid") and wanted["uid"] != metadata["uid"]:
             raise conflict(kind, name, f"UID in precondition: {wanted['uid']}, UID in object meta: {metadata['uid']}")
         if metadata.get("deletionTimestamp"):
