@@ -11,6 +11,8 @@ from carpool_predictor.trace import FactoryModel, TraceRequest
 
 Target = ModelFeatures | TraceRequest
 
+_LIBRARIES = ("timm", "torchvision")
+
 
 class TargetError(ValueError):
     """What was asked about makes no sense; the message says what was expected."""
@@ -48,7 +50,7 @@ def target_of(what: str, shape: list[int] | None, num_classes: int | None, train
         if shape is None:
             raise TargetError(f"{what} needs --input, the shape of one sample, such as --input 3,224,224")
         return TraceRequest(factory=FactoryModel(path=path, function=function, input=shape), training=training)
-    if what.count("/") != 1:
+    if what.count("/") != 1 or what.partition("/")[0] not in _LIBRARIES:
         raise TargetError(
             f"expected timm/NAME, torchvision/NAME, FILE.py:FACTORY or a features file (.yaml), found {what!r}"
         )

@@ -1,0 +1,130 @@
+"""Catalog names, against the libraries themselves."""
+
+import time
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from carpool_core.resources.job import CatalogModel, Training
+from carpool_core.values import Precision
+from carpool_predictor.abstention import TraceError
+from carpool_predictor.catalog import recipe_of
+from carpool_predictor.trace import FactoryModel
+from carpool_predictor.tracing import factory_recipe, trace_recipe
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        pytest.param(CatalogModel(name="timm/resnet50"), (3, 224, 224), id="timm's own size"),
+        pytest.param(CatalogModel(name="timm/vit_base_patch16_384"), (3, 384, 384), id="timm's larger size"),
+        pytest.param(CatalogModel(name="timm/resnet50", input=[1, 28, 28]), (1, 28, 28), id="given"),
+        pytest.param(CatalogModel(name="torchvision/resnet18"), (3, 224, 224), id="torchvision"),
+        pytest.param(CatalogModel(name="torchvision/inception_v3"), (3, 299, 299), id="torchvision's own crop"),
+    ],
+)
+def test_input_shapes(model: CatalogModel, shape: tuple[int, ...]) -> None:
+    assert recipe_of(model).input_shape == shape
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "word"),
+    [
+        pytest.param("timm/resnet5o", "UnknownCatalogModel", "timm/resnet50", id="typing error"),
+        pytest.param("torchvision/mobilnet_v2", "UnknownCatalogModel", "torchvision/mobilenet_v2", id="torchvision"),
+        pytest.param("timm/qqqqqqqqqq", "UnknownCatalogModel", "no name is near", id="nothing like it"),
+        pytest.param("transformers/gpt2", "CatalogUnsupported", "carpool graph", id="transformers"),
+    ],
+)
+def test_unknown_names_get_a_suggestion(name: str, reason: str, word: str) -> None:
+    with pytest.raises(TraceError, match=word) as caught:
+        recipe_of(CatalogModel(name=name))
+    assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(CatalogModel(name="timm/resnet18", input=[1, 64, 64], num_classes=7), id="timm, gray and small"),
+        pytest.param(CatalogModel(name="timm/test_vit", input=[3, 64, 64]), id="transformer of other size"),
+        pytest.param(CatalogModel(name="torchvision/googlenet", num_classes=7), id="several outputs"),
+    ],
+)
+def test_catalog_models_trace(model: CatalogModel) -> None:
+    features = trace_recipe(recipe_of(model), Training(batch_size=4))
+    assert features.name == model.name
+    assert features.layers.convolution > 0
+    small, large = features.steps
+    assert small.peak_bytes < large.peak_bytes
+
+
+def test_parameters_are_the_librarys() -> None:
+    features = trace_recipe(recipe_of(CatalogModel(name="timm/resnet18", num_classes=10)), Training(batch_size=4))
+    with torch.device("meta"):
+        real = timm.create_model("resnet18", num_classes=10)
+    assert features.parameters == sum(p.numel() for p in real.parameters())
+
+
+@pytest.mark.parametrize("name", ["timm/test_vit", "torchvision/resnet18"])
+def test_checkpointing_saves_memory(name: str) -> None:
+    plain, saved = (
+        trace_recipe(
+            recipe_of(CatalogModel(name=name)),
+            Training(batch_size=16, precision=Precision.BF16_MIXED, activation_checkpointing=on),
+        )
+        for on in (False, True)
+    )
+    assert saved.steps[-1].activation_bytes < 0.8 * plain.steps[-1].activation_bytes
+    assert saved.layers == plain.layers
+
+
+def test_resnet50_is_traced_in_three_seconds() -> None:
+    start = time.process_time()
+    trace_recipe(recipe_of(CatalogModel(name="timm/resnet50")), Training(batch_size=128))
+    assert time.process_time() - start < 3
+
+
+def test_the_weights_of_a_large_model_take_no_memory() -> None:
+    before = _resident_mib()
+    features = trace_recipe(recipe_of(CatalogModel(name="timm/eva_giant_patch14_224")), Training(batch_size=4))
+    assert features.parameter_bytes > 3.5 * 2**30
+    assert _resident_mib() - before < 300
+
+
+def _resident_mib() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) >> 10
+
+
+FACTORY = """
+from torch import nn
+def build(): return nn.Linear(4, 4)
+def needs(width): return nn.Linear(width, 4)
+def number(): return 3
+def broken(): raise OSError("no such dataset")
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "reason", "word"),
+    [
+        pytest.param("needs", "TraceFailed", "missing 1 required positional argument", id="needs arguments"),
+        pytest.param("number", "FactoryFailed", "returned int; expected an nn.Module", id="no module"),
+        pytest.param("broken", "TraceFailed", "OSError: no such dataset", id="raises"),
+        pytest.param("absent", "FactoryFailed", "has no function 'absent'", id="not there"),
+    ],
+)
+def test_factories_that_fail_are_explained(function: str, reason: str, word: str, tmp_path: Path) -> None:
+    file = tmp_path / f"train_{function}.py"
+    file.write_text(FACTORY)
+    with pytest.raises(TraceError, match=word) as caught:
+        trace_recipe(factory_recipe(FactoryModel(path=str(file), function=function, input=[4])), Training())
+    assert caught.value.reason == reason
+
+
+def test_a_factory_file_that_fails_on_import_is_explained(tmp_path: Path) -> None:
+    file = tmp_path / "fails_on_import.py"
+    file.write_text("import no_such_module_at_all")
+    with pytest.raises(TraceError, match="failed on import: ModuleNotFoundError"):
+        factory_recipe(FactoryModel(path=str(file), function="build", input=[4]))

@@ -1,0 +1,117 @@
+"""`carpool predict` and `carpool graph`, mostly from a features file: no PyTorch, no subprocess."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from carpool_core.products import PRODUCTS
+from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
+from carpool_predictor.commands import graph, predict
+from carpool_predictor.targets import TargetError, parse_shape, read_features, write_features
+from click.testing import CliRunner
+
+FEATURES = ModelFeatures(
+    name="mine",
+    parameters=25_000_000,
+    trainable_parameters=25_000_000,
+    parameter_bytes=100_000_000,
+    layers=LayerCounts(convolution=53, linear=1),
+    steps=[
+        TracedStep(
+            batch_size=b,
+            peak_bytes=10**8 * (b + 4),
+            activation_bytes=10**8 * b,
+            flops=2e10 * b,
+            bytes_moved=1e9 * b,
+            kernels=500,
+        )
+        for b in (32, 64)
+    ],
+)
+
+
+@pytest.fixture
+def block(tmp_path: Path) -> str:
+    path = tmp_path / "features.yaml"
+    path.write_text(write_features(FEATURES))
+    return str(path)
+
+
+def test_a_written_block_reads_back(block: str) -> None:
+    assert Path(block).read_text().startswith("features:\n")
+    assert read_features(Path(block)) == FEATURES
+
+
+def test_table_names_every_product(block: str) -> None:
+    result = CliRunner().invoke(predict, [block, "--batch-size", "64", "--gpu", "all"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    assert all(product.name in result.output for product in PRODUCTS)
+    assert "GPU util %" in result.output
+
+
+def test_json_has_units_in_its_names(block: str) -> None:
+    result = CliRunner().invoke(predict, [block, "--batch-size", "64", "--gpu", "A100-SXM4-40GB", "--json"])
+    answer = json.loads(result.output)
+    assert (result.exit_code, answer["status"], answer["reason"]) == (0, "ok", "Calibrated")
+    (product,) = answer["products"]
+    assert set(product) == {"gpu", "memory", "activity", "step_time_s"}
+    assert set(product["memory"]) == {"median_mib", "upper_mib", "coverage", "class"}
+    assert set(product["activity"]) == {"gpu_util_percent", "sm_active_ratio", "dram_active_ratio"}
+    assert product["memory"]["median_mib"] < product["memory"]["upper_mib"] <= product["memory"]["class"]["upper_mib"]
+
+
+def test_json_of_an_abstention_is_json_and_fails(block: str) -> None:
+    result = CliRunner().invoke(predict, [block, "--optimizer", "sgd", "--json"])
+    assert result.exit_code == 2
+    assert json.loads(result.stdout)["status"] == "abstained"
+    assert "FeaturesMismatch" in result.stderr
+
+
+def test_graph_prints_a_given_block_again(block: str) -> None:
+    result = CliRunner().invoke(graph, [block])
+    assert msgspec.yaml.decode(result.output) == msgspec.yaml.decode(Path(block).read_text())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        pytest.param(["resnet50"], "expected timm/NAME", id="no library"),
+        pytest.param(["jax/resnet50"], "expected timm/NAME", id="unknown library"),
+        pytest.param(["absent.py:build", "--input", "3"], "no such file", id="no such file"),
+        pytest.param([f"{__file__}:build"], "needs --input", id="factory without input"),
+        pytest.param(["timm/resnet50", "--input", "3,x"], "--input expects", id="shape in words"),
+        pytest.param(["timm/resnet50", "--input", "3,0,4"], "positive sizes", id="empty shape"),
+        pytest.param(["timm/resnet50", "--batch-size", "0"], "0 is not in the range", id="batch of 0"),
+        pytest.param(["timm/resnet50", "--batch-size", "1000000000"], "not in the range", id="batch of a billion"),
+        pytest.param(["timm/resnet50", "--gpu", "Voodoo2"], "unknown; known products", id="unknown GPU"),
+        pytest.param(["timm/resnet50", "--gpu", "A100"], "ambiguous", id="ambiguous GPU"),
+        pytest.param(["timm/resnet50", "--precision", "int4"], "int4", id="unknown precision"),
+        pytest.param(["absent.yaml"], "cannot read features", id="no such features"),
+    ],
+)
+def test_bad_input_is_a_sentence_and_exit_code_2(arguments: list[str], word: str) -> None:
+    result = CliRunner().invoke(predict, arguments)
+    assert result.exit_code == 2
+    assert word in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        pytest.param("features: {parameters: -1}", "does not hold features", id="negative"),
+        pytest.param("a: [", "cannot read features", id="no YAML"),
+        pytest.param("[]", "does not hold features", id="a list"),
+    ],
+)
+def test_broken_features_files_are_refused(text: str, word: str, tmp_path: Path) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    with pytest.raises(TargetError, match=word):
+        read_features(path)
+
+
+def test_no_shape_is_no_shape() -> None:
+    assert parse_shape(None) is None
+    assert parse_shape("3,224,224") == [3, 224, 224]

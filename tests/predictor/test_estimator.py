@@ -1,0 +1,217 @@
+"""The pure estimator: its promises over all inputs, and when it must not answer."""
+
+import math
+import time
+from dataclasses import astuple
+
+import msgspec
+import pytest
+from carpool_core.products import PRODUCTS, find_product
+from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
+from carpool_core.resources.job import Training
+from carpool_core.resources.prediction import Interval, Prediction
+from carpool_core.values import MIB, Optimizer, Precision
+from carpool_predictor.estimator import Abstention, predict
+from carpool_predictor.interpolation import cost_at
+from carpool_predictor.memory import class_width_mib, shipped
+from hypothesis import given
+from hypothesis import strategies as st
+
+A100 = find_product("A100-SXM4-40GB")
+
+
+def step(batch: int, peak_mib: float, *, flops: float = 1e12, kernels: int = 500) -> TracedStep:
+    return TracedStep(
+        batch_size=batch,
+        peak_bytes=int(peak_mib * MIB),
+        activation_bytes=int(peak_mib * MIB / 2),
+        flops=flops * batch,
+        bytes_moved=1e9 * batch,
+        kernels=kernels,
+    )
+
+
+def features(*steps: TracedStep, **changes: object) -> ModelFeatures:
+    base = ModelFeatures(
+        name="m",
+        parameters=25_000_000,
+        trainable_parameters=25_000_000,
+        parameter_bytes=100 * MIB,
+        layers=LayerCounts(convolution=53, linear=1),
+        steps=list(steps) or [step(32, 3000), step(64, 5800)],
+    )
+    return msgspec.structs.replace(base, **changes)
+
+
+@st.composite
+def any_features(draw: st.DrawFn) -> ModelFeatures:
+    parameter_bytes = draw(st.integers(1, 2**36))
+    batches = sorted(draw(st.sets(st.integers(1, 4096), min_size=1, max_size=4)))
+    steps = []
+    for batch in batches:
+        activation = draw(st.integers(0, 2**40))
+        steps.append(
+            TracedStep(
+                batch_size=batch,
+                peak_bytes=parameter_bytes + activation,
+                activation_bytes=activation,
+                flops=draw(st.floats(0, 1e18)),
+                bytes_moved=draw(st.floats(0, 1e15)),
+                kernels=draw(st.integers(1, 10**6)),
+            )
+        )
+    count = parameter_bytes // 4
+    return ModelFeatures(
+        parameters=count, trainable_parameters=count, parameter_bytes=parameter_bytes, steps=steps,
+        layers=LayerCounts(convolution=draw(st.integers(0, 9)), linear=draw(st.integers(0, 9))),
+    )  # fmt: skip
+
+
+def in_order(interval: Interval, top: float = math.inf) -> bool:
+    return 0 <= interval.lower <= interval.median <= interval.upper <= top
+
+
+@given(any_features(), st.integers(1, 32768))
+def test_every_answer_keeps_its_bounds(model: ModelFeatures, batch: int) -> None:
+    prediction = predict(model, Training(batch_size=batch), PRODUCTS)
+    assert prediction.reason
+    assert prediction.message
+    assert msgspec.convert(msgspec.to_builtins(prediction), type=Prediction) == prediction
+    for product in prediction.products:
+        memory, activity = product.memory, product.activity
+        assert memory.median_mib <= memory.upper_mib
+        assert memory.class_lower_mib < memory.upper_mib <= memory.class_upper_mib
+        assert cost_at(model, batch).peak_bytes / MIB <= memory.median_mib
+        assert in_order(activity.gpu_util_percent, 100)
+        assert in_order(activity.sm_active_ratio, 1)
+        assert in_order(activity.dram_active_ratio, 1)
+        assert in_order(product.step_time_seconds)
+        assert product.step_time_seconds.lower > 0
+
+
+@given(any_features(), st.integers(1, 32768), st.integers(1, 32768))
+def test_more_samples_never_need_less(model: ModelFeatures, one: int, other: int) -> None:
+    small, large = (astuple(cost_at(model, batch)) for batch in sorted((one, other)))
+    assert all(a <= b * (1 + 1e-9) for a, b in zip(small, large, strict=True))
+
+
+def test_traced_batch_sizes_are_met_exactly() -> None:
+    model = features(step(32, 3000), step(64, 5800), step(128, 11000))
+    for traced in model.steps:
+        assert cost_at(model, traced.batch_size).peak_bytes == traced.peak_bytes
+
+
+def test_one_traced_step_scales_only_what_is_not_constant() -> None:
+    cost = cost_at(features(step(32, 1000)), 64)
+    assert cost.peak_bytes == 1500 * MIB
+    assert cost.kernels == 500
+
+
+def test_on_the_calibrated_stack_the_shipped_line_is_applied() -> None:
+    prediction = predict(features(), Training(batch_size=64), [A100])
+    calibration = shipped()
+    median = calibration.slope * 5800 + calibration.intercept_mib
+    assert prediction.outcome == "Predicted"
+    assert prediction.reason == "Calibrated"
+    memory = prediction.products[0].memory
+    assert memory.median_mib == math.ceil(median)
+    assert memory.upper_mib == math.ceil(median * calibration.upper_factor)
+    assert memory.coverage == calibration.coverage
+
+
+@pytest.mark.parametrize(
+    ("training", "gpu"),
+    [
+        pytest.param(Training(batch_size=64, precision=Precision.BF16_MIXED), "A100-SXM4-40GB", id="other precision"),
+        pytest.param(Training(batch_size=64), "Tesla T4", id="other product"),
+    ],
+)
+def test_elsewhere_the_bound_is_wider_and_says_so(training: Training, gpu: str) -> None:
+    here = predict(features(), Training(batch_size=64), [A100]).products[0].memory
+    prediction = predict(features(precision=training.precision), training, [find_product(gpu)])
+    memory = prediction.products[0].memory
+    assert prediction.reason == "Uncalibrated"
+    assert "calibrated on NVIDIA A100-SXM4-40GB in fp32 only" in prediction.message
+    assert memory.upper_mib / memory.median_mib > 1.2 * here.upper_mib / here.median_mib
+    assert memory.coverage < here.coverage
+
+
+def test_products_keep_their_order() -> None:
+    prediction = predict(features(), Training(batch_size=64), PRODUCTS[::-1])
+    assert [p.product for p in prediction.products] == [p.name for p in PRODUCTS[::-1]]
+
+
+def test_a_faster_gpu_takes_less_time() -> None:
+    prediction = predict(features(), Training(batch_size=64), [find_product("T4"), find_product("H100")])
+    t4, h100 = (p.step_time_seconds.median for p in prediction.products)
+    assert h100 < t4 / 3
+
+
+def test_many_small_kernels_leave_the_gpu_idle() -> None:
+    tiny = [msgspec.structs.replace(step(b, 200), flops=1e6, bytes_moved=1e6) for b in (1, 2)]
+    model = features(*(msgspec.structs.replace(s, kernels=2000) for s in tiny))
+    activity = predict(model, Training(batch_size=2), [A100]).products[0].activity
+    assert activity.gpu_util_percent.median < 50
+    assert activity.sm_active_ratio.median < 0.05
+
+
+@pytest.mark.parametrize(
+    ("layers", "width"),
+    [
+        pytest.param(LayerCounts(linear=5, activation=4), 1024, id="MLP"),
+        pytest.param(LayerCounts(convolution=50, linear=1), 8192, id="CNN"),
+        pytest.param(LayerCounts(linear=48, embedding=2, normalization=25), 8192, id="transformer"),
+    ],
+)
+def test_class_width_follows_gpumemnet(layers: LayerCounts, width: int) -> None:
+    assert class_width_mib(layers) == width
+
+
+def broken(**changes: object) -> ModelFeatures:
+    return features(msgspec.structs.replace(step(32, 3000), **changes))
+
+
+@pytest.mark.parametrize(
+    ("model", "training", "reason", "word"),
+    [
+        pytest.param(Abstention(reason="X", message="why"), Training(), "X", "why", id="given abstention"),
+        pytest.param(features(), Training(optimizer=Optimizer.SGD), "FeaturesMismatch", "optimizer", id="optimizer"),
+        pytest.param(features(), Training(precision=Precision.BF16), "FeaturesMismatch", "precision", id="precision"),
+        pytest.param(
+            features(), Training(activation_checkpointing=True), "FeaturesMismatch", "Checkpointing", id="checkpointing"
+        ),
+        pytest.param(features(), Training(batch_size=513), "BatchOutOfRange", "513", id="batch far beyond"),
+        pytest.param(features(), Training(batch_size=3), "BatchOutOfRange", "32", id="batch far below"),
+        pytest.param(broken(flops=math.nan), Training(), "FeaturesAbsurd", "finite", id="NaN"),
+        pytest.param(broken(bytes_moved=math.inf), Training(), "FeaturesAbsurd", "finite", id="infinite"),
+        pytest.param(broken(flops=-1.0), Training(), "FeaturesAbsurd", "negative", id="negative"),
+        pytest.param(broken(peak_bytes=10 * MIB, activation_bytes=0), Training(), "FeaturesAbsurd", "parameterBytes",
+                     id="peak smaller than the weights"),
+        pytest.param(broken(activation_bytes=2**40), Training(), "FeaturesAbsurd", "exceed", id="part over whole"),
+        pytest.param(features(steps=[]), Training(), "FeaturesAbsurd", "no traced step", id="no steps"),
+        pytest.param(features(step(64, 3000), step(32, 5000)), Training(), "FeaturesAbsurd", "ascend", id="order"),
+        pytest.param(features(step(1, 2.0**29), step(2, 2.0**30)), Training(batch_size=16), "FeaturesAbsurd", "needs",
+                     id="extrapolates to a pebibyte"),
+    ],
+)  # fmt: skip
+def test_abstains(model: ModelFeatures | Abstention, training: Training, reason: str, word: str) -> None:
+    prediction = predict(model, training, [A100])
+    assert (prediction.outcome, prediction.reason) == ("Abstained", reason)
+    assert word in prediction.message
+    assert prediction.products == []
+
+
+@pytest.mark.parametrize("batch", [4, 512])
+def test_eight_times_beyond_is_still_answered(batch: int) -> None:
+    assert predict(features(), Training(batch_size=batch), [A100]).outcome == "Predicted"
+
+
+def test_is_quick() -> None:
+    model, training = features(), Training(batch_size=64)
+    predict(model, training, PRODUCTS)
+    best = math.inf
+    for _ in range(20):
+        start = time.process_time()
+        predict(model, training, PRODUCTS)
+        best = min(best, time.process_time() - start)
+    assert best < 1e-3 * len(PRODUCTS)
