@@ -58,7 +58,7 @@ def test_a_template_cannot_write_our_annotations(cluster: Cluster, watcher: Watc
 
 def test_the_admission_policy_refuses_a_pod_that_chooses_its_node(cluster: Cluster, watcher: Watcher) -> None:
     with pytest.raises(KubectlError, match="nodeName"):
-        cluster.apply(bare_pod("pushy", nodeName="a100"))
+        cluster.apply(bare_pod("pushy", nodeName="a100", schedulerName="carpool-scheduler"))
 
 
 def test_a_pod_on_a_node_without_a_reservation_never_starts(cluster: Cluster, watcher: Watcher) -> None:
