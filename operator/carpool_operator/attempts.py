@@ -22,6 +22,10 @@ CREATING = "Creating"
 RUNNING = "Running"
 COMPLETE = "Complete"
 SUSPENDED = "Suspended"
+SPEC_CHANGED = "SpecChanged"
+
+_AT_THE_USERS_WISH = {SUSPENDED, SPEC_CHANGED}
+"""Outcomes after which nothing is waited for."""
 
 _KEPT = 10
 """Attempts that a status remembers."""
@@ -93,11 +97,11 @@ def due(status: JobStatus, backoff: Backoff) -> datetime | None:
         return None
     last = status.attempts[-1]
     ended_at = _moment(last.ended_at)
-    if ended_at is None or last.outcome == SUSPENDED:
+    if ended_at is None or last.outcome in _AT_THE_USERS_WISH:
         return None
     if last.outcome in TAKEN_AWAY:
         streak = takewhile(lambda attempt: attempt.outcome in TAKEN_AWAY, reversed(status.attempts))
         wait_s = backoff.after(sum(1 for _ in streak) - 1)
     else:
-        wait_s = backoff.after(sum(a.outcome not in {*TAKEN_AWAY, SUSPENDED} for a in status.attempts))
+        wait_s = backoff.after(sum(a.outcome not in TAKEN_AWAY | _AT_THE_USERS_WISH for a in status.attempts))
     return ended_at + timedelta(seconds=wait_s) if wait_s else None

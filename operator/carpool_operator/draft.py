@@ -90,6 +90,10 @@ class Draft:
             self.status = attempts.with_attempt(self.status, attempts.ended(attempt, reason, message, now))
         self.condition(type_, "True", reason, message)
         self.unset_running(reason)
+        if conditions.find(self.status, keys.CONDITION_PLACED) and not conditions.holds(
+            self.status, keys.CONDITION_PLACED
+        ):
+            self.condition(keys.CONDITION_PLACED, "False", reason, "the job ended without every worker having a GPU")
         self.set(completion_time=rfc3339(now))
         self.delete_unfinished()
         self.say("Normal" if type_ == keys.CONDITION_COMPLETE else "Warning", type_, message)

@@ -1,5 +1,7 @@
 """Performs what was decided, in order, and stops where the world has moved on."""
 
+from typing import Any
+
 import msgspec
 import structlog
 from carpool_core.clock import Clock
@@ -33,8 +35,18 @@ class Superseded(Exception):  # noqa: N818  # not an error: the job is looked at
 
 def status_patch(job: GpuTrainingJob, status: JobStatus) -> dict[str, object]:
     """Build the merge patch from the job's status to a new one, valid only for this version of the job."""
-    changes = merge_patch(msgspec.to_builtins(job.status), msgspec.to_builtins(status))
+    changes = merge_patch(_wire(job.status), _wire(status))
+    # A state at its type's default is left out of the wire form, but `kubectl get` has no other source for its column.
+    changes["state"] = status.state.value
     return {"metadata": {"resourceVersion": job.metadata.resource_version}, "status": changes}
+
+
+def _wire(status: JobStatus) -> dict[str, Any]:
+    """Encode a status; an attempt's outcome is always told, also at its type's default."""
+    encoded: dict[str, Any] = msgspec.to_builtins(status)
+    for written, attempt in zip(encoded.get("attempts", ()), status.attempts, strict=False):
+        written["outcome"] = attempt.outcome
+    return encoded
 
 
 class Performer:

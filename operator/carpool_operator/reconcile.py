@@ -68,8 +68,8 @@ def _clean(draft: Draft, attempt: Attempt | None) -> None:
     number = 0 if attempt is None else attempt.number
     active = None if attempt is None or attempt.ended_at is not None else number
     for pod in draft.snapshot.pods:
-        of = attempt_of(pod)
-        is_stray = active is None or of != active
+        of, worker = attempt_of(pod), worker_of(pod)
+        is_stray = active is None or of != active or worker is None or worker >= draft.job.spec.workers
         if (not pod.is_finished and is_stray) or (pod.is_finished and (of or 0) < number - 1):
             draft.delete_pod(pod)
 
@@ -88,6 +88,10 @@ def _continue(draft: Draft, attempt: Attempt | None, pods: list[Pod], *, is_pred
         draft.fail("DeadlineExceeded", message, active)
     elif refusal is not None and refusal.is_final:
         draft.fail(refusal.reason, refusal.message, active)
+    elif active is not None and _is_outdated(draft, pods):
+        generation = draft.job.metadata.generation
+        changed = f"the spec changed before every worker was placed, to generation {generation}"
+        _end(draft, active, Outcome(attempts.SPEC_CHANGED, changed, charged=False))
     else:
         _resume(draft)
         _try_with_demand(draft, active, pods, is_predicted=is_predicted)
@@ -103,6 +107,12 @@ def _try_with_demand(draft: Draft, active: Attempt | None, pods: list[Pod], *, i
         _follow(draft, active, pods, demand)
     elif is_predicted:
         _begin(draft, demand)
+
+
+def _is_outdated(draft: Draft, pods: list[Pod]) -> bool:
+    """Whether pods that have no node yet were built from an older spec; once placed, the spec is immutable."""
+    seen, present = draft.status.observed_generation, draft.job.metadata.generation
+    return 0 < seen < present and not any(pod.spec.node_name for pod in pods)
 
 
 def _all_succeeded(draft: Draft, pods: list[Pod]) -> bool:

@@ -55,6 +55,17 @@ async def test_settled_cluster_is_quiet() -> None:
     assert len(world.kube.calls) == before
 
 
+async def test_columns_of_kubectl_get_are_told_also_at_their_defaults() -> None:
+    world = World()
+    world.apply(model={"catalog": {"name": "timm/resnet50"}})
+    world.hear()
+    await world.operator.look("default/x")
+    assert world.kube.dump(GPU_TRAINING_JOBS, "x")["status"]["state"] == "Predicting"
+    await world.settle()
+    status = world.kube.dump(GPU_TRAINING_JOBS, "x")["status"]
+    assert status["attempts"][0]["outcome"] == "Running"
+
+
 async def test_prediction_stands_before_the_first_pod() -> None:
     world = World()
     world.apply()

@@ -334,6 +334,25 @@ def test_observed_peak_never_falls_and_slowdown_is_told() -> None:
     assert status_of(after, msgspec.structs.replace(of, status=status_of(decision, of))).observed == seen
 
 
+def test_spec_changed_before_placement_begins_again_with_new_pods() -> None:
+    of = predicted_job(workers=1)
+    changed = msgspec.structs.replace(of, metadata=msgspec.structs.replace(of.metadata, generation=3))
+    before = snapshot(changed, pods=(pod(0), pod(1)))
+    decision = reconcile(before)
+    status = status_of(decision, changed)
+    assert (status.attempts[0].outcome, status.restarts) == ("SpecChanged", 0)
+    assert deleted(decision) == ["x-worker-1-1", "x-worker-0-1"]
+    assert created(again(before, decision, pods=())) == ["x-worker-0-2"]
+
+
+def test_spec_changed_after_placement_changes_nothing_that_runs() -> None:
+    of = predicted_job(runPolicy={"backoffLimit": 9})
+    changed = msgspec.structs.replace(of, metadata=msgspec.structs.replace(of.metadata, generation=3))
+    decision = reconcile(snapshot(changed, pods=(pod(phase="Running", nodeName="n1"),)))
+    assert deleted(decision) == []
+    assert status_of(decision, changed).observed_generation == 3
+
+
 def test_suspended_job_loses_its_pods_and_comes_back_in_a_new_attempt() -> None:
     of = predicted_job(runPolicy={"suspend": True}, status={"startTime": "2026-01-31T11:00:00Z"})
     before = snapshot(of, pods=(pod(phase="Running"),))
