@@ -13,7 +13,8 @@ help: ## list the targets
 install: $(STAMP) ## everything into .venv, the `carpool` command among it
 
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV) 2>/dev/null || python3 -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV) 2>/dev/null || python3 -m venv $(VENV) \
+		|| { apt-get -qq install -y python3-venv && python3 -m venv $(VENV); }
 	$(BIN)/pip install --quiet uv
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt -e '.[test]'
 	@touch $@

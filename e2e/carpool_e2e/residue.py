@@ -12,6 +12,9 @@ MARK = "CARPOOL_E2E_STATE"
 """Environment variable that every process of a cluster carries; its value is the cluster's state directory."""
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
+KUBELET_CONTROLLERS = frozenset({"cpu", "cpuset", "hugetlb", "memory", "pids"})
+"""What a kubelet wants of its cgroup root on cgroup v2."""
+
 LINKS = Path("/sys/class/net")
 
 
@@ -82,13 +85,33 @@ def hierarchies() -> list[Path]:
 
 
 def create_cgroups(name: str) -> None:
-    """Create a cgroup of that name in every hierarchy, with the root's CPUs and memory nodes on cgroup v1."""
+    """Create a cgroup of that name in every hierarchy, with the root's CPUs and memory nodes on cgroup v1.
+
+    Raises:
+        HarnessError: On cgroup v2 a controller that a kubelet insists on cannot be handed down.
+    """
     for hierarchy in hierarchies():
+        _hand_down_controllers(hierarchy)
         group = hierarchy / name
         group.mkdir(exist_ok=True)
         for key in ("cpuset.cpus", "cpuset.mems"):
             if (hierarchy / key).exists():
                 (group / key).write_text((hierarchy / key).read_text())
+
+
+def _hand_down_controllers(unified: Path) -> None:
+    handed_down = unified / "cgroup.subtree_control"
+    if not handed_down.exists():
+        return  # cgroup v1
+    available = set((unified / "cgroup.controllers").read_text().split())
+    for controller in sorted(KUBELET_CONTROLLERS & available - set(handed_down.read_text().split())):
+        try:
+            handed_down.write_text(f"+{controller}")
+        except OSError as error:
+            raise HarnessError(
+                f"{handed_down}: expected to hand down the controller {controller}, which a kubelet needs, found {error}; "
+                "in a container, run it in the host's cgroup namespace (--cgroupns=host)"
+            ) from error
 
 
 def remove_cgroups(prefix: str) -> None:

@@ -150,3 +150,12 @@ def test_a_test_that_needs_a_gpu_may_be_skipped_in_ci_and_is_named(tmp_path: Pat
     said = skips_in_ci(tmp_path, f"@pytest.mark.gpu\n{SKIP}", "1")
     assert "1 skipped for want of a GPU or Docker" in said
     assert "test_it.py::test_x" in said
+
+
+def test_controllers_are_handed_down_on_cgroup_v2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cgroup.controllers").write_text("cpu memory pids rdma\n")
+    (tmp_path / "cgroup.subtree_control").write_text("cpu pids\n")
+    monkeypatch.setattr(residue, "CGROUP_ROOT", tmp_path)
+    residue.create_cgroups("cp0-a")
+    assert (tmp_path / "cp0-a").is_dir()
+    assert (tmp_path / "cgroup.subtree_control").read_text() == "+memory"
