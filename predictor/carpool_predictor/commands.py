@@ -110,7 +110,8 @@ def predict(gpu: str, json_output: bool, **options: Any) -> None:
     if json_output:
         click.echo(msgspec.json.encode(as_json(question.model, prediction)))
     elif prediction.outcome == "Predicted":
-        Console(soft_wrap=False).print(as_table(_title(question), prediction))
+        console = Console()
+        console.print(as_table(_title(question), prediction, width=console.width))
     if prediction.outcome == "Abstained":
         raise InputError(_refusal(prediction))
 

@@ -5,28 +5,31 @@ from typing import Any
 from carpool_core.resources.prediction import Interval, Prediction, ProductPrediction
 from rich.table import Table
 
-
-def _span(interval: Interval, scale: float = 1.0, digits: int = 0) -> str:
-    median, lower, upper = (f"{x * scale:,.{digits}f}" for x in (interval.median, interval.lower, interval.upper))
-    return f"{median} [dim]({lower} - {upper})[/dim]"
+_WIDTH_OF_INTERVALS = 130
+"""Columns of a terminal in which the intervals fit beside the medians."""
 
 
-def as_table(title: str, prediction: Prediction) -> Table:
-    """Draw one line for each GPU product."""
+def as_table(title: str, prediction: Prediction, *, width: int) -> Table:
+    """Draw one line for each GPU product; on a narrow terminal only the medians, intervals are in the JSON."""
+
+    def span(interval: Interval, scale: float = 1.0, digits: int = 0) -> str:
+        median, lower, upper = (f"{x * scale:,.{digits}f}" for x in (interval.median, interval.lower, interval.upper))
+        return f"{median} [dim]({lower} - {upper})[/dim]" if width >= _WIDTH_OF_INTERVALS else median
+
     table = Table(title=title, caption=f"{prediction.reason}: {prediction.message}", title_justify="left")
-    for name in ("GPU", "memory MiB", "at most", "class GiB", "GPU util %", "SM active %", "DRAM active %", "step ms"):
-        table.add_column(name, justify="left" if name == "GPU" else "right")
+    for name in ("GPU", "MiB", "at most", "class GiB", "util %", "SM %", "DRAM %", "step ms"):
+        table.add_column(name, justify="left" if name == "GPU" else "right", overflow="fold")
     for product in prediction.products:
         memory, activity = product.memory, product.activity
         table.add_row(
             product.product,
             f"{memory.median_mib:,}",
-            f"{memory.upper_mib:,} [dim]({memory.coverage:.0%})[/dim]",
+            f"{memory.upper_mib:,}",
             f"{memory.class_lower_mib // 1024} - {memory.class_upper_mib // 1024}",
-            _span(activity.gpu_util_percent),
-            _span(activity.sm_active_ratio, 100),
-            _span(activity.dram_active_ratio, 100),
-            _span(product.step_time_seconds, 1000, 1),
+            span(activity.gpu_util_percent),
+            span(activity.sm_active_ratio, 100),
+            span(activity.dram_active_ratio, 100),
+            span(product.step_time_seconds, 1000, 1),
         )
     return table
 

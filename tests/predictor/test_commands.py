@@ -47,7 +47,14 @@ def test_table_names_every_product(block: str) -> None:
     result = CliRunner().invoke(predict, [block, "--batch-size", "64", "--gpu", "all"], env={"COLUMNS": "200"})
     assert result.exit_code == 0
     assert all(product.name in result.output for product in PRODUCTS)
-    assert "GPU util %" in result.output
+    assert "util %" in result.output
+
+
+@pytest.mark.parametrize(("columns", "intervals"), [("200", True), ("80", False)])
+def test_intervals_are_shown_where_there_is_room(columns: str, intervals: bool, block: str) -> None:
+    result = CliRunner().invoke(predict, [block, "--batch-size", "64", "--gpu", "T4"], env={"COLUMNS": columns})
+    assert (" - 100)" in result.output) is intervals
+    assert "Tesla T4" in result.output
 
 
 def test_json_has_units_in_its_names(block: str) -> None:

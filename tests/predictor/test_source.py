@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -214,6 +215,12 @@ def test_a_real_inline_graph_is_traced(real_answers: dict[str, ModelFeatures | A
     assert isinstance(found, ModelFeatures), found
     assert found.parameters == 48 * 3 + 3
     assert [step.batch_size for step in found.steps] == [4, 8]
+
+
+@pytest.mark.parametrize("module", ["estimator", "source", "commands"])
+def test_the_operator_needs_neither_torch_nor_numpy(module: str) -> None:
+    code = f"import sys, carpool_predictor.{module}; sys.exit(bool({{'torch', 'numpy', 'timm'}} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_nothing_is_left_running() -> None:
