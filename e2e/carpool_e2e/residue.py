@@ -109,7 +109,7 @@ def _hand_down_controllers(unified: Path) -> None:
             handed_down.write_text(f"+{controller}")
         except OSError as error:
             raise HarnessError(
-                f"{handed_down}: expected to hand down the controller {controller}, which a kubelet needs, found {error}; "
+                f"{handed_down}: expected to hand down the controller {controller}, found {error}; a kubelet needs it; "
                 "in a container, run it in the host's cgroup namespace (--cgroupns=host)"
             ) from error
 
