@@ -74,7 +74,7 @@ def large(name: str) -> dict[str, Any]:
         name,
         "--no-loop",
         "--memory-mib=58000",
-        gpu={"minMemory": "16Gi"},
+        gpu={},
         memory={"limit": "60Gi"},
         sharing={"maxSlowdown": 3},
     )
