@@ -1,0 +1,66 @@
+"""What a suite is, and which there are.
+
+A suite is a function `run(data: Path, out: Path) -> Report` in a module of its own, imported only when asked for. It reads
+the measurements below `data`, writes its model card `out/<name>.md` and its figures `out/figures/<name>-*.svg`, and
+returns what it found. The same data and seed give the same bytes: no times, no paths.
+"""
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+
+class DataError(ValueError):
+    """The measurements cannot be read: a folder, file or column is missing. The message says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One number that is held against a target."""
+
+    name: str
+    """What it is, with its unit, such as `median error, %`."""
+    value: float
+    target: str = ""
+    """What was asked for, such as `≤ 4.0`; empty where nothing was."""
+    met: bool | None = None
+    """Whether the target is met; None without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a suite found."""
+
+    suite: str
+    figures: tuple[Figure, ...]
+    files: tuple[Path, ...] = field(default=())
+    """What it wrote."""
+
+
+class Suite(Protocol):
+    """Evaluates one kind of prediction."""
+
+    def __call__(self, data: Path, out: Path) -> Report:
+        """Read measurements below `data`, write the card below `out`.
+
+        Raises:
+            DataError: A file or a column is missing.
+        """
+        ...
+
+
+SUITES: Mapping[str, str] = {
+    "memory": "carpool_predictor.evaluation.memory_suite:run",
+    "activity": "carpool_predictor.activity_suite:run",
+    "step-time": "carpool_predictor.step_time_suite:run",
+}
+"""Suites by name, in the order of `--suite all`; each value is `module:function`."""
+
+
+def load(name: str) -> Suite:
+    """Import a suite."""
+    module, _, function = SUITES[name].partition(":")
+    suite: Suite = getattr(importlib.import_module(module), function)
+    return suite
