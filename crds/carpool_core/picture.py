@@ -1,7 +1,7 @@
 """What a person compares, drawn with rich: the GPUs with their tenants, and predicted beside observed for every job."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from io import StringIO
 from itertools import cycle
 
@@ -25,9 +25,12 @@ def gpus(nodes: Iterable[GpuNode]) -> RenderableType:
     """
     busy: list[RenderableType] = []
     idle: dict[str, int] = defaultdict(int)
-    for node in sorted(nodes, key=lambda n: n.metadata.name):
+    ordered = sorted(nodes, key=lambda n: n.metadata.name)
+    names = dict.fromkeys(r.job_name for node in ordered for r in node.spec.reservations)
+    colours = dict(zip(names, cycle(_COLOURS), strict=False))
+    for node in ordered:
         if node.spec.reservations:
-            busy.append(_node(node))
+            busy += [_node(node, colours), Text()]
         else:
             idle[_inventory(node.status.devices)] += 1
     idle_lines = [
@@ -43,7 +46,7 @@ def _inventory(devices: Sequence[Device]) -> str:
     return ", ".join(f"{count} × {product}" for product, count in counts.items()) or "no GPU"
 
 
-def _node(node: GpuNode) -> RenderableType:
+def _node(node: GpuNode, colours: Mapping[str, str]) -> RenderableType:
     table = Table(
         title=f"{node.metadata.name}: {_inventory(node.status.devices)}", title_justify="left", box=None, padding=(0, 1)
     )
@@ -56,10 +59,10 @@ def _node(node: GpuNode) -> RenderableType:
         table.add_row(
             str(device.index),
             held[0].mode.value if held else "",
-            _bar(device, tenants),
+            _bar(device, tenants, colours),
             f"{sum(_reserved(device, r) for r in held) / 1024:.1f}/{device.memory_mib / 1024:.1f}",
             _activity(tenants),
-            _names(held),
+            _names(held, colours),
         )
     return table
 
@@ -69,9 +72,10 @@ def _reserved(device: Device, reservation: Reservation) -> int:
     return device.memory_mib if memory is None else memory
 
 
-def _bar(device: Device, tenants: Sequence[tuple[Reservation, Tenant | None]]) -> Text:
+def _bar(device: Device, tenants: Sequence[tuple[Reservation, Tenant | None]], colours: Mapping[str, str]) -> Text:
     bar = Text()
-    for (reservation, measured), colour in zip(tenants, cycle(_COLOURS), strict=False):
+    for reservation, measured in tenants:
+        colour = colours[reservation.job_name]
         width = max(1, round(BAR_WIDTH * _reserved(device, reservation) / max(1, device.memory_mib)))
         used = 0 if measured is None else round(BAR_WIDTH * measured.memory_mib / max(1, device.memory_mib))
         bar.append("█" * min(used, width), colour)
@@ -85,10 +89,10 @@ def _activity(tenants: Sequence[tuple[Reservation, Tenant | None]]) -> str:
     return f"{100 * min(1.0, sum(known)):.0f}%" if known else ""
 
 
-def _names(held: Sequence[Reservation]) -> Text:
+def _names(held: Sequence[Reservation], colours: Mapping[str, str]) -> Text:
     names = Text()
-    for reservation, colour in zip(held, cycle(_COLOURS), strict=False):
-        names.append(f"{reservation.job_name} ", colour)
+    for reservation in held:
+        names.append(f"{reservation.job_name} ", colours[reservation.job_name])
     return names
 
 
@@ -135,7 +139,7 @@ def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def to_svg(picture: RenderableType, *, title: str, width: int = 150) -> str:
+def to_svg(picture: RenderableType, *, title: str, width: int = 180) -> str:
     """Draw a picture as an SVG document."""
     console = Console(record=True, width=width, file=StringIO(), force_terminal=True)
     console.print(picture)

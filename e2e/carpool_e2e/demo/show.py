@@ -7,6 +7,7 @@ from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import GpuNode
 from carpool_core.values import JobState
 from rich.console import Group
+from rich.text import Text
 
 from carpool_e2e.demo.scenes import SCENES
 from carpool_e2e.demo.stage import Stage
@@ -32,7 +33,7 @@ def _draw(stage: Stage, jobs: list[GpuTrainingJob], nodes: list[GpuNode]) -> Non
     compared, drawn = picture.jobs(jobs), picture.gpus(nodes)
     stage.console.print(compared, drawn)
     path = stage.out / "gpus.svg"
-    path.write_text(picture.to_svg(Group(drawn, compared), title="Carpool"), encoding="utf-8")
+    path.write_text(picture.to_svg(Group(drawn, Text(), compared), title="Carpool"), encoding="utf-8")
     stage.console.print(f"picture: {os.path.relpath(path)}")
 
 
