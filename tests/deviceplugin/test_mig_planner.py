@@ -1,0 +1,247 @@
+"""Planning MIG instances, against a search that knows nothing of the planner's."""
+
+import random
+import re
+import time
+from collections import Counter, defaultdict
+from itertools import combinations
+
+import pytest
+from carpool_core.products import PRODUCTS
+from carpool_deviceplugin.mig.layout import Instance, Occupied, Placement, fragmentation, occupied, possibilities
+from carpool_deviceplugin.mig.planner import Create, Destroy, MigPlan, MigRefusal, plan_mig
+from carpool_deviceplugin.mig.profiles import (
+    A30,
+    A100_40,
+    A100_80,
+    H100_80,
+    H200,
+    TABLES,
+    MigTable,
+    UnknownProfileError,
+    table_of,
+)
+
+Place = tuple[str, int]
+Layout = frozenset[Place]
+
+
+def at(table: MigTable, *places: Place) -> list[Instance]:
+    return [Instance(i, Placement(table.find(name), start)) for i, (name, start) in enumerate(places, start=1)]
+
+
+def wanted(table: MigTable, *names: str) -> list:
+    return [table.find(name) for name in names]
+
+
+def shown(steps) -> list[tuple[str, str, int]]:
+    placements = [
+        ("destroy", s.instance.placement) if isinstance(s, Destroy) else ("create", s.placement) for s in steps
+    ]
+    return [(what, p.profile.name, p.start) for what, p in placements]
+
+
+@pytest.mark.parametrize(
+    ("present", "in_use", "want", "steps"),
+    [
+        pytest.param([], [], [], [], id="nothing"),
+        pytest.param([("1g.5gb", 2)], [], ["1g.5gb"], [], id="idle-is-kept-where-it-is"),
+        pytest.param([("7g.40gb", 0)], [], [], [("destroy", "7g.40gb", 0)], id="returned"),
+        pytest.param(
+            [],
+            [],
+            ["3g.20gb", "2g.10gb"],
+            [("create", "3g.20gb", 4), ("create", "2g.10gb", 0)],
+            id="3g-where-no-4g-could-be",
+        ),
+        pytest.param([("2g.10gb", 0)], [1], ["2g.10gb", "3g.20gb"], [("create", "3g.20gb", 4)], id="beside-in-use"),
+        pytest.param(
+            [("1g.5gb", 0), ("1g.5gb", 4)],
+            [1],
+            ["1g.5gb", "3g.20gb"],
+            [("destroy", "1g.5gb", 4), ("create", "3g.20gb", 4)],
+            id="idle-moves-away",
+        ),
+        pytest.param([("1g.5gb", 3)], [1], ["3g.20gb"], [("create", "3g.20gb", 4)], id="not-wanted-but-in-use-stays"),
+        pytest.param([], [], ["1g.5gb"], [("create", "1g.5gb", 6)], id="small-one-where-it-hurts-least"),
+    ],
+)
+def test_steps(present, in_use, want, steps) -> None:
+    plan = plan_mig(A100_40, at(A100_40, *present), set(in_use), wanted(A100_40, *want))
+    assert isinstance(plan, MigPlan)
+    assert shown(plan.steps) == steps
+
+
+@pytest.mark.parametrize(
+    ("present", "in_use", "want", "in_the_way", "says"),
+    [
+        pytest.param([("1g.5gb", 0), ("1g.5gb", 1)], [2], ["7g.40gb"], [2], r"instance 2 \(1g.5gb on memory slice 1\)",
+                     id="one-in-use"),
+        pytest.param([("1g.5gb", 0), ("1g.5gb", 4)], [1, 2], ["3g.20gb"], [1], "in use in the way", id="either"),
+        pytest.param([("1g.5gb", 0), ("1g.5gb", 4)], [1, 2], ["3g.20gb"] * 2, [1, 2], "and instance 2", id="both"),
+        pytest.param([], [], ["7g.40gb", "1g.5gb"], [], "expected profiles that fit on one GPU together", id="never"),
+        pytest.param([("1g.5gb+me", 0)], [1], ["1g.5gb+me"] * 2, [], "fit on one GPU together", id="one-media-only"),
+    ],
+)  # fmt: skip
+def test_refusals_name_what_is_in_the_way(present, in_use, want, in_the_way, says) -> None:
+    found = plan_mig(A100_40, at(A100_40, *present), set(in_use), wanted(A100_40, *want))
+    assert isinstance(found, MigRefusal)
+    assert [i.id for i in found.in_the_way] == in_the_way
+    assert re.search(says, found.message)
+
+
+def test_unknown_profile_says_the_choices() -> None:
+    with pytest.raises(UnknownProfileError, match=r"out of 4g.24gb, 2g.12gb.*found '3g.20gb'"):
+        A30.find("3g.20gb")
+
+
+def test_tables_agree_with_the_products() -> None:
+    for product in PRODUCTS:
+        table = table_of(product.name)
+        assert set(product.mig_profiles) <= set(table.by_name if table else ())
+        if table:
+            for profile in table.profiles:
+                assert profile.memory_mib < product.memory_mib
+                assert profile.sm_count <= product.sm_count
+    assert table_of("Tesla T4") is None
+    assert table_of("Simulated NVIDIA A30") is A30
+    assert set(TABLES) > {"NVIDIA H200"}
+
+
+def test_fragmentation_is_none_when_empty_and_all_when_nothing_fits() -> None:
+    assert fragmentation(A100_40, Occupied()) == 0
+    full = occupied([Placement(A100_40.find("7g.40gb"), 0)])
+    assert fragmentation(A100_40, full) == 0, "nothing is free, so nothing is scattered"
+    packed = occupied([Placement(A100_40.find("1g.5gb"), 0), Placement(A100_40.find("1g.5gb"), 1)])
+    scattered = occupied([Placement(A100_40.find("1g.5gb"), 1), Placement(A100_40.find("1g.5gb"), 5)])
+    assert fragmentation(A100_40, packed) < fragmentation(A100_40, scattered) <= 1
+    assert possibilities(A100_40, packed) > possibilities(A100_40, scattered)
+
+
+def test_overlap_is_no_layout() -> None:
+    with pytest.raises(ValueError, match="do not overlap"):
+        occupied([Placement(A100_40.find("4g.20gb"), 0), Placement(A100_40.find("1g.5gb"), 3)])
+
+
+# A search that knows the placements only as ranges of slices, and tries everything.
+
+
+def every_layout(table: MigTable, *, media: bool) -> list[Layout]:
+    places = [
+        ((p.name, start), frozenset(range(start, start + p.memory_slices)), p.has_media)
+        for p in table.profiles
+        if media or not p.has_media
+        for start in p.starts
+    ]
+    found: list[Layout] = []
+
+    def extend(index: int, slices: frozenset[int], has_media: bool, chosen: Layout) -> None:
+        if index == len(places):
+            found.append(chosen)
+            return
+        extend(index + 1, slices, has_media, chosen)
+        place, takes, takes_media = places[index]
+        if not slices & takes and not (has_media and takes_media):
+            extend(index + 1, slices | takes, has_media or takes_media, chosen | {place})
+
+    extend(0, frozenset(), False, frozenset())
+    return found
+
+
+def multiset(layout: Layout) -> frozenset[tuple[str, int]]:
+    return frozenset(Counter(name for name, _ in layout).items())
+
+
+class Exhaustive:
+    """Every layout of a GPU, and the fewest steps between two of them."""
+
+    def __init__(self, table: MigTable, *, media: bool) -> None:
+        self.table = table
+        self.layouts = every_layout(table, media=media)
+        self.by_multiset = defaultdict(list)
+        for layout in self.layouts:
+            self.by_multiset[multiset(layout)].append(layout)
+
+    def fewest(self, used: Layout, idle: Layout, want: frozenset[tuple[str, int]]) -> int | None:
+        target = frozenset((Counter(dict(multiset(used))) | Counter(dict(want))).items())
+        ends = [end for end in self.by_multiset.get(target, ()) if used <= end]
+        return min((len(idle - end) + len(end - used - idle) for end in ends), default=None)
+
+    def check(self, used: Layout, idle: Layout, want: frozenset[tuple[str, int]]) -> float:
+        present = at(self.table, *sorted(used), *sorted(idle))
+        in_use = {i.id for i in present[: len(used)]}
+        profiles = [self.table.find(name) for name, count in want for _ in range(count)]
+        began = time.perf_counter()
+        found = plan_mig(self.table, present, in_use, profiles)
+        took = time.perf_counter() - began
+        fewest = self.fewest(used, idle, want)
+        if isinstance(found, MigRefusal):
+            assert fewest is None, f"refused {used} {idle} {want}: {found.message}"
+            assert {i.id for i in found.in_the_way} <= in_use
+            return took
+        assert len(found.steps) == fewest, f"{used} {idle} {want}: {[str(s) for s in found.steps]}"
+        self.run(present, in_use, found)
+        return took
+
+    def run(self, present: list[Instance], in_use: set[int], plan: MigPlan) -> None:
+        """Hardware: refuses what overlaps and what is in use."""
+        there = {i.id: i.placement for i in present}
+        for number, step in enumerate(plan.steps):
+            if isinstance(step, Destroy):
+                assert step.instance.id not in in_use
+                del there[step.instance.id]
+            else:
+                assert isinstance(step, Create)
+                assert occupied(there.values()).fits(step.placement)
+                there[-1 - number] = step.placement
+        occupied(there.values())
+
+
+def shape(table: MigTable) -> list[tuple]:
+    return [(p.compute_slices, p.memory_slices, p.starts, p.has_media) for p in table.profiles]
+
+
+def test_a100_and_h100_have_one_geometry() -> None:
+    """So that what is exhaustive on one of them is so on the other; names alone differ."""
+    assert shape(A100_40) == shape(A100_80) == shape(H100_80) == shape(H200)
+
+
+def test_whatever_is_in_use_and_whatever_is_wanted() -> None:
+    """Exhaustive: each layout that may be in use, with each multiset that may be wanted (without media extensions)."""
+    search = Exhaustive(A100_40, media=False)
+    assert (len(search.layouts), len(search.by_multiset)) == (723, 78)
+    for used in search.layouts:
+        for want in search.by_multiset:
+            search.check(used, frozenset(), want)
+
+
+@pytest.mark.parametrize("table", [A100_40, H100_80, A30], ids=["A100", "H100", "A30"])
+def test_every_pair_of_multisets(table: MigTable) -> None:
+    """Every pair of multisets, media extensions too; of the layouts and uses of each, one drawn by chance."""
+    search, draw = Exhaustive(table, media=True), random.Random(7)  # noqa: S311  # reproducible, not secret
+    slow: list[tuple[Layout, Layout, frozenset]] = []
+    for have in search.by_multiset.values():
+        for want in search.by_multiset:
+            layout = draw.choice(have)
+            used = frozenset(place for place in sorted(layout) if draw.random() < 0.4)
+            if search.check(used, layout - used, want) > 0.01:
+                slow.append((used, layout - used, want))
+    for case in slow:  # the machine may have been busy: what is slow is slow again
+        assert min(search.check(*case) for _ in range(5)) <= 0.01
+
+
+def test_the_fewest_are_named_in_a_refusal() -> None:
+    search, draw = Exhaustive(A100_40, media=False), random.Random(3)  # noqa: S311  # reproducible, not secret
+    for _ in range(300):
+        used, want = draw.choice(search.layouts), draw.choice(list(search.by_multiset))
+        present = at(A100_40, *sorted(used))
+        profiles = [A100_40.find(name) for name, count in want for _ in range(count)]
+        found = plan_mig(A100_40, present, {i.id for i in present}, profiles)
+        if isinstance(found, MigRefusal):
+            fewest = next(
+                count
+                for count in range(1, len(used) + 1)
+                for leaving in combinations(used, count)
+                if search.fewest(used - set(leaving), frozenset(), want) is not None
+            )
+            assert len(found.in_the_way) == fewest
