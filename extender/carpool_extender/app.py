@@ -55,13 +55,14 @@ def build(
 
     Raises:
         UnknownPolicyError: The policy's name is not in the table.
+        SettingsError: A precondition is impossible.
     """
-    rules = Rules(find_policy(settings.policy), settings.slots_per_gpu)
+    rules = Rules(find_policy(settings.policy), settings.slots_per_gpu, settings.conditions.conditions())
     registry = CollectorRegistry()
     telemetry = Telemetry(registry, clock)
     watches = Watches(api, clock, Cluster(settings.slots_per_gpu))
     registry.register(KnowledgeCollector(watches))
-    workloads = Workloads(api, watches)
+    workloads = Workloads(api, watches, job_policies=settings.job_policies)
     book = Book(api, watches, clock, sleep)
     tools = Tools(api, clock, sleep, EventRecorder(api, clock, COMPONENT), telemetry)
     binder = Binder(tools, watches, workloads, book, rules=rules, timeout_s=settings.bind_timeout_seconds)

@@ -56,6 +56,8 @@ class Applicant:
     """One worker's demand; keep it as long as the demand stays the same, because it remembers what it worked out."""
 
     demand: Demand
+    policy: str | None = None
+    """The job's own choice of a policy, where the site allows one."""
     _facts: dict[DeviceClass, ClassFacts] = field(default_factory=dict)
 
     def facts(self, kind: DeviceClass) -> ClassFacts:

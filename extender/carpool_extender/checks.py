@@ -9,9 +9,11 @@ from carpool_predictor.slowdown import slowdowns
 from numpy.typing import NDArray
 
 from carpool_extender.applicant import Applicant, ClassColumns
+from carpool_extender.conditions import Conditions
 from carpool_extender.modes import EXCLUSIVE, MPS, TIME_SLICING, proposed
 from carpool_extender.view import NO_MODE, Bools, Floats, View
 
+NO_CONDITIONS = Conditions()
 SLACK = 1e-6
 """Room for rounding when a predicted slowdown meets its limit."""
 
@@ -25,7 +27,8 @@ class Check(IntEnum):
     TENANCY = 3
     SLOTS = 4
     MEMORY = 5
-    SLOWDOWN = 6
+    CONDITION = 6
+    SLOWDOWN = 7
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,12 +65,16 @@ class Verdict:
     applicant: Applicant
     slots: int
     """Most tenants of one GPU."""
+    conditions: Conditions
+    """What the site asks of a GPU besides."""
     mode: NDArray[np.int8]
     """(gpus,) Code of the mode that the GPU would have."""
     need_mib: NDArray[np.int64]
     """(gpus,) Memory that the newcomer is counted with."""
     free_mib: NDArray[np.int64]
     """(gpus,) Memory that is not promised to anybody, never negative."""
+    sm_active: NDArray[np.float64]
+    """(gpus,) SM activity of the tenants that are there, all together; may exceed 1."""
     outcomes: dict[Check, Outcome]
     interference: Interference
     ok: Bools
@@ -78,19 +85,21 @@ class Verdict:
     """(gpus,) Whether the GPU is only too small for the newcomer, even when empty."""
 
 
-def examine(view: View, applicant: Applicant, slots: int) -> Verdict:
+def examine(view: View, applicant: Applicant, slots: int, conditions: Conditions = NO_CONDITIONS) -> Verdict:
     """Run all checks of an applicant on all GPUs of a view.
 
     Args:
         view: The GPUs.
         applicant: Who asks.
         slots: Most tenants of one GPU.
+        conditions: What the site asks of a GPU besides.
     """
     columns, facts = view.columns, applicant.columns(view.classes)
     of = columns.device_class
-    mode = proposed(view, applicant, facts)
+    mode = proposed(view, applicant, facts, alone=conditions.alone)
     free = _free(view)
     need = facts.need_mib[of]
+    sm_active = np.where(columns.present, columns.sm, 0.0).sum(axis=1, dtype=np.float64)
     outcomes = {
         Check.HEALTH: _yes_no(columns.healthy),
         Check.SUITABLE: _suitable(facts, view, need),
@@ -98,6 +107,7 @@ def examine(view: View, applicant: Applicant, slots: int) -> Verdict:
         Check.TENANCY: _tenancy(view, applicant, mode),
         Check.SLOTS: _at_least_zero(slots - columns.count.astype(np.float64) - 1),
         Check.MEMORY: _at_least_zero((free - need).astype(np.float64)),
+        Check.CONDITION: _conditions(conditions, view, free, sm_active),
     }
     so_far = columns.alive & np.logical_and.reduce([outcome.ok for outcome in outcomes.values()])
     interference = _interference(view, applicant, facts, mode, so_far & (columns.count > 0))
@@ -108,15 +118,29 @@ def examine(view: View, applicant: Applicant, slots: int) -> Verdict:
         view=view,
         applicant=applicant,
         slots=slots,
+        conditions=conditions,
         mode=mode,
         need_mib=need,
         free_mib=free,
+        sm_active=sm_active,
         outcomes=outcomes,
         interference=interference,
         ok=ok,
         failed=np.where(passed.all(axis=0), -1, np.argmin(passed, axis=0)).astype(np.int8),
         too_small=facts.too_small[of],
     )
+
+
+def _conditions(conditions: Conditions, view: View, free: NDArray[np.int64], sm_active: NDArray[np.float64]) -> Outcome:
+    """The site's preconditions; the margin is the share by which the tightest is met or missed."""
+    margin = np.ones(len(free))
+    if conditions.most_sm_active is not None:
+        margin = np.minimum(margin, (conditions.most_sm_active - sm_active) / conditions.most_sm_active)
+    if conditions.least_free_mib:
+        margin = np.minimum(margin, (free - conditions.least_free_mib) / conditions.least_free_mib)
+    if conditions.most_jobs is not None:
+        margin = np.minimum(margin, (conditions.most_jobs - 1.0 - view.columns.count) / conditions.most_jobs)
+    return Outcome(margin >= -SLACK, margin)
 
 
 def _suitable(facts: ClassColumns, view: View, need: NDArray[np.int64]) -> Outcome:

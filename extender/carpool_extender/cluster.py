@@ -1,5 +1,6 @@
 """The cluster as the extender knows it: GpuNodes and their arrays, kept up to date node by node."""
 
+from carpool_core.clock import parse_rfc3339
 from carpool_core.resources.node import GpuNode, Reservation, TenantProfile
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, Tenancy
 
@@ -130,6 +131,7 @@ class Cluster:
     def _write_tenants(self, columns: Columns, row: int, tenants: list[Reservation], usable_mib: int) -> None:
         columns.mode[row] = CODES[tenants[0].mode] if tenants else NO_MODE
         columns.count[row] = len(tenants)
+        columns.reserved_at[row] = max((_seconds(t.reserved_at) for t in tenants), default=0.0)
         columns.tenants[row] = tuple(TenantName(t.pod_namespace, t.job_name, t.pod_uid) for t in tenants)
         columns.present[row] = False
         for place, reservation in enumerate(tenants):
@@ -149,6 +151,14 @@ class Cluster:
 def bounded_mib(tenant: TenantProfile, usable_mib: int) -> int:
     """Memory to count for a tenant, in MiB: never more than the GPU has, and all of it where nothing is known."""
     return usable_mib if tenant.memory_mib is None else min(tenant.memory_mib, usable_mib)
+
+
+def _seconds(moment: str) -> float:
+    """Seconds since 1970; 0 where nobody said when, or said it in a way that nobody understands."""
+    try:
+        return parse_rfc3339(moment).timestamp() if moment else 0.0
+    except ValueError:
+        return 0.0
 
 
 def reservations_by_gpu(node: GpuNode) -> dict[GpuUuid, list[Reservation]]:

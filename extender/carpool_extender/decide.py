@@ -10,9 +10,10 @@ from carpool_core.resources.node import Reservation, TenantProfile
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 
 from carpool_extender.applicant import Applicant
-from carpool_extender.checks import Check, Verdict, examine
+from carpool_extender.checks import NO_CONDITIONS, Check, Verdict, examine
+from carpool_extender.conditions import Conditions
 from carpool_extender.modes import memory_limit_mib, thread_limit
-from carpool_extender.policies import Policy, scores, select
+from carpool_extender.policies import Policy, find_policy, scores, select
 from carpool_extender.refusal import PREFIX, Offer, counted, explanation, summary
 from carpool_extender.view import MODES, Bools, View
 
@@ -24,6 +25,18 @@ class Rules:
     policy: Policy
     slots: int
     """Most tenants of one GPU."""
+    conditions: Conditions = NO_CONDITIONS
+    """What a GPU must be like before the policy looks at it."""
+
+    def policy_for(self, applicant: Applicant) -> Policy:
+        """Return the job's own policy, or the site's where it has none."""
+        return self.policy if applicant.policy is None else find_policy(applicant.policy)
+
+    def examine(self, view: View, applicant: Applicant) -> Verdict:
+        """Run all checks under these rules."""
+        alone = self.policy_for(applicant).alone
+        conditions = self.conditions.in_exclusive_use() if alone else self.conditions
+        return examine(view, applicant, self.slots, conditions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +69,9 @@ def filter_nodes(view: View, applicant: Applicant, names: Sequence[str], rules: 
 
     One sentence for all, because kube-scheduler lists each different sentence in the pod's condition.
     """
-    verdict = examine(view, applicant, rules.slots)
+    verdict = rules.examine(view, applicant)
     offered = _rows_of(view, names)
-    fitting = {view.node_names[int(i)] for i in select(verdict, rules.policy, offered).node}
+    fitting = {view.node_names[int(i)] for i in select(verdict, rules.policy_for(applicant), offered).node}
     if len(fitting) == len(names):
         return Filtered(list(names), {}, {})
     with_gpus = {view.node_names[int(i)] for i in np.unique(view.columns.node[offered & view.columns.alive])}
@@ -75,26 +88,26 @@ def filter_nodes(view: View, applicant: Applicant, names: Sequence[str], rules: 
 
 def score_nodes(view: View, applicant: Applicant, names: Sequence[str], rules: Rules) -> dict[str, int]:
     """Score the offered nodes from 0 to 10; 0 where nothing fits any more."""
-    choices = select(examine(view, applicant, rules.slots), rules.policy, _rows_of(view, names))
+    choices = select(rules.examine(view, applicant), rules.policy_for(applicant), _rows_of(view, names))
     found = dict.fromkeys(names, 0)
-    for node, score in zip(choices.node, scores(choices, rules.policy), strict=True):
+    for node, score in zip(choices.node, scores(choices, rules.policy_for(applicant)), strict=True):
         found[view.node_names[node]] = int(score)
     return found
 
 
 def place(view: View, applicant: Applicant, name: str, rules: Rules) -> Place | str:
     """Choose the GPUs of one node for a pod, or say why none fits."""
-    verdict = examine(view, applicant, rules.slots)
+    verdict = rules.examine(view, applicant)
     here = _rows_of(view, [name])
-    choices = select(verdict, rules.policy, here)
+    choices = select(verdict, rules.policy_for(applicant), here)
     if not len(choices.node):
         return summary(verdict, Offer(here, int(not here.any())))
-    return _place_on(verdict, choices.rows[0].tolist(), rules.policy)
+    return _place_on(verdict, choices.rows[0].tolist(), rules.policy_for(applicant))
 
 
 def explain(view: View, applicant: Applicant, names: Sequence[str], rules: Rules) -> list[str]:
     """Say of each GPU of some nodes whether the job fits there, and if not, which check failed by how much."""
-    verdict = examine(view, applicant, rules.slots)
+    verdict = rules.examine(view, applicant)
     return [explanation(verdict, int(row)) for row in np.flatnonzero(_rows_of(view, names))]
 
 

@@ -12,7 +12,7 @@ EXCLUSIVE, TIME_SLICING, MPS = (
 )
 
 
-def proposed(view: View, applicant: Applicant, facts: ClassColumns) -> NDArray[np.int8]:
+def proposed(view: View, applicant: Applicant, facts: ClassColumns, *, alone: bool = False) -> NDArray[np.int8]:
     """Choose the mode that each GPU would have; code 0 where none is possible.
 
     The mode of the tenants that are there is a constraint: nobody is moved to another mode while running, and beside an
@@ -21,10 +21,14 @@ def proposed(view: View, applicant: Applicant, facts: ClassColumns) -> NDArray[n
     best almost everywhere), and turns where it cannot: the device cannot, or the job has several GPUs, each of which
     has an MPS daemon of its own while a process reaches only one. MIG is not placed by this version.
 
+    Where the policy gives every job a GPU of its own (`alone`), `Auto` is exclusive.
+
     Returns:
         Codes of modes, shape (gpus,).
     """
     wanted = applicant.demand.mode
+    if alone and wanted is RequestedMode.AUTO:
+        wanted = RequestedMode.EXCLUSIVE
     of = view.columns.device_class
     idle = view.columns.count == 0
     if wanted is RequestedMode.AUTO:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from carpool_extender import costs
 from carpool_extender.checks import Verdict
+from carpool_extender.costs import Rows
 from carpool_extender.view import MODES
-
-Rows = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,28 +17,33 @@ class Policy:
     """What makes a GPU a good place."""
 
     name: str
+    meaning: str
+    """What it does, in a few words for people."""
     cost: Callable[[Verdict, Rows], NDArray[np.float64]]
     """Cost of each of the given GPUs, shape (rows,); the least is the best."""
-    tolerance: float
-    """Costs that differ from the least by less than this are ties; a tie goes to the GPU in use with the least memory
+    tolerance: float = 0.0
+    """Costs that differ from the least by at most this are ties; a tie goes to the GPU in use with the least memory
     left over, so that whole GPUs stay free for large jobs."""
-
-
-def _added_slowdown(verdict: Verdict, rows: Rows) -> NDArray[np.float64]:
-    """Progress that is lost: the newcomer's slowdown and what its neighbours lose on top."""
-    return verdict.interference.added[rows]
-
-
-def _taken_memory(verdict: Verdict, rows: Rows) -> NDArray[np.float64]:
-    """Free memory before the newcomer comes, in MiB, negated."""
-    return -verdict.free_mib[rows].astype(np.float64)
+    alone: bool = False
+    """Whether it gives every job a GPU of its own."""
+    decreasing: bool = False
+    """Whether a queue that it may sort starts with the largest job. The queue of kube-scheduler is not its to sort."""
 
 
 POLICIES: Mapping[str, Policy] = {
     policy.name: policy
     for policy in (
-        Policy("least-slowdown", _added_slowdown, tolerance=0.02),
-        Policy("most-available-memory", _taken_memory, tolerance=0.0),
+        Policy("least-slowdown", "least progress lost by all tenants together", costs.added_slowdown, tolerance=0.02),
+        Policy("most-available-memory", "most memory that nobody was promised (MAGM)", costs.taken_memory),
+        Policy("exclusive", "one job on a GPU, as the stock scheduler does", costs.nothing, alone=True),
+        Policy("round-robin", "the GPU after the one taken last", costs.turn),
+        Policy("first-fit", "the first GPU with room", costs.position),
+        Policy("first-fit-decreasing", "the first GPU with room, largest job first", costs.position, decreasing=True),
+        Policy("best-fit", "least memory left over", costs.left_memory),
+        Policy("worst-fit", "most memory left over", costs.left_memory_negated),
+        Policy("least-utilized", "least SM activity (LUG)", costs.activity),
+        Policy("most-utilized", "most SM activity (MUG)", costs.activity_negated),
+        Policy("energy", "fewest watts for the work, sleeping GPUs left asleep", costs.energy, tolerance=1.0),
     )
 }
 

@@ -61,6 +61,8 @@ def _mode(verdict: Verdict, row: int) -> str:
         return "its agent can prepare no sharing mode for this job"
     if now is SharingMode.EXCLUSIVE:
         return f"used exclusively by {verdict.view.columns.tenants[row][0]}"
+    if verdict.conditions.alone:
+        return "in use, and the policy gives every job a GPU of its own"
     if demand.mode is RequestedMode.EXCLUSIVE:
         return "in use, and the job wants a GPU of its own"
     if demand.mode is RequestedMode.AUTO:
@@ -80,6 +82,18 @@ def _slots(verdict: Verdict, row: int) -> str:
     return f"has {counted(int(verdict.view.columns.count[row]), 'tenant')}, the most allowed is {verdict.slots}"
 
 
+def _condition(verdict: Verdict, row: int) -> str:
+    asked, told = verdict.conditions, []
+    jobs, free, active = int(verdict.view.columns.count[row]), int(verdict.free_mib[row]), verdict.sm_active[row]
+    if asked.most_sm_active is not None and active > asked.most_sm_active:
+        told.append(f"SM activity {active:.2f}, the policy allows {asked.most_sm_active:.2f}")
+    if asked.least_free_mib and free < asked.least_free_mib:
+        told.append(f"{free:,} MiB free, the policy asks for {asked.least_free_mib:,} MiB")
+    if asked.most_jobs is not None and jobs >= asked.most_jobs:
+        told.append(f"{counted(jobs, 'tenant')}, the policy allows {asked.most_jobs}")
+    return " and ".join(told)
+
+
 def _slowdown(verdict: Verdict, row: int) -> str:
     found = verdict.interference
     slowdown, limit = found.worst_slowdown[row], found.worst_slowdown[row] + found.margin[row]
@@ -95,6 +109,7 @@ _REASONS: Mapping[Check, Callable[[Verdict, int], str]] = {
     Check.MODE: _mode,
     Check.TENANCY: _tenancy,
     Check.SLOTS: _slots,
+    Check.CONDITION: _condition,
     Check.SLOWDOWN: _slowdown,
 }
 
@@ -181,11 +196,22 @@ def _shortest(verdict: Verdict, rows: Rows) -> _Short | None:
     )
 
 
+_TOLD_IN_GROUPS = (
+    Check.SLOWDOWN,
+    Check.MODE,
+    Check.TENANCY,
+    Check.SLOTS,
+    Check.CONDITION,
+    Check.HEALTH,
+    Check.SUITABLE,
+)
+
+
 def _groups(verdict: Verdict, rows: Rows) -> list[str]:
     """The other reasons, each with how many GPUs (or whole nodes) it keeps out; the commonest first."""
     failed = verdict.failed[rows]
     told: dict[str, list[int]] = {}
-    for check in (Check.SLOWDOWN, Check.MODE, Check.TENANCY, Check.SLOTS, Check.HEALTH, Check.SUITABLE):
+    for check in _TOLD_IN_GROUPS:
         mine = rows[(failed == check) & ~verdict.too_small[rows]]
         for key in _kinds(verdict, check, mine):
             part = mine[key]

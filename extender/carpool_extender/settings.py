@@ -5,6 +5,9 @@ from pathlib import Path
 
 from carpool_core.settings import KubeSettings, LogSettings, SettingsError, setting
 
+from carpool_extender.conditions import Conditions
+from carpool_extender.policies import POLICIES
+
 
 @dataclass(frozen=True)
 class TlsSettings:
@@ -44,6 +47,38 @@ class TlsSettings:
 
 
 @dataclass(frozen=True)
+class ConditionSettings:
+    """What a GPU must be like before the policy looks at it."""
+
+    most_sm_active: float | None = setting(
+        None,
+        flag="--most-sm-active",
+        env="CARPOOL_MOST_SM_ACTIVE",
+        help="Largest SM activity (0..1) of the jobs that a GPU has already; any when left out.",
+    )
+    least_free_mib: int | None = setting(
+        None,
+        flag="--least-free-mib",
+        env="CARPOOL_LEAST_FREE_MIB",
+        help="Least memory that is promised to nobody, in MiB, before another job comes; any when left out.",
+    )
+    most_jobs: int | None = setting(
+        None,
+        flag="--most-jobs",
+        env="CARPOOL_MOST_JOBS",
+        help="Most jobs on one GPU; as many as it has slots when left out.",
+    )
+
+    def conditions(self) -> Conditions:
+        """Return them as decisions count with them.
+
+        Raises:
+            SettingsError: One is impossible.
+        """
+        return Conditions(self.most_sm_active, self.least_free_mib, self.most_jobs)
+
+
+@dataclass(frozen=True)
 class ExtenderSettings:
     """Everything that can be set."""
 
@@ -60,7 +95,13 @@ class ExtenderSettings:
         "least-slowdown",
         flag="--policy",
         env="CARPOOL_POLICY",
-        help="Which of the places that fit is taken: least-slowdown or most-available-memory.",
+        help=f"Which of the places that fit is taken: {', '.join(POLICIES)}.",
+    )
+    job_policies: bool = setting(
+        False,
+        flag="--job-policies",
+        env="CARPOOL_JOB_POLICIES",
+        help="Whether a job may choose another policy for itself, by its annotation carpool.dev/policy.",
     )
     slots_per_gpu: int = setting(
         8, flag="--slots-per-gpu", env="CARPOOL_SLOTS_PER_GPU", help="Most tenants of one GPU; as the agents have it."
@@ -74,6 +115,7 @@ class ExtenderSettings:
     metrics_port: int = setting(
         9400, flag="--metrics-port", env="CARPOOL_METRICS_PORT", help="TCP port of /metrics, /healthz and /readyz."
     )
+    conditions: ConditionSettings = field(default_factory=ConditionSettings)
     tls: TlsSettings = field(default_factory=TlsSettings)
     kube: KubeSettings = field(default_factory=KubeSettings)
     log: LogSettings = field(default_factory=LogSettings)

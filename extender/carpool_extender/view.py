@@ -89,6 +89,8 @@ class Columns:
     """(G,) Code of the mode that its reservations have; 0 without any."""
     count: NDArray[np.int16]
     """(G,) Number of tenants."""
+    reserved_at: NDArray[np.float64]
+    """(G,) When its newest reservation was made, in seconds since 1970; 0 without any, or where none says."""
     uuid: NDArray[np.object_]
     """(G,) `GpuUuid`."""
     tenants: NDArray[np.object_]
@@ -143,6 +145,7 @@ def empty_columns(gpus: int, tenants: int) -> Columns:
         healthy=np.zeros(one, np.bool_),
         mode=np.zeros(one, np.int8),
         count=np.zeros(one, np.int16),
+        reserved_at=np.zeros(one, np.float64),
         uuid=np.full(one, "", np.object_),
         tenants=np.full(one, None, np.object_),
         present=np.zeros(many, np.bool_),

@@ -11,8 +11,11 @@ from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.values import JobUid
 
 from carpool_extender.applicant import Applicant
+from carpool_extender.policies import UnknownPolicyError, find_policy
 from carpool_extender.watches import JobRow, Watches
 
+ANNOTATION_POLICY = f"{DOMAIN}/policy"
+"""On a job: the policy by which its place is chosen, where the site allows jobs to choose."""
 REMEMBERED = 4096
 """Demands that are remembered, with what was worked out for each class of devices."""
 
@@ -22,10 +25,16 @@ class NotOurs(Exception):  # noqa: N818  # an answer about the pod, not a failur
 
 
 class Workloads:
-    """Looks up the job behind each pod."""
+    """Looks up the job behind each pod.
 
-    def __init__(self, api: KubeApi, watches: Watches) -> None:
-        self._api, self._watches = api, watches
+    Args:
+        api: The Kubernetes API.
+        watches: What is known of the cluster.
+        job_policies: Whether a job may choose its own policy.
+    """
+
+    def __init__(self, api: KubeApi, watches: Watches, *, job_policies: bool = False) -> None:
+        self._api, self._watches, self._job_policies = api, watches, job_policies
         self._known: dict[JobUid, tuple[str, Applicant]] = {}
 
     async def of(self, pod: Pod) -> Applicant:
@@ -63,8 +72,9 @@ class Workloads:
         known = self._known.get(uid)
         if known is not None and known[0] == version and version:
             return known[1]
-        demand = _demand(job)
-        applicant = known[1] if known is not None and known[1].demand == demand else Applicant(demand)
+        demand, policy = _demand(job), policy_of(job, allowed=self._job_policies)
+        fresh = known is None or (known[1].demand, known[1].policy) != (demand, policy)
+        applicant = Applicant(demand, policy) if known is None or fresh else known[1]
         self._known[uid] = (version, applicant)
         while len(self._known) > REMEMBERED:
             self._known.pop(next(iter(self._known)))
@@ -85,6 +95,27 @@ def controller_of(pod: Pod) -> OwnerReference:
         f"NotAJob: pod {_name(pod)} asks for {RESOURCE_GPU} but no GpuTrainingJob controls it; "
         f"create a GpuTrainingJob with this pod's spec as its template"
     )
+
+
+def policy_of(job: JobRow, *, allowed: bool) -> str | None:
+    """Return the policy that a job chose for itself; None where it chose none.
+
+    Raises:
+        NotOurs: There is no such policy, or the site leaves jobs no choice.
+    """
+    wanted = job.metadata.annotations.get(ANNOTATION_POLICY)
+    if wanted is None:
+        return None
+    name = f"{job.metadata.namespace}/{job.metadata.name}"
+    if not allowed:
+        raise NotOurs(
+            f"PolicyNotAllowed: job {name} has the annotation {ANNOTATION_POLICY}: {wanted}, but this site chooses the "
+            "policy for all jobs; remove the annotation, or ask for CARPOOL_JOB_POLICIES=true"
+        )
+    try:
+        return find_policy(wanted).name
+    except UnknownPolicyError as error:
+        raise NotOurs(f"UnknownPolicy: job {name}: {error}") from error
 
 
 def gpus_asked(pod: Pod) -> int:

@@ -1,0 +1,41 @@
+"""Preconditions: what a GPU must be like before a policy looks at it at all."""
+
+from dataclasses import dataclass, replace
+
+from carpool_core.settings import SettingsError
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What the site asks of a GPU besides the promises, which always hold. None asks nothing."""
+
+    most_sm_active: float | None = None
+    """Largest SM activity of the tenants that are there already, all together, 0..1."""
+    least_free_mib: int | None = None
+    """Least memory that is promised to nobody before the newcomer comes, in MiB."""
+    most_jobs: int | None = None
+    """Most tenants, the newcomer among them."""
+    alone: bool = False
+    """Whether every job gets a GPU of its own, whatever is known of it."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no GPU could meet.
+
+        Raises:
+            SettingsError: A condition is impossible; the sentence says what was expected.
+        """
+        if self.most_sm_active is not None and not 0 < self.most_sm_active <= 1:
+            raise SettingsError(f"expected a largest SM activity above 0 and up to 1, found {self.most_sm_active:g}")
+        if self.least_free_mib is not None and self.least_free_mib < 0:
+            raise SettingsError(f"expected a least free memory of 0 MiB or more, found {self.least_free_mib:,}")
+        if self.most_jobs is not None and self.most_jobs < 1:
+            raise SettingsError(f"expected at least 1 job on a GPU, found {self.most_jobs}")
+
+    @property
+    def are_any(self) -> bool:
+        """Whether anything is asked."""
+        return self != Conditions()
+
+    def in_exclusive_use(self) -> "Conditions":
+        """Return the same for a policy that gives every job a GPU of its own."""
+        return replace(self, most_jobs=1, alone=True)

@@ -1,0 +1,92 @@
+"""What each policy counts as the cost of a GPU: functions of what the checks found, over many GPUs at once."""
+
+import numpy as np
+from carpool_core.products import UnknownProductError, find_product
+from numpy.typing import NDArray
+
+from carpool_extender.checks import Verdict
+
+Rows = NDArray[np.intp]
+Cost = NDArray[np.float64]
+
+UNKNOWN_POWER_W = (300.0, 40.0)
+"""Limit and idle power counted for a product that is not in the table."""
+WAKE_SHARE = 1.5
+"""What waking a sleeping GPU costs, in parts of its idle power. An assumption: clocks rise with the first context."""
+
+
+def nothing(verdict: Verdict, rows: Rows) -> Cost:
+    """No GPU costs more than another."""
+    return np.zeros(rows.size)
+
+
+def added_slowdown(verdict: Verdict, rows: Rows) -> Cost:
+    """Progress that is lost: the newcomer's slowdown and what its neighbours lose on top."""
+    return verdict.interference.added[rows]
+
+
+def taken_memory(verdict: Verdict, rows: Rows) -> Cost:
+    """Free memory before the newcomer comes, in MiB, negated."""
+    return -verdict.free_mib[rows].astype(np.float64)
+
+
+def left_memory(verdict: Verdict, rows: Rows) -> Cost:
+    """Memory that would be left over, in MiB."""
+    return (verdict.free_mib - verdict.need_mib)[rows].astype(np.float64)
+
+
+def left_memory_negated(verdict: Verdict, rows: Rows) -> Cost:
+    """Memory that would be left over, in MiB, negated."""
+    return -left_memory(verdict, rows)
+
+
+def position(verdict: Verdict, rows: Rows) -> Cost:
+    """The order in which nodes became known; on a node, the GPUs' indices."""
+    return rows.astype(np.float64)
+
+
+def turn(verdict: Verdict, rows: Rows) -> Cost:
+    """How many GPUs come between the one with the newest reservation and each.
+
+    The turn is read from the reservations, so that nothing has to be remembered and every replica agrees.
+    """
+    newest = verdict.view.columns.reserved_at
+    total = max(1, newest.size)
+    last = int(np.argmax(newest)) if newest.size and newest.max() > 0 else -1
+    return ((rows - last - 1) % total).astype(np.float64)
+
+
+def activity(verdict: Verdict, rows: Rows) -> Cost:
+    """SM activity of the tenants that are there, all together."""
+    return verdict.sm_active[rows].astype(np.float64)
+
+
+def activity_negated(verdict: Verdict, rows: Rows) -> Cost:
+    """SM activity of the tenants that are there, all together, negated."""
+    return -activity(verdict, rows)
+
+
+def energy(verdict: Verdict, rows: Rows) -> Cost:
+    """Watts on top for as long as the newcomer runs, weighted by how much longer everybody runs.
+
+    A GPU's power is idle + (limit - idle) · SM activity. Waking a sleeping one costs its idle power and
+    more; a slowdown makes the newcomer, and whoever it slows, draw their part for longer.
+    """
+    classes = verdict.view.classes
+    table = np.array([_powers(kind.product) for kind in classes]).reshape(-1, 2)
+    of = verdict.view.columns.device_class[rows]
+    limit, idle = table[of, 0], table[of, 1]
+    facts = verdict.applicant.columns(classes)
+    awake = verdict.view.columns.count[rows] > 0
+    own = (limit - idle) * facts.sm[of] * verdict.interference.newcomer[rows]
+    others = verdict.interference.added[rows] - (verdict.interference.newcomer[rows] - 1.0)
+    result: Cost = own + others * limit / 2 + np.where(awake, 0.0, idle * WAKE_SHARE)
+    return result
+
+
+def _powers(product: str) -> tuple[float, float]:
+    try:
+        found = find_product(product)
+    except UnknownProductError:
+        return UNKNOWN_POWER_W
+    return found.power_limit_w, found.idle_power_w

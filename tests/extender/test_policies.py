@@ -1,0 +1,127 @@
+"""What each policy takes, preconditions, and a job's own choice."""
+
+import msgspec
+import pytest
+from carpool_core.clock import rfc3339
+from carpool_core.settings import SettingsError
+from carpool_core.testing.clock import FakeClock
+from carpool_core.testing.kube import FakeKube
+from carpool_core.values import SharingMode
+from carpool_extender.app import build
+from carpool_extender.conditions import Conditions
+from carpool_extender.decide import Rules, filter_nodes, place
+from carpool_extender.policies import POLICIES, find_policy
+from carpool_extender.settings import ConditionSettings, ExtenderSettings
+from carpool_extender.testing import applicant, cluster, gpu_node, prediction, tenant
+from carpool_extender.watches import JobRow
+from carpool_extender.workloads import NotOurs, policy_of
+
+ROW = "GPU-a-{}".format
+
+
+def rules(policy="least-slowdown", **conditions):
+    return Rules(find_policy(policy), 8, Conditions(**conditions))
+
+
+def chosen(view, policy, **wants):
+    found = place(view, applicant(**wants), "a", rules(policy))
+    return None if isinstance(found, str) else (int(found.gpu_uuids[0][-1]), found.mode)
+
+
+def a_busy_node():
+    """GPU 0: little memory left, little activity. GPU 1: idle. GPU 2: more memory left, busy."""
+    return cluster(
+        gpu_node(
+            "a",
+            3,
+            [
+                tenant("x", [ROW(0)], memory_limit_mib=30000, prediction=prediction(sm=0.1, util=20)),
+                tenant("y", [ROW(2)], memory_limit_mib=9000, prediction=prediction(sm=0.6, util=90)),
+            ],
+        )
+    ).view()
+
+
+@pytest.mark.parametrize(
+    ("policy", "gpu"),
+    [
+        pytest.param("least-slowdown", 0, id="nobody loses anything, and the fuller GPU is taken"),
+        pytest.param("most-available-memory", 1, id="the idle GPU has the most"),
+        pytest.param("exclusive", 1, id="the only GPU of its own"),
+        pytest.param("first-fit", 0, id="the first"),
+        pytest.param("first-fit-decreasing", 0, id="the first again"),
+        pytest.param("best-fit", 0, id="least left"),
+        pytest.param("worst-fit", 1, id="most left"),
+        pytest.param("least-utilized", 1, id="idle means no activity"),
+        pytest.param("most-utilized", 2, id="the busiest that holds it"),
+        pytest.param("energy", 0, id="the sleeping GPU stays asleep"),
+        pytest.param("round-robin", 0, id="nobody was ever taken"),
+    ],
+)
+def test_each_policy_takes_its_own_gpu(policy, gpu):
+    found = chosen(a_busy_node(), policy)
+    assert found == (gpu, SharingMode.EXCLUSIVE if policy == "exclusive" else SharingMode.MPS)
+
+
+def test_every_policy_says_what_it_does():
+    assert all(policy.meaning and policy.name == name for name, policy in POLICIES.items())
+
+
+def test_round_robin_goes_on_after_the_newest_reservation():
+    held = msgspec.structs.replace(tenant("x", [ROW(1)]), reserved_at=rfc3339(FakeClock().now()))
+    assert chosen(cluster(gpu_node("a", 3, [held])).view(), "round-robin")[0] == 2
+    last = msgspec.structs.replace(held, gpu_uuids=[ROW(2)])
+    assert chosen(cluster(gpu_node("a", 3, [last])).view(), "round-robin")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        ({"most_sm_active": 0.5}, "1 GPU: SM activity 0.60, the policy allows 0.50"),
+        ({"least_free_mib": 38000}, "1 GPU: 36,960 MiB free, the policy asks for 38,000 MiB"),
+        ({"most_jobs": 1}, "1 GPU: 1 tenant, the policy allows 1"),
+    ],
+)
+def test_a_precondition_refuses_with_its_number(asked, sentence):
+    known = cluster(gpu_node("a", 1, [tenant("x", [ROW(0)], prediction=prediction(sm=0.6))]))
+    newcomer = applicant(max_slowdown=3)
+    assert filter_nodes(known.view(), newcomer, ["a"], rules()).fits == ["a"]
+    assert filter_nodes(known.view(), newcomer, ["a"], rules(**asked)).refused == {"a": f"NoGpuFits: {sentence}"}
+
+
+def test_exclusive_says_why_a_gpu_in_use_is_none():
+    known = cluster(gpu_node("a", 1, [tenant("x", [ROW(0)])]))
+    found = filter_nodes(known.view(), applicant(), ["a"], rules("exclusive"))
+    assert found.refused["a"] == "NoGpuFits: 1 GPU: in use, and the policy gives every job a GPU of its own"
+
+
+@pytest.mark.parametrize(
+    ("impossible", "sentence"),
+    [
+        ({"most_sm_active": 0.0}, "expected a largest SM activity above 0 and up to 1, found 0"),
+        ({"most_sm_active": 80.0}, "above 0 and up to 1, found 80"),
+        ({"least_free_mib": -1}, "expected a least free memory of 0 MiB or more, found -1"),
+        ({"most_jobs": 0}, "expected at least 1 job on a GPU, found 0"),
+    ],
+)
+def test_an_impossible_precondition_ends_the_start(impossible, sentence):
+    settings = ExtenderSettings(conditions=ConditionSettings(**impossible))
+    with pytest.raises(SettingsError, match=sentence):
+        build(settings, FakeKube(), FakeClock())
+
+
+def test_a_job_chooses_its_policy_only_where_the_site_lets_it():
+    def made(policy):
+        row = {"metadata": {"name": "j", "namespace": "n"}}
+        if policy:
+            row["metadata"]["annotations"] = {"carpool.dev/policy": policy}
+        return msgspec.convert(row, JobRow)
+
+    assert policy_of(made(None), allowed=False) is None
+    assert policy_of(made("energy"), allowed=True) == "energy"
+    with pytest.raises(NotOurs, match=r"PolicyNotAllowed: job n/j .* remove the annotation"):
+        policy_of(made("energy"), allowed=False)
+    with pytest.raises(NotOurs, match="UnknownPolicy: job n/j: policy 'fast' is unknown; choose one of"):
+        policy_of(made("fast"), allowed=True)
+    own = applicant()
+    assert rules().policy_for(type(own)(own.demand, "energy")).name == "energy"
