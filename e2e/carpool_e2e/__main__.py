@@ -1,6 +1,7 @@
 """`python -m carpool_e2e`: the demo, and what belongs to it."""
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from carpool_e2e.cluster import FULL, PROJECT, Cluster, running, why_no_kubelets
 from carpool_e2e.demo.show import play
 from carpool_e2e.demo.stage import SceneError, Stage
 from carpool_e2e.errors import HarnessError
+from carpool_e2e.kind import cluster as kind
+from carpool_e2e.kind.commands import Shell
+from carpool_e2e.kind.demo import demo as demo_in_kind
 from carpool_e2e.tools import CONTROL_PLANE_TOOLS, NODE_TOOLS
 
 OUT = PROJECT / "out"
@@ -30,7 +34,7 @@ class _Group(click.Group):
         """Show what went wrong on purpose without a traceback."""
         try:
             return super().invoke(ctx)
-        except HarnessError as error:
+        except (HarnessError, SceneError) as error:
             raise click.ClickException(str(error)) from error
 
 
@@ -44,6 +48,10 @@ def main() -> None:
 def demo(keep: bool) -> None:
     """Bring up a cluster and play the six scenes."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    if missing := kind.out_of_reach(os.environ):
+        kind.require(Shell(), missing)
+        demo_in_kind(Shell(), kind.plan(), console, OUT, keep=keep)
+        return
     with running(FULL, console) as cluster:
         if keep:
             cluster.slot.keep()
@@ -52,8 +60,6 @@ def demo(keep: bool) -> None:
             raise click.ClickException("the scenes start containers, which needs nodes with a kubelet: run as root")
         try:
             asyncio.run(_on_stage(cluster, console))
-        except SceneError as error:
-            raise click.ClickException(str(error)) from error
         finally:
             if keep:
                 console.print(how_to_reach(cluster), highlight=False)
@@ -79,8 +85,8 @@ def how_to_reach(cluster: Cluster) -> str:
 @main.command()
 def clean() -> None:
     """Remove every cluster that no running process holds: processes, mounts, cgroups, network, files."""
-    removed = slots_.clean()
-    click.echo(f"removed {len(removed)} cluster(s)" if removed else "nothing to remove")
+    removed = len(slots_.clean()) + kind.clean(Shell(), kind.plan())
+    click.echo(f"removed {removed} cluster(s)" if removed else "nothing to remove")
 
 
 @main.command()
