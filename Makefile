@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-clean test test-unit lint bench crds protos clean
+.PHONY: help install demo demo-clean test test-unit lint bench crds protos docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -46,6 +46,9 @@ crds: install ## generate the CRDs from the Python types
 
 protos: install ## generate the gRPC stubs of the kubelet's APIs
 	sh deviceplugin/protos.sh $(CURDIR)/$(BIN)/python
+
+docs: install ## write docs/reference/ from the code
+	PYTHONPATH=docs $(BIN)/python -m carpool_docs
 
 clean: ## remove what was built here
 	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,0 +1,44 @@
+"""Page of the commands: what each says of itself."""
+
+from importlib.metadata import entry_points
+
+from carpool_core.cli import GROUP, main
+from click.testing import CliRunner
+
+from carpool_docs.markdown import code, fence
+from carpool_docs.markdown import page as page_of
+
+WIDTH = 100
+"""Columns of the help, whatever terminal runs this."""
+
+_INTRODUCTION = """Every package brings its own commands. One whose dependencies are not installed is listed all the
+same, and says which extra brings them."""
+
+
+def names() -> list[str]:
+    """Return the names of all commands."""
+    return sorted(point.name for point in entry_points(group=GROUP))
+
+
+def help_of(*command: str) -> str:
+    """Return what `carpool COMMAND --help` prints.
+
+    Raises:
+        RuntimeError: It failed; the message is what it said.
+    """
+    done = CliRunner(env={"COLUMNS": str(WIDTH)}).invoke(
+        main, [*command, "--help"], prog_name="carpool", terminal_width=WIDTH
+    )
+    if done.exit_code != 0 or "Not installed" in done.output:
+        raise RuntimeError(f"carpool {' '.join(command)} --help: expected the command's help, found: {done.output}")
+    return done.output
+
+
+def page() -> str:
+    """Write the page."""
+    parts = [_INTRODUCTION, fence(help_of())]
+    for name in names():
+        extras = ",".join(next(iter(entry_points(group=GROUP, name=name))).extras)
+        parts += [f"## carpool {name}", *([f"Needs {code(f'carpool[{extras}]')}."] if extras else [])]
+        parts.append(fence(help_of(name)))
+    return page_of("Commands", *parts)

@@ -1,0 +1,80 @@
+"""Page of the settings: flag, environment variable, kind, unit, default and meaning of each."""
+
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from carpool_core.settings import Setting, settings_of
+from carpool_deviceplugin.settings import AgentSettings
+from carpool_extender.policies import POLICIES
+from carpool_extender.settings import ExtenderSettings
+from carpool_operator.settings import OperatorSettings
+
+from carpool_docs.markdown import code, table
+from carpool_docs.markdown import page as page_of
+
+PROCESSES: dict[str, type[Any]] = {"operator": OperatorSettings, "extender": ExtenderSettings, "agent": AgentSettings}
+"""The processes and what each can be told."""
+
+_INTRODUCTION = """Each process takes its settings as flags or as environment variables; where both are given, the flag
+counts. An empty variable is the same as none. What an empty setting means stands in its description.
+
+The chart sets the variables of its workloads: from `settings` and `nodeAgent` in
+[values.yaml](../../helm/carpool/values.yaml), and metrics on port 9400 for each of them."""
+
+_NOTES = {
+    "agent": "This version drives simulated GPUs only: without `--simulated-gpus` the agent does not start.",
+}
+
+_KINDS = {bool: "true or false", int: "integer", float: "number", str: "text", Path: "path"}
+_UNITS = {"_s": "s", "_seconds": "s", "_mib": "MiB", "port": "TCP port"}
+"""Unit of a number, by the end of its field's name."""
+
+
+def page() -> str:
+    """Write the page."""
+    parts = [_INTRODUCTION]
+    for process, cls in PROCESSES.items():
+        parts += [f"## carpool {process}", *([_NOTES[process]] if process in _NOTES else [])]
+        parts.append(table(_HEADER, [_row(one) for one in settings_of(cls)]))
+        if process == "extender":
+            parts += [
+                "### Policies",
+                table(("Policy", "Chooses"), [(code(p.name), p.meaning) for p in POLICIES.values()]),
+            ]
+    return page_of("Settings", *parts)
+
+
+_HEADER = ("Flag", "Variable", "Kind", "Unit", "Default", "Meaning")
+
+
+def _row(one: Setting) -> tuple[str, ...]:
+    flag = f"{one.flag}, --no-{one.flag.removeprefix('--')}" if one.type is bool else one.flag
+    return code(flag), code(one.env), _kind(one), unit_of(one), _default(one), one.help
+
+
+def _kind(one: Setting) -> str:
+    return " or ".join(code(str(m.value)) for m in one.type) if issubclass(one.type, Enum) else _KINDS[one.type]
+
+
+def unit_of(one: Setting) -> str:
+    """Return the unit of a number; empty for everything else."""
+    if one.type not in (int, float):
+        return ""
+    if "(0..1)" in one.help:
+        return "0..1"
+    return next((unit for end, unit in _UNITS.items() if one.path[-1].endswith(end)), "count")
+
+
+def _default(one: Setting) -> str:
+    match one.default:
+        case None | "":
+            return "empty"
+        case Enum(value=value):
+            return code(str(value))
+        case bool(value):
+            return code(str(value).lower())
+        case float(value):
+            return code(f"{value:g}")
+        case value:
+            return code(str(value))

@@ -1,0 +1,133 @@
+"""What the documents point to is there: files, headings, make targets, modules, paths."""
+
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+HAND_WRITTEN = [d for d in DOCUMENTS if d.parent.name != "reference"]
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+WRITTEN_AT_RUN_TIME = ("out/",)
+TARGETS = set(re.findall(r"^([a-z][a-z-]*):", MAKEFILE, re.MULTILINE))
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_CODE = re.compile(r"`([^`\n]+)`")
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def fences(text: str, *, without: str = "") -> Iterator[str]:
+    """What stands in blocks of code, those of one language left out."""
+    yield from (body for language, body in _FENCE.findall(text) if not without or language != without)
+
+
+def codes(text: str) -> Iterator[str]:
+    """What is set as code within sentences and tables."""
+    yield from _CODE.findall(_FENCE.sub("", text))
+
+
+def anchors(document: Path) -> set[str]:
+    """The anchors that GitHub makes of headings."""
+    headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", document.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def is_promised(target: Path) -> bool:
+    """Whether `make` writes a file, and says so in its list of targets."""
+    return f"write {name_of(target)}" in MAKEFILE
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_relative_links_lead_somewhere(document: Path) -> None:
+    broken = []
+    for link in _LINK.findall(_FENCE.sub("", document.read_text(encoding="utf-8"))):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (document.parent / path).resolve() if path else document
+        is_there = target.exists() or is_promised(target)
+        if not is_there or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+@pytest.mark.parametrize("document", HAND_WRITTEN, ids=name_of)
+def test_every_make_target_that_is_named_exists(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    code = [*fences(text), *codes(text)]
+    named = {target for piece in code for target in re.findall(r"(?:^|[\s$])make ([a-z][a-z-]*)", piece, re.MULTILINE)}
+    assert named - TARGETS == set()
+
+
+def test_documents_name_make_targets_at_all() -> None:
+    assert {"demo", "test", "docs"} <= TARGETS
+
+
+def paths_in(piece: str) -> Iterator[str]:
+    """Words that look like a path of ours: Kubernetes names begin with a domain, placeholders are in capitals."""
+    for word in re.findall(r"[^\s|`\"'()=,;:]+", piece):
+        first = word.split("/", 1)[0]
+        is_path = "/" in word and re.fullmatch(r"[\w.*-]+(/[\w.*-]+)*/?", word) and "." not in first.lstrip(".")
+        if is_path and not any(part.isupper() for part in word.split("/")):
+            yield word
+
+
+@pytest.mark.parametrize("name", ["architecture.md", "development.md"])
+def test_every_path_that_is_named_exists(name: str) -> None:
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    pieces = [*fences(text, without="mermaid"), *codes(text)]
+    named = {path for piece in pieces for path in paths_in(piece) if not path.startswith(WRITTEN_AT_RUN_TIME)}
+    assert len(named) > 2, "expected some paths"
+    assert [path for path in sorted(named) if not exists(path)] == []
+
+
+def exists(path: str) -> bool:
+    """Whether a path, or what a pattern stands for, is in the repository or will be."""
+    return any(ROOT.glob(path.rstrip("/"))) or is_promised(ROOT / path)
+
+
+@pytest.mark.parametrize(
+    ("piece", "found"),
+    [
+        ("crds/carpool_core, helm/*/rbac.yaml", ["crds/carpool_core", "helm/*/rbac.yaml"]),
+        ("carpool.dev/gpu nvidia.com/gpu /var/lib/carpool timm/NAME $HOME/x a | b", []),
+    ],
+)
+def test_paths_are_told_from_other_words(piece: str, found: list[str]) -> None:
+    assert list(paths_in(piece)) == found
+
+
+def resolves(dotted: str) -> bool:
+    """Whether a dotted name is a module of ours, or something inside one."""
+    parts = dotted.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[end:]:
+            if not hasattr(found, part):
+                return False
+            found = getattr(found, part)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("document", HAND_WRITTEN, ids=name_of)
+def test_every_module_that_is_named_exists(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    named = {m for piece in codes(text) for m in re.findall(r"\bcarpool_[a-z0-9_]+(?:\.\w+)+", piece)}
+    assert [dotted for dotted in sorted(named) if not resolves(dotted.removesuffix(".py"))] == []
+
+
+def test_a_dotted_name_resolves_or_does_not() -> None:
+    assert resolves("carpool_core.settings.Setting.flag")
+    assert not resolves("carpool_core.settings.Nonsense")
+    assert not resolves("carpool_nothing.at.all")
