@@ -26,16 +26,29 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+TensorMode = FakeTensorMode | torch.device
+"""What tensors are made under: fake ones that say they are on the CPU, or bare ones on the device `meta`.
+
+Both cost the same memory and give the same counts; meta tensors take a third of the time, and fail with the few models
+that mix them with real ones.
+"""
+
+
+def meta_mode() -> torch.device:
+    """Return the device of tensors without data, which stands for a mode in a `with` statement."""
+    return torch.device("meta")
+
+
 def _leave(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
     return tensor
 
 
 @contextmanager
-def fake_weights(mode: FakeTensorMode, dtype: torch.dtype | None = None) -> Iterator[None]:
+def fake_weights(mode: TensorMode, dtype: torch.dtype | None = None) -> Iterator[None]:
     """Make every parameter and buffer registered inside the block fake, and initialisers do nothing.
 
     Args:
-        mode: The fake mode that the weights will belong to.
+        mode: What the weights will belong to.
         dtype: Type of floating-point weights; their own when None.
     """
     twins = WeakIdKeyDictionary()

@@ -34,6 +34,8 @@ class CudaRules(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             args, kwargs = _without_dropout(args, kwargs)
+            if args[0].is_meta:
+                return _fused_attention(*args, **kwargs)
         elif self._autocast and func in _FULL_PRECISION:
             args = tuple(map(_full, args))
             kwargs = {name: _full(value) for name, value in kwargs.items()}
@@ -45,6 +47,19 @@ def _without_dropout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
     if len(args) > 4:
         return (*args[:4], 0.0, *args[5:]), kwargs
     return args, {**kwargs, "dropout_p": 0.0}
+
+
+def _fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *rest: Any, **options: Any
+) -> Any:
+    """Choose the fused kernel, as both CPU and CUDA do; meta tensors would go through the matrix of scores."""
+    is_causal = rest[1] if len(rest) > 1 else options.get("is_causal", False)
+    if query.dim() != 4 or (attn_mask is not None and attn_mask.requires_grad):
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, *rest, **options)
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return fused(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=options.get("scale"))[0]
 
 
 def _full(value: Any) -> Any:

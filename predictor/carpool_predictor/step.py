@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (PyTorch's own name for it)
@@ -11,14 +11,16 @@ from carpool_core.resources.features import TracedStep
 from carpool_core.resources.job import Training
 from carpool_core.values import Optimizer, Precision
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from carpool_predictor.abstention import TraceError
 from carpool_predictor.checkpointing import checkpoint_activations
+from carpool_predictor.fake import TensorMode
 from carpool_predictor.rules import CudaRules
 from carpool_predictor.trackers import Kind, StepTracker
 
 _AUTOCAST = {Precision.BF16_MIXED: torch.bfloat16, Precision.FP16_MIXED: torch.float16}
+
+Phase = Literal["backward", "update"]
 
 _OPTIMIZERS: dict[Optimizer, Callable[..., torch.optim.Optimizer]] = {
     Optimizer.SGD: torch.optim.SGD,
@@ -63,7 +65,7 @@ class FakeTraining:
     """A model with fake weights, its optimizer with fake state, and how to run a step of them."""
 
     model: nn.Module
-    mode: FakeTensorMode
+    mode: TensorMode
     optimizer: torch.optim.Optimizer
     precision: Precision
     input_shape: tuple[int, ...]
@@ -74,8 +76,8 @@ class FakeTraining:
         with self.mode:
             return torch.empty((batch_size, *self.input_shape), dtype=weight_dtype(self.precision) or torch.float32)
 
-    def step(self, inputs: Tensor, on_backward: Callable[[], None] = lambda: None) -> None:
-        """Run one step; `on_backward` is called between forward and backward. Run it inside the fake mode."""
+    def step(self, inputs: Tensor, on_phase: Callable[[Phase], None] = lambda _: None) -> None:
+        """Run one step; `on_phase` is called as backward and update begin. Run it inside the fake mode."""
         dtype = _AUTOCAST.get(self.precision)
         with ExitStack() as stack:
             stack.enter_context(CudaRules(autocast=dtype is not None))
@@ -84,13 +86,14 @@ class FakeTraining:
             loss = sum(losses(self.model(inputs)), start=torch.zeros(()))
         if not loss.requires_grad:
             raise TraceError("TraceFailed", "the model's output holds no floating-point tensor that needs gradients")
-        on_backward()
+        on_phase("backward")
         loss.backward()  # type: ignore[no-untyped-call]
+        on_phase("update")
         self.optimizer.step()
         self.optimizer.zero_grad()
 
 
-def prepare(model: nn.Module, mode: FakeTensorMode, training: Training, input_shape: tuple[int, ...]) -> FakeTraining:
+def prepare(model: nn.Module, mode: TensorMode, training: Training, input_shape: tuple[int, ...]) -> FakeTraining:
     """Put a fake model into training mode, with checkpointing and optimizer state as in the middle of a run."""
     model.train()
     if training.activation_checkpointing:
@@ -111,9 +114,11 @@ def prepare(model: nn.Module, mode: FakeTensorMode, training: Training, input_sh
     return FakeTraining(model, mode, optimizer, training.precision, input_shape)
 
 
-def trace_step(training: FakeTraining, batch_size: int) -> tuple[TracedStep, StepTracker]:
-    """Trace one step at a batch size."""
-    tracker = StepTracker()
+def trace_step(
+    training: FakeTraining, batch_size: int, tracker: StepTracker | None = None
+) -> tuple[TracedStep, StepTracker]:
+    """Trace one step at a batch size, with a tracker of one's own where more is asked than the plain one counts."""
+    tracker = tracker or StepTracker()
     inputs = training.inputs(batch_size)
     storages = tracker.storages
     storages.adopt(training.model.parameters(), Kind.PARAMETER)
@@ -127,15 +132,16 @@ def trace_step(training: FakeTraining, batch_size: int) -> tuple[TracedStep, Ste
         if parameter.grad is not None:
             storages.reclassify(parameter.grad, Kind.GRADIENT)
 
-    def backward() -> None:
+    def begin(phase: Phase) -> None:
         tracker.kind = Kind.TEMPORARY
+        tracker.begin(phase)
 
     with ExitStack() as stack:
         for parameter in training.model.parameters():
             if parameter.requires_grad:
                 stack.callback(parameter.register_post_accumulate_grad_hook(gradient).remove)  # type: ignore[no-untyped-call]
         with training.mode, tracker:
-            training.step(inputs, backward)
+            training.step(inputs, begin)
     peak = storages.peak
     return (
         TracedStep(

@@ -3,7 +3,8 @@
 import importlib.util
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,9 +19,11 @@ from torch._subclasses.fake_tensor import (
 
 from carpool_predictor.abstention import TraceError
 from carpool_predictor.catalog import Recipe, recipe_of
-from carpool_predictor.fake import fake_mode, fake_weights
+from carpool_predictor.detail import record_step
+from carpool_predictor.fake import TensorMode, fake_mode, fake_weights, meta_mode
 from carpool_predictor.inline import build_inline
 from carpool_predictor.layers import count_layers
+from carpool_predictor.records import ModelRecord
 from carpool_predictor.step import FakeTraining, prepare, trace_step, weight_dtype
 from carpool_predictor.trace import FactoryModel, TraceRequest
 
@@ -61,14 +64,7 @@ def batch_sizes(batch_size: int) -> tuple[int, int]:
 
 def trace_recipe(recipe: Recipe, training: Training) -> ModelFeatures:
     """Build a model with fake weights and trace its training step at two batch sizes."""
-    shape = recipe.input_shape
-    if not shape or min(shape) < 1 or math.prod(shape) > _MAX_SAMPLE_ELEMENTS:
-        raise TraceError("InputShapeInvalid", f"expected the shape of one sample, such as [3, 224, 224], found {shape}")
-    mode = fake_mode()
-    with fake_weights(mode, weight_dtype(training.precision)):
-        module = _explained("its constructor failed", recipe.build)
-    # Checkpointing replaces forwards, not modules, so that layers are counted the same with and without it.
-    fake = _explained("it cannot be trained", lambda: prepare(module, mode, training, shape))
+    module, fake = build(recipe, training)
     steps = [_step(fake, batch_size) for batch_size in batch_sizes(training.batch_size)]
     parameters = list(module.parameters())
     return ModelFeatures(
@@ -81,6 +77,43 @@ def trace_recipe(recipe: Recipe, training: Training) -> ModelFeatures:
         precision=training.precision,
         activation_checkpointing=training.activation_checkpointing,
         steps=steps,
+    )
+
+
+def build(recipe: Recipe, training: Training, mode: TensorMode | None = None) -> tuple[nn.Module, FakeTraining]:
+    """Build a model with fake weights and make it ready to train."""
+    shape = recipe.input_shape
+    if not shape or min(shape) < 1 or math.prod(shape) > _MAX_SAMPLE_ELEMENTS:
+        raise TraceError("InputShapeInvalid", f"expected the shape of one sample, such as [3, 224, 224], found {shape}")
+    mode = mode or fake_mode()
+    with fake_weights(mode, weight_dtype(training.precision)):
+        module = _explained("its constructor failed", recipe.build)
+    # Checkpointing replaces forwards, not modules, so that layers are counted the same with and without it.
+    return module, _explained("it cannot be trained", lambda: prepare(module, mode, training, shape))
+
+
+def record_recipe(recipe: Recipe, training: Training, sizes: Sequence[int]) -> ModelRecord:
+    """Build a model with fake weights and look closely at its step at some batch sizes."""
+    try:
+        return _record(recipe, training, sizes, meta_mode())
+    except TraceError:
+        return _record(recipe, training, sizes, fake_mode())
+
+
+def _record(recipe: Recipe, training: Training, sizes: Sequence[int], mode: TensorMode) -> ModelRecord:
+    module, fake = build(recipe, training, mode)
+    parameters = list(module.parameters())
+    steps = [_explained(f"a step of {size} failed", partial(record_step, fake, size))[1] for size in sizes]
+    return ModelRecord(
+        name=recipe.name,
+        input_shape=recipe.input_shape,
+        optimizer=training.optimizer,
+        precision=training.precision,
+        parameters=sum(p.numel() for p in parameters),
+        trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
+        parameter_bytes=sum(t.numel() * t.element_size() for t in [*parameters, *module.buffers()]),
+        layers=count_layers(module),
+        steps=tuple(steps),
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
+from itertools import count
 from typing import Any
 
 from torch import Tensor
@@ -46,10 +47,18 @@ class LiveStorages:
     """Counts the storages that are alive, by weak references: what Python and autograd release stops counting."""
 
     def __init__(self) -> None:
-        self._live: dict[int, tuple[weakref.ref[Any], int, Kind]] = {}
+        self._live: dict[int, tuple[weakref.ref[Any], int, Kind, int]] = {}
+        self._numbers = count()
         self._by_kind = [0] * len(Kind)
         self._total = 0
         self.peak = Peak(0, tuple(self._by_kind))
+        self.events: list[tuple[int, int]] = []
+        """(number, bytes) of each storage as it begins to live, (number, -1) as it ends: what `allocator` replays."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes alive now."""
+        return self._total
 
     def adopt(self, tensors: Iterable[Tensor], kind: Kind) -> None:
         """Count the tensors' storages unless they are counted already, and note the peak."""
@@ -59,7 +68,9 @@ class LiveStorages:
             if key in self._live:
                 continue
             size = -(-storage.nbytes() // _GRANULE) * _GRANULE
-            self._live[key] = (weakref.ref(storage, partial(self._release, key)), size, kind)
+            number = next(self._numbers)
+            self._live[key] = (weakref.ref(storage, partial(self._release, key)), size, kind, number)
+            self.events.append((number, size))
             self._by_kind[kind] += size
             self._total += size
         if self._total > self.peak.total_bytes:
@@ -69,13 +80,19 @@ class LiveStorages:
         """Count a live storage as another kind, such as a gradient once it has accumulated."""
         key = tensor.untyped_storage()._cdata
         if key in self._live:
-            reference, size, before = self._live[key]
+            reference, size, before, number = self._live[key]
             self._by_kind[before] -= size
             self._by_kind[kind] += size
-            self._live[key] = (reference, size, kind)
+            self._live[key] = (reference, size, kind, number)
+
+    def pass_through(self, size: int) -> None:
+        """Note memory that an operator takes for itself and gives back when it ends; its number is negative."""
+        number = -1 - next(self._numbers)
+        self.events += ((number, size), (number, -1))
 
     def _release(self, key: int, _: Any) -> None:
-        _, size, kind = self._live.pop(key)
+        _, size, kind, number = self._live.pop(key)
+        self.events.append((number, -1))
         self._by_kind[kind] -= size
         self._total -= size
 
@@ -106,4 +123,12 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorc
         if formula is not None:
             self.flops += formula(args, kwargs, out)
         self.storages.adopt(tensors_in(*out) if isinstance(out, (list, tuple)) else tensors_in(out), self.kind)
+        if works:
+            self.observe(func, args, out)
         return out
+
+    def begin(self, phase: str) -> None:
+        """Hear that backward or update begins; for trackers that look closer."""
+
+    def observe(self, func: Any, args: Any, out: Any) -> None:
+        """See an operator that launches work, after it was counted; for trackers that look closer."""

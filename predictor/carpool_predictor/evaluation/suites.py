@@ -1,8 +1,8 @@
 """What a suite is, and which there are.
 
 A suite is a function `run(data: Path, out: Path) -> Report` in a module of its own, imported only when asked for. It
-reads the measurements below `data`, writes its model card `out/<name>.md` and its figures `out/figures/<name>-*.svg`, and
-returns what it found. The same data and seed give the same bytes: no times, no paths.
+reads the measurements below `data`, writes its model card `out/<name>.md` and its figures
+`out/figures/<name>-*.svg`, and returns what it found. The same data and seed give the same bytes: no times, no paths.
 """
 
 import importlib

@@ -1,0 +1,126 @@
+"""Replays a step's allocations through CUDA's caching allocator: what the process holds, not what its tensors need.
+
+`nvidia-smi` shows segments that the allocator has taken from the driver; free blocks inside them count. The rules are
+those of c10/cuda/CUDACachingAllocator.cpp (PyTorch 2.x, default settings): sizes round up to 512 bytes; blocks of at
+most 1 MiB come from 2 MiB segments, larger ones from 20 MiB segments, from 10 MiB on from a segment of their own,
+rounded to 2 MiB; the smallest free block that fits is taken and split where enough is left; neighbours merge. Pure.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+
+GRANULE = 512
+_SMALL = 1 << 20
+_SMALL_SEGMENT = 2 << 20
+_LARGE_SEGMENT = 20 << 20
+_OWN_SEGMENT = 10 << 20
+_ROUND = 2 << 20
+
+
+class _Block:
+    __slots__ = ("free", "next", "order", "previous", "size", "small")
+
+    def __init__(self, size: int, *, small: bool) -> None:
+        self.size = size
+        self.small = small
+        self.free = True
+        self.order = 0
+        self.previous: _Block | None = None
+        self.next: _Block | None = None
+
+
+class CachingAllocator:
+    """Free lists and segments of one stream; nothing goes back to the driver."""
+
+    def __init__(self) -> None:
+        self.reserved_bytes = 0
+        """Bytes of all segments, which never falls."""
+        self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
+        self._live: dict[int, _Block] = {}
+        self._order = 0
+
+    def allocate(self, key: int, size: int) -> None:
+        """Take a block for a tensor.
+
+        Args:
+            key: Names the tensor until it is freed.
+            size: In bytes; 0 takes nothing.
+        """
+        if size <= 0:
+            return
+        size = -(-size // GRANULE) * GRANULE
+        small = size <= _SMALL
+        pool = self._free[small]
+        place = bisect_left(pool, (size, -1))
+        block = pool.pop(place)[2] if place < len(pool) else self._segment(size, small=small)
+        block.free = False
+        rest = block.size - size
+        if rest >= GRANULE if small else rest > _SMALL:
+            self._split(block, size)
+        self._live[key] = block
+
+    def free(self, key: int) -> None:
+        """Give a tensor's block back to the free list; an unknown key is one that took nothing."""
+        block = self._live.pop(key, None)
+        if block is None:
+            return
+        block.free = True
+        for neighbour in (block.previous, block.next):
+            if neighbour is not None and neighbour.free:
+                self._forget(neighbour)
+        if block.previous is not None and block.previous.free:
+            previous = block.previous
+            block.size += previous.size
+            block.previous = previous.previous
+            if block.previous is not None:
+                block.previous.next = block
+        if block.next is not None and block.next.free:
+            following = block.next
+            block.size += following.size
+            block.next = following.next
+            if block.next is not None:
+                block.next.previous = block
+        self._remember(block)
+
+    def _segment(self, size: int, *, small: bool) -> _Block:
+        if small:
+            length = _SMALL_SEGMENT
+        elif size < _OWN_SEGMENT:
+            length = _LARGE_SEGMENT
+        else:
+            length = -(-size // _ROUND) * _ROUND
+        self.reserved_bytes += length
+        return _Block(length, small=small)
+
+    def _split(self, block: _Block, size: int) -> None:
+        rest = _Block(block.size - size, small=block.small)
+        rest.previous, rest.next = block, block.next
+        if rest.next is not None:
+            rest.next.previous = rest
+        block.size, block.next = size, rest
+        self._remember(rest)
+
+    def _remember(self, block: _Block) -> None:
+        self._order += 1
+        insort(self._free[block.small], (block.size, self._order, block))
+        block.order = self._order
+
+    def _forget(self, block: _Block) -> None:
+        pool = self._free[block.small]
+        del pool[bisect_left(pool, (block.size, block.order))]
+
+
+def reserved_after(events: Iterable[tuple[int, int]], allocator: CachingAllocator | None = None) -> int:
+    """Replay events and return the bytes reserved.
+
+    Args:
+        events: (key, size) for an allocation, (key, -1) for a release, in order.
+        allocator: One to continue with; a new one when left out.
+    """
+    allocator = allocator or CachingAllocator()
+    for key, size in events:
+        if size < 0:
+            allocator.free(key)
+        else:
+            allocator.allocate(key, size)
+    return allocator.reserved_bytes

@@ -1,0 +1,60 @@
+"""What the catalog sweep writes for each model; the feature store and the memory model are made of it. No PyTorch."""
+
+import msgspec
+from carpool_core.resources.features import LayerCounts
+from carpool_core.values import Optimizer, Precision
+
+FAMILIES = (
+    "convolution", "depthwise", "matrix", "attention", "normalization", "softmax", "pooling", "update", "copy",
+    "reduction", "elementwise",
+)  # fmt: skip
+"""Kinds of operators that are counted apart."""
+
+
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One traced step; sizes in bytes."""
+
+    batch_size: int
+    peak_bytes: int
+    activation_bytes: int
+    flops: float
+    bytes_moved: float
+    kernels: int
+    by_kind: tuple[int, ...]
+    """Live at the peak: parameters, buffers, gradients, optimizer state, inputs, activations, temporaries."""
+    saved_bytes: int
+    """Live as the backward pass begins."""
+    peak_before_update: int
+    """Peak of forward and backward; the update's own may be larger."""
+    workspace_max: int
+    """Largest workspace of one convolution, by the rule of `detail`."""
+    workspace_peak: int
+    """Peak with those workspaces."""
+    unfolded_max: int
+    """Largest matrix that a convolution by unfolding (im2col) would need."""
+    largest_bytes: int
+    """Largest single storage."""
+    reserved_bytes: int
+    """What the caching allocator holds after the step, replayed without workspaces."""
+    reserved_workspace_bytes: int
+    """The same with workspaces."""
+    families: dict[str, list[float]]
+    """For each kind of operator: kernels, FLOPs, bytes moved."""
+
+
+class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One model of the catalog, or why there is nothing of it."""
+
+    name: str
+    family: str = ""
+    """Python module that defines it."""
+    input_shape: tuple[int, ...] = ()
+    optimizer: Optimizer = Optimizer.SGD_MOMENTUM
+    precision: Precision = Precision.FP32
+    parameters: int = 0
+    trainable_parameters: int = 0
+    parameter_bytes: int = 0
+    layers: LayerCounts = LayerCounts()
+    steps: tuple[StepRecord, ...] = ()
+    failure: str = ""
+    """Reason and sentence where the model could not be traced."""

@@ -1,0 +1,42 @@
+"""The closer record of a step agrees with the plain one, on fake tensors as on meta tensors."""
+
+import pytest
+from carpool_core.resources.job import CatalogModel, Training
+from carpool_core.values import Optimizer
+
+pytest.importorskip("torch")
+
+from carpool_predictor import tracing
+from carpool_predictor.catalog import recipe_of
+from carpool_predictor.fake import fake_mode, meta_mode
+from carpool_predictor.records import ModelRecord
+
+TRAINING = Training(batch_size=8, optimizer=Optimizer.SGD_MOMENTUM)
+
+
+def recorded(name: str, mode: tracing.TensorMode) -> ModelRecord:
+    return tracing._record(recipe_of(CatalogModel(name=name)), TRAINING, (4, 8), mode)
+
+
+@pytest.mark.parametrize("name", ["torchvision/resnet18", "timm/vit_tiny_patch16_224", "timm/mobilenetv3_small_050"])
+def test_meta_tensors_count_as_fake_ones(name: str) -> None:
+    assert recorded(name, meta_mode()) == recorded(name, fake_mode())
+
+
+def test_the_record_holds_the_plain_features() -> None:
+    record = recorded("torchvision/resnet18", meta_mode())
+    features = tracing.trace_recipe(recipe_of(CatalogModel(name="torchvision/resnet18")), TRAINING)
+    assert [s.peak_bytes for s in record.steps] == [s.peak_bytes for s in features.steps]
+    assert [s.flops for s in record.steps] == [s.flops for s in features.steps]
+    assert record.layers == features.layers
+    assert record.parameters == features.parameters
+
+
+def test_kinds_of_operators_add_up() -> None:
+    for step in recorded("timm/mobilenetv3_small_050", meta_mode()).steps:
+        assert sum(kernels for kernels, _, _ in step.families.values()) == step.kernels
+        assert sum(flops for _, flops, _ in step.families.values()) == pytest.approx(step.flops)
+        assert step.families["depthwise"][0] > 0
+        assert step.peak_before_update <= step.peak_bytes <= step.workspace_peak
+        assert step.peak_bytes <= step.reserved_bytes
+        assert step.saved_bytes <= step.peak_before_update
