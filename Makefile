@@ -1,5 +1,5 @@
 # Everything a developer types. Each target does its own set-up; `make` lists them.
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || echo python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -13,8 +13,10 @@ help: ## list the targets
 install: $(STAMP) ## everything into .venv, the `carpool` command among it
 
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV) 2>/dev/null || python3 -m venv $(VENV) \
-		|| { apt-get -qq install -y python3-venv && python3 -m venv $(VENV); }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "expected Python 3.11 or later, found $$($(PYTHON) --version 2>&1); say which with make PYTHON=…"; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { apt-get -qq update && apt-get -qq install -y python3-venv && $(PYTHON) -m venv $(VENV); } || \
+	  { echo "expected Python's venv module, found none: install the package python3-venv"; exit 1; }
 	$(BIN)/pip install --quiet uv
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt -e '.[test]'
 	@touch $@

@@ -22,6 +22,15 @@ def in_ci() -> bool:
 
 
 @pytest.fixture(scope="session")
+def published() -> Path:
+    """The folder of measurements by others, which tests read in place; CI always has it."""
+    folder = os.environ.get("CARPOOL_DATA")
+    if not folder:
+        pytest.skip("needs published measurements: set CARPOOL_DATA to their folder (docs/development.md)")
+    return Path(folder)
+
+
+@pytest.fixture(scope="session")
 def control_plane() -> Iterator[Cluster]:
     """etcd, API server and controller manager with everything of the chart but its workloads; no nodes."""
     with running(BARE) as cluster:

@@ -106,7 +106,7 @@ def _build_all(missing: list[tuple[Module, Tool]], environ: Mapping[str, str], c
         names = ", ".join(tool.name for _, tool in missing)
         raise MissingError(
             f"{names}: expected on PATH or under KUBEBUILDER_ASSETS, found neither; to build them Go is needed "
-            "(https://go.dev/dl, 1.24 or later)"
+            "(https://go.dev/dl, 1.26 or later)"
         )
     if any(module.cgo for module, _ in missing):
         system.ensure(system.FOR_RUNC, console)

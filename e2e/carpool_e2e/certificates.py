@@ -4,6 +4,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from carpool_e2e.errors import MissingError
+
 _DAYS = "30"
 _KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
 
@@ -28,15 +30,15 @@ def make(folder: Path, name: str, subject: str, names: Sequence[str] = (), autho
     config.write_text(extensions(names))
     signed = ["-CA", f"{authority}.crt", "-CAkey", f"{authority}.key"] if authority else []
     command = ["openssl", "req", "-x509", *_KEY, "-config", config.name, "-subj", subject, "-days", _DAYS, *signed]
-    subprocess.run(
-        [*command, "-keyout", f"{name}.key", "-out", f"{name}.crt"], cwd=folder, check=True, capture_output=True
-    )
+    _openssl([*command, "-keyout", f"{name}.key", "-out", f"{name}.crt"], folder)
 
 
 def make_key(file: Path) -> None:
     """Write a private key that signs tokens."""
-    subprocess.run(
-        ["openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", str(file)],
-        check=True,
-        capture_output=True,
-    )
+    _openssl(["openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", file.name], file.parent)
+
+
+def _openssl(command: Sequence[str], folder: Path) -> None:
+    done = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise MissingError(f"expected openssl 3 or later to run {' '.join(command)}, found: {done.stderr.strip()}")

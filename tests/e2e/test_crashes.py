@@ -22,7 +22,9 @@ CRASHES = {
     "agent, between Allocate and PreStartContainer": (
         "agent-a100", "carpool_deviceplugin.plugin:Plugin.pre_start", "before", "",
     ),
-    "agent, after the reservation, before it reports the partition": ("agent-a100", PATCH, "before", "Ready"),
+    "agent, after the reservation, before it reports the partition": (
+        "agent-a100", PATCH, "before", "'state': 'Ready'",
+    ),
 }  # fmt: skip
 
 
@@ -40,6 +42,7 @@ def test_a_process_ends_between_two_steps(cluster: Cluster, watcher: Watcher, on
         process.start()
         cluster.apply(sleeper("crash"))
         eventually(f"{name} to end", lambda: once.exists() and not process.running)
+        assert bool(watcher.reserved("crash")) is ("reservation" in crash or "Binding" in crash or "Allocate" in crash)
     finally:
         process.command = healthy
         process.kill()

@@ -38,15 +38,16 @@ def test_a_forged_annotation_changes_nothing(cluster: Cluster, watcher: Watcher)
     watcher.placed_once("honest")
     theirs = watcher.reserved("honest")[0]["gpuUuids"][0]
     job = sleeper("forger", sharing={"mode": "Exclusive"})
-    job["spec"]["template"]["metadata"] = {"annotations": {"example.com/gpus": theirs}}
     job["spec"]["template"]["spec"]["containers"][0]["env"] = [{"name": "CARPOOL_VISIBLE_GPUS", "value": theirs}]
+    cluster["agent-a100"].pause()  # the pod stays unbound until the agent reports its partition
     cluster.apply(job)
-    watcher.running("forger")
-    pod = watcher.pods("forger")[0]["metadata"]["name"]
-    cluster.kubectl("annotate", "pod", pod, f"carpool.dev/gpus={theirs}", "--overwrite")
-    cluster["agent-a100"].restart()
+    pod = eventually("a reservation", lambda: watcher.reserved("forger"))[0]["podName"]
+    for key, value in {"gpus": theirs, "mode": "MPS", "memory-limit-mib": "1"}.items():
+        cluster.kubectl("annotate", "pod", pod, f"carpool.dev/{key}={value}", "--overwrite")
+    cluster["agent-a100"].resume()
     watcher.placed_once("forger")
     assert watcher.gpus_in_container(pod) != theirs
+    assert watcher.reserved("forger")[0]["mode"] == "Exclusive"
 
 
 def test_a_template_cannot_write_our_annotations(cluster: Cluster, watcher: Watcher) -> None:

@@ -34,7 +34,7 @@ class Held:
         found = {
             "processes": residue.marked_processes(self.directory),
             "links": [link.name for link in residue.LINKS.glob(f"{self.name}-*")],
-            "cgroups": [str(g) for g in residue.CGROUP_ROOT.glob(f"*/{self.name}-*")],
+            "cgroups": [str(g) for root in residue.hierarchies() for g in root.glob(f"{self.name}-*")],
             "mounts": [line for line in Path("/proc/mounts").read_text().splitlines() if str(self.directory) in line],
             "files": [str(self.directory)] if self.directory.exists() else [],
         }

@@ -1,6 +1,5 @@
 """The fit behind the shipped calibration, on data made to measure and on the published rows."""
 
-import os
 import random
 from pathlib import Path
 
@@ -107,7 +106,7 @@ def test_model_card_repeats_the_shipped_figures(name: str) -> None:
     assert calibration.version in card
 
 
-def test_published_rows_are_cleaned_as_the_card_says() -> None:
-    rows = read_rows(Path(os.environ["CARPOOL_DATA"]) / "gpumemnet" / "timm_a100_40gb.csv")
+def test_published_rows_are_cleaned_as_the_card_says(published: Path) -> None:
+    rows = read_rows(published / "gpumemnet" / "timm_a100_40gb.csv")
     assert len(rows) == shipped().provenance["rows"]
     assert len(clean(rows)) == shipped().provenance["rows_after_cleaning"]

@@ -58,8 +58,12 @@ class Stage:
             self.console.print("\n".join(output.splitlines()[-lines:]), highlight=False, markup=False)
         return output
 
-    def apply(self, *manifests: Mapping[str, Any]) -> str:
-        """Write manifests into files, apply them, show and return what was said of them."""
+    def apply(self, *manifests: Mapping[str, Any], is_refused: bool = False) -> str:
+        """Write manifests into files, apply them, show and return what was said of them.
+
+        Raises:
+            SceneError: They were refused and should not be, or the other way round.
+        """
         folder = self.out / "manifests"
         folder.mkdir(parents=True, exist_ok=True)
         files = []
@@ -67,7 +71,10 @@ class Stage:
             file = folder / f"{manifest['metadata']['name']}.yaml"
             file.write_bytes(msgspec.yaml.encode(manifest))
             files += ["-f", os.path.relpath(file)]
-        return self.run("apply", *files)
+        answer = self.run("apply", *files)
+        if is_refused == ("created" in answer or "unchanged" in answer or "configured" in answer):
+            raise SceneError(f"expected the manifests {'refused' if is_refused else 'applied'}, found: {answer}")
+        return answer
 
     async def job(self, name: str) -> GpuTrainingJob:
         """Read a job."""

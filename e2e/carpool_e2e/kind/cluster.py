@@ -64,7 +64,7 @@ def require(commands: Commands, binaries_missing: list[str]) -> None:
     if missing := lacking(commands):
         raise MissingError(
             f"{', '.join(binaries_missing)}: expected on PATH or under KUBEBUILDER_ASSETS, found neither. Install Go "
-            "to build them (https://go.dev/dl, 1.24 or later), or what a cluster of kind needs:\n  "
+            "to build them (https://go.dev/dl, 1.26 or later), or what a cluster of kind needs:\n  "
             + "\n  ".join(missing)
         )
 

@@ -22,9 +22,9 @@ from carpool_e2e.kind.render import Plan, below
 class KindStage(Stage):
     """A stage whose nodes have this machine's Python under a prefix."""
 
-    def apply(self, *manifests: Mapping[str, Any]) -> str:
+    def apply(self, *manifests: Mapping[str, Any], is_refused: bool = False) -> str:
         """Write manifests into files and apply them, with their directories as the workers have them."""
-        return super().apply(*(below(manifest) for manifest in manifests))
+        return super().apply(*(below(manifest) for manifest in manifests), is_refused=is_refused)
 
 
 def demo(commands: Commands, plan: Plan, console: Console, out: Path, *, keep: bool) -> None:
