@@ -13,6 +13,13 @@ from carpool_e2e.demo.scenes import SCENES
 from carpool_e2e.demo.stage import Stage
 
 
+_WHAT_IS_SEEN = Text(
+    "Seen: what the agents measured of simulated GPUs, on which each container uses what its command line says; "
+    "what the command line says was chosen near the prediction, not derived from it.",
+    "dim",
+)
+
+
 async def play(stage: Stage) -> None:
     """Play all scenes and the end; leaves `gpus.svg` in the stage's folder.
 
@@ -31,9 +38,9 @@ async def play(stage: Stage) -> None:
 def _draw(stage: Stage, jobs: list[GpuTrainingJob], nodes: list[GpuNode]) -> None:
     """Show the comparison and the GPUs, and leave the picture."""
     compared, drawn = picture.jobs(jobs), picture.gpus(nodes)
-    stage.console.print(compared, drawn)
+    stage.console.print(compared, _WHAT_IS_SEEN, drawn)
     path = stage.out / "gpus.svg"
-    path.write_text(picture.to_svg(Group(drawn, Text(), compared), title="Carpool"), encoding="utf-8")
+    path.write_text(picture.to_svg(Group(drawn, Text(), compared, _WHAT_IS_SEEN), title="Carpool"), encoding="utf-8")
     stage.console.print(f"picture: {os.path.relpath(path)}")
 
 
