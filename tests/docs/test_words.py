@@ -24,9 +24,7 @@ FORBIDDEN = {
     **{folder: re.compile(rf"(?<![\w.}})\]*/-]){folder}(?![\w-])") for folder in FOLDERS},
 }
 
-_EXAMPLES = ("inline-graph", "known-memory", "own-model", "resnet50-cifar", "unknown-model")
 EXCUSED = {
-    **{(f"examples/{name}.yaml", REGISTRIES[4]): "a public image, named in full" for name in _EXAMPLES},
     ("e2e/carpool_e2e/images.py", FOLDERS[1]): "the home that a container image gives to its user root",
 }
 

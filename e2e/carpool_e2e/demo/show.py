@@ -12,7 +12,6 @@ from rich.text import Text
 from carpool_e2e.demo.scenes import SCENES
 from carpool_e2e.demo.stage import Stage
 
-
 _WHAT_IS_SEEN = Text(
     "Seen: what the agents measured of simulated GPUs, on which each container uses what its command line says; "
     "what the command line says was chosen near the prediction, not derived from it.",
