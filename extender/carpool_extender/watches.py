@@ -40,6 +40,9 @@ class JobStatusRow(_Wire, frozen=True, kw_only=True):
 class JobRow(_Wire, frozen=True, kw_only=True):
     """A GpuTrainingJob with the attributes that `carpool_core.demand.demand_of` reads."""
 
+    api_version: str = ""
+    """Empty where it was not read alone: the watch asks for nothing but jobs."""
+    kind: str = ""
     metadata: ObjectMeta
     spec: JobSpecRow = JobSpecRow()
     status: JobStatusRow = JobStatusRow()

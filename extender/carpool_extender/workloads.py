@@ -5,7 +5,7 @@ from typing import cast
 from carpool_core.demand import Demand, demand_of
 from carpool_core.keys import DOMAIN, RESOURCE_GPU
 from carpool_core.kube.api import GPU_TRAINING_JOBS, KubeApi
-from carpool_core.kube.errors import NotFound
+from carpool_core.kube.errors import Invalid, NotFound
 from carpool_core.kube.pods import Container, OwnerReference, Pod
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.values import JobUid
@@ -63,6 +63,10 @@ class Workloads:
                 job = await self._api.get(GPU_TRAINING_JOBS, owner.name, JobRow, namespace=pod.metadata.namespace)
             except NotFound as error:
                 raise _no_such_job(pod, owner) from error
+            except Invalid as error:
+                raise NotOurs(f"NotAJob: the job that pod {_name(pod)} names cannot be read: {error}") from error
+            if not _is_job(job.api_version, job.kind):
+                raise _no_such_job(pod, owner)
         if job.metadata.uid != owner.uid or job.metadata.namespace != pod.metadata.namespace:
             raise _no_such_job(pod, owner)
         return job
@@ -88,13 +92,16 @@ def controller_of(pod: Pod) -> OwnerReference:
         NotOurs: There is none.
     """
     for owner in pod.metadata.owner_references:
-        ours = owner.kind == GPU_TRAINING_JOBS.kind and owner.api_version.partition("/")[0] == DOMAIN
-        if ours and owner.controller:
+        if owner.controller and _is_job(owner.api_version, owner.kind):
             return owner
     raise NotOurs(
         f"NotAJob: pod {_name(pod)} asks for {RESOURCE_GPU} but no GpuTrainingJob controls it; "
         f"create a GpuTrainingJob with this pod's spec as its template"
     )
+
+
+def _is_job(api_version: str, kind: str) -> bool:
+    return kind == GPU_TRAINING_JOBS.kind and api_version.partition("/")[0] == DOMAIN
 
 
 def policy_of(job: JobRow, *, allowed: bool) -> str | None:

@@ -110,6 +110,30 @@ def test_paths() -> None:
     assert path_of(GPU_NODES, "ignored", "n1") == "/apis/carpool.dev/v1alpha1/gpunodes/n1"
 
 
+@pytest.mark.parametrize("segment", ["../x", "..", ".", "a/b", "a%2fb", "a?watch=1", "a#b"])
+@pytest.mark.parametrize("where", ["namespace", "name", "subresource"])
+async def test_no_name_leads_to_another_object(start: Start, where: str, segment: str) -> None:
+    seen: list[tuple[str, str, str, Any]] = []
+    client = await start(_recording(seen))
+    with pytest.raises(Invalid, match=f"expected a {where} of pods without any of"):
+        await client.patch(PODS, **({"name": "a", "patch": {}, "namespace": "d"} | {where: segment}))
+    assert seen == []
+
+
+async def test_an_empty_name_never_means_all_objects(start: Start) -> None:
+    seen: list[tuple[str, str, str, Any]] = []
+    client = await start(_recording(seen))
+    for call in (
+        client.get(PODS, "", Pod, namespace="d"),
+        client.patch(PODS, "", {}, namespace="d"),
+        client.delete(PODS, "", namespace="d"),
+        client.create(PODS, {}, namespace="d", subresource="binding"),
+    ):
+        with pytest.raises(Invalid, match="expected the name of"):
+            await call
+    assert seen == []
+
+
 async def test_writes_on_the_wire(start: Start) -> None:
     seen: list[tuple[str, str, str, Any]] = []
     client = await start(_recording(seen))

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from carpool_core.keys import ANNOTATION_CAPACITY_FREED, ANNOTATION_GPUS, ANNOTATION_MODE
 from carpool_core.kube.api import EVENTS, GPU_NODES, GPU_TRAINING_JOBS, NODES, PODS
-from carpool_core.kube.errors import Conflict, Forbidden, Overloaded, Unreachable
+from carpool_core.kube.errors import Conflict, Forbidden, Invalid, Overloaded, Unreachable
 from carpool_core.kube.pods import Pod
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
@@ -514,6 +514,20 @@ async def test_a_pod_that_names_another_jobs_uid_is_refused(world):
         forged["metadata"]["ownerReferences"][0]["uid"] = "job-of-somebody"
         found = await extender.service.filter(ExtenderArgs(pod=msgspec.convert(forged, Pod), node_names=NAMES))
     assert "and there is none in its namespace" in found.failed_and_unresolvable_nodes["a"]
+
+
+async def test_a_reference_that_leads_to_another_object_is_refused(world):
+    """What it leads to is read as if it were a job, so its kind must say that it is one."""
+    world.add("x")
+    world.kube.seed(GPU_TRAINING_JOBS, {"kind": "Pod", "apiVersion": "v1", "metadata": {"name": "y", "uid": "job-y"}})
+    async with world.extender() as extender:
+        found = await extender.service.filter(filtering("y"))
+        assert "and there is none in its namespace" in found.failed_and_unresolvable_nodes["a"]
+        world.kube.fail_next("get", GPU_TRAINING_JOBS, Invalid("expected a name without /"))
+        found = await extender.service.filter(filtering("y"))
+    assert found.failed_and_unresolvable_nodes["a"] == (
+        "NotAJob: the job that pod default/y-worker-0-1 names cannot be read: expected a name without /"
+    )
 
 
 async def test_a_pod_that_asks_for_more_than_its_job_is_refused(world):

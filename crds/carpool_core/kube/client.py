@@ -31,6 +31,7 @@ _WATCH_LIFETIME_S = 300
 """The server ends a watch after this time; a new one then goes through authentication again."""
 _SILENCE_S = 150.0
 """The server sends a bookmark about each minute; two in a row missing means that nobody is there."""
+_NOT_IN_A_SEGMENT = frozenset("/%?#")
 _CONNECTIONS = 32
 """Calls at once; watches have connections of their own, so that they cannot starve calls."""
 
@@ -109,7 +110,7 @@ class KubeClient(KubeApi):
 
     async def get(self, kind: ResourceKind, name: str, type_: type[T], *, namespace: str = "") -> T:
         """Read one object; unknown fields are ignored. Raises `Invalid` where it does not fit `type_`."""
-        body = await self._call("GET", kind, name=name, namespace=namespace)
+        body = await self._call("GET", kind, name=_required(kind, name), namespace=namespace)
         try:
             return msgspec.json.decode(body, type=type_)
         except msgspec.ValidationError as error:
@@ -185,7 +186,7 @@ class KubeClient(KubeApi):
             await self._call(
                 "PATCH",
                 kind,
-                name=name,
+                name=_required(kind, name),
                 namespace=namespace,
                 subresource=subresource,
                 body=patch,
@@ -198,7 +199,7 @@ class KubeClient(KubeApi):
         options: dict[str, Any] = {"propagationPolicy": "Background"}
         if uid:
             options["preconditions"] = {"uid": uid}
-        await self._call("DELETE", kind, name=name, namespace=namespace, body=options)
+        await self._call("DELETE", kind, name=_required(kind, name), namespace=namespace, body=options)
 
     async def _call(
         self,
@@ -263,10 +264,30 @@ class KubeClient(KubeApi):
 
 
 def path_of(kind: ResourceKind, namespace: str = "", name: str = "", subresource: str = "") -> str:
-    """Return the URL path of a collection, an object or a subresource."""
+    """Return the URL path of a collection, an object or a subresource.
+
+    Names may come from users (an owner reference holds whatever its writer likes), so none may lead out of its place.
+
+    Raises:
+        Invalid: A namespace, name or subresource is no single segment of a path, or one is missing before another.
+    """
+    for what, segment in (("namespace", namespace), ("name", name), ("subresource", subresource)):
+        if segment in (".", "..") or not _NOT_IN_A_SEGMENT.isdisjoint(segment):
+            raise Invalid(
+                f"expected a {what} of {kind.plural} without any of / % ? #, and not . or .., found {segment!r}"
+            )
+    if subresource and not name:
+        raise Invalid(f"expected the name of the {kind.kind} whose {subresource} is meant, found an empty string")
     root = f"/apis/{kind.group}/{kind.version}" if kind.group else f"/api/{kind.version}"
     inside = f"/namespaces/{namespace}" if kind.namespaced and namespace else ""
     return root + inside + "".join(f"/{part}" for part in (kind.plural, name, subresource) if part)
+
+
+def _required(kind: ResourceKind, name: str) -> str:
+    """Return the name of one object; Invalid where it is empty, because that would mean all objects of the kind."""
+    if not name:
+        raise Invalid(f"expected the name of a {kind.kind}, found an empty string")
+    return name
 
 
 def _group_version(kind: ResourceKind) -> str:
