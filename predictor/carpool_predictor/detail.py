@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from carpool_core.resources.features import TracedStep
 from torch._ops import OpOverload
 
 from carpool_predictor.allocator import CachingAllocator, reserved_after
@@ -94,16 +93,12 @@ class DetailTracker(StepTracker):  # type: ignore[no-untyped-call]  # as its par
             self.unfolded_max = max(self.unfolded_max, unfolded)
 
 
-def record_step(fake: FakeTraining, batch_size: int) -> tuple[TracedStep, StepRecord]:
-    """Trace one step closely.
-
-    Returns:
-        The plain features of the step, and the closer record.
-    """
+def record_step(fake: FakeTraining, batch_size: int) -> StepRecord:
+    """Trace one step closely."""
     tracker = DetailTracker()
     step, _ = trace_step(fake, batch_size, tracker)
     events = tracker.storages.events
-    return step, StepRecord(
+    return StepRecord(
         batch_size=batch_size,
         peak_bytes=step.peak_bytes,
         activation_bytes=step.activation_bytes,

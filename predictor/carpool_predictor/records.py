@@ -1,7 +1,7 @@
 """What the catalog sweep writes for each model; the feature store and the memory model are made of it. No PyTorch."""
 
 import msgspec
-from carpool_core.resources.features import LayerCounts
+from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
 from carpool_core.values import Optimizer, Precision
 
 FAMILIES = (
@@ -41,6 +41,18 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     families: dict[str, list[float]]
     """For each kind of operator: kernels, FLOPs, bytes moved."""
 
+    def traced(self) -> TracedStep:
+        """Return what `spec.model.features` holds of the step."""
+        return TracedStep(
+            batch_size=self.batch_size,
+            peak_bytes=self.peak_bytes,
+            activation_bytes=self.activation_bytes,
+            reserved_bytes=self.reserved_bytes,
+            flops=self.flops,
+            bytes_moved=self.bytes_moved,
+            kernels=self.kernels,
+        )
+
 
 class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One model of the catalog, or why there is nothing of it."""
@@ -51,6 +63,7 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     input_shape: tuple[int, ...] = ()
     optimizer: Optimizer = Optimizer.SGD_MOMENTUM
     precision: Precision = Precision.FP32
+    activation_checkpointing: bool = False
     parameters: int = 0
     trainable_parameters: int = 0
     parameter_bytes: int = 0
@@ -58,3 +71,17 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[StepRecord, ...] = ()
     failure: str = ""
     """Reason and sentence where the model could not be traced."""
+
+    def features(self) -> ModelFeatures:
+        """Return what `spec.model.features` holds of the model."""
+        return ModelFeatures(
+            name=self.name,
+            parameters=self.parameters,
+            trainable_parameters=self.trainable_parameters,
+            parameter_bytes=self.parameter_bytes,
+            layers=self.layers,
+            optimizer=self.optimizer,
+            precision=self.precision,
+            activation_checkpointing=self.activation_checkpointing,
+            steps=[step.traced() for step in self.steps],
+        )

@@ -34,7 +34,7 @@ class CudaRules(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             args, kwargs = _without_dropout(args, kwargs)
-            if args[0].is_meta:
+            if _is_fusable(*args, **kwargs):
                 return _fused_attention(*args, **kwargs)
         elif self._autocast and func in _FULL_PRECISION:
             args = tuple(map(_full, args))
@@ -49,17 +49,47 @@ def _without_dropout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
     return args, {**kwargs, "dropout_p": 0.0}
 
 
+def _is_fusable(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, *_: Any, **options: Any) -> bool:
+    bias = options.get("attn_mask", bias)
+    grouped = options.get("enable_gqa", False)
+    return (
+        not grouped and query.dim() == key.dim() == 4 and (query.is_meta or (bias is not None and bias.requires_grad))
+    )
+
+
+class _BiasGradient(torch.autograd.Function):
+    """Passes attention's output through, and on the way back gives a trainable bias its gradient.
+
+    CUDA's memory-efficient kernel writes that gradient for each pair of query and key, and then sums it to the bias'
+    own shape; it does not keep the scores, as the CPU does.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, bias: Tensor, scores: tuple[int, ...]) -> Tensor:
+        ctx.scores, ctx.shape, ctx.dtype = scores, bias.shape, bias.dtype
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        scores = gradients[0].new_empty(ctx.scores, dtype=ctx.dtype)
+        return gradients[0], scores.sum_to_size(ctx.shape), None
+
+
 def _fused_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *rest: Any, **options: Any
-) -> Any:
-    """Choose the fused kernel, as both CPU and CUDA do; meta tensors would go through the matrix of scores."""
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, *rest: Any, **options: Any
+) -> Tensor:
+    """Choose the fused kernel, as CUDA does where the CPU and meta tensors would keep the matrix of scores."""
+    bias = options.pop("attn_mask", bias)
     is_causal = rest[1] if len(rest) > 1 else options.get("is_causal", False)
-    if query.dim() != 4 or (attn_mask is not None and attn_mask.requires_grad):
-        return F.scaled_dot_product_attention(query, key, value, attn_mask, *rest, **options)
-    if attn_mask is not None and attn_mask.dtype is torch.bool:
-        attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
+    constant = None if bias is None else bias.detach()
+    if constant is not None and constant.dtype is torch.bool:
+        constant = torch.empty_like(constant, dtype=query.dtype)
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return fused(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=options.get("scale"))[0]
+    out: Tensor = fused(query, key, value, 0.0, is_causal, attn_mask=constant, scale=options.get("scale"))[0]
+    if bias is None or not bias.requires_grad:
+        return out
+    passed: Tensor = _BiasGradient.apply(out, bias, (*query.shape[:-1], key.shape[-2]))
+    return passed
 
 
 def _full(value: Any) -> Any:

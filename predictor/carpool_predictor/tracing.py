@@ -4,11 +4,10 @@ import importlib.util
 import math
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from carpool_core.resources.features import ModelFeatures, TracedStep
+from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import Training
 from torch import nn
 from torch._subclasses.fake_tensor import (
@@ -23,8 +22,8 @@ from carpool_predictor.detail import record_step
 from carpool_predictor.fake import TensorMode, fake_mode, fake_weights, meta_mode
 from carpool_predictor.inline import build_inline
 from carpool_predictor.layers import count_layers
-from carpool_predictor.records import ModelRecord
-from carpool_predictor.step import FakeTraining, prepare, trace_step, weight_dtype
+from carpool_predictor.records import ModelRecord, StepRecord
+from carpool_predictor.step import FakeTraining, prepare, weight_dtype
 from carpool_predictor.trace import FactoryModel, TraceRequest
 
 T = TypeVar("T")
@@ -64,28 +63,14 @@ def batch_sizes(batch_size: int) -> tuple[int, int]:
 
 def trace_recipe(recipe: Recipe, training: Training) -> ModelFeatures:
     """Build a model with fake weights and trace its training step at two batch sizes."""
-    module, fake = build(recipe, training)
-    steps = [_step(fake, batch_size) for batch_size in batch_sizes(training.batch_size)]
-    parameters = list(module.parameters())
-    return ModelFeatures(
-        name=recipe.name,
-        parameters=sum(p.numel() for p in parameters),
-        trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
-        parameter_bytes=sum(t.numel() * t.element_size() for t in [*parameters, *module.buffers()]),
-        layers=count_layers(module),
-        optimizer=training.optimizer,
-        precision=training.precision,
-        activation_checkpointing=training.activation_checkpointing,
-        steps=steps,
-    )
+    return record_recipe(recipe, training, batch_sizes(training.batch_size)).features()
 
 
-def build(recipe: Recipe, training: Training, mode: TensorMode | None = None) -> tuple[nn.Module, FakeTraining]:
+def build(recipe: Recipe, training: Training, mode: TensorMode) -> tuple[nn.Module, FakeTraining]:
     """Build a model with fake weights and make it ready to train."""
     shape = recipe.input_shape
     if not shape or min(shape) < 1 or math.prod(shape) > _MAX_SAMPLE_ELEMENTS:
         raise TraceError("InputShapeInvalid", f"expected the shape of one sample, such as [3, 224, 224], found {shape}")
-    mode = mode or fake_mode()
     with fake_weights(mode, weight_dtype(training.precision)):
         module = _explained("its constructor failed", recipe.build)
     # Checkpointing replaces forwards, not modules, so that layers are counted the same with and without it.
@@ -97,18 +82,20 @@ def record_recipe(recipe: Recipe, training: Training, sizes: Sequence[int]) -> M
     try:
         return _record(recipe, training, sizes, meta_mode())
     except TraceError:
+        # Some models mix meta tensors with real ones, which fake tensors allow; and those say better what is wrong.
         return _record(recipe, training, sizes, fake_mode())
 
 
 def _record(recipe: Recipe, training: Training, sizes: Sequence[int], mode: TensorMode) -> ModelRecord:
     module, fake = build(recipe, training, mode)
     parameters = list(module.parameters())
-    steps = [_explained(f"a step of {size} failed", partial(record_step, fake, size))[1] for size in sizes]
+    steps = [_step(fake, size) for size in sizes]
     return ModelRecord(
         name=recipe.name,
         input_shape=recipe.input_shape,
         optimizer=training.optimizer,
         precision=training.precision,
+        activation_checkpointing=training.activation_checkpointing,
         parameters=sum(p.numel() for p in parameters),
         trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         parameter_bytes=sum(t.numel() * t.element_size() for t in [*parameters, *module.buffers()]),
@@ -117,9 +104,9 @@ def _record(recipe: Recipe, training: Training, sizes: Sequence[int], mode: Tens
     )
 
 
-def _step(fake: FakeTraining, batch_size: int) -> TracedStep:
+def _step(fake: FakeTraining, batch_size: int) -> StepRecord:
     shape = [batch_size, *fake.input_shape]
-    return _explained(f"a training step on input of shape {shape} failed", lambda: trace_step(fake, batch_size)[0])
+    return _explained(f"a training step on input of shape {shape} failed", lambda: record_step(fake, batch_size))
 
 
 def factory_recipe(factory: FactoryModel) -> Recipe:

@@ -29,6 +29,14 @@ class TracedStep(Resource, frozen=True, kw_only=True):
     activation_bytes: Annotated[
         int, field("Activations and temporaries alive at the peak, in bytes.", ge=0, le=_MAX_BYTES)
     ]
+    reserved_bytes: Annotated[
+        int,
+        field(
+            "What PyTorch's caching allocator holds for the step, fragments included, in bytes; 0 if unknown.",
+            ge=0,
+            le=_MAX_BYTES,
+        ),
+    ] = 0
     flops: Annotated[float, field("Floating-point operations of the step.", ge=0, le=9e18)]
     bytes_moved: Annotated[float, field("Bytes read and written by all operators, without caches.", ge=0, le=1e18)]
     kernels: Annotated[int, field("Operators that launch work on a GPU.", ge=1, le=100_000_000)]
