@@ -35,5 +35,8 @@ def rfc3339(moment: datetime) -> str:
 
 
 def parse_rfc3339(text: str) -> datetime:
-    """Read a time as Kubernetes writes it; raises ValueError otherwise."""
-    return datetime.fromisoformat(text.replace("Z", "+00:00"))
+    """Read a time as Kubernetes writes it; raises ValueError otherwise, also where it names no offset from UTC."""
+    moment = datetime.fromisoformat(text.replace("Z", "+00:00"))
+    if moment.utcoffset() is None:
+        raise ValueError(f"expected a time with its offset from UTC, such as 2026-01-31T12:00:00Z, found {text!r}")
+    return moment

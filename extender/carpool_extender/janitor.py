@@ -56,6 +56,7 @@ class Janitor:
         self._stirred = asyncio.Event()
         self._touched: dict[str, str] = {}
         self._grown: set[str] = set()
+        self._unreadable: set[PodUid] = set()
         self._log = structlog.get_logger()
         watches.on_pod_end(lambda _: self._stirred.set())
         watches.on_node(self._node_changed)
@@ -91,6 +92,7 @@ class Janitor:
 
     async def _judge(self, name: str, reservation: Reservation) -> None:
         """Release a reservation if the cache says so and the server confirms it."""
+        self._tell_if_unreadable(name, reservation)
         known = self._watches.pod(reservation.pod_uid)
         if ended(reservation, name, known, self._clock.now()) is None:
             return
@@ -103,6 +105,16 @@ class Janitor:
             self._log.warning("release failed", node=name, pod=reservation.pod_name, error=str(error))
             return
         self._log.info("released", node=name, pod=f"{reservation.pod_namespace}/{reservation.pod_name}", because=why)
+
+    def _tell_if_unreadable(self, name: str, reservation: Reservation) -> None:
+        """Log, once, a deadline that cannot be read, and so ends nothing."""
+        if not reservation.deadline or ledger.deadline_of(reservation) is not None:
+            return
+        if reservation.pod_uid not in self._unreadable:
+            self._unreadable.add(reservation.pod_uid)
+            self._log.warning(
+                "deadline unreadable", node=name, pod=reservation.pod_name, found=reservation.deadline[:64]
+            )
 
     async def _read(self, reservation: Reservation) -> Pod | None:
         try:

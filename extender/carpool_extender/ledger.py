@@ -84,12 +84,20 @@ def prolong(spec: GpuNodeSpec, pod_uid: PodUid, deadline: str) -> GpuNodeSpec:
 def has_lapsed(reservation: Reservation, now: datetime, grace_s: float = 0.0) -> bool:
     """Whether a reservation whose pod is not bound has outlived its deadline by more than a grace, in seconds.
 
-    Whether the pod is bound, which makes a deadline meaningless, is for the caller to know. One without a deadline
-    never lapses.
+    Whether the pod is bound, which makes a deadline meaningless, is for the caller to know. One without a deadline,
+    or with one that nobody can read, never lapses.
     """
-    if not reservation.deadline:
-        return False
-    return now > parse_rfc3339(reservation.deadline) + timedelta(seconds=grace_s)
+    deadline = deadline_of(reservation)
+    # Not `deadline + grace`, which does not exist at the end of the calendar.
+    return deadline is not None and now - deadline > timedelta(seconds=grace_s)
+
+
+def deadline_of(reservation: Reservation) -> datetime | None:
+    """Return when a reservation lapses; None where it says nothing, or nothing that can be read."""
+    try:
+        return parse_rfc3339(reservation.deadline) if reservation.deadline else None
+    except ValueError:
+        return None
 
 
 def _refusal(present: list[Reservation], wanted: Reservation, device: Device | None, slots: int) -> str | None:

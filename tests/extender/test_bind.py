@@ -459,6 +459,17 @@ async def test_a_pod_that_the_cache_has_not_seen_is_confirmed_on_the_server(worl
     assert world.held() == {"a": ["pod-x"]}
 
 
+@pytest.mark.parametrize("deadline", ["soon", "2026-01-31T11:00:00", "9999-12-31T23:59:59Z", "2026-13-31T12:00:00Z"])
+async def test_a_deadline_that_nobody_can_read_counts_as_none(world, deadline):
+    world.add("x")
+    odd = msgspec.structs.replace(tenant("x", ["GPU-a-0"]), pod_name="x-worker-0-1", deadline=deadline)
+    gone = tenant("gone", ["GPU-a-0"])
+    seed_node(world.kube, gpu_node("a", 1, [odd, gone]))
+    async with world.extender() as extender:
+        await until(lambda: world.held() == {"a": ["pod-x"]})
+        assert extender.watches.not_ready() is None
+
+
 async def test_a_failing_release_is_tried_again(world):
     world.add("x")
     seed_node(world.kube, gpu_node("a", 1, [tenant("gone", ["GPU-a-0"])]))
