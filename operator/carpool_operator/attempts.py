@@ -48,12 +48,14 @@ class Backoff:
 def present(status: JobStatus, pods: Iterable[Pod]) -> Attempt | None:
     """Return the latest attempt, from the status or, where the status was lost, from its pods; None before the first.
 
-    An attempt that only pods know of counts as Creating: its missing pods are created.
+    An attempt that only pods know of counts as Creating: its missing pods are created. Where the status knows of any
+    attempt, a pod of a later one is not believed, because attempts are written before their pods are created.
     """
-    last = status.attempts[-1] if status.attempts else None
+    if status.attempts:
+        return status.attempts[-1]
     found = max(((number, pod) for pod in pods if (number := attempt_of(pod))), key=lambda np: np[0], default=None)
-    if found is None or (last is not None and last.number >= found[0]):
-        return last
+    if found is None:
+        return None
     return Attempt(number=found[0], started_at=found[1].metadata.creation_timestamp or "", outcome=CREATING)
 
 

@@ -1,6 +1,7 @@
 """The pod of (job, worker, attempt), built purely; and what a template may not say."""
 
 import copy
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -37,19 +38,31 @@ def controller_uid(pod: Pod) -> JobUid | None:
     return None
 
 
-def _number(pod: Pod, label: str) -> int | None:
-    text = pod.metadata.labels.get(label, "")
-    return int(text) if text.isascii() and text.isdigit() else None
+_NUMBERS = re.compile(r"-worker-([0-9]+)-([0-9]+)$")
 
 
 def worker_of(pod: Pod) -> int | None:
-    """Index of the worker that a pod runs; None where its label was damaged."""
-    return _number(pod, keys.LABEL_WORKER)
+    """Index of the worker that a pod runs, by its name; None where it has no such name."""
+    return _number(pod, 1)
 
 
 def attempt_of(pod: Pod) -> int | None:
-    """Number of the attempt that a pod belongs to; None where its label was damaged."""
-    return _number(pod, keys.LABEL_ATTEMPT)
+    """Number of the attempt that a pod belongs to, by its name; None where it has no such name."""
+    return _number(pod, 2)
+
+
+def _number(pod: Pod, group: int) -> int | None:
+    """A number out of a pod's name, which nobody can change; labels anybody with access to pods can."""
+    found = _NUMBERS.search(pod.metadata.name)
+    return None if found is None else int(found[group])
+
+
+def is_worker(pod: Pod, job: GpuTrainingJob) -> bool:
+    """Whether a pod is one that Carpool made for the job: its controller by UID, and its name, say so alike."""
+    worker, attempt = worker_of(pod), attempt_of(pod)
+    if worker is None or not attempt:
+        return False
+    return controller_uid(pod) == job.metadata.uid and pod.metadata.name == pod_name(job.metadata.name, worker, attempt)
 
 
 def _resources(container: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
