@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import structlog
 from carpool_core.clock import Clock, parse_rfc3339, rfc3339
 from carpool_core.kube.api import PODS, KubeApi
@@ -165,6 +166,7 @@ class Binder:
             if isinstance(chosen, str):
                 raise Refusal(chosen)
             wanted = reservation(chosen, applicant, uid, args.pod_name, now=now, deadline=deadline)
+            wanted = msgspec.structs.replace(wanted, generation=ledger.next_generation(node, uid, now))
             spec = ledger.reserve(node.spec, wanted, ledger.capacity_of(node, self._rules.slots))
             if isinstance(spec, ledger.Rejected):
                 raise Refusal(f"node {args.node} no longer has room for {_named(args)}: {spec.reason}")

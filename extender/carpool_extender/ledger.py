@@ -69,6 +69,16 @@ def reserve(spec: GpuNodeSpec, wanted: Reservation, capacity: Capacity) -> GpuNo
     return msgspec.structs.replace(spec, reservations=[*spec.reservations, wanted])
 
 
+def next_generation(node: GpuNode, pod_uid: PodUid, now: datetime) -> int:
+    """Number a pod's reservation so that no earlier one of that pod has the number, nor any report about one.
+
+    Milliseconds since 1970: reservations that were released leave nothing behind to count on from. Where the clock
+    was ahead before, what the agent still reports of that pod does.
+    """
+    reported = max((p.generation for p in node.status.partitions if p.pod_uid == pod_uid), default=0)
+    return max(int(now.timestamp() * 1000), reported + 1)
+
+
 def release(spec: GpuNodeSpec, pod_uid: PodUid) -> GpuNodeSpec:
     """Take a pod's reservation away; the same spec where it has none."""
     left = [r for r in spec.reservations if r.pod_uid != pod_uid]

@@ -256,6 +256,27 @@ async def test_a_report_about_another_generation_does_not_count(world):
         assert not binding.done()
 
 
+@pytest.mark.parametrize("stale", [PartitionState.FAILED, PartitionState.READY])
+@pytest.mark.parametrize("back_s", [0, 3600])
+async def test_a_report_about_an_earlier_reservation_of_the_pod_does_not_count(world, stale, back_s):
+    """Released and reserved again, a pod has another reservation, also where the clock was set back meanwhile."""
+    world.add("x")
+    async with world.extender() as extender, background(extender.service.bind(args())):
+        await until(lambda: world.held() != {})
+    first = world.reservations("a")[0]["generation"]
+    await world.agent.report("a", stale)
+    await world.kube.patch(GPU_NODES, "a", {"spec": {"reservations": []}})
+    world.clock.advance(1 - back_s)
+    async with world.extender() as extender, background(extender.service.bind(args())) as binding:
+        await until(lambda: world.held() != {})
+        assert world.reservations("a")[0]["generation"] > first
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert not binding.done()
+        await world.agent.report("a")
+        assert (await binding).error == ""
+
+
 @pytest.mark.parametrize("error", [Unreachable("reset"), Overloaded("504", status=504)])
 async def test_a_lost_answer_to_the_binding_is_read_back(world, error):
     world.add("x")

@@ -35,7 +35,12 @@ class Reservation(Resource, frozen=True, kw_only=True):
     memory_limit_mib: Annotated[int, field("Memory limit on each GPU, in MiB; none when left out.", ge=1)] | None = None
     thread_percentage: Annotated[int, field("MPS active thread percentage.", ge=1, le=100)] | None = None
     mig_profile: Annotated[str, field("MIG profile, such as 1g.5gb.")] | None = None
-    generation: Annotated[int, field("Raised with each change to this reservation.", ge=1)] = 1
+    generation: Annotated[
+        int,
+        field(
+            "Number of this reservation, larger than that of any earlier one of the same pod: reports name it.", ge=1
+        ),
+    ] = 1
     reserved_at: Annotated[str, field("When it was made, RFC 3339.")] = ""
     deadline: Annotated[str, field("When it lapses unless its pod is bound, RFC 3339.")] = ""
     tenant: Annotated[TenantProfile, field("What the decision counted with.")] = TenantProfile()
