@@ -96,7 +96,7 @@ def _mount(mount: Mount) -> dict[str, Any]:
     return {
         "hostPath": mount.host_path,
         "containerPath": mount.container_path,
-        "options": ["rw", "nosuid", "nodev", "rbind"],
+        "options": ["ro" if mount.read_only else "rw", "nosuid", "nodev", "rbind"],
     }
 
 

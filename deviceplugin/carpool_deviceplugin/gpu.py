@@ -121,6 +121,7 @@ class Mount:
 
     host_path: str
     container_path: str
+    read_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)

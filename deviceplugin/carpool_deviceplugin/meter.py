@@ -112,12 +112,12 @@ def _advance(use: Use, processes: Iterable[ProcessUse], earlier: Mapping[str, Pr
     steps = 0
     for p in processes:
         was = earlier.get(p.id)
-        busy += p.busy_s - (was.busy_s if was else 0)
-        sm += p.sm_s - (was.sm_s if was else 0)
-        dram += p.dram_s - (was.dram_s if was else 0)
-        energy += p.energy_j - (was.energy_j if was else 0)
-        steps += p.steps - (was.steps if was else 0)
-        steps_s += p.steps_s - (was.steps_s if was else 0)
+        busy += max(0, p.busy_s - (was.busy_s if was else 0))
+        sm += max(0, p.sm_s - (was.sm_s if was else 0))
+        dram += max(0, p.dram_s - (was.dram_s if was else 0))
+        energy += max(0, p.energy_j - (was.energy_j if was else 0))
+        steps += max(0, p.steps - (was.steps if was else 0))
+        steps_s += max(0, p.steps_s - (was.steps_s if was else 0))
     now = Rates(min(1.0, busy / elapsed_s), min(1.0, sm / elapsed_s), min(1.0, dram / elapsed_s), energy / elapsed_s)
     samples = use.samples + bool(busy or use.samples)
     weight = _weight(samples, elapsed_s)

@@ -19,7 +19,7 @@ from carpool_deviceplugin.gpu import DeviceError
 from carpool_deviceplugin.meter import Meter
 from carpool_deviceplugin.patience import Patient, Rhythm
 from carpool_deviceplugin.reporter import Reporter
-from carpool_deviceplugin.status import partition_of
+from carpool_deviceplugin.status import partition_of, presentable
 from carpool_deviceplugin.worker import GpuWorker
 
 
@@ -51,6 +51,7 @@ class Reconciler:
         self._node, self._api, self._clock, self._devices, self._rhythm = node, api, clock, devices, rhythm
         self._log = structlog.get_logger().bind(node=node)
         self.reporter = Reporter(node, api, clock, devices, rhythm, on_health=on_health, on_missing=self._create)
+        self._left_out: list[str] = []
         self.meters = {uuid: Meter(uuid) for uuid in devices.uuids}
         self._workers = {uuid: GpuWorker(uuid, devices, self._report, rhythm) for uuid in devices.uuids}
         self._patience = {uuid: Patient(f"GPU {uuid}", rhythm.step_deadline_s) for uuid in devices.uuids}
@@ -106,7 +107,11 @@ class Reconciler:
 
     def _report(self) -> None:
         tenants = [tenant for meter in self.meters.values() for tenant in meter.tenants()]
-        self.reporter.report(self.partitions, tenants)
+        fine, left_out = presentable(tenants, {r.pod_uid for r in self.reservations})
+        if left_out != self._left_out:
+            self._left_out = left_out
+            self._log.warning("tenants left out of the status", count=len(left_out), first=left_out[:3])
+        self.reporter.report(self.partitions, fine)
 
     async def _create(self) -> None:
         """Create the GpuNode, owned by the Node, so that it goes when the Node goes.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import structlog
 from carpool_core.keys import SIMULATED_PREFIX
 from carpool_core.products import GpuProduct, UnknownProductError, find_product
 from carpool_core.resources.node import Device
@@ -70,7 +71,7 @@ def parse_inventory(text: str) -> list[GpuProduct]:
 def _as_device_error() -> Iterator[None]:
     try:
         yield
-    except (SimulatedGpuError, OSError) as e:
+    except (SimulatedGpuError, OSError, ValueError) as e:
         raise DeviceError(str(e)) from e
 
 
@@ -97,6 +98,8 @@ class SimulatedDevices:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._mps = state_dir / "mps"
+        self._log = structlog.get_logger().bind(node=node)
+        self._told: dict[GpuUuid, tuple[str, ...]] = {}
         self._facts: dict[GpuUuid, Facts] = {}
         self._products: dict[GpuUuid, GpuProduct] = {}
         self._devices: dict[GpuUuid, SimulatedDevice] = {}
@@ -145,7 +148,6 @@ class SimulatedDevices:
             facts = device.facts()
             held, problems = device.held()
             mode = _mode_of(device, in_use=bool(held or problems))
-        wrong = self._wrong(uuid, facts) or "; ".join(problems)
         return GpuActual(
             uuid=uuid,
             usable_mib=facts.memory_mib - facts.reserved_mib,
@@ -154,7 +156,7 @@ class SimulatedDevices:
             mps_daemon=mode.mps_daemon,
             limits={PodUid(pod): Limits(x.memory_mib, x.thread_percentage) for pod, x in mode.limits.items()},
             tenants=frozenset(PodUid(h.claim.pod_uid) for h in held),
-            problem=wrong,
+            problem=self._wrong(uuid, facts),
         )
 
     def _wrong(self, uuid: GpuUuid, found: Facts) -> str:
@@ -195,7 +197,9 @@ class SimulatedDevices:
         """Read a GPU's counters."""
         facts = self._facts[uuid]
         with _as_device_error():
+            self._device(uuid).tidy()
             reading = self._device(uuid).reading()
+        self._tell(uuid, reading.problems)
         return Reading(
             at=reading.at,
             processes=tuple(
@@ -220,13 +224,22 @@ class SimulatedDevices:
             energy_j=reading.energy_j,
         )
 
+    def _tell(self, uuid: GpuUuid, problems: tuple[str, ...]) -> None:
+        """A bad claim is its own pod's affair: it is named, and the GPU stays as healthy as it is."""
+        if problems != self._told.get(uuid, ()):
+            self._told[uuid] = problems
+            self._log.warning("claims ignored", gpu=uuid, count=len(problems), first=[*problems[:3]])
+
     def access(self, uuid: GpuUuid) -> Access:
         """Return what brings the GPU into a container."""
         directory = self._device(uuid).directory
         return Access(
             env={"CARPOOL_SIMULATED_GPUS_DIR": CONTAINER_GPUS},
-            mounts=(Mount(str(directory), f"{CONTAINER_GPUS}/{uuid}"),),
-            mps_pipe=Mount(str(self._mps / uuid), CONTAINER_MPS),
+            mounts=(
+                Mount(str(directory), f"{CONTAINER_GPUS}/{uuid}", read_only=True),
+                Mount(str(directory / "claims"), f"{CONTAINER_GPUS}/{uuid}/claims"),
+            ),
+            mps_pipe=Mount(str(self._mps / uuid), CONTAINER_MPS, read_only=True),
         )
 
 

@@ -1,19 +1,22 @@
 """What the agent writes into `GpuNode.status`. Pure."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from datetime import datetime
 from typing import Literal
 
 import msgspec
 from carpool_core.clock import rfc3339
 from carpool_core.resources.meta import Condition
-from carpool_core.resources.node import Device, GpuNodeStatus, NodeSummary, Partition, Reservation
+from carpool_core.resources.node import Device, GpuNodeStatus, NodeSummary, Partition, Reservation, Tenant
 from carpool_core.values import DeviceHealth, GpuUuid, PartitionState, PodUid
 
 from carpool_deviceplugin.worker import FAILED, PREPARING, READY, Outcome
 
-_LONGEST, _LONGEST_COLUMN = 4096, 512
+_LONGEST, _LONGEST_COLUMN, _LONGEST_UID = 4096, 512, 253
+_MOST_TENANTS = 1024
+_LARGEST = 1e12
+"""In whatever unit: beyond all that a GPU could be measured to do."""
 
 
 def partition_of(reservation: Reservation, outcomes: Mapping[GpuUuid, Mapping[PodUid, Outcome]]) -> Partition:
@@ -65,6 +68,39 @@ def summarise(devices: Sequence[Device], partitions: Iterable[Partition]) -> Nod
         tenants=sum(p.state is READY for p in partitions),
         memory=", ".join(sizes),
     )
+
+
+def presentable(tenants: Iterable[Tenant], reserved: Set[PodUid]) -> tuple[list[Tenant], list[str]]:
+    """Leave out what the API server would refuse, or what no machine can have: one tenant must not keep others waiting.
+
+    Args:
+        tenants: As measured.
+        reserved: Pods with a reservation; they come first where there are too many.
+
+    Returns:
+        The tenants that can be written, and for each other one why it was left out.
+    """
+    fine: list[Tenant] = []
+    left_out: list[str] = []
+    for tenant in sorted(tenants, key=lambda t: t.pod_uid not in reserved):
+        if why := "too many tenants" if len(fine) >= _MOST_TENANTS else _unpresentable(tenant):
+            left_out.append(f"{tenant.pod_uid[:64]!a} on {tenant.gpu_uuid}: {why}")
+        else:
+            fine.append(tenant)
+    return sorted(fine, key=lambda t: (t.gpu_uuid, t.pod_uid)), left_out
+
+
+def _unpresentable(tenant: Tenant) -> str:
+    measures = (tenant.gpu_util_percent, tenant.sm_active_ratio, tenant.power_w, tenant.step_time_seconds)
+    if not all(0 <= m <= _LARGEST for m in measures if m is not None):
+        return f"expected measures from 0 to {_LARGEST:g}, found {measures}"
+    if max(tenant.memory_mib, tenant.peak_memory_mib) > _LARGEST or len(tenant.pod_uid) > _LONGEST_UID:
+        return f"expected a UID and at most {_LARGEST:g} MiB, found {tenant.peak_memory_mib} MiB"
+    try:
+        msgspec.json.decode(msgspec.json.encode(tenant), type=Tenant)
+    except (msgspec.ValidationError, UnicodeEncodeError) as e:
+        return str(e)
+    return ""
 
 
 def as_patch(status: GpuNodeStatus) -> dict[str, object]:

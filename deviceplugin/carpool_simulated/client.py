@@ -60,7 +60,6 @@ class Gpu:
         self._handle = -1
         self._set_by_daemon = Limit()
         with state.locked(device.directory):
-            device.reap()
             self._facts = device.facts()
             self.mode = device.admit(environment.pod_uid, environment.pipe_directory).mode
             self._claim = Claim(environment.pod_uid, self._pid, clock(), memory_mib=0, peak_memory_mib=0)
@@ -155,7 +154,6 @@ class Gpu:
         if not (math.isfinite(mib) and mib > 0):
             raise ValueError(f"expected a positive number of MiB to allocate, found {mib!r}")
         with self._alive(), state.locked(self._device.directory):
-            self._device.reap()
             self._make_room(math.ceil(mib))
             self._claim.memory_mib += math.ceil(mib)
             self._claim.peak_memory_mib = max(self._claim.peak_memory_mib, self._claim.memory_mib)
@@ -253,10 +251,8 @@ class Gpu:
         """Give everything back. Ending the process, in whatever way, does the same."""
         if self._handle < 0 or os.getpid() != self._pid:
             return
-        with state.locked(self._device.directory):
-            os.close(self._handle)
-            self._handle = -1
-            self._device.reap()
+        os.close(self._handle)  # the claim is dead by this; the agent removes it
+        self._handle = -1
 
     def __enter__(self) -> "Gpu":
         return self

@@ -11,6 +11,7 @@ from carpool_simulated.errors import DeviceStateError, DeviceUnavailableError, M
 from carpool_simulated.physics import Activity, dynamic_power_w
 from carpool_simulated.state import IDLE, Claim, Facts, Limit, Mode, Totals
 
+_TIDY_S = 0.1
 MPS_CONTROL = "control"
 """In an MPS pipe directory: the file that says that its daemon runs, and for which device."""
 
@@ -31,7 +32,7 @@ class Reading:
     """Monotonic time, in seconds."""
     claims: tuple[Held, ...]
     problems: tuple[str, ...]
-    """Claims of living processes that cannot be read, a sentence each."""
+    """Claims of living processes that cannot be read and what is no claim at all, a sentence each."""
     energy_j: float
     """Since the device appeared; never falls while the device lives."""
     power_w: float
@@ -40,6 +41,18 @@ class Reading:
     def used_mib(self) -> int:
         """Memory in use by processes."""
         return sum(held.claim.memory_mib for held in self.claims)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What stands in the directory of claims."""
+
+    held: list[Held]
+    dead: list[Path]
+    unreadable: list[str]
+    """Claims of living processes: they occupy the device, nobody can say how much of it."""
+    foreign: list[str]
+    """What no process could hold. It counts for nothing: who put it there could as well have made no claim."""
 
 
 class Device:
@@ -58,11 +71,10 @@ class Device:
     def create(self, facts: Facts) -> None:
         """Make the device, or what is missing of it; what is there is left as it is."""
         self.claims_directory.mkdir(parents=True, exist_ok=True)
-        for path in (self.directory, self.claims_directory):
-            path.chmod(0o777)  # containers run as any user
-        lock = self.directory / "lock"
-        lock.touch()
-        lock.chmod(0o666)
+        self.directory.chmod(0o755)
+        self.claims_directory.chmod(0o777)  # containers run as any user
+        if not (self.directory / "lock").exists():
+            state.write_text(self.directory / "lock", "")
         if not (self.directory / "totals.json").exists():
             state.write_totals(self.directory, Totals(since=self._clock()))
         if not (self.directory / "mode.json").exists():
@@ -80,33 +92,50 @@ class Device:
 
     def held(self) -> tuple[list[Held], list[str]]:
         """Return the claims of living processes, and what is wrong with those that cannot be read."""
-        found: list[Held] = []
-        problems: list[str] = []
+        seen = self._look()
+        return seen.held, seen.unreadable
+
+    def _look(self) -> "_Seen":
+        seen = _Seen([], [], [], [])
         for path in sorted(self.claims_directory.glob("*.claim")):
-            if not state.is_held(path):
+            try:
+                is_held = state.is_held(path)
+            except DeviceStateError as e:
+                seen.foreign.append(str(e))
+                continue
+            if not is_held:
+                seen.dead.append(path)
                 continue
             try:
-                found.append(Held(path.stem, state.read_claim(path)))
+                seen.held.append(Held(path.stem, state.read_claim(path)))
             except DeviceStateError as e:
                 if path.exists():
-                    problems.append(str(e))
-        return found, problems
+                    seen.unreadable.append(str(e))
+        return seen
 
-    def reap(self) -> int:
-        """Remove the claims of dead processes and return how many. The caller holds the lock."""
+    def reap(self) -> None:
+        """Remove what dead processes left, and what no process can hold. The agent's; the caller holds the lock."""
         for path in self.claims_directory.glob("*.new"):
-            path.unlink()  # who makes a claim holds the lock: this one's process died in between
-        dead = [path for path in self.claims_directory.glob("*.claim") if not state.is_held(path)]
-        if not dead:
-            return 0
+            with suppress(OSError):  # a folder: in nobody's way
+                path.unlink()  # who makes a claim holds the lock: this one's process died in between
         energy_j = 0.0
-        for path in dead:
-            with suppress(DeviceStateError):  # nobody can say any more what it used
-                energy_j += state.read_claim(path).energy_j
-            path.unlink(missing_ok=True)
-        totals = self._totals()
-        state.write_totals(self.directory, replace(totals, energy_j=totals.energy_j + energy_j))
-        return len(dead)
+        for path in sorted(self.claims_directory.glob("*.claim")):
+            with suppress(DeviceStateError):
+                if state.is_held(path):
+                    continue
+                energy_j += state.read_claim(path).energy_j  # unreadable: nobody can say any more what it used
+            with suppress(OSError):
+                path.unlink()
+        if energy_j:
+            totals = self._totals()
+            state.write_totals(self.directory, replace(totals, energy_j=totals.energy_j + energy_j))
+
+    def tidy(self) -> None:
+        """Remove what dead processes left, where nobody keeps the lock. The agent's."""
+        if not any(not state.is_claimed(path) for path in self.claims_directory.iterdir()):
+            return
+        with suppress(DeviceUnavailableError), state.locked(self.directory, timeout_s=_TIDY_S):
+            self.reap()
 
     def _totals(self) -> Totals:
         """A lost energy counter must not keep anybody from the device: it starts again."""
@@ -120,17 +149,20 @@ class Device:
         """Return what NVML would tell now; raises DeviceStateError where `device.json` is corrupt. Takes no lock."""
         facts, now = self.facts(), self._clock()
         totals = self._totals()
-        held, problems = self.held()
+        seen = self._look()
         dynamic = energy = 0.0
-        for claim in (h.claim for h in held):
+        for path in seen.dead:  # until somebody has added them to the totals
+            with suppress(DeviceStateError):
+                energy += state.read_claim(path).energy_j
+        for claim in (h.claim for h in seen.held):
             energy += claim.energy_j
             if claim.busy_until > now:
                 activity = Activity(claim.gpu_util, claim.sm_active, claim.dram_active)
                 dynamic += dynamic_power_w(activity, idle_w=facts.idle_power_w, limit_w=facts.power_limit_w)
         return Reading(
             at=now,
-            claims=tuple(held),
-            problems=tuple(problems),
+            claims=tuple(seen.held),
+            problems=(*seen.unreadable, *seen.foreign),
             energy_j=totals.energy_j + energy + facts.idle_power_w * (now - totals.since),
             power_w=min(facts.power_limit_w, facts.idle_power_w + dynamic),
         )
@@ -178,7 +210,7 @@ class Device:
                 raise DeviceUnavailableError(f"{self.directory.name}: expected mode MPS, found {mode.mode}; change it")
             pipe_directory.mkdir(parents=True, exist_ok=True)
             pipe_directory.chmod(0o755)
-            (pipe_directory / MPS_CONTROL).write_text(self.directory.name + "\n")
+            state.write_text(pipe_directory / MPS_CONTROL, self.directory.name + "\n")
             state.write_mode(self.directory, replace(mode, mps_daemon=True))
 
     def stop_mps(self, pipe_directory: Path) -> None:

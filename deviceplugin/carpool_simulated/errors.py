@@ -8,6 +8,7 @@ SimulatedGpuError             a RuntimeError, as all errors of CUDA are in PyTor
 └── DeviceStateError          a file of the device does not hold what it should
 """
 
+import os
 from pathlib import Path
 
 
@@ -35,7 +36,9 @@ class DeviceStateError(SimulatedGpuError):
     """A file of a device does not hold what it should."""
 
     def __init__(self, path: Path, *, expected: str, found: str, do: str) -> None:
-        super().__init__(f"{path}: expected {expected}, found {found}; {do}")
+        # Whoever names a file chooses its bytes; not all of them can be sent on.
+        name = os.fsencode(path).decode(errors="backslashreplace")
+        super().__init__(f"{name}: expected {expected}, found {found}; {do}")
         self.path = path
         self.expected = expected
         self.found = found

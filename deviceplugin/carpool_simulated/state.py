@@ -7,15 +7,21 @@
                   claims/*.claim one for each process, which holds an exclusive flock on it for as long as it lives
 
 The kernel releases a flock when its process dies, however it dies, and flocks work between containers through a bind
-mount: so a claim without a lock is dead, and whoever looks next removes it. Readers need no lock: JSON files are
-replaced whole, and a claim carries a checksum, so that a half-written one is read again.
+mount: so a claim without a lock is dead, and the agent removes it. Readers need no lock: JSON files are replaced whole,
+and a claim carries a checksum, so that a half-written one is read again.
+
+Containers may write in `claims` only, and may write anything there. What they leave is taken for a claim where it is a
+regular file of a sensible size with sensible values; whatever else it is concerns nobody but its own pod.
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import math
 import os
+import re
+import stat
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -30,6 +36,11 @@ T = TypeVar("T")
 IDLE = "Idle"
 MODES = (IDLE, "Exclusive", "TimeSlicing", "MPS")
 _READS = 20
+_POD_UID = re.compile(r"[A-Za-z0-9._-]{1,253}")
+_LARGEST_CLAIM = 65_536
+_MOST = 2**40
+"""No counter of a claim comes near it, and sums of them stay far below what JSON and int64 hold."""
+_RATIOS = ("gpu_util", "sm_active", "dram_active")
 _LOCK_TIMEOUT_S = 5.0
 
 
@@ -143,17 +154,29 @@ def read_json(path: Path, do: str) -> object:
         raise DeviceStateError(path, expected="a file", found="nothing", do=do) from e
     except OSError as e:
         raise DeviceStateError(path, expected="a file that can be read", found=str(e), do=do) from e
+    return _parsed(text, path, do)
+
+
+def _parsed(text: bytes, path: Path, do: str) -> object:
     try:
         return json.loads(text)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise DeviceStateError(path, expected="JSON", found=repr(text[:60]), do=do) from e
 
 
 def write_json(path: Path, value: object) -> None:
     """Replace a file whole: readers see the old or the new one."""
+    write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file whole; nothing that somebody put in its place is followed."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(value, indent=1) + "\n")
-    temporary.chmod(0o666)
+    temporary.unlink(missing_ok=True)
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    with os.fdopen(handle, "w") as file:
+        os.fchmod(handle, 0o644)  # whatever the umask: containers run as any user
+        file.write(text)
     temporary.replace(path)
 
 
@@ -209,23 +232,58 @@ def read_claim(path: Path) -> Claim:
     do = "end its process; nobody else is affected"
     for _ in range(_READS):
         try:
-            line = path.read_bytes().partition(b"\n")[0]
+            line = _read_regular(path).partition(b"\n")[0]
         except FileNotFoundError as e:
             raise DeviceStateError(path, expected="a claim", found="nothing: its process has ended", do=do) from e
         except OSError as e:
             raise DeviceStateError(path, expected="a claim that can be read", found=str(e), do=do) from e
         checksum, _, body = line.partition(b" ")
         if checksum == b"%08x" % zlib.crc32(body) and body:
-            return _checked(Claim, json.loads(body), path, do)
+            return _sensible(_checked(Claim, _parsed(body, path, do), path, do), path, do)
     raise DeviceStateError(path, expected="a checksum and a claim as JSON", found=repr(line[:60]), do=do)
 
 
+def _sensible(claim: Claim, path: Path, do: str) -> Claim:
+    if not _POD_UID.fullmatch(claim.pod_uid):
+        raise DeviceStateError(path, expected="'pod_uid' to be a UID", found=ascii(claim.pod_uid[:60]), do=do)
+    for name, value in asdict(claim).items():
+        most = 1 if name in _RATIOS else _MOST
+        if name != "pod_uid" and not 0 <= value <= most:
+            raise DeviceStateError(path, expected=f"{name!r} from 0 to {most}", found=repr(value)[:60], do=do)
+    return claim
+
+
+def _open_regular(path: Path) -> int:
+    """Open a file to read that others may have put there: neither a link, nor anything that makes its reader wait.
+
+    Raises:
+        OSError: It cannot be opened, or is no regular file.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(handle).st_mode):
+        return handle
+    os.close(handle)
+    raise OSError(errno.EINVAL, "it is no regular file")
+
+
+def _read_regular(path: Path) -> bytes:
+    with os.fdopen(_open_regular(path), "rb") as file:
+        return file.read(_LARGEST_CLAIM)
+
+
 def is_held(path: Path) -> bool:
-    """Whether a living process holds the claim file."""
+    """Whether a living process holds the claim file.
+
+    Raises:
+        DeviceStateError: It is not a file that any process could hold as its claim.
+    """
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        handle = _open_regular(path)
     except FileNotFoundError:
         return False
+    except OSError as e:
+        do = "it counts for nothing, and the node agent will remove it"
+        raise DeviceStateError(path, expected="a regular file that can be read", found=str(e.strerror), do=do) from e
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -233,6 +291,14 @@ def is_held(path: Path) -> bool:
     finally:
         os.close(handle)
     return False
+
+
+def is_claimed(path: Path) -> bool:
+    """Whether this is the claim of a living process, and not something to be removed."""
+    try:
+        return path.suffix == ".claim" and is_held(path)
+    except DeviceStateError:
+        return False
 
 
 @contextlib.contextmanager
@@ -251,9 +317,9 @@ def locked(
     """
     path = directory / "lock"
     try:
-        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # containers see it read-only, which suffices for a flock
     except OSError as e:
-        do = "mount the device's directory writable; the node agent makes the file when it starts"
+        do = "mount the device's directory; the node agent makes the file when it starts"
         raise DeviceStateError(path, expected="a lock file", found=str(e), do=do) from e
     try:
         until = clock() + timeout_s

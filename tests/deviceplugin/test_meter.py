@@ -4,7 +4,7 @@ import pytest
 from carpool_core.resources.node import Tenant
 from carpool_core.values import GpuUuid, PodUid
 from carpool_deviceplugin.gpu import ProcessUse, Reading
-from carpool_deviceplugin.meter import Meter, worth_writing
+from carpool_deviceplugin.meter import Meter, Rates, worth_writing
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -81,6 +81,15 @@ def test_pod_with_a_process_is_never_forgotten() -> None:
     meter.sample(reading(0, process()))
     meter.keep(set())
     assert [t.pod_uid for t in meter.tenants()] == [A]
+
+
+def test_counters_that_fall_count_as_standing_still() -> None:
+    """Processes write their own counters; utilization and power below zero have no meaning."""
+    meter = Meter(GPU)
+    meter.sample(reading(0, process(busy_s=5, energy_j=100, steps=5, steps_s=5)))
+    meter.sample(reading(1, process()))
+    assert meter.tenants()[0].step_time_seconds is None
+    assert (meter.uses[A].energy_j, meter.uses[A].rates) == (0, Rates())
 
 
 def test_total_is_not_additive() -> None:

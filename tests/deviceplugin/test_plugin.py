@@ -123,7 +123,8 @@ async def test_container_gets_its_reservation(agent, kubelet, settings, kube, re
     found = edits(settings, "slot-7")
     assert found["env"]["CARPOOL_VISIBLE_GPUS"] == first
     assert found["env"]["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=9216M"
-    assert found["mounts"] == [str(settings.state_dir / "simulated" / first), str(settings.state_dir / "mps" / first)]
+    device = settings.state_dir / "simulated" / first
+    assert found["mounts"] == [str(device), str(device / "claims"), str(settings.state_dir / "mps" / first)]
     assert all_exist(found["mounts"])
 
 
@@ -142,8 +143,8 @@ async def test_slot_k_brings_gpu_k(agent, kubelet, settings, kube, reserve) -> N
     await place(kube, reserve("a", second, first, mode=EXCLUSIVE))
     await kubelet.admit("a", "slot-5", "slot-2")
     await kubelet.start_container("a")
-    assert edits(settings, "slot-2")["mounts"] == [str(settings.state_dir / "simulated" / second)]
-    assert edits(settings, "slot-5")["mounts"] == [str(settings.state_dir / "simulated" / first)]
+    assert edits(settings, "slot-2")["mounts"][0] == str(settings.state_dir / "simulated" / second)
+    assert edits(settings, "slot-5")["mounts"][0] == str(settings.state_dir / "simulated" / first)
     assert edits(settings, "slot-2")["env"]["CARPOOL_VISIBLE_GPUS"] == f"{second},{first}"
 
 
