@@ -9,6 +9,8 @@ import jsonschema
 import pytest
 import yaml
 from carpool_core.settings import LogFormat, LogLevel
+from carpool_deviceplugin.devices import NoDevicesError
+from carpool_deviceplugin.simulated import parse_inventory
 from carpool_extender.policies import POLICIES
 
 FOLDER = Path(__file__).parents[2] / "helm" / "carpool"
@@ -84,7 +86,7 @@ def test_the_schema_knows_the_policies_of_the_extender() -> None:
         ),
         pytest.param(
             {"nodeAgent": {"simulatedGpus": "A100"}},
-            "expected nodeAgent.simulatedGpus as PRODUCT:COUNT with a count of 1 to 99, several separated by commas, "
+            "expected nodeAgent.simulatedGpus as PRODUCT:COUNT with a count of 1 to 64, several separated by commas, "
             'such as "NVIDIA A100-SXM4-40GB:4"; found "A100".',
             id="simulated GPUs without a count",
         ),
@@ -144,6 +146,21 @@ def test_nothing_is_simulated_by_default(chart: Any) -> None:
 def test_simulated_gpus_are_given_to_the_agent_as_they_were_asked_for(render: Any) -> None:
     asked = "NVIDIA A100-SXM4-40GB:4,NVIDIA H100 80GB HBM3:2"
     assert render(nodeAgent={"simulatedGpus": asked}).environment("agent")["CARPOOL_SIMULATED_GPUS"] == asked
+
+
+@pytest.mark.parametrize("count", [0, 1, 9, 10, 59, 60, 64, 65, 99, 100])
+def test_the_chart_takes_as_many_simulated_gpus_as_the_agent(count: int) -> None:
+    """The chart let 65 to 99 through, and the agent ended with them."""
+    template = (FOLDER / "templates" / "node-agent" / "daemonset.yaml").read_text()
+    pattern = re.search(r'regexMatch "(.+?)" \$simulated', template)
+    assert pattern
+    asked = f"Tesla T4:1,Tesla T4:{count}"
+    taken = True
+    try:
+        parse_inventory(asked)
+    except NoDevicesError:
+        taken = False
+    assert bool(re.match(pattern[1], asked)) is taken
 
 
 def test_no_registry_is_named() -> None:
