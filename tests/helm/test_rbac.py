@@ -11,7 +11,7 @@ READ = {"get", "list", "watch"}
 OWN = {
     "carpool-operator": {
         "carpool.dev/gputrainingjobs": READ | {"delete"},
-        "carpool.dev/gputrainingjobs/status": {"patch", "update"},
+        "carpool.dev/gputrainingjobs/status": {"patch"},
         "carpool.dev/gpunodes": READ,
         "pods": READ | {"create", "delete"},
         "events": {"create", "get", "patch"},
@@ -21,13 +21,13 @@ OWN = {
         "carpool.dev/gpunodes": READ | {"patch"},
         "pods": READ,
         "pods/binding": {"create"},
-        "nodes": {"get", "patch"},
+        "nodes": {"patch"},
         "events": {"create", "get", "patch"},
     },
     "carpool-node-agent": {
         "carpool.dev/gpunodes": READ | {"create"},
         "carpool.dev/gpunodes/status": {"patch"},
-        "pods": READ,
+        "pods": {"list", "watch"},
         "nodes": {"get"},
     },
 }

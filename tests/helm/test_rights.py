@@ -49,7 +49,7 @@ RESOURCES = (
 ALLOWED = {
     "carpool-operator": {
         "carpool.dev/gputrainingjobs": READ | {"delete"},
-        "carpool.dev/gputrainingjobs/status": {"patch", "update"},
+        "carpool.dev/gputrainingjobs/status": {"patch"},
         "carpool.dev/gpunodes": READ,
         "pods": READ | {"create", "delete"},
         "events": {"create", "get", "patch"},
@@ -57,7 +57,7 @@ ALLOWED = {
     "carpool-node-agent": {
         "carpool.dev/gpunodes": READ | {"create"},
         "carpool.dev/gpunodes/status": {"patch"},
-        "pods": READ,
+        "pods": {"list", "watch"},
         "nodes": {"get"},
     },
     # With what the stock scheduler's own roles give.
