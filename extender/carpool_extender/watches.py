@@ -17,6 +17,9 @@ from carpool_core.values import JobUid, PodUid
 
 from carpool_extender.cluster import Cluster
 
+DELETED_REMEMBERED = 1024
+"""UIDs of deleted GpuNodes that are remembered: more than can be deleted while one answer is on its way."""
+
 
 class _Wire(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """Camel-cased, partial view of an object."""
@@ -67,6 +70,7 @@ class Watches:
         self._jobs_by_uid: dict[JobUid, JobRow] = {}
         self._pods_by_uid: dict[PodUid, Pod] = {}
         self._stirred: dict[str, asyncio.Event] = {}
+        self._deleted: dict[str, None] = {}
         self._on_node: list[Callable[[GpuNode | None, GpuNode | None], None]] = []
         self._on_pod_end: list[Callable[[Pod], None]] = []
 
@@ -87,7 +91,9 @@ class Watches:
         self._on_pod_end.append(callback)
 
     def take(self, node: GpuNode) -> None:
-        """Take in a GpuNode that an answer brought, before the watch does."""
+        """Take in a GpuNode that an answer brought, before the watch does; not one whose end the watch has told."""
+        if node.metadata.uid in self._deleted:
+            return
         self.cluster.apply(node)
         self._stir(node.metadata.name)
 
@@ -128,16 +134,25 @@ class Watches:
         }
 
     def _node_changed(self, old: GpuNode | None, new: GpuNode | None) -> None:
+        if old is not None and (new is None or new.metadata.uid != old.metadata.uid):
+            self._forget(old)
         if new is not None:
             self.cluster.apply(new)
-        elif old is not None:
-            self.cluster.remove(old.metadata.name)
         some = new or old
         if some is not None:
             self._stir(some.metadata.name)
         if self._nodes.store.synced:
             for callback in self._on_node:
                 callback(old, new)
+
+    def _forget(self, node: GpuNode) -> None:
+        """Forget a GpuNode that was deleted; an answer may have brought the next of its name already."""
+        self._deleted[node.metadata.uid] = None
+        if len(self._deleted) > DELETED_REMEMBERED:
+            self._deleted.pop(next(iter(self._deleted)))
+        known = self.cluster.node(node.metadata.name)
+        if known is not None and known.metadata.uid == node.metadata.uid:
+            self.cluster.remove(node.metadata.name)
 
     def _stir(self, name: str) -> None:
         if (event := self._stirred.pop(name, None)) is not None:

@@ -1,0 +1,69 @@
+"""Answers and the watch tell of the same GpuNodes, in any order."""
+
+import asyncio
+
+import msgspec
+import pytest
+from carpool_core.kube.api import GPU_NODES
+from carpool_core.resources.node import GpuNode
+from carpool_core.testing.clock import FakeClock
+from carpool_core.testing.kube import FakeKube
+from carpool_extender.cluster import Cluster
+from carpool_extender.testing import gpu_node, seed_node, tenant, until
+from carpool_extender.watches import Watches
+
+
+@pytest.fixture
+async def world():
+    kube = FakeKube(FakeClock())
+    seed_node(kube, gpu_node("a"))
+    watches = Watches(kube, FakeClock(), Cluster())
+    task = asyncio.create_task(watches.run())
+    await watches.wait_synced()
+    yield kube, watches
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def again(name="a", devices=2):
+    """A GpuNode of the same name, created after the other was deleted."""
+    node = gpu_node(name, devices)
+    return msgspec.structs.replace(node, metadata=msgspec.structs.replace(node.metadata, uid=f"second-uid-of-{name}"))
+
+
+async def answer(kube):
+    """An answer that is still on its way: the GpuNode as it was when the server wrote it."""
+    return await kube.get(GPU_NODES, "a", GpuNode)
+
+
+async def test_an_answer_after_the_deletion_revives_nothing(world):
+    kube, watches = world
+    late = await answer(kube)
+    await kube.delete(GPU_NODES, "a")
+    await until(lambda: watches.cluster.node("a") is None)
+    watches.take(late)
+    assert watches.cluster.node("a") is None
+    assert not watches.cluster.view().columns.alive.any()
+
+
+@pytest.mark.parametrize("relisted", [False, True])
+async def test_an_answer_about_the_node_before_does_not_replace_the_one_now(world, relisted):
+    kube, watches = world
+    late = msgspec.structs.replace(await answer(kube), spec=gpu_node("a", 1, [tenant("x", ["GPU-a-0"])]).spec)
+    if relisted:
+        kube.compact()  # the watch sees neither the end nor the beginning, only another object in its next list
+    await kube.delete(GPU_NODES, "a")
+    kube.seed(GPU_NODES, again())
+    await until(lambda: watches.cluster.node("a") is not None and len(watches.cluster.node("a").status.devices) == 2)
+    watches.take(late)
+    assert watches.cluster.node("a").metadata.uid == "second-uid-of-a"
+    assert watches.cluster.holders("pod-x") == []
+
+
+async def test_the_next_node_is_kept_when_the_end_of_the_one_before_comes_late(world):
+    (kube, watches), ends = world, []
+    watches.on_node(lambda old, new: ends.append(old.metadata.uid) if new is None else None)
+    await kube.delete(GPU_NODES, "a")
+    watches.take(again())
+    await until(lambda: ends == ["uid-of-a"])
+    assert watches.cluster.node("a").metadata.uid == "second-uid-of-a"
