@@ -5,6 +5,7 @@ created, *Running* once all of them were seen. So a pod that is missing while Cr
 name makes that harmless), and a pod that is missing while Running was deleted by somebody.
 """
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -13,7 +14,7 @@ from itertools import takewhile
 import msgspec
 from carpool_core.clock import parse_rfc3339, rfc3339
 from carpool_core.kube.pods import Pod
-from carpool_core.resources.job import Attempt, JobStatus
+from carpool_core.resources.job import Attempt, JobSpec, JobStatus, RunPolicy
 
 from carpool_operator.outcomes import TAKEN_AWAY, Outcome
 from carpool_operator.pods import attempt_of
@@ -66,9 +67,16 @@ def with_attempt(status: JobStatus, attempt: Attempt) -> JobStatus:
     return msgspec.structs.replace(status, attempts=kept)
 
 
-def begun(last: Attempt | None, now: datetime) -> Attempt:
+def begun(last: Attempt | None, spec: JobSpec, now: datetime) -> Attempt:
     """Begin the attempt after `last`."""
-    return Attempt(number=1 if last is None else last.number + 1, started_at=rfc3339(now), outcome=CREATING)
+    number = 1 if last is None else last.number + 1
+    return Attempt(number=number, started_at=rfc3339(now), outcome=CREATING, spec_digest=spec_digest(spec))
+
+
+def spec_digest(spec: JobSpec) -> str:
+    """Digest of what pods and their places are decided by: the spec but for `runPolicy`, which applies at any time."""
+    decisive = msgspec.structs.replace(spec, run_policy=RunPolicy())
+    return "sha256:" + hashlib.sha256(msgspec.json.encode(decisive, order="sorted")).hexdigest()
 
 
 def ended(attempt: Attempt, outcome: str, message: str, now: datetime) -> Attempt:

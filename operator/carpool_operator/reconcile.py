@@ -106,9 +106,9 @@ def _continue(draft: Draft, attempt: Attempt | None, pods: list[Pod], *, is_pred
         draft.fail("DeadlineExceeded", message, active)
     elif refusal is not None and refusal.is_final:
         draft.fail(refusal.reason, refusal.message, active)
-    elif active is not None and _is_outdated(draft, pods):
-        generation = draft.job.metadata.generation
-        changed = f"the spec changed before every worker was placed, to generation {generation}"
+    elif active is not None and _is_outdated(draft, active):
+        draft.set(placement=[])  # it would keep the spec from being changed further
+        changed = f"the spec changed, to generation {draft.job.metadata.generation}, after its pods were built"
         _end(draft, active, Outcome(attempts.SPEC_CHANGED, changed, charged=False))
     else:
         _resume(draft)
@@ -127,10 +127,15 @@ def _try_with_demand(draft: Draft, active: Attempt | None, pods: list[Pod], *, i
         _begin(draft, demand)
 
 
-def _is_outdated(draft: Draft, pods: list[Pod]) -> bool:
-    """Whether pods that have no node yet were built from an older spec; once placed, the spec is immutable."""
-    seen, present = draft.status.observed_generation, draft.job.metadata.generation
-    return 0 < seen < present and not any(pod.spec.node_name for pod in pods)
+def _is_outdated(draft: Draft, attempt: Attempt) -> bool:
+    """Whether an attempt's pods come from an older spec.
+
+    The API server keeps the spec from changing only once the placement is in the status, and pods are bound before
+    that. An attempt without a digest, of a lost status or an older version, is left alone; so is one whose digest
+    differs although the spec never changed, which a new version's encoding may cause.
+    """
+    has_changed = draft.status.observed_generation < draft.job.metadata.generation
+    return has_changed and attempt.spec_digest not in ("", attempts.spec_digest(draft.job.spec))
 
 
 def _all_succeeded(draft: Draft, pods: list[Pod]) -> bool:
@@ -197,7 +202,7 @@ def _begin(draft: Draft, demand: Demand) -> None:
     if never is not None:
         _report_never(draft, never)
         return
-    attempt = attempts.begun(last, snapshot.now)
+    attempt = attempts.begun(last, draft.job.spec, snapshot.now)
     draft.status = attempts.with_attempt(draft.status, attempt)
     draft.set(placement=[])
     _follow(draft, attempt, [], demand)

@@ -10,6 +10,7 @@ from carpool_core.clock import rfc3339
 from carpool_core.resources.job import GpuTrainingJob, JobStatus
 from carpool_core.resources.meta import Condition
 from carpool_operator.actions import CreatePod, Decision, DeleteJob, DeletePod, Predict, RecordEvent, WriteStatus
+from carpool_operator.attempts import spec_digest
 from carpool_operator.conditions import find
 from carpool_operator.reconcile import reconcile
 from carpool_operator.snapshot import Refusal, Snapshot
@@ -335,23 +336,53 @@ def test_observed_peak_never_falls_and_slowdown_is_told() -> None:
     assert status_of(after, msgspec.structs.replace(of, status=status_of(decision, of))).observed == seen
 
 
+def edited(of: GpuTrainingJob, **spec: Any) -> GpuTrainingJob:
+    """A job after its user has changed its spec: the attempt under way knows which spec it was built from."""
+    digest = spec_digest(of.spec)
+    tried = [msgspec.structs.replace(a, spec_digest=digest) for a in of.status.attempts]
+    after = predicted_job(**spec)
+    metadata = msgspec.structs.replace(after.metadata, generation=3)
+    return msgspec.structs.replace(after, metadata=metadata, status=msgspec.structs.replace(of.status, attempts=tried))
+
+
 def test_spec_changed_before_placement_begins_again_with_new_pods() -> None:
-    of = predicted_job(workers=1)
-    changed = msgspec.structs.replace(of, metadata=msgspec.structs.replace(of.metadata, generation=3))
+    changed = edited(predicted_job(workers=2), workers=1)
     before = snapshot(changed, pods=(pod(0), pod(1)))
     decision = reconcile(before)
     status = status_of(decision, changed)
     assert (status.attempts[0].outcome, status.restarts) == ("SpecChanged", 0)
     assert deleted(decision) == ["x-worker-1-1", "x-worker-0-1"]
+    after = again(before, decision, pods=())
+    assert created(after) == ["x-worker-0-2"]
+    assert status_of(after, changed).attempts[-1].spec_digest == spec_digest(changed.spec)
+
+
+def test_run_policy_changed_leaves_a_queued_attempt_alone() -> None:
+    """Regression: raising backoffLimit of a job that had waited for a GPU sent it back to the end of the queue."""
+    changed = edited(predicted_job(), runPolicy={"backoffLimit": 9, "activeDeadlineSeconds": 3600})
+    decision = reconcile(snapshot(changed, pods=(pod(),)))
+    assert deleted(decision) == []
+    status = status_of(decision, changed)
+    assert (status.attempts[0].outcome, status.observed_generation) == ("Running", 3)
+
+
+@pytest.mark.parametrize("phase", ["Pending", "Running"])
+def test_spec_changed_between_binding_and_placement_begins_again(phase: str) -> None:
+    """Regression: a bound pod of the old spec went on under the new one, as nothing had locked the spec yet."""
+    changed = edited(predicted_job(), memory={"limit": "8Gi"})
+    bound = pod(phase=phase, nodeName="n1")
+    before = snapshot(changed, pods=(bound,), nodes=(node(reservation("pod-0-1")),))
+    decision = reconcile(before)
+    status = status_of(decision, changed)
+    assert (status.attempts[0].outcome, status.restarts, status.placement) == ("SpecChanged", 0, [])
+    assert deleted(decision) == ["x-worker-0-1"]
     assert created(again(before, decision, pods=())) == ["x-worker-0-2"]
 
 
-def test_spec_changed_after_placement_changes_nothing_that_runs() -> None:
-    of = predicted_job(runPolicy={"backoffLimit": 9})
-    changed = msgspec.structs.replace(of, metadata=msgspec.structs.replace(of.metadata, generation=3))
-    decision = reconcile(snapshot(changed, pods=(pod(phase="Running", nodeName="n1"),)))
+def test_digest_that_a_new_version_computes_otherwise_disturbs_nobody() -> None:
+    of = predicted_job(attempts=[{"number": 1, "outcome": "Running", "specDigest": "of another version"}])
+    decision = reconcile(snapshot(of, pods=(pod(phase="Running", nodeName="n1"),)))
     assert deleted(decision) == []
-    assert status_of(decision, changed).observed_generation == 3
 
 
 def test_suspended_job_loses_its_pods_and_comes_back_in_a_new_attempt() -> None:

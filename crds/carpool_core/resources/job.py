@@ -203,6 +203,13 @@ class Attempt(Resource, frozen=True, kw_only=True):
     ended_at: Annotated[str, field("When it ended, RFC 3339.")] | None = None
     outcome: Annotated[str, field("Running, Complete, or why it failed, one CamelCase word.")] = "Running"
     message: Annotated[str, field("A sentence for people.", max_length=4096)] = ""
+    spec_digest: Annotated[
+        str,
+        field(
+            "Digest of the spec without runPolicy that its pods were built from; another spec begins another attempt.",
+            max_length=128,
+        ),
+    ] = ""
 
 
 class Observed(Resource, frozen=True, kw_only=True):
