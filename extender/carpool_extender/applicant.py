@@ -58,6 +58,8 @@ class Applicant:
     demand: Demand
     policy: str | None = None
     """The job's own choice of a policy, where the site allows one."""
+    workers: int = 1
+    """Workers of the job, and so the most of its pods that may have reservations at a time."""
     _facts: dict[DeviceClass, ClassFacts] = field(default_factory=dict)
 
     def facts(self, kind: DeviceClass) -> ClassFacts:

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Container
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from weakref import WeakValueDictionary
 
 import msgspec
 import structlog
@@ -14,7 +15,7 @@ from carpool_core.kube.errors import Conflict, KubeError, NotFound, Refused, Ret
 from carpool_core.kube.events import EventRecorder
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.node import GpuNode, GpuNodeSpec, Reservation
-from carpool_core.values import PartitionState, PodUid
+from carpool_core.values import JobUid, PartitionState, PodUid
 
 from carpool_extender import ledger
 from carpool_extender.applicant import Applicant
@@ -24,7 +25,7 @@ from carpool_extender.decide import Rules, place, reservation
 from carpool_extender.telemetry import Telemetry
 from carpool_extender.watches import Watches
 from carpool_extender.wire import BindingArgs
-from carpool_extender.workloads import NotOurs, Workloads
+from carpool_extender.workloads import NotOurs, Workloads, too_many
 
 BINDING_TRIES = 3
 PAUSE_S = 0.2
@@ -79,6 +80,7 @@ class Binder:
         self._tools, self._watches, self._workloads, self._book = tools, watches, workloads, book
         self._rules, self._timeout_s = rules, timeout_s
         self._open: dict[PodUid, _Open] = {}
+        self._reserving: WeakValueDictionary[JobUid, asyncio.Lock] = WeakValueDictionary()
         self._log = structlog.get_logger()
 
     @property
@@ -121,7 +123,10 @@ class Binder:
             return
         _may_be_bound(pod, args)
         with self._tools.telemetry.step("reserve"):
-            reserved = await self._reserve(await self._workloads.of(pod), args)
+            applicant = await self._workloads.of(pod)
+            # One worker of a job after the other: two at once would not see each other's reservation.
+            async with self._reserving.setdefault(applicant.demand.job_uid, asyncio.Lock()):
+                reserved = await self._reserve(applicant, args)
         try:
             with self._tools.telemetry.step("prepare"):
                 await self._within_deadline(self._prepared(args, reserved), args, reserved)
@@ -162,6 +167,9 @@ class Binder:
             deadline = now + timedelta(seconds=self._timeout_s)
             if ledger.held(node.spec, uid) is not None:
                 return ledger.prolong(node.spec, uid, rfc3339(deadline))
+            crowd = self._watches.cluster.pods_of(applicant.demand.job_uid)
+            if (crowded := too_many(applicant, uid, crowd)) is not None:
+                raise Refusal(crowded)
             chosen = place(self._watches.cluster.view(), applicant, args.node, self._rules)
             if isinstance(chosen, str):
                 raise Refusal(chosen)

@@ -2,7 +2,7 @@
 
 from carpool_core.clock import parse_rfc3339
 from carpool_core.resources.node import GpuNode, Reservation, TenantProfile
-from carpool_core.values import DeviceHealth, GpuUuid, PodUid, Tenancy
+from carpool_core.values import DeviceHealth, GpuUuid, JobUid, PodUid, Tenancy
 
 from carpool_extender.view import CODES, NO_MODE, Columns, DeviceClass, TenantName, View, class_of, empty_columns
 
@@ -22,6 +22,7 @@ class Cluster:
         self._free: dict[int, list[slice]] = {}
         self._nodes: dict[str, GpuNode] = {}
         self._holders: dict[PodUid, set[str]] = {}
+        self._of_job: dict[JobUid, set[tuple[str, PodUid]]] = {}
         self._names: list[str] = []
         self._ids: dict[str, int] = {}
         self._classes: list[DeviceClass] = []
@@ -40,6 +41,10 @@ class Cluster:
     def holders(self, pod_uid: PodUid) -> list[str]:
         """Names of the nodes on which a pod has a reservation: none, or one; more only if two schedulers raced."""
         return sorted(self._holders.get(pod_uid, ()))
+
+    def pods_of(self, job_uid: JobUid) -> set[PodUid]:
+        """UIDs of the pods of a job that have reservations."""
+        return {pod for _, pod in self._of_job.get(job_uid, ())}
 
     def view(self) -> View:
         """Return the arrays as they are now."""
@@ -74,8 +79,13 @@ class Cluster:
             held.discard(name)
             if not held:
                 self._holders.pop(reservation.pod_uid, None)
+            pods = self._of_job.get(reservation.job_uid, set())
+            pods.discard((name, reservation.pod_uid))
+            if not pods:
+                self._of_job.pop(reservation.job_uid, None)
         for reservation in new.spec.reservations if new else ():
             self._holders.setdefault(reservation.pod_uid, set()).add(name)
+            self._of_job.setdefault(reservation.job_uid, set()).add((name, reservation.pod_uid))
 
     def _own_columns(self) -> Columns:
         """Return columns that may be written: copies, if a view looks at the present ones."""

@@ -19,7 +19,7 @@ from carpool_extender.wire import (
     PreemptionArgs,
     PreemptionResult,
 )
-from carpool_extender.workloads import NotOurs, Workloads
+from carpool_extender.workloads import NotOurs, Workloads, too_many
 
 
 class BadRequest(Exception):  # noqa: N818  # an answer about the request
@@ -46,6 +46,9 @@ class Service:
             node, deadline = held
             told = {name: held_elsewhere(node, deadline) for name in names if name != node}
             return FilterResult(node_names=[node] if node in names else [], failed_nodes=told)
+        crowd = self._watches.cluster.pods_of(applicant.demand.job_uid)
+        if (crowded := too_many(applicant, PodUid(args.pod.metadata.uid), crowd)) is not None:
+            return FilterResult(failed_nodes=dict.fromkeys(names, crowded))
         found = filter_nodes(self._watches.cluster.view(), applicant, names, self._rules)
         return FilterResult(
             node_names=found.fits, failed_nodes=found.refused, failed_and_unresolvable_nodes=found.unsuitable

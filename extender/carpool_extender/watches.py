@@ -28,6 +28,7 @@ class _Wire(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 class JobSpecRow(_Wire, frozen=True, kw_only=True):
     """Of a job's spec, what its demand depends on; templates and features are not kept."""
 
+    workers: int = 1
     gpus_per_worker: int = 1
     sharing: Sharing = Sharing()
     memory: MemoryOverride = MemoryOverride()

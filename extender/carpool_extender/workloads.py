@@ -1,5 +1,6 @@
 """From a pod to what it demands: only by way of the job that controls it, whose status no user can write."""
 
+import re
 from typing import cast
 
 from carpool_core.demand import Demand, demand_of
@@ -8,7 +9,7 @@ from carpool_core.kube.api import GPU_TRAINING_JOBS, KubeApi
 from carpool_core.kube.errors import Invalid, NotFound
 from carpool_core.kube.pods import Container, OwnerReference, Pod
 from carpool_core.resources.job import GpuTrainingJob
-from carpool_core.values import JobUid
+from carpool_core.values import JobUid, PodUid
 
 from carpool_extender.applicant import Applicant
 from carpool_extender.policies import UnknownPolicyError, find_policy
@@ -16,6 +17,7 @@ from carpool_extender.watches import JobRow, Watches
 
 ANNOTATION_POLICY = f"{DOMAIN}/policy"
 """On a job: the policy by which its place is chosen, where the site allows jobs to choose."""
+_WORKER = re.compile(r"(0|[1-9][0-9]{0,5})-[0-9]{1,9}", re.ASCII)
 REMEMBERED = 4096
 """Demands that are remembered, with what was worked out for each class of devices."""
 
@@ -46,6 +48,7 @@ class Workloads:
         """
         owner = controller_of(pod)
         job = await self._job(pod, owner)
+        _check_name(pod, job)
         applicant = self._applicant(job)
         asked, expected = gpus_asked(pod), applicant.demand.gpus
         if asked != expected:
@@ -77,8 +80,9 @@ class Workloads:
         if known is not None and known[0] == version and version:
             return known[1]
         demand, policy = _demand(job), policy_of(job, allowed=self._job_policies)
-        fresh = known is None or (known[1].demand, known[1].policy) != (demand, policy)
-        applicant = Applicant(demand, policy) if known is None or fresh else known[1]
+        workers = job.spec.workers
+        fresh = known is None or (known[1].demand, known[1].policy, known[1].workers) != (demand, policy, workers)
+        applicant = Applicant(demand, policy, workers) if known is None or fresh else known[1]
         self._known[uid] = (version, applicant)
         while len(self._known) > REMEMBERED:
             self._known.pop(next(iter(self._known)))
@@ -102,6 +106,37 @@ def controller_of(pod: Pod) -> OwnerReference:
 
 def _is_job(api_version: str, kind: str) -> bool:
     return kind == GPU_TRAINING_JOBS.kind and api_version.partition("/")[0] == DOMAIN
+
+
+def _check_name(pod: Pod, job: JobRow) -> None:
+    """NotOurs where a pod has another name than the operator gives: whoever may create pods may name any job as owner.
+
+    With the name, of which there is one at a time, goes the number of pods that a job can have.
+    """
+    prefix = f"{job.metadata.name}-worker-"
+    found = _WORKER.fullmatch(pod.metadata.name.removeprefix(prefix)) if pod.metadata.name.startswith(prefix) else None
+    if found is None or int(found[1]) >= job.spec.workers:
+        raise NotOurs(
+            f"NotAWorker: expected a pod of job {job.metadata.name} to be called {prefix}INDEX-ATTEMPT with an index "
+            f"below {job.spec.workers}, found {_name(pod)}; let the operator create the job's pods"
+        )
+
+
+def too_many(applicant: Applicant, pod_uid: PodUid, holders: set[PodUid]) -> str | None:
+    """Say why a pod gets no reservation while others of its job have theirs; None where it may have one.
+
+    Args:
+        applicant: What the pod demands.
+        pod_uid: UID of the pod.
+        holders: UIDs of the pods of its job that have reservations.
+    """
+    others, demand = len(holders - {pod_uid}), applicant.demand
+    if others < applicant.workers:
+        return None
+    return (
+        f"TooManyWorkers: job {demand.namespace}/{demand.job_name} has spec.workers {applicant.workers}, and {others} "
+        f"of its pods have reservations already; this one is tried again when one of them has ended"
+    )
 
 
 def policy_of(job: JobRow, *, allowed: bool) -> str | None:

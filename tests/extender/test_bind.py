@@ -569,6 +569,53 @@ async def test_a_pod_that_asks_for_more_than_its_job_is_refused(world):
     assert "asks for 2 carpool.dev/gpu, its job's gpusPerWorker is 1" in found.failed_and_unresolvable_nodes["a"]
 
 
+@pytest.mark.parametrize("name", ["x", "x-worker-0", "x-worker-0-1-1", "x-worker-1-1", "x-worker-00-1", "z-worker-0-1"])
+async def test_a_pod_that_is_not_called_as_a_worker_of_its_job_is_refused(world, name):
+    world.add("x")
+    forged = pod_of("x")
+    forged["metadata"]["name"] = name
+    async with world.extender() as extender:
+        found = await extender.service.filter(ExtenderArgs(pod=msgspec.convert(forged, Pod), node_names=NAMES))
+    assert found.failed_and_unresolvable_nodes["a"] == (
+        "NotAWorker: expected a pod of job x to be called x-worker-INDEX-ATTEMPT with an index below 1, "
+        f"found default/{name}; let the operator create the job's pods"
+    )
+
+
+def seed_attempts(kube, attempts):
+    """Pods that carry the names of attempts of one worker, as anybody who may create pods can."""
+    for attempt in range(1, attempts + 1):
+        pod = pod_of("x", uid=f"pod-x-{attempt}")
+        pod["metadata"]["name"] = f"x-worker-0-{attempt}"
+        kube.seed(PODS, pod)
+    return [
+        BindingArgs(pod_name=f"x-worker-0-{n}", pod_namespace="default", pod_uid=f"pod-x-{n}", node=NAMES[n % 2])
+        for n in range(1, attempts + 1)
+    ]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_a_job_has_no_more_reservations_than_workers(world, workers):
+    for name in NAMES:
+        seed_node(world.kube, gpu_node(name))
+    seed_job(world.kube, "x", spec={"workers": workers})
+    asked = seed_attempts(world.kube, 4)
+    async with world.extender() as extender, background(world.agent.serve("a")), background(world.agent.serve("b")):
+        answers = await asyncio.gather(*(extender.service.bind(one) for one in asked))
+        assert [bool(answer.error) for answer in answers] == [False] * workers + [True] * (4 - workers)
+        expected = (
+            f"TooManyWorkers: job default/x has spec.workers {workers}, and {workers} of its pods have reservations "
+            "already; this one is tried again when one of them has ended"
+        )
+        assert answers[-1].error == expected
+        late = msgspec.convert(world.kube.dump(PODS, "x-worker-0-4", "default"), Pod)
+        found = await extender.service.filter(ExtenderArgs(pod=late, node_names=NAMES))
+        assert found.failed_nodes == dict.fromkeys(NAMES, expected)
+        await world.kube.delete(PODS, "x-worker-0-1", namespace="default")
+        await until(lambda: sum(map(len, world.held().values())) == workers - 1)
+        assert (await extender.service.bind(asked[-1])).error == ""
+
+
 async def test_annotations_of_the_pod_change_nothing(world):
     world.add("x")
     forged = {"metadata": {"annotations": {ANNOTATION_GPUS: "GPU-b-0", ANNOTATION_MODE: "Exclusive"}}}
