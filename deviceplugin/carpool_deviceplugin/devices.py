@@ -26,6 +26,10 @@ class Devices(Protocol):
         """Describe every GPU, with its mode and health now. A GPU that cannot be read is unhealthy, not absent."""
         ...
 
+    def describe(self, uuid: GpuUuid) -> Device:
+        """Describe one GPU, as `inventory` does."""
+        ...
+
     def actual(self, uuid: GpuUuid) -> GpuActual:
         """Read how a GPU is divided."""
         ...

@@ -55,6 +55,8 @@ class Meter:
     def __init__(self, uuid: GpuUuid) -> None:
         self.uuid = uuid
         self.reading: Reading | None = None
+        self.is_current = False
+        """Whether the GPU could be read when it was last asked."""
         self.uses: dict[PodUid, Use] = {}
 
     def sample(self, reading: Reading) -> None:
@@ -70,7 +72,7 @@ class Meter:
             use = replace(use, memory_mib=memory, peak_memory_mib=peak, is_running=bool(processes))
             elapsed = _window_s(before, reading, processes)
             self.uses[pod] = _advance(use, processes, earlier, elapsed) if elapsed > 0 else use
-        self.reading = reading
+        self.reading, self.is_current = reading, True
 
     def keep(self, pods: Set[PodUid]) -> None:
         """Forget all pods but these and those with processes."""

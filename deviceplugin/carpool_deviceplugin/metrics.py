@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from carpool_deviceplugin.app import Agent
-from carpool_deviceplugin.gpu import DeviceError, Reading
+from carpool_deviceplugin.gpu import Reading
 from carpool_deviceplugin.meter import Meter, Rates
 
 _MIB = 1024 * 1024
@@ -40,17 +40,17 @@ TENANT_GAUGES = {
 
 
 class AgentCollector(Collector):
-    """Reads everything at scrape time."""
+    """Shows the last sample: a scrape never waits for a GPU, or all else that the agent does would wait with it."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
 
     def describe(self) -> Iterable[Metric]:
-        """Name no metric in advance, so that registering reads no GPU."""
+        """Name no metric in advance, so that registering needs no sample."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Read the GPUs and the agent."""
+        """Show the GPUs and the agent."""
         yield from self._devices()
         yield from self._tenants()
         yield from self._itself()
@@ -61,13 +61,13 @@ class AgentCollector(Collector):
         }
         # DCGM's counter does not end in _total, and must keep its name.
         energy = UnknownMetricFamily(ENERGY, "Energy since the GPU appeared (in mJ).", labels=_DEVICE_LABELS)
-        for device in self._agent.devices.inventory():
-            try:
-                reading = self._agent.devices.read(device.uuid)
-            except DeviceError:
+        for device in self._agent.reconciler.reporter.devices:
+            meter = self._agent.reconciler.meters[device.uuid]
+            reading = meter.reading
+            if reading is None or not meter.is_current:
                 continue  # the carpool_agent_gpu_healthy series says so
             labels = self._labels(device)
-            for name, value in _values(device, reading, self._agent.reconciler.meters[device.uuid]).items():
+            for name, value in _values(device, reading, meter).items():
                 families[name].add_metric(labels, value)
             energy.add_metric(labels, round(1000 * reading.energy_j))
         yield from families.values()
@@ -113,7 +113,7 @@ class AgentCollector(Collector):
     def _itself(self) -> Iterator[Metric]:
         agent = self._agent
         healthy = GaugeMetricFamily("carpool_agent_gpu_healthy", "1 where new work may go to a GPU.", labels=["UUID"])
-        for device in agent.devices.inventory():
+        for device in agent.reconciler.reporter.devices:
             healthy.add_metric([device.uuid], float(device.health is DeviceHealth.HEALTHY))
         yield healthy
         states = [p.state for p in agent.reconciler.partitions]

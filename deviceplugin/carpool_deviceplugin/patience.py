@@ -2,9 +2,11 @@
 
 import asyncio
 import functools
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from carpool_deviceplugin.gpu import DeviceError
 
@@ -43,6 +45,8 @@ class Rhythm:
 class Patient:
     """Makes blocking calls in threads, with a deadline. After one that never came back, all others fail at once.
 
+    Each call has a thread of its own: in a pool, those that never come back would take the threads of all others.
+
     Args:
         what: For messages, such as `GPU GPU-1`.
         deadline_s: How long a call may take.
@@ -56,9 +60,27 @@ class Patient:
         """Call in a thread; raises DeviceError where no answer comes, and whatever the function raises."""
         if self._stuck is not None and not self._stuck.done():
             raise DeviceError(f"{self._what}: an earlier call has not come back yet; look at the GPU's driver")
-        call = asyncio.get_running_loop().run_in_executor(None, functools.partial(function, *args, **kwargs))
+        loop = asyncio.get_running_loop()
+        call: asyncio.Future[T] = loop.create_future()
+        work = functools.partial(function, *args, **kwargs)
+        threading.Thread(target=_answer, args=(loop, call, work), name=self._what, daemon=True).start()
         done, _ = await asyncio.wait({call}, timeout=self._deadline_s)
         if not done:
             self._stuck = call  # type: ignore[assignment]  # only whether it is done matters
+            call.add_done_callback(lambda late: late.cancelled() or late.exception())  # nobody waits for it any more
             raise DeviceError(f"{self._what}: expected an answer within {self._deadline_s:g} s, found none")
         return call.result()
+
+
+def _answer(loop: asyncio.AbstractEventLoop, call: "asyncio.Future[T]", work: Callable[[], T]) -> None:
+    try:
+        settle = functools.partial(_settle, call, call.set_result, work())
+    except Exception as e:  # raised again where the call is awaited
+        settle = functools.partial(_settle, call, call.set_exception, e)
+    with suppress(RuntimeError):  # the loop has ended meanwhile, and with it whoever asked
+        loop.call_soon_threadsafe(settle)
+
+
+def _settle(call: "asyncio.Future[T]", how: Callable[[Any], None], answer: Any) -> None:
+    if not call.done():
+        how(answer)

@@ -136,9 +136,8 @@ class Reconciler:
         while True:
             is_full = count % self._rhythm.idle_samples == 0
             busy = {uuid for r in self.reservations for uuid in r.gpu_uuids}
-            for uuid, meter in self.meters.items():
-                if is_full or uuid in busy or meter.uses:
-                    await self._sample(uuid, meter)
+            due = [(uuid, meter) for uuid, meter in self.meters.items() if is_full or uuid in busy or meter.uses]
+            await asyncio.gather(*(self._sample(uuid, meter) for uuid, meter in due))
             if is_full:
                 self.reporter.look_again()
             self._report()
@@ -149,6 +148,7 @@ class Reconciler:
         try:
             meter.sample(await self._patience[uuid].call(self._devices.read, uuid))
         except DeviceError as e:
+            meter.is_current = False
             self._log.debug("gpu not measured", gpu=uuid, error=str(e))  # its health says so already
             return
         meter.keep({r.pod_uid for r in self.reservations})

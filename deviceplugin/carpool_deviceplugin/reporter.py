@@ -8,8 +8,8 @@ import structlog
 from carpool_core.clock import Clock, rfc3339
 from carpool_core.kube.api import GPU_NODES, KubeApi
 from carpool_core.kube.errors import KubeError, NotFound
-from carpool_core.resources.node import GpuNodeStatus, Partition, Tenant
-from carpool_core.values import DeviceHealth, NodeName
+from carpool_core.resources.node import Device, GpuNodeStatus, Partition, Tenant
+from carpool_core.values import DeviceHealth, GpuUuid, NodeName
 from msgspec.structs import replace
 
 from carpool_deviceplugin.devices import Devices
@@ -46,7 +46,9 @@ class Reporter:
         self._node, self._api, self._clock, self._devices, self._rhythm = node, api, clock, devices, rhythm
         self._on_health, self._on_missing = on_health, on_missing
         self._awake = asyncio.Event()
-        self._patient = Patient("GPUs", rhythm.step_deadline_s)
+        self._patience = {uuid: Patient(f"GPU {uuid}", rhythm.step_deadline_s) for uuid in devices.uuids}
+        self.devices: list[Device] = []
+        """The GPUs as they were when last looked at; one that never answered is missing."""
         self._written: GpuNodeStatus | None = None
         self._written_at = float("-inf")
         self._partitions: Sequence[Partition] = ()
@@ -124,10 +126,9 @@ class Reporter:
 
     async def _present(self, written: GpuNodeStatus) -> GpuNodeStatus:
         """What the status should be, with the heartbeat of the last write."""
-        try:
-            devices = await self._patient.call(self._devices.inventory)
-        except DeviceError as e:
-            devices = [replace(d, health=DeviceHealth.UNHEALTHY, health_message=str(e)) for d in written.devices]
+        known = {d.uuid: d for d in (*written.devices, *self.devices)}
+        found = await asyncio.gather(*(self._describe(uuid, known.get(uuid)) for uuid in self._devices.uuids))
+        self.devices = devices = [d for d in found if d is not None]
         self._on_health(sum(d.health is DeviceHealth.HEALTHY for d in devices))
         return replace(
             written,
@@ -139,6 +140,12 @@ class Reporter:
             conditions=[ready_condition(devices, written.conditions, self._clock.now())],
             summary=summarise(devices, self._partitions),
         )
+
+    async def _describe(self, uuid: GpuUuid, known: Device | None) -> Device | None:
+        try:
+            return await self._patience[uuid].call(self._devices.describe, uuid)
+        except DeviceError as e:
+            return known and replace(known, health=DeviceHealth.UNHEALTHY, health_message=str(e))
 
     async def _write(self, status: GpuNodeStatus) -> float:
         status = replace(status, heartbeat_time=rfc3339(self._clock.now()))

@@ -117,9 +117,10 @@ class SimulatedDevices:
 
     def inventory(self) -> list[Device]:
         """Describe every GPU."""
-        return [self._describe(uuid) for uuid in self._facts]
+        return [self.describe(uuid) for uuid in self._facts]
 
-    def _describe(self, uuid: GpuUuid) -> Device:
+    def describe(self, uuid: GpuUuid) -> Device:
+        """Describe one GPU."""
         facts, product = self._facts[uuid], self._products[uuid]
         mode, problem = None, ""
         try:

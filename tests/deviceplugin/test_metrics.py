@@ -7,7 +7,7 @@ import pytest
 from carpool_core.clock import SystemClock
 from carpool_core.kube.api import GPU_NODES
 from carpool_core.testing.kube import FakeKube
-from carpool_core.values import SharingMode
+from carpool_core.values import DeviceHealth, SharingMode
 from carpool_deviceplugin.app import Agent, build
 from carpool_deviceplugin.metrics import DEVICE_GAUGES, ENERGY, AgentCollector
 from carpool_deviceplugin.settings import AgentSettings
@@ -33,8 +33,17 @@ def registry_of(agent: Agent) -> CollectorRegistry:
     return registry
 
 
-def test_idle_gpus_under_dcgms_names(agent, devices) -> None:
-    registry = registry_of(agent)
+async def sampled(agent: Agent) -> CollectorRegistry:
+    """Let the agent look at its GPUs, and end."""
+    async with running(agent):
+        await until(lambda: agent.reconciler.reporter.devices)
+        healthy = [d.uuid for d in agent.reconciler.reporter.devices if d.health is DeviceHealth.HEALTHY]
+        await until(lambda: all(agent.reconciler.meters[uuid].is_current for uuid in healthy))
+    return registry_of(agent)
+
+
+async def test_idle_gpus_under_dcgms_names(agent, devices) -> None:
+    registry = await sampled(agent)
     found = {m.name: m for m in registry.collect()}
     assert {*DEVICE_GAUGES, ENERGY} <= found.keys()
     for name in (*DEVICE_GAUGES, ENERGY):
@@ -81,8 +90,8 @@ async def test_tenants_have_series_of_their_own(agent, devices, reserve, enter) 
             assert shared.labels["pod"] == "", "a shared GPU belongs to no pod"
 
 
-def test_sick_gpu_has_no_values_but_a_health(agent, devices, tmp_path) -> None:
+async def test_sick_gpu_has_no_values_but_a_health(agent, devices, tmp_path) -> None:
     (tmp_path / "state" / "simulated" / devices.uuids[0] / "device.json").write_text("{")
-    registry = registry_of(agent)
+    registry = await sampled(agent)
     assert registry.get_sample_value("carpool_agent_gpu_healthy", {"UUID": devices.uuids[0]}) == 0
     assert len(next(m for m in registry.collect() if m.name == "DCGM_FI_DEV_FB_USED").samples) == 1
