@@ -22,6 +22,7 @@ from carpool_operator.actions import Predict
 from carpool_operator.caches import Fleet, Jobs, Pods, key_of
 from carpool_operator.metrics import Metrics
 from carpool_operator.performer import Performer, Superseded
+from carpool_operator.placement import without_reservation
 from carpool_operator.predicting import products_of
 from carpool_operator.predictions import Predictions
 from carpool_operator.recollection import Recollection
@@ -116,6 +117,8 @@ class Operator:
         now = self._clock.monotonic()
         key, pods = key_of(job), self.pods.of(JobUid(job.metadata.uid))
         names = sorted({pod.spec.node_name for pod in pods if pod.spec.node_name})
+        nodes = tuple(node for name in names if (node := self.fleet.get(name)) is not None)
+        unreserved = without_reservation(JobUid(job.metadata.uid), pods, nodes)
         digest = input_digest(job.spec.model, job.spec.training)
         products = products_of(job, self.fleet.products)
         return Snapshot(
@@ -127,7 +130,8 @@ class Operator:
             pods=pods,
             created=self._recollection.created(key, now) - {pod.metadata.name for pod in pods},
             refusal=self._recollection.refusal(key, now),
-            nodes=tuple(node for name in names if (node := self.fleet.get(name)) is not None),
+            unreserved_s=self._recollection.unreserved(key, unreserved, now),
+            nodes=nodes,
             devices=self.fleet.devices,
             backoff=self._settings.backoff,
         )

@@ -93,7 +93,7 @@ class Draft:
         if conditions.find(self.status, keys.CONDITION_PLACED) and not conditions.holds(
             self.status, keys.CONDITION_PLACED
         ):
-            self.condition(keys.CONDITION_PLACED, "False", reason, "the job ended without every worker having a GPU")
+            self.condition(keys.CONDITION_PLACED, "False", reason, "the job ended without every worker being placed")
         self.set(completion_time=rfc3339(now))
         self.delete_unfinished()
         self.say("Normal" if type_ == keys.CONDITION_COMPLETE else "Warning", type_, message)

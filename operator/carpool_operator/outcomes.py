@@ -16,8 +16,10 @@ pod itself used up what the node had."""
 
 POD_DELETED = "PodDeleted"
 
-TAKEN_AWAY = _DISRUPTIONS | {POD_DELETED}
-"""Outcomes of attempts whose pods ran well until somebody took them away."""
+NO_RESERVATION = "NoReservation"
+
+TAKEN_AWAY = _DISRUPTIONS | {POD_DELETED, NO_RESERVATION}
+"""Outcomes of attempts that did well until somebody took their pods, or the pods' GPUs, away."""
 
 _MESSAGE_CHARS = 600
 """How much of a termination message is carried into the status: the end, where the exception stands."""
@@ -113,3 +115,12 @@ def outcome_of(pod: Pod) -> Outcome:
 def pod_deleted(name: str) -> Outcome:
     """Outcome of an attempt one of whose pods somebody deleted."""
     return Outcome(POD_DELETED, f"pod {name} was deleted while its attempt ran", charged=False)
+
+
+def unreserved(pod: Pod, after_s: float) -> Outcome:
+    """Outcome of an attempt one of whose pods is bound where no GPU is reserved for it."""
+    message = (
+        f"pod {pod.metadata.name} is bound to node {pod.spec.node_name}, but for {after_s:.0f} s its GpuNode held no "
+        "reservation for it, without which the node never starts it"
+    )
+    return Outcome(NO_RESERVATION, message, charged=False)

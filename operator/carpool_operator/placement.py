@@ -51,6 +51,13 @@ def placement_of(pod: Pod, worker: int, node: GpuNode, job_uid: JobUid) -> Worke
     )
 
 
+def without_reservation(job_uid: JobUid, pods: Iterable[Pod], nodes: Sequence[GpuNode]) -> frozenset[str]:
+    """UIDs of the bound pods that have not finished and that no GpuNode holds a reservation for."""
+    held = {r.pod_uid for node in nodes for r in node.spec.reservations if r.job_uid == job_uid}
+    bound = [PodUid(pod.metadata.uid) for pod in pods if pod.spec.node_name and not pod.is_finished]
+    return frozenset(uid for uid in bound if uid not in held)
+
+
 def placements(job: GpuTrainingJob, pods: Iterable[Pod], nodes: Sequence[GpuNode]) -> list[WorkerPlacement]:
     """Placement of each bound pod of an attempt, by worker.
 

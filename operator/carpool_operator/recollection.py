@@ -1,4 +1,6 @@
-"""What this process remembers of its own calls for a few seconds. Losing it costs some calls, no wrong decision."""
+"""What this process remembers for a short while. Losing it costs some calls or some patience, no wrong decision."""
+
+from collections.abc import Iterable
 
 from carpool_core.kube.pods import Pod
 
@@ -13,6 +15,7 @@ class Recollection:
     def __init__(self) -> None:
         self._created: dict[str, dict[str, float]] = {}
         self._refused: dict[str, tuple[Refusal, float]] = {}
+        self._unreserved: dict[str, dict[str, float]] = {}
 
     def created(self, key: str, now: float) -> frozenset[str]:
         """Names of the job's pods that were created a moment ago."""
@@ -31,6 +34,16 @@ class Recollection:
             del self._refused[key]
             return None
         return refusal
+
+    def unreserved(self, key: str, uids: Iterable[str], now: float) -> dict[str, float]:
+        """Remember which of a job's pods are bound without a reservation; return for how many seconds that was so."""
+        before = self._unreserved.get(key, {})
+        since = {uid: before.get(uid, now) for uid in uids}
+        if since:
+            self._unreserved[key] = since
+        else:
+            self._unreserved.pop(key, None)
+        return {uid: now - at for uid, at in since.items()}
 
     def pod_created(self, key: str, name: str, now: float) -> None:
         """Remember that a pod exists."""
@@ -55,3 +68,4 @@ class Recollection:
         """Forget a job that is gone."""
         self._created.pop(key, None)
         self._refused.pop(key, None)
+        self._unreserved.pop(key, None)

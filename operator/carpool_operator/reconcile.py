@@ -18,8 +18,8 @@ from carpool_core.resources.job import Attempt
 from carpool_operator import attempts, conditions, placement, reports
 from carpool_operator.actions import Decision, DeleteJob
 from carpool_operator.draft import Draft
-from carpool_operator.outcomes import Outcome, outcome_of, pod_deleted
-from carpool_operator.pods import attempt_of, build_pod, is_worker, pod_name, template_error, worker_of
+from carpool_operator.outcomes import Outcome, outcome_of, pod_deleted, unreserved
+from carpool_operator.pods import attempt_of, build_pod, has_started, is_worker, pod_name, template_error, worker_of
 from carpool_operator.predicting import predict
 from carpool_operator.snapshot import Snapshot
 
@@ -222,6 +222,10 @@ def _follow(draft: Draft, attempt: Attempt, pods: list[Pod], demand: Demand) -> 
     if failed:
         _end(draft, attempt, outcome_of(min(failed, key=_ended_at)))
         return
+    stuck = _unreserved(draft, pods)
+    if stuck is not None:
+        _end(draft, attempt, unreserved(stuck, reports.RESERVED_WITHIN_S))
+        return
     present = {worker_of(pod) for pod in pods}
     missing = [worker for worker in range(draft.job.spec.workers) if worker not in present]
     if missing and attempt.outcome != attempts.CREATING:
@@ -237,6 +241,19 @@ def _follow(draft: Draft, attempt: Attempt, pods: list[Pod], demand: Demand) -> 
     if deadline is not None:
         draft.requeue_at(deadline)
     _create(draft, attempt, missing)
+
+
+def _unreserved(draft: Draft, pods: list[Pod]) -> Pod | None:
+    """The first pod that has been bound without a reservation for too long and never started."""
+    for pod in pods:
+        for_s = draft.snapshot.unreserved_s.get(pod.metadata.uid)
+        if for_s is None:
+            continue
+        if for_s < reports.RESERVED_WITHIN_S:
+            draft.requeue_after(reports.RESERVED_WITHIN_S - for_s)
+        elif not has_started(pod):
+            return pod
+    return None
 
 
 def _ended_at(pod: Pod) -> str:

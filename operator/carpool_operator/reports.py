@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from carpool_core import keys
 from carpool_core.demand import Demand
 from carpool_core.kube.pods import Pod
-from carpool_core.resources.job import WorkerPlacement
 
-from carpool_operator import conditions, placement
+from carpool_operator import conditions, outcomes, placement
 from carpool_operator.draft import Draft
+from carpool_operator.pods import has_started
 from carpool_operator.predicting import why_alone
 
 POD_REFUSALS = ("PodForbidden", "PodNameTaken")
@@ -16,6 +16,10 @@ POD_REFUSALS = ("PodForbidden", "PodNameTaken")
 
 _NO_GPU_FITS = "NoGpuFits"
 _WORTH_AN_EVENT = (_NO_GPU_FITS, "Unschedulable")
+
+RESERVED_WITHIN_S = 60.0
+"""How long a bound pod may be without a reservation: GpuNodes may be heard of after pods, but never that much later."""
+
 _SCHEDULER_ENDINGS = (". no new claims", ". preemption:", ". Preemption", " preemption: ")
 """Where kube-scheduler's own words begin after the extender's sentence."""
 
@@ -32,15 +36,18 @@ def unschedulable(message: str) -> tuple[str, str]:
     return _NO_GPU_FITS, sentence[: min(ends)] if ends else sentence
 
 
-def _why_unplaced(pod: Pod, places: Sequence[WorkerPlacement]) -> tuple[str, str] | None:
+def _why_unplaced(draft: Draft, pod: Pod) -> tuple[str, str] | None:
     """Why a pod counts as not placed; None where it is."""
-    if any(place.pod_uid == pod.metadata.uid for place in places):
+    is_known = any(place.pod_uid == pod.metadata.uid for place in draft.status.placement)
+    if is_known and draft.snapshot.unreserved_s.get(pod.metadata.uid, 0.0) < RESERVED_WITHIN_S:
         return None
     if pod.spec.node_name:
-        return "NoReservation", (
-            f"pod {pod.metadata.name} is bound to node {pod.spec.node_name}, but its GpuNode holds no reservation "
-            "for it (yet); without one the node does not start it"
-        )
+        lacks = f"on node {pod.spec.node_name}, but its GpuNode holds no reservation for it"
+        if has_started(pod):
+            told = f"pod {pod.metadata.name} runs {lacks}: it is left alone, but others may be placed on its GPU"
+        else:
+            told = f"pod {pod.metadata.name} is bound {lacks} (yet); without one the node does not start it"
+        return outcomes.NO_RESERVATION, told
     scheduled = next((c for c in pod.status.conditions if c.type == "PodScheduled"), None)
     if scheduled is None or scheduled.status != "False":
         return "Scheduling", f"pod {pod.metadata.name} waits for {keys.SCHEDULER_NAME}"
@@ -53,7 +60,7 @@ def report_placed(draft: Draft, demand: Demand, pods: Sequence[Pod]) -> None:
     """Set Placed from pods and reservations of the present attempt."""
     places = draft.status.placement
     workers = draft.job.spec.workers
-    waiting = [why for pod in pods if (why := _why_unplaced(pod, places)) is not None]
+    waiting = [why for pod in pods if (why := _why_unplaced(draft, pod)) is not None]
     placed = len(pods) - len(waiting)
     if placed >= workers:
         was_placed = conditions.holds(draft.status, keys.CONDITION_PLACED)

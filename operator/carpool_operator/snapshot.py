@@ -1,6 +1,6 @@
 """Everything that a reconciliation looks at, frozen."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -40,6 +40,8 @@ class Snapshot:
     """Names of pods that were created a moment ago and not heard of since."""
     refusal: Refusal | None = None
     """The answer to the last attempt to create a pod, where it was refused."""
+    unreserved_s: Mapping[str, float] = field(default_factory=dict)
+    """UIDs of bound, unfinished pods that no reservation is known for, and for how many seconds that was so."""
     nodes: tuple[GpuNode, ...] = ()
     """GpuNodes on which the job's pods are."""
     devices: Sequence[Sequence[Device]] = ()
