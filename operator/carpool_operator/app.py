@@ -16,6 +16,7 @@ from carpool_core.kube.reflector import Reflector
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import GpuNode
 from carpool_core.values import JobUid
+from carpool_predictor.estimator import model_version
 from carpool_predictor.source import Tracer, input_digest
 
 from carpool_operator.actions import Predict
@@ -127,6 +128,8 @@ class Operator:
             digest=digest,
             products=products,
             prediction=self.predictions.get(key, digest, products),
+            model_version=model_version(),
+            retry_in_s=self.predictions.retry_in(digest),
             pods=pods,
             created=self._recollection.created(key, now) - {pod.metadata.name for pod in pods},
             refusal=self._recollection.refusal(key, now),

@@ -9,6 +9,10 @@ from carpool_core.resources.prediction import Prediction
 
 from carpool_operator.actions import Predict
 from carpool_operator.draft import Draft
+from carpool_operator.snapshot import Snapshot
+
+TRANSIENT = frozenset({"TraceTimedOut", "TraceOutOfMemory", "TorchMissing", "PredictorFailed"})
+"""Reasons to abstain that lie in the moment or in this installation, not in the job: worth another try."""
 
 _MOST_PRODUCTS = 64
 """Products that a status holds; the CRD's limit."""
@@ -22,11 +26,21 @@ def products_of(job: GpuTrainingJob, present: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(wanted))
 
 
-def is_current(prediction: Prediction | None, digest: str, products: Iterable[str]) -> bool:
-    """Whether a prediction was computed from this input and speaks of these products, or abstains from all."""
-    if prediction is None or prediction.input_digest != digest:
+def is_current(prediction: Prediction | None, snapshot: Snapshot) -> bool:
+    """Whether a prediction was computed from this input by this model and speaks of these products, or abstains."""
+    if prediction is None or prediction.input_digest != snapshot.digest:
         return False
-    return prediction.outcome == "Abstained" or set(products) <= {p.product for p in prediction.products}
+    if prediction.model_version != snapshot.model_version:
+        return False
+    return prediction.outcome == "Abstained" or set(snapshot.products) <= {p.product for p in prediction.products}
+
+
+def _may_improve(draft: Draft, prediction: Prediction | None) -> bool:
+    """Whether an abstention is of the moment, and the job has no pods yet, which would keep their place anyway."""
+    snapshot = draft.snapshot
+    has_pods = bool(snapshot.created) or not all(pod.is_finished for pod in snapshot.pods)
+    is_waiting = not has_pods and not draft.job.spec.run_policy.suspend
+    return is_waiting and prediction is not None and prediction.reason in TRANSIENT
 
 
 def describe(prediction: Prediction) -> str:
@@ -57,15 +71,21 @@ def predict(draft: Draft) -> bool:
         Whether the status holds a prediction of what the job's spec says now.
     """
     snapshot = draft.snapshot
-    known = draft.status.prediction
-    if is_current(known, snapshot.digest, snapshot.products):
+    known, fresh = draft.status.prediction, snapshot.prediction
+    if is_current(known, snapshot) and not _may_improve(draft, known):
         return True
-    fresh = snapshot.prediction
-    if fresh is not None:
-        if fresh != known:
-            _keep(draft, fresh)
+    if fresh is not None and fresh != known:
+        _keep(draft, fresh)
+        known = fresh
+    is_told = fresh is not None or is_current(known, snapshot)
+    if is_told and not _may_improve(draft, known):
+        return True
+    if is_told and snapshot.retry_in_s > 0:
+        draft.requeue_after(snapshot.retry_in_s)
         return True
     draft.then(Predict(snapshot.digest, snapshot.products))
+    if is_told:
+        return False  # the first pod waits for the answer, which decides whether it shares a GPU
     model = draft.job.spec.model
     if known is None and model is not None and model.features is None:
         what = model.catalog.name if model.catalog is not None else "the model's layers"

@@ -14,13 +14,18 @@ from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import JobSpec
 from carpool_core.resources.prediction import Prediction
 from carpool_predictor.abstention import Abstention
-from carpool_predictor.estimator import predict
+from carpool_predictor.estimator import model_version, predict
 from carpool_predictor.source import Tracer, features_of
+
+from carpool_operator.predicting import TRANSIENT
 
 _KEPT = 512
 """Results that are kept; jobs of the same model and training share one."""
 
 V = TypeVar("V")
+
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 600.0, 6 * 3600.0
+"""A trace that times out takes minutes from those that wait: tries are ten minutes apart, then ever farther."""
 
 Input = tuple[str, tuple[str, ...]]
 """Digest of model and training, and the products."""
@@ -69,6 +74,7 @@ class Predictions:
         self._tracer, self._clock, self._wake, self._took = tracer, clock, wake, took
         self._results: _Recent[Prediction] = _Recent(_KEPT)
         self._features: _Recent[ModelFeatures | Abstention] = _Recent(_KEPT)
+        self._tries: _Recent[tuple[int, float]] = _Recent(_KEPT)
         self._ready: dict[str, tuple[Input, Prediction]] = {}
         self._waiting: dict[Input, set[str]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -79,6 +85,12 @@ class Predictions:
         """Return the prediction that a job asked for, once it was computed, or that another like it asked for."""
         wanted, ready = self._ready.get(key, (None, None))
         return ready if wanted == (digest, products) else self._results.get((digest, products))
+
+    def retry_in(self, digest: str) -> float:
+        """Seconds until an input may be tried again that was abstained from for the moment; 0: now."""
+        tries, at = self._tries.get(digest) or (0, 0.0)
+        pause_s = 0.0 if not tries else min(_LONGEST_RETRY_S, _FIRST_RETRY_S * 2.0 ** min(tries - 1, 10))
+        return max(0.0, at + pause_s - self._clock.monotonic())
 
     def forget(self, key: str) -> None:
         """Drop what was kept for a job, because its status holds it now or the job is gone."""
@@ -117,7 +129,11 @@ class Predictions:
             message = f"the predictor failed with {type(error).__name__}: {error}; this is a defect, please report it"
             result = Prediction(outcome="Abstained", reason="PredictorFailed", message=message[:4096])
         self._took(self._clock.monotonic() - began)
-        result = msgspec.structs.replace(result, input_digest=digest)
+        version = result.model_version or model_version()
+        result = msgspec.structs.replace(result, input_digest=digest, model_version=version)
+        if result.reason in TRANSIENT:
+            tries, _ = self._tries.get(digest) or (0, 0.0)
+            self._tries.put(digest, (tries + 1, self._clock.monotonic()))
         self._results.put((digest, products), result)
         for key in self._waiting.pop((digest, products), ()):
             # For each job: in a burst, recent results are overwritten before their jobs have their turn.
@@ -136,5 +152,6 @@ class Predictions:
         known = self._features.get(digest)
         if known is None:
             known = await features_of(model, spec.training, self._tracer)
-            self._features.put(digest, known)
+            if isinstance(known, ModelFeatures) or known.reason not in TRANSIENT:
+                self._features.put(digest, known)
         return known

@@ -34,6 +34,10 @@ class Snapshot:
     """GPU products that the prediction has to speak of, sorted."""
     prediction: Prediction | None = None
     """The prediction for this digest and these products, once it was computed."""
+    model_version: str = ""
+    """Version of the predictor's model; a prediction of another is renewed."""
+    retry_in_s: float = 0.0
+    """Seconds until this digest may be tried again, where the predictor abstained for the moment."""
     pods: tuple[Pod, ...] = ()
     """Pods that the job controls, as last heard of."""
     created: frozenset[str] = frozenset()

@@ -1,10 +1,14 @@
 """Predictions in the background."""
 
 import msgspec
+from carpool_core.kube.api import GPU_TRAINING_JOBS
+from carpool_core.resources.features import ModelFeatures
 from carpool_core.testing.clock import FakeClock
 from carpool_operator.predictions import Predictions, known_products
+from carpool_predictor.abstention import Abstention
+from carpool_predictor.estimator import model_version
 from operator_fixtures import A100, FEATURES, job
-from operator_world import FakeTracer
+from operator_world import FakeTracer, World
 
 
 def predictions(woken: list[str]) -> Predictions:
@@ -45,6 +49,82 @@ async def test_prediction_of_an_older_input_is_not_taken_for_the_new_one() -> No
     assert service.get("a", "new", (A100,)) is None
     assert service.get("a", "old", (A100, "Tesla T4")) is None
     await service.close()
+
+
+TIMED_OUT = Abstention(reason="TraceTimedOut", message="took longer than 120 s")
+CATALOG = {"catalog": {"name": "timm/resnet50"}}
+
+
+def outcome(world: World) -> tuple[str, str]:
+    prediction = world.job().status.prediction
+    assert prediction is not None
+    return prediction.outcome, prediction.reason
+
+
+async def test_abstention_of_the_moment_is_tried_again_while_the_job_waits() -> None:
+    """Regression: a trace that timed out once, on a busy machine, made the job run alone for ever."""
+    world = World(FakeTracer(TIMED_OUT))
+    world.apply(model=CATALOG, gpusPerWorker=8)
+    await world.settle()
+    assert outcome(world) == ("Abstained", "TraceTimedOut")
+    for pause_s, traced in ((599, 1), (1, 2), (1199, 2), (1, 3)):
+        world.clock.advance(pause_s)
+        await world.settle()
+        assert len(world.tracer.traced) == traced
+    world.tracer.answer = msgspec.convert(FEATURES, ModelFeatures)
+    world.clock.advance(2400)
+    await world.settle()
+    assert outcome(world)[0] == "Predicted"
+
+
+async def test_job_with_pods_is_not_predicted_again() -> None:
+    world = World(FakeTracer(TIMED_OUT))
+    world.apply(model=CATALOG)
+    await world.settle()
+    assert world.living() == ["x-worker-0-1"]
+    world.clock.advance(3600)
+    world.operator.queue.add("default/x")
+    await world.settle()
+    assert len(world.tracer.traced) == 1
+
+
+async def test_resumed_job_is_tried_again_before_its_first_pod() -> None:
+    world = World(FakeTracer(TIMED_OUT))
+    world.apply(model=CATALOG, runPolicy={"suspend": True})
+    await world.settle()
+    world.clock.advance(3600)
+    await world.settle()
+    assert len(world.tracer.traced) == 1, "nobody waits for it"
+    world.tracer.answer = msgspec.convert(FEATURES, ModelFeatures)
+    resumed = {"spec": {"runPolicy": {"suspend": False}}}
+    await world.kube.patch(GPU_TRAINING_JOBS, "x", resumed, namespace="default")
+    await world.settle()
+    assert outcome(world)[0] == "Predicted"
+    assert world.living() == ["x-worker-0-1"]
+
+
+async def test_abstention_for_the_model_s_own_sake_is_final() -> None:
+    world = World(FakeTracer(Abstention(reason="OperatorUnsupported", message="no fake kernel")))
+    world.apply(model=CATALOG, gpusPerWorker=8)
+    await world.settle()
+    world.clock.advance(86400)
+    world.operator.queue.add("default/x")
+    await world.settle()
+    assert len(world.tracer.traced) == 1
+
+
+async def test_new_version_of_the_predictor_renews_predictions() -> None:
+    """Regression: jobs that waited through an upgrade kept what the old model had said of them."""
+    world = World()
+    world.apply(gpusPerWorker=8)
+    await world.settle()
+    old = {"status": {"prediction": {"modelVersion": "older"}}}
+    await world.kube.patch(GPU_TRAINING_JOBS, "x", old, namespace="default", subresource="status")
+    world.start()
+    await world.settle()
+    prediction = world.job().status.prediction
+    assert prediction is not None
+    assert prediction.model_version == model_version()
 
 
 def test_products_that_the_predictor_does_not_know_are_left_out() -> None:
