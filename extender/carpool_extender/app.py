@@ -20,6 +20,7 @@ from carpool_extender.policies import find_policy
 from carpool_extender.routes import create_app
 from carpool_extender.service import Service
 from carpool_extender.settings import ExtenderSettings
+from carpool_extender.standing import Standing
 from carpool_extender.telemetry import KnowledgeCollector, Telemetry
 from carpool_extender.watches import Watches
 from carpool_extender.workloads import Workloads
@@ -60,11 +61,12 @@ def build(
     rules = Rules(find_policy(settings.policy), settings.slots_per_gpu, settings.conditions.conditions())
     registry = CollectorRegistry()
     telemetry = Telemetry(registry, clock)
-    watches = Watches(api, clock, Cluster(settings.slots_per_gpu))
+    standing = Standing(clock)
+    watches = Watches(api, clock, Cluster(settings.slots_per_gpu, standing))
     registry.register(KnowledgeCollector(watches))
     workloads = Workloads(api, watches, job_policies=settings.job_policies)
     book = Book(api, watches, clock, sleep)
-    tools = Tools(api, clock, sleep, EventRecorder(api, clock, COMPONENT), telemetry)
+    tools = Tools(api, clock, sleep, EventRecorder(api, clock, COMPONENT), telemetry, standing)
     binder = Binder(tools, watches, workloads, book, rules=rules, timeout_s=settings.bind_timeout_seconds)
     janitor = Janitor(api, watches, book, clock, sleep)
     janitor.leave_alone(binder.open)

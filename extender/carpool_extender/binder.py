@@ -22,11 +22,14 @@ from carpool_extender.applicant import Applicant
 from carpool_extender.binding import binding_of
 from carpool_extender.book import Book, Refusal
 from carpool_extender.decide import Rules, place, reservation
+from carpool_extender.standing import Standing
 from carpool_extender.telemetry import Telemetry
 from carpool_extender.watches import Watches
 from carpool_extender.wire import BindingArgs
 from carpool_extender.workloads import NotOurs, Workloads, too_many
 
+UNPREPARED = ("PartitionFailed", "PartitionTimeout")
+"""Reasons of an `AbandonedError` that lie with the GPUs: others are tried first from then on."""
 BINDING_TRIES = 3
 PAUSE_S = 0.2
 LATE_S = 5.0
@@ -54,6 +57,7 @@ class Tools:
     sleep: Callable[[float], Awaitable[Any]]
     events: EventRecorder
     telemetry: Telemetry
+    standing: Standing
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +134,12 @@ class Binder:
         try:
             with self._tools.telemetry.step("prepare"):
                 await self._within_deadline(self._prepared(args, reserved), args, reserved)
+            self._tools.standing.succeeded(args.node, reserved.gpu_uuids)
             with self._tools.telemetry.step("bind"):
                 await self._post(args, reserved)
         except AbandonedError as error:
+            if error.reason in UNPREPARED:
+                self._tools.standing.failed(args.node, reserved.gpu_uuids)
             await self._give_back(args, error)
             raise
 

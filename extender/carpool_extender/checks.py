@@ -101,7 +101,7 @@ def examine(view: View, applicant: Applicant, slots: int, conditions: Conditions
     need = facts.need_mib[of]
     sm_active = np.where(columns.present, columns.sm, 0.0).sum(axis=1, dtype=np.float64)
     outcomes = {
-        Check.HEALTH: _yes_no(columns.healthy),
+        Check.HEALTH: _yes_no(view.healthy()),
         Check.SUITABLE: _suitable(facts, view, need),
         Check.MODE: _yes_no(mode != NO_MODE),
         Check.TENANCY: _tenancy(view, applicant, mode),

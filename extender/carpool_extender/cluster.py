@@ -1,9 +1,12 @@
 """The cluster as the extender knows it: GpuNodes and their arrays, kept up to date node by node."""
 
+from dataclasses import replace
+
 from carpool_core.clock import parse_rfc3339
 from carpool_core.resources.node import GpuNode, Reservation, TenantProfile
 from carpool_core.values import DeviceHealth, GpuUuid, JobUid, PodUid, Tenancy
 
+from carpool_extender.standing import Hindrance, Standing
 from carpool_extender.view import CODES, NO_MODE, Columns, DeviceClass, TenantName, View, class_of, empty_columns
 
 
@@ -12,9 +15,11 @@ class Cluster:
 
     Args:
         slots: Tenants for which each GPU has room from the start; more make the arrays wider.
+        standing: Which GPUs are hindered, as time goes by; none where left out.
     """
 
-    def __init__(self, slots: int = 8) -> None:
+    def __init__(self, slots: int = 8, standing: Standing | None = None) -> None:
+        self._standing = standing
         self._columns = empty_columns(0, slots)
         self._used = 0
         self._shown: View | None = None
@@ -51,7 +56,26 @@ class Cluster:
         if self._shown is None:
             columns = self._columns.part(slice(0, self._used))
             self._shown = View(columns, self._names, self._ids, self._classes, self._namespaces)
-        return self._shown
+        hindered = self._hindered()
+        return replace(self._shown, hindered=hindered) if hindered else self._shown
+
+    def hindered_nodes(self) -> set[str]:
+        """Names of the nodes with GPUs that take nobody at this moment, whatever their health."""
+        if self._standing is None:
+            return set()
+        return {*self._standing.silent(), *(node for node, _ in self._standing.resting())}
+
+    def _hindered(self) -> dict[int, Hindrance]:
+        found: dict[int, Hindrance] = {}
+        if self._standing is None:
+            return found
+        for (node, uuid), why in self._standing.resting().items():
+            block = self._blocks.get(node, slice(0, 0))
+            found |= {r: why for r in range(block.start, block.stop) if self._columns.uuid[r] == uuid}
+        for node, why in self._standing.silent().items():
+            block = self._blocks.get(node, slice(0, 0))
+            found |= dict.fromkeys(range(block.start, block.stop), why)
+        return found
 
     def apply(self, node: GpuNode) -> bool:
         """Take in a GpuNode, unless a newer one was seen; say whether anything that decisions look at has changed."""
@@ -60,6 +84,8 @@ class Cluster:
         if old is not None and _is_older(node, old):
             return False
         self._nodes[name] = node
+        if self._standing is not None:
+            self._standing.heard(name, node.status.heartbeat_time)
         if old is not None and old.spec == node.spec and old.status.devices == node.status.devices:
             return False
         self._index_holders(name, old, node)
@@ -72,6 +98,8 @@ class Cluster:
         if old is not None:
             self._index_holders(name, old, None)
         self._release_rows(name)
+        if self._standing is not None:
+            self._standing.forget(name)
 
     def _index_holders(self, name: str, old: GpuNode | None, new: GpuNode | None) -> None:
         for reservation in old.spec.reservations if old else ():

@@ -56,6 +56,7 @@ class Janitor:
         self._stirred = asyncio.Event()
         self._touched: dict[str, str] = {}
         self._grown: set[str] = set()
+        self._hindered: set[str] = set()
         self._unreadable: set[PodUid] = set()
         self._log = structlog.get_logger()
         watches.on_pod_end(lambda _: self._stirred.set())
@@ -79,6 +80,10 @@ class Janitor:
             for reservation in node.spec.reservations:
                 if reservation.pod_uid not in self._open:
                     await self._judge(name, reservation)
+        # Time alone may have made room: a GPU whose rest is over, an agent that is back.
+        hindered = self._watches.cluster.hindered_nodes()
+        self._grown |= self._hindered - hindered
+        self._hindered = hindered
         for name, node in list(self._watches.cluster.nodes.items()):
             await self._touch_if_freed(name, node)
 

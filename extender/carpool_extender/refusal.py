@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from carpool_extender.checks import Check, Verdict
 from carpool_extender.modes import EXCLUSIVE
+from carpool_extender.standing import UNHEALTHY, Hindrance
 from carpool_extender.view import MODES, NO_MODE, Bools
 
 PREFIX = "NoGpuFits: "
@@ -78,6 +79,10 @@ def _tenancy(verdict: Verdict, row: int) -> str:
     return f"used from namespace {', '.join(others)}, and not all are willing to share across namespaces"
 
 
+def _hindrance(verdict: Verdict, row: int) -> Hindrance:
+    return verdict.view.hindered.get(row, UNHEALTHY) if verdict.view.columns.healthy[row] else UNHEALTHY
+
+
 def _slots(verdict: Verdict, row: int) -> str:
     return f"has {counted(int(verdict.view.columns.count[row]), 'tenant')}, the most allowed is {verdict.slots}"
 
@@ -104,7 +109,7 @@ def _slowdown(verdict: Verdict, row: int) -> str:
 
 
 _REASONS: Mapping[Check, Callable[[Verdict, int], str]] = {
-    Check.HEALTH: lambda verdict, row: "unhealthy",
+    Check.HEALTH: lambda verdict, row: _hindrance(verdict, row).reason,
     Check.SUITABLE: _unsuitable,
     Check.MODE: _mode,
     Check.TENANCY: _tenancy,
@@ -232,6 +237,8 @@ def _kinds(verdict: Verdict, check: Check, rows: Rows) -> Sequence[Bools]:
     keys: NDArray[np.integer] = np.zeros(rows.size, np.int64)
     if check is Check.SLOWDOWN:
         keys = (verdict.interference.worst[rows] < 0).astype(np.int64)
+    elif check is Check.HEALTH:
+        keys = np.array([_hindrance(verdict, int(row)).kind for row in rows])
     elif check is Check.MODE:
         keys = columns.mode[rows]
     elif check is Check.SUITABLE:

@@ -1,13 +1,15 @@
 """What decisions are made on: every GPU of the cluster as one row of arrays, at one moment."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
 from carpool_core.resources.node import Device
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 from numpy.typing import NDArray
+
+from carpool_extender.standing import Hindrance
 
 MODES: tuple[SharingMode | None, ...] = (None, *SharingMode)
 """Sharing modes by their code in the `mode` columns; code 0 is an idle GPU, or no possible mode."""
@@ -170,6 +172,16 @@ class View:
     classes: Sequence[DeviceClass]
     namespaces: Mapping[str, int]
     """Index of each namespace that has or had a tenant."""
+    hindered: Mapping[int, Hindrance] = field(default_factory=dict)
+    """Rows of GPUs that take nobody at this moment, whatever their health."""
+
+    def healthy(self) -> Bools:
+        """GPUs that are healthy and not hindered, shape (gpus,)."""
+        if not self.hindered:
+            return self.columns.healthy
+        able = self.columns.healthy.copy()
+        able[list(self.hindered)] = False
+        return able
 
     def product(self, row: int) -> str:
         """Return the product of one GPU."""

@@ -1,0 +1,97 @@
+"""Which GPUs are in no state to take a job just now, though nobody reports them unhealthy: time decides."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import NamedTuple
+
+from carpool_core.clock import Clock
+from carpool_core.values import GpuUuid
+
+SILENCE_S = 200.0
+"""After this time without a heartbeat a node's agent counts as gone: it sends one a minute, and three may be lost."""
+FIRST_REST_S, LONGEST_REST_S = 30.0, 600.0
+"""How long a GPU that could not be prepared is left alone, after the first failure in a row and at most."""
+
+
+class Hindrance(NamedTuple):
+    """Why a GPU takes nobody at present."""
+
+    kind: int
+    """Equal for all GPUs whose sentences differ in nothing but numbers."""
+    reason: str
+
+
+UNHEALTHY = Hindrance(0, "unhealthy")
+
+
+@dataclass(frozen=True, slots=True)
+class _Rest:
+    length_s: float
+    until_s: float
+
+
+class Standing:
+    """Counts the silence of agents and the failures of GPUs.
+
+    Silence counts from when this process saw a heartbeat change, not from the time that the heartbeat says: clocks of
+    nodes differ, and after a start, or an outage of the API server, every agent has its time to report.
+
+    Args:
+        clock: Tells how long ago something was.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._heard: OrderedDict[str, tuple[str, float]] = OrderedDict()
+        self._rests: dict[tuple[str, GpuUuid], _Rest] = {}
+
+    def heard(self, node: str, heartbeat: str | None) -> None:
+        """Take note of a node's heartbeat; an agent that never sent one is not waited for."""
+        last = self._heard.get(node)
+        if heartbeat and (last is None or last[0] != heartbeat):
+            self._heard[node] = (heartbeat, self._clock.monotonic())
+            self._heard.move_to_end(node)  # so that the longest silent stand first
+
+    def forget(self, node: str) -> None:
+        """Forget a node that was deleted."""
+        self._heard.pop(node, None)
+        for key in [key for key in self._rests if key[0] == node]:
+            del self._rests[key]
+
+    def failed(self, node: str, gpus: Sequence[GpuUuid]) -> None:
+        """Leave GPUs that could not be prepared alone for a while, twice as long as the last time."""
+        now = self._clock.monotonic()
+        for gpu in gpus:
+            last = self._rests.get((node, gpu))
+            if last is None or now >= last.until_s:  # several that failed together are one failure
+                length = FIRST_REST_S if last is None else min(LONGEST_REST_S, 2 * last.length_s)
+                self._rests[node, gpu] = _Rest(length, now + length)
+
+    def succeeded(self, node: str, gpus: Sequence[GpuUuid]) -> None:
+        """Forget the failures of GPUs that were prepared."""
+        for gpu in gpus:
+            self._rests.pop((node, gpu), None)
+
+    def silent(self) -> dict[str, Hindrance]:
+        """Nodes whose agents are silent."""
+        now, found = self._clock.monotonic(), {}
+        for node, (_, at) in self._heard.items():
+            if now - at <= SILENCE_S:
+                break
+            found[node] = Hindrance(1, f"its agent has not reported for {now - at:.0f} s")
+        return found
+
+    def resting(self) -> dict[tuple[str, GpuUuid], Hindrance]:
+        """GPUs that are left alone, by node and UUID."""
+        now = self._clock.monotonic()
+        return {
+            key: Hindrance(2, f"could not be prepared, is tried again at {self._time(rest.until_s - now)}")
+            for key, rest in self._rests.items()
+            if now < rest.until_s
+        }
+
+    def _time(self, in_s: float) -> str:
+        moment: datetime = self._clock.now() + timedelta(seconds=in_s)
+        return moment.strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,42 @@
+"""Silence and failures, as time goes by."""
+
+from carpool_core.testing.clock import FakeClock
+from carpool_extender.standing import Standing
+
+
+def test_the_same_heartbeat_again_is_silence_and_a_new_one_ends_it():
+    clock = FakeClock()
+    standing = Standing(clock)
+    standing.heard("a", "1")
+    standing.heard("never", None)
+    clock.advance(150)
+    standing.heard("a", "1")
+    standing.heard("b", "1")
+    clock.advance(51)
+    assert {node: why.reason for node, why in standing.silent().items()} == {
+        "a": "its agent has not reported for 201 s"
+    }
+    standing.heard("a", "2")
+    assert standing.silent() == {}
+    clock.advance(201)
+    assert standing.silent().keys() == {"a", "b"}
+    standing.forget("a")
+    assert standing.silent().keys() == {"b"}
+
+
+def test_failures_in_a_row_double_the_rest_and_success_ends_it():
+    clock = FakeClock()
+    standing = Standing(clock)
+    standing.failed("a", ["g0", "g1"])
+    standing.failed("a", ["g0"])  # prepared together with the others: the same failure
+    assert standing.resting()["a", "g0"].reason == "could not be prepared, is tried again at 2026-01-31T12:00:30Z"
+    clock.advance(30)
+    assert standing.resting() == {}
+    standing.failed("a", ["g0"])
+    assert standing.resting()["a", "g0"].reason.endswith("12:01:30Z")
+    standing.succeeded("a", ["g0"])
+    assert standing.resting() == {}
+    standing.failed("a", ["g0"])
+    assert standing.resting()["a", "g0"].reason.endswith("12:01:00Z")
+    standing.forget("a")
+    assert standing.resting() == {}
