@@ -1,11 +1,13 @@
 """When a job's prediction has to be computed (again), and what its status says of it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from carpool_core import keys
 from carpool_core.demand import Demand
-from carpool_core.resources.job import GpuTrainingJob
+from carpool_core.products import hardware_name
+from carpool_core.resources.job import GpuTrainingJob, WorkerPlacement
 from carpool_core.resources.prediction import Prediction
+from carpool_core.values import RequestedMode, SharingMode
 
 from carpool_operator.actions import Predict
 from carpool_operator.draft import Draft
@@ -94,8 +96,17 @@ def predict(draft: Draft) -> bool:
     return known is not None and known.input_digest == snapshot.digest
 
 
-def why_alone(demand: Demand) -> str | None:
-    """Say why a job gets a GPU of its own whatever it asked for; None where that is not so."""
-    if not demand.is_unknown or demand.prediction is None:
+def why_alone(demand: Demand, places: Sequence[WorkerPlacement]) -> str | None:
+    """Say why a job gets a GPU of its own although it did not ask for one; None where that is not so."""
+    if demand.prediction is None or demand.memory_limit_mib is not None:
         return None
-    return f"runs alone on its GPU (Exclusive), because its memory is unknown: {demand.prediction.message}"
+    if demand.is_unknown:
+        return f"runs alone on its GPU (Exclusive), because its memory is unknown: {demand.prediction.message}"
+    alone = {hardware_name(place.product) for place in places if place.mode is SharingMode.EXCLUSIVE}
+    unknown = sorted(name for name in alone if demand.prediction_on(name) is None)
+    if demand.mode is RequestedMode.EXCLUSIVE or not unknown:
+        return None
+    return (
+        f"runs alone on its GPU (Exclusive), because nothing was predicted for GPU product {', '.join(unknown)}: "
+        "give spec.memory.limit to let it share such a GPU, or spec.gpu.product to choose another"
+    )

@@ -65,7 +65,7 @@ def report_placed(draft: Draft, demand: Demand, pods: Sequence[Pod]) -> None:
     if placed >= workers:
         was_placed = conditions.holds(draft.status, keys.CONDITION_PLACED)
         message = "; ".join([placement.describe(place) for place in places])
-        alone = why_alone(demand)
+        alone = why_alone(demand, places)
         draft.condition(keys.CONDITION_PLACED, "True", "Placed", message if alone is None else f"{message}; {alone}")
         if not was_placed:
             draft.say("Normal", "Placed", message)

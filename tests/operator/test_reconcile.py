@@ -19,6 +19,7 @@ from operator_fixtures import (
     DIGEST,
     NOW,
     abstention,
+    device,
     job,
     node,
     pod,
@@ -118,6 +119,34 @@ def test_unknown_model_runs_alone_and_says_why() -> None:
     assert placed.status == "True"
     assert "runs alone" in placed.message
     assert "spec.model is left out" in placed.message
+
+
+def placed_message(product: str, reserved: dict[str, Any], **spec: Any) -> str:
+    of = predicted_job(**spec)
+    home = node(reservation("pod-0-1", **reserved))
+    devices = [device(product=product)]
+    home = msgspec.structs.replace(home, status=msgspec.structs.replace(home.status, devices=devices))
+    return condition(reconcile(snapshot(of, pods=(pod(nodeName="n1"),), nodes=(home,))), of, "Placed").message
+
+
+ALONE = {"mode": "Exclusive", "memoryLimitMib": None}
+
+
+@pytest.mark.parametrize(
+    ("product", "reserved", "spec", "is_told"),
+    [
+        pytest.param("NVIDIA B300", ALONE, {}, True, id="a product that nothing was predicted for"),
+        pytest.param(A100, ALONE, {}, False, id="a product that was predicted for"),
+        pytest.param("NVIDIA B300", ALONE, {"sharing": {"mode": "Exclusive"}}, False, id="asked for"),
+        pytest.param("NVIDIA B300", ALONE, {"memory": {"limit": "8Gi"}}, False, id="memory is given"),
+    ],
+)
+def test_job_alone_on_an_unknown_product_says_why(
+    product: str, reserved: dict[str, Any], spec: dict[str, Any], is_told: bool
+) -> None:
+    """Regression: on a GPU product outside of the table a predicted job ran alone and nobody said why."""
+    told = "because nothing was predicted for GPU product NVIDIA B300"
+    assert (told in placed_message(product, reserved, **spec)) == is_told
 
 
 def test_memory_limit_lifts_the_exclusive_clause_of_an_unknown_model() -> None:

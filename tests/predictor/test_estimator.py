@@ -142,7 +142,7 @@ def test_products_keep_their_order() -> None:
 
 
 def test_a_faster_gpu_takes_less_time() -> None:
-    prediction = predict(features(), Training(batch_size=64), [find_product("T4"), find_product("H100")])
+    prediction = predict(features(), Training(batch_size=64), [find_product("T4"), find_product("H100 80GB HBM3")])
     t4, h100 = (p.step_time_seconds.median for p in prediction.products)
     assert h100 < t4 / 3
 

@@ -5,7 +5,7 @@ Source: NVIDIA Multi-Instance GPU User Guide, "Supported MIG Profiles". A GPU th
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from carpool_core.products import hardware_name
@@ -105,6 +105,11 @@ A100_40 = _seven(
 _80GB = ("1g.10gb", "1g.20gb", "2g.20gb", "3g.40gb", "4g.40gb", "7g.80gb")
 A100_80 = _seven(_80GB, (9728, 19968, 19968, 40192, 40192, 80640), _A100_SM)
 H100_80 = _seven(_80GB, (9984, 20096, 20096, 40448, 40448, 81152), _H100_SM)
+H100_PCIE = MigTable(
+    8,
+    # A GPU of 114 SMs: what takes all of it has no more than those.
+    tuple(replace(profile, sm_count=min(profile.sm_count, 114)) for profile in H100_80.profiles),
+)
 H200 = _seven(
     ("1g.18gb", "1g.35gb", "2g.35gb", "3g.71gb", "4g.71gb", "7g.141gb"),
     (16384, 33280, 33280, 71424, 71424, 143104),
@@ -128,7 +133,7 @@ TABLES: Mapping[str, MigTable] = {
     "NVIDIA A100 80GB PCIe": A100_80,
     "NVIDIA A30": A30,
     "NVIDIA H100 80GB HBM3": H100_80,
-    "NVIDIA H100 PCIe": H100_80,
+    "NVIDIA H100 PCIe": H100_PCIE,
     "NVIDIA H200": H200,
 }
 """By product, as NVML names it."""
