@@ -112,6 +112,8 @@ class Reporter:
             await self._on_missing()
             return self._rhythm.heartbeat_s  # until the watch shows it
         status = await self._present(self._written)
+        if self._written is None:  # it vanished meanwhile
+            return 0.0
         since = self._clock.monotonic() - self._written_at
         if self._is_due(self._written, status, since):
             return await self._write(status)

@@ -103,3 +103,18 @@ async def test_calls_that_never_come_back_take_no_thread_from_others(release) ->
     assert await Patient("GPU well", 5).call(lambda: 1) == 1
     with pytest.raises(DeviceError, match="GPU 0: an earlier call has not come back yet"):
         await stuck[0].call(lambda: 1)
+
+
+async def test_gpunode_that_vanishes_while_the_gpus_are_described_ends_nothing(tmp_path, release) -> None:
+    """What was to be compared with the status last written was compared with nothing, and that ended the agent."""
+    devices, kube = Hanging(tmp_path, release), FakeKube()
+    settings = AgentSettings(node_name="node-1", kubelet=False, state_dir=tmp_path)
+    reporter = build(settings, kube, SystemClock(), devices, QUICK).reconciler.reporter
+    reporter.appeared(GpuNodeStatus())
+    devices.hang = True
+    looking = asyncio.ensure_future(reporter.once())
+    await asyncio.sleep(0)
+    reporter.vanished()
+    release.set()
+    assert await looking == 0
+    assert reporter.writes == 0
