@@ -33,6 +33,7 @@ DEVICE_GAUGES = {
 ENERGY = "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION"
 TENANT_GAUGES = {
     "carpool_gpu_tenant_memory_bytes": "GPU memory that a pod has.",
+    "carpool_gpu_tenant_memory_limit_bytes": "GPU memory that a pod may have; absent without a limit.",
     "carpool_gpu_tenant_utilization_ratio": "Share of time in which a pod's kernels ran (0..1).",
     "carpool_gpu_tenant_sm_active_ratio": "Share of SM-time with a pod's work (0..1).",
     "carpool_gpu_tenant_step_seconds": "Mean time of a pod's training step.",
@@ -102,7 +103,8 @@ class AgentCollector(Collector):
                     continue
                 labels = [uuid, reserved.pod_namespace, reserved.pod_name, reserved.job_name]
                 rates = use.rates if use.rates and use.is_running else Rates()
-                values = [use.memory_mib * _MIB, rates.busy, rates.sm, use.step_time_s]
+                limit = reserved.memory_limit_mib and reserved.memory_limit_mib * _MIB
+                values = [use.memory_mib * _MIB, limit, rates.busy, rates.sm, use.step_time_s]
                 energy.add_metric(labels, use.energy_j)
                 for family, value in zip(families.values(), values, strict=True):
                     if value is not None:

@@ -1,7 +1,7 @@
 """One node's GpuNode: reservations in, GPUs prepared and measured, status out."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import msgspec
@@ -11,15 +11,15 @@ from carpool_core.kube.api import GPU_NODES, NODES, KubeApi, Selector
 from carpool_core.kube.errors import Conflict, Refused
 from carpool_core.kube.reflector import Reflector
 from carpool_core.resources.meta import ObjectMeta
-from carpool_core.resources.node import GpuNode, Partition, Reservation
-from carpool_core.values import GpuUuid, NodeName, PartitionState
+from carpool_core.resources.node import GpuNode, Partition, Reservation, Tenant
+from carpool_core.values import GpuUuid, NodeName, PartitionState, PodUid
 
 from carpool_deviceplugin.devices import Devices
 from carpool_deviceplugin.gpu import DeviceError
 from carpool_deviceplugin.meter import Meter
 from carpool_deviceplugin.patience import Patient, Rhythm
 from carpool_deviceplugin.reporter import Reporter
-from carpool_deviceplugin.status import partition_of, presentable
+from carpool_deviceplugin.status import above_limit, partition_of, presentable
 from carpool_deviceplugin.worker import GpuWorker
 
 
@@ -52,6 +52,7 @@ class Reconciler:
         self._log = structlog.get_logger().bind(node=node)
         self.reporter = Reporter(node, api, clock, devices, rhythm, on_health=on_health, on_missing=self._create)
         self._left_out: list[str] = []
+        self._above: Set[tuple[PodUid, GpuUuid]] = frozenset()
         self.meters = {uuid: Meter(uuid) for uuid in devices.uuids}
         self._workers = {uuid: GpuWorker(uuid, devices, self._report, rhythm) for uuid in devices.uuids}
         self._patience = {uuid: Patient(f"GPU {uuid}", rhythm.step_deadline_s) for uuid in devices.uuids}
@@ -111,7 +112,14 @@ class Reconciler:
         if left_out != self._left_out:
             self._left_out = left_out
             self._log.warning("tenants left out of the status", count=len(left_out), first=left_out[:3])
+        self._tell_above_limit(tenants)
         self.reporter.report(self.partitions, fine)
+
+    def _tell_above_limit(self, tenants: Sequence[Tenant]) -> None:
+        above = above_limit(tenants, self.reservations)
+        for who in sorted(above.keys() - self._above):
+            self._log.warning("tenant above its limit", pod=who[0], gpu=who[1], why=above[who])
+        self._above = above.keys()
 
     async def _create(self) -> None:
         """Create the GpuNode, owned by the Node, so that it goes when the Node goes.

@@ -90,6 +90,24 @@ def presentable(tenants: Iterable[Tenant], reserved: Set[PodUid]) -> tuple[list[
     return sorted(fine, key=lambda t: (t.gpu_uuid, t.pod_uid)), left_out
 
 
+def above_limit(tenants: Iterable[Tenant], reservations: Iterable[Reservation]) -> dict[tuple[PodUid, GpuUuid], str]:
+    """Say which tenants take more of a GPU than their reservations allow.
+
+    MPS holds each process to the limit, while the ledger counts it once for the pod: a pod of several processes can
+    take what was promised to others.
+    """
+    limits = {r.pod_uid: (r.memory_limit_mib, f"{r.pod_namespace}/{r.pod_name}") for r in reservations}
+    found: dict[tuple[PodUid, GpuUuid], str] = {}
+    for tenant in tenants:
+        limit, name = limits.get(tenant.pod_uid, (None, ""))
+        if limit is not None and tenant.memory_mib > limit:
+            found[tenant.pod_uid, tenant.gpu_uuid] = (
+                f"expected all processes of {name} to take at most {limit:,} MiB together, found {tenant.memory_mib:,} "
+                "MiB; run fewer processes in the pod, or raise spec.memory.limit"
+            )
+    return found
+
+
 def _unpresentable(tenant: Tenant) -> str:
     measures = (tenant.gpu_util_percent, tenant.sm_active_ratio, tenant.power_w, tenant.step_time_seconds)
     if not all(0 <= m <= _LARGEST for m in measures if m is not None):

@@ -12,10 +12,11 @@ from carpool_core.resources.node import Tenant
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
 from carpool_deviceplugin.gpu import SetMode
 from carpool_deviceplugin.simulated import SimulatedDevices
-from carpool_deviceplugin.status import presentable
+from carpool_deviceplugin.status import above_limit, presentable
 from carpool_simulated import state
 from carpool_simulated.device import Device
 from carpool_simulated.state import Claim
+from structlog.testing import capture_logs
 
 GOOD = {"pod_uid": "uid-b", "pid": 1, "started": 0.0, "memory_mib": 1, "peak_memory_mib": 1}
 
@@ -68,14 +69,14 @@ def sees_only_the_neighbour(devices: SimulatedDevices) -> None:
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 def test_claim_with_a_right_checksum_and_a_wrong_body_counts_for_nothing(
-    devices: SimulatedDevices, hold: Claims, enter, body: bytes, capsys: pytest.CaptureFixture[str]
+    devices: SimulatedDevices, hold: Claims, enter, body: bytes
 ) -> None:
     """One such claim ended the agent, or had every write of the status refused."""
     path = hold(body)
-    with enter(devices.uuids[0], "a") as (gpu,):
+    with capture_logs() as logs, enter(devices.uuids[0], "a") as (gpu,):
         gpu.run(0.001)
         sees_only_the_neighbour(devices)
-    assert path.name in capsys.readouterr().out, "it is named"
+    assert path.name in logs[0]["first"][0], "it is named"
     assert path.exists(), "a living process holds it"
 
 
@@ -176,3 +177,14 @@ def test_too_many_tenants_do_not_crowd_out_those_with_a_reservation() -> None:
     fine, left_out = presentable([*crowd, Tenant(pod_uid=PodUid("uid-z"), gpu_uuid=GPU)], {PodUid("uid-z")})
     assert (len(fine), len(left_out)) == (1024, 3977)
     assert fine[-1].pod_uid == "uid-z"
+
+
+@pytest.mark.parametrize(
+    ("memory_mib", "limit_mib", "is_told"), [(2001, 2000, True), (2000, 2000, False), (9, None, False)]
+)
+def test_pod_whose_processes_take_more_than_its_limit_together_is_told(reserve, memory_mib, limit_mib, is_told) -> None:
+    """MPS holds each process to the limit, the ledger counts it once for the pod: nobody noticed the difference."""
+    tenant = Tenant(pod_uid=A, gpu_uuid=GPU, memory_mib=memory_mib)
+    found = above_limit([tenant], [reserve("a", GPU, mode=SharingMode.MPS, memory_limit_mib=limit_mib)])
+    assert [*found] == ([(A, GPU)] if is_told else [])
+    assert all("default/a to take at most 2,000 MiB together, found 2,001 MiB" in why for why in found.values())

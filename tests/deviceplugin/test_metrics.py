@@ -45,8 +45,10 @@ async def sampled(agent: Agent) -> CollectorRegistry:
 async def test_idle_gpus_under_dcgms_names(agent, devices) -> None:
     registry = await sampled(agent)
     found = {m.name: m for m in registry.collect()}
-    assert {*DEVICE_GAUGES, ENERGY} <= found.keys()
-    for name in (*DEVICE_GAUGES, ENERGY):
+    names = {name for name in found if name.startswith("DCGM_")}
+    assert {"DCGM_FI_DEV_FB_USED", "DCGM_FI_DEV_GPU_UTIL", "DCGM_FI_PROF_SM_ACTIVE", ENERGY} <= names
+    assert names < {*DEVICE_GAUGES, ENERGY}, "what a simulated GPU cannot know is absent"
+    for name in names:
         assert [set(s.labels) for s in found[name].samples] == [DCGM_LABELS] * 2
         assert {s.name for s in found[name].samples} == {name}
     (used, *_) = found["DCGM_FI_DEV_FB_USED"].samples
@@ -60,7 +62,7 @@ async def test_idle_gpus_under_dcgms_names(agent, devices) -> None:
 
 async def test_tenants_have_series_of_their_own(agent, devices, reserve, enter) -> None:
     gpu = devices.uuids[0]
-    wanted = [reserve(pod, gpu, mode=SharingMode.MPS) for pod in "ab"]
+    wanted = [reserve(pod, gpu, mode=SharingMode.MPS, memory_limit_mib=9000) for pod in "ab"]
     registry = registry_of(agent)
     async with running(agent):
         kube = agent.reconciler._api
@@ -74,6 +76,7 @@ async def test_tenants_have_series_of_their_own(agent, devices, reserve, enter) 
             labels = {"UUID": gpu, "namespace": "default", "pod": "a", "job": "job-a"}
             value = registry.get_sample_value
             assert value("carpool_gpu_tenant_memory_bytes", labels) >= 1000 * 1024 * 1024
+            assert value("carpool_gpu_tenant_memory_limit_bytes", labels) == 9000 * 1024 * 1024
             assert value("carpool_gpu_tenant_energy_joules_total", labels) > 0
             assert 0 < value("carpool_gpu_tenant_sm_active_ratio", labels) <= 1
             assert value("carpool_agent_partitions", {"state": "Ready"}) == 1

@@ -69,7 +69,8 @@ class MemoryOverride(Resource, frozen=True, kw_only=True):
             int | str,
             field(
                 "GPU memory that one worker takes on each of its GPUs, with its unit, such as 12Gi. Placement counts "
-                "with it in place of the prediction, and MPS enforces it.",
+                "with it in place of the prediction, and MPS holds each process of the worker to it: a worker of "
+                "several processes can take more in all, and the node agent reports it.",
                 schema=QUANTITY,
                 rules=MEMORY_RULES,
             ),
