@@ -1,5 +1,6 @@
 """Where a job's pods are and what they were measured to use, read from GpuNodes."""
 
+import re
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
@@ -78,18 +79,26 @@ def placements(job: GpuTrainingJob, pods: Iterable[Pod], nodes: Sequence[GpuNode
 
 
 def describe(place: WorkerPlacement) -> str:
-    """Say where a worker is and why: `worker 0: n1/GPU-1, MPS, 9,300 MiB, expected slowdown 1.12: reason`."""
-    share = place.mig_profile or (f"{place.thread_percentage}% of threads" if place.thread_percentage else "")
-    limit = "" if place.memory_limit_mib is None else f"{place.memory_limit_mib:,} MiB"
+    """Say where a worker is and why: `worker 0: GPU-1, 9,300 MiB: least-slowdown: MPS on GPU 0 of n1 beside …`.
+
+    The scheduler's reason tells most of it; only what it leaves out is put before it.
+    """
+    gpus = "+".join(place.gpu_uuids)
+    slowdown = f"expected slowdown {place.expected_slowdown:.2f}"
     parts = [
-        f"worker {place.worker}: {place.node}/{'+'.join(place.gpu_uuids)}",
-        f"{place.mode}",
-        share,
-        limit,
-        f"expected slowdown {place.expected_slowdown:.2f}",
+        gpus if _tells(place.reason, place.node) else f"{place.node}/{gpus}",
+        "" if _tells(place.reason, place.mode.value) else place.mode.value,
+        place.mig_profile or (f"{place.thread_percentage}% of threads" if place.thread_percentage else ""),
+        "" if place.memory_limit_mib is None else f"{place.memory_limit_mib:,} MiB",
+        "" if _tells(place.reason, slowdown) else slowdown,
     ]
-    reason = f": {place.reason}" if place.reason else ""
-    return ", ".join(part for part in parts if part) + reason
+    told = f"worker {place.worker}: " + ", ".join(part for part in parts if part)
+    return f"{told}: {place.reason}" if place.reason else told
+
+
+def _tells(reason: str, words: str) -> bool:
+    """Whether a sentence holds these words, not as a part of longer ones."""
+    return re.search(rf"(?<![\w.-]){re.escape(words)}(?![\w-]|\.\w)", reason) is not None
 
 
 def _mean(values: Iterable[float | None], otherwise: float | None, digits: int) -> float | None:

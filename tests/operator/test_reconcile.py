@@ -301,6 +301,27 @@ def test_placed_and_running_from_the_reservation() -> None:
     assert status.start_time == "2026-01-31T11:59:00Z"
 
 
+SCHEDULER_S_REASON = (
+    "least-slowdown: MPS on GPU 0 of n1 beside default/y; 30,221 of 40,536 MiB left; expected slowdown 1.12 of 1.50"
+)
+
+
+def test_each_fact_of_a_place_is_told_once() -> None:
+    """Regression: the event said node, mode and slowdown, and then the scheduler's reason, which says them too."""
+    of = predicted_job()
+    reserved = reservation("pod-0-1", reason=SCHEDULER_S_REASON, threadPercentage=100)
+    decision = reconcile(snapshot(of, pods=(pod(nodeName="n1"),), nodes=(node(reserved),)))
+    expected = f"worker 0: GPU-0, 100% of threads, 3,000 MiB: {SCHEDULER_S_REASON}"
+    assert [a.message for a in decision.actions if isinstance(a, RecordEvent)] == [expected]
+
+
+def test_node_whose_name_is_a_part_of_another_word_is_told() -> None:
+    of = predicted_job()
+    reserved = reservation("pod-0-1", reason=SCHEDULER_S_REASON.replace("of n1 ", "of n1-a.example "))
+    decision = reconcile(snapshot(of, pods=(pod(nodeName="n1"),), nodes=(node(reserved),)))
+    assert condition(decision, of, "Placed").message.startswith("worker 0: n1/GPU-0, 3,000 MiB: least-slowdown: MPS")
+
+
 def test_placement_survives_the_release_of_the_reservation() -> None:
     of = predicted_job()
     before = snapshot(of, pods=(pod(phase="Running", nodeName="n1"),), nodes=(node(reservation("pod-0-1")),))
