@@ -17,6 +17,7 @@ from carpool_extender.cluster import Cluster
 from carpool_extender.decide import Rules
 from carpool_extender.janitor import Janitor
 from carpool_extender.policies import find_policy
+from carpool_extender.restorer import Restorer
 from carpool_extender.routes import create_app
 from carpool_extender.service import Service
 from carpool_extender.settings import ExtenderSettings
@@ -66,9 +67,11 @@ def build(
     registry.register(KnowledgeCollector(watches))
     workloads = Workloads(api, watches, job_policies=settings.job_policies)
     book = Book(api, watches, clock, sleep)
-    tools = Tools(api, clock, sleep, EventRecorder(api, clock, COMPONENT), telemetry, standing)
+    events = EventRecorder(api, clock, COMPONENT)
+    tools = Tools(api, clock, sleep, events, telemetry, standing)
     binder = Binder(tools, watches, workloads, book, rules=rules, timeout_s=settings.bind_timeout_seconds)
-    janitor = Janitor(api, watches, book, clock, sleep)
+    restorer = Restorer(api, watches, book, events, settings.slots_per_gpu)
+    janitor = Janitor(api, watches, book, restorer, clock, sleep)
     janitor.leave_alone(binder.open)
     service = Service(watches, workloads, binder, rules)
     app = create_app(service, telemetry, watches.not_ready)

@@ -16,6 +16,7 @@ from carpool_core.values import PodUid
 
 from carpool_extender import ledger
 from carpool_extender.book import Book
+from carpool_extender.restorer import Restorer
 from carpool_extender.watches import Watches
 
 PERIOD_S = 5.0
@@ -49,8 +50,15 @@ class Janitor:
     """Sweeps when a pod ends, when a node's capacity changes, and every few seconds."""
 
     def __init__(
-        self, api: KubeApi, watches: Watches, book: Book, clock: Clock, sleep: Callable[[float], Awaitable[Any]]
+        self,
+        api: KubeApi,
+        watches: Watches,
+        book: Book,
+        restorer: Restorer,
+        clock: Clock,
+        sleep: Callable[[float], Awaitable[Any]],
     ) -> None:
+        self._restorer = restorer
         self._api, self._watches, self._book, self._clock, self._sleep = api, watches, book, clock, sleep
         self._open: Container[PodUid] = ()
         self._stirred = asyncio.Event()
@@ -75,11 +83,12 @@ class Janitor:
             await self._rest()
 
     async def sweep(self) -> None:
-        """Release what is needed no longer, then touch the Nodes whose GPUs have room that they had not."""
+        """Release what is needed no longer, restore what was lost, touch the Nodes whose GPUs have more room."""
         for name, node in list(self._watches.cluster.nodes.items()):
             for reservation in node.spec.reservations:
                 if reservation.pod_uid not in self._open:
                     await self._judge(name, reservation)
+        await self._restorer.restore(self._open)
         # Time alone may have made room: a GPU whose rest is over, an agent that is back.
         hindered = self._watches.cluster.hindered_nodes()
         self._grown |= self._hindered - hindered

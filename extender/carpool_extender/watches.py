@@ -1,7 +1,7 @@
 """What the extender knows of the cluster: three watches, the indices that decisions ask, and who waits for changes."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 from carpool_core.clock import Clock
@@ -82,6 +82,10 @@ class Watches:
     def pod(self, uid: PodUid) -> Pod | None:
         """Return the pod with that UID, if it was seen and exists still."""
         return self._pods_by_uid.get(uid)
+
+    def pods(self) -> Iterable[Pod]:
+        """Return every pod of our scheduler."""
+        return self._pods_by_uid.values()
 
     def on_node(self, callback: Callable[[GpuNode | None, GpuNode | None], None]) -> None:
         """Call back with old and new for every change of a GpuNode after the first list."""

@@ -542,6 +542,74 @@ async def test_a_running_pod_keeps_its_reservation_beyond_any_deadline(world):
     assert world.held() == {"a": ["pod-x"]}
 
 
+@pytest.mark.parametrize("how", ["created anew", "emptied"])
+async def test_a_running_pod_gets_the_reservation_back_that_its_node_lost(world, how):
+    world.add("x", nodes=["a"], gpus=2)
+    async with world.extender() as extender, background(world.agent.serve("a")):
+        assert (await extender.service.bind(args())).error == ""
+    before = world.reservations("a")
+    async with world.extender() as extender:
+        if how == "emptied":
+            await world.kube.patch(GPU_NODES, "a", {"spec": {"reservations": []}})
+            await until(lambda: extender.watches.cluster.holders("pod-x") == [])
+            world.clock.advance(5)
+        else:
+            await world.kube.delete(GPU_NODES, "a")
+            for _ in range(50):
+                await asyncio.sleep(0)
+            seed_node(world.kube, another("a", devices=[]))
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert world.reservations("a") == []  # its agent has not reported the GPUs yet
+            seed_node(world.kube, another("a", devices=2))
+        await until(lambda: world.reservations("a") == before)
+    assert world.events() == []
+
+
+def another(name, devices):
+    """The GpuNode that an agent creates in place of one that was deleted."""
+    node = gpu_node(name, devices)
+    return msgspec.structs.replace(node, metadata=msgspec.structs.replace(node.metadata, uid="another"))
+
+
+async def test_it_is_told_once_where_nobody_knows_the_reservation_that_was_lost(world):
+    world.add("x")
+    seed_pod(world.kube, "x", nodeName="a")
+    async with world.extender() as extender:
+        await until(lambda: world.events() != [])
+        await extender.janitor.sweep()
+    [(reason, message)] = world.events()
+    assert reason == "ReservationLost"
+    assert message.startswith(
+        "pod default/x-worker-0-1 runs on node a without a reservation, so its GPUs count as free"
+    )
+    assert "nothing is known of the reservation that it had" in message
+    assert world.kube.dump_all(EVENTS)[0]["count"] == 1
+
+
+async def test_it_is_told_where_the_place_was_given_to_another_meanwhile(world):
+    world.add("x", "y", nodes=["a"])
+    async with world.extender() as extender, background(world.agent.serve("a")):
+        assert (await extender.service.bind(args())).error == ""
+        taker = msgspec.structs.replace(tenant("y", ["GPU-a-0"], SharingMode.EXCLUSIVE), pod_name="y-worker-0-1")
+        await world.kube.patch(GPU_NODES, "a", {"spec": {"reservations": [msgspec.to_builtins(taker)]}})
+        await until(lambda: extender.watches.cluster.holders("pod-x") == [])
+        world.clock.advance(5)
+        await until(lambda: world.events() != [])
+    assert "cannot be written again: GPU-a-0: wants it by MPS, it is used by Exclusive" in world.events()[0][1]
+
+
+async def test_an_ended_pod_gets_no_reservation_back(world):
+    world.add("x", nodes=["a"])
+    async with world.extender() as extender, background(world.agent.serve("a")):
+        assert (await extender.service.bind(args())).error == ""
+        await world.kube.delete(PODS, "x-worker-0-1", namespace="default")
+        await until(lambda: world.reservations("a") == [])
+        await extender.janitor.sweep()
+        assert world.reservations("a") == []
+    assert world.events() == []
+
+
 async def test_a_pod_that_the_cache_has_not_seen_is_confirmed_on_the_server(world):
     """A reservation must not be taken from a pod only because its watch is late or selects other pods."""
     world.add("x")

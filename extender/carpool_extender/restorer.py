@@ -1,0 +1,126 @@
+"""Writes reservations again that running pods have lost, as when a GpuNode was deleted and created anew."""
+
+from collections.abc import Container, Iterator
+
+import structlog
+from carpool_core.kube.api import PODS, KubeApi
+from carpool_core.kube.errors import KubeError, NotFound
+from carpool_core.kube.events import EventRecorder
+from carpool_core.kube.pods import Pod
+from carpool_core.resources.node import GpuNode, GpuNodeSpec, Reservation
+from carpool_core.values import PodUid
+
+from carpool_extender import ledger
+from carpool_extender.book import Book, Refusal
+from carpool_extender.watches import Watches
+from carpool_extender.workloads import gpus_asked
+
+
+class Restorer:
+    """Remembers the reservations that vanish from GpuNodes, and writes those again whose pods run on.
+
+    Without its reservation a running pod's memory counts as free, and its GPU is given to the next.
+
+    Args:
+        api: The Kubernetes API.
+        watches: What is known of the cluster.
+        book: Where reservations are written.
+        events: Where it is told that a reservation is lost for good.
+        slots: Most tenants of one GPU.
+    """
+
+    def __init__(self, api: KubeApi, watches: Watches, book: Book, events: EventRecorder, slots: int) -> None:
+        self._api, self._watches, self._book, self._events, self._slots = api, watches, book, events, slots
+        self._vanished: dict[PodUid, tuple[str, Reservation]] = {}
+        self._told: set[PodUid] = set()
+        self._log = structlog.get_logger()
+        watches.on_node(self._node_changed)
+
+    async def restore(self, open_: Container[PodUid]) -> None:
+        """Look after every bound pod that runs without a reservation, but not those that are being bound."""
+        self._forget_ended()
+        for pod in list(self._without_reservation()):
+            if pod.metadata.uid not in open_:
+                try:
+                    await self._restore(pod)
+                except KubeError as error:
+                    self._log.warning("restoring failed", pod=_named(pod), node=pod.spec.node_name, error=str(error))
+
+    def _node_changed(self, old: GpuNode | None, new: GpuNode | None) -> None:
+        if old is None:
+            return
+        left = set() if new is None else {r.pod_uid for r in new.spec.reservations}
+        for reservation in old.spec.reservations:
+            if reservation.pod_uid not in left:
+                self._vanished[reservation.pod_uid] = (old.metadata.name, reservation)
+
+    def _forget_ended(self) -> None:
+        for uid in [uid for uid in (*self._vanished, *self._told) if not _runs(self._watches.pod(uid))]:
+            self._vanished.pop(uid, None)
+            self._told.discard(uid)
+
+    def _without_reservation(self) -> Iterator[Pod]:
+        """Bound pods that run without one, on nodes whose agents report GPUs; others have to wait for that."""
+        for pod in self._watches.pods():
+            node = self._watches.cluster.node(pod.spec.node_name)
+            if node is None or not node.status.devices or not _runs(pod) or not gpus_asked(pod):
+                continue
+            uid = PodUid(pod.metadata.uid)
+            if uid not in self._told and ledger.held(node.spec, uid) is None:
+                yield pod
+
+    async def _restore(self, pod: Pod) -> None:
+        """Write a pod's reservation again, if the server says too that the pod runs and has none."""
+        uid, name = PodUid(pod.metadata.uid), pod.spec.node_name
+        if ledger.held((await self._book.read(name)).spec, uid) is not None or not await self._still_runs(pod):
+            return
+        node, known = self._vanished.get(uid, ("", None))
+        if known is None or node != name:
+            await self._tell(pod, "nothing is known of the reservation that it had")
+            return
+
+        def decide(node: GpuNode) -> GpuNodeSpec:
+            spec = ledger.reserve(node.spec, known, ledger.capacity_of(node, self._slots))
+            if isinstance(spec, ledger.Rejected):
+                raise Refusal(spec.reason)
+            return spec
+
+        try:
+            await self._book.change(name, decide)
+        except Refusal as refusal:
+            await self._tell(pod, f"the reservation that it had cannot be written again: {refusal}")
+            return
+        self._log.warning("reservation restored", pod=_named(pod), node=name, gpus=known.gpu_uuids)
+
+    async def _still_runs(self, pod: Pod) -> bool:
+        try:
+            found = await self._api.get(PODS, pod.metadata.name, Pod, namespace=pod.metadata.namespace)
+        except NotFound:
+            return False
+        return found.metadata.uid == pod.metadata.uid and _runs(found)
+
+    async def _tell(self, pod: Pod, why: str) -> None:
+        """Say once that others may be given the GPU of a pod."""
+        self._told.add(PodUid(pod.metadata.uid))
+        message = (
+            f"pod {_named(pod)} runs on node {pod.spec.node_name} without a reservation, so its GPUs count as free; "
+            f"{why}; delete the pod, and the operator makes another in its place"
+        )
+        self._log.error("reservation lost", pod=_named(pod), node=pod.spec.node_name, because=why)
+        await self._events.record(
+            kind=PODS,
+            namespace=pod.metadata.namespace,
+            name=pod.metadata.name,
+            uid=pod.metadata.uid,
+            type="Warning",
+            reason="ReservationLost",
+            message=message,
+        )
+
+
+def _runs(pod: Pod | None) -> bool:
+    return pod is not None and bool(pod.spec.node_name) and not pod.is_finished
+
+
+def _named(pod: Pod) -> str:
+    return f"{pod.metadata.namespace}/{pod.metadata.name}"
