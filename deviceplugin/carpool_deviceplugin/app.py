@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import structlog
 from carpool_core.clock import Clock
@@ -12,10 +13,16 @@ from carpool_core.kube.reflector import Reflector
 from carpool_core.values import NodeName, PodUid
 
 from carpool_deviceplugin import cdi
-from carpool_deviceplugin.devices import NO_NVML, Devices, NoDevicesError
+from carpool_deviceplugin.devices import Devices, NoDevicesError
+from carpool_deviceplugin.mps import Mps
+from carpool_deviceplugin.mps_program import MpsProgram
+from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
+from carpool_deviceplugin.nvml.devices import NvmlDevices
+from carpool_deviceplugin.nvml.library import NvmlLibrary, installed
 from carpool_deviceplugin.patience import Rhythm
 from carpool_deviceplugin.plugin import Knowledge, Plugin, Registration
 from carpool_deviceplugin.prestart import HeldByPod
+from carpool_deviceplugin.processes import ProcTree
 from carpool_deviceplugin.reconciler import Reconciler
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.simulated import SimulatedDevices, parse_inventory
@@ -25,8 +32,23 @@ _STALE_S = 300.0
 """Without a word from the API server for so long, the agent is not ready."""
 
 
-def find_devices(settings: AgentSettings) -> Devices:
+def real_devices(settings: AgentSettings, nvml: NvmlLibrary) -> NvmlDevices:
+    """Open the node's GPUs; raises NoDevicesError."""
+    return NvmlDevices(
+        nvml,
+        mps=Mps(MpsProgram(), settings.state_dir / "mps") if MpsProgram.is_installed() else None,
+        cdi=NvidiaCdi((Path("/etc/cdi"), settings.cdi_dir)),
+        state_dir=settings.state_dir,
+        processes=ProcTree(),
+    )
+
+
+def find_devices(settings: AgentSettings, nvml: NvmlLibrary | None = None) -> Devices:
     """Find the GPUs that the settings speak of.
+
+    Args:
+        settings: Of this node.
+        nvml: NVIDIA's library; the installed one when None.
 
     Raises:
         NoDevicesError: There are none; the message says what to set.
@@ -36,7 +58,7 @@ def find_devices(settings: AgentSettings) -> Devices:
     if not 1 <= settings.slots_per_gpu <= 128:
         raise NoDevicesError(f"CARPOOL_SLOTS_PER_GPU: expected 1 to 128, found {settings.slots_per_gpu}")
     if not settings.simulated_gpus:
-        raise NoDevicesError(NO_NVML)
+        return real_devices(settings, nvml or installed())
     products = parse_inventory(settings.simulated_gpus)
     try:
         return SimulatedDevices(products, settings.node_name, settings.state_dir)

@@ -37,8 +37,9 @@ def environment(reservation: Reservation, access: Mapping[GpuUuid, Access]) -> d
         reservation: Of the container's pod.
         access: To each GPU of the reservation.
     """
+    is_named = any(one.is_named_to_runtime for one in access.values())
     env = {
-        "NVIDIA_VISIBLE_DEVICES": "void",
+        "NVIDIA_VISIBLE_DEVICES": ",".join(reservation.gpu_uuids) if is_named else "void",
         "CARPOOL_POD_UID": reservation.pod_uid,
         "CARPOOL_VISIBLE_GPUS": ",".join(reservation.gpu_uuids),
         "CARPOOL_GPU_MODE": reservation.mode.value,
@@ -74,22 +75,43 @@ def specifications(
         A CDI specification for each slot.
     """
     env = [f"{name}={value}" for name, value in environment(reservation, access).items()]
+    version = max([CDI_VERSION, *(one.cdi_version for one in access.values())], key=_numbers)
     specs: dict[str, dict[str, Any]] = {}
     for slot, uuid in zip(slots, reservation.gpu_uuids, strict=True):
-        mounts = list(access[uuid].mounts)
-        pipe = access[uuid].mps_pipe
-        if slot == slots[0] and reservation.mode is SharingMode.MPS and pipe is not None:
-            mounts.append(pipe)
-        edits: dict[str, Any] = {"mounts": [_mount(m) for m in mounts]}
+        given = access[uuid]
+        mounts = list(given.mounts)
+        if slot == slots[0] and reservation.mode is SharingMode.MPS:
+            mounts += [mount for mount in (given.mps_pipe, given.mps_shm) if mount is not None]
+        edits = _joined(given.edits, {"mounts": [_mount(m) for m in mounts]})
         if slot == slots[0]:
-            edits["env"] = env
+            edits = _joined(given.common_edits, edits, {"env": env})
         specs[slot] = {
-            "cdiVersion": CDI_VERSION,
+            "cdiVersion": version,
             "kind": CDI_KIND,
             "annotations": {ANNOTATION_POD_UID: reservation.pod_uid},
             "devices": [{"name": slot, "containerEdits": edits}],
         }
     return specs
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdecimal())
+
+
+def _joined(*edits: Mapping[str, Any]) -> dict[str, Any]:
+    """One set of container edits after the other; later variables win, and what was given twice is given once."""
+    joined: dict[str, Any] = {}
+    for one in edits:
+        for name, values in one.items():
+            if isinstance(values, list):
+                there = joined.setdefault(name, [])
+                there += [value for value in values if value not in there]
+            else:
+                joined[name] = values
+    if "env" in joined:
+        by_name = {entry.partition("=")[0]: entry for entry in joined["env"]}
+        joined["env"] = list(by_name.values())
+    return {name: values for name, values in joined.items() if values}
 
 
 def _mount(mount: Mount) -> dict[str, Any]:

@@ -47,11 +47,5 @@ class Devices(Protocol):
         ...
 
 
-NO_NVML = (
-    "no GPUs to look after: reading real GPUs through NVML is not in this version. To try Carpool without hardware, "
-    'set CARPOOL_SIMULATED_GPUS to products and counts, such as "NVIDIA A100-SXM4-40GB:4"'
-)
-
-
 class NoDevicesError(Exception):
     """The agent has no GPUs; the message says what to set."""

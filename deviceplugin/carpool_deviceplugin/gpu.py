@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 
@@ -87,11 +88,11 @@ class ProcessUse:
     """Monotonic time, in seconds."""
     memory_mib: int
     peak_memory_mib: int
-    busy_s: float
-    """Time in which its kernels ran."""
-    sm_s: float
+    busy_s: float | None
+    """Time in which its kernels ran; None where the GPU cannot say, as below."""
+    sm_s: float | None
     """Time in which its work filled all SMs."""
-    dram_s: float
+    dram_s: float | None
     """Time in which its work filled the memory bandwidth."""
     energy_j: float
     """Energy above idle."""
@@ -108,11 +109,15 @@ class Reading:
     at: float
     """Monotonic time, in seconds."""
     processes: tuple[ProcessUse, ...]
-    power_w: float
-    idle_power_w: float
-    power_limit_w: float
-    energy_j: float
+    power_w: float | None
+    """None where the GPU cannot say; so below."""
+    idle_power_w: float | None
+    power_limit_w: float | None
+    energy_j: float | None
     """Of the whole GPU, since it appeared."""
+    counters: Mapping[str, float] | None = None
+    """The GPU's own word on itself, by DCGM's field names; None where it is reckoned from its processes."""
+    pci_bus_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +138,16 @@ class Access:
     mounts: tuple[Mount, ...]
     mps_pipe: Mount | None = None
     """The MPS daemon's directory, where the GPU has one."""
+    mps_shm: Mount | None = None
+    """The memory that the daemon shares with its clients; None where they need none."""
+    edits: Mapping[str, Any] = field(default_factory=dict)
+    """CDI container edits for this GPU."""
+    common_edits: Mapping[str, Any] = field(default_factory=dict)
+    """CDI container edits for each container that has a GPU."""
+    cdi_version: str = "0.6.0"
+    """That the edits are of."""
+    is_named_to_runtime: bool = False
+    """Whether NVIDIA's container runtime must be told the GPU's name, because nothing else brings it."""
 
 
 class DeviceError(Exception):

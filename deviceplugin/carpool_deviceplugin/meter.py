@@ -17,19 +17,25 @@ MOVED = 0.10
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What one pod does to one GPU. Ratios 0..1."""
+    """What one pod does to one GPU. Ratios 0..1; None where the GPU cannot say."""
 
-    busy: float = 0.0
-    sm: float = 0.0
-    dram: float = 0.0
+    busy: float | None = 0.0
+    sm: float | None = 0.0
+    dram: float | None = 0.0
     power_w: float = 0.0
 
     def towards(self, now: "Rates", weight: float) -> "Rates":
         """Move to `now` by `weight`, 0..1."""
-        return Rates(*(was + weight * (value - was) for was, value in zip(self._all(), now._all(), strict=True)))
+        return Rates(
+            _towards(self.busy, now.busy, weight),
+            _towards(self.sm, now.sm, weight),
+            _towards(self.dram, now.dram, weight),
+            self.power_w + weight * (now.power_w - self.power_w),
+        )
 
-    def _all(self) -> tuple[float, float, float, float]:
-        return (self.busy, self.sm, self.dram, self.power_w)
+
+def _towards(was: float | None, now: float | None, weight: float) -> float | None:
+    return now if was is None or now is None else was + weight * (now - was)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +88,17 @@ class Meter:
     def tenants(self) -> list[Tenant]:
         """Return what is measured, as `GpuNode.status` says it."""
         sharing = max(1, sum(use.is_running for use in self.uses.values()))
-        idle_w = self.reading.idle_power_w / sharing if self.reading else 0.0
+        idle_w = (self.reading.idle_power_w or 0.0) / sharing if self.reading else 0.0
         return [_tenant(pod, self.uuid, use, idle_w) for pod, use in sorted(self.uses.items())]
 
     def total(self, *, is_concurrent: bool) -> Rates:
         """What the whole GPU does, tenants together; `is_concurrent` where their kernels run at the same time."""
         rates = [use.rates for use in self.uses.values() if use.rates and use.is_running]
-        idle = math.prod(1 - min(1.0, r.busy) for r in rates)
-        busy = 1 - idle if is_concurrent else min(1.0, sum(r.busy for r in rates))
-        power = self.reading.power_w if self.reading else 0.0
-        return Rates(busy, min(1.0, sum(r.sm for r in rates)), min(1.0, sum(r.dram for r in rates)), power)
+        idle = math.prod(1 - min(1.0, r.busy or 0.0) for r in rates)
+        busy = 1 - idle if is_concurrent else min(1.0, sum(r.busy or 0.0 for r in rates))
+        power = self.reading.power_w or 0.0 if self.reading else 0.0
+        sm, dram = sum(r.sm or 0.0 for r in rates), sum(r.dram or 0.0 for r in rates)
+        return Rates(busy, min(1.0, sm), min(1.0, dram), power)
 
 
 def _window_s(before: Reading | None, now: Reading, processes: Sequence[ProcessUse]) -> float:
@@ -110,17 +117,19 @@ def _weight(samples: int, elapsed_s: float) -> float:
 
 
 def _advance(use: Use, processes: Iterable[ProcessUse], earlier: Mapping[str, ProcessUse], elapsed_s: float) -> Use:
-    busy = sm = dram = energy = steps_s = 0.0
+    energy = steps_s = 0.0
     steps = 0
+    processes = list(processes)
     for p in processes:
         was = earlier.get(p.id)
-        busy += max(0, p.busy_s - (was.busy_s if was else 0))
-        sm += max(0, p.sm_s - (was.sm_s if was else 0))
-        dram += max(0, p.dram_s - (was.dram_s if was else 0))
-        energy += max(0, p.energy_j - (was.energy_j if was else 0))
+        energy += max(0.0, p.energy_j - (was.energy_j if was else 0))
         steps += max(0, p.steps - (was.steps if was else 0))
-        steps_s += max(0, p.steps_s - (was.steps_s if was else 0))
-    now = Rates(min(1.0, busy / elapsed_s), min(1.0, sm / elapsed_s), min(1.0, dram / elapsed_s), energy / elapsed_s)
+        steps_s += max(0.0, p.steps_s - (was.steps_s if was else 0))
+    busy, sm, dram = (
+        _gained([(getattr(p, name), getattr(earlier.get(p.id), name, None)) for p in processes])
+        for name in ("busy_s", "sm_s", "dram_s")
+    )
+    now = Rates(_ratio(busy, elapsed_s), _ratio(sm, elapsed_s), _ratio(dram, elapsed_s), energy / elapsed_s)
     samples = use.samples + bool(busy or use.samples)
     weight = _weight(samples, elapsed_s)
     rates = use.rates.towards(now, weight) if use.rates else now
@@ -131,6 +140,16 @@ def _advance(use: Use, processes: Iterable[ProcessUse], earlier: Mapping[str, Pr
     return replace(use, rates=rates, samples=samples, step_time_s=step_time, energy_j=use.energy_j + energy)
 
 
+def _gained(counters: Iterable[tuple[float | None, float | None]]) -> float | None:
+    """What counters (now, before) have gained together; None where none of them is known."""
+    gains = [max(0.0, now - (before or 0.0)) for now, before in counters if now is not None]
+    return sum(gains) if gains else None
+
+
+def _ratio(seconds: float | None, elapsed_s: float) -> float | None:
+    return None if seconds is None else min(1.0, seconds / elapsed_s)
+
+
 def _tenant(pod: PodUid, uuid: GpuUuid, use: Use, idle_w: float) -> Tenant:
     rates = use.rates
     return Tenant(
@@ -138,8 +157,8 @@ def _tenant(pod: PodUid, uuid: GpuUuid, use: Use, idle_w: float) -> Tenant:
         gpu_uuid=uuid,
         memory_mib=use.memory_mib,
         peak_memory_mib=use.peak_memory_mib,
-        gpu_util_percent=None if rates is None else round(100 * rates.busy, 1),
-        sm_active_ratio=None if rates is None else round(rates.sm, 4),
+        gpu_util_percent=None if rates is None or rates.busy is None else round(100 * rates.busy, 1),
+        sm_active_ratio=None if rates is None or rates.sm is None else round(rates.sm, 4),
         power_w=None if rates is None else round(rates.power_w + idle_w, 1),
         step_time_seconds=None if use.step_time_s is None else round(use.step_time_s, 6),
     )

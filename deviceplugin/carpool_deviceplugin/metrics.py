@@ -1,6 +1,6 @@
 """What the agent shows at /metrics: the GPUs under DCGM's names, their tenants and the agent itself under ours."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from carpool_core.resources.node import Device, Reservation
 from carpool_core.values import DeviceHealth, PartitionState, SharingMode
@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 
 from carpool_deviceplugin.app import Agent
 from carpool_deviceplugin.gpu import Reading
-from carpool_deviceplugin.meter import Meter, Rates
+from carpool_deviceplugin.meter import Meter, Rates, Use
 
 _MIB = 1024 * 1024
 _DEVICE_LABELS = (
@@ -26,8 +26,16 @@ DEVICE_GAUGES = {
     "DCGM_FI_DEV_FB_FREE": "Memory that is free (in MiB).",
     "DCGM_FI_DEV_FB_RESERVED": "Memory that no process can have (in MiB).",
     "DCGM_FI_DEV_POWER_USAGE": "Power draw (in W).",
+    "DCGM_FI_DEV_GPU_TEMP": "Temperature (in C).",
+    "DCGM_FI_DEV_SM_CLOCK": "Clock of the SMs (in MHz).",
+    "DCGM_FI_DEV_MEM_CLOCK": "Clock of the memory (in MHz).",
+    "DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS": "Rows remapped for uncorrectable errors.",
+    "DCGM_FI_DEV_CORRECTABLE_REMAPPED_ROWS": "Rows remapped for correctable errors.",
+    "DCGM_FI_DEV_ROW_REMAP_FAILURE": "1 where a row could not be remapped.",
     "DCGM_FI_PROF_GR_ENGINE_ACTIVE": "Share of time in which the graphics or compute engine was active (0..1).",
     "DCGM_FI_PROF_SM_ACTIVE": "Share of SM-time with work (0..1).",
+    "DCGM_FI_PROF_SM_OCCUPANCY": "Share of the warps that the SMs could hold (0..1).",
+    "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE": "Share of time in which the tensor cores were active (0..1).",
     "DCGM_FI_PROF_DRAM_ACTIVE": "Share of time in which the memory interface was active (0..1).",
 }
 ENERGY = "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION"
@@ -67,21 +75,24 @@ class AgentCollector(Collector):
             reading = meter.reading
             if reading is None or not meter.is_current:
                 continue  # the carpool_agent_gpu_healthy series says so
-            labels = self._labels(device)
+            labels = self._labels(device, reading.pci_bus_id)
             for name, value in _values(device, reading, meter).items():
                 families[name].add_metric(labels, value)
-            energy.add_metric(labels, round(1000 * reading.energy_j))
-        yield from families.values()
+            if reading.energy_j is not None:
+                energy.add_metric(labels, round(1000 * reading.energy_j))
+        # What no GPU here can say is absent; where none was asked yet, nobody knows what that is.
+        is_sampled = any(family.samples for family in families.values())
+        yield from (family for family in families.values() if family.samples or not is_sampled)
         yield energy
 
-    def _labels(self, device: Device) -> list[str]:
+    def _labels(self, device: Device, pci_bus_id: str) -> list[str]:
         """A GPU that is shared belongs to no pod: its pods have series of their own."""
         there = [r for r in self._agent.reconciler.reservations if device.uuid in r.gpu_uuids]
         owner = there[0] if len(there) == 1 else None
         return [
             str(device.index),
             device.uuid,
-            "",
+            pci_bus_id,
             f"nvidia{device.index}",
             device.product,
             "",
@@ -102,7 +113,7 @@ class AgentCollector(Collector):
                 if reserved is None:
                     continue
                 labels = [uuid, reserved.pod_namespace, reserved.pod_name, reserved.job_name]
-                rates = use.rates if use.rates and use.is_running else Rates()
+                rates = _now(use)
                 limit = reserved.memory_limit_mib and reserved.memory_limit_mib * _MIB
                 values = [use.memory_mib * _MIB, limit, rates.busy, rates.sm, use.step_time_s]
                 energy.add_metric(labels, use.energy_j)
@@ -130,17 +141,27 @@ class AgentCollector(Collector):
         yield GaugeMetricFamily("carpool_agent_registered", "1 where the kubelet knows the plugin.", float(registered))
 
 
-def _values(device: Device, reading: Reading, meter: Meter) -> dict[str, float]:
+def _now(use: Use) -> Rates:
+    """A pod whose processes have ended does nothing; what could never be said of it is not said now either."""
+    if use.rates is None or use.is_running:
+        return use.rates or Rates()
+    busy, sm, dram = (None if value is None else 0.0 for value in (use.rates.busy, use.rates.sm, use.rates.dram))
+    return Rates(busy, sm, dram)
+
+
+def _values(device: Device, reading: Reading, meter: Meter) -> Mapping[str, float]:
+    if reading.counters is not None:
+        return reading.counters
     total = meter.total(is_concurrent=device.mode is SharingMode.MPS)
     used = sum(p.memory_mib for p in reading.processes)
     return {
-        "DCGM_FI_DEV_GPU_UTIL": round(100 * total.busy),
-        "DCGM_FI_DEV_MEM_COPY_UTIL": round(100 * total.dram),
+        "DCGM_FI_DEV_GPU_UTIL": round(100 * (total.busy or 0.0)),
+        "DCGM_FI_DEV_MEM_COPY_UTIL": round(100 * (total.dram or 0.0)),
         "DCGM_FI_DEV_FB_USED": used,
         "DCGM_FI_DEV_FB_FREE": max(0, device.memory_mib - device.reserved_mib - used),
         "DCGM_FI_DEV_FB_RESERVED": device.reserved_mib,
-        "DCGM_FI_DEV_POWER_USAGE": round(reading.power_w, 1),
-        "DCGM_FI_PROF_GR_ENGINE_ACTIVE": total.busy,
-        "DCGM_FI_PROF_SM_ACTIVE": total.sm,
-        "DCGM_FI_PROF_DRAM_ACTIVE": total.dram,
+        "DCGM_FI_DEV_POWER_USAGE": round(reading.power_w or 0.0, 1),
+        "DCGM_FI_PROF_GR_ENGINE_ACTIVE": total.busy or 0.0,
+        "DCGM_FI_PROF_SM_ACTIVE": total.sm or 0.0,
+        "DCGM_FI_PROF_DRAM_ACTIVE": total.dram or 0.0,
     }

@@ -1,6 +1,9 @@
 """The contract of `Devices`, over every adapter there is, and what is particular to the simulated one."""
 
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -9,11 +12,43 @@ from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
 from carpool_deviceplugin.devices import Devices, NoDevicesError
 from carpool_deviceplugin.gpu import DeviceError, Limits, SetLimits, SetMode, StartMps, StopMps
 from carpool_deviceplugin.simulated import SimulatedDevices, parse_inventory
+from carpool_deviceplugin.testing.mps import FakeMpsCommands
+from carpool_deviceplugin.testing.nvml import FakeNvml
+from carpool_deviceplugin.testing.nvml_node import Node, uid
 
 POD = PodUid("uid-a")
 
 
-def test_inventory_describes_every_gpu_in_order(devices: Devices) -> None:
+@dataclass
+class Ground:
+    """An adapter, and the hands of who tests it."""
+
+    devices: Devices
+    enter: Callable[[str, str], AbstractContextManager[object]]
+    """Be on a GPU as a process of a pod."""
+    pod_uid: Callable[[str], str]
+
+
+@pytest.fixture(params=["simulated", "nvml"])
+def ground(request, tmp_path, devices: SimulatedDevices, enter) -> Ground:
+    if request.param == "simulated":
+        return Ground(devices, enter, lambda pod: f"uid-{pod}")
+    node = Node(FakeNvml(["A100-40", "A100-40"]), FakeMpsCommands(), tmp_path)
+    real = node.devices()
+    pids = count(100)
+
+    @contextmanager
+    def be_there(gpu: str, pod: str) -> Iterator[None]:
+        index, pid = real.uuids.index(GpuUuid(gpu)), next(pids)
+        node.start(index, pid, pod)
+        yield
+        node.end(index, pid)
+
+    return Ground(real, be_there, uid)
+
+
+def test_inventory_describes_every_gpu_in_order(ground: Ground) -> None:
+    devices = ground.devices
     found = devices.inventory()
     assert [d.uuid for d in found] == list(devices.uuids)
     assert [d.index for d in found] == [0, 1]
@@ -25,7 +60,8 @@ def test_inventory_describes_every_gpu_in_order(devices: Devices) -> None:
 
 
 @pytest.mark.parametrize("mode", [SharingMode.EXCLUSIVE, SharingMode.TIME_SLICING, SharingMode.MPS])
-def test_steps_are_read_back_and_idempotent(devices: Devices, mode: SharingMode) -> None:
+def test_steps_are_read_back_and_idempotent(ground: Ground, mode: SharingMode) -> None:
+    devices = ground.devices
     gpu = devices.uuids[0]
     for _ in range(2):
         devices.apply(gpu, SetMode(mode))
@@ -36,7 +72,8 @@ def test_steps_are_read_back_and_idempotent(devices: Devices, mode: SharingMode)
         assert devices.actual(gpu).mode is None
 
 
-def test_mps_comes_with_limits_and_goes_without_them(devices: Devices) -> None:
+def test_mps_comes_with_limits_and_goes_without_them(ground: Ground) -> None:
+    devices = ground.devices
     gpu = devices.uuids[0]
     devices.apply(gpu, SetMode(SharingMode.MPS))
     for _ in range(2):
@@ -52,19 +89,21 @@ def test_mps_comes_with_limits_and_goes_without_them(devices: Devices) -> None:
     assert (devices.actual(gpu).mps_daemon, devices.actual(gpu).limits) == (False, {})
 
 
-def test_nothing_is_taken_from_who_is_there(devices: Devices, enter) -> None:
+def test_nothing_is_taken_from_who_is_there(ground: Ground) -> None:
+    devices = ground.devices
     gpu = devices.uuids[0]
     devices.apply(gpu, SetMode(SharingMode.MPS))
     devices.apply(gpu, StartMps())
-    with enter(gpu, "a"):
-        assert devices.actual(gpu).tenants == {POD}
+    with ground.enter(gpu, "a"):
+        assert devices.actual(gpu).tenants == {ground.pod_uid("a")}
         for step in (SetMode(SharingMode.EXCLUSIVE), SetMode(None), StopMps()):
-            with pytest.raises(DeviceError, match="expected no process on the GPU, found uid-a"):
+            with pytest.raises(DeviceError, match=f"expected no process on the GPU, found {ground.pod_uid('a')}"):
                 devices.apply(gpu, step)
     assert devices.actual(gpu).tenants == frozenset()
 
 
-def test_daemon_needs_its_mode(devices: Devices) -> None:
+def test_daemon_needs_its_mode(ground: Ground) -> None:
+    devices = ground.devices
     with pytest.raises(DeviceError, match="expected mode MPS, found Idle"):
         devices.apply(devices.uuids[0], StartMps())
 
@@ -85,13 +124,15 @@ def test_reading_tells_processes_apart(devices: Devices, enter) -> None:
     assert devices.read(gpu).energy_j >= reading.energy_j
 
 
-def test_access_differs_between_gpus(devices: Devices) -> None:
+def test_access_differs_between_gpus(ground: Ground) -> None:
+    devices = ground.devices
     first, second = (devices.access(uuid) for uuid in devices.uuids)
     assert first.env == second.env
     assert {m.container_path for m in first.mounts}.isdisjoint(m.container_path for m in second.mounts)
 
 
-def test_nobody_elses_gpu(devices: Devices) -> None:
+def test_nobody_elses_gpu(ground: Ground) -> None:
+    devices = ground.devices
     with pytest.raises(DeviceError, match="expected one of GPU-"):
         devices.apply(GpuUuid("GPU-elsewhere"), SetMode(None))
 
@@ -103,7 +144,7 @@ def test_simulated_gpus_say_so(devices: SimulatedDevices) -> None:
 
 
 def test_simulated_uuids_survive_restarts_and_the_loss_of_all_state(tmp_path: Path) -> None:
-    products = parse_inventory("H100:1,Tesla T4:2")
+    products = parse_inventory("H200:1,Tesla T4:2")
     uuids = {tuple(SimulatedDevices(products, "n", tmp_path / where).uuids) for where in ("one", "one", "two")}
     assert len(uuids) == 1
     assert list(SimulatedDevices(products, "m", tmp_path / "one").uuids) not in [list(u) for u in uuids]

@@ -1,0 +1,133 @@
+"""One MPS control daemon for each GPU: started, asked how it is, drained and stopped.
+
+Layout of a GPU's directory: `pipe/` (clients and daemon meet there), `log/`, `shm/` (their shared memory). A daemon
+serves one GPU, and the plan lets only pods of one namespace behind it; the daemon itself serves one user at a time.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from carpool_core.values import GpuUuid
+
+from carpool_deviceplugin.gpu import DeviceError
+
+_UUID = re.compile(r"GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+STOP_WITHIN_S = 5
+"""How long `quit` waits for clients that are ending."""
+
+
+class MpsError(DeviceError):
+    """The daemon did not start, did not answer, or answered no."""
+
+
+class MpsCommands(Protocol):
+    """NVIDIA's program `nvidia-cuda-mps-control`. Both calls raise MpsError."""
+
+    def start(self, environment: Mapping[str, str], shm: Path) -> None:
+        """Start a daemon, which goes on without us; `shm` becomes its /dev/shm."""
+        ...
+
+    def ask(self, environment: Mapping[str, str], command: str) -> str:
+        """Send a command to the daemon of that pipe directory, and return what it answers."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MpsStatus:
+    """How a GPU's daemon is."""
+
+    is_running: bool = False
+    servers: frozenset[int] = frozenset()
+    """Process IDs of its servers: they hold contexts on the GPU, and belong to no pod."""
+    clients: frozenset[int] = frozenset()
+    """Process IDs of those that use it."""
+    problem: str = ""
+    """What is wrong with it; empty where nothing is."""
+    faulty: frozenset[int] = frozenset()
+    """Clients of servers that a fatal fault has hit: all of them end with it."""
+
+
+class Mps:
+    """The daemons of a node.
+
+    Args:
+        commands: Of NVIDIA's program.
+        directory: Where each GPU has a directory of its own.
+    """
+
+    def __init__(self, commands: MpsCommands, directory: Path) -> None:
+        self._commands, self._directory = commands, directory
+
+    def directory(self, uuid: GpuUuid) -> Path:
+        """Return a GPU's directory; raises MpsError for what is no UUID: names become paths here."""
+        if not _UUID.fullmatch(uuid):
+            raise MpsError(f"expected a GPU's UUID such as GPU-8f2c…, found {uuid!r}")
+        return self._directory / uuid
+
+    def _environment(self, uuid: GpuUuid) -> dict[str, str]:
+        directory = self.directory(uuid)
+        return {
+            "CUDA_VISIBLE_DEVICES": uuid,
+            "CUDA_MPS_PIPE_DIRECTORY": str(directory / "pipe"),
+            "CUDA_MPS_LOG_DIRECTORY": str(directory / "log"),
+        }
+
+    def start(self, uuid: GpuUuid) -> None:
+        """Start a GPU's daemon and see that it answers; one that runs already is taken over."""
+        if self._answers(uuid):
+            return
+        directory = self.directory(uuid)
+        try:
+            for name in ("pipe", "log", "shm"):
+                (directory / name).mkdir(parents=True, exist_ok=True)
+            (directory / "shm").chmod(0o1777)  # as /dev/shm: clients run as any user
+        except OSError as e:
+            raise MpsError(f"GPU {uuid}: expected to make the MPS daemon's directories, found {e}") from e
+        for name in ("control", "control_lock", "control_privileged", "nvidia-cuda-mps-control.pid"):
+            (directory / "pipe" / name).unlink(missing_ok=True)  # of a dead daemon: a new one would not start
+        self._commands.start(self._environment(uuid), directory / "shm")
+        self._commands.ask(self._environment(uuid), "get_server_list")
+
+    def stop(self, uuid: GpuUuid) -> None:
+        """Stop a GPU's daemon; one that does not run is stopped already. Clients must have left before."""
+        if not self._answers(uuid):
+            return
+        self._commands.ask(self._environment(uuid), f"quit -t {STOP_WITHIN_S}")
+        if self._answers(uuid):
+            raise MpsError(f"GPU {uuid}: expected the MPS daemon to stop, found it still there; end its clients")
+
+    def status(self, uuid: GpuUuid) -> MpsStatus:
+        """Ask a GPU's daemon how it is; never raises for a daemon that is dead or wedged."""
+        environment = self._environment(uuid)
+        if not (self.directory(uuid) / "pipe").is_dir():
+            return MpsStatus()
+        try:
+            servers = _numbers(self._commands.ask(environment, "get_server_list"))
+        except MpsError:
+            return MpsStatus()
+        clients: set[int] = set()
+        faulty: set[int] = set()
+        problems: list[str] = []
+        for server in sorted(servers):
+            try:
+                own = _numbers(self._commands.ask(environment, f"get_client_list {server}"))
+                state = self._commands.ask(environment, f"get_server_status {server}").strip()
+            except MpsError as e:
+                problems.append(f"MPS server {server} does not answer: {e}")
+                continue
+            clients |= own
+            if "FAULT" in state.upper():
+                faulty |= own
+                whom = ", ".join(map(str, sorted(own))) or "none left"
+                problems.append(f"MPS server {server} was hit by a client's fatal fault (clients: {whom})")
+        return MpsStatus(True, servers, frozenset(clients), "; ".join(problems), frozenset(faulty))
+
+    def _answers(self, uuid: GpuUuid) -> bool:
+        return self.status(uuid).is_running
+
+
+def _numbers(answer: str) -> frozenset[int]:
+    return frozenset(int(word) for word in answer.split() if word.isdecimal())

@@ -1,0 +1,67 @@
+"""NVIDIA's `nvidia-cuda-mps-control`, as a program."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from carpool_deviceplugin.mps import MpsError
+
+PROGRAM = "nvidia-cuda-mps-control"
+_PRIVATE_SHM = 'mount --bind "$1" /dev/shm && exec "$2" -d'
+"""Gives a daemon a /dev/shm of its own, so that the tenants of two GPUs never see each other's."""
+
+
+class MpsProgram:
+    """Runs the program, found on PATH.
+
+    Args:
+        private_shm: Whether daemons get a /dev/shm of their own; takes CAP_SYS_ADMIN.
+        within_s: How long an answer may take, in seconds.
+    """
+
+    def __init__(self, *, private_shm: bool = True, within_s: float = 3.0) -> None:
+        self._private_shm, self._within_s = private_shm, within_s
+
+    @staticmethod
+    def is_installed() -> bool:
+        """Whether the node has it: it comes with the driver."""
+        return shutil.which(PROGRAM) is not None
+
+    def start(self, environment: Mapping[str, str], shm: Path) -> None:
+        """Start a daemon."""
+        program = shutil.which(PROGRAM)
+        if program is None:
+            raise MpsError(f"expected {PROGRAM} on PATH, found none; it comes with NVIDIA's driver, mount it")
+        command = [program, "-d"]
+        if self._private_shm:
+            command = ["unshare", "--mount", "sh", "-c", _PRIVATE_SHM, "mps", str(shm), program]
+        self._run(command, environment, "")
+
+    def ask(self, environment: Mapping[str, str], command: str) -> str:
+        """Send a command to a daemon."""
+        if not (Path(environment["CUDA_MPS_PIPE_DIRECTORY"]) / "control").exists():
+            raise MpsError("expected an MPS daemon, found no control pipe")  # the program would wait for ever
+        return self._run([PROGRAM], environment, f"{command}\n")
+
+    def _run(self, command: list[str], environment: Mapping[str, str], text: str) -> str:
+        try:
+            done = subprocess.run(
+                command,
+                env={"PATH": os.environ.get("PATH", ""), **environment},
+                input=text,
+                capture_output=True,
+                text=True,
+                timeout=self._within_s,
+                check=False,
+                start_new_session=True,
+            )
+        except subprocess.TimeoutExpired as e:
+            raise MpsError(f"expected an answer of {PROGRAM} within {self._within_s:g} s, found none") from e
+        except OSError as e:
+            raise MpsError(f"expected to run {command[0]}, found {e}") from e
+        said = (done.stdout + done.stderr).strip()
+        if done.returncode or "Cannot find MPS control daemon" in said:
+            raise MpsError(f"{PROGRAM} ended with {done.returncode}: {said[:500] or 'it said nothing'}")
+        return done.stdout

@@ -1,0 +1,96 @@
+"""NVIDIA's own CDI specification of the node, as `nvidia-ctk` writes it: what a GPU needs in a container."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from carpool_deviceplugin.gpu import DeviceError
+
+NVIDIA_GPU = "nvidia.com/gpu"
+FALLBACK_ENV = {"NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
+"""What NVIDIA's container runtime asks of a container besides the GPUs' names."""
+
+
+class _Device(msgspec.Struct):
+    name: str
+    containerEdits: dict[str, Any] = {}  # noqa: N815  # the specification's name
+
+
+class _Specification(msgspec.Struct):
+    kind: str
+    cdiVersion: str = "0.5.0"  # noqa: N815  # as above
+    devices: list[_Device] = []
+    containerEdits: dict[str, Any] = {}  # noqa: N815  # as above
+
+
+@dataclass(frozen=True, slots=True)
+class GpuEdits:
+    """What NVIDIA's specification does to a container for one GPU."""
+
+    cdi_version: str
+    device: Mapping[str, Any]
+    """For this GPU alone."""
+    common: Mapping[str, Any]
+    """Once for each container: the driver's libraries, control devices, hooks."""
+
+
+class NvidiaCdi:
+    """Reads the specifications anew at each question: the driver may have been updated.
+
+    Args:
+        directories: Where they may stand; the first that has the GPU wins.
+    """
+
+    def __init__(self, directories: Sequence[Path]) -> None:
+        self._directories = directories
+
+    def find(self, name: str, minor: int | None = None) -> GpuEdits | None:
+        """Find what a GPU or MIG device needs.
+
+        Args:
+            name: Its UUID.
+            minor: N of /dev/nvidiaN, for specifications that name GPUs by index only.
+
+        Returns:
+            None where no specification knows it.
+
+        Raises:
+            DeviceError: A specification cannot be read.
+        """
+        for specification in self._specifications():
+            for device in specification.devices:
+                if device.name == name or (minor is not None and _gpus_of(device) == {f"/dev/nvidia{minor}"}):
+                    return GpuEdits(specification.cdiVersion, device.containerEdits, specification.containerEdits)
+        return None
+
+    def _specifications(self) -> list[_Specification]:
+        found: list[_Specification] = []
+        for directory in self._directories:
+            for path in sorted([*directory.glob("*.yaml"), *directory.glob("*.json")]):
+                specification = _read(path)
+                if specification is not None and specification.kind == NVIDIA_GPU:
+                    found.append(specification)
+        return found
+
+
+def _read(path: Path) -> _Specification | None:
+    decode = msgspec.json.decode if path.suffix == ".json" else msgspec.yaml.decode
+    try:
+        content = path.read_bytes()
+        if NVIDIA_GPU.encode() not in content:
+            return None  # somebody else's: whether it is sound is not ours to say
+        return decode(content, type=_Specification)
+    except FileNotFoundError:
+        return None
+    except (msgspec.MsgspecError, OSError, ValueError) as e:
+        raise DeviceError(
+            f"{path}: expected a CDI specification, found {e}; write it again (nvidia-ctk cdi generate)"
+        ) from e
+
+
+def _gpus_of(device: _Device) -> set[str]:
+    paths = {str(node.get("path", "")) for node in device.containerEdits.get("deviceNodes", [])}
+    return {p for p in paths if p.removeprefix("/dev/nvidia").isdecimal()}

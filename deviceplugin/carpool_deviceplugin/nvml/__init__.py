@@ -1,0 +1,1 @@
+"""Real GPUs, through NVIDIA's management library."""

@@ -1,0 +1,139 @@
+"""From the driver's samples to what each process has used: time, SM activity, energy. No calls, only arithmetic.
+
+Energy is the GPU's own counter, shared out by the time in which each process's kernels ran: the processes' parts add up
+to the counter. Where nobody's kernels ran, those who hold the GPU share it evenly.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from carpool_deviceplugin.gpu import ProcessUse
+from carpool_deviceplugin.nvml.values import GpmMetrics, RunningProcess, UtilizationSample
+from carpool_deviceplugin.processes import Process
+
+_LONGEST_SAMPLE_S = 1.0
+"""The driver samples each sixth of a second to each second; a longer gap was no sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class Present:
+    """A process on the GPU, and whose it is."""
+
+    running: RunningProcess
+    process: Process
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What was read of the GPU at one moment."""
+
+    at: float
+    """Monotonic time, in seconds."""
+    present: Sequence[Present]
+    samples: Sequence[UtilizationSample] | None
+    """Since the moment before; None where the GPU cannot say."""
+    energy_j: float | None
+    gpm: GpmMetrics | None
+
+
+class Ledger:
+    """What each process of one GPU has used since it was first seen."""
+
+    def __init__(self) -> None:
+        self._uses: dict[str, ProcessUse] = {}
+        self._last_us: dict[int, int] = {}
+        self._at: float | None = None
+        self._energy_j: float | None = None
+        self.since_us = 0
+        """Stamp of the last sample: ask for what came after it."""
+        self.idle_power_w: float | None = None
+        """The least that was measured with nobody on the GPU; None until that was."""
+
+    def take(self, now: Moment) -> list[ProcessUse]:
+        """Take in a moment, and return what the processes that are there have used."""
+        elapsed = 0.0 if self._at is None else now.at - self._at
+        energy = self._energy(now.energy_j)
+        if not now.present and elapsed > 0 and energy is not None:
+            power = energy / elapsed
+            self.idle_power_w = power if self.idle_power_w is None else min(power, self.idle_power_w)
+        busy = None if now.samples is None else self._busy(now.samples, elapsed)
+        energies = self._shared(now.present, busy, energy, elapsed)
+        self._uses = {
+            p.process.key: self._used(p, now, elapsed, busy, energies.get(p.process.key)) for p in now.present
+        }
+        self._last_us = {p.running.pid: self._last_us.get(p.running.pid, self.since_us) for p in now.present}
+        self._at = now.at
+        return list(self._uses.values())
+
+    def _energy(self, counter_j: float | None) -> float | None:
+        before, self._energy_j = self._energy_j, counter_j
+        if before is None or counter_j is None or counter_j < before:
+            return None  # the driver began anew
+        return counter_j - before
+
+    def _busy(self, samples: Sequence[UtilizationSample], elapsed: float) -> dict[int, float]:
+        """Seconds of kernels of each process ID."""
+        busy: dict[int, float] = {}
+        for sample in sorted(samples, key=lambda s: s.at_us):
+            last = self._last_us.get(sample.pid, 0)
+            length = min(_LONGEST_SAMPLE_S, (sample.at_us - last) / 1e6) if last else 1 / 6
+            if length > 0:
+                busy[sample.pid] = busy.get(sample.pid, 0.0) + sample.sm_percent / 100 * length
+            self._last_us[sample.pid] = sample.at_us
+            self.since_us = max(self.since_us, sample.at_us)
+        return {pid: min(seconds, elapsed) if elapsed > 0 else 0.0 for pid, seconds in busy.items()}
+
+    def _shared(
+        self, present: Sequence[Present], busy: Mapping[int, float] | None, energy: float | None, elapsed: float
+    ) -> dict[str, float]:
+        if energy is None or not present:
+            return {}
+        above = max(0.0, energy - (self.idle_power_w or 0.0) * elapsed)
+        weights = _weights(present, busy)
+        return {key: above * weight for key, weight in weights.items()}
+
+    def _used(
+        self, p: Present, now: Moment, elapsed: float, busy: Mapping[int, float] | None, energy: float | None
+    ) -> ProcessUse:
+        key, memory = p.process.key, p.running.memory_mib or 0
+        was = self._uses.get(key)
+        share = _weights(now.present, busy).get(key, 0.0) if busy and any(busy.values()) else 0.0
+        gpm = now.gpm or GpmMetrics()
+        if was is None:
+            return ProcessUse(
+                id=key,
+                pod_uid=p.process.pod_uid,  # type: ignore[arg-type]  # the caller leaves out who has no pod
+                started=now.at,
+                memory_mib=memory,
+                peak_memory_mib=memory,
+                busy_s=None if busy is None else 0.0,
+                sm_s=None if gpm.sm is None else 0.0,
+                dram_s=None if gpm.dram is None else 0.0,
+                energy_j=0.0 if energy is None else energy,
+                steps=0,
+                steps_s=0.0,
+            )
+        return replace(
+            was,
+            memory_mib=memory,
+            peak_memory_mib=max(was.peak_memory_mib, memory),
+            busy_s=_plus(was.busy_s, None if busy is None else busy.get(p.running.pid, 0.0)),
+            sm_s=_plus(was.sm_s, None if gpm.sm is None else gpm.sm * elapsed * share),
+            dram_s=_plus(was.dram_s, None if gpm.dram is None else gpm.dram * elapsed * share),
+            energy_j=was.energy_j + (energy or 0.0),
+        )
+
+
+def _weights(present: Iterable[Present], busy: Mapping[int, float] | None) -> dict[str, float]:
+    """Each process's share of the kernels' time, 1 together."""
+    present = list(present)
+    times = {p.process.key: (busy or {}).get(p.running.pid, 0.0) for p in present}
+    total = sum(times.values())
+    return {key: time / total if total else 1 / len(present) for key, time in times.items()}
+
+
+def _plus(was: float | None, more: float | None) -> float | None:
+    """A sum of what is known; nothing is known where it never was."""
+    if more is None:
+        return was
+    return (was or 0.0) + more

@@ -1,0 +1,47 @@
+"""What the agent decided about a GPU, kept in a file: the driver knows no sharing modes."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+from carpool_core.values import PodUid, SharingMode
+
+from carpool_deviceplugin.gpu import DeviceError, Limits
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How a GPU is shared, and what MPS holds its pods to."""
+
+    mode: SharingMode | None = None
+    limits: dict[PodUid, Limits] = field(default_factory=dict)
+
+
+class ModeFile:
+    """A GPU's setting on disk; a reader sees the old or the new one, never a part."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self) -> Setting:
+        """Return the setting; a GPU without one is idle; one whose file is damaged is written anew."""
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=Setting)
+        except FileNotFoundError:
+            return Setting()
+        except msgspec.DecodeError:
+            return Setting()
+        except OSError as e:
+            raise DeviceError(f"{self._path}: expected to read the GPU's mode, found {e}") from e
+
+    def write(self, setting: Setting) -> None:
+        """Keep the setting; raises DeviceError where it cannot be kept (a full disk, say)."""
+        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.new")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_bytes(msgspec.json.encode(setting))
+            temporary.replace(self._path)
+        except OSError as e:
+            temporary.unlink(missing_ok=True)
+            raise DeviceError(f"{self._path}: expected to keep the GPU's mode there, found {e}; free some space") from e

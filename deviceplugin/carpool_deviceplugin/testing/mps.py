@@ -1,0 +1,75 @@
+"""MPS control daemons in memory: they start, serve, fault, die and wedge."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from carpool_deviceplugin.mps import MpsError
+
+
+@dataclass
+class FakeDaemon:
+    """One daemon."""
+
+    environment: Mapping[str, str]
+    clients: set[int] = field(default_factory=set)
+    server: int | None = None
+    is_faulty: bool = False
+    is_wedged: bool = False
+
+
+class FakeMpsCommands:
+    """Behaves as NVIDIA's program is documented to: a server exists from the first client on."""
+
+    def __init__(self) -> None:
+        self.daemons: dict[str, FakeDaemon] = {}
+        """By pipe directory."""
+        self.starts = 0
+        self.refuse = ""
+        """Why no daemon starts; empty where they do."""
+        self._next_server = 9000
+
+    def start(self, environment: Mapping[str, str], shm: Path) -> None:
+        """Start a daemon; two on one pipe directory cannot be."""
+        pipe = environment["CUDA_MPS_PIPE_DIRECTORY"]
+        if self.refuse:
+            raise MpsError(self.refuse)
+        if pipe in self.daemons:
+            raise MpsError("An instance of this daemon is already running")
+        if not (Path(pipe).is_dir() and shm.is_dir()):
+            raise MpsError(f"expected directories {pipe} and {shm}")
+        self.starts += 1
+        self.daemons[pipe] = FakeDaemon(dict(environment))
+        (Path(pipe) / "control").touch()
+
+    def ask(self, environment: Mapping[str, str], command: str) -> str:
+        """Answer as the daemon would."""
+        pipe = environment["CUDA_MPS_PIPE_DIRECTORY"]
+        daemon = self.daemons.get(pipe)
+        if daemon is None:
+            raise MpsError(f"Cannot find MPS control daemon process in {pipe}")
+        if daemon.is_wedged:
+            raise MpsError("expected an answer of nvidia-cuda-mps-control within 3 s, found none")
+        match command.split():
+            case ["get_server_list"]:
+                return f"{daemon.server}\n" if daemon.server else ""
+            case ["get_client_list", _]:
+                return "".join(f"{pid}\n" for pid in sorted(daemon.clients))
+            case ["get_server_status", _]:
+                return "FAULT\n" if daemon.is_faulty else "ACTIVE\n"
+            case ["quit", *_]:
+                del self.daemons[pipe]
+                return ""
+        raise MpsError(f"Unrecognized command {command}")
+
+    def connect(self, pipe: str, pid: int) -> int:
+        """A client connects; return the server's process ID."""
+        daemon = self.daemons[pipe]
+        if daemon.server is None:
+            daemon.server, self._next_server = self._next_server, self._next_server + 1
+        daemon.clients.add(pid)
+        return daemon.server
+
+    def kill(self, pipe: str) -> None:
+        """The daemon dies."""
+        del self.daemons[pipe]

@@ -1,0 +1,533 @@
+"""A stateful NVML: the functions of `pynvml` over GPUs that live in memory.
+
+It raises pynvml's own errors and returns pynvml's own structures and pointers, so that an adapter cannot tell. Its
+behaviour is that of NVIDIA's documentation; what was never compared with hardware is said in docs/node-agent.md.
+"""
+
+import uuid as uuids
+from collections.abc import Callable, Sequence
+from ctypes import c_void_p, cast
+from dataclasses import dataclass, field
+from typing import Any
+
+import pynvml
+from carpool_core.values import MIB
+
+from carpool_deviceplugin.testing.nvml_hardware import HARDWARE, Hardware
+from carpool_deviceplugin.testing.nvml_mig import FakeMig
+
+_NONE = 0xFFFFFFFF
+_SAMPLING_S = 1 / 6
+"""The driver's sampling period of utilization."""
+
+
+def refuse(code: int) -> pynvml.NVMLError:
+    """Return NVML's error of a code."""
+    return pynvml.NVMLError(code)
+
+
+def key_of(handle: Any) -> int:
+    """Return the number behind an opaque pointer."""
+    return cast(handle, c_void_p).value or 0
+
+
+@dataclass
+class FakeProcess:
+    """A process with a context on a GPU, and what its kernels do."""
+
+    pid: int
+    memory_mib: int
+    instance: int | None = None
+    sm: float = 0.0
+    """Share of the sampling period in which its kernels run."""
+    dram: float = 0.0
+
+
+@dataclass
+class FakeGpu:
+    """One GPU."""
+
+    hardware: Hardware
+    uuid: str
+    index: int
+    mig: FakeMig
+    processes: dict[int, FakeProcess] = field(default_factory=dict)
+    energy_mj: float = 0.0
+    is_lost: bool = False
+    ecc_uncorrectable: int = 0
+    remap: tuple[int, int, int, int] = (0, 0, 0, 0)
+    clock_reasons: int = 0
+    temperature_c: int = 40
+    samples: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """pid, microseconds, SM %, memory %."""
+    integrals: dict[int | None, list[float]] = field(default_factory=dict)
+    """Seconds of time, graphics, SM, occupancy, tensor and DRAM activity, of the GPU and of its instances."""
+
+    @property
+    def power_w(self) -> float:
+        """Idle power and what the processes add."""
+        busy = min(1.0, sum(p.sm for p in self.processes.values()))
+        return self.hardware.idle_w + busy * (self.hardware.power_limit_w - self.hardware.idle_w)
+
+    @property
+    def used_mib(self) -> int:
+        """Memory of all processes."""
+        return sum(p.memory_mib for p in self.processes.values())
+
+
+class FakeNvml:
+    """The library, and the hands of whoever tests.
+
+    Args:
+        kinds: Short names out of HARDWARE, one for each GPU.
+    """
+
+    driver_version, library_version, cuda_version = "580.95.05", "13.580.95.05", 13000
+
+    def __init__(self, kinds: Sequence[str]) -> None:
+        self.gpus = [self._made(index, HARDWARE[kind]) for index, kind in enumerate(kinds)]
+        self.now_us = 1_700_000_000_000_000
+        self.calls: list[str] = []
+        self.init_error: int | None = None
+        self._generation = 0
+        """Of the driver; handles of earlier ones are dead."""
+        self._open_generation: int | None = None
+        self._objects: dict[int, tuple[int, Any]] = {}
+        self._next_key = 0x1000
+        self._failures: dict[str, list[int]] = {}
+        self._before: Callable[[str], None] = lambda _: None
+
+    @staticmethod
+    def _made(index: int, hardware: Hardware) -> FakeGpu:
+        uuid = f"GPU-{uuids.uuid5(uuids.NAMESPACE_OID, f'{index}/{hardware.product}')}"
+        return FakeGpu(hardware, uuid, index, FakeMig(hardware))
+
+    # What tests do.
+
+    def start(self, gpu: int, pid: int, memory_mib: int, *, instance: int | None = None) -> FakeProcess:
+        """A process opens a context."""
+        process = FakeProcess(pid, memory_mib, instance)
+        self.gpus[gpu].processes[pid] = process
+        self.gpus[gpu].mig.busy = {p.instance for p in self.gpus[gpu].processes.values() if p.instance is not None}
+        return process
+
+    def end(self, gpu: int, pid: int) -> None:
+        """A process ends."""
+        del self.gpus[gpu].processes[pid]
+        self.gpus[gpu].mig.busy = {p.instance for p in self.gpus[gpu].processes.values() if p.instance is not None}
+
+    def advance(self, seconds: float) -> None:
+        """Time passes; kernels run, energy flows, the driver samples."""
+        left = seconds
+        while left > 1e-9:
+            slice_s = min(left, _SAMPLING_S)
+            left -= slice_s
+            self.now_us += round(slice_s * 1e6)
+            for gpu in self.gpus:
+                self._pass(gpu, slice_s)
+
+    def _pass(self, gpu: FakeGpu, seconds: float) -> None:
+        gpu.energy_mj += 1000 * gpu.power_w * seconds
+        for place in (None, *gpu.mig.instances):
+            mine = [p for p in gpu.processes.values() if place is None or p.instance == place]
+            sm, dram = min(1.0, sum(p.sm for p in mine)), min(1.0, sum(p.dram for p in mine))
+            total = gpu.integrals.setdefault(place, [0.0] * 6)
+            for at, share in enumerate((1.0, min(1.0, 1.2 * sm), sm, 0.5 * sm, 0.6 * sm, dram)):
+                total[at] += share * seconds
+        for p in gpu.processes.values():
+            if p.sm or p.dram:
+                gpu.samples.append((p.pid, self.now_us, round(100 * p.sm), round(100 * p.dram)))
+        del gpu.samples[:-100]
+
+    def raise_xid(self, gpu: int, xid: int, instance: int | None = None) -> None:
+        """The driver reports an error to whoever registered for it."""
+        for _, made in self._objects.values():
+            if isinstance(made, _EventSet) and gpu in made.gpus:
+                made.events.append((gpu, xid, _NONE if instance is None else instance))
+
+    def restart_driver(self) -> None:
+        """The driver is unloaded and loaded again: every handle is dead, counters begin anew."""
+        self._generation += 1
+        for gpu in self.gpus:
+            gpu.processes.clear()
+            gpu.samples.clear()
+            gpu.energy_mj, gpu.is_lost = 0.0, False
+
+    def fail_next(self, function: str, code: int, times: int = 1) -> None:
+        """Let the next calls of a function fail."""
+        self._failures.setdefault(function, []).extend([code] * times)
+
+    def before_each(self, hook: Callable[[str], None]) -> None:
+        """Call `hook` with the name of each function that is called, before it is."""
+        self._before = hook
+
+    # How every function begins.
+
+    def _enter(self, name: str) -> None:
+        self.calls.append(name)
+        self._before(name)
+        if self._failures.get(name):
+            raise refuse(self._failures[name].pop(0))
+        if self._open_generation != self._generation:
+            raise refuse(pynvml.NVML_ERROR_UNINITIALIZED)
+
+    def _gpu(self, name: str, handle: Any) -> FakeGpu:
+        self._enter(name)
+        found = self._object(handle)
+        if not isinstance(found, FakeGpu):
+            raise refuse(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        if found.is_lost:
+            raise refuse(pynvml.NVML_ERROR_GPU_IS_LOST)
+        return found
+
+    def _pointer(self, made: Any, type_: Any) -> Any:
+        self._next_key += 0x10
+        self._objects[self._next_key] = (self._generation, made)
+        return cast(self._next_key, type_)
+
+    def _object(self, handle: Any) -> Any:
+        generation, found = self._objects.get(key_of(handle), (None, None))
+        if generation != self._generation:
+            raise refuse(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        return found
+
+    # The library.
+
+    def nvmlInit(self) -> None:
+        self.calls.append("nvmlInit")
+        if self.init_error is not None:
+            raise refuse(self.init_error)
+        self._open_generation = self._generation
+
+    def nvmlShutdown(self) -> None:
+        self._enter("nvmlShutdown")
+        self._open_generation = None
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        self._enter("nvmlSystemGetDriverVersion")
+        return self.driver_version
+
+    def nvmlSystemGetNVMLVersion(self) -> str:
+        self._enter("nvmlSystemGetNVMLVersion")
+        return self.library_version
+
+    def nvmlSystemGetCudaDriverVersion(self) -> int:
+        self._enter("nvmlSystemGetCudaDriverVersion")
+        return self.cuda_version
+
+    def nvmlDeviceGetCount(self) -> int:
+        self._enter("nvmlDeviceGetCount")
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> Any:
+        self._enter("nvmlDeviceGetHandleByIndex")
+        if not 0 <= index < len(self.gpus):
+            raise refuse(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        if self.gpus[index].is_lost:
+            raise refuse(pynvml.NVML_ERROR_GPU_IS_LOST)
+        return self._pointer(self.gpus[index], pynvml.c_nvmlDevice_t)
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Any:
+        self._enter("nvmlDeviceGetHandleByUUID")
+        for gpu in self.gpus:
+            if gpu.uuid == uuid:
+                if gpu.is_lost:
+                    raise refuse(pynvml.NVML_ERROR_GPU_IS_LOST)
+                return self._pointer(gpu, pynvml.c_nvmlDevice_t)
+        raise refuse(pynvml.NVML_ERROR_NOT_FOUND)
+
+    def nvmlDeviceGetUUID(self, handle: Any) -> str:
+        self._enter("nvmlDeviceGetUUID")
+        found = self._object(handle)
+        return str(found.uuid)
+
+    def nvmlDeviceGetIndex(self, handle: Any) -> int:
+        return self._gpu("nvmlDeviceGetIndex", handle).index
+
+    def nvmlDeviceGetMinorNumber(self, handle: Any) -> int:
+        return self._gpu("nvmlDeviceGetMinorNumber", handle).index
+
+    def nvmlDeviceGetName(self, handle: Any) -> str:
+        return self._gpu("nvmlDeviceGetName", handle).hardware.product
+
+    def nvmlDeviceGetMemoryInfo(self, handle: Any, version: int | None = None) -> Any:
+        gpu = self._gpu("nvmlDeviceGetMemoryInfo", handle)
+        total, reserved = gpu.hardware.memory_mib * MIB, gpu.hardware.reserved_mib * MIB
+        used = gpu.used_mib * MIB
+        if version is None:  # the first version counts what is reserved as used
+            return pynvml.c_nvmlMemory_t(total=total, free=total - used - reserved, used=used + reserved)
+        return pynvml.c_nvmlMemory_v2_t(
+            version=version, total=total, reserved=reserved, free=total - used - reserved, used=used
+        )
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: Any) -> tuple[int, int]:
+        return self._gpu("nvmlDeviceGetCudaComputeCapability", handle).hardware.compute_capability
+
+    def nvmlDeviceGetPciInfo(self, handle: Any) -> Any:
+        gpu = self._gpu("nvmlDeviceGetPciInfo", handle)
+        return pynvml.nvmlPciInfo_t(busId=f"00000000:{0x10 + gpu.index:02X}:00.0".encode(), bus=0x10 + gpu.index)
+
+    def nvmlDeviceGetNumaNodeId(self, handle: Any) -> int:
+        return self._gpu("nvmlDeviceGetNumaNodeId", handle).index // 4
+
+    def nvmlDeviceGetNvLinkState(self, handle: Any, link: int) -> int:
+        gpu = self._gpu("nvmlDeviceGetNvLinkState", handle)
+        if not gpu.hardware.nvlinks:
+            raise refuse(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        if link >= gpu.hardware.nvlinks:
+            raise refuse(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        return int(len(self.gpus) > 1)
+
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: Any, link: int) -> Any:
+        gpu = self._gpu("nvmlDeviceGetNvLinkRemotePciInfo", handle)
+        others = [g for g in self.gpus if g is not gpu]
+        return pynvml.nvmlPciInfo_t(busId=f"00000000:{0x10 + others[link % len(others)].index:02X}:00.0".encode())
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> list[Any]:
+        gpu = self._gpu("nvmlDeviceGetComputeRunningProcesses", handle)
+        return [
+            pynvml.nvmlFriendlyObject(
+                {
+                    "pid": p.pid,
+                    "usedGpuMemory": p.memory_mib * MIB,
+                    "gpuInstanceId": _NONE if p.instance is None else p.instance,
+                    "computeInstanceId": _NONE if p.instance is None else 0,
+                }
+            )
+            for p in gpu.processes.values()
+        ]
+
+    def nvmlDeviceGetProcessUtilization(self, handle: Any, since_us: int) -> list[Any]:
+        gpu = self._gpu("nvmlDeviceGetProcessUtilization", handle)
+        if gpu.mig.is_enabled:
+            raise refuse(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        found = [s for s in gpu.samples if s[1] > since_us]
+        if not found:
+            raise refuse(pynvml.NVML_ERROR_NOT_FOUND)
+        unfilled = pynvml.c_nvmlProcessUtilizationSample_t()
+        return [
+            *(pynvml.c_nvmlProcessUtilizationSample_t(pid=p, timeStamp=t, smUtil=s, memUtil=m) for p, t, s, m in found),
+            unfilled,
+        ]
+
+    def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any:
+        gpu = self._gpu("nvmlDeviceGetUtilizationRates", handle)
+        if gpu.mig.is_enabled:
+            raise refuse(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        busy = min(1.0, sum(p.sm for p in gpu.processes.values()))
+        memory = min(1.0, sum(p.dram for p in gpu.processes.values()))
+        return pynvml.c_nvmlUtilization_t(gpu=round(100 * busy), memory=round(100 * memory))
+
+    def nvmlDeviceGetPowerUsage(self, handle: Any) -> int:
+        return round(1000 * self._gpu("nvmlDeviceGetPowerUsage", handle).power_w)
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, handle: Any) -> int:
+        return 1000 * self._gpu("nvmlDeviceGetEnforcedPowerLimit", handle).hardware.power_limit_w
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: Any) -> int:
+        return int(self._gpu("nvmlDeviceGetTotalEnergyConsumption", handle).energy_mj)
+
+    def nvmlDeviceGetClockInfo(self, handle: Any, type_: int) -> int:
+        self._gpu("nvmlDeviceGetClockInfo", handle)
+        return 1410 if type_ == pynvml.NVML_CLOCK_SM else 1215
+
+    def nvmlDeviceGetTemperature(self, handle: Any, sensor: int) -> int:
+        return self._gpu("nvmlDeviceGetTemperature", handle).temperature_c
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: Any) -> int:
+        return self._gpu("nvmlDeviceGetCurrentClocksEventReasons", handle).clock_reasons
+
+    def nvmlDeviceGetTotalEccErrors(self, handle: Any, error: int, counter: int) -> int:
+        gpu = self._gpu("nvmlDeviceGetTotalEccErrors", handle)
+        if not gpu.hardware.has_ecc:
+            raise refuse(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return gpu.ecc_uncorrectable if error == pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED else 0
+
+    def nvmlDeviceGetRemappedRows(self, handle: Any) -> tuple[int, int, int, int]:
+        gpu = self._gpu("nvmlDeviceGetRemappedRows", handle)
+        if not gpu.hardware.has_row_remap:
+            raise refuse(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return gpu.remap
+
+    def nvmlEventSetCreate(self) -> Any:
+        self._enter("nvmlEventSetCreate")
+        return self._pointer(_EventSet(), pynvml.c_nvmlEventSet_t)
+
+    def nvmlEventSetFree(self, events: Any) -> None:
+        self._enter("nvmlEventSetFree")
+        self._object(events)
+        del self._objects[key_of(events)]
+
+    def nvmlDeviceRegisterEvents(self, handle: Any, types: int, events: Any) -> None:
+        gpu = self._gpu("nvmlDeviceRegisterEvents", handle)
+        self._object(events).gpus.add(gpu.index)
+
+    def nvmlEventSetWait(self, events: Any, timeout_ms: int) -> Any:
+        self._enter("nvmlEventSetWait")
+        waiting = self._object(events).events
+        if not waiting:
+            raise refuse(pynvml.NVML_ERROR_TIMEOUT)
+        gpu, xid, instance = waiting.pop(0)
+        return pynvml.c_nvmlEventData_t(
+            device=self._pointer(self.gpus[gpu], pynvml.c_nvmlDevice_t),
+            eventType=pynvml.nvmlEventTypeXidCriticalError,
+            eventData=xid,
+            gpuInstanceId=instance,
+            computeInstanceId=_NONE,
+        )
+
+    def nvmlGpmQueryDeviceSupport(self, handle: Any) -> Any:
+        gpu = self._gpu("nvmlGpmQueryDeviceSupport", handle)
+        return pynvml.c_nvmlGpmSupport_t(version=1, isSupportedDevice=int(gpu.hardware.has_gpm))
+
+    def nvmlGpmSampleAlloc(self) -> Any:
+        self._enter("nvmlGpmSampleAlloc")
+        return self._pointer([0.0] * 6, pynvml.c_nvmlGpmSample_t)
+
+    def nvmlGpmSampleFree(self, sample: Any) -> None:
+        self._enter("nvmlGpmSampleFree")
+        self._object(sample)
+        del self._objects[key_of(sample)]
+
+    def nvmlGpmSampleGet(self, handle: Any, sample: Any) -> Any:
+        return self._gpm(self._gpu("nvmlGpmSampleGet", handle), None, sample)
+
+    def nvmlGpmMigSampleGet(self, handle: Any, instance: int, sample: Any) -> Any:
+        gpu = self._gpu("nvmlGpmMigSampleGet", handle)
+        if instance not in gpu.mig.instances:
+            raise refuse(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        return self._gpm(gpu, instance, sample)
+
+    def _gpm(self, gpu: FakeGpu, instance: int | None, sample: Any) -> Any:
+        if not gpu.hardware.has_gpm:
+            raise refuse(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        self._object(sample)[:] = gpu.integrals.get(instance, [0.0] * 6)
+        return sample
+
+    def nvmlGpmMetricsGet(self, request: Any) -> Any:
+        self._enter("nvmlGpmMetricsGet")
+        before, now = self._object(request.sample1), self._object(request.sample2)
+        places = {
+            pynvml.NVML_GPM_METRIC_GRAPHICS_UTIL: 1,
+            pynvml.NVML_GPM_METRIC_SM_UTIL: 2,
+            pynvml.NVML_GPM_METRIC_SM_OCCUPANCY: 3,
+            pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL: 4,
+            pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL: 5,
+        }
+        elapsed = now[0] - before[0]
+        for i in range(request.numMetrics):
+            at = places[request.metrics[i].metricId]
+            request.metrics[i].nvmlReturn = pynvml.NVML_SUCCESS if elapsed > 0 else pynvml.NVML_ERROR_NO_DATA
+            request.metrics[i].value = 100 * (now[at] - before[at]) / elapsed if elapsed > 0 else 0.0
+        return request
+
+    # MIG: what NVML's functions take and return; the rules stand in FakeMig.
+
+    def _mig(self, name: str, handle: Any, *, enabled: bool = True) -> tuple[FakeGpu, FakeMig]:
+        gpu = self._gpu(name, handle)
+        if gpu.mig.table is None or (enabled and not gpu.mig.is_enabled):
+            raise refuse(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return gpu, gpu.mig
+
+    def nvmlDeviceGetMigMode(self, handle: Any) -> list[int]:
+        _, mig = self._mig("nvmlDeviceGetMigMode", handle, enabled=False)
+        return [int(mig.is_enabled), int(mig.is_pending)]
+
+    def nvmlDeviceSetMigMode(self, handle: Any, mode: int) -> int:
+        gpu, mig = self._mig("nvmlDeviceSetMigMode", handle, enabled=False)
+        return mig.switch(bool(mode), in_use=bool(gpu.processes))
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any) -> int:
+        gpu = self._gpu("nvmlDeviceGetMaxMigDeviceCount", handle)
+        return gpu.mig.most if gpu.mig.is_enabled else 0
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: int) -> Any:
+        _, mig = self._mig("nvmlDeviceGetMigDeviceHandleByIndex", handle)
+        return self._pointer(mig.device_at(index), pynvml.c_nvmlDevice_t)
+
+    def nvmlDeviceGetGpuInstanceId(self, handle: Any) -> int:
+        self._enter("nvmlDeviceGetGpuInstanceId")
+        return int(self._object(handle).instance_id)
+
+    def nvmlDeviceGetComputeInstanceId(self, handle: Any) -> int:
+        self._enter("nvmlDeviceGetComputeInstanceId")
+        return int(self._object(handle).id)
+
+    def nvmlDeviceGetGpuInstanceProfileInfo(self, handle: Any, profile: int, version: int = 2) -> Any:
+        _, mig = self._mig("nvmlDeviceGetGpuInstanceProfileInfo", handle, enabled=False)
+        return mig.profile_info(profile)
+
+    def nvmlDeviceGetGpuInstancePossiblePlacements(
+        self, handle: Any, profile_id: int, placements: Any, count: Any
+    ) -> int:
+        _, mig = self._mig("nvmlDeviceGetGpuInstancePossiblePlacements", handle, enabled=False)
+        profile = mig.profile(profile_id)
+        for i, start in enumerate(profile.starts):
+            placements[i].start, placements[i].size = start, profile.memory_slices
+        count._obj.value = len(profile.starts)
+        return int(pynvml.NVML_SUCCESS)
+
+    def nvmlDeviceGetGpuInstances(self, handle: Any, profile_id: int, instances: Any, count: Any) -> int:
+        _, mig = self._mig("nvmlDeviceGetGpuInstances", handle)
+        found = [made for made in mig.instances.values() if made.profile.id == profile_id]
+        for i, made in enumerate(found):
+            instances[i] = self._pointer((mig, made), pynvml.c_nvmlGpuInstance_t)
+        count._obj.value = len(found)
+        return int(pynvml.NVML_SUCCESS)
+
+    def nvmlDeviceGetGpuInstanceById(self, handle: Any, instance_id: int) -> Any:
+        _, mig = self._mig("nvmlDeviceGetGpuInstanceById", handle)
+        if instance_id not in mig.instances:
+            raise refuse(pynvml.NVML_ERROR_NOT_FOUND)
+        return self._pointer((mig, mig.instances[instance_id]), pynvml.c_nvmlGpuInstance_t)
+
+    def nvmlGpuInstanceGetInfo(self, instance: Any) -> Any:
+        self._enter("nvmlGpuInstanceGetInfo")
+        mig, made = self._object(instance)
+        mig.must_exist(made)
+        place = pynvml.c_nvmlGpuInstancePlacement_t(made.start, made.profile.memory_slices)
+        return pynvml.c_nvmlGpuInstanceInfo_t(id=made.id, profileId=made.profile.id, placement=place)
+
+    def nvmlDeviceCreateGpuInstanceWithPlacement(self, handle: Any, profile_id: int, placement: Any) -> Any:
+        _, mig = self._mig("nvmlDeviceCreateGpuInstanceWithPlacement", handle)
+        made = mig.create(profile_id, placement._obj.start, placement._obj.size)
+        return self._pointer((mig, made), pynvml.c_nvmlGpuInstance_t)
+
+    def nvmlGpuInstanceDestroy(self, instance: Any) -> int:
+        self._enter("nvmlGpuInstanceDestroy")
+        mig, made = self._object(instance)
+        mig.destroy(made)
+        return int(pynvml.NVML_SUCCESS)
+
+    def nvmlGpuInstanceGetComputeInstanceProfileInfo(
+        self, instance: Any, profile: int, engine_profile: int, version: int = 2
+    ) -> Any:
+        self._enter("nvmlGpuInstanceGetComputeInstanceProfileInfo")
+        mig, made = self._object(instance)
+        return mig.compute_profile_info(made, profile)
+
+    def nvmlGpuInstanceCreateComputeInstance(self, instance: Any, profile_id: int) -> Any:
+        self._enter("nvmlGpuInstanceCreateComputeInstance")
+        mig, made = self._object(instance)
+        return self._pointer((mig, made, mig.create_compute(made, profile_id)), pynvml.c_nvmlComputeInstance_t)
+
+    def nvmlGpuInstanceGetComputeInstances(self, instance: Any, profile_id: int, instances: Any, count: Any) -> int:
+        self._enter("nvmlGpuInstanceGetComputeInstances")
+        mig, made = self._object(instance)
+        found = [c for c in made.compute.values() if c.profile_id == profile_id]
+        for i, compute in enumerate(found):
+            instances[i] = self._pointer((mig, made, compute), pynvml.c_nvmlComputeInstance_t)
+        count._obj.value = len(found)
+        return int(pynvml.NVML_SUCCESS)
+
+    def nvmlComputeInstanceDestroy(self, instance: Any) -> int:
+        self._enter("nvmlComputeInstanceDestroy")
+        mig, made, compute = self._object(instance)
+        mig.destroy_compute(made, compute)
+        return int(pynvml.NVML_SUCCESS)
+
+
+@dataclass
+class _EventSet:
+    gpus: set[int] = field(default_factory=set)
+    events: list[tuple[int, int, int]] = field(default_factory=list)

@@ -1,0 +1,64 @@
+"""A node with GPUs that NVML knows: the fake, its processes, its MPS daemons, and the adapter over them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from carpool_deviceplugin.mps import Mps
+from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
+from carpool_deviceplugin.nvml.devices import NvmlDevices
+from carpool_deviceplugin.processes import ProcTree
+from carpool_deviceplugin.testing.mps import FakeMpsCommands
+from carpool_deviceplugin.testing.nvml import FakeNvml, FakeProcess
+
+
+def uid(pod: str) -> str:
+    """A pod's UID as Kubernetes writes them; the tests' short names would be no UIDs."""
+    return f"00000000-0000-4000-8000-{int.from_bytes(pod.encode(), 'big'):012x}"
+
+
+@dataclass
+class Node:
+    """Everything a test can put its hands on."""
+
+    nvml: FakeNvml
+    mps: FakeMpsCommands
+    root: Path
+    seconds: float = 1000.0
+
+    def devices(self) -> NvmlDevices:
+        """An adapter; each is an agent of its own on the same node."""
+        return NvmlDevices(
+            self.nvml,
+            mps=Mps(self.mps, self.root / "mps"),
+            cdi=NvidiaCdi([self.root / "etc-cdi", self.root / "cdi"]),
+            state_dir=self.root / "state",
+            processes=ProcTree(self.root / "proc"),
+            monotonic=lambda: self.seconds,
+        )
+
+    def advance(self, seconds: float) -> None:
+        """Time passes everywhere."""
+        self.seconds += seconds
+        self.nvml.advance(seconds)
+
+    def start(
+        self, gpu: int, pid: int, pod: str | None, memory_mib: int = 1000, *, sm: float = 0.0, dram: float = 0.0
+    ) -> FakeProcess:
+        """A pod's process opens a context; without a pod it is one of the host's."""
+        directory = self.root / "proc" / str(pid)
+        directory.mkdir(parents=True, exist_ok=True)
+        slice_ = f"kubepods-burstable-pod{uid(pod).replace('-', '_')}.slice" if pod else "user.slice"
+        (directory / "cgroup").write_text(
+            f"0::/kubepods.slice/kubepods-burstable.slice/{slice_}/cri-containerd-1.scope\n"
+        )
+        (directory / "stat").write_text(f"{pid} (python (3)) S " + " ".join(["0"] * 18) + f" {pid * 100} 0 0\n")
+        process = self.nvml.start(gpu, pid, memory_mib)
+        process.sm, process.dram = sm, dram
+        return process
+
+    def end(self, gpu: int, pid: int) -> None:
+        """A process ends."""
+        self.nvml.end(gpu, pid)
+        for file in (self.root / "proc" / str(pid)).iterdir():
+            file.unlink()
+        (self.root / "proc" / str(pid)).rmdir()
