@@ -5,7 +5,6 @@ from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
-from prometheus_client.exposition import choose_encoder
 
 from carpool_extender.service import BadRequest, Service
 from carpool_extender.telemetry import Telemetry
@@ -30,7 +29,7 @@ def create_app(service: Service, telemetry: Telemetry, not_ready: Callable[[], s
 
     Args:
         service: The verbs.
-        telemetry: Measures requests; its registry is what `/metrics` shows.
+        telemetry: Measures requests.
         not_ready: None once every verb can answer, otherwise the reason.
     """
     app = FastAPI(title="Carpool scheduler extender", openapi_url=None, docs_url=None, redoc_url=None)
@@ -55,25 +54,8 @@ def create_app(service: Service, telemetry: Telemetry, not_ready: Callable[[], s
     serve("prioritize", ExtenderArgs, service.prioritize)
     serve("bind", BindingArgs, service.bind)
     serve("preempt", PreemptionArgs, service.preempt)
-    _add_health(app, telemetry, not_ready)
     _add_errors(app)
     return app
-
-
-def _add_health(app: FastAPI, telemetry: Telemetry, not_ready: Callable[[], str | None]) -> None:
-    async def healthz() -> Response:
-        return Response("ok\n")
-
-    async def readyz() -> Response:
-        reason = not_ready()
-        return Response(f"{reason or 'ok'}\n", 503 if reason else 200)
-
-    async def metrics(request: Request) -> Response:
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(telemetry.registry), headers={"Content-Type": content_type})
-
-    for path, handler in (("/healthz", healthz), ("/readyz", readyz), ("/metrics", metrics)):
-        app.add_api_route(path, handler, methods=["GET"], response_model=None)
 
 
 def _add_errors(app: FastAPI) -> None:
