@@ -13,6 +13,7 @@ from carpool_deviceplugin.mig.planner import Create, Destroy, MigStep
 from carpool_deviceplugin.mig.profiles import MigTable, Profile
 from carpool_deviceplugin.nvml.calls import Session
 from carpool_deviceplugin.nvml.library import Handle
+from carpool_deviceplugin.nvml.reading import read_processes
 
 _MOST = 16
 """More instances, or placements of a profile, than any GPU has."""
@@ -104,6 +105,11 @@ def read_mig_devices(session: Session, uuid: GpuUuid) -> list[MigDevice]:
             )
         )
     return devices
+
+
+def read_processes_of_instances(session: Session, uuid: GpuUuid) -> set[int]:
+    """Return the IDs of the GPU instances that have a process; raises NvmlError."""
+    return {p.gpu_instance_id for p in read_processes(session, uuid) if p.gpu_instance_id is not None}
 
 
 def apply_step(session: Session, uuid: GpuUuid, step: MigStep) -> None:

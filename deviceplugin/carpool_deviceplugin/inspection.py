@@ -1,0 +1,112 @@
+"""What the agent sees on a node and what it could do there, as text for people. No Kubernetes."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from carpool_core.resources.node import Device
+from carpool_core.values import DeviceHealth
+
+from carpool_deviceplugin.gpu import DeviceError
+from carpool_deviceplugin.mig.layout import fragmentation, occupied
+from carpool_deviceplugin.mps_program import PROGRAM, MpsProgram
+from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
+from carpool_deviceplugin.nvml.devices import NvmlDevices
+from carpool_deviceplugin.nvml.gpm import Gpm
+from carpool_deviceplugin.nvml.mig import read_instances, read_mig_devices, read_table
+from carpool_deviceplugin.nvml.values import Identity
+
+
+def inspect_node(devices: NvmlDevices, cdi: NvidiaCdi, proc: Path = Path("/proc")) -> Iterator[str]:
+    """Describe a node, line by line.
+
+    Args:
+        devices: The node's GPUs.
+        cdi: NVIDIA's CDI specifications.
+        proc: /proc as the agent sees it.
+    """
+    session = devices.session
+    library = session.library
+    driver = session.ask("", library.nvmlSystemGetDriverVersion) or "unknown"
+    cuda = session.ask("", library.nvmlSystemGetCudaDriverVersion)
+    yield f"driver {driver}, CUDA {f'{cuda // 1000}.{cuda % 1000 // 10}' if cuda else 'unknown'}"
+    for device in devices.inventory():
+        yield ""
+        yield from _gpu(devices, device)
+    yield ""
+    yield from _missing(devices, cdi, proc)
+
+
+def _gpu(devices: NvmlDevices, device: Device) -> Iterator[str]:
+    known = devices.identity(device.uuid)
+    yield f"GPU {device.index}: {device.product}  {device.uuid}"
+    numa = "" if known.numa_node is None else f", NUMA node {known.numa_node}"
+    yield (
+        f"  {device.memory_mib:,} MiB ({device.reserved_mib:,} reserved), compute capability "
+        f"{known.compute_capability}, PCI {known.pci_bus_id}{numa}"
+    )
+    if known.nvlink_peers:
+        yield f"  NVLink to {', '.join(known.nvlink_peers)}"
+    yield f"  modes: {', '.join(device.modes) or 'none'}; now {device.mode or 'idle'}"
+    yield "  healthy" if device.health is DeviceHealth.HEALTHY else f"  UNHEALTHY: {device.health_message}"
+    try:
+        yield f"  metrics: {_metrics(devices, known)}"
+        yield from _mig(devices, known)
+    except DeviceError as e:
+        yield f"  cannot be read: {e}"
+
+
+def _metrics(devices: NvmlDevices, known: Identity) -> str:
+    if Gpm(devices.session).is_supported(known.uuid):
+        return "NVML with GPM (SM activity, occupancy, tensor cores, DRAM)"
+    return "NVML (utilization and memory; no SM activity: that takes Hopper or newer, or DCGM)"
+
+
+def _mig(devices: NvmlDevices, known: Identity) -> Iterator[str]:
+    if not known.mig_capable:
+        yield "  MIG: not supported"
+        return
+    session, uuid = devices.session, known.uuid
+    pending = (
+        "" if known.mig_enabled == known.mig_pending else f" ({'on' if known.mig_pending else 'off'} after a reset)"
+    )
+    yield f"  MIG: {'on' if known.mig_enabled else 'off'}{pending}"
+    table = read_table(session, uuid)
+    for profile in table.profiles if table else ():
+        places = f"{{{','.join(map(str, profile.starts))}}}:{profile.memory_slices}"
+        yield f"    {profile.name:<12} {profile.memory_mib:>7,} MiB, {profile.sm_count} SMs, at {places}"
+    if table is None or not known.mig_enabled:
+        return
+    names = {d.gpu_instance_id: d.uuid for d in read_mig_devices(session, uuid)}
+    instances = read_instances(session, uuid, table)
+    for instance in instances:
+        yield f"    {instance}  {names.get(instance.id, 'no compute instance')}"
+    scattered = fragmentation(table, occupied(i.placement for i in instances))
+    yield f"    fragmentation of what is free: {scattered:.2f}"
+
+
+def _missing(devices: NvmlDevices, cdi: NvidiaCdi, proc: Path) -> Iterator[str]:
+    """What the node lacks, and how to get it."""
+    found = False
+    if not MpsProgram.is_installed():
+        found = True
+        yield f"missing: {PROGRAM} on PATH, for mode MPS; it comes with the driver: mount it, or install cuda-mps"
+    elif shutil.which("unshare") is None:
+        found = True
+        yield "missing: unshare on PATH, for mode MPS; install util-linux"
+    try:
+        without = [u for u in devices.uuids if cdi.find(u, devices.identity(u).minor) is None]
+        if without:
+            found = True
+            yield (
+                f"missing: NVIDIA's CDI specification of {', '.join(without)}; without it containers need the nvidia "
+                "runtime. Write it: nvidia-ctk cdi generate --output=/var/run/cdi/nvidia.yaml"
+            )
+    except DeviceError as e:
+        found = True
+        yield f"wrong: {e}"
+    if not (proc / "2" / "comm").exists():
+        found = True
+        yield "missing: the host's PIDs; without them no process is known to be a pod's. Run with hostPID: true"
+    if not found:
+        yield "nothing is missing"

@@ -1,0 +1,104 @@
+"""`carpool node`: a node's GPUs, without Kubernetes."""
+
+import time
+from pathlib import Path
+
+import click
+from carpool_core.values import GpuUuid
+
+from carpool_deviceplugin.app import real_devices
+from carpool_deviceplugin.devices import NoDevicesError
+from carpool_deviceplugin.gpu import DeviceError
+from carpool_deviceplugin.inspection import inspect_node
+from carpool_deviceplugin.mig.planner import MigRefusal, plan_mig
+from carpool_deviceplugin.mig.profiles import MigTable, Profile, UnknownProfileError
+from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
+from carpool_deviceplugin.nvml.devices import NvmlDevices
+from carpool_deviceplugin.nvml.library import installed
+from carpool_deviceplugin.nvml.mig import read_instances, read_processes_of_instances, read_table
+from carpool_deviceplugin.nvml.mig_run import run_plan
+from carpool_deviceplugin.settings import AgentSettings
+
+_PREFIX = "mig:"
+
+
+def _devices(context: click.Context) -> NvmlDevices:
+    """The node's GPUs; tests put others into the context."""
+    if isinstance(context.obj, NvmlDevices):
+        return context.obj
+    try:
+        return real_devices(AgentSettings(), installed())
+    except NoDevicesError as e:
+        raise click.ClickException(str(e)) from e
+
+
+@click.group()
+def node() -> None:
+    """Look at a node's GPUs, and divide them, without Kubernetes."""
+
+
+@node.command()
+@click.pass_context
+def inspect(context: click.Context) -> None:
+    """Print what the agent sees on this node, and what it could do."""
+    devices = _devices(context)
+    settings = AgentSettings()
+    try:
+        for line in inspect_node(devices, NvidiaCdi((Path("/etc/cdi"), settings.cdi_dir))):
+            click.echo(line)
+    except DeviceError as e:
+        raise click.ClickException(str(e)) from e
+
+
+@node.command()
+@click.option("--gpu", type=int, required=True, help="Index of the GPU, as `carpool node inspect` prints it.")
+@click.option("--to", "target", required=True, help="What it should be: mig:PROFILE[,PROFILE…]; mig: alone for none.")
+@click.option("--apply", "is_applied", is_flag=True, help="Take the steps; otherwise they are only printed.")
+@click.pass_context
+def plan(context: click.Context, gpu: int, target: str, is_applied: bool) -> None:
+    """Print the steps that divide a GPU as wanted, touching nothing in use; --apply takes them."""
+    devices = _devices(context)
+    try:
+        _plan(devices, _gpu(devices, gpu), target, is_applied)
+    except (DeviceError, UnknownProfileError) as e:
+        raise click.ClickException(str(e)) from e
+
+
+def _gpu(devices: NvmlDevices, index: int) -> GpuUuid:
+    if not 0 <= index < len(devices.uuids):
+        raise DeviceError(f"expected a GPU from 0 to {len(devices.uuids) - 1}, found {index}")
+    return devices.uuids[index]
+
+
+def _wanted(table: MigTable, target: str) -> list[Profile]:
+    if not target.startswith(_PREFIX):
+        raise DeviceError(
+            f"expected --to {_PREFIX}PROFILE[,PROFILE…], found {target!r}; other modes need no preparation"
+        )
+    return [table.find(name.strip()) for name in target.removeprefix(_PREFIX).split(",") if name.strip()]
+
+
+def _plan(devices: NvmlDevices, uuid: GpuUuid, target: str, is_applied: bool) -> None:
+    session, known = devices.session, devices.identity(uuid)
+    table = read_table(session, uuid) if known.mig_capable else None
+    if table is None:
+        raise DeviceError(f"GPU {uuid}: expected a GPU with MIG, found {known.product}")
+    wanted = _wanted(table, target)
+    found = plan_mig(table, read_instances(session, uuid, table), read_processes_of_instances(session, uuid), wanted)
+    if isinstance(found, MigRefusal):
+        raise DeviceError(f"GPU {uuid}: {found.message}")
+    for step in found.steps:
+        click.echo(str(step))
+    if not found.steps:
+        click.echo("nothing to do")
+    if not known.mig_enabled:
+        note = (
+            f"MIG is switched off. Switching it on takes a GPU that nobody uses, and on Ampere a reset: nvidia-smi -i "
+            f"{known.index} -mig 1"
+        )
+        if is_applied:
+            raise DeviceError(note)
+        click.echo(f"before: {note}")
+    elif is_applied:
+        run_plan(session, uuid, table, found, time.monotonic)
+        click.echo("done")

@@ -1,0 +1,140 @@
+"""`carpool node inspect` and `carpool node plan`, over the fake."""
+
+from pathlib import Path
+
+import pynvml
+import pytest
+from carpool_core.values import GpuUuid
+from carpool_deviceplugin.gpu import DeviceError
+from carpool_deviceplugin.inspection import inspect_node
+from carpool_deviceplugin.mig.planner import plan_mig
+from carpool_deviceplugin.node_commands import node as command
+from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
+from carpool_deviceplugin.nvml.mig import read_instances, read_table
+from carpool_deviceplugin.nvml.mig_run import run_plan
+from carpool_deviceplugin.testing.mps import FakeMpsCommands
+from carpool_deviceplugin.testing.nvml import FakeNvml
+from carpool_deviceplugin.testing.nvml_node import Node
+from click.testing import CliRunner, Result
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    found = Node(FakeNvml(["A100-40", "T4"]), FakeMpsCommands(), tmp_path)
+    found.nvml.gpus[0].mig.is_enabled = found.nvml.gpus[0].mig.is_pending = True
+    return found
+
+
+def run(node: Node, *arguments: str) -> Result:
+    return CliRunner().invoke(command, list(arguments), obj=node.devices())
+
+
+def test_inspect_says_what_is_there_and_what_is_missing(node: Node) -> None:
+    run(node, "plan", "--gpu", "0", "--to", "mig:3g.20gb", "--apply")
+    lines = "\n".join(inspect_node(node.devices(), NvidiaCdi([]), node.root))
+    assert "driver 580.95.05, CUDA 13.0" in lines
+    assert "GPU 0: NVIDIA A100-SXM4-40GB" in lines
+    assert "MIG: on" in lines
+    assert "1g.5gb         4,864 MiB, 14 SMs, at {0,1,2,3,4,5,6}:1" in lines
+    assert "instance 1 (3g.20gb on memory slices 4-7)  MIG-" in lines
+    assert "GPU 1: Tesla T4" in lines
+    assert "MIG: not supported" in lines
+    assert "missing: NVIDIA's CDI specification" in lines
+    assert "nvidia-ctk cdi generate" in lines
+    assert "hostPID: true" in lines
+
+
+def test_plan_prints_and_applies(node: Node) -> None:
+    printed = run(node, "plan", "--gpu", "0", "--to", "mig:3g.20gb,2g.10gb")
+    assert (printed.exit_code, len(printed.output.splitlines())) == (0, 2)
+    assert node.nvml.gpus[0].mig.instances == {}
+    applied = run(node, "plan", "--gpu", "0", "--to", "mig:3g.20gb,2g.10gb", "--apply")
+    assert applied.output.splitlines()[-1] == "done"
+    assert sorted(i.profile.name for i in node.nvml.gpus[0].mig.instances.values()) == ["2g.10gb", "3g.20gb"]
+    assert "nothing to do" in run(node, "plan", "--gpu", "0", "--to", "mig:2g.10gb,3g.20gb").output
+    assert "done" in run(node, "plan", "--gpu", "0", "--to", "mig:", "--apply").output
+    assert node.nvml.gpus[0].mig.instances == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--gpu", "7", "--to", "mig:1g.5gb"], "expected a GPU from 0 to 1, found 7"),
+        (["--gpu", "1", "--to", "mig:1g.5gb"], "expected a GPU with MIG, found Tesla T4"),
+        (["--gpu", "0", "--to", "mig:9g.90gb"], "expected a MIG profile out of 7g.40gb, 4g.20gb"),
+        (["--gpu", "0", "--to", "mps"], "expected --to mig:PROFILE"),
+        (["--gpu", "0", "--to", "mig:7g.40gb,1g.5gb"], "expected profiles that fit on one GPU together"),
+    ],
+)
+def test_refusals_are_sentences(node: Node, arguments: list[str], says: str) -> None:
+    result = run(node, "plan", *arguments)
+    assert result.exit_code == 1
+    assert says in result.output
+
+
+def test_who_is_in_the_way_is_named(node: Node) -> None:
+    run(node, "plan", "--gpu", "0", "--to", "mig:1g.5gb", "--apply")
+    (instance,) = node.nvml.gpus[0].mig.instances
+    node.nvml.start(0, 42, 100, instance=instance)
+    assert (
+        f"found instance {instance} (1g.5gb on memory slice 6) in use"
+        in run(node, "plan", "--gpu", "0", "--to", "mig:7g.40gb", "--apply").output
+    )
+
+
+def test_switched_off_says_how_to_switch_on(node: Node) -> None:
+    node.nvml.gpus[0].mig.is_enabled = node.nvml.gpus[0].mig.is_pending = False
+    assert "before: MIG is switched off" in run(node, "plan", "--gpu", "0", "--to", "mig:7g.40gb").output
+    assert run(node, "plan", "--gpu", "0", "--to", "mig:7g.40gb", "--apply").exit_code == 1
+
+
+FAILING = ["nvmlDeviceCreateGpuInstanceWithPlacement", "nvmlGpuInstanceCreateComputeInstance", "nvmlGpuInstanceGetInfo"]
+
+
+@pytest.mark.parametrize("function", FAILING)
+@pytest.mark.parametrize("at", range(6))
+def test_step_that_fails_is_undone(node: Node, function: str, at: int) -> None:
+    devices = node.devices()
+    uuid: GpuUuid = devices.uuids[0]
+    run(node, "plan", "--gpu", "0", "--to", "mig:1g.5gb,1g.5gb", "--apply")
+    table = read_table(devices.session, uuid)
+    before = read_instances(devices.session, uuid, table)
+    plan = plan_mig(table, before, set(), [table.find("3g.20gb"), table.find("4g.20gb")])
+    calls = iter(range(1000))
+
+    def fail(name: str) -> None:
+        if name == function and next(calls) == at:
+            node.nvml.fail_next(function, pynvml.NVML_ERROR_UNKNOWN)
+
+    node.nvml.before_each(fail)
+    try:
+        run_plan(devices.session, uuid, table, plan, lambda: 0.0)
+    except DeviceError as e:
+        assert "it was undone" in str(e)  # noqa: PT017  # some calls are made fewer times than others
+        assert {i.placement for i in read_instances(devices.session, uuid, table)} == {i.placement for i in before}
+    else:
+        assert len(read_instances(devices.session, uuid, table)) == 2
+
+
+def test_who_came_since_the_plan_is_left_alone(node: Node) -> None:
+    devices = node.devices()
+    uuid = devices.uuids[0]
+    run(node, "plan", "--gpu", "0", "--to", "mig:1g.5gb", "--apply")
+    table = read_table(devices.session, uuid)
+    (instance,) = read_instances(devices.session, uuid, table)
+    plan = plan_mig(table, [instance], set(), [table.find("7g.40gb")])
+    node.nvml.start(0, 42, 100, instance=instance.id)
+    with pytest.raises(DeviceError, match=r"found a process on it; make a new plan; it was undone"):
+        run_plan(devices.session, uuid, table, plan, lambda: 0.0)
+    assert read_instances(devices.session, uuid, table) == [instance]
+
+
+def test_deadline_holds(node: Node) -> None:
+    devices = node.devices()
+    uuid = devices.uuids[0]
+    table = read_table(devices.session, uuid)
+    plan = plan_mig(table, [], set(), [table.find("1g.5gb")] * 3)
+    seconds = iter(range(0, 1000, 20))
+    with pytest.raises(DeviceError, match=r"expected all steps within 30 s.*it was undone"):
+        run_plan(devices.session, uuid, table, plan, lambda: float(next(seconds)))
+    assert read_instances(devices.session, uuid, table) == []
