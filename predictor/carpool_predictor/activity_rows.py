@@ -1,0 +1,106 @@
+"""GPUMemNet's measurements of activity: reading, and which rows count."""
+
+import ast
+import csv
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from carpool_core.resources.features import LayerCounts
+
+from carpool_predictor.activity_notation import NotationError, StepWork, work_of
+from carpool_predictor.evaluation.suites import DataError
+
+PRODUCT = "NVIDIA A100-SXM4-40GB"
+KINDS = ("mlp", "cnn")
+_COLUMNS = ("Filename", "Activations-Params", "Batch Size", "Avg GPUTL", "Avg SMACT", "Avg SMOCC")
+_NOTHING = StepWork(1, 0.0, 0.0, 0.0, 1.0, LayerCounts())
+
+
+@dataclass(frozen=True, slots=True)
+class ActivityRow:
+    """One measured training run, alone on an A100."""
+
+    kind: str
+    """`mlp` or `cnn`."""
+    architecture: str
+    """Such as `pyramid`; what is held out together with the kind."""
+    work: StepWork
+    gpu_util_percent: float
+    """Mean over the run; below 0 where it was not recorded."""
+    sm_active_ratio: float
+    sm_occupancy_ratio: float
+    succeeded: bool
+    """Whether the run did not end out of memory."""
+    listed: bool
+    """Whether its layers were recorded: a run that died at once has none."""
+
+    @property
+    def group(self) -> str:
+        """What is held out together."""
+        return f"{self.kind}/{self.architecture}"
+
+    @property
+    def measured(self) -> bool:
+        """Whether activity was recorded at all."""
+        return self.gpu_util_percent >= 0
+
+
+def read_rows(data: Path, kind: str) -> list[ActivityRow]:
+    """Read the MLPs or the CNNs.
+
+    Args:
+        data: Folder that holds `gpumemnet/`.
+        kind: `mlp` or `cnn`.
+
+    Raises:
+        DataError: The file or a column is missing, or a row cannot be read.
+    """
+    path = data / "gpumemnet" / f"{kind}_a100_40gb.csv"
+    if not path.is_file():
+        raise DataError(f"expected measurements at {path}, found no such file; pass the data folder with --data")
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        missing = sorted(set(_COLUMNS) - set(reader.fieldnames or ()))
+        if missing:
+            raise DataError(f"{path} lacks the columns {', '.join(missing)}")
+        return [_read(kind, row, f"{path}:{number}") for number, row in enumerate(reader, start=2)]
+
+
+def _read(kind: str, row: dict[str, str], where: str) -> ActivityRow:
+    try:
+        name = row["Filename"]
+        layers = ast.literal_eval(row["Activations-Params"])
+        batch_size = int(float(row["Batch Size"]))
+        return ActivityRow(
+            kind=kind,
+            architecture=_word(name, "arch"),
+            work=work_of(layers, batch_size, _shape(kind, name)) if layers else _NOTHING,
+            gpu_util_percent=float(row["Avg GPUTL"]),
+            sm_active_ratio=float(row["Avg SMACT"]),
+            sm_occupancy_ratio=float(row["Avg SMOCC"]),
+            succeeded=row.get("Status", "SUCCESSFUL") == "SUCCESSFUL",
+            listed=bool(layers),
+        )
+    except (ValueError, SyntaxError, TypeError, NotationError) as e:
+        raise DataError(f"{where}: cannot read the row: {e}") from e
+
+
+def _shape(kind: str, name: str) -> tuple[int, ...]:
+    if kind == "mlp":
+        return (int(_word(name, "input")),)
+    size = int(_word(name, "input_size"))
+    return (int(_word(name, "input_channels")), size, size)
+
+
+def _word(name: str, key: str) -> str:
+    found = re.search(rf"(?:^|_){key}:([a-z]+|\d+)", name)
+    if found is None:
+        raise ValueError(f"the name {name!r} lacks {key}:")
+    return found.group(1)
+
+
+def clean(rows: Iterable[ActivityRow]) -> list[ActivityRow]:
+    """Keep the runs that trained: measured, not out of memory, with layers recorded."""
+    return [row for row in rows if row.measured and row.succeeded and row.listed]

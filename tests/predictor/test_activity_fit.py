@@ -1,0 +1,104 @@
+"""Fitting and judging activity, on invented rows."""
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from carpool_predictor import hotcloud
+from carpool_predictor.activity_fit import bins_of, fit, fit_booster, forest_of, held_out, matrix, values, weights_of
+from carpool_predictor.activity_rows import ActivityRow, clean, read_rows
+from carpool_predictor.evaluation.suites import DataError
+
+COLUMNS = ["Filename", "Activations-Params", "Batch Size", "Avg GPUTL", "Avg SMACT", "Avg SMOCC", "Status"]
+
+
+def write(data: Path, kind: str, rows: list[list[object]], columns: list[str] = COLUMNS) -> Path:
+    folder = data / "gpumemnet"
+    folder.mkdir(exist_ok=True)
+    with (folder / f"{kind}_a100_40gb.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        writer.writerows(rows)
+    return data
+
+
+def mlp(width: int, batch: int, arch: str, util: float, status: str = "SUCCESSFUL") -> list[object]:
+    layers = [("linear", width, width * (width + 1)), ("ReLU", width, 0), ("linear", 10, 10 * (width + 1))]
+    return [
+        f"input:{width}_output:10_arch:{arch}_batch:{batch}.out",
+        layers,
+        batch,
+        util,
+        util / 120,
+        util / 300,
+        status,
+    ]
+
+
+def invented(data: Path) -> list[ActivityRow]:
+    rng = np.random.default_rng(1)
+    rows = []
+    for i in range(120):
+        width, batch = int(rng.integers(16, 4000)), int(rng.integers(4, 1000))
+        util = min(5 + width * batch / 40_000, 99.0) + float(rng.normal(0, 0.3))
+        rows.append(mlp(width, batch, ["wide", "deep", "round"][i % 3], util))
+    return read_rows(write(data, "mlp", rows), "mlp")
+
+
+def test_the_same_rows_and_seed_give_the_same_bytes(tmp_path: Path) -> None:
+    rows = invented(tmp_path)
+    assert msgspec.json.encode(fit(rows, 3)) == msgspec.json.encode(fit(rows, 3))
+
+
+def test_plain_lists_predict_what_lightgbm_predicts(tmp_path: Path) -> None:
+    rows = invented(tmp_path)
+    x, y = matrix(rows), values(rows, "gpu_util_percent")
+    booster = fit_booster(x, y, weights_of(rows), 0)
+    forest = forest_of(booster, 1.0)
+    forest.check(x.shape[1])
+    assert [forest.predict(list(row)) for row in x] == pytest.approx(booster.predict(x), abs=0.01)
+
+
+def test_rows_of_an_architecture_do_not_help_to_predict_it(tmp_path: Path) -> None:
+    rows = invented(tmp_path)
+    before = held_out(rows, "gpu_util_percent", 0)
+    spoiled = [replace(row, gpu_util_percent=1.0) if row.architecture == "deep" else row for row in rows]
+    after = held_out(spoiled, "gpu_util_percent", 0)
+    deep = np.array([r.architecture == "deep" for r in rows])
+    assert np.array_equal(before.predicted[deep], after.predicted[deep])
+    assert not np.array_equal(before.predicted[~deep], after.predicted[~deep])
+
+
+def test_bins_cover_what_they_were_made_from() -> None:
+    rng = np.random.default_rng(0)
+    predicted = rng.uniform(0, 100, 2000)
+    measured = predicted + rng.normal(0, 1 + predicted / 20)
+    bins = bins_of(predicted, measured)
+    ends = np.array([bins.around(float(value)) for value in predicted])
+    assert 0.88 < ((measured >= ends[:, 0]) & (measured <= ends[:, 1])).mean() < 0.93
+
+
+def test_dead_runs_are_dropped(tmp_path: Path) -> None:
+    dead = ["input:5_output:10_arch:wide_batch:4.out", [], 4, 0.0, 0.0, 0.0, "SUCCESSFUL"]
+    rows = [mlp(64, 8, "wide", 50), mlp(64, 8, "wide", -1), mlp(64, 8, "wide", 50, "OOM_CRASH"), dead]
+    assert len(clean(read_rows(write(tmp_path, "mlp", rows), "mlp"))) == 1
+
+
+def test_faults_of_the_data_are_told(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="found no such file"):
+        read_rows(tmp_path, "mlp")
+    with pytest.raises(DataError, match="lacks the columns Avg SMACT, Avg SMOCC"):
+        read_rows(write(tmp_path, "mlp", [], COLUMNS[:4]), "mlp")
+    with pytest.raises(DataError, match=r"\.csv:2: cannot read the row"):
+        read_rows(write(tmp_path, "cnn", [mlp(64, 8, "wide", 50)]), "cnn")
+
+
+def test_the_protocol_ranks_a_forest_above_a_constant(tmp_path: Path) -> None:
+    rows = invented(tmp_path)
+    scores = hotcloud.random_split(rows, 0)
+    assert list(scores) == list(hotcloud.REGRESSORS)
+    assert scores["random forest"].rmsle < scores["constant"].rmsle
+    assert hotcloud.rmsle(np.array([np.e - 1]), np.array([0.0])) == pytest.approx(1.0)

@@ -1,0 +1,77 @@
+"""Layer lists by arithmetic, against the tracer."""
+
+from collections.abc import Callable
+
+import pytest
+from carpool_core.resources.job import Training
+from carpool_core.values import Optimizer
+from carpool_predictor.activity_notation import NotationError, work_of
+from carpool_predictor.catalog import Recipe
+from carpool_predictor.tracing import trace_recipe
+from torch import nn
+
+
+def pyramid() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 12, 3, padding=1), nn.BatchNorm2d(12), nn.GELU(),
+        nn.Conv2d(12, 20, 3, padding=1), nn.BatchNorm2d(20), nn.GELU(), nn.MaxPool2d(2),
+        nn.Conv2d(20, 36, 3, padding=1), nn.BatchNorm2d(36), nn.GELU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(36, 17), nn.Softmax(1),
+    )  # fmt: skip
+
+
+PYRAMID = [
+    ("conv2d", 12 * 256, 336), ("batchnorm2d", 12 * 256, 24), ("GELU", 12 * 256, 0),
+    ("conv2d", 20 * 256, 2180), ("batchnorm2d", 20 * 256, 40), ("GELU", 20 * 256, 0),
+    ("conv2d", 36 * 64, 6516), ("batchnorm2d", 36 * 64, 72), ("GELU", 36 * 64, 0),
+    ("adaptive_avg_pool2d", 36, 0), ("linear", 17, 629), ("softmax", 17, 0),
+]  # fmt: skip
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(300, 150), nn.BatchNorm1d(150), nn.Tanh(), nn.Linear(150, 40), nn.Softmax(1))
+
+
+MLP = [
+    ("linear", 150, 45150), ("batch_normalization", 150, 300), ("Tanh", 150, 0), ("linear", 40, 6040),
+    ("Softmax", 40, 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("build", "layers", "shape"), [(pyramid, PYRAMID, (3, 16, 16)), (mlp, MLP, (300,))], ids=["cnn", "mlp"]
+)
+def test_arithmetic_agrees_with_the_tracer(
+    build: Callable[[], nn.Module], layers: list[tuple[str, int, int]], shape: tuple[int, ...]
+) -> None:
+    traced = trace_recipe(Recipe("x", build, shape), Training(batch_size=8, optimizer=Optimizer.ADAM))
+    step = next(s for s in traced.steps if s.batch_size == 8)
+    work = work_of(layers, 8, shape)
+    assert work.flops == step.flops
+    assert work.bytes_moved == pytest.approx(step.bytes_moved, rel=0.02)
+    assert work.kernels == pytest.approx(step.kernels, rel=0.1)
+    assert work.parameter_bytes == 4 * traced.parameters
+    assert work.layers.convolution == traced.layers.convolution
+    assert work.layers.linear == traced.layers.linear
+    assert work.layers.normalization == traced.layers.normalization
+
+
+def test_a_dense_layer_reads_what_was_concatenated() -> None:
+    first, second = ("conv2d", 32 * 100, 32 * (3 * 9 + 1)), ("conv2d", 32 * 100, 32 * (35 * 9 + 1))
+    alone, both = work_of([first], 1, (3, 10, 10)), work_of([first, second], 1, (3, 10, 10))
+    assert both.flops - alone.flops == 3 * 2 * 32 * 35 * 9 * 100
+
+
+def test_a_shortcut_reads_what_the_convolution_beside_it_reads() -> None:
+    shortcut, beside = ("conv2d", 8 * 25, 8 * (3 + 1)), ("conv2d", 8 * 25, 8 * (3 * 9 + 1))
+    work = work_of([shortcut, beside], 1, (3, 5, 5))
+    assert work.flops == 2 * 2 * 8 * 3 * 25 + 3 * 2 * 8 * 27 * 25
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [([("lstm", 5, 5)], "layer 0 .*expected one of"), ([("conv2d", 7, 11)], "no number of channels fits")],
+)
+def test_a_senseless_list_is_refused(layers: list[tuple[str, int, int]], message: str) -> None:
+    with pytest.raises(NotationError, match=message):
+        work_of(layers, 1, (3, 8, 8))
