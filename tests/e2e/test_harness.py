@@ -27,7 +27,7 @@ class Held:
 
     def end(self, number: int) -> None:
         self.process.send_signal(number)
-        self.process.communicate(timeout=60)
+        self.process.communicate(timeout=180)
 
     def left(self) -> dict[str, object]:
         """Everything that is on the machine because of it."""

@@ -24,7 +24,7 @@ QUICK = Rhythm(
 """A hundred times faster than in production."""
 
 
-async def until(condition: Callable[[], T], within_s: float = 5.0) -> T:
+async def until(condition: Callable[[], T], within_s: float = 30.0) -> T:
     """Wait for something that other tasks will make true."""
     end = time.monotonic() + within_s
     while not (found := condition()):

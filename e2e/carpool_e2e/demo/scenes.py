@@ -44,7 +44,7 @@ async def sharing(stage: Stage) -> None:
         stage.run("logs", job.status.placement[0].pod, "--limit-bytes=600")
 
 
-async def _told_its_gpu_and_trains(stage: Stage, job: GpuTrainingJob, within_s: float = 60) -> None:
+async def _told_its_gpu_and_trains(stage: Stage, job: GpuTrainingJob, within_s: float = 120) -> None:
     """Wait until a job's container has told its GPU and limits as they were placed, and a loss that falls.
 
     The first container of a machine waits for PyTorch to come from the disk.
@@ -67,9 +67,9 @@ async def _told_its_gpu_and_trains(stage: Stage, job: GpuTrainingJob, within_s: 
 async def protection(stage: Stage) -> None:
     """2. A job that would fit by memory, but would slow its neighbour too much, goes elsewhere."""
     stage.apply(manifests.busy("busy", max_slowdown=1.1))
-    first, _ = await stage.until("running", "busy", _running, within_s=60)
+    first, _ = await stage.until("running", "busy", _running, within_s=120)
     stage.apply(manifests.busy("eager", max_slowdown=3))
-    second, _ = await stage.until("running", "eager", _running, within_s=60)
+    second, _ = await stage.until("running", "eager", _running, within_s=120)
     _expect(_gpus(first).isdisjoint(_gpus(second)), "two GPUs", f"both on {_gpus(first)}")
     stage.console.print(f"eager: {condition(second, 'Placed')}", highlight=False)
     reason = condition(second, "Placed")
@@ -89,7 +89,7 @@ async def unknown(stage: Stage) -> None:
 async def waiting(stage: Stage) -> None:
     """4. A job larger than what is free now waits, says what it needs, and starts when another job goes."""
     stage.apply(manifests.wide("wide", workers=4))
-    await stage.until("running", "wide", _running, within_s=45)
+    await stage.until("running", "wide", _running, within_s=90)
     stage.apply(manifests.large("large"))
     job, _ = await stage.until(
         "refused for now", "large", lambda j: condition(j, "Placed").startswith("False NoGpuFits"), within_s=15

@@ -93,7 +93,7 @@ class Stage:
         return [msgspec.json.decode(item, type=type_) for item in page.items]
 
     async def until(
-        self, what: str, name: str, true: Callable[[GpuTrainingJob], bool], *, within_s: float = 30
+        self, what: str, name: str, true: Callable[[GpuTrainingJob], bool], *, within_s: float = 60
     ) -> tuple[GpuTrainingJob, float]:
         """Wait until something is true of a job.
 
