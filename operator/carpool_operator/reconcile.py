@@ -5,7 +5,6 @@ What has to survive a crash is written into the status before it is acted upon: 
 Every status is written on the condition that the job has not changed since it was read.
 """
 
-from dataclasses import replace
 from datetime import datetime, timedelta
 
 import msgspec
@@ -18,8 +17,9 @@ from carpool_core.resources.job import Attempt
 from carpool_operator import attempts, conditions, placement, reports
 from carpool_operator.actions import Decision, DeleteJob
 from carpool_operator.draft import Draft
+from carpool_operator.impostors import without_impostors
 from carpool_operator.outcomes import Outcome, outcome_of, pod_deleted, unreserved
-from carpool_operator.pods import attempt_of, build_pod, has_started, is_worker, pod_name, template_error, worker_of
+from carpool_operator.pods import attempt_of, build_pod, has_started, pod_name, template_error, worker_of
 from carpool_operator.predicting import predict
 from carpool_operator.snapshot import Snapshot
 
@@ -34,7 +34,7 @@ def reconcile(snapshot: Snapshot) -> Decision:
     """Decide what to do about a job."""
     if snapshot.job.metadata.deletion_timestamp is not None:
         return Decision()
-    draft = _without_impostors(snapshot)
+    draft = without_impostors(snapshot)
     if conditions.is_finished(draft.status):
         return _after_end(draft)
     error = template_error(snapshot.job)
@@ -50,23 +50,6 @@ def reconcile(snapshot: Snapshot) -> Decision:
         draft.set(placement=places, observed=placement.observed(draft.job, pods, snapshot.nodes, places))
     _continue(draft, attempt, pods, is_predicted=is_predicted)
     return draft.decision(is_current=is_predicted)
-
-
-def _without_impostors(snapshot: Snapshot) -> Draft:
-    """Begin a decision that looks at the job's own pods only; delete what merely claims to be controlled by the job.
-
-    Whoever may create pods may write the job's UID and Carpool's labels into them.
-    """
-    draft = Draft(replace(snapshot, pods=tuple(pod for pod in snapshot.pods if is_worker(pod, snapshot.job))))
-    others = [pod for pod in snapshot.pods if not is_worker(pod, snapshot.job)]
-    for pod in others:
-        draft.delete_pod(pod)
-    told = sorted(pod.metadata.name for pod in others if pod.metadata.deletion_timestamp is None)
-    if told:
-        names = ", ".join(told[:3]) + (f" and {len(told) - 3} more" if len(told) > 3 else "")
-        message = f"deletes {names}: this job is given as controller, but Carpool did not create such a pod for it"
-        draft.say("Warning", "ForeignPod", message)
-    return draft
 
 
 def _of_attempt(snapshot: Snapshot, attempt: Attempt | None) -> list[Pod]:
