@@ -86,8 +86,9 @@ def _read(path: Path) -> _Specification | None:
     except FileNotFoundError:
         return None
     except (msgspec.MsgspecError, OSError, ValueError) as e:
+        why = " ".join(str(e).split())
         raise DeviceError(
-            f"{path}: expected a CDI specification, found {e}; write it again (nvidia-ctk cdi generate)"
+            f"{path}: expected a CDI specification, found {why}; write it again (nvidia-ctk cdi generate)"
         ) from e
 
 

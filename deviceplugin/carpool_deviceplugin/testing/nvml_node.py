@@ -8,7 +8,8 @@ from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
 from carpool_deviceplugin.nvml.devices import NvmlDevices
 from carpool_deviceplugin.processes import ProcTree
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
-from carpool_deviceplugin.testing.nvml import FakeNvml, FakeProcess
+from carpool_deviceplugin.testing.nvml import FakeNvml
+from carpool_deviceplugin.testing.nvml_gpus import FakeProcess
 
 
 def uid(pod: str) -> str:

@@ -1,0 +1,95 @@
+"""When a GPU is well, and when it is well again."""
+
+import pytest
+from carpool_deviceplugin.health import XIDS, Health, Signals, XidClass, advance, describe_xid, xid_class
+from hypothesis import given
+from hypothesis import strategies as st
+
+WELL = Health()
+
+
+@pytest.mark.parametrize(
+    ("xid", "kind"), [(13, "Application"), (31, "Application"), (94, "Recoverable"), (79, "Fatal")]
+)
+def test_classes(xid: int, kind: str) -> None:
+    assert xid_class(xid) == kind
+
+
+def test_unknown_xid_is_not_harmless() -> None:
+    assert xid_class(4711) is XidClass.RECOVERABLE
+    assert describe_xid(4711) == "XID 4711"
+    assert set(XIDS.values()) == {XidClass.APPLICATION, XidClass.FATAL}
+
+
+def test_recoverable_takes_a_minute_of_quiet() -> None:
+    sick = advance(WELL, Signals(xids=[94]), 0)
+    assert "XID 94 (contained ECC error): no new work until it has been quiet" in sick.problem
+    assert advance(sick, Signals(), 59).problem
+    again = advance(sick, Signals(xids=[94]), 30)
+    assert advance(again, Signals(), 89).problem, "the quiet begins anew"
+    assert advance(again, Signals(), 151).is_healthy
+
+
+def test_flapping_is_damped() -> None:
+    health, now, lasted = WELL, 0.0, []
+    for _ in range(4):
+        health = advance(health, Signals(xids=[94]), now)
+        began = now
+        while not health.is_healthy:
+            now += 1
+            health = advance(health, Signals(), now)
+        lasted.append(now - began)
+    assert lasted == [60, 120, 240, 480]
+    health = advance(health, Signals(xids=[94]), now + 7200)
+    assert health.until == now + 7200 + 60, "it is forgotten after an hour"
+
+
+def test_fatal_takes_a_reset() -> None:
+    sick = advance(WELL, Signals(xids=[79]), 0)
+    assert advance(sick, Signals(), 1e6).problem
+    assert advance(sick, Signals(xids=[94]), 10).problem == sick.problem, "what passes does not outdo it"
+    reset = advance(sick, Signals(was_reset=True), 100)
+    assert reset.problem
+    assert advance(reset, Signals(), 161).is_healthy
+
+
+@pytest.mark.parametrize(
+    ("seen", "says"),
+    [
+        (Signals(lost="GPU x: gone"), "GPU x: gone"),
+        (Signals(remap_failed=True), "replace the GPU"),
+        (Signals(remap_pending=True), "reset it"),
+    ],
+)
+def test_conditions(seen: Signals, says: str) -> None:
+    assert says in advance(WELL, seen, 0).problem
+
+
+def test_ecc_errors_count_when_they_rise() -> None:
+    first = advance(WELL, Signals(ecc_uncorrectable=7), 0)
+    assert first.is_healthy, "they happened before the agent came"
+    assert "2 uncorrectable ECC errors" in advance(first, Signals(ecc_uncorrectable=9), 1).problem
+
+
+def test_heat_counts_when_it_lasts() -> None:
+    hot = advance(WELL, Signals(is_hot=True), 0)
+    assert hot.is_healthy
+    assert advance(advance(hot, Signals(is_hot=False), 10), Signals(is_hot=True), 40).is_healthy
+    sick = advance(hot, Signals(is_hot=True), 31)
+    assert "slowed down for heat for 31 s" in sick.problem
+    assert advance(sick, Signals(is_hot=False), 92).is_healthy
+
+
+@given(st.lists(st.tuples(st.sampled_from([13, 31, 94, 92, 4711]), st.floats(0, 100)), max_size=30))
+def test_what_passes_always_ends(history: list[tuple[int, float]]) -> None:
+    health, now = WELL, 0.0
+    for xid, later in history:
+        now += later
+        health = advance(health, Signals(xids=[xid]), now)
+        assert health.is_healthy or health.until is not None
+    assert advance(health, Signals(), now + 3601).is_healthy
+
+
+@given(st.lists(st.sampled_from([13, 31, 43, 45]), max_size=30))
+def test_applications_never_hurt_a_gpu(xids: list[int]) -> None:
+    assert advance(WELL, Signals(xids=xids), 5).is_healthy

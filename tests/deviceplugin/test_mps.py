@@ -1,0 +1,143 @@
+"""The MPS daemons, over daemons in memory and over a program that stands in for NVIDIA's."""
+
+import os
+import stat
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from carpool_core.values import GpuUuid
+from carpool_deviceplugin.mps import Mps, MpsError, MpsStatus
+from carpool_deviceplugin.mps_program import PROGRAM, MpsProgram
+from carpool_deviceplugin.testing.mps import FakeMpsCommands
+
+GPU = GpuUuid("GPU-8f2c1b7e-0d3a-4c5b-9e6f-1a2b3c4d5e6f")
+
+
+@pytest.fixture
+def commands() -> FakeMpsCommands:
+    return FakeMpsCommands()
+
+
+@pytest.fixture
+def mps(commands: FakeMpsCommands, tmp_path: Path) -> Mps:
+    return Mps(commands, tmp_path)
+
+
+def test_starts_once_and_stops_once(mps: Mps, commands: FakeMpsCommands, tmp_path: Path) -> None:
+    assert mps.status(GPU) == MpsStatus()
+    for _ in range(2):
+        mps.start(GPU)
+    assert (commands.starts, mps.status(GPU).is_running) == (1, True)
+    assert stat.S_IMODE((tmp_path / GPU / "shm").stat().st_mode) == 0o1777
+    for _ in range(2):
+        mps.stop(GPU)
+    assert not mps.status(GPU).is_running
+
+
+def test_daemons_of_two_gpus_share_nothing(mps: Mps, commands: FakeMpsCommands) -> None:
+    other = GpuUuid(GPU.replace("8f", "9f"))
+    for gpu in (GPU, other):
+        mps.start(gpu)
+    first, second = (set(d.environment.items()) for d in commands.daemons.values())
+    assert first.isdisjoint(second)
+
+
+def test_what_a_dead_daemon_left_is_removed(mps: Mps, commands: FakeMpsCommands, tmp_path: Path) -> None:
+    mps.start(GPU)
+    commands.kill(str(tmp_path / GPU / "pipe"))
+    assert not mps.status(GPU).is_running
+    mps.start(GPU)
+    assert (commands.starts, mps.status(GPU).is_running) == (2, True)
+
+
+def test_clients_and_servers_are_told(mps: Mps, commands: FakeMpsCommands, tmp_path: Path) -> None:
+    mps.start(GPU)
+    server = commands.connect(str(tmp_path / GPU / "pipe"), 42)
+    assert mps.status(GPU) == MpsStatus(True, frozenset({server}), frozenset({42}))
+    commands.daemons[str(tmp_path / GPU / "pipe")].is_faulty = True
+    assert mps.status(GPU).faulty == {42}
+
+
+def test_wedged_daemon_is_not_running(mps: Mps, commands: FakeMpsCommands, tmp_path: Path) -> None:
+    mps.start(GPU)
+    commands.daemons[str(tmp_path / GPU / "pipe")].is_wedged = True
+    assert not mps.status(GPU).is_running
+
+
+@pytest.mark.parametrize("name", ["", "../../etc", "GPU-1", "GPU-8f2c1b7e-0d3a-4c5b-9e6f-1a2b3c4d5e6f/..", "GPU-$(id)"])
+def test_only_uuids_become_paths(mps: Mps, name: str) -> None:
+    with pytest.raises(MpsError, match="expected a GPU's UUID"):
+        mps.start(GpuUuid(name))
+
+
+def test_full_disk_is_said(commands: FakeMpsCommands, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MpsError, match="expected to make the MPS daemon's directories"):
+        Mps(commands, tmp_path / "file").start(GPU)
+
+
+STAND_IN = f"""#!{sys.executable}
+import os, pathlib, sys, time
+pipe = pathlib.Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"])
+if sys.argv[1:] == ["-d"]:
+    if os.environ.get("CUDA_VISIBLE_DEVICES") != {str(GPU)!r}:
+        sys.exit("no such device")
+    (pipe / "control").touch()
+    sys.exit(0)
+command = sys.stdin.read().strip()
+if (pipe / "wedged").exists():
+    time.sleep(60)
+if command == "get_server_list":
+    print(700)
+elif command.startswith("get_client_list"):
+    print(42)
+elif command.startswith("get_server_status"):
+    print("ACTIVE")
+elif command.startswith("quit"):
+    (pipe / "control").unlink()
+else:
+    sys.exit(f"Unrecognized command {{command}}")
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MpsProgram:
+    (tmp_path / "bin").mkdir()
+    file = tmp_path / "bin" / PROGRAM
+    file.write_text(STAND_IN)
+    file.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    return MpsProgram(private_shm=False, within_s=5.0)
+
+
+def test_the_program_is_run(program: MpsProgram, tmp_path: Path) -> None:
+    assert program.is_installed()
+    mps = Mps(program, tmp_path / "mps")
+    assert not mps.status(GPU).is_running
+    mps.start(GPU)
+    assert mps.status(GPU) == MpsStatus(True, frozenset({700}), frozenset({42}))
+    mps.stop(GPU)
+    assert not mps.status(GPU).is_running
+
+
+def test_program_that_refuses_is_quoted(program: MpsProgram, tmp_path: Path) -> None:
+    with pytest.raises(MpsError, match=f"{PROGRAM} ended with 1: no such device"):
+        Mps(program, tmp_path / "mps").start(GpuUuid(GPU.replace("8f", "9f")))
+
+
+def test_program_that_hangs_is_left(program: MpsProgram, tmp_path: Path) -> None:
+    mps = Mps(program, tmp_path / "mps")
+    mps.start(GPU)
+    (tmp_path / "mps" / GPU / "pipe" / "wedged").touch()
+    quick = Mps(MpsProgram(private_shm=False, within_s=0.2), tmp_path / "mps")
+    began = time.monotonic()
+    assert not quick.status(GPU).is_running
+    assert time.monotonic() - began < 5
+
+
+def test_program_that_is_absent_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MpsError, match=f"expected {PROGRAM} on PATH, found none"):
+        Mps(MpsProgram(), tmp_path / "mps").start(GPU)

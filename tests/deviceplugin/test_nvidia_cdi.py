@@ -1,0 +1,191 @@
+"""What real GPUs bring into a container: NVIDIA's CDI specification, or a word to its runtime."""
+
+import shutil
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+from carpool_core.values import GpuUuid, SharingMode
+from carpool_deviceplugin import cdi
+from carpool_deviceplugin.gpu import Access, DeviceError
+from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
+from carpool_deviceplugin.testing.mps import FakeMpsCommands
+from carpool_deviceplugin.testing.nvml import FakeNvml
+from carpool_deviceplugin.testing.nvml_node import Node
+
+FIXTURES = Path(__file__).parent / "cdi"
+STRING_LIST = {"type": "array", "items": {"type": "string"}}
+EDITS = {
+    "type": "object",
+    "additionalProperties": False,
+    "minProperties": 1,
+    "properties": {
+        "env": {"type": "array", "items": {"pattern": "^[A-Za-z_][A-Za-z0-9_]*=", "type": "string"}},
+        "deviceNodes": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["path"],
+                "additionalProperties": False,
+                "properties": {"path": {"pattern": "^/dev/"}, "hostPath": {"pattern": "^/dev/"}},
+            },
+        },
+        "hooks": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["hookName", "path"],
+                "additionalProperties": False,
+                "properties": {
+                    "hookName": {
+                        "enum": ["createRuntime", "createContainer", "startContainer", "poststart", "poststop"]
+                    },
+                    "path": {"pattern": "^/"},
+                    "args": STRING_LIST,
+                    "env": STRING_LIST,
+                    "timeout": {"type": "integer"},
+                },
+            },
+        },
+        "mounts": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["hostPath", "containerPath"],
+                "additionalProperties": False,
+                "properties": {
+                    "hostPath": {"type": "string"},
+                    "containerPath": {"type": "string"},
+                    "options": STRING_LIST,
+                    "type": {"type": "string"},
+                },
+            },
+        },
+        "additionalGids": {"type": "array", "items": {"type": "integer"}},
+    },
+}
+SCHEMA = {  # CDI's schema.json as of 0.7, as far as specifications of GPUs go
+    "type": "object",
+    "required": ["cdiVersion", "kind", "devices"],
+    "additionalProperties": False,
+    "properties": {
+        "cdiVersion": {"pattern": r"^\d+\.\d+\.\d+$"},
+        "kind": {"pattern": r"^[A-Za-z0-9_.-]+/[A-Za-z0-9_-]+$"},
+        "annotations": {"additionalProperties": {"type": "string"}},
+        "containerEdits": EDITS,
+        "devices": {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "required": ["name", "containerEdits"],
+                "additionalProperties": False,
+                "properties": {"name": {"pattern": "^[A-Za-z0-9][A-Za-z0-9_.:-]*$"}, "containerEdits": EDITS},
+            },
+        },
+    },
+}
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    found = Node(FakeNvml(["A100-40", "A100-40"]), FakeMpsCommands(), tmp_path)
+    (tmp_path / "cdi").mkdir()
+    return found
+
+
+def edits_of(spec: dict) -> dict:
+    return spec["devices"][0]["containerEdits"]
+
+
+def env_of(spec: dict) -> dict[str, str]:
+    return dict(entry.split("=", 1) for entry in edits_of(spec).get("env", []))
+
+
+@pytest.mark.parametrize("name", ["host.yaml", "driver-container.json"])
+def test_the_fixtures_are_sound(name: str) -> None:
+    jsonschema.validate(yaml.safe_load((FIXTURES / name).read_text()), SCHEMA)
+
+
+def test_by_index_where_uuids_are_not_named(node: Node, reserve) -> None:
+    shutil.copy(FIXTURES / "host.yaml", node.root / "cdi" / "nvidia.yaml")
+    devices = node.devices()
+    gpus = devices.uuids
+    specs = cdi.specifications(
+        reserve("a", *gpus, mode=SharingMode.EXCLUSIVE), ["slot-0", "slot-1"], {u: devices.access(u) for u in gpus}
+    )
+    for spec in specs.values():
+        jsonschema.validate(spec, SCHEMA)
+    first, second = edits_of(specs["slot-0"]), edits_of(specs["slot-1"])
+    nodes = [[n["path"] for n in edits["deviceNodes"]] for edits in (first, second)]
+    assert {"/dev/nvidia0", "/dev/nvidiactl", "/dev/nvidia-uvm"} <= set(nodes[0])
+    assert "/dev/nvidia1" not in nodes[0], "a slot brings its own GPU only"
+    assert nodes[1] == ["/dev/nvidia1"]
+    assert [m["containerPath"] for m in first["mounts"]][-1] == "/usr/bin/nvidia-smi"
+    assert len(first["hooks"]) == 2
+    assert "hooks" not in second, "what each container needs once is given once"
+    assert env_of(specs["slot-0"])["NVIDIA_VISIBLE_DEVICES"] == "void"
+    assert specs["slot-0"]["cdiVersion"] == "0.6.0"
+
+
+def test_mps_on_a_real_gpu(node: Node, reserve) -> None:
+    shutil.copy(FIXTURES / "host.yaml", node.root / "cdi" / "nvidia.yaml")
+    devices = node.devices()
+    gpu = devices.uuids[0]
+    reservation = reserve("a", gpu, mode=SharingMode.MPS, memory_limit_mib=9216, thread_percentage=40)
+    spec = cdi.specifications(reservation, ["slot-0"], {gpu: devices.access(gpu)})["slot-0"]
+    jsonschema.validate(spec, SCHEMA)
+    env = env_of(spec)
+    assert env["CUDA_MPS_PIPE_DIRECTORY"] == "/run/carpool/mps"
+    assert env["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=9216M"
+    assert env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "40"
+    mounts = {m["containerPath"]: m["hostPath"] for m in edits_of(spec)["mounts"]}
+    assert mounts["/run/carpool/mps"] == str(node.root / "mps" / gpu / "pipe")
+    assert mounts["/dev/shm"] == str(node.root / "mps" / gpu / "shm")  # noqa: S108  # where CUDA looks for it
+
+
+def test_without_a_specification_the_runtime_is_told(node: Node, reserve) -> None:
+    devices = node.devices()
+    gpus = devices.uuids
+    specs = cdi.specifications(
+        reserve("a", *gpus, mode=SharingMode.EXCLUSIVE), ["slot-0", "slot-1"], {u: devices.access(u) for u in gpus}
+    )
+    assert env_of(specs["slot-0"])["NVIDIA_VISIBLE_DEVICES"] == ",".join(gpus)
+    assert env_of(specs["slot-0"])["NVIDIA_DRIVER_CAPABILITIES"] == "compute,utility"
+
+
+def test_driver_container_and_mig_device() -> None:
+    found = NvidiaCdi([FIXTURES])
+    gpu = found.find("GPU-22222222-2222-4222-8222-222222222222")
+    mig = found.find("MIG-33333333-3333-4333-8333-333333333333")
+    assert (gpu.cdi_version, gpu.device["additionalGids"]) == ("0.7.0", [44])
+    assert [n["path"] for n in mig.device["deviceNodes"]][1:] == [
+        "/dev/nvidia-caps/nvidia-cap12",
+        "/dev/nvidia-caps/nvidia-cap13",
+    ]
+    assert found.find("GPU-absent") is None
+
+
+def test_newer_version_is_kept(reserve) -> None:
+    gpu = GpuUuid("GPU-1")
+    access = {gpu: Access(env={}, mounts=(), edits={"additionalGids": [44]}, cdi_version="0.7.0")}
+    spec = cdi.specifications(reserve("a"), ["slot-0"], access)["slot-0"]
+    jsonschema.validate(spec, SCHEMA)
+    assert spec["cdiVersion"] == "0.7.0"
+
+
+def test_gpus_before_those_of_another_directory(tmp_path: Path) -> None:
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "nvidia.json").write_text(
+        '{"kind": "nvidia.com/gpu", "devices": [{"name": "GPU-1", "containerEdits": {"env": ["FIRST=1"]}}]}'
+    )
+    assert NvidiaCdi([tmp_path / "first", FIXTURES]).find("GPU-1").device == {"env": ["FIRST=1"]}
+    assert NvidiaCdi([tmp_path / "absent"]).find("GPU-1") is None
+
+
+@pytest.mark.parametrize("text", ["kind: nvidia.com/gpu\ndevices: 7", "nvidia.com/gpu: [", '"nvidia.com/gpu'])
+def test_damaged_specification_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "nvidia.yaml").write_text(text)
+    (tmp_path / "others.yaml").write_text("{not ours, not sound")
+    with pytest.raises(DeviceError, match=r"nvidia\.yaml: expected a CDI specification.*nvidia-ctk cdi generate"):
+        NvidiaCdi([tmp_path]).find("GPU-1")
