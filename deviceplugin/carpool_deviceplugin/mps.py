@@ -15,6 +15,8 @@ from carpool_core.values import GpuUuid
 from carpool_deviceplugin.gpu import DeviceError
 
 _UUID = re.compile(r"GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+PID_FILE = "nvidia-cuda-mps-control.pid"
+"""In the pipe directory: the daemon's process ID, written by itself."""
 STOP_WITHIN_S = 5
 """How long `quit` waits for clients that are ending."""
 
@@ -24,7 +26,7 @@ class MpsError(DeviceError):
 
 
 class MpsCommands(Protocol):
-    """NVIDIA's program `nvidia-cuda-mps-control`. Both calls raise MpsError."""
+    """NVIDIA's program `nvidia-cuda-mps-control`. Starting and asking raise MpsError."""
 
     def start(self, environment: Mapping[str, str], shm: Path) -> None:
         """Start a daemon, which goes on without us; `shm` becomes its /dev/shm."""
@@ -32,6 +34,14 @@ class MpsCommands(Protocol):
 
     def ask(self, environment: Mapping[str, str], command: str) -> str:
         """Send a command to the daemon of that pipe directory, and return what it answers."""
+        ...
+
+    def is_alive(self, environment: Mapping[str, str]) -> bool:
+        """Whether the daemon's process exists, answering or not."""
+        ...
+
+    def kill(self, environment: Mapping[str, str]) -> None:
+        """End a daemon that does not answer."""
         ...
 
 
@@ -77,37 +87,43 @@ class Mps:
 
     def start(self, uuid: GpuUuid) -> None:
         """Start a GPU's daemon and see that it answers; one that runs already is taken over."""
-        if self._answers(uuid):
+        environment, directory = self._environment(uuid), self.directory(uuid)
+        if self._commands.is_alive(environment):
+            self._commands.ask(environment, "get_server_list")
             return
-        directory = self.directory(uuid)
         try:
             for name in ("pipe", "log", "shm"):
                 (directory / name).mkdir(parents=True, exist_ok=True)
             (directory / "shm").chmod(0o1777)  # as /dev/shm: clients run as any user
         except OSError as e:
             raise MpsError(f"GPU {uuid}: expected to make the MPS daemon's directories, found {e}") from e
-        for name in ("control", "control_lock", "control_privileged", "nvidia-cuda-mps-control.pid"):
+        for name in ("control", "control_lock", "control_privileged", PID_FILE):
             (directory / "pipe" / name).unlink(missing_ok=True)  # of a dead daemon: a new one would not start
-        self._commands.start(self._environment(uuid), directory / "shm")
-        self._commands.ask(self._environment(uuid), "get_server_list")
+        self._commands.start(environment, directory / "shm")
+        self._commands.ask(environment, "get_server_list")
 
     def stop(self, uuid: GpuUuid) -> None:
         """Stop a GPU's daemon; one that does not run is stopped already. Clients must have left before."""
-        if not self._answers(uuid):
+        environment = self._environment(uuid)
+        if not self._commands.is_alive(environment):
             return
-        self._commands.ask(self._environment(uuid), f"quit -t {STOP_WITHIN_S}")
-        if self._answers(uuid):
+        try:
+            self._commands.ask(environment, f"quit -t {STOP_WITHIN_S}")
+        except MpsError:
+            self._commands.kill(environment)  # nobody is on the GPU, so a daemon that does not answer serves nobody
+        if self._commands.is_alive(environment):
             raise MpsError(f"GPU {uuid}: expected the MPS daemon to stop, found it still there; end its clients")
 
     def status(self, uuid: GpuUuid) -> MpsStatus:
         """Ask a GPU's daemon how it is; never raises for a daemon that is dead or wedged."""
         environment = self._environment(uuid)
-        if not (self.directory(uuid) / "pipe").is_dir():
+        if not self._commands.is_alive(environment):
             return MpsStatus()
         try:
             servers = _numbers(self._commands.ask(environment, "get_server_list"))
-        except MpsError:
-            return MpsStatus()
+        except MpsError as e:
+            # It may serve its clients all the same: a second daemon in its place would end them.
+            return MpsStatus(is_running=True, problem=f"the MPS daemon does not answer: {e}")
         clients: set[int] = set()
         faulty: set[int] = set()
         problems: list[str] = []
@@ -124,9 +140,6 @@ class Mps:
                 whom = ", ".join(map(str, sorted(own))) or "none left"
                 problems.append(f"MPS server {server} was hit by a client's fatal fault (clients: {whom})")
         return MpsStatus(True, servers, frozenset(clients), "; ".join(problems), frozenset(faulty))
-
-    def _answers(self, uuid: GpuUuid) -> bool:
-        return self.status(uuid).is_running
 
 
 def _numbers(answer: str) -> frozenset[int]:

@@ -2,11 +2,13 @@
 
 import os
 import shutil
+import signal
 import subprocess
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from carpool_deviceplugin.mps import MpsError
+from carpool_deviceplugin.mps import PID_FILE, MpsError
 
 PROGRAM = "nvidia-cuda-mps-control"
 _PRIVATE_SHM = 'mount --bind "$1" /dev/shm && exec "$2" -d'
@@ -44,6 +46,34 @@ class MpsProgram:
         if not (Path(environment["CUDA_MPS_PIPE_DIRECTORY"]) / "control").exists():
             raise MpsError("expected an MPS daemon, found no control pipe")  # the program would wait for ever
         return self._run([PROGRAM], environment, f"{command}\n")
+
+    def is_alive(self, environment: Mapping[str, str]) -> bool:
+        """Whether the daemon's process exists."""
+        return self._pid(environment) is not None
+
+    def kill(self, environment: Mapping[str, str]) -> None:
+        """End the daemon, and its servers with it."""
+        pid = self._pid(environment)
+        if pid is None:
+            return
+        try:
+            os.kill(pid, signal.SIGTERM)
+        except ProcessLookupError:
+            return
+        end = time.monotonic() + self._within_s
+        while self._pid(environment) is not None and time.monotonic() < end:
+            time.sleep(0.05)
+
+    @staticmethod
+    def _pid(environment: Mapping[str, str]) -> int | None:
+        """Process ID of the living daemon; its number may belong to another process by now."""
+        try:
+            pid = int((Path(environment["CUDA_MPS_PIPE_DIRECTORY"]) / PID_FILE).read_text())
+            name = Path(f"/proc/{pid}/comm").read_text().strip()
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, ValueError, IndexError):
+            return None
+        return pid if name and PROGRAM.startswith(name) and state != "Z" else None
 
     def _run(self, command: list[str], environment: Mapping[str, str], text: str) -> str:
         try:

@@ -46,7 +46,7 @@ def test_daemons_of_two_gpus_share_nothing(mps: Mps, commands: FakeMpsCommands) 
 
 def test_what_a_dead_daemon_left_is_removed(mps: Mps, commands: FakeMpsCommands, tmp_path: Path) -> None:
     mps.start(GPU)
-    commands.kill(str(tmp_path / GPU / "pipe"))
+    commands.die(str(tmp_path / GPU / "pipe"))
     assert not mps.status(GPU).is_running
     mps.start(GPU)
     assert (commands.starts, mps.status(GPU).is_running) == (2, True)
@@ -60,10 +60,18 @@ def test_clients_and_servers_are_told(mps: Mps, commands: FakeMpsCommands, tmp_p
     assert mps.status(GPU).faulty == {42}
 
 
-def test_wedged_daemon_is_not_running(mps: Mps, commands: FakeMpsCommands, tmp_path: Path) -> None:
+def test_wedged_daemon_is_said_never_doubled_and_ended_in_the_end(mps: Mps, commands, tmp_path: Path) -> None:
+    """A daemon that is slow to answer was taken for dead, its pipes were removed, and its clients with them."""
     mps.start(GPU)
     commands.daemons[str(tmp_path / GPU / "pipe")].is_wedged = True
-    assert not mps.status(GPU).is_running
+    found = mps.status(GPU)
+    assert found.is_running
+    assert "the MPS daemon does not answer" in found.problem
+    with pytest.raises(MpsError, match="found none"):
+        mps.start(GPU)
+    assert (tmp_path / GPU / "pipe" / "control").exists()
+    mps.stop(GPU)
+    assert commands.daemons == {}
 
 
 @pytest.mark.parametrize("name", ["", "../../etc", "GPU-1", "GPU-8f2c1b7e-0d3a-4c5b-9e6f-1a2b3c4d5e6f/..", "GPU-$(id)"])
@@ -84,8 +92,18 @@ pipe = pathlib.Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"])
 if sys.argv[1:] == ["-d"]:
     if os.environ.get("CUDA_VISIBLE_DEVICES") != {str(GPU)!r}:
         sys.exit("no such device")
+    if os.fork():
+        while not (pipe / "control").exists():
+            time.sleep(0.01)
+        os._exit(0)
+    os.setsid()
+    os.closerange(0, 3)
+    pathlib.Path("/proc/self/comm").write_text("nvidia-cuda-mps")
+    (pipe / "nvidia-cuda-mps-control.pid").write_text(str(os.getpid()))
     (pipe / "control").touch()
-    sys.exit(0)
+    while (pipe / "control").exists():
+        time.sleep(0.01)
+    os._exit(0)
 command = sys.stdin.read().strip()
 if (pipe / "wedged").exists():
     time.sleep(60)
@@ -97,6 +115,7 @@ elif command.startswith("get_server_status"):
     print("ACTIVE")
 elif command.startswith("quit"):
     (pipe / "control").unlink()
+    time.sleep(0.5)
 else:
     sys.exit(f"Unrecognized command {{command}}")
 """
@@ -133,8 +152,10 @@ def test_program_that_hangs_is_left(program: MpsProgram, tmp_path: Path) -> None
     (tmp_path / "mps" / GPU / "pipe" / "wedged").touch()
     quick = Mps(MpsProgram(private_shm=False, within_s=0.2), tmp_path / "mps")
     began = time.monotonic()
-    assert not quick.status(GPU).is_running
+    assert "does not answer" in quick.status(GPU).problem
     assert time.monotonic() - began < 5
+    quick.stop(GPU)
+    assert not quick.status(GPU).is_running
 
 
 def test_program_that_is_absent_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

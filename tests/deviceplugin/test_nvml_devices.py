@@ -136,7 +136,7 @@ def test_mps_daemon_dies_and_is_started_again(node: Node, reserve) -> None:
         devices.apply(gpu, step)
     assert node.mps.daemons[pipe(node, gpu)].environment["CUDA_VISIBLE_DEVICES"] == gpu
     assert plan(devices.actual(gpu), wanted).steps == ()
-    node.mps.kill(pipe(node, gpu))
+    node.mps.die(pipe(node, gpu))
     assert plan(devices.actual(gpu), wanted).steps == (StartMps(),)
 
 

@@ -194,12 +194,13 @@ class NvmlDevices:
         return self._health[uuid].problem
 
     def _signals(self, uuid: GpuUuid, telemetry: Telemetry) -> Signals:
+        xids = self._xids.seen(uuid)  # may fail; until it does not, a reset is still to be told
         was_reset = self._openings[uuid] != self._session.openings or uuid in self._lost
         self._openings[uuid] = self._session.openings
         self._lost.discard(uuid)
         reasons = telemetry.clock_reasons
         return Signals(
-            xids=self._xids.seen(uuid),
+            xids=xids,
             was_reset=was_reset,
             ecc_uncorrectable=telemetry.ecc_uncorrectable,
             remap_pending=telemetry.remap_pending,

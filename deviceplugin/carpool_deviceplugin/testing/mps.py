@@ -62,6 +62,14 @@ class FakeMpsCommands:
                 return ""
         raise MpsError(f"Unrecognized command {command}")
 
+    def is_alive(self, environment: Mapping[str, str]) -> bool:
+        """Whether there is a daemon."""
+        return environment["CUDA_MPS_PIPE_DIRECTORY"] in self.daemons
+
+    def kill(self, environment: Mapping[str, str]) -> None:
+        """End a daemon."""
+        self.daemons.pop(environment["CUDA_MPS_PIPE_DIRECTORY"], None)
+
     def connect(self, pipe: str, pid: int) -> int:
         """A client connects; return the server's process ID."""
         daemon = self.daemons[pipe]
@@ -70,6 +78,6 @@ class FakeMpsCommands:
         daemon.clients.add(pid)
         return daemon.server
 
-    def kill(self, pipe: str) -> None:
+    def die(self, pipe: str) -> None:
         """The daemon dies."""
         del self.daemons[pipe]
