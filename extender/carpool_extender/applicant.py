@@ -61,6 +61,7 @@ class Applicant:
     workers: int = 1
     """Workers of the job, and so the most of its pods that may have reservations at a time."""
     _facts: dict[DeviceClass, ClassFacts] = field(default_factory=dict)
+    _columns: dict[tuple[DeviceClass, ...], ClassColumns] = field(default_factory=dict)
 
     def facts(self, kind: DeviceClass) -> ClassFacts:
         """Say what the demand means on a class of devices."""
@@ -71,6 +72,13 @@ class Applicant:
 
     def columns(self, classes: Sequence[DeviceClass]) -> ClassColumns:
         """Collect the facts about several classes as arrays."""
+        key = tuple(classes)
+        found = self._columns.get(key)
+        if found is None:
+            found = self._columns[key] = self._collect(key)
+        return found
+
+    def _collect(self, classes: Sequence[DeviceClass]) -> ClassColumns:
         facts = [self.facts(kind) for kind in classes]
         can = np.zeros((len(classes), len(CODES) + 1), np.bool_)
         for row, kind in enumerate(classes):

@@ -107,7 +107,7 @@ def examine(view: View, applicant: Applicant, slots: int, conditions: Conditions
         Check.TENANCY: _tenancy(view, applicant, mode),
         Check.SLOTS: _at_least_zero(slots - columns.count.astype(np.float64) - 1),
         Check.MEMORY: _at_least_zero((free - need).astype(np.float64)),
-        Check.CONDITION: _conditions(conditions, view, free, sm_active),
+        Check.CONDITION: _conditions(conditions, view, free, sm_active, facts.sm[of]),
     }
     so_far = columns.alive & np.logical_and.reduce([outcome.ok for outcome in outcomes.values()])
     interference = _interference(view, applicant, facts, mode, so_far & (columns.count > 0))
@@ -131,11 +131,16 @@ def examine(view: View, applicant: Applicant, slots: int, conditions: Conditions
     )
 
 
-def _conditions(conditions: Conditions, view: View, free: NDArray[np.int64], sm_active: NDArray[np.float64]) -> Outcome:
+def _conditions(
+    conditions: Conditions, view: View, free: NDArray[np.int64], sm_active: NDArray[np.float64], newcomer: Floats
+) -> Outcome:
     """The site's preconditions; the margin is the share by which the tightest is met or missed."""
     margin = np.ones(len(free))
     if conditions.most_sm_active is not None:
         margin = np.minimum(margin, (conditions.most_sm_active - sm_active) / conditions.most_sm_active)
+    if (joint := conditions.most_joint_sm_active) is not None:
+        room = (joint - sm_active - newcomer) / joint
+        margin = np.where(view.columns.count > 0, np.minimum(margin, room), margin)
     if conditions.least_free_mib:
         margin = np.minimum(margin, (free - conditions.least_free_mib) / conditions.least_free_mib)
     if conditions.most_jobs is not None:

@@ -6,6 +6,7 @@ from carpool_core.clock import parse_rfc3339
 from carpool_core.resources.node import GpuNode, Reservation, TenantProfile
 from carpool_core.values import DeviceHealth, GpuUuid, JobUid, PodUid, Tenancy
 
+from carpool_extender.measured import Known, known_of, settled_tenants
 from carpool_extender.standing import Hindrance, Standing
 from carpool_extender.view import CODES, NO_MODE, Columns, DeviceClass, TenantName, View, class_of, empty_columns
 
@@ -86,7 +87,7 @@ class Cluster:
         self._nodes[name] = node
         if self._standing is not None:
             self._standing.heard(name, node.status.heartbeat_time)
-        if old is not None and old.spec == node.spec and old.status.devices == node.status.devices:
+        if old is not None and not _differ(old, node):
             return False
         self._index_holders(name, old, node)
         self._write(name, node)
@@ -145,7 +146,7 @@ class Cluster:
         return block
 
     def _write(self, name: str, node: GpuNode) -> None:
-        by_gpu = reservations_by_gpu(node)
+        by_gpu, measured = reservations_by_gpu(node), settled_tenants(node)
         devices = sorted(node.status.devices, key=lambda device: device.index)
         block = self._rows(name, len(devices), max((len(r) for r in by_gpu.values()), default=0))
         columns = self._own_columns()
@@ -164,21 +165,24 @@ class Cluster:
             columns.usable_mib[row] = kind.usable_mib
             columns.healthy[row] = device.health is DeviceHealth.HEALTHY
             columns.uuid[row] = device.uuid
-            self._write_tenants(columns, row, by_gpu.get(device.uuid, []), kind.usable_mib)
+            tenants = by_gpu.get(device.uuid, [])
+            known = known_of(tenants, [measured.get((r.pod_uid, device.uuid)) for r in tenants])
+            self._write_tenants(columns, row, tenants, known)
 
-    def _write_tenants(self, columns: Columns, row: int, tenants: list[Reservation], usable_mib: int) -> None:
+    def _write_tenants(self, columns: Columns, row: int, tenants: list[Reservation], known: list[Known]) -> None:
+        usable_mib = int(columns.usable_mib[row])
         columns.mode[row] = CODES[tenants[0].mode] if tenants else NO_MODE
         columns.count[row] = len(tenants)
         columns.reserved_at[row] = max((_seconds(t.reserved_at) for t in tenants), default=0.0)
         columns.tenants[row] = tuple(TenantName(t.pod_namespace, t.job_name, t.pod_uid) for t in tenants)
         columns.present[row] = False
-        for place, reservation in enumerate(tenants):
+        for place, (reservation, of) in enumerate(zip(tenants, known, strict=True)):
             tenant = reservation.tenant
             columns.present[row, place] = True
-            columns.memory_mib[row, place] = bounded_mib(tenant, usable_mib)
-            columns.util[row, place] = tenant.gpu_util_percent / 100
-            columns.sm[row, place] = tenant.sm_active_ratio
-            columns.dram[row, place] = tenant.dram_active_ratio
+            columns.memory_mib[row, place] = usable_mib if of.memory_mib is None else min(of.memory_mib, usable_mib)
+            columns.util[row, place] = of.util
+            columns.sm[row, place] = of.sm
+            columns.dram[row, place] = of.dram
             columns.max_slowdown[row, place] = tenant.max_slowdown
             columns.namespace[row, place] = self._namespaces.setdefault(
                 reservation.pod_namespace, len(self._namespaces)
@@ -206,6 +210,15 @@ def reservations_by_gpu(node: GpuNode) -> dict[GpuUuid, list[Reservation]]:
         for uuid in reservation.gpu_uuids:
             found.setdefault(uuid, []).append(reservation)
     return found
+
+
+def _differ(old: GpuNode, new: GpuNode) -> bool:
+    """Whether anything has changed that decisions look at; with tenants the time of their measures is such a thing."""
+    if old.spec != new.spec or old.status.devices != new.status.devices:
+        return True
+    if old.status.tenants != new.status.tenants:
+        return True
+    return bool(new.status.tenants) and old.status.heartbeat_time != new.status.heartbeat_time
 
 
 def _is_older(node: GpuNode, than: GpuNode) -> bool:

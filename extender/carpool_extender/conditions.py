@@ -11,6 +11,8 @@ class Conditions:
 
     most_sm_active: float | None = None
     """Largest SM activity of the tenants that are there already, all together, 0..1."""
+    most_joint_sm_active: float | None = None
+    """The same with the newcomer's predicted activity; does not keep anybody from an idle GPU."""
     least_free_mib: int | None = None
     """Least memory that is promised to nobody before the newcomer comes, in MiB."""
     most_jobs: int | None = None
@@ -24,8 +26,9 @@ class Conditions:
         Raises:
             SettingsError: A condition is impossible; the sentence says what was expected.
         """
-        if self.most_sm_active is not None and not 0 < self.most_sm_active <= 1:
-            raise SettingsError(f"expected a largest SM activity above 0 and up to 1, found {self.most_sm_active:g}")
+        for activity in (self.most_sm_active, self.most_joint_sm_active):
+            if activity is not None and not 0 < activity <= 1:
+                raise SettingsError(f"expected a largest SM activity above 0 and up to 1, found {activity:g}")
         if self.least_free_mib is not None and self.least_free_mib < 0:
             raise SettingsError(f"expected a least free memory of 0 MiB or more, found {self.least_free_mib:,}")
         if self.most_jobs is not None and self.most_jobs < 1:

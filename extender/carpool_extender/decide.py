@@ -105,6 +105,28 @@ def place(view: View, applicant: Applicant, name: str, rules: Rules) -> Place | 
     return _place_on(verdict, choices.rows[0].tolist(), rules.policy_for(applicant))
 
 
+def best_place(view: View, applicant: Applicant, rules: Rules, among: Bools | None = None) -> tuple[str, Place] | None:
+    """Choose the node that scores best and its GPUs, as kube-scheduler would after filter and prioritize.
+
+    Args:
+        view: The cluster.
+        applicant: Who asks.
+        rules: What the site has chosen.
+        among: GPUs in question, shape (gpus,); all that are alive when None.
+
+    Returns:
+        The node's name and the place, or None where nothing fits.
+    """
+    verdict, policy = rules.examine(view, applicant), rules.policy_for(applicant)
+    if not verdict.ok.any():
+        return None
+    choices = select(verdict, policy, view.columns.alive if among is None else among & view.columns.alive)
+    if not len(choices.node):
+        return None
+    best = int(np.argmax(scores(choices, policy)))
+    return view.node_names[int(choices.node[best])], _place_on(verdict, choices.rows[best].tolist(), policy)
+
+
 def explain(view: View, applicant: Applicant, names: Sequence[str], rules: Rules) -> list[str]:
     """Say of each GPU of some nodes whether the job fits there, and if not, which check failed by how much."""
     verdict = rules.examine(view, applicant)

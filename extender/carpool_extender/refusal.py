@@ -92,6 +92,11 @@ def _condition(verdict: Verdict, row: int) -> str:
     jobs, free, active = int(verdict.view.columns.count[row]), int(verdict.free_mib[row]), verdict.sm_active[row]
     if asked.most_sm_active is not None and active > asked.most_sm_active:
         told.append(f"SM activity {active:.2f}, the policy allows {asked.most_sm_active:.2f}")
+    if asked.most_joint_sm_active is not None and not told:
+        kind = verdict.view.classes[int(verdict.view.columns.device_class[row])]
+        joint = active + verdict.applicant.facts(kind).profile.sm_active_ratio
+        if jobs and joint > asked.most_joint_sm_active:
+            told.append(f"joint SM activity {joint:.2f}, the policy allows {asked.most_joint_sm_active:.2f}")
     if asked.least_free_mib and free < asked.least_free_mib:
         told.append(f"{free:,} MiB free, the policy asks for {asked.least_free_mib:,} MiB")
     if asked.most_jobs is not None and jobs >= asked.most_jobs:

@@ -56,6 +56,12 @@ class ConditionSettings:
         env="CARPOOL_MOST_SM_ACTIVE",
         help="Largest SM activity (0..1) of the jobs that a GPU has already; any when left out.",
     )
+    most_joint_sm_active: float | None = setting(
+        None,
+        flag="--most-joint-sm-active",
+        env="CARPOOL_MOST_JOINT_SM_ACTIVE",
+        help="Largest SM activity (0..1) of a GPU's jobs together with the newcomer's; any when left out.",
+    )
     least_free_mib: int | None = setting(
         None,
         flag="--least-free-mib",
@@ -75,7 +81,7 @@ class ConditionSettings:
         Raises:
             SettingsError: One is impossible.
         """
-        return Conditions(self.most_sm_active, self.least_free_mib, self.most_jobs)
+        return Conditions(self.most_sm_active, self.most_joint_sm_active, self.least_free_mib, self.most_jobs)
 
 
 @dataclass(frozen=True)

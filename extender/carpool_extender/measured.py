@@ -1,0 +1,84 @@
+"""Measured beats predicted: what an agent saw of running tenants takes the place of what was predicted of them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from carpool_core.clock import parse_rfc3339
+from carpool_core.resources.node import GpuNode, Reservation, Tenant, TenantProfile
+from carpool_core.values import GpuUuid, PodUid
+from carpool_predictor.slowdown import slowdowns
+
+SETTLED_S = 90.0
+"""Age from which a tenant's measure counts, in seconds: before, it loads, and the mean is of a beginning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of one tenant of one GPU."""
+
+    memory_mib: int | None
+    """What was promised, or what was measured where that is more; None where nothing was promised."""
+    util: float
+    """GPU utilization alone, 0..1."""
+    sm: float
+    """SM activity alone, 0..1."""
+    dram: float
+    """DRAM activity alone, 0..1."""
+
+
+def settled_tenants(node: GpuNode) -> Mapping[tuple[PodUid, GpuUuid], Tenant]:
+    """Return the measures of a node that are old enough to count, by pod and GPU."""
+    if not node.status.tenants or node.status.heartbeat_time is None:
+        return {}
+    now = _seconds(node.status.heartbeat_time)
+    since = {r.pod_uid: _seconds(r.reserved_at) for r in node.spec.reservations if r.reserved_at}
+    return {
+        (tenant.pod_uid, tenant.gpu_uuid): tenant
+        for tenant in node.status.tenants
+        if tenant.pod_uid in since and now - since[tenant.pod_uid] >= SETTLED_S
+    }
+
+
+def known_of(reservations: Sequence[Reservation], measured: Sequence[Tenant | None]) -> list[Known]:
+    """Combine promise and measure for the tenants of one GPU.
+
+    What a tenant is measured to do beside neighbours is less than what it would do alone, by its slowdown: measured
+    times predicted slowdown is its activity alone. A promise of memory is never taken back; what is used beyond it
+    counts.
+    """
+    promised = [_promised(reservation.tenant) for reservation in reservations]
+    if not any(measured):
+        return promised
+    util, sm, dram = np.array([(one.util, one.sm, one.dram) for one in promised], np.float64).T[:, None, :]
+    every = np.ones((1, len(promised)), np.bool_)
+    stretch = slowdowns(reservations[0].mode, util, sm, dram, every)[0]
+    return [
+        one if tenant is None else _combined(one, tenant, float(by))
+        for one, tenant, by in zip(promised, measured, stretch, strict=True)
+    ]
+
+
+def _combined(promised: Known, tenant: Tenant, slowdown: float) -> Known:
+    util, sm = tenant.gpu_util_percent, tenant.sm_active_ratio
+    memory = promised.memory_mib
+    return Known(
+        memory_mib=None if memory is None else max(memory, tenant.peak_memory_mib, tenant.memory_mib),
+        util=promised.util if util is None else min(1.0, util / 100 * slowdown),
+        sm=promised.sm if sm is None else min(1.0, sm * slowdown),
+        dram=promised.dram,
+    )
+
+
+def _promised(profile: TenantProfile) -> Known:
+    return Known(
+        memory_mib=profile.memory_mib,
+        util=profile.gpu_util_percent / 100,
+        sm=profile.sm_active_ratio,
+        dram=profile.dram_active_ratio,
+    )
+
+
+def _seconds(moment: str) -> float:
+    """Seconds since 1970; raises ValueError where a timestamp is none."""
+    return parse_rfc3339(moment).timestamp()

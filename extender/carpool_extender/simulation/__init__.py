@@ -1,0 +1,1 @@
+"""The same decisions on a virtual clock: workloads of published experiments, measured truth, tables and pictures."""

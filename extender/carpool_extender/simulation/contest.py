@@ -1,0 +1,129 @@
+"""Runs every strategy of an experiment on the same workloads, and sums each run up in a few figures."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from statistics import fmean, stdev
+
+from carpool_core.values import SharingMode
+
+from carpool_extender.policies import POLICIES
+from carpool_extender.simulation import hotcloud, philly, radrm
+from carpool_extender.simulation.engine import Outcome, Simulation
+from carpool_extender.simulation.pairs import MeasuredPairs
+from carpool_extender.simulation.strategy import Knowledge, Strategy
+from carpool_extender.simulation.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One run in numbers."""
+
+    makespan_min: float
+    """From the first submission to the last end."""
+    utilization_percent: float
+    """Mean over GPUs and time (nvidia-smi)."""
+    completion_min: float
+    """Mean time from submission to end."""
+    running_s: float
+    """Mean time from the start that succeeded to the end."""
+    oom: float
+    """Times that a job died of GPU memory."""
+    energy_mj: float
+    unplaced: float
+    """Jobs that no GPU ever took."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One strategy over all seeds."""
+
+    strategy: Strategy
+    runs: list[Figures]
+    example: Outcome
+    """The first seed's run, for pictures."""
+
+    def mean(self, name: str) -> float:
+        """Mean of a figure over the seeds."""
+        return fmean(getattr(run, name) for run in self.runs)
+
+    def spread(self, name: str) -> float:
+        """Standard deviation of a figure over the seeds."""
+        return stdev(getattr(run, name) for run in self.runs) if len(self.runs) > 1 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """A workload of which many seeds can be drawn, and who is let loose on it."""
+
+    draw: Callable[[Path, int], Workload]
+    published: Sequence[Strategy]
+    mode: SharingMode
+
+
+EXPERIMENTS: dict[str, Experiment] = {
+    "hotcloud": Experiment(hotcloud.hotcloud, hotcloud.STRATEGIES, SharingMode.TIME_SLICING),
+    "radrm-90": Experiment(lambda data, seed: radrm.radrm(data, seed, 90), radrm.STRATEGIES, SharingMode.MPS),
+    "radrm-60": Experiment(lambda data, seed: radrm.radrm(data, seed, 60), radrm.STRATEGIES, SharingMode.MPS),
+    "philly": Experiment(philly.philly, philly.STRATEGIES, SharingMode.TIME_SLICING),
+}
+
+
+def ours(mode: SharingMode) -> list[Strategy]:
+    """Carpool with its shipped predictions, at several limits; without measures; and with an oracle's knowledge."""
+    base = Strategy("Carpool, slowdown ≤ 1.5 (default)", "least-slowdown", Knowledge.PREDICTED, mode, max_slowdown=1.5)
+    return [
+        base,
+        replace(base, name="Carpool, slowdown ≤ 2", max_slowdown=2.0),
+        replace(base, name="Carpool, slowdown ≤ 1.5, nothing measured", measure=False),
+        replace(base, name="oracle's knowledge, slowdown ≤ 1.5", knowledge=Knowledge.TRUTH),
+        replace(base, name="oracle's knowledge, slowdown ≤ 2", knowledge=Knowledge.TRUTH, max_slowdown=2.0),
+    ]
+
+
+def wrong(mode: SharingMode) -> list[Strategy]:
+    """Carpool when its predictions are off, or missing."""
+    base = Strategy("Carpool", "least-slowdown", Knowledge.PREDICTED, mode, max_slowdown=1.5)
+    off = [replace(base, name=f"off by {round(100 * e)}%", error=e) for e in (0.10, 0.25, 0.50)]
+    return [*off, replace(base, name="abstains from every job", abstain=True)]
+
+
+def named(policies: str, mode: SharingMode) -> list[Strategy]:
+    """Strategies for policies by name, with the shipped predictions and the default limit; `all` takes the table."""
+    names = list(POLICIES) if policies == "all" else [name.strip() for name in policies.split(",")]
+    return [Strategy(name, name, Knowledge.PREDICTED, mode, max_slowdown=1.5) for name in names]
+
+
+def figures_of(outcome: Outcome) -> Figures:
+    """Sum a run up."""
+    span_s = max(outcome.makespan_s, 1e-9)
+    finished = outcome.finished
+    return Figures(
+        makespan_min=outcome.makespan_s / 60,
+        utilization_percent=100 * sum(gpu.util_s for gpu in outcome.gpus) / len(outcome.gpus) / span_s,
+        completion_min=fmean(one.end_s - one.job.arrival_s for one in finished) / 60 if finished else 0.0,
+        running_s=fmean(one.end_s - one.start_s for one in finished) if finished else 0.0,
+        oom=float(outcome.ooms),
+        energy_mj=sum(gpu.energy_j for gpu in outcome.gpus) / 1e6,
+        unplaced=float(outcome.unplaced),
+    )
+
+
+def contest(
+    draw: Callable[[int], Workload], strategies: Sequence[Strategy], seeds: int, data: Path, tell: Callable[[str], None]
+) -> list[Line]:
+    """Run every strategy on every seed's workload."""
+    drawn = [draw(seed) for seed in range(seeds)]
+    truths = [MeasuredPairs(data / "lucid", seed) for seed in range(seeds)]
+    lines = []
+    for strategy in strategies:
+        outcomes = [
+            Simulation(w, strategy, t, seed).run() for seed, (w, t) in enumerate(zip(drawn, truths, strict=True))
+        ]
+        line = Line(strategy, [figures_of(outcome) for outcome in outcomes], outcomes[0])
+        tell(f"{strategy.name}: makespan {line.mean('makespan_min'):.0f} min, {line.mean('oom'):.1f} OOM")
+        lines.append(line)
+    return lines
+
+
+FIGURES = tuple(one.name for one in fields(Figures))

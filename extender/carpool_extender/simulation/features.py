@@ -1,0 +1,35 @@
+"""What the shipped predictor says of the models that are simulated: their features were traced once, without a GPU.
+
+`features.json` was written by `carpool_predictor.tracing` from torchvision's and timm's models, with SGD and momentum,
+at the workloads' own batch sizes and inputs. Models that it does not know (transformers that the catalog lacks) stay
+unknown, and the predictor abstains from them.
+"""
+
+from functools import cache
+from importlib import resources
+
+import msgspec
+from carpool_core.products import find_product
+from carpool_core.resources.features import ModelFeatures
+from carpool_core.resources.job import Training
+from carpool_core.resources.prediction import Prediction
+from carpool_predictor.estimator import predict
+
+
+@cache
+def _traced() -> dict[str, ModelFeatures]:
+    text = resources.files(__package__).joinpath("features.json").read_bytes()
+    return msgspec.json.decode(text, type=dict[str, ModelFeatures])
+
+
+@cache
+def prediction_of(kind: str, product: str) -> Prediction | None:
+    """Return what the shipped predictor says of a kind of job (`radrm/resnet50/ImageNet/64`); None: it abstains."""
+    features = _traced().get(kind)
+    if features is None:
+        return None
+    training = Training(
+        batch_size=features.steps[-1].batch_size, optimizer=features.optimizer, precision=features.precision
+    )
+    found = predict(features, training, [find_product(product)])
+    return found if found.outcome == "Predicted" else None

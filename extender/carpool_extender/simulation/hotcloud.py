@@ -1,0 +1,113 @@
+"""HotCloud '20, table 4: 100 jobs on 12 GPUs, all there at the start."""
+
+import csv
+import math
+import random
+from pathlib import Path
+
+from carpool_core.resources.node import Device
+from carpool_core.values import GpuUuid, SharingMode
+
+from carpool_extender.conditions import Conditions
+from carpool_extender.simulation.features import prediction_of
+from carpool_extender.simulation.strategy import Knowledge, Strategy
+from carpool_extender.simulation.workload import SimJob, Truth, Workload, WorkloadError
+
+PRODUCT = "NVIDIA GeForce RTX 3090"
+GPUS, JOBS = 12, 100
+MEMORY_MIB = 8192
+SHORTEST_S, LONGEST_S = 120.0, 7200.0
+MODELS = ("ResNet18", "MobileNetV2", "EfficientNet")
+
+ASSUMPTIONS = (
+    "The 13 architectures' measurements are not published. The jobs are drawn evenly from the 18 solo profiles that "
+    "Lucid "
+    "measured of ResNet-18, MobileNetV2 and EfficientNet on CIFAR-10 (three batch sizes, with and without AMP): "
+    "utilization 21-99%, 52% on average; the published baseline implies 51%.",
+    "Durations alone are log-uniform from 2 minutes to 2 hours: mean 29 minutes; published are 31.",
+    "All jobs are there at the start. Twelve nodes of one GPU each.",
+    "Speed and utilization are an RTX 3090's, as measured; memory is the RTX 2080's 8 GiB.",
+    "Slowdown of a pair is Lucid's measurement of that pair. Three add their losses.",
+    "Reactive: a job is alone for a minute on an idle GPU, that minute is lost, then it is known exactly.",
+)
+
+_JOINT = Conditions(most_joint_sm_active=1.0, most_jobs=3)
+
+STRATEGIES = (
+    Strategy(
+        "slot-based",
+        "exclusive",
+        mode=SharingMode.EXCLUSIVE,
+        in_order=True,
+        measure=False,
+        published="utilization 43.1%, makespan 306.9 min, completion 1869 s",
+    ),
+    Strategy(
+        "reactive",
+        "first-fit-decreasing",
+        Knowledge.TRUTH,
+        SharingMode.TIME_SLICING,
+        conditions=_JOINT,
+        by_utilization=True,
+        profile_s=60.0,
+        measure=False,
+        published="utilization 47.1% (+9.2%), makespan 277.6 min (-9.5%), completion 2193 s",
+    ),
+    Strategy(
+        "proactive",
+        "first-fit-decreasing",
+        Knowledge.PREDICTED,
+        SharingMode.TIME_SLICING,
+        conditions=_JOINT,
+        by_utilization=True,
+        measure=False,
+        published="utilization 69.6% (+61.5%), makespan 204.0 min (-33.6%), completion 2024 s",
+    ),
+)
+
+
+def hotcloud(data: Path, seed: int) -> Workload:
+    """Draw the jobs of one run."""
+    draw = random.Random(f"hotcloud/{seed}")  # noqa: S311  # a simulation, no secret
+    kinds = profiles(data)
+    jobs = []
+    for number in range(JOBS):
+        truth = draw.choice(kinds)
+        work_s = math.exp(draw.uniform(math.log(SHORTEST_S), math.log(LONGEST_S)))
+        jobs.append(SimJob(f"job-{number:03}", 0.0, work_s, 1, truth, prediction_of(truth.kind, PRODUCT)))
+    nodes = {f"node-{i:02}": [gpu(f"node-{i:02}", 0)] for i in range(GPUS)}
+    return Workload("hotcloud", "HotCloud '20: 100 jobs, 12 GPUs", jobs, nodes, ASSUMPTIONS)
+
+
+def profiles(data: Path) -> list[Truth]:
+    """Read the solo profiles of the models that HotCloud's list and Lucid's measurements share."""
+    path = data / "lucid" / "solo_rtx3090.csv"
+    if not path.is_file():
+        raise WorkloadError(f"expected Lucid's measurements at {path}, found no file; set CARPOOL_DATA")
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["model"] in MODELS]
+    return [
+        Truth(
+            kind=f"lucid/{row['model']}/{row['batchsize']}/{row['amp']}",
+            memory_mib=round(float(row["gmem"])),
+            util=float(row["gpu_util"]) / 100,
+            sm=float(row["gpu_util"]) / 100,
+            dram=float(row["gmem_util"]) / 100,
+            product=PRODUCT,
+        )
+        for row in rows
+    ]
+
+
+def gpu(node: str, index: int) -> Device:
+    """Return a GPU with an RTX 2080's memory."""
+    modes = [SharingMode.EXCLUSIVE, SharingMode.TIME_SLICING, SharingMode.MPS]
+    return Device(
+        uuid=GpuUuid(f"GPU-{node}-{index}"),
+        index=index,
+        product=PRODUCT,
+        memory_mib=MEMORY_MIB,
+        reserved_mib=256,
+        compute_capability="7.5",
+        modes=modes,
+    )

@@ -1,0 +1,179 @@
+"""What a decision is told of simulated jobs: nothing, the shipped prediction, or the truth."""
+
+import math
+import random
+from dataclasses import dataclass
+
+import msgspec
+from carpool_core.demand import Demand
+from carpool_core.resources.node import Tenant, TenantProfile
+from carpool_core.resources.prediction import (
+    ActivityPrediction,
+    Interval,
+    MemoryPrediction,
+    Prediction,
+    ProductPrediction,
+)
+from carpool_core.values import GpuUuid, JobUid, PodUid, RequestedMode, SharingMode, Tenancy
+
+from carpool_extender.applicant import Applicant
+from carpool_extender.simulation.strategy import Knowledge, Strategy
+from carpool_extender.simulation.workload import SimJob, Truth
+
+NAMESPACE = "simulation"
+RAISED = 1.5
+"""Factor to the bound of a job that died of memory once; after the second time it is alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Where a job is on its way."""
+
+    attempt: int = 0
+    """Times that it died of memory."""
+    profiling: bool = False
+    """Whether it runs for a minute only, alone, so that it becomes known."""
+
+
+class Knower:
+    """Tells a strategy what it may know.
+
+    Args:
+        strategy: What it is told.
+        usable_mib: Memory of the largest GPU; a bound beyond it makes a job unknown, since it does run somewhere.
+        seed: Draws the errors of ablations.
+    """
+
+    def __init__(self, strategy: Strategy, usable_mib: int, seed: int) -> None:
+        self._strategy, self._usable_mib, self._seed = strategy, usable_mib, seed
+        self._applicants: dict[object, Applicant] = {}
+
+    def alike(self, job: SimJob, stage: Stage) -> object:
+        """Return a key that jobs share for which the same decision would be made."""
+        own = job.name if self._strategy.error else ""
+        return (job.truth.kind, job.gpus, job.workers, stage.attempt, stage.profiling, own)
+
+    def size(self, job: SimJob) -> float:
+        """How large a job is said to be, for a queue that starts with the largest: its utilization."""
+        predicted = self._prediction(job)
+        return 1.0 if predicted is None else predicted.products[0].activity.gpu_util_percent.median
+
+    def applicant(self, job: SimJob, stage: Stage) -> Applicant:
+        """Return what asks for a GPU."""
+        key = self.alike(job, stage)
+        found = self._applicants.get(key)
+        if found is None:
+            found = self._applicants[key] = Applicant(self._demand(job, stage))
+        return found
+
+    def _demand(self, job: SimJob, stage: Stage) -> Demand:
+        blind = self._strategy.knowledge is Knowledge.NOTHING
+        alone = stage.attempt > (0 if blind else 1) or stage.profiling
+        mode = RequestedMode.EXCLUSIVE if alone else RequestedMode.AUTO
+        prediction = None if alone else self._raised(self._prediction(job), stage.attempt)
+        if not alone and self._strategy.mode is SharingMode.TIME_SLICING and (blind or prediction):
+            mode = RequestedMode.TIME_SLICING
+        return Demand(
+            job_uid=JobUid(job.truth.kind),
+            job_name=job.name,
+            namespace=NAMESPACE,
+            gpus=job.gpus,
+            mode=mode,
+            max_slowdown=self._strategy.max_slowdown,
+            tenancy=Tenancy.NAMESPACE,
+            product=None,
+            min_memory_mib=0,
+            min_compute_capability=None,
+            memory_limit_mib=0 if blind and not alone else None,
+            prediction=prediction,
+        )
+
+    def _raised(self, found: Prediction | None, attempt: int) -> Prediction | None:
+        """Raise the floor of a job that died of memory; beyond every GPU it is unknown, and gets one of its own."""
+        if found is None or not attempt:
+            return found
+        one = found.products[0]
+        upper = round(one.memory.upper_mib * RAISED**attempt)
+        if upper > self._usable_mib:
+            return None
+        memory = msgspec.structs.replace(one.memory, upper_mib=upper)
+        return msgspec.structs.replace(found, products=[msgspec.structs.replace(one, memory=memory)])
+
+    def _prediction(self, job: SimJob) -> Prediction | None:
+        strategy = self._strategy
+        if strategy.knowledge is Knowledge.NOTHING or strategy.abstain:
+            return None
+        if strategy.knowledge is Knowledge.TRUTH:
+            return exactly(job.truth, job.prediction, by_utilization=strategy.by_utilization)
+        found = job.prediction
+        if found is None or found.products[0].memory.upper_mib > self._usable_mib:
+            return None
+        return self._with_error(job, found)
+
+    def _with_error(self, job: SimJob, found: Prediction) -> Prediction:
+        draw = random.Random(f"{self._seed}/{job.name}")  # noqa: S311  # a simulation, no secret
+        error = self._strategy.error
+        memory, busy = (math.exp(draw.gauss(0.0, error)) for _ in range(2))
+        one = found.products[0]
+        activity = one.activity
+        sm = (
+            activity.gpu_util_percent.median / 100 if self._strategy.by_utilization else activity.sm_active_ratio.median
+        )
+        upper = min(self._usable_mib, round(one.memory.upper_mib * memory))
+        return _prediction_of(
+            one.product,
+            upper_mib=upper,
+            util=min(1.0, busy * activity.gpu_util_percent.median / 100),
+            sm=min(1.0, busy * sm),
+            dram=min(1.0, busy * activity.dram_active_ratio.median),
+        )
+
+    def profile(self, truth: Truth, promised: TenantProfile, slowdown: float) -> TenantProfile:
+        """Return what the reservation of a running tenant says: where nothing is promised, what a monitor sees."""
+        if self._strategy.knowledge is not Knowledge.NOTHING:
+            return promised
+        active = truth.util if self._strategy.by_utilization else truth.sm
+        return msgspec.structs.replace(
+            promised, memory_mib=truth.memory_mib, gpu_util_percent=100 * truth.util, sm_active_ratio=active / slowdown
+        )
+
+    def measured(self, truth: Truth, uid: PodUid, gpu: GpuUuid, slowdown: float) -> Tenant | None:
+        """Return what the node's agent reports of a tenant, to a strategy that goes by it."""
+        if self._strategy.knowledge is not Knowledge.PREDICTED or not self._strategy.measure:
+            return None
+        active = truth.util if self._strategy.by_utilization else truth.sm
+        return Tenant(
+            pod_uid=uid,
+            gpu_uuid=gpu,
+            memory_mib=truth.memory_mib,
+            peak_memory_mib=truth.memory_mib,
+            gpu_util_percent=100 * truth.util / slowdown,
+            sm_active_ratio=active / slowdown,
+        )
+
+
+def exactly(truth: Truth, like: Prediction | None, *, by_utilization: bool = False) -> Prediction:
+    """Write the truth as a prediction without an error, for the product that another one is for."""
+    product = like.products[0].product if like is not None and like.products else ""
+    return _prediction_of(
+        product or truth.product,
+        upper_mib=truth.memory_mib,
+        util=truth.util,
+        sm=truth.util if by_utilization else truth.sm,
+        dram=truth.dram,
+    )
+
+
+def _prediction_of(product: str, *, upper_mib: int, util: float, sm: float, dram: float) -> Prediction:
+    def point(value: float) -> Interval:
+        return Interval(median=value, lower=value, upper=value)
+
+    one = ProductPrediction(
+        product=product,
+        memory=MemoryPrediction(median_mib=upper_mib, upper_mib=upper_mib, coverage=0.95),
+        activity=ActivityPrediction(
+            gpu_util_percent=point(100 * util), sm_active_ratio=point(sm), dram_active_ratio=point(dram)
+        ),
+        step_time_seconds=point(1.0),
+    )
+    return Prediction(outcome="Predicted", reason="Simulated", products=[one])

@@ -1,0 +1,91 @@
+"""The simulator's truth about slowdown: pairs as somebody measured them. Nothing here asks the model that decides.
+
+Lucid (NSDI '23) measured 676 pairs of training jobs on an RTX 3090 by time-slicing, each with both jobs' speeds
+relative to solo. For two simulated jobs a measured pair is taken whose jobs were as busy: of the NEIGHBOURS nearest in
+(own busy share, other's busy share) one is drawn by the kinds of the two jobs, so that a pair keeps its luck and the
+scatter of the measurements stays. Jobs that Lucid measured itself meet their own pair.
+
+What "busy" means depends on the mode. Tenants that take turns meet in time: the share of time with a kernel. MPS
+tenants meet on the SMs: SM activity takes its place, so that an MPS GPU answers to joint SM activity as a time-sliced
+one answers to joint busy time. That carries measurements of one mode over to another, which is an assumption.
+
+Three and more: each neighbour adds its own loss, s_i = 1 + sum of (s_ij - 1), and then everybody is stretched alike
+until the GPU is no more than wholly busy. No measurement of three was at hand.
+"""
+
+import csv
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from carpool_core.values import SharingMode
+
+from carpool_extender.simulation.workload import Truth, WorkloadError
+
+NEIGHBOURS = 8
+
+
+class MeasuredPairs:
+    """Slowdowns of tenants of one GPU.
+
+    Args:
+        folder: Where `solo_rtx3090.csv` and `colocate_rtx3090.csv` of Lucid lie.
+        seed: Draws among equally near pairs.
+    """
+
+    def __init__(self, folder: Path, seed: int = 0) -> None:
+        solo = {_key(row, ""): float(row["gpu_util"]) / 100 for row in _read(folder / "solo_rtx3090.csv")}
+        points, found = [], []
+        self._exact: dict[tuple[str, str], float] = {}
+        for row in _read(folder / "colocate_rtx3090.csv"):
+            one, two = _key(row, "1"), _key(row, "2")
+            if one not in solo or two not in solo:
+                continue
+            for mine, other, speed in ((one, two, row["speed1"]), (two, one, row["speed2"])):
+                slowdown = max(1.0, 1.0 / max(0.05, float(speed)))
+                self._exact[mine, other] = slowdown
+                points.append((solo[mine], solo[other]))
+                found.append(slowdown)
+        self._points, self._found, self._seed = np.array(points), np.array(found), seed
+        self._known: dict[tuple[str, str, bool], float] = {}
+
+    def slowdowns(self, mode: SharingMode, tenants: Sequence[Truth]) -> list[float]:
+        """Return each tenant's true slowdown, at least 1."""
+        if len(tenants) == 1 or mode in (SharingMode.EXCLUSIVE, SharingMode.MIG):
+            return [1.0] * len(tenants)
+        in_time = mode is SharingMode.TIME_SLICING
+        busy = [t.util if in_time else t.sm for t in tenants]
+        stretched = [
+            1.0 + sum(self._pair(one, other, in_time) - 1.0 for other in (*tenants[:i], *tenants[i + 1 :]))
+            for i, one in enumerate(tenants)
+        ]
+        load = sum(b / s for b, s in zip(busy, stretched, strict=True))
+        return [s * max(1.0, load) for s in stretched]
+
+    def _pair(self, one: Truth, other: Truth, in_time: bool) -> float:
+        key = (one.kind, other.kind, in_time)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._look_up(one, other, in_time)
+        return found
+
+    def _look_up(self, one: Truth, other: Truth, in_time: bool) -> float:
+        if in_time and (one.kind, other.kind) in self._exact:
+            return self._exact[one.kind, other.kind]
+        wanted = (one.util, other.util) if in_time else (one.sm, other.sm)
+        distance = ((self._points - wanted) ** 2).sum(axis=1)
+        near = np.argpartition(distance, NEIGHBOURS)[:NEIGHBOURS]
+        draw = zlib.crc32(f"{self._seed}/{one.kind}/{other.kind}".encode()) % NEIGHBOURS
+        return float(np.sort(self._found[near])[draw])
+
+
+def _key(row: dict[str, str], which: str) -> str:
+    return f"lucid/{row['model' + which]}/{row['batchsize' + which]}/{row['amp' + which]}"
+
+
+def _read(path: Path) -> list[dict[str, str]]:
+    if not path.is_file():
+        raise WorkloadError(f"expected Lucid's measurements at {path}, found no file; set CARPOOL_DATA")
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))

@@ -1,0 +1,77 @@
+"""Pictures of a contest: utilization over time, completion times, and who ran where. Needs matplotlib."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+
+from carpool_extender.simulation.contest import Line
+from carpool_extender.simulation.engine import Outcome
+
+matplotlib.use("Agg")
+MOST_GPUS = 24
+"""GPUs that a chart of who ran where shows; more would be no picture."""
+_WIDE, _TALL = (9, 4), (9, 6)
+
+
+def draw(folder: Path, name: str, lines: Sequence[Line]) -> list[Path]:
+    """Write the pictures of the first seed; return their paths."""
+    shown = [line for line in lines if line.example.finished]
+    written = [_utilization(folder / f"{name}-utilization.png", shown), _completion(folder / f"{name}-cdf.png", shown)]
+    return written + [
+        _gantt(folder / f"{name}-gantt-{number}.png", line.strategy.name, line.example)
+        for number, line in enumerate(shown)
+        if len(line.example.gpus) <= MOST_GPUS and number in (0, len(shown) - 1)
+    ]
+
+
+def _utilization(path: Path, lines: Sequence[Line]) -> Path:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=_WIDE, layout="constrained")
+    axes = figure.subplots()
+    for line in lines:
+        curve = line.example.utilization
+        axes.step([t / 60 for t, _ in curve], [100 * u for _, u in curve], where="post", lw=1, label=line.strategy.name)
+    axes.set(xlabel="minutes", ylabel="mean GPU utilization, %", ylim=(0, 105))
+    axes.legend(fontsize=6)
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def _completion(path: Path, lines: Sequence[Line]) -> Path:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=_WIDE, layout="constrained")
+    axes = figure.subplots()
+    for line in lines:
+        times = sorted((one.end_s - one.job.arrival_s) / 60 for one in line.example.finished)
+        axes.step(times, [100 * (i + 1) / len(times) for i in range(len(times))], lw=1, label=line.strategy.name)
+    axes.set(xlabel="minutes from submission to end", ylabel="jobs, %")
+    axes.legend(fontsize=6)
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def _gantt(path: Path, name: str, outcome: Outcome) -> Path:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=_TALL, layout="constrained")
+    axes = figure.subplots()
+    order = {str(gpu.device.uuid): row for row, gpu in enumerate(outcome.gpus)}
+    lanes: dict[str, list[float]] = {}
+    for one in sorted(outcome.finished, key=lambda one: one.start_s):
+        for gpu in one.gpus:
+            ends = lanes.setdefault(gpu, [])
+            lane = next((i for i, end in enumerate(ends) if end <= one.start_s), len(ends))
+            ends[lane : lane + 1] = [one.end_s]
+            bottom = order[gpu] + 0.2 * min(lane, 4)
+            axes.broken_barh(
+                [(one.start_s / 60, (one.end_s - one.start_s) / 60)],
+                (bottom, 0.18),
+                color=f"C{len(one.job.name) * 7 % 10}",
+            )
+    axes.set(xlabel="minutes", ylabel="GPU", title=name, yticks=[i + 0.5 for i in order.values()])
+    axes.set_yticklabels([str(i) for i in order.values()])
+    figure.savefig(path, dpi=120)
+    return path

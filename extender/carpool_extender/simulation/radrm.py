@@ -1,0 +1,168 @@
+"""RAD-RM (Yousefzadeh-Asl-Miandoab, ITU 2025, chapter 6): 90 and 60 tasks on a DGX Station with four A100."""
+
+import csv
+import random
+from pathlib import Path
+
+from carpool_core.products import find_product
+from carpool_core.resources.node import Device
+from carpool_core.values import GpuUuid, SharingMode
+
+from carpool_extender.conditions import Conditions
+from carpool_extender.simulation.features import prediction_of
+from carpool_extender.simulation.philly_times import read_trace
+from carpool_extender.simulation.strategy import Knowledge, Strategy
+from carpool_extender.simulation.workload import SimJob, Truth, Workload, WorkloadError
+
+PRODUCT = "NVIDIA A100-SXM4-40GB"
+GPUS = 4
+POWER_LIMIT_W = 275.0
+"""Of each GPU in a DGX Station A100."""
+MIXES = {90: (0.65, 0.27), 60: (0.0, 0.83)}
+"""Shares of light and medium tasks; the rest is large."""
+
+SM_ACTIVE = {
+    "mobilenet_v2": 0.22,
+    "efficientnet_b0": 0.30,
+    "resnet50": 0.40,
+    "inception": 0.45,
+    "Xception": 0.50,
+    "vgg16": 0.60,
+    "BERT_base": 0.55,
+    "BERT_large": 0.65,
+    "xlnet_base": 0.50,
+    "xlnet_large": 0.60,
+    "gpt2_large": 0.65,
+}
+"""SM activity alone of the tasks on ImageNet and text; not published."""
+LIGHT_SM_ACTIVE = {32: 0.10, 64: 0.14, 128: 0.18}
+"""SM activity alone of the tasks on CIFAR-100 by batch size; not published."""
+
+ASSUMPTIONS = (
+    "Light tasks are those on CIFAR-100, medium ones the others on one GPU, large ones those on two; each is drawn "
+    "evenly.",
+    "Submission times are those of so many consecutive submissions in the Philly trace; the window is drawn by the "
+    "seed.",
+    "SM activity alone is not published. ImageNet epochs take 35 to 50 minutes for whichever CNN, so that the tasks "
+    "wait for "
+    "their input; 0.22 (MobileNetV2) to 0.60 (VGG16), transformers 0.50 to 0.65, CIFAR-100 0.10 to 0.18. With these "
+    "the "
+    "exclusive run of 60 tasks takes about the energy that is published. They are scaled by 0.75 and 1.25 below.",
+    "A task on two GPUs is two processes that start together on different GPUs and wait for the slower one.",
+    "Slowdown by MPS answers to joint SM activity as Lucid's pairs by time-slicing answer to joint busy time.",
+    "A task that is too large dies a minute after its start; it runs again from the beginning, alone, before all "
+    "others.",
+    "A GPU takes nobody else for 90 s after a placement: its monitor's mean must see the newcomer (not for Carpool).",
+    "Power is idle + (limit - idle) · SM activity: 50 W and the DGX Station's 275 W.",
+)
+
+_FIVE_GB, _TWO_GB = 5120, 2048
+
+
+def _blind(
+    name: str, policy: str, published: str, mode: SharingMode = SharingMode.MPS, **conditions: float
+) -> Strategy:
+    asked = Conditions(
+        most_sm_active=conditions.get("sm"), least_free_mib=int(conditions["mib"]) if "mib" in conditions else None
+    )
+    return Strategy(
+        name, policy, mode=mode, conditions=asked, settle_s=90.0, in_order=True, measure=False, published=published
+    )
+
+
+STRATEGIES = (
+    Strategy(
+        "exclusive",
+        "exclusive",
+        mode=SharingMode.EXCLUSIVE,
+        in_order=True,
+        measure=False,
+        published="0 OOM; 60 tasks: 33.20 MJ",
+    ),
+    _blind("round-robin, streams", "round-robin", "60 tasks: 9 OOM, 34.75 MJ", SharingMode.TIME_SLICING),
+    _blind("round-robin", "round-robin", "60 tasks: 6 OOM, 29.60 MJ; among the worst"),
+    _blind("MAGM", "most-available-memory", "90 tasks: 5 OOM; among the worst"),
+    _blind("MAGM, 80%, 5 GB", "most-available-memory", "90 tasks: 2 OOM", sm=0.8, mib=_FIVE_GB),
+    _blind("MAGM, 80%, 2 GB", "most-available-memory", "60 tasks: 4 OOM, 28.78 MJ", sm=0.8, mib=_TWO_GB),
+    _blind("LUG, 80%, 5 GB", "least-utilized", "90 tasks: -28% trace time, 2 OOM", sm=0.8, mib=_FIVE_GB),
+    Strategy(
+        "oracle worst fit, 80%",
+        "worst-fit",
+        Knowledge.TRUTH,
+        conditions=Conditions(most_sm_active=0.8, least_free_mib=_TWO_GB),
+        in_order=True,
+        settle_s=90.0,
+        measure=False,
+        published="90 tasks: -30.13% trace time",
+    ),
+)
+
+
+def radrm(data: Path, seed: int, tasks: int, scale: float = 1.0) -> Workload:
+    """Draw the tasks of one run.
+
+    Args:
+        data: Where `radrm/tasks.csv` and `traces/philly_sia.csv` lie.
+        seed: Draws tasks and window.
+        tasks: 60 or 90.
+        scale: Factor to the assumed SM activity.
+    """
+    draw = random.Random(f"radrm/{tasks}/{seed}")  # noqa: S311  # a simulation, no secret
+    light, medium, large = _kinds(data, scale)
+    shares = MIXES[tasks]
+    amounts = (round(shares[0] * tasks), round(shares[1] * tasks))
+    chosen = draw.choices(light, k=amounts[0]) + draw.choices(medium, k=amounts[1])
+    chosen += draw.choices(large, k=tasks - sum(amounts))
+    draw.shuffle(chosen)
+    submissions = read_trace(data / "traces" / "philly_sia.csv")
+    begin = draw.randrange(len(submissions) - tasks)
+    window = submissions[begin : begin + tasks]
+    jobs = []
+    for number, ((truth, minutes, epochs, gpus), one) in enumerate(zip(chosen, window, strict=True)):
+        work_s = 60 * minutes * draw.choice(epochs)
+        prediction = prediction_of(truth.kind, PRODUCT)
+        at_s = one.at_s - window[0].at_s
+        jobs.append(SimJob(f"task-{number:02}", at_s, work_s, 1, truth, prediction, workers=gpus))
+    nodes = {"dgx": [gpu(index) for index in range(GPUS)]}
+    title = f"RAD-RM: {tasks} tasks, four A100-40GB"
+    return Workload(f"radrm-{tasks}", title, jobs, nodes, ASSUMPTIONS, POWER_LIMIT_W)
+
+
+_Kind = tuple[Truth, float, list[int], int]
+
+
+def _kinds(data: Path, scale: float) -> tuple[list[_Kind], list[_Kind], list[_Kind]]:
+    path = data / "radrm" / "tasks.csv"
+    if not path.is_file():
+        raise WorkloadError(f"expected the tasks at {path}, found no file; set CARPOOL_DATA")
+    found: tuple[list[_Kind], list[_Kind], list[_Kind]] = ([], [], [])
+    with path.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            batch, gpus = int(row["batch_size"]), int(row["gpus"])
+            is_light = row["weight_class"] == "light"
+            sm = min(1.0, scale * (LIGHT_SM_ACTIVE[batch] if is_light else SM_ACTIVE[row["model"]]))
+            truth = Truth(
+                kind=f"radrm/{row['model']}/{row['dataset']}/{batch}",
+                memory_mib=round(float(row["gpu_memory_mb"])),
+                util=min(1.0, sm * (3.5 if is_light else 1.6)),
+                sm=sm,
+                dram=sm / 2,
+                product=PRODUCT,
+            )
+            epochs = [int(text) for text in row["epochs"].split("|")]
+            found[0 if is_light else gpus].append((truth, float(row["epoch_time_min"]), epochs, gpus))
+    return found
+
+
+def gpu(index: int) -> Device:
+    """Return one of the four A100."""
+    product = find_product(PRODUCT)
+    return Device(
+        uuid=GpuUuid(f"GPU-dgx-{index}"),
+        index=index,
+        product=product.name,
+        memory_mib=product.memory_mib,
+        reserved_mib=512,
+        compute_capability=product.compute_capability,
+        modes=[SharingMode.EXCLUSIVE, SharingMode.TIME_SLICING, SharingMode.MPS],
+    )

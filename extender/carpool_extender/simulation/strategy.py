@@ -1,0 +1,50 @@
+"""Who decides in a simulation: a policy, what it is told of the jobs, and how its queue works."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from carpool_core.values import SharingMode
+
+from carpool_extender.checks import NO_CONDITIONS
+from carpool_extender.conditions import Conditions
+
+
+class Knowledge(StrEnum):
+    """What a decision is told of jobs."""
+
+    NOTHING = "nothing"
+    """Of the newcomer nothing; of tenants what a monitor sees."""
+    PREDICTED = "predicted"
+    """What the shipped predictor says of each; once a tenant is measured, its activity as measured."""
+    TRUTH = "truth"
+    """Everything: an oracle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """One line of a table."""
+
+    name: str
+    policy: str
+    knowledge: Knowledge = Knowledge.NOTHING
+    mode: SharingMode = SharingMode.MPS
+    """How GPUs are shared where they are."""
+    max_slowdown: float = 10.0
+    """What every job accepts; 10, the largest that a job may say, asks nothing."""
+    conditions: Conditions = NO_CONDITIONS
+    settle_s: float = 0.0
+    """After a placement a GPU takes nobody else for so long, in seconds: its monitor must see the newcomer first."""
+    in_order: bool = False
+    """Whether the queue waits for its first job."""
+    profile_s: float = 0.0
+    """A newcomer is alone on its GPU for so long, in seconds, before anybody may join: the reactive way to know it."""
+    by_utilization: bool = False
+    """Whether GPU utilization takes the place of SM activity, as where only the former was known."""
+    measure: bool = True
+    """Whether the activity of running tenants is taken as measured rather than as predicted."""
+    published: str = ""
+    """What the source says of this line."""
+    error: float = 0.0
+    """Factor-wise error put on top of predictions (standard deviation of the logarithm), for ablations."""
+    abstain: bool = False
+    """Whether the predictor abstains from every job, for ablations."""

@@ -1,0 +1,62 @@
+"""What is simulated: jobs as they truly are, what is predicted of them, and the GPUs they run on."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from carpool_core.resources.node import Device
+from carpool_core.resources.prediction import Prediction
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """What a job does on a GPU of its own, as measured; no deciding model had a part in it."""
+
+    kind: str
+    """What it trains, with its batch size: two jobs of one kind are alike."""
+    memory_mib: int
+    """Peak memory on each of its GPUs."""
+    util: float
+    """Share of time in which some kernel runs (nvidia-smi), 0..1."""
+    sm: float
+    """Mean share of SMs with work, 0..1."""
+    dram: float
+    """Share of memory cycles in use, 0..1."""
+    product: str
+    """GPU product on which it was measured, by NVML's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimJob:
+    """One job of a workload."""
+
+    name: str
+    arrival_s: float
+    """When it is submitted, in seconds after the start."""
+    work_s: float
+    """How long it runs alone, in seconds."""
+    gpus: int
+    """GPUs of one worker."""
+    truth: Truth
+    prediction: Prediction | None
+    """What the shipped predictor said; None where it abstained."""
+    workers: int = 1
+    """A gang: all start together or none does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Jobs and the cluster that runs them."""
+
+    name: str
+    title: str
+    jobs: Sequence[SimJob]
+    """Ascending by arrival."""
+    nodes: Mapping[str, Sequence[Device]]
+    assumptions: Sequence[str]
+    """What the published text leaves open, and what is assumed here."""
+    power_limit_w: float | None = None
+    """Power limit of each GPU where it is not the product's usual one, in W."""
+
+
+class WorkloadError(ValueError):
+    """A trace, a cluster file or a data folder is unusable; says what was expected, what was found, what to do."""

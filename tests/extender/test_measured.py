@@ -1,0 +1,62 @@
+"""What agents measured takes the place of what was predicted; promises of memory are never taken back."""
+
+import msgspec
+import pytest
+from carpool_core.resources.node import Tenant
+from carpool_core.values import GpuUuid, PodUid, SharingMode
+from carpool_extender.measured import known_of
+from carpool_extender.testing import cluster, gpu_node, prediction, tenant
+
+GPU = "GPU-a-0"
+
+
+def seen(name, **measures):
+    return Tenant(pod_uid=PodUid(f"pod-{name}"), gpu_uuid=GpuUuid(GPU), **measures)
+
+
+def node(*reservations, tenants=(), heartbeat="2026-01-01T00:10:00Z"):
+    since = [msgspec.structs.replace(r, reserved_at="2026-01-01T00:00:00Z") for r in reservations]
+    made = gpu_node("a", 1, since)
+    status = msgspec.structs.replace(made.status, tenants=list(tenants), heartbeat_time=heartbeat)
+    return msgspec.structs.replace(made, status=status)
+
+
+def columns(*nodes):
+    found = cluster(*nodes).view().columns
+    return float(found.util[0, 0]), float(found.sm[0, 0]), int(found.memory_mib[0, 0])
+
+
+PREDICTED = {"prediction": prediction(memory_mib=4000, util=90, sm=0.8)}
+
+
+@pytest.mark.parametrize(
+    ("measure", "expected"),
+    [
+        pytest.param({"gpu_util_percent": 30.0, "sm_active_ratio": 0.2}, (0.3, 0.2, 4000), id="activity as measured"),
+        pytest.param({"memory_mib": 100, "peak_memory_mib": 200}, (0.9, 0.8, 4000), id="less memory than was promised"),
+        pytest.param({"peak_memory_mib": 6000}, (0.9, 0.8, 6000), id="more memory than was promised"),
+    ],
+)
+def test_a_measure_beats_the_prediction(measure, expected):
+    assert columns(node(tenant("x", [GPU], **PREDICTED), tenants=[seen("x", **measure)])) == pytest.approx(expected)
+
+
+def test_a_young_tenant_counts_as_predicted():
+    young = node(
+        tenant("x", [GPU], **PREDICTED), tenants=[seen("x", sm_active_ratio=0.1)], heartbeat="2026-01-01T00:01:00Z"
+    )
+    assert columns(young)[1] == pytest.approx(0.8)
+
+
+def test_a_measure_beside_neighbours_is_stretched_to_what_it_would_be_alone():
+    busy = prediction(util=100, sm=1.0)
+    both = [tenant(name, [GPU], SharingMode.TIME_SLICING, prediction=busy) for name in "xy"]
+    found = known_of(both, [seen("x", gpu_util_percent=50.0, sm_active_ratio=0.5), None])
+    assert found[0].util == pytest.approx(0.94, abs=0.01)
+    assert found[1].util == 1.0
+
+
+def test_what_no_pod_owns_counts_for_nothing():
+    assert columns(node(tenant("x", [GPU], **PREDICTED), tenants=[seen("stranger", sm_active_ratio=0.1)]))[1] == (
+        pytest.approx(0.8)
+    )
