@@ -6,6 +6,7 @@ from pathlib import Path
 import pynvml
 import pytest
 from carpool_core.values import DeviceHealth, PodUid, SharingMode
+from carpool_deviceplugin.devices import NoDevicesError
 from carpool_deviceplugin.gpu import DeviceError, Limits, SetLimits, SetMode, StartMps, StopMps
 from carpool_deviceplugin.meter import Meter
 from carpool_deviceplugin.plan import plan
@@ -174,7 +175,9 @@ def test_fatal_fault_of_a_client_names_all_clients(node: Node) -> None:
         node.start(0, pid, pod)
         node.mps.connect(pipe(node, gpu), pid)
     node.mps.daemons[pipe(node, gpu)].is_faulty = True
-    assert "fatal fault (clients: 42, 43)" in devices.actual(gpu).problem
+    problem = devices.actual(gpu).problem
+    assert "fatal fault (clients: 42, 43)" in problem
+    assert f"pods that it ends together: {uid('a')}, {uid('b')}" in problem
 
 
 def test_daemon_that_does_not_start_is_said(node: Node) -> None:
@@ -255,3 +258,14 @@ def test_any_call_that_fails_is_unhealthy_for_now(node: Node, function: str) -> 
     node.nvml.fail_next(function, pynvml.NVML_ERROR_UNKNOWN)
     assert DeviceHealth.UNHEALTHY in [d.health for d in devices.inventory()]
     assert {d.health for d in devices.inventory()} == {DeviceHealth.HEALTHY}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "failing", "says"),
+    [([], "", "found a driver and none"), (["T4"], "nvmlDeviceGetName", "nvmlDeviceGetName failed: Unknown Error")],
+)
+def test_node_without_gpus_that_can_be_read_says_so(tmp_path: Path, kinds: list[str], failing: str, says: str) -> None:
+    nvml = FakeNvml(kinds)
+    nvml.fail_next(failing, pynvml.NVML_ERROR_UNKNOWN)
+    with pytest.raises(NoDevicesError, match=says):
+        Node(nvml, FakeMpsCommands(), tmp_path).devices()

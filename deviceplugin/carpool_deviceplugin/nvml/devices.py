@@ -9,6 +9,7 @@ import pynvml
 from carpool_core.resources.node import Device
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
 
+from carpool_deviceplugin.devices import NoDevicesError
 from carpool_deviceplugin.gpu import (
     Access,
     DeviceError,
@@ -74,7 +75,7 @@ class NvmlDevices:
         self._session = Session(library)
         self._session.open()
         self._mps, self._cdi, self._processes, self._monotonic = mps, cdi, processes, monotonic
-        self._uuids = list_gpus(self._session)
+        self._uuids = self._found()
         self._modes = {uuid: ModeFile(state_dir / "gpus" / f"{uuid}.json") for uuid in self._uuids}
         self._ledgers = {uuid: Ledger() for uuid in self._uuids}
         self._health = {uuid: Health() for uuid in self._uuids}
@@ -83,8 +84,16 @@ class NvmlDevices:
         self._gpm, self._xids = Gpm(self._session), XidWatch(self._session, self._uuids)
         self._known: dict[GpuUuid, Identity] = {}
         self._profiles: dict[GpuUuid, list[str]] = {}
-        for uuid in self._uuids:
-            self._learn(uuid)
+        self._learn()
+
+    def _found(self) -> list[GpuUuid]:
+        try:
+            uuids = list_gpus(self._session)
+        except DeviceError as e:
+            raise NoDevicesError(str(e)) from e
+        if not uuids:
+            raise NoDevicesError("expected GPUs on this node, found a driver and none; give the container /dev/nvidia*")
+        return uuids
 
     @property
     def uuids(self) -> Sequence[GpuUuid]:
@@ -100,10 +109,14 @@ class NvmlDevices:
         """Return what a GPU is; as it was last seen where it cannot be read now."""
         return self._known[self._own(uuid)]
 
-    def _learn(self, uuid: GpuUuid) -> None:
-        self._known[uuid] = read_identity(self._session, uuid)
-        table = read_table(self._session, uuid) if self._known[uuid].mig_capable else None
-        self._profiles[uuid] = [p.name for p in reversed(table.profiles)] if table else []
+    def _learn(self) -> None:
+        try:
+            for uuid in self._uuids:
+                self._known[uuid] = read_identity(self._session, uuid)
+                table = read_table(self._session, uuid) if self._known[uuid].mig_capable else None
+                self._profiles[uuid] = [p.name for p in reversed(table.profiles)] if table else []
+        except DeviceError as e:
+            raise NoDevicesError(str(e)) from e
 
     def _own(self, uuid: GpuUuid) -> GpuUuid:
         if uuid not in self._modes:
@@ -152,7 +165,7 @@ class NvmlDevices:
         sick = self._look(uuid)
         mps = self._mps.status(uuid) if self._mps is not None else MpsStatus()
         there, strangers = self._who(uuid, mps)
-        problems = [sick, mps.problem, _strangers(strangers)]
+        problems = [sick, mps.problem, _behind(mps, there), _strangers(strangers)]
         if known.mig_enabled:
             problems.append("MIG is switched on: switch it off (nvidia-smi -mig 0), or leave the GPU to who did")
         return GpuActual(
@@ -292,6 +305,12 @@ def _with(limits: Mapping[PodUid, Limits], pod: PodUid, wanted: Limits | None) -
 
 def _name(stranger: Process | int) -> str:
     return f"process {stranger}" if isinstance(stranger, int) else f"process {stranger.pid} ({stranger.name[:32]})"
+
+
+def _behind(mps: MpsStatus, there: Sequence[Present]) -> str:
+    """Name the pods that a fault takes down together: only one of them is to blame."""
+    pods = sorted({str(p.process.pod_uid) for p in there if p.running.pid in mps.faulty})
+    return f"pods that it ends together: {', '.join(pods)}" if pods else ""
 
 
 def _strangers(found: Sequence[Process | int]) -> str:
