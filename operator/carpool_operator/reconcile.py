@@ -241,8 +241,8 @@ def _unreserved(draft: Draft, pods: list[Pod]) -> Pod | None:
 
 def _ended_at(pod: Pod) -> str:
     """When a pod's container ended: the first to end is the cause, what follows are consequences."""
-    ends = [s.state.terminated.finished_at for s in pod.status.container_statuses if s.state.terminated is not None]
-    return min(ends, default="")
+    states = [s.state.terminated for s in pod.status.container_statuses]
+    return min((end.finished_at for end in states if end is not None and end.finished_at), default="")
 
 
 def _create(draft: Draft, attempt: Attempt, missing: list[int]) -> None:

@@ -18,7 +18,8 @@ from carpool_predictor.fake import TensorMode
 from carpool_predictor.rules import CudaRules
 from carpool_predictor.trackers import Kind, StepTracker
 
-_AUTOCAST = {Precision.BF16_MIXED: torch.bfloat16, Precision.FP16_MIXED: torch.float16}
+AUTOCAST = {Precision.BF16_MIXED: torch.bfloat16, Precision.FP16_MIXED: torch.float16}
+"""Precisions whose step runs under autocast, and in which type its matrix products are."""
 
 Phase = Literal["backward", "update"]
 
@@ -78,7 +79,7 @@ class FakeTraining:
 
     def step(self, inputs: Tensor, on_phase: Callable[[Phase], None] = lambda _: None) -> None:
         """Run one step; `on_phase` is called as backward and update begin. Run it inside the fake mode."""
-        dtype = _AUTOCAST.get(self.precision)
+        dtype = AUTOCAST.get(self.precision)
         with ExitStack() as stack:
             stack.enter_context(CudaRules(autocast=dtype is not None))
             if dtype is not None:

@@ -23,7 +23,7 @@ from carpool_predictor.fake import TensorMode, fake_mode, fake_weights, meta_mod
 from carpool_predictor.inline import build_inline
 from carpool_predictor.layers import count_layers
 from carpool_predictor.records import ModelRecord, StepRecord
-from carpool_predictor.step import FakeTraining, prepare, weight_dtype
+from carpool_predictor.step import AUTOCAST, FakeTraining, prepare, weight_dtype
 from carpool_predictor.trace import FactoryModel, TraceRequest
 
 T = TypeVar("T")
@@ -79,6 +79,9 @@ def build(recipe: Recipe, training: Training, mode: TensorMode) -> tuple[nn.Modu
 
 def record_recipe(recipe: Recipe, training: Training, sizes: Sequence[int]) -> ModelRecord:
     """Build a model with fake weights and look closely at its step at some batch sizes."""
+    if training.precision in AUTOCAST:
+        # PyTorch has no autocast for meta tensors: the step would be traced in FP32, without a word.
+        return _record(recipe, training, sizes, fake_mode())
     try:
         return _record(recipe, training, sizes, meta_mode())
     except TraceError:

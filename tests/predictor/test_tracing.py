@@ -332,3 +332,12 @@ def test_inline_layers_follow_each_others_shapes() -> None:
 def test_inline_layers_that_do_not_fit_are_named(shape: list[int], layers: list[GraphLayer], word: str) -> None:
     with pytest.raises(TraceError, match=word):
         build_inline(GraphModel(input=shape, layers=layers))
+
+
+@pytest.mark.parametrize("precision", [Precision.BF16_MIXED, Precision.FP16_MIXED])
+def test_mixed_precision_keeps_smaller_activations_than_fp32(precision: Precision) -> None:
+    """Regression: autocast does nothing to meta tensors, so that mixed steps were traced in FP32."""
+    recipe = Recipe("cnn", cnn, (3, 32, 32))
+    full = trace_recipe(recipe, Training(batch_size=64, precision=Precision.FP32)).steps[-1]
+    mixed = trace_recipe(recipe, Training(batch_size=64, precision=precision)).steps[-1]
+    assert mixed.activation_bytes < 0.8 * full.activation_bytes

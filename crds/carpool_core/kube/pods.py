@@ -63,13 +63,14 @@ class ContainerTerminated(_Wire, frozen=True, kw_only=True):
     exit_code: int = 0
     reason: str = ""
     message: str = ""
-    finished_at: str = ""
+    finished_at: str | None = None
+    """None where the container never started: the kubelet then sends null."""
 
 
 class ContainerRunning(_Wire, frozen=True, kw_only=True):
     """Since when a container runs."""
 
-    started_at: str = ""
+    started_at: str | None = None
 
 
 class ContainerWaiting(_Wire, frozen=True, kw_only=True):
