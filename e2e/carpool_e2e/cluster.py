@@ -102,10 +102,12 @@ class Cluster:
         return self.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=text)
 
     def wait_for_nodes(self, timeout_s: int = 60) -> None:
-        """Wait until every node is Ready."""
-        self.kubectl(
-            "wait", "node", "--all", "--for=condition=Ready", f"--timeout={timeout_s}s", timeout_s=timeout_s + 9
-        )
+        """Wait until every node is Ready and, where agents run, offers GPUs: a job before that waits with a warning."""
+        conditions = ["--for=condition=Ready"]
+        if self.shape.carpool:
+            conditions.append(r"--for=jsonpath={.status.allocatable.carpool\.dev/gpu}")
+        for condition in conditions:
+            self.kubectl("wait", "node", "--all", condition, f"--timeout={timeout_s}s", timeout_s=timeout_s + 9)
 
 
 class KubectlError(HarnessError):
