@@ -66,6 +66,8 @@ def _mode(verdict: Verdict, row: int) -> str:
         return "in use, and the policy gives every job a GPU of its own"
     if demand.mode is RequestedMode.EXCLUSIVE:
         return "in use, and the job wants a GPU of its own"
+    if demand.mode is RequestedMode.AUTO and demand.gpus > 1:
+        return f"shared by {now}, and a process of several GPUs reaches only one MPS daemon"
     if demand.mode is RequestedMode.AUTO:
         return "in use, and the job must be alone because its memory is not known"
     return f"shared by {now}, and the job wants {demand.mode}"

@@ -79,7 +79,7 @@ class Workloads:
         known = self._known.get(uid)
         if known is not None and known[0] == version and version:
             return known[1]
-        demand, policy = _demand(job), policy_of(job, allowed=self._job_policies)
+        demand, policy = demand_of_row(job), policy_of(job, allowed=self._job_policies)
         workers = job.spec.workers
         fresh = known is None or (known[1].demand, known[1].policy, known[1].workers) != (demand, policy, workers)
         applicant = Applicant(demand, policy, workers) if known is None or fresh else known[1]
@@ -171,7 +171,8 @@ def _gpus(container: Container) -> int:
     return int(text) if text.isdigit() else 0
 
 
-def _demand(job: JobRow) -> Demand:
+def demand_of_row(job: JobRow) -> Demand:
+    """Return what a job asks for."""
     # JobRow has every attribute that demand_of reads, without the pod template and the model's features.
     return demand_of(cast("GpuTrainingJob", job))
 
