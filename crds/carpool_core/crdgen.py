@@ -96,7 +96,8 @@ def crd_of(definition: Definition) -> Schema:
         "plural": kind.plural,
         "singular": kind.kind.lower(),
         "shortNames": list(definition.short_names),
-        "categories": ["all", "carpool"],
+        # `kubectl get all` is about what users own; a GpuNode for each node of the cluster would bury that.
+        "categories": ["all", "carpool"] if kind.namespaced else ["carpool"],
     }
     version = {
         "name": kind.version,
