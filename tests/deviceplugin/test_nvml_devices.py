@@ -166,6 +166,24 @@ def test_mps_server_is_nobodys_process(node: Node) -> None:
         devices.apply(gpu, StopMps())
 
 
+def test_daemon_is_asked_rarely_while_the_same_processes_are_there(node: Node) -> None:
+    """Each question starts a program; measuring once a second must not."""
+    devices = node.devices()
+    gpu = devices.uuids[0]
+    devices.apply(gpu, SetMode(MPS))
+    devices.apply(gpu, StartMps())
+    node.start(0, 42, "a")
+    devices.read(gpu)
+    before = node.mps.asked
+    for _ in range(4):
+        node.advance(1)
+        devices.read(gpu)
+    assert node.mps.asked == before
+    server = node.mps.connect(pipe(node, gpu), 42)
+    node.start(0, server, "agent")
+    assert [p.pod_uid for p in devices.read(gpu).processes] == [uid("a")], "a new server is known at once"
+
+
 def test_fatal_fault_of_a_client_names_all_clients(node: Node) -> None:
     devices = node.devices()
     gpu = devices.uuids[0]

@@ -1,5 +1,6 @@
 """Real GPUs behind the port."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -40,6 +41,8 @@ from carpool_deviceplugin.processes import Process, ProcTree
 
 _FRAGMENTATION_MIB = 256
 """Kept free beside the driver's memory: allocators lose some to fragmentation."""
+_MPS_EVERY_S = 5.0
+"""How often the daemon is asked while the same processes are there."""
 CONTAINER_MPS = "/run/carpool/mps"
 CONTAINER_SHM = "/dev/shm"  # noqa: S108  # where CUDA looks for it
 _HOT = pynvml.nvmlClocksEventReasonHwThermalSlowdown
@@ -81,6 +84,7 @@ class NvmlDevices:
         self._health = {uuid: Health() for uuid in self._uuids}
         self._openings = dict.fromkeys(self._uuids, self._session.openings)
         self._lost: set[GpuUuid] = set()
+        self._asked: dict[GpuUuid, tuple[float, frozenset[int], MpsStatus]] = {}
         self._gpm, self._xids = Gpm(self._session), XidWatch(self._session, self._uuids)
         self._known: dict[GpuUuid, Identity] = {}
         self._profiles: dict[GpuUuid, list[str]] = {}
@@ -179,6 +183,17 @@ class NvmlDevices:
             problem="; ".join(p for p in problems if p),
         )
 
+    def _lately(self, uuid: GpuUuid) -> MpsStatus:
+        """How the daemon was, asked again when somebody came or went: each question starts a program."""
+        if self._mps is None:
+            return MpsStatus()
+        now, pids = self._monotonic(), frozenset(p.pid for p in read_processes(self._session, uuid))
+        asked_at, were, status = self._asked.get(uuid, (-math.inf, frozenset(), MpsStatus()))
+        if pids != were or now - asked_at > _MPS_EVERY_S:
+            status = self._mps.status(uuid)
+            self._asked[uuid] = (now, pids, status)
+        return status
+
     def _who(self, uuid: GpuUuid, mps: MpsStatus) -> tuple[list[Present], list[Process | int]]:
         """Who of the pods is on a GPU, and who else; MPS servers are ours."""
         there: list[Present] = []
@@ -260,8 +275,7 @@ class NvmlDevices:
         """Read a GPU's counters."""
         ledger, known = self._ledgers[self._own(uuid)], self._known[uuid]
         telemetry = read_telemetry(self._session, uuid)
-        mps = self._mps.status(uuid) if self._mps is not None else MpsStatus()
-        there, _ = self._who(uuid, mps)
+        there, _ = self._who(uuid, self._lately(uuid))
         samples = read_utilization(self._session, uuid, ledger.since_us)
         gpm = self._gpm.sample(uuid)
         at = self._monotonic()

@@ -24,7 +24,7 @@ class FakeMpsCommands:
     def __init__(self) -> None:
         self.daemons: dict[str, FakeDaemon] = {}
         """By pipe directory."""
-        self.starts = 0
+        self.starts = self.asked = 0
         self.refuse = ""
         """Why no daemon starts; empty where they do."""
         self._next_server = 9000
@@ -44,6 +44,7 @@ class FakeMpsCommands:
 
     def ask(self, environment: Mapping[str, str], command: str) -> str:
         """Answer as the daemon would."""
+        self.asked += 1
         pipe = environment["CUDA_MPS_PIPE_DIRECTORY"]
         daemon = self.daemons.get(pipe)
         if daemon is None:
