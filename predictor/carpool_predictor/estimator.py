@@ -10,7 +10,15 @@ from carpool_core.resources.prediction import Prediction, ProductPrediction
 from carpool_predictor.abstention import Abstention
 from carpool_predictor.checks import reason_to_abstain
 from carpool_predictor.interpolation import StepCost, cost_at
-from carpool_predictor.memory import Calibration, context_mib, is_calibrated, predict_memory, shipped
+from carpool_predictor.memory import (
+    Corrected,
+    MemoryModel,
+    context_mib,
+    correct,
+    is_calibrated,
+    predict_memory,
+    shipped,
+)
 from carpool_predictor.roofline import activity_on, intervals
 
 __all__ = ["Abstention", "model_version", "predict"]
@@ -19,9 +27,9 @@ _MAX_PEAK_BYTES = 2.0**50
 """1 PiB: beyond any single-GPU training step."""
 
 
-def model_version(calibration: Calibration | None = None) -> str:
+def model_version(model: MemoryModel | None = None) -> str:
     """Return the version of what predicts."""
-    return f"roofline-affine/{(calibration or shipped()).version}"
+    return f"replay-affine-trees/{(model or shipped()).version}"
 
 
 def predict(features: ModelFeatures | Abstention, training: Training, gpus: Sequence[GpuProduct]) -> Prediction:
@@ -48,39 +56,46 @@ def predict(features: ModelFeatures | Abstention, training: Training, gpus: Sequ
                 message=f"batch size {training.batch_size:,} needs {cost.peak_bytes:.3g} bytes; check the features",
             )
         )
-    calibration = shipped()
-    products = [_on(product, cost, features, calibration) for product in gpus]
-    elsewhere = [p.name for p in gpus if not is_calibrated(calibration, p, training.precision)]
+    model = shipped()
+    corrected = correct(model, features, cost, training.batch_size)
+    products = [_on(product, cost, features, model, corrected) for product in gpus]
+    elsewhere = [p.name for p in gpus if not is_calibrated(model, p, training.precision)]
+    known = "Calibrated" if corrected.inside else "OutsideTraining"
     return Prediction(
         outcome="Predicted",
-        reason="Uncalibrated" if elsewhere else "Calibrated",
-        message=_message(features, calibration, elsewhere),
-        model_version=model_version(calibration),
+        reason="Uncalibrated" if elsewhere else known,
+        message=_message(features, model, elsewhere, inside=corrected.inside),
+        model_version=model_version(model),
         products=products,
     )
 
 
-def _on(product: GpuProduct, cost: StepCost, features: ModelFeatures, calibration: Calibration) -> ProductPrediction:
+def _on(
+    product: GpuProduct, cost: StepCost, features: ModelFeatures, model: MemoryModel, corrected: Corrected
+) -> ProductPrediction:
     convolutional = features.layers.convolution > features.layers.linear
     activity, step_time = intervals(activity_on(cost, product, features.precision, convolutional=convolutional))
     memory = predict_memory(
-        cost.peak_bytes,
+        cost,
         features.layers,
-        calibration,
-        calibrated=is_calibrated(calibration, product, features.precision),
-        context_difference_mib=context_mib(product) - context_mib(find_product(calibration.product)),
+        model,
+        corrected,
+        calibrated=is_calibrated(model, product, features.precision),
+        context_difference_mib=context_mib(product) - context_mib(find_product(model.product)),
     )
     return ProductPrediction(product=product.name, memory=memory, activity=activity, step_time_seconds=step_time)
 
 
-def _message(features: ModelFeatures, calibration: Calibration, elsewhere: Sequence[str]) -> str:
+def _message(features: ModelFeatures, model: MemoryModel, elsewhere: Sequence[str], *, inside: bool) -> str:
     batches = ", ".join(str(step.batch_size) for step in features.steps)
     told = f"from training steps traced at batch sizes {batches}; activity and step time are roofline estimates"
+    if not inside:
+        told += "; the model is unlike those that were measured, so the bound on memory is wider"
     if not elsewhere:
         return told
     return (
-        f"{told}; memory is calibrated on {calibration.product} in {calibration.precision} only, so the bound is wider "
-        "on other GPU products and precisions"
+        f"{told}; memory is calibrated on {model.product} in {model.precision} only, so the bound is wider on "
+        "other GPU products and precisions"
     )
 
 

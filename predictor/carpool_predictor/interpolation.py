@@ -12,9 +12,16 @@ class StepCost:
     """What one training step costs, as simulated."""
 
     peak_bytes: float
+    """Peak of live tensors."""
+    reserved_bytes: float
+    """What the caching allocator holds; taken from the peak where the features do not say."""
     flops: float
     bytes_moved: float
     kernels: float
+
+
+TYPICAL_FRAGMENTS = 1.09
+"""Bytes reserved for each byte alive at the peak: the median over the traced catalog."""
 
 
 def cost_at(features: ModelFeatures, batch_size: int) -> StepCost:
@@ -31,8 +38,8 @@ def cost_at(features: ModelFeatures, batch_size: int) -> StepCost:
     low, high = steps[upper - 1].batch_size, steps[upper].batch_size
     along = (batch_size - low) / (high - low)
     pairs = zip(astuple(costs[upper - 1]), astuple(costs[upper]), strict=True)
-    peak, flops, moved, kernels = (max(start + (end - start) * along, 0.0) for start, end in pairs)
-    return StepCost(peak, flops, moved, max(kernels, 1.0))
+    peak, reserved, flops, moved, kernels = (max(start + (end - start) * along, 0.0) for start, end in pairs)
+    return StepCost(peak, max(reserved, peak), flops, moved, max(kernels, 1.0))
 
 
 def _upper_neighbour(steps: Sequence[TracedStep], batch_size: int) -> int:
@@ -41,7 +48,11 @@ def _upper_neighbour(steps: Sequence[TracedStep], batch_size: int) -> int:
 
 
 def _cost(step: TracedStep) -> StepCost:
-    return StepCost(step.peak_bytes, step.flops, step.bytes_moved, step.kernels)
+    return StepCost(step.peak_bytes, _reserved(step), step.flops, step.bytes_moved, step.kernels)
+
+
+def _reserved(step: TracedStep) -> float:
+    return max(step.reserved_bytes or step.peak_bytes * TYPICAL_FRAGMENTS, step.peak_bytes)
 
 
 def _larger(one: StepCost, other: StepCost) -> StepCost:
@@ -52,6 +63,7 @@ def _scaled(step: TracedStep, ratio: float) -> StepCost:
     constant = step.peak_bytes - step.activation_bytes
     return StepCost(
         peak_bytes=constant + step.activation_bytes * ratio,
+        reserved_bytes=constant + (_reserved(step) - constant) * ratio,
         flops=step.flops * ratio,
         bytes_moved=step.bytes_moved * ratio,
         kernels=step.kernels,

@@ -1,26 +1,34 @@
-"""From the simulated peak to what `nvidia-smi` will show: a calibrated line, a bound, a class.
+"""From the simulated step to what `nvidia-smi` will show: a calibrated line, a learned correction, a bound, a class.
 
-    median = slope · simulated + intercept - context(A100) + context(product)
-    upper  = median · factor
+    line   = slope · reserved + intercept - context(A100) + context(product)
+    median = line · exp(residual)          the residual only inside what was learned
+    upper  = median · factor(group)
 
-What no static tool sees (CUDA context, cuDNN and cuBLAS workspaces, fragmentation) belongs to the site, not to the
-model: slope and intercept are fitted for one stack and shipped with their provenance.
+What no static tool sees (CUDA context, cuDNN and cuBLAS workspaces) belongs to the site, not to the model: slope and
+intercept are fitted for one stack. Trees correct what is left; both are shipped as plain numbers with their provenance.
 """
 
 import math
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Annotated
 
 import msgspec
 from carpool_core.products import GpuProduct
-from carpool_core.resources.features import LayerCounts
+from carpool_core.resources.features import LayerCounts, ModelFeatures
 from carpool_core.resources.prediction import MemoryPrediction
 from carpool_core.values import MIB, Precision
 from msgspec import Meta
 
+from carpool_predictor.interpolation import StepCost
+from carpool_predictor.memory_row import COLUMNS, group_of, row_of
+from carpool_predictor.trees import Forest, MalformedError
+
 _NUMBER = Annotated[float, Meta(gt=0, le=1e6)]
 
+FORMAT = 2
+"""Version of the artifact's layout; another one is refused."""
 CONTEXT_BASE_MIB = 130
 CONTEXT_PER_SM_MIB = 2.8
 """CUDA context with PyTorch's kernels loaded: a part that does not depend on the GPU, and local memory reserved for
@@ -29,12 +37,18 @@ each SM. About 430 MiB on an A100 (108 SMs), 240 on a T4 (40 SMs). An assumption
 ELSEWHERE_FACTOR = 1.25
 """Widens the bound for a stack that was never calibrated: another product, or another precision."""
 ELSEWHERE_COVERAGE = 0.9
-"""Coverage claimed for such a stack: assumed, and said so in the prediction's message."""
+"""Coverage claimed for such a stack, and for models outside what was learned: assumed, and said in the message."""
+OUTSIDE_FACTOR = 1.15
+"""Widens the bound for a model outside what was learned; the line alone holds it, as the model card shows."""
+MAX_CORRECTION = 0.35
+"""Largest logarithm that the residual may answer."""
 
 
-class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The line and the bound of one stack, with provenance. `python -m carpool_predictor.calibration` writes it."""
+class MemoryModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The memory model of one stack, with provenance. `carpool train` writes it."""
 
+    format: int
+    """Layout of this file."""
     version: str
     """Version of this file's numbers; becomes part of `Prediction.modelVersion`."""
     product: str
@@ -42,22 +56,51 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     precision: Precision
     """Precision of the stack."""
     slope: _NUMBER
-    """MiB measured for each MiB simulated."""
+    """MiB measured for each MiB that the allocator holds."""
     intercept_mib: Annotated[float, Meta(ge=0, le=1e6)]
-    """MiB measured at nothing simulated: context, workspaces and libraries."""
-    upper_factor: Annotated[float, Meta(ge=1, le=100)]
-    """Bound over median."""
+    """MiB measured at nothing held: context, workspaces and libraries."""
+    residual: Forest
+    """Logarithm of measured over line, from `memory_row.row_of`."""
+    hull: list[tuple[float, float]]
+    """For each column, the range that was learned from, with its margin."""
+    factors: dict[str, Annotated[float, Meta(ge=1, le=100)]]
+    """Bound over median, for each group of `memory_row.group_of`."""
     coverage: Annotated[float, Meta(ge=0, le=1)]
-    """Coverage for which the factor was chosen."""
+    """Coverage that the bound is shipped with."""
     provenance: dict[str, str | float | int]
-    """Data, rows, split, seed, versions and the figures on families that neither number saw."""
+    """Data, rows, split, seed, versions and the figures on families that no number saw."""
+
+    def check(self) -> None:
+        """Make sure that the artifact fits this code.
+
+        Raises:
+            MalformedError: It does not; the message says why.
+        """
+        if self.format != FORMAT:
+            raise MalformedError(f"expected a memory model of format {FORMAT}, found {self.format}; upgrade carpool")
+        if tuple(self.residual.features) != COLUMNS or len(self.hull) != len(COLUMNS):
+            raise MalformedError("the memory model was trained on other columns than this version computes")
+        self.residual.check()
+
+
+def read_model(content: bytes) -> MemoryModel:
+    """Read an artifact.
+
+    Raises:
+        MalformedError: It is cut short, changed, or of another version.
+    """
+    try:
+        model = msgspec.json.decode(content, type=MemoryModel)
+    except msgspec.DecodeError as e:
+        raise MalformedError(f"expected a memory model as `carpool train` writes it: {e}") from e
+    model.check()
+    return model
 
 
 @cache
-def shipped() -> Calibration:
-    """Return the calibration that the package carries."""
-    text = resources.files("carpool_predictor").joinpath("calibration.json").read_bytes()
-    return msgspec.json.decode(text, type=Calibration)
+def shipped() -> MemoryModel:
+    """Return the memory model that the package carries."""
+    return read_model(resources.files("carpool_predictor").joinpath("artifacts/memory.json").read_bytes())
 
 
 def context_mib(product: GpuProduct) -> float:
@@ -65,15 +108,39 @@ def context_mib(product: GpuProduct) -> float:
     return CONTEXT_BASE_MIB + CONTEXT_PER_SM_MIB * product.sm_count
 
 
-def is_calibrated(calibration: Calibration, product: GpuProduct, precision: Precision) -> bool:
+def is_calibrated(model: MemoryModel, product: GpuProduct, precision: Precision) -> bool:
     """Whether the stack is the one that was measured."""
-    return product.name == calibration.product and precision is calibration.precision
+    return product.name == model.product and precision is model.precision
+
+
+@dataclass(frozen=True, slots=True)
+class Corrected:
+    """What the model says of one step, whatever the product."""
+
+    correction: float
+    """Factor to the line."""
+    factor: float
+    """Bound over median."""
+    inside: bool
+    """Whether the step lies inside what was learned."""
+
+
+def correct(model: MemoryModel, features: ModelFeatures, cost: StepCost, batch_size: int) -> Corrected:
+    """Look a step up in the trees and groups."""
+    row = row_of(features, cost, batch_size)
+    inside = all(low <= x <= high for x, (low, high) in zip(row, model.hull, strict=True))
+    factor = model.factors[group_of(features)]
+    if not inside:
+        return Corrected(1.0, factor * OUTSIDE_FACTOR, inside=False)
+    answer = min(max(model.residual.at(row), -MAX_CORRECTION), MAX_CORRECTION)
+    return Corrected(math.exp(answer), factor, inside=True)
 
 
 def predict_memory(
-    peak_bytes: float,
+    cost: StepCost,
     layers: LayerCounts,
-    calibration: Calibration,
+    model: MemoryModel,
+    corrected: Corrected,
     *,
     calibrated: bool,
     context_difference_mib: float,
@@ -81,22 +148,23 @@ def predict_memory(
     """Predict the process's peak memory.
 
     Args:
-        peak_bytes: Simulated peak of live tensors.
+        cost: The simulated step.
         layers: Decides the width of the memory class.
-        calibration: Line and bound.
-        calibrated: Whether the line was fitted on this very stack.
+        model: Line and coverage.
+        corrected: What `correct` said of the step.
+        calibrated: Whether the model was fitted on this very stack.
         context_difference_mib: CUDA context here less that of the calibrated product.
     """
-    median = calibration.slope * peak_bytes / MIB + calibration.intercept_mib + context_difference_mib
-    median = max(median, peak_bytes / MIB)
-    factor = calibration.upper_factor * (1 if calibrated else ELSEWHERE_FACTOR)
-    upper = math.ceil(median * factor)
+    line = model.slope * cost.reserved_bytes / MIB + model.intercept_mib
+    median = max(line * corrected.correction + context_difference_mib, cost.peak_bytes / MIB)
+    upper = math.ceil(median * corrected.factor * (1 if calibrated else ELSEWHERE_FACTOR))
     width = class_width_mib(layers)
     lower_edge = (upper - 1) // width * width
+    known = calibrated and corrected.inside
     return MemoryPrediction(
         median_mib=math.ceil(median),
         upper_mib=upper,
-        coverage=calibration.coverage if calibrated else min(calibration.coverage, ELSEWHERE_COVERAGE),
+        coverage=model.coverage if known else min(model.coverage, ELSEWHERE_COVERAGE),
         class_lower_mib=lower_edge,
         class_upper_mib=lower_edge + width,
     )

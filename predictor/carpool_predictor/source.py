@@ -7,16 +7,18 @@ import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 from carpool_core.resources.features import ModelFeatures
-from carpool_core.resources.job import ModelSource, Training
+from carpool_core.resources.job import CatalogModel, ModelSource, Training
 from carpool_core.values import MIB
 
+from carpool_predictor import store
 from carpool_predictor.abstention import Abstention
+from carpool_predictor.checks import reason_to_abstain
 from carpool_predictor.trace import TraceReply, TraceRequest, torch_missing
 
 TRACE_COMMAND = (sys.executable, "-W", "ignore", "-m", "carpool_predictor.trace")
@@ -61,11 +63,29 @@ class TraceLimits:
     """Traces that run at the same time; others wait, and their time does not run."""
 
 
-class SubprocessTracer:
-    """Traces in `python -m carpool_predictor.trace`, killed when it takes too long."""
+def stored(model: CatalogModel, training: Training) -> ModelFeatures | None:
+    """Look a catalog model up in the feature store of the package; None where it must be traced."""
+    return store.shipped().features(model, training)
 
-    def __init__(self, limits: TraceLimits | None = None, *, command: Sequence[str] = TRACE_COMMAND) -> None:
+
+class SubprocessTracer:
+    """Answers from the feature store, or traces in `python -m carpool_predictor.trace`, killed when it takes too long.
+
+    Args:
+        limits: What one trace may take.
+        command: What traces.
+        known: Features of catalog models that need no trace.
+    """
+
+    def __init__(
+        self,
+        limits: TraceLimits | None = None,
+        *,
+        command: Sequence[str] = TRACE_COMMAND,
+        known: Callable[[CatalogModel, Training], ModelFeatures | None] = stored,
+    ) -> None:
         self._limits = limits or TraceLimits()
+        self._known = known
         self._command = tuple(command)
         self._turn = asyncio.Semaphore(self._limits.concurrency)
 
@@ -75,6 +95,10 @@ class SubprocessTracer:
 
     async def run(self, request: TraceRequest) -> ModelFeatures | Abstention:
         """Trace what the request asks for, under this tracer's limits."""
+        if request.model is not None and request.model.catalog is not None:
+            features = self._known(request.model.catalog, request.training)
+            if features is not None and reason_to_abstain(features, request.training) is None:
+                return features
         if importlib.util.find_spec("torch") is None:
             return torch_missing()
         request = msgspec.structs.replace(request, memory_mib=self._limits.memory_mib)

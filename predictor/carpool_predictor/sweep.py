@@ -19,7 +19,8 @@ from carpool_core.resources.job import CatalogModel, Training
 from carpool_core.values import Optimizer, Precision
 
 from carpool_predictor.abstention import TraceError
-from carpool_predictor.calibration import DataError, read_rows
+from carpool_predictor.evaluation.suites import DataError
+from carpool_predictor.measurements import FILE, read_rows
 from carpool_predictor.records import ModelRecord
 
 BATCH_SIZES = (16, 64)
@@ -111,7 +112,7 @@ def main(records: Path, data: Path | None, precision: str, only_measured: bool, 
     measured: list[str] = []
     if data is not None:
         try:
-            measured = sorted({f"timm/{r.model}" for r in read_rows(data / "gpumemnet" / "timm_a100_40gb.csv")})
+            measured = sorted({f"timm/{r.model}" for r in read_rows(data / FILE)})
         except DataError as e:
             click.echo(str(e), err=True)
             sys.exit(2)

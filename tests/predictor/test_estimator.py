@@ -8,12 +8,13 @@ import msgspec
 import pytest
 from carpool_core.products import PRODUCTS, find_product
 from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
-from carpool_core.resources.job import Training
+from carpool_core.resources.job import CatalogModel, Training
 from carpool_core.resources.prediction import Interval, Prediction
 from carpool_core.values import MIB, Optimizer, Precision
+from carpool_predictor import store
 from carpool_predictor.estimator import Abstention, predict
 from carpool_predictor.interpolation import cost_at
-from carpool_predictor.memory import class_width_mib, shipped
+from carpool_predictor.memory import class_width_mib, correct, shipped
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -107,16 +108,37 @@ def test_one_traced_step_scales_only_what_is_not_constant() -> None:
     assert cost.kernels == 500
 
 
-def test_on_the_calibrated_stack_the_shipped_line_is_applied() -> None:
-    prediction = predict(features(), Training(batch_size=64), [A100])
-    calibration = shipped()
-    median = calibration.slope * 5800 + calibration.intercept_mib
+KNOWN = CatalogModel(name="timm/vgg11_bn")
+SGD = Training(batch_size=64, optimizer=Optimizer.SGD_MOMENTUM)
+
+
+def known() -> ModelFeatures:
+    found = store.shipped().features(KNOWN, SGD)
+    assert found is not None
+    return found
+
+
+def test_on_the_calibrated_stack_the_shipped_model_is_applied() -> None:
+    prediction = predict(known(), SGD, [A100])
+    model, cost = shipped(), cost_at(known(), 64)
+    corrected = correct(model, known(), cost, 64)
+    line = model.slope * cost.reserved_bytes / MIB + model.intercept_mib
     assert prediction.outcome == "Predicted"
     assert prediction.reason == "Calibrated"
     memory = prediction.products[0].memory
-    assert memory.median_mib == math.ceil(median)
-    assert memory.upper_mib == math.ceil(median * calibration.upper_factor)
-    assert memory.coverage == calibration.coverage
+    assert memory.median_mib == math.ceil(line * corrected.correction)
+    assert memory.upper_mib == math.ceil(line * corrected.correction * model.factors["convolution"])
+    assert memory.coverage == model.coverage
+
+
+def test_outside_what_was_learned_the_line_alone_answers_and_says_so() -> None:
+    strange = features(layers=LayerCounts(recurrent=40))
+    prediction = predict(strange, Training(batch_size=64), [A100])
+    memory = prediction.products[0].memory
+    assert prediction.reason == "OutsideTraining"
+    assert "unlike those that were measured" in prediction.message
+    assert memory.coverage < shipped().coverage
+    assert not correct(shipped(), strange, cost_at(strange, 64), 64).inside
 
 
 @pytest.mark.parametrize(
@@ -127,8 +149,10 @@ def test_on_the_calibrated_stack_the_shipped_line_is_applied() -> None:
     ],
 )
 def test_elsewhere_the_bound_is_wider_and_says_so(training: Training, gpu: str) -> None:
-    here = predict(features(), Training(batch_size=64), [A100]).products[0].memory
-    prediction = predict(features(precision=training.precision), training, [find_product(gpu)])
+    here = predict(known(), SGD, [A100]).products[0].memory
+    training = msgspec.structs.replace(training, optimizer=SGD.optimizer)
+    changed = msgspec.structs.replace(known(), precision=training.precision)
+    prediction = predict(changed, training, [find_product(gpu)])
     memory = prediction.products[0].memory
     assert prediction.reason == "Uncalibrated"
     assert "calibrated on NVIDIA A100-SXM4-40GB in fp32 only" in prediction.message

@@ -72,7 +72,8 @@ def child(body: str, tmp_path: Path) -> tuple[str, ...]:
 
 
 async def ask(command: tuple[str, ...], timeout_s: float = 20) -> ModelFeatures | Abstention:
-    return await SubprocessTracer(TraceLimits(timeout_s=timeout_s), command=command).trace(CATALOG, Training())
+    tracer = SubprocessTracer(TraceLimits(timeout_s=timeout_s), command=command, known=lambda *_: None)
+    return await tracer.trace(CATALOG, Training())
 
 
 ENDLESS = "while True: pass"
@@ -189,7 +190,7 @@ def real_answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelFea
     )
 
     async def all_of_them() -> list[ModelFeatures | Abstention]:
-        tracer = SubprocessTracer(TraceLimits(timeout_s=200, memory_mib=2048, concurrency=2))
+        tracer = SubprocessTracer(TraceLimits(timeout_s=200, memory_mib=2048, concurrency=2), known=lambda *_: None)
         return await asyncio.gather(*(tracer.run(request) for request in requests.values()))
 
     return dict(zip(requests, asyncio.run(all_of_them()), strict=True))

@@ -1,0 +1,229 @@
+"""Writes the memory model's card and its figures."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from carpool_predictor.memory import ELSEWHERE_FACTOR, OUTSIDE_FACTOR, MemoryModel
+from carpool_predictor.memory_fit import LEVEL, Sample
+
+_HASHSALT = "carpool"
+_ERRORS = ("median error", "p95 error", "right class", "class too small")
+_SPLITS = (
+    "rows", "median error", "p95 error", "under by more than 10%", "right class", "class too small",
+    "right class by the bound", "class too small by the bound", "coverage", "bound over actual", "worst family",
+    "outside",
+)  # fmt: skip
+
+
+class Answers(Protocol):
+    """What the card draws of the rows with families held out."""
+
+    @property
+    def samples(self) -> Sequence[Sample]:
+        """What was judged."""
+        ...
+
+    @property
+    def median(self) -> NDArray[np.float64]:
+        """Predicted medians, in MiB."""
+        ...
+
+    @property
+    def upper(self) -> NDArray[np.float64]:
+        """Predicted bounds, in MiB."""
+        ...
+
+    @property
+    def measured(self) -> NDArray[np.float64]:
+        """Measured peaks, in MiB."""
+        ...
+
+    @property
+    def errors(self) -> NDArray[np.float64]:
+        """Absolute relative errors."""
+        ...
+
+    def families(self) -> list[tuple[str, int, float]]:
+        """Return (family, rows, coverage in percent), the least covered first."""
+        ...
+
+
+def write_card(
+    out: Path,
+    *,
+    model: MemoryModel,
+    rows: int,
+    cleaned: int,
+    models: int,
+    splits: Mapping[str, Mapping[str, float]],
+    judged: Answers,
+    baselines: Mapping[str, Mapping[str, float]],
+    few: Mapping[int, float],
+    versions: Mapping[str, str],
+) -> tuple[Path, ...]:
+    """Write `memory.md` and its figures; return their paths."""
+    figures = out / "figures"
+    figures.mkdir(parents=True, exist_ok=True)
+    ours = {"ours": next(iter(splits.values())), **baselines}
+    text = _TEMPLATE.format(
+        version=model.version,
+        slope=model.slope,
+        intercept=model.intercept_mib,
+        factors=", ".join(f"{group} {factor}" for group, factor in model.factors.items()),
+        level=LEVEL,
+        trees=len(model.residual.trees),
+        rows=f"{rows:,}",
+        cleaned=f"{cleaned:,}",
+        models=models,
+        versions=", ".join(f"{name} {version}" for name, version in sorted(versions.items())),
+        splits=_table("", list(splits), {row: [_cell(row, s[row]) for s in splits.values()] for row in _SPLITS}),
+        baselines=_table(
+            "estimator", list(_ERRORS), {name: [_cell(e, found[e]) for e in _ERRORS] for name, found in ours.items()}
+        ),
+        few=_table("calibration jobs", ["median error"], {str(n): [f"{error:.2f}%"] for n, error in few.items()}),
+        worst=_table(
+            "family",
+            ["rows", "under the bound"],
+            {name: [str(count), f"{share:.0f}%"] for name, count, share in judged.families()[:12]},
+        ),
+        outside=OUTSIDE_FACTOR,
+        elsewhere=ELSEWHERE_FACTOR,
+    )
+    card = out / "memory.md"
+    card.write_text(text)
+    return (
+        card,
+        _save(_predicted(judged), figures / "memory-predicted.svg"),
+        _save(_calibration(judged), figures / "memory-calibration.svg"),
+        _save(_by_family(judged), figures / "memory-families.svg"),
+    )
+
+
+def _cell(name: str, value: float) -> str:
+    if name == "rows":
+        return f"{value:,.0f}"
+    return f"{value:.4f}" if name == "bound over actual" else f"{value:.2f}%"
+
+
+def _table(corner: str, header: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:
+    lines = [f"| {corner} | {' | '.join(header)} |", f"|---|{'---:|' * len(header)}"]
+    return "\n".join(lines + [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()])
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    with mpl.rc_context({"svg.hashsalt": _HASHSALT, "svg.fonttype": "none"}):
+        figure.savefig(path, format="svg", metadata={"Date": None})
+    return path
+
+
+def _predicted(judged: Answers) -> Figure:
+    figure = Figure(figsize=(5, 5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.scatter(judged.median / 1024, judged.measured / 1024, s=4, rasterized=True)
+    axes.plot([1.5, 45], [1.5, 45], color="grey", linewidth=0.8)
+    axes.set(xlabel="predicted (median), GiB", ylabel="measured, GiB", xscale="log", yscale="log")
+    return figure
+
+
+def _calibration(judged: Answers) -> Figure:
+    figure = Figure(figsize=(5, 4), layout="constrained")
+    axes = figure.add_subplot()
+    ratios = np.sort(judged.measured / judged.upper)
+    axes.plot(ratios, np.linspace(0, 100, len(ratios)))
+    axes.axvline(1, color="grey", linewidth=0.8)
+    axes.axhline(95, color="grey", linewidth=0.8, linestyle="--")
+    axes.set(xlabel="measured over bound", ylabel="share of rows, %", xlim=(0.7, 1.3))
+    return figure
+
+
+def _by_family(judged: Answers) -> Figure:
+    names = np.array([s.family for s in judged.samples])
+    order = sorted(np.unique(names), key=lambda name: float(np.median(judged.errors[names == name])))
+    figure = Figure(figsize=(6, 0.16 * len(order) + 1), layout="constrained")
+    axes = figure.add_subplot()
+    axes.boxplot([100 * judged.errors[names == n] for n in order], orientation="horizontal", sym=".", widths=0.6)
+    axes.set_yticks(range(1, len(order) + 1), [str(n) for n in order], fontsize=6)
+    axes.set(xlabel="error of the median, %", xscale="symlog")
+    return figure
+
+
+# Its tables have long lines; a table cannot be wrapped.
+# ruff: noqa: E501
+_TEMPLATE = """# Model card: GPU memory (version {version})
+
+What it predicts: the peak GPU memory of one training process, as `nvidia-smi` shows it (CUDA context included), its
+median and an upper bound for placement. Written by `carpool evaluate --suite memory`; do not edit.
+
+How: one training step is traced on tensors without data (`carpool_predictor.trackers`), at two batch sizes. The
+allocations and releases of the step are replayed through the rules of CUDA's caching allocator
+(`carpool_predictor.allocator`), because what a process holds is its segments, fragments included, and not its live
+tensors. A robust line and {trees} small trees turn that into a measured peak:
+
+    line   = {slope} · reserved + {intercept} MiB
+    median = line · exp(trees)
+    upper  = median · factor      ({factors})
+
+| | |
+|---|---|
+| Data | GPUMemNet's timm measurements (itu-rad/GPUMemNet, `Related_works/FakeTensor`): A100-SXM4-40GB, FP32, batch 8 to 128 |
+| Rows, before and after cleaning | {rows} and {cleaned} |
+| Measured models in the feature store | {models} of 1,017 |
+| Traced with | {versions} |
+| Assumed of the runs | SGD with momentum, the model's default input: not documented by the source |
+| Line | least absolute relative error |
+| Trees | scikit-learn's gradient boosting, depth 3, Huber loss, on the logarithm of measured over line; shipped as plain numbers |
+| Bound | the {level} quantile of measured over median, families held out, for models of convolutions and of matrix products apart |
+
+## Figures
+
+A fifth of the families (timm modules) is held out each time from line, trees, hull and bound; all batch sizes of a
+family are in one fold. Beside it: models at random, and the rows before cleaning. "Outside" is the share of rows
+outside the training hull, where the trees are not asked, the bound is {outside} times wider, and the reason says
+`OutsideTraining`. Classes are 8 GiB wide. The worst family is that of at least ten rows.
+
+{splits}
+
+![Measured over predicted](figures/memory-predicted.svg)
+![Calibration of the bound](figures/memory-calibration.svg)
+![Error by family](figures/memory-families.svg)
+
+Least covered families:
+
+{worst}
+
+## Others on the same rows
+
+{baselines}
+
+"Like" means: the published idea on our features, trained on the same folds; none of the originals was run. Horus'
+formula counts 3 × weights + 2 × activations; DNNMem's sum is the peak of live tensors and a constant context.
+
+## From a few jobs of a stack
+
+The line alone, fitted on so many random jobs of other families:
+
+{few}
+
+## Cleaning
+
+A model's rows count, by ascending batch, until the peak first fails to grow by 2% or passes 94% of the GPU's memory; a
+model with no growing pair is dropped. About a sixth of the published rows are runs that died and were recorded as
+peaks. The simulation plays no part in the cleaning.
+
+## What it does not know
+
+- **Other GPUs and precisions.** Measured on one product in FP32. Elsewhere the line is corrected by an assumed CUDA
+  context (130 MiB + 2.8 MiB for each SM), the bound is {elsewhere} times wider, its coverage is claimed as 90%, and the reason
+  says `Uncalibrated`.
+- **Workspaces.** Some convolutions take gigabytes (`hgnet_base`, `dm_nfnet_f2`, `eca_vovnet39b` in single runs): the
+  published rows do not say which algorithm cuDNN chose.
+- **Families unlike timm's.** Language models, detection and recurrent networks were not measured.
+- **Near the GPU's capacity** PyTorch gives cached segments back before it fails; the replay does not.
+- **Dynamic shapes.** A graph that depends on the data is not predicted at all.
+"""

@@ -1,0 +1,207 @@
+"""Fits the memory model on measured runs. Needs NumPy and scikit-learn: the extra `carpool[train]`.
+
+The bound is cross-conformal over families (timm modules): families are dealt into folds, line and trees are fitted
+without one fold and judged on it, and each group's factor is a quantile of those ratios. No row is judged by numbers
+that its own family helped to choose.
+"""
+
+import math
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from carpool_core.resources.features import ModelFeatures
+from carpool_core.values import MIB, Precision
+from numpy.typing import NDArray
+
+from carpool_predictor.affine import Pair, fit_line
+from carpool_predictor.interpolation import StepCost, cost_at
+from carpool_predictor.measurements import PRODUCT, Row
+from carpool_predictor.memory import FORMAT, MAX_CORRECTION, MemoryModel
+from carpool_predictor.memory_row import COLUMNS, GROUPS, group_of, row_of
+from carpool_predictor.trees import Forest, Tree
+
+COVERAGE = 0.95
+LEVEL = 0.96
+"""Quantile that the factors are taken at: families differ more than rows, so that 0.95 of rows needs a little more."""
+FOLDS = 5
+SETTINGS: Mapping[str, object] = {
+    "n_estimators": 120,
+    "max_depth": 3,
+    "learning_rate": 0.06,
+    "subsample": 0.5,
+    "min_samples_leaf": 15,
+    "max_features": 0.5,
+    "loss": "huber",
+    "alpha": 0.8,
+}
+"""Of scikit-learn's GradientBoostingRegressor; small trees, little trust in outliers."""
+_MARGIN = 0.1
+"""The hull reaches this share of a column's range beyond it."""
+_FEWEST = 60
+"""Rows that a group needs for a factor of its own; smaller ones take that of all rows."""
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One measured run with its simulation."""
+
+    model: str
+    family: str
+    batch_size: int
+    measured_mib: float
+    fake_tensor_mib: float
+    features: ModelFeatures
+    cost: StepCost
+
+    @property
+    def reserved_mib(self) -> float:
+        """What the allocator was simulated to hold."""
+        return self.cost.reserved_bytes / MIB
+
+
+def samples_of(rows: Iterable[Row], traced: Mapping[str, ModelFeatures]) -> list[Sample]:
+    """Pair measured runs with the simulation of their models; rows of models that were not traced are left out."""
+    return [
+        Sample(
+            row.model,
+            row.family,
+            row.batch_size,
+            row.peak_mib,
+            row.fake_tensor_mib,
+            found,
+            cost_at(found, row.batch_size),
+        )
+        for row in rows
+        if (found := traced.get(row.model)) is not None
+    ]
+
+
+def deal(names: Iterable[str], parts: int, seed: int) -> list[frozenset[str]]:
+    """Deal names into parts of nearly equal size, at random."""
+    ordered = sorted(set(names))
+    random.Random(seed).shuffle(ordered)  # noqa: S311  (a reproducible split, no secret)
+    return [frozenset(ordered[i::parts]) for i in range(parts)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    slope: float
+    intercept: float
+    forest: Forest
+
+    def log_medians(self, samples: Sequence[Sample]) -> Floats:
+        lines = np.array([self.slope * s.reserved_mib + self.intercept for s in samples])
+        answers = [self.forest.at(row_of(s.features, s.cost, s.batch_size)) for s in samples]
+        corrected: Floats = np.log(lines) + np.clip(answers, -MAX_CORRECTION, MAX_CORRECTION)
+        return corrected
+
+
+def _fit(samples: Sequence[Sample], seed: int) -> _Fit:
+    from sklearn.ensemble import GradientBoostingRegressor
+
+    slope, intercept = fit_line([Pair(s.reserved_mib, s.measured_mib) for s in samples])
+    rows = np.array([row_of(s.features, s.cost, s.batch_size) for s in samples])
+    lines = np.array([slope * s.reserved_mib + intercept for s in samples])
+    ratios = np.clip(np.log([s.measured_mib for s in samples]) - np.log(lines), -MAX_CORRECTION, MAX_CORRECTION)
+    boosted = GradientBoostingRegressor(random_state=seed, **SETTINGS).fit(rows, ratios)
+    return _Fit(slope, intercept, export(boosted, COLUMNS))
+
+
+def export(boosted: object, columns: Sequence[str]) -> Forest:
+    """Write scikit-learn's boosted trees as plain data.
+
+    Args:
+        boosted: A fitted GradientBoostingRegressor.
+        columns: Names of its features.
+    """
+    rate = boosted.learning_rate  # type: ignore[attr-defined]
+    trees = [_tree(stage[0].tree_, rate) for stage in boosted.estimators_]  # type: ignore[attr-defined]
+    base = float(np.ravel(boosted.init_.constant_)[0])  # type: ignore[attr-defined]
+    return Forest(features=list(columns), base=base, trees=trees)
+
+
+def _tree(tree: object, rate: float) -> Tree:
+    left, right = tree.children_left, tree.children_right  # type: ignore[attr-defined]
+    inner = left > 0
+    return Tree(
+        feature=[int(f) if i else 0 for f, i in zip(tree.feature, inner, strict=True)],  # type: ignore[attr-defined]
+        threshold=[_short(t) if i else 0.0 for t, i in zip(tree.threshold, inner, strict=True)],  # type: ignore[attr-defined]
+        left=[int(child) if i else 0 for child, i in zip(left, inner, strict=True)],
+        right=[int(child) if i else 0 for child, i in zip(right, inner, strict=True)],
+        value=[0.0 if i else _short(v * rate) for v, i in zip(np.ravel(tree.value), inner, strict=True)],  # type: ignore[attr-defined]
+    )
+
+
+def _short(number: float) -> float:
+    return float(f"{number:.7g}")
+
+
+def fit(samples: Sequence[Sample], *, seed: int, version: str = "", level: float = LEVEL) -> MemoryModel:
+    """Fit line, trees, hull and bound.
+
+    Args:
+        samples: Measured runs, all of the stack that the model is for.
+        seed: Seed of folds and trees; the same seed gives the same bytes.
+        version: Version of the numbers.
+        level: Quantile of the ratios that becomes the bound.
+    """
+    whole = _fit(samples, seed)
+    scores = out_of_fold(samples, lambda s: _fit(s, seed).log_medians, seed)
+    rows = np.array([row_of(s.features, s.cost, s.batch_size) for s in samples])
+    low, high = rows.min(axis=0), rows.max(axis=0)
+    margin = _MARGIN * (high - low) + 1e-4  # rounding must not push a constant column outside
+    return MemoryModel(
+        format=FORMAT,
+        version=version,
+        product=PRODUCT,
+        precision=Precision.FP32,
+        slope=round(whole.slope, 4),
+        intercept_mib=round(whole.intercept, 1),
+        residual=whole.forest,
+        hull=[(_short(a), _short(b)) for a, b in zip(low - margin, high + margin, strict=True)],
+        factors=_factors(samples, scores, level),
+        coverage=COVERAGE,
+        provenance={},
+    )
+
+
+Judge = Callable[[Sequence[Sample]], Floats]
+
+
+def out_of_fold(samples: Sequence[Sample], fitted: Callable[[Sequence[Sample]], Judge], seed: int) -> Floats:
+    """Return log(measured / median) of each sample, its family held out.
+
+    Args:
+        samples: Measured runs.
+        fitted: Fits on samples and returns a function to the logarithm of the median.
+        seed: Seed of the folds.
+    """
+    scores = np.zeros(len(samples))
+    for fold in deal((s.family for s in samples), FOLDS, seed):
+        judge = fitted([s for s in samples if s.family not in fold])
+        held = [i for i, s in enumerate(samples) if s.family in fold]
+        if held:
+            chosen = [samples[i] for i in held]
+            scores[held] = np.log([s.measured_mib for s in chosen]) - judge(chosen)
+    return scores
+
+
+def _factors(samples: Sequence[Sample], scores: Floats, level: float) -> dict[str, float]:
+    by_group: dict[str, list[float]] = defaultdict(list)
+    for sample, score in zip(samples, scores, strict=True):
+        by_group[group_of(sample.features)].append(float(score))
+    everything = _quantile(scores.tolist(), level)
+    chosen = {g: _quantile(by_group[g], level) if len(by_group[g]) >= _FEWEST else everything for g in GROUPS}
+    # A group that did well on these families may do worse on the next: it is widened, never narrowed.
+    return {group: round(max(math.exp(max(score, everything)), 1.0), 4) for group, score in chosen.items()}
+
+
+def _quantile(scores: Sequence[float], level: float) -> float:
+    """Return the conformal quantile: that of n + 1 scores, the unseen one among them."""
+    ordered = sorted(scores)
+    return ordered[min(math.ceil((len(ordered) + 1) * level), len(ordered)) - 1]
