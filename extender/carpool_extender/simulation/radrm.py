@@ -47,7 +47,7 @@ ASSUMPTIONS = (
     "wait for "
     "their input; 0.22 (MobileNetV2) to 0.60 (VGG16), transformers 0.50 to 0.65, CIFAR-100 0.10 to 0.18. With these "
     "the "
-    "exclusive run of 60 tasks takes about the energy that is published. They are scaled by 0.75 and 1.25 below.",
+    "exclusive run of 60 tasks takes about the energy that is published.",
     "A task on two GPUs is two processes that start together on different GPUs and wait for the slower one.",
     "Slowdown by MPS answers to joint SM activity as Lucid's pairs by time-slicing answer to joint busy time.",
     "A task that is too large dies a minute after its start; it runs again from the beginning, alone, before all "
