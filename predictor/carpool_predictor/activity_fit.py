@@ -23,13 +23,13 @@ TARGETS: dict[str, Callable[[ActivityRow], float]] = {
 BINS = 5
 QUANTILES = (0.05, 0.95)
 _PARAMETERS = {
-    "objective": "huber", "alpha": 3.0, "learning_rate": 0.05, "num_leaves": 15, "min_data_in_leaf": 8,
+    "objective": "huber", "alpha": 15.0, "learning_rate": 0.12, "num_leaves": 15, "min_data_in_leaf": 8,
     "lambda_l2": 1.0, "feature_fraction": 0.7, "bagging_fraction": 0.8, "bagging_freq": 1, "num_threads": 1,
     "deterministic": True, "force_row_wise": True, "verbosity": -1,
 }  # fmt: skip
-_TREES = 300
+_TREES = 100
 _PERCENT = {"gpu_util_percent": 1.0, "sm_active_ratio": 100.0, "sm_occupancy_ratio": 100.0}
-"""Factor to percent, in which all are fitted: Huber's loss is in points, quadratic up to 3."""
+"""Factor to percent, in which all are fitted: Huber's loss is in points, quadratic up to 15."""
 
 Matrix = NDArray[np.float64]
 
