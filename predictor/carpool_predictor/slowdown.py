@@ -4,18 +4,17 @@ This is an analytical first model: its shape comes from queueing theory and publ
 constants was fitted to measurements. It is meant to be replaced by a learned one behind the same function.
 
 Time slicing (`gpu_util`, the share of time in which some kernel ran). Each tenant alternates between its own work on
-the host, for `1 - u` of a step that takes 1 when alone, and the GPU, for `u`. Two exact solutions bound what two
-tenants of u = 0.5 do to each other: where times never vary they slip past each other (1.00); where they vary like the
-exponential distribution they meet (1.25). Training steps vary, but queue kernels ahead; halfway (1.12) is a smooth
-maximum of 1 and the joint busy time, with exponent p = 6::
+the host, for `1 - u` of a step that takes 1 when alone, and the GPU, for `u`. The GPU serves whoever is there in turns:
+a closed network with one processor-sharing station, solved by Bard's approximate mean-value analysis
+(Y. Bard, "Some extensions to multiclass queueing network analysis", 1979)::
 
-    g(x) = (1 + x^p)^(1/p)
-    s_i  = 1 + min(g(sum of u_j) - g(u_i), u_i * (n - 1))      only time at the GPU stretches, by one turn of each other
+    R_i = u_i * (1 + sum over j != i of Q_j)      time at the GPU in one step
+    Q_j = R_j / (1 - u_j + R_j)                   share of j's step in which it is at the GPU
+    s_i = 1 - u_i + R_i                           slowdown
 
-It keeps what must hold: a tenant alone is not slowed, nobody is sped up by another or by more work of another, and
-utilizations do not add (0.4 and 0.4 are not a GPU that is 0.8 busy). Tenants that never leave the GPU come to n - 0.12
-instead of n, and many small tenants beside full ones to more than the whole GPU: a "busy" GPU has gaps, too.
-`docs/experiments.md` holds it against 1,352 measured slowdowns.
+It keeps what must hold: tenants that never leave the GPU share it evenly (n of them: s = n); utilizations do not add
+(0.4 and 0.4 are not a GPU that is 0.8 busy), and the GPU is never more than busy (sum of u_i / s_i <= 1). It is
+pessimistic by construction: two tenants of u = 0.5 come to 1.31, the exact solution for exponential times is 1.25.
 
 MPS (`sm_active`, the mean share of SMs with work; `dram_active`, the share of memory cycles in use). Kernels run
 side by side, so that there is no contention below saturation: co-location was measured to pay while the joint SM
@@ -40,8 +39,8 @@ SM_SATURATION = 0.8
 """Joint SM activity up to which MPS tenants do not disturb each other (ITU 2025: "SMACT <= 80%")."""
 DRAM_SATURATION = 0.8
 """Joint DRAM activity up to which they do not; an assumption: streaming kernels reach 80-90% of the peak bandwidth."""
-EXPONENT = 6.0
-"""Of the smooth maximum for tenants that take turns: halfway between the two exact solutions above; not fitted."""
+ITERATIONS = 24
+"""Fixed, not until convergence: a GPU's result must not depend on which other GPUs are in the batch."""
 
 Ratios = NDArray[np.floating]
 
@@ -60,7 +59,7 @@ def slowdowns(mode: SharingMode, util: Ratios, sm: Ratios, dram: Ratios, present
         Slowdowns of at least 1, shape (gpus, tenants), float64; exactly 1 where no tenant is.
     """
     if mode is SharingMode.TIME_SLICING:
-        return np.where(present, _in_turns(_masked(util, present)), 1.0)
+        return _in_turns(_masked(util, present))
     if mode is SharingMode.MPS:
         busy = _masked(util, present)
         sm_excess = _excess(_masked(sm, present), SM_SATURATION)
@@ -75,17 +74,18 @@ def _masked(values: Ratios, present: NDArray[np.bool_]) -> Ratios:
 
 
 def _in_turns(busy: Ratios) -> Ratios:
-    """Slowdowns of tenants that take turns; `busy` has shape (gpus, tenants)."""
-    joint = busy.sum(axis=1, keepdims=True)
-    others = np.maximum(0, (busy > 0).sum(axis=1, keepdims=True) - 1)
-    met: Ratios = 1.0 + np.clip(_softened(joint) - _softened(busy), 0.0, busy * others)
-    return met
+    """Slowdowns of tenants that take turns; `busy` has shape (gpus, tenants).
 
-
-def _softened(load: Ratios) -> Ratios:
-    """Smooth maximum of 1 and a load."""
-    result: Ratios = (1.0 + load**EXPONENT) ** (1.0 / EXPONENT)
-    return result
+    The map from Q to Q is increasing in Q and in every u, and starts below its fixed point, so that each iterate is
+    monotone as well.
+    """
+    at_gpu = busy.copy()
+    stay = busy
+    for _ in range(ITERATIONS):
+        others = at_gpu.sum(axis=1, keepdims=True) - at_gpu
+        stay = busy * (1.0 + others)
+        at_gpu = np.divide(stay, 1.0 - busy + stay, out=np.zeros_like(stay), where=stay > 0.0)
+    return 1.0 - busy + np.maximum(stay, busy)
 
 
 def _excess(activity: Ratios, saturation: float) -> Ratios:

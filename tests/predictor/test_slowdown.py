@@ -20,10 +20,8 @@ def of(mode, profiles, present=None):
 @pytest.mark.parametrize(
     ("mode", "profiles", "expected"),
     [
-        pytest.param(
-            SharingMode.TIME_SLICING, [(1, 1, 1)] * 3, [2.878, 2.878, 2.878], id="full tenants share nearly evenly"
-        ),
-        pytest.param(SharingMode.TIME_SLICING, [(0.5, 0, 0)] * 2, [1.120, 1.120], id="two halves do not add"),
+        pytest.param(SharingMode.TIME_SLICING, [(1, 1, 1)] * 3, [3, 3, 3], id="full tenants share evenly"),
+        pytest.param(SharingMode.TIME_SLICING, [(0.5, 0, 0)] * 2, [1.309, 1.309], id="two halves do not add"),
         pytest.param(SharingMode.TIME_SLICING, [(0.9, 0, 0), (0, 0, 0)], [1, 1], id="an idle neighbour costs nothing"),
         pytest.param(SharingMode.MPS, [(1, 1, 0)] * 2, [2, 2], id="two full tenants halve each other"),
         pytest.param(SharingMode.MPS, [(0.9, 0.4, 0.2)] * 2, [1, 1], id="below saturation they do not meet"),
@@ -75,9 +73,9 @@ def test_the_order_of_tenants_does_not_matter(mode, profiles, seed):
 
 
 @given(profiles=tenants)
-def test_turns_hardly_use_more_than_the_whole_gpu(profiles):
+def test_turns_never_use_more_than_the_whole_gpu(profiles):
     busy = np.clip(np.array(profiles)[:, 0], 0, 1)
-    assert (busy / of(SharingMode.TIME_SLICING, profiles)).sum() <= 1.2
+    assert (busy / of(SharingMode.TIME_SLICING, profiles)).sum() <= 1 + 1e-2
 
 
 @pytest.mark.parametrize("mode", SHARED)
