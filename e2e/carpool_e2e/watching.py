@@ -78,16 +78,19 @@ class Watcher:
         return self.cluster.kubectl("exec", pod, "--", "/bin/sh", "-c", "echo $CARPOOL_VISIBLE_GPUS").strip()
 
     def placed_once(self, job: str, timeout_s: float = 60.0) -> None:
-        """Assert that a job of one worker runs, with one pod, one reservation, and that reservation's GPU inside."""
+        """Assert that a job of one worker runs: one pod that has not ended, one reservation, that GPU inside.
+
+        Pods of earlier attempts may be there, ended: the kubelet refuses a pod that comes before the agent has registered.
+        """
         self.running(job, timeout_s)
-        pods, held = self.pods(job), self.reserved(job)
+        pods = [pod for pod in self.pods(job) if pod["status"]["phase"] not in ("Failed", "Succeeded")]
+        held = self.reserved(job)
         assert len(pods) == 1, f"expected one pod of {job}, found {[p['metadata']['name'] for p in pods]}"
         assert len(held) == 1, f"expected one reservation of {job}, found {held}"
         assert held[0]["podUid"] == pods[0]["metadata"]["uid"]
         inside = self.gpus_in_container(pods[0]["metadata"]["name"])
-        assert inside == ",".join(held[0]["gpuUuids"]), (
-            f"expected {held[0]['gpuUuids']} in the container, found {inside}"
-        )
+        expected = ",".join(held[0]["gpuUuids"])
+        assert inside == expected, f"expected {expected} in the container, found {inside}"
 
     def clear(self) -> None:
         """Delete all jobs and pods of the default namespace, and wait until no reservation is left."""
