@@ -80,7 +80,7 @@ class Watcher:
     def placed_once(self, job: str, timeout_s: float = 60.0) -> None:
         """Assert that a job of one worker runs: one pod that has not ended, one reservation, that GPU inside.
 
-        Pods of earlier attempts may be there, ended: the kubelet refuses a pod that comes before the agent has registered.
+        Ended pods of earlier attempts may be there: the kubelet refuses what comes before the agent has registered.
         """
         self.running(job, timeout_s)
         pods = [pod for pod in self.pods(job) if pod["status"]["phase"] not in ("Failed", "Succeeded")]
