@@ -24,6 +24,8 @@ POD = {
 }
 
 if __name__ == "__main__":
+    # A shell that starts something in the background has it ignore Ctrl-C, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     nodes = {"held": "Tesla T4:1"} if sys.argv[1] == "kubelet" else {}
     with running(Shape(kubelet_nodes=nodes, carpool=False)) as cluster:
         if nodes:
