@@ -59,13 +59,19 @@ DEFINITIONS = (
             Column("Node", ".status.summary.node", "Nodes of the workers."),
             Column("GPU", ".status.summary.gpu", "Product of the GPUs."),
             Column("Mode", ".status.summary.mode", "How the GPUs are shared."),
-            Column("PredMem", ".status.summary.predictedMemory", "Predicted upper bound of GPU memory."),
-            Column("PredUtil", ".status.summary.predictedUtilization", "Predicted GPU utilization."),
+            Column("PredMem", ".status.summary.predictedMemory", "Predicted GPU memory, median."),
+            Column("PredUtil", ".status.summary.predictedUtilization", "Predicted GPU utilization, median."),
             Column("Restarts", ".status.restarts", "Failures charged to backoffLimit.", "integer"),
             _AGE,
+            Column("MemBound", ".status.summary.memoryBound", "GPU memory that placement counts with.", wide=True),
             Column("ObsMem", ".status.summary.observedMemory", "Largest GPU memory measured.", wide=True),
             Column("ObsUtil", ".status.summary.observedUtilization", "Mean GPU utilization measured.", wide=True),
-            Column("Slowdown", ".status.summary.slowdown", "Observed slowdown, else the expected one.", wide=True),
+            Column(
+                "Slowdown", ".status.summary.slowdown", "Slowdown that the neighbours are expected to cause.", wide=True
+            ),
+            Column(
+                "StepTime", ".status.summary.stepTime", "Step time measured, over the one predicted alone.", wide=True
+            ),
         ),
     ),
     Definition(

@@ -41,5 +41,8 @@ CDI_KIND: Final = f"{DOMAIN}/slot"
 SIMULATED_PREFIX: Final = "Simulated "
 """Begins the product name of every GPU that is not hardware."""
 
+REASON_BACKING_OFF: Final = "BackingOff"
+"""Reason of condition Placed: an attempt ended without success, and the next one waits for its time."""
+
 REASON_EXCEEDS_EVERY_GPU: Final = "ExceedsEveryGpu"
 """Reason of condition Placed: no GPU of the cluster could hold the job even if it were empty."""

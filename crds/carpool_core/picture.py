@@ -101,7 +101,9 @@ def jobs(items: Iterable[GpuTrainingJob]) -> RenderableType:
     table = Table(title="predicted beside observed", title_justify="left")
     for column in ("job", "state", "placed on", "mode"):
         table.add_column(column)
-    for column in ("memory bound MiB", "peak MiB", "GPU util %", "seen %", "slowdown", "seen", "restarts"):
+    for column in (
+        "memory MiB", "bound", "peak seen", "GPU util %", "seen", "slowdown", "step ms", "seen/predicted", "restarts",
+    ):  # fmt: skip
         table.add_column(column, justify="right")
     for job in sorted(items, key=lambda j: (j.metadata.namespace, j.metadata.name)):
         table.add_row(*_job_row(job))
@@ -125,12 +127,14 @@ def _job_row(job: GpuTrainingJob) -> list[str]:
         status.state.value,
         f"{placed.node} {placed.product}" if placed else "",
         placed.mode.value if placed else "",
+        _number(product.memory.median_mib if product else None, ",.0f"),
         _number(product.memory.upper_mib if product else placed.memory_limit_mib if placed else None, ",.0f"),
         f"{seen.peak_memory_mib:,}" if seen else "",
         f"{product.activity.gpu_util_percent.median:.0f}" if product else "",
         _number(seen.gpu_util_percent if seen else None, ".0f"),
         f"{placed.expected_slowdown:.2f}" if placed else "",
-        _number(seen.slowdown if seen else None, ".2f"),
+        _number(seen.step_time_seconds * 1000 if seen and seen.step_time_seconds is not None else None, ",.0f"),
+        _number(seen.step_time_ratio if seen else None, ".2f"),
         str(status.restarts),
     ]
 

@@ -98,6 +98,8 @@ class JobState(StrEnum):
     """Pods exist (or wait for a GPU that could hold them) and are not all placed."""
     UNPLACEABLE = "Unplaceable"
     """No GPU of the cluster could ever hold it; looked at again when the GPUs change."""
+    BACKING_OFF = "BackingOff"
+    """An attempt ended without success, and the next one waits for its time."""
     STARTING = "Starting"
     """Every worker is placed; not every container runs yet."""
     RUNNING = "Running"

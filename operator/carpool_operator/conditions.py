@@ -63,6 +63,5 @@ def state_of(status: JobStatus) -> JobState:
     if predicted is None or predicted.status == "Unknown":
         return JobState.PREDICTING
     placed = find(status, keys.CONDITION_PLACED)
-    if placed is not None and placed.reason == keys.REASON_EXCEEDS_EVERY_GPU:
-        return JobState.UNPLACEABLE
-    return JobState.QUEUED
+    reasons = {keys.REASON_EXCEEDS_EVERY_GPU: JobState.UNPLACEABLE, keys.REASON_BACKING_OFF: JobState.BACKING_OFF}
+    return JobState.QUEUED if placed is None else reasons.get(placed.reason, JobState.QUEUED)

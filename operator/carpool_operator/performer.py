@@ -36,8 +36,8 @@ class Superseded(Exception):  # noqa: N818  # not an error: the job is looked at
 def status_patch(job: GpuTrainingJob, status: JobStatus) -> dict[str, object]:
     """Build the merge patch from the job's status to a new one, valid only for this version of the job."""
     changes = merge_patch(_wire(job.status), _wire(status))
-    # A state at its type's default is left out of the wire form, but `kubectl get` has no other source for its column.
-    changes["state"] = status.state.value
+    # What is at its type's default is left out of the wire form, but these columns of `kubectl get` would stay empty.
+    changes |= {"state": status.state.value, "restarts": status.restarts}
     return {"metadata": {"resourceVersion": job.metadata.resource_version}, "status": changes}
 
 

@@ -128,13 +128,13 @@ def observed(
     before = old or Observed()
     step_time_s = _mean((t.step_time_seconds for t in tenants), before.step_time_seconds, 6)
     alone_s = _alone_s(job, places)
-    slowdown = before.slowdown
+    ratio = before.step_time_ratio
     if step_time_s is not None and alone_s:
-        slowdown = round(step_time_s / alone_s, 3)
+        ratio = round(step_time_s / alone_s, 3)
     return Observed(
         peak_memory_mib=max(before.peak_memory_mib, *(max(t.memory_mib, t.peak_memory_mib) for t in tenants)),
         gpu_util_percent=_mean((t.gpu_util_percent for t in tenants), before.gpu_util_percent, 1),
         sm_active_ratio=_mean((t.sm_active_ratio for t in tenants), before.sm_active_ratio, 3),
         step_time_seconds=step_time_s,
-        slowdown=slowdown,
+        step_time_ratio=ratio,
     )

@@ -58,12 +58,19 @@ def describe(prediction: Prediction) -> str:
 
 def _keep(draft: Draft, prediction: Prediction) -> None:
     draft.set(prediction=prediction)
+    limit = draft.job.spec.memory.limit
     if prediction.outcome == "Predicted":
         draft.condition(keys.CONDITION_PREDICTED, "True", prediction.reason, prediction.message)
         draft.say("Normal", "Predicted", describe(prediction))
-    else:
+    elif limit is None:
         draft.condition(keys.CONDITION_PREDICTED, "False", prediction.reason, prediction.message)
         draft.say("Warning", prediction.reason, prediction.message)
+    else:
+        # What the abstention advises is for jobs whose memory nobody knows.
+        cause = prediction.message.partition(";")[0]
+        told = f"{cause}; placement counts with spec.memory.limit ({limit}), so the job may share a GPU all the same"
+        draft.condition(keys.CONDITION_PREDICTED, "False", prediction.reason, told)
+        draft.say("Normal", prediction.reason, told)
 
 
 def predict(draft: Draft) -> bool:

@@ -280,7 +280,7 @@ def _end(draft: Draft, attempt: Attempt, outcome: Outcome) -> None:
     wait_s = (at - draft.snapshot.now).total_seconds()
     count = f"{'' if outcome.charged else 'not counted, '}{draft.status.restarts} of {limit} restarts used"
     message = f"attempt {attempt.number}: {outcome.message}; next attempt in {wait_s:.0f} s, {count}"
-    draft.condition(keys.CONDITION_PLACED, "False", "BackingOff", message)
+    draft.condition(keys.CONDITION_PLACED, "False", keys.REASON_BACKING_OFF, message)
     draft.unset_running(outcome.reason, message)
     draft.delete_unfinished()
     draft.say("Warning", "Restarting", message)

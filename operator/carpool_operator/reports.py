@@ -1,5 +1,6 @@
 """What the conditions Placed and Running say of a job whose pods exist."""
 
+import re
 from collections.abc import Sequence
 
 from carpool_core import keys
@@ -20,20 +21,29 @@ _WORTH_AN_EVENT = (_NO_GPU_FITS, "Unschedulable")
 RESERVED_WITHIN_S = 60.0
 """How long a bound pod may be without a reservation: GpuNodes may be heard of after pods, but never that much later."""
 
-_SCHEDULER_ENDINGS = (". no new claims", ". preemption:", ". Preemption", " preemption: ")
-"""Where kube-scheduler's own words begin after the extender's sentence."""
+_SCHEDULER_ENDINGS = re.compile(r"\.? (no new claims|preemption:|Preemption)")
+"""Where kube-scheduler's own words begin after all reasons."""
+
+_OTHER_REASONS = re.compile(r", (?=\d+ (?!products? with less))")
+"""Between two of kube-scheduler's reasons, each of which begins with how many nodes it is about. The extender's own
+sentence has a number after a comma in one place only."""
 
 
 def unschedulable(message: str) -> tuple[str, str]:
     """Take (reason, message) out of what kube-scheduler says of a pod that fits nowhere.
 
-    It wraps the extender's one sentence: `0/22 nodes are available: 22 NoGpuFits: needs … . preemption: …`.
+    It wraps the extender's one sentence between the reasons of its own plugins, each with its number of nodes:
+    `0/23 nodes are available: 1 Insufficient cpu, 22 NoGpuFits: needs … . preemption: …`. Both are kept.
     """
-    _, marker, sentence = message.partition(f"{_NO_GPU_FITS}: ")
+    before, marker, after = message.partition(f"{_NO_GPU_FITS}: ")
     if not marker:
         return "Unschedulable", message
-    ends = [at for ending in _SCHEDULER_ENDINGS if (at := sentence.find(ending)) >= 0]
-    return _NO_GPU_FITS, sentence[: min(ends)] if ends else sentence
+    ending = _SCHEDULER_ENDINGS.search(after)
+    sentence, *others = _OTHER_REASONS.split(after[: ending.start()] if ending else after)
+    # The last word before the marker is the number of nodes that the extender refused.
+    first = before.partition(": ")[2].rpartition(" ")[0].rpartition(", ")[0]
+    others = [*([first] if first else []), *others]
+    return _NO_GPU_FITS, f"{sentence}; other nodes: {', '.join(others).rstrip('.')}" if others else sentence
 
 
 def _why_unplaced(draft: Draft, pod: Pod) -> tuple[str, str] | None:

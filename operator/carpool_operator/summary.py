@@ -1,6 +1,6 @@
 """The columns of `kubectl get gtj`, computed from the rest of the status."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from carpool_core.products import hardware_name
 from carpool_core.resources.job import JobStatus, JobSummary, WorkerPlacement
@@ -15,11 +15,13 @@ def summarize(status: JobStatus) -> JobSummary | None:
         node=_several(place.node for place in status.placement),
         gpu=_gpu(status.placement),
         mode=_several(place.mode.value for place in status.placement),
-        predicted_memory=_predicted_memory(status),
+        predicted_memory=_memory([p.memory.median_mib for p in _predictions(status)]),
+        memory_bound=_memory_bound(status),
         predicted_utilization=_range([p.activity.gpu_util_percent.median for p in _predictions(status)], ".0f", "%"),
-        observed_memory=_gib([status.observed.peak_memory_mib]) if status.observed else "",
+        observed_memory=_memory([status.observed.peak_memory_mib]) if status.observed else "",
         observed_utilization=_observed_utilization(status),
-        slowdown=_slowdown(status),
+        slowdown=format(max(p.expected_slowdown for p in status.placement), ".2f") if status.placement else "",
+        step_time=_step_time(status),
     )
     return None if summary == JobSummary() else summary
 
@@ -42,17 +44,19 @@ def _predictions(status: JobStatus) -> list[ProductPrediction]:
     return [p for p in known if not placed or p.product in placed]
 
 
-def _predicted_memory(status: JobStatus) -> str:
-    """What placement counted with: the prediction's bound, or the user's own limit."""
+def _memory_bound(status: JobStatus) -> str:
+    """What placement counts with: the user's own limit, else the prediction's bound."""
     limits = [place.memory_limit_mib for place in status.placement if place.memory_limit_mib is not None]
-    return _gib(limits or [p.memory.upper_mib for p in _predictions(status)])
+    return _memory(limits or [p.memory.upper_mib for p in _predictions(status)])
 
 
-def _gib(mib: Iterable[int]) -> str:
-    return _range([m / 1024 for m in mib], ".1f", " GiB")
+def _memory(mib: Sequence[int]) -> str:
+    """Amounts of memory in GiB, in TiB where one of them reaches that."""
+    unit, size = (" TiB", 1024**2) if max(mib, default=0) >= 1024**2 else (" GiB", 1024)
+    return _range([amount / size for amount in mib], ".1f", unit)
 
 
-def _range(values: list[float], form: str, unit: str) -> str:
+def _range(values: Sequence[float], form: str, unit: str) -> str:
     if not values:
         return ""
     low, high = format(min(values), form), format(max(values), form)
@@ -64,8 +68,9 @@ def _observed_utilization(status: JobStatus) -> str:
     return "" if seen is None else f"{seen:.0f}%"
 
 
-def _slowdown(status: JobStatus) -> str:
-    seen = status.observed.slowdown if status.observed else None
-    if seen is not None:
-        return f"{seen:.2f}"
-    return f"expected {max(p.expected_slowdown for p in status.placement):.2f}" if status.placement else ""
+def _step_time(status: JobStatus) -> str:
+    seen = status.observed
+    if seen is None or seen.step_time_seconds is None:
+        return ""
+    took = f"{seen.step_time_seconds * 1000:,.0f} ms"
+    return took if seen.step_time_ratio is None else f"{took} ({seen.step_time_ratio:.2f}x)"

@@ -115,8 +115,8 @@ def test_explain_reads_like_documentation(control_plane: Cluster) -> None:
 def test_short_names_categories_and_columns(control_plane: Cluster, placed: str) -> None:
     header, *rows = control_plane.kubectl("get", "gtj", "-o", "wide").splitlines()
     assert header.split() == [
-        "NAME", "STATE", "QUEUE", "NODE", "GPU", "MODE", "PREDMEM", "PREDUTIL", "RESTARTS", "AGE", "OBSMEM", "OBSUTIL",
-        "SLOWDOWN",
+        "NAME", "STATE", "QUEUE", "NODE", "GPU", "MODE", "PREDMEM", "PREDUTIL", "RESTARTS", "AGE", "MEMBOUND", "OBSMEM",
+        "OBSUTIL", "SLOWDOWN", "STEPTIME",
     ]  # fmt: skip
     assert placed in {row.split()[0] for row in rows}
     assert placed in control_plane.kubectl("get", "carpool")

@@ -79,11 +79,13 @@ def test_a_job_shows_what_was_seen_beside_what_was_predicted() -> None:
         metadata=ObjectMeta(name="resnet"),
         spec=JobSpec(template={}),
         status=JobStatus(
-            state=JobState.RUNNING, placement=[placed], observed=Observed(peak_memory_mib=9876, slowdown=1.31)
+            state=JobState.RUNNING,
+            placement=[placed],
+            observed=Observed(peak_memory_mib=9876, step_time_seconds=0.0524, step_time_ratio=1.31),
         ),
     )
     drawn = rendered(picture.jobs([job]))
-    for expected in ("resnet", "Running", "n1", "MPS", "9,876", "1.25", "1.31"):
+    for expected in ("resnet", "Running", "n1", "MPS", "9,876", "1.25", "52", "1.31"):
         assert expected in drawn
 
 

@@ -60,7 +60,8 @@ async def test_columns_of_kubectl_get_are_told_also_at_their_defaults() -> None:
     world.apply(model={"catalog": {"name": "timm/resnet50"}})
     world.hear()
     await world.operator.look("default/x")
-    assert world.kube.dump(GPU_TRAINING_JOBS, "x")["status"]["state"] == "Predicting"
+    status = world.kube.dump(GPU_TRAINING_JOBS, "x")["status"]
+    assert (status["state"], status["restarts"]) == ("Predicting", 0)
     await world.settle()
     status = world.kube.dump(GPU_TRAINING_JOBS, "x")["status"]
     assert status["attempts"][0]["outcome"] == "Running"

@@ -44,27 +44,39 @@ CASES = [
     pytest.param(JobStatus(), None, id="nothing is known yet"),
     pytest.param(
         JobStatus(prediction=PREDICTION),
-        JobSummary(predicted_memory="4.0-5.0 GiB", predicted_utilization="25-40%"),
+        JobSummary(predicted_memory="2.0-2.5 GiB", memory_bound="4.0-5.0 GiB", predicted_utilization="25-40%"),
         id="before it is placed, the range over all products",
     ),
     pytest.param(
         JobStatus(prediction=PREDICTION, placement=[place(0, "n1")]),
         JobSummary(
-            node="n1", gpu="Simulated A100", mode="MPS", predicted_memory="4.0 GiB", predicted_utilization="40%",
-            slowdown="expected 1.20",
+            node="n1", gpu="Simulated A100", mode="MPS", predicted_memory="2.0 GiB", memory_bound="4.0 GiB",
+            predicted_utilization="40%", slowdown="1.20",
         ),
-        id="placed: its product's prediction, and the expected slowdown",
+        id="placed: its product's prediction, median beside median, and the expected slowdown",
     ),
     pytest.param(
         JobStatus(
             placement=[place(0, "n2", limit=2048), place(1, "n1", limit=2048)],
-            observed=Observed(peak_memory_mib=1536, gpu_util_percent=33.4, slowdown=1.27),
+            observed=Observed(
+                peak_memory_mib=1536, gpu_util_percent=33.4, step_time_seconds=0.0526, step_time_ratio=1.27
+            ),
         ),
         JobSummary(
-            node="n1,n2", gpu="2x Simulated A100", mode="MPS", predicted_memory="2.0 GiB", observed_memory="1.5 GiB",
-            observed_utilization="33%", slowdown="1.27",
+            node="n1,n2", gpu="2x Simulated A100", mode="MPS", memory_bound="2.0 GiB", observed_memory="1.5 GiB",
+            observed_utilization="33%", slowdown="1.20", step_time="53 ms (1.27x)",
         ),
         id="the user's own limit, several workers, and what was seen",
+    ),
+    pytest.param(
+        JobStatus(observed=Observed(step_time_seconds=1.5)),
+        JobSummary(observed_memory="0.0 GiB", step_time="1,500 ms"),
+        id="a step time beside which nothing was predicted",
+    ),
+    pytest.param(
+        JobStatus(placement=[place(0, "n1", limit=3 * 1024**2 // 2)]),
+        JobSummary(node="n1", gpu="Simulated A100", mode="MPS", memory_bound="1.5 TiB", slowdown="1.20"),
+        id="so much that GiB would be hard to read",
     ),
 ]  # fmt: skip
 

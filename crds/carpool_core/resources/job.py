@@ -224,7 +224,16 @@ class Observed(Resource, frozen=True, kw_only=True):
     step_time_seconds: Annotated[float, field("Mean time of a step, where the job reports it, in seconds.")] | None = (
         None
     )
-    slowdown: Annotated[float, field("Observed step time over the predicted step time alone.")] | None = None
+    step_time_ratio: (
+        Annotated[
+            float,
+            field(
+                "Observed step time over the step time predicted alone: what neighbours cost and what the prediction "
+                "missed, together."
+            ),
+        ]
+        | None
+    ) = None
 
 
 class JobSummary(Resource, frozen=True, kw_only=True):
@@ -233,11 +242,15 @@ class JobSummary(Resource, frozen=True, kw_only=True):
     node: Annotated[str, field("Nodes of the workers.", max_length=256)] = ""
     gpu: Annotated[str, field("Product of the GPUs, and how many where there are several.", max_length=256)] = ""
     mode: Annotated[str, field("How the GPUs are shared.")] = ""
-    predicted_memory: Annotated[str, field("Predicted upper bound of memory on each GPU, with its unit.")] = ""
+    predicted_memory: Annotated[str, field("Predicted median of memory on each GPU, with its unit.")] = ""
+    memory_bound: Annotated[
+        str, field("Memory on each GPU that placement counts with: the job's own limit, else the predicted bound.")
+    ] = ""
     predicted_utilization: Annotated[str, field("Predicted median GPU utilization, with its unit.")] = ""
     observed_memory: Annotated[str, field("Largest memory measured on one GPU, with its unit.")] = ""
     observed_utilization: Annotated[str, field("Mean GPU utilization measured, with its unit.")] = ""
-    slowdown: Annotated[str, field("Observed slowdown, or `expected` and the expected one.")] = ""
+    slowdown: Annotated[str, field("Expected step time beside the neighbours over step time alone.")] = ""
+    step_time: Annotated[str, field("Mean step time measured, and how many times the one predicted alone it is.")] = ""
 
 
 class JobStatus(Resource, frozen=True, kw_only=True):

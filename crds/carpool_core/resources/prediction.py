@@ -29,6 +29,9 @@ class ActivityPrediction(Resource, frozen=True, kw_only=True):
     gpu_util_percent: Annotated[Interval, field("Share of time in which some kernel ran (NVML), 0..100.")]
     sm_active_ratio: Annotated[Interval, field("Mean share of SMs with work, 0..1.")]
     dram_active_ratio: Annotated[Interval, field("Share of memory cycles in use, 0..1.")]
+    sm_occupancy_ratio: Annotated[
+        Interval | None, field("Mean share of warp slots in use over all SMs, 0..1; absent if unknown.")
+    ] = None
 
 
 class ProductPrediction(Resource, frozen=True, kw_only=True):
