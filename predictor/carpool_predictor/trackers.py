@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from carpool_predictor.operators import PRIM_DEVICE, Costs, bytes_moved, kernel_count, tensors_in
+from carpool_predictor.remembering import Remembered
 
 _GRANULE = 512
 """CUDA's caching allocator rounds each block up to 512 bytes (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
@@ -109,11 +110,12 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorc
         self.bytes_moved = 0.0
         self.kernels = 0
         self._costs = Costs()
+        self._remembered = Remembered()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, then count it."""
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = self._remembered.call(func, args, kwargs)
         if func is PRIM_DEVICE:
             return out
         works, formula = self._costs.of(func)

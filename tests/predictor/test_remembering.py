@@ -1,0 +1,56 @@
+"""What was remembered of an operator, against the operator itself."""
+
+import pytest
+import torch
+from carpool_predictor.remembering import Remembered
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def layouts(out: Tensor | tuple[Tensor | None, ...]) -> list[object]:
+    tensors = [out] if isinstance(out, Tensor) else list(out)
+    return [None if t is None else (t.shape, t.stride(), t.dtype, t.device.type) for t in tensors]
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_answers_again_what_the_operator_gave(channels_last: bool) -> None:
+    made = torch.channels_last if channels_last else torch.contiguous_format
+    x = torch.empty(2, 8, 6, 6, device="meta").to(memory_format=made)
+    weight = torch.empty(8, device="meta")
+    arguments = {
+        aten.native_batch_norm.default: (x, weight, weight, weight, weight, True, 0.1, 1e-5),
+        aten.native_batch_norm_backward.default: (
+            x, x, weight, None, None, weight, weight, True, 1e-5, [True, True, False],
+        ),
+        aten.gelu_backward.default: (x, x),
+        aten._softmax.default: (x, 1, False),
+    }  # fmt: skip
+    remembered = Remembered()
+    for func, args in arguments.items():
+        wanted = layouts(func(*args))
+        assert layouts(remembered.call(func, args, {})) == wanted
+        assert layouts(remembered.call(func, args, {})) == wanted
+
+
+def test_tells_arguments_apart_that_look_alike() -> None:
+    remembered = Remembered()
+    x = torch.empty(4, 6, device="meta")
+    narrow = x.to(torch.bfloat16)
+    assert remembered.call(aten._softmax.default, (x, 1, False), {}).dtype is torch.float32
+    assert remembered.call(aten._softmax.default, (narrow, 1, False), {}).dtype is torch.bfloat16
+    assert remembered.call(aten._softmax.default, (x.T, 1, False), {}).shape == (6, 4)
+
+
+def test_every_answer_is_a_tensor_of_its_own() -> None:
+    remembered = Remembered()
+    x = torch.empty(4, 6, device="meta")
+    first, second = (remembered.call(aten._softmax.default, (x, 1, False), {}) for _ in range(2))
+    assert first.untyped_storage()._cdata != second.untyped_storage()._cdata
+
+
+def test_computes_on_real_tensors() -> None:
+    remembered = Remembered()
+    for value in (0.0, 1.0):
+        x = torch.tensor([value, 0.0])
+        assert torch.equal(remembered.call(aten._softmax.default, (x, 0, False), {}), x.softmax(0))
