@@ -40,6 +40,7 @@ def real_devices(settings: AgentSettings, nvml: NvmlLibrary) -> NvmlDevices:
         cdi=NvidiaCdi((Path("/etc/cdi"), settings.cdi_dir)),
         state_dir=settings.state_dir,
         processes=ProcTree(),
+        may_switch_mig=settings.mig_switch,
     )
 
 

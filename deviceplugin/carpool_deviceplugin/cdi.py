@@ -38,8 +38,9 @@ def environment(reservation: Reservation, access: Mapping[GpuUuid, Access]) -> d
         access: To each GPU of the reservation.
     """
     is_named = any(one.is_named_to_runtime for one in access.values())
+    names = [access[uuid].name or uuid for uuid in reservation.gpu_uuids]
     env = {
-        "NVIDIA_VISIBLE_DEVICES": ",".join(reservation.gpu_uuids) if is_named else "void",
+        "NVIDIA_VISIBLE_DEVICES": ",".join(names) if is_named else "void",
         "CARPOOL_POD_UID": reservation.pod_uid,
         "CARPOOL_VISIBLE_GPUS": ",".join(reservation.gpu_uuids),
         "CARPOOL_GPU_MODE": reservation.mode.value,

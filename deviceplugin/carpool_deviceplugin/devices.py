@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from carpool_core.resources.node import Device
-from carpool_core.values import GpuUuid
+from carpool_core.values import GpuUuid, PodUid
 
 from carpool_deviceplugin.gpu import Access, GpuActual, Reading, Step
 
@@ -42,8 +42,12 @@ class Devices(Protocol):
         """Read a GPU's counters."""
         ...
 
-    def access(self, uuid: GpuUuid) -> Access:
-        """Return what brings the GPU into a container."""
+    def access(self, uuid: GpuUuid, pod_uid: PodUid | None = None) -> Access:
+        """Return what brings the GPU, or the pod's MIG instance of it, into a container. Never blocks."""
+        ...
+
+    def set_mig_manager(self, manager: str) -> None:
+        """Say who else divides the node's GPUs, so that the agent does not; empty where nobody does."""
         ...
 
 

@@ -6,6 +6,9 @@ from typing import Any
 
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 
+from carpool_deviceplugin.mig.layout import Instance, Placement
+from carpool_deviceplugin.mig.profiles import MigTable
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -13,6 +16,21 @@ class Limits:
 
     memory_mib: int | None = None
     thread_percentage: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A MIG instance, and whose it is."""
+
+    instance: Instance
+    is_ours: bool = False
+    """Whether the agent made it; nobody else's is ever given out or destroyed."""
+    pod_uid: PodUid | None = None
+    """Whom it was made for."""
+    users: frozenset[PodUid] = frozenset()
+    """Pods with a process on it."""
+    is_used: bool = False
+    """Whether it has a process, of whomever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +50,12 @@ class GpuActual:
     """Pods with a process on the GPU."""
     problem: str = ""
     """Why no new work may go there; empty when healthy."""
+    mig_table: MigTable | None = None
+    """What it can be divided into; None without MIG."""
+    parts: tuple[Part, ...] = ()
+    """Its MIG instances."""
+    mig_manager: str = ""
+    """Who else divides the node's GPUs, so that the agent may not; empty where nobody does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +98,33 @@ class SetLimits:
         return f"limit pod {self.pod_uid} to {memory or 'any'} MiB and {threads or 100}% of threads"
 
 
-Step = SetMode | StartMps | StopMps | SetLimits
+@dataclass(frozen=True, slots=True)
+class CreateInstance:
+    """Make a MIG instance, or take an idle one of ours that stands there, for a pod; None keeps it idle."""
+
+    placement: Placement
+    pod_uid: PodUid | None
+
+    def __str__(self) -> str:
+        return f"create {self.placement}" + (f" for pod {self.pod_uid}" if self.pod_uid else "")
+
+
+@dataclass(frozen=True, slots=True)
+class DestroyInstance:
+    """Destroy a MIG instance of ours that nobody uses."""
+
+    placement: Placement
+
+    def __str__(self) -> str:
+        return f"destroy {self.placement}"
+
+
+Step = SetMode | StartMps | StopMps | SetLimits | CreateInstance | DestroyInstance
+
+
+def divides(step: Step) -> bool:
+    """Whether a step may change MIG on a GPU that has it."""
+    return isinstance(step, CreateInstance | DestroyInstance) or (isinstance(step, SetMode) and step.mode is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +144,24 @@ class ProcessUse:
     """Time in which its work filled all SMs."""
     dram_s: float | None
     """Time in which its work filled the memory bandwidth."""
-    energy_j: float
+    energy_j: float | None
     """Energy above idle."""
     steps: int
     """Training steps, where the process reports them."""
     steps_s: float
     """Their time in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartReading:
+    """What a MIG instance's counters say."""
+
+    instance_id: int
+    profile: str
+    pod_uid: PodUid | None
+    """Whose it is; None where nobody knows."""
+    counters: Mapping[str, float]
+    """By DCGM's field names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +180,10 @@ class Reading:
     counters: Mapping[str, float] | None = None
     """The GPU's own word on itself, by DCGM's field names; None where it is reckoned from its processes."""
     pci_bus_id: str = ""
+    parts: tuple[PartReading, ...] = ()
+    """Of its MIG instances."""
+    source: str = ""
+    """Where the counters are from, such as `nvml`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +213,9 @@ class Access:
     cdi_version: str = "0.6.0"
     """That the edits are of."""
     is_named_to_runtime: bool = False
-    """Whether NVIDIA's container runtime must be told the GPU's name, because nothing else brings it."""
+    """Whether NVIDIA's container runtime must be told the name, because nothing else brings it."""
+    name: str = ""
+    """Of the MIG device; empty where it is the whole GPU."""
 
 
 class DeviceError(Exception):

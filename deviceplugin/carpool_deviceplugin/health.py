@@ -11,6 +11,8 @@ _MEMORY_S = 3600.0
 """Relapses within this time double the quiet that is asked for."""
 _HOT_S = 30.0
 """A hardware slowdown for heat that lasts so long is not just a peak."""
+_STUCK_S = 600.0
+"""A GPU that says it computes and draws no more than with nobody on it, for so long, is stuck."""
 
 
 class XidClass(StrEnum):
@@ -75,6 +77,8 @@ class Signals:
     remap_failed: bool | None = None
     is_hot: bool | None = None
     """The hardware slows down for heat."""
+    is_motionless: bool | None = None
+    """It says that it computes, and draws no more power than with nobody on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +91,10 @@ class Health:
     """Well again at this time if nothing else happens; None: only after a reset."""
     falls: tuple[float, ...] = ()
     """When it fell sick, within the last hour."""
+    is_lost: bool = False
+    """It could not be read when it was last looked at: that it can be again is a new beginning."""
     hot_since: float | None = None
+    motionless_since: float | None = None
     ecc_uncorrectable: int | None = None
 
     @property
@@ -104,20 +111,24 @@ def advance(health: Health, seen: Signals, now: float) -> Health:
         seen: Since then.
         now: Monotonic time, in seconds.
     """
-    hot_since = (health.hot_since if health.hot_since is not None else now) if seen.is_hot else None
+    hot_since = _since(health.hot_since, now) if seen.is_hot else None
+    motionless_since = _since(health.motionless_since, now) if seen.is_motionless else None
     before, ecc = health.ecc_uncorrectable, seen.ecc_uncorrectable
     health = replace(
         health,
         hot_since=hot_since,
+        motionless_since=motionless_since,
         ecc_uncorrectable=before if ecc is None else ecc,
         falls=tuple(t for t in health.falls if now - t < _MEMORY_S),
     )
-    if seen.was_reset and health.problem and health.until is None and not seen.lost:
+    began_anew = seen.was_reset or health.is_lost
+    health = replace(health, is_lost=bool(seen.lost))
+    if began_anew and health.problem and health.until is None and not seen.lost:
         health = replace(health, until=now + _quiet_s(health))
     fatal = _fatal(seen)
     if fatal:
         return _sick(health, fatal, None, now)
-    passing = _passing(seen, before, hot_since, now)
+    passing = _passing(seen, before, health, now)
     if passing:
         if health.problem and health.until is None:
             return health  # what takes a reset is not outdone by what passes
@@ -125,6 +136,10 @@ def advance(health: Health, seen: Signals, now: float) -> Health:
     if health.problem and health.until is not None and now >= health.until:
         return replace(health, problem="", until=None)
     return health
+
+
+def _since(known: float | None, now: float) -> float:
+    return now if known is None else known
 
 
 def _sick(health: Health, problem: str, until: float | None, now: float) -> Health:
@@ -148,7 +163,7 @@ def _fatal(seen: Signals) -> str:
     return ""
 
 
-def _passing(seen: Signals, ecc_before: int | None, hot_since: float | None, now: float) -> str:
+def _passing(seen: Signals, ecc_before: int | None, health: Health, now: float) -> str:
     for xid in seen.xids:
         if xid_class(xid) is XidClass.RECOVERABLE:
             return f"{describe_xid(xid)}: no new work until it has been quiet for a while"
@@ -156,6 +171,11 @@ def _passing(seen: Signals, ecc_before: int | None, hot_since: float | None, now
         return f"{seen.ecc_uncorrectable - ecc_before} uncorrectable ECC errors: no new work until it has been quiet"
     if seen.remap_pending:
         return "a row of its memory waits to be remapped: drain the GPU and reset it (nvidia-smi --gpu-reset)"
-    if hot_since is not None and now - hot_since >= _HOT_S:
-        return f"it has slowed down for heat for {now - hot_since:.0f} s: look at its cooling"
+    if health.hot_since is not None and now - health.hot_since >= _HOT_S:
+        return f"it has slowed down for heat for more than {_HOT_S:.0f} s: look at its cooling"
+    if health.motionless_since is not None and now - health.motionless_since >= _STUCK_S:
+        return (
+            f"it is stuck: it says that it computes, and has drawn idle power for more than {_STUCK_S:.0f} s: end its "
+            "processes, and reset it (nvidia-smi --gpu-reset) where that does not help"
+        )
     return ""

@@ -22,7 +22,7 @@ class Rates:
     busy: float | None = 0.0
     sm: float | None = 0.0
     dram: float | None = 0.0
-    power_w: float = 0.0
+    power_w: float | None = 0.0
 
     def towards(self, now: "Rates", weight: float) -> "Rates":
         """Move to `now` by `weight`, 0..1."""
@@ -30,7 +30,7 @@ class Rates:
             _towards(self.busy, now.busy, weight),
             _towards(self.sm, now.sm, weight),
             _towards(self.dram, now.dram, weight),
-            self.power_w + weight * (now.power_w - self.power_w),
+            _towards(self.power_w, now.power_w, weight),
         )
 
 
@@ -51,8 +51,8 @@ class Use:
     is_running: bool = False
     """Whether it has a process on the GPU."""
     step_time_s: float | None = None
-    energy_j: float = 0.0
-    """Above idle, since the agent started."""
+    energy_j: float | None = None
+    """Above idle, since the agent started; None while nobody knows."""
 
 
 class Meter:
@@ -117,19 +117,18 @@ def _weight(samples: int, elapsed_s: float) -> float:
 
 
 def _advance(use: Use, processes: Iterable[ProcessUse], earlier: Mapping[str, ProcessUse], elapsed_s: float) -> Use:
-    energy = steps_s = 0.0
+    steps_s = 0.0
     steps = 0
     processes = list(processes)
     for p in processes:
         was = earlier.get(p.id)
-        energy += max(0.0, p.energy_j - (was.energy_j if was else 0))
         steps += max(0, p.steps - (was.steps if was else 0))
         steps_s += max(0.0, p.steps_s - (was.steps_s if was else 0))
-    busy, sm, dram = (
+    busy, sm, dram, energy = (
         _gained([(getattr(p, name), getattr(earlier.get(p.id), name, None)) for p in processes])
-        for name in ("busy_s", "sm_s", "dram_s")
+        for name in ("busy_s", "sm_s", "dram_s", "energy_j")
     )
-    now = Rates(_ratio(busy, elapsed_s), _ratio(sm, elapsed_s), _ratio(dram, elapsed_s), energy / elapsed_s)
+    now = Rates(_ratio(busy, elapsed_s), _ratio(sm, elapsed_s), _ratio(dram, elapsed_s), _per(energy, elapsed_s))
     samples = use.samples + bool(busy or use.samples)
     weight = _weight(samples, elapsed_s)
     rates = use.rates.towards(now, weight) if use.rates else now
@@ -137,7 +136,7 @@ def _advance(use: Use, processes: Iterable[ProcessUse], earlier: Mapping[str, Pr
     if steps:
         mean = steps_s / steps
         step_time = mean if step_time is None else step_time + weight * (mean - step_time)
-    return replace(use, rates=rates, samples=samples, step_time_s=step_time, energy_j=use.energy_j + energy)
+    return replace(use, rates=rates, samples=samples, step_time_s=step_time, energy_j=_plus(use.energy_j, energy))
 
 
 def _gained(counters: Iterable[tuple[float | None, float | None]]) -> float | None:
@@ -150,6 +149,14 @@ def _ratio(seconds: float | None, elapsed_s: float) -> float | None:
     return None if seconds is None else min(1.0, seconds / elapsed_s)
 
 
+def _per(joules: float | None, elapsed_s: float) -> float | None:
+    return None if joules is None else joules / elapsed_s
+
+
+def _plus(was: float | None, more: float | None) -> float | None:
+    return was if more is None else (was or 0.0) + more
+
+
 def _tenant(pod: PodUid, uuid: GpuUuid, use: Use, idle_w: float) -> Tenant:
     rates = use.rates
     return Tenant(
@@ -159,7 +166,7 @@ def _tenant(pod: PodUid, uuid: GpuUuid, use: Use, idle_w: float) -> Tenant:
         peak_memory_mib=use.peak_memory_mib,
         gpu_util_percent=None if rates is None or rates.busy is None else round(100 * rates.busy, 1),
         sm_active_ratio=None if rates is None or rates.sm is None else round(rates.sm, 4),
-        power_w=None if rates is None else round(rates.power_w + idle_w, 1),
+        power_w=None if rates is None or rates.power_w is None else round(rates.power_w + idle_w, 1),
         step_time_seconds=None if use.step_time_s is None else round(use.step_time_s, 6),
     )
 

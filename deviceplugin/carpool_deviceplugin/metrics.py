@@ -116,7 +116,8 @@ class AgentCollector(Collector):
                 rates = _now(use)
                 limit = reserved.memory_limit_mib and reserved.memory_limit_mib * _MIB
                 values = [use.memory_mib * _MIB, limit, rates.busy, rates.sm, use.step_time_s]
-                energy.add_metric(labels, use.energy_j)
+                if use.energy_j is not None:
+                    energy.add_metric(labels, use.energy_j)
                 for family, value in zip(families.values(), values, strict=True):
                     if value is not None:
                         family.add_metric(labels, value)

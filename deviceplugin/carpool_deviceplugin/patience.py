@@ -34,6 +34,8 @@ class Rhythm:
     """Status writes that only bring new measures keep this distance."""
     heartbeat_s: float = 60.0
     """After this time the status is written though nothing has changed."""
+    labels_s: float = 300.0
+    """How often the Node's labels are read; besides that, always before MIG instances are changed."""
     kubelet_s: float = 1.0
     """How often the kubelet's sockets are looked at."""
     patience_s: float = 5.0

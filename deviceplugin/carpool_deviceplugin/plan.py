@@ -6,7 +6,18 @@ from dataclasses import dataclass
 from carpool_core.resources.node import Reservation
 from carpool_core.values import PodUid, SharingMode
 
-from carpool_deviceplugin.gpu import GpuActual, Limits, SetLimits, SetMode, StartMps, Step, StopMps
+from carpool_deviceplugin.gpu import (
+    CreateInstance,
+    DestroyInstance,
+    GpuActual,
+    Limits,
+    SetLimits,
+    SetMode,
+    StartMps,
+    Step,
+    StopMps,
+)
+from carpool_deviceplugin.mig.reservations import divide
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +42,7 @@ def plan(actual: GpuActual, reservations: Iterable[Reservation], held: Set[PodUi
     """Plan the steps for one GPU.
 
     Whoever is on the GPU, or was promised it, comes before whoever reserved later; nothing is ever taken from them. The
-    mode changes only while no process is on the GPU.
+    mode changes only while no process is on the GPU. MIG instances come and go beside each other.
 
     Args:
         actual: How the GPU is.
@@ -41,9 +52,11 @@ def plan(actual: GpuActual, reservations: Iterable[Reservation], held: Set[PodUi
     granted, refused = _grant(actual, reservations, held)
     leaving = actual.tenants - {r.pod_uid for r in granted}
     if not granted:
-        return Plan(steps=() if leaving else _leave(actual), refused=refused)
+        return Plan(steps=_tidied(actual) if leaving else _leave(actual), refused=refused)
     mode = granted[0].mode
     is_changing = actual.mode is not mode
+    if mode is SharingMode.MIG and not (is_changing and actual.tenants):
+        return _divided(actual, granted, refused)
     if leaving or (is_changing and actual.tenants):
         staying = {r.pod_uid for r in granted if not is_changing and r.pod_uid in held | actual.tenants}
         whom = ", ".join(sorted(leaving or actual.tenants))
@@ -56,6 +69,21 @@ def plan(actual: GpuActual, reservations: Iterable[Reservation], held: Set[PodUi
         )
     steps = (*_leave(actual, keep=mode), *_enter(actual, granted)) if is_changing else _enter(actual, granted)
     return Plan(steps=steps, ready=tuple(r.pod_uid for r in granted), refused=refused)
+
+
+def _divided(actual: GpuActual, granted: Sequence[Reservation], refused: Mapping[PodUid, str]) -> Plan:
+    if actual.mig_table is None or actual.mig_manager:
+        return Plan(ready=tuple(r.pod_uid for r in granted), refused=refused)  # who is there stays; nobody else came in
+    found = divide(actual, actual.mig_table, granted)
+    into = () if actual.mode is SharingMode.MIG else (*_leave(actual, keep=SharingMode.MIG), SetMode(SharingMode.MIG))
+    return Plan((*into, *found.steps), found.ready, found.waiting, {**refused, **found.refused})
+
+
+def _tidied(actual: GpuActual) -> tuple[Step, ...]:
+    """What can be returned though somebody is still leaving: idle MIG instances."""
+    if actual.mode is not SharingMode.MIG or actual.mig_table is None or actual.mig_manager:
+        return ()
+    return divide(actual, actual.mig_table, ()).steps
 
 
 def way_back(done: Sequence[Step], before: GpuActual) -> tuple[Step, ...]:
@@ -74,6 +102,11 @@ def _undo(step: Step, before: GpuActual) -> tuple[Step, ...]:
             return (StartMps(), *limits) if before.mps_daemon else ()
         case SetLimits(pod_uid):
             return (SetLimits(pod_uid, before.limits.get(pod_uid)),)
+        case CreateInstance(placement) | DestroyInstance(placement):
+            there = next((p for p in before.parts if p.instance.placement == placement), None)
+            if there is None:
+                return (DestroyInstance(placement),)
+            return (CreateInstance(placement, there.pod_uid),) if there.is_ours else ()
 
 
 def _grant(
@@ -87,7 +120,8 @@ def _grant(
     for reservation in sorted(reservations, key=rank):
         is_there = reservation.pod_uid in held | actual.tenants
         reason = "" if is_there else actual.problem
-        reason = reason or _impossible(actual, reservation) or _conflict(actual, reservation, granted)
+        reason = reason or _impossible(actual, reservation, is_there=is_there)
+        reason = reason or _conflict(actual, reservation, granted)
         if reason:
             refused[reservation.pod_uid] = reason
         else:
@@ -95,11 +129,14 @@ def _grant(
     return granted, refused
 
 
-def _impossible(actual: GpuActual, wanted: Reservation) -> str:
+def _impossible(actual: GpuActual, wanted: Reservation, *, is_there: bool) -> str:
     """Why this reservation could not be honoured on an empty GPU either."""
-    if wanted.mode not in actual.modes:
-        can = ", ".join(sorted(actual.modes))
-        return f"GPU {actual.uuid}: expected a mode out of {can}, found {wanted.mode}; reserve another mode"
+    if wanted.mode not in actual.modes and not (is_there and wanted.mode is actual.mode):
+        can = ", ".join(sorted(actual.modes)) or "none"
+        why = f" ({actual.mig_manager})" if wanted.mode is SharingMode.MIG and actual.mig_manager else ""
+        return f"GPU {actual.uuid}: expected a mode out of {can}, found {wanted.mode}{why}; reserve another mode"
+    if wanted.mode is SharingMode.MIG:
+        return _impossible_instance(actual, wanted)
     if wanted.memory_limit_mib is not None and wanted.memory_limit_mib > actual.usable_mib:
         return (
             f"GPU {actual.uuid}: expected a limit of at most {actual.usable_mib:,} MiB, found "
@@ -109,6 +146,27 @@ def _impossible(actual: GpuActual, wanted: Reservation) -> str:
         return (
             f"expected one GPU with MPS, found {len(wanted.gpu_uuids)}; each GPU has an MPS daemon of its own and a "
             "process reaches only one: reserve the GPUs Exclusive or TimeSlicing"
+        )
+    return ""
+
+
+def _impossible_instance(actual: GpuActual, wanted: Reservation) -> str:
+    if len(wanted.gpu_uuids) > 1:
+        return (
+            f"expected one GPU with MIG, found {len(wanted.gpu_uuids)}; a process reaches only one MIG instance: "
+            "reserve the GPUs Exclusive or TimeSlicing"
+        )
+    profiles = actual.mig_table.by_name if actual.mig_table else {}
+    profile = profiles.get(wanted.mig_profile or "")
+    if profile is None:
+        return (
+            f"GPU {actual.uuid}: expected migProfile out of {', '.join(profiles) or 'none'}, found "
+            f"{(wanted.mig_profile or '')[:64]!r}; reserve one of those"
+        )
+    if (wanted.memory_limit_mib or 0) > profile.memory_mib:
+        return (
+            f"GPU {actual.uuid}: expected a limit of at most the {profile.memory_mib:,} MiB of {profile}, found "
+            f"{wanted.memory_limit_mib:,} MiB; reserve a larger profile"
         )
     return ""
 
@@ -145,6 +203,8 @@ def _leave(actual: GpuActual, keep: SharingMode | None = None) -> tuple[Step, ..
     steps: tuple[Step, ...] = ()
     if actual.mps_daemon or actual.limits:
         steps = (StopMps(),)
+    if keep is not SharingMode.MIG and not actual.mig_manager:
+        steps += tuple(DestroyInstance(p.instance.placement) for p in actual.parts if p.is_ours and not p.is_used)
     if keep is None and actual.mode is not None:
         steps = (*steps, SetMode(None))
     return steps

@@ -10,7 +10,7 @@ from carpool_core.clock import Clock
 from carpool_core.keys import RESOURCE_GPU
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.node import Partition, Reservation
-from carpool_core.values import GpuUuid
+from carpool_core.values import GpuUuid, PodUid
 
 from carpool_deviceplugin import cdi
 from carpool_deviceplugin.gpu import Access, DeviceError
@@ -30,7 +30,7 @@ class Knowledge:
     """By `namespace/name`, as the API server knows it."""
     reservations: Callable[[], Iterable[Reservation]]
     partitions: Callable[[], Iterable[Partition]]
-    access: Callable[[GpuUuid], Access]
+    access: Callable[[GpuUuid, PodUid], Access]
     held: Callable[[], Awaitable[Sequence[HeldByPod]]]
     """PodResources: who holds which slots."""
 
@@ -128,7 +128,7 @@ class Plugin:
 
     def _write(self, owner: Owner, reservation: Reservation) -> None:
         try:
-            access = {uuid: self._knowledge.access(uuid) for uuid in reservation.gpu_uuids}
+            access = {uuid: self._knowledge.access(uuid, reservation.pod_uid) for uuid in reservation.gpu_uuids}
             cdi.write(self._cdi_dir, cdi.specifications(reservation, owner.slots, access))
         except (DeviceError, OSError) as e:
             raise RefusedError(f"expected to write the CDI specification of pod {owner.key}: {e}") from e

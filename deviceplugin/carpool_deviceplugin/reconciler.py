@@ -17,6 +17,7 @@ from carpool_core.values import GpuUuid, NodeName, PartitionState, PodUid
 from carpool_deviceplugin.devices import Devices
 from carpool_deviceplugin.gpu import DeviceError
 from carpool_deviceplugin.meter import Meter
+from carpool_deviceplugin.mig_manager import MigManager
 from carpool_deviceplugin.patience import Patient, Rhythm
 from carpool_deviceplugin.reporter import Reporter
 from carpool_deviceplugin.status import above_limit, partition_of, presentable
@@ -54,7 +55,10 @@ class Reconciler:
         self._left_out: list[str] = []
         self._above: Set[tuple[PodUid, GpuUuid]] = frozenset()
         self.meters = {uuid: Meter(uuid) for uuid in devices.uuids}
-        self._workers = {uuid: GpuWorker(uuid, devices, self._report, rhythm) for uuid in devices.uuids}
+        self._mig = MigManager(node, api, devices)
+        self._workers = {
+            uuid: GpuWorker(uuid, devices, self._report, rhythm, self._mig.confirm) for uuid in devices.uuids
+        }
         self._patience = {uuid: Patient(f"GPU {uuid}", rhythm.step_deadline_s) for uuid in devices.uuids}
         self.reflector: Reflector[GpuNode] = Reflector(
             api,
@@ -79,13 +83,21 @@ class Reconciler:
 
     async def run(self) -> None:
         """Look after the node, for ever."""
+        await self._mig.confirm()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.reflector.run())
+            tasks.create_task(self._ask_who_divides())
             await self.reflector.wait_synced()
             for worker in self._workers.values():
                 tasks.create_task(worker.run())
             tasks.create_task(self._measure())
             tasks.create_task(self.reporter.run())
+
+    async def _ask_who_divides(self) -> None:
+        while True:
+            await asyncio.sleep(self._rhythm.labels_s)
+            if await self._mig.confirm():
+                self.reporter.look_again()
 
     def _on_change(self, old: GpuNode | None, new: GpuNode | None) -> None:
         if new is None:

@@ -55,6 +55,12 @@ class AgentSettings:
     slots_per_gpu: int = setting(
         8, flag="--slots-per-gpu", env="CARPOOL_SLOTS_PER_GPU", help="Most pods that may share one GPU."
     )
+    mig_switch: bool = setting(
+        False,
+        flag="--mig-switch",
+        env="CARPOOL_MIG_SWITCH",
+        help="Whether the agent may switch MIG on and off on a GPU that nobody uses; on Ampere that resets the GPU.",
+    )
     metrics_port: int = setting(
         9400,
         flag="--metrics-port",

@@ -193,6 +193,8 @@ class SimulatedDevices:
                     device.set_limit(pod_uid, None)
                 case SetLimits(pod_uid, Limits(memory_mib, thread_percentage)):
                     device.set_limit(pod_uid, Limit(memory_mib, thread_percentage))
+                case _:
+                    raise DeviceError(f"GPU {uuid}: expected a step of a GPU without MIG, found {step}")
 
     def read(self, uuid: GpuUuid) -> Reading:
         """Read a GPU's counters."""
@@ -223,6 +225,7 @@ class SimulatedDevices:
             idle_power_w=facts.idle_power_w,
             power_limit_w=facts.power_limit_w,
             energy_j=reading.energy_j,
+            source="simulated",
         )
 
     def _tell(self, uuid: GpuUuid, problems: tuple[str, ...]) -> None:
@@ -231,8 +234,11 @@ class SimulatedDevices:
             self._told[uuid] = problems
             self._log.warning("claims ignored", gpu=uuid, count=len(problems), first=[*problems[:3]])
 
-    def access(self, uuid: GpuUuid) -> Access:
-        """Return what brings the GPU into a container."""
+    def set_mig_manager(self, manager: str) -> None:
+        """Simulated GPUs are not divided."""
+
+    def access(self, uuid: GpuUuid, pod_uid: PodUid | None = None) -> Access:
+        """Return what brings the GPU into a container; every pod gets the same."""
         directory = self._device(uuid).directory
         return Access(
             env={"CARPOOL_SIMULATED_GPUS_DIR": CONTAINER_GPUS},

@@ -1,7 +1,7 @@
 """One GPU's steps, run one after the other, each with a deadline, and undone where one of them fails."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -9,7 +9,7 @@ from carpool_core.resources.node import Reservation
 from carpool_core.values import GpuUuid, PartitionState, PodUid
 
 from carpool_deviceplugin.devices import Devices
-from carpool_deviceplugin.gpu import DeviceError, GpuActual, Step
+from carpool_deviceplugin.gpu import DeviceError, GpuActual, Step, divides
 from carpool_deviceplugin.patience import Patient, Rhythm
 from carpool_deviceplugin.plan import Plan, plan, way_back
 
@@ -26,6 +26,10 @@ class Outcome:
     message: str = ""
 
 
+async def _unchanged() -> bool:
+    return False
+
+
 class GpuWorker:
     """Brings one GPU to what its reservations want. GPUs have workers of their own: a stuck one holds up no other.
 
@@ -34,12 +38,21 @@ class GpuWorker:
         devices: The node's GPUs.
         changed: Called when outcomes have changed.
         rhythm: Deadlines and intervals.
+        confirm: Called before MIG is changed; returns whether what the agent may do has changed.
     """
 
-    def __init__(self, uuid: GpuUuid, devices: Devices, changed: Callable[[], None], rhythm: Rhythm) -> None:
+    def __init__(
+        self,
+        uuid: GpuUuid,
+        devices: Devices,
+        changed: Callable[[], None],
+        rhythm: Rhythm,
+        confirm: Callable[[], Awaitable[bool]] = _unchanged,
+    ) -> None:
         self.uuid = uuid
         self.outcomes: Mapping[PodUid, Outcome] = {}
         self._devices, self._changed, self._rhythm = devices, changed, rhythm
+        self._confirm = confirm
         self._wanted: Sequence[Reservation] = ()
         self._awake = asyncio.Event()
         self._promised: frozenset[PodUid] = frozenset()
@@ -73,16 +86,23 @@ class GpuWorker:
         ready = {pod for pod, outcome in self.outcomes.items() if outcome.state is READY}
         held = self._promised | ready
         try:
-            actual = await self._patient.call(self._devices.actual, self.uuid)
+            actual, planned = await self._look(wanted, held)
         except DeviceError as e:
             self._report({r.pod_uid: self._kept(r) or _outcome(r, FAILED, str(e)) for r in wanted})
             return False
-        planned = plan(actual, wanted, held)
         failure = await self._act(planned, actual, wanted)
         self._report(_outcomes(planned, wanted, held, failure))
         self._promised &= {r.pod_uid for r in wanted}
         is_leaving = not wanted and bool(actual.tenants)
         return not (failure or planned.waiting or is_leaving)
+
+    async def _look(self, wanted: Sequence[Reservation], held: frozenset[PodUid]) -> tuple[GpuActual, Plan]:
+        actual = await self._patient.call(self._devices.actual, self.uuid)
+        planned = plan(actual, wanted, held)
+        if actual.mig_table is not None and any(map(divides, planned.steps)) and await self._confirm():
+            actual = await self._patient.call(self._devices.actual, self.uuid)
+            planned = plan(actual, wanted, held)
+        return actual, planned
 
     def _kept(self, reservation: Reservation) -> Outcome | None:
         """What runs goes on running while its GPU cannot be read."""

@@ -244,14 +244,6 @@ def test_lost_gpu_is_unhealthy_alone_and_comes_back_by_rule(node: Node) -> None:
     assert devices.inventory()[0].health is DeviceHealth.HEALTHY
 
 
-def test_gpu_that_is_divided_by_somebody_else_is_left_alone(node: Node) -> None:
-    node.nvml.gpus[0].mig.is_enabled = True
-    devices = node.devices()
-    first = devices.inventory()[0]
-    assert (first.modes, first.health) == ([], DeviceHealth.UNHEALTHY)
-    assert "MIG is switched on" in first.health_message
-
-
 def test_full_disk_is_said(node: Node) -> None:
     devices = node.devices()
     (node.root / "state").write_text("a file where a directory should be")

@@ -1,11 +1,13 @@
 """From the driver's samples to what each process has used: time, SM activity, energy. No calls, only arithmetic.
 
 Energy is the GPU's own counter, shared out by the time in which each process's kernels ran: the processes' parts add up
-to the counter. Where nobody's kernels ran, those who hold the GPU share it evenly.
+to the counter. Where nobody's kernels ran, those who hold the GPU share it evenly. Under MIG nobody knows that time;
+then the SMs that each instance kept busy stand in for it, and where these are not known either, nobody's energy is.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from carpool_deviceplugin.gpu import ProcessUse
 from carpool_deviceplugin.nvml.values import GpmMetrics, RunningProcess, UtilizationSample
@@ -34,6 +36,16 @@ class Moment:
     """Since the moment before; None where the GPU cannot say."""
     energy_j: float | None
     gpm: GpmMetrics | None
+    parts: Mapping[int, "PartMoment"] = field(default_factory=dict)
+    """Of MIG instances, by ID."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartMoment:
+    """What was read of a MIG instance."""
+
+    sm_count: int
+    gpm: GpmMetrics | None
 
 
 class Ledger:
@@ -57,7 +69,8 @@ class Ledger:
             power = energy / elapsed
             self.idle_power_w = power if self.idle_power_w is None else min(power, self.idle_power_w)
         busy = None if now.samples is None else self._busy(now.samples, elapsed)
-        energies = self._shared(now.present, busy, energy, elapsed)
+        weights = _weights(now, busy)
+        energies = self._shared(weights, energy, elapsed)
         self._uses = {
             p.process.key: self._used(p, now, elapsed, busy, energies.get(p.process.key)) for p in now.present
         }
@@ -83,13 +96,10 @@ class Ledger:
             self.since_us = max(self.since_us, sample.at_us)
         return {pid: min(seconds, elapsed) if elapsed > 0 else 0.0 for pid, seconds in busy.items()}
 
-    def _shared(
-        self, present: Sequence[Present], busy: Mapping[int, float] | None, energy: float | None, elapsed: float
-    ) -> dict[str, float]:
-        if energy is None or not present:
+    def _shared(self, weights: Mapping[str, float], energy: float | None, elapsed: float) -> dict[str, float]:
+        if energy is None:
             return {}
         above = max(0.0, energy - (self.idle_power_w or 0.0) * elapsed)
-        weights = _weights(present, busy)
         return {key: above * weight for key, weight in weights.items()}
 
     def _used(
@@ -97,8 +107,7 @@ class Ledger:
     ) -> ProcessUse:
         key, memory = p.process.key, p.running.memory_mib or 0
         was = self._uses.get(key)
-        share = _weights(now.present, busy).get(key, 0.0) if busy and any(busy.values()) else 0.0
-        gpm = now.gpm or GpmMetrics()
+        gpm, share = _activity(p, now, busy)
         if was is None:
             return ProcessUse(
                 id=key,
@@ -109,7 +118,7 @@ class Ledger:
                 busy_s=None if busy is None else 0.0,
                 sm_s=None if gpm.sm is None else 0.0,
                 dram_s=None if gpm.dram is None else 0.0,
-                energy_j=0.0 if energy is None else energy,
+                energy_j=energy,
                 steps=0,
                 steps_s=0.0,
             )
@@ -120,16 +129,36 @@ class Ledger:
             busy_s=_plus(was.busy_s, None if busy is None else busy.get(p.running.pid, 0.0)),
             sm_s=_plus(was.sm_s, None if gpm.sm is None else gpm.sm * elapsed * share),
             dram_s=_plus(was.dram_s, None if gpm.dram is None else gpm.dram * elapsed * share),
-            energy_j=was.energy_j + (energy or 0.0),
+            energy_j=_plus(was.energy_j, energy),
         )
 
 
-def _weights(present: Iterable[Present], busy: Mapping[int, float] | None) -> dict[str, float]:
-    """Each process's share of the kernels' time, 1 together."""
-    present = list(present)
-    times = {p.process.key: (busy or {}).get(p.running.pid, 0.0) for p in present}
+def _activity(p: Present, now: Moment, busy: Mapping[int, float] | None) -> tuple[GpmMetrics, float]:
+    """What was seen of the SMs where a process is, and its share of that."""
+    instance = p.running.gpu_instance_id
+    if instance is not None:
+        part = now.parts.get(instance)
+        beside = sum(other.running.gpu_instance_id == instance for other in now.present)
+        return (part.gpm if part else None) or GpmMetrics(), 1 / beside
+    total = sum((busy or {}).get(other.running.pid, 0.0) for other in now.present)
+    return now.gpm or GpmMetrics(), (busy or {}).get(p.running.pid, 0.0) / total if total else 0.0
+
+
+def _weights(now: Moment, busy: Mapping[int, float] | None) -> dict[str, float]:
+    """Each process's share of the GPU's energy, 1 together; empty where nobody knows."""
+    instances = Counter(p.running.gpu_instance_id for p in now.present)
+    times: dict[str, float] = {}
+    for p in now.present:
+        instance = p.running.gpu_instance_id
+        if instance is None:
+            times[p.process.key] = (busy or {}).get(p.running.pid, 0.0)
+            continue
+        part = now.parts.get(instance)
+        if part is None or part.gpm is None or part.gpm.sm is None:
+            return {}
+        times[p.process.key] = part.gpm.sm * part.sm_count / instances[instance]
     total = sum(times.values())
-    return {key: time / total if total else 1 / len(present) for key, time in times.items()}
+    return {key: time / total if total else 1 / len(times) for key, time in times.items()}
 
 
 def _plus(was: float | None, more: float | None) -> float | None:

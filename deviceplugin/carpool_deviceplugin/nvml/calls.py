@@ -156,6 +156,11 @@ class Session:
             self._handles[uuid] = found
         return found
 
+    def forget(self, uuid: str) -> None:
+        """Ask for a GPU's handle anew: it was reset."""
+        with self._lock:
+            self._handles.pop(uuid, None)
+
     def _wrapped(self, gpu: str, name: str, error: pynvml.NVMLError) -> NvmlError:
         code = error.value
         advice = _ADVICE.get(code, "look at dmesg and nvidia-smi -q")

@@ -5,7 +5,6 @@ from carpool_deviceplugin.nvml.values import GpmMetrics, Identity, Telemetry
 
 def dcgm_values(known: Identity, telemetry: Telemetry, gpm: GpmMetrics | None) -> dict[str, float]:
     """Return what can be said of a GPU now, by DCGM's field names."""
-    gpm = gpm or GpmMetrics()
     values: dict[str, float | None] = {
         "DCGM_FI_DEV_GPU_UTIL": telemetry.gpu_util_percent,
         "DCGM_FI_DEV_MEM_COPY_UTIL": telemetry.memory_util_percent,
@@ -20,10 +19,23 @@ def dcgm_values(known: Identity, telemetry: Telemetry, gpm: GpmMetrics | None) -
         "DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS": telemetry.rows_remapped_uncorrectable,
         "DCGM_FI_DEV_CORRECTABLE_REMAPPED_ROWS": telemetry.rows_remapped_correctable,
         "DCGM_FI_DEV_ROW_REMAP_FAILURE": telemetry.remap_failed,
+        **_activity(gpm or GpmMetrics()),
+    }
+    return {name: float(value) for name, value in values.items() if value is not None}
+
+
+def dcgm_of_part(memory_mib: tuple[int, int] | None, gpm: GpmMetrics | None) -> dict[str, float]:
+    """Return what can be said of a MIG instance now: its memory (used, free) and its activity."""
+    used, free = memory_mib or (None, None)
+    values = {"DCGM_FI_DEV_FB_USED": used, "DCGM_FI_DEV_FB_FREE": free, **_activity(gpm or GpmMetrics())}
+    return {name: float(value) for name, value in values.items() if value is not None}
+
+
+def _activity(gpm: GpmMetrics) -> dict[str, float | None]:
+    return {
         "DCGM_FI_PROF_GR_ENGINE_ACTIVE": gpm.graphics,
         "DCGM_FI_PROF_SM_ACTIVE": gpm.sm,
         "DCGM_FI_PROF_SM_OCCUPANCY": gpm.occupancy,
         "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE": gpm.tensor,
         "DCGM_FI_PROF_DRAM_ACTIVE": gpm.dram,
     }
-    return {name: float(value) for name, value in values.items() if value is not None}

@@ -1,22 +1,21 @@
 """Real GPUs behind the port."""
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import pynvml
 from carpool_core.resources.node import Device
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
 
 from carpool_deviceplugin.devices import NoDevicesError
 from carpool_deviceplugin.gpu import (
     Access,
+    CreateInstance,
+    DestroyInstance,
     DeviceError,
     GpuActual,
     Limits,
-    Mount,
     Reading,
     SetLimits,
     SetMode,
@@ -24,28 +23,25 @@ from carpool_deviceplugin.gpu import (
     Step,
     StopMps,
 )
-from carpool_deviceplugin.health import Health, Signals, advance
-from carpool_deviceplugin.mps import Mps, MpsStatus
-from carpool_deviceplugin.nvidia_cdi import FALLBACK_ENV, NvidiaCdi
-from carpool_deviceplugin.nvml.accounting import Ledger, Moment, Present
-from carpool_deviceplugin.nvml.calls import DriverGoneError, GpuLostError, Session
-from carpool_deviceplugin.nvml.counters import dcgm_values
-from carpool_deviceplugin.nvml.gpm import Gpm
+from carpool_deviceplugin.mps import Mps
+from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
+from carpool_deviceplugin.nvml.calls import Session
+from carpool_deviceplugin.nvml.conditions import Conditions
+from carpool_deviceplugin.nvml.entry import MIG_MINORS, Entry
+from carpool_deviceplugin.nvml.instances import Found, Instances, foreign, parts_of
 from carpool_deviceplugin.nvml.library import NvmlLibrary
-from carpool_deviceplugin.nvml.mig import read_table
+from carpool_deviceplugin.nvml.measuring import Measuring
 from carpool_deviceplugin.nvml.modes import ModeFile, Setting
-from carpool_deviceplugin.nvml.reading import list_gpus, read_identity, read_processes, read_telemetry, read_utilization
-from carpool_deviceplugin.nvml.values import Identity, Telemetry
-from carpool_deviceplugin.nvml.xids import XidWatch
-from carpool_deviceplugin.processes import Process, ProcTree
+from carpool_deviceplugin.nvml.presence import Clients, Watcher, about_strangers, name_of
+from carpool_deviceplugin.nvml.reading import list_gpus, read_identity
+from carpool_deviceplugin.nvml.values import Identity
+from carpool_deviceplugin.processes import ProcTree
 
 _FRAGMENTATION_MIB = 256
 """Kept free beside the driver's memory: allocators lose some to fragmentation."""
-_MPS_EVERY_S = 5.0
-"""How often the daemon is asked while the same processes are there."""
-CONTAINER_MPS = "/run/carpool/mps"
-CONTAINER_SHM = "/dev/shm"  # noqa: S108  # where CUDA looks for it
-_HOT = pynvml.nvmlClocksEventReasonHwThermalSlowdown
+_KNOWN_FOR_S = 60.0
+"""Power limits may be changed; a driver that was restarted is asked at once."""
+EXCLUSIVE, TIME_SLICING, MPS, MIG = SharingMode
 
 
 class NvmlDevices:
@@ -57,6 +53,8 @@ class NvmlDevices:
         cdi: NVIDIA's CDI specifications of this node.
         state_dir: Where what the agent decided about each GPU is kept.
         processes: The node's processes.
+        may_switch_mig: Whether MIG may be switched on and off on a GPU that nobody uses.
+        mig_minors: The driver's list of the device files that open MIG instances.
         monotonic: Seconds.
 
     Raises:
@@ -73,21 +71,26 @@ class NvmlDevices:
         cdi: NvidiaCdi,
         state_dir: Path,
         processes: ProcTree,
+        may_switch_mig: bool = False,
+        mig_minors: Path = MIG_MINORS,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._session = Session(library)
         self._session.open()
-        self._mps, self._cdi, self._processes, self._monotonic = mps, cdi, processes, monotonic
+        self._mps, self._may_switch = mps, may_switch_mig
+        self._mig_manager = ""
         self._uuids = self._found()
         self._modes = {uuid: ModeFile(state_dir / "gpus" / f"{uuid}.json") for uuid in self._uuids}
-        self._ledgers = {uuid: Ledger() for uuid in self._uuids}
-        self._health = {uuid: Health() for uuid in self._uuids}
-        self._openings = dict.fromkeys(self._uuids, self._session.openings)
-        self._lost: set[GpuUuid] = set()
-        self._asked: dict[GpuUuid, tuple[float, frozenset[int], MpsStatus]] = {}
-        self._gpm, self._xids = Gpm(self._session), XidWatch(self._session, self._uuids)
+        self._watcher, self._clients = Watcher(self._session, processes, mps, monotonic), Clients()
+        self._conditions = Conditions(self._session, self._uuids, state_dir / "gpus", monotonic)
+        self._measuring = Measuring(self._session, self._uuids, self._watcher, monotonic)
+        self._entry = Entry(cdi, mps, mig_minors)
+        self._instances = Instances(self._session)
+        self._monotonic = monotonic
         self._known: dict[GpuUuid, Identity] = {}
-        self._profiles: dict[GpuUuid, list[str]] = {}
+        self._known_at: dict[GpuUuid, tuple[int, float]] = {}
+        self._possible_lately: dict[GpuUuid, frozenset[SharingMode]] = {}
+        self._found_lately: dict[GpuUuid, list[Found]] = {}
         self._learn()
 
     def _found(self) -> list[GpuUuid]:
@@ -113,14 +116,22 @@ class NvmlDevices:
         """Return what a GPU is; as it was last seen where it cannot be read now."""
         return self._known[self._own(uuid)]
 
+    def set_mig_manager(self, manager: str) -> None:
+        """Say who else divides the node's GPUs; empty where nobody does."""
+        self._mig_manager = manager
+
     def _learn(self) -> None:
         try:
             for uuid in self._uuids:
-                self._known[uuid] = read_identity(self._session, uuid)
-                table = read_table(self._session, uuid) if self._known[uuid].mig_capable else None
-                self._profiles[uuid] = [p.name for p in reversed(table.profiles)] if table else []
+                self._identify(uuid)
+                if self._known[uuid].mig_capable:
+                    self._instances.learn(uuid)
         except DeviceError as e:
             raise NoDevicesError(str(e)) from e
+
+    def _identify(self, uuid: GpuUuid) -> None:
+        self._known[uuid] = read_identity(self._session, uuid)
+        self._known_at[uuid] = (self._session.openings, self._monotonic())
 
     def _own(self, uuid: GpuUuid) -> GpuUuid:
         if uuid not in self._modes:
@@ -137,10 +148,12 @@ class NvmlDevices:
         try:
             actual = self.actual(uuid)
             mode, problem = actual.mode, actual.problem
-            self._known[uuid] = read_identity(self._session, uuid)
+            openings, at = self._known_at[uuid]
+            if openings != self._session.openings or self._monotonic() - at > _KNOWN_FOR_S:
+                self._identify(uuid)
         except DeviceError as e:
             problem = str(e)
-        known = self._known[uuid]
+        known, table = self._known[uuid], self._instances.table(uuid)
         return Device(
             uuid=uuid,
             index=known.index,
@@ -148,114 +161,101 @@ class NvmlDevices:
             memory_mib=known.memory_mib,
             reserved_mib=known.reserved_mib + _FRAGMENTATION_MIB,
             compute_capability=known.compute_capability,
-            mig_profiles=self._profiles[uuid],
-            modes=sorted(self._possible(known), key=list(SharingMode).index),
+            mig_profiles=[p.name for p in reversed(table.profiles)] if table else [],
+            modes=sorted(self._possible_lately.get(uuid, ()), key=list(SharingMode).index),
             mode=mode,
             health=DeviceHealth.UNHEALTHY if problem else DeviceHealth.HEALTHY,
             health_message=problem,
             numa_node=known.numa_node,
         )
 
-    def _possible(self, known: Identity) -> frozenset[SharingMode]:
-        """A GPU with MIG switched on is not given out: whoever divided it looks after it."""
-        if known.mig_enabled:
+    def _possible(self, uuid: GpuUuid, found: Sequence[Found], *, is_divided: bool) -> frozenset[SharingMode]:
+        """What a GPU can be prepared for; MIG is switched only where that is allowed and disturbs nobody."""
+        whole = {EXCLUSIVE, TIME_SLICING} | ({MPS} if self._mps is not None else set())
+        if self._instances.table(uuid) is None or (self._mig_manager and not is_divided):
+            return frozenset(whole)
+        if self._mig_manager:
             return frozenset()
-        modes = {SharingMode.EXCLUSIVE, SharingMode.TIME_SLICING}
-        return frozenset(modes | ({SharingMode.MPS} if self._mps is not None else set()))
+        if is_divided:
+            return frozenset({MIG} | (whole if self._may_switch and all(f.own for f in found) else set()))
+        return frozenset(whole | ({MIG} if self._may_switch else set()))
 
     def actual(self, uuid: GpuUuid) -> GpuActual:
         """Read how a GPU is divided."""
         known, setting = self._known[self._own(uuid)], self._modes[uuid].read()
-        sick = self._look(uuid)
-        mps = self._mps.status(uuid) if self._mps is not None else MpsStatus()
-        there, strangers = self._who(uuid, mps)
-        problems = [sick, mps.problem, _behind(mps, there), _strangers(strangers)]
-        if known.mig_enabled:
-            problems.append("MIG is switched on: switch it off (nvidia-smi -mig 0), or leave the GPU to who did")
+        sick = self._conditions.look(uuid)
+        is_divided = self._instances.is_enabled(uuid)
+        found = self._instances.find(uuid, self._modes[uuid]) if is_divided else []
+        mps = self._watcher.daemon(uuid)
+        present = self._watcher.look(uuid, mps, foreign(found))
+        struck = self._clients.see(uuid, mps, present, is_expected=setting.mode is MPS)
+        self._found_lately[uuid] = found
+        self._possible_lately[uuid] = self._possible(uuid, found, is_divided=is_divided)
+        problems = [sick, mps.problem, struck, about_strangers(present.strangers)]
+        if is_divided and self._mig_manager:
+            problems.append(f"MIG is switched on, and {self._mig_manager}: leave the GPU to that, or remove the label")
+        self._measuring.divided(uuid, found)
         return GpuActual(
             uuid=uuid,
             usable_mib=known.memory_mib - known.reserved_mib,
-            modes=self._possible(known),
-            mode=setting.mode,
+            modes=self._possible_lately[uuid],
+            mode=setting.mode if (setting.mode is MIG) == is_divided else None,
             mps_daemon=mps.is_running,
             limits=setting.limits,
-            tenants=frozenset(p.process.pod_uid for p in there if p.process.pod_uid is not None),
+            tenants=present.beyond(foreign(found)).pod_uids(),
             problem="; ".join(p for p in problems if p),
-        )
-
-    def _lately(self, uuid: GpuUuid) -> MpsStatus:
-        """How the daemon was, asked again when somebody came or went: each question starts a program."""
-        if self._mps is None:
-            return MpsStatus()
-        now, pids = self._monotonic(), frozenset(p.pid for p in read_processes(self._session, uuid))
-        asked_at, were, status = self._asked.get(uuid, (-math.inf, frozenset(), MpsStatus()))
-        if pids != were or now - asked_at > _MPS_EVERY_S:
-            status = self._mps.status(uuid)
-            self._asked[uuid] = (now, pids, status)
-        return status
-
-    def _who(self, uuid: GpuUuid, mps: MpsStatus) -> tuple[list[Present], list[Process | int]]:
-        """Who of the pods is on a GPU, and who else; MPS servers are ours."""
-        there: list[Present] = []
-        strangers: list[Process | int] = []
-        for running in read_processes(self._session, uuid):
-            if running.pid in mps.servers:
-                continue
-            process = self._processes.find(running.pid)
-            if process is None:
-                strangers.append(running.pid)
-            elif process.pod_uid is None:
-                strangers.append(process)
-            else:
-                there.append(Present(running, process))
-        return there, strangers
-
-    def _look(self, uuid: GpuUuid) -> str:
-        """Take in what happened to a GPU; return why no new work may go there."""
-        try:
-            seen = self._signals(uuid, read_telemetry(self._session, uuid))
-        except (GpuLostError, DriverGoneError) as e:
-            self._lost.add(uuid)
-            self._health[uuid] = advance(self._health[uuid], Signals(lost=str(e)), self._monotonic())
-            raise
-        self._health[uuid] = advance(self._health[uuid], seen, self._monotonic())
-        return self._health[uuid].problem
-
-    def _signals(self, uuid: GpuUuid, telemetry: Telemetry) -> Signals:
-        xids = self._xids.seen(uuid)  # may fail; until it does not, a reset is still to be told
-        was_reset = self._openings[uuid] != self._session.openings or uuid in self._lost
-        self._openings[uuid] = self._session.openings
-        self._lost.discard(uuid)
-        reasons = telemetry.clock_reasons
-        return Signals(
-            xids=xids,
-            was_reset=was_reset,
-            ecc_uncorrectable=telemetry.ecc_uncorrectable,
-            remap_pending=telemetry.remap_pending,
-            remap_failed=telemetry.remap_failed,
-            is_hot=None if reasons is None else bool(reasons & _HOT),
+            mig_table=self._instances.table(uuid),
+            parts=parts_of(found, present),
+            mig_manager=self._mig_manager,
         )
 
     def apply(self, uuid: GpuUuid, step: Step) -> None:
         """Take one step."""
         file = self._modes[self._own(uuid)]
-        setting = file.read()
         match step:
             case SetMode(mode):
-                if mode is not setting.mode:
-                    self._must_be_empty(uuid)
-                    file.write(Setting(mode))
+                self._set_mode(uuid, file, mode)
             case StartMps():
-                if setting.mode is not SharingMode.MPS:
-                    raise DeviceError(f"GPU {uuid}: expected mode MPS, found {setting.mode or 'Idle'}; set it first")
+                mode = file.read().mode
+                if mode is not MPS:
+                    raise DeviceError(f"GPU {uuid}: expected mode MPS, found {mode or 'Idle'}; set it first")
                 self._daemons(uuid).start(uuid)
             case StopMps():
                 self._must_be_empty(uuid)
                 if self._mps is not None:
                     self._mps.stop(uuid)
-                file.write(Setting(setting.mode))
+                file.write(replace(file.read(), limits={}))
             case SetLimits(pod_uid, limits):
+                setting = file.read()
                 file.write(replace(setting, limits=_with(setting.limits, pod_uid, limits)))
+            case CreateInstance(placement, pod_uid):
+                self._may_divide(uuid)
+                self._instances.create(uuid, file, placement, pod_uid)
+            case DestroyInstance(placement):
+                self._may_divide(uuid)
+                self._instances.destroy(uuid, file, placement)
+
+    def _set_mode(self, uuid: GpuUuid, file: ModeFile, mode: SharingMode | None) -> None:
+        setting = file.read()
+        is_divided = self._instances.is_enabled(uuid)
+        is_switching = mode is not None and (mode is MIG) != is_divided
+        if mode is setting.mode and not is_switching:
+            return
+        self._must_be_empty(uuid)
+        if is_switching:
+            self._may_divide(uuid)
+            if not self._may_switch:
+                raise DeviceError(
+                    f"GPU {uuid}: expected MIG to be switched {'on' if mode is MIG else 'off'}, found it not so, and "
+                    "the agent may not switch it; do it (nvidia-smi -mig), or set CARPOOL_MIG_SWITCH"
+                )
+            self._instances.switch(uuid, on=mode is MIG)
+            self._identify(uuid)
+        file.write(Setting(mode, instances=setting.instances))
+
+    def _may_divide(self, uuid: GpuUuid) -> None:
+        if self._mig_manager:
+            raise DeviceError(f"GPU {uuid}: expected nobody else to divide it, found that {self._mig_manager}")
 
     def _daemons(self, uuid: GpuUuid) -> Mps:
         if self._mps is None:
@@ -263,9 +263,9 @@ class NvmlDevices:
         return self._mps
 
     def _must_be_empty(self, uuid: GpuUuid) -> None:
-        mps = self._mps.status(uuid) if self._mps is not None else MpsStatus()
-        there, strangers = self._who(uuid, mps)
-        whom = sorted({str(p.process.pod_uid) for p in there}) + [_name(s) for s in strangers]
+        others = foreign(self._instances.find(uuid, self._modes[uuid])) if self._instances.is_enabled(uuid) else set()
+        present = self._watcher.look(uuid, self._watcher.daemon(uuid), frozenset(others)).beyond(frozenset(others))
+        whom = sorted(map(str, present.pod_uids())) + [name_of(s) for s in present.strangers]
         if whom:
             raise DeviceError(
                 f"GPU {uuid}: expected no process on the GPU, found {', '.join(whom)}; wait until it ends"
@@ -273,62 +273,24 @@ class NvmlDevices:
 
     def read(self, uuid: GpuUuid) -> Reading:
         """Read a GPU's counters."""
-        ledger, known = self._ledgers[self._own(uuid)], self._known[uuid]
-        telemetry = read_telemetry(self._session, uuid)
-        there, _ = self._who(uuid, self._lately(uuid))
-        samples = read_utilization(self._session, uuid, ledger.since_us)
-        gpm = self._gpm.sample(uuid)
-        at = self._monotonic()
-        energy_j = None if telemetry.energy_mj is None else telemetry.energy_mj / 1000
-        processes = ledger.take(Moment(at, there, samples, energy_j, gpm))
-        return Reading(
-            at=at,
-            processes=tuple(processes),
-            power_w=telemetry.power_w,
-            idle_power_w=ledger.idle_power_w,
-            power_limit_w=known.power_limit_w,
-            energy_j=energy_j,
-            counters=dcgm_values(known, telemetry, gpm),
-            pci_bus_id=known.pci_bus_id,
-        )
+        reading = self._measuring.read(self._own(uuid), self._known[uuid])
+        self._conditions.idle_power(uuid, reading.idle_power_w)
+        return reading
 
-    def access(self, uuid: GpuUuid) -> Access:
-        """Return what brings the GPU into a container: NVIDIA's CDI specification, or a word to NVIDIA's runtime."""
-        edits = self._cdi.find(uuid, self._known[self._own(uuid)].minor)
-        pipe = shm = None
-        if self._mps is not None:
-            directory = self._mps.directory(uuid)
-            pipe, shm = Mount(str(directory / "pipe"), CONTAINER_MPS), Mount(str(directory / "shm"), CONTAINER_SHM)
-        if edits is None:
-            return Access(env=FALLBACK_ENV, mounts=(), mps_pipe=pipe, mps_shm=shm, is_named_to_runtime=True)
-        return Access(
-            env={},
-            mounts=(),
-            mps_pipe=pipe,
-            mps_shm=shm,
-            edits=edits.device,
-            common_edits=edits.common,
-            cdi_version=edits.cdi_version,
-        )
+    def access(self, uuid: GpuUuid, pod_uid: PodUid | None = None) -> Access:
+        """Return what brings the GPU, or the pod's MIG instance of it, into a container."""
+        known, file = self._known[self._own(uuid)], self._modes[uuid]
+        if file.read().mode is not MIG:
+            return self._entry.to_gpu(uuid, known)
+        found = self._found_lately.get(uuid, [])  # no call that could hang: a container waits for this
+        device = next((f.device for f in found if f.own is not None and f.own.pod_uid == pod_uid), None)
+        if device is None:
+            raise DeviceError(
+                f"GPU {uuid}: expected a MIG instance of pod {pod_uid}, found none; the agent looks again"
+            )
+        return self._entry.to_instance(uuid, known, device)
 
 
 def _with(limits: Mapping[PodUid, Limits], pod: PodUid, wanted: Limits | None) -> dict[PodUid, Limits]:
     others = {p: known for p, known in limits.items() if p != pod}
     return others if wanted is None else {**others, pod: wanted}
-
-
-def _name(stranger: Process | int) -> str:
-    return f"process {stranger}" if isinstance(stranger, int) else f"process {stranger.pid} ({stranger.name[:32]})"
-
-
-def _behind(mps: MpsStatus, there: Sequence[Present]) -> str:
-    """Name the pods that a fault takes down together: only one of them is to blame."""
-    pods = sorted({str(p.process.pod_uid) for p in there if p.running.pid in mps.faulty})
-    return f"pods that it ends together: {', '.join(pods)}" if pods else ""
-
-
-def _strangers(found: Sequence[Process | int]) -> str:
-    if not found:
-        return ""
-    whom = ", ".join(_name(s) for s in found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
-    return f"{whom} on the GPU belong to no pod: end them, or run the agent with the host's PIDs so that it knows them"

@@ -1,4 +1,4 @@
-"""What the agent decided about a GPU, kept in a file: the driver knows no sharing modes."""
+"""What the agent decided about a GPU, kept in a file: the driver knows no sharing modes, nor who made an instance."""
 
 import os
 from dataclasses import dataclass, field
@@ -11,11 +11,24 @@ from carpool_deviceplugin.gpu import DeviceError, Limits
 
 
 @dataclass(frozen=True, slots=True)
+class OwnInstance:
+    """A MIG instance that the agent made, or was about to make when it died."""
+
+    profile: str
+    start: int
+    pod_uid: PodUid | None = None
+    """Whom it was made for."""
+    device: str = ""
+    """UUID of its MIG device; empty until it was seen."""
+
+
+@dataclass(frozen=True, slots=True)
 class Setting:
-    """How a GPU is shared, and what MPS holds its pods to."""
+    """How a GPU is shared, what MPS holds its pods to, and which MIG instances are ours."""
 
     mode: SharingMode | None = None
     limits: dict[PodUid, Limits] = field(default_factory=dict)
+    instances: tuple[OwnInstance, ...] = ()
 
 
 class ModeFile:

@@ -6,19 +6,20 @@ behaviour is that of NVIDIA's documentation; what was never compared with hardwa
 
 import uuid as uuids
 from collections.abc import Callable, Sequence
-from ctypes import c_void_p, cast
-from dataclasses import dataclass, field
+from ctypes import cast
 from typing import Any
 
 import pynvml
-from carpool_core.values import MIB
 
+from carpool_deviceplugin.testing.nvml_activity_functions import ActivityFunctions
+from carpool_deviceplugin.testing.nvml_calls import key_of
+from carpool_deviceplugin.testing.nvml_event_functions import NONE, EventFunctions, EventSet
 from carpool_deviceplugin.testing.nvml_gpus import FakeGpu, FakeProcess
 from carpool_deviceplugin.testing.nvml_hardware import HARDWARE, Hardware
-from carpool_deviceplugin.testing.nvml_mig import FakeMig
+from carpool_deviceplugin.testing.nvml_mig import FakeCompute, FakeMig
 from carpool_deviceplugin.testing.nvml_mig_functions import MigFunctions
+from carpool_deviceplugin.testing.nvml_read_functions import ReadFunctions
 
-_NONE = 0xFFFFFFFF
 _SAMPLING_S = 1 / 6
 """The driver's sampling period of utilization."""
 
@@ -28,12 +29,7 @@ def refuse(code: int) -> pynvml.NVMLError:
     return pynvml.NVMLError(code)
 
 
-def key_of(handle: Any) -> int:
-    """Return the number behind an opaque pointer."""
-    return cast(handle, c_void_p).value or 0
-
-
-class FakeNvml(MigFunctions):
+class FakeNvml(ReadFunctions, ActivityFunctions, EventFunctions, MigFunctions):
     """The library, and the hands of whoever tests.
 
     Args:
@@ -100,8 +96,8 @@ class FakeNvml(MigFunctions):
     def raise_xid(self, gpu: int, xid: int, instance: int | None = None) -> None:
         """The driver reports an error to whoever registered for it."""
         for _, made in self._objects.values():
-            if isinstance(made, _EventSet) and gpu in made.gpus:
-                made.events.append((gpu, xid, _NONE if instance is None else instance))
+            if isinstance(made, EventSet) and gpu in made.gpus:
+                made.events.append((gpu, xid, NONE if instance is None else instance))
 
     def restart_driver(self) -> None:
         """The driver is unloaded and loaded again: every handle is dead, counters begin anew."""
@@ -110,6 +106,7 @@ class FakeNvml(MigFunctions):
             gpu.processes.clear()
             gpu.samples.clear()
             gpu.energy_mj, gpu.is_lost = 0.0, False
+            gpu.mig.reset()
 
     def fail_next(self, function: str, code: int, times: int = 1) -> None:
         """Let the next calls of a function fail."""
@@ -132,6 +129,10 @@ class FakeNvml(MigFunctions):
     def _gpu(self, name: str, handle: Any) -> FakeGpu:
         self._enter(name)
         found = self._object(handle)
+        if isinstance(found, FakeCompute):
+            found = next(
+                g for g in self.gpus if any(found in made.compute.values() for made in g.mig.instances.values())
+            )
         if not isinstance(found, FakeGpu):
             raise refuse(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         if found.is_lost:
@@ -192,195 +193,13 @@ class FakeNvml(MigFunctions):
                 if gpu.is_lost:
                     raise refuse(pynvml.NVML_ERROR_GPU_IS_LOST)
                 return self._pointer(gpu, pynvml.c_nvmlDevice_t)
+            for made in gpu.mig.instances.values():
+                for compute in made.compute.values():
+                    if compute.uuid == uuid:
+                        return self._pointer(compute, pynvml.c_nvmlDevice_t)
         raise refuse(pynvml.NVML_ERROR_NOT_FOUND)
 
     def nvmlDeviceGetUUID(self, handle: Any) -> str:
         self._enter("nvmlDeviceGetUUID")
         found = self._object(handle)
         return str(found.uuid)
-
-    def nvmlDeviceGetIndex(self, handle: Any) -> int:
-        return self._gpu("nvmlDeviceGetIndex", handle).index
-
-    def nvmlDeviceGetMinorNumber(self, handle: Any) -> int:
-        return self._gpu("nvmlDeviceGetMinorNumber", handle).index
-
-    def nvmlDeviceGetName(self, handle: Any) -> str:
-        return self._gpu("nvmlDeviceGetName", handle).hardware.product
-
-    def nvmlDeviceGetMemoryInfo(self, handle: Any, version: int | None = None) -> Any:
-        gpu = self._gpu("nvmlDeviceGetMemoryInfo", handle)
-        total, reserved = gpu.hardware.memory_mib * MIB, gpu.hardware.reserved_mib * MIB
-        used = gpu.used_mib * MIB
-        if version is None:  # the first version counts what is reserved as used
-            return pynvml.c_nvmlMemory_t(total=total, free=total - used - reserved, used=used + reserved)
-        return pynvml.c_nvmlMemory_v2_t(
-            version=version, total=total, reserved=reserved, free=total - used - reserved, used=used
-        )
-
-    def nvmlDeviceGetCudaComputeCapability(self, handle: Any) -> tuple[int, int]:
-        return self._gpu("nvmlDeviceGetCudaComputeCapability", handle).hardware.compute_capability
-
-    def nvmlDeviceGetPciInfo(self, handle: Any) -> Any:
-        gpu = self._gpu("nvmlDeviceGetPciInfo", handle)
-        return pynvml.nvmlPciInfo_t(busId=f"00000000:{0x10 + gpu.index:02X}:00.0".encode(), bus=0x10 + gpu.index)
-
-    def nvmlDeviceGetNumaNodeId(self, handle: Any) -> int:
-        return self._gpu("nvmlDeviceGetNumaNodeId", handle).index // 4
-
-    def nvmlDeviceGetNvLinkState(self, handle: Any, link: int) -> int:
-        gpu = self._gpu("nvmlDeviceGetNvLinkState", handle)
-        if not gpu.hardware.nvlinks:
-            raise refuse(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        if link >= gpu.hardware.nvlinks:
-            raise refuse(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        return int(len(self.gpus) > 1)
-
-    def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: Any, link: int) -> Any:
-        gpu = self._gpu("nvmlDeviceGetNvLinkRemotePciInfo", handle)
-        others = [g for g in self.gpus if g is not gpu]
-        return pynvml.nvmlPciInfo_t(busId=f"00000000:{0x10 + others[link % len(others)].index:02X}:00.0".encode())
-
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> list[Any]:
-        gpu = self._gpu("nvmlDeviceGetComputeRunningProcesses", handle)
-        return [
-            pynvml.nvmlFriendlyObject(
-                {
-                    "pid": p.pid,
-                    "usedGpuMemory": p.memory_mib * MIB,
-                    "gpuInstanceId": _NONE if p.instance is None else p.instance,
-                    "computeInstanceId": _NONE if p.instance is None else 0,
-                }
-            )
-            for p in gpu.processes.values()
-        ]
-
-    def nvmlDeviceGetProcessUtilization(self, handle: Any, since_us: int) -> list[Any]:
-        gpu = self._gpu("nvmlDeviceGetProcessUtilization", handle)
-        if gpu.mig.is_enabled:
-            raise refuse(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        found = [s for s in gpu.samples if s[1] > since_us]
-        if not found:
-            raise refuse(pynvml.NVML_ERROR_NOT_FOUND)
-        unfilled = pynvml.c_nvmlProcessUtilizationSample_t()
-        return [
-            *(pynvml.c_nvmlProcessUtilizationSample_t(pid=p, timeStamp=t, smUtil=s, memUtil=m) for p, t, s, m in found),
-            unfilled,
-        ]
-
-    def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any:
-        gpu = self._gpu("nvmlDeviceGetUtilizationRates", handle)
-        if gpu.mig.is_enabled:
-            raise refuse(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        busy = min(1.0, sum(p.sm for p in gpu.processes.values()))
-        memory = min(1.0, sum(p.dram for p in gpu.processes.values()))
-        return pynvml.c_nvmlUtilization_t(gpu=round(100 * busy), memory=round(100 * memory))
-
-    def nvmlDeviceGetPowerUsage(self, handle: Any) -> int:
-        return round(1000 * self._gpu("nvmlDeviceGetPowerUsage", handle).power_w)
-
-    def nvmlDeviceGetEnforcedPowerLimit(self, handle: Any) -> int:
-        return 1000 * self._gpu("nvmlDeviceGetEnforcedPowerLimit", handle).hardware.power_limit_w
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: Any) -> int:
-        return int(self._gpu("nvmlDeviceGetTotalEnergyConsumption", handle).energy_mj)
-
-    def nvmlDeviceGetClockInfo(self, handle: Any, type_: int) -> int:
-        self._gpu("nvmlDeviceGetClockInfo", handle)
-        return 1410 if type_ == pynvml.NVML_CLOCK_SM else 1215
-
-    def nvmlDeviceGetTemperature(self, handle: Any, sensor: int) -> int:
-        return self._gpu("nvmlDeviceGetTemperature", handle).temperature_c
-
-    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: Any) -> int:
-        return self._gpu("nvmlDeviceGetCurrentClocksEventReasons", handle).clock_reasons
-
-    def nvmlDeviceGetTotalEccErrors(self, handle: Any, error: int, counter: int) -> int:
-        gpu = self._gpu("nvmlDeviceGetTotalEccErrors", handle)
-        if not gpu.hardware.has_ecc:
-            raise refuse(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        return gpu.ecc_uncorrectable if error == pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED else 0
-
-    def nvmlDeviceGetRemappedRows(self, handle: Any) -> tuple[int, int, int, int]:
-        gpu = self._gpu("nvmlDeviceGetRemappedRows", handle)
-        if not gpu.hardware.has_row_remap:
-            raise refuse(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        return gpu.remap
-
-    def nvmlEventSetCreate(self) -> Any:
-        self._enter("nvmlEventSetCreate")
-        return self._pointer(_EventSet(), pynvml.c_nvmlEventSet_t)
-
-    def nvmlEventSetFree(self, events: Any) -> None:
-        self._enter("nvmlEventSetFree")
-        self._object(events)
-        del self._objects[key_of(events)]
-
-    def nvmlDeviceRegisterEvents(self, handle: Any, types: int, events: Any) -> None:
-        gpu = self._gpu("nvmlDeviceRegisterEvents", handle)
-        self._object(events).gpus.add(gpu.index)
-
-    def nvmlEventSetWait(self, events: Any, timeout_ms: int) -> Any:
-        self._enter("nvmlEventSetWait")
-        waiting = self._object(events).events
-        if not waiting:
-            raise refuse(pynvml.NVML_ERROR_TIMEOUT)
-        gpu, xid, instance = waiting.pop(0)
-        return pynvml.c_nvmlEventData_t(
-            device=self._pointer(self.gpus[gpu], pynvml.c_nvmlDevice_t),
-            eventType=pynvml.nvmlEventTypeXidCriticalError,
-            eventData=xid,
-            gpuInstanceId=instance,
-            computeInstanceId=_NONE,
-        )
-
-    def nvmlGpmQueryDeviceSupport(self, handle: Any) -> Any:
-        gpu = self._gpu("nvmlGpmQueryDeviceSupport", handle)
-        return pynvml.c_nvmlGpmSupport_t(version=1, isSupportedDevice=int(gpu.hardware.has_gpm))
-
-    def nvmlGpmSampleAlloc(self) -> Any:
-        self._enter("nvmlGpmSampleAlloc")
-        return self._pointer([0.0] * 6, pynvml.c_nvmlGpmSample_t)
-
-    def nvmlGpmSampleFree(self, sample: Any) -> None:
-        self._enter("nvmlGpmSampleFree")
-        self._object(sample)
-        del self._objects[key_of(sample)]
-
-    def nvmlGpmSampleGet(self, handle: Any, sample: Any) -> Any:
-        return self._gpm(self._gpu("nvmlGpmSampleGet", handle), None, sample)
-
-    def nvmlGpmMigSampleGet(self, handle: Any, instance: int, sample: Any) -> Any:
-        gpu = self._gpu("nvmlGpmMigSampleGet", handle)
-        if instance not in gpu.mig.instances:
-            raise refuse(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        return self._gpm(gpu, instance, sample)
-
-    def _gpm(self, gpu: FakeGpu, instance: int | None, sample: Any) -> Any:
-        if not gpu.hardware.has_gpm:
-            raise refuse(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        self._object(sample)[:] = gpu.integrals.get(instance, [0.0] * 6)
-        return sample
-
-    def nvmlGpmMetricsGet(self, request: Any) -> Any:
-        self._enter("nvmlGpmMetricsGet")
-        before, now = self._object(request.sample1), self._object(request.sample2)
-        places = {
-            pynvml.NVML_GPM_METRIC_GRAPHICS_UTIL: 1,
-            pynvml.NVML_GPM_METRIC_SM_UTIL: 2,
-            pynvml.NVML_GPM_METRIC_SM_OCCUPANCY: 3,
-            pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL: 4,
-            pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL: 5,
-        }
-        elapsed = now[0] - before[0]
-        for i in range(request.numMetrics):
-            at = places[request.metrics[i].metricId]
-            request.metrics[i].nvmlReturn = pynvml.NVML_SUCCESS if elapsed > 0 else pynvml.NVML_ERROR_NO_DATA
-            request.metrics[i].value = 100 * (now[at] - before[at]) / elapsed if elapsed > 0 else 0.0
-        return request
-
-
-@dataclass
-class _EventSet:
-    gpus: set[int] = field(default_factory=set)
-    events: list[tuple[int, int, int]] = field(default_factory=list)

@@ -58,6 +58,8 @@ class FakeMig:
         self.busy: set[int] = set()
         """Instances with processes."""
         self._needs_reset = hardware.mig_needs_reset
+        self.can_reset = True
+        """False in a virtual machine with the GPU passed through."""
         self._made = 0
 
     @property
@@ -72,13 +74,14 @@ class FakeMig:
         self.is_pending = enabled
         if in_use:
             return int(pynvml.NVML_ERROR_IN_USE)
-        if self._needs_reset and self.is_enabled != enabled:
+        if self._needs_reset and self.is_enabled != enabled and not self.can_reset:
             return int(pynvml.NVML_ERROR_RESET_REQUIRED)
         self.is_enabled = enabled
         return int(pynvml.NVML_SUCCESS)
 
     def reset(self) -> None:
-        """The GPU was reset: the pending mode takes effect, instances are gone."""
+        """The GPU was reset, or the driver loaded anew: instances are gone, and Hopper forgets its mode."""
+        self.is_pending = self.is_pending and self._needs_reset
         self.is_enabled = self.is_pending
         self.instances.clear()
 

@@ -1,25 +1,16 @@
 """MIG as NVML's functions take and return it; the rules stand in FakeMig."""
 
-from abc import ABC, abstractmethod
 from typing import Any
 
 import pynvml
 
+from carpool_deviceplugin.testing.nvml_calls import Calls
 from carpool_deviceplugin.testing.nvml_gpus import FakeGpu
 from carpool_deviceplugin.testing.nvml_mig import FakeMig
 
 
-class MigFunctions(ABC):
+class MigFunctions(Calls):
     """The part of the fake library that divides GPUs."""
-
-    @abstractmethod
-    def _enter(self, name: str) -> None: ...
-    @abstractmethod
-    def _gpu(self, name: str, handle: Any) -> FakeGpu: ...
-    @abstractmethod
-    def _pointer(self, made: Any, type_: Any) -> Any: ...
-    @abstractmethod
-    def _object(self, handle: Any) -> Any: ...
 
     def _mig(self, name: str, handle: Any, *, enabled: bool = True) -> tuple[FakeGpu, FakeMig]:
         gpu = self._gpu(name, handle)

@@ -25,6 +25,7 @@ class Node:
     mps: FakeMpsCommands
     root: Path
     seconds: float = 1000.0
+    may_switch_mig: bool = False
 
     def devices(self) -> NvmlDevices:
         """An adapter; each is an agent of its own on the same node."""
@@ -34,6 +35,8 @@ class Node:
             cdi=NvidiaCdi([self.root / "etc-cdi", self.root / "cdi"]),
             state_dir=self.root / "state",
             processes=ProcTree(self.root / "proc"),
+            may_switch_mig=self.may_switch_mig,
+            mig_minors=self.root / "mig-minors",
             monotonic=lambda: self.seconds,
         )
 
@@ -43,7 +46,15 @@ class Node:
         self.nvml.advance(seconds)
 
     def start(
-        self, gpu: int, pid: int, pod: str | None, memory_mib: int = 1000, *, sm: float = 0.0, dram: float = 0.0
+        self,
+        gpu: int,
+        pid: int,
+        pod: str | None,
+        memory_mib: int = 1000,
+        *,
+        sm: float = 0.0,
+        dram: float = 0.0,
+        instance: int | None = None,
     ) -> FakeProcess:
         """A pod's process opens a context; without a pod it is one of the host's."""
         directory = self.root / "proc" / str(pid)
@@ -53,7 +64,7 @@ class Node:
             f"0::/kubepods.slice/kubepods-burstable.slice/{slice_}/cri-containerd-1.scope\n"
         )
         (directory / "stat").write_text(f"{pid} (python (3)) S " + " ".join(["0"] * 18) + f" {pid * 100} 0 0\n")
-        process = self.nvml.start(gpu, pid, memory_mib)
+        process = self.nvml.start(gpu, pid, memory_mib, instance=instance)
         process.sm, process.dram = sm, dram
         return process
 

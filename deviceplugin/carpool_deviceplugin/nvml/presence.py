@@ -1,0 +1,150 @@
+"""Who is on a GPU: pods, and those that belong to none."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from carpool_core.values import GpuUuid, PodUid
+
+from carpool_deviceplugin.mps import Mps, MpsStatus
+from carpool_deviceplugin.nvml.accounting import Present
+from carpool_deviceplugin.nvml.calls import Session
+from carpool_deviceplugin.nvml.reading import read_processes
+from carpool_deviceplugin.nvml.values import RunningProcess
+from carpool_deviceplugin.processes import Process, ProcTree
+
+_MPS_EVERY_S = 5.0
+"""How often the daemon is asked while the same processes are there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """Who is on a GPU."""
+
+    pods: tuple[Present, ...] = ()
+    strangers: tuple[Process | int, ...] = ()
+    """Processes of no pod; a number where even that cannot be told."""
+    instances: frozenset[int] = frozenset()
+    """MIG instances with a process, of whomever."""
+
+    def pod_uids(self, instance: int | None = None) -> frozenset[PodUid]:
+        """Pods with a process, on one MIG instance or anywhere."""
+        return frozenset(
+            p.process.pod_uid
+            for p in self.pods
+            if p.process.pod_uid is not None and instance in (None, p.running.gpu_instance_id)
+        )
+
+    def beyond(self, instances: frozenset[int]) -> "Presence":
+        """Leave out who is on these MIG instances."""
+        fine = tuple(p for p in self.pods if p.running.gpu_instance_id not in instances)
+        return Presence(fine, self.strangers, self.instances - instances)
+
+
+class Watcher:
+    """Looks who is there.
+
+    Args:
+        session: The open library.
+        processes: The node's processes.
+        mps: The MPS daemons; None where the node cannot run any.
+        monotonic: Seconds.
+    """
+
+    def __init__(self, session: Session, processes: ProcTree, mps: Mps | None, monotonic: Callable[[], float]) -> None:
+        self._session, self._processes, self._mps, self._monotonic = session, processes, mps, monotonic
+        self._asked: dict[GpuUuid, tuple[float, frozenset[int], MpsStatus]] = {}
+
+    def daemon(self, uuid: GpuUuid) -> MpsStatus:
+        """Ask a GPU's MPS daemon how it is."""
+        return self._mps.status(uuid) if self._mps is not None else MpsStatus()
+
+    def look(self, uuid: GpuUuid, mps: MpsStatus, foreign: frozenset[int] = frozenset()) -> Presence:
+        """Look who is on a GPU; raises NvmlError.
+
+        Args:
+            uuid: The GPU.
+            mps: Its daemon: its servers are nobody's processes.
+            foreign: MIG instances of others: whoever is there is none of our business.
+        """
+        return self._sorted(read_processes(self._session, uuid), mps, foreign)
+
+    def look_lately(self, uuid: GpuUuid) -> Presence:
+        """The same, asking the daemon only when somebody came or went: each question starts a program."""
+        found = read_processes(self._session, uuid)
+        if self._mps is None:
+            return self._sorted(found, MpsStatus(), frozenset())
+        now, pids = self._monotonic(), frozenset(p.pid for p in found)
+        asked_at, were, status = self._asked.get(uuid, (-math.inf, frozenset(), MpsStatus()))
+        if pids != were or now - asked_at > _MPS_EVERY_S:
+            status = self._mps.status(uuid)
+            self._asked[uuid] = (now, pids, status)
+        return self._sorted(found, status, frozenset())
+
+    def _sorted(self, found: Iterable[RunningProcess], mps: MpsStatus, foreign: frozenset[int]) -> Presence:
+        pods: list[Present] = []
+        strangers: list[Process | int] = []
+        instances: set[int] = set()
+        for running in found:
+            if running.gpu_instance_id is not None:
+                instances.add(running.gpu_instance_id)
+            if running.pid in mps.servers:
+                continue
+            process = self._processes.find(running.pid)
+            if process is not None and process.pod_uid is not None:
+                pods.append(Present(running, process))
+            elif running.gpu_instance_id not in foreign:
+                strangers.append(running.pid if process is None else process)
+        return Presence(tuple(pods), tuple(strangers), frozenset(instances))
+
+
+def name_of(stranger: Process | int) -> str:
+    """Such as `process 42 (python)`."""
+    return f"process {stranger}" if isinstance(stranger, int) else f"process {stranger.pid} ({stranger.name[:32]})"
+
+
+def about_strangers(found: Sequence[Process | int]) -> str:
+    """Say who is there and belongs to no pod; empty where nobody is."""
+    if not found:
+        return ""
+    whom = ", ".join(name_of(s) for s in found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+    return f"{whom} on the GPU belong to no pod: end them, or run the agent with the host's PIDs so that it knows them"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What happened to all clients of one MPS daemon at once."""
+
+    what: str
+    pids: frozenset[int]
+    """Those that it ends."""
+
+
+class Clients:
+    """Remembers what happened to the clients of each GPU's daemon until they are gone: only one of them is to blame."""
+
+    def __init__(self) -> None:
+        self._faults: dict[GpuUuid, Fault] = {}
+
+    def see(self, uuid: GpuUuid, mps: MpsStatus, present: Presence, *, is_expected: bool) -> str:
+        """Take in how a daemon is; return what happened to its clients and which pods end together.
+
+        Args:
+            uuid: The GPU.
+            mps: Its daemon.
+            present: Who is on the GPU.
+            is_expected: Whether there should be a daemon: then whoever is there is its client.
+        """
+        there = frozenset(p.running.pid for p in present.pods)
+        if mps.faulty:
+            self._faults[uuid] = Fault("a client's fatal fault has hit its MPS server", mps.faulty)
+        elif is_expected and not mps.is_running and there:
+            self._faults[uuid] = Fault("its MPS daemon ended under its clients", there)
+        fault = self._faults.get(uuid)
+        if fault is None:
+            return ""
+        pods = sorted({str(p.process.pod_uid) for p in present.pods if p.running.pid in fault.pids})
+        if not pods:
+            del self._faults[uuid]
+            return ""
+        return f"{fault.what}: pods that it ends together: {', '.join(pods)}"
