@@ -1,5 +1,7 @@
 """Activity of a job alone on a GPU: learned where the training data reach, the roofline elsewhere."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
@@ -12,8 +14,9 @@ from carpool_core.values import Precision
 
 from carpool_predictor import roofline
 from carpool_predictor.activity_features import NAMES, features_of, work_of_features
-from carpool_predictor.activity_trees import ArtifactError, Target
-from carpool_predictor.interpolation import cost_at
+from carpool_predictor.activity_trees import Ensemble, Target
+from carpool_predictor.interpolation import StepCost
+from carpool_predictor.trees import MalformedError
 
 FORMAT = 1
 """Version of the artifact's layout."""
@@ -40,25 +43,34 @@ class ActivityModel(msgspec.Struct, frozen=True, kw_only=True):
     sm_occupancy_ratio: Target
     provenance: dict[str, str | int | float]
 
+    @property
+    def targets(self) -> tuple[Target, Target, Target]:
+        """GPU utilization, SM activity and occupancy."""
+        return self.gpu_util_percent, self.sm_active_ratio, self.sm_occupancy_ratio
+
+    def ensemble(self) -> Ensemble:
+        """Return what predicts the three targets at once, in their order."""
+        return Ensemble([target.forest for target in self.targets], len(self.features))
+
 
 def read_model(content: bytes) -> ActivityModel:
     """Read a stored model.
 
     Raises:
-        ArtifactError: It is truncated, was tampered with, or is of another version.
+        MalformedError: It is truncated, was tampered with, or is of another version.
     """
     try:
         model = msgspec.json.decode(content, type=ActivityModel)
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        raise ArtifactError(f"the activity model cannot be read: {e}; build it again with `carpool train`") from e
+        raise MalformedError(f"the activity model cannot be read: {e}; build it again with `carpool train`") from e
     if model.format != FORMAT or tuple(model.features) != NAMES:
-        raise ArtifactError(
+        raise MalformedError(
             f"the activity model has format {model.format}, expected {FORMAT} with this version's features; "
             "build it again with `carpool train`"
         )
     if not len(model.low) == len(model.high) == len(NAMES):
-        raise ArtifactError("the activity model's hull lacks features; build it again with `carpool train`")
-    for target in (model.gpu_util_percent, model.sm_active_ratio, model.sm_occupancy_ratio):
+        raise MalformedError("the activity model's hull lacks features; build it again with `carpool train`")
+    for target in model.targets:
         target.check(len(NAMES))
     return model
 
@@ -66,54 +78,63 @@ def read_model(content: bytes) -> ActivityModel:
 @cache
 def shipped() -> ActivityModel:
     """Return the model that comes with the package."""
-    return read_model(files("carpool_predictor").joinpath("activity.json").read_bytes())
+    return read_model(files("carpool_predictor").joinpath("artifacts/activity.json").read_bytes())
 
 
-def is_known(features: tuple[float, ...], model: ActivityModel) -> bool:
+@cache
+def _ensemble() -> Ensemble:
+    return shipped().ensemble()
+
+
+def is_known(features: Sequence[float], model: ActivityModel) -> bool:
     """Whether a step lies within what the model has seen."""
     return all(
         low - SLACK <= value <= high + SLACK for value, low, high in zip(features, model.low, model.high, strict=True)
     )
 
 
-def activity_on(features: ModelFeatures, training: Training, product: GpuProduct) -> ActivityPrediction:
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Activity on one GPU product."""
+
+    activity: ActivityPrediction
+    inside: bool
+    """Whether the step lies inside what was learned; otherwise the roofline answered."""
+
+
+def activity_on(features: ModelFeatures, cost: StepCost, training: Training, product: GpuProduct) -> Answer:
     """Predict how busy a job keeps a GPU that it has alone.
 
     DRAM activity was not measured by anybody whose data may be used, so it is the roofline's everywhere, scaled by how
     busy the GPU is.
+
+    Args:
+        features: The model's layers and sizes.
+        cost: Its step at the job's batch size.
+        training: The job's batch size and precision.
+        product: What it runs on.
     """
-    convolutional = features.layers.convolution > features.layers.linear
-    plain = roofline.activity_on(
-        cost_at(features, training.batch_size), product, training.precision, convolutional=convolutional
-    )
-    guess, _ = roofline.intervals(plain)
+    layers = features.layers
+    plain = roofline.activity_on(cost, product, training.precision, convolutional=layers.convolution > layers.linear)
+    guess = roofline.intervals(plain)
     model = shipped()
-    found = features_of(work_of_features(features, training), product, training.precision)
-    if not is_known(found, model):
-        return guess
+    row = features_of(work_of_features(features, cost, training.batch_size), product, training.precision)
+    if not is_known(row, model):
+        return Answer(guess, inside=False)
+    util, sm_active, occupancy = _ensemble().predict(row)
     widening = 1.0 if (product.name, training.precision) == (model.product, model.precision) else CARRIED
-    some = features.layers.convolution > 0
-    util = _interval(model.gpu_util_percent.predict(found, convolutional=some), 100.0, widening)
-    sm_active = _interval(model.sm_active_ratio.predict(found, convolutional=some), 1.0, widening)
-    busier = util.median / 100 / max(plain.gpu_util, 0.01)
-    dram = Interval(
-        median=round(min(plain.dram_active * busier, 1.0), 4),
-        lower=guess.dram_active_ratio.lower,
-        upper=guess.dram_active_ratio.upper,
+    some = layers.convolution > 0
+    busy = _interval(model.gpu_util_percent.around(util, convolutional=some), 100.0, widening)
+    # What the roofline gives to DRAM it gives to a GPU as busy as the roofline thinks.
+    dram = guess.dram_active_ratio
+    median = round(min(plain.dram_active * busy.median / 100 / max(plain.gpu_util, 0.01), 1.0), 4)
+    activity = ActivityPrediction(
+        gpu_util_percent=busy,
+        sm_active_ratio=_interval(model.sm_active_ratio.around(sm_active, convolutional=some), 1.0, widening),
+        dram_active_ratio=Interval(median=median, lower=min(dram.lower, median), upper=max(dram.upper, median)),
+        sm_occupancy_ratio=_interval(model.sm_occupancy_ratio.around(occupancy, convolutional=some), 1.0, widening),
     )
-    inside = msgspec.structs.replace(dram, lower=min(dram.lower, dram.median), upper=max(dram.upper, dram.median))
-    return ActivityPrediction(gpu_util_percent=util, sm_active_ratio=sm_active, dram_active_ratio=inside)
-
-
-def occupancy_on(features: ModelFeatures, training: Training, product: GpuProduct) -> Interval | None:
-    """Predict the share of warp slots in use, 0..1; None outside what was learned."""
-    model = shipped()
-    found = features_of(work_of_features(features, training), product, training.precision)
-    if not is_known(found, model):
-        return None
-    widening = 1.0 if (product.name, training.precision) == (model.product, model.precision) else CARRIED
-    some = features.layers.convolution > 0
-    return _interval(model.sm_occupancy_ratio.predict(found, convolutional=some), 1.0, widening)
+    return Answer(activity, inside=True)
 
 
 def _interval(predicted: tuple[float, float, float], unit: float, widening: float) -> Interval:

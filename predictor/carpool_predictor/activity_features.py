@@ -9,11 +9,10 @@ import math
 
 from carpool_core.products import GpuProduct
 from carpool_core.resources.features import ModelFeatures
-from carpool_core.resources.job import Training
 from carpool_core.values import Precision
 
 from carpool_predictor.activity_notation import StepWork
-from carpool_predictor.interpolation import cost_at
+from carpool_predictor.interpolation import StepCost
 from carpool_predictor.roofline import BANDWIDTH, KERNEL_S, LAUNCH_S, STEP_GAP_S, matrix_rate
 
 NAMES = (
@@ -27,11 +26,10 @@ NAMES = (
 _TINY = 1e-12
 
 
-def work_of_features(features: ModelFeatures, training: Training) -> StepWork:
-    """Return the step at the job's batch size."""
-    cost = cost_at(features, training.batch_size)
+def work_of_features(features: ModelFeatures, cost: StepCost, batch_size: int) -> StepWork:
+    """Return the step at the batch size that `cost` is of."""
     return StepWork(
-        batch_size=training.batch_size,
+        batch_size=batch_size,
         parameter_bytes=float(features.parameter_bytes),
         flops=cost.flops,
         bytes_moved=cost.bytes_moved,

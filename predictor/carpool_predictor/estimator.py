@@ -1,12 +1,14 @@
-"""Predicts memory, activity and step time from features. Pure, without PyTorch or NumPy; microseconds a product."""
+"""Predicts memory, activity and step time from features. Pure, without PyTorch; tens of microseconds a product."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from carpool_core.products import GpuProduct, find_product
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import Training
-from carpool_core.resources.prediction import Prediction, ProductPrediction
+from carpool_core.resources.prediction import MemoryPrediction, Prediction, ProductPrediction
 
+from carpool_predictor import activity, step_time
 from carpool_predictor.abstention import Abstention
 from carpool_predictor.checks import reason_to_abstain
 from carpool_predictor.interpolation import StepCost, cost_at
@@ -19,17 +21,89 @@ from carpool_predictor.memory import (
     predict_memory,
     shipped,
 )
-from carpool_predictor.roofline import activity_on, intervals
 
-__all__ = ["Abstention", "model_version", "predict"]
+__all__ = ["Abstention", "Job", "OnProduct", "model_version", "predict", "prepare"]
 
 _MAX_PEAK_BYTES = 2.0**50
 """1 PiB: beyond any single-GPU training step."""
 
 
 def model_version(model: MemoryModel | None = None) -> str:
-    """Return the version of what predicts."""
-    return f"replay-affine-trees/{(model or shipped()).version}"
+    """Return the versions of all that predicts: memory, activity, step time."""
+    memory = (model or shipped()).version
+    return f"memory/{memory} activity/{activity.shipped().version} step-time/{step_time.shipped().version}"
+
+
+@dataclass(frozen=True, slots=True)
+class OnProduct:
+    """A job on one GPU product, and which of the answers were learned from such jobs."""
+
+    prediction: ProductPrediction
+    memory_calibrated: bool
+    """Whether memory was measured on this product in this precision."""
+    activity_inside: bool
+    step_time_inside: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job that can be predicted, whatever the product."""
+
+    features: ModelFeatures
+    training: Training
+    cost: StepCost
+    """Its step at its batch size."""
+    model: MemoryModel
+    corrected: Corrected
+
+    def memory_on(self, product: GpuProduct) -> MemoryPrediction:
+        """Predict memory alone."""
+        return predict_memory(
+            self.cost,
+            self.features.layers,
+            self.model,
+            self.corrected,
+            calibrated=is_calibrated(self.model, product, self.training.precision),
+            context_difference_mib=context_mib(product) - context_mib(find_product(self.model.product)),
+        )
+
+    def on(self, product: GpuProduct) -> OnProduct:
+        """Predict memory, activity and step time."""
+        layers, precision = self.features.layers, self.training.precision
+        busy = activity.activity_on(self.features, self.cost, self.training, product)
+        time = step_time.step_time_on(self.cost, product, precision, convolutional=layers.convolution > layers.linear)
+        prediction = ProductPrediction(
+            product=product.name,
+            memory=self.memory_on(product),
+            activity=busy.activity,
+            step_time_seconds=time.seconds,
+        )
+        return OnProduct(prediction, is_calibrated(self.model, product, precision), busy.inside, time.inside)
+
+
+def prepare(
+    features: ModelFeatures | Abstention, training: Training, model: MemoryModel | None = None
+) -> Job | Abstention:
+    """Reckon what does not depend on the product, or say why there is no answer.
+
+    Args:
+        features: Traced features, or why there are none.
+        training: The job's training; features must have been traced with its optimizer, precision and checkpointing.
+        model: The memory model; the shipped one when left out.
+    """
+    if isinstance(features, Abstention):
+        return features
+    refusal = reason_to_abstain(features, training)
+    if refusal is not None:
+        return refusal
+    cost = cost_at(features, training.batch_size)
+    if cost.peak_bytes > _MAX_PEAK_BYTES:
+        return Abstention(
+            reason="FeaturesAbsurd",
+            message=f"batch size {training.batch_size:,} needs {cost.peak_bytes:.3g} bytes; check the features",
+        )
+    model = model or shipped()
+    return Job(features, training, cost, model, correct(model, features, cost, training.batch_size))
 
 
 def predict(features: ModelFeatures | Abstention, training: Training, gpus: Sequence[GpuProduct]) -> Prediction:
@@ -43,63 +117,45 @@ def predict(features: ModelFeatures | Abstention, training: Training, gpus: Sequ
     Returns:
         A prediction whose `input_digest` is left to the caller, who knows the model's source.
     """
-    if isinstance(features, Abstention):
-        return _abstained(features)
-    refusal = reason_to_abstain(features, training)
-    if refusal is not None:
-        return _abstained(refusal)
-    cost = cost_at(features, training.batch_size)
-    if cost.peak_bytes > _MAX_PEAK_BYTES:
-        return _abstained(
-            Abstention(
-                reason="FeaturesAbsurd",
-                message=f"batch size {training.batch_size:,} needs {cost.peak_bytes:.3g} bytes; check the features",
-            )
-        )
-    model = shipped()
-    corrected = correct(model, features, cost, training.batch_size)
-    products = [_on(product, cost, features, model, corrected) for product in gpus]
-    elsewhere = [p.name for p in gpus if not is_calibrated(model, p, training.precision)]
-    known = "Calibrated" if corrected.inside else "OutsideTraining"
+    job = prepare(features, training)
+    if isinstance(job, Abstention):
+        return abstained(job)
+    return summary(job, [job.on(product) for product in gpus])
+
+
+def summary(job: Job, answers: Sequence[OnProduct]) -> Prediction:
+    """Put the answers for all products together, with the sentence that says what they are worth."""
+    known = "Calibrated" if job.corrected.inside else "OutsideTraining"
     return Prediction(
         outcome="Predicted",
-        reason="Uncalibrated" if elsewhere else known,
-        message=_message(features, model, elsewhere, inside=corrected.inside),
-        model_version=model_version(model),
-        products=products,
+        reason=known if all(answer.memory_calibrated for answer in answers) else "Uncalibrated",
+        message=_message(job, answers),
+        model_version=model_version(job.model),
+        products=[answer.prediction for answer in answers],
     )
 
 
-def _on(
-    product: GpuProduct, cost: StepCost, features: ModelFeatures, model: MemoryModel, corrected: Corrected
-) -> ProductPrediction:
-    convolutional = features.layers.convolution > features.layers.linear
-    activity, step_time = intervals(activity_on(cost, product, features.precision, convolutional=convolutional))
-    memory = predict_memory(
-        cost,
-        features.layers,
-        model,
-        corrected,
-        calibrated=is_calibrated(model, product, features.precision),
-        context_difference_mib=context_mib(product) - context_mib(find_product(model.product)),
-    )
-    return ProductPrediction(product=product.name, memory=memory, activity=activity, step_time_seconds=step_time)
+def _message(job: Job, answers: Sequence[OnProduct]) -> str:
+    batches = ", ".join(str(step.batch_size) for step in job.features.steps)
+    told = [f"from training steps traced at batch sizes {batches}"]
+    if not job.corrected.inside:
+        told.append("the model is unlike those that were measured, so the bound on memory is wider")
+    if not all(answer.memory_calibrated for answer in answers):
+        told.append(
+            f"memory is calibrated on {job.model.product} in {job.model.precision} only, so the bound is wider on "
+            "other GPU products and precisions"
+        )
+    outside = [a.prediction.product for a in answers if not a.activity_inside]
+    if outside:
+        where = "" if len(outside) == len(answers) else f" on {', '.join(outside)}"
+        told.append(f"activity{where} is a roofline estimate, because no step like this was measured")
+    if not all(answer.step_time_inside for answer in answers):
+        told.append("step times with tensor cores were not measured, so their interval is wider")
+    return "; ".join(told)
 
 
-def _message(features: ModelFeatures, model: MemoryModel, elsewhere: Sequence[str], *, inside: bool) -> str:
-    batches = ", ".join(str(step.batch_size) for step in features.steps)
-    told = f"from training steps traced at batch sizes {batches}; activity and step time are roofline estimates"
-    if not inside:
-        told += "; the model is unlike those that were measured, so the bound on memory is wider"
-    if not elsewhere:
-        return told
-    return (
-        f"{told}; memory is calibrated on {model.product} in {model.precision} only, so the bound is wider on "
-        "other GPU products and precisions"
-    )
-
-
-def _abstained(abstention: Abstention) -> Prediction:
+def abstained(abstention: Abstention) -> Prediction:
+    """Return the prediction that says that there is none."""
     return Prediction(
         outcome="Abstained", reason=abstention.reason, message=abstention.message, model_version=model_version()
     )

@@ -1,4 +1,4 @@
-"""Activity and step time from a product's specification. Physics, not learned: the intervals are wide and say so.
+"""Activity from a product's specification. Physics, not learned: the intervals are wide and say so.
 
     compute     = flops / (peak rate * VECTOR or TENSOR)
     memory      = bytes / (bandwidth * BANDWIDTH)
@@ -6,6 +6,7 @@
     step        = max(gpu time, LAUNCH_S * kernels) + STEP_GAP_S
     gpu_util    = gpu time / step
     sm_active   = gpu_util * fill,   fill = bytes per kernel / (bytes per kernel + FILL_BYTES_PER_SM * SMs)
+    occupancy   = sm_active * OCCUPANCY
     dram_active = bytes / bandwidth / step
 
 Kernels run one after the other, each bound by one of compute and memory, so a step lies between the larger and the sum
@@ -37,8 +38,8 @@ STEP_GAP_S = 5e-4
 """Between steps: the loss is read, the next batch copied. Waiting for data is not in the graph, and not counted."""
 FILL_BYTES_PER_SM = 48 * 1024
 """Bytes that a kernel moves for each SM when half of the SMs have work: 1,024 threads with twelve FP32 numbers each."""
-SPREAD_STEP = 2.2
-"""Factor to the ends of a step time's interval: the plain roofline's median error is 34% (NeuSight, ASPLOS '25)."""
+OCCUPANCY = (0.3, 0.07, 0.55)
+"""Share of warp slots in use for each share of SMs with work: about the median, 5% and 95% of GPUMemNet's networks."""
 SPREAD_RATIO = 0.35
 """Half width of the intervals of activity, in ratios."""
 
@@ -47,7 +48,6 @@ SPREAD_RATIO = 0.35
 class Activity:
     """Median activity of a job alone on a GPU; ratios of time."""
 
-    step_time_s: float
     gpu_util: float
     sm_active: float
     dram_active: float
@@ -75,23 +75,25 @@ def activity_on(cost: StepCost, product: GpuProduct, precision: Precision, *, co
     per_kernel = cost.bytes_moved / cost.kernels
     fill = per_kernel / (per_kernel + FILL_BYTES_PER_SM * product.sm_count)
     return Activity(
-        step_time_s=step_s,
         gpu_util=busy,
         sm_active=busy * fill,
         dram_active=cost.bytes_moved / bandwidth / step_s,
     )
 
 
-def intervals(activity: Activity) -> tuple[ActivityPrediction, Interval]:
-    """Return the activity and the step time (seconds) with their intervals."""
-    step = activity.step_time_s
-    return (
-        ActivityPrediction(
-            gpu_util_percent=_around(activity.gpu_util, 100.0),
-            sm_active_ratio=_around(activity.sm_active, 1.0),
-            dram_active_ratio=_around(activity.dram_active, 1.0),
+def intervals(activity: Activity) -> ActivityPrediction:
+    """Return the activity with its intervals."""
+    sm_active = _around(activity.sm_active, 1.0)
+    middle, low, high = OCCUPANCY
+    return ActivityPrediction(
+        gpu_util_percent=_around(activity.gpu_util, 100.0),
+        sm_active_ratio=sm_active,
+        dram_active_ratio=_around(activity.dram_active, 1.0),
+        sm_occupancy_ratio=Interval(
+            median=round(sm_active.median * middle, 4),
+            lower=round(sm_active.lower * low, 4),
+            upper=round(sm_active.upper * high, 4),
         ),
-        Interval(median=step, lower=step / SPREAD_STEP, upper=step * SPREAD_STEP),
     )
 
 

@@ -6,14 +6,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from carpool_core.products import PRODUCTS, find_product
+from carpool_core.products import PRODUCTS, GpuProduct, find_product
 from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
 from carpool_core.resources.job import Training
 from carpool_core.values import Precision
 from carpool_predictor import roofline
-from carpool_predictor.activity import activity_on, occupancy_on, read_model, shipped
-from carpool_predictor.activity_trees import ArtifactError, Forest
+from carpool_predictor.activity import Answer, activity_on, read_model, shipped
+from carpool_predictor.activity_trees import Ensemble, Forest
 from carpool_predictor.interpolation import cost_at
+from carpool_predictor.trees import MalformedError
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,50 +32,54 @@ def features(flops: float = 4e11, moved: float = 1.2e10, kernels: int = 120, bat
     )  # fmt: skip
 
 
+def ask(model: ModelFeatures, product: GpuProduct = A100, batch: int = 32) -> Answer:
+    return activity_on(model, cost_at(model, batch), Training(batch_size=batch), product)
+
+
 def test_a_heavy_network_keeps_the_gpu_busy_and_a_light_one_does_not() -> None:
-    heavy = activity_on(features(), Training(batch_size=32), A100)
-    light = activity_on(features(flops=1e9, moved=1e8), Training(batch_size=32), A100)
+    heavy, light = ask(features()).activity, ask(features(flops=1e9, moved=1e8)).activity
     assert heavy.gpu_util_percent.median > 85
     assert light.gpu_util_percent.median < 60
     assert light.sm_active_ratio.median < heavy.sm_active_ratio.median
 
 
 def test_another_product_is_less_sure() -> None:
-    own, other = (activity_on(features(), Training(batch_size=32), find_product(n)) for n in ("SXM4-40GB", "A30"))
-    assert other.sm_active_ratio.upper - other.sm_active_ratio.lower > 0
+    own, other = (ask(features(), find_product(n)) for n in ("SXM4-40GB", "A30"))
+    assert own.inside
+    assert other.inside
+    assert other.activity.sm_active_ratio.upper - other.activity.sm_active_ratio.lower > 0
     assert own != other
 
 
 def test_outside_what_was_learned_the_roofline_answers() -> None:
     strange = features(flops=1e17, moved=1e14, kernels=10**6)
-    training = Training(batch_size=32)
     plain = roofline.activity_on(cost_at(strange, 32), A100, Precision.FP32, convolutional=True)
-    assert activity_on(strange, training, A100) == roofline.intervals(plain)[0]
-    assert occupancy_on(strange, training, A100) is None
+    assert ask(strange) == Answer(roofline.intervals(plain), inside=False)
 
 
 @given(st.floats(1, 1e18), st.floats(1, 1e15), st.integers(1, 10**6), st.integers(1, 4096), st.sampled_from(PRODUCTS))
 def test_intervals_are_ordered_and_within_their_units(
-    flops: float, moved: float, kernels: int, batch: int, product: Any
+    flops: float, moved: float, kernels: int, batch: int, product: GpuProduct
 ) -> None:
-    found = activity_on(features(flops, moved, kernels, batch), Training(batch_size=batch), product)
+    found = ask(features(flops, moved, kernels, batch), product, batch).activity
+    assert found.sm_occupancy_ratio is not None
     for interval, unit in (
-        (found.gpu_util_percent, 100), (found.sm_active_ratio, 1), (found.dram_active_ratio, 1)
+        (found.gpu_util_percent, 100), (found.sm_active_ratio, 1), (found.dram_active_ratio, 1),
+        (found.sm_occupancy_ratio, 1),
     ):  # fmt: skip
         assert 0 <= interval.lower <= interval.median <= interval.upper <= unit
 
 
 def test_occupancy_lies_below_activity() -> None:
-    training = Training(batch_size=32)
-    occupancy = occupancy_on(features(), training, A100)
-    assert occupancy is not None
-    assert occupancy.median < activity_on(features(), training, A100).sm_active_ratio.median
+    found = ask(features()).activity
+    assert found.sm_occupancy_ratio is not None
+    assert found.sm_occupancy_ratio.median < found.sm_active_ratio.median
 
 
-def test_predicting_imports_neither_numpy_nor_lightgbm() -> None:
+def test_predicting_imports_no_library_of_trees() -> None:
     script = (
         "import sys\nfrom carpool_predictor.activity import shipped\nshipped()\n"
-        "assert not {'numpy', 'lightgbm', 'sklearn'} & set(sys.modules)"
+        "assert not {'lightgbm', 'scipy', 'sklearn', 'torch'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
 
@@ -95,7 +100,7 @@ def changed(**fields: Any) -> bytes:
     ids=["truncated", "pickle", "newer", "other features", "short hull"],
 )
 def test_a_broken_artifact_is_refused(content: bytes, message: str) -> None:
-    with pytest.raises(ArtifactError, match=message):
+    with pytest.raises(MalformedError, match=message):
         read_model(content)
 
 
@@ -106,7 +111,63 @@ STUMP = Forest(
 
 def test_a_tree_is_walked_to_its_leaf() -> None:
     STUMP.check(1)
-    assert [STUMP.predict([x]) for x in (0.5, 0.6)] == [10, 20]
+    assert [Ensemble([STUMP], 1).predict([x]) for x in (0.5, 0.6)] == [[10], [20]]
+
+
+@st.composite
+def forests(draw: st.DrawFn, features: int) -> Forest:
+    """Draw trees of up to 40 leaves; thresholds and values from few numbers, so that ties happen."""
+    lists: dict[str, list[Any]] = {name: [] for name in Forest.__struct_fields__}
+
+    def grow(leaves: int) -> int:
+        index = len(lists["feature"])
+        for name, value in (("left", 0), ("right", 0)):
+            lists[name].append(value)
+        lists["feature"].append(draw(st.integers(0, features - 1)) if leaves > 1 else -1)
+        lists["threshold"].append(float(draw(st.integers(-3, 3))) if leaves > 1 else 0.0)
+        lists["value"].append(0.0 if leaves > 1 else float(draw(st.integers(-9, 9))))
+        if leaves > 1:
+            first = draw(st.integers(1, leaves - 1))
+            lists["left"][index] = grow(first)
+            lists["right"][index] = grow(leaves - first)
+        return index
+
+    for _ in range(draw(st.integers(1, 4))):
+        lists["roots"].append(grow(draw(st.integers(1, 40))))
+    return Forest(**lists)
+
+
+def walked(forest: Forest, row: list[float]) -> float:
+    total = 0.0
+    for root in forest.roots:
+        node = root
+        while forest.feature[node] >= 0:
+            below = row[forest.feature[node]] <= forest.threshold[node]
+            node = forest.left[node] if below else forest.right[node]
+        total += forest.value[node]
+    return total
+
+
+@given(st.lists(forests(3), min_size=1, max_size=3), st.lists(st.floats(-4, 4) | st.integers(-4, 4).map(float),
+                                                             min_size=3, max_size=3))  # fmt: skip
+def test_all_trees_at_once_give_what_walking_gives(grown: list[Forest], row: list[float]) -> None:
+    for forest in grown:
+        forest.check(3)
+    assert Ensemble(grown, 3).predict(row) == [walked(forest, row) for forest in grown]
+
+
+def test_a_tree_with_more_leaves_than_bits_is_refused() -> None:
+    leaves = 65
+    chain = Forest(
+        roots=[0],
+        feature=[x for _ in range(leaves - 1) for x in (0, -1)] + [-1],
+        threshold=[0.0] * (2 * leaves - 1),
+        left=[x for i in range(leaves - 1) for x in (2 * i + 1, 0)] + [0],
+        right=[x for i in range(leaves - 1) for x in (2 * i + 2, 0)] + [0],
+        value=[1.0] * (2 * leaves - 1),
+    )
+    with pytest.raises(MalformedError, match="at most 64 leaves"):
+        chain.check(1)
 
 
 @pytest.mark.parametrize(
@@ -115,5 +176,5 @@ def test_a_tree_is_walked_to_its_leaf() -> None:
     ids=["loop", "beyond", "unknown feature", "no root", "short"],
 )
 def test_a_forest_that_could_fail_or_never_end_is_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(ArtifactError):
+    with pytest.raises(MalformedError):
         msgspec.structs.replace(STUMP, **fields).check(1)

@@ -10,6 +10,7 @@ import pytest
 from carpool_predictor import hotcloud
 from carpool_predictor.activity_fit import bins_of, fit, fit_booster, forest_of, held_out, matrix, values, weights_of
 from carpool_predictor.activity_rows import ActivityRow, clean, read_rows
+from carpool_predictor.activity_trees import Ensemble
 from carpool_predictor.evaluation.suites import DataError
 
 COLUMNS = ["Filename", "Activations-Params", "Batch Size", "Avg GPUTL", "Avg SMACT", "Avg SMOCC", "Status"]
@@ -59,7 +60,9 @@ def test_plain_lists_predict_what_lightgbm_predicts(tmp_path: Path) -> None:
     booster = fit_booster(x, y, weights_of(rows), 0)
     forest = forest_of(booster, 1.0)
     forest.check(x.shape[1])
-    assert [forest.predict(list(row)) for row in x] == pytest.approx(booster.predict(x), abs=0.01)
+    assert [Ensemble([forest], x.shape[1]).predict(list(row))[0] for row in x] == pytest.approx(
+        booster.predict(x), abs=0.01
+    )
 
 
 def test_rows_of_an_architecture_do_not_help_to_predict_it(tmp_path: Path) -> None:

@@ -1,17 +1,43 @@
 """Step time on GPUs held out, on invented measurements."""
 
 import csv
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
+from carpool_core.products import PRODUCTS, GpuProduct, find_product
+from carpool_core.resources.features import TracedStep
+from carpool_core.resources.job import Training
+from carpool_core.values import Optimizer, Precision
 from carpool_predictor.evaluation.suites import DataError
-from carpool_predictor.neusight import GPUS, MODELS, ModelRow, Product, operators, read_models
-from carpool_predictor.step_time_fit import ROOFLINE, Utilization, by_roofline, by_utilization, fit, gpus_held_out
-from carpool_predictor.step_time_suite import run
+from carpool_predictor.interpolation import StepCost
+from carpool_predictor.neusight import MODELS, ModelRow, Product, Shape, operators, read_models
+from carpool_predictor.step_time import Utilization, read_model, shipped, step_time_on
+from carpool_predictor.step_time_fit import (
+    CHOICES,
+    Choice,
+    by_roofline,
+    by_utilization,
+    choose,
+    ends,
+    fit,
+    gpus_held_out,
+    model_of,
+    roofline_s,
+    seconds,
+)
+from carpool_predictor.step_time_suite import frozen, run
+from carpool_predictor.step_time_train import train_step_time
+from carpool_predictor.trees import MalformedError
+from hypothesis import given
+from hypothesis import strategies as st
 
 COLUMNS = ["gpu", "model", "mode", "seqlen", "batch", "variant", "e2e_ms"]
-TRUE = Utilization(products=0.8, bandwidth=0.6, waves=0.3, kernel_s=8e-6)
+TRUE = Utilization(form="sum", matrix=0.8, bandwidth=0.6, kernel_s=8e-6)
 
 
 def write(data: Path, rows: list[list[object]], columns: list[str] = COLUMNS) -> Path:
@@ -31,16 +57,38 @@ def invented(data: Path) -> Path:
             for mode in ("inf", "train"):
                 products, passes = operators(MODELS[model], batch, 256, training=mode == "train")
                 step = ModelRow(gpu, model, mode == "train", batch, 1.0, products, passes)
-                rows.append([gpu, model, mode, 256, batch, "", 1e3 * TRUE.step_time_s(step, GPUS[gpu])])
+                rows.append([gpu, model, mode, 256, batch, "", 1e3 * seconds(TRUE, gpu, step.cost)])
     return write(data, rows)
+
+
+def with_epochs(data: Path) -> Path:
+    folder = data / "zeus"
+    folder.mkdir()
+    for gpu in ("a40", "p100", "rtx6000", "v100"):
+        lines = [
+            "network,batch_size,power_limit,time_per_epoch",
+            "resnet50,64,300,4000",
+            "resnet50,64,100,9000",
+            "ncf,8,300,1",
+        ]
+        (folder / f"summary_power_{gpu}.csv").write_text("\n".join(lines))
+    return data
 
 
 def test_what_made_the_times_is_found_again(tmp_path: Path) -> None:
     rows, left_out = read_models(invented(tmp_path))
     found = fit(rows)
     assert left_out == 0
-    assert (found.products, found.bandwidth) == pytest.approx((TRUE.products, TRUE.bandwidth), rel=0.02)
+    assert found.form == "sum"
+    assert (found.matrix, found.bandwidth) == pytest.approx((TRUE.matrix, TRUE.bandwidth), rel=0.02)
     assert found.kernel_s == pytest.approx(TRUE.kernel_s, rel=0.05)
+
+
+@pytest.mark.parametrize("true", CHOICES, ids=str)
+def test_the_form_that_made_the_times_is_chosen(true: Choice, tmp_path: Path) -> None:
+    law = Utilization(form=true.form, matrix=0.7, bandwidth=0.5, kernel_s=4e-5 if true.kernels else 0.0)
+    rows = [replace(row, time_s=seconds(law, row.gpu, row.cost)) for row in read_models(invented(tmp_path))[0]]
+    assert choose(rows) == true
 
 
 def test_a_gpu_is_predicted_from_the_others(tmp_path: Path) -> None:
@@ -65,11 +113,10 @@ def test_flops_of_bert_agree_with_the_common_estimate() -> None:
 
 
 def test_the_roofline_takes_the_longer_of_computing_and_moving() -> None:
-    gpu = GPUS["Tesla_V100-PCIE-32GB"]
     wide, thin = Product(1, 1, 4096, 4096, 4096), Product(1, 1, 4096, 1, 4096)
     for product, expected in ((wide, wide.flops / 14.1e12), (thin, thin.bytes / 900e9)):
         step = ModelRow("Tesla_V100-PCIE-32GB", "x", False, 1, 1.0, (product,), ())
-        assert ROOFLINE.step_time_s(step, gpu) == pytest.approx(expected)
+        assert roofline_s(step) == pytest.approx(expected)
 
 
 def test_what_cannot_be_judged_is_left_out_and_counted(tmp_path: Path) -> None:
@@ -94,8 +141,152 @@ def test_faults_of_the_data_are_told(tmp_path: Path) -> None:
 
 
 def test_the_suite_writes_the_same_card_twice(tmp_path: Path) -> None:
-    data = invented(tmp_path)
+    data = with_epochs(invented(tmp_path))
     reports = [run(data, tmp_path / name) for name in ("one", "two")]
     one, two = ([path.read_bytes() for path in report.files] for report in reports)
     assert one == two
     assert all(figure.met for figure in reports[0].figures if figure.met is not None)
+
+
+def test_the_shipped_model_is_judged_without_fitting(tmp_path: Path) -> None:
+    found = {figure.name: figure.value for figure in frozen(invented(tmp_path)).figures}
+    assert found["rows"] == 16
+    assert 0 < found["median error, %"] < 60
+
+
+def test_the_same_rows_give_the_same_bytes(tmp_path: Path) -> None:
+    rows, _ = read_models(invented(tmp_path))
+    one, two = (msgspec.json.encode(model_of(rows)) for _ in range(2))
+    assert one == two
+    assert read_model(one) == model_of(rows)
+
+
+def test_the_interval_reaches_outwards_and_holds_its_center() -> None:
+    assert ends(np.linspace(0.8, 1.3, 101)) == pytest.approx((0.82, 1.28), abs=0.02)
+    assert ends(np.array([1.2, 1.3])) == (1.0, 1.3)
+
+
+COST = StepCost(peak_bytes=0, reserved_bytes=0, flops=1e13, bytes_moved=1e11, kernels=1000)
+A100 = find_product("A100-SXM4-40GB")
+
+
+def test_a_step_takes_as_long_as_the_formula_says() -> None:
+    found = step_time_on(COST, A100, Precision.FP32, convolutional=False)
+    learned = shipped().learned
+    expected = 1e13 / (19.5e12 * learned.matrix) + 1e11 / (1555e9 * learned.bandwidth) + 1000 * learned.kernel_s
+    assert found.seconds.median == pytest.approx(expected, rel=1e-5)
+    assert found.seconds.lower < found.seconds.median < found.seconds.upper
+    assert found.inside
+
+
+@pytest.mark.parametrize(
+    ("product", "precision", "convolutional", "inside"),
+    [
+        pytest.param("A100-SXM4-40GB", Precision.BF16_MIXED, False, False, id="tensor cores"),
+        pytest.param("A100-SXM4-40GB", Precision.FP32, True, False, id="TF32 by itself"),
+        pytest.param("V100-SXM2-16GB", Precision.FP32, True, True, id="no TF32 before Ampere"),
+        pytest.param("V100-SXM2-16GB", Precision.BF16_MIXED, False, True, id="no BF16 before Ampere"),
+    ],
+)
+def test_where_tensor_cores_compute_it_is_less_sure(
+    product: str, precision: Precision, convolutional: bool, inside: bool
+) -> None:
+    found = step_time_on(COST, find_product(product), precision, convolutional=convolutional)
+    plain = step_time_on(COST, find_product(product), Precision.FP32, convolutional=False)
+    assert found.inside is inside
+    assert (found == plain) is inside
+    if not inside:
+        assert found.seconds.median < plain.seconds.median
+        assert found.seconds.upper / found.seconds.median > 1.5 * plain.seconds.upper / plain.seconds.median
+
+
+@given(
+    st.floats(0, 1e18), st.floats(0, 1e15), st.floats(1, 1e6), st.sampled_from(PRODUCTS), st.sampled_from(Precision),
+    st.booleans(),
+)  # fmt: skip
+def test_times_are_positive_and_in_order(
+    flops: float, moved: float, kernels: float, product: GpuProduct, precision: Precision, convolutional: bool
+) -> None:
+    cost = StepCost(peak_bytes=0, reserved_bytes=0, flops=flops, bytes_moved=moved, kernels=kernels)
+    found = step_time_on(cost, product, precision, convolutional=convolutional).seconds
+    assert 0 < found.lower <= found.median <= found.upper
+
+
+def changed(**fields: object) -> bytes:
+    return msgspec.json.encode({**msgspec.to_builtins(shipped()), **fields})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        pytest.param(msgspec.json.encode(shipped())[:-9], "expected a step-time model", id="truncated"),
+        pytest.param(b"\x80\x04\x95", "expected a step-time model", id="pickle"),
+        pytest.param(changed(format=2), "found 2; upgrade carpool", id="newer"),
+        pytest.param(changed(lower=1.5), "interval around the prediction", id="interval beside"),
+        pytest.param(changed(surprise=1), "surprise", id="unknown field"),
+        pytest.param(changed(learned={"form": "sum", "matrix": -1.0, "bandwidth": 1.0, "kernel_s": 0.0}), "matrix",
+                     id="negative utilization"),
+    ],
+)  # fmt: skip
+def test_a_broken_artifact_is_refused(content: bytes, message: str) -> None:
+    with pytest.raises(MalformedError, match=message):
+        read_model(content)
+
+
+def test_predicting_imports_nothing_heavy() -> None:
+    script = (
+        "import sys\nfrom carpool_predictor.step_time import shipped\nshipped()\n"
+        "assert not {'numpy', 'scipy', 'lightgbm', 'torch'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize(("name", "build"), [("bert_large", "bert"), ("gpt2_large", "gpt")])
+def test_the_arithmetic_agrees_with_the_tracer(name: str, build: str) -> None:
+    shape = MODELS[name]._replace(layers=2)
+    products, passes = operators(shape, 4, 256, training=True)
+    counted = ModelRow("Tesla_T4", name, True, 4, 1.0, products, passes).cost
+    traced = traced_transformer(build, shape, 256, 4)
+    assert traced.flops == pytest.approx(counted.flops, rel=0.02)
+    assert traced.bytes_moved == pytest.approx(counted.bytes_moved, rel=0.2)
+    assert 0.8 < traced.kernels / counted.kernels < 1.8
+
+
+def traced_transformer(build: str, shape: Shape, length: int, batch_size: int) -> TracedStep:
+    """Trace Hugging Face's own model in eager mode, fed with embeddings."""
+    import transformers
+    from carpool_predictor.catalog import Recipe
+    from carpool_predictor.tracing import record_recipe
+    from torch import Tensor, nn
+
+    class Fed(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, embeddings: Tensor) -> Tensor:
+            logits: Tensor = self.model(inputs_embeds=embeddings).logits
+            return logits
+
+    def bert() -> nn.Module:
+        config = transformers.BertConfig(
+            hidden_size=shape.width, num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
+            intermediate_size=shape.hidden, vocab_size=shape.vocabulary, attn_implementation="eager",
+        )  # fmt: skip
+        return Fed(transformers.BertForMaskedLM(config))
+
+    def gpt() -> nn.Module:
+        config = transformers.GPT2Config(
+            n_embd=shape.width, n_layer=shape.layers, n_head=shape.heads, vocab_size=shape.vocabulary,
+            attn_implementation="eager", use_cache=False,
+        )  # fmt: skip
+        return Fed(transformers.GPT2LMHeadModel(config))
+
+    recipe = Recipe(build, {"bert": bert, "gpt": gpt}[build], (length, shape.width))
+    record = record_recipe(recipe, Training(batch_size=batch_size, optimizer=Optimizer.SGD), (batch_size,))
+    return record.steps[0].traced()
+
+
+def test_what_is_shipped_comes_from_train(tmp_path: Path) -> None:
+    path = train_step_time(invented(tmp_path), tmp_path / "artifacts")
+    assert read_model(path.read_bytes()) == model_of(read_models(tmp_path)[0])

@@ -62,11 +62,15 @@ def _table(report: Report) -> Table:
 @_DATA
 @click.option("--out", required=True, type=click.Path(path_type=Path, file_okay=False), help="Folder of the artifacts.")
 def train(data: Path, out: Path) -> None:
-    """Rebuild the memory model from the measurements; the same data gives the same bytes."""
+    """Rebuild what is shipped from the measurements: memory, activity, step time; the same data give the same bytes."""
+    # Imported here, so that `--help` does not wait for what fits the models.
+    from carpool_predictor.activity_train import train_activity
+    from carpool_predictor.step_time_train import train_step_time
     from carpool_predictor.training import train_memory
 
     try:
-        path = train_memory(data, out)
+        paths = [build(data, out) for build in (train_memory, train_activity, train_step_time)]
     except DataError as e:
         raise InputError(str(e)) from e
-    click.echo(f"wrote {path} ({path.stat().st_size:,} bytes)")
+    for path in paths:
+        click.echo(f"wrote {path} ({path.stat().st_size:,} bytes)")

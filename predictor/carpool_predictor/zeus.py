@@ -1,0 +1,64 @@
+"""Zeus' measurements of ResNet-50 on ImageNet: a convolutional network, on GPUs that nothing was fitted to.
+
+You et al., "Zeus: Understanding and Optimizing GPU Energy Consumption of DNN Training", NSDI '23. Times of whole
+epochs, loading and augmenting images included.
+"""
+
+import csv
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from carpool_predictor.evaluation.suites import DataError
+from carpool_predictor.neusight import MeasuredGpu
+
+_COLUMNS = ("network", "batch_size", "time_per_epoch", "power_limit")
+_IMAGES = 1_281_167
+"""Samples of ImageNet's training set."""
+
+GPUS: dict[str, MeasuredGpu] = {
+    "a40": MeasuredGpu(37.4, 696),
+    "p100": MeasuredGpu(9.3, 732),
+    "rtx6000": MeasuredGpu(16.3, 672),
+    "v100": MeasuredGpu(14.1, 900),
+}
+"""By their datasheets, PCIe variants; NVIDIA quotes them without tensor cores."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpochRow:
+    """ResNet-50's mean step at one batch size, under the power limit that was fastest."""
+
+    gpu: str
+    batch_size: int
+    time_s: float
+
+
+def read_epochs(data: Path) -> list[EpochRow]:
+    """Read ResNet-50's steps.
+
+    Raises:
+        DataError: A file or a column is missing, or a row cannot be read.
+    """
+    return [row for gpu in GPUS for row in _read(data / "zeus" / f"summary_power_{gpu}.csv", gpu)]
+
+
+def _read(path: Path, gpu: str) -> list[EpochRow]:
+    if not path.is_file():
+        raise DataError(f"expected measurements at {path}, found no such file; pass the data folder with --data")
+    fastest: dict[int, float] = {}
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        missing = sorted(set(_COLUMNS) - set(reader.fieldnames or ()))
+        if missing:
+            raise DataError(f"{path} lacks the columns {', '.join(missing)}")
+        for number, row in enumerate(reader, start=2):
+            if row["network"] != "resnet50":
+                continue
+            try:
+                batch_size, epoch_s = int(row["batch_size"]), float(row["time_per_epoch"])
+            except ValueError as e:
+                raise DataError(f"{path}:{number}: cannot read the row: {e}") from e
+            step_s = epoch_s / math.ceil(_IMAGES / batch_size)
+            fastest[batch_size] = min(fastest.get(batch_size, math.inf), step_s)
+    return [EpochRow(gpu, batch_size, step_s) for batch_size, step_s in sorted(fastest.items())]
