@@ -14,6 +14,13 @@ class WriteStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckTemplate:
+    """Have the API server check the pod that the job's template makes, without creating it."""
+
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class CreatePod:
     """Create a pod; one of that name that the job controls already is as good."""
 
@@ -55,7 +62,7 @@ class Predict:
     products: tuple[str, ...]
 
 
-Action = WriteStatus | CreatePod | DeletePod | DeleteJob | RecordEvent | Predict
+Action = CheckTemplate | WriteStatus | CreatePod | DeletePod | DeleteJob | RecordEvent | Predict
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from carpool_predictor.estimator import model_version
 from carpool_predictor.source import Tracer, input_digest
 
 from carpool_operator.actions import Predict
-from carpool_operator.caches import Fleet, Jobs, Pods, key_of
+from carpool_operator.caches import Fleet, Jobs, Pods, key_of, version_of
 from carpool_operator.metrics import Metrics
 from carpool_operator.performer import Performer, Superseded
 from carpool_operator.placement import without_reservation
@@ -132,6 +132,7 @@ class Operator:
             retry_in_s=self.predictions.retry_in(digest),
             pods=pods,
             created=self._recollection.created(key, now) - {pod.metadata.name for pod in pods},
+            is_template_checked=self._recollection.is_checked(key, version_of(job)),
             refusal=self._recollection.refusal(key, now),
             unreserved_s=self._recollection.unreserved(key, unreserved, now),
             nodes=nodes,

@@ -21,6 +21,11 @@ def key_of(job: GpuTrainingJob) -> str:
     return job_key(job.metadata.namespace, job.metadata.name)
 
 
+def version_of(job: GpuTrainingJob) -> str:
+    """Name one job, and one generation of its spec."""
+    return f"{job.metadata.uid}/{job.metadata.generation}"
+
+
 def _version(job: GpuTrainingJob) -> int:
     text = job.metadata.resource_version
     return int(text) if text.isdigit() else 0

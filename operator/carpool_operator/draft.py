@@ -26,6 +26,7 @@ class Draft:
         self.snapshot = snapshot
         self.job = snapshot.job
         self.status: JobStatus = snapshot.job.status
+        self._first: list[Action] = []
         self._pod_actions: list[Action] = []
         self._after: list[Action] = []
         self._requeue_after_s: float | None = None
@@ -53,6 +54,10 @@ class Draft:
     def say(self, type_: Literal["Normal", "Warning"], reason: str, message: str) -> None:
         """Record an event once the status is written."""
         self._after.append(RecordEvent(type_, reason, message))
+
+    def first(self, action: Action) -> None:
+        """Do something before anything else; where it fails, nothing else happens."""
+        self._first.append(action)
 
     def then(self, action: Action) -> None:
         """Do something after the status is written."""
@@ -114,4 +119,4 @@ class Draft:
         self.set(summary=summarize(self.status))
         status = conditions.with_state(self.status)
         write: list[Action] = [] if status == self.job.status else [WriteStatus(status)]
-        return Decision((*write, *self._pod_actions, *self._after), self._requeue_after_s)
+        return Decision((*self._first, *write, *self._pod_actions, *self._after), self._requeue_after_s)

@@ -13,6 +13,7 @@ from carpool_core.resources.job import GpuTrainingJob, JobStatus
 
 from carpool_operator.actions import (
     Action,
+    CheckTemplate,
     CreatePod,
     Decision,
     DeleteJob,
@@ -21,12 +22,13 @@ from carpool_operator.actions import (
     RecordEvent,
     WriteStatus,
 )
-from carpool_operator.caches import Jobs, key_of
+from carpool_operator.caches import Jobs, key_of, version_of
 from carpool_operator.patches import merge_patch
 from carpool_operator.pods import controller_uid
 from carpool_operator.predictions import Predictions
 from carpool_operator.recollection import Recollection
 from carpool_operator.snapshot import Refusal
+from carpool_operator.template_refusal import is_about_the_pod, sentence
 
 
 class Superseded(Exception):  # noqa: N818  # not an error: the job is looked at again
@@ -78,6 +80,8 @@ class Performer:
 
     async def _perform(self, job: GpuTrainingJob, action: Action) -> None:
         match action:
+            case CheckTemplate(body):
+                await self._check_template(job, body)
             case WriteStatus(status):
                 await self._write_status(job, status)
             case CreatePod():
@@ -116,6 +120,17 @@ class Performer:
         else:
             self._jobs.put(fresh)
 
+    async def _check_template(self, job: GpuTrainingJob, body: dict[str, Any]) -> None:
+        try:
+            await self._api.create(PODS, body, namespace=job.metadata.namespace, is_dry_run=True)
+        except Invalid as error:
+            if is_about_the_pod(error):
+                self._refuse(key_of(job), Refusal("InvalidTemplate", sentence(error), is_final=True), error)
+        except (Conflict, Forbidden, NotFound) as error:
+            # A name that is taken, a quota, a missing namespace may be another by the time that the pod is created.
+            self._log.debug("template not checked to the end", job=key_of(job), why=str(error))
+        self._recollection.template_checked(key_of(job), version_of(job))
+
     async def _create_pod(self, job: GpuTrainingJob, action: CreatePod) -> None:
         key, now = key_of(job), self._clock.monotonic()
         try:
@@ -123,7 +138,7 @@ class Performer:
         except Conflict as error:
             await self._adopt(job, action.name, error)
         except Invalid as error:
-            self._refuse(key, Refusal("InvalidTemplate", f"spec.template: {error}", is_final=True), error)
+            self._refuse(key, Refusal("InvalidTemplate", sentence(error), is_final=True), error)
         except Forbidden as error:
             self._refuse(key, Refusal("PodForbidden", str(error), is_final=False), error)
         except NotFound as error:

@@ -14,6 +14,7 @@ class Recollection:
 
     def __init__(self) -> None:
         self._created: dict[str, dict[str, float]] = {}
+        self._checked: dict[str, str] = {}
         self._refused: dict[str, tuple[Refusal, float]] = {}
         self._unreserved: dict[str, dict[str, float]] = {}
 
@@ -26,6 +27,14 @@ class Recollection:
         else:
             self._created.pop(key, None)
         return frozenset(fresh)
+
+    def is_checked(self, key: str, version: str) -> bool:
+        """Whether the API server has checked the template of this version of the job."""
+        return self._checked.get(key) == version
+
+    def template_checked(self, key: str, version: str) -> None:
+        """Remember that a template was found right."""
+        self._checked[key] = version
 
     def refusal(self, key: str, now: float) -> Refusal | None:
         """Why the job's pods were refused a moment ago."""
@@ -66,6 +75,5 @@ class Recollection:
 
     def forget(self, key: str) -> None:
         """Forget a job that is gone."""
-        self._created.pop(key, None)
-        self._refused.pop(key, None)
-        self._unreserved.pop(key, None)
+        for known in (self._created, self._checked, self._refused, self._unreserved):
+            known.pop(key, None)

@@ -15,7 +15,7 @@ from carpool_core.kube.pods import Pod
 from carpool_core.resources.job import Attempt
 
 from carpool_operator import attempts, conditions, placement, reports
-from carpool_operator.actions import Decision, DeleteJob
+from carpool_operator.actions import CheckTemplate, Decision, DeleteJob
 from carpool_operator.draft import Draft
 from carpool_operator.impostors import without_impostors
 from carpool_operator.outcomes import Outcome, outcome_of, pod_deleted, unreserved
@@ -37,12 +37,10 @@ def reconcile(snapshot: Snapshot) -> Decision:
     draft = without_impostors(snapshot)
     if conditions.is_finished(draft.status):
         return _after_end(draft)
-    error = template_error(snapshot.job)
-    if error is not None:
-        draft.fail("InvalidTemplate", error)
+    attempt = attempts.present(draft.status, draft.snapshot.pods)
+    if _is_hopeless(draft, attempt):
         return draft.decision()
     is_predicted = predict(draft)
-    attempt = attempts.present(draft.status, draft.snapshot.pods)
     pods = _of_attempt(draft.snapshot, attempt)
     _clean(draft, attempt)
     if attempt is not None and attempt.ended_at is None:
@@ -50,6 +48,21 @@ def reconcile(snapshot: Snapshot) -> Decision:
         draft.set(placement=places, observed=placement.observed(draft.job, pods, snapshot.nodes, places))
     _continue(draft, attempt, pods, is_predicted=is_predicted)
     return draft.decision(is_current=is_predicted)
+
+
+def _is_hopeless(draft: Draft, attempt: Attempt | None) -> bool:
+    """Fail a job whose pods will never be accepted; have those of a new job checked, before a trace takes minutes."""
+    error, refusal = template_error(draft.job), draft.snapshot.refusal
+    if error is not None:
+        draft.fail("InvalidTemplate", error)
+    elif refusal is not None and refusal.is_final:
+        draft.fail(refusal.reason, refusal.message, attempt)
+    elif attempt is None and not draft.snapshot.is_template_checked:
+        draft.first(CheckTemplate(build_pod(draft.job, 0, 1)))
+        return False
+    else:
+        return False
+    return True
 
 
 def _of_attempt(snapshot: Snapshot, attempt: Attempt | None) -> list[Pod]:
@@ -77,7 +90,6 @@ def _clean(draft: Draft, attempt: Attempt | None) -> None:
 
 def _continue(draft: Draft, attempt: Attempt | None, pods: list[Pod], *, is_predicted: bool) -> None:
     """Carry an unfinished job on from where it stands."""
-    refusal = draft.snapshot.refusal
     active = attempt if attempt is not None and attempt.ended_at is None else None
     if active is not None and _all_succeeded(draft, pods):
         _complete(draft, active, pods)
@@ -87,8 +99,6 @@ def _continue(draft: Draft, attempt: Attempt | None, pods: list[Pod], *, is_pred
         limit_s = draft.job.spec.run_policy.active_deadline_seconds
         message = f"not complete {limit_s:,} s after its start (runPolicy.activeDeadlineSeconds)"
         draft.fail("DeadlineExceeded", message, active)
-    elif refusal is not None and refusal.is_final:
-        draft.fail(refusal.reason, refusal.message, active)
     elif active is not None and _is_outdated(draft, active):
         draft.set(placement=[])  # it would keep the spec from being changed further
         changed = f"the spec changed, to generation {draft.job.metadata.generation}, after its pods were built"

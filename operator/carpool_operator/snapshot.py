@@ -42,8 +42,10 @@ class Snapshot:
     """Pods that the job controls, as last heard of."""
     created: frozenset[str] = frozenset()
     """Names of pods that were created a moment ago and not heard of since."""
+    is_template_checked: bool = False
+    """Whether the API server has checked the pod that this generation of the job makes."""
     refusal: Refusal | None = None
-    """The answer to the last attempt to create a pod, where it was refused."""
+    """The answer to the last attempt to create or check a pod, where it was refused."""
     unreserved_s: Mapping[str, float] = field(default_factory=dict)
     """UIDs of bound, unfinished pods that no reservation is known for, and for how many seconds that was so."""
     nodes: tuple[GpuNode, ...] = ()

@@ -108,6 +108,14 @@ async def test_a_merge_patch_with_an_old_version_is_refused(backend: Backend) ->
     assert [r.pod_uid for r in stored.spec.reservations] == ["a"]
 
 
+async def test_a_dry_run_leaves_nothing_behind(backend: Backend) -> None:
+    body = {"metadata": {"name": backend.name("dry")}, "spec": {"containers": CONTAINERS}}
+    answer = await backend.api.create(PODS, body, namespace="default", is_dry_run=True)
+    assert answer["metadata"]["name"] == backend.name("dry")
+    with pytest.raises(NotFound):
+        await backend.api.get(PODS, backend.name("dry"), Pod, namespace="default")
+
+
 async def test_a_patch_that_changes_nothing_is_no_new_version(backend: Backend) -> None:
     node = await backend.node()
     again = await backend.api.patch(GPU_NODES, backend.name("n"), {"spec": {}})

@@ -165,6 +165,7 @@ def snapshot(of: GpuTrainingJob, *, after_s: float = 0.0, **changes: Any) -> Sna
         "now": NOW + timedelta(seconds=after_s),
         "digest": DIGEST,
         "products": (A100,),
+        "is_template_checked": True,
         "devices": tuple(n.status.devices for n in nodes),
     }
     return Snapshot(job=of, **(defaults | changes))

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 from carpool_core.clock import rfc3339
-from carpool_operator.actions import Decision, DeleteJob, Predict, WriteStatus
+from carpool_operator.actions import CheckTemplate, Decision, DeleteJob, Predict, WriteStatus
 from carpool_operator.reconcile import reconcile
 from carpool_operator.snapshot import Refusal
 from operator_decisions import again, condition, created, deleted, events, predicted_job, status_of
@@ -17,6 +17,23 @@ def test_new_job_asks_for_its_prediction_and_creates_nothing() -> None:
     decision = reconcile(snapshot(of))
     assert decision.actions == (Predict(DIGEST, (A100,)),), "not even a status, for a millisecond's sake"
     assert of.status.state == "Predicting"
+
+
+def test_template_is_checked_before_its_model_is_traced() -> None:
+    """Regression: a misspelt field was found out only when the first pod was created, minutes later."""
+    decision = reconcile(snapshot(job(), is_template_checked=False))
+    first, then = decision.actions
+    assert isinstance(first, CheckTemplate)
+    assert first.body["metadata"]["name"] == "x-worker-0-1"
+    assert then == Predict(DIGEST, (A100,))
+
+
+def test_job_whose_template_was_refused_is_not_traced() -> None:
+    refusal = Refusal("InvalidTemplate", "spec.template.spec.containers[0].comand: a pod has no such field", True)
+    of = job()
+    decision = reconcile(snapshot(of, refusal=refusal))
+    assert condition(decision, of, "Failed").message == refusal.message
+    assert not any(isinstance(action, Predict) for action in decision.actions)
 
 
 def test_catalog_job_says_that_it_is_being_traced() -> None:

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 
 import msgspec
 import pytest
-from carpool_core.kube.api import GPU_TRAINING_JOBS
+from carpool_core.kube.api import GPU_TRAINING_JOBS, PODS
 from carpool_core.resources.job import GpuTrainingJob
 from operator_world import World
 
@@ -53,7 +53,6 @@ async def test_pod_deleted_during_an_expired_watch_is_noticed(world: World) -> N
     hear_jobs(world)
     await until(lambda: world.job().status.attempts != [] and world.job().status.attempts[0].outcome == "Running")
     world.kube.end_watches()
-    pod = world.kube._objects.pop(("pods", "default", "x-worker-0-1"))
-    assert pod is not None
+    world.kube.lose(PODS, "x-worker-0-1", "default")
     world.kube.compact()
     await until(lambda: world.living() == ["x-worker-0-2"])

@@ -86,8 +86,12 @@ class KubeApi(Protocol):
         namespace: str = "",
         name: str = "",
         subresource: str = "",
+        is_dry_run: bool = False,
     ) -> dict[str, Any]:
-        """Create an object, or post to the `subresource` (such as `binding`) of the one called `name`."""
+        """Create an object, or post to the `subresource` (such as `binding`) of the one called `name`.
+
+        A dry run goes through all checks of the API server and leaves nothing behind.
+        """
         ...
 
     async def patch(

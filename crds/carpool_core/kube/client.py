@@ -9,18 +9,21 @@ import aiohttp
 import msgspec
 
 from carpool_core.clock import Clock, SystemClock
-from carpool_core.kube.api import EventType, KubeApi, Page, ResourceKind, Selector, WatchEvent
+from carpool_core.kube import wire
+from carpool_core.kube.api import KubeApi, Page, ResourceKind, Selector, WatchEvent
 from carpool_core.kube.config import Endpoint, load_endpoint
-from carpool_core.kube.errors import (
-    Conflict,
-    Forbidden,
-    Gone,
-    Invalid,
-    KubeError,
-    NotFound,
-    Overloaded,
-    Refused,
-    Unreachable,
+from carpool_core.kube.errors import Invalid, Unreachable
+from carpool_core.kube.wire import (
+    ObjectList,
+    Status,
+    call_name,
+    error_for,
+    event,
+    group_version,
+    lines,
+    object_of,
+    path_of,
+    required,
 )
 from carpool_core.settings import KubeSettings
 
@@ -31,42 +34,8 @@ _WATCH_LIFETIME_S = 300
 """The server ends a watch after this time; a new one then goes through authentication again."""
 _SILENCE_S = 150.0
 """The server sends a bookmark about each minute; two in a row missing means that nobody is there."""
-_NOT_IN_A_SEGMENT = frozenset("/%?#")
 _CONNECTIONS = 32
 """Calls at once; watches have connections of their own, so that they cannot starve calls."""
-
-
-class _ListMeta(msgspec.Struct, frozen=True, rename="camel"):
-    resource_version: str = ""
-    continue_: str = msgspec.field(default="", name="continue")
-
-
-class _List(msgspec.Struct, frozen=True):
-    metadata: _ListMeta = _ListMeta()
-    items: list[msgspec.Raw] | None = None
-
-
-class _Status(msgspec.Struct, frozen=True):
-    """A `metav1.Status`: how the API server says no."""
-
-    message: str = ""
-    reason: str = ""
-    code: int = 0
-
-
-class _WatchLine(msgspec.Struct, frozen=True):
-    type: str
-    object: msgspec.Raw
-
-
-def error_for(status: int, message: str, reason: str = "") -> KubeError:
-    """Map an HTTP status to the error that says whether to try again."""
-    kinds: dict[int, type[KubeError]] = {
-        400: Invalid, 401: Forbidden, 403: Forbidden, 404: NotFound, 409: Conflict, 410: Gone, 422: Invalid,
-        429: Overloaded,
-    }  # fmt: skip
-    kind = kinds.get(status, Overloaded if status >= 500 else Refused)
-    return kind(message, status=status, reason=reason)
 
 
 @asynccontextmanager
@@ -110,19 +79,19 @@ class KubeClient(KubeApi):
 
     async def get(self, kind: ResourceKind, name: str, type_: type[T], *, namespace: str = "") -> T:
         """Read one object; unknown fields are ignored. Raises `Invalid` where it does not fit `type_`."""
-        body = await self._call("GET", kind, name=_required(kind, name), namespace=namespace)
+        body = await self._call("GET", kind, name=required(kind, name), namespace=namespace)
         try:
             return msgspec.json.decode(body, type=type_)
         except msgspec.ValidationError as error:
-            raise Invalid(f"{_call_name('GET', kind, namespace, name)}: unexpected object: {error}") from error
+            raise Invalid(f"{call_name('GET', kind, namespace, name)}: unexpected object: {error}") from error
 
     async def list_page(
         self, kind: ResourceKind, selector: Selector, *, limit: int = 500, continue_token: str = ""
     ) -> Page:
         """Read one page. Raises `Gone` where the token has expired."""
         query = {"limit": str(limit), "continue": continue_token}
-        body = await self._call("GET", kind, namespace=selector.namespace, query=query | _query(selector))
-        found = msgspec.json.decode(body, type=_List)
+        body = await self._call("GET", kind, namespace=selector.namespace, query=query | wire.query(selector))
+        found = msgspec.json.decode(body, type=ObjectList)
         return Page(found.items or [], found.metadata.resource_version, found.metadata.continue_)
 
     async def watch(self, kind: ResourceKind, selector: Selector, resource_version: str) -> AsyncIterator[WatchEvent]:
@@ -132,13 +101,13 @@ class KubeClient(KubeApi):
             "allowWatchBookmarks": "true",
             "resourceVersion": resource_version,
             "timeoutSeconds": str(_WATCH_LIFETIME_S),
-        } | _query(selector)
-        what = _call_name("WATCH", kind, selector.namespace, "")
+        } | wire.query(selector)
+        what = call_name("WATCH", kind, selector.namespace, "")
         try:
             async with self._open(self._watches, "GET", kind, namespace=selector.namespace, query=query) as response:
                 await self._check(response, what)
-                async for line in _lines(response.content):
-                    yield _event(line, what)
+                async for line in lines(response.content):
+                    yield event(line, what)
         except TimeoutError as error:
             raise Unreachable(f"{what}: no word from the API server for {self._silence_s:.0f} s") from error
         except (aiohttp.ClientError, OSError) as error:
@@ -154,12 +123,13 @@ class KubeClient(KubeApi):
         namespace: str = "",
         name: str = "",
         subresource: str = "",
+        is_dry_run: bool = False,
     ) -> dict[str, Any]:
         """Create an object, or post to a subresource of an existing one. Unknown fields are refused with `Invalid`."""
         content = msgspec.to_builtins(body)
         if not subresource:
-            content = {"apiVersion": _group_version(kind), "kind": kind.kind} | content
-        return _object(
+            content = {"apiVersion": group_version(kind), "kind": kind.kind} | content
+        return object_of(
             await self._call(
                 "POST",
                 kind,
@@ -167,7 +137,7 @@ class KubeClient(KubeApi):
                 namespace=namespace,
                 subresource=subresource,
                 # A user's misspelt field in a pod template would otherwise vanish without a word.
-                query={"fieldValidation": "Strict"},
+                query={"fieldValidation": "Strict", "dryRun": "All" if is_dry_run else ""},
                 body=content,
             )
         )
@@ -182,11 +152,11 @@ class KubeClient(KubeApi):
         subresource: str = "",
     ) -> dict[str, Any]:
         """Patch an object: a mapping as a merge patch, a list as a JSON patch."""
-        return _object(
+        return object_of(
             await self._call(
                 "PATCH",
                 kind,
-                name=_required(kind, name),
+                name=required(kind, name),
                 namespace=namespace,
                 subresource=subresource,
                 body=patch,
@@ -199,7 +169,7 @@ class KubeClient(KubeApi):
         options: dict[str, Any] = {"propagationPolicy": "Background"}
         if uid:
             options["preconditions"] = {"uid": uid}
-        await self._call("DELETE", kind, name=_required(kind, name), namespace=namespace, body=options)
+        await self._call("DELETE", kind, name=required(kind, name), namespace=namespace, body=options)
 
     async def _call(
         self,
@@ -213,7 +183,7 @@ class KubeClient(KubeApi):
         body: Any = None,
         content_type: str = "application/json",
     ) -> bytes:
-        what = _call_name(method, kind, namespace, name, subresource)
+        what = call_name(method, kind, namespace, name, subresource)
         data = None if body is None else msgspec.json.encode(body)
         try:
             async with self._open(
@@ -256,82 +226,8 @@ class KubeClient(KubeApi):
             self._endpoint.token.forget()
         body = await response.read()
         try:
-            said = msgspec.json.decode(body, type=_Status)
+            said = msgspec.json.decode(body, type=Status)
         except msgspec.DecodeError:
-            said = _Status(message=body.decode(errors="replace")[:500].strip())
+            said = Status(message=body.decode(errors="replace")[:500].strip())
         message = said.message or response.reason or f"HTTP status {response.status}"
-        raise error_for(response.status, f"{what}: {message}", said.reason)
-
-
-def path_of(kind: ResourceKind, namespace: str = "", name: str = "", subresource: str = "") -> str:
-    """Return the URL path of a collection, an object or a subresource.
-
-    Names may come from users (an owner reference holds whatever its writer likes), so none may lead out of its place.
-
-    Raises:
-        Invalid: A namespace, name or subresource is no single segment of a path, or one is missing before another.
-    """
-    for what, segment in (("namespace", namespace), ("name", name), ("subresource", subresource)):
-        if segment in (".", "..") or not _NOT_IN_A_SEGMENT.isdisjoint(segment):
-            raise Invalid(
-                f"expected a {what} of {kind.plural} without any of / % ? #, and not . or .., found {segment!r}"
-            )
-    if subresource and not name:
-        raise Invalid(f"expected the name of the {kind.kind} whose {subresource} is meant, found an empty string")
-    root = f"/apis/{kind.group}/{kind.version}" if kind.group else f"/api/{kind.version}"
-    inside = f"/namespaces/{namespace}" if kind.namespaced and namespace else ""
-    return root + inside + "".join(f"/{part}" for part in (kind.plural, name, subresource) if part)
-
-
-def _required(kind: ResourceKind, name: str) -> str:
-    """Return the name of one object; Invalid where it is empty, because that would mean all objects of the kind."""
-    if not name:
-        raise Invalid(f"expected the name of a {kind.kind}, found an empty string")
-    return name
-
-
-def _group_version(kind: ResourceKind) -> str:
-    return f"{kind.group}/{kind.version}" if kind.group else kind.version
-
-
-def _query(selector: Selector) -> dict[str, str]:
-    return {"labelSelector": selector.labels, "fieldSelector": selector.fields}
-
-
-def _object(body: bytes) -> dict[str, Any]:
-    return msgspec.json.decode(body, type=dict[str, Any])
-
-
-def _call_name(method: str, kind: ResourceKind, namespace: str, name: str, subresource: str = "") -> str:
-    """Name a call for people: `PATCH gpunodes/status n1`."""
-    target = f"{namespace}/{name}".strip("/")
-    return f"{method} {kind.plural}{'/' if subresource else ''}{subresource} {target}".rstrip()
-
-
-async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yield the lines of a stream, however long: aiohttp's own reader refuses lines over 128 KiB."""
-    rest: list[bytes] = []
-    async for chunk in content.iter_any():
-        *whole, last = chunk.split(b"\n")
-        for line in whole:
-            if text := b"".join((*rest, line)):
-                yield text
-            rest = []
-        if last:
-            rest.append(last)
-
-
-def _event(line: bytes, what: str) -> WatchEvent:
-    event = msgspec.json.decode(line, type=_WatchLine)
-    if event.type == "ERROR":
-        said = msgspec.json.decode(event.object, type=_Status)
-        raise error_for(said.code, f"{what}: {said.message}", said.reason)
-    return WatchEvent(_EVENT_TYPES[event.type], event.object)
-
-
-_EVENT_TYPES: dict[str, EventType] = {
-    "ADDED": "ADDED",
-    "MODIFIED": "MODIFIED",
-    "DELETED": "DELETED",
-    "BOOKMARK": "BOOKMARK",
-}
+        raise error_for(response.status, what, message, said.reason)

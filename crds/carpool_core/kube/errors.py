@@ -16,10 +16,12 @@ KubeError
 class KubeError(Exception):
     """A call to the Kubernetes API failed. `str()` is the sentence for people: which call, which answer."""
 
-    def __init__(self, message: str, *, status: int = 0, reason: str = "") -> None:
+    def __init__(self, message: str, *, status: int = 0, reason: str = "", said: str = "") -> None:
         super().__init__(message)
         self.status = status
         self.reason = reason
+        self.said = said or message
+        """The server's own words, without the call that they answer."""
 
 
 class Retryable(KubeError):

@@ -1,0 +1,65 @@
+"""What the API server says of a pod, said of the template that it was made from."""
+
+import pytest
+from carpool_core.kube.api import PODS
+from carpool_core.kube.errors import Invalid
+from carpool_operator.conditions import find
+from carpool_operator.template_refusal import is_about_the_pod, sentence
+from operator_world import World
+
+MISSPELT = (
+    'Pod in version "v1" cannot be handled as a Pod: strict decoding error: '
+    'unknown field "spec.containers[0].comand", unknown field "spec.restartpolicy"'
+)
+CASES = [
+    pytest.param(
+        MISSPELT,
+        "spec.template.spec.containers[0].comand, spec.template.spec.restartpolicy: a pod has no such field; "
+        "correct its spelling or remove it",
+        id="fields that do not exist",
+    ),
+    pytest.param(
+        'Pod in version "v1" cannot be handled as a Pod: json: cannot unmarshal string into Go struct field '
+        "Container.spec.containers.command of type []string",
+        "spec.template.spec.containers.command: expected []string, found a value of type string",
+        id="a field of another type",
+    ),
+    pytest.param(
+        'Pod "x-worker-0-1" is invalid: spec.containers[0].image: Required value',
+        "spec.template.spec.containers[0].image: Required value",
+        id="a value that cannot be",
+    ),
+    pytest.param(
+        'Pod "x-worker-0-1" is invalid: [spec.volumes[0].name: Required value, spec.tolerations[0].key: Invalid value]',
+        "spec.template: [spec.volumes[0].name: Required value, spec.tolerations[0].key: Invalid value]",
+        id="several at once",
+    ),
+]
+
+
+@pytest.mark.parametrize(("said", "told"), CASES)
+def test_sentence_names_the_field_of_the_template(said: str, told: str) -> None:
+    error = Invalid(f"POST pods default: {said}", said=said)
+    assert sentence(error) == told
+    assert is_about_the_pod(error)
+
+
+async def test_misspelt_field_fails_the_job_before_anything_is_traced() -> None:
+    world = World()
+    world.kube.fail_next("check", PODS, Invalid(f"POST pods default: {MISSPELT}", status=400, said=MISSPELT))
+    world.apply(model={"catalog": {"name": "timm/resnet50"}})
+    await world.settle()
+    failed = find(world.job().status, "Failed")
+    assert failed is not None
+    assert failed.message.startswith("spec.template.spec.containers[0].comand, ")
+    assert world.tracer.traced == []
+    assert world.pods() == []
+
+
+async def test_webhook_that_knows_no_dry_run_fails_nobody() -> None:
+    world = World()
+    said = 'admission webhook "a.example" does not support dry run'
+    world.kube.fail_next("check", PODS, Invalid(f"POST pods default: {said}", status=400, said=said))
+    world.apply()
+    await world.settle()
+    assert world.living() == ["x-worker-0-1"]
