@@ -41,6 +41,8 @@ DRAM_SATURATION = 0.8
 """Joint DRAM activity up to which they do not; an assumption: streaming kernels reach 80-90% of the peak bandwidth."""
 ITERATIONS = 24
 """Fixed, not until convergence: a GPU's result must not depend on which other GPUs are in the batch."""
+TINY = np.finfo(np.float64).tiny
+"""Keeps 0 / 0 at 0."""
 
 Ratios = NDArray[np.floating]
 
@@ -70,7 +72,8 @@ def slowdowns(mode: SharingMode, util: Ratios, sm: Ratios, dram: Ratios, present
 
 def _masked(values: Ratios, present: NDArray[np.bool_]) -> Ratios:
     """Return ratios in 0..1, shape (gpus, tenants); 0 where nobody is."""
-    return np.where(present, np.clip(values, 0.0, 1.0), 0.0).astype(np.float64)
+    # In columns: sums over the few tenants of many GPUs are fifteen times as quick that way.
+    return np.asfortranarray(np.where(present, np.clip(values, 0.0, 1.0), 0.0), np.float64)
 
 
 def _in_turns(busy: Ratios) -> Ratios:
@@ -79,12 +82,12 @@ def _in_turns(busy: Ratios) -> Ratios:
     The map from Q to Q is increasing in Q and in every u, and starts below its fixed point, so that each iterate is
     monotone as well.
     """
-    at_gpu = busy.copy()
+    at_gpu = busy
     stay = busy
     for _ in range(ITERATIONS):
         others = at_gpu.sum(axis=1, keepdims=True) - at_gpu
         stay = busy * (1.0 + others)
-        at_gpu = np.divide(stay, 1.0 - busy + stay, out=np.zeros_like(stay), where=stay > 0.0)
+        at_gpu = stay / np.maximum(1.0 - busy + stay, TINY)
     return 1.0 - busy + np.maximum(stay, busy)
 
 
