@@ -38,6 +38,7 @@ def test_a_slot_whose_lock_is_free_is_emptied_by_the_next_start(tmp_path: Path) 
     stale = slots.acquire(tmp_path)
     (stale.directory / "etcd").mkdir()
     orphan = ProcessTable(stale.directory, os.environ["PATH"]).start("orphan", FOREVER)
+    orphan.wait_until(lambda: residue.marked_processes(stale.directory))  # its environment is there a moment after exec
     os.close(stale.lock_fd)  # as the kernel does when the harness is killed
     again = slots.acquire(tmp_path)
     assert again.number == stale.number
