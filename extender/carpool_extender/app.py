@@ -11,14 +11,15 @@ from carpool_core.kube.events import EventRecorder
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
+from carpool_extender.assessments import Assessments
 from carpool_extender.binder import Binder, Tools
 from carpool_extender.book import Book
 from carpool_extender.cluster import Cluster
-from carpool_extender.decide import Rules
 from carpool_extender.janitor import Janitor
 from carpool_extender.policies import find_policy
 from carpool_extender.restorer import Restorer
 from carpool_extender.routes import create_app
+from carpool_extender.rules import Rules
 from carpool_extender.service import Service
 from carpool_extender.settings import ExtenderSettings
 from carpool_extender.standing import Standing
@@ -69,10 +70,12 @@ def build(
     book = Book(api, watches, clock, sleep)
     events = EventRecorder(api, clock, COMPONENT)
     tools = Tools(api, clock, sleep, events, telemetry, standing)
-    binder = Binder(tools, watches, workloads, book, rules=rules, timeout_s=settings.bind_timeout_seconds)
+    assessments = Assessments(watches.cluster, rules)
+    slots, timeout_s = settings.slots_per_gpu, settings.bind_timeout_seconds
+    binder = Binder(tools, watches, workloads, book, assessments=assessments, slots=slots, timeout_s=timeout_s)
     restorer = Restorer(api, watches, book, events, settings.slots_per_gpu)
     janitor = Janitor(api, watches, book, restorer, clock, sleep)
     janitor.leave_alone(binder.open)
-    service = Service(watches, workloads, binder, rules)
+    service = Service(watches, workloads, binder, assessments)
     app = create_app(service, telemetry, watches.not_ready)
     return Extender(app, service, watches, janitor, binder, registry)

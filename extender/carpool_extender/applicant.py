@@ -3,12 +3,14 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
+import msgspec
 import numpy as np
 from carpool_core.demand import Demand, unsuitable
 from carpool_core.resources.node import TenantProfile
 from carpool_core.resources.prediction import ProductPrediction
-from carpool_core.values import SharingMode
+from carpool_core.values import JobUid, SharingMode
 from numpy.typing import NDArray
 
 from carpool_extender.view import CODES, DeviceClass
@@ -51,7 +53,7 @@ class ClassColumns:
     dram: NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Applicant:
     """One worker's demand; keep it as long as the demand stays the same, because it remembers what it worked out."""
 
@@ -62,6 +64,12 @@ class Applicant:
     """Workers of the job, and so the most of its pods that may have reservations at a time."""
     _facts: dict[DeviceClass, ClassFacts] = field(default_factory=dict)
     _columns: dict[tuple[DeviceClass, ...], ClassColumns] = field(default_factory=dict)
+
+    @cached_property
+    def shape(self) -> bytes:
+        """All that a decision depends on, but not who asks: demands of equal shape fit into the same places."""
+        anybody = replace(self.demand, job_uid=JobUid(""), job_name="")
+        return msgspec.json.encode((anybody, self.policy))
 
     def facts(self, kind: DeviceClass) -> ClassFacts:
         """Say what the demand means on a class of devices."""

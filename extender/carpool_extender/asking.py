@@ -19,8 +19,9 @@ from carpool_predictor.source import SubprocessTracer, features_of
 
 from carpool_extender.applicant import Applicant
 from carpool_extender.cluster import Cluster
-from carpool_extender.decide import Rules, best_place, explain
+from carpool_extender.decide import best_place, explain
 from carpool_extender.policies import POLICIES, find_policy
+from carpool_extender.rules import Rules
 from carpool_extender.watches import JobRow
 from carpool_extender.workloads import demand_of_row
 

@@ -9,9 +9,9 @@ from weakref import WeakValueDictionary
 
 import msgspec
 import structlog
-from carpool_core.clock import Clock, parse_rfc3339, rfc3339
+from carpool_core.clock import Clock, rfc3339
 from carpool_core.kube.api import PODS, KubeApi
-from carpool_core.kube.errors import Conflict, KubeError, NotFound, Refused, Retryable
+from carpool_core.kube.errors import KubeError, NotFound
 from carpool_core.kube.events import EventRecorder
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.node import GpuNode, GpuNodeSpec, Reservation
@@ -19,9 +19,10 @@ from carpool_core.values import JobUid, PartitionState, PodUid
 
 from carpool_extender import ledger
 from carpool_extender.applicant import Applicant
-from carpool_extender.binding import binding_of
+from carpool_extender.assessments import Assessments
+from carpool_extender.binding import AbandonedError, BindError, Poster, named
 from carpool_extender.book import Book, Refusal
-from carpool_extender.decide import Rules, place, reservation
+from carpool_extender.decide import place, reservation
 from carpool_extender.standing import Standing
 from carpool_extender.telemetry import Telemetry
 from carpool_extender.watches import Watches
@@ -30,22 +31,6 @@ from carpool_extender.workloads import NotOurs, Workloads, too_many
 
 UNPREPARED = ("PartitionFailed", "PartitionTimeout")
 """Reasons of an `AbandonedError` that lie with the GPUs: others are tried first from then on."""
-BINDING_TRIES = 3
-PAUSE_S = 0.2
-LATE_S = 5.0
-"""How long after its deadline a reservation may still be bound; less than the janitor's grace."""
-
-
-class BindError(Exception):
-    """The pod was not bound, or nobody knows; whatever is reserved stays until its deadline. `str()` says why."""
-
-
-class AbandonedError(BindError):
-    """The pod was certainly not bound, so its reservation is given back."""
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +59,25 @@ class Binder:
         watches: What is known of the cluster.
         workloads: Who stands behind a pod.
         book: Where reservations are written.
-        rules: Policy and places on a GPU.
+        assessments: Where places are found.
+        slots: Most tenants of one GPU.
         timeout_s: Seconds from the reservation to its deadline.
     """
 
     def __init__(
-        self, tools: Tools, watches: Watches, workloads: Workloads, book: Book, *, rules: Rules, timeout_s: float
+        self,
+        tools: Tools,
+        watches: Watches,
+        workloads: Workloads,
+        book: Book,
+        *,
+        assessments: Assessments,
+        slots: int,
+        timeout_s: float,
     ) -> None:
         self._tools, self._watches, self._workloads, self._book = tools, watches, workloads, book
-        self._rules, self._timeout_s = rules, timeout_s
+        self._assessments, self._slots, self._timeout_s = assessments, slots, timeout_s
+        self._poster = Poster(tools.api, tools.clock, tools.sleep)
         self._open: dict[PodUid, _Open] = {}
         self._reserving: WeakValueDictionary[JobUid, asyncio.Lock] = WeakValueDictionary()
         self._log = structlog.get_logger()
@@ -104,7 +99,7 @@ class Binder:
             self._open[uid] = running
             running.task.add_done_callback(lambda _: self._open.pop(uid, None))
         elif running.node != args.node:
-            return f"{_named(args)} is being bound to node {running.node} at present, not to {args.node}; try again"
+            return f"{named(args)} is being bound to node {running.node} at present, not to {args.node}; try again"
         return await asyncio.shield(running.task)
 
     async def _told(self, args: BindingArgs) -> str:
@@ -117,7 +112,7 @@ class Binder:
             return str(error)
         except KubeError as error:
             log.warning("not bound", error=str(error))
-            return f"{_named(args)} was not bound to node {args.node}: {error}"
+            return f"{named(args)} was not bound to node {args.node}: {error}"
         log.info("bound")
         return ""
 
@@ -136,7 +131,7 @@ class Binder:
                 await self._within_deadline(self._prepared(args, reserved), args, reserved)
             self._tools.standing.succeeded(args.node, reserved.gpu_uuids)
             with self._tools.telemetry.step("bind"):
-                await self._post(args, reserved)
+                await self._poster.post(args, reserved)
         except AbandonedError as error:
             if error.reason in UNPREPARED:
                 self._tools.standing.failed(args.node, reserved.gpu_uuids)
@@ -145,22 +140,7 @@ class Binder:
 
     async def _pod(self, args: BindingArgs) -> Pod:
         known = self._watches.pod(PodUid(args.pod_uid))
-        return known or await self._read_pod(args)
-
-    async def _read_pod(self, args: BindingArgs) -> Pod:
-        """Read the pod from the server.
-
-        Raises:
-            AbandonedError: It is gone, or another one has its name.
-            KubeError: It could not be read.
-        """
-        try:
-            pod = await self._tools.api.get(PODS, args.pod_name, Pod, namespace=args.pod_namespace)
-        except NotFound as error:
-            raise AbandonedError("PodGone", f"{_named(args)} no longer exists") from error
-        if pod.metadata.uid != args.pod_uid:
-            raise AbandonedError("PodGone", f"{_named(args)} has UID {pod.metadata.uid} now, not {args.pod_uid}")
-        return pod
+        return known or await self._poster.read(args)
 
     async def _reserve(self, applicant: Applicant, args: BindingArgs) -> Reservation:
         """Write the reservation, or take over the one that an earlier try left behind."""
@@ -177,20 +157,20 @@ class Binder:
             crowd = self._watches.cluster.pods_of(applicant.demand.job_uid)
             if (crowded := too_many(applicant, uid, crowd)) is not None:
                 raise Refusal(crowded)
-            chosen = place(self._watches.cluster.view(), applicant, args.node, self._rules)
+            chosen = place(self._assessments.of(applicant), args.node)
             if isinstance(chosen, str):
                 raise Refusal(chosen)
             wanted = reservation(chosen, applicant, uid, args.pod_name, now=now, deadline=deadline)
             wanted = msgspec.structs.replace(wanted, generation=ledger.next_generation(node, uid, now))
-            spec = ledger.reserve(node.spec, wanted, ledger.capacity_of(node, self._rules.slots))
+            spec = ledger.reserve(node.spec, wanted, ledger.capacity_of(node, self._slots))
             if isinstance(spec, ledger.Rejected):
-                raise Refusal(f"node {args.node} no longer has room for {_named(args)}: {spec.reason}")
+                raise Refusal(f"node {args.node} no longer has room for {named(args)}: {spec.reason}")
             return spec
 
         node = await self._book.change(args.node, decide)
         reserved = ledger.held(node.spec, uid)
         if reserved is None:
-            raise BindError(f"the reservation of {_named(args)} on node {args.node} was taken away at once; try again")
+            raise BindError(f"the reservation of {named(args)} on node {args.node} was taken away at once; try again")
         return reserved
 
     async def _not_held_on(self, other: str, args: BindingArgs) -> None:
@@ -201,17 +181,14 @@ class Binder:
             return
         if reserved is not None:
             raise BindError(
-                f"{_named(args)} has a reservation on node {other}, so it cannot be bound to {args.node}; "
+                f"{named(args)} has a reservation on node {other}, so it cannot be bound to {args.node}; "
                 f"retry on {other}, or after {reserved.deadline}, when it lapses unless the pod is bound there"
             )
-
-    def _seconds_left(self, reserved: Reservation) -> float:
-        return (parse_rfc3339(reserved.deadline) - self._tools.clock.now()).total_seconds()
 
     async def _within_deadline(self, work: Awaitable[None], args: BindingArgs, reserved: Reservation) -> None:
         """Wait for some work no longer than a reservation lives."""
         working = asyncio.ensure_future(work)
-        timer = asyncio.ensure_future(self._tools.sleep(max(0.0, self._seconds_left(reserved))))
+        timer = asyncio.ensure_future(self._tools.sleep(max(0.0, self._poster.seconds_left(reserved))))
         try:
             await asyncio.wait({working, timer}, return_when=asyncio.FIRST_COMPLETED)
             if working.done():
@@ -221,7 +198,7 @@ class Binder:
             timer.cancel()
         raise AbandonedError(
             "PartitionTimeout",
-            f"the agent of node {args.node} did not prepare the GPU for {_named(args)} within {self._timeout_s:g} s; "
+            f"the agent of node {args.node} did not prepare the GPU for {named(args)} within {self._timeout_s:g} s; "
             f"see the node agent's log and `kubectl describe gpunode {args.node}`",
         )
 
@@ -230,7 +207,7 @@ class Binder:
         while True:
             node = self._watches.cluster.node(args.node)
             if node is None or ledger.held(node.spec, reserved.pod_uid) is None:
-                raise AbandonedError("ReservationGone", f"the reservation of {_named(args)} on {args.node} is gone")
+                raise AbandonedError("ReservationGone", f"the reservation of {named(args)} on {args.node} is gone")
             for partition in node.status.partitions:
                 if partition.pod_uid == reserved.pod_uid and partition.generation == reserved.generation:
                     if partition.state is PartitionState.READY:
@@ -238,59 +215,17 @@ class Binder:
                     if partition.state is PartitionState.FAILED:
                         raise AbandonedError(
                             "PartitionFailed",
-                            f"node {args.node} could not prepare {reserved.mode} for {_named(args)}: "
+                            f"node {args.node} could not prepare {reserved.mode} for {named(args)}: "
                             f"{partition.message}",
                         )
             await self._watches.stirred(args.node)
-
-    async def _post(self, args: BindingArgs, reserved: Reservation) -> None:
-        """Bind; where the answer leaves it open, read the pod."""
-        for attempt in range(BINDING_TRIES):
-            if self._seconds_left(reserved) < -LATE_S:
-                # Other extenders may release the reservation from now on, so the pod must not be bound on it.
-                break
-            try:
-                await self._tools.api.create(
-                    PODS,
-                    binding_of(reserved, args.node),
-                    namespace=args.pod_namespace,
-                    name=args.pod_name,
-                    subresource="binding",
-                )
-                return
-            except (Conflict, Refused) as error:
-                definite: KubeError | None = error
-            except Retryable as error:
-                definite = None
-                self._log.warning("binding unanswered", pod=_named(args), error=str(error))
-            if await self._is_bound(args):
-                return
-            if definite is not None and attempt == 0:
-                raise AbandonedError("BindingRefused", f"{_named(args)} was not bound: {definite}") from definite
-            if definite is not None:
-                break
-            await self._tools.sleep(PAUSE_S * 2**attempt)
-        raise BindError(
-            f"whether {_named(args)} was bound to node {args.node} is not known, because the API server did not answer "
-            f"in time; its reservation stays until {reserved.deadline}"
-        )
-
-    async def _is_bound(self, args: BindingArgs) -> bool:
-        """Read whether the pod is bound as decided. Raises AbandonedError where it never can be: gone, or elsewhere."""
-        try:
-            pod = await self._read_pod(args)
-        except Retryable:
-            return False
-        if pod.spec.node_name not in ("", args.node):
-            raise AbandonedError("BoundElsewhere", f"{_named(args)} is bound to node {pod.spec.node_name} already")
-        return pod.spec.node_name == args.node
 
     async def _give_back(self, args: BindingArgs, why: AbandonedError) -> None:
         """Release the reservation and tell the pod's owner; what fails here the janitor makes good."""
         try:
             await self._book.release(args.node, PodUid(args.pod_uid))
         except KubeError as error:
-            self._log.warning("release failed", pod=_named(args), node=args.node, error=str(error))
+            self._log.warning("release failed", pod=named(args), node=args.node, error=str(error))
         if why.reason != "PodGone":
             await self._tools.events.record(
                 kind=PODS,
@@ -306,10 +241,6 @@ class Binder:
 def _may_be_bound(pod: Pod, args: BindingArgs) -> None:
     """BindError where the pod cannot be bound to that node any more."""
     if pod.spec.node_name:
-        raise BindError(f"{_named(args)} is bound to node {pod.spec.node_name}, so it cannot be bound to {args.node}")
+        raise BindError(f"{named(args)} is bound to node {pod.spec.node_name}, so it cannot be bound to {args.node}")
     if pod.is_finished or pod.metadata.deletion_timestamp is not None:
-        raise BindError(f"{_named(args)} has finished or is being deleted, so it is not bound")
-
-
-def _named(args: BindingArgs) -> str:
-    return f"pod {args.pod_namespace}/{args.pod_name}"
+        raise BindError(f"{named(args)} has finished or is being deleted, so it is not bound")

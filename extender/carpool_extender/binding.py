@@ -1,15 +1,46 @@
-"""The Binding that puts a pod on its node, with annotations for people and for runtimes without CDI."""
+"""The Binding that puts a pod on its node: written, and looked for where the answer leaves open what became of it."""
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
+import structlog
+from carpool_core.clock import Clock, parse_rfc3339
 from carpool_core.keys import ANNOTATION_GPUS, ANNOTATION_MEMORY, ANNOTATION_MODE, ANNOTATION_REASON
+from carpool_core.kube.api import PODS, KubeApi
+from carpool_core.kube.errors import Conflict, KubeError, NotFound, Refused, Retryable
+from carpool_core.kube.pods import Pod
 from carpool_core.resources.node import Reservation
+
+from carpool_extender.wire import BindingArgs
+
+TRIES = 3
+PAUSE_S = 0.2
+LATE_S = 5.0
+"""How long after its deadline a reservation may still be bound; less than the janitor's grace."""
+
+
+class BindError(Exception):
+    """The pod was not bound, or nobody knows; whatever is reserved stays until its deadline. `str()` says why."""
+
+
+class AbandonedError(BindError):
+    """The pod was certainly not bound, so its reservation is given back."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def named(args: BindingArgs) -> str:
+    """Name a pod for people."""
+    return f"pod {args.pod_namespace}/{args.pod_name}"
 
 
 def binding_of(reserved: Reservation, node: str) -> dict[str, Any]:
-    """Build the Binding of a reservation's pod; its UID is a precondition.
+    """Build the Binding of a reservation's pod, with annotations for people and for runtimes without CDI.
 
-    The API server merges the annotations into the pod in the same write as `nodeName`. Nothing of ours trusts them.
+    Its UID is a precondition. The API server merges the annotations into the pod in the same write as `nodeName`.
+    Nothing of ours trusts them.
     """
     annotations = {
         ANNOTATION_GPUS: ",".join(reserved.gpu_uuids),
@@ -29,3 +60,82 @@ def binding_of(reserved: Reservation, node: str) -> dict[str, Any]:
         },
         "target": {"apiVersion": "v1", "kind": "Node", "name": node},
     }
+
+
+class Poster:
+    """Writes Bindings.
+
+    Args:
+        api: The Kubernetes API.
+        clock: Tells whether a reservation may still be bound.
+        sleep: Waits between tries.
+    """
+
+    def __init__(self, api: KubeApi, clock: Clock, sleep: Callable[[float], Awaitable[Any]]) -> None:
+        self._api, self._clock, self._sleep = api, clock, sleep
+        self._log = structlog.get_logger()
+
+    def seconds_left(self, reserved: Reservation) -> float:
+        """Return how long a reservation lives still."""
+        return (parse_rfc3339(reserved.deadline) - self._clock.now()).total_seconds()
+
+    async def post(self, args: BindingArgs, reserved: Reservation) -> None:
+        """Bind; where the answer leaves it open, read the pod.
+
+        Raises:
+            AbandonedError: The pod was not bound.
+            BindError: Whether it was is not known.
+        """
+        for attempt in range(TRIES):
+            if self.seconds_left(reserved) < -LATE_S:
+                # Other extenders may release the reservation from now on, so the pod must not be bound on it.
+                break
+            definite = await self._try(args, reserved)
+            if definite is None or await self._is_bound(args):
+                return
+            if isinstance(definite, Refused | Conflict) and attempt == 0:
+                raise AbandonedError("BindingRefused", f"{named(args)} was not bound: {definite}") from definite
+            if isinstance(definite, Refused | Conflict):
+                break
+            await self._sleep(PAUSE_S * 2**attempt)
+        raise BindError(
+            f"whether {named(args)} was bound to node {args.node} is not known, because the API server did not answer "
+            f"in time; its reservation stays until {reserved.deadline}"
+        )
+
+    async def _try(self, args: BindingArgs, reserved: Reservation) -> KubeError | None:
+        """Write the Binding once; return what came of it instead."""
+        body = binding_of(reserved, args.node)
+        try:
+            await self._api.create(PODS, body, namespace=args.pod_namespace, name=args.pod_name, subresource="binding")
+        except (Conflict, Refused) as error:
+            return error
+        except Retryable as error:
+            self._log.warning("binding unanswered", pod=named(args), error=str(error))
+            return error
+        return None
+
+    async def read(self, args: BindingArgs) -> Pod:
+        """Read the pod from the server.
+
+        Raises:
+            AbandonedError: It is gone, or another one has its name.
+            KubeError: It could not be read.
+        """
+        try:
+            pod = await self._api.get(PODS, args.pod_name, Pod, namespace=args.pod_namespace)
+        except NotFound as error:
+            raise AbandonedError("PodGone", f"{named(args)} no longer exists") from error
+        if pod.metadata.uid != args.pod_uid:
+            raise AbandonedError("PodGone", f"{named(args)} has UID {pod.metadata.uid} now, not {args.pod_uid}")
+        return pod
+
+    async def _is_bound(self, args: BindingArgs) -> bool:
+        """Read whether the pod is bound as decided. Raises AbandonedError where it never can be: gone, or elsewhere."""
+        try:
+            pod = await self.read(args)
+        except Retryable:
+            return False
+        if pod.spec.node_name not in ("", args.node):
+            raise AbandonedError("BoundElsewhere", f"{named(args)} is bound to node {pod.spec.node_name} already")
+        return pod.spec.node_name == args.node

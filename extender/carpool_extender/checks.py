@@ -1,17 +1,19 @@
 """Whether a newcomer may join each GPU: all checks over all GPUs at once."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
-from carpool_core.values import SharingMode, Tenancy
+from carpool_core.values import Tenancy
 from carpool_predictor.slowdown import slowdowns
 from numpy.typing import NDArray
 
+from carpool_extender.aggregates import SHARED
 from carpool_extender.applicant import Applicant, ClassColumns
 from carpool_extender.conditions import Conditions
-from carpool_extender.modes import EXCLUSIVE, MPS, TIME_SLICING, proposed
-from carpool_extender.view import NO_MODE, Bools, Floats, View
+from carpool_extender.modes import MPS, proposed
+from carpool_extender.view import MODES, NO_MODE, NOBODY, Bools, Columns, Floats, Rows, View
 
 NO_CONDITIONS = Conditions()
 SLACK = 1e-6
@@ -31,33 +33,47 @@ class Check(IntEnum):
     SLOWDOWN = 7
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Outcome:
-    """What one check found."""
-
-    ok: Bools
-    """(gpus,)"""
-    margin: Floats
-    """(gpus,) Room left in the check's own unit; negative where it failed."""
+PASSED, NO_GPU = -1, 100
+"""In `Findings.failed`: every check passed; no GPU has this row."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Interference:
-    """Predicted slowdowns with the newcomer there. Exactly 1 and 0 where an earlier check failed or nobody else is."""
+@dataclass(slots=True, eq=False)
+class Findings:
+    """What the checks found of each GPU, shape (gpus,) each."""
 
+    failed: NDArray[np.int8]
+    """The first check that failed; PASSED, or NO_GPU."""
+    mode: NDArray[np.int8]
+    """Code of the mode that the GPU would have."""
     newcomer: NDArray[np.float64]
-    """(gpus,) Slowdown of the newcomer."""
+    """Predicted slowdown of the newcomer; 1 where an earlier check failed or nobody else is there."""
     added: NDArray[np.float64]
-    """(gpus,) What the newcomer loses, and all its neighbours lose on top of what they lose already."""
-    worst: NDArray[np.int64]
-    """(gpus,) Who is closest to its limit, or furthest beyond: index of a tenant; -1 is the newcomer."""
-    worst_slowdown: NDArray[np.float64]
-    """(gpus,) That one's slowdown."""
+    """What the newcomer loses, and all its neighbours lose on top of what they lose already; 0 likewise."""
     margin: NDArray[np.float64]
-    """(gpus,) That one's limit less its slowdown."""
+    """Room to its limit of whoever is closest to it, negative beyond."""
+    is_newcomer: Bools
+    """Whether that is the newcomer."""
+
+    def put(self, rows: Rows, others: "Findings") -> None:
+        """Write what was found of some rows again."""
+        for column in fields(self):
+            getattr(self, column.name)[rows] = getattr(others, column.name)
+
+    def resized(self, gpus: int) -> "Findings":
+        """Return a copy with more rows; what stands in them is to be found yet."""
+        return Findings(*[np.resize(getattr(self, column.name), gpus) for column in fields(self)])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+class Closest(NamedTuple):
+    """Who of a GPU's tenants and the newcomer is closest to its limit, or furthest beyond it."""
+
+    tenant: int
+    """Its place among the tenants; -1 is the newcomer."""
+    slowdown: float
+    limit: float
+
+
+@dataclass(slots=True, eq=False)
 class Verdict:
     """What all checks found about one applicant."""
 
@@ -67,22 +83,58 @@ class Verdict:
     """Most tenants of one GPU."""
     conditions: Conditions
     """What the site asks of a GPU besides."""
-    mode: NDArray[np.int8]
-    """(gpus,) Code of the mode that the GPU would have."""
-    need_mib: NDArray[np.int64]
-    """(gpus,) Memory that the newcomer is counted with."""
-    free_mib: NDArray[np.int64]
-    """(gpus,) Memory that is not promised to anybody, never negative."""
-    sm_active: NDArray[np.float64]
-    """(gpus,) SM activity of the tenants that are there, all together; may exceed 1."""
-    outcomes: dict[Check, Outcome]
-    interference: Interference
-    ok: Bools
-    """(gpus,) Whether every check passed."""
-    failed: NDArray[np.int8]
-    """(gpus,) The first check that failed; -1 where all passed."""
-    too_small: Bools
-    """(gpus,) Whether the GPU is only too small for the newcomer, even when empty."""
+    found: Findings
+
+    @property
+    def ok(self) -> Bools:
+        """(gpus,) Whether every check passed."""
+        passed: Bools = self.found.failed == PASSED
+        return passed
+
+    def need_mib(self, rows: Rows) -> NDArray[np.int64]:
+        """Memory that the newcomer is counted with on some GPUs."""
+        return self._facts.need_mib[self.view.columns.device_class[rows]]
+
+    def left_mib(self, rows: Rows) -> NDArray[np.int64]:
+        """Memory that would be left over on some GPUs; negative where it is too little."""
+        return self.view.columns.free_mib[rows] - self.need_mib(rows)
+
+    def too_small(self, rows: Rows) -> Bools:
+        """Whether some GPUs are only too small for the newcomer, even when empty."""
+        small: Bools = self._facts.too_small[self.view.columns.device_class[rows]]
+        return small
+
+    def could_ever(self) -> Bools:
+        """(gpus,) Whether a GPU would do if it were empty and healthy."""
+        columns = self.view.columns
+        able: Bools = columns.alive & self._facts.suitable[columns.device_class]
+        return able
+
+    def closest(self, row: int) -> Closest:
+        """Work out who would be closest to its limit on one GPU."""
+        columns = self.view.columns
+        tenants = int(columns.count[row])
+        after, limit = _crowd(columns, self.applicant, self._facts, np.array([row]), tenants, int(self.found.mode[row]))
+        worst = int(np.argmin(limit[0] - after[0]))
+        return Closest(-1 if worst == tenants else worst, float(after[0, worst]), float(limit[0, worst]))
+
+    def margins(self, check: Check, rows: Rows) -> Floats:
+        """Room left in a check's own unit on some GPUs; negative where it failed."""
+        columns = self.view.columns
+        if check is Check.SLOWDOWN:
+            return self.found.margin[rows]
+        if check is Check.MEMORY or (check is Check.SUITABLE and bool(self.too_small(rows).all())):
+            return self.left_mib(rows).astype(np.float64)
+        if check is Check.SLOTS:
+            return self.slots - columns.count[rows] - 1.0
+        if check is Check.CONDITION:
+            of = self._facts.sm[columns.device_class[rows]]
+            return _condition_margin(self.conditions, columns.take(rows), of)
+        return np.where(self.found.failed[rows] == check, -1.0, 0.0)
+
+    @property
+    def _facts(self) -> ClassColumns:
+        return self.applicant.columns(self.view.classes)
 
 
 def examine(view: View, applicant: Applicant, slots: int, conditions: Conditions = NO_CONDITIONS) -> Verdict:
@@ -94,143 +146,132 @@ def examine(view: View, applicant: Applicant, slots: int, conditions: Conditions
         slots: Most tenants of one GPU.
         conditions: What the site asks of a GPU besides.
     """
-    columns, facts = view.columns, applicant.columns(view.classes)
-    of = columns.device_class
-    mode = proposed(view, applicant, facts, alone=conditions.alone)
-    free = _free(view)
-    need = facts.need_mib[of]
-    sm_active = np.where(columns.present, columns.sm, 0.0).sum(axis=1, dtype=np.float64)
-    outcomes = {
-        Check.HEALTH: _yes_no(view.healthy()),
-        Check.SUITABLE: _suitable(facts, view, need),
-        Check.MODE: _yes_no(mode != NO_MODE),
-        Check.TENANCY: _tenancy(view, applicant, mode),
-        Check.SLOTS: _at_least_zero(slots - columns.count.astype(np.float64) - 1),
-        Check.MEMORY: _at_least_zero((free - need).astype(np.float64)),
-        Check.CONDITION: _conditions(conditions, view, free, sm_active, facts.sm[of]),
-    }
-    so_far = columns.alive & np.logical_and.reduce([outcome.ok for outcome in outcomes.values()])
-    interference = _interference(view, applicant, facts, mode, so_far & (columns.count > 0))
-    outcomes[Check.SLOWDOWN] = Outcome(interference.margin >= -SLACK, interference.margin)
-    passed = np.stack([outcomes[check].ok for check in Check])
-    ok = so_far & passed[Check.SLOWDOWN]
-    return Verdict(
-        view=view,
-        applicant=applicant,
-        slots=slots,
-        conditions=conditions,
-        mode=mode,
-        need_mib=need,
-        free_mib=free,
-        sm_active=sm_active,
-        outcomes=outcomes,
-        interference=interference,
-        ok=ok,
-        failed=np.where(passed.all(axis=0), -1, np.argmin(passed, axis=0)).astype(np.int8),
-        too_small=facts.too_small[of],
+    verdict = Verdict(view, applicant, slots, conditions, empty_findings(0))
+    verdict.found = look(verdict, view.columns)
+    return verdict
+
+
+def empty_findings(gpus: int) -> Findings:
+    """Return findings of rows that no GPU has."""
+    return Findings(
+        failed=np.full(gpus, NO_GPU, np.int8),
+        mode=np.zeros(gpus, np.int8),
+        newcomer=np.ones(gpus),
+        added=np.zeros(gpus),
+        margin=np.zeros(gpus),
+        is_newcomer=np.zeros(gpus, np.bool_),
     )
 
 
-def _conditions(
-    conditions: Conditions, view: View, free: NDArray[np.int64], sm_active: NDArray[np.float64], newcomer: Floats
-) -> Outcome:
-    """The site's preconditions; the margin is the share by which the tightest is met or missed."""
+def look(asked: Verdict, columns: Columns) -> Findings:
+    """Run all checks on some GPUs.
+
+    Args:
+        asked: Who asks, and for what; what it found before does not matter.
+        columns: The GPUs.
+    """
+    view, applicant, conditions = asked.view, asked.applicant, asked.conditions
+    facts = applicant.columns(view.classes)
+    of = columns.device_class
+    mode = proposed(columns, applicant, facts, alone=conditions.alone)
+    failures = (
+        (Check.CONDITION, _condition_fails(conditions, columns, facts.sm, of)),
+        (Check.MEMORY, columns.free_mib < facts.need_mib[of]),
+        (Check.SLOTS, columns.count >= asked.slots),
+        (Check.TENANCY, _strangers(view, columns, applicant, mode)),
+        (Check.MODE, mode == NO_MODE),
+        (Check.SUITABLE, ~facts.suitable[of]),
+        (Check.HEALTH, ~columns.healthy | columns.hindered),
+        (NO_GPU, ~columns.alive),
+    )
+    failed = np.full(len(of), PASSED, np.int8)
+    for check, fails in failures:
+        if fails is not None:
+            failed[fails] = check
+    found = Findings(
+        failed=failed,
+        mode=mode,
+        newcomer=np.ones(len(of)),
+        added=np.zeros(len(of)),
+        margin=np.full(len(of), applicant.demand.max_slowdown - 1.0),
+        is_newcomer=np.ones(len(of), np.bool_),
+    )
+    _interfere(columns, applicant, facts, found)
+    failed[(failed == PASSED) & (found.margin < -SLACK)] = Check.SLOWDOWN
+    return found
+
+
+def _condition_fails(conditions: Conditions, columns: Columns, sm: Floats, of: NDArray[np.int16]) -> Bools | None:
+    """Where a precondition of the site is not met; None where there is none."""
+    if not conditions.ask_anything:
+        return None
+    fails: Bools = _condition_margin(conditions, columns, sm[of]) < -SLACK
+    return fails
+
+
+def _condition_margin(conditions: Conditions, columns: Columns, newcomer: Floats) -> NDArray[np.float64]:
+    """The share by which the tightest of the site's preconditions is met or missed."""
+    active, free = columns.sm_active, columns.free_mib
     margin = np.ones(len(free))
     if conditions.most_sm_active is not None:
-        margin = np.minimum(margin, (conditions.most_sm_active - sm_active) / conditions.most_sm_active)
+        margin = np.minimum(margin, (conditions.most_sm_active - active) / conditions.most_sm_active)
     if (joint := conditions.most_joint_sm_active) is not None:
-        room = (joint - sm_active - newcomer) / joint
-        margin = np.where(view.columns.count > 0, np.minimum(margin, room), margin)
+        room = (joint - active - newcomer) / joint
+        margin = np.where(columns.count > 0, np.minimum(margin, room), margin)
     if conditions.least_free_mib:
         margin = np.minimum(margin, (free - conditions.least_free_mib) / conditions.least_free_mib)
     if conditions.most_jobs is not None:
-        margin = np.minimum(margin, (conditions.most_jobs - 1.0 - view.columns.count) / conditions.most_jobs)
-    return Outcome(margin >= -SLACK, margin)
+        margin = np.minimum(margin, (conditions.most_jobs - 1.0 - columns.count) / conditions.most_jobs)
+    return margin
 
 
-def _suitable(facts: ClassColumns, view: View, need: NDArray[np.int64]) -> Outcome:
-    """Static suitability; its margin is memory, or -1 where something else than memory is wrong."""
-    of = view.columns.device_class
-    by_memory = (facts.suitable | facts.too_small)[of]
-    return Outcome(facts.suitable[of], np.where(by_memory, view.columns.usable_mib - need, -1).astype(np.float64))
+def _strangers(view: View, columns: Columns, applicant: Applicant, mode: NDArray[np.int8]) -> Bools:
+    """Where somebody is unwilling: both sides must share; and one MPS server never serves two namespaces."""
+    own = view.namespaces.get(applicant.demand.namespace, NOBODY)
+    among: Bools = (columns.count > 0) & (columns.landlord != own)
+    if applicant.demand.tenancy is not Tenancy.CLUSTER:
+        return among
+    rows = np.flatnonzero(among)
+    stranger = (columns.namespace[rows] != own) & (columns.namespace[rows] != NOBODY)
+    keeps_apart = (stranger & ~columns.cluster_tenancy[rows]).any(axis=1)
+    among[rows] = keeps_apart | (stranger.any(axis=1) & (mode[rows] == MPS))
+    return among
 
 
-def _yes_no(ok: Bools) -> Outcome:
-    return Outcome(ok, np.where(ok, 0.0, -1.0))
+def _interfere(columns: Columns, applicant: Applicant, facts: ClassColumns, found: Findings) -> None:
+    """Predict slowdowns where everything else would do and somebody is there: equally many tenants at a time."""
+    candidates = np.flatnonzero((found.failed == PASSED) & (columns.count > 0))
+    for code, _ in SHARED:
+        mine = candidates[found.mode[candidates] == code]
+        count = columns.count[mine]
+        for tenants in np.flatnonzero(np.bincount(count)).tolist():
+            rows = mine[count == tenants]
+            after, limit = _crowd(columns, applicant, facts, rows, tenants, code)
+            found.newcomer[rows] = after[:, -1]
+            found.added[rows] = after.sum(axis=1) - 1.0 - columns.slowdowns[rows]
+            margin = limit - after
+            found.margin[rows] = margin.min(axis=1)
+            found.is_newcomer[rows] = margin.argmin(axis=1) == tenants
 
 
-def _at_least_zero(margin: NDArray[np.float64]) -> Outcome:
-    return Outcome(margin >= 0, margin)
-
-
-def _free(view: View) -> NDArray[np.int64]:
-    """Memory that nobody was promised, in MiB, shape (gpus,): none beside an exclusive tenant."""
-    columns = view.columns
-    promised = np.where(columns.present, columns.memory_mib, 0).sum(axis=1)
-    free = np.maximum(0, columns.usable_mib - promised)
-    return np.where(columns.mode == EXCLUSIVE, 0, free).astype(np.int64)
-
-
-def _tenancy(view: View, applicant: Applicant, mode: NDArray[np.int8]) -> Outcome:
-    """Both sides must be willing; and one MPS server never serves two namespaces."""
-    columns = view.columns
-    own = view.namespaces.get(applicant.demand.namespace, -1)
-    stranger = columns.present & (columns.namespace != own)
-    if applicant.demand.tenancy is Tenancy.CLUSTER:
-        unwilling = stranger & (~columns.cluster_tenancy | (mode == MPS)[:, None])
-    else:
-        unwilling = stranger
-    return _at_least_zero(-unwilling.sum(axis=1).astype(np.float64))
-
-
-def _interference(
-    view: View, applicant: Applicant, facts: ClassColumns, mode: NDArray[np.int8], shared: Bools
-) -> Interference:
-    """Predict slowdowns on the GPUs where `shared` holds, shape (gpus,)."""
-    gpus = len(mode)
-    result = Interference(
-        newcomer=np.ones(gpus),
-        added=np.zeros(gpus),
-        worst=np.full(gpus, -1, np.int64),
-        worst_slowdown=np.ones(gpus),
-        margin=np.full(gpus, applicant.demand.max_slowdown - 1.0),
-    )
-    for code, name in ((TIME_SLICING, SharingMode.TIME_SLICING), (MPS, SharingMode.MPS)):
-        rows = np.flatnonzero(shared & (mode == code))
-        if rows.size:
-            _predict(view, applicant, facts, rows=rows, mode=name, result=result)
-    return result
-
-
-def _predict(
-    view: View,
-    applicant: Applicant,
-    facts: ClassColumns,
-    *,
-    rows: NDArray[np.intp],
-    mode: SharingMode,
-    result: Interference,
-) -> None:
-    """Fill the slowdowns of some rows in; the newcomer stands in the last column of each array."""
-    columns = view.columns
+def _crowd(
+    columns: Columns, applicant: Applicant, facts: ClassColumns, rows: Rows, tenants: int, mode: int
+) -> tuple[Floats, Floats]:
+    """Slowdowns and limits on GPUs of equally many tenants, shape (rows, tenants + 1); the newcomer comes last."""
     of = columns.device_class[rows]
 
-    def joined(tenants: Floats, newcomer: Floats) -> Floats:
-        return np.column_stack((tenants[rows], newcomer))
+    def joined(of_tenants: Floats, newcomer: Floats) -> Floats:
+        both = np.empty((rows.size, tenants + 1), np.float32)
+        both[:, :tenants], both[:, tenants] = of_tenants[rows, :tenants], newcomer
+        return both
 
-    present = np.column_stack((columns.present[rows], np.ones(rows.size, np.bool_)))
-    util = joined(columns.util, facts.util[of])
-    sm, dram = joined(columns.sm, facts.sm[of]), joined(columns.dram, facts.dram[of])
-    limit = joined(columns.max_slowdown, np.full(rows.size, applicant.demand.max_slowdown))
-    after = slowdowns(mode, util, sm, dram, present)
-    present_before = present.copy()
-    present_before[:, -1] = False
-    before = slowdowns(mode, util, sm, dram, present_before)
-    margin = np.where(present, limit - after, np.inf)
-    worst = np.argmin(margin, axis=1)
-    every = np.arange(rows.size)
-    result.newcomer[rows] = after[:, -1]
-    result.added[rows] = (after - before).sum(axis=1)
-    result.worst[rows] = np.where(worst == after.shape[1] - 1, -1, worst)
-    result.worst_slowdown[rows] = after[every, worst]
-    result.margin[rows] = margin[every, worst]
+    util, sm, dram = (
+        joined(columns.util, facts.util[of]),
+        joined(columns.sm, facts.sm[of]),
+        joined(columns.dram, facts.dram[of]),
+    )
+    limit = joined(columns.max_slowdown, np.full(rows.size, applicant.demand.max_slowdown, np.float32))
+    name = MODES[mode]
+    if name is None:
+        return np.ones(limit.shape), limit
+    return slowdowns(name, util, sm, dram, np.ones(limit.shape, np.bool_)), limit

@@ -1,18 +1,30 @@
 """The cluster as the extender knows it: GpuNodes and their arrays, kept up to date node by node."""
 
-from dataclasses import replace
-
+import numpy as np
 from carpool_core.clock import parse_rfc3339
 from carpool_core.resources.node import GpuNode, Reservation, TenantProfile
 from carpool_core.values import DeviceHealth, GpuUuid, JobUid, PodUid, Tenancy
 
+from carpool_extender.aggregates import work_out
+from carpool_extender.journal import Journal
 from carpool_extender.measured import Known, known_of, settled_tenants
 from carpool_extender.standing import Hindrance, Standing
-from carpool_extender.view import CODES, NO_MODE, Columns, DeviceClass, TenantName, View, class_of, empty_columns
+from carpool_extender.view import (
+    CODES,
+    NO_MODE,
+    NOBODY,
+    Columns,
+    DeviceClass,
+    Rows,
+    TenantName,
+    View,
+    class_of,
+    empty_columns,
+)
 
 
 class Cluster:
-    """All GpuNodes. Each change rewrites the rows of one node; a `View` that was handed out never changes.
+    """All GpuNodes. Each change rewrites the rows of one node, and is written down in a journal of rows.
 
     Args:
         slots: Tenants for which each GPU has room from the start; more make the arrays wider.
@@ -23,7 +35,8 @@ class Cluster:
         self._standing = standing
         self._columns = empty_columns(0, slots)
         self._used = 0
-        self._shown: View | None = None
+        self._journal = Journal()
+        self._hindered: dict[int, Hindrance] = {}
         self._blocks: dict[str, slice] = {}
         self._free: dict[int, list[slice]] = {}
         self._nodes: dict[str, GpuNode] = {}
@@ -53,12 +66,21 @@ class Cluster:
         return {pod for _, pod in self._of_job.get(job_uid, ())}
 
     def view(self) -> View:
-        """Return the arrays as they are now."""
-        if self._shown is None:
-            columns = self._columns.part(slice(0, self._used))
-            self._shown = View(columns, self._names, self._ids, self._classes, self._namespaces)
-        hindered = self._hindered()
-        return replace(self._shown, hindered=hindered) if hindered else self._shown
+        """Return the arrays as they are now; they hold until the next change."""
+        self._note_hindrances()
+        if (rows := self._journal.unsettled()).size:
+            work_out(self._columns, rows)
+        columns = self._columns.shown(self._used)
+        return View(columns, self._names, self._ids, self._classes, self._namespaces, self._hindered)
+
+    @property
+    def generation(self) -> int:
+        """Number of the last change; a view that was asked for brings hindrances up to date."""
+        return self._journal.generation
+
+    def changed_since(self, generation: int) -> Rows | None:
+        """Return the rows that changed after that generation; None where too much did."""
+        return self._journal.since(generation)
 
     def hindered_nodes(self) -> set[str]:
         """Names of the nodes with GPUs that take nobody at this moment, whatever their health."""
@@ -66,17 +88,23 @@ class Cluster:
             return set()
         return {*self._standing.silent(), *(node for node, _ in self._standing.resting())}
 
-    def _hindered(self) -> dict[int, Hindrance]:
-        found: dict[int, Hindrance] = {}
+    def _note_hindrances(self) -> None:
+        """Bring the column up to date: time hinders GPUs and sets them free again, without any change of an object."""
         if self._standing is None:
-            return found
+            return
+        found: dict[int, Hindrance] = {}
         for (node, uuid), why in self._standing.resting().items():
             block = self._blocks.get(node, slice(0, 0))
             found |= {r: why for r in range(block.start, block.stop) if self._columns.uuid[r] == uuid}
         for node, why in self._standing.silent().items():
             block = self._blocks.get(node, slice(0, 0))
             found |= dict.fromkeys(range(block.start, block.stop), why)
-        return found
+        changed = found.keys() ^ self._hindered.keys()
+        self._hindered = found
+        if changed:
+            rows = np.array(sorted(changed), np.intp)
+            self._columns.hindered[rows] = [row in found for row in rows.tolist()]
+            self._journal.note(rows)
 
     def apply(self, node: GpuNode) -> bool:
         """Take in a GpuNode, unless a newer one was seen; say whether anything that decisions look at has changed."""
@@ -116,16 +144,11 @@ class Cluster:
             self._holders.setdefault(reservation.pod_uid, set()).add(name)
             self._of_job.setdefault(reservation.job_uid, set()).add((name, reservation.pod_uid))
 
-    def _own_columns(self) -> Columns:
-        """Return columns that may be written: copies, if a view looks at the present ones."""
-        if self._shown is not None:
-            self._columns, self._shown = self._columns.copy(), None
-        return self._columns
-
     def _release_rows(self, name: str) -> None:
         block = self._blocks.pop(name, None)
         if block is not None:
-            self._own_columns().alive[block] = False
+            self._columns.alive[block] = False
+            self._journal.note(np.arange(block.start, block.stop))
             self._free.setdefault(block.stop - block.start, []).append(block)
 
     def _rows(self, name: str, gpus: int, tenants: int) -> slice:
@@ -134,22 +157,23 @@ class Cluster:
         if block is not None and block.stop - block.start != gpus:
             self._release_rows(name)
             block = None
-        room, width = self._columns.present.shape
+        room, width = self._columns.memory_mib.shape
         if block is None:
             spare = self._free.get(gpus)
             block = spare.pop() if spare else slice(self._used, self._used + gpus)
             self._used = max(self._used, block.stop)
             self._blocks[name] = block
         if block.stop > room or tenants > width:
-            self._columns = self._columns.resized(max(room, 64, 2 * block.stop), max(width, tenants))
-            self._shown = None
+            more = max(room, 64, block.stop + block.stop // 2) if block.stop > room else room
+            self._columns = self._columns.resized(more, max(width, tenants))
         return block
 
     def _write(self, name: str, node: GpuNode) -> None:
         by_gpu, measured = reservations_by_gpu(node), settled_tenants(node)
         devices = sorted(node.status.devices, key=lambda device: device.index)
         block = self._rows(name, len(devices), max((len(r) for r in by_gpu.values()), default=0))
-        columns = self._own_columns()
+        self._journal.note(np.arange(block.start, block.stop))
+        columns = self._columns
         node_id = self._ids.setdefault(name, len(self._ids))
         if node_id == len(self._names):
             self._names.append(name)
@@ -175,10 +199,11 @@ class Cluster:
         columns.count[row] = len(tenants)
         columns.reserved_at[row] = max((_seconds(t.reserved_at) for t in tenants), default=0.0)
         columns.tenants[row] = tuple(TenantName(t.pod_namespace, t.job_name, t.pod_uid) for t in tenants)
-        columns.present[row] = False
+        for emptied in (columns.memory_mib, columns.util, columns.sm, columns.dram, columns.cluster_tenancy):
+            emptied[row] = 0
+        columns.namespace[row] = NOBODY
         for place, (reservation, of) in enumerate(zip(tenants, known, strict=True)):
             tenant = reservation.tenant
-            columns.present[row, place] = True
             columns.memory_mib[row, place] = usable_mib if of.memory_mib is None else min(of.memory_mib, usable_mib)
             columns.util[row, place] = of.util
             columns.sm[row, place] = of.sm

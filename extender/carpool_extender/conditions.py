@@ -35,9 +35,10 @@ class Conditions:
             raise SettingsError(f"expected at least 1 job on a GPU, found {self.most_jobs}")
 
     @property
-    def are_any(self) -> bool:
-        """Whether anything is asked."""
-        return self != Conditions()
+    def ask_anything(self) -> bool:
+        """Whether there is a condition that GPUs have to be looked at for."""
+        asked = (self.most_sm_active, self.most_joint_sm_active, self.least_free_mib, self.most_jobs)
+        return any(one is not None for one in asked)
 
     def in_exclusive_use(self) -> "Conditions":
         """Return the same for a policy that gives every job a GPU of its own."""

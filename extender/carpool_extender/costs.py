@@ -5,8 +5,8 @@ from carpool_core.products import UnknownProductError, find_product
 from numpy.typing import NDArray
 
 from carpool_extender.checks import Verdict
+from carpool_extender.view import Rows
 
-Rows = NDArray[np.intp]
 Cost = NDArray[np.float64]
 
 UNKNOWN_POWER_W = (300.0, 40.0)
@@ -22,17 +22,17 @@ def nothing(verdict: Verdict, rows: Rows) -> Cost:
 
 def added_slowdown(verdict: Verdict, rows: Rows) -> Cost:
     """Progress that is lost: the newcomer's slowdown and what its neighbours lose on top."""
-    return verdict.interference.added[rows]
+    return verdict.found.added[rows]
 
 
 def taken_memory(verdict: Verdict, rows: Rows) -> Cost:
     """Free memory before the newcomer comes, in MiB, negated."""
-    return -verdict.free_mib[rows].astype(np.float64)
+    return -verdict.view.columns.free_mib[rows].astype(np.float64)
 
 
 def left_memory(verdict: Verdict, rows: Rows) -> Cost:
     """Memory that would be left over, in MiB."""
-    return (verdict.free_mib - verdict.need_mib)[rows].astype(np.float64)
+    return verdict.left_mib(rows).astype(np.float64)
 
 
 def left_memory_negated(verdict: Verdict, rows: Rows) -> Cost:
@@ -58,7 +58,7 @@ def turn(verdict: Verdict, rows: Rows) -> Cost:
 
 def activity(verdict: Verdict, rows: Rows) -> Cost:
     """SM activity of the tenants that are there, all together."""
-    return verdict.sm_active[rows].astype(np.float64)
+    return verdict.view.columns.sm_active[rows]
 
 
 def activity_negated(verdict: Verdict, rows: Rows) -> Cost:
@@ -78,8 +78,8 @@ def energy(verdict: Verdict, rows: Rows) -> Cost:
     limit, idle = table[of, 0], table[of, 1]
     facts = verdict.applicant.columns(classes)
     awake = verdict.view.columns.count[rows] > 0
-    own = (limit - idle) * facts.sm[of] * verdict.interference.newcomer[rows]
-    others = verdict.interference.added[rows] - (verdict.interference.newcomer[rows] - 1.0)
+    own = (limit - idle) * facts.sm[of] * verdict.found.newcomer[rows]
+    others = verdict.found.added[rows] - (verdict.found.newcomer[rows] - 1.0)
     result: Cost = own + others * limit / 2 + np.where(awake, 0.0, idle * WAKE_SHARE)
     return result
 

@@ -1,42 +1,29 @@
 """The decisions: which nodes fit, how good they are, and exactly which GPUs of one node a pod gets."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import compress
 
 import numpy as np
 from carpool_core.clock import rfc3339
 from carpool_core.resources.node import Reservation, TenantProfile
 from carpool_core.values import GpuUuid, PodUid, SharingMode
+from numpy.typing import NDArray
 
 from carpool_extender.applicant import Applicant
-from carpool_extender.checks import NO_CONDITIONS, Check, Verdict, examine
-from carpool_extender.conditions import Conditions
+from carpool_extender.assessments import Assessment
+from carpool_extender.checks import Check, Verdict, examine
+from carpool_extender.choices import best_of, scores, select
 from carpool_extender.modes import memory_limit_mib, thread_limit
-from carpool_extender.policies import Policy, find_policy, scores, select
+from carpool_extender.policies import Policy
 from carpool_extender.refusal import PREFIX, Offer, counted, explanation, summary
-from carpool_extender.view import MODES, Bools, View
+from carpool_extender.rules import Rules
+from carpool_extender.view import MODES, Bools, Rows, View
 
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """What the site has chosen."""
-
-    policy: Policy
-    slots: int
-    """Most tenants of one GPU."""
-    conditions: Conditions = NO_CONDITIONS
-    """What a GPU must be like before the policy looks at it."""
-
-    def policy_for(self, applicant: Applicant) -> Policy:
-        """Return the job's own policy, or the site's where it has none."""
-        return self.policy if applicant.policy is None else find_policy(applicant.policy)
-
-    def examine(self, view: View, applicant: Applicant) -> Verdict:
-        """Run all checks under these rules."""
-        alone = self.policy_for(applicant).alone
-        conditions = self.conditions.in_exclusive_use() if alone else self.conditions
-        return examine(view, applicant, self.slots, conditions)
+TOLD_BESIDE_FITTING = 100
+"""Nodes that are told in full why they do not fit though others do: kube-scheduler then drops what it is told."""
+OTHERS_FIT = f"{PREFIX}no room here, other nodes have"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,45 +51,48 @@ class Place:
     reason: str
 
 
-def filter_nodes(view: View, applicant: Applicant, names: Sequence[str], rules: Rules) -> Filtered:
+def filter_nodes(assessment: Assessment, names: Sequence[str]) -> Filtered:
     """Decide which of the offered nodes have room; those that have not all get the same sentence.
 
     One sentence for all, because kube-scheduler lists each different sentence in the pod's condition.
     """
-    verdict = rules.examine(view, applicant)
-    offered = _rows_of(view, names)
-    fitting = {view.node_names[int(i)] for i in select(verdict, rules.policy_for(applicant), offered).node}
-    if len(fitting) == len(names):
+    ids = assessment.ids(names)
+    fitting = assessment.best.fits[ids] & (ids >= 0) if len(assessment.best.fits) else ids >= 0
+    if fitting.all():
         return Filtered(list(names), {}, {})
-    with_gpus = {view.node_names[int(i)] for i in np.unique(view.columns.node[offered & view.columns.alive])}
-    hopeful = _could_ever(verdict, offered)
-    missing = sum(name not in with_gpus for name in names)
-    sentence = summary(verdict, Offer(offered & ~_rows_of(view, fitting), missing))
-    out = [name for name in names if name not in fitting]
+    fits = list(compress(names, fitting.tolist()))
+    out = list(compress(names, (~fitting).tolist()))
+    if fits and len(out) > TOLD_BESIDE_FITTING:
+        return Filtered(fits, dict.fromkeys(out, OTHERS_FIT), {})
+    verdict = assessment.verdict
+    rows, ids = _rows_of(verdict.view, ids[~fitting]), ids[~fitting]
+    with_gpus, hopeful = _counts(verdict.view, rows) > 0, _could_ever(verdict, rows)
+    sentence = summary(verdict, Offer(rows, int((~with_gpus[ids] | (ids < 0)).sum())))
+    hope = (hopeful[ids] & (ids >= 0)).tolist()
     return Filtered(
-        fits=[name for name in names if name in fitting],
-        refused={name: sentence for name in out if name in hopeful},
-        unsuitable={name: sentence for name in out if name not in hopeful},
+        fits=fits,
+        refused=dict.fromkeys(compress(out, hope), sentence),
+        unsuitable={name: sentence for name, hoping in zip(out, hope, strict=True) if not hoping},
     )
 
 
-def score_nodes(view: View, applicant: Applicant, names: Sequence[str], rules: Rules) -> dict[str, int]:
+def score_nodes(assessment: Assessment, names: Sequence[str]) -> NDArray[np.int64]:
     """Score the offered nodes from 0 to 10; 0 where nothing fits any more."""
-    choices = select(rules.examine(view, applicant), rules.policy_for(applicant), _rows_of(view, names))
-    found = dict.fromkeys(names, 0)
-    for node, score in zip(choices.node, scores(choices, rules.policy_for(applicant)), strict=True):
-        found[view.node_names[node]] = int(score)
+    ids = assessment.ids(names)
+    found = np.zeros(len(names), np.int64)
+    known = np.flatnonzero(ids >= 0)
+    fitting = known[assessment.best.fits[ids[known]]]
+    found[fitting] = scores(assessment.best.of(ids[fitting]), assessment.policy)
     return found
 
 
-def place(view: View, applicant: Applicant, name: str, rules: Rules) -> Place | str:
+def place(assessment: Assessment, name: str) -> Place | str:
     """Choose the GPUs of one node for a pod, or say why none fits."""
-    verdict = rules.examine(view, applicant)
-    here = _rows_of(view, [name])
-    choices = select(verdict, rules.policy_for(applicant), here)
-    if not len(choices.node):
-        return summary(verdict, Offer(here, int(not here.any())))
-    return _place_on(verdict, choices.rows[0].tolist(), rules.policy_for(applicant))
+    ids, verdict = assessment.ids([name]), assessment.verdict
+    if ids[0] >= 0 and assessment.best.fits[ids[0]]:
+        return _place_on(verdict, assessment.best.of(ids).rows[0].tolist(), assessment.policy)
+    rows = _rows_of(verdict.view, ids)
+    return summary(verdict, Offer(rows, int(not rows.size)))
 
 
 def best_place(view: View, applicant: Applicant, rules: Rules, among: Bools | None = None) -> tuple[str, Place] | None:
@@ -112,25 +102,24 @@ def best_place(view: View, applicant: Applicant, rules: Rules, among: Bools | No
         view: The cluster.
         applicant: Who asks.
         rules: What the site has chosen.
-        among: GPUs in question, shape (gpus,); all that are alive when None.
+        among: GPUs in question, shape (gpus,); all when None.
 
     Returns:
         The node's name and the place, or None where nothing fits.
     """
-    verdict, policy = rules.examine(view, applicant), rules.policy_for(applicant)
-    if not verdict.ok.any():
-        return None
-    choices = select(verdict, policy, view.columns.alive if among is None else among & view.columns.alive)
+    policy = rules.policy_for(applicant)
+    verdict = examine(view, applicant, rules.slots, rules.conditions_for(applicant))
+    choices = select(verdict, policy, None if among is None else np.flatnonzero(among))
     if not len(choices.node):
         return None
-    best = int(np.argmax(scores(choices, policy)))
+    best = best_of(choices, np.flatnonzero(choices.cost <= choices.cost.min() + policy.tolerance))
     return view.node_names[int(choices.node[best])], _place_on(verdict, choices.rows[best].tolist(), policy)
 
 
 def explain(view: View, applicant: Applicant, names: Sequence[str], rules: Rules) -> list[str]:
     """Say of each GPU of some nodes whether the job fits there, and if not, which check failed by how much."""
-    verdict = rules.examine(view, applicant)
-    return [explanation(verdict, int(row)) for row in np.flatnonzero(_rows_of(view, names))]
+    assessment = Assessment(applicant, rules, view)
+    return [explanation(assessment.verdict, int(row)) for row in _rows_of(view, assessment.ids(names))]
 
 
 def reservation(
@@ -162,28 +151,32 @@ def held_elsewhere(node: str, deadline: str) -> str:
     return f"{PREFIX}this pod has a reservation on node {node}, which lapses at {deadline} unless it is bound there"
 
 
-def _rows_of(view: View, names: Iterable[str]) -> Bools:
-    """Mask of the living GPUs of some nodes, shape (gpus,)."""
-    wanted = np.zeros(len(view.node_names), np.bool_)
-    wanted[[view.node_ids[name] for name in names if name in view.node_ids]] = True
-    return view.columns.alive & wanted[view.columns.node] if len(wanted) else view.columns.alive
+def _rows_of(view: View, ids: NDArray[np.intp]) -> Rows:
+    """Rows of the GPUs of some nodes; none for an index of -1."""
+    wanted = np.zeros(len(view.node_names) + 1, np.bool_)
+    wanted[ids] = True
+    wanted[-1] = False
+    return np.flatnonzero(view.columns.alive & wanted[view.columns.node])
 
 
-def _could_ever(verdict: Verdict, rows: Bools) -> set[str]:
-    """Names of the nodes that would have enough GPUs if they were empty and healthy."""
-    view = verdict.view
-    suitable = np.flatnonzero(rows & verdict.outcomes[Check.SUITABLE].ok)
-    counts = np.bincount(view.columns.node[suitable], minlength=len(view.node_names))
-    return {view.node_names[int(i)] for i in np.flatnonzero(counts >= verdict.applicant.demand.gpus)}
+def _counts(view: View, rows: Rows) -> NDArray[np.intp]:
+    """How many of some GPUs each node has; one more entry, for nodes that are not known."""
+    return np.bincount(view.columns.node[rows], minlength=len(view.node_names) + 1)
+
+
+def _could_ever(verdict: Verdict, rows: Rows) -> Bools:
+    """Which nodes would have enough GPUs if they were empty and healthy; one more entry, as in `_counts`."""
+    result: Bools = _counts(verdict.view, rows[verdict.could_ever()[rows]]) >= verdict.applicant.demand.gpus
+    return result
 
 
 def _place_on(verdict: Verdict, rows: list[int], policy: Policy) -> Place:
     view, first = verdict.view, rows[0]
-    mode = MODES[int(verdict.mode[first])]
+    mode = MODES[int(verdict.found.mode[first])]
     if mode is None:
         raise AssertionError(f"{view.place(first)} was chosen although no mode is possible there")
     facts = verdict.applicant.facts(view.classes[int(view.columns.device_class[first])])
-    slowdown = round(float(verdict.interference.newcomer[rows].max()), 4)
+    slowdown = round(float(verdict.found.newcomer[rows].max()), 4)
     return Place(
         gpu_uuids=[view.columns.uuid[row] for row in rows],
         mode=mode,
@@ -203,7 +196,7 @@ def _why(verdict: Verdict, rows: list[int], mode: SharingMode, policy: Policy, s
     node = view.node_names[int(view.columns.node[rows[0]])]
     neighbours = sorted({str(tenant) for row in rows for tenant in view.columns.tenants[row]})
     beside = f"beside {', '.join(neighbours)}" if neighbours else "alone"
-    left = int((verdict.free_mib - verdict.need_mib)[rows].min())
+    left = int(verdict.left_mib(np.array(rows)).min())
     parts = [
         f"{policy.name}: {mode} on GPU {gpus} of {node} {beside}",
         f"{left:,} of {int(view.columns.usable_mib[rows[0]]):,} MiB left",
@@ -217,8 +210,8 @@ def _why(verdict: Verdict, rows: list[int], mode: SharingMode, policy: Policy, s
 
 def _passed_over(verdict: Verdict) -> list[str]:
     """Name the GPU that came closest among those that had the memory and were refused for the slowdown."""
-    refused = np.flatnonzero((verdict.failed == Check.SLOWDOWN) & verdict.view.columns.alive)
+    refused = np.flatnonzero(verdict.found.failed == Check.SLOWDOWN)
     if not refused.size:
         return []
-    closest = int(refused[np.argmax(verdict.interference.margin[refused])])
+    closest = int(refused[np.argmax(verdict.found.margin[refused])])
     return [f"passed over {counted(refused.size, 'GPU')} that had the memory: {explanation(verdict, closest)}"]

@@ -5,14 +5,14 @@ from carpool_core.values import RequestedMode, SharingMode
 from numpy.typing import NDArray
 
 from carpool_extender.applicant import Applicant, ClassColumns, ClassFacts
-from carpool_extender.view import CODES, NO_MODE, View
+from carpool_extender.view import CODES, NO_MODE, Columns
 
 EXCLUSIVE, TIME_SLICING, MPS = (
     CODES[mode] for mode in (SharingMode.EXCLUSIVE, SharingMode.TIME_SLICING, SharingMode.MPS)
 )
 
 
-def proposed(view: View, applicant: Applicant, facts: ClassColumns, *, alone: bool = False) -> NDArray[np.int8]:
+def proposed(columns: Columns, applicant: Applicant, facts: ClassColumns, *, alone: bool = False) -> NDArray[np.int8]:
     """Choose the mode that each GPU would have; code 0 where none is possible.
 
     The mode of the tenants that are there is a constraint: nobody is moved to another mode while running, and beside an
@@ -29,19 +29,19 @@ def proposed(view: View, applicant: Applicant, facts: ClassColumns, *, alone: bo
     wanted = applicant.demand.mode
     if alone and wanted is RequestedMode.AUTO:
         wanted = RequestedMode.EXCLUSIVE
-    of = view.columns.device_class
-    idle = view.columns.count == 0
+    of = columns.device_class
+    idle = columns.count == 0
     if wanted is RequestedMode.AUTO:
         first = _first_choice(facts)[of]
-        shared = np.isin(view.columns.mode, (TIME_SLICING, MPS))
-        joins = facts.known[of] & shared & facts.can[of, view.columns.mode]
-        occupied = np.where(joins, view.columns.mode, NO_MODE)
+        shared = (columns.mode == TIME_SLICING) | (columns.mode == MPS)
+        joins = facts.known[of] & shared & facts.can[of, columns.mode]
+        occupied = np.where(joins, columns.mode, NO_MODE)
     elif wanted is RequestedMode.MIG:
         return np.zeros(of.shape, np.int8)
     else:
         code = CODES[SharingMode(wanted.value)]
         first = np.where(facts.can[:, code], code, NO_MODE)[of]
-        same = (view.columns.mode == code) & (code != EXCLUSIVE) & facts.can[of, code]
+        same = (columns.mode == code) & (code != EXCLUSIVE) & facts.can[of, code]
         occupied = np.where(same, code, NO_MODE)
     return np.where(idle, first, occupied).astype(np.int8)
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from carpool_extender.checks import Check, Verdict
 from carpool_extender.modes import EXCLUSIVE
 from carpool_extender.standing import UNHEALTHY, Hindrance
-from carpool_extender.view import MODES, NO_MODE, Bools
+from carpool_extender.view import MODES, NO_MODE, Bools, Rows
 
 PREFIX = "NoGpuFits: "
 """Begins every summary: the reason that the job's condition Placed takes over."""
@@ -19,32 +19,34 @@ MOST_PRODUCTS = 4
 MOST_GROUPS = 6
 """Groups of GPUs that a summary names."""
 
-Rows = NDArray[np.intp]
-
 
 def counted(number: int, noun: str) -> str:
     """Write a number of things: `1 GPU`, `20 nodes`."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
+def _one(row: int) -> Rows:
+    return np.array([row])
+
+
 def explanation(verdict: Verdict, row: int) -> str:
     """Say in full what became of one GPU: the check, what was found, the margin; or that the job fits there."""
     place = f"{verdict.view.place(row)} ({verdict.view.product(row)})"
-    failed = int(verdict.failed[row])
+    failed = int(verdict.found.failed[row])
     if failed < 0:
-        left = int(verdict.free_mib[row] - verdict.need_mib[row])
-        mode, slowdown = MODES[int(verdict.mode[row])], verdict.interference.newcomer[row]
+        left = int(verdict.left_mib(_one(row))[0])
+        mode, slowdown = MODES[int(verdict.found.mode[row])], verdict.found.newcomer[row]
         return f"{place}: fits by {mode}, leaves {left:,} MiB, expected slowdown {slowdown:.2f}"
     return f"{place}: {_full_reason(verdict, row, Check(failed))}"
 
 
 def _full_reason(verdict: Verdict, row: int, check: Check) -> str:
     if check is Check.MEMORY:
-        need, free = int(verdict.need_mib[row]), int(verdict.free_mib[row])
+        need, free = int(verdict.need_mib(_one(row))[0]), int(verdict.view.columns.free_mib[row])
         return f"needs {need:,} MiB, has {free:,} MiB free ({need - free:,} MiB short)"
     reason = _REASONS[check](verdict, row)
     if check is Check.SLOWDOWN:
-        reason += f" ({-verdict.interference.margin[row]:.2f} beyond)"
+        reason += f" ({-verdict.found.margin[row]:.2f} beyond)"
     return reason
 
 
@@ -76,7 +78,7 @@ def _mode(verdict: Verdict, row: int) -> str:
 def _tenancy(verdict: Verdict, row: int) -> str:
     columns, namespace = verdict.view.columns, verdict.applicant.demand.namespace
     others = sorted({tenant.namespace for tenant in columns.tenants[row]} - {namespace})
-    if MODES[int(verdict.mode[row])] is SharingMode.MPS:
+    if MODES[int(verdict.found.mode[row])] is SharingMode.MPS:
         return f"its MPS server belongs to namespace {', '.join(others)}"
     return f"used from namespace {', '.join(others)}, and not all are willing to share across namespaces"
 
@@ -90,12 +92,12 @@ def _slots(verdict: Verdict, row: int) -> str:
 
 
 def _condition(verdict: Verdict, row: int) -> str:
-    asked, told = verdict.conditions, []
-    jobs, free, active = int(verdict.view.columns.count[row]), int(verdict.free_mib[row]), verdict.sm_active[row]
+    asked, columns, told = verdict.conditions, verdict.view.columns, []
+    jobs, free, active = int(columns.count[row]), int(columns.free_mib[row]), columns.sm_active[row]
     if asked.most_sm_active is not None and active > asked.most_sm_active:
         told.append(f"SM activity {active:.2f}, the policy allows {asked.most_sm_active:.2f}")
     if asked.most_joint_sm_active is not None and not told:
-        kind = verdict.view.classes[int(verdict.view.columns.device_class[row])]
+        kind = verdict.view.classes[int(columns.device_class[row])]
         joint = active + verdict.applicant.facts(kind).profile.sm_active_ratio
         if jobs and joint > asked.most_joint_sm_active:
             told.append(f"joint SM activity {joint:.2f}, the policy allows {asked.most_joint_sm_active:.2f}")
@@ -107,12 +109,11 @@ def _condition(verdict: Verdict, row: int) -> str:
 
 
 def _slowdown(verdict: Verdict, row: int) -> str:
-    found = verdict.interference
-    slowdown, limit = found.worst_slowdown[row], found.worst_slowdown[row] + found.margin[row]
-    if found.worst[row] < 0:
-        return f"would run {slowdown:.2f} times as long there, accepts {limit:.2f}"
-    tenant = verdict.view.columns.tenants[row][int(found.worst[row])]
-    return f"would slow {tenant} to {slowdown:.2f} of {limit:.2f}"
+    closest = verdict.closest(row)
+    if closest.tenant < 0:
+        return f"would run {closest.slowdown:.2f} times as long there, accepts {closest.limit:.2f}"
+    tenant = verdict.view.columns.tenants[row][closest.tenant]
+    return f"would slow {tenant} to {closest.slowdown:.2f} of {closest.limit:.2f}"
 
 
 _REASONS: Mapping[Check, Callable[[Verdict, int], str]] = {
@@ -130,15 +131,15 @@ _REASONS: Mapping[Check, Callable[[Verdict, int], str]] = {
 class Offer:
     """Which part of the cluster a summary speaks of."""
 
-    rows: Bools
-    """(gpus,) GPUs of the nodes in question."""
+    rows: Rows
+    """GPUs of the nodes in question."""
     without_gpus: int
     """Nodes in question that report no GPUs."""
 
 
 def summary(verdict: Verdict, offer: Offer) -> str:
     """Say in one sentence why none of the nodes in question fits, with numbers; begins with `NoGpuFits: `."""
-    rows = np.flatnonzero(offer.rows & verdict.view.columns.alive)
+    rows = offer.rows
     if not rows.size:
         return f"{PREFIX}no node offered reports GPUs; is the node agent running there?"
     parts = [*_several(verdict, rows), *_memory(verdict, rows), *_groups(verdict, rows)]
@@ -153,7 +154,7 @@ def _several(verdict: Verdict, rows: Rows) -> list[str]:
     fitting = rows[verdict.ok[rows]]
     if wanted == 1 or not fitting.size:
         return []
-    team = verdict.view.columns.node[fitting].astype(np.int64) * len(MODES) + verdict.mode[fitting]
+    team = verdict.view.columns.node[fitting].astype(np.int64) * len(MODES) + verdict.found.mode[fitting]
     most = int(np.unique(team, return_counts=True)[1].max())
     return [f"needs {wanted} GPUs on one node in one mode, the best node has {most}"]
 
@@ -179,9 +180,10 @@ def _memory(verdict: Verdict, rows: Rows) -> list[str]:
     """What is needed, and for each product the freest of the GPUs that have less."""
     if verdict.applicant.demand.is_unknown:
         return []
-    asked = rows[(verdict.failed[rows] != Check.SUITABLE) | verdict.too_small[rows]]
-    products = np.array([verdict.view.product(row) for row in asked])
-    found = [_shortest(verdict, asked[products == product]) for product in np.unique(products)]
+    asked = rows[(verdict.found.failed[rows] != Check.SUITABLE) | verdict.too_small(rows)]
+    names = [kind.product for kind in verdict.view.classes]
+    product = np.unique(names, return_inverse=True)[1][verdict.view.columns.device_class[asked]]
+    found = [_shortest(verdict, asked[product == one]) for one in np.flatnonzero(np.bincount(product))]
     short = sorted((one for one in found if one is not None), key=lambda one: -one.has_mib)
     if not short:
         return []
@@ -194,15 +196,16 @@ def _memory(verdict: Verdict, rows: Rows) -> list[str]:
 
 def _shortest(verdict: Verdict, rows: Rows) -> _Short | None:
     """The freest GPU of one product that has too little; None where all have enough."""
-    lacking = rows[verdict.need_mib[rows] > verdict.free_mib[rows]]
+    columns = verdict.view.columns
+    lacking = rows[verdict.left_mib(rows) < 0]
     if not lacking.size:
         return None
-    row = int(lacking[np.argmax(verdict.free_mib[lacking])])
-    small = bool(verdict.too_small[row])
+    row = int(lacking[np.argmax(columns.free_mib[lacking])])
+    small = bool(verdict.too_small(_one(row))[0])
     return _Short(
         product=verdict.view.product(row),
-        has_mib=int(verdict.view.columns.usable_mib[row] if small else verdict.free_mib[row]),
-        need_mib=int(verdict.need_mib[row]),
+        has_mib=int(columns.usable_mib[row] if small else columns.free_mib[row]),
+        need_mib=int(verdict.need_mib(_one(row))[0]),
         is_too_small=small,
         is_freest=lacking.size == rows.size,
     )
@@ -221,18 +224,20 @@ _TOLD_IN_GROUPS = (
 
 def _groups(verdict: Verdict, rows: Rows) -> list[str]:
     """The other reasons, each with how many GPUs (or whole nodes) it keeps out; the commonest first."""
-    failed = verdict.failed[rows]
-    told: dict[str, list[int]] = {}
+    failed = verdict.found.failed[rows]
+    told: dict[str, list[Rows]] = {}
     for check in _TOLD_IN_GROUPS:
-        mine = rows[(failed == check) & ~verdict.too_small[rows]]
+        mine = rows[failed == check]
+        mine = mine[~verdict.too_small(mine)]
         for key in _kinds(verdict, check, mine):
             part = mine[key]
-            closest = int(part[np.argmax(verdict.outcomes[check].margin[part])])
+            closest = int(part[np.argmax(verdict.margins(check, part))])
             reason = _reason_of_group(verdict, check, part, closest)
-            told.setdefault(reason, []).extend(part.tolist())
-    ordered = sorted(told.items(), key=lambda item: -len(item[1]))
-    parts = [f"{_amount(verdict, rows, np.array(part))}: {reason}" for reason, part in ordered[:MOST_GROUPS]]
-    left = sum(len(part) for _, part in ordered[MOST_GROUPS:])
+            told.setdefault(reason, []).append(part)
+    together = [(reason, np.concatenate(parts)) for reason, parts in told.items()]
+    ordered = sorted(together, key=lambda item: -item[1].size)
+    parts = [f"{_amount(verdict, rows, part)}: {reason}" for reason, part in ordered[:MOST_GROUPS]]
+    left = sum(part.size for _, part in ordered[MOST_GROUPS:])
     return [*parts, f"{counted(left, 'GPU')}: other reasons"] if left else parts
 
 
@@ -243,9 +248,10 @@ def _kinds(verdict: Verdict, check: Check, rows: Rows) -> Sequence[Bools]:
     columns = verdict.view.columns
     keys: NDArray[np.integer] = np.zeros(rows.size, np.int64)
     if check is Check.SLOWDOWN:
-        keys = (verdict.interference.worst[rows] < 0).astype(np.int64)
+        keys = verdict.found.is_newcomer[rows].astype(np.int64)
     elif check is Check.HEALTH:
-        keys = np.array([_hindrance(verdict, int(row)).kind for row in rows])
+        for row in np.flatnonzero(columns.hindered[rows] & columns.healthy[rows]).tolist():
+            keys[row] = _hindrance(verdict, int(rows[row])).kind
     elif check is Check.MODE:
         keys = columns.mode[rows]
     elif check is Check.SUITABLE:

@@ -6,9 +6,10 @@ from carpool_core.kube.pods import Pod
 from carpool_core.values import PodUid
 
 from carpool_extender import ledger
+from carpool_extender.assessments import Assessments
 from carpool_extender.binder import Binder
-from carpool_extender.decide import Rules, filter_nodes, held_elsewhere, score_nodes
-from carpool_extender.policies import MAX_SCORE
+from carpool_extender.choices import MAX_SCORE
+from carpool_extender.decide import filter_nodes, held_elsewhere, score_nodes
 from carpool_extender.watches import Watches
 from carpool_extender.wire import (
     BindingArgs,
@@ -29,8 +30,8 @@ class BadRequest(Exception):  # noqa: N818  # an answer about the request
 class Service:
     """Answers kube-scheduler. Filter, prioritize and preempt only read."""
 
-    def __init__(self, watches: Watches, workloads: Workloads, binder: Binder, rules: Rules) -> None:
-        self._watches, self._workloads, self._binder, self._rules = watches, workloads, binder, rules
+    def __init__(self, watches: Watches, workloads: Workloads, binder: Binder, assessments: Assessments) -> None:
+        self._watches, self._workloads, self._binder, self._assessments = watches, workloads, binder, assessments
 
     async def filter(self, args: ExtenderArgs) -> FilterResult:
         """Say which nodes have room for a pod. A pod that has a reservation fits only where that is."""
@@ -49,7 +50,7 @@ class Service:
         crowd = self._watches.cluster.pods_of(applicant.demand.job_uid)
         if (crowded := too_many(applicant, PodUid(args.pod.metadata.uid), crowd)) is not None:
             return FilterResult(failed_nodes=dict.fromkeys(names, crowded))
-        found = filter_nodes(self._watches.cluster.view(), applicant, names, self._rules)
+        found = filter_nodes(self._assessments.of(applicant), names)
         return FilterResult(
             node_names=found.fits, failed_nodes=found.refused, failed_and_unresolvable_nodes=found.unsuitable
         )
@@ -64,8 +65,8 @@ class Service:
             return [HostPriority(host=name, score=0) for name in names]
         if held is not None:
             return [HostPriority(host=name, score=MAX_SCORE if name == held[0] else 0) for name in names]
-        found = score_nodes(self._watches.cluster.view(), applicant, names, self._rules)
-        return [HostPriority(host=name, score=score) for name, score in found.items()]
+        found = score_nodes(self._assessments.of(applicant), names)
+        return [HostPriority(host=name, score=score) for name, score in zip(names, found.tolist(), strict=True)]
 
     async def bind(self, args: BindingArgs) -> BindingResult:
         """Reserve and bind a pod."""

@@ -16,9 +16,13 @@ MODES: tuple[SharingMode | None, ...] = (None, *SharingMode)
 NO_MODE = 0
 CODES: Mapping[SharingMode, int] = {mode: code for code, mode in enumerate(MODES) if mode is not None}
 
+NOBODY, SEVERAL = -1, -2
+"""In `Columns.landlord`: the GPU is idle; its tenants come from several namespaces."""
+
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.integer]
 Floats = NDArray[np.floating]
+Rows = NDArray[np.intp]
 
 
 class TenantName(NamedTuple):
@@ -71,99 +75,98 @@ def class_of(device: Device) -> DeviceClass:
     )
 
 
+def _of(dtype: type, *, each_tenant: bool = False, empty: object = 0) -> dict[str, Any]:
+    """Describe a column: one value for each GPU, or one for each tenant of each GPU."""
+    return {"dtype": dtype, "each_tenant": each_tenant, "empty": empty}
+
+
 @dataclass(slots=True, eq=False)
 class Columns:
     """The arrays, for G GPUs with room for T tenants each. Rows of one node stand together."""
 
-    alive: Bools
+    alive: Bools = field(metadata=_of(np.bool_))
     """(G,) False in rows that no GPU uses at present; the rest of such a row means nothing."""
-    node: NDArray[np.int32]
+    node: NDArray[np.int32] = field(metadata=_of(np.int32))
     """(G,) Index into `View.node_names`."""
-    gpu_index: NDArray[np.int16]
+    gpu_index: NDArray[np.int16] = field(metadata=_of(np.int16))
     """(G,) NVML's index on the node."""
-    device_class: NDArray[np.int16]
+    device_class: NDArray[np.int16] = field(metadata=_of(np.int16))
     """(G,) Index into `View.classes`."""
-    usable_mib: NDArray[np.int64]
+    usable_mib: NDArray[np.int64] = field(metadata=_of(np.int64))
     """(G,) Total memory less reserve."""
-    healthy: Bools
-    """(G,)"""
-    mode: NDArray[np.int8]
+    healthy: Bools = field(metadata=_of(np.bool_))
+    """(G,) Whether its agent says so."""
+    hindered: Bools = field(metadata=_of(np.bool_))
+    """(G,) Whether `View.hindered` says why it takes nobody at this moment, whatever its health."""
+    mode: NDArray[np.int8] = field(metadata=_of(np.int8))
     """(G,) Code of the mode that its reservations have; 0 without any."""
-    count: NDArray[np.int16]
-    """(G,) Number of tenants."""
-    reserved_at: NDArray[np.float64]
+    count: NDArray[np.int16] = field(metadata=_of(np.int16))
+    """(G,) Number of tenants; they stand in the first places of the (G, T) arrays."""
+    reserved_at: NDArray[np.float64] = field(metadata=_of(np.float64))
     """(G,) When its newest reservation was made, in seconds since 1970; 0 without any, or where none says."""
-    uuid: NDArray[np.object_]
+    uuid: NDArray[np.object_] = field(metadata=_of(np.object_, empty=""))
     """(G,) `GpuUuid`."""
-    tenants: NDArray[np.object_]
+    tenants: NDArray[np.object_] = field(metadata=_of(np.object_, empty=None))
     """(G,) Tuple of `TenantName`, in the order of the (G, T) arrays."""
-    present: Bools
-    """(G, T) Whether a tenant stands here."""
-    memory_mib: NDArray[np.int64]
+    memory_mib: NDArray[np.int64] = field(metadata=_of(np.int64, each_tenant=True))
     """(G, T) Upper bound of its memory, at most the GPU's usable memory, which also stands for unknown."""
-    util: NDArray[np.float32]
+    util: NDArray[np.float32] = field(metadata=_of(np.float32, each_tenant=True))
     """(G, T) GPU utilization alone, 0..1."""
-    sm: NDArray[np.float32]
+    sm: NDArray[np.float32] = field(metadata=_of(np.float32, each_tenant=True))
     """(G, T) SM activity alone, 0..1."""
-    dram: NDArray[np.float32]
+    dram: NDArray[np.float32] = field(metadata=_of(np.float32, each_tenant=True))
     """(G, T) DRAM activity alone, 0..1."""
-    max_slowdown: NDArray[np.float32]
+    max_slowdown: NDArray[np.float32] = field(metadata=_of(np.float32, each_tenant=True, empty=1))
     """(G, T) Slowdown that it accepts."""
-    namespace: NDArray[np.int32]
+    namespace: NDArray[np.int32] = field(metadata=_of(np.int32, each_tenant=True, empty=NOBODY))
     """(G, T) Index of its namespace, as in `View.namespaces`."""
-    cluster_tenancy: Bools
+    cluster_tenancy: Bools = field(metadata=_of(np.bool_, each_tenant=True))
     """(G, T) Whether it shares with other namespaces."""
 
-    def arrays(self) -> dict[str, NDArray[Any]]:
-        """Return the columns by name."""
-        return {column.name: getattr(self, column.name) for column in fields(self)}
-
-    def copy(self) -> "Columns":
-        """Return arrays of one's own."""
-        return Columns(**{name: array.copy() for name, array in self.arrays().items()})
+    free_mib: NDArray[np.int64] = field(metadata=_of(np.int64))
+    """(G,) Aggregate: memory that nobody was promised, never negative; none beside an exclusive tenant."""
+    sm_active: NDArray[np.float64] = field(metadata=_of(np.float64))
+    """(G,) Aggregate: SM activity of all tenants together; may exceed 1."""
+    slowdowns: NDArray[np.float64] = field(metadata=_of(np.float64))
+    """(G,) Aggregate: sum of its tenants' predicted slowdowns."""
+    landlord: NDArray[np.int32] = field(metadata=_of(np.int32, empty=NOBODY))
+    """(G,) Aggregate: the namespace of all tenants; NOBODY, or SEVERAL."""
 
     def resized(self, gpus: int, tenants: int) -> "Columns":
         """Return a copy with more rows and more room for tenants; what is new is empty."""
         larger = empty_columns(gpus, tenants)
-        for name, array in self.arrays().items():
-            target = getattr(larger, name)
-            target[tuple(slice(0, n) for n in array.shape)] = array
+        for name in _NAMES:
+            array = getattr(self, name)
+            getattr(larger, name)[tuple(slice(0, n) for n in array.shape)] = array
         return larger
 
-    def part(self, rows: slice) -> "Columns":
-        """Return these rows, without copying."""
-        return Columns(**{name: array[rows] for name, array in self.arrays().items()})
+    def take(self, rows: Rows) -> "Columns":
+        """Return copies of some rows."""
+        return Columns(*[getattr(self, name)[rows] for name in _NAMES])
+
+    def shown(self, gpus: int) -> "Columns":
+        """Return the first rows, without copying; they cannot be written through what is returned."""
+        parts = [getattr(self, name)[:gpus] for name in _NAMES]
+        for part in parts:
+            part.flags.writeable = False
+        return Columns(*parts)
+
+
+_NAMES = tuple(column.name for column in fields(Columns))
 
 
 def empty_columns(gpus: int, tenants: int) -> Columns:
     """Return columns of G rows, none of them alive, with room for T tenants each."""
-    one, many = (gpus,), (gpus, tenants)
-    return Columns(
-        alive=np.zeros(one, np.bool_),
-        node=np.zeros(one, np.int32),
-        gpu_index=np.zeros(one, np.int16),
-        device_class=np.zeros(one, np.int16),
-        usable_mib=np.zeros(one, np.int64),
-        healthy=np.zeros(one, np.bool_),
-        mode=np.zeros(one, np.int8),
-        count=np.zeros(one, np.int16),
-        reserved_at=np.zeros(one, np.float64),
-        uuid=np.full(one, "", np.object_),
-        tenants=np.full(one, None, np.object_),
-        present=np.zeros(many, np.bool_),
-        memory_mib=np.zeros(many, np.int64),
-        util=np.zeros(many, np.float32),
-        sm=np.zeros(many, np.float32),
-        dram=np.zeros(many, np.float32),
-        max_slowdown=np.ones(many, np.float32),
-        namespace=np.zeros(many, np.int32),
-        cluster_tenancy=np.zeros(many, np.bool_),
-    )
+    made: dict[str, NDArray[Any]] = {}
+    for column in fields(Columns):
+        shape = (gpus, tenants) if column.metadata["each_tenant"] else (gpus,)
+        made[column.name] = np.full(shape, column.metadata["empty"], column.metadata["dtype"])
+    return Columns(**made)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
-    """The cluster at one moment. Nobody changes it any more: whoever writes afterwards copies first."""
+    """The cluster at one moment. It holds until the cluster changes: decide on it without waiting for anything."""
 
     columns: Columns
     node_names: Sequence[str]
@@ -172,16 +175,8 @@ class View:
     classes: Sequence[DeviceClass]
     namespaces: Mapping[str, int]
     """Index of each namespace that has or had a tenant."""
-    hindered: Mapping[int, Hindrance] = field(default_factory=dict)
-    """Rows of GPUs that take nobody at this moment, whatever their health."""
-
-    def healthy(self) -> Bools:
-        """GPUs that are healthy and not hindered, shape (gpus,)."""
-        if not self.hindered:
-            return self.columns.healthy
-        able = self.columns.healthy.copy()
-        able[list(self.hindered)] = False
-        return able
+    hindered: Mapping[int, Hindrance]
+    """Why GPUs take nobody at this moment, by row, where there is more to say than that they are unhealthy."""
 
     def product(self, row: int) -> str:
         """Return the product of one GPU."""

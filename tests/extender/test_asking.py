@@ -5,8 +5,8 @@ from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import JobUid
 from carpool_extender.asking import asked, explain_command, explained, what_if
-from carpool_extender.decide import Rules
 from carpool_extender.policies import find_policy
+from carpool_extender.rules import Rules
 from carpool_extender.testing import gpu_node, prediction, seed_job, seed_node, tenant
 from click.testing import CliRunner
 

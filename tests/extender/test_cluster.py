@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from carpool_core.values import DeviceHealth, PodUid, SharingMode
 from carpool_extender.testing import T4, cluster, device, gpu_node, tenant
-from carpool_extender.view import CODES
+from carpool_extender.view import CODES, NOBODY
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +21,11 @@ def rows(view):
             bool(columns.healthy[row]),
             int(columns.mode[row]),
             tuple(map(str, columns.tenants[row])),
-            tuple(columns.memory_mib[row][columns.present[row]].tolist()),
+            tuple(columns.memory_mib[row, : columns.count[row]].tolist()),
+            int(columns.free_mib[row]),
+            round(float(columns.sm_active[row]), 6),
+            round(float(columns.slowdowns[row]), 6),
+            int(columns.landlord[row]) == NOBODY,
         )
         for row in np.flatnonzero(columns.alive)
     }
@@ -32,8 +36,20 @@ def test_a_node_becomes_rows():
     sick = device(0, reserved_mib=960, health=DeviceHealth.UNHEALTHY)
     found = rows(cluster(gpu_node("a", [sick, device(1, product=T4)], [held])).view())
     assert found == {
-        "GPU-a-0": ("a", "NVIDIA A100-SXM4-40GB", 40000, False, 0, (), ()),
-        "GPU-a-1": ("a", "Tesla T4", 15360, True, CODES[SharingMode.MPS], ("default/x",), (4000,)),
+        "GPU-a-0": ("a", "NVIDIA A100-SXM4-40GB", 40000, False, 0, (), (), 40000, 0.0, 0.0, True),
+        "GPU-a-1": (
+            "a",
+            "Tesla T4",
+            15360,
+            True,
+            CODES[SharingMode.MPS],
+            ("default/x",),
+            (4000,),
+            11360,
+            0.3,
+            1.0,
+            False,
+        ),
     }
 
 
@@ -42,24 +58,32 @@ def test_unknown_memory_counts_as_the_whole_gpu():
     assert view.columns.memory_mib[0, 0] == 40960
 
 
-def test_a_view_never_changes():
-    known = cluster(gpu_node("a", 1))
-    view = known.view()
-    known.apply(gpu_node("a", 1, [tenant("x", ["GPU-a-0"])]))
-    known.apply(gpu_node("b", 40))
-    known.remove("a")
-    assert rows(view).keys() == {"GPU-a-0"}
-    assert view.columns.count.tolist() == [0]
-    assert len(rows(known.view())) == 40
+def test_a_view_cannot_be_written_through():
+    view = cluster(gpu_node("a", 1)).view()
+    with pytest.raises(ValueError, match="read-only"):
+        view.columns.count[0] = 3
+
+
+def test_the_journal_tells_the_rows_that_changed_and_forgets_what_is_long_ago():
+    known = cluster(gpu_node("a", 2), gpu_node("b", 2))
+    before = known.generation
+    known.view()
+    known.apply(gpu_node("b", 2, [tenant("x", ["GPU-b-1"])]))
+    assert known.changed_since(before).tolist() == [2, 3]
+    assert known.changed_since(known.generation).size == 0
+    for i in range(5000):
+        known.apply(gpu_node("a", 2, [tenant(f"x{i}", ["GPU-a-1"])]))
+    assert known.changed_since(before) is None
+    assert known.view().columns.count.tolist() == [0, 1, 0, 1]
 
 
 def test_what_no_decision_looks_at_does_not_count_as_a_change():
     node = gpu_node("a", 1)
     known = cluster(node)
-    view = known.view()
+    before = known.generation
     status = msgspec.structs.replace(node.status, heartbeat_time="2026-01-31T12:00:00Z")
     assert not known.apply(msgspec.structs.replace(node, status=status))
-    assert known.view() is view
+    assert known.generation == before
 
 
 def test_an_older_version_is_ignored():
@@ -79,7 +103,7 @@ def test_a_new_object_of_the_same_name_begins_anew():
 def test_more_tenants_than_expected_make_the_arrays_wider():
     tenants = [tenant(f"t{i}", ["GPU-a-0"], memory_limit_mib=10) for i in range(5)]
     view = cluster(gpu_node("a", 1, tenants), slots=2).view()
-    assert view.columns.present[0].sum() == 5
+    assert view.columns.count.tolist() == [5]
 
 
 nodes = st.builds(

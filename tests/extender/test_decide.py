@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 from carpool_core.values import DeviceHealth, RequestedMode, SharingMode, Tenancy
-from carpool_extender.checks import Check, examine
-from carpool_extender.decide import Rules, explain, filter_nodes, place, score_nodes
+from carpool_extender.assessments import Assessment
+from carpool_extender.checks import PASSED, Check, examine
+from carpool_extender.decide import explain, filter_nodes, place, score_nodes
 from carpool_extender.policies import POLICIES, UnknownPolicyError, find_policy
+from carpool_extender.rules import Rules
 from carpool_extender.testing import A100, T4, applicant, cluster, device, gpu_node, prediction, tenant
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +17,10 @@ RULES = Rules(find_policy("least-slowdown"), slots=8)
 GPU = "GPU-a-0"
 BUSY = {"prediction": prediction(util=100, sm=0.9, dram=0.5)}
 NO_MPS = [ALONE, TURNS]
+
+
+def scored(assessment, names):
+    return dict(zip(names, score_nodes(assessment, names).tolist(), strict=True))
 
 
 def verdict_on(node, slots=8, **changes):
@@ -157,20 +163,20 @@ CASES = [
 def test_checks(node, wants, failed, mode):
     found = verdict_on(node, **wants)
     assert found.ok[0] == (failed is None)
-    assert found.failed[0] == (-1 if failed is None else failed)
+    assert found.found.failed[0] == (PASSED if failed is None else failed)
     if failed is not None:
-        assert found.outcomes[failed].margin[0] < 0
+        assert found.margins(failed, np.array([0]))[0] < 0
     else:
-        assert all(outcome.margin[0] >= -1e-6 for outcome in found.outcomes.values())
-        chosen = place(found.view, found.applicant, "a", RULES)
+        assert all(found.margins(check, np.array([0]))[0] >= -1e-6 for check in Check)
+        chosen = place(Assessment(found.applicant, RULES, found.view), "a")
         assert chosen.mode is mode
         assert chosen.gpu_uuids[0] == GPU
         assert len(chosen.gpu_uuids) == wants.get("gpus", 1)
 
 
 def test_an_mps_newcomer_is_held_to_what_it_fills_and_the_first_is_not():
-    first = place(cluster(gpu_node()).view(), applicant(), "a", RULES)
-    later = place(cluster(gpu_node("a", 1, [tenant("x", [GPU])])).view(), applicant(), "a", RULES)
+    first = place(Assessment(applicant(), RULES, cluster(gpu_node()).view()), "a")
+    later = place(Assessment(applicant(), RULES, cluster(gpu_node("a", 1, [tenant("x", [GPU])])).view()), "a")
     assert (first.memory_limit_mib, first.thread_percentage) == (4000, 100)
     assert (later.memory_limit_mib, later.thread_percentage) == (4000, 60)  # 0.3 of the SMs in half of the time
 
@@ -185,7 +191,7 @@ def test_thread_percentage_is_never_below_the_prediction(util, sm, expected):
 
 @pytest.mark.parametrize("mode", [RequestedMode.TIME_SLICING, RequestedMode.EXCLUSIVE])
 def test_no_limits_where_nothing_enforces_them(mode):
-    chosen = place(cluster(gpu_node()).view(), applicant(mode=mode), "a", RULES)
+    chosen = place(Assessment(applicant(mode=mode), RULES, cluster(gpu_node()).view()), "a")
     assert (chosen.memory_limit_mib, chosen.thread_percentage) == (None, None)
 
 
@@ -200,13 +206,13 @@ def test_a_job_that_disturbs_nobody_joins_the_gpu_with_the_least_left():
     known = cluster(
         gpu_node("a", 3, [tenant("x", ["GPU-a-1"], memory_limit_mib=8000), tenant("y", ["GPU-a-2"])]),
     )
-    assert place(known.view(), applicant(), "a", fit()).gpu_uuids == ["GPU-a-1"]
-    assert place(known.view(), applicant(), "a", fit("most-available-memory")).gpu_uuids == ["GPU-a-0"]
+    assert place(Assessment(applicant(), fit(), known.view()), "a").gpu_uuids == ["GPU-a-1"]
+    assert place(Assessment(applicant(), fit("most-available-memory"), known.view()), "a").gpu_uuids == ["GPU-a-0"]
 
 
 def test_a_job_that_would_disturb_takes_an_idle_gpu_and_the_reason_says_so():
     known = cluster(gpu_node("a", 2, [tenant("x", [GPU], **BUSY, max_slowdown=1.2)]))
-    chosen = place(known.view(), applicant(**BUSY), "a", fit())
+    chosen = place(Assessment(applicant(**BUSY), fit(), known.view()), "a")
     assert chosen.gpu_uuids == ["GPU-a-1"]
     assert "passed over 1 GPU that had the memory: GPU 0 of a" in chosen.reason
     assert "would slow default/x to 1.90 of 1.20" in chosen.reason
@@ -217,16 +223,16 @@ def test_several_gpus_of_one_worker_are_on_one_node_in_one_mode():
         gpu_node("a", 2, [tenant("x", ["GPU-a-0"], ALONE)]),
         gpu_node("b", 2, [tenant("y", ["GPU-b-1"], TURNS)]),
     )
-    found = filter_nodes(known.view(), applicant(gpus=2), ["a", "b"], fit())
+    found = filter_nodes(Assessment(applicant(gpus=2), fit(), known.view()), ["a", "b"])
     assert found.fits == ["b"]
-    chosen = place(known.view(), applicant(gpus=2), "b", fit())
+    chosen = place(Assessment(applicant(gpus=2), fit(), known.view()), "b")
     assert len(set(chosen.gpu_uuids)) == 2
     assert "GPU-b-1" in chosen.gpu_uuids
 
 
 def test_modes_are_not_mixed_for_one_worker():
     node = gpu_node("a", [device(0, modes=[ALONE]), device(1)])
-    found = filter_nodes(cluster(node).view(), applicant(gpus=2), ["a"], fit())
+    found = filter_nodes(Assessment(applicant(gpus=2), fit(), cluster(node).view()), ["a"])
     assert found.fits == []
     assert found.refused["a"] == "NoGpuFits: needs 2 GPUs on one node in one mode, the best node has 1"
 
@@ -239,12 +245,12 @@ def test_scores_are_integers_from_0_to_10_and_the_best_gets_10():
         gpu_node("full", 1, [tenant("z", ["GPU-full-0"], ALONE)]),
     )
     names = ["idle", "used", "busy", "full", "elsewhere"]
-    found = score_nodes(known.view(), applicant(), names, fit())
+    found = scored(Assessment(applicant(), fit(), known.view()), names)
     assert found["used"] == 10
     assert 6 <= found["idle"] < 10
     assert found["busy"] < 6
     assert found["full"] == found["elsewhere"] == 0
-    assert score_nodes(known.view(), applicant(), names, fit("most-available-memory"))["idle"] == 10
+    assert scored(Assessment(applicant(), fit("most-available-memory"), known.view()), names)["idle"] == 10
 
 
 def test_an_unknown_policy_names_the_choices():
@@ -274,21 +280,21 @@ def test_every_policy_keeps_the_promises(policy, layout, wanted, memory):
     ]
     view, names = cluster(*nodes).view(), [node.metadata.name for node in nodes]
     newcomer = applicant(gpus=wanted, prediction=prediction(memory_mib=memory))
-    found = filter_nodes(view, newcomer, names, fit(policy))
+    found = filter_nodes(Assessment(newcomer, fit(policy), view), names)
     told = {**found.refused, **found.unsuitable}
     assert sorted([*found.fits, *told]) == sorted(names)
     assert len(set(told.values())) <= 1
     assert all(text.startswith("NoGpuFits: ") for text in told.values())
-    scores = score_nodes(view, newcomer, names, fit(policy))
+    scores = scored(Assessment(newcomer, fit(policy), view), names)
     assert all(0 <= score <= 10 for score in scores.values())
     assert bool(found.fits) == (max(scores.values()) == 10)
     for name in names:
-        chosen = place(view, newcomer, name, fit(policy))
+        chosen = place(Assessment(newcomer, fit(policy), view), name)
         assert isinstance(chosen, str) == (name not in found.fits)
         if not isinstance(chosen, str):
             assert len(set(chosen.gpu_uuids)) == wanted
             mine = [int(np.flatnonzero(view.columns.uuid == uuid)[0]) for uuid in chosen.gpu_uuids]
-            taken = (view.columns.memory_mib * view.columns.present).sum(axis=1)
+            taken = view.columns.memory_mib.sum(axis=1)
             assert all(taken[row] + memory <= view.columns.usable_mib[row] for row in mine)
 
 
@@ -302,7 +308,7 @@ def test_one_sentence_for_all_nodes_with_numbers():
         gpu_node("c", [device(0, "c", product=T4)]),
     )
     newcomer = applicant(prediction=prediction(memory_mib=15500, util=100, sm=0.9))
-    found = filter_nodes(known.view(), newcomer, ["a", "b", "c", "d"], fit())
+    found = filter_nodes(Assessment(newcomer, fit(), known.view()), ["a", "b", "c", "d"])
     sentence = (
         "NoGpuFits: needs 15,500 MiB; freest Tesla T4 has 15,360 MiB total, "
         "another NVIDIA A100-SXM4-40GB has 9,120 MiB free; "
@@ -320,7 +326,7 @@ def test_the_freest_gpu_of_each_product():
         *(gpu_node(f"l{i}", [device(0, f"l{i}", product="NVIDIA L4")]) for i in range(3)),
     )
     newcomer = applicant(product=None, min_compute_capability="7.5", prediction=prediction(memory_mib=16000))
-    found = filter_nodes(known.view(), newcomer, ["a", "c"], fit())
+    found = filter_nodes(Assessment(newcomer, fit(), known.view()), ["a", "c"])
     assert found.refused["a"] == (
         "NoGpuFits: needs 16,000 MiB; freest Tesla T4 has 15,360 MiB total, "
         "freest NVIDIA A100-SXM4-40GB has 9,120 MiB free"
@@ -372,7 +378,7 @@ SENTENCES = [
 @pytest.mark.parametrize(("nodes", "wants", "expected"), SENTENCES)
 def test_sentences(nodes, wants, expected):
     names = [node.metadata.name for node in nodes] or ["a"]
-    found = filter_nodes(cluster(*nodes).view(), applicant(**wants), names, RULES)
+    found = filter_nodes(Assessment(applicant(**wants), RULES, cluster(*nodes).view()), names)
     told = set({**found.refused, **found.unsuitable}.values())
     assert told == (set() if expected is None else {f"NoGpuFits: {expected}"})
 

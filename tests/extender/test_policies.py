@@ -8,9 +8,11 @@ from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import SharingMode
 from carpool_extender.app import build
+from carpool_extender.assessments import Assessment
 from carpool_extender.conditions import Conditions
-from carpool_extender.decide import Rules, filter_nodes, place
+from carpool_extender.decide import filter_nodes, place
 from carpool_extender.policies import POLICIES, find_policy
+from carpool_extender.rules import Rules
 from carpool_extender.settings import ConditionSettings, ExtenderSettings
 from carpool_extender.testing import applicant, cluster, gpu_node, prediction, tenant
 from carpool_extender.watches import JobRow
@@ -24,7 +26,7 @@ def rules(policy="least-slowdown", **conditions):
 
 
 def chosen(view, policy, **wants):
-    found = place(view, applicant(**wants), "a", rules(policy))
+    found = place(Assessment(applicant(**wants), rules(policy), view), "a")
     return None if isinstance(found, str) else (int(found.gpu_uuids[0][-1]), found.mode)
 
 
@@ -85,13 +87,15 @@ def test_round_robin_goes_on_after_the_newest_reservation():
 def test_a_precondition_refuses_with_its_number(asked, sentence):
     known = cluster(gpu_node("a", 1, [tenant("x", [ROW(0)], prediction=prediction(sm=0.6))]))
     newcomer = applicant(max_slowdown=3)
-    assert filter_nodes(known.view(), newcomer, ["a"], rules()).fits == ["a"]
-    assert filter_nodes(known.view(), newcomer, ["a"], rules(**asked)).refused == {"a": f"NoGpuFits: {sentence}"}
+    assert filter_nodes(Assessment(newcomer, rules(), known.view()), ["a"]).fits == ["a"]
+    assert filter_nodes(Assessment(newcomer, rules(**asked), known.view()), ["a"]).refused == {
+        "a": f"NoGpuFits: {sentence}"
+    }
 
 
 def test_exclusive_says_why_a_gpu_in_use_is_none():
     known = cluster(gpu_node("a", 1, [tenant("x", [ROW(0)])]))
-    found = filter_nodes(known.view(), applicant(), ["a"], rules("exclusive"))
+    found = filter_nodes(Assessment(applicant(), rules("exclusive"), known.view()), ["a"])
     assert found.refused["a"] == "NoGpuFits: 1 GPU: in use, and the policy gives every job a GPU of its own"
 
 

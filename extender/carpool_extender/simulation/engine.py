@@ -17,9 +17,10 @@ from carpool_core.values import GpuUuid, PodUid, SharingMode
 
 from carpool_extender import ledger
 from carpool_extender.cluster import Cluster
-from carpool_extender.decide import Place, Rules, best_place, reservation
+from carpool_extender.decide import Place, best_place, reservation
 from carpool_extender.measured import SETTLED_S
 from carpool_extender.policies import find_policy
+from carpool_extender.rules import Rules
 from carpool_extender.simulation.knowing import Knower, Stage
 from carpool_extender.simulation.strategy import Strategy
 from carpool_extender.simulation.workload import SimJob, Truth, Workload

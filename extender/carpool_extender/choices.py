@@ -1,0 +1,197 @@
+"""The one loop that every policy goes through: the best GPUs of each node, and a score for each node."""
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from carpool_extender.checks import Verdict
+from carpool_extender.policies import Policy
+from carpool_extender.view import MODES, Bools, Rows
+
+MAX_SCORE = 10
+TIE_FLOOR = 6
+
+
+@dataclass(slots=True, eq=False)
+class Choices:
+    """The best set of GPUs of each node that has enough, in no particular order; every array has shape (nodes, …)."""
+
+    node: NDArray[np.intp]
+    """(nodes,) Index of the node."""
+    rows: Rows
+    """(nodes, GPUs of a worker) Rows of the view."""
+    cost: NDArray[np.float64]
+    """(nodes,) Mean cost of these GPUs."""
+    in_use: NDArray[np.float64]
+    """(nodes,) Share of these GPUs that have tenants, 0..1."""
+    left_mib: NDArray[np.float64]
+    """(nodes,) Memory that would be left on all of them, in MiB."""
+
+    def only(self, which: Bools | Rows) -> "Choices":
+        """Return some of the choices."""
+        return Choices(*[getattr(self, column.name)[which] for column in fields(self)])
+
+    def put(self, places: Rows, others: "Choices") -> None:
+        """Write others over some of them."""
+        for column in fields(self):
+            getattr(self, column.name)[places] = getattr(others, column.name)
+
+
+class Best:
+    """The choice of each node, by the node's index, so that the choices of single nodes can be replaced.
+
+    Args:
+        wanted: GPUs of a worker.
+    """
+
+    def __init__(self, wanted: int) -> None:
+        self._choices = _nothing(0, wanted)
+        self.fits: Bools = np.zeros(0, np.bool_)
+        """(nodes,) Whether a node has a place."""
+
+    def make_room(self, nodes: int) -> None:
+        """Make room for more nodes, which have no place yet."""
+        known = len(self.fits)
+        if nodes > known:
+            larger = _nothing(nodes, self._choices.rows.shape[1])
+            larger.put(np.arange(known), self._choices)
+            self.fits, self._choices = np.append(self.fits, np.zeros(nodes - known, np.bool_)), larger
+
+    def put_all(self, choices: Choices) -> None:
+        """Replace the choices of all nodes."""
+        self.put(np.ones(len(self.fits), np.bool_), choices)
+
+    def put(self, nodes: Bools, choices: Choices) -> None:
+        """Replace the choices of some nodes; those for which there is none have no place any more."""
+        self.fits[nodes] = False
+        self.fits[choices.node] = True
+        self._choices.put(choices.node, choices)
+
+    def of(self, nodes: NDArray[np.intp]) -> Choices:
+        """Return the choices of nodes that have a place."""
+        return self._choices.only(nodes)
+
+
+def _nothing(nodes: int, wanted: int) -> Choices:
+    return Choices(
+        np.zeros(nodes, np.intp), np.zeros((nodes, wanted), np.intp), np.zeros(nodes), np.zeros(nodes), np.zeros(nodes)
+    )
+
+
+def select(verdict: Verdict, policy: Policy, among: Rows | None = None) -> Choices:
+    """Choose the GPUs for one worker on each node. All GPUs of a worker are shared in the same mode.
+
+    Args:
+        verdict: What the checks found.
+        policy: What makes a good place.
+        among: GPUs in question, in rising order and whole nodes only; all when None.
+    """
+    rows = np.flatnonzero(verdict.ok) if among is None else among[verdict.ok[among]]
+    wanted = verdict.applicant.demand.gpus
+    node = verdict.view.columns.node[rows].astype(np.intp)
+    if wanted > 1:
+        enough = np.bincount(node, minlength=1)[node] >= wanted
+        rows, node = rows[enough], node[enough]
+    if not rows.size:
+        return _nothing(0, wanted)
+    field = _Field(
+        rows=rows,
+        node=node,
+        cost=policy.cost(verdict, rows),
+        idle=verdict.view.columns.count[rows] == 0,
+        left=verdict.left_mib(rows).astype(np.float64),
+    )
+    if wanted == 1:
+        return _single(field, policy.tolerance)
+    return _several(field, verdict.found.mode[rows], wanted, policy.tolerance)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Field:
+    """The GPUs that fit, shape (candidates,) each; those of one node stand together."""
+
+    rows: Rows
+    node: NDArray[np.intp]
+    cost: NDArray[np.float64]
+    idle: Bools
+    left: NDArray[np.float64]
+
+
+def _single(field: _Field, tolerance: float) -> Choices:
+    """Choose one GPU of each node: among ties one in use, then the one with the least left over, then the first."""
+    starts = np.flatnonzero(np.concatenate(([True], field.node[1:] != field.node[:-1])))
+    run = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, len(field.node))))
+    tie = field.cost <= np.minimum.reduceat(field.cost, starts)[run] + tolerance
+    beyond = field.left.max() + 1.0
+    rank = np.where(tie, field.left + field.idle * beyond, np.inf)
+    best = rank == np.minimum.reduceat(rank, starts)[run]
+    place = np.minimum.reduceat(np.where(best, np.arange(len(rank)), len(rank)), starts)
+    return Choices(
+        node=field.node[place],
+        rows=field.rows[place][:, None],
+        cost=field.cost[place],
+        in_use=(~field.idle[place]).astype(np.float64),
+        left_mib=field.left[place],
+    )
+
+
+def _several(field: _Field, mode: NDArray[np.int8], wanted: int, tolerance: float) -> Choices:
+    """Choose several GPUs in one mode on each node."""
+    team = field.node * len(MODES) + mode
+    teams, position = np.unique(team, return_inverse=True)
+    position = np.asarray(position, np.intp)
+    best = np.full(len(teams), np.inf)
+    np.minimum.at(best, position, field.cost)
+    tie = field.cost <= best[position] + tolerance
+    # By team; inside, ties with the best first, those in use with the least left over ahead, then by cost.
+    second, third = np.where(tie, field.idle, field.cost), np.where(tie, field.left, 0.0)
+    order = np.lexsort((third, second, ~tie, team))
+    starts: Rows = np.atleast_1d(np.searchsorted(team[order], teams))
+    enough = np.bincount(position, minlength=len(teams)) >= wanted
+    chosen = order[starts[enough][:, None] + np.arange(wanted)]
+    found = Choices(
+        node=field.node[chosen[:, 0]],
+        rows=field.rows[chosen],
+        cost=field.cost[chosen].mean(axis=1),
+        in_use=(~field.idle[chosen]).mean(axis=1),
+        left_mib=field.left[chosen].sum(axis=1),
+    )
+    return _best_of_each_node(found)
+
+
+def _best_of_each_node(found: Choices) -> Choices:
+    """Keep one choice where a node has several, in different modes."""
+    order = np.lexsort((found.left_mib, -found.in_use, found.cost, found.node))
+    _, first = np.unique(found.node[order], return_index=True)
+    return found.only(order[first])
+
+
+def scores(choices: Choices, policy: Policy) -> NDArray[np.int64]:
+    """Score nodes from 0 to 10, the integers that kube-scheduler takes.
+
+    The best place gets 10. Other ties with it get 6 to 9: 8 or 9 in use, 6 or 7 idle, the more the less memory is left.
+    The rest gets 0 to 5, the more the closer its cost is to the best.
+
+    Returns:
+        Scores, shape (nodes,).
+    """
+    if not len(choices.node):
+        return np.zeros(0, np.int64)
+    lowest, highest = choices.cost.min(), choices.cost.max()
+    tie = choices.cost <= lowest + policy.tolerance
+    most_left = max(1.0, choices.left_mib.max())
+    tight = choices.left_mib <= most_left / 2
+    tied = TIE_FLOOR + 2 * (choices.in_use > 0) + tight
+    spread = max(highest - lowest, np.finfo(np.float64).tiny)
+    behind = np.floor((TIE_FLOOR - 1) * (highest - choices.cost) / spread)
+    result: NDArray[np.int64] = np.where(tie, tied, behind).astype(np.int64)
+    result[best_of(choices, np.flatnonzero(tie))] = MAX_SCORE
+    return result
+
+
+def best_of(choices: Choices, ties: Rows) -> int:
+    """Return the choice that comes first among ties: most in use, then least left over, then the first node."""
+    for by in (-choices.in_use, choices.left_mib, choices.node):
+        ties = ties[by[ties] == by[ties].min()]
+    return int(ties[0])

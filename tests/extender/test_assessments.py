@@ -1,0 +1,98 @@
+"""An assessment that follows changes says what one that begins anew would say."""
+
+import numpy as np
+import pytest
+from carpool_core.testing.clock import FakeClock
+from carpool_core.values import Tenancy
+from carpool_extender.assessments import REMEMBERED, Assessment, Assessments
+from carpool_extender.cluster import Cluster
+from carpool_extender.decide import OTHERS_FIT, filter_nodes, place, score_nodes
+from carpool_extender.policies import POLICIES, find_policy
+from carpool_extender.rules import Rules
+from carpool_extender.standing import SILENCE_S, Standing
+from carpool_extender.testing import applicant, cluster, gpu_node, prediction, tenant
+from hypothesis import given
+from hypothesis import strategies as st
+
+NAMES = list("abcd")
+
+
+def fit(policy="least-slowdown"):
+    return Rules(find_policy(policy), slots=8)
+
+
+def a_node(name, gpus, held):
+    tenants = [
+        tenant(f"{name}-{i}", [f"GPU-{name}-{gpu}"], memory_limit_mib=memory, namespace=space, tenancy=Tenancy.CLUSTER)
+        for i, (gpu, memory, space) in enumerate(held)
+        if gpu < gpus
+    ]
+    return gpu_node(name, gpus, tenants)
+
+
+nodes = st.builds(
+    a_node,
+    st.sampled_from(NAMES),
+    st.integers(0, 3),
+    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 30000), st.sampled_from(["default", "other"])), max_size=4),
+)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(steps=st.lists(st.one_of(nodes, st.sampled_from(NAMES)), max_size=12), gpus=st.integers(1, 2))
+def test_following_equals_beginning_anew(policy, steps, gpus):
+    known, rules = cluster(slots=2), fit(policy)
+    following, newcomer = Assessments(known, rules), applicant(gpus=gpus, prediction=prediction(util=80, sm=0.6))
+    for step in steps:
+        if isinstance(step, str):
+            known.remove(step)
+        else:
+            known.apply(step)
+        mine, fresh = following.of(newcomer), Assessment(newcomer, rules, known.view())
+        assert filter_nodes(mine, NAMES) == filter_nodes(fresh, NAMES)
+        assert score_nodes(mine, NAMES).tolist() == score_nodes(fresh, NAMES).tolist()
+        assert [place(mine, name) for name in NAMES] == [place(fresh, name) for name in NAMES]
+
+
+def test_jobs_of_the_same_shape_share_an_assessment_and_others_do_not():
+    following = Assessments(cluster(gpu_node("a", 1)), fit())
+    first = following.of(applicant("one"))
+    assert following.of(applicant("two")) is first
+    assert following.of(applicant("two", max_slowdown=1.2)) is not first
+    for i in range(REMEMBERED):
+        following.of(applicant("x", min_memory_mib=i + 1))
+    assert following.of(applicant("one")) is not first
+
+
+def test_silence_reaches_an_assessment_although_no_object_changes():
+    clock = FakeClock()
+    known = Cluster(8, Standing(clock))
+    node = gpu_node("a", 1)
+    known.apply(
+        type(node)(metadata=node.metadata, status=type(node.status)(devices=node.status.devices, heartbeat_time="1"))
+    )
+    following = Assessments(known, fit())
+    assert filter_nodes(following.of(applicant()), ["a"]).fits == ["a"]
+    clock.advance(SILENCE_S + 1)
+    assert "has not reported" in filter_nodes(following.of(applicant()), ["a"]).refused["a"]
+    assert place(following.of(applicant()), "a").startswith("NoGpuFits: 1 node: its agent has not reported")
+
+
+def test_many_nodes_beside_some_that_fit_are_told_no_more_than_that():
+    full = [gpu_node(f"n{i}", 1, [tenant(f"t{i}", [f"GPU-n{i}-0"], memory_limit_mib=40000)]) for i in range(101)]
+    names = ["a", *(node.metadata.name for node in full)]
+    found = filter_nodes(Assessment(applicant(), fit(), cluster(gpu_node("a", 1), *full).view()), names)
+    assert found.fits == ["a"]
+    assert set(found.refused.values()) == {OTHERS_FIT}
+    told = filter_nodes(Assessment(applicant(), fit(), cluster(*full).view()), names[1:])
+    assert "960 MiB free" in told.refused["n0"]
+
+
+def test_a_node_that_was_never_heard_of_fits_nobody():
+    found = Assessment(applicant(), fit(), cluster(gpu_node("a", 1)).view())
+    assert filter_nodes(found, ["z"]).unsuitable.keys() == {"z"}
+    assert score_nodes(found, ["z", "a"]).tolist() == [0, 10]
+    assert place(found, "z") == "NoGpuFits: no node offered reports GPUs; is the node agent running there?"
+    empty = Assessment(applicant(), fit(), cluster().view())
+    assert filter_nodes(empty, ["z"]).fits == []
+    assert np.array_equal(score_nodes(empty, []), [])
