@@ -94,7 +94,7 @@ class Applicant:
         if self.demand.gpus > 1:
             can[:, CODES[SharingMode.MPS]] = False  # one daemon for each GPU, and a process reaches only one
         memory = [fact.profile.memory_mib for fact in facts]
-        need = [k.usable_mib if m is None else m for k, m in zip(classes, memory, strict=True)]
+        need = [k.usable_mib if m is None else max(1, m) for k, m in zip(classes, memory, strict=True)]
         return ClassColumns(
             suitable=np.array([fact.reason is None for fact in facts], np.bool_),
             too_small=np.array([fact.too_small for fact in facts], np.bool_),

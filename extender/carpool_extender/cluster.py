@@ -204,7 +204,9 @@ class Cluster:
         columns.namespace[row] = NOBODY
         for place, (reservation, of) in enumerate(zip(tenants, known, strict=True)):
             tenant = reservation.tenant
-            columns.memory_mib[row, place] = usable_mib if of.memory_mib is None else min(of.memory_mib, usable_mib)
+            columns.memory_mib[row, place] = (
+                usable_mib if of.memory_mib is None else min(max(1, of.memory_mib), usable_mib)
+            )
             columns.util[row, place] = of.util
             columns.sm[row, place] = of.sm
             columns.dram[row, place] = of.dram
@@ -216,8 +218,11 @@ class Cluster:
 
 
 def bounded_mib(tenant: TenantProfile, usable_mib: int) -> int:
-    """Memory to count for a tenant, in MiB: never more than the GPU has, and all of it where nothing is known."""
-    return usable_mib if tenant.memory_mib is None else min(tenant.memory_mib, usable_mib)
+    """Memory to count for a tenant, in MiB: never more than the GPU has, and all of it where nothing is known.
+
+    Everybody counts with something, so that nobody stands beside a tenant that needs the whole GPU.
+    """
+    return usable_mib if tenant.memory_mib is None else min(max(1, tenant.memory_mib), usable_mib)
 
 
 def _seconds(moment: str) -> float:

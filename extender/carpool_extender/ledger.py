@@ -123,7 +123,7 @@ def _refusal(present: list[Reservation], wanted: Reservation, device: Device | N
         return f"has {len(present)} tenants, the most allowed is {slots}"
     usable = max(0, device.memory_mib - device.reserved_mib)
     memory = wanted.tenant.memory_mib
-    need = usable if memory is None else memory
+    need = usable if memory is None else max(1, memory)
     free = usable - promised_mib(present, usable)
     if need > free:
         return f"needs {need:,} MiB, has {free:,} MiB free"
