@@ -56,6 +56,7 @@ class Operator:
             clock,
             wake=self.queue.add,
             took=self.metrics.prediction_seconds.observe,
+            traces_at_once=settings.traces,
         )
         self._recollection = Recollection()
         self._performer = Performer(
@@ -130,6 +131,7 @@ class Operator:
             prediction=self.predictions.get(key, digest, products),
             model_version=model_version(),
             retry_in_s=self.predictions.retry_in(digest),
+            traces_ahead=self.predictions.ahead(digest),
             pods=pods,
             created=self._recollection.created(key, now) - {pod.metadata.name for pod in pods},
             is_template_checked=self._recollection.is_checked(key, version_of(job)),

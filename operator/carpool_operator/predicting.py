@@ -12,6 +12,7 @@ from carpool_core.values import RequestedMode, SharingMode
 from carpool_operator.actions import Predict
 from carpool_operator.draft import Draft
 from carpool_operator.snapshot import Snapshot
+from carpool_operator.trace_queue import MOST_TOLD
 
 TRANSIENT = frozenset({"TraceTimedOut", "TraceOutOfMemory", "TorchMissing", "PredictorFailed"})
 """Reasons to abstain that lie in the moment or in this installation, not in the job: worth another try."""
@@ -73,6 +74,15 @@ def _keep(draft: Draft, prediction: Prediction) -> None:
         draft.say("Normal", prediction.reason, told)
 
 
+def _tracing(what: str, ahead: int) -> tuple[str, str]:
+    """Reason and message of a job whose prediction waits for a trace."""
+    if not ahead:
+        return "Tracing", f"tracing one training step of {what} on fake tensors"
+    number = f"more than {MOST_TOLD}" if ahead > MOST_TOLD else str(ahead)
+    models = "other model" if ahead == 1 else "other models"
+    return "TraceQueued", f"{what} waits to be traced, after {number} {models}"
+
+
 def predict(draft: Draft) -> bool:
     """Bring the prediction into the status or have it computed.
 
@@ -98,8 +108,7 @@ def predict(draft: Draft) -> bool:
     model = draft.job.spec.model
     if known is None and model is not None and model.features is None:
         what = model.catalog.name if model.catalog is not None else "the model's layers"
-        message = f"tracing one training step of {what} on fake tensors"
-        draft.condition(keys.CONDITION_PREDICTED, "Unknown", "Tracing", message)
+        draft.condition(keys.CONDITION_PREDICTED, "Unknown", *_tracing(what, snapshot.traces_ahead))
     return known is not None and known.input_digest == snapshot.digest
 
 

@@ -18,6 +18,7 @@ from carpool_predictor.estimator import model_version, predict
 from carpool_predictor.source import Tracer, features_of
 
 from carpool_operator.predicting import TRANSIENT
+from carpool_operator.trace_queue import TraceQueue
 
 _KEPT = 512
 """Results that are kept; jobs of the same model and training share one."""
@@ -70,8 +71,10 @@ class Predictions:
         *,
         wake: Callable[[str], None],
         took: Callable[[float], None],
+        traces_at_once: int = 1,
     ) -> None:
         self._tracer, self._clock, self._wake, self._took = tracer, clock, wake, took
+        self._queue = TraceQueue(tracer, traces_at_once, self._moved)
         self._results: _Recent[Prediction] = _Recent(_KEPT)
         self._features: _Recent[ModelFeatures | Abstention] = _Recent(_KEPT)
         self._tries: _Recent[tuple[int, float]] = _Recent(_KEPT)
@@ -91,6 +94,17 @@ class Predictions:
         tries, at = self._tries.get(digest) or (0, 0.0)
         pause_s = 0.0 if not tries else min(_LONGEST_RETRY_S, _FIRST_RETRY_S * 2.0 ** min(tries - 1, 10))
         return max(0.0, at + pause_s - self._clock.monotonic())
+
+    def ahead(self, digest: str) -> int:
+        """How many models are traced before that of this input; see `TraceQueue.ahead`."""
+        return self._queue.ahead(digest)
+
+    def _moved(self, digests: list[str]) -> None:
+        """Wake the jobs whose models have come nearer to being traced, so that they say so."""
+        for (digest, _), keys in self._waiting.items():
+            if digest in digests:
+                for key in keys:
+                    self._wake(key)
 
     def forget(self, key: str) -> None:
         """Drop what was kept for a job, because its status holds it now or the job is gone."""
@@ -117,6 +131,7 @@ class Predictions:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._queue.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _compute(self, spec: JobSpec, digest: str, products: tuple[str, ...]) -> None:
@@ -151,7 +166,7 @@ class Predictions:
             return await features_of(model, spec.training, self._tracer)
         known = self._features.get(digest)
         if known is None:
-            known = await features_of(model, spec.training, self._tracer)
+            known = await self._queue.trace(digest, model, spec.training)
             if isinstance(known, ModelFeatures) or known.reason not in TRANSIENT:
                 self._features.put(digest, known)
         return known

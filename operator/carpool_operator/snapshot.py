@@ -38,6 +38,8 @@ class Snapshot:
     """Version of the predictor's model; a prediction of another is renewed."""
     retry_in_s: float = 0.0
     """Seconds until this digest may be tried again, where the predictor abstained for the moment."""
+    traces_ahead: int = 0
+    """How many other models are traced before this job's, where it has to be traced; see `TraceQueue.ahead`."""
     pods: tuple[Pod, ...] = ()
     """Pods that the job controls, as last heard of."""
     created: frozenset[str] = frozenset()
