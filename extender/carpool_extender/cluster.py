@@ -2,7 +2,7 @@
 
 import numpy as np
 from carpool_core.clock import parse_rfc3339
-from carpool_core.resources.node import GpuNode, Reservation, TenantProfile
+from carpool_core.resources.node import GpuNode, Reservation
 from carpool_core.values import DeviceHealth, GpuUuid, JobUid, PodUid, Tenancy
 
 from carpool_extender.aggregates import work_out
@@ -217,12 +217,12 @@ class Cluster:
             columns.cluster_tenancy[row, place] = tenant.tenancy is Tenancy.CLUSTER
 
 
-def bounded_mib(tenant: TenantProfile, usable_mib: int) -> int:
+def counted_mib(memory_mib: int | None, usable_mib: int) -> int:
     """Memory to count for a tenant, in MiB: never more than the GPU has, and all of it where nothing is known.
 
     Everybody counts with something, so that nobody stands beside a tenant that needs the whole GPU.
     """
-    return usable_mib if tenant.memory_mib is None else min(max(1, tenant.memory_mib), usable_mib)
+    return usable_mib if memory_mib is None else min(max(1, memory_mib), usable_mib)
 
 
 def _seconds(moment: str) -> float:

@@ -9,7 +9,7 @@ from carpool_core.clock import parse_rfc3339
 from carpool_core.resources.node import Device, GpuNode, GpuNodeSpec, Reservation
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 
-from carpool_extender.cluster import bounded_mib
+from carpool_extender.cluster import counted_mib
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def promised_mib(reservations: list[Reservation], usable_mib: int) -> int:
     """Memory promised on one GPU, in MiB; saturates at what the GPU has, which also stands for an unknown amount."""
     total = 0
     for reservation in reservations:
-        total = min(usable_mib, total + bounded_mib(reservation.tenant, usable_mib))
+        total = min(usable_mib, total + counted_mib(reservation.tenant.memory_mib, usable_mib))
     return total
 
 
