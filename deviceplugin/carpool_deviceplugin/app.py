@@ -26,10 +26,24 @@ from carpool_deviceplugin.processes import ProcTree
 from carpool_deviceplugin.reconciler import Reconciler
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.simulated import SimulatedDevices, parse_inventory
+from carpool_deviceplugin.sources.dcgm_library import Dcgm
+from carpool_deviceplugin.sources.exporter import Exporter
+from carpool_deviceplugin.sources.feed import Source
+from carpool_deviceplugin.sources.host_engine import HostEngine
 from carpool_deviceplugin.wire import list_pod_resources
 
 _STALE_S = 300.0
 """Without a word from the API server for so long, the agent is not ready."""
+
+
+def metrics_sources(settings: AgentSettings) -> list[Source]:
+    """Return who else may measure the node's GPUs, the best one first."""
+    found: list[Source] = []
+    if settings.dcgm_exporter:
+        found.append(Exporter(settings.dcgm_exporter))
+    if settings.dcgm_address:
+        found.append(HostEngine(Dcgm(), settings.dcgm_address))
+    return found
 
 
 def real_devices(settings: AgentSettings, nvml: NvmlLibrary) -> NvmlDevices:
@@ -41,6 +55,7 @@ def real_devices(settings: AgentSettings, nvml: NvmlLibrary) -> NvmlDevices:
         state_dir=settings.state_dir,
         processes=ProcTree(),
         may_switch_mig=settings.mig_switch,
+        sources=metrics_sources(settings),
     )
 
 

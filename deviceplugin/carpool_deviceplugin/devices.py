@@ -46,6 +46,10 @@ class Devices(Protocol):
         """Return what brings the GPU, or the pod's MIG instance of it, into a container. Never blocks."""
         ...
 
+    def ask_others(self) -> None:
+        """Ask who else on the node measures the GPUs; what is heard counts in readings. May block."""
+        ...
+
     def set_mig_manager(self, manager: str) -> None:
         """Say who else divides the node's GPUs, so that the agent does not; empty where nobody does."""
         ...

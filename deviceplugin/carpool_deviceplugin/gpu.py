@@ -184,6 +184,8 @@ class Reading:
     """Of its MIG instances."""
     source: str = ""
     """Where the counters are from, such as `nvml`."""
+    is_shown_elsewhere: bool = False
+    """Whether Prometheus gets the counters from there already."""
 
 
 @dataclass(frozen=True, slots=True)

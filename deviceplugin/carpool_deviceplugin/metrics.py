@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from carpool_deviceplugin.app import Agent
-from carpool_deviceplugin.gpu import Reading
+from carpool_deviceplugin.gpu import PartReading, Reading
 from carpool_deviceplugin.meter import Meter, Rates, Use
 
 _MIB = 1024 * 1024
@@ -16,6 +16,7 @@ _DEVICE_LABELS = (
     "gpu", "UUID", "pci_bus_id", "device", "modelName", "GPU_I_PROFILE", "GPU_I_ID", "hostname", "pod", "namespace",
     "container",
 )  # fmt: skip
+SOURCE = "carpool_agent_gpu_metrics_source"
 TENANT_ENERGY = "carpool_gpu_tenant_energy_joules"
 _TENANT_LABELS = ("UUID", "namespace", "pod", "job")
 
@@ -29,6 +30,7 @@ DEVICE_GAUGES = {
     "DCGM_FI_DEV_GPU_TEMP": "Temperature (in C).",
     "DCGM_FI_DEV_SM_CLOCK": "Clock of the SMs (in MHz).",
     "DCGM_FI_DEV_MEM_CLOCK": "Clock of the memory (in MHz).",
+    "DCGM_FI_DEV_XID_ERRORS": "The last XID since the agent began; 0 where none came.",
     "DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS": "Rows remapped for uncorrectable errors.",
     "DCGM_FI_DEV_CORRECTABLE_REMAPPED_ROWS": "Rows remapped for correctable errors.",
     "DCGM_FI_DEV_ROW_REMAP_FAILURE": "1 where a row could not be remapped.",
@@ -68,6 +70,7 @@ class AgentCollector(Collector):
         families: dict[str, GaugeMetricFamily] = {
             name: GaugeMetricFamily(name, text, labels=_DEVICE_LABELS) for name, text in DEVICE_GAUGES.items()
         }
+        source = GaugeMetricFamily(SOURCE, "1 for the source of a GPU's counters.", labels=["UUID", "source"])
         # DCGM's counter does not end in _total, and must keep its name.
         energy = UnknownMetricFamily(ENERGY, "Energy since the GPU appeared (in mJ).", labels=_DEVICE_LABELS)
         for device in self._agent.reconciler.reporter.devices:
@@ -75,20 +78,35 @@ class AgentCollector(Collector):
             reading = meter.reading
             if reading is None or not meter.is_current:
                 continue  # the carpool_agent_gpu_healthy series says so
+            source.add_metric([device.uuid, reading.source], 1.0)
+            if reading.is_shown_elsewhere:
+                continue
             labels = self._labels(device, reading.pci_bus_id)
             for name, value in _values(device, reading, meter).items():
                 families[name].add_metric(labels, value)
+            for part in reading.parts:
+                labels = self._labels_of_part(device, reading.pci_bus_id, part)
+                for name, value in part.counters.items():
+                    families[name].add_metric(labels, value)
             if reading.energy_j is not None:
                 energy.add_metric(labels, round(1000 * reading.energy_j))
+        yield source
         # What no GPU here can say is absent; where none was asked yet, nobody knows what that is.
-        is_sampled = any(family.samples for family in families.values())
-        yield from (family for family in families.values() if family.samples or not is_sampled)
-        yield energy
+        is_sampled = any(meter.reading is not None for meter in self._agent.reconciler.meters.values())
+        yield from (family for family in (*families.values(), energy) if family.samples or not is_sampled)
+
+    def _labels_of_part(self, device: Device, pci_bus_id: str, part: PartReading) -> list[str]:
+        """A MIG instance belongs to the pod that it was made for."""
+        owner = next((r for r in self._agent.reconciler.reservations if r.pod_uid == part.pod_uid), None)
+        labels = dict(zip(_DEVICE_LABELS, self._labels(device, pci_bus_id), strict=True))
+        labels |= {"GPU_I_PROFILE": part.profile, "GPU_I_ID": str(part.instance_id)}
+        labels |= {"pod": owner.pod_name if owner else "", "namespace": owner.pod_namespace if owner else ""}
+        return list(labels.values())
 
     def _labels(self, device: Device, pci_bus_id: str) -> list[str]:
         """A GPU that is shared belongs to no pod: its pods have series of their own."""
         there = [r for r in self._agent.reconciler.reservations if device.uuid in r.gpu_uuids]
-        owner = there[0] if len(there) == 1 else None
+        owner = there[0] if len(there) == 1 and there[0].mode is not SharingMode.MIG else None
         return [
             str(device.index),
             device.uuid,

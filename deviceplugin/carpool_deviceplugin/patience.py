@@ -28,6 +28,8 @@ class Rhythm:
     """How often a GPU is looked at anyhow."""
     sample_s: float = 1.0
     """How often the tenants' use is measured."""
+    others_s: float = 10.0
+    """How often those are asked who else measure the GPUs."""
     idle_samples: int = 5
     """GPUs that nobody uses are measured only each so many samples."""
     measures_s: float = 3.0

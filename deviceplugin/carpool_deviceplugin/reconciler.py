@@ -87,6 +87,7 @@ class Reconciler:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.reflector.run())
             tasks.create_task(self._ask_who_divides())
+            tasks.create_task(self._ask_who_measures())
             await self.reflector.wait_synced()
             for worker in self._workers.values():
                 tasks.create_task(worker.run())
@@ -98,6 +99,15 @@ class Reconciler:
             await asyncio.sleep(self._rhythm.labels_s)
             if await self._mig.confirm():
                 self.reporter.look_again()
+
+    async def _ask_who_measures(self) -> None:
+        patient = Patient("metrics sources", self._rhythm.step_deadline_s)
+        while not self._devices.simulated:
+            try:
+                await patient.call(self._devices.ask_others)
+            except DeviceError as e:
+                self._log.debug("nobody else asked", error=str(e))  # what was said before runs out by itself
+            await asyncio.sleep(self._rhythm.others_s)
 
     def _on_change(self, old: GpuNode | None, new: GpuNode | None) -> None:
         if new is None:

@@ -61,6 +61,18 @@ class AgentSettings:
         env="CARPOOL_MIG_SWITCH",
         help="Whether the agent may switch MIG on and off on a GPU that nobody uses; on Ampere that resets the GPU.",
     )
+    dcgm_exporter: str = setting(
+        "",
+        flag="--dcgm-exporter",
+        env="CARPOOL_DCGM_EXPORTER",
+        help="URL of dcgm-exporter's metrics on this node, whose series are then not shown again; none where empty.",
+    )
+    dcgm_address: str = setting(
+        "localhost:5555",
+        flag="--dcgm-address",
+        env="CARPOOL_DCGM_ADDRESS",
+        help="DCGM's host engine, HOST:PORT or unix:///PATH, asked where its library can be loaded; none where empty.",
+    )
     metrics_port: int = setting(
         9400,
         flag="--metrics-port",

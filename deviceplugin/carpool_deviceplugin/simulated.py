@@ -234,6 +234,9 @@ class SimulatedDevices:
             self._told[uuid] = problems
             self._log.warning("claims ignored", gpu=uuid, count=len(problems), first=[*problems[:3]])
 
+    def ask_others(self) -> None:
+        """Nobody else measures simulated GPUs."""
+
     def set_mig_manager(self, manager: str) -> None:
         """Simulated GPUs are not divided."""
 

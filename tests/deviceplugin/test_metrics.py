@@ -5,13 +5,16 @@ import asyncio
 import msgspec
 import pytest
 from carpool_core.clock import SystemClock
-from carpool_core.kube.api import GPU_NODES
+from carpool_core.kube.api import GPU_NODES, NODES
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, SharingMode
 from carpool_deviceplugin.app import Agent, build
 from carpool_deviceplugin.metrics import DEVICE_GAUGES, ENERGY, AgentCollector
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.testing.agents import QUICK, running, until
+from carpool_deviceplugin.testing.mps import FakeMpsCommands
+from carpool_deviceplugin.testing.nvml import FakeNvml
+from carpool_deviceplugin.testing.nvml_node import Node, uid
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 
@@ -98,3 +101,104 @@ async def test_sick_gpu_has_no_values_but_a_health(agent, devices, tmp_path) -> 
     registry = await sampled(agent)
     assert registry.get_sample_value("carpool_agent_gpu_healthy", {"UUID": devices.uuids[0]}) == 0
     assert len(next(m for m in registry.collect() if m.name == "DCGM_FI_DEV_FB_USED").samples) == 1
+
+
+class Exporter:
+    """dcgm-exporter, which shows one of two GPUs."""
+
+    name, is_public = "dcgm-exporter", True
+
+    def __init__(self) -> None:
+        self.shows: list[str] = []
+
+    def values(self) -> dict:
+        return {(uuid, None): {"DCGM_FI_DEV_GPU_UTIL": 5.0} for uuid in self.shows}
+
+
+def series(registry: CollectorRegistry, prefix: str = "DCGM_") -> set[tuple[str, str]]:
+    return {(s.name, s.labels["UUID"]) for m in registry.collect() for s in m.samples if s.name.startswith(prefix)}
+
+
+async def test_what_dcgm_exporter_shows_is_shown_by_nobody_else(tmp_path) -> None:
+    exporter = Exporter()
+    devices = Node(FakeNvml(["H100", "A100-40"]), FakeMpsCommands(), tmp_path, sources=(exporter,)).devices()
+    shown, other = devices.uuids
+    exporter.shows = [shown]
+    agent = build(
+        AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path), FakeKube(), SystemClock(), devices, QUICK
+    )
+    registry = registry_of(agent)
+    value = registry.get_sample_value
+    async with running(agent):
+        await until(lambda: value("carpool_agent_gpu_metrics_source", {"UUID": shown, "source": "dcgm-exporter"}))
+        assert value("carpool_agent_gpu_metrics_source", {"UUID": other, "source": "nvml"}) == 1
+        assert {uuid for _, uuid in series(registry)} == {other}
+        exporter.shows = []
+        await until(lambda: value("carpool_agent_gpu_metrics_source", {"UUID": shown, "source": "nvml-gpm"}))
+        assert {uuid for _, uuid in series(registry)} == {shown, other}
+
+
+async def test_mig_instances_have_series_and_gone_ones_have_none(tmp_path, reserve) -> None:
+    node = Node(FakeNvml(["H100"]), FakeMpsCommands(), tmp_path)
+    node.nvml.gpus[0].mig.is_enabled = node.nvml.gpus[0].mig.is_pending = True
+    devices, kube = node.devices(), FakeKube()
+    kube.seed(NODES, {"metadata": {"name": "node-1"}})
+    agent = build(
+        AgentSettings(node_name="node-1", kubelet=False, state_dir=tmp_path), kube, SystemClock(), devices, QUICK
+    )
+    registry = registry_of(agent)
+    wanted = [
+        msgspec.structs.replace(
+            reserve(pod, devices.uuids[0], mode=SharingMode.MIG), mig_profile=profile, pod_uid=uid(pod)
+        )
+        for pod, profile in (("a", "3g.40gb"), ("b", "1g.10gb"))
+    ]
+
+    def parts() -> dict[tuple[str, str], float]:
+        return {
+            (s.labels["GPU_I_PROFILE"], s.labels["pod"]): s.value
+            for m in registry.collect()
+            if m.name == "DCGM_FI_PROF_SM_ACTIVE"
+            for s in m.samples
+        }
+
+    async with running(agent):
+        await until(lambda: kube.dump_all(GPU_NODES))
+        await kube.patch(GPU_NODES, "node-1", {"spec": {"reservations": msgspec.to_builtins(wanted)}})
+        await until(lambda: [p.state.value for p in agent.reconciler.partitions] == ["Ready"] * 2)
+        instances = {i.profile.name: i.id for i in node.nvml.gpus[0].mig.instances.values()}
+        node.start(0, 42, "a", 5000, sm=0.5, instance=instances["3g.40gb"])
+        await until(lambda: node.advance(0.1) or parts().get(("3g.40gb", "a"), 0) > 0.4)
+        assert parts().keys() == {("", ""), ("3g.40gb", "a"), ("1g.10gb", "b")}
+        assert parts()["1g.10gb", "b"] == 0
+        names = {s.name for m in registry.collect() for s in m.samples if s.labels.get("GPU_I_PROFILE") == "3g.40gb"}
+        assert {"DCGM_FI_DEV_FB_USED", "DCGM_FI_PROF_GR_ENGINE_ACTIVE"} <= names
+        assert "DCGM_FI_DEV_POWER_USAGE" not in names, "nobody knows an instance's power"
+        labels = {"UUID": devices.uuids[0], "namespace": "default", "pod": "a", "job": "job-a"}
+        await until(
+            lambda: node.advance(0.1) or registry.get_sample_value("carpool_gpu_tenant_sm_active_ratio", labels)
+        )
+        node.end(0, 42)
+        await kube.patch(GPU_NODES, "node-1", {"spec": {"reservations": msgspec.to_builtins(wanted[1:])}})
+        await until(lambda: node.advance(0.1) or parts().keys() == {("", ""), ("1g.10gb", "b")})
+        await until(lambda: registry.get_sample_value("carpool_gpu_tenant_memory_bytes", labels) is None)
+
+
+async def test_series_are_bounded_by_reservations(agent, devices, reserve, enter) -> None:
+    """Whoever is on a GPU without a reservation has no series, however many come and go."""
+    registry = registry_of(agent)
+    async with running(agent):
+        await until(lambda: agent.reconciler.reporter.devices)
+        kube = agent.reconciler._api
+        gpu = devices.uuids[0]
+        await until(lambda: kube.dump_all(GPU_NODES))
+        await kube.patch(GPU_NODES, "node-1", {"spec": {"reservations": msgspec.to_builtins([reserve("a", gpu)])}})
+        await until(lambda: [p.state.value for p in agent.reconciler.partitions] == ["Ready"])
+        for number in range(5):
+            with enter(gpu, f"uninvited-{number}"):
+                await until(lambda: len(agent.reconciler.meters[gpu].uses) > 0)
+        with enter(gpu, "a"):
+            await until(lambda: series(registry, "carpool_gpu_tenant_memory_bytes"))
+            shown = [s for m in registry.collect() if m.name == "carpool_gpu_tenant_memory_bytes" for s in m.samples]
+            assert [s.labels["pod"] for s in shown] == ["a"]
+        await until(lambda: set(agent.reconciler.meters[gpu].uses) <= {"uid-a"})

@@ -94,6 +94,36 @@ def test_energy_of_pods_and_idle_add_up_to_the_counter(node: Node, is_idle_first
     assert uses[uid("a")] > uses[uid("b")] > 0
 
 
+@pytest.mark.parametrize(("kind", "is_known"), [("H100", True), ("A100-40", False)])
+def test_energy_under_mig_adds_up_where_the_instances_activity_is_known(tmp_path: Path, kind: str, is_known) -> None:
+    """Without GPM nobody can say whose it was: then it is absent, not shared out by guess."""
+    node = Node(FakeNvml([kind]), FakeMpsCommands(), tmp_path)
+    mig = node.nvml.gpus[0].mig
+    mig.is_enabled = mig.is_pending = True
+    devices = node.devices()
+    (gpu,) = devices.uuids
+    devices.read(gpu)
+    node.advance(5)
+    devices.read(gpu)
+    three, one = (mig.table.profiles[at] for at in (2, 5))
+    instances = [mig.create(p.id, start, p.memory_slices).id for p, start in ((three, 4), (one, 0))]
+    devices.actual(gpu)
+    began = node.nvml.gpus[0].energy_mj
+    for pid, pod, sm, instance in ((42, "a", 0.6, instances[0]), (43, "b", 0.3, instances[1])):
+        node.start(0, pid, pod, sm=sm, instance=instance)
+    for _ in range(60):
+        reading = devices.read(gpu)
+        node.advance(1)
+    reading = devices.read(gpu)
+    uses = {p.pod_uid: p.energy_j for p in reading.processes}
+    if not is_known:
+        assert set(uses.values()) == {None}
+        return
+    spent = (node.nvml.gpus[0].energy_mj - began) / 1000
+    assert math.isclose(sum(uses.values()) + 60 * reading.idle_power_w, spent, rel_tol=0.01)
+    assert uses[uid("a")] > uses[uid("b")] > 0
+
+
 def test_counter_that_begins_anew_takes_no_energy_back(node: Node) -> None:
     devices = node.devices()
     gpu = devices.uuids[0]

@@ -55,6 +55,7 @@ class Conditions:
         self._written = dict(self._health)
         self._openings = dict.fromkeys(uuids, session.openings)
         self._xids = XidWatch(session, uuids)
+        self._last_xid: dict[GpuUuid, int] = {}
         self._idle_w: dict[GpuUuid, float] = {}
         self._log = structlog.get_logger()
 
@@ -68,6 +69,10 @@ class Conditions:
         self._advance(uuid, seen)
         return self._health[uuid].problem
 
+    def counters(self, uuid: GpuUuid) -> dict[str, float]:
+        """The last XID since the agent began, 0 where none came; absent where the driver reports none."""
+        return {"DCGM_FI_DEV_XID_ERRORS": float(self._last_xid[uuid])} if uuid in self._last_xid else {}
+
     def idle_power(self, uuid: GpuUuid, power_w: float | None) -> None:
         """Learn what a GPU draws with nobody on it: a GPU that says it is busy and draws no more is stuck."""
         if power_w is not None:
@@ -75,6 +80,8 @@ class Conditions:
 
     def _signals(self, uuid: GpuUuid, telemetry: Telemetry) -> Signals:
         xids = self._xids.seen(uuid)  # may fail; until it does not, a reset is still to be told
+        if self._xids.is_watched(uuid):
+            self._last_xid[uuid] = xids[-1] if xids else self._last_xid.get(uuid, 0)
         before_mj, now_mj = self._energy_mj.get(uuid), telemetry.energy_mj
         has_fallen = before_mj is not None and now_mj is not None and now_mj < before_mj
         was_reset = self._openings[uuid] != self._session.openings or has_fallen

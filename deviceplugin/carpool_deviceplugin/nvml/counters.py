@@ -1,5 +1,7 @@
 """A GPU's counters under DCGM's names and in DCGM's units; what is not known is left out."""
 
+from collections.abc import Mapping
+
 from carpool_deviceplugin.nvml.values import GpmMetrics, Identity, Telemetry
 
 
@@ -29,6 +31,13 @@ def dcgm_of_part(memory_mib: tuple[int, int] | None, gpm: GpmMetrics | None) -> 
     used, free = memory_mib or (None, None)
     values = {"DCGM_FI_DEV_FB_USED": used, "DCGM_FI_DEV_FB_FREE": free, **_activity(gpm or GpmMetrics())}
     return {name: float(value) for name, value in values.items() if value is not None}
+
+
+def activity_of(counters: Mapping[str, float]) -> GpmMetrics | None:
+    """Read what DCGM says of a GPU's activity; None where it says nothing of its SMs."""
+    if "DCGM_FI_PROF_SM_ACTIVE" not in counters:
+        return None
+    return GpmMetrics(*(counters.get(name) for name in _activity(GpmMetrics())))
 
 
 def _activity(gpm: GpmMetrics) -> dict[str, float | None]:

@@ -1,7 +1,7 @@
 """Real GPUs behind the port."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,6 @@ from carpool_deviceplugin.gpu import (
     DestroyInstance,
     DeviceError,
     GpuActual,
-    Limits,
     Reading,
     SetLimits,
     SetMode,
@@ -36,6 +35,7 @@ from carpool_deviceplugin.nvml.presence import Clients, Watcher, about_strangers
 from carpool_deviceplugin.nvml.reading import list_gpus, read_identity
 from carpool_deviceplugin.nvml.values import Identity
 from carpool_deviceplugin.processes import ProcTree
+from carpool_deviceplugin.sources.feed import Feed, Source
 
 _FRAGMENTATION_MIB = 256
 """Kept free beside the driver's memory: allocators lose some to fragmentation."""
@@ -55,6 +55,7 @@ class NvmlDevices:
         processes: The node's processes.
         may_switch_mig: Whether MIG may be switched on and off on a GPU that nobody uses.
         mig_minors: The driver's list of the device files that open MIG instances.
+        sources: Who else measures the GPUs, the best one first.
         monotonic: Seconds.
 
     Raises:
@@ -73,6 +74,7 @@ class NvmlDevices:
         processes: ProcTree,
         may_switch_mig: bool = False,
         mig_minors: Path = MIG_MINORS,
+        sources: Sequence[Source] = (),
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._session = Session(library)
@@ -83,7 +85,8 @@ class NvmlDevices:
         self._modes = {uuid: ModeFile(state_dir / "gpus" / f"{uuid}.json") for uuid in self._uuids}
         self._watcher, self._clients = Watcher(self._session, processes, mps, monotonic), Clients()
         self._conditions = Conditions(self._session, self._uuids, state_dir / "gpus", monotonic)
-        self._measuring = Measuring(self._session, self._uuids, self._watcher, monotonic)
+        self._feed = Feed(sources, monotonic)
+        self._measuring = Measuring(self._session, self._uuids, self._watcher, self._feed, monotonic)
         self._entry = Entry(cdi, mps, mig_minors)
         self._instances = Instances(self._session)
         self._monotonic = monotonic
@@ -226,8 +229,7 @@ class NvmlDevices:
                     self._mps.stop(uuid)
                 file.write(replace(file.read(), limits={}))
             case SetLimits(pod_uid, limits):
-                setting = file.read()
-                file.write(replace(setting, limits=_with(setting.limits, pod_uid, limits)))
+                file.write(file.read().limiting(pod_uid, limits))
             case CreateInstance(placement, pod_uid):
                 self._may_divide(uuid)
                 self._instances.create(uuid, file, placement, pod_uid)
@@ -275,7 +277,11 @@ class NvmlDevices:
         """Read a GPU's counters."""
         reading = self._measuring.read(self._own(uuid), self._known[uuid])
         self._conditions.idle_power(uuid, reading.idle_power_w)
-        return reading
+        return replace(reading, counters={**self._conditions.counters(uuid), **(reading.counters or {})})
+
+    def ask_others(self) -> None:
+        """Ask who else measures the GPUs."""
+        self._feed.refresh()
 
     def access(self, uuid: GpuUuid, pod_uid: PodUid | None = None) -> Access:
         """Return what brings the GPU, or the pod's MIG instance of it, into a container."""
@@ -289,8 +295,3 @@ class NvmlDevices:
                 f"GPU {uuid}: expected a MIG instance of pod {pod_uid}, found none; the agent looks again"
             )
         return self._entry.to_instance(uuid, known, device)
-
-
-def _with(limits: Mapping[PodUid, Limits], pod: PodUid, wanted: Limits | None) -> dict[PodUid, Limits]:
-    others = {p: known for p, known in limits.items() if p != pod}
-    return others if wanted is None else {**others, pod: wanted}

@@ -8,15 +8,35 @@ from carpool_core.values import MIB, GpuUuid
 from carpool_deviceplugin.gpu import PartReading, Reading
 from carpool_deviceplugin.nvml.accounting import Ledger, Moment, PartMoment, Present
 from carpool_deviceplugin.nvml.calls import NvmlError, Session
-from carpool_deviceplugin.nvml.counters import dcgm_of_part, dcgm_values
+from carpool_deviceplugin.nvml.counters import activity_of, dcgm_of_part, dcgm_values
 from carpool_deviceplugin.nvml.gpm import Gpm
 from carpool_deviceplugin.nvml.instances import Found
 from carpool_deviceplugin.nvml.presence import Watcher
 from carpool_deviceplugin.nvml.reading import read_telemetry, read_utilization
 from carpool_deviceplugin.nvml.values import GpmMetrics, Identity
+from carpool_deviceplugin.sources.feed import Feed, Source
 
 GPM, PLAIN = "nvml-gpm", "nvml"
 """Sources of counters, as metrics name them."""
+SHOWN = frozenset(
+    {
+        "DCGM_FI_DEV_SM_CLOCK",
+        "DCGM_FI_DEV_MEM_CLOCK",
+        "DCGM_FI_DEV_GPU_TEMP",
+        "DCGM_FI_DEV_POWER_USAGE",
+        "DCGM_FI_DEV_GPU_UTIL",
+        "DCGM_FI_DEV_MEM_COPY_UTIL",
+        "DCGM_FI_DEV_XID_ERRORS",
+        "DCGM_FI_DEV_FB_FREE",
+        "DCGM_FI_DEV_FB_USED",
+        "DCGM_FI_PROF_GR_ENGINE_ACTIVE",
+        "DCGM_FI_PROF_SM_ACTIVE",
+        "DCGM_FI_PROF_SM_OCCUPANCY",
+        "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE",
+        "DCGM_FI_PROF_DRAM_ACTIVE",
+    }
+)
+"""What DCGM knows better than NVML, or as well."""
 
 
 class Measuring:
@@ -26,15 +46,21 @@ class Measuring:
         session: The open library.
         uuids: The GPUs.
         watcher: Who is there.
+        feed: What others on the node measure.
         monotonic: Seconds.
     """
 
     def __init__(
-        self, session: Session, uuids: Sequence[GpuUuid], watcher: Watcher, monotonic: Callable[[], float]
+        self,
+        session: Session,
+        uuids: Sequence[GpuUuid],
+        watcher: Watcher,
+        feed: Feed,
+        monotonic: Callable[[], float],
     ) -> None:
         self._session, self._watcher, self._monotonic = session, watcher, monotonic
         self._ledgers = {uuid: Ledger() for uuid in uuids}
-        self._gpm = Gpm(session)
+        self._gpm, self._feed = Gpm(session), feed
         self._parts: dict[GpuUuid, tuple[Found, ...]] = {}
 
     def divided(self, uuid: GpuUuid, found: Sequence[Found]) -> None:
@@ -49,8 +75,8 @@ class Measuring:
         telemetry = read_telemetry(self._session, uuid)
         there = self._watcher.look_lately(uuid).pods
         samples = read_utilization(self._session, uuid, ledger.since_us) if not found else None
-        gpm = self._gpm.sample(uuid)
-        of_parts = {f.instance.id: self._sample(uuid, f.instance.id) for f in found}
+        told, gpm = self._activity(uuid, None)
+        of_parts = {f.instance.id: self._activity(uuid, f.instance.id)[1] for f in found}
         at = self._monotonic()
         energy_j = None if telemetry.energy_mj is None else telemetry.energy_mj / 1000
         parts = {f.instance.id: _moment(f, of_parts[f.instance.id]) for f in found}
@@ -62,17 +88,28 @@ class Measuring:
             idle_power_w=ledger.idle_power_w,
             power_limit_w=known.power_limit_w,
             energy_j=energy_j,
-            counters=dcgm_values(known, telemetry, gpm),
+            counters={**dcgm_values(known, telemetry, gpm), **self._told(uuid, None)},
             pci_bus_id=known.pci_bus_id,
             parts=tuple(self._part(uuid, f, there, of_parts) for f in found),
-            source=GPM if self._gpm.is_supported(uuid) else PLAIN,
+            source=told.name if told else GPM if self._gpm.is_supported(uuid) else PLAIN,
+            is_shown_elsewhere=told is not None and told.is_public,
         )
 
-    def _sample(self, uuid: GpuUuid, instance: int) -> GpmMetrics | None:
+    def _told(self, uuid: GpuUuid, instance: int | None) -> Mapping[str, float]:
+        """What others say, as far as it is shown."""
+        said = self._feed.at(uuid, instance)
+        return {} if said is None else {name: said[1][name] for name in SHOWN & said[1].keys()}
+
+    def _activity(self, uuid: GpuUuid, instance: int | None) -> tuple[Source | None, GpmMetrics | None]:
+        said = self._feed.at(uuid, instance)
+        activity = activity_of(said[1]) if said else None
+        return said[0] if said else None, activity or self._sample(uuid, instance)
+
+    def _sample(self, uuid: GpuUuid, instance: int | None) -> GpmMetrics | None:
         try:
             return self._gpm.sample(uuid, instance)
         except NvmlError as e:
-            if e.code == pynvml.NVML_ERROR_INVALID_ARGUMENT:
+            if instance is not None and e.code == pynvml.NVML_ERROR_INVALID_ARGUMENT:
                 return None  # it was destroyed a moment ago
             raise
 
@@ -85,7 +122,7 @@ class Measuring:
             instance_id=number,
             profile=found.instance.placement.profile.name,
             pod_uid=found.own.pod_uid if found.own is not None else pods.pop() if len(pods) == 1 else None,
-            counters=dcgm_of_part(self._memory(uuid, found), gpm[number]),
+            counters={**dcgm_of_part(self._memory(uuid, found), gpm[number]), **self._told(uuid, number)},
         )
 
     def _memory(self, uuid: GpuUuid, found: Found) -> tuple[int, int] | None:

@@ -1,7 +1,7 @@
 """What the agent decided about a GPU, kept in a file: the driver knows no sharing modes, nor who made an instance."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -29,6 +29,11 @@ class Setting:
     mode: SharingMode | None = None
     limits: dict[PodUid, Limits] = field(default_factory=dict)
     instances: tuple[OwnInstance, ...] = ()
+
+    def limiting(self, pod_uid: PodUid, limits: Limits | None) -> "Setting":
+        """Set what MPS holds a pod to; None removes it."""
+        others = {pod: known for pod, known in self.limits.items() if pod != pod_uid}
+        return replace(self, limits=others if limits is None else {**others, pod_uid: limits})
 
 
 class ModeFile:

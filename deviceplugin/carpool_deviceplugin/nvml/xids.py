@@ -22,6 +22,7 @@ class XidWatch:
         self._events: Handle | None = None
         self._opening = -1
         self._watched: set[GpuUuid] = set()
+        self._reported: set[GpuUuid] = set()
         self._seen: dict[GpuUuid, list[int]] = {uuid: [] for uuid in uuids}
 
     def seen(self, uuid: GpuUuid) -> list[int]:
@@ -32,20 +33,29 @@ class XidWatch:
             found, self._seen[uuid] = self._seen[uuid], []
             return found
 
+    def is_watched(self, uuid: GpuUuid) -> bool:
+        """Whether the driver reports this GPU's XIDs."""
+        return uuid in self._reported
+
     def _register(self, uuid: GpuUuid) -> None:
         session, library = self._session, self._session.library
         if self._opening != session.openings:
             self._events, self._opening = session.call("", library.nvmlEventSetCreate), session.openings
             self._watched = set()
         if uuid not in self._watched:
-            session.ask(
-                uuid,
-                library.nvmlDeviceRegisterEvents,
-                session.handle(uuid),
-                pynvml.nvmlEventTypeXidCriticalError,
-                self._events,
-            )
+            if self._can_report(uuid):
+                self._reported.add(uuid)
             self._watched.add(uuid)
+
+    def _can_report(self, uuid: GpuUuid) -> bool:
+        session, kind = self._session, pynvml.nvmlEventTypeXidCriticalError
+        try:
+            session.call(uuid, session.library.nvmlDeviceRegisterEvents, session.handle(uuid), kind, self._events)
+        except NvmlError as e:
+            if e.code == pynvml.NVML_ERROR_NOT_SUPPORTED:
+                return False
+            raise
+        return True
 
     def _collect(self) -> None:
         session, library = self._session, self._session.library

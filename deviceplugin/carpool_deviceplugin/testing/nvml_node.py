@@ -7,6 +7,7 @@ from carpool_deviceplugin.mps import Mps
 from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
 from carpool_deviceplugin.nvml.devices import NvmlDevices
 from carpool_deviceplugin.processes import ProcTree
+from carpool_deviceplugin.sources.feed import Source
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.testing.nvml_gpus import FakeProcess
@@ -26,6 +27,7 @@ class Node:
     root: Path
     seconds: float = 1000.0
     may_switch_mig: bool = False
+    sources: tuple[Source, ...] = ()
 
     def devices(self) -> NvmlDevices:
         """An adapter; each is an agent of its own on the same node."""
@@ -36,6 +38,7 @@ class Node:
             state_dir=self.root / "state",
             processes=ProcTree(self.root / "proc"),
             may_switch_mig=self.may_switch_mig,
+            sources=self.sources,
             mig_minors=self.root / "mig-minors",
             monotonic=lambda: self.seconds,
         )
