@@ -12,15 +12,15 @@ FROM wheel AS operator-environment
 ARG EXTRAS=operator,trace
 ARG PIP_EXTRA_INDEX_URL
 RUN python -m venv --without-pip /opt/carpool \
-  && pip --python /opt/carpool install --no-cache-dir "$(ls /wheels/carpool-*.whl)[${EXTRAS}]"
+  && pip --python /opt/carpool install --no-cache-dir -c constraints.txt "$(ls /wheels/carpool-*.whl)[${EXTRAS}]"
 
 FROM wheel AS extender-environment
 RUN python -m venv --without-pip /opt/carpool \
-  && pip --python /opt/carpool install --no-cache-dir "$(ls /wheels/carpool-*.whl)[extender]"
+  && pip --python /opt/carpool install --no-cache-dir -c constraints.txt "$(ls /wheels/carpool-*.whl)[extender]"
 
 FROM wheel AS agent-environment
 RUN python -m venv --without-pip /opt/carpool \
-  && pip --python /opt/carpool install --no-cache-dir "$(ls /wheels/carpool-*.whl)[agent]"
+  && pip --python /opt/carpool install --no-cache-dir -c constraints.txt "$(ls /wheels/carpool-*.whl)[agent]"
 
 FROM python:${PYTHON}-slim AS process
 LABEL org.opencontainers.image.title="carpool" \

@@ -17,8 +17,10 @@ $(STAMP): pyproject.toml constraints.txt
 	  { echo "expected Python 3.11 or later, found $$($(PYTHON) --version 2>&1); say which with make PYTHON=…"; exit 1; }
 	$(PYTHON) -m venv $(VENV) || { apt-get -qq update && apt-get -qq install -y python3-venv && $(PYTHON) -m venv $(VENV); } || \
 	  { echo "expected Python's venv module, found none: install the package python3-venv"; exit 1; }
-	$(BIN)/pip install --quiet uv
-	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt -e '.[test]'
+	@echo "Installing Carpool and what it needs, PyTorch among it, into $(VENV), once: about 3 GB to fetch and 6 GB on the disk."
+	@echo "That takes 2 to 4 minutes where the packages are cached or near; what is being fetched is told below."
+	$(BIN)/pip install --quiet --disable-pip-version-check uv
+	$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python -c constraints.txt -e '.[test]'
 	@touch $@
 
 demo: install ## a real cluster, six scenes, a table and a picture (KEEP=1 leaves it running)

@@ -15,7 +15,15 @@ from carpool_e2e.processes import ProcessTable
 HEARTBEAT_S = 10.0
 """The node controller gives a node up after forty seconds."""
 
-LABELS = {**MANAGED_LABELS, "kubernetes.io/os": "linux", "carpool.dev/kubelet": "none"}
+NO_KUBELET = {"key": "carpool.dev/kubelet", "value": "none"}
+
+LABELS = {**MANAGED_LABELS, "kubernetes.io/os": "linux", NO_KUBELET["key"]: NO_KUBELET["value"]}
+
+TAINT = {**NO_KUBELET, "effect": "NoSchedule"}
+"""Keeps pods away from nodes on which no container would ever start."""
+
+TOLERATION = {**NO_KUBELET, "operator": "Equal", "effect": "NoSchedule"}
+"""Lets the scheduler consider such nodes, and speak of their GPUs, all the same."""
 
 
 class FleetNode(msgspec.Struct, frozen=True):
@@ -42,7 +50,12 @@ def slots_of(gpus: str, slots_per_gpu: int) -> int:
 def node_object(node: FleetNode) -> dict[str, Any]:
     """Return the Node as a kubelet would register it."""
     labels = {"kubernetes.io/hostname": node.name, **LABELS}
-    return {"apiVersion": "v1", "kind": "Node", "metadata": {"name": node.name, "labels": labels}}
+    return {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {"name": node.name, "labels": labels},
+        "spec": {"taints": [TAINT]},
+    }
 
 
 def node_status(node: FleetNode, now: datetime) -> dict[str, Any]:

@@ -22,6 +22,9 @@ from carpool_extender.watches import Watches
 PERIOD_S = 5.0
 GRACE_S = 10.0
 """Beyond a deadline before a reservation lapses: whoever was binding has long given up, whatever its clock says."""
+UNCONFIRMED_S = 30.0
+"""After its grace period, how long a kubelet has to confirm the end of a pod that it never started. One that lives does
+so at once and starts nothing that is being deleted; of a dead node nobody ever confirms it."""
 TOUCH_LATE_S = 600.0
 """After this time a Node need not be touched any more: kube-scheduler has retried every pod by itself (5 minutes)."""
 
@@ -41,9 +44,19 @@ def ended(reservation: Reservation, node: str, pod: Pod | None, now: datetime) -
         return f"its pod has ended with {pod.status.phase}"
     if pod.spec.node_name not in ("", node):
         return f"its pod runs on node {pod.spec.node_name}"
+    if pod.spec.node_name and _is_given_up(pod, now):
+        return f"its pod was deleted before it started, and node {node} does not confirm it"
     if not pod.spec.node_name and ledger.has_lapsed(reservation, now, GRACE_S):
         return f"its pod was not bound by {reservation.deadline}"
     return None
+
+
+def _is_given_up(pod: Pod, now: datetime) -> bool:
+    """Whether a pod that never started was deleted so long ago that its node must be gone."""
+    if pod.has_started or pod.metadata.deletion_timestamp is None:
+        return False
+    # The API server writes the end of the grace period there, not its beginning.
+    return now - parse_rfc3339(pod.metadata.deletion_timestamp) > timedelta(seconds=UNCONFIRMED_S)
 
 
 class Janitor:

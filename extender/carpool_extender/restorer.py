@@ -119,7 +119,10 @@ class Restorer:
 
 
 def _runs(pod: Pod | None) -> bool:
-    return pod is not None and bool(pod.spec.node_name) and not pod.is_finished
+    """Whether a pod has a node and may run there; one that is being deleted before it started never will."""
+    if pod is None or not pod.spec.node_name or pod.is_finished:
+        return False
+    return pod.has_started or pod.metadata.deletion_timestamp is None
 
 
 def _named(pod: Pod) -> str:

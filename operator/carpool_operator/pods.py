@@ -65,12 +65,6 @@ def is_worker(pod: Pod, job: GpuTrainingJob) -> bool:
     return controller_uid(pod) == job.metadata.uid and pod.metadata.name == pod_name(job.metadata.name, worker, attempt)
 
 
-def has_started(pod: Pod) -> bool:
-    """Whether a container of a pod runs or ever ran."""
-    ran = any(s.state.running or s.state.terminated or s.restart_count for s in pod.status.container_statuses)
-    return ran or pod.status.phase not in ("", "Pending")
-
-
 def _resources(container: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Every (resource, amount) that a container requests or limits."""
     resources = container.get("resources") or {}

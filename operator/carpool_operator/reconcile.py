@@ -19,7 +19,7 @@ from carpool_operator.actions import CheckTemplate, Decision, DeleteJob
 from carpool_operator.draft import Draft
 from carpool_operator.impostors import without_impostors
 from carpool_operator.outcomes import Outcome, outcome_of, pod_deleted, unreserved
-from carpool_operator.pods import attempt_of, build_pod, has_started, pod_name, template_error, worker_of
+from carpool_operator.pods import attempt_of, build_pod, pod_name, template_error, worker_of
 from carpool_operator.predicting import predict
 from carpool_operator.snapshot import Snapshot
 
@@ -244,7 +244,7 @@ def _unreserved(draft: Draft, pods: list[Pod]) -> Pod | None:
             continue
         if for_s < reports.RESERVED_WITHIN_S:
             draft.requeue_after(reports.RESERVED_WITHIN_S - for_s)
-        elif not has_started(pod):
+        elif not pod.has_started:
             return pod
     return None
 

@@ -9,7 +9,6 @@ from carpool_core.kube.pods import Pod
 
 from carpool_operator import conditions, outcomes, placement
 from carpool_operator.draft import Draft
-from carpool_operator.pods import has_started
 from carpool_operator.predicting import why_alone
 
 POD_REFUSALS = ("PodForbidden", "PodNameTaken")
@@ -53,7 +52,7 @@ def _why_unplaced(draft: Draft, pod: Pod) -> tuple[str, str] | None:
         return None
     if pod.spec.node_name:
         lacks = f"on node {pod.spec.node_name}, but its GpuNode holds no reservation for it"
-        if has_started(pod):
+        if pod.has_started:
             told = f"pod {pod.metadata.name} runs {lacks}: it is left alone, but others may be placed on its GPU"
         else:
             told = f"pod {pod.metadata.name} is bound {lacks} (yet); without one the node does not start it"

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import tarfile
 import tomllib
 from datetime import UTC, datetime
@@ -121,6 +122,22 @@ def test_a_fleet_node_is_ready_and_offers_its_slots() -> None:
     status = fleet.node_status(node, datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC))["status"]
     assert status["allocatable"]["carpool.dev/gpu"] == "48"
     assert [c["status"] for c in status["conditions"] if c["type"] == "Ready"] == ["True"]
+
+
+def test_a_fleet_node_keeps_pods_away_that_would_never_start_there() -> None:
+    """Regression: a job without a wish for a product landed on such a node and held its GPU for ever."""
+    (taint,) = fleet.node_object(fleet.FleetNode("t4-00", 8))["spec"]["taints"]
+    assert taint["effect"] == "NoSchedule"
+    assert {key: fleet.TOLERATION[key] for key in ("key", "value", "effect")} == taint
+
+
+def test_every_image_is_built_from_the_constraints() -> None:
+    """Regression: pip took whatever was newest, because the file never reached the build."""
+    root = Path(__file__).parents[2]
+    commands = re.findall(r"install .*carpool-", (root / "Dockerfile").read_text())
+    assert len(commands) == 3
+    assert all(" -c constraints.txt " in command for command in commands)
+    assert "!constraints.txt" in (root / ".dockerignore").read_text().splitlines()
 
 
 def test_leaf_certificates_are_no_authorities() -> None:

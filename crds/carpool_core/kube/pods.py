@@ -118,3 +118,9 @@ class Pod(_Wire, frozen=True, kw_only=True):
     def is_finished(self) -> bool:
         """Whether its containers will never run again."""
         return self.status.phase in ("Succeeded", "Failed")
+
+    @property
+    def has_started(self) -> bool:
+        """Whether a container of it runs or ever ran."""
+        ran = any(s.state.running or s.state.terminated or s.restart_count for s in self.status.container_statuses)
+        return ran or self.status.phase not in ("", "Pending")

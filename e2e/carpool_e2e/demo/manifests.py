@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from carpool_e2e.fleet import TOLERATION
 from carpool_e2e.workloads.pod import training_template
 
 A100 = "A100-SXM4-40GB"
@@ -69,8 +70,11 @@ def wide(name: str, workers: int) -> dict[str, Any]:
 
 
 def large(name: str) -> dict[str, Any]:
-    """A job that only an H100 can hold, and only one that nobody else has."""
-    return job(
+    """A job that only an H100 can hold, and only one that nobody else has.
+
+    It tolerates the nodes without a kubelet, so that what it is told speaks of their GPUs, too; none is large enough.
+    """
+    manifest = job(
         name,
         "--no-loop",
         "--memory-mib=58000",
@@ -78,6 +82,8 @@ def large(name: str) -> dict[str, Any]:
         memory={"limit": "60Gi"},
         sharing={"maxSlowdown": 3},
     )
+    manifest["spec"]["template"]["spec"]["tolerations"] = [TOLERATION]
+    return manifest
 
 
 def impossible(name: str) -> dict[str, Any]:
