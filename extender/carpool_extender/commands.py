@@ -5,6 +5,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 import click
+import uvloop
 from carpool_core import logs, metrics
 from carpool_core.clock import SystemClock
 from carpool_core.kube.client import connect
@@ -22,7 +23,7 @@ def extender(settings: ExtenderSettings) -> None:
     """Run the scheduler extender beside kube-scheduler."""
     logs.configure(settings.log, "extender")
     try:
-        asyncio.run(run(settings))
+        uvloop.run(run(settings))
     except (SettingsError, UnknownPolicyError) as error:
         raise click.ClickException(str(error)) from error
 

@@ -1,10 +1,12 @@
 """HTTP: routes, limits on bodies, and errors that say what was expected, what was found, and what to do."""
 
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from carpool_extender.service import BadRequest, Service
 from carpool_extender.telemetry import Telemetry
@@ -21,7 +23,49 @@ _JSON = "application/json"
 class _Answer(Exception):  # noqa: N818  # ends a request early with its answer
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
-        self.response = _error(status, message)
+        self.status, self.body = _error(status, message)
+
+
+class _Verb(Generic[A]):
+    """One verb as a bare ASGI application: what FastAPI does besides for a request costs more than a decision.
+
+    Args:
+        name: The verb.
+        type_: What its arguments are.
+        act: Answers them.
+        telemetry: Measures requests.
+        not_ready: None once the verb can answer, otherwise the reason.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        type_: type[A],
+        act: Callable[[A], Awaitable[Any]],
+        telemetry: Telemetry,
+        not_ready: Callable[[], str | None],
+    ) -> None:
+        self._name, self._act, self._telemetry, self._not_ready = name, act, telemetry, not_ready
+        self._decoder, self._encoder = msgspec.json.Decoder(type_), msgspec.json.Encoder()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        with self._telemetry.request(self._name):
+            status, body = await self._answer(scope, receive)
+        headers = [(b"content-type", _JSON.encode()), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _answer(self, scope: Scope, receive: Receive) -> tuple[int, bytes]:
+        try:
+            if (reason := self._not_ready()) is not None:
+                return _error(503, reason)
+            args = _decode(self._decoder, await _body(scope, receive), self._name)
+            return 200, self._encoder.encode(await self._act(args))
+        except BadRequest as refusal:
+            return _error(400, str(refusal))
+        except _Answer as answer:
+            return answer.status, answer.body
 
 
 def create_app(service: Service, telemetry: Telemetry, not_ready: Callable[[], str | None]) -> FastAPI:
@@ -33,27 +77,14 @@ def create_app(service: Service, telemetry: Telemetry, not_ready: Callable[[], s
         not_ready: None once every verb can answer, otherwise the reason.
     """
     app = FastAPI(title="Carpool scheduler extender", openapi_url=None, docs_url=None, redoc_url=None)
-
-    def serve(verb: str, type_: type[A], act: Callable[[A], Awaitable[Any]]) -> None:
-        decoder = msgspec.json.Decoder(type_)
-
-        async def handle(request: Request) -> Response:
-            with telemetry.request(verb):
-                try:
-                    _refuse_until_ready(not_ready)
-                    args = _decode(decoder, await _body(request), verb)
-                    return Response(msgspec.json.encode(await act(args)), media_type=_JSON)
-                except BadRequest as refusal:
-                    return _error(400, str(refusal))
-                except _Answer as answer:
-                    return answer.response
-
-        app.add_api_route(f"/{verb}", handle, methods=["POST"], response_model=None)
-
-    serve("filter", ExtenderArgs, service.filter)
-    serve("prioritize", ExtenderArgs, service.prioritize)
-    serve("bind", BindingArgs, service.bind)
-    serve("preempt", PreemptionArgs, service.preempt)
+    verbs: tuple[ASGIApp, ...] = (
+        _Verb("filter", ExtenderArgs, service.filter, telemetry, not_ready),
+        _Verb("prioritize", ExtenderArgs, service.prioritize, telemetry, not_ready),
+        _Verb("bind", BindingArgs, service.bind, telemetry, not_ready),
+        _Verb("preempt", PreemptionArgs, service.preempt, telemetry, not_ready),
+    )
+    for name, verb in zip(VERBS, verbs, strict=True):
+        app.router.routes.append(Route(f"/{name}", verb, methods=["POST"]))
     _add_errors(app)
     return app
 
@@ -61,37 +92,38 @@ def create_app(service: Service, telemetry: Telemetry, not_ready: Callable[[], s
 def _add_errors(app: FastAPI) -> None:
     async def unknown(request: Request, _: Exception) -> Response:
         path = request.url.path
-        return _error(404, f"expected a POST to /{', /'.join(VERBS)}, found {path}; check urlPrefix and the verbs")
+        return _response(404, f"expected a POST to /{', /'.join(VERBS)}, found {path}; check urlPrefix and the verbs")
 
     async def wrong_method(request: Request, _: Exception) -> Response:
-        return _error(405, f"expected a POST to a verb (/{', /'.join(VERBS)}), found {request.method}")
+        return _response(405, f"expected a POST to a verb (/{', /'.join(VERBS)}), found {request.method}")
 
     app.add_exception_handler(404, unknown)
     app.add_exception_handler(405, wrong_method)
 
 
-def _error(status: int, message: str) -> Response:
+def _response(status: int, message: str) -> Response:
+    return Response(_error(status, message)[1], status, media_type=_JSON)
+
+
+def _error(status: int, message: str) -> tuple[int, bytes]:
     # `Error` as in the protocol's own answers, so that whoever reads the body finds the sentence where it always is.
-    return Response(msgspec.json.encode({"Error": message}), status, media_type=_JSON)
+    return status, msgspec.json.encode({"Error": message})
 
 
-def _refuse_until_ready(not_ready: Callable[[], str | None]) -> None:
-    reason = not_ready()
-    if reason is not None:
-        raise _Answer(503, reason)
-
-
-async def _body(request: Request) -> bytes:
+async def _body(scope: Scope, receive: Receive) -> bytes:
     """Read the body, no more of it than is allowed, whatever its Content-Length says."""
-    declared = request.headers.get("content-length", "")
+    declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"")
     if declared.isdigit() and int(declared) > MAX_BODY:
         raise _too_large(int(declared))
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY:
-            raise _too_large(len(body))
-    return bytes(body)
+    chunks, size, more = [], 0, True
+    while more:
+        message = await receive()
+        chunk = message.get("body", b"")
+        chunks.append(chunk)
+        size, more = size + len(chunk), message.get("more_body", False)
+        if size > MAX_BODY:
+            raise _too_large(size)
+    return b"".join(chunks)
 
 
 def _too_large(size: int) -> _Answer:

@@ -88,7 +88,7 @@ def test_releasing_undoes_reserving_and_may_be_replayed(order, wanted):
 def test_promised_memory_saturates(amounts):
     held = [replace(tenant("p", GPUS[:1]), tenant=TenantProfile(memory_mib=m)) for m in amounts]
     promised = ledger.promised_mib(held, 9000)
-    assert promised == min(9000, sum(9000 if m is None else m for m in amounts))
+    assert promised == min(9000, sum(9000 if m is None else max(1, m) for m in amounts))
 
 
 def full(name="x", mode=SharingMode.MPS, **changes):
