@@ -1,27 +1,27 @@
 """`carpool predict` and `carpool graph`."""
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 from carpool_core.products import PRODUCTS, GpuProduct, UnknownProductError, find_product
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import Training
-from carpool_core.resources.prediction import Prediction
 from carpool_core.values import Optimizer, Precision
-from rich.console import Console
 
 from carpool_predictor.abstention import Abstention
-from carpool_predictor.estimator import predict as predict_on
-from carpool_predictor.show import as_json, as_table
 from carpool_predictor.source import SubprocessTracer, TraceLimits
 from carpool_predictor.targets import Target, TargetError, parse_shape, target_of, write_features
+from carpool_predictor.trees import MalformedError
 
-_TARGET_HELP = """MODEL is timm/NAME, torchvision/NAME, FILE.py:FACTORY (a function without arguments that returns an
-nn.Module), or a features file that `carpool graph` wrote."""
+if TYPE_CHECKING:
+    from carpool_predictor.bulk import Tally
+
+_TARGET_HELP = """MODEL is timm/NAME, torchvision/NAME, transformers/NAME, FILE.py:FACTORY (a function without arguments
+that returns an nn.Module), or a features file that `carpool graph` wrote."""
 
 
 class InputError(click.ClickException):
@@ -40,10 +40,10 @@ class Question:
     limits: TraceLimits
 
 
-def question_options(command: Callable[..., None]) -> Callable[..., None]:
+def question_options(*, is_model_required: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add the argument and options that say what is trained, and how far tracing may go."""
     options = (
-        click.argument("model"),
+        click.argument("model", required=is_model_required),
         click.option(
             "--input", "shape", metavar="C,H,W", help="Shape of one sample. The catalog model's own if absent."
         ),
@@ -59,9 +59,13 @@ def question_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--trace-timeout", type=float, default=120, show_default=True, help="Seconds for tracing."),
         click.option("--trace-memory", type=int, default=4096, show_default=True, help="MiB for tracing."),
     )
-    for option in reversed(options):
-        command = option(command)
-    return command
+
+    def add(command: Callable[..., None]) -> Callable[..., None]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
 
 
 def _question(options: dict[str, Any]) -> Question:
@@ -75,19 +79,19 @@ def _question(options: dict[str, Any]) -> Question:
         target = target_of(options["model"], parse_shape(options["shape"]), options["num_classes"], training)
     except TargetError as e:
         raise InputError(str(e)) from e
-    limits = TraceLimits(timeout_s=options["trace_timeout"], memory_mib=options["trace_memory"])
-    return Question(options["model"], target, training, limits)
+    return Question(options["model"], target, training, _limits(options))
+
+
+def _limits(options: dict[str, Any]) -> TraceLimits:
+    return TraceLimits(timeout_s=options["trace_timeout"], memory_mib=options["trace_memory"])
 
 
 def _features(question: Question) -> ModelFeatures | Abstention:
     if isinstance(question.target, ModelFeatures):
         return question.target
-    target = question.target
+    import asyncio
 
-    async def trace() -> ModelFeatures | Abstention:
-        return await SubprocessTracer(question.limits).run(target)
-
-    return asyncio.run(trace())
+    return asyncio.run(SubprocessTracer(question.limits).run(question.target))
 
 
 def _products(gpu: str) -> list[GpuProduct]:
@@ -99,21 +103,52 @@ def _products(gpu: str) -> list[GpuProduct]:
         raise InputError(str(e)) from e
 
 
-@click.command(help="Predict memory, activity and step time of a training job. No GPU is needed.\n\n" + _TARGET_HELP)
-@question_options
+@click.command(
+    help="Predict memory, activity and step time of a training job, or of many. No GPU is needed.\n\n"
+    + _TARGET_HELP
+    + '\n\nWith --rows, each line is {"id", "catalog": {"name", "input", "numClasses"} or "features", '
+    '"training": {"batchSize", "optimizer", "precision", "activationCheckpointing"}, "gpu"}, and is '
+    "answered with one line. A row that makes no sense is answered with status `error`; the others go on, and the exit "
+    "code is 2 at the end."
+)
+@question_options(is_model_required=False)
 @click.option("--gpu", default="all", show_default=True, help="GPU product, an unambiguous part of its name, or `all`.")
 @click.option("--json", "json_output", is_flag=True, help="Print JSON, units in the names.")
-def predict(gpu: str, json_output: bool, **options: Any) -> None:
+@click.option("--rows", type=click.Path(path_type=Path, dir_okay=False), help="File of rows, one JSON object a line.")
+@click.option(
+    "--out", type=click.Path(path_type=Path, dir_okay=False, allow_dash=True), default=Path("-"), show_default=True,
+    help="Where the answers to --rows go; - is the standard output.",
+)  # fmt: skip
+def predict(gpu: str, json_output: bool, rows: Path | None, out: Path, **options: Any) -> None:
     """Trace, predict, print; exit code 2 where there is no prediction."""
-    products, question = _products(gpu), _question(options)
-    prediction = predict_on(_features(question), question.training, products)
+    if (rows is None) == (options["model"] is None):
+        raise InputError("expected either MODEL or --rows, found " + ("neither" if rows is None else "both"))
+    try:
+        if rows is not None:
+            _predict_rows(rows, out, _limits(options))
+        else:
+            _predict_one(_question(options), _products(gpu), json_output=json_output)
+    except MalformedError as e:
+        raise InputError(f"this installation's models cannot be used: {e}") from e
+
+
+def _predict_one(question: Question, products: list[GpuProduct], *, json_output: bool) -> None:
+    from carpool_predictor.estimator import prepare
+    from carpool_predictor.report import as_json, report_on
+
+    report = report_on(question.model, prepare(_features(question), question.training), products)
+    prediction = report.prediction
     if json_output:
-        click.echo(msgspec.json.encode(as_json(question.model, prediction)))
+        click.echo(msgspec.json.encode(as_json(report)))
     elif prediction.outcome == "Predicted":
+        from rich.console import Console
+
+        from carpool_predictor.show import as_text
+
         console = Console()
-        console.print(as_table(_title(question), prediction, width=console.width))
+        console.print(as_text(_title(question), report, width=console.width))
     if prediction.outcome == "Abstained":
-        raise InputError(_refusal(prediction))
+        raise InputError(f"no prediction ({prediction.reason}): {prediction.message}")
 
 
 def _title(question: Question) -> str:
@@ -121,12 +156,25 @@ def _title(question: Question) -> str:
     return f"{question.model}, batch {training.batch_size}, {training.optimizer}, {training.precision}"
 
 
-def _refusal(prediction: Prediction) -> str:
-    return f"no prediction ({prediction.reason}): {prediction.message}"
+def _predict_rows(rows: Path, out: Path, limits: TraceLimits) -> None:
+    from carpool_predictor.bulk import predict_rows
+    from carpool_predictor.progress import following
+
+    try:
+        with rows.open("rb") as asked, click.open_file(str(out), "wb") as answers, following(rows) as on_progress:
+            tally = predict_rows(asked, answers, limits, on_progress)
+    except OSError as e:
+        raise InputError(f"cannot read {rows} or write {out}: {e}") from e
+    if tally.statuses["error"]:
+        raise InputError(_told(tally, rows))
+
+
+def _told(tally: "Tally", rows: Path) -> str:
+    return f"{tally.statuses['error']:,} of {tally.rows:,} rows of {rows} make no sense; their answers say why"
 
 
 @click.command(help="Print a model's features, to paste under spec.model of a GpuTrainingJob.\n\n" + _TARGET_HELP)
-@question_options
+@question_options(is_model_required=True)
 def graph(**options: Any) -> None:
     """Trace and print."""
     found = _features(_question(options))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from carpool_core.products import GpuProduct, find_product
 from carpool_core.resources.features import ModelFeatures
@@ -34,6 +35,11 @@ def model_version(model: MemoryModel | None = None) -> str:
     return f"memory/{memory} activity/{activity.shipped().version} step-time/{step_time.shipped().version}"
 
 
+@cache
+def _context_mib(product: str) -> float:
+    return context_mib(find_product(product))
+
+
 @dataclass(frozen=True, slots=True)
 class OnProduct:
     """A job on one GPU product, and which of the answers were learned from such jobs."""
@@ -64,7 +70,7 @@ class Job:
             self.model,
             self.corrected,
             calibrated=is_calibrated(self.model, product, self.training.precision),
-            context_difference_mib=context_mib(product) - context_mib(find_product(self.model.product)),
+            context_difference_mib=context_mib(product) - _context_mib(self.model.product),
         )
 
     def on(self, product: GpuProduct) -> OnProduct:
@@ -125,14 +131,20 @@ def predict(features: ModelFeatures | Abstention, training: Training, gpus: Sequ
 
 def summary(job: Job, answers: Sequence[OnProduct]) -> Prediction:
     """Put the answers for all products together, with the sentence that says what they are worth."""
-    known = "Calibrated" if job.corrected.inside else "OutsideTraining"
     return Prediction(
         outcome="Predicted",
-        reason=known if all(answer.memory_calibrated for answer in answers) else "Uncalibrated",
+        reason=reason_of(job, answers),
         message=_message(job, answers),
         model_version=model_version(job.model),
         products=[answer.prediction for answer in answers],
     )
+
+
+def reason_of(job: Job, answers: Sequence[OnProduct]) -> str:
+    """Say in one word what the bound on memory rests on."""
+    if not all(answer.memory_calibrated for answer in answers):
+        return "Uncalibrated"
+    return "Calibrated" if job.corrected.inside else "OutsideTraining"
 
 
 def _message(job: Job, answers: Sequence[OnProduct]) -> str:

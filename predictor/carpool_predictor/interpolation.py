@@ -18,10 +18,14 @@ class StepCost:
     flops: float
     bytes_moved: float
     kernels: float
+    activation_bytes: float = 0.0
+    """Inputs, activations and temporaries among the peak."""
 
-    def numbers(self) -> tuple[float, float, float, float, float]:
+    def numbers(self) -> tuple[float, float, float, float, float, float]:
         """Return all fields, in order; `dataclasses.astuple` copies deeply, which takes thirty times as long."""
-        return self.peak_bytes, self.reserved_bytes, self.flops, self.bytes_moved, self.kernels
+        return (
+            self.peak_bytes, self.reserved_bytes, self.flops, self.bytes_moved, self.kernels, self.activation_bytes
+        )  # fmt: skip
 
 
 TYPICAL_FRAGMENTS = 1.09
@@ -42,8 +46,8 @@ def cost_at(features: ModelFeatures, batch_size: int) -> StepCost:
     low, high = steps[upper - 1].batch_size, steps[upper].batch_size
     along = (batch_size - low) / (high - low)
     pairs = zip(costs[upper - 1].numbers(), costs[upper].numbers(), strict=True)
-    peak, reserved, flops, moved, kernels = (max(start + (end - start) * along, 0.0) for start, end in pairs)
-    return StepCost(peak, max(reserved, peak), flops, moved, max(kernels, 1.0))
+    peak, reserved, flops, moved, kernels, own = (max(start + (end - start) * along, 0.0) for start, end in pairs)
+    return StepCost(peak, max(reserved, peak), flops, moved, max(kernels, 1.0), min(own, peak))
 
 
 def _upper_neighbour(steps: Sequence[TracedStep], batch_size: int) -> int:
@@ -52,7 +56,7 @@ def _upper_neighbour(steps: Sequence[TracedStep], batch_size: int) -> int:
 
 
 def _cost(step: TracedStep) -> StepCost:
-    return StepCost(step.peak_bytes, _reserved(step), step.flops, step.bytes_moved, step.kernels)
+    return StepCost(step.peak_bytes, _reserved(step), step.flops, step.bytes_moved, step.kernels, step.activation_bytes)
 
 
 def _reserved(step: TracedStep) -> float:
@@ -71,4 +75,5 @@ def _scaled(step: TracedStep, ratio: float) -> StepCost:
         flops=step.flops * ratio,
         bytes_moved=step.bytes_moved * ratio,
         kernels=step.kernels,
+        activation_bytes=step.activation_bytes * ratio,
     )

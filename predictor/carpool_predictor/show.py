@@ -1,69 +1,128 @@
-"""How a prediction looks: a table for people, JSON with units in its names for programs."""
+"""How a prediction looks to people: one GPU line by line with its intervals, several side by side."""
 
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import fields
 
-from carpool_core.resources.prediction import Interval, Prediction, ProductPrediction
+from carpool_core.resources.prediction import Interval
+from rich import box
+from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
-_WIDTH_OF_INTERVALS = 130
-"""Columns of a terminal in which the intervals fit beside the medians."""
+from carpool_predictor.parts import MemoryParts
+from carpool_predictor.report import ProductReport, Report
+
+_WIDTH_OF_INTERVALS = 190
+"""Columns of a terminal in which the intervals of several GPUs fit beside the medians."""
 
 
-def as_table(title: str, prediction: Prediction, *, width: int) -> Table:
-    """Draw one line for each GPU product; on a narrow terminal only the medians, intervals are in the JSON."""
+def as_text(title: str, report: Report, *, width: int) -> RenderableType:
+    """Draw what is predicted; intervals of several GPUs only where the terminal is wide, they are in the JSON, too."""
+    return Group(*_tables(title, report, with_intervals=width >= _WIDTH_OF_INTERVALS))
 
-    def span(interval: Interval, scale: float = 1.0, digits: int = 0) -> str:
-        median, lower, upper = (f"{x * scale:,.{digits}f}" for x in (interval.median, interval.lower, interval.upper))
-        return f"{median} [dim]({lower} - {upper})[/dim]" if width >= _WIDTH_OF_INTERVALS else median
 
-    table = Table(title=title, caption=f"{prediction.reason}: {prediction.message}", title_justify="left")
-    for name in ("GPU", "MiB", "at most", "class GiB", "util %", "SM %", "DRAM %", "step ms"):
-        table.add_column(name, justify="left" if name == "GPU" else "right", overflow="fold")
-    for product in prediction.products:
-        memory, activity = product.memory, product.activity
+def _tables(title: str, report: Report, *, with_intervals: bool) -> Iterator[RenderableType]:
+    if len(report.products) == 1:
+        yield _one(title, report, report.products[0])
+    else:
+        yield _several(title, report, with_intervals=with_intervals)
+        yield _parts(report)
+        if any(product.mig for product in report.products):
+            yield _mig(report)
+    yield Text(f"{report.prediction.reason}: {report.prediction.message}", style="dim")
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if number else "left", no_wrap=number == 0)
+    return table
+
+
+def _span(interval: Interval | None, scale: float = 1.0, digits: int = 0, *, with_ends: bool = True) -> str:
+    if interval is None:
+        return ""
+    median, lower, upper = (f"{x * scale:,.{digits}f}" for x in (interval.median, interval.lower, interval.upper))
+    return f"{median} [dim]({lower} - {upper})[/dim]" if with_ends else median
+
+
+def _one(title: str, report: Report, product: ProductReport) -> Table:
+    found = product.answer.prediction
+    memory, activity = found.memory, found.activity
+    table = Table(title=f"{title}, on {found.product}", title_justify="left", box=box.SIMPLE, show_header=False)
+    table.add_row("memory", f"{memory.median_mib:,} MiB")
+    table.add_row("  at most", f"{memory.upper_mib:,} MiB, {memory.coverage:.0%} sure")
+    table.add_row("  class", f"{memory.class_lower_mib // 1024} - {memory.class_upper_mib // 1024} GiB")
+    for name in _names():
+        table.add_row(f"  {name.removesuffix('_mib')}", f"{getattr(product.parts, name):,.0f} MiB")
+    table.add_row("GPU utilization", f"{_span(activity.gpu_util_percent)} %")
+    table.add_row("SM activity", f"{_span(activity.sm_active_ratio, 100)} %")
+    table.add_row("SM occupancy", f"{_span(activity.sm_occupancy_ratio, 100)} %")
+    table.add_row("DRAM activity", f"{_span(activity.dram_active_ratio, 100)} %")
+    table.add_row("step time", f"{_span(found.step_time_seconds, 1000, 1)} ms")
+    table.add_row("largest batch", str(product.largest))
+    for profile, largest in product.mig.items():
+        table.add_row(f"  on {profile}", str(largest))
+    table.add_row("inside what was learned", _learned(report, product))
+    return table
+
+
+def _several(title: str, report: Report, *, with_intervals: bool) -> Table:
+    table = _table(
+        title, "GPU", "MiB", "at most", "sure", "class GiB", "util %", "SM %", "occ %", "DRAM %", "step ms",
+        "max batch", "learned",
+    )  # fmt: skip
+    for product in report.products:
+        found = product.answer.prediction
+        memory, activity = found.memory, found.activity
         table.add_row(
-            product.product,
+            _short(found.product),
             f"{memory.median_mib:,}",
             f"{memory.upper_mib:,}",
-            f"{memory.class_lower_mib // 1024} - {memory.class_upper_mib // 1024}",
-            span(activity.gpu_util_percent),
-            span(activity.sm_active_ratio, 100),
-            span(activity.dram_active_ratio, 100),
-            span(product.step_time_seconds, 1000, 1),
+            f"{memory.coverage:.0%}",
+            f"{memory.class_lower_mib // 1024}-{memory.class_upper_mib // 1024}",
+            _span(activity.gpu_util_percent, with_ends=with_intervals),
+            _span(activity.sm_active_ratio, 100, with_ends=with_intervals),
+            _span(activity.sm_occupancy_ratio, 100, with_ends=with_intervals),
+            _span(activity.dram_active_ratio, 100, with_ends=with_intervals),
+            _span(found.step_time_seconds, 1000, 1, with_ends=with_intervals),
+            str(product.largest),
+            _learned(report, product),
         )
     return table
 
 
-def as_json(name: str, prediction: Prediction) -> dict[str, Any]:
-    """Return plain values, units in the names."""
-    return {
-        "id": name,
-        "status": "ok" if prediction.outcome == "Predicted" else "abstained",
-        "reason": prediction.reason,
-        "message": prediction.message,
-        "model_version": prediction.model_version,
-        "products": [_product(product) for product in prediction.products],
+def _learned(report: Report, product: ProductReport) -> str:
+    """Name what lies inside what was learned."""
+    inside = {
+        "memory": report.memory_inside and product.answer.memory_calibrated,
+        "activity": product.answer.activity_inside,
+        "time": product.answer.step_time_inside,
     }
+    return "all" if all(inside.values()) else ", ".join(name for name, is_so in inside.items() if is_so) or "none"
 
 
-def _product(product: ProductPrediction) -> dict[str, Any]:
-    memory, activity = product.memory, product.activity
-    return {
-        "gpu": product.product,
-        "memory": {
-            "median_mib": memory.median_mib,
-            "upper_mib": memory.upper_mib,
-            "coverage": memory.coverage,
-            "class": {"lower_mib": memory.class_lower_mib, "upper_mib": memory.class_upper_mib},
-        },
-        "activity": {
-            "gpu_util_percent": _interval(activity.gpu_util_percent),
-            "sm_active_ratio": _interval(activity.sm_active_ratio),
-            "dram_active_ratio": _interval(activity.dram_active_ratio),
-        },
-        "step_time_s": _interval(product.step_time_seconds),
-    }
+def _short(product: str) -> str:
+    return product.removeprefix("NVIDIA ").removeprefix("GeForce ")
 
 
-def _interval(interval: Interval) -> dict[str, float]:
-    return {"median": interval.median, "lower": interval.lower, "upper": interval.upper}
+def _names() -> list[str]:
+    return [field.name for field in fields(MemoryParts)]
+
+
+def _parts(report: Report) -> Table:
+    table = _table("What the memory consists of, MiB", "GPU", *(name.removesuffix("_mib") for name in _names()))
+    for product in report.products:
+        table.add_row(
+            _short(product.answer.prediction.product), *(f"{getattr(product.parts, name):,.0f}" for name in _names())
+        )
+    return table
+
+
+def _mig(report: Report) -> Table:
+    table = _table("Largest batch on a MIG instance", "GPU", "")
+    for product in report.products:
+        if product.mig:
+            batches = ", ".join(f"{profile}: {found}" for profile, found in product.mig.items())
+            table.add_row(_short(product.answer.prediction.product), batches)
+    return table

@@ -11,7 +11,7 @@ from carpool_predictor.trace import FactoryModel, TraceRequest
 
 Target = ModelFeatures | TraceRequest
 
-_LIBRARIES = ("timm", "torchvision")
+_LIBRARIES = ("timm", "torchvision", "transformers")
 
 
 class TargetError(ValueError):
@@ -50,15 +50,17 @@ def target_of(what: str, shape: list[int] | None, num_classes: int | None, train
         if shape is None:
             raise TargetError(f"{what} needs --input, the shape of one sample, such as --input 3,224,224")
         return TraceRequest(factory=FactoryModel(path=path, function=function, input=shape), training=training)
-    if what.count("/") != 1 or what.partition("/")[0] not in _LIBRARIES:
+    library, _, name = what.partition("/")
+    if not name or library not in _LIBRARIES:
         raise TargetError(
-            f"expected timm/NAME, torchvision/NAME, FILE.py:FACTORY or a features file (.yaml), found {what!r}"
+            "expected timm/NAME, torchvision/NAME, transformers/NAME, FILE.py:FACTORY or a features file (.yaml), "
+            f"found {what!r}"
         )
     source: dict[str, Any] = {"name": what, "input": shape, "numClasses": num_classes}
     try:
         catalog = msgspec.convert({k: v for k, v in source.items() if v is not None}, type=CatalogModel)
     except msgspec.ValidationError as e:
-        raise TargetError(f"expected timm/NAME or torchvision/NAME, found {what!r}: {e}") from e
+        raise TargetError(f"expected a catalog model such as timm/resnet50, found {what!r}: {e}") from e
     return TraceRequest(model=ModelSource(catalog=catalog), training=training)
 
 

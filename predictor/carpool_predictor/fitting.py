@@ -1,0 +1,72 @@
+"""The largest batch whose bound on memory fits a GPU, or a part of one."""
+
+from dataclasses import dataclass
+
+import msgspec
+from carpool_core.products import GpuProduct
+
+from carpool_predictor.abstention import Abstention
+from carpool_predictor.checks import MAX_EXTRAPOLATION
+from carpool_predictor.estimator import Job, prepare
+
+RESERVED_MIB = 512
+"""What the driver keeps of a GPU; NVML says 400 to 650 MiB, by product."""
+MIG_SHARE = 0.91
+"""What a MIG instance offers of its eighths of the GPU's memory, at least: `nvidia-smi mig -lgip` lists 91% (1g.18gb of
+an H200) to 99%."""
+
+
+@dataclass(frozen=True, slots=True)
+class LargestBatch:
+    """The largest batch that fits."""
+
+    batch_size: int
+    """0 where not even the smallest fits that can be predicted from the features."""
+    limited_by_trace: bool = False
+    """Whether a larger one may fit that the features are not trusted for."""
+
+    def __str__(self) -> str:
+        return f"{self.batch_size:,}{' or more' if self.limited_by_trace else ''}" if self.batch_size else "none"
+
+
+def usable_mib(product: GpuProduct) -> float:
+    """Return what jobs can have of a whole GPU."""
+    return product.memory_mib - RESERVED_MIB
+
+
+def usable_of_profile_mib(product: GpuProduct, profile: str) -> float:
+    """Return what jobs can have of a MIG instance, such as `3g.20gb`; memory comes in eighths of the GPU's."""
+    nominal_mib = 1024 * int(profile.partition(".")[2].removesuffix("gb"))
+    eighths = round(8 * nominal_mib / product.memory_mib)
+    return MIG_SHARE * product.memory_mib * eighths / 8
+
+
+class BatchFinder:
+    """Finds the largest batch of one job for any product; batch sizes that were tried are remembered."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._tried: dict[int, Job | Abstention] = {}
+        steps = job.features.steps
+        self._smallest = -(-steps[0].batch_size // MAX_EXTRAPOLATION)
+        self._largest = steps[-1].batch_size * MAX_EXTRAPOLATION
+
+    def within(self, product: GpuProduct, memory_mib: float) -> LargestBatch:
+        """Return the largest batch b such that b fits, and b + 1 does not."""
+        low, high = self._smallest - 1, self._largest + 1
+        if self._fits(self._largest, product, memory_mib):
+            return LargestBatch(self._largest, limited_by_trace=True)
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._fits(middle, product, memory_mib):
+                low = middle
+            else:
+                high = middle
+        return LargestBatch(low if low >= self._smallest else 0)
+
+    def _fits(self, batch_size: int, product: GpuProduct, memory_mib: float) -> bool:
+        if batch_size not in self._tried:
+            training = msgspec.structs.replace(self._job.training, batch_size=batch_size)
+            self._tried[batch_size] = prepare(self._job.features, training, self._job.model)
+        job = self._tried[batch_size]
+        return isinstance(job, Job) and job.memory_on(product).upper_mib <= memory_mib

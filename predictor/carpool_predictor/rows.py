@@ -1,0 +1,208 @@
+"""Many predictions at once: one JSON object a line in, one a line out, in order."""
+
+import asyncio
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+from carpool_core.products import GpuProduct, UnknownProductError, find_product
+from carpool_core.resources.features import ModelFeatures
+from carpool_core.resources.job import CatalogModel, ModelSource, Training
+from msgspec import UNSET, UnsetType
+
+from carpool_predictor import store
+from carpool_predictor.abstention import Abstention
+from carpool_predictor.estimator import Job, model_version, prepare, reason_of
+from carpool_predictor.report import activity_json, interval_json, memory_json
+from carpool_predictor.source import SubprocessTracer, TraceLimits
+from carpool_predictor.trace import TraceRequest
+
+INVALID = frozenset(
+    {"UnknownCatalogModel", "CatalogUnsupported", "InputShapeInvalid", "FeaturesAbsurd", "FeaturesMismatch"}
+)
+"""Abstentions that say that the row itself makes no sense."""
+_REMEMBERED = 65536
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is asked; exactly one of `catalog` and `features`."""
+
+    id: str | int
+    gpu: str
+    training: Training = Training()
+    catalog: CatalogModel | UnsetType = UNSET
+    features: ModelFeatures | UnsetType = UNSET
+
+
+class _OnlyId(msgspec.Struct, frozen=True):
+    id: str | int | None = None
+
+
+class RowError(ValueError):
+    """A row makes no sense; the message says why."""
+
+
+_ROWS = msgspec.json.Decoder(Row)
+_IDS = msgspec.json.Decoder(_OnlyId)
+_ENCODER = msgspec.json.Encoder()
+
+
+def read_row(line: bytes) -> Row:
+    """Read one line.
+
+    Raises:
+        RowError: It is no such row.
+    """
+    try:
+        row = _ROWS.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise RowError(f"BadRow: {e}") from e
+    if (row.catalog is UNSET) == (row.features is UNSET):
+        raise RowError("BadRow: expected exactly one of catalog and features")
+    return row
+
+
+@lru_cache(maxsize=256)
+def _product(name: str) -> GpuProduct:
+    return find_product(name)
+
+
+_Key = tuple[Any, ...]
+
+
+def _key(model: CatalogModel, training: Training) -> _Key:
+    """Return what features depend on, apart from the batch size."""
+    shape = None if model.input is None else tuple(model.input)
+    optimizer, precision, checkpointing = training.optimizer, training.precision, training.activation_checkpointing
+    return model.name, shape, model.num_classes, optimizer, precision, checkpointing
+
+
+class Answerer:
+    """Answers rows; what was looked up, traced or prepared is remembered."""
+
+    def __init__(self, limits: TraceLimits | None = None, tracer: SubprocessTracer | None = None) -> None:
+        self._tracer = tracer or SubprocessTracer(limits, known=lambda *_: None)
+        self._stored: dict[_Key, ModelFeatures | None] = {}
+        self._jobs: dict[tuple[_Key, int], tuple[Job | Abstention, float]] = {}
+
+    def answers(self, lines: Sequence[bytes]) -> list[bytes]:
+        """Answer each line with one line; models that the store lacks are traced first, side by side."""
+        rows = [_read(line) for line in lines]
+        if len(self._jobs) >= _REMEMBERED:
+            self._jobs.clear()
+        self._prepare(row for row in rows if isinstance(row, Row))
+        return [row if isinstance(row, bytes) else self._answer(row) for row in rows]
+
+    def _prepare(self, rows: Iterable[Row]) -> None:
+        """Remember the job of every row that names a catalog model."""
+        unknown: dict[tuple[_Key, int], TraceRequest] = {}
+        for row in rows:
+            if not isinstance(row.catalog, CatalogModel):
+                continue
+            key = _key(row.catalog, row.training), row.training.batch_size
+            if key in self._jobs or key in unknown:
+                continue
+            features = self._from_store(key[0], row.catalog, row.training)
+            job = None if features is None else prepare(features, row.training)
+            if isinstance(job, Job):
+                self._jobs[key] = job, 0.0
+            else:
+                # What the store knows does not reach to this batch size, or it knows nothing.
+                unknown[key] = TraceRequest(model=ModelSource(catalog=row.catalog), training=row.training)
+
+        async def one(key: tuple[_Key, int], request: TraceRequest) -> None:
+            begin = time.perf_counter()
+            job = prepare(await self._tracer.run(request), request.training)
+            self._jobs[key] = job, time.perf_counter() - begin
+
+        async def everything() -> None:
+            await asyncio.gather(*(one(key, request) for key, request in unknown.items()))
+
+        if unknown:
+            asyncio.run(everything())
+
+    def _from_store(self, key: _Key, model: CatalogModel, training: Training) -> ModelFeatures | None:
+        if key not in self._stored:
+            self._stored[key] = store.shipped().features(model, training)
+        return self._stored[key]
+
+    def _answer(self, row: Row) -> bytes:
+        begin = time.perf_counter()
+        try:
+            product = _product(row.gpu)
+        except UnknownProductError as e:
+            return _empty(row.id, "error", f"UnknownProduct: {e}")
+        job, traced_s = self._job(row)
+        if isinstance(job, Abstention):
+            status = "error" if job.reason in INVALID else "abstained"
+            return _empty(row.id, status, f"{job.reason}: {job.message}", traced_s + time.perf_counter() - begin)
+        return _ENCODER.encode(_ok(row.id, job, product, begin - traced_s))
+
+    def _job(self, row: Row) -> tuple[Job | Abstention, float]:
+        """Return a row's job, and how long its model took to trace, in seconds."""
+        if isinstance(row.catalog, CatalogModel):
+            return self._jobs[_key(row.catalog, row.training), row.training.batch_size]
+        if isinstance(row.features, ModelFeatures):
+            return prepare(row.features, row.training), 0.0
+        raise TypeError("a row that was read has a model")
+
+
+def _read(line: bytes) -> Row | bytes:
+    """Return the row, or the answer that it is none."""
+    try:
+        return read_row(line)
+    except RowError as e:
+        return _empty(_id_of(line), "error", str(e))
+
+
+def _ok(id_: str | int, job: Job, product: GpuProduct, begin: float) -> dict[str, Any]:
+    answer = job.on(product)
+    found = answer.prediction
+    return {
+        "id": id_,
+        "status": "ok",
+        "reason": reason_of(job, [answer]),
+        "memory": memory_json(found.memory),
+        "activity": activity_json(found.activity),
+        "step_time_s": interval_json(found.step_time_seconds),
+        "model_version": model_version(job.model),
+        "elapsed_s": round(time.perf_counter() - begin, 6),
+    }
+
+
+def _empty(id_: str | int | None, status: str, reason: str, elapsed_s: float = 0.0) -> bytes:
+    return _ENCODER.encode(
+        {
+            "id": id_,
+            "status": status,
+            "reason": reason,
+            "memory": None,
+            "activity": None,
+            "step_time_s": None,
+            "model_version": model_version(),
+            "elapsed_s": round(elapsed_s, 6),
+        }
+    )
+
+
+def _id_of(line: bytes) -> str | int | None:
+    """Return the id of a line that is otherwise wrong, so that its answer can be told apart."""
+    try:
+        return _IDS.decode(line).id
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def chunks(lines: Iterator[bytes], size: int) -> Iterator[list[bytes]]:
+    """Cut lines into lists of at most `size`; blank lines are no rows."""
+    chunk: list[bytes] = []
+    for line in lines:
+        if line.strip():
+            chunk.append(line)
+        if len(chunk) == size:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk

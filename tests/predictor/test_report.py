@@ -1,0 +1,135 @@
+"""What a prediction consists of, and the largest batch that fits."""
+
+import pytest
+from carpool_core.products import PRODUCTS, GpuProduct, find_product
+from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
+from carpool_core.resources.job import Training
+from carpool_core.values import MIB, Optimizer
+from carpool_predictor.abstention import Abstention
+from carpool_predictor.estimator import Job, prepare
+from carpool_predictor.fitting import BatchFinder, usable_mib, usable_of_profile_mib
+from carpool_predictor.parts import parts_of
+from carpool_predictor.report import as_json, report_on
+from hypothesis import given
+from hypothesis import strategies as st
+
+A100 = find_product("A100-SXM4-40GB")
+
+
+def job(
+    optimizer: Optimizer = Optimizer.ADAMW, batch: int = 64, weights_mib: int = 100, activation_mib: int = 50
+) -> Job:
+    """A model whose peak is weights, gradients, optimizer state and activations."""
+    state = {Optimizer.SGD: 0, Optimizer.SGD_MOMENTUM: 1, Optimizer.RMSPROP: 1, Optimizer.ADAMW: 2}[optimizer]
+    steps = [
+        TracedStep(
+            batch_size=b,
+            peak_bytes=MIB * (weights_mib * (2 + state) + activation_mib * b),
+            activation_bytes=MIB * activation_mib * b,
+            flops=2e10 * b,
+            bytes_moved=1e9 * b,
+            kernels=500,
+        )
+        for b in (32, 64)
+    ]
+    count = weights_mib * MIB // 4
+    features = ModelFeatures(
+        parameters=count, trainable_parameters=count, parameter_bytes=weights_mib * MIB, optimizer=optimizer,
+        layers=LayerCounts(convolution=53, linear=1), steps=steps,
+    )  # fmt: skip
+    found = prepare(features, Training(batch_size=batch, optimizer=optimizer))
+    assert isinstance(found, Job)
+    return found
+
+
+@pytest.mark.parametrize("batch", [16, 32, 48, 64, 256])
+@pytest.mark.parametrize("optimizer", [Optimizer.SGD, Optimizer.SGD_MOMENTUM, Optimizer.RMSPROP, Optimizer.ADAMW])
+def test_parts_are_what_the_peak_was_made_of(optimizer: Optimizer, batch: int) -> None:
+    asked = job(optimizer, batch)
+    memory = asked.memory_on(A100)
+    parts = parts_of(asked, A100, memory)
+    state = {Optimizer.SGD: 0, Optimizer.ADAMW: 200}.get(optimizer, 100)
+    assert parts.weights_mib == 100
+    assert parts.gradients_mib == pytest.approx(100)
+    assert parts.optimizer_mib == pytest.approx(state)
+    assert parts.activations_mib == pytest.approx(50 * batch)
+
+
+@given(
+    st.sampled_from([Optimizer.SGD, Optimizer.ADAMW]), st.integers(4, 512), st.integers(1, 5000), st.integers(0, 200),
+    st.sampled_from(PRODUCTS),
+)  # fmt: skip
+def test_parts_are_never_negative_and_add_up(
+    optimizer: Optimizer, batch: int, weights: int, activation: int, product: GpuProduct
+) -> None:
+    asked = job(optimizer, batch, weights, activation)
+    memory = asked.memory_on(product)
+    parts = parts_of(asked, product, memory)
+    values = [getattr(parts, name) for name in parts.__slots__]
+    assert min(values) >= 0
+    assert sum(values) == pytest.approx(memory.median_mib)
+
+
+def test_gradients_that_are_not_alive_at_the_peak_are_not_counted() -> None:
+    steps = [
+        TracedStep(
+            batch_size=b, peak_bytes=MIB * (300 + 50 * b), activation_bytes=MIB * 50 * b, flops=1e10, bytes_moved=1e9,
+            kernels=9,
+        )
+        for b in (32, 64)
+    ]  # fmt: skip
+    features = ModelFeatures(
+        parameters=10, trainable_parameters=10, parameter_bytes=100 * MIB, layers=LayerCounts(linear=1), steps=steps
+    )
+    found = prepare(features, Training(batch_size=64))
+    assert isinstance(found, Job)
+    assert parts_of(found, A100, found.memory_on(A100)).gradients_mib == 0
+
+
+@pytest.mark.parametrize("gpu", ["A100-SXM4-40GB", "Tesla T4", "H200"])
+def test_the_largest_batch_fits_and_one_more_does_not(gpu: str) -> None:
+    product = find_product(gpu)
+    found = BatchFinder(job(activation_mib=400)).within(product, usable_mib(product))
+    assert not found.limited_by_trace
+    fitting, larger = (job(batch=found.batch_size + more, activation_mib=400) for more in (0, 1))
+    assert fitting.memory_on(product).upper_mib <= usable_mib(product) < larger.memory_on(product).upper_mib
+
+
+def test_what_the_trace_does_not_reach_is_said() -> None:
+    small = BatchFinder(job(activation_mib=1)).within(A100, usable_mib(A100))
+    assert (small.batch_size, str(small)) == (512, "512 or more")
+    huge = BatchFinder(job(weights_mib=30_000)).within(A100, usable_mib(A100))
+    assert (huge.batch_size, str(huge)) == (0, "none")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "profile", "listed_mib"),
+    [
+        pytest.param("A100-SXM4-40GB", "1g.5gb", 4864, id="smallest of an A100"),
+        pytest.param("A100-SXM4-40GB", "3g.20gb", 19968, id="half of an A100"),
+        pytest.param("A30", "2g.12gb", 11968, id="half of an A30"),
+        pytest.param("H200", "1g.18gb", 16384, id="smallest of an H200"),
+        pytest.param("H200", "7g.141gb", 143360, id="all of an H200"),
+    ],
+)
+def test_a_mig_instance_is_never_taken_for_larger_than_it_is(gpu: str, profile: str, listed_mib: int) -> None:
+    usable = usable_of_profile_mib(find_product(gpu), profile)
+    assert 0.9 * listed_mib < usable <= listed_mib
+
+
+def test_json_holds_parts_batches_and_what_was_learned() -> None:
+    (product,) = as_json(report_on("m", job(), [A100]))["products"]
+    assert set(product) == {
+        "gpu", "memory", "activity", "step_time_s", "inside_training", "largest_batch", "mig"
+    }  # fmt: skip
+    assert set(product["mig"]) == set(A100.mig_profiles)
+    assert set(product["inside_training"]) == {"memory", "activity", "step_time"}
+    assert set(product["memory"]["parts"]) == {
+        f"{name}_mib" for name in ("weights", "gradients", "optimizer", "activations", "workspace", "context")
+    }
+
+
+def test_an_abstention_has_no_products() -> None:
+    report = report_on("m", Abstention(reason="X", message="why"), PRODUCTS)
+    assert as_json(report)["products"] == []
+    assert as_json(report)["status"] == "abstained"

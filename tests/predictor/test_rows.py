@@ -1,0 +1,189 @@
+"""`carpool predict --rows`: one line in, one line out, whatever the line holds."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from carpool_core.products import find_product
+from carpool_core.resources.features import ModelFeatures
+from carpool_core.resources.job import CatalogModel, Training
+from carpool_core.values import Optimizer
+from carpool_predictor import store
+from carpool_predictor.abstention import Abstention
+from carpool_predictor.bulk import ALONE, predict_rows
+from carpool_predictor.commands import predict
+from carpool_predictor.estimator import predict as predict_on
+from carpool_predictor.rows import Answerer, chunks
+from carpool_predictor.source import SubprocessTracer, TraceLimits
+from carpool_predictor.trace import TraceRequest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+KEYS = {"id", "status", "reason", "memory", "activity", "step_time_s", "model_version", "elapsed_s"}
+SGD = {"batchSize": 64, "optimizer": "sgd-momentum", "precision": "fp32", "activationCheckpointing": False}
+
+
+class FakeTracer(SubprocessTracer):
+    """Knows one model beside the store; counts what it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__(known=lambda *_: None)
+        self.asked: list[TraceRequest] = []
+
+    async def run(self, request: TraceRequest) -> ModelFeatures | Abstention:
+        self.asked.append(request)
+        assert request.model is not None
+        assert request.model.catalog is not None
+        if request.model.catalog.name == "timm/nonsense":
+            return Abstention(reason="UnknownCatalogModel", message="timm has no model 'nonsense'")
+        if request.model.catalog.name == "timm/slow":
+            return Abstention(reason="TraceTimedOut", message="took longer than 120 s")
+        found = store.shipped().features(CatalogModel(name="timm/vgg11_bn"), Training(optimizer=Optimizer.SGD_MOMENTUM))
+        assert found is not None
+        return msgspec.structs.replace(found, optimizer=request.training.optimizer)
+
+
+def row(id_: Any = "a", name: str = "timm/vgg11_bn", **changes: Any) -> dict[str, Any]:
+    return {"id": id_, "catalog": {"name": name}, "training": SGD, "gpu": "A100-SXM4-40GB", **changes}
+
+
+def ask(*rows: Any, tracer: FakeTracer | None = None) -> list[dict[str, Any]]:
+    lines = [entry if isinstance(entry, bytes) else json.dumps(entry).encode() for entry in rows]
+    return [json.loads(line) for line in Answerer(tracer=tracer or FakeTracer()).answers(lines)]
+
+
+def test_an_answer_is_what_predict_says() -> None:
+    (answer,) = ask(row())
+    features = store.shipped().features(CatalogModel(name="timm/vgg11_bn"), Training(optimizer=Optimizer.SGD_MOMENTUM))
+    assert features is not None
+    training = Training(batch_size=64, optimizer=Optimizer.SGD_MOMENTUM)
+    prediction = predict_on(features, training, [find_product("A100-SXM4-40GB")])
+    memory = prediction.products[0].memory
+    assert set(answer) == KEYS
+    assert (answer["id"], answer["status"], answer["reason"]) == ("a", "ok", prediction.reason)
+    assert answer["memory"] == {
+        "median_mib": memory.median_mib,
+        "upper_mib": memory.upper_mib,
+        "coverage": memory.coverage,
+        "class": {"lower_mib": memory.class_lower_mib, "upper_mib": memory.class_upper_mib},
+    }
+    assert set(answer["activity"]) == {"gpu_util_percent", "sm_active_ratio", "sm_occupancy_ratio", "dram_active_ratio"}
+    for interval in (*answer["activity"].values(), answer["step_time_s"]):
+        assert interval["lower"] <= interval["median"] <= interval["upper"]
+    assert answer["model_version"] == prediction.model_version
+    assert answer["elapsed_s"] >= 0
+
+
+def test_features_answer_like_the_catalog() -> None:
+    known = store.shipped().features(CatalogModel(name="timm/vgg11_bn"), Training(optimizer=Optimizer.SGD_MOMENTUM))
+    given = {"id": 7, "features": msgspec.to_builtins(known), "training": SGD, "gpu": "A100-SXM4-40GB"}
+    one, other = ask(row(), given)
+    assert other["id"] == 7
+    assert {**one, "id": 0, "elapsed_s": 0} == {**other, "id": 0, "elapsed_s": 0}
+
+
+@pytest.mark.parametrize(
+    ("bad", "id_", "word"),
+    [
+        pytest.param(b"{", None, "BadRow", id="no JSON"),
+        pytest.param(b"\xff\xfe", None, "BadRow", id="no text"),
+        pytest.param(b"[]", None, "BadRow", id="a list"),
+        pytest.param({"id": "x", "gpu": "T4"}, "x", "exactly one of catalog and features", id="no model"),
+        pytest.param({"id": "x", "catalog": {"name": "timm/vgg11"}}, "x", "gpu", id="no GPU"),
+        pytest.param(row("x", features={}), "x", "BadRow", id="broken features"),
+        pytest.param(row("x", gpu="Voodoo2"), "x", "known products", id="unknown GPU"),
+        pytest.param(row("x", gpu="A100"), "x", "ambiguous", id="ambiguous GPU"),
+        pytest.param(row("x", training={"batchSize": 0}), "x", ">= 1", id="batch of 0"),
+        pytest.param(row("x", training={"batchSize": 10**9}), "x", "<= 1000000", id="batch of a billion"),
+        pytest.param(row("x", training={"optimizer": "magic"}), "x", "magic", id="unknown optimizer"),
+        pytest.param(row("x", "timm/nonsense"), "x", "UnknownCatalogModel", id="unknown model"),
+        pytest.param(row("x", surprise=1), "x", "surprise", id="unknown field"),
+    ],
+)
+def test_a_bad_row_is_an_error_line_and_stops_nothing(bad: Any, id_: str | None, word: str) -> None:
+    before, answer, after = ask(row("before"), bad, row("after"))
+    assert (before["id"], before["status"], after["id"], after["status"]) == ("before", "ok", "after", "ok")
+    assert set(answer) == KEYS
+    assert (answer["id"], answer["status"]) == (id_, "error")
+    assert word in answer["reason"]
+    assert answer["memory"] is answer["activity"] is answer["step_time_s"] is None
+
+
+def test_what_cannot_be_traced_is_an_abstention() -> None:
+    (answer,) = ask(row(name="timm/slow"))
+    assert answer["status"] == "abstained"
+    assert answer["reason"].startswith("TraceTimedOut: took longer")
+
+
+def test_a_model_that_the_store_lacks_is_traced_once() -> None:
+    tracer = FakeTracer()
+    answers = ask(*(row(i, "timm/new") for i in range(5)), row(5, "timm/new", gpu="T4"), tracer=tracer)
+    assert [answer["status"] for answer in answers] == ["ok"] * 6
+    assert len(tracer.asked) == 1
+
+
+def test_a_batch_beyond_the_store_is_traced() -> None:
+    tracer = FakeTracer()
+    (answer,) = ask(row(training={**SGD, "batchSize": 100_000}), tracer=tracer)
+    assert tracer.asked[0].training.batch_size == 100_000
+    assert answer["reason"].startswith("BatchOutOfRange")
+
+
+@given(st.binary())
+def test_no_line_can_stop_the_others(line: bytes) -> None:
+    (answer,) = ask(line)
+    assert set(answer) == KEYS
+
+
+@given(st.lists(st.sampled_from([b"a\n", b"\n", b"  \n"])), st.integers(1, 4))
+def test_chunks_keep_every_row_in_order(lines: list[bytes], size: int) -> None:
+    cut = list(chunks(iter(lines), size))
+    assert [line for chunk in cut for line in chunk] == [line for line in lines if line.strip()]
+    assert all(0 < len(chunk) <= size for chunk in cut)
+
+
+def test_several_processes_answer_in_order() -> None:
+    asked = b"".join(json.dumps(row(i)).encode() + b"\n" for i in range(ALONE + 300))
+    told: list[int] = []
+    out = io.BytesIO()
+    tally = predict_rows(io.BytesIO(asked), out, TraceLimits(), lambda _, taken: told.append(taken), workers=2)
+    answers = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert [answer["id"] for answer in answers] == list(range(ALONE + 300))
+    assert tally.statuses == {"ok": ALONE + 300}
+    assert sum(told) == len(asked)
+
+
+def test_the_command_writes_answers_and_says_how_many_are_wrong(tmp_path: Path) -> None:
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "predictions.jsonl"
+    rows.write_text("\n".join(json.dumps(r) for r in (row("a"), row("b", gpu="Voodoo2"), row("c"))) + "\n\n")
+    result = CliRunner().invoke(predict, ["--rows", str(rows), "--out", str(out)])
+    assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == ["a", "b", "c"]
+    assert result.exit_code == 2
+    assert "1 of 3 rows" in result.stderr
+    assert "3 rows (1 error, 2 ok)" in result.stderr
+
+
+def test_the_command_succeeds_where_every_row_makes_sense(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(row("a")))
+    result = CliRunner().invoke(predict, ["--rows", str(rows)])
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["id"] == "a"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        pytest.param([], "found neither", id="nothing"),
+        pytest.param(["timm/resnet50", "--rows", "rows.jsonl"], "found both", id="both"),
+        pytest.param(["--rows", "absent.jsonl"], "cannot read", id="no such file"),
+    ],
+)
+def test_wrong_arguments_are_a_sentence_and_exit_code_2(arguments: list[str], word: str) -> None:
+    result = CliRunner().invoke(predict, arguments)
+    assert result.exit_code == 2
+    assert word in result.stderr
