@@ -106,8 +106,11 @@ class KubeClient(KubeApi):
         try:
             async with self._open(self._watches, "GET", kind, namespace=selector.namespace, query=query) as response:
                 await self._check(response, what)
-                async for line in lines(response.content):
-                    yield event(line, what)
+                try:
+                    async for line in lines(response.content):
+                        yield event(line, what)
+                finally:
+                    _abort(response)
         except TimeoutError as error:
             raise Unreachable(f"{what}: no word from the API server for {self._silence_s:.0f} s") from error
         except (aiohttp.ClientError, OSError) as error:
@@ -231,3 +234,10 @@ class KubeClient(KubeApi):
             said = Status(message=body.decode(errors="replace")[:500].strip())
         message = said.message or response.reason or f"HTTP status {response.status}"
         raise error_for(response.status, what, message, said.reason)
+
+
+def _abort(response: aiohttp.ClientResponse) -> None:
+    """Break a connection off without TLS's farewell: nobody waits for it, and it would outlive the client."""
+    connection = response.connection
+    if connection is not None and connection.transport is not None:
+        connection.transport.abort()
