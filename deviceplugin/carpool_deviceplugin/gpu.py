@@ -50,6 +50,8 @@ class GpuActual:
     """Pods with a process on the GPU."""
     problem: str = ""
     """Why no new work may go there; empty when healthy."""
+    struck: Mapping[PodUid, str] = field(default_factory=dict)
+    """Pods that a fault of their MPS daemon ends together, and what happened."""
     mig_table: MigTable | None = None
     """What it can be divided into; None without MIG."""
     parts: tuple[Part, ...] = ()

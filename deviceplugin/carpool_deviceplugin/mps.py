@@ -85,6 +85,10 @@ class Mps:
             "CUDA_MPS_LOG_DIRECTORY": str(directory / "log"),
         }
 
+    def is_running(self, uuid: GpuUuid) -> bool:
+        """Whether a GPU's daemon lives; starts no program."""
+        return self._commands.is_alive(self._environment(uuid))
+
     def start(self, uuid: GpuUuid) -> None:
         """Start a GPU's daemon and see that it answers; one that runs already is taken over."""
         environment, directory = self._environment(uuid), self.directory(uuid)

@@ -11,9 +11,10 @@ from carpool_core.kube.api import GPU_NODES, NODES, KubeApi, Selector
 from carpool_core.kube.errors import Conflict, Refused
 from carpool_core.kube.reflector import Reflector
 from carpool_core.resources.meta import ObjectMeta
-from carpool_core.resources.node import GpuNode, Partition, Reservation, Tenant
-from carpool_core.values import GpuUuid, NodeName, PartitionState, PodUid
+from carpool_core.resources.node import Device, GpuNode, Partition, Reservation, Tenant
+from carpool_core.values import DeviceHealth, GpuUuid, NodeName, PartitionState, PodUid
 
+from carpool_deviceplugin import news
 from carpool_deviceplugin.devices import Devices
 from carpool_deviceplugin.gpu import DeviceError
 from carpool_deviceplugin.meter import Meter
@@ -21,6 +22,7 @@ from carpool_deviceplugin.mig_manager import MigManager
 from carpool_deviceplugin.patience import Patient, Rhythm
 from carpool_deviceplugin.reporter import Reporter
 from carpool_deviceplugin.status import above_limit, partition_of, presentable
+from carpool_deviceplugin.teller import Teller
 from carpool_deviceplugin.worker import GpuWorker
 
 
@@ -51,7 +53,14 @@ class Reconciler:
     ) -> None:
         self._node, self._api, self._clock, self._devices, self._rhythm = node, api, clock, devices, rhythm
         self._log = structlog.get_logger().bind(node=node)
-        self.reporter = Reporter(node, api, clock, devices, rhythm, on_health=on_health, on_missing=self._create)
+        self.reporter = Reporter(
+            node, api, clock, devices, rhythm, on_devices=self._see_devices, on_missing=self._create
+        )
+        self._on_health = on_health
+        self._teller = Teller(node, api, clock)
+        self._seen_devices: dict[GpuUuid, Device] = {}
+        self._seen_partitions: dict[PodUid, Partition] = {}
+        self._seen_struck: dict[PodUid, str] = {}
         self._left_out: list[str] = []
         self._above: Set[tuple[PodUid, GpuUuid]] = frozenset()
         self.meters = {uuid: Meter(uuid) for uuid in devices.uuids}
@@ -93,6 +102,7 @@ class Reconciler:
                 tasks.create_task(worker.run())
             tasks.create_task(self._measure())
             tasks.create_task(self.reporter.run())
+            tasks.create_task(self._teller.run())
 
     async def _ask_who_divides(self) -> None:
         while True:
@@ -127,6 +137,30 @@ class Reconciler:
         ready = frozenset(p.pod_uid for p in node.status.partitions if p.state is PartitionState.READY)
         for worker in self._workers.values():
             worker.remember(ready)
+        self._seen_devices = {d.uuid: d for d in node.status.devices}
+        self._seen_partitions = {p.pod_uid: p for p in node.status.partitions}
+
+    def _see_devices(self, devices: Sequence[Device]) -> None:
+        self._on_health(sum(d.health is DeviceHealth.HEALTHY for d in devices))
+        found = news.of_devices(self._seen_devices, devices)
+        self._tell(found)
+        if found:
+            for worker in self._workers.values():
+                worker.look_again()
+        self._seen_devices = {d.uuid: d for d in devices}
+
+    def _see_partitions(self, partitions: Sequence[Partition]) -> None:
+        reservations = {r.pod_uid: r for r in self.reservations}
+        struck = {pod: why for worker in self._workers.values() for pod, why in worker.struck.items()}
+        self._tell(
+            news.of_partitions(self._seen_partitions, partitions, reservations)
+            + news.of_struck(self._seen_struck, struck, reservations)
+        )
+        self._seen_partitions, self._seen_struck = {p.pod_uid: p for p in partitions}, struck
+
+    def _tell(self, found: Sequence[news.News]) -> None:
+        node = self.reflector.store.get(self._node)
+        self._teller.tell(found, node.metadata.uid if node is not None else "")
 
     def _report(self) -> None:
         tenants = [tenant for meter in self.meters.values() for tenant in meter.tenants()]
@@ -135,7 +169,9 @@ class Reconciler:
             self._left_out = left_out
             self._log.warning("tenants left out of the status", count=len(left_out), first=left_out[:3])
         self._tell_above_limit(tenants)
-        self.reporter.report(self.partitions, fine)
+        partitions = self.partitions
+        self._see_partitions(partitions)
+        self.reporter.report(partitions, fine)
 
     def _tell_above_limit(self, tenants: Sequence[Tenant]) -> None:
         above = above_limit(tenants, self.reservations)

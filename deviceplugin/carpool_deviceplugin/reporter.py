@@ -28,7 +28,7 @@ class Reporter:
         clock: The time.
         devices: The node's GPUs.
         rhythm: Intervals.
-        on_health: Called with the number of healthy GPUs before each look at what to write.
+        on_devices: Called with the GPUs as they are before each look at what to write.
         on_missing: Creates the GpuNode; awaited where there is none.
     """
 
@@ -40,11 +40,11 @@ class Reporter:
         devices: Devices,
         rhythm: Rhythm,
         *,
-        on_health: Callable[[int], None],
+        on_devices: Callable[[Sequence[Device]], None],
         on_missing: Callable[[], Awaitable[None]],
     ) -> None:
         self._node, self._api, self._clock, self._devices, self._rhythm = node, api, clock, devices, rhythm
-        self._on_health, self._on_missing = on_health, on_missing
+        self._on_devices, self._on_missing = on_devices, on_missing
         self._awake = asyncio.Event()
         self._patience = {uuid: Patient(f"GPU {uuid}", rhythm.step_deadline_s) for uuid in devices.uuids}
         self.devices: list[Device] = []
@@ -131,7 +131,7 @@ class Reporter:
         known = {d.uuid: d for d in (*written.devices, *self.devices)}
         found = await asyncio.gather(*(self._describe(uuid, known.get(uuid)) for uuid in self._devices.uuids))
         self.devices = devices = [d for d in found if d is not None]
-        self._on_health(sum(d.health is DeviceHealth.HEALTHY for d in devices))
+        self._on_devices(devices)
         return replace(
             written,
             agent_version=self._version,

@@ -41,7 +41,7 @@ def partition_of(reservation: Reservation, outcomes: Mapping[GpuUuid, Mapping[Po
     if failed:
         return answer(FAILED, "; ".join(failed))
     if len(current) == len(found) and all(o.state is READY for o in current):
-        return answer(READY)
+        return answer(READY, "; ".join(dict.fromkeys(o.message for o in current if o.message)))
     return answer(PREPARING, "; ".join(dict.fromkeys(o.message for o in current if o.message)))
 
 

@@ -51,6 +51,8 @@ class GpuWorker:
     ) -> None:
         self.uuid = uuid
         self.outcomes: Mapping[PodUid, Outcome] = {}
+        self.struck: Mapping[PodUid, str] = {}
+        """Pods that a fault of their MPS daemon ends together, and what happened."""
         self._devices, self._changed, self._rhythm = devices, changed, rhythm
         self._confirm = confirm
         self._wanted: Sequence[Reservation] = ()
@@ -64,6 +66,10 @@ class GpuWorker:
         if list(reservations) != list(self._wanted):
             self._wanted = reservations
             self._awake.set()
+
+    def look_again(self) -> None:
+        """Something happened to the GPU."""
+        self._awake.set()
 
     def remember(self, promised: frozenset[PodUid]) -> None:
         """Take over whose share an earlier agent had reported ready; it is true again only once it was looked at."""
@@ -87,11 +93,12 @@ class GpuWorker:
         held = self._promised | ready
         try:
             actual, planned = await self._look(wanted, held)
+            self.struck = actual.struck
         except DeviceError as e:
             self._report({r.pod_uid: self._kept(r) or _outcome(r, FAILED, str(e)) for r in wanted})
             return False
         failure = await self._act(planned, actual, wanted)
-        self._report(_outcomes(planned, wanted, held, failure))
+        self._report(_outcomes(planned, wanted, held, failure, actual.struck))
         self._promised &= {r.pod_uid for r in wanted}
         is_leaving = not wanted and bool(actual.tenants)
         return not (failure or planned.waiting or is_leaving)
@@ -153,7 +160,11 @@ def _outcome(reservation: Reservation, state: PartitionState, message: str = "")
 
 
 def _outcomes(
-    planned: Plan, wanted: Sequence[Reservation], held: frozenset[PodUid], failure: str
+    planned: Plan,
+    wanted: Sequence[Reservation],
+    held: frozenset[PodUid],
+    failure: str,
+    struck: Mapping[PodUid, str],
 ) -> dict[PodUid, Outcome]:
     outcomes: dict[PodUid, Outcome] = {}
     for r in wanted:
@@ -164,5 +175,5 @@ def _outcomes(
         elif failure and r.pod_uid not in held:
             outcomes[r.pod_uid] = _outcome(r, FAILED, failure)
         else:
-            outcomes[r.pod_uid] = _outcome(r, READY)
+            outcomes[r.pod_uid] = _outcome(r, READY, struck.get(r.pod_uid, ""))
     return outcomes

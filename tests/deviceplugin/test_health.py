@@ -80,6 +80,23 @@ def test_heat_counts_when_it_lasts() -> None:
     assert advance(sick, Signals(is_hot=False), 92).is_healthy
 
 
+def test_gpu_that_says_it_computes_and_draws_nothing_is_stuck() -> None:
+    began = advance(WELL, Signals(is_motionless=True), 0)
+    assert began.is_healthy
+    assert advance(advance(began, Signals(is_motionless=False), 300), Signals(is_motionless=True), 601).is_healthy
+    stuck = advance(began, Signals(is_motionless=True), 600)
+    assert "it is stuck: it says that it computes" in stuck.problem
+    assert advance(advance(stuck, Signals(), 601), Signals(), 661).is_healthy
+
+
+def test_lost_gpu_that_answers_again_has_begun_anew() -> None:
+    lost = advance(WELL, Signals(lost="fallen off the bus"), 0)
+    assert advance(lost, Signals(lost="fallen off the bus"), 5000).problem
+    back = advance(lost, Signals(), 5000)
+    assert back.problem
+    assert advance(back, Signals(), 5060).is_healthy
+
+
 @given(st.lists(st.tuples(st.sampled_from([13, 31, 94, 92, 4711]), st.floats(0, 100)), max_size=30))
 def test_what_passes_always_ends(history: list[tuple[int, float]]) -> None:
     health, now = WELL, 0.0

@@ -261,6 +261,49 @@ def test_fatal_xid_holds_until_the_driver_began_anew_and_was_quiet(node: Node) -
     assert devices.inventory()[0].health is DeviceHealth.HEALTHY
 
 
+def test_health_outlives_the_agent_and_a_reset_meanwhile_counts(node: Node) -> None:
+    node.advance(10)
+    devices = node.devices()
+    devices.inventory()
+    node.nvml.raise_xid(0, 95)
+    devices.inventory()
+    node.advance(3600)
+    assert "XID 95" in node.devices().inventory()[0].health_message, "nothing has mended it"
+    node.nvml.restart_driver()
+    later = node.devices()
+    assert "XID 95" in later.inventory()[0].health_message
+    node.advance(61)
+    assert later.inventory()[0].health is DeviceHealth.HEALTHY
+
+
+def test_damaged_health_is_none(node: Node) -> None:
+    devices = node.devices()
+    devices.inventory()
+    node.nvml.raise_xid(0, 95)
+    devices.inventory()
+    (node.root / "state" / "gpus" / f"{devices.uuids[0]}.health.json").write_text('{"boot": ')
+    assert node.devices().inventory()[0].health is DeviceHealth.HEALTHY
+
+
+def test_gpu_that_is_busy_at_idle_power_is_stuck(node: Node) -> None:
+    devices = node.devices()
+    gpu = devices.uuids[0]
+    for _ in range(3):
+        devices.read(gpu)
+        node.advance(1)
+    node.start(0, 42, "a", sm=1.0)
+    node.nvml.gpus[0].is_stuck = True
+    devices.inventory()
+    node.advance(500)
+    assert devices.inventory()[0].health is DeviceHealth.HEALTHY
+    node.advance(101)
+    assert "it is stuck" in devices.inventory()[0].health_message
+    node.nvml.gpus[0].is_stuck = False
+    devices.inventory()
+    node.advance(61)
+    assert devices.inventory()[0].health is DeviceHealth.HEALTHY
+
+
 def test_lost_gpu_is_unhealthy_alone_and_comes_back_by_rule(node: Node) -> None:
     devices = node.devices()
     node.nvml.gpus[0].is_lost = True

@@ -59,6 +59,7 @@ ALLOWED = {
         "carpool.dev/gpunodes/status": {"patch"},
         "pods": {"list", "watch"},
         "nodes": {"get"},
+        "events": {"create", "get", "patch"},
     },
     # With what the stock scheduler's own roles give.
     "carpool-scheduler": {

@@ -55,6 +55,7 @@ class Conditions:
         self._written = dict(self._health)
         self._openings = dict.fromkeys(uuids, session.openings)
         self._xids = XidWatch(session, uuids)
+        self._struck: set[GpuUuid] = set()
         self._last_xid: dict[GpuUuid, int] = {}
         self._idle_w: dict[GpuUuid, float] = {}
         self._log = structlog.get_logger()
@@ -69,6 +70,10 @@ class Conditions:
         self._advance(uuid, seen)
         return self._health[uuid].problem
 
+    def had_xid(self, uuid: GpuUuid) -> bool:
+        """Whether the last look brought an XID."""
+        return uuid in self._struck
+
     def counters(self, uuid: GpuUuid) -> dict[str, float]:
         """The last XID since the agent began, 0 where none came; absent where the driver reports none."""
         return {"DCGM_FI_DEV_XID_ERRORS": float(self._last_xid[uuid])} if uuid in self._last_xid else {}
@@ -80,6 +85,7 @@ class Conditions:
 
     def _signals(self, uuid: GpuUuid, telemetry: Telemetry) -> Signals:
         xids = self._xids.seen(uuid)  # may fail; until it does not, a reset is still to be told
+        (self._struck.add if xids else self._struck.discard)(uuid)
         if self._xids.is_watched(uuid):
             self._last_xid[uuid] = xids[-1] if xids else self._last_xid.get(uuid, 0)
         before_mj, now_mj = self._energy_mj.get(uuid), telemetry.energy_mj

@@ -189,12 +189,13 @@ class NvmlDevices:
         sick = self._conditions.look(uuid)
         is_divided = self._instances.is_enabled(uuid)
         found = self._instances.find(uuid, self._modes[uuid]) if is_divided else []
-        mps = self._watcher.daemon(uuid)
-        present = self._watcher.look(uuid, mps, foreign(found))
+        if self._conditions.had_xid(uuid):
+            self._watcher.forget(uuid)  # a client's fatal fault is one, too
+        present, mps = self._watcher.look(uuid, foreign(found))
         struck = self._clients.see(uuid, mps, present, is_expected=setting.mode is MPS)
         self._found_lately[uuid] = found
         self._possible_lately[uuid] = self._possible(uuid, found, is_divided=is_divided)
-        problems = [sick, mps.problem, struck, about_strangers(present.strangers)]
+        problems = [sick, mps.problem, *set(struck.values()), about_strangers(present.strangers)]
         if is_divided and self._mig_manager:
             problems.append(f"MIG is switched on, and {self._mig_manager}: leave the GPU to that, or remove the label")
         self._measuring.divided(uuid, found)
@@ -207,6 +208,7 @@ class NvmlDevices:
             limits=setting.limits,
             tenants=present.beyond(foreign(found)).pod_uids(),
             problem="; ".join(p for p in problems if p),
+            struck=struck,
             mig_table=self._instances.table(uuid),
             parts=parts_of(found, present),
             mig_manager=self._mig_manager,
@@ -266,7 +268,8 @@ class NvmlDevices:
 
     def _must_be_empty(self, uuid: GpuUuid) -> None:
         others = foreign(self._instances.find(uuid, self._modes[uuid])) if self._instances.is_enabled(uuid) else set()
-        present = self._watcher.look(uuid, self._watcher.daemon(uuid), frozenset(others)).beyond(frozenset(others))
+        self._watcher.forget(uuid)
+        present = self._watcher.look(uuid, frozenset(others))[0].beyond(frozenset(others))
         whom = sorted(map(str, present.pod_uids())) + [name_of(s) for s in present.strangers]
         if whom:
             raise DeviceError(

@@ -73,7 +73,7 @@ class Measuring:
         """Read a GPU's counters; raises NvmlError."""
         ledger, found = self._ledgers[uuid], self._parts.get(uuid, ())
         telemetry = read_telemetry(self._session, uuid)
-        there = self._watcher.look_lately(uuid).pods
+        there = self._watcher.look(uuid)[0].pods
         samples = read_utilization(self._session, uuid, ledger.since_us) if not found else None
         told, gpm = self._activity(uuid, None)
         of_parts = {f.instance.id: self._activity(uuid, f.instance.id)[1] for f in found}

@@ -13,8 +13,8 @@ from carpool_deviceplugin.nvml.reading import read_processes
 from carpool_deviceplugin.nvml.values import RunningProcess
 from carpool_deviceplugin.processes import Process, ProcTree
 
-_MPS_EVERY_S = 5.0
-"""How often the daemon is asked while the same processes are there."""
+_MPS_EVERY_S = 60.0
+"""How often a daemon that lives is asked while the same processes are there and nothing is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,31 +55,34 @@ class Watcher:
         self._session, self._processes, self._mps, self._monotonic = session, processes, mps, monotonic
         self._asked: dict[GpuUuid, tuple[float, frozenset[int], MpsStatus]] = {}
 
-    def daemon(self, uuid: GpuUuid) -> MpsStatus:
-        """Ask a GPU's MPS daemon how it is."""
-        return self._mps.status(uuid) if self._mps is not None else MpsStatus()
+    def forget(self, uuid: GpuUuid) -> None:
+        """Ask a GPU's daemon anew at the next look: something happened there."""
+        self._asked.pop(uuid, None)
 
-    def look(self, uuid: GpuUuid, mps: MpsStatus, foreign: frozenset[int] = frozenset()) -> Presence:
-        """Look who is on a GPU; raises NvmlError.
+    def look(self, uuid: GpuUuid, foreign: frozenset[int] = frozenset()) -> tuple[Presence, MpsStatus]:
+        """Look who is on a GPU, and how its MPS daemon is; raises NvmlError.
+
+        Each question to a daemon starts a program, so it is asked when it appeared or vanished, when somebody came or
+        went, and when `forget` was called; besides that, rarely.
 
         Args:
             uuid: The GPU.
-            mps: Its daemon: its servers are nobody's processes.
             foreign: MIG instances of others: whoever is there is none of our business.
         """
-        return self._sorted(read_processes(self._session, uuid), mps, foreign)
-
-    def look_lately(self, uuid: GpuUuid) -> Presence:
-        """The same, asking the daemon only when somebody came or went: each question starts a program."""
         found = read_processes(self._session, uuid)
+        status = self._daemon(uuid, frozenset(p.pid for p in found))
+        return self._sorted(found, status, foreign), status
+
+    def _daemon(self, uuid: GpuUuid, pids: frozenset[int]) -> MpsStatus:
         if self._mps is None:
-            return self._sorted(found, MpsStatus(), frozenset())
-        now, pids = self._monotonic(), frozenset(p.pid for p in found)
+            return MpsStatus()
+        now, is_running = self._monotonic(), self._mps.is_running(uuid)
         asked_at, were, status = self._asked.get(uuid, (-math.inf, frozenset(), MpsStatus()))
-        if pids != were or now - asked_at > _MPS_EVERY_S:
-            status = self._mps.status(uuid)
+        is_same = pids == were and is_running == status.is_running and not status.problem
+        if not is_same or now - asked_at > _MPS_EVERY_S:
+            status = self._mps.status(uuid) if is_running else MpsStatus()
             self._asked[uuid] = (now, pids, status)
-        return self._sorted(found, status, frozenset())
+        return status
 
     def _sorted(self, found: Iterable[RunningProcess], mps: MpsStatus, foreign: frozenset[int]) -> Presence:
         pods: list[Present] = []
@@ -126,8 +129,8 @@ class Clients:
     def __init__(self) -> None:
         self._faults: dict[GpuUuid, Fault] = {}
 
-    def see(self, uuid: GpuUuid, mps: MpsStatus, present: Presence, *, is_expected: bool) -> str:
-        """Take in how a daemon is; return what happened to its clients and which pods end together.
+    def see(self, uuid: GpuUuid, mps: MpsStatus, present: Presence, *, is_expected: bool) -> dict[PodUid, str]:
+        """Take in how a daemon is; return which pods end together, and what happened to them.
 
         Args:
             uuid: The GPU.
@@ -142,9 +145,11 @@ class Clients:
             self._faults[uuid] = Fault("its MPS daemon ended under its clients", there)
         fault = self._faults.get(uuid)
         if fault is None:
-            return ""
-        pods = sorted({str(p.process.pod_uid) for p in present.pods if p.running.pid in fault.pids})
+            return {}
+        pods = sorted(
+            p.process.pod_uid for p in present.pods if p.running.pid in fault.pids and p.process.pod_uid is not None
+        )
         if not pods:
-            del self._faults[uuid]
-            return ""
-        return f"{fault.what}: pods that it ends together: {', '.join(pods)}"
+            self._faults.pop(uuid, None)
+        why = f"GPU {uuid}: {fault.what}: pods that it ends together: {', '.join(dict.fromkeys(pods))}"
+        return dict.fromkeys(pods, why)

@@ -29,6 +29,8 @@ class FakeGpu:
     processes: dict[int, FakeProcess] = field(default_factory=dict)
     energy_mj: float = 0.0
     is_lost: bool = False
+    is_stuck: bool = False
+    """It says that it computes, and draws idle power."""
     ecc_uncorrectable: int = 0
     remap: tuple[int, int, int, int] = (0, 0, 0, 0)
     clock_reasons: int = 0
@@ -41,7 +43,7 @@ class FakeGpu:
     @property
     def power_w(self) -> float:
         """Idle power and what the processes add."""
-        busy = min(1.0, sum(p.sm for p in self.processes.values()))
+        busy = 0.0 if self.is_stuck else min(1.0, sum(p.sm for p in self.processes.values()))
         return self.hardware.idle_w + busy * (self.hardware.power_limit_w - self.hardware.idle_w)
 
     @property

@@ -1,0 +1,63 @@
+"""What is worth an event: a GPU that falls sick or is well again, a share that fails, pods that end together. Pure."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from carpool_core.resources.node import Device, Partition, Reservation
+from carpool_core.values import DeviceHealth, GpuUuid, PartitionState, PodUid
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """Something that happened."""
+
+    pod: Reservation | None
+    """The reservation of the pod that it is about; the GpuNode when None."""
+    type: Literal["Normal", "Warning"]
+    reason: str
+    message: str
+
+
+def of_devices(before: Mapping[GpuUuid, Device], after: Iterable[Device]) -> list[News]:
+    """Say whose health has changed. A GPU that is sick for another reason than before is no news until it was well."""
+    found: list[News] = []
+    for device in after:
+        known = before.get(device.uuid)
+        was = known.health if known is not None else DeviceHealth.HEALTHY
+        if device.health is was:
+            continue
+        where = f"GPU {device.index} ({device.uuid})"
+        if device.health is DeviceHealth.UNHEALTHY:
+            found.append(News(None, "Warning", "GpuUnhealthy", f"{where} gets no new work: {device.health_message}"))
+        else:
+            found.append(News(None, "Normal", "GpuHealthy", f"{where} gets work again"))
+    return found
+
+
+def of_partitions(
+    before: Mapping[PodUid, Partition], after: Iterable[Partition], reservations: Mapping[PodUid, Reservation]
+) -> list[News]:
+    """Say whose share failed, or is there after it had failed."""
+    found: list[News] = []
+    for partition in after:
+        known, pod = before.get(partition.pod_uid), reservations.get(partition.pod_uid)
+        was = known.state if known is not None and known.generation == partition.generation else None
+        if pod is None or partition.state is was:
+            continue
+        if partition.state is PartitionState.FAILED:
+            found.append(News(pod, "Warning", "GpuShareFailed", partition.message))
+        elif partition.state is PartitionState.READY and was is PartitionState.FAILED:
+            found.append(News(pod, "Normal", "GpuShareReady", f"its share of {', '.join(pod.gpu_uuids)} is there now"))
+    return found
+
+
+def of_struck(
+    before: Mapping[PodUid, str], after: Mapping[PodUid, str], reservations: Mapping[PodUid, Reservation]
+) -> list[News]:
+    """Tell each pod that ends together with others: at most one of them is to blame."""
+    return [
+        News(reservations[pod], "Warning", "MpsClientsEnd", why)
+        for pod, why in after.items()
+        if before.get(pod) != why and pod in reservations
+    ]
