@@ -21,6 +21,13 @@ class CheckTemplate:
 
 
 @dataclass(frozen=True, slots=True)
+class CreateService:
+    """Create the Service by which workers find each other; one of that name that the job controls is as good."""
+
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class CreatePod:
     """Create a pod; one of that name that the job controls already is as good."""
 
@@ -62,7 +69,7 @@ class Predict:
     products: tuple[str, ...]
 
 
-Action = CheckTemplate | WriteStatus | CreatePod | DeletePod | DeleteJob | RecordEvent | Predict
+Action = CheckTemplate | WriteStatus | CreateService | CreatePod | DeletePod | DeleteJob | RecordEvent | Predict
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,9 @@ from carpool_predictor.source import Tracer, input_digest
 
 from carpool_operator.actions import Predict
 from carpool_operator.caches import Fleet, Jobs, Pods, key_of, version_of
+from carpool_operator.creator import Superseded
 from carpool_operator.metrics import Metrics
-from carpool_operator.performer import Performer, Superseded
+from carpool_operator.performer import Performer
 from carpool_operator.placement import without_reservation
 from carpool_operator.predicting import products_of
 from carpool_operator.predictions import Predictions

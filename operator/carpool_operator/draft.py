@@ -11,7 +11,7 @@ from carpool_core.resources.job import Attempt, JobStatus
 from carpool_core.resources.meta import Condition
 
 from carpool_operator import attempts, conditions
-from carpool_operator.actions import Action, CreatePod, Decision, DeletePod, RecordEvent, WriteStatus
+from carpool_operator.actions import Action, CreatePod, CreateService, Decision, DeletePod, RecordEvent, WriteStatus
 from carpool_operator.conditions import Truth
 from carpool_operator.snapshot import Snapshot
 from carpool_operator.summary import summarize
@@ -63,9 +63,9 @@ class Draft:
         """Do something after the status is written."""
         self._after.append(action)
 
-    def create(self, body: dict[str, Any]) -> None:
-        """Create a pod once the status is written."""
-        self._pod_actions.append(CreatePod(body))
+    def create(self, action: CreatePod | CreateService) -> None:
+        """Create a pod, or what it needs, once the status is written."""
+        self._pod_actions.append(action)
 
     def delete_pod(self, pod: Pod) -> None:
         """Delete a pod once the status is written; nothing to do where it is being deleted already."""

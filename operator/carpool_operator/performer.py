@@ -6,15 +6,15 @@ import msgspec
 import structlog
 from carpool_core.clock import Clock
 from carpool_core.kube.api import GPU_TRAINING_JOBS, PODS, KubeApi
-from carpool_core.kube.errors import Conflict, Forbidden, Invalid, NotFound
+from carpool_core.kube.errors import Conflict, NotFound
 from carpool_core.kube.events import EventRecorder
-from carpool_core.kube.pods import Pod
 from carpool_core.resources.job import GpuTrainingJob, JobStatus
 
 from carpool_operator.actions import (
     Action,
     CheckTemplate,
     CreatePod,
+    CreateService,
     Decision,
     DeleteJob,
     DeletePod,
@@ -22,17 +22,11 @@ from carpool_operator.actions import (
     RecordEvent,
     WriteStatus,
 )
-from carpool_operator.caches import Jobs, key_of, version_of
+from carpool_operator.caches import Jobs, key_of
+from carpool_operator.creator import Creator, Superseded
 from carpool_operator.patches import merge_patch
-from carpool_operator.pods import controller_uid
 from carpool_operator.predictions import Predictions
 from carpool_operator.recollection import Recollection
-from carpool_operator.snapshot import Refusal
-from carpool_operator.template_refusal import is_about_the_pod, sentence
-
-
-class Superseded(Exception):  # noqa: N818  # not an error: the job is looked at again
-    """What was decided no longer applies: the job changed, ended, or a pod was refused. It is looked at again."""
 
 
 def status_patch(job: GpuTrainingJob, status: JobStatus) -> dict[str, object]:
@@ -64,8 +58,8 @@ class Performer:
         recollection: Recollection,
         predictions: Predictions,
     ) -> None:
-        self._api, self._clock, self._events, self._jobs = api, clock, events, jobs
-        self._recollection, self._predictions = recollection, predictions
+        self._api, self._events, self._jobs, self._predictions = api, events, jobs, predictions
+        self._creator = Creator(api, clock, recollection)
         self._log = structlog.get_logger()
 
     async def perform(self, job: GpuTrainingJob, decision: Decision) -> None:
@@ -81,11 +75,13 @@ class Performer:
     async def _perform(self, job: GpuTrainingJob, action: Action) -> None:
         match action:
             case CheckTemplate(body):
-                await self._check_template(job, body)
+                await self._creator.check_template(job, body)
             case WriteStatus(status):
                 await self._write_status(job, status)
+            case CreateService(body):
+                await self._creator.create_service(job, body)
             case CreatePod():
-                await self._create_pod(job, action)
+                await self._creator.create_pod(job, action)
             case DeletePod(name, uid):
                 await self._delete_pod(job, name, uid)
             case DeleteJob():
@@ -119,54 +115,6 @@ class Performer:
             self._jobs.remove(key_of(job), job.metadata.uid)
         else:
             self._jobs.put(fresh)
-
-    async def _check_template(self, job: GpuTrainingJob, body: dict[str, Any]) -> None:
-        try:
-            await self._api.create(PODS, body, namespace=job.metadata.namespace, is_dry_run=True)
-        except Invalid as error:
-            if is_about_the_pod(error):
-                self._refuse(key_of(job), Refusal("InvalidTemplate", sentence(error), is_final=True), error)
-        except (Conflict, Forbidden, NotFound) as error:
-            # A name that is taken, a quota, a missing namespace may be another by the time that the pod is created.
-            self._log.debug("template not checked to the end", job=key_of(job), why=str(error))
-        self._recollection.template_checked(key_of(job), version_of(job))
-
-    async def _create_pod(self, job: GpuTrainingJob, action: CreatePod) -> None:
-        key, now = key_of(job), self._clock.monotonic()
-        try:
-            await self._api.create(PODS, action.body, namespace=job.metadata.namespace)
-        except Conflict as error:
-            await self._adopt(job, action.name, error)
-        except Invalid as error:
-            self._refuse(key, Refusal("InvalidTemplate", sentence(error), is_final=True), error)
-        except Forbidden as error:
-            self._refuse(key, Refusal("PodForbidden", str(error), is_final=False), error)
-        except NotFound as error:
-            self._refuse(key, Refusal("PodForbidden", f"the namespace is gone: {error}", is_final=False), error)
-        else:
-            self._log.info("pod created", job=key, pod=action.name)
-        self._recollection.pod_created(key, action.name, now)
-
-    async def _adopt(self, job: GpuTrainingJob, name: str, error: Conflict) -> None:
-        """A pod of that name that this very job controls was created before a crash, and is as good as a new one."""
-        try:
-            pod = await self._api.get(PODS, name, Pod, namespace=job.metadata.namespace)
-        except NotFound:
-            raise error from None  # gone meanwhile, or the conflict was about something else: try again
-        if controller_uid(pod) == job.metadata.uid:
-            return
-        owner = next((o for o in pod.metadata.owner_references if o.controller), None)
-        whose = "nobody" if owner is None else f"{owner.kind} {owner.name} (UID {owner.uid})"
-        message = (
-            f"pod {name} exists already and belongs to {whose}, not to this job (UID {job.metadata.uid}): "
-            "delete that pod, or give the job another name"
-        )
-        self._refuse(key_of(job), Refusal("PodNameTaken", message, is_final=False), error)
-
-    def _refuse(self, key: str, refusal: Refusal, error: Exception) -> None:
-        self._recollection.pod_refused(key, refusal, self._clock.monotonic())
-        self._log.warning("pod refused", job=key, reason=refusal.reason, error=refusal.message)
-        raise Superseded(refusal.reason) from error
 
     async def _delete_pod(self, job: GpuTrainingJob, name: str, uid: str) -> None:
         try:

@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from carpool_core import keys
-from carpool_core.kube.pods import Pod
+from carpool_core.kube.pods import Pod, PodMeta
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.values import JobUid
+
+from carpool_operator import rendezvous
 
 _TOLERATION = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
 _FOREIGN_GPUS = ("nvidia.com/gpu", "nvidia.com/mig-")
@@ -32,7 +34,12 @@ def key_of_pod(pod: Pod) -> str | None:
 
 def controller_uid(pod: Pod) -> JobUid | None:
     """UID of the GpuTrainingJob that controls a pod; None where something else does, or nothing."""
-    for owner in pod.metadata.owner_references:
+    return controller_of(pod.metadata)
+
+
+def controller_of(metadata: PodMeta) -> JobUid | None:
+    """UID of the GpuTrainingJob that controls an object; None where something else does, or nothing."""
+    for owner in metadata.owner_references:
         if owner.controller and owner.kind == "GpuTrainingJob" and owner.api_version.startswith(f"{keys.DOMAIN}/"):
             return JobUid(owner.uid)
     return None
@@ -160,6 +167,7 @@ def build_pod(job: GpuTrainingJob, worker: int, attempt: int) -> dict[str, Any]:
     _with_gpus(next((c for c in containers if _asks_for_gpus(c)), containers[0]), job.spec.gpus_per_worker)
     for container in containers:
         container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
+    rendezvous.join(spec, job, worker)
     tolerations = list(spec.get("tolerations") or [])
     if _TOLERATION not in tolerations:
         tolerations.append(_TOLERATION)

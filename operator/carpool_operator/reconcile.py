@@ -5,7 +5,7 @@ What has to survive a crash is written into the status before it is acted upon: 
 Every status is written on the condition that the job has not changed since it was read.
 """
 
-from datetime import datetime, timedelta
+from datetime import timedelta
 
 import msgspec
 from carpool_core import keys
@@ -14,12 +14,12 @@ from carpool_core.demand import Demand, demand_of, never_fits
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.job import Attempt
 
-from carpool_operator import attempts, conditions, placement, reports
-from carpool_operator.actions import CheckTemplate, Decision, DeleteJob
+from carpool_operator import attempts, conditions, placement, rendezvous, reports, run_policy
+from carpool_operator.actions import CheckTemplate, CreatePod, CreateService, Decision, DeleteJob
 from carpool_operator.draft import Draft
 from carpool_operator.impostors import without_impostors
 from carpool_operator.outcomes import Outcome, outcome_of, pod_deleted, unreserved
-from carpool_operator.pods import attempt_of, build_pod, pod_name, template_error, worker_of
+from carpool_operator.pods import attempt_of, build_pod, owner_reference, pod_name, template_error, worker_of
 from carpool_operator.predicting import predict
 from carpool_operator.snapshot import Snapshot
 
@@ -94,8 +94,8 @@ def _continue(draft: Draft, attempt: Attempt | None, pods: list[Pod], *, is_pred
     if active is not None and _all_succeeded(draft, pods):
         _complete(draft, active, pods)
     elif draft.job.spec.run_policy.suspend:
-        _suspend(draft, active)
-    elif _is_over_deadline(draft):
+        run_policy.suspend(draft, active)
+    elif run_policy.is_over_deadline(draft):
         limit_s = draft.job.spec.run_policy.active_deadline_seconds
         message = f"not complete {limit_s:,} s after its start (runPolicy.activeDeadlineSeconds)"
         draft.fail("DeadlineExceeded", message, active)
@@ -104,7 +104,7 @@ def _continue(draft: Draft, attempt: Attempt | None, pods: list[Pod], *, is_pred
         changed = f"the spec changed, to generation {draft.job.metadata.generation}, after its pods were built"
         _end(draft, active, Outcome(attempts.SPEC_CHANGED, changed, charged=False))
     else:
-        _resume(draft)
+        run_policy.resume(draft)
         _try_with_demand(draft, active, pods, is_predicted=is_predicted)
 
 
@@ -141,40 +141,6 @@ def _complete(draft: Draft, attempt: Attempt, pods: list[Pod]) -> None:
     peak = "" if seen is None else f", peak memory {seen.peak_memory_mib:,} MiB"
     took = f"{len(pods)} of {len(pods)} workers succeeded in attempt {attempt.number}, {restarts} restarts{peak}"
     draft.finish(keys.CONDITION_COMPLETE, attempts.COMPLETE, took, attempt)
-
-
-def _suspend(draft: Draft, active: Attempt | None) -> None:
-    message = "runPolicy.suspend is true: the job has no pods until it is false"
-    if active is not None:
-        draft.status = attempts.with_attempt(
-            draft.status, attempts.ended(active, attempts.SUSPENDED, "runPolicy.suspend is true", draft.snapshot.now)
-        )
-        draft.say("Normal", "Suspended", f"attempt {active.number} was ended by runPolicy.suspend")
-    draft.set(start_time=None, placement=[])
-    draft.condition(keys.CONDITION_SUSPENDED, "True", "SuspendRequested", message)
-    draft.condition(keys.CONDITION_PLACED, "False", "Suspended", message)
-    draft.unset_running("Suspended", message)
-    draft.delete_unfinished()
-
-
-def _resume(draft: Draft) -> None:
-    if conditions.holds(draft.status, keys.CONDITION_SUSPENDED):
-        draft.condition(keys.CONDITION_SUSPENDED, "False", "Resumed", "runPolicy.suspend is false")
-
-
-def _deadline(draft: Draft) -> datetime | None:
-    limit_s = draft.job.spec.run_policy.active_deadline_seconds
-    if limit_s is None or draft.status.start_time is None:
-        return None
-    return parse_rfc3339(draft.status.start_time) + timedelta(seconds=limit_s)
-
-
-def _is_over_deadline(draft: Draft) -> bool:
-    deadline = _deadline(draft)
-    if deadline is None:
-        return False
-    draft.requeue_at(deadline)
-    return deadline <= draft.snapshot.now
 
 
 def _begin(draft: Draft, demand: Demand) -> None:
@@ -230,7 +196,7 @@ def _follow(draft: Draft, attempt: Attempt, pods: list[Pod], demand: Demand) -> 
         draft.set(start_time=reports.started_at(pods))
     reports.report_placed(draft, demand, pods)
     reports.report_running(draft, pods)
-    deadline = _deadline(draft)
+    deadline = run_policy.deadline(draft)
     if deadline is not None:
         draft.requeue_at(deadline)
     _create(draft, attempt, missing)
@@ -267,8 +233,10 @@ def _create(draft: Draft, attempt: Attempt, missing: list[int]) -> None:
     draft.requeue_after(CREATED_AGAIN_AFTER_S)
     name, workers = draft.job.metadata.name, draft.job.spec.workers
     wanted = [w for w in missing if pod_name(name, w, attempt.number) not in draft.snapshot.created]
+    if wanted and rendezvous.needs_service(draft.job):
+        draft.create(CreateService(rendezvous.build_service(draft.job, owner_reference(draft.job))))
     for worker in wanted:
-        draft.create(build_pod(draft.job, worker, attempt.number))
+        draft.create(CreatePod(build_pod(draft.job, worker, attempt.number)))
     if wanted:
         first = pod_name(name, wanted[0], attempt.number)
         told = first if len(wanted) == 1 else f"{first} and {len(wanted) - 1} more"

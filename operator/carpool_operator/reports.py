@@ -11,7 +11,7 @@ from carpool_operator import conditions, outcomes, placement
 from carpool_operator.draft import Draft
 from carpool_operator.predicting import why_alone
 
-POD_REFUSALS = ("PodForbidden", "PodNameTaken")
+POD_REFUSALS = ("PodForbidden", "PodNameTaken", "ServiceForbidden", "ServiceNameTaken")
 """Reasons why a pod cannot be created for now."""
 
 _NO_GPU_FITS = "NoGpuFits"

@@ -25,6 +25,7 @@ class ResourceKind:
 
 PODS = ResourceKind("", "v1", "pods", "Pod")
 NODES = ResourceKind("", "v1", "nodes", "Node", namespaced=False)
+SERVICES = ResourceKind("", "v1", "services", "Service")
 EVENTS = ResourceKind("", "v1", "events", "Event")
 GPU_TRAINING_JOBS = ResourceKind("carpool.dev", "v1alpha1", "gputrainingjobs", "GpuTrainingJob")
 GPU_NODES = ResourceKind("carpool.dev", "v1alpha1", "gpunodes", "GpuNode", namespaced=False)

@@ -1,0 +1,106 @@
+"""Creates what a job needs, and says why it cannot: what is refused now may be accepted later, or never."""
+
+from typing import Any, NoReturn
+
+import msgspec
+import structlog
+from carpool_core.clock import Clock
+from carpool_core.kube.api import PODS, SERVICES, KubeApi, ResourceKind
+from carpool_core.kube.errors import Conflict, Forbidden, Invalid, NotFound
+from carpool_core.kube.pods import PodMeta
+from carpool_core.resources.job import GpuTrainingJob
+
+from carpool_operator.actions import CreatePod
+from carpool_operator.caches import key_of, version_of
+from carpool_operator.pods import controller_of
+from carpool_operator.recollection import Recollection
+from carpool_operator.snapshot import Refusal
+from carpool_operator.template_refusal import is_about_the_pod, sentence
+
+
+class _Owned(msgspec.Struct, frozen=True):
+    """Any object, as far as its owners go."""
+
+    metadata: PodMeta
+
+
+class Superseded(Exception):  # noqa: N818  # not an error: the job is looked at again
+    """What was decided no longer applies: the job changed, ended, or a pod was refused. It is looked at again."""
+
+
+def _taken(what: str, name: str, found: _Owned, job: GpuTrainingJob) -> str:
+    owner = next((o for o in found.metadata.owner_references if o.controller), None)
+    whose = "nobody" if owner is None else f"{owner.kind} {owner.name} (UID {owner.uid})"
+    return (
+        f"{what} {name} exists already and belongs to {whose}, not to this job (UID {job.metadata.uid}): "
+        f"delete that {what}, or give the job another name"
+    )
+
+
+class Creator:
+    """Creates pods and Services, and remembers what came of it."""
+
+    def __init__(self, api: KubeApi, clock: Clock, recollection: Recollection) -> None:
+        self._api, self._clock, self._recollection = api, clock, recollection
+        self._log = structlog.get_logger()
+
+    async def check_template(self, job: GpuTrainingJob, body: dict[str, Any]) -> None:
+        """Have the pod that a template makes checked, without creating it."""
+        try:
+            await self._api.create(PODS, body, namespace=job.metadata.namespace, is_dry_run=True)
+        except Invalid as error:
+            if is_about_the_pod(error):
+                self._refuse(key_of(job), Refusal("InvalidTemplate", sentence(error), is_final=True), error)
+        except (Conflict, Forbidden, NotFound) as error:
+            # A name that is taken, a quota, a missing namespace may be another by the time that the pod is created.
+            self._log.debug("template not checked to the end", job=key_of(job), why=str(error))
+        self._recollection.template_checked(key_of(job), version_of(job))
+
+    async def create_service(self, job: GpuTrainingJob, body: dict[str, Any]) -> None:
+        """Create the Service of a job's workers; one of that name that the job controls is as good."""
+        key, name = key_of(job), str(body["metadata"]["name"])
+        try:
+            await self._api.create(SERVICES, body, namespace=job.metadata.namespace)
+        except Conflict as error:
+            found = await self._owned(SERVICES, name, job, error)
+            if controller_of(found.metadata) != job.metadata.uid:
+                self._refuse(
+                    key, Refusal("ServiceNameTaken", _taken("service", name, found, job), is_final=False), error
+                )
+        except (Forbidden, Invalid) as error:
+            self._refuse(key, Refusal("ServiceForbidden", str(error), is_final=False), error)
+
+    async def create_pod(self, job: GpuTrainingJob, action: CreatePod) -> None:
+        """Create a pod; one of that name that the job controls is as good."""
+        key, now = key_of(job), self._clock.monotonic()
+        try:
+            await self._api.create(PODS, action.body, namespace=job.metadata.namespace)
+        except Conflict as error:
+            await self._adopt(job, action.name, error)
+        except Invalid as error:
+            self._refuse(key, Refusal("InvalidTemplate", sentence(error), is_final=True), error)
+        except Forbidden as error:
+            self._refuse(key, Refusal("PodForbidden", str(error), is_final=False), error)
+        except NotFound as error:
+            self._refuse(key, Refusal("PodForbidden", f"the namespace is gone: {error}", is_final=False), error)
+        else:
+            self._log.info("pod created", job=key, pod=action.name)
+        self._recollection.pod_created(key, action.name, now)
+
+    async def _adopt(self, job: GpuTrainingJob, name: str, error: Conflict) -> None:
+        """A pod of that name that this very job controls was created before a crash, and is as good as a new one."""
+        pod = await self._owned(PODS, name, job, error)
+        if controller_of(pod.metadata) != job.metadata.uid:
+            self._refuse(key_of(job), Refusal("PodNameTaken", _taken("pod", name, pod, job), is_final=False), error)
+
+    async def _owned(self, kind: ResourceKind, name: str, job: GpuTrainingJob, error: Conflict) -> _Owned:
+        """Read an object that was in the way, as far as its owners go."""
+        try:
+            return await self._api.get(kind, name, _Owned, namespace=job.metadata.namespace)
+        except NotFound:
+            raise error from None  # gone meanwhile, or the conflict was about something else: try again
+
+    def _refuse(self, key: str, refusal: Refusal, error: Exception) -> NoReturn:
+        self._recollection.pod_refused(key, refusal, self._clock.monotonic())
+        self._log.warning("pod refused", job=key, reason=refusal.reason, error=refusal.message)
+        raise Superseded(refusal.reason) from error
