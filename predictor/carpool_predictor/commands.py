@@ -114,12 +114,17 @@ def _products(gpu: str) -> list[GpuProduct]:
 @question_options(is_model_required=False)
 @click.option("--gpu", default="all", show_default=True, help="GPU product, an unambiguous part of its name, or `all`.")
 @click.option("--json", "json_output", is_flag=True, help="Print JSON, units in the names.")
+@click.option(
+    "--calibration", type=click.Path(path_type=Path, dir_okay=False), help="What finished jobs taught, as JSON."
+)
 @click.option("--rows", type=click.Path(path_type=Path, dir_okay=False), help="File of rows, one JSON object a line.")
 @click.option(
     "--out", type=click.Path(path_type=Path, dir_okay=False, allow_dash=True), default=Path("-"), show_default=True,
     help="Where the answers to --rows go; - is the standard output.",
 )  # fmt: skip
-def predict(gpu: str, json_output: bool, rows: Path | None, out: Path, **options: Any) -> None:
+def predict(
+    gpu: str, json_output: bool, calibration: Path | None, rows: Path | None, out: Path, **options: Any
+) -> None:
     """Trace, predict, print; exit code 2 where there is no prediction."""
     if (rows is None) == (options["model"] is None):
         raise InputError("expected either MODEL or --rows, found " + ("neither" if rows is None else "both"))
@@ -127,16 +132,23 @@ def predict(gpu: str, json_output: bool, rows: Path | None, out: Path, **options
         if rows is not None:
             _predict_rows(rows, out, _limits(options))
         else:
-            _predict_one(_question(options), _products(gpu), json_output=json_output)
+            _predict_one(_question(options), _products(gpu), calibration, json_output=json_output)
     except MalformedError as e:
-        raise InputError(f"this installation's models cannot be used: {e}") from e
+        raise InputError(str(e)) from e
 
 
-def _predict_one(question: Question, products: list[GpuProduct], *, json_output: bool) -> None:
+def _predict_one(
+    question: Question, products: list[GpuProduct], calibration: Path | None, *, json_output: bool
+) -> None:
+    from carpool_predictor.calibration import read_calibration
     from carpool_predictor.estimator import prepare
     from carpool_predictor.report import as_json, report_on
 
-    report = report_on(question.model, prepare(_features(question), question.training), products)
+    try:
+        learned = None if calibration is None else read_calibration(calibration.read_bytes())
+    except OSError as e:
+        raise InputError(f"cannot read {calibration}: {e}") from e
+    report = report_on(question.model, prepare(_features(question), question.training), products, learned)
     prediction = report.prediction
     if json_output:
         click.echo(msgspec.json.encode(as_json(report)))

@@ -11,6 +11,7 @@ from carpool_core.resources.prediction import MemoryPrediction, Prediction, Prod
 
 from carpool_predictor import activity, step_time
 from carpool_predictor.abstention import Abstention
+from carpool_predictor.calibration import Calibration, model_for
 from carpool_predictor.checks import reason_to_abstain
 from carpool_predictor.interpolation import StepCost, cost_at
 from carpool_predictor.memory import (
@@ -62,6 +63,16 @@ class Job:
     model: MemoryModel
     corrected: Corrected
 
+    def calibrated(self, calibration: Calibration | None, product: GpuProduct) -> "Job":
+        """Return the job as the stack of a product sees it; the same one where nothing was learned of that stack."""
+        if calibration is None:
+            return self
+        model = model_for(calibration, product, self.training.precision, self.model)
+        if model is self.model:
+            return self
+        corrected = correct(model, self.features, self.cost, self.training.batch_size)
+        return Job(self.features, self.training, self.cost, model, corrected)
+
     def memory_on(self, product: GpuProduct) -> MemoryPrediction:
         """Predict memory alone."""
         return predict_memory(
@@ -112,13 +123,19 @@ def prepare(
     return Job(features, training, cost, model, correct(model, features, cost, training.batch_size))
 
 
-def predict(features: ModelFeatures | Abstention, training: Training, gpus: Sequence[GpuProduct]) -> Prediction:
+def predict(
+    features: ModelFeatures | Abstention,
+    training: Training,
+    gpus: Sequence[GpuProduct],
+    calibration: Calibration | None = None,
+) -> Prediction:
     """Predict a job on each GPU product, or abstain.
 
     Args:
         features: Traced features, or why there are none.
         training: The job's training; features must have been traced with its optimizer, precision and checkpointing.
         gpus: Products to predict for; the answer keeps their order.
+        calibration: What finished jobs taught of their stacks.
 
     Returns:
         A prediction whose `input_digest` is left to the caller, who knows the model's source.
@@ -126,7 +143,7 @@ def predict(features: ModelFeatures | Abstention, training: Training, gpus: Sequ
     job = prepare(features, training)
     if isinstance(job, Abstention):
         return abstained(job)
-    return summary(job, [job.on(product) for product in gpus])
+    return summary(job, [job.calibrated(calibration, product).on(product) for product in gpus])
 
 
 def summary(job: Job, answers: Sequence[OnProduct]) -> Prediction:

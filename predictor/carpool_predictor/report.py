@@ -8,6 +8,7 @@ from carpool_core.products import GpuProduct
 from carpool_core.resources.prediction import ActivityPrediction, Interval, MemoryPrediction, Prediction
 
 from carpool_predictor.abstention import Abstention
+from carpool_predictor.calibration import Calibration
 from carpool_predictor.estimator import Job, OnProduct, abstained, summary
 from carpool_predictor.fitting import BatchFinder, LargestBatch, usable_mib, usable_of_profile_mib
 from carpool_predictor.parts import MemoryParts, parts_of
@@ -36,14 +37,19 @@ class Report:
     products: tuple[ProductReport, ...] = ()
 
 
-def report_on(name: str, job: Job | Abstention, gpus: Sequence[GpuProduct]) -> Report:
+def report_on(
+    name: str, job: Job | Abstention, gpus: Sequence[GpuProduct], calibration: Calibration | None = None
+) -> Report:
     """Predict a job on each product, and look at what would fit."""
     if isinstance(job, Abstention):
         return Report(name, abstained(job))
-    finder = BatchFinder(job)
-    products = tuple(_on(job, finder, product) for product in gpus)
+    common = BatchFinder(job)
+    products = []
+    for product in gpus:
+        here = job.calibrated(calibration, product)
+        products.append(_on(here, common if here is job else BatchFinder(here), product))
     prediction = summary(job, [product.answer for product in products])
-    return Report(name, prediction, job.corrected.inside, products)
+    return Report(name, prediction, job.corrected.inside, tuple(products))
 
 
 def _on(job: Job, finder: BatchFinder, product: GpuProduct) -> ProductReport:

@@ -1,0 +1,309 @@
+"""What finished jobs teach, and what they cannot: the stack's line, coverage, and poison."""
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from carpool_core.products import find_product
+from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
+from carpool_core.resources.job import Training
+from carpool_core.values import MIB, Precision
+from carpool_predictor.calibration import (
+    FEWEST,
+    KEPT,
+    MAX_STACKS,
+    WIDEST,
+    Calibration,
+    Expected,
+    Measured,
+    Stack,
+    StackState,
+    model_for,
+    read_calibration,
+    write_calibration,
+)
+from carpool_predictor.commands import predict as command
+from carpool_predictor.estimator import Job, predict, prepare
+from carpool_predictor.memory import shipped
+from carpool_predictor.observe import PER_MODEL, expected_of, observe, refusal_of
+from carpool_predictor.targets import write_features
+from carpool_predictor.trees import MalformedError
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+T4 = find_product("Tesla T4")
+STACK = Stack(product=T4.name, precision=Precision.FP32, driver="570.1", torch="2.9")
+CAPACITY = 80_000.0
+SLOPE, INTERCEPT = 1.25, 900.0
+"""The truth of the invented stack; the shipped line is another one."""
+
+
+def job(number: int, rng: np.random.Generator, bound: float = math.inf) -> tuple[Expected, Measured]:
+    """A job with noise of 4%; `bound` over its true median."""
+    reserved = math.exp(rng.uniform(math.log(500), math.log(30_000)))
+    truth = (SLOPE * reserved + INTERCEPT) * math.exp(rng.normal(0, 0.04))
+    upper = CAPACITY if bound == math.inf else bound * (SLOPE * reserved + INTERCEPT)
+    expected = Expected(model=f"m{number}", reserved_mib=reserved, live_mib=0.8 * reserved, upper_mib=upper)
+    return expected, Measured(peak_mib=truth, capacity_mib=CAPACITY)
+
+
+def learn(jobs: Iterable[tuple[Expected, Measured]], calibration: Calibration | None = None) -> Calibration:
+    found = calibration or Calibration()
+    for expected, measured in jobs:
+        found = observe(found, STACK, expected, measured, shipped())
+    return found
+
+
+def state_of(calibration: Calibration) -> StackState:
+    state = calibration.state(STACK)
+    assert state is not None
+    return state
+
+
+def error(state: StackState) -> float:
+    """Median error of the line over the sizes of jobs."""
+    sizes = [500 * 60 ** (i / 20) for i in range(21)]
+    return sorted(abs(state.at(x) / (SLOPE * x + INTERCEPT) - 1) for x in sizes)[10]
+
+
+@pytest.mark.parametrize(("jobs", "most"), [(10, 0.06), (20, 0.04), (60, 0.025)])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_few_jobs_teach_the_line_of_a_stack(jobs: int, most: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    assert error(state_of(learn(job(i, rng) for i in range(jobs)))) < most
+
+
+def test_the_first_job_does_not_overturn_the_shipped_line() -> None:
+    rng = np.random.default_rng(0)
+    expected, measured = job(0, rng)
+    state = state_of(learn([(expected, msgspec.structs.replace(measured, peak_mib=3 * measured.peak_mib))]))
+    model = shipped()
+    assert state.at(8000) == pytest.approx(model.slope * 8000 + model.intercept_mib, rel=0.15)
+
+
+def poisoned(kind: str, expected: Expected, measured: Measured, rng: np.random.Generator) -> tuple[Expected, Measured]:
+    if kind == "neighbour":
+        more = min(measured.peak_mib + float(rng.uniform(2000, 20_000)), CAPACITY)
+        return expected, msgspec.structs.replace(measured, peak_mib=more)
+    if kind == "cut short":
+        return expected, msgspec.structs.replace(measured, peak_mib=measured.peak_mib * float(rng.uniform(0.05, 0.95)))
+    if kind == "no steps":
+        return expected, msgspec.structs.replace(measured, complete=False, peak_mib=300.0)
+    return expected, msgspec.structs.replace(measured, peak_mib=10 * CAPACITY)
+
+
+@pytest.mark.parametrize("kind", ["neighbour", "cut short", "no steps", "impossible"])
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=8, deadline=None)
+def test_bad_observations_do_not_poison_it(kind: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    jobs = [job(i, rng, bound=1.15) for i in range(60)]
+    bad = [poisoned(kind, *each, rng) if rng.random() < 0.25 else each for each in jobs]
+    clean, dirty = state_of(learn(jobs)), state_of(learn(bad))
+    assert error(dirty) < 0.06
+    assert abs(dirty.at(8000) / clean.at(8000) - 1) < 0.08
+    assert dirty.widening < math.log(1.3)
+
+
+def test_one_model_cannot_outvote_the_others() -> None:
+    rng = np.random.default_rng(1)
+    good = [job(i, rng) for i in range(12)]
+    expected, measured = job(99, rng)
+    wrong = (expected, msgspec.structs.replace(measured, peak_mib=min(2.5 * measured.peak_mib, CAPACITY)))
+    state = state_of(learn([*good, *([wrong] * 200)]))
+    assert sum(row.model == "m99" for row in state.rows) == PER_MODEL
+    assert error(state) < 0.06
+
+
+def test_coverage_that_drops_widens_the_bound_and_hits_narrow_it_again() -> None:
+    rng = np.random.default_rng(2)
+    tight = learn(job(i, rng, bound=0.97) for i in range(40))
+    state = state_of(tight)
+    assert state.coverage is not None
+    assert state.coverage < 0.6
+    assert state.widening > math.log(1.2)
+    after = state_of(learn((job(i, rng, bound=1.3) for i in range(100, 200)), tight))
+    assert after.coverage == 1
+    assert after.widening < state.widening
+
+
+def test_bounds_that_are_widened_by_it_hold() -> None:
+    """The loop closed: each bound is the line with the widening of that moment, too narrow by itself."""
+    rng = np.random.default_rng(3)
+    calibration = learn(job(i, rng) for i in range(20))
+    held = []
+    for number in range(20, 320):
+        expected, measured = job(number, rng)
+        state = state_of(calibration)
+        upper = state.at(expected.reserved_mib) * 1.01 * math.exp(state.widening)
+        expected = msgspec.structs.replace(expected, upper_mib=upper)
+        held.append(measured.peak_mib <= upper)
+        calibration = observe(calibration, STACK, expected, measured, shipped())
+    assert 0.92 <= sum(held[60:]) / len(held[60:]) <= 0.99
+
+
+def test_out_of_memory_is_at_least_what_was_there_and_never_a_label() -> None:
+    rng = np.random.default_rng(4)
+    base = learn(job(i, rng) for i in range(20))
+    before = state_of(base)
+    expected = Expected(model="big", reserved_mib=70_000, live_mib=60_000, upper_mib=90_000)
+    told = Measured(peak_mib=10_000, capacity_mib=CAPACITY, out_of_memory=True)
+    after = state_of(learn([(expected, told)], base))
+    assert (after.slope, after.intercept_mib) == pytest.approx((before.slope, before.intercept_mib))
+    assert after.outcomes == before.outcomes
+
+
+def test_out_of_memory_above_the_bound_is_a_miss_and_raises_the_line() -> None:
+    expected = [Expected(model=f"o{i}", reserved_mib=8000, live_mib=7000, upper_mib=9500) for i in range(12)]
+    told = Measured(peak_mib=14_000, capacity_mib=CAPACITY, out_of_memory=True)
+    state = state_of(learn((each, told) for each in expected))
+    assert state.at(8000) > 0.95 * 14_000
+    assert state.coverage == 0
+    assert state.widening > 0
+
+
+@pytest.mark.parametrize(
+    ("measured", "refusal"),
+    [
+        pytest.param(Measured(peak_mib=900, capacity_mib=CAPACITY), None, id="plausible"),
+        pytest.param(Measured(peak_mib=799, capacity_mib=CAPACITY), "CutShort", id="less than one step"),
+        pytest.param(Measured(peak_mib=900, capacity_mib=CAPACITY, complete=False), "CutShort", id="no steps"),
+        pytest.param(Measured(peak_mib=CAPACITY + 1, capacity_mib=CAPACITY), "Impossible", id="more than there is"),
+        pytest.param(
+            Measured(peak_mib=0, capacity_mib=CAPACITY, out_of_memory=True), "Impossible", id="out of no memory"
+        ),
+    ],
+)
+def test_what_cannot_be_right_is_refused_and_counted(measured: Measured, refusal: str | None) -> None:
+    expected = Expected(model="m", reserved_mib=1000, live_mib=800, upper_mib=2000)
+    assert refusal_of(expected, measured) == refusal
+    state = state_of(learn([(expected, measured)]))
+    assert (state.seen, state.refused) == ((1, 0) if refusal is None else (0, 1))
+
+
+def neural(batch: int) -> Job:
+    steps = [
+        TracedStep(batch_size=b, peak_bytes=MIB * (400 + 50 * b), activation_bytes=MIB * 50 * b, flops=2e10 * b,
+                   bytes_moved=1e9 * b, kernels=500)
+        for b in (32, 64)
+    ]  # fmt: skip
+    features = ModelFeatures(
+        parameters=10**7, trainable_parameters=10**7, parameter_bytes=4 * 10**7,
+        layers=LayerCounts(convolution=53, linear=1), steps=steps,
+    )  # fmt: skip
+    found = prepare(features, Training(batch_size=batch))
+    assert isinstance(found, Job)
+    return found
+
+
+def test_predictions_follow_the_stack_and_grow_surer() -> None:
+    rng = np.random.default_rng(5)
+    asked = neural(64)
+    before = asked.memory_on(T4)
+    widths = []
+    for jobs in (FEWEST, 20, 60):
+        model = model_for(learn(job(i, rng) for i in range(jobs)), T4, Precision.FP32, shipped())
+        again = prepare(asked.features, asked.training, model)
+        assert isinstance(again, Job)
+        memory = again.memory_on(T4)
+        widths.append(memory.upper_mib / memory.median_mib)
+    assert memory.median_mib > before.median_mib
+    assert widths == sorted(widths, reverse=True)
+    assert widths[-1] < before.upper_mib / before.median_mib
+
+
+def test_an_unknown_stack_and_one_seen_too_rarely_keep_the_shipped_model() -> None:
+    rng = np.random.default_rng(6)
+    few = learn(job(i, rng) for i in range(FEWEST - 1))
+    assert model_for(few, T4, Precision.FP32, shipped()) is shipped()
+    assert model_for(few, T4, Precision.BF16_MIXED, shipped()) is shipped()
+
+
+def test_what_must_be_remembered_of_a_prediction() -> None:
+    asked = neural(64)
+    found = expected_of(asked, T4, "mine")
+    assert found.live_mib == pytest.approx(400 + 50 * 64)
+    assert found.upper_mib == asked.memory_on(T4).upper_mib
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.floats(1, 1e5), st.floats(0, 1e5), st.booleans()), max_size=40))
+@settings(deadline=None)
+def test_whatever_is_observed_the_document_stays_sane(rows: list[tuple[int, float, float, bool]]) -> None:
+    found = learn(
+        (
+            Expected(model=f"m{number}", reserved_mib=reserved, live_mib=0.5 * reserved, upper_mib=reserved),
+            Measured(peak_mib=peak, capacity_mib=CAPACITY, out_of_memory=gone),
+        )
+        for number, reserved, peak, gone in rows
+    )
+    for state in found.stacks:
+        assert state.slope > 0
+        assert state.intercept_mib >= 0
+        assert 0 <= state.widening <= WIDEST
+        assert state.seen + state.refused == len(rows)
+    assert read_calibration(write_calibration(found)) == found
+
+
+def test_the_document_stays_small() -> None:
+    rng = np.random.default_rng(7)
+    found = Calibration()
+    full = state_of(learn(job(i, rng) for i in range(KEPT + 10)))
+    for number in range(MAX_STACKS + 3):
+        stack = msgspec.structs.replace(STACK, driver=str(number))
+        held = [*found.stacks, msgspec.structs.replace(full, stack=stack)]
+        found = observe(Calibration(stacks=held), stack, *job(0, rng), shipped())
+    assert len(full.rows) == KEPT
+    assert len(found.stacks) == MAX_STACKS
+    assert found.state(msgspec.structs.replace(STACK, driver="0")) is None
+    assert len(write_calibration(found)) < 300_000
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        pytest.param(b'{"format":1,"stacks":[', "expected a calibration", id="truncated"),
+        pytest.param(b'{"format":2}', "found 2; upgrade carpool", id="newer"),
+        pytest.param(b"\x80\x04", "expected a calibration", id="pickle"),
+        pytest.param(
+            b'{"stacks":[{"stack":{"product":"Tesla T4","precision":"fp32"},"slope":-1,"intercept_mib":0}]}', "slope",
+            id="tampered",
+        ),
+    ],
+)  # fmt: skip
+def test_a_broken_document_is_refused(content: bytes, word: str) -> None:
+    with pytest.raises(MalformedError, match=word):
+        read_calibration(content)
+
+
+def test_a_calibration_is_used_by_predict() -> None:
+    rng = np.random.default_rng(8)
+    asked = neural(64)
+    learned = learn(job(i, rng) for i in range(20))
+    plain = predict(asked.features, asked.training, [T4])
+    found = predict(asked.features, asked.training, [T4, find_product("A30")], learned)
+    assert [plain.reason, found.reason] == ["Uncalibrated", "Uncalibrated"]
+    assert predict(asked.features, asked.training, [T4], learned).reason != "Uncalibrated"
+    assert found.products[0].memory.median_mib > plain.products[0].memory.median_mib
+    assert found.products[0].activity == plain.products[0].activity
+
+
+def test_the_command_reads_a_calibration(tmp_path: Path) -> None:
+    rng = np.random.default_rng(9)
+    block, document = tmp_path / "features.yaml", tmp_path / "calibration.json"
+    block.write_text(write_features(neural(64).features))
+    document.write_bytes(write_calibration(learn(job(i, rng) for i in range(20))))
+    arguments = [str(block), "--batch-size", "64", "--gpu", "T4", "--json"]
+    plain, found = (
+        json.loads(CliRunner().invoke(command, [*arguments, *more]).stdout)["products"][0]
+        for more in ([], ["--calibration", str(document)])
+    )
+    assert found["memory"]["median_mib"] > plain["memory"]["median_mib"]
+    document.write_text("{")
+    result = CliRunner().invoke(command, [*arguments, "--calibration", str(document)])
+    assert result.exit_code == 2
+    assert "expected a calibration" in result.stderr
