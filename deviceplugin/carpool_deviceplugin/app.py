@@ -50,7 +50,7 @@ def real_devices(settings: AgentSettings, nvml: NvmlLibrary) -> NvmlDevices:
     """Open the node's GPUs; raises NoDevicesError."""
     return NvmlDevices(
         nvml,
-        mps=Mps(MpsProgram(), settings.state_dir / "mps") if MpsProgram.is_installed() else None,
+        mps=None if MpsProgram.missing() else Mps(MpsProgram(), settings.state_dir / "mps"),
         cdi=NvidiaCdi((Path("/etc/cdi"), settings.cdi_dir)),
         state_dir=settings.state_dir,
         processes=ProcTree(),

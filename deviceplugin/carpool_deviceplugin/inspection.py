@@ -1,6 +1,5 @@
 """What the agent sees on a node and what it could do there, as text for people. No Kubernetes."""
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +8,7 @@ from carpool_core.values import DeviceHealth
 
 from carpool_deviceplugin.gpu import DeviceError
 from carpool_deviceplugin.mig.layout import fragmentation, occupied
-from carpool_deviceplugin.mps_program import PROGRAM, MpsProgram
+from carpool_deviceplugin.mps_program import MpsProgram
 from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
 from carpool_deviceplugin.nvml.devices import NvmlDevices
 from carpool_deviceplugin.nvml.gpm import Gpm
@@ -88,12 +87,9 @@ def _mig(devices: NvmlDevices, known: Identity) -> Iterator[str]:
 def _missing(devices: NvmlDevices, cdi: NvidiaCdi, proc: Path) -> Iterator[str]:
     """What the node lacks, and how to get it."""
     found = False
-    if not MpsProgram.is_installed():
+    if lacking := MpsProgram.missing():
         found = True
-        yield f"missing: {PROGRAM} on PATH, for mode MPS; it comes with the driver: mount it, or install cuda-mps"
-    elif shutil.which("unshare") is None:
-        found = True
-        yield "missing: unshare on PATH, for mode MPS; install util-linux"
+        yield f"missing, for mode MPS: {lacking}"
     try:
         without = [u for u in devices.uuids if cdi.find(u, devices.identity(u).minor) is None]
         if without:

@@ -11,6 +11,8 @@ from pathlib import Path
 from carpool_deviceplugin.mps import PID_FILE, MpsError
 
 PROGRAM = "nvidia-cuda-mps-control"
+_CAPABILITIES = {"SETGID": 6, "SETUID": 7, "SYS_ADMIN": 21}
+"""A daemon runs its server as its client's user, and gets a /dev/shm of its own."""
 _PRIVATE_SHM = 'mount --bind "$1" /dev/shm && exec "$2" -d'
 """Gives a daemon a /dev/shm of its own, so that the tenants of two GPUs never see each other's."""
 
@@ -27,9 +29,15 @@ class MpsProgram:
         self._private_shm, self._within_s = private_shm, within_s
 
     @staticmethod
-    def is_installed() -> bool:
-        """Whether the node has it: it comes with the driver."""
-        return shutil.which(PROGRAM) is not None
+    def missing(status: Path = Path("/proc/self/status")) -> str:
+        """Say what keeps MPS from being offered, and how to get it; empty where nothing does."""
+        if shutil.which(PROGRAM) is None:
+            return f"{PROGRAM} on PATH; it comes with the driver: mount it, or install cuda-mps"
+        if shutil.which("unshare") is None:
+            return "unshare on PATH; install util-linux"
+        held = next((line for line in status.read_text().splitlines() if line.startswith("CapEff:")), "CapEff: 0")
+        lacking = [name for name, bit in _CAPABILITIES.items() if not int(held.split()[1], 16) >> bit & 1]
+        return f"the capabilities {', '.join(lacking)}; add them to the agent's container" if lacking else ""
 
     def start(self, environment: Mapping[str, str], shm: Path) -> None:
         """Start a daemon."""

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from carpool_deviceplugin.gpu import DeviceError
 
@@ -44,6 +44,14 @@ class Rhythm:
     """How long PreStartContainer waits for word that may be on its way; the kubelet gives it 30 s."""
     retry_s: float = 1.0
     """After a failed call to the API server; doubled with each further failure, to 32 times this."""
+
+
+class Caller(Protocol):
+    """Makes blocking calls."""
+
+    async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call; raises DeviceError where no answer comes, and whatever the function raises."""
+        ...
 
 
 class Patient:

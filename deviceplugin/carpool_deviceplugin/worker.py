@@ -10,7 +10,7 @@ from carpool_core.values import GpuUuid, PartitionState, PodUid
 
 from carpool_deviceplugin.devices import Devices
 from carpool_deviceplugin.gpu import DeviceError, GpuActual, Step, divides
-from carpool_deviceplugin.patience import Patient, Rhythm
+from carpool_deviceplugin.patience import Caller, Patient, Rhythm
 from carpool_deviceplugin.plan import Plan, plan, way_back
 
 READY, PREPARING, FAILED = PartitionState.READY, PartitionState.PREPARING, PartitionState.FAILED
@@ -39,6 +39,7 @@ class GpuWorker:
         changed: Called when outcomes have changed.
         rhythm: Deadlines and intervals.
         confirm: Called before MIG is changed; returns whether what the agent may do has changed.
+        caller: Makes the calls to the GPU; in threads when None.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class GpuWorker:
         changed: Callable[[], None],
         rhythm: Rhythm,
         confirm: Callable[[], Awaitable[bool]] = _unchanged,
+        caller: Caller | None = None,
     ) -> None:
         self.uuid = uuid
         self.outcomes: Mapping[PodUid, Outcome] = {}
@@ -58,7 +60,7 @@ class GpuWorker:
         self._wanted: Sequence[Reservation] = ()
         self._awake = asyncio.Event()
         self._promised: frozenset[PodUid] = frozenset()
-        self._patient = Patient(f"GPU {uuid}", rhythm.step_deadline_s)
+        self._caller = caller or Patient(f"GPU {uuid}", rhythm.step_deadline_s)
         self._log = structlog.get_logger().bind(gpu=uuid)
 
     def want(self, reservations: Sequence[Reservation]) -> None:
@@ -104,10 +106,10 @@ class GpuWorker:
         return not (failure or planned.waiting or is_leaving)
 
     async def _look(self, wanted: Sequence[Reservation], held: frozenset[PodUid]) -> tuple[GpuActual, Plan]:
-        actual = await self._patient.call(self._devices.actual, self.uuid)
+        actual = await self._caller.call(self._devices.actual, self.uuid)
         planned = plan(actual, wanted, held)
         if actual.mig_table is not None and any(map(divides, planned.steps)) and await self._confirm():
-            actual = await self._patient.call(self._devices.actual, self.uuid)
+            actual = await self._caller.call(self._devices.actual, self.uuid)
             planned = plan(actual, wanted, held)
         return actual, planned
 
@@ -128,8 +130,8 @@ class GpuWorker:
         try:
             for step in planned.steps:
                 done.append(step)  # a step that fails half-way is undone too
-                await self._patient.call(self._devices.apply, self.uuid, step)
-            found = await self._patient.call(self._devices.actual, self.uuid)
+                await self._caller.call(self._devices.apply, self.uuid, step)
+            found = await self._caller.call(self._devices.actual, self.uuid)
             if left := plan(found, wanted, frozenset(planned.ready)).steps:
                 raise DeviceError(f"read back, the GPU still needs {', '.join(map(str, left))}")
             self._log.info("gpu prepared", steps=[str(step) for step in done])
@@ -144,7 +146,7 @@ class GpuWorker:
     async def _undo(self, done: Sequence[Step], before: GpuActual) -> str:
         try:
             for step in way_back(done, before):
-                await self._patient.call(self._devices.apply, self.uuid, step)
+                await self._caller.call(self._devices.apply, self.uuid, step)
         except DeviceError as e:
             return f"undoing it failed as well: {e}"
         return "it was undone"

@@ -132,13 +132,27 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MpsProgram:
 
 
 def test_the_program_is_run(program: MpsProgram, tmp_path: Path) -> None:
-    assert program.is_installed()
     mps = Mps(program, tmp_path / "mps")
     assert not mps.status(GPU).is_running
     mps.start(GPU)
     assert mps.status(GPU) == MpsStatus(True, frozenset({700}), frozenset({42}))
     mps.stop(GPU)
     assert not mps.status(GPU).is_running
+
+
+@pytest.mark.parametrize(
+    ("effective", "says"),
+    [
+        ("000001ffffffffff", ""),
+        ("0000000000200000", "the capabilities SETGID, SETUID; add them"),
+        ("0000000000000000", "the capabilities SETGID, SETUID, SYS_ADMIN; add them"),
+    ],
+)
+def test_mps_is_offered_where_it_can_be_run(program: MpsProgram, tmp_path: Path, effective: str, says: str) -> None:
+    (tmp_path / "status").write_text(f"Name:\tpython\nCapEff:\t{effective}\n")
+    found = program.missing(tmp_path / "status")
+    assert found.startswith(says)
+    assert bool(found) == bool(says)
 
 
 def test_program_that_refuses_is_quoted(program: MpsProgram, tmp_path: Path) -> None:
@@ -160,5 +174,6 @@ def test_program_that_hangs_is_left(program: MpsProgram, tmp_path: Path) -> None
 
 def test_program_that_is_absent_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+    assert f"{PROGRAM} on PATH" in MpsProgram.missing()
     with pytest.raises(MpsError, match=f"expected {PROGRAM} on PATH, found none"):
         Mps(MpsProgram(), tmp_path / "mps").start(GPU)

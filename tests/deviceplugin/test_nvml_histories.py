@@ -1,6 +1,12 @@
-"""Random histories of one real GPU with faults injected into any call: they end as wanted, or with a named refusal."""
+"""Random histories of one real GPU, with faults and sudden deaths of the agent in any call.
 
+They end as wanted, or with a named refusal. `CARPOOL_HISTORIES=10000 pytest tests/deviceplugin/test_nvml_histories.py`
+runs ten thousand.
+"""
+
+import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pynvml
@@ -9,39 +15,59 @@ from carpool_core.resources.node import Reservation
 from carpool_core.values import JobUid, PartitionState, PodUid, SharingMode
 from carpool_deviceplugin.mps import MpsError
 from carpool_deviceplugin.patience import Rhythm
+from carpool_deviceplugin.testing.agents import Inline
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.nvml import FakeNvml
+from carpool_deviceplugin.testing.nvml_mig import FakeInstance
 from carpool_deviceplugin.testing.nvml_node import Node, uid
 from carpool_deviceplugin.worker import GpuWorker
+from structlog.testing import capture_logs
 
-HISTORIES, EVENTS = 450, 12
+HISTORIES, EVENTS, PARTS = int(os.environ.get("CARPOOL_HISTORIES", "450")), 12, 3
 PODS = "abc"
 CODES = (
     pynvml.NVML_ERROR_UNKNOWN,
+    pynvml.NVML_ERROR_UNKNOWN,
+    pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES,
+    pynvml.NVML_ERROR_IN_USE,
     pynvml.NVML_ERROR_GPU_IS_LOST,
     pynvml.NVML_ERROR_TIMEOUT,
     pynvml.NVML_ERROR_UNINITIALIZED,
     pynvml.NVML_ERROR_NO_PERMISSION,
 )
-EXCLUSIVE, TIME_SLICING, MPS, _ = SharingMode
+EXCLUSIVE, TIME_SLICING, MPS, MIG = SharingMode
+READY = PartitionState.READY
+
+
+CHANGES = ("Create", "Destroy", "SetMigMode", "GpuInstances", "ComputeInstances")
+"""In the names of functions that change a GPU, or are called between two that do."""
+
+
+class KilledError(BaseException):
+    """The agent is gone at once, wherever it stands."""
 
 
 class FlakyMps(FakeMpsCommands):
-    """Daemons whose program fails now and then."""
+    """Daemons whose program fails now and then, and in whose calls the agent dies now and then."""
 
     def __init__(self, draw: random.Random) -> None:
         super().__init__()
         self._draw = draw
-        self.fault = 0.0
+        self.fault = self.death = 0.0
+
+    def _maybe(self) -> None:
+        if self.death and self._draw.random() < self.death:
+            raise KilledError
+        if self.fault and self._draw.random() < self.fault:
+            raise MpsError("injected")
 
     def start(self, environment, shm) -> None:
-        if self._draw.random() < self.fault:
-            raise MpsError("injected")
+        self._maybe()
         super().start(environment, shm)
+        self._maybe()
 
     def ask(self, environment, command) -> str:
-        if self._draw.random() < self.fault:
-            raise MpsError("injected")
+        self._maybe()
         return super().ask(environment, command)
 
 
@@ -50,107 +76,192 @@ class History:
 
     def __init__(self, seed: int, root: Path) -> None:
         self.draw = random.Random(seed)  # noqa: S311  # reproducible, not secret
+        kind = self.draw.choice(["A100-40", "A100-40", "H100", "H100", "T4"])
         self.mps = FlakyMps(self.draw)
-        self.nvml = FakeNvml(["A100-40"])
+        self.nvml = FakeNvml([kind])
+        self.mig = self.nvml.gpus[0].mig
+        self.profiles = [p.name for p in self.mig.table.profiles] if self.mig.table else ["1g.5gb"]
+        self.foreign: FakeInstance | None = None
+        if self.mig.table and self.draw.random() < 0.3:
+            self.divide_by_hand()
+        self.node = Node(self.nvml, self.mps, root, may_switch_mig=self.draw.random() < 0.7)
+        self.fault = self.death = 0.0
         self.nvml.before_each(self._maybe_fail)
-        self.node = Node(self.nvml, self.mps, root)
-        self.fault = 0.0
         self.wanted: dict[str, Reservation] = {}
-        self.running: dict[str, int] = {}
+        self.running: dict[str, tuple[int, int | None]] = {}
+        """Process and MIG instance of each pod."""
+        self.struck: set[str] = set()
+        """Pods whose driver was restarted under them."""
         self.pids = iter(range(100, 10_000))
         self.worker: GpuWorker | None = None
         self.begin_agent()
 
+    def divide_by_hand(self) -> None:
+        """An administrator switched MIG on, and made an instance for themselves."""
+        self.mig.is_enabled = self.mig.is_pending = True
+        if self.draw.random() < 0.5:
+            profile = self.mig.table.profiles[-2]
+            self.foreign = self.mig.create(profile.id, 0, profile.memory_slices)
+
     def _maybe_fail(self, name: str) -> None:
-        if self.draw.random() < self.fault:
+        times = 20 if any(part in name for part in CHANGES) else 1
+        if self.death and self.draw.random() < times * self.death:
+            raise KilledError
+        if self.fault and self.draw.random() < times * self.fault:
             self.nvml.fail_next(name, self.draw.choice(CODES))
 
     def begin_agent(self) -> None:
-        """An agent that knows only what the GPU and the status say."""
+        """An agent that knows only what the GPU, its own files and the status say."""
         ready = self.ready() if self.worker else set()
-        fault, self.fault = self.fault, 0.0
+        self.safe()
+        self.nvml._failures.clear()
         self.devices = self.node.devices()
-        self.fault = fault
-        self.worker = GpuWorker(self.devices.uuids[0], self.devices, lambda: None, Rhythm())
+        self.worker = GpuWorker(self.devices.uuids[0], self.devices, lambda: None, Rhythm(), caller=Inline())
         self.worker.remember(frozenset(ready))
 
     def ready(self) -> set[PodUid]:
-        return {pod for pod, outcome in self.worker.outcomes.items() if outcome.state is PartitionState.READY}
+        return {pod for pod, outcome in self.worker.outcomes.items() if outcome.state is READY}
 
     def reserve(self) -> None:
         pod = self.draw.choice(PODS)
-        if pod not in self.wanted and pod not in self.running:
-            self.wanted[pod] = Reservation(
-                pod_uid=PodUid(uid(pod)),
-                pod_namespace=self.draw.choice("xy"),
-                pod_name=pod,
-                job_uid=JobUid(pod),
-                job_name=pod,
-                gpu_uuids=list(self.devices.uuids),
-                mode=self.draw.choice([EXCLUSIVE, TIME_SLICING, MPS, MPS]),
-                memory_limit_mib=self.draw.choice([None, 10_000, 30_000]),
-                reserved_at=str(next(self.pids)),
-            )
+        if pod in self.wanted or pod in self.running:
+            return
+        mode = self.draw.choice([EXCLUSIVE, TIME_SLICING, MPS, MPS, MIG, MIG, MIG])
+        self.wanted[pod] = Reservation(
+            pod_uid=PodUid(uid(pod)),
+            pod_namespace=self.draw.choice("xy"),
+            pod_name=pod,
+            job_uid=JobUid(pod),
+            job_name=pod,
+            gpu_uuids=list(self.devices.uuids),
+            mode=mode,
+            mig_profile=self.draw.choice(self.profiles) if mode is MIG else None,
+            memory_limit_mib=None if mode is MIG else self.draw.choice([None, 3_000, 30_000]),
+            reserved_at=str(next(self.pids)),
+        )
 
     def event(self) -> None:
         pod = self.draw.choice(PODS)
-        match self.draw.choice(["reserve", "reserve", "release", "start", "start", "end", "restart", "kill", "time"]):
+        what = ["reserve", "reserve", "release", "start", "start", "end", "restart", "kill", "time", "time", "driver"]
+        match self.draw.choice(what):
             case "reserve":
                 self.reserve()
-            case "release" if pod not in self.running:
-                self.wanted.pop(pod, None)
+            case "release":
+                self.wanted.pop(pod, None)  # it may run on for a while
             case "start" if self.may_start(pod):
-                self.running[pod] = next(self.pids)
-                self.node.start(0, self.running[pod], pod)
+                pid = next(self.pids)
+                instance = self.instance_of(pod)
+                self.running[pod] = (pid, instance)
+                self.node.start(0, pid, pod, instance=instance)
             case "end" if pod in self.running:
-                self.node.end(0, self.running.pop(pod))
+                self.end(pod)
             case "restart":
                 self.begin_agent()
             case "kill" if self.mps.daemons and not self.running:
                 self.mps.daemons.clear()
             case "time":
-                self.node.advance(5)
+                self.node.seconds += 4000  # whatever passes has passed
+            case "driver" if not self.running and self.foreign is None:
+                self.nvml.restart_driver()
+
+    def end(self, pod: str) -> None:
+        self.node.end(0, self.running.pop(pod)[0])
+
+    def instance_of(self, pod: str) -> int | None:
+        """As the container's own device would be: what the agent brings into it."""
+        if self.wanted[pod].mode is not MIG:
+            return None
+        name = self.devices.access(self.devices.uuids[0], PodUid(uid(pod))).name
+        return next(i.id for i in self.mig.instances.values() for c in i.compute.values() if c.uuid == name)
 
     def may_start(self, pod: str) -> bool:
-        """A client of a dead daemon does not start."""
+        """A client of a dead daemon does not start, and no container whose GPU has vanished."""
         if pod not in self.wanted or pod in self.running or uid(pod) not in self.ready():
             return False
-        return self.wanted[pod].mode is not MPS or bool(self.mps.daemons)
+        match self.wanted[pod].mode:
+            case SharingMode.MPS:
+                return bool(self.mps.daemons) and not self.mig.is_enabled
+            case SharingMode.MIG:
+                return self.has_instance(pod)
+        return not self.mig.is_enabled and self.setting().mode is self.wanted[pod].mode
+
+    def has_instance(self, pod: str) -> bool:
+        own = [o for o in self.setting().instances if o.pod_uid == uid(pod)]
+        devices = {c.uuid for i in self.mig.instances.values() for c in i.compute.values()}
+        known = {f.device.uuid for f in self.devices._found_lately.get(self.devices.uuids[0], []) if f.device}
+        return any(o.device in devices & known for o in own)
+
+    def setting(self):
+        return self.devices._modes[self.devices.uuids[0]].read()
 
     async def look(self) -> None:
         self.worker.want(list(self.wanted.values()))
-        await self.worker.once()
+        try:
+            await self.worker.once()
+        except KilledError:
+            self.begin_agent()
+
+    def dangerous(self) -> None:
+        """Mostly a fault or two, now and then a driver that fails all the time."""
+        self.fault = self.draw.choice([0.0, 0.0, 0.001, 0.004, 0.05])
+        self.death = self.draw.choice([0.0, 0.0, 0.001, 0.004])
+        self.mps.fault, self.mps.death = 30 * self.fault, 30 * self.death
+
+    def safe(self) -> None:
+        self.fault = self.mps.fault = self.death = self.mps.death = 0.0
 
     def check(self) -> None:
-        """Who runs on what it was promised keeps it."""
-        mode_file = self.devices._modes[self.devices.uuids[0]].read()
-        for pod in self.running:
-            assert mode_file.mode is self.wanted[pod].mode, "the mode changed under a tenant"
-            if mode_file.mode is MPS:
-                assert self.mps.daemons, "the daemon was stopped under a tenant"
+        """Who runs on what it was promised keeps it, and nobody else's instance is touched."""
+        for pod, (_, instance) in self.running.items():
+            assert instance is None or instance in self.mig.instances, "the instance was destroyed under a tenant"
+            assert self.mig.is_enabled == (instance is not None), "MIG was switched under a tenant"
+            if pod in self.wanted and instance is None:
+                assert self.setting().mode is self.wanted[pod].mode, "the mode changed under a tenant"
+                if self.setting().mode is MPS:
+                    assert self.mps.daemons, "the daemon was stopped under a tenant"
+        if self.foreign is not None:
+            assert self.mig.instances.get(self.foreign.id) is self.foreign
+
+    async def settle(self) -> None:
+        """The faults have ended; a lost GPU or a fatal state takes a minute of quiet."""
+        self.safe()
+        self.nvml._failures.clear()
+        for _ in range(4):
+            self.node.seconds += 4000
+            await self.look()
+            self.check()
 
 
-@pytest.mark.parametrize("part", range(3))
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    with capture_logs():
+        yield
+
+
+@pytest.mark.parametrize("part", range(PARTS))
 async def test_every_history_ends_well(tmp_path: Path, part: int) -> None:
-    for number in range(HISTORIES // 3):
-        history = History(1000 * part + number, tmp_path / str(number))
+    for number in range(HISTORIES // PARTS):
+        seed = 1_000_000 * part + number
+        history = History(seed, tmp_path / str(number))
         for _ in range(EVENTS):
             history.event()
-            history.fault = history.mps.fault = history.draw.choice([0.0, 0.02, 0.2])
+            history.dangerous()
             await history.look()
-            history.fault = history.mps.fault = 0.0
+            history.safe()
             history.check()
-        history.nvml._failures.clear()
-        for _ in range(4):  # the faults have ended; a lost GPU or a fatal state takes a minute of quiet
-            history.node.seconds += 4000
-            await history.look()
-            history.check()
+        await history.settle()
         for pod, outcome in history.worker.outcomes.items():
-            assert outcome.state is PartitionState.READY or outcome.message, (part, number, pod)
+            assert outcome.state is READY or outcome.message, (seed, pod)
         for pod in list(history.running):
-            history.node.end(0, history.running.pop(pod))
+            history.end(pod)
+        await history.settle()
+        for pod in history.wanted:
+            outcome = history.worker.outcomes[PodUid(uid(pod))]
+            assert outcome.state in (READY, PartitionState.FAILED), (seed, pod, "nobody is waited for any more")
         history.wanted.clear()
         for _ in range(2):
             await history.look()
         actual = history.devices.actual(history.devices.uuids[0])
-        assert (actual.mode, actual.mps_daemon, actual.limits, actual.problem) == (None, False, {}, ""), (part, number)
+        assert (actual.mode, actual.mps_daemon, actual.limits, actual.problem) == (None, False, {}, ""), seed
+        left = [i for i in history.mig.instances.values() if i is not history.foreign]
+        assert left == [], (seed, "instances of nobody")

@@ -117,13 +117,61 @@ def test_extender_and_agents_count_the_same_slots(render: Any) -> None:
     assert [chart.environment(name)["CARPOOL_SLOTS_PER_GPU"] for name in ("extender", "agent")] == ["5", "5"]
 
 
+CONFINED = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
+
+
 @pytest.mark.parametrize("name", ["operator", "kube-scheduler", "extender", "agent"])
-def test_no_process_can_gain_privileges_or_write_its_own_files(chart: Any, name: str) -> None:
-    assert chart.containers[name]["securityContext"] == {
-        "allowPrivilegeEscalation": False,
+def test_no_process_can_gain_privileges_or_write_its_own_files(render: Any, name: str) -> None:
+    chart = render(nodeAgent={"simulatedGpus": "NVIDIA A100-SXM4-40GB:4"})
+    assert chart.containers[name]["securityContext"] == CONFINED
+
+
+def agent_pod(chart: Any) -> Any:
+    return chart.one("DaemonSet", "carpool-node-agent")["spec"]["template"]["spec"]
+
+
+def test_an_agent_of_real_gpus_has_three_capabilities_and_the_nodes_process_ids(render: Any) -> None:
+    """docs/security.md says what each is for; `privileged` would be all devices and all capabilities."""
+    chart = render()
+    assert chart.containers["agent"]["securityContext"] == {
         "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
+        "capabilities": {"drop": ["ALL"], "add": ["SYS_ADMIN", "SETUID", "SETGID"]},
+        "appArmorProfile": {"type": "Unconfined"},
     }
+    pod = agent_pod(chart)
+    assert (pod["hostPID"], pod["runtimeClassName"]) == (True, "nvidia")
+    assert not {"hostNetwork", "hostIPC"} & pod.keys()
+    environment = chart.environment("agent")
+    assert environment["NVIDIA_DRIVER_CAPABILITIES"] == "compute,utility"
+    assert environment["NVIDIA_MIG_CONFIG_DEVICES"] == "all"
+    assert (environment["CARPOOL_MIG_SWITCH"], environment["CARPOOL_DCGM_EXPORTER"]) == ("false", "")
+    assert "CARPOOL_SIMULATED_GPUS" not in environment
+
+
+def test_an_agent_without_mps_and_mig_has_no_capability(render: Any) -> None:
+    chart = render(nodeAgent={"capabilities": [], "runtimeClassName": ""})
+    assert chart.containers["agent"]["securityContext"] == CONFINED
+    assert "runtimeClassName" not in agent_pod(chart)
+    assert "NVIDIA_MIG_CONFIG_DEVICES" not in chart.environment("agent")
+
+
+def test_simulated_gpus_take_nothing_of_the_node(render: Any) -> None:
+    chart = render(nodeAgent={"simulatedGpus": "NVIDIA A100-SXM4-40GB:4"})
+    assert not {"hostPID", "runtimeClassName"} & agent_pod(chart).keys()
+    assert not [name for name in chart.environment("agent") if name.startswith("NVIDIA_")]
+
+
+def test_dcgm_exporter_of_the_same_node_can_be_named(render: Any) -> None:
+    names = [e["name"] for e in render().containers["agent"]["env"]]
+    assert names.index("NODE_IP") < names.index("CARPOOL_DCGM_EXPORTER"), "only what stands before can be used"
+    url = "http://$(NODE_IP):9400/metrics"
+    assert render(nodeAgent={"dcgmExporter": url}).environment("agent")["CARPOOL_DCGM_EXPORTER"] == url
+    assert "dcgmExporter" in render(nodeAgent={"dcgmExporter": "file:///etc/passwd"}).error
+    assert "capabilities" in render(nodeAgent={"capabilities": ["SYS_PTRACE"]}).error
 
 
 def test_only_the_agent_is_root(chart: Any) -> None:
@@ -140,7 +188,8 @@ def test_only_the_agent_is_root(chart: Any) -> None:
 def test_only_the_agent_sees_its_node_and_at_the_nodes_own_paths(chart: Any) -> None:
     for workload in chart.workloads:
         spec = workload["spec"]["template"]["spec"]
-        assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
+        assert not {"hostNetwork", "hostIPC"} & spec.keys()
+        assert "hostPID" not in spec or workload["kind"] == "DaemonSet"
         paths = {v["name"]: v["hostPath"]["path"] for v in spec["volumes"] if "hostPath" in v}
         if workload["kind"] == "Deployment":
             assert paths == {}

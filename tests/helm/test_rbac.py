@@ -29,6 +29,7 @@ OWN = {
         "carpool.dev/gpunodes/status": {"patch"},
         "pods": {"list", "watch"},
         "nodes": {"get"},
+        "events": {"create", "get", "patch"},
     },
 }
 

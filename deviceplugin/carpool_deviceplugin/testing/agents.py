@@ -4,12 +4,22 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from carpool_deviceplugin.app import Agent
 from carpool_deviceplugin.patience import Rhythm
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class Inline:
+    """Makes calls where it stands, without threads."""
+
+    async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call."""
+        return function(*args, **kwargs)
+
 
 QUICK = Rhythm(
     waiting_s=0.02,
