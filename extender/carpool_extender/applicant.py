@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from hashlib import blake2b
 
 import msgspec
 import numpy as np
@@ -67,9 +68,9 @@ class Applicant:
 
     @cached_property
     def shape(self) -> bytes:
-        """All that a decision depends on, but not who asks: demands of equal shape fit into the same places."""
+        """Digest of all that a decision depends on, but not who asks: demands of equal shape fit the same places."""
         anybody = replace(self.demand, job_uid=JobUid(""), job_name="")
-        return msgspec.json.encode((anybody, self.policy))
+        return blake2b(msgspec.json.encode((anybody, self.policy)), digest_size=16).digest()
 
     def facts(self, kind: DeviceClass) -> ClassFacts:
         """Say what the demand means on a class of devices."""

@@ -1,6 +1,7 @@
 """`carpool extender`."""
 
 import asyncio
+import gc
 from collections.abc import Coroutine
 from typing import Any
 
@@ -15,6 +16,7 @@ from carpool_extender.app import build
 from carpool_extender.policies import UnknownPolicyError
 from carpool_extender.server import create_server
 from carpool_extender.settings import ExtenderSettings
+from carpool_extender.watches import Watches
 
 
 @click.command()
@@ -36,14 +38,22 @@ async def run(settings: ExtenderSettings) -> None:
         server = create_server(parts.app, settings)
         scraped = await metrics.serve(parts.registry, settings.metrics_port, readiness=parts.watches.not_ready)
         try:
-            await _until_served(server.serve(), parts.run())
+            await _until_served(server.serve(), parts.run(), _settle(parts.watches))
         finally:
             await scraped.close()
 
 
-async def _until_served(serving: Coroutine[Any, Any, None], working: Coroutine[Any, Any, None]) -> None:
-    """Run both; end with the first, and with its error."""
-    tasks = [asyncio.ensure_future(serving), asyncio.ensure_future(working)]
+async def _settle(watches: Watches) -> None:
+    """Keep the collector away from what was listed: it is most of the heap, and going through it takes seconds."""
+    await watches.wait_synced()
+    gc.collect()
+    gc.freeze()
+    await asyncio.Event().wait()
+
+
+async def _until_served(*work: Coroutine[Any, Any, None]) -> None:
+    """Run everything; end with the first that ends, and with its error."""
+    tasks = [asyncio.ensure_future(one) for one in work]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:

@@ -13,10 +13,11 @@ from carpool_core.resources.job import GpuSelector, MemoryOverride, Sharing
 from carpool_core.resources.meta import ObjectMeta
 from carpool_core.resources.node import GpuNode
 from carpool_core.resources.prediction import Prediction
-from carpool_core.values import JobUid, PodUid
+from carpool_core.values import JobState, JobUid, PodUid
 
 from carpool_extender.cluster import Cluster
 
+_NEED_NO_PLACE = frozenset((JobState.STARTING, JobState.RUNNING, JobState.COMPLETE, JobState.FAILED))
 DELETED_REMEMBERED = 1024
 """UIDs of deleted GpuNodes that are remembered: more than can be deleted while one answer is on its way."""
 
@@ -52,6 +53,26 @@ class JobRow(_Wire, frozen=True, kw_only=True):
     status: JobStatusRow = JobStatusRow()
 
 
+class WatchedStatus(JobStatusRow, frozen=True, kw_only=True):
+    """The same without the prediction of a job that asks for no place any more: it would be most of all memory.
+
+    Whoever needs it after all, as when a pod is replaced before the job's state says so, reads the job.
+    """
+
+    state: str = ""
+
+    def __post_init__(self) -> None:
+        """Forget what no decision needs."""
+        if self.state in _NEED_NO_PLACE:
+            msgspec.structs.force_setattr(self, "prediction", None)
+
+
+class WatchedJob(JobRow, frozen=True, kw_only=True):
+    """A job as it is kept."""
+
+    status: WatchedStatus = WatchedStatus()
+
+
 class Watches:
     """Keeps GpuNodes, jobs, and the pods of our scheduler.
 
@@ -65,7 +86,7 @@ class Watches:
         self.cluster = cluster
         self._clock = clock
         self._nodes = Reflector(api, GPU_NODES, GpuNode, clock=clock, on_change=self._node_changed)
-        self._jobs = Reflector(api, GPU_TRAINING_JOBS, JobRow, clock=clock, on_change=self._job_changed)
+        self._jobs = Reflector(api, GPU_TRAINING_JOBS, WatchedJob, clock=clock, on_change=self._job_changed)
         ours = Selector(fields=f"spec.schedulerName={SCHEDULER_NAME}")
         self._pods = Reflector(api, PODS, Pod, selector=ours, clock=clock, on_change=self._pod_changed)
         self._jobs_by_uid: dict[JobUid, JobRow] = {}
