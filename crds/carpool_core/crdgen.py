@@ -142,7 +142,8 @@ def root_schema(type_: type[msgspec.Struct]) -> Schema:
         "properties": {
             "apiVersion": {"type": "string", "description": f"Version of this schema: {keys.GROUP_VERSION}."},
             "kind": {"type": "string", "description": f"Kind of the object: {type_.__name__}."},
-            "metadata": {"type": "object"},
+            # Named, so that a rule can point at it.
+            "metadata": {"type": "object", "properties": {"name": {"type": "string", "description": "Its name."}}},
             "spec": _field(fields["spec"], with_defaults=True),
             "status": _schema(fields["status"].type, with_defaults=False),
         },

@@ -87,6 +87,13 @@ def _capability(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(".")) if text else (0,)
 
 
+def _impossible_mode(mode: RequestedMode, device: Device) -> str:
+    known = ", ".join(device.modes) or "nothing"
+    if mode is RequestedMode.MIG:
+        return f"offers no MIG instances; ask for sharing.mode Auto, or for what is offered ({known})"
+    return f"cannot be shared by {mode}, only by {known}"
+
+
 def unsuitable(demand: Demand, device: Device) -> str | None:
     """Say why this GPU could not run the demand even if it were empty; None where it could.
 
@@ -100,7 +107,7 @@ def unsuitable(demand: Demand, device: Device) -> str | None:
     if wanted is not None and _capability(device.compute_capability) < _capability(wanted):
         return f"compute capability {device.compute_capability or 'unknown'}, wants {wanted}"
     if demand.mode is not RequestedMode.AUTO and demand.mode.value not in [mode.value for mode in device.modes]:
-        return f"cannot be shared by {demand.mode}, only by {', '.join(device.modes) or 'nothing'}"
+        return _impossible_mode(demand.mode, device)
     needed = demand.profile_on(device.product).memory_mib
     usable = device.memory_mib - device.reserved_mib
     if needed is not None and needed > usable:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from io import StringIO
 from itertools import cycle
 
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -98,7 +99,7 @@ def _names(held: Sequence[Reservation], colours: Mapping[str, str]) -> Text:
 
 def jobs(items: Iterable[GpuTrainingJob]) -> RenderableType:
     """Tabulate predicted beside observed for every job."""
-    table = Table(title="predicted beside observed", title_justify="left")
+    table = Table(title="predicted beside observed", title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("job", "state", "placed on", "mode"):
         table.add_column(column)
     for column in (
@@ -143,7 +144,7 @@ def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def to_svg(picture: RenderableType, *, title: str, width: int = 180) -> str:
+def to_svg(picture: RenderableType, *, title: str, width: int = 190) -> str:
     """Draw a picture as an SVG document."""
     console = Console(record=True, width=width, file=StringIO(), force_terminal=True)
     console.print(picture)

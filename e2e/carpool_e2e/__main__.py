@@ -25,7 +25,7 @@ from carpool_e2e.tools import CONTROL_PLANE_TOOLS, NODE_TOOLS
 OUT = PROJECT / "out"
 """Where manifests and pictures are left."""
 
-WIDTH = 200
+WIDTH = 220
 """Columns of what is not shown in a terminal, such as a log of CI."""
 
 

@@ -146,11 +146,13 @@ class JobSpec(Resource, frozen=True, kw_only=True):
         Rule(
             "self.sharing.mode != 'MIG' || self.gpusPerWorker == 1",
             "a MIG instance is a part of one GPU: set spec.gpusPerWorker to 1, or choose another sharing.mode",
+            field_path=".gpusPerWorker",
         ),
         Rule(
             "self.sharing.mode != 'MPS' || self.gpusPerWorker == 1",
             "each GPU has an MPS daemon of its own and a process reaches only one: "
             "set spec.gpusPerWorker to 1, or choose another sharing.mode",
+            field_path=".gpusPerWorker",
         ),
     )
 
@@ -282,6 +284,7 @@ def _fixed_once_placed(name: str, *, is_optional: bool = False) -> Rule:
     return Rule(
         f"!has(oldSelf.status) || !has(oldSelf.status.placement) || oldSelf.status.placement.size() == 0 || {same}",
         f"spec.{name} cannot change once the job is placed; only spec.runPolicy can: delete the job and apply it again",
+        field_path=f".spec.{name}",
     )
 
 
@@ -292,6 +295,7 @@ class GpuTrainingJob(Resource, frozen=True, kw_only=True):
         Rule(
             "self.metadata.name.size() <= 48",
             "metadata.name must have at most 48 characters, because pods are called NAME-worker-INDEX-ATTEMPT",
+            field_path=".metadata.name",
         ),
         *(_fixed_once_placed(name) for name in ("workers", "gpusPerWorker", "training", "sharing", "memory", "gpu")),
         *(_fixed_once_placed(name, is_optional=True) for name in ("model", "template")),

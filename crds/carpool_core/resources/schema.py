@@ -23,11 +23,14 @@ class Rule(NamedTuple):
     """A sentence: what was expected, what to do."""
     found: str = ""
     """CEL for the same sentence with what was found in it; `message` stands where it cannot be computed."""
+    field_path: str = ""
+    """Which field under this one is to blame, such as `.spec.workers`. The root has no name of its own, and without
+    this the API server calls it `<nil>`."""
 
     def as_schema(self) -> dict[str, Any]:
         """Return the rule as the CRD holds it."""
-        detail = {"messageExpression": self.found} if self.found else {}
-        return {"rule": self.cel, "message": self.message} | detail
+        detail = {"messageExpression": self.found, "fieldPath": self.field_path}
+        return {"rule": self.cel, "message": self.message} | {key: value for key, value in detail.items() if value}
 
 
 def field(description: str, *, schema: dict[str, Any] | None = None, rules: Sequence[Rule] = (), **bounds: Any) -> Meta:

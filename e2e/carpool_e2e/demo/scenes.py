@@ -98,16 +98,13 @@ async def waiting(stage: Stage) -> None:
         _expect(product in condition(job, "Placed"), f"what the freest {product} has", condition(job, "Placed"))
     await _told(stage, "large", "NoGpuFits")
     stage.run("describe", "gtj", "large", lines=8)
-    deleted = time.monotonic()
     stage.run("delete", "gtj", "wide", "--wait=false")
-    await asyncio.to_thread(stage.run, "wait", "--for=delete", "pod", "-l", "carpool.dev/job=wide", show=False)
-    gone = time.monotonic()
+    # From here on: starting kubectl takes a machine under load longer than all that follows.
+    deleted = time.monotonic()
     await stage.until("running", "large", _running, within_s=20)
-    now = time.monotonic()
-    stage.console.print(
-        f"large runs {now - deleted:.1f} s after the deletion of wide, {now - gone:.1f} s after its last pod"
-    )
-    _expect(now - gone <= 2, "a start within 2 s of the other job's end", f"{now - gone:.1f} s")
+    took_s = time.monotonic() - deleted
+    stage.console.print(f"large runs {took_s:.1f} s after the deletion of wide, the end of wide's containers included")
+    _expect(took_s <= 2, "a start within 2 s of the other job's deletion", f"{took_s:.1f} s")
 
 
 async def _told(stage: Stage, job: str, reason: str, within_s: float = 10) -> None:

@@ -1,0 +1,42 @@
+"""Why a GPU could never hold a job, in sentences."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from carpool_core.demand import demand_of, unsuitable
+from carpool_core.resources.job import GpuTrainingJob
+from carpool_core.resources.node import Device
+
+A100 = msgspec.convert(
+    {
+        "uuid": "GPU-0",
+        "index": 0,
+        "product": "Simulated NVIDIA A100-SXM4-40GB",
+        "memoryMib": 40960,
+        "reservedMib": 424,
+        "computeCapability": "8.0",
+        "modes": ["Exclusive", "TimeSlicing", "MPS"],
+    },
+    Device,
+)
+
+CASES = [
+    pytest.param({}, None, id="nothing is asked"),
+    pytest.param({"gpu": {"product": "H100"}}, "wrong product: wants H100, is Simulated NVIDIA A100", id="product"),
+    pytest.param({"gpu": {"minMemory": "80Gi"}}, "wants a GPU of 81,920 MiB, has 40,960 MiB", id="least memory"),
+    pytest.param({"gpu": {"minComputeCapability": "9.0"}}, "compute capability 8.0, wants 9.0", id="capability"),
+    pytest.param({"memory": {"limit": "40Gi"}}, "needs 40,960 MiB, has 40,536 MiB", id="what the driver keeps"),
+    pytest.param(
+        {"sharing": {"mode": "MIG"}},
+        "offers no MIG instances; ask for sharing.mode Auto, or for what is offered (Exclusive, TimeSlicing, MPS)",
+        id="MIG where there is none",
+    ),
+]
+
+
+@pytest.mark.parametrize(("spec", "told"), CASES)
+def test_sentence_names_the_check_and_the_margin(spec: dict[str, Any], told: str | None) -> None:
+    body = {"metadata": {"name": "x"}, "spec": {"template": {}, **spec}}
+    found = unsuitable(demand_of(msgspec.convert(body, GpuTrainingJob)), A100)
+    assert found is None if told is None else found is not None and told in found
