@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from carpool_predictor import activity_figures, hotcloud
-from carpool_predictor.activity_fit import TARGETS, HeldOut, held_out
-from carpool_predictor.activity_rows import ActivityRow, clean, read_rows
+from carpool_predictor.activity import shipped
+from carpool_predictor.activity_fit import TARGETS, HeldOut, held_out, matrix, values
+from carpool_predictor.activity_rows import KINDS, ActivityRow, clean, read_rows
 from carpool_predictor.evaluation.suites import Figure, Report
 
 SEED = 0
@@ -58,6 +59,42 @@ def run(data: Path, out: Path) -> Report:
     card.parent.mkdir(parents=True, exist_ok=True)
     card.write_text(_card(raw, rows, tables, found))
     return Report("activity", _figures(found, tables), (card, *drawn))
+
+
+def frozen(data: Path) -> Report:
+    """Judge the shipped model on rows that it never saw; nothing is fitted.
+
+    Raises:
+        DataError: A file or a column is missing.
+    """
+    rows = [row for kind in KINDS for row in clean(read_rows(data, kind))]
+    model = shipped()
+    ensemble = model.ensemble()
+    predicted = np.array([ensemble.predict(row) for row in matrix(rows).tolist()])
+    figures = [Figure("rows", len(rows))]
+    for column, (target, stored) in enumerate(zip(TARGETS, model.targets, strict=True)):
+        medians = predicted[:, column]
+        ends = np.array(
+            [
+                stored.around(median, convolutional=row.kind == "cnn")[1:]
+                for median, row in zip(medians, rows, strict=True)
+            ]
+        )
+        found = HeldOut(values(rows, target), medians, ends[:, 0], ends[:, 1], tuple(row.group for row in rows))
+        for kind in sorted({row.kind for row in rows}):
+            a = accuracy(found, _UNITS[target], f"{kind}/")
+            name = f"{_TITLES[target]}, {kind.upper()}"
+            asked = target == "gpu_util_percent" and kind == "cnn"
+            figures.append(
+                Figure(
+                    f"{name}: mean absolute error, points",
+                    round(a.mean_error, 2),
+                    f"≤ {MAX_ERROR_POINTS:g}" if asked else "",
+                    a.mean_error <= MAX_ERROR_POINTS if asked else None,
+                )
+            )
+            figures.append(Figure(f"{name}: inside the 90% interval, %", round(100 * a.coverage, 1)))
+    return Report("activity", tuple(figures))
 
 
 def accuracy(found: HeldOut, unit: float, group: str) -> Accuracy:

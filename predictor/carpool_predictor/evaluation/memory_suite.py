@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from carpool_predictor import store
 from carpool_predictor.evaluation.memory_card import write_card
-from carpool_predictor.evaluation.suites import Figure, Report
+from carpool_predictor.evaluation.suites import DataError, Figure, Report
 from carpool_predictor.measurements import FILE, Row, clean, read_rows
 from carpool_predictor.memory import MemoryModel, correct, predict_memory, shipped
 from carpool_predictor.memory_baselines import BASELINES
@@ -225,3 +225,17 @@ def run(data: Path, out: Path) -> Report:
         models=len({s.model for s in samples}),
     )
     return Report("memory", targets(by_family.figures(), few[20]), files)
+
+
+def frozen(data: Path) -> Report:
+    """Judge the shipped model on rows that it never saw; nothing is fitted.
+
+    Raises:
+        DataError: The file or a column is missing, or none of its models is known.
+    """
+    _, samples, _ = measured_samples(data)
+    if not samples:
+        raise DataError(f"expected rows of models that the feature store knows in {data / FILE}, found none")
+    found = apply(shipped(), samples).figures()
+    asked = {figure.name: figure for figure in targets(found, few=0.0)}
+    return Report("memory", tuple(asked.get(name, Figure(name, value)) for name, value in found.items()))

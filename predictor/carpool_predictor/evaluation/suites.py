@@ -3,6 +3,7 @@
 A suite is a function `run(data: Path, out: Path) -> Report` in a module of its own, imported only when asked for. It
 reads the measurements below `data`, writes its model card `out/<name>.md` and its figures
 `out/figures/<name>-*.svg`, and returns what it found. The same data and seed give the same bytes: no times, no paths.
+Beside it may stand `frozen(data: Path) -> Report`, which judges what is shipped on those measurements and fits nothing.
 """
 
 import importlib
@@ -59,8 +60,26 @@ SUITES: Mapping[str, str] = {
 """Suites by name, in the order of `--suite all`; each value is `module:function`."""
 
 
+class Frozen(Protocol):
+    """Judges the shipped model on rows that it never saw."""
+
+    def __call__(self, data: Path) -> Report:
+        """Read measurements below `data`, fit nothing and write nothing.
+
+        Raises:
+            DataError: A file or a column is missing.
+        """
+        ...
+
+
 def load(name: str) -> Suite:
     """Import a suite."""
     module, _, function = SUITES[name].partition(":")
     suite: Suite = getattr(importlib.import_module(module), function)
     return suite
+
+
+def load_frozen(name: str) -> Frozen | None:
+    """Import what judges a suite's shipped model, the function `frozen` beside the suite; None where there is none."""
+    frozen: Frozen | None = getattr(importlib.import_module(SUITES[name].partition(":")[0]), "frozen", None)
+    return frozen

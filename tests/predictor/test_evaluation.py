@@ -1,0 +1,75 @@
+"""`carpool evaluate` and `carpool train`: which suites there are, and what is said of data that cannot be read."""
+
+import csv
+from pathlib import Path
+
+import pytest
+from carpool_predictor.evaluation.commands import evaluate, train
+from carpool_predictor.evaluation.suites import SUITES, load, load_frozen
+from carpool_predictor.neusight import GPUS, MODELS, ModelRow, operators
+from carpool_predictor.step_time import shipped
+from carpool_predictor.step_time_fit import seconds
+from click.testing import CliRunner
+
+
+@pytest.mark.parametrize("name", ["memory", "activity", "step-time"])
+def test_a_suite_can_be_loaded(name: str) -> None:
+    assert callable(load(name))
+    assert callable(load_frozen(name))
+
+
+@pytest.mark.parametrize("suite", sorted(SUITES))
+def test_a_folder_without_measurements_is_told(suite: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(evaluate, ["--data", str(tmp_path), "--suite", suite, "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert "no such file" in result.stderr.casefold()
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("suite", "file"),
+    [
+        ("memory", "gpumemnet/timm_a100_40gb.csv"),
+        ("activity", "gpumemnet/mlp_a100_40gb.csv"),
+        ("step-time", "neusight/e2e_labels_flat.csv"),
+    ],
+)
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_missing_column_is_told(suite: str, file: str, frozen: bool, tmp_path: Path) -> None:
+    path = tmp_path / file
+    path.parent.mkdir(parents=True)
+    path.write_text("something,else\n1,2\n")
+    arguments = ["--data", str(tmp_path), "--suite", suite, "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(evaluate, [*arguments, "--frozen"] if frozen else arguments)
+    assert result.exit_code == 2
+    assert "column" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_training_without_measurements_is_told(tmp_path: Path) -> None:
+    result = CliRunner().invoke(train, ["--data", str(tmp_path), "--out", str(tmp_path / "artifacts")])
+    assert result.exit_code == 2
+    assert "no such file" in result.stderr
+
+
+def test_frozen_judges_what_is_shipped_and_writes_nothing(tmp_path: Path) -> None:
+    """Steps that take just as long as the shipped model says are predicted without error."""
+    path = tmp_path / "neusight" / "e2e_labels_flat.csv"
+    path.parent.mkdir()
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["gpu", "model", "mode", "seqlen", "batch", "variant", "e2e_ms"])
+        for gpu in GPUS:
+            row = ModelRow(gpu, "bert_large", True, 2, 1.0, *operators(MODELS["bert_large"], 2, 512, training=True))
+            step_ms = 1e3 * seconds(shipped().learned, gpu, row.cost)
+            writer.writerow([gpu, "bert_large", "train", 512, 2, "", step_ms])
+    out = tmp_path / "out"
+    arguments = ["--data", str(tmp_path), "--suite", "step-time", "--frozen", "--out", str(out)]
+    result = CliRunner().invoke(evaluate, arguments, env={"COLUMNS": "120"})
+    assert result.exit_code == 0, result.stderr
+    found = {
+        line.split("│")[1].strip(): line.split("│")[2].strip() for line in result.output.splitlines() if "│" in line
+    }
+    assert found["rows"] == "8"
+    assert float(found["median error, %"]) == 0
+    assert not out.exists()
