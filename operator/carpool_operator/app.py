@@ -124,6 +124,7 @@ class Operator:
         unreserved = without_reservation(JobUid(job.metadata.uid), pods, nodes)
         digest = input_digest(job.spec.model, job.spec.training)
         products = products_of(job, self.fleet.products)
+        recorded = job.status.attempts[-1].pod_uids if job.status.attempts else ()
         return Snapshot(
             job=job,
             now=self._clock.now(),
@@ -134,6 +135,7 @@ class Operator:
             retry_in_s=self.predictions.retry_in(digest),
             traces_ahead=self.predictions.ahead(digest),
             pods=pods,
+            made=self._recollection.made(key, recorded),
             created=self._recollection.created(key, now) - {pod.metadata.name for pod in pods},
             is_template_checked=self._recollection.is_checked(key, version_of(job)),
             refusal=self._recollection.refusal(key, now),

@@ -15,9 +15,9 @@ import msgspec
 from carpool_core.clock import parse_rfc3339, rfc3339
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.job import Attempt, JobSpec, JobStatus, RunPolicy
+from carpool_core.values import PodUid
 
 from carpool_operator.outcomes import TAKEN_AWAY, Outcome
-from carpool_operator.pods import attempt_of
 
 CREATING = "Creating"
 RUNNING = "Running"
@@ -46,23 +46,22 @@ class Backoff:
         return float(min(self.first_s * 2.0 ** min(failures - 1, 30), self.most_s))
 
 
-def present(status: JobStatus, pods: Iterable[Pod]) -> Attempt | None:
-    """Return the latest attempt, from the status or, where the status was lost, from its pods; None before the first.
+def present(status: JobStatus) -> Attempt | None:
+    """Return the latest attempt; None before the first. Attempts are written before their pods are created."""
+    return status.attempts[-1] if status.attempts else None
 
-    An attempt that only pods know of counts as Creating: its missing pods are created. Where the status knows of any
-    attempt, a pod of a later one is not believed, because attempts are written before their pods are created.
-    """
-    if status.attempts:
-        return status.attempts[-1]
-    found = max(((number, pod) for pod in pods if (number := attempt_of(pod))), key=lambda np: np[0], default=None)
-    if found is None:
-        return None
-    return Attempt(number=found[0], started_at=found[1].metadata.creation_timestamp or "", outcome=CREATING)
+
+def with_pods(attempt: Attempt, pods: Iterable[Pod]) -> Attempt:
+    """Record which pods are the attempt's own, once all of them exist."""
+    uids = sorted(PodUid(pod.metadata.uid) for pod in pods)
+    return msgspec.structs.replace(attempt, outcome=RUNNING, pod_uids=uids)
 
 
 def with_attempt(status: JobStatus, attempt: Attempt) -> JobStatus:
-    """Put an attempt in its place among the attempts, of which the latest ten are kept."""
-    others = [known for known in status.attempts if known.number != attempt.number]
+    """Put an attempt in its place among the attempts, of which the latest ten are kept, and pods of the latest only."""
+    others = [
+        msgspec.structs.replace(known, pod_uids=[]) for known in status.attempts if known.number != attempt.number
+    ]
     kept = sorted([*others, attempt], key=lambda known: known.number)[-_KEPT:]
     return msgspec.structs.replace(status, attempts=kept)
 

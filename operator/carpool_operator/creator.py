@@ -12,6 +12,7 @@ from carpool_core.resources.job import GpuTrainingJob
 
 from carpool_operator.actions import CreatePod
 from carpool_operator.caches import key_of, version_of
+from carpool_operator.likeness import is_as_built
 from carpool_operator.pods import controller_of
 from carpool_operator.recollection import Recollection
 from carpool_operator.snapshot import Refusal
@@ -26,6 +27,14 @@ class _Owned(msgspec.Struct, frozen=True):
 
 class Superseded(Exception):  # noqa: N818  # not an error: the job is looked at again
     """What was decided no longer applies: the job changed, ended, or a pod was refused. It is looked at again."""
+
+
+class ForeignPodError(Exception):
+    """A pod of a worker's name gives the job as its controller, and is not what Carpool makes."""
+
+    def __init__(self, name: str, uid: str) -> None:
+        super().__init__(f"pod {name} is not as Carpool would have made it")
+        self.name, self.uid = name, uid
 
 
 def _taken(what: str, name: str, found: _Owned, job: GpuTrainingJob) -> str:
@@ -62,7 +71,7 @@ class Creator:
         try:
             await self._api.create(SERVICES, body, namespace=job.metadata.namespace)
         except Conflict as error:
-            found = await self._owned(SERVICES, name, job, error)
+            found = msgspec.convert(await self._read(SERVICES, name, job, error), _Owned)
             if controller_of(found.metadata) != job.metadata.uid:
                 self._refuse(
                     key, Refusal("ServiceNameTaken", _taken("service", name, found, job), is_final=False), error
@@ -74,9 +83,9 @@ class Creator:
         """Create a pod; one of that name that the job controls is as good."""
         key, now = key_of(job), self._clock.monotonic()
         try:
-            await self._api.create(PODS, action.body, namespace=job.metadata.namespace)
+            pod = await self._api.create(PODS, action.body, namespace=job.metadata.namespace)
         except Conflict as error:
-            await self._adopt(job, action.name, error)
+            pod = await self._adopt(job, action, error)
         except Invalid as error:
             self._refuse(key, Refusal("InvalidTemplate", sentence(error), is_final=True), error)
         except Forbidden as error:
@@ -85,18 +94,23 @@ class Creator:
             self._refuse(key, Refusal("PodForbidden", f"the namespace is gone: {error}", is_final=False), error)
         else:
             self._log.info("pod created", job=key, pod=action.name)
-        self._recollection.pod_created(key, action.name, now)
+        self._recollection.pod_created(key, action.name, str(pod["metadata"]["uid"]), now)
 
-    async def _adopt(self, job: GpuTrainingJob, name: str, error: Conflict) -> None:
-        """A pod of that name that this very job controls was created before a crash, and is as good as a new one."""
-        pod = await self._owned(PODS, name, job, error)
+    async def _adopt(self, job: GpuTrainingJob, action: CreatePod, error: Conflict) -> dict[str, Any]:
+        """Take a pod that was made before a crash for the job's own, where it is what would have been created."""
+        found = await self._read(PODS, action.name, job, error)
+        pod = msgspec.convert(found, _Owned)
         if controller_of(pod.metadata) != job.metadata.uid:
-            self._refuse(key_of(job), Refusal("PodNameTaken", _taken("pod", name, pod, job), is_final=False), error)
+            message = _taken("pod", action.name, pod, job)
+            self._refuse(key_of(job), Refusal("PodNameTaken", message, is_final=False), error)
+        if pod.metadata.deletion_timestamp is not None or not is_as_built(found, action.body):
+            raise ForeignPodError(action.name, pod.metadata.uid) from error
+        return found
 
-    async def _owned(self, kind: ResourceKind, name: str, job: GpuTrainingJob, error: Conflict) -> _Owned:
-        """Read an object that was in the way, as far as its owners go."""
+    async def _read(self, kind: ResourceKind, name: str, job: GpuTrainingJob, error: Conflict) -> dict[str, Any]:
+        """Read an object that was in the way."""
         try:
-            return await self._api.get(kind, name, _Owned, namespace=job.metadata.namespace)
+            return await self._api.get(kind, name, dict[str, Any], namespace=job.metadata.namespace)
         except NotFound:
             raise error from None  # gone meanwhile, or the conflict was about something else: try again
 

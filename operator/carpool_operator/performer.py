@@ -23,7 +23,8 @@ from carpool_operator.actions import (
     WriteStatus,
 )
 from carpool_operator.caches import Jobs, key_of
-from carpool_operator.creator import Creator, Superseded
+from carpool_operator.creator import Creator, ForeignPodError, Superseded
+from carpool_operator.impostors import foreign
 from carpool_operator.patches import merge_patch
 from carpool_operator.predictions import Predictions
 from carpool_operator.recollection import Recollection
@@ -81,7 +82,7 @@ class Performer:
             case CreateService(body):
                 await self._creator.create_service(job, body)
             case CreatePod():
-                await self._creator.create_pod(job, action)
+                await self._create_pod(job, action)
             case DeletePod(name, uid):
                 await self._delete_pod(job, name, uid)
             case DeleteJob():
@@ -115,6 +116,14 @@ class Performer:
             self._jobs.remove(key_of(job), job.metadata.uid)
         else:
             self._jobs.put(fresh)
+
+    async def _create_pod(self, job: GpuTrainingJob, action: CreatePod) -> None:
+        try:
+            await self._creator.create_pod(job, action)
+        except ForeignPodError as found:
+            await self._delete_pod(job, found.name, found.uid)
+            await self._record(job, RecordEvent("Warning", "ForeignPod", foreign(found.name)))
+            raise Superseded(str(found)) from found
 
     async def _delete_pod(self, job: GpuTrainingJob, name: str, uid: str) -> None:
         try:

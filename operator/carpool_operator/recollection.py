@@ -15,6 +15,7 @@ class Recollection:
     def __init__(self) -> None:
         self._created: dict[str, dict[str, float]] = {}
         self._checked: dict[str, str] = {}
+        self._made: dict[str, set[str]] = {}
         self._refused: dict[str, tuple[Refusal, float]] = {}
         self._unreserved: dict[str, dict[str, float]] = {}
 
@@ -36,6 +37,12 @@ class Recollection:
         """Remember that a template was found right."""
         self._checked[key] = version
 
+    def made(self, key: str, recorded: Iterable[str]) -> frozenset[str]:
+        """UIDs of pods made for the job that the status does not hold yet."""
+        known = self._made.get(key, set())
+        known.difference_update(recorded)
+        return frozenset(known)
+
     def refusal(self, key: str, now: float) -> Refusal | None:
         """Why the job's pods were refused a moment ago."""
         refusal, at = self._refused.get(key, (None, 0.0))
@@ -54,9 +61,10 @@ class Recollection:
             self._unreserved.pop(key, None)
         return {uid: now - at for uid, at in since.items()}
 
-    def pod_created(self, key: str, name: str, now: float) -> None:
+    def pod_created(self, key: str, name: str, uid: str, now: float) -> None:
         """Remember that a pod exists."""
         self._created.setdefault(key, {})[name] = now
+        self._made.setdefault(key, set()).add(uid)
         self._refused.pop(key, None)
 
     def pod_refused(self, key: str, refusal: Refusal, now: float) -> None:
@@ -71,9 +79,10 @@ class Recollection:
             return
         self._created.get(key, {}).pop(pod.metadata.name, None)
         if new is None:
+            self._made.get(key, set()).discard(pod.metadata.uid)
             self._refused.pop(key, None)
 
     def forget(self, key: str) -> None:
         """Forget a job that is gone."""
-        for known in (self._created, self._checked, self._refused, self._unreserved):
+        for known in (self._created, self._checked, self._made, self._refused, self._unreserved):
             known.pop(key, None)

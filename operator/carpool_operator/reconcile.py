@@ -37,7 +37,7 @@ def reconcile(snapshot: Snapshot) -> Decision:
     draft = without_impostors(snapshot)
     if conditions.is_finished(draft.status):
         return _after_end(draft)
-    attempt = attempts.present(draft.status, draft.snapshot.pods)
+    attempt = attempts.present(draft.status)
     if _is_hopeless(draft, attempt):
         return draft.decision()
     is_predicted = predict(draft)
@@ -190,8 +190,7 @@ def _follow(draft: Draft, attempt: Attempt, pods: list[Pod], demand: Demand) -> 
     if missing and attempt.outcome != attempts.CREATING:
         _end(draft, attempt, pod_deleted(pod_name(draft.job.metadata.name, missing[0], attempt.number)))
         return
-    outcome = attempts.CREATING if missing else attempts.RUNNING
-    draft.status = attempts.with_attempt(draft.status, msgspec.structs.replace(attempt, outcome=outcome))
+    draft.status = attempts.with_attempt(draft.status, attempt if missing else attempts.with_pods(attempt, pods))
     if draft.status.start_time is None:
         draft.set(start_time=reports.started_at(pods))
     reports.report_placed(draft, demand, pods)

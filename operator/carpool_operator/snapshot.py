@@ -42,6 +42,8 @@ class Snapshot:
     """How many other models are traced before this job's, where it has to be traced; see `TraceQueue.ahead`."""
     pods: tuple[Pod, ...] = ()
     """Pods that the job controls, as last heard of."""
+    made: frozenset[str] = frozenset()
+    """UIDs of pods that this process has created for the job, or has found to be as it would have created them."""
     created: frozenset[str] = frozenset()
     """Names of pods that were created a moment ago and not heard of since."""
     is_template_checked: bool = False

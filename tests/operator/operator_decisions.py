@@ -10,7 +10,7 @@ from carpool_operator.actions import CreatePod, Decision, DeletePod, RecordEvent
 from carpool_operator.conditions import find
 from carpool_operator.reconcile import reconcile
 from carpool_operator.snapshot import Snapshot
-from operator_fixtures import job, prediction
+from operator_fixtures import job, made, prediction
 
 
 def status_of(decision: Decision, of: GpuTrainingJob) -> JobStatus:
@@ -51,4 +51,4 @@ def settled(of: GpuTrainingJob) -> GpuTrainingJob:
 def again(before: Snapshot, decision: Decision, **changes: Any) -> Decision:
     """Reconcile once more with the written status."""
     of = msgspec.structs.replace(before.job, status=status_of(decision, before.job))
-    return reconcile(replace(before, job=of, **changes))
+    return reconcile(replace(before, **{"made": made(changes.get("pods", before.pods)), **changes, "job": of}))

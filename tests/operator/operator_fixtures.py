@@ -1,5 +1,6 @@
 """Jobs, pods, nodes and predictions, as the API server would show them."""
 
+from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -159,6 +160,11 @@ def terminated(exit_code: int, *, reason: str = "Error", message: str = "", at: 
     return {"containerStatuses": [{"name": "train", "state": {"terminated": ended}}]}
 
 
+def made(pods: Iterable[Pod]) -> frozenset[str]:
+    """UIDs of pods, as the operator knows those that it has made; not of forged ones."""
+    return frozenset(p.metadata.uid for p in pods if p.metadata.uid != "forged")
+
+
 def snapshot(of: GpuTrainingJob, *, after_s: float = 0.0, **changes: Any) -> Snapshot:
     nodes = changes.setdefault("nodes", (node(),))
     defaults: dict[str, Any] = {
@@ -166,6 +172,7 @@ def snapshot(of: GpuTrainingJob, *, after_s: float = 0.0, **changes: Any) -> Sna
         "digest": DIGEST,
         "products": (A100,),
         "is_template_checked": True,
+        "made": made(changes.get("pods", ())),
         "devices": tuple(n.status.devices for n in nodes),
     }
     return Snapshot(job=of, **(defaults | changes))

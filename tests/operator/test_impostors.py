@@ -1,11 +1,19 @@
 """Pods that name a job as their controller and are not its workers."""
 
+import json
+from typing import Any
+
 import pytest
 from carpool_core import keys
 from carpool_core.clock import rfc3339
+from carpool_core.kube.api import EVENTS, PODS
+from carpool_core.resources.job import GpuTrainingJob
+from carpool_operator.likeness import is_as_built
+from carpool_operator.pods import build_pod
 from carpool_operator.reconcile import reconcile
 from operator_decisions import created, deleted, events, predicted_job, status_of
-from operator_fixtures import NOW, node, pod, reservation, snapshot, terminated
+from operator_fixtures import NOW, job, node, pod, reservation, snapshot, terminated
+from operator_world import World
 
 
 def test_forged_labels_do_not_make_a_pod_a_worker() -> None:
@@ -48,3 +56,93 @@ def test_impostor_that_cannot_be_deleted_holds_nothing_up() -> None:
     decision = reconcile(snapshot(of, pods=(pod(phase="Running", metadata=going),)))
     assert created(decision) == ["x-worker-0-1"]
     assert "ForeignPod" not in events(decision), "it is on its way out"
+
+
+def recorded(*uids: str, outcome: str = "Running") -> GpuTrainingJob:
+    return predicted_job(attempts=[{"number": 1, "outcome": outcome, "podUids": list(uids)}])
+
+
+def test_pod_with_our_uid_and_a_worker_s_name_is_not_ours() -> None:
+    """Regression: once the worker was gone, a pod of its name with the job's UID was followed in its place."""
+    of = recorded("pod-0-1")
+    forged = pod(phase="Succeeded", metadata={"uid": "forged"})
+    decision = reconcile(snapshot(of, pods=(forged,)))
+    status = status_of(decision, of)
+    assert status.state != "Complete"
+    assert status.attempts[0].outcome == "PodDeleted", "the real one is gone"
+    assert deleted(decision) == ["x-worker-0-1"]
+    assert "ForeignPod" in events(decision)
+
+
+def test_pod_that_stands_there_before_ours_is_not_followed() -> None:
+    of = recorded(outcome="Creating")
+    forged = pod(phase="Succeeded", metadata={"uid": "forged"})
+    decision = reconcile(snapshot(of, pods=(forged,)))
+    assert created(decision) == ["x-worker-0-1"], "which finds it in the way and looks at it"
+    assert status_of(decision, of).state != "Complete"
+
+
+def test_pod_of_an_attempt_that_an_older_version_wrote_is_ours() -> None:
+    of = recorded()
+    decision = reconcile(snapshot(of, pods=(pod(phase="Succeeded"),), made=frozenset()))
+    assert status_of(decision, of).state == "Complete"
+
+
+def seed(world: World, **changes: Any) -> str:
+    """A pod that stands there under the worker's name before the operator creates it; returns its UID."""
+    body = build_pod(world.job(), 0, 1)
+    body["spec"] |= changes
+    return str(world.kube.seed(PODS, body)["metadata"]["uid"])
+
+
+async def test_forged_pod_in_the_way_is_deleted_and_ours_is_made() -> None:
+    world = World()
+    world.apply()
+    forged = seed(world, containers=[{"name": "train", "image": "forged:1"}])
+    await world.settle()
+    assert [p["metadata"]["uid"] == forged for p in world.pods()] == [False]
+    assert world.pods()[0]["spec"]["containers"][0]["image"] == "train:1"
+    assert "ForeignPod" in {event["reason"] for event in world.kube.dump_all(EVENTS)}
+    assert world.job().status.attempts[0].pod_uids == [world.pods()[0]["metadata"]["uid"]]
+
+
+async def test_pod_made_before_a_crash_is_kept() -> None:
+    """What the API server and its admission add makes no other pod of it."""
+    world = World()
+    world.apply()
+    made = seed(world, serviceAccountName="default", volumes=[{"name": "kube-api-access-x", "projected": {}}])
+    await world.settle()
+    assert [p["metadata"]["uid"] for p in world.pods()] == [made]
+    assert world.job().status.attempts[0].pod_uids == [made]
+
+
+BUILT = build_pod(job(workers=2), 1, 1)
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """The pod as built, with one thing replaced or added."""
+    body = json.loads(json.dumps(BUILT))
+    *parents, last = [int(key) if key.isdigit() else key for key in path.split(".")]
+    here = body
+    for key in parents:
+        here = here[key]
+    here[last] = value
+    return body
+
+
+@pytest.mark.parametrize(
+    ("found", "is_same"),
+    [
+        pytest.param(BUILT, True, id="the same"),
+        pytest.param(changed("spec.nodeName", "n1"), True, id="bound"),
+        pytest.param(changed("spec.tolerations", [{"key": "other"}, *BUILT["spec"]["tolerations"]]), True, id="more"),
+        pytest.param(changed("metadata.labels", {**BUILT["metadata"]["labels"], "a": "b"}), True, id="labelled"),
+        pytest.param(changed("spec.containers.0.image", "other:1"), False, id="another image"),
+        pytest.param(changed("spec.containers", [*BUILT["spec"]["containers"], {"name": "b"}]), False, id="a sidecar"),
+        pytest.param(changed("spec.containers.0.command", ["mine"]), False, id="a command"),
+        pytest.param(changed("spec.containers.0.env", BUILT["spec"]["containers"][0]["env"][1:]), False, id="env"),
+        pytest.param(changed("metadata.ownerReferences", []), False, id="no owner"),
+    ],
+)
+def test_likeness(found: dict[str, Any], is_same: bool) -> None:
+    assert is_as_built(found, BUILT) == is_same

@@ -9,7 +9,7 @@ from carpool_core.resources.job import GpuTrainingJob
 from carpool_operator.attempts import spec_digest
 from carpool_operator.reconcile import reconcile
 from operator_decisions import again, condition, created, deleted, events, predicted_job, settled, status_of
-from operator_fixtures import NOW, job, node, pod, prediction, reservation, snapshot, terminated
+from operator_fixtures import NOW, node, pod, reservation, snapshot, terminated
 
 
 def test_all_pods_seen_turns_the_attempt_running() -> None:
@@ -176,8 +176,13 @@ def test_stray_pods_are_deleted_and_old_failures_too() -> None:
     assert deleted(decision) == ["odd", "x-worker-0-3", "x-worker-0-2"]
 
 
-def test_lost_status_is_taken_up_from_the_pods() -> None:
-    of = job(workers=2)
-    decision = reconcile(snapshot(of, prediction=prediction(), pods=(pod(1, 4), pod(0, 3, phase="Failed"))))
-    assert created(decision) == ["x-worker-0-4"]
-    assert status_of(decision, of).attempts[-1].number == 4
+def test_pods_are_recorded_once_all_of_them_exist() -> None:
+    of = predicted_job(attempts=[{"number": 1, "outcome": "Creating"}], workers=2)
+    assert status_of(reconcile(snapshot(of, pods=(pod(0),))), of).attempts[0].pod_uids == []
+    assert status_of(reconcile(snapshot(of, pods=(pod(0), pod(1)))), of).attempts[0].pod_uids == ["pod-0-1", "pod-1-1"]
+
+
+def test_only_the_latest_attempt_keeps_its_pods() -> None:
+    ended = {"number": 1, "outcome": "PodDeleted", "endedAt": rfc3339(NOW), "podUids": ["pod-0-1"]}
+    of = predicted_job(attempts=[ended])
+    assert [a.pod_uids for a in status_of(reconcile(snapshot(of)), of).attempts] == [[], []]

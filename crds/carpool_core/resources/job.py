@@ -206,6 +206,15 @@ class Attempt(Resource, frozen=True, kw_only=True):
     ended_at: Annotated[str, field("When it ended, RFC 3339.")] | None = None
     outcome: Annotated[str, field("Running, Complete, or why it failed, one CamelCase word.")] = "Running"
     message: Annotated[str, field("A sentence for people.", max_length=4096)] = ""
+    pod_uids: Annotated[
+        list[PodUid],
+        field(
+            "UIDs of its pods, once all of them exist; only of the latest attempt. Any other pod that names the job as "
+            "its controller is not the job's.",
+            schema=ATOMIC,
+            max_length=1024,
+        ),
+    ] = []
     spec_digest: Annotated[
         str,
         field(
