@@ -1,7 +1,12 @@
+import msgspec
 import numpy as np
 import pytest
 from carpool_core.values import SharingMode
-from carpool_predictor.slowdown import slowdowns
+from carpool_predictor import slowdown_gavel, slowdown_lucid
+from carpool_predictor.evaluation.suites import DataError
+from carpool_predictor.slowdown import SlowdownModel, Turns, shipped, slowdowns, stretched, upper_slowdowns
+from carpool_predictor.slowdown_suite import exact_slowdowns
+from carpool_predictor.slowdown_train import train_slowdown
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,12 +26,12 @@ def of(mode, profiles, present=None):
     ("mode", "profiles", "expected"),
     [
         pytest.param(SharingMode.TIME_SLICING, [(1, 1, 1)] * 3, [3, 3, 3], id="full tenants share evenly"),
-        pytest.param(SharingMode.TIME_SLICING, [(0.5, 0, 0)] * 2, [1.309, 1.309], id="two halves do not add"),
+        pytest.param(SharingMode.TIME_SLICING, [(0.5, 0, 0)] * 2, [1.090, 1.090], id="two halves do not add"),
         pytest.param(SharingMode.TIME_SLICING, [(0.9, 0, 0), (0, 0, 0)], [1, 1], id="an idle neighbour costs nothing"),
         pytest.param(SharingMode.MPS, [(1, 1, 0)] * 2, [2, 2], id="two full tenants halve each other"),
         pytest.param(SharingMode.MPS, [(0.9, 0.4, 0.2)] * 2, [1, 1], id="below saturation they do not meet"),
         pytest.param(SharingMode.MPS, [(1, 0.1, 0.7)] * 2, [1.6, 1.6], id="memory-bound tenants meet at the DRAM"),
-        pytest.param(SharingMode.MPS, [(0.2, 0.2, 0), (1, 1, 0)], [1.08, 1.2], id="only time at the GPU stretches"),
+        pytest.param(SharingMode.MPS, [(0.5, 0.2, 0), (1, 1, 0)], [1.069, 1.2], id="a host hides what stretches"),
         pytest.param(SharingMode.EXCLUSIVE, [(1, 1, 1)] * 2, [1, 1], id="exclusive"),
         pytest.param(SharingMode.MIG, [(1, 1, 1)] * 2, [1, 1], id="instances"),
     ],
@@ -72,10 +77,33 @@ def test_the_order_of_tenants_does_not_matter(mode, profiles, seed):
     assert of(mode, [profiles[i] for i in order]) == pytest.approx(of(mode, profiles)[order])
 
 
+@given(busy=st.lists(st.floats(0.05, 0.95), min_size=1, max_size=4))
+def test_without_overlap_turns_are_the_exact_solution_of_the_markov_chain(busy):
+    assert Turns(np.array([busy]), 1.0).slowdowns()[0] == pytest.approx(exact_slowdowns(busy), rel=1e-6)
+
+
+@given(busy=st.lists(ratios, min_size=1, max_size=4))
+def test_turns_hardly_use_more_than_the_whole_gpu(busy):
+    found = Turns(np.array([busy], float), shipped().exponent).slowdowns()
+    assert (np.array(busy) / found).sum() <= 1.15
+
+
+@given(busy=ratios, stretch=st.floats(1, 9), exponent=st.sampled_from([1.0, 2.5, 3.0, 8.0]))
+def test_a_step_stretches_less_than_its_part_on_the_gpu(busy, stretch, exponent):
+    longer = float(stretched(np.array(busy, float), stretch, exponent))
+    assert 1.0 <= longer <= 1 + busy * (stretch - 1) + 1e-9
+    assert longer == pytest.approx(max(1.0, (1 - busy**exponent + (busy * stretch) ** exponent) ** (1 / exponent)))
+
+
+@pytest.mark.parametrize("mode", SHARED)
 @given(profiles=tenants)
-def test_turns_never_use_more_than_the_whole_gpu(profiles):
-    busy = np.clip(np.array(profiles)[:, 0], 0, 1)
-    assert (busy / of(SharingMode.TIME_SLICING, profiles)).sum() <= 1 + 1e-2
+def test_the_upper_quantile_lies_above_and_vanishes_without_neighbours(mode, profiles):
+    columns = np.array(profiles, float).reshape(len(profiles), 3).T[:, None, :]
+    here = np.ones((1, len(profiles)), bool)
+    upper = upper_slowdowns(mode, *columns, here)[0]
+    assert (upper >= of(mode, profiles)).all()
+    if len(profiles) == 1:
+        assert upper == pytest.approx([1.0])
 
 
 @pytest.mark.parametrize("mode", SHARED)
@@ -100,3 +128,60 @@ def test_what_stands_in_absent_entries_is_ignored():
 def test_no_gpus_at_all():
     empty = np.zeros((0, 4))
     assert slowdowns(SharingMode.TIME_SLICING, empty, empty, empty, empty.astype(bool)).shape == (0, 4)
+
+
+def measured_by_gavel(tmp_path):
+    """Three kinds of jobs whose steps are a power mean with exponent 3, and their pairs in turns."""
+    step = {}
+    for job, (host, each) in {"A": (1.0, 0.02), "B": (2.0, 0.01), "C": (0.5, 0.05)}.items():
+        for batch in (8, 16, 32, 64, 128):
+            gpu = each * batch + 0.1
+            step[job, batch] = ((host**3 + gpu**3) ** (1 / 3), gpu)
+    lines = [
+        "file,gpu,job_a,bs_a,ngpu_a,job_b,bs_b,ngpu_b,iso_tput_a_steps_s,iso_tput_b_steps_s,coloc_tput_a,coloc_tput_b"
+    ]
+    for (one, size), (step_a, gpu_a) in step.items():
+        for (other, its), (step_b, gpu_b) in step.items():
+            busy = np.array([[gpu_a / step_a, gpu_b / step_b]])
+            slow_a, slow_b = Turns(busy, 3.0).slowdowns()[0]
+            speeds = f"{1 / step_a},{1 / step_b},{1 / step_a / slow_a},{1 / step_b / slow_b}"
+            lines.append(f"oracle_throughputs.json,v100,{one},{size},1,{other},{its},1,{speeds}")
+    lines.append("oracle_throughputs.json,v100,A,8,1,B,8,1,1,1,0,0")
+    (tmp_path / "gavel").mkdir()
+    (tmp_path / "gavel" / "gavel_throughputs_flat.csv").write_text("\n".join(lines))
+    return tmp_path
+
+
+def test_training_finds_the_exponent_that_made_the_data(tmp_path):
+    data = measured_by_gavel(tmp_path)
+    path = train_slowdown(data, tmp_path / "out")
+    model = msgspec.json.decode(path.read_bytes(), type=SlowdownModel)
+    assert model.exponent == 3.0
+    assert model.turns_factor < 0.05
+    assert model.provenance["step_curves"] == 3
+    assert model.provenance["pairs"] == 15 * 16 / 2
+
+
+def test_lucid_is_scored_in_both_directions(tmp_path):
+    folder = tmp_path / "lucid"
+    folder.mkdir()
+    (folder / "solo_rtx3090.csv").write_text(
+        "model,dataset,batchsize,amp,speed,gpu_util,gmem_util,gmem,label\nA,D,32,0,9,40,1,1,0\nB,D,32,0,9,60,1,1,0\n"
+    )
+    (folder / "colocate_rtx3090.csv").write_text(
+        "model1,dataset1,gpu_num1,batchsize1,amp1,speed1,model2,dataset2,gpu_num2,batchsize2,amp2,speed2\n"
+        "A,D,1,32,0,0.8,B,D,1,32,0,1.25\n"
+    )
+    pairs = slowdown_lucid.read(tmp_path)
+    assert pairs.busy.tolist() == [[0.4, 0.6], [0.6, 0.4]]
+    assert pairs.slowdown.tolist() == [1.25, 1.0]
+    none = slowdown_lucid.score(slowdown_lucid.BASELINES["no slowdown"](pairs), pairs)
+    assert (none.error, none.found_percent) == (0.125, 0.0)
+    sure = slowdown_lucid.score(np.full(2, 1.25), pairs)
+    assert (sure.found_percent, sure.right_percent) == (100.0, 50.0)
+
+
+@pytest.mark.parametrize(("read", "name"), [(slowdown_gavel.read, "gavel"), (slowdown_lucid.read, "lucid")])
+def test_missing_measurements_are_named(tmp_path, read, name):
+    with pytest.raises(DataError, match=f"expected .*{name}"):
+        read(tmp_path)

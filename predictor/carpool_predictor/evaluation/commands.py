@@ -70,11 +70,12 @@ def train(data: Path, out: Path) -> None:
     """Rebuild what is shipped from the measurements; the same data give the same bytes."""
     # Imported here, so that `--help` does not wait for what fits the models.
     from carpool_predictor.activity_train import train_activity
+    from carpool_predictor.slowdown_train import train_slowdown
     from carpool_predictor.step_time_train import train_step_time
     from carpool_predictor.training import train_memory
 
     try:
-        paths = [build(data, out) for build in (train_memory, train_activity, train_step_time)]
+        paths = [build(data, out) for build in (train_memory, train_activity, train_step_time, train_slowdown)]
     except DataError as e:
         raise InputError(str(e)) from e
     for path in paths:

@@ -56,6 +56,7 @@ SUITES: Mapping[str, str] = {
     "memory": "carpool_predictor.evaluation.memory_suite:run",
     "activity": "carpool_predictor.activity_suite:run",
     "step-time": "carpool_predictor.step_time_suite:run",
+    "slowdown": "carpool_predictor.slowdown_suite:run",
 }
 """Suites by name, in the order of `--suite all`; each value is `module:function`."""
 

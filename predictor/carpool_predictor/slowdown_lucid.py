@@ -1,0 +1,174 @@
+"""Lucid's pairs, to evaluate only: nothing that is shipped is fitted to them. Baselines beside the shipped model."""
+
+import csv
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from carpool_core.values import SharingMode
+from numpy.typing import NDArray
+
+from carpool_predictor.evaluation.suites import DataError
+from carpool_predictor.slowdown import Turns, slowdowns, upper_slowdowns
+
+FOLDER = "lucid"
+FOUND = 1.15
+"""A slowdown that counts as one that should have been foretold."""
+BARD_ITERATIONS = 24
+SEED = 0
+TREES, FOLDS = 50, 5
+
+Numbers = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Every pair in both directions: the slowdown is that of the first."""
+
+    busy: Numbers
+    """(n, 2) GPU utilization alone, 0..1."""
+    memory: Numbers
+    """(n, 2) Utilization of the memory bus alone, 0..1."""
+    slowdown: Numbers
+    """(n,) As measured, at least 1."""
+    raw: Numbers
+    """(n,) As measured; below 1 where a job ran faster beside another, which is noise."""
+    models: Sequence[tuple[str, str]]
+    """(n,) Architectures."""
+    jobs: Sequence[tuple[str, str]]
+    """(n,) Architecture, batch size and precision."""
+
+    def part(self, chosen: NDArray[np.bool_]) -> "Pairs":
+        """Return some of them."""
+        rows = np.flatnonzero(chosen).tolist()
+        return Pairs(
+            self.busy[rows],
+            self.memory[rows],
+            self.slowdown[rows],
+            self.raw[rows],
+            [self.models[i] for i in rows],
+            [self.jobs[i] for i in rows],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How well one model foretold the pairs."""
+
+    error: float
+    """Mean absolute error of the slowdown."""
+    speed_error: float
+    """Mean absolute error of the speed relative to solo."""
+    found_percent: float
+    """Share of the slowdowns above 15% that were foretold as such."""
+    right_percent: float
+    """Share of those foretold as such that were."""
+
+
+def read(data: Path) -> Pairs:
+    """Read the pairs and the solo profiles.
+
+    Raises:
+        DataError: A file or a column is missing.
+    """
+    folder = data / FOLDER
+    try:
+        solo = {_key(row, ""): row for row in _rows(folder / "solo_rtx3090.csv")}
+        busy, memory, raw, models, jobs = [], [], [], [], []
+        for row in _rows(folder / "colocate_rtx3090.csv"):
+            keys = {which: _key(row, which) for which in "12"}
+            for one, other in ("12", "21"):
+                mine, its = solo[keys[one]], solo[keys[other]]
+                busy.append((float(mine["gpu_util"]) / 100, float(its["gpu_util"]) / 100))
+                memory.append((float(mine["gmem_util"]) / 100, float(its["gmem_util"]) / 100))
+                raw.append(1 / float(row[f"speed{one}"]))
+                models.append((mine["model"], its["model"]))
+                jobs.append((" ".join(keys[one]), " ".join(keys[other])))
+    except (OSError, KeyError) as error:
+        raise DataError(f"expected Lucid's measurements in {folder}, found {error!r}; set CARPOOL_DATA") from error
+    found = np.array(raw)
+    return Pairs(np.array(busy), np.array(memory), np.maximum(1.0, found), found, models, jobs)
+
+
+def score(predicted: Numbers, pairs: Pairs) -> Score:
+    """Hold predictions against the measurements."""
+    bad, told = pairs.slowdown > FOUND, predicted > FOUND
+    return Score(
+        error=float(np.abs(predicted - pairs.slowdown).mean()),
+        speed_error=float(np.abs(1 / predicted - 1 / pairs.slowdown).mean()),
+        found_percent=100 * float((bad & told).sum() / max(1, bad.sum())),
+        right_percent=100 * float((bad & told).sum() / max(1, told.sum())),
+    )
+
+
+def shipped_median(pairs: Pairs) -> Numbers:
+    """Predict as the scheduler does."""
+    every = np.ones(pairs.busy.shape, np.bool_)
+    return slowdowns(SharingMode.TIME_SLICING, pairs.busy, pairs.busy, pairs.memory, every)[:, 0]
+
+
+def shipped_upper(pairs: Pairs) -> Numbers:
+    """Predict the upper quantile."""
+    every = np.ones(pairs.busy.shape, np.bool_)
+    return upper_slowdowns(SharingMode.TIME_SLICING, pairs.busy, pairs.busy, pairs.memory, every)[:, 0]
+
+
+def bard(pairs: Pairs) -> Numbers:
+    """Bard's approximate mean-value analysis, in which a tenant meets its neighbours as slow as it makes them."""
+    busy = pairs.busy
+    at_gpu, stay = busy.copy(), busy
+    for _ in range(BARD_ITERATIONS):
+        stay = busy * (1.0 + at_gpu[:, ::-1])
+        at_gpu = stay / (1.0 - busy + stay)
+    result: Numbers = (1.0 - busy + stay)[:, 0]
+    return result
+
+
+BASELINES: Mapping[str, Callable[[Pairs], Numbers]] = {
+    "no slowdown": lambda pairs: np.ones(len(pairs.slowdown)),
+    "min(1, 100/Σutil)": lambda pairs: np.maximum(1.0, pairs.busy.sum(axis=1)),
+    "Bard's mean-value analysis, nothing fitted": bard,
+    "exact mean-value analysis, nothing fitted (p = 1)": lambda pairs: Turns(pairs.busy, 1.0).slowdowns()[:, 0],
+}
+
+
+def forest(pairs: Pairs, *, models_held_out: bool) -> Numbers:
+    """Predict with a random forest that is fitted to Lucid itself: what these features can give at best.
+
+    Args:
+        pairs: All of them.
+        models_held_out: Whether a pair is foretold by pairs in which neither of its architectures occurs; if not, by
+            other batch sizes and precisions of the same architectures, too.
+    """
+    from sklearn.ensemble import RandomForestRegressor
+
+    features = np.hstack([pairs.busy, pairs.memory, pairs.busy.sum(axis=1, keepdims=True)])
+    groups = [frozenset(both) for both in (pairs.models if models_held_out else pairs.jobs)]
+    every = sorted(set(groups), key=sorted)
+    number = np.array([every.index(group) for group in groups])
+    folds = np.arange(len(every)) if models_held_out else np.random.default_rng(SEED).integers(0, FOLDS, len(every))
+    predicted = np.ones(len(groups))
+    for fold in np.unique(folds).tolist():
+        test = folds[number] == fold
+        out = frozenset().union(*(every[i] for i in np.flatnonzero(folds == fold))) if models_held_out else frozenset()
+        train = ~test & np.array([not one & out for one in groups])
+        trees = RandomForestRegressor(TREES, min_samples_leaf=5, random_state=SEED, n_jobs=1)
+        predicted[test] = trees.fit(features[train], pairs.slowdown[train]).predict(features[test])
+    return np.maximum(1.0, predicted)
+
+
+def repeated_difference(pairs: Pairs) -> float:
+    """Mean difference of the slowdowns of two equal jobs that share a GPU: what a pair itself leaves open."""
+    twins = np.flatnonzero([one == other for one, other in pairs.jobs])
+    first, second = pairs.raw[twins[::2]], pairs.raw[twins[1::2]]
+    return float(np.abs(first - second).mean())
+
+
+def _key(row: Mapping[str, str], which: str) -> tuple[str, str, str]:
+    return row["model" + which], row["batchsize" + which], row["amp" + which]
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
