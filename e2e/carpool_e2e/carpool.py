@@ -57,7 +57,7 @@ class CarpoolProcesses:
         kubeconfig = self.plane.write_kubeconfig(name, token, node.link.host_address)
         environment = {"KUBECONFIG": str(kubeconfig), "CARPOOL_SIMULATED_GPUS": gpus}
         workload = self.rendered.one("DaemonSet", "carpool-node-agent")
-        adaptation = Adaptation(node.files.folder, node.name, environment=environment)
+        adaptation = Adaptation(node.files.folder, node.name, node.link.node_address, environment=environment)
         agent = self._start(name, localize(self.rendered, workload, "agent", adaptation), first)
         agent.wait_until(lambda: _answers(f"http://{node.link.node_address}:{AGENT_PORT}/readyz"), READY_S)
 

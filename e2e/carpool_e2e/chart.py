@@ -77,6 +77,8 @@ class Adaptation:
     folder: Path
     """Where its ConfigMaps and Secrets are written."""
     node: str = ""
+    address: str = "127.0.0.1"
+    """Address of the node."""
     text: Mapping[str, str] = field(default_factory=dict)
     """Texts to replace in arguments and files: ports, mostly."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -119,7 +121,7 @@ def localize(rendered: Rendered, workload: Manifest, container_name: str, adapta
         local = adaptation.folder / container_name / mount["mountPath"].strip("/")
         replacements[mount["mountPath"]] = str(local)
         contents.update({local / name: text for name, text in files.items()})
-    environment = {e["name"]: _value(e, adaptation.node) for e in container.get("env", [])}
+    environment = {e["name"]: _value(e, adaptation) for e in container.get("env", [])}
     return Local(
         command=[_replace(part, replacements) for part in _command(container)],
         environment={k: _replace(v, replacements) for k, v in environment.items()} | dict(adaptation.environment),
@@ -134,11 +136,15 @@ def _command(container: Manifest) -> Sequence[str]:
     return [*container["command"], *container.get("args", [])]
 
 
-def _value(entry: Manifest, node: str) -> str:
+def _value(entry: Manifest, adaptation: Adaptation) -> str:
     if "value" in entry:
         return str(entry["value"])
     path = entry.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
-    known = {"spec.nodeName": node, "metadata.namespace": NAMESPACE}
+    known = {
+        "spec.nodeName": adaptation.node,
+        "status.hostIP": adaptation.address,
+        "metadata.namespace": NAMESPACE,
+    }
     if path not in known:
         raise HarnessError(
             f"environment variable {entry['name']}: expected a value or one of {[*known]}, found {entry}"

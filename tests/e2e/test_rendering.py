@@ -159,6 +159,7 @@ spec:
           env:
             - {name: CERT, value: /etc/tls/tls.crt}
             - {name: NODE, valueFrom: {fieldRef: {fieldPath: spec.nodeName}}}
+            - {name: ADDRESS, valueFrom: {fieldRef: {fieldPath: status.hostIP}}}
           volumeMounts:
             - {name: config, mountPath: /etc/app}
             - {name: tls, mountPath: /etc/tls}
@@ -177,11 +178,13 @@ OBJECTS = """
 
 def test_a_container_becomes_a_process_with_the_charts_own_arguments(tmp_path: Path) -> None:
     rendered = chart.Rendered(tuple(yaml.safe_load_all(OBJECTS)))
-    adaptation = chart.Adaptation(tmp_path, "n1", {"127.0.0.1:8888": "127.0.0.1:21005", "=10259": "=21006"}, {"X": "y"})
+    adaptation = chart.Adaptation(
+        tmp_path, "n1", "198.18.0.2", {"127.0.0.1:8888": "127.0.0.1:21005", "=10259": "=21006"}, {"X": "y"}
+    )
     local = chart.localize(rendered, yaml.safe_load(WORKLOAD), "c", adaptation)
     tls = tmp_path / "c" / "etc" / "tls"
     assert local.command == ["kube-scheduler", f"--config={tmp_path}/c/etc/app/config.yaml", "--secure-port=21006"]
-    assert local.environment == {"CERT": f"{tls}/tls.crt", "NODE": "n1", "X": "y"}
+    assert local.environment == {"CERT": f"{tls}/tls.crt", "NODE": "n1", "ADDRESS": "198.18.0.2", "X": "y"}
     assert local.files == {
         tmp_path / "c" / "etc" / "app" / "config.yaml": f"certFile: {tls}/tls.crt, at: 127.0.0.1:21005",
         tls / "tls.crt": "cert",
