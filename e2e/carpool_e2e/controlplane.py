@@ -51,9 +51,11 @@ class ControlPlane:
     def write_kubeconfig(self, name: str, token: str, host: str = "127.0.0.1") -> Path:
         """Write a kubeconfig into the state directory and return its path."""
         file = self.state / f"{name}.kubeconfig"
-        file.touch(mode=0o600)
-        file.write_text(kubeconfig(self.server(host), self.ca_file, token))
-        return file
+        # Whole or not at all: the extender may be reading it while it is written again for the scheduler beside it.
+        new = file.with_suffix(".new")
+        new.touch(mode=0o600)
+        new.write_text(kubeconfig(self.server(host), self.ca_file, token))
+        return new.replace(file)
 
 
 def prepare(state: Path, ports: Ports, node_names: list[str], addresses: list[str]) -> ControlPlane:

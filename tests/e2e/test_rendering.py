@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from carpool_e2e import binaries, certificates, chart, fleet, images, nodeconfig, nodes, tools
+from carpool_e2e import binaries, certificates, chart, controlplane, fleet, images, nodeconfig, nodes, ports, tools
 from carpool_e2e.carpool import scheduler_config
 from carpool_e2e.errors import HarnessError, MissingError
 from carpool_e2e.nodeconfig import NodeFiles
@@ -202,3 +202,16 @@ def test_a_variable_from_somewhere_unknown_is_an_error(tmp_path: Path) -> None:
 def test_the_schedulers_configuration_keeps_everything_and_gets_a_kubeconfig() -> None:
     config = yaml.safe_load(scheduler_config("{kind: K, extenders: [1]}", Path("/k")))
     assert config == {"kind": "K", "extenders": [1], "clientConnection": {"kubeconfig": "/k"}}
+
+
+def test_a_kubeconfig_that_is_being_read_stays_whole(tmp_path: Path) -> None:
+    """Regression: the extender read the file that was just being written again for the scheduler beside it."""
+    plane = controlplane.ControlPlane(tmp_path, ports.choose(0), {"admin": "a"})
+    plane.pki.mkdir()
+    plane.ca_file.write_text("authority")
+    with plane.write_kubeconfig("account", "first").open() as reader:
+        again = plane.write_kubeconfig("account", "second")
+        assert json.load(reader)["users"][0]["user"]["token"] == "first"
+    assert json.loads(again.read_text())["users"][0]["user"]["token"] == "second"
+    assert again.stat().st_mode & 0o777 == 0o600
+    assert [file.name for file in tmp_path.glob("*kubeconfig*")] == ["account.kubeconfig"]
