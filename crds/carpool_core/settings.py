@@ -49,6 +49,26 @@ def setting(default: Any, *, flag: str, env: str, help: str) -> Any:  # noqa: A0
     return dataclasses.field(default=default, metadata={_SETTING: {"flag": flag, "env": env, "help": help}})
 
 
+def metrics_port(default: int) -> Any:
+    """Define the field of a process that serves metrics and health: one flag and variable for all of them."""
+    return setting(
+        default,
+        flag="--metrics-port",
+        env="CARPOOL_METRICS_PORT",
+        help="TCP port of /metrics, /healthz and /readyz; 0 takes a free one.",
+    )
+
+
+def slots_per_gpu() -> Any:
+    """Define the field of how many tenants share a GPU, on which scheduler and agents have to agree."""
+    return setting(
+        8,
+        flag="--slots-per-gpu",
+        env="CARPOOL_SLOTS_PER_GPU",
+        help="Most pods that may share one GPU; the same for the scheduler and for all agents.",
+    )
+
+
 def settings_of(cls: type[Any], _path: tuple[str, ...] = ()) -> Iterator[Setting]:
     """Yield every setting of a settings dataclass, those of its groups included."""
     hints = typing.get_type_hints(cls)

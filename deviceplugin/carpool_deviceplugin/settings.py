@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from carpool_core.settings import KubeSettings, LogSettings, setting
+from carpool_core.settings import KubeSettings, LogSettings, metrics_port, setting, slots_per_gpu
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,7 @@ class AgentSettings:
         env="CARPOOL_STATE_DIR",
         help="Directory for MPS pipes and simulated GPUs; containers see parts of it, so its path is the node's own.",
     )
-    slots_per_gpu: int = setting(
-        8, flag="--slots-per-gpu", env="CARPOOL_SLOTS_PER_GPU", help="Most pods that may share one GPU."
-    )
+    slots_per_gpu: int = slots_per_gpu()
     mig_switch: bool = setting(
         False,
         flag="--mig-switch",
@@ -73,11 +71,6 @@ class AgentSettings:
         env="CARPOOL_DCGM_ADDRESS",
         help="DCGM's host engine, HOST:PORT or unix:///PATH, asked where its library can be loaded; none where empty.",
     )
-    metrics_port: int = setting(
-        9400,
-        flag="--metrics-port",
-        env="CARPOOL_METRICS_PORT",
-        help="TCP port of /metrics, /healthz and /readyz; 0 takes a free one.",
-    )
+    metrics_port: int = metrics_port(9400)
     kube: KubeSettings = field(default_factory=KubeSettings)
     log: LogSettings = field(default_factory=LogSettings)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from carpool_core.settings import KubeSettings, LogSettings, SettingsError, setting
+from carpool_core.settings import KubeSettings, LogSettings, SettingsError, metrics_port, setting, slots_per_gpu
 
 from carpool_extender.conditions import Conditions
 from carpool_extender.policies import POLICIES
@@ -109,18 +109,14 @@ class ExtenderSettings:
         env="CARPOOL_JOB_POLICIES",
         help="Whether a job may choose another policy for itself, by its annotation carpool.dev/policy.",
     )
-    slots_per_gpu: int = setting(
-        8, flag="--slots-per-gpu", env="CARPOOL_SLOTS_PER_GPU", help="Most tenants of one GPU; as the agents have it."
-    )
+    slots_per_gpu: int = slots_per_gpu()
     bind_timeout_seconds: float = setting(
         20.0,
         flag="--bind-timeout-seconds",
         env="CARPOOL_BIND_TIMEOUT_SECONDS",
         help="Seconds that a node's agent has to prepare a reservation; keep the extender's httpTimeout above it.",
     )
-    metrics_port: int = setting(
-        9400, flag="--metrics-port", env="CARPOOL_METRICS_PORT", help="TCP port of /metrics, /healthz and /readyz."
-    )
+    metrics_port: int = metrics_port(9400)
     conditions: ConditionSettings = field(default_factory=ConditionSettings)
     tls: TlsSettings = field(default_factory=TlsSettings)
     kube: KubeSettings = field(default_factory=KubeSettings)

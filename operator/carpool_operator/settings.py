@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from carpool_core.settings import KubeSettings, LogSettings, setting
+from carpool_core.settings import KubeSettings, LogSettings, metrics_port, setting
 from carpool_predictor.source import TraceLimits
 
 from carpool_operator.attempts import Backoff
@@ -26,12 +26,7 @@ class OperatorSettings:
         env="CARPOOL_METRICS_HOST",
         help="Address on which metrics and health are served.",
     )
-    metrics_port: int = setting(
-        9402,
-        flag="--metrics-port",
-        env="CARPOOL_METRICS_PORT",
-        help="TCP port of /metrics, /healthz and /readyz; 0 takes a free one.",
-    )
+    metrics_port: int = metrics_port(9402)
     liveness_endpoint: str = setting(
         "",
         flag="--liveness-endpoint",
