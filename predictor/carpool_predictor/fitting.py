@@ -9,8 +9,8 @@ from carpool_predictor.abstention import Abstention
 from carpool_predictor.checks import MAX_EXTRAPOLATION
 from carpool_predictor.estimator import Job, prepare
 
-RESERVED_MIB = 512
-"""What the driver keeps of a GPU; NVML says 400 to 650 MiB, by product."""
+RESERVED_MIB = 722
+"""What the driver keeps of a GPU, at most: NVML says 224 MiB (V100) to 722 (A100 80GB)."""
 MIG_SHARE = 0.91
 """What a MIG instance offers of its eighths of the GPU's memory, at least: `nvidia-smi mig -lgip` lists 91% (1g.18gb of
 an H200) to 99%."""

@@ -1,0 +1,1 @@
+"""`carpool profile`: measures training steps on a real GPU, alone and in pairs, for models to learn from."""

@@ -1,0 +1,184 @@
+"""A GPU that is not there: jobs take memory and time on it, two of them meet, and its clock moves when one sleeps."""
+
+from dataclasses import dataclass, field
+
+from carpool_predictor.profiler.ports import (
+    Activity,
+    Description,
+    Failed,
+    OutOfMemory,
+    Ready,
+    Reply,
+    Sample,
+    Window,
+    Workload,
+)
+
+CONTEXT_MIB = 400.0
+IDLE_W = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Behaviour:
+    """What a workload does to the GPU."""
+
+    memory_mib: float = 2000.0
+    step_time_s: float = 0.05
+    gpu_util: float = 0.8
+    sm_active: float = 0.5
+    failure: str = ""
+    """Sentence with which it dies while it is built; empty where it does not."""
+    is_mute: bool = False
+    """Whether it never answers."""
+
+
+@dataclass
+class FakeProcess:
+    """A job on the fake GPU."""
+
+    machine: "FakeMachine"
+    workload: Workload
+    pid: int
+    mps: bool
+    behaviour: Behaviour
+    said: list[Reply] = field(default_factory=list)
+    ready_at: float = 0.0
+    until: float | None = None
+    seconds: float = 0.0
+    is_stopped: bool = False
+    slowest: float = 1.0
+
+    def run(self, seconds: float) -> None:
+        """Train until the clock has moved so far."""
+        if self.is_stopped:
+            raise AssertionError("a stopped process was told to run")
+        self.until, self.seconds, self.slowest = self.machine.monotonic() + seconds, seconds, 1.0
+
+    def reply(self) -> Reply | None:
+        """Answer what is due by now."""
+        return self.said.pop(0) if self.said else None
+
+    def stop(self) -> None:
+        """Free the memory."""
+        self.is_stopped = True
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it trains right now."""
+        return self.until is not None and not self.is_stopped
+
+
+class FakeMachine:
+    """A GPU with memory that runs out and neighbours that slow each other down.
+
+    Args:
+        behaviours: What each model does; `Behaviour()` for all others. Memory is that of batch 32, and grows with it.
+        memory_mib: Memory of the GPU.
+        has_gpm: Whether it tells activity.
+        tells_processes: Whether NVML tells memory by process.
+        has_mps: Whether an MPS daemon can be started.
+    """
+
+    def __init__(
+        self,
+        behaviours: dict[str, Behaviour] | None = None,
+        *,
+        memory_mib: int = 40960,
+        has_gpm: bool = True,
+        tells_processes: bool = True,
+        has_mps: bool = True,
+    ) -> None:
+        self._behaviours = behaviours or {}
+        self._memory_mib = memory_mib
+        self._has_gpm, self._tells_processes, self._has_mps = has_gpm, tells_processes, has_mps
+        self._now = 100.0
+        self._activity: list[float] | None = None
+        self.processes: list[FakeProcess] = []
+
+    def describe(self) -> Description:
+        """Say that it is simulated."""
+        return Description("Simulated GPU", self._memory_mib, "0.0", "0.0", "0.0")
+
+    def start(self, workload: Workload, *, mps: bool) -> FakeProcess:
+        """Build and warm up, which takes two seconds."""
+        behaviour = self._behaviours.get(workload.model, Behaviour())
+        process = FakeProcess(self, workload, 1000 + len(self.processes), mps, behaviour, ready_at=self._now + 2.0)
+        self.processes.append(process)
+        if mps and not self._has_mps:
+            process.said.append(Failed("expected nvidia-cuda-mps-control to start"))
+        return process
+
+    def memory_of(self, process: FakeProcess) -> float:
+        """Return what a job holds, its context included, in MiB."""
+        return CONTEXT_MIB + process.behaviour.memory_mib * process.workload.batch_size / 32
+
+    @property
+    def alive(self) -> list[FakeProcess]:
+        """Jobs that hold memory."""
+        return [p for p in self.processes if not p.is_stopped and p.ready_at <= self._now]
+
+    def sample(self) -> Sample:
+        """Tell what is going on."""
+        running = [p for p in self.alive if p.is_running]
+        busy = min(1.0, sum(p.behaviour.gpu_util for p in running))
+        held = {p.pid: self.memory_of(p) for p in self.alive}
+        return Sample(100 * busy, sum(held.values()), IDLE_W + 300 * busy, held if self._tells_processes else {})
+
+    def begin_activity(self) -> None:
+        """Begin to add up."""
+        self._activity = []
+
+    def end_activity(self) -> Activity | None:
+        """Return means."""
+        seen, self._activity = self._activity or [0.0], None
+        mean = sum(seen) / len(seen)
+        return Activity(mean, mean / 2, mean / 3, mean / 4) if self._has_gpm else None
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass: jobs get ready, meet, and finish their runs."""
+        self._now += seconds
+        running = [p for p in self.alive if p.is_running]
+        if self._activity is not None:
+            self._activity.append(min(1.0, sum(p.behaviour.sm_active for p in running)))
+        for process in running:
+            others = [p for p in running if p is not process]
+            process.slowest = max(process.slowest, 1 + sum(self._slows(process, other) for other in others))
+        for process in self.processes:
+            self._advance(process)
+
+    def _slows(self, process: FakeProcess, other: FakeProcess) -> float:
+        """Take turns on the GPU; side by side behind MPS only what exceeds it."""
+        mine, its = process.behaviour, other.behaviour
+        if process.mps and other.mps:
+            return max(0.0, mine.sm_active + its.sm_active - 1)
+        return mine.gpu_util * its.gpu_util
+
+    def _advance(self, process: FakeProcess) -> None:
+        if process.is_stopped or process.behaviour.is_mute:
+            return
+        if process.ready_at and process.ready_at <= self._now:
+            process.ready_at = 0.0
+            process.said.append(self._born(process))
+        if process.until is not None and process.until <= self._now:
+            process.until = None
+            step_s = process.behaviour.step_time_s * process.slowest
+            allocated = self.memory_of(process) - CONTEXT_MIB
+            process.said.append(
+                Window(
+                    steps=max(1, int(process.seconds / step_s)),
+                    step_time_s=step_s,
+                    peak_allocated_mib=allocated,
+                    peak_reserved_mib=1.1 * allocated,
+                )
+            )
+
+    def _born(self, process: FakeProcess) -> Reply:
+        if process.behaviour.failure:
+            return Failed(process.behaviour.failure)
+        if sum(map(self.memory_of, self.alive)) > self._memory_mib:
+            return OutOfMemory()
+        return Ready()
+
+    def monotonic(self) -> float:
+        """Seconds that were slept, from 100."""
+        return self._now
