@@ -1,8 +1,6 @@
 """What was found about demands that came lately, kept true from change to change instead of found again."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,11 +59,6 @@ class Assessment:
             self.best.put(nodes, select(verdict, self.policy, np.flatnonzero(columns.alive & nodes[columns.node])))
         else:
             self.best.put_all(select(verdict, self.policy))
-
-    def ids(self, names: Sequence[str]) -> NDArray[np.intp]:
-        """Return the indices of nodes; -1 for those that never reported GPUs."""
-        found = self.verdict.view.node_ids
-        return np.fromiter(map(found.get, names, repeat(-1)), np.intp, len(names))
 
 
 class Assessments:

@@ -59,7 +59,8 @@ class Cluster:
 
     def holders(self, pod_uid: PodUid) -> list[str]:
         """Names of the nodes on which a pod has a reservation: none, or one; more only if two schedulers raced."""
-        return sorted(self._holders.get(pod_uid, ()))
+        held = self._holders.get(pod_uid)
+        return [] if held is None else sorted(held)
 
     def pods_of(self, job_uid: JobUid) -> set[PodUid]:
         """UIDs of the pods of a job that have reservations."""

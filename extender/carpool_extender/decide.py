@@ -26,11 +26,13 @@ TOLD_BESIDE_FITTING = 100
 OTHERS_FIT = f"{PREFIX}no room here, other nodes have"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Filtered:
     """Which of the offered nodes fit, and why the others do not."""
 
     fits: list[str]
+    fitting: Bools
+    """(offered nodes,) Which these are."""
     refused: dict[str, str]
     """Sentence for each node that could fit once others have left."""
     unsuitable: dict[str, str]
@@ -51,19 +53,24 @@ class Place:
     reason: str
 
 
-def filter_nodes(assessment: Assessment, names: Sequence[str]) -> Filtered:
+def filter_nodes(assessment: Assessment, names: Sequence[str], ids: Rows | None = None) -> Filtered:
     """Decide which of the offered nodes have room; those that have not all get the same sentence.
 
     One sentence for all, because kube-scheduler lists each different sentence in the pod's condition.
+
+    Args:
+        assessment: Of the newcomer.
+        names: The offered nodes.
+        ids: Their indices, where they are known.
     """
-    ids = assessment.ids(names)
+    ids = assessment.verdict.view.ids(names) if ids is None else ids
     fitting = assessment.best.fits[ids] & (ids >= 0) if len(assessment.best.fits) else ids >= 0
     if fitting.all():
-        return Filtered(list(names), {}, {})
+        return Filtered(list(names), fitting, {}, {})
     fits = list(compress(names, fitting.tolist()))
     out = list(compress(names, (~fitting).tolist()))
     if fits and len(out) > TOLD_BESIDE_FITTING:
-        return Filtered(fits, dict.fromkeys(out, OTHERS_FIT), {})
+        return Filtered(fits, fitting, dict.fromkeys(out, OTHERS_FIT), {})
     verdict = assessment.verdict
     rows, ids = _rows_of(verdict.view, ids[~fitting]), ids[~fitting]
     with_gpus, hopeful = _counts(verdict.view, rows) > 0, _could_ever(verdict, rows)
@@ -71,15 +78,16 @@ def filter_nodes(assessment: Assessment, names: Sequence[str]) -> Filtered:
     hope = (hopeful[ids] & (ids >= 0)).tolist()
     return Filtered(
         fits=fits,
+        fitting=fitting,
         refused=dict.fromkeys(compress(out, hope), sentence),
         unsuitable={name: sentence for name, hoping in zip(out, hope, strict=True) if not hoping},
     )
 
 
-def score_nodes(assessment: Assessment, names: Sequence[str]) -> NDArray[np.int64]:
-    """Score the offered nodes from 0 to 10; 0 where nothing fits any more."""
-    ids = assessment.ids(names)
-    found = np.zeros(len(names), np.int64)
+def score_nodes(assessment: Assessment, names: Sequence[str], ids: Rows | None = None) -> NDArray[np.int64]:
+    """Score the offered nodes, as in `filter_nodes`, from 0 to 10; 0 where nothing fits any more."""
+    ids = assessment.verdict.view.ids(names) if ids is None else ids
+    found = np.zeros(len(ids), np.int64)
     known = np.flatnonzero(ids >= 0)
     fitting = known[assessment.best.fits[ids[known]]]
     found[fitting] = scores(assessment.best.of(ids[fitting]), assessment.policy)
@@ -88,7 +96,7 @@ def score_nodes(assessment: Assessment, names: Sequence[str]) -> NDArray[np.int6
 
 def place(assessment: Assessment, name: str) -> Place | str:
     """Choose the GPUs of one node for a pod, or say why none fits."""
-    ids, verdict = assessment.ids([name]), assessment.verdict
+    ids, verdict = assessment.verdict.view.ids([name]), assessment.verdict
     if ids[0] >= 0 and assessment.best.fits[ids[0]]:
         return _place_on(verdict, assessment.best.of(ids).rows[0].tolist(), assessment.policy)
     rows = _rows_of(verdict.view, ids)
@@ -119,7 +127,7 @@ def best_place(view: View, applicant: Applicant, rules: Rules, among: Bools | No
 def explain(view: View, applicant: Applicant, names: Sequence[str], rules: Rules) -> list[str]:
     """Say of each GPU of some nodes whether the job fits there, and if not, which check failed by how much."""
     assessment = Assessment(applicant, rules, view)
-    return [explanation(assessment.verdict, int(row)) for row in _rows_of(view, assessment.ids(names))]
+    return [explanation(assessment.verdict, int(row)) for row in _rows_of(view, view.ids(names))]
 
 
 def reservation(

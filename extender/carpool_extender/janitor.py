@@ -1,7 +1,7 @@
 """Gives back the reservations of pods that need them no longer, and has waiting pods tried again."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Container
+from collections.abc import Awaitable, Callable, Collection, Container, Iterable
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -20,6 +20,8 @@ from carpool_extender.restorer import Restorer
 from carpool_extender.watches import Watches
 
 PERIOD_S = 5.0
+AT_A_TIME = 50
+"""Nodes that are looked at in one go, while requests wait."""
 GRACE_S = 10.0
 """Beyond a deadline before a reservation lapses: whoever was binding has long given up, whatever its clock says."""
 UNCONFIRMED_S = 30.0
@@ -59,8 +61,15 @@ def _is_given_up(pod: Pod, now: datetime) -> bool:
     return now - parse_rfc3339(pod.metadata.deletion_timestamp) > timedelta(seconds=UNCONFIRMED_S)
 
 
+def is_certain(reservation: Reservation, node: str, pod: Pod | None) -> bool:
+    """Whether a pod runs where its reservation is: so of nearly all, and nothing more has to be asked."""
+    if pod is None or pod.metadata.uid != reservation.pod_uid or pod.spec.node_name != node:
+        return False
+    return not pod.is_finished and pod.metadata.deletion_timestamp is None
+
+
 class Janitor:
-    """Sweeps when a pod ends, when a node's capacity changes, and every few seconds."""
+    """Looks at a node when a pod of it ends or its capacity changes, and at all of them every few seconds."""
 
     def __init__(
         self,
@@ -75,12 +84,14 @@ class Janitor:
         self._api, self._watches, self._book, self._clock, self._sleep = api, watches, book, clock, sleep
         self._open: Container[PodUid] = ()
         self._stirred = asyncio.Event()
+        self._due: set[str] = set()
+        self._all_at = 0.0
         self._touched: dict[str, str] = {}
         self._grown: set[str] = set()
         self._hindered: set[str] = set()
         self._unreadable: set[PodUid] = set()
         self._log = structlog.get_logger()
-        watches.on_pod_end(lambda _: self._stirred.set())
+        watches.on_pod_end(self._pod_ended)
         watches.on_node(self._node_changed)
 
     def leave_alone(self, pods: Container[PodUid]) -> None:
@@ -88,29 +99,53 @@ class Janitor:
         self._open = pods
 
     async def run(self) -> None:
-        """Sweep for ever, once all watches have listed."""
+        """Look after nodes for ever, once all watches have listed."""
         await self._watches.wait_synced()
         while True:
             self._stirred.clear()
-            await self.sweep()
+            due, self._due = self._due, set()
+            if self._clock.monotonic() >= self._all_at:
+                self._all_at = self._clock.monotonic() + PERIOD_S
+                await self.sweep()
+            else:
+                await self._look_at(due)
             await self._rest()
 
     async def sweep(self) -> None:
         """Release what is needed no longer, restore what was lost, touch the Nodes whose GPUs have more room."""
-        for name, node in list(self._watches.cluster.nodes.items()):
-            for reservation in node.spec.reservations:
-                if reservation.pod_uid not in self._open:
-                    await self._judge(name, reservation)
+        names = list(self._watches.cluster.nodes)
+        for begin in range(0, len(names), AT_A_TIME):
+            await self._release(names[begin : begin + AT_A_TIME])
+            await asyncio.sleep(0)  # requests come before
         await self._restorer.restore(self._open)
         # Time alone may have made room: a GPU whose rest is over, an agent that is back.
         hindered = self._watches.cluster.hindered_nodes()
         self._grown |= self._hindered - hindered
         self._hindered = hindered
-        for name, node in list(self._watches.cluster.nodes.items()):
-            await self._touch_if_freed(name, node)
+        await self._touch(names)
+
+    async def _look_at(self, names: Collection[str]) -> None:
+        await self._release(names)
+        await self._restorer.restore_vanished(self._open)
+        await self._touch(names)
+
+    async def _release(self, names: Iterable[str]) -> None:
+        for name in names:
+            node = self._watches.cluster.node(name)
+            for reservation in () if node is None else node.spec.reservations:
+                known = self._watches.pod(reservation.pod_uid)
+                if reservation.pod_uid not in self._open and not is_certain(reservation, name, known):
+                    await self._judge(name, reservation)
+
+    async def _touch(self, names: Iterable[str]) -> None:
+        for name in names:
+            node = self._watches.cluster.node(name)
+            if node is not None:
+                await self._touch_if_freed(name, node)
 
     async def _rest(self) -> None:
-        waits = [asyncio.ensure_future(self._stirred.wait()), asyncio.ensure_future(self._sleep(PERIOD_S))]
+        left_s = max(0.0, self._all_at - self._clock.monotonic())
+        waits = [asyncio.ensure_future(self._stirred.wait()), asyncio.ensure_future(self._sleep(left_s))]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -176,6 +211,10 @@ class Janitor:
         except ValueError:
             return False
 
+    def _pod_ended(self, pod: Pod) -> None:
+        self._due.update(self._watches.cluster.holders(PodUid(pod.metadata.uid)))
+        self._stirred.set()
+
     def _node_changed(self, old: GpuNode | None, new: GpuNode | None) -> None:
         if new is None:
             return
@@ -185,4 +224,5 @@ class Janitor:
         if name in self._grown or self._touched.get(name, "") != new.metadata.annotations.get(
             ANNOTATION_CAPACITY_FREED, ""
         ):
+            self._due.add(name)
             self._stirred.set()

@@ -1,6 +1,7 @@
 """Writes reservations again that running pods have lost, as when a GpuNode was deleted and created anew."""
 
-from collections.abc import Container, Iterator
+import asyncio
+from collections.abc import Container
 
 import structlog
 from carpool_core.kube.api import PODS, KubeApi
@@ -14,6 +15,9 @@ from carpool_extender import ledger
 from carpool_extender.book import Book, Refusal
 from carpool_extender.watches import Watches
 from carpool_extender.workloads import gpus_asked
+
+AT_A_TIME = 1000
+"""Pods that are looked at in one go, while requests wait."""
 
 
 class Restorer:
@@ -38,13 +42,25 @@ class Restorer:
 
     async def restore(self, open_: Container[PodUid]) -> None:
         """Look after every bound pod that runs without a reservation, but not those that are being bound."""
+        pods = list(self._watches.pods())
+        for begin in range(0, len(pods), AT_A_TIME):
+            await self._look_at(pods[begin : begin + AT_A_TIME], open_)
+            await asyncio.sleep(0)  # requests come before
+
+    async def restore_vanished(self, open_: Container[PodUid]) -> None:
+        """Look after the pods whose reservations vanished only."""
+        pods = [self._watches.pod(uid) for uid in self._vanished]
+        await self._look_at([pod for pod in pods if pod is not None], open_)
+
+    async def _look_at(self, pods: list[Pod], open_: Container[PodUid]) -> None:
         self._forget_ended()
-        for pod in list(self._without_reservation()):
-            if pod.metadata.uid not in open_:
-                try:
-                    await self._restore(pod)
-                except KubeError as error:
-                    self._log.warning("restoring failed", pod=_named(pod), node=pod.spec.node_name, error=str(error))
+        for pod in pods:
+            if not self._lacks_reservation(pod) or pod.metadata.uid in open_:
+                continue
+            try:
+                await self._restore(pod)
+            except KubeError as error:
+                self._log.warning("restoring failed", pod=_named(pod), node=pod.spec.node_name, error=str(error))
 
     def _node_changed(self, old: GpuNode | None, new: GpuNode | None) -> None:
         if old is None:
@@ -59,15 +75,13 @@ class Restorer:
             self._vanished.pop(uid, None)
             self._told.discard(uid)
 
-    def _without_reservation(self) -> Iterator[Pod]:
-        """Bound pods that run without one, on nodes whose agents report GPUs; others have to wait for that."""
-        for pod in self._watches.pods():
-            node = self._watches.cluster.node(pod.spec.node_name)
-            if node is None or not node.status.devices or not _runs(pod) or not gpus_asked(pod):
-                continue
-            uid = PodUid(pod.metadata.uid)
-            if uid not in self._told and ledger.held(node.spec, uid) is None:
-                yield pod
+    def _lacks_reservation(self, pod: Pod) -> bool:
+        """Whether a bound pod runs without one, on a node whose agent reports GPUs; others have to wait for that."""
+        uid, cluster = PodUid(pod.metadata.uid), self._watches.cluster
+        if uid in self._told or not pod.spec.node_name or pod.spec.node_name in cluster.holders(uid):
+            return False
+        node = cluster.node(pod.spec.node_name)
+        return node is not None and bool(node.status.devices) and _runs(pod) and bool(gpus_asked(pod))
 
     async def _restore(self, pod: Pod) -> None:
         """Write a pod's reservation again, if the server says too that the pod runs and has none."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -177,6 +178,10 @@ class View:
     """Index of each namespace that has or had a tenant."""
     hindered: Mapping[int, Hindrance]
     """Why GPUs take nobody at this moment, by row, where there is more to say than that they are unhealthy."""
+
+    def ids(self, names: Sequence[str]) -> Rows:
+        """Return the indices of nodes; -1 for those that never reported GPUs."""
+        return np.fromiter(map(self.node_ids.get, names, repeat(-1)), np.intp, len(names))
 
     def product(self, row: int) -> str:
         """Return the product of one GPU."""

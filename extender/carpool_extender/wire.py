@@ -8,6 +8,8 @@ from typing import Any
 import msgspec
 from carpool_core.kube.pods import Pod
 
+NULL = msgspec.Raw(b"null")
+
 
 class _Go(msgspec.Struct, frozen=True, kw_only=True, rename="pascal"):
     """Fields as Go writes them without tags."""
@@ -17,14 +19,15 @@ class ExtenderArgs(_Go, frozen=True, kw_only=True):
     """Body of filter and prioritize. `Nodes`, which a scheduler without `nodeCacheCapable` sends, is never decoded."""
 
     pod: Pod
-    node_names: list[str] | None = None
+    node_names: msgspec.Raw = NULL
+    """A list of strings, which `offers` reads, or null."""
 
 
 class FilterResult(_Go, frozen=True, kw_only=True):
     """Answer of filter. `NodeNames` is always written: leaving it out means that no node fits."""
 
     nodes: None = None
-    node_names: list[str] | None = []
+    node_names: list[str] | msgspec.Raw = []
     failed_nodes: dict[str, str] = {}
     failed_and_unresolvable_nodes: dict[str, str] = {}
     error: str = ""

@@ -1,6 +1,7 @@
 """Whole binds on a server in memory: replays, races, failures, and a kill between each two steps."""
 
 import asyncio
+import json
 from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
 
@@ -88,8 +89,16 @@ def args(job="x", node="a", uid=""):
     return BindingArgs(pod_name=f"{job}-worker-0-1", pod_namespace="default", pod_uid=uid or f"pod-{job}", node=node)
 
 
+def offered(names):
+    return msgspec.Raw(msgspec.json.encode(list(names)))
+
+
+def named(result):
+    return json.loads(msgspec.json.encode(result))["NodeNames"]
+
+
 def filtering(job="x", names=NAMES, **pod):
-    return ExtenderArgs(pod=msgspec.convert(pod_of(job, **pod), Pod), node_names=list(names))
+    return ExtenderArgs(pod=msgspec.convert(pod_of(job, **pod), Pod), node_names=offered(names))
 
 
 @asynccontextmanager
@@ -124,7 +133,7 @@ async def test_a_pod_is_reserved_prepared_and_bound(world):
 async def test_filter_and_prioritize_write_nothing(world):
     world.add("x")
     async with world.extender() as extender:
-        assert (await extender.service.filter(filtering())).node_names == NAMES
+        assert named(await extender.service.filter(filtering())) == NAMES
         assert {p.host: p.score for p in await extender.service.prioritize(filtering())}["a"] == 10
     assert not [call for call in world.kube.calls if call.verb in ("create", "patch", "delete")]
 
@@ -247,7 +256,7 @@ async def test_a_silent_agent_ends_at_the_deadline(world):
 
 
 def names_and_refusals(found):
-    return found.node_names, set(found.failed_nodes.values())
+    return named(found), set(found.failed_nodes.values())
 
 
 async def fails(world, extender, node="a"):
@@ -268,9 +277,9 @@ async def test_a_gpu_that_cannot_be_prepared_is_left_alone_for_longer_and_longer
             found = await extender.service.filter(filtering())
             assert names_and_refusals(found) == (["b"], {sentence})
             world.clock.advance(rest - 1)
-            assert (await extender.service.filter(filtering())).node_names == ["b"]
+            assert named(await extender.service.filter(filtering())) == ["b"]
             world.clock.advance(1)
-            assert (await extender.service.filter(filtering())).node_names == NAMES
+            assert named(await extender.service.filter(filtering())) == NAMES
 
 
 async def test_another_gpu_of_the_node_is_taken_meanwhile_and_a_success_ends_the_count(world):
@@ -307,16 +316,16 @@ async def test_an_agent_that_no_longer_reports_gets_no_more_jobs(world):
 
     await beat("2020-01-01T00:00:00Z")
     async with world.extender() as extender:
-        assert (await extender.service.filter(filtering())).node_names == ["a"]
+        assert named(await extender.service.filter(filtering())) == ["a"]
         world.clock.advance(200)
-        assert (await extender.service.filter(filtering())).node_names == ["a"]
+        assert named(await extender.service.filter(filtering())) == ["a"]
         world.clock.advance(1)
         found = await extender.service.filter(filtering(names=["a"]))
         assert names_and_refusals(found) == ([], {"NoGpuFits: 1 node: its agent has not reported for 201 s"})
         await beat("2026-01-31T12:03:21Z")
         for _ in range(20):
             await asyncio.sleep(0)
-        assert (await extender.service.filter(filtering())).node_names == ["a"]
+        assert named(await extender.service.filter(filtering())) == ["a"]
 
 
 async def test_a_report_about_another_generation_does_not_count(world):
@@ -430,7 +439,7 @@ async def restarted(world):
     """A new extender finishes what an earlier one left, through filter and bind as kube-scheduler repeats them."""
     async with world.extender() as extender, background(world.agent.serve("a")), background(world.agent.serve("b")):
         for _ in range(100):
-            fits = (await extender.service.filter(filtering())).node_names
+            fits = named(await extender.service.filter(filtering()))
             if fits:
                 break
         if world.bound_to() == "":
@@ -453,7 +462,7 @@ async def test_killed_after_the_reservation_the_retry_finishes_there(world):
         await until(lambda: world.held() == {"b": ["pod-x"]})
     async with world.extender() as extender:
         found = await extender.service.filter(filtering())
-        assert found.node_names == ["b"]
+        assert named(found) == ["b"]
         assert "has a reservation on node b, which lapses at" in found.failed_nodes["a"]
         assert {p.host: p.score for p in await extender.service.prioritize(filtering())} == {"a": 0, "b": 10}
         answer = await extender.service.bind(args(node="a"))
@@ -496,14 +505,14 @@ async def test_a_reservation_of_a_node_that_is_not_offered_lapses_and_is_release
     async with world.extender() as extender, background(extender.service.bind(args())):
         await until(lambda: world.held() != {})
     async with world.extender() as extender:
-        assert (await extender.service.filter(filtering(names=["b"]))).node_names == []
+        assert named(await extender.service.filter(filtering(names=["b"]))) == []
         world.clock.advance(29)
         for _ in range(100):
             await asyncio.sleep(0)
         assert world.held() != {}
         world.clock.advance(5)
         await until(lambda: world.held() == {})
-        assert (await extender.service.filter(filtering(names=["b"]))).node_names == ["b"]
+        assert named(await extender.service.filter(filtering(names=["b"]))) == ["b"]
 
 
 # The janitor
@@ -673,8 +682,8 @@ async def test_a_pod_without_a_job_is_refused_with_a_sentence(world):
     world.add("x")
     async with world.extender() as extender:
         pod = msgspec.convert({"metadata": {"name": "p", "namespace": "default", "uid": "u"}}, Pod)
-        found = await extender.service.filter(ExtenderArgs(pod=pod, node_names=NAMES))
-    assert found.node_names == []
+        found = await extender.service.filter(ExtenderArgs(pod=pod, node_names=offered(NAMES)))
+    assert named(found) == []
     assert set(found.failed_and_unresolvable_nodes.values()) == {
         "NotAJob: pod default/p asks for carpool.dev/gpu but no GpuTrainingJob controls it; "
         "create a GpuTrainingJob with this pod's spec as its template"
@@ -686,7 +695,7 @@ async def test_a_pod_that_names_another_jobs_uid_is_refused(world):
     async with world.extender() as extender:
         forged = pod_of("x")
         forged["metadata"]["ownerReferences"][0]["uid"] = "job-of-somebody"
-        found = await extender.service.filter(ExtenderArgs(pod=msgspec.convert(forged, Pod), node_names=NAMES))
+        found = await extender.service.filter(ExtenderArgs(pod=msgspec.convert(forged, Pod), node_names=offered(NAMES)))
     assert "and there is none in its namespace" in found.failed_and_unresolvable_nodes["a"]
 
 
@@ -717,7 +726,7 @@ async def test_a_pod_that_is_not_called_as_a_worker_of_its_job_is_refused(world,
     forged = pod_of("x")
     forged["metadata"]["name"] = name
     async with world.extender() as extender:
-        found = await extender.service.filter(ExtenderArgs(pod=msgspec.convert(forged, Pod), node_names=NAMES))
+        found = await extender.service.filter(ExtenderArgs(pod=msgspec.convert(forged, Pod), node_names=offered(NAMES)))
     assert found.failed_and_unresolvable_nodes["a"] == (
         "NotAWorker: expected a pod of job x to be called x-worker-INDEX-ATTEMPT with an index below 1, "
         f"found default/{name}; let the operator create the job's pods"
@@ -751,7 +760,7 @@ async def test_a_job_has_no_more_reservations_than_workers(world, workers):
         )
         assert answers[-1].error == expected
         late = msgspec.convert(world.kube.dump(PODS, "x-worker-0-4", "default"), Pod)
-        found = await extender.service.filter(ExtenderArgs(pod=late, node_names=NAMES))
+        found = await extender.service.filter(ExtenderArgs(pod=late, node_names=offered(NAMES)))
         assert found.failed_nodes == dict.fromkeys(NAMES, expected)
         await world.kube.delete(PODS, "x-worker-0-1", namespace="default")
         await until(lambda: sum(map(len, world.held().values())) == workers - 1)
@@ -772,7 +781,7 @@ async def test_a_job_that_the_watch_has_not_seen_is_read_once(world):
     world.add("x")
     async with world.extender() as extender:
         seed_job(world.kube, "late")
-        assert (await extender.service.filter(filtering("late"))).node_names == NAMES
+        assert named(await extender.service.filter(filtering("late"))) == NAMES
         reads = [c for c in world.kube.calls if c.verb == "get" and c.plural == "gputrainingjobs"]
     assert len(reads) == 1
 
@@ -785,4 +794,4 @@ async def test_a_job_seen_before_its_prediction_is_read_again(world):
     world.kube.seed(GPU_TRAINING_JOBS, bare)
     async with world.extender() as extender:
         seed_job(world.kube, "x")
-        assert (await extender.service.filter(filtering(names=["a"]))).node_names == ["a"]
+        assert named(await extender.service.filter(filtering(names=["a"]))) == ["a"]

@@ -129,7 +129,7 @@ def reservation(job: str, namespace: str, gpu: GpuUuid, mode: SharingMode, shape
         memory_limit_mib=shape.memory_mib,
         thread_percentage=50,
         reserved_at="2026-01-31T12:00:00Z",
-        deadline="2026-01-31T12:00:20Z",
+        deadline="2100-01-31T12:00:20Z",
         tenant=TenantProfile(
             memory_mib=shape.memory_mib,
             gpu_util_percent=100 * shape.util,
