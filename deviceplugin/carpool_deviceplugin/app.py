@@ -19,7 +19,7 @@ from carpool_deviceplugin.mps_program import MpsProgram
 from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
 from carpool_deviceplugin.nvml.devices import NvmlDevices
 from carpool_deviceplugin.nvml.library import NvmlLibrary, installed
-from carpool_deviceplugin.patience import Rhythm
+from carpool_deviceplugin.patience import REAL, Rhythm
 from carpool_deviceplugin.plugin import Knowledge, Plugin, Registration
 from carpool_deviceplugin.prestart import HeldByPod
 from carpool_deviceplugin.processes import ProcTree
@@ -153,7 +153,7 @@ def build(
         NoDevicesError: The settings lead to no GPUs.
     """
     devices = devices or find_devices(settings)
-    rhythm = rhythm or Rhythm()
+    rhythm = rhythm or (Rhythm() if devices.simulated else REAL)
     node = NodeName(settings.node_name)
     if not settings.kubelet:
         return Agent(settings, devices, Reconciler(node, api, clock, devices, rhythm), clock)

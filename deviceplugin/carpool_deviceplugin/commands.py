@@ -1,6 +1,7 @@
 """`carpool agent`."""
 
 import asyncio
+import gc
 import signal
 from importlib.metadata import version
 
@@ -31,6 +32,8 @@ async def serve(settings: AgentSettings) -> None:
         structlog.get_logger().info(
             "agent started", gpus=len(devices.uuids), simulated=devices.simulated, metrics_port=server.port
         )
+        gc.collect()
+        gc.freeze()  # what is there stays for good: looking through it again and again costs more than the GPUs
         running = asyncio.ensure_future(agent.run())
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, running.cancel)

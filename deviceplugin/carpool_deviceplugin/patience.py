@@ -46,6 +46,11 @@ class Rhythm:
     """After a failed call to the API server; doubled with each further failure, to 32 times this."""
 
 
+REAL = Rhythm(sample_s=5.0, idle_samples=2, resync_s=30.0)
+"""For real GPUs: their own counters lose nothing between two looks, and each look costs. Their health is looked at with
+each second sample; where it has changed, the GPU is looked at as a whole."""
+
+
 class Caller(Protocol):
     """Makes blocking calls."""
 

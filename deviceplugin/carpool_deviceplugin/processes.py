@@ -1,6 +1,7 @@
 """From a process ID to the pod that it belongs to, by its cgroup; the tree of /proc is an argument."""
 
 import re
+from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ _POD = re.compile(
 )
 """cgroupfs writes `/kubepods/burstable/pod<uid>/…`, systemd `kubepods-burstable-pod<uid with _>.slice/…`; static pods
 have a digest without dashes."""
+_REMEMBERED = 4096
 _START_TIME = 19
 """Place of `starttime` among what follows the command's name in /proc/PID/stat."""
 
@@ -47,18 +49,32 @@ class ProcTree:
     """
 
     def __init__(self, root: Path = Path("/proc")) -> None:
-        self._root = root
+        self._root = str(root)
+        self._known: OrderedDict[int, Process] = OrderedDict()
 
     def find(self, pid: int) -> Process | None:
-        """Look a process up; None where it has ended, or where the agent does not see the host's processes."""
-        directory = self._root / str(int(pid))
+        """Look a process up; None where it has ended, or where the agent does not see the host's processes.
+
+        Whose a process is never changes: its cgroup is read once.
+        """
         try:
-            stat = (directory / "stat").read_text(errors="replace")
-            cgroup = (directory / "cgroup").read_text(errors="replace")
+            stat = self._read(pid, "stat")
+            name, _, rest = stat.partition("(")[2].rpartition(")")  # a command may contain spaces and parentheses
+            fields = rest.split(None, _START_TIME + 1)
+            if len(fields) <= _START_TIME or not fields[_START_TIME].isdecimal():
+                return None
+            started = int(fields[_START_TIME])
+            known = self._known.get(pid)
+            if known is not None and known.started == started:
+                return known
+            found = Process(int(pid), started, name, pod_of(self._read(pid, "cgroup")))
         except OSError:
             return None
-        name, _, rest = stat.partition("(")[2].rpartition(")")  # a command may contain spaces and parentheses
-        fields = rest.split()
-        if len(fields) <= _START_TIME or not fields[_START_TIME].isdecimal():
-            return None
-        return Process(int(pid), int(fields[_START_TIME]), name, pod_of(cgroup))
+        self._known[pid] = found
+        while len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
+        return found
+
+    def _read(self, pid: int, name: str) -> str:
+        with open(f"{self._root}/{int(pid)}/{name}", "rb") as file:  # a path object costs more than the reading
+            return file.read().decode(errors="replace")

@@ -138,7 +138,7 @@ async def test_pods_behind_one_daemon_are_told_when_it(node: Node, kube: FakeKub
         return kube.dump(GPU_NODES, "node-1")["status"]
 
     async with running(agent):
-        await until(lambda: kube.dump_all(GPU_NODES))
+        await until(lambda: kube.dump_all(GPU_NODES) and kube.dump_all(GPU_NODES)[0].get("status"))
         await kube.patch(GPU_NODES, "node-1", {"spec": {"reservations": msgspec.to_builtins(wanted)}})
         await until(lambda: [p["state"] for p in status()["partitions"]] == ["Ready", "Ready"])
         for pid, pod in ((42, "a"), (43, "b")):

@@ -1,6 +1,7 @@
 """What NVML says of a GPU, in our units. Absent (None) is what this GPU cannot say."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from carpool_core.values import GpuUuid
 
@@ -66,15 +67,13 @@ class RunningProcess:
     gpu_instance_id: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class UtilizationSample:
+class UtilizationSample(NamedTuple):
     """What one process did in one of the driver's sampling periods."""
 
     pid: int
     at_us: int
     """Microseconds of the node's clock, as the driver stamps it."""
     sm_percent: int
-    memory_percent: int
 
 
 @dataclass(frozen=True, slots=True)

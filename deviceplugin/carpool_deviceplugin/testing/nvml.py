@@ -90,7 +90,11 @@ class FakeNvml(ReadFunctions, ActivityFunctions, EventFunctions, MigFunctions):
                 total[at] += share * seconds
         for p in gpu.processes.values():
             if p.sm or p.dram:
-                gpu.samples.append((p.pid, self.now_us, round(100 * p.sm), round(100 * p.dram)))
+                gpu.samples.append(
+                    pynvml.c_nvmlProcessUtilizationSample_t(
+                        pid=p.pid, timeStamp=self.now_us, smUtil=round(100 * p.sm), memUtil=round(100 * p.dram)
+                    )
+                )
         del gpu.samples[:-100]
 
     def raise_xid(self, gpu: int, xid: int, instance: int | None = None) -> None:

@@ -1,6 +1,7 @@
 """The fake's GPUs and their processes."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from carpool_deviceplugin.testing.nvml_hardware import Hardware
 from carpool_deviceplugin.testing.nvml_mig import FakeMig
@@ -35,8 +36,8 @@ class FakeGpu:
     remap: tuple[int, int, int, int] = (0, 0, 0, 0)
     clock_reasons: int = 0
     temperature_c: int = 40
-    samples: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """pid, microseconds, SM %, memory %."""
+    samples: list[Any] = field(default_factory=list)
+    """NVML's own structures of what each process did in each sampling period."""
     integrals: dict[int | None, list[float]] = field(default_factory=dict)
     """Seconds of time, graphics, SM, occupancy, tensor and DRAM activity, of the GPU and of its instances."""
 

@@ -77,14 +77,11 @@ class ReadFunctions(Calls):
         gpu = self._gpu("nvmlDeviceGetProcessUtilization", handle)
         if gpu.mig.is_enabled:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        found = [s for s in gpu.samples if s[1] > since_us]
+        found = [s for s in gpu.samples if s.timeStamp > since_us]
         if not found:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
         unfilled = pynvml.c_nvmlProcessUtilizationSample_t()
-        return [
-            *(pynvml.c_nvmlProcessUtilizationSample_t(pid=p, timeStamp=t, smUtil=s, memUtil=m) for p, t, s, m in found),
-            unfilled,
-        ]
+        return [*found, unfilled]
 
     def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any:
         gpu = self._gpu("nvmlDeviceGetUtilizationRates", handle)
