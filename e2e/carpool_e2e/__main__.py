@@ -12,6 +12,8 @@ from rich.console import Console
 
 from carpool_e2e import binaries, system
 from carpool_e2e import slots as slots_
+from carpool_e2e.bench.predictions import renew
+from carpool_e2e.bench.run import REPORT
 from carpool_e2e.bench.run import main as measure
 from carpool_e2e.cluster import FULL, PROJECT, Cluster, running, why_no_kubelets
 from carpool_e2e.demo.show import play
@@ -99,9 +101,14 @@ def prepare() -> None:
 
 
 @main.command()
-def bench() -> None:
-    """Measure the way of a job and the memory of each process, and write docs/benchmarks.md."""
-    measure(Console(width=None if sys.stdout.isatty() else WIDTH))
+@click.option("--only", type=click.Choice(["predictions"]), help="Renew one section, which needs no cluster.")
+def bench(only: str | None) -> None:
+    """Measure the way of a job, the memory of each process and predictions, and write docs/benchmarks.md."""
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    if only:
+        renew(REPORT, console)
+    else:
+        measure(console)
 
 
 if __name__ == "__main__":
