@@ -130,8 +130,26 @@ def write(directory: Path, specs: Mapping[str, Mapping[str, Any]]) -> None:
         path = path_of(directory, slot)
         # Runtimes read every *.json and *.yaml here, so the unfinished file is called otherwise.
         temporary = directory / f".{path.name}.{os.getpid()}.new"
-        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(spec)) + b"\n")
-        temporary.replace(path)
+        try:
+            temporary.write_bytes(msgspec.json.format(msgspec.json.encode(spec)) + b"\n")
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def claimed_by_others(directory: Path) -> list[Path]:
+    """Find the files of others that speak of our kind of device: the runtime would refuse both theirs and ours."""
+    found: list[Path] = []
+    for path in sorted([*directory.glob("*.json"), *directory.glob("*.yaml")]):
+        if path.name.startswith(f"{DOMAIN}-slot-"):
+            continue
+        try:
+            if CDI_KIND.encode() in path.read_bytes():
+                found.append(path)
+        except OSError:
+            continue  # gone again, or not to be read by the runtime either
+    return found
 
 
 class _Annotated(msgspec.Struct):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import structlog
 from carpool_core.clock import Clock
-from carpool_core.keys import RESOURCE_GPU
+from carpool_core.keys import CDI_KIND, RESOURCE_GPU
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.node import Partition, Reservation
 from carpool_core.values import GpuUuid, PodUid
@@ -53,6 +53,7 @@ class Plugin:
         slots_per_gpu: How many pods may share a GPU at most.
         clock: For patience.
         patience_s: How long PreStartContainer waits for word that may be on its way; the kubelet gives it 30 s.
+        sleep: Waits so many seconds.
     """
 
     def __init__(
@@ -64,8 +65,9 @@ class Plugin:
         slots_per_gpu: int,
         clock: Clock,
         patience_s: float = 5.0,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._patience_s = patience_s
+        self._patience_s, self._sleep = patience_s, sleep
         self._knowledge, self._cdi_dir, self._clock = knowledge, cdi_dir, clock
         self._gpus, self._slots_per_gpu = gpus, slots_per_gpu
         self._healthy = gpus
@@ -114,7 +116,7 @@ class Plugin:
             except RefusedError as e:
                 self._log.warning("container refused", slots=list(slots), reason=str(e))
                 raise
-            await asyncio.sleep(_LOOK_AGAIN_S)
+            await self._sleep(_LOOK_AGAIN_S)
         self._write(owner, reservation)
 
     async def _find(self, slots: Sequence[str]) -> tuple[Owner, Reservation]:
@@ -127,6 +129,11 @@ class Plugin:
         return owner, promise(owner, pod, know.reservations(), know.partitions())
 
     def _write(self, owner: Owner, reservation: Reservation) -> None:
+        if theirs := cdi.claimed_by_others(self._cdi_dir):
+            raise RefusedError(
+                f"expected Carpool alone to describe devices of kind {CDI_KIND}, found {', '.join(map(str, theirs))}; "
+                "remove it: the container runtime refuses devices that two files describe"
+            )
         try:
             access = {uuid: self._knowledge.access(uuid, reservation.pod_uid) for uuid in reservation.gpu_uuids}
             cdi.write(self._cdi_dir, cdi.specifications(reservation, owner.slots, access))

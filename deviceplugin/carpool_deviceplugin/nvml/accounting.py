@@ -15,6 +15,8 @@ from carpool_deviceplugin.processes import Process
 
 _LONGEST_SAMPLE_S = 1.0
 """The driver samples each sixth of a second to each second; a longer gap was no sample."""
+AHEAD_US = 2_000_000
+"""Stamps so far ahead of the node's clock are of a time before it was set back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,12 @@ class Ledger:
         """Stamp of the last sample: ask for what came after it."""
         self.idle_power_w: float | None = None
         """The least that was measured with nobody on the GPU; None until that was."""
+
+    def keep_up(self, now_us: int) -> None:
+        """Begin anew with the driver's stamps where the node's clock was set back: all of them would be in the past."""
+        if self.since_us > now_us + AHEAD_US:
+            self.since_us = 0
+            self._last_us.clear()
 
     def take(self, now: Moment) -> list[ProcessUse]:
         """Take in a moment, and return what the processes that are there have used."""

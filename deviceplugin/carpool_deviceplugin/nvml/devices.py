@@ -57,6 +57,7 @@ class NvmlDevices:
         mig_minors: The driver's list of the device files that open MIG instances.
         sources: Who else measures the GPUs, the best one first.
         monotonic: Seconds.
+        wall: Seconds since 1970.
 
     Raises:
         NoDevicesError: There is no driver, or it may not be used.
@@ -76,6 +77,7 @@ class NvmlDevices:
         mig_minors: Path = MIG_MINORS,
         sources: Sequence[Source] = (),
         monotonic: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         self._session = Session(library)
         self._session.open()
@@ -86,7 +88,7 @@ class NvmlDevices:
         self._watcher, self._clients = Watcher(self._session, processes, mps, monotonic), Clients()
         self._conditions = Conditions(self._session, self._uuids, state_dir / "gpus", monotonic)
         self._feed = Feed(sources, monotonic)
-        self._measuring = Measuring(self._session, self._uuids, self._watcher, self._feed, monotonic)
+        self._measuring = Measuring(self._session, self._uuids, self._watcher, self._feed, monotonic, wall)
         self._entry = Entry(cdi, mps, mig_minors)
         self._instances = Instances(self._session)
         self._monotonic = monotonic

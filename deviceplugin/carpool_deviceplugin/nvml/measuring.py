@@ -6,14 +6,14 @@ import pynvml
 from carpool_core.values import MIB, GpuUuid
 
 from carpool_deviceplugin.gpu import PartReading, Reading
-from carpool_deviceplugin.nvml.accounting import Ledger, Moment, PartMoment, Present
+from carpool_deviceplugin.nvml.accounting import AHEAD_US, Ledger, Moment, PartMoment, Present
 from carpool_deviceplugin.nvml.calls import NvmlError, Session
 from carpool_deviceplugin.nvml.counters import activity_of, dcgm_of_part, dcgm_values
 from carpool_deviceplugin.nvml.gpm import Gpm
 from carpool_deviceplugin.nvml.instances import Found
 from carpool_deviceplugin.nvml.presence import Watcher
 from carpool_deviceplugin.nvml.reading import read_telemetry, read_utilization
-from carpool_deviceplugin.nvml.values import GpmMetrics, Identity
+from carpool_deviceplugin.nvml.values import GpmMetrics, Identity, UtilizationSample
 from carpool_deviceplugin.sources.feed import Feed, Source
 
 GPM, PLAIN = "nvml-gpm", "nvml"
@@ -48,6 +48,7 @@ class Measuring:
         watcher: Who is there.
         feed: What others on the node measure.
         monotonic: Seconds.
+        wall: Seconds since 1970, as the driver stamps its samples.
     """
 
     def __init__(
@@ -57,8 +58,10 @@ class Measuring:
         watcher: Watcher,
         feed: Feed,
         monotonic: Callable[[], float],
+        wall: Callable[[], float],
     ) -> None:
-        self._session, self._watcher, self._monotonic = session, watcher, monotonic
+        self._session, self._watcher = session, watcher
+        self._monotonic, self._wall = monotonic, wall
         self._ledgers = {uuid: Ledger() for uuid in uuids}
         self._gpm, self._feed = Gpm(session), feed
         self._parts: dict[GpuUuid, tuple[Found, ...]] = {}
@@ -74,7 +77,7 @@ class Measuring:
         ledger, found = self._ledgers[uuid], self._parts.get(uuid, ())
         telemetry = read_telemetry(self._session, uuid)
         there = self._watcher.look(uuid)[0].pods
-        samples = read_utilization(self._session, uuid, ledger.since_us) if not found else None
+        samples = self._samples(uuid, ledger) if not found else None
         told, gpm = self._activity(uuid, None)
         of_parts = {f.instance.id: self._activity(uuid, f.instance.id)[1] for f in found}
         at = self._monotonic()
@@ -94,6 +97,12 @@ class Measuring:
             source=told.name if told else GPM if self._gpm.is_supported(uuid) else PLAIN,
             is_shown_elsewhere=told is not None and told.is_public,
         )
+
+    def _samples(self, uuid: GpuUuid, ledger: Ledger) -> Sequence[UtilizationSample] | None:
+        now_us = round(1e6 * self._wall())
+        ledger.keep_up(now_us)
+        found = read_utilization(self._session, uuid, ledger.since_us)
+        return None if found is None else [s for s in found if s.at_us <= now_us + AHEAD_US]
 
     def _told(self, uuid: GpuUuid, instance: int | None) -> Mapping[str, float]:
         """What others say, as far as it is shown."""

@@ -41,6 +41,7 @@ class Node:
             sources=self.sources,
             mig_minors=self.root / "mig-minors",
             monotonic=lambda: self.seconds,
+            wall=lambda: self.nvml.now_us / 1e6,
         )
 
     def advance(self, seconds: float) -> None:

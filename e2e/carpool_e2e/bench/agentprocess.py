@@ -91,6 +91,7 @@ async def main(root: Path) -> None:
         cdi=NvidiaCdi([root / "cdi"]),
         state_dir=root / "state",
         processes=ProcTree(root / "proc"),
+        wall=lambda: node.nvml.now_us / 1e6,
     )
     registry = CollectorRegistry()
     spent = Counter(SPENT.removesuffix("_total"), "CPU time of the fakes.", registry=registry)
