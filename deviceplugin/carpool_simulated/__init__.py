@@ -9,7 +9,7 @@ A training script in a container writes
         gpu.run(step_time_s=0.2, gpu_util=0.7, sm_active=0.5)     # one step; takes longer beside neighbours
 """
 
-from carpool_simulated.client import Gpu, open_gpus
+from carpool_simulated.client import open_gpus
 from carpool_simulated.errors import (
     DeviceStateError,
     DeviceUnavailableError,
@@ -18,6 +18,7 @@ from carpool_simulated.errors import (
     OutOfMemoryError,
     SimulatedGpuError,
 )
+from carpool_simulated.gpu import Gpu
 
 __all__ = [
     "DeviceStateError",

@@ -7,9 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from carpool_simulated import state
+from carpool_simulated.claims import Claim, is_claimed, is_held, read_claim
 from carpool_simulated.errors import DeviceStateError, DeviceUnavailableError, MpsError
+from carpool_simulated.jsonfiles import write_json, write_text
+from carpool_simulated.lock import locked
 from carpool_simulated.physics import Activity, dynamic_power_w
-from carpool_simulated.state import IDLE, Claim, Facts, Limit, Mode, Totals
+from carpool_simulated.state import IDLE, Facts, Limit, Mode, Totals
 
 _TIDY_S = 0.1
 MPS_CONTROL = "control"
@@ -74,13 +77,13 @@ class Device:
         self.directory.chmod(0o755)
         self.claims_directory.chmod(0o777)  # containers run as any user
         if not (self.directory / "lock").exists():
-            state.write_text(self.directory / "lock", "")
+            write_text(self.directory / "lock", "")
         if not (self.directory / "totals.json").exists():
             state.write_totals(self.directory, Totals(since=self._clock()))
         if not (self.directory / "mode.json").exists():
             state.write_mode(self.directory, Mode())
         if not (self.directory / "device.json").exists():
-            state.write_json(self.directory / "device.json", {name: getattr(facts, name) for name in Facts.__slots__})
+            write_json(self.directory / "device.json", {name: getattr(facts, name) for name in Facts.__slots__})
 
     def facts(self) -> Facts:
         """Return what the device is; raises DeviceStateError."""
@@ -99,15 +102,15 @@ class Device:
         seen = _Seen([], [], [], [])
         for path in sorted(self.claims_directory.glob("*.claim")):
             try:
-                is_held = state.is_held(path)
+                is_living = is_held(path)
             except DeviceStateError as e:
                 seen.foreign.append(str(e))
                 continue
-            if not is_held:
+            if not is_living:
                 seen.dead.append(path)
                 continue
             try:
-                seen.held.append(Held(path.stem, state.read_claim(path)))
+                seen.held.append(Held(path.stem, read_claim(path)))
             except DeviceStateError as e:
                 if path.exists():
                     seen.unreadable.append(str(e))
@@ -121,9 +124,9 @@ class Device:
         energy_j = 0.0
         for path in sorted(self.claims_directory.glob("*.claim")):
             with suppress(DeviceStateError):
-                if state.is_held(path):
+                if is_held(path):
                     continue
-                energy_j += state.read_claim(path).energy_j  # unreadable: nobody can say any more what it used
+                energy_j += read_claim(path).energy_j  # unreadable: nobody can say any more what it used
             with suppress(OSError):
                 path.unlink()
         if energy_j:
@@ -132,9 +135,9 @@ class Device:
 
     def tidy(self) -> None:
         """Remove what dead processes left, where nobody keeps the lock. The agent's."""
-        if not any(not state.is_claimed(path) for path in self.claims_directory.iterdir()):
+        if not any(not is_claimed(path) for path in self.claims_directory.iterdir()):
             return
-        with suppress(DeviceUnavailableError), state.locked(self.directory, timeout_s=_TIDY_S):
+        with suppress(DeviceUnavailableError), locked(self.directory, timeout_s=_TIDY_S):
             self.reap()
 
     def _totals(self) -> Totals:
@@ -153,7 +156,7 @@ class Device:
         dynamic = energy = 0.0
         for path in seen.dead:  # until somebody has added them to the totals
             with suppress(DeviceStateError):
-                energy += state.read_claim(path).energy_j
+                energy += read_claim(path).energy_j
         for claim in (h.claim for h in seen.held):
             energy += claim.energy_j
             if claim.busy_until > now:
@@ -173,7 +176,7 @@ class Device:
         Raises:
             DeviceUnavailableError: Processes use the device, or the MPS daemon still runs.
         """
-        with state.locked(self.directory):
+        with locked(self.directory):
             self.reap()
             now = self._mode_or_new()
             if now.mode == mode:
@@ -204,18 +207,18 @@ class Device:
 
     def start_mps(self, pipe_directory: Path) -> None:
         """Start the MPS daemon, which listens in `pipe_directory`."""
-        with state.locked(self.directory):
+        with locked(self.directory):
             mode = self.mode()
             if mode.mode != "MPS":
                 raise DeviceUnavailableError(f"{self.directory.name}: expected mode MPS, found {mode.mode}; change it")
             pipe_directory.mkdir(parents=True, exist_ok=True)
             pipe_directory.chmod(0o755)
-            state.write_text(pipe_directory / MPS_CONTROL, self.directory.name + "\n")
+            write_text(pipe_directory / MPS_CONTROL, self.directory.name + "\n")
             state.write_mode(self.directory, replace(mode, mps_daemon=True))
 
     def stop_mps(self, pipe_directory: Path) -> None:
         """Stop the MPS daemon, unless processes use it (DeviceUnavailableError)."""
-        with state.locked(self.directory):
+        with locked(self.directory):
             self.reap()
             self._refuse_in_use("stop its MPS daemon")
             mode = self._mode_or_new()
@@ -224,7 +227,7 @@ class Device:
 
     def set_limit(self, pod_uid: str, limit: Limit | None) -> None:
         """Set (or, with None, remove) the limits of one pod's processes; it holds for allocations from now on."""
-        with state.locked(self.directory):
+        with locked(self.directory):
             mode = self.mode()
             limits = {pod: kept for pod, kept in mode.limits.items() if pod != pod_uid}
             if limit is not None:

@@ -14,8 +14,8 @@ from carpool_deviceplugin.gpu import SetMode
 from carpool_deviceplugin.simulated import SimulatedDevices
 from carpool_deviceplugin.status import above_limit, presentable
 from carpool_simulated import state
+from carpool_simulated.claims import Claim, encode_claim
 from carpool_simulated.device import Device
-from carpool_simulated.state import Claim
 from structlog.testing import capture_logs
 
 GOOD = {"pod_uid": "uid-b", "pid": 1, "started": 0.0, "memory_mib": 1, "peak_memory_mib": 1}
@@ -140,7 +140,7 @@ def test_links_in_the_place_of_files_are_not_followed(tmp_path: Path) -> None:
 
 def test_energy_of_the_dead_is_counted_once(device: Device) -> None:
     path = device.claims_directory / "0.claim"
-    path.write_bytes(state.encode_claim(Claim("pod-a", 1, 0.0, 1, 1, energy_j=1e6)))
+    path.write_bytes(encode_claim(Claim("pod-a", 1, 0.0, 1, 1, energy_j=1e6)))
     before = device.reading().energy_j
     assert before >= 1e6
     device.tidy()

@@ -226,7 +226,9 @@ class NvmlDevices:
                 mode = file.read().mode
                 if mode is not MPS:
                     raise DeviceError(f"GPU {uuid}: expected mode MPS, found {mode or 'Idle'}; set it first")
-                self._daemons(uuid).start(uuid)
+                if self._mps is None:
+                    raise DeviceError(f"GPU {uuid}: expected nvidia-cuda-mps-control on this node, found none")
+                self._mps.start(uuid)
             case StopMps():
                 self._must_be_empty(uuid)
                 if self._mps is not None:
@@ -262,11 +264,6 @@ class NvmlDevices:
     def _may_divide(self, uuid: GpuUuid) -> None:
         if self._mig_manager:
             raise DeviceError(f"GPU {uuid}: expected nobody else to divide it, found that {self._mig_manager}")
-
-    def _daemons(self, uuid: GpuUuid) -> Mps:
-        if self._mps is None:
-            raise DeviceError(f"GPU {uuid}: expected nvidia-cuda-mps-control on this node, found none")
-        return self._mps
 
     def _must_be_empty(self, uuid: GpuUuid) -> None:
         others = foreign(self._instances.find(uuid, self._modes[uuid])) if self._instances.is_enabled(uuid) else set()

@@ -1,0 +1,261 @@
+"""One simulated GPU in a process, with a context on it."""
+
+import fcntl
+import math
+import os
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+
+from carpool_simulated.claims import Claim, encode_claim
+from carpool_simulated.device import Device
+from carpool_simulated.environment import Environment
+from carpool_simulated.errors import (
+    DeviceStateError,
+    DeviceUnavailableError,
+    OutOfMemoryError,
+    SimulatedGpuError,
+)
+from carpool_simulated.lock import locked
+from carpool_simulated.physics import Activity, contention, dynamic_power_w
+from carpool_simulated.state import Facts, Limit
+
+_SLICE_S = 0.05
+"""How often a long step looks again at who else is there, and says how far it is."""
+
+
+def _size(mib: float) -> str:
+    return f"{mib / 1024:.2f} GiB" if mib >= 1024 else f"{mib:.2f} MiB"
+
+
+class Gpu:
+    """One GPU in this process, with a CUDA context on it. Not for several threads at once.
+
+    Args:
+        device: The device.
+        index: CUDA's index in this process.
+        environment: What the container's environment says.
+        clock: Monotonic seconds, the same for all processes of the machine.
+        sleep: Waits for some seconds.
+
+    Raises:
+        SimulatedGpuError: The device does not admit this process, is full, or is corrupt.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        index: int,
+        environment: Environment,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._device, self.index, self._environment = device, index, environment
+        self._clock, self._sleep = clock, sleep
+        self._pid = os.getpid()
+        self._handle = -1
+        self._set_by_daemon = Limit()
+        with locked(device.directory):
+            self._facts = device.facts()
+            self.mode = device.admit(environment.pod_uid, environment.pipe_directory).mode
+            self._claim = Claim(environment.pod_uid, self._pid, clock(), memory_mib=0, peak_memory_mib=0)
+            self._make_room(self._facts.context_mib)
+            self._claim.memory_mib = self._claim.peak_memory_mib = self._facts.context_mib
+            self._path = self._open_claim()
+        weak = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: gpu._forget() if (gpu := weak()) else None)
+
+    def _open_claim(self) -> Path:
+        """Only a claim that is locked already gets a name under which others look for it."""
+        path = self._device.claims_directory / f"{uuid.uuid4().hex}.claim"
+        hidden = path.with_suffix(".new")
+        self._handle = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        os.fchmod(self._handle, 0o666)
+        fcntl.flock(self._handle, fcntl.LOCK_EX)
+        self._write_claim()
+        hidden.rename(path)
+        return path
+
+    def _forget(self) -> None:
+        """In a forked child: its copy of the handle would keep the claim alive after this process has died."""
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+    def _write_claim(self) -> None:
+        line = encode_claim(self._claim)
+        os.pwrite(self._handle, line, 0)
+        os.ftruncate(self._handle, len(line))
+
+    @property
+    def facts(self) -> Facts:
+        """What the device is."""
+        return self._facts
+
+    @property
+    def name(self) -> str:
+        """Product name, beginning with `Simulated`."""
+        return self._facts.product
+
+    @property
+    def uuid(self) -> str:
+        """The GPU's UUID."""
+        return self._facts.uuid
+
+    @property
+    def total_mib(self) -> int:
+        """Capacity that processes can use, in MiB."""
+        return self._facts.memory_mib - self._facts.reserved_mib
+
+    @property
+    def memory_limit_mib(self) -> int | None:
+        """This process's MPS memory limit in MiB, context included; None without one."""
+        return self._limit().memory_mib
+
+    @property
+    def allocated_mib(self) -> int:
+        """Memory that `allocate` took and `free` did not return, in MiB."""
+        return self._claim.memory_mib - self._facts.context_mib
+
+    def _limit(self) -> Limit:
+        """The tighter of what the environment and the daemon say; none without MPS."""
+        if self.mode != "MPS":
+            return Limit()
+        with suppress(DeviceStateError):  # a broken file must not end a step that runs: what was known still holds
+            self._set_by_daemon = self._device.mode().limits.get(self._environment.pod_uid, Limit())
+        by_daemon, by_environment = self._set_by_daemon.memory_mib, self._environment.limits_mib.get(self.index)
+        memory = [limit for limit in (by_daemon, by_environment) if limit is not None]
+        threads = min(self._environment.threads * 100, self._set_by_daemon.thread_percentage or 100)
+        return Limit(min(memory, default=None), max(1, int(threads)))
+
+    @contextmanager
+    def _alive(self) -> Iterator[None]:
+        if os.getpid() != self._pid:
+            raise SimulatedGpuError(
+                "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, "
+                "you must use the 'spawn' start method"
+            )
+        if self._handle < 0:
+            raise DeviceUnavailableError(
+                f"GPU {self.index}: expected an open GPU, found it closed; call open_gpus again"
+            )
+        yield
+
+    def allocate(self, mib: float) -> None:
+        """Take memory, rounded up to whole MiB.
+
+        Raises:
+            OutOfMemoryError: The device is full or the MPS limit is reached; the words are PyTorch's.
+        """
+        if not (math.isfinite(mib) and mib > 0):
+            raise ValueError(f"expected a positive number of MiB to allocate, found {mib!r}")
+        with self._alive(), locked(self._device.directory):
+            self._make_room(math.ceil(mib))
+            self._claim.memory_mib += math.ceil(mib)
+            self._claim.peak_memory_mib = max(self._claim.peak_memory_mib, self._claim.memory_mib)
+            self._write_claim()
+
+    def free(self, mib: float) -> None:
+        """Return memory, rounded up as `allocate` did."""
+        if not (mib > 0 and mib <= self.allocated_mib):
+            raise ValueError(f"expected at most {self.allocated_mib} MiB to free, which are allocated; found {mib!r}")
+        with self._alive(), locked(self._device.directory):
+            self._claim.memory_mib -= math.ceil(mib)
+            self._write_claim()
+
+    def _make_room(self, mib: int) -> None:
+        """Check that so much more memory is there for this process. The caller holds the lock."""
+        held, _ = self._device.held()
+        used = sum(h.claim.memory_mib for h in held)
+        mine = self._claim.memory_mib
+        limit = self._limit().memory_mib
+        free = self.total_mib - used
+        if limit is not None:
+            free = min(free, limit - mine)
+        if mib <= free:
+            return
+        allowed = f"{_size(limit)} allowed; " if limit is not None else ""
+        context = min(mine, self._facts.context_mib)
+        raise OutOfMemoryError(
+            f"CUDA out of memory. Tried to allocate {_size(mib)}. GPU {self.index} has a total capacity of "
+            f"{_size(self.total_mib)} of which {_size(max(0, free))} is free. Including non-PyTorch memory, this "
+            f"process has {_size(mine)} memory in use. {allowed}Of the allocated memory {_size(mine - context)} is "
+            f"allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated. (Simulated {self.uuid})"
+        )
+
+    def run(self, step_time_s: float, sm_active: float = 1.0, dram_active: float = 0.5, gpu_util: float = 1.0) -> float:
+        """Run one training step; it takes longer beside neighbours.
+
+        Args:
+            step_time_s: Time that the step takes alone, in seconds.
+            sm_active: Share of SM-time with work when alone, 0..1.
+            dram_active: Share of the memory bandwidth in use when alone, 0..1.
+            gpu_util: Share of the time in which a kernel runs when alone, 0..1.
+
+        Returns:
+            The time that the step took, in seconds.
+        """
+        for name, value in (("sm_active", sm_active), ("dram_active", dram_active), ("gpu_util", gpu_util)):
+            if not 0 <= value <= 1:
+                raise ValueError(f"expected {name} between 0 and 1, found {value!r}")
+        if not (math.isfinite(step_time_s) and step_time_s > 0):
+            raise ValueError(f"expected a positive step_time_s in seconds, found {step_time_s!r}")
+        activity = Activity(gpu_util, sm_active, dram_active)
+        with self._alive():
+            self._claim.gpu_util, self._claim.sm_active, self._claim.dram_active = gpu_util, sm_active, dram_active
+            started, left = self._clock(), step_time_s
+            while left > 1e-9:
+                left -= self._advance(activity, left, step_time_s)
+            took = self._clock() - started
+            self._claim.steps += 1
+            self._claim.steps_s += took
+            self._write_claim()
+        return took
+
+    def _advance(self, activity: Activity, left: float, step_time_s: float) -> float:
+        """Run for a slice of time; return how much of the step's solo time that did."""
+        before = self._clock()
+        slowdown = self.contention(activity)
+        wait = min(_SLICE_S, left * slowdown)
+        # A gap of up to one step still counts as at work: between two steps nobody finds the GPU free.
+        self._claim.busy_until = before + wait + step_time_s
+        self._write_claim()
+        self._sleep(wait)
+        elapsed = self._clock() - before
+        done = min(left, elapsed / slowdown)
+        claim, facts = self._claim, self._facts
+        host = 1 - activity.gpu_util
+        own_time = slowdown - host if self.mode == "MPS" and activity.gpu_util else activity.gpu_util
+        claim.busy_s += min(elapsed, done * own_time)
+        claim.sm_s += done * activity.sm_active
+        claim.dram_s += done * activity.dram_active
+        claim.energy_j += done * dynamic_power_w(activity, idle_w=facts.idle_power_w, limit_w=facts.power_limit_w)
+        return done
+
+    def contention(self, activity: Activity) -> float:
+        """Return by how much such a step would be slowed down now, by neighbours and by the MPS thread limit."""
+        now = self._clock()
+        held, _ = self._device.held()
+        others = [
+            Activity(h.claim.gpu_util, h.claim.sm_active, h.claim.dram_active)
+            for h in held
+            if h.id != self._path.stem and h.claim.busy_until > now
+        ]
+        return contention(self.mode, activity, others, (self._limit().thread_percentage or 100) / 100)
+
+    def close(self) -> None:
+        """Give everything back. Ending the process, in whatever way, does the same."""
+        if self._handle < 0 or os.getpid() != self._pid:
+            return
+        os.close(self._handle)  # the claim is dead by this; the agent removes it
+        self._handle = -1
+
+    def __enter__(self) -> "Gpu":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
