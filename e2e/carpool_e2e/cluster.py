@@ -144,7 +144,7 @@ def running(shape: Shape, console: Console | None = None) -> Iterator[Cluster]:
     table = ProcessTable(slot.directory, binaries.search_path())
     try:
         console.print(f"Starting a cluster in {slot.directory}: {len(shape.kubelet_nodes)} nodes with a kubelet, "
-                      f"{len(shape.fleet)} without")  # fmt: skip
+                      f"{len(shape.fleet)} without; 15 to 30 s")  # fmt: skip
         started = time.monotonic()
         cluster = _start(slot, shape, binaries, table)
         console.print(f"It is up after {time.monotonic() - started:.0f} s")

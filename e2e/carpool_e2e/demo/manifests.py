@@ -61,11 +61,11 @@ def mystery(name: str) -> dict[str, Any]:
     return job(name, "--no-loop", "--memory-mib=9000", "--gpu-util=0.6", "--sm-active=0.4")
 
 
-def wide(name: str, workers: int) -> dict[str, Any]:
-    """A job that takes a good part of several H100s; its user knows its memory."""
+def wide(name: str, gpus: int) -> dict[str, Any]:
+    """A job whose one worker takes a good part of several H100s; its user knows its memory."""
     return job(
         name, "--no-loop", "--memory-mib=30000", "--gpu-util=0.9", "--sm-active=0.7",
-        gpu={"product": H100}, workers=workers, memory={"limit": "32Gi"}, sharing={"maxSlowdown": 1.1},
+        gpu={"product": H100}, gpusPerWorker=gpus, memory={"limit": "32Gi"}, sharing={"maxSlowdown": 1.1},
     )  # fmt: skip
 
 

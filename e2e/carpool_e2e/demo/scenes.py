@@ -88,7 +88,7 @@ async def unknown(stage: Stage) -> None:
 
 async def waiting(stage: Stage) -> None:
     """4. A job larger than what is free now waits, says what it needs, and starts when another job goes."""
-    stage.apply(manifests.wide("wide", workers=4))
+    stage.apply(manifests.wide("wide", gpus=4))
     await stage.until("running", "wide", _running, within_s=90)
     stage.apply(manifests.large("large"))
     job, _ = await stage.until(

@@ -1,0 +1,71 @@
+"""What a user of the cluster sees of jobs that are not as usual."""
+
+import json
+
+import pytest
+import yaml
+from carpool_e2e.cluster import Cluster
+from carpool_e2e.fleet import TOLERATION
+from carpool_e2e.jobs import sleeper
+from carpool_e2e.watching import Watcher, eventually
+
+pytestmark = pytest.mark.e2e
+
+
+def test_a_misspelt_field_of_the_template_is_named(cluster: Cluster, watcher: Watcher) -> None:
+    job = sleeper("misspelt", model={"catalog": {"name": "timm/resnet50"}})
+    job["spec"]["template"]["spec"]["containers"][0]["comand"] = ["train"]
+    cluster.kubectl("apply", "--validate=false", "-f", "-", stdin=yaml.safe_dump(job))
+    failed = eventually("Failed", lambda: watcher.condition("misspelt", "Failed"))
+    assert failed["message"].startswith("spec.template.spec.containers[0].comand: a pod has no such field")
+    assert watcher.condition("misspelt", "Predicted") == {}, "its model was not traced first"
+    assert watcher.pods("misspelt") == []
+
+
+def test_workers_are_told_of_each_other(cluster: Cluster, watcher: Watcher) -> None:
+    cluster.apply(sleeper("pair", workers=2))
+    watcher.running("pair")
+    told = [cluster.kubectl("exec", f"pair-worker-{worker}-1", "--", "/bin/sh", "-c", "env") for worker in (0, 1)]
+    for worker, text in enumerate(told):
+        assert {"MASTER_ADDR=worker-0.pair-workers", f"RANK={worker}", "WORLD_SIZE=2"} <= set(text.splitlines())
+    slices = watcher.read("endpointslices", "-l", "kubernetes.io/service-name=pair-workers")["items"]
+    names = {endpoint["hostname"] for one in slices for endpoint in one["endpoints"]}
+    assert names == {"worker-0", "worker-1"}, "what the cluster's DNS answers from"
+    cluster.kubectl("delete", "gputrainingjob", "pair")
+    eventually("the service to go with its job", lambda: watcher.read("service", "pair-workers") is None)
+
+
+def test_a_job_without_a_wish_lands_where_containers_start(cluster: Cluster, watcher: Watcher) -> None:
+    cluster.apply(sleeper("anywhere", gpu={}))
+    watcher.placed_once("anywhere")
+
+
+def test_a_waiting_job_says_what_both_the_extender_and_the_scheduler_lack(cluster: Cluster, watcher: Watcher) -> None:
+    job = sleeper("both", gpu={}, memory={"limit": "30Gi"})
+    spec = job["spec"]["template"]["spec"]
+    spec["tolerations"] = [TOLERATION]
+    spec["containers"][0]["resources"] = {"requests": {"cpu": "30"}}
+    cluster.apply(job)
+    eventually("NoGpuFits", lambda: watcher.condition("both", "Placed").get("reason") == "NoGpuFits")
+    message = watcher.condition("both", "Placed")["message"]
+    assert message.startswith("needs 30,720 MiB; freest Simulated Tesla T4 has"), message
+    assert message.endswith("; other nodes: 2 Insufficient cpu"), message
+
+
+def test_a_pod_of_a_workers_name_does_not_stand_in_for_it(cluster: Cluster, watcher: Watcher) -> None:
+    cluster.apply(sleeper("real"))
+    job = watcher.running("real")
+    worker = watcher.pods("real")[0]
+    assert job["status"]["attempts"][0]["podUids"] == [worker["metadata"]["uid"]]
+    forged = {key: worker["metadata"][key] for key in ("name", "namespace", "labels", "ownerReferences")}
+    container = {"name": "train", "image": "localhost/busybox:dev", "imagePullPolicy": "Never", "command": ["true"]}
+    manifest = {"apiVersion": "v1", "kind": "Pod", "metadata": forged, "spec": {"containers": [container]}}
+    cluster["operator"].kill()
+    cluster.kubectl("delete", "pod", "real-worker-0-1", "--force")
+    cluster.kubectl("create", "-f", "-", stdin=json.dumps(manifest))
+    cluster["operator"].start()
+    eventually("another attempt", lambda: len(watcher.job("real")["status"]["attempts"]) == 2)
+    watcher.running("real")
+    first, second = watcher.job("real")["status"]["attempts"]
+    assert (first["outcome"], second["outcome"]) == ("PodDeleted", "Running")
+    assert [pod["metadata"]["name"] for pod in watcher.pods("real")] == ["real-worker-0-2"]
