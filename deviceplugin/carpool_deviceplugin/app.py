@@ -15,6 +15,7 @@ from carpool_core.values import NodeName, PodUid
 from carpool_deviceplugin import cdi
 from carpool_deviceplugin.devices import Devices, NoDevicesError
 from carpool_deviceplugin.mps import Mps
+from carpool_deviceplugin.mps_host import HostedMps
 from carpool_deviceplugin.mps_program import MpsProgram
 from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
 from carpool_deviceplugin.nvml.devices import NvmlDevices
@@ -46,11 +47,19 @@ def metrics_sources(settings: AgentSettings) -> list[Source]:
     return found
 
 
+def mps_daemons(settings: AgentSettings) -> Mps | None:
+    """Return the node's MPS daemons; None where it cannot run any."""
+    if settings.mps_host:
+        is_there = MpsProgram.is_installed()
+        return HostedMps(MpsProgram(), settings.state_dir / "mps", Path(settings.mps_host)) if is_there else None
+    return None if MpsProgram.missing() else Mps(MpsProgram(), settings.state_dir / "mps")
+
+
 def real_devices(settings: AgentSettings, nvml: NvmlLibrary) -> NvmlDevices:
     """Open the node's GPUs; raises NoDevicesError."""
     return NvmlDevices(
         nvml,
-        mps=None if MpsProgram.missing() else Mps(MpsProgram(), settings.state_dir / "mps"),
+        mps=mps_daemons(settings),
         cdi=NvidiaCdi((Path("/etc/cdi"), settings.cdi_dir)),
         state_dir=settings.state_dir,
         processes=ProcTree(),

@@ -29,9 +29,14 @@ class MpsProgram:
         self._private_shm, self._within_s = private_shm, within_s
 
     @staticmethod
+    def is_installed() -> bool:
+        """Whether the node has it: it comes with the driver."""
+        return shutil.which(PROGRAM) is not None
+
+    @staticmethod
     def missing(status: Path = Path("/proc/self/status")) -> str:
         """Say what keeps MPS from being offered, and how to get it; empty where nothing does."""
-        if shutil.which(PROGRAM) is None:
+        if not MpsProgram.is_installed():
             return f"{PROGRAM} on PATH; it comes with the driver: mount it, or install cuda-mps"
         if shutil.which("unshare") is None:
             return "unshare on PATH; install util-linux"

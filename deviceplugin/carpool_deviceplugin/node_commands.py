@@ -12,6 +12,9 @@ from carpool_deviceplugin.gpu import DeviceError
 from carpool_deviceplugin.inspection import inspect_node
 from carpool_deviceplugin.mig.planner import MigRefusal, plan_mig
 from carpool_deviceplugin.mig.profiles import MigTable, Profile, UnknownProfileError
+from carpool_deviceplugin.mps import Mps
+from carpool_deviceplugin.mps_host import MpsHost
+from carpool_deviceplugin.mps_program import MpsProgram
 from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
 from carpool_deviceplugin.nvml.devices import NvmlDevices
 from carpool_deviceplugin.nvml.library import installed
@@ -62,6 +65,24 @@ def plan(context: click.Context, gpu: int, target: str, is_applied: bool) -> Non
         _plan(devices, _gpu(devices, gpu), target, is_applied)
     except (DeviceError, UnknownProfileError) as e:
         raise click.ClickException(str(e)) from e
+
+
+@node.command("mps-host")
+@click.option("--socket", type=click.Path(path_type=Path), required=True, help="Where the agent asks for daemons.")
+@click.option(
+    "--state-dir",
+    type=click.Path(path_type=Path),
+    default=AgentSettings().state_dir,
+    show_default=True,
+    help="The agent's state directory.",
+)
+def mps_host(socket: Path, state_dir: Path) -> None:
+    """Start MPS daemons for the agent, in a container that outlives the agent's."""
+    if lacking := MpsProgram.missing():
+        raise click.ClickException(f"expected what MPS takes, found missing: {lacking}")
+    state_dir.mkdir(parents=True, exist_ok=True)
+    with MpsHost(socket, Mps(MpsProgram(), state_dir / "mps")) as host:
+        host.serve_forever()
 
 
 def _gpu(devices: NvmlDevices, index: int) -> GpuUuid:

@@ -52,6 +52,12 @@ class AgentSettings:
         env="CARPOOL_STATE_DIR",
         help="Directory for MPS pipes and simulated GPUs; containers see parts of it, so its path is the node's own.",
     )
+    mps_host: str = setting(
+        "",
+        flag="--mps-host",
+        env="CARPOOL_MPS_HOST",
+        help="Socket of `carpool node mps-host`, which starts the MPS daemons; the agent starts them where empty.",
+    )
     slots_per_gpu: int = slots_per_gpu()
     mig_switch: bool = setting(
         False,

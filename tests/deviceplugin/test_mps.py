@@ -1,14 +1,18 @@
 """The MPS daemons, over daemons in memory and over a program that stands in for NVIDIA's."""
 
 import os
+import socket
 import stat
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from carpool_core.values import GpuUuid
 from carpool_deviceplugin.mps import Mps, MpsError, MpsStatus
+from carpool_deviceplugin.mps_host import HostedMps, MpsHost
 from carpool_deviceplugin.mps_program import PROGRAM, MpsProgram
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 
@@ -138,6 +142,43 @@ def test_the_program_is_run(program: MpsProgram, tmp_path: Path) -> None:
     assert mps.status(GPU) == MpsStatus(True, frozenset({700}), frozenset({42}))
     mps.stop(GPU)
     assert not mps.status(GPU).is_running
+
+
+@pytest.fixture
+def hosted(program: MpsProgram, tmp_path: Path) -> Iterator[HostedMps]:
+    """The agent's side; the other one runs in a thread."""
+    host = MpsHost(tmp_path / "host.sock", Mps(program, tmp_path / "mps"))
+    thread = threading.Thread(target=host.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield HostedMps(program, tmp_path / "mps", tmp_path / "host.sock")
+    host.shutdown()
+    thread.join()
+    host.server_close()
+
+
+def test_daemons_are_started_by_their_host_and_stopped_by_the_agent(hosted: HostedMps, tmp_path: Path) -> None:
+    assert stat.S_IMODE((tmp_path / "host.sock").stat().st_mode) == 0o600
+    for _ in range(2):
+        hosted.start(GPU)
+    assert hosted.status(GPU).is_running
+    hosted.stop(GPU)
+    assert not hosted.status(GPU).is_running
+
+
+def test_what_the_host_refuses_is_said(hosted: HostedMps, tmp_path: Path) -> None:
+    with pytest.raises(MpsError, match="ended with 1: no such device"):
+        hosted.start(GpuUuid(GPU.replace("8f", "9f")))
+    with pytest.raises(MpsError, match="expected a GPU's UUID"):
+        hosted.start(GpuUuid("../../etc"))
+    with socket.socket(socket.AF_UNIX) as anybody:
+        anybody.connect(str(tmp_path / "host.sock"))
+        anybody.sendall(b"../../etc; reboot\n")
+        assert b"expected a GPU's UUID" in anybody.recv(4096)
+
+
+def test_host_that_is_away_is_said(program: MpsProgram, tmp_path: Path) -> None:
+    with pytest.raises(MpsError, match=r"expected the MPS daemons' host at .*; look at the container mps"):
+        HostedMps(program, tmp_path / "mps", tmp_path / "nowhere.sock").start(GPU)
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,13 @@ def test_switched_off_says_how_to_switch_on(node: Node) -> None:
     assert run(node, "plan", "--gpu", "0", "--to", "mig:7g.40gb", "--apply").exit_code == 1
 
 
+def test_host_of_daemons_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    result = CliRunner().invoke(command, ["mps-host", "--socket", str(tmp_path / "s"), "--state-dir", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "found missing: nvidia-cuda-mps-control on PATH" in result.output
+
+
 FAILING = ["nvmlDeviceCreateGpuInstanceWithPlacement", "nvmlGpuInstanceCreateComputeInstance", "nvmlGpuInstanceGetInfo"]
 
 

@@ -134,14 +134,21 @@ def agent_pod(chart: Any) -> Any:
     return chart.one("DaemonSet", "carpool-node-agent")["spec"]["template"]["spec"]
 
 
-def test_an_agent_of_real_gpus_has_three_capabilities_and_the_nodes_process_ids(render: Any) -> None:
+def test_an_agent_of_real_gpus_has_one_capability_and_the_nodes_process_ids(render: Any) -> None:
     """docs/security.md says what each is for; `privileged` would be all devices and all capabilities."""
     chart = render()
     assert chart.containers["agent"]["securityContext"] == {
         "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"], "add": ["SYS_ADMIN"]},
+    }
+    assert chart.containers["mps"]["securityContext"] == {
+        "readOnlyRootFilesystem": True,
         "capabilities": {"drop": ["ALL"], "add": ["SYS_ADMIN", "SETUID", "SETGID"]},
         "appArmorProfile": {"type": "Unconfined"},
     }
+    assert chart.containers["mps"]["volumeMounts"] == [{"name": "state", "mountPath": "/var/lib/carpool"}]
+    socket = chart.environment("agent")["CARPOOL_MPS_HOST"]
+    assert socket in chart.containers["mps"]["args"], "both speak of one socket"
     pod = agent_pod(chart)
     assert (pod["hostPID"], pod["runtimeClassName"]) == (True, "nvidia")
     assert not {"hostNetwork", "hostIPC"} & pod.keys()
@@ -153,7 +160,9 @@ def test_an_agent_of_real_gpus_has_three_capabilities_and_the_nodes_process_ids(
 
 
 def test_an_agent_without_mps_and_mig_has_no_capability(render: Any) -> None:
-    chart = render(nodeAgent={"capabilities": [], "runtimeClassName": ""})
+    chart = render(nodeAgent={"capabilities": [], "runtimeClassName": "", "mps": {"enabled": False}})
+    assert "mps" not in chart.containers
+    assert "CARPOOL_MPS_HOST" not in chart.environment("agent")
     assert chart.containers["agent"]["securityContext"] == CONFINED
     assert "runtimeClassName" not in agent_pod(chart)
     assert "NVIDIA_MIG_CONFIG_DEVICES" not in chart.environment("agent")
@@ -162,6 +171,7 @@ def test_an_agent_without_mps_and_mig_has_no_capability(render: Any) -> None:
 def test_simulated_gpus_take_nothing_of_the_node(render: Any) -> None:
     chart = render(nodeAgent={"simulatedGpus": "NVIDIA A100-SXM4-40GB:4"})
     assert not {"hostPID", "runtimeClassName"} & agent_pod(chart).keys()
+    assert "mps" not in chart.containers
     assert not [name for name in chart.environment("agent") if name.startswith("NVIDIA_")]
 
 

@@ -1,0 +1,93 @@
+"""A process of its own for the MPS daemons, so that they outlive the agent: a container's processes end with it.
+
+The agent names a GPU on a Unix socket, and is told whether its daemon runs; it asks and stops the daemon itself.
+"""
+
+import os
+import socket
+import socketserver
+from pathlib import Path
+
+import msgspec
+import structlog
+from carpool_core.values import GpuUuid
+
+from carpool_deviceplugin.gpu import DeviceError
+from carpool_deviceplugin.mps import Mps, MpsCommands, MpsError
+
+_WITHIN_S = 8.0
+_LONGEST = 4096
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    error: str = ""
+
+
+class HostedMps(Mps):
+    """Daemons that another process starts.
+
+    Args:
+        commands: Of NVIDIA's program.
+        directory: Where each GPU has a directory of its own.
+        host: Socket of the process that starts them.
+    """
+
+    def __init__(self, commands: MpsCommands, directory: Path, host: Path) -> None:
+        super().__init__(commands, directory)
+        self._host = host
+
+    def start(self, uuid: GpuUuid) -> None:
+        """Let a GPU's daemon be started, and see that it answers."""
+        self.directory(uuid)  # a name that is no UUID goes no further
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                connection.settimeout(_WITHIN_S)
+                connection.connect(str(self._host))
+                connection.sendall(f"{uuid}\n".encode())
+                answer = msgspec.json.decode(connection.makefile("rb").readline(_LONGEST), type=_Answer)
+        except (OSError, msgspec.DecodeError) as e:
+            raise MpsError(
+                f"GPU {uuid}: expected the MPS daemons' host at {self._host}, found {e}; look at the container mps"
+            ) from e
+        if answer.error:
+            raise MpsError(answer.error)
+
+
+class _Handler(socketserver.StreamRequestHandler):
+    timeout = 5.0
+
+    def handle(self) -> None:
+        """Start the daemon of the GPU that is named."""
+        server = self.server
+        assert isinstance(server, MpsHost)  # noqa: S101  # socketserver knows no types
+        error = server.start(self.rfile.readline(_LONGEST).decode(errors="replace").strip())
+        self.wfile.write(msgspec.json.encode(_Answer(error[: _LONGEST // 2])) + b"\n")
+
+
+class MpsHost(socketserver.UnixStreamServer):
+    """Starts daemons for whoever may open its socket, which is root alone.
+
+    Args:
+        path: Of the socket.
+        mps: The daemons.
+    """
+
+    def __init__(self, path: Path, mps: Mps) -> None:
+        self._mps = mps
+        self._log = structlog.get_logger()
+        path.unlink(missing_ok=True)
+        before = os.umask(0o177)
+        try:
+            super().__init__(str(path), _Handler)
+        finally:
+            os.umask(before)
+
+    def start(self, uuid: str) -> str:
+        """Start a GPU's daemon, or take over the one that runs; return why it could not be, or an empty text."""
+        try:
+            self._mps.start(GpuUuid(uuid))
+        except DeviceError as e:
+            self._log.warning("mps daemon not started", gpu=uuid[:64], error=str(e))
+            return str(e)
+        self._log.info("mps daemon runs", gpu=uuid)
+        return ""
