@@ -8,7 +8,7 @@ import numpy as np
 
 from carpool_predictor import activity_figures, hotcloud
 from carpool_predictor.activity import shipped
-from carpool_predictor.activity_fit import TARGETS, HeldOut, held_out, matrix, values
+from carpool_predictor.activity_fit import SHIPPED, TARGETS, HeldOut, chosen_inside, held_out, matrix, values
 from carpool_predictor.activity_rows import KINDS, ActivityRow, clean, read_rows
 from carpool_predictor.evaluation.suites import Figure, Report
 
@@ -57,8 +57,13 @@ def run(data: Path, out: Path) -> Report:
     drawn = activity_figures.draw(found["gpu_util_percent"], out / "figures")
     card = out / "activity.md"
     card.parent.mkdir(parents=True, exist_ok=True)
-    card.write_text(_card(raw, rows, tables, found))
-    return Report("activity", _figures(found, tables), (card, *drawn))
+    nested, sizes = chosen_inside(everything, "gpu_util_percent", SEED)
+    errors = np.abs(nested - found["gpu_util_percent"].measured)
+    kinds = np.array([row.kind for row in everything])
+    inside = {kind: float(errors[kinds == kind].mean()) for kind in ("cnn", "mlp")}
+    differing = sum(size != SHIPPED for size in sizes)
+    card.write_text(_card(raw, rows, tables, found, inside, f"{differing} of {len(sizes)}"))
+    return Report("activity", _figures(found, tables, inside), (card, *drawn))
 
 
 def frozen(data: Path) -> Report:
@@ -114,8 +119,17 @@ def accuracy(found: HeldOut, unit: float, group: str) -> Accuracy:
     )
 
 
-def _figures(found: Mapping[str, HeldOut], tables: Mapping[str, Mapping[str, hotcloud.Score]]) -> tuple[Figure, ...]:
-    figures = []
+def _figures(
+    found: Mapping[str, HeldOut], tables: Mapping[str, Mapping[str, hotcloud.Score]], inside: Mapping[str, float]
+) -> tuple[Figure, ...]:
+    figures = [
+        Figure(
+            "GPU utilization, CNN, architectures held out, sizes chosen inside: mean absolute error, points",
+            round(inside["cnn"], 2),
+            f"≤ {MAX_ERROR_POINTS:g}",
+            inside["cnn"] <= MAX_ERROR_POINTS,
+        )
+    ]
     for target, title in _TITLES.items():
         for kind in ("cnn", "mlp"):
             error = accuracy(found[target], _UNITS[target], f"{kind}/").mean_error
@@ -147,6 +161,8 @@ def _card(
     rows: Mapping[str, Sequence[ActivityRow]],
     tables: Mapping[str, Mapping[str, hotcloud.Score]],
     found: Mapping[str, HeldOut],
+    inside: Mapping[str, float],
+    differing: str,
 ) -> str:
     return "\n".join(
         [
@@ -157,9 +173,9 @@ def _card(
             "How busy a training job keeps a GPU that it has alone: GPU utilization, SM activity and SM occupancy.",
             "Boosted trees (LightGBM, Huber loss) on what the roofline says of a step: time to compute, to move bytes",
             "and to launch, arithmetic intensity over the product's ridge, FLOPs and bytes for each kernel and SM.",
-            "They are stored as lists of numbers and evaluated in plain Python. On another GPU product the features",
+            "They are stored as lists of numbers, and evaluated all at once. On another GPU product the features",
             "follow its specification and the interval is 1.5 times as wide, which nobody has measured. A step outside",
-            "what was seen (each feature with a factor of two to spare) gets the roofline's answer.",
+            "what was seen (each feature with a factor of two to spare) gets the roofline's answer, and is said to.",
             "",
             "## Data",
             "",
@@ -184,6 +200,11 @@ def _card(
             "| | mean error | constant | median | p95 | inside the 90% interval | its median width |",
             "|---|---|---|---|---|---|---|",
             *(_row(found[t], t, kind) for t in _TITLES for kind in ("cnn", "mlp")),
+            "",
+            "How large the trees are was settled with an eye on these very figures. Chosen anew for each architecture",
+            "held out, on inner folds of the other architectures alone, out of four sizes, the mean error of GPU",
+            f"utilization is **{inside['cnn']:.2f}** points for CNNs, {inside['mlp']:.2f} for MLPs; {differing} folds",
+            "choose another size than the shipped one. That is the figure that is held against the target.",
             "",
             "| architecture | rows | GPU utilization: mean error | inside the 90% interval |",
             "|---|---|---|---|",

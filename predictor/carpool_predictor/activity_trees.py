@@ -5,21 +5,26 @@ walking always ends; `check` refuses whatever breaks that before anything is pre
 
 Walking 300 trees in Python takes a quarter of a millisecond. `Ensemble` does what QuickScorer does (Lucchese et al.,
 SIGIR '15): a node whose answer is "right" rules out the leaves on its left; what all such nodes of a tree leave over
-begins with the leaf that walking would have found. Which leaves a value rules out, in every tree, is one row of a
-table, so that a prediction is the AND of as many rows as there are features.
+begins with the leaf that walking would have found. Which leaves a value rules out, in all trees, is one large number
+out of a table, so that a prediction is the AND of as many numbers as there are features. No NumPy is needed for that.
 """
 
 import bisect
+import sys
 from collections.abc import Sequence
+from operator import getitem
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from carpool_predictor.trees import MalformedError
 
-MAX_LEAVES = 64
-"""Bits of the largest mask."""
+_MASK_BYTES = 2
+MAX_LEAVES = 8 * _MASK_BYTES
+"""Bits that each tree has for its leaves."""
+_FORWARD = 1 if sys.byteorder == "little" else -1
+"""The first tree has the lowest bits of the number, which on some machines come last."""
+_LOWEST = bytes([0, *((mask & -mask).bit_length() - 1 for mask in range(1, 1 << MAX_LEAVES))])
+"""Number of the lowest bit of each mask."""
 
 
 class Forest(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,44 +82,32 @@ class Ensemble:
     def __init__(self, forests: Sequence[Forest], features: int) -> None:
         leaves: list[list[float]] = []
         splits: list[tuple[int, float, int, int]] = []
+        self._ends: list[tuple[int, int]] = []
         for forest in forests:
+            first = len(leaves)
             for root in forest.roots:
                 leaves.append(_walk(forest, root, len(leaves), splits))
-        width = max((len(tree) for tree in leaves), default=1)
-        mask = next(kind for kind in (np.uint8, np.uint16, np.uint32, np.uint64) if np.iinfo(kind).bits >= width)
-        full = np.iinfo(mask).max
-        self._one = mask(1)
-        self._thresholds: list[list[float]] = []
-        self._offsets: list[int] = []
-        tables: list[NDArray[np.unsignedinteger]] = []
-        rows = 0
-        for feature in range(features):
-            own = sorted(split[1:] for split in splits if split[0] == feature)
-            table = np.full((len(own) + 1, len(leaves)), full, mask)
-            for row, (_, tree, ruled_out) in enumerate(own, start=1):
-                table[row, tree] = full & ~ruled_out
-            tables.append(np.bitwise_and.accumulate(table, axis=0))
-            self._thresholds.append([threshold for threshold, _, _ in own])
-            self._offsets.append(rows)
-            rows += len(own) + 1
-        self._table = np.concatenate(tables)
-        self._values = np.zeros(len(leaves) * width)
-        self._first = np.arange(len(leaves)) * width
-        for tree, values in enumerate(leaves):
-            self._values[tree * width : tree * width + len(values)] = values
-        self._starts = np.cumsum([0, *(len(forest.roots) for forest in forests)])[:-1]
+            self._ends.append((first, len(leaves)))
+        self._leaves = leaves
+        self._all = (1 << MAX_LEAVES * len(leaves)) - 1
+        self._columns = [self._column(splits, feature) for feature in range(features)]
+
+    def _column(self, splits: Sequence[tuple[int, float, int, int]], feature: int) -> tuple[list[float], list[int]]:
+        """Return a feature's thresholds, ascending, and what is left of all leaves beyond so many of them."""
+        own = sorted(split[1:] for split in splits if split[0] == feature)
+        left = [self._all]
+        for _, tree, ruled_out in own:
+            left.append(left[-1] & ~(ruled_out << MAX_LEAVES * tree))
+        return [threshold for threshold, _, _ in own], left
 
     def predict(self, features: Sequence[float]) -> list[float]:
         """Return each forest's sum for one sample."""
-        rows = [
-            offset + bisect.bisect_left(thresholds, value)
-            for offset, thresholds, value in zip(self._offsets, self._thresholds, features, strict=True)
-        ]
-        left = np.bitwise_and.reduce(self._table.take(rows, axis=0), axis=0)
-        # The lowest bit that is set, as a number of a leaf.
-        leaf = np.bitwise_count((left & -left) - self._one)
-        sums: list[float] = np.add.reduceat(self._values.take(self._first + leaf), self._starts).tolist()
-        return sums
+        left = self._all
+        for value, (thresholds, beyond) in zip(features, self._columns, strict=True):
+            left &= beyond[bisect.bisect_left(thresholds, value)]
+        masks = memoryview(left.to_bytes(_MASK_BYTES * len(self._leaves), sys.byteorder)).cast("H")[::_FORWARD]
+        found = list(map(getitem, self._leaves, map(_LOWEST.__getitem__, masks)))
+        return [sum(found[first:last]) for first, last in self._ends]
 
 
 def _walk(forest: Forest, root: int, tree: int, splits: list[tuple[int, float, int, int]]) -> list[float]:

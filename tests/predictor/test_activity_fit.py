@@ -8,7 +8,18 @@ import msgspec
 import numpy as np
 import pytest
 from carpool_predictor import hotcloud
-from carpool_predictor.activity_fit import bins_of, fit, fit_booster, forest_of, held_out, matrix, values, weights_of
+from carpool_predictor.activity_fit import (
+    SIZES,
+    bins_of,
+    chosen_inside,
+    fit,
+    fit_booster,
+    forest_of,
+    held_out,
+    matrix,
+    values,
+    weights_of,
+)
 from carpool_predictor.activity_rows import ActivityRow, clean, read_rows
 from carpool_predictor.activity_trees import Ensemble
 from carpool_predictor.evaluation.suites import DataError
@@ -105,3 +116,15 @@ def test_the_protocol_ranks_a_forest_above_a_constant(tmp_path: Path) -> None:
     assert list(scores) == list(hotcloud.REGRESSORS)
     assert scores["random forest"].rmsle < scores["constant"].rmsle
     assert hotcloud.rmsle(np.array([np.e - 1]), np.array([0.0])) == pytest.approx(1.0)
+
+
+def test_a_size_that_is_chosen_inside_each_fold_never_saw_what_it_is_judged_on(tmp_path: Path) -> None:
+    rows = invented(tmp_path)
+    predicted, sizes = chosen_inside(rows, "gpu_util_percent", 0)
+    assert len(sizes) == 3
+    assert set(sizes) <= set(SIZES)
+    assert np.abs(predicted - values(rows, "gpu_util_percent")).mean() < 10
+    changed = [replace(row, gpu_util_percent=1.0) if row.architecture == "deep" else row for row in rows]
+    again, _ = chosen_inside(changed, "gpu_util_percent", 0)
+    held = np.array([row.architecture == "deep" for row in rows])
+    assert np.array_equal(again[held], predicted[held])
