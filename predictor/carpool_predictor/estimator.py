@@ -1,4 +1,4 @@
-"""Predicts memory, activity and step time from features. Pure, without PyTorch or NumPy; tens of microseconds a product."""
+"""Predicts memory, activity and step time from features. Pure, without PyTorch or NumPy; microseconds a product."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
