@@ -15,6 +15,7 @@ from carpool_extender.assessments import Assessments
 from carpool_extender.binder import Binder, Tools
 from carpool_extender.book import Book
 from carpool_extender.cluster import Cluster
+from carpool_extender.gangs import Gangs
 from carpool_extender.janitor import Janitor
 from carpool_extender.policies import find_policy
 from carpool_extender.restorer import Restorer
@@ -71,11 +72,20 @@ def build(
     events = EventRecorder(api, clock, COMPONENT)
     tools = Tools(api, clock, sleep, events, telemetry, standing)
     assessments = Assessments(watches.cluster, rules)
-    slots, timeout_s = settings.slots_per_gpu, settings.bind_timeout_seconds
-    binder = Binder(tools, watches, workloads, book, assessments=assessments, slots=slots, timeout_s=timeout_s)
+    gangs = Gangs(watches, assessments, rules)
+    binder = Binder(
+        tools,
+        watches,
+        workloads,
+        book,
+        assessments=assessments,
+        gangs=gangs,
+        slots=settings.slots_per_gpu,
+        timeout_s=settings.bind_timeout_seconds,
+    )
     restorer = Restorer(api, watches, book, events, settings.slots_per_gpu)
     janitor = Janitor(api, watches, book, restorer, clock, sleep)
     janitor.leave_alone(binder.open)
-    service = Service(watches, workloads, binder, assessments)
+    service = Service(watches, workloads, binder, assessments, gangs)
     app = create_app(service, telemetry, watches.not_ready)
     return Extender(app, service, watches, janitor, binder, registry)

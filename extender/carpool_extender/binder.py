@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Container
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -23,6 +24,7 @@ from carpool_extender.assessments import Assessments
 from carpool_extender.binding import AbandonedError, BindError, Poster, named
 from carpool_extender.book import Book, Refusal
 from carpool_extender.decide import place, reservation
+from carpool_extender.gangs import Gangs
 from carpool_extender.standing import Standing
 from carpool_extender.telemetry import Telemetry
 from carpool_extender.watches import Watches
@@ -60,6 +62,7 @@ class Binder:
         workloads: Who stands behind a pod.
         book: Where reservations are written.
         assessments: Where places are found.
+        gangs: Whether all workers of a job would find one.
         slots: Most tenants of one GPU.
         timeout_s: Seconds from the reservation to its deadline.
     """
@@ -72,11 +75,12 @@ class Binder:
         book: Book,
         *,
         assessments: Assessments,
+        gangs: Gangs,
         slots: int,
         timeout_s: float,
     ) -> None:
         self._tools, self._watches, self._workloads, self._book = tools, watches, workloads, book
-        self._assessments, self._slots, self._timeout_s = assessments, slots, timeout_s
+        self._assessments, self._gangs, self._slots, self._timeout_s = assessments, gangs, slots, timeout_s
         self._poster = Poster(tools.api, tools.clock, tools.sleep)
         self._open: dict[PodUid, _Open] = {}
         self._reserving: WeakValueDictionary[JobUid, asyncio.Lock] = WeakValueDictionary()
@@ -149,29 +153,47 @@ class Binder:
             if other != args.node:
                 await self._not_held_on(other, args)
 
+        cluster = self._watches.cluster
+
         def decide(node: GpuNode) -> GpuNodeSpec:
-            now = self._tools.clock.now()
-            deadline = now + timedelta(seconds=self._timeout_s)
+            cluster.assume_no_more(args.node, uid)
+            deadline = self._tools.clock.now() + timedelta(seconds=self._timeout_s)
             if ledger.held(node.spec, uid) is not None:
                 return ledger.prolong(node.spec, uid, rfc3339(deadline))
-            crowd = self._watches.cluster.pods_of(applicant.demand.job_uid)
-            if (crowded := too_many(applicant, uid, crowd)) is not None:
-                raise Refusal(crowded)
-            chosen = place(self._assessments.of(applicant), args.node)
-            if isinstance(chosen, str):
-                raise Refusal(chosen)
-            wanted = reservation(chosen, applicant, uid, args.pod_name, now=now, deadline=deadline)
-            wanted = msgspec.structs.replace(wanted, generation=ledger.next_generation(node, uid, now))
+            wanted = self._wanted(applicant, args, node)
             spec = ledger.reserve(node.spec, wanted, ledger.capacity_of(node, self._slots))
             if isinstance(spec, ledger.Rejected):
                 raise Refusal(f"node {args.node} no longer has room for {named(args)}: {spec.reason}")
+            cluster.assume(args.node, wanted)
             return spec
 
-        node = await self._book.change(args.node, decide)
+        known = cluster.node(args.node)
+        if known is not None and ledger.held(known.spec, uid) is None:
+            with suppress(Refusal):  # it is decided again, and told then
+                cluster.assume(args.node, self._wanted(applicant, args, known))
+        try:
+            node = await self._book.change(args.node, decide)
+        finally:
+            cluster.assume_no_more(args.node, uid)
         reserved = ledger.held(node.spec, uid)
         if reserved is None:
             raise BindError(f"the reservation of {named(args)} on node {args.node} was taken away at once; try again")
         return reserved
+
+    def _wanted(self, applicant: Applicant, args: BindingArgs, node: GpuNode) -> Reservation:
+        """Decide on a reservation as things are now. Raises Refusal."""
+        uid, now = PodUid(args.pod_uid), self._tools.clock.now()
+        crowd = self._watches.cluster.pods_of(applicant.demand.job_uid)
+        if (crowded := too_many(applicant, uid, crowd)) is not None:
+            raise Refusal(crowded)
+        if (waits := self._gangs.refusal(applicant, uid)) is not None:
+            raise Refusal(waits)
+        chosen = place(self._assessments.of(applicant), args.node)
+        if isinstance(chosen, str):
+            raise Refusal(chosen)
+        deadline = now + timedelta(seconds=self._timeout_s)
+        wanted = reservation(chosen, applicant, uid, args.pod_name, now=now, deadline=deadline)
+        return msgspec.structs.replace(wanted, generation=ledger.next_generation(node, uid, now))
 
     async def _not_held_on(self, other: str, args: BindingArgs) -> None:
         """Make sure that a pod has no reservation on another node; BindError where it has."""

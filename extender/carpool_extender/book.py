@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from carpool_core.clock import Clock, rfc3339
 from carpool_core.keys import ANNOTATION_CAPACITY_FREED
 from carpool_core.kube.api import GPU_NODES, KubeApi
-from carpool_core.kube.errors import Conflict, NotFound, Retryable
+from carpool_core.kube.errors import Conflict, KubeError, NotFound, Retryable
 from carpool_core.resources.node import GpuNode, GpuNodeSpec
 from carpool_core.values import PodUid
 
@@ -23,12 +24,27 @@ class Refusal(Exception):  # noqa: N818  # an answer, not a failure of ours
     """The newest state of a node does not allow a change; `str()` says why."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Change:
+    """Something to be written."""
+
+    decide: Callable[[GpuNode], GpuNodeSpec]
+    frees: bool
+    outcome: "asyncio.Future[GpuNode]"
+
+    def fail(self, error: Exception) -> None:
+        """Tell whoever waits, if somebody does still."""
+        if not self.outcome.done():
+            self.outcome.set_exception(error)
+
+
 class Book:
-    """The ledgers of all nodes."""
+    """The ledgers of all nodes. What comes while a node is being written is written together afterwards."""
 
     def __init__(self, api: KubeApi, watches: Watches, clock: Clock, sleep: Callable[[float], Awaitable[Any]]) -> None:
         self._api, self._watches, self._clock, self._sleep = api, watches, clock, sleep
-        self._writing: dict[str, asyncio.Lock] = {}
+        self._waiting: dict[str, list[_Change]] = {}
+        self._writers: dict[str, asyncio.Task[None]] = {}
 
     async def read(self, name: str) -> GpuNode:
         """Read a GpuNode from the server. Raises KubeError."""
@@ -55,29 +71,61 @@ class Book:
             Refusal: The server's own state does not allow it.
             KubeError: It could not be read or written; a Retryable only after several tries.
         """
-        # Held for one write, never while an agent works: without it, binds to one node would only conflict.
-        async with self._writing.setdefault(name, asyncio.Lock()):
-            return await self._change(name, decide, frees=frees)
+        change = _Change(decide, frees, asyncio.get_running_loop().create_future())
+        self._waiting.setdefault(name, []).append(change)
+        if name not in self._writers:
+            self._writers[name] = asyncio.create_task(self._write_all(name))
+        return await change.outcome
 
-    async def _change(self, name: str, decide: Callable[[GpuNode], GpuNodeSpec], *, frees: bool) -> GpuNode:
+    async def _write_all(self, name: str) -> None:
+        """Write until nothing waits any more."""
+        try:
+            while batch := self._waiting.pop(name, []):
+                await self._settle(name, batch)
+        finally:
+            del self._writers[name]
+
+    async def _settle(self, name: str, batch: list[_Change]) -> None:
         cached = self._watches.cluster.node(name)
-        failure: Retryable | None = None
+        failure: KubeError | None = None
         for attempt in range(ATTEMPTS):
             try:
-                node = cached or await self.read(name)
-                spec = decide(node)
-                return node if spec is node.spec else await self._write(node, spec, frees=frees)
-            except Refusal:
-                if cached is None:
-                    raise
+                batch = await self._try(cached or await self.read(name), batch, is_final=cached is None)
+                if not batch:
+                    return
             except Conflict as error:
                 failure = error
             except Retryable as error:
                 # Whether it was written is unknown; the next read tells.
                 failure = error
                 await self._sleep(FIRST_PAUSE_S * 2**attempt)
+            except Exception as error:
+                for change in batch:
+                    change.fail(error)
+                return
             cached = None
-        raise failure or AssertionError("no attempt was made")
+        for change in batch:
+            change.fail(failure or AssertionError("no attempt was made"))
+
+    async def _try(self, node: GpuNode, batch: list[_Change], *, is_final: bool) -> list[_Change]:
+        """Decide everything on one state of a node and write it; return what that state refuses, unless it is final."""
+        spec, accepted, refused = node.spec, [], []
+        for change in batch:
+            try:
+                spec = change.decide(node if spec is node.spec else msgspec.structs.replace(node, spec=spec))
+                accepted.append(change)
+            except Refusal as refusal:
+                if is_final:
+                    change.fail(refusal)
+                else:
+                    refused.append(change)
+        batch[:] = [*accepted, *refused]  # what is refused for good is not decided again after a conflict
+        frees = any(change.frees for change in accepted)
+        written = node if spec is node.spec else await self._write(node, spec, frees=frees)
+        for change in accepted:
+            if not change.outcome.done():
+                change.outcome.set_result(written)
+        return refused
 
     async def release(self, name: str, pod_uid: PodUid) -> None:
         """Take a pod's reservation away; it may be gone already. Raises KubeError."""

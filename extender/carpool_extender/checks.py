@@ -181,7 +181,7 @@ def look(asked: Verdict, columns: Columns) -> Findings:
         (Check.TENANCY, _strangers(view, columns, applicant, mode)),
         (Check.MODE, mode == NO_MODE),
         (Check.SUITABLE, ~facts.suitable[of]),
-        (Check.HEALTH, ~columns.healthy | columns.hindered),
+        (Check.HEALTH, columns.hindered),
         (NO_GPU, ~columns.alive),
     )
     failed = np.full(len(of), PASSED, np.int8)

@@ -9,6 +9,8 @@ from carpool_extender.checks import Verdict
 from carpool_extender.policies import Policy
 from carpool_extender.view import MODES, Bools, Rows
 
+MOST_ISLANDS = 1 << 15
+"""More than a node has GPUs."""
 MAX_SCORE = 10
 TIE_FLOOR = 6
 
@@ -27,6 +29,8 @@ class Choices:
     """(nodes,) Share of these GPUs that have tenants, 0..1."""
     left_mib: NDArray[np.float64]
     """(nodes,) Memory that would be left on all of them, in MiB."""
+    is_linked: Bools
+    """(nodes,) Whether these GPUs reach each other by NVLink; so does a single one."""
 
     def only(self, which: Bools | Rows) -> "Choices":
         """Return some of the choices."""
@@ -75,7 +79,12 @@ class Best:
 
 def _nothing(nodes: int, wanted: int) -> Choices:
     return Choices(
-        np.zeros(nodes, np.intp), np.zeros((nodes, wanted), np.intp), np.zeros(nodes), np.zeros(nodes), np.zeros(nodes)
+        node=np.zeros(nodes, np.intp),
+        rows=np.zeros((nodes, wanted), np.intp),
+        cost=np.zeros(nodes),
+        in_use=np.zeros(nodes),
+        left_mib=np.zeros(nodes),
+        is_linked=np.zeros(nodes, np.bool_),
     )
 
 
@@ -104,7 +113,8 @@ def select(verdict: Verdict, policy: Policy, among: Rows | None = None) -> Choic
     )
     if wanted == 1:
         return _single(field, policy.tolerance)
-    return _several(field, verdict.found.mode[rows], wanted, policy.tolerance)
+    island = verdict.view.columns.island[rows]
+    return _several(field, verdict.found.mode[rows], island, (wanted, policy.tolerance))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,13 +143,34 @@ def _single(field: _Field, tolerance: float) -> Choices:
         cost=field.cost[place],
         in_use=(~field.idle[place]).astype(np.float64),
         left_mib=field.left[place],
+        is_linked=np.ones(len(place), np.bool_),
     )
 
 
-def _several(field: _Field, mode: NDArray[np.int8], wanted: int, tolerance: float) -> Choices:
-    """Choose several GPUs in one mode on each node."""
-    team = field.node * len(MODES) + mode
-    teams, position = np.unique(team, return_inverse=True)
+def _several(field: _Field, mode: NDArray[np.int8], island: NDArray[np.int16], want: tuple[int, float]) -> Choices:
+    """Choose several GPUs in one mode on each node: on one NVLink island where there is room, anywhere otherwise."""
+    anywhere = field.node * len(MODES) + mode
+    apart = _teams(field, anywhere * MOST_ISLANDS + island, want)
+    apart.is_linked[:] = True
+    mixed = _teams(field, anywhere, want)
+    together = Choices(
+        *[np.concatenate((getattr(apart, column.name), getattr(mixed, column.name))) for column in fields(Choices)]
+    )
+    order = np.lexsort((together.left_mib, -together.in_use, together.cost, ~together.is_linked, together.node))
+    _, first = np.unique(together.node[order], return_index=True)
+    return together.only(order[first])
+
+
+def _teams(field: _Field, team: NDArray[np.intp], want: tuple[int, float]) -> Choices:
+    """Choose the best GPUs of each team that has enough.
+
+    Args:
+        field: The GPUs that fit.
+        team: To which team each belongs, shape (candidates,).
+        want: How many GPUs, and by how much costs of ties differ at most.
+    """
+    wanted, tolerance = want
+    teams, position, size = np.unique(team, return_inverse=True, return_counts=True)
     position = np.asarray(position, np.intp)
     best = np.full(len(teams), np.inf)
     np.minimum.at(best, position, field.cost)
@@ -147,24 +178,16 @@ def _several(field: _Field, mode: NDArray[np.int8], wanted: int, tolerance: floa
     # By team; inside, ties with the best first, those in use with the least left over ahead, then by cost.
     second, third = np.where(tie, field.idle, field.cost), np.where(tie, field.left, 0.0)
     order = np.lexsort((third, second, ~tie, team))
-    starts: Rows = np.atleast_1d(np.searchsorted(team[order], teams))
-    enough = np.bincount(position, minlength=len(teams)) >= wanted
-    chosen = order[starts[enough][:, None] + np.arange(wanted)]
-    found = Choices(
+    starts = np.cumsum(size) - size
+    chosen = order[starts[size >= wanted][:, None] + np.arange(wanted)]
+    return Choices(
         node=field.node[chosen[:, 0]],
         rows=field.rows[chosen],
         cost=field.cost[chosen].mean(axis=1),
         in_use=(~field.idle[chosen]).mean(axis=1),
         left_mib=field.left[chosen].sum(axis=1),
+        is_linked=np.zeros(len(chosen), np.bool_),
     )
-    return _best_of_each_node(found)
-
-
-def _best_of_each_node(found: Choices) -> Choices:
-    """Keep one choice where a node has several, in different modes."""
-    order = np.lexsort((found.left_mib, -found.in_use, found.cost, found.node))
-    _, first = np.unique(found.node[order], return_index=True)
-    return found.only(order[first])
 
 
 def scores(choices: Choices, policy: Policy) -> NDArray[np.int64]:
@@ -178,8 +201,8 @@ def scores(choices: Choices, policy: Policy) -> NDArray[np.int64]:
     """
     if not len(choices.node):
         return np.zeros(0, np.int64)
+    tie = ties(choices, policy)
     lowest, highest = choices.cost.min(), choices.cost.max()
-    tie = choices.cost <= lowest + policy.tolerance
     most_left = max(1.0, choices.left_mib.max())
     tight = choices.left_mib <= most_left / 2
     tied = TIE_FLOOR + 2 * (choices.in_use > 0) + tight
@@ -190,8 +213,15 @@ def scores(choices: Choices, policy: Policy) -> NDArray[np.int64]:
     return result
 
 
-def best_of(choices: Choices, ties: Rows) -> int:
+def ties(choices: Choices, policy: Policy) -> Bools:
+    """Return the best choices: linked ones where there are any, and of these the ones that cost the least."""
+    able = choices.is_linked if choices.is_linked.any() else ~choices.is_linked
+    tied: Bools = able & (choices.cost <= choices.cost[able].min() + policy.tolerance)
+    return tied
+
+
+def best_of(choices: Choices, among: Rows) -> int:
     """Return the choice that comes first among ties: most in use, then least left over, then the first node."""
     for by in (-choices.in_use, choices.left_mib, choices.node):
-        ties = ties[by[ties] == by[ties].min()]
-    return int(ties[0])
+        among = among[by[among] == by[among].min()]
+    return int(among[0])

@@ -1,14 +1,17 @@
 """The cluster as the extender knows it: GpuNodes and their arrays, kept up to date node by node."""
 
+import msgspec
 import numpy as np
-from carpool_core.clock import parse_rfc3339
 from carpool_core.resources.node import GpuNode, Reservation
-from carpool_core.values import DeviceHealth, GpuUuid, JobUid, PodUid, Tenancy
+from carpool_core.values import GpuUuid, JobUid, PodUid, Tenancy
 
 from carpool_extender.aggregates import work_out
+from carpool_extender.doubts import doubts
+from carpool_extender.islands import islands
 from carpool_extender.journal import Journal
-from carpool_extender.measured import Known, known_of, settled_tenants
+from carpool_extender.measured import Known, known_of, seconds, settled_tenants
 from carpool_extender.standing import Hindrance, Standing
+from carpool_extender.versions import differ, is_older
 from carpool_extender.view import (
     CODES,
     NO_MODE,
@@ -37,9 +40,11 @@ class Cluster:
         self._used = 0
         self._journal = Journal()
         self._hindered: dict[int, Hindrance] = {}
+        self._doubts: dict[str, dict[int, Hindrance]] = {}
         self._blocks: dict[str, slice] = {}
         self._free: dict[int, list[slice]] = {}
         self._nodes: dict[str, GpuNode] = {}
+        self._assumed: dict[str, dict[PodUid, Reservation]] = {}
         self._holders: dict[PodUid, set[str]] = {}
         self._of_job: dict[JobUid, set[tuple[str, PodUid]]] = {}
         self._names: list[str] = []
@@ -86,18 +91,19 @@ class Cluster:
     def hindered_nodes(self) -> set[str]:
         """Names of the nodes with GPUs that take nobody at this moment, whatever their health."""
         if self._standing is None:
-            return set()
-        return {*self._standing.silent(), *(node for node, _ in self._standing.resting())}
+            return set(self._doubts)
+        return {*self._doubts, *self._standing.silent(), *(node for node, _ in self._standing.resting())}
 
     def _note_hindrances(self) -> None:
         """Bring the column up to date: time hinders GPUs and sets them free again, without any change of an object."""
-        if self._standing is None:
-            return
         found: dict[int, Hindrance] = {}
-        for (node, uuid), why in self._standing.resting().items():
+        for doubted in self._doubts.values():
+            found |= doubted
+        resting, silent = ({}, {}) if self._standing is None else (self._standing.resting(), self._standing.silent())
+        for (node, uuid), why in resting.items():
             block = self._blocks.get(node, slice(0, 0))
             found |= {r: why for r in range(block.start, block.stop) if self._columns.uuid[r] == uuid}
-        for node, why in self._standing.silent().items():
+        for node, why in silent.items():
             block = self._blocks.get(node, slice(0, 0))
             found |= dict.fromkeys(range(block.start, block.stop), why)
         changed = found.keys() ^ self._hindered.keys()
@@ -111,16 +117,44 @@ class Cluster:
         """Take in a GpuNode, unless a newer one was seen; say whether anything that decisions look at has changed."""
         name = node.metadata.name
         old = self._nodes.get(name)
-        if old is not None and _is_older(node, old):
+        if old is not None and is_older(node, old):
             return False
         self._nodes[name] = node
         if self._standing is not None:
             self._standing.heard(name, node.status.heartbeat_time)
-        if old is not None and not _differ(old, node):
+        if old is not None and not differ(old, node):
             return False
         self._index_holders(name, old, node)
         self._write(name, node)
         return True
+
+    def assume(self, name: str, reservation: Reservation) -> None:
+        """Count a reservation that is about to be written, so that whoever asks meanwhile is sent elsewhere."""
+        self._assumed.setdefault(name, {})[reservation.pod_uid] = reservation
+        self._write_again(name)
+
+    def assume_no_more(self, name: str, pod_uid: PodUid) -> None:
+        """Count only what is written of a pod."""
+        assumed = self._assumed.get(name, {})
+        if assumed.pop(pod_uid, None) is not None:
+            self._write_again(name)
+        if not assumed:
+            self._assumed.pop(name, None)
+
+    def _write_again(self, name: str) -> None:
+        node = self._nodes.get(name)
+        if node is not None:
+            self._write(name, node)
+
+    def _with_assumed(self, node: GpuNode) -> GpuNode:
+        """Return a node with what is about to be written there."""
+        assumed = self._assumed.get(node.metadata.name)
+        if not assumed:
+            return node
+        held = {reservation.pod_uid for reservation in node.spec.reservations}
+        more = [reservation for uid, reservation in assumed.items() if uid not in held]
+        spec = msgspec.structs.replace(node.spec, reservations=[*node.spec.reservations, *more])
+        return msgspec.structs.replace(node, spec=spec)
 
     def remove(self, name: str) -> None:
         """Forget a GpuNode that was deleted."""
@@ -147,6 +181,7 @@ class Cluster:
 
     def _release_rows(self, name: str) -> None:
         block = self._blocks.pop(name, None)
+        self._doubts.pop(name, None)
         if block is not None:
             self._columns.alive[block] = False
             self._journal.note(np.arange(block.start, block.stop))
@@ -170,6 +205,7 @@ class Cluster:
         return block
 
     def _write(self, name: str, node: GpuNode) -> None:
+        node = self._with_assumed(node)
         by_gpu, measured = reservations_by_gpu(node), settled_tenants(node)
         devices = sorted(node.status.devices, key=lambda device: device.index)
         block = self._rows(name, len(devices), max((len(r) for r in by_gpu.values()), default=0))
@@ -178,6 +214,12 @@ class Cluster:
         node_id = self._ids.setdefault(name, len(self._ids))
         if node_id == len(self._names):
             self._names.append(name)
+        columns.island[block] = islands(devices)
+        doubted = doubts(node, by_gpu)
+        self._doubts.pop(name, None)
+        if doubted:
+            rows = range(block.start, block.stop)
+            self._doubts[name] = {r: doubted[d.uuid] for r, d in zip(rows, devices, strict=True) if d.uuid in doubted}
         for row, device in enumerate(devices, start=block.start):
             kind = class_of(device)
             class_id = self._class_ids.setdefault(kind, len(self._class_ids))
@@ -188,7 +230,6 @@ class Cluster:
             columns.gpu_index[row] = device.index
             columns.device_class[row] = class_id
             columns.usable_mib[row] = kind.usable_mib
-            columns.healthy[row] = device.health is DeviceHealth.HEALTHY
             columns.uuid[row] = device.uuid
             tenants = by_gpu.get(device.uuid, [])
             known = known_of(tenants, [measured.get((r.pod_uid, device.uuid)) for r in tenants])
@@ -198,7 +239,7 @@ class Cluster:
         usable_mib = int(columns.usable_mib[row])
         columns.mode[row] = CODES[tenants[0].mode] if tenants else NO_MODE
         columns.count[row] = len(tenants)
-        columns.reserved_at[row] = max((_seconds(t.reserved_at) for t in tenants), default=0.0)
+        columns.reserved_at[row] = max((seconds(t.reserved_at) for t in tenants), default=0.0)
         columns.tenants[row] = tuple(TenantName(t.pod_namespace, t.job_name, t.pod_uid) for t in tenants)
         for emptied in (columns.memory_mib, columns.util, columns.sm, columns.dram, columns.cluster_tenancy):
             emptied[row] = 0
@@ -226,14 +267,6 @@ def counted_mib(memory_mib: int | None, usable_mib: int) -> int:
     return usable_mib if memory_mib is None else min(max(1, memory_mib), usable_mib)
 
 
-def _seconds(moment: str) -> float:
-    """Seconds since 1970; 0 where nobody said when, or said it in a way that nobody understands."""
-    try:
-        return parse_rfc3339(moment).timestamp() if moment else 0.0
-    except ValueError:
-        return 0.0
-
-
 def reservations_by_gpu(node: GpuNode) -> dict[GpuUuid, list[Reservation]]:
     """Group a node's reservations by the GPUs that they are for."""
     found: dict[GpuUuid, list[Reservation]] = {}
@@ -241,20 +274,3 @@ def reservations_by_gpu(node: GpuNode) -> dict[GpuUuid, list[Reservation]]:
         for uuid in reservation.gpu_uuids:
             found.setdefault(uuid, []).append(reservation)
     return found
-
-
-def _differ(old: GpuNode, new: GpuNode) -> bool:
-    """Whether anything has changed that decisions look at; with tenants the time of their measures is such a thing."""
-    if old.spec != new.spec or old.status.devices != new.status.devices:
-        return True
-    if old.status.tenants != new.status.tenants:
-        return True
-    return bool(new.status.tenants) and old.status.heartbeat_time != new.status.heartbeat_time
-
-
-def _is_older(node: GpuNode, than: GpuNode) -> bool:
-    """Whether a version comes before another of the same object; versions of one kind are ordered integers."""
-    mine, other = node.metadata, than.metadata
-    if mine.uid != other.uid or not (mine.resource_version.isdigit() and other.resource_version.isdigit()):
-        return False
-    return int(mine.resource_version) < int(other.resource_version)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from carpool_extender.applicant import Applicant
 from carpool_extender.assessments import Assessment
 from carpool_extender.checks import Check, Verdict, examine
-from carpool_extender.choices import best_of, scores, select
+from carpool_extender.choices import best_of, scores, select, ties
 from carpool_extender.modes import memory_limit_mib, thread_limit
 from carpool_extender.policies import Policy
 from carpool_extender.refusal import PREFIX, Offer, counted, explanation, summary
@@ -120,7 +120,7 @@ def best_place(view: View, applicant: Applicant, rules: Rules, among: Bools | No
     choices = select(verdict, policy, None if among is None else np.flatnonzero(among))
     if not len(choices.node):
         return None
-    best = best_of(choices, np.flatnonzero(choices.cost <= choices.cost.min() + policy.tolerance))
+    best = best_of(choices, np.flatnonzero(ties(choices, policy)))
     return view.node_names[int(choices.node[best])], _place_on(verdict, choices.rows[best].tolist(), policy)
 
 

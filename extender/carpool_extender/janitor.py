@@ -16,6 +16,7 @@ from carpool_core.values import PodUid
 
 from carpool_extender import ledger
 from carpool_extender.book import Book
+from carpool_extender.doubts import has_strangers
 from carpool_extender.restorer import Restorer
 from carpool_extender.watches import Watches
 
@@ -219,7 +220,7 @@ class Janitor:
         if new is None:
             return
         name = new.metadata.name
-        if old is None or old.status.devices != new.status.devices:
+        if old is None or old.status.devices != new.status.devices or (has_strangers(old) and not has_strangers(new)):
             self._grown.add(name)
         if name in self._grown or self._touched.get(name, "") != new.metadata.annotations.get(
             ANNOTATION_CAPACITY_FREED, ""

@@ -31,12 +31,12 @@ def settled_tenants(node: GpuNode) -> Mapping[tuple[PodUid, GpuUuid], Tenant]:
     """Return the measures of a node that are old enough to count, by pod and GPU."""
     if not node.status.tenants or node.status.heartbeat_time is None:
         return {}
-    now = _seconds(node.status.heartbeat_time)
-    since = {r.pod_uid: _seconds(r.reserved_at) for r in node.spec.reservations if r.reserved_at}
+    now = seconds(node.status.heartbeat_time)
+    since = {r.pod_uid: seconds(r.reserved_at) for r in node.spec.reservations}
     return {
         (tenant.pod_uid, tenant.gpu_uuid): tenant
         for tenant in node.status.tenants
-        if tenant.pod_uid in since and now - since[tenant.pod_uid] >= SETTLED_S
+        if now and since.get(tenant.pod_uid) and now - since[tenant.pod_uid] >= SETTLED_S
     }
 
 
@@ -79,6 +79,9 @@ def _promised(profile: TenantProfile) -> Known:
     )
 
 
-def _seconds(moment: str) -> float:
-    """Seconds since 1970; raises ValueError where a timestamp is none."""
-    return parse_rfc3339(moment).timestamp()
+def seconds(moment: str) -> float:
+    """Seconds since 1970; 0 where nobody said when, or said it in a way that nobody understands."""
+    try:
+        return parse_rfc3339(moment).timestamp() if moment else 0.0
+    except ValueError:
+        return 0.0

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from carpool_extender.checks import Check, Verdict
 from carpool_extender.modes import EXCLUSIVE
-from carpool_extender.standing import UNHEALTHY, Hindrance
 from carpool_extender.view import MODES, NO_MODE, Bools, Rows
 
 PREFIX = "NoGpuFits: "
@@ -83,10 +82,6 @@ def _tenancy(verdict: Verdict, row: int) -> str:
     return f"used from namespace {', '.join(others)}, and not all are willing to share across namespaces"
 
 
-def _hindrance(verdict: Verdict, row: int) -> Hindrance:
-    return verdict.view.hindered.get(row, UNHEALTHY) if verdict.view.columns.healthy[row] else UNHEALTHY
-
-
 def _slots(verdict: Verdict, row: int) -> str:
     return f"has {counted(int(verdict.view.columns.count[row]), 'tenant')}, the most allowed is {verdict.slots}"
 
@@ -117,7 +112,7 @@ def _slowdown(verdict: Verdict, row: int) -> str:
 
 
 _REASONS: Mapping[Check, Callable[[Verdict, int], str]] = {
-    Check.HEALTH: lambda verdict, row: _hindrance(verdict, row).reason,
+    Check.HEALTH: lambda verdict, row: verdict.view.hindered[row].reason,
     Check.SUITABLE: _unsuitable,
     Check.MODE: _mode,
     Check.TENANCY: _tenancy,
@@ -250,8 +245,7 @@ def _kinds(verdict: Verdict, check: Check, rows: Rows) -> Sequence[Bools]:
     if check is Check.SLOWDOWN:
         keys = verdict.found.is_newcomer[rows].astype(np.int64)
     elif check is Check.HEALTH:
-        for row in np.flatnonzero(columns.hindered[rows] & columns.healthy[rows]).tolist():
-            keys[row] = _hindrance(verdict, int(rows[row])).kind
+        keys = np.array([verdict.view.hindered[row].kind for row in rows.tolist()])
     elif check is Check.MODE:
         keys = columns.mode[rows]
     elif check is Check.SUITABLE:

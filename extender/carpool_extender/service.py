@@ -10,6 +10,7 @@ from carpool_extender.assessments import Assessments
 from carpool_extender.binder import Binder
 from carpool_extender.choices import MAX_SCORE
 from carpool_extender.decide import filter_nodes, held_elsewhere, score_nodes
+from carpool_extender.gangs import Gangs
 from carpool_extender.offers import Offer, Offers
 from carpool_extender.watches import Watches
 from carpool_extender.wire import (
@@ -32,8 +33,11 @@ class BadRequest(Exception):  # noqa: N818  # an answer about the request
 class Service:
     """Answers kube-scheduler. Filter, prioritize and preempt only read."""
 
-    def __init__(self, watches: Watches, workloads: Workloads, binder: Binder, assessments: Assessments) -> None:
-        self._watches, self._workloads, self._binder, self._assessments = watches, workloads, binder, assessments
+    def __init__(
+        self, watches: Watches, workloads: Workloads, binder: Binder, assessments: Assessments, gangs: Gangs
+    ) -> None:
+        self._watches, self._workloads, self._binder = watches, workloads, binder
+        self._assessments, self._gangs = assessments, gangs
         self._offers = Offers()
 
     async def filter(self, args: ExtenderArgs) -> FilterResult:
@@ -53,6 +57,8 @@ class Service:
         crowd = self._watches.cluster.pods_of(applicant.demand.job_uid)
         if (crowded := too_many(applicant, PodUid(args.pod.metadata.uid), crowd)) is not None:
             return FilterResult(failed_nodes=dict.fromkeys(offer.names, crowded))
+        if (waits := self._gangs.refusal(applicant, PodUid(args.pod.metadata.uid), offer.ids)) is not None:
+            return FilterResult(failed_nodes=dict.fromkeys(offer.names, waits))
         assessment = self._assessments.of(applicant)
         found = filter_nodes(assessment, offer.names, offer.ids)
         if not found.fitting.all():

@@ -23,9 +23,6 @@ class Hindrance(NamedTuple):
     reason: str
 
 
-UNHEALTHY = Hindrance(0, "unhealthy")
-
-
 @dataclass(frozen=True, slots=True)
 class _Rest:
     length_s: float

@@ -91,14 +91,14 @@ class Columns:
     """(G,) Index into `View.node_names`."""
     gpu_index: NDArray[np.int16] = field(metadata=_of(np.int16))
     """(G,) NVML's index on the node."""
+    island: NDArray[np.int16] = field(metadata=_of(np.int16))
+    """(G,) Number of its NVLink island on the node; a GPU without links is alone on one."""
     device_class: NDArray[np.int16] = field(metadata=_of(np.int16))
     """(G,) Index into `View.classes`."""
     usable_mib: NDArray[np.int64] = field(metadata=_of(np.int64))
     """(G,) Total memory less reserve."""
-    healthy: Bools = field(metadata=_of(np.bool_))
-    """(G,) Whether its agent says so."""
     hindered: Bools = field(metadata=_of(np.bool_))
-    """(G,) Whether `View.hindered` says why it takes nobody at this moment, whatever its health."""
+    """(G,) Whether `View.hindered` says why it takes nobody at this moment."""
     mode: NDArray[np.int8] = field(metadata=_of(np.int8))
     """(G,) Code of the mode that its reservations have; 0 without any."""
     count: NDArray[np.int16] = field(metadata=_of(np.int16))
@@ -177,7 +177,7 @@ class View:
     namespaces: Mapping[str, int]
     """Index of each namespace that has or had a tenant."""
     hindered: Mapping[int, Hindrance]
-    """Why GPUs take nobody at this moment, by row, where there is more to say than that they are unhealthy."""
+    """Why GPUs take nobody at this moment, by row: unhealthy, in doubt, silent, or left alone for a while."""
 
     def ids(self, names: Sequence[str]) -> Rows:
         """Return the indices of nodes; -1 for those that never reported GPUs."""

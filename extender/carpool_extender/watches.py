@@ -91,6 +91,7 @@ class Watches:
         self._pods = Reflector(api, PODS, Pod, selector=ours, clock=clock, on_change=self._pod_changed)
         self._jobs_by_uid: dict[JobUid, JobRow] = {}
         self._pods_by_uid: dict[PodUid, Pod] = {}
+        self._succeeded: dict[JobUid, set[PodUid]] = {}
         self._stirred: dict[str, asyncio.Event] = {}
         self._deleted: dict[str, None] = {}
         self._on_node: list[Callable[[GpuNode | None, GpuNode | None], None]] = []
@@ -103,6 +104,10 @@ class Watches:
     def pod(self, uid: PodUid) -> Pod | None:
         """Return the pod with that UID, if it was seen and exists still."""
         return self._pods_by_uid.get(uid)
+
+    def succeeded(self, job_uid: JobUid) -> int:
+        """How many pods of a job have done their work."""
+        return len(self._succeeded.get(job_uid, ()))
 
     def pods(self) -> Iterable[Pod]:
         """Return every pod of our scheduler."""
@@ -193,9 +198,21 @@ class Watches:
     def _pod_changed(self, old: Pod | None, new: Pod | None) -> None:
         if old is not None:
             self._pods_by_uid.pop(PodUid(old.metadata.uid), None)
+            self._note_success(old, has_succeeded=False)
         if new is not None:
             self._pods_by_uid[PodUid(new.metadata.uid)] = new
+            self._note_success(new, has_succeeded=new.status.phase == "Succeeded")
         ended = new if new is not None and new.is_finished else old if new is None else None
         if ended is not None:
             for callback in self._on_pod_end:
                 callback(ended)
+
+    def _note_success(self, pod: Pod, *, has_succeeded: bool) -> None:
+        for owner in pod.metadata.owner_references:
+            done = self._succeeded.setdefault(JobUid(owner.uid), set()) if has_succeeded else None
+            if done is not None:
+                done.add(PodUid(pod.metadata.uid))
+            elif (known := self._succeeded.get(JobUid(owner.uid))) is not None:
+                known.discard(PodUid(pod.metadata.uid))
+                if not known:
+                    del self._succeeded[JobUid(owner.uid)]

@@ -18,7 +18,7 @@ def rows(view):
             view.node_names[columns.node[row]],
             view.product(row),
             int(columns.usable_mib[row]),
-            bool(columns.healthy[row]),
+            not columns.hindered[row],
             int(columns.mode[row]),
             tuple(map(str, columns.tenants[row])),
             tuple(columns.memory_mib[row, : columns.count[row]].tolist()),

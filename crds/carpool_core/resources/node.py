@@ -76,6 +76,9 @@ class Device(Resource, frozen=True, kw_only=True):
     health: Annotated[DeviceHealth, field("Whether new work may go there.")] = DeviceHealth.HEALTHY
     health_message: Annotated[str, field("Why it is unhealthy.")] = ""
     numa_node: Annotated[int, field("NUMA node.")] | None = None
+    nvlink_peers: Annotated[
+        list[GpuUuid], field("GPUs of the node that it reaches by NVLink, directly or through a switch.", schema=ATOMIC)
+    ] = []
 
 
 class Partition(Resource, frozen=True, kw_only=True):

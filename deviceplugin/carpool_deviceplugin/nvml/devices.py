@@ -172,7 +172,17 @@ class NvmlDevices:
             health=DeviceHealth.UNHEALTHY if problem else DeviceHealth.HEALTHY,
             health_message=problem,
             numa_node=known.numa_node,
+            nvlink_peers=self._linked(known),
         )
+
+    def _linked(self, known: Identity) -> list[GpuUuid]:
+        """Other GPUs at the ends of a GPU's links, or at the same switch."""
+        ends, own = set(known.nvlink_peers), {each.pci_bus_id for each in self._known.values()}
+        return [
+            uuid
+            for uuid, other in self._known.items()
+            if uuid != known.uuid and (other.pci_bus_id in ends or (ends - own) & set(other.nvlink_peers))
+        ]
 
     def _possible(self, uuid: GpuUuid, found: Sequence[Found], *, is_divided: bool) -> frozenset[SharingMode]:
         """What a GPU can be prepared for; MIG is switched only where that is allowed and disturbs nobody."""

@@ -1,0 +1,132 @@
+"""Whether all workers of a job would find places: asked before its first one gets one."""
+
+from datetime import UTC, datetime
+
+import msgspec
+import numpy as np
+from carpool_core.resources.node import GpuNode
+from carpool_core.values import PodUid
+
+from carpool_extender import ledger
+from carpool_extender.applicant import Applicant
+from carpool_extender.assessments import Assessment, Assessments
+from carpool_extender.cluster import Cluster
+from carpool_extender.decide import best_place, reservation
+from carpool_extender.refusal import PREFIX, counted
+from carpool_extender.rules import Rules
+from carpool_extender.view import MODES, Rows
+from carpool_extender.watches import Watches
+
+MOST_TRIED = 128
+"""Workers that are placed on paper one after the other. Of more, only the room is counted: trying takes too long."""
+
+_NO_TIME = datetime.fromtimestamp(0, UTC)
+"""Of reservations that exist on paper only."""
+
+
+class Gangs:
+    """Keeps a job from getting some of its places while there is no room for the others.
+
+    Args:
+        watches: What is known of the cluster.
+        assessments: What is known of demands.
+        rules: What the site has chosen.
+    """
+
+    def __init__(self, watches: Watches, assessments: Assessments, rules: Rules) -> None:
+        self._watches, self._assessments, self._rules = watches, assessments, rules
+
+    def refusal(self, applicant: Applicant, pod_uid: PodUid, offered: Rows | None = None) -> str | None:
+        """Say why a pod has to wait until all of its job's workers fit; None where it need not.
+
+        Once a worker has its place the others take what there is: the job's gang is then the operator's to look after.
+
+        Args:
+            applicant: What each worker demands.
+            pod_uid: The pod that asks.
+            offered: Indices of the nodes in question; all when None.
+        """
+        demand = applicant.demand
+        if applicant.workers == 1 or self._watches.cluster.pods_of(demand.job_uid) - {pod_uid}:
+            return None
+        wanted = applicant.workers - self._watches.succeeded(demand.job_uid)
+        found = self._room_for(applicant, wanted, offered)
+        if found >= wanted:
+            return None
+        return (
+            f"{PREFIX}job {demand.namespace}/{demand.job_name} needs places for {counted(wanted, 'worker')} of "
+            f"{counted(demand.gpus, 'GPU')} at once, there is room for {found}; none starts before all can"
+        )
+
+    def _room_for(self, applicant: Applicant, wanted: int, offered: Rows | None) -> int:
+        """How many of some workers find a place, at most as many as are wanted."""
+        assessment = self._assessments.of(applicant)
+        rows = _fitting(assessment, offered)
+        apart = _sets_apart(assessment, rows)
+        if apart >= wanted or not rows.size:
+            return min(apart, wanted)
+        most = _most(assessment, rows, self._rules.slots)
+        if most < wanted or wanted > MOST_TRIED:
+            return min(most, wanted)
+        return _tried(self._on_paper(assessment, rows), applicant, self._rules, wanted)
+
+    def _on_paper(self, assessment: Assessment, rows: Rows) -> list[GpuNode]:
+        """Return the nodes of some GPUs with nothing but these GPUs."""
+        columns = assessment.verdict.view.columns
+        uuids = set(columns.uuid[rows].tolist())
+        found = []
+        for number in np.unique(columns.node[rows]).tolist():
+            node = self._watches.cluster.node(assessment.verdict.view.node_names[number])
+            if node is not None:
+                devices = [device for device in node.status.devices if device.uuid in uuids]
+                found.append(
+                    msgspec.structs.replace(node, status=msgspec.structs.replace(node.status, devices=devices))
+                )
+        return found
+
+
+def _fitting(assessment: Assessment, offered: Rows | None) -> Rows:
+    """Rows of the GPUs that would take a worker."""
+    rows = np.flatnonzero(assessment.verdict.ok)
+    if offered is None:
+        return rows
+    wanted = np.zeros(len(assessment.verdict.view.node_names) + 1, np.bool_)
+    wanted[offered] = True
+    wanted[-1] = False
+    return rows[wanted[assessment.verdict.view.columns.node[rows]]]
+
+
+def _sets_apart(assessment: Assessment, rows: Rows) -> int:
+    """How many workers find GPUs that no other of them uses."""
+    verdict = assessment.verdict
+    gpus = verdict.applicant.demand.gpus
+    if gpus == 1:
+        return int(rows.size)
+    team = verdict.view.columns.node[rows].astype(np.int64) * len(MODES) + verdict.found.mode[rows]
+    return int((np.unique(team, return_counts=True)[1] // gpus).sum())
+
+
+def _most(assessment: Assessment, rows: Rows, slots: int) -> int:
+    """How many workers there is memory and places for, whatever else stands against it."""
+    verdict = assessment.verdict
+    columns = verdict.view.columns
+    each = np.minimum(columns.free_mib[rows] // verdict.need_mib(rows), slots - columns.count[rows])
+    return int(each.sum()) // verdict.applicant.demand.gpus
+
+
+def _tried(nodes: list[GpuNode], applicant: Applicant, rules: Rules, wanted: int) -> int:
+    """Place workers one after the other, as they would be; return how many there was room for."""
+    paper = Cluster(rules.slots)
+    for node in nodes:
+        paper.apply(node)
+    for number in range(wanted):
+        found = best_place(paper.view(), applicant, rules)
+        if found is None:
+            return number
+        node = paper.nodes[found[0]]
+        one = reservation(found[1], applicant, PodUid(f"worker-{number}"), "", now=_NO_TIME, deadline=_NO_TIME)
+        spec = ledger.reserve(node.spec, one, ledger.capacity_of(node, rules.slots))
+        if isinstance(spec, ledger.Rejected):
+            return number
+        paper.apply(msgspec.structs.replace(node, spec=spec))
+    return wanted

@@ -1,0 +1,84 @@
+"""GpuNodes that contradict themselves: that GPU is left out, and it is said why; nothing crashes."""
+
+import msgspec
+import pytest
+from carpool_core.resources.node import Tenant
+from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
+from carpool_extender.assessments import Assessment
+from carpool_extender.decide import explain, filter_nodes
+from carpool_extender.policies import find_policy
+from carpool_extender.rules import Rules
+from carpool_extender.testing import applicant, cluster, device, gpu_node, tenant
+
+RULES = Rules(find_policy("least-slowdown"), slots=8)
+GPU = "GPU-a-0"
+
+
+def seen(pod, memory_mib, gpu=GPU):
+    return Tenant(pod_uid=PodUid(pod), gpu_uuid=GpuUuid(gpu), memory_mib=memory_mib)
+
+
+def a_node(*reservations, tenants=(), devices=2, **status):
+    made = gpu_node("a", devices, reservations)
+    return msgspec.structs.replace(made, status=msgspec.structs.replace(made.status, tenants=list(tenants), **status))
+
+
+CASES = [
+    pytest.param(
+        a_node(tenants=[seen("stranger", 700)]),
+        "700 MiB are used without a reservation, by pod stranger",
+        id="stranger",
+    ),
+    pytest.param(
+        a_node(tenant("x", ["GPU-a-1"]), tenants=[seen("pod-x", 9)]),
+        "9 MiB are used without a reservation, by pod pod-x",
+        id="a pod that strayed to another GPU than its own",
+    ),
+    pytest.param(
+        a_node(tenant("x", [GPU]), tenant("y", [GPU], SharingMode.TIME_SLICING)),
+        "its reservations contradict each other: MPS, TimeSlicing",
+        id="two modes at once",
+    ),
+    pytest.param(
+        a_node(tenant("x", [GPU], SharingMode.EXCLUSIVE), tenant("y", [GPU], SharingMode.EXCLUSIVE)),
+        "its reservations contradict each other: 2 are exclusive",
+        id="alone twice",
+    ),
+    pytest.param(
+        a_node(devices=[device(0, health=DeviceHealth.UNHEALTHY, health_message="Xid 79"), device(1)]),
+        "unhealthy: Xid 79",
+        id="sick, and why",
+    ),
+]
+
+
+@pytest.mark.parametrize(("node", "reason"), CASES)
+def test_the_gpu_is_left_out_and_its_neighbour_is_not(node, reason):
+    view = cluster(node).view()
+    told = explain(view, applicant(), ["a"], RULES)
+    assert told[0] == f"GPU 0 of a (NVIDIA A100-SXM4-40GB): {reason}"
+    assert "fits by" in told[1]
+    only = msgspec.structs.replace(node, status=msgspec.structs.replace(node.status, devices=node.status.devices[:1]))
+    found = filter_nodes(Assessment(applicant(), RULES, cluster(only).view()), ["a"])
+    assert found.refused["a"].endswith(f": {reason}")
+
+
+def test_it_is_taken_again_when_the_stranger_has_left():
+    known = cluster(a_node(tenants=[seen("stranger", 700)], devices=1))
+    assert known.view().columns.hindered.tolist() == [True]
+    assert known.hindered_nodes() == {"a"}
+    known.apply(a_node(tenants=[seen("stranger", 0)], devices=1))
+    assert known.view().columns.hindered.tolist() == [False]
+    assert known.hindered_nodes() == set()
+
+
+def test_what_means_nothing_here_does_no_harm():
+    strange = a_node(
+        tenant("x", ["GPU-elsewhere"]),
+        tenants=[seen("pod-x", 5, "GPU-elsewhere")],
+        devices=1,
+        heartbeat_time="not a time",
+    )
+    assert filter_nodes(Assessment(applicant(), RULES, cluster(strange).view()), ["a"]).fits == ["a"]
+    nothing = a_node(devices=[device(0, memory_mib=0, reserved_mib=900)])
+    assert filter_nodes(Assessment(applicant(), RULES, cluster(nothing).view()), ["a"]).unsuitable.keys() == {"a"}

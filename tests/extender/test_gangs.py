@@ -1,0 +1,121 @@
+"""Several workers, and several GPUs of one: all places before the first, and NVLink where there is some."""
+
+import pytest
+from carpool_core.values import PodUid, RequestedMode, SharingMode
+from carpool_extender.applicant import Applicant
+from carpool_extender.assessments import Assessment, Assessments
+from carpool_extender.choices import MAX_SCORE
+from carpool_extender.cluster import Cluster
+from carpool_extender.decide import filter_nodes, place, score_nodes
+from carpool_extender.gangs import MOST_TRIED, Gangs
+from carpool_extender.islands import islands
+from carpool_extender.policies import find_policy
+from carpool_extender.rules import Rules
+from carpool_extender.testing import applicant, cluster, demand, device, gpu_node, prediction, tenant
+
+RULES = Rules(find_policy("least-slowdown"), slots=8)
+ALONE = RequestedMode.EXCLUSIVE
+
+
+class Known:
+    """What a gang is decided on."""
+
+    def __init__(self, found: Cluster, succeeded: int = 0) -> None:
+        self.cluster, self._succeeded = found, succeeded
+
+    def succeeded(self, _):
+        return self._succeeded
+
+
+def refusal(found, workers, *, succeeded=0, nodes=None, **wants):
+    gangs = Gangs(Known(found, succeeded), Assessments(found, RULES), RULES)
+    offered = None if nodes is None else found.view().ids(nodes)
+    return gangs.refusal(Applicant(demand("new", **wants), workers=workers), PodUid("me"), offered)
+
+
+def linked(node, *groups):
+    """A node of GPUs whose groups are linked."""
+    devices = [
+        device(i, node, nvlink_peers=[f"GPU-{node}-{j}" for j in group if j != i]) for group in groups for i in group
+    ]
+    return gpu_node(node, sorted(devices, key=lambda one: one.index))
+
+
+@pytest.mark.parametrize(
+    ("workers", "found"),
+    [
+        pytest.param(3, None, id="a GPU for each"),
+        pytest.param(4, "4 workers of 1 GPU at once, there is room for 3", id="one too many"),
+    ],
+)
+def test_no_worker_starts_before_all_can(workers, found):
+    told = refusal(cluster(gpu_node("a", 2), gpu_node("b", 1)), workers, mode=ALONE)
+    assert told == (
+        None if found is None else f"NoGpuFits: job default/new needs places for {found}; none starts before all can"
+    )
+
+
+def test_workers_of_a_job_may_share_a_gpu():
+    alone = cluster(gpu_node("a", 1))
+    light = prediction(memory_mib=4000, util=20, sm=0.1, dram=0.1)
+    assert refusal(alone, 4, prediction=light) is None
+    assert "there is room for" in refusal(alone, 4, prediction=prediction(memory_mib=4000, util=100, sm=0.9))
+    assert "9 workers of 1 GPU at once, there is room for 8" in refusal(alone, 9, prediction=light)
+
+
+def test_more_workers_than_are_tried_are_counted_by_memory_and_slots():
+    wide = cluster(gpu_node("a", 16))
+    assert refusal(wide, MOST_TRIED, prediction=prediction(memory_mib=100, util=1, sm=0.01)) is None
+    assert "there is room for 128" in refusal(
+        wide, MOST_TRIED + 1, prediction=prediction(memory_mib=100, util=1, sm=0.01)
+    )
+
+
+def test_the_others_take_what_there_is_once_one_has_its_place():
+    held = tenant("new", ["GPU-a-0"], SharingMode.EXCLUSIVE)
+    assert refusal(cluster(gpu_node("a", 1, [held])), 3, mode=ALONE) is None
+
+
+def test_workers_that_have_done_their_work_need_no_place():
+    assert refusal(cluster(gpu_node("a", 1)), 3, mode=ALONE, succeeded=2) is None
+    assert refusal(cluster(gpu_node("a", 1)), 3, mode=ALONE, succeeded=1) is not None
+
+
+def test_nodes_that_were_not_offered_do_not_count():
+    two = cluster(gpu_node("a", 1), gpu_node("b", 1))
+    assert refusal(two, 2, mode=ALONE) is None
+    assert "room for 1" in refusal(two, 2, mode=ALONE, nodes=["a", "unknown"])
+
+
+def test_workers_of_several_gpus_need_them_on_one_node_each():
+    apart = cluster(gpu_node("a", 3), gpu_node("b", 3))
+    assert refusal(apart, 2, gpus=2, mode=ALONE) is None
+    assert "3 workers of 2 GPUs at once, there is room for 2" in refusal(apart, 3, gpus=2, mode=ALONE)
+
+
+def test_islands_are_what_is_linked_directly_or_by_way_of_others():
+    devices = linked("a", [0, 1], [2], [3, 4]).status.devices
+    assert islands(devices) == [0, 0, 2, 3, 3]
+    chain = [device(i, nvlink_peers=[f"GPU-a-{i + 1}"]) for i in range(3)]
+    assert islands(chain) == [0, 0, 0]
+
+
+def test_a_worker_gets_gpus_that_are_linked_though_others_are_as_good():
+    node = linked("a", [0], [1, 3], [2])
+    assert place(Assessment(applicant(gpus=2), RULES, cluster(node).view()), "a").gpu_uuids == ["GPU-a-1", "GPU-a-3"]
+
+
+def test_a_node_with_linked_gpus_scores_best_and_others_do_where_there_is_none():
+    known = cluster(gpu_node("plain", 2), linked("fast", [0, 1]))
+    found = Assessment(applicant(gpus=2), RULES, known.view())
+    plain, fast = score_nodes(found, ["plain", "fast"]).tolist()
+    assert fast == MAX_SCORE > plain
+    assert filter_nodes(found, ["plain", "fast"]).fits == ["plain", "fast"]
+    assert score_nodes(Assessment(applicant(gpus=2), RULES, cluster(gpu_node("plain", 2)).view()), ["plain"]) == [
+        MAX_SCORE
+    ]
+
+
+def test_gpus_that_are_not_linked_do_where_an_island_is_too_small():
+    node = linked("a", [0, 1], [2, 3])
+    assert len(place(Assessment(applicant(gpus=3), RULES, cluster(node).view()), "a").gpu_uuids) == 3
