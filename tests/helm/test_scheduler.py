@@ -40,6 +40,27 @@ def test_it_is_a_second_scheduler_that_sees_every_node(chart: Any) -> None:
     }
 
 
+def test_preconditions_reach_the_extender_only_where_they_are_set(render: Any) -> None:
+    def environment(**settings: Any) -> dict[str, str]:
+        rendered = render(settings=settings)
+        (container,) = [
+            c
+            for c in rendered.one("Deployment", "carpool-scheduler")["spec"]["template"]["spec"]["containers"]
+            if c["name"] == "extender"
+        ]
+        return {entry["name"]: entry.get("value", "") for entry in container["env"]}
+
+    asked = {"CARPOOL_MOST_SM_ACTIVE", "CARPOOL_MOST_JOINT_SM_ACTIVE", "CARPOOL_LEAST_FREE_MIB", "CARPOOL_MOST_JOBS"}
+    assert asked.isdisjoint(environment())
+    found = environment(jobPolicies=True, preconditions={"mostSmActive": 0.8, "leastFreeMib": 5120, "mostJobs": 2})
+    assert {name: found[name] for name in asked & found.keys()} == {
+        "CARPOOL_MOST_SM_ACTIVE": "0.8",
+        "CARPOOL_LEAST_FREE_MIB": "5120",
+        "CARPOOL_MOST_JOBS": "2",
+    }
+    assert found["CARPOOL_JOB_POLICIES"] == "true"
+
+
 def test_the_extender_decides(chart: Any) -> None:
     (extender,) = config(chart)["extenders"]
     weight = extender.pop("weight")

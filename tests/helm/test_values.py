@@ -69,6 +69,11 @@ def test_the_schema_knows_the_policies_of_the_extender() -> None:
             id="unknown policy",
         ),
         pytest.param(
+            {"settings": {"preconditions": {"mostSmActive": 1.5}}},
+            "at '/settings/preconditions/mostSmActive': maximum: got 1.5, want 1",
+            id="an impossible precondition",
+        ),
+        pytest.param(
             {"settings": {"bindTimeoutSeconds": 0}},
             "at '/settings/bindTimeoutSeconds': minimum: got 0, want 1",
             id="no time to bind",
