@@ -2,9 +2,11 @@
 
 import multiprocessing
 import os
+import signal
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain, islice
@@ -21,6 +23,10 @@ CHUNK = 256
 """Rows that a process answers at once."""
 _AHEAD = 4
 """Chunks in the hands of each process."""
+
+
+class WorkerDied(RuntimeError):  # noqa: N818 (what happened)
+    """A process that answered rows is gone; the message says what to make of it."""
 
 
 @dataclass
@@ -72,19 +78,32 @@ def _answered(rows: IO[bytes], limits: TraceLimits, workers: int) -> Iterator[tu
         return
     # Not forked: NumPy's threads do not survive that.
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=_answerer, initargs=(limits,)) as pool:
+    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=_begin, initargs=(limits,)) as pool:
         waiting: deque[tuple[list[bytes], Future[list[bytes]]]] = deque()
-        for chunk in lines:
-            waiting.append((chunk, pool.submit(_answer, limits, chunk)))
-            if len(waiting) > _AHEAD * workers:
+        try:
+            for chunk in lines:
+                waiting.append((chunk, pool.submit(_answer, limits, chunk)))
+                if len(waiting) > _AHEAD * workers:
+                    yield _first(waiting)
+            while waiting:
                 yield _first(waiting)
-        while waiting:
-            yield _first(waiting)
+        except BrokenProcessPool as e:
+            raise WorkerDied(
+                "a process that answered rows was ended from outside, probably for its memory; what was written holds"
+            ) from e
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _first(waiting: deque[tuple[list[bytes], Future[list[bytes]]]]) -> tuple[list[bytes], list[bytes]]:
     chunk, future = waiting.popleft()
     return chunk, future.result()
+
+
+def _begin(limits: TraceLimits) -> None:
+    """Load what is needed, and leave Ctrl-C to the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _answerer(limits)
 
 
 @cache

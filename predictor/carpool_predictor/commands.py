@@ -169,7 +169,7 @@ def _title(question: Question) -> str:
 
 
 def _predict_rows(rows: Path, out: Path, limits: TraceLimits) -> None:
-    from carpool_predictor.bulk import predict_rows
+    from carpool_predictor.bulk import WorkerDied, predict_rows
     from carpool_predictor.progress import following
 
     try:
@@ -177,6 +177,8 @@ def _predict_rows(rows: Path, out: Path, limits: TraceLimits) -> None:
             tally = predict_rows(asked, answers, limits, on_progress)
     except OSError as e:
         raise InputError(f"cannot read {rows} or write {out}: {e}") from e
+    except WorkerDied as e:
+        raise click.ClickException(str(e)) from e
     if tally.statuses["error"]:
         raise InputError(_told(tally, rows))
 

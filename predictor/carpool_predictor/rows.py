@@ -93,7 +93,14 @@ class Answerer:
         if len(self._jobs) >= _REMEMBERED:
             self._jobs.clear()
         self._prepare(row for row in rows if isinstance(row, Row))
-        return [row if isinstance(row, bytes) else self._answer(row) for row in rows]
+        return [row if isinstance(row, bytes) else self._answered(row) for row in rows]
+
+    def _answered(self, row: Row) -> bytes:
+        """Answer a row whatever happens: a fault of ours must not take the other rows with it."""
+        try:
+            return self._answer(row)
+        except Exception as e:
+            return _empty(row.id, "error", f"InternalError: {type(e).__name__}: {e}; please report this row")
 
     def _prepare(self, rows: Iterable[Row]) -> None:
         """Remember the job of every row that names a catalog model."""

@@ -2,6 +2,7 @@
 
 import io
 import json
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from carpool_core.resources.job import CatalogModel, Training
 from carpool_core.values import Optimizer
 from carpool_predictor import store
 from carpool_predictor.abstention import Abstention
-from carpool_predictor.bulk import ALONE, predict_rows
+from carpool_predictor.bulk import ALONE, WorkerDied, predict_rows
 from carpool_predictor.commands import predict
 from carpool_predictor.estimator import predict as predict_on
 from carpool_predictor.rows import Answerer, chunks
@@ -155,6 +156,19 @@ def test_several_processes_answer_in_order() -> None:
     assert [answer["id"] for answer in answers] == list(range(ALONE + 300))
     assert tally.statuses == {"ok": ALONE + 300}
     assert sum(told) == len(asked)
+
+
+def test_a_process_that_dies_is_told() -> None:
+    asked = b"".join(json.dumps(row(i)).encode() + b"\n" for i in range(20 * ALONE))
+    out = io.BytesIO()
+
+    def end_them(*_: object) -> None:
+        for process in multiprocessing.active_children():
+            process.kill()
+
+    with pytest.raises(WorkerDied, match="ended from outside"):
+        predict_rows(io.BytesIO(asked), out, TraceLimits(), end_them, workers=2)
+    assert [json.loads(line)["id"] for line in out.getvalue().splitlines()][:3] == [0, 1, 2]
 
 
 def test_the_command_writes_answers_and_says_how_many_are_wrong(tmp_path: Path) -> None:
