@@ -96,8 +96,8 @@ class KubeletPart:
 
     def __init__(self, settings: AgentSettings, plugin: Plugin, pods: Reflector[Pod], rhythm: Rhythm) -> None:
         self._cdi_dir = settings.cdi_dir
-        self._pods, self._every_s = pods, rhythm.resync_s
-        self.registration = Registration(settings.device_plugin_dir, plugin, rhythm.kubelet_s)
+        self._pods, self._every_s, self._sleep = pods, rhythm.resync_s, rhythm.sleep
+        self.registration = Registration(settings.device_plugin_dir, plugin, rhythm.kubelet_s, rhythm.sleep)
         self._log = structlog.get_logger().bind(node=settings.node_name)
 
     async def run(self) -> None:
@@ -115,7 +115,7 @@ class KubeletPart:
             removed = cdi.remove_stale(self._cdi_dir, living)
             if removed:
                 self._log.info("stale slots removed", files=removed)
-            await asyncio.sleep(self._every_s)
+            await self._sleep(self._every_s)
 
 
 class Agent:
@@ -123,7 +123,7 @@ class Agent:
 
     def __init__(self, settings: AgentSettings, devices: Devices, reconciler: Reconciler, clock: Clock) -> None:
         self.settings, self.devices, self.reconciler = settings, devices, reconciler
-        self._clock = clock
+        self.clock = clock
         self.kubelet: KubeletPart | None = None
         """None on nodes without a kubelet."""
 
@@ -139,7 +139,7 @@ class Agent:
         store = self.reconciler.reflector.store
         if not store.synced:
             return "has not heard of its GpuNode from the API server yet"
-        if store.age(self._clock.monotonic()) > _STALE_S:
+        if store.age(self.clock.monotonic()) > _STALE_S:
             return f"has not heard from the API server for {_STALE_S:g} s"
         if self.kubelet is not None and not self.kubelet.registration.is_registered:
             return f"is not registered with the kubelet in {self.settings.device_plugin_dir}"
@@ -181,6 +181,7 @@ def build(
         slots_per_gpu=settings.slots_per_gpu,
         clock=clock,
         patience_s=rhythm.patience_s,
+        sleep=rhythm.sleep,
     )
     agent = Agent(settings, devices, Reconciler(node, api, clock, devices, rhythm, plugin.set_healthy), clock)
     agent.kubelet = KubeletPart(settings, plugin, pods, rhythm)

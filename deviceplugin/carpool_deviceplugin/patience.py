@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -14,9 +14,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+Sleep = Callable[[float], Awaitable[None]]
+
+
 @dataclass(frozen=True, slots=True)
 class Rhythm:
-    """How often things are looked at, in seconds."""
+    """How often things are looked at, in seconds, and how that time is waited for."""
+
+    sleep: Sleep = asyncio.sleep
+    """Waits so many seconds."""
 
     step_deadline_s: float = 10.0
     """How long one step of a GPU may take."""
@@ -44,6 +50,16 @@ class Rhythm:
     """How long PreStartContainer waits for word that may be on its way; the kubelet gives it 30 s."""
     retry_s: float = 1.0
     """After a failed call to the API server; doubled with each further failure, to 32 times this."""
+
+
+async def woken(event: asyncio.Event, seconds: float, sleep: Sleep) -> None:
+    """Wait for an event, for so long at most."""
+    waiting = [asyncio.ensure_future(event.wait()), asyncio.ensure_future(sleep(seconds))]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for one in waiting:
+            one.cancel()
 
 
 REAL = Rhythm(sample_s=5.0, idle_samples=2, resync_s=30.0)

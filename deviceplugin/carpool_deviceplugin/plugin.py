@@ -14,6 +14,7 @@ from carpool_core.values import GpuUuid, PodUid
 
 from carpool_deviceplugin import cdi
 from carpool_deviceplugin.gpu import Access, DeviceError
+from carpool_deviceplugin.patience import Sleep
 from carpool_deviceplugin.prestart import HeldByPod, LaterError, Owner, claimant, owner_of, promise
 from carpool_deviceplugin.protos import deviceplugin_pb2 as dp
 from carpool_deviceplugin.wire import KUBELET_SOCKET, KubeletError, RefusedError, Server, register
@@ -65,7 +66,7 @@ class Plugin:
         slots_per_gpu: int,
         clock: Clock,
         patience_s: float = 5.0,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        sleep: Sleep = asyncio.sleep,
     ) -> None:
         self._patience_s, self._sleep = patience_s, sleep
         self._knowledge, self._cdi_dir, self._clock = knowledge, cdi_dir, clock
@@ -151,10 +152,11 @@ class Registration:
         directory: The kubelet's device plugin directory.
         plugin: What is served.
         every_s: How often to look, in seconds.
+        sleep: Waits so many seconds.
     """
 
-    def __init__(self, directory: Path, plugin: Plugin, every_s: float = 1.0) -> None:
-        self._directory, self._plugin, self._every_s = directory, plugin, every_s
+    def __init__(self, directory: Path, plugin: Plugin, every_s: float = 1.0, sleep: Sleep = asyncio.sleep) -> None:
+        self._directory, self._plugin, self._every_s, self._sleep = directory, plugin, every_s, sleep
         self._server: Server | None = None
         self._known_to: tuple[int, int] | None = None
         self._complaint = ""
@@ -170,7 +172,7 @@ class Registration:
         try:
             while True:
                 await self.once()
-                await asyncio.sleep(self._every_s)
+                await self._sleep(self._every_s)
         finally:
             await self.close()
 

@@ -106,7 +106,7 @@ class Reconciler:
 
     async def _ask_who_divides(self) -> None:
         while True:
-            await asyncio.sleep(self._rhythm.labels_s)
+            await self._rhythm.sleep(self._rhythm.labels_s)
             if await self._mig.confirm():
                 self.reporter.look_again()
 
@@ -117,7 +117,7 @@ class Reconciler:
                 await patient.call(self._devices.ask_others)
             except DeviceError as e:
                 self._log.debug("nobody else asked", error=str(e))  # what was said before runs out by itself
-            await asyncio.sleep(self._rhythm.others_s)
+            await self._rhythm.sleep(self._rhythm.others_s)
 
     def _on_change(self, old: GpuNode | None, new: GpuNode | None) -> None:
         if new is None:
@@ -208,7 +208,7 @@ class Reconciler:
                 self.reporter.look_again()
             self._report()
             count += 1
-            await asyncio.sleep(self._rhythm.sample_s)
+            await self._rhythm.sleep(self._rhythm.sample_s)
 
     async def _sample(self, uuid: GpuUuid, meter: Meter) -> None:
         try:

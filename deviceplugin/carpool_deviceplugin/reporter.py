@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from carpool_deviceplugin.devices import Devices
 from carpool_deviceplugin.gpu import DeviceError
 from carpool_deviceplugin.meter import worth_writing
-from carpool_deviceplugin.patience import Patient, Rhythm
+from carpool_deviceplugin.patience import Patient, Rhythm, woken
 from carpool_deviceplugin.status import as_patch, ready_condition, summarise
 
 
@@ -85,13 +85,9 @@ class Reporter:
             self._awake.clear()
             wait_s = await self._try()
             if self._failures:
-                await asyncio.sleep(wait_s)
+                await self._rhythm.sleep(wait_s)
                 continue
-            try:
-                async with asyncio.timeout(wait_s):
-                    await self._awake.wait()
-            except TimeoutError:
-                continue
+            await woken(self._awake, wait_s, self._rhythm.sleep)
 
     async def _try(self) -> float:
         try:

@@ -10,7 +10,7 @@ from carpool_core.values import GpuUuid, PartitionState, PodUid
 
 from carpool_deviceplugin.devices import Devices
 from carpool_deviceplugin.gpu import DeviceError, GpuActual, Step, divides
-from carpool_deviceplugin.patience import Caller, Patient, Rhythm
+from carpool_deviceplugin.patience import Caller, Patient, Rhythm, woken
 from carpool_deviceplugin.plan import Plan, plan, way_back
 
 READY, PREPARING, FAILED = PartitionState.READY, PartitionState.PREPARING, PartitionState.FAILED
@@ -82,11 +82,8 @@ class GpuWorker:
         while True:
             self._awake.clear()
             is_settled = await self.once()
-            try:
-                async with asyncio.timeout(self._rhythm.resync_s if is_settled else self._rhythm.waiting_s):
-                    await self._awake.wait()
-            except TimeoutError:
-                continue
+            wait_s = self._rhythm.resync_s if is_settled else self._rhythm.waiting_s
+            await woken(self._awake, wait_s, self._rhythm.sleep)
 
     async def once(self) -> bool:
         """Look, plan, act and look again; return False where somebody is waited for or something failed."""

@@ -3,12 +3,11 @@
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import msgspec
 import pytest
-from carpool_core.clock import SystemClock
 from carpool_core.keys import CDI_KIND
 from carpool_core.kube.api import GPU_NODES
 from carpool_core.kube.pods import Pod
@@ -20,11 +19,12 @@ from carpool_deviceplugin import cdi
 from carpool_deviceplugin.app import build
 from carpool_deviceplugin.gpu import Access
 from carpool_deviceplugin.metrics import AgentCollector
+from carpool_deviceplugin.patience import Rhythm
 from carpool_deviceplugin.plugin import Knowledge, Plugin
 from carpool_deviceplugin.prestart import HeldByPod
 from carpool_deviceplugin.protos import podresources_pb2 as pr
 from carpool_deviceplugin.settings import AgentSettings
-from carpool_deviceplugin.testing.agents import QUICK, running, until
+from carpool_deviceplugin.testing.agents import Flow, flowing, running, until
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.testing.nvml_node import Node
@@ -135,9 +135,7 @@ HOSTILE = ['"} 1\nDCGM_FI_DEV_GPU_UTIL{pod="x', "../../../etc/passwd", "$(reboot
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_hostile_names_stay_names(devices, tmp_path: Path, reserve, enter, name: str) -> None:
     """The API server lets no pod have such a name; nothing rests on that."""
-    agent = build(
-        AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path), FakeKube(), SystemClock(), devices, QUICK
-    )
+    agent = flowing(AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path), FakeKube(), devices)
     registry, kube, gpu = CollectorRegistry(), agent.reconciler._api, devices.uuids[0]
     registry.register(AgentCollector(agent))
     hostile = msgspec.structs.replace(reserve("a", gpu), pod_name=name, job_name=name, pod_namespace=name)
@@ -162,9 +160,7 @@ async def test_hostile_names_stay_names(devices, tmp_path: Path, reserve, enter,
 
 @pytest.mark.parametrize("uuid", ["GPU-1/../../x", "", "GPU-$(id)", "x" * 10_000])
 async def test_hostile_gpus_are_nobodys(devices, tmp_path: Path, reserve, uuid: str) -> None:
-    agent = build(
-        AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path), FakeKube(), SystemClock(), devices, QUICK
-    )
+    agent = flowing(AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path), FakeKube(), devices)
     kube = agent.reconciler._api
     async with running(agent):
         await until(lambda: kube.dump_all(GPU_NODES))
@@ -192,14 +188,15 @@ def test_nodes_clock_that_jumps_loses_no_work(tmp_path: Path, hours: int) -> Non
 async def test_time_of_day_that_jumps_writes_no_storm(devices, tmp_path: Path) -> None:
     """Times in the status are the clock's; when to write goes by seconds that only pass."""
 
-    class Jumping(SystemClock):
+    class Jumping(Flow):
         offset = timedelta()
 
         def now(self) -> datetime:
-            return datetime(2026, 1, 1, tzinfo=UTC) + self.offset
+            return super().now() + self.offset
 
     clock, kube = Jumping(), FakeKube()
-    agent = build(AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path), kube, clock, devices, QUICK)
+    settings = AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path)
+    agent = build(settings, kube, clock, devices, Rhythm(sleep=clock.sleep))
     reporter = agent.reconciler.reporter
 
     def beat() -> str | None:

@@ -5,18 +5,18 @@ from typing import Any
 
 import msgspec
 import pytest
-from carpool_core.clock import SystemClock
 from carpool_core.kube.api import EVENTS, GPU_NODES, NODES
 from carpool_core.kube.errors import Overloaded
 from carpool_core.resources.node import Device, Partition
+from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, GpuUuid, NodeName, PartitionState, PodUid, SharingMode
 from carpool_deviceplugin import news
-from carpool_deviceplugin.app import Agent, build
+from carpool_deviceplugin.app import Agent
 from carpool_deviceplugin.news import News
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.teller import Teller
-from carpool_deviceplugin.testing.agents import QUICK, running, until
+from carpool_deviceplugin.testing.agents import flowing, running, until
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.testing.nvml_node import Node, uid
@@ -72,7 +72,7 @@ def test_each_pod_that_ends_is_told_once(reserve) -> None:
 
 
 async def test_too_much_news_keeps_nobody_waiting() -> None:
-    teller = Teller(NodeName("n"), FakeKube(), SystemClock())
+    teller = Teller(NodeName("n"), FakeKube(), FakeClock())
     with capture_logs() as logs:
         teller.tell([News(None, "Warning", "GpuUnhealthy", str(i)) for i in range(300)], "uid")
     assert [entry["event"] for entry in logs] == ["event dropped"] * 44
@@ -99,7 +99,7 @@ def node(tmp_path: Path) -> Node:
 
 def agent_of(node: Node, kube: FakeKube) -> Agent:
     settings = AgentSettings(node_name="node-1", kubelet=False, state_dir=node.root)
-    return build(settings, kube, SystemClock(), node.devices(), QUICK)
+    return flowing(settings, kube, node.devices())
 
 
 async def test_sick_gpu_is_told_and_a_new_agent_does_not_repeat_it(node: Node, kube: FakeKube) -> None:

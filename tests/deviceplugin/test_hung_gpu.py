@@ -3,23 +3,20 @@
 import asyncio
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
-from carpool_core.clock import SystemClock
 from carpool_core.kube.api import GPU_NODES
 from carpool_core.resources.node import Device, GpuNode, GpuNodeStatus
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, GpuUuid, SharingMode
-from carpool_deviceplugin.app import build
 from carpool_deviceplugin.gpu import DeviceError, GpuActual, Reading
 from carpool_deviceplugin.metrics import AgentCollector
-from carpool_deviceplugin.patience import Patient
+from carpool_deviceplugin.patience import Patient, Rhythm
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.simulated import SimulatedDevices, parse_inventory
-from carpool_deviceplugin.testing.agents import QUICK, running, until
+from carpool_deviceplugin.testing.agents import flowing, running, until
 from prometheus_client import CollectorRegistry
 
 
@@ -65,7 +62,7 @@ async def test_hung_gpu_is_unhealthy_alone(tmp_path, release, reserve) -> None:
     """Every GPU of the node was called unhealthy, and a scrape stopped the event loop."""
     devices, kube, registry = Hanging(tmp_path, release), FakeKube(), CollectorRegistry()
     settings = AgentSettings(node_name="node-1", kubelet=False, state_dir=tmp_path)
-    agent = build(settings, kube, SystemClock(), devices, replace(QUICK, step_deadline_s=0.1))
+    agent = flowing(settings, kube, devices, Rhythm(step_deadline_s=0.1))
     registry.register(AgentCollector(agent))
     hung, well = devices.uuids
     async with running(agent):
@@ -90,7 +87,7 @@ def test_scrape_calls_no_gpu(tmp_path, release) -> None:
     devices = Hanging(tmp_path, release)
     settings = AgentSettings(node_name="node-1", kubelet=False, state_dir=tmp_path)
     registry = CollectorRegistry()
-    registry.register(AgentCollector(build(settings, FakeKube(), SystemClock(), devices, QUICK)))
+    registry.register(AgentCollector(flowing(settings, FakeKube(), devices)))
     devices.hang = True
     assert [m for m in registry.collect() if m.name == "carpool_agent_gpu_healthy"]
 
@@ -109,7 +106,7 @@ async def test_gpunode_that_vanishes_while_the_gpus_are_described_ends_nothing(t
     """What was to be compared with the status last written was compared with nothing, and that ended the agent."""
     devices, kube = Hanging(tmp_path, release), FakeKube()
     settings = AgentSettings(node_name="node-1", kubelet=False, state_dir=tmp_path)
-    reporter = build(settings, kube, SystemClock(), devices, QUICK).reconciler.reporter
+    reporter = flowing(settings, kube, devices).reconciler.reporter
     reporter.appeared(GpuNodeStatus())
     devices.hang = True
     looking = asyncio.ensure_future(reporter.once())

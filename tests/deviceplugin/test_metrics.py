@@ -4,14 +4,13 @@ import asyncio
 
 import msgspec
 import pytest
-from carpool_core.clock import SystemClock
 from carpool_core.kube.api import GPU_NODES, NODES
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, SharingMode
-from carpool_deviceplugin.app import Agent, build
+from carpool_deviceplugin.app import Agent
 from carpool_deviceplugin.metrics import DEVICE_GAUGES, ENERGY, AgentCollector
 from carpool_deviceplugin.settings import AgentSettings
-from carpool_deviceplugin.testing.agents import QUICK, running, until
+from carpool_deviceplugin.testing.agents import flowing, running, until
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.testing.nvml_node import Node, uid
@@ -27,7 +26,7 @@ DCGM_LABELS = {
 @pytest.fixture
 def agent(devices, tmp_path) -> Agent:
     settings = AgentSettings(node_name="node-1", kubelet=False, state_dir=tmp_path)
-    return build(settings, FakeKube(), SystemClock(), devices, QUICK)
+    return flowing(settings, FakeKube(), devices)
 
 
 def registry_of(agent: Agent) -> CollectorRegistry:
@@ -74,14 +73,15 @@ async def test_tenants_have_series_of_their_own(agent, devices, reserve, enter) 
         await until(lambda: [p.state.value for p in agent.reconciler.partitions] == ["Ready"])
         with enter(gpu, "a") as (opened,):
             opened.allocate(1000)
-            await asyncio.to_thread(opened.run, 0.2, 0.5)
-            await until(lambda: agent.reconciler.meters[gpu].uses["uid-a"].energy_j)
             labels = {"UUID": gpu, "namespace": "default", "pod": "a", "job": "job-a"}
             value = registry.get_sample_value
+            working = asyncio.ensure_future(asyncio.to_thread(opened.run, 0.4, 0.5))
+            active = await until(lambda: value("carpool_gpu_tenant_sm_active_ratio", labels))
+            assert 0 < active <= 1
+            await working
             assert value("carpool_gpu_tenant_memory_bytes", labels) >= 1000 * 1024 * 1024
             assert value("carpool_gpu_tenant_memory_limit_bytes", labels) == 9000 * 1024 * 1024
             assert value("carpool_gpu_tenant_energy_joules_total", labels) > 0
-            assert 0 < value("carpool_gpu_tenant_sm_active_ratio", labels) <= 1
             assert value("carpool_agent_partitions", {"state": "Ready"}) == 1
             assert value("carpool_agent_gpu_healthy", {"UUID": gpu}) == 1
             assert value("carpool_agent_status_writes_total") > 0
@@ -124,9 +124,7 @@ async def test_what_dcgm_exporter_shows_is_shown_by_nobody_else(tmp_path) -> Non
     devices = Node(FakeNvml(["H100", "A100-40"]), FakeMpsCommands(), tmp_path, sources=(exporter,)).devices()
     shown, other = devices.uuids
     exporter.shows = [shown]
-    agent = build(
-        AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path), FakeKube(), SystemClock(), devices, QUICK
-    )
+    agent = flowing(AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path), FakeKube(), devices)
     registry = registry_of(agent)
     value = registry.get_sample_value
     async with running(agent):
@@ -143,9 +141,7 @@ async def test_mig_instances_have_series_and_gone_ones_have_none(tmp_path, reser
     node.nvml.gpus[0].mig.is_enabled = node.nvml.gpus[0].mig.is_pending = True
     devices, kube = node.devices(), FakeKube()
     kube.seed(NODES, {"metadata": {"name": "node-1"}})
-    agent = build(
-        AgentSettings(node_name="node-1", kubelet=False, state_dir=tmp_path), kube, SystemClock(), devices, QUICK
-    )
+    agent = flowing(AgentSettings(node_name="node-1", kubelet=False, state_dir=tmp_path), kube, devices)
     registry = registry_of(agent)
     wanted = [
         msgspec.structs.replace(

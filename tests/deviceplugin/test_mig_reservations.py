@@ -3,20 +3,17 @@
 import json
 import shutil
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pynvml
 import pytest
-from carpool_core.clock import SystemClock
 from carpool_core.kube.api import GPU_NODES, NODES
 from carpool_core.kube.errors import Overloaded
 from carpool_core.resources.node import Reservation
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, GpuUuid, NodeName, PartitionState, PodUid, SharingMode
 from carpool_deviceplugin import cdi
-from carpool_deviceplugin.app import build
 from carpool_deviceplugin.gpu import DeviceError, SetMode
 from carpool_deviceplugin.mig.layout import Placement
 from carpool_deviceplugin.mig.planner import Create
@@ -25,7 +22,7 @@ from carpool_deviceplugin.nvml.devices import NvmlDevices
 from carpool_deviceplugin.nvml.mig import apply_step
 from carpool_deviceplugin.patience import Rhythm
 from carpool_deviceplugin.settings import AgentSettings
-from carpool_deviceplugin.testing.agents import QUICK, running, until
+from carpool_deviceplugin.testing.agents import Inline, flowing, running, until
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.testing.nvml_node import Node, uid
@@ -50,7 +47,7 @@ class Agent:
         promised = frozenset(p for p, o in self.worker.outcomes.items() if o.state is READY) if self.node_began else ()
         self.devices = self.node.devices()
         more = (self._confirm,) if self._confirm else ()
-        self.worker = GpuWorker(self.gpu, self.devices, lambda: None, Rhythm(), *more)
+        self.worker = GpuWorker(self.gpu, self.devices, lambda: None, Rhythm(), *more, caller=Inline())
         self.worker.remember(frozenset(promised))
 
     @property
@@ -455,7 +452,7 @@ async def test_from_the_api_server_to_the_instance_and_back(tmp_path: Path, rese
         found = kube.dump_all(GPU_NODES)
         return found[0].get("status", {}) if found else {}
 
-    async with running(build(settings, kube, SystemClock(), devices, replace(QUICK, resync_s=0.05))):
+    async with running(flowing(settings, kube, devices)):
         await until(lambda: status().get("devices"))
         await kube.patch(GPU_NODES, "node-1", {"spec": {"reservations": [msgspec.to_builtins(wanted)]}})
         await until(lambda: [p["state"] for p in status()["partitions"]] == ["Ready"])

@@ -9,15 +9,14 @@ from typing import Any
 import grpc
 import msgspec
 import pytest
-from carpool_core.clock import SystemClock
 from carpool_core.kube.api import GPU_NODES, NODES, PODS
 from carpool_core.resources.node import GpuNode
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import SharingMode
-from carpool_deviceplugin.app import Agent, build
+from carpool_deviceplugin.app import Agent
 from carpool_deviceplugin.plugin import slots
 from carpool_deviceplugin.settings import AgentSettings
-from carpool_deviceplugin.testing.agents import QUICK, running, until
+from carpool_deviceplugin.testing.agents import flowing, running, until
 from carpool_deviceplugin.testing.kubelet import Kubelet
 
 EXCLUSIVE, TIME_SLICING, MPS, _ = SharingMode
@@ -45,7 +44,7 @@ def settings(tmp_path: Path) -> AgentSettings:
 
 
 def new_agent(settings: AgentSettings, kube: FakeKube) -> Agent:
-    return build(settings, kube, SystemClock(), rhythm=QUICK)
+    return flowing(settings, kube)
 
 
 @pytest.fixture

@@ -5,15 +5,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from carpool_core.clock import SystemClock
 from carpool_core.kube.api import GPU_NODES, NODES
 from carpool_core.kube.errors import Forbidden, NotFound, Overloaded
 from carpool_core.resources.node import GpuNode, NodeSummary
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import PodUid, SharingMode
-from carpool_deviceplugin.app import Agent, build
+from carpool_deviceplugin.app import Agent
 from carpool_deviceplugin.settings import AgentSettings
-from carpool_deviceplugin.testing.agents import QUICK, running, until
+from carpool_deviceplugin.testing.agents import flowing, running, until
 
 
 @pytest.fixture
@@ -25,9 +24,7 @@ def kube() -> FakeKube:
 
 @pytest.fixture
 def agent(kube, devices, tmp_path) -> Agent:
-    return build(
-        AgentSettings(node_name="node-1", kubelet=False, state_dir=tmp_path), kube, SystemClock(), devices, QUICK
-    )
+    return flowing(AgentSettings(node_name="node-1", kubelet=False, state_dir=tmp_path), kube, devices)
 
 
 def status_of(kube: FakeKube, name: str = "node-1") -> Any:
@@ -113,7 +110,8 @@ async def test_status_is_written_on_change_only(kube, agent, devices, reserve) -
         await reserve_on(kube, reserve("a", devices.uuids[0]))
         await until(lambda: states(kube) == {"uid-a": "Ready"})
         count = writes(kube)
-        await asyncio.sleep(0.3)
+        later = agent.clock.monotonic() + 30
+        await until(lambda: agent.clock.monotonic() > later)
         assert writes(kube) == count, "many samples and resyncs later"
 
 
@@ -166,7 +164,7 @@ async def test_new_agent_keeps_what_the_old_one_promised(kube, agent, devices, r
         await until(lambda: states(kube) == {"uid-b": "Ready"})
     await reserve_on(kube, reserve("a", gpu, mode=SharingMode.MPS), reserve("b", gpu, mode=SharingMode.EXCLUSIVE))
     settings = AgentSettings(node_name="node-1", kubelet=False, state_dir=tmp_path)
-    async with running(build(settings, kube, SystemClock(), devices, QUICK)):
+    async with running(flowing(settings, kube, devices)):
         await until(lambda: states(kube) == {"uid-a": "Failed", "uid-b": "Ready"})
 
 
@@ -174,11 +172,9 @@ async def test_several_agents_live_in_one_loop(kube, tmp_path) -> None:
     agents = []
     for name in ("node-1", "node-2", "node-3"):
         settings = AgentSettings(node_name=name, kubelet=False, state_dir=tmp_path, simulated_gpus="Tesla T4:2")
-        agents.append(asyncio.ensure_future(build(settings, kube, SystemClock(), rhythm=QUICK).run()))
-    await until(lambda: len(kube.dump_all(GPU_NODES)) == 3)
-    await until(lambda: all(status_of(kube, n).devices for n in ("node-1", "node-2", "node-3")))
+        agents.append(flowing(settings, kube))
+    async with running(*agents):
+        await until(lambda: len(kube.dump_all(GPU_NODES)) == 3)
+        await until(lambda: all(status_of(kube, n).devices for n in ("node-1", "node-2", "node-3")))
     uuids = {d.uuid for n in ("node-1", "node-2", "node-3") for d in status_of(kube, n).devices}
     assert len(uuids) == 6
-    for task in agents:
-        task.cancel()
-    await asyncio.gather(*agents, return_exceptions=True)

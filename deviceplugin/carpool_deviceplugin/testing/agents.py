@@ -4,10 +4,16 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
-from carpool_deviceplugin.app import Agent
+from carpool_core.kube.api import KubeApi
+from carpool_core.testing.clock import FakeClock
+
+from carpool_deviceplugin.app import Agent, build
+from carpool_deviceplugin.devices import Devices
 from carpool_deviceplugin.patience import Rhythm
+from carpool_deviceplugin.settings import AgentSettings
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -21,17 +27,29 @@ class Inline:
         return function(*args, **kwargs)
 
 
-QUICK = Rhythm(
-    waiting_s=0.02,
-    resync_s=0.2,
-    sample_s=0.02,
-    idle_samples=1,
-    measures_s=0.05,
-    retry_s=0.02,
-    kubelet_s=0.02,
-    patience_s=0.3,
-)
-"""A hundred times faster than in production."""
+_STEP_S, _PER_STEP_S = 0.1, 0.001
+"""How much time passes for agents, and how much for the machine: threads and sockets need some of it."""
+
+
+class Flow(FakeClock):
+    """Time that passes a hundred times faster for agents than for the machine, in steps, while one of them runs."""
+
+    async def run(self) -> None:
+        """Let time pass, for ever."""
+        while True:
+            self.advance(_STEP_S)
+            await asyncio.sleep(_PER_STEP_S)
+
+
+def flowing(
+    settings: AgentSettings,
+    api: KubeApi,
+    devices: Devices | None = None,
+    rhythm: Rhythm = Rhythm(labels_s=30.0),  # noqa: B008  # a value
+) -> Agent:
+    """Put an agent together that lives in a time of its own."""
+    clock = Flow()
+    return build(settings, api, clock, devices, replace(rhythm, sleep=clock.sleep))
 
 
 async def until(condition: Callable[[], T], within_s: float = 30.0) -> T:
@@ -45,11 +63,13 @@ async def until(condition: Callable[[], T], within_s: float = 30.0) -> T:
 
 
 @asynccontextmanager
-async def running(agent: Agent) -> AsyncIterator[Agent]:
-    """Run an agent for as long as the block lasts."""
-    task = asyncio.ensure_future(agent.run())
+async def running(*agents: Agent) -> AsyncIterator[Agent]:
+    """Run agents, each with its time, for as long as the block lasts."""
+    tasks = [asyncio.ensure_future(agent.run()) for agent in agents]
+    tasks += [asyncio.ensure_future(agent.clock.run()) for agent in agents if isinstance(agent.clock, Flow)]
     try:
-        yield agent
+        yield agents[0]
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
