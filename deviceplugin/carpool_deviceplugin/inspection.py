@@ -11,9 +11,11 @@ from carpool_deviceplugin.mig.layout import fragmentation, occupied
 from carpool_deviceplugin.mps_program import MpsProgram
 from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
 from carpool_deviceplugin.nvml.devices import NvmlDevices
-from carpool_deviceplugin.nvml.gpm import Gpm
+from carpool_deviceplugin.nvml.measuring import GPM, PLAIN
 from carpool_deviceplugin.nvml.mig import read_instances, read_mig_devices, read_table
 from carpool_deviceplugin.nvml.values import Identity
+from carpool_deviceplugin.sources.exporter import Exporter
+from carpool_deviceplugin.sources.host_engine import HostEngine
 
 
 def inspect_node(devices: NvmlDevices, cdi: NvidiaCdi, proc: Path = Path("/proc")) -> Iterator[str]:
@@ -29,6 +31,7 @@ def inspect_node(devices: NvmlDevices, cdi: NvidiaCdi, proc: Path = Path("/proc"
     driver = session.ask("", library.nvmlSystemGetDriverVersion) or "unknown"
     cuda = session.ask("", library.nvmlSystemGetCudaDriverVersion)
     yield f"driver {driver}, CUDA {f'{cuda // 1000}.{cuda % 1000 // 10}' if cuda else 'unknown'}"
+    devices.ask_others()
     for device in devices.inventory():
         yield ""
         yield from _gpu(devices, device)
@@ -55,10 +58,16 @@ def _gpu(devices: NvmlDevices, device: Device) -> Iterator[str]:
         yield f"  cannot be read: {e}"
 
 
+_SOURCES = {
+    GPM: "NVML with GPM (SM activity, occupancy, tensor cores, DRAM)",
+    PLAIN: "NVML (utilization and memory; no SM activity: that takes Hopper or newer, or DCGM)",
+    HostEngine.name: "DCGM's host engine (SM activity, occupancy, tensor cores, DRAM)",
+    Exporter.name: "dcgm-exporter, which shows them itself",
+}
+
+
 def _metrics(devices: NvmlDevices, known: Identity) -> str:
-    if Gpm(devices.session).is_supported(known.uuid):
-        return "NVML with GPM (SM activity, occupancy, tensor cores, DRAM)"
-    return "NVML (utilization and memory; no SM activity: that takes Hopper or newer, or DCGM)"
+    return _SOURCES[devices.read(known.uuid).source]
 
 
 def _mig(devices: NvmlDevices, known: Identity) -> Iterator[str]:

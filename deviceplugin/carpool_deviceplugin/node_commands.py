@@ -18,7 +18,7 @@ from carpool_deviceplugin.mps_program import MpsProgram
 from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
 from carpool_deviceplugin.nvml.devices import NvmlDevices
 from carpool_deviceplugin.nvml.library import installed
-from carpool_deviceplugin.nvml.mig import read_instances, read_processes_of_instances, read_table
+from carpool_deviceplugin.nvml.mig import read_table
 from carpool_deviceplugin.nvml.mig_run import run_plan
 from carpool_deviceplugin.settings import AgentSettings
 
@@ -105,7 +105,9 @@ def _plan(devices: NvmlDevices, uuid: GpuUuid, target: str, is_applied: bool) ->
     if table is None:
         raise DeviceError(f"GPU {uuid}: expected a GPU with MIG, found {known.product}")
     wanted = _wanted(table, target)
-    found = plan_mig(table, read_instances(session, uuid, table), read_processes_of_instances(session, uuid), wanted)
+    parts = devices.actual(uuid).parts
+    in_use = {p.instance.id for p in parts if p.is_used or p.pod_uid}  # a promise counts before its pod has begun
+    found = plan_mig(table, [p.instance for p in parts], in_use, wanted)
     if isinstance(found, MigRefusal):
         raise DeviceError(f"GPU {uuid}: {found.message}")
     for step in found.steps:

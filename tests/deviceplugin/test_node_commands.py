@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pynvml
 import pytest
-from carpool_core.values import GpuUuid
-from carpool_deviceplugin.gpu import DeviceError
+from carpool_core.values import GpuUuid, PodUid
+from carpool_deviceplugin.gpu import CreateInstance, DeviceError
 from carpool_deviceplugin.inspection import inspect_node
+from carpool_deviceplugin.mig.layout import Placement
 from carpool_deviceplugin.mig.planner import plan_mig
 from carpool_deviceplugin.node_commands import node as command
 from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
@@ -42,6 +43,24 @@ def test_inspect_says_what_is_there_and_what_is_missing(node: Node) -> None:
     assert "missing: NVIDIA's CDI specification" in lines
     assert "nvidia-ctk cdi generate" in lines
     assert "hostPID: true" in lines
+
+
+class HostEngine:
+    """DCGM's, which knows the first GPU."""
+
+    name, is_public = "dcgm", False
+
+    def __init__(self, node: Node) -> None:
+        self._uuid = node.nvml.gpus[0].uuid
+
+    def values(self) -> dict:
+        return {(self._uuid, None): {"DCGM_FI_PROF_SM_ACTIVE": 0.5}}
+
+
+def test_inspect_says_where_metrics_come_from(node: Node) -> None:
+    node.sources = (HostEngine(node),)
+    lines = [line for line in inspect_node(node.devices(), NvidiaCdi([]), node.root) if "metrics:" in line]
+    assert ["DCGM's host engine" in lines[0], "no SM activity" in lines[1]] == [True, True]
 
 
 def test_plan_prints_and_applies(node: Node) -> None:
@@ -80,6 +99,15 @@ def test_who_is_in_the_way_is_named(node: Node) -> None:
         f"found instance {instance} (1g.5gb on memory slice 6) in use"
         in run(node, "plan", "--gpu", "0", "--to", "mig:7g.40gb", "--apply").output
     )
+
+
+def test_instance_that_is_promised_to_a_pod_is_in_use(node: Node) -> None:
+    devices = node.devices()
+    profile = node.nvml.gpus[0].mig.table.find("1g.5gb")
+    devices.apply(devices.uuids[0], CreateInstance(Placement(profile, 6), PodUid("uid-a")))
+    refused = run(node, "plan", "--gpu", "0", "--to", "mig:7g.40gb", "--apply")
+    assert "(1g.5gb on memory slice 6) in use" in refused.output
+    assert len(node.nvml.gpus[0].mig.instances) == 1
 
 
 def test_switched_off_says_how_to_switch_on(node: Node) -> None:
