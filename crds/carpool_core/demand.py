@@ -102,7 +102,8 @@ def unsuitable(demand: Demand, device: Device) -> str | None:
     if demand.product is not None and not matches(device.product, demand.product):
         return f"wrong product: wants {demand.product}, is {device.product}"
     if device.memory_mib < demand.min_memory_mib:
-        return f"too small: wants a GPU of {demand.min_memory_mib:,} MiB, has {device.memory_mib:,} MiB"
+        least, found = demand.min_memory_mib, device.memory_mib
+        return f"smaller than gpu.minMemory: wants a GPU of {least:,} MiB, has {found:,} MiB"
     wanted = demand.min_compute_capability
     if wanted is not None and _capability(device.compute_capability) < _capability(wanted):
         return f"compute capability {device.compute_capability or 'unknown'}, wants {wanted}"

@@ -15,6 +15,7 @@ PREFIX = "NoGpuFits: "
 """Begins every summary: the reason that the job's condition Placed takes over."""
 MOST_PRODUCTS = 4
 """Products whose freest GPU a summary names."""
+WRONG_PRODUCT = "wrong product"
 MOST_GROUPS = 6
 """Groups of GPUs that a summary names."""
 
@@ -259,7 +260,9 @@ def _reason_of_group(verdict: Verdict, check: Check, rows: Rows, closest: int) -
     if check is Check.MODE and mode == EXCLUSIVE and rows.size > 1:
         return "used exclusively"
     if check is Check.SUITABLE:
-        return _unsuitable(verdict, closest).partition(":")[0]
+        reason = _unsuitable(verdict, closest)
+        # Of the wrong product there may be many kinds, and all that counts is what is wrong with them.
+        return reason.partition(":")[0] if reason.startswith(WRONG_PRODUCT) else reason
     return _REASONS[check](verdict, closest)
 
 

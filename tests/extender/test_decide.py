@@ -342,6 +342,18 @@ SENTENCES = [
         id="wrong product",
     ),
     pytest.param(
+        [gpu_node("a", 2)],
+        {"min_memory_mib": 81920},
+        "1 node: smaller than gpu.minMemory: wants a GPU of 81,920 MiB, has 40,960 MiB",
+        id="a minimum that the user wrote down",
+    ),
+    pytest.param(
+        [gpu_node("a", 1)],
+        {"min_compute_capability": "9.0"},
+        "1 node: compute capability 8.0, wants 9.0",
+        id="too old",
+    ),
+    pytest.param(
         [gpu_node("a", 1, [tenant("x", [GPU], ALONE)])],
         {"prediction": None},
         "1 GPU: used exclusively by default/x",
