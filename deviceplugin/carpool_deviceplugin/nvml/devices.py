@@ -33,7 +33,7 @@ from carpool_deviceplugin.nvml.measuring import Measuring
 from carpool_deviceplugin.nvml.modes import ModeFile, Setting
 from carpool_deviceplugin.nvml.presence import Clients, Watcher, about_strangers, name_of
 from carpool_deviceplugin.nvml.reading import list_gpus, read_identity
-from carpool_deviceplugin.nvml.values import Identity
+from carpool_deviceplugin.nvml.values import Identity, linked
 from carpool_deviceplugin.processes import ProcTree
 from carpool_deviceplugin.sources.feed import Feed, Source
 
@@ -172,17 +172,8 @@ class NvmlDevices:
             health=DeviceHealth.UNHEALTHY if problem else DeviceHealth.HEALTHY,
             health_message=problem,
             numa_node=known.numa_node,
-            nvlink_peers=self._linked(known),
+            nvlink_peers=linked(known, self._known),
         )
-
-    def _linked(self, known: Identity) -> list[GpuUuid]:
-        """Other GPUs at the ends of a GPU's links, or at the same switch."""
-        ends, own = set(known.nvlink_peers), {each.pci_bus_id for each in self._known.values()}
-        return [
-            uuid
-            for uuid, other in self._known.items()
-            if uuid != known.uuid and (other.pci_bus_id in ends or (ends - own) & set(other.nvlink_peers))
-        ]
 
     def _possible(self, uuid: GpuUuid, found: Sequence[Found], *, is_divided: bool) -> frozenset[SharingMode]:
         """What a GPU can be prepared for; MIG is switched only where that is allowed and disturbs nobody."""

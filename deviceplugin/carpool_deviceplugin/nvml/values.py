@@ -1,5 +1,6 @@
 """What NVML says of a GPU, in our units. Absent (None) is what this GPU cannot say."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,6 +29,16 @@ class Identity:
     mig_pending: bool
     """What MIG mode will be after the next reset."""
     power_limit_w: float | None
+
+
+def linked(known: Identity, everyone: Mapping[GpuUuid, Identity]) -> list[GpuUuid]:
+    """Return the other GPUs at the ends of a GPU's links, or at the same switch."""
+    ends, own = set(known.nvlink_peers), {each.pci_bus_id for each in everyone.values()}
+    return [
+        uuid
+        for uuid, other in everyone.items()
+        if uuid != known.uuid and (other.pci_bus_id in ends or (ends - own) & set(other.nvlink_peers))
+    ]
 
 
 @dataclass(frozen=True, slots=True)
