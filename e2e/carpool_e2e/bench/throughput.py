@@ -147,12 +147,15 @@ async def measure(cluster: Cluster, api: KubeApi, tell: Callable[[str], None], j
 
 async def _beat(api: KubeApi) -> None:
     """Renew the nodes' leases, as their kubelets would: without them the node controller gives nodes up."""
-    while True:
-        began = time.monotonic()
-        for number in range(NODE_COUNT):
-            node = FleetNode(f"bench-{number:04}", _SLOTS)
+    gate = asyncio.Semaphore(_AT_ONCE // 2)
+
+    async def renew(number: int) -> None:
+        node = FleetNode(f"bench-{number:04}", _SLOTS)
+        async with gate:
             await api.patch(LEASES, node.name, lease_patch(node, datetime.now(UTC)), namespace=_LEASES)
-            await asyncio.sleep(max(0.0, began + (number + 1) * _BEAT_S / NODE_COUNT - time.monotonic()))
+
+    while True:
+        await asyncio.gather(*(renew(number) for number in range(NODE_COUNT)), asyncio.sleep(_BEAT_S))
 
 
 async def _submit(api: KubeApi, gate: asyncio.Semaphore, number: int) -> None:
