@@ -1,8 +1,6 @@
 """The composition root of the node agent. Several agents may live in one event loop, each with a node of its own."""
 
 import asyncio
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import structlog
@@ -22,7 +20,6 @@ from carpool_deviceplugin.nvml.devices import NvmlDevices
 from carpool_deviceplugin.nvml.library import NvmlLibrary, installed
 from carpool_deviceplugin.patience import REAL, Rhythm
 from carpool_deviceplugin.plugin import Knowledge, Plugin, Registration
-from carpool_deviceplugin.prestart import HeldByPod
 from carpool_deviceplugin.processes import ProcTree
 from carpool_deviceplugin.reconciler import Reconciler
 from carpool_deviceplugin.settings import AgentSettings
@@ -31,7 +28,7 @@ from carpool_deviceplugin.sources.dcgm_library import Dcgm
 from carpool_deviceplugin.sources.exporter import Exporter
 from carpool_deviceplugin.sources.feed import Source
 from carpool_deviceplugin.sources.host_engine import HostEngine
-from carpool_deviceplugin.wire import list_pod_resources
+from carpool_deviceplugin.wire import PodResources
 
 _STALE_S = 300.0
 """Without a word from the API server for so long, the agent is not ready."""
@@ -94,7 +91,15 @@ def find_devices(settings: AgentSettings, nvml: NvmlLibrary | None = None) -> De
 class KubeletPart:
     """What serves the kubelet, where the node has one."""
 
-    def __init__(self, settings: AgentSettings, plugin: Plugin, pods: Reflector[Pod], rhythm: Rhythm) -> None:
+    def __init__(
+        self,
+        settings: AgentSettings,
+        plugin: Plugin,
+        pods: Reflector[Pod],
+        pod_resources: PodResources,
+        rhythm: Rhythm,
+    ) -> None:
+        self._pod_resources = pod_resources
         self._cdi_dir = settings.cdi_dir
         self._pods, self._every_s, self._sleep = pods, rhythm.resync_s, rhythm.sleep
         self.registration = Registration(settings.device_plugin_dir, plugin, rhythm.kubelet_s, rhythm.sleep)
@@ -102,10 +107,13 @@ class KubeletPart:
 
     async def run(self) -> None:
         """Follow the node's pods, and serve."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._pods.run())
-            tasks.create_task(self._tidy())
-            tasks.create_task(self.registration.run())
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._pods.run())
+                tasks.create_task(self._tidy())
+                tasks.create_task(self.registration.run())
+        finally:
+            await self._pod_resources.close()
 
     async def _tidy(self) -> None:
         """Remove what ended pods left in the CDI directory, an earlier agent's leftovers too."""
@@ -167,12 +175,13 @@ def build(
     if not settings.kubelet:
         return Agent(settings, devices, Reconciler(node, api, clock, devices, rhythm), clock)
     pods: Reflector[Pod] = Reflector(api, PODS, Pod, selector=Selector(fields=f"spec.nodeName={node}"), clock=clock)
+    pod_resources = PodResources(settings.pod_resources_socket)
     knowledge = Knowledge(
         pod=pods.store.get,
         reservations=lambda: agent.reconciler.reservations,
         partitions=lambda: agent.reconciler.partitions,
         access=devices.access,
-        held=partial(_held, settings),
+        held=pod_resources.list,
     )
     plugin = Plugin(
         knowledge,
@@ -184,9 +193,5 @@ def build(
         sleep=rhythm.sleep,
     )
     agent = Agent(settings, devices, Reconciler(node, api, clock, devices, rhythm, plugin.set_healthy), clock)
-    agent.kubelet = KubeletPart(settings, plugin, pods, rhythm)
+    agent.kubelet = KubeletPart(settings, plugin, pods, pod_resources, rhythm)
     return agent
-
-
-async def _held(settings: AgentSettings) -> Sequence[HeldByPod]:
-    return await list_pod_resources(settings.pod_resources_socket)

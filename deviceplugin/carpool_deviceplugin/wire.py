@@ -127,13 +127,35 @@ async def register(directory: Path, endpoint: str, resource: str, options: dp.De
         await call(request, timeout=_CALL_TIMEOUT_S)
 
 
-async def list_pod_resources(socket: Path) -> Sequence[pr.PodResources]:
-    """Ask the kubelet which pod holds which devices; raises KubeletError."""
-    async with _channel(socket) as channel:
-        call = channel.unary_unary(
+class PodResources:
+    """The kubelet's PodResources API, over one connection for as long as it holds.
+
+    Args:
+        socket: Of the API.
+    """
+
+    def __init__(self, socket: Path) -> None:
+        self._socket = socket
+        self._channel: Any = None
+
+    async def list(self) -> Sequence[pr.PodResources]:
+        """Ask which pod holds which devices; raises KubeletError."""
+        if self._channel is None:
+            self._channel = grpc.aio.insecure_channel(f"unix:{self._socket}", options=_OPTIONS)
+        call = self._channel.unary_unary(
             "/v1.PodResourcesLister/List",
             pr.ListPodResourcesRequest.SerializeToString,
             pr.ListPodResourcesResponse.FromString,
         )
-        answer: pr.ListPodResourcesResponse = await call(pr.ListPodResourcesRequest(), timeout=_CALL_TIMEOUT_S)
+        try:
+            answer: pr.ListPodResourcesResponse = await call(pr.ListPodResourcesRequest(), timeout=_CALL_TIMEOUT_S)
+        except grpc.aio.AioRpcError as e:
+            await self.close()  # a restarted kubelet makes its socket anew: the next question goes to that one
+            raise KubeletError(f"{self._socket}: expected an answer, found {e.code().name}: {e.details()}") from e
         return answer.pod_resources
+
+    async def close(self) -> None:
+        """End the connection."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()

@@ -191,6 +191,13 @@ async def test_mode_is_switched_where_allowed_and_nobody_is_there(tmp_path: Path
     assert not agent.node.nvml.gpus[0].mig.is_enabled
 
 
+async def test_xids_are_heard_after_a_reset_in_place(tmp_path: Path, reserve) -> None:
+    agent = Agent(mig_node(tmp_path, on=False, may_switch=True), reserve)
+    await agent.want(("a", "1g.5gb"))
+    agent.node.nvml.raise_xid(0, 95)
+    assert "XID 95" in agent.devices.describe(agent.gpu).health_message
+
+
 async def test_mode_is_not_switched_where_not_allowed(tmp_path: Path, reserve) -> None:
     agent = Agent(mig_node(tmp_path, on=False), reserve)
     found = (await agent.want(("a", "1g.5gb")))["a"]

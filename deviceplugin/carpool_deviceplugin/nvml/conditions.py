@@ -70,6 +70,10 @@ class Conditions:
         self._advance(uuid, seen)
         return self._health[uuid].problem
 
+    def begin_anew(self, uuid: GpuUuid) -> None:
+        """The GPU was reset by us: what was registered with it is gone."""
+        self._xids.forget(uuid)
+
     def had_xid(self, uuid: GpuUuid) -> bool:
         """Whether the last look brought an XID."""
         return uuid in self._struck

@@ -30,7 +30,7 @@ from carpool_deviceplugin.nvml.entry import MIG_MINORS, Entry
 from carpool_deviceplugin.nvml.instances import Found, Instances, foreign, parts_of
 from carpool_deviceplugin.nvml.library import NvmlLibrary
 from carpool_deviceplugin.nvml.measuring import Measuring
-from carpool_deviceplugin.nvml.modes import ModeFile, Setting
+from carpool_deviceplugin.nvml.modes import ModeFile, Setting, possible_modes
 from carpool_deviceplugin.nvml.presence import Clients, Watcher, about_strangers, name_of
 from carpool_deviceplugin.nvml.reading import list_gpus, read_identity
 from carpool_deviceplugin.nvml.values import Identity, linked
@@ -41,7 +41,7 @@ _FRAGMENTATION_MIB = 256
 """Kept free beside the driver's memory: allocators lose some to fragmentation."""
 _KNOWN_FOR_S = 60.0
 """Power limits may be changed; a driver that was restarted is asked at once."""
-EXCLUSIVE, TIME_SLICING, MPS, MIG = SharingMode
+MPS, MIG = SharingMode.MPS, SharingMode.MIG
 
 
 class NvmlDevices:
@@ -175,17 +175,6 @@ class NvmlDevices:
             nvlink_peers=linked(known, self._known),
         )
 
-    def _possible(self, uuid: GpuUuid, found: Sequence[Found], *, is_divided: bool) -> frozenset[SharingMode]:
-        """What a GPU can be prepared for; MIG is switched only where that is allowed and disturbs nobody."""
-        whole = {EXCLUSIVE, TIME_SLICING} | ({MPS} if self._mps is not None else set())
-        if self._instances.table(uuid) is None or (self._mig_manager and not is_divided):
-            return frozenset(whole)
-        if self._mig_manager:
-            return frozenset()
-        if is_divided:
-            return frozenset({MIG} | (whole if self._may_switch and all(f.own for f in found) else set()))
-        return frozenset(whole | ({MIG} if self._may_switch else set()))
-
     def actual(self, uuid: GpuUuid) -> GpuActual:
         """Read how a GPU is divided."""
         known, setting = self._known[self._own(uuid)], self._modes[uuid].read()
@@ -197,7 +186,13 @@ class NvmlDevices:
         present, mps = self._watcher.look(uuid, foreign(found))
         struck = self._clients.see(uuid, mps, present, is_expected=setting.mode is MPS)
         self._found_lately[uuid] = found
-        self._possible_lately[uuid] = self._possible(uuid, found, is_divided=is_divided)
+        self._possible_lately[uuid] = possible_modes(
+            has_mps=self._mps is not None,
+            has_mig=self._instances.table(uuid) is not None,
+            is_divided=is_divided,
+            may_divide=not self._mig_manager,
+            may_switch=self._may_switch and all(f.own for f in found),
+        )
         problems = [sick, mps.problem, *set(struck.values()), about_strangers(present.strangers)]
         if is_divided and self._mig_manager:
             problems.append(f"MIG is switched on, and {self._mig_manager}: leave the GPU to that, or remove the label")
@@ -259,6 +254,8 @@ class NvmlDevices:
                     "the agent may not switch it; do it (nvidia-smi -mig), or set CARPOOL_MIG_SWITCH"
                 )
             self._instances.switch(uuid, on=mode is MIG)
+            self._conditions.begin_anew(uuid)
+            self._measuring.begin_anew(uuid)
             self._identify(uuid)
         file.write(Setting(mode, instances=setting.instances))
 

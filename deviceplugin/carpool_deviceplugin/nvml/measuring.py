@@ -72,6 +72,10 @@ class Measuring:
             self._gpm.forget(uuid, gone)
         self._parts[uuid] = tuple(found)
 
+    def begin_anew(self, uuid: GpuUuid) -> None:
+        """The GPU was reset by us: samples of before say nothing of what comes."""
+        self._gpm.forget(uuid)
+
     def read(self, uuid: GpuUuid, known: Identity) -> Reading:
         """Read a GPU's counters; raises NvmlError."""
         ledger, found = self._ledgers[uuid], self._parts.get(uuid, ())

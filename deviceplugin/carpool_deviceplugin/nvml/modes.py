@@ -36,6 +36,23 @@ class Setting:
         return replace(self, limits=others if limits is None else {**others, pod_uid: limits})
 
 
+def possible_modes(
+    *, has_mps: bool, has_mig: bool, is_divided: bool, may_divide: bool, may_switch: bool
+) -> frozenset[SharingMode]:
+    """Say what a GPU can be prepared for.
+
+    Args:
+        has_mps: The node can run MPS daemons.
+        has_mig: The GPU has MIG.
+        is_divided: MIG is switched on.
+        may_divide: Nobody else divides the node's GPUs.
+        may_switch: MIG may be switched, and doing so takes no instance from anybody else.
+    """
+    whole = {SharingMode.EXCLUSIVE, SharingMode.TIME_SLICING} | ({SharingMode.MPS} if has_mps else set())
+    parts = {SharingMode.MIG} if has_mig and may_divide and (is_divided or may_switch) else set()
+    return frozenset(parts | (whole if not is_divided or (may_divide and may_switch) else set()))
+
+
 class ModeFile:
     """A GPU's setting on disk; a reader sees the old or the new one, never a part."""
 

@@ -33,6 +33,11 @@ class XidWatch:
             found, self._seen[uuid] = self._seen[uuid], []
             return found
 
+    def forget(self, uuid: GpuUuid) -> None:
+        """Register a GPU's events again at the next look: it was reset."""
+        with self._lock:
+            self._watched.discard(uuid)
+
     def is_watched(self, uuid: GpuUuid) -> bool:
         """Whether the driver reports this GPU's XIDs."""
         return uuid in self._reported

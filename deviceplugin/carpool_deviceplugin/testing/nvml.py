@@ -103,6 +103,12 @@ class FakeNvml(ReadFunctions, ActivityFunctions, EventFunctions, MigFunctions):
             if isinstance(made, EventSet) and gpu in made.gpus:
                 made.events.append((gpu, xid, NONE if instance is None else instance))
 
+    def _reset(self, gpu: FakeGpu) -> None:
+        """A GPU is reset in place: whoever registered for its events hears no more of them."""
+        for _, made in self._objects.values():
+            if isinstance(made, EventSet):
+                made.gpus.discard(gpu.index)
+
     def restart_driver(self) -> None:
         """The driver is unloaded and loaded again: every handle is dead, counters begin anew."""
         self._generation += 1

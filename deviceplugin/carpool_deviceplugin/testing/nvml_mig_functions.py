@@ -24,7 +24,11 @@ class MigFunctions(Calls):
 
     def nvmlDeviceSetMigMode(self, handle: Any, mode: int) -> int:
         gpu, mig = self._mig("nvmlDeviceSetMigMode", handle, enabled=False)
-        return mig.switch(bool(mode), in_use=bool(gpu.processes))
+        was = mig.is_enabled
+        status = mig.switch(bool(mode), in_use=bool(gpu.processes))
+        if mig.is_enabled != was and gpu.hardware.mig_needs_reset:
+            self._reset(gpu)
+        return status
 
     def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any) -> int:
         gpu = self._gpu("nvmlDeviceGetMaxMigDeviceCount", handle)
