@@ -15,7 +15,7 @@ install: $(STAMP) ## everything into .venv, the `carpool` command among it
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "expected Python 3.11 or later, found $$($(PYTHON) --version 2>&1); say which with make PYTHON=…"; exit 1; }
-	$(PYTHON) -m venv $(VENV) || { apt-get -qq update && apt-get -qq install -y python3-venv && $(PYTHON) -m venv $(VENV); } || \
+	@$(PYTHON) -m venv $(VENV) || { apt-get -qq update && apt-get -qq install -y python3-venv && $(PYTHON) -m venv $(VENV); } || \
 	  { echo "expected Python's venv module, found none: install the package python3-venv"; exit 1; }
 	@echo "Installing Carpool and what it needs, PyTorch among it, into $(VENV), once: about 3 GB to fetch and 6 GB on the disk."
 	@echo "That takes 2 to 4 minutes where the packages are cached or near; what is being fetched is told below."
