@@ -18,7 +18,7 @@ from carpool_predictor.activity_trees import Ensemble, Target
 from carpool_predictor.interpolation import StepCost
 from carpool_predictor.trees import MalformedError
 
-FORMAT = 1
+FORMAT = 2
 """Version of the artifact's layout."""
 SLACK = 0.7
 """How far outside what was learned a feature may lie; nearly all are logarithms, so a factor of two."""

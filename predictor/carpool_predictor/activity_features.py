@@ -1,8 +1,10 @@
-"""Physics as features: what the roofline says of a step on a GPU, mostly without units, so that it carries over.
+"""Physics as features: what the roofline says of a step on a GPU, without units, so that it carries over.
 
 A forest that saw one GPU product knows no other; but it knows steps by how long the GPU computes against how long the
 CPU launches, by their arithmetic intensity against the product's ridge, and by how much work a kernel has for each SM.
-On another product these features change as its specification says.
+On another product these features change as its specification says. Nor does any of them grow as a model gets deeper: a
+network of twice as many equal layers keeps a GPU as busy, and one with more kernels than any that was measured is known
+by its kernels.
 """
 
 import math
@@ -16,10 +18,9 @@ from carpool_predictor.interpolation import StepCost
 from carpool_predictor.roofline import BANDWIDTH, KERNEL_S, LAUNCH_S, STEP_GAP_S, matrix_rate
 
 NAMES = (
-    "log_compute_s", "log_memory_s", "log_gpu_s", "log_launch_s", "busy", "compute_share", "log_intensity_over_ridge",
-    "log_flops_per_kernel_per_sm", "log_bytes_per_kernel_per_sm", "log_kernels", "log_weights_over_bytes",
-    "log_bytes_per_sample", "log_batch_size", "elementwise_per_product", "normalization_per_product",
-    "convolution_share",
+    "log_gpu_over_launch", "busy", "compute_share", "log_intensity_over_ridge", "log_flops_per_kernel_per_sm",
+    "log_bytes_per_kernel_per_sm", "log_weights_over_bytes", "gap_share", "log_bytes_per_sample_per_kernel",
+    "log_batch_size", "elementwise_per_product", "normalization_per_product", "convolution_share",
 )  # fmt: skip
 """Names of the features, in order."""
 
@@ -49,19 +50,17 @@ def features_of(work: StepWork, product: GpuProduct, precision: Precision) -> tu
     gpu_s = compute_s + memory_s + KERNEL_S * work.kernels
     launch_s = LAUNCH_S * work.kernels
     blocks = work.kernels * product.sm_count
+    step_s = max(gpu_s, launch_s) + STEP_GAP_S
     return (
-        _log(compute_s),
-        _log(memory_s),
-        _log(gpu_s),
-        _log(launch_s),
-        gpu_s / (max(gpu_s, launch_s) + STEP_GAP_S),
+        _log(gpu_s / launch_s),
+        gpu_s / step_s,
         compute_s / gpu_s,
         _log(work.flops / max(work.bytes_moved, 1.0) / (rate / bandwidth)),
         _log(work.flops / blocks),
         _log(work.bytes_moved / blocks),
-        _log(work.kernels),
         _log(work.parameter_bytes / max(work.bytes_moved, 1.0)),
-        _log(work.bytes_moved / work.batch_size),
+        STEP_GAP_S / step_s,
+        _log(work.bytes_moved / work.batch_size / work.kernels),
         _log(work.batch_size),
         (layers.activation + layers.normalization + layers.other) / products,
         layers.normalization / products,

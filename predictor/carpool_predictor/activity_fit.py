@@ -190,7 +190,7 @@ def fit(rows: Sequence[ActivityRow], seed: int) -> ActivityModel:
                 errors[f"held_out_mean_absolute_error_{name}_{kind}"] = _short(error)
     return ActivityModel(
         format=FORMAT,
-        version="1",
+        version="2",
         product=PRODUCT,
         precision=Precision.FP32,
         features=list(NAMES),

@@ -8,6 +8,7 @@ import numpy as np
 
 from carpool_predictor import activity_figures, hotcloud
 from carpool_predictor.activity import shipped
+from carpool_predictor.activity_card import doubts, real_figures, reality
 from carpool_predictor.activity_fit import SHIPPED, TARGETS, HeldOut, chosen_inside, held_out, matrix, values
 from carpool_predictor.activity_rows import KINDS, ActivityRow, clean, read_rows
 from carpool_predictor.evaluation.suites import Figure, Report
@@ -62,8 +63,13 @@ def run(data: Path, out: Path) -> Report:
     kinds = np.array([row.kind for row in everything])
     inside = {kind: float(errors[kinds == kind].mean()) for kind in ("cnn", "mlp")}
     differing = sum(size != SHIPPED for size in sizes)
-    card.write_text(_card(raw, rows, tables, found, inside, f"{differing} of {len(sizes)}"))
-    return Report("activity", _figures(found, tables, inside), (card, *drawn))
+    # Imports PyTorch, which the rest of this suite does without.
+    from carpool_predictor.activity_real import judge
+
+    real = judge(data)
+    text = _card(raw, rows, tables, found, inside, f"{differing} of {len(sizes)}")
+    card.write_text("\n".join([*text, *reality(real), *doubts()]))
+    return Report("activity", (*_figures(found, tables, inside), *real_figures(real)), (card, *drawn))
 
 
 def frozen(data: Path) -> Report:
@@ -163,83 +169,73 @@ def _card(
     found: Mapping[str, HeldOut],
     inside: Mapping[str, float],
     differing: str,
-) -> str:
-    return "\n".join(
-        [
-            "# Model card: activity",
-            "",
-            "Written by `carpool evaluate --suite activity`; do not edit.",
-            "",
-            "How busy a training job keeps a GPU that it has alone: GPU utilization, SM activity and SM occupancy.",
-            "Boosted trees (LightGBM, Huber loss) on what the roofline says of a step: time to compute, to move bytes",
-            "and to launch, arithmetic intensity over the product's ridge, FLOPs and bytes for each kernel and SM.",
-            "They are stored as lists of numbers, and evaluated all at once. On another GPU product the features",
-            "follow its specification and the interval is 1.5 times as wide, which nobody has measured. A step outside",
-            "what was seen (each feature with a factor of two to spare) gets the roofline's answer, and is said to.",
-            "",
-            "## Data",
-            "",
-            "itu-rad/GPUMemNet, `Datasets`: synthetic networks, Adam, FP32 (convolutions in TF32), A100-SXM4-40GB,",
-            "means over one training minute. Cleaning drops runs without a measurement, those that ended out of",
-            "memory, and those that died before their layers were recorded. The layer lists are counted by arithmetic",
-            "that agrees with the tracer. Architectures (such as pyramid or dense) are what is held out.",
-            "",
-            "| | rows | with a measurement | kept | architectures |",
-            "|---|---|---|---|---|",
-            *(
-                f"| {kind.upper()} | {len(raw[kind]):,} | {sum(r.measured for r in raw[kind]):,} | {len(rows[kind]):,} "
-                f"| {len({r.group for r in rows[kind]})} |"
-                for kind in ("mlp", "cnn")
-            ),
-            "",
-            "## The model, architectures held out",
-            "",
-            "Neither trees nor interval of a row saw its architecture. Errors in points; the constant answers the",
-            "median of the very rows it is judged on.",
-            "",
-            "| | mean error | constant | median | p95 | inside the 90% interval | its median width |",
-            "|---|---|---|---|---|---|---|",
-            *(_row(found[t], t, kind) for t in _TITLES for kind in ("cnn", "mlp")),
-            "",
-            "How large the trees are was settled with an eye on these very figures. Chosen anew for each architecture",
-            "held out, on inner folds of the other architectures alone, out of four sizes, the mean error of GPU",
-            f"utilization is **{inside['cnn']:.2f}** points for CNNs, {inside['mlp']:.2f} for MLPs; {differing} folds",
-            "choose another size than the shipped one. That is the figure that is held against the target.",
-            "",
-            "| architecture | rows | GPU utilization: mean error | inside the 90% interval |",
-            "|---|---|---|---|",
-            *_by_architecture(found["gpu_util_percent"]),
-            "",
-            "![measured over predicted](figures/activity-predicted.svg)",
-            "![error by architecture](figures/activity-architectures.svg)",
-            "![calibration](figures/activity-calibration.svg)",
-            "",
-            "## HotCloud '20 in its own protocol",
-            "",
-            "Its features (convolution, linear, activation and other layers, model size, GFLOPs, batch size), its four",
-            "regressors, 5-fold grid search, fitted to log(1 + utilization in %). RMSLE, and mean absolute error in",
-            "points. The linear regressor has a ridge penalty, chosen by the grid search.",
-            "",
-            "| | " + " | ".join(hotcloud.REGRESSORS) + " |",
-            "|---" * (len(hotcloud.REGRESSORS) + 1) + "|",
-            "| the paper, its own data | "
-            + " | ".join(f"{hotcloud.PAPER[n]:.3f}" if n in hotcloud.PAPER else "" for n in hotcloud.REGRESSORS)
-            + " |",
-            *(
-                f"| {title} | " + " | ".join(f"{s.rmsle:.3f} ({s.error_points:.1f})" for s in scores.values()) + " |"
-                for title, scores in tables.items()
-            ),
-            "",
-            "## What to doubt",
-            "",
-            "- Networks are synthetic; no transformer and no model with attention is among them.",
-            "- Small networks wait for their data loader (MLPs: none; CNNs: two workers that draw random images). The",
-            "  loader is not an input, so what the model says of small networks holds for loaders like these.",
-            "- The data leave out seconds without any activity, so that they tell of training, not of start-up.",
-            "- One GPU product was measured. DRAM activity was not: it is the roofline's.",
-            "",
-        ]
-    )
+) -> list[str]:
+    return [
+        "# Model card: activity",
+        "",
+        "Written by `carpool evaluate --suite activity`; do not edit.",
+        "",
+        "How busy a training job keeps a GPU that it has alone: GPU utilization, SM activity and SM occupancy.",
+        "Boosted trees (LightGBM, Huber loss) on what the roofline says of a step: time to compute, to move bytes",
+        "and to launch, arithmetic intensity over the product's ridge, FLOPs and bytes for each kernel and SM.",
+        "They are stored as lists of numbers, and evaluated all at once. On another GPU product the features",
+        "follow its specification and the interval is 1.5 times as wide, which nobody has measured. A step outside",
+        "what was seen (each feature with a factor of two to spare) gets the roofline's answer, and is said to.",
+        "",
+        "## Data",
+        "",
+        "itu-rad/GPUMemNet, `Datasets`: synthetic networks, Adam, FP32 (convolutions in TF32), A100-SXM4-40GB,",
+        "means over one training minute. Cleaning drops runs without a measurement, those that ended out of",
+        "memory, and those that died before their layers were recorded. The layer lists are counted by arithmetic",
+        "that agrees with the tracer. Architectures (such as pyramid or dense) are what is held out.",
+        "",
+        "| | rows | with a measurement | kept | architectures |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {kind.upper()} | {len(raw[kind]):,} | {sum(r.measured for r in raw[kind]):,} | {len(rows[kind]):,} "
+            f"| {len({r.group for r in rows[kind]})} |"
+            for kind in ("mlp", "cnn")
+        ),
+        "",
+        "## The model, architectures held out",
+        "",
+        "Neither trees nor interval of a row saw its architecture. Errors in points; the constant answers the",
+        "median of the very rows it is judged on.",
+        "",
+        "| | mean error | constant | median | p95 | inside the 90% interval | its median width |",
+        "|---|---|---|---|---|---|---|",
+        *(_row(found[t], t, kind) for t in _TITLES for kind in ("cnn", "mlp")),
+        "",
+        "How large the trees are was settled with an eye on these very figures. Chosen anew for each architecture",
+        "held out, on inner folds of the other architectures alone, out of four sizes, the mean error of GPU",
+        f"utilization is **{inside['cnn']:.2f}** points for CNNs, {inside['mlp']:.2f} for MLPs; {differing} folds",
+        "choose another size than the shipped one. That is the figure that is held against the target.",
+        "",
+        "| architecture | rows | GPU utilization: mean error | inside the 90% interval |",
+        "|---|---|---|---|",
+        *_by_architecture(found["gpu_util_percent"]),
+        "",
+        "![measured over predicted](figures/activity-predicted.svg)",
+        "![error by architecture](figures/activity-architectures.svg)",
+        "![calibration](figures/activity-calibration.svg)",
+        "",
+        "## HotCloud '20 in its own protocol",
+        "",
+        "Its features (convolution, linear, activation and other layers, model size, GFLOPs, batch size), its four",
+        "regressors, 5-fold grid search, fitted to log(1 + utilization in %). RMSLE, and mean absolute error in",
+        "points. The linear regressor has a ridge penalty, chosen by the grid search.",
+        "",
+        "| | " + " | ".join(hotcloud.REGRESSORS) + " |",
+        "|---" * (len(hotcloud.REGRESSORS) + 1) + "|",
+        "| the paper, its own data | "
+        + " | ".join(f"{hotcloud.PAPER[n]:.3f}" if n in hotcloud.PAPER else "" for n in hotcloud.REGRESSORS)
+        + " |",
+        *(
+            f"| {title} | " + " | ".join(f"{s.rmsle:.3f} ({s.error_points:.1f})" for s in scores.values()) + " |"
+            for title, scores in tables.items()
+        ),
+        "",
+    ]
 
 
 def _row(found: HeldOut, target: str, kind: str) -> str:

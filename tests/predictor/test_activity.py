@@ -93,7 +93,7 @@ def changed(**fields: Any) -> bytes:
     [
         (msgspec.json.encode(shipped())[:-100], "cannot be read"),
         (b"\x80\x04\x95", "cannot be read"),
-        (changed(format=2), "format 2, expected 1"),
+        (changed(format=3), "format 3, expected 2"),
         (changed(features=["a"]), "this version's features"),
         (changed(low=[0.0]), "hull lacks features"),
     ],

@@ -7,7 +7,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from carpool_core.values import Precision
 from carpool_predictor import hotcloud
+from carpool_predictor.activity_card import reality
 from carpool_predictor.activity_fit import (
     SIZES,
     bins_of,
@@ -20,6 +22,7 @@ from carpool_predictor.activity_fit import (
     values,
     weights_of,
 )
+from carpool_predictor.activity_real import judge
 from carpool_predictor.activity_rows import ActivityRow, clean, read_rows
 from carpool_predictor.activity_trees import Ensemble
 from carpool_predictor.evaluation.suites import DataError
@@ -128,3 +131,29 @@ def test_a_size_that_is_chosen_inside_each_fold_never_saw_what_it_is_judged_on(t
     again, _ = chosen_inside(changed, "gpu_util_percent", 0)
     held = np.array([row.architecture == "deep" for row in rows])
     assert np.array_equal(again[held], predicted[held])
+
+
+def test_real_networks_are_judged_and_never_learned_from(tmp_path: Path) -> None:
+    folder = tmp_path / "lucid"
+    folder.mkdir()
+    (folder / "solo_rtx3090.csv").write_text("model,batchsize,amp,gpu_util\nResNet18,64,0,80.5\nPPO,64,0,10\n")
+    (row,) = judge(tmp_path)
+    assert (row.model, row.batch_size, row.precision, row.measured) == ("ResNet18", 64, Precision.FP32, 80.5)
+    assert 0 <= row.lower <= row.predicted <= row.upper <= 100
+    text = "\n".join(reality([row]))
+    assert f"Mean absolute error **{abs(row.predicted - 80.5):.1f}** points" in text
+    assert "| ResNet18 | 64 | fp32 | 80 |" in text
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [(None, "no such file"), ("model\nResNet18\n", "lacks the columns"),
+     ("model,batchsize,amp,gpu_util\nResNet18,many,0,1\n", "cannot read the row")],
+    ids=["absent", "columns", "row"],
+)  # fmt: skip
+def test_faults_of_the_data_of_real_networks_are_told(content: str | None, word: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "lucid").mkdir()
+        (tmp_path / "lucid" / "solo_rtx3090.csv").write_text(content)
+    with pytest.raises(DataError, match=word):
+        judge(tmp_path)

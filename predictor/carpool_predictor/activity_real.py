@@ -1,0 +1,124 @@
+"""Activity of real networks, to judge only: S-Lab's Lucid measured three convolutional ones alone on an RTX 3090.
+
+Hu et al., "Lucid: A Non-intrusive, Scalable and Interpretable Scheduler for Deep Learning Training Jobs", ASPLOS '23;
+its licence keeps what is shipped from learning of it. GPU utilization alone, in FP32 and with automatic mixed
+precision (`amp`, FP16), data loading included. Imports PyTorch.
+"""
+
+import csv
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from carpool_core.products import find_product
+from carpool_core.resources.features import ModelFeatures
+from carpool_core.resources.job import Training
+from carpool_core.values import Optimizer, Precision
+from torch import nn
+from torchvision import models  # type: ignore[import-untyped]
+
+from carpool_predictor import roofline
+from carpool_predictor.activity import activity_on
+from carpool_predictor.catalog import Recipe
+from carpool_predictor.evaluation.suites import DataError
+from carpool_predictor.interpolation import cost_at
+from carpool_predictor.tracing import trace_recipe
+
+PRODUCT = "NVIDIA GeForce RTX 3090"
+_COLUMNS = ("model", "batchsize", "amp", "gpu_util")
+_TRACED_BATCH = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RealRow:
+    """One measured job, and what is said of it; percent."""
+
+    model: str
+    batch_size: int
+    precision: Precision
+    measured: float
+    predicted: float
+    lower: float
+    upper: float
+    inside: bool
+    roofline: float
+
+
+def _resnet18() -> nn.Module:
+    """Return the usual ResNet-18 for images of 32 × 32: its stem keeps their size."""
+    model: nn.Module = models.resnet18(num_classes=10)
+    model.conv1 = nn.Conv2d(3, 64, 3, 1, 1, bias=False)
+    model.maxpool = nn.Identity()
+    return model
+
+
+def _mobilenet() -> nn.Module:
+    """Return MobileNetV2 for images of 32 × 32: two of its strides are 1."""
+    stages = [[1, 16, 1, 1], [6, 24, 2, 1], [6, 32, 3, 2], [6, 64, 4, 2], [6, 96, 3, 1], [6, 160, 3, 2], [6, 320, 1, 1]]
+    model: nn.Module = models.mobilenet_v2(num_classes=10, inverted_residual_setting=stages)
+    model.features[0][0].stride = (1, 1)  # type: ignore[index, method-assign]
+    return model
+
+
+_MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "MobileNetV2": (_mobilenet, (3, 32, 32)),
+    "ResNet18": (_resnet18, (3, 32, 32)),
+    "ResNet50": (models.resnet50, (3, 224, 224)),
+}
+"""Networks whose shapes are known; the others of Lucid's are not convolutional, or stand nowhere in full."""
+
+
+def judge(data: Path) -> list[RealRow]:
+    """Predict every measured job.
+
+    Raises:
+        DataError: The file or a column is missing, or a row cannot be read.
+    """
+    path = data / "lucid" / "solo_rtx3090.csv"
+    if not path.is_file():
+        raise DataError(f"expected measurements at {path}, found no such file; pass the data folder with --data")
+    known: dict[tuple[str, Precision], ModelFeatures] = {}
+    found = []
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        missing = sorted(set(_COLUMNS) - set(reader.fieldnames or ()))
+        if missing:
+            raise DataError(f"{path} lacks the columns {', '.join(missing)}")
+        for number, row in enumerate(reader, start=2):
+            if row["model"] not in _MODELS:
+                continue
+            try:
+                batch_size, measured = int(row["batchsize"]), float(row["gpu_util"])
+            except ValueError as e:
+                raise DataError(f"{path}:{number}: cannot read the row: {e}") from e
+            precision = Precision.FP16_MIXED if row["amp"] == "1" else Precision.FP32
+            key = row["model"], precision
+            if key not in known:
+                known[key] = _traced(*key)
+            found.append(_judged(row["model"], known[key], batch_size, measured))
+    return found
+
+
+def _traced(model: str, precision: Precision) -> ModelFeatures:
+    build, shape = _MODELS[model]
+    training = Training(batch_size=_TRACED_BATCH, optimizer=Optimizer.SGD_MOMENTUM, precision=precision)
+    return trace_recipe(Recipe(model, build, shape), training)
+
+
+def _judged(model: str, features: ModelFeatures, batch_size: int, measured: float) -> RealRow:
+    product, cost = find_product(PRODUCT), cost_at(features, batch_size)
+    training = Training(batch_size=batch_size, optimizer=features.optimizer, precision=features.precision)
+    answer = activity_on(features, cost, training, product)
+    util = answer.activity.gpu_util_percent
+    plain = roofline.activity_on(cost, product, features.precision, convolutional=True)
+    return RealRow(
+        model=model,
+        batch_size=batch_size,
+        precision=features.precision,
+        measured=measured,
+        predicted=util.median,
+        lower=util.lower,
+        upper=util.upper,
+        inside=answer.inside,
+        roofline=100 * plain.gpu_util,
+    )
