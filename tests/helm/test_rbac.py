@@ -1,10 +1,14 @@
 """Who may do what, as a table; a right that is not in it is one too many."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytestmark = pytest.mark.e2e
+
+SECURITY = Path(__file__).parents[2] / "docs" / "security.md"
 
 READ = {"get", "list", "watch"}
 
@@ -14,6 +18,7 @@ OWN = {
         "carpool.dev/gputrainingjobs/status": {"patch"},
         "carpool.dev/gpunodes": READ,
         "pods": READ | {"create", "delete"},
+        "services": {"create", "get"},
         "events": {"create", "get", "patch"},
     },
     "carpool-scheduler": {
@@ -61,6 +66,24 @@ def rights(role: dict[str, Any]) -> dict[str, set[str]]:
 @pytest.mark.parametrize("name", [*OWN, *USERS])
 def test_a_role_has_these_rights_and_no_others(chart: Any, name: str) -> None:
     assert rights(chart.one("ClusterRole", name)) == (OWN | USERS)[name]
+
+
+def written(account: str) -> dict[str, set[str]]:
+    """Read an account's table in docs/security.md."""
+    section = SECURITY.read_text().split(f"ServiceAccount `{account}`\n")[1].split("\n### ")[0]
+    table = section.split("| resource | verbs | for |\n")[1].split("\n\n")[0]
+    found: dict[str, set[str]] = {}
+    for line in table.splitlines()[1:]:
+        _, resource, verbs, *_ = (cell.strip() for cell in line.split("|"))
+        group = "carpool.dev/" if re.match("gpu(nodes|trainingjobs)", resource) else ""
+        words = set(verbs.split(", "))
+        found[group + resource] = (words - {"read"}) | (READ if "read" in words else set())
+    return found
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_the_page_on_security_tells_of_these_rights_and_no_others(chart: Any, name: str) -> None:
+    assert written(name) == rights(chart.one("ClusterRole", name))
 
 
 def test_there_are_no_other_roles(chart: Any) -> None:
