@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import click
@@ -13,7 +14,7 @@ from rich.console import Console
 from carpool_e2e import binaries, system
 from carpool_e2e import slots as slots_
 from carpool_e2e.bench.predictions import renew
-from carpool_e2e.bench.run import REPORT
+from carpool_e2e.bench.run import REPORT, renew_placement, renew_throughput
 from carpool_e2e.bench.run import main as measure
 from carpool_e2e.cluster import FULL, PROJECT, Cluster, running, why_no_kubelets
 from carpool_e2e.demo.show import play
@@ -29,6 +30,14 @@ OUT = PROJECT / "out"
 
 WIDTH = 220
 """Columns of what is not shown in a terminal, such as a log of CI."""
+
+
+SECTIONS: Mapping[str, Callable[[Console], None]] = {
+    "predictions": lambda console: renew(REPORT, console),
+    "placement": renew_placement,
+    "throughput": renew_throughput,
+}
+"""Sections of the benchmarks that can be renewed alone."""
 
 
 class _Group(click.Group):
@@ -101,12 +110,12 @@ def prepare() -> None:
 
 
 @main.command()
-@click.option("--only", type=click.Choice(["predictions"]), help="Renew one section, which needs no cluster.")
+@click.option("--only", type=click.Choice([*SECTIONS]), help="Renew one section.")
 def bench(only: str | None) -> None:
-    """Measure the way of a job, the memory of each process and predictions, and write docs/benchmarks.md."""
+    """Measure how long things take, how many go and what each process needs, and write docs/benchmarks.md."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     if only:
-        renew(REPORT, console)
+        SECTIONS[only](console)
     else:
         measure(console)
 

@@ -14,7 +14,8 @@ from carpool_core.kube.client import connect
 from carpool_core.settings import KubeSettings
 from rich.console import Console
 
-from carpool_e2e.bench import agent, latency, memory, predictions
+from carpool_e2e.bench import agent, latency, memory, placement, predictions, throughput
+from carpool_e2e.bench.placement_report import placement_section, throughput_section
 from carpool_e2e.chart import PROJECT
 from carpool_e2e.cluster import BARE, FULL, Cluster, Shape, running
 
@@ -67,7 +68,31 @@ def main(console: Console) -> None:
     ]
     REPORT.write_text(report(latency.table(timelines), rows, len(timelines), agent.rows(cost)), encoding="utf-8")
     predictions.renew(REPORT, console)
+    renew_placement(console)
+    renew_throughput(console)
     console.print(f"written: {REPORT.relative_to(PROJECT)}")
+
+
+def renew_placement(console: Console) -> None:
+    """Measure the extender's speed, and put the section into the report."""
+    console.rule("placement")
+    _renew(placement_section(placement.measure(lambda said: console.print(said, highlight=False))))
+
+
+def renew_throughput(console: Console) -> None:
+    """Measure the control plane's throughput, and put the section into the report."""
+    console.rule("throughput of the control plane")
+
+    async def work(cluster: Cluster) -> throughput.Throughput:
+        async with connect(KubeSettings(kubeconfig=str(cluster.kubeconfig))) as api:
+            return await throughput.measure(cluster, api, console.print)
+
+    with running(BARE, console) as cluster:
+        _renew(throughput_section(asyncio.run(work(cluster))))
+
+
+def _renew(section: list[str]) -> None:
+    REPORT.write_text(predictions.replaced(REPORT.read_text(encoding="utf-8"), section), encoding="utf-8")
 
 
 async def _latency(cluster: Cluster, console: Console) -> list[latency.Timeline]:
