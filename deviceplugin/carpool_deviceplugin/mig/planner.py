@@ -138,7 +138,8 @@ def _after(taken: Occupied, layout: Iterable[Placement]) -> Occupied:
     return taken
 
 
-def _fits(table: MigTable, taken: Occupied, missing: Counter[Profile]) -> bool:
+def has_room(table: MigTable, taken: Occupied, missing: Counter[Profile]) -> bool:
+    """Whether instances of these profiles fit together beside what is taken."""
     return next(_layouts(table, taken, missing), None) is not None
 
 
@@ -147,7 +148,7 @@ def _refuse(table: MigTable, used: Sequence[Instance], wanted: Sequence[Profile]
     for count in range(1, len(used) + 1):
         for leaving in combinations(used, count):
             staying = [i for i in used if i not in leaving]
-            if _fits(table, occupied(i.placement for i in staying), _missing(wanted, staying)):
+            if has_room(table, occupied(i.placement for i in staying), _missing(wanted, staying)):
                 whom = " and ".join(str(i) for i in leaving)
                 return MigRefusal(
                     f"expected room for {names}, found {whom} in use in the way; wait until it is free, or choose "

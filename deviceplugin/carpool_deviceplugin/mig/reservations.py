@@ -1,5 +1,6 @@
 """From MIG reservations on one GPU to instances: which are kept, made and destroyed, and for whom. Pure."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -8,8 +9,8 @@ from carpool_core.resources.node import Reservation
 from carpool_core.values import PodUid
 
 from carpool_deviceplugin.gpu import CreateInstance, DestroyInstance, GpuActual, Part, Step
-from carpool_deviceplugin.mig.layout import Placement
-from carpool_deviceplugin.mig.planner import Create, Destroy, MigPlan, plan_mig
+from carpool_deviceplugin.mig.layout import Placement, occupied
+from carpool_deviceplugin.mig.planner import Create, Destroy, MigPlan, MigRefusal, has_room, plan_mig
 from carpool_deviceplugin.mig.profiles import MigTable, Profile
 
 
@@ -46,12 +47,11 @@ def divide(actual: GpuActual, table: MigTable, granted: Sequence[Reservation]) -
     plan = _planned(table, actual.parts, staying, taken)
     for wanted in (r for r in granted if r.pod_uid not in settled):
         profiles = [*taken, *(_profile(table, r) for r in (*accepted, wanted))]
-        found = plan_mig(table, [p.instance for p in actual.parts], {p.instance.id for p in staying}, profiles)
-        if isinstance(found, MigPlan):
-            plan = found
+        extra = profiles[len(taken) :]
+        if has_room(table, occupied(p.instance.placement for p in staying), Counter(extra)):
+            plan = _planned(table, actual.parts, staying, profiles)
             accepted.append(wanted)
             continue
-        extra = profiles[len(taken) :]
         leaving = [p for p in staying if p.is_ours and p not in settled.values()]
         if awaited := _obstacles(table, staying, leaving, extra):
             whom = ", ".join(f"pod {u}" for u in sorted(u for p in awaited for u in p.users)) or "nobody known"
@@ -81,9 +81,11 @@ def _settled(parts: Sequence[Part], granted: Sequence[Reservation]) -> dict[PodU
 
 
 def _planned(table: MigTable, parts: Sequence[Part], staying: Sequence[Part], wanted: Sequence[Profile]) -> MigPlan:
-    """What stays already fits: this only destroys what is idle."""
+    """Plan what is known to fit."""
     found = plan_mig(table, [p.instance for p in parts], {p.instance.id for p in staying}, wanted)
-    return found if isinstance(found, MigPlan) else MigPlan((), (), 0.0)
+    if isinstance(found, MigRefusal):
+        raise ValueError(f"expected what fits, found that it does not: {found.message}")
+    return found
 
 
 def _profile(table: MigTable, reservation: Reservation) -> Profile:
@@ -96,9 +98,8 @@ def _obstacles(
     """The fewest of `may_go` without which there would be room; empty where that is not enough."""
     for count in range(1, len(may_go) + 1):
         for going in combinations(may_go, count):
-            left = [p.instance for p in staying if p not in going]
-            wanted = [*(i.placement.profile for i in left), *extra]
-            if isinstance(plan_mig(table, left, {i.id for i in left}, wanted), MigPlan):
+            left = occupied(p.instance.placement for p in staying if p not in going)
+            if has_room(table, left, Counter(extra)):
                 return going
     return ()
 
