@@ -10,6 +10,7 @@ from carpool_predictor import activity_figures, hotcloud
 from carpool_predictor.activity import shipped
 from carpool_predictor.activity_card import doubts, real_figures, reality
 from carpool_predictor.activity_fit import SHIPPED, TARGETS, HeldOut, chosen_inside, held_out, matrix, values
+from carpool_predictor.activity_real import judge
 from carpool_predictor.activity_rows import KINDS, ActivityRow, clean, read_rows
 from carpool_predictor.evaluation.suites import Figure, Report
 
@@ -63,9 +64,6 @@ def run(data: Path, out: Path) -> Report:
     kinds = np.array([row.kind for row in everything])
     inside = {kind: float(errors[kinds == kind].mean()) for kind in ("cnn", "mlp")}
     differing = sum(size != SHIPPED for size in sizes)
-    # Imports PyTorch, which the rest of this suite does without.
-    from carpool_predictor.activity_real import judge
-
     real = judge(data)
     text = _card(raw, rows, tables, found, inside, f"{differing} of {len(sizes)}")
     card.write_text("\n".join([*text, *reality(real), *doubts()]))
