@@ -40,8 +40,9 @@ class Rhythm:
     """GPUs that nobody uses are measured only each so many samples."""
     measures_s: float = 3.0
     """Status writes that only bring new measures keep this distance."""
-    heartbeat_s: float = 60.0
-    """After this time the status is written though nothing has changed."""
+    heartbeat_s: float = 25.0
+    """After this time the status is written though nothing has changed: the scheduler leaves GPUs out of which it has
+    heard nothing for a minute, and one such write may be lost."""
     labels_s: float = 300.0
     """How often the Node's labels are read; besides that, always before MIG instances are changed."""
     kubelet_s: float = 1.0

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from carpool_core.clock import Clock
 from carpool_core.values import GpuUuid
 
-SILENCE_S = 200.0
-"""After this time without a heartbeat a node's agent counts as gone: it sends one a minute, and three may be lost."""
+SILENCE_S = 60.0
+"""After this time without a heartbeat a node's agent counts as gone: it sends one each 25 s, and one may be lost."""
 FIRST_REST_S, LONGEST_REST_S = 30.0, 600.0
 """How long a GPU that could not be prepared is left alone, after the first failure in a row and at most."""
 
