@@ -30,6 +30,7 @@ RESOURCES = (
     "pods/binding",
     "pods/eviction",
     "pods/exec",
+    "services",
     "nodes",
     "nodes/status",
     "events",
@@ -52,6 +53,7 @@ ALLOWED = {
         "carpool.dev/gputrainingjobs/status": {"patch"},
         "carpool.dev/gpunodes": READ,
         "pods": READ | {"create", "delete"},
+        "services": {"create", "get"},
         "events": {"create", "get", "patch"},
     },
     "carpool-node-agent": {
@@ -68,6 +70,7 @@ ALLOWED = {
         "pods": READ | {"delete"},
         "pods/status": {"patch", "update"},
         "pods/binding": {"create"},
+        "services": READ,
         "nodes": READ | {"patch"},
         "events": {"create", "get", "patch", "update"},
         "namespaces": READ,
