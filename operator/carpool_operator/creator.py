@@ -30,11 +30,11 @@ class Superseded(Exception):  # noqa: N818  # not an error: the job is looked at
 
 
 class ForeignPodError(Exception):
-    """A pod of a worker's name gives the job as its controller, and is not what Carpool makes."""
+    """A pod of a worker's name gives the job as its controller, and is not what Carpool makes, or is going."""
 
-    def __init__(self, name: str, uid: str) -> None:
+    def __init__(self, name: str, uid: str, *, is_going: bool) -> None:
         super().__init__(f"pod {name} is not as Carpool would have made it")
-        self.name, self.uid = name, uid
+        self.name, self.uid, self.is_going = name, uid, is_going
 
 
 def _taken(what: str, name: str, found: _Owned, job: GpuTrainingJob) -> str:
@@ -44,6 +44,10 @@ def _taken(what: str, name: str, found: _Owned, job: GpuTrainingJob) -> str:
         f"{what} {name} exists already and belongs to {whose}, not to this job (UID {job.metadata.uid}): "
         f"delete that {what}, or give the job another name"
     )
+
+
+def _in_the_way(name: str) -> str:
+    return f"pod {name} stands in the way of the worker's pod and is being deleted; where that lasts, see its finalizers"
 
 
 class Creator:
@@ -103,8 +107,11 @@ class Creator:
         if controller_of(pod.metadata) != job.metadata.uid:
             message = _taken("pod", action.name, pod, job)
             self._refuse(key_of(job), Refusal("PodNameTaken", message, is_final=False), error)
-        if pod.metadata.deletion_timestamp is not None or not is_as_built(found, action.body):
-            raise ForeignPodError(action.name, pod.metadata.uid) from error
+        is_going = pod.metadata.deletion_timestamp is not None
+        if is_going or not is_as_built(found, action.body):
+            # Noted before the pod is deleted: the news of its end takes the refusal back, and may come at once.
+            self._note(key_of(job), Refusal("PodNameTaken", _in_the_way(action.name), is_final=False))
+            raise ForeignPodError(action.name, pod.metadata.uid, is_going=is_going) from error
         return found
 
     async def _read(self, kind: ResourceKind, name: str, job: GpuTrainingJob, error: Conflict) -> dict[str, Any]:
@@ -115,6 +122,9 @@ class Creator:
             raise error from None  # gone meanwhile, or the conflict was about something else: try again
 
     def _refuse(self, key: str, refusal: Refusal, error: Exception) -> NoReturn:
+        self._note(key, refusal)
+        raise Superseded(refusal.reason) from error
+
+    def _note(self, key: str, refusal: Refusal) -> None:
         self._recollection.pod_refused(key, refusal, self._clock.monotonic())
         self._log.warning("pod refused", job=key, reason=refusal.reason, error=refusal.message)
-        raise Superseded(refusal.reason) from error

@@ -121,8 +121,9 @@ class Performer:
         try:
             await self._creator.create_pod(job, action)
         except ForeignPodError as found:
-            await self._delete_pod(job, found.name, found.uid)
-            await self._record(job, RecordEvent("Warning", "ForeignPod", foreign(found.name)))
+            if not found.is_going:
+                await self._delete_pod(job, found.name, found.uid)
+                await self._record(job, RecordEvent("Warning", "ForeignPod", foreign(found.name)))
             raise Superseded(str(found)) from found
 
     async def _delete_pod(self, job: GpuTrainingJob, name: str, uid: str) -> None:

@@ -10,7 +10,7 @@ from carpool_core.kube.api import EVENTS, PODS
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_operator.likeness import is_as_built
 from carpool_operator.pods import build_pod
-from carpool_operator.reconcile import reconcile
+from carpool_operator.reconcile import REFUSED_AGAIN_AFTER_S, reconcile
 from operator_decisions import created, deleted, events, predicted_job, status_of
 from operator_fixtures import NOW, job, node, pod, reservation, snapshot, terminated
 from operator_world import World
@@ -104,6 +104,27 @@ async def test_forged_pod_in_the_way_is_deleted_and_ours_is_made() -> None:
     assert world.pods()[0]["spec"]["containers"][0]["image"] == "train:1"
     assert "ForeignPod" in {event["reason"] for event in world.kube.dump_all(EVENTS)}
     assert world.job().status.attempts[0].pod_uids == [world.pods()[0]["metadata"]["uid"]]
+
+
+@pytest.mark.parametrize("image", ["forged:1", "train:1"])
+async def test_pod_in_the_way_that_is_slow_to_go_is_waited_for(image: str) -> None:
+    """Regression: a terminating pod of the worker's name was met, and deleted again, in a loop without a pause."""
+    world = World()
+    world.apply()
+    body = build_pod(world.job(), 0, 1)
+    body["spec"]["containers"][0]["image"] = image
+    body["metadata"] |= {"deletionTimestamp": rfc3339(NOW), "finalizers": ["test/slow"]}
+    world.kube.seed(PODS, body)
+    await world.settle()
+    assert [call.verb for call in world.kube.calls if call.plural == "pods"] == ["check", "create", "get"]
+    placed = next(c for c in world.job().status.conditions if c.type == "Placed")
+    assert (placed.reason, "x-worker-0-1 stands in the way" in placed.message) == ("PodNameTaken", True)
+    world.clock.advance(REFUSED_AGAIN_AFTER_S)
+    await world.settle()
+    assert [call.verb for call in world.kube.calls if call.plural == "pods"][3:] == ["create", "get"]
+    world.kube.lose(PODS, "x-worker-0-1", "default")
+    await world.settle()
+    assert world.living() == ["x-worker-0-1"], "created as soon as the other is gone"
 
 
 async def test_pod_made_before_a_crash_is_kept() -> None:
