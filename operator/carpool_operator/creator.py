@@ -47,7 +47,7 @@ def _taken(what: str, name: str, found: _Owned, job: GpuTrainingJob) -> str:
 
 
 def _in_the_way(name: str) -> str:
-    return f"pod {name} stands in the way of the worker's pod and is being deleted; where that lasts, see its finalizers"
+    return f"pod {name} stands in the way of the worker's and is being deleted; where that lasts, see its finalizers"
 
 
 class Creator:
