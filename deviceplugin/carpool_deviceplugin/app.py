@@ -1,6 +1,7 @@
 """The composition root of the node agent. Several agents may live in one event loop, each with a node of its own."""
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 
 import structlog
@@ -20,6 +21,7 @@ from carpool_deviceplugin.nvml.devices import NvmlDevices
 from carpool_deviceplugin.nvml.library import NvmlLibrary, installed
 from carpool_deviceplugin.patience import REAL, Rhythm
 from carpool_deviceplugin.plugin import Knowledge, Plugin, Registration
+from carpool_deviceplugin.prestart import holders
 from carpool_deviceplugin.processes import ProcTree
 from carpool_deviceplugin.reconciler import Reconciler
 from carpool_deviceplugin.settings import AgentSettings
@@ -28,7 +30,7 @@ from carpool_deviceplugin.sources.dcgm_library import Dcgm
 from carpool_deviceplugin.sources.exporter import Exporter
 from carpool_deviceplugin.sources.feed import Source
 from carpool_deviceplugin.sources.host_engine import HostEngine
-from carpool_deviceplugin.wire import PodResources
+from carpool_deviceplugin.wire import KubeletError, PodResources
 
 _STALE_S = 300.0
 """Without a word from the API server for so long, the agent is not ready."""
@@ -100,6 +102,8 @@ class KubeletPart:
         rhythm: Rhythm,
     ) -> None:
         self._pod_resources = pod_resources
+        self.containers: Mapping[str, str] = {}
+        """Which container of `namespace/pod` holds GPUs, as the kubelet said at last."""
         self._cdi_dir = settings.cdi_dir
         self._pods, self._every_s, self._sleep = pods, rhythm.resync_s, rhythm.sleep
         self.registration = Registration(settings.device_plugin_dir, plugin, rhythm.kubelet_s, rhythm.sleep)
@@ -111,9 +115,18 @@ class KubeletPart:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._pods.run())
                 tasks.create_task(self._tidy())
+                tasks.create_task(self._ask_who_holds())
                 tasks.create_task(self.registration.run())
         finally:
             await self._pod_resources.close()
+
+    async def _ask_who_holds(self) -> None:
+        while True:
+            try:
+                self.containers = holders(await self._pod_resources.list())
+            except KubeletError as e:
+                self._log.debug("podresources not read", error=str(e))  # containers that start are told why
+            await self._sleep(self._every_s)
 
     async def _tidy(self) -> None:
         """Remove what ended pods left in the CDI directory, an earlier agent's leftovers too."""

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -164,9 +165,12 @@ def remove_stale(directory: Path, living: Set[PodUid]) -> list[str]:
             owner = msgspec.json.decode(path.read_bytes(), type=_Annotated).annotations.get(ANNOTATION_POD_UID, "")
         except msgspec.DecodeError:
             owner = ""
+        except OSError:
+            continue  # no file of ours: a folder, say
         if owner not in living:
-            path.unlink(missing_ok=True)
-            removed.append(path.name)
+            with suppress(OSError):  # what cannot be removed now is tried again
+                path.unlink()
+                removed.append(path.name)
     return removed
 
 

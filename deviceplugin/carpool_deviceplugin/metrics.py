@@ -85,9 +85,9 @@ class AgentCollector(Collector):
             for name, value in _values(device, reading, meter).items():
                 families[name].add_metric(labels, value)
             for part in reading.parts:
-                labels = self._labels_of_part(device, reading.pci_bus_id, part)
+                of_part = self._labels_of_part(device, reading.pci_bus_id, part)
                 for name, value in part.counters.items():
-                    families[name].add_metric(labels, value)
+                    families[name].add_metric(of_part, value)
             if reading.energy_j is not None:
                 energy.add_metric(labels, round(1000 * reading.energy_j))
         yield source
@@ -99,9 +99,16 @@ class AgentCollector(Collector):
         """A MIG instance belongs to the pod that it was made for."""
         owner = next((r for r in self._agent.reconciler.reservations if r.pod_uid == part.pod_uid), None)
         labels = dict(zip(_DEVICE_LABELS, self._labels(device, pci_bus_id), strict=True))
-        labels |= {"GPU_I_PROFILE": part.profile, "GPU_I_ID": str(part.instance_id)}
-        labels |= {"pod": owner.pod_name if owner else "", "namespace": owner.pod_namespace if owner else ""}
+        labels |= {"GPU_I_PROFILE": part.profile, "GPU_I_ID": str(part.instance_id), **self._owner(owner)}
         return list(labels.values())
+
+    def _owner(self, owner: Reservation | None) -> dict[str, str]:
+        """Name a pod, and the container that holds its GPUs where the kubelet has said which."""
+        if owner is None:
+            return {"pod": "", "namespace": "", "container": ""}
+        kubelet = self._agent.kubelet
+        container = kubelet.containers.get(f"{owner.pod_namespace}/{owner.pod_name}", "") if kubelet else ""
+        return {"pod": owner.pod_name, "namespace": owner.pod_namespace, "container": container}
 
     def _labels(self, device: Device, pci_bus_id: str) -> list[str]:
         """A GPU that is shared belongs to no pod: its pods have series of their own."""
@@ -116,9 +123,7 @@ class AgentCollector(Collector):
             "",
             "",
             self._agent.settings.node_name,
-            owner.pod_name if owner else "",
-            owner.pod_namespace if owner else "",
-            "",
+            *self._owner(owner).values(),
         ]
 
     def _tenants(self) -> Iterator[Metric]:

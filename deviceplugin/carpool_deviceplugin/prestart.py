@@ -103,6 +103,16 @@ def owner_of(slots: Iterable[str], held: Iterable[HeldByPod]) -> Owner:
     return Owner(namespace, pod_name, container_name, tuple(asked))
 
 
+def holders(held: Iterable[HeldByPod]) -> dict[str, str]:
+    """Return the container that holds slots, by `namespace/name` of its pod."""
+    return {
+        f"{pod.namespace}/{pod.name}": container.name
+        for pod in held
+        for container in pod.containers
+        if any(d.resource_name == RESOURCE_GPU for d in container.devices)
+    }
+
+
 def claimant(owner: Owner, pod: Pod | None) -> Pod:
     """Return the pod that holds the slots, as the API server knows it.
 

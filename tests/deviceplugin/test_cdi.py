@@ -125,3 +125,5 @@ def test_stale_files_go_and_others_files_stay(reserve, tmp_path: Path) -> None:
     assert set(removed) == {"carpool.dev-slot-0.json", "carpool.dev-slot-9.json", ".carpool.dev-slot-8.json.77.new"}
     assert {p.name for p in tmp_path.iterdir()} == {"carpool.dev-slot-1.json", "nvidia.yaml"}
     assert cdi.remove_stale(tmp_path / "absent", set()) == []
+    (tmp_path / "carpool.dev-slot-7.json").mkdir()
+    assert cdi.remove_stale(tmp_path, {PodUid("uid-b")}) == [], "a folder in a file's place ends nothing"

@@ -169,6 +169,8 @@ async def test_mig_instances_have_series_and_gone_ones_have_none(tmp_path, reser
         assert parts()["1g.10gb", "b"] == 0
         names = {s.name for m in registry.collect() for s in m.samples if s.labels.get("GPU_I_PROFILE") == "3g.40gb"}
         assert {"DCGM_FI_DEV_FB_USED", "DCGM_FI_PROF_GR_ENGINE_ACTIVE"} <= names
+        energy = next(m for m in registry.collect() if m.name == ENERGY)
+        assert [s.labels["GPU_I_ID"] for s in energy.samples] == [""], "the counter is the whole GPU's"
         assert "DCGM_FI_DEV_POWER_USAGE" not in names, "nobody knows an instance's power"
         labels = {"UUID": devices.uuids[0], "namespace": "default", "pod": "a", "job": "job-a"}
         await until(

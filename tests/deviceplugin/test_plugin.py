@@ -14,10 +14,12 @@ from carpool_core.resources.node import GpuNode
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import SharingMode
 from carpool_deviceplugin.app import Agent
+from carpool_deviceplugin.metrics import AgentCollector
 from carpool_deviceplugin.plugin import slots
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.testing.agents import flowing, running, until
 from carpool_deviceplugin.testing.kubelet import Kubelet
+from prometheus_client import CollectorRegistry
 
 EXCLUSIVE, TIME_SLICING, MPS, _ = SharingMode
 
@@ -125,6 +127,22 @@ async def test_container_gets_its_reservation(agent, kubelet, settings, kube, re
     device = settings.state_dir / "simulated" / first
     assert found["mounts"] == [str(device), str(device / "claims"), str(settings.state_dir / "mps" / first)]
     assert all_exist(found["mounts"])
+
+
+async def test_metrics_name_the_container_that_holds_the_gpu(agent, kubelet, kube, reserve) -> None:
+    gpu = agent.devices.uuids[0]
+    await place(kube, reserve("a", gpu, mode=EXCLUSIVE))
+    await kubelet.admit("a", "slot-0", container="learn")
+    registry = CollectorRegistry()
+    registry.register(AgentCollector(agent))
+
+    def owners() -> set[tuple[str, str]]:
+        samples = [s for m in registry.collect() if m.name == "DCGM_FI_DEV_FB_USED" for s in m.samples]
+        return {(s.labels["pod"], s.labels["container"]) for s in samples if s.labels["UUID"] == gpu}
+
+    await until(lambda: owners() == {("a", "learn")})
+    kubelet.held.clear()
+    await until(lambda: owners() == {("a", "")})
 
 
 async def test_two_pods_of_one_size_each_get_their_own(agent, kubelet, settings, kube, reserve) -> None:
