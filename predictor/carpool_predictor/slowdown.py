@@ -127,6 +127,8 @@ def _masked(values: Ratios, present: NDArray[np.bool_]) -> Slowdowns:
 
 def _in_turns(util: Ratios, present: NDArray[np.bool_], exponent: float) -> Slowdowns:
     """Slowdowns of tenants that take turns: equally many tenants at a time, so that few cost little."""
+    if present.all():
+        return Turns(np.clip(util, 0.0, 1.0).astype(np.float64), exponent).slowdowns()
     result = np.ones(np.shape(present))
     count = present.sum(axis=1)
     for tenants in np.unique(count[count > 1]).tolist():

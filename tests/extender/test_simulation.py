@@ -1,20 +1,24 @@
 """The simulator: truth from measured pairs, decisions from the extender, out-of-memory, gangs, bad input."""
 
+from dataclasses import replace
+
 import pytest
 from carpool_core.resources.node import Device
 from carpool_core.values import GpuUuid, SharingMode
 from carpool_extender.policies import POLICIES
+from carpool_extender.simulation import document, results
+from carpool_extender.simulation.alibaba import alibaba
 from carpool_extender.simulation.command import simulate
-from carpool_extender.simulation.contest import contest, figures_of, named
+from carpool_extender.simulation.contest import EXPERIMENTS, Figures, Line, contest, figures_of, named, ours
 from carpool_extender.simulation.engine import OOM_AFTER_S, Simulation
+from carpool_extender.simulation.failures import with_failures
 from carpool_extender.simulation.knowing import exactly
 from carpool_extender.simulation.pairs import MeasuredPairs
 from carpool_extender.simulation.philly import from_trace, read_cluster
 from carpool_extender.simulation.philly_times import read_trace
-from carpool_extender.simulation.report import markdown, write_csv
-from carpool_extender.simulation.slowdown_report import scores
+from carpool_extender.simulation.report import markdown
 from carpool_extender.simulation.strategy import Knowledge, Strategy
-from carpool_extender.simulation.workload import SimJob, Truth, Workload, WorkloadError
+from carpool_extender.simulation.workload import Failure, SimJob, Truth, Workload, WorkloadError
 from click.testing import CliRunner
 
 A100 = "NVIDIA A100-SXM4-40GB"
@@ -151,22 +155,89 @@ def test_pairs_meet_their_own_measurement_and_nobody_exceeds_the_gpu(data):
     assert sum(1 / s for s in found) <= 1 + 1e-9
 
 
-def test_every_model_of_slowdown_is_scored(data):
-    gavel = data / "gavel"
-    gavel.mkdir()
-    rows = [
-        "file,gpu,job_a,bs_a,ngpu_a,job_b,bs_b,ngpu_b,iso_tput_a_steps_s,iso_tput_b_steps_s,coloc_tput_a,coloc_tput_b"
+def test_a_gpu_that_fails_takes_its_jobs_with_it_and_comes_back():
+    jobs = replace(workload(job("a"), job("b")), failures=[Failure(GpuUuid("GPU-0"), at_s=50.0, lasts_s=10.0)])
+    outcome = Simulation(jobs, CARPOOL, NoSlowdown()).run()
+    assert outcome.killed == 2
+    assert outcome.ooms == 0
+    assert ends(outcome) == {"a": 160.0, "b": 160.0}
+
+
+def test_failures_overlap_without_reviving_a_gpu_too_early():
+    failures = [Failure(GpuUuid("GPU-0"), 50.0, 100.0), Failure(GpuUuid("GPU-0"), 60.0, 10.0)]
+    outcome = Simulation(replace(workload(job("a")), failures=failures), CARPOOL, NoSlowdown()).run()
+    assert ends(outcome) == {"a": 250.0}
+
+
+def test_failures_are_drawn_by_the_seed():
+    jobs = workload(job("a", 36_000.0))
+    assert with_failures(jobs, 1.0, 3).failures == with_failures(jobs, 1.0, 3).failures
+    assert with_failures(jobs, 1.0, 3).failures != with_failures(jobs, 1.0, 4).failures
+    assert "fails every 1 hours" in with_failures(jobs, 1.0, 3).assumptions[-1]
+
+
+def test_what_ran_tells_of_the_next_of_its_kind():
+    told = truth(1000, kind="k")
+    jobs = workload(*(job(f"j{i}", 100.0, 200.0 * i, truth(1400, kind="k"), told=told) for i in range(3)))
+    assert Simulation(jobs, CARPOOL, NoSlowdown()).run().ooms == 3
+    assert Simulation(jobs, replace(CARPOOL, remembers=True), NoSlowdown()).run().ooms == 1
+
+
+def test_what_ran_tells_how_far_other_bounds_are_exceeded():
+    of = {name: truth(1400, kind=name) for name in "ab"}
+    jobs = workload(*(job(n, 100.0, 300.0 * i, of[n], told=truth(1000)) for i, n in enumerate(of)))
+    assert Simulation(jobs, replace(CARPOOL, remembers=True), NoSlowdown()).run().ooms == 1
+
+
+PODS = """name,num_gpu,gpu_milli,creation_time,deletion_time
+a,1,500,0,100
+b,1,400,0,50
+c,1,1000,10,30
+d,0,0,10,30
+"""
+
+
+def test_fractions_of_alibaba_share_and_whole_gpus_do_not(data):
+    (data / "traces").mkdir()
+    (data / "traces" / "openb_pod_list_default.csv").write_text(PODS)
+    (data / "traces" / "openb_node_list_gpu_node.csv").write_text("sn,gpu\nn0,2\n")
+    found = alibaba(data, 0)
+    assert [one.name for one in found.jobs] == ["a", "b", "c"]
+    fractions = Simulation(found, EXPERIMENTS["alibaba"].published[1], NoSlowdown()).run()
+    assert ends(fractions) == {"a": 100.0, "b": 50.0, "c": 30.0}
+    whole = Simulation(found, EXPERIMENTS["alibaba"].published[0], NoSlowdown()).run()
+    assert ends(whole)["c"] == 70.0
+    (data / "traces" / "openb_node_list_gpu_node.csv").write_text("sn\nn0\n")
+    with pytest.raises(WorkloadError, match="add gpu"):
+        alibaba(data, 0)
+
+
+def test_the_document_is_written_from_results_alone(tmp_path):
+    def line(strategy, **figures):
+        every = dict.fromkeys(("running_s", "killed", "unplaced"), 0.0) | figures
+        return Line(strategy, [Figures(**every)])
+
+    base = {"makespan_min": 100.0, "utilization_percent": 40.0, "completion_min": 50.0, "oom": 0.0, "energy_mj": 10.0}
+    experiment = EXPERIMENTS["hotcloud"]
+    carpool, *_, oracle, _ = ours(experiment.mode)
+    lines = [
+        line(experiment.published[0], **base),
+        line(carpool, **(base | {"makespan_min": 60.0, "utilization_percent": 60.0, "oom": 2.0})),
+        line(oracle, **(base | {"makespan_min": 50.0})),
     ]
-    rows += [
-        f"oracle_throughputs.json,v100,R,{b},1,R,{c},1,{9 / b},{9 / c},{5 / b},{5 / c}"
-        for b in (16, 32, 64)
-        for c in (16, 32)
-    ]
-    (gavel / "gavel_throughputs_flat.csv").write_text("\n".join(rows))
-    found = scores(data)
-    assert found[0].name == "no slowdown"
-    assert found[0].error == pytest.approx((0.25 + 1.0) / 2)
-    assert found[0].found_percent == 0
+    results.write(tmp_path, "hotcloud", workload(job("a")), lines)
+    document.write(tmp_path, tmp_path / "experiments.md")
+    text = (tmp_path / "experiments.md").read_text()
+    assert "| HotCloud, makespan | -33.6% | -40.0% | -40.0% | yes |" in text
+    assert "| HotCloud, mean utilization | +61.5% | +75.0% | +50.0% | **no** |" in text
+    assert "| HotCloud, out of memory | 0 | 0 | 2.0 | **no** |" in text
+    assert "| hotcloud | +20.0% |" in text
+    assert "hotcloud, out of memory (2.0): slot-based (0.0)." in text
+    (tmp_path / "hotcloud.json").write_text("{}")
+    with pytest.raises(WorkloadError, match="expected results of this version"):
+        document.write(tmp_path, tmp_path / "experiments.md")
+    with pytest.raises(WorkloadError, match="found none; run"):
+        document.write(tmp_path / "nowhere", tmp_path / "experiments.md")
 
 
 def test_tables_tell_mean_spread_and_change(data, tmp_path):
@@ -176,7 +247,7 @@ def test_tables_tell_mean_spread_and_change(data, tmp_path):
     assert table[2].startswith("| alone | 3.3 ± 0.0 |")
     assert table[3].startswith("| carpool | 3.3 ± 0.0 | +0.0% |")
     assert len(told) == 2
-    write_csv(tmp_path / "x.csv", lines)
+    results.write_csv(tmp_path / "x.csv", lines)
     assert len((tmp_path / "x.csv").read_text().splitlines()) == 5
 
 

@@ -1,5 +1,6 @@
 """Runs every strategy of an experiment on the same workloads, and sums each run up in a few figures."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -8,11 +9,16 @@ from statistics import fmean, stdev
 from carpool_core.values import SharingMode
 
 from carpool_extender.policies import POLICIES
-from carpool_extender.simulation import hotcloud, philly, radrm
-from carpool_extender.simulation.engine import Outcome, Simulation
+from carpool_extender.simulation import alibaba, hotcloud, philly, radrm
+from carpool_extender.simulation.engine import Simulation
+from carpool_extender.simulation.failures import with_failures
 from carpool_extender.simulation.pairs import MeasuredPairs
+from carpool_extender.simulation.state import Outcome
 from carpool_extender.simulation.strategy import Knowledge, Strategy
 from carpool_extender.simulation.workload import Workload
+
+FAILS_EVERY_H = 8.0
+"""Hours between two failures of one GPU in the experiments with failures: far more often than real ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +36,8 @@ class Figures:
     oom: float
     """Times that a job died of GPU memory."""
     energy_mj: float
+    killed: float
+    """Times that a job died with its GPU."""
     unplaced: float
     """Jobs that no GPU ever took."""
 
@@ -40,8 +48,10 @@ class Line:
 
     strategy: Strategy
     runs: list[Figures]
-    example: Outcome
+    example: Outcome | None = None
     """The first seed's run, for pictures."""
+    cpu_s: float = 0.0
+    """Processor time of all runs, in seconds."""
 
     def mean(self, name: str) -> float:
         """Mean of a figure over the seeds."""
@@ -59,23 +69,31 @@ class Experiment:
     draw: Callable[[Path, int], Workload]
     published: Sequence[Strategy]
     mode: SharingMode
+    whole: bool = False
+    """Whether the strategies above are all, because the workload is too large, or nothing of it is predicted."""
 
 
 EXPERIMENTS: dict[str, Experiment] = {
     "hotcloud": Experiment(hotcloud.hotcloud, hotcloud.STRATEGIES, SharingMode.TIME_SLICING),
     "radrm-90": Experiment(lambda data, seed: radrm.radrm(data, seed, 90), radrm.STRATEGIES, SharingMode.MPS),
     "radrm-60": Experiment(lambda data, seed: radrm.radrm(data, seed, 60), radrm.STRATEGIES, SharingMode.MPS),
-    "philly": Experiment(philly.philly, philly.STRATEGIES, SharingMode.TIME_SLICING),
+    "philly": Experiment(philly.philly, philly.STRATEGIES, SharingMode.TIME_SLICING, whole=True),
+    "alibaba": Experiment(alibaba.alibaba, alibaba.STRATEGIES, SharingMode.TIME_SLICING, whole=True),
 }
+SMALL = ("hotcloud", "radrm-90", "radrm-60")
+"""Experiments of which `--workload all` makes tables; the others take their time."""
+DEFAULT = "Carpool, slowdown ≤ 1.5 (default)"
 
 
 def ours(mode: SharingMode) -> list[Strategy]:
-    """Carpool with its shipped predictions, at several limits; without measures; and with an oracle's knowledge."""
-    base = Strategy("Carpool, slowdown ≤ 1.5 (default)", "least-slowdown", Knowledge.PREDICTED, mode, max_slowdown=1.5)
+    """Carpool with its shipped predictions, at several limits; ablations; and an oracle's knowledge."""
+    base = Strategy(DEFAULT, "least-slowdown", Knowledge.PREDICTED, mode, max_slowdown=1.5)
     return [
         base,
         replace(base, name="Carpool, slowdown ≤ 2", max_slowdown=2.0),
-        replace(base, name="Carpool, slowdown ≤ 1.5, nothing measured", measure=False),
+        replace(base, name="Carpool, best fit", policy="best-fit"),
+        replace(base, name="Carpool, nothing measured", measure=False),
+        replace(base, name="Carpool, remembering what ran (not built)", remembers=True),
         replace(base, name="oracle's knowledge, slowdown ≤ 1.5", knowledge=Knowledge.TRUTH),
         replace(base, name="oracle's knowledge, slowdown ≤ 2", knowledge=Knowledge.TRUTH, max_slowdown=2.0),
     ]
@@ -86,6 +104,15 @@ def wrong(mode: SharingMode) -> list[Strategy]:
     base = Strategy("Carpool", "least-slowdown", Knowledge.PREDICTED, mode, max_slowdown=1.5)
     off = [replace(base, name=f"off by {round(100 * e)}%", error=e) for e in (0.10, 0.25, 0.50)]
     return [*off, replace(base, name="abstains from every job", abstain=True)]
+
+
+def failing(experiment: Experiment) -> Experiment:
+    """Return an experiment in which GPUs fail, for the first published strategy and Carpool."""
+
+    def draw(data: Path, seed: int) -> Workload:
+        return with_failures(experiment.draw(data, seed), FAILS_EVERY_H, seed)
+
+    return replace(experiment, draw=draw, published=(experiment.published[0], ours(experiment.mode)[0]), whole=True)
 
 
 def named(policies: str, mode: SharingMode) -> list[Strategy]:
@@ -105,22 +132,31 @@ def figures_of(outcome: Outcome) -> Figures:
         running_s=fmean(one.end_s - one.start_s for one in finished) if finished else 0.0,
         oom=float(outcome.ooms),
         energy_mj=sum(gpu.energy_j for gpu in outcome.gpus) / 1e6,
+        killed=float(outcome.killed),
         unplaced=float(outcome.unplaced),
     )
 
 
 def contest(
-    draw: Callable[[int], Workload], strategies: Sequence[Strategy], seeds: int, data: Path, tell: Callable[[str], None]
+    draw: Callable[[int], Workload],
+    strategies: Sequence[Strategy],
+    seeds: int,
+    data: Path,
+    tell: Callable[[str], None],
+    cpu: Callable[[], float] = time.process_time,
 ) -> list[Line]:
     """Run every strategy on every seed's workload."""
     drawn = [draw(seed) for seed in range(seeds)]
     truths = [MeasuredPairs(data / "lucid", seed) for seed in range(seeds)]
     lines = []
     for strategy in strategies:
-        outcomes = [
-            Simulation(w, strategy, t, seed).run() for seed, (w, t) in enumerate(zip(drawn, truths, strict=True))
-        ]
-        line = Line(strategy, [figures_of(outcome) for outcome in outcomes], outcomes[0])
+        begin_s = cpu()
+        runs, example = [], None
+        for seed, (workload, truth) in enumerate(zip(drawn, truths, strict=True)):
+            outcome = Simulation(workload, strategy, truth, seed).run()
+            runs.append(figures_of(outcome))
+            example = example or outcome
+        line = Line(strategy, runs, example, cpu() - begin_s)
         tell(f"{strategy.name}: makespan {line.mean('makespan_min'):.0f} min, {line.mean('oom'):.1f} OOM")
         lines.append(line)
     return lines

@@ -21,6 +21,10 @@ from carpool_extender.simulation.strategy import Knowledge, Strategy
 from carpool_extender.simulation.workload import SimJob, Truth
 
 NAMESPACE = "simulation"
+CALIBRATING = 5
+"""Kinds of jobs that run alone on a stack that was never calibrated, where a strategy remembers what ran."""
+MARGIN = 1.05
+"""Factor to the measured peak of another job of the same kind."""
 RAISED = 1.5
 """Factor to the bound of a job that died of memory once; after the second time it is alone."""
 
@@ -33,6 +37,16 @@ class Stage:
     """Times that it died of memory."""
     profiling: bool = False
     """Whether it runs for a minute only, alone, so that it becomes known."""
+    restarts: int = 0
+    """Times that its GPU failed."""
+
+    def raised(self) -> "Stage":
+        """Return the stage after it died of memory."""
+        return Stage(self.attempt + 1, restarts=self.restarts)
+
+    def restarted(self) -> "Stage":
+        """Return the stage after its GPU failed: what it was, from the beginning."""
+        return Stage(self.attempt, self.profiling, self.restarts + 1)
 
 
 class Knower:
@@ -47,6 +61,26 @@ class Knower:
     def __init__(self, strategy: Strategy, usable_mib: int, seed: int) -> None:
         self._strategy, self._usable_mib, self._seed = strategy, usable_mib, seed
         self._applicants: dict[object, Applicant] = {}
+        self._seen: dict[str, Truth] = {}
+        self._ratios: list[float] = []
+        self._starved: dict[str, int] = {}
+
+    @property
+    def watches(self) -> bool:
+        """Whether reservations say what a monitor sees, because nothing was promised."""
+        return self._strategy.knowledge is Knowledge.NOTHING
+
+    def saw(self, job: SimJob) -> None:
+        """Remember what a job was measured to use, for others of its kind."""
+        if self._strategy.remembers and job.truth.kind not in self._seen:
+            self._seen[job.truth.kind] = job.truth
+            if job.prediction is not None:
+                self._ratios.append(job.truth.memory_mib / job.prediction.products[0].memory.upper_mib)
+
+    def starved(self, job: SimJob) -> None:
+        """Remember that a job died of memory, for others of its kind."""
+        if self._strategy.remembers:
+            self._starved[job.truth.kind] = self._starved.get(job.truth.kind, 0) + 1
 
     def alike(self, job: SimJob, stage: Stage) -> object:
         """Return a key that jobs share for which the same decision would be made."""
@@ -60,7 +94,8 @@ class Knower:
 
     def applicant(self, job: SimJob, stage: Stage) -> Applicant:
         """Return what asks for a GPU."""
-        key = self.alike(job, stage)
+        kind = job.truth.kind
+        key = (self.alike(job, stage), kind in self._seen, self._starved.get(kind, 0), len(self._ratios))
         found = self._applicants.get(key)
         if found is None:
             found = self._applicants[key] = Applicant(self._demand(job, stage))
@@ -68,9 +103,11 @@ class Knower:
 
     def _demand(self, job: SimJob, stage: Stage) -> Demand:
         blind = self._strategy.knowledge is Knowledge.NOTHING
-        alone = stage.attempt > (0 if blind else 1) or stage.profiling
+        known = job.truth.kind in self._seen
+        attempt = 0 if known else max(stage.attempt, self._starved.get(job.truth.kind, 0))
+        alone = attempt > (0 if blind else 1) or stage.profiling or (not known and self._is_calibrating(job))
         mode = RequestedMode.EXCLUSIVE if alone else RequestedMode.AUTO
-        prediction = None if alone else self._raised(self._prediction(job), stage.attempt)
+        prediction = None if alone else self._raised(self._prediction(job), attempt)
         if not alone and self._strategy.mode is SharingMode.TIME_SLICING and (blind or prediction):
             mode = RequestedMode.TIME_SLICING
         return Demand(
@@ -87,6 +124,15 @@ class Knower:
             memory_limit_mib=0 if blind and not alone else None,
             prediction=prediction,
         )
+
+    def _is_calibrating(self, job: SimJob) -> bool:
+        """Whether a job runs alone because its stack was never calibrated, and too little was seen on it yet."""
+        uncalibrated = job.prediction is not None and job.prediction.reason == "Uncalibrated"
+        return self._strategy.remembers and uncalibrated and len(self._ratios) < CALIBRATING
+
+    def _margin(self) -> float:
+        """Factor to bounds from how far those of other kinds were exceeded so far."""
+        return max(1.0, *self._ratios) if self._ratios else 1.0
 
     def _raised(self, found: Prediction | None, attempt: int) -> Prediction | None:
         """Raise the floor of a job that died of memory; beyond every GPU it is unknown, and gets one of its own."""
@@ -105,6 +151,8 @@ class Knower:
             return None
         if strategy.knowledge is Knowledge.TRUTH:
             return exactly(job.truth, job.prediction, by_utilization=strategy.by_utilization)
+        if (seen := self._seen.get(job.truth.kind)) is not None:
+            return exactly(seen, job.prediction, margin=MARGIN, by_utilization=strategy.by_utilization)
         found = job.prediction
         if found is None or found.products[0].memory.upper_mib > self._usable_mib:
             return None
@@ -119,7 +167,7 @@ class Knower:
         sm = (
             activity.gpu_util_percent.median / 100 if self._strategy.by_utilization else activity.sm_active_ratio.median
         )
-        upper = min(self._usable_mib, round(one.memory.upper_mib * memory))
+        upper = min(self._usable_mib, round(one.memory.upper_mib * memory * self._margin()))
         return _prediction_of(
             one.product,
             upper_mib=upper,
@@ -152,12 +200,12 @@ class Knower:
         )
 
 
-def exactly(truth: Truth, like: Prediction | None, *, by_utilization: bool = False) -> Prediction:
+def exactly(truth: Truth, like: Prediction | None, *, margin: float = 1.0, by_utilization: bool = False) -> Prediction:
     """Write the truth as a prediction without an error, for the product that another one is for."""
     product = like.products[0].product if like is not None and like.products else ""
     return _prediction_of(
         product or truth.product,
-        upper_mib=truth.memory_mib,
+        upper_mib=round(margin * truth.memory_mib),
         util=truth.util,
         sm=truth.util if by_utilization else truth.sm,
         dram=truth.dram,

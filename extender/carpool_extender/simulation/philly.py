@@ -29,7 +29,12 @@ ASSUMPTIONS = (
 STRATEGIES = (
     Strategy("whole GPUs, in order", "exclusive", mode=SharingMode.EXCLUSIVE, in_order=True, measure=False),
     Strategy(
-        "Carpool", "least-slowdown", Knowledge.PREDICTED, SharingMode.TIME_SLICING, max_slowdown=1.5, measure=False
+        "Carpool, slowdown ≤ 1.5 (default)",
+        "least-slowdown",
+        Knowledge.PREDICTED,
+        SharingMode.TIME_SLICING,
+        max_slowdown=1.5,
+        measure=False,
     ),
 )
 
@@ -72,7 +77,7 @@ def from_trace(data: Path, trace: Path, nodes: dict[str, list[Device]], seed: in
 def default_cluster() -> dict[str, list[Device]]:
     """Return Philly's GPUs."""
     return {
-        f"node-{begin // PER_NODE:04}": _devices(
+        f"node-{begin // PER_NODE:04}": devices_of(
             f"node-{begin // PER_NODE:04}", hotcloud.PRODUCT, min(PER_NODE, GPUS - begin)
         )
         for begin in range(0, GPUS, PER_NODE)
@@ -96,13 +101,14 @@ def read_cluster(path: Path) -> dict[str, list[Device]]:
     for group, product in groups:
         for _ in range(group.count):
             name = f"node-{len(nodes):04}"
-            nodes[name] = _devices(name, product, group.gpus)
+            nodes[name] = devices_of(name, product, group.gpus)
     if not any(nodes.values()):
         raise WorkloadError(f"{path}: expected at least one GPU, found none")
     return nodes
 
 
-def _devices(node: str, product: str, count: int) -> list[Device]:
+def devices_of(node: str, product: str, count: int) -> list[Device]:
+    """Return the GPUs of one node."""
     known = find_product(product)
     modes = [SharingMode.EXCLUSIVE, SharingMode.TIME_SLICING, SharingMode.MPS]
     return [

@@ -6,47 +6,49 @@ from pathlib import Path
 import matplotlib
 
 from carpool_extender.simulation.contest import Line
-from carpool_extender.simulation.engine import Outcome
+from carpool_extender.simulation.state import Outcome
 
 matplotlib.use("Agg")
 MOST_GPUS = 24
 """GPUs that a chart of who ran where shows; more would be no picture."""
+Shown = tuple[str, Outcome]
+"""A strategy's name and its first run."""
 _WIDE, _TALL = (9, 4), (9, 6)
 
 
 def draw(folder: Path, name: str, lines: Sequence[Line]) -> list[Path]:
     """Write the pictures of the first seed; return their paths."""
-    shown = [line for line in lines if line.example.finished]
+    shown = [(line.strategy.name, line.example) for line in lines if line.example and line.example.finished]
     written = [_utilization(folder / f"{name}-utilization.png", shown), _completion(folder / f"{name}-cdf.png", shown)]
     return written + [
-        _gantt(folder / f"{name}-gantt-{number}.png", line.strategy.name, line.example)
-        for number, line in enumerate(shown)
-        if len(line.example.gpus) <= MOST_GPUS and number in (0, len(shown) - 1)
+        _gantt(folder / f"{name}-gantt-{number}.png", title, outcome)
+        for number, (title, outcome) in enumerate(shown)
+        if len(outcome.gpus) <= MOST_GPUS and number in (0, len(shown) - 1)
     ]
 
 
-def _utilization(path: Path, lines: Sequence[Line]) -> Path:
+def _utilization(path: Path, shown: Sequence[Shown]) -> Path:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=_WIDE, layout="constrained")
     axes = figure.subplots()
-    for line in lines:
-        curve = line.example.utilization
-        axes.step([t / 60 for t, _ in curve], [100 * u for _, u in curve], where="post", lw=1, label=line.strategy.name)
+    for name, outcome in shown:
+        curve = outcome.utilization
+        axes.step([t / 60 for t, _ in curve], [100 * u for _, u in curve], where="post", lw=1, label=name)
     axes.set(xlabel="minutes", ylabel="mean GPU utilization, %", ylim=(0, 105))
     axes.legend(fontsize=6)
     figure.savefig(path, dpi=120)
     return path
 
 
-def _completion(path: Path, lines: Sequence[Line]) -> Path:
+def _completion(path: Path, shown: Sequence[Shown]) -> Path:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=_WIDE, layout="constrained")
     axes = figure.subplots()
-    for line in lines:
-        times = sorted((one.end_s - one.job.arrival_s) / 60 for one in line.example.finished)
-        axes.step(times, [100 * (i + 1) / len(times) for i in range(len(times))], lw=1, label=line.strategy.name)
+    for name, outcome in shown:
+        times = sorted((one.end_s - one.job.arrival_s) / 60 for one in outcome.finished)
+        axes.step(times, [100 * (i + 1) / len(times) for i in range(len(times))], lw=1, label=name)
     axes.set(xlabel="minutes from submission to end", ylabel="jobs, %")
     axes.legend(fontsize=6)
     figure.savefig(path, dpi=120)

@@ -17,7 +17,7 @@ from carpool_extender.simulation.workload import SimJob, Truth, Workload, Worklo
 PRODUCT = "NVIDIA A100-SXM4-40GB"
 GPUS = 4
 POWER_LIMIT_W = 275.0
-"""Of each GPU in a DGX Station A100."""
+"""Of each GPU in a DGX Station A100; from memory, no source was found."""
 MIXES = {90: (0.65, 0.27), 60: (0.0, 0.83)}
 """Shares of light and medium tasks; the rest is large."""
 
@@ -53,7 +53,8 @@ ASSUMPTIONS = (
     "A task that is too large dies a minute after its start; it runs again from the beginning, alone, before all "
     "others.",
     "A GPU takes nobody else for 90 s after a placement: its monitor's mean must see the newcomer (not for Carpool).",
-    "Power is idle + (limit - idle) · SM activity: 50 W and the DGX Station's 275 W.",
+    "Power is idle + (limit - idle) · SM activity: 50 W idle and a limit of 275 W, which has no source: it was set "
+    "from memory, after 400 W had given too much.",
 )
 
 _FIVE_GB, _TWO_GB = 5120, 2048

@@ -1,11 +1,8 @@
-"""Tables of a contest: Markdown for people, CSV for programs."""
+"""Tables of a contest, as Markdown."""
 
-import csv
 from collections.abc import Sequence
-from pathlib import Path
 
-from carpool_extender.simulation.contest import FIGURES, Line
-from carpool_extender.simulation.workload import Workload
+from carpool_extender.simulation.contest import Line
 
 _HEAD = (
     "strategy",
@@ -26,20 +23,35 @@ _COMPARED = {"makespan_min", "utilization_percent", "completion_min", "energy_mj
 
 def markdown(lines: Sequence[Line]) -> list[str]:
     """Write a table: mean ± standard deviation over the seeds, and the change against the first line."""
-    return [_row(_HEAD), _row(["---"] * len(_HEAD)), *(_row(_cells(line, lines[0])) for line in lines)]
+    fails = any(line.mean("killed") for line in lines)
+    waits = any(line.mean("unplaced") for line in lines)
+    head = [*_HEAD, *(["killed by failures"] if fails else []), *(["never placed"] if waits else [])]
+    rows = []
+    for line in lines:
+        extra = [_spread(line, "killed")] * fails + [_spread(line, "unplaced")] * waits
+        rows.append(_row([*_cells(line, lines[0]), *extra]))
+    return [_row(head), _row(["---"] * len(head)), *rows]
+
+
+def change(line: Line, first: Line, name: str) -> float:
+    """Return the change of a figure against the first line, in percent."""
+    return 100 * (line.mean(name) / max(1e-9, first.mean(name)) - 1)
 
 
 def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def _spread(line: Line, name: str) -> str:
+    return f"{line.mean(name):.1f} ± {line.spread(name):.1f}"
+
+
 def _cells(line: Line, first: Line) -> list[str]:
     cells = [line.strategy.name]
     for name in _SHOWN:
-        mean = line.mean(name)
-        cells.append(f"{mean:.1f} ± {line.spread(name):.1f}")
+        cells.append(_spread(line, name))
         if name in _COMPARED:
-            cells.append("" if line is first else f"{100 * (mean / max(1e-9, first.mean(name)) - 1):+.1f}%")
+            cells.append("" if line is first else f"{change(line, first, name):+.1f}%")
     return cells
 
 
@@ -56,34 +68,25 @@ def published(lines: Sequence[Line]) -> list[str]:
 
 
 def _beside(line: Line, first: Line) -> str:
-    cells = _cells(line, first)
-    here = f"{line.mean('oom'):.1f}, {cells[1]} min {cells[2]}, {line.mean('energy_mj'):.2f} MJ"
-    return _row([line.strategy.name, line.strategy.published, here])
+    here = f"{line.mean('oom'):.1f}, {_spread(line, 'makespan_min')} min"
+    if line is not first:
+        here += f" ({change(line, first, 'makespan_min'):+.1f}%)"
+    return _row([line.strategy.name, line.strategy.published, f"{here}, {line.mean('energy_mj'):.2f} MJ"])
 
 
-def section(workload: Workload, lines: Sequence[Line], seeds: int) -> list[str]:
+def section(title: str, assumptions: Sequence[str], lines: Sequence[Line]) -> list[str]:
     """Write one experiment."""
+    seeds = len(lines[0].runs)
     return [
-        f"## {workload.title}",
+        f"## {title}",
         "",
-        f"Mean ± standard deviation over {seeds} seeds; changes are against the first line.",
+        f"Mean ± standard deviation over {seeds} seed{'s' * (seeds > 1)}; changes are against the first line.",
         "",
         *markdown(lines),
         "",
-        *published(lines),
-        "",
+        *([*told, ""] if (told := published(lines)) else []),
         "Assumed where the text is silent:",
         "",
-        *(f"- {one}" for one in workload.assumptions),
+        *(f"- {one}" for one in assumptions),
         "",
     ]
-
-
-def write_csv(path: Path, lines: Sequence[Line]) -> None:
-    """Write every run of every strategy."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["strategy", "seed", *FIGURES])
-        for line in lines:
-            for seed, run in enumerate(line.runs):
-                writer.writerow([line.strategy.name, seed, *(f"{getattr(run, name):.6g}" for name in FIGURES)])

@@ -42,6 +42,9 @@ class Strategy:
     """Whether GPU utilization takes the place of SM activity, as where only the former was known."""
     measure: bool = True
     """Whether the activity of running tenants is taken as measured rather than as predicted."""
+    remembers: bool = False
+    """Whether what ran, or died of memory, tells about later jobs: of the same kind what they use, of others how far
+    bounds are exceeded. Carpool does not do that yet."""
     published: str = ""
     """What the source says of this line."""
     error: float = 0.0

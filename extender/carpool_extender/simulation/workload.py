@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from carpool_core.resources.node import Device
 from carpool_core.resources.prediction import Prediction
+from carpool_core.values import GpuUuid
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,16 @@ class SimJob:
 
 
 @dataclass(frozen=True, slots=True)
+class Failure:
+    """A GPU that fails, with all that runs on it."""
+
+    gpu: GpuUuid
+    at_s: float
+    lasts_s: float
+    """Time until it takes jobs again."""
+
+
+@dataclass(frozen=True, slots=True)
 class Workload:
     """Jobs and the cluster that runs them."""
 
@@ -56,6 +67,7 @@ class Workload:
     """What the published text leaves open, and what is assumed here."""
     power_limit_w: float | None = None
     """Power limit of each GPU where it is not the product's usual one, in W."""
+    failures: Sequence[Failure] = ()
 
 
 class WorkloadError(ValueError):

@@ -1,0 +1,123 @@
+"""The cluster of a simulation: GpuNodes as their agents would report them, the ledger, and the extender's decisions."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+
+import msgspec
+import numpy as np
+from carpool_core.clock import rfc3339
+from carpool_core.resources.meta import ObjectMeta
+from carpool_core.resources.node import Device, GpuNode, GpuNodeSpec, GpuNodeStatus, Reservation, Tenant
+from carpool_core.values import DeviceHealth, GpuUuid, PodUid
+
+from carpool_extender import ledger
+from carpool_extender.applicant import Applicant
+from carpool_extender.assessments import Assessment
+from carpool_extender.choices import best_of
+from carpool_extender.cluster import Cluster
+from carpool_extender.decide import Place, best_place, place, reservation
+from carpool_extender.rules import Rules
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+REMEMBERED = 256
+"""Demands whose assessments are kept; there are few different ones, and clusters are smaller than real ones."""
+
+
+class Board:
+    """What the scheduler sees, and what it decides.
+
+    Args:
+        nodes: Devices of each node.
+        rules: The site's.
+    """
+
+    def __init__(self, nodes: Mapping[str, Sequence[Device]], rules: Rules) -> None:
+        self._rules = rules
+        self._cluster = Cluster(rules.slots)
+        self._devices = {name: list(devices) for name, devices in nodes.items()}
+        self._specs = {name: GpuNodeSpec() for name in nodes}
+        self._tenants: dict[str, list[Tenant]] = {name: [] for name in nodes}
+        self._known: OrderedDict[bytes, tuple[int, Assessment]] = OrderedDict()
+        for name in nodes:
+            self._show(name, START)
+        columns = self._cluster.view().columns
+        self._rows = {uuid: row for row, uuid in enumerate(columns.uuid) if columns.alive[row]}
+
+    def best(self, applicant: Applicant, shut: Iterable[GpuUuid] = ()) -> tuple[str, Place] | None:
+        """Decide where a worker goes, as kube-scheduler would after filter and prioritize; None where nothing fits.
+
+        Args:
+            applicant: Who asks.
+            shut: GPUs that it may not have now.
+        """
+        if shut := list(shut):
+            view = self._cluster.view()
+            among = np.ones(len(view.columns.alive), np.bool_)
+            among[[self._rows[uuid] for uuid in shut]] = False
+            return best_place(view, applicant, self._rules, among)
+        assessment = self._assessment(applicant)
+        fitting = np.flatnonzero(assessment.best.fits)
+        if not fitting.size:
+            return None
+        choices = assessment.best.of(fitting)
+        ties = np.flatnonzero(choices.cost <= choices.cost.min() + assessment.policy.tolerance)
+        name = assessment.verdict.view.node_names[int(choices.node[best_of(choices, ties)])]
+        found = place(assessment, name)
+        if isinstance(found, str):
+            raise AssertionError(f"{name} was chosen, and refuses: {found}")
+        return name, found
+
+    def reserve(self, node: str, chosen: Place, applicant: Applicant, uid: PodUid, now_s: float) -> None:
+        """Write a place into the ledger, which refuses what would break a promise."""
+        now = START + timedelta(seconds=now_s)
+        wanted = reservation(chosen, applicant, uid, str(uid), now=now, deadline=now)
+        capacity = ledger.Capacity({device.uuid: device for device in self._devices[node]}, self._rules.slots)
+        spec = ledger.reserve(self._specs[node], wanted, capacity)
+        if isinstance(spec, ledger.Rejected):
+            raise AssertionError(f"the ledger refused what was decided on {node}: {spec.reason}")
+        self._specs[node] = spec
+        self._show(node, now)
+
+    def release(self, node: str, uid: PodUid, now_s: float) -> None:
+        """Give a pod's reservation back."""
+        self._specs[node] = ledger.release(self._specs[node], uid)
+        self._tenants[node] = [tenant for tenant in self._tenants[node] if tenant.pod_uid != uid]
+        self._show(node, START + timedelta(seconds=now_s))
+
+    def report(self, node: str, tenants: list[Tenant], held: Mapping[PodUid, Reservation], now_s: float) -> None:
+        """Take what the node's agent measures, and what a monitor without promises writes into reservations."""
+        changed = [held.get(r.pod_uid, r) for r in self._specs[node].reservations]
+        self._specs[node] = msgspec.structs.replace(self._specs[node], reservations=changed)
+        self._tenants[node] = tenants
+        self._show(node, START + timedelta(seconds=now_s))
+
+    def reservations(self, node: str) -> list[Reservation]:
+        """Return what is reserved on a node."""
+        return self._specs[node].reservations
+
+    def set_health(self, gpu: GpuUuid, node: str, health: DeviceHealth, now_s: float) -> None:
+        """Let a GPU fail, or recover."""
+        self._devices[node] = [
+            msgspec.structs.replace(device, health=health) if device.uuid == gpu else device
+            for device in self._devices[node]
+        ]
+        self._show(node, START + timedelta(seconds=now_s))
+
+    def _show(self, name: str, now: datetime) -> None:
+        heartbeat = rfc3339(now) if self._tenants[name] else None
+        status = GpuNodeStatus(devices=self._devices[name], tenants=self._tenants[name], heartbeat_time=heartbeat)
+        self._cluster.apply(GpuNode(metadata=ObjectMeta(name=name, uid=name), spec=self._specs[name], status=status))
+
+    def _assessment(self, applicant: Applicant) -> Assessment:
+        """Return what was found about a demand, brought up to date."""
+        view = self._cluster.view()
+        generation, known = self._known.pop(applicant.shape, (0, None))
+        if known is None:
+            known = Assessment(applicant, self._rules, view)
+        else:
+            known.follow(view, self._cluster.changed_since(generation))
+        self._known[applicant.shape] = (self._cluster.generation, known)
+        while len(self._known) > REMEMBERED:
+            self._known.popitem(last=False)
+        return known

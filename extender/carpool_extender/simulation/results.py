@@ -1,0 +1,81 @@
+"""Results as files: what each run came to, and what it was a run of. The document is written from these."""
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from carpool_extender.simulation.contest import EXPERIMENTS, FIGURES, Figures, Line, failing, ours, wrong
+from carpool_extender.simulation.strategy import Strategy
+from carpool_extender.simulation.workload import Workload, WorkloadError
+
+WRONG, FAILING = "-wrong-predictions", "-failures"
+
+
+class About(msgspec.Struct, frozen=True, kw_only=True):
+    """What the results of a file are about."""
+
+    title: str
+    jobs: int
+    seeds: int
+    assumptions: list[str]
+    cpu_s: dict[str, float]
+    """Processor time of one run of each strategy, in seconds."""
+
+
+def write(out: Path, name: str, workload: Workload, lines: Sequence[Line]) -> None:
+    """Write every run of every strategy, and what it is about."""
+    seeds = len(lines[0].runs)
+    about = About(
+        title=workload.title,
+        jobs=len(workload.jobs),
+        seeds=seeds,
+        assumptions=list(workload.assumptions),
+        cpu_s={line.strategy.name: round(line.cpu_s / seeds, 1) for line in lines},
+    )
+    (out / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(about)) + b"\n")
+    write_csv(out / f"{name}.csv", lines)
+
+
+def write_csv(path: Path, lines: Sequence[Line]) -> None:
+    """Write every run of every strategy."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["strategy", "seed", *FIGURES])
+        for line in lines:
+            for seed, run in enumerate(line.runs):
+                writer.writerow([line.strategy.name, seed, *(f"{getattr(run, name):.6g}" for name in FIGURES)])
+
+
+def read(out: Path, name: str) -> tuple[About, list[Line]] | None:
+    """Read results back; None where there are none.
+
+    Raises:
+        WorkloadError: They were written by another version.
+    """
+    path = out / f"{name}.csv"
+    if not path.is_file():
+        return None
+    known = {strategy.name: strategy for strategy in _strategies(name)}
+    runs: dict[str, list[Figures]] = {}
+    try:
+        about = msgspec.json.decode((out / f"{name}.json").read_bytes(), type=About)
+        with path.open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                runs.setdefault(row["strategy"], []).append(Figures(**{one: float(row[one]) for one in FIGURES}))
+    except (OSError, KeyError, ValueError) as error:
+        raise WorkloadError(
+            f"{path}: expected results of this version, found {error!r}; run the workload again"
+        ) from error
+    return about, [Line(known.get(one, Strategy(one, one)), found) for one, found in runs.items()]
+
+
+def _strategies(name: str) -> list[Strategy]:
+    base = name.removesuffix(WRONG).removesuffix(FAILING)
+    if base not in EXPERIMENTS:
+        return []
+    experiment = EXPERIMENTS[base]
+    if name.endswith(FAILING):
+        experiment = failing(experiment)
+    return [*experiment.published, *ours(experiment.mode), *wrong(experiment.mode)]

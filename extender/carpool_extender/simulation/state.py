@@ -1,0 +1,118 @@
+"""What a simulation keeps of jobs and GPUs while it runs, and what comes out of it."""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from carpool_core.resources.node import Device
+from carpool_core.values import GpuUuid, PodUid, SharingMode
+
+from carpool_extender.decide import Place
+from carpool_extender.simulation.knowing import Stage
+from carpool_extender.simulation.workload import SimJob, Truth
+
+
+class Physics(Protocol):
+    """What truly happens on a GPU."""
+
+    def slowdowns(self, mode: SharingMode, tenants: list[Truth]) -> list[float]:
+        """Return each tenant's true slowdown."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A job that has its GPUs."""
+
+    job: SimJob
+    stage: Stage
+    places: list[tuple[str, Place]]
+    """Node and place of each worker."""
+    gpus: list["Gpu"]
+    started_s: float
+    left_s: float
+    """Work that is left, in seconds alone."""
+    since_s: float
+    slowdown: float = 1.0
+    version: int = 0
+    """Raised whenever its speed changes; an end that was foreseen under another version is void."""
+    ended: bool = False
+
+    def uid_on(self, gpu: GpuUuid) -> PodUid:
+        """Return the UID of the worker that has a GPU."""
+        for worker, (_, place) in enumerate(self.places):
+            if gpu in place.gpu_uuids:
+                return uid_of(self.job, self.stage, worker)
+        raise AssertionError(f"{self.job.name} has no worker on {gpu}")
+
+    @property
+    def nodes(self) -> set[str]:
+        """Names of its nodes."""
+        return {node for node, _ in self.places}
+
+
+@dataclass(slots=True, eq=False)
+class Gpu:
+    """One GPU and what it did."""
+
+    device: Device
+    node: str
+    tenants: list[Running] = field(default_factory=list)
+    mode: SharingMode = SharingMode.EXCLUSIVE
+    closed_until_s: float = 0.0
+    failures: int = 0
+    """Failures that it has not recovered from."""
+    since_s: float = 0.0
+    util: float = 0.0
+    sm: float = 0.0
+    util_s: float = 0.0
+    """Integral of utilization over time, in seconds."""
+    energy_j: float = 0.0
+    power: tuple[float, float] = (0.0, 0.0)
+    """Limit and idle power, in W."""
+
+    def account(self, now_s: float) -> None:
+        """Add up what happened since the last change."""
+        span = now_s - self.since_s
+        limit, idle = self.power
+        self.util_s += span * self.util
+        self.energy_j += span * (idle + (limit - idle) * self.sm)
+        self.since_s = now_s
+
+    def load(self) -> None:
+        """Work out utilization and SM activity from the tenants as they truly are now."""
+        self.util = min(1.0, sum(t.job.truth.util / t.slowdown for t in self.tenants))
+        self.sm = min(1.0, sum(t.job.truth.sm / t.slowdown for t in self.tenants))
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """One job's way."""
+
+    job: SimJob
+    start_s: float
+    """Start of the attempt that succeeded."""
+    end_s: float
+    gpus: tuple[str, ...]
+    ooms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one run."""
+
+    finished: list[Finished]
+    gpus: list[Gpu]
+    ooms: int
+    killed: int
+    """Times that a job died with its GPU."""
+    makespan_s: float
+    unplaced: int
+    """Jobs that no GPU ever took."""
+    utilization: list[tuple[float, float]]
+    """Time in seconds and mean utilization of all GPUs from then on."""
+
+
+def uid_of(job: SimJob, stage: Stage, worker: int) -> PodUid:
+    """Return the UID of one worker's pod."""
+    profile = "-profile" if stage.profiling else ""
+    return PodUid(f"{job.name}-{worker}-{stage.attempt}-{stage.restarts}{profile}")
