@@ -178,6 +178,15 @@ def _message(job: Job, answers: Sequence[OnProduct]) -> str:
     if outside:
         where = "" if len(outside) == len(answers) else f" on {', '.join(outside)}"
         told.append(f"activity{where} is a roofline estimate, because no step like this was measured")
+    measured = activity.shipped()
+    elsewhere = job.training.precision is not measured.precision or any(
+        answer.activity_inside and answer.prediction.product != measured.product for answer in answers
+    )
+    if elsewhere and len(outside) < len(answers):
+        told.append(
+            f"activity was measured on {measured.product} in {measured.precision} only, so its interval elsewhere is "
+            "assumed"
+        )
     if not all(answer.step_time_inside for answer in answers):
         told.append("step times with tensor cores were not measured, so their interval is wider")
     return "; ".join(told)

@@ -133,3 +133,11 @@ def test_an_abstention_has_no_products() -> None:
     report = report_on("m", Abstention(reason="X", message="why"), PRODUCTS)
     assert as_json(report)["products"] == []
     assert as_json(report)["status"] == "abstained"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "is_told"), [pytest.param("A100-SXM4-40GB", False, id="measured"), pytest.param("A30", True, id="another")]
+)
+def test_where_activity_was_not_measured_the_message_says_so(gpu: str, is_told: bool) -> None:
+    message = report_on("m", job(), [find_product(gpu)]).prediction.message
+    assert ("its interval elsewhere is assumed" in message) is is_told
