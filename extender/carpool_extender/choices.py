@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from carpool_extender.checks import Verdict
 from carpool_extender.policies import Policy
-from carpool_extender.view import MODES, Bools, Rows
+from carpool_extender.view import MODES, NO_MODE, Bools, Rows
 
 MOST_ISLANDS = 1 << 15
 """More than a node has GPUs."""
@@ -108,7 +108,7 @@ def select(verdict: Verdict, policy: Policy, among: Rows | None = None) -> Choic
         rows=rows,
         node=node,
         cost=policy.cost(verdict, rows),
-        idle=verdict.view.columns.count[rows] == 0,
+        effort=_effort(verdict, rows),
         left=verdict.left_mib(rows).astype(np.float64),
     )
     if wanted == 1:
@@ -124,8 +124,17 @@ class _Field:
     rows: Rows
     node: NDArray[np.intp]
     cost: NDArray[np.float64]
-    idle: Bools
+    effort: NDArray[np.int64]
+    """What has to be done first: 0 where others are already, 1 for an idle GPU, 2 where its mode has to change, too."""
     left: NDArray[np.float64]
+
+
+def _effort(verdict: Verdict, rows: Rows) -> NDArray[np.int64]:
+    columns = verdict.view.columns
+    prepared = columns.prepared[rows]
+    changes = (prepared != NO_MODE) & (prepared != verdict.found.mode[rows])
+    effort: NDArray[np.int64] = (columns.count[rows] == 0) * (1 + changes.astype(np.int64))
+    return effort
 
 
 def _single(field: _Field, tolerance: float) -> Choices:
@@ -134,14 +143,14 @@ def _single(field: _Field, tolerance: float) -> Choices:
     run = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, len(field.node))))
     tie = field.cost <= np.minimum.reduceat(field.cost, starts)[run] + tolerance
     beyond = field.left.max() + 1.0
-    rank = np.where(tie, field.left + field.idle * beyond, np.inf)
+    rank = np.where(tie, field.left + field.effort * beyond, np.inf)
     best = rank == np.minimum.reduceat(rank, starts)[run]
     place = np.minimum.reduceat(np.where(best, np.arange(len(rank)), len(rank)), starts)
     return Choices(
         node=field.node[place],
         rows=field.rows[place][:, None],
         cost=field.cost[place],
-        in_use=(~field.idle[place]).astype(np.float64),
+        in_use=(field.effort[place] == 0).astype(np.float64),
         left_mib=field.left[place],
         is_linked=np.ones(len(place), np.bool_),
     )
@@ -176,7 +185,7 @@ def _teams(field: _Field, team: NDArray[np.intp], want: tuple[int, float]) -> Ch
     np.minimum.at(best, position, field.cost)
     tie = field.cost <= best[position] + tolerance
     # By team; inside, ties with the best first, those in use with the least left over ahead, then by cost.
-    second, third = np.where(tie, field.idle, field.cost), np.where(tie, field.left, 0.0)
+    second, third = np.where(tie, field.effort, field.cost), np.where(tie, field.left, 0.0)
     order = np.lexsort((third, second, ~tie, team))
     starts = np.cumsum(size) - size
     chosen = order[starts[size >= wanted][:, None] + np.arange(wanted)]
@@ -184,7 +193,7 @@ def _teams(field: _Field, team: NDArray[np.intp], want: tuple[int, float]) -> Ch
         node=field.node[chosen[:, 0]],
         rows=field.rows[chosen],
         cost=field.cost[chosen].mean(axis=1),
-        in_use=(~field.idle[chosen]).mean(axis=1),
+        in_use=(field.effort[chosen] == 0).mean(axis=1),
         left_mib=field.left[chosen].sum(axis=1),
         is_linked=np.zeros(len(chosen), np.bool_),
     )

@@ -230,6 +230,7 @@ class Cluster:
             columns.gpu_index[row] = device.index
             columns.device_class[row] = class_id
             columns.usable_mib[row] = kind.usable_mib
+            columns.prepared[row] = NO_MODE if device.mode is None else CODES[device.mode]
             columns.uuid[row] = device.uuid
             tenants = by_gpu.get(device.uuid, [])
             known = known_of(tenants, [measured.get((r.pod_uid, device.uuid)) for r in tenants])

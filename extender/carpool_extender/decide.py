@@ -15,7 +15,7 @@ from carpool_extender.applicant import Applicant
 from carpool_extender.assessments import Assessment
 from carpool_extender.checks import Check, Verdict, examine
 from carpool_extender.choices import best_of, scores, select, ties
-from carpool_extender.modes import memory_limit_mib, thread_limit
+from carpool_extender.modes import memory_limit_mib, thread_limit, why
 from carpool_extender.policies import Policy
 from carpool_extender.refusal import PREFIX, Offer, counted, explanation, summary
 from carpool_extender.rules import Rules
@@ -210,7 +210,10 @@ def _why(verdict: Verdict, rows: list[int], mode: SharingMode, policy: Policy, s
         f"{left:,} of {int(view.columns.usable_mib[rows[0]]):,} MiB left",
         f"expected slowdown {slowdown:.2f} of {demand.max_slowdown:.2f}",
     ]
-    if demand.is_unknown:
+    facts = verdict.applicant.facts(view.classes[int(view.columns.device_class[rows[0]])])
+    because = why(mode, demand, is_first=not neighbours, alone=verdict.conditions.alone, is_known=facts.is_known)
+    parts.append(f"{mode} {because}")
+    if facts.profile.memory_mib is None:
         parts.append("nothing is known of its memory, so it counts with the whole GPU")
     parts += _passed_over(verdict)
     return "; ".join(parts)

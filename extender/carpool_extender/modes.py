@@ -1,6 +1,7 @@
 """Which sharing mode a GPU would have with the newcomer on it."""
 
 import numpy as np
+from carpool_core.demand import Demand
 from carpool_core.values import RequestedMode, SharingMode
 from numpy.typing import NDArray
 
@@ -52,6 +53,30 @@ def _first_choice(facts: ClassColumns) -> NDArray[np.int8]:
     turns = np.where(facts.can[:, TIME_SLICING], TIME_SLICING, alone)
     shared = np.where(facts.can[:, MPS], MPS, turns)
     return np.where(facts.known, shared, alone).astype(np.int8)
+
+
+def why(mode: SharingMode, demand: Demand, *, is_first: bool, alone: bool, is_known: bool) -> str:
+    """Say in a few words why a GPU has this mode.
+
+    Args:
+        mode: The mode.
+        demand: Who gets it.
+        is_first: Whether the GPU was idle.
+        alone: Whether the policy gives every job a GPU of its own.
+        is_known: Whether the job's memory is known on this GPU.
+    """
+    if demand.mode is not RequestedMode.AUTO:
+        return "as the job asks"
+    if not is_first:
+        return "as its tenants have it"
+    if alone:
+        return "as the policy gives every job a GPU of its own"
+    if mode is SharingMode.EXCLUSIVE:
+        return "as the device can do nothing else" if is_known else "as nothing bounds its memory"
+    if mode is SharingMode.TIME_SLICING:
+        several = "as a process of several GPUs reaches only one MPS daemon"
+        return several if demand.gpus > 1 else "as the device has no MPS"
+    return "as memory is limited and kernels run side by side"
 
 
 def memory_limit_mib(mode: SharingMode, facts: ClassFacts) -> int | None:

@@ -101,6 +101,8 @@ class Columns:
     """(G,) Whether `View.hindered` says why it takes nobody at this moment."""
     mode: NDArray[np.int8] = field(metadata=_of(np.int8))
     """(G,) Code of the mode that its reservations have; 0 without any."""
+    prepared: NDArray[np.int8] = field(metadata=_of(np.int8))
+    """(G,) Code of the mode that its agent has it in at present; 0 where it is in none."""
     count: NDArray[np.int16] = field(metadata=_of(np.int16))
     """(G,) Number of tenants; they stand in the first places of the (G, T) arrays."""
     reserved_at: NDArray[np.float64] = field(metadata=_of(np.float64))

@@ -195,6 +195,44 @@ def test_no_limits_where_nothing_enforces_them(mode):
     assert (chosen.memory_limit_mib, chosen.thread_percentage) == (None, None)
 
 
+@pytest.mark.parametrize(
+    ("node", "wants", "expected"),
+    [
+        pytest.param(gpu_node(), {}, "MPS as memory is limited and kernels run side by side", id="MPS"),
+        pytest.param(gpu_node(), {"mode": RequestedMode.TIME_SLICING}, "TimeSlicing as the job asks", id="asked for"),
+        pytest.param(
+            gpu_node("a", 1, [tenant("x", [GPU], TURNS)]), {}, "TimeSlicing as its tenants have it", id="there"
+        ),
+        pytest.param(gpu_node(), {"prediction": None}, "Exclusive as nothing bounds its memory", id="unknown"),
+        pytest.param(gpu_node("a", [device(modes=NO_MPS)]), {}, "TimeSlicing as the device has no MPS", id="no MPS"),
+        pytest.param(
+            gpu_node("a", [device(modes=[ALONE])]), {}, "Exclusive as the device can do nothing else", id="nothing else"
+        ),
+        pytest.param(
+            gpu_node("a", 2),
+            {"gpus": 2},
+            "TimeSlicing as a process of several GPUs reaches only one MPS daemon",
+            id="several GPUs",
+        ),
+    ],
+)
+def test_the_reason_says_why_this_mode(node, wants, expected):
+    assert expected in place(Assessment(applicant(**wants), RULES, cluster(node).view()), "a").reason.split("; ")
+
+
+def test_the_reason_says_that_the_policy_wants_every_job_alone():
+    chosen = place(Assessment(applicant(), fit("exclusive"), cluster(gpu_node()).view()), "a")
+    assert "Exclusive as the policy gives every job a GPU of its own" in chosen.reason
+
+
+def test_an_idle_gpu_that_is_in_the_mode_already_is_taken_before_one_that_has_to_change():
+    node = gpu_node("a", [device(0, mode=TURNS), device(1, mode=MPS), device(2, mode=TURNS)])
+    known = cluster(node)
+    assert place(Assessment(applicant(), RULES, known.view()), "a").gpu_uuids == ["GPU-a-1"]
+    slicing = applicant(mode=RequestedMode.TIME_SLICING, gpus=2)
+    assert place(Assessment(slicing, RULES, known.view()), "a").gpu_uuids == ["GPU-a-0", "GPU-a-2"]
+
+
 # Policies
 
 

@@ -1,0 +1,78 @@
+"""`carpool explain` and `carpool what-if` against a real API server, with no more rights than reading."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS, Selector
+from carpool_core.kube.client import connect
+from carpool_core.settings import KubeSettings
+from carpool_e2e.bench.memory import populate
+from carpool_e2e.carpool import carpool_command
+from carpool_e2e.cluster import Cluster
+from carpool_e2e.jobs import sleeper
+
+pytestmark = pytest.mark.e2e
+
+READER = "asker"
+RULES = [
+    {"apiGroups": ["carpool.dev"], "resources": ["gputrainingjobs", "gpunodes"], "verbs": ["get", "list"]},
+]
+
+
+@pytest.fixture
+def asker(control_plane: Cluster) -> Path:
+    """A kubeconfig of somebody who may read jobs and GpuNodes, and nothing else."""
+    meta = {"name": READER}
+    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {**meta, "namespace": "default"}}
+    role = {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRole", "metadata": meta, "rules": RULES}
+    binding = {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "ClusterRoleBinding",
+        "metadata": meta,
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": READER},
+        "subjects": [{"kind": "ServiceAccount", "name": READER, "namespace": "default"}],
+    }
+    control_plane.apply(account, role, binding)
+    return control_plane.plane.write_kubeconfig(READER, control_plane.plane.api.token_of("default", READER))
+
+
+def carpool(kubeconfig: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [carpool_command(), *arguments],
+        env={**os.environ, "KUBECONFIG": str(kubeconfig)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+async def test_both_tell_every_gpu_of_the_live_cluster_and_create_nothing(
+    control_plane: Cluster, asker: Path, tmp_path: Path
+) -> None:
+    manifest = tmp_path / "job.yaml"
+    manifest.write_text(yaml.safe_dump(sleeper("asked")))
+    async with connect(KubeSettings(kubeconfig=str(control_plane.kubeconfig))) as api:
+        await populate(api, 2, 2)
+        await api.create(GPU_TRAINING_JOBS, sleeper("waiting"), namespace="default")
+        explained = carpool(asker, "explain", "waiting", "-n", "default")
+        asked = carpool(asker, "what-if", str(manifest), "-n", "default")
+        missing = carpool(asker, "explain", "nobody", "-n", "default")
+        jobs = await api.list_page(GPU_TRAINING_JOBS, Selector(namespace="default"))
+        pods = await api.list_page(PODS, Selector(namespace="default"))
+        await api.delete(GPU_TRAINING_JOBS, "waiting", namespace="default")
+        for number in range(2):
+            await api.delete(GPU_NODES, f"bench-{number:04}")
+    assert explained.returncode == 0, explained.stderr
+    assert "default/waiting has no place yet" in explained.stdout
+    assert explained.stdout.count("fits by Exclusive") == 4  # its prediction is not there yet
+    assert asked.returncode == 0, asked.stderr
+    assert "would go to bench-000" in asked.stdout
+    assert asked.stdout.count("fits by MPS") == 4
+    assert missing.returncode == 1
+    assert '"nobody" not found' in missing.stderr
+    assert not pods.items
+    assert len(jobs.items) == 1
