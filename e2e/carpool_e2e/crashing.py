@@ -1,7 +1,7 @@
 """Runs a Carpool process that ends as by `kill -9` at a chosen call, once.
 
     python -m carpool_e2e.crashing --at carpool_core.kube.client:KubeClient.create --when after --matching Pod \
-        --once FILE -- operator
+        --not-matching "'is_dry_run': True" --once FILE -- operator
 
 The process is the real one; only the one method is wrapped. FILE is created just before the end, so that the process,
 started again by the same command, lives.
@@ -24,18 +24,20 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--at", required=True, help="MODULE:CLASS.METHOD, an asynchronous method")
     parser.add_argument("--when", choices=("before", "after"), default="before")
     parser.add_argument("--matching", default="", help="only when this stands in the call's arguments")
+    parser.add_argument("--not-matching", default="", help="only when this does not stand in them")
     parser.add_argument("--once", type=Path, required=True, help="file that is created at the end")
     parser.add_argument("command", nargs="+", help="arguments of `carpool`")
     return parser.parse_args(argv)
 
 
-def sabotage(target: str, *, when: str, matching: str, once: Path) -> None:
+def sabotage(target: str, *, when: str, matching: str, not_matching: str, once: Path) -> None:
     """Wrap a method so that the process ends at its next matching call.
 
     Args:
         target: `MODULE:CLASS.METHOD`.
         when: `before` the call, or `after` it has succeeded.
         matching: Text that must stand in the call's arguments; any call when empty.
+        not_matching: Text that must not stand there; nothing when empty.
         once: File that says that it happened already.
     """
     module, path = target.split(":")
@@ -47,7 +49,9 @@ def sabotage(target: str, *, when: str, matching: str, once: Path) -> None:
 
     @functools.wraps(method)
     async def wrapped(*args: Any, **kwargs: Any) -> Any:
-        is_meant = matching in f"{args} {kwargs}" and not _happened(once)
+        told = f"{args} {kwargs}"
+        is_other = matching not in told or (not_matching != "" and not_matching in told)
+        is_meant = not is_other and not _happened(once)
         if is_meant and when == "before":
             end(once)
         result = await method(*args, **kwargs)
@@ -71,7 +75,7 @@ def end(once: Path) -> None:
 def main() -> None:
     """Sabotage, then be `carpool`."""
     args = _arguments(sys.argv[1:])
-    sabotage(args.at, when=args.when, matching=args.matching, once=args.once)
+    sabotage(args.at, when=args.when, matching=args.matching, not_matching=args.not_matching, once=args.once)
     sys.argv = ["carpool", *args.command]
     importlib.import_module("carpool_core.cli").main()
 

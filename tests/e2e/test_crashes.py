@@ -1,7 +1,9 @@
 """Each process is ended as by `kill -9` between two steps of a job's way: the job ends up placed once, and runs."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from carpool_e2e.cluster import Cluster
@@ -13,36 +15,68 @@ pytestmark = pytest.mark.e2e
 CREATE = "carpool_core.kube.client:KubeClient.create"
 PATCH = "carpool_core.kube.client:KubeClient.patch"
 
+DRY_RUN = "'is_dry_run': True"
+
+
+def attempted(watcher: Watcher) -> bool:
+    """Whether the first attempt is written, and no pod made for it."""
+    return first_attempt(watcher) == ("Creating", []) and not watcher.pods("crash")
+
+
+def made(watcher: Watcher) -> bool:
+    """Whether the first attempt's pod exists, of which the status does not know."""
+    return first_attempt(watcher) == ("Creating", []) and len(watcher.pods("crash")) == 1
+
+
+def first_attempt(watcher: Watcher) -> tuple[str, list[str]]:
+    (attempt,) = watcher.job("crash")["status"].get("attempts", [])
+    return attempt["outcome"], attempt.get("podUids", [])
+
+
+def reserved(watcher: Watcher) -> bool:
+    """Whether the pod has a reservation."""
+    return len(watcher.reserved("crash")) == 1
+
+
+class Crash(NamedTuple):
+    """Which process ends, at which call, and what stands in the cluster then."""
+
+    process: str
+    at: str
+    when: str
+    matching: str
+    stands: Callable[[Watcher], bool]
+
+
 CRASHES = {
-    "operator, after creating the pod, before writing the status": ("operator", CREATE, "after", "'Pod'"),
-    "operator, before creating the pod": ("operator", CREATE, "before", "'Pod'"),
-    "extender, after the reservation, before the Binding": ("extender", PATCH, "after", "reservations"),
-    "extender, just before the Binding": ("extender", CREATE, "before", "binding"),
-    "extender, after the Binding, before its answer": ("extender", CREATE, "after", "binding"),
-    "agent, between Allocate and PreStartContainer": (
-        "agent-a100", "carpool_deviceplugin.plugin:Plugin.pre_start", "before", "",
+    "operator, after creating the pod, before writing the status": Crash("operator", CREATE, "after", "'Pod'", made),
+    "operator, before creating the pod": Crash("operator", CREATE, "before", "'Pod'", attempted),
+    "extender, after the reservation, before the Binding": Crash("extender", PATCH, "after", "reservations", reserved),
+    "extender, just before the Binding": Crash("extender", CREATE, "before", "binding", reserved),
+    "extender, after the Binding, before its answer": Crash("extender", CREATE, "after", "binding", reserved),
+    "agent, between Allocate and PreStartContainer": Crash(
+        "agent-a100", "carpool_deviceplugin.plugin:Plugin.pre_start", "before", "", reserved
     ),
-    "agent, after the reservation, before it reports the partition": (
-        "agent-a100", PATCH, "before", "'state': 'Ready'",
+    "agent, after the reservation, before it reports the partition": Crash(
+        "agent-a100", PATCH, "before", "'state': 'Ready'", reserved
     ),
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize("crash", CRASHES, ids=list(CRASHES))
-def test_a_process_ends_between_two_steps(cluster: Cluster, watcher: Watcher, once: Path, crash: str) -> None:
-    name, at, when, matching = CRASHES[crash]
-    process = cluster[name]
+@pytest.mark.parametrize("crash", CRASHES.values(), ids=list(CRASHES))
+def test_a_process_ends_between_two_steps(cluster: Cluster, watcher: Watcher, once: Path, crash: Crash) -> None:
+    process = cluster[crash.process]
     healthy = process.command
     process.kill()
     process.command = [
-        sys.executable, "-m", "carpool_e2e.crashing",
-        "--at", at, "--when", when, "--matching", matching, "--once", str(once), "--", *healthy[1:],
+        sys.executable, "-m", "carpool_e2e.crashing", "--at", crash.at, "--when", crash.when,
+        "--matching", crash.matching, "--not-matching", DRY_RUN, "--once", str(once), "--", *healthy[1:],
     ]  # fmt: skip
     try:
         process.start()
         cluster.apply(sleeper("crash"))
-        eventually(f"{name} to end", lambda: once.exists() and not process.running)
-        assert name == "operator" or watcher.reserved("crash"), f"{name} ended before there was a reservation"
+        eventually(f"{crash.process} to end", lambda: once.exists() and not process.running)
+        assert crash.stands(watcher), f"{crash.process} ended, but not {crash.when} the call that is meant"
     finally:
         process.command = healthy
         process.kill()
