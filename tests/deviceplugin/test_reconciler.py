@@ -109,6 +109,7 @@ async def test_status_is_written_on_change_only(kube, agent, devices, reserve) -
         await until(lambda: exists(kube))
         await reserve_on(kube, reserve("a", devices.uuids[0]))
         await until(lambda: states(kube) == {"uid-a": "Ready"})
+        await until(lambda: status_of(kube).devices[0].mode is SharingMode.TIME_SLICING)
         count = writes(kube)
         later = agent.clock.monotonic() + 30
         await until(lambda: agent.clock.monotonic() > later)
