@@ -1,5 +1,6 @@
 """What a job asks of a GPU, and which GPUs could ever give it: shared by the operator and the extender."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -9,6 +10,8 @@ from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import Device, TenantProfile
 from carpool_core.resources.prediction import Prediction, ProductPrediction
 from carpool_core.values import JobUid, RequestedMode, Tenancy
+
+_CAPABILITY = re.compile(r"[0-9]{1,3}(\.[0-9]{1,3})?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,8 @@ def demand_of(job: GpuTrainingJob) -> Demand:
 
 
 def _capability(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(".")) if text else (0,)
+    """Order capabilities; one that cannot be read comes before all others, so that nobody relies on it."""
+    return tuple(int(part) for part in text.split(".")) if _CAPABILITY.fullmatch(text) else (0,)
 
 
 def _impossible_mode(mode: RequestedMode, device: Device) -> str:

@@ -11,13 +11,17 @@ import numpy as np
 from carpool_core.demand import Demand, unsuitable
 from carpool_core.resources.node import TenantProfile
 from carpool_core.resources.prediction import ProductPrediction
-from carpool_core.values import JobUid, SharingMode
+from carpool_core.values import JobUid, RequestedMode, SharingMode
 from numpy.typing import NDArray
 
+from carpool_extender.mig import Profile, smallest, whole
 from carpool_extender.view import CODES, DeviceClass
 
 THREAD_STEP = 5
 """Thread percentages are rounded up to multiples of this; finer than one SM of most GPUs makes no difference."""
+
+REMEMBERED = 8
+"""Collections of classes of devices for which an applicant remembers what it worked out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,8 @@ class ClassFacts:
     profile: TenantProfile
     thread_percentage: int
     """Share of the SMs that the job fills while it computes, rounded up: an MPS limit that does not slow it."""
+    mig: Profile | None
+    """MIG instance that it would get; None where no profile holds it."""
 
     @property
     def is_known(self) -> bool:
@@ -47,6 +53,8 @@ class ClassColumns:
     known: NDArray[np.bool_]
     can: NDArray[np.bool_]
     """(classes, modes) Whether the agent can prepare a mode for such a job, by the mode's code."""
+    mig: NDArray[np.int16]
+    """(classes, 4) GB and slices of its MIG instance, and of the whole GPU's; zeros where there is none."""
     need_mib: NDArray[np.int64]
     """Upper bound of the job's memory; the GPU's usable memory where unknown."""
     util: NDArray[np.float32]
@@ -84,6 +92,9 @@ class Applicant:
         key = tuple(classes)
         found = self._columns.get(key)
         if found is None:
+            if len(self._columns) >= REMEMBERED:  # kinds of GPUs come and go
+                self._columns.clear()
+                self._facts.clear()
             found = self._columns[key] = self._collect(key)
         return found
 
@@ -93,7 +104,8 @@ class Applicant:
         for row, kind in enumerate(classes):
             can[row, [CODES[mode] for mode in kind.modes]] = True
         if self.demand.gpus > 1:
-            can[:, CODES[SharingMode.MPS]] = False  # one daemon for each GPU, and a process reaches only one
+            # One daemon for each GPU, and a process reaches only one; nor does it reach more than one instance.
+            can[:, [CODES[SharingMode.MPS], CODES[SharingMode.MIG]]] = False
         memory = [fact.profile.memory_mib for fact in facts]
         need = [k.usable_mib if m is None else max(1, m) for k, m in zip(classes, memory, strict=True)]
         return ClassColumns(
@@ -101,6 +113,9 @@ class Applicant:
             too_small=np.array([fact.too_small for fact in facts], np.bool_),
             known=np.array([fact.is_known for fact in facts], np.bool_),
             can=can,
+            mig=np.array([_instance(fact, kind) for fact, kind in zip(facts, classes, strict=True)], np.int16).reshape(
+                -1, 4
+            ),
             need_mib=np.array(need, np.int64),
             util=np.array([fact.profile.gpu_util_percent / 100 for fact in facts], np.float32),
             sm=np.array([fact.profile.sm_active_ratio for fact in facts], np.float32),
@@ -111,13 +126,25 @@ class Applicant:
 def _facts_on(demand: Demand, kind: DeviceClass) -> ClassFacts:
     device = kind.device()
     reason = unsuitable(demand, device)
+    profile = demand.profile_on(kind.product)
+    instance = smallest(kind.mig_profiles, profile.memory_mib, profile.sm_active_ratio)
+    if reason is None and demand.mode is RequestedMode.MIG and instance is None:
+        reason = (
+            f"no MIG profile holds {profile.memory_mib or 0:,} MiB, there are {', '.join(kind.mig_profiles) or 'none'}"
+        )
     without_memory = replace(demand, memory_limit_mib=None, prediction=None)
     return ClassFacts(
         reason=reason,
         too_small=reason is not None and unsuitable(without_memory, device) is None,
-        profile=demand.profile_on(kind.product),
+        profile=profile,
         thread_percentage=thread_percentage(demand.prediction_on(kind.product)),
+        mig=instance,
     )
+
+
+def _instance(facts: ClassFacts, kind: DeviceClass) -> tuple[int, int, int, int]:
+    taken = (0, 0) if facts.mig is None else (facts.mig.gb, facts.mig.slices)
+    return (*taken, *whole(kind.mig_profiles))
 
 
 def thread_percentage(predicted: ProductPrediction | None) -> int:

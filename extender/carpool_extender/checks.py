@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from carpool_extender.aggregates import SHARED
 from carpool_extender.applicant import Applicant, ClassColumns
 from carpool_extender.conditions import Conditions
-from carpool_extender.modes import MPS, proposed
+from carpool_extender.modes import MIG, MPS, proposed
 from carpool_extender.view import MODES, NO_MODE, NOBODY, Bools, Columns, Floats, Rows, View
 
 NO_CONDITIONS = Conditions()
@@ -126,7 +126,8 @@ class Verdict:
         if check is Check.MEMORY or (check is Check.SUITABLE and bool(self.too_small(rows).all())):
             return self.left_mib(rows).astype(np.float64)
         if check is Check.SLOTS:
-            return self.slots - columns.count[rows] - 1.0
+            room = self.slots - columns.count[rows] - 1.0
+            return np.where(room < 0, room, np.where(self.found.failed[rows] == check, -1.0, room))
         if check is Check.CONDITION:
             of = self._facts.sm[columns.device_class[rows]]
             return _condition_margin(self.conditions, columns.take(rows), of)
@@ -177,7 +178,7 @@ def look(asked: Verdict, columns: Columns) -> Findings:
     failures = (
         (Check.CONDITION, _condition_fails(conditions, columns, facts.sm, of)),
         (Check.MEMORY, columns.free_mib < facts.need_mib[of]),
-        (Check.SLOTS, columns.count >= asked.slots),
+        (Check.SLOTS, (columns.count >= asked.slots) | lacks_instances(columns, facts.mig[of], mode)),
         (Check.TENANCY, _strangers(view, columns, applicant, mode)),
         (Check.MODE, mode == NO_MODE),
         (Check.SUITABLE, ~facts.suitable[of]),
@@ -201,7 +202,17 @@ def look(asked: Verdict, columns: Columns) -> Findings:
     return found
 
 
-def _condition_fails(conditions: Conditions, columns: Columns, sm: Floats, of: NDArray[np.int16]) -> Bools | None:
+def lacks_instances(columns: Columns, mig: NDArray[np.int16], mode: NDArray[np.int8]) -> Bools:
+    """Where a MIG instance would be wanted and has no room beside the others, shape (gpus,).
+
+    Room in numbers is not yet room at a place: the agent knows, and GPUs that could not be prepared are left alone.
+    """
+    beyond = (columns.mig_gb + mig[:, 0] > mig[:, 2]) | (columns.mig_slices + mig[:, 1] > mig[:, 3])
+    lacking: Bools = (mode == MIG) & beyond
+    return lacking
+
+
+def _condition_fails(conditions: Conditions, columns: Columns, sm: Floats, of: NDArray[np.int32]) -> Bools | None:
     """Where a precondition of the site is not met; None where there is none."""
     if not conditions.ask_anything:
         return None

@@ -156,7 +156,7 @@ def _single(field: _Field, tolerance: float) -> Choices:
     )
 
 
-def _several(field: _Field, mode: NDArray[np.int8], island: NDArray[np.int16], want: tuple[int, float]) -> Choices:
+def _several(field: _Field, mode: NDArray[np.int8], island: NDArray[np.int32], want: tuple[int, float]) -> Choices:
     """Choose several GPUs in one mode on each node: on one NVLink island where there is room, anywhere otherwise."""
     anywhere = field.node * len(MODES) + mode
     apart = _teams(field, anywhere * MOST_ISLANDS + island, want)

@@ -10,6 +10,8 @@ from carpool_extender.doubts import doubts
 from carpool_extender.islands import islands
 from carpool_extender.journal import Journal
 from carpool_extender.measured import Known, known_of, seconds, settled_tenants
+from carpool_extender.mig import profile_of
+from carpool_extender.numbering import Numbering
 from carpool_extender.standing import Hindrance, Standing
 from carpool_extender.versions import differ, is_older
 from carpool_extender.view import (
@@ -47,11 +49,10 @@ class Cluster:
         self._assumed: dict[str, dict[PodUid, Reservation]] = {}
         self._holders: dict[PodUid, set[str]] = {}
         self._of_job: dict[JobUid, set[tuple[str, PodUid]]] = {}
-        self._names: list[str] = []
-        self._ids: dict[str, int] = {}
-        self._classes: list[DeviceClass] = []
-        self._class_ids: dict[DeviceClass, int] = {}
-        self._namespaces: dict[str, int] = {}
+        self._names: Numbering[str] = Numbering()
+        self._classes: Numbering[DeviceClass] = Numbering()
+        self._namespaces: Numbering[str] = Numbering()
+        self._held: dict[str, tuple[frozenset[DeviceClass], frozenset[str]]] = {}
 
     @property
     def nodes(self) -> dict[str, GpuNode]:
@@ -77,7 +78,15 @@ class Cluster:
         if (rows := self._journal.unsettled()).size:
             work_out(self._columns, rows)
         columns = self._columns.shown(self._used)
-        return View(columns, self._names, self._ids, self._classes, self._namespaces, self._hindered)
+        return View(
+            columns=columns,
+            node_names=self._names.things,
+            node_ids=self._names.ids,
+            naming=self._names.changes,
+            classes=self._classes.things,
+            namespaces=self._namespaces.ids,
+            hindered=self._hindered,
+        )
 
     @property
     def generation(self) -> int:
@@ -162,6 +171,7 @@ class Cluster:
         if old is not None:
             self._index_holders(name, old, None)
         self._release_rows(name)
+        self._hold(name, None)
         if self._standing is not None:
             self._standing.forget(name)
 
@@ -178,6 +188,21 @@ class Cluster:
         for reservation in new.spec.reservations if new else ():
             self._holders.setdefault(reservation.pod_uid, set()).add(name)
             self._of_job.setdefault(reservation.job_uid, set()).add((name, reservation.pod_uid))
+
+    def _hold(self, name: str, now: tuple[frozenset[DeviceClass], frozenset[str]] | None) -> None:
+        """Keep numbers for what a node's rows speak of, and no longer for what they spoke of before."""
+        before = self._held.get(name)
+        if now == before:
+            return
+        for held, change in ((now, Numbering.hold), (before, Numbering.let_go)):
+            if held is not None:
+                change(self._names, [name])
+                change(self._classes, held[0])
+                change(self._namespaces, held[1])
+        if now is None:
+            del self._held[name]
+        else:
+            self._held[name] = now
 
     def _release_rows(self, name: str) -> None:
         block = self._blocks.pop(name, None)
@@ -208,27 +233,23 @@ class Cluster:
         node = self._with_assumed(node)
         by_gpu, measured = reservations_by_gpu(node), settled_tenants(node)
         devices = sorted(node.status.devices, key=lambda device: device.index)
+        kinds = [class_of(device) for device in devices]
+        self._hold(name, (frozenset(kinds), frozenset(r.pod_namespace for r in node.spec.reservations)))
         block = self._rows(name, len(devices), max((len(r) for r in by_gpu.values()), default=0))
         self._journal.note(np.arange(block.start, block.stop))
         columns = self._columns
-        node_id = self._ids.setdefault(name, len(self._ids))
-        if node_id == len(self._names):
-            self._names.append(name)
+        node_id = self._names.ids[name]
         columns.island[block] = islands(devices)
         doubted = doubts(node, by_gpu)
         self._doubts.pop(name, None)
         if doubted:
             rows = range(block.start, block.stop)
             self._doubts[name] = {r: doubted[d.uuid] for r, d in zip(rows, devices, strict=True) if d.uuid in doubted}
-        for row, device in enumerate(devices, start=block.start):
-            kind = class_of(device)
-            class_id = self._class_ids.setdefault(kind, len(self._class_ids))
-            if class_id == len(self._classes):
-                self._classes.append(kind)
+        for row, (device, kind) in enumerate(zip(devices, kinds, strict=True), start=block.start):
             columns.alive[row] = True
             columns.node[row] = node_id
             columns.gpu_index[row] = device.index
-            columns.device_class[row] = class_id
+            columns.device_class[row] = self._classes.ids[kind]
             columns.usable_mib[row] = kind.usable_mib
             columns.prepared[row] = NO_MODE if device.mode is None else CODES[device.mode]
             columns.uuid[row] = device.uuid
@@ -238,6 +259,9 @@ class Cluster:
 
     def _write_tenants(self, columns: Columns, row: int, tenants: list[Reservation], known: list[Known]) -> None:
         usable_mib = int(columns.usable_mib[row])
+        instances = [found for t in tenants if (found := profile_of(t.mig_profile)) is not None]
+        columns.mig_gb[row] = sum(instance.gb for instance in instances)
+        columns.mig_slices[row] = sum(instance.slices for instance in instances)
         columns.mode[row] = CODES[tenants[0].mode] if tenants else NO_MODE
         columns.count[row] = len(tenants)
         columns.reserved_at[row] = max((seconds(t.reserved_at) for t in tenants), default=0.0)
@@ -247,16 +271,12 @@ class Cluster:
         columns.namespace[row] = NOBODY
         for place, (reservation, of) in enumerate(zip(tenants, known, strict=True)):
             tenant = reservation.tenant
-            columns.memory_mib[row, place] = (
-                usable_mib if of.memory_mib is None else min(max(1, of.memory_mib), usable_mib)
-            )
+            columns.memory_mib[row, place] = counted_mib(of.memory_mib, usable_mib)
             columns.util[row, place] = of.util
             columns.sm[row, place] = of.sm
             columns.dram[row, place] = of.dram
             columns.max_slowdown[row, place] = tenant.max_slowdown
-            columns.namespace[row, place] = self._namespaces.setdefault(
-                reservation.pod_namespace, len(self._namespaces)
-            )
+            columns.namespace[row, place] = self._namespaces.ids[reservation.pod_namespace]
             columns.cluster_tenancy[row, place] = tenant.tenancy is Tenancy.CLUSTER
 
 

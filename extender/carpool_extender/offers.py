@@ -39,8 +39,8 @@ class Offers:
         Raises:
             msgspec.DecodeError: It is no list of strings.
         """
-        nodes, found = self._known.get(bytes(raw), (0, None))
-        if found is None or nodes != len(view.node_names):  # a node that was unknown may have appeared
+        naming, found = self._known.get(bytes(raw), (0, None))
+        if found is None or naming != view.naming:  # a node that was unknown may have appeared, one that was known gone
             names = self._decoder.decode(raw)
             found = Offer(raw.copy(), names, view.ids(names))
             self.remember(found, view)
@@ -48,6 +48,6 @@ class Offers:
 
     def remember(self, offer: Offer, view: View) -> None:
         """Expect these names again."""
-        self._known[bytes(offer.raw)] = (len(view.node_names), offer)
+        self._known[bytes(offer.raw)] = (view.naming, offer)
         while len(self._known) > REMEMBERED:
             self._known.popitem(last=False)

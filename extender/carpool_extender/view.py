@@ -46,6 +46,7 @@ class DeviceClass:
     reserved_mib: int
     compute_capability: str
     modes: tuple[SharingMode, ...]
+    mig_profiles: tuple[str, ...] = ()
 
     @property
     def usable_mib(self) -> int:
@@ -62,6 +63,7 @@ class DeviceClass:
             reserved_mib=self.reserved_mib,
             compute_capability=self.compute_capability,
             modes=list(self.modes),
+            mig_profiles=list(self.mig_profiles),
         )
 
 
@@ -73,6 +75,7 @@ def class_of(device: Device) -> DeviceClass:
         reserved_mib=device.reserved_mib,
         compute_capability=device.compute_capability,
         modes=tuple(device.modes),
+        mig_profiles=tuple(device.mig_profiles),
     )
 
 
@@ -89,11 +92,11 @@ class Columns:
     """(G,) False in rows that no GPU uses at present; the rest of such a row means nothing."""
     node: NDArray[np.int32] = field(metadata=_of(np.int32))
     """(G,) Index into `View.node_names`."""
-    gpu_index: NDArray[np.int16] = field(metadata=_of(np.int16))
+    gpu_index: NDArray[np.int32] = field(metadata=_of(np.int32))
     """(G,) NVML's index on the node."""
-    island: NDArray[np.int16] = field(metadata=_of(np.int16))
+    island: NDArray[np.int32] = field(metadata=_of(np.int32))
     """(G,) Number of its NVLink island on the node; a GPU without links is alone on one."""
-    device_class: NDArray[np.int16] = field(metadata=_of(np.int16))
+    device_class: NDArray[np.int32] = field(metadata=_of(np.int32))
     """(G,) Index into `View.classes`."""
     usable_mib: NDArray[np.int64] = field(metadata=_of(np.int64))
     """(G,) Total memory less reserve."""
@@ -105,6 +108,10 @@ class Columns:
     """(G,) Code of the mode that its agent has it in at present; 0 where it is in none."""
     count: NDArray[np.int16] = field(metadata=_of(np.int16))
     """(G,) Number of tenants; they stand in the first places of the (G, T) arrays."""
+    mig_gb: NDArray[np.int16] = field(metadata=_of(np.int16))
+    """(G,) GB that the MIG instances of its reservations take."""
+    mig_slices: NDArray[np.int16] = field(metadata=_of(np.int16))
+    """(G,) Slices that they take."""
     reserved_at: NDArray[np.float64] = field(metadata=_of(np.float64))
     """(G,) When its newest reservation was made, in seconds since 1970; 0 without any, or where none says."""
     uuid: NDArray[np.object_] = field(metadata=_of(np.object_, empty=""))
@@ -174,10 +181,12 @@ class View:
     columns: Columns
     node_names: Sequence[str]
     node_ids: Mapping[str, int]
-    """Index into `node_names` by name; also of nodes without GPUs that once had some."""
+    """Index into `node_names` by name, of nodes that exist; a node that comes may get the index of one that went."""
+    naming: int
+    """Another number whenever `node_ids` is another."""
     classes: Sequence[DeviceClass]
     namespaces: Mapping[str, int]
-    """Index of each namespace that has or had a tenant."""
+    """Index of each namespace that has a tenant."""
     hindered: Mapping[int, Hindrance]
     """Why GPUs take nobody at this moment, by row: unhealthy, in doubt, silent, or left alone for a while."""
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 
 import msgspec
+import structlog
 from carpool_core.clock import Clock
 from carpool_core.keys import SCHEDULER_NAME
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS, KubeApi, Selector
@@ -94,6 +95,8 @@ class Watches:
         self._succeeded: dict[JobUid, set[PodUid]] = {}
         self._stirred: dict[str, asyncio.Event] = {}
         self._deleted: dict[str, None] = {}
+        self._odd: set[str] = set()
+        self._log = structlog.get_logger()
         self._on_node: list[Callable[[GpuNode | None, GpuNode | None], None]] = []
         self._on_pod_end: list[Callable[[Pod], None]] = []
 
@@ -125,7 +128,7 @@ class Watches:
         """Take in a GpuNode that an answer brought, before the watch does; not one whose end the watch has told."""
         if node.metadata.uid in self._deleted:
             return
-        self.cluster.apply(node)
+        self._apply(node)
         self._stir(node.metadata.name)
 
     async def stirred(self, name: str) -> None:
@@ -168,13 +171,26 @@ class Watches:
         if old is not None and (new is None or new.metadata.uid != old.metadata.uid):
             self._forget(old)
         if new is not None:
-            self.cluster.apply(new)
+            self._apply(new)
         some = new or old
         if some is not None:
             self._stir(some.metadata.name)
         if self._nodes.store.synced:
             for callback in self._on_node:
                 callback(old, new)
+
+    def _apply(self, node: GpuNode) -> None:
+        """Take in a GpuNode; one whose GPUs cannot be reckoned with counts as having none, and ends nothing."""
+        name = node.metadata.name
+        try:
+            self.cluster.apply(node)
+            self._odd.discard(name)
+        except (ArithmeticError, ValueError) as error:
+            if name not in self._odd:
+                self._odd.add(name)
+                self._log.error("GPUs of a node left out", node=name, error=str(error))
+            empty = msgspec.structs.replace(node.status, devices=[], partitions=[], tenants=[])
+            self.cluster.apply(msgspec.structs.replace(node, status=empty))
 
     def _forget(self, node: GpuNode) -> None:
         """Forget a GpuNode that was deleted; an answer may have brought the next of its name already."""
@@ -184,6 +200,7 @@ class Watches:
         known = self.cluster.node(node.metadata.name)
         if known is not None and known.metadata.uid == node.metadata.uid:
             self.cluster.remove(node.metadata.name)
+            self._odd.discard(node.metadata.name)
 
     def _stir(self, name: str) -> None:
         if (event := self._stirred.pop(name, None)) is not None:

@@ -35,6 +35,30 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("found", ["n/a", "", "8.", "9.0a"])
+def test_a_capability_that_cannot_be_read_does_not_suffice(found: str) -> None:
+    """Regression: one such GPU made every filter with minComputeCapability answer 500."""
+    body = {"metadata": {"name": "x"}, "spec": {"template": {}, "gpu": {"minComputeCapability": "7.0"}}}
+    odd = msgspec.structs.replace(A100, compute_capability=found)
+    why = unsuitable(demand_of(msgspec.convert(body, GpuTrainingJob)), odd)
+    assert why == f"compute capability {found or 'unknown'}, wants 7.0"
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        pytest.param({"index": 256}, id="index"),
+        pytest.param({"computeCapability": "n/a"}, id="capability"),
+        pytest.param({"memoryMib": 2**31}, id="memory"),
+        pytest.param({"reservedMib": 2**31}, id="reserve"),
+        pytest.param({"product": "x" * 257}, id="product"),
+    ],
+)
+def test_a_device_with_odd_values_is_refused(odd: dict[str, Any]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(msgspec.to_builtins(A100) | odd, Device)
+
+
 @pytest.mark.parametrize(("spec", "told"), CASES)
 def test_sentence_names_the_check_and_the_margin(spec: dict[str, Any], told: str | None) -> None:
     body = {"metadata": {"name": "x"}, "spec": {"template": {}, **spec}}

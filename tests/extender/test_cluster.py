@@ -4,6 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 from carpool_core.values import DeviceHealth, PodUid, SharingMode
+from carpool_extender.offers import Offers
 from carpool_extender.testing import T4, cluster, device, gpu_node, tenant
 from carpool_extender.view import CODES, NOBODY
 from hypothesis import given
@@ -132,6 +133,29 @@ def test_following_changes_equals_starting_from_the_end(steps):
     for node in last.values():
         for reservation in node.spec.reservations:
             assert known.holders(reservation.pod_uid) == fresh.holders(reservation.pod_uid)
+
+
+def test_numbers_of_what_is_gone_are_used_again():
+    """Regression: each name, product and namespace that ever was stayed for ever."""
+    known = cluster(gpu_node("a", 1, [tenant("x", ["GPU-a-0"])]))
+    for i in range(50):
+        name = f"n{i}"
+        known.apply(gpu_node(name, [device(0, name, memory_mib=i)], [tenant(name, [f"GPU-{name}-0"], namespace=name)]))
+        known.apply(gpu_node(name, [device(0, name, memory_mib=1000 + i)]))
+        known.remove(name)
+    view = known.view()
+    assert list(view.node_ids) == ["a"]
+    assert list(view.namespaces) == ["default"]
+    assert (len(view.node_names), len(view.classes)) == (2, 3)
+
+
+def test_names_are_read_again_when_their_numbers_may_be_others():
+    known, offers = cluster(gpu_node("a"), gpu_node("b")), Offers()
+    raw = msgspec.Raw(b'["a","b","c"]')
+    assert offers.read(raw, known.view()).ids.tolist() == [0, 1, -1]
+    known.remove("a")
+    known.apply(gpu_node("c"))
+    assert offers.read(raw, known.view()).ids.tolist() == [-1, 1, 0]
 
 
 @pytest.mark.parametrize("gpus", [1, 8])

@@ -9,8 +9,9 @@ from carpool_core.resources.node import GpuNode
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_extender.cluster import Cluster
-from carpool_extender.testing import gpu_node, seed_node, tenant, until
+from carpool_extender.testing import device, gpu_node, seed_node, tenant, until
 from carpool_extender.watches import Watches
+from structlog.testing import capture_logs
 
 
 @pytest.fixture
@@ -67,3 +68,27 @@ async def test_the_next_node_is_kept_when_the_end_of_the_one_before_comes_late(w
     watches.take(again())
     await until(lambda: ends == ["uid-of-a"])
     assert watches.cluster.node("a").metadata.uid == "second-uid-of-a"
+
+
+async def test_a_node_with_impossible_numbers_counts_as_without_gpus(world):
+    """Regression: an index beyond the column's integers ended the extender, and after a restart again."""
+    (_, watches), node = world, gpu_node("odd", [device(2**40, "odd")], [tenant("x", [f"GPU-odd-{2**40}"])])
+    with capture_logs() as logs:
+        watches.take(node)
+        watches.take(msgspec.structs.replace(node, metadata=msgspec.structs.replace(node.metadata, uid="other")))
+    assert [entry["event"] for entry in logs] == ["GPUs of a node left out"]
+    assert watches.cluster.node("odd").status.devices == []
+    assert watches.cluster.holders("pod-x") == ["odd"]
+    assert watches.cluster.view().columns.alive.sum() == 1
+    watches.take(gpu_node("odd", 2))
+    assert watches.cluster.view().columns.alive.sum() == 3
+
+
+async def test_a_node_that_the_types_refuse_ends_no_watch(world):
+    kube, watches = world
+    body = msgspec.to_builtins(gpu_node("odd"))
+    body["status"]["devices"][0]["index"] = 40000
+    kube.seed(GPU_NODES, body)
+    seed_node(kube, gpu_node("b"))
+    await until(lambda: watches.cluster.node("b") is not None)
+    assert watches.cluster.node("odd") is None

@@ -6,12 +6,22 @@ from carpool_core.resources.meta import Condition, ObjectMeta
 from carpool_core.resources.schema import ATOMIC, Resource, field, map_list
 from carpool_core.values import DeviceHealth, GpuUuid, JobUid, PartitionState, PodUid, SharingMode, Tenancy
 
+MOST_MIB = 1024 * 1024 * 1024
+"""Upper bound of every amount of memory, in MiB: 1 PiB, as for a job's own numbers."""
+MOST_GPUS = 256
+"""GPUs of one node that the API server accepts."""
+LONGEST_REASON = 4096
+"""Characters of a reservation's reason that the API server accepts."""
+
 
 class TenantProfile(Resource, frozen=True, kw_only=True):
     """What the decision counted with: enough to decide about the next tenant without looking anything up."""
 
     memory_mib: (
-        Annotated[int, field("Upper bound of its memory on each GPU, in MiB; unknown when left out.", ge=0)] | None
+        Annotated[
+            int, field("Upper bound of its memory on each GPU, in MiB; unknown when left out.", ge=0, le=MOST_MIB)
+        ]
+        | None
     ) = None
     gpu_util_percent: Annotated[float, field("Predicted GPU utilization alone, 0..100.", ge=0, le=100)] = 100.0
     sm_active_ratio: Annotated[float, field("Predicted SM activity alone, 0..1.", ge=0, le=1)] = 1.0
@@ -48,7 +58,7 @@ class Reservation(Resource, frozen=True, kw_only=True):
         float, field("Predicted slowdown of this tenant at the time of the decision.", ge=1)
     ] = 1.0
     policy: Annotated[str, field("Policy that chose the place.")] = ""
-    reason: Annotated[str, field("Why this place.", max_length=4096)] = ""
+    reason: Annotated[str, field("Why this place.", max_length=LONGEST_REASON)] = ""
 
 
 class GpuNodeSpec(Resource, frozen=True, kw_only=True):
@@ -62,14 +72,22 @@ class GpuNodeSpec(Resource, frozen=True, kw_only=True):
 class Device(Resource, frozen=True, kw_only=True):
     """One GPU."""
 
-    uuid: Annotated[GpuUuid, field("NVML's UUID.")]
-    index: Annotated[int, field("NVML's index on the node.", ge=0)]
-    product: Annotated[str, field("Product by NVML's name; begins with `Simulated` where there is no hardware.")]
-    memory_mib: Annotated[int, field("Total memory, in MiB.", ge=0)]
+    uuid: Annotated[GpuUuid, field("NVML's UUID.", max_length=128)]
+    index: Annotated[int, field("NVML's index on the node.", ge=0, le=MOST_GPUS - 1)]
+    product: Annotated[
+        str, field("Product by NVML's name; begins with `Simulated` where there is no hardware.", max_length=256)
+    ]
+    memory_mib: Annotated[int, field("Total memory, in MiB.", ge=0, le=MOST_MIB)]
     reserved_mib: Annotated[
-        int, field("Memory that no tenant can have, in MiB: the driver's, and a margin for fragmentation.", ge=0)
+        int,
+        field(
+            "Memory that no tenant can have, in MiB: the driver's, and a margin for fragmentation.", ge=0, le=MOST_MIB
+        ),
     ] = 0
-    compute_capability: Annotated[str, field("CUDA compute capability, such as 8.0.")] = ""
+    compute_capability: Annotated[
+        str,
+        field("CUDA compute capability, such as 8.0; empty where unknown.", pattern=r"^([0-9]{1,3}\.[0-9]{1,3})?$"),
+    ] = ""
     mig_profiles: Annotated[list[str], field("MIG profiles that it supports; empty without MIG.", schema=ATOMIC)] = []
     modes: Annotated[list[SharingMode], field("Sharing modes that the agent can prepare.", schema=ATOMIC)] = []
     mode: Annotated[SharingMode, field("Sharing mode at present; none when idle.")] | None = None
@@ -122,7 +140,7 @@ class GpuNodeStatus(Resource, frozen=True, kw_only=True):
     agent_version: Annotated[str, field("Version of the agent.")] = ""
     simulated: Annotated[bool, field("True where the GPUs are simulated.")] = False
     heartbeat_time: Annotated[str, field("When the agent last wrote, RFC 3339.")] | None = None
-    devices: Annotated[list[Device], field("GPUs of the node.", schema=map_list("uuid"))] = []
+    devices: Annotated[list[Device], field("GPUs of the node.", schema=map_list("uuid"), max_length=MOST_GPUS)] = []
     partitions: Annotated[list[Partition], field("Progress of each reservation.", schema=map_list("podUid"))] = []
     tenants: Annotated[list[Tenant], field("Measured use, smoothed.", schema=map_list("podUid", "gpuUuid"))] = []
     conditions: Annotated[list[Condition], field("Ready.", schema=map_list("type"))] = []
