@@ -9,6 +9,8 @@ no foreign names in objects.
 """
 
 import asyncio
+from collections.abc import Iterator
+from itertools import chain, repeat
 from typing import Any
 
 import aiohttp
@@ -24,8 +26,22 @@ from carpool_core.settings import KubeSettings
 
 from carpool_operator.app import Operator
 
-_RETRIES_S = (0.5, 1, 2, 3, 5)
-"""Pauses while the API server does not answer. kopf's own grow to 21 s, for which new jobs would wait afterwards."""
+
+class Pauses:
+    """Pauses of a call that the API server does not answer, or answers with 5xx, 403 or 429, in seconds.
+
+    Without end: after the last of a finite sequence kopf gives up, and the process with it, while it could go on with
+    what it knows. Each call begins anew. kopf's own grow to 21 s, for which new jobs would wait afterwards.
+    """
+
+    def __init__(self, *first_s: float, then_s: float) -> None:
+        self._first_s, self._then_s = first_s, then_s
+
+    def __iter__(self) -> Iterator[float]:
+        return chain(self._first_s, repeat(self._then_s))
+
+
+_RETRIES_S = Pauses(0.5, 1, 2, 3, then_s=5)
 
 _WORKER_LIMIT = 32
 _WORKER_IDLE_S = 0.05
@@ -33,7 +49,7 @@ _WORKER_IDLE_S = 0.05
 let through six jobs a second."""
 
 
-def kopf_settings() -> kopf.OperatorSettings:
+def kopf_settings(pauses_s: Pauses = _RETRIES_S) -> kopf.OperatorSettings:
     """Configure kopf: alone, silent in the cluster, ours in every name that it could write."""
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
@@ -42,7 +58,7 @@ def kopf_settings() -> kopf.OperatorSettings:
     settings.queueing.worker_limit = _WORKER_LIMIT
     settings.queueing.idle_timeout = _WORKER_IDLE_S
     settings.watching.chunk_size = 500
-    settings.networking.error_backoffs = _RETRIES_S
+    settings.networking.error_backoffs = pauses_s
     settings.persistence.finalizer = keys.FINALIZER
     settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=keys.DOMAIN)
     settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=keys.DOMAIN)

@@ -1,10 +1,18 @@
 """What kopf hands over, and how it is configured."""
 
 import asyncio
+import logging
+from itertools import islice
 
+import aiohttp
 import kopf
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from carpool_core.settings import KubeSettings
-from carpool_operator.handlers import hear, kopf_settings, registry_for
+from carpool_operator.handlers import Pauses, hear, kopf_settings, registry_for
+from kopf._cogs.clients.api import request as call
+from kopf._cogs.clients.auth import APIContext
 from operator_fixtures import job_body
 from operator_world import World
 
@@ -60,3 +68,35 @@ def test_kopf_leaves_no_names_of_its_own_in_objects() -> None:
     registry = registry_for(World().operator, KubeSettings(), World().clock, asyncio.Event())
     assert not registry._changing.get_all_handlers(), "a handler of changes would write annotations"
     assert not registry._spawning.get_all_handlers(), "a daemon would add a finalizer"
+
+
+@pytest.mark.parametrize("status", [503, 500, 403, 429])
+async def test_api_server_in_trouble_does_not_end_the_operator(status: int) -> None:
+    """Regression: after five refusals, within twelve seconds, kopf gave up and the process ended."""
+    troubles = 40
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        nonlocal troubles
+        troubles -= 1
+        if troubles >= 0:
+            return web.json_response({"kind": "Status", "code": status, "message": "etcd has no leader"}, status=status)
+        return web.json_response({"items": [job_body()]})
+
+    application = web.Application()
+    application.router.add_get("/jobs", answer)
+    async with TestServer(application) as server, aiohttp.ClientSession() as session:
+        answered = await call(
+            "get",
+            "/jobs",
+            settings=kopf_settings(Pauses(then_s=0)),
+            context=APIContext(kopf.AiohttpSession(server=str(server.make_url("/")), aiohttp_session=session)),
+            logger=logging.getLogger("kopf"),
+        )
+        assert len((await answered.json())["items"]) == 1
+
+
+def test_pauses_grow_and_never_end() -> None:
+    pauses = kopf_settings().networking.error_backoffs
+    assert isinstance(pauses, Pauses)
+    for _ in range(2):
+        assert [*islice(pauses, 6)] == [0.5, 1, 2, 3, 5, 5], "each call begins anew"
