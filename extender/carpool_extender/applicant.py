@@ -128,14 +128,14 @@ def _facts_on(demand: Demand, kind: DeviceClass) -> ClassFacts:
     reason = unsuitable(demand, device)
     profile = demand.profile_on(kind.product)
     instance = smallest(kind.mig_profiles, profile.memory_mib, profile.sm_active_ratio)
-    if reason is None and demand.mode is RequestedMode.MIG and instance is None:
-        reason = (
-            f"no MIG profile holds {profile.memory_mib or 0:,} MiB, there are {', '.join(kind.mig_profiles) or 'none'}"
-        )
     without_memory = replace(demand, memory_limit_mib=None, prediction=None)
+    too_small = reason is not None and unsuitable(without_memory, device) is None
+    if reason is None and demand.mode is RequestedMode.MIG and instance is None:
+        there = ", ".join(kind.mig_profiles) or "none"
+        reason = f"no MIG profile holds {profile.memory_mib or 0:,} MiB, there are {there}"
     return ClassFacts(
         reason=reason,
-        too_small=reason is not None and unsuitable(without_memory, device) is None,
+        too_small=too_small,
         profile=profile,
         thread_percentage=thread_percentage(demand.prediction_on(kind.product)),
         mig=instance,

@@ -7,7 +7,7 @@ from itertools import compress
 
 import numpy as np
 from carpool_core.clock import rfc3339
-from carpool_core.resources.node import Reservation, TenantProfile
+from carpool_core.resources.node import LONGEST_REASON, Reservation, TenantProfile
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 from numpy.typing import NDArray
 
@@ -23,6 +23,8 @@ from carpool_extender.view import MODES, Bools, Rows, View
 
 TOLD_BESIDE_FITTING = 100
 """Nodes that are told in full why they do not fit though others do: kube-scheduler then drops what it is told."""
+MOST_NEIGHBOURS = 5
+"""Jobs on the chosen GPUs that a reservation's reason names; of more it says how many."""
 OTHERS_FIT = f"{PREFIX}no room here, other nodes have"
 
 
@@ -47,6 +49,7 @@ class Place:
     mode: SharingMode
     memory_limit_mib: int | None
     thread_percentage: int | None
+    mig_profile: str | None
     tenant: TenantProfile
     expected_slowdown: float
     policy: str
@@ -145,6 +148,7 @@ def reservation(
         mode=chosen.mode,
         memory_limit_mib=chosen.memory_limit_mib,
         thread_percentage=chosen.thread_percentage,
+        mig_profile=chosen.mig_profile,
         reserved_at=rfc3339(now),
         deadline=rfc3339(deadline),
         tenant=chosen.tenant,
@@ -190,6 +194,7 @@ def _place_on(verdict: Verdict, rows: list[int], policy: Policy) -> Place:
         mode=mode,
         memory_limit_mib=memory_limit_mib(mode, facts),
         thread_percentage=thread_limit(mode, facts, is_first=not view.columns.count[rows].any()),
+        mig_profile=facts.mig.name if mode is SharingMode.MIG and facts.mig else None,
         tenant=facts.profile,
         expected_slowdown=slowdown,
         policy=policy.name,
@@ -203,7 +208,8 @@ def _why(verdict: Verdict, rows: list[int], mode: SharingMode, policy: Policy, s
     gpus = ", ".join(str(int(view.columns.gpu_index[row])) for row in rows)
     node = view.node_names[int(view.columns.node[rows[0]])]
     neighbours = sorted({str(tenant) for row in rows for tenant in view.columns.tenants[row]})
-    beside = f"beside {', '.join(neighbours)}" if neighbours else "alone"
+    more = [f"and {len(neighbours) - MOST_NEIGHBOURS} more"] if len(neighbours) > MOST_NEIGHBOURS else []
+    beside = f"beside {', '.join([*neighbours[:MOST_NEIGHBOURS], *more])}" if neighbours else "alone"
     left = int(verdict.left_mib(np.array(rows)).min())
     parts = [
         f"{policy.name}: {mode} on GPU {gpus} of {node} {beside}",
@@ -216,7 +222,8 @@ def _why(verdict: Verdict, rows: list[int], mode: SharingMode, policy: Policy, s
     if facts.profile.memory_mib is None:
         parts.append("nothing is known of its memory, so it counts with the whole GPU")
     parts += _passed_over(verdict)
-    return "; ".join(parts)
+    told = "; ".join(parts)
+    return told if len(told) <= LONGEST_REASON else f"{told[: LONGEST_REASON - 1]}…"
 
 
 def _passed_over(verdict: Verdict) -> list[str]:

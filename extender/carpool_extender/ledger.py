@@ -10,6 +10,7 @@ from carpool_core.resources.node import Device, GpuNode, GpuNodeSpec, Reservatio
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 
 from carpool_extender.cluster import counted_mib
+from carpool_extender.mig import profile_of, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,8 @@ def _refusal(present: list[Reservation], wanted: Reservation, device: Device | N
         return f"wants it by {wanted.mode}, it is used by {', '.join(sorted(modes))}"
     if wanted.mode is SharingMode.MPS and {r.pod_namespace for r in present} - {wanted.pod_namespace}:
         return "its MPS server belongs to another namespace"
+    if wanted.mode is SharingMode.MIG and (lacking := _no_instance(present, wanted, device)) is not None:
+        return lacking
     if len(present) >= slots:
         return f"has {len(present)} tenants, the most allowed is {slots}"
     usable = max(0, device.memory_mib - device.reserved_mib)
@@ -127,4 +130,16 @@ def _refusal(present: list[Reservation], wanted: Reservation, device: Device | N
     free = usable - promised_mib(present, usable)
     if need > free:
         return f"needs {need:,} MiB, has {free:,} MiB free"
+    return None
+
+
+def _no_instance(present: list[Reservation], wanted: Reservation, device: Device) -> str | None:
+    """Say why a MIG instance has no room beside others; None where it has."""
+    asked = profile_of(wanted.mig_profile)
+    if asked is None or wanted.mig_profile not in device.mig_profiles:
+        return f"has no MIG profile {wanted.mig_profile}, only {', '.join(device.mig_profiles) or 'none'}"
+    instances = [found for r in present if (found := profile_of(r.mig_profile)) is not None]
+    gb, slices = whole(device.mig_profiles)
+    if sum(i.gb for i in instances) + asked.gb > gb or sum(i.slices for i in instances) + asked.slices > slices:
+        return f"has no room for MIG instance {asked.name} beside {', '.join(i.name for i in instances)}"
     return None

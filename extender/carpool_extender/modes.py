@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from carpool_extender.applicant import Applicant, ClassColumns, ClassFacts
 from carpool_extender.view import CODES, NO_MODE, Columns
 
-EXCLUSIVE, TIME_SLICING, MPS = (
-    CODES[mode] for mode in (SharingMode.EXCLUSIVE, SharingMode.TIME_SLICING, SharingMode.MPS)
+EXCLUSIVE, TIME_SLICING, MPS, MIG = (
+    CODES[mode] for mode in (SharingMode.EXCLUSIVE, SharingMode.TIME_SLICING, SharingMode.MPS, SharingMode.MIG)
 )
 
 
@@ -20,7 +20,7 @@ def proposed(columns: Columns, applicant: Applicant, facts: ClassColumns, *, alo
     exclusive tenant there is no place. On an idle GPU, `Auto` takes the whole GPU for a job of which nothing is known,
     because its memory has no bound. For the others it takes MPS where it can (it limits memory, and was measured the
     best almost everywhere), and turns where it cannot: the device cannot, or the job has several GPUs, each of which
-    has an MPS daemon of its own while a process reaches only one. MIG is not placed by this version.
+    has an MPS daemon of its own while a process reaches only one. MIG is taken by those that ask for it.
 
     Where the policy gives every job a GPU of its own (`alone`), `Auto` is exclusive.
 
@@ -37,8 +37,6 @@ def proposed(columns: Columns, applicant: Applicant, facts: ClassColumns, *, alo
         shared = (columns.mode == TIME_SLICING) | (columns.mode == MPS)
         joins = facts.known[of] & shared & facts.can[of, columns.mode]
         occupied = np.where(joins, columns.mode, NO_MODE)
-    elif wanted is RequestedMode.MIG:
-        return np.zeros(of.shape, np.int8)
     else:
         code = CODES[SharingMode(wanted.value)]
         first = np.where(facts.can[:, code], code, NO_MODE)[of]

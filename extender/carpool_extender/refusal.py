@@ -8,6 +8,7 @@ from carpool_core.values import RequestedMode, SharingMode
 from numpy.typing import NDArray
 
 from carpool_extender.checks import Check, Verdict
+from carpool_extender.mig import whole
 from carpool_extender.modes import EXCLUSIVE
 from carpool_extender.view import MODES, NO_MODE, Bools, Rows
 
@@ -58,8 +59,6 @@ def _unsuitable(verdict: Verdict, row: int) -> str:
 def _mode(verdict: Verdict, row: int) -> str:
     demand = verdict.applicant.demand
     now = MODES[int(verdict.view.columns.mode[row])]
-    if demand.mode is RequestedMode.MIG:
-        return "MIG instances are not placed by this version; choose another sharing.mode"
     if now is None:
         return "its agent can prepare no sharing mode for this job"
     if now is SharingMode.EXCLUSIVE:
@@ -84,6 +83,12 @@ def _tenancy(verdict: Verdict, row: int) -> str:
 
 
 def _slots(verdict: Verdict, row: int) -> str:
+    columns = verdict.view.columns
+    if int(columns.count[row]) < verdict.slots:
+        kind = verdict.view.classes[int(columns.device_class[row])]
+        (gb, slices), instance = whole(kind.mig_profiles), verdict.applicant.facts(kind).mig
+        taken = f"{int(columns.mig_slices[row])} of {slices} slices and {int(columns.mig_gb[row])} of {gb} GB"
+        return f"its MIG instances take {taken}, beside which {instance.name if instance else 'none'} has no room"
     return f"has {counted(int(verdict.view.columns.count[row]), 'tenant')}, the most allowed is {verdict.slots}"
 
 

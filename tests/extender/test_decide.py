@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from carpool_core.resources.node import LONGEST_REASON
 from carpool_core.values import DeviceHealth, RequestedMode, SharingMode, Tenancy
 from carpool_extender.assessments import Assessment
 from carpool_extender.checks import PASSED, Check, examine
@@ -73,13 +74,6 @@ CASES = [
         Check.MODE,
         None,
         id="no exclusive use beside a tenant",
-    ),
-    pytest.param(
-        gpu_node("a", [device(modes=[ALONE, SharingMode.MIG])]),
-        {"mode": RequestedMode.MIG},
-        Check.MODE,
-        None,
-        id="MIG is not placed yet",
     ),
     pytest.param(gpu_node("a", [device(health=DeviceHealth.UNHEALTHY)]), {}, Check.HEALTH, None, id="an unhealthy GPU"),
     pytest.param(gpu_node(), {"product": "T4"}, Check.SUITABLE, None, id="the wrong product"),
@@ -442,3 +436,17 @@ def test_explain_names_the_check_and_the_margin_of_every_gpu():
         f"GPU 1 of a ({A100}): would slow default/y to 1.90 of 1.10 (0.80 beyond)",
         f"GPU 2 of a ({A100}): fits by MPS, leaves 36,960 MiB, expected slowdown 1.00",
     ]
+
+
+@pytest.mark.parametrize(("length", "told"), [(4, "default/a004, and 51 more; "), (900, "…")])
+def test_a_reason_is_never_longer_than_the_field_that_takes_it(length, told):
+    """Regression: with many neighbours of long names the reservation could never be written."""
+    names = [f"{'abcdefg'[i % 7]}{'0' * (length - 2)}{i // 7}" for i in range(56)]
+    crowd = [
+        tenant(name, [f"GPU-a-{i % 8}"], TURNS, prediction=prediction(100, util=1, sm=0.01, dram=0.01))
+        for i, name in enumerate(names)
+    ]
+    asked = applicant(gpus=8, mode=RequestedMode.TIME_SLICING, max_slowdown=9, prediction=prediction(100, util=1))
+    found = place(Assessment(asked, RULES, cluster(gpu_node("a", 8, crowd)).view()), "a")
+    assert told in found.reason
+    assert len(found.reason) <= LONGEST_REASON

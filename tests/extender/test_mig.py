@@ -1,0 +1,109 @@
+"""MIG instances: the smallest that holds a job, beside those that are there, and refusals with numbers."""
+
+import msgspec
+import pytest
+from carpool_core.resources.node import GpuNodeSpec
+from carpool_core.values import RequestedMode, SharingMode
+from carpool_extender import ledger
+from carpool_extender.assessments import Assessment
+from carpool_extender.decide import filter_nodes, place
+from carpool_extender.mig import known, profile_of, smallest, whole
+from carpool_extender.policies import find_policy
+from carpool_extender.rules import Rules
+from carpool_extender.testing import applicant, cluster, device, gpu_node, prediction, tenant
+from hypothesis import given
+from hypothesis import strategies as st
+
+A100 = ["1g.5gb", "1g.5gb+me", "1g.10gb", "2g.10gb", "3g.20gb", "4g.20gb", "7g.40gb"]
+MODES = [SharingMode.EXCLUSIVE, SharingMode.TIME_SLICING, SharingMode.MPS, SharingMode.MIG]
+RULES = Rules(find_policy("least-slowdown"), slots=8)
+GPU = "GPU-a-0"
+
+
+def divisible(*held, count=1):
+    return gpu_node("a", [device(i, modes=MODES, mig_profiles=A100) for i in range(count)], held)
+
+
+def instance(name, profile, gpu=GPU):
+    return msgspec.structs.replace(tenant(name, [gpu], SharingMode.MIG, memory_limit_mib=100), mig_profile=profile)
+
+
+def wanting(memory_mib=4000, sm=0.1, **more):
+    return applicant(mode=RequestedMode.MIG, prediction=prediction(memory_mib=memory_mib, sm=sm), **more)
+
+
+@pytest.mark.parametrize(
+    ("need_mib", "sm", "expected"),
+    [
+        pytest.param(4000, 0.1, "1g.5gb", id="the smallest"),
+        pytest.param(4500, 0.1, "1g.10gb", id="more memory than the name promises for sure"),
+        pytest.param(4000, 0.3, "3g.20gb", id="as many SMs as it fills"),
+        pytest.param(4000, 0.25, "2g.10gb", id="no more than that"),
+        pytest.param(20000, 1.0, "7g.40gb", id="the whole"),
+        pytest.param(None, 0.1, "7g.40gb", id="nothing bounds its memory"),
+        pytest.param(40000, 0.1, None, id="none holds it"),
+    ],
+)
+def test_the_smallest_profile_that_holds_a_job(need_mib, sm, expected):
+    found = smallest(A100, need_mib, sm)
+    assert (found.name if found else None) == expected
+
+
+def test_only_plain_profiles_are_placed():
+    assert [p.name for p in known(A100)] == ["1g.5gb", "1g.10gb", "2g.10gb", "3g.20gb", "4g.20gb", "7g.40gb"]
+    assert whole(A100) == (40, 7)
+    assert whole([]) == (0, 0)
+    assert profile_of("1c.2g.10gb") is profile_of(None) is profile_of("g.5gb") is None
+
+
+def test_a_place_names_the_profile_and_limits_nothing_else():
+    chosen = place(Assessment(wanting(), RULES, cluster(divisible()).view()), "a")
+    assert (chosen.mode, chosen.mig_profile) == (SharingMode.MIG, "1g.5gb")
+    assert (chosen.memory_limit_mib, chosen.thread_percentage, chosen.expected_slowdown) == (None, None, 1.0)
+    assert "MIG as the job asks" in chosen.reason
+
+
+def test_instances_stand_side_by_side_until_slices_or_memory_end():
+    node = divisible(instance("x", "4g.20gb"), instance("y", "2g.10gb"))
+    assert place(Assessment(wanting(), RULES, cluster(node).view()), "a").mig_profile == "1g.5gb"
+    refused = filter_nodes(Assessment(wanting(sm=0.3), RULES, cluster(node).view()), ["a"]).refused
+    sentence = "its MIG instances take 6 of 7 slices and 30 of 40 GB, beside which 3g.20gb has no room"
+    assert refused == {"a": f"NoGpuFits: 1 GPU: {sentence}"}
+
+
+def test_a_shared_gpu_is_not_divided_and_a_divided_one_is_not_shared():
+    shared = cluster(divisible(tenant("x", [GPU]))).view()
+    assert filter_nodes(Assessment(wanting(), RULES, shared), ["a"]).fits == []
+    divided = cluster(divisible(instance("x", "1g.5gb"))).view()
+    assert filter_nodes(Assessment(applicant(), RULES, divided), ["a"]).fits == []
+
+
+@pytest.mark.parametrize(
+    ("node", "wants", "expected"),
+    [
+        pytest.param(gpu_node("a"), {}, "offers no MIG instances", id="a GPU that cannot"),
+        pytest.param(
+            divisible(), {"memory_mib": 38000}, "no MIG profile holds 38,000 MiB, there are 1g.5gb", id="none"
+        ),
+        pytest.param(divisible(count=2), {"gpus": 2}, "its agent can prepare no sharing mode for this job", id="two"),
+    ],
+)
+def test_what_can_never_be_is_refused_with_a_sentence(node, wants, expected):
+    found = filter_nodes(Assessment(wanting(**wants), RULES, cluster(node).view()), ["a"])
+    told = {**found.refused, **found.unsuitable}
+    assert expected in told["a"]
+
+
+PROFILES = st.sampled_from(["1g.5gb", "2g.10gb", "3g.20gb", "4g.20gb", "7g.40gb", "9g.90gb", None])
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), PROFILES), max_size=20))
+def test_the_ledger_never_promises_more_slices_or_memory_than_there_are(asked):
+    spec, capacity = GpuNodeSpec(), ledger.capacity_of(divisible(), 8)
+    for pod, profile in asked:
+        found = ledger.reserve(spec, instance(f"p{pod}", profile), capacity)
+        spec = spec if isinstance(found, ledger.Rejected) else found
+        held = [profile_of(r.mig_profile) for r in spec.reservations]
+        assert None not in held
+        assert sum(one.slices for one in held) <= 7
+        assert sum(one.gb for one in held) <= 40
