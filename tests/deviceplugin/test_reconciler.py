@@ -11,6 +11,7 @@ from carpool_core.resources.node import GpuNode, NodeSummary
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import PodUid, SharingMode
 from carpool_deviceplugin.app import Agent
+from carpool_deviceplugin.patience import Rhythm
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.testing.agents import flowing, running, until
 
@@ -111,7 +112,7 @@ async def test_status_is_written_on_change_only(kube, agent, devices, reserve) -
         await until(lambda: states(kube) == {"uid-a": "Ready"})
         await until(lambda: status_of(kube).devices[0].mode is SharingMode.TIME_SLICING)
         count = writes(kube)
-        later = agent.clock.monotonic() + 30
+        later = agent.clock.monotonic() + 0.8 * Rhythm().heartbeat_s
         await until(lambda: agent.clock.monotonic() > later)
         assert writes(kube) == count, "many samples and resyncs later"
 
