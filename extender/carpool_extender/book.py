@@ -9,7 +9,7 @@ import msgspec
 from carpool_core.clock import Clock, rfc3339
 from carpool_core.keys import ANNOTATION_CAPACITY_FREED
 from carpool_core.kube.api import GPU_NODES, KubeApi
-from carpool_core.kube.errors import Conflict, KubeError, NotFound, Retryable
+from carpool_core.kube.errors import Conflict, Invalid, KubeError, NotFound, Retryable
 from carpool_core.resources.node import GpuNode, GpuNodeSpec
 from carpool_core.values import PodUid
 
@@ -100,6 +100,10 @@ class Book:
                 failure = error
                 await self._sleep(FIRST_PAUSE_S * 2**attempt)
             except Exception as error:
+                if isinstance(error, Invalid) and len(batch) > 1:
+                    for change in batch:  # one that can never be written takes no other with it
+                        await self._settle(name, [change])
+                    return
                 for change in batch:
                     change.fail(error)
                 return

@@ -1,0 +1,54 @@
+"""What is written together, and what a server says of it."""
+
+import asyncio
+
+import msgspec
+import pytest
+from carpool_core.kube.errors import Invalid
+from carpool_core.testing.clock import FakeClock
+from carpool_core.testing.kube import FakeKube
+from carpool_extender.book import Book
+from carpool_extender.cluster import Cluster
+from carpool_extender.testing import gpu_node, seed_node, tenant
+from carpool_extender.watches import Watches
+
+
+class Strict(FakeKube):
+    """A server that takes no reservation whose reason is too long."""
+
+    async def patch(self, kind, name, patch, *, namespace="", subresource=""):
+        if any(len(r.get("reason", "")) > 4096 for r in patch.get("spec", {}).get("reservations", ())):
+            raise Invalid("Too long: may not be more than 4096", status=422, reason="Invalid")
+        return await super().patch(kind, name, patch, namespace=namespace, subresource=subresource)
+
+
+def adding(reservation):
+    def decide(node):
+        return msgspec.structs.replace(node.spec, reservations=[*node.spec.reservations, reservation])
+
+    return decide
+
+
+async def test_what_can_never_be_written_takes_nothing_with_it():
+    """Regression: one reservation that the API server refused kept every other of its batch from being written."""
+    clock = FakeClock()
+    kube = Strict(clock)
+    seed_node(kube, gpu_node("a", 3))
+    watches = Watches(kube, clock, Cluster())
+    book = Book(kube, watches, clock, clock.sleep)
+    wanted = [tenant(name, [f"GPU-a-{i}"]) for i, name in enumerate("xyz")]
+    wanted[1] = msgspec.structs.replace(wanted[1], reason="!" * 5000)
+    told = await asyncio.gather(*(book.change("a", adding(one)) for one in wanted), return_exceptions=True)
+    assert [isinstance(one, Invalid) for one in told] == [False, True, False]
+    assert watches.cluster.holders("pod-x") == watches.cluster.holders("pod-z") == ["a"]
+    assert watches.cluster.holders("pod-y") == []
+
+
+async def test_one_that_can_never_be_written_is_tried_once():
+    clock = FakeClock()
+    kube = Strict(clock)
+    seed_node(kube, gpu_node("a"))
+    book = Book(kube, Watches(kube, clock, Cluster()), clock, clock.sleep)
+    with pytest.raises(Invalid):
+        await book.change("a", adding(msgspec.structs.replace(tenant("x", ["GPU-a-0"]), reason="!" * 5000)))
+    assert [call.verb for call in kube.calls] == ["get"]
