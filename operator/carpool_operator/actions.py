@@ -48,6 +48,16 @@ class DeletePod:
 
 
 @dataclass(frozen=True, slots=True)
+class EndUnseen:
+    """Delete those of these pods that live although the cache shows none of them."""
+
+    names: tuple[str, ...]
+    uids: frozenset[str]
+    is_awaited: bool
+    """Whether nothing else happens while one of them lives."""
+
+
+@dataclass(frozen=True, slots=True)
 class DeleteJob:
     """Delete the job itself, whose time after its end is over."""
 
@@ -69,7 +79,9 @@ class Predict:
     products: tuple[str, ...]
 
 
-Action = CheckTemplate | WriteStatus | CreateService | CreatePod | DeletePod | DeleteJob | RecordEvent | Predict
+Action = (
+    CheckTemplate | WriteStatus | CreateService | CreatePod | DeletePod | EndUnseen | DeleteJob | RecordEvent | Predict
+)
 
 
 @dataclass(frozen=True, slots=True)

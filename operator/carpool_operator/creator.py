@@ -121,6 +121,15 @@ class Creator:
         except NotFound:
             raise error from None  # gone meanwhile, or the conflict was about something else: try again
 
+    def refuse(self, job: GpuTrainingJob, refusal: Refusal) -> NoReturn:
+        """Remember why nothing can be created for a while.
+
+        Raises:
+            Superseded: Always.
+        """
+        self._note(key_of(job), refusal)
+        raise Superseded(refusal.reason)
+
     def _refuse(self, key: str, refusal: Refusal, error: Exception) -> NoReturn:
         self._note(key, refusal)
         raise Superseded(refusal.reason) from error

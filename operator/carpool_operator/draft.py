@@ -15,6 +15,7 @@ from carpool_operator.actions import Action, CreatePod, CreateService, Decision,
 from carpool_operator.conditions import Truth
 from carpool_operator.snapshot import Snapshot
 from carpool_operator.summary import summarize
+from carpool_operator.unseen import end_unseen
 
 _MESSAGE_CHARS = 4096
 
@@ -79,6 +80,13 @@ class Draft:
             if not pod.is_finished:
                 self.delete_pod(pod)
 
+    def end_pods(self) -> None:
+        """Delete every pod of the job that has not finished, and what of the attempt the cache does not show."""
+        self.delete_unfinished()
+        unseen = end_unseen(self.job, attempts.present(self.status), self.snapshot.pods, is_awaited=False)
+        if unseen is not None:
+            self._pod_actions.append(unseen)
+
     def requeue_after(self, seconds: float) -> None:
         """Look again after so many seconds at the latest."""
         known = self._requeue_after_s
@@ -100,7 +108,7 @@ class Draft:
         ):
             self.condition(keys.CONDITION_PLACED, "False", reason, "the job ended without every worker being placed")
         self.set(completion_time=rfc3339(now))
-        self.delete_unfinished()
+        self.end_pods()
         self.say("Normal" if type_ == keys.CONDITION_COMPLETE else "Warning", type_, message)
 
     def fail(self, reason: str, message: str, attempt: Attempt | None = None) -> None:

@@ -5,9 +5,11 @@ from typing import Any
 import msgspec
 import structlog
 from carpool_core.clock import Clock
+from carpool_core.keys import LABEL_JOB
 from carpool_core.kube.api import GPU_TRAINING_JOBS, PODS, KubeApi
 from carpool_core.kube.errors import Conflict, NotFound
 from carpool_core.kube.events import EventRecorder
+from carpool_core.kube.pods import Pod
 from carpool_core.resources.job import GpuTrainingJob, JobStatus
 
 from carpool_operator.actions import (
@@ -18,6 +20,7 @@ from carpool_operator.actions import (
     Decision,
     DeleteJob,
     DeletePod,
+    EndUnseen,
     Predict,
     RecordEvent,
     WriteStatus,
@@ -28,6 +31,8 @@ from carpool_operator.impostors import foreign
 from carpool_operator.patches import merge_patch
 from carpool_operator.predictions import Predictions
 from carpool_operator.recollection import Recollection
+from carpool_operator.snapshot import Refusal
+from carpool_operator.unseen import STILL_THERE
 
 
 def status_patch(job: GpuTrainingJob, status: JobStatus) -> dict[str, object]:
@@ -85,6 +90,8 @@ class Performer:
                 await self._create_pod(job, action)
             case DeletePod(name, uid):
                 await self._delete_pod(job, name, uid)
+            case EndUnseen():
+                await self._end_unseen(job, action)
             case DeleteJob():
                 await self._delete_job(job)
             case RecordEvent():
@@ -132,6 +139,21 @@ class Performer:
         except (NotFound, Conflict):
             return  # gone, or another pod by now: either way that pod runs no more
         self._log.info("pod deleted", job=key_of(job), pod=name)
+
+    async def _end_unseen(self, job: GpuTrainingJob, action: EndUnseen) -> None:
+        living = []
+        for name in action.names:
+            try:
+                pod = await self._api.get(PODS, name, Pod, namespace=job.metadata.namespace)
+            except NotFound:
+                continue
+            if pod.metadata.uid in action.uids and not pod.is_finished:
+                living.append(name)
+                if pod.metadata.deletion_timestamp is None:
+                    await self._delete_pod(job, name, pod.metadata.uid)
+        if living and action.is_awaited:
+            message = f"waits for pod {living[0]} of an earlier attempt to end, whose label {LABEL_JOB} was taken away"
+            self._creator.refuse(job, Refusal(STILL_THERE, message, is_final=False))
 
     async def _delete_job(self, job: GpuTrainingJob) -> None:
         try:

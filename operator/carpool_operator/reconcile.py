@@ -22,6 +22,7 @@ from carpool_operator.outcomes import Outcome, outcome_of, pod_deleted, unreserv
 from carpool_operator.pods import attempt_of, build_pod, owner_reference, pod_name, template_error, worker_of
 from carpool_operator.predicting import predict
 from carpool_operator.snapshot import Snapshot
+from carpool_operator.unseen import STILL_THERE, end_unseen
 
 CREATED_AGAIN_AFTER_S = 5.0
 """How long a created pod may stay unheard of before it is created again (which its name makes harmless)."""
@@ -157,10 +158,17 @@ def _begin(draft: Draft, demand: Demand) -> None:
         draft.condition(keys.CONDITION_PLACED, "False", "WaitingForPods", waits)
         draft.requeue_after(CREATED_AGAIN_AFTER_S)
         return
+    if snapshot.refusal is not None and snapshot.refusal.reason == STILL_THERE:
+        draft.condition(keys.CONDITION_PLACED, "False", "WaitingForPods", snapshot.refusal.message)
+        draft.requeue_after(REFUSED_AGAIN_AFTER_S)
+        return
     never = never_fits(demand, snapshot.devices)
     if never is not None:
         _report_never(draft, never)
         return
+    unseen = end_unseen(draft.job, last, snapshot.pods, is_awaited=True)
+    if unseen is not None:
+        draft.first(unseen)
     attempt = attempts.begun(last, draft.job.spec, snapshot.now)
     draft.status = attempts.with_attempt(draft.status, attempt)
     draft.set(placement=[])
@@ -259,7 +267,7 @@ def _end(draft: Draft, attempt: Attempt, outcome: Outcome) -> None:
     message = f"attempt {attempt.number}: {outcome.message}; next attempt in {wait_s:.0f} s, {count}"
     draft.condition(keys.CONDITION_PLACED, "False", keys.REASON_BACKING_OFF, message)
     draft.unset_running(outcome.reason, message)
-    draft.delete_unfinished()
+    draft.end_pods()
     draft.say("Warning", "Restarting", message)
     draft.requeue_at(at)
 

@@ -22,7 +22,7 @@ def suspend(draft: Draft, active: Attempt | None) -> None:
     draft.condition(keys.CONDITION_SUSPENDED, "True", "SuspendRequested", message)
     draft.condition(keys.CONDITION_PLACED, "False", "Suspended", message)
     draft.unset_running("Suspended", message)
-    draft.delete_unfinished()
+    draft.end_pods()
 
 
 def resume(draft: Draft) -> None:

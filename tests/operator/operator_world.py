@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
+from carpool_core.keys import LABEL_JOB
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS, ResourceKind
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.features import ModelFeatures
@@ -109,7 +110,10 @@ class World:
 
     def _news(self, kind: ResourceKind, type_: type[T]) -> list[tuple[T | None, T | None]]:
         before = self._heard[kind.plural]
-        now = {item["metadata"]["uid"]: msgspec.convert(item, type_) for item in self.kube.dump_all(kind)}
+        items = self.kube.dump_all(kind)
+        if kind is PODS:
+            items = [item for item in items if LABEL_JOB in item["metadata"].get("labels", {})]
+        now = {item["metadata"]["uid"]: msgspec.convert(item, type_) for item in items}
         self._heard[kind.plural] = now
         return [(before.get(uid), now.get(uid)) for uid in {**before, **now} if before.get(uid) != now.get(uid)]
 
