@@ -21,7 +21,7 @@ from carpool_core.values import JobUid, PartitionState, PodUid
 from carpool_extender import ledger
 from carpool_extender.applicant import Applicant
 from carpool_extender.assessments import Assessments
-from carpool_extender.binding import AbandonedError, BindError, Poster, named
+from carpool_extender.binding import AbandonedError, BindError, Poster, in_time, named
 from carpool_extender.book import Book, Refusal
 from carpool_extender.decide import place, reservation
 from carpool_extender.gangs import Gangs
@@ -209,20 +209,14 @@ class Binder:
 
     async def _within_deadline(self, work: Awaitable[None], args: BindingArgs, reserved: Reservation) -> None:
         """Wait for some work no longer than a reservation lives."""
-        working = asyncio.ensure_future(work)
-        timer = asyncio.ensure_future(self._tools.sleep(max(0.0, self._poster.seconds_left(reserved))))
         try:
-            await asyncio.wait({working, timer}, return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                return working.result()
-        finally:
-            working.cancel()
-            timer.cancel()
-        raise AbandonedError(
-            "PartitionTimeout",
-            f"the agent of node {args.node} did not prepare the GPU for {named(args)} within {self._timeout_s:g} s; "
-            f"see the node agent's log and `kubectl describe gpunode {args.node}`",
-        )
+            await in_time(work, self._poster.seconds_left(reserved), self._tools.sleep)
+        except TimeoutError as error:
+            raise AbandonedError(
+                "PartitionTimeout",
+                f"the agent of node {args.node} did not prepare the GPU for {named(args)} within "
+                f"{self._timeout_s:g} s; see the node agent's log and `kubectl describe gpunode {args.node}`",
+            ) from error
 
     async def _prepared(self, args: BindingArgs, reserved: Reservation) -> None:
         """Wait until the agent reports this reservation's share ready."""

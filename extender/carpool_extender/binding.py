@@ -1,13 +1,14 @@
 """The Binding that puts a pod on its node: written, and looked for where the answer leaves open what became of it."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 from carpool_core.clock import Clock, parse_rfc3339
 from carpool_core.keys import ANNOTATION_GPUS, ANNOTATION_MEMORY, ANNOTATION_MODE, ANNOTATION_REASON
 from carpool_core.kube.api import PODS, KubeApi
-from carpool_core.kube.errors import Conflict, KubeError, NotFound, Refused, Retryable
+from carpool_core.kube.errors import Conflict, KubeError, NotFound, Refused, Retryable, Unreachable
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.node import Reservation
 
@@ -16,7 +17,9 @@ from carpool_extender.wire import BindingArgs
 TRIES = 3
 PAUSE_S = 0.2
 LATE_S = 5.0
-"""How long after its deadline a reservation may still be bound; less than the janitor's grace."""
+"""How long after its deadline a Binding may still be on its way; less than the janitor's grace."""
+
+T = TypeVar("T")
 
 
 class BindError(Exception):
@@ -34,6 +37,29 @@ class AbandonedError(BindError):
 def named(args: BindingArgs) -> str:
     """Name a pod for people."""
     return f"pod {args.pod_namespace}/{args.pod_name}"
+
+
+async def in_time(work: Awaitable[T], limit_s: float, sleep: Callable[[float], Awaitable[Any]]) -> T:
+    """Wait for some work so long and no longer.
+
+    Args:
+        work: What is waited for; it is cancelled where it takes too long.
+        limit_s: Seconds that it may take.
+        sleep: Tells when they are over.
+
+    Raises:
+        TimeoutError: It took longer.
+    """
+    working = asyncio.ensure_future(work)
+    timer = asyncio.ensure_future(sleep(max(0.0, limit_s)))
+    try:
+        await asyncio.wait({working, timer}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+    finally:
+        working.cancel()
+        timer.cancel()
+    raise TimeoutError(f"expected an answer within {limit_s:.0f} s, found none")
 
 
 def binding_of(reserved: Reservation, node: str) -> dict[str, Any]:
@@ -104,12 +130,19 @@ class Poster:
         )
 
     async def _try(self, args: BindingArgs, reserved: Reservation) -> KubeError | None:
-        """Write the Binding once; return what came of it instead."""
+        """Write the Binding once; return what came of it instead.
+
+        Nothing is waited for beyond the time in which the reservation surely stands: the call itself may take longer.
+        """
         body = binding_of(reserved, args.node)
+        call = self._api.create(PODS, body, namespace=args.pod_namespace, name=args.pod_name, subresource="binding")
         try:
-            await self._api.create(PODS, body, namespace=args.pod_namespace, name=args.pod_name, subresource="binding")
+            await in_time(call, self.seconds_left(reserved) + LATE_S, self._sleep)
         except (Conflict, Refused) as error:
             return error
+        except TimeoutError as error:
+            self._log.warning("binding unanswered", pod=named(args), error=str(error))
+            return Unreachable(str(error))
         except Retryable as error:
             self._log.warning("binding unanswered", pod=named(args), error=str(error))
             return error

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import msgspec
 import pytest
+from carpool_core.clock import parse_rfc3339
 from carpool_core.keys import ANNOTATION_CAPACITY_FREED, ANNOTATION_GPUS, ANNOTATION_MODE
 from carpool_core.kube.api import EVENTS, GPU_NODES, GPU_TRAINING_JOBS, NODES, PODS
 from carpool_core.kube.errors import Conflict, Forbidden, Invalid, Overloaded, Unreachable
@@ -15,6 +16,8 @@ from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import PartitionState, SharingMode
 from carpool_extender.app import build
+from carpool_extender.binding import LATE_S
+from carpool_extender.janitor import GRACE_S
 from carpool_extender.settings import ExtenderSettings
 from carpool_extender.testing import (
     FakeAgent,
@@ -398,6 +401,44 @@ async def test_a_binding_whose_outcome_stays_unknown_keeps_its_reservation_until
         world.clock.advance(31)
         await until(lambda: world.held() == {})
     assert world.bound_to() == ""
+
+
+class Stuck(FakeKube):
+    """A server on which a Binding hangs."""
+
+    hanging = 0
+
+    async def create(self, kind, body, *, namespace="", name="", subresource="", is_dry_run=False):
+        if subresource == "binding":
+            self.hanging += 1
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.hanging -= 1
+        return await super().create(
+            kind, body, namespace=namespace, name=name, subresource=subresource, is_dry_run=is_dry_run
+        )
+
+
+async def test_a_binding_that_hangs_is_given_up_before_anybody_may_release_its_reservation(world):
+    """Regression: the call could take 30 s, and bind a pod whose reservation another extender had given away."""
+    world.kube = Stuck(world.clock)
+    world.agent = FakeAgent(world.kube, world.clock)
+    world.add("x")
+    async with world.extender() as extender, background(world.agent.serve("a")):
+        async with background(extender.service.bind(args())) as binding:
+            await until(lambda: world.kube.hanging == 1)
+            [reserved] = world.reservations("a")
+            left = (parse_rfc3339(reserved["deadline"]) - world.clock.now()).total_seconds()
+            world.clock.advance(left + LATE_S - 0.1)
+            assert world.kube.hanging == 1
+            world.clock.advance(0.2)
+            await until(lambda: not world.kube.hanging)
+            await until(lambda: binding.done() or any(seconds < 1 for seconds in world.clock.sleeping))
+            world.clock.advance(1)
+            assert "is not known" in (await binding).error
+        assert world.held() == {"a": ["pod-x"]}
+    assert LATE_S + 2 <= GRACE_S, "a call that is given up may be carried out a moment later"
 
 
 async def test_a_refused_binding_is_given_back(world):
