@@ -1,7 +1,6 @@
 """The operator as a whole: what it hears, the queue between, what it does. Tests build it as `__main__` does."""
 
 import asyncio
-import contextlib
 from importlib.metadata import version
 
 import msgspec
@@ -31,13 +30,8 @@ from carpool_operator.recollection import Recollection
 from carpool_operator.reconcile import reconcile
 from carpool_operator.settings import OperatorSettings
 from carpool_operator.snapshot import Snapshot
+from carpool_operator.sweeps import Sweeps
 from carpool_operator.work_queue import WorkQueue
-
-_SWEEP_EVERY_S = 600.0
-"""How often all jobs are listed at the least."""
-
-_SWEEP_SOON_S = 1.0
-"""How long after kopf has listed again, during which it hands over the rest of its list."""
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.5, 60.0
 
@@ -81,7 +75,7 @@ class Operator:
         ]
         self.node_reflector = Reflector(api, GPU_NODES, GpuNode, clock=clock, on_change=self.fleet.changed)
         self._failures: dict[str, int] = {}
-        self._sweep_wanted = asyncio.Event()
+        self._sweeps = Sweeps(self.sweep)
         self._log = structlog.get_logger()
 
     def pod_changed(self, old: Pod | None, new: Pod | None) -> None:
@@ -99,13 +93,13 @@ class Operator:
     def job_listed(self, job: GpuTrainingJob) -> None:
         """Take note of a job that kopf listed; a list in mid-life means that its watch had lost some events."""
         if self.jobs.get(key_of(job)) is not None:
-            self._sweep_wanted.set()
+            self._sweeps.ask()
         self.jobs.put(job)
 
     @property
     def is_sweep_wanted(self) -> bool:
         """Whether a sweep is due."""
-        return self._sweep_wanted.is_set()
+        return self._sweeps.is_wanted
 
     def unready(self) -> str | None:
         """Say why the operator is not at work yet; None where it is."""
@@ -225,7 +219,7 @@ class Operator:
             for reflector in self.pod_reflectors:
                 group.create_task(reflector.run(), name="pods")
             group.create_task(self.node_reflector.run(), name="gpunodes")
-            group.create_task(self._sweep_on(), name="sweep")
+            group.create_task(self._sweeps.run(), name="sweep")
             for number in range(self._settings.workers):
                 group.create_task(self._work(), name=f"worker {number}")
             if started is not None:
@@ -245,19 +239,6 @@ class Operator:
                 await self.look_safely(key)
             finally:
                 self.queue.done(key)
-
-    async def _sweep_on(self) -> None:
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_SWEEP_EVERY_S):
-                    await self._sweep_wanted.wait()
-            await asyncio.sleep(_SWEEP_SOON_S)
-            self._sweep_wanted.clear()
-            try:
-                await self.sweep()
-            except KubeError as error:
-                self._log.warning("sweep failed", error=str(error))
-                self._sweep_wanted.set()
 
 
 class _Meta(msgspec.Struct, frozen=True):
