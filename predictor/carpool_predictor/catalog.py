@@ -1,6 +1,7 @@
 """Published architectures by name. Weights are never downloaded."""
 
 import difflib
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,9 @@ from carpool_core.resources.job import CatalogModel
 from torch import nn
 
 from carpool_predictor.abstention import TraceError
+
+_FRAMES = 16
+"""Frames of a sample of torchvision's video models, as in the clips that they were trained on."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,8 @@ class Recipe:
     build: Callable[[], nn.Module]
     input_shape: tuple[int, ...]
     """Shape of one sample."""
+    tokens: bool = False
+    """Whether a sample is whole numbers, such as the ids of tokens."""
 
 
 def recipe_of(model: CatalogModel) -> Recipe:
@@ -32,10 +38,12 @@ def recipe_of(model: CatalogModel) -> Recipe:
         return _timm(model, name)
     if library == "torchvision":
         return _torchvision(model, name)
+    if library == "transformers":
+        return _transformers(model, name)
     raise TraceError(
         "CatalogUnsupported",
-        f"this version knows timm/NAME and torchvision/NAME, found {model.name}; give spec.model.features, as "
-        "`carpool graph FILE.py:FACTORY --input …` prints them for any nn.Module",
+        f"this version knows timm/NAME, torchvision/NAME and transformers/NAME, found {model.name}; give "
+        "spec.model.features, as `carpool graph FILE.py:FACTORY --input …` prints them for any nn.Module",
     )
 
 
@@ -77,18 +85,34 @@ def _torchvision(model: CatalogModel, name: str) -> Recipe:
         options["num_classes"] = model.num_classes
     if name in ("inception_v3", "googlenet"):
         options["init_weights"] = False  # seconds of SciPy's truncated normal, for numbers that nobody reads
-    if name.startswith(("deeplabv3", "fcn", "lraspp")):
+    builder = models.get_model_builder(name)
+    if "weights_backbone" in inspect.signature(builder).parameters:
         options["weights_backbone"] = None
-    shape = tuple(model.input or _torchvision_input(models.get_model_weights(name)))
+    channels, *size = _torchvision_input(models.get_model_weights(name))
+    is_video = ".video." in builder.__module__
+    shape = tuple(model.input or (channels, *([_FRAMES] if is_video else []), *size))
     return Recipe(model.name, lambda: _checked_module(models.get_model(name, **options)), shape)
 
 
 def _torchvision_input(weights: Any) -> tuple[int, ...]:
-    published = [entry.transforms.keywords for entry in weights] if weights is not None else []
+    # Those of detection name no crop.
+    published = [getattr(entry.transforms, "keywords", {}) for entry in weights] if weights is not None else []
     crops = [options["crop_size"] for options in published if options.get("crop_size")]
     crop = crops[-1] if crops else 224
     height, width = crop if isinstance(crop, (tuple, list)) else (crop, crop)
     return (3, height, width)
+
+
+def _transformers(model: CatalogModel, name: str) -> Recipe:
+    try:
+        from carpool_predictor import hub_models
+
+        config = hub_models.configure(name, model.num_classes)
+    except ImportError as e:
+        raise _missing("transformers", e) from e
+    shape = tuple(model.input or hub_models.sample_shape(config))
+    tokens = hub_models.takes_tokens(config)
+    return Recipe(model.name, lambda: hub_models.build(config, model.num_classes), shape, tokens)
 
 
 def _checked_module(module: Any) -> nn.Module:

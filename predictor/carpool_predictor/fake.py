@@ -58,7 +58,8 @@ def fake_weights(mode: TensorMode, dtype: torch.dtype | None = None) -> Iterator
         if tensor not in twins:
             wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
             with mode:
-                twins[tensor] = wrap(torch.empty_strided(tensor.size(), tensor.stride(), dtype=wanted))
+                made = wrap(torch.empty_strided(tensor.size(), tensor.stride(), dtype=wanted))
+            twins[tensor] = twins[made] = made  # a module may register again what another one has
         found: Tensor = twins[tensor]
         return found
 

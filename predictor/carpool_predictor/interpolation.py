@@ -20,16 +20,23 @@ class StepCost:
     kernels: float
     activation_bytes: float = 0.0
     """Inputs, activations and temporaries among the peak."""
+    unfolded_bytes: float = 0.0
+    """Largest matrix that a convolution would unfold its input into."""
+    largest_bytes: float = 0.0
+    """Largest single tensor; a typical share of the peak where the features do not say."""
 
-    def numbers(self) -> tuple[float, float, float, float, float, float]:
+    def numbers(self) -> tuple[float, float, float, float, float, float, float, float]:
         """Return all fields, in order; `dataclasses.astuple` copies deeply, which takes thirty times as long."""
         return (
-            self.peak_bytes, self.reserved_bytes, self.flops, self.bytes_moved, self.kernels, self.activation_bytes
+            self.peak_bytes, self.reserved_bytes, self.flops, self.bytes_moved, self.kernels, self.activation_bytes,
+            self.unfolded_bytes, self.largest_bytes,
         )  # fmt: skip
 
 
 TYPICAL_FRAGMENTS = 1.09
 """Bytes reserved for each byte alive at the peak: the median over the traced catalog."""
+TYPICAL_LARGEST = 0.06
+"""The largest tensor's share of the peak, likewise."""
 
 
 def cost_at(features: ModelFeatures, batch_size: int) -> StepCost:
@@ -46,8 +53,10 @@ def cost_at(features: ModelFeatures, batch_size: int) -> StepCost:
     low, high = steps[upper - 1].batch_size, steps[upper].batch_size
     along = (batch_size - low) / (high - low)
     pairs = zip(costs[upper - 1].numbers(), costs[upper].numbers(), strict=True)
-    peak, reserved, flops, moved, kernels, own = (max(start + (end - start) * along, 0.0) for start, end in pairs)
-    return StepCost(peak, max(reserved, peak), flops, moved, max(kernels, 1.0), min(own, peak))
+    peak, reserved, flops, moved, kernels, own, unfolded, largest = (
+        max(start + (end - start) * along, 0.0) for start, end in pairs
+    )
+    return StepCost(peak, max(reserved, peak), flops, moved, max(kernels, 1.0), min(own, peak), unfolded, largest)
 
 
 def _upper_neighbour(steps: Sequence[TracedStep], batch_size: int) -> int:
@@ -56,7 +65,20 @@ def _upper_neighbour(steps: Sequence[TracedStep], batch_size: int) -> int:
 
 
 def _cost(step: TracedStep) -> StepCost:
-    return StepCost(step.peak_bytes, _reserved(step), step.flops, step.bytes_moved, step.kernels, step.activation_bytes)
+    return StepCost(
+        step.peak_bytes,
+        _reserved(step),
+        step.flops,
+        step.bytes_moved,
+        step.kernels,
+        step.activation_bytes,
+        step.unfolded_bytes,
+        _largest(step),
+    )
+
+
+def _largest(step: TracedStep) -> float:
+    return step.largest_bytes or step.peak_bytes * TYPICAL_LARGEST
 
 
 def _reserved(step: TracedStep) -> float:
@@ -76,4 +98,6 @@ def _scaled(step: TracedStep, ratio: float) -> StepCost:
         bytes_moved=step.bytes_moved * ratio,
         kernels=step.kernels,
         activation_bytes=step.activation_bytes * ratio,
+        unfolded_bytes=step.unfolded_bytes * ratio,
+        largest_bytes=_largest(step) * ratio,
     )

@@ -31,10 +31,19 @@ def kind_of(layer: nn.Module) -> str:
 
 
 def count_layers(model: nn.Module) -> LayerCounts:
-    """Count leaf modules by kind; a recurrent module counts once for each of its layers, an identity not at all."""
+    """Count leaf modules by kind, an identity not at all.
+
+    A recurrent module counts once for each of its layers and directions; and, as in HotCloud '20, each such cell is two
+    linear layers besides: the product with its input, and that with its state.
+    """
     counts = dict.fromkeys(LayerCounts.__struct_fields__, 0)
     for layer in model.modules():
         if any(True for _ in layer.children()) or isinstance(layer, nn.Identity):
             continue
-        counts[kind_of(layer)] += layer.num_layers if isinstance(layer, nn.RNNBase) else 1
+        kind, cells = kind_of(layer), 1
+        if isinstance(layer, nn.RNNBase):
+            cells = layer.num_layers * (2 if layer.bidirectional else 1)
+        counts[kind] += cells
+        if kind == "recurrent":
+            counts["linear"] += 2 * cells
     return LayerCounts(**counts)

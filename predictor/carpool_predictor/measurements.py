@@ -17,6 +17,9 @@ CENSORED_SHARE = 0.94
 """A peak above this share of the GPU's memory is out of memory waiting to happen: censored, not a label."""
 MIN_GROWTH = 1.02
 """Doubling the batch raises even the smallest model's peak by more than this."""
+MIN_PACE = 0.5
+"""Memory is nearly affine in the batch, so that each doubling adds twice what the one before added. A run that adds
+less than this share of what the one before added had no room left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ def _row(record: dict[str, str]) -> Row:
 
 
 def clean(rows: Iterable[Row]) -> list[Row]:
-    """Drop runs that died: memory grows with the batch, so a model's rows count until they first fail to grow.
+    """Drop runs that died: memory grows with the batch, so a model's rows count until they first fail to keep pace.
 
     A model with no growing pair is dropped whole (its first run may be the dead one), and so are peaks at the GPU's
     capacity, which are censored. The simulation plays no part in this.
@@ -64,11 +67,13 @@ def clean(rows: Iterable[Row]) -> list[Row]:
         by_model[row.model].append(row)
     for runs in by_model.values():
         runs.sort(key=lambda row: row.batch_size)
-        alive = runs[:1]
+        alive, pace = runs[:1], 0.0
         for run in runs[1:]:
-            grown = run.peak_mib > MIN_GROWTH * alive[-1].peak_mib
+            before, added = alive[-1], run.peak_mib - alive[-1].peak_mib
+            grown = run.peak_mib > MIN_GROWTH * before.peak_mib and added > MIN_PACE * pace
             if not grown or run.peak_mib > CENSORED_SHARE * CAPACITY_MIB:
                 break
+            pace = added
             alive.append(run)
         kept += alive if len(alive) > 1 else []
     return kept

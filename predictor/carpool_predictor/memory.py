@@ -3,6 +3,7 @@
     line   = slope · reserved + intercept - context(A100) + context(product)
     median = line · exp(residual)          the residual only inside what was learned
     upper  = median · factor(group)
+    class  = the one that holds median · factor(group) ^ share
 
 What no static tool sees (CUDA context, cuDNN and cuBLAS workspaces) belongs to the site, not to the model: slope and
 intercept are fitted for one stack. Trees correct what is left; both are shipped as plain numbers with their provenance.
@@ -27,7 +28,7 @@ from carpool_predictor.trees import Forest, MalformedError
 
 _NUMBER = Annotated[float, Meta(gt=0, le=1e6)]
 
-FORMAT = 2
+FORMAT = 3
 """Version of the artifact's layout; another one is refused."""
 CONTEXT_BASE_MIB = 130
 CONTEXT_PER_SM_MIB = 2.8
@@ -65,6 +66,8 @@ class MemoryModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """For each column, the range that was learned from, with its margin."""
     factors: dict[str, Annotated[float, Meta(ge=1, le=100)]]
     """Bound over median, for each group of `memory_row.group_of`."""
+    class_share: Annotated[float, Meta(ge=0, le=1)]
+    """How far from median (0) to bound (1), in logarithms, lies the value whose class is named."""
     coverage: Annotated[float, Meta(ge=0, le=1)]
     """Coverage that the bound is shipped with."""
     provenance: dict[str, str | float | int]
@@ -157,9 +160,10 @@ def predict_memory(
     """
     line = model.slope * cost.reserved_bytes / MIB + model.intercept_mib
     median = max(line * corrected.correction + context_difference_mib, cost.peak_bytes / MIB)
-    upper = math.ceil(median * corrected.factor * (1 if calibrated else ELSEWHERE_FACTOR))
+    factor = corrected.factor * (1 if calibrated else ELSEWHERE_FACTOR)
+    upper = math.ceil(median * factor)
     width = class_width_mib(layers)
-    lower_edge = (upper - 1) // width * width
+    lower_edge = (math.ceil(median * factor**model.class_share) - 1) // width * width
     known = calibrated and corrected.inside
     return MemoryPrediction(
         median_mib=math.ceil(median),

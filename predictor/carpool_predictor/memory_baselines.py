@@ -6,7 +6,8 @@ import numpy as np
 from carpool_core.values import MIB
 from numpy.typing import NDArray
 
-from carpool_predictor.memory_fit import Sample
+from carpool_predictor.memory import correct, predict_memory
+from carpool_predictor.memory_fit import Sample, fit
 
 Floats = NDArray[np.float64]
 Judge = Callable[[Sequence[Sample]], Floats]
@@ -74,20 +75,33 @@ def boosting(samples: Sequence[Sample], seed: int) -> Judge:
     return lambda judged: np.exp(boosted.predict(rows(judged)))
 
 
-def forest_of_counts(samples: Sequence[Sample], seed: int) -> Judge:
-    """GPUMemNet's inputs (counts of layers, parameters, activations, batch) in a random forest; not its networks."""
-    from sklearn.ensemble import RandomForestRegressor
+def perceptrons(samples: Sequence[Sample], seed: int) -> Judge:
+    """GPUMemNet's ensemble of multilayer perceptrons, trained anew."""
+    from carpool_predictor.memory_networks import Classifier
 
-    def rows(judged: Sequence[Sample]) -> Floats:
-        counts = [[getattr(s.features.layers, n) for n in s.features.layers.__struct_fields__] for s in judged]
-        sizes = [
-            (s.batch_size, s.features.parameters, s.features.steps[0].activation_bytes / s.features.steps[0].batch_size)
-            for s in judged
-        ]
-        return np.hstack([np.array(counts, dtype=float), np.array(sizes, dtype=float)])
+    return Classifier(samples, seed, tokens=False)
 
-    forest = RandomForestRegressor(n_estimators=200, random_state=seed).fit(rows(samples), np.log(_peaks(samples)))
-    return lambda judged: np.exp(forest.predict(rows(judged)))
+
+def encoder(samples: Sequence[Sample], seed: int) -> Judge:
+    """GPUMemNet's transformer encoder, trained anew."""
+    from carpool_predictor.memory_networks import Classifier
+
+    return Classifier(samples, seed, tokens=True)
+
+
+def ours(samples: Sequence[Sample], seed: int) -> Judge:
+    """Answer our own median."""
+    model = fit(samples, seed=seed)
+
+    def estimate(sample: Sample) -> float:
+        corrected = correct(model, sample.features, sample.cost, sample.batch_size)
+        return float(
+            predict_memory(
+                sample.cost, sample.features.layers, model, corrected, calibrated=True, context_difference_mib=0
+            ).median_mib
+        )
+
+    return lambda judged: np.array([estimate(s) for s in judged])
 
 
 BASELINES: Mapping[str, Estimator] = {
@@ -97,6 +111,10 @@ BASELINES: Mapping[str, Estimator] = {
     "Horus' formula": horus,
     "DNNMem-like sum": static_sum,
     "SchedTune-like boosting": boosting,
-    "random forest on GPUMemNet's counts": forest_of_counts,
+    "GPUMemNet's MLP ensemble": perceptrons,
+    "GPUMemNet's transformer encoder": encoder,
 }
 """Every baseline, in the order of the tables."""
+
+ESTIMATORS: Mapping[str, Estimator] = {"ours": ours, **BASELINES}
+"""Every estimator behind the one interface; a contract test holds each to it."""

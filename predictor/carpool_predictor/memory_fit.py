@@ -16,16 +16,19 @@ from carpool_core.resources.features import ModelFeatures
 from carpool_core.values import MIB, Precision
 from numpy.typing import NDArray
 
+from carpool_predictor import store
 from carpool_predictor.affine import Pair, fit_line
 from carpool_predictor.interpolation import StepCost, cost_at
 from carpool_predictor.measurements import PRODUCT, Row
-from carpool_predictor.memory import FORMAT, MAX_CORRECTION, MemoryModel
+from carpool_predictor.memory import FORMAT, MAX_CORRECTION, MemoryModel, class_width_mib
 from carpool_predictor.memory_row import COLUMNS, GROUPS, group_of, row_of
 from carpool_predictor.trees import Forest, Tree
 
 COVERAGE = 0.95
 LEVEL = 0.96
 """Quantile that the factors are taken at: families differ more than rows, so that 0.95 of rows needs a little more."""
+TOO_SMALL = 0.014
+"""Share of rows, families held out, whose class may be too small: a little less than the 1.5% asked for."""
 FOLDS = 5
 SETTINGS: Mapping[str, object] = {
     "n_estimators": 120,
@@ -79,6 +82,12 @@ def samples_of(rows: Iterable[Row], traced: Mapping[str, ModelFeatures]) -> list
         for row in rows
         if (found := traced.get(row.model)) is not None
     ]
+
+
+def traced_models(names: Iterable[str]) -> dict[str, ModelFeatures]:
+    """Look measured timm models up as the measured release built them; models that were not traced are left out."""
+    found = {n: store.measured().record(f"timm/{n}") or store.shipped().record(f"timm/{n}") for n in names}
+    return {name: record.features() for name, record in found.items() if record is not None}
 
 
 def deal(names: Iterable[str], parts: int, seed: int) -> list[frozenset[str]]:
@@ -152,6 +161,7 @@ def fit(samples: Sequence[Sample], *, seed: int, version: str = "", level: float
     """
     whole = _fit(samples, seed)
     scores = out_of_fold(samples, lambda s: _fit(s, seed).log_medians, seed)
+    factors = _factors(samples, scores, level)
     rows = np.array([row_of(s.features, s.cost, s.batch_size) for s in samples])
     low, high = rows.min(axis=0), rows.max(axis=0)
     margin = _MARGIN * (high - low) + 1e-4  # rounding must not push a constant column outside
@@ -164,7 +174,8 @@ def fit(samples: Sequence[Sample], *, seed: int, version: str = "", level: float
         intercept_mib=round(whole.intercept, 1),
         residual=whole.forest,
         hull=[(_short(a), _short(b)) for a, b in zip(low - margin, high + margin, strict=True)],
-        factors=_factors(samples, scores, level),
+        factors=factors,
+        class_share=_class_share(samples, scores, factors),
         coverage=COVERAGE,
         provenance={},
     )
@@ -199,6 +210,24 @@ def _factors(samples: Sequence[Sample], scores: Floats, level: float) -> dict[st
     chosen = {g: _quantile(by_group[g], level) if len(by_group[g]) >= _FEWEST else everything for g in GROUPS}
     # A group that did well on these families may do worse on the next: it is widened, never narrowed.
     return {group: round(max(math.exp(max(score, everything)), 1.0), 4) for group, score in chosen.items()}
+
+
+def _class_share(samples: Sequence[Sample], scores: Floats, factors: Mapping[str, float]) -> float:
+    """Return the smallest share of the way from median to bound whose class is rarely too small.
+
+    Too small a class ends a job, too large a one wastes a slice: two errors of different cost, so that the class has a
+    level of its own. The loss never rises along the way, which is what conformal risk control asks for (Angelopoulos
+    et al., ICLR '24): with n rows, `(n · loss + 1) / (n + 1)` is held to `TOO_SMALL`.
+    """
+    measured = np.array([s.measured_mib for s in samples])
+    widths = np.array([class_width_mib(s.features.layers) for s in samples])
+    steps = np.log([factors[group_of(s.features)] for s in samples])
+    medians, classes = measured / np.exp(scores), np.ceil(measured / widths)
+    for percent in range(100):
+        small = np.sum(np.ceil(medians * np.exp(steps * percent / 100) / widths) < classes)
+        if small + 1 <= TOO_SMALL * (len(samples) + 1):
+            return percent / 100
+    return 1.0
 
 
 def _quantile(scores: Sequence[float], level: float) -> float:

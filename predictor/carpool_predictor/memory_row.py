@@ -21,6 +21,8 @@ COLUMNS = (
     "share of normalizations",
     "share of other layers",
     "log convolutions",
+    "log unfolded over reserved",
+    "log largest over reserved",
 )
 """Names of the columns; the order is the artifact's, and a test compares them."""
 
@@ -47,6 +49,8 @@ def row_of(features: ModelFeatures, cost: StepCost, batch_size: int) -> tuple[fl
         layers.normalization / total,
         (layers.other + layers.recurrent + layers.embedding) / total,
         math.log(1 + layers.convolution),
+        math.log(cost.unfolded_bytes / reserved + 1e-3),
+        math.log(cost.largest_bytes / reserved + 1e-4),
     )
 
 

@@ -48,6 +48,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
             peak_bytes=self.peak_bytes,
             activation_bytes=self.activation_bytes,
             reserved_bytes=self.reserved_bytes,
+            unfolded_bytes=self.unfolded_max,
+            largest_bytes=self.largest_bytes,
             flops=self.flops,
             bytes_moved=self.bytes_moved,
             kernels=self.kernels,

@@ -71,11 +71,14 @@ class FakeTraining:
     precision: Precision
     input_shape: tuple[int, ...]
     """Shape of one sample."""
+    tokens: bool = False
+    """Whether a sample is whole numbers."""
 
     def inputs(self, batch_size: int) -> Tensor:
         """Return a batch of fake samples, shape (batch, *input shape)."""
+        dtype = torch.long if self.tokens else weight_dtype(self.precision) or torch.float32
         with self.mode:
-            return torch.empty((batch_size, *self.input_shape), dtype=weight_dtype(self.precision) or torch.float32)
+            return torch.empty((batch_size, *self.input_shape), dtype=dtype)
 
     def step(self, inputs: Tensor, on_phase: Callable[[Phase], None] = lambda _: None) -> None:
         """Run one step; `on_phase` is called as backward and update begin. Run it inside the fake mode."""
@@ -94,7 +97,9 @@ class FakeTraining:
         self.optimizer.zero_grad()
 
 
-def prepare(model: nn.Module, mode: TensorMode, training: Training, input_shape: tuple[int, ...]) -> FakeTraining:
+def prepare(
+    model: nn.Module, mode: TensorMode, training: Training, input_shape: tuple[int, ...], *, tokens: bool = False
+) -> FakeTraining:
     """Put a fake model into training mode, with checkpointing and optimizer state as in the middle of a run."""
     model.train()
     if training.activation_checkpointing:
@@ -112,7 +117,7 @@ def prepare(model: nn.Module, mode: TensorMode, training: Training, input_shape:
             parameter.grad = torch.empty_like(parameter)
         optimizer.step()
         optimizer.zero_grad()
-    return FakeTraining(model, mode, optimizer, training.precision, input_shape)
+    return FakeTraining(model, mode, optimizer, training.precision, input_shape, tokens)
 
 
 def trace_step(

@@ -23,6 +23,8 @@ from carpool_predictor.trees import MalformedError
 
 FORMAT = 1
 FILE = "artifacts/catalog.json.z"
+MEASURED_FILE = "artifacts/measured.json.z"
+"""Models that the measured release of timm built otherwise than the one that the catalog was traced with."""
 MAX_BYTES = 64 << 20
 """Largest store that is unpacked; a larger one is no store."""
 
@@ -227,9 +229,27 @@ def shipped() -> Store:
     return unpack(resources.files("carpool_predictor").joinpath(FILE).read_bytes())
 
 
+def differs(record: ModelRecord) -> bool:
+    """Whether the catalog of the package has this model, and otherwise."""
+    known = shipped().record(record.name)
+    return not record.failure and known is not None and known.features() != record.features()
+
+
+@cache
+def measured() -> Store:
+    """Return the models of the measurements that the catalog has otherwise."""
+    return unpack(resources.files("carpool_predictor").joinpath(MEASURED_FILE).read_bytes())
+
+
 @click.command(help=__doc__)
 @click.option("--records", required=True, type=click.Path(path_type=Path), help="Records of the sweep.")
-def main(records: Path) -> None:
+@click.option(
+    "--measured",
+    "is_measured",
+    is_flag=True,
+    help="Keep the records that differ from the store, of a sweep with the timm that was measured, installed here.",
+)
+def main(records: Path, is_measured: bool) -> None:
     """Write the store beside this module."""
     import timm
     import torch
@@ -242,9 +262,12 @@ def main(records: Path) -> None:
     except DataError as e:
         click.echo(str(e), err=True)
         sys.exit(2)
+    if is_measured:
+        # A model without a configuration of its own in that release was fed what later ones say.
+        found = [r for r in found if differs(r) and timm.models.get_pretrained_cfg(r.name.partition("/")[2])]
     versions = {m.__name__: str(m.__version__) for m in (timm, torch, torchvision)}
     content = pack(found, versions)
-    Path(__file__).with_name("artifacts").joinpath("catalog.json.z").write_bytes(content)
+    (Path(__file__).parent / (MEASURED_FILE if is_measured else FILE)).write_bytes(content)
     failed = sum(bool(r.failure) for r in found)
     click.echo(f"{len(found) - failed} models, {failed} that could not be traced, {len(content):,} bytes")
 

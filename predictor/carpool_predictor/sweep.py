@@ -20,11 +20,14 @@ from carpool_core.values import Optimizer, Precision
 
 from carpool_predictor.abstention import TraceError
 from carpool_predictor.evaluation.suites import DataError
+from carpool_predictor.hub import HUB
 from carpool_predictor.measurements import FILE, read_rows
 from carpool_predictor.records import ModelRecord
 
 BATCH_SIZES = (16, 64)
-"""Traced for each model; what lies between and around is interpolated."""
+"""Traced for each model of images; what lies between and around is interpolated."""
+BATCH_SIZES_OF_TEXT = (4, 16)
+"""Traced for each model of `transformers`: a sample is a whole text."""
 
 
 class TooSlow(BaseException):
@@ -32,19 +35,25 @@ class TooSlow(BaseException):
 
 
 def catalog_names() -> list[str]:
-    """Return every model of timm and torchvision, as `library/name`."""
+    """Return every model of timm and torchvision and the common ones of transformers, as `library/name`."""
     import timm
     from torchvision import models  # type: ignore[import-untyped]
 
-    return [f"timm/{n}" for n in timm.list_models()] + [f"torchvision/{n}" for n in models.list_models()]
+    return [
+        *(f"transformers/{n}" for n in HUB),
+        *(f"timm/{n}" for n in timm.list_models()),
+        *(f"torchvision/{n}" for n in models.list_models()),
+    ]
 
 
 def family_of(name: str) -> str:
-    """Return the module that defines a model: timm's own division into families."""
+    """Return the module that defines a model (timm's own division into families), or its configuration's class."""
     import timm
     from torchvision import models
 
     library, _, short = name.partition("/")
+    if library == "transformers":
+        return HUB[short].config.removesuffix("Config").lower()
     entry = timm.models.model_entrypoint(short) if library == "timm" else models.get_model_builder(short)
     return str(entry.__module__).rpartition(".")[2]
 
@@ -75,8 +84,9 @@ def record(name: str, training: Training, timeout_s: int) -> ModelRecord:
     signal.signal(signal.SIGALRM, alarm)
     signal.alarm(timeout_s)
     family = family_of(name)
+    sizes = BATCH_SIZES_OF_TEXT if name.startswith("transformers/") else BATCH_SIZES
     try:
-        found = record_recipe(recipe_of(CatalogModel(name=name)), training, BATCH_SIZES)
+        found = record_recipe(recipe_of(CatalogModel(name=name)), training, sizes)
         return msgspec.structs.replace(found, family=family)
     except TraceError as e:
         return ModelRecord(name=name, family=family, precision=training.precision, failure=f"{e.reason}: {e}"[:300])

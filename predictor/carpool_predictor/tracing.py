@@ -74,7 +74,9 @@ def build(recipe: Recipe, training: Training, mode: TensorMode) -> tuple[nn.Modu
     with fake_weights(mode, weight_dtype(training.precision)):
         module = _explained("its constructor failed", recipe.build)
     # Checkpointing replaces forwards, not modules, so that layers are counted the same with and without it.
-    return module, _explained("it cannot be trained", lambda: prepare(module, mode, training, shape))
+    return module, _explained(
+        "it cannot be trained", lambda: prepare(module, mode, training, shape, tokens=recipe.tokens)
+    )
 
 
 def record_recipe(recipe: Recipe, training: Training, sizes: Sequence[int]) -> ModelRecord:

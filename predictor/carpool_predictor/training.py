@@ -7,7 +7,7 @@ import msgspec
 from carpool_predictor import store
 from carpool_predictor.measurements import FILE, clean, read_rows
 from carpool_predictor.memory import MemoryModel
-from carpool_predictor.memory_fit import fit, samples_of
+from carpool_predictor.memory_fit import fit, samples_of, traced_models
 
 SEED = 20260101
 VERSION = "2026.11"
@@ -23,7 +23,7 @@ def memory_model(data: Path) -> MemoryModel:
 
     rows = read_rows(data / FILE)
     known = store.shipped()
-    traced = {n: r.features() for n in {row.model for row in rows} if (r := known.record(f"timm/{n}")) is not None}
+    traced = traced_models({row.model for row in rows})
     good = clean(rows)
     samples = samples_of(good, traced)
     model = fit(samples, seed=SEED, version=VERSION)

@@ -10,6 +10,7 @@ from carpool_core.resources.job import CatalogModel, Training
 from carpool_core.values import Precision
 from carpool_predictor.abstention import TraceError
 from carpool_predictor.catalog import recipe_of
+from carpool_predictor.fake import fake_weights, meta_mode
 from carpool_predictor.trace import FactoryModel
 from carpool_predictor.tracing import factory_recipe, trace_recipe
 
@@ -22,6 +23,11 @@ from carpool_predictor.tracing import factory_recipe, trace_recipe
         pytest.param(CatalogModel(name="timm/resnet50", input=[1, 28, 28]), (1, 28, 28), id="given"),
         pytest.param(CatalogModel(name="torchvision/resnet18"), (3, 224, 224), id="torchvision"),
         pytest.param(CatalogModel(name="torchvision/inception_v3"), (3, 299, 299), id="torchvision's own crop"),
+        pytest.param(CatalogModel(name="torchvision/r3d_18"), (3, 16, 112, 112), id="video"),
+        pytest.param(CatalogModel(name="torchvision/ssd300_vgg16"), (3, 224, 224), id="detection, nothing downloaded"),
+        pytest.param(CatalogModel(name="transformers/gpt2"), (512,), id="tokens"),
+        pytest.param(CatalogModel(name="transformers/xlnet-large-cased"), (512,), id="no longest text"),
+        pytest.param(CatalogModel(name="transformers/google/vit-base-patch16-224"), (3, 224, 224), id="images"),
     ],
 )
 def test_input_shapes(model: CatalogModel, shape: tuple[int, ...]) -> None:
@@ -34,13 +40,71 @@ def test_input_shapes(model: CatalogModel, shape: tuple[int, ...]) -> None:
         pytest.param("timm/resnet5o", "UnknownCatalogModel", "timm/resnet50", id="typing error"),
         pytest.param("torchvision/mobilnet_v2", "UnknownCatalogModel", "torchvision/mobilenet_v2", id="torchvision"),
         pytest.param("timm/qqqqqqqqqq", "UnknownCatalogModel", "no name is near", id="nothing like it"),
-        pytest.param("transformers/gpt2", "CatalogUnsupported", "carpool graph", id="transformers"),
+        pytest.param("transformers/bert-base-uncase", "UnknownCatalogModel", "bert-base-uncased", id="transformers"),
+        pytest.param("transformers/QqqqConfig", "UnknownCatalogModel", "class and values", id="no such configuration"),
+        pytest.param("transformers/gpt2@n_layr=2", "UnknownCatalogModel", "n_layr", id="no such value"),
+        pytest.param("transformers/gpt2@n_layer", "UnknownCatalogModel", "key=value", id="no value"),
+        pytest.param("keras/resnet50", "CatalogUnsupported", "carpool graph", id="another library"),
     ],
 )
 def test_unknown_names_get_a_suggestion(name: str, reason: str, word: str) -> None:
     with pytest.raises(TraceError, match=word) as caught:
         recipe_of(CatalogModel(name=name))
     assert caught.value.reason == reason
+
+
+_PARAMETERS = {
+    "bert-base-uncased": 109_514_298,
+    "openai-community/gpt2-xl": 1_557_611_200,
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 1_100_048_384,
+    "Qwen/Qwen2.5-0.5B": 494_032_768,
+    "google-t5/t5-small": 60_506_624,
+}
+"""As published with the weights, language-modeling heads included."""
+
+
+@pytest.mark.parametrize("name", _PARAMETERS)
+def test_models_of_the_hub_have_the_published_number_of_parameters(name: str) -> None:
+    with fake_weights(meta_mode()):
+        model = recipe_of(CatalogModel(name=f"transformers/{name}")).build()
+    assert sum(p.numel() for p in model.parameters()) == _PARAMETERS[name]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(CatalogModel(name="transformers/gpt2@n_layer=2,n_embd=64,n_head=2", input=[16]), id="causal"),
+        pytest.param(CatalogModel(name="transformers/t5-small@num_layers=1,d_model=64", input=[16]), id="translation"),
+        pytest.param(
+            CatalogModel(
+                name="transformers/LlamaConfig@hidden_size=64,num_hidden_layers=1,num_attention_heads=2,vocab_size=99",
+                input=[16],
+                num_classes=3,
+            ),
+            id="configuration, classes",
+        ),
+    ],
+)
+def test_models_of_the_hub_trace(model: CatalogModel) -> None:
+    features = trace_recipe(recipe_of(model), Training(batch_size=16))
+    assert features.layers.embedding > 0
+    assert features.steps[0].peak_bytes < features.steps[1].peak_bytes
+
+
+def test_models_of_the_hub_recompute_their_layers() -> None:
+    recipe = recipe_of(CatalogModel(name="transformers/gpt2@n_layer=2,n_embd=64,n_head=2", input=[16]))
+    plain, checkpointed = (
+        trace_recipe(recipe, Training(batch_size=16, activation_checkpointing=again)) for again in (False, True)
+    )
+    assert checkpointed.steps[1].flops > plain.steps[1].flops
+
+
+def test_tied_weights_stay_tied() -> None:
+    """Regression: a weight that a second module registered again got a second twin."""
+    with fake_weights(meta_mode()):
+        first, second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        second.weight = first.weight
+    assert second.weight is first.weight
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,8 @@ def test_every_answer_keeps_its_bounds(model: ModelFeatures, batch: int) -> None
     for product in prediction.products:
         memory, activity = product.memory, product.activity
         assert memory.median_mib <= memory.upper_mib
-        assert memory.class_lower_mib < memory.upper_mib <= memory.class_upper_mib
+        assert memory.class_lower_mib < memory.upper_mib
+        assert memory.median_mib <= memory.class_upper_mib
         assert cost_at(model, batch).peak_bytes / MIB <= memory.median_mib
         assert in_order(activity.gpu_util_percent, 100)
         assert in_order(activity.sm_active_ratio, 1)

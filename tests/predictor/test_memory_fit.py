@@ -38,6 +38,7 @@ def runs(model: str, *peaks: float) -> list[Row]:
         pytest.param((2000, 3000, 5000), 3, id="healthy"),
         pytest.param((13867, 20353, 33625, 5863, 5863), 3, id="died from 64 on (deit3_huge)"),
         pytest.param((15859, 15879), 0, id="dead from the start, and not quite equal (samvit_base_patch16)"),
+        pytest.param((17819, 25799, 29755, 31503), 2, id="no room for 32 (resnetrs420)"),
         pytest.param((14000, 27000, 40363), 2, id="at the GPU's capacity: censored (resnet200d)"),
         pytest.param((5000,), 0, id="one run tells nothing"),
     ],
@@ -138,7 +139,7 @@ def test_the_card_belongs_to_what_is_shipped() -> None:
     ("change", "told"),
     [
         pytest.param(lambda text: text[: len(text) // 2], "as `carpool train` writes it", id="cut short"),
-        pytest.param(lambda text: text.replace(b'"format":2', b'"format":3'), "upgrade carpool", id="newer"),
+        pytest.param(lambda text: text.replace(b'"format":3', b'"format":4'), "upgrade carpool", id="newer"),
         pytest.param(lambda text: text.replace(b"log kernels", b"kernels"), "other columns", id="other columns"),
         pytest.param(lambda text: b"{}", "missing required field", id="empty"),
     ],

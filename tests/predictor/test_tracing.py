@@ -297,12 +297,15 @@ def test_features_say_what_was_traced() -> None:
 
 
 def test_layers_count_by_kind_and_recurrent_ones_by_their_layers() -> None:
+    """HotCloud '20 takes a recurrent cell for two linear layers."""
     model = nn.ModuleList(
         [nn.LSTM(4, 4, num_layers=3), nn.GRUCell(4, 4), nn.Embedding(4, 4), nn.ConvTranspose1d(1, 1, 1), nn.Identity(),
          nn.Softplus(), nn.GroupNorm(1, 4), nn.Dropout()]
     )  # fmt: skip
     counts = count_layers(model)
-    assert (counts.recurrent, counts.embedding, counts.convolution) == (4, 1, 1)
+    assert (counts.recurrent, counts.linear, counts.embedding, counts.convolution) == (4, 8, 1, 1)
+    both_ways = count_layers(nn.LSTM(4, 4, num_layers=2, bidirectional=True))
+    assert (both_ways.recurrent, both_ways.linear) == (4, 8)
     assert (counts.activation, counts.normalization, counts.other) == (1, 1, 1)
 
 

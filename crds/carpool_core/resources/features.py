@@ -10,7 +10,10 @@ _MAX_BYTES = 2**50
 
 
 class LayerCounts(Resource, frozen=True, kw_only=True):
-    """Leaf modules by kind, as HotCloud '20 counts them; a recurrent layer counts once for each of its layers."""
+    """Leaf modules by kind, as HotCloud '20 counts them.
+
+    A recurrent module counts once for each of its layers and directions, and as two linear layers each time.
+    """
 
     convolution: Annotated[int, field("Convolution layers.", ge=0, le=1_000_000)] = 0
     linear: Annotated[int, field("Fully connected layers.", ge=0, le=1_000_000)] = 0
@@ -36,6 +39,18 @@ class TracedStep(Resource, frozen=True, kw_only=True):
             ge=0,
             le=_MAX_BYTES,
         ),
+    ] = 0
+    unfolded_bytes: Annotated[
+        int,
+        field(
+            "Largest matrix that a convolution of the step would unfold its input into, in bytes: what bounds its "
+            "workspace; 0 without convolutions.",
+            ge=0,
+            le=_MAX_BYTES,
+        ),
+    ] = 0
+    largest_bytes: Annotated[
+        int, field("Largest single tensor of the step, in bytes; 0 if unknown.", ge=0, le=_MAX_BYTES)
     ] = 0
     flops: Annotated[float, field("Floating-point operations of the step.", ge=0, le=9e18)]
     bytes_moved: Annotated[float, field("Bytes read and written by all operators, without caches.", ge=0, le=1e18)]

@@ -14,14 +14,19 @@ class CatalogModel(Resource, frozen=True, kw_only=True):
     name: Annotated[
         str,
         field(
-            "`timm/NAME` or `torchvision/NAME`, such as timm/resnet50.",
-            max_length=128,
+            "`timm/NAME`, `torchvision/NAME`, or `transformers/NAME`, a model of the Hugging Face hub such as "
+            "transformers/bert-base-uncased or a configuration class; `@key=value,…` after either changes values of "
+            "its configuration, such as transformers/LlamaConfig@hidden_size=1024,num_hidden_layers=8.",
+            max_length=512,
             rules=[
                 Rule(
-                    r"self.matches('^(timm|torchvision)/[A-Za-z0-9._-]+$')",
-                    "expected timm/NAME or torchvision/NAME, such as timm/resnet50; for any other model give "
-                    "spec.model.features as `carpool graph` prints them",
-                    "'expected timm/NAME or torchvision/NAME, such as timm/resnet50, found ' + self + "
+                    r"self.matches('^((timm|torchvision)/[A-Za-z0-9._-]+"
+                    r"|transformers/([A-Za-z0-9._-]+/)?[A-Za-z0-9._-]+(@[a-z0-9_]+=[A-Za-z0-9._-]+"
+                    r"(,[a-z0-9_]+=[A-Za-z0-9._-]+)*)?)$')",
+                    "expected timm/NAME, torchvision/NAME or transformers/NAME, such as timm/resnet50; for any other "
+                    "model give spec.model.features as `carpool graph` prints them",
+                    "'expected timm/NAME, torchvision/NAME or transformers/NAME, such as timm/resnet50, found ' + "
+                    "self + "
                     "'; for any other model give spec.model.features as `carpool graph` prints them'",
                 )
             ],
@@ -116,7 +121,8 @@ class ModelSource(Resource, frozen=True, kw_only=True):
     features: (
         Annotated[ModelFeatures, field("The training step in numbers, as `carpool graph` prints them.")] | None
     ) = None
-    catalog: Annotated[CatalogModel, field("A published architecture by its name in timm or torchvision.")] | None = (
-        None
-    )
+    catalog: (
+        Annotated[CatalogModel, field("A published architecture by its name in timm, torchvision or transformers.")]
+        | None
+    ) = None
     graph: Annotated[GraphModel, field("The model written down layer by layer.")] | None = None
