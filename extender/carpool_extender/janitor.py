@@ -11,13 +11,14 @@ from carpool_core.keys import ANNOTATION_CAPACITY_FREED
 from carpool_core.kube.api import NODES, PODS, KubeApi
 from carpool_core.kube.errors import KubeError, NotFound
 from carpool_core.kube.pods import Pod
-from carpool_core.resources.node import GpuNode, Reservation
-from carpool_core.values import PodUid
+from carpool_core.resources.node import Device, GpuNode, Reservation
+from carpool_core.values import DeviceHealth, PodUid
 
 from carpool_extender import ledger
 from carpool_extender.book import Book
 from carpool_extender.doubts import has_strangers
 from carpool_extender.restorer import Restorer
+from carpool_extender.view import class_of
 from carpool_extender.watches import Watches
 
 PERIOD_S = 5.0
@@ -62,6 +63,23 @@ def _is_given_up(pod: Pod, now: datetime) -> bool:
     return now - parse_rfc3339(pod.metadata.deletion_timestamp) > timedelta(seconds=UNCONFIRMED_S)
 
 
+def may_hold_more(old: GpuNode | None, new: GpuNode) -> bool:
+    """Whether a change of a GpuNode may give a waiting pod a place, besides releases: those tell of themselves.
+
+    That a GPU changed its mode for a tenant, or fell sick, gives nobody a place.
+    """
+    if old is None or (has_strangers(old) and not has_strangers(new)):
+        return True
+    before = {device.uuid: device for device in old.status.devices}
+    return any(_may_hold_more(before.get(device.uuid), device) for device in new.status.devices)
+
+
+def _may_hold_more(old: Device | None, new: Device) -> bool:
+    if old is None or (old.health is not new.health and new.health is DeviceHealth.HEALTHY):
+        return True
+    return class_of(old) != class_of(new) or old.nvlink_peers != new.nvlink_peers
+
+
 def is_certain(reservation: Reservation, node: str, pod: Pod | None) -> bool:
     """Whether a pod runs where its reservation is: so of nearly all, and nothing more has to be asked."""
     if pod is None or pod.metadata.uid != reservation.pod_uid or pod.spec.node_name != node:
@@ -95,6 +113,11 @@ class Janitor:
         watches.on_pod_end(self._pod_ended)
         watches.on_node(self._node_changed)
 
+    @property
+    def remembered(self) -> set[str]:
+        """Names of the nodes of which something is kept in mind."""
+        return {*self._touched, *self._grown, *self._hindered}
+
     def leave_alone(self, pods: Container[PodUid]) -> None:
         """Name the pods that are being bound at present, whose reservations are not to be judged."""
         self._open = pods
@@ -124,6 +147,14 @@ class Janitor:
         self._grown |= self._hindered - hindered
         self._hindered = hindered
         await self._touch(names)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Keep in mind what exists only."""
+        cluster = self._watches.cluster
+        self._touched = {name: freed for name, freed in self._touched.items() if name in cluster.nodes}
+        self._grown &= cluster.nodes.keys()
+        self._unreadable = {uid for uid in self._unreadable if cluster.holders(uid)}
 
     async def _look_at(self, names: Collection[str]) -> None:
         await self._release(names)
@@ -220,7 +251,7 @@ class Janitor:
         if new is None:
             return
         name = new.metadata.name
-        if old is None or old.status.devices != new.status.devices or (has_strangers(old) and not has_strangers(new)):
+        if may_hold_more(old, new):
             self._grown.add(name)
         if name in self._grown or self._touched.get(name, "") != new.metadata.annotations.get(
             ANNOTATION_CAPACITY_FREED, ""

@@ -1,14 +1,25 @@
 """When a reservation is needed no longer."""
 
+import asyncio
 from datetime import timedelta
 
 import msgspec
 import pytest
 from carpool_core.clock import rfc3339
+from carpool_core.keys import ANNOTATION_CAPACITY_FREED
+from carpool_core.kube.api import GPU_NODES, NODES
+from carpool_core.kube.events import EventRecorder
 from carpool_core.kube.pods import Pod
+from carpool_core.resources.node import Tenant
 from carpool_core.testing.clock import FakeClock
-from carpool_extender.janitor import UNCONFIRMED_S, ended
-from carpool_extender.testing import tenant
+from carpool_core.testing.kube import FakeKube
+from carpool_core.values import DeviceHealth, SharingMode
+from carpool_extender.book import Book
+from carpool_extender.cluster import Cluster
+from carpool_extender.janitor import UNCONFIRMED_S, Janitor, ended, may_hold_more
+from carpool_extender.restorer import Restorer
+from carpool_extender.testing import device, gpu_node, seed_node, tenant, until
+from carpool_extender.watches import Watches
 
 NOW = FakeClock().now()
 RUNNING = {"containerStatuses": [{"name": "train", "state": {"running": {"startedAt": rfc3339(NOW)}}}]}
@@ -37,3 +48,62 @@ def deleted(seconds_ago: float, **status: object) -> Pod:
 def test_pod_deleted_before_it_started_on_a_dead_node(pod: Pod, is_ended: bool) -> None:
     """Regression: its reservation was held for ever, because no kubelet was there to confirm the deletion."""
     assert (ended(tenant("x", ["GPU-a-0"]), "a", pod, NOW) is not None) == is_ended
+
+
+def reporting(*devices, strangers=()):
+    node = gpu_node("a", devices)
+    return msgspec.structs.replace(node, status=msgspec.structs.replace(node.status, tenants=list(strangers)))
+
+
+SICK = {"health": DeviceHealth.UNHEALTHY}
+STRANGER = [Tenant(pod_uid="pod-other", gpu_uuid="GPU-a-0", memory_mib=900)]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "is_more"),
+    [
+        pytest.param(None, reporting(device()), True, id="a node that is new"),
+        pytest.param(reporting(device()), reporting(device(mode=SharingMode.MPS)), False, id="prepared for a tenant"),
+        pytest.param(reporting(device(mode=SharingMode.MPS)), reporting(device()), False, id="idle after a release"),
+        pytest.param(reporting(device()), reporting(device(**SICK)), False, id="fallen sick"),
+        pytest.param(
+            reporting(device(**SICK)), reporting(device(health_message="hot", **SICK)), False, id="sick otherwise"
+        ),
+        pytest.param(reporting(device(**SICK)), reporting(device()), True, id="healthy again"),
+        pytest.param(reporting(device()), reporting(device(), device(1)), True, id="one more GPU"),
+        pytest.param(reporting(device(), device(1)), reporting(device()), False, id="one GPU less"),
+        pytest.param(reporting(device(reserved_mib=900)), reporting(device()), True, id="less is kept back"),
+        pytest.param(reporting(device(modes=[SharingMode.EXCLUSIVE])), reporting(device()), True, id="other modes"),
+        pytest.param(reporting(device(), strangers=STRANGER), reporting(device()), True, id="a stranger has left"),
+    ],
+)
+def test_which_changes_may_give_a_waiting_pod_a_place(old, new, is_more):
+    """Regression: every placement on an idle GPU had kube-scheduler try every waiting pod again."""
+    assert may_hold_more(old, new) == is_more
+
+
+async def test_nothing_is_kept_of_nodes_that_are_gone():
+    clock = FakeClock()
+    kube = FakeKube(clock)
+    watches = Watches(kube, clock, Cluster())
+    book = Book(kube, watches, clock, clock.sleep)
+    restorer = Restorer(kube, watches, book, EventRecorder(kube, clock, "test"), 8)
+    janitor = Janitor(kube, watches, book, restorer, clock, clock.sleep)
+    running = asyncio.create_task(watches.run())
+    try:
+        await watches.wait_synced()
+        for name in "abc":
+            freed = {ANNOTATION_CAPACITY_FREED: rfc3339(clock.now())}
+            odd = msgspec.structs.replace(tenant(name, [f"GPU-{name}-0"]), deadline="soon")
+            seed_node(kube, gpu_node(name, 1, [odd], annotations=freed))
+        await until(lambda: len(watches.cluster.nodes) == 3)
+        await janitor.sweep()
+        assert len([call for call in kube.calls if call.plural == NODES.plural]) == 3
+        for name in "bc":
+            await kube.delete(GPU_NODES, name)
+        await until(lambda: len(watches.cluster.nodes) == 1)
+        await janitor.sweep()
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert janitor.remembered == {"a"}
