@@ -1,7 +1,6 @@
 """What a job asks of a GPU, and which GPUs could ever give it: shared by the operator and the extender."""
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from carpool_core.products import hardware_name, matches
@@ -118,35 +117,3 @@ def unsuitable(demand: Demand, device: Device) -> str | None:
     if needed is not None and needed > usable:
         return f"too small: needs {needed:,} MiB, has {usable:,} MiB"
     return None
-
-
-def never_fits(demand: Demand, nodes: Iterable[Iterable[Device]]) -> str | None:
-    """Say why no node could run a worker even if all its GPUs were empty; None where one could.
-
-    Health does not count: a sick GPU may recover.
-
-    Args:
-        demand: What a worker asks for.
-        nodes: The devices of each node.
-    """
-    largest: dict[str, int] = {}
-    reasons: dict[str, int] = {}
-    most = 0
-    for devices in nodes:
-        suitable = 0
-        for device in devices:
-            largest[device.product] = max(largest.get(device.product, 0), device.memory_mib - device.reserved_mib)
-            reason = unsuitable(demand, device)
-            if reason is None:
-                suitable += 1
-            else:
-                reasons[reason] = reasons.get(reason, 0) + 1
-        if suitable >= demand.gpus:
-            return None
-        most = max(most, suitable)
-    if not largest:
-        return "no node of this cluster reports GPUs; is the node agent installed?"
-    if most:
-        return f"needs {demand.gpus} suitable GPUs on one node, the best node has {most}"
-    told = "; ".join(f"{count} GPUs: {reason}" for reason, count in sorted(reasons.items(), key=lambda kv: -kv[1]))
-    return f"no GPU of this cluster can hold it: {told}"

@@ -135,7 +135,7 @@ class Operator:
             refusal=self._recollection.refusal(key, now),
             unreserved_s=self._recollection.unreserved(key, unreserved, now),
             nodes=nodes,
-            devices=self.fleet.devices,
+            inventory=self.fleet.inventory,
             backoff=self._settings.backoff,
         )
 

@@ -1,15 +1,17 @@
 """What the operator has heard of jobs, pods and GpuNodes, indexed by what a look at one job needs."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from carpool_core.kube.pods import Pod
 from carpool_core.products import PRODUCTS, hardware_name
 from carpool_core.resources.job import GpuTrainingJob
-from carpool_core.resources.node import Device, GpuNode
-from carpool_core.values import JobUid
+from carpool_core.resources.node import GpuNode
+from carpool_core.values import JobState, JobUid
 
 from carpool_operator import conditions
+from carpool_operator.inventory import Inventory, NodeKind, node_kind
 from carpool_operator.pods import controller_uid, job_key, key_of_pod
 
 Wake = Callable[[str], None]
@@ -108,28 +110,14 @@ def _enter(index: dict[Any, dict[str, Any]], group: Any, key: str, value: Any) -
             del index[group]
 
 
-def _kind_of(device: Device) -> tuple[Any, ...]:
-    """What of a GPU decides whether a job could ever run there; health and present mode do not."""
-    return (
-        device.product,
-        device.memory_mib,
-        device.reserved_mib,
-        device.compute_capability,
-        tuple(device.modes),
-    )
-
-
-def _kinds_of(node: GpuNode | None) -> list[tuple[Any, ...]]:
-    return [] if node is None else [_kind_of(device) for device in node.status.devices]
-
-
 class Fleet:
     """The GpuNodes."""
 
     def __init__(self, wake: Wake, pods: Pods, jobs: Jobs) -> None:
         self._wake, self._pods, self._jobs = wake, pods, jobs
         self._nodes: dict[str, GpuNode] = {}
-        self._devices: tuple[Sequence[Device], ...] | None = None
+        self._kinds: Counter[NodeKind] = Counter()
+        self._inventory: Inventory | None = None
         self._products: tuple[str, ...] | None = None
 
     def get(self, name: str) -> GpuNode | None:
@@ -137,17 +125,17 @@ class Fleet:
         return self._nodes.get(name)
 
     @property
-    def devices(self) -> tuple[Sequence[Device], ...]:
-        """GPUs of each node."""
-        if self._devices is None:
-            self._devices = tuple(node.status.devices for node in self._nodes.values())
-        return self._devices
+    def inventory(self) -> Inventory:
+        """How many nodes there are of each kind."""
+        if self._inventory is None:
+            self._inventory = dict(self._kinds)
+        return self._inventory
 
     @property
     def products(self) -> tuple[str, ...]:
         """Products of the cluster's GPUs that predictions are made for; all that are known where there are none yet."""
         if self._products is None:
-            present = {hardware_name(device.product) for devices in self.devices for device in devices}
+            present = {hardware_name(kind.product) for node in self._kinds for kind, _ in node}
             known = tuple(product.name for product in PRODUCTS)
             self._products = tuple(name for name in known if name in present) or known
         return self._products
@@ -162,12 +150,25 @@ class Fleet:
             self._nodes.pop(name, None)
         else:
             self._nodes[name] = new
-        self._devices = None
-        if _kinds_of(old) != _kinds_of(new):
-            self._products = None
-            for job in self._jobs:
-                if not conditions.is_finished(job.status):
-                    self._wake(key_of(job))
+        before, after = None if old is None else node_kind(old.status.devices), None
+        if new is not None:
+            after = node_kind(new.status.devices)
+        if before != after:
+            self._count(before, after)
         elif old is None or new is None or old.spec != new.spec or old.status.tenants != new.status.tenants:
             for key in self._pods.jobs_on(name):
                 self._wake(key)
+
+    def _count(self, before: NodeKind | None, after: NodeKind | None) -> None:
+        """Count a node as another kind; look at the jobs to which that may matter."""
+        known = set(self._kinds)
+        if before is not None:
+            self._kinds[before] -= 1
+        if after is not None:
+            self._kinds[after] += 1
+        self._kinds = +self._kinds
+        self._inventory = self._products = None
+        is_new = known != set(self._kinds)
+        for job in self._jobs:
+            if (is_new and not conditions.is_finished(job.status)) or job.status.state is JobState.UNPLACEABLE:
+                self._wake(key_of(job))

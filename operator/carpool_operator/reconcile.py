@@ -10,7 +10,7 @@ from datetime import timedelta
 import msgspec
 from carpool_core import keys
 from carpool_core.clock import parse_rfc3339
-from carpool_core.demand import Demand, demand_of, never_fits
+from carpool_core.demand import Demand, demand_of
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.job import Attempt
 
@@ -18,6 +18,7 @@ from carpool_operator import attempts, conditions, placement, rendezvous, report
 from carpool_operator.actions import CheckTemplate, CreatePod, CreateService, Decision, DeleteJob
 from carpool_operator.draft import Draft
 from carpool_operator.impostors import without_impostors
+from carpool_operator.inventory import never_fits
 from carpool_operator.outcomes import Outcome, outcome_of, pod_deleted, unreserved
 from carpool_operator.pods import attempt_of, build_pod, owner_reference, pod_name, template_error, worker_of
 from carpool_operator.predicting import predict
@@ -162,7 +163,7 @@ def _begin(draft: Draft, demand: Demand) -> None:
         draft.condition(keys.CONDITION_PLACED, "False", "WaitingForPods", snapshot.refusal.message)
         draft.requeue_after(REFUSED_AGAIN_AFTER_S)
         return
-    never = never_fits(demand, snapshot.devices)
+    never = never_fits(demand, snapshot.inventory)
     if never is not None:
         _report_never(draft, never)
         return
@@ -176,7 +177,7 @@ def _begin(draft: Draft, demand: Demand) -> None:
 
 
 def _report_never(draft: Draft, why: str) -> None:
-    reason = keys.REASON_EXCEEDS_EVERY_GPU if any(draft.snapshot.devices) else "NoGpuNodes"
+    reason = keys.REASON_EXCEEDS_EVERY_GPU if any(draft.snapshot.inventory) else "NoGpuNodes"
     known = conditions.find(draft.status, keys.CONDITION_PLACED)
     draft.condition(keys.CONDITION_PLACED, "False", reason, why)
     if known is None or known.reason != reason:

@@ -1,15 +1,16 @@
 """Everything that a reconciliation looks at, frozen."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.job import GpuTrainingJob
-from carpool_core.resources.node import Device, GpuNode
+from carpool_core.resources.node import GpuNode
 from carpool_core.resources.prediction import Prediction
 
 from carpool_operator.attempts import Backoff
+from carpool_operator.inventory import Inventory
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,6 @@ class Snapshot:
     """UIDs of bound, unfinished pods that no reservation is known for, and for how many seconds that was so."""
     nodes: tuple[GpuNode, ...] = ()
     """GpuNodes on which the job's pods are."""
-    devices: Sequence[Sequence[Device]] = ()
-    """GPUs of each node of the cluster."""
+    inventory: Inventory = field(default_factory=dict)
+    """The nodes of the cluster, by what GPUs they have."""
     backoff: Backoff = field(default_factory=Backoff)

@@ -1,5 +1,6 @@
 """Jobs, pods, nodes and predictions, as the API server would show them."""
 
+from collections import Counter
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -10,6 +11,7 @@ from carpool_core.kube.pods import Pod
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import Device, GpuNode
 from carpool_core.resources.prediction import Prediction
+from carpool_operator.inventory import node_kind
 from carpool_operator.pods import pod_name
 from carpool_operator.snapshot import Snapshot
 
@@ -173,6 +175,6 @@ def snapshot(of: GpuTrainingJob, *, after_s: float = 0.0, **changes: Any) -> Sna
         "products": (A100,),
         "is_template_checked": True,
         "made": made(changes.get("pods", ())),
-        "devices": tuple(n.status.devices for n in nodes),
+        "inventory": Counter(node_kind(n.status.devices) for n in nodes),
     }
     return Snapshot(job=of, **(defaults | changes))
