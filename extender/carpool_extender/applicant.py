@@ -15,7 +15,7 @@ from carpool_core.values import JobUid, RequestedMode, SharingMode
 from numpy.typing import NDArray
 
 from carpool_extender.mig import Profile, smallest, whole
-from carpool_extender.view import CODES, DeviceClass
+from carpool_extender.view import CODES, DeviceClass, needed_mib
 
 THREAD_STEP = 5
 """Thread percentages are rounded up to multiples of this; finer than one SM of most GPUs makes no difference."""
@@ -106,8 +106,8 @@ class Applicant:
         if self.demand.gpus > 1:
             # One daemon for each GPU, and a process reaches only one; nor does it reach more than one instance.
             can[:, [CODES[SharingMode.MPS], CODES[SharingMode.MIG]]] = False
-        memory = [fact.profile.memory_mib for fact in facts]
-        need = [k.usable_mib if m is None else max(1, m) for k, m in zip(classes, memory, strict=True)]
+        pairs = zip(facts, classes, strict=True)
+        need = [needed_mib(fact.profile.memory_mib, kind.usable_mib) for fact, kind in pairs]
         return ClassColumns(
             suitable=np.array([fact.reason is None for fact in facts], np.bool_),
             too_small=np.array([fact.too_small for fact in facts], np.bool_),

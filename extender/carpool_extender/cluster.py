@@ -24,6 +24,7 @@ from carpool_extender.view import (
     TenantName,
     View,
     class_of,
+    counted_mib,
     empty_columns,
 )
 
@@ -278,14 +279,6 @@ class Cluster:
             columns.max_slowdown[row, place] = tenant.max_slowdown
             columns.namespace[row, place] = self._namespaces.ids[reservation.pod_namespace]
             columns.cluster_tenancy[row, place] = tenant.tenancy is Tenancy.CLUSTER
-
-
-def counted_mib(memory_mib: int | None, usable_mib: int) -> int:
-    """Memory to count for a tenant, in MiB: never more than the GPU has, and all of it where nothing is known.
-
-    Everybody counts with something, so that nobody stands beside a tenant that needs the whole GPU.
-    """
-    return usable_mib if memory_mib is None else min(max(1, memory_mib), usable_mib)
 
 
 def reservations_by_gpu(node: GpuNode) -> dict[GpuUuid, list[Reservation]]:

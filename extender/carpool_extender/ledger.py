@@ -9,8 +9,8 @@ from carpool_core.clock import parse_rfc3339
 from carpool_core.resources.node import Device, GpuNode, GpuNodeSpec, Reservation
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 
-from carpool_extender.cluster import counted_mib
 from carpool_extender.mig import profile_of, whole
+from carpool_extender.view import counted_mib, needed_mib
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +125,7 @@ def _refusal(present: list[Reservation], wanted: Reservation, device: Device | N
     if len(present) >= slots:
         return f"has {len(present)} tenants, the most allowed is {slots}"
     usable = max(0, device.memory_mib - device.reserved_mib)
-    memory = wanted.tenant.memory_mib
-    need = usable if memory is None else max(1, memory)
+    need = needed_mib(wanted.tenant.memory_mib, usable)
     free = usable - promised_mib(present, usable)
     if need > free:
         return f"needs {need:,} MiB, has {free:,} MiB free"

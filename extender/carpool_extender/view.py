@@ -79,6 +79,20 @@ def class_of(device: Device) -> DeviceClass:
     )
 
 
+def needed_mib(memory_mib: int | None, usable_mib: int) -> int:
+    """Memory that a newcomer must find free on a GPU, in MiB: all of it where nothing is known.
+
+    Everybody needs something, so that nobody stands beside a tenant that has the whole GPU. It may be more than the GPU
+    has: then the newcomer does not fit, and the sentence that says so names the amount.
+    """
+    return usable_mib if memory_mib is None else max(1, memory_mib)
+
+
+def counted_mib(memory_mib: int | None, usable_mib: int) -> int:
+    """Memory to count for a tenant that is there, in MiB: the same, but never more than the GPU has."""
+    return min(needed_mib(memory_mib, usable_mib), usable_mib)
+
+
 def _of(dtype: type, *, each_tenant: bool = False, empty: object = 0) -> dict[str, Any]:
     """Describe a column: one value for each GPU, or one for each tenant of each GPU."""
     return {"dtype": dtype, "each_tenant": each_tenant, "empty": empty}

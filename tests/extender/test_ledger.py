@@ -6,7 +6,7 @@ import pytest
 from carpool_core.resources.node import GpuNodeSpec, TenantProfile
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 from carpool_extender import ledger
-from carpool_extender.testing import device, tenant
+from carpool_extender.testing import cluster, device, gpu_node, tenant
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -126,3 +126,10 @@ def test_a_deadline_is_prolonged_without_a_new_generation():
     assert ledger.has_lapsed(reservation, deadline + timedelta(seconds=1))
     assert not ledger.has_lapsed(reservation, deadline + timedelta(seconds=10), grace_s=10)
     assert not ledger.has_lapsed(full().reservations[0], datetime.max.replace(tzinfo=UTC))
+
+
+@pytest.mark.parametrize("memory", [None, 0, 1, 9000, 2**29])
+def test_the_arrays_count_what_the_ledger_counts(memory):
+    held = replace(tenant("x", [GPUS[0]]), tenant=TenantProfile(memory_mib=memory))
+    columns = cluster(gpu_node("a", [*CAPACITY.devices.values()], [held])).view().columns
+    assert 9000 - columns.free_mib[0] == ledger.promised_mib([held], 9000)
