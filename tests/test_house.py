@@ -1,6 +1,8 @@
 """Rules of the house that no linter knows."""
 
 import ast
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -33,3 +35,28 @@ def test_importing_starts_nothing(module: Path) -> None:
     """At the top level of a module stand definitions; calls of `main()` only under the `__main__` guard."""
     for node in ast.parse(module.read_text()).body:
         assert not isinstance(node, ast.For | ast.While | ast.With), f"line {node.lineno} works at import time"
+
+
+@pytest.mark.parametrize(
+    ("is_there", "given", "told"),
+    [
+        pytest.param(False, "", "", id="no folder, no default"),
+        pytest.param(True, "", "shared/data", id="the folder beside the checkout"),
+        pytest.param(True, "elsewhere", "elsewhere", id="given"),
+    ],
+)
+def test_ci_names_measurements_only_where_there_are_some(tmp_path: Path, is_there: bool, given: str, told: str) -> None:
+    """Regression: on any other machine CI named a folder beside the checkout that is not there."""
+    (tmp_path / "checkout" / ".ci").mkdir(parents=True)
+    if is_there:
+        (tmp_path / "shared" / "data").mkdir(parents=True)
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / "checkout" / ".ci" / "run")
+    make = tmp_path / "make"
+    make.write_text('#!/bin/sh\necho "${CARPOOL_DATA:-}"\n')
+    make.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CARPOOL_DATA": given}
+    done = subprocess.run(
+        ["bash", tmp_path / "checkout" / ".ci" / "run"], env=environment, capture_output=True, text=True, check=True
+    )
+    expected = str(tmp_path / told) if told == "shared/data" else told
+    assert {*done.stdout.splitlines()} == {expected}
