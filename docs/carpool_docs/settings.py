@@ -22,10 +22,6 @@ counts. An empty variable is the same as none. What an empty setting means stand
 The chart sets the variables of its workloads: from `settings` and `nodeAgent` in
 [values.yaml](../../helm/carpool/values.yaml), and metrics on port 9400 for each of them."""
 
-_NOTES = {
-    "agent": "This version drives simulated GPUs only: without `--simulated-gpus` the agent does not start.",
-}
-
 _KINDS = {bool: "true or false", int: "integer", float: "number", str: "text", Path: "path"}
 _UNITS = {"_s": "s", "_seconds": "s", "_mib": "MiB", "port": "TCP port"}
 """Unit of a number, by the end of its field's name."""
@@ -35,7 +31,7 @@ def page() -> str:
     """Write the page."""
     parts = [_INTRODUCTION]
     for process, cls in PROCESSES.items():
-        parts += [f"## carpool {process}", *([_NOTES[process]] if process in _NOTES else [])]
+        parts.append(f"## carpool {process}")
         parts.append(table(_HEADER, [_row(one) for one in settings_of(cls)]))
         if process == "extender":
             parts += [
