@@ -18,6 +18,7 @@ from carpool_extender.simulation.philly import from_trace, read_cluster
 from carpool_extender.simulation.philly_times import read_trace
 from carpool_extender.simulation.report import markdown
 from carpool_extender.simulation.strategy import Knowledge, Strategy
+from carpool_extender.simulation.trace_features import input_of
 from carpool_extender.simulation.workload import Failure, SimJob, Truth, Workload, WorkloadError
 from click.testing import CliRunner
 
@@ -187,6 +188,19 @@ def test_what_ran_tells_how_far_other_bounds_are_exceeded():
     of = {name: truth(1400, kind=name) for name in "ab"}
     jobs = workload(*(job(n, 100.0, 300.0 * i, of[n], told=truth(1000)) for i, n in enumerate(of)))
     assert Simulation(jobs, replace(CARPOOL, remembers=True), NoSlowdown()).run().ooms == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("radrm/Xception/ImageNet/64", ("3,299,299", 1000)),
+        ("radrm/vgg16/ImageNet/64", ("3,224,224", 1000)),
+        ("radrm/resnet18/cifar100/32", ("3,32,32", 100)),
+        ("lucid/ResNet18/64/1", ("3,32,32", 10)),
+    ],
+)
+def test_models_are_traced_on_the_samples_of_their_data(kind, expected):
+    assert input_of(kind) == expected
 
 
 PODS = """name,num_gpu,gpu_milli,creation_time,deletion_time

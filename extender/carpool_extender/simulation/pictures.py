@@ -1,5 +1,6 @@
 """Pictures of a contest: utilization over time, completion times, and who ran where. Needs matplotlib."""
 
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -71,7 +72,7 @@ def _gantt(path: Path, name: str, outcome: Outcome) -> Path:
             axes.broken_barh(
                 [(one.start_s / 60, (one.end_s - one.start_s) / 60)],
                 (bottom, 0.18),
-                color=f"C{len(one.job.name) * 7 % 10}",
+                color=f"C{zlib.crc32(one.job.truth.kind.encode()) % 10}",
             )
     axes.set(xlabel="minutes", ylabel="GPU", title=name, yticks=[i + 0.5 for i in order.values()])
     axes.set_yticklabels([str(i) for i in order.values()])
