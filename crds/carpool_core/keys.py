@@ -10,14 +10,13 @@ RESOURCE_GPU: Final = f"{DOMAIN}/gpu"
 """Extended resource that a worker's container requests: how many GPUs (or shares of a GPU) it gets."""
 
 SCHEDULER_NAME: Final = "carpool-scheduler"
-FIELD_MANAGER_PREFIX: Final = "carpool-"
 
 LABEL_JOB: Final = f"{DOMAIN}/job"
 LABEL_JOB_UID: Final = f"{DOMAIN}/job-uid"
 LABEL_WORKER: Final = f"{DOMAIN}/worker"
 LABEL_ATTEMPT: Final = f"{DOMAIN}/attempt"
 LABEL_MANAGED: Final = f"{DOMAIN}/node"
-"""Set to `managed` on nodes whose GPUs Carpool looks after."""
+"""Set to `managed` on nodes whose GPUs Carpool looks after: the chart's DaemonSet runs there only."""
 
 ANNOTATION_GPUS: Final = f"{DOMAIN}/gpus"
 ANNOTATION_MODE: Final = f"{DOMAIN}/mode"

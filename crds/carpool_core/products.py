@@ -72,11 +72,6 @@ def hardware_name(product: str) -> str:
     return product.removeprefix(SIMULATED_PREFIX)
 
 
-def is_simulated(product: str) -> bool:
-    """Whether a product name says that there is no hardware."""
-    return product.startswith(SIMULATED_PREFIX)
-
-
 def _folded(text: str) -> str:
     return text.casefold().replace(" ", "-")
 

@@ -6,6 +6,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from carpool_core.keys import LABEL_MANAGED
+
 from carpool_e2e import images, nodeconfig
 from carpool_e2e.binaries import Binaries
 from carpool_e2e.controlplane import ControlPlane
@@ -15,7 +17,7 @@ from carpool_e2e.processes import Process, ProcessTable, first_child, wait_for
 from carpool_e2e.residue import create_cgroups, link_name
 from carpool_e2e.system import static_busybox
 
-MANAGED_LABELS = {"carpool.dev/node": "managed"}
+MANAGED_LABELS = {LABEL_MANAGED: "managed"}
 
 _MAX_NODES = 16
 

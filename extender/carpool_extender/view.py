@@ -21,7 +21,6 @@ NOBODY, SEVERAL = -1, -2
 """In `Columns.landlord`: the GPU is idle; its tenants come from several namespaces."""
 
 Bools = NDArray[np.bool_]
-Ints = NDArray[np.integer]
 Floats = NDArray[np.floating]
 Rows = NDArray[np.intp]
 
