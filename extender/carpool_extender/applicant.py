@@ -74,6 +74,10 @@ class Applicant:
     _facts: dict[DeviceClass, ClassFacts] = field(default_factory=dict)
     _columns: dict[tuple[DeviceClass, ...], ClassColumns] = field(default_factory=dict)
 
+    def is_as(self, other: "Applicant") -> bool:
+        """Whether another asks for the same, for the same job."""
+        return (self.demand, self.policy, self.workers) == (other.demand, other.policy, other.workers)
+
     @cached_property
     def shape(self) -> bytes:
         """Digest of all that a decision depends on, but not who asks: demands of equal shape fit the same places."""

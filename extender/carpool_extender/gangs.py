@@ -1,11 +1,12 @@
 """Whether all workers of a job would find places: asked before its first one gets one."""
 
 from datetime import UTC, datetime
+from typing import Protocol
 
 import msgspec
 import numpy as np
 from carpool_core.resources.node import GpuNode
-from carpool_core.values import PodUid
+from carpool_core.values import JobUid, PodUid
 
 from carpool_extender import ledger
 from carpool_extender.applicant import Applicant
@@ -15,7 +16,6 @@ from carpool_extender.decide import best_place, reservation
 from carpool_extender.refusal import PREFIX, counted
 from carpool_extender.rules import Rules
 from carpool_extender.view import MODES, Rows
-from carpool_extender.watches import Watches
 
 MOST_TRIED = 128
 """Workers that are placed on paper one after the other. Of more, only the room is counted: trying takes too long."""
@@ -24,17 +24,30 @@ _NO_TIME = datetime.fromtimestamp(0, UTC)
 """Of reservations that exist on paper only."""
 
 
+class Seen(Protocol):
+    """What has to be known of the cluster."""
+
+    @property
+    def cluster(self) -> Cluster:
+        """The GPUs."""
+        ...
+
+    def succeeded(self, job_uid: JobUid) -> int:
+        """How many pods of a job have done their work."""
+        ...
+
+
 class Gangs:
     """Keeps a job from getting some of its places while there is no room for the others.
 
     Args:
-        watches: What is known of the cluster.
+        seen: What is known of the cluster.
         assessments: What is known of demands.
         rules: What the site has chosen.
     """
 
-    def __init__(self, watches: Watches, assessments: Assessments, rules: Rules) -> None:
-        self._watches, self._assessments, self._rules = watches, assessments, rules
+    def __init__(self, seen: Seen, assessments: Assessments, rules: Rules) -> None:
+        self._seen, self._assessments, self._rules = seen, assessments, rules
 
     def refusal(self, applicant: Applicant, pod_uid: PodUid, offered: Rows | None = None) -> str | None:
         """Say why a pod has to wait until all of its job's workers fit; None where it need not.
@@ -47,9 +60,9 @@ class Gangs:
             offered: Indices of the nodes in question; all when None.
         """
         demand = applicant.demand
-        if applicant.workers == 1 or self._watches.cluster.pods_of(demand.job_uid) - {pod_uid}:
+        if applicant.workers == 1 or self._seen.cluster.pods_of(demand.job_uid) - {pod_uid}:
             return None
-        wanted = applicant.workers - self._watches.succeeded(demand.job_uid)
+        wanted = applicant.workers - self._seen.succeeded(demand.job_uid)
         found = self._room_for(applicant, wanted, offered)
         if found >= wanted:
             return None
@@ -76,7 +89,7 @@ class Gangs:
         uuids = set(columns.uuid[rows].tolist())
         found = []
         for number in np.unique(columns.node[rows]).tolist():
-            node = self._watches.cluster.node(assessment.verdict.view.node_names[number])
+            node = self._seen.cluster.node(assessment.verdict.view.node_names[number])
             if node is not None:
                 devices = [device for device in node.status.devices if device.uuid in uuids]
                 found.append(

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from carpool_core.settings import KubeSettings, LogSettings, SettingsError, metrics_port, setting, slots_per_gpu
 
@@ -84,6 +85,35 @@ class ConditionSettings:
         return Conditions(self.most_sm_active, self.most_joint_sm_active, self.least_free_mib, self.most_jobs)
 
 
+def _policy() -> Any:
+    return setting(
+        "least-slowdown",
+        flag="--policy",
+        env="CARPOOL_POLICY",
+        help=f"Which of the places that fit is taken: {', '.join(POLICIES)}.",
+    )
+
+
+def _job_policies() -> Any:
+    return setting(
+        False,
+        flag="--job-policies",
+        env="CARPOOL_JOB_POLICIES",
+        help="Whether a job may choose another policy for itself, by its annotation carpool.dev/policy.",
+    )
+
+
+@dataclass(frozen=True)
+class AskSettings:
+    """What decides, for whoever wants to know what the extender would decide: say the same as its own settings."""
+
+    policy: str = _policy()
+    job_policies: bool = _job_policies()
+    slots_per_gpu: int = slots_per_gpu()
+    conditions: ConditionSettings = field(default_factory=ConditionSettings)
+    kube: KubeSettings = field(default_factory=KubeSettings)
+
+
 @dataclass(frozen=True)
 class ExtenderSettings:
     """Everything that can be set."""
@@ -97,18 +127,8 @@ class ExtenderSettings:
     port: int = setting(
         8888, flag="--port", env="CARPOOL_EXTENDER_PORT", help="TCP port of the verbs; 0 takes a free one."
     )
-    policy: str = setting(
-        "least-slowdown",
-        flag="--policy",
-        env="CARPOOL_POLICY",
-        help=f"Which of the places that fit is taken: {', '.join(POLICIES)}.",
-    )
-    job_policies: bool = setting(
-        False,
-        flag="--job-policies",
-        env="CARPOOL_JOB_POLICIES",
-        help="Whether a job may choose another policy for itself, by its annotation carpool.dev/policy.",
-    )
+    policy: str = _policy()
+    job_policies: bool = _job_policies()
     slots_per_gpu: int = slots_per_gpu()
     bind_timeout_seconds: float = setting(
         20.0,

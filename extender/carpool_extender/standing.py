@@ -44,11 +44,17 @@ class Standing:
         self._heard: OrderedDict[str, tuple[str, float]] = OrderedDict()
         self._rests: dict[tuple[str, GpuUuid], _Rest] = {}
 
-    def heard(self, node: str, heartbeat: str | None) -> None:
-        """Take note of a node's heartbeat; an agent that never sent one is not waited for."""
+    def heard(self, node: str, heartbeat: str | None, ago_s: float = 0.0) -> None:
+        """Take note of a node's heartbeat; an agent that never sent one is not waited for.
+
+        Args:
+            node: Name of the node.
+            heartbeat: What the agent wrote.
+            ago_s: For how long that has stood there, where it is known; nodes are told of in falling order of it.
+        """
         last = self._heard.get(node)
         if heartbeat and (last is None or last[0] != heartbeat):
-            self._heard[node] = (heartbeat, self._clock.monotonic())
+            self._heard[node] = (heartbeat, self._clock.monotonic() - ago_s)
             self._heard.move_to_end(node)  # so that the longest silent stand first
 
     def forget(self, node: str) -> None:

@@ -79,10 +79,9 @@ class Workloads:
         known = self._known.get(uid)
         if known is not None and known[0] == version and version:
             return known[1]
-        demand, policy = demand_of_row(job), policy_of(job, allowed=self._job_policies)
-        workers = job.spec.workers
-        fresh = known is None or (known[1].demand, known[1].policy, known[1].workers) != (demand, policy, workers)
-        applicant = Applicant(demand, policy, workers) if known is None or fresh else known[1]
+        applicant = applicant_of(job, allowed=self._job_policies)
+        if known is not None and known[1].is_as(applicant):
+            applicant = known[1]
         self._known[uid] = (version, applicant)
         while len(self._known) > REMEMBERED:
             self._known.pop(next(iter(self._known)))
@@ -169,6 +168,19 @@ def _gpus(container: Container) -> int:
     value = container.resources.limits.get(RESOURCE_GPU, container.resources.requests.get(RESOURCE_GPU, 0))
     text = str(value)
     return int(text) if text.isdigit() else 0
+
+
+def applicant_of(job: JobRow, *, allowed: bool) -> Applicant:
+    """Return what each worker of a job asks for, and what the job chose.
+
+    Args:
+        job: The job.
+        allowed: Whether it may choose its policy.
+
+    Raises:
+        NotOurs: It chose a policy that does not exist, or that it may not choose.
+    """
+    return Applicant(demand_of_row(job), policy_of(job, allowed=allowed), job.spec.workers)
 
 
 def demand_of_row(job: JobRow) -> Demand:
