@@ -1,12 +1,11 @@
 """The pod of (job, worker, attempt), built purely; and what a template may not say."""
 
 import copy
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from carpool_core import keys
-from carpool_core.kube.pods import Pod, PodMeta
+from carpool_core.kube.pods import Pod, PodMeta, WorkerName, job_reference, worker_name
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.values import JobUid
 
@@ -17,8 +16,8 @@ _FOREIGN_GPUS = ("nvidia.com/gpu", "nvidia.com/mig-")
 
 
 def pod_name(job_name: str, worker: int, attempt: int) -> str:
-    """Name the pod of a worker's attempt. The same three always give the same name, so no pod is created twice."""
-    return f"{job_name}-worker-{worker}-{attempt}"
+    """Name the pod of a worker's attempt."""
+    return WorkerName(job_name, worker, attempt).pod
 
 
 def job_key(namespace: str, name: str) -> str:
@@ -39,37 +38,26 @@ def controller_uid(pod: Pod) -> JobUid | None:
 
 def controller_of(metadata: PodMeta) -> JobUid | None:
     """UID of the GpuTrainingJob that controls an object; None where something else does, or nothing."""
-    for owner in metadata.owner_references:
-        if owner.controller and owner.kind == "GpuTrainingJob" and owner.api_version.startswith(f"{keys.DOMAIN}/"):
-            return JobUid(owner.uid)
-    return None
-
-
-_NUMBERS = re.compile(r"-worker-([0-9]+)-([0-9]+)$")
+    owner = job_reference(metadata)
+    return None if owner is None else JobUid(owner.uid)
 
 
 def worker_of(pod: Pod) -> int | None:
     """Index of the worker that a pod runs, by its name; None where it has no such name."""
-    return _number(pod, 1)
+    named = worker_name(pod.metadata.name)
+    return None if named is None else named.worker
 
 
 def attempt_of(pod: Pod) -> int | None:
     """Number of the attempt that a pod belongs to, by its name; None where it has no such name."""
-    return _number(pod, 2)
-
-
-def _number(pod: Pod, group: int) -> int | None:
-    """A number out of a pod's name, which nobody can change; labels anybody with access to pods can."""
-    found = _NUMBERS.search(pod.metadata.name)
-    return None if found is None else int(found[group])
+    named = worker_name(pod.metadata.name)
+    return None if named is None else named.attempt
 
 
 def is_worker(pod: Pod, job: GpuTrainingJob) -> bool:
     """Whether a pod is one that Carpool made for the job: its controller by UID, and its name, say so alike."""
-    worker, attempt = worker_of(pod), attempt_of(pod)
-    if worker is None or not attempt:
-        return False
-    return controller_uid(pod) == job.metadata.uid and pod.metadata.name == pod_name(job.metadata.name, worker, attempt)
+    named = worker_name(pod.metadata.name)
+    return named is not None and named.job == job.metadata.name and controller_uid(pod) == job.metadata.uid
 
 
 def _resources(container: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

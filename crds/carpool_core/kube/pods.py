@@ -1,7 +1,11 @@
 """What Carpool reads of a pod; everything else of it is never decoded."""
 
+import re
+from typing import NamedTuple
+
 import msgspec
 
+from carpool_core.keys import DOMAIN
 from carpool_core.resources.meta import ObjectMeta
 
 
@@ -124,3 +128,36 @@ class Pod(_Wire, frozen=True, kw_only=True):
         """Whether a container of it runs or ever ran."""
         ran = any(s.state.running or s.state.terminated or s.restart_count for s in self.status.container_statuses)
         return ran or self.status.phase not in ("", "Pending")
+
+
+class WorkerName(NamedTuple):
+    """What the name of a worker's pod says. Nobody can change a name, while labels anybody with access to pods can."""
+
+    job: str
+    worker: int
+    attempt: int
+
+    @property
+    def pod(self) -> str:
+        """Name of the pod. The same three always give the same name, so no pod is created twice."""
+        return f"{self.job}-worker-{self.worker}-{self.attempt}"
+
+
+_WORKER = re.compile(r"(.+)-worker-(0|[1-9][0-9]{0,5})-([1-9][0-9]{0,8})", re.ASCII)
+
+
+def worker_name(pod_name: str) -> WorkerName | None:
+    """Read the name of a pod; None where no worker's pod is called so."""
+    found = _WORKER.fullmatch(pod_name)
+    return None if found is None else WorkerName(found[1], int(found[2]), int(found[3]))
+
+
+def job_reference(metadata: PodMeta) -> OwnerReference | None:
+    """Return the reference to the GpuTrainingJob that controls an object; None where something else does, or nothing.
+
+    Whoever creates a pod writes it: alone it proves nothing.
+    """
+    for owner in metadata.owner_references:
+        if owner.controller and owner.kind == "GpuTrainingJob" and owner.api_version.partition("/")[0] == DOMAIN:
+            return owner
+    return None

@@ -1,0 +1,43 @@
+"""What a worker's pod is called, and which job controls an object."""
+
+import pytest
+from carpool_core.kube.pods import OwnerReference, PodMeta, WorkerName, job_reference, worker_name
+from hypothesis import given
+from hypothesis import strategies as st
+
+JOB = {"api_version": "carpool.dev/v1alpha1", "kind": "GpuTrainingJob", "name": "x", "uid": "u", "controller": True}
+
+
+@given(
+    st.builds(
+        WorkerName,
+        st.from_regex(r"[a-z]([-a-z0-9]{0,20}[a-z0-9])?", fullmatch=True) | st.just("a-worker-0-1"),
+        st.integers(0, 999_999),
+        st.integers(1, 999_999_999),
+    )
+)
+def test_a_name_is_read_as_it_was_given(named: WorkerName) -> None:
+    assert worker_name(named.pod) == named
+
+
+@pytest.mark.parametrize(
+    "name", ["x", "x-worker-0", "x-worker-0-0", "x-worker-00-1", "x-worker-0-01", "-worker-0-1", "x-worker-0-1-a"]
+)
+def test_another_name_is_no_worker_s(name: str) -> None:
+    assert worker_name(name) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_ours"),
+    [
+        pytest.param({}, True, id="the controller"),
+        pytest.param({"api_version": "carpool.dev/v9"}, True, id="another version"),
+        pytest.param({"api_version": "carpool.dev"}, True, id="no version"),
+        pytest.param({"api_version": "carpool.dev.example/v1"}, False, id="another group"),
+        pytest.param({"kind": "Job"}, False, id="another kind"),
+        pytest.param({"controller": None}, False, id="an owner only"),
+    ],
+)
+def test_the_job_that_controls_an_object(changes: dict[str, str | None], is_ours: bool) -> None:
+    owner = OwnerReference(**(JOB | changes))  # type: ignore[arg-type]
+    assert job_reference(PodMeta(name="x", owner_references=[owner])) == (owner if is_ours else None)
