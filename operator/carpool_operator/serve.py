@@ -1,6 +1,7 @@
 """Runs the operator's process: the client, the operator, its metrics, and kopf around them."""
 
 import asyncio
+from collections.abc import Sequence
 
 import kopf
 import structlog
@@ -20,15 +21,20 @@ class NotInstalledError(Exception):
     """The cluster lacks Carpool's resource types; the message says how to install them."""
 
 
-async def check_installed(api: KubeApi) -> None:
+async def check_installed(api: KubeApi, namespaces: Sequence[str]) -> None:
     """See that the cluster knows our resource types, which kopf looks for only once.
+
+    Args:
+        api: The cluster.
+        namespaces: Where jobs may be read; everywhere when empty.
 
     Raises:
         NotInstalledError: It does not.
     """
     for kind in (GPU_TRAINING_JOBS, GPU_NODES):
         try:
-            await api.list_page(kind, Selector(), limit=1)
+            where = namespaces[0] if kind.namespaced and namespaces else ""
+            await api.list_page(kind, Selector(namespace=where), limit=1)
         except NotFound as error:
             raise NotInstalledError(
                 f"the cluster has no resource {kind.plural}.{kind.group}: install the chart, or apply its crds/ folder"
@@ -39,7 +45,7 @@ async def serve(settings: OperatorSettings) -> None:
     """Run until SIGTERM or SIGINT, or until something fails for good."""
     clock, log = SystemClock(), structlog.get_logger()
     async with connect(settings.kube) as api:
-        await check_installed(api)
+        await check_installed(api, settings.namespace_list)
         operator = build(settings, api, clock, SubprocessTracer(settings.trace_limits))
         stop, started = asyncio.Event(), asyncio.Event()
         server = await serve_metrics(

@@ -86,6 +86,24 @@ def test_the_page_on_security_tells_of_these_rights_and_no_others(chart: Any, na
     assert written(name) == rights(chart.one("ClusterRole", name))
 
 
+def test_with_namespaces_the_operator_has_its_rights_there_only(render: Any) -> None:
+    """Regression: told of two namespaces, it could still create pods in all of them."""
+    chart = render(settings={"namespaces": ["team-a", "team-b"]})
+    nodes = {"carpool.dev/gpunodes": READ}
+    assert rights(chart.one("ClusterRole", "carpool-operator")) == nodes
+    everywhere = {name: table for name, table in OWN["carpool-operator"].items() if name not in nodes}
+    own = [o for o in chart.all("Role", "RoleBinding") if o["metadata"]["name"] == "carpool-operator"]
+    assert sorted((o["kind"], o["metadata"]["namespace"]) for o in own) == [
+        (kind, namespace) for kind in ("Role", "RoleBinding") for namespace in ("team-a", "team-b")
+    ]
+    for role in own:
+        if role["kind"] == "Role":
+            assert rights(role) == everywhere
+        else:
+            assert role["roleRef"]["kind"] == "Role"
+            assert [s["name"] for s in role["subjects"]] == ["carpool-operator"]
+
+
 def test_there_are_no_other_roles(chart: Any) -> None:
     assert {o["metadata"]["name"] for o in chart.all("ClusterRole")} == {*OWN, *USERS}
     (lease,) = chart.all("Role")
