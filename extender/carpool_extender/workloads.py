@@ -1,13 +1,12 @@
 """From a pod to what it demands: only by way of the job that controls it, whose status no user can write."""
 
-import re
 from typing import cast
 
 from carpool_core.demand import Demand, demand_of
 from carpool_core.keys import DOMAIN, RESOURCE_GPU
 from carpool_core.kube.api import GPU_TRAINING_JOBS, KubeApi
 from carpool_core.kube.errors import Invalid, NotFound
-from carpool_core.kube.pods import Container, OwnerReference, Pod
+from carpool_core.kube.pods import Container, OwnerReference, Pod, is_job, job_reference, worker_name
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.values import JobUid, PodUid
 
@@ -17,7 +16,6 @@ from carpool_extender.watches import JobRow, Watches
 
 ANNOTATION_POLICY = f"{DOMAIN}/policy"
 """On a job: the policy by which its place is chosen, where the site allows jobs to choose."""
-_WORKER = re.compile(r"(0|[1-9][0-9]{0,5})-[0-9]{1,9}", re.ASCII)
 REMEMBERED = 4096
 """Demands that are remembered, with what was worked out for each class of devices."""
 
@@ -68,7 +66,7 @@ class Workloads:
                 raise _no_such_job(pod, owner) from error
             except Invalid as error:
                 raise NotOurs(f"NotAJob: the job that pod {_name(pod)} names cannot be read: {error}") from error
-            if not _is_job(job.api_version, job.kind):
+            if not is_job(job.api_version, job.kind):
                 raise _no_such_job(pod, owner)
         if job.metadata.uid != owner.uid or job.metadata.namespace != pod.metadata.namespace:
             raise _no_such_job(pod, owner)
@@ -94,17 +92,13 @@ def controller_of(pod: Pod) -> OwnerReference:
     Raises:
         NotOurs: There is none.
     """
-    for owner in pod.metadata.owner_references:
-        if owner.controller and _is_job(owner.api_version, owner.kind):
-            return owner
+    owner = job_reference(pod.metadata)
+    if owner is not None:
+        return owner
     raise NotOurs(
         f"NotAJob: pod {_name(pod)} asks for {RESOURCE_GPU} but no GpuTrainingJob controls it; "
         f"create a GpuTrainingJob with this pod's spec as its template"
     )
-
-
-def _is_job(api_version: str, kind: str) -> bool:
-    return kind == GPU_TRAINING_JOBS.kind and api_version.partition("/")[0] == DOMAIN
 
 
 def _check_name(pod: Pod, job: JobRow) -> None:
@@ -112,12 +106,12 @@ def _check_name(pod: Pod, job: JobRow) -> None:
 
     With the name, of which there is one at a time, goes the number of pods that a job can have.
     """
-    prefix = f"{job.metadata.name}-worker-"
-    found = _WORKER.fullmatch(pod.metadata.name.removeprefix(prefix)) if pod.metadata.name.startswith(prefix) else None
-    if found is None or int(found[1]) >= job.spec.workers:
+    named = worker_name(pod.metadata.name)
+    if named is None or named.job != job.metadata.name or named.worker >= job.spec.workers:
         raise NotOurs(
-            f"NotAWorker: expected a pod of job {job.metadata.name} to be called {prefix}INDEX-ATTEMPT with an index "
-            f"below {job.spec.workers}, found {_name(pod)}; let the operator create the job's pods"
+            f"NotAWorker: expected a pod of job {job.metadata.name} to be called "
+            f"{job.metadata.name}-worker-INDEX-ATTEMPT with an index below {job.spec.workers}, found {_name(pod)}; "
+            "let the operator create the job's pods"
         )
 
 

@@ -158,6 +158,11 @@ def job_reference(metadata: PodMeta) -> OwnerReference | None:
     Whoever creates a pod writes it: alone it proves nothing.
     """
     for owner in metadata.owner_references:
-        if owner.controller and owner.kind == "GpuTrainingJob" and owner.api_version.partition("/")[0] == DOMAIN:
+        if owner.controller and is_job(owner.api_version, owner.kind):
             return owner
     return None
+
+
+def is_job(api_version: str, kind: str) -> bool:
+    """Whether an object of this type is a GpuTrainingJob, of whatever version."""
+    return kind == "GpuTrainingJob" and api_version.partition("/")[0] == DOMAIN
