@@ -8,8 +8,8 @@ from typing import Any
 from carpool_core.clock import Clock
 from carpool_core.kube.api import KubeApi
 from carpool_core.kube.events import EventRecorder
-from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
+from starlette.applications import Starlette
 
 from carpool_extender.assessments import Assessments
 from carpool_extender.binder import Binder, Tools
@@ -35,7 +35,7 @@ COMPONENT = "carpool-extender"
 class Extender:
     """The parts of a running extender."""
 
-    app: FastAPI
+    app: Starlette
     service: Service
     watches: Watches
     janitor: Janitor

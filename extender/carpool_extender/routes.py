@@ -4,7 +4,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
 import msgspec
-from fastapi import FastAPI, Request, Response
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -27,7 +29,7 @@ class _Answer(Exception):  # noqa: N818  # ends a request early with its answer
 
 
 class _Verb(Generic[A]):
-    """One verb as a bare ASGI application: what FastAPI does besides for a request costs more than a decision.
+    """One verb as a bare ASGI application: what a framework does besides for a request costs more than a decision.
 
     Args:
         name: The verb.
@@ -68,7 +70,7 @@ class _Verb(Generic[A]):
             return answer.status, answer.body
 
 
-def create_app(service: Service, telemetry: Telemetry, not_ready: Callable[[], str | None]) -> FastAPI:
+def create_app(service: Service, telemetry: Telemetry, not_ready: Callable[[], str | None]) -> Starlette:
     """Build the ASGI application.
 
     Args:
@@ -76,29 +78,23 @@ def create_app(service: Service, telemetry: Telemetry, not_ready: Callable[[], s
         telemetry: Measures requests.
         not_ready: None once every verb can answer, otherwise the reason.
     """
-    app = FastAPI(title="Carpool scheduler extender", openapi_url=None, docs_url=None, redoc_url=None)
     verbs: tuple[ASGIApp, ...] = (
         _Verb("filter", ExtenderArgs, service.filter, telemetry, not_ready),
         _Verb("prioritize", ExtenderArgs, service.prioritize, telemetry, not_ready),
         _Verb("bind", BindingArgs, service.bind, telemetry, not_ready),
         _Verb("preempt", PreemptionArgs, service.preempt, telemetry, not_ready),
     )
-    for name, verb in zip(VERBS, verbs, strict=True):
-        app.router.routes.append(Route(f"/{name}", verb, methods=["POST"]))
-    _add_errors(app)
-    return app
+    routes = [Route(f"/{name}", verb, methods=["POST"]) for name, verb in zip(VERBS, verbs, strict=True)]
+    return Starlette(routes=routes, exception_handlers={404: _unknown, 405: _wrong_method})
 
 
-def _add_errors(app: FastAPI) -> None:
-    async def unknown(request: Request, _: Exception) -> Response:
-        path = request.url.path
-        return _response(404, f"expected a POST to /{', /'.join(VERBS)}, found {path}; check urlPrefix and the verbs")
+async def _unknown(request: Request, _: Exception) -> Response:
+    path = request.url.path
+    return _response(404, f"expected a POST to /{', /'.join(VERBS)}, found {path}; check urlPrefix and the verbs")
 
-    async def wrong_method(request: Request, _: Exception) -> Response:
-        return _response(405, f"expected a POST to a verb (/{', /'.join(VERBS)}), found {request.method}")
 
-    app.add_exception_handler(404, unknown)
-    app.add_exception_handler(405, wrong_method)
+async def _wrong_method(request: Request, _: Exception) -> Response:
+    return _response(405, f"expected a POST to a verb (/{', /'.join(VERBS)}), found {request.method}")
 
 
 def _response(status: int, message: str) -> Response:

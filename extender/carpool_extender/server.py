@@ -7,7 +7,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from carpool_extender.settings import ExtenderSettings
 
@@ -29,7 +29,7 @@ class Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
 
-def create_server(app: FastAPI, settings: ExtenderSettings) -> Server:
+def create_server(app: Starlette, settings: ExtenderSettings) -> Server:
     """Build the server; whoever shows no certificate of the client CA is refused in the handshake.
 
     Raises:

@@ -4,6 +4,8 @@ import asyncio
 import io
 import json
 import ssl
+import subprocess
+import sys
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -261,3 +263,10 @@ async def test_whoever_shows_no_certificate_of_the_ca_is_refused(kube, certifica
     async with serving(kube, certificates) as url, as_client(certificates, name) as session:
         with pytest.raises(aiohttp.ClientError):
             await session.post(f"{url}/filter", data=ARGS)
+
+
+def test_the_process_loads_no_framework_that_it_does_not_use():
+    """What a request costs besides the decision, and what an image holds, is Starlette and no more."""
+    told = "import sys, carpool_extender.app, carpool_extender.server; print({'fastapi', 'pydantic'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
