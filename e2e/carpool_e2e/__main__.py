@@ -16,7 +16,7 @@ from carpool_e2e import slots as slots_
 from carpool_e2e.bench.predictions import renew
 from carpool_e2e.bench.run import REPORT, renew_placement, renew_throughput
 from carpool_e2e.bench.run import main as measure
-from carpool_e2e.cluster import FULL, PROJECT, Cluster, running, why_no_kubelets
+from carpool_e2e.cluster import FULL, LOGS, PROJECT, Cluster, running, why_no_kubelets
 from carpool_e2e.demo.show import play
 from carpool_e2e.demo.stage import SceneError, Stage
 from carpool_e2e.errors import HarnessError
@@ -71,6 +71,9 @@ def demo(keep: bool) -> None:
             raise click.ClickException("the scenes start containers, which needs nodes with a kubelet: run as root")
         try:
             asyncio.run(_on_stage(cluster, console))
+        except SceneError as error:
+            logs = cluster.table.logs if keep else os.path.relpath(LOGS / cluster.slot.name)
+            raise click.ClickException(f"{error}. The processes' logs are in {logs}.") from error
         finally:
             if keep:
                 console.print(how_to_reach(cluster), highlight=False)
@@ -88,7 +91,7 @@ def how_to_reach(cluster: Cluster) -> str:
     return (
         f"The cluster stays up. To use it:\n"
         f"  export KUBECONFIG={cluster.kubeconfig}\n"
-        f'  export PATH="{folder}:$PATH"\n'
+        f'  export PATH="{folder}:{Path(sys.executable).parent}:$PATH"\n'
         f"Logs are in {cluster.table.logs}. `make demo-clean` removes everything."
     )
 

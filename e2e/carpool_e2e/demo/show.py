@@ -1,6 +1,7 @@
 """The end of the demo: the table, predicted beside observed, and the picture."""
 
 import os
+from collections.abc import Sequence
 
 from carpool_core import picture
 from carpool_core.resources.job import GpuTrainingJob
@@ -9,8 +10,8 @@ from carpool_core.values import JobState
 from rich.console import Group
 from rich.text import Text
 
-from carpool_e2e.demo.scenes import SCENES
-from carpool_e2e.demo.stage import Stage
+from carpool_e2e.demo.scenes import SCENES, Scene
+from carpool_e2e.demo.stage import SceneError, Stage, TooLateError
 
 _WHAT_IS_SEEN = Text(
     "Seen: what the agents measured of simulated GPUs, on which each container uses what its command line says; "
@@ -23,15 +24,42 @@ async def play(stage: Stage) -> None:
     """Play all scenes and the end; leaves `gpus.svg` in the stage's folder.
 
     Raises:
-        SceneError: Something did not go as it should.
+        SceneError: Something did not go as it should, or something was late; what was late is told at the end.
     """
-    for scene in SCENES:
-        stage.console.rule(f"[bold cyan]{scene.__doc__}")
-        await scene(stage)
+    late = await play_scenes(stage, SCENES)
     stage.console.rule("[bold cyan]What is there now")
     await _measured(stage)
     stage.run("get", "gtj,gpn", "-o", "wide", lines=60)
     _draw(stage, await stage.jobs(), await stage.gpu_nodes())
+    if late:
+        raise SceneError("; ".join(late))
+
+
+async def play_scenes(stage: Stage, scenes: Sequence[Scene]) -> list[str]:
+    """Play scenes one after the other.
+
+    Returns:
+        What was late, one sentence each: a busy machine is no reason to show nothing more.
+
+    Raises:
+        SceneError: Something did not go as it should.
+    """
+    late = []
+    for scene in scenes:
+        stage.console.rule(f"[bold cyan]{scene.__doc__}")
+        try:
+            await scene(stage)
+        except TooLateError as error:
+            late.append(f"{error} ({_load()})")
+            stage.console.print(f"[bold red]Too late:[/bold red] {late[-1]}. The demo goes on, and fails at its end.")
+    return late
+
+
+def _load() -> str:
+    """Say how busy the machine is."""
+    minute, processors = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    busy = "the machine was busy" if minute > processors else "the machine was not busy"
+    return f"{busy}: load average {minute:.1f} on {processors} processors"
 
 
 def _draw(stage: Stage, jobs: list[GpuTrainingJob], nodes: list[GpuNode]) -> None:

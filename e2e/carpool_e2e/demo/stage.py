@@ -25,6 +25,10 @@ class SceneError(Exception):
     """A scene did not go as it should; the message says what was expected and what was found."""
 
 
+class TooLateError(SceneError):
+    """A scene went as it should, and slower than it should: what follows can still be shown."""
+
+
 @dataclass(frozen=True)
 class Stage:
     """One cluster, and the console on which the scenes are told."""
