@@ -25,7 +25,8 @@ def _tables(title: str, report: Report, *, with_intervals: bool) -> Iterator[Ren
     if len(report.products) == 1:
         yield _one(title, report, report.products[0])
     else:
-        yield _several(title, report, with_intervals=with_intervals)
+        yield _memory(title, report)
+        yield _speed(report, with_intervals=with_intervals)
         yield _parts(report)
         if any(product.mig for product in report.products):
             yield _mig(report)
@@ -63,42 +64,54 @@ def _one(title: str, report: Report, product: ProductReport) -> Table:
     table.add_row("largest batch", str(product.largest))
     for profile, largest in product.mig.items():
         table.add_row(f"  on {profile}", str(largest))
-    table.add_row("inside what was learned", _learned(report, product))
+    inside = {"memory": _memory_learned(report, product)} | _speed_learned(product)
+    table.add_row("inside what was learned", _named(inside))
     return table
 
 
-def _several(title: str, report: Report, *, with_intervals: bool) -> Table:
-    table = _table(
-        title, "GPU", "MiB", "at most", "sure", "class GiB", "util %", "SM %", "occ %", "DRAM %", "step ms",
-        "max batch", "learned",
-    )  # fmt: skip
+def _memory(title: str, report: Report) -> Table:
+    table = _table(title, "GPU", "MiB", "at most", "sure", "class GiB", "largest batch", "learned")
     for product in report.products:
-        found = product.answer.prediction
-        memory, activity = found.memory, found.activity
+        memory = product.answer.prediction.memory
         table.add_row(
-            _short(found.product),
+            _short(product.answer.prediction.product),
             f"{memory.median_mib:,}",
             f"{memory.upper_mib:,}",
             f"{memory.coverage:.0%}",
             f"{memory.class_lower_mib // 1024}-{memory.class_upper_mib // 1024}",
+            str(product.largest),
+            "yes" if _memory_learned(report, product) else "no",
+        )
+    return table
+
+
+def _speed(report: Report, *, with_intervals: bool) -> Table:
+    table = _table("How busy it is, alone", "GPU", "util %", "SM %", "occ %", "DRAM %", "step ms", "learned")
+    for product in report.products:
+        found = product.answer.prediction
+        activity = found.activity
+        table.add_row(
+            _short(found.product),
             _span(activity.gpu_util_percent, with_ends=with_intervals),
             _span(activity.sm_active_ratio, 100, with_ends=with_intervals),
             _span(activity.sm_occupancy_ratio, 100, with_ends=with_intervals),
             _span(activity.dram_active_ratio, 100, with_ends=with_intervals),
             _span(found.step_time_seconds, 1000, 1, with_ends=with_intervals),
-            str(product.largest),
-            _learned(report, product),
+            _named(_speed_learned(product)),
         )
     return table
 
 
-def _learned(report: Report, product: ProductReport) -> str:
+def _memory_learned(report: Report, product: ProductReport) -> bool:
+    return report.memory_inside and product.answer.memory_calibrated
+
+
+def _speed_learned(product: ProductReport) -> dict[str, bool]:
+    return {"activity": product.answer.activity_inside, "time": product.answer.step_time_inside}
+
+
+def _named(inside: dict[str, bool]) -> str:
     """Name what lies inside what was learned."""
-    inside = {
-        "memory": report.memory_inside and product.answer.memory_calibrated,
-        "activity": product.answer.activity_inside,
-        "time": product.answer.step_time_inside,
-    }
     return "all" if all(inside.values()) else ", ".join(name for name, is_so in inside.items() if is_so) or "none"
 
 
@@ -106,12 +119,17 @@ def _short(product: str) -> str:
     return product.removeprefix("NVIDIA ").removeprefix("GeForce ")
 
 
+_SHORT_PARTS = {"gradients": "grads", "optimizer": "optim", "activations": "activ", "workspace": "worksp"}
+"""Headings with which the table of parts fits into 80 columns."""
+
+
 def _names() -> list[str]:
     return [field.name for field in fields(MemoryParts)]
 
 
 def _parts(report: Report) -> Table:
-    table = _table("What the memory consists of, MiB", "GPU", *(name.removesuffix("_mib") for name in _names()))
+    names = [name.removesuffix("_mib") for name in _names()]
+    table = _table("What the memory consists of, MiB", "GPU", *(_SHORT_PARTS.get(name, name) for name in names))
     for product in report.products:
         table.add_row(
             _short(product.answer.prediction.product), *(f"{getattr(product.parts, name):,.0f}" for name in _names())

@@ -49,7 +49,7 @@ def test_table_names_every_product(block: str) -> None:
     assert result.exit_code == 0
     for product in PRODUCTS:
         assert product.name.removeprefix("NVIDIA ").removeprefix("GeForce ") in result.output
-    assert all(word in result.output for word in ("util %", "workspace", "max batch", "1g.5gb"))
+    assert all(word in result.output for word in ("util %", "worksp", "largest batch", "1g.5gb"))
 
 
 def test_one_product_is_told_line_by_line_with_intervals(block: str) -> None:
@@ -65,6 +65,12 @@ def test_intervals_of_several_are_shown_where_there_is_room(columns: str, interv
     result = CliRunner().invoke(predict, [block, "--batch-size", "64"], env={"COLUMNS": columns})
     assert (re.search(r"\d+ \(\d+ - \d+\)", result.output) is not None) is intervals
     assert "Tesla T4" in result.output
+
+
+def test_nothing_is_cut_in_80_columns(block: str) -> None:
+    result = CliRunner().invoke(predict, [block, "--batch-size", "64"], env={"COLUMNS": "80"})
+    assert "at most" in result.output
+    assert "\u2026" not in result.output
 
 
 def test_json_has_units_in_its_names(block: str) -> None:
