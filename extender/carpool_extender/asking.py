@@ -10,15 +10,17 @@ import msgspec
 from carpool_core.clock import Clock, SystemClock
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, KubeApi, Selector
 from carpool_core.kube.client import connect
+from carpool_core.kube.config import KubeConfigError
 from carpool_core.kube.errors import KubeError
 from carpool_core.products import PRODUCTS, hardware_name
 from carpool_core.resources.job import GpuTrainingJob
-from carpool_core.resources.node import GpuNode
+from carpool_core.resources.node import GpuNode, Reservation
 from carpool_core.settings import SettingsError, click_options
-from carpool_core.values import JobUid, PodUid
+from carpool_core.values import GpuUuid, JobUid, PodUid
 from carpool_predictor.estimator import predict
 from carpool_predictor.source import SubprocessTracer, features_of
 
+from carpool_extender.answers import lines, with_own
 from carpool_extender.applicant import Applicant
 from carpool_extender.assessments import Assessments
 from carpool_extender.cluster import Cluster
@@ -42,6 +44,8 @@ class Asker:
     clock: Clock
     job_policies: bool = False
     """Whether the site lets jobs choose their policy."""
+    each_gpu: bool = False
+    """Whether to tell of every GPU on a line of its own, where the same is to be said of many."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +81,14 @@ async def explained(api: KubeApi, name: str, namespace: str, rules: Rules, asker
         KubeError: The job or the GpuNodes could not be read.
     """
     job = await api.get(GPU_TRAINING_JOBS, name, JobRow, namespace=namespace)
-    told, without = [], []
+    told, without, own_gpus = [], [], set()
     for node in await _nodes(api):
         own = [r for r in node.spec.reservations if r.job_uid == job.metadata.uid]
         told += [
             f"{r.pod_name} has a place on {node.metadata.name}: {r.reason or 'no reason was written'}" for r in own
         ]
-        left = [r for r in node.spec.reservations if r not in own]
-        without.append(msgspec.structs.replace(node, spec=msgspec.structs.replace(node.spec, reservations=left)))
+        own_gpus |= {uuid for r in own for uuid in r.gpu_uuids}
+        without.append(_without(node, own))
     try:
         applicant = applicant_of(job, allowed=asker.job_policies)
     except NotOurs as refusal:
@@ -93,7 +97,7 @@ async def explained(api: KubeApi, name: str, namespace: str, rules: Rules, asker
     if not told:
         waits = _gang(seen, applicant, rules)
         told = [f"{namespace}/{name} has no place yet", *([waits] if waits else [])]
-    return [*told, *_gpus(seen.cluster, applicant, rules)]
+    return [*told, *_gpus(seen.cluster, applicant, rules, asker, frozenset(own_gpus))]
 
 
 async def asked(api: KubeApi, job: GpuTrainingJob, rules: Rules, predictor: Predictor, asker: Asker) -> list[str]:
@@ -115,7 +119,19 @@ async def asked(api: KubeApi, job: GpuTrainingJob, rules: Rules, predictor: Pred
         told.append(f"would have to wait now{f': {waits}' if waits else ''}")
     else:
         told.append(f"would go to {found[0]}: {found[1].reason}")
-    return [*told, *_gpus(seen.cluster, applicant, rules)]
+    return [*told, *_gpus(seen.cluster, applicant, rules, asker)]
+
+
+def _without(node: GpuNode, own: Sequence[Reservation]) -> GpuNode:
+    """Return a node as if some pods were not there; what they use would be a stranger's without their reservations."""
+    left = [r for r in node.spec.reservations if r not in own]
+    pods = {r.pod_uid for r in own}
+    tenants = [tenant for tenant in node.status.tenants if tenant.pod_uid not in pods]
+    return msgspec.structs.replace(
+        node,
+        spec=msgspec.structs.replace(node.spec, reservations=left),
+        status=msgspec.structs.replace(node.status, tenants=tenants),
+    )
 
 
 def _gang(seen: Snapshot, applicant: Applicant, rules: Rules) -> str | None:
@@ -123,9 +139,12 @@ def _gang(seen: Snapshot, applicant: Applicant, rules: Rules) -> str | None:
     return Gangs(seen, Assessments(seen.cluster, rules), rules).refusal(applicant, PodUid(""))
 
 
-def _gpus(cluster: Cluster, applicant: Applicant, rules: Rules) -> list[str]:
-    found = explain(cluster.view(), applicant, sorted(cluster.nodes), rules)
-    return [f"  {line}" for line in found] or ["  no node reports GPUs; is the node agent running?"]
+def _gpus(
+    cluster: Cluster, applicant: Applicant, rules: Rules, asker: Asker, own: frozenset[GpuUuid] = frozenset()
+) -> list[str]:
+    found = with_own(explain(cluster.view(), applicant, sorted(cluster.nodes), rules), own)
+    told = lines(found, each=asker.each_gpu)
+    return [f"  {line}" for line in told] or ["  no node reports GPUs; is the node agent running?"]
 
 
 async def _nodes(api: KubeApi) -> list[GpuNode]:
@@ -146,27 +165,30 @@ async def traced(job: GpuTrainingJob, products: list[str]) -> GpuTrainingJob:
     return msgspec.structs.replace(job, status=msgspec.structs.replace(job.status, prediction=prediction))
 
 
+_ALL = click.option("--all", "each_gpu", is_flag=True, help="Tell of every GPU on a line of its own.")
 _NAMESPACE = click.option("-n", "--namespace", default="default", show_default=True, help="The job's namespace.")
 
 
 @click.command("explain")
 @click.argument("job")
 @_NAMESPACE
+@_ALL
 @click_options(AskSettings)
-def explain_command(settings: AskSettings, job: str, namespace: str) -> None:
+def explain_command(settings: AskSettings, job: str, namespace: str, each_gpu: bool) -> None:
     """Say why JOB is where it is, why not elsewhere, and by how much each GPU fits or misses.
 
     Decides as the extender does where it is told the same settings; only that a GPU could not be prepared a moment ago
     the extender alone remembers.
     """
-    _say(settings, lambda api, rules, asker: explained(api, job, namespace, rules, asker))
+    _say(settings, each_gpu, lambda api, rules, asker: explained(api, job, namespace, rules, asker))
 
 
 @click.command("what-if")
 @click.argument("manifest", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @_NAMESPACE
+@_ALL
 @click_options(AskSettings)
-def what_if(settings: AskSettings, manifest: Path, namespace: str) -> None:
+def what_if(settings: AskSettings, manifest: Path, namespace: str, each_gpu: bool) -> None:
     """Say where the job in MANIFEST would go now, beside whom and how fast; nothing is created.
 
     Decides as the extender does where it is told the same settings; only that a GPU could not be prepared a moment ago
@@ -178,21 +200,21 @@ def what_if(settings: AskSettings, manifest: Path, namespace: str) -> None:
         raise click.ClickException(f"{manifest}: expected a GpuTrainingJob: {error}") from error
     meta = msgspec.structs.replace(job.metadata, namespace=job.metadata.namespace or namespace)
     named = msgspec.structs.replace(job, metadata=meta)
-    _say(settings, lambda api, rules, asker: asked(api, named, rules, traced, asker))
+    _say(settings, each_gpu, lambda api, rules, asker: asked(api, named, rules, traced, asker))
 
 
-def _say(settings: AskSettings, ask: Callable[[KubeApi, Rules, Asker], Awaitable[list[str]]]) -> None:
+def _say(settings: AskSettings, each_gpu: bool, ask: Callable[[KubeApi, Rules, Asker], Awaitable[list[str]]]) -> None:
     clock = SystemClock()
 
     async def run() -> list[str]:
         rules = Rules(find_policy(settings.policy), settings.slots_per_gpu, settings.conditions.conditions())
         async with connect(settings.kube, clock=clock) as api:
-            return await ask(api, rules, Asker(clock, settings.job_policies))
+            return await ask(api, rules, Asker(clock, settings.job_policies, each_gpu))
 
     try:
-        lines = asyncio.run(run())
+        told = asyncio.run(run())
     except KubeError as error:
         raise click.ClickException(f"the cluster could not be asked: {error}") from error
-    except (SettingsError, UnknownPolicyError) as error:
+    except (KubeConfigError, SettingsError, UnknownPolicyError) as error:
         raise click.ClickException(str(error)) from error
-    click.echo("\n".join(lines))
+    click.echo("\n".join(told))

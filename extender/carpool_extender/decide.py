@@ -11,13 +11,14 @@ from carpool_core.resources.node import LONGEST_REASON, Reservation, TenantProfi
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 from numpy.typing import NDArray
 
+from carpool_extender.answers import GpuAnswer
 from carpool_extender.applicant import Applicant
 from carpool_extender.assessments import Assessment
 from carpool_extender.checks import Check, Verdict, examine
 from carpool_extender.choices import best_of, scores, select, ties
 from carpool_extender.modes import memory_limit_mib, thread_limit, why
 from carpool_extender.policies import Policy
-from carpool_extender.refusal import PREFIX, Offer, counted, explanation, summary
+from carpool_extender.refusal import PREFIX, Offer, counted, explanation, outcome, summary
 from carpool_extender.rules import Rules
 from carpool_extender.view import MODES, Bools, Rows, View
 
@@ -127,10 +128,20 @@ def best_place(view: View, applicant: Applicant, rules: Rules, among: Bools | No
     return view.node_names[int(choices.node[best])], _place_on(verdict, choices.rows[best].tolist(), policy)
 
 
-def explain(view: View, applicant: Applicant, names: Sequence[str], rules: Rules) -> list[str]:
+def explain(view: View, applicant: Applicant, names: Sequence[str], rules: Rules) -> list[GpuAnswer]:
     """Say of each GPU of some nodes whether the job fits there, and if not, which check failed by how much."""
-    assessment = Assessment(applicant, rules, view)
-    return [explanation(assessment.verdict, int(row)) for row in _rows_of(view, view.ids(names))]
+    verdict, columns = Assessment(applicant, rules, view).verdict, view.columns
+    return [
+        GpuAnswer(
+            node=view.node_names[int(columns.node[row])],
+            index=int(columns.gpu_index[row]),
+            uuid=columns.uuid[row],
+            product=view.product(row),
+            fits=bool(verdict.ok[row]),
+            said=outcome(verdict, row),
+        )
+        for row in _rows_of(view, view.ids(names)).tolist()
+    ]
 
 
 def reservation(

@@ -32,13 +32,17 @@ def _one(row: int) -> Rows:
 
 def explanation(verdict: Verdict, row: int) -> str:
     """Say in full what became of one GPU: the check, what was found, the margin; or that the job fits there."""
-    place = f"{verdict.view.place(row)} ({verdict.view.product(row)})"
+    return f"{verdict.view.place(row)} ({verdict.view.product(row)}): {outcome(verdict, row)}"
+
+
+def outcome(verdict: Verdict, row: int) -> str:
+    """Say the same without naming the GPU."""
     failed = int(verdict.found.failed[row])
     if failed < 0:
         left = int(verdict.left_mib(_one(row))[0])
         mode, slowdown = MODES[int(verdict.found.mode[row])], verdict.found.newcomer[row]
-        return f"{place}: fits by {mode}, leaves {left:,} MiB, expected slowdown {slowdown:.2f}"
-    return f"{place}: {_full_reason(verdict, row, Check(failed))}"
+        return f"fits by {mode}, leaves {left:,} MiB, expected slowdown {slowdown:.2f}"
+    return _full_reason(verdict, row, Check(failed))
 
 
 def _full_reason(verdict: Verdict, row: int, check: Check) -> str:

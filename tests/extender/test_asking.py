@@ -5,6 +5,7 @@ from datetime import timedelta
 import msgspec
 from carpool_core.clock import rfc3339
 from carpool_core.resources.job import GpuTrainingJob
+from carpool_core.resources.node import Tenant
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import JobUid
@@ -13,7 +14,7 @@ from carpool_extender.conditions import Conditions
 from carpool_extender.policies import find_policy
 from carpool_extender.rules import Rules
 from carpool_extender.standing import SILENCE_S
-from carpool_extender.testing import gpu_node, prediction, seed_job, seed_node, tenant
+from carpool_extender.testing import T4, device, gpu_node, prediction, seed_job, seed_node, tenant
 from click.testing import CliRunner
 
 CLOCK = FakeClock()
@@ -112,6 +113,46 @@ async def test_nothing_goes_where_the_agent_is_silent():
         heartbeat = rfc3339(CLOCK.now() - timedelta(seconds=ago_s))
         status = msgspec.structs.replace(node.status, heartbeat_time=heartbeat)
         seed_node(kube, msgspec.structs.replace(node, status=status))
-    told = await asked(kube, job_of(), RULES, predicted, ASKER)
+    told = await asked(kube, job_of(), RULES, predicted, Asker(CLOCK, each_gpu=True))
     assert ["fits" in line for line in told[2:]] == [True, False, True, False]
     assert f"its agent has not reported for {SILENCE_S + 10:.0f} s" in told[3]
+
+
+async def test_a_running_job_is_no_stranger_on_its_own_gpu():
+    """Regression: what it uses counted as used without a reservation, on the very GPU that it has."""
+    kube = FakeKube()
+    uid = JobUid(seed_job(kube, "x"))
+    mine = msgspec.structs.replace(tenant("x", ["GPU-a-0"]), job_uid=uid, reason="least-slowdown: alone")
+    node = gpu_node("a", 1, [mine])
+    used = Tenant(pod_uid=mine.pod_uid, gpu_uuid=mine.gpu_uuids[0], memory_mib=3900)
+    seed_node(kube, msgspec.structs.replace(node, status=msgspec.structs.replace(node.status, tenants=[used])))
+    told = await explained(kube, "x", "default", RULES, ASKER)
+    assert not any("without a reservation" in line for line in told)
+    assert "it is here" in told[1]
+    assert "fits by MPS" in told[1]
+
+
+def test_without_a_cluster_there_is_a_sentence_and_no_traceback(tmp_path):
+    manifest = tmp_path / "job.yaml"
+    manifest.write_text("{kind: GpuTrainingJob, metadata: {name: x}, spec: {template: {}}}")
+    nowhere = dict.fromkeys(("KUBECONFIG", "KUBERNETES_SERVICE_HOST"))
+    for command, argument in ((explain_command, "x"), (what_if, str(manifest))):
+        result = CliRunner(env=nowhere).invoke(command, [argument])
+        assert result.exit_code == 1
+        assert "Error: " in result.output
+        assert "KUBECONFIG" in result.output
+
+
+async def test_gpus_of_which_the_same_is_said_stand_on_one_line():
+    kube = FakeKube()
+    seed_node(kube, gpu_node("a", 2, [tenant("y", ["GPU-a-0"], memory_limit_mib=40000)]))
+    for name in ("b", "c"):
+        seed_node(kube, gpu_node(name, [device(i, name, product=T4) for i in range(4)]))
+    job = job_of({"gpu": {"product": "A100"}})
+    told = await asked(kube, job, RULES, predicted, ASKER)
+    assert [line.partition(":")[0].strip() for line in told[2:]] == [
+        "GPU 0 of a (NVIDIA A100-SXM4-40GB)",
+        "GPU 1 of a (NVIDIA A100-SXM4-40GB)",
+        "8 GPUs of 2 nodes (Tesla T4)",
+    ]
+    assert len(await asked(kube, job, RULES, predicted, Asker(CLOCK, each_gpu=True))) == 2 + 10

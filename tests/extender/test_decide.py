@@ -431,7 +431,7 @@ def test_explain_names_the_check_and_the_margin_of_every_gpu():
     node = gpu_node(
         "a", 3, [tenant("x", ["GPU-a-0"], memory_limit_mib=40000), tenant("y", ["GPU-a-1"], **BUSY, max_slowdown=1.1)]
     )
-    assert explain(cluster(node).view(), applicant(**BUSY), ["a"], RULES) == [
+    assert [str(one) for one in explain(cluster(node).view(), applicant(**BUSY), ["a"], RULES)] == [
         f"GPU 0 of a ({A100}): needs 4,000 MiB, has 960 MiB free (3,040 MiB short)",
         f"GPU 1 of a ({A100}): would slow default/y to 1.90 of 1.10 (0.80 beyond)",
         f"GPU 2 of a ({A100}): fits by MPS, leaves 36,960 MiB, expected slowdown 1.00",
