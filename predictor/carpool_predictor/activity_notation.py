@@ -18,13 +18,17 @@ Layer = tuple[str, int, int]
 """Kind, output elements of one sample, parameters."""
 
 _CONVOLUTION, _LINEAR = "conv2d", "linear"
-_NORMALIZATION = frozenset({"batchnorm2d", "batch_normalization"})
+NORMALIZATION = frozenset({"batchnorm2d", "batch_normalization"})
 _ACTIVATION = frozenset(
     {
         "ReLU", "LeakyReLU", "PReLU", "ELU", "SELU", "GELU", "Tanh", "SiLU", "Softplus", "Mish", "Sigmoid", "Softmax",
         "softmax",
     }
 )  # fmt: skip
+KINDS = tuple(
+    sorted({_CONVOLUTION, _LINEAR, "dropout", "adaptive_avg_pool2d", "Identity"} | _ACTIVATION | NORMALIZATION)
+)
+"""Every kind of layer that the notation has."""
 _ELEMENT_BYTES = 4
 _ADAM_ELEMENTS = 13
 """Elements that Adam touches for each parameter: lerp 2, mul 1, addcmul 3, sqrt 2, div 1, add 1, addcdiv 3."""
@@ -123,7 +127,7 @@ def _count(tally: _Tally, layer: Layer) -> None:
         # Gradients of weight, bias and input, an operator each.
         tally.elements += (y + x + weights) + (y + outputs) + (0 if tally.first else y + weights + x)
         tally.product(outputs, weights, outputs, 2.0 * weights * tally.batch)
-    elif kind in _NORMALIZATION:
+    elif kind in NORMALIZATION:
         tally.counts["normalization"] += 1
         tally.tensors += 2
         tally.each(outputs, 5, 3)
@@ -139,13 +143,12 @@ def _count(tally: _Tally, layer: Layer) -> None:
         tally.kernels += 2
         tally.inputs = outputs
     elif kind != "Identity":
-        known = sorted({_CONVOLUTION, _LINEAR, "dropout", "adaptive_avg_pool2d", "Identity"} | _ACTIVATION)
-        raise NotationError(f"expected one of {', '.join(known)}")
+        raise NotationError(f"expected one of {', '.join(KINDS)}")
 
 
 def _convolution(tally: _Tally, outputs: int, parameters: int) -> None:
     tally.counts["convolution"] += 1
-    found = _shape(tally, outputs, parameters)
+    found = shape_of(Place(tally.spatial, tally.channels, tally.reads), outputs, parameters)
     if found.size < tally.spatial:
         pooled = tally.inputs * (found.size / tally.spatial) ** 2
         tally.elements += tally.batch * (3 * tally.inputs + 6 * pooled)
@@ -160,7 +163,20 @@ def _convolution(tally: _Tally, outputs: int, parameters: int) -> None:
     tally.product(outputs, weights, found.channels, 2.0 * weights * found.size**2 * tally.batch)
 
 
-class _Convolution(NamedTuple):
+class Place(NamedTuple):
+    """Where a convolution stands."""
+
+    size: int
+    """Height and width of what the layer before puts out."""
+    channels: int
+    """Its channels."""
+    reads: int
+    """Input channels of the convolution before."""
+
+
+class Convolution(NamedTuple):
+    """A convolution's shape, square."""
+
     size: int
     """Height and width of its output."""
     channels: int
@@ -170,24 +186,27 @@ class _Convolution(NamedTuple):
     """Elements of its kernel: 3 × 3, or 1 × 1 in shortcuts and transitions."""
 
 
-def _shape(tally: _Tally, outputs: int, parameters: int) -> _Convolution:
+def shape_of(place: Place, outputs: int, parameters: int) -> Convolution:
     """Solve `outputs = channels · size²`, `parameters = channels · (reads · taps + 1)`.
 
     Several shapes may fit. The likeliest reads what the layer before put out, or read (beside a shortcut), or both
     (a concatenation); then one with 3 × 3 taps; then one of the largest size.
+
+    Raises:
+        NotationError: None fits.
     """
-    fits: list[_Convolution] = []
-    for size in _sizes(tally.spatial):
+    fits: list[Convolution] = []
+    for size in _sizes(place.size):
         channels, odd = divmod(outputs, size * size)
         if odd or not channels or parameters % channels:
             continue
         for taps in (9, 1):
             reads, rest = divmod(parameters // channels - 1, taps)
             if rest == 0 and reads > 0:
-                fits.append(_Convolution(size, channels, reads, taps))
-    likely = {tally.channels, tally.reads, tally.reads + tally.channels}
+                fits.append(Convolution(size, channels, reads, taps))
+    likely = {place.channels, place.reads, place.reads + place.channels}
     if not fits:
-        raise NotationError(f"no number of channels fits its outputs at a size of {tally.spatial} or a fraction of it")
+        raise NotationError(f"no number of channels fits its outputs at a size of {place.size} or a fraction of it")
     return min(fits, key=lambda fit: (fit.reads not in likely, fit.taps != 9))
 
 

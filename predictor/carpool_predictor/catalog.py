@@ -9,6 +9,7 @@ from typing import Any
 from carpool_core.resources.job import CatalogModel
 from torch import nn
 
+from carpool_predictor import listed
 from carpool_predictor.abstention import TraceError
 
 _FRAMES = 16
@@ -40,10 +41,13 @@ def recipe_of(model: CatalogModel) -> Recipe:
         return _torchvision(model, name)
     if library == "transformers":
         return _transformers(model, name)
+    if library == "gpumemnet":
+        return _listed(model, name)
     raise TraceError(
         "CatalogUnsupported",
-        f"this version knows timm/NAME, torchvision/NAME and transformers/NAME, found {model.name}; give "
-        "spec.model.features, as `carpool graph FILE.py:FACTORY --input …` prints them for any nn.Module",
+        "this version knows timm/NAME, torchvision/NAME, transformers/NAME and gpumemnet/LAYERS, found "
+        f"{model.name}; give spec.model.features, as `carpool graph FILE.py:FACTORY --input …` prints them for any "
+        "nn.Module",
     )
 
 
@@ -113,6 +117,14 @@ def _transformers(model: CatalogModel, name: str) -> Recipe:
     shape = tuple(model.input or hub_models.sample_shape(config))
     tokens = hub_models.takes_tokens(config)
     return Recipe(model.name, lambda: hub_models.build(config, model.num_classes), shape, tokens)
+
+
+def _listed(model: CatalogModel, text: str) -> Recipe:
+    layers = listed.read_layers(text)
+    if model.num_classes is not None:
+        raise TraceError("LayerListInvalid", "a list of layers has its own number of outputs; leave numClasses out")
+    shape = listed.sample_shape(layers, model.input)
+    return Recipe(f"gpumemnet/{len(layers)} layers", lambda: listed.build_listed(layers, shape), shape)
 
 
 def _checked_module(module: Any) -> nn.Module:

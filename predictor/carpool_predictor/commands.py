@@ -20,8 +20,10 @@ from carpool_predictor.trees import MalformedError
 if TYPE_CHECKING:
     from carpool_predictor.bulk import Tally
 
-_TARGET_HELP = """MODEL is timm/NAME, torchvision/NAME, transformers/NAME, FILE.py:FACTORY (a function without arguments
-that returns an nn.Module), or a features file that `carpool graph` wrote."""
+_TARGET_HELP = """MODEL is timm/NAME, torchvision/NAME, transformers/NAME, gpumemnet/LAYERS (a list of layers in the
+notation of GPUMemNet's data, such as "gpumemnet/[('linear', 64, 8256), ('ReLU', 64, 0), ('linear', 10, 650)]"),
+FILE.py:FACTORY (a function without arguments that returns an nn.Module), or a features file that `carpool graph`
+wrote."""
 
 
 class InputError(click.ClickException):

@@ -20,8 +20,11 @@ from carpool_predictor.source import SubprocessTracer, TraceLimits
 from carpool_predictor.trace import TraceRequest
 
 INVALID = frozenset(
-    {"UnknownCatalogModel", "CatalogUnsupported", "InputShapeInvalid", "FeaturesAbsurd", "FeaturesMismatch"}
-)
+    {
+        "UnknownCatalogModel", "CatalogUnsupported", "LayerListInvalid", "InputShapeInvalid", "FeaturesAbsurd",
+        "FeaturesMismatch",
+    }
+)  # fmt: skip
 """Abstentions that say that the row itself makes no sense."""
 _REMEMBERED = 65536
 

@@ -11,7 +11,7 @@ from carpool_predictor.trace import FactoryModel, TraceRequest
 
 Target = ModelFeatures | TraceRequest
 
-_LIBRARIES = ("timm", "torchvision", "transformers")
+_LIBRARIES = ("timm", "torchvision", "transformers", "gpumemnet")
 
 
 class TargetError(ValueError):
@@ -53,8 +53,8 @@ def target_of(what: str, shape: list[int] | None, num_classes: int | None, train
     library, _, name = what.partition("/")
     if not name or library not in _LIBRARIES:
         raise TargetError(
-            "expected timm/NAME, torchvision/NAME, transformers/NAME, FILE.py:FACTORY or a features file (.yaml), "
-            f"found {what!r}"
+            "expected timm/NAME, torchvision/NAME, transformers/NAME, gpumemnet/LAYERS, FILE.py:FACTORY or a features "
+            f"file (.yaml), found {what!r}"
         )
     source: dict[str, Any] = {"name": what, "input": shape, "numClasses": num_classes}
     try:
