@@ -11,6 +11,10 @@ from carpool_core.values import JobUid
 
 from carpool_operator import rendezvous
 
+_TEMPLATE_FIELDS = frozenset({"metadata", "spec"})
+_METADATA_FIELDS = frozenset({"labels", "annotations", "name", "namespace", "creationTimestamp"})
+"""The pod takes the first two over; the others, which tools print, mean nothing in the template of a Job either."""
+
 _TOLERATION = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
 _FOREIGN_GPUS = ("nvidia.com/gpu", "nvidia.com/mig-")
 
@@ -71,10 +75,20 @@ def _asks_for_gpus(container: Mapping[str, Any]) -> bool:
     return any(resource == keys.RESOURCE_GPU for resource, _ in _resources(container))
 
 
-def _own_keys_error(template: Mapping[str, Any]) -> str | None:
+def _metadata_error(template: Mapping[str, Any]) -> str | None:
+    """Say what is wrong beside the spec; what the pod does not take over, the API server never sees."""
     metadata = template.get("metadata") or {}
+    if not isinstance(metadata, Mapping):
+        return f"metadata: expected labels and annotations, found {metadata!r}"
+    unknown = [*sorted(set(template) - _TEMPLATE_FIELDS)]
+    unknown += [f"metadata.{field}" for field in sorted(set(metadata) - _METADATA_FIELDS)]
+    if unknown:
+        return f"{unknown[0]}: not one of a template's fields; correct its spelling or remove it"
     for part in ("labels", "annotations"):
-        for key in metadata.get(part) or {}:
+        named = metadata.get(part) or {}
+        if not isinstance(named, Mapping):
+            return f"metadata.{part}: expected names with values, found {named!r}"
+        for key in named:
             if key.startswith(f"{keys.DOMAIN}/"):
                 return f"metadata.{part} sets {key}, which Carpool sets itself: remove it"
     return None
@@ -123,7 +137,7 @@ def template_error(job: GpuTrainingJob) -> str | None:
     spec = template.get("spec")
     if not isinstance(spec, Mapping):
         return "spec.template.spec must be a pod's spec with at least one container"
-    error = _own_keys_error(template) or _spec_error(spec, job.spec.gpus_per_worker)
+    error = _metadata_error(template) or _spec_error(spec, job.spec.gpus_per_worker)
     return None if error is None else f"spec.template.{error}"
 
 

@@ -70,6 +70,12 @@ GPU = {keys.RESOURCE_GPU: 1}
             id="init container",
         ),
         pytest.param(
+            template() | {"metadata": {"lables": {"team": "a"}}}, "template.metadata.lables: not one", id="misspelt"
+        ),
+        pytest.param(template() | {"metadata": {"labels": ["a"]}}, "metadata.labels: expected names", id="list"),
+        pytest.param(template() | {"metadata": "a"}, "metadata: expected labels", id="word"),
+        pytest.param(template() | {"sepc": {}}, "template.sepc: not one", id="misspelt beside the spec"),
+        pytest.param(
             template() | {"metadata": {"annotations": {"carpool.dev/gpus": "GPU-0"}}},
             "metadata.annotations sets carpool.dev/gpus",
             id="own annotation",
@@ -85,6 +91,8 @@ def test_template_that_makes_no_sense(own: dict[str, Any], told: str) -> None:
 
 def test_good_template() -> None:
     assert template_error(job()) is None
+    printed = {"metadata": {"creationTimestamp": None, "name": "train", "labels": None}}
+    assert template_error(job(template=template() | printed)) is None
 
 
 def test_forged_controller_of_another_group_is_not_ours() -> None:
