@@ -63,7 +63,7 @@ class Creator:
             await self._api.create(PODS, body, namespace=job.metadata.namespace, is_dry_run=True)
         except Invalid as error:
             if is_about_the_pod(error):
-                self._refuse(key_of(job), Refusal("InvalidTemplate", sentence(error), is_final=True), error)
+                self._refuse(key_of(job), Refusal("InvalidTemplate", sentence(error, body), is_final=True), error)
         except (Conflict, Forbidden, NotFound) as error:
             # A name that is taken, a quota, a missing namespace may be another by the time that the pod is created.
             self._log.debug("template not checked to the end", job=key_of(job), why=str(error))
@@ -91,7 +91,7 @@ class Creator:
         except Conflict as error:
             pod = await self._adopt(job, action, error)
         except Invalid as error:
-            self._refuse(key, Refusal("InvalidTemplate", sentence(error), is_final=True), error)
+            self._refuse(key, Refusal("InvalidTemplate", sentence(error, action.body), is_final=True), error)
         except Forbidden as error:
             self._refuse(key, Refusal("PodForbidden", str(error), is_final=False), error)
         except NotFound as error:

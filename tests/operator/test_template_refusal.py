@@ -11,6 +11,15 @@ MISSPELT = (
     'Pod in version "v1" cannot be handled as a Pod: strict decoding error: '
     'unknown field "spec.containers[0].comand", unknown field "spec.restartpolicy"'
 )
+POD = {
+    "spec": {
+        "terminationGracePeriodSeconds": 1.5,
+        "containers": [
+            {"env": [{"name": "A", "value": "1"}]},
+            {"env": [{"name": "B", "value": 5}, {"name": "C", "value": "c"}]},
+        ],
+    }
+}
 CASES = [
     pytest.param(
         MISSPELT,
@@ -23,6 +32,18 @@ CASES = [
         "Container.spec.containers.command of type []string",
         "spec.template.spec.containers.command: expected []string, found a value of type string",
         id="a field of another type",
+    ),
+    pytest.param(
+        'Pod in version "v1" cannot be handled as a Pod: json: cannot unmarshal number into Go struct field '
+        "EnvVar.spec.containers.env.value of type string",
+        "spec.template.spec.containers[1].env[0].value: expected string, found a value of type number",
+        id="a value of another type in a list",
+    ),
+    pytest.param(
+        'Pod in version "v1" cannot be handled as a Pod: json: cannot unmarshal number 1.5 into Go struct field '
+        "PodSpec.spec.terminationGracePeriodSeconds of type int64",
+        "spec.template.spec.terminationGracePeriodSeconds: expected int64, found a value of type number",
+        id="a number of another type",
     ),
     pytest.param(
         'Pod "x-worker-0-1" is invalid: spec.containers[0].image: Required value',
@@ -40,7 +61,7 @@ CASES = [
 @pytest.mark.parametrize(("said", "told"), CASES)
 def test_sentence_names_the_field_of_the_template(said: str, told: str) -> None:
     error = Invalid(f"POST pods default: {said}", said=said)
-    assert sentence(error) == told
+    assert sentence(error, POD) == told
     assert is_about_the_pod(error)
 
 
