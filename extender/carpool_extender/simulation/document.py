@@ -38,9 +38,8 @@ GOALS = (
     Goal("radrm-60", "oom", 0.0, 0.0, "RAD-RM 60, out of memory", absolute=True),
 )
 DOUBTS = (
-    "The traced features of the simulated models (`features.json`) do not say yet what the allocator reserves, on "
-    "which the memory model counts: bounds are lower here than the shipped predictor's on a fresh trace, and "
-    "out-of-memory is more frequent. `python -m carpool_extender.simulation.trace_features` traces them again.",
+    "The length of the transformers' samples on RAD-RM is not published: predictions are for 512 tokens, the most that "
+    "BERT takes, and AdamW.",
     "Slowdown by MPS is carried over from pairs that were measured by time slicing, three tenants were measured by "
     "nobody, and both decide how much sharing pays. Gains on RAD-RM are larger for everybody here than published: read "
     "them against each other.",

@@ -1,8 +1,8 @@
 """What the shipped predictor says of the models that are simulated: their features were traced once, without a GPU.
 
-`features.json` was written by `carpool_predictor.tracing` from torchvision's and timm's models, with SGD and momentum,
-at the workloads' own batch sizes and inputs. Models that it does not know (transformers that the catalog lacks) stay
-unknown, and the predictor abstains from them.
+`features.json` was written by `carpool_extender.simulation.trace_features` at the workloads' own batch sizes: CNNs with
+SGD and momentum on the workloads' own inputs, transformers with AdamW on samples of a length that was not published.
+A kind that it lacks is unknown, and the predictor abstains from it.
 """
 
 from functools import cache

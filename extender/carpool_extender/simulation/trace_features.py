@@ -10,14 +10,24 @@ import click
 import msgspec
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import Training
+from carpool_core.values import Optimizer, Precision
 from carpool_predictor.abstention import Abstention
 from carpool_predictor.source import SubprocessTracer, TraceLimits
-from carpool_predictor.targets import parse_shape, target_of
+from carpool_predictor.targets import Target, parse_shape, target_of
 
 FILE = Path(__file__).with_name("features.json")
 CIFAR_CLASSES = {"cifar100": 100}
 LARGE_INPUTS = ("inception", "xception")
 """Architectures that are trained on 299 x 299."""
+TRANSFORMERS = {
+    "radrm/BERT_base/Wiki/32": ("transformers/bert-base-uncased", 512),
+    "radrm/BERT_large/Wiki/8": ("transformers/bert-large-uncased", 512),
+    "radrm/xlnet_base/Wiki/8": ("transformers/xlnet-base-cased", 512),
+    "radrm/xlnet_large/Wiki/4": ("transformers/xlnet-large-cased", 512),
+    "radrm/gpt2_large/Wiki/8": ("transformers/gpt2-large", 512),
+}
+"""Hub names and tokens of a sample; the lengths are not published: 512, the most that BERT takes, for all of
+them. AdamW, as their published training scripts have it; every GPU has the published batch."""
 LIMITS = TraceLimits(timeout_s=1800, memory_mib=8192)
 
 
@@ -32,12 +42,23 @@ def input_of(kind: str) -> tuple[str, int]:
     return f"3,{size},{size}", 1000
 
 
-async def traced(kind: str, known: ModelFeatures) -> ModelFeatures | Abstention:
-    """Trace one kind with the training that its features are of."""
+def text_target(kind: str) -> Target:
+    """Return what to trace for a transformer of `TRANSFORMERS`."""
+    name, tokens = TRANSFORMERS[kind]
+    training = Training(batch_size=int(kind.rpartition("/")[2]), optimizer=Optimizer.ADAMW, precision=Precision.FP32)
+    return target_of(name, [tokens], None, training)
+
+
+def image_target(kind: str, known: ModelFeatures) -> Target:
+    """Return what to trace for a CNN: the training that its features are of."""
     shape, classes = input_of(kind)
     batch = known.steps[-1].batch_size
     training = Training(batch_size=batch, optimizer=known.optimizer, precision=known.precision)
-    target = target_of(known.name, parse_shape(shape), classes, training)
+    return target_of(known.name, parse_shape(shape), classes, training)
+
+
+async def traced(target: Target) -> ModelFeatures | Abstention:
+    """Trace, but where the store has the answer."""
     return target if isinstance(target, ModelFeatures) else await SubprocessTracer(LIMITS).run(target)
 
 
@@ -46,10 +67,11 @@ async def traced(kind: str, known: ModelFeatures) -> ModelFeatures | Abstention:
 def main(only: str) -> None:
     """Trace every kind that the file has, and write it again after each."""
     found = msgspec.json.decode(FILE.read_bytes(), type=dict[str, ModelFeatures])
-    for kind, known in found.items():
+    for kind in [*found, *(TRANSFORMERS.keys() - found.keys())]:
         if not kind.startswith(only):
             continue
-        features = asyncio.run(traced(kind, known))
+        target = text_target(kind) if kind in TRANSFORMERS else image_target(kind, found[kind])
+        features = asyncio.run(traced(target))
         if isinstance(features, Abstention):
             raise click.ClickException(f"{kind}: {features.message}")
         found[kind] = features
