@@ -7,10 +7,13 @@ from statistics import fmean
 from carpool_core.kube.pods import Pod
 from carpool_core.products import hardware_name
 from carpool_core.resources.job import GpuTrainingJob, Neighbour, Observed, WorkerPlacement
-from carpool_core.resources.node import GpuNode, Reservation, Tenant
+from carpool_core.resources.node import LONGEST_REASON, GpuNode, Reservation, Tenant
 from carpool_core.values import JobUid, NodeName, PodUid
 
 from carpool_operator.pods import worker_of
+
+_MOST_JOINED = 5
+"""Newer neighbours that a placement's reason names."""
 
 
 def _neighbours(node: GpuNode, own: Reservation) -> list[Neighbour]:
@@ -23,6 +26,22 @@ def _neighbours(node: GpuNode, own: Reservation) -> list[Neighbour]:
         if uuid in own.gpu_uuids
     }
     return [Neighbour(namespace=namespace, job=job, gpu_uuid=uuid) for namespace, job, uuid in sorted(found)]
+
+
+def _joined(node: GpuNode, own: Reservation) -> str:
+    """Say who came to a reservation's GPUs after it; what the reservation says was decided before."""
+    later = sorted(
+        {
+            f"{other.pod_namespace}/{other.job_name}"
+            for other in node.spec.reservations
+            if other.job_uid != own.job_uid and other.reserved_at > own.reserved_at
+            if set(other.gpu_uuids) & set(own.gpu_uuids)
+        }
+    )
+    if not later:
+        return ""
+    more = [f"{len(later) - _MOST_JOINED} more"] if len(later) > _MOST_JOINED else []
+    return f"; joined since by {', '.join([*later[:_MOST_JOINED], *more])}, whom this does not count"
 
 
 def _product(node: GpuNode, reservation: Reservation) -> str:
@@ -48,7 +67,7 @@ def placement_of(pod: Pod, worker: int, node: GpuNode, job_uid: JobUid) -> Worke
         mig_profile=found.mig_profile,
         expected_slowdown=found.expected_slowdown,
         neighbours=_neighbours(node, found),
-        reason=found.reason,
+        reason=f"{found.reason}{_joined(node, found)}"[:LONGEST_REASON] if found.reason else "",
     )
 
 

@@ -1,5 +1,6 @@
 """What a job says of its place: where it is, why there, why alone, why nowhere; what was observed there."""
 
+from datetime import timedelta
 from typing import Any
 
 import msgspec
@@ -77,6 +78,22 @@ def test_each_fact_of_a_place_is_told_once() -> None:
     decision = reconcile(snapshot(of, pods=(pod(nodeName="n1"),), nodes=(node(reserved),)))
     expected = f"worker 0: GPU-0, 100% of threads, 3,000 MiB: {SCHEDULER_S_REASON}"
     assert [a.message for a in decision.actions if isinstance(a, RecordEvent)] == [expected]
+
+
+def test_neighbour_that_came_later_is_told_beside_the_reason_from_before() -> None:
+    """Regression: a condition went on saying `alone` of a job whose GPU another had joined."""
+    of = predicted_job()
+    own = reservation("pod-0-1", reason="MPS on GPU 0 of n1 alone", reservedAt=rfc3339(NOW))
+    after, before = rfc3339(NOW + timedelta(seconds=1)), rfc3339(NOW - timedelta(seconds=1))
+    others = [
+        reservation("later", job_uid="other", name="later", reservedAt=after),
+        reservation("earlier", job_uid="another", name="earlier", reservedAt=before),
+        reservation("elsewhere", job_uid="third", name="elsewhere", reservedAt=after, gpuUuids=["GPU-1"]),
+    ]
+    decision = reconcile(snapshot(of, pods=(pod(nodeName="n1"),), nodes=(node(own, *others),)))
+    told = "MPS on GPU 0 of n1 alone; joined since by default/later, whom this does not count"
+    assert status_of(decision, of).placement[0].reason == told
+    assert told in condition(decision, of, "Placed").message
 
 
 def test_node_whose_name_is_a_part_of_another_word_is_told() -> None:

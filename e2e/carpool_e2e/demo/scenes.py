@@ -45,6 +45,11 @@ async def sharing(stage: Stage) -> None:
         stage.console.print(f"{job.metadata.name}: {condition(job, 'Placed')}", highlight=False)
         await _told_its_gpu_and_trains(stage, job)
         stage.run("logs", job.status.placement[0].pod, "--limit-bytes=600")
+    stage.console.print(
+        "“× alone” is measured on this machine's processors, which play the GPUs: when they are busy, it is more than "
+        "the neighbour's doing and the expected slowdown.",
+        style="dim",
+    )
 
 
 async def _told_its_gpu_and_trains(stage: Stage, job: GpuTrainingJob, within_s: float = 120) -> None:
