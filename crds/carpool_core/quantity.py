@@ -1,4 +1,4 @@
-"""Kubernetes quantities of memory, converted at the border."""
+"""Kubernetes quantities, converted at the border."""
 
 import re
 from decimal import Decimal
@@ -20,14 +20,26 @@ _QUANTITY = re.compile(
 """What Kubernetes' resource.ParseQuantity accepts, without negative amounts."""
 
 
+def amount(quantity: int | str) -> Decimal:
+    """Read a quantity such as `500m`, `4` or `12Gi` in the resource's own unit: cores, bytes, pieces.
+
+    Raises:
+        ValueError: The text is no quantity.
+    """
+    found = _QUANTITY.fullmatch(str(quantity))
+    if not found:
+        raise ValueError(f"expected an amount such as 12Gi, 4 or 500m, found {quantity!r}")
+    scale = Decimal(f"1e{found['exponent']}") if found["exponent"] else _SUFFIXES[found["suffix"] or ""]
+    return Decimal(found["number"]) * scale
+
+
 def memory_mib(quantity: int | str) -> int:
     """Convert a quantity such as `12Gi` (or a number of bytes) to MiB, rounded down.
 
     Raises:
         ValueError: The text is no quantity of memory.
     """
-    found = _QUANTITY.fullmatch(str(quantity))
-    if not found:
-        raise ValueError(f"expected an amount of memory such as 12Gi or 500Mi, found {quantity!r}")
-    scale = Decimal(f"1e{found['exponent']}") if found["exponent"] else _SUFFIXES[found["suffix"] or ""]
-    return int(Decimal(found["number"]) * scale / MIB)
+    try:
+        return int(amount(quantity) / MIB)
+    except ValueError as error:
+        raise ValueError(f"expected an amount of memory such as 12Gi or 500Mi, found {quantity!r}") from error

@@ -1,6 +1,6 @@
 """What became of each GPU, for people: those of which the same is to be said stand on one line."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from carpool_core.values import GpuUuid
@@ -26,6 +26,16 @@ class GpuAnswer:
 def with_own(answers: Iterable[GpuAnswer], own: frozenset[GpuUuid]) -> list[GpuAnswer]:
     """Say where a job is already; what is said besides is what would be so without it."""
     return [replace(one, said=f"it is here; without it: {one.said}") if one.uuid in own else one for one in answers]
+
+
+def with_refusals(answers: Iterable[GpuAnswer], refused: Mapping[str, str]) -> list[GpuAnswer]:
+    """Say of the GPUs of some nodes, by name, why kube-scheduler would not offer these nodes at all."""
+    return [
+        replace(one, fits=False, said=f"{why}; {'the GPU itself ' if one.fits else ''}{one.said}")
+        if (why := refused.get(one.node)) is not None
+        else one
+        for one in answers
+    ]
 
 
 def lines(answers: Iterable[GpuAnswer], *, each: bool) -> list[str]:

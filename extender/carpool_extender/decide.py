@@ -144,6 +144,12 @@ def explain(view: View, applicant: Applicant, names: Sequence[str], rules: Rules
     ]
 
 
+def could_ever_fit(view: View, applicant: Applicant, rules: Rules) -> bool:
+    """Say whether any node could run a worker if all its GPUs were empty and healthy."""
+    verdict = Assessment(applicant, rules, view).verdict
+    return bool(_could_ever(verdict, np.flatnonzero(view.columns.alive)).any())
+
+
 def reservation(
     chosen: Place, applicant: Applicant, pod_uid: PodUid, pod_name: str, *, now: datetime, deadline: datetime
 ) -> Reservation:

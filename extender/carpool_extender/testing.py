@@ -137,7 +137,8 @@ def cluster(*nodes: GpuNode, slots: int = 8) -> Cluster:
 def seed_node(kube: FakeKube, node: GpuNode) -> None:
     """Put a GpuNode and its Node on a server."""
     kube.seed(GPU_NODES, node)
-    kube.seed(NODES, {"metadata": {"name": node.metadata.name}})
+    allocatable = {"cpu": "64", "memory": "512Gi", "pods": "110"}
+    kube.seed(NODES, {"metadata": {"name": node.metadata.name}, "status": {"allocatable": allocatable}})
 
 
 def seed_job(kube: FakeKube, name: str, *, spec: Mapping[str, Any] | None = None, **predicted: Any) -> str:

@@ -1,7 +1,7 @@
 from decimal import Decimal
 
 import pytest
-from carpool_core.quantity import memory_mib
+from carpool_core.quantity import amount, memory_mib
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,3 +44,10 @@ def test_any_text_is_an_amount_or_refused(text: str) -> None:
 @given(st.decimals(0, 10**6, allow_nan=False, allow_infinity=False, places=3))
 def test_fractions(number: Decimal) -> None:
     assert memory_mib(f"{number:f}Gi") == int(number * 1024)
+
+
+@pytest.mark.parametrize(("quantity", "value"), [("500m", "0.5"), (4, "4"), ("2Ki", "2048"), ("0", "0")])
+def test_amounts_in_their_own_unit(quantity: int | str, value: str) -> None:
+    assert amount(quantity) == Decimal(value)
+    with pytest.raises(ValueError, match="expected an amount such as"):
+        amount("four")

@@ -55,11 +55,16 @@ async def test_both_tell_every_gpu_of_the_live_cluster_and_create_nothing(
 ) -> None:
     manifest = tmp_path / "job.yaml"
     manifest.write_text(yaml.safe_dump(sleeper("asked")))
+    misspelt = tmp_path / "misspelt.yaml"
+    misspelt.write_text(yaml.safe_dump(sleeper("misspelt", priority=3)))
+    admin = control_plane.kubeconfig
     async with connect(KubeSettings(kubeconfig=str(control_plane.kubeconfig))) as api:
         await populate(api, 2, 2)
         await api.create(GPU_TRAINING_JOBS, sleeper("waiting"), namespace="default")
         explained = carpool(asker, "explain", "waiting", "-n", "default")
-        asked = carpool(asker, "what-if", str(manifest), "-n", "default")
+        asked = carpool(asker, "what-if", str(manifest), "-n", "default", "--all")
+        refused = carpool(admin, "what-if", str(misspelt))
+        elsewhere = carpool(admin, "what-if", str(manifest))
         missing = carpool(asker, "explain", "nobody", "-n", "default")
         jobs = await api.list_page(GPU_TRAINING_JOBS, Selector(namespace="default"))
         pods = await api.list_page(PODS, Selector(namespace="default"))
@@ -68,10 +73,19 @@ async def test_both_tell_every_gpu_of_the_live_cluster_and_create_nothing(
             await api.delete(GPU_NODES, f"bench-{number:04}")
     assert explained.returncode == 0, explained.stderr
     assert "default/waiting has no place yet" in explained.stdout
-    assert explained.stdout.count("fits by Exclusive") == 4  # its prediction is not there yet
+    assert "4 GPUs of 2 nodes" in explained.stdout
+    assert explained.stdout.count("fits by Exclusive") == 1  # its prediction is not there yet
     assert asked.returncode == 0, asked.stderr
     assert "would go to bench-000" in asked.stdout
     assert asked.stdout.count("fits by MPS") == 4
+    assert "not checked: taints" in asked.stdout
+    assert "not checked: whether the API server" in asked.stdout
+    assert refused.returncode == 1
+    assert "the API server would refuse it" in refused.stderr
+    assert 'unknown field "spec.priority"' in refused.stderr
+    assert "not checked" not in elsewhere.stdout
+    assert "would have to wait now" in elsewhere.stdout
+    assert "not enough pods" in elsewhere.stdout  # no kubelet says what these Nodes have room for
     assert missing.returncode == 1
     assert '"nobody" not found' in missing.stderr
     assert not pods.items

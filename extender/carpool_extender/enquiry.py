@@ -1,0 +1,188 @@
+"""The scheduler's own decision on a live cluster, asked for with a user's rights."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+from carpool_core.clock import Clock
+from carpool_core.keys import (
+    CONDITION_COMPLETE,
+    CONDITION_FAILED,
+    CONDITION_PLACED,
+    CONDITION_PREDICTED,
+    CONDITION_RUNNING,
+    CONDITION_SUSPENDED,
+)
+from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, KubeApi
+from carpool_core.products import hardware_name
+from carpool_core.resources.job import GpuTrainingJob
+from carpool_core.resources.meta import Condition
+from carpool_core.resources.node import GpuNode, Reservation
+from carpool_core.values import GpuUuid, JobUid
+
+from carpool_extender.answers import lines, with_own, with_refusals
+from carpool_extender.cluster import Cluster
+from carpool_extender.decide import could_ever_fit, explain
+from carpool_extender.measured import seconds
+from carpool_extender.reading import all_of, hosts_of
+from carpool_extender.rehearsal import Rehearsal
+from carpool_extender.rules import Rules
+from carpool_extender.standing import Standing
+from carpool_extender.watches import JobRow, JobSpecRow, JobStatusRow
+from carpool_extender.workloads import NotOurs, applicant_of
+
+Predictor = Callable[[GpuTrainingJob, list[str]], Awaitable[GpuTrainingJob]]
+
+
+class _Spec(JobSpecRow, frozen=True, kw_only=True):
+    template: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class _Status(JobStatusRow, frozen=True, kw_only=True):
+    state: str = ""
+    conditions: list[Condition] = msgspec.field(default_factory=list)
+
+
+class _Job(JobRow, frozen=True, kw_only=True):
+    """A job with what kube-scheduler and people look at, too."""
+
+    spec: _Spec = _Spec()
+    status: _Status = _Status()
+
+
+class Answer(NamedTuple):
+    """What is told."""
+
+    lines: list[str]
+    is_hopeless: bool = False
+    """Whether the job could never run on this cluster."""
+
+
+@dataclass(frozen=True)
+class Asker:
+    """Who asks."""
+
+    clock: Clock
+    job_policies: bool = False
+    """Whether the site lets jobs choose their policy."""
+    each_gpu: bool = False
+    """Whether to tell of every GPU on a line of its own, where the same is to be said of many."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The cluster at one moment: what the extender knows of it, but its rests of GPUs that could not be prepared."""
+
+    cluster: Cluster
+
+    def succeeded(self, job_uid: JobUid) -> int:
+        """Return 0: only the pods say how many workers have done their work, and an asker need not read them."""
+        return 0
+
+
+def snapshot(nodes: Sequence[GpuNode], rules: Rules, clock: Clock) -> Snapshot:
+    """Take in GpuNodes.
+
+    An agent counts as silent by its heartbeat and the asker's clock: other than the extender the asker sees it once.
+    """
+    standing, now = Standing(clock), clock.now().timestamp()
+    cluster = Cluster(rules.slots, standing)
+    heard = [(seconds(node.status.heartbeat_time or "") or now, node) for node in nodes]
+    for at, node in sorted(heard, key=lambda one: one[0]):
+        standing.heard(node.metadata.name, node.status.heartbeat_time, max(0.0, now - at))
+    for node in nodes:
+        cluster.apply(node)
+    return Snapshot(cluster)
+
+
+async def explained(api: KubeApi, name: str, namespace: str, rules: Rules, asker: Asker) -> Answer:
+    """Say how a job stands, where its workers are and why, and of every GPU what the decision would be without them.
+
+    Raises:
+        KubeError: The job or the GpuNodes could not be read.
+    """
+    job = await api.get(GPU_TRAINING_JOBS, name, _Job, namespace=namespace)
+    told, without, own_gpus = standing(job.status.state, job.status.conditions), [], set()
+    places = []
+    for node in await all_of(api, GPU_NODES, GpuNode):
+        own = [r for r in node.spec.reservations if r.job_uid == job.metadata.uid]
+        places += [
+            f"{r.pod_name} has a place on {node.metadata.name}: {r.reason or 'no reason was written'}" for r in own
+        ]
+        own_gpus |= {uuid for r in own for uuid in r.gpu_uuids}
+        without.append(_without(node, own))
+    try:
+        applicant = applicant_of(job, allowed=asker.job_policies)
+    except NotOurs as refusal:
+        return Answer([*told, *places, str(refusal)])
+    seen = snapshot(without, rules, asker.clock)
+    hosts = await hosts_of(api, job.spec.template, without=JobUid(job.metadata.uid))
+    rehearsal = Rehearsal(seen, applicant, rules, hosts)
+    if not places:
+        waits = rehearsal.gang()
+        places = [f"{namespace}/{name} has no place yet", *([waits] if waits else [])]
+    return Answer([*told, *places, *_gpus(seen.cluster, rehearsal, rules, asker, frozenset(own_gpus)), *hosts.notes])
+
+
+def standing(state: str, conditions: Sequence[Condition]) -> list[str]:
+    """Say how a job stands: the condition that says most of it, and what to do about it."""
+    known = {condition.type: condition for condition in conditions}
+    ended = [known[t] for t in (CONDITION_FAILED, CONDITION_COMPLETE, CONDITION_SUSPENDED) if t in known]
+    telling = next((c for c in ended if c.status == "True"), None)
+    placed, running = known.get(CONDITION_PLACED), known.get(CONDITION_RUNNING)
+    if telling is None:
+        telling = running if placed is None or (placed.status == "True" and running is not None) else placed
+    telling = telling or known.get(CONDITION_PREDICTED)
+    if telling is None:
+        return []
+    told = [f"{state or 'its state'}: {telling.type} is {telling.status} ({telling.reason}) {telling.message}".rstrip()]
+    if telling.reason == "SchedulerError" or "SchedulerError" in telling.message:
+        told.append(
+            "kube-scheduler got no answer from Carpool's extender: the job waits until that runs again; have an "
+            "administrator look at the pods of the scheduler and at their logs"
+        )
+    return told
+
+
+async def asked(api: KubeApi, job: GpuTrainingJob, rules: Rules, predictor: Predictor, asker: Asker) -> Answer:
+    """Say where a job would go now, beside whom and how fast; nothing is created."""
+    nodes = await all_of(api, GPU_NODES, GpuNode)
+    products = {hardware_name(device.product) for node in nodes for device in node.status.devices}
+    known = await predictor(job, sorted(products))
+    prediction = known.status.prediction
+    told = (
+        [] if prediction is None else [f"prediction: {prediction.outcome} ({prediction.reason}) {prediction.message}"]
+    )
+    try:
+        applicant = applicant_of(msgspec.convert(msgspec.to_builtins(known), JobRow), allowed=asker.job_policies)
+    except NotOurs as refusal:
+        return Answer([*told, str(refusal)], is_hopeless=True)
+    seen = snapshot(nodes, rules, asker.clock)
+    hosts = await hosts_of(api, job.spec.template)
+    rehearsal = Rehearsal(seen, applicant, rules, hosts)
+    gpus = [*_gpus(seen.cluster, rehearsal, rules, asker), *hosts.notes]
+    if not could_ever_fit(seen.cluster.view(), applicant, rules):
+        told.append("could never run here: no node has GPUs that would do, even if they were empty")
+        return Answer([*told, *gpus], is_hopeless=True)
+    return Answer([*told, *rehearsal.outcome(), *gpus])
+
+
+def _without(node: GpuNode, own: Sequence[Reservation]) -> GpuNode:
+    """Return a node as if some pods were not there; what they use would be a stranger's without their reservations."""
+    left = [r for r in node.spec.reservations if r not in own]
+    pods = {r.pod_uid for r in own}
+    tenants = [tenant for tenant in node.status.tenants if tenant.pod_uid not in pods]
+    return msgspec.structs.replace(
+        node,
+        spec=msgspec.structs.replace(node.spec, reservations=left),
+        status=msgspec.structs.replace(node.status, tenants=tenants),
+    )
+
+
+def _gpus(
+    cluster: Cluster, rehearsal: Rehearsal, rules: Rules, asker: Asker, own: frozenset[GpuUuid] = frozenset()
+) -> list[str]:
+    found = explain(cluster.view(), rehearsal.applicant, sorted(cluster.nodes), rules)
+    told = lines(with_own(with_refusals(found, rehearsal.refused()), own), each=asker.each_gpu)
+    return [f"  {line}" for line in told] or ["  no node reports GPUs; is the node agent running?"]

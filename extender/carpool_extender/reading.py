@@ -1,0 +1,79 @@
+"""What an asker may read of the cluster besides GPUs; what he may not is said."""
+
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+from carpool_core.kube.api import NODES, PODS, KubeApi, ResourceKind, Selector
+from carpool_core.kube.errors import Forbidden
+from carpool_core.values import JobUid
+
+from carpool_extender.hosts import Amounts, Host, HostPod, Hosts, PodNeeds
+
+T = TypeVar("T")
+_GPU_TAINT = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+"""Tolerated by every worker's pod: the operator writes it there."""
+
+
+@dataclass
+class Offers:
+    """Which nodes kube-scheduler would offer for a pod."""
+
+    needs: PodNeeds = field(default_factory=PodNeeds)
+    requests: Amounts = field(default_factory=dict)
+    hosts: Hosts | None = None
+    """None where nothing could be read."""
+    notes: list[str] = field(default_factory=list)
+    """What was not checked, as sentences."""
+
+    def refusal(self, node: str) -> str | None:
+        """Say why a node would not be offered; None where nothing known forbids it."""
+        return None if self.hosts is None else self.hosts.refusal(node, self.needs, self.requests)
+
+    def take(self, node: str) -> None:
+        """Count a worker on a node."""
+        if self.hosts is not None:
+            self.hosts.take(node, self.requests)
+
+
+async def hosts_of(api: KubeApi, template: dict[str, Any], without: JobUid | None = None) -> Offers:
+    """Read Nodes and pods, and what a worker's pod will ask of them.
+
+    Args:
+        api: The Kubernetes API, with the asker's rights.
+        template: The job's pod template.
+        without: The job whose own pods do not count.
+    """
+    spec = template.get("spec") or {}
+    try:
+        needs = msgspec.convert({**spec, "tolerations": [*(spec.get("tolerations") or []), _GPU_TAINT]}, PodNeeds)
+        requests = needs.requests
+    except (ValueError, TypeError) as error:
+        return Offers(notes=[f"not checked: taints, node selectors, CPU and memory of nodes: spec.template: {error}"])
+    notes = [f"not checked: {', '.join(needs.unchecked)}"] if needs.unchecked else []
+    try:
+        nodes = await all_of(api, NODES, Host)
+    except Forbidden:
+        notes.append("not checked: taints, node selectors, CPU and memory of nodes (you may not list nodes)")
+        return Offers(needs, requests, notes=notes)
+    try:
+        pods = await all_of(api, PODS, HostPod)
+    except Forbidden:
+        pods = []
+        notes.append("not checked: what other pods take of CPU and memory (you may not list all pods)")
+    return Offers(needs, requests, Hosts(nodes, pods, without), notes)
+
+
+async def all_of(api: KubeApi, kind: ResourceKind, type_: type[T]) -> list[T]:
+    """Read all objects of a kind, page by page.
+
+    Raises:
+        KubeError: They could not be read.
+    """
+    found, token = [], ""
+    while True:
+        page = await api.list_page(kind, Selector(), continue_token=token)
+        found += [msgspec.json.decode(item, type=type_) for item in page.items]
+        token = page.continue_token
+        if not token:
+            return found
