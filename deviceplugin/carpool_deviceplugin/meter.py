@@ -85,6 +85,10 @@ class Meter:
         there = {p.pod_uid for p in self.reading.processes} if self.reading else set()
         self.uses = {pod: use for pod, use in self.uses.items() if pod in pods or pod in there}
 
+    def doubt(self, pods: Set[PodUid]) -> None:
+        """Say nothing of these pods until the GPU was read again: their reservations went, as they do at an end."""
+        self.uses = {pod: use for pod, use in self.uses.items() if pod not in pods}
+
     def tenants(self) -> list[Tenant]:
         """Return what is measured, as `GpuNode.status` says it."""
         sharing = max(1, sum(use.is_running for use in self.uses.values()))

@@ -19,7 +19,7 @@ from carpool_deviceplugin.devices import Devices
 from carpool_deviceplugin.gpu import DeviceError
 from carpool_deviceplugin.meter import Meter
 from carpool_deviceplugin.mig_manager import MigManager
-from carpool_deviceplugin.patience import Patient, Rhythm
+from carpool_deviceplugin.patience import Patient, Rhythm, woken
 from carpool_deviceplugin.reporter import Reporter
 from carpool_deviceplugin.status import above_limit, partition_of, presentable
 from carpool_deviceplugin.teller import Teller
@@ -64,6 +64,7 @@ class Reconciler:
         self._left_out: list[str] = []
         self._above: Set[tuple[PodUid, GpuUuid]] = frozenset()
         self.meters = {uuid: Meter(uuid) for uuid in devices.uuids}
+        self._measure_again = asyncio.Event()
         self._mig = MigManager(node, api, devices)
         self._workers = {
             uuid: GpuWorker(uuid, devices, self._report, rhythm, self._mig.confirm) for uuid in devices.uuids
@@ -129,8 +130,12 @@ class Reconciler:
         for uuid, worker in self._workers.items():
             worker.want([r for r in reservations if uuid in r.gpu_uuids])
         pods = {r.pod_uid for r in reservations}
+        gone = {r.pod_uid for r in old.spec.reservations} - pods if old else set()
         for meter in self.meters.values():
             meter.keep(pods)
+            meter.doubt(gone)
+        if gone:
+            self._measure_again.set()
         self._report()
 
     def _remember(self, node: GpuNode) -> None:
@@ -200,6 +205,7 @@ class Reconciler:
     async def _measure(self) -> None:
         count = 0
         while True:
+            self._measure_again.clear()
             is_full = count % self._rhythm.idle_samples == 0
             busy = {uuid for r in self.reservations for uuid in r.gpu_uuids}
             due = [(uuid, meter) for uuid, meter in self.meters.items() if is_full or uuid in busy or meter.uses]
@@ -208,7 +214,7 @@ class Reconciler:
                 self.reporter.look_again()
             self._report()
             count += 1
-            await self._rhythm.sleep(self._rhythm.sample_s)
+            await woken(self._measure_again, self._rhythm.sample_s, self._rhythm.sleep)
 
     async def _sample(self, uuid: GpuUuid, meter: Meter) -> None:
         try:

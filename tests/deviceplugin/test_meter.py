@@ -83,6 +83,16 @@ def test_pod_with_a_process_is_never_forgotten() -> None:
     assert [t.pod_uid for t in meter.tenants()] == [A]
 
 
+def test_pod_without_its_reservation_any_more_is_told_only_if_it_is_seen_again() -> None:
+    """Regression: what had ended stood in the status until the next sample, and kept the next job off the GPU."""
+    meter = Meter(GPU)
+    meter.sample(reading(0, process(A), process(B, "p2")))
+    meter.doubt({A})
+    assert [t.pod_uid for t in meter.tenants()] == [B]
+    meter.sample(reading(1, process(A), process(B, "p2")))
+    assert [t.pod_uid for t in meter.tenants()] == [A, B]
+
+
 def test_counters_that_fall_count_as_standing_still() -> None:
     """Processes write their own counters; utilization and power below zero have no meaning."""
     meter = Meter(GPU)

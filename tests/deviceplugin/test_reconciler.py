@@ -137,6 +137,20 @@ async def test_measures_of_a_tenant_reach_the_status(kube, agent, devices, reser
         await until(lambda: not status_of(kube).tenants)
 
 
+async def test_pod_that_runs_on_without_its_reservation_is_told_again(kube, agent, devices, reserve, enter) -> None:
+    gpu = devices.uuids[0]
+    async with running(agent):
+        await until(lambda: exists(kube))
+        await reserve_on(kube, reserve("a", gpu))
+        await until(lambda: states(kube) == {"uid-a": "Ready"})
+        with enter(gpu, "a") as (opened,):
+            opened.allocate(2000)
+            await until(lambda: any(t.memory_mib >= 2000 for t in status_of(kube).tenants))
+            await reserve_on(kube)
+            await until(lambda: not states(kube))
+            await until(lambda: any(t.memory_mib >= 2000 for t in status_of(kube).tenants))
+
+
 async def test_sick_gpu_is_told_and_mends(kube, agent, devices, tmp_path) -> None:
     path = tmp_path / "state" / "simulated" / devices.uuids[0] / "device.json"
     good = path.read_bytes()
