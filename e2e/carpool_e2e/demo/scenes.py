@@ -113,9 +113,9 @@ async def waiting(stage: Stage) -> None:
     placed_s = time.monotonic() - deleted
     await stage.until("running", "large", _running, within_s=60)
     took_s = time.monotonic() - deleted
-    took = f"{took_s:.1f} s after the deletion of wide"
+    took = f"{took_s:.2f} s after the deletion of wide"
     stage.console.print(
-        f"large runs {took}: {placed_s:.1f} s until wide's containers had ended and large had its GPU, "
+        f"large runs {took}: {placed_s:.2f} s until wide's containers had ended and large had its GPU, "
         "the rest until its own had started"
     )
     if took_s > START_WITHIN_S:
