@@ -249,4 +249,5 @@ def _passed_over(verdict: Verdict) -> list[str]:
     if not refused.size:
         return []
     closest = int(refused[np.argmax(verdict.found.margin[refused])])
-    return [f"passed over {counted(refused.size, 'GPU')} that had the memory: {explanation(verdict, closest)}"]
+    which = "" if refused.size == 1 else "the closest was "
+    return [f"passed over {counted(refused.size, 'GPU')} that had the memory: {which}{explanation(verdict, closest)}"]

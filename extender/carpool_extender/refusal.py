@@ -17,6 +17,8 @@ PREFIX = "NoGpuFits: "
 MOST_PRODUCTS = 4
 """Products whose freest GPU a summary names."""
 WRONG_PRODUCT = "wrong product"
+MOST_DIGITS = 6
+"""Digits behind the point of a slowdown, where fewer would show it as equal to its limit."""
 MOST_GROUPS = 6
 """Groups of GPUs that a summary names."""
 
@@ -51,7 +53,7 @@ def _full_reason(verdict: Verdict, row: int, check: Check) -> str:
         return f"needs {need:,} MiB, has {free:,} MiB free ({need - free:,} MiB short)"
     reason = _REASONS[check](verdict, row)
     if check is Check.SLOWDOWN:
-        reason += f" ({-verdict.found.margin[row]:.2f} beyond)"
+        reason += f" ({_beyond(-float(verdict.found.margin[row]))} beyond)"
     return reason
 
 
@@ -115,10 +117,21 @@ def _condition(verdict: Verdict, row: int) -> str:
 
 def _slowdown(verdict: Verdict, row: int) -> str:
     closest = verdict.closest(row)
+    found, limit = _told_apart(closest.slowdown, closest.limit)
     if closest.tenant < 0:
-        return f"would run {closest.slowdown:.2f} times as long there, accepts {closest.limit:.2f}"
+        return f"would run {found} times as long there, accepts {limit}"
     tenant = verdict.view.columns.tenants[row][closest.tenant]
-    return f"would slow {tenant} to {closest.slowdown:.2f} of {closest.limit:.2f}"
+    return f"would slow {tenant} to {found} of {limit}"
+
+
+def _told_apart(found: float, limit: float) -> tuple[str, str]:
+    """Write two numbers with as many digits, two at least, as show that they differ."""
+    digits = next((n for n in range(2, MOST_DIGITS) if f"{found:.{n}f}" != f"{limit:.{n}f}"), MOST_DIGITS)
+    return f"{found:.{digits}f}", f"{limit:.{digits}f}"
+
+
+def _beyond(margin: float) -> str:
+    return _told_apart(margin, 0.0)[0]
 
 
 _REASONS: Mapping[Check, Callable[[Verdict, int], str]] = {
@@ -193,7 +206,7 @@ def _memory(verdict: Verdict, rows: Rows) -> list[str]:
     if not short:
         return []
     low, high = min(one.need_mib for one in short), max(one.need_mib for one in short)
-    told = [str(one) if low == high else f"{one} of {one.need_mib:,}" for one in short[:MOST_PRODUCTS]]
+    told = [str(one) if low == high else f"{one}, needs {one.need_mib:,}" for one in short[:MOST_PRODUCTS]]
     if len(short) > MOST_PRODUCTS:
         told.append(f"{counted(len(short) - MOST_PRODUCTS, 'product')} with less")
     return [f"needs {low:,} MiB" if low == high else f"needs {low:,} to {high:,} MiB", ", ".join(told)]

@@ -54,7 +54,7 @@ def describe(prediction: Prediction) -> str:
         for p in prediction.products[:2]
     ]
     more = len(prediction.products) - len(told)
-    return "; ".join([*told, *([f"and {more} more products"] if more > 0 else [])])
+    return "; ".join([*told, *([f"and {more} more product{'' if more == 1 else 's'}"] if more > 0 else [])])
 
 
 def _keep(draft: Draft, prediction: Prediction) -> None:

@@ -1,5 +1,6 @@
 """Checks, modes, policies and refusals, over tables of GPUs and their tenants."""
 
+import msgspec
 import numpy as np
 import pytest
 from carpool_core.resources.node import LONGEST_REASON
@@ -250,6 +251,12 @@ def test_a_job_that_would_disturb_takes_an_idle_gpu_and_the_reason_says_so():
     assert "would slow default/x to 1.90 of 1.20" in chosen.reason
 
 
+def test_of_several_that_were_passed_over_the_closest_is_told():
+    busy = [tenant(f"x{i}", [f"GPU-a-{i}"], **BUSY, max_slowdown=1.2 + i / 10) for i in range(2)]
+    chosen = place(Assessment(applicant(**BUSY), fit(), cluster(gpu_node("a", 3, busy)).view()), "a")
+    assert "passed over 2 GPUs that had the memory: the closest was GPU 1 of a" in chosen.reason
+
+
 def test_several_gpus_of_one_worker_are_on_one_node_in_one_mode():
     known = cluster(
         gpu_node("a", 2, [tenant("x", ["GPU-a-0"], ALONE)]),
@@ -436,6 +443,25 @@ def test_explain_names_the_check_and_the_margin_of_every_gpu():
         f"GPU 1 of a ({A100}): would slow default/y to 1.90 of 1.10 (0.80 beyond)",
         f"GPU 2 of a ({A100}): fits by MPS, leaves 36,960 MiB, expected slowdown 1.00",
     ]
+
+
+def test_a_slowdown_that_is_refused_never_looks_like_its_limit():
+    """Regression: `1.90 of 1.90 (0.00 beyond)` was the reason for a refusal."""
+    node = gpu_node("a", 1, [tenant("y", ["GPU-a-0"], **BUSY, max_slowdown=1.899)])
+    (told,) = explain(cluster(node).view(), applicant(**BUSY, max_slowdown=2.0), ["a"], RULES)
+    assert told.said == "would slow default/y to 1.900 of 1.899 (0.001 beyond)"
+
+
+def test_products_that_need_different_amounts_are_told_each_with_its_own():
+    both = prediction(memory_mib=39000)
+    small = msgspec.structs.replace(both.products[1], memory=prediction(memory_mib=15500).products[1].memory)
+    needs = msgspec.structs.replace(both, products=[both.products[0], small])
+    known = cluster(gpu_node("a", 1, [tenant("x", [GPU])]), gpu_node("b", [device(0, "b", product=T4)]))
+    found = filter_nodes(Assessment(applicant(prediction=needs), fit(), known.view()), ["a", "b"])
+    assert found.refused["a"] == (
+        f"NoGpuFits: needs 15,500 to 39,000 MiB; freest {A100} has 36,960 MiB free, needs 39,000, "
+        f"freest {T4} has 15,360 MiB total, needs 15,500"
+    )
 
 
 @pytest.mark.parametrize(("length", "told"), [(4, "default/a004, and 51 more; "), (900, "…")])

@@ -1,13 +1,15 @@
 """Predictions in the background."""
 
 import msgspec
+import pytest
 from carpool_core.kube.api import GPU_TRAINING_JOBS
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.testing.clock import FakeClock
+from carpool_operator.predicting import describe
 from carpool_operator.predictions import Predictions, known_products
 from carpool_predictor.abstention import Abstention
 from carpool_predictor.estimator import model_version
-from operator_fixtures import A100, FEATURES, job
+from operator_fixtures import A100, FEATURES, job, prediction
 from operator_world import FakeTracer, World
 
 
@@ -133,3 +135,10 @@ def test_products_that_the_predictor_does_not_know_are_left_out() -> None:
 
 def test_features_fixture_is_well_formed() -> None:
     assert msgspec.to_builtins(job().spec.model) == {"features": FEATURES}
+
+
+@pytest.mark.parametrize(("number", "told"), [(2, ""), (3, "and 1 more product"), (4, "and 2 more products")])
+def test_of_many_products_the_first_two_are_told(number: int, told: str) -> None:
+    said = describe(prediction(*[f"product {n}" for n in range(number)]))
+    assert said.count("memory") == 2
+    assert said.partition("product 1:")[2].partition("; ")[2] == told
