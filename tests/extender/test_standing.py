@@ -13,9 +13,7 @@ def test_the_same_heartbeat_again_is_silence_and_a_new_one_ends_it():
     standing.heard("a", "1")
     standing.heard("b", "1")
     clock.advance(31)
-    assert {node: why.reason for node, why in standing.silent().items()} == {
-        "a": "its agent has not reported for 61 s"
-    }
+    assert {node: why.reason for node, why in standing.silent().items()} == {"a": "its agent has not reported for 61 s"}
     standing.heard("a", "2")
     assert standing.silent() == {}
     clock.advance(61)
