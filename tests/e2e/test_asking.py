@@ -4,9 +4,10 @@ import os
 import subprocess
 from pathlib import Path
 
+import msgspec
 import pytest
 import yaml
-from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS, Selector
+from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS, KubeApi, Selector
 from carpool_core.kube.client import connect
 from carpool_core.settings import KubeSettings
 from carpool_e2e.bench.memory import populate
@@ -50,6 +51,12 @@ def carpool(kubeconfig: Path, *arguments: str) -> "subprocess.CompletedProcess[s
     )
 
 
+async def _names(api: KubeApi) -> set[str]:
+    """Names of the jobs and pods that are there; other tests on this cluster leave theirs."""
+    pages = [await api.list_page(kind, Selector(namespace="default")) for kind in (GPU_TRAINING_JOBS, PODS)]
+    return {msgspec.json.decode(item)["metadata"]["name"] for page in pages for item in page.items}
+
+
 async def test_both_tell_every_gpu_of_the_live_cluster_and_create_nothing(
     control_plane: Cluster, asker: Path, tmp_path: Path
 ) -> None:
@@ -59,6 +66,7 @@ async def test_both_tell_every_gpu_of_the_live_cluster_and_create_nothing(
     misspelt.write_text(yaml.safe_dump(sleeper("misspelt", priority=3)))
     admin = control_plane.kubeconfig
     async with connect(KubeSettings(kubeconfig=str(control_plane.kubeconfig))) as api:
+        before = await _names(api)
         await populate(api, 2, 2)
         await api.create(GPU_TRAINING_JOBS, sleeper("waiting"), namespace="default")
         explained = carpool(asker, "explain", "waiting", "-n", "default")
@@ -66,8 +74,7 @@ async def test_both_tell_every_gpu_of_the_live_cluster_and_create_nothing(
         refused = carpool(admin, "what-if", str(misspelt))
         elsewhere = carpool(admin, "what-if", str(manifest))
         missing = carpool(asker, "explain", "nobody", "-n", "default")
-        jobs = await api.list_page(GPU_TRAINING_JOBS, Selector(namespace="default"))
-        pods = await api.list_page(PODS, Selector(namespace="default"))
+        created = await _names(api) - before
         await api.delete(GPU_TRAINING_JOBS, "waiting", namespace="default")
         for number in range(2):
             await api.delete(GPU_NODES, f"bench-{number:04}")
@@ -88,5 +95,4 @@ async def test_both_tell_every_gpu_of_the_live_cluster_and_create_nothing(
     assert "not enough pods" in elsewhere.stdout  # no kubelet says what these Nodes have room for
     assert missing.returncode == 1
     assert '"nobody" not found' in missing.stderr
-    assert not pods.items
-    assert len(jobs.items) == 1
+    assert created == {"waiting"}

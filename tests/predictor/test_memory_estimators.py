@@ -59,8 +59,8 @@ def test_every_estimator_keeps_the_contract(estimator: Estimator, samples: list[
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["ours", "SchedTune-like boosting", "GPUMemNet's MLP ensemble"])
-def test_estimators_that_learn_beat_a_constant(name: str, samples: list[Sample]) -> None:
+@pytest.mark.parametrize("name", ["ours", "SchedTune-like boosting"])
+def test_estimators_that_learn_amounts_beat_a_constant(name: str, samples: list[Sample]) -> None:
     learned = [s for s in samples if s.family != "f0"]
     unseen = [s for s in samples if s.family == "f0"]
     measured = np.array([s.measured_mib for s in unseen])
