@@ -67,10 +67,11 @@ class Assessments:
     Args:
         cluster: What decisions are made on.
         rules: What the site has chosen.
+        remembered: Demands whose assessments are kept.
     """
 
-    def __init__(self, cluster: Cluster, rules: Rules) -> None:
-        self._cluster, self._rules = cluster, rules
+    def __init__(self, cluster: Cluster, rules: Rules, remembered: int = REMEMBERED) -> None:
+        self._cluster, self._rules, self._remembered = cluster, rules, remembered
         self._known: OrderedDict[bytes, tuple[int, Assessment]] = OrderedDict()
 
     def of(self, applicant: Applicant) -> Assessment:
@@ -82,6 +83,6 @@ class Assessments:
         else:
             known.follow(view, self._cluster.changed_since(generation))
         self._known[applicant.shape] = (self._cluster.generation, known)
-        while len(self._known) > REMEMBERED:
+        while len(self._known) > self._remembered:
             self._known.popitem(last=False)
         return known

@@ -1,6 +1,5 @@
 """The cluster of a simulation: GpuNodes as their agents would report them, the ledger, and the extender's decisions."""
 
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 
@@ -13,7 +12,7 @@ from carpool_core.values import DeviceHealth, GpuUuid, PodUid
 
 from carpool_extender import ledger
 from carpool_extender.applicant import Applicant
-from carpool_extender.assessments import Assessment
+from carpool_extender.assessments import Assessments
 from carpool_extender.choices import best_of
 from carpool_extender.cluster import Cluster
 from carpool_extender.decide import Place, best_place, place, reservation
@@ -38,7 +37,7 @@ class Board:
         self._devices = {name: list(devices) for name, devices in nodes.items()}
         self._specs = {name: GpuNodeSpec() for name in nodes}
         self._tenants: dict[str, list[Tenant]] = {name: [] for name in nodes}
-        self._known: OrderedDict[bytes, tuple[int, Assessment]] = OrderedDict()
+        self._assessments = Assessments(self._cluster, rules, REMEMBERED)
         for name in nodes:
             self._show(name, START)
         columns = self._cluster.view().columns
@@ -56,7 +55,7 @@ class Board:
             among = np.ones(len(view.columns.alive), np.bool_)
             among[[self._rows[uuid] for uuid in shut]] = False
             return best_place(view, applicant, self._rules, among)
-        assessment = self._assessment(applicant)
+        assessment = self._assessments.of(applicant)
         fitting = np.flatnonzero(assessment.best.fits)
         if not fitting.size:
             return None
@@ -108,16 +107,3 @@ class Board:
         heartbeat = rfc3339(now) if self._tenants[name] else None
         status = GpuNodeStatus(devices=self._devices[name], tenants=self._tenants[name], heartbeat_time=heartbeat)
         self._cluster.apply(GpuNode(metadata=ObjectMeta(name=name, uid=name), spec=self._specs[name], status=status))
-
-    def _assessment(self, applicant: Applicant) -> Assessment:
-        """Return what was found about a demand, brought up to date."""
-        view = self._cluster.view()
-        generation, known = self._known.pop(applicant.shape, (0, None))
-        if known is None:
-            known = Assessment(applicant, self._rules, view)
-        else:
-            known.follow(view, self._cluster.changed_since(generation))
-        self._known[applicant.shape] = (self._cluster.generation, known)
-        while len(self._known) > REMEMBERED:
-            self._known.popitem(last=False)
-        return known
