@@ -2,35 +2,22 @@
 
 import msgspec
 import numpy as np
-from carpool_core.resources.node import GpuNode, Reservation
-from carpool_core.values import GpuUuid, JobUid, PodUid, Tenancy
+from carpool_core.resources.node import Device, GpuNode, Reservation
+from carpool_core.values import JobUid, PodUid
 
 from carpool_extender.aggregates import work_out
-from carpool_extender.doubts import doubts
+from carpool_extender.doubts import doubt
 from carpool_extender.islands import islands
 from carpool_extender.journal import Journal
-from carpool_extender.measured import Known, known_of, seconds, settled_tenants
-from carpool_extender.mig import profile_of
 from carpool_extender.numbering import Numbering
+from carpool_extender.rows import said_of, write_device, write_tenants
 from carpool_extender.standing import Hindrance, Standing
 from carpool_extender.versions import differ, is_older
-from carpool_extender.view import (
-    CODES,
-    NO_MODE,
-    NOBODY,
-    Columns,
-    DeviceClass,
-    Rows,
-    TenantName,
-    View,
-    class_of,
-    counted_mib,
-    empty_columns,
-)
+from carpool_extender.view import DeviceClass, Rows, View, class_of, empty_columns
 
 
 class Cluster:
-    """All GpuNodes. Each change rewrites the rows of one node, and is written down in a journal of rows.
+    """All GpuNodes. A change of a node rewrites those of its rows that it is about, and a journal tells which.
 
     Args:
         slots: Tenants for which each GPU has room from the start; more make the arrays wider.
@@ -44,6 +31,7 @@ class Cluster:
         self._journal = Journal()
         self._hindered: dict[int, Hindrance] = {}
         self._doubts: dict[str, dict[int, Hindrance]] = {}
+        self._written: dict[str, GpuNode] = {}
         self._blocks: dict[str, slice] = {}
         self._free: dict[int, list[slice]] = {}
         self._nodes: dict[str, GpuNode] = {}
@@ -207,6 +195,7 @@ class Cluster:
 
     def _release_rows(self, name: str) -> None:
         block = self._blocks.pop(name, None)
+        self._written.pop(name, None)
         self._doubts.pop(name, None)
         if block is not None:
             self._columns.alive[block] = False
@@ -231,60 +220,34 @@ class Cluster:
         return block
 
     def _write(self, name: str, node: GpuNode) -> None:
-        node = self._with_assumed(node)
-        by_gpu, measured = reservations_by_gpu(node), settled_tenants(node)
-        devices = sorted(node.status.devices, key=lambda device: device.index)
-        kinds = [class_of(device) for device in devices]
-        self._hold(name, (frozenset(kinds), frozenset(r.pod_namespace for r in node.spec.reservations)))
-        block = self._rows(name, len(devices), max((len(r) for r in by_gpu.values()), default=0))
-        self._journal.note(np.arange(block.start, block.stop))
-        columns = self._columns
-        node_id = self._names.ids[name]
+        """Write the rows of which the node says something else than what stands there."""
+        node, written = self._with_assumed(node), self._written.get(name)
+        now, before = said_of(node), [] if written is None else said_of(written)
+        is_new = written is None or len(now) != len(before)
+        devices = [said.device for said in now]
+        is_changed = is_new or devices != [said.device for said in before]
+        kinds = [class_of(device) for device in devices] if is_changed else []
+        namespaces = frozenset(reservation.pod_namespace for reservation in node.spec.reservations)
+        self._hold(name, (frozenset(kinds) if is_changed else self._held[name][0], namespaces))
+        block = self._rows(name, len(now), max((len(said.held) for said in now), default=0))
+        if is_changed:
+            self._describe(name, block, devices, kinds)
+        rows = [row for row, said in enumerate(now) if is_new or said != before[row]]
+        for row in rows:
+            write_tenants(self._columns, block.start + row, now[row], self._namespaces.ids)
+        self._doubt(name, {block.start + row: doubt(now[row]) for row in rows})
+        self._journal.note(np.array(rows, np.intp) + block.start)
+        self._written[name] = node
+
+    def _describe(self, name: str, block: slice, devices: list[Device], kinds: list[DeviceClass]) -> None:
+        node, columns = self._names.ids[name], self._columns
         columns.island[block] = islands(devices)
-        doubted = doubts(node, by_gpu)
-        self._doubts.pop(name, None)
-        if doubted:
-            rows = range(block.start, block.stop)
-            self._doubts[name] = {r: doubted[d.uuid] for r, d in zip(rows, devices, strict=True) if d.uuid in doubted}
         for row, (device, kind) in enumerate(zip(devices, kinds, strict=True), start=block.start):
-            columns.alive[row] = True
-            columns.node[row] = node_id
-            columns.gpu_index[row] = device.index
-            columns.device_class[row] = self._classes.ids[kind]
-            columns.usable_mib[row] = kind.usable_mib
-            columns.prepared[row] = NO_MODE if device.mode is None else CODES[device.mode]
-            columns.uuid[row] = device.uuid
-            tenants = by_gpu.get(device.uuid, [])
-            known = known_of(tenants, [measured.get((r.pod_uid, device.uuid)) for r in tenants])
-            self._write_tenants(columns, row, tenants, known)
+            write_device(columns, row, device, kind, of=(node, self._classes.ids[kind]))
 
-    def _write_tenants(self, columns: Columns, row: int, tenants: list[Reservation], known: list[Known]) -> None:
-        usable_mib = int(columns.usable_mib[row])
-        instances = [found for t in tenants if (found := profile_of(t.mig_profile)) is not None]
-        columns.mig_gb[row] = sum(instance.gb for instance in instances)
-        columns.mig_slices[row] = sum(instance.slices for instance in instances)
-        columns.mode[row] = CODES[tenants[0].mode] if tenants else NO_MODE
-        columns.count[row] = len(tenants)
-        columns.reserved_at[row] = max((seconds(t.reserved_at) for t in tenants), default=0.0)
-        columns.tenants[row] = tuple(TenantName(t.pod_namespace, t.job_name, t.pod_uid) for t in tenants)
-        for emptied in (columns.memory_mib, columns.util, columns.sm, columns.dram, columns.cluster_tenancy):
-            emptied[row] = 0
-        columns.namespace[row] = NOBODY
-        for place, (reservation, of) in enumerate(zip(tenants, known, strict=True)):
-            tenant = reservation.tenant
-            columns.memory_mib[row, place] = counted_mib(of.memory_mib, usable_mib)
-            columns.util[row, place] = of.util
-            columns.sm[row, place] = of.sm
-            columns.dram[row, place] = of.dram
-            columns.max_slowdown[row, place] = tenant.max_slowdown
-            columns.namespace[row, place] = self._namespaces.ids[reservation.pod_namespace]
-            columns.cluster_tenancy[row, place] = tenant.tenancy is Tenancy.CLUSTER
-
-
-def reservations_by_gpu(node: GpuNode) -> dict[GpuUuid, list[Reservation]]:
-    """Group a node's reservations by the GPUs that they are for."""
-    found: dict[GpuUuid, list[Reservation]] = {}
-    for reservation in node.spec.reservations:
-        for uuid in reservation.gpu_uuids:
-            found.setdefault(uuid, []).append(reservation)
-    return found
+    def _doubt(self, name: str, found: dict[int, Hindrance | None]) -> None:
+        """Keep in mind which rows of a node are in doubt, some of which were looked at again."""
+        doubted = {row: why for row, why in self._doubts.pop(name, {}).items() if row not in found}
+        doubted |= {row: why for row, why in found.items() if why is not None}
+        if doubted:
+            self._doubts[name] = doubted

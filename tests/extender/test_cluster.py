@@ -3,7 +3,8 @@
 import msgspec
 import numpy as np
 import pytest
-from carpool_core.values import DeviceHealth, PodUid, SharingMode
+from carpool_core.resources.node import Tenant
+from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
 from carpool_extender.offers import Offers
 from carpool_extender.testing import T4, cluster, device, gpu_node, tenant
 from carpool_extender.view import CODES, NOBODY
@@ -27,6 +28,8 @@ def rows(view):
             round(float(columns.sm_active[row]), 6),
             round(float(columns.slowdowns[row]), 6),
             int(columns.landlord[row]) == NOBODY,
+            int(columns.prepared[row]),
+            str(view.hindered.get(int(row), ("", ""))[1]),
         )
         for row in np.flatnonzero(columns.alive)
     }
@@ -37,7 +40,7 @@ def test_a_node_becomes_rows():
     sick = device(0, reserved_mib=960, health=DeviceHealth.UNHEALTHY)
     found = rows(cluster(gpu_node("a", [sick, device(1, product=T4)], [held])).view())
     assert found == {
-        "GPU-a-0": ("a", "NVIDIA A100-SXM4-40GB", 40000, False, 0, (), (), 40000, 0.0, 0.0, True),
+        "GPU-a-0": ("a", "NVIDIA A100-SXM4-40GB", 40000, False, 0, (), (), 40000, 0.0, 0.0, True, 0, "unhealthy"),
         "GPU-a-1": (
             "a",
             "Tesla T4",
@@ -50,6 +53,8 @@ def test_a_node_becomes_rows():
             0.3,
             1.0,
             False,
+            0,
+            "",
         ),
     }
 
@@ -70,7 +75,7 @@ def test_the_journal_tells_the_rows_that_changed_and_forgets_what_is_long_ago():
     before = known.generation
     known.view()
     known.apply(gpu_node("b", 2, [tenant("x", ["GPU-b-1"])]))
-    assert known.changed_since(before).tolist() == [2, 3]
+    assert known.changed_since(before).tolist() == [3]
     assert known.changed_since(known.generation).size == 0
     for i in range(5000):
         known.apply(gpu_node("a", 2, [tenant(f"x{i}", ["GPU-a-1"])]))
@@ -107,13 +112,32 @@ def test_more_tenants_than_expected_make_the_arrays_wider():
     assert view.columns.count.tolist() == [5]
 
 
+def made(name, gpus, held, seen):
+    """A node whose GPUs, reservations and measures all differ from one drawing to the next."""
+    devices = [device(i, name, memory_mib=40960 + usable, **changes) for i, (usable, changes) in enumerate(gpus)]
+    reserved = [
+        msgspec.structs.replace(tenant(f"{name}-{i}", [f"GPU-{name}-{gpu}"]), reserved_at="2026-01-01T00:00:00Z")
+        for i, gpu in enumerate(held)
+        if gpu < len(gpus)
+    ]
+    measured = [
+        Tenant(
+            pod_uid=PodUid(f"pod-{name}-{i}"), gpu_uuid=GpuUuid(f"GPU-{name}-{gpu}"), memory_mib=9, sm_active_ratio=sm
+        )
+        for i, (gpu, sm) in enumerate(seen)
+    ]
+    node = gpu_node(name, devices, reserved)
+    status = msgspec.structs.replace(node.status, tenants=measured, heartbeat_time="2026-01-01T00:10:00Z")
+    return msgspec.structs.replace(node, status=status)
+
+
+DEVICES = ({}, {"health": DeviceHealth.UNHEALTHY}, {"mode": SharingMode.MPS}, {"product": T4})
 nodes = st.builds(
-    lambda name, gpus, held: gpu_node(
-        name, gpus, [tenant(f"{name}-{i}", [f"GPU-{name}-{gpu}"]) for i, gpu in enumerate(held) if gpu < gpus]
-    ),
+    made,
     st.sampled_from("abcd"),
-    st.integers(0, 4),
+    st.lists(st.tuples(st.sampled_from([0, 100]), st.sampled_from(DEVICES)), max_size=4),
     st.lists(st.integers(0, 3), max_size=6),
+    st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0.1, 0.2])), max_size=4),
 )
 
 
@@ -133,6 +157,15 @@ def test_following_changes_equals_starting_from_the_end(steps):
     for node in last.values():
         for reservation in node.spec.reservations:
             assert known.holders(reservation.pod_uid) == fresh.holders(reservation.pod_uid)
+
+
+def test_only_the_gpu_that_something_was_said_of_is_written_again():
+    known = cluster(gpu_node("a", 8), gpu_node("b", 8, [tenant("y", ["GPU-b-7"])]))
+    known.view()
+    before = known.generation
+    known.apply(gpu_node("a", 8, [tenant("x", ["GPU-a-2", "GPU-a-5"])]))
+    known.apply(gpu_node("b", [device(i, "b", mode=SharingMode.MPS if i == 3 else None) for i in range(8)]))
+    assert known.changed_since(before).tolist() == [2, 5, 11, 15]
 
 
 def test_numbers_of_what_is_gone_are_used_again():

@@ -1,0 +1,90 @@
+"""What a GpuNode says of each of its GPUs, and how that becomes a row of the arrays."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from carpool_core.resources.node import Device, GpuNode, Reservation, Tenant
+from carpool_core.values import GpuUuid, Tenancy
+
+from carpool_extender.measured import known_of, seconds, settled_tenants
+from carpool_extender.mig import profile_of
+from carpool_extender.view import CODES, NO_MODE, NOBODY, Columns, DeviceClass, TenantName, counted_mib
+
+
+class Said(NamedTuple):
+    """What a GpuNode says of one GPU: two rows that are said alike are written alike."""
+
+    device: Device
+    held: list[Reservation]
+    """Its reservations."""
+    settled: list[Tenant | None]
+    """What was measured of whoever has each of them, where that counts already."""
+    seen: list[Tenant]
+    """Everybody of whom something was measured there."""
+
+
+def said_of(node: GpuNode) -> list[Said]:
+    """Return what a node says of its GPUs, by their index."""
+    held: dict[GpuUuid, list[Reservation]] = {}
+    for reservation in node.spec.reservations:
+        for uuid in reservation.gpu_uuids:
+            held.setdefault(uuid, []).append(reservation)
+    seen: dict[GpuUuid, list[Tenant]] = {}
+    for tenant in node.status.tenants:
+        seen.setdefault(tenant.gpu_uuid, []).append(tenant)
+    settled = settled_tenants(node)
+    found = []
+    for device in sorted(node.status.devices, key=lambda one: one.index):
+        here = held.get(device.uuid, [])
+        counted = [settled.get((r.pod_uid, device.uuid)) for r in here] if settled else [None] * len(here)
+        found.append(Said(device, here, counted, seen.get(device.uuid, [])))
+    return found
+
+
+def write_device(columns: Columns, row: int, device: Device, kind: DeviceClass, *, of: tuple[int, int]) -> None:
+    """Write what a GPU is.
+
+    Args:
+        columns: They are written.
+        row: Which.
+        device: The GPU.
+        kind: Its class.
+        of: Numbers of its node and of its class.
+    """
+    columns.alive[row] = True
+    columns.node[row], columns.device_class[row] = of
+    columns.gpu_index[row] = device.index
+    columns.usable_mib[row] = kind.usable_mib
+    columns.prepared[row] = NO_MODE if device.mode is None else CODES[device.mode]
+    columns.uuid[row] = device.uuid
+
+
+def write_tenants(columns: Columns, row: int, said: Said, namespaces: Mapping[str, int]) -> None:
+    """Write who has a GPU; the row says already what it is.
+
+    Args:
+        columns: They are written.
+        row: Which.
+        said: What the node says of the GPU.
+        namespaces: Number of each namespace.
+    """
+    usable_mib, held = int(columns.usable_mib[row]), said.held
+    instances = [found for r in held if (found := profile_of(r.mig_profile)) is not None]
+    columns.mig_gb[row] = sum(instance.gb for instance in instances)
+    columns.mig_slices[row] = sum(instance.slices for instance in instances)
+    columns.mode[row] = CODES[held[0].mode] if held else NO_MODE
+    columns.count[row] = len(held)
+    columns.reserved_at[row] = max((seconds(r.reserved_at) for r in held), default=0.0)
+    columns.tenants[row] = tuple(TenantName(r.pod_namespace, r.job_name, r.pod_uid) for r in held)
+    for emptied in (columns.memory_mib, columns.util, columns.sm, columns.dram, columns.cluster_tenancy):
+        emptied[row] = 0
+    columns.namespace[row] = NOBODY
+    for place, (reservation, of) in enumerate(zip(held, known_of(held, said.settled), strict=True)):
+        tenant = reservation.tenant
+        columns.memory_mib[row, place] = counted_mib(of.memory_mib, usable_mib)
+        columns.util[row, place] = of.util
+        columns.sm[row, place] = of.sm
+        columns.dram[row, place] = of.dram
+        columns.max_slowdown[row, place] = tenant.max_slowdown
+        columns.namespace[row, place] = namespaces[reservation.pod_namespace]
+        columns.cluster_tenancy[row, place] = tenant.tenancy is Tenancy.CLUSTER
