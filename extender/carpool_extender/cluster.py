@@ -13,7 +13,7 @@ from carpool_extender.numbering import Numbering
 from carpool_extender.rows import said_of, write_device, write_tenants
 from carpool_extender.standing import Hindrance, Standing
 from carpool_extender.versions import differ, is_older
-from carpool_extender.view import DeviceClass, Rows, View, class_of, empty_columns
+from carpool_extender.view import Columns, DeviceClass, Rows, View, class_of, empty_columns
 
 
 class Cluster:
@@ -27,6 +27,7 @@ class Cluster:
     def __init__(self, slots: int = 8, standing: Standing | None = None) -> None:
         self._standing = standing
         self._columns = empty_columns(0, slots)
+        self._shown: Columns | None = None
         self._used = 0
         self._journal = Journal()
         self._hindered: dict[int, Hindrance] = {}
@@ -66,9 +67,10 @@ class Cluster:
         self._note_hindrances()
         if (rows := self._journal.unsettled()).size:
             work_out(self._columns, rows)
-        columns = self._columns.shown(self._used)
+        if self._shown is None:
+            self._shown = self._columns.shown(self._used)
         return View(
-            columns=columns,
+            columns=self._shown,
             node_names=self._names.things,
             node_ids=self._names.ids,
             naming=self._names.changes,
@@ -212,11 +214,11 @@ class Cluster:
         if block is None:
             spare = self._free.get(gpus)
             block = spare.pop() if spare else slice(self._used, self._used + gpus)
-            self._used = max(self._used, block.stop)
+            self._used, self._shown = max(self._used, block.stop), None
             self._blocks[name] = block
         if block.stop > room or tenants > width:
             more = max(room, 64, block.stop + block.stop // 2) if block.stop > room else room
-            self._columns = self._columns.resized(more, max(width, tenants))
+            self._columns, self._shown = self._columns.resized(more, max(width, tenants)), None
         return block
 
     def _write(self, name: str, node: GpuNode) -> None:
