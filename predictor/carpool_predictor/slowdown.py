@@ -34,7 +34,8 @@ one's own: no slowdown (MIG instances do share some of the chip; not modelled).
 
 from functools import cache
 from importlib import resources
-from typing import Annotated
+from itertools import combinations
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
@@ -49,6 +50,8 @@ DRAM_SATURATION = 0.8
 DEPTH = 3
 """Levels of smaller groups that are looked at for one tenant."""
 CUBE = 3.0
+_CELLS = 1 << 14
+"""Numbers of an array that one look at many GPUs works on: what fits a processor's cache is quicker."""
 
 Ratios = NDArray[np.floating]
 Slowdowns = NDArray[np.float64]
@@ -140,6 +143,33 @@ def _in_turns(util: Ratios, present: NDArray[np.bool_], exponent: float) -> Slow
     return result
 
 
+class _Level(NamedTuple):
+    """Every choice of equally many tenants that are away and of one that is there."""
+
+    tenant: NDArray[np.intp]
+    """(choices,) The one that is there."""
+    others: NDArray[np.intp]
+    """(choices, others) Each other one that is there, when that one is away, too: by its place in the next level."""
+
+
+@cache
+def _levels(tenants: int, depth: int) -> tuple[_Level, ...]:
+    """Return the levels from nobody away to `depth` away, or all but one."""
+    every = range(tenants)
+    choices = [
+        [(one, frozenset(away)) for away in combinations(every, size) for one in every if one not in away]
+        for size in range(min(depth, tenants - 1) + 1)
+    ]
+    places = [{choice: place for place, choice in enumerate(level)} for level in [*choices[1:], []]]
+    return tuple(
+        _Level(
+            tenant=np.array([one for one, _ in level], np.intp),
+            others=np.array([[at[o, away | {one}] for o in every if (o, away | {one}) in at] for one, away in level]),
+        )
+        for level, at in zip(choices, places, strict=True)
+    )
+
+
 class Turns:
     """The mean-value analysis of GPUs with equally many tenants.
 
@@ -150,37 +180,26 @@ class Turns:
     """
 
     def __init__(self, busy: Slowdowns, exponent: float, depth: int = DEPTH) -> None:
-        self._busy, self._exponent, self._depth = busy, exponent, depth
-        self._known: dict[tuple[int, frozenset[int]], Slowdowns] = {}
+        self._busy, self._exponent = busy.T, exponent
+        self._levels = _levels(busy.shape[1], depth)
 
     def slowdowns(self) -> Slowdowns:
         """Return each tenant's slowdown, shape (gpus, tenants)."""
-        every = range(self._busy.shape[1])
-        nobody = frozenset[int]()
-        return np.stack([self._stretched(i, self._stretch(i, nobody)) for i in every], axis=1)
+        gpus = self._busy.shape[1]
+        at_once = max(1, _CELLS // max(len(level.tenant) for level in self._levels))
+        parts = [self._of(self._busy[:, first : first + at_once]) for first in range(0, gpus, at_once)]
+        return np.concatenate(parts, axis=1).T if parts else np.ones((0, len(self._busy)))
 
-    def _stretch(self, tenant: int, away: frozenset[int]) -> Slowdowns:
-        """How much longer a tenant's work on the GPU takes when some others are away, shape (gpus,)."""
-        gone = away | {tenant}
-        total = np.ones(self._busy.shape[0])
-        for other in range(self._busy.shape[1]):
-            if other not in gone:
-                total += self._at_gpu(other, gone)
-        return total
-
-    def _at_gpu(self, tenant: int, away: frozenset[int]) -> Slowdowns:
-        """Share of a tenant's step in which it is at the GPU when some others are away, shape (gpus,)."""
-        if len(away) >= self._depth or len(away) + 1 == self._busy.shape[1]:
-            return self._busy[:, tenant]
-        found = self._known.get((tenant, away))
-        if found is None:
-            stretch = self._stretch(tenant, away)
-            found = self._busy[:, tenant] * stretch / self._stretched(tenant, stretch)
-            self._known[tenant, away] = found
-        return found
-
-    def _stretched(self, tenant: int, stretch: Slowdowns) -> Slowdowns:
-        return stretched(self._busy[:, tenant], stretch, self._exponent)
+    def _of(self, busy: Slowdowns) -> Slowdowns:
+        """Slowdowns of some GPUs, from the smallest groups up; shape (tenants, gpus), as `busy`."""
+        slowdown, at_gpu = np.ones(busy.shape), busy[self._levels[-1].tenant]
+        for level in reversed(self._levels[:-1]):
+            own, stretch = busy[level.tenant], np.ones((len(level.tenant), busy.shape[1]))
+            for other in level.others.T:
+                stretch += at_gpu[other]
+            slowdown = stretched(own, stretch, self._exponent)
+            at_gpu = own * stretch / slowdown  # the share of its step in which it is at the GPU
+        return slowdown
 
 
 def _excess(activity: Slowdowns, saturation: float) -> Slowdowns:
