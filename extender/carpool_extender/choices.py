@@ -222,6 +222,14 @@ def scores(choices: Choices, policy: Policy) -> NDArray[np.int64]:
     return result
 
 
+def foremost(choices: Choices, policy: Policy, most: int) -> Rows:
+    """Return the best choices as they are given, at most so many: by score, then by what is left over."""
+    if len(choices.node) <= most:
+        return np.arange(len(choices.node))
+    rank = choices.left_mib / (1.0 + choices.left_mib.max()) - scores(choices, policy)
+    return np.sort(np.argpartition(rank, most - 1)[:most])
+
+
 def ties(choices: Choices, policy: Policy) -> Bools:
     """Return the best choices: linked ones where there are any, and of these the ones that cost the least."""
     able = choices.is_linked if choices.is_linked.any() else ~choices.is_linked

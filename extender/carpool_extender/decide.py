@@ -15,27 +15,26 @@ from carpool_extender.answers import GpuAnswer
 from carpool_extender.applicant import Applicant
 from carpool_extender.assessments import Assessment
 from carpool_extender.checks import Check, Verdict, examine
-from carpool_extender.choices import best_of, scores, select, ties
+from carpool_extender.choices import best_of, foremost, scores, select, ties
 from carpool_extender.modes import memory_limit_mib, thread_limit, why
 from carpool_extender.policies import Policy
 from carpool_extender.refusal import PREFIX, Offer, counted, explanation, outcome, summary
 from carpool_extender.rules import Rules
 from carpool_extender.view import MODES, Bools, Rows, View
 
+MOST_CANDIDATES = 100
+"""Nodes that filter answers with, the best of all; kube-scheduler itself looks for no more in large clusters."""
 TOLD_BESIDE_FITTING = 100
-"""Nodes that are told in full why they do not fit though others do: kube-scheduler then drops what it is told."""
+"""Nodes that are told why they do not fit though others do; of more nothing is told: kube-scheduler would drop it."""
 MOST_NEIGHBOURS = 5
 """Jobs on the chosen GPUs that a reservation's reason names; of more it says how many."""
-OTHERS_FIT = f"{PREFIX}no room here, other nodes have"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Filtered:
-    """Which of the offered nodes fit, and why the others do not."""
+    """Which of the offered nodes are the best that fit, and why others do not."""
 
     fits: list[str]
-    fitting: Bools
-    """(offered nodes,) Which these are."""
     refused: dict[str, str]
     """Sentence for each node that could fit once others have left."""
     unsuitable: dict[str, str]
@@ -57,40 +56,39 @@ class Place:
     reason: str
 
 
-def filter_nodes(assessment: Assessment, names: Sequence[str], ids: Rows | None = None) -> Filtered:
-    """Decide which of the offered nodes have room; those that have not all get the same sentence.
+def filter_nodes(assessment: Assessment, names: Sequence[str]) -> Filtered:
+    """Decide which of the offered nodes have room, and return the best of them; all others get the same sentence.
 
-    One sentence for all, because kube-scheduler lists each different sentence in the pod's condition.
+    One sentence for all, because kube-scheduler lists each different sentence in the pod's condition. The best only,
+    because it takes the best, and each name costs both sides time.
 
     Args:
         assessment: Of the newcomer.
         names: The offered nodes.
-        ids: Their indices, where they are known.
     """
-    ids = assessment.verdict.view.ids(names) if ids is None else ids
+    ids = assessment.verdict.view.ids(names)
     fitting = assessment.best.fits[ids] & (ids >= 0) if len(assessment.best.fits) else ids >= 0
-    if fitting.all():
-        return Filtered(list(names), fitting, {}, {})
-    fits = list(compress(names, fitting.tolist()))
-    out = list(compress(names, (~fitting).tolist()))
-    if fits and len(out) > TOLD_BESIDE_FITTING:
-        return Filtered(fits, fitting, dict.fromkeys(out, OTHERS_FIT), {})
-    verdict = assessment.verdict
+    able = np.flatnonzero(fitting)
+    best = able[foremost(assessment.best.of(ids[able]), assessment.policy, MOST_CANDIDATES)]
+    fits = [names[place] for place in best.tolist()]
+    others = len(names) - able.size
+    if not others or (fits and others > TOLD_BESIDE_FITTING):
+        return Filtered(fits, {}, {})
+    verdict, out = assessment.verdict, list(compress(names, (~fitting).tolist()))
     rows, ids = _rows_of(verdict.view, ids[~fitting]), ids[~fitting]
     with_gpus, hopeful = _counts(verdict.view, rows) > 0, _could_ever(verdict, rows)
     sentence = summary(verdict, Offer(rows, int((~with_gpus[ids] | (ids < 0)).sum())))
     hope = (hopeful[ids] & (ids >= 0)).tolist()
     return Filtered(
         fits=fits,
-        fitting=fitting,
         refused=dict.fromkeys(compress(out, hope), sentence),
         unsuitable={name: sentence for name, hoping in zip(out, hope, strict=True) if not hoping},
     )
 
 
-def score_nodes(assessment: Assessment, names: Sequence[str], ids: Rows | None = None) -> NDArray[np.int64]:
+def score_nodes(assessment: Assessment, names: Sequence[str]) -> NDArray[np.int64]:
     """Score the offered nodes, as in `filter_nodes`, from 0 to 10; 0 where nothing fits any more."""
-    ids = assessment.verdict.view.ids(names) if ids is None else ids
+    ids = assessment.verdict.view.ids(names)
     found = np.zeros(len(ids), np.int64)
     known = np.flatnonzero(ids >= 0)
     fitting = known[assessment.best.fits[ids[known]]]

@@ -1,5 +1,6 @@
 """Whether all workers of a job would find places: asked before its first one gets one."""
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Protocol
 
@@ -49,7 +50,7 @@ class Gangs:
     def __init__(self, seen: Seen, assessments: Assessments, rules: Rules) -> None:
         self._seen, self._assessments, self._rules = seen, assessments, rules
 
-    def refusal(self, applicant: Applicant, pod_uid: PodUid, offered: Rows | None = None) -> str | None:
+    def refusal(self, applicant: Applicant, pod_uid: PodUid, offered: Sequence[str] | None = None) -> str | None:
         """Say why a pod has to wait until all of its job's workers fit; None where it need not.
 
         Once a worker has its place the others take what there is: the job's gang is then the operator's to look after.
@@ -57,7 +58,7 @@ class Gangs:
         Args:
             applicant: What each worker demands.
             pod_uid: The pod that asks.
-            offered: Indices of the nodes in question; all when None.
+            offered: The nodes in question; all when None.
         """
         demand = applicant.demand
         if applicant.workers == 1 or self._seen.cluster.pods_of(demand.job_uid) - {pod_uid}:
@@ -71,7 +72,7 @@ class Gangs:
             f"{counted(demand.gpus, 'GPU')} at once, there is room for {found}; none starts before all can"
         )
 
-    def _room_for(self, applicant: Applicant, wanted: int, offered: Rows | None) -> int:
+    def _room_for(self, applicant: Applicant, wanted: int, offered: Sequence[str] | None) -> int:
         """How many of some workers find a place, at most as many as are wanted."""
         assessment = self._assessments.of(applicant)
         rows = _fitting(assessment, offered)
@@ -98,13 +99,13 @@ class Gangs:
         return found
 
 
-def _fitting(assessment: Assessment, offered: Rows | None) -> Rows:
+def _fitting(assessment: Assessment, offered: Sequence[str] | None) -> Rows:
     """Rows of the GPUs that would take a worker."""
     rows = np.flatnonzero(assessment.verdict.ok)
     if offered is None:
         return rows
     wanted = np.zeros(len(assessment.verdict.view.node_names) + 1, np.bool_)
-    wanted[offered] = True
+    wanted[assessment.verdict.view.ids(offered)] = True
     wanted[-1] = False
     return rows[wanted[assessment.verdict.view.columns.node[rows]]]
 

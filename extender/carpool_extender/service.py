@@ -11,10 +11,8 @@ from carpool_extender.binder import Binder
 from carpool_extender.choices import MAX_SCORE
 from carpool_extender.decide import filter_nodes, held_elsewhere, score_nodes
 from carpool_extender.gangs import Gangs
-from carpool_extender.offers import Offer, Offers
 from carpool_extender.watches import Watches
 from carpool_extender.wire import (
-    NULL,
     BindingArgs,
     BindingResult,
     ExtenderArgs,
@@ -38,48 +36,42 @@ class Service:
     ) -> None:
         self._watches, self._workloads, self._binder = watches, workloads, binder
         self._assessments, self._gangs = assessments, gangs
-        self._offers = Offers()
 
     async def filter(self, args: ExtenderArgs) -> FilterResult:
-        """Say which nodes have room for a pod. A pod that has a reservation fits only where that is."""
-        offer = self._offered(args)
+        """Name the best nodes that have room for a pod. A pod that has a reservation fits only where that is."""
+        names = _offered(args)
         try:
             applicant = await self._workloads.of(args.pod)
         except NotOurs as refusal:
-            return FilterResult(failed_and_unresolvable_nodes=dict.fromkeys(offer.names, str(refusal)))
+            return FilterResult(failed_and_unresolvable_nodes=dict.fromkeys(names, str(refusal)))
         except KubeError as error:
             return FilterResult(error=f"the job of pod {args.pod.metadata.name} could not be read: {error}")
         held = self._reserved_on(args.pod)
         if held is not None:
             node, deadline = held
-            told = {name: held_elsewhere(node, deadline) for name in offer.names if name != node}
-            return FilterResult(node_names=[node] if node in offer.names else [], failed_nodes=told)
+            told = {name: held_elsewhere(node, deadline) for name in names if name != node}
+            return FilterResult(node_names=[node] if node in names else [], failed_nodes=told)
         crowd = self._watches.cluster.pods_of(applicant.demand.job_uid)
         if (crowded := too_many(applicant, PodUid(args.pod.metadata.uid), crowd)) is not None:
-            return FilterResult(failed_nodes=dict.fromkeys(offer.names, crowded))
-        if (waits := self._gangs.refusal(applicant, PodUid(args.pod.metadata.uid), offer.ids)) is not None:
-            return FilterResult(failed_nodes=dict.fromkeys(offer.names, waits))
-        assessment = self._assessments.of(applicant)
-        found = filter_nodes(assessment, offer.names, offer.ids)
-        if not found.fitting.all():
-            offer = offer.part(found.fitting, found.fits)
-            self._offers.remember(offer, assessment.verdict.view)
+            return FilterResult(failed_nodes=dict.fromkeys(names, crowded))
+        if (waits := self._gangs.refusal(applicant, PodUid(args.pod.metadata.uid), names)) is not None:
+            return FilterResult(failed_nodes=dict.fromkeys(names, waits))
+        found = filter_nodes(self._assessments.of(applicant), names)
         return FilterResult(
-            node_names=offer.raw, failed_nodes=found.refused, failed_and_unresolvable_nodes=found.unsuitable
+            node_names=found.fits, failed_nodes=found.refused, failed_and_unresolvable_nodes=found.unsuitable
         )
 
     async def prioritize(self, args: ExtenderArgs) -> list[HostPriority]:
         """Score nodes from 0 to 10. What could not be looked up scores 0 everywhere; bind decides again."""
-        offer = self._offered(args)
-        held = self._reserved_on(args.pod)
+        names, held = _offered(args), self._reserved_on(args.pod)
         try:
             applicant = await self._workloads.of(args.pod)
         except (NotOurs, KubeError):
-            return [HostPriority(host=name, score=0) for name in offer.names]
+            return [HostPriority(host=name, score=0) for name in names]
         if held is not None:
-            return [HostPriority(host=name, score=MAX_SCORE if name == held[0] else 0) for name in offer.names]
-        found = score_nodes(self._assessments.of(applicant), offer.names, offer.ids)
-        return [HostPriority(host=name, score=score) for name, score in zip(offer.names, found.tolist(), strict=True)]
+            return [HostPriority(host=name, score=MAX_SCORE if name == held[0] else 0) for name in names]
+        found = score_nodes(self._assessments.of(applicant), names)
+        return [HostPriority(host=name, score=score) for name, score in zip(names, found.tolist(), strict=True)]
 
     async def bind(self, args: BindingArgs) -> BindingResult:
         """Reserve and bind a pod."""
@@ -92,17 +84,6 @@ class Service:
         """Say that evicting pods would not help: this version never makes room by eviction."""
         return PreemptionResult(node_name_to_meta_victims={})
 
-    def _offered(self, args: ExtenderArgs) -> Offer:
-        if args.node_names == NULL:
-            raise BadRequest(
-                "expected NodeNames, found null or nothing; set nodeCacheCapable: true for this extender in the "
-                "KubeSchedulerConfiguration, because it knows the nodes already"
-            )
-        try:
-            return self._offers.read(args.node_names, self._watches.cluster.view())
-        except msgspec.DecodeError as error:
-            raise BadRequest(f"expected NodeNames to be a list of strings: {error}") from error
-
     def _reserved_on(self, pod: Pod) -> tuple[str, str] | None:
         """Node on which a pod has a reservation already, left by a bind that did not finish; and its deadline."""
         uid = PodUid(pod.metadata.uid)
@@ -112,3 +93,13 @@ class Service:
             if reserved is not None:
                 return name, reserved.deadline
         return None
+
+
+def _offered(args: ExtenderArgs) -> list[str]:
+    """Names of the nodes that kube-scheduler offers; BadRequest where it sends whole nodes."""
+    if args.node_names is None:
+        raise BadRequest(
+            "expected NodeNames, found null or nothing; set nodeCacheCapable: true for this extender in the "
+            "KubeSchedulerConfiguration, because it knows the nodes already"
+        )
+    return args.node_names

@@ -8,8 +8,6 @@ from typing import Any
 import msgspec
 from carpool_core.kube.pods import Pod
 
-NULL = msgspec.Raw(b"null")
-
 
 class _Go(msgspec.Struct, frozen=True, kw_only=True, rename="pascal"):
     """Fields as Go writes them without tags."""
@@ -19,15 +17,14 @@ class ExtenderArgs(_Go, frozen=True, kw_only=True):
     """Body of filter and prioritize. `Nodes`, which a scheduler without `nodeCacheCapable` sends, is never decoded."""
 
     pod: Pod
-    node_names: msgspec.Raw = NULL
-    """A list of strings, which `offers` reads, or null."""
+    node_names: list[str] | None = None
 
 
 class FilterResult(_Go, frozen=True, kw_only=True):
     """Answer of filter. `NodeNames` is always written: leaving it out means that no node fits."""
 
     nodes: None = None
-    node_names: list[str] | msgspec.Raw = []
+    node_names: list[str] = []
     failed_nodes: dict[str, str] = {}
     failed_and_unresolvable_nodes: dict[str, str] = {}
     error: str = ""

@@ -92,16 +92,12 @@ def args(job="x", node="a", uid=""):
     return BindingArgs(pod_name=f"{job}-worker-0-1", pod_namespace="default", pod_uid=uid or f"pod-{job}", node=node)
 
 
-def offered(names):
-    return msgspec.Raw(msgspec.json.encode(list(names)))
-
-
 def named(result):
     return json.loads(msgspec.json.encode(result))["NodeNames"]
 
 
 def filtering(job="x", names=NAMES, **pod):
-    return ExtenderArgs(pod=msgspec.convert(pod_of(job, **pod), Pod), node_names=offered(names))
+    return ExtenderArgs(pod=msgspec.convert(pod_of(job, **pod), Pod), node_names=list(names))
 
 
 @asynccontextmanager
@@ -723,7 +719,7 @@ async def test_a_pod_without_a_job_is_refused_with_a_sentence(world):
     world.add("x")
     async with world.extender() as extender:
         pod = msgspec.convert({"metadata": {"name": "p", "namespace": "default", "uid": "u"}}, Pod)
-        found = await extender.service.filter(ExtenderArgs(pod=pod, node_names=offered(NAMES)))
+        found = await extender.service.filter(ExtenderArgs(pod=pod, node_names=list(NAMES)))
     assert named(found) == []
     assert set(found.failed_and_unresolvable_nodes.values()) == {
         "NotAJob: pod default/p asks for carpool.dev/gpu but no GpuTrainingJob controls it; "
@@ -736,7 +732,7 @@ async def test_a_pod_that_names_another_jobs_uid_is_refused(world):
     async with world.extender() as extender:
         forged = pod_of("x")
         forged["metadata"]["ownerReferences"][0]["uid"] = "job-of-somebody"
-        found = await extender.service.filter(ExtenderArgs(pod=msgspec.convert(forged, Pod), node_names=offered(NAMES)))
+        found = await extender.service.filter(ExtenderArgs(pod=msgspec.convert(forged, Pod), node_names=list(NAMES)))
     assert "and there is none in its namespace" in found.failed_and_unresolvable_nodes["a"]
 
 
@@ -767,7 +763,7 @@ async def test_a_pod_that_is_not_called_as_a_worker_of_its_job_is_refused(world,
     forged = pod_of("x")
     forged["metadata"]["name"] = name
     async with world.extender() as extender:
-        found = await extender.service.filter(ExtenderArgs(pod=msgspec.convert(forged, Pod), node_names=offered(NAMES)))
+        found = await extender.service.filter(ExtenderArgs(pod=msgspec.convert(forged, Pod), node_names=list(NAMES)))
     assert found.failed_and_unresolvable_nodes["a"] == (
         "NotAWorker: expected a pod of job x to be called x-worker-INDEX-ATTEMPT with an index below 1, "
         f"found default/{name}; let the operator create the job's pods"
@@ -801,7 +797,7 @@ async def test_a_job_has_no_more_reservations_than_workers(world, workers):
         )
         assert answers[-1].error == expected
         late = msgspec.convert(world.kube.dump(PODS, "x-worker-0-4", "default"), Pod)
-        found = await extender.service.filter(ExtenderArgs(pod=late, node_names=offered(NAMES)))
+        found = await extender.service.filter(ExtenderArgs(pod=late, node_names=list(NAMES)))
         assert found.failed_nodes == dict.fromkeys(NAMES, expected)
         await world.kube.delete(PODS, "x-worker-0-1", namespace="default")
         await until(lambda: sum(map(len, world.held().values())) == workers - 1)

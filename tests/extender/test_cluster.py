@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from carpool_core.resources.node import Tenant
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
-from carpool_extender.offers import Offers
 from carpool_extender.testing import T4, cluster, device, gpu_node, tenant
 from carpool_extender.view import CODES, NOBODY
 from hypothesis import given
@@ -180,15 +179,6 @@ def test_numbers_of_what_is_gone_are_used_again():
     assert list(view.node_ids) == ["a"]
     assert list(view.namespaces) == ["default"]
     assert (len(view.node_names), len(view.classes)) == (2, 3)
-
-
-def test_names_are_read_again_when_their_numbers_may_be_others():
-    known, offers = cluster(gpu_node("a"), gpu_node("b")), Offers()
-    raw = msgspec.Raw(b'["a","b","c"]')
-    assert offers.read(raw, known.view()).ids.tolist() == [0, 1, -1]
-    known.remove("a")
-    known.apply(gpu_node("c"))
-    assert offers.read(raw, known.view()).ids.tolist() == [-1, 1, 0]
 
 
 @pytest.mark.parametrize("gpus", [1, 8])

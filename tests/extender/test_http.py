@@ -168,7 +168,11 @@ BAD = [
     pytest.param("/filter", "[]", 400, "expected the arguments of filter", id="an array"),
     pytest.param("/filter", '{"NodeNames":["a"]}', 400, "missing required field `Pod`", id="no pod"),
     pytest.param(
-        "/filter", f'{{"Pod":{POD},"NodeNames":[1]}}', 400, "NodeNames to be a list of strings", id="a number, no name"
+        "/filter",
+        f'{{"Pod":{POD},"NodeNames":[1]}}',
+        400,
+        "Expected `str`, got `int` - at `$.NodeNames[0]`",
+        id="a number, no name",
     ),
     pytest.param(
         "/filter",
