@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 from carpool_core.values import Tenancy
-from carpool_predictor.slowdown import slowdowns
+from carpool_predictor.slowdown import allowance
 from numpy.typing import NDArray
 
 from carpool_extender.aggregates import SHARED
 from carpool_extender.applicant import Applicant, ClassColumns
-from carpool_extender.conditions import Conditions
+from carpool_extender.conditions import Conditions, Quantile
+from carpool_extender.crowds import Crowd, crowd_on
 from carpool_extender.modes import MIG, MPS, proposed
 from carpool_extender.view import MODES, NO_MODE, NOBODY, Bools, Columns, Floats, Rows, View
 
@@ -71,6 +72,9 @@ class Closest(NamedTuple):
     tenant: int
     """Its place among the tenants; -1 is the newcomer."""
     slowdown: float
+    """What its limit is held against."""
+    expected: float
+    """The median of that."""
     limit: float
 
 
@@ -113,11 +117,26 @@ class Verdict:
 
     def closest(self, row: int) -> Closest:
         """Work out who would be closest to its limit on one GPU."""
-        columns = self.view.columns
-        tenants = int(columns.count[row])
-        after, limit = _crowd(columns, self.applicant, self._facts, np.array([row]), tenants, int(self.found.mode[row]))
-        worst = int(np.argmin(limit[0] - after[0]))
-        return Closest(-1 if worst == tenants else worst, float(after[0, worst]), float(limit[0, worst]))
+        crowd = self._crowd_on(row)
+        counted = crowd.by(self.conditions.quantile)[0]
+        worst = int(np.argmin(crowd.limit[0] - counted))
+        is_newcomer = worst == len(counted) - 1
+        return Closest(
+            tenant=-1 if is_newcomer else worst,
+            slowdown=float(counted[worst]),
+            expected=float(crowd.expected[0, worst]),
+            limit=float(crowd.limit[0, worst]),
+        )
+
+    def upper(self, row: int) -> float:
+        """Work out the upper quantile of the newcomer's slowdown on one GPU that it could join, or have alone."""
+        columns, mode = self.view.columns, MODES[int(self.found.mode[row])]
+        busy = np.append(columns.util[row, : columns.count[row]], 0.0)[None, :]
+        more = 0.0 if mode is None else float(allowance(mode, busy, np.ones(busy.shape, np.bool_))[0, -1])
+        return float(self.found.newcomer[row]) + more
+
+    def _crowd_on(self, row: int) -> Crowd:
+        return crowd_on(self.view.columns, self.applicant, self._facts, np.array([row]), int(self.found.mode[row]))
 
     def margins(self, check: Check, rows: Rows) -> Floats:
         """Room left in a check's own unit on some GPUs; negative where it failed."""
@@ -198,7 +217,7 @@ def look(asked: Verdict, columns: Columns) -> Findings:
         margin=np.full(len(of), applicant.demand.max_slowdown - 1.0),
         is_newcomer=np.ones(len(of), np.bool_),
     )
-    _interfere(columns, applicant, facts, found)
+    _interfere(columns, applicant, facts, found, conditions.quantile)
     failed[(failed == PASSED) & (found.margin < -SLACK)] = Check.SLOWDOWN
     return found
 
@@ -253,7 +272,9 @@ def _strangers(view: View, columns: Columns, applicant: Applicant, mode: NDArray
     return among
 
 
-def _interfere(columns: Columns, applicant: Applicant, facts: ClassColumns, found: Findings) -> None:
+def _interfere(
+    columns: Columns, applicant: Applicant, facts: ClassColumns, found: Findings, quantile: Quantile
+) -> None:
     """Predict slowdowns where everything else would do and somebody is there: equally many tenants at a time."""
     candidates = np.flatnonzero((found.failed == PASSED) & (columns.count > 0))
     for code, _ in SHARED:
@@ -261,36 +282,12 @@ def _interfere(columns: Columns, applicant: Applicant, facts: ClassColumns, foun
         count = columns.count[mine]
         for tenants in np.flatnonzero(np.bincount(count)).tolist():
             rows = mine[count == tenants]
-            after, limit = _crowd(columns, applicant, facts, rows, tenants, code)
+            crowd = crowd_on(columns, applicant, facts, rows, code)
+            after = crowd.expected
             # Tenant by tenant over all rows: reducing along an axis of a few entries takes several times as long.
-            *others, own = (limit - after).T
+            *others, own = (crowd.limit - crowd.by(quantile)).T
             tightest = reduce(np.minimum, others)
             found.newcomer[rows] = after[:, -1]
             found.added[rows] = sum(after.T) - 1.0 - columns.slowdowns[rows]
             found.margin[rows] = np.minimum(tightest, own)
             found.is_newcomer[rows] = own < tightest
-
-
-def _crowd(
-    columns: Columns, applicant: Applicant, facts: ClassColumns, rows: Rows, tenants: int, mode: int
-) -> tuple[Floats, Floats]:
-    """Slowdowns and limits on GPUs of equally many tenants, shape (rows, tenants + 1); the newcomer comes last."""
-    of = columns.device_class[rows]
-
-    shape = (tenants + 1, rows.size)
-
-    def joined(of_tenants: Floats, newcomer: Floats) -> Floats:
-        both = np.empty(shape, np.float32)
-        both[:tenants], both[tenants] = of_tenants[rows, :tenants].T, newcomer
-        return both.T
-
-    util, sm, dram = (
-        joined(columns.util, facts.util[of]),
-        joined(columns.sm, facts.sm[of]),
-        joined(columns.dram, facts.dram[of]),
-    )
-    limit = joined(columns.max_slowdown, np.full(rows.size, applicant.demand.max_slowdown, np.float32))
-    name = MODES[mode]
-    if name is None:
-        return np.ones(limit.shape), limit
-    return slowdowns(name, util, sm, dram, np.ones(shape, np.bool_).T), limit

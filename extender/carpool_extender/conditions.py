@@ -1,8 +1,18 @@
 """Preconditions: what a GPU must be like before a policy looks at it at all."""
 
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from carpool_core.settings import SettingsError
+
+
+class Quantile(StrEnum):
+    """Which of the predicted slowdowns the limits of jobs are held against."""
+
+    MEDIAN = "median"
+    """As much as is to be expected: about every other slowdown is larger than it was predicted."""
+    UPPER = "upper"
+    """As much as most stay below: fewer jobs share, and fewer are slowed beyond their limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +29,8 @@ class Conditions:
     """Most tenants, the newcomer among them."""
     alone: bool = False
     """Whether every job gets a GPU of its own, whatever is known of it."""
+    quantile: Quantile = Quantile.MEDIAN
+    """Which predicted slowdown each tenant's limit is held against."""
 
     def __post_init__(self) -> None:
         """Refuse what no GPU could meet.

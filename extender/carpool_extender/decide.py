@@ -17,6 +17,7 @@ from carpool_extender.assessments import Assessment
 from carpool_extender.checks import Check, Verdict, examine
 from carpool_extender.choices import best_of, foremost, scores, select, ties
 from carpool_extender.modes import memory_limit_mib, thread_limit, why
+from carpool_extender.pace import expected_slowdown
 from carpool_extender.policies import Policy
 from carpool_extender.refusal import PREFIX, Offer, counted, explanation, outcome, summary
 from carpool_extender.rules import Rules
@@ -213,11 +214,11 @@ def _place_on(verdict: Verdict, rows: list[int], policy: Policy) -> Place:
         tenant=facts.profile,
         expected_slowdown=slowdown,
         policy=policy.name,
-        reason=_why(verdict, rows, mode, policy, slowdown),
+        reason=_why(verdict, rows, mode, policy),
     )
 
 
-def _why(verdict: Verdict, rows: list[int], mode: SharingMode, policy: Policy, slowdown: float) -> str:
+def _why(verdict: Verdict, rows: list[int], mode: SharingMode, policy: Policy) -> str:
     """Say why this place, with the numbers that the decision counted with."""
     view, demand = verdict.view, verdict.applicant.demand
     gpus = ", ".join(str(int(view.columns.gpu_index[row])) for row in rows)
@@ -229,7 +230,7 @@ def _why(verdict: Verdict, rows: list[int], mode: SharingMode, policy: Policy, s
     parts = [
         f"{policy.name}: {mode} on GPU {gpus} of {node} {beside}",
         f"{left:,} of {int(view.columns.usable_mib[rows[0]]):,} MiB left",
-        f"expected slowdown {slowdown:.2f} of {demand.max_slowdown:.2f}",
+        expected_slowdown(verdict, rows, demand.max_slowdown),
     ]
     facts = verdict.applicant.facts(view.classes[int(view.columns.device_class[rows[0]])])
     because = why(mode, demand, is_first=not neighbours, alone=verdict.conditions.alone, is_known=facts.is_known)

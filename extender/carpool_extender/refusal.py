@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from carpool_extender.checks import Check, Verdict
 from carpool_extender.mig import whole
 from carpool_extender.modes import EXCLUSIVE
+from carpool_extender.pace import beyond, expected_slowdown, too_slow
 from carpool_extender.view import MODES, NO_MODE, Bools, Rows
 
 PREFIX = "NoGpuFits: "
@@ -17,8 +18,6 @@ PREFIX = "NoGpuFits: "
 MOST_PRODUCTS = 4
 """Products whose freest GPU a summary names."""
 WRONG_PRODUCT = "wrong product"
-MOST_DIGITS = 6
-"""Digits behind the point of a slowdown, where fewer would show it as equal to its limit."""
 MOST_GROUPS = 6
 """Groups of GPUs that a summary names."""
 
@@ -42,8 +41,8 @@ def outcome(verdict: Verdict, row: int) -> str:
     failed = int(verdict.found.failed[row])
     if failed < 0:
         left = int(verdict.left_mib(_one(row))[0])
-        mode, slowdown = MODES[int(verdict.found.mode[row])], verdict.found.newcomer[row]
-        return f"fits by {mode}, leaves {left:,} MiB, expected slowdown {slowdown:.2f}"
+        mode, slowdown = MODES[int(verdict.found.mode[row])], expected_slowdown(verdict, [row])
+        return f"fits by {mode}, leaves {left:,} MiB, {slowdown}"
     return _full_reason(verdict, row, Check(failed))
 
 
@@ -53,7 +52,7 @@ def _full_reason(verdict: Verdict, row: int, check: Check) -> str:
         return f"needs {need:,} MiB, has {free:,} MiB free ({need - free:,} MiB short)"
     reason = _REASONS[check](verdict, row)
     if check is Check.SLOWDOWN:
-        reason += f" ({_beyond(-float(verdict.found.margin[row]))} beyond)"
+        reason += f" ({beyond(-float(verdict.found.margin[row]))} beyond)"
     return reason
 
 
@@ -115,25 +114,6 @@ def _condition(verdict: Verdict, row: int) -> str:
     return " and ".join(told)
 
 
-def _slowdown(verdict: Verdict, row: int) -> str:
-    closest = verdict.closest(row)
-    found, limit = _told_apart(closest.slowdown, closest.limit)
-    if closest.tenant < 0:
-        return f"would run {found} times as long there, accepts {limit}"
-    tenant = verdict.view.columns.tenants[row][closest.tenant]
-    return f"would slow {tenant} to {found} of {limit}"
-
-
-def _told_apart(found: float, limit: float) -> tuple[str, str]:
-    """Write two numbers with as many digits, two at least, as show that they differ."""
-    digits = next((n for n in range(2, MOST_DIGITS) if f"{found:.{n}f}" != f"{limit:.{n}f}"), MOST_DIGITS)
-    return f"{found:.{digits}f}", f"{limit:.{digits}f}"
-
-
-def _beyond(margin: float) -> str:
-    return _told_apart(margin, 0.0)[0]
-
-
 _REASONS: Mapping[Check, Callable[[Verdict, int], str]] = {
     Check.HEALTH: lambda verdict, row: verdict.view.hindered[row].reason,
     Check.SUITABLE: _unsuitable,
@@ -141,7 +121,7 @@ _REASONS: Mapping[Check, Callable[[Verdict, int], str]] = {
     Check.TENANCY: _tenancy,
     Check.SLOTS: _slots,
     Check.CONDITION: _condition,
-    Check.SLOWDOWN: _slowdown,
+    Check.SLOWDOWN: too_slow,
 }
 
 

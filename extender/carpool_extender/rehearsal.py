@@ -55,9 +55,9 @@ class Rehearsal:
     def gang(self) -> str | None:
         """Say why all of the job's workers have to wait until they all fit; None where they need not."""
         cluster, refused = self._seen.cluster, self.refused()
-        offered = cluster.view().ids([name for name in sorted(cluster.nodes) if name not in refused])
+        offered = [name for name in sorted(cluster.nodes) if name not in refused]
         gangs = Gangs(self._seen, Assessments(cluster, self._rules), self._rules)
-        return gangs.refusal(self.applicant, PodUid(""), offered[offered >= 0])
+        return gangs.refusal(self.applicant, PodUid(""), offered)
 
     def outcome(self) -> list[str]:
         """Say where the workers would go now, or that they would have to wait."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from carpool_core.settings import KubeSettings, LogSettings, SettingsError, metrics_port, setting, slots_per_gpu
 
-from carpool_extender.conditions import Conditions
+from carpool_extender.conditions import Conditions, Quantile
 from carpool_extender.policies import POLICIES
 
 
@@ -75,6 +75,13 @@ class ConditionSettings:
         env="CARPOOL_MOST_JOBS",
         help="Most jobs on one GPU; as many as it has slots when left out.",
     )
+    slowdown_quantile: Quantile = setting(
+        Quantile.MEDIAN,
+        flag="--slowdown-quantile",
+        env="CARPOOL_SLOWDOWN_QUANTILE",
+        help="Which predicted slowdown every job's maxSlowdown is held against. median: the expected one, which about "
+        "half of all cases exceed; upper: one that few exceed, so that fewer jobs share.",
+    )
 
     def conditions(self) -> Conditions:
         """Return them as decisions count with them.
@@ -82,7 +89,13 @@ class ConditionSettings:
         Raises:
             SettingsError: One is impossible.
         """
-        return Conditions(self.most_sm_active, self.most_joint_sm_active, self.least_free_mib, self.most_jobs)
+        return Conditions(
+            self.most_sm_active,
+            self.most_joint_sm_active,
+            self.least_free_mib,
+            self.most_jobs,
+            quantile=self.slowdown_quantile,
+        )
 
 
 def _policy() -> Any:

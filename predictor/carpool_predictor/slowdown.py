@@ -106,12 +106,22 @@ def slowdowns(mode: SharingMode, util: Ratios, sm: Ratios, dram: Ratios, present
 
 def upper_slowdowns(mode: SharingMode, util: Ratios, sm: Ratios, dram: Ratios, present: NDArray[np.bool_]) -> Slowdowns:
     """Predict the upper quantile of what `slowdowns` predicts the median of; the level stands in the model."""
-    median = slowdowns(mode, util, sm, dram, present)
+    return slowdowns(mode, util, sm, dram, present) + allowance(mode, util, present)
+
+
+def allowance(mode: SharingMode, util: Ratios, present: NDArray[np.bool_]) -> Slowdowns:
+    """Return how far the upper quantile lies above the median, shape (gpus, tenants); 0 where no tenant is.
+
+    Args:
+        mode: How all of these GPUs are shared.
+        util: Share of time in which some kernel of the tenant ran when alone, 0..1, shape (gpus, tenants).
+        present: Which entries are tenants; the others are ignored, same shape.
+    """
     if mode not in (SharingMode.TIME_SLICING, SharingMode.MPS):
-        return median
+        return np.zeros(np.shape(present))
     model, busy = shipped(), _masked(util, present)
     factor = model.turns_factor if mode is SharingMode.TIME_SLICING else model.side_by_side_factor
-    return np.where(present, median + factor * (busy.sum(axis=1, keepdims=True) - busy), 1.0)
+    return np.where(present, factor * (busy.sum(axis=1, keepdims=True) - busy), 0.0)
 
 
 def stretched(busy: Ratios, stretch: Ratios | float, exponent: float) -> Slowdowns:

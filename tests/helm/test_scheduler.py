@@ -52,7 +52,13 @@ def test_preconditions_reach_the_extender_only_where_they_are_set(render: Any) -
 
     asked = {"CARPOOL_MOST_SM_ACTIVE", "CARPOOL_MOST_JOINT_SM_ACTIVE", "CARPOOL_LEAST_FREE_MIB", "CARPOOL_MOST_JOBS"}
     assert asked.isdisjoint(environment())
-    found = environment(jobPolicies=True, preconditions={"mostSmActive": 0.8, "leastFreeMib": 5120, "mostJobs": 2})
+    assert environment()["CARPOOL_SLOWDOWN_QUANTILE"] == "median"
+    found = environment(
+        jobPolicies=True,
+        slowdownQuantile="upper",
+        preconditions={"mostSmActive": 0.8, "leastFreeMib": 5120, "mostJobs": 2},
+    )
+    assert found["CARPOOL_SLOWDOWN_QUANTILE"] == "upper"
     assert {name: found[name] for name in asked & found.keys()} == {
         "CARPOOL_MOST_SM_ACTIVE": "0.8",
         "CARPOOL_LEAST_FREE_MIB": "5120",

@@ -1,0 +1,88 @@
+"""Which predicted slowdown limits are held against: the expected one, or one that few exceed."""
+
+import numpy as np
+import pytest
+from carpool_core.settings import SettingsError, load
+from carpool_core.values import RequestedMode, SharingMode
+from carpool_extender.assessments import Assessment
+from carpool_extender.conditions import Conditions, Quantile
+from carpool_extender.decide import explain, filter_nodes, place
+from carpool_extender.policies import find_policy
+from carpool_extender.rules import Rules
+from carpool_extender.settings import ExtenderSettings
+from carpool_extender.testing import applicant, cluster, gpu_node, prediction, tenant
+from carpool_predictor.slowdown import shipped, slowdowns, upper_slowdowns
+from hypothesis import given
+from hypothesis import strategies as st
+
+MEDIAN, UPPER = (Rules(find_policy("least-slowdown"), 8, Conditions(quantile=quantile)) for quantile in Quantile)
+SHARED = (SharingMode.TIME_SLICING, SharingMode.MPS)
+
+
+def beside(mode=SharingMode.MPS, sm=0.3, util=50.0, **more):
+    return cluster(gpu_node("a", 1, [tenant("x", ["GPU-a-0"], mode, prediction=prediction(sm=sm, util=util), **more)]))
+
+
+def asks(sm=0.3, util=50.0, **more):
+    return applicant(prediction=prediction(sm=sm, util=util), **more)
+
+
+def test_the_upper_quantile_lets_fewer_share_and_says_what_was_expected():
+    view = beside(max_slowdown=1.2).view()
+    assert filter_nodes(Assessment(asks(max_slowdown=5.0), MEDIAN, view), ["a"]).fits == ["a"]
+    refused = filter_nodes(Assessment(asks(max_slowdown=5.0), UPPER, view), ["a"]).refused
+    assert refused == {"a": "NoGpuFits: 1 GPU: could slow default/x to 1.48 of 1.20, expected 1.00"}
+    refused = filter_nodes(Assessment(asks(max_slowdown=1.1), UPPER, beside(max_slowdown=9.0).view()), ["a"]).refused
+    assert refused == {"a": "NoGpuFits: 1 GPU: could run 1.48 times as long there, expected 1.00, accepts 1.10"}
+
+
+@pytest.mark.parametrize("rules", [MEDIAN, UPPER], ids=list(Quantile))
+def test_both_quantiles_are_told_whichever_decides(rules):
+    view = beside(max_slowdown=3.0).view()
+    chosen = place(Assessment(asks(max_slowdown=2.0), rules, view), "a")
+    assert "expected slowdown 1.00 of 2.00, 90% below 1.48; " in chosen.reason
+    assert chosen.expected_slowdown == 1.0
+    (answer,) = explain(view, asks(max_slowdown=2.0), ["a"], rules)
+    assert answer.said.endswith("expected slowdown 1.00, 90% below 1.48")
+
+
+def test_alone_there_is_nothing_to_be_sure_of():
+    (answer,) = explain(cluster(gpu_node("a", 1)).view(), asks(), ["a"], UPPER)
+    assert answer.said.endswith("expected slowdown 1.00")
+
+
+shares = st.floats(0.0, 1.0, width=32)
+
+
+@given(st.sampled_from(SHARED), shares, shares, st.lists(st.tuples(shares, shares), min_size=1, max_size=4))
+def test_whoever_the_upper_quantile_admits_the_median_admits(mode, sm, util, tenants):
+    held = [
+        tenant(f"t{i}", ["GPU-a-0"], mode, prediction=prediction(memory_mib=100, sm=one, util=100 * busy))
+        for i, (one, busy) in enumerate(tenants)
+    ]
+    view = cluster(gpu_node("a", 1, held)).view()
+    wants = applicant(
+        mode=RequestedMode(mode.value), prediction=prediction(memory_mib=100, sm=sm, util=100 * util), max_slowdown=1.5
+    )
+    likely, sure = (Assessment(wants, rules, view).verdict.found for rules in (MEDIAN, UPPER))
+    assert sure.margin[0] <= likely.margin[0]
+    assert sure.added[0] == likely.added[0]
+
+
+@given(st.sampled_from(list(SharingMode)), st.lists(st.tuples(shares, shares), min_size=1, max_size=4))
+def test_the_upper_quantile_is_never_below_the_median(mode, tenants):
+    sm, util = np.array(tenants).T[:, None, :]
+    every = np.ones(util.shape, np.bool_)
+    median, upper = slowdowns(mode, util, sm, sm, every), upper_slowdowns(mode, util, sm, sm, every)
+    assert (upper >= median).all()
+    if mode not in SHARED or len(tenants) == 1:
+        assert (upper == median).all()
+
+
+def test_it_is_a_setting():
+    assert load(ExtenderSettings, {}).conditions.conditions().quantile is Quantile.MEDIAN
+    upper = load(ExtenderSettings, {"CARPOOL_SLOWDOWN_QUANTILE": "upper"})
+    assert upper.conditions.conditions() == Conditions(quantile=Quantile.UPPER)
+    with pytest.raises(SettingsError, match="CARPOOL_SLOWDOWN_QUANTILE: expected median or upper, found 'mean'"):
+        load(ExtenderSettings, {"CARPOOL_SLOWDOWN_QUANTILE": "mean"})
+    assert shipped().level == 0.9
