@@ -6,13 +6,12 @@ import msgspec
 from carpool_core.resources.node import GpuNode
 from carpool_e2e.bench.naive import filter_and_prioritize
 from carpool_e2e.bench.placement import Decision, Size, percentile
-from carpool_e2e.bench.placement_report import placement_section, throughput_section
-from carpool_e2e.bench.throughput import Throughput
+from carpool_e2e.bench.placement_report import placement_section
 from carpool_e2e.bench.world import Shape, draw_shape, world
 
 
 def size(nodes: int, each_s: float, resident_mib: float) -> Size:
-    decisions = [Decision(each_s / 2, each_s / 2, n % 10 == 0, nodes) for n in range(100)]
+    decisions = [Decision(each_s / 2, each_s / 2, n % 10 == 0) for n in range(100)]
     return Size(nodes, 6 * nodes, decisions, 100 * each_s, 50 * each_s, [each_s], resident_mib, 0.3)
 
 
@@ -49,9 +48,3 @@ def test_the_section_says_what_is_kept_and_what_is_missed() -> None:
     assert "| decisions a second | 50 | ≥ 150 | missed |" in told
     assert "| memory | 330 MiB | ≤ 400 MiB | kept |" in told
     assert "| median with 10 times the nodes | 10.0 times | ≤ 10 | kept |" in told
-
-
-def test_the_throughput_is_split_by_process() -> None:
-    told = "\n".join(throughput_section(Throughput(100, 2.0, {"etcd": 0.5, "operator": 1.5})))
-    assert "| jobs a second | 50.0 | ≥ 40 | kept |" in told
-    assert "| all of them | 20.0 |" in told

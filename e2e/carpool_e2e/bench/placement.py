@@ -47,8 +47,6 @@ class Decision:
     prioritize_s: float
     is_new: bool
     """Whether nobody had asked for a place for such a job before."""
-    fits: int
-    """Nodes that have room."""
 
     @property
     def total_s(self) -> float:
@@ -187,7 +185,7 @@ class _Client:
             raise HarnessError(
                 f"expected scores of some nodes with a 10 among them, found {len(scored)}: {found}"[:500]
             )
-        return Decision(filter_s, prioritize_s, is_new, len(fits))
+        return Decision(filter_s, prioritize_s, is_new)
 
     def refused(self, pod: bytes, nodes: list[GpuNode]) -> float:
         """Filter a job that fits nowhere."""

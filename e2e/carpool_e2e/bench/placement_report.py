@@ -1,11 +1,10 @@
-"""What the report says of the extender's speed and of the control plane's throughput."""
+"""What the report says of the extender's speed."""
 
 from collections.abc import Sequence
 
 from carpool_e2e.bench.placement import GPUS, NEW_EVERY, SHAPES, TENANTS_PER_NODE, Size, percentile
-from carpool_e2e.bench.throughput import NODE_COUNT, Throughput
 
-_P99_MS, _A_SECOND, _MIB, _JOBS_A_SECOND = 15.0, 150.0, 400.0, 40.0
+_P99_MS, _A_SECOND, _MIB = 15.0, 150.0, 400.0
 _COLUMNS = (
     "nodes",
     "tenants",
@@ -45,28 +44,6 @@ def placement_section(sizes: Sequence[Size]) -> list[str]:
         _line("decisions a second", f"{rate:.0f}", f"≥ {_A_SECOND:g}", is_kept=rate >= _A_SECOND),
         _line("memory", f"{largest.resident_mib:.0f} MiB", f"≤ {_MIB:g} MiB", is_kept=largest.resident_mib <= _MIB),
         _line(f"median with {more:.0f} times the nodes", f"{grown:.1f} times", f"≤ {more:.0f}", is_kept=grown <= more),
-        "",
-    ]
-
-
-def throughput_section(found: Throughput) -> list[str]:
-    """Write the section about the control plane."""
-    total = sum(found.processor_s.values())
-    rate = found.jobs_a_second
-    return [
-        "## Throughput of the control plane",
-        "",
-        f"{found.jobs:,} jobs at once onto {NODE_COUNT} nodes × {GPUS} GPUs without kubelets, from the first created",
-        "to the last pod bound; agents are played by the benchmark, which reports each reservation as prepared.",
-        "Everything, etcd and API server included, shares this machine.",
-        "",
-        *_HEAD,
-        _line("jobs a second", f"{rate:.1f}", f"≥ {_JOBS_A_SECOND:g}", is_kept=rate >= _JOBS_A_SECOND),
-        "",
-        "| process | processor ms a job |",
-        "|---|---|",
-        *(f"| {name} | {1000 * spent / found.jobs:.1f} |" for name, spent in found.processor_s.items()),
-        f"| all of them | {1000 * total / found.jobs:.1f} |",
         "",
     ]
 

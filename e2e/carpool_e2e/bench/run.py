@@ -9,13 +9,16 @@ from datetime import date
 from pathlib import Path
 from typing import TypeVar
 
+import uvloop
 from carpool_core.kube.api import KubeApi
 from carpool_core.kube.client import connect
 from carpool_core.settings import KubeSettings
 from rich.console import Console
 
-from carpool_e2e.bench import agent, latency, memory, placement, predictions, throughput
-from carpool_e2e.bench.placement_report import placement_section, throughput_section
+from carpool_e2e.bench import agent, latency, memory, placement, predictions, stock, throughput
+from carpool_e2e.bench.load import Throughput
+from carpool_e2e.bench.placement_report import placement_section
+from carpool_e2e.bench.throughput_report import throughput_section
 from carpool_e2e.chart import PROJECT
 from carpool_e2e.cluster import BARE, FULL, Cluster, Shape, running
 
@@ -83,12 +86,12 @@ def renew_throughput(console: Console) -> None:
     """Measure the control plane's throughput, and put the section into the report."""
     console.rule("throughput of the control plane")
 
-    async def work(cluster: Cluster) -> throughput.Throughput:
-        async with connect(KubeSettings(kubeconfig=str(cluster.kubeconfig))) as api:
-            return await throughput.measure(cluster, api, console.print)
+    def measured(by: Callable[[Cluster, KubeApi, Callable[[str], None]], Awaitable[Throughput]]) -> Throughput:
+        with running(BARE, console) as cluster:
+            # uvloop, because what the benchmark itself takes of the processors is missing to what it measures.
+            return uvloop.run(_with_api(cluster, lambda api: by(cluster, api, console.print)))
 
-    with running(BARE, console) as cluster:
-        _renew(throughput_section(asyncio.run(work(cluster))))
+    _renew(throughput_section(measured(throughput.measure), measured(stock.measure)))
 
 
 def _renew(section: list[str]) -> None:

@@ -1,0 +1,149 @@
+"""Many pods at once onto nodes without kubelets: how long until the last is bound, and what that costs."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from carpool_core.clock import SystemClock
+from carpool_core.kube.api import NODES, PODS, KubeApi
+from carpool_core.kube.pods import Pod
+from carpool_core.kube.reflector import Reflector
+
+from carpool_e2e.bench.placement import processor_s
+from carpool_e2e.bench.requests import counted
+from carpool_e2e.cluster import Cluster
+from carpool_e2e.fleet import FleetNode, lease_patch, node_status
+from carpool_e2e.fleetprocess import LEASES
+
+NODE_COUNT, GPUS, JOBS = 500, 8, 2000
+AT_ONCE = 16
+"""Calls of the benchmark to the API server at once."""
+ITSELF = "the benchmark"
+_PATIENCE_S = 600.0
+_BEAT_S = 25.0
+"""Time between two renewals of a lease: the node controller waits for fifty seconds."""
+_LEASES = "kube-node-lease"
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """What was measured."""
+
+    jobs: int
+    elapsed_s: float
+    """From the first job created to the last pod bound."""
+    processor_s: dict[str, float]
+    """Processor time of each process meanwhile, in seconds; the benchmark's own among them."""
+    requests: Counter[str]
+    """What the API server was asked for meanwhile, as `requests.counted` names it."""
+
+    @property
+    def jobs_a_second(self) -> float:
+        """How many jobs found their place in a second."""
+        return self.jobs / self.elapsed_s
+
+
+@dataclass
+class _Finish:
+    """Counts the pods that have a node."""
+
+    wanted: int
+    bound: set[str] = field(default_factory=set)
+    reached: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def see(self, _: Pod | None, pod: Pod | None) -> None:
+        """Look at a pod that changed."""
+        if pod is not None and pod.spec.node_name:
+            self.bound.add(pod.metadata.uid)
+            if len(self.bound) >= self.wanted:
+                self.reached.set()
+
+
+def node_name(number: int) -> str:
+    """Return the name of a node, as `memory.populate` gives it."""
+    return f"bench-{number:04}"
+
+
+async def offer(api: KubeApi, resource: str, amount: int) -> None:
+    """Report every node as ready, with so much of an extended resource."""
+    gate = asyncio.Semaphore(AT_ONCE)
+
+    async def one(number: int) -> None:
+        node, now = FleetNode(node_name(number), 0), datetime.now(UTC)
+        status = node_status(node, now)["status"]
+        capacity = {**status["capacity"], resource: str(amount)}
+        async with gate:
+            told = {"status": {**status, "capacity": capacity, "allocatable": capacity}}
+            await api.patch(NODES, node.name, told, subresource="status")
+            await api.create(LEASES, lease_patch(node, now), namespace=_LEASES)
+
+    await asyncio.gather(*(one(number) for number in range(NODE_COUNT)))
+
+
+async def beat(api: KubeApi) -> None:
+    """Renew the nodes' leases, as their kubelets would: without them the node controller gives nodes up."""
+    gate = asyncio.Semaphore(AT_ONCE // 2)
+
+    async def renew(number: int) -> None:
+        node = FleetNode(node_name(number), 0)
+        async with gate:
+            await api.patch(LEASES, node.name, lease_patch(node, datetime.now(UTC)), namespace=_LEASES)
+
+    while True:
+        await asyncio.gather(*(renew(number) for number in range(NODE_COUNT)), asyncio.sleep(_BEAT_S))
+
+
+async def bind_all(
+    cluster: Cluster,
+    api: KubeApi,
+    tell: Callable[[str], None],
+    create: Sequence[Callable[[], Awaitable[object]]],
+    processes: Sequence[str],
+) -> Throughput:
+    """Create everything at once, and measure until as many pods are bound.
+
+    Args:
+        cluster: Its control plane and all that takes part runs already.
+        api: Its API server.
+        tell: Takes the progress.
+        create: Each creates what becomes one pod.
+        processes: Whose processor time counts.
+    """
+    finish, gate = _Finish(len(create)), asyncio.Semaphore(AT_ONCE)
+
+    async def submit(one: Callable[[], Awaitable[object]]) -> None:
+        async with gate:
+            await one()
+
+    watching = asyncio.create_task(Reflector(api, PODS, Pod, clock=SystemClock(), on_change=finish.see).run())
+    try:
+        await asyncio.sleep(1)
+        asked, spent, began = _asked(cluster), _spent(cluster, processes), time.monotonic()
+        submitting = asyncio.gather(*(submit(one) for one in create))
+        reporting = asyncio.create_task(_progress(finish, began, tell))
+        await asyncio.wait_for(finish.reached.wait(), _PATIENCE_S)
+        elapsed_s, after = time.monotonic() - began, _spent(cluster, processes)
+        reporting.cancel()
+        await submitting
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+    taken = {name: after[name] - spent[name] for name in after}
+    return Throughput(len(create), elapsed_s, taken, _asked(cluster) - asked)
+
+
+async def _progress(finish: _Finish, began: float, tell: Callable[[str], None]) -> None:
+    while True:
+        await asyncio.sleep(5)
+        tell(f"{len(finish.bound)} bound after {time.monotonic() - began:.0f} s")
+
+
+def _spent(cluster: Cluster, processes: Sequence[str]) -> dict[str, float]:
+    return {name: processor_s(cluster[name].pid) for name in processes} | {ITSELF: time.process_time()}
+
+
+def _asked(cluster: Cluster) -> Counter[str]:
+    return counted(cluster.plane.api.call("GET", "/metrics"))

@@ -1,0 +1,64 @@
+"""What the report says of the control plane's throughput."""
+
+from collections.abc import Iterable
+
+from carpool_e2e.bench.load import GPUS, NODE_COUNT, Throughput
+
+_JOBS_A_SECOND = 40.0
+_SELDOM = 0.01
+"""Requests a job below which a kind of request is not listed."""
+
+
+def throughput_section(found: Throughput, stock: Throughput) -> list[str]:
+    """Write the section about the control plane.
+
+    Args:
+        found: Carpool's jobs.
+        stock: As many pods of whole GPUs, by kube-scheduler alone.
+    """
+    rate = found.jobs_a_second
+    verdict = "kept" if rate >= _JOBS_A_SECOND else "missed"
+    return [
+        "## Throughput of the control plane",
+        "",
+        f"{found.jobs:,} jobs at once onto {NODE_COUNT} nodes × {GPUS} GPUs without kubelets, from the first created",
+        "to the last pod bound; agents are played by the benchmark, which reports each reservation as prepared.",
+        "Everything, etcd and API server included, shares this machine. Beside it what such a control plane can do at",
+        "all: as many plain pods that ask for a whole GPU each, and kube-scheduler alone.",
+        "",
+        "| | Carpool | kube-scheduler alone | asked for | |",
+        "|---|---|---|---|---|",
+        f"| jobs a second | {rate:.1f} | {stock.jobs_a_second:.1f} | ≥ {_JOBS_A_SECOND:g} | {verdict} |",
+        "",
+        "| processor ms a job | Carpool | kube-scheduler alone |",
+        "|---|---|---|",
+        *(_row(name, _ms(found, [name]), _ms(stock, [name])) for name in found.processor_s),
+        _row("all of them", _ms(found, found.processor_s), _ms(stock, stock.processor_s)),
+        "",
+        "| requests to the API server a job | Carpool | kube-scheduler alone |",
+        "|---|---|---|",
+        *(_row(name, _each(found, [name]), _each(stock, [name])) for name in _often(found, stock)),
+        _row("all of them", _each(found, found.requests), _each(stock, stock.requests)),
+        "",
+    ]
+
+
+def _often(*measured: Throughput) -> list[str]:
+    names = {name for one in measured for name in one.requests if _each(one, [name]) >= _SELDOM}
+    return sorted(names, key=lambda name: (-measured[0].requests[name], name))
+
+
+def _ms(one: Throughput, names: Iterable[str]) -> float:
+    return 1000 * sum(one.processor_s.get(name, 0.0) for name in names) / one.jobs
+
+
+def _each(one: Throughput, names: Iterable[str]) -> float:
+    return sum(one.requests[name] for name in names) / one.jobs
+
+
+def _row(name: str, ours: float, theirs: float) -> str:
+    return f"| {name} | {_figure(ours)} | {_figure(theirs)} |"
+
+
+def _figure(value: float) -> str:
+    return f"{value:.2f}" if 0 < value < 10 else f"{value:.1f}" if value else ""

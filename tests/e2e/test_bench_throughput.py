@@ -1,0 +1,42 @@
+"""The benchmark of the control plane: what it counts, and what it says; without measuring."""
+
+from collections import Counter
+
+from carpool_e2e.bench.load import Throughput
+from carpool_e2e.bench.requests import counted
+from carpool_e2e.bench.stock import WHOLE, pod
+from carpool_e2e.bench.throughput_report import throughput_section
+
+METRICS = """# HELP apiserver_request_total [STABLE] Counter of apiserver requests
+# TYPE apiserver_request_total counter
+apiserver_request_total{code="200",component="apiserver",dry_run="",group="carpool.dev",resource="gpunodes",\
+scope="resource",subresource="status",verb="PATCH",version="v1alpha1"} 7
+apiserver_request_total{code="409",component="apiserver",dry_run="",group="carpool.dev",resource="gpunodes",\
+scope="resource",subresource="status",verb="PATCH",version="v1alpha1"} 1
+apiserver_request_total{code="201",component="apiserver",dry_run="All",group="",resource="pods",\
+scope="resource",subresource="",verb="POST",version="v1"} 2
+apiserver_request_total{code="200",component="",dry_run="",group="",resource="",scope="",subresource="/readyz",\
+verb="GET",version=""} 3
+apiserver_request_duration_seconds_bucket{verb="PATCH",le="0.1"} 900
+""".replace("\\\n", "")
+
+
+def test_requests_are_counted_by_verb_and_resource_whatever_became_of_them() -> None:
+    assert counted(METRICS) == {"PATCH gpunodes/status": 8, "POST pods (dry run)": 2, "GET /readyz": 3}
+
+
+def test_costs_are_split_by_process_and_by_request_beside_those_of_the_stock_scheduler() -> None:
+    ours = Throughput(100, 2.0, {"etcd": 0.5, "operator": 1.5}, Counter({"POST pods": 100, "PATCH nodes": 250, "x": 0}))
+    stock = Throughput(100, 1.0, {"etcd": 0.2}, Counter({"POST pods": 100}))
+    told = "\n".join(throughput_section(ours, stock))
+    assert "| jobs a second | 50.0 | 100.0 | ≥ 40 | kept |" in told
+    assert "| operator | 15.0 |  |" in told
+    assert "| all of them | 20.0 | 2.00 |" in told
+    assert told.index("| PATCH nodes | 2.50 |  |") < told.index("| POST pods | 1.00 | 1.00 |")
+    assert "| all of them | 3.50 | 1.00 |" in told
+    assert "| x |" not in told
+
+
+def test_a_pod_of_the_baseline_asks_for_one_whole_gpu() -> None:
+    container = pod(3)["spec"]["containers"][0]
+    assert container["resources"] == {"limits": {WHOLE: "1"}, "requests": {WHOLE: "1"}}
