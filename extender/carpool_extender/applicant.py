@@ -52,7 +52,8 @@ class ClassColumns:
     too_small: NDArray[np.bool_]
     known: NDArray[np.bool_]
     can: NDArray[np.bool_]
-    """(classes, modes) Whether the agent can prepare a mode for such a job, by the mode's code."""
+    """(classes, modes) Whether the agent can prepare a mode for such a job, by the mode's code; MIG where an instance
+    would hold it."""
     mig: NDArray[np.int16]
     """(classes, 4) GB and slices of its MIG instance, and of the whole GPU's; zeros where there is none."""
     need_mib: NDArray[np.int64]
@@ -107,6 +108,7 @@ class Applicant:
         can = np.zeros((len(classes), len(CODES) + 1), np.bool_)
         for row, kind in enumerate(classes):
             can[row, [CODES[mode] for mode in kind.modes]] = True
+        can[:, CODES[SharingMode.MIG]] &= np.array([fact.mig is not None for fact in facts], np.bool_)
         if self.demand.gpus > 1:
             # One daemon for each GPU, and a process reaches only one; nor does it reach more than one instance.
             can[:, [CODES[SharingMode.MPS], CODES[SharingMode.MIG]]] = False

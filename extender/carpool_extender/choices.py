@@ -13,6 +13,8 @@ MOST_ISLANDS = 1 << 15
 """More than a node has GPUs."""
 MAX_SCORE = 10
 TIE_FLOOR = 6
+HALF = 0.5
+"""How ready idle GPUs are; GPUs of which some are in use are readier."""
 
 
 @dataclass(slots=True, eq=False)
@@ -25,8 +27,9 @@ class Choices:
     """(nodes, GPUs of a worker) Rows of the view."""
     cost: NDArray[np.float64]
     """(nodes,) Mean cost of these GPUs."""
-    in_use: NDArray[np.float64]
-    """(nodes,) Share of these GPUs that have tenants, 0..1."""
+    ready: NDArray[np.float64]
+    """(nodes,) How little has to be done first, mean of these GPUs: 1 where others are already, 0.5 for an idle GPU,
+    0 where its mode has to change, too."""
     left_mib: NDArray[np.float64]
     """(nodes,) Memory that would be left on all of them, in MiB."""
     is_linked: Bools
@@ -82,7 +85,7 @@ def _nothing(nodes: int, wanted: int) -> Choices:
         node=np.zeros(nodes, np.intp),
         rows=np.zeros((nodes, wanted), np.intp),
         cost=np.zeros(nodes),
-        in_use=np.zeros(nodes),
+        ready=np.zeros(nodes),
         left_mib=np.zeros(nodes),
         is_linked=np.zeros(nodes, np.bool_),
     )
@@ -150,7 +153,7 @@ def _single(field: _Field, tolerance: float) -> Choices:
         node=field.node[place],
         rows=field.rows[place][:, None],
         cost=field.cost[place],
-        in_use=(field.effort[place] == 0).astype(np.float64),
+        ready=1.0 - field.effort[place] / 2,
         left_mib=field.left[place],
         is_linked=np.ones(len(place), np.bool_),
     )
@@ -165,7 +168,7 @@ def _several(field: _Field, mode: NDArray[np.int8], island: NDArray[np.int32], w
     together = Choices(
         *[np.concatenate((getattr(apart, column.name), getattr(mixed, column.name))) for column in fields(Choices)]
     )
-    order = np.lexsort((together.left_mib, -together.in_use, together.cost, ~together.is_linked, together.node))
+    order = np.lexsort((together.left_mib, -together.ready, together.cost, ~together.is_linked, together.node))
     _, first = np.unique(together.node[order], return_index=True)
     return together.only(order[first])
 
@@ -193,7 +196,7 @@ def _teams(field: _Field, team: NDArray[np.intp], want: tuple[int, float]) -> Ch
         node=field.node[chosen[:, 0]],
         rows=field.rows[chosen],
         cost=field.cost[chosen].mean(axis=1),
-        in_use=(field.effort[chosen] == 0).mean(axis=1),
+        ready=1.0 - field.effort[chosen].mean(axis=1) / 2,
         left_mib=field.left[chosen].sum(axis=1),
         is_linked=np.zeros(len(chosen), np.bool_),
     )
@@ -214,7 +217,7 @@ def scores(choices: Choices, policy: Policy) -> NDArray[np.int64]:
     lowest, highest = choices.cost.min(), choices.cost.max()
     most_left = max(1.0, choices.left_mib.max())
     tight = choices.left_mib <= most_left / 2
-    tied = TIE_FLOOR + 2 * (choices.in_use > 0) + tight
+    tied = TIE_FLOOR + 2 * (choices.ready > HALF) + tight
     spread = max(highest - lowest, np.finfo(np.float64).tiny)
     behind = np.floor((TIE_FLOOR - 1) * (highest - choices.cost) / spread)
     result: NDArray[np.int64] = np.where(tie, tied, behind).astype(np.int64)
@@ -238,7 +241,7 @@ def ties(choices: Choices, policy: Policy) -> Bools:
 
 
 def best_of(choices: Choices, among: Rows) -> int:
-    """Return the choice that comes first among ties: most in use, then least left over, then the first node."""
-    for by in (-choices.in_use, choices.left_mib, choices.node):
+    """Return the choice that comes first among ties: the readiest, then least left over, then the first node."""
+    for by in (-choices.ready, choices.left_mib, choices.node):
         among = among[by[among] == by[among].min()]
     return int(among[0])

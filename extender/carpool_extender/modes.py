@@ -2,7 +2,7 @@
 
 import numpy as np
 from carpool_core.demand import Demand
-from carpool_core.values import RequestedMode, SharingMode
+from carpool_core.values import RequestedMode, SharingMode, Tenancy
 from numpy.typing import NDArray
 
 from carpool_extender.applicant import Applicant, ClassColumns, ClassFacts
@@ -18,9 +18,11 @@ def proposed(columns: Columns, applicant: Applicant, facts: ClassColumns, *, alo
 
     The mode of the tenants that are there is a constraint: nobody is moved to another mode while running, and beside an
     exclusive tenant there is no place. On an idle GPU, `Auto` takes the whole GPU for a job of which nothing is known,
-    because its memory has no bound. For the others it takes MPS where it can (it limits memory, and was measured the
-    best almost everywhere), and turns where it cannot: the device cannot, or the job has several GPUs, each of which
-    has an MPS daemon of its own while a process reaches only one. MIG is taken by those that ask for it.
+    because its memory has no bound. A job that shares with other namespaces gets a MIG instance where that leaves room
+    for somebody else: strangers are kept apart by hardware, and never meet behind one MPS daemon. The others get MPS
+    where it can be had (it limits memory, and was measured the best almost everywhere), and turns where it cannot: the
+    device cannot, or the job has several GPUs, each of which has an MPS daemon of its own while a process reaches only
+    one. Whoever asks for isolation asks for MIG.
 
     Where the policy gives every job a GPU of its own (`alone`), `Auto` is exclusive.
 
@@ -33,8 +35,8 @@ def proposed(columns: Columns, applicant: Applicant, facts: ClassColumns, *, alo
     of = columns.device_class
     idle = columns.count == 0
     if wanted is RequestedMode.AUTO:
-        first = _first_choice(facts)[of]
-        shared = (columns.mode == TIME_SLICING) | (columns.mode == MPS)
+        first = _first_choice(facts, applicant.demand.tenancy)[of]
+        shared = (columns.mode != NO_MODE) & (columns.mode != EXCLUSIVE)
         joins = facts.known[of] & shared & facts.can[of, columns.mode]
         occupied = np.where(joins, columns.mode, NO_MODE)
     else:
@@ -45,11 +47,14 @@ def proposed(columns: Columns, applicant: Applicant, facts: ClassColumns, *, alo
     return np.where(idle, first, occupied).astype(np.int8)
 
 
-def _first_choice(facts: ClassColumns) -> NDArray[np.int8]:
+def _first_choice(facts: ClassColumns, tenancy: Tenancy) -> NDArray[np.int8]:
     """Mode of an idle GPU of each class for a job that leaves it open, shape (classes,)."""
     alone = np.where(facts.can[:, EXCLUSIVE], EXCLUSIVE, NO_MODE)
     turns = np.where(facts.can[:, TIME_SLICING], TIME_SLICING, alone)
     shared = np.where(facts.can[:, MPS], MPS, turns)
+    if tenancy is Tenancy.CLUSTER:
+        taken, whole = facts.mig[:, 1], facts.mig[:, 3]
+        shared = np.where(facts.can[:, MIG] & (taken < whole), MIG, shared)
     return np.where(facts.known, shared, alone).astype(np.int8)
 
 
@@ -69,6 +74,8 @@ def why(mode: SharingMode, demand: Demand, *, is_first: bool, alone: bool, is_kn
         return "as its tenants have it"
     if alone:
         return "as the policy gives every job a GPU of its own"
+    if mode is SharingMode.MIG:
+        return "as other namespaces may join, each in an instance of its own"
     if mode is SharingMode.EXCLUSIVE:
         return "as the device can do nothing else" if is_known else "as nothing bounds its memory"
     if mode is SharingMode.TIME_SLICING:

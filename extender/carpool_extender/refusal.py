@@ -73,7 +73,12 @@ def _mode(verdict: Verdict, row: int) -> str:
     if demand.mode is RequestedMode.EXCLUSIVE:
         return "in use, and the job wants a GPU of its own"
     if demand.mode is RequestedMode.AUTO and demand.gpus > 1:
-        return f"shared by {now}, and a process of several GPUs reaches only one MPS daemon"
+        reached = "MIG instance" if now is SharingMode.MIG else "MPS daemon"
+        return f"shared by {now}, and a process of several GPUs reaches only one {reached}"
+    kind = verdict.view.classes[int(verdict.view.columns.device_class[row])]
+    facts = verdict.applicant.facts(kind)
+    if demand.mode is RequestedMode.AUTO and facts.is_known and now is SharingMode.MIG:
+        return f"divided by MIG, and no instance holds {facts.profile.memory_mib or 0:,} MiB"
     if demand.mode is RequestedMode.AUTO:
         return "in use, and the job must be alone because its memory is not known"
     return f"shared by {now}, and the job wants {demand.mode}"

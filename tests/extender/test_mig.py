@@ -3,10 +3,10 @@
 import msgspec
 import pytest
 from carpool_core.resources.node import GpuNodeSpec
-from carpool_core.values import RequestedMode, SharingMode
+from carpool_core.values import RequestedMode, SharingMode, Tenancy
 from carpool_extender import ledger
 from carpool_extender.assessments import Assessment
-from carpool_extender.decide import filter_nodes, place
+from carpool_extender.decide import best_place, filter_nodes, place
 from carpool_extender.mig import known, profile_of, smallest, whole
 from carpool_extender.policies import find_policy
 from carpool_extender.rules import Rules
@@ -71,11 +71,79 @@ def test_instances_stand_side_by_side_until_slices_or_memory_end():
     assert refused == {"a": f"NoGpuFits: 1 GPU: {sentence}"}
 
 
-def test_a_shared_gpu_is_not_divided_and_a_divided_one_is_not_shared():
+def test_a_shared_gpu_is_not_divided():
     shared = cluster(divisible(tenant("x", [GPU]))).view()
     assert filter_nodes(Assessment(wanting(), RULES, shared), ["a"]).fits == []
-    divided = cluster(divisible(instance("x", "1g.5gb"))).view()
-    assert filter_nodes(Assessment(applicant(), RULES, divided), ["a"]).fits == []
+
+
+def auto(memory_mib=4000, sm=0.1, **more):
+    return applicant(prediction=prediction(memory_mib=memory_mib, sm=sm), **more)
+
+
+def stranger(name, profile):
+    """A tenant of another namespace, in an instance."""
+    made = tenant(name, [GPU], SharingMode.MIG, namespace="other", tenancy=Tenancy.CLUSTER, memory_limit_mib=100)
+    return msgspec.structs.replace(made, mig_profile=profile)
+
+
+def mode_of(node, wants):
+    found = place(Assessment(wants, RULES, cluster(node).view()), "a")
+    return found if isinstance(found, str) else (found.mode, found.mig_profile)
+
+
+CLUSTER = {"tenancy": Tenancy.CLUSTER}
+
+
+@pytest.mark.parametrize(
+    ("wants", "expected"),
+    [
+        pytest.param(auto(), (SharingMode.MPS, None), id="its own namespace: side by side"),
+        pytest.param(auto(**CLUSTER), (SharingMode.MIG, "1g.5gb"), id="with anybody: kept apart"),
+        pytest.param(auto(sm=0.9, **CLUSTER), (SharingMode.MPS, None), id="an instance that leaves room to nobody"),
+        pytest.param(auto(gpus=2, **CLUSTER), (SharingMode.TIME_SLICING, None), id="several GPUs reach one instance"),
+        pytest.param(applicant(prediction=None, **CLUSTER), (SharingMode.EXCLUSIVE, None), id="nothing is known"),
+    ],
+)
+def test_auto_divides_an_idle_gpu_for_those_who_share_with_other_namespaces(wants, expected):
+    assert mode_of(divisible(count=2), wants) == expected
+
+
+def test_tenants_of_two_namespaces_meet_in_instances_and_nowhere_else():
+    first = place(Assessment(auto(**CLUSTER), RULES, cluster(divisible()).view()), "a")
+    assert "MIG as other namespaces may join, each in an instance of its own" in first.reason
+    second = place(Assessment(auto(**CLUSTER), RULES, cluster(divisible(stranger("y", "1g.5gb"))).view()), "a")
+    assert (second.mode, second.mig_profile, second.expected_slowdown) == (SharingMode.MIG, "1g.5gb", 1.0)
+    assert "beside other/y" in second.reason
+    assert "MIG as its tenants have it" in second.reason
+    refused = mode_of(divisible(stranger("y", "1g.5gb")), auto())
+    assert refused == "NoGpuFits: 1 GPU: used from namespace other, and not all are willing to share across namespaces"
+
+
+@pytest.mark.parametrize(
+    ("wants", "reason"),
+    [
+        pytest.param({}, None, id="an instance beside"),
+        pytest.param({"memory_mib": 38000}, "divided by MIG, and no instance holds 38,000 MiB", id="too large"),
+        pytest.param({"gpus": 2}, "shared by MIG, and a process of several GPUs reaches only one MIG instance", id="2"),
+    ],
+)
+def test_a_divided_gpu_takes_whoever_an_instance_holds(wants, reason):
+    node = divisible(instance("x", "1g.5gb"), instance("y", "1g.5gb", "GPU-a-1"), count=2)
+    found = mode_of(node, auto(**wants))
+    assert found == ((SharingMode.MIG, "1g.5gb") if reason is None else f"NoGpuFits: 2 GPUs: {reason}")
+
+
+def test_changing_a_mode_comes_after_leaving_one_on_every_node():
+    """Regression: of two idle GPUs on different nodes the first was taken, whatever mode it was in."""
+    profiled = {"modes": MODES, "mig_profiles": A100}
+    view = cluster(
+        gpu_node("a", [device(0, "a", mode=SharingMode.MIG, **profiled)]),
+        gpu_node("b", [device(0, "b", mode=SharingMode.MPS, **profiled)]),
+        gpu_node("c", [device(0, "c", **profiled)]),
+    ).view()
+    assert best_place(view, auto(), RULES)[0] == "b"
+    assert best_place(view, auto(**CLUSTER), RULES)[0] == "a"
+    assert best_place(view, applicant(prediction=None), RULES)[0] == "c"
 
 
 @pytest.mark.parametrize(
