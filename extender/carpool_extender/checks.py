@@ -208,7 +208,7 @@ def look(asked: Verdict, columns: Columns) -> Findings:
     failed = np.full(len(of), PASSED, np.int8)
     for check, fails in failures:
         if fails is not None:
-            failed[fails] = check
+            np.copyto(failed, check, where=fails)
     found = Findings(
         failed=failed,
         mode=mode,
