@@ -34,6 +34,8 @@ from carpool_operator.sweeps import Sweeps
 from carpool_operator.work_queue import WorkQueue
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.5, 60.0
+NEWS_S = 2.0
+"""How long news of the GPUs of a job that has its place may wait: while many jobs start, each brings some to others."""
 
 
 class Operator:
@@ -44,7 +46,7 @@ class Operator:
         self.queue = WorkQueue(clock)
         self.jobs = Jobs(self.queue.add)
         self.pods = Pods(self.queue.add)
-        self.fleet = Fleet(self.queue.add, self.pods, self.jobs)
+        self.fleet = Fleet(self.queue.add, lambda key: self.queue.add_after(key, NEWS_S), self.pods, self.jobs)
         self.metrics = Metrics(version("carpool"), lambda: self.jobs)
         self.predictions = Predictions(
             tracer,

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from carpool_core.keys import CONDITION_PLACED
 from carpool_core.kube.pods import Pod
 from carpool_core.products import PRODUCTS, hardware_name
 from carpool_core.resources.job import GpuTrainingJob
@@ -111,10 +112,17 @@ def _enter(index: dict[Any, dict[str, Any]], group: Any, key: str, value: Any) -
 
 
 class Fleet:
-    """The GpuNodes."""
+    """The GpuNodes.
 
-    def __init__(self, wake: Wake, pods: Pods, jobs: Jobs) -> None:
-        self._wake, self._pods, self._jobs = wake, pods, jobs
+    Args:
+        wake: Asks for a look at a job.
+        later: Asks for one in a moment, which several of these share.
+        pods: Which jobs are on a node.
+        jobs: The jobs.
+    """
+
+    def __init__(self, wake: Wake, later: Wake, pods: Pods, jobs: Jobs) -> None:
+        self._wake, self._later, self._pods, self._jobs = wake, later, pods, jobs
         self._nodes: dict[str, GpuNode] = {}
         self._kinds: Counter[NodeKind] = Counter()
         self._inventory: Inventory | None = None
@@ -157,7 +165,12 @@ class Fleet:
             self._count(before, after)
         elif old is None or new is None or old.spec != new.spec or old.status.tenants != new.status.tenants:
             for key in self._pods.jobs_on(name):
-                self._wake(key)
+                # To a job that has its place such news only change what is told of its neighbours and measures.
+                (self._later if self._is_placed(key) else self._wake)(key)
+
+    def _is_placed(self, key: str) -> bool:
+        job = self._jobs.get(key)
+        return job is not None and conditions.holds(job.status, CONDITION_PLACED)
 
     def _count(self, before: NodeKind | None, after: NodeKind | None) -> None:
         """Count a node as another kind; look at the jobs to which that may matter."""

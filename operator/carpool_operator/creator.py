@@ -1,5 +1,7 @@
 """Creates what a job needs, and says why it cannot: what is refused now may be accepted later, or never."""
 
+from collections import OrderedDict
+from hashlib import blake2b
 from typing import Any, NoReturn
 
 import msgspec
@@ -17,6 +19,9 @@ from carpool_operator.pods import controller_of
 from carpool_operator.recollection import Recollection
 from carpool_operator.snapshot import Refusal
 from carpool_operator.template_refusal import is_about_the_pod, sentence
+
+_TEMPLATES = 256
+"""Templates that were found right and are not checked again: most jobs differ in their model, not in their pods."""
 
 
 class _Owned(msgspec.Struct, frozen=True):
@@ -46,6 +51,12 @@ def _taken(what: str, name: str, found: _Owned, job: GpuTrainingJob) -> str:
     )
 
 
+def _digest(job: GpuTrainingJob, body: dict[str, Any]) -> bytes:
+    """Digest of all that the API server may refuse about a pod but its name and what Carpool itself writes beside."""
+    told = (job.metadata.namespace, job.spec.template.get("metadata"), body["spec"])
+    return blake2b(msgspec.json.encode(told), digest_size=16).digest()
+
+
 def _in_the_way(name: str) -> str:
     return f"pod {name} stands in the way of the worker's and is being deleted; where that lasts, see its finalizers"
 
@@ -55,10 +66,17 @@ class Creator:
 
     def __init__(self, api: KubeApi, clock: Clock, recollection: Recollection) -> None:
         self._api, self._clock, self._recollection = api, clock, recollection
+        self._right: OrderedDict[bytes, None] = OrderedDict()
         self._log = structlog.get_logger()
 
     async def check_template(self, job: GpuTrainingJob, body: dict[str, Any]) -> None:
-        """Have the pod that a template makes checked, without creating it."""
+        """Have the pod that a template makes checked, without creating it; one that differs in its name is as good."""
+        template = _digest(job, body)
+        if template not in self._right:
+            await self._check(job, body, template)
+        self._recollection.template_checked(key_of(job), version_of(job))
+
+    async def _check(self, job: GpuTrainingJob, body: dict[str, Any], template: bytes) -> None:
         try:
             await self._api.create(PODS, body, namespace=job.metadata.namespace, is_dry_run=True)
         except Invalid as error:
@@ -67,7 +85,10 @@ class Creator:
         except (Conflict, Forbidden, NotFound) as error:
             # A name that is taken, a quota, a missing namespace may be another by the time that the pod is created.
             self._log.debug("template not checked to the end", job=key_of(job), why=str(error))
-        self._recollection.template_checked(key_of(job), version_of(job))
+        else:
+            self._right[template] = None
+            while len(self._right) > _TEMPLATES:
+                self._right.popitem(last=False)
 
     async def create_service(self, job: GpuTrainingJob, body: dict[str, Any]) -> None:
         """Create the Service of a job's workers; one of that name that the job controls is as good."""

@@ -1,6 +1,7 @@
 """Bound pods that no GpuNode holds a reservation for."""
 
 from carpool_core.kube.api import GPU_NODES, PODS
+from carpool_operator.app import NEWS_S
 from carpool_operator.conditions import find
 from operator_fixtures import reservation
 from operator_world import World
@@ -72,6 +73,8 @@ async def test_running_pod_whose_reservation_went_is_left_alone_and_told() -> No
     world.kube.seed(GPU_NODES, node)
     await world.settle()
     assert placed(world)[0] == "True", "a pod that just ended loses its reservation first"
+    world.clock.advance(NEWS_S)
+    await world.settle()
     world.clock.advance(60)
     await world.settle()
     status, reason, message = placed(world)
@@ -81,3 +84,23 @@ async def test_running_pod_whose_reservation_went_is_left_alone_and_told() -> No
     job = world.job()
     assert (job.status.state, job.status.placement[0].node) == ("Running", "n1")
     assert world.living() == ["x-worker-0-1"]
+
+
+async def test_neighbours_that_come_one_after_the_other_are_told_of_in_one_write() -> None:
+    world = await start()
+    world.run_pods()
+    await world.settle()
+    before = world.kube.writes
+    for number in range(3):
+        node = world.kube.dump(GPU_NODES, "n1")
+        node["spec"]["reservations"].append(
+            reservation(f"pod-{number}", f"uid-{number}", jobName=f"y{number}", gpuUuids=["n1-GPU-0"])
+        )
+        world.kube.seed(GPU_NODES, node)
+        await world.settle()
+        world.clock.advance(NEWS_S / 4)
+    assert world.kube.writes == before
+    world.clock.advance(NEWS_S / 4)
+    await world.settle()
+    assert world.kube.writes == before + 1
+    assert [neighbour.job for neighbour in world.job().status.placement[0].neighbours] == ["y0", "y1", "y2"]

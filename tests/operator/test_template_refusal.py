@@ -84,3 +84,24 @@ async def test_webhook_that_knows_no_dry_run_fails_nobody() -> None:
     world.apply()
     await world.settle()
     assert world.living() == ["x-worker-0-1"]
+
+
+async def test_a_template_that_was_found_right_is_not_checked_for_the_next_job() -> None:
+    world = World()
+    for name in ("x", "y"):
+        world.apply(name)
+        await world.settle()
+        assert world.living(name) == [f"{name}-worker-0-1"]
+    assert [call.verb for call in world.kube.calls].count("check") == 1
+    world.apply("z", template={"spec": {"containers": [{"name": "train", "image": "train:2"}]}})
+    await world.settle()
+    assert [call.verb for call in world.kube.calls].count("check") == 2
+
+
+async def test_a_template_that_was_refused_is_checked_for_the_next_job() -> None:
+    world = World()
+    for name in ("x", "y"):
+        world.kube.fail_next("check", PODS, Invalid(f"POST pods default: {MISSPELT}", status=400, said=MISSPELT))
+        world.apply(name)
+        await world.settle()
+        assert find(world.job(name).status, "Failed") is not None
