@@ -10,7 +10,7 @@ from carpool_extender.doubts import doubt
 from carpool_extender.islands import islands
 from carpool_extender.journal import Journal
 from carpool_extender.numbering import Numbering
-from carpool_extender.rows import said_of, write_device, write_tenants
+from carpool_extender.rows import said_of, touched, write_device, write_tenants
 from carpool_extender.standing import Hindrance, Standing
 from carpool_extender.versions import differ, is_older
 from carpool_extender.view import Columns, DeviceClass, Rows, View, class_of, empty_columns
@@ -224,21 +224,22 @@ class Cluster:
     def _write(self, name: str, node: GpuNode) -> None:
         """Write the rows of which the node says something else than what stands there."""
         node, written = self._with_assumed(node), self._written.get(name)
-        now, before = said_of(node), [] if written is None else said_of(written)
-        is_new = written is None or len(now) != len(before)
+        is_new = written is None or len(node.status.devices) != len(written.status.devices)
+        only = None if written is None or is_new else touched(written, node)
+        now, before = said_of(node, only), [] if written is None else said_of(written, only)
         devices = [said.device for said in now]
         is_changed = is_new or devices != [said.device for said in before]
         kinds = [class_of(device) for device in devices] if is_changed else []
         namespaces = frozenset(reservation.pod_namespace for reservation in node.spec.reservations)
         self._hold(name, (frozenset(kinds) if is_changed else self._held[name][0], namespaces))
-        block = self._rows(name, len(now), max((len(said.held) for said in now), default=0))
+        block = self._rows(name, len(node.status.devices), max((len(said.held) for said in now), default=0))
         if is_changed:
             self._describe(name, block, devices, kinds)
-        rows = [row for row, said in enumerate(now) if is_new or said != before[row]]
-        for row in rows:
-            write_tenants(self._columns, block.start + row, now[row], self._namespaces.ids)
-        self._doubt(name, {block.start + row: doubt(now[row]) for row in rows})
-        self._journal.note(np.array(rows, np.intp) + block.start)
+        different = now if is_new else [said for said, was in zip(now, before, strict=True) if said != was]
+        for said in different:
+            write_tenants(self._columns, block.start + said.place, said, self._namespaces.ids)
+        self._doubt(name, {block.start + said.place: doubt(said) for said in different})
+        self._journal.note(np.array([said.place for said in different], np.intp) + block.start)
         self._written[name] = node
 
     def _describe(self, name: str, block: slice, devices: list[Device], kinds: list[DeviceClass]) -> None:

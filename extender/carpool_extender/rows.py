@@ -1,6 +1,7 @@
 """What a GpuNode says of each of its GPUs, and how that becomes a row of the arrays."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from operator import attrgetter
 from typing import NamedTuple
 
 from carpool_core.resources.node import Device, GpuNode, Reservation, Tenant
@@ -10,10 +11,14 @@ from carpool_extender.measured import known_of, seconds, settled_tenants
 from carpool_extender.mig import profile_of
 from carpool_extender.view import CODES, NO_MODE, NOBODY, Columns, DeviceClass, TenantName, counted_mib
 
+INDEX = attrgetter("index")
+
 
 class Said(NamedTuple):
     """What a GpuNode says of one GPU: two rows that are said alike are written alike."""
 
+    place: int
+    """The GPU's place among the node's, by their index."""
     device: Device
     held: list[Reservation]
     """Its reservations."""
@@ -23,8 +28,25 @@ class Said(NamedTuple):
     """Everybody of whom something was measured there."""
 
 
-def said_of(node: GpuNode) -> list[Said]:
-    """Return what a node says of its GPUs, by their index."""
+def touched(before: GpuNode, now: GpuNode) -> frozenset[GpuUuid] | None:
+    """Return the GPUs of which two states of a node may say different things; None where that may be any."""
+    if before.status is not now.status and (
+        before.status.devices != now.status.devices or before.status.tenants or now.status.tenants
+    ):
+        return None
+    old, new = ({one.pod_uid: one for one in node.spec.reservations} for node in (before, now))
+    different = [one for uid, one in new.items() if old.get(uid) != one]
+    different += [one for uid, one in old.items() if new.get(uid) != one]
+    return frozenset(uuid for one in different for uuid in one.gpu_uuids)
+
+
+def said_of(node: GpuNode, among: Collection[GpuUuid] | None = None) -> list[Said]:
+    """Return what a node says of its GPUs, by their index.
+
+    Args:
+        node: The node.
+        among: The GPUs in question; all when None.
+    """
     held: dict[GpuUuid, list[Reservation]] = {}
     for reservation in node.spec.reservations:
         for uuid in reservation.gpu_uuids:
@@ -34,10 +56,11 @@ def said_of(node: GpuNode) -> list[Said]:
         seen.setdefault(tenant.gpu_uuid, []).append(tenant)
     settled = settled_tenants(node)
     found = []
-    for device in sorted(node.status.devices, key=lambda one: one.index):
-        here = held.get(device.uuid, [])
-        counted = [settled.get((r.pod_uid, device.uuid)) for r in here] if settled else [None] * len(here)
-        found.append(Said(device, here, counted, seen.get(device.uuid, [])))
+    for place, device in enumerate(sorted(node.status.devices, key=INDEX)):
+        if among is None or device.uuid in among:
+            here = held.get(device.uuid, [])
+            counted = [settled.get((r.pod_uid, device.uuid)) for r in here] if settled else [None] * len(here)
+            found.append(Said(place, device, here, counted, seen.get(device.uuid, [])))
     return found
 
 

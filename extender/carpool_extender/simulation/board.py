@@ -13,7 +13,7 @@ from carpool_core.values import DeviceHealth, GpuUuid, PodUid
 from carpool_extender import ledger
 from carpool_extender.applicant import Applicant
 from carpool_extender.assessments import Assessments
-from carpool_extender.choices import best_of
+from carpool_extender.choices import best_of, ties
 from carpool_extender.cluster import Cluster
 from carpool_extender.decide import Place, best_place, place, reservation
 from carpool_extender.rules import Rules
@@ -35,6 +35,8 @@ class Board:
         self._rules = rules
         self._cluster = Cluster(rules.slots)
         self._devices = {name: list(devices) for name, devices in nodes.items()}
+        self._capacity = {name: self._capacity_of(name) for name in nodes}
+        self._metas = {name: ObjectMeta(name=name, uid=name) for name in nodes}
         self._specs = {name: GpuNodeSpec() for name in nodes}
         self._tenants: dict[str, list[Tenant]] = {name: [] for name in nodes}
         self._assessments = Assessments(self._cluster, rules, REMEMBERED)
@@ -60,8 +62,8 @@ class Board:
         if not fitting.size:
             return None
         choices = assessment.best.of(fitting)
-        ties = np.flatnonzero(choices.cost <= choices.cost.min() + assessment.policy.tolerance)
-        name = assessment.verdict.view.node_names[int(choices.node[best_of(choices, ties)])]
+        best = best_of(choices, np.flatnonzero(ties(choices, assessment.policy)))
+        name = assessment.verdict.view.node_names[int(choices.node[best])]
         found = place(assessment, name)
         if isinstance(found, str):
             raise AssertionError(f"{name} was chosen, and refuses: {found}")
@@ -71,8 +73,7 @@ class Board:
         """Write a place into the ledger, which refuses what would break a promise."""
         now = START + timedelta(seconds=now_s)
         wanted = reservation(chosen, applicant, uid, str(uid), now=now, deadline=now)
-        capacity = ledger.Capacity({device.uuid: device for device in self._devices[node]}, self._rules.slots)
-        spec = ledger.reserve(self._specs[node], wanted, capacity)
+        spec = ledger.reserve(self._specs[node], wanted, self._capacity[node])
         if isinstance(spec, ledger.Rejected):
             raise AssertionError(f"the ledger refused what was decided on {node}: {spec.reason}")
         self._specs[node] = spec
@@ -101,9 +102,13 @@ class Board:
             msgspec.structs.replace(device, health=health) if device.uuid == gpu else device
             for device in self._devices[node]
         ]
+        self._capacity[node] = self._capacity_of(node)
         self._show(node, START + timedelta(seconds=now_s))
+
+    def _capacity_of(self, node: str) -> ledger.Capacity:
+        return ledger.Capacity({device.uuid: device for device in self._devices[node]}, self._rules.slots)
 
     def _show(self, name: str, now: datetime) -> None:
         heartbeat = rfc3339(now) if self._tenants[name] else None
         status = GpuNodeStatus(devices=self._devices[name], tenants=self._tenants[name], heartbeat_time=heartbeat)
-        self._cluster.apply(GpuNode(metadata=ObjectMeta(name=name, uid=name), spec=self._specs[name], status=status))
+        self._cluster.apply(GpuNode(metadata=self._metas[name], spec=self._specs[name], status=status))
