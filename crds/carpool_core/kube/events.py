@@ -11,6 +11,9 @@ from carpool_core.clock import Clock
 from carpool_core.kube.api import EVENTS, KubeApi, ResourceKind
 from carpool_core.kube.errors import Conflict, KubeError, NotFound
 
+A_SECOND, BURST = 10.0, 100.0
+"""Normal events that a process may write: so many a second in the long run, so many at once. The kubelet limits its own
+likewise. They tell what conditions tell as well, and a thousand jobs that start together would make three thousand."""
 _REMEMBERED = 4096
 _LONGEST_MESSAGE = 1024
 
@@ -20,11 +23,16 @@ class _Counted(msgspec.Struct, frozen=True):
 
 
 class EventRecorder:
-    """Records events. Those of one object with one reason are one Event with a count, also across restarts."""
+    """Records events. Those of one object with one reason are one Event with a count, also across restarts.
+
+    Normal events beyond `A_SECOND` and `BURST` are left out; warnings never are.
+    """
 
     def __init__(self, api: KubeApi, clock: Clock, component: str) -> None:
         self._api, self._clock, self._component = api, clock, component
         self._counts: OrderedDict[tuple[str, str], int] = OrderedDict()
+        self._budget, self._filled_at = BURST, clock.monotonic()
+        self._left_out = 0
         self._log = structlog.get_logger()
 
     async def record(
@@ -49,6 +57,8 @@ class EventRecorder:
             reason: One CamelCase word.
             message: A sentence that ends in numbers; cut at 1,024 characters.
         """
+        if type == "Normal" and not self._is_affordable():
+            return
         now = self._clock.now().strftime("%Y-%m-%dT%H:%M:%SZ")
         fields = {"type": type, "message": _cut(message), "lastTimestamp": now}
         about = {
@@ -68,6 +78,20 @@ class EventRecorder:
             await self._write(namespace or "default", body, fields)
         except KubeError as error:
             self._log.warning("event not recorded", reason=reason, object=f"{namespace}/{name}", error=str(error))
+
+    def _is_affordable(self) -> bool:
+        """Take one event out of the budget, where there is one left; tell how many were left out before."""
+        now = self._clock.monotonic()
+        self._budget = min(BURST, self._budget + A_SECOND * (now - self._filled_at))
+        self._filled_at = now
+        if self._budget < 1:
+            self._left_out += 1
+            return False
+        self._budget -= 1
+        if self._left_out:
+            self._log.info("events left out", number=self._left_out, most_a_second=A_SECOND)
+            self._left_out = 0
+        return True
 
     async def _write(self, namespace: str, body: dict[str, Any], fields: dict[str, Any]) -> None:
         name = body["metadata"]["name"]

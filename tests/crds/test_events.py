@@ -1,0 +1,42 @@
+"""Events are for people, and are not to cost more than what they tell of."""
+
+from carpool_core.kube.api import EVENTS, PODS
+from carpool_core.kube.events import A_SECOND, BURST, EventRecorder
+from carpool_core.testing.clock import FakeClock
+from carpool_core.testing.kube import FakeKube
+
+
+async def record(recorder, number, type_="Normal"):
+    name = f"p{number}"
+    await recorder.record(
+        kind=PODS, namespace="default", name=name, uid=f"uid-{name}", type=type_, reason="Placed", message="placed"
+    )
+
+
+async def test_a_flood_of_normal_events_is_cut_and_goes_on_at_its_rate():
+    clock, kube = FakeClock(), FakeKube()
+    recorder = EventRecorder(kube, clock, "test")
+    for number in range(3 * int(BURST)):
+        await record(recorder, number)
+    assert len(kube.dump_all(EVENTS)) == BURST
+    clock.advance(1)
+    for number in range(1000, 1100):
+        await record(recorder, number)
+    assert len(kube.dump_all(EVENTS)) == BURST + A_SECOND
+
+
+async def test_after_a_pause_there_is_room_for_no_more_than_at_the_start():
+    clock, kube = FakeClock(), FakeKube()
+    recorder = EventRecorder(kube, clock, "test")
+    clock.advance(3600)
+    for number in range(2 * int(BURST)):
+        await record(recorder, number)
+    assert len(kube.dump_all(EVENTS)) == BURST
+
+
+async def test_warnings_are_never_left_out():
+    clock, kube = FakeClock(), FakeKube()
+    recorder = EventRecorder(kube, clock, "test")
+    for number in range(2 * int(BURST)):
+        await record(recorder, number, "Warning")
+    assert len(kube.dump_all(EVENTS)) == 2 * BURST
