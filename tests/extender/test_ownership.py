@@ -1,0 +1,141 @@
+"""Whose pod it is: what stands behind a pod that asks for a GPU."""
+
+import asyncio
+
+import msgspec
+import pytest
+from carpool_core.keys import ANNOTATION_GPUS, ANNOTATION_MODE
+from carpool_core.kube.api import GPU_TRAINING_JOBS, PODS
+from carpool_core.kube.errors import Invalid
+from carpool_core.kube.pods import Pod
+from carpool_core.values import SharingMode
+from carpool_extender.testing import (
+    gpu_node,
+    pod_of,
+    seed_job,
+    seed_node,
+    seed_pod,
+    tenant,
+    until,
+)
+from carpool_extender.wire import BindingArgs, ExtenderArgs
+from extender_world import NAMES, args, background, filtering, named
+
+
+async def test_a_pod_without_a_job_is_refused_with_a_sentence(world):
+    world.add("x")
+    async with world.extender() as extender:
+        pod = msgspec.convert({"metadata": {"name": "p", "namespace": "default", "uid": "u"}}, Pod)
+        found = await extender.service.filter(ExtenderArgs(pod=pod, node_names=list(NAMES)))
+    assert named(found) == []
+    assert set(found.failed_and_unresolvable_nodes.values()) == {
+        "NotAJob: pod default/p asks for carpool.dev/gpu but no GpuTrainingJob controls it; "
+        "create a GpuTrainingJob with this pod's spec as its template"
+    }
+
+
+async def test_a_pod_that_names_another_jobs_uid_is_refused(world):
+    world.add("x")
+    async with world.extender() as extender:
+        forged = pod_of("x")
+        forged["metadata"]["ownerReferences"][0]["uid"] = "job-of-somebody"
+        found = await extender.service.filter(ExtenderArgs(pod=msgspec.convert(forged, Pod), node_names=list(NAMES)))
+    assert "and there is none in its namespace" in found.failed_and_unresolvable_nodes["a"]
+
+
+async def test_a_reference_that_leads_to_another_object_is_refused(world):
+    """What it leads to is read as if it were a job, so its kind must say that it is one."""
+    world.add("x")
+    world.kube.seed(GPU_TRAINING_JOBS, {"kind": "Pod", "apiVersion": "v1", "metadata": {"name": "y", "uid": "job-y"}})
+    async with world.extender() as extender:
+        found = await extender.service.filter(filtering("y"))
+        assert "and there is none in its namespace" in found.failed_and_unresolvable_nodes["a"]
+        world.kube.fail_next("get", GPU_TRAINING_JOBS, Invalid("expected a name without /"))
+        found = await extender.service.filter(filtering("y"))
+    assert found.failed_and_unresolvable_nodes["a"] == (
+        "NotAJob: the job that pod default/y-worker-0-1 names cannot be read: expected a name without /"
+    )
+
+
+async def test_a_pod_that_asks_for_more_than_its_job_is_refused(world):
+    world.add("x")
+    async with world.extender() as extender:
+        found = await extender.service.filter(filtering(gpus=2))
+    assert "asks for 2 carpool.dev/gpu, its job's gpusPerWorker is 1" in found.failed_and_unresolvable_nodes["a"]
+
+
+@pytest.mark.parametrize("name", ["x", "x-worker-0", "x-worker-0-1-1", "x-worker-1-1", "x-worker-00-1", "z-worker-0-1"])
+async def test_a_pod_that_is_not_called_as_a_worker_of_its_job_is_refused(world, name):
+    world.add("x")
+    forged = pod_of("x")
+    forged["metadata"]["name"] = name
+    async with world.extender() as extender:
+        found = await extender.service.filter(ExtenderArgs(pod=msgspec.convert(forged, Pod), node_names=list(NAMES)))
+    assert found.failed_and_unresolvable_nodes["a"] == (
+        "NotAWorker: expected a pod of job x to be called x-worker-INDEX-ATTEMPT with an index below 1, "
+        f"found default/{name}; let the operator create the job's pods"
+    )
+
+
+def seed_attempts(kube, attempts):
+    """Pods that carry the names of attempts of one worker, as anybody who may create pods can."""
+    for attempt in range(1, attempts + 1):
+        pod = pod_of("x", uid=f"pod-x-{attempt}")
+        pod["metadata"]["name"] = f"x-worker-0-{attempt}"
+        kube.seed(PODS, pod)
+    return [
+        BindingArgs(pod_name=f"x-worker-0-{n}", pod_namespace="default", pod_uid=f"pod-x-{n}", node=NAMES[n % 2])
+        for n in range(1, attempts + 1)
+    ]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_a_job_has_no_more_reservations_than_workers(world, workers):
+    for name in NAMES:
+        seed_node(world.kube, gpu_node(name))
+    seed_job(world.kube, "x", spec={"workers": workers})
+    asked = seed_attempts(world.kube, 4)
+    async with world.extender() as extender, background(world.agent.serve("a")), background(world.agent.serve("b")):
+        answers = await asyncio.gather(*(extender.service.bind(one) for one in asked))
+        assert [bool(answer.error) for answer in answers] == [False] * workers + [True] * (4 - workers)
+        expected = (
+            f"TooManyWorkers: job default/x has spec.workers {workers}, and {workers} of its pods have reservations "
+            "already; this one is tried again when one of them has ended"
+        )
+        assert answers[-1].error == expected
+        late = msgspec.convert(world.kube.dump(PODS, "x-worker-0-4", "default"), Pod)
+        found = await extender.service.filter(ExtenderArgs(pod=late, node_names=list(NAMES)))
+        assert found.failed_nodes == dict.fromkeys(NAMES, expected)
+        await world.kube.delete(PODS, "x-worker-0-1", namespace="default")
+        await until(lambda: sum(map(len, world.held().values())) == workers - 1)
+        assert (await extender.service.bind(asked[-1])).error == ""
+
+
+async def test_annotations_of_the_pod_change_nothing(world):
+    world.add("x")
+    forged = {"metadata": {"annotations": {ANNOTATION_GPUS: "GPU-b-0", ANNOTATION_MODE: "Exclusive"}}}
+    await world.kube.patch(PODS, "x-worker-0-1", forged, namespace="default")
+    async with world.extender() as extender, background(world.agent.serve("a")):
+        assert (await extender.service.bind(args())).error == ""
+    assert world.pod()["metadata"]["annotations"][ANNOTATION_GPUS] == "GPU-a-0"
+    assert world.reservations("a")[0]["mode"] == SharingMode.MPS
+
+
+async def test_a_job_that_the_watch_has_not_seen_is_read_once(world):
+    world.add("x")
+    async with world.extender() as extender:
+        seed_job(world.kube, "late")
+        assert named(await extender.service.filter(filtering("late"))) == NAMES
+        reads = [c for c in world.kube.calls if c.verb == "get" and c.plural == "gputrainingjobs"]
+    assert len(reads) == 1
+
+
+async def test_a_job_seen_before_its_prediction_is_read_again(world):
+    seed_node(world.kube, gpu_node("a", 1, [tenant("y", ["GPU-a-0"])]))
+    seed_job(world.kube, "y")
+    seed_pod(world.kube, "y", nodeName="a")
+    bare = {"metadata": {"name": "x", "uid": "job-x"}, "spec": {"template": {}}}
+    world.kube.seed(GPU_TRAINING_JOBS, bare)
+    async with world.extender() as extender:
+        seed_job(world.kube, "x")
+        assert named(await extender.service.filter(filtering(names=["a"]))) == ["a"]
