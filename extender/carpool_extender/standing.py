@@ -78,12 +78,12 @@ class Standing:
             self._rests.pop((node, gpu), None)
 
     def silent(self) -> dict[str, Hindrance]:
-        """Nodes whose agents are silent."""
+        """Nodes whose agents are silent, in words that stay: each change is a write for every waiting pod."""
         now, found = self._clock.monotonic(), {}
         for node, (_, at) in self._heard.items():
             if now - at <= SILENCE_S:
                 break
-            found[node] = Hindrance(1, f"its agent has not reported for {now - at:.0f} s")
+            found[node] = Hindrance(1, f"its agent has not reported for more than {SILENCE_S:.0f} s")
         return found
 
     def resting(self) -> dict[tuple[str, GpuUuid], Hindrance]:

@@ -120,7 +120,7 @@ async def test_nothing_goes_where_the_agent_is_silent():
         seed_node(kube, msgspec.structs.replace(node, status=status))
     told = (await asked(kube, job_of(), RULES, predicted, Asker(CLOCK, each_gpu=True))).lines
     assert ["fits" in line for line in told[2:]] == [True, False, True, False]
-    assert f"its agent has not reported for {SILENCE_S + 10:.0f} s" in told[3]
+    assert f"its agent has not reported for more than {SILENCE_S:.0f} s" in told[3]
 
 
 async def test_a_running_job_is_no_stranger_on_its_own_gpu():

@@ -13,8 +13,12 @@ def test_the_same_heartbeat_again_is_silence_and_a_new_one_ends_it():
     standing.heard("a", "1")
     standing.heard("b", "1")
     clock.advance(31)
-    assert {node: why.reason for node, why in standing.silent().items()} == {"a": "its agent has not reported for 61 s"}
+    told = standing.silent()
+    assert {node: why.reason for node, why in told.items()} == {"a": "its agent has not reported for more than 60 s"}
+    clock.advance(1)
+    assert standing.silent()["a"] == told["a"]  # a sentence that ticks is written into every waiting pod again
     standing.heard("a", "2")
+    standing.heard("b", "2")
     assert standing.silent() == {}
     clock.advance(61)
     assert standing.silent().keys() == {"a", "b"}
