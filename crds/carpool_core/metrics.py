@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Gauge
-from prometheus_client.exposition import choose_encoder
+
+from carpool_core import exposition
 
 
 def build_info(registry: CollectorRegistry, process: str, version: str) -> None:
@@ -47,9 +48,8 @@ async def serve(
         OSError: The port is taken.
     """
 
-    async def metrics(request: web.Request) -> web.Response:
-        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
-        return web.Response(body=encode(registry), headers={"Content-Type": content_type})
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(body=exposition.text(registry), headers={"Content-Type": exposition.CONTENT_TYPE})
 
     async def healthz(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")

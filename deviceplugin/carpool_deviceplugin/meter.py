@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from carpool_core.resources.node import Tenant
 from carpool_core.values import GpuUuid, PodUid
@@ -55,6 +56,12 @@ class Use:
     """Above idle, since the agent started; None while nobody knows."""
 
 
+_UNUSED = Use()
+_COUNTERS = attrgetter("busy_s", "sm_s", "dram_s", "energy_j")
+"""Of a process; attribute by attribute they take longer than all that is reckoned from them."""
+_NOTHING = (None,) * 4
+
+
 class Meter:
     """Measures one GPU."""
 
@@ -69,15 +76,13 @@ class Meter:
         """Take in a reading."""
         before = self.reading
         earlier = {p.id: p for p in before.processes} if before else {}
-        pods = self.uses.keys() | {p.pod_uid for p in reading.processes}
-        for pod in pods:
-            processes = [p for p in reading.processes if p.pod_uid == pod]
-            use = self.uses.get(pod, Use())
-            memory = sum(p.memory_mib for p in processes)
-            peak = max([use.peak_memory_mib, memory, *(p.peak_memory_mib for p in processes)])
-            use = replace(use, memory_mib=memory, peak_memory_mib=peak, is_running=bool(processes))
+        of_pods: dict[PodUid, list[ProcessUse]] = {pod: [] for pod in self.uses}
+        for process in reading.processes:
+            of_pods.setdefault(process.pod_uid, []).append(process)
+        for pod, processes in of_pods.items():
+            use = self.uses.get(pod, _UNUSED)
             elapsed = _window_s(before, reading, processes)
-            self.uses[pod] = _advance(use, processes, earlier, elapsed) if elapsed > 0 else use
+            self.uses[pod] = (_advance if elapsed > 0 else _present)(use, processes, earlier, elapsed)
         self.reading, self.is_current = reading, True
 
     def keep(self, pods: Set[PodUid]) -> None:
@@ -120,33 +125,41 @@ def _weight(samples: int, elapsed_s: float) -> float:
     return 1.0 if samples <= 2 else max(1 - math.exp(-elapsed_s / SMOOTHING_S), 1 / (samples - 1))
 
 
-def _advance(use: Use, processes: Iterable[ProcessUse], earlier: Mapping[str, ProcessUse], elapsed_s: float) -> Use:
-    steps_s = 0.0
-    steps = 0
-    processes = list(processes)
+def _present(use: Use, processes: Sequence[ProcessUse], *_: object) -> Use:
+    """What can be said of a pod's processes when no time has passed."""
+    memory = sum(p.memory_mib for p in processes)
+    peak = max([use.peak_memory_mib, memory, *(p.peak_memory_mib for p in processes)])
+    return replace(use, memory_mib=memory, peak_memory_mib=peak, is_running=bool(processes))
+
+
+def _advance(use: Use, processes: Sequence[ProcessUse], earlier: Mapping[str, ProcessUse], elapsed_s: float) -> Use:
+    memory, peak, steps, steps_s = 0, use.peak_memory_mib, 0, 0.0
+    gained: list[float | None] = [None] * len(_NOTHING)
     for p in processes:
         was = earlier.get(p.id)
+        memory, peak = memory + p.memory_mib, max(peak, p.peak_memory_mib)
         steps += max(0, p.steps - (was.steps if was else 0))
         steps_s += max(0.0, p.steps_s - (was.steps_s if was else 0))
-    busy, sm, dram, energy = (
-        _gained([(getattr(p, name), getattr(earlier.get(p.id), name, None)) for p in processes])
-        for name in ("busy_s", "sm_s", "dram_s", "energy_j")
-    )
-    now = Rates(_ratio(busy, elapsed_s), _ratio(sm, elapsed_s), _ratio(dram, elapsed_s), _per(energy, elapsed_s))
+        for at, (now, then) in enumerate(zip(_COUNTERS(p), _COUNTERS(was) if was else _NOTHING, strict=True)):
+            if now is not None:  # what no process can say stays unknown
+                gained[at] = (gained[at] or 0.0) + max(0.0, now - (then or 0.0))
+    busy, sm, dram, energy = gained
+    rates = Rates(_ratio(busy, elapsed_s), _ratio(sm, elapsed_s), _ratio(dram, elapsed_s), _per(energy, elapsed_s))
     samples = use.samples + bool(busy or use.samples)
     weight = _weight(samples, elapsed_s)
-    rates = use.rates.towards(now, weight) if use.rates else now
     step_time = use.step_time_s
     if steps:
         mean = steps_s / steps
         step_time = mean if step_time is None else step_time + weight * (mean - step_time)
-    return replace(use, rates=rates, samples=samples, step_time_s=step_time, energy_j=_plus(use.energy_j, energy))
-
-
-def _gained(counters: Iterable[tuple[float | None, float | None]]) -> float | None:
-    """What counters (now, before) have gained together; None where none of them is known."""
-    gains = [max(0.0, now - (before or 0.0)) for now, before in counters if now is not None]
-    return sum(gains) if gains else None
+    return Use(
+        memory_mib=memory,
+        peak_memory_mib=max(peak, memory),
+        rates=use.rates.towards(rates, weight) if use.rates else rates,
+        samples=samples,
+        is_running=bool(processes),
+        step_time_s=step_time,
+        energy_j=_plus(use.energy_j, energy),
+    )
 
 
 def _ratio(seconds: float | None, elapsed_s: float) -> float | None:

@@ -38,7 +38,9 @@ class GpuEdits:
 
 
 class NvidiaCdi:
-    """Reads the specifications anew at each question: the driver may have been updated.
+    """Reads a specification again when its file is another one: the driver may have been updated.
+
+    To read one takes milliseconds, and a container with eight GPUs waits for eight answers.
 
     Args:
         directories: Where they may stand; the first that has the GPU wins.
@@ -46,6 +48,7 @@ class NvidiaCdi:
 
     def __init__(self, directories: Sequence[Path]) -> None:
         self._directories = directories
+        self._known: dict[Path, tuple[tuple[int, int, int], _Specification | None]] = {}
 
     def find(self, name: str, minor: int | None = None) -> GpuEdits | None:
         """Find what a GPU or MIG device needs.
@@ -70,13 +73,24 @@ class NvidiaCdi:
         found: list[_Specification] = []
         for directory in self._directories:
             for path in sorted([*directory.glob("*.yaml"), *directory.glob("*.json")]):
-                specification = _read(path)
+                specification = self._read(path)
                 if specification is not None and specification.kind == NVIDIA_GPU:
                     found.append(specification)
         return found
 
+    def _read(self, path: Path) -> _Specification | None:
+        try:
+            stat = path.stat()
+        except OSError:
+            return None  # gone again
+        state = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+        known = self._known.get(path)
+        if known is None or known[0] != state:
+            known = self._known[path] = (state, _decoded(path))
+        return known[1]
 
-def _read(path: Path) -> _Specification | None:
+
+def _decoded(path: Path) -> _Specification | None:
     decode = msgspec.json.decode if path.suffix == ".json" else msgspec.yaml.decode
     try:
         content = path.read_bytes()

@@ -2,13 +2,13 @@
 
 import asyncio
 import functools
-import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from carpool_deviceplugin.gpu import DeviceError
+from carpool_deviceplugin.threads import Threads
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -79,15 +79,17 @@ class Caller(Protocol):
 class Patient:
     """Makes blocking calls in threads, with a deadline. After one that never came back, all others fail at once.
 
-    Each call has a thread of its own: in a pool, those that never come back would take the threads of all others.
+    Each call has a thread to itself: in a pool of some size, those that never come back would take those of all others.
 
     Args:
         what: For messages, such as `GPU GPU-1`.
         deadline_s: How long a call may take.
+        threads: To call in; those of nobody else when None.
     """
 
-    def __init__(self, what: str, deadline_s: float) -> None:
+    def __init__(self, what: str, deadline_s: float, threads: Threads | None = None) -> None:
         self._what, self._deadline_s = what, deadline_s
+        self._threads = threads or Threads()
         self._stuck: asyncio.Future[object] | None = None
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -97,7 +99,7 @@ class Patient:
         loop = asyncio.get_running_loop()
         call: asyncio.Future[T] = loop.create_future()
         work = functools.partial(function, *args, **kwargs)
-        threading.Thread(target=_answer, args=(loop, call, work), name=self._what, daemon=True).start()
+        self._threads.run(functools.partial(_answer, loop, call, work))
         done, _ = await asyncio.wait({call}, timeout=self._deadline_s)
         if not done:
             self._stuck = call  # type: ignore[assignment]  # only whether it is done matters

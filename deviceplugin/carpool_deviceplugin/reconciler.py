@@ -1,7 +1,7 @@
 """One node's GpuNode: reservations in, GPUs prepared and measured, status out."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any
 
 import msgspec
@@ -21,8 +21,10 @@ from carpool_deviceplugin.meter import Meter
 from carpool_deviceplugin.mig_manager import MigManager
 from carpool_deviceplugin.patience import Patient, Rhythm, woken
 from carpool_deviceplugin.reporter import Reporter
+from carpool_deviceplugin.rounds import Rounds
 from carpool_deviceplugin.status import above_limit, partition_of, presentable
 from carpool_deviceplugin.teller import Teller
+from carpool_deviceplugin.threads import Threads
 from carpool_deviceplugin.worker import GpuWorker
 
 
@@ -53,8 +55,9 @@ class Reconciler:
     ) -> None:
         self._node, self._api, self._clock, self._devices, self._rhythm = node, api, clock, devices, rhythm
         self._log = structlog.get_logger().bind(node=node)
+        self._threads = Threads()
         self.reporter = Reporter(
-            node, api, clock, devices, rhythm, on_devices=self._see_devices, on_missing=self._create
+            node, api, clock, devices, rhythm, self._threads, on_devices=self._see_devices, on_missing=self._create
         )
         self._on_health = on_health
         self._teller = Teller(node, api, clock)
@@ -67,9 +70,17 @@ class Reconciler:
         self._measure_again = asyncio.Event()
         self._mig = MigManager(node, api, devices)
         self._workers = {
-            uuid: GpuWorker(uuid, devices, self._report, rhythm, self._mig.confirm) for uuid in devices.uuids
+            uuid: GpuWorker(
+                uuid,
+                devices,
+                self._report,
+                rhythm,
+                self._mig.confirm,
+                Patient(f"GPU {uuid}", rhythm.step_deadline_s, self._threads),
+            )
+            for uuid in devices.uuids
         }
-        self._patience = {uuid: Patient(f"GPU {uuid}", rhythm.step_deadline_s) for uuid in devices.uuids}
+        self._readings = Rounds(devices.read, rhythm.step_deadline_s, self._threads)
         self.reflector: Reflector[GpuNode] = Reflector(
             api,
             GPU_NODES,
@@ -112,7 +123,7 @@ class Reconciler:
                 self.reporter.look_again()
 
     async def _ask_who_measures(self) -> None:
-        patient = Patient("metrics sources", self._rhythm.step_deadline_s)
+        patient = Patient("metrics sources", self._rhythm.step_deadline_s, self._threads)
         while not self._devices.simulated:
             try:
                 await patient.call(self._devices.ask_others)
@@ -208,19 +219,20 @@ class Reconciler:
             self._measure_again.clear()
             is_full = count % self._rhythm.idle_samples == 0
             busy = {uuid for r in self.reservations for uuid in r.gpu_uuids}
-            due = [(uuid, meter) for uuid, meter in self.meters.items() if is_full or uuid in busy or meter.uses]
-            await asyncio.gather(*(self._sample(uuid, meter) for uuid, meter in due))
+            due = [uuid for uuid, meter in self.meters.items() if is_full or uuid in busy or meter.uses]
+            await self._sample(due)
             if is_full:
                 self.reporter.look_again()
             self._report()
             count += 1
             await woken(self._measure_again, self._rhythm.sample_s, self._rhythm.sleep)
 
-    async def _sample(self, uuid: GpuUuid, meter: Meter) -> None:
-        try:
-            meter.sample(await self._patience[uuid].call(self._devices.read, uuid))
-        except DeviceError as e:
-            meter.is_current = False
-            self._log.debug("gpu not measured", gpu=uuid, error=str(e))  # its health says so already
-            return
-        meter.keep({r.pod_uid for r in self.reservations})
+    async def _sample(self, due: Collection[GpuUuid]) -> None:
+        for uuid, found in (await self._readings.ask(due)).items():
+            meter = self.meters[uuid]
+            if isinstance(found, DeviceError):
+                meter.is_current = False
+                self._log.debug("gpu not measured", gpu=uuid, error=str(found))  # its health says so already
+                continue
+            meter.sample(found)
+            meter.keep({r.pod_uid for r in self.reservations})

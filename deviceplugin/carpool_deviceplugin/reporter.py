@@ -9,14 +9,16 @@ from carpool_core.clock import Clock, rfc3339
 from carpool_core.kube.api import GPU_NODES, KubeApi
 from carpool_core.kube.errors import KubeError, NotFound
 from carpool_core.resources.node import Device, GpuNodeStatus, Partition, Tenant
-from carpool_core.values import DeviceHealth, GpuUuid, NodeName
+from carpool_core.values import DeviceHealth, NodeName
 from msgspec.structs import replace
 
 from carpool_deviceplugin.devices import Devices
 from carpool_deviceplugin.gpu import DeviceError
 from carpool_deviceplugin.meter import worth_writing
-from carpool_deviceplugin.patience import Patient, Rhythm, woken
+from carpool_deviceplugin.patience import Rhythm, woken
+from carpool_deviceplugin.rounds import Rounds
 from carpool_deviceplugin.status import as_patch, ready_condition, summarise
+from carpool_deviceplugin.threads import Threads
 
 
 class Reporter:
@@ -28,6 +30,7 @@ class Reporter:
         clock: The time.
         devices: The node's GPUs.
         rhythm: Intervals.
+        threads: To ask the GPUs in.
         on_devices: Called with the GPUs as they are before each look at what to write.
         on_missing: Creates the GpuNode; awaited where there is none.
     """
@@ -39,6 +42,7 @@ class Reporter:
         clock: Clock,
         devices: Devices,
         rhythm: Rhythm,
+        threads: Threads,
         *,
         on_devices: Callable[[Sequence[Device]], None],
         on_missing: Callable[[], Awaitable[None]],
@@ -46,13 +50,16 @@ class Reporter:
         self._node, self._api, self._clock, self._devices, self._rhythm = node, api, clock, devices, rhythm
         self._on_devices, self._on_missing = on_devices, on_missing
         self._awake = asyncio.Event()
-        self._patience = {uuid: Patient(f"GPU {uuid}", rhythm.step_deadline_s) for uuid in devices.uuids}
+        self._rounds = Rounds(devices.describe, rhythm.step_deadline_s, threads)
         self.devices: list[Device] = []
         """The GPUs as they were when last looked at; one that never answered is missing."""
         self._written: GpuNodeStatus | None = None
         self._written_at = float("-inf")
         self._partitions: Sequence[Partition] = ()
         self._tenants: Sequence[Tenant] = ()
+        self._is_stale = True
+        """Whether the GPUs must be looked at before the next word on them: measures alone are no reason to."""
+        self._looked_at = float("-inf")
         self._failures = 0
         self._version = version("carpool")
         self._log = structlog.get_logger().bind(node=node)
@@ -62,7 +69,7 @@ class Reporter:
     def appeared(self, status: GpuNodeStatus) -> None:
         """The GpuNode is there, and its status says this."""
         self._written, self._written_at = status, float("-inf")
-        self._awake.set()
+        self.look_again()
 
     def vanished(self) -> None:
         """There is no GpuNode."""
@@ -71,12 +78,16 @@ class Reporter:
 
     def report(self, partitions: Sequence[Partition], tenants: Sequence[Tenant]) -> None:
         """Set what the status should say."""
-        if (partitions, tenants) != (self._partitions, self._tenants):
-            self._partitions, self._tenants = partitions, tenants
+        if partitions != self._partitions:
+            self._partitions = partitions
+            self.look_again()  # a GPU's mode has changed with them
+        if tenants != self._tenants:
+            self._tenants = tenants
             self._awake.set()
 
     def look_again(self) -> None:
         """The GPUs' health may have changed."""
+        self._is_stale = True
         self._awake.set()
 
     async def run(self) -> None:
@@ -124,10 +135,9 @@ class Reporter:
 
     async def _present(self, written: GpuNodeStatus) -> GpuNodeStatus:
         """What the status should be, with the heartbeat of the last write."""
-        known = {d.uuid: d for d in (*written.devices, *self.devices)}
-        found = await asyncio.gather(*(self._describe(uuid, known.get(uuid)) for uuid in self._devices.uuids))
-        self.devices = devices = [d for d in found if d is not None]
-        self._on_devices(devices)
+        if self._is_stale or self._clock.monotonic() - self._looked_at >= self._rhythm.heartbeat_s:
+            await self._look(written)
+        devices = self.devices
         return replace(
             written,
             agent_version=self._version,
@@ -139,11 +149,17 @@ class Reporter:
             summary=summarise(devices, self._partitions),
         )
 
-    async def _describe(self, uuid: GpuUuid, known: Device | None) -> Device | None:
-        try:
-            return await self._patience[uuid].call(self._devices.describe, uuid)
-        except DeviceError as e:
-            return known and replace(known, health=DeviceHealth.UNHEALTHY, health_message=str(e))
+    async def _look(self, written: GpuNodeStatus) -> None:
+        self._is_stale, self._looked_at = False, self._clock.monotonic()
+        known = {d.uuid: d for d in (*written.devices, *self.devices)}
+        devices: list[Device] = []
+        for uuid, found in (await self._rounds.ask(self._devices.uuids)).items():
+            if not isinstance(found, DeviceError):
+                devices.append(found)
+            elif uuid in known:
+                devices.append(replace(known[uuid], health=DeviceHealth.UNHEALTHY, health_message=str(found)))
+        self.devices = devices
+        self._on_devices(devices)
 
     async def _write(self, status: GpuNodeStatus) -> float:
         status = replace(status, heartbeat_time=rfc3339(self._clock.now()))

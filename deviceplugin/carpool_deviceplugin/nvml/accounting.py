@@ -7,12 +7,14 @@ then the SMs that each instance kept busy stand in for it, and where these are n
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from operator import itemgetter
 
 from carpool_deviceplugin.gpu import ProcessUse
 from carpool_deviceplugin.nvml.values import GpmMetrics, RunningProcess, UtilizationSample
 from carpool_deviceplugin.processes import Process
 
+_BY_TIME = itemgetter(UtilizationSample._fields.index("at_us"))
 _LONGEST_SAMPLE_S = 1.0
 """The driver samples each sixth of a second to each second; a longer gap was no sample."""
 AHEAD_US = 2_000_000
@@ -95,13 +97,13 @@ class Ledger:
     def _busy(self, samples: Sequence[UtilizationSample], elapsed: float) -> dict[int, float]:
         """Seconds of kernels of each process ID."""
         busy: dict[int, float] = {}
-        for sample in sorted(samples, key=lambda s: s.at_us):
-            last = self._last_us.get(sample.pid, 0)
-            length = min(_LONGEST_SAMPLE_S, (sample.at_us - last) / 1e6) if last else 1 / 6
+        for pid, at_us, sm_percent in sorted(samples, key=_BY_TIME):
+            last = self._last_us.get(pid, 0)
+            length = min(_LONGEST_SAMPLE_S, (at_us - last) / 1e6) if last else 1 / 6
             if length > 0:
-                busy[sample.pid] = busy.get(sample.pid, 0.0) + sample.sm_percent / 100 * length
-            self._last_us[sample.pid] = sample.at_us
-            self.since_us = max(self.since_us, sample.at_us)
+                busy[pid] = busy.get(pid, 0.0) + sm_percent / 100 * length
+            self._last_us[pid] = at_us
+            self.since_us = max(self.since_us, at_us)
         return {pid: min(seconds, elapsed) if elapsed > 0 else 0.0 for pid, seconds in busy.items()}
 
     def _shared(self, weights: Mapping[str, float], energy: float | None, elapsed: float) -> dict[str, float]:
@@ -130,14 +132,18 @@ class Ledger:
                 steps=0,
                 steps_s=0.0,
             )
-        return replace(
-            was,
+        return ProcessUse(
+            id=key,
+            pod_uid=was.pod_uid,
+            started=was.started,
             memory_mib=memory,
             peak_memory_mib=max(was.peak_memory_mib, memory),
             busy_s=_plus(was.busy_s, None if busy is None else busy.get(p.running.pid, 0.0)),
             sm_s=_plus(was.sm_s, None if gpm.sm is None else gpm.sm * elapsed * share),
             dram_s=_plus(was.dram_s, None if gpm.dram is None else gpm.dram * elapsed * share),
             energy_j=_plus(was.energy_j, energy),
+            steps=was.steps,
+            steps_s=was.steps_s,
         )
 
 

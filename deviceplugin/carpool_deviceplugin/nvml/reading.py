@@ -1,5 +1,6 @@
 """Reading one GPU through NVML."""
 
+import struct
 from collections.abc import Sequence
 
 import pynvml
@@ -8,6 +9,8 @@ from carpool_core.values import MIB, GpuUuid
 from carpool_deviceplugin.nvml.calls import NvmlError, Session
 from carpool_deviceplugin.nvml.values import Identity, RunningProcess, Telemetry, UtilizationSample
 
+_SAMPLE = struct.Struct("=I4xQI12x")
+"""Process ID, stamp and SM share of NVML's structure of a sample: there are hundreds, and its attributes are slow."""
 _MAX_LINKS = 18
 """More than any GPU has that this was written for."""
 _NO_NUMA = 0xFFFFFFFF
@@ -136,8 +139,11 @@ def read_utilization(session: Session, uuid: GpuUuid, since_us: int) -> Sequence
     if found is None:
         return None
     # The driver's ring holds slots that were never filled: their pid is 0, and their numbers are not percentages.
-    samples = (UtilizationSample(s.pid, s.timeStamp, s.smUtil) for s in found)  # each attribute of theirs is slow
-    return [s for s in samples if s.pid and s.at_us > since_us and s.sm_percent <= 100]
+    return [
+        UtilizationSample(pid, at_us, sm_percent)
+        for pid, at_us, sm_percent in map(_SAMPLE.unpack, found)
+        if pid and at_us > since_us and sm_percent <= 100
+    ]
 
 
 def _text(value: str | bytes) -> str:
