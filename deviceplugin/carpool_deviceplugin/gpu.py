@@ -210,6 +210,8 @@ class Access:
     """The MPS daemon's directory, where the GPU has one."""
     mps_shm: Mount | None = None
     """The memory that the daemon shares with its clients; None where they need none."""
+    mps_user: int | None = None
+    """User whose processes the daemon's server has as clients; None where it has none, or nobody can tell."""
     edits: Mapping[str, Any] = field(default_factory=dict)
     """CDI container edits for this GPU."""
     common_edits: Mapping[str, Any] = field(default_factory=dict)

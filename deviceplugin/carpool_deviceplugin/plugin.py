@@ -1,7 +1,8 @@
 """The kubelet's device plugin: anonymous slots at admission, the pod's own reservation before its container starts."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,12 +11,22 @@ from carpool_core.clock import Clock
 from carpool_core.keys import CDI_KIND, RESOURCE_GPU
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.node import Partition, Reservation
-from carpool_core.values import GpuUuid, PodUid
+from carpool_core.values import GpuUuid, PodUid, SharingMode
 
 from carpool_deviceplugin import cdi
 from carpool_deviceplugin.gpu import Access, DeviceError
 from carpool_deviceplugin.patience import Sleep
-from carpool_deviceplugin.prestart import HeldByPod, LaterError, Owner, claimant, owner_of, promise
+from carpool_deviceplugin.prestart import (
+    HeldByPod,
+    LaterError,
+    Owner,
+    claimant,
+    earlier,
+    owner_of,
+    promise,
+    same_user,
+    user_of,
+)
 from carpool_deviceplugin.protos import deviceplugin_pb2 as dp
 from carpool_deviceplugin.wire import KUBELET_SOCKET, KubeletError, RefusedError, Server, register
 
@@ -108,7 +119,7 @@ class Plugin:
         until = self._clock.monotonic() + self._patience_s
         while True:
             try:
-                owner, reservation = await self._find(slots)
+                owner, reservation, access = await self._find(slots)
                 break
             except LaterError as e:
                 if self._clock.monotonic() >= until:
@@ -118,27 +129,42 @@ class Plugin:
                 self._log.warning("container refused", slots=list(slots), reason=str(e))
                 raise
             await self._sleep(_LOOK_AGAIN_S)
-        self._write(owner, reservation)
+        self._write(owner, reservation, access)
 
-    async def _find(self, slots: Sequence[str]) -> tuple[Owner, Reservation]:
+    async def _find(self, slots: Sequence[str]) -> tuple[Owner, Reservation, dict[GpuUuid, Access]]:
         know = self._knowledge
         try:
             owner = owner_of(slots, await know.held())
         except KubeletError as e:
             raise LaterError(f"expected the kubelet's PodResources to say who holds {', '.join(slots)}: {e}") from e
         pod = claimant(owner, know.pod(owner.key))
-        return owner, promise(owner, pod, know.reservations(), know.partitions())
+        reservation = promise(owner, pod, know.reservations(), know.partitions())
+        try:
+            access = {uuid: know.access(uuid, reservation.pod_uid) for uuid in reservation.gpu_uuids}
+        except DeviceError as e:
+            raise RefusedError(f"expected to bring its GPUs into pod {owner.key}: {e}") from e
+        if reservation.mode is SharingMode.MPS:
+            same_user(owner, user_of(pod, owner.container), self._served(reservation, access))
+        return owner, reservation, access
 
-    def _write(self, owner: Owner, reservation: Reservation) -> None:
+    def _served(self, reservation: Reservation, access: Mapping[GpuUuid, Access]) -> dict[str, int | None]:
+        """Whom the pod's MPS daemon serves, and whom it will."""
+        served = {f"the MPS server of GPU {uuid}": one.mps_user for uuid, one in access.items()}
+        for other in earlier(reservation, self._knowledge.reservations()):
+            pod = self._knowledge.pod(f"{other.pod_namespace}/{other.pod_name}")
+            if pod is not None and pod.metadata.uid == other.pod_uid and not pod.is_finished:
+                served[f"pod {other.pod_namespace}/{other.pod_name}"] = user_of(pod)
+        return served
+
+    def _write(self, owner: Owner, reservation: Reservation, access: Mapping[GpuUuid, Access]) -> None:
         if theirs := cdi.claimed_by_others(self._cdi_dir):
             raise RefusedError(
                 f"expected Carpool alone to describe devices of kind {CDI_KIND}, found {', '.join(map(str, theirs))}; "
                 "remove it: the container runtime refuses devices that two files describe"
             )
         try:
-            access = {uuid: self._knowledge.access(uuid, reservation.pod_uid) for uuid in reservation.gpu_uuids}
             cdi.write(self._cdi_dir, cdi.specifications(reservation, owner.slots, access))
-        except (DeviceError, OSError) as e:
+        except OSError as e:
             raise RefusedError(f"expected to write the CDI specification of pod {owner.key}: {e}") from e
         self._log.info("container given", pod=owner.key, slots=list(owner.slots), gpus=list(reservation.gpu_uuids))
 
@@ -157,6 +183,7 @@ class Registration:
 
     def __init__(self, directory: Path, plugin: Plugin, every_s: float = 1.0, sleep: Sleep = asyncio.sleep) -> None:
         self._directory, self._plugin, self._every_s, self._sleep = directory, plugin, every_s, sleep
+        self._own, self._kubelet = str(directory / ENDPOINT), str(directory / KUBELET_SOCKET)
         self._server: Server | None = None
         self._known_to: tuple[int, int] | None = None
         self._complaint = ""
@@ -178,7 +205,7 @@ class Registration:
 
     async def once(self) -> None:
         """Look at both sockets, and do what is missing."""
-        own, kubelet = _identity(self._directory / ENDPOINT), _identity(self._directory / KUBELET_SOCKET)
+        own, kubelet = _identity(self._own), _identity(self._kubelet)
         if kubelet is None or kubelet != self._known_to:
             self._known_to = None
         try:
@@ -210,10 +237,10 @@ class Registration:
             await server.stop()
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
+def _identity(path: str) -> tuple[int, int] | None:
     """Tell one socket from another of the same name; None where there is none."""
     try:
-        found = path.stat()
+        found = os.stat(path)  # each second: a path object would cost more than the looking
     except OSError:
         return None
     return (found.st_ino, found.st_ctime_ns)

@@ -1,6 +1,6 @@
 """Whose container is about to start, and what it was promised. Pure; the answers that may still come are Later."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -150,6 +150,52 @@ def promise(
         raise LaterError(f"expected the GPUs of pod {owner.key} to be ready, found them being prepared{why}")
     _same_number(owner, reservation.gpu_uuids)
     return reservation
+
+
+def user_of(pod: Pod, container: str = "") -> int | None:
+    """Return the user that a container runs as; None where its image decides.
+
+    Args:
+        pod: The pod.
+        container: Its name; the one that has GPUs where empty.
+    """
+    asked = (
+        c
+        for c in (*pod.spec.containers, *pod.spec.init_containers)
+        if c.name == container or (not container and RESOURCE_GPU in c.resources.limits)
+    )
+    own = next((c.security_context.run_as_user for c in asked), None)
+    return pod.spec.security_context.run_as_user if own is None else own
+
+
+def earlier(reservation: Reservation, reservations: Iterable[Reservation]) -> list[Reservation]:
+    """Return who was promised a place on the same GPUs before."""
+    return [
+        r
+        for r in reservations
+        if set(r.gpu_uuids) & set(reservation.gpu_uuids)
+        and (r.reserved_at, r.pod_uid) < (reservation.reserved_at, reservation.pod_uid)
+    ]
+
+
+def same_user(owner: Owner, user: int | None, served: Mapping[str, int | None]) -> None:
+    """See that an MPS daemon is asked by one user only: it runs a server for one at a time, and others wait in CUDA.
+
+    Args:
+        owner: Whose container is about to start.
+        user: That it runs as; None where nobody can tell.
+        served: User of each pod or server that it would stand beside, by name.
+
+    Raises:
+        LaterError: Another user's clients must end first.
+    """
+    for name, other in served.items():
+        if user is not None and other is not None and user != other:
+            raise LaterError(
+                f"expected container {owner.container} of pod {owner.key} to run as user {other}, as {name} does, "
+                f"found {user}; an MPS daemon serves one user at a time: give both the same securityContext.runAsUser, "
+                "or set sharing.mode to TimeSlicing; it starts by itself when the other has ended"
+            )
 
 
 def _same_number(owner: Owner, gpus: Sequence[str]) -> None:

@@ -75,6 +75,15 @@ class ProcTree:
             self._known.popitem(last=False)
         return found
 
+    def user(self, pid: int) -> int | None:
+        """Return the user that a process runs as; None where it has ended."""
+        try:
+            lines = self._read(pid, "status").splitlines()
+        except OSError:
+            return None
+        real = next((line.split()[1] for line in lines if line.startswith("Uid:")), "")
+        return int(real) if real.isdecimal() else None
+
     def _read(self, pid: int, name: str) -> str:
         with open(f"{self._root}/{int(pid)}/{name}", "rb") as file:  # a path object costs more than the reading
             return file.read().decode(errors="replace")

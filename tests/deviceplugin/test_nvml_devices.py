@@ -214,6 +214,22 @@ def test_daemon_is_asked_rarely_while_the_same_processes_are_there(node: Node) -
     assert [p.pod_uid for p in devices.read(gpu).processes] == [uid("a")], "a new server is known at once"
 
 
+def test_access_says_whom_the_mps_server_serves(node: Node) -> None:
+    devices = node.devices()
+    gpu, other = devices.uuids
+    devices.apply(gpu, SetMode(MPS))
+    devices.apply(gpu, StartMps())
+    assert devices.access(gpu).mps_user is None, "nobody yet"
+    node.start(0, 42, "a", user=1000)
+    node.start(0, node.mps.connect(pipe(node, gpu), 42), None, user=1000)
+    devices.read(gpu)
+    assert (devices.access(gpu).mps_user, devices.access(other).mps_user) == (1000, None)
+    node.end(0, 42)
+    node.mps.daemons[pipe(node, gpu)].clients.clear()
+    devices.read(gpu)
+    assert devices.access(gpu).mps_user is None, "a server without clients makes room for another user's"
+
+
 def test_fatal_fault_of_a_client_names_all_clients(node: Node) -> None:
     devices = node.devices()
     gpu = devices.uuids[0]

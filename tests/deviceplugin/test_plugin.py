@@ -219,6 +219,22 @@ async def test_failed_partition_is_refused_with_its_reason(agent, kubelet, kube,
     assert "to be ready, found: GPU" in await refused(kubelet, "a")
 
 
+async def test_other_users_do_not_stand_behind_one_mps_daemon(agent, kubelet, settings, kube, reserve) -> None:
+    gpu = agent.devices.uuids[0]
+    await place(kube, reserve("a", gpu, mode=MPS), reserve("b", gpu, mode=MPS), reserve("c", gpu, mode=MPS))
+    for number, (name, user) in enumerate((("a", 1000), ("b", 1001), ("c", 1000))):
+        spec = {"nodeName": "node-1", "securityContext": {"runAsUser": user}}
+        kube.seed(PODS, {"metadata": {"name": name, "uid": f"uid-{name}"}, "spec": spec})
+        await kubelet.admit(name, f"slot-{number}")
+    await until(lambda: agent.kubelet._pods.store.get("default/c"))
+    await kubelet.start_container("a")
+    assert "run as user 1000, as pod default/a does, found 1001" in await refused(kubelet, "b")
+    assert "run as user 1001, as pod default/b does, found 1000" in await refused(kubelet, "c"), "each in its turn"
+    pod(kube, "a", phase="Succeeded")
+    await until(lambda: agent.kubelet._pods.store.get("default/a").is_finished)
+    await kubelet.start_container("b")
+
+
 async def test_word_that_comes_late_is_waited_for(agent, kubelet, settings, kube, reserve) -> None:
     await kubelet.admit("a", "slot-0")
     starting = asyncio.ensure_future(kubelet.start_container("a"))

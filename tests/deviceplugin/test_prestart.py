@@ -1,10 +1,18 @@
 """Whose container is about to start: refusals are sentences."""
 
 import pytest
-from carpool_core.kube.pods import Pod, PodMeta, PodStatus
+from carpool_core.kube.pods import (
+    Container,
+    Pod,
+    PodMeta,
+    PodSpec,
+    PodStatus,
+    ResourceRequirements,
+    SecurityContext,
+)
 from carpool_core.resources.node import Partition
 from carpool_core.values import PartitionState, PodUid
-from carpool_deviceplugin.prestart import LaterError, Owner, claimant, owner_of, promise
+from carpool_deviceplugin.prestart import LaterError, Owner, claimant, earlier, owner_of, promise, same_user, user_of
 from carpool_deviceplugin.protos.podresources_pb2 import ContainerDevices, ContainerResources, PodResources
 from carpool_deviceplugin.wire import RefusedError
 
@@ -94,3 +102,58 @@ def test_two_containers_cannot_split_a_reservation(reserve) -> None:
         RefusedError, match=r"expected container train .* to hold 2 of carpool\.dev/gpu, as reserved, found 1"
     ):
         promise(OWNER, pod(), [reserve("a", "GPU-1", "GPU-2")], [partition()])
+
+
+def running_as(pod_user: int | None, **containers: int | None) -> Pod:
+    """A pod whose container `train` has a GPU."""
+    made = [
+        Container(
+            name=name,
+            resources=ResourceRequirements(limits={"carpool.dev/gpu": 1} if name == "train" else {}),
+            security_context=SecurityContext(run_as_user=user),
+        )
+        for name, user in containers.items()
+    ]
+    return Pod(
+        metadata=PodMeta(name="a"),
+        spec=PodSpec(containers=made, security_context=SecurityContext(run_as_user=pod_user)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("found", "container", "user"),
+    [
+        (running_as(None, train=None), "train", None),
+        (running_as(1000, train=None), "train", 1000),
+        (running_as(1000, side=7, train=0), "train", 0),
+        (running_as(1000, side=7, train=1001), "", 1001),
+        (running_as(1000), "train", 1000),
+    ],
+    ids=["image", "pod", "container-root", "whoever-has-the-gpu", "unknown-container"],
+)
+def test_user_is_the_containers_or_the_pods(found: Pod, container: str, user: int | None) -> None:
+    assert user_of(found, container) == user
+
+
+@pytest.mark.parametrize(
+    ("user", "served", "is_fine"),
+    [(1000, 1000, True), (None, 1000, True), (1000, None, True), (0, 1000, False), (1001, 1000, False)],
+)
+def test_an_mps_daemon_is_asked_by_one_user(user: int | None, served: int | None, is_fine: bool) -> None:
+    """A client of another user waited within CUDA, without a word, until the first one had ended."""
+    beside = {"pod default/x": None, "the MPS server of GPU GPU-1": served}
+    if is_fine:
+        same_user(OWNER, user, beside)
+        return
+    with pytest.raises(
+        LaterError, match=f"run as user {served}, as the MPS server of GPU GPU-1 does, found {user}; .*runAsUser"
+    ):
+        same_user(OWNER, user, beside)
+
+
+def test_whoever_reserved_first_waits_for_nobody(reserve) -> None:
+    """If both waited for the other, neither would ever start."""
+    first, second, elsewhere = reserve("a"), reserve("b"), reserve("0", "GPU-9")
+    everybody = [second, elsewhere, first]
+    assert earlier(first, everybody) == []
+    assert earlier(second, everybody) == [first]

@@ -44,6 +44,14 @@ def test_command_that_looks_like_fields(tmp_path: Path) -> None:
     assert (found.started, found.name, found.key) == (4200, "a) R 1 2) (", "42-4200")
 
 
+def test_user_of_a_process(tmp_path: Path) -> None:
+    (tmp_path / "42").mkdir()
+    (tmp_path / "42" / "status").write_text("Name:\tUid: 7\nUid:\t1000\t0\t0\t0\nGid:\t5\t5\t5\t5\n")
+    (tmp_path / "43").mkdir()
+    (tmp_path / "43" / "status").write_text("Name:\tx\n")
+    assert [ProcTree(tmp_path).user(pid) for pid in (42, 43, 44)] == [1000, None, None]
+
+
 @pytest.mark.parametrize("stat", ["", "42 (x) S", "42 (x) S " + "y " * 30])
 def test_unreadable_process_is_unknown(tmp_path: Path, stat: str) -> None:
     (tmp_path / "42").mkdir()

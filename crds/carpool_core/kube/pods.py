@@ -36,11 +36,19 @@ class ResourceRequirements(_Wire, frozen=True, kw_only=True):
     requests: dict[str, int | str] = {}
 
 
+class SecurityContext(_Wire, frozen=True, kw_only=True):
+    """Whom a container, or all of a pod's, run as."""
+
+    run_as_user: int | None = None
+    """None: the pod's for a container, the image's for a pod."""
+
+
 class Container(_Wire, frozen=True, kw_only=True):
     """A container of a pod's spec."""
 
     name: str = ""
     resources: ResourceRequirements = ResourceRequirements()
+    security_context: SecurityContext = SecurityContext()
 
 
 class PodSpec(_Wire, frozen=True, kw_only=True):
@@ -50,6 +58,7 @@ class PodSpec(_Wire, frozen=True, kw_only=True):
     scheduler_name: str = ""
     containers: list[Container] = []
     init_containers: list[Container] = []
+    security_context: SecurityContext = SecurityContext()
 
 
 class PodCondition(_Wire, frozen=True, kw_only=True):

@@ -287,7 +287,7 @@ class NvmlDevices:
         """Return what brings the GPU, or the pod's MIG instance of it, into a container."""
         known, file = self._known[self._own(uuid)], self._modes[uuid]
         if file.read().mode is not MIG:
-            return self._entry.to_gpu(uuid, known)
+            return replace(self._entry.to_gpu(uuid, known), mps_user=self._watcher.user(uuid))
         found = self._found_lately.get(uuid, [])  # no call that could hang: a container waits for this
         device = next((f.device for f in found if f.own is not None and f.own.pod_uid == pod_uid), None)
         if device is None:

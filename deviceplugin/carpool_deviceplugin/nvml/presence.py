@@ -59,6 +59,12 @@ class Watcher:
         """Ask a GPU's daemon anew at the next look: something happened there."""
         self._asked.pop(uuid, None)
 
+    def user(self, uuid: GpuUuid) -> int | None:
+        """Return whose clients a GPU's MPS server had at the last look; None where it had none. Never blocks."""
+        status = self._asked.get(uuid, (0.0, frozenset(), MpsStatus()))[2]
+        users = {self._processes.user(pid) for pid in status.servers} if status.clients else set()
+        return users.pop() if len(users) == 1 else None
+
     def look(self, uuid: GpuUuid, foreign: frozenset[int] = frozenset()) -> tuple[Presence, MpsStatus]:
         """Look who is on a GPU, and how its MPS daemon is; raises NvmlError.
 

@@ -59,6 +59,7 @@ class Node:
         sm: float = 0.0,
         dram: float = 0.0,
         instance: int | None = None,
+        user: int = 0,
     ) -> FakeProcess:
         """A pod's process opens a context; without a pod it is one of the host's."""
         directory = self.root / "proc" / str(pid)
@@ -68,6 +69,7 @@ class Node:
             f"0::/kubepods.slice/kubepods-burstable.slice/{slice_}/cri-containerd-1.scope\n"
         )
         (directory / "stat").write_text(f"{pid} (python (3)) S " + " ".join(["0"] * 18) + f" {pid * 100} 0 0\n")
+        (directory / "status").write_text(f"Name:\tpython\nUid:\t{user}\t{user}\t{user}\t{user}\n")
         process = self.nvml.start(gpu, pid, memory_mib, instance=instance)
         process.sm, process.dram = sm, dram
         return process
