@@ -1,6 +1,7 @@
 """A process of its own for the MPS daemons, so that they outlive the agent: a container's processes end with it.
 
-The agent names a GPU on a Unix socket, and is told whether its daemon runs; it asks and stops the daemon itself.
+The agent names a GPU on a Unix socket, and is told whether its daemon runs; it asks and stops the daemon itself. What
+they say to each other stays as it is: the agent beside this process may be of any later version.
 """
 
 import os

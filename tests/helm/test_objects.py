@@ -23,6 +23,7 @@ EXPECTED = {
     ("Deployment", "carpool-operator"),
     ("Deployment", "carpool-scheduler"),
     ("DaemonSet", "carpool-node-agent"),
+    ("DaemonSet", "carpool-mps"),
     ("ConfigMap", "carpool-scheduler"),
     ("Secret", "carpool-scheduler"),
     ("Lease", "carpool-scheduler"),
@@ -159,6 +160,31 @@ def test_an_agent_of_real_gpus_has_one_capability_and_the_nodes_process_ids(rend
     assert "CARPOOL_SIMULATED_GPUS" not in environment
 
 
+def test_an_upgrade_ends_no_job_behind_an_mps_daemon(render: Any) -> None:
+    """The daemons lived in the agent's pod: whatever changed there ended every job of the node that used them."""
+    daemons = render().one("DaemonSet", "carpool-mps")["spec"]
+    assert daemons["updateStrategy"] == {"type": "OnDelete"}
+    assert [c["name"] for c in daemons["template"]["spec"]["containers"]] == ["mps"]
+    assert [c["name"] for c in agent_pod(render())["containers"]] == ["agent"]
+    assert "updateStrategy" not in render().one("DaemonSet", "carpool-node-agent")["spec"], (
+        "the agent is renewed at once"
+    )
+
+
+def test_mps_daemons_run_where_the_agent_does_and_reach_no_api_server(render: Any) -> None:
+    chart = render(
+        nodeAgent={"runtimeClassName": "", "tolerations": [{"operator": "Exists"}]}, imagePullSecrets=[{"name": "x"}]
+    )
+    pod = chart.one("DaemonSet", "carpool-mps")["spec"]["template"]["spec"]
+    for name in ("nodeSelector", "tolerations", "priorityClassName", "imagePullSecrets"):
+        assert pod[name] == agent_pod(chart)[name]
+    assert pod["automountServiceAccountToken"] is False
+    assert "serviceAccountName" not in pod
+    assert pod["hostPID"] is True
+    assert not {"hostNetwork", "hostIPC", "runtimeClassName"} & pod.keys()
+    assert [v["name"] for v in pod["volumes"]] == ["state"]
+
+
 def test_an_agent_without_mps_and_mig_has_no_capability(render: Any) -> None:
     chart = render(nodeAgent={"capabilities": [], "runtimeClassName": "", "mps": {"enabled": False}})
     assert "mps" not in chart.containers
@@ -184,7 +210,7 @@ def test_dcgm_exporter_of_the_same_node_can_be_named(render: Any) -> None:
     assert "capabilities" in render(nodeAgent={"capabilities": ["SYS_PTRACE"]}).error
 
 
-def test_only_the_agent_is_root(chart: Any) -> None:
+def test_only_the_agent_and_its_mps_daemons_are_root(chart: Any) -> None:
     for workload in chart.workloads:
         security = workload["spec"]["template"]["spec"]["securityContext"]
         assert security["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -195,7 +221,7 @@ def test_only_the_agent_is_root(chart: Any) -> None:
             assert security["runAsUser"] > 0
 
 
-def test_only_the_agent_sees_its_node_and_at_the_nodes_own_paths(chart: Any) -> None:
+def test_only_they_see_their_node_and_at_the_nodes_own_paths(chart: Any) -> None:
     for workload in chart.workloads:
         spec = workload["spec"]["template"]["spec"]
         assert not {"hostNetwork", "hostIPC"} & spec.keys()
@@ -204,12 +230,9 @@ def test_only_the_agent_sees_its_node_and_at_the_nodes_own_paths(chart: Any) -> 
         if workload["kind"] == "Deployment":
             assert paths == {}
             continue
-        assert sorted(paths.values()) == [
-            "/var/lib/carpool",
-            "/var/lib/kubelet/device-plugins",
-            "/var/lib/kubelet/pod-resources",
-            "/var/run/cdi",
-        ]
+        is_agent = workload["metadata"]["name"] == "carpool-node-agent"
+        kubelets = ["/var/lib/kubelet/device-plugins", "/var/lib/kubelet/pod-resources", "/var/run/cdi"]
+        assert sorted(paths.values()) == ["/var/lib/carpool", *(kubelets if is_agent else [])]
         assert {m["name"]: m["mountPath"] for m in spec["containers"][0]["volumeMounts"]} == paths
     where = chart.environment("agent")
     assert where["CARPOOL_DEVICE_PLUGIN_DIR"] == "/var/lib/kubelet/device-plugins"
