@@ -3,7 +3,11 @@
 from pathlib import Path
 
 import pytest
+from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
 from carpool_e2e.bench import agent
+from carpool_e2e.bench.agent_report import agent_section
+from carpool_e2e.bench.agentprocess import Spent, describe_to_containers
+from carpool_e2e.bench.predictions import replaced
 
 
 def test_daemons_of_the_stand_in_are_ready_within_a_second(tmp_path: Path) -> None:
@@ -15,3 +19,41 @@ def test_daemons_of_the_stand_in_are_ready_within_a_second(tmp_path: Path) -> No
 def test_percentile_is_in_milliseconds() -> None:
     assert agent.p99([0.001] * 999 + [5.0]) == pytest.approx(1.0)
     assert agent.p99([i / 1000 for i in range(1001)]) == pytest.approx(990, abs=1)
+
+
+def test_the_section_says_what_is_kept_and_what_is_missed() -> None:
+    cost = agent.Cost(
+        core_percent=0.34,
+        fakes_percent=0.2,
+        resident_mib=81,
+        scrape_p99_ms=50,
+        prestart_p99_ms=9,
+        mps_ready_s=0.03,
+        load=1.5,
+    )
+    lines = agent_section(cost)
+    verdicts = {line.split("|")[1].strip().partition(",")[0]: line.split("|")[4].strip() for line in lines[9:14]}
+    assert verdicts == {
+        "processor time": "kept",
+        "resident memory": "missed",
+        "scrape": "kept",
+        "PreStartContainer": "kept",
+        "MPS daemon ready": "kept",
+    }
+    assert "load was 1.5" in " ".join(lines)
+    again = replaced(replaced("# Benchmarks\n", lines), agent_section(cost))
+    assert again.count(lines[0]) == 1
+
+
+def test_what_the_fakes_spend_is_shown() -> None:
+    spent = Spent()
+    spent.seconds += 2.5
+    ((sample,),) = [metric.samples for metric in spent.collect()]
+    assert (sample.name, sample.value) == (agent.SPENT, 2.5)
+
+
+def test_containers_are_told_every_gpu(tmp_path: Path) -> None:
+    describe_to_containers(tmp_path / "cdi", ["GPU-0", "GPU-1"])
+    found = NvidiaCdi([tmp_path / "cdi"]).find("GPU-1")
+    assert found is not None
+    assert found.device["deviceNodes"][0] == {"path": "/dev/nvidia1"}

@@ -1,16 +1,17 @@
 """One agent of eight H100 and 64 tenants, over fakes, for `make bench` to look at: `python -m … DIRECTORY`.
 
 The GPUs are the stateful fake of NVML; API server and MPS daemons are in memory, too; kubelet and Prometheus are the
-parent's. What the fakes themselves spend, to let time pass and to answer writes, is a metric, to be taken off.
+parent's. What the fakes themselves spend, to let time pass and to answer, is a metric, to be taken off.
 """
 
 import asyncio
+import functools
 import gc
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from carpool_core import metrics
@@ -24,13 +25,16 @@ from carpool_deviceplugin.metrics import AgentCollector
 from carpool_deviceplugin.mps import Mps
 from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
 from carpool_deviceplugin.nvml.devices import NvmlDevices
+from carpool_deviceplugin.nvml.library import NvmlLibrary
 from carpool_deviceplugin.processes import ProcTree
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.testing.agents import until
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.testing.nvml_node import Node, uid
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 GPUS, TENANTS = 8, 8
 NODE = "node-1"
@@ -42,10 +46,42 @@ SPENT = "bench_fakes_seconds_total"
 """The metric of what the fakes spent."""
 
 
+class Spent(Collector):
+    """Processor time of the fakes."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def collect(self) -> Iterable[Metric]:
+        """Show it."""
+        return [CounterMetricFamily(SPENT.removesuffix("_total"), "Processor time of the fakes.", self.seconds)]
+
+
+class CountedNvml:
+    """The fake of NVML, whose own work is counted: a driver's is no part of the agent's either."""
+
+    def __init__(self, library: FakeNvml, spent: Spent) -> None:
+        self._library, self._spent = library, spent
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function = getattr(self._library, name)
+
+        @functools.wraps(function)
+        def counted(*args: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return function(*args)
+            finally:
+                self._spent.seconds += time.thread_time() - began
+
+        setattr(self, name, counted)
+        return counted
+
+
 class CountedKube(FakeKube):
     """The API server in memory, whose own work on writes is counted."""
 
-    def __init__(self, spent: Counter) -> None:
+    def __init__(self, spent: Spent) -> None:
         super().__init__()
         self._spent = spent
 
@@ -61,7 +97,7 @@ class CountedKube(FakeKube):
         """Patch, and count what it took."""
         began = time.thread_time()
         patched = await super().patch(kind, name, patch, namespace=namespace, subresource=subresource)
-        self._spent.inc(time.thread_time() - began)
+        self._spent.seconds += time.thread_time() - began
         return patched
 
 
@@ -84,9 +120,10 @@ def settings_in(root: Path) -> AgentSettings:
 
 async def main(root: Path) -> None:
     """Run until the parent ends it."""
-    node = Node(FakeNvml(["H100"] * GPUS), FakeMpsCommands(), root)
+    node, spent = Node(FakeNvml(["H100"] * GPUS), FakeMpsCommands(), root), Spent()
+    describe_to_containers(root / "cdi", [gpu.uuid for gpu in node.nvml.gpus])
     devices = NvmlDevices(
-        node.nvml,
+        cast("NvmlLibrary", CountedNvml(node.nvml, spent)),
         mps=Mps(node.mps, root / "mps"),
         cdi=NvidiaCdi([root / "cdi"]),
         state_dir=root / "state",
@@ -94,7 +131,7 @@ async def main(root: Path) -> None:
         wall=lambda: node.nvml.now_us / 1e6,
     )
     registry = CollectorRegistry()
-    spent = Counter(SPENT.removesuffix("_total"), "CPU time of the fakes.", registry=registry)
+    registry.register(spent)
     kube = CountedKube(spent)
     kube.seed(NODES, {"metadata": {"name": NODE}})
     kube.seed(GPU_NODES, {"metadata": {"name": NODE}, "spec": {"reservations": _reservations(kube, devices)}})
@@ -146,7 +183,32 @@ def _begin(node: Node, devices: NvmlDevices) -> None:
                 node.start(at, server, "agent", 100)
 
 
-async def _let_time_pass(node: Node, spent: Counter) -> None:
+def describe_to_containers(directory: Path, uuids: list[str]) -> None:
+    """Write NVIDIA's CDI specification, as long as that of a node with so many GPUs."""
+    libraries = [f"/usr/lib/x86_64-linux-gnu/libnvidia-{number}.so.580.95.05" for number in range(40)]
+    mounts = [
+        {"hostPath": path, "containerPath": path, "options": ["ro", "nosuid", "nodev", "rbind", "rprivate"]}
+        for path in libraries
+    ]
+    nodes = [{"path": f"/dev/nvidia{name}"} for name in ("ctl", "-uvm", "-uvm-tools", "-modeset")]
+    devices = [
+        {
+            "name": name,
+            "containerEdits": {"deviceNodes": [{"path": f"/dev/nvidia{at}"}, {"path": f"/dev/dri/card{at}"}]},
+        }
+        for at, uuid in enumerate(uuids)
+        for name in (str(at), uuid)
+    ]
+    edits = {"env": ["NVIDIA_VISIBLE_DEVICES=void"], "deviceNodes": nodes, "mounts": mounts}
+    directory.mkdir()
+    (directory / "nvidia.yaml").write_bytes(
+        msgspec.yaml.encode(
+            {"cdiVersion": "0.5.0", "kind": "nvidia.com/gpu", "devices": devices, "containerEdits": edits}
+        )
+    )
+
+
+async def _let_time_pass(node: Node, spent: Spent) -> None:
     """Kernels run and the driver samples."""
     last = time.monotonic()
     while True:
@@ -154,7 +216,7 @@ async def _let_time_pass(node: Node, spent: Counter) -> None:
         began, now = time.thread_time(), time.monotonic()
         node.nvml.advance(now - last)
         last = now
-        spent.inc(time.thread_time() - began)
+        spent.seconds += time.thread_time() - began
 
 
 if __name__ == "__main__":

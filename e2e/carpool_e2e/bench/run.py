@@ -16,6 +16,7 @@ from carpool_core.settings import KubeSettings
 from rich.console import Console
 
 from carpool_e2e.bench import agent, latency, memory, placement, predictions, stock, throughput
+from carpool_e2e.bench.agent_report import agent_section
 from carpool_e2e.bench.load import Throughput
 from carpool_e2e.bench.placement_report import placement_section
 from carpool_e2e.bench.throughput_report import throughput_section
@@ -47,8 +48,6 @@ def machine() -> str:
 
 def main(console: Console) -> None:
     """Run all benchmarks and write the report."""
-    console.rule("an agent of eight GPUs")
-    cost = agent.measure(console.print)
     console.rule("the way of a job")
     with running(Shape(kubelet_nodes=FULL.kubelet_nodes), console) as cluster:
         timelines = asyncio.run(_latency(cluster, console))
@@ -69,11 +68,18 @@ def main(console: Console) -> None:
         (f"extender, {NODES} nodes × {GPUS} GPUs, {reserved:,} reservations, {JOBS:,} jobs", extender, 150),
         (f"operator, {JOBS} jobs with their pods, without PyTorch", operator, 200),
     ]
-    REPORT.write_text(report(latency.table(timelines), rows, len(timelines), agent.rows(cost)), encoding="utf-8")
+    REPORT.write_text(report(latency.table(timelines), rows, len(timelines)), encoding="utf-8")
+    renew_agent(console)
     predictions.renew(REPORT, console)
     renew_placement(console)
     renew_throughput(console)
     console.print(f"written: {REPORT.relative_to(PROJECT)}")
+
+
+def renew_agent(console: Console) -> None:
+    """Measure what a node agent costs, and put the section into the report."""
+    console.rule("an agent of eight GPUs")
+    _renew(agent_section(agent.measure(console.print)))
 
 
 def renew_placement(console: Console) -> None:
@@ -114,7 +120,7 @@ def verdict(found: float, most: float) -> str:
     return "kept" if found <= most else "missed"
 
 
-def report(steps: list[tuple[str, float, float, float]], memories: list[Row], runs: int, costs: list[Row]) -> str:
+def report(steps: list[tuple[str, float, float, float]], memories: list[Row], runs: int) -> str:
     """Write the report in Markdown."""
     lines = [
         "# Benchmarks",
@@ -136,16 +142,6 @@ def report(steps: list[tuple[str, float, float, float]], memories: list[Row], ru
         "| process | MiB | at most | |",
         "|---|---|---|---|",
         *(f"| {what} | {found:.0f} | {most:.0f} | {verdict(found, most)} |" for what, found, most in memories),
-        "",
-        "## A node agent with eight GPUs and 64 tenants",
-        "",
-        "Eight H100 of the stateful fake of NVML, eight MPS clients each; API server and MPS daemons in memory, the",
-        "kubelet and Prometheus in another process. A real driver's own work is not in the figures, nor is the fakes'.",
-        "The MPS daemon is a script in place of NVIDIA's program.",
-        "",
-        "| what | found | at most | |",
-        "|---|---|---|---|",
-        *(f"| {what} | {found:.3g} | {most:g} | {verdict(found, most)} |" for what, found, most in costs),
         "",
     ]
     return "\n".join(lines)
