@@ -114,6 +114,35 @@ def shipped_upper(pairs: Pairs) -> Numbers:
     return upper_slowdowns(SharingMode.TIME_SLICING, pairs.busy, pairs.busy, pairs.memory, every)[:, 0]
 
 
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """What came of a limit on slowdowns that predictions were held against, for pairs that both accept the same."""
+
+    admitted_percent: float
+    """Share of the pairs that would have shared."""
+    beyond_percent: float
+    """Share of these of which one was slowed beyond the limit."""
+    missed_percent: float
+    """Share of the pairs within the limit that would not have shared."""
+
+
+def admitted(predicted: Numbers, pairs: Pairs, limit: float) -> Admitted:
+    """Say what would have come of a limit.
+
+    Args:
+        predicted: Slowdown of each job of each pair, one after the other, shape (2 * pairs,).
+        pairs: What was measured, in the same order.
+        limit: Slowdown that everybody accepts.
+    """
+    would = (predicted.reshape(-1, 2) <= limit).all(axis=1)
+    within = (pairs.slowdown.reshape(-1, 2) <= limit).all(axis=1)
+    return Admitted(
+        admitted_percent=100 * float(would.mean()),
+        beyond_percent=100 * float((would & ~within).sum() / max(1, would.sum())),
+        missed_percent=100 * float((within & ~would).sum() / max(1, within.sum())),
+    )
+
+
 def bard(pairs: Pairs) -> Numbers:
     """Bard's approximate mean-value analysis, in which a tenant meets its neighbours as slow as it makes them."""
     busy = pairs.busy

@@ -21,6 +21,8 @@ UPPER = "shipped: learned on Gavel, upper quantile"
 IN_GAVEL = frozenset({"ResNet18"})
 """Lucid's architectures that Gavel measured, too."""
 TENANTS = (2, 3, 4, 5, 6)
+LIMITS = (1.1, 1.2, 1.5)
+"""Of jobs, for the table of what is held against them; 1.5 is the default."""
 DRAWS = 200
 SEED = 0
 
@@ -160,7 +162,23 @@ def _judged(pairs: Pairs, new: Pairs, scores: Mapping[str, Score], unseen: Mappi
         "",
         "![predicted over measured](figures/slowdown-predicted.svg)",
         "",
+        "What a limit that both jobs of a pair accept comes to, by which prediction it is held against "
+        "(the scheduler's setting `slowdownQuantile`):",
+        "",
+        "| limit | held against | pairs that share | of these beyond the limit | pairs within it that do not share |",
+        "|---|---|---|---|---|",
+        *(
+            _limited(limit, name, slowdown_lucid.admitted(predicted, pairs, limit))
+            for limit in LIMITS
+            for name, predicted in (("median", median), ("upper", upper))
+        ),
+        "",
     ]
+
+
+def _limited(limit: float, name: str, found: slowdown_lucid.Admitted) -> str:
+    cells = (found.admitted_percent, found.beyond_percent, found.missed_percent)
+    return f"| {limit:g} | {name} | {' | '.join(f'{cell:.1f}%' for cell in cells)} |"
 
 
 def _row(name: str, one: Score, unseen: Score | None) -> str:

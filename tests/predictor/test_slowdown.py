@@ -181,6 +181,15 @@ def test_lucid_is_scored_in_both_directions(tmp_path):
     assert (sure.found_percent, sure.right_percent) == (100.0, 50.0)
 
 
+def test_what_a_limit_comes_to_is_counted_by_pairs():
+    of = [(1.0, 1.0), (1.3, 1.0), (1.0, 1.1), (1.0, 1.4)]
+    pairs = slowdown_lucid.Pairs(*([np.zeros((8, 2))] * 2), *([np.array(of).ravel()] * 2), [], [])
+    told = np.array([(1.0, 1.0), (1.1, 1.0), (1.0, 1.3), (1.5, 1.5)]).ravel()
+    found = slowdown_lucid.admitted(told, pairs, 1.2)
+    assert (found.admitted_percent, found.beyond_percent, found.missed_percent) == (50.0, 50.0, 50.0)
+    assert slowdown_lucid.admitted(told, pairs, 9.0) == slowdown_lucid.Admitted(100.0, 0.0, 0.0)
+
+
 @pytest.mark.parametrize(("read", "name"), [(slowdown_gavel.read, "gavel"), (slowdown_lucid.read, "lucid")])
 def test_missing_measurements_are_named(tmp_path, read, name):
     with pytest.raises(DataError, match=f"expected .*{name}"):
