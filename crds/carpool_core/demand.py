@@ -55,8 +55,10 @@ class Demand:
         memory = self.memory_limit_mib
         if predicted is None:
             return TenantProfile(memory_mib=memory, max_slowdown=self.max_slowdown, tenancy=self.tenancy)
+        if memory is None and predicted.memory.trusted:
+            memory = predicted.memory.upper_mib
         return TenantProfile(
-            memory_mib=predicted.memory.upper_mib if memory is None else memory,
+            memory_mib=memory,
             gpu_util_percent=predicted.activity.gpu_util_percent.median,
             sm_active_ratio=predicted.activity.sm_active_ratio.median,
             dram_active_ratio=predicted.activity.dram_active_ratio.median,

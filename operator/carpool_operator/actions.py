@@ -5,6 +5,8 @@ from typing import Any, Literal
 
 from carpool_core.resources.job import JobStatus
 
+from carpool_operator.lessons import Lesson
+
 
 @dataclass(frozen=True, slots=True)
 class WriteStatus:
@@ -79,8 +81,24 @@ class Predict:
     products: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Learn:
+    """Take what an attempt showed into the calibration; the job is reconciled again when that is kept for good."""
+
+    lesson: Lesson
+
+
 Action = (
-    CheckTemplate | WriteStatus | CreateService | CreatePod | DeletePod | EndUnseen | DeleteJob | RecordEvent | Predict
+    CheckTemplate
+    | WriteStatus
+    | CreateService
+    | CreatePod
+    | DeletePod
+    | EndUnseen
+    | DeleteJob
+    | RecordEvent
+    | Predict
+    | Learn
 )
 
 

@@ -1,6 +1,7 @@
 """The operator as a whole: what it hears, the queue between, what it does. Tests build it as `__main__` does."""
 
 import asyncio
+from collections.abc import Sequence
 from importlib.metadata import version
 
 import msgspec
@@ -20,12 +21,16 @@ from carpool_predictor.source import Tracer, input_digest
 
 from carpool_operator.actions import Predict
 from carpool_operator.caches import Fleet, Jobs, Pods, key_of, version_of
+from carpool_operator.calibration_map import CalibrationMap
 from carpool_operator.creator import Superseded
+from carpool_operator.learner import Learner
+from carpool_operator.learning import peak_of, sample_of
+from carpool_operator.lessons import Knowledge
 from carpool_operator.metrics import Metrics
 from carpool_operator.performer import Performer
 from carpool_operator.placement import without_reservation
 from carpool_operator.predicting import products_of
-from carpool_operator.predictions import Predictions
+from carpool_operator.predictions import Learned, Marks, Predictions
 from carpool_operator.recollection import Recollection
 from carpool_operator.reconcile import reconcile
 from carpool_operator.settings import OperatorSettings
@@ -47,22 +52,36 @@ class Operator:
         self.jobs = Jobs(self.queue.add)
         self.pods = Pods(self.queue.add)
         self.fleet = Fleet(self.queue.add, lambda key: self.queue.add_after(key, NEWS_S), self.pods, self.jobs)
-        self.metrics = Metrics(version("carpool"), lambda: self.jobs)
+        self.metrics = Metrics(version("carpool"), lambda: self.jobs, lambda: self.learner.calibration)
         self.predictions = Predictions(
             tracer,
             clock,
             wake=self.queue.add,
             took=self.metrics.prediction_seconds.observe,
             traces_at_once=settings.traces,
+            learned=Learned(
+                calibration=lambda: self.learner.calibration,
+                marks=lambda *asked: self.learner.marks(*asked),
+                is_strict=not settings.share_unmeasured,
+            ),
+        )
+        events = EventRecorder(api, clock, "carpool-operator")
+        place = settings.calibration_place
+        self.learner = Learner(
+            None if place is None else CalibrationMap(api, *place),
+            asked=self.predictions.asked,
+            wake=self.queue.add,
+            events=events,
         )
         self._recollection = Recollection()
         self._performer = Performer(
             api,
             clock,
-            events=EventRecorder(api, clock, "carpool-operator"),
+            events=events,
             jobs=self.jobs,
             recollection=self._recollection,
             predictions=self.predictions,
+            learner=self.learner,
         )
         self.pod_reflectors = [
             Reflector(
@@ -120,13 +139,14 @@ class Operator:
         unreserved = without_reservation(JobUid(job.metadata.uid), pods, nodes)
         digest = input_digest(job.spec.model, job.spec.training)
         products = products_of(job, self.fleet.products)
+        marks = self.predictions.marks(job.spec, digest, products)
         recorded = job.status.attempts[-1].pod_uids if job.status.attempts else ()
         return Snapshot(
             job=job,
             now=self._clock.now(),
             digest=digest,
             products=products,
-            prediction=self.predictions.get(key, digest, products),
+            prediction=self.predictions.get(key, digest, products, marks),
             model_version=model_version(),
             retry_in_s=self.predictions.retry_in(digest),
             traces_ahead=self.predictions.ahead(digest),
@@ -139,6 +159,21 @@ class Operator:
             nodes=nodes,
             inventory=self.fleet.inventory,
             backoff=self._settings.backoff,
+            knowledge=self._knowledge(job, key, pods, nodes, marks, now) if self.learner.is_on else Knowledge(),
+        )
+
+    def _knowledge(
+        self, job: GpuTrainingJob, key: str, pods: Sequence[Pod], nodes: Sequence[GpuNode], marks: Marks, now: float
+    ) -> Knowledge:
+        latest = job.status.attempts[-1:]
+        samples = [sample_of(job, attempt) for attempt in latest]
+        peak = max([peak_of(pods, nodes), *(attempt.peak_memory_mib for attempt in latest)])
+        return Knowledge(
+            is_on=True,
+            told=self._recollection.told(key),
+            learned=frozenset(sample for sample in samples if self.learner.has_learned(sample)),
+            steady_s=self._recollection.steady_for(key, (samples, peak), now),
+            marks=marks,
         )
 
     async def look(self, key: str) -> None:
@@ -217,7 +252,9 @@ class Operator:
         Args:
             started: Set once every task of the operator exists, so that who stops tasks can tell them from others.
         """
+        await self.learner.load()
         async with asyncio.TaskGroup() as group:
+            group.create_task(self.learner.run(), name="learner")
             for reflector in self.pod_reflectors:
                 group.create_task(reflector.run(), name="pods")
             group.create_task(self.node_reflector.run(), name="gpunodes")
@@ -230,6 +267,7 @@ class Operator:
     async def close(self) -> None:
         """Let go of what runs in the background."""
         await self.predictions.close()
+        self.learner.close()
 
     async def _work(self) -> None:
         for reflector in self.pod_reflectors:

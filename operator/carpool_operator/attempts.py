@@ -57,6 +57,11 @@ def with_pods(attempt: Attempt, pods: Iterable[Pod]) -> Attempt:
     return msgspec.structs.replace(attempt, outcome=RUNNING, pod_uids=uids)
 
 
+def measured(attempt: Attempt, peak_mib: int) -> Attempt:
+    """Record the largest memory that was seen of an attempt; it never falls."""
+    return msgspec.structs.replace(attempt, peak_memory_mib=max(attempt.peak_memory_mib, peak_mib))
+
+
 def with_attempt(status: JobStatus, attempt: Attempt) -> JobStatus:
     """Put an attempt in its place among the attempts, of which the latest ten are kept, and pods of the latest only."""
     others = [

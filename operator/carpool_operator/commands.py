@@ -7,7 +7,7 @@ import click
 from carpool_core import logs
 from carpool_core.kube.config import KubeConfigError
 from carpool_core.kube.errors import KubeError
-from carpool_core.settings import click_options
+from carpool_core.settings import SettingsError, click_options
 
 from carpool_operator.serve import NotInstalledError, serve
 from carpool_operator.settings import OperatorSettings
@@ -22,5 +22,5 @@ def operator(settings: OperatorSettings) -> None:
     logging.getLogger("kopf.objects").setLevel(logging.WARNING)
     try:
         asyncio.run(serve(settings))
-    except (NotInstalledError, KubeConfigError, KubeError) as error:
+    except (NotInstalledError, KubeConfigError, KubeError, SettingsError) as error:
         raise click.ClickException(str(error)) from error

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from carpool_core.metrics import build_info
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.values import JobState
+from carpool_predictor.calibration import Calibration
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -25,10 +26,54 @@ class _JobStates(Collector):
         yield family
 
 
+class _Calibration(Collector):
+    """Tells when it is scraped what was learned, by stack."""
+
+    def __init__(self, calibration: Callable[[], Calibration | None]) -> None:
+        self._calibration = calibration
+
+    def collect(self) -> Iterator[Metric]:
+        known = self._calibration()
+        in_use = GaugeMetricFamily(
+            "carpool_operator_calibration_in_use",
+            "1 where predictions use what was learned; 0 where learning is off, or its ConfigMap cannot be read.",
+        )
+        in_use.add_metric([], known is not None)
+        yield in_use
+        labels = ["product", "precision", "driver"]
+        jobs = GaugeMetricFamily(
+            "carpool_operator_calibration_jobs", "Different jobs that a stack was learned from.", labels=labels
+        )
+        runs = GaugeMetricFamily(
+            "carpool_operator_calibration_runs", "Runs of a stack that were taken in, ever.", labels=labels
+        )
+        refused = GaugeMetricFamily(
+            "carpool_operator_calibration_refused_runs", "Runs that cannot be right, ever.", labels=labels
+        )
+        coverage = GaugeMetricFamily(
+            "carpool_operator_calibration_coverage_ratio",
+            "Share of a stack's last 100 judged runs whose memory lay under the bound; absent before the first.",
+            labels=labels,
+        )
+        for state in known.stacks if known is not None else ():
+            of = [state.stack.product, state.stack.precision.value, state.stack.driver]
+            jobs.add_metric(of, state.jobs)
+            runs.add_metric(of, state.seen)
+            refused.add_metric(of, state.refused)
+            if state.coverage is not None:
+                coverage.add_metric(of, state.coverage)
+        yield from (jobs, runs, refused, coverage)
+
+
 class Metrics:
     """The operator's metrics in a registry of their own."""
 
-    def __init__(self, version: str, jobs: Callable[[], Iterable[GpuTrainingJob]]) -> None:
+    def __init__(
+        self,
+        version: str,
+        jobs: Callable[[], Iterable[GpuTrainingJob]],
+        calibration: Callable[[], Calibration | None] = lambda: None,
+    ) -> None:
         self.registry = CollectorRegistry()
         build_info(self.registry, "operator", version)
         self.reconcile_seconds = Histogram(
@@ -50,3 +95,4 @@ class Metrics:
             buckets=(0.001, 0.01, 0.1, 1, 2.5, 5, 10, 30, 60, 120),
         )
         self.registry.register(_JobStates(jobs))
+        self.registry.register(_Calibration(calibration))

@@ -14,6 +14,8 @@ _DISRUPTIONS = frozenset(
 """Reasons of the condition DisruptionTarget that come from outside. TerminationByKubelet is not one of them: there the
 pod itself used up what the node had."""
 
+GPU_OUT_OF_MEMORY = "GpuOutOfMemory"
+
 POD_DELETED = "PodDeleted"
 
 NO_RESERVATION = "NoReservation"
@@ -78,7 +80,7 @@ def _container_failed(pod: Pod) -> Outcome | None:
     where = f"container {name} of pod {pod.metadata.name}"
     said = f": {_tail(ended.message)}" if ended.message.strip() else ""
     if any(words in ended.message for words in _GPU_OOM_WORDS):
-        return Outcome("GpuOutOfMemory", f"{where} ran out of GPU memory (exit code {ended.exit_code}){said}", True)
+        return Outcome(GPU_OUT_OF_MEMORY, f"{where} ran out of GPU memory (exit code {ended.exit_code}){said}", True)
     if ended.reason == "OOMKilled":
         sentence = (
             f"{where} was killed for exceeding its limit of the host's memory, not the GPU's; raise limits.memory"

@@ -21,6 +21,7 @@ from carpool_operator.actions import (
     DeleteJob,
     DeletePod,
     EndUnseen,
+    Learn,
     Predict,
     RecordEvent,
     WriteStatus,
@@ -28,6 +29,7 @@ from carpool_operator.actions import (
 from carpool_operator.caches import Jobs, key_of
 from carpool_operator.creator import Creator, ForeignPodError, Superseded
 from carpool_operator.impostors import foreign
+from carpool_operator.learner import Learner
 from carpool_operator.patches import merge_patch
 from carpool_operator.predictions import Predictions
 from carpool_operator.recollection import Recollection
@@ -63,8 +65,10 @@ class Performer:
         jobs: Jobs,
         recollection: Recollection,
         predictions: Predictions,
+        learner: Learner,
     ) -> None:
         self._api, self._events, self._jobs, self._predictions = api, events, jobs, predictions
+        self._learner, self._recollection = learner, recollection
         self._creator = Creator(api, clock, recollection)
         self._log = structlog.get_logger()
 
@@ -98,6 +102,9 @@ class Performer:
                 await self._record(job, action)
             case Predict(digest, products):
                 self._predictions.request(key_of(job), job.spec, digest, products)
+            case Learn(lesson):
+                self._learner.offer(job, lesson)
+                self._recollection.lesson_told(key_of(job), lesson.stage)
 
     async def _write_status(self, job: GpuTrainingJob, status: JobStatus) -> None:
         namespace, name = job.metadata.namespace, job.metadata.name

@@ -11,6 +11,8 @@ from carpool_core.values import RequestedMode, SharingMode
 
 from carpool_operator.actions import Predict
 from carpool_operator.draft import Draft
+from carpool_operator.lessons import mark
+from carpool_operator.outcomes import GPU_OUT_OF_MEMORY
 from carpool_operator.snapshot import Snapshot
 from carpool_operator.trace_queue import MOST_TOLD
 
@@ -36,6 +38,21 @@ def is_current(prediction: Prediction | None, snapshot: Snapshot) -> bool:
     if prediction.model_version != snapshot.model_version:
         return False
     return prediction.outcome == "Abstained" or set(snapshot.products) <= {p.product for p in prediction.products}
+
+
+def _is_outdated(prediction: Prediction | None, snapshot: Snapshot) -> bool:
+    """Whether much was learned since a prediction; that of an attempt that has its place stays what it was."""
+    status, known = snapshot.job.status, snapshot.knowledge
+    if prediction is None or prediction.outcome == "Abstained" or prediction == snapshot.prediction:
+        return False
+    last = status.attempts[-1] if status.attempts else None
+    if last is not None and last.ended_at is None and status.placement:
+        return False
+    if known.is_on and not known.marks:
+        # This process does not know the job's size yet. What the last attempt died of is worth finding out.
+        return last is not None and last.outcome == GPU_OUT_OF_MEMORY
+    told = {p.product: mark(p.memory.learned_jobs, p.memory.learned_runs) for p in prediction.products}
+    return any(told.get(product, found) != found for product, found in known.marks.items())
 
 
 def _may_improve(draft: Draft, prediction: Prediction | None) -> bool:
@@ -83,6 +100,16 @@ def _tracing(what: str, ahead: int) -> tuple[str, str]:
     return "TraceQueued", f"{what} waits to be traced, after {number} {models}"
 
 
+def _renew(draft: Draft) -> bool:
+    """Predict again with what was learned; return whether that is done, for which the next attempt waits."""
+    snapshot = draft.snapshot
+    if snapshot.prediction is None:
+        draft.then(Predict(snapshot.digest, snapshot.products))
+        return False
+    _keep(draft, snapshot.prediction)
+    return True
+
+
 def predict(draft: Draft) -> bool:
     """Bring the prediction into the status or have it computed.
 
@@ -92,7 +119,7 @@ def predict(draft: Draft) -> bool:
     snapshot = draft.snapshot
     known, fresh = draft.status.prediction, snapshot.prediction
     if is_current(known, snapshot) and not _may_improve(draft, known):
-        return True
+        return not _is_outdated(known, snapshot) or _renew(draft)
     if fresh is not None and fresh != known:
         _keep(draft, fresh)
         known = fresh
@@ -120,9 +147,19 @@ def why_alone(demand: Demand, places: Sequence[WorkerPlacement]) -> str | None:
         return f"runs alone on its GPU (Exclusive), because its memory is unknown: {demand.prediction.message}"
     alone = {hardware_name(place.product) for place in places if place.mode is SharingMode.EXCLUSIVE}
     unknown = sorted(name for name in alone if demand.prediction_on(name) is None)
-    if demand.mode is RequestedMode.EXCLUSIVE or not unknown:
+    if demand.mode is not RequestedMode.EXCLUSIVE and not unknown:
+        untrusted = sorted(name for name in alone if demand.profile_on(name).memory_mib is None)
+        return _why_untrusted(untrusted) if untrusted else None
+    if demand.mode is RequestedMode.EXCLUSIVE:
         return None
     return (
         f"runs alone on its GPU (Exclusive), because nothing was predicted for GPU product {', '.join(unknown)}: "
         "give spec.memory.limit to let it share such a GPU, or spec.gpu.product to choose another"
+    )
+
+
+def _why_untrusted(products: Sequence[str]) -> str:
+    return (
+        f"runs alone on its GPU (Exclusive), because too little like it was measured on {', '.join(products)}: jobs "
+        "that run there calibrate the next ones; give spec.memory.limit to let it share all the same"
     )

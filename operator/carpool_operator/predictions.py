@@ -4,6 +4,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import msgspec
@@ -14,9 +15,11 @@ from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import JobSpec
 from carpool_core.resources.prediction import Prediction
 from carpool_predictor.abstention import Abstention
-from carpool_predictor.estimator import model_version, predict
-from carpool_predictor.source import Tracer, features_of
+from carpool_predictor.calibration import Calibration
+from carpool_predictor.estimator import Job, model_version, predict, prepare
+from carpool_predictor.source import Tracer, features_of, input_digest
 
+from carpool_operator.lessons import model_name
 from carpool_operator.predicting import TRANSIENT
 from carpool_operator.trace_queue import TraceQueue
 
@@ -28,8 +31,26 @@ V = TypeVar("V")
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 600.0, 6 * 3600.0
 """A trace that times out takes minutes from those that wait: tries are ten minutes apart, then ever farther."""
 
-Input = tuple[str, tuple[str, ...]]
-"""Digest of model and training, and the products."""
+Marks = dict[str, tuple[int, int]]
+"""For each product how much a prediction is calibrated from; see `learning.mark`."""
+
+Input = tuple[str, tuple[str, ...], tuple[tuple[str, tuple[int, int]], ...]]
+"""Digest of model and training, the products, and how much was known of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """How predictions come by what was learned."""
+
+    calibration: Callable[[], Calibration | None] = lambda: None
+    """What was learned; None: predictions are as shipped."""
+    marks: Callable[[JobSpec, tuple[str, ...], float | None], Marks] = lambda _spec, _products, _size: {}
+    """How much a prediction of a job, of that size in MiB, would be calibrated from."""
+    is_strict: bool = True
+    """Whether jobs run alone where nothing was measured, as long as something is learned at all."""
+
+
+AS_SHIPPED = Learned()
 
 
 class _Recent(Generic[V]):
@@ -48,6 +69,10 @@ class _Recent(Generic[V]):
         self._values[key] = value
         while len(self._values) > self._limit:
             self._values.popitem(last=False)
+
+
+def _input(digest: str, products: tuple[str, ...], marks: Marks) -> Input:
+    return digest, products, tuple(sorted(marks.items()))
 
 
 def known_products(names: tuple[str, ...]) -> list[GpuProduct]:
@@ -72,8 +97,11 @@ class Predictions:
         wake: Callable[[str], None],
         took: Callable[[float], None],
         traces_at_once: int = 1,
+        learned: Learned = AS_SHIPPED,
     ) -> None:
         self._tracer, self._clock, self._wake, self._took = tracer, clock, wake, took
+        self._learned = learned
+        self._sizes: _Recent[float] = _Recent(_KEPT)
         self._queue = TraceQueue(tracer, traces_at_once, self._moved)
         self._results: _Recent[Prediction] = _Recent(_KEPT)
         self._features: _Recent[ModelFeatures | Abstention] = _Recent(_KEPT)
@@ -84,10 +112,16 @@ class Predictions:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="predict")
         self._log = structlog.get_logger()
 
-    def get(self, key: str, digest: str, products: tuple[str, ...]) -> Prediction | None:
+    def marks(self, spec: JobSpec, digest: str, products: tuple[str, ...]) -> Marks:
+        """Say how much a prediction of a job would be calibrated from by now; empty where nobody knows."""
+        return self._learned.marks(spec, products, self._sizes.get(digest))
+
+    def get(self, key: str, digest: str, products: tuple[str, ...], marks: Marks | None = None) -> Prediction | None:
         """Return the prediction that a job asked for, once it was computed, or that another like it asked for."""
+        asked = _input(digest, products, marks or {})
         wanted, ready = self._ready.get(key, (None, None))
-        return ready if wanted == (digest, products) else self._results.get((digest, products))
+        # What a job asked for is newer than what was known when it asked.
+        return ready if wanted is not None and wanted[:2] == asked[:2] else self._results.get(asked)
 
     def retry_in(self, digest: str) -> float:
         """Seconds until an input may be tried again that was abstained from for the moment; 0: now."""
@@ -101,7 +135,7 @@ class Predictions:
 
     def _moved(self, digests: list[str]) -> None:
         """Wake the jobs whose models have come nearer to being traced, so that they say so."""
-        for (digest, _), keys in self._waiting.items():
+        for (digest, _, _), keys in self._waiting.items():
             if digest in digests:
                 for key in keys:
                     self._wake(key)
@@ -112,12 +146,12 @@ class Predictions:
 
     def request(self, key: str, spec: JobSpec, digest: str, products: tuple[str, ...]) -> None:
         """Have a prediction computed, keep it for the job `key` until it is forgotten, and wake the job."""
-        wanted = (digest, products)
+        wanted = _input(digest, products, self.marks(spec, digest, products))
         if wanted in self._waiting:
             self._waiting[wanted].add(key)
             return
         self._waiting[wanted] = {key}
-        task = asyncio.create_task(self._compute(spec, digest, products), name=f"predict {key}")
+        task = asyncio.create_task(self._compute(spec, wanted), name=f"predict {key}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -134,7 +168,8 @@ class Predictions:
         await self._queue.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _compute(self, spec: JobSpec, digest: str, products: tuple[str, ...]) -> None:
+    async def _compute(self, spec: JobSpec, wanted: Input) -> None:
+        digest, products, _ = wanted
         began = self._clock.monotonic()
         try:
             result = await self._predict(spec, digest, products)
@@ -149,16 +184,33 @@ class Predictions:
         if result.reason in TRANSIENT:
             tries, _ = self._tries.get(digest) or (0, 0.0)
             self._tries.put(digest, (tries + 1, self._clock.monotonic()))
-        self._results.put((digest, products), result)
-        for key in self._waiting.pop((digest, products), ()):
+        self._results.put(_input(digest, products, self.marks(spec, digest, products)), result)
+        for key in self._waiting.pop(wanted, ()):
             # For each job: in a burst, recent results are overwritten before their jobs have their turn.
-            self._ready[key] = ((digest, products), result)
+            self._ready[key] = (wanted, result)
             self._wake(key)
 
     async def _predict(self, spec: JobSpec, digest: str, products: tuple[str, ...]) -> Prediction:
         features = await self._features_of(spec, digest)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, predict, features, spec.training, known_products(products))
+        calibration = self._learned.calibration()
+        if isinstance(job := prepare(features, spec.training), Job):
+            self._sizes.put(digest, job.reserved_mib)
+
+        def compute() -> Prediction:
+            return predict(
+                features,
+                spec.training,
+                known_products(products),
+                calibration,
+                model_name(spec.model),
+                is_strict=self._learned.is_strict and calibration is not None,
+            )
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, compute)
+
+    async def asked(self, spec: JobSpec) -> Job | Abstention:
+        """Return what the predictor is asked of a job, whatever was learned."""
+        return prepare(await self._features_of(spec, input_digest(spec.model, spec.training)), spec.training)
 
     async def _features_of(self, spec: JobSpec, digest: str) -> ModelFeatures | Abstention:
         model = spec.model

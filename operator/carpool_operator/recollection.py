@@ -18,6 +18,24 @@ class Recollection:
         self._made: dict[str, set[str]] = {}
         self._refused: dict[str, tuple[Refusal, float]] = {}
         self._unreserved: dict[str, dict[str, float]] = {}
+        self._peaks: dict[str, tuple[object, float]] = {}
+        self._told: dict[str, set[str]] = {}
+
+    def steady_for(self, key: str, peak: object, now: float) -> float:
+        """Remember the peak of a job's attempt; return for how many seconds it has not moved."""
+        known, since = self._peaks.get(key, (None, now))
+        if known != peak:
+            since = now
+        self._peaks[key] = (peak, since)
+        return now - since
+
+    def told(self, key: str) -> frozenset[str]:
+        """Stages of the lessons that a job has told."""
+        return frozenset(self._told.get(key, ()))
+
+    def lesson_told(self, key: str, stage: str) -> None:
+        """Remember that a job has told a lesson."""
+        self._told.setdefault(key, set()).add(stage)
 
     def created(self, key: str, now: float) -> frozenset[str]:
         """Names of the job's pods that were created a moment ago."""
@@ -84,5 +102,6 @@ class Recollection:
 
     def forget(self, key: str) -> None:
         """Forget a job that is gone."""
-        for known in (self._created, self._checked, self._made, self._refused, self._unreserved):
+        held = (self._created, self._checked, self._made, self._refused, self._unreserved, self._peaks, self._told)
+        for known in held:
             known.pop(key, None)

@@ -14,7 +14,7 @@ from carpool_core.demand import Demand, demand_of
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.job import Attempt
 
-from carpool_operator import attempts, conditions, placement, rendezvous, reports, run_policy
+from carpool_operator import attempts, conditions, learning, placement, rendezvous, reports, run_policy
 from carpool_operator.actions import CheckTemplate, CreatePod, CreateService, Decision, DeleteJob
 from carpool_operator.draft import Draft
 from carpool_operator.impostors import without_impostors
@@ -28,6 +28,9 @@ from carpool_operator.unseen import STILL_THERE, end_unseen
 CREATED_AGAIN_AFTER_S = 5.0
 """How long a created pod may stay unheard of before it is created again (which its name makes harmless)."""
 
+LEARNED_AGAIN_AFTER_S = 1.0
+"""When a job is looked at again that waits until it is learned what its last attempt died of."""
+
 REFUSED_AGAIN_AFTER_S = 15.0
 """When a pod is tried again that was refused for a reason outside of the job (a quota, a name that is taken)."""
 
@@ -37,9 +40,10 @@ def reconcile(snapshot: Snapshot) -> Decision:
     if snapshot.job.metadata.deletion_timestamp is not None:
         return Decision()
     draft = without_impostors(snapshot)
-    if conditions.is_finished(draft.status):
-        return _after_end(draft)
     attempt = attempts.present(draft.status)
+    if conditions.is_finished(draft.status):
+        learning.tell(draft, attempt, [])
+        return _after_end(draft)
     if _is_hopeless(draft, attempt):
         return draft.decision()
     is_predicted = predict(draft)
@@ -48,7 +52,10 @@ def reconcile(snapshot: Snapshot) -> Decision:
     if attempt is not None and attempt.ended_at is None:
         places = placement.placements(snapshot.job, pods, snapshot.nodes)
         draft.set(placement=places, observed=placement.observed(draft.job, pods, snapshot.nodes, places))
+        attempt = attempts.measured(attempt, learning.peak_of(pods, snapshot.nodes))
+        draft.status = attempts.with_attempt(draft.status, attempt)
     _continue(draft, attempt, pods, is_predicted=is_predicted)
+    learning.tell(draft, attempt, pods)
     return draft.decision(is_current=is_predicted)
 
 
@@ -162,6 +169,9 @@ def _begin(draft: Draft, demand: Demand) -> None:
     if snapshot.refusal is not None and snapshot.refusal.reason == STILL_THERE:
         draft.condition(keys.CONDITION_PLACED, "False", "WaitingForPods", snapshot.refusal.message)
         draft.requeue_after(REFUSED_AGAIN_AFTER_S)
+        return
+    if learning.is_awaited(draft, last):
+        draft.requeue_after(LEARNED_AGAIN_AFTER_S)
         return
     never = never_fits(demand, snapshot.inventory)
     if never is not None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from carpool_core.settings import KubeSettings, LogSettings, metrics_port, setting
+from carpool_core.settings import KubeSettings, LogSettings, SettingsError, metrics_port, setting
 from carpool_predictor.source import TraceLimits
 
 from carpool_operator.attempts import Backoff
@@ -59,6 +59,37 @@ class OperatorSettings:
         env="CARPOOL_BACKOFF_MOST_SECONDS",
         help="Longest wait before a restart, in seconds.",
     )
+
+    calibration: str = setting(
+        "",
+        flag="--calibration",
+        env="CARPOOL_CALIBRATION",
+        help="ConfigMap, as NAMESPACE/NAME, in which the operator keeps what jobs that ran taught of the memory of "
+        "others; nothing is learned, and predictions are as shipped, where empty.",
+    )
+    share_unmeasured: bool = setting(
+        False,
+        flag="--share-unmeasured",
+        env="CARPOOL_SHARE_UNMEASURED",
+        help="Whether jobs share GPUs of a product, in a precision, of which too little was measured; otherwise they "
+        "run alone there until some have been. Where nothing is learned they always share, with a wider bound.",
+    )
+
+    @property
+    def calibration_place(self) -> tuple[str, str] | None:
+        """Namespace and name of the ConfigMap; None where nothing is learned.
+
+        Raises:
+            SettingsError: It is not of the form NAMESPACE/NAME.
+        """
+        if not self.calibration:
+            return None
+        namespace, slash, name = self.calibration.partition("/")
+        if not (namespace and slash and name) or "/" in name:
+            raise SettingsError(
+                f"CARPOOL_CALIBRATION: expected NAMESPACE/NAME of a ConfigMap, or nothing, found {self.calibration!r}"
+            )
+        return namespace, name
 
     @property
     def trace_limits(self) -> TraceLimits:

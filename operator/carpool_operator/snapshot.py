@@ -11,6 +11,7 @@ from carpool_core.resources.prediction import Prediction
 
 from carpool_operator.attempts import Backoff
 from carpool_operator.inventory import Inventory
+from carpool_operator.lessons import Knowledge
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +59,5 @@ class Snapshot:
     inventory: Inventory = field(default_factory=dict)
     """The nodes of the cluster, by what GPUs they have."""
     backoff: Backoff = field(default_factory=Backoff)
+    knowledge: Knowledge = field(default_factory=Knowledge)
+    """What this process has learned, as far as it concerns the job."""

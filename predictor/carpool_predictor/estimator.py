@@ -1,13 +1,15 @@
 """Predicts memory, activity and step time from features. Pure, without PyTorch or NumPy; microseconds a product."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
+import msgspec
 from carpool_core.products import GpuProduct, find_product
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import Training
 from carpool_core.resources.prediction import MemoryPrediction, Prediction, ProductPrediction
+from carpool_core.values import MIB
 
 from carpool_predictor import activity, step_time
 from carpool_predictor.abstention import Abstention
@@ -23,6 +25,7 @@ from carpool_predictor.memory import (
     predict_memory,
     shipped,
 )
+from carpool_predictor.recalling import Recalled, recall, with_activity, with_memory
 
 __all__ = ["Abstention", "Job", "OnProduct", "model_version", "predict", "prepare"]
 
@@ -62,20 +65,38 @@ class Job:
     """Its step at its batch size."""
     model: MemoryModel
     corrected: Corrected
+    jobs: int = 0
+    """Jobs that the line of its stack was learned from; 0: as shipped."""
+    recalled: Recalled | None = None
+    """What earlier runs of it showed on that stack."""
 
-    def calibrated(self, calibration: Calibration | None, product: GpuProduct) -> "Job":
-        """Return the job as the stack of a product sees it; the same one where nothing was learned of that stack."""
-        if calibration is None:
+    @property
+    def reserved_mib(self) -> float:
+        """What the simulated allocator holds."""
+        return max(self.cost.reserved_bytes / MIB, 1.0)
+
+    def calibrated(self, calibration: Calibration | None, product: GpuProduct, name: str = "") -> "Job":
+        """Return the job as the stack of a product sees it; the same one where nothing was learned of that stack.
+
+        Args:
+            calibration: What jobs that ran taught.
+            product: The product.
+            name: Name or digest of the model, under which its runs were observed.
+        """
+        precision = self.training.precision
+        state = None if calibration is None else calibration.best(product.name, precision)
+        if calibration is None or state is None:
             return self
-        model = model_for(calibration, product, self.training.precision, self.model)
-        if model is self.model:
-            return self
-        corrected = correct(model, self.features, self.cost, self.training.batch_size)
-        return Job(self.features, self.training, self.cost, model, corrected)
+        model = model_for(calibration, product, precision, self.model)
+        corrected = self.corrected
+        if model is not self.model:
+            corrected = correct(model, self.features, self.cost, self.training.batch_size)
+        recalled = recall(calibration, product, precision, name, self.reserved_mib) if name else None
+        return replace(self, model=model, corrected=corrected, jobs=state.learned_from, recalled=recalled)
 
     def memory_on(self, product: GpuProduct) -> MemoryPrediction:
         """Predict memory alone."""
-        return predict_memory(
+        found = predict_memory(
             self.cost,
             self.features.layers,
             self.model,
@@ -83,19 +104,35 @@ class Job:
             calibrated=is_calibrated(self.model, product, self.training.precision),
             context_difference_mib=context_mib(product) - _context_mib(self.model.product),
         )
+        if self.recalled is None:
+            return msgspec.structs.replace(found, learned_jobs=self.jobs) if self.jobs else found
+        found = with_memory(found, self.recalled, self.corrected.correction)
+        return msgspec.structs.replace(
+            found, learned_jobs=self.jobs, learned_runs=self.recalled.known, trusted=not self.recalled.is_lost
+        )
 
-    def on(self, product: GpuProduct) -> OnProduct:
-        """Predict memory, activity and step time."""
+    def on(self, product: GpuProduct, *, is_strict: bool = False) -> OnProduct:
+        """Predict memory, activity and step time.
+
+        Args:
+            product: The product.
+            is_strict: Whether memory is trusted only where jobs were measured on such a stack.
+        """
         layers, precision = self.features.layers, self.training.precision
         busy = activity.activity_on(self.features, self.cost, self.training, product)
         time = step_time.step_time_on(self.cost, product, precision, convolutional=layers.convolution > layers.linear)
+        recalled = self.recalled
+        is_measured = is_calibrated(self.model, product, precision) or (recalled is not None and recalled.runs > 0)
+        memory = self.memory_on(product)
+        if is_strict and not is_measured:
+            memory = msgspec.structs.replace(memory, trusted=False)
         prediction = ProductPrediction(
             product=product.name,
-            memory=self.memory_on(product),
-            activity=busy.activity,
+            memory=memory,
+            activity=busy.activity if recalled is None else with_activity(busy.activity, recalled),
             step_time_seconds=time.seconds,
         )
-        return OnProduct(prediction, is_calibrated(self.model, product, precision), busy.inside, time.inside)
+        return OnProduct(prediction, is_measured, busy.inside, time.inside)
 
 
 def prepare(
@@ -128,6 +165,9 @@ def predict(
     training: Training,
     gpus: Sequence[GpuProduct],
     calibration: Calibration | None = None,
+    name: str = "",
+    *,
+    is_strict: bool = False,
 ) -> Prediction:
     """Predict a job on each GPU product, or abstain.
 
@@ -135,7 +175,10 @@ def predict(
         features: Traced features, or why there are none.
         training: The job's training; features must have been traced with its optimizer, precision and checkpointing.
         gpus: Products to predict for; the answer keeps their order.
-        calibration: What finished jobs taught of their stacks.
+        calibration: What jobs that ran taught of their stacks.
+        name: Name or digest of the model, under which its runs were observed.
+        is_strict: Whether memory is trusted only where jobs were measured on such a stack: elsewhere the job is to run
+            alone.
 
     Returns:
         A prediction whose `input_digest` is left to the caller, who knows the model's source.
@@ -143,7 +186,9 @@ def predict(
     job = prepare(features, training)
     if isinstance(job, Abstention):
         return abstained(job)
-    return summary(job, [job.calibrated(calibration, product).on(product) for product in gpus])
+    return summary(
+        job, [job.calibrated(calibration, product, name).on(product, is_strict=is_strict) for product in gpus]
+    )
 
 
 def summary(job: Job, answers: Sequence[OnProduct]) -> Prediction:
@@ -167,6 +212,10 @@ def reason_of(job: Job, answers: Sequence[OnProduct]) -> str:
 def _message(job: Job, answers: Sequence[OnProduct]) -> str:
     batches = ", ".join(str(step.batch_size) for step in job.features.steps)
     told = [f"from training steps traced at batch sizes {batches}"]
+    told += [said for answer in answers if (said := _learned(answer.prediction)) is not None]
+    alone = [a.prediction.product for a in answers if not a.prediction.memory.trusted]
+    if alone:
+        told.append(f"runs alone on {', '.join(alone)} until enough like it was measured there")
     if not job.corrected.inside:
         told.append("the model is unlike those that were measured, so the bound on memory is wider")
     if not all(answer.memory_calibrated for answer in answers):
@@ -190,6 +239,17 @@ def _message(job: Job, answers: Sequence[OnProduct]) -> str:
     if not all(answer.step_time_inside for answer in answers):
         told.append("step times with tensor cores were not measured, so their interval is wider")
     return "; ".join(told)
+
+
+def _learned(found: ProductPrediction) -> str | None:
+    """Say what a bound was learned from; None where it is as shipped."""
+    memory = found.memory
+    parts = []
+    if memory.learned_jobs:
+        parts.append(f"{memory.learned_jobs} jobs measured there")
+    if memory.learned_runs:
+        parts.append(f"{memory.learned_runs} run{'' if memory.learned_runs == 1 else 's'} of this very one")
+    return f"memory on {found.product} is calibrated from {' and '.join(parts)}" if parts else None
 
 
 def abstained(abstention: Abstention) -> Prediction:

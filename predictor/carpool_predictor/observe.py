@@ -1,4 +1,4 @@
-"""Learns from a finished job: the affine of its stack at once, and whether the bound held.
+"""Learns from a job that ran: the affine of its stack at once, and whether the bound held.
 
     measured / correction ≈ slope · reserved + intercept       for each (product, driver, PyTorch, precision)
 
@@ -12,21 +12,26 @@ Coverage is tracked by adaptive conformal inference (Gibbs and Candès, NeurIPS 
 narrows it by a nineteenth of that, so that in the long run 95% are covered. A neighbour's memory is no miss: an outlier
 counts only when another run of the same model agrees with it.
 
+Each run counts once, by the name of its sample: what a running job shows makes a row, which its end replaces.
+
 Everything here is pure: a document in, a document out.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
-from carpool_core.products import GpuProduct, find_product
+from carpool_core.products import find_product
 from carpool_core.values import MIB
 
 from carpool_predictor.affine import Pair, fit_line
 from carpool_predictor.calibration import (
+    COUNTED,
     KEPT,
     MAX_STACKS,
+    MISSES,
     WIDEST,
     WINDOW,
     Calibration,
@@ -38,20 +43,26 @@ from carpool_predictor.calibration import (
 )
 from carpool_predictor.estimator import Job
 from carpool_predictor.memory import MemoryModel, context_mib
+from carpool_predictor.recalling import AGREEMENT
 
 PER_MODEL = 3
-"""Of these, at most so many of one model: nobody's hundred runs outvote the others."""
+"""So many rows of one model count for the line, and are kept of one model at one size: nobody's hundred runs outvote
+the others."""
+SIZES = 12
+"""Rows of one model that are kept, so that jobs of several sizes can be recalled."""
 PRIOR_MIB = (1024.0, 4096.0, 16384.0)
 """Where imagined observations lie on the shipped line."""
-MISSES = 0.05
-"""Share of jobs that may exceed the bound."""
+SEEN_S = 90.0
+"""Age from which the peak of a running job is told, in seconds: before, it loads. As old as its activity must be to
+count for the scheduler."""
+STEADY_S = 600.0
+"""A peak that has not moved for so long is taken for the job's, in seconds. PyTorch's allocator keeps what it has
+reserved, so that a peak is reached in the first steps; ten minutes let an evaluation or a longer sample come, too."""
 STEP = 0.04
 """How far one miss widens the bound, in logarithms, before `MISSES` is taken off."""
 OUTLIER = math.log(1.5)
 """Smallest distance from the line, in logarithms, at which an observation can be an outlier."""
 _ROUNDS = 4
-AGREEMENT = 0.1
-"""Two runs of a model agree when they differ by less than this share."""
 
 Refusal = Literal["CutShort", "Impossible"]
 
@@ -77,13 +88,21 @@ def observe(
         measured: What was seen.
         model: The shipped memory model, from whose line a new stack sets out.
     """
-    state = calibration.state(stack) or _fresh(stack, model)
-    others = [kept for kept in calibration.stacks if kept.stack != stack]
-    if refusal_of(expected, measured) is not None:
-        state = msgspec.structs.replace(state, refused=state.refused + 1)
-    else:
-        state = _taken(state, expected, measured, model)
-    return msgspec.structs.replace(calibration, stacks=[*others, state][-MAX_STACKS:])
+    if measured.sample and measured.sample in calibration.counted:
+        return calibration
+    is_refused = refusal_of(expected, measured) is not None
+    if is_refused and not measured.ended:
+        return calibration
+    known = calibration.state(stack)
+    state = known or _fresh(stack, model)
+    state = msgspec.structs.replace(state, refused=state.refused + 1) if is_refused else _taken(
+        state, expected, measured, model
+    )  # fmt: skip
+    if state == known:
+        return calibration
+    others = [other for other in calibration.stacks if other.stack != stack]
+    counted = [*calibration.counted, measured.sample] if measured.sample and measured.ended else calibration.counted
+    return msgspec.structs.replace(calibration, stacks=[*others, state][-MAX_STACKS:], counted=counted[-COUNTED:])
 
 
 def _fresh(stack: Stack, model: MemoryModel) -> StackState:
@@ -98,12 +117,38 @@ def _shipped_line(stack: Stack, model: MemoryModel) -> tuple[float, float]:
 
 def _taken(state: StackState, expected: Expected, measured: Measured, model: MemoryModel) -> StackState:
     row = Observed(
-        expected.model, expected.reserved_mib, measured.peak_mib / expected.correction, measured.out_of_memory
+        expected.model,
+        expected.reserved_mib,
+        measured.peak_mib / expected.correction,
+        measured.out_of_memory,
+        measured.sample,
+        measured.util,
+        measured.sm_active,
+        measured.steady or measured.ended,
     )
-    rows = _kept([*state.rows, row])
-    slope, intercept = _fitted(rows, _shipped_line(state.stack, model))
-    after = msgspec.structs.replace(state, rows=rows, slope=slope, intercept_mib=intercept, seen=state.seen + 1)
-    held = _held(after, row, expected, measured)
+    before = next((one for one in state.rows if row.sample and one.sample == row.sample), None)
+    if before is not None:
+        row = _with_activity_of(before, row)
+    after = state
+    if row != before:
+        rows = _kept([*(one for one in state.rows if one is not before), row])
+        slope, intercept = _fitted(_counting(rows), _shipped_line(state.stack, model))
+        after = msgspec.structs.replace(state, rows=rows, slope=slope, intercept_mib=intercept)
+        after = msgspec.structs.replace(after, reach=_reach(after))
+    return _judged(after, row, expected, measured) if measured.ended else after
+
+
+def _with_activity_of(before: Observed, row: Observed) -> Observed:
+    """Keep what a run showed of its activity while it had the GPU alone, or nobody had joined it yet."""
+    util = before.util if row.util is None else row.util
+    sm_active = before.sm_active if row.sm_active is None else row.sm_active
+    return msgspec.structs.replace(row, util=util, sm_active=sm_active)
+
+
+def _judged(state: StackState, row: Observed, expected: Expected, measured: Measured) -> StackState:
+    """Count a job that ended, and whether its bound held."""
+    held = _held(state, row, expected, measured)
+    after = msgspec.structs.replace(state, seen=state.seen + 1)
     if held is None:
         return after
     widening = state.widening + STEP * ((not held) - MISSES)
@@ -114,15 +159,42 @@ def _taken(state: StackState, expected: Expected, measured: Measured, model: Mem
     )
 
 
+def _reach(state: StackState) -> float:
+    """How far above the line the bound has to lie, in logarithms: split conformal prediction on the stack's own rows.
+
+    Of n of them the ⌈(n + 1)(1 - `MISSES`)⌉-th distance, the largest where n is too small for that (Lei et al., JASA
+    2018). What lies so far out that it may be a neighbour's memory counts once another run of its model agrees.
+    """
+    rows = [row for row in state.rows if not row.censored]
+    reached = sorted(_distance(state, row) for row in rows if not _is_outlier(state, row) or _is_confirmed(state, row))
+    if not reached:
+        return 0.0
+    rank = min(len(reached), math.ceil((len(reached) + 1) * (1 - MISSES)))
+    return max(reached[rank - 1], 0.0)
+
+
 def _kept(rows: Sequence[Observed]) -> list[Observed]:
-    """Keep the newest rows, and of each model the newest few."""
+    """Keep the newest rows, and of each model, and of each of its sizes, the newest few."""
     kept: list[Observed] = []
-    counts: dict[str, int] = {}
+    models, sizes = Counter[str](), Counter[tuple[str, int]]()
     for row in reversed(rows):
-        counts[row.model] = counts.get(row.model, 0) + 1
-        if counts[row.model] <= PER_MODEL and len(kept) < KEPT:
+        size = (row.model, round(row.reserved_mib))
+        if models[row.model] < SIZES and sizes[size] < PER_MODEL and len(kept) < KEPT:
+            models[row.model] += 1
+            sizes[size] += 1
             kept.append(row)
     return kept[::-1]
+
+
+def _counting(rows: Sequence[Observed]) -> list[Observed]:
+    """Return the newest few rows of each model, which the line is fitted on."""
+    counts = Counter[str]()
+    found = []
+    for row in reversed(rows):
+        counts[row.model] += 1
+        if counts[row.model] <= PER_MODEL:
+            found.append(row)
+    return found[::-1]
 
 
 def _fitted(rows: Sequence[Observed], shipped: tuple[float, float]) -> tuple[float, float]:
@@ -145,8 +217,11 @@ def _fitted(rows: Sequence[Observed], shipped: tuple[float, float]) -> tuple[flo
 
 def _held(state: StackState, row: Observed, expected: Expected, measured: Measured) -> bool | None:
     """Say whether the bound held; None where the observation says nothing about it."""
+    if not expected.upper_mib:
+        return None
     if measured.out_of_memory:
-        return False if expected.upper_mib < measured.peak_mib else None
+        # It held where more was there: then a neighbour took what was not its own, or the GPU was fragmented.
+        return False if expected.upper_mib <= measured.peak_mib else None
     if _is_outlier(state, row) and not _is_confirmed(state, row):
         return None
     return measured.peak_mib <= expected.upper_mib
@@ -173,12 +248,18 @@ def _is_confirmed(state: StackState, row: Observed) -> bool:
     return any(agrees(other) for other in state.rows if not other.censored)
 
 
-def expected_of(job: Job, product: GpuProduct, name: str) -> Expected:
-    """Return what must be remembered of a prediction until its job ends."""
+def expected_of(job: Job, name: str, counted_mib: float) -> Expected:
+    """Return what must be known of a prediction to learn from what became of it.
+
+    Args:
+        job: The job, as shipped: of no product.
+        name: Name or digest of its model.
+        counted_mib: The bound that its placement counted with; 0 where it counted with none.
+    """
     return Expected(
         model=name,
-        reserved_mib=max(job.cost.reserved_bytes / MIB, 1.0),
+        reserved_mib=job.reserved_mib,
         live_mib=job.cost.peak_bytes / MIB,
         correction=job.corrected.correction,
-        upper_mib=job.memory_on(product).upper_mib,
+        upper_mib=counted_mib,
     )

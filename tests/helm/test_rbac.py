@@ -44,6 +44,7 @@ USERS = {
 }
 
 BOUND = {
+    ("carpool-operator", "Role", "carpool-operator-calibration"),
     ("carpool-operator", "ClusterRole", "carpool-operator"),
     ("carpool-scheduler", "ClusterRole", "carpool-scheduler"),
     ("carpool-scheduler", "ClusterRole", "system:kube-scheduler"),
@@ -104,9 +105,37 @@ def test_with_namespaces_the_operator_has_its_rights_there_only(render: Any) -> 
             assert [s["name"] for s in role["subjects"]] == ["carpool-operator"]
 
 
+CALIBRATION = [
+    {"apiGroups": [""], "resources": ["configmaps"], "verbs": ["create"]},
+    {
+        "apiGroups": [""],
+        "resources": ["configmaps"],
+        "resourceNames": ["carpool-calibration"],
+        "verbs": ["get", "patch"],
+    },
+]
+
+
+def test_what_was_learned_is_kept_in_one_configmap_of_the_operators_own_namespace(chart: Any) -> None:
+    role = chart.one("Role", "carpool-operator-calibration")
+    assert (role["metadata"]["namespace"], role["rules"]) == ("carpool-system", CALIBRATION)
+    (container,) = chart.one("Deployment", "carpool-operator")["spec"]["template"]["spec"]["containers"]
+    environment = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert environment["CARPOOL_CALIBRATION"] == "carpool-system/carpool-calibration"
+    assert environment["CARPOOL_SHARE_UNMEASURED"] == "false"
+
+
+def test_an_operator_that_does_not_learn_may_touch_no_configmap(render: Any) -> None:
+    chart = render(settings={"learning": False})
+    assert [o["metadata"]["name"] for o in chart.all("Role", "RoleBinding") if "calibration" in str(o)] == []
+    assert "CARPOOL_CALIBRATION" not in str(chart.one("Deployment", "carpool-operator"))
+
+
 def test_there_are_no_other_roles(chart: Any) -> None:
     assert {o["metadata"]["name"] for o in chart.all("ClusterRole")} == {*OWN, *USERS}
-    (lease,) = chart.all("Role")
+    roles = {role["metadata"]["name"]: role for role in chart.all("Role")}
+    lease = roles.pop("carpool-scheduler")
+    assert [*roles] == ["carpool-operator-calibration"]
     assert lease["rules"] == [
         {
             "apiGroups": ["coordination.k8s.io"],

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import msgspec
 from carpool_core.keys import LABEL_JOB
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS, ResourceKind
+from carpool_core.kube.errors import KubeError
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import GpuTrainingJob, ModelSource, Training
@@ -89,6 +90,7 @@ class World:
         """Start the operator, which knows nothing yet."""
         self.operator: Operator = build(self.settings, self.kube, self.clock, self.tracer)
         self._heard: dict[str, dict[str, Any]] = {"pods": {}, "gpunodes": {}, "gputrainingjobs": {}}
+        self._is_loaded = False
 
     def apply(self, name: str = "x", **spec: Any) -> None:
         self.kube.seed(GPU_TRAINING_JOBS, job_body(name, **spec))
@@ -119,17 +121,32 @@ class World:
 
     async def settle(self, *, pods: bool = True, rounds: int = 50) -> None:
         """Let the operator do all that it wants to do now."""
+        if not self._is_loaded:
+            await self.operator.learner.load()
+            self._is_loaded = True
         for _ in range(rounds):
             self.hear(pods=pods)
             await self.operator.predictions.idle()
             key = self.operator.queue.take_now()
             if key is None:
+                if await self._learn():
+                    continue
                 return
             try:
                 await self.operator.look_safely(key)
             finally:
                 self.operator.queue.done(key)
         raise AssertionError(f"the operator does not come to rest in {rounds} looks")
+
+    async def _learn(self) -> bool:
+        """Let the operator write what it has learned; whether there was anything, and it was written."""
+        if self.operator.learner.is_settled:
+            return False
+        try:
+            await self.operator.learner.flush()
+        except KubeError:
+            return False
+        return self.operator.learner.is_settled
 
     async def survive(self, write: int, *, happens: bool) -> bool:
         """Let the operator work until it is killed at a write, and start it again; False where it needed fewer."""
@@ -154,20 +171,34 @@ class World:
     def job(self, name: str = "x") -> GpuTrainingJob:
         return msgspec.convert(self.kube.dump(GPU_TRAINING_JOBS, name, "default"), GpuTrainingJob)
 
-    def run_pods(self, node: str = "n1") -> None:
+    def run_pods(self, node: str = "n1", name: str = "x", **reserved_with: Any) -> None:
         """Reserve, bind and start every pending pod, as extender, agent and kubelet would."""
-        for number, pod in enumerate(self.pods()):
+        for number, pod in enumerate(self.pods(name)):
             if pod["status"]["phase"] != "Pending":
                 continue
             metadata, owner = pod["metadata"], pod["metadata"]["ownerReferences"][0]
             home = self.kube.dump(GPU_NODES, node)
-            reserved = reservation(metadata["uid"], owner["uid"], gpuUuids=[f"{node}-GPU-{number % 4}"])
+            reserved = reservation(
+                metadata["uid"], owner["uid"], gpuUuids=[f"{node}-GPU-{number % 4}"], **reserved_with
+            )
             home["spec"].setdefault("reservations", []).append(reserved)
             self.kube.seed(GPU_NODES, home)
             pod["spec"]["nodeName"] = node
             started = {"running": {"startedAt": "2026-01-31T12:00:01Z"}}
             pod["status"] = {"phase": "Running", "containerStatuses": [{"name": "train", "state": started}]}
             self.kube.seed(PODS, pod)
+
+    def measure(self, peak_mib: int, name: str = "x", node: str = "n1", **measures: Any) -> None:
+        """Let the agent report what a job's pods take."""
+        home = self.kube.dump(GPU_NODES, node)
+        living = {pod["metadata"]["uid"] for pod in self.pods(name) if pod["status"]["phase"] == "Running"}
+        tenants = [t for t in home["status"].get("tenants", []) if t["podUid"] not in living]
+        for held in home["spec"].get("reservations", []):
+            if held["podUid"] in living:
+                seen = {"podUid": held["podUid"], "gpuUuid": held["gpuUuids"][0]}
+                tenants.append(seen | {"memoryMib": peak_mib, "peakMemoryMib": peak_mib} | measures)
+        home["status"]["tenants"] = tenants
+        self.kube.seed(GPU_NODES, home)
 
     def end_pod(self, name: str, exit_code: int = 0, message: str = "") -> None:
         """Let a pod's container end."""

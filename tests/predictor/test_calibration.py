@@ -13,9 +13,11 @@ from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedSt
 from carpool_core.resources.job import Training
 from carpool_core.values import MIB, Precision
 from carpool_predictor.calibration import (
+    COUNTED,
     FEWEST,
     KEPT,
     MAX_STACKS,
+    SIMULATED,
     WIDEST,
     Calibration,
     Expected,
@@ -230,9 +232,9 @@ def test_an_unknown_stack_and_one_seen_too_rarely_keep_the_shipped_model() -> No
 
 def test_what_must_be_remembered_of_a_prediction() -> None:
     asked = neural(64)
-    found = expected_of(asked, T4, "mine")
+    found = expected_of(asked, "mine", 4000)
     assert found.live_mib == pytest.approx(400 + 50 * 64)
-    assert found.upper_mib == asked.memory_on(T4).upper_mib
+    assert found.upper_mib == 4000
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.floats(1, 1e5), st.floats(0, 1e5), st.booleans()), max_size=40))
@@ -264,14 +266,15 @@ def test_the_document_stays_small() -> None:
     assert len(full.rows) == KEPT
     assert len(found.stacks) == MAX_STACKS
     assert found.state(msgspec.structs.replace(STACK, driver="0")) is None
-    assert len(write_calibration(found)) < 300_000
+    assert len(write_calibration(found)) < 400_000
 
 
 @pytest.mark.parametrize(
     ("content", "word"),
     [
-        pytest.param(b'{"format":1,"stacks":[', "expected a calibration", id="truncated"),
-        pytest.param(b'{"format":2}', "found 2; upgrade carpool", id="newer"),
+        pytest.param(b'{"format":2,"stacks":[', "expected a calibration", id="truncated"),
+        pytest.param(b'{"format":3,"stacks":7}', "found 3; upgrade carpool", id="newer"),
+        pytest.param(b'{"format":1}', "found 1; remove it", id="older"),
         pytest.param(b"\x80\x04", "expected a calibration", id="pickle"),
         pytest.param(
             b'{"stacks":[{"stack":{"product":"Tesla T4","precision":"fp32"},"slope":-1,"intercept_mib":0}]}', "slope",
@@ -311,3 +314,80 @@ def test_the_command_reads_a_calibration(tmp_path: Path) -> None:
     result = CliRunner().invoke(command, [*arguments, "--calibration", str(document)])
     assert result.exit_code == 2
     assert "expected a calibration" in result.stderr
+
+
+def test_each_run_counts_once_and_its_end_replaces_what_it_showed_before() -> None:
+    rng = np.random.default_rng(10)
+    expected, measured = job(0, rng, bound=1.3)
+    seen = msgspec.structs.replace(measured, sample="a", ended=False, steady=False, peak_mib=0.9 * measured.peak_mib)
+    begun = learn([(expected, seen)])
+    assert (len(state_of(begun).rows), state_of(begun).seen, state_of(begun).outcomes) == (1, 0, "")
+    assert learn([(expected, seen)], begun) is begun
+    end = msgspec.structs.replace(measured, sample="a")
+    over = learn([(expected, end)], begun)
+    assert [row.value_mib for row in state_of(over).rows] == [measured.peak_mib]
+    assert (state_of(over).seen, state_of(over).outcomes) == (1, "1")
+    for again in (end, seen):
+        assert learn([(expected, again)], over) is over
+
+
+def test_a_refused_run_counts_once_too_and_one_that_has_begun_is_not_refused() -> None:
+    expected = Expected(model="m", reserved_mib=1000, live_mib=800, upper_mib=2000)
+    loads = Measured(peak_mib=300, capacity_mib=CAPACITY, sample="a", ended=False)
+    assert learn([(expected, loads)]).stacks == []
+    ended = msgspec.structs.replace(loads, ended=True)
+    assert state_of(learn([(expected, ended)] * 3)).refused == 1
+
+
+def test_samples_that_are_forgotten_are_the_oldest() -> None:
+    expected = Expected(model="m", reserved_mib=1000, live_mib=800, upper_mib=2000)
+    found = learn(
+        (expected, Measured(peak_mib=1500, capacity_mib=CAPACITY, sample=f"s{i}")) for i in range(COUNTED + 9)
+    )
+    assert found.counted == [f"s{i}" for i in range(9, COUNTED + 9)]
+
+
+def test_a_bound_that_nobody_counted_with_neither_holds_nor_fails() -> None:
+    rng = np.random.default_rng(11)
+    jobs = [
+        (msgspec.structs.replace(expected, upper_mib=0), measured)
+        for expected, measured in (job(i, rng) for i in range(9))
+    ]
+    state = state_of(learn(jobs))
+    assert (state.seen, state.outcomes, state.widening) == (9, "", 0)
+
+
+def test_the_bound_reaches_what_was_seen_but_no_outlier_that_nothing_confirms() -> None:
+    rng = np.random.default_rng(12)
+    sizes = [1000, 2000, 4000, 8000, 16_000]
+    noise = [1.0, 1.02, 0.97, 1.25, 0.99]
+    rows = [
+        (
+            Expected(model=f"m{i}", reserved_mib=x, live_mib=x / 2, upper_mib=CAPACITY),
+            Measured(peak_mib=(SLOPE * x + INTERCEPT) * by, capacity_mib=CAPACITY),
+        )
+        for i, (x, by) in enumerate(zip(sizes, noise, strict=True))
+    ]
+    state = state_of(learn(rows))
+    assert math.exp(state.reach) * state.at(8000) == pytest.approx(1.25 * (SLOPE * 8000 + INTERCEPT), rel=1e-6)
+    model = model_for(learn(rows), T4, Precision.FP32, shipped())
+    assert all(factor >= math.exp(state.reach) for factor in model.factors.values())
+    far = job(99, rng)
+    far = (far[0], msgspec.structs.replace(far[1], peak_mib=min(CAPACITY, 5 * far[1].peak_mib)))
+    assert state_of(learn([*rows, far])).reach < math.log(1.4)
+    assert state_of(learn([*rows, far, far])).reach > math.log(1.5)
+
+
+def test_hardware_and_simulated_gpus_never_teach_each_other() -> None:
+    rng = np.random.default_rng(13)
+    simulated = msgspec.structs.replace(STACK, driver=SIMULATED)
+    found = Calibration()
+    for i in range(20):
+        found = observe(found, simulated, *job(i, rng), shipped())
+    best = found.best(T4.name, Precision.FP32)
+    assert best is not None
+    assert best.is_simulated
+    found = observe(found, STACK, *job(99, rng), shipped())
+    best = found.best(T4.name, Precision.FP32)
+    assert best is not None
+    assert not best.is_simulated

@@ -26,6 +26,7 @@ class ResourceKind:
 PODS = ResourceKind("", "v1", "pods", "Pod")
 NODES = ResourceKind("", "v1", "nodes", "Node", namespaced=False)
 SERVICES = ResourceKind("", "v1", "services", "Service")
+CONFIG_MAPS = ResourceKind("", "v1", "configmaps", "ConfigMap")
 EVENTS = ResourceKind("", "v1", "events", "Event")
 GPU_TRAINING_JOBS = ResourceKind("carpool.dev", "v1alpha1", "gputrainingjobs", "GpuTrainingJob")
 GPU_NODES = ResourceKind("carpool.dev", "v1alpha1", "gpunodes", "GpuNode", namespaced=False)

@@ -21,6 +21,22 @@ class MemoryPrediction(Resource, frozen=True, kw_only=True):
     coverage: Annotated[float, field("Share of jobs whose true peak lies under the bound, 0..1.", ge=0, le=1)]
     class_lower_mib: Annotated[int, field("Lower edge of the memory class that holds the bound, in MiB.", ge=0)] = 0
     class_upper_mib: Annotated[int, field("Upper edge of the memory class, in MiB.", ge=0)] = 0
+    learned_jobs: Annotated[
+        int,
+        field(
+            "Number of different jobs, measured in this cluster on such GPUs in its precision, that the bound was "
+            "learned from; 0: as shipped.",
+            ge=0,
+        ),
+    ] = 0
+    learned_runs: Annotated[int, field("Number of runs of this very model at this size that were known.", ge=0)] = 0
+    trusted: Annotated[
+        bool,
+        field(
+            "False where nothing like it was measured on such a GPU, or too many runs of it died of memory: there the "
+            "job runs alone."
+        ),
+    ] = True
 
 
 class ActivityPrediction(Resource, frozen=True, kw_only=True):

@@ -58,6 +58,12 @@ class Attempt(Resource, frozen=True, kw_only=True):
             max_length=128,
         ),
     ] = ""
+    peak_memory_mib: Annotated[
+        int, field("Largest GPU memory that one of its workers was measured to take on one GPU, in MiB.", ge=0)
+    ] = 0
+    learned: Annotated[
+        bool, field("Whether what it showed was taken into the cluster's calibration; it counts once.")
+    ] = False
 
 
 class Observed(Resource, frozen=True, kw_only=True):

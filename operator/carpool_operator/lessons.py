@@ -1,0 +1,82 @@
+"""What an attempt showed, and what this process has learned of it: data."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+from carpool_core.resources.job import ModelSource
+from carpool_core.values import SharingMode
+from carpool_predictor.calibration import Measured
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What a tenant of a GPU is measured to do, each 0..1."""
+
+    util: float
+    sm: float
+    dram: float
+    """As predicted alone: no agent measures it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """What one attempt showed."""
+
+    sample: str
+    """Names the attempt, so that it counts once."""
+    product: str
+    simulated: bool
+    counted_mib: int
+    """The bound that its placement counted with; 0 where it was not trusted."""
+    measured: Measured
+    mode: SharingMode = SharingMode.EXCLUSIVE
+    together: tuple[Use, ...] = ()
+    """What it does and what its neighbours do, itself first; empty where that is not known of all."""
+
+    def with_activity(self) -> Measured:
+        """Return what was measured, with what it would do on a GPU of its own."""
+        if not self.together:
+            return self.measured
+        from carpool_predictor.solo import Activity, alone  # NumPy, which a process that learns nothing never needs
+
+        mine = alone(self.mode, [Activity(one.util, one.sm, one.dram) for one in self.together])[0]
+        return msgspec.structs.replace(self.measured, util=mine.util, sm_active=mine.sm)
+
+    @property
+    def stage(self) -> str:
+        """Name the lesson: an attempt that runs has another one to teach than one that has ended."""
+        if self.measured.ended:
+            return f"{self.sample} ended"
+        return f"{self.sample} {'steady' if self.measured.steady else 'seen'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Knowledge:
+    """What this process has learned, as far as a look at a job needs it."""
+
+    is_on: bool = False
+    told: frozenset[str] = frozenset()
+    """Stages of lessons of this job that were told already."""
+    learned: frozenset[str] = frozenset()
+    """Attempts of this job whose lessons are in the calibration for good."""
+    steady_s: float = 0.0
+    """For how long the peak of the present attempt has not moved."""
+    marks: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """For each product how much a prediction would be calibrated from; see `mark`."""
+
+
+def mark(jobs: int, runs: int) -> tuple[int, int]:
+    """Say how much a prediction was calibrated from, so coarsely that it is worth another one when this changes.
+
+    Args:
+        jobs: Different jobs that the line of its stack was learned from; counts in powers of two.
+        runs: Runs of the very job.
+    """
+    return jobs.bit_length(), runs
+
+
+def model_name(model: ModelSource | None) -> str:
+    """Name a model for the calibration: equal sources have equal names, whatever they are trained with."""
+    return hashlib.sha256(msgspec.json.encode(model, order="sorted")).hexdigest()[:16]

@@ -1,0 +1,141 @@
+"""What earlier runs of the very same job showed: the same model at the same size, on the same kind of GPU.
+
+Clusters run most models again and again, and nothing tells as much of a job as its last run. A peak that was measured
+replaces the prediction, with a margin for what runs differ by; what a run shows that has just begun may still grow, so
+that it raises the bound and never lowers it. Activity that was measured replaces the estimate. A run that died of
+memory raises the bound; after two that died the next one runs alone. Pure.
+"""
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+
+import msgspec
+from carpool_core.products import GpuProduct
+from carpool_core.resources.prediction import ActivityPrediction, Interval, MemoryPrediction
+from carpool_core.values import Precision
+
+from carpool_predictor.calibration import Calibration, Observed
+
+AGREEMENT = 0.1
+"""Two runs of a job agree when they differ by less than this share; the bound lies as far above the largest of them."""
+SAME = 0.001
+"""Two jobs of one model are of the same size when their simulated memory differs by less than this share."""
+RAISED = 1.5
+"""For each run that died of memory the bound lies so far above what that run had, as tables that grow do."""
+MOST_DEATHS = 2
+"""After so many the next run has a GPU of its own: its memory counts as unknown."""
+
+
+class Recalled(msgspec.Struct, frozen=True, kw_only=True):
+    """What earlier runs of a job showed; memory is over the correction that the model's trees answer."""
+
+    known: int
+    """Runs that are known of, of whatever end."""
+    runs: int
+    """Runs whose memory was measured, those that have just begun among them."""
+    deaths: int
+    """Runs that died of memory and needed more than any other was measured to take."""
+    peak_mib: float
+    """Largest peak that was steady; 0 where none was."""
+    so_far_mib: float
+    """Largest that a run which has just begun has taken so far; 0 where none was seen."""
+    least_mib: float
+    """Largest that was not enough; 0 where that never happened."""
+    util: float | None = None
+    """Mean share of time in which a kernel runs alone, 0..1."""
+    sm_active: float | None = None
+    """Mean share of SMs with work alone, 0..1."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether so many runs died that no bound is believed any more."""
+        return self.deaths >= MOST_DEATHS
+
+
+def recall(
+    calibration: Calibration, product: GpuProduct, precision: Precision, model: str, reserved_mib: float
+) -> Recalled | None:
+    """Look for earlier runs of a job; None where there were none.
+
+    Args:
+        calibration: What is known.
+        product: The GPU product.
+        precision: The job's precision.
+        model: Its model, by the name under which it was observed.
+        reserved_mib: What the simulated allocator holds.
+    """
+    rows = _rows(calibration, product.name, precision, model, reserved_mib)
+    if not rows:
+        return None
+    measured = [row for row in rows if not row.censored]
+    peak = max((row.value_mib for row in measured if row.steady), default=0.0)
+    deaths = [row.value_mib for row in rows if row.censored and row.value_mib >= peak]
+    return Recalled(
+        known=len(rows),
+        runs=len(measured),
+        deaths=len(deaths),
+        peak_mib=peak,
+        so_far_mib=max((row.value_mib for row in measured if not row.steady), default=0.0),
+        least_mib=max(deaths, default=0.0),
+        util=_mean([row.util for row in rows]),
+        sm_active=_mean([row.sm_active for row in rows]),
+    )
+
+
+def _rows(
+    calibration: Calibration, product: str, precision: Precision, model: str, reserved_mib: float
+) -> list[Observed]:
+    state = calibration.best(product, precision)
+    return [] if state is None else [row for row in state.rows if row.model == model and _is_same(row, reserved_mib)]
+
+
+def recalled_runs(calibration: Calibration, product: str, precision: Precision, model: str, reserved_mib: float) -> int:
+    """Count the earlier runs of a job that are known, as `MemoryPrediction.learned_runs` counts them."""
+    return len(_rows(calibration, product, precision, model, reserved_mib))
+
+
+def _is_same(row: Observed, reserved_mib: float) -> bool:
+    return abs(row.reserved_mib - reserved_mib) <= SAME * reserved_mib
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def with_memory(memory: MemoryPrediction, recalled: Recalled, correction: float) -> MemoryPrediction:
+    """Put what was measured in the place of what was predicted; the class stays that of the bound's own width.
+
+    Args:
+        memory: What is predicted without it.
+        recalled: What earlier runs showed.
+        correction: Of the model's trees, over which measures are kept.
+    """
+    median, upper = memory.median_mib, memory.upper_mib
+    if recalled.peak_mib:
+        median = math.ceil(recalled.peak_mib * correction)
+        upper = math.ceil(recalled.peak_mib * correction * (1 + AGREEMENT))
+    if recalled.so_far_mib:
+        median = max(median, math.ceil(recalled.so_far_mib * correction))
+        upper = max(upper, math.ceil(recalled.so_far_mib * correction * (1 + AGREEMENT)))
+    if recalled.deaths:
+        upper = max(upper, math.ceil(recalled.least_mib * correction * RAISED**recalled.deaths))
+    width = memory.class_upper_mib - memory.class_lower_mib
+    lower = (median - 1) // width * width if width > 0 else memory.class_lower_mib
+    return msgspec.structs.replace(
+        memory, median_mib=median, upper_mib=upper, class_lower_mib=lower, class_upper_mib=lower + width
+    )
+
+
+def with_activity(activity: ActivityPrediction, recalled: Recalled) -> ActivityPrediction:
+    """Put activity that was measured in the place of the estimate."""
+    return msgspec.structs.replace(
+        activity,
+        gpu_util_percent=_around(activity.gpu_util_percent, None if recalled.util is None else 100 * recalled.util),
+        sm_active_ratio=_around(activity.sm_active_ratio, recalled.sm_active),
+    )
+
+
+def _around(estimate: Interval, measured: float | None) -> Interval:
+    return estimate if measured is None else Interval(median=measured, lower=measured, upper=measured)

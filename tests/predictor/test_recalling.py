@@ -1,0 +1,124 @@
+"""What earlier runs of the very same job say of the next one."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from carpool_core.products import find_product
+from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
+from carpool_core.resources.job import Training
+from carpool_core.resources.prediction import ProductPrediction
+from carpool_core.values import MIB, Precision
+from carpool_predictor.calibration import Calibration, Measured, Stack
+from carpool_predictor.estimator import Job, predict, prepare
+from carpool_predictor.memory import shipped
+from carpool_predictor.observe import expected_of, observe
+from carpool_predictor.recalling import AGREEMENT, MOST_DEATHS, RAISED, recalled_runs
+
+T4 = find_product("Tesla T4")
+STACK = Stack(product=T4.name, precision=Precision.FP32)
+NAME = "model"
+
+
+def features() -> ModelFeatures:
+    steps = [
+        TracedStep(batch_size=b, peak_bytes=MIB * (400 + 50 * b), activation_bytes=MIB * 50 * b, flops=2e10 * b,
+                   bytes_moved=1e9 * b, kernels=500)
+        for b in (32, 64)
+    ]  # fmt: skip
+    return ModelFeatures(
+        parameters=10**7, trainable_parameters=10**7, parameter_bytes=4 * 10**7,
+        layers=LayerCounts(convolution=53, linear=1), steps=steps,
+    )  # fmt: skip
+
+
+def asked(batch: int = 64) -> Job:
+    found = prepare(features(), Training(batch_size=batch))
+    assert isinstance(found, Job)
+    return found
+
+
+def runs(
+    *peaks: float, batch: int = 64, name: str = NAME, known: Calibration | None = None, **more: Any
+) -> Calibration:
+    found = known or Calibration()
+    for peak in peaks:
+        measured = msgspec.structs.replace(Measured(peak_mib=peak, capacity_mib=T4.memory_mib), **more)
+        found = observe(found, STACK, expected_of(asked(batch), name, T4.memory_mib), measured, shipped())
+    return found
+
+
+def told(known: Calibration, batch: int = 64, **how: bool) -> ProductPrediction:
+    return predict(features(), Training(batch_size=batch), [T4], known, NAME, **how).products[0]
+
+
+def test_a_peak_that_was_measured_replaces_the_prediction() -> None:
+    plain = told(Calibration()).memory
+    for peak in (5000, 9000):
+        memory = told(runs(peak)).memory
+        assert memory.median_mib == pytest.approx(peak, abs=1)
+        assert memory.upper_mib == pytest.approx(peak * (1 + AGREEMENT), abs=1)
+        assert (memory.learned_runs, memory.trusted) == (1, True)
+        assert memory.class_lower_mib < memory.median_mib <= memory.class_upper_mib
+    assert plain.learned_runs == 0
+    assert told(runs(5000, 5600)).memory.median_mib == pytest.approx(5600, abs=1)
+
+
+def test_what_has_just_begun_raises_the_bound_and_never_lowers_it() -> None:
+    plain = told(Calibration()).memory
+    begun = told(runs(4000, ended=False, steady=False)).memory
+    assert (begun.median_mib, begun.upper_mib) == (plain.median_mib, plain.upper_mib)
+    more = told(runs(12_000, ended=False, steady=False)).memory
+    assert more.upper_mib == pytest.approx(12_000 * (1 + AGREEMENT), abs=1)
+    steady = told(runs(4000, ended=False, steady=True)).memory
+    assert steady.median_mib == 4000
+
+
+def test_other_sizes_and_other_models_are_no_runs_of_it() -> None:
+    known = runs(5000, batch=32, known=runs(5000, name="other"))
+    assert told(known).memory.learned_runs == 0
+    size = asked().reserved_mib
+    assert recalled_runs(known, T4.name, Precision.FP32, NAME, size) == 0
+    assert recalled_runs(runs(5000), T4.name, Precision.FP32, NAME, size) == 1
+    assert recalled_runs(runs(5000), T4.name, Precision.BF16_MIXED, NAME, size) == 0
+
+
+def test_a_death_raises_the_bound_and_so_many_take_the_trust_away() -> None:
+    plain = told(Calibration()).memory
+    once = told(runs(6000, out_of_memory=True)).memory
+    assert once.upper_mib == max(plain.upper_mib, round(RAISED * 6000))
+    assert once.trusted
+    known = runs(*[6000] * MOST_DEATHS, out_of_memory=True)
+    assert not told(known).memory.trusted
+    after = told(runs(7000, known=known)).memory
+    assert after.trusted, "another run showed that it lives with more"
+    assert after.upper_mib == pytest.approx(7000 * (1 + AGREEMENT), abs=1)
+
+
+def test_strict_trusts_only_where_something_like_it_was_measured() -> None:
+    assert told(Calibration()).memory.trusted
+    assert not told(Calibration(), is_strict=True).memory.trusted
+    assert told(runs(5000), is_strict=True).memory.trusted
+    assert not told(runs(5000), batch=32, is_strict=True).memory.trusted
+    three = runs(2000, batch=16, known=runs(3000, batch=32, known=runs(5000)))
+    assert told(three, batch=48, is_strict=True).memory.trusted
+    assert told(three, batch=48, is_strict=True).memory.learned_jobs == 3
+    a100 = predict(features(), Training(batch_size=64), [find_product("A100-SXM4-40GB")], Calibration(), is_strict=True)
+    assert a100.products[0].memory.trusted, "what is shipped was measured there"
+
+
+def test_activity_that_was_measured_replaces_the_estimate() -> None:
+    plain = told(Calibration()).activity
+    found = told(runs(5000, util=0.5, sm_active=0.2)).activity
+    assert (found.gpu_util_percent.median, found.sm_active_ratio.median) == (50, 0.2)
+    assert found.dram_active_ratio == plain.dram_active_ratio
+    assert told(runs(5000)).activity == plain
+
+
+def test_the_sentence_says_what_it_was_calibrated_from() -> None:
+    found = predict(features(), Training(batch_size=64), [T4], runs(5000), NAME)
+    assert found.reason != "Uncalibrated"
+    assert "memory on Tesla T4 is calibrated from 1 run of this very one" in found.message
+    alone = predict(features(), Training(batch_size=64), [T4], Calibration(), NAME, is_strict=True)
+    assert alone.reason == "Uncalibrated"
+    assert "runs alone on Tesla T4 until enough like it was measured there" in alone.message

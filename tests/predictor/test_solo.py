@@ -1,0 +1,27 @@
+"""What tenants would do alone, from what they do together: back through the slowdown model."""
+
+import numpy as np
+import pytest
+from carpool_core.values import SharingMode
+from carpool_predictor.slowdown import slowdowns
+from carpool_predictor.solo import Activity, alone
+
+
+@pytest.mark.parametrize("mode", [SharingMode.MPS, SharingMode.TIME_SLICING])
+@pytest.mark.parametrize("busy", [(0.5,), (0.3, 0.4), (0.6, 0.3), (0.2, 0.3, 0.2), (0.7, 0.5)])
+def test_what_is_slowed_down_is_found_again(mode: SharingMode, busy: tuple[float, ...]) -> None:
+    util, sm = np.array([busy]), 0.9 * np.array([busy])
+    dram = np.full(util.shape, 0.1)
+    by = slowdowns(mode, util, sm, dram, np.ones(util.shape, np.bool_))[0]
+    together = [Activity(u / s, a / s, 0.1) for u, a, s in zip(util[0], sm[0], by, strict=True)]
+    for found, u, a in zip(alone(mode, together), util[0], sm[0], strict=True):
+        assert found.util == pytest.approx(u, abs=0.03)
+        assert found.sm == pytest.approx(a, abs=0.03)
+
+
+@pytest.mark.parametrize("mode", list(SharingMode))
+def test_nobody_does_more_than_all_or_less_than_what_was_seen(mode: SharingMode) -> None:
+    for one in alone(mode, [Activity(0.9, 0.9, 0.9)] * 4):
+        assert 0.9 <= one.util <= 1
+        assert 0.9 <= one.sm <= 1
+    assert alone(mode, [Activity(0.4, 0.2, 0.1)]) == [pytest.approx(Activity(0.4, 0.2, 0.1))]
