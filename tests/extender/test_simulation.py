@@ -7,39 +7,18 @@ from carpool_core.resources.node import Device
 from carpool_core.values import GpuUuid, SharingMode
 from carpool_extender.policies import POLICIES
 from carpool_extender.simulation import document, results
-from carpool_extender.simulation.alibaba import alibaba
-from carpool_extender.simulation.command import simulate
-from carpool_extender.simulation.contest import EXPERIMENTS, Figures, Line, contest, figures_of, named, ours
+from carpool_extender.simulation.contest import EXPERIMENTS, FIGURES, Figures, Line, contest, figures_of, named, ours
 from carpool_extender.simulation.engine import OOM_AFTER_S, Simulation
 from carpool_extender.simulation.failures import with_failures
+from carpool_extender.simulation.features import job_of, prediction_of
 from carpool_extender.simulation.knowing import exactly
 from carpool_extender.simulation.pairs import MeasuredPairs
-from carpool_extender.simulation.philly import from_trace, read_cluster
-from carpool_extender.simulation.philly_times import read_trace
 from carpool_extender.simulation.report import markdown
 from carpool_extender.simulation.strategy import Knowledge, Strategy
 from carpool_extender.simulation.trace_features import input_of
 from carpool_extender.simulation.workload import Failure, SimJob, Truth, Workload, WorkloadError
-from click.testing import CliRunner
 
 A100 = "NVIDIA A100-SXM4-40GB"
-SOLO = "model,dataset,batchsize,amp,speed,gpu_util,gmem_util,gmem,label\n" + "".join(
-    f"{model},D,32,0,100,{util},10,2000,0\n"
-    for model, util in (("ResNet18", 40), ("MobileNetV2", 60), ("EfficientNet", 20))
-)
-PAIRS = (
-    "model1,dataset1,gpu_num1,batchsize1,amp1,speed1,model2,dataset2,gpu_num2,batchsize2,amp2,speed2,gpu_util,gmem_util,"
-    "gmem\n" + 5 * "ResNet18,D,1,32,0,0.8,MobileNetV2,D,1,32,0,0.5,90,20,4000\n"
-)
-
-
-@pytest.fixture
-def data(tmp_path):
-    folder = tmp_path / "lucid"
-    folder.mkdir()
-    (folder / "solo_rtx3090.csv").write_text(SOLO)
-    (folder / "colocate_rtx3090.csv").write_text(PAIRS)
-    return tmp_path
 
 
 class NoSlowdown:
@@ -177,17 +156,52 @@ def test_failures_are_drawn_by_the_seed():
     assert "fails every 1 hours" in with_failures(jobs, 1.0, 3).assumptions[-1]
 
 
+RESNET = "radrm/resnet18/cifar100/64"
+LEARNS = replace(CARPOOL, learns=True)
+
+
+def traced(name, over=1.0, at_s=0.0, work_s=1000.0, kind=RESNET, product=A100, **changes):
+    """A job whose features were traced, and which truly takes so many times the bound that is predicted."""
+    prediction = prediction_of(kind, product)
+    memory = round(over * prediction.products[0].memory.upper_mib)
+    of = truth(memory, 0.1, kind=kind, model=kind.rpartition("/")[0], product=product)
+    return SimJob(name, at_s, work_s, 1, of, prediction, asked=job_of(kind), **changes)
+
+
 def test_what_ran_tells_of_the_next_of_its_kind():
-    told = truth(1000, kind="k")
-    jobs = workload(*(job(f"j{i}", 100.0, 200.0 * i, truth(1400, kind="k"), told=told) for i in range(3)))
+    jobs = workload(*(traced(f"j{i}", 1.2, 2000.0 * i) for i in range(3)))
     assert Simulation(jobs, CARPOOL, NoSlowdown()).run().ooms == 3
-    assert Simulation(jobs, replace(CARPOOL, remembers=True), NoSlowdown()).run().ooms == 1
+    assert Simulation(jobs, LEARNS, NoSlowdown()).run().ooms == 1
 
 
-def test_what_ran_tells_how_far_other_bounds_are_exceeded():
-    of = {name: truth(1400, kind=name) for name in "ab"}
-    jobs = workload(*(job(n, 100.0, 300.0 * i, of[n], told=truth(1000)) for i, n in enumerate(of)))
-    assert Simulation(jobs, replace(CARPOOL, remembers=True), NoSlowdown()).run().ooms == 1
+def test_nothing_is_revealed_before_it_ran():
+    """Both come at once: neither knows of the other; the third knows of both."""
+    jobs = workload(traced("a", 1.2), traced("b", 1.2), traced("c", 1.2, 2000.0))
+    assert Simulation(jobs, LEARNS, NoSlowdown()).run().ooms == 2
+
+
+def test_jobs_run_alone_where_nothing_was_measured_until_some_were():
+    names = ("resnet18", "resnet34", "efficientnet_b0", "mobilenetv3_small", "resnet18")
+    kinds = [f"radrm/{name}/cifar100/32" for name in names]
+    jobs = [traced(f"j{i}", 0.8, 200.0 * i, kind=kind, product="Tesla T4") for i, kind in enumerate(kinds)]
+    at_work = replace(workload(*jobs), nodes=t4_nodes(4))
+    shares = ends(Simulation(at_work, replace(LEARNS, strict=False), NoSlowdown()).run())
+    assert shares == {f"j{i}": 200.0 * i + 1000.0 for i in range(5)}
+    learned = Simulation(at_work, LEARNS, NoSlowdown()).run()
+    assert ends(learned) == shares, "the last two share a GPU, because three jobs were measured by then"
+    few = replace(at_work, nodes=t4_nodes(2), jobs=at_work.jobs[:3])
+    assert ends(Simulation(few, LEARNS, NoSlowdown()).run())["j2"] == 2000.0, "nobody joins those that run alone"
+    assert ends(Simulation(few, replace(LEARNS, strict=False), NoSlowdown()).run())["j2"] == 1400.0
+
+
+def t4_nodes(gpus):
+    modes = [SharingMode.EXCLUSIVE, SharingMode.TIME_SLICING, SharingMode.MPS]
+    return {
+        "n": [
+            Device(uuid=GpuUuid(f"GPU-{i}"), index=i, product="Tesla T4", memory_mib=15_360, modes=modes)
+            for i in range(gpus)
+        ]
+    }
 
 
 @pytest.mark.parametrize(
@@ -203,32 +217,9 @@ def test_models_are_traced_on_the_samples_of_their_data(kind, expected):
     assert input_of(kind) == expected
 
 
-PODS = """name,num_gpu,gpu_milli,creation_time,deletion_time
-a,1,500,0,100
-b,1,400,0,50
-c,1,1000,10,30
-d,0,0,10,30
-"""
-
-
-def test_fractions_of_alibaba_share_and_whole_gpus_do_not(data):
-    (data / "traces").mkdir()
-    (data / "traces" / "openb_pod_list_default.csv").write_text(PODS)
-    (data / "traces" / "openb_node_list_gpu_node.csv").write_text("sn,gpu\nn0,2\n")
-    found = alibaba(data, 0)
-    assert [one.name for one in found.jobs] == ["a", "b", "c"]
-    fractions = Simulation(found, EXPERIMENTS["alibaba"].published[1], NoSlowdown()).run()
-    assert ends(fractions) == {"a": 100.0, "b": 50.0, "c": 30.0}
-    whole = Simulation(found, EXPERIMENTS["alibaba"].published[0], NoSlowdown()).run()
-    assert ends(whole)["c"] == 70.0
-    (data / "traces" / "openb_node_list_gpu_node.csv").write_text("sn\nn0\n")
-    with pytest.raises(WorkloadError, match="add gpu"):
-        alibaba(data, 0)
-
-
 def test_the_document_is_written_from_results_alone(tmp_path):
     def line(strategy, **figures):
-        every = dict.fromkeys(("running_s", "killed", "unplaced"), 0.0) | figures
+        every = dict.fromkeys(FIGURES, 0.0) | figures
         return Line(strategy, [Figures(**every)])
 
     base = {"makespan_min": 100.0, "utilization_percent": 40.0, "completion_min": 50.0, "oom": 0.0, "energy_mj": 10.0}
@@ -263,72 +254,3 @@ def test_tables_tell_mean_spread_and_change(data, tmp_path):
     assert len(told) == 2
     results.write_csv(tmp_path / "x.csv", lines)
     assert len((tmp_path / "x.csv").read_text().splitlines()) == 5
-
-
-TRACE = "timestamp,duration,num_gpus\n2017-10-09 07:00:10,60,1\n2017-10-09 07:00:00,30,3\n"
-
-
-def test_a_trace_is_sorted_and_large_jobs_become_gangs(data):
-    path = data / "t.csv"
-    path.write_text(TRACE)
-    assert [one.at_s for one in read_trace(path)] == [0.0, 10.0]
-    (data / "c.yaml").write_text(f"nodes: [{{count: 2, product: {A100}, gpus: 2}}]")
-    nodes = read_cluster(data / "c.yaml")
-    found = from_trace(data, path, nodes, 0)
-    assert [(one.gpus, one.workers) for one in found.jobs] == [(2, 2), (1, 1)]
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        (
-            "timestamp,duration\n1,2\n",
-            "expected the columns timestamp, duration, num_gpus, found timestamp, duration; add",
-        ),
-        (
-            "timestamp,duration,num_gpus\n1,-2,1\n",
-            "line 2: expected a duration of 0 s or more on 1 GPU or more, found -2 s",
-        ),
-        ("timestamp,duration,num_gpus\nx,2,1\n", "line 2: expected a time, seconds and a number of GPUs"),
-        ("timestamp,duration,num_gpus\n", "expected at least one job, found none"),
-        (None, "found no file; set CARPOOL_DATA"),
-    ],
-)
-def test_a_bad_trace_is_refused_with_its_line(tmp_path, text, sentence):
-    path = tmp_path / "t.csv"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(WorkloadError, match=sentence):
-        read_trace(path)
-
-
-@pytest.mark.parametrize("text", ["nodes: [{product: Voodoo}]", "nodes: []", "gpus: 3", "nodes: ["])
-def test_a_bad_cluster_file_shows_what_was_expected(tmp_path, text):
-    path = tmp_path / "c.yaml"
-    path.write_text(text)
-    with pytest.raises(WorkloadError, match="expected"):
-        read_cluster(path)
-
-
-def test_the_command_writes_tables_and_pictures(data):
-    (data / "t.csv").write_text(TRACE)
-    (data / "c.yaml").write_text("nodes: [{product: NVIDIA GeForce RTX 3090, gpus: 4}]")
-    arguments = ["--trace", str(data / "t.csv"), "--cluster", str(data / "c.yaml"), "--data", str(data), "--seeds", "2"]
-    result = CliRunner().invoke(simulate, [*arguments, "--out", str(data / "out"), "--policy", "exclusive,energy"])
-    assert result.exit_code == 0, result.output
-    assert {path.name for path in (data / "out").iterdir()} >= {"trace.md", "trace.csv", "trace-cdf.png"}
-    assert "| energy |" in (data / "out" / "trace.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ([], "expected either --workload or --trace, found both or neither"),
-        (["--workload", "hotcloud", "--policy", "fast"], "policy 'fast' is unknown; choose one of"),
-        (["--workload", "hotcloud", "--data", "/nowhere"], "found no file; set CARPOOL_DATA"),
-    ],
-)
-def test_the_command_refuses_what_it_cannot_do(data, arguments, sentence):
-    result = CliRunner().invoke(simulate, ["--data", str(data), "--out", str(data / "out"), *arguments])
-    assert result.exit_code == 1
-    assert sentence in result.output

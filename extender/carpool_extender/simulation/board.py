@@ -17,6 +17,7 @@ from carpool_extender.choices import best_of, ties
 from carpool_extender.cluster import Cluster
 from carpool_extender.decide import Place, best_place, place, reservation
 from carpool_extender.rules import Rules
+from carpool_extender.simulation.alike import Alike
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 REMEMBERED = 256
@@ -39,7 +40,7 @@ class Board:
         self._metas = {name: ObjectMeta(name=name, uid=name) for name in nodes}
         self._specs = {name: GpuNodeSpec() for name in nodes}
         self._tenants: dict[str, list[Tenant]] = {name: [] for name in nodes}
-        self._assessments = Assessments(self._cluster, rules, REMEMBERED)
+        self._assessments = Assessments(self._cluster, rules, REMEMBERED, Alike(self._cluster))
         for name in nodes:
             self._show(name, START)
         columns = self._cluster.view().columns

@@ -102,11 +102,17 @@ def simulate(
             console.print(f"written: {document_path}")
     except (WorkloadError, UnknownPolicyError) as error:
         raise click.ClickException(str(error)) from error
+    except OSError as error:
+        raise click.ClickException(
+            f"expected to read and write files: {error}; look at --out and --document"
+        ) from error
 
 
 def _experiments(workload: str | None, trace: Path | None, cluster: Path | None) -> dict[str, Experiment]:
     if (workload is None) == (trace is None):
         raise WorkloadError("expected either --workload or --trace, found both or neither")
+    if workload is not None and cluster is not None:
+        raise WorkloadError(f"expected --cluster beside --trace only: {workload} has a cluster of its own")
     if workload == "all":
         return {name: EXPERIMENTS[name] for name in SMALL}
     if workload is not None:
@@ -135,9 +141,11 @@ def _one(name: str, experiment: Experiment, runs: Runs) -> list[str]:
         return contest(lambda seed: which.draw(runs.data, seed), strategies, runs.seeds, runs.data, tell)
 
     runs.console.rule(name)
-    lines = run(experiment, _strategies(experiment, runs.policies))
     workload = experiment.draw(runs.data, 0)
-    parts = report.section(workload.title, workload.assumptions, lines)
+    for note in workload.notes:
+        runs.console.print(note)
+    lines = run(experiment, _strategies(experiment, runs.policies))
+    parts = report.section(workload.title, workload.assumptions, lines, workload.shown)
     results.write(runs.out, name, workload, lines)
     if runs.policies == "published" and not experiment.whole:
         off = run(experiment, wrong(experiment.mode))

@@ -8,6 +8,7 @@ from statistics import fmean, stdev
 
 from carpool_core.values import SharingMode
 
+from carpool_extender.conditions import Conditions, Quantile
 from carpool_extender.policies import POLICIES
 from carpool_extender.simulation import alibaba, hotcloud, philly, radrm
 from carpool_extender.simulation.engine import Simulation
@@ -40,6 +41,14 @@ class Figures:
     """Times that a job died with its GPU."""
     unplaced: float
     """Jobs that no GPU ever took."""
+    waiting_min: float
+    """Mean time from submission to the start that succeeded."""
+    gpus_in_use: float
+    """Mean over time of the GPUs that have jobs."""
+    unused_percent: float
+    """Memory that nobody uses on GPUs that have jobs: room in pieces. Mean over GPUs and time."""
+    memory_percent: float
+    """Memory in use of all GPUs. Mean over GPUs and time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +88,8 @@ EXPERIMENTS: dict[str, Experiment] = {
     "radrm-60": Experiment(lambda data, seed: radrm.radrm(data, seed, 60), radrm.STRATEGIES, SharingMode.MPS),
     "philly": Experiment(philly.philly, philly.STRATEGIES, SharingMode.TIME_SLICING, whole=True),
     "alibaba": Experiment(alibaba.alibaba, alibaba.STRATEGIES, SharingMode.TIME_SLICING, whole=True),
+    "alibaba-dense": Experiment(alibaba.dense, alibaba.STRATEGIES, SharingMode.TIME_SLICING, whole=True),
+    "alibaba-full": Experiment(alibaba.full, alibaba.STRATEGIES, SharingMode.TIME_SLICING, whole=True),
 }
 SMALL = ("hotcloud", "radrm-90", "radrm-60")
 """Experiments of which `--workload all` makes tables; the others take their time."""
@@ -86,14 +97,16 @@ DEFAULT = "Carpool, slowdown ≤ 1.5 (default)"
 
 
 def ours(mode: SharingMode) -> list[Strategy]:
-    """Carpool with its shipped predictions, at several limits; ablations; and an oracle's knowledge."""
-    base = Strategy(DEFAULT, "least-slowdown", Knowledge.PREDICTED, mode, max_slowdown=1.5)
+    """Carpool with what it is shipped with and what it learns, at several limits; ablations; an oracle's knowledge."""
+    base = Strategy(DEFAULT, "least-slowdown", Knowledge.PREDICTED, mode, max_slowdown=1.5, learns=True)
     return [
         base,
         replace(base, name="Carpool, slowdown ≤ 2", max_slowdown=2.0),
         replace(base, name="Carpool, best fit", policy="best-fit"),
+        replace(base, name="Carpool, limits by the upper quantile", conditions=Conditions(quantile=Quantile.UPPER)),
         replace(base, name="Carpool, nothing measured", measure=False),
-        replace(base, name="Carpool, remembering what ran (not built)", remembers=True),
+        replace(base, name="Carpool, nothing learned", learns=False),
+        replace(base, name="Carpool, sharing before anything was measured", strict=False),
         replace(base, name="oracle's knowledge, slowdown ≤ 1.5", knowledge=Knowledge.TRUTH),
         replace(base, name="oracle's knowledge, slowdown ≤ 2", knowledge=Knowledge.TRUTH, max_slowdown=2.0),
     ]
@@ -101,7 +114,7 @@ def ours(mode: SharingMode) -> list[Strategy]:
 
 def wrong(mode: SharingMode) -> list[Strategy]:
     """Carpool when its predictions are off, or missing."""
-    base = Strategy("Carpool", "least-slowdown", Knowledge.PREDICTED, mode, max_slowdown=1.5)
+    base = Strategy("Carpool", "least-slowdown", Knowledge.PREDICTED, mode, max_slowdown=1.5, learns=True)
     off = [replace(base, name=f"off by {round(100 * e)}%", error=e) for e in (0.10, 0.25, 0.50)]
     return [*off, replace(base, name="abstains from every job", abstain=True)]
 
@@ -123,8 +136,9 @@ def named(policies: str, mode: SharingMode) -> list[Strategy]:
 
 def figures_of(outcome: Outcome) -> Figures:
     """Sum a run up."""
-    span_s = max(outcome.makespan_s, 1e-9)
+    span_s = max(outcome.span_s, 1e-9)
     finished = outcome.finished
+    in_use_s, used_s = (sum(getattr(gpu, name) for gpu in outcome.gpus) for name in ("in_use_s", "used_s"))
     return Figures(
         makespan_min=outcome.makespan_s / 60,
         utilization_percent=100 * sum(gpu.util_s for gpu in outcome.gpus) / len(outcome.gpus) / span_s,
@@ -134,6 +148,10 @@ def figures_of(outcome: Outcome) -> Figures:
         energy_mj=sum(gpu.energy_j for gpu in outcome.gpus) / 1e6,
         killed=float(outcome.killed),
         unplaced=float(outcome.unplaced),
+        waiting_min=fmean(one.start_s - one.job.arrival_s for one in finished) / 60 if finished else 0.0,
+        gpus_in_use=in_use_s / span_s,
+        unused_percent=100 * (1 - used_s / in_use_s) if in_use_s else 0.0,
+        memory_percent=100 * used_s / len(outcome.gpus) / span_s,
     )
 
 

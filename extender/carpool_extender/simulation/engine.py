@@ -2,11 +2,13 @@
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable
 
 import msgspec
 from carpool_core.products import find_product
 from carpool_core.values import DeviceHealth, GpuUuid
+from carpool_predictor.observe import STEADY_S
 
 from carpool_extender.measured import SETTLED_S
 from carpool_extender.policies import find_policy
@@ -44,7 +46,7 @@ class Simulation:
         self._on_node: dict[str, list[Gpu]] = {name: [] for name in workload.nodes}
         for gpu in self._gpus.values():
             self._on_node[gpu.node].append(gpu)
-        self._jobs = len(workload.jobs)
+        self._jobs, self._until_s = len(workload.jobs), workload.until_s
         self._waiting = Waiting(in_order=strategy.in_order)
         self._freed = 0
         self._closed: set[GpuUuid] = set()
@@ -54,7 +56,7 @@ class Simulation:
         self._count = itertools.count()
         self._finished: list[Finished] = []
         self._ooms: dict[str, int] = {}
-        self._killed = 0
+        self._killed = self._hopeless = 0
         self._curve: list[tuple[float, float]] = []
         for job in workload.jobs:
             self._at(job.arrival_s, self._arrival(job))
@@ -63,12 +65,14 @@ class Simulation:
 
     def run(self) -> Outcome:
         """Run until every job has ended or nothing can happen any more."""
-        while self._events and len(self._finished) < self._jobs:
+        while self._events and len(self._finished) < self._jobs and self._events[0][0] <= self._until_s:
             self._now_s = self._events[0][0]
             while self._events and self._events[0][0] <= self._now_s:
                 heapq.heappop(self._events)[2]()
             self._waiting.place(self._freed, self._start)
             self._draw_curve()
+        if self._until_s < math.inf:
+            self._now_s = self._until_s
         for gpu in self._gpus.values():
             gpu.account(self._now_s)
         return Outcome(
@@ -77,7 +81,8 @@ class Simulation:
             ooms=sum(self._ooms.values()),
             killed=self._killed,
             makespan_s=max((one.end_s for one in self._finished), default=0.0),
-            unplaced=len(self._waiting),
+            span_s=self._now_s,
+            unplaced=len(self._waiting) + self._hopeless,
             utilization=self._curve,
         )
 
@@ -85,8 +90,14 @@ class Simulation:
         heapq.heappush(self._events, (when_s, next(self._count), what))
 
     def _arrival(self, job: SimJob) -> Callable[[], None]:
+        if job.gpus * job.workers > len(self._gpus):
+            return self._count_as_hopeless
         stage = Stage(profiling=self._strategy.profile_s > 0)
         return lambda: self._enqueue(job, stage)
+
+    def _count_as_hopeless(self) -> None:
+        """Keep a job out of the queue for which the cluster is too small, or else it is tried again and again."""
+        self._hopeless += 1
 
     def _enqueue(self, job: SimJob, stage: Stage) -> None:
         urgency = 0 if stage.attempt or stage.restarts else 1
@@ -130,7 +141,9 @@ class Simulation:
             self._at(self._now_s + OOM_AFTER_S, lambda: self._die(running))
         self._update(running.gpus)
         if self._strategy.measure:
-            self._at(self._now_s + SETTLED_S, lambda: self._look(running))
+            self._at(self._now_s + SETTLED_S, lambda: self._look(running, SETTLED_S))
+            if self._strategy.learns:
+                self._at(self._now_s + STEADY_S, lambda: self._look(running, STEADY_S))
         elif self._knower.watches:
             self._report(running.nodes)
 
@@ -139,10 +152,10 @@ class Simulation:
         self._closed = {uuid for uuid in self._closed if self._gpus[uuid].closed_until_s > self._now_s}
         self._freed += 1
 
-    def _look(self, running: Running) -> None:
+    def _look(self, running: Running, age_s: float) -> None:
         """Let the agents report a tenant that is old enough for its measure to count."""
         if not running.ended:
-            self._knower.saw(running.job)
+            self._knower.saw(running.as_run(), age_s=age_s)
             self._report(running.nodes)
             self._freed += 1
 
@@ -160,8 +173,8 @@ class Simulation:
         if running.ended:
             return
         self._ooms[running.job.name] = self._ooms.get(running.job.name, 0) + 1
+        self._knower.starved(running.as_run(), running.had_mib())
         self._leave(running)
-        self._knower.starved(running.job)
         self._enqueue(running.job, running.stage.raised())
 
     def _failure(self, failure: Failure) -> Callable[[], None]:
@@ -244,7 +257,7 @@ class Simulation:
 
     def _finish(self, running: Running) -> None:
         running.left_s = 0.0
-        self._knower.saw(running.job)
+        self._knower.saw(running.as_run(), age_s=None)
         self._leave(running)
         if running.stage.profiling:
             self._enqueue(running.job, Stage())

@@ -9,7 +9,7 @@ from carpool_core.resources.node import Device
 from carpool_core.values import GpuUuid, SharingMode
 
 from carpool_extender.conditions import Conditions
-from carpool_extender.simulation.features import prediction_of
+from carpool_extender.simulation.features import job_of, prediction_of
 from carpool_extender.simulation.strategy import Knowledge, Strategy
 from carpool_extender.simulation.workload import SimJob, Truth, Workload, WorkloadError
 
@@ -74,7 +74,8 @@ def hotcloud(data: Path, seed: int) -> Workload:
     for number in range(JOBS):
         truth = draw.choice(kinds)
         work_s = math.exp(draw.uniform(math.log(SHORTEST_S), math.log(LONGEST_S)))
-        jobs.append(SimJob(f"job-{number:03}", 0.0, work_s, 1, truth, prediction_of(truth.kind, PRODUCT)))
+        told, asked = prediction_of(truth.kind, PRODUCT), job_of(truth.kind)
+        jobs.append(SimJob(f"job-{number:03}", 0.0, work_s, 1, truth, told, asked=asked))
     nodes = {f"node-{i:02}": [gpu(f"node-{i:02}", 0)] for i in range(GPUS)}
     return Workload("hotcloud", "HotCloud '20: 100 jobs, 12 GPUs", jobs, nodes, ASSUMPTIONS)
 
@@ -94,6 +95,7 @@ def profiles(data: Path) -> list[Truth]:
             sm=float(row["gpu_util"]) / 100,
             dram=float(row["gmem_util"]) / 100,
             product=PRODUCT,
+            model=f"lucid/{row['model']}",
         )
         for row in rows
     ]

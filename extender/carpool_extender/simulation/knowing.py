@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -15,18 +16,16 @@ from carpool_core.resources.prediction import (
     ProductPrediction,
 )
 from carpool_core.values import GpuUuid, JobUid, PodUid, RequestedMode, SharingMode, Tenancy
+from carpool_predictor.solo import Activity, alone
 
 from carpool_extender.applicant import Applicant
+from carpool_extender.simulation.learning import Learner
 from carpool_extender.simulation.strategy import Knowledge, Strategy
 from carpool_extender.simulation.workload import SimJob, Truth
 
 NAMESPACE = "simulation"
-CALIBRATING = 5
-"""Kinds of jobs that run alone on a stack that was never calibrated, where a strategy remembers what ran."""
-MARGIN = 1.05
-"""Factor to the measured peak of another job of the same kind."""
 RAISED = 1.5
-"""Factor to the bound of a job that died of memory once; after the second time it is alone."""
+"""Factor to the bound of a job that died of memory once where nothing is learned; after two deaths it is alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +48,19 @@ class Stage:
         return Stage(self.attempt, self.profiling, self.restarts + 1)
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of a job, of which something is measured."""
+
+    job: SimJob
+    uid: str
+    capacity_mib: int
+    """Memory of its GPU."""
+    mode: SharingMode
+    together: Sequence[Activity]
+    """What it is measured to do, and after it its neighbours."""
+
+
 class Knower:
     """Tells a strategy what it may know.
 
@@ -61,26 +73,33 @@ class Knower:
     def __init__(self, strategy: Strategy, usable_mib: int, seed: int) -> None:
         self._strategy, self._usable_mib, self._seed = strategy, usable_mib, seed
         self._applicants: dict[object, Applicant] = {}
-        self._seen: dict[str, Truth] = {}
-        self._ratios: list[float] = []
-        self._starved: dict[str, int] = {}
+        self._counted: dict[str, int] = {}
+        self._learner = Learner(is_strict=strategy.strict) if strategy.learns else None
 
     @property
     def watches(self) -> bool:
         """Whether reservations say what a monitor sees, because nothing was promised."""
         return self._strategy.knowledge is Knowledge.NOTHING
 
-    def saw(self, job: SimJob) -> None:
-        """Remember what a job was measured to use, for others of its kind."""
-        if self._strategy.remembers and job.truth.kind not in self._seen:
-            self._seen[job.truth.kind] = job.truth
-            if job.prediction is not None:
-                self._ratios.append(job.truth.memory_mib / job.prediction.products[0].memory.upper_mib)
+    def saw(self, run: Run, *, age_s: float | None) -> None:
+        """Learn from what a run was measured to use.
 
-    def starved(self, job: SimJob) -> None:
-        """Remember that a job died of memory, for others of its kind."""
-        if self._strategy.remembers:
-            self._starved[job.truth.kind] = self._starved.get(job.truth.kind, 0) + 1
+        Args:
+            run: The run.
+            age_s: For how long it has run, in seconds; None where it has ended.
+        """
+        if self._learner is not None:
+            counted = self._counted.get(run.job.name, 0)
+            solo = alone(run.mode, run.together)[0]
+            self._learner.saw(
+                run.job, run.uid, counted_mib=counted, capacity_mib=run.capacity_mib, age_s=age_s, alone=solo
+            )
+
+    def starved(self, run: Run, had_mib: int) -> None:
+        """Learn from a job that died of memory, of which it had so much."""
+        if self._learner is not None:
+            counted = self._counted.get(run.job.name, 0)
+            self._learner.starved(run.job, run.uid, counted_mib=counted, capacity_mib=run.capacity_mib, had_mib=had_mib)
 
     def alike(self, job: SimJob, stage: Stage) -> object:
         """Return a key that jobs share for which the same decision would be made."""
@@ -94,22 +113,26 @@ class Knower:
 
     def applicant(self, job: SimJob, stage: Stage) -> Applicant:
         """Return what asks for a GPU."""
-        kind = job.truth.kind
-        key = (self.alike(job, stage), kind in self._seen, self._starved.get(kind, 0), len(self._ratios))
+        version = 0 if self._learner is None else self._learner.version
+        key = (self.alike(job, stage), version)
         found = self._applicants.get(key)
         if found is None:
             found = self._applicants[key] = Applicant(self._demand(job, stage))
+        told = found.demand.prediction
+        is_counted = told is not None and told.products[0].memory.trusted
+        self._counted[job.name] = told.products[0].memory.upper_mib if told is not None and is_counted else 0
         return found
 
     def _demand(self, job: SimJob, stage: Stage) -> Demand:
         blind = self._strategy.knowledge is Knowledge.NOTHING
-        known = job.truth.kind in self._seen
-        attempt = 0 if known else max(stage.attempt, self._starved.get(job.truth.kind, 0))
-        alone = attempt > (0 if blind else 1) or stage.profiling or (not known and self._is_calibrating(job))
+        alone = stage.attempt > (0 if blind else 1) or stage.profiling
         mode = RequestedMode.EXCLUSIVE if alone else RequestedMode.AUTO
-        prediction = None if alone else self._raised(self._prediction(job), attempt)
+        prediction = None if alone else self._prediction(job)
+        if not self._is_learned(job):  # whoever learns has the death of the last attempt in its next prediction
+            prediction = self._raised(prediction, stage.attempt)
         if not alone and self._strategy.mode is SharingMode.TIME_SLICING and (blind or prediction):
-            mode = RequestedMode.TIME_SLICING
+            is_trusted = prediction is None or prediction.products[0].memory.trusted
+            mode = RequestedMode.TIME_SLICING if is_trusted else RequestedMode.AUTO
         return Demand(
             job_uid=JobUid(job.truth.kind),
             job_name=job.name,
@@ -125,14 +148,8 @@ class Knower:
             prediction=prediction,
         )
 
-    def _is_calibrating(self, job: SimJob) -> bool:
-        """Whether a job runs alone because its stack was never calibrated, and too little was seen on it yet."""
-        uncalibrated = job.prediction is not None and job.prediction.reason == "Uncalibrated"
-        return self._strategy.remembers and uncalibrated and len(self._ratios) < CALIBRATING
-
-    def _margin(self) -> float:
-        """Factor to bounds from how far those of other kinds were exceeded so far."""
-        return max(1.0, *self._ratios) if self._ratios else 1.0
+    def _is_learned(self, job: SimJob) -> bool:
+        return self._learner is not None and job.asked is not None
 
     def _raised(self, found: Prediction | None, attempt: int) -> Prediction | None:
         """Raise the floor of a job that died of memory; beyond every GPU it is unknown, and gets one of its own."""
@@ -151,12 +168,13 @@ class Knower:
             return None
         if strategy.knowledge is Knowledge.TRUTH:
             return exactly(job.truth, job.prediction, by_utilization=strategy.by_utilization)
-        if (seen := self._seen.get(job.truth.kind)) is not None:
-            return exactly(seen, job.prediction, margin=MARGIN, by_utilization=strategy.by_utilization)
         found = job.prediction
+        if self._learner is not None and job.asked is not None:
+            found = self._learner.predict(job, job.asked)
         if found is None or found.products[0].memory.upper_mib > self._usable_mib:
             return None
-        return self._with_error(job, found)
+        # An error of the predictor's is none any more where the very job was measured.
+        return found if found.products[0].memory.learned_runs else self._with_error(job, found)
 
     def _with_error(self, job: SimJob, found: Prediction) -> Prediction:
         draw = random.Random(f"{self._seed}/{job.name}")  # noqa: S311  # a simulation, no secret
@@ -167,10 +185,10 @@ class Knower:
         sm = (
             activity.gpu_util_percent.median / 100 if self._strategy.by_utilization else activity.sm_active_ratio.median
         )
-        upper = min(self._usable_mib, round(one.memory.upper_mib * memory * self._margin()))
         return _prediction_of(
             one.product,
-            upper_mib=upper,
+            upper_mib=min(self._usable_mib, round(one.memory.upper_mib * memory)),
+            trusted=one.memory.trusted,
             util=min(1.0, busy * activity.gpu_util_percent.median / 100),
             sm=min(1.0, busy * sm),
             dram=min(1.0, busy * activity.dram_active_ratio.median),
@@ -200,25 +218,27 @@ class Knower:
         )
 
 
-def exactly(truth: Truth, like: Prediction | None, *, margin: float = 1.0, by_utilization: bool = False) -> Prediction:
+def exactly(truth: Truth, like: Prediction | None, *, by_utilization: bool = False) -> Prediction:
     """Write the truth as a prediction without an error, for the product that another one is for."""
     product = like.products[0].product if like is not None and like.products else ""
     return _prediction_of(
         product or truth.product,
-        upper_mib=round(margin * truth.memory_mib),
+        upper_mib=truth.memory_mib,
         util=truth.util,
         sm=truth.util if by_utilization else truth.sm,
         dram=truth.dram,
     )
 
 
-def _prediction_of(product: str, *, upper_mib: int, util: float, sm: float, dram: float) -> Prediction:
+def _prediction_of(
+    product: str, *, upper_mib: int, util: float, sm: float, dram: float, trusted: bool = True
+) -> Prediction:
     def point(value: float) -> Interval:
         return Interval(median=value, lower=value, upper=value)
 
     one = ProductPrediction(
         product=product,
-        memory=MemoryPrediction(median_mib=upper_mib, upper_mib=upper_mib, coverage=0.95),
+        memory=MemoryPrediction(median_mib=upper_mib, upper_mib=upper_mib, coverage=0.95, trusted=trusted),
         activity=ActivityPrediction(
             gpu_util_percent=point(100 * util), sm_active_ratio=point(sm), dram_active_ratio=point(dram)
         ),

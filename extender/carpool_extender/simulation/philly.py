@@ -1,13 +1,16 @@
 """Any trace of times, durations and GPUs on any cluster; Microsoft's Philly by default."""
 
 import random
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 from carpool_core.products import UnknownProductError, find_product
-from carpool_core.resources.node import Device
+from carpool_core.resources.node import MOST_GPUS, Device
 from carpool_core.values import GpuUuid, SharingMode
+from msgspec import Meta
 
 from carpool_extender.simulation import hotcloud
 from carpool_extender.simulation.features import prediction_of
@@ -16,14 +19,13 @@ from carpool_extender.simulation.strategy import Knowledge, Strategy
 from carpool_extender.simulation.workload import SimJob, Workload, WorkloadError
 
 GPUS, PER_NODE = 2490, 8
+MOST_NODES = 100_000
+SHOWN = ("makespan_min", "waiting_min", "completion_min", "gpus_in_use", "utilization_percent", "oom", "energy_mj")
 
 ASSUMPTIONS = (
     "The trace says when, for how long and on how many GPUs; not what was trained. Each job gets one of the 18 "
-    "measured "
-    "profiles of the HotCloud workload at random.",
-    "2,490 GPUs in nodes of eight (the last has two), each with 24 GiB; more than eight GPUs make a gang of workers "
-    "of eight.",
-    "Durations are those alone.",
+    "measured profiles of the HotCloud workload at random.",
+    "Durations are those alone. What was measured on an RTX 3090 is taken for what happens on any product.",
 )
 
 STRATEGIES = (
@@ -42,9 +44,9 @@ STRATEGIES = (
 class NodeGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="camel"):
     """Nodes that are alike, in a cluster file."""
 
-    count: int = 1
+    count: Annotated[int, Meta(ge=1, le=MOST_NODES)] = 1
     product: str
-    gpus: int = 8
+    gpus: Annotated[int, Meta(ge=1, le=MOST_GPUS)] = 8
 
 
 class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,20 +60,41 @@ def philly(data: Path, seed: int) -> Workload:
     return from_trace(data, data / "traces" / "philly_sia.csv", default_cluster(), seed)
 
 
-def from_trace(data: Path, trace: Path, nodes: dict[str, list[Device]], seed: int) -> Workload:
+def from_trace(data: Path, trace: Path, nodes: Mapping[str, Sequence[Device]], seed: int) -> Workload:
     """Build a workload out of a trace and a cluster."""
     draw = random.Random(f"trace/{seed}")  # noqa: S311  # a simulation, no secret
     kinds = hotcloud.profiles(data)
-    most = max(len(devices) for devices in nodes.values())
-    jobs = deque[SimJob]()
-    for number, one in enumerate(read_trace(trace)):
+    most, all_gpus = max(map(len, nodes.values())), sum(map(len, nodes.values()))
+    product = _commonest(nodes)
+    read, jobs = read_trace(trace), deque[SimJob]()
+    for number, one in enumerate(read.jobs):
         truth = draw.choice(kinds)
         gpus = min(one.gpus, most)
-        prediction = prediction_of(truth.kind, hotcloud.PRODUCT)
+        prediction = prediction_of(truth.kind, product)
         jobs.append(
             SimJob(f"job-{number}", one.at_s, one.duration_s, gpus, truth, prediction, workers=-(-one.gpus // gpus))
         )
-    return Workload("trace", f"{trace.name}: {len(jobs):,} jobs", list(jobs), nodes, ASSUMPTIONS)
+    told = [f"{read.unsorted:,} lines were earlier than the line before; all were sorted."] if read.unsorted else []
+    if large := sum(one.gpus > all_gpus for one in read.jobs):
+        told.append(f"{large:,} jobs ask for more than the {all_gpus:,} GPUs that there are, and are never placed.")
+    title = f"{trace.name}: {len(jobs):,} jobs, {all_gpus:,} GPUs"
+    if others := {device.product for devices in nodes.values() for device in devices} - {product}:
+        told.append(f"Predictions are for {product}; on {', '.join(sorted(others))} every job runs alone.")
+    assumptions = (*ASSUMPTIONS, *_cluster_of(nodes), *told)
+    return Workload("trace", title, list(jobs), nodes, assumptions, notes=told, shown=SHOWN)
+
+
+def _commonest(nodes: Mapping[str, Sequence[Device]]) -> str:
+    """Return the product of which there are the most GPUs."""
+    counted = Counter(device.product for devices in nodes.values() for device in devices)
+    return counted.most_common(1)[0][0]
+
+
+def _cluster_of(nodes: Mapping[str, Sequence[Device]]) -> list[str]:
+    """Say what a cluster consists of."""
+    kinds = Counter((device.product, len(devices)) for devices in nodes.values() for device in devices[:1])
+    parts = [f"{count:,} of {gpus} {product}" for (product, gpus), count in kinds.items()]
+    return [f"Nodes: {', '.join(parts)}; more GPUs than a node has make a gang of workers that start together."]
 
 
 def default_cluster() -> dict[str, list[Device]]:
@@ -93,7 +116,7 @@ def read_cluster(path: Path) -> dict[str, list[Device]]:
     try:
         found = msgspec.yaml.decode(path.read_bytes(), type=ClusterFile)
         groups = [(group, find_product(group.product).name) for group in found.nodes]
-    except (OSError, msgspec.MsgspecError, UnknownProductError) as error:
+    except (OSError, UnicodeDecodeError, msgspec.MsgspecError, UnknownProductError) as error:
         raise WorkloadError(
             f"{path}: expected `nodes: [{{count: 1, product: NVIDIA A100-SXM4-40GB, gpus: 8}}]`: {error}"
         ) from error
@@ -102,8 +125,8 @@ def read_cluster(path: Path) -> dict[str, list[Device]]:
         for _ in range(group.count):
             name = f"node-{len(nodes):04}"
             nodes[name] = devices_of(name, product, group.gpus)
-    if not any(nodes.values()):
-        raise WorkloadError(f"{path}: expected at least one GPU, found none")
+    if not nodes:
+        raise WorkloadError(f"{path}: expected at least one node, found none")
     return nodes
 
 

@@ -1,8 +1,11 @@
 """Reads the Philly trace: when jobs came, how long they ran, on how many GPUs."""
 
 import csv
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 
 from carpool_extender.simulation.workload import WorkloadError
@@ -20,40 +23,67 @@ class Submission:
     gpus: int
 
 
-def read_trace(path: Path) -> list[Submission]:
-    """Read a trace with the columns `timestamp` (ISO 8601, or seconds), `duration` (seconds) and `num_gpus`.
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What a file says."""
+
+    jobs: Sequence[Submission]
+    """Ascending by time."""
+    unsorted: int
+    """How many lines were earlier than the line before them."""
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a trace with the columns `timestamp`, `duration` and `num_gpus`.
+
+    Times are ISO 8601, UTC where they say nothing else, or seconds; durations are seconds.
 
     Raises:
         WorkloadError: There is no such file, a column is missing, or a value makes no sense; the line is named.
     """
     if not path.is_file():
         raise WorkloadError(f"expected a trace at {path}, found no file; set CARPOOL_DATA, or name the trace")
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        missing = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
-        if missing:
-            has = ", ".join(reader.fieldnames or ["none"])
-            raise WorkloadError(
-                f"{path}: expected the columns {', '.join(COLUMNS)}, found {has}; add {', '.join(missing)}"
-            )
-        found = [_submission(path, reader.line_num, row) for row in reader]
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            found = _submissions(path, csv.DictReader(file))
+    except (csv.Error, UnicodeDecodeError, OSError) as error:
+        raise WorkloadError(f"{path}: expected CSV in UTF-8: {error}") from error
     if not found:
         raise WorkloadError(f"{path}: expected at least one job, found none")
+    unsorted = sum(later.at_s < one.at_s for one, later in pairwise(found))
     found.sort(key=lambda one: one.at_s)
     first = found[0].at_s
-    return [Submission(one.at_s - first, one.duration_s, one.gpus) for one in found]
+    return Trace([Submission(one.at_s - first, one.duration_s, one.gpus) for one in found], unsorted)
+
+
+def _submissions(path: Path, reader: "csv.DictReader[str]") -> list[Submission]:
+    missing = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
+    if missing:
+        has = ", ".join(reader.fieldnames or ["none"])
+        raise WorkloadError(f"{path}: expected the columns {', '.join(COLUMNS)}, found {has}; add {', '.join(missing)}")
+    return [_submission(path, reader.line_num, row) for row in reader]
 
 
 def _submission(path: Path, line: int, row: dict[str, str]) -> Submission:
     try:
-        at = row["timestamp"]
-        at_s = float(at) if at.replace(".", "", 1).isdigit() else datetime.fromisoformat(at).timestamp()
-        duration_s, gpus = float(row["duration"]), int(row["num_gpus"])
-    except (ValueError, TypeError) as error:
+        at_s, duration_s, gpus = _seconds(row["timestamp"]), float(row["duration"]), int(row["num_gpus"])
+    except (ValueError, TypeError, OverflowError) as error:
         raise WorkloadError(f"{path}, line {line}: expected a time, seconds and a number of GPUs: {error}") from error
-    if duration_s < 0 or gpus < 1:
+    if not 0 <= duration_s < math.inf or gpus < 1:
         raise WorkloadError(
             f"{path}, line {line}: expected a duration of 0 s or more on 1 GPU or more, found {duration_s:g} s on "
             f"{gpus}"
         )
     return Submission(at_s, duration_s, gpus)
+
+
+def _seconds(text: str) -> float:
+    """Read a moment as seconds since some beginning."""
+    try:
+        found = float(text)
+    except ValueError:
+        moment = datetime.fromisoformat(text)
+        return (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp()
+    if not math.isfinite(found):
+        raise ValueError(f"{text} is no time")
+    return found

@@ -9,7 +9,7 @@ from carpool_core.resources.node import Device
 from carpool_core.values import GpuUuid, SharingMode
 
 from carpool_extender.conditions import Conditions
-from carpool_extender.simulation.features import prediction_of
+from carpool_extender.simulation.features import job_of, prediction_of
 from carpool_extender.simulation.philly_times import read_trace
 from carpool_extender.simulation.strategy import Knowledge, Strategy
 from carpool_extender.simulation.workload import SimJob, Truth, Workload, WorkloadError
@@ -17,7 +17,8 @@ from carpool_extender.simulation.workload import SimJob, Truth, Workload, Worklo
 PRODUCT = "NVIDIA A100-SXM4-40GB"
 GPUS = 4
 POWER_LIMIT_W = 275.0
-"""Of each GPU in a DGX Station A100; from memory, no source was found."""
+"""Of each GPU in a DGX Station A100. NVIDIA's datasheet gives 1.5 kW for the whole machine, its processor of 225 W with
+it: at most 319 W are left for each of four GPUs, whose usual limit is 400 W. For 275 W itself no source was found."""
 MIXES = {90: (0.65, 0.27), 60: (0.0, 0.83)}
 """Shares of light and medium tasks; the rest is large."""
 
@@ -53,8 +54,9 @@ ASSUMPTIONS = (
     "A task that is too large dies a minute after its start; it runs again from the beginning, alone, before all "
     "others.",
     "A GPU takes nobody else for 90 s after a placement: its monitor's mean must see the newcomer (not for Carpool).",
-    "Power is idle + (limit - idle) · SM activity: 50 W idle and a limit of 275 W, which has no source: it was set "
-    "from memory, after 400 W had given too much.",
+    "Power is idle + (limit - idle) · SM activity: 50 W idle and a limit of 275 W. NVIDIA's datasheet of the DGX "
+    "Station A100 gives 1.5 kW for the whole machine; less 225 W of its processor that leaves at most 319 W for each "
+    "GPU, so that 400 W, the product's usual limit, cannot be. 275 W itself has no source that was found.",
 )
 
 _FIVE_GB, _TWO_GB = 5120, 2048
@@ -115,7 +117,7 @@ def radrm(data: Path, seed: int, tasks: int, scale: float = 1.0) -> Workload:
     chosen = draw.choices(light, k=amounts[0]) + draw.choices(medium, k=amounts[1])
     chosen += draw.choices(large, k=tasks - sum(amounts))
     draw.shuffle(chosen)
-    submissions = read_trace(data / "traces" / "philly_sia.csv")
+    submissions = read_trace(data / "traces" / "philly_sia.csv").jobs
     begin = draw.randrange(len(submissions) - tasks)
     window = submissions[begin : begin + tasks]
     jobs = []
@@ -123,7 +125,8 @@ def radrm(data: Path, seed: int, tasks: int, scale: float = 1.0) -> Workload:
         work_s = 60 * minutes * draw.choice(epochs)
         prediction = prediction_of(truth.kind, PRODUCT)
         at_s = one.at_s - window[0].at_s
-        jobs.append(SimJob(f"task-{number:02}", at_s, work_s, 1, truth, prediction, workers=gpus))
+        asked = job_of(truth.kind)
+        jobs.append(SimJob(f"task-{number:02}", at_s, work_s, 1, truth, prediction, workers=gpus, asked=asked))
     nodes = {"dgx": [gpu(index) for index in range(GPUS)]}
     title = f"RAD-RM: {tasks} tasks, four A100-40GB"
     return Workload(f"radrm-{tasks}", title, jobs, nodes, ASSUMPTIONS, POWER_LIMIT_W)
@@ -149,6 +152,7 @@ def _kinds(data: Path, scale: float) -> tuple[list[_Kind], list[_Kind], list[_Ki
                 sm=sm,
                 dram=sm / 2,
                 product=PRODUCT,
+                model=f"radrm/{row['model']}/{row['dataset']}",
             )
             epochs = [int(text) for text in row["epochs"].split("|")]
             found[0 if is_light else gpus].append((truth, float(row["epoch_time_min"]), epochs, gpus))

@@ -4,33 +4,47 @@ from collections.abc import Sequence
 
 from carpool_extender.simulation.contest import Line
 
-_HEAD = (
-    "strategy",
-    "makespan min",
-    "",
-    "utilization %",
-    "",
-    "completion min",
-    "",
-    "running s",
-    "out of memory",
-    "energy MJ",
-    "",
-)
-_SHOWN = ("makespan_min", "utilization_percent", "completion_min", "running_s", "oom", "energy_mj")
-_COMPARED = {"makespan_min", "utilization_percent", "completion_min", "energy_mj"}
+HEADS = {
+    "makespan_min": "makespan min",
+    "utilization_percent": "utilization %",
+    "completion_min": "completion min",
+    "running_s": "running s",
+    "oom": "out of memory",
+    "energy_mj": "energy MJ",
+    "waiting_min": "waiting min",
+    "gpus_in_use": "GPUs in use",
+    "unused_percent": "unused on these %",
+    "memory_percent": "memory in use %",
+    "killed": "killed by failures",
+    "unplaced": "never placed",
+}
+"""What each figure is called at the head of its column."""
+SHOWN = ("makespan_min", "utilization_percent", "completion_min", "running_s", "oom", "energy_mj")
+COMPARED = {
+    "makespan_min",
+    "utilization_percent",
+    "completion_min",
+    "energy_mj",
+    "waiting_min",
+    "gpus_in_use",
+    "memory_percent",
+}
+"""Figures of which the change against the first line is told, too."""
 
 
-def markdown(lines: Sequence[Line]) -> list[str]:
-    """Write a table: mean ± standard deviation over the seeds, and the change against the first line."""
-    fails = any(line.mean("killed") for line in lines)
-    waits = any(line.mean("unplaced") for line in lines)
-    head = [*_HEAD, *(["killed by failures"] if fails else []), *(["never placed"] if waits else [])]
-    rows = []
-    for line in lines:
-        extra = [_spread(line, "killed")] * fails + [_spread(line, "unplaced")] * waits
-        rows.append(_row([*_cells(line, lines[0]), *extra]))
-    return [_row(head), _row(["---"] * len(head)), *rows]
+def markdown(lines: Sequence[Line], shown: Sequence[str] = ()) -> list[str]:
+    """Write a table: mean ± standard deviation over the seeds, and the change against the first line.
+
+    Args:
+        lines: One for each strategy.
+        shown: Names of the figures; the usual ones where there are none.
+    """
+    names = list(shown or SHOWN)
+    names += [one for one in ("killed", "unplaced") if one not in names and any(line.mean(one) for line in lines)]
+    head = ["strategy"]
+    for name in names:
+        head += [HEADS[name], ""] if name in COMPARED else [HEADS[name]]
+    return [_row(head), _row(["---"] * len(head)), *(_row(_cells(line, lines[0], names)) for line in lines)]
 
 
 def change(line: Line, first: Line, name: str) -> float:
@@ -46,12 +60,13 @@ def _spread(line: Line, name: str) -> str:
     return f"{line.mean(name):.1f} ± {line.spread(name):.1f}"
 
 
-def _cells(line: Line, first: Line) -> list[str]:
+def _cells(line: Line, first: Line, names: Sequence[str]) -> list[str]:
     cells = [line.strategy.name]
-    for name in _SHOWN:
+    for name in names:
         cells.append(_spread(line, name))
-        if name in _COMPARED:
-            cells.append("" if line is first else f"{change(line, first, name):+.1f}%")
+        if name in COMPARED:
+            is_comparable = line is not first and first.mean(name) > 0
+            cells.append(f"{change(line, first, name):+.1f}%" if is_comparable else "")
     return cells
 
 
@@ -74,15 +89,15 @@ def _beside(line: Line, first: Line) -> str:
     return _row([line.strategy.name, line.strategy.published, f"{here}, {line.mean('energy_mj'):.2f} MJ"])
 
 
-def section(title: str, assumptions: Sequence[str], lines: Sequence[Line]) -> list[str]:
-    """Write one experiment."""
+def section(title: str, assumptions: Sequence[str], lines: Sequence[Line], shown: Sequence[str] = ()) -> list[str]:
+    """Write one experiment; `shown` as in `markdown`."""
     seeds = len(lines[0].runs)
     return [
         f"## {title}",
         "",
         f"Mean ± standard deviation over {seeds} seed{'s' * (seeds > 1)}; changes are against the first line.",
         "",
-        *markdown(lines),
+        *markdown(lines, shown),
         "",
         *([*told, ""] if (told := published(lines)) else []),
         "Assumed where the text is silent:",

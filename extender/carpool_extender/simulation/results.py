@@ -22,6 +22,8 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     assumptions: list[str]
     cpu_s: dict[str, float]
     """Processor time of one run of each strategy, in seconds."""
+    shown: list[str] = []
+    """Names of the figures that its table shows; the usual ones where there are none."""
 
 
 def write(out: Path, name: str, workload: Workload, lines: Sequence[Line]) -> None:
@@ -33,6 +35,7 @@ def write(out: Path, name: str, workload: Workload, lines: Sequence[Line]) -> No
         seeds=seeds,
         assumptions=list(workload.assumptions),
         cpu_s={line.strategy.name: round(line.cpu_s / seeds, 1) for line in lines},
+        shown=list(workload.shown),
     )
     (out / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(about)) + b"\n")
     write_csv(out / f"{name}.csv", lines)

@@ -5,9 +5,10 @@ from typing import Protocol
 
 from carpool_core.resources.node import Device
 from carpool_core.values import GpuUuid, PodUid, SharingMode
+from carpool_predictor.solo import Activity
 
 from carpool_extender.decide import Place
-from carpool_extender.simulation.knowing import Stage
+from carpool_extender.simulation.knowing import Run, Stage
 from carpool_extender.simulation.workload import SimJob, Truth
 
 
@@ -49,6 +50,34 @@ class Running:
         """Names of its nodes."""
         return {node for node, _ in self.places}
 
+    def as_run(self) -> Run:
+        """Return what is measured of it."""
+        first = self.gpus[0]
+        others = [one for one in first.tenants if one is not self]
+        return Run(
+            job=self.job,
+            uid=str(uid_of(self.job, self.stage, 0)),
+            capacity_mib=min(gpu.device.memory_mib for gpu in self.gpus),
+            mode=first.mode,
+            together=[one.seen() for one in (self, *others)],
+        )
+
+    def seen(self) -> Activity:
+        """Return what a monitor sees it do."""
+        truth = self.job.truth
+        return Activity(truth.util / self.slowdown, truth.sm / self.slowdown, truth.dram)
+
+    def had_mib(self) -> int:
+        """Return how much memory there was for it where it had least."""
+        limits = [place.memory_limit_mib for _, place in self.places if place.memory_limit_mib is not None]
+        left = [
+            gpu.device.memory_mib
+            - gpu.device.reserved_mib
+            - sum(one.job.truth.memory_mib for one in gpu.tenants if one is not self)
+            for gpu in self.gpus
+        ]
+        return max(1, min([*limits, *left]))
+
 
 @dataclass(slots=True, eq=False)
 class Gpu:
@@ -67,6 +96,12 @@ class Gpu:
     util_s: float = 0.0
     """Integral of utilization over time, in seconds."""
     energy_j: float = 0.0
+    in_use_s: float = 0.0
+    """Time with tenants, in seconds."""
+    used: float = 0.0
+    """Share of its memory that tenants take at present."""
+    used_s: float = 0.0
+    """Integral of that over time, in seconds."""
     power: tuple[float, float] = (0.0, 0.0)
     """Limit and idle power, in W."""
 
@@ -75,11 +110,15 @@ class Gpu:
         span = now_s - self.since_s
         limit, idle = self.power
         self.util_s += span * self.util
+        self.in_use_s += span * (self.used > 0)
+        self.used_s += span * self.used
         self.energy_j += span * (idle + (limit - idle) * self.sm)
         self.since_s = now_s
 
     def load(self) -> None:
-        """Work out utilization and SM activity from the tenants as they truly are now."""
+        """Work out utilization, SM activity and memory in use from the tenants as they truly are now."""
+        usable_mib = max(1, self.device.memory_mib - self.device.reserved_mib)
+        self.used = min(1.0, sum(max(1, t.job.truth.memory_mib) for t in self.tenants) / usable_mib)
         self.util = min(1.0, sum(t.job.truth.util / t.slowdown for t in self.tenants))
         self.sm = min(1.0, sum(t.job.truth.sm / t.slowdown for t in self.tenants))
 
@@ -106,6 +145,9 @@ class Outcome:
     killed: int
     """Times that a job died with its GPU."""
     makespan_s: float
+    """When the last job ended."""
+    span_s: float
+    """How long was watched, over which everything was added up."""
     unplaced: int
     """Jobs that no GPU ever took."""
     utilization: list[tuple[float, float]]

@@ -42,9 +42,10 @@ class Strategy:
     """Whether GPU utilization takes the place of SM activity, as where only the former was known."""
     measure: bool = True
     """Whether the activity of running tenants is taken as measured rather than as predicted."""
-    remembers: bool = False
-    """Whether what ran, or died of memory, tells about later jobs: of the same kind what they use, of others how far
-    bounds are exceeded. Carpool does not do that yet."""
+    learns: bool = False
+    """Whether what ran, or died of memory, calibrates the predictions of later jobs."""
+    strict: bool = True
+    """Where it learns: whether jobs run alone on a stack of which nothing was measured yet."""
     published: str = ""
     """What the source says of this line."""
     error: float = 0.0

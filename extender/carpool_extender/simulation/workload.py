@@ -1,11 +1,13 @@
 """What is simulated: jobs as they truly are, what is predicted of them, and the GPUs they run on."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from carpool_core.resources.node import Device
 from carpool_core.resources.prediction import Prediction
 from carpool_core.values import GpuUuid
+from carpool_predictor.estimator import Job
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,8 @@ class Truth:
     """Share of memory cycles in use, 0..1."""
     product: str
     """GPU product on which it was measured, by NVML's name."""
+    model: str = ""
+    """The model alone: kinds of one model differ in batch size and precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,8 @@ class SimJob:
     """What the shipped predictor said; None where it abstained."""
     workers: int = 1
     """A gang: all start together or none does."""
+    asked: Job | None = None
+    """What the predictor is asked about, for those who learn; None where nothing can be learned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,12 @@ class Workload:
     power_limit_w: float | None = None
     """Power limit of each GPU where it is not the product's usual one, in W."""
     failures: Sequence[Failure] = ()
+    until_s: float = math.inf
+    """When watching ends, whoever runs or waits then, in seconds after the start."""
+    notes: Sequence[str] = ()
+    """What of the input is odd, and what was made of it; said before anything runs."""
+    shown: Sequence[str] = ()
+    """Names of the figures that its table shows; the usual ones where there are none."""
 
 
 class WorkloadError(ValueError):

@@ -1,0 +1,85 @@
+"""Checks of simulated GPUs: two GPUs of which the same is known are alike, and are looked at once for each demand.
+
+Simulated jobs are of few kinds, so that GPUs come back to states in which some GPU was before. In a real cluster what
+is measured hardly ever repeats itself, and this would gain nothing.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from carpool_extender.checks import Findings, Verdict, empty_findings, look
+from carpool_extender.cluster import Cluster
+from carpool_extender.view import Bools, Columns, Rows
+
+MOST_STATES = 50_000
+"""States of a GPU that are remembered; beyond, all are forgotten."""
+OF_GPU = ("alive", "device_class", "hindered", "mode", "prepared", "count", "mig_gb", "mig_slices")
+OF_TENANTS = ("memory_mib", "util", "sm", "dram", "max_slowdown", "namespace", "cluster_tenancy")
+"""What the checks look at; the aggregates follow from it."""
+
+
+class _Known(NamedTuple):
+    """What was found about one demand, by state; shape (states,) each."""
+
+    is_known: Bools
+    found: Findings
+
+
+class Alike:
+    """Runs the checks on GPUs of a cluster whose classes of devices and namespaces stay as they are.
+
+    Args:
+        cluster: What is simulated.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._generation = -1
+        self._number: dict[tuple[object, ...], int] = {}
+        self._state: Rows = np.zeros(0, np.intp)
+        self._known: dict[bytes, _Known] = {}
+
+    def __call__(self, asked: Verdict, rows: Rows | None) -> Findings:
+        """Run all checks of a demand on some GPUs; on all where None."""
+        columns = asked.view.columns
+        self._follow(columns)
+        states = self._state if rows is None else self._state[rows]
+        known = self._of(asked)
+        new = np.flatnonzero(~known.is_known[states])
+        if new.size:
+            known.found.put(states[new], look(asked, columns.take(new if rows is None else rows[new])))
+            known.is_known[states[new]] = True
+        return known.found.of(states)
+
+    def _of(self, asked: Verdict) -> _Known:
+        states = len(self._number)
+        shape = asked.applicant.shape
+        known = self._known.get(shape)
+        if known is None:
+            known = self._known[shape] = _Known(np.zeros(states, np.bool_), empty_findings(states))
+        elif len(known.is_known) < states:
+            more = np.append(known.is_known, np.zeros(2 * states - len(known.is_known), np.bool_))
+            known = self._known[shape] = _Known(more, known.found.resized(2 * states))
+        return known
+
+    def _follow(self, columns: Columns) -> None:
+        """Number the states of GPUs that changed."""
+        gpus, generation = len(columns.alive), self._cluster.generation
+        changed = self._cluster.changed_since(self._generation) if len(self._state) == gpus else None
+        if len(self._number) > MOST_STATES:
+            self._number.clear()
+            self._known.clear()
+            changed = None
+        if changed is None:
+            self._state, changed = np.zeros(gpus, np.intp), np.arange(gpus)
+        for row in changed.tolist():
+            state = _state(columns, row)
+            self._state[row] = self._number.setdefault(state, len(self._number))
+        self._generation = generation
+
+
+def _state(columns: Columns, row: int) -> tuple[object, ...]:
+    count = int(columns.count[row])
+    of_gpu = (getattr(columns, name)[row].item() for name in OF_GPU)
+    return (*of_gpu, *(getattr(columns, name)[row, :count].tobytes() for name in OF_TENANTS))

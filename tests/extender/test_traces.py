@@ -1,0 +1,223 @@
+"""Traces of others in the simulator: what is read, what is refused and how, and that they run to their end."""
+
+import os
+from dataclasses import replace
+
+import pytest
+from carpool_extender.simulation import alibaba
+from carpool_extender.simulation.command import simulate
+from carpool_extender.simulation.contest import EXPERIMENTS, Line, figures_of
+from carpool_extender.simulation.engine import Simulation
+from carpool_extender.simulation.philly import from_trace, read_cluster
+from carpool_extender.simulation.philly_times import read_trace
+from carpool_extender.simulation.report import markdown
+from carpool_extender.simulation.strategy import Strategy
+from carpool_extender.simulation.workload import WorkloadError
+from click.testing import CliRunner
+
+A100 = "NVIDIA A100-SXM4-40GB"
+ALONE = Strategy("alone", "exclusive", measure=False)
+
+
+class NoSlowdown:
+    def slowdowns(self, mode, tenants):
+        return [1.0] * len(tenants)
+
+
+def ends(outcome):
+    return {one.job.name: one.end_s for one in outcome.finished}
+
+
+PODS = """name,num_gpu,gpu_milli,creation_time,deletion_time
+a,1,500,0,100
+b,1,400,0,50
+c,1,1000,10,30
+d,0,0,10,30
+"""
+
+
+@pytest.fixture
+def openb(data):
+    """Alibaba's trace in small: one node of two GPUs."""
+    (data / "traces").mkdir()
+    (data / "traces" / alibaba.PODS).write_text(PODS)
+    (data / "traces" / alibaba.NODES).write_text("sn,gpu\nn0,2\n")
+    return data
+
+
+def test_fractions_of_alibaba_share_and_whole_gpus_do_not(openb):
+    found, (whole, first_fit, *_) = alibaba.alibaba(openb, 0), EXPERIMENTS["alibaba"].published
+    assert [one.name for one in found.jobs] == ["a", "b", "c"]
+    shared = Simulation(found, first_fit, NoSlowdown()).run()
+    assert ends(shared) == {"a": 100.0, "b": 50.0, "c": 30.0}
+    alone = Simulation(found, whole, NoSlowdown()).run()
+    assert ends(alone)["c"] == 70.0
+    figures = figures_of(shared)
+    assert figures.gpus_in_use == pytest.approx((100 + 20) / 100)
+    assert figures.unused_percent == pytest.approx(100 * (1 - (100 * 0.5 + 50 * 0.4 + 20) / 120), abs=0.01)
+    assert figures.memory_percent == pytest.approx(100 * (100 * 0.5 + 50 * 0.4 + 20) / 200, abs=0.01)
+    assert figures_of(alone).waiting_min == pytest.approx(40 / 60 / 3)
+
+
+def test_pods_come_closer_together_and_last_as_long(openb):
+    one, other = alibaba.alibaba(openb, 0), alibaba.dense(openb, 0)
+    assert [job.arrival_s for job in other.jobs] == [job.arrival_s / alibaba.CLOSER for job in one.jobs]
+    assert [job.work_s for job in other.jobs] == [job.work_s for job in one.jobs]
+
+
+def test_more_than_there_is_is_drawn_by_the_seed_and_never_ends(openb):
+    drawn = [alibaba.full(openb, seed) for seed in (0, 0, 1)]
+    kinds = [[(job.name, job.truth.kind) for job in one.jobs] for one in drawn]
+    assert kinds[0] == kinds[1]
+    assert sum(job.truth.util for job in drawn[0].jobs) >= alibaba.INFLATED * 2
+    outcome = Simulation(drawn[0], EXPERIMENTS["alibaba-full"].published[1], NoSlowdown()).run()
+    figures = figures_of(outcome)
+    assert (figures.makespan_min, outcome.span_s) == (0.0, alibaba.WATCHED_S)
+    assert figures.unplaced > 0
+    assert figures.memory_percent <= 100
+    assert figures == figures_of(Simulation(drawn[1], EXPERIMENTS["alibaba-full"].published[1], NoSlowdown()).run())
+
+
+@pytest.mark.parametrize(
+    ("pods", "nodes", "sentence"),
+    [
+        (PODS, "sn\nn0\n", "expected the columns sn, gpu; add gpu"),
+        (PODS, "sn,gpu\nn0,two\n", "line 2: expected a number of GPUs"),
+        (PODS, "sn,gpu\n", "expected at least one GPU, found none"),
+        (PODS.replace("500", "1500"), "sn,gpu\nn0,2\n", "line 2: .* 1500 thousandths of a GPU"),
+        (PODS.replace("0,100", "0,soon"), "sn,gpu\nn0,2\n", "line 2: expected GPUs, thousandths, and two times"),
+        (PODS.splitlines()[0], "sn,gpu\nn0,2\n", "expected at least one pod with a GPU, found none"),
+    ],
+)
+def test_a_bad_trace_of_alibabas_is_refused(openb, pods, nodes, sentence):
+    (openb / "traces" / alibaba.PODS).write_text(pods)
+    (openb / "traces" / alibaba.NODES).write_text(nodes)
+    with pytest.raises(WorkloadError, match=sentence):
+        alibaba.alibaba(openb, 0)
+
+
+TRACE = "timestamp,duration,num_gpus\n2017-10-09 07:00:10,60,1\n2017-10-09 07:00:00,30,3\n"
+
+
+def test_a_trace_is_sorted_which_is_said_and_large_jobs_become_gangs(data):
+    path = data / "t.csv"
+    path.write_text(TRACE)
+    assert [one.at_s for one in read_trace(path).jobs] == [0.0, 10.0]
+    (data / "c.yaml").write_text(f"nodes: [{{count: 2, product: {A100}, gpus: 2}}]")
+    found = from_trace(data, path, read_cluster(data / "c.yaml"), 0)
+    assert [(one.gpus, one.workers) for one in found.jobs] == [(2, 2), (1, 1)]
+    assert found.notes == ["1 lines were earlier than the line before; all were sorted."]
+
+
+def test_times_without_a_zone_are_utc_wherever_it_runs(data, monkeypatch):
+    """Regression: a change to summer time in the zone of whoever ran it moved jobs by an hour."""
+    path = data / "t.csv"
+    path.write_text("timestamp,duration,num_gpus\n2017-11-05 00:30:00,1,1\n2017-11-05T03:30:00+00:00,1,1\n")
+    monkeypatch.setitem(os.environ, "TZ", "America/Los_Angeles")
+    assert [one.at_s for one in read_trace(path).jobs] == [0.0, 10800.0]
+
+
+def test_a_job_beyond_the_whole_cluster_is_counted_and_never_tried(data):
+    path = data / "t.csv"
+    path.write_text("timestamp,duration,num_gpus\n0,60,5\n1,60,1\n")
+    (data / "c.yaml").write_text(f"nodes: [{{count: 2, product: {A100}, gpus: 2}}]")
+    found = from_trace(data, path, read_cluster(data / "c.yaml"), 0)
+    assert found.notes == ["1 jobs ask for more than the 4 GPUs that there are, and are never placed."]
+    outcome = Simulation(found, replace(ALONE, in_order=True), NoSlowdown()).run()
+    assert (outcome.unplaced, ends(outcome)) == (1, {"job-1": 61.0})
+
+
+def test_predictions_are_for_the_commonest_product_and_it_is_said_of_the_others(data):
+    (data / "t.csv").write_text("timestamp,duration,num_gpus\n0,60,1\n")
+    (data / "c.yaml").write_text("nodes: [{count: 2, product: Tesla T4, gpus: 2}, {product: NVIDIA A10, gpus: 1}]")
+    found = from_trace(data, data / "t.csv", read_cluster(data / "c.yaml"), 0)
+    assert found.jobs[0].prediction.products[0].product == "Tesla T4"
+    assert found.notes == ["Predictions are for Tesla T4; on NVIDIA A10 every job runs alone."]
+    assert "Nodes: 2 of 2 Tesla T4, 1 of 1 NVIDIA A10" in found.assumptions[-2]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("timestamp,duration\n1,2\n", "expected the columns timestamp, duration, num_gpus, found timestamp, duration"),
+        ("timestamp,duration,num_gpus\n1,-2,1\n", "line 2: expected a duration of 0 s or more on .*, found -2 s"),
+        ("timestamp,duration,num_gpus\n1,nan,1\n", "line 2: expected a duration of 0 s or more"),
+        ("timestamp,duration,num_gpus\n1,inf,1\n", "line 2: expected a duration of 0 s or more"),
+        ("timestamp,duration,num_gpus\n1,1,0\n", "line 2: .* on 1 GPU or more, found 1 s on 0"),
+        ("timestamp,duration,num_gpus\nx,2,1\n", "line 2: expected a time, seconds and a number of GPUs"),
+        ("timestamp,duration,num_gpus\nnan,2,1\n", "line 2: .* nan is no time"),
+        ("timestamp,duration,num_gpus\n1,2\n", "line 2: expected a time, seconds and a number of GPUs"),
+        ("timestamp,duration,num_gpus\n", "expected at least one job, found none"),
+        ("", "found none; add timestamp, duration, num_gpus"),
+        (b"\xff\xfe\x00", "expected CSV in UTF-8"),
+        (None, "found no file; set CARPOOL_DATA"),
+    ],
+)
+def test_a_bad_trace_is_refused_with_its_line(tmp_path, text, sentence):
+    path = tmp_path / "t.csv"
+    if text is not None:
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(WorkloadError, match=sentence):
+        read_trace(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("nodes: [{product: Voodoo}]", "'Voodoo' is unknown; known products: "),
+        ("nodes: [{product: A100}]", "is ambiguous"),
+        ("nodes: [{product: Tesla T4, count: -1}]", r"Expected `int` >= 1 - at `\$.nodes\[0\].count`"),
+        ("nodes: [{product: Tesla T4, gpus: 0}]", "Expected `int` >= 1"),
+        ("nodes: [{product: Tesla T4, cpus: 3}]", "unknown field `cpus`"),
+        ("nodes: []", "expected at least one node, found none"),
+        ("gpus: 3", "expected `nodes: "),
+        ("nodes: [", "expected `nodes: "),
+        (b"\xff\xfe\x00", "expected `nodes: "),
+    ],
+)
+def test_a_bad_cluster_file_shows_what_was_expected(tmp_path, text, sentence):
+    path = tmp_path / "c.yaml"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(WorkloadError, match=sentence):
+        read_cluster(path)
+
+
+def run(data, *arguments):
+    return CliRunner().invoke(simulate, ["--data", str(data), "--out", str(data / "out"), *arguments])
+
+
+def test_the_command_writes_tables_and_pictures(data):
+    (data / "t.csv").write_text(TRACE)
+    (data / "c.yaml").write_text("nodes: [{product: NVIDIA GeForce RTX 3090, gpus: 4}]")
+    files = ["--trace", str(data / "t.csv"), "--cluster", str(data / "c.yaml")]
+    result = run(data, *files, "--seeds", "2", "--policy", "exclusive,energy")
+    assert result.exit_code == 0, result.output
+    assert "1 lines were earlier than the line before" in result.output
+    assert {path.name for path in (data / "out").iterdir()} >= {"trace.md", "trace.csv", "trace-cdf.png"}
+    table = (data / "out" / "trace.md").read_text()
+    assert "| strategy | makespan min |  | waiting min |  | completion min |" in table
+    assert "| energy |" in table
+
+
+def test_a_table_shows_the_figures_that_it_is_asked_for(openb):
+    outcome = Simulation(alibaba.full(openb, 0), ALONE, NoSlowdown()).run()
+    line = Line(ALONE, [figures_of(outcome)])
+    assert markdown([line], ["gpus_in_use", "unused_percent", "unplaced"])[0] == (
+        "| strategy | GPUs in use |  | unused on these % | never placed |"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "expected either --workload or --trace, found both or neither"),
+        (["--workload", "hotcloud", "--policy", "fast"], "policy 'fast' is unknown; choose one of"),
+        (["--workload", "hotcloud", "--cluster", "c.yaml"], "expected --cluster beside --trace only"),
+        (["--workload", "hotcloud", "--data", "/nowhere"], "found no file; set CARPOOL_DATA"),
+        (["--workload", "hotcloud", "--out", "/proc/nowhere"], "look at --out and --document"),
+    ],
+)
+def test_the_command_refuses_what_it_cannot_do(data, arguments, sentence):
+    result = run(data, *arguments)
+    assert result.exit_code == 1
+    assert sentence in result.output
