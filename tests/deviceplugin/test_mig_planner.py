@@ -1,9 +1,15 @@
-"""Planning MIG instances, against a search that knows nothing of the planner's."""
+"""Planning MIG instances, against a search that knows nothing of the planner's.
 
+`CARPOOL_EVERY_MIG_PLAN=1 pytest tests/deviceplugin/test_mig_planner.py` plans from every layout, whatever of it is in
+use, to whatever may be wanted: 6,968,254 plans of a GPU of A100's and H100's geometry.
+"""
+
+import os
 import random
 import re
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from itertools import combinations
 
 import pytest
@@ -228,6 +234,34 @@ def test_every_pair_of_multisets(table: MigTable) -> None:
                 slow.append((used, layout - used, want))
     for case in slow:  # the machine may have been busy: what is slow is slow again
         assert min(search.check(*case) for _ in range(5)) <= 0.01
+
+
+DRAWN = 2000
+
+
+def cases(search: Exhaustive) -> Iterator[tuple[Layout, Layout, frozenset]]:
+    """What is in use, idle and wanted: all there are where that was asked for, otherwise some by chance."""
+    wishes = list(search.by_multiset)
+    if os.environ.get("CARPOOL_EVERY_MIG_PLAN"):
+        for layout in search.layouts:
+            for count in range(len(layout) + 1):
+                for used in map(frozenset, combinations(layout, count)):
+                    yield from ((used, layout - used, want) for want in wishes)
+        return
+    draw = random.Random(11)  # noqa: S311  # reproducible, not secret
+    for _ in range(DRAWN):
+        layout = draw.choice(search.layouts)
+        used = frozenset(place for place in sorted(layout) if draw.random() < 0.5)
+        yield used, layout - used, draw.choice(wishes)
+
+
+@pytest.mark.parametrize("media", [False, True], ids=["without-media", "with-media"])
+def test_from_whatever_is_there_to_whatever_is_wanted(media: bool) -> None:
+    search = Exhaustive(A100_40, media=media)
+    done = sum(search.check(*case) >= 0 for case in cases(search))
+    everything = sum(2 ** len(layout) for layout in search.layouts) * len(search.by_multiset)
+    assert done == (everything if os.environ.get("CARPOOL_EVERY_MIG_PLAN") else DRAWN)
+    assert everything == (6_064_000 if media else 904_254)
 
 
 def test_the_fewest_are_named_in_a_refusal() -> None:
