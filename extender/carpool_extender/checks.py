@@ -61,6 +61,10 @@ class Findings:
         for column in fields(self):
             getattr(self, column.name)[rows] = getattr(others, column.name)
 
+    def of(self, rows: Rows) -> "Findings":
+        """Return copies of what was found of some rows."""
+        return Findings(*[getattr(self, column.name)[rows] for column in fields(self)])
+
     def resized(self, gpus: int) -> "Findings":
         """Return a copy with more rows; what stands in them is to be found yet."""
         return Findings(*[np.resize(getattr(self, column.name), gpus) for column in fields(self)])
