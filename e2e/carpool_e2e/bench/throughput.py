@@ -4,9 +4,10 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import msgspec
-from carpool_core.clock import SystemClock
+from carpool_core.clock import SystemClock, rfc3339
 from carpool_core.keys import RESOURCE_GPU
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, KubeApi
 from carpool_core.kube.reflector import Reflector
@@ -19,12 +20,14 @@ from carpool_e2e.cluster import Cluster
 from carpool_e2e.jobs import sleeper
 
 _SLOTS = 64
+_BEAT_S = 25.0
+"""An agent writes at least so often: after a minute of silence its GPUs are left out."""
 PROCESSES = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "extender", "operator")
 
 
 @dataclass
 class _Players:
-    """Plays the agents of all nodes: reports every reservation as prepared, at once."""
+    """Plays the agents of all nodes: each reports every reservation as prepared, at once, and that it lives."""
 
     api: KubeApi
     tasks: set["asyncio.Task[None]"] = field(default_factory=set)
@@ -50,11 +53,26 @@ class _Players:
                     Partition(pod_uid=r.pod_uid, generation=r.generation, state=PartitionState.READY)
                     for r in self.latest[name].spec.reservations
                 ]
-                patch = {"status": {"partitions": msgspec.to_builtins(reported)}}
-                answer = await self.api.patch(GPU_NODES, name, patch, subresource="status")
-                self.latest[name] = msgspec.convert(answer, GpuNode)
+                await self._write(name, {"partitions": msgspec.to_builtins(reported)})
         finally:
             self.busy.discard(name)
+
+    async def beat(self) -> None:
+        """Write what agents write when nothing has changed, each at its own moment."""
+        async with asyncio.TaskGroup() as agents:
+            for number, name in enumerate(self.latest):
+                agents.create_task(self._live(name, _BEAT_S * number / len(self.latest)))
+
+    async def _live(self, name: str, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        while True:
+            await self._write(name, {})
+            await asyncio.sleep(_BEAT_S)
+
+    async def _write(self, name: str, changes: dict[str, Any]) -> None:
+        patch = {"status": {**changes, "heartbeatTime": rfc3339(SystemClock().now())}}
+        answer = await self.api.patch(GPU_NODES, name, patch, subresource="status")
+        self.latest[name] = msgspec.convert(answer, GpuNode)
 
 
 def _lacks_report(node: GpuNode) -> bool:
@@ -69,14 +87,16 @@ async def measure(cluster: Cluster, api: KubeApi, tell: Callable[[str], None], j
     await asyncio.to_thread(cluster.processes.start_scheduler)
     await asyncio.to_thread(cluster.processes.start_operator)
     tell(f"{NODE_COUNT} nodes of {GPUS} GPUs are there")
-    players = Reflector(api, GPU_NODES, GpuNode, clock=SystemClock(), on_change=_Players(api).see)
-    around = [asyncio.create_task(beat(api)), asyncio.create_task(players.run())]
+    players = _Players(api)
+    watch = Reflector(api, GPU_NODES, GpuNode, clock=SystemClock(), on_change=players.see)
+    around = [asyncio.create_task(work) for work in (beat(api), watch.run())]
     submit = [
         partial(api.create, GPU_TRAINING_JOBS, sleeper(node_name(number)), namespace="default")
         for number in range(jobs)
     ]
     try:
-        await players.wait_synced()
+        await watch.wait_synced()
+        around.append(asyncio.create_task(players.beat()))
         return await bind_all(cluster, api, tell, submit, PROCESSES)
     finally:
         for task in around:
