@@ -226,11 +226,11 @@ def scores(choices: Choices, policy: Policy) -> NDArray[np.int64]:
 
 
 def foremost(choices: Choices, policy: Policy, most: int) -> Rows:
-    """Return the best choices as they are given, at most so many: by score, then by what is left over."""
-    if len(choices.node) <= most:
-        return np.arange(len(choices.node))
-    rank = choices.left_mib / (1.0 + choices.left_mib.max()) - scores(choices, policy)
-    return np.sort(np.argpartition(rank, most - 1)[:most])
+    """Return the best choices, at most so many, the best first: by score, then by what is left over."""
+    rank = choices.left_mib / (1.0 + choices.left_mib.max(initial=0.0)) - scores(choices, policy)
+    first = np.argpartition(rank, most - 1)[:most] if rank.size > most else np.arange(rank.size)
+    order: Rows = first[np.argsort(rank[first], kind="stable")]
+    return order
 
 
 def ties(choices: Choices, policy: Policy) -> Bools:
