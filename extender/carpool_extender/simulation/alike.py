@@ -4,6 +4,7 @@ Simulated jobs are of few kinds, so that GPUs come back to states in which some 
 is measured hardly ever repeats itself, and this would gain nothing.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,6 @@ from carpool_extender.cluster import Cluster
 from carpool_extender.view import Bools, Columns, Rows
 
 MOST_STATES = 50_000
-"""States of a GPU that are remembered; beyond, all are forgotten."""
 OF_GPU = ("alive", "device_class", "hindered", "mode", "prepared", "count", "mig_gb", "mig_slices")
 OF_TENANTS = ("memory_mib", "util", "sm", "dram", "max_slowdown", "namespace", "cluster_tenancy")
 """What the checks look at; the aggregates follow from it."""
@@ -31,10 +31,14 @@ class Alike:
 
     Args:
         cluster: What is simulated.
+        most: States that are remembered; beyond, all are forgotten.
+        looking: Runs the checks on GPUs.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
+    def __init__(
+        self, cluster: Cluster, most: int = MOST_STATES, looking: Callable[[Verdict, Columns], Findings] = look
+    ) -> None:
+        self._cluster, self._most, self._look = cluster, most, looking
         self._generation = -1
         self._number: dict[tuple[object, ...], int] = {}
         self._state: Rows = np.zeros(0, np.intp)
@@ -46,10 +50,12 @@ class Alike:
         self._follow(columns)
         states = self._state if rows is None else self._state[rows]
         known = self._of(asked)
-        new = np.flatnonzero(~known.is_known[states])
-        if new.size:
-            known.found.put(states[new], look(asked, columns.take(new if rows is None else rows[new])))
-            known.is_known[states[new]] = True
+        if not known.is_known[states].all():
+            new, first = np.unique(states, return_index=True)
+            first = first[~known.is_known[new]]
+            new = states[first]
+            known.found.put(new, self._look(asked, columns.take(first if rows is None else rows[first])))
+            known.is_known[new] = True
         return known.found.of(states)
 
     def _of(self, asked: Verdict) -> _Known:
@@ -67,7 +73,7 @@ class Alike:
         """Number the states of GPUs that changed."""
         gpus, generation = len(columns.alive), self._cluster.generation
         changed = self._cluster.changed_since(self._generation) if len(self._state) == gpus else None
-        if len(self._number) > MOST_STATES:
+        if len(self._number) > self._most:
             self._number.clear()
             self._known.clear()
             changed = None
