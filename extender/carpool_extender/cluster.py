@@ -1,7 +1,10 @@
 """The cluster as the extender knows it: GpuNodes and their arrays, kept up to date node by node."""
 
+from typing import TypeVar
+
 import msgspec
 import numpy as np
+from carpool_core.deviceclass import DeviceClass, class_of
 from carpool_core.resources.node import Device, GpuNode, Reservation
 from carpool_core.values import JobUid, PodUid
 
@@ -13,7 +16,10 @@ from carpool_extender.numbering import Numbering
 from carpool_extender.rows import said_of, touched, write_device, write_tenants
 from carpool_extender.standing import Hindrance, Standing
 from carpool_extender.versions import differ, is_older
-from carpool_extender.view import Columns, DeviceClass, Rows, View, class_of, empty_columns
+from carpool_extender.view import Columns, Rows, View, empty_columns
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class Cluster:
@@ -167,18 +173,13 @@ class Cluster:
             self._standing.forget(name)
 
     def _index_holders(self, name: str, old: GpuNode | None, new: GpuNode | None) -> None:
-        for reservation in old.spec.reservations if old else ():
-            held = self._holders.get(reservation.pod_uid, set())
-            held.discard(name)
-            if not held:
-                self._holders.pop(reservation.pod_uid, None)
-            pods = self._of_job.get(reservation.job_uid, set())
-            pods.discard((name, reservation.pod_uid))
-            if not pods:
-                self._of_job.pop(reservation.job_uid, None)
-        for reservation in new.spec.reservations if new else ():
-            self._holders.setdefault(reservation.pod_uid, set()).add(name)
-            self._of_job.setdefault(reservation.job_uid, set()).add((name, reservation.pod_uid))
+        before, now = _pods_on(old), _pods_on(new)
+        for pod, job in before - now:
+            _discard(self._holders, pod, name)
+            _discard(self._of_job, job, (name, pod))
+        for pod, job in now - before:
+            self._holders.setdefault(pod, set()).add(name)
+            self._of_job.setdefault(job, set()).add((name, pod))
 
     def _hold(self, name: str, now: tuple[frozenset[DeviceClass], frozenset[str]] | None) -> None:
         """Keep numbers for what a node's rows speak of, and no longer for what they spoke of before."""
@@ -254,3 +255,17 @@ class Cluster:
         doubted |= {row: why for row, why in found.items() if why is not None}
         if doubted:
             self._doubts[name] = doubted
+
+
+def _pods_on(node: GpuNode | None) -> set[tuple[PodUid, JobUid]]:
+    """Return the pods that have reservations on a node, each with its job."""
+    return {(one.pod_uid, one.job_uid) for one in node.spec.reservations} if node is not None else set()
+
+
+def _discard(index: dict[K, set[V]], key: K, value: V) -> None:
+    """Take a value from what is found under a key, and the key with the last one."""
+    values = index.get(key)
+    if values is not None:
+        values.discard(value)
+        if not values:
+            del index[key]
