@@ -9,13 +9,14 @@ from hashlib import blake2b
 import msgspec
 import numpy as np
 from carpool_core.demand import Demand, unsuitable
+from carpool_core.deviceclass import DeviceClass
 from carpool_core.resources.node import TenantProfile
 from carpool_core.resources.prediction import ProductPrediction
 from carpool_core.values import JobUid, RequestedMode, SharingMode
 from numpy.typing import NDArray
 
 from carpool_extender.mig import Profile, smallest, whole
-from carpool_extender.view import CODES, DeviceClass, needed_mib
+from carpool_extender.view import CODES, needed_mib
 
 THREAD_STEP = 5
 """Thread percentages are rounded up to multiples of this; finer than one SM of most GPUs makes no difference."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import structlog
 from carpool_core.clock import Clock, parse_rfc3339, rfc3339
+from carpool_core.deviceclass import class_of
 from carpool_core.keys import ANNOTATION_CAPACITY_FREED
 from carpool_core.kube.api import NODES, PODS, KubeApi
 from carpool_core.kube.errors import KubeError, NotFound
@@ -18,7 +19,6 @@ from carpool_extender import ledger
 from carpool_extender.book import Book
 from carpool_extender.doubts import has_strangers
 from carpool_extender.restorer import Restorer
-from carpool_extender.view import class_of
 from carpool_extender.watches import Watches
 
 PERIOD_S = 5.0

@@ -4,12 +4,13 @@ from collections.abc import Collection, Mapping
 from operator import attrgetter
 from typing import NamedTuple
 
+from carpool_core.deviceclass import DeviceClass
 from carpool_core.resources.node import Device, GpuNode, Reservation, Tenant
 from carpool_core.values import GpuUuid, Tenancy
 
 from carpool_extender.measured import known_of, seconds, settled_tenants
 from carpool_extender.mig import profile_of
-from carpool_extender.view import CODES, NO_MODE, NOBODY, Columns, DeviceClass, TenantName, counted_mib
+from carpool_extender.view import CODES, NO_MODE, NOBODY, Columns, TenantName, counted_mib
 
 INDEX = attrgetter("index")
 

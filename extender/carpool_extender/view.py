@@ -6,8 +6,8 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
-from carpool_core.resources.node import Device
-from carpool_core.values import GpuUuid, PodUid, SharingMode
+from carpool_core.deviceclass import DeviceClass
+from carpool_core.values import PodUid, SharingMode
 from numpy.typing import NDArray
 
 from carpool_extender.standing import Hindrance
@@ -34,48 +34,6 @@ class TenantName(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.namespace}/{self.job}"
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceClass:
-    """All GPUs that are alike to a demand."""
-
-    product: str
-    memory_mib: int
-    reserved_mib: int
-    compute_capability: str
-    modes: tuple[SharingMode, ...]
-    mig_profiles: tuple[str, ...] = ()
-
-    @property
-    def usable_mib(self) -> int:
-        """Memory that tenants can have, in MiB; never negative."""
-        return max(0, self.memory_mib - self.reserved_mib)
-
-    def device(self) -> Device:
-        """Return an anonymous device of this class."""
-        return Device(
-            uuid=GpuUuid(""),
-            index=0,
-            product=self.product,
-            memory_mib=self.memory_mib,
-            reserved_mib=self.reserved_mib,
-            compute_capability=self.compute_capability,
-            modes=list(self.modes),
-            mig_profiles=list(self.mig_profiles),
-        )
-
-
-def class_of(device: Device) -> DeviceClass:
-    """Return the class of a device."""
-    return DeviceClass(
-        product=device.product,
-        memory_mib=device.memory_mib,
-        reserved_mib=device.reserved_mib,
-        compute_capability=device.compute_capability,
-        modes=tuple(device.modes),
-        mig_profiles=tuple(device.mig_profiles),
-    )
 
 
 def needed_mib(memory_mib: int | None, usable_mib: int) -> int:

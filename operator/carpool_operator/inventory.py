@@ -6,58 +6,21 @@ once.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from carpool_core.demand import Demand, unsuitable
+from carpool_core.deviceclass import DeviceClass, class_of
 from carpool_core.resources.node import Device
-from carpool_core.values import GpuUuid, SharingMode
 
-
-@dataclass(frozen=True, slots=True, order=True)
-class DeviceKind:
-    """What of a GPU decides whether a job could ever run there; health and present mode do not."""
-
-    product: str
-    memory_mib: int
-    reserved_mib: int
-    compute_capability: str
-    modes: tuple[SharingMode, ...]
-
-    @property
-    def example(self) -> Device:
-        """A GPU of this kind."""
-        return Device(
-            uuid=GpuUuid("example"),
-            index=0,
-            product=self.product,
-            memory_mib=self.memory_mib,
-            reserved_mib=self.reserved_mib,
-            compute_capability=self.compute_capability,
-            modes=list(self.modes),
-        )
-
-
-NodeKind = tuple[tuple[DeviceKind, int], ...]
-"""How many GPUs of each kind a node has, sorted."""
+NodeKind = tuple[tuple[DeviceClass, int], ...]
+"""How many GPUs of each class a node has, sorted."""
 
 Inventory = Mapping[NodeKind, int]
 """How many nodes there are of each kind."""
 
 
-def kind_of(device: Device) -> DeviceKind:
-    """Return a GPU's kind."""
-    return DeviceKind(
-        product=device.product,
-        memory_mib=device.memory_mib,
-        reserved_mib=device.reserved_mib,
-        compute_capability=device.compute_capability,
-        modes=tuple(device.modes),
-    )
-
-
 def node_kind(devices: Iterable[Device]) -> NodeKind:
     """Return the kind of a node with these GPUs."""
-    return tuple(sorted(Counter(map(kind_of, devices)).items()))
+    return tuple(sorted(Counter(map(class_of, devices)).items()))
 
 
 def never_fits(demand: Demand, inventory: Inventory) -> str | None:
@@ -72,7 +35,7 @@ def never_fits(demand: Demand, inventory: Inventory) -> str | None:
     kinds = {kind for node in inventory for kind, _ in node}
     if not kinds:
         return "no node of this cluster reports GPUs; is the node agent installed?"
-    verdicts = {kind: unsuitable(demand, kind.example) for kind in kinds}
+    verdicts = {kind: unsuitable(demand, kind.device()) for kind in kinds}
     most = max(sum(count for kind, count in node if verdicts[kind] is None) for node in inventory)
     if most >= demand.gpus:
         return None
