@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -10,11 +11,14 @@ from carpool_core.clock import SystemClock
 from carpool_core.kube.api import KubeApi
 from carpool_core.kube.client import connect
 from carpool_core.kube.config import KubeConfigError
-from carpool_core.kube.errors import KubeError
+from carpool_core.kube.errors import KubeError, Refused
 from carpool_core.products import PRODUCTS
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.settings import SettingsError, click_options
+from carpool_predictor.calibration import Calibration
+from carpool_predictor.calibration_map import CalibrationMap, UnreadableError, place_of
 from carpool_predictor.estimator import predict
+from carpool_predictor.recalling import model_name
 from carpool_predictor.source import SubprocessTracer, features_of
 
 from carpool_extender.enquiry import Answer, Asker, asked, explained
@@ -24,12 +28,41 @@ from carpool_extender.rules import Rules
 from carpool_extender.settings import AskSettings
 
 
-async def traced(job: GpuTrainingJob, products: list[str]) -> GpuTrainingJob:
-    """Predict a job that was never submitted, on the products of the cluster, as the operator would."""
-    features = await features_of(job.spec.model, job.spec.training, SubprocessTracer())
-    known = [product for product in PRODUCTS if product.name in products]
-    prediction = predict(features, job.spec.training, known)
-    return msgspec.structs.replace(job, status=msgspec.structs.replace(job.status, prediction=prediction))
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Predicts jobs that were never submitted, as the operator would."""
+
+    calibration: Calibration | None = None
+    """What the operator learned; None: as shipped."""
+    is_strict: bool = False
+    """Whether jobs run alone where too little was measured."""
+    notes: tuple[str, ...] = ()
+    """What whoever asks should know of it."""
+
+    async def traced(self, job: GpuTrainingJob, products: list[str]) -> GpuTrainingJob:
+        """Predict a job on the products of the cluster."""
+        spec = job.spec
+        features = await features_of(spec.model, spec.training, SubprocessTracer())
+        known = [product for product in PRODUCTS if product.name in products]
+        name = model_name(spec.model)
+        prediction = predict(features, spec.training, known, self.calibration, name, is_strict=self.is_strict)
+        return msgspec.structs.replace(job, status=msgspec.structs.replace(job.status, prediction=prediction))
+
+
+async def forecast(api: KubeApi, settings: AskSettings) -> Forecast:
+    """Read what the operator learned, with the rights of whoever asks."""
+    place = place_of(settings.calibration)
+    if place is None:
+        return Forecast()
+    try:
+        kept = await CalibrationMap(api, *place).read()
+        why = "" if kept.version else "there is no such ConfigMap"
+    except (Refused, UnreadableError) as error:
+        why = str(error)
+    if why:
+        note = f"predicted as shipped, because what was learned ({settings.calibration}) cannot be read: {why}"
+        return Forecast(notes=(f"{note}; where nothing was measured the operator may let the job run alone",))
+    return Forecast(kept.calibration, is_strict=not settings.share_unmeasured)
 
 
 _ALL = click.option("--all", "each_gpu", is_flag=True, help="Tell of every GPU on a line of its own.")
@@ -70,8 +103,9 @@ def what_if(settings: AskSettings, manifest: Path, namespace: str, each_gpu: boo
 
     async def ask(api: KubeApi, rules: Rules, asker: Asker) -> Answer:
         found = await checked(api, wanted)
-        answer = await asked(api, found.job, rules, traced, asker)
-        return Answer([*found.notes, *answer.lines], answer.is_hopeless)
+        known = await forecast(api, settings)
+        answer = await asked(api, found.job, rules, known.traced, asker)
+        return Answer([*found.notes, *known.notes, *answer.lines], answer.is_hopeless)
 
     _say(settings, each_gpu, ask)
 

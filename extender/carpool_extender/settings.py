@@ -124,6 +124,19 @@ class AskSettings:
     job_policies: bool = _job_policies()
     slots_per_gpu: int = slots_per_gpu()
     conditions: ConditionSettings = field(default_factory=ConditionSettings)
+    calibration: str = setting(
+        "carpool-system/carpool-calibration",
+        flag="--calibration",
+        env="CARPOOL_CALIBRATION",
+        help="ConfigMap, as NAMESPACE/NAME, in which the operator keeps what it learned, for what-if to predict with; "
+        "as shipped where empty, or where it may not be read.",
+    )
+    share_unmeasured: bool = setting(
+        False,
+        flag="--share-unmeasured",
+        env="CARPOOL_SHARE_UNMEASURED",
+        help="Whether the operator lets jobs share GPUs of which too little was measured.",
+    )
     kube: KubeSettings = field(default_factory=KubeSettings)
 
 

@@ -16,12 +16,12 @@ from carpool_core.kube.reflector import Reflector
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import GpuNode
 from carpool_core.values import JobUid
+from carpool_predictor.calibration_map import CalibrationMap
 from carpool_predictor.estimator import model_version
 from carpool_predictor.source import Tracer, input_digest
 
 from carpool_operator.actions import Predict
 from carpool_operator.caches import Fleet, Jobs, Pods, key_of, version_of
-from carpool_operator.calibration_map import CalibrationMap
 from carpool_operator.creator import Superseded
 from carpool_operator.learner import Learner
 from carpool_operator.learning import peak_of, sample_of

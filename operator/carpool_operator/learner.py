@@ -14,13 +14,13 @@ from carpool_core.resources.job import GpuTrainingJob, JobSpec
 from carpool_core.values import Precision
 from carpool_predictor.abstention import Abstention
 from carpool_predictor.calibration import SIMULATED, Calibration, Stack
+from carpool_predictor.calibration_map import CalibrationMap, Kept, UnreadableError
 from carpool_predictor.estimator import Job
 from carpool_predictor.memory import shipped
 from carpool_predictor.observe import expected_of, observe
-from carpool_predictor.recalling import recalled_runs
+from carpool_predictor.recalling import model_name, recalled_runs
 
-from carpool_operator.calibration_map import CalibrationMap, Kept, UnreadableError
-from carpool_operator.lessons import Lesson, mark, model_name
+from carpool_operator.lessons import Lesson, mark
 from carpool_operator.pods import job_key
 
 PAUSE_S = 5.0

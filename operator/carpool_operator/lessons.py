@@ -1,11 +1,9 @@
 """What an attempt showed, and what this process has learned of it: data."""
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
-from carpool_core.resources.job import ModelSource
 from carpool_core.values import SharingMode
 from carpool_predictor.calibration import Measured
 
@@ -75,8 +73,3 @@ def mark(jobs: int, runs: int) -> tuple[int, int]:
         runs: Runs of the very job.
     """
     return jobs.bit_length(), runs
-
-
-def model_name(model: ModelSource | None) -> str:
-    """Name a model for the calibration: equal sources have equal names, whatever they are trained with."""
-    return hashlib.sha256(msgspec.json.encode(model, order="sorted")).hexdigest()[:16]

@@ -17,9 +17,9 @@ from carpool_core.resources.prediction import Prediction
 from carpool_predictor.abstention import Abstention
 from carpool_predictor.calibration import Calibration
 from carpool_predictor.estimator import Job, model_version, predict, prepare
+from carpool_predictor.recalling import model_name
 from carpool_predictor.source import Tracer, features_of, input_digest
 
-from carpool_operator.lessons import model_name
 from carpool_operator.predicting import TRANSIENT
 from carpool_operator.trace_queue import TraceQueue
 

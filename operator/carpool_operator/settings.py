@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from carpool_core.settings import KubeSettings, LogSettings, SettingsError, metrics_port, setting
+from carpool_core.settings import KubeSettings, LogSettings, metrics_port, setting
+from carpool_predictor.calibration_map import place_of
 from carpool_predictor.source import TraceLimits
 
 from carpool_operator.attempts import Backoff
@@ -82,14 +83,7 @@ class OperatorSettings:
         Raises:
             SettingsError: It is not of the form NAMESPACE/NAME.
         """
-        if not self.calibration:
-            return None
-        namespace, slash, name = self.calibration.partition("/")
-        if not (namespace and slash and name) or "/" in name:
-            raise SettingsError(
-                f"CARPOOL_CALIBRATION: expected NAMESPACE/NAME of a ConfigMap, or nothing, found {self.calibration!r}"
-            )
-        return namespace, name
+        return place_of(self.calibration)
 
     @property
     def trace_limits(self) -> TraceLimits:

@@ -6,12 +6,14 @@ that it raises the bound and never lowers it. Activity that was measured replace
 memory raises the bound; after two that died the next one runs alone. Pure.
 """
 
+import hashlib
 import math
 from collections.abc import Sequence
 from statistics import fmean
 
 import msgspec
 from carpool_core.products import GpuProduct
+from carpool_core.resources.job import ModelSource
 from carpool_core.resources.prediction import ActivityPrediction, Interval, MemoryPrediction
 from carpool_core.values import Precision
 
@@ -139,3 +141,8 @@ def with_activity(activity: ActivityPrediction, recalled: Recalled) -> ActivityP
 
 def _around(estimate: Interval, measured: float | None) -> Interval:
     return estimate if measured is None else Interval(median=measured, lower=measured, upper=measured)
+
+
+def model_name(model: ModelSource | None) -> str:
+    """Name a model for the calibration: equal sources have equal names, whatever they are trained with."""
+    return hashlib.sha256(msgspec.json.encode(model, order="sorted")).hexdigest()[:16]

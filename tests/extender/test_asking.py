@@ -5,21 +5,26 @@ from datetime import timedelta
 import msgspec
 import pytest
 from carpool_core.clock import rfc3339
-from carpool_core.kube.api import GPU_TRAINING_JOBS, NODES, PODS
+from carpool_core.kube.api import CONFIG_MAPS, GPU_TRAINING_JOBS, NODES, PODS
 from carpool_core.kube.errors import Forbidden, Invalid
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import Tenant
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
-from carpool_core.values import JobUid
-from carpool_extender.asking import explain_command, what_if
+from carpool_core.values import JobUid, Precision
+from carpool_extender.asking import explain_command, forecast, what_if
 from carpool_extender.conditions import Conditions
 from carpool_extender.enquiry import Asker, asked, explained
 from carpool_extender.manifest import ManifestError, checked, in_words
 from carpool_extender.policies import find_policy
 from carpool_extender.rules import Rules
+from carpool_extender.settings import AskSettings
 from carpool_extender.standing import SILENCE_S
 from carpool_extender.testing import T4, device, gpu_node, pod_of, prediction, seed_job, seed_node, tenant
+from carpool_predictor.calibration import Calibration, Expected, Measured, Stack
+from carpool_predictor.calibration_map import CalibrationMap, Kept
+from carpool_predictor.memory import shipped
+from carpool_predictor.observe import observe
 from click.testing import CliRunner
 
 CLOCK = FakeClock()
@@ -349,3 +354,44 @@ async def test_without_the_right_to_create_it_is_said_and_the_manifest_read_all_
 
 def test_a_decoder_without_a_place():
     assert in_words("Expected `object`, got `int`") == "expected a mapping, got a whole number"
+
+
+def calibrated() -> Calibration:
+    """Three jobs were measured on a T4."""
+    found = Calibration()
+    for number in range(3):
+        expected = Expected(model=f"m{number}", reserved_mib=1000 + 500 * number, live_mib=500, upper_mib=9000)
+        measured = Measured(peak_mib=4000 + 600 * number, capacity_mib=15360)
+        found = observe(found, Stack(product=T4, precision=Precision.FP32), expected, measured, shipped())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kept", "settings", "trusted", "note"),
+    [
+        pytest.param(None, AskSettings(), True, "cannot be read: there is no such ConfigMap", id="nothing kept"),
+        pytest.param(Calibration(), AskSettings(), False, "", id="nothing learned"),
+        pytest.param(Calibration(), AskSettings(share_unmeasured=True), True, "", id="shares all the same"),
+        pytest.param(calibrated(), AskSettings(), True, "", id="learned"),
+        pytest.param(calibrated(), AskSettings(calibration=""), True, "", id="not asked for"),
+        pytest.param(Forbidden("may not", status=403), AskSettings(), True, "cannot be read: may not", id="no right"),
+    ],
+)
+async def test_what_if_predicts_with_what_the_operator_learned(kept, settings, trusted, note):
+    kube = FakeKube()
+    if isinstance(kept, Forbidden):
+        kube.fail_next("get", CONFIG_MAPS, kept)
+    elif kept is not None:
+        await CalibrationMap(kube, "carpool-system", "carpool-calibration").write(Kept(), kept)
+    step = {"batchSize": 32, "peakBytes": 1_100_000_000, "activationBytes": 1_000_000_000}
+    features = {"steps": [step | {"flops": 1e12, "bytesMoved": 1e10, "kernels": 300}]}
+    sizes = {"parameters": 10**6, "trainableParameters": 10**6, "parameterBytes": 4 * 10**6}
+    spec = {"template": {}, "model": {"features": features | sizes}}
+    job = msgspec.convert({"metadata": {"name": "new", "namespace": "default"}, "spec": spec}, GpuTrainingJob)
+    known = await forecast(kube, settings)
+    assert note in " ".join(known.notes)
+    assert bool(note) == bool(known.notes)
+    told = (await known.traced(job, [T4])).status.prediction
+    assert told is not None
+    assert told.products[0].memory.trusted is trusted
+    assert told.products[0].memory.learned_jobs == (3 if known.calibration and known.calibration.stacks else 0)

@@ -12,10 +12,10 @@ from carpool_core.kube.errors import Conflict, Forbidden, Overloaded, Unreachabl
 from carpool_core.resources.prediction import MemoryPrediction
 from carpool_core.settings import SettingsError
 from carpool_operator.app import NEWS_S
-from carpool_operator.calibration_map import KEY
 from carpool_operator.conditions import find
 from carpool_operator.settings import OperatorSettings
 from carpool_predictor.calibration import FEWEST, Calibration, StackState, read_calibration
+from carpool_predictor.calibration_map import KEY
 from carpool_predictor.observe import SEEN_S, STEADY_S
 from operator_fixtures import FEATURES
 from operator_world import World

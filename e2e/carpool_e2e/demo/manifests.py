@@ -48,10 +48,10 @@ def small(name: str) -> dict[str, Any]:
 def busy(name: str, *, max_slowdown: float) -> dict[str, Any]:
     """A job that fills its GPU's SMs but less than half of its memory."""
     return job(
-        name, "--no-loop", "--memory-mib=4600", "--step-seconds=0.04", "--gpu-util=0.96", "--sm-active=0.85",
+        name, "--no-loop", "--memory-mib=5100", "--step-seconds=0.04", "--gpu-util=0.96", "--sm-active=0.85",
         "--dram-active=0.5",
         model={"catalog": {"name": "timm/resnet50", "input": [3, 224, 224], "numClasses": 100}},
-        training={"batchSize": 64, "optimizer": "adamw", "precision": "bf16-mixed"},
+        training={"batchSize": 32, "optimizer": "adamw", "precision": "fp32"},
         sharing={"maxSlowdown": max_slowdown},
     )  # fmt: skip
 

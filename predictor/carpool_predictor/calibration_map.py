@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 import msgspec
 from carpool_core.kube.api import CONFIG_MAPS, KubeApi
 from carpool_core.kube.errors import NotFound
+from carpool_core.settings import SettingsError
+
 from carpool_predictor.calibration import Calibration, read_calibration, write_calibration
 from carpool_predictor.trees import MalformedError
 
@@ -21,6 +23,20 @@ class _Meta(msgspec.Struct, frozen=True, rename="camel"):
 class _ConfigMap(msgspec.Struct, frozen=True):
     metadata: _Meta = _Meta()
     data: dict[str, str] = {}
+
+
+def place_of(text: str) -> tuple[str, str] | None:
+    """Read NAMESPACE/NAME of the ConfigMap; None where it is empty, and nothing is learned.
+
+    Raises:
+        SettingsError: It is something else.
+    """
+    if not text:
+        return None
+    namespace, slash, name = text.partition("/")
+    if not (namespace and slash and name) or "/" in name:
+        raise SettingsError(f"CARPOOL_CALIBRATION: expected NAMESPACE/NAME of a ConfigMap, or nothing, found {text!r}")
+    return namespace, name
 
 
 @dataclass(frozen=True, slots=True)

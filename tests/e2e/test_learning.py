@@ -1,0 +1,97 @@
+"""What a job took is what the next one of its kind is predicted to take, and counts once whoever dies in between."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from carpool_e2e.chart import NAMESPACE
+from carpool_e2e.cluster import Cluster
+from carpool_e2e.demo import manifests
+from carpool_e2e.watching import Watcher, eventually
+
+pytestmark = pytest.mark.e2e
+
+CALIBRATION = "carpool-calibration"
+A100 = "NVIDIA A100-SXM4-40GB"
+TOOK_MIB = 3100
+
+
+def trains(name: str, model: str) -> dict[str, Any]:
+    """A job of some seconds; jobs that name the same model are alike."""
+    return manifests.job(
+        name, f"--memory-mib={TOOK_MIB}", "--step-seconds=0.2", "--steps=60",
+        model={"features": manifests.SMALL_FEATURES | {"name": model}},
+        training={"batchSize": 128, "optimizer": "sgd-momentum", "precision": "fp32"},
+    )  # fmt: skip
+
+
+def calibration(watcher: Watcher) -> dict[str, Any]:
+    """What is kept of simulated A100s in fp32; empty before the first."""
+    found = watcher.read("configmap", CALIBRATION, "-n", NAMESPACE)
+    stacks = json.loads(found["data"]["calibration.json"])["stacks"] if found else []
+    wanted = {"product": A100, "precision": "fp32", "driver": "simulated", "torch": ""}
+    return next((stack for stack in stacks if stack["stack"] == wanted), {})
+
+
+def samples(watcher: Watcher, job: str) -> list[list[Any]]:
+    """The rows that a job's attempts left."""
+    uid = watcher.job(job)["metadata"]["uid"]
+    return [row for row in calibration(watcher).get("rows", []) if row[4].startswith(f"{uid}/")]
+
+
+def attempt(watcher: Watcher, job: str) -> dict[str, Any]:
+    found: dict[str, Any] = watcher.job(job)["status"]["attempts"][-1]
+    return found
+
+
+def memory(watcher: Watcher, job: str) -> dict[str, Any]:
+    """What is predicted of a job's memory on an A100."""
+    products = watcher.job(job).get("status", {}).get("prediction", {}).get("products", [])
+    return next((product["memory"] for product in products if product["product"] == A100), {})
+
+
+def test_the_second_job_of_a_kind_is_predicted_with_what_the_first_showed(cluster: Cluster, watcher: Watcher) -> None:
+    cluster.apply(trains("first", "learned in this test"))
+    eventually("the first to be learned from", lambda: attempt(watcher, "first").get("learned"), timeout_s=120)
+    peak = attempt(watcher, "first")["peakMemoryMib"]
+    assert peak >= TOOK_MIB
+    (row,) = samples(watcher, "first")
+    assert row[3:5] == [False, f"{watcher.job('first')['metadata']['uid']}/1"]
+    cluster.apply(trains("second", "learned in this test"))
+    eventually("a prediction of the second", lambda: memory(watcher, "second"))
+    assert memory(watcher, "second")["learnedRuns"] == 1
+    assert abs(memory(watcher, "second")["medianMib"] - peak) <= 1
+    assert memory(watcher, "first")["medianMib"] != memory(watcher, "second")["medianMib"]
+    told = eventually("why", lambda: watcher.condition("second", "Predicted").get("message"))
+    assert "1 run of this very one" in told
+
+
+def test_an_operator_killed_after_writing_it_and_before_the_status_counts_nothing_twice(
+    cluster: Cluster, watcher: Watcher, once: Path
+) -> None:
+    exists = watcher.read("configmap", CALIBRATION, "-n", NAMESPACE) is not None
+    before = calibration(watcher).get("seen", 0)
+    operator = cluster["operator"]
+    healthy = operator.command
+    operator.kill()
+    operator.command = [
+        sys.executable, "-m", "carpool_e2e.crashing",
+        "--at", f"carpool_core.kube.client:KubeClient.{'patch' if exists else 'create'}", "--when", "after",
+        "--matching", "calibration.json", "--once", str(once), "--", *healthy[1:],
+    ]  # fmt: skip
+    try:
+        operator.start()
+        cluster.apply(trains("killed", "killed in this test"))
+        eventually("the operator to end", lambda: once.exists() and not operator.running, timeout_s=120)
+        assert len(samples(watcher, "killed")) == 1, "the calibration was written"
+        assert calibration(watcher)["seen"] == before + 1
+        assert not attempt(watcher, "killed").get("learned"), "the status was not"
+    finally:
+        operator.command = healthy
+        operator.kill()
+        operator.start()
+    eventually("the status to say so", lambda: attempt(watcher, "killed").get("learned"))
+    assert len(samples(watcher, "killed")) == 1
+    assert calibration(watcher)["seen"] == before + 1
