@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from carpool_core.clock import parse_rfc3339
@@ -9,6 +10,8 @@ from carpool_core.resources.node import GpuNode, Reservation, Tenant, TenantProf
 from carpool_core.values import GpuUuid, PodUid
 from carpool_predictor.slowdown import slowdowns
 
+MOMENTS = 4096
+"""Moments that are remembered as read: each write of a node asks for those of all its reservations again."""
 SETTLED_S = 90.0
 """Age from which a tenant's measure counts, in seconds: before, it loads, and the mean is of a beginning."""
 
@@ -79,6 +82,7 @@ def _promised(profile: TenantProfile) -> Known:
     )
 
 
+@lru_cache(maxsize=MOMENTS)
 def seconds(moment: str) -> float:
     """Seconds since 1970; 0 where nobody said when, or said it in a way that nobody understands."""
     try:
