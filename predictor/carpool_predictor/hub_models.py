@@ -4,12 +4,14 @@ NAME is a model of the hub (`bert-base-uncased`, `openai-community/gpt2-xl`; its
 configuration class (`LlamaConfig`); keys override values of the configuration. No weights, no network.
 """
 
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
-import transformers
 from torch import Tensor, nn
 from transformers import masking_utils
+from transformers.configuration_utils import PretrainedConfig
+from transformers.models.auto import configuration_auto
 from transformers.models.auto import modeling_auto as auto
 
 from carpool_predictor.abstention import TraceError
@@ -86,8 +88,8 @@ def configure(name: str, num_classes: int | None) -> Any:
     """
     base, given = split_name(name)
     known = published(base)
-    kind = getattr(transformers, known.config if known else base, None) if known or base.endswith("Config") else None
-    if not (isinstance(kind, type) and issubclass(kind, transformers.PretrainedConfig)):
+    kind = _configuration(known.config if known else base)
+    if kind is None:
         near = nearest(base)
         hint = f"the nearest names are {', '.join(near)}" if near else "no name is near"
         raise TraceError(
@@ -112,6 +114,19 @@ def configure(name: str, num_classes: int | None) -> Any:
     if num_classes is not None and getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = 0  # classifiers look for the last token that is no padding
     return config
+
+
+def _configuration(name: str) -> type[PretrainedConfig] | None:
+    """Return a configuration class by its name; None where there is none."""
+    kinds = (kind for kind, config in configuration_auto.CONFIG_MAPPING_NAMES.items() if config == name)
+    # Kinds that lack a configuration of their own name that of another.
+    found = next((own for kind in kinds if (own := getattr(_package_of(kind), name, None)) is not None), None)
+    return found if isinstance(found, type) and issubclass(found, PretrainedConfig) else None
+
+
+def _package_of(model_type: str) -> Any:
+    """Return the package of one kind of model; importing all of `transformers` takes as long as a trace."""
+    return import_module(f"transformers.models.{configuration_auto.model_type_to_module_name(model_type)}")
 
 
 def _takes_images(config: Any) -> bool:
@@ -152,7 +167,7 @@ def build(config: Any, num_classes: int | None) -> nn.Module:
             f"transformers has no model of kind {config.model_type!r} that takes token ids or images and can be "
             "trained here; give a factory of your own",
         )
-    kind = getattr(transformers, found if isinstance(found, str) else found[0])
+    kind = getattr(_package_of(config.model_type), found if isinstance(found, str) else found[0])
     return HubModel(kind(config), config, images=images)
 
 

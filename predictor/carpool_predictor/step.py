@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from carpool_predictor.abstention import TraceError
 from carpool_predictor.checkpointing import checkpoint_activations
 from carpool_predictor.fake import TensorMode
+from carpool_predictor.multitensor import Answered
 from carpool_predictor.rules import CudaRules
 from carpool_predictor.trackers import Kind, StepTracker
 
@@ -115,7 +116,8 @@ def prepare(
         optimizer = _OPTIMIZERS[training.optimizer](parameters, **options)
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
-        optimizer.step()
+        with Answered():  # type: ignore[no-untyped-call]  # PyTorch's own
+            optimizer.step()
         optimizer.zero_grad()
     return FakeTraining(model, mode, optimizer, training.precision, input_shape, tokens)
 

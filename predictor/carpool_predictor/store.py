@@ -105,6 +105,11 @@ class Store:
         entry = self._entries.get(name)
         return None if entry is None or entry.failure else self._unpacked(entry)
 
+    def family(self, name: str) -> str | None:
+        """Return the Python module, within its library, that defines a model; None where it was not traced."""
+        entry = self._entries.get(name)
+        return None if entry is None or entry.failure else entry.family
+
     def features(self, model: CatalogModel, training: Training) -> ModelFeatures | None:
         """Return a model's features for a training; None where the store cannot know them.
 

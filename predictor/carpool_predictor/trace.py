@@ -1,12 +1,14 @@
 """Traces models on fake tensors. `python -m carpool_predictor.trace` does it in a process that its caller can limit.
 
 Protocol: one `TraceRequest` as JSON on stdin; one `TraceReply` as JSON on stdout, exit code 0 with features or an
-abstention. Whatever the model prints goes to stderr.
+abstention. Whatever the model prints goes to stderr. With `--whole` everything is imported, whether needed or not.
 """
 
 import os
 import resource
 import sys
+import tempfile
+from typing import NoReturn
 
 import msgspec
 from carpool_core.resources.features import ModelFeatures
@@ -14,6 +16,11 @@ from carpool_core.resources.job import ModelSource, Training
 from carpool_core.values import MIB
 
 from carpool_predictor.abstention import Abstention, TraceError
+
+WHOLE = "--whole"
+"""Argument that has everything imported."""
+_WORTH_ANOTHER_TRY = frozenset({"DataDependentGraph", "FactoryFailed", "OperatorUnsupported", "TraceFailed"})
+"""Why a lean trace may have failed for being lean."""
 
 
 class FactoryModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,8 +54,13 @@ def limit_memory(memory_mib: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (memory_mib * MIB, memory_mib * MIB))
 
 
-def answer(request: TraceRequest) -> TraceReply:
-    """Trace the requested model; every failure that has a reason is an abstention."""
+def answer(request: TraceRequest, *, lean: bool = False) -> TraceReply:
+    """Trace the requested model; every failure that has a reason is an abstention.
+
+    Args:
+        request: What to trace.
+        lean: Leave out what a trace does not need, for good: in a process that traces once and ends.
+    """
     out_of_memory = Abstention(
         reason="TraceOutOfMemory",
         message=f"tracing the model took more than {request.memory_mib or 0:,} MiB of memory; raise the limit, or give "
@@ -56,6 +68,8 @@ def answer(request: TraceRequest) -> TraceReply:
     )
     try:
         # Imported under the limit, so that a machine without PyTorch gets an answer as well.
+        if lean:
+            _prepare_lean(request)
         from carpool_predictor.tracing import trace_request
 
         return TraceReply(features=trace_request(request))
@@ -67,6 +81,13 @@ def answer(request: TraceRequest) -> TraceReply:
         if _is_out_of_memory(e):
             return TraceReply(abstention=out_of_memory)
         raise
+
+
+def _prepare_lean(request: TraceRequest) -> None:
+    from carpool_predictor.lean import prepare
+
+    catalog = None if request.model is None else request.model.catalog
+    prepare(None if catalog is None else catalog.name)
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
@@ -92,12 +113,28 @@ def main() -> int:
     """Answer the one request on stdin."""
     reply_fd = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    request = msgspec.json.decode(sys.stdin.buffer.read(), type=TraceRequest)
+    content = sys.stdin.buffer.read()
+    request = msgspec.json.decode(content, type=TraceRequest)
     if request.memory_mib is not None:
         limit_memory(request.memory_mib)
-    with os.fdopen(reply_fd, "wb") as reply:
-        reply.write(msgspec.json.encode(answer(request)))
+    lean = WHOLE not in sys.argv
+    reply = answer(request, lean=lean)
+    if lean and reply.abstention is not None and reply.abstention.reason in _WORTH_ANOTHER_TRY:
+        _begin_again(content, reply_fd)
+    with os.fdopen(reply_fd, "wb") as out:
+        out.write(msgspec.json.encode(reply))
     return 0
+
+
+def _begin_again(content: bytes, reply_fd: int) -> NoReturn:
+    """Become a process that imports everything, and is asked the same."""
+    with tempfile.TemporaryFile() as again:
+        again.write(content)
+        again.seek(0)
+        os.dup2(again.fileno(), sys.stdin.fileno())
+    os.dup2(reply_fd, sys.stdout.fileno())
+    command = [sys.executable, "-W", "ignore", "-m", "carpool_predictor.trace", WHOLE]
+    os.execv(command[0], command)  # noqa: S606  (our own module, by our own interpreter)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,142 @@
+"""Imports PyTorch and the libraries of models without what a trace never runs, which is most of them.
+
+`import timm` alone imports 90 families of models, torchvision with its data sets, and through them PyTorch's compiler
+and SymPy: two thirds of the time from the command to the answer. For the process that traces one model and ends:
+
+- Packages that are optional to all who import them here are *left out*, as where nobody installed them.
+- Libraries of models are *opened*: the one module that defines the model is imported, not the others.
+- Modules are *postponed* whose few names that are asked for have plain answers: where nothing is compiled, nothing need
+  be kept from the compiler; where every size is a number, whether a symbol is known to be true is whether it is true.
+
+What fails so is traced again with everything imported (`trace`), so that no measure here can cost an answer.
+"""
+
+import gc
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Unpack
+
+from carpool_predictor import store
+from carpool_predictor.postponed import open_package, postpone, run
+
+_KERNELS = ("cuda.bindings", "triton")
+"""What PyTorch uses on GPUs only."""
+_OF_LIBRARIES = {"timm": ("huggingface_hub",), "transformers": ("scipy",)}
+"""What libraries use to download weights, and for losses that nobody computes here."""
+_TORCHVISION = ("torchvision", "torchvision.models", "torchvision.ops")
+_OPENED = {
+    "timm": (*_TORCHVISION, "timm", "timm.data", "timm.models"),
+    "torchvision": _TORCHVISION,
+    "transformers": (*_TORCHVISION, "transformers", "transformers.models"),
+}
+"""Parents before their children."""
+
+
+def _undecorated(function: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Any:
+    """Decorate nothing, with or without arguments."""
+    return _undecorated if function is None else function
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Do nothing."""
+
+
+def _no(*_: Any) -> bool:
+    return False
+
+
+def _yes(*_: Any) -> bool:
+    return True
+
+
+def _all(*conditions: bool) -> bool:
+    return all(conditions)
+
+
+def _any(*conditions: bool) -> bool:
+    return any(conditions)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return tuple(one) == tuple(other) if isinstance(one, (tuple, list)) else bool(one == other)
+
+
+class _Nobody:
+    """A class that nothing is an instance of."""
+
+
+_POSTPONED: Mapping[str, Mapping[str, Any]] = {
+    "sympy": {"Basic": _Nobody},
+    "torch.fx.experimental.symbolic_shapes": {
+        "expect_true": bool, "free_unbacked_symbols": _nothing, "guard_int": int, "guard_or_false": bool,
+        "guard_or_true": bool, "guard_size_oblivious": bool, "guarding_hint_or_throw": int,
+        "has_free_unbacked_symbols": _no, "has_guarding_hint": _yes, "is_nested_int": _no,
+        "statically_known_true": bool, "sym_and": _all, "sym_eq": _equal, "sym_or": _any,
+    },
+    "torch._dynamo": {
+        "allow_in_graph": _undecorated, "assume_constant_result": _undecorated, "disable": _undecorated,
+        "graph_break": _nothing,
+    },
+    "transformers.processing_utils": {"Unpack": Unpack},
+}  # fmt: skip
+_ALONE = {"torch._dynamo": ("config", "_trace_wrapped_higher_order_op")}
+"""Modules that are needed of a postponed package, and need nothing of it."""
+
+
+def prepare(model: str | None) -> None:
+    """Import PyTorch, and make ready to import what a model needs.
+
+    Args:
+        model: A model of the catalog; None for code of the user's own, for which no library is opened.
+
+    Raises:
+        ModuleNotFoundError: There is no PyTorch.
+    """
+    gc.disable()  # what is imported is no garbage, and looking for some takes a tenth of the time
+    left_out = [name for name in _KERNELS if name not in sys.modules]
+    _leave_out(left_out)
+    import torch.utils.flop_counter
+
+    for name in left_out:
+        del sys.modules[name]  # a model of the user's own may need them
+    library = None if model is None else model.partition("/")[0]
+    if model is not None and library is not None and _is_openable(model):
+        _leave_out(_OF_LIBRARIES.get(library, ()))
+        for package in _OPENED[library]:
+            open_package(package)
+        torch.distributed.is_available = _no
+    for module, given in _POSTPONED.items():
+        if not module.startswith("transformers.") or library == "transformers":
+            postpone(module, given, _ALONE.get(module, ()))
+    gc.freeze()
+    gc.enable()
+    if model is not None and library in ("timm", "torchvision") and library in sys.modules:
+        _import_family(library, model)
+
+
+def _import_family(library: str, model: str) -> None:
+    module = importlib.import_module(f"{library}.models.{store.shipped().family(model)}")
+    if not hasattr(module, model.partition("/")[2]):
+        # Another module of that name defines it, such as one of torchvision's models of video.
+        for package in _OPENED[library]:
+            run(sys.modules[package])
+
+
+def _leave_out(names: tuple[str, ...] | list[str]) -> None:
+    for name in names:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # None is what the import system takes for missing
+
+
+def _is_openable(model: str) -> bool:
+    """Whether one module is known to define the model."""
+    library = model.partition("/")[0]
+    if library not in _OPENED or library in sys.modules:
+        return False
+    spec = importlib.util.find_spec(library)
+    if spec is None or spec.origin is None:
+        return False
+    family = store.shipped().family(model)
+    return library == "transformers" or Path(spec.origin).with_name("models").joinpath(f"{family}.py").is_file()

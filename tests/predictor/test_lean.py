@@ -1,0 +1,70 @@
+"""What the tracing process leaves out: the same features, without PyTorch's compiler."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from carpool_core.resources.job import CatalogModel, ModelSource, Training
+from carpool_predictor.catalog import recipe_of
+from carpool_predictor.trace import FactoryModel, TraceReply, TraceRequest
+from carpool_predictor.tracing import trace_recipe
+
+TRAINING = Training(batch_size=8)
+LEAN = """
+import sys, msgspec
+from carpool_predictor.trace import TraceRequest, answer
+reply = answer(msgspec.json.decode(sys.stdin.buffer.read(), type=TraceRequest), lean=True)
+print(msgspec.json.encode({"reply": reply, "modules": list(sys.modules)}).decode())
+"""
+
+
+def lean(request: TraceRequest) -> tuple[TraceReply, set[str]]:
+    """Trace in a process of its own; returns the reply and the modules that were imported."""
+    content = msgspec.json.encode(request)
+    done = subprocess.run([sys.executable, "-c", LEAN], input=content, check=True, capture_output=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return msgspec.convert(found["reply"], type=TraceReply), set(found["modules"])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["timm/test_resnet", "torchvision/mobilenet_v3_small", "transformers/bert-base-uncased@num_hidden_layers=2"],
+)
+def test_a_lean_trace_is_the_whole_one(name: str) -> None:
+    model = CatalogModel(name=name, num_classes=7)
+    reply, modules = lean(TraceRequest(model=ModelSource(catalog=model), training=TRAINING))
+    assert reply.features == trace_recipe(recipe_of(model), TRAINING)
+    assert not {"torch._dynamo.convert_frame", "sympy.core", "torchvision.datasets", "timm.models.beit"} & modules
+
+
+def test_a_model_of_another_module_of_the_same_name_is_found() -> None:
+    """Regression: torchvision's `resnet` defines no models of video, but `video.resnet` does."""
+    model = CatalogModel(name="torchvision/r3d_18", input=[3, 4, 32, 32])
+    reply, _ = lean(TraceRequest(model=ModelSource(catalog=model), training=TRAINING))
+    assert reply.features is not None, reply.abstention
+
+
+FACTORY = """
+import scipy, sympy
+from torch import nn
+
+def build():
+    import torch
+    torch._dynamo.reset()
+    return nn.Linear(int(sympy.Symbol("x").subs("x", 4)), 4)
+"""
+
+
+def test_a_factory_has_everything_that_is_installed(tmp_path: Path) -> None:
+    file = tmp_path / "curious.py"
+    file.write_text(FACTORY)
+    reply, modules = lean(
+        TraceRequest(factory=FactoryModel(path=str(file), function="build", input=[4]), training=TRAINING)
+    )
+    assert reply.features is not None, reply.abstention
+    assert reply.features.parameters == 20
+    assert {"scipy", "sympy.core", "torch._dynamo.convert_frame"} <= modules

@@ -1,0 +1,117 @@
+"""Modules that have not run, on packages written for the purpose; each says in a list what of it ran."""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from carpool_predictor.postponed import open_package, postpone
+
+FILES = {
+    "lazy_log.py": "ran = []\n",
+    "lazy_pack/__init__.py": """
+import lazy_log
+lazy_log.ran.append("pack")
+from .inner import spoken as said
+from . import other
+from .starred import *
+__version__ = "7"
+computed = 6 * 7
+""",
+    "lazy_pack/inner.py": "import lazy_log\nlazy_log.ran.append('inner')\nspoken = 'hello'\n",
+    "lazy_pack/other.py": "import lazy_log\nlazy_log.ran.append('other')\nvalue = 1\n",
+    "lazy_pack/starred.py": "import lazy_log\nlazy_log.ran.append('starred')\nSTAR: int = 5\ndef shine(): return 6\n",
+    "lazy_pack/unasked.py": "import lazy_log\nlazy_log.ran.append('unasked')\nfrom lazy_pack import STAR\n",
+}
+
+
+@pytest.fixture
+def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Put the packages where they can be imported, and return what of them ran."""
+    for name, content in FILES.items():
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(content)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("lazy_log").ran
+    for name in [name for name in sys.modules if name.startswith("lazy_")]:
+        del sys.modules[name]
+
+
+def test_a_postponed_module_runs_when_a_name_is_asked_for(ran: list[str]) -> None:
+    postpone("lazy_pack", {})
+    import lazy_pack  # type: ignore[import-not-found]
+
+    assert ran == []
+    assert lazy_pack.computed == 42
+    assert ran[0] == "pack"
+
+
+def test_given_names_run_nothing_and_others_replace_them(ran: list[str]) -> None:
+    postpone("lazy_pack", {"said": "given"})
+    from lazy_pack import said
+
+    assert (said, ran) == ("given", [])
+    assert importlib.import_module("lazy_pack").computed == 42
+    assert importlib.import_module("lazy_pack").said == "hello"
+
+
+def test_a_module_of_a_postponed_package_has_the_package_run_first(ran: list[str]) -> None:
+    postpone("lazy_pack", {})
+    importlib.import_module("lazy_pack.unasked")
+    assert (ran[0], ran[-1]) == ("pack", "unasked")
+
+
+def test_modules_that_need_nothing_of_it_are_imported_alone(ran: list[str]) -> None:
+    postpone("lazy_pack", {}, ["inner"])
+    assert importlib.import_module("lazy_pack.inner").spoken == "hello"
+    assert ran == ["inner"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        pytest.param("said", "hello", ["inner"], id="imported under another name"),
+        pytest.param("STAR", 5, ["starred"], id="by a star"),
+        pytest.param("__version__", "7", [], id="spelt out"),
+        pytest.param("computed", 42, ["pack", "inner", "other", "starred"], id="only running tells"),
+    ],
+)
+def test_an_opened_package_runs_what_binds_the_name(
+    name: str, value: object, expected: list[str], ran: list[str]
+) -> None:
+    open_package("lazy_pack")
+    assert getattr(importlib.import_module("lazy_pack"), name) == value
+    assert ran == expected
+
+
+def test_an_opened_package_lets_a_module_inside_be_imported_alone(ran: list[str]) -> None:
+    open_package("lazy_pack")
+    importlib.import_module("lazy_pack.unasked")
+    from lazy_pack import other
+
+    assert other.value == 1
+    assert ran == ["unasked", "starred", "other"]
+
+
+def test_what_nobody_binds_is_missing_as_ever(ran: list[str]) -> None:
+    open_package("lazy_pack")
+    with pytest.raises(ImportError, match="cannot import name 'nowhere'"):
+        from lazy_pack import nowhere  # noqa: F401
+    assert ran[0] == "pack"
+
+
+def test_what_is_imported_stays(ran: list[str]) -> None:
+    before = importlib.import_module("lazy_pack")
+    open_package("lazy_pack")
+    postpone("lazy_pack", {"said": "given"})
+    assert importlib.import_module("lazy_pack") is before
+    assert before.said == "hello"
+
+
+def test_what_is_not_installed_stays_missing() -> None:
+    open_package("lazy_nothing.inside")
+    postpone("lazy_nothing", {})
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("lazy_nothing")
