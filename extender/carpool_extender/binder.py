@@ -154,23 +154,28 @@ class Binder:
                 await self._not_held_on(other, args)
 
         cluster = self._watches.cluster
+        known, first = cluster.node(args.node), None
+        if known is not None and ledger.held(known.spec, uid) is None:
+            with suppress(Refusal):  # it is decided again, and told then
+                first = self._wanted(applicant, args, known)
+                cluster.assume(args.node, first)
 
         def decide(node: GpuNode) -> GpuNodeSpec:
-            cluster.assume_no_more(args.node, uid)
             deadline = self._tools.clock.now() + timedelta(seconds=self._timeout_s)
             if ledger.held(node.spec, uid) is not None:
+                cluster.assume_no_more(args.node, uid)
                 return ledger.prolong(node.spec, uid, rfc3339(deadline))
-            wanted = self._wanted(applicant, args, node)
+            if first is not None and node is known:
+                wanted = first  # nothing was written there since
+            else:
+                cluster.assume_no_more(args.node, uid)
+                wanted = self._wanted(applicant, args, node)
+                cluster.assume(args.node, wanted)
             spec = ledger.reserve(node.spec, wanted, ledger.capacity_of(node, self._slots))
             if isinstance(spec, ledger.Rejected):
                 raise Refusal(f"node {args.node} no longer has room for {named(args)}: {spec.reason}")
-            cluster.assume(args.node, wanted)
             return spec
 
-        known = cluster.node(args.node)
-        if known is not None and ledger.held(known.spec, uid) is None:
-            with suppress(Refusal):  # it is decided again, and told then
-                cluster.assume(args.node, self._wanted(applicant, args, known))
         try:
             node = await self._book.change(args.node, decide)
         finally:

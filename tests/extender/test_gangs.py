@@ -29,8 +29,7 @@ class Known:
 
 def refusal(found, workers, *, succeeded=0, nodes=None, **wants):
     gangs = Gangs(Known(found, succeeded), Assessments(found, RULES), RULES)
-    offered = None if nodes is None else found.view().ids(nodes)
-    return gangs.refusal(Applicant(demand("new", **wants), workers=workers), PodUid("me"), offered)
+    return gangs.refusal(Applicant(demand("new", **wants), workers=workers), PodUid("me"), nodes)
 
 
 def linked(node, *groups):
@@ -110,7 +109,7 @@ def test_a_node_with_linked_gpus_scores_best_and_others_do_where_there_is_none()
     found = Assessment(applicant(gpus=2), RULES, known.view())
     plain, fast = score_nodes(found, ["plain", "fast"]).tolist()
     assert fast == MAX_SCORE > plain
-    assert filter_nodes(found, ["plain", "fast"]).fits == ["plain", "fast"]
+    assert filter_nodes(found, ["plain", "fast"]).fits == ["fast", "plain"]
     assert score_nodes(Assessment(applicant(gpus=2), RULES, cluster(gpu_node("plain", 2)).view()), ["plain"]) == [
         MAX_SCORE
     ]
