@@ -25,6 +25,7 @@ from carpool_predictor.memory import (
     predict_memory,
     shipped,
 )
+from carpool_predictor.memory_row import group_of
 from carpool_predictor.recalling import Recalled, recall, with_activity, with_memory
 
 __all__ = ["Abstention", "Job", "OnProduct", "model_version", "predict", "prepare"]
@@ -90,7 +91,9 @@ class Job:
         model = model_for(calibration, product, precision, self.model)
         corrected = self.corrected
         if model is not self.model:
-            corrected = correct(model, self.features, self.cost, self.training.batch_size)
+            # Trees and hull are those of the model that it sets out from; only the bound is another.
+            group = group_of(self.features)
+            corrected = replace(corrected, factor=corrected.factor * model.factors[group] / self.model.factors[group])
         recalled = recall(calibration, product, precision, name, self.reserved_mib) if name else None
         return replace(self, model=model, corrected=corrected, jobs=state.learned_from, recalled=recalled)
 
@@ -111,28 +114,41 @@ class Job:
             found, learned_jobs=self.jobs, learned_runs=self.recalled.known, trusted=not self.recalled.is_lost
         )
 
-    def on(self, product: GpuProduct, *, is_strict: bool = False) -> OnProduct:
+    def on(self, product: GpuProduct, *, is_strict: bool = False, before: OnProduct | None = None) -> OnProduct:
         """Predict memory, activity and step time.
 
         Args:
             product: The product.
             is_strict: Whether memory is trusted only where jobs were measured on such a stack.
+            before: The answer for this product as shipped, where it is known: activity and step time are taken from it.
         """
-        layers, precision = self.features.layers, self.training.precision
-        busy = activity.activity_on(self.features, self.cost, self.training, product)
-        time = step_time.step_time_on(self.cost, product, precision, convolutional=layers.convolution > layers.linear)
-        recalled = self.recalled
-        is_measured = is_calibrated(self.model, product, precision) or (recalled is not None and recalled.runs > 0)
-        memory = self.memory_on(product)
+        found = self._reckoned(product) if before is None else before
+        memory = found.prediction.memory if before is None else self.memory_on(product)
+        recalled, busy = self.recalled, found.prediction.activity
+        is_measured = is_calibrated(self.model, product, self.training.precision) or (
+            recalled is not None and recalled.runs > 0
+        )
         if is_strict and not is_measured:
             memory = msgspec.structs.replace(memory, trusted=False)
         prediction = ProductPrediction(
             product=product.name,
             memory=memory,
-            activity=busy.activity if recalled is None else with_activity(busy.activity, recalled),
+            activity=busy if recalled is None else with_activity(busy, recalled),
+            step_time_seconds=found.prediction.step_time_seconds,
+        )
+        return OnProduct(prediction, is_measured, found.activity_inside, found.step_time_inside)
+
+    def _reckoned(self, product: GpuProduct) -> OnProduct:
+        layers, precision = self.features.layers, self.training.precision
+        busy = activity.activity_on(self.features, self.cost, self.training, product)
+        time = step_time.step_time_on(self.cost, product, precision, convolutional=layers.convolution > layers.linear)
+        prediction = ProductPrediction(
+            product=product.name,
+            memory=self.memory_on(product),
+            activity=busy.activity,
             step_time_seconds=time.seconds,
         )
-        return OnProduct(prediction, is_measured, busy.inside, time.inside)
+        return OnProduct(prediction, is_calibrated(self.model, product, precision), busy.inside, time.inside)
 
 
 def prepare(

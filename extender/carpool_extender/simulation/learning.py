@@ -7,7 +7,7 @@ bound held when it ends, and that it died when it dies.
 from carpool_core.products import find_product
 from carpool_core.resources.prediction import Prediction
 from carpool_predictor.calibration import Calibration, Measured, Stack
-from carpool_predictor.estimator import Job, summary
+from carpool_predictor.estimator import Job, OnProduct, summary
 from carpool_predictor.memory import shipped
 from carpool_predictor.observe import STEADY_S, expected_of, observe
 from carpool_predictor.solo import Activity
@@ -26,6 +26,7 @@ class Learner:
         self._is_strict = is_strict
         self._calibration = Calibration()
         self._told: dict[str, Prediction] = {}
+        self._shipped: dict[str, OnProduct] = {}
         self.version = 0
         """Grows whenever something was learned."""
 
@@ -35,7 +36,10 @@ class Learner:
         if found is None:
             product = find_product(job.truth.product)
             known = asked.calibrated(self._calibration, product, job.truth.model)
-            found = summary(asked, [known.on(product, is_strict=self._is_strict)])
+            before = self._shipped.get(job.truth.kind)
+            if before is None:
+                before = self._shipped[job.truth.kind] = asked.on(product)
+            found = summary(asked, [known.on(product, is_strict=self._is_strict, before=before)])
             self._told[job.truth.kind] = found
         return found
 
