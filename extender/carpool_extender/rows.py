@@ -60,7 +60,9 @@ def said_of(node: GpuNode, among: Collection[GpuUuid] | None = None) -> list[Sai
     for place, device in enumerate(sorted(node.status.devices, key=INDEX)):
         if among is None or device.uuid in among:
             here = held.get(device.uuid, [])
-            counted = [settled.get((r.pod_uid, device.uuid)) for r in here] if settled else [None] * len(here)
+            counted: list[Tenant | None] = [None] * len(here)
+        if settled:
+            counted = [settled.get((r.pod_uid, device.uuid)) for r in here]
             found.append(Said(place, device, here, counted, seen.get(device.uuid, [])))
     return found
 
