@@ -61,8 +61,8 @@ def said_of(node: GpuNode, among: Collection[GpuUuid] | None = None) -> list[Sai
         if among is None or device.uuid in among:
             here = held.get(device.uuid, [])
             counted: list[Tenant | None] = [None] * len(here)
-        if settled:
-            counted = [settled.get((r.pod_uid, device.uuid)) for r in here]
+            if settled:
+                counted = [settled.get((r.pod_uid, device.uuid)) for r in here]
             found.append(Said(place, device, here, counted, seen.get(device.uuid, [])))
     return found
 
