@@ -25,6 +25,8 @@ from carpool_operator.pods import job_key
 
 PAUSE_S = 5.0
 """Between two writes of the ConfigMap: a cluster whose jobs end by the dozen writes no more often."""
+REPAIRED_S = 60.0
+"""How often a document that cannot be read is looked at again."""
 MOST_PENDING = 2048
 """Lessons that wait; beyond, the oldest goes. Its job has no mark of it, and tells it again when it is looked at."""
 MOST_KNOWN = 8192
@@ -145,8 +147,12 @@ class Learner:
             )
 
     async def run(self, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
-        """Take lessons in for ever."""
-        while True:
+        """Take lessons in for ever; look now and then whether what cannot be read was repaired."""
+        while self._map is not None:
+            if self._kept is None:
+                await sleep(REPAIRED_S)
+                await self.load()
+                continue
             await self._offered.wait()
             self._offered.clear()
             try:
@@ -188,6 +194,8 @@ class Learner:
         for stage, (job, lesson) in batch:
             if self._pending.get(stage) == (job, lesson):
                 del self._pending[stage]
+            if all(lesson is not one for _, one, _ in known):
+                continue  # nothing to compare it with by now: it was not learned, and its job is not told so
             self._remember(stage)
             if lesson.measured.ended:
                 self._wake(job_key(job.metadata.namespace, job.metadata.name))

@@ -131,6 +131,18 @@ def test_an_account_may_do_this_and_no_more(api: Api, name: str) -> None:
     assert {resource: verbs for resource, verbs in found.items() if verbs} == ALLOWED[name]
 
 
+def test_the_operator_may_keep_what_it_learns_in_one_configmap_only(api: Api) -> None:
+    who = account("carpool-operator")
+    for verb in ("get", "patch"):
+        assert can_i(api, who, verb, "configmaps", namespace=NAMESPACE, name="carpool-calibration")
+        assert not can_i(api, who, verb, "configmaps", namespace=NAMESPACE, name="another")
+        assert not can_i(api, who, verb, "configmaps", namespace="default", name="carpool-calibration")
+    assert can_i(api, who, "create", "configmaps", namespace=NAMESPACE)
+    assert not can_i(api, who, "create", "configmaps", namespace="default")
+    for verb in ("list", "watch", "update", "delete"):
+        assert not can_i(api, who, verb, "configmaps", namespace=NAMESPACE, name="carpool-calibration")
+
+
 def test_the_scheduler_may_hold_its_own_lease_only(api: Api) -> None:
     who, leases = account("carpool-scheduler"), "coordination.k8s.io/leases"
     assert can_i(api, who, "update", leases, namespace=NAMESPACE, name="carpool-scheduler")

@@ -1,5 +1,6 @@
 """The operator learns from what ran: once from each attempt, whatever dies in between, and uses it for the next."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -13,7 +14,9 @@ from carpool_core.resources.prediction import MemoryPrediction
 from carpool_core.settings import SettingsError
 from carpool_operator.app import NEWS_S
 from carpool_operator.conditions import find
+from carpool_operator.learner import REPAIRED_S
 from carpool_operator.settings import OperatorSettings
+from carpool_predictor.abstention import Abstention
 from carpool_predictor.calibration import FEWEST, Calibration, StackState, read_calibration
 from carpool_predictor.calibration_map import KEY
 from carpool_predictor.observe import SEEN_S, STEADY_S
@@ -325,6 +328,56 @@ async def test_what_cannot_be_read_is_told_and_left_alone(content: str, word: st
     await of.settle()
     assert stack(of).seen == 1, "the job told again what nobody had learned"
     assert of.kube.dump(CONFIG_MAPS, NAME, NAMESPACE)["data"]["a"] == "b"
+
+
+class SeenEnoughError(Exception):
+    """The test has seen enough."""
+
+
+async def test_a_document_that_was_repaired_is_used_without_a_restart() -> None:
+    of = world()
+    place = {"metadata": {"name": NAME, "namespace": NAMESPACE}}
+    of.kube.seed(CONFIG_MAPS, place | {"data": {KEY: "{"}})
+    await of.settle()
+    assert not of.operator.learner.is_on
+    naps: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 2:
+            of.kube.seed(CONFIG_MAPS, place | {"data": {}})
+        if of.operator.learner.is_on:
+            raise SeenEnoughError
+
+    running = asyncio.create_task(of.operator.learner.run(sleep))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert of.operator.learner.is_on
+    assert naps == [REPAIRED_S, REPAIRED_S]
+    of.apply()
+    await begun(of)
+    await seen(of, 3000)
+    of.end_pod("x-worker-0-1")
+    of.hear()
+    await of.operator.look_safely("default/x")
+    with pytest.raises(SeenEnoughError):
+        await running
+    assert stack(of).seen == 1
+
+
+async def test_what_can_no_longer_be_compared_is_not_said_to_be_learned() -> None:
+    of = world()
+    of.apply(model={"catalog": {"name": "timm/resnet50"}})
+    await begun(of)
+    await seen(of, 3000)
+    of.tracer.answer = Abstention(reason="TorchMissing", message="no torch here")
+    of.start()
+    await of.settle()
+    of.end_pod("x-worker-0-1")
+    await of.settle()
+    assert of.job().status.state == "Complete"
+    assert not of.job().status.attempts[0].learned
+    assert writes(of) == 0
 
 
 async def test_who_may_not_read_it_learns_nothing_and_predicts_as_shipped() -> None:
