@@ -80,16 +80,18 @@ class Board:
         self._specs[node] = spec
         self._show(node, now)
 
-    def release(self, node: str, uid: PodUid, now_s: float) -> None:
-        """Give a pod's reservation back."""
+    def release(self, node: str, uid: PodUid, now_s: float, *, is_shown: bool = True) -> None:
+        """Give a pod's reservation back; decisions see it only where it is shown, or with the next report."""
         self._specs[node] = ledger.release(self._specs[node], uid)
         self._tenants[node] = [tenant for tenant in self._tenants[node] if tenant.pod_uid != uid]
-        self._show(node, START + timedelta(seconds=now_s))
+        if is_shown:
+            self._show(node, START + timedelta(seconds=now_s))
 
     def report(self, node: str, tenants: list[Tenant], held: Mapping[PodUid, Reservation], now_s: float) -> None:
         """Take what the node's agent measures, and what a monitor without promises writes into reservations."""
-        changed = [held.get(r.pod_uid, r) for r in self._specs[node].reservations]
-        self._specs[node] = msgspec.structs.replace(self._specs[node], reservations=changed)
+        if held:
+            changed = [held.get(r.pod_uid, r) for r in self._specs[node].reservations]
+            self._specs[node] = msgspec.structs.replace(self._specs[node], reservations=changed)
         self._tenants[node] = tenants
         self._show(node, START + timedelta(seconds=now_s))
 

@@ -3,11 +3,12 @@
 import heapq
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 from carpool_core.products import find_product
-from carpool_core.values import DeviceHealth, GpuUuid
+from carpool_core.resources.node import Reservation
+from carpool_core.values import DeviceHealth, GpuUuid, PodUid
 from carpool_predictor.observe import STEADY_S
 
 from carpool_extender.measured import SETTLED_S
@@ -204,9 +205,11 @@ class Simulation:
         for gpu in running.gpus:
             gpu.tenants.remove(running)
         self._update(running.gpus)
+        is_reported = self._strategy.measure or self._knower.watches
         for worker, (node, _) in enumerate(running.places):
-            self._board.release(node, uid_of(running.job, running.stage, worker), self._now_s)
-        if self._strategy.measure or self._knower.watches:
+            uid = uid_of(running.job, running.stage, worker)
+            self._board.release(node, uid, self._now_s, is_shown=not is_reported)
+        if is_reported:
             self._report(running.nodes)
 
     def _report(self, nodes: set[str]) -> None:
@@ -219,14 +222,17 @@ class Simulation:
                     seen[uid] = running
                     tenant = self._knower.measured(running.job.truth, uid, gpu.device.uuid, running.slowdown)
                     tenants += [] if tenant is None else [tenant]
-            held = {
-                r.pod_uid: msgspec.structs.replace(
-                    r, tenant=self._knower.profile(one.job.truth, r.tenant, one.slowdown)
-                )
-                for r in self._board.reservations(node)
-                if (one := seen.get(r.pod_uid)) is not None
-            }
-            self._board.report(node, tenants, held, self._now_s)
+            self._board.report(node, tenants, self._as_seen(node, seen), self._now_s)
+
+    def _as_seen(self, node: str, seen: Mapping[PodUid, Running]) -> dict[PodUid, Reservation]:
+        """Return the reservations of a node as a monitor without promises has them; none where there are promises."""
+        if not self._knower.watches:
+            return {}
+        return {
+            r.pod_uid: msgspec.structs.replace(r, tenant=self._knower.profile(one.job.truth, r.tenant, one.slowdown))
+            for r in self._board.reservations(node)
+            if (one := seen.get(r.pod_uid)) is not None
+        }
 
     def _update(self, gpus: list[Gpu]) -> None:
         """Give everybody on these GPUs the speed that is now true."""
