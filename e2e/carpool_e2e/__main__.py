@@ -14,7 +14,7 @@ from rich.console import Console
 from carpool_e2e import binaries, system
 from carpool_e2e import slots as slots_
 from carpool_e2e.bench.predictions import renew
-from carpool_e2e.bench.run import REPORT, renew_agent, renew_placement, renew_throughput
+from carpool_e2e.bench.run import REPORT, renew_agent, renew_placement, renew_simulator, renew_throughput
 from carpool_e2e.bench.run import main as measure
 from carpool_e2e.cluster import FULL, LOGS, PROJECT, Cluster, running, why_no_kubelets
 from carpool_e2e.demo.show import play
@@ -37,6 +37,7 @@ SECTIONS: Mapping[str, Callable[[Console], None]] = {
     "agent": renew_agent,
     "placement": renew_placement,
     "throughput": renew_throughput,
+    "simulator": renew_simulator,
 }
 """Sections of the benchmarks that can be renewed alone."""
 

@@ -15,7 +15,7 @@ from carpool_core.kube.client import connect
 from carpool_core.settings import KubeSettings
 from rich.console import Console
 
-from carpool_e2e.bench import agent, latency, memory, placement, predictions, stock, throughput
+from carpool_e2e.bench import agent, latency, memory, placement, predictions, simulator, stock, throughput
 from carpool_e2e.bench.agent_report import agent_section
 from carpool_e2e.bench.load import Throughput
 from carpool_e2e.bench.placement_report import placement_section
@@ -73,6 +73,7 @@ def main(console: Console) -> None:
     predictions.renew(REPORT, console)
     renew_placement(console)
     renew_throughput(console)
+    renew_simulator(console)
     console.print(f"written: {REPORT.relative_to(PROJECT)}")
 
 
@@ -98,6 +99,16 @@ def renew_throughput(console: Console) -> None:
             return uvloop.run(_with_api(cluster, lambda api: by(cluster, api, console.print)))
 
     _renew(throughput_section(measured(throughput.measure), measured(stock.measure)))
+
+
+def renew_simulator(console: Console) -> None:
+    """Measure the simulator on its largest trace, and put the section into the report; without the trace leave it."""
+    console.rule("the simulator")
+    data = os.environ.get(simulator.DATA)
+    if data is None:
+        console.print(f"{simulator.DATA} is not set, so that there is no trace: the section stays as it was")
+        return
+    _renew(simulator.simulator_section(simulator.measure(Path(data), console.print)))
 
 
 def _renew(section: list[str]) -> None:

@@ -1,0 +1,80 @@
+"""How long `carpool simulate` takes for its largest trace: in a process of its own, as a user starts it."""
+
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from carpool_extender.simulation.results import About
+
+from carpool_e2e.carpool import carpool_command
+from carpool_e2e.errors import HarnessError
+
+DATA = "CARPOOL_DATA"
+TRACE = Path("traces") / "philly_sia.csv"
+POLICY = "least-slowdown"
+MUST_S, AIM_S = 120.0, 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one run took."""
+
+    title: str
+    jobs: int
+    elapsed_s: float
+    processor_s: float
+    memory_mib: float
+    """The most that was resident."""
+    table: list[str]
+    """What it wrote, as Markdown."""
+
+
+def measure(data: Path, tell: Callable[[str], None]) -> Measured:
+    """Run the whole trace once, from the command to its table.
+
+    Raises:
+        HarnessError: It failed; the message is what it said.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder)
+        command = [carpool_command(), "simulate", "--trace", str(data / TRACE), "--policy", POLICY, "--seeds", "1"]
+        begin_s = time.monotonic()
+        arguments, environment = [*command, "--no-pictures", "--out", folder], {**os.environ, DATA: str(data)}
+        with subprocess.Popen(arguments, env=environment, stderr=subprocess.PIPE, text=True) as process:
+            said = process.stderr.read() if process.stderr else ""
+            _, status, used = os.wait4(process.pid, 0)
+            elapsed_s = time.monotonic() - begin_s
+            process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            raise HarnessError(f"{' '.join(command)}: {said}")
+        about = msgspec.json.decode((out / "trace.json").read_bytes(), type=About)
+        table = [line for line in (out / "trace.md").read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    tell(f"{about.title}: {elapsed_s:.1f} s")
+    spent_s = used.ru_utime + used.ru_stime
+    return Measured(about.title, about.jobs, elapsed_s, spent_s, used.ru_maxrss / 1024, table)
+
+
+def simulator_section(found: Measured) -> list[str]:
+    """Write the section of the report."""
+    verdict = "kept" if found.elapsed_s <= MUST_S else "missed"
+    return [
+        "## The simulator",
+        "",
+        f"`carpool simulate --trace {TRACE.name} --policy {POLICY} --seeds 1`, from the command to its table:",
+        f"{found.title}, from the first submission to the last end, by the scheduler's own decisions.",
+        "",
+        "| | found | asked for | |",
+        "|---|---|---|---|",
+        f"| time | {found.elapsed_s:.1f} s | ≤ {MUST_S:g} s, aimed at {AIM_S:g} s | {verdict} |",
+        f"| processor time | {found.processor_s:.1f} s | | |",
+        f"| jobs a second of processor time | {found.jobs / found.processor_s:,.0f} | | |",
+        f"| memory | {found.memory_mib:.0f} MiB | | |",
+        "",
+        *found.table,
+        "",
+    ]

@@ -1,0 +1,51 @@
+"""The simulator's benchmark: what it runs, and what it says."""
+
+from pathlib import Path
+
+import pytest
+from carpool_e2e.bench.simulator import TRACE, Measured, measure, simulator_section
+from carpool_e2e.errors import HarnessError
+
+SOLO = "model,dataset,batchsize,amp,speed,gpu_util,gmem_util,gmem,label\n" + "".join(
+    f"{model},CIFAR-10,64,0,100,{util},10,2000,0\n"
+    for model, util in (("ResNet18", 40), ("MobileNetV2", 60), ("EfficientNet", 20))
+)
+PAIRS = (
+    "model1,dataset1,gpu_num1,batchsize1,amp1,speed1,model2,dataset2,gpu_num2,batchsize2,amp2,speed2,gpu_util,gmem_util,"
+    "gmem\n" + 5 * "ResNet18,D,1,64,0,0.8,MobileNetV2,D,1,64,0,0.5,90,20,4000\n"
+)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Measurements and a trace of three jobs."""
+    for folder in ("lucid", "traces"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "lucid" / "solo_rtx3090.csv").write_text(SOLO)
+    (tmp_path / "lucid" / "colocate_rtx3090.csv").write_text(PAIRS)
+    (tmp_path / TRACE).write_text("timestamp,duration,num_gpus\n0,60,1\n5,60,16\n9,60,1\n")
+    return tmp_path
+
+
+def test_a_whole_run_is_measured_in_a_process_of_its_own(data: Path) -> None:
+    told: list[str] = []
+    found = measure(data, told.append)
+    assert found.jobs == 3
+    assert found.processor_s > 0
+    assert 20 < found.memory_mib < 1000
+    assert told[0].startswith("philly_sia.csv: 3 jobs, 2,490 GPUs: ")
+    assert any(line.startswith("| least-slowdown |") for line in found.table)
+
+
+def test_what_failed_is_told(data: Path) -> None:
+    (data / TRACE).write_text("timestamp,duration\n")
+    with pytest.raises(HarnessError, match="add num_gpus"):
+        measure(data, print)
+
+
+@pytest.mark.parametrize(("elapsed_s", "verdict"), [(120.0, "kept"), (120.1, "missed")])
+def test_a_run_that_takes_too_long_is_called_so(elapsed_s: float, verdict: str) -> None:
+    section = simulator_section(Measured("title", 1000, elapsed_s, 50.0, 99.0, ["| table |"]))
+    assert f"| time | {elapsed_s:.1f} s | ≤ 120 s, aimed at 30 s | {verdict} |" in section
+    assert "| jobs a second of processor time | 20 | | |" in section
+    assert "| table |" in section
