@@ -14,8 +14,9 @@ from carpool_core.values import Precision
 
 from carpool_predictor import roofline
 from carpool_predictor.activity_features import NAMES, features_of, work_of_features
-from carpool_predictor.activity_trees import Ensemble, Target
+from carpool_predictor.activity_trees import Target
 from carpool_predictor.interpolation import StepCost
+from carpool_predictor.quickscorer import Ensemble
 from carpool_predictor.trees import MalformedError
 
 FORMAT = 2

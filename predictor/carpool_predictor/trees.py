@@ -2,8 +2,12 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import msgspec
+
+from carpool_predictor.quickscorer import MAX_LEAVES, Ensemble
 
 
 class MalformedError(ValueError):
@@ -19,16 +23,33 @@ class Tree(msgspec.Struct, frozen=True, array_like=True):
     right: list[int]
     value: list[float]
 
-    def at(self, row: Sequence[float]) -> float:
-        """Return the leaf's value for a row of features."""
-        node = 0
-        while self.left[node]:
-            below = row[self.feature[node]] <= self.threshold[node]
-            node = self.left[node] if below else self.right[node]
-        return self.value[node]
+
+@dataclass(frozen=True)
+class _Nodes:
+    """The trees of a forest, one after the other."""
+
+    roots: list[int]
+    feature: list[int]
+    threshold: list[float]
+    left: list[int]
+    right: list[int]
+    value: list[float]
 
 
-class Forest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+def _in_a_row(trees: Sequence[Tree]) -> _Nodes:
+    nodes = _Nodes([], [], [], [], [], [])
+    for tree in trees:
+        first = len(nodes.value)
+        nodes.roots.append(first)
+        nodes.feature.extend(asked if low else -1 for asked, low in zip(tree.feature, tree.left, strict=True))
+        nodes.threshold.extend(tree.threshold)
+        nodes.left.extend(first + low for low in tree.left)
+        nodes.right.extend(first + high for high in tree.right)
+        nodes.value.extend(tree.value)
+    return nodes
+
+
+class Forest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """A sum of trees."""
 
     features: list[str]
@@ -38,7 +59,11 @@ class Forest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def at(self, row: Sequence[float]) -> float:
         """Return the prediction for a row, one number a feature."""
-        return self.base + sum(tree.at(row) for tree in self.trees)
+        return self.base + self._ensemble.predict(row)[0]
+
+    @cached_property
+    def _ensemble(self) -> Ensemble:
+        return Ensemble([_in_a_row(self.trees)], len(self.features))
 
     def check(self) -> None:
         """Make sure that evaluating the trees ends and stays inside them.
@@ -55,5 +80,7 @@ class Forest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                     raise MalformedError(f"tree {number} points backwards or outside at node {node}")
                 if left and not 0 <= tree.feature[node] < len(self.features):
                     raise MalformedError(f"tree {number} asks for feature {tree.feature[node]} at node {node}")
+            if tree.left.count(0) > MAX_LEAVES:
+                raise MalformedError(f"tree {number} has more than {MAX_LEAVES} leaves")
             if not all(map(math.isfinite, [*tree.threshold, *tree.value])):
                 raise MalformedError(f"tree {number} holds a number that is not finite")

@@ -12,8 +12,9 @@ from carpool_core.resources.job import Training
 from carpool_core.values import Precision
 from carpool_predictor import roofline
 from carpool_predictor.activity import Answer, activity_on, read_model, shipped
-from carpool_predictor.activity_trees import Ensemble, Forest
+from carpool_predictor.activity_trees import Forest
 from carpool_predictor.interpolation import cost_at
+from carpool_predictor.quickscorer import Ensemble
 from carpool_predictor.trees import MalformedError
 from hypothesis import given, settings
 from hypothesis import strategies as st
