@@ -1,9 +1,9 @@
 """Evaluates boosted trees all at once, in plain Python.
 
 Walking 300 trees takes a quarter of a millisecond. `Ensemble` does what QuickScorer does (Lucchese et al., SIGIR '15):
-a node whose answer is "right" rules out the leaves on its left; what all such nodes of a tree leave over begins with the
-leaf that walking would have found. Which leaves a value rules out, in all trees, is one large number out of a table, so
-that a prediction is the AND of as many numbers as there are features. No NumPy is needed for that.
+a node whose answer is "right" rules out the leaves on its left; what all such nodes of a tree leave over begins with
+the leaf that walking would have found. Which leaves a value rules out, in all trees, is one large number out of a
+table, so that a prediction is the AND of as many numbers as there are features. No NumPy is needed for that.
 """
 
 import bisect
