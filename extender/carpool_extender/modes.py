@@ -6,7 +6,7 @@ from carpool_core.values import RequestedMode, SharingMode, Tenancy
 from numpy.typing import NDArray
 
 from carpool_extender.applicant import Applicant, ClassColumns, ClassFacts
-from carpool_extender.view import CODES, NO_MODE, Columns
+from carpool_extender.view import CODES, MODES, NO_MODE, Columns
 
 EXCLUSIVE, TIME_SLICING, MPS, MIG = (
     CODES[mode] for mode in (SharingMode.EXCLUSIVE, SharingMode.TIME_SLICING, SharingMode.MPS, SharingMode.MIG)
@@ -32,19 +32,19 @@ def proposed(columns: Columns, applicant: Applicant, facts: ClassColumns, *, alo
     wanted = applicant.demand.mode
     if alone and wanted is RequestedMode.AUTO:
         wanted = RequestedMode.EXCLUSIVE
-    of = columns.device_class
-    idle = columns.count == 0
     if wanted is RequestedMode.AUTO:
-        first = _first_choice(facts, applicant.demand.tenancy)[of]
-        shared = (columns.mode != NO_MODE) & (columns.mode != EXCLUSIVE)
-        joins = facts.known[of] & shared & facts.can[of, columns.mode]
-        occupied = np.where(joins, columns.mode, NO_MODE)
+        table = np.where(facts.known[:, None] & facts.can, np.arange(len(MODES)), NO_MODE)
+        first = _first_choice(facts, applicant.demand.tenancy)
     else:
         code = CODES[SharingMode(wanted.value)]
-        first = np.where(facts.can[:, code], code, NO_MODE)[of]
-        same = (columns.mode == code) & (code != EXCLUSIVE) & facts.can[of, code]
-        occupied = np.where(same, code, NO_MODE)
-    return np.where(idle, first, occupied).astype(np.int8)
+        first = np.where(facts.can[:, code], code, NO_MODE)
+        table = np.full(facts.can.shape, NO_MODE)
+        table[:, code] = first
+    table[:, EXCLUSIVE] = NO_MODE
+    table[:, NO_MODE] = first
+    # Worked out for each class and each mode that there is, and only looked up for each GPU.
+    found: NDArray[np.int8] = table.astype(np.int8)[columns.device_class, columns.mode]
+    return found
 
 
 def _first_choice(facts: ClassColumns, tenancy: Tenancy) -> NDArray[np.int8]:
