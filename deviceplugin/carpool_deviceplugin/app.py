@@ -105,7 +105,7 @@ class KubeletPart:
         self.containers: Mapping[str, str] = {}
         """Which container of `namespace/pod` holds GPUs, as the kubelet said at last."""
         self._cdi_dir = settings.cdi_dir
-        self._pods, self._every_s, self._sleep = pods, rhythm.resync_s, rhythm.sleep
+        self._pods, self._every_s, self._sleep = pods, rhythm.holders_s, rhythm.sleep
         self.registration = Registration(settings.device_plugin_dir, plugin, rhythm.kubelet_s, rhythm.sleep)
         self._log = structlog.get_logger().bind(node=settings.node_name)
 

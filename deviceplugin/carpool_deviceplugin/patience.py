@@ -47,6 +47,8 @@ class Rhythm:
     """How often the Node's labels are read; besides that, always before MIG instances are changed."""
     kubelet_s: float = 1.0
     """How often the kubelet's sockets are looked at."""
+    holders_s: float = 10.0
+    """How often the kubelet is asked who holds slots, and what ended pods left is removed."""
     patience_s: float = 5.0
     """How long PreStartContainer waits for word that may be on its way; the kubelet gives it 30 s."""
     retry_s: float = 1.0
@@ -63,7 +65,7 @@ async def woken(event: asyncio.Event, seconds: float, sleep: Sleep) -> None:
             one.cancel()
 
 
-REAL = Rhythm(sample_s=5.0, idle_samples=2, resync_s=30.0)
+REAL = Rhythm(sample_s=5.0, idle_samples=2, resync_s=60.0, measures_s=10.0, kubelet_s=3.0, holders_s=30.0)
 """For real GPUs: their own counters lose nothing between two looks, and each look costs. Their health is looked at with
 each second sample; where it has changed, the GPU is looked at as a whole."""
 

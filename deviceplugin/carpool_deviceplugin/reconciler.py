@@ -68,12 +68,14 @@ class Reconciler:
         self._above: Set[tuple[PodUid, GpuUuid]] = frozenset()
         self.meters = {uuid: Meter(uuid) for uuid in devices.uuids}
         self._measure_again = asyncio.Event()
+        self._partitions: list[Partition] | None = None
+        """As they were told at last; None where reservations or GPUs have changed since."""
         self._mig = MigManager(node, api, devices)
         self._workers = {
             uuid: GpuWorker(
                 uuid,
                 devices,
-                self._report,
+                self._progress,
                 rhythm,
                 self._mig.confirm,
                 Patient(f"GPU {uuid}", rhythm.step_deadline_s, self._threads),
@@ -97,10 +99,13 @@ class Reconciler:
         return found.spec.reservations if found else ()
 
     @property
-    def partitions(self) -> list[Partition]:
+    def partitions(self) -> Sequence[Partition]:
         """How far each reservation is, as known here and now."""
-        outcomes = {uuid: worker.outcomes for uuid, worker in self._workers.items()}
-        return [partition_of(r, outcomes) for r in sorted(self.reservations, key=lambda r: r.pod_uid)]
+        if self._partitions is None:
+            outcomes = {uuid: worker.outcomes for uuid, worker in self._workers.items()}
+            ordered = sorted(self.reservations, key=lambda r: r.pod_uid)
+            self._partitions = [partition_of(r, outcomes) for r in ordered]
+        return self._partitions
 
     async def run(self) -> None:
         """Look after the node, for ever."""
@@ -147,7 +152,7 @@ class Reconciler:
             meter.doubt(gone)
         if gone:
             self._measure_again.set()
-        self._report()
+        self._progress()
 
     def _remember(self, node: GpuNode) -> None:
         ready = frozenset(p.pod_uid for p in node.status.partitions if p.state is PartitionState.READY)
@@ -177,6 +182,11 @@ class Reconciler:
     def _tell(self, found: Sequence[news.News]) -> None:
         node = self.reflector.store.get(self._node)
         self._teller.tell(found, node.metadata.uid if node is not None else "")
+
+    def _progress(self) -> None:
+        """Reservations have changed, or how far one of them is."""
+        self._partitions = None
+        self._report()
 
     def _report(self) -> None:
         tenants = [tenant for meter in self.meters.values() for tenant in meter.tenants()]
@@ -228,11 +238,13 @@ class Reconciler:
             await woken(self._measure_again, self._rhythm.sample_s, self._rhythm.sleep)
 
     async def _sample(self, due: Collection[GpuUuid]) -> None:
-        for uuid, found in (await self._readings.ask(due)).items():
+        answers = await self._readings.ask(due)
+        reserved = {r.pod_uid for r in self.reservations}
+        for uuid, found in answers.items():
             meter = self.meters[uuid]
             if isinstance(found, DeviceError):
                 meter.is_current = False
                 self._log.debug("gpu not measured", gpu=uuid, error=str(found))  # its health says so already
                 continue
             meter.sample(found)
-            meter.keep({r.pod_uid for r in self.reservations})
+            meter.keep(reserved)

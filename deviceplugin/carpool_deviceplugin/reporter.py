@@ -59,7 +59,9 @@ class Reporter:
         self._tenants: Sequence[Tenant] = ()
         self._is_stale = True
         """Whether the GPUs must be looked at before the next word on them: measures alone are no reason to."""
-        self._looked_at = float("-inf")
+        self._looked_at = self._compared_at = float("-inf")
+        self._has_measures = False
+        """Whether there are measures that were not compared with the written ones yet."""
         self._failures = 0
         self._version = version("carpool")
         self._log = structlog.get_logger().bind(node=node)
@@ -83,7 +85,9 @@ class Reporter:
             self.look_again()  # a GPU's mode has changed with them
         if tenants != self._tenants:
             self._tenants = tenants
-            self._awake.set()
+            self._has_measures = True
+        if self._has_measures and self._clock.monotonic() - self._compared_at >= self._rhythm.measures_s:
+            self._awake.set()  # otherwise nothing could be written yet
 
     def look_again(self) -> None:
         """The GPUs' health may have changed."""
@@ -138,6 +142,7 @@ class Reporter:
         if self._is_stale or self._clock.monotonic() - self._looked_at >= self._rhythm.heartbeat_s:
             await self._look(written)
         devices = self.devices
+        self._has_measures, self._compared_at = False, self._clock.monotonic()
         return replace(
             written,
             agent_version=self._version,
