@@ -1,5 +1,6 @@
 """Devices on a temporary directory, and other processes that use them."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from carpool_core.resources.node import Reservation
 from carpool_core.values import GpuUuid, JobUid, PodUid, SharingMode
@@ -103,6 +105,35 @@ def reserve() -> Reserve:
         )
 
     return of
+
+
+CDI = json.loads((Path(__file__).parent / "cdi" / "schema.json").read_text())
+CDI_SINCE = {"type": 4, "hostPath": 5, "annotations": 6, "additionalGids": 7}
+"""Minor version that a field needs; a runtime refuses it in a specification of an older one."""
+
+
+def _fields(value: Any, place: str = "") -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if not (place == "mounts" and name == "hostPath"):  # these had theirs from the beginning
+                yield name
+            yield from _fields(inner, name)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _fields(inner, place)
+
+
+@pytest.fixture(scope="session")
+def valid_cdi() -> Callable[[dict[str, Any]], None]:
+    """Check a CDI specification against the schema, and its fields against its version."""
+
+    def check(spec: dict[str, Any]) -> None:
+        jsonschema.validate(spec, CDI)
+        minor = int(spec["cdiVersion"].split(".")[1])
+        early = {name for name in _fields(spec) if CDI_SINCE.get(name, 0) > minor}
+        assert not early, f"expected a newer cdiVersion than {spec['cdiVersion']} for {early}"
+
+    return check
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import json
 import shutil
 from pathlib import Path
 
-import jsonschema
 import pytest
 import yaml
 from carpool_core.values import GpuUuid, SharingMode
@@ -16,76 +15,6 @@ from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.testing.nvml_node import Node
 
 FIXTURES = Path(__file__).parent / "cdi"
-STRING_LIST = {"type": "array", "items": {"type": "string"}}
-EDITS = {
-    "type": "object",
-    "additionalProperties": False,
-    "minProperties": 1,
-    "properties": {
-        "env": {"type": "array", "items": {"pattern": "^[A-Za-z_][A-Za-z0-9_]*=", "type": "string"}},
-        "deviceNodes": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["path"],
-                "additionalProperties": False,
-                "properties": {"path": {"pattern": "^/dev/"}, "hostPath": {"pattern": "^/dev/"}},
-            },
-        },
-        "hooks": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["hookName", "path"],
-                "additionalProperties": False,
-                "properties": {
-                    "hookName": {
-                        "enum": ["createRuntime", "createContainer", "startContainer", "poststart", "poststop"]
-                    },
-                    "path": {"pattern": "^/"},
-                    "args": STRING_LIST,
-                    "env": STRING_LIST,
-                    "timeout": {"type": "integer"},
-                },
-            },
-        },
-        "mounts": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["hostPath", "containerPath"],
-                "additionalProperties": False,
-                "properties": {
-                    "hostPath": {"type": "string"},
-                    "containerPath": {"type": "string"},
-                    "options": STRING_LIST,
-                    "type": {"type": "string"},
-                },
-            },
-        },
-        "additionalGids": {"type": "array", "items": {"type": "integer"}},
-    },
-}
-SCHEMA = {  # CDI's schema.json as of 0.7, as far as specifications of GPUs go
-    "type": "object",
-    "required": ["cdiVersion", "kind", "devices"],
-    "additionalProperties": False,
-    "properties": {
-        "cdiVersion": {"pattern": r"^\d+\.\d+\.\d+$"},
-        "kind": {"pattern": r"^[A-Za-z0-9_.-]+/[A-Za-z0-9_-]+$"},
-        "annotations": {"additionalProperties": {"type": "string"}},
-        "containerEdits": EDITS,
-        "devices": {
-            "type": "array",
-            "minItems": 1,
-            "items": {
-                "required": ["name", "containerEdits"],
-                "additionalProperties": False,
-                "properties": {"name": {"pattern": "^[A-Za-z0-9][A-Za-z0-9_.:-]*$"}, "containerEdits": EDITS},
-            },
-        },
-    },
-}
 
 
 @pytest.fixture
@@ -104,11 +33,11 @@ def env_of(spec: dict) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", ["host.yaml", "driver-container.json"])
-def test_the_fixtures_are_sound(name: str) -> None:
-    jsonschema.validate(yaml.safe_load((FIXTURES / name).read_text()), SCHEMA)
+def test_the_fixtures_are_sound(valid_cdi, name: str) -> None:
+    valid_cdi(yaml.safe_load((FIXTURES / name).read_text()))
 
 
-def test_by_index_where_uuids_are_not_named(node: Node, reserve) -> None:
+def test_by_index_where_uuids_are_not_named(valid_cdi, node: Node, reserve) -> None:
     shutil.copy(FIXTURES / "host.yaml", node.root / "cdi" / "nvidia.yaml")
     devices = node.devices()
     gpus = devices.uuids
@@ -116,7 +45,7 @@ def test_by_index_where_uuids_are_not_named(node: Node, reserve) -> None:
         reserve("a", *gpus, mode=SharingMode.EXCLUSIVE), ["slot-0", "slot-1"], {u: devices.access(u) for u in gpus}
     )
     for spec in specs.values():
-        jsonschema.validate(spec, SCHEMA)
+        valid_cdi(spec)
     first, second = edits_of(specs["slot-0"]), edits_of(specs["slot-1"])
     nodes = [[n["path"] for n in edits["deviceNodes"]] for edits in (first, second)]
     assert {"/dev/nvidia0", "/dev/nvidiactl", "/dev/nvidia-uvm"} <= set(nodes[0])
@@ -129,13 +58,13 @@ def test_by_index_where_uuids_are_not_named(node: Node, reserve) -> None:
     assert specs["slot-0"]["cdiVersion"] == "0.6.0"
 
 
-def test_mps_on_a_real_gpu(node: Node, reserve) -> None:
+def test_mps_on_a_real_gpu(valid_cdi, node: Node, reserve) -> None:
     shutil.copy(FIXTURES / "host.yaml", node.root / "cdi" / "nvidia.yaml")
     devices = node.devices()
     gpu = devices.uuids[0]
     reservation = reserve("a", gpu, mode=SharingMode.MPS, memory_limit_mib=9216, thread_percentage=40)
     spec = cdi.specifications(reservation, ["slot-0"], {gpu: devices.access(gpu)})["slot-0"]
-    jsonschema.validate(spec, SCHEMA)
+    valid_cdi(spec)
     env = env_of(spec)
     assert env["CUDA_MPS_PIPE_DIRECTORY"] == "/run/carpool/mps"
     assert env["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=9216M"
@@ -167,11 +96,11 @@ def test_driver_container_and_mig_device() -> None:
     assert found.find("GPU-absent") is None
 
 
-def test_newer_version_is_kept(reserve) -> None:
+def test_newer_version_is_kept(valid_cdi, reserve) -> None:
     gpu = GpuUuid("GPU-1")
     access = {gpu: Access(env={}, mounts=(), edits={"additionalGids": [44]}, cdi_version="0.7.0")}
     spec = cdi.specifications(reserve("a"), ["slot-0"], access)["slot-0"]
-    jsonschema.validate(spec, SCHEMA)
+    valid_cdi(spec)
     assert spec["cdiVersion"] == "0.7.0"
 
 
