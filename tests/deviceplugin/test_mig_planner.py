@@ -1,7 +1,7 @@
 """Planning MIG instances, against a search that knows nothing of the planner's.
 
-`CARPOOL_EVERY_MIG_PLAN=1 pytest tests/deviceplugin/test_mig_planner.py` plans from every layout, whatever of it is in
-use, to whatever may be wanted: 6,968,254 plans of a GPU of A100's and H100's geometry.
+`CARPOOL_EVERY_MIG_PLAN=1 pytest --timeout=0 tests/deviceplugin/test_mig_planner.py` plans from every layout, whatever
+of it is in use, to whatever may be wanted: 6,968,254 plans of a GPU of A100's and H100's geometry.
 """
 
 import os
