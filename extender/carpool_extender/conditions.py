@@ -38,9 +38,9 @@ class Conditions:
         Raises:
             SettingsError: A condition is impossible; the sentence says what was expected.
         """
-        for activity in (self.most_sm_active, self.most_joint_sm_active):
+        for which, activity in (("", self.most_sm_active), ("joint ", self.most_joint_sm_active)):
             if activity is not None and not 0 < activity <= 1:
-                raise SettingsError(f"expected a largest SM activity above 0 and up to 1, found {activity:g}")
+                raise SettingsError(f"expected a largest {which}SM activity above 0 and up to 1, found {activity:g}")
         if self.least_free_mib is not None and self.least_free_mib < 0:
             raise SettingsError(f"expected a least free memory of 0 MiB or more, found {self.least_free_mib:,}")
         if self.most_jobs is not None and self.most_jobs < 1:
