@@ -11,7 +11,7 @@ from carpool_core.values import GpuUuid
 
 from carpool_deviceplugin.health import Health, Signals, advance
 from carpool_deviceplugin.nvml.calls import DriverGoneError, GpuLostError, Session
-from carpool_deviceplugin.nvml.reading import read_telemetry
+from carpool_deviceplugin.nvml.glances import Glances
 from carpool_deviceplugin.nvml.values import Telemetry
 from carpool_deviceplugin.nvml.xids import XidWatch
 
@@ -35,6 +35,7 @@ class Conditions:
     Args:
         session: The open library.
         uuids: The GPUs.
+        glances: Their telemetry.
         directory: Where each GPU's health is kept.
         monotonic: Seconds since the node began.
         boot_id: Names the node's present life.
@@ -44,11 +45,13 @@ class Conditions:
         self,
         session: Session,
         uuids: Sequence[GpuUuid],
+        glances: Glances,
         directory: Path,
         monotonic: Callable[[], float],
         boot_id: Path = _BOOT_ID,
     ) -> None:
-        self._session, self._monotonic, self._directory = session, monotonic, directory
+        self._session, self._glances = session, glances
+        self._monotonic, self._directory = monotonic, directory
         self._boot = boot_id.read_text().strip() if boot_id.exists() else ""
         self._energy_mj: dict[GpuUuid, int | None] = {}
         self._health = {uuid: self._kept(uuid) for uuid in uuids}
@@ -63,7 +66,7 @@ class Conditions:
     def look(self, uuid: GpuUuid) -> str:
         """Take in what happened to a GPU; return why no new work may go there, or an empty text. Raises NvmlError."""
         try:
-            seen = self._signals(uuid, read_telemetry(self._session, uuid))
+            seen = self._signals(uuid, self._glances.recent(uuid))
         except (GpuLostError, DriverGoneError) as e:
             self._advance(uuid, Signals(lost=str(e)))
             raise

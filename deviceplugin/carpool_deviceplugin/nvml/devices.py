@@ -27,6 +27,7 @@ from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
 from carpool_deviceplugin.nvml.calls import Session
 from carpool_deviceplugin.nvml.conditions import Conditions
 from carpool_deviceplugin.nvml.entry import MIG_MINORS, Entry
+from carpool_deviceplugin.nvml.glances import Glances
 from carpool_deviceplugin.nvml.instances import Found, Instances, foreign, parts_of
 from carpool_deviceplugin.nvml.library import NvmlLibrary
 from carpool_deviceplugin.nvml.measuring import Measuring
@@ -86,9 +87,10 @@ class NvmlDevices:
         self._uuids = self._found()
         self._modes = {uuid: ModeFile(state_dir / "gpus" / f"{uuid}.json") for uuid in self._uuids}
         self._watcher, self._clients = Watcher(self._session, processes, mps, monotonic), Clients()
-        self._conditions = Conditions(self._session, self._uuids, state_dir / "gpus", monotonic)
+        glances = Glances(self._session, monotonic)
+        self._conditions = Conditions(self._session, self._uuids, glances, state_dir / "gpus", monotonic)
         self._feed = Feed(sources, monotonic)
-        self._measuring = Measuring(self._session, self._uuids, self._watcher, self._feed, monotonic, wall)
+        self._measuring = Measuring(self._session, self._uuids, glances, self._watcher, self._feed, monotonic, wall)
         self._entry = Entry(cdi, mps, mig_minors)
         self._instances = Instances(self._session)
         self._monotonic = monotonic

@@ -9,10 +9,11 @@ from carpool_deviceplugin.gpu import PartReading, Reading
 from carpool_deviceplugin.nvml.accounting import AHEAD_US, Ledger, Moment, PartMoment, Present
 from carpool_deviceplugin.nvml.calls import NvmlError, Session
 from carpool_deviceplugin.nvml.counters import activity_of, dcgm_of_part, dcgm_values
+from carpool_deviceplugin.nvml.glances import Glances
 from carpool_deviceplugin.nvml.gpm import Gpm
 from carpool_deviceplugin.nvml.instances import Found
 from carpool_deviceplugin.nvml.presence import Watcher
-from carpool_deviceplugin.nvml.reading import read_telemetry, read_utilization
+from carpool_deviceplugin.nvml.reading import read_utilization
 from carpool_deviceplugin.nvml.values import GpmMetrics, Identity, UtilizationSample
 from carpool_deviceplugin.sources.feed import Feed, Source
 
@@ -45,6 +46,7 @@ class Measuring:
     Args:
         session: The open library.
         uuids: The GPUs.
+        glances: Their telemetry.
         watcher: Who is there.
         feed: What others on the node measure.
         monotonic: Seconds.
@@ -55,12 +57,13 @@ class Measuring:
         self,
         session: Session,
         uuids: Sequence[GpuUuid],
+        glances: Glances,
         watcher: Watcher,
         feed: Feed,
         monotonic: Callable[[], float],
         wall: Callable[[], float],
     ) -> None:
-        self._session, self._watcher = session, watcher
+        self._session, self._glances, self._watcher = session, glances, watcher
         self._monotonic, self._wall = monotonic, wall
         self._ledgers = {uuid: Ledger() for uuid in uuids}
         self._gpm, self._feed = Gpm(session), feed
@@ -79,7 +82,7 @@ class Measuring:
     def read(self, uuid: GpuUuid, known: Identity) -> Reading:
         """Read a GPU's counters; raises NvmlError."""
         ledger, found = self._ledgers[uuid], self._parts.get(uuid, ())
-        telemetry = read_telemetry(self._session, uuid)
+        telemetry = self._glances.now(uuid)
         there = self._watcher.look(uuid)[0].pods
         samples = self._samples(uuid, ledger) if not found else None
         told, gpm = self._activity(uuid, None)

@@ -1,0 +1,52 @@
+"""What the driver is asked once for two."""
+
+from pathlib import Path
+
+import pytest
+from carpool_core.values import DeviceHealth
+from carpool_deviceplugin.testing.mps import FakeMpsCommands
+from carpool_deviceplugin.testing.nvml import FakeNvml
+from carpool_deviceplugin.testing.nvml_node import Node
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(FakeNvml(["H100"]), FakeMpsCommands(), tmp_path)
+
+
+def asked(node: Node) -> int:
+    return node.nvml.calls.count("nvmlDeviceGetPowerUsage")
+
+
+def test_health_is_taken_from_measures_of_a_moment_ago_once(node: Node) -> None:
+    devices = node.devices()
+    (gpu,) = devices.uuids
+    for _ in range(3):
+        before = asked(node)
+        devices.read(gpu)
+        node.advance(0.1)
+        devices.describe(gpu)
+        assert asked(node) == before + 1
+        devices.describe(gpu)
+        assert asked(node) == before + 2
+        node.advance(5)
+    before = asked(node)
+    devices.read(gpu)
+    node.advance(1)
+    devices.describe(gpu)
+    assert asked(node) == before + 2, "that was too long ago"
+
+
+def test_what_happened_to_the_gpu_since_is_seen_all_the_same(node: Node) -> None:
+    devices = node.devices()
+    (gpu,) = devices.uuids
+    devices.inventory()
+    devices.read(gpu)
+    node.nvml.raise_xid(0, 95)
+    assert "XID 95" in devices.describe(gpu).health_message
+    devices.read(gpu)
+    node.nvml.restart_driver()
+    assert devices.describe(gpu).health is DeviceHealth.UNHEALTHY
+    devices.read(gpu)
+    node.nvml.gpus[0].is_lost = True
+    assert "fallen off the bus" in devices.describe(gpu).health_message
