@@ -1,7 +1,7 @@
 """Writing the ledgers: compare-and-swap on GpuNodes, so that two writers never promise the same thing twice."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ import msgspec
 from carpool_core.clock import Clock, rfc3339
 from carpool_core.keys import ANNOTATION_CAPACITY_FREED
 from carpool_core.kube.api import GPU_NODES, KubeApi
-from carpool_core.kube.errors import Conflict, Invalid, KubeError, NotFound, Retryable
+from carpool_core.kube.errors import PATCH_DOES_NOT_APPLY, Conflict, Invalid, KubeError, NotFound, Retryable
 from carpool_core.resources.node import GpuNode, GpuNodeSpec
 from carpool_core.values import PodUid
 
@@ -139,12 +139,32 @@ class Book:
             return
 
     async def _write(self, node: GpuNode, spec: GpuNodeSpec, *, frees: bool) -> GpuNode:
-        metadata: dict[str, Any] = {"resourceVersion": node.metadata.resource_version}
+        name, said = node.metadata.name, msgspec.to_builtins(spec.reservations)
         if frees:
             # Written together with the release, so that a crash before the Node is touched is made good later.
-            metadata["annotations"] = {ANNOTATION_CAPACITY_FREED: rfc3339(self._clock.now())}
-        patch = {"metadata": metadata, "spec": {"reservations": msgspec.to_builtins(spec.reservations)}}
-        answer = await self._api.patch(GPU_NODES, node.metadata.name, patch)
+            freed = {ANNOTATION_CAPACITY_FREED: rfc3339(self._clock.now())}
+            metadata = {"resourceVersion": node.metadata.resource_version, "annotations": freed}
+            answer = await self._api.patch(GPU_NODES, name, {"metadata": metadata, "spec": {"reservations": said}})
+        else:
+            answer = await self._write_unless_changed(node, said)
         written = msgspec.convert(answer, GpuNode)
         self._watches.take(written)
         return written
+
+    async def _write_unless_changed(self, node: GpuNode, reservations: list[Any]) -> dict[str, Any]:
+        """Replace the reservations unless others have changed them. Raises Conflict.
+
+        The generation counts changes of the spec alone, so that nothing has to be decided again because the agent has
+        reported: it reports on each reservation at about the time when the next one is written.
+        """
+        patch: list[Mapping[str, Any]] = [
+            {"op": "test", "path": "/metadata/uid", "value": node.metadata.uid},
+            {"op": "test", "path": "/metadata/generation", "value": node.metadata.generation},
+            {"op": "add", "path": "/spec", "value": {"reservations": reservations}},
+        ]
+        try:
+            return await self._api.patch(GPU_NODES, node.metadata.name, patch)
+        except Invalid as error:
+            if error.said.startswith(PATCH_DOES_NOT_APPLY):
+                raise Conflict(f"the reservations of {node.metadata.name} have changed: {error}") from error
+            raise

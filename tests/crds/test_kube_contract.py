@@ -11,7 +11,7 @@ import pytest
 from carpool_core.clock import SystemClock
 from carpool_core.kube.api import EVENTS, GPU_NODES, GPU_TRAINING_JOBS, NODES, PODS, KubeApi, Selector
 from carpool_core.kube.client import connect
-from carpool_core.kube.errors import Conflict, Invalid, KubeError, NotFound
+from carpool_core.kube.errors import PATCH_DOES_NOT_APPLY, Conflict, Invalid, KubeError, NotFound
 from carpool_core.kube.events import EventRecorder
 from carpool_core.kube.pods import Pod
 from carpool_core.kube.reflector import Reflector
@@ -145,7 +145,7 @@ async def test_a_json_patch_applies_wholly_or_not(backend: Backend) -> None:
             namespace="default",
         )
 
-    await _refused(Invalid, patch("other"))
+    await _refused(Invalid, patch("other"), PATCH_DOES_NOT_APPLY)
     assert "new/key" not in (await backend.api.get(PODS, name, Pod, namespace="default")).metadata.annotations
     assert (await patch("1"))["metadata"]["annotations"] == {"x": "1", "new/key": "2"}
 

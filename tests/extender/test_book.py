@@ -4,6 +4,7 @@ import asyncio
 
 import msgspec
 import pytest
+from carpool_core.kube.api import GPU_NODES
 from carpool_core.kube.errors import Invalid
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
@@ -17,7 +18,7 @@ class Strict(FakeKube):
     """A server that takes no reservation whose reason is too long."""
 
     async def patch(self, kind, name, patch, *, namespace="", subresource=""):
-        if any(len(r.get("reason", "")) > 4096 for r in patch.get("spec", {}).get("reservations", ())):
+        if any(len(r.get("reason", "")) > 4096 for r in patch[-1]["value"]["reservations"]):
             raise Invalid("Too long: may not be more than 4096", status=422, reason="Invalid")
         return await super().patch(kind, name, patch, namespace=namespace, subresource=subresource)
 
@@ -52,3 +53,49 @@ async def test_one_that_can_never_be_written_is_tried_once():
     with pytest.raises(Invalid):
         await book.change("a", adding(msgspec.structs.replace(tenant("x", ["GPU-a-0"]), reason="!" * 5000)))
     assert [call.verb for call in kube.calls] == ["get"]
+
+
+async def seen_before(kube, clock):
+    """A book that knows a node as it is now."""
+    watches = Watches(kube, clock, Cluster())
+    book = Book(kube, watches, clock, clock.sleep)
+    await book.read("a")
+    return book, watches
+
+
+async def test_a_report_of_the_agent_makes_nobody_decide_again():
+    """Regression: each reservation was written at about the time of a report on the one before, and was refused."""
+    clock = FakeClock()
+    kube = FakeKube(clock)
+    seed_node(kube, gpu_node("a", 2))
+    book, _ = await seen_before(kube, clock)
+    await kube.patch(GPU_NODES, "a", {"status": {"heartbeatTime": "2026-01-31T12:00:00Z"}}, subresource="status")
+    before = len(kube.calls)
+    written = await book.change("a", adding(tenant("x", ["GPU-a-0"])))
+    assert written.status.heartbeat_time == "2026-01-31T12:00:00Z"
+    assert [call.verb for call in kube.calls[before:]] == ["patch"]
+
+
+async def test_a_reservation_that_others_wrote_meanwhile_is_kept():
+    clock = FakeClock()
+    kube = FakeKube(clock)
+    seed_node(kube, gpu_node("a", 2))
+    book, watches = await seen_before(kube, clock)
+    another = msgspec.to_builtins(tenant("y", ["GPU-a-1"]))
+    await kube.patch(GPU_NODES, "a", {"spec": {"reservations": [another]}})
+    await book.change("a", adding(tenant("x", ["GPU-a-0"])))
+    assert watches.cluster.holders("pod-x") == watches.cluster.holders("pod-y") == ["a"]
+
+
+async def test_a_node_that_was_made_again_is_another():
+    clock = FakeClock()
+    kube = FakeKube(clock)
+    seed_node(kube, gpu_node("a", 2))
+    book, _ = await seen_before(kube, clock)
+    made_again = kube.dump(GPU_NODES, "a")
+    await kube.delete(GPU_NODES, "a")
+    made_again["metadata"] = {"name": "a"}
+    kube.seed(GPU_NODES, made_again)
+    before = len(kube.calls)
+    await book.change("a", adding(tenant("x", ["GPU-a-0"])))
+    assert [call.verb for call in kube.calls[before:]] == ["patch", "get", "patch"]

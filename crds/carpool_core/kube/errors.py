@@ -12,6 +12,9 @@ KubeError
     └── Invalid           400, 422: the object makes no sense
 """
 
+PATCH_DOES_NOT_APPLY = "the server rejected our request"
+"""How the API server begins to say that a JSON patch does not apply, such as where a test in it fails."""
+
 
 class KubeError(Exception):
     """A call to the Kubernetes API failed. `str()` is the sentence for people: which call, which answer."""
