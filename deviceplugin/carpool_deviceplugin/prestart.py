@@ -153,12 +153,14 @@ def promise(
 
 
 def user_of(pod: Pod, container: str = "") -> int | None:
-    """Return the user that a container runs as; None where its image decides.
+    """Return the user of the node that a container runs as; None where its image decides, or a user namespace.
 
     Args:
         pod: The pod.
         container: Its name; the one that has GPUs where empty.
     """
+    if not pod.spec.host_users:
+        return None
     asked = (
         c
         for c in (*pod.spec.containers, *pod.spec.init_containers)

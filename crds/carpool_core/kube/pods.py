@@ -59,6 +59,8 @@ class PodSpec(_Wire, frozen=True, kw_only=True):
     containers: list[Container] = []
     init_containers: list[Container] = []
     security_context: SecurityContext = SecurityContext()
+    host_users: bool = True
+    """False: its users are others on the node than in the container."""
 
 
 class PodCondition(_Wire, frozen=True, kw_only=True):
