@@ -10,14 +10,14 @@ _SELDOM = 0.01
 
 
 _WHY = (
-    "A pod, its Binding and kube-scheduler's event are what any scheduler costs. Carpool adds the job itself; its status,",
-    "once with the prediction and once with the place; the reservation (`PATCH gpunodes`, one write for all pods that wait",
-    "for a node at that moment); the agents' reports on them, and their signs of life, each 25 s (`gpunodes/status`); and",
-    "at most ten normal events a second from each process. Leases are the nodes' own. What a write of a custom resource",
-    "costs the API server is spread over many places: in its profile (pprof, 400 jobs) a quarter is allocation and a",
-    "seventh the garbage collector's marking, an eighth decoding objects against their schema, 7% each CEL rules, the",
-    "schema's validation, the managed fields and what becomes of a write in etcd's watch, so that fewer writes help, and",
-    "nothing else does much.",
+    "A pod, its Binding and kube-scheduler's event are what any scheduler costs. Carpool adds the job itself; its",
+    "status, once with the prediction and once with the place; the reservation (`PATCH gpunodes`, one write for",
+    "all pods that wait for a node at that moment); the agents' reports on them, and their signs of life, each 25",
+    "s (`gpunodes/status`); and at most ten normal events a second from each process. Leases are the nodes' own.",
+    "What a write of a custom resource costs the API server is spread over many places: in its profile (pprof,",
+    "400 jobs) a quarter is allocation and a seventh the garbage collector's marking, an eighth decoding against",
+    "the schema, and about 7% each are CEL rules, the schema's validation, the managed fields, and what becomes",
+    "of a write in the watches. So fewer writes help, and nothing else does much.",
 )
 
 
