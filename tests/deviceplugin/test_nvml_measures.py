@@ -1,0 +1,110 @@
+"""What pods use of real GPUs: time, activity, memory, and energy that adds up, over the fake of NVML."""
+
+import math
+from pathlib import Path
+
+import pytest
+from carpool_deviceplugin.meter import Meter
+from carpool_deviceplugin.testing.mps import FakeMpsCommands
+from carpool_deviceplugin.testing.nvml import FakeNvml
+from carpool_deviceplugin.testing.nvml_node import Node, uid
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(FakeNvml(["H100", "H100"]), FakeMpsCommands(), tmp_path)
+
+
+def test_measures_of_two_tenants(node: Node) -> None:
+    devices = node.devices()
+    gpu = devices.uuids[0]
+    node.start(0, 42, "a", 2000, sm=0.6, dram=0.3)
+    node.start(0, 43, "b", 1000, sm=0.2, dram=0.1)
+    meter = Meter(gpu)
+    for _ in range(30):
+        meter.sample(devices.read(gpu))
+        node.advance(1)
+    a, b = meter.tenants()
+    assert (a.pod_uid, b.pod_uid) == (uid("a"), uid("b"))
+    assert (a.memory_mib, b.memory_mib) == (2000, 1000)
+    assert a.gpu_util_percent == pytest.approx(60, abs=2)
+    assert b.gpu_util_percent == pytest.approx(20, abs=2)
+    assert a.sm_active_ratio == pytest.approx(0.6, abs=0.02)
+
+
+@pytest.mark.parametrize("is_idle_first", [True, False])
+def test_energy_of_pods_and_idle_add_up_to_the_counter(node: Node, is_idle_first: bool) -> None:
+    devices = node.devices()
+    gpu = devices.uuids[0]
+    devices.read(gpu)
+    if is_idle_first:
+        node.advance(5)
+        devices.read(gpu)
+    began = node.nvml.gpus[0].energy_mj
+    uses: dict[str, float] = {}
+    node.start(0, 42, "a", sm=0.6)
+    node.start(0, 43, "b", sm=0.3)
+    for second in range(60):
+        node.advance(1)
+        if second == 30:
+            node.nvml.gpus[0].processes[43].sm = 0.0
+        reading = devices.read(gpu)
+        uses |= {p.pod_uid: p.energy_j for p in reading.processes}
+    spent = (node.nvml.gpus[0].energy_mj - began) / 1000
+    idle = 60 * (reading.idle_power_w or 0.0)
+    assert math.isclose(sum(uses.values()) + idle, spent, rel_tol=0.01)
+    assert uses[uid("a")] > uses[uid("b")] > 0
+
+
+@pytest.mark.parametrize(("kind", "is_known"), [("H100", True), ("A100-40", False)])
+def test_energy_under_mig_adds_up_where_the_instances_activity_is_known(tmp_path: Path, kind: str, is_known) -> None:
+    """Without GPM nobody can say whose it was: then it is absent, not shared out by guess."""
+    node = Node(FakeNvml([kind]), FakeMpsCommands(), tmp_path)
+    mig = node.nvml.gpus[0].mig
+    mig.is_enabled = mig.is_pending = True
+    devices = node.devices()
+    (gpu,) = devices.uuids
+    devices.read(gpu)
+    node.advance(5)
+    devices.read(gpu)
+    three, one = (mig.table.profiles[at] for at in (2, 5))
+    instances = [mig.create(p.id, start, p.memory_slices).id for p, start in ((three, 4), (one, 0))]
+    devices.actual(gpu)
+    began = node.nvml.gpus[0].energy_mj
+    for pid, pod, sm, instance in ((42, "a", 0.6, instances[0]), (43, "b", 0.3, instances[1])):
+        node.start(0, pid, pod, sm=sm, instance=instance)
+    for _ in range(60):
+        reading = devices.read(gpu)
+        node.advance(1)
+    reading = devices.read(gpu)
+    uses = {p.pod_uid: p.energy_j for p in reading.processes}
+    if not is_known:
+        assert set(uses.values()) == {None}
+        return
+    spent = (node.nvml.gpus[0].energy_mj - began) / 1000
+    assert math.isclose(sum(uses.values()) + 60 * reading.idle_power_w, spent, rel_tol=0.01)
+    assert uses[uid("a")] > uses[uid("b")] > 0
+
+
+def test_counter_that_begins_anew_takes_no_energy_back(node: Node) -> None:
+    devices = node.devices()
+    gpu = devices.uuids[0]
+    node.start(0, 42, "a", sm=0.6)
+    for _ in range(3):
+        node.advance(1)
+        before = devices.read(gpu)
+    node.nvml.gpus[0].energy_mj = 0
+    after = devices.read(gpu)
+    assert after.processes[0].energy_j == before.processes[0].energy_j
+
+
+def test_process_id_used_again_is_another_process(node: Node) -> None:
+    devices = node.devices()
+    node.start(0, 42, "a")
+    first = devices.read(devices.uuids[0]).processes[0]
+    node.end(0, 42)
+    node.start(0, 42, "b")
+    (node.root / "proc" / "42" / "stat").write_text("42 (sh) S " + " ".join(["0"] * 18) + " 777 0 0\n")
+    second = devices.read(devices.uuids[0]).processes[0]
+    assert first.id != second.id
+    assert second.pod_uid == uid("b")

@@ -1,0 +1,115 @@
+"""MPS daemons of real GPUs: taken over, watched, told; over the fake of NVML and daemons in memory."""
+
+from pathlib import Path
+
+import pytest
+from carpool_core.values import PodUid, SharingMode
+from carpool_deviceplugin.gpu import DeviceError, Limits, SetLimits, SetMode, StartMps, StopMps
+from carpool_deviceplugin.plan import plan
+from carpool_deviceplugin.testing.mps import FakeMpsCommands
+from carpool_deviceplugin.testing.nvml import FakeNvml
+from carpool_deviceplugin.testing.nvml_node import Node, uid
+
+MPS = SharingMode.MPS
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(FakeNvml(["H100", "H100"]), FakeMpsCommands(), tmp_path)
+
+
+def pipe(node: Node, gpu: str) -> str:
+    return str(node.root / "mps" / gpu / "pipe")
+
+
+def test_mps_daemon_dies_and_is_started_again(node: Node, reserve) -> None:
+    devices = node.devices()
+    gpu = devices.uuids[0]
+    wanted = [reserve("a", gpu, mode=MPS, memory_limit_mib=5000)]
+    for step in plan(devices.actual(gpu), wanted).steps:
+        devices.apply(gpu, step)
+    assert node.mps.daemons[pipe(node, gpu)].environment["CUDA_VISIBLE_DEVICES"] == gpu
+    assert plan(devices.actual(gpu), wanted).steps == ()
+    node.mps.die(pipe(node, gpu))
+    assert plan(devices.actual(gpu), wanted).steps == (StartMps(),)
+
+
+def test_another_agent_takes_the_daemon_over(node: Node) -> None:
+    gpu = node.devices().uuids[0]
+    for _ in range(2):
+        devices = node.devices()
+        devices.apply(gpu, SetMode(MPS))
+        devices.apply(gpu, StartMps())
+        devices.apply(gpu, SetLimits(PodUid("p"), Limits(10, 20)))
+    assert node.mps.starts == 1
+    assert node.devices().actual(gpu).limits == {PodUid("p"): Limits(10, 20)}
+
+
+def test_mps_server_is_nobodys_process(node: Node) -> None:
+    devices = node.devices()
+    gpu = devices.uuids[0]
+    devices.apply(gpu, SetMode(MPS))
+    devices.apply(gpu, StartMps())
+    node.start(0, 42, "a")
+    server = node.mps.connect(pipe(node, gpu), 42)
+    node.start(0, server, None)
+    actual = devices.actual(gpu)
+    assert (actual.problem, actual.tenants) == ("", {uid("a")})
+    with pytest.raises(DeviceError, match="expected no process"):
+        devices.apply(gpu, StopMps())
+
+
+def test_daemon_is_asked_rarely_while_the_same_processes_are_there(node: Node) -> None:
+    """Each question starts a program; measuring once a second must not."""
+    devices = node.devices()
+    gpu = devices.uuids[0]
+    devices.apply(gpu, SetMode(MPS))
+    devices.apply(gpu, StartMps())
+    node.start(0, 42, "a")
+    devices.read(gpu)
+    before = node.mps.asked
+    for _ in range(4):
+        node.advance(1)
+        devices.read(gpu)
+    assert node.mps.asked == before
+    server = node.mps.connect(pipe(node, gpu), 42)
+    node.start(0, server, "agent")
+    assert [p.pod_uid for p in devices.read(gpu).processes] == [uid("a")], "a new server is known at once"
+
+
+def test_access_says_whom_the_mps_server_serves(node: Node) -> None:
+    devices = node.devices()
+    gpu, other = devices.uuids
+    devices.apply(gpu, SetMode(MPS))
+    devices.apply(gpu, StartMps())
+    assert devices.access(gpu).mps_user is None, "nobody yet"
+    node.start(0, 42, "a", user=1000)
+    node.start(0, node.mps.connect(pipe(node, gpu), 42), None, user=1000)
+    devices.read(gpu)
+    assert (devices.access(gpu).mps_user, devices.access(other).mps_user) == (1000, None)
+    node.end(0, 42)
+    node.mps.daemons[pipe(node, gpu)].clients.clear()
+    devices.read(gpu)
+    assert devices.access(gpu).mps_user is None, "a server without clients makes room for another user's"
+
+
+def test_fatal_fault_of_a_client_names_all_clients(node: Node) -> None:
+    devices = node.devices()
+    gpu = devices.uuids[0]
+    devices.apply(gpu, SetMode(MPS))
+    devices.apply(gpu, StartMps())
+    for pid, pod in ((42, "a"), (43, "b")):
+        node.start(0, pid, pod)
+        node.mps.connect(pipe(node, gpu), pid)
+    node.mps.daemons[pipe(node, gpu)].is_faulty = True
+    problem = devices.actual(gpu).problem
+    assert "fatal fault (clients: 42, 43)" in problem
+    assert f"pods that it ends together: {uid('a')}, {uid('b')}" in problem
+
+
+def test_daemon_that_does_not_start_is_said(node: Node) -> None:
+    devices = node.devices()
+    node.mps.refuse = "nvidia-cuda-mps-control ended with 1: no"
+    devices.apply(devices.uuids[0], SetMode(MPS))
+    with pytest.raises(DeviceError, match="ended with 1: no"):
+        devices.apply(devices.uuids[0], StartMps())
