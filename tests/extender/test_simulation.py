@@ -85,6 +85,16 @@ def test_whoever_allocates_last_dies_where_nothing_limits_memory_and_recovers_al
     assert ends(outcome) == {"a": 100.0, "b": 200.0}
 
 
+def test_memory_in_pieces_kills_who_would_have_fitted_beside_others_and_nobody_alone():
+    jobs = workload(job("a", of=truth(4900)), job("b", of=truth(4900)))
+    assert Simulation(jobs, CARPOOL, NoSlowdown()).run().ooms == 0
+    pieces = Simulation(replace(jobs, fragmented=0.05), CARPOOL, NoSlowdown()).run()
+    assert pieces.ooms == 1
+    assert len(pieces.finished) == 2
+    alone = workload(job("a", of=truth(9900)))
+    assert Simulation(replace(alone, fragmented=0.05), CARPOOL, NoSlowdown()).run().ooms == 0
+
+
 def test_a_gang_starts_together_on_different_gpus_or_waits():
     jobs = workload(job("a", 50.0), job("gang", workers=2), gpus=2)
     assert ends(Simulation(jobs, ALONE, NoSlowdown()).run()) == {"a": 50.0, "gang": 150.0}

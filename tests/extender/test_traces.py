@@ -190,13 +190,14 @@ def test_the_command_writes_tables_and_pictures(data):
     (data / "t.csv").write_text(TRACE)
     (data / "c.yaml").write_text("nodes: [{product: NVIDIA GeForce RTX 3090, gpus: 4}]")
     files = ["--trace", str(data / "t.csv"), "--cluster", str(data / "c.yaml")]
-    result = run(data, *files, "--seeds", "2", "--policy", "exclusive,energy")
+    result = run(data, *files, "--seeds", "2", "--policy", "exclusive,energy", "--fragmentation", "0.05")
     assert result.exit_code == 0, result.output
     assert "1 lines were earlier than the line before" in result.output
     assert {path.name for path in (data / "out").iterdir()} >= {"trace.md", "trace.csv", "trace-cdf.png"}
     table = (data / "out" / "trace.md").read_text()
     assert "| strategy | makespan min |  | waiting min |  | completion min |" in table
     assert "| energy |" in table
+    assert "Several tenants of a GPU lose 5% of its memory in pieces" in table
 
 
 def test_a_table_shows_the_figures_that_it_is_asked_for(openb):

@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
@@ -22,7 +22,7 @@ from carpool_extender.simulation.contest import (
     wrong,
 )
 from carpool_extender.simulation.strategy import Strategy
-from carpool_extender.simulation.workload import WorkloadError
+from carpool_extender.simulation.workload import Workload, WorkloadError
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,13 @@ class Runs:
     help="published: the experiment's own strategies and Carpool's; all, or names: policies of the table, compared.",
 )
 @click.option("--policy", "policies", help="The same as --policies.")
+@click.option(
+    "--fragmentation",
+    type=click.FloatRange(0, 1, max_open=True),
+    default=0.0,
+    show_default=True,
+    help="Share of a shared GPU's memory that is lost in pieces, which no decision knows.",
+)
 @click.option("--seeds", type=click.IntRange(1, 1000), default=10, show_default=True, help="Runs of each strategy.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"), show_default=True)
 @click.option("--pictures/--no-pictures", default=True, show_default=True, help="Draw them; needs carpool[simulate].")
@@ -76,6 +83,7 @@ def simulate(
     cluster: Path | None,
     policies: str,
     *,
+    fragmentation: float,
     seeds: int,
     out: Path,
     pictures: bool,
@@ -86,7 +94,9 @@ def simulate(
     console = Console(stderr=True)
     try:
         if document_path is None or workload is not None or trace is not None:
-            chosen = _experiments(workload, trace, cluster)
+            chosen = {
+                name: _fragmented(one, fragmentation) for name, one in _experiments(workload, trace, cluster).items()
+            }
             if data is None:
                 raise WorkloadError("expected a folder of measurements, found none; set CARPOOL_DATA, or --data")
             if pictures and importlib.util.find_spec("matplotlib") is None:
@@ -127,6 +137,19 @@ def _experiments(workload: str | None, trace: Path | None, cluster: Path | None)
             whole=True,
         )
     }
+
+
+def _fragmented(experiment: Experiment, share: float) -> Experiment:
+    """Let several tenants of a GPU lose a share of its memory."""
+    if not share:
+        return experiment
+
+    def draw(data: Path, seed: int) -> Workload:
+        drawn = experiment.draw(data, seed)
+        told = f"Several tenants of a GPU lose {share:.0%} of its memory in pieces, which no decision knows."
+        return replace(drawn, fragmented=share, assumptions=(*drawn.assumptions, told))
+
+    return replace(experiment, draw=draw)
 
 
 def _strategies(experiment: Experiment, policies: str) -> list[Strategy]:

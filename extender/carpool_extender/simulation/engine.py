@@ -48,6 +48,7 @@ class Simulation:
         for gpu in self._gpus.values():
             self._on_node[gpu.node].append(gpu)
         self._jobs, self._until_s = len(workload.jobs), workload.until_s
+        self._fragmented = workload.fragmented
         self._waiting = Waiting(in_order=strategy.in_order)
         self._freed = 0
         self._closed: set[GpuUuid] = set()
@@ -166,7 +167,7 @@ class Simulation:
         if limit is not None and newcomer.job.truth.memory_mib > limit:
             return True
         return any(
-            sum(tenant.job.truth.memory_mib for tenant in gpu.tenants) > gpu.device.memory_mib - gpu.device.reserved_mib
+            sum(tenant.job.truth.memory_mib for tenant in gpu.tenants) > gpu.usable_mib(self._fragmented)
             for gpu in newcomer.gpus
         )
 

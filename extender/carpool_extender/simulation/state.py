@@ -105,6 +105,11 @@ class Gpu:
     power: tuple[float, float] = (0.0, 0.0)
     """Limit and idle power, in W."""
 
+    def usable_mib(self, fragmented: float) -> float:
+        """Return how much memory its tenants can truly have together, where so large a share is lost to several."""
+        whole = self.device.memory_mib - self.device.reserved_mib
+        return whole * (1.0 - fragmented) if len(self.tenants) > 1 else whole
+
     def account(self, now_s: float) -> None:
         """Add up what happened since the last change."""
         span = now_s - self.since_s

@@ -74,6 +74,8 @@ class Workload:
     power_limit_w: float | None = None
     """Power limit of each GPU where it is not the product's usual one, in W."""
     failures: Sequence[Failure] = ()
+    fragmented: float = 0.0
+    """Share of a GPU's memory that nobody can have where several share it: pieces that their allocators leave, 0..1."""
     until_s: float = math.inf
     """When watching ends, whoever runs or waits then, in seconds after the start."""
     notes: Sequence[str] = ()
