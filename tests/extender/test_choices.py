@@ -1,0 +1,126 @@
+"""Which of the places that fit is taken."""
+
+import numpy as np
+import pytest
+from carpool_core.values import SharingMode
+from carpool_extender.assessments import Assessment
+from carpool_extender.decide import filter_nodes, place, score_nodes
+from carpool_extender.policies import POLICIES, UnknownPolicyError, find_policy
+from carpool_extender.rules import Rules
+from carpool_extender.testing import applicant, cluster, device, gpu_node, prediction, tenant
+from hypothesis import given
+from hypothesis import strategies as st
+
+MPS, TURNS, ALONE = SharingMode.MPS, SharingMode.TIME_SLICING, SharingMode.EXCLUSIVE
+GPU = "GPU-a-0"
+BUSY = {"prediction": prediction(util=100, sm=0.9, dram=0.5)}
+
+
+def scored(assessment, names):
+    return dict(zip(names, score_nodes(assessment, names).tolist(), strict=True))
+
+
+def fit(policy="least-slowdown"):
+    return Rules(find_policy(policy), slots=8)
+
+
+def test_a_job_that_disturbs_nobody_joins_the_gpu_with_the_least_left():
+    known = cluster(
+        gpu_node("a", 3, [tenant("x", ["GPU-a-1"], memory_limit_mib=8000), tenant("y", ["GPU-a-2"])]),
+    )
+    assert place(Assessment(applicant(), fit(), known.view()), "a").gpu_uuids == ["GPU-a-1"]
+    assert place(Assessment(applicant(), fit("most-available-memory"), known.view()), "a").gpu_uuids == ["GPU-a-0"]
+
+
+def test_a_job_that_would_disturb_takes_an_idle_gpu_and_the_reason_says_so():
+    known = cluster(gpu_node("a", 2, [tenant("x", [GPU], **BUSY, max_slowdown=1.2)]))
+    chosen = place(Assessment(applicant(**BUSY), fit(), known.view()), "a")
+    assert chosen.gpu_uuids == ["GPU-a-1"]
+    assert "passed over 1 GPU that had the memory: GPU 0 of a" in chosen.reason
+    assert "would slow default/x to 1.90 of 1.20" in chosen.reason
+
+
+def test_of_several_that_were_passed_over_the_closest_is_told():
+    busy = [tenant(f"x{i}", [f"GPU-a-{i}"], **BUSY, max_slowdown=1.2 + i / 10) for i in range(2)]
+    chosen = place(Assessment(applicant(**BUSY), fit(), cluster(gpu_node("a", 3, busy)).view()), "a")
+    assert "passed over 2 GPUs that had the memory: the closest was GPU 1 of a" in chosen.reason
+
+
+def test_several_gpus_of_one_worker_are_on_one_node_in_one_mode():
+    known = cluster(
+        gpu_node("a", 2, [tenant("x", ["GPU-a-0"], ALONE)]),
+        gpu_node("b", 2, [tenant("y", ["GPU-b-1"], TURNS)]),
+    )
+    found = filter_nodes(Assessment(applicant(gpus=2), fit(), known.view()), ["a", "b"])
+    assert found.fits == ["b"]
+    chosen = place(Assessment(applicant(gpus=2), fit(), known.view()), "b")
+    assert len(set(chosen.gpu_uuids)) == 2
+    assert "GPU-b-1" in chosen.gpu_uuids
+
+
+def test_modes_are_not_mixed_for_one_worker():
+    node = gpu_node("a", [device(0, modes=[ALONE]), device(1)])
+    found = filter_nodes(Assessment(applicant(gpus=2), fit(), cluster(node).view()), ["a"])
+    assert found.fits == []
+    assert found.refused["a"] == "NoGpuFits: needs 2 GPUs on one node in one mode, the best node has 1"
+
+
+def test_scores_are_integers_from_0_to_10_and_the_best_gets_10():
+    known = cluster(
+        gpu_node("idle", 1),
+        gpu_node("used", 1, [tenant("x", ["GPU-used-0"], memory_limit_mib=20000)]),
+        gpu_node("busy", 1, [tenant("y", ["GPU-busy-0"], **BUSY)]),
+        gpu_node("full", 1, [tenant("z", ["GPU-full-0"], ALONE)]),
+    )
+    names = ["idle", "used", "busy", "full", "elsewhere"]
+    found = scored(Assessment(applicant(), fit(), known.view()), names)
+    assert found["used"] == 10
+    assert 6 <= found["idle"] < 10
+    assert found["busy"] < 6
+    assert found["full"] == found["elsewhere"] == 0
+    assert scored(Assessment(applicant(), fit("most-available-memory"), known.view()), names)["idle"] == 10
+
+
+def test_an_unknown_policy_names_the_choices():
+    with pytest.raises(UnknownPolicyError, match="choose one of least-slowdown, most-available-memory"):
+        find_policy("best")
+
+
+gpus = st.lists(
+    st.tuples(st.lists(st.integers(0, 30000), max_size=3), st.sampled_from([MPS, TURNS])), min_size=1, max_size=4
+)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(layout=st.lists(gpus, min_size=1, max_size=3), wanted=st.integers(1, 3), memory=st.integers(1, 50000))
+def test_every_policy_keeps_the_promises(policy, layout, wanted, memory):
+    nodes = [
+        gpu_node(
+            f"n{n}",
+            len(row),
+            [
+                tenant(f"{n}-{g}-{t}", [f"GPU-n{n}-{g}"], mode, memory_limit_mib=m)
+                for g, (tenants, mode) in enumerate(row)
+                for t, m in enumerate(tenants)
+            ],
+        )
+        for n, row in enumerate(layout)
+    ]
+    view, names = cluster(*nodes).view(), [node.metadata.name for node in nodes]
+    newcomer = applicant(gpus=wanted, prediction=prediction(memory_mib=memory))
+    found = filter_nodes(Assessment(newcomer, fit(policy), view), names)
+    told = {**found.refused, **found.unsuitable}
+    assert sorted([*found.fits, *told]) == sorted(names)
+    assert len(set(told.values())) <= 1
+    assert all(text.startswith("NoGpuFits: ") for text in told.values())
+    scores = scored(Assessment(newcomer, fit(policy), view), names)
+    assert all(0 <= score <= 10 for score in scores.values())
+    assert bool(found.fits) == (max(scores.values()) == 10)
+    for name in names:
+        chosen = place(Assessment(newcomer, fit(policy), view), name)
+        assert isinstance(chosen, str) == (name not in found.fits)
+        if not isinstance(chosen, str):
+            assert len(set(chosen.gpu_uuids)) == wanted
+            mine = [int(np.flatnonzero(view.columns.uuid == uuid)[0]) for uuid in chosen.gpu_uuids]
+            taken = view.columns.memory_mib.sum(axis=1)
+            assert all(taken[row] + memory <= view.columns.usable_mib[row] for row in mine)

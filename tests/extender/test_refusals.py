@@ -1,0 +1,154 @@
+"""What is said where nothing fits, and of each GPU."""
+
+import msgspec
+import pytest
+from carpool_core.resources.node import LONGEST_REASON
+from carpool_core.values import DeviceHealth, RequestedMode, SharingMode
+from carpool_extender.assessments import Assessment
+from carpool_extender.decide import explain, filter_nodes, place
+from carpool_extender.policies import find_policy
+from carpool_extender.rules import Rules
+from carpool_extender.testing import A100, T4, applicant, cluster, device, gpu_node, prediction, tenant
+
+MPS, TURNS, ALONE = SharingMode.MPS, SharingMode.TIME_SLICING, SharingMode.EXCLUSIVE
+RULES = Rules(find_policy("least-slowdown"), slots=8)
+GPU = "GPU-a-0"
+BUSY = {"prediction": prediction(util=100, sm=0.9, dram=0.5)}
+
+
+def test_one_sentence_for_all_nodes_with_numbers():
+    known = cluster(
+        gpu_node("a", 1, [tenant("x", ["GPU-a-0"], memory_limit_mib=31840)]),
+        gpu_node("b", 1, [tenant("y", ["GPU-b-0"], **BUSY)]),
+        gpu_node("c", [device(0, "c", product=T4)]),
+    )
+    newcomer = applicant(prediction=prediction(memory_mib=15500, util=100, sm=0.9))
+    found = filter_nodes(Assessment(newcomer, RULES, known.view()), ["a", "b", "c", "d"])
+    sentence = (
+        "NoGpuFits: needs 15,500 MiB; freest Tesla T4 has 15,360 MiB total, "
+        "another NVIDIA A100-SXM4-40GB has 9,120 MiB free; "
+        "1 GPU: would slow default/y to 1.90 of 1.50; 1 node: no GPUs reported"
+    )
+    assert found.fits == []
+    assert found.unsuitable == {"c": sentence, "d": sentence}
+    assert found.refused == {"a": sentence, "b": sentence}
+
+
+def test_the_freest_gpu_of_each_product():
+    known = cluster(
+        gpu_node("a", 2, [tenant(f"x{i}", [f"GPU-a-{i}"], memory_limit_mib=31840 + i) for i in range(2)]),
+        gpu_node("c", [device(0, "c", product=T4)]),
+        *(gpu_node(f"l{i}", [device(0, f"l{i}", product="NVIDIA L4")]) for i in range(3)),
+    )
+    newcomer = applicant(product=None, min_compute_capability="7.5", prediction=prediction(memory_mib=16000))
+    found = filter_nodes(Assessment(newcomer, RULES, known.view()), ["a", "c"])
+    assert found.refused["a"] == (
+        "NoGpuFits: needs 16,000 MiB; freest Tesla T4 has 15,360 MiB total, "
+        "freest NVIDIA A100-SXM4-40GB has 9,120 MiB free"
+    )
+
+
+SENTENCES = [
+    pytest.param([], {}, "no node offered reports GPUs; is the node agent running there?", id="no GPUs"),
+    pytest.param(
+        [gpu_node(f"n{i}", [device(0, f"n{i}", product=T4)]) for i in range(20)],
+        {"product": "A100"},
+        "20 nodes: wrong product",
+        id="wrong product",
+    ),
+    pytest.param(
+        [gpu_node("a", 2)],
+        {"min_memory_mib": 81920},
+        "1 node: smaller than gpu.minMemory: wants a GPU of 81,920 MiB, has 40,960 MiB",
+        id="a minimum that the user wrote down",
+    ),
+    pytest.param(
+        [gpu_node("a", 1)],
+        {"min_compute_capability": "9.0"},
+        "1 node: compute capability 8.0, wants 9.0",
+        id="too old",
+    ),
+    pytest.param(
+        [gpu_node("a", 1, [tenant("x", [GPU], ALONE)])],
+        {"prediction": None},
+        "1 GPU: used exclusively by default/x",
+        id="exclusive",
+    ),
+    pytest.param(
+        [gpu_node("a", 1, [tenant("x", [GPU])])],
+        {"prediction": None},
+        "1 GPU: in use, and the job must be alone because its memory is not known",
+        id="must be alone",
+    ),
+    pytest.param(
+        [gpu_node("a", 1, [tenant("x", [GPU], namespace="other")])],
+        {},
+        "1 GPU: its MPS server belongs to namespace other",
+        id="MPS server",
+    ),
+    pytest.param(
+        [gpu_node("a", 1, [tenant(f"t{i}", [GPU], memory_limit_mib=1) for i in range(8)])],
+        {},
+        "1 GPU: has 8 tenants, the most allowed is 8",
+        id="places",
+    ),
+    pytest.param([gpu_node("a", [device(health=DeviceHealth.UNHEALTHY)])], {}, "1 node: unhealthy", id="unhealthy"),
+    pytest.param(
+        [gpu_node("a", 1, [tenant("x", [GPU], prediction=prediction(util=10, sm=0.05))])],
+        BUSY | {"max_slowdown": 1.1, "prediction": prediction(util=100, sm=1.0)},
+        None,
+        id="joined without harm",
+    ),
+]
+
+
+@pytest.mark.parametrize(("nodes", "wants", "expected"), SENTENCES)
+def test_sentences(nodes, wants, expected):
+    names = [node.metadata.name for node in nodes] or ["a"]
+    found = filter_nodes(Assessment(applicant(**wants), RULES, cluster(*nodes).view()), names)
+    told = set({**found.refused, **found.unsuitable}.values())
+    assert told == (set() if expected is None else {f"NoGpuFits: {expected}"})
+
+
+def test_explain_names_the_check_and_the_margin_of_every_gpu():
+    node = gpu_node(
+        "a", 3, [tenant("x", ["GPU-a-0"], memory_limit_mib=40000), tenant("y", ["GPU-a-1"], **BUSY, max_slowdown=1.1)]
+    )
+    assert [str(one) for one in explain(cluster(node).view(), applicant(**BUSY), ["a"], RULES)] == [
+        f"GPU 0 of a ({A100}): needs 4,000 MiB, has 960 MiB free (3,040 MiB short)",
+        f"GPU 1 of a ({A100}): would slow default/y to 1.90 of 1.10 (0.80 beyond)",
+        f"GPU 2 of a ({A100}): fits by MPS, leaves 36,960 MiB, expected slowdown 1.00",
+    ]
+
+
+def test_a_slowdown_that_is_refused_never_looks_like_its_limit():
+    """Regression: `1.90 of 1.90 (0.00 beyond)` was the reason for a refusal."""
+    node = gpu_node("a", 1, [tenant("y", ["GPU-a-0"], **BUSY, max_slowdown=1.899)])
+    (told,) = explain(cluster(node).view(), applicant(**BUSY, max_slowdown=2.0), ["a"], RULES)
+    assert told.said == "would slow default/y to 1.900 of 1.899 (0.001 beyond)"
+
+
+def test_products_that_need_different_amounts_are_told_each_with_its_own():
+    both = prediction(memory_mib=39000)
+    small = msgspec.structs.replace(both.products[1], memory=prediction(memory_mib=15500).products[1].memory)
+    needs = msgspec.structs.replace(both, products=[both.products[0], small])
+    known = cluster(gpu_node("a", 1, [tenant("x", [GPU])]), gpu_node("b", [device(0, "b", product=T4)]))
+    found = filter_nodes(Assessment(applicant(prediction=needs), RULES, known.view()), ["a", "b"])
+    assert found.refused["a"] == (
+        f"NoGpuFits: needs 15,500 to 39,000 MiB; freest {A100} has 36,960 MiB free, needs 39,000, "
+        f"freest {T4} has 15,360 MiB total, needs 15,500"
+    )
+
+
+@pytest.mark.parametrize(("length", "told"), [(4, "default/a004, and 51 more; "), (900, "…")])
+def test_a_reason_is_never_longer_than_the_field_that_takes_it(length, told):
+    """Regression: with many neighbours of long names the reservation could never be written."""
+    names = [f"{'abcdefg'[i % 7]}{'0' * (length - 2)}{i // 7}" for i in range(56)]
+    crowd = [
+        tenant(name, [f"GPU-a-{i % 8}"], TURNS, prediction=prediction(100, util=1, sm=0.01, dram=0.01))
+        for i, name in enumerate(names)
+    ]
+    asked = applicant(gpus=8, mode=RequestedMode.TIME_SLICING, max_slowdown=9, prediction=prediction(100, util=1))
+    found = place(Assessment(asked, RULES, cluster(gpu_node("a", 8, crowd)).view()), "a")
+    assert told in found.reason
+    assert len(found.reason) <= LONGEST_REASON
