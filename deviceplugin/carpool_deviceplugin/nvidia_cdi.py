@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from carpool_deviceplugin.cdi import of_others
 from carpool_deviceplugin.gpu import DeviceError
 
 NVIDIA_GPU = "nvidia.com/gpu"
@@ -72,7 +73,7 @@ class NvidiaCdi:
     def _specifications(self) -> list[_Specification]:
         found: list[_Specification] = []
         for directory in self._directories:
-            for path in sorted([*directory.glob("*.yaml"), *directory.glob("*.json")]):
+            for path in of_others(directory):
                 specification = self._read(path)
                 if specification is not None and specification.kind == NVIDIA_GPU:
                     found.append(specification)
