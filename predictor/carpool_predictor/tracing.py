@@ -81,8 +81,8 @@ def build(recipe: Recipe, training: Training, mode: TensorMode) -> tuple[nn.Modu
 
 def record_recipe(recipe: Recipe, training: Training, sizes: Sequence[int]) -> ModelRecord:
     """Build a model with fake weights and look closely at its step at some batch sizes."""
-    if training.precision in AUTOCAST:
-        # PyTorch has no autocast for meta tensors: the step would be traced in FP32, without a word.
+    if training.precision in AUTOCAST and training.activation_checkpointing:
+        # What is computed again, on the way back, finds PyTorch's own autocast only.
         return _record(recipe, training, sizes, fake_mode())
     try:
         return _record(recipe, training, sizes, meta_mode())

@@ -2,14 +2,16 @@
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from carpool_core.resources.job import GraphLayer, GraphModel, Training
 from carpool_core.values import Optimizer, Precision
 from carpool_predictor.abstention import TraceError
+from carpool_predictor.autocast import MetaAutocast
 from carpool_predictor.catalog import Recipe
-from carpool_predictor.fake import fake_mode, fake_weights
+from carpool_predictor.fake import fake_mode, fake_weights, meta_mode
 from carpool_predictor.inline import build_inline
 from carpool_predictor.layers import count_layers
 from carpool_predictor.operators import attention_backward_flops, attention_flops
@@ -344,3 +346,27 @@ def test_mixed_precision_keeps_smaller_activations_than_fp32(precision: Precisio
     full = trace_recipe(recipe, Training(batch_size=64, precision=Precision.FP32)).steps[-1]
     mixed = trace_recipe(recipe, Training(batch_size=64, precision=precision)).steps[-1]
     assert mixed.activation_bytes < 0.8 * full.activation_bytes
+
+
+@pytest.mark.parametrize("precision", [Precision.BF16_MIXED, Precision.FP16_MIXED])
+@pytest.mark.parametrize("build", [cnn, mlp, Attention])
+def test_autocast_without_data_is_pytorchs(build: Callable[[], nn.Module], precision: Precision) -> None:
+    training = Training(precision=precision)
+    mode = meta_mode()
+    with fake_weights(mode):
+        model = build()
+    bare, _ = trace_step(prepare(model, mode, training, (3, 32, 32)), 16)
+    faked, _ = trace_step(fake(build, training), 16)
+    # Batch normalization on meta tensors saves its statistics in FP32.
+    assert msgspec.structs.replace(bare, bytes_moved=0) == msgspec.structs.replace(faked, bytes_moved=0)
+    assert bare.bytes_moved == pytest.approx(faked.bytes_moved, rel=1e-3)
+
+
+def test_a_weight_that_is_used_twice_is_cast_once() -> None:
+    weight = torch.empty(8, 8, requires_grad=True)
+    with MetaAutocast(torch.bfloat16):
+        first, second = (torch.mm(torch.empty(4, 8), weight) for _ in range(2))
+        total = F.mse_loss(first, second)
+    assert (first.dtype, total.dtype) == (torch.bfloat16, torch.float32)
+    casts = {step[0].next_functions[1][0] for step in ([first.grad_fn], [second.grad_fn]) if step[0] is not None}
+    assert len(casts) == 1
