@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from carpool_e2e.cluster import Cluster
+from carpool_e2e.watching import eventually
 
 pytestmark = pytest.mark.e2e
 
@@ -25,8 +26,8 @@ KINDS = (
 def release(control_plane: Cluster, helm: str, tmp_path: Path) -> Callable[..., str]:
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "KUBECONFIG": str(control_plane.kubeconfig)}
 
-    def call(*arguments: str) -> str:
-        command = [helm, *arguments, f"--namespace={NAMESPACE}"]
+    def call(*arguments: str, namespace: str = NAMESPACE) -> str:
+        command = [helm, *arguments, f"--namespace={namespace}"]
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -65,3 +66,47 @@ def test_an_upgrade_keeps_the_certificates_and_uninstalling_leaves_nothing(
         assert left == ""
     finally:
         control_plane.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
+
+
+NODE = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "gpus", "labels": {"carpool.dev/node": "managed"}}}
+
+
+def test_an_upgrade_renews_the_agents_and_leaves_their_mps_daemons_alone(
+    control_plane: Cluster, release: Callable[..., str]
+) -> None:
+    """The daemons were in the agent's pod: each upgrade ended every job that used them."""
+    namespace, values = "upgraded", ["--skip-crds", "--set=global.imageRegistry=localhost"]
+    values.append("--set=nodeAgent.runtimeClassName=")  # there is none in this cluster, so its pods would be refused
+
+    def pods() -> dict[str, tuple[str, str]]:
+        """UID and image of the node's pods, by component."""
+        found = json.loads(control_plane.kubectl("get", "pods", "-n", namespace, "-o", "json"))["items"]
+        labels = {p["metadata"]["uid"]: p["metadata"]["labels"]["app.kubernetes.io/component"] for p in found}
+        living = {p["metadata"]["uid"]: p for p in found if not p["metadata"].get("deletionTimestamp")}
+        return {
+            labels[uid]: (uid, pod["spec"]["containers"][0]["image"])
+            for uid, pod in living.items()
+            if labels[uid] in ("node-agent", "mps")
+        }
+
+    control_plane.kubectl("create", "namespace", namespace)
+    control_plane.apply(NODE)
+    try:
+        release("install", "third", str(CHART), *values, namespace=namespace)
+        before = eventually("pods of agent and daemons", lambda: found if len(found := pods()) == 2 else None)
+        release("upgrade", "third", str(CHART), *values, "--set=nodeAgent.image.tag=next", namespace=namespace)
+
+        def renewed() -> dict[str, tuple[str, str]] | None:
+            found = pods()
+            return found if found.get("node-agent", ("", ""))[1].endswith(":next") else None
+
+        after = eventually("a new agent", renewed)
+        assert after["mps"] == before["mps"]
+        assert after["node-agent"][0] != before["node-agent"][0]
+        control_plane.kubectl("delete", "pod", "-n", namespace, "-l", "app.kubernetes.io/component=mps")
+        anew = eventually("new daemons", lambda: found if "mps" in (found := pods()) else None)
+        assert anew["mps"][1].endswith(":next")
+    finally:
+        release("uninstall", "third", "--ignore-not-found", namespace=namespace)
+        control_plane.kubectl("delete", "node", NODE["metadata"]["name"])
+        control_plane.kubectl("delete", "namespace", namespace, "--wait=false")
