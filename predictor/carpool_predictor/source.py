@@ -56,7 +56,7 @@ class TraceLimits:
     """What one trace may take."""
 
     timeout_s: float = 120.0
-    """Seconds from start to answer, PyTorch's import (5 to 15 s) included."""
+    """Seconds from start to answer, PyTorch's import (2 to 15 s) included."""
     memory_mib: int = 3072
     """Writable memory of the subprocess, in MiB; PyTorch and timm alone take about 700."""
     concurrency: int = 1
