@@ -15,7 +15,8 @@ pytestmark = pytest.mark.e2e
 
 CALIBRATION = "carpool-calibration"
 A100 = "NVIDIA A100-SXM4-40GB"
-TOOK_MIB = 3100
+TOOK_MIB = 2300
+"""Beside the context; under the bound that is shipped, and far from its median."""
 
 
 def trains(name: str, model: str) -> dict[str, Any]:
