@@ -47,7 +47,8 @@ class Sharing(Resource, frozen=True, kw_only=True):
         float,
         field(
             "The largest slowdown that the job accepts: its step time beside neighbours over its step time alone. "
-            "1 accepts none; 1.5 accepts steps half as long again.",
+            "1 accepts none; 1.5 accepts steps half as long again. Held against predictions, of which the scheduler's "
+            "settings say how sure they are.",
             ge=1,
             le=10,
         ),
@@ -56,7 +57,8 @@ class Sharing(Resource, frozen=True, kw_only=True):
         Tenancy,
         field(
             "With whose jobs it may share a GPU. Namespace: those of its own namespace. Cluster: anybody's that are "
-            "willing too, but never behind one MPS daemon across namespaces."
+            "willing too, but never behind one MPS daemon across namespaces; where GPUs can be divided, Auto takes a "
+            "MIG instance."
         ),
     ] = Tenancy.NAMESPACE
 
