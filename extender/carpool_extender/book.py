@@ -20,6 +20,11 @@ ATTEMPTS = 8
 FIRST_PAUSE_S = 0.05
 
 
+_UNTRACKED: Mapping[str, Any] = {"op": "add", "path": "/metadata/managedFields", "value": [{}]}
+"""Has the API server no longer keep who wrote which field of a GpuNode: nobody applies it, and with dozens of
+reservations each with a dozen fields that record is as long as the rest, to be read and written with each report."""
+
+
 class Refusal(Exception):  # noqa: N818  # an answer, not a failure of ours
     """The newest state of a node does not allow a change; `str()` says why."""
 
@@ -161,6 +166,7 @@ class Book:
             {"op": "test", "path": "/metadata/uid", "value": node.metadata.uid},
             {"op": "test", "path": "/metadata/generation", "value": node.metadata.generation},
             {"op": "add", "path": "/spec", "value": {"reservations": reservations}},
+            _UNTRACKED,
         ]
         try:
             return await self._api.patch(GPU_NODES, node.metadata.name, patch)

@@ -18,7 +18,8 @@ class Strict(FakeKube):
     """A server that takes no reservation whose reason is too long."""
 
     async def patch(self, kind, name, patch, *, namespace="", subresource=""):
-        if any(len(r.get("reason", "")) > 4096 for r in patch[-1]["value"]["reservations"]):
+        (spec,) = (operation["value"] for operation in patch if operation["path"] == "/spec")
+        if any(len(r.get("reason", "")) > 4096 for r in spec["reservations"]):
             raise Invalid("Too long: may not be more than 4096", status=422, reason="Invalid")
         return await super().patch(kind, name, patch, namespace=namespace, subresource=subresource)
 
