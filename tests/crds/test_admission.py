@@ -66,6 +66,7 @@ def test_nulls_mean_that_nothing_is_said(control_plane: Cluster) -> None:
 PLACEMENT = [
     {"worker": 0, "pod": "p", "podUid": "u", "node": "n", "gpuUuids": ["GPU-1"], "product": "Tesla T4", "mode": "MPS"}
 ]
+ENDED_AT = "2026-01-01T00:00:00Z"
 CHANGES: dict[str, Any] = {
     "model": {"catalog": {"name": "timm/resnet18"}},
     "workers": 2,
@@ -110,6 +111,64 @@ def test_before_placement_everything_can_change(control_plane: Cluster) -> None:
     control_plane.kubectl("create", "-f", "-", stdin=_job("unplaced"))
     _patch(control_plane, "unplaced", **CHANGES)
     assert control_plane.kubectl("get", "gtj", "unplaced", "-o", "jsonpath={.spec.workers}") == "2"
+
+
+@pytest.fixture(scope="module")
+def ended(control_plane: Cluster) -> str:
+    """Name of a job that failed before it had a place."""
+    control_plane.kubectl("create", "-f", "-", stdin=_job("ended"))
+    failed = {"type": "Failed", "status": "True", "reason": "InvalidTemplate", "lastTransitionTime": ENDED_AT}
+    status = json.dumps({"status": {"state": "Failed", "completionTime": ENDED_AT, "conditions": [failed]}})
+    control_plane.kubectl("patch", "gtj", "ended", "--subresource=status", "--type=merge", "-p", status)
+    return "ended"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({field: value} for field, value in CHANGES.items()),
+        {"runPolicy": {"suspend": True}},
+        {"runPolicy": {"backoffLimit": 7}},
+        {"runPolicy": {"activeDeadlineSeconds": 60}},
+    ],
+    ids=str,
+)
+def test_an_ended_job_refuses_changes_that_nobody_would_heed(
+    control_plane: Cluster, ended: str, change: dict[str, Any]
+) -> None:
+    """Regression: a corrected template was accepted as `configured`, and nothing ever happened."""
+    with pytest.raises(KubectlError) as caught:
+        _patch(control_plane, ended, **change)
+    assert "this job has ended" in str(caught.value)
+    assert "delete it and apply it again" in str(caught.value)
+
+
+def test_how_long_an_ended_job_is_kept_can_change_and_so_can_what_is_known_of_it(
+    control_plane: Cluster, ended: str
+) -> None:
+    _patch(control_plane, ended, runPolicy={"ttlSecondsAfterFinished": 3600})
+    control_plane.kubectl("label", "gtj", ended, "team=research")
+    status = json.dumps({"status": {"attempts": [{"number": 1, "learned": True}]}})
+    control_plane.kubectl("patch", "gtj", ended, "--subresource=status", "--type=merge", "-p", status)
+
+
+def test_a_template_may_speak_of_labels_of_pods_and_tolerate_any_taint(control_plane: Cluster) -> None:
+    job = json.loads(_job("allowed"))
+    worker = {"labelSelector": {"matchLabels": {"carpool.dev/job": "allowed"}}, "topologyKey": "kubernetes.io/hostname"}
+    zones = [{"matchExpressions": [{"key": "zone", "operator": "In", "values": ["a"]}]}]
+    required = {"nodeSelectorTerms": zones}
+    job["spec"]["template"]["spec"] |= {
+        "tolerations": [{"key": "carpool.dev/kubelet", "operator": "Exists"}, {"operator": "Exists"}],
+        "affinity": {
+            "nodeAffinity": {
+                "requiredDuringSchedulingIgnoredDuringExecution": required,
+                "preferredDuringSchedulingIgnoredDuringExecution": None,
+            },
+            "podAffinity": None,
+            "podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [worker]},
+        },
+    }
+    control_plane.kubectl("create", "--validate=strict", "--dry-run=server", "-f", "-", stdin=json.dumps(job))
 
 
 def test_explain_reads_like_documentation(control_plane: Cluster) -> None:

@@ -174,17 +174,38 @@ class JobSpec(Resource, frozen=True, kw_only=True):
     ]
 
 
-def _fixed_once_placed(name: str, *, is_optional: bool = False) -> Rule:
-    """A transition rule: a field of the spec that the placement was decided by."""
+_PLACED = "has(oldSelf.status) && has(oldSelf.status.placement) && oldSelf.status.placement.size() > 0"
+_ENDED = "has(oldSelf.status) && has(oldSelf.status.completionTime)"
+_HAS_ENDED = (
+    "this job has ended, and nothing comes of changes (but of runPolicy.ttlSecondsAfterFinished): "
+    "delete it and apply it again"
+)
+
+
+def _same(name: str, *, is_optional: bool) -> str:
+    """CEL: whether a field of the spec is what it was."""
     new, old = f"self.spec.{name}", f"oldSelf.spec.{name}"
     same = f"{new} == {old}"
-    if is_optional:
-        same = f"(has({new}) == has({old}) && (!has({new}) || {same}))"
+    return f"(has({new}) == has({old}) && (!has({new}) || {same}))" if is_optional else same
+
+
+def _fixed_once_placed(name: str, *, is_optional: bool = False) -> Rule:
+    """A transition rule: a field of the spec that the placement was decided by."""
+    told = (
+        f"spec.{name} cannot change once the job is placed; only spec.runPolicy can: delete the job and apply it again"
+    )
     return Rule(
-        f"!has(oldSelf.status) || !has(oldSelf.status.placement) || oldSelf.status.placement.size() == 0 || {same}",
-        f"spec.{name} cannot change once the job is placed; only spec.runPolicy can: delete the job and apply it again",
+        f"!(({_PLACED}) || ({_ENDED})) || {_same(name, is_optional=is_optional)}",
+        told,
+        f"({_ENDED}) ? '{_HAS_ENDED}' : '{told}'",
         field_path=f".spec.{name}",
     )
+
+
+def _fixed_once_ended(name: str, *, is_optional: bool = False) -> Rule:
+    """A transition rule: a field that steers attempts, of which an ended job makes none."""
+    same = _same(f"runPolicy.{name}", is_optional=is_optional)
+    return Rule(f"!({_ENDED}) || {same}", _HAS_ENDED, field_path=f".spec.runPolicy.{name}")
 
 
 class GpuTrainingJob(Resource, frozen=True, kw_only=True):
@@ -198,6 +219,8 @@ class GpuTrainingJob(Resource, frozen=True, kw_only=True):
         ),
         *(_fixed_once_placed(name) for name in ("workers", "gpusPerWorker", "training", "sharing", "memory", "gpu")),
         *(_fixed_once_placed(name, is_optional=True) for name in ("model", "template")),
+        *(_fixed_once_ended(name) for name in ("suspend", "backoffLimit")),
+        _fixed_once_ended("activeDeadlineSeconds", is_optional=True),
     )
 
     api_version: str = "carpool.dev/v1alpha1"

@@ -7,7 +7,7 @@ from carpool_core.resources.schema import Rule
 
 _PRESERVE: dict[str, Any] = {"x-kubernetes-preserve-unknown-fields": True}
 _OURS = f"{DOMAIN}/"
-_MOST_CONTAINERS, _MOST_KEYS = 16, 64
+_MOST_CONTAINERS, _MOST_KEYS, _MOST_TERMS = 16, 64, 64
 
 
 def _asks(container: str) -> str:
@@ -34,6 +34,11 @@ def _no_foreign_gpu(part: str) -> str:
         f"(!has({amounts}) || !{amounts}.exists(k, k == 'nvidia.com/gpu' || k.startsWith('nvidia.com/gpu.') || "
         "k.startsWith('nvidia.com/mig-')))"
     )
+
+
+def _no_unknown_resource(part: str) -> str:
+    amounts = f"self.resources.{part}"
+    return f"(!has({amounts}) || !{amounts}.exists(k, k.startsWith('{_OURS}') && k != '{RESOURCE_GPU}'))"
 
 
 def _not_ours(what: str) -> Rule:
@@ -86,7 +91,13 @@ _CONTAINER: dict[str, Any] = {
             f"spec.gpusPerWorker, and Carpool requests {RESOURCE_GPU} for it",
             "'remove nvidia.com/gpu or nvidia.com/mig-… from the resources of container ' + self.name + "
             f"': a job asks for GPUs by spec.gpusPerWorker, and Carpool requests {RESOURCE_GPU} for it'",
-        ).as_schema()
+        ).as_schema(),
+        Rule(
+            f"!has(self.resources) || ({_no_unknown_resource('limits')} && {_no_unknown_resource('requests')})",
+            f"the only resource under {_OURS} is {RESOURCE_GPU}: remove the others, which no node has",
+            f"'the only resource under {_OURS} is {RESOURCE_GPU}: remove the others, which no node has, from the "
+            "resources of container ' + self.name",
+        ).as_schema(),
     ],
     **_PRESERVE,
 }
@@ -112,6 +123,60 @@ def _text(description: str, *rules: Rule) -> dict[str, Any]:
         "x-kubernetes-validations": [rule.as_schema() for rule in rules],
     }
 
+
+def _part(description: str, **properties: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "description": description,
+        "nullable": True,
+        "properties": properties,
+        **_PRESERVE,
+    }
+
+
+def _list_of(description: str, item: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "array",
+        "description": description,
+        "nullable": True,
+        "maxItems": _MOST_TERMS,
+        "items": item,
+        "x-kubernetes-list-type": "atomic",
+    }
+
+
+def _term(description: str) -> dict[str, Any]:
+    """A node selector term: the labels that it asks for are not ours, as in `nodeSelector`."""
+    key = {
+        "type": "string",
+        "description": "Label of the node.",
+        "maxLength": 317,
+        "x-kubernetes-validations": [
+            Rule(
+                f"!self.startsWith('{_OURS}')",
+                f"remove what begins with {_OURS} from nodeAffinity: Carpool looks after these labels itself",
+                f"'remove ' + self + ' from nodeAffinity: Carpool looks after the labels under {_OURS} itself'",
+            ).as_schema()
+        ],
+    }
+    return _part(
+        description,
+        matchExpressions=_list_of("What the node's labels must be.", _part("About one label.", key=key)),
+    )
+
+
+_AFFINITY = _part(
+    "Where the pods would rather be, and where they must be, as for any pod.",
+    nodeAffinity=_part(
+        "By the nodes' labels.",
+        requiredDuringSchedulingIgnoredDuringExecution=_part(
+            "What must be.", nodeSelectorTerms=_list_of("One of these must hold.", _term("Labels together."))
+        ),
+        preferredDuringSchedulingIgnoredDuringExecution=_list_of(
+            "What would be better.", _part("One wish.", preference=_term("Labels together."))
+        ),
+    ),
+)
 
 _SPEC_PROPERTIES: dict[str, Any] = {
     "containers": _containers(
@@ -145,6 +210,7 @@ _SPEC_PROPERTIES: dict[str, Any] = {
         ),
     ),
     "nodeSelector": _string_map("Labels that the node must have.", "nodeSelector"),
+    "affinity": _AFFINITY,
 }
 
 TEMPLATE: dict[str, Any] = {
