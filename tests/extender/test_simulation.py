@@ -248,6 +248,7 @@ def test_the_document_is_written_from_results_alone(tmp_path):
     assert "| HotCloud, out of memory | 0 | 0 | 2.0 | **no** |" in text
     assert "| hotcloud | +20.0% |" in text
     assert "hotcloud, out of memory (2.0): slot-based (0.0)." in text
+    assert "hotcloud, utilization" not in text
     (tmp_path / "hotcloud.json").write_text("{}")
     with pytest.raises(WorkloadError, match="expected results of this version"):
         document.write(tmp_path, tmp_path / "experiments.md")

@@ -10,6 +10,7 @@ from carpool_extender.simulation.results import FAILING, WRONG
 from carpool_extender.simulation.workload import WorkloadError
 
 PHILLY_MUST_S = 120.0
+MORE_IS_BETTER = frozenset({"utilization_percent", "memory_percent"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ def write(out: Path, path: Path) -> None:
     if not found:
         raise WorkloadError(f"expected results in {out}, found none; run `carpool simulate --workload all` first")
     lines = {name: known for name, (_, known) in found.items()}
-    parts = [*_head(), *_goals(lines), *_oracle(lines), *_losses(lines)]
+    parts = [*_head(), *_goals(lines), *_oracle(lines), *_losses(found)]
     for name, (about, known) in found.items():
         parts += report.section(about.title, about.assumptions, known, about.shown)
         parts += _more(out, name, known[0])
@@ -144,26 +145,23 @@ def _oracle(lines: dict[str, list[Line]]) -> list[str]:
     ]
 
 
-def _losses(lines: dict[str, list[Line]]) -> list[str]:
+def _losses(found: dict[str, tuple[results.About, list[Line]]]) -> list[str]:
     told = []
-    for name, known in lines.items():
+    for name, (about, known) in found.items():
         ours = _named(known, DEFAULT)
         if ours is None:
             continue
-        for figure, what in (
-            ("makespan_min", "makespan"),
-            ("completion_min", "completion"),
-            ("running_s", "time from start to end"),
-            ("oom", "out of memory"),
-            ("energy_mj", "energy"),
-        ):
+        for figure in about.shown or report.SHOWN:
+            sign = -1 if figure in MORE_IS_BETTER else 1
             better = [
                 f"{one.strategy.name} ({one.mean(figure):.1f})"
                 for one in known
-                if one is not ours and "oracle" not in one.strategy.name and one.mean(figure) < ours.mean(figure) - 1e-9
+                if one is not ours
+                and "oracle" not in one.strategy.name
+                and sign * one.mean(figure) < sign * ours.mean(figure) - 1e-9
             ]
             if better:
-                told.append(f"- {name}, {what} ({ours.mean(figure):.1f}): {', '.join(better)}.")
+                told.append(f"- {name}, {report.HEADS[figure]} ({ours.mean(figure):.1f}): {', '.join(better)}.")
     return [
         "## Where Carpool loses",
         "",
