@@ -1,5 +1,6 @@
 """From a process ID to the pod that it belongs to, by its cgroup; the tree of /proc is an argument."""
 
+import os
 import re
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ _POD = re.compile(
 """cgroupfs writes `/kubepods/burstable/pod<uid>/…`, systemd `kubepods-burstable-pod<uid with _>.slice/…`; static pods
 have a digest without dashes."""
 _REMEMBERED = 4096
+_PIECE = 1 << 16
 _START_TIME = 19
 """Place of `starttime` among what follows the command's name in /proc/PID/stat."""
 
@@ -59,15 +61,16 @@ class ProcTree:
         """
         try:
             stat = self._read(pid, "stat")
-            name, _, rest = stat.partition("(")[2].rpartition(")")  # a command may contain spaces and parentheses
+            command, _, rest = stat.partition(b"(")[2].rpartition(b")")  # it may contain spaces and parentheses
             fields = rest.split(None, _START_TIME + 1)
-            if len(fields) <= _START_TIME or not fields[_START_TIME].isdecimal():
+            if len(fields) <= _START_TIME or not fields[_START_TIME].isdigit():
                 return None
             started = int(fields[_START_TIME])
             known = self._known.get(pid)
             if known is not None and known.started == started:
                 return known
-            found = Process(int(pid), started, name, pod_of(self._read(pid, "cgroup")))
+            cgroup = self._read(pid, "cgroup").decode(errors="replace")
+            found = Process(int(pid), started, command.decode(errors="replace"), pod_of(cgroup))
         except OSError:
             return None
         self._known[pid] = found
@@ -78,12 +81,19 @@ class ProcTree:
     def user(self, pid: int) -> int | None:
         """Return the user that a process runs as; None where it has ended."""
         try:
-            lines = self._read(pid, "status").splitlines()
+            lines = self._read(pid, "status").decode(errors="replace").splitlines()
         except OSError:
             return None
         real = next((line.split()[1] for line in lines if line.startswith("Uid:")), "")
         return int(real) if real.isdecimal() else None
 
-    def _read(self, pid: int, name: str) -> str:
-        with open(f"{self._root}/{int(pid)}/{name}", "rb") as file:  # a path object costs more than the reading
-            return file.read().decode(errors="replace")
+    def _read(self, pid: int, name: str) -> bytes:
+        # For each process of each GPU, again and again: a path or a file object would cost more than the reading.
+        file = os.open(f"{self._root}/{int(pid)}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            found = os.read(file, _PIECE)
+            while piece := os.read(file, _PIECE):  # the kernel may give less at once than there is
+                found += piece
+            return found
+        finally:
+            os.close(file)
