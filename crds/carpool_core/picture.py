@@ -2,11 +2,13 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from io import StringIO
 from itertools import cycle
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -14,7 +16,11 @@ from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import Device, GpuNode, Reservation, Tenant
 
 BAR_WIDTH = 48
-"""Characters that a GPU's memory is drawn with."""
+"""Characters that a GPU's memory is drawn with where there is room for them."""
+
+_LEAST_BAR_WIDTH = 12
+_ANY_WIDTH = 1000
+"""More than any table needs, in characters."""
 
 _COLOURS = ("green", "blue", "magenta", "cyan", "yellow", "red")
 
@@ -52,7 +58,8 @@ def _node(node: GpuNode, colours: Mapping[str, str]) -> RenderableType:
         title=f"{node.metadata.name}: {_inventory(node.status.devices)}", title_justify="left", box=None, padding=(0, 1)
     )
     for column in ("GPU", "mode", "memory: reserved, and in use", "of GiB", "SM", "tenants"):
-        table.add_column(column, no_wrap=True)
+        # Where a terminal is narrow, the bar gives way first, then the names: the widest of what may be wrapped.
+        table.add_column(column, no_wrap=column not in ("memory: reserved, and in use", "tenants"), overflow="fold")
     measured = {(t.pod_uid, t.gpu_uuid): t for t in node.status.tenants}
     for device in node.status.devices:
         held = [r for r in node.spec.reservations if device.uuid in r.gpu_uuids]
@@ -73,16 +80,35 @@ def _reserved(device: Device, reservation: Reservation) -> int:
     return device.memory_mib if memory is None else memory
 
 
-def _bar(device: Device, tenants: Sequence[tuple[Reservation, Tenant | None]], colours: Mapping[str, str]) -> Text:
-    bar = Text()
-    for reservation, measured in tenants:
-        colour = colours[reservation.job_name]
-        width = max(1, round(BAR_WIDTH * _reserved(device, reservation) / max(1, device.memory_mib)))
-        used = 0 if measured is None else round(BAR_WIDTH * measured.memory_mib / max(1, device.memory_mib))
-        bar.append("█" * min(used, width), colour)
-        bar.append("▒" * max(0, width - used), colour)
-    bar.append("·" * max(0, BAR_WIDTH - len(bar)), "dim")
-    return bar
+@dataclass(frozen=True)
+class _Bar:
+    """A GPU's memory, as wide as there is room for."""
+
+    blocks: Sequence[tuple[float, float, str]]
+    """What each tenant reserved and uses, as shares of the memory, and its colour."""
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(_LEAST_BAR_WIDTH, BAR_WIDTH).with_maximum(options.max_width)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width, end, bar = min(BAR_WIDTH, options.max_width), 0.0, Text()
+        for reserved, used, colour in self.blocks:
+            # Rounding where a block ends, and not how wide it is, keeps all of them within the bar.
+            end += width * reserved
+            block = min(max(1, round(end) - len(bar)), width - len(bar))
+            dark = min(round(width * used), block)
+            bar.append("█" * dark, colour).append("▒" * (block - dark), colour)
+        yield bar.append("·" * (width - len(bar)), "dim")
+
+
+def _bar(device: Device, tenants: Sequence[tuple[Reservation, Tenant | None]], colours: Mapping[str, str]) -> _Bar:
+    whole = max(1, device.memory_mib)
+    return _Bar(
+        [
+            (_reserved(device, held) / whole, seen.memory_mib / whole if seen else 0.0, colours[held.job_name])
+            for held, seen in tenants
+        ]
+    )
 
 
 def _activity(tenants: Sequence[tuple[Reservation, Tenant | None]]) -> str:
@@ -97,47 +123,83 @@ def _names(held: Sequence[Reservation], colours: Mapping[str, str]) -> Text:
     return names
 
 
+_PLACED = ("job", "state", "placed on", "mode", "slowdown", "restarts")
+_COMPARED = ("job", "memory MiB", "bound", "peak seen", "GPU util %", "seen", "step ms", "seen/predicted")
+_WHOLE = (*_PLACED[:4], *_COMPARED[1:6], "slowdown", *_COMPARED[6:], "restarts")
+_WORDS = ("job", "state", "placed on", "mode")
+"""Columns of words; the others are of figures."""
+
+
 def jobs(items: Iterable[GpuTrainingJob]) -> RenderableType:
-    """Tabulate predicted beside observed for every job."""
-    table = Table(title="predicted beside observed", title_justify="left", box=box.SIMPLE_HEAD)
-    for column in ("job", "state", "placed on", "mode"):
-        table.add_column(column)
-    for column in (
-        "memory MiB", "bound", "peak seen", "GPU util %", "seen", "slowdown", "step ms", "seen/predicted", "restarts",
-    ):  # fmt: skip
-        table.add_column(column, justify="right")
-    for job in sorted(items, key=lambda j: (j.metadata.namespace, j.metadata.name)):
-        table.add_row(*_job_row(job))
+    """Tabulate predicted beside observed for every job: in one table, or in two where one is too wide."""
+    ordered = sorted(items, key=lambda j: (j.metadata.namespace, j.metadata.name))
+    whole = Table(title="predicted beside observed", title_justify="left", box=box.SIMPLE_HEAD)
+    for column in _WHOLE:
+        whole.add_column(column, justify="left" if column in _WORDS else "right")
+    for job in ordered:
+        cells = _cells(job)
+        whole.add_row(*(cells[column] for column in _WHOLE))
+    parts = (_narrow("where the jobs are", _PLACED, ordered), _narrow("predicted beside observed", _COMPARED, ordered))
+    return _WholeOrParts(whole, Group(parts[0], Text(), parts[1]))
+
+
+@dataclass(frozen=True)
+class _WholeOrParts:
+    """A table, or what stands for it where there is no room for all of it."""
+
+    whole: Table
+    parts: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        needed = Measurement.get(console, options.update(max_width=_ANY_WIDTH), self.whole).maximum
+        yield self.whole if needed <= options.max_width else self.parts
+
+
+def _narrow(title: str, columns: Sequence[str], ordered: Sequence[GpuTrainingJob]) -> Table:
+    """Tabulate some columns so that only names are ever broken: each word of a header has a line of its own."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    for column in columns:
+        header = column.replace(" ", "\n").replace("/", "/\n")
+        is_name = column in ("job", "placed on")
+        table.add_column(header, justify="left" if column in _WORDS else "right", no_wrap=not is_name, overflow="fold")
+    for job in ordered:
+        cells = _cells(job) | {"placed on": _placed_on(job, short=True)}
+        table.add_row(*(cells[column] for column in columns))
     return table
 
 
-def _job_row(job: GpuTrainingJob) -> list[str]:
+def _placed_on(job: GpuTrainingJob, *, short: bool) -> str:
+    if not job.status.placement:
+        return ""
+    placed = job.status.placement[0]
+    product = placed.product.removeprefix("Simulated ").removeprefix("NVIDIA ") if short else placed.product
+    return f"{placed.node} {product}"
+
+
+def _cells(job: GpuTrainingJob) -> dict[str, str]:
+    """Return what is told of a job, by column."""
     status = job.status
     placed = status.placement[0] if status.placement else None
-    product = next(
-        (
-            p
-            for p in (status.prediction.products if status.prediction else [])
-            if placed and p.product in placed.product
-        ),
-        None,
-    )
+    products = status.prediction.products if status.prediction else []
+    product = next((p for p in products if placed and p.product in placed.product), None)
     seen = status.observed
-    return [
-        job.metadata.name,
-        status.state.value,
-        f"{placed.node} {placed.product}" if placed else "",
-        placed.mode.value if placed else "",
-        _number(product.memory.median_mib if product else None, ",.0f"),
-        _number(product.memory.upper_mib if product else placed.memory_limit_mib if placed else None, ",.0f"),
-        f"{seen.peak_memory_mib:,}" if seen else "",
-        f"{product.activity.gpu_util_percent.median:.0f}" if product else "",
-        _number(seen.gpu_util_percent if seen else None, ".0f"),
-        f"{placed.expected_slowdown:.2f}" if placed else "",
-        _number(seen.step_time_seconds * 1000 if seen and seen.step_time_seconds is not None else None, ",.0f"),
-        _number(seen.step_time_ratio if seen else None, ".2f"),
-        str(status.restarts),
-    ]
+    return {
+        "job": job.metadata.name,
+        "state": status.state.value,
+        "placed on": _placed_on(job, short=False),
+        "mode": placed.mode.value if placed else "",
+        "memory MiB": _number(product.memory.median_mib if product else None, ",.0f"),
+        "bound": _number(product.memory.upper_mib if product else placed.memory_limit_mib if placed else None, ",.0f"),
+        "peak seen": f"{seen.peak_memory_mib:,}" if seen else "",
+        "GPU util %": f"{product.activity.gpu_util_percent.median:.0f}" if product else "",
+        "seen": _number(seen.gpu_util_percent if seen else None, ".0f"),
+        "slowdown": f"{placed.expected_slowdown:.2f}" if placed else "",
+        "step ms": _number(
+            seen.step_time_seconds * 1000 if seen and seen.step_time_seconds is not None else None, ",.0f"
+        ),
+        "seen/predicted": _number(seen.step_time_ratio if seen else None, ".2f"),
+        "restarts": str(status.restarts),
+    }
 
 
 def _number(value: float | None, form: str) -> str:

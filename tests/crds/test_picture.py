@@ -1,5 +1,7 @@
+import re
 from io import StringIO
 
+import pytest
 from carpool_core import picture
 from carpool_core.resources.job import GpuTrainingJob, JobSpec, JobStatus, Observed, WorkerPlacement
 from carpool_core.resources.meta import ObjectMeta
@@ -12,14 +14,21 @@ from carpool_core.resources.node import (
     Tenant,
     TenantProfile,
 )
+from carpool_core.resources.prediction import (
+    ActivityPrediction,
+    Interval,
+    MemoryPrediction,
+    Prediction,
+    ProductPrediction,
+)
 from carpool_core.values import GpuUuid, JobState, JobUid, NodeName, PodUid, SharingMode
 from rich.console import Console, RenderableType
 
 GPU = GpuUuid("GPU-0")
 
 
-def rendered(drawn: RenderableType) -> str:
-    console = Console(width=160, file=StringIO())
+def rendered(drawn: RenderableType, width: int = 200) -> str:
+    console = Console(width=width, file=StringIO())
     with console.capture() as captured:
         console.print(drawn)
     return captured.get()
@@ -65,6 +74,15 @@ def test_two_tenants_never_draw_more_than_the_gpu() -> None:
     assert "·" not in drawn
 
 
+@pytest.mark.parametrize("width", range(60, 160, 7))
+def test_at_no_width_do_tenants_draw_more_than_the_gpu(width: int) -> None:
+    third = 40960 // 3
+    drawn = rendered(picture.gpus([node("n1", ("a", third, third), ("b", third, 1), ("c", third + 1, 9))]), width)
+    assert max(map(len, drawn.splitlines())) <= width
+    assert sum(map(drawn.count, "█▒·")) <= picture.BAR_WIDTH
+    assert all(name in drawn for name in "abc")
+
+
 def test_idle_nodes_of_one_kind_share_a_line() -> None:
     drawn = rendered(picture.gpus([node("n1"), node("n2"), node("n3")]))
     assert drawn.strip() == "3 idle nodes with 1 × Simulated NVIDIA A100-SXM4-40GB"
@@ -87,6 +105,84 @@ def test_a_job_shows_what_was_seen_beside_what_was_predicted() -> None:
     drawn = rendered(picture.jobs([job]))
     for expected in ("resnet", "Running", "n1", "MPS", "9,876", "1.25", "52", "1.31"):
         assert expected in drawn
+
+
+PRODUCTS = {"a100": "Simulated NVIDIA A100-SXM4-40GB", "h100": "Simulated NVIDIA H100 80GB HBM3"}
+JOBS = {
+    "impossible": ("a100", SharingMode.EXCLUSIVE),
+    "small-a": ("a100", SharingMode.MPS),
+    "small-b": ("a100", SharingMode.MPS),
+    "large": ("h100", SharingMode.TIME_SLICING),
+}
+HEADERS = (
+    "job state placed on mode memory MiB bound peak seen GPU util % seen slowdown step ms seen/ predicted restarts "
+    "GPU mode memory: reserved, and in use of GiB SM tenants"
+)
+
+
+def running(name: str) -> GpuTrainingJob:
+    """A job of which everything is known, in figures as long as they come."""
+    on, mode = JOBS[name]
+    percent = Interval(median=100, lower=90, upper=100)
+    predicted = ProductPrediction(
+        product=PRODUCTS[on].removeprefix("Simulated NVIDIA "),
+        memory=MemoryPrediction(median_mib=61_440, upper_mib=78_140, coverage=0.9),
+        activity=ActivityPrediction(gpu_util_percent=percent, sm_active_ratio=percent, dram_active_ratio=percent),
+        step_time_seconds=percent,
+    )
+    placed = WorkerPlacement(
+        worker=0, pod=name, pod_uid=PodUid(name), node=NodeName(on), gpu_uuids=[GpuUuid(f"{on}-0")],
+        product=PRODUCTS[on], mode=mode, expected_slowdown=1.25,
+    )  # fmt: skip
+    status = JobStatus(
+        state=JobState.UNPLACEABLE,
+        placement=[placed],
+        prediction=Prediction(outcome="Predicted", reason="Calibrated", products=[predicted]),
+        observed=Observed(peak_memory_mib=58_420, gpu_util_percent=99, step_time_seconds=1.2, step_time_ratio=1.31),
+    )
+    return GpuTrainingJob(metadata=ObjectMeta(name=name), spec=JobSpec(template={}), status=status)
+
+
+def four_gpus(name: str) -> GpuNode:
+    """A node with four GPUs, all its jobs on the first."""
+    held = [
+        Reservation(
+            pod_uid=PodUid(job), pod_namespace="default", pod_name=job, job_uid=JobUid(job), job_name=job,
+            gpu_uuids=[GpuUuid(f"{name}-0")], mode=mode, tenant=TenantProfile(memory_mib=9_000),
+        )
+        for job, (on, mode) in JOBS.items()
+        if on == name
+    ]  # fmt: skip
+    devices = [
+        Device(uuid=GpuUuid(f"{name}-{index}"), index=index, product=PRODUCTS[name], memory_mib=81_559)
+        for index in range(4)
+    ]
+    tenants = [Tenant(pod_uid=r.pod_uid, gpu_uuid=r.gpu_uuids[0], memory_mib=5_000, sm_active_ratio=0.9) for r in held]
+    return GpuNode(
+        metadata=ObjectMeta(name=name),
+        spec=GpuNodeSpec(reservations=held),
+        status=GpuNodeStatus(devices=devices, tenants=tenants),
+    )
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_nothing_is_cut_in_a_terminal(width: int) -> None:
+    """Regression: at 80 columns headers were `pl…` and `me…`, and the GPUs had no index."""
+    table = rendered(picture.jobs(map(running, JOBS)), width)
+    bars = rendered(picture.gpus(map(four_gpus, PRODUCTS)), width)
+    both = table + bars
+    assert "…" not in both
+    assert max(map(len, both.splitlines())) <= width
+    words = both.replace("seen/predicted", "seen/ predicted").split()
+    for word in {*HEADERS.split()}:
+        assert words.count(word) >= HEADERS.split().count(word), word
+    for name, (on, mode) in JOBS.items():
+        assert re.search(rf"^ *{name} +Unplaceable +{on} .*{mode.value} ", table, re.MULTILINE), name
+        assert name in bars
+    for figure in ("61,440", "78,140", "58,420", "100", "99", "1.25", "1,200", "1.31"):
+        assert table.split().count(figure) == len(JOBS), figure
+    for index in range(4):
+        assert len(re.findall(rf"^ *{index} .*[█▒·]{{12,}} ", bars, re.MULTILINE)) == len(PRODUCTS), index
 
 
 def test_the_picture_is_an_svg_document() -> None:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 from carpool_core.testing.kube import FakeKube
-from carpool_e2e.demo.show import play_scenes
+from carpool_e2e.demo.scenes import SCENES
+from carpool_e2e.demo.show import headline, play_scenes
 from carpool_e2e.demo.stage import SceneError, Stage, TooLateError
 from rich.console import Console
 
@@ -46,3 +47,14 @@ def test_after_something_wrong_nothing_more_is_played(stage: Stage) -> None:
     with pytest.raises(SceneError, match="expected two GPUs, found one"):
         asyncio.run(play_scenes(stage, [wrong, right]))
     assert "as it should be" not in shown(stage)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_headline_is_whole_at_every_width(width: int) -> None:
+    console = Console(file=StringIO(), width=width)
+    for scene in SCENES:
+        with console.capture() as captured:
+            headline(console, str(scene.__doc__))
+        shown = captured.get()
+        assert [word for word in shown.split() if set(word) != {"─"}] == str(scene.__doc__).split()
+        assert max(map(len, shown.splitlines())) <= width

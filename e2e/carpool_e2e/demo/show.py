@@ -7,7 +7,7 @@ from carpool_core import picture
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import GpuNode
 from carpool_core.values import JobState
-from rich.console import Group
+from rich.console import Console, Group
 from rich.text import Text
 
 from carpool_e2e.demo.scenes import SCENES, Scene
@@ -19,6 +19,15 @@ _WHAT_IS_SEEN = Text(
     "dim",
 )
 
+_FEW_OF_JOBS = (
+    "custom-columns=NAME:.metadata.name,STATE:.status.state,NODE:.status.summary.node,MODE:.status.summary.mode,"
+    "PREDMEM:.status.summary.predictedMemory,OBSMEM:.status.summary.observedMemory"
+)
+_FEW_OF_NODES = (
+    "custom-columns=NAME:.metadata.name,GPUS:.status.summary.gpus,MEMORY:.status.summary.memory,"
+    "TENANTS:.status.summary.tenants"
+)
+
 
 async def play(stage: Stage) -> None:
     """Play all scenes and the end; leaves `gpus.svg` in the stage's folder.
@@ -27,9 +36,9 @@ async def play(stage: Stage) -> None:
         SceneError: Something did not go as it should, or something was late; what was late is told at the end.
     """
     late = await play_scenes(stage, SCENES)
-    stage.console.rule("[bold cyan]What is there now")
+    headline(stage.console, "What is there now")
     await _measured(stage)
-    stage.run("get", "gtj,gpn", "-o", "wide", lines=60)
+    _as_kubectl_shows_it(stage)
     _draw(stage, await stage.jobs(), await stage.gpu_nodes())
     if late:
         raise SceneError("; ".join(late))
@@ -46,13 +55,34 @@ async def play_scenes(stage: Stage, scenes: Sequence[Scene]) -> list[str]:
     """
     late = []
     for scene in scenes:
-        stage.console.rule(f"[bold cyan]{scene.__doc__}")
+        headline(stage.console, scene.__doc__ or scene.__name__)
         try:
             await scene(stage)
         except TooLateError as error:
             late.append(f"{error} ({_load()})")
             stage.console.print(f"[bold red]Too late:[/bold red] {late[-1]}. The demo goes on, and fails at its end.")
     return late
+
+
+def headline(console: Console, text: str) -> None:
+    """Print what a scene is about, within a line where there is room for it, else below one."""
+    title = Text(text, "bold cyan", justify="center")
+    if len(text) + 4 <= console.width:
+        console.rule(title)
+    else:
+        console.rule()
+        console.print(title)
+
+
+def _as_kubectl_shows_it(stage: Stage) -> None:
+    """Show kubectl's own tables, of fewer columns where its lines would be broken: nobody could read those."""
+    everything = ("get", "gtj,gpn", "-o", "wide")
+    output = stage.run(*everything, show=False)
+    if max(map(len, output.splitlines()), default=0) <= stage.console.width:
+        stage.tell(everything, output, lines=60)
+    else:
+        stage.run("get", "gtj", "-o", _FEW_OF_JOBS)
+        stage.run("get", "gpn", "-o", _FEW_OF_NODES)
 
 
 def _load() -> str:

@@ -4,7 +4,7 @@ import asyncio
 import os
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,7 +49,7 @@ class Stage:
             lines: How much of the output is shown, from its end.
         """
         if show:
-            self.console.print(f"[bold]$ kubectl {' '.join(arguments)}[/bold]")
+            self._say(arguments)
         done = subprocess.run(
             [str(self.kubectl), *arguments],
             capture_output=True,
@@ -58,9 +58,21 @@ class Stage:
             env={**os.environ, "KUBECONFIG": str(self.kubeconfig)},
         )
         output = (done.stdout + done.stderr).strip()
-        if show and output:
-            self.console.print("\n".join(output.splitlines()[-lines:]), highlight=False, markup=False)
+        if show:
+            self._show(output, lines)
         return output
+
+    def tell(self, arguments: Sequence[str], output: str, *, lines: int = 40) -> None:
+        """Show what kubectl was asked and printed, where `run` was told to show nothing."""
+        self._say(arguments)
+        self._show(output, lines)
+
+    def _say(self, arguments: Sequence[str]) -> None:
+        self.console.print(f"$ kubectl {' '.join(arguments)}", style="bold", highlight=False, markup=False)
+
+    def _show(self, output: str, lines: int) -> None:
+        if output:
+            self.console.print("\n".join(output.splitlines()[-lines:]), highlight=False, markup=False)
 
     def apply(self, *manifests: Mapping[str, Any], is_refused: bool = False) -> str:
         """Write manifests into files, apply them, show and return what was said of them.
