@@ -13,7 +13,7 @@ from carpool_extender.doubts import doubt
 from carpool_extender.islands import islands
 from carpool_extender.journal import Journal
 from carpool_extender.numbering import Numbering
-from carpool_extender.rows import said_of, touched, write_device, write_tenants
+from carpool_extender.rows import Told, said_of, told_by, touched, write_device, write_tenants
 from carpool_extender.standing import Hindrance, Standing
 from carpool_extender.versions import differ, is_older
 from carpool_extender.view import Columns, Rows, View, empty_columns
@@ -38,7 +38,7 @@ class Cluster:
         self._journal = Journal()
         self._hindered: dict[int, Hindrance] = {}
         self._doubts: dict[str, dict[int, Hindrance]] = {}
-        self._written: dict[str, GpuNode] = {}
+        self._written: dict[str, Told] = {}
         self._blocks: dict[str, slice] = {}
         self._free: dict[int, list[slice]] = {}
         self._nodes: dict[str, GpuNode] = {}
@@ -225,9 +225,10 @@ class Cluster:
     def _write(self, name: str, node: GpuNode) -> None:
         """Write the rows of which the node says something else than what stands there."""
         node, written = self._with_assumed(node), self._written.get(name)
-        is_new = written is None or len(node.status.devices) != len(written.status.devices)
-        only = None if written is None or is_new else touched(written, node)
-        now, before = said_of(node, only), [] if written is None else said_of(written, only)
+        told = told_by(node)
+        is_new = written is None or len(node.status.devices) != len(written.node.status.devices)
+        only = None if written is None or is_new else touched(written, told)
+        now, before = said_of(told, only), [] if written is None else said_of(written, only)
         devices = [said.device for said in now]
         is_changed = is_new or devices != [said.device for said in before]
         kinds = [class_of(device) for device in devices] if is_changed else []
@@ -241,7 +242,7 @@ class Cluster:
             write_tenants(self._columns, block.start + said.place, said, self._namespaces.ids)
         self._doubt(name, {block.start + said.place: doubt(said) for said in different})
         self._journal.note(np.array([said.place for said in different], np.intp) + block.start)
-        self._written[name] = node
+        self._written[name] = told
 
     def _describe(self, name: str, block: slice, devices: list[Device], kinds: list[DeviceClass]) -> None:
         node, columns = self._names.ids[name], self._columns

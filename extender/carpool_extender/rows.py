@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from carpool_core.deviceclass import DeviceClass
 from carpool_core.resources.node import Device, GpuNode, Reservation, Tenant
-from carpool_core.values import GpuUuid, Tenancy
+from carpool_core.values import GpuUuid, PodUid, Tenancy
 
 from carpool_extender.measured import known_of, seconds, settled_tenants
 from carpool_extender.mig import profile_of
@@ -29,25 +29,49 @@ class Said(NamedTuple):
     """Everybody of whom something was measured there."""
 
 
-def touched(before: GpuNode, now: GpuNode) -> frozenset[GpuUuid] | None:
+class Told(NamedTuple):
+    """A GpuNode, with what follows from it as a whole."""
+
+    node: GpuNode
+    settled: Mapping[tuple[PodUid, GpuUuid], Tenant]
+    """The measures that count already."""
+
+
+def told_by(node: GpuNode) -> Told:
+    """Work out what follows from a node as a whole."""
+    return Told(node, settled_tenants(node))
+
+
+def touched(before: Told, now: Told) -> frozenset[GpuUuid] | None:
     """Return the GPUs of which two states of a node may say different things; None where that may be any."""
-    if before.status is not now.status and (
-        before.status.devices != now.status.devices or before.status.tenants or now.status.tenants
-    ):
+    was, status = before.node.status, now.node.status
+    if was is not status and was.devices != status.devices:
         return None
-    old, new = ({one.pod_uid: one for one in node.spec.reservations} for node in (before, now))
+    old, new = ({one.pod_uid: one for one in told.node.spec.reservations} for told in (before, now))
     different = [one for uid, one in new.items() if old.get(uid) != one]
     different += [one for uid, one in old.items() if new.get(uid) != one]
-    return frozenset(uuid for one in different for uuid in one.gpu_uuids)
+    found = {uuid for one in different for uuid in one.gpu_uuids}
+    if was is not status:
+        seen = ({(one.pod_uid, one.gpu_uuid): one for one in of.tenants} for of in (was, status))
+        found |= _apart(*seen) | _apart(before.settled, now.settled)
+    return frozenset(found)
 
 
-def said_of(node: GpuNode, among: Collection[GpuUuid] | None = None) -> list[Said]:
+def _apart(
+    one: Mapping[tuple[PodUid, GpuUuid], Tenant], other: Mapping[tuple[PodUid, GpuUuid], Tenant]
+) -> set[GpuUuid]:
+    """Return the GPUs of which two collections of measures differ."""
+    return {gpu for pod, gpu in one.keys() | other.keys() if one.get((pod, gpu)) != other.get((pod, gpu))}
+
+
+def said_of(told: Told, among: Collection[GpuUuid] | None = None) -> list[Said]:
     """Return what a node says of its GPUs, by their index.
 
     Args:
-        node: The node.
+        told: The node.
         among: The GPUs in question; all when None.
     """
+    node, settled = told
     held: dict[GpuUuid, list[Reservation]] = {}
     for reservation in node.spec.reservations:
         for uuid in reservation.gpu_uuids:
@@ -55,7 +79,6 @@ def said_of(node: GpuNode, among: Collection[GpuUuid] | None = None) -> list[Sai
     seen: dict[GpuUuid, list[Tenant]] = {}
     for tenant in node.status.tenants:
         seen.setdefault(tenant.gpu_uuid, []).append(tenant)
-    settled = settled_tenants(node)
     found = []
     for place, device in enumerate(sorted(node.status.devices, key=INDEX)):
         if among is None or device.uuid in among:

@@ -111,7 +111,7 @@ def test_more_tenants_than_expected_make_the_arrays_wider():
     assert view.columns.count.tolist() == [5]
 
 
-def made(name, gpus, held, seen):
+def made(name, gpus, held, seen, heartbeat):
     """A node whose GPUs, reservations and measures all differ from one drawing to the next."""
     devices = [device(i, name, memory_mib=40960 + usable, **changes) for i, (usable, changes) in enumerate(gpus)]
     reserved = [
@@ -126,7 +126,7 @@ def made(name, gpus, held, seen):
         for i, (gpu, sm) in enumerate(seen)
     ]
     node = gpu_node(name, devices, reserved)
-    status = msgspec.structs.replace(node.status, tenants=measured, heartbeat_time="2026-01-01T00:10:00Z")
+    status = msgspec.structs.replace(node.status, tenants=measured, heartbeat_time=heartbeat)
     return msgspec.structs.replace(node, status=status)
 
 
@@ -137,6 +137,7 @@ nodes = st.builds(
     st.lists(st.tuples(st.sampled_from([0, 100]), st.sampled_from(DEVICES)), max_size=4),
     st.lists(st.integers(0, 3), max_size=6),
     st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0.1, 0.2])), max_size=4),
+    st.sampled_from(["2026-01-01T00:01:00Z", "2026-01-01T00:10:00Z"]),
 )
 
 
