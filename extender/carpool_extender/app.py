@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 
 from carpool_extender.assessments import Assessments
 from carpool_extender.binder import Binder, Tools
-from carpool_extender.book import Book
+from carpool_extender.book import GATHER_S, Book
 from carpool_extender.cluster import Cluster
 from carpool_extender.gangs import Gangs
 from carpool_extender.janitor import Janitor
@@ -54,8 +54,16 @@ def build(
     api: KubeApi,
     clock: Clock,
     sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
+    gather_s: float = GATHER_S,
 ) -> Extender:
     """Put the process together.
+
+    Args:
+        settings: What the site has chosen.
+        api: The Kubernetes API.
+        clock: Tells the time.
+        sleep: Waits.
+        gather_s: Seconds from one write of a GpuNode to the next.
 
     Raises:
         UnknownPolicyError: The policy's name is not in the table.
@@ -68,7 +76,7 @@ def build(
     watches = Watches(api, clock, Cluster(settings.slots_per_gpu, standing))
     registry.register(KnowledgeCollector(watches))
     workloads = Workloads(api, watches, job_policies=settings.job_policies)
-    book = Book(api, watches, clock, sleep)
+    book = Book(api, watches, clock, sleep, gather_s)
     events = EventRecorder(api, clock, COMPONENT)
     tools = Tools(api, clock, sleep, events, telemetry, standing)
     assessments = Assessments(watches.cluster, rules)

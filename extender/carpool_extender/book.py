@@ -18,6 +18,9 @@ from carpool_extender.watches import Watches
 
 ATTEMPTS = 8
 FIRST_PAUSE_S = 0.05
+GATHER_S = 0.1
+"""After a write of a node, so long is gathered what is written there next: a GpuNode has tens of reservations, every
+write carries all of them, and its agent answers each with a report. What comes to a node at rest is written at once."""
 
 
 _UNTRACKED: Mapping[str, Any] = {"op": "add", "path": "/metadata/managedFields", "value": [{}]}
@@ -44,10 +47,26 @@ class _Change:
 
 
 class Book:
-    """The ledgers of all nodes. What comes while a node is being written is written together afterwards."""
+    """The ledgers of all nodes. What comes while a node is being written, or soon after, is written together.
 
-    def __init__(self, api: KubeApi, watches: Watches, clock: Clock, sleep: Callable[[float], Awaitable[Any]]) -> None:
+    Args:
+        api: Where GpuNodes are written.
+        watches: What is known of them.
+        clock: Tells when capacity was freed.
+        sleep: Waits between tries, and while changes are gathered.
+        gather_s: Seconds from one write of a node to the next.
+    """
+
+    def __init__(
+        self,
+        api: KubeApi,
+        watches: Watches,
+        clock: Clock,
+        sleep: Callable[[float], Awaitable[Any]],
+        gather_s: float = GATHER_S,
+    ) -> None:
         self._api, self._watches, self._clock, self._sleep = api, watches, clock, sleep
+        self._gather_s = gather_s
         self._waiting: dict[str, list[_Change]] = {}
         self._writers: dict[str, asyncio.Task[None]] = {}
 
@@ -87,6 +106,7 @@ class Book:
         try:
             while batch := self._waiting.pop(name, []):
                 await self._settle(name, batch)
+                await self._sleep(self._gather_s)
         finally:
             del self._writers[name]
 

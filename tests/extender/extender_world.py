@@ -36,7 +36,7 @@ class World:
     async def extender(self):
         """A running extender; leaving kills it as SIGKILL would, wherever it is."""
         before = asyncio.all_tasks()
-        parts = build(ExtenderSettings(), self.kube, self.clock, self.clock.sleep)
+        parts = build(ExtenderSettings(), self.kube, self.clock, self.clock.sleep, gather_s=0)
         parts_task = asyncio.create_task(parts.run())
         await parts.watches.wait_synced()
         try:

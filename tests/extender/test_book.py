@@ -10,7 +10,7 @@ from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_extender.book import Book
 from carpool_extender.cluster import Cluster
-from carpool_extender.testing import gpu_node, seed_node, tenant
+from carpool_extender.testing import gpu_node, seed_node, tenant, until
 from carpool_extender.watches import Watches
 
 
@@ -37,7 +37,7 @@ async def test_what_can_never_be_written_takes_nothing_with_it():
     kube = Strict(clock)
     seed_node(kube, gpu_node("a", 3))
     watches = Watches(kube, clock, Cluster())
-    book = Book(kube, watches, clock, clock.sleep)
+    book = Book(kube, watches, clock, clock.sleep, gather_s=0)
     wanted = [tenant(name, [f"GPU-a-{i}"]) for i, name in enumerate("xyz")]
     wanted[1] = msgspec.structs.replace(wanted[1], reason="!" * 5000)
     told = await asyncio.gather(*(book.change("a", adding(one)) for one in wanted), return_exceptions=True)
@@ -50,7 +50,7 @@ async def test_one_that_can_never_be_written_is_tried_once():
     clock = FakeClock()
     kube = Strict(clock)
     seed_node(kube, gpu_node("a"))
-    book = Book(kube, Watches(kube, clock, Cluster()), clock, clock.sleep)
+    book = Book(kube, Watches(kube, clock, Cluster()), clock, clock.sleep, gather_s=0)
     with pytest.raises(Invalid):
         await book.change("a", adding(msgspec.structs.replace(tenant("x", ["GPU-a-0"]), reason="!" * 5000)))
     assert [call.verb for call in kube.calls] == ["get"]
@@ -59,7 +59,7 @@ async def test_one_that_can_never_be_written_is_tried_once():
 async def seen_before(kube, clock):
     """A book that knows a node as it is now."""
     watches = Watches(kube, clock, Cluster())
-    book = Book(kube, watches, clock, clock.sleep)
+    book = Book(kube, watches, clock, clock.sleep, gather_s=0)
     await book.read("a")
     return book, watches
 
@@ -100,3 +100,20 @@ async def test_a_node_that_was_made_again_is_another():
     before = len(kube.calls)
     await book.change("a", adding(tenant("x", ["GPU-a-0"])))
     assert [call.verb for call in kube.calls[before:]] == ["patch", "get", "patch"]
+
+
+async def test_what_comes_soon_after_a_write_is_gathered():
+    clock = FakeClock()
+    kube = FakeKube(clock)
+    seed_node(kube, gpu_node("a", 3))
+    watches = Watches(kube, clock, Cluster())
+    book = Book(kube, watches, clock, clock.sleep, gather_s=0.1)
+    await book.read("a")
+    await book.change("a", adding(tenant("x", ["GPU-a-0"])))
+    more = [asyncio.create_task(book.change("a", adding(tenant(n, [f"GPU-a-{i}"])))) for i, n in ((1, "y"), (2, "z"))]
+    await until(lambda: len(clock.sleeping) == 1)
+    assert [call.verb for call in kube.calls] == ["get", "patch"]
+    clock.advance(0.1)
+    await asyncio.gather(*more)
+    assert [call.verb for call in kube.calls] == ["get", "patch", "patch"]
+    assert all(watches.cluster.holders(f"pod-{name}") == ["a"] for name in "xyz")

@@ -86,7 +86,7 @@ async def test_nothing_is_kept_of_nodes_that_are_gone():
     clock = FakeClock()
     kube = FakeKube(clock)
     watches = Watches(kube, clock, Cluster())
-    book = Book(kube, watches, clock, clock.sleep)
+    book = Book(kube, watches, clock, clock.sleep, gather_s=0)
     restorer = Restorer(kube, watches, book, EventRecorder(kube, clock, "test"), 8)
     janitor = Janitor(kube, watches, book, restorer, clock, clock.sleep)
     running = asyncio.create_task(watches.run())
