@@ -173,7 +173,10 @@ def _one(name: str, experiment: Experiment, runs: Runs) -> list[str]:
     if runs.policies == "published" and not experiment.whole:
         off = run(experiment, wrong(experiment.mode))
         results.write(runs.out, name + results.WRONG, workload, off)
-        parts += ["Carpool (slowdown ≤ 1.5) when its predictions are off, against the first line above:", ""]
+        parts += [
+            "Carpool (slowdown ≤ 1.5) when predictions are off and nothing is learned, against the first line:",
+            "",
+        ]
         parts += [*report.markdown([lines[0], *off]), ""]
         with_failures = failing(experiment)
         lines_failing = run(with_failures, list(with_failures.published))

@@ -99,6 +99,7 @@ DEFAULT = "Carpool, slowdown ≤ 1.5 (default)"
 def ours(mode: SharingMode) -> list[Strategy]:
     """Carpool with what it is shipped with and what it learns, at several limits; ablations; an oracle's knowledge."""
     base = Strategy(DEFAULT, "least-slowdown", Knowledge.PREDICTED, mode, max_slowdown=1.5, learns=True)
+    oracle = replace(base, knowledge=Knowledge.TRUTH, learns=False)
     return [
         base,
         replace(base, name="Carpool, slowdown ≤ 2", max_slowdown=2.0),
@@ -107,14 +108,14 @@ def ours(mode: SharingMode) -> list[Strategy]:
         replace(base, name="Carpool, nothing measured", measure=False),
         replace(base, name="Carpool, nothing learned", learns=False),
         replace(base, name="Carpool, sharing before anything was measured", strict=False),
-        replace(base, name="oracle's knowledge, slowdown ≤ 1.5", knowledge=Knowledge.TRUTH),
-        replace(base, name="oracle's knowledge, slowdown ≤ 2", knowledge=Knowledge.TRUTH, max_slowdown=2.0),
+        replace(oracle, name="oracle's knowledge, slowdown ≤ 1.5"),
+        replace(oracle, name="oracle's knowledge, slowdown ≤ 2", max_slowdown=2.0),
     ]
 
 
 def wrong(mode: SharingMode) -> list[Strategy]:
-    """Carpool when its predictions are off, or missing."""
-    base = Strategy("Carpool", "least-slowdown", Knowledge.PREDICTED, mode, max_slowdown=1.5, learns=True)
+    """Carpool when its predictions are off, or missing; it learns nothing, which would set many of them right again."""
+    base = Strategy("Carpool", "least-slowdown", Knowledge.PREDICTED, mode, max_slowdown=1.5)
     off = [replace(base, name=f"off by {round(100 * e)}%", error=e) for e in (0.10, 0.25, 0.50)]
     return [*off, replace(base, name="abstains from every job", abstain=True)]
 

@@ -175,7 +175,10 @@ def _losses(found: dict[str, tuple[results.About, list[Line]]]) -> list[str]:
 def _more(out: Path, name: str, first: Line) -> list[str]:
     parts: list[str] = []
     if (wrong := results.read(out, name + WRONG)) is not None:
-        parts += ["Carpool (slowdown ≤ 1.5) when its predictions are off, against the first line above:", ""]
+        parts += [
+            "Carpool (slowdown ≤ 1.5) when predictions are off and nothing is learned, against the first line:",
+            "",
+        ]
         parts += [*report.markdown([first, *wrong[1]]), ""]
     if (failing := results.read(out, name + FAILING)) is not None:
         parts += [f"When each GPU fails every {FAILS_EVERY_H:g} hours, and its jobs begin again:", ""]
