@@ -4,6 +4,7 @@ NAME is a model of the hub (`bert-base-uncased`, `openai-community/gpt2-xl`; its
 configuration class (`LlamaConfig`); keys override values of the configuration. No weights, no network.
 """
 
+from functools import partial
 from importlib import import_module
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +21,6 @@ from carpool_predictor.hub import Value, nearest, published
 _LONGEST = 512
 """Tokens of a sample where nothing else is said, like most examples of fine-tuning; fewer if the model takes fewer."""
 _ATTENTION_DROPOUT = ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob")
-"""CUDA's fused kernels draw these masks inside, and keep nothing of them."""
 _LENGTHS = ("max_position_embeddings", "n_positions")
 
 
@@ -108,9 +108,6 @@ def configure(name: str, num_classes: int | None) -> Any:
         raise TraceError("UnknownCatalogModel", f"{kind.__name__} refuses these values: {e}") from e
     if hasattr(config, "use_cache"):
         config.use_cache = False  # a cache of keys and values serves generation
-    for dropout in _ATTENTION_DROPOUT:
-        if hasattr(config, dropout):
-            setattr(config, dropout, 0.0)
     if num_classes is not None and getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = 0  # classifiers look for the last token that is no padding
     return config
@@ -168,6 +165,10 @@ def build(config: Any, num_classes: int | None) -> nn.Module:
             "trained here; give a factory of your own",
         )
     kind = getattr(_package_of(config.model_type), found if isinstance(found, str) else found[0])
+    if kind._supports_sdpa:
+        # CUDA's fused kernels draw these masks inside, and keep nothing of them.
+        for dropout in filter(partial(hasattr, config), _ATTENTION_DROPOUT):
+            setattr(config, dropout, 0.0)
     return HubModel(kind(config), config, images=images)
 
 

@@ -16,7 +16,7 @@ from carpool_predictor.activity_trees import Forest
 from carpool_predictor.interpolation import cost_at
 from carpool_predictor.quickscorer import Ensemble
 from carpool_predictor.trees import MalformedError
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 A100 = find_product("A100-SXM4-40GB")
@@ -149,7 +149,7 @@ def walked(forest: Forest, row: list[float]) -> float:
     return total
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])  # slow is the machine, at times
 @given(st.lists(forests(3), min_size=1, max_size=3), st.lists(st.floats(-4, 4) | st.integers(-4, 4).map(float),
                                                              min_size=3, max_size=3))  # fmt: skip
 def test_all_trees_at_once_give_what_walking_gives(grown: list[Forest], row: list[float]) -> None:

@@ -91,6 +91,22 @@ def test_models_of_the_hub_trace(model: CatalogModel) -> None:
     assert features.steps[0].peak_bytes < features.steps[1].peak_bytes
 
 
+@pytest.mark.parametrize(
+    ("name", "keeps"),
+    [
+        pytest.param("gpt2@n_layer=2,n_embd=64,n_head=2,attn_pdrop", False, id="fused attention"),
+        pytest.param("openai-gpt@n_layer=2,n_embd=64,n_head=2,attn_pdrop", True, id="attention of its own"),
+    ],
+)
+def test_dropout_in_attention_takes_memory_where_no_fused_kernel_draws_it(name: str, keeps: bool) -> None:
+    """Regression: dropout was left out of every model's attention, though only fused kernels keep nothing of it."""
+    without, with_dropout = (
+        trace_recipe(recipe_of(CatalogModel(name=f"transformers/{name}={rate}", input=[64])), Training(batch_size=4))
+        for rate in (0.0, 0.1)
+    )
+    assert (with_dropout.steps[1].peak_bytes > without.steps[1].peak_bytes) is keeps
+
+
 def test_models_of_the_hub_recompute_their_layers() -> None:
     recipe = recipe_of(CatalogModel(name="transformers/gpt2@n_layer=2,n_embd=64,n_head=2", input=[16]))
     plain, checkpointed = (
