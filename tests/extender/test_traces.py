@@ -59,10 +59,13 @@ def test_fractions_of_alibaba_share_and_whole_gpus_do_not(openb):
     assert figures_of(alone).waiting_min == pytest.approx(40 / 60 / 3)
 
 
-def test_pods_come_closer_together_and_last_as_long(openb):
-    one, other = alibaba.alibaba(openb, 0), alibaba.dense(openb, 0)
-    assert [job.arrival_s for job in other.jobs] == [job.arrival_s / alibaba.CLOSER for job in one.jobs]
-    assert [job.work_s for job in other.jobs] == [job.work_s for job in one.jobs]
+def test_the_same_pods_come_to_few_of_the_nodes(openb):
+    lines = "".join(f"n{number},{1 + number % 2}\n" for number in range(2 * alibaba.EVERY))
+    (openb / "traces" / alibaba.NODES).write_text(f"sn,gpu\n{lines}")
+    one, other = alibaba.alibaba(openb, 0), alibaba.few(openb, 0)
+    assert list(other.nodes) == ["n0", f"n{alibaba.EVERY}"]
+    assert other.jobs == one.jobs
+    assert "Every 200th node only: 2 GPUs, of which 0.9 are asked for on average." in other.assumptions
 
 
 def test_more_than_there_is_is_drawn_by_the_seed_and_never_ends(openb):

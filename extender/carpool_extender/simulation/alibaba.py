@@ -1,10 +1,11 @@
-"""Alibaba's pods of 2023 with fractions of a GPU, on its 1,213 GPU nodes: as they came, closer together, and too many.
+"""Alibaba's pods of 2023 with fractions of a GPU, on its 1,213 GPU nodes: as they came, on few nodes, and too many.
 
 The trace belongs to "Beware of Fragmentation" (Weng et al., USENIX ATC '23), whose protocol `full` follows: pods drawn
 from the trace, none of which ends, until they ask for 1.3 times the GPUs there are.
 """
 
 import csv
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,8 +22,8 @@ from carpool_extender.simulation.workload import SimJob, Truth, Workload, Worklo
 
 PODS, NODES = "openb_pod_list_default.csv", "openb_node_list_gpu_node.csv"
 WHOLE_MILLI = 1000
-CLOSER = 400.0
-"""How much closer pods come in `dense`: what they ask for on average is then about nine tenths of the GPUs."""
+EVERY = 200
+"""Every so many nodes one is there in `few`: on all of them nobody ever waits."""
 INFLATED = 1.3
 """GPUs that are asked for in `full`, over those that there are, as the authors of the trace have it."""
 WATCHED_S = 3600.0
@@ -63,17 +64,15 @@ def alibaba(data: Path, _seed: int) -> Workload:
     return Workload("alibaba", _title("as they came", jobs, nodes), jobs, nodes, (*ASSUMPTIONS, LASTS), shown=SHOWN)
 
 
-def dense(data: Path, _seed: int) -> Workload:
-    """Return the pods of the trace so close together that they meet; they last as long as they did."""
-    nodes = _cluster(data)
-    jobs = [replace(job, arrival_s=job.arrival_s / CLOSER) for job in _jobs(data)]
-    told = (
-        f"Pods come {CLOSER:g} times as close together as they did, so that they ask for about nine tenths of the GPUs "
-        "on average, at times for more than all.",
-        LASTS,
-    )
-    title = _title(f"{CLOSER:g} times as close together", jobs, nodes)
-    return Workload("alibaba-dense", title, jobs, nodes, (*ASSUMPTIONS, *told), shown=SHOWN)
+def few(data: Path, _seed: int) -> Workload:
+    """Return the pods of the trace as they came, on so few of the nodes that they meet."""
+    jobs = _jobs(data)
+    nodes = dict(itertools.islice(_cluster(data).items(), 0, None, EVERY))
+    gpus = sum(map(len, nodes.values()))
+    asked = sum(job.work_s * job.gpus * job.truth.util for job in jobs)
+    mean = asked / max(job.arrival_s + job.work_s for job in jobs)
+    told = (f"Every {EVERY}th node only: {gpus} GPUs, of which {mean:.1f} are asked for on average.", LASTS)
+    return Workload("alibaba-few", _title("on few nodes", jobs, nodes), jobs, nodes, (*ASSUMPTIONS, *told), shown=SHOWN)
 
 
 def full(data: Path, seed: int) -> Workload:

@@ -88,7 +88,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     "radrm-60": Experiment(lambda data, seed: radrm.radrm(data, seed, 60), radrm.STRATEGIES, SharingMode.MPS),
     "philly": Experiment(philly.philly, philly.STRATEGIES, SharingMode.TIME_SLICING, whole=True),
     "alibaba": Experiment(alibaba.alibaba, alibaba.STRATEGIES, SharingMode.TIME_SLICING, whole=True),
-    "alibaba-dense": Experiment(alibaba.dense, alibaba.STRATEGIES, SharingMode.TIME_SLICING, whole=True),
+    "alibaba-few": Experiment(alibaba.few, alibaba.STRATEGIES, SharingMode.TIME_SLICING, whole=True),
     "alibaba-full": Experiment(alibaba.full, alibaba.STRATEGIES, SharingMode.TIME_SLICING, whole=True),
 }
 SMALL = ("hotcloud", "radrm-90", "radrm-60")
