@@ -107,6 +107,19 @@ def test_dropout_in_attention_takes_memory_where_no_fused_kernel_draws_it(name: 
     assert (with_dropout.steps[1].peak_bytes > without.steps[1].peak_bytes) is keeps
 
 
+def test_queries_that_share_keys_keep_no_scores() -> None:
+    """Regression: PyTorch keeps the matrix of scores on meta tensors, which CUDA's fused kernels do not."""
+    name = "transformers/LlamaConfig@hidden_size=64,num_hidden_layers=2,num_attention_heads=4,vocab_size=99"
+    alone, shared = (
+        trace_recipe(
+            recipe_of(CatalogModel(name=f"{name},num_key_value_heads={heads}", input=[256])), Training(batch_size=4)
+        ).steps[1]
+        for heads in (4, 2)
+    )
+    assert shared.flops < alone.flops
+    assert shared.activation_bytes < alone.activation_bytes
+
+
 def test_models_of_the_hub_recompute_their_layers() -> None:
     recipe = recipe_of(CatalogModel(name="transformers/gpt2@n_layer=2,n_embd=64,n_head=2", input=[16]))
     plain, checkpointed = (
