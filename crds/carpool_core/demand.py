@@ -67,6 +67,24 @@ class Demand:
         )
 
 
+def told_of(prediction: Prediction, mode: RequestedMode, limit: int | str | None) -> str:
+    """Say what a prediction found to the owner of a job.
+
+    What an abstention advises is for jobs that would share if their memory were known.
+
+    Args:
+        prediction: What was predicted.
+        mode: How the job asks to share.
+        limit: Its own memory limit.
+    """
+    if prediction.outcome == "Predicted" or (limit is None and mode is not RequestedMode.EXCLUSIVE):
+        return prediction.message
+    cause = prediction.message.partition(";")[0]
+    if mode is RequestedMode.EXCLUSIVE:
+        return f"{cause}; the job asks for a GPU of its own (Exclusive), for which nothing has to be known"
+    return f"{cause}; placement counts with spec.memory.limit ({limit}), so the job may share a GPU all the same"
+
+
 def demand_of(job: GpuTrainingJob) -> Demand:
     """Collect what the job's spec and its status.prediction say."""
     spec = job.spec

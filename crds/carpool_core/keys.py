@@ -45,3 +45,6 @@ REASON_BACKING_OFF: Final = "BackingOff"
 
 REASON_EXCEEDS_EVERY_GPU: Final = "ExceedsEveryGpu"
 """Reason of condition Placed: no GPU of the cluster could hold the job even if it were empty."""
+
+REASON_NO_SUCH_GPU: Final = "NoSuchGpu"
+"""Reason of condition Placed: no GPU of the cluster is of the product that the job asks for."""

@@ -63,5 +63,9 @@ def state_of(status: JobStatus) -> JobState:
     if predicted is None or predicted.status == "Unknown":
         return JobState.PREDICTING
     placed = find(status, keys.CONDITION_PLACED)
-    reasons = {keys.REASON_EXCEEDS_EVERY_GPU: JobState.UNPLACEABLE, keys.REASON_BACKING_OFF: JobState.BACKING_OFF}
+    reasons = {
+        keys.REASON_EXCEEDS_EVERY_GPU: JobState.UNPLACEABLE,
+        keys.REASON_NO_SUCH_GPU: JobState.UNPLACEABLE,
+        keys.REASON_BACKING_OFF: JobState.BACKING_OFF,
+    }
     return JobState.QUEUED if placed is None else reasons.get(placed.reason, JobState.QUEUED)

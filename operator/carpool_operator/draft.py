@@ -47,7 +47,7 @@ class Draft:
         )
         self.status = conditions.with_condition(self.status, condition, self.snapshot.now)
 
-    def unset_running(self, reason: str, message: str = "") -> None:
+    def unset_running(self, reason: str, message: str) -> None:
         """Set Running to False, where it was ever set."""
         if conditions.find(self.status, keys.CONDITION_RUNNING) is not None:
             self.condition(keys.CONDITION_RUNNING, "False", reason, message)
@@ -102,7 +102,7 @@ class Draft:
         if attempt is not None and attempt.ended_at is None:
             self.status = attempts.with_attempt(self.status, attempts.ended(attempt, reason, message, now))
         self.condition(type_, "True", reason, message)
-        self.unset_running(reason)
+        self.unset_running(reason, message)
         if conditions.find(self.status, keys.CONDITION_PLACED) and not conditions.holds(
             self.status, keys.CONDITION_PLACED
         ):

@@ -7,8 +7,10 @@ once.
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from carpool_core import keys
 from carpool_core.demand import Demand, unsuitable
 from carpool_core.deviceclass import DeviceClass, class_of
+from carpool_core.products import matches
 from carpool_core.resources.node import Device
 
 NodeKind = tuple[tuple[DeviceClass, int], ...]
@@ -21,6 +23,16 @@ Inventory = Mapping[NodeKind, int]
 def node_kind(devices: Iterable[Device]) -> NodeKind:
     """Return the kind of a node with these GPUs."""
     return tuple(sorted(Counter(map(class_of, devices)).items()))
+
+
+def reason_of_never(demand: Demand, inventory: Inventory) -> str:
+    """Say in one CamelCase word why no node could ever run a worker, where none could."""
+    products = {kind.product for node in inventory for kind, _ in node}
+    if not products:
+        return "NoGpuNodes"
+    if demand.product is None or any(matches(product, demand.product) for product in products):
+        return keys.REASON_EXCEEDS_EVERY_GPU
+    return keys.REASON_NO_SUCH_GPU
 
 
 def never_fits(demand: Demand, inventory: Inventory) -> str | None:

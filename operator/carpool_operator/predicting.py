@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from carpool_core import keys
-from carpool_core.demand import Demand
+from carpool_core.demand import Demand, told_of
 from carpool_core.products import hardware_name
 from carpool_core.resources.job import GpuTrainingJob, WorkerPlacement
 from carpool_core.resources.prediction import Prediction
@@ -76,19 +76,14 @@ def describe(prediction: Prediction) -> str:
 
 def _keep(draft: Draft, prediction: Prediction) -> None:
     draft.set(prediction=prediction)
-    limit = draft.job.spec.memory.limit
+    told = told_of(prediction, draft.job.spec.sharing.mode, draft.job.spec.memory.limit)
     if prediction.outcome == "Predicted":
-        draft.condition(keys.CONDITION_PREDICTED, "True", prediction.reason, prediction.message)
+        draft.condition(keys.CONDITION_PREDICTED, "True", prediction.reason, told)
         draft.say("Normal", "Predicted", describe(prediction))
-    elif limit is None:
-        draft.condition(keys.CONDITION_PREDICTED, "False", prediction.reason, prediction.message)
-        draft.say("Warning", prediction.reason, prediction.message)
     else:
-        # What the abstention advises is for jobs whose memory nobody knows.
-        cause = prediction.message.partition(";")[0]
-        told = f"{cause}; placement counts with spec.memory.limit ({limit}), so the job may share a GPU all the same"
         draft.condition(keys.CONDITION_PREDICTED, "False", prediction.reason, told)
-        draft.say("Normal", prediction.reason, told)
+        # Nobody has to act where the job would not share, or may share all the same.
+        draft.say("Warning" if told == prediction.message else "Normal", prediction.reason, told)
 
 
 def _tracing(what: str, ahead: int) -> tuple[str, str]:

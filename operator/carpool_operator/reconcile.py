@@ -18,7 +18,7 @@ from carpool_operator import attempts, conditions, learning, placement, rendezvo
 from carpool_operator.actions import CheckTemplate, CreatePod, CreateService, Decision, DeleteJob
 from carpool_operator.draft import Draft
 from carpool_operator.impostors import without_impostors
-from carpool_operator.inventory import never_fits
+from carpool_operator.inventory import never_fits, reason_of_never
 from carpool_operator.outcomes import Outcome, outcome_of, pod_deleted, unreserved
 from carpool_operator.pods import attempt_of, build_pod, owner_reference, pod_name, template_error, worker_of
 from carpool_operator.predicting import predict
@@ -33,6 +33,8 @@ LEARNED_AGAIN_AFTER_S = 1.0
 
 REFUSED_AGAIN_AFTER_S = 15.0
 """When a pod is tried again that was refused for a reason outside of the job (a quota, a name that is taken)."""
+
+_ONCE_MORE = "the job has ended by this: delete it, and apply the corrected one"
 
 
 def reconcile(snapshot: Snapshot) -> Decision:
@@ -63,9 +65,9 @@ def _is_hopeless(draft: Draft, attempt: Attempt | None) -> bool:
     """Fail a job whose pods will never be accepted; have those of a new job checked, before a trace takes minutes."""
     error, refusal = template_error(draft.job), draft.snapshot.refusal
     if error is not None:
-        draft.fail("InvalidTemplate", error)
+        draft.fail("InvalidTemplate", f"{error}; {_ONCE_MORE}")
     elif refusal is not None and refusal.is_final:
-        draft.fail(refusal.reason, refusal.message, attempt)
+        draft.fail(refusal.reason, f"{refusal.message}; {_ONCE_MORE}", attempt)
     elif attempt is None and not draft.snapshot.is_template_checked:
         draft.first(CheckTemplate(build_pod(draft.job, 0, 1)))
         return False
@@ -121,7 +123,7 @@ def _try_with_demand(draft: Draft, active: Attempt | None, pods: list[Pod], *, i
     try:
         demand = demand_of(msgspec.structs.replace(draft.job, status=draft.status))
     except ValueError as error:
-        draft.fail("InvalidSpec", f"spec.memory or spec.gpu: {error}", active)
+        draft.fail("InvalidSpec", f"spec.memory or spec.gpu: {error}; {_ONCE_MORE}", active)
         return
     if active is not None:
         _follow(draft, active, pods, demand)
@@ -175,7 +177,7 @@ def _begin(draft: Draft, demand: Demand) -> None:
         return
     never = never_fits(demand, snapshot.inventory)
     if never is not None:
-        _report_never(draft, never)
+        _report_never(draft, demand, never)
         return
     unseen = end_unseen(draft.job, last, snapshot.pods, is_awaited=True)
     if unseen is not None:
@@ -186,8 +188,8 @@ def _begin(draft: Draft, demand: Demand) -> None:
     _follow(draft, attempt, [], demand)
 
 
-def _report_never(draft: Draft, why: str) -> None:
-    reason = keys.REASON_EXCEEDS_EVERY_GPU if any(draft.snapshot.inventory) else "NoGpuNodes"
+def _report_never(draft: Draft, demand: Demand, why: str) -> None:
+    reason = reason_of_never(demand, draft.snapshot.inventory)
     known = conditions.find(draft.status, keys.CONDITION_PLACED)
     draft.condition(keys.CONDITION_PLACED, "False", reason, why)
     if known is None or known.reason != reason:

@@ -109,6 +109,24 @@ def started_at(pods: Sequence[Pod]) -> str | None:
     return min(times, default=None)
 
 
+def _outlived(pod: Pod) -> list[str]:
+    """Say which container with GPUs has ended while others keep the pod, and with it the GPUs."""
+    training = {
+        c.name for c in pod.spec.containers if keys.RESOURCE_GPU in {**c.resources.limits, **c.resources.requests}
+    }
+    ended = [s for s in pod.status.container_statuses if s.name in training and s.state.terminated is not None]
+    others = [s.name for s in pod.status.container_statuses if s.name not in training and s.state.running is not None]
+    if pod.is_finished or not others:
+        return []
+    return [
+        f"container {one.name} of pod {pod.metadata.name} has ended with exit code {one.state.terminated.exit_code}, "
+        f"but {', '.join(others)} still runs and keeps the GPU: make it a sidecar, which is an init container with "
+        "restartPolicy Always"
+        for one in ended
+        if one.state.terminated is not None
+    ]
+
+
 def report_running(draft: Draft, pods: Sequence[Pod]) -> None:
     """Set Running from the phases of the present attempt's pods."""
     workers = draft.job.spec.workers
@@ -116,7 +134,8 @@ def report_running(draft: Draft, pods: Sequence[Pod]) -> None:
     running = len(pods) - len(idle)
     if running >= workers:
         number = draft.status.attempts[-1].number
-        message = f"{running} of {workers} workers run, attempt {number}"
+        outlived = [told for pod in pods for told in _outlived(pod)]
+        message = "; ".join([f"{running} of {workers} workers run, attempt {number}", *outlived[:1]])
         draft.condition(keys.CONDITION_RUNNING, "True", "Running", message)
     elif conditions.holds(draft.status, keys.CONDITION_PLACED) and idle:
         draft.condition(keys.CONDITION_RUNNING, "False", *_waiting(idle[0]))

@@ -134,8 +134,8 @@ async def test_template_that_the_api_server_refuses_fails_the_job() -> None:
     await world.settle()
     failed = find(world.job().status, keys.CONDITION_FAILED)
     assert failed is not None
-    told = "spec.template.spec.containers[0].image: Required value"
-    assert (failed.reason, failed.message) == ("InvalidTemplate", told)
+    told = "spec.template.spec.containers[0].image: Required value; the job has ended by this: delete it, and apply"
+    assert (failed.reason, failed.message) == ("InvalidTemplate", f"{told} the corrected one")
     assert world.living() == []
 
 

@@ -66,6 +66,22 @@ def test_placed_and_running_from_the_reservation() -> None:
     assert status.start_time == "2026-01-31T11:59:00Z"
 
 
+@pytest.mark.parametrize("exit_code", [0, 3])
+def test_who_keeps_the_gpu_of_a_training_that_has_ended_is_told(exit_code: int) -> None:
+    """Regression: a container that follows a log for ever kept the job Running, and nobody said why."""
+    of = predicted_job()
+    containers = [{"name": "train", "resources": {"limits": {"carpool.dev/gpu": 1}}}, {"name": "logs"}]
+    states = [{"terminated": {"exitCode": exit_code}}, {"running": {"startedAt": "2026-01-31T11:59:00Z"}}]
+    status = {"containerStatuses": [{"name": c["name"], "state": s} for c, s in zip(containers, states, strict=True)]}
+    nodes = (node(reservation("pod-0-1")),)
+    one = pod(phase="Running", nodeName="n1", containers=containers, status=status)
+    found = condition(reconcile(snapshot(of, pods=(one,), nodes=nodes)), of, "Running")
+    assert found.message == (
+        f"1 of 1 workers run, attempt 1; container train of pod x-worker-0-1 has ended with exit code {exit_code}, but "
+        "logs still runs and keeps the GPU: make it a sidecar, which is an init container with restartPolicy Always"
+    )
+
+
 SCHEDULER_S_REASON = (
     "least-slowdown: MPS on GPU 0 of n1 beside default/y; 30,221 of 40,536 MiB left; expected slowdown 1.12 of 1.50"
 )
