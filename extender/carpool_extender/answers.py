@@ -18,6 +18,8 @@ class GpuAnswer:
     product: str
     fits: bool
     said: str
+    counts_tenants: bool = False
+    """Whether what its tenants do had a say in that."""
 
     def __str__(self) -> str:
         return f"GPU {self.index} of {self.node} ({self.product}): {self.said}"
@@ -26,6 +28,14 @@ class GpuAnswer:
 def with_own(answers: Iterable[GpuAnswer], own: frozenset[GpuUuid]) -> list[GpuAnswer]:
     """Say where a job is already; what is said besides is what would be so without it."""
     return [replace(one, said=f"it is here; without it: {one.said}") if one.uuid in own else one for one in answers]
+
+
+def with_measures(answers: Iterable[GpuAnswer], measured: Mapping[GpuUuid, str]) -> list[GpuAnswer]:
+    """Say of GPUs whose tenants had a say what was measured of these in place of what was predicted."""
+    return [
+        replace(one, said=f"{one.said}; {measured[one.uuid]}") if one.counts_tenants and one.uuid in measured else one
+        for one in answers
+    ]
 
 
 def with_refusals(answers: Iterable[GpuAnswer], refused: Mapping[str, str]) -> list[GpuAnswer]:

@@ -21,7 +21,7 @@ from carpool_predictor.estimator import predict
 from carpool_predictor.recalling import model_name
 from carpool_predictor.source import SubprocessTracer, features_of
 
-from carpool_extender.enquiry import Answer, Asker, asked, explained
+from carpool_extender.enquiry import Answer, Asker, NoSuchJobError, asked, explained
 from carpool_extender.manifest import ManifestError, checked, read
 from carpool_extender.policies import UnknownPolicyError, find_policy
 from carpool_extender.rules import Rules
@@ -122,7 +122,7 @@ def _say(settings: AskSettings, each_gpu: bool, ask: Callable[[KubeApi, Rules, A
         told = asyncio.run(run())
     except KubeError as error:
         raise click.ClickException(f"the cluster could not be asked: {error}") from error
-    except (ManifestError, KubeConfigError, SettingsError, UnknownPolicyError) as error:
+    except (ManifestError, NoSuchJobError, KubeConfigError, SettingsError, UnknownPolicyError) as error:
         raise click.ClickException(str(error)) from error
     click.echo("\n".join(told.lines))
     if told.is_hopeless:

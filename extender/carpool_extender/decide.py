@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from carpool_extender.answers import GpuAnswer
 from carpool_extender.applicant import Applicant
 from carpool_extender.assessments import Assessment
-from carpool_extender.checks import Check, Verdict, examine
+from carpool_extender.checks import PASSED, Check, Verdict, examine
 from carpool_extender.choices import best_of, foremost, scores, select, ties
 from carpool_extender.modes import memory_limit_mib, thread_limit, why
 from carpool_extender.pace import expected_slowdown
@@ -30,6 +30,8 @@ SPARE = 3
 FEW = 100
 """Offered nodes of which each is looked up, and told why it does not fit though others do. Of more nothing is told:
 kube-scheduler would drop it."""
+_BY_TENANTS = frozenset((PASSED, Check.MEMORY, Check.CONDITION, Check.SLOWDOWN))
+"""What comes of checks that count with what tenants take and do."""
 MOST_NEIGHBOURS = 5
 """Jobs on the chosen GPUs that a reservation's reason names; of more it says how many."""
 
@@ -154,6 +156,7 @@ def explain(view: View, applicant: Applicant, names: Sequence[str], rules: Rules
             product=view.product(row),
             fits=bool(verdict.ok[row]),
             said=outcome(verdict, row),
+            counts_tenants=int(verdict.found.failed[row]) in _BY_TENANTS,
         )
         for row in _rows_of(view, view.ids(names)).tolist()
     ]

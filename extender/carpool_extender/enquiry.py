@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 from carpool_core.clock import Clock
+from carpool_core.demand import told_of
 from carpool_core.keys import (
     CONDITION_COMPLETE,
     CONDITION_FAILED,
@@ -15,16 +16,18 @@ from carpool_core.keys import (
     CONDITION_SUSPENDED,
 )
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, KubeApi
+from carpool_core.kube.errors import NotFound
 from carpool_core.products import hardware_name
-from carpool_core.resources.job import GpuTrainingJob
+from carpool_core.resources.job import GpuTrainingJob, WorkerPlacement
 from carpool_core.resources.meta import Condition
 from carpool_core.resources.node import GpuNode, Reservation
 from carpool_core.values import GpuUuid, JobUid
 
-from carpool_extender.answers import lines, with_own, with_refusals
+from carpool_extender.answers import lines, with_measures, with_own, with_refusals
 from carpool_extender.cluster import Cluster
 from carpool_extender.decide import could_ever_fit, explain
 from carpool_extender.measured import seconds
+from carpool_extender.measures import differences
 from carpool_extender.reading import all_of, hosts_of
 from carpool_extender.rehearsal import Rehearsal
 from carpool_extender.rules import Rules
@@ -42,6 +45,12 @@ class _Spec(JobSpecRow, frozen=True, kw_only=True):
 class _Status(JobStatusRow, frozen=True, kw_only=True):
     state: str = ""
     conditions: list[Condition] = msgspec.field(default_factory=list)
+    placement: list[WorkerPlacement] = msgspec.field(default_factory=list)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing is decided for the job any more."""
+        return any(c.type in (CONDITION_COMPLETE, CONDITION_FAILED) and c.status == "True" for c in self.conditions)
 
 
 class _Job(JobRow, frozen=True, kw_only=True):
@@ -49,6 +58,10 @@ class _Job(JobRow, frozen=True, kw_only=True):
 
     spec: _Spec = _Spec()
     status: _Status = _Status()
+
+
+class NoSuchJobError(LookupError):
+    """There is no job of that name; `str()` says so."""
 
 
 class Answer(NamedTuple):
@@ -99,11 +112,21 @@ def snapshot(nodes: Sequence[GpuNode], rules: Rules, clock: Clock) -> Snapshot:
 async def explained(api: KubeApi, name: str, namespace: str, rules: Rules, asker: Asker) -> Answer:
     """Say how a job stands, where its workers are and why, and of every GPU what the decision would be without them.
 
+    Of a job that has ended it says where its workers ran.
+
     Raises:
+        NoSuchJobError: There is no such job.
         KubeError: The job or the GpuNodes could not be read.
     """
-    job = await api.get(GPU_TRAINING_JOBS, name, _Job, namespace=namespace)
+    try:
+        job = await api.get(GPU_TRAINING_JOBS, name, _Job, namespace=namespace)
+    except NotFound as error:
+        if error.reason != "NotFound":  # the kind itself is not known there
+            raise
+        raise NoSuchJobError(f"no GpuTrainingJob {name} in namespace {namespace}") from error
     told, without, own_gpus = standing(job.status.state, job.status.conditions), [], set()
+    if job.status.is_finished:
+        return Answer([*told, *_ran(job)])
     places = []
     for node in await all_of(api, GPU_NODES, GpuNode):
         own = [r for r in node.spec.reservations if r.job_uid == job.metadata.uid]
@@ -123,6 +146,13 @@ async def explained(api: KubeApi, name: str, namespace: str, rules: Rules, asker
         waits = rehearsal.gang()
         places = [f"{namespace}/{name} has no place yet", *([waits] if waits else [])]
     return Answer([*told, *places, *_gpus(seen.cluster, rehearsal, rules, asker, frozenset(own_gpus)), *hosts.notes])
+
+
+def _ran(job: _Job) -> list[str]:
+    """Say where the last workers of a job ran that has ended."""
+    name = f"{job.metadata.namespace}/{job.metadata.name}"
+    places = [f"{p.pod} ran on {p.node}: {p.reason or 'no reason was written'}" for p in job.status.placement]
+    return [*(places or [f"{name} had no place when it ended"]), "it has ended, so nothing is decided for it any more"]
 
 
 def standing(state: str, conditions: Sequence[Condition]) -> list[str]:
@@ -151,9 +181,10 @@ async def asked(api: KubeApi, job: GpuTrainingJob, rules: Rules, predictor: Pred
     products = {hardware_name(device.product) for node in nodes for device in node.status.devices}
     known = await predictor(job, sorted(products))
     prediction = known.status.prediction
-    told = (
-        [] if prediction is None else [f"prediction: {prediction.outcome} ({prediction.reason}) {prediction.message}"]
-    )
+    told = []
+    if prediction is not None:
+        said = told_of(prediction, known.spec.sharing.mode, known.spec.memory.limit)
+        told = [f"prediction: {prediction.outcome} ({prediction.reason}) {said}"]
     try:
         applicant = applicant_of(msgspec.convert(msgspec.to_builtins(known), JobRow), allowed=asker.job_policies)
     except NotOurs as refusal:
@@ -184,5 +215,7 @@ def _gpus(
     cluster: Cluster, rehearsal: Rehearsal, rules: Rules, asker: Asker, own: frozenset[GpuUuid] = frozenset()
 ) -> list[str]:
     found = explain(cluster.view(), rehearsal.applicant, sorted(cluster.nodes), rules)
-    told = lines(with_own(with_refusals(found, rehearsal.refused()), own), each=asker.each_gpu)
+    measures = {uuid: said for node in cluster.nodes.values() for uuid, said in differences(node).items()}
+    answers = with_refusals(with_measures(found, measures), rehearsal.refused())
+    told = lines(with_own(answers, own), each=asker.each_gpu)
     return [f"  {line}" for line in told] or ["  no node reports GPUs; is the node agent running?"]

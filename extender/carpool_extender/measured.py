@@ -50,15 +50,15 @@ def known_of(reservations: Sequence[Reservation], measured: Sequence[Tenant | No
     times predicted slowdown is its activity alone. A promise of memory is never taken back; what is used beyond it
     counts.
     """
-    promised = [_promised(reservation.tenant) for reservation in reservations]
+    expected = [promised(reservation.tenant) for reservation in reservations]
     if not any(measured):
-        return promised
-    util, sm, dram = np.array([(one.util, one.sm, one.dram) for one in promised], np.float64).T[:, None, :]
-    every = np.ones((1, len(promised)), np.bool_)
+        return expected
+    util, sm, dram = np.array([(one.util, one.sm, one.dram) for one in expected], np.float64).T[:, None, :]
+    every = np.ones((1, len(expected)), np.bool_)
     stretch = slowdowns(reservations[0].mode, util, sm, dram, every)[0]
     return [
         one if tenant is None else _combined(one, tenant, float(by))
-        for one, tenant, by in zip(promised, measured, stretch, strict=True)
+        for one, tenant, by in zip(expected, measured, stretch, strict=True)
     ]
 
 
@@ -73,7 +73,8 @@ def _combined(promised: Known, tenant: Tenant, slowdown: float) -> Known:
     )
 
 
-def _promised(profile: TenantProfile) -> Known:
+def promised(profile: TenantProfile) -> Known:
+    """Return what was predicted of a tenant."""
     return Known(
         memory_mib=profile.memory_mib,
         util=profile.gpu_util_percent / 100,

@@ -200,7 +200,8 @@ def _memory(verdict: Verdict, rows: Rows) -> list[str]:
 def _shortest(verdict: Verdict, rows: Rows) -> _Short | None:
     """The freest GPU of one product that has too little; None where all have enough."""
     columns = verdict.view.columns
-    lacking = rows[verdict.left_mib(rows) < 0]
+    # Beside an exclusive tenant, or for a job that wants to be alone, memory is not what is missing.
+    lacking = rows[(verdict.found.failed[rows] == Check.MEMORY) | verdict.too_small(rows)]
     if not lacking.size:
         return None
     row = int(lacking[np.argmax(columns.free_mib[lacking])])
@@ -210,7 +211,7 @@ def _shortest(verdict: Verdict, rows: Rows) -> _Short | None:
         has_mib=int(columns.usable_mib[row] if small else columns.free_mib[row]),
         need_mib=int(verdict.need_mib(_one(row))[0]),
         is_too_small=small,
-        is_freest=lacking.size == rows.size,
+        is_freest=bool(columns.free_mib[row] >= columns.free_mib[rows].max()),
     )
 
 

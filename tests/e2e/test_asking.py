@@ -94,5 +94,5 @@ async def test_both_tell_every_gpu_of_the_live_cluster_and_create_nothing(
     assert "would have to wait now" in elsewhere.stdout
     assert "not enough pods" in elsewhere.stdout  # no kubelet says what these Nodes have room for
     assert missing.returncode == 1
-    assert '"nobody" not found' in missing.stderr
+    assert "Error: no GpuTrainingJob nobody in namespace default" in missing.stderr
     assert created == {"waiting"}

@@ -6,16 +6,18 @@ import msgspec
 import pytest
 from carpool_core.clock import rfc3339
 from carpool_core.kube.api import CONFIG_MAPS, GPU_TRAINING_JOBS, NODES, PODS
-from carpool_core.kube.errors import Forbidden, Invalid
+from carpool_core.kube.errors import Forbidden, Invalid, NotFound
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import Tenant
+from carpool_core.resources.prediction import Prediction
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import JobUid, Precision
 from carpool_extender.asking import explain_command, forecast, what_if
 from carpool_extender.conditions import Conditions
-from carpool_extender.enquiry import Asker, asked, explained
+from carpool_extender.enquiry import Asker, NoSuchJobError, asked, explained
 from carpool_extender.manifest import ManifestError, checked, in_words
+from carpool_extender.measured import SETTLED_S
 from carpool_extender.policies import find_policy
 from carpool_extender.rules import Rules
 from carpool_extender.settings import AskSettings
@@ -305,6 +307,7 @@ async def test_what_could_never_run_is_no_waiting_job():
             ["Queued: Failed is True (BackoffLimit) 4 failures"],
         ),
     ],
+    ids=["unschedulable", "no answer", "starting", "failed"],
 )
 async def test_explain_says_first_how_the_job_stands(conditions, told):
     kube = FakeKube()
@@ -316,7 +319,79 @@ async def test_explain_says_first_how_the_job_stands(conditions, told):
     )  # fmt: skip
     found = (await explained(kube, "x", "default", RULES, ASKER)).lines
     assert all(line.startswith(start) for line, start in zip(found, told, strict=False))
-    assert found[len(told)] == "default/x has no place yet"
+    has_ended = conditions[-1][0] == "Failed"
+    assert found[len(told)] == ("default/x had no place when it ended" if has_ended else "default/x has no place yet")
+
+
+async def test_of_a_job_that_has_ended_it_is_told_where_it_ran_and_nothing_is_rehearsed():
+    """Regression: it had "no place yet", and every GPU of the cluster was gone through."""
+    kube = FakeKube()
+    seed_job(kube, "x")
+    seed_node(kube, gpu_node("a", 2))
+    place = {"worker": 0, "pod": "x-worker-0-1", "podUid": "u", "node": "a", "gpuUuids": ["GPU-a-0"], "product": T4}
+    ran = place | {"mode": "MPS", "reason": "least-slowdown: MPS on GPU 0 of a alone"}
+    done = {"type": "Complete", "status": "True", "reason": "Complete", "message": "1 of 1 workers succeeded"}
+    status = {"state": "Complete", "conditions": [done], "placement": [ran]}
+    await kube.patch(GPU_TRAINING_JOBS, "x", {"status": status}, namespace="default", subresource="status")
+    assert (await explained(kube, "x", "default", RULES, ASKER)).lines == [
+        "Complete: Complete is True (Complete) 1 of 1 workers succeeded",
+        "x-worker-0-1 ran on a: least-slowdown: MPS on GPU 0 of a alone",
+        "it has ended, so nothing is decided for it any more",
+    ]
+
+
+async def test_a_job_that_is_not_there_is_called_so_and_a_kind_that_is_not_there_is_not():
+    kube = FakeKube()
+    with pytest.raises(NoSuchJobError, match=r"^no GpuTrainingJob nosuch in namespace team-a$"):
+        await explained(kube, "nosuch", "team-a", RULES, ASKER)
+    kube.fail_next("get", GPU_TRAINING_JOBS, NotFound("404 page not found", status=404))
+    with pytest.raises(NotFound, match="404 page not found"):
+        await explained(kube, "nosuch", "team-a", RULES, ASKER)
+
+
+async def test_what_was_measured_is_named_where_it_counts_in_place_of_what_was_predicted():
+    """Regression: a decision changed after 90 s, and nobody said by what."""
+    kube = FakeKube()
+    busy = tenant("y", ["GPU-a-0"], prediction=prediction(util=90, sm=0.76))
+    seen = Tenant(pod_uid=busy.pod_uid, gpu_uuid="GPU-a-0", memory_mib=100, gpu_util_percent=90.0, sm_active_ratio=0.68)
+    for after_s, told in ((SETTLED_S - 1, False), (SETTLED_S + 1, True)):
+        reserved_at = rfc3339(CLOCK.now() - timedelta(seconds=after_s))
+        node = gpu_node("a", 2, [msgspec.structs.replace(busy, reserved_at=reserved_at)])
+        status = msgspec.structs.replace(node.status, tenants=[seen], heartbeat_time=rfc3339(CLOCK.now()))
+        seed_node(kube, msgspec.structs.replace(node, status=status))
+        lines = (await asked(kube, job_of(), RULES, predicted, ASKER)).lines
+        first = next(line for line in lines if line.startswith("  GPU 0 of a"))
+        assert first.endswith("; counts as measured: default/y (measured SM 68%, predicted 76%)") is told
+        assert sum("measured" in line for line in lines if line.startswith("  ")) == told
+        wrong = (await asked(kube, job_of({"gpu": {"product": "T4"}}), RULES, predicted, ASKER)).lines
+        assert not any("measured" in line for line in wrong[1:])
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        pytest.param({}, "nothing is known of it; give spec.memory.limit to let it share", id="advice"),
+        pytest.param({"memory": {"limit": "12Gi"}}, "so the job may share a GPU all the same", id="its own limit"),
+        pytest.param({"sharing": {"mode": "Exclusive"}}, "the job asks for a GPU of its own (Exclusive)", id="alone"),
+        pytest.param(
+            {"sharing": {"mode": "Exclusive"}, "memory": {"limit": "12Gi"}},
+            "the job asks for a GPU of its own (Exclusive)",
+            id="alone with a limit",
+        ),
+    ],
+)
+async def test_what_if_advises_nothing_that_the_job_did_already_or_does_not_want(spec, told):
+    async def abstaining(wanted, products):
+        message = "nothing is known of it; give spec.memory.limit to let it share"
+        abstained = Prediction(outcome="Abstained", reason="NoModel", message=message)
+        return msgspec.structs.replace(wanted, status=msgspec.structs.replace(wanted.status, prediction=abstained))
+
+    kube = FakeKube()
+    seed_node(kube, gpu_node("a", 1))
+    first = (await asked(kube, job_of(spec), RULES, abstaining, ASKER)).lines[0]
+    assert first.startswith("prediction: Abstained (NoModel) nothing is known of it; ")
+    assert told in first
+    assert ("to let it share" in first) == (spec == {})
 
 
 # Manifests

@@ -48,6 +48,17 @@ def test_the_freest_gpu_of_each_product():
     )
 
 
+def test_memory_is_not_called_short_where_it_is_not_what_is_missing():
+    """Regression: of GPUs that others have for themselves it was said that they have 0 MiB free."""
+    alone = [tenant("x", ["GPU-a-0"], mode=ALONE), tenant("z", ["GPU-a-1"], **BUSY)]
+    known = cluster(gpu_node("a", 2, alone))
+    newcomer = applicant(mode=RequestedMode.EXCLUSIVE, prediction=prediction(memory_mib=3338))
+    (sentence,) = filter_nodes(Assessment(newcomer, RULES, known.view()), ["a"]).refused.values()
+    assert "MiB" not in sentence
+    assert "1 GPU: used exclusively by default/x" in sentence
+    assert "1 GPU: in use, and the job wants a GPU of its own" in sentence
+
+
 SENTENCES = [
     pytest.param([], {}, "no node offered reports GPUs; is the node agent running there?", id="no GPUs"),
     pytest.param(
