@@ -1,6 +1,7 @@
 """Starting, watching and killing the processes of a cluster."""
 
 import os
+import shlex
 import signal
 import subprocess
 import time
@@ -26,14 +27,27 @@ class Process:
     """Process whose mount, PID and network namespaces it enters; None to stay in the harness's own."""
     popen: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
+    @property
+    def full_command(self) -> list[str]:
+        """Its command, by way of nsenter where it lives in namespaces of its own."""
+        if self.namespaces_of is None:
+            return [*self.command]
+        return ["nsenter", "-t", str(self.namespaces_of), "-m", "-p", "-n", "--", *self.command]
+
+    def script(self) -> str:
+        """Return a shell script that starts it as `start` does, for whoever uses a cluster that was kept."""
+        environment = (shlex.quote(f"{key}={value}") for key, value in self.environment.items())
+        return (
+            f"#!/bin/sh\n# Starts {self.name} again, as it was started.\n"
+            f"env -i {' '.join(environment)} \\\n  setsid {shlex.join(self.full_command)} \\\n"
+            f"  </dev/null >>{shlex.quote(str(self.log))} 2>&1 &\n"
+        )
+
     def start(self) -> None:
         """Start it, with output appended to its log."""
-        command = list(self.command)
-        if self.namespaces_of is not None:
-            command = ["nsenter", "-t", str(self.namespaces_of), "-m", "-p", "-n", "--", *command]
         with self.log.open("ab") as log:
             self.popen = subprocess.Popen(
-                command,
+                self.full_command,
                 env=dict(self.environment),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -134,6 +148,15 @@ class ProcessTable:
         """Folder of all logs."""
         return self.state / "log"
 
+    @property
+    def scripts(self) -> Path:
+        """Folder of scripts, each of which starts a process again."""
+        return self.state / "start"
+
+    def script(self, name: str) -> Path:
+        """Return the script that starts a process again."""
+        return self.scripts / name
+
     def environment(self, extra: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of a process: little of the harness's own, so that runs are alike."""
         kept = {key: os.environ[key] for key in ("HOME", "LANG", "LD_LIBRARY_PATH") if key in os.environ}
@@ -149,6 +172,9 @@ class ProcessTable:
         """Start a process under a name of its own."""
         self.logs.mkdir(exist_ok=True)
         process = Process(name, command, self.environment(environment or {}), self.logs / f"{name}.log", namespaces_of)
+        self.scripts.mkdir(exist_ok=True)
+        self.script(name).write_text(process.script())
+        self.script(name).chmod(0o700)
         process.start()
         self.processes[name] = process
         return process

@@ -68,7 +68,10 @@ class Stage:
         self._show(output, lines)
 
     def _say(self, arguments: Sequence[str]) -> None:
-        self.console.print(f"$ kubectl {' '.join(arguments)}", style="bold", highlight=False, markup=False)
+        # The terminal may break the line, so that what is copied from there is still one command.
+        self.console.print(
+            f"$ kubectl {' '.join(arguments)}", style="bold", highlight=False, markup=False, soft_wrap=True
+        )
 
     def _show(self, output: str, lines: int) -> None:
         if output:

@@ -41,7 +41,7 @@ def demo(commands: Commands, plan: Plan, console: Console, out: Path, *, keep: b
             asyncio.run(_on_stage(plan, console, out))
         finally:
             if keep:
-                console.print(how_to_reach(plan), highlight=False)
+                console.print(how_to_reach(plan), highlight=False, soft_wrap=True)
 
 
 def how_to_reach(plan: Plan) -> str:
