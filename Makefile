@@ -26,8 +26,11 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install ## a real cluster, six scenes, a table and a picture (KEEP=1 leaves it running)
 	$(BIN)/python -m carpool_e2e demo $(if $(KEEP),--keep)
 
-demo-clean: install ## remove everything that a demo or a test left
-	$(BIN)/python -m carpool_e2e clean
+# What a run of this user or from here may have left running; only that is worth an installation.
+LEFT := $(wildcard /tmp/carpool-$(shell id -u)/* out/kind/kubeconfig)
+
+demo-clean: $(if $(LEFT),$(if $(wildcard $(STAMP)),,install)) ## take down every cluster that a demo or a test left
+	@if [ -e $(STAMP) ]; then $(BIN)/python -m carpool_e2e clean; else echo "no cluster to remove"; fi
 
 test: install ## all tests, those on the real cluster among them
 	$(BIN)/python -m carpool_e2e prepare

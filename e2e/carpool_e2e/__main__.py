@@ -11,7 +11,7 @@ from carpool_core.kube.client import connect
 from carpool_core.settings import KubeSettings
 from rich.console import Console
 
-from carpool_e2e import binaries, system
+from carpool_e2e import binaries, ending, system
 from carpool_e2e import slots as slots_
 from carpool_e2e.bench.predictions import renew
 from carpool_e2e.bench.run import REPORT, renew_agent, renew_placement, renew_simulator, renew_throughput
@@ -78,7 +78,7 @@ def demo(keep: bool) -> None:
             raise click.ClickException(f"{error}. The processes' logs are in {logs}.") from error
         finally:
             if keep:
-                console.print(how_to_reach(cluster), highlight=False)
+                console.print(how_to_reach(cluster), highlight=False, soft_wrap=True)
 
 
 async def _on_stage(cluster: Cluster, console: Console) -> None:
@@ -94,15 +94,21 @@ def how_to_reach(cluster: Cluster) -> str:
         f"The cluster stays up. To use it:\n"
         f"  export KUBECONFIG={cluster.kubeconfig}\n"
         f'  export PATH="{folder}:{Path(sys.executable).parent}:$PATH"\n'
-        f"Logs are in {cluster.table.logs}. `make demo-clean` removes everything."
+        f"A process that was killed is started again by its script in {cluster.table.scripts}, such as\n"
+        f"  {cluster.table.script('operator')}\n"
+        f"Logs are in {cluster.table.logs}. `make demo-clean` takes the cluster down."
     )
 
 
 @main.command()
 def clean() -> None:
-    """Remove every cluster that no running process holds: processes, mounts, cgroups, network, files."""
+    """Remove every cluster that no running process holds: processes, mounts, cgroups, network, state."""
     removed = len(slots_.clean()) + kind.clean(Shell(), kind.plan())
-    click.echo(f"removed {removed} cluster(s)" if removed else "nothing to remove")
+    click.echo(f"removed {removed} cluster(s)" if removed else "no cluster to remove")
+    folders = {OUT: "logs, manifests and pictures", binaries.cache_root(os.environ): "the cluster's binaries"}
+    for folder, what in folders.items():
+        if folder.exists():
+            click.echo(f"kept {folder}: {what}")
 
 
 @main.command()
@@ -126,4 +132,5 @@ def bench(only: str | None) -> None:
 
 
 if __name__ == "__main__":
+    ending.as_by_ctrl_c()
     main()

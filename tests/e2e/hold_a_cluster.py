@@ -3,6 +3,7 @@
 import signal
 import sys
 
+from carpool_e2e import ending
 from carpool_e2e.cluster import Shape, running
 from carpool_e2e.images import BUSYBOX_IMAGE
 
@@ -24,8 +25,7 @@ POD = {
 }
 
 if __name__ == "__main__":
-    # A shell that starts something in the background has it ignore Ctrl-C, and children inherit that.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    ending.as_by_ctrl_c()
     nodes = {"held": "Tesla T4:1"} if sys.argv[1] == "kubelet" else {}
     with running(Shape(kubelet_nodes=nodes, carpool=False)) as cluster:
         if nodes:

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from carpool_e2e import residue, slots
+from carpool_e2e import ending, residue, slots
 from carpool_e2e.cluster import BARE, Cluster, running
+from carpool_e2e.watching import eventually
 
 pytestmark = pytest.mark.e2e
 
@@ -18,10 +19,8 @@ HOLDER = Path(__file__).with_name("hold_a_cluster.py")
 class Held:
     """A cluster that another process holds."""
 
-    def __init__(self, kind: str) -> None:
-        self.process = subprocess.Popen([sys.executable, HOLDER, kind], stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        self.slot = int(self.process.stdout.readline())
+    def __init__(self, process: subprocess.Popen[str], slot: int) -> None:
+        self.process, self.slot = process, slot
         self.directory = slots.default_root() / str(self.slot)
         self.name = slots.slot_name(slots.default_root(), self.slot)
 
@@ -41,9 +40,17 @@ class Held:
         return {what: those for what, those in found.items() if those}
 
 
+def started(*arguments: str) -> subprocess.Popen[str]:
+    """Start Python with the usual answers to signals: nohup and shells have what they start ignore some."""
+    command = ["env", "--default-signal=HUP,INT,TERM", sys.executable, *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
 @pytest.fixture
 def held() -> Iterator[Held]:
-    held = Held("kubelet")
+    process = started(str(HOLDER), "kubelet")
+    assert process.stdout is not None
+    held = Held(process, int(process.stdout.readline()))
     yield held
     if held.process.poll() is None:
         held.end(signal.SIGINT)
@@ -71,6 +78,22 @@ def test_what_kill_9_leaves_the_next_start_removes(control_plane: Cluster, held:
     assert control_plane.plane.api.answers("/readyz"), "a cluster that somebody holds is left alone"
 
 
-def test_ctrl_c_leaves_nothing(held: Held) -> None:
-    held.end(signal.SIGINT)
+@pytest.mark.parametrize("number", [signal.SIGINT, *ending.LIKE_CTRL_C], ids=lambda number: number.name)
+def test_ctrl_c_and_what_ends_like_it_leave_nothing(held: Held, number: signal.Signals) -> None:
+    held.end(number)
+    assert held.process.returncode != 0
     assert held.left() == {}
+
+
+@pytest.mark.parametrize("number", ending.LIKE_CTRL_C, ids=lambda number: number.name)
+def test_a_demo_that_is_ended_while_it_starts_leaves_nothing(number: signal.Signals) -> None:
+    demo = started("-m", "carpool_e2e", "demo")
+    assert demo.stdout is not None
+    told = next(line for line in demo.stdout if line.startswith("Starting a cluster in "))
+    cluster = Held(demo, int(Path(told.removeprefix("Starting a cluster in ").split(":")[0]).name))
+    eventually("processes of the cluster", lambda: residue.marked_processes(cluster.directory))
+    demo.send_signal(number)
+    demo.send_signal(number)  # `timeout` signals make and what it started, and make hands it on
+    demo.communicate(timeout=180)
+    assert demo.returncode == 1
+    assert cluster.left() == {}

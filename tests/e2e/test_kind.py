@@ -267,6 +267,7 @@ def test_a_cluster_in_use_is_left_alone(machine: FakeMachine, plan: Plan) -> Non
 @pytest.mark.parametrize("machine", [FakeMachine(engine=False), FakeMachine(versions={})], ids=["no engine", "no kind"])
 def test_clean_needs_neither_docker_nor_kind_where_nothing_was_made(machine: FakeMachine, plan: Plan) -> None:
     assert not cluster.clean(machine, plan)
+    assert not plan.kubeconfig.parent.exists(), "cleaning creates nothing"
 
 
 def test_clean_says_that_it_cannot_remove_what_was_made(machine: FakeMachine, plan: Plan) -> None:
