@@ -182,7 +182,9 @@ _SPEC_PROPERTIES: dict[str, Any] = {
     "containers": _containers(
         f"Containers of a worker. At most one may ask for {RESOURCE_GPU}; where none does, the first gets the GPUs.", 1
     ),
-    "initContainers": _containers("Containers that run before, or beside with restartPolicy Always; none of them gets a GPU.", 0),
+    "initContainers": _containers(
+        "Containers that run before, or beside with restartPolicy Always; none of them gets a GPU.", 0
+    ),
     "nodeName": _text(
         "Must be left out: the scheduler chooses the node.",
         Rule(
