@@ -110,8 +110,13 @@ class Job:
         if self.recalled is None:
             return msgspec.structs.replace(found, learned_jobs=self.jobs) if self.jobs else found
         found = with_memory(found, self.recalled, self.corrected.correction)
+        # A bound that a death raised above all the GPU has is no reason to refuse it: nobody knows how much it needs.
+        is_beyond = self.recalled.deaths > 0 and found.upper_mib > product.memory_mib
         return msgspec.structs.replace(
-            found, learned_jobs=self.jobs, learned_runs=self.recalled.known, trusted=not self.recalled.is_lost
+            found,
+            learned_jobs=self.jobs,
+            learned_runs=self.recalled.known,
+            trusted=not (self.recalled.is_lost or is_beyond),
         )
 
     def on(self, product: GpuProduct, *, is_strict: bool = False, before: OnProduct | None = None) -> OnProduct:

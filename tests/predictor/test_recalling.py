@@ -95,6 +95,15 @@ def test_a_death_raises_the_bound_and_so_many_take_the_trust_away() -> None:
     assert after.upper_mib == pytest.approx(7000 * (1 + AGREEMENT), abs=1)
 
 
+def test_a_death_on_most_of_a_gpu_makes_the_next_run_alone_instead_of_fitting_none() -> None:
+    """Regression: the bound was raised above all GPUs and still trusted, so that the job waited for ever."""
+    within = told(runs(0.6 * T4.memory_mib, out_of_memory=True)).memory
+    assert within.trusted
+    beyond = told(runs(0.7 * T4.memory_mib, out_of_memory=True)).memory
+    assert beyond.upper_mib > T4.memory_mib
+    assert not beyond.trusted
+
+
 def test_strict_trusts_only_where_something_like_it_was_measured() -> None:
     assert told(Calibration()).memory.trusted
     assert not told(Calibration(), is_strict=True).memory.trusted
