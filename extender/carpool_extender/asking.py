@@ -56,13 +56,13 @@ async def forecast(api: KubeApi, settings: AskSettings) -> Forecast:
         return Forecast()
     try:
         kept = await CalibrationMap(api, *place).read()
-        why = "" if kept.version else "there is no such ConfigMap"
     except (Refused, UnreadableError) as error:
-        why = str(error)
-    if why:
-        note = f"predicted as shipped, because what was learned ({settings.calibration}) cannot be read: {why}"
+        note = f"predicted as shipped, because what was learned ({settings.calibration}) cannot be read: {error}"
         return Forecast(notes=(f"{note}; where nothing was measured the operator may let the job run alone",))
-    return Forecast(kept.calibration, is_strict=not settings.share_unmeasured)
+    # The operator takes a ConfigMap that does not exist yet for an empty one, and creates it with the first lesson.
+    elsewhere = f"nothing has been learned yet, or the operator keeps it elsewhere than in {settings.calibration}"
+    notes = () if kept.version else (elsewhere,)
+    return Forecast(kept.calibration, is_strict=not settings.share_unmeasured, notes=notes)
 
 
 _ALL = click.option("--all", "each_gpu", is_flag=True, help="Tell of every GPU on a line of its own.")

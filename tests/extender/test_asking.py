@@ -444,7 +444,10 @@ def calibrated() -> Calibration:
 @pytest.mark.parametrize(
     ("kept", "settings", "trusted", "note"),
     [
-        pytest.param(None, AskSettings(), True, "cannot be read: there is no such ConfigMap", id="nothing kept"),
+        pytest.param(None, AskSettings(), False, "nothing has been learned yet", id="nothing kept"),
+        pytest.param(
+            None, AskSettings(share_unmeasured=True), True, "elsewhere than in carpool-system/", id="none yet, shares"
+        ),
         pytest.param(Calibration(), AskSettings(), False, "", id="nothing learned"),
         pytest.param(Calibration(), AskSettings(share_unmeasured=True), True, "", id="shares all the same"),
         pytest.param(calibrated(), AskSettings(), True, "", id="learned"),
