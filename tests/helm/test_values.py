@@ -115,11 +115,14 @@ def test_a_value_that_makes_no_sense_is_refused_with_a_sentence(
 
 
 @pytest.mark.e2e
-def test_a_cluster_without_admission_policies_is_told_what_it_loses(render: Any) -> None:
-    refused = render(kube_version="v1.29.8")
-    assert "expected Kubernetes 1.30 or later, found v1.29.8" in refused.error
-    assert "--set admissionPolicies.enabled=false" in refused.error
-    accepted = render(kube_version="v1.29.8", admissionPolicies={"enabled": False})
+def test_clusters_whose_rules_would_hold_up_stored_jobs_are_refused(render: Any) -> None:
+    assert "requires kubeVersion: >=1.30.0-0" in render(kube_version="v1.29.8").error
+    assert render(kube_version="v1.30.0").error == ""
+
+
+@pytest.mark.e2e
+def test_admission_policies_can_be_left_out(render: Any) -> None:
+    accepted = render(admissionPolicies={"enabled": False})
     assert accepted.error == ""
     assert accepted.all("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding") == []
 
