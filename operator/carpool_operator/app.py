@@ -60,7 +60,7 @@ class Operator:
             took=self.metrics.prediction_seconds.observe,
             traces_at_once=settings.traces,
             learned=Learned(
-                calibration=lambda: self.learner.calibration,
+                calibration=lambda: self.learner.usable,
                 marks=lambda *asked: self.learner.marks(*asked),
                 is_strict=not settings.share_unmeasured,
             ),
@@ -71,6 +71,7 @@ class Operator:
             None if place is None else CalibrationMap(api, *place),
             asked=self.predictions.asked,
             wake=self.queue.add,
+            simulated=lambda: self.fleet.simulated,
             events=events,
         )
         self._recollection = Recollection()

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from carpool_core.keys import CONDITION_PLACED
+from carpool_core.keys import CONDITION_PLACED, SIMULATED_PREFIX
 from carpool_core.kube.pods import Pod
 from carpool_core.products import PRODUCTS, hardware_name
 from carpool_core.resources.job import GpuTrainingJob
@@ -127,6 +127,7 @@ class Fleet:
         self._kinds: Counter[NodeKind] = Counter()
         self._inventory: Inventory | None = None
         self._products: tuple[str, ...] | None = None
+        self._simulated: frozenset[str] | None = None
 
     def get(self, name: str) -> GpuNode | None:
         """Return a GpuNode, if it exists."""
@@ -147,6 +148,15 @@ class Fleet:
             known = tuple(product.name for product in PRODUCTS)
             self._products = tuple(name for name in known if name in present) or known
         return self._products
+
+    @property
+    def simulated(self) -> frozenset[str]:
+        """Products of which all of the cluster's GPUs are simulated, without what marks them."""
+        if self._simulated is None:
+            present = {kind.product for node in self._kinds for kind, _ in node}
+            hardware = {product for product in present if not product.startswith(SIMULATED_PREFIX)}
+            self._simulated = frozenset(map(hardware_name, present)) - hardware
+        return self._simulated
 
     def changed(self, old: GpuNode | None, new: GpuNode | None) -> None:
         """Follow the reflector."""
@@ -180,7 +190,7 @@ class Fleet:
         if after is not None:
             self._kinds[after] += 1
         self._kinds = +self._kinds
-        self._inventory = self._products = None
+        self._inventory = self._products = self._simulated = None
         is_new = known != set(self._kinds)
         for job in self._jobs:
             if (is_new and not conditions.is_finished(job.status)) or job.status.state is JobState.UNPLACEABLE:

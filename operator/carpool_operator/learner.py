@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
 import structlog
@@ -44,6 +44,7 @@ class Learner:
         kept_in: Where it is kept; None where nothing is to be learned.
         asked: Returns what the predictor is asked of a job.
         wake: Asks for a look at a job, once what it showed is kept.
+        simulated: Returns the products of which all GPUs are simulated: what those taught serves no others.
         events: Records what is wrong with the ConfigMap.
     """
 
@@ -53,9 +54,11 @@ class Learner:
         *,
         asked: Asked,
         wake: Callable[[str], None],
+        simulated: Callable[[], Collection[str]],
         events: EventRecorder,
     ) -> None:
         self._map, self._asked, self._wake, self._events = kept_in, asked, wake, events
+        self._simulated = simulated
         self._kept: Kept | None = None
         self._pending: OrderedDict[str, tuple[GpuTrainingJob, Lesson]] = OrderedDict()
         self._known: OrderedDict[str, None] = OrderedDict()
@@ -75,6 +78,11 @@ class Learner:
         return None if self._kept is None else self._kept.calibration
 
     @property
+    def usable(self) -> Calibration | None:
+        """What predictions are to use of it, for the GPUs that there are."""
+        return None if self._kept is None else self._kept.calibration.for_gpus(self._simulated())
+
+    @property
     def is_settled(self) -> bool:
         """Whether nothing waits to be taken in."""
         return not self._pending
@@ -87,7 +95,7 @@ class Learner:
             products: The products.
             size_mib: What the simulated allocator holds; None where that is not known.
         """
-        calibration = self.calibration
+        calibration = self.usable
         if calibration is None or size_mib is None:
             return {}
         precision, name = spec.training.precision, model_name(spec.model)

@@ -5,6 +5,7 @@ It is pure data, and holds at most `MAX_STACKS` times `KEPT` rows of some 100 by
 """
 
 import math
+from collections.abc import Collection
 from typing import Annotated
 
 import msgspec
@@ -155,9 +156,21 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
         return next((state for state in self.stacks if state.stack == stack), None)
 
     def best(self, product: str, precision: Precision) -> StackState | None:
-        """Find the stack of a product and precision that was seen most; hardware comes before what is simulated."""
+        """Find the stack of a product and precision that was seen most; hardware comes before what is simulated.
+
+        Who knows which GPUs there are asks only what `for_gpus` leaves; `carpool predict --calibration` does not.
+        """
         found = [s for s in self.stacks if s.stack.product == product and s.stack.precision is precision]
         return max(found, key=lambda state: (not state.is_simulated, len(state.rows), state.seen), default=None)
+
+    def for_gpus(self, simulated: Collection[str]) -> "Calibration":
+        """Leave out what simulated GPUs taught of products of which there is hardware, or nothing.
+
+        Args:
+            simulated: Products of which all GPUs are simulated.
+        """
+        stacks = [state for state in self.stacks if not state.is_simulated or state.stack.product in simulated]
+        return self if len(stacks) == len(self.stacks) else msgspec.structs.replace(self, stacks=stacks)
 
 
 class _Version(msgspec.Struct, frozen=True):

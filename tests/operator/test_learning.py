@@ -418,6 +418,25 @@ async def test_where_nothing_was_measured_jobs_run_alone_until_enough_was() -> N
     assert "runs alone on Tesla T4 until enough like it was measured there" in told.message
 
 
+async def test_what_simulated_gpus_taught_makes_no_hardware_trusted() -> None:
+    """Regression: three jobs on simulated GPUs were enough to share real ones of that product."""
+    of = world()
+    on_t4(of)
+    for number in range(FEWEST):
+        await ran(of, 2000 + 500 * number, f"x{number}", model=model(number + 1))
+    home = of.kube.dump(GPU_NODES, "n1")
+    for device in home["status"]["devices"][:1]:
+        device["product"] = "Tesla T4"
+    of.kube.seed(GPU_NODES, home)
+    of.apply("y", model=model(9))
+    await of.settle()
+    assert not memory(of, "y").trusted
+    assert memory(of, "y").learned_jobs == 0
+    of.apply("z", model=model(1))
+    await of.settle()
+    assert memory(of, "z").learned_runs == 0
+
+
 async def test_a_job_that_waits_hears_that_its_stack_was_calibrated() -> None:
     of = world()
     on_t4(of)

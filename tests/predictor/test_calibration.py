@@ -387,6 +387,8 @@ def test_hardware_and_simulated_gpus_never_teach_each_other() -> None:
     best = found.best(T4.name, Precision.FP32)
     assert best is not None
     assert best.is_simulated
+    assert found.for_gpus({T4.name}) is found
+    assert found.for_gpus({"NVIDIA L4"}).best(T4.name, Precision.FP32) is None
     found = observe(found, STACK, *job(99, rng), shipped())
     best = found.best(T4.name, Precision.FP32)
     assert best is not None
