@@ -53,6 +53,7 @@ class Operator:
         self.pods = Pods(self.queue.add)
         self.fleet = Fleet(self.queue.add, lambda key: self.queue.add_after(key, NEWS_S), self.pods, self.jobs)
         self.metrics = Metrics(version("carpool"), lambda: self.jobs, lambda: self.learner.calibration)
+        place = settings.calibration_place
         self.predictions = Predictions(
             tracer,
             clock,
@@ -62,11 +63,10 @@ class Operator:
             learned=Learned(
                 calibration=lambda: self.learner.usable,
                 marks=lambda *asked: self.learner.marks(*asked),
-                is_strict=not settings.share_unmeasured,
+                is_strict=place is not None and not settings.share_unmeasured,
             ),
         )
         events = EventRecorder(api, clock, "carpool-operator")
-        place = settings.calibration_place
         self.learner = Learner(
             None if place is None else CalibrationMap(api, *place),
             asked=self.predictions.asked,

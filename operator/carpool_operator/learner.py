@@ -64,6 +64,7 @@ class Learner:
         self._known: OrderedDict[str, None] = OrderedDict()
         self._offered = asyncio.Event()
         self._complaint = ""
+        self._pause_s = PAUSE_S
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="learn")
         self._log = structlog.get_logger()
 
@@ -129,9 +130,12 @@ class Learner:
         except UnreadableError as error:
             self._kept = None
             await self._complain(str(error), error.uid)
+            self._pause_s = REPAIRED_S
         except KubeError as error:
-            self._kept = None
-            await self._complain(f"what was learned cannot be read: {error}; predictions are as shipped", "")
+            # What was read before is still the best there is; without any, jobs run alone where nothing was shipped.
+            self._pause_s = PAUSE_S
+            then = "predictions are as shipped" if self._kept is None else "predictions go on with what was read before"
+            await self._complain(f"what was learned cannot be read: {error}; {then}", "")
         else:
             jobs = sum(state.jobs for state in self._kept.calibration.stacks)
             if self._complaint:
@@ -158,7 +162,7 @@ class Learner:
         """Take lessons in for ever; look now and then whether what cannot be read was repaired."""
         while self._map is not None:
             if self._kept is None:
-                await sleep(REPAIRED_S)
+                await sleep(self._pause_s)
                 await self.load()
                 continue
             await self._offered.wait()

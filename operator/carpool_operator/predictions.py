@@ -46,8 +46,8 @@ class Learned:
     """What was learned; None: predictions are as shipped."""
     marks: Callable[[JobSpec, tuple[str, ...], float | None], Marks] = lambda _spec, _products, _size: {}
     """How much a prediction of a job, of that size in MiB, would be calibrated from."""
-    is_strict: bool = True
-    """Whether jobs run alone where nothing was measured, as long as something is learned at all."""
+    is_strict: bool = False
+    """Whether jobs run alone where nothing was measured, be what was learned readable at the moment or not."""
 
 
 AS_SHIPPED = Learned()
@@ -203,7 +203,7 @@ class Predictions:
                 known_products(products),
                 calibration,
                 model_name(spec.model),
-                is_strict=self._learned.is_strict and calibration is not None,
+                is_strict=self._learned.is_strict,
             )
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, compute)

@@ -14,7 +14,7 @@ from carpool_core.resources.prediction import MemoryPrediction
 from carpool_core.settings import SettingsError
 from carpool_operator.app import NEWS_S
 from carpool_operator.conditions import find
-from carpool_operator.learner import REPAIRED_S
+from carpool_operator.learner import PAUSE_S, REPAIRED_S
 from carpool_operator.settings import OperatorSettings
 from carpool_predictor.abstention import Abstention
 from carpool_predictor.calibration import FEWEST, Calibration, StackState, read_calibration
@@ -386,6 +386,35 @@ async def test_who_may_not_read_it_learns_nothing_and_predicts_as_shipped() -> N
     await ran(of, 3000)
     assert of.job().status.state == "Complete"
     assert writes(of) == 0
+
+
+async def test_one_failed_read_takes_nothing_away_and_trusts_nothing_more() -> None:
+    """Regression: after one answer that failed, jobs shared for a minute where nothing was measured."""
+    of = world()
+    on_t4(of)
+    await ran(of, 3000)
+    of.kube.fail_next("get", CONFIG_MAPS, Overloaded("busy"))
+    await of.operator.learner.load()
+    assert of.operator.learner.is_on
+    of.kube.fail_next("get", CONFIG_MAPS, Overloaded("busy"))
+    of.start()
+    of.apply("y", model=model(9))
+    await of.settle()
+    assert not of.operator.learner.is_on
+    assert not memory(of, "y").trusted
+    naps: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        naps.append(seconds)
+        if of.operator.learner.is_on:
+            raise SeenEnoughError
+
+    running = asyncio.create_task(of.operator.learner.run(sleep))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert of.operator.learner.is_on
+    assert naps == [PAUSE_S]
+    running.cancel()
 
 
 async def test_switched_off_it_asks_for_no_configmap() -> None:
