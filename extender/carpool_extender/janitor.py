@@ -162,12 +162,15 @@ class Janitor:
         await self._touch(names)
 
     async def _release(self, names: Iterable[str]) -> None:
+        """Judge all of some nodes at once: what is released of a node together is written together."""
+        due = []
         for name in names:
             node = self._watches.cluster.node(name)
             for reservation in () if node is None else node.spec.reservations:
                 known = self._watches.pod(reservation.pod_uid)
                 if reservation.pod_uid not in self._open and not is_certain(reservation, name, known):
-                    await self._judge(name, reservation)
+                    due.append((name, reservation))
+        await asyncio.gather(*(self._judge(name, reservation) for name, reservation in due))
 
     async def _touch(self, names: Iterable[str]) -> None:
         for name in names:

@@ -53,14 +53,16 @@ class Restorer:
         await self._look_at([pod for pod in pods if pod is not None], open_)
 
     async def _look_at(self, pods: list[Pod], open_: Container[PodUid]) -> None:
+        """Restore all of some pods at once: what is restored on a node together is written together."""
         self._forget_ended()
-        for pod in pods:
-            if not self._lacks_reservation(pod) or pod.metadata.uid in open_:
-                continue
-            try:
-                await self._restore(pod)
-            except KubeError as error:
-                self._log.warning("restoring failed", pod=_named(pod), node=pod.spec.node_name, error=str(error))
+        due = [pod for pod in pods if self._lacks_reservation(pod) and pod.metadata.uid not in open_]
+        await asyncio.gather(*(self._try(pod) for pod in due))
+
+    async def _try(self, pod: Pod) -> None:
+        try:
+            await self._restore(pod)
+        except KubeError as error:
+            self._log.warning("restoring failed", pod=_named(pod), node=pod.spec.node_name, error=str(error))
 
     def _node_changed(self, old: GpuNode | None, new: GpuNode | None) -> None:
         if old is None:
