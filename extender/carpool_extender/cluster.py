@@ -59,6 +59,11 @@ class Cluster:
         """Return the newest GpuNode of that name that was seen."""
         return self._nodes.get(name)
 
+    def counted(self, name: str) -> GpuNode | None:
+        """Return the same with what is about to be written there, as `view` counts it."""
+        node = self._nodes.get(name)
+        return None if node is None else self._with_assumed(node)
+
     def holders(self, pod_uid: PodUid) -> list[str]:
         """Names of the nodes on which a pod has a reservation: none, or one; more only if two schedulers raced."""
         held = self._holders.get(pod_uid)
@@ -79,7 +84,6 @@ class Cluster:
             columns=self._shown,
             node_names=self._names.things,
             node_ids=self._names.ids,
-            naming=self._names.changes,
             classes=self._classes.things,
             namespaces=self._namespaces.ids,
             hindered=self._hindered,

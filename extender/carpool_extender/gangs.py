@@ -90,7 +90,7 @@ class Gangs:
         uuids = set(columns.uuid[rows].tolist())
         found = []
         for number in np.unique(columns.node[rows]).tolist():
-            node = self._seen.cluster.node(assessment.verdict.view.node_names[number])
+            node = self._seen.cluster.counted(assessment.verdict.view.node_names[number])
             if node is not None:
                 devices = [device for device in node.status.devices if device.uuid in uuids]
                 found.append(

@@ -17,8 +17,6 @@ class Numbering(Generic[K]):
         """The number of each thing that is held; do not change it."""
         self.things: list[K] = []
         """The things by number; what stands at a number that nobody holds means nothing."""
-        self.changes = 0
-        """How often a thing got its number, or lost it."""
         self._holders: list[int] = []
         self._spare: list[int] = []
 
@@ -36,7 +34,6 @@ class Numbering(Generic[K]):
             if not self._holders[number]:
                 del self.ids[thing]
                 self._spare.append(number)
-                self.changes += 1
 
     def _new(self, thing: K) -> int:
         if self._spare:
@@ -47,5 +44,4 @@ class Numbering(Generic[K]):
             self.things.append(thing)
             self._holders.append(0)
         self.ids[thing] = number
-        self.changes += 1
         return number

@@ -153,8 +153,6 @@ class View:
     node_names: Sequence[str]
     node_ids: Mapping[str, int]
     """Index into `node_names` by name, of nodes that exist; a node that comes may get the index of one that went."""
-    naming: int
-    """Another number whenever `node_ids` is another."""
     classes: Sequence[DeviceClass]
     namespaces: Mapping[str, int]
     """Index of each namespace that has a tenant."""

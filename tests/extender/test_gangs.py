@@ -80,6 +80,16 @@ def test_workers_that_have_done_their_work_need_no_place():
     assert refusal(cluster(gpu_node("a", 1)), 3, mode=ALONE, succeeded=1) is not None
 
 
+def test_what_is_about_to_be_written_stands_beside_the_workers_too():
+    """Regression: workers were placed on paper beside what was written only, so a gang began that could not end."""
+    found = cluster(gpu_node("a", 2))
+    wants = {"prediction": prediction(memory_mib=4000, util=60, sm=0.5)}
+    assert refusal(found, 8, **wants) is None
+    found.assume("a", tenant("other", ["GPU-a-0"], **wants))
+    assert refusal(found, 7, **wants) is None
+    assert "there is room for 7" in refusal(found, 8, **wants)
+
+
 def test_nodes_that_were_not_offered_do_not_count():
     two = cluster(gpu_node("a", 1), gpu_node("b", 1))
     assert refusal(two, 2, mode=ALONE) is None
