@@ -166,7 +166,8 @@ class Binder:
                 cluster.assume_no_more(args.node, uid)
                 return ledger.prolong(node.spec, uid, rfc3339(deadline))
             if first is not None and node is known:
-                wanted = first  # nothing was written there since
+                # Nothing was written there since, but time has passed while others were written.
+                wanted = msgspec.structs.replace(first, deadline=rfc3339(deadline))
             else:
                 cluster.assume_no_more(args.node, uid)
                 wanted = self._wanted(applicant, args, node)

@@ -123,7 +123,8 @@ class Book:
             except Retryable as error:
                 # Whether it was written is unknown; the next read tells.
                 failure = error
-                await self._sleep(FIRST_PAUSE_S * 2**attempt)
+                if attempt + 1 < ATTEMPTS:
+                    await self._sleep(FIRST_PAUSE_S * 2**attempt)
             except Exception as error:
                 if isinstance(error, Invalid) and len(batch) > 1:
                     for change in batch:  # one that can never be written takes no other with it

@@ -1,7 +1,9 @@
 """Whole binds on a server in memory: replays, races, conflicts."""
 
 import asyncio
+from datetime import timedelta
 
+from carpool_core.clock import parse_rfc3339
 from carpool_core.keys import ANNOTATION_GPUS, ANNOTATION_MODE
 from carpool_core.kube.api import GPU_NODES
 from carpool_core.kube.errors import Conflict, Unreachable
@@ -129,3 +131,18 @@ async def test_a_lost_answer_to_the_reservation_is_found_again(world):
         world.clock.advance(0.1)
         assert (await binding).error == ""
     assert world.held() == {"a": ["pod-x"]}
+
+
+async def test_the_deadline_counts_from_the_write_though_the_bind_waited_for_it(world):
+    """Regression: a bind that waited for the write before it had so much less time until its reservation lapsed."""
+    world.add("x", "y")
+    async with world.extender(gather_s=4) as extender, background(extender.service.bind(args("x"))):
+        await until(lambda: world.held() == {"a": ["pod-x"]})
+        async with background(extender.service.bind(args("y"))):
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert world.held() == {"a": ["pod-x"]}
+            world.clock.advance(4)
+            await until(lambda: world.held() == {"a": ["pod-x", "pod-y"]})
+    first, second = (parse_rfc3339(one["deadline"]) for one in world.reservations("a"))
+    assert second - first == timedelta(seconds=4)

@@ -5,10 +5,10 @@ import asyncio
 import msgspec
 import pytest
 from carpool_core.kube.api import GPU_NODES
-from carpool_core.kube.errors import Invalid
+from carpool_core.kube.errors import Invalid, Unreachable
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
-from carpool_extender.book import Book
+from carpool_extender.book import ATTEMPTS, FIRST_PAUSE_S, Book
 from carpool_extender.cluster import Cluster
 from carpool_extender.testing import gpu_node, seed_node, tenant, until
 from carpool_extender.watches import Watches
@@ -100,6 +100,21 @@ async def test_a_node_that_was_made_again_is_another():
     before = len(kube.calls)
     await book.change("a", adding(tenant("x", ["GPU-a-0"])))
     assert [call.verb for call in kube.calls[before:]] == ["patch", "get", "patch"]
+
+
+async def test_nobody_waits_once_the_last_try_has_failed():
+    clock, slept = FakeClock(), []
+    kube = FakeKube(clock)
+
+    async def sleep(seconds):
+        slept.append(seconds)
+
+    for _ in range(ATTEMPTS):
+        kube.fail_next("get", GPU_NODES, Unreachable("reset"))
+    book = Book(kube, Watches(kube, clock, Cluster()), clock, sleep, gather_s=0)
+    with pytest.raises(Unreachable):
+        await book.change("a", adding(tenant("x", ["GPU-a-0"])))
+    assert [seconds for seconds in slept if seconds] == [FIRST_PAUSE_S * 2**i for i in range(ATTEMPTS - 1)]
 
 
 async def test_what_comes_soon_after_a_write_is_gathered():
