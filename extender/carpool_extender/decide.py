@@ -16,7 +16,7 @@ from carpool_extender.applicant import Applicant
 from carpool_extender.assessments import Assessment
 from carpool_extender.checks import PASSED, Check, Verdict, examine
 from carpool_extender.choices import best_of, foremost, scores, select, ties
-from carpool_extender.modes import memory_limit_mib, thread_limit, why
+from carpool_extender.modes import memory_limit_mib, thread_limit, unbounded, why
 from carpool_extender.pace import expected_slowdown
 from carpool_extender.policies import Policy
 from carpool_extender.refusal import PREFIX, Offer, counted, explanation, outcome, summary
@@ -251,11 +251,12 @@ def _why(verdict: Verdict, rows: list[int], mode: SharingMode, policy: Policy) -
         f"{left:,} of {int(view.columns.usable_mib[rows[0]]):,} MiB left",
         expected_slowdown(verdict, rows, demand.max_slowdown),
     ]
-    facts = verdict.applicant.facts(view.classes[int(view.columns.device_class[rows[0]])])
-    because = why(mode, demand, is_first=not neighbours, alone=verdict.conditions.alone, is_known=facts.is_known)
+    is_known = verdict.applicant.facts(view.classes[int(view.columns.device_class[rows[0]])]).is_known
+    boundless = None if is_known else unbounded(demand, view.product(rows[0]))
+    because = why(mode, demand, is_first=not neighbours, alone=verdict.conditions.alone, boundless=boundless)
     parts.append(f"{mode} {because}")
-    if facts.profile.memory_mib is None:
-        parts.append("nothing is known of its memory, so it counts with the whole GPU")
+    if boundless and boundless not in because:
+        parts.append(boundless)
     parts += _passed_over(verdict)
     told = "; ".join(parts)
     return told if len(told) <= LONGEST_REASON else f"{told[: LONGEST_REASON - 1]}…"

@@ -58,7 +58,14 @@ def _first_choice(facts: ClassColumns, tenancy: Tenancy) -> NDArray[np.int8]:
     return np.where(facts.known, shared, alone).astype(np.int8)
 
 
-def why(mode: SharingMode, demand: Demand, *, is_first: bool, alone: bool, is_known: bool) -> str:
+def unbounded(demand: Demand, product: str) -> str:
+    """Say why a job counts with the whole of a GPU, of a product on which its memory has no bound."""
+    if demand.prediction_on(product) is None:
+        return "nothing is known of its memory, so it counts with the whole GPU"
+    return "too little was measured on such GPUs to rely on its prediction, so it counts with the whole GPU"
+
+
+def why(mode: SharingMode, demand: Demand, *, is_first: bool, alone: bool, boundless: str | None) -> str:
     """Say in a few words why a GPU has this mode.
 
     Args:
@@ -66,7 +73,7 @@ def why(mode: SharingMode, demand: Demand, *, is_first: bool, alone: bool, is_kn
         demand: Who gets it.
         is_first: Whether the GPU was idle.
         alone: Whether the policy gives every job a GPU of its own.
-        is_known: Whether the job's memory is known on this GPU.
+        boundless: Why the job's memory has no bound on this GPU; None where it has one.
     """
     if demand.mode is not RequestedMode.AUTO:
         return "as the job asks"
@@ -77,7 +84,7 @@ def why(mode: SharingMode, demand: Demand, *, is_first: bool, alone: bool, is_kn
     if mode is SharingMode.MIG:
         return "as other namespaces may join, each in an instance of its own"
     if mode is SharingMode.EXCLUSIVE:
-        return "as the device can do nothing else" if is_known else "as nothing bounds its memory"
+        return f"as {boundless}" if boundless else "as the device can do nothing else"
     if mode is SharingMode.TIME_SLICING:
         several = "as a process of several GPUs reaches only one MPS daemon"
         return several if demand.gpus > 1 else "as the device has no MPS"

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from carpool_extender.checks import Check, Verdict
 from carpool_extender.mig import whole
-from carpool_extender.modes import EXCLUSIVE
+from carpool_extender.modes import EXCLUSIVE, unbounded
 from carpool_extender.pace import beyond, expected_slowdown, too_slow
 from carpool_extender.view import MODES, NO_MODE, Bools, Rows
 
@@ -79,8 +79,8 @@ def _mode(verdict: Verdict, row: int) -> str:
     facts = verdict.applicant.facts(kind)
     if demand.mode is RequestedMode.AUTO and facts.is_known and now is SharingMode.MIG:
         return f"divided by MIG, and no instance holds {facts.profile.memory_mib or 0:,} MiB"
-    if demand.mode is RequestedMode.AUTO:
-        return "in use, and the job must be alone because its memory is not known"
+    if demand.mode is RequestedMode.AUTO and not facts.is_known:
+        return f"in use, and the job must be alone: {unbounded(demand, kind.product)}"
     return f"shared by {now}, and the job wants {demand.mode}"
 
 

@@ -62,6 +62,8 @@ def prediction(
     sm: float = 0.3,
     dram: float = 0.2,
     products: Sequence[str] = (A100, T4),
+    *,
+    trusted: bool = True,
 ) -> Prediction:
     """Build a prediction that is the same on every product and has no spread."""
 
@@ -74,7 +76,7 @@ def prediction(
         products=[
             ProductPrediction(
                 product=product,
-                memory=MemoryPrediction(median_mib=memory_mib, upper_mib=memory_mib, coverage=0.95),
+                memory=MemoryPrediction(median_mib=memory_mib, upper_mib=memory_mib, coverage=0.95, trusted=trusted),
                 activity=ActivityPrediction(
                     gpu_util_percent=exactly(util), sm_active_ratio=exactly(sm), dram_active_ratio=exactly(dram)
                 ),

@@ -190,7 +190,25 @@ def test_no_limits_where_nothing_enforces_them(mode):
         pytest.param(
             gpu_node("a", 1, [tenant("x", [GPU], TURNS)]), {}, "TimeSlicing as its tenants have it", id="there"
         ),
-        pytest.param(gpu_node(), {"prediction": None}, "Exclusive as nothing bounds its memory", id="unknown"),
+        pytest.param(
+            gpu_node(),
+            {"prediction": None},
+            "Exclusive as nothing is known of its memory, so it counts with the whole GPU",
+            id="unknown",
+        ),
+        pytest.param(
+            gpu_node(),
+            {"prediction": prediction(trusted=False)},
+            "Exclusive as too little was measured on such GPUs to rely on its prediction, so it counts with the whole "
+            "GPU",
+            id="not relied on",
+        ),
+        pytest.param(
+            gpu_node(),
+            {"prediction": prediction(trusted=False), "mode": RequestedMode.TIME_SLICING},
+            "too little was measured on such GPUs to rely on its prediction, so it counts with the whole GPU",
+            id="not relied on, and the mode is asked for",
+        ),
         pytest.param(gpu_node("a", [device(modes=NO_MPS)]), {}, "TimeSlicing as the device has no MPS", id="no MPS"),
         pytest.param(
             gpu_node("a", [device(modes=[ALONE])]), {}, "Exclusive as the device can do nothing else", id="nothing else"

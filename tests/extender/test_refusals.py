@@ -88,8 +88,15 @@ SENTENCES = [
     pytest.param(
         [gpu_node("a", 1, [tenant("x", [GPU])])],
         {"prediction": None},
-        "1 GPU: in use, and the job must be alone because its memory is not known",
+        "1 GPU: in use, and the job must be alone: nothing is known of its memory, so it counts with the whole GPU",
         id="must be alone",
+    ),
+    pytest.param(
+        [gpu_node("a", 1, [tenant("x", [GPU])])],
+        {"prediction": prediction(trusted=False)},
+        "1 GPU: in use, and the job must be alone: too little was measured on such GPUs to rely on its prediction, so "
+        "it counts with the whole GPU",
+        id="must be alone, as its prediction is not relied on",
     ),
     pytest.param(
         [gpu_node("a", 1, [tenant("x", [GPU], namespace="other")])],
