@@ -10,14 +10,17 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (PyTorch's own name for it)
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from carpool_predictor.abstention import TraceError
 
 _LOWER: frozenset[Callable[..., Any]] = frozenset(
     {
         F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, F.linear, F.prelu,
         F.scaled_dot_product_attention, F.multi_head_attention_forward, torch.addbmm, torch.addmm, torch.addmv,
-        torch.baddbmm, torch.bmm, torch.chain_matmul, torch.einsum, torch.gru, torch.gru_cell, torch.lstm,
+        torch.addr, torch.baddbmm, torch.bmm, torch.chain_matmul, torch.einsum, torch.gru, torch.gru_cell, torch.lstm,
         torch.lstm_cell, torch.matmul, torch.mm, torch.mv, torch.prelu, Tensor.__matmul__, Tensor.__rmatmul__,
-        Tensor.addmm, Tensor.baddbmm, Tensor.bmm, Tensor.matmul, Tensor.mm, Tensor.mv,
+        Tensor.addmm, Tensor.addmv, Tensor.addr, Tensor.baddbmm, Tensor.bmm, Tensor.matmul, Tensor.mm, Tensor.mv,
     }
 )  # fmt: skip
 """Products, which run in the lower precision."""
@@ -28,6 +31,14 @@ _LOSSES: frozenset[Callable[..., Any]] = frozenset(
     }
 )  # fmt: skip
 """Losses, which run in FP32; `rules` knows the other functions that do."""
+_ATEN = torch.ops.aten
+_PRODUCTS = frozenset(
+    {
+        _ATEN.addbmm.default, _ATEN.addmm.default, _ATEN.baddbmm.default, _ATEN.bmm.default, _ATEN.conv_tbc.default,
+        _ATEN.convolution.default, _ATEN.mm.default,
+    }
+)  # fmt: skip
+"""What functions come down to of which autocast would have cast the arguments, whatever Python calls them."""
 
 
 class MetaAutocast(TorchFunctionMode):
@@ -65,6 +76,23 @@ class MetaAutocast(TorchFunctionMode):
         if found is None:
             found = self._weights[tensor] = tensor.to(self._dtype)
         return found
+
+
+class NoProductMissed(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves it unannotated
+    """Raises on a product in FP32 under `MetaAutocast`: PyTorch's own autocast works below Python, and misses none.
+
+    A model that itself turns autocast off may want one; PyTorch's own, on fake tensors, knows that as well.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call on, unless the operator should have been cast.
+
+        Raises:
+            TraceError: It should have been.
+        """
+        if func in _PRODUCTS and any(isinstance(value, Tensor) and value.dtype is torch.float32 for value in args):
+            raise TraceError("OperatorUnsupported", f"{func} is not known to be cast on tensors without data")
+        return func(*args, **(kwargs or {}))
 
 
 def _raised(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from carpool_core.values import Optimizer, Precision
 from torch import Tensor, nn
 
 from carpool_predictor.abstention import TraceError
-from carpool_predictor.autocast import MetaAutocast
+from carpool_predictor.autocast import MetaAutocast, NoProductMissed
 from carpool_predictor.checkpointing import checkpoint_activations
 from carpool_predictor.fake import TensorMode
 from carpool_predictor.multitensor import Answered
@@ -88,8 +88,11 @@ class FakeTraining:
         with ExitStack() as stack:
             stack.enter_context(CudaRules(autocast=dtype is not None))
             if dtype is not None:
-                is_meta = isinstance(self.mode, torch.device)
-                stack.enter_context(MetaAutocast(dtype) if is_meta else torch.autocast("cpu", dtype=dtype))
+                if isinstance(self.mode, torch.device):
+                    stack.enter_context(MetaAutocast(dtype))
+                    stack.enter_context(NoProductMissed())  # type: ignore[no-untyped-call]  # PyTorch's own
+                else:
+                    stack.enter_context(torch.autocast("cpu", dtype=dtype))
             loss = sum(losses(self.model(inputs)), start=torch.zeros(()))
         if not loss.requires_grad:
             raise TraceError("TraceFailed", "the model's output holds no floating-point tensor that needs gradients")

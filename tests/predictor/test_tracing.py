@@ -16,7 +16,7 @@ from carpool_predictor.inline import build_inline
 from carpool_predictor.layers import count_layers
 from carpool_predictor.operators import attention_backward_flops, attention_flops
 from carpool_predictor.step import FakeTraining, losses, prepare, trace_step, weight_dtype
-from carpool_predictor.tracing import batch_sizes, trace_recipe
+from carpool_predictor.tracing import batch_sizes, record_recipe, trace_recipe
 from carpool_predictor.trackers import Kind, LiveStorages
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -360,6 +360,61 @@ def test_autocast_without_data_is_pytorchs(build: Callable[[], nn.Module], preci
     # Batch normalization on meta tensors saves its statistics in FP32.
     assert msgspec.structs.replace(bare, bytes_moved=0) == msgspec.structs.replace(faked, bytes_moved=0)
     assert bare.bytes_moved == pytest.approx(faked.bytes_moved, rel=1e-3)
+
+
+class Product(nn.Module):
+    """A weight and a function that multiplies by it."""
+
+    def __init__(self, multiply: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(32, 32))
+        self.multiply = multiply
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.multiply(x.flatten(0, -2), self.weight)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: Callable[[int, int], nn.Module]) -> None:
+        super().__init__()
+        self.rnn = kind(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rnn(x.flatten(0, -2))[0]
+
+
+MISSED = {
+    "RNN": lambda: Recurrent(nn.RNN),
+    "RNNCell": lambda: Recurrent(nn.RNNCell),
+    "tensordot": lambda: Product(lambda x, w: torch.tensordot(x, w, 1)),
+    "inner": lambda: Product(torch.inner),
+    "multi_dot": lambda: Product(lambda x, w: torch.linalg.multi_dot([x, w, w])),
+    "linalg.matmul": lambda: Product(torch.linalg.matmul),
+    "addbmm": lambda: Product(lambda x, w: w.addbmm(x.view(-1, 32, 32), x.view(-1, 32, 32))),
+    "conv_tbc": lambda: Product(lambda x, w: torch.conv_tbc(x[None], w[None], w[0])),
+    "aten.mm": lambda: Product(torch.ops.aten.mm),
+}
+
+
+@pytest.mark.parametrize("name", MISSED)
+def test_a_product_that_no_list_names_is_left_to_pytorchs_autocast(name: str) -> None:
+    """Regression: they stayed in FP32, and nobody said so."""
+    training, recipe = Training(precision=Precision.BF16_MIXED), Recipe(name, MISSED[name], (32, 32))
+    mode = meta_mode()
+    with fake_weights(mode):
+        model = MISSED[name]()
+    with pytest.raises(TraceError, match="not known to be cast"):
+        trace_step(prepare(model, mode, training, (32, 32)), 4)
+    with fake_weights(faked := fake_mode()):
+        model = MISSED[name]()
+    expected, _ = trace_step(prepare(model, faked, training, (32, 32)), 4)
+    found = record_recipe(recipe, training, [4]).steps[0]
+    assert (found.peak_bytes, found.bytes_moved) == (expected.peak_bytes, expected.bytes_moved)
+
+
+def test_a_product_of_cudas_list_that_the_cpus_lacks_is_cast() -> None:
+    with torch.device("meta"), MetaAutocast(torch.bfloat16):
+        assert torch.addr(torch.empty(4, 4), torch.empty(4), torch.empty(4)).dtype is torch.bfloat16
 
 
 def test_a_weight_that_is_used_twice_is_cast_once() -> None:
