@@ -13,7 +13,7 @@ from carpool_core.products import UnknownProductError
 from carpool_core.resources.job import GpuTrainingJob, JobSpec
 from carpool_core.values import Precision
 from carpool_predictor.abstention import Abstention
-from carpool_predictor.calibration import SIMULATED, Calibration, Stack
+from carpool_predictor.calibration import COUNTED, SIMULATED, Calibration, Stack
 from carpool_predictor.calibration_map import CalibrationMap, Kept, UnreadableError
 from carpool_predictor.estimator import Job
 from carpool_predictor.memory import shipped
@@ -31,6 +31,8 @@ MOST_PENDING = 2048
 """Lessons that wait; beyond, the oldest goes. Its job has no mark of it, and tells it again when it is looked at."""
 MOST_KNOWN = 8192
 """Lessons that this process remembers to have taken in."""
+MOST_AT_ONCE = COUNTED // 2
+"""Lessons of one write: after a crash they are told again, and the document must still name all that it has counted."""
 _TRIES = 5
 
 Asked = Callable[[JobSpec], Awaitable[Job | Abstention]]
@@ -176,7 +178,7 @@ class Learner:
             await sleep(PAUSE_S)
 
     async def flush(self) -> None:
-        """Take in all that waits, with one write.
+        """Take in what waits, the oldest first and `MOST_AT_ONCE` at most, with one write.
 
         Raises:
             KubeError: It could not be written, or nobody knows whether it was; what waits is kept.
@@ -185,7 +187,7 @@ class Learner:
             await self.load()
         if self._kept is None or self._map is None:
             return
-        batch = list(self._pending.items())
+        batch = list(self._pending.items())[:MOST_AT_ONCE]
         known = [(job, lesson, asked) for _, (job, lesson) in batch if (asked := await self._of(job)) is not None]
         for _ in range(_TRIES):
             before = self._kept

@@ -15,12 +15,13 @@ from carpool_core.settings import SettingsError
 from carpool_operator.app import NEWS_S
 from carpool_operator.conditions import find
 from carpool_operator.learner import PAUSE_S, REPAIRED_S
+from carpool_operator.lessons import Lesson
 from carpool_operator.settings import OperatorSettings
 from carpool_predictor.abstention import Abstention
-from carpool_predictor.calibration import FEWEST, Calibration, StackState, read_calibration
+from carpool_predictor.calibration import COUNTED, FEWEST, Calibration, Measured, StackState, read_calibration
 from carpool_predictor.calibration_map import KEY
 from carpool_predictor.observe import SEEN_S, STEADY_S
-from operator_fixtures import FEATURES
+from operator_fixtures import FEATURES, job
 from operator_world import World
 
 NAMESPACE, NAME = "carpool-system", "learned"
@@ -254,6 +255,24 @@ async def test_killed_at_each_write_nothing_counts_twice_and_nothing_is_lost(wri
     assert rows == [(3000, True), (4000, False)]
     assert stack(of).seen == 2
     assert [attempt.learned for attempt in of.job().status.attempts] == [True, True]
+
+
+async def test_one_write_counts_no_more_than_the_document_names() -> None:
+    """Regression: of many lessons in one write only the last were named, and the others counted twice after a crash."""
+    of = world()
+    await of.settle()
+    learner = of.operator.learner
+    found = job()
+    for number in range(COUNTED + 10):
+        measured = Measured(peak_mib=3000, capacity_mib=40960, sample=f"{number}/1")
+        learner.offer(found, Lesson(f"{number}/1", "NVIDIA A100-SXM4-40GB", True, 4000, measured))
+    sizes = []
+    while not learner.is_settled:
+        before = set(kept(of).counted) if sizes else set[str]()
+        await learner.flush()
+        sizes.append(len(set(kept(of).counted) - before))
+    assert sizes == [COUNTED // 2, COUNTED // 2, 10]
+    assert stack(of).seen == COUNTED + 10
 
 
 async def test_an_answer_that_got_lost_counts_once() -> None:
