@@ -4,6 +4,7 @@ from carpool_core.kube.api import EVENTS, PODS
 from carpool_core.kube.events import A_SECOND, BURST, EventRecorder
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
+from structlog.testing import capture_logs
 
 
 async def record(recorder, number, type_="Normal"):
@@ -40,3 +41,21 @@ async def test_warnings_are_never_left_out():
     for number in range(2 * int(BURST)):
         await record(recorder, number, "Warning")
     assert len(kube.dump_all(EVENTS)) == 2 * BURST
+
+
+async def test_a_flood_is_told_of_when_it_begins_and_how_large_it_was_when_it_is_over():
+    clock = FakeClock()
+    recorder = EventRecorder(FakeKube(), clock, "test")
+    with capture_logs() as logs:
+        for number in range(int(BURST) + 5):
+            await record(recorder, number)
+        assert [log["event"] for log in logs] == ["events are being left out"]
+        clock.advance(1)
+        for number in range(int(A_SECOND) + 2):
+            await record(recorder, number)
+        assert len(logs) == 1, "once, while it lasts"
+        clock.advance(3600)
+        await record(recorder, 0)
+        assert [(log["event"], log.get("number")) for log in logs[1:]] == [("events left out", 7)]
+        await record(recorder, 0)
+        assert len(logs) == 2

@@ -25,7 +25,8 @@ class _Counted(msgspec.Struct, frozen=True):
 class EventRecorder:
     """Records events. Those of one object with one reason are one Event with a count, also across restarts.
 
-    Normal events beyond `A_SECOND` and `BURST` are left out; warnings never are.
+    Normal events beyond `A_SECOND` and `BURST` are left out, and the log tells when that begins and how many they were;
+    warnings never are.
     """
 
     def __init__(self, api: KubeApi, clock: Clock, component: str) -> None:
@@ -80,17 +81,20 @@ class EventRecorder:
             self._log.warning("event not recorded", reason=reason, object=f"{namespace}/{name}", error=str(error))
 
     def _is_affordable(self) -> bool:
-        """Take one event out of the budget, where there is one left; tell how many were left out before."""
+        """Take one event out of the budget, where there is one left; tell of a flood's begin and end."""
         now = self._clock.monotonic()
         self._budget = min(BURST, self._budget + A_SECOND * (now - self._filled_at))
         self._filled_at = now
         if self._budget < 1:
+            if not self._left_out:
+                self._log.info("events are being left out", most_a_second=A_SECOND, most_at_once=BURST)
             self._left_out += 1
             return False
-        self._budget -= 1
-        if self._left_out:
+        # While a flood lasts, one event in a while is affordable; it is over when the budget has recovered.
+        if self._left_out and self._budget >= BURST / 2:
             self._log.info("events left out", number=self._left_out, most_a_second=A_SECOND)
             self._left_out = 0
+        self._budget -= 1
         return True
 
     async def _write(self, namespace: str, body: dict[str, Any], fields: dict[str, Any]) -> None:
