@@ -173,6 +173,11 @@ class Learner:
                 await self.flush()
             except KubeError as error:
                 self._log.warning("calibration not written", error=str(error), retry_in_s=PAUSE_S)
+            except Exception:
+                # A defect must not end the operator, which would meet the same lessons again once it is restarted.
+                self._log.exception("lessons dropped", lessons=min(len(self._pending), MOST_AT_ONCE))
+                for stage in list(self._pending)[:MOST_AT_ONCE]:
+                    del self._pending[stage]
             if self._pending:
                 self._offered.set()
             await sleep(PAUSE_S)

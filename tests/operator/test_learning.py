@@ -384,6 +384,31 @@ async def test_a_document_that_was_repaired_is_used_without_a_restart() -> None:
     assert stack(of).seen == 1
 
 
+async def test_a_defect_costs_the_lessons_that_met_it_and_not_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = world()
+    of.apply()
+    await begun(of)
+    await seen(of, 3000)
+    of.end_pod("x-worker-0-1")
+    of.hear()
+    await of.operator.look_safely("default/x")
+    assert not of.operator.learner.is_settled
+
+    async def sleep(_seconds: float) -> None:
+        raise SeenEnoughError
+
+    def broken(*_: object) -> Calibration:
+        raise ValueError("a defect")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("carpool_operator.learner.taken", broken)
+        with pytest.raises(SeenEnoughError):
+            await of.operator.learner.run(sleep)
+    assert of.operator.learner.is_settled
+    await ran(of, 3000, "y")
+    assert stack(of).seen == 1
+
+
 async def test_what_can_no_longer_be_compared_is_not_said_to_be_learned() -> None:
     of = world()
     of.apply(model={"catalog": {"name": "timm/resnet50"}})
