@@ -153,6 +153,25 @@ def test_a_gpu_that_fails_takes_its_jobs_with_it_and_comes_back():
     assert ends(outcome) == {"a": 160.0, "b": 160.0}
 
 
+@pytest.mark.parametrize(
+    "hopeless",
+    [job("gang", workers=3), replace(job("wide"), gpus=2)],
+    ids=["too few GPUs", "too few on each node"],
+)
+def test_a_job_that_can_never_run_does_not_stretch_the_time_that_is_looked_at(hopeless):
+    """Regression: failures after the last job's end counted as time in which the GPUs stood idle."""
+    late = [Failure(GpuUuid("GPU-0"), at_s=1000.0, lasts_s=10.0)]
+    jobs = workload(job("a", 10.0, of=truth(util=0.5)), hopeless, gpus=2)
+    first, second = jobs.nodes["n"]
+    jobs = replace(jobs, nodes={"n": [first], "m": [second]}, failures=late)
+    for strategy in (CARPOOL, replace(CARPOOL, measure=True)):
+        outcome = Simulation(jobs, strategy, NoSlowdown()).run()
+        assert ends(outcome) == {"a": 10.0}
+        assert outcome.unplaced == 1
+        assert outcome.span_s == outcome.utilization[-1][0] == 10.0
+        assert figures_of(outcome).utilization_percent == pytest.approx(25.0)
+
+
 def test_failures_overlap_without_reviving_a_gpu_too_early():
     failures = [Failure(GpuUuid("GPU-0"), 50.0, 100.0), Failure(GpuUuid("GPU-0"), 60.0, 10.0)]
     outcome = Simulation(replace(workload(job("a")), failures=failures), CARPOOL, NoSlowdown()).run()

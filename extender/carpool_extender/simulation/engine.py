@@ -34,7 +34,7 @@ class Simulation:
 
     def __init__(self, workload: Workload, strategy: Strategy, physics: Physics, seed: int = 0) -> None:
         self._strategy, self._physics = strategy, physics
-        self._now_s = 0.0
+        self._now_s = self._left_s = 0.0
         policy = find_policy(strategy.policy)
         devices = [(name, device) for name, many in workload.nodes.items() for device in many]
         self._knower = Knower(strategy, max(d.memory_mib - d.reserved_mib for _, d in devices), seed)
@@ -67,26 +67,29 @@ class Simulation:
 
     def run(self) -> Outcome:
         """Run until every job has ended or nothing can happen any more."""
-        while self._events and len(self._finished) < self._jobs and self._events[0][0] <= self._until_s:
+        while self._events and not self._is_over() and self._events[0][0] <= self._until_s:
             self._now_s = self._events[0][0]
             while self._events and self._events[0][0] <= self._now_s:
                 heapq.heappop(self._events)[2]()
             self._waiting.place(self._freed, self._start)
             self._draw_curve()
-        if self._until_s < math.inf:
-            self._now_s = self._until_s
+        # Beside a job that no GPU can hold, failures and looks are played on after the last job has left: not counted.
+        span_s = self._until_s if self._until_s < math.inf else self._left_s
         for gpu in self._gpus.values():
-            gpu.account(self._now_s)
+            gpu.account(span_s)
         return Outcome(
             finished=self._finished,
             gpus=list(self._gpus.values()),
             ooms=sum(self._ooms.values()),
             killed=self._killed,
             makespan_s=max((one.end_s for one in self._finished), default=0.0),
-            span_s=self._now_s,
+            span_s=span_s,
             unplaced=len(self._waiting) + self._hopeless,
-            utilization=self._curve,
+            utilization=[(at_s, mean) for at_s, mean in self._curve if at_s <= span_s],
         )
+
+    def _is_over(self) -> bool:
+        return len(self._finished) + self._hopeless >= self._jobs
 
     def _at(self, when_s: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._events, (when_s, next(self._count), what))
@@ -202,6 +205,7 @@ class Simulation:
     def _leave(self, running: Running) -> None:
         running.version += 1
         running.ended = True
+        self._left_s = self._now_s
         self._freed += 1
         for gpu in running.gpus:
             gpu.tenants.remove(running)
