@@ -171,7 +171,6 @@ class Operator:
         peak = max([peak_of(pods, nodes), *(attempt.peak_memory_mib for attempt in latest)])
         return Knowledge(
             is_on=True,
-            told=self._recollection.told(key),
             learned=frozenset(sample for sample in samples if self.learner.has_learned(sample)),
             steady_s=self._recollection.steady_for(key, (samples, peak), now),
             marks=marks,

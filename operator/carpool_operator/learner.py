@@ -22,6 +22,7 @@ from carpool_predictor.recalling import model_name, recalled_runs
 
 from carpool_operator.lessons import Lesson, mark
 from carpool_operator.pods import job_key
+from carpool_operator.predicting import TRANSIENT
 
 PAUSE_S = 5.0
 """Between two writes of the ConfigMap: a cluster whose jobs end by the dozen writes no more often."""
@@ -115,8 +116,8 @@ class Learner:
         return f"{sample} ended" in self._known
 
     def offer(self, job: GpuTrainingJob, lesson: Lesson) -> None:
-        """Have a lesson taken in."""
-        if self._map is None or lesson.stage in self._known:
+        """Have a lesson taken in, unless it waits already or was taken in; what was dropped may be told again."""
+        if self._map is None or lesson.stage in self._known or lesson.stage in self._pending:
             return
         self._pending[lesson.stage] = (job, lesson)
         while len(self._pending) > MOST_PENDING:
@@ -193,7 +194,16 @@ class Learner:
         if self._kept is None or self._map is None:
             return
         batch = list(self._pending.items())[:MOST_AT_ONCE]
-        known = [(job, lesson, asked) for _, (job, lesson) in batch if (asked := await self._of(job)) is not None]
+        known: list[tuple[GpuTrainingJob, Lesson, Job]] = []
+        later: set[str] = set()
+        for stage, (job, lesson) in batch:
+            asked = await self._asked(job.spec)
+            if isinstance(asked, Job):
+                known.append((job, lesson, asked))
+            elif asked.reason in TRANSIENT:
+                later.add(stage)
+            else:
+                self._log.debug("nothing to compare with", job=job.metadata.name, why=asked.reason)
         for _ in range(_TRIES):
             before = self._kept
             if before is None:
@@ -211,20 +221,15 @@ class Learner:
         else:
             raise Conflict(f"the calibration was changed by others {_TRIES} times while it was written")
         for stage, (job, lesson) in batch:
-            if self._pending.get(stage) == (job, lesson):
-                del self._pending[stage]
+            if stage in later and stage in self._pending:
+                self._pending.move_to_end(stage)
+                continue
+            self._pending.pop(stage, None)
             if all(lesson is not one for _, one, _ in known):
                 continue  # nothing to compare it with by now: it was not learned, and its job is not told so
             self._remember(stage)
             if lesson.measured.ended:
                 self._wake(job_key(job.metadata.namespace, job.metadata.name))
-
-    async def _of(self, job: GpuTrainingJob) -> Job | None:
-        found = await self._asked(job.spec)
-        if isinstance(found, Abstention):
-            self._log.debug("nothing to compare with", job=job.metadata.name, why=found.reason)
-            return None
-        return found
 
     def _remember(self, stage: str) -> None:
         self._known[stage] = None

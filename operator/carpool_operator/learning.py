@@ -54,7 +54,7 @@ def tell(draft: Draft, attempt: Attempt | None, pods: Sequence[Pod]) -> None:
     if latest is None or latest.number != attempt.number:
         return
     lesson = lesson_of(draft, latest, pods)
-    if lesson is not None and lesson.stage not in known.told:
+    if lesson is not None:
         draft.then(Learn(lesson))
 
 

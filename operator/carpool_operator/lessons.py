@@ -55,8 +55,6 @@ class Knowledge:
     """What this process has learned, as far as a look at a job needs it."""
 
     is_on: bool = False
-    told: frozenset[str] = frozenset()
-    """Stages of lessons of this job that were told already."""
     learned: frozenset[str] = frozenset()
     """Attempts of this job whose lessons are in the calibration for good."""
     steady_s: float = 0.0

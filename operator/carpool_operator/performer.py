@@ -104,7 +104,6 @@ class Performer:
                 self._predictions.request(key_of(job), job.spec, digest, products)
             case Learn(lesson):
                 self._learner.offer(job, lesson)
-                self._recollection.lesson_told(key_of(job), lesson.stage)
 
     async def _write_status(self, job: GpuTrainingJob, status: JobStatus) -> None:
         namespace, name = job.metadata.namespace, job.metadata.name

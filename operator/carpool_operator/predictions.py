@@ -106,6 +106,7 @@ class Predictions:
         self._results: _Recent[Prediction] = _Recent(_KEPT)
         self._features: _Recent[ModelFeatures | Abstention] = _Recent(_KEPT)
         self._tries: _Recent[tuple[int, float]] = _Recent(_KEPT)
+        self._failed: _Recent[Abstention] = _Recent(_KEPT)
         self._ready: dict[str, tuple[Input, Prediction]] = {}
         self._waiting: dict[Input, set[str]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -182,13 +183,16 @@ class Predictions:
         version = result.model_version or model_version()
         result = msgspec.structs.replace(result, input_digest=digest, model_version=version)
         if result.reason in TRANSIENT:
-            tries, _ = self._tries.get(digest) or (0, 0.0)
-            self._tries.put(digest, (tries + 1, self._clock.monotonic()))
+            self._tried(digest)
         self._results.put(_input(digest, products, self.marks(spec, digest, products)), result)
         for key in self._waiting.pop(wanted, ()):
             # For each job: in a burst, recent results are overwritten before their jobs have their turn.
             self._ready[key] = (wanted, result)
             self._wake(key)
+
+    def _tried(self, digest: str) -> None:
+        tries, _ = self._tries.get(digest) or (0, 0.0)
+        self._tries.put(digest, (tries + 1, self._clock.monotonic()))
 
     async def _predict(self, spec: JobSpec, digest: str, products: tuple[str, ...]) -> Prediction:
         features = await self._features_of(spec, digest)
@@ -209,8 +213,16 @@ class Predictions:
         return await asyncio.get_running_loop().run_in_executor(self._thread, compute)
 
     async def asked(self, spec: JobSpec) -> Job | Abstention:
-        """Return what the predictor is asked of a job, whatever was learned."""
-        return prepare(await self._features_of(spec, input_digest(spec.model, spec.training)), spec.training)
+        """Return what the predictor is asked of a job, whatever was learned; what failed a moment ago waits."""
+        digest = input_digest(spec.model, spec.training)
+        failed = self._failed.get(digest)
+        if failed is not None and self.retry_in(digest) > 0 and self._features.get(digest) is None:
+            return failed
+        found = prepare(await self._features_of(spec, digest), spec.training)
+        if isinstance(found, Abstention) and found.reason in TRANSIENT:
+            self._failed.put(digest, found)
+            self._tried(digest)
+        return found
 
     async def _features_of(self, spec: JobSpec, digest: str) -> ModelFeatures | Abstention:
         model = spec.model

@@ -19,7 +19,6 @@ class Recollection:
         self._refused: dict[str, tuple[Refusal, float]] = {}
         self._unreserved: dict[str, dict[str, float]] = {}
         self._peaks: dict[str, tuple[object, float]] = {}
-        self._told: dict[str, set[str]] = {}
 
     def steady_for(self, key: str, peak: object, now: float) -> float:
         """Remember the peak of a job's attempt; return for how many seconds it has not moved."""
@@ -28,14 +27,6 @@ class Recollection:
             since = now
         self._peaks[key] = (peak, since)
         return now - since
-
-    def told(self, key: str) -> frozenset[str]:
-        """Stages of the lessons that a job has told."""
-        return frozenset(self._told.get(key, ()))
-
-    def lesson_told(self, key: str, stage: str) -> None:
-        """Remember that a job has told a lesson."""
-        self._told.setdefault(key, set()).add(stage)
 
     def created(self, key: str, now: float) -> frozenset[str]:
         """Names of the job's pods that were created a moment ago."""
@@ -102,6 +93,6 @@ class Recollection:
 
     def forget(self, key: str) -> None:
         """Forget a job that is gone."""
-        held = (self._created, self._checked, self._made, self._refused, self._unreserved, self._peaks, self._told)
+        held = (self._created, self._checked, self._made, self._refused, self._unreserved, self._peaks)
         for known in held:
             known.pop(key, None)

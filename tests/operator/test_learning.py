@@ -10,6 +10,7 @@ from carpool_core import keys
 from carpool_core.clock import rfc3339
 from carpool_core.kube.api import CONFIG_MAPS, EVENTS, GPU_NODES, PODS
 from carpool_core.kube.errors import Conflict, Forbidden, Overloaded, Unreachable
+from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.prediction import MemoryPrediction
 from carpool_core.settings import SettingsError
 from carpool_operator.app import NEWS_S
@@ -406,7 +407,7 @@ async def test_a_defect_costs_the_lessons_that_met_it_and_not_the_operator(monke
             await of.operator.learner.run(sleep)
     assert of.operator.learner.is_settled
     await ran(of, 3000, "y")
-    assert stack(of).seen == 1
+    assert stack(of).seen == 2, "it was told again when its job was looked at"
 
 
 async def test_what_can_no_longer_be_compared_is_not_said_to_be_learned() -> None:
@@ -422,6 +423,29 @@ async def test_what_can_no_longer_be_compared_is_not_said_to_be_learned() -> Non
     assert of.job().status.state == "Complete"
     assert not of.job().status.attempts[0].learned
     assert writes(of) == 0
+    # What lies in the moment is tried again, though not all the time.
+    of.tracer.answer = msgspec.convert(FEATURES, ModelFeatures)
+    await of.settle()
+    assert writes(of) == 0
+    of.clock.advance(600)
+    await of.settle()
+    await of.settle()
+    assert stack(of).seen == 1
+    assert of.job().status.attempts[0].learned
+
+
+async def test_a_lesson_that_was_dropped_is_told_again_when_its_job_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: what a job had told once was never told again by this process, taken in or not."""
+    monkeypatch.setattr("carpool_operator.learner.MOST_PENDING", 0)
+    of = world()
+    await ran(of, 3000)
+    assert writes(of) == 0
+    monkeypatch.setattr("carpool_operator.learner.MOST_PENDING", 1)
+    of.operator.queue.add("default/x")
+    await of.settle()
+    assert stack(of).seen == 1
 
 
 async def test_who_may_not_read_it_learns_nothing_and_predicts_as_shipped() -> None:
