@@ -44,10 +44,10 @@ class Lesson:
 
     @property
     def stage(self) -> str:
-        """Name the lesson: an attempt that runs has another one to teach than one that has ended."""
+        """Name the lesson: an attempt that runs has another one to teach than one that has ended, or took more."""
         if self.measured.ended:
             return f"{self.sample} ended"
-        return f"{self.sample} {'steady' if self.measured.steady else 'seen'}"
+        return f"{self.sample} " + (f"steady {self.measured.peak_mib:.0f}" if self.measured.steady else "seen")
 
 
 @dataclass(frozen=True, slots=True)

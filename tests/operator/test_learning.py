@@ -145,6 +145,19 @@ async def test_a_running_job_tells_its_peak_once_it_has_not_moved_for_long_and_i
     )
 
 
+async def test_a_peak_that_moves_after_it_was_steady_is_told_before_the_end() -> None:
+    """Regression: a job that grew late taught nothing of it until it ended, after days perhaps."""
+    of = world()
+    of.apply()
+    await begun(of)
+    for peak_mib in (3000, 3500):
+        await seen(of, peak_mib)
+        of.clock.advance(STEADY_S)
+        await of.settle()
+        assert [(row.value_mib, row.steady) for row in stack(of).rows] == [(peak_mib, True)]
+    assert stack(of).seen == 0
+
+
 async def test_an_operator_that_was_restarted_tells_what_runs_again_and_counts_it_once() -> None:
     of = world()
     of.apply()
