@@ -8,7 +8,8 @@ and SymPy: two thirds of the time from the command to the answer. For the proces
 - Modules are *postponed* whose few names that are asked for have plain answers: where nothing is compiled, nothing need
   be kept from the compiler; where every size is a number, whether a symbol is known to be true is whether it is true.
 
-What fails so is traced again with everything imported (`trace`), so that no measure here can cost an answer.
+What raises so, or finds something missing, is traced again with everything imported (`trace`), so that no measure here
+costs an answer.
 """
 
 import gc

@@ -19,8 +19,10 @@ from carpool_predictor.abstention import Abstention, TraceError
 
 WHOLE = "--whole"
 """Argument that has everything imported."""
-_WORTH_ANOTHER_TRY = frozenset({"DataDependentGraph", "FactoryFailed", "OperatorUnsupported", "TraceFailed"})
-"""Why a lean trace may have failed for being lean."""
+_WORTH_ANOTHER_TRY = frozenset(
+    {"DataDependentGraph", "FactoryFailed", "OperatorUnsupported", "TorchMissing", "TraceFailed", "UnknownCatalogModel"}
+)
+"""Why a lean trace may have failed for being lean: what it left out looks missing, and so may a model's name."""
 
 
 class FactoryModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,7 +120,12 @@ def main() -> int:
     if request.memory_mib is not None:
         limit_memory(request.memory_mib)
     lean = WHOLE not in sys.argv
-    reply = answer(request, lean=lean)
+    try:
+        reply = answer(request, lean=lean)
+    except Exception:
+        if lean:
+            _begin_again(content, reply_fd)
+        raise
     if lean and reply.abstention is not None and reply.abstention.reason in _WORTH_ANOTHER_TRY:
         _begin_again(content, reply_fd)
     with os.fdopen(reply_fd, "wb") as out:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from carpool_core.resources.job import CatalogModel, ModelSource, Training
+from carpool_core.resources.job import CatalogModel, GraphLayer, GraphModel, ModelSource, Training
 from carpool_predictor.catalog import recipe_of
 from carpool_predictor.trace import FactoryModel, TraceReply, TraceRequest
 from carpool_predictor.tracing import trace_recipe
@@ -45,6 +45,38 @@ def test_a_model_of_another_module_of_the_same_name_is_found() -> None:
     """Regression: torchvision's `resnet` defines no models of video, but `video.resnet` does."""
     model = CatalogModel(name="torchvision/r3d_18", input=[3, 4, 32, 32])
     reply, _ = lean(TraceRequest(model=ModelSource(catalog=model), training=TRAINING))
+    assert reply.features is not None, reply.abstention
+
+
+SABOTAGED = """
+import sys
+from carpool_predictor import lean, trace
+from carpool_predictor.abstention import TraceError
+
+def prepare(model):
+    {failure}
+
+lean.prepare = prepare
+sys.exit(trace.main())
+"""
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        "raise AttributeError('_import_family')",
+        "raise ImportError('cannot import name')",
+        "sys.modules['torch._subclasses.fake_tensor'] = None",
+        "raise TraceError('UnknownCatalogModel', 'timm has no model')",
+    ],
+)
+def test_whatever_a_lean_trace_fails_with_is_tried_again(failure: str) -> None:
+    """Regression: what was left out was "not installed", and what `prepare` raised ended the process."""
+    graph = GraphModel(input=[4], layers=[GraphLayer(kind="Linear", out=2)])
+    content = msgspec.json.encode(TraceRequest(model=ModelSource(graph=graph), training=TRAINING))
+    command = [sys.executable, "-c", SABOTAGED.format(failure=failure)]
+    done = subprocess.run(command, input=content, check=True, capture_output=True)
+    reply = msgspec.json.decode(done.stdout, type=TraceReply)
     assert reply.features is not None, reply.abstention
 
 
