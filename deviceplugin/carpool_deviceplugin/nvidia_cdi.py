@@ -71,13 +71,11 @@ class NvidiaCdi:
         return None
 
     def _specifications(self) -> list[_Specification]:
-        found: list[_Specification] = []
-        for directory in self._directories:
-            for path in of_others(directory):
-                specification = self._read(path)
-                if specification is not None and specification.kind == NVIDIA_GPU:
-                    found.append(specification)
-        return found
+        paths = [path for directory in self._directories for path in of_others(directory)]
+        known = self._known
+        self._known = {path: known[path] for path in paths if path in known}  # somebody may write new names each time
+        specifications = map(self._read, paths)
+        return [found for found in specifications if found is not None and found.kind == NVIDIA_GPU]
 
     def _read(self, path: Path) -> _Specification | None:
         try:
