@@ -49,8 +49,10 @@ def _is_outdated(prediction: Prediction | None, snapshot: Snapshot) -> bool:
     if last is not None and last.ended_at is None and status.placement:
         return False
     if known.is_on and not known.marks:
-        # This process does not know the job's size yet. What the last attempt died of is worth finding out.
-        return last is not None and last.outcome == GPU_OUT_OF_MEMORY
+        # This process does not know the job's size yet. What the last attempt died of is worth finding out, and whether
+        # enough was measured by now for it to share.
+        died = last is not None and last.outcome == GPU_OUT_OF_MEMORY
+        return died or any(not product.memory.trusted for product in prediction.products)
     told = {p.product: mark(p.memory.learned_jobs, p.memory.learned_runs) for p in prediction.products}
     return any(told.get(product, found) != found for product, found in known.marks.items())
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from carpool_core import keys
 from carpool_core.clock import rfc3339
-from carpool_core.kube.api import CONFIG_MAPS, EVENTS, GPU_NODES, PODS
+from carpool_core.kube.api import CONFIG_MAPS, EVENTS, GPU_NODES, GPU_TRAINING_JOBS, PODS
 from carpool_core.kube.errors import Conflict, Forbidden, Overloaded, Unreachable
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.prediction import MemoryPrediction
@@ -547,7 +547,8 @@ async def test_what_simulated_gpus_taught_makes_no_hardware_trusted() -> None:
     assert memory(of, "z").learned_runs == 0
 
 
-async def test_a_job_that_waits_hears_that_its_stack_was_calibrated() -> None:
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_a_job_that_waits_hears_that_its_stack_was_calibrated(restarted: bool) -> None:
     of = world()
     on_t4(of)
     of.apply("waits", model=model(9))
@@ -555,9 +556,17 @@ async def test_a_job_that_waits_hears_that_its_stack_was_calibrated() -> None:
     assert not memory(of, "waits").trusted
     for number in range(FEWEST):
         await ran(of, 2000 + 500 * number, f"x{number}", model=model(number + 1))
+    if restarted:  # it knows no job's size yet, and no list of news
+        untrusted = of.kube.dump(GPU_TRAINING_JOBS, "waits", "default")["status"]["prediction"]
+        assert not untrusted["products"][0]["memory"]["trusted"]
+        of.start()
     of.operator.queue.add("default/waits")
     await of.settle()
     assert memory(of, "waits").trusted
+    before = len(of.kube.calls)
+    of.operator.queue.add("default/waits")
+    await of.settle()
+    assert len(of.kube.calls) == before
 
 
 @pytest.mark.parametrize("settings", [{"share_unmeasured": True}, {"calibration": ""}])
