@@ -48,7 +48,7 @@ class HostedMps(Mps):
                 answer = msgspec.json.decode(connection.makefile("rb").readline(_LONGEST), type=_Answer)
         except (OSError, msgspec.DecodeError) as e:
             raise MpsError(
-                f"GPU {uuid}: expected the MPS daemons' host at {self._host}, found {e}; look at the container mps"
+                f"GPU {uuid}: expected the MPS daemons' host at {self._host}, found {e}; look at the pod carpool-mps"
             ) from e
         if answer.error:
             raise MpsError(answer.error)

@@ -42,7 +42,7 @@ class MpsProgram:
             return "unshare on PATH; install util-linux"
         held = next((line for line in status.read_text().splitlines() if line.startswith("CapEff:")), "CapEff: 0")
         lacking = [name for name, bit in _CAPABILITIES.items() if not int(held.split()[1], 16) >> bit & 1]
-        return f"the capabilities {', '.join(lacking)}; add them to the agent's container" if lacking else ""
+        return f"the capabilities {', '.join(lacking)}; add them to the pod carpool-mps" if lacking else ""
 
     def start(self, environment: Mapping[str, str], shm: Path) -> None:
         """Start a daemon."""

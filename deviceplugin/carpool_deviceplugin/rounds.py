@@ -1,4 +1,4 @@
-"""The same question to every GPU of a node, again and again; one that does not answer holds up none of the others."""
+"""The same question to every GPU of a node, again and again; none holds up the others for longer than the deadline."""
 
 import asyncio
 from collections import deque

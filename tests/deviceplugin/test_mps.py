@@ -177,7 +177,7 @@ def test_what_the_host_refuses_is_said(hosted: HostedMps, tmp_path: Path) -> Non
 
 
 def test_host_that_is_away_is_said(program: MpsProgram, tmp_path: Path) -> None:
-    with pytest.raises(MpsError, match=r"expected the MPS daemons' host at .*; look at the container mps"):
+    with pytest.raises(MpsError, match=r"expected the MPS daemons' host at .*; look at the pod carpool-mps"):
         HostedMps(program, tmp_path / "mps", tmp_path / "nowhere.sock").start(GPU)
 
 
