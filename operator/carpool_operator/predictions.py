@@ -173,18 +173,19 @@ class Predictions:
         digest, products, _ = wanted
         began = self._clock.monotonic()
         try:
-            result = await self._predict(spec, digest, products)
+            result, marks = await self._predict(spec, digest, products)
         except Exception as error:
             # A defect of the predictor must not keep a job from running: it runs alone, and says why.
             self._log.exception("prediction failed", digest=digest)
             message = f"the predictor failed with {type(error).__name__}: {error}; this is a defect, please report it"
             result = Prediction(outcome="Abstained", reason="PredictorFailed", message=message[:4096])
+            marks = self.marks(spec, digest, products)
         self._took(self._clock.monotonic() - began)
         version = result.model_version or model_version()
         result = msgspec.structs.replace(result, input_digest=digest, model_version=version)
         if result.reason in TRANSIENT:
             self._tried(digest)
-        self._results.put(_input(digest, products, self.marks(spec, digest, products)), result)
+        self._results.put(_input(digest, products, marks), result)
         for key in self._waiting.pop(wanted, ()):
             # For each job: in a burst, recent results are overwritten before their jobs have their turn.
             self._ready[key] = (wanted, result)
@@ -194,11 +195,13 @@ class Predictions:
         tries, _ = self._tries.get(digest) or (0, 0.0)
         self._tries.put(digest, (tries + 1, self._clock.monotonic()))
 
-    async def _predict(self, spec: JobSpec, digest: str, products: tuple[str, ...]) -> Prediction:
+    async def _predict(self, spec: JobSpec, digest: str, products: tuple[str, ...]) -> tuple[Prediction, Marks]:
+        """Predict, and say how much the answer was calibrated from."""
         features = await self._features_of(spec, digest)
-        calibration = self._learned.calibration()
         if isinstance(job := prepare(features, spec.training), Job):
             self._sizes.put(digest, job.reserved_mib)
+        # Together, as more may be learned while the prediction waits for its turn.
+        calibration, marks = self._learned.calibration(), self.marks(spec, digest, products)
 
         def compute() -> Prediction:
             return predict(
@@ -210,7 +213,7 @@ class Predictions:
                 is_strict=self._learned.is_strict,
             )
 
-        return await asyncio.get_running_loop().run_in_executor(self._thread, compute)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, compute), marks
 
     async def asked(self, spec: JobSpec) -> Job | Abstention:
         """Return what the predictor is asked of a job, whatever was learned; what failed a moment ago waits."""

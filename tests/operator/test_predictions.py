@@ -1,13 +1,17 @@
 """Predictions in the background."""
 
+import asyncio
+
 import msgspec
 import pytest
 from carpool_core.kube.api import GPU_TRAINING_JOBS
 from carpool_core.resources.features import ModelFeatures
+from carpool_core.resources.job import JobSpec
 from carpool_core.testing.clock import FakeClock
 from carpool_operator.predicting import describe
-from carpool_operator.predictions import Predictions, known_products
+from carpool_operator.predictions import Learned, Marks, Predictions, known_products
 from carpool_predictor.abstention import Abstention
+from carpool_predictor.calibration import Calibration
 from carpool_predictor.estimator import model_version
 from operator_fixtures import A100, FEATURES, job, prediction
 from operator_world import FakeTracer, World
@@ -50,6 +54,31 @@ async def test_prediction_of_an_older_input_is_not_taken_for_the_new_one() -> No
     await service.idle()
     assert service.get("a", "new", (A100,)) is None
     assert service.get("a", "old", (A100, "Tesla T4")) is None
+    await service.close()
+
+
+async def test_what_is_learned_while_a_prediction_is_computed_is_not_taken_to_be_in_it() -> None:
+    """Regression: it was kept under what was known when it was done, so that nobody asked for a better one."""
+    runs = 0
+
+    def calibration() -> Calibration:
+        asyncio.get_running_loop().call_soon(learn)
+        return Calibration()
+
+    def learn() -> None:
+        nonlocal runs
+        runs = 1
+
+    def marks(_spec: JobSpec, _products: tuple[str, ...], _size: float | None) -> Marks:
+        return {A100: (0, runs)}
+
+    learned = Learned(calibration, marks)
+    service = Predictions(FakeTracer(), FakeClock(), wake=lambda _: None, took=lambda _: None, learned=learned)
+    service.request("a", job().spec, "digest", (A100,))
+    await service.idle()
+    assert runs == 1
+    assert service.get("b", "digest", (A100,), {A100: (0, 0)}) is not None
+    assert service.get("b", "digest", (A100,), {A100: (0, 1)}) is None
     await service.close()
 
 
