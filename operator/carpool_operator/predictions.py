@@ -32,7 +32,7 @@ _FIRST_RETRY_S, _LONGEST_RETRY_S = 600.0, 6 * 3600.0
 """A trace that times out takes minutes from those that wait: tries are ten minutes apart, then ever farther."""
 
 Marks = dict[str, tuple[int, int]]
-"""For each product how much a prediction is calibrated from; see `learning.mark`."""
+"""For each product how much a prediction is calibrated from; see `lessons.mark`."""
 
 Input = tuple[str, tuple[str, ...], tuple[tuple[str, tuple[int, int]], ...]]
 """Digest of model and training, the products, and how much was known of them."""
