@@ -4,11 +4,13 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from carpool_core.clock import SystemClock
 from carpool_core.kube.api import NODES, PODS, KubeApi
+from carpool_core.kube.errors import KubeError
 from carpool_core.kube.pods import Pod
 from carpool_core.kube.reflector import Reflector
 
@@ -90,7 +92,8 @@ async def beat(api: KubeApi) -> None:
     async def renew(number: int) -> None:
         node = FleetNode(node_name(number), 0)
         async with gate:
-            await api.patch(LEASES, node.name, lease_patch(node, datetime.now(UTC)), namespace=_LEASES)
+            with suppress(KubeError):  # a kubelet does not end at a server that is too busy to answer either
+                await api.patch(LEASES, node.name, lease_patch(node, datetime.now(UTC)), namespace=_LEASES)
 
     while True:
         await asyncio.gather(*(renew(number) for number in range(NODE_COUNT)), asyncio.sleep(_BEAT_S))

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ import msgspec
 from carpool_core.clock import SystemClock, rfc3339
 from carpool_core.keys import RESOURCE_GPU
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, KubeApi
+from carpool_core.kube.errors import KubeError
 from carpool_core.kube.reflector import Reflector
 from carpool_core.resources.node import GpuNode, Partition
 from carpool_core.values import PartitionState
@@ -53,7 +55,8 @@ class _Players:
                     Partition(pod_uid=r.pod_uid, generation=r.generation, state=PartitionState.READY)
                     for r in self.latest[name].spec.reservations
                 ]
-                await self._write(name, {"partitions": msgspec.to_builtins(reported)})
+                with suppress(KubeError):  # an agent tries a server that is too busy again
+                    await self._write(name, {"partitions": msgspec.to_builtins(reported)})
         finally:
             self.busy.discard(name)
 
@@ -66,7 +69,8 @@ class _Players:
     async def _live(self, name: str, after_s: float) -> None:
         await asyncio.sleep(after_s)
         while True:
-            await self._write(name, {})
+            with suppress(KubeError):  # the next one says it, too
+                await self._write(name, {})
             await asyncio.sleep(_BEAT_S)
 
     async def _write(self, name: str, changes: dict[str, Any]) -> None:
