@@ -43,8 +43,9 @@ def samples(watcher: Watcher, job: str) -> list[list[Any]]:
 
 
 def attempt(watcher: Watcher, job: str) -> dict[str, Any]:
-    found: dict[str, Any] = watcher.job(job)["status"]["attempts"][-1]
-    return found
+    """The latest attempt of a job; empty before the first."""
+    attempts = watcher.job(job).get("status", {}).get("attempts", [])
+    return attempts[-1] if attempts else {}
 
 
 def memory(watcher: Watcher, job: str) -> dict[str, Any]:
