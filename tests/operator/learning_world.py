@@ -1,0 +1,113 @@
+"""An operator that learns, jobs that run and are measured, and what it has kept of them."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from carpool_core.clock import rfc3339
+from carpool_core.kube.api import CONFIG_MAPS, GPU_NODES, PODS
+from carpool_core.resources.prediction import MemoryPrediction
+from carpool_operator.app import NEWS_S
+from carpool_predictor.calibration import Calibration, StackState, read_calibration
+from carpool_predictor.calibration_map import KEY
+from operator_fixtures import FEATURES
+from operator_world import World
+
+NAMESPACE, NAME = "carpool-system", "learned"
+OOM = "torch.OutOfMemoryError: CUDA out of memory"
+
+
+def world(**settings: Any) -> World:
+    return World(calibration=f"{NAMESPACE}/{NAME}", **settings)
+
+
+def kept(of: World) -> Calibration:
+    return read_calibration(of.kube.dump(CONFIG_MAPS, NAME, NAMESPACE)["data"][KEY].encode())
+
+
+def stack(of: World) -> StackState:
+    (state,) = kept(of).stacks
+    return state
+
+
+def memory(of: World, name: str = "x") -> MemoryPrediction:
+    prediction = of.job(name).status.prediction
+    assert prediction is not None
+    (product,) = prediction.products
+    return product.memory
+
+
+def writes(of: World) -> int:
+    return sum(call.plural == "configmaps" and call.verb in ("create", "patch") for call in of.kube.calls)
+
+
+def model(size: int) -> dict[str, Any]:
+    """A model that no other one resembles."""
+    steps = [FEATURES["steps"][0] | {"peakBytes": 500_000_000 * size, "activationBytes": 400_000_000 * size}]
+    return {"features": FEATURES | {"steps": steps}}
+
+
+def on_t4(of: World) -> None:
+    home = of.kube.dump(GPU_NODES, "n1")
+    for device in home["status"]["devices"]:
+        device["product"], device["memoryMib"] = "Simulated Tesla T4", 15360
+    of.kube.seed(GPU_NODES, home)
+
+
+async def begun(of: World, name: str = "x", **reserved_with: Any) -> None:
+    """Let a job's pods run since a moment ago."""
+    await of.settle()
+    at = rfc3339(of.clock.now())
+    of.run_pods(name=name, reservedAt=at, **reserved_with)
+    for pod in of.pods(name):
+        if pod["status"]["phase"] == "Running":
+            pod["status"]["containerStatuses"][0]["state"]["running"]["startedAt"] = at
+            of.kube.seed(PODS, pod)
+    await of.settle()
+
+
+async def seen(of: World, peak_mib: int, name: str = "x", **measures: Any) -> None:
+    """Let the agent report, and the operator hear of it."""
+    of.measure(peak_mib, name, **measures)
+    of.hear()
+    of.clock.advance(NEWS_S)
+    await of.settle()
+
+
+async def ran(of: World, peak_mib: int, name: str = "x", **spec: Any) -> None:
+    """Let a job run to its end."""
+    of.apply(name, **spec)
+    await begun(of, name)
+    await seen(of, peak_mib, name)
+    of.end_pod(f"{name}-worker-0-1")
+    await of.settle()
+
+
+class SeenEnoughError(Exception):
+    """The test has seen enough."""
+
+
+def _nothing(_naps: int) -> None:
+    pass
+
+
+async def run_until_on(of: World, mend: Callable[[int], None] = _nothing) -> tuple[asyncio.Task[None], list[float]]:
+    """Let the learner run until it learns; return how long it slept before. Its next sleep raises `SeenEnoughError`.
+
+    Args:
+        of: Where it runs.
+        mend: Told at each sleep how many there were.
+    """
+    naps: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        naps.append(seconds)
+        mend(len(naps))
+        if of.operator.learner.is_on:
+            raise SeenEnoughError
+
+    running = asyncio.create_task(of.operator.learner.run(sleep))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert of.operator.learner.is_on
+    return running, naps
