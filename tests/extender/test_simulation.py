@@ -8,7 +8,7 @@ from carpool_core.values import GpuUuid, SharingMode
 from carpool_extender.policies import POLICIES
 from carpool_extender.simulation import document, results
 from carpool_extender.simulation.contest import EXPERIMENTS, FIGURES, Figures, Line, contest, figures_of, named, ours
-from carpool_extender.simulation.engine import OOM_AFTER_S, Simulation
+from carpool_extender.simulation.engine import DEATHS, OOM_AFTER_S, Simulation
 from carpool_extender.simulation.failures import with_failures
 from carpool_extender.simulation.features import job_of, prediction_of
 from carpool_extender.simulation.knowing import exactly
@@ -17,6 +17,7 @@ from carpool_extender.simulation.report import markdown
 from carpool_extender.simulation.strategy import Knowledge, Strategy
 from carpool_extender.simulation.trace_features import input_of
 from carpool_extender.simulation.workload import Failure, SimJob, Truth, Workload, WorkloadError
+from msgspec import structs
 
 A100 = "NVIDIA A100-SXM4-40GB"
 
@@ -50,6 +51,7 @@ def workload(*jobs, gpus=1, memory_mib=10_000):
 
 
 CARPOOL = Strategy("carpool", "least-slowdown", Knowledge.PREDICTED, max_slowdown=1.5)
+LEARNS = replace(CARPOOL, name="learns", learns=True)
 ALONE = Strategy("alone", "exclusive", mode=SharingMode.EXCLUSIVE, in_order=True)
 
 
@@ -172,6 +174,23 @@ def test_a_job_that_can_never_run_does_not_stretch_the_time_that_is_looked_at(ho
         assert figures_of(outcome).utilization_percent == pytest.approx(25.0)
 
 
+@pytest.mark.parametrize("strategy", [CARPOOL, LEARNS, ALONE, Strategy("blind", "round-robin")], ids=lambda s: s.name)
+def test_a_job_that_needs_more_memory_than_any_gpu_has_is_counted_and_never_tried(strategy):
+    """Regression: it died and was tried again without end."""
+    outcome = Simulation(workload(job("huge", of=truth(10_001)), job("a")), strategy, NoSlowdown()).run()
+    assert (outcome.unplaced, outcome.ooms, ends(outcome)) == (1, 0, {"a": 100.0})
+
+
+def test_a_job_that_only_ever_gets_a_gpu_too_small_for_it_is_given_up():
+    """Regression: it was given the first GPU without end, though the other one was larger."""
+    jobs = workload(job("large", 100.0, of=truth(9_000), told=truth(1_000)), gpus=2)
+    first, second = jobs.nodes["n"]
+    jobs = replace(jobs, nodes={"n": [structs.replace(first, memory_mib=5_000), second]})
+    outcome = Simulation(jobs, replace(CARPOOL, policy="first-fit"), NoSlowdown()).run()
+    assert (outcome.unplaced, outcome.ooms, ends(outcome)) == (1, DEATHS, {})
+    assert outcome.span_s == DEATHS * OOM_AFTER_S
+
+
 def test_failures_overlap_without_reviving_a_gpu_too_early():
     failures = [Failure(GpuUuid("GPU-0"), 50.0, 100.0), Failure(GpuUuid("GPU-0"), 60.0, 10.0)]
     outcome = Simulation(replace(workload(job("a")), failures=failures), CARPOOL, NoSlowdown()).run()
@@ -186,7 +205,6 @@ def test_failures_are_drawn_by_the_seed():
 
 
 RESNET = "radrm/resnet18/cifar100/64"
-LEARNS = replace(CARPOOL, learns=True)
 
 
 def traced(name, over=1.0, at_s=0.0, work_s=1000.0, kind=RESNET, product=A100, **changes):

@@ -130,6 +130,17 @@ def test_a_job_beyond_the_whole_cluster_is_counted_and_never_tried(data):
     assert (outcome.unplaced, ends(outcome)) == (1, {"job-1": 61.0})
 
 
+def test_jobs_that_no_gpu_of_the_cluster_holds_are_told_of(data):
+    solo = data / "lucid" / "solo_rtx3090.csv"
+    solo.write_text(solo.read_text().replace("2000", "20000"))
+    (data / "t.csv").write_text(TRACE)
+    (data / "c.yaml").write_text("nodes: [{count: 2, product: Tesla T4, gpus: 2}]")
+    found = from_trace(data, data / "t.csv", read_cluster(data / "c.yaml"), 0)
+    assert found.notes[1] == "2 jobs take more memory than the 15,104 MiB of any GPU, and are never placed."
+    outcome = Simulation(found, ALONE, NoSlowdown()).run()
+    assert (outcome.unplaced, outcome.ooms, outcome.finished) == (2, 0, [])
+
+
 def test_predictions_are_for_the_commonest_product_and_it_is_said_of_the_others(data):
     (data / "t.csv").write_text("timestamp,duration,num_gpus\n0,60,1\n")
     (data / "c.yaml").write_text("nodes: [{count: 2, product: Tesla T4, gpus: 2}, {product: NVIDIA A10, gpus: 1}]")

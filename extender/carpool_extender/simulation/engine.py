@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 from carpool_core.products import find_product
+from carpool_core.resources.job import RunPolicy
 from carpool_core.resources.node import Reservation
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid
 from carpool_predictor.observe import STEADY_S
@@ -24,6 +25,9 @@ from carpool_extender.simulation.workload import Failure, SimJob, Workload
 SLOTS = 8
 OOM_AFTER_S = 60.0
 """Seconds until a job that has too little memory dies: it loads, and allocates in its first step."""
+DEATHS = RunPolicy().backoff_limit + 1
+"""Times that a job dies of memory before it is given up, as the operator gives it up: where GPUs differ, it may get one
+that is too small for it again and again."""
 WORTH_TELLING = 0.01
 """A curve of utilization gets a new point where it moves by this much, or once a minute."""
 CURVE_EVERY_S = 60.0
@@ -37,7 +41,8 @@ class Simulation:
         self._now_s = self._left_s = 0.0
         policy = find_policy(strategy.policy)
         devices = [(name, device) for name, many in workload.nodes.items() for device in many]
-        self._knower = Knower(strategy, max(d.memory_mib - d.reserved_mib for _, d in devices), seed)
+        self._largest_mib = max(d.memory_mib - d.reserved_mib for _, d in devices)
+        self._knower = Knower(strategy, self._largest_mib, seed)
         self._board = Board(workload.nodes, Rules(policy, SLOTS, strategy.conditions))
         self._gpus: dict[GpuUuid, Gpu] = {}
         for name, device in devices:
@@ -95,13 +100,13 @@ class Simulation:
         heapq.heappush(self._events, (when_s, next(self._count), what))
 
     def _arrival(self, job: SimJob) -> Callable[[], None]:
-        if job.gpus * job.workers > len(self._gpus):
+        if job.gpus * job.workers > len(self._gpus) or job.truth.memory_mib > self._largest_mib:
             return self._count_as_hopeless
         stage = Stage(profiling=self._strategy.profile_s > 0)
         return lambda: self._enqueue(job, stage)
 
     def _count_as_hopeless(self) -> None:
-        """Keep a job out of the queue for which the cluster is too small, or else it is tried again and again."""
+        """Keep a job out of the queue for which the cluster, or each of its GPUs, is too small: it would never end."""
         self._hopeless += 1
 
     def _enqueue(self, job: SimJob, stage: Stage) -> None:
@@ -180,7 +185,11 @@ class Simulation:
         self._ooms[running.job.name] = self._ooms.get(running.job.name, 0) + 1
         self._knower.starved(running.as_run(), running.had_mib())
         self._leave(running)
-        self._enqueue(running.job, running.stage.raised())
+        stage = running.stage.raised()
+        if stage.attempt < DEATHS:
+            self._enqueue(running.job, stage)
+        else:
+            self._count_as_hopeless()
 
     def _failure(self, failure: Failure) -> Callable[[], None]:
         def fail() -> None:

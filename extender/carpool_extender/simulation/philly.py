@@ -77,6 +77,9 @@ def from_trace(data: Path, trace: Path, nodes: Mapping[str, Sequence[Device]], s
     told = [f"{read.unsorted:,} lines were earlier than the line before; all were sorted."] if read.unsorted else []
     if large := sum(one.gpus > all_gpus for one in read.jobs):
         told.append(f"{large:,} jobs ask for more than the {all_gpus:,} GPUs that there are, and are never placed.")
+    largest_mib = max(device.memory_mib - device.reserved_mib for devices in nodes.values() for device in devices)
+    if fat := sum(one.truth.memory_mib > largest_mib for one in jobs):
+        told.append(f"{fat:,} jobs take more memory than the {largest_mib:,} MiB of any GPU, and are never placed.")
     title = f"{trace.name}: {len(jobs):,} jobs, {all_gpus:,} GPUs"
     if others := {device.product for devices in nodes.values() for device in devices} - {product}:
         told.append(f"Predictions are for {product}; on {', '.join(sorted(others))} every job runs alone.")

@@ -154,7 +154,7 @@ class Outcome:
     span_s: float
     """How long was watched, over which everything was added up."""
     unplaced: int
-    """Jobs that no GPU ever took."""
+    """Jobs that no GPU ever took, or that died of memory until they were given up."""
     utilization: list[tuple[float, float]]
     """Time in seconds and mean utilization of all GPUs from then on."""
 
