@@ -1,0 +1,42 @@
+"""What `carpool explain` and `what-if` are asked in tests, and a predictor that knows one answer."""
+
+import msgspec
+from carpool_core.kube.api import NODES
+from carpool_core.resources.job import GpuTrainingJob
+from carpool_core.testing.clock import FakeClock
+from carpool_core.testing.kube import FakeKube
+from carpool_extender.enquiry import Asker
+from carpool_extender.policies import find_policy
+from carpool_extender.rules import Rules
+from carpool_extender.testing import gpu_node, prediction, seed_node
+
+CLOCK = FakeClock()
+RULES, ASKER = Rules(find_policy("least-slowdown"), 8), Asker(CLOCK)
+
+
+async def predicted(wanted, products):
+    status = msgspec.structs.replace(wanted.status, prediction=prediction(products=products))
+    return msgspec.structs.replace(wanted, status=status)
+
+
+def job_of(spec=(), **annotations):
+    meta = {"name": "new", "namespace": "default", "annotations": annotations}
+    return msgspec.convert({"metadata": meta, "spec": {"template": {}, **dict(spec)}}, GpuTrainingJob)
+
+
+def on_a_node(spec, **allocatable):
+    """A server with one node of two GPUs, whose Node has a spec and so much room."""
+    kube = FakeKube()
+    seed_node(kube, gpu_node("a", 2))
+    room = {"cpu": "8", "memory": "64Gi", "pods": "10"} | allocatable
+    labels = {"pool": "training", "rank": "5"}
+    kube.seed(NODES, {"metadata": {"name": "a", "labels": labels}, "spec": spec, "status": {"allocatable": room}})
+    return kube
+
+
+def job_with(template, **spec):
+    return job_of({"template": {"spec": template}} | spec)
+
+
+def asks(**requests):
+    return {"containers": [{"resources": {"requests": requests}}]}

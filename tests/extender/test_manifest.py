@@ -1,0 +1,42 @@
+"""Manifests that what-if is asked about: the API server checks them, and creates nothing."""
+
+import pytest
+from carpool_core.kube.api import GPU_TRAINING_JOBS
+from carpool_core.kube.errors import Forbidden, Invalid
+from carpool_core.testing.kube import FakeKube
+from carpool_extender.manifest import ManifestError, checked, in_words
+from carpool_extender.testing import seed_job
+
+
+def manifest_of(**spec):
+    return {
+        "kind": "GpuTrainingJob",
+        "metadata": {"name": "new", "namespace": "default"},
+        "spec": {"template": {}} | spec,
+    }
+
+
+async def test_the_api_server_checks_the_manifest_and_creates_nothing():
+    kube = FakeKube()
+    assert (await checked(kube, manifest_of())).notes == []
+    assert kube.dump_all(GPU_TRAINING_JOBS) == []
+    assert [call.verb for call in kube.calls] == ["check"]
+    noise = ", <nil>: Invalid value: null: some validation rules were not checked because of x"
+    kube.fail_next("check", GPU_TRAINING_JOBS, Invalid("no", status=422, said=f"spec.lables: unknown field{noise}"))
+    with pytest.raises(ManifestError, match=r"^the API server would refuse it: spec.lables: unknown field$"):
+        await checked(kube, manifest_of())
+    seed_job(kube, "new")
+    assert "exists already" in (await checked(kube, manifest_of())).notes[0]
+
+
+async def test_without_the_right_to_create_it_is_said_and_the_manifest_read_all_the_same():
+    kube = FakeKube()
+    for _ in range(2):
+        kube.fail_next("check", GPU_TRAINING_JOBS, Forbidden("no", status=403))
+    assert "not checked: whether the API server" in (await checked(kube, manifest_of())).notes[0]
+    with pytest.raises(ManifestError, match=r"^spec.sharing.maxSlowdown: expected a number >= 1.0$"):
+        await checked(kube, manifest_of(sharing={"maxSlowdown": 0.5}))
+
+
+def test_a_decoder_without_a_place():
+    assert in_words("Expected `object`, got `int`") == "expected a mapping, got a whole number"
