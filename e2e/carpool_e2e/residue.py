@@ -69,28 +69,35 @@ def link_name(prefix: str, index: int) -> str:
 
 
 def remove_links(prefix: str) -> None:
-    """Remove the network links whose name begins with `PREFIX-`."""
+    """Remove the network links whose name begins with `PREFIX-`.
+
+    Raises:
+        HarnessError: A link stays.
+    """
     for link in sorted(LINKS.glob(f"{prefix}-n*")):
-        subprocess.run(["ip", "link", "delete", link.name], check=False, capture_output=True)
+        done = subprocess.run(["ip", "link", "delete", link.name], check=False, capture_output=True, text=True)
+        # A link goes with its namespace, too, which may have ended just now.
+        if done.returncode != 0 and link.exists():
+            raise HarnessError(f"the network link {link.name} cannot be removed: {done.stderr.strip()}")
 
 
-def hierarchies() -> list[Path]:
+def hierarchies(root: Path = CGROUP_ROOT) -> list[Path]:
     """Return the mounted cgroup hierarchies that a kubelet uses: one on cgroup v2, one for each controller on v1."""
-    if (CGROUP_ROOT / "cgroup.controllers").exists():
-        return [CGROUP_ROOT]
-    if not CGROUP_ROOT.exists():
+    if (root / "cgroup.controllers").exists():
+        return [root]
+    if not root.exists():
         return []
     # `unified` carries no controllers on a hybrid machine.
-    return [d for d in sorted(CGROUP_ROOT.iterdir()) if d.is_dir() and not d.is_symlink() and d.name != "unified"]
+    return [d for d in sorted(root.iterdir()) if d.is_dir() and not d.is_symlink() and d.name != "unified"]
 
 
-def create_cgroups(name: str) -> None:
+def create_cgroups(name: str, root: Path = CGROUP_ROOT) -> None:
     """Create a cgroup of that name in every hierarchy, with the root's CPUs and memory nodes on cgroup v1.
 
     Raises:
         HarnessError: On cgroup v2 a controller that a kubelet insists on cannot be handed down.
     """
-    for hierarchy in hierarchies():
+    for hierarchy in hierarchies(root):
         _hand_down_controllers(hierarchy)
         group = hierarchy / name
         group.mkdir(exist_ok=True)
@@ -114,25 +121,45 @@ def _hand_down_controllers(unified: Path) -> None:
             ) from error
 
 
-def remove_cgroups(prefix: str) -> None:
-    """Remove the cgroups whose name begins with `PREFIX-`, and kill what is still in them."""
-    if not CGROUP_ROOT.exists():
+def remove_cgroups(prefix: str, root: Path = CGROUP_ROOT, *, within_s: float = 5.0) -> None:
+    """Remove the cgroups whose name begins with `PREFIX-`, and kill what is still in them.
+
+    Raises:
+        HarnessError: A cgroup stays.
+    """
+    if not root.exists():
         return
-    roots = {*hierarchies(), *[d for d in (CGROUP_ROOT / "unified",) if d.exists()]}
-    for group in [g for root in roots for g in root.glob(f"{prefix}-*")]:
+    roots = {*hierarchies(root), *[d for d in (root / "unified",) if d.exists()]}
+    for group in [g for found in roots for g in found.glob(f"{prefix}-*")]:
         for directory in [*sorted(group.rglob("*/"), key=lambda d: -len(d.parts)), group]:
-            _remove_cgroup(directory)
+            _remove_cgroup(directory, within_s)
 
 
-def _remove_cgroup(directory: Path) -> None:
-    for _ in range(50):
+def _remove_cgroup(directory: Path, within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while True:
         try:
             directory.rmdir()
         except FileNotFoundError:
             return
-        except OSError:
-            for pid in (directory / "cgroup.procs").read_text().split():
-                os.kill(int(pid), signal.SIGKILL)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise HarnessError(
+                    f"the cgroup {directory} cannot be removed within {within_s:.0f} s: {error}"
+                ) from error
+            _kill_all_of(directory)
             time.sleep(0.1)
         else:
             return
+
+
+def _kill_all_of(cgroup: Path) -> None:
+    try:
+        pids = (cgroup / "cgroup.procs").read_text().split()
+    except OSError:
+        return  # the cgroup has gone meanwhile, or else cannot be removed, which is told
+    for pid in pids:
+        try:
+            os.kill(int(pid), signal.SIGKILL)
+        except ProcessLookupError:
+            continue  # it has ended meanwhile

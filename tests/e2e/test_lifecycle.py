@@ -153,10 +153,20 @@ def test_a_test_that_needs_a_gpu_may_be_skipped_in_ci_and_is_named(tmp_path: Pat
     assert "test_it.py::test_x" in said
 
 
-def test_controllers_are_handed_down_on_cgroup_v2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_controllers_are_handed_down_on_cgroup_v2(tmp_path: Path) -> None:
     (tmp_path / "cgroup.controllers").write_text("cpu memory pids rdma\n")
     (tmp_path / "cgroup.subtree_control").write_text("cpu pids\n")
-    monkeypatch.setattr(residue, "CGROUP_ROOT", tmp_path)
-    residue.create_cgroups("cp0-a")
+    residue.create_cgroups("cp0-a", tmp_path)
     assert (tmp_path / "cp0-a").is_dir()
     assert (tmp_path / "cgroup.subtree_control").read_text() == "+memory"
+
+
+def test_cgroups_that_stay_are_told_of(tmp_path: Path) -> None:
+    """Regression: after 5 s the next one was tried, and nobody heard that this one stayed."""
+    (tmp_path / "cpu" / "cp0-a" / "kubepods").mkdir(parents=True)
+    (tmp_path / "cpu" / "cp1-b").mkdir()
+    residue.remove_cgroups("cp0", tmp_path)
+    assert [group.name for group in (tmp_path / "cpu").iterdir()] == ["cp1-b"]
+    (tmp_path / "cpu" / "cp1-b" / "busy").touch()
+    with pytest.raises(HarnessError, match="cp1-b cannot be removed"):
+        residue.remove_cgroups("cp1", tmp_path, within_s=0)
