@@ -11,8 +11,8 @@ from carpool_predictor import store
 from carpool_predictor.activity import activity_on
 from carpool_predictor.activity_real import PRODUCT, RealRow
 from carpool_predictor.activity_rows import PRODUCT as MEASURED
-from carpool_predictor.evaluation.suites import Figure
 from carpool_predictor.interpolation import cost_at
+from carpool_predictor.suites import Figure
 
 _BATCHES = (16, 64)
 

@@ -20,8 +20,8 @@ from torchvision import models  # type: ignore[import-untyped]
 from carpool_predictor import roofline
 from carpool_predictor.activity import activity_on
 from carpool_predictor.catalog import Recipe
-from carpool_predictor.evaluation.suites import DataError
 from carpool_predictor.interpolation import cost_at
+from carpool_predictor.suites import DataError
 from carpool_predictor.tracing import trace_recipe
 
 PRODUCT = "NVIDIA GeForce RTX 3090"

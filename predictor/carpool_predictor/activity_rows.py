@@ -10,7 +10,7 @@ from pathlib import Path
 from carpool_core.resources.features import LayerCounts
 
 from carpool_predictor.activity_notation import NotationError, StepWork, work_of
-from carpool_predictor.evaluation.suites import DataError
+from carpool_predictor.suites import DataError
 
 PRODUCT = "NVIDIA A100-SXM4-40GB"
 KINDS = ("mlp", "cnn")

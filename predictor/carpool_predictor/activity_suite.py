@@ -12,7 +12,7 @@ from carpool_predictor.activity_card import doubts, real_figures, reality
 from carpool_predictor.activity_fit import SHIPPED, TARGETS, HeldOut, chosen_inside, held_out, matrix, values
 from carpool_predictor.activity_real import judge
 from carpool_predictor.activity_rows import KINDS, ActivityRow, clean, read_rows
-from carpool_predictor.evaluation.suites import Figure, Report
+from carpool_predictor.suites import Figure, Report
 
 SEED = 0
 MAX_ERROR_POINTS = 7.0

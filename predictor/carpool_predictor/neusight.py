@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from carpool_predictor.evaluation.suites import DataError
 from carpool_predictor.interpolation import StepCost
+from carpool_predictor.suites import DataError
 
 _COLUMNS = ("gpu", "model", "mode", "seqlen", "batch", "variant", "e2e_ms")
 _ELEMENT_BYTES = 4

@@ -16,8 +16,8 @@ from carpool_predictor import store
 from carpool_predictor.abstention import Abstention
 from carpool_predictor.estimator import Job, model_version, prepare, reason_of
 from carpool_predictor.report import activity_json, interval_json, memory_json
+from carpool_predictor.requests import TraceRequest
 from carpool_predictor.source import SubprocessTracer, TraceLimits
-from carpool_predictor.trace import TraceRequest
 
 INVALID = frozenset(
     {

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from carpool_predictor.evaluation.suites import DataError
 from carpool_predictor.slowdown import SlowdownModel, stretched
+from carpool_predictor.suites import DataError
 
 FILE = "gavel/gavel_throughputs_flat.csv"
 TABLE = "oracle_throughputs.json"

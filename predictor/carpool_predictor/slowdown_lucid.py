@@ -9,8 +9,8 @@ import numpy as np
 from carpool_core.values import SharingMode
 from numpy.typing import NDArray
 
-from carpool_predictor.evaluation.suites import DataError
 from carpool_predictor.slowdown import Turns, slowdowns, upper_slowdowns
+from carpool_predictor.suites import DataError
 
 FOLDER = "lucid"
 FOUND = 1.15

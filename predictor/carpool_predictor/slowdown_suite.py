@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from carpool_predictor import slowdown_gavel, slowdown_lucid
 from carpool_predictor.activity_figures import save
-from carpool_predictor.evaluation.suites import Figure, Report
 from carpool_predictor.slowdown import Turns, shipped
 from carpool_predictor.slowdown_gavel import Queueing
 from carpool_predictor.slowdown_lucid import BASELINES, FOUND, Pairs, Score, forest, score
+from carpool_predictor.suites import Figure, Report
 
 MAX_ERROR, MIN_FOUND = 0.055, 75.0
 OURS = "shipped: learned on Gavel, median"

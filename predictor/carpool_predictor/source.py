@@ -19,7 +19,7 @@ from carpool_core.values import MIB
 from carpool_predictor import store
 from carpool_predictor.abstention import Abstention
 from carpool_predictor.checks import reason_to_abstain
-from carpool_predictor.trace import TraceReply, TraceRequest, torch_missing
+from carpool_predictor.requests import TraceReply, TraceRequest, torch_missing
 
 TRACE_COMMAND = (sys.executable, "-W", "ignore", "-m", "carpool_predictor.trace")
 

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from carpool_predictor import zeus
 from carpool_predictor.activity_figures import save
-from carpool_predictor.evaluation.suites import Figure, Report
 from carpool_predictor.interpolation import cost_at
 from carpool_predictor.neusight import INFERRED, read_models
 from carpool_predictor.step_time import Utilization, shipped
 from carpool_predictor.step_time_card import write
 from carpool_predictor.step_time_fit import OURS, Judged, certain, errors, judge, model_of, seconds
+from carpool_predictor.suites import Figure, Report
 
 MAX_ERROR = 0.12
 

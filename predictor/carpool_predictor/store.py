@@ -17,8 +17,8 @@ from carpool_core.resources.features import LayerCounts, ModelFeatures
 from carpool_core.resources.job import CatalogModel, Training
 from carpool_core.values import Optimizer, Precision
 
-from carpool_predictor.evaluation.suites import DataError
-from carpool_predictor.records import FAMILIES, ModelRecord, StepRecord
+from carpool_predictor.records import FAMILIES, ModelRecord, StepRecord, read_records
+from carpool_predictor.suites import DataError
 from carpool_predictor.trees import MalformedError
 
 FORMAT = 1
@@ -259,8 +259,6 @@ def main(records: Path, is_measured: bool) -> None:
     import timm
     import torch
     import torchvision  # type: ignore[import-untyped]
-
-    from carpool_predictor.sweep import read_records
 
     try:
         found = list(read_records(records))

@@ -8,7 +8,7 @@ import gc
 import signal
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from types import FrameType
@@ -19,10 +19,10 @@ from carpool_core.resources.job import CatalogModel, Training
 from carpool_core.values import Optimizer, Precision
 
 from carpool_predictor.abstention import TraceError
-from carpool_predictor.evaluation.suites import DataError
 from carpool_predictor.hub import HUB
 from carpool_predictor.measurements import FILE, read_rows
-from carpool_predictor.records import ModelRecord
+from carpool_predictor.records import ModelRecord, read_records
+from carpool_predictor.suites import DataError
 
 BATCH_SIZES = (16, 64)
 """Traced for each model of images; what lies between and around is interpolated."""
@@ -95,20 +95,6 @@ def record(name: str, training: Training, timeout_s: int) -> ModelRecord:
         return ModelRecord(name=name, family=family, precision=training.precision, failure=failure)
     finally:
         signal.alarm(0)
-
-
-def read_records(path: Path) -> Iterator[ModelRecord]:
-    """Read the records of a sweep; a last line that was cut short is left out.
-
-    Raises:
-        DataError: There is no such file.
-    """
-    if not path.is_file():
-        raise DataError(f"expected the records of a sweep at {path}, found no such file")
-    decoder = msgspec.json.Decoder(ModelRecord)
-    for line in path.read_bytes().splitlines(keepends=True):
-        if line.endswith(b"\n"):
-            yield decoder.decode(line)
 
 
 @click.command(help=__doc__)

@@ -7,7 +7,7 @@ import msgspec
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import CatalogModel, ModelSource, Training
 
-from carpool_predictor.trace import FactoryModel, TraceRequest
+from carpool_predictor.requests import FactoryModel, TraceRequest
 
 Target = ModelFeatures | TraceRequest
 

@@ -11,11 +11,10 @@ import tempfile
 from typing import NoReturn
 
 import msgspec
-from carpool_core.resources.features import ModelFeatures
-from carpool_core.resources.job import ModelSource, Training
 from carpool_core.values import MIB
 
 from carpool_predictor.abstention import Abstention, TraceError
+from carpool_predictor.requests import TraceReply, TraceRequest, torch_missing
 
 WHOLE = "--whole"
 """Argument that has everything imported."""
@@ -23,32 +22,6 @@ _WORTH_ANOTHER_TRY = frozenset(
     {"DataDependentGraph", "FactoryFailed", "OperatorUnsupported", "TorchMissing", "TraceFailed", "UnknownCatalogModel"}
 )
 """Why a lean trace may have failed for being lean: what it left out looks missing, and so may a model's name."""
-
-
-class FactoryModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A function in a Python file that returns an nn.Module. Running the user's code is for the command line only."""
-
-    path: str
-    function: str
-    input: list[int]
-    """Shape of one sample."""
-
-
-class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What to trace; exactly one of `model` (its catalog or graph) and `factory`."""
-
-    model: ModelSource | None = None
-    factory: FactoryModel | None = None
-    training: Training
-    memory_mib: int | None = None
-    """Limit on the process's own writable memory, in MiB; none when left out."""
-
-
-class TraceReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The answer; exactly one field is set."""
-
-    features: ModelFeatures | None = None
-    abstention: Abstention | None = None
 
 
 def limit_memory(memory_mib: int) -> None:
@@ -98,16 +71,6 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
         or "allocate memory" in str(error)
         or "not enough memory" in str(error)
         or "bad_alloc" in str(error)
-    )
-
-
-def torch_missing(detail: str = "") -> Abstention:
-    """Say that this installation cannot trace."""
-    found = f" ({detail})" if detail else ""
-    return Abstention(
-        reason="TorchMissing",
-        message=f"computing a model's features needs PyTorch{found}: install carpool[trace] here, or give "
-        "spec.model.features as `carpool graph` prints them elsewhere",
     )
 
 

@@ -23,8 +23,8 @@ from carpool_predictor.fake import TensorMode, fake_mode, fake_weights, meta_mod
 from carpool_predictor.inline import build_inline
 from carpool_predictor.layers import count_layers
 from carpool_predictor.records import ModelRecord, StepRecord
+from carpool_predictor.requests import FactoryModel, TraceRequest
 from carpool_predictor.step import AUTOCAST, FakeTraining, prepare, weight_dtype
-from carpool_predictor.trace import FactoryModel, TraceRequest
 
 T = TypeVar("T")
 

@@ -9,8 +9,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from carpool_predictor.evaluation.suites import DataError
 from carpool_predictor.neusight import MeasuredGpu
+from carpool_predictor.suites import DataError
 
 _COLUMNS = ("network", "batch_size", "time_per_epoch", "power_limit")
 _IMAGES = 1_281_167

@@ -24,8 +24,8 @@ from carpool_predictor.activity_fit import (
 )
 from carpool_predictor.activity_real import judge
 from carpool_predictor.activity_rows import ActivityRow, clean, read_rows
-from carpool_predictor.evaluation.suites import DataError
 from carpool_predictor.quickscorer import Ensemble
+from carpool_predictor.suites import DataError
 
 COLUMNS = ["Filename", "Activations-Params", "Batch Size", "Avg GPUTL", "Avg SMACT", "Avg SMOCC", "Status"]
 

@@ -11,7 +11,7 @@ from carpool_core.values import Precision
 from carpool_predictor.abstention import TraceError
 from carpool_predictor.catalog import recipe_of
 from carpool_predictor.fake import fake_weights, meta_mode
-from carpool_predictor.trace import FactoryModel
+from carpool_predictor.requests import FactoryModel
 from carpool_predictor.tracing import factory_recipe, trace_recipe
 
 

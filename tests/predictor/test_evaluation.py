@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 from carpool_predictor.evaluation.commands import evaluate, train
-from carpool_predictor.evaluation.suites import SUITES, load, load_frozen
 from carpool_predictor.neusight import GPUS, MODELS, ModelRow, operators
 from carpool_predictor.step_time import shipped
 from carpool_predictor.step_time_fit import seconds
+from carpool_predictor.suites import SUITES, load, load_frozen
 from click.testing import CliRunner
 
 

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from carpool_core.resources.job import Training
 from carpool_predictor.commands import graph, predict
+from carpool_predictor.requests import FactoryModel, TraceRequest
 from carpool_predictor.targets import read_features
-from carpool_predictor.trace import FactoryModel, TraceRequest, answer
+from carpool_predictor.trace import answer
 from click.testing import CliRunner
 
 SOURCE = """

@@ -10,13 +10,14 @@ import msgspec
 import pytest
 from carpool_core.resources.job import CatalogModel, GraphLayer, GraphModel, ModelSource, Training
 from carpool_predictor.catalog import recipe_of
-from carpool_predictor.trace import FactoryModel, TraceReply, TraceRequest
+from carpool_predictor.requests import FactoryModel, TraceReply, TraceRequest
 from carpool_predictor.tracing import trace_recipe
 
 TRAINING = Training(batch_size=8)
 LEAN = """
 import sys, msgspec
-from carpool_predictor.trace import TraceRequest, answer
+from carpool_predictor.requests import TraceRequest
+from carpool_predictor.trace import answer
 reply = answer(msgspec.json.decode(sys.stdin.buffer.read(), type=TraceRequest), lean=True)
 print(msgspec.json.encode({"reply": reply, "modules": list(sys.modules)}).decode())
 """

@@ -15,8 +15,8 @@ from carpool_predictor.abstention import TraceError
 from carpool_predictor.catalog import recipe_of
 from carpool_predictor.fake import fake_weights, meta_mode
 from carpool_predictor.listed import build_listed, read_layers, sample_shape
+from carpool_predictor.requests import TraceRequest
 from carpool_predictor.targets import target_of
-from carpool_predictor.trace import TraceRequest
 from carpool_predictor.tracing import trace_recipe
 from torch import nn
 

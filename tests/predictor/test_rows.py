@@ -17,9 +17,9 @@ from carpool_predictor.abstention import Abstention
 from carpool_predictor.bulk import ALONE, WorkerDied, predict_rows
 from carpool_predictor.commands import predict
 from carpool_predictor.estimator import predict as predict_on
+from carpool_predictor.requests import TraceRequest
 from carpool_predictor.rows import Answerer, chunks
 from carpool_predictor.source import SubprocessTracer, TraceLimits
-from carpool_predictor.trace import TraceRequest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st

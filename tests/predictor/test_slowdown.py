@@ -3,10 +3,10 @@ import numpy as np
 import pytest
 from carpool_core.values import SharingMode
 from carpool_predictor import slowdown_gavel, slowdown_lucid
-from carpool_predictor.evaluation.suites import DataError
 from carpool_predictor.slowdown import SlowdownModel, Turns, shipped, slowdowns, stretched, upper_slowdowns
 from carpool_predictor.slowdown_suite import exact_slowdowns
 from carpool_predictor.slowdown_train import train_slowdown
+from carpool_predictor.suites import DataError
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -12,8 +12,8 @@ import pytest
 from carpool_core.resources.features import ModelFeatures, TracedStep
 from carpool_core.resources.job import CatalogModel, GraphLayer, GraphModel, ModelSource, Training
 from carpool_predictor.abstention import Abstention
+from carpool_predictor.requests import FactoryModel, TraceRequest
 from carpool_predictor.source import SubprocessTracer, TraceLimits, features_of, input_digest
-from carpool_predictor.trace import FactoryModel, TraceRequest
 
 FEATURES = ModelFeatures(
     name="given",

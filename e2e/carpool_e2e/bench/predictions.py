@@ -28,7 +28,7 @@ TRACE_REPEATS = 3
 WARM = """
 import sys, time
 from carpool_core.resources.job import CatalogModel, ModelSource, Training
-from carpool_predictor.trace import TraceRequest
+from carpool_predictor.requests import TraceRequest
 from carpool_predictor.tracing import trace_request
 
 def traced():

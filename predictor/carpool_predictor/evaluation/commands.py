@@ -6,7 +6,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from carpool_predictor.evaluation.suites import SUITES, DataError, Report, load, load_frozen
+from carpool_predictor.suites import SUITES, DataError, Report, load, load_frozen
 from carpool_predictor.trees import MalformedError
 
 

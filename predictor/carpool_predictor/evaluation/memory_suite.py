@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from carpool_predictor import store
 from carpool_predictor.evaluation.memory_card import write_card
-from carpool_predictor.evaluation.suites import DataError, Figure, Report
 from carpool_predictor.measurements import FILE, Row, clean, read_rows
 from carpool_predictor.memory import MemoryModel, correct, predict_memory, shipped
 from carpool_predictor.memory_baselines import BASELINES
 from carpool_predictor.memory_fit import Sample, deal, fit, samples_of, traced_models
+from carpool_predictor.suites import DataError, Figure, Report
 
 SEED = 20260101
 OUTER_FOLDS = 5

@@ -1,0 +1,43 @@
+"""What the process that traces is asked, and what it answers."""
+
+import msgspec
+from carpool_core.resources.features import ModelFeatures
+from carpool_core.resources.job import ModelSource, Training
+
+from carpool_predictor.abstention import Abstention
+
+
+class FactoryModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A function in a Python file that returns an nn.Module. Running the user's code is for the command line only."""
+
+    path: str
+    function: str
+    input: list[int]
+    """Shape of one sample."""
+
+
+class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What to trace; exactly one of `model` (its catalog or graph) and `factory`."""
+
+    model: ModelSource | None = None
+    factory: FactoryModel | None = None
+    training: Training
+    memory_mib: int | None = None
+    """Limit on the process's own writable memory, in MiB; none when left out."""
+
+
+class TraceReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The answer; exactly one field is set."""
+
+    features: ModelFeatures | None = None
+    abstention: Abstention | None = None
+
+
+def torch_missing(detail: str = "") -> Abstention:
+    """Say that this installation cannot trace."""
+    found = f" ({detail})" if detail else ""
+    return Abstention(
+        reason="TorchMissing",
+        message=f"computing a model's features needs PyTorch{found}: install carpool[trace] here, or give "
+        "spec.model.features as `carpool graph` prints them elsewhere",
+    )
