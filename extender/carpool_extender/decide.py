@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from carpool_extender.answers import GpuAnswer
 from carpool_extender.applicant import Applicant
 from carpool_extender.assessments import Assessment
-from carpool_extender.checks import PASSED, Check, Verdict, examine
+from carpool_extender.checks import PASSED, Check, Verdict
 from carpool_extender.choices import best_of, foremost, scores, select, ties
 from carpool_extender.modes import memory_limit_mib, thread_limit, unbounded, why
 from carpool_extender.pace import expected_slowdown
@@ -119,30 +119,34 @@ def place(assessment: Assessment, name: str) -> Place | str:
     """Choose the GPUs of one node for a pod, or say why none fits."""
     ids, verdict = assessment.verdict.view.ids([name]), assessment.verdict
     if ids[0] >= 0 and assessment.best.fits[ids[0]]:
-        return _place_on(verdict, assessment.best.of(ids).rows[0].tolist(), assessment.policy)
+        rows = assessment.best.of(ids).rows[0].tolist()
+        return _place_on(verdict, rows, assessment.policy, _why(verdict, rows, assessment.policy))
     rows = _rows_of(verdict.view, ids)
     return summary(verdict, Offer(rows, int(not rows.size)))
 
 
-def best_place(view: View, applicant: Applicant, rules: Rules, among: Bools | None = None) -> tuple[str, Place] | None:
+def best_place(assessment: Assessment, among: Bools | None = None, *, tells: bool = True) -> tuple[str, Place] | None:
     """Choose the node that scores best and its GPUs, as kube-scheduler would after filter and prioritize.
 
     Args:
-        view: The cluster.
-        applicant: Who asks.
-        rules: What the site has chosen.
+        assessment: Of the newcomer.
         among: GPUs in question, shape (gpus,); all when None.
+        tells: Whether the place says why it is the best; to find the words takes longer than to find the place.
 
     Returns:
         The node's name and the place, or None where nothing fits.
     """
-    policy = rules.policy_for(applicant)
-    verdict = examine(view, applicant, rules.slots, rules.conditions_for(applicant))
-    choices = select(verdict, policy, None if among is None else np.flatnonzero(among))
+    verdict, policy = assessment.verdict, assessment.policy
+    if among is None:
+        choices = assessment.best.of(np.flatnonzero(assessment.best.fits))
+    else:
+        choices = select(verdict, policy, np.flatnonzero(among))
     if not len(choices.node):
         return None
     best = best_of(choices, np.flatnonzero(ties(choices, policy)))
-    return view.node_names[int(choices.node[best])], _place_on(verdict, choices.rows[best].tolist(), policy)
+    rows = choices.rows[best].tolist()
+    told = _why(verdict, rows, policy) if tells else ""
+    return verdict.view.node_names[int(choices.node[best])], _place_on(verdict, rows, policy, told)
 
 
 def explain(view: View, applicant: Applicant, names: Sequence[str], rules: Rules) -> list[GpuAnswer]:
@@ -217,11 +221,8 @@ def _could_ever(verdict: Verdict, rows: Rows) -> Bools:
     return result
 
 
-def _place_on(verdict: Verdict, rows: list[int], policy: Policy) -> Place:
-    view, first = verdict.view, rows[0]
-    mode = MODES[int(verdict.found.mode[first])]
-    if mode is None:
-        raise AssertionError(f"{view.place(first)} was chosen although no mode is possible there")
+def _place_on(verdict: Verdict, rows: list[int], policy: Policy, reason: str) -> Place:
+    view, first, mode = verdict.view, rows[0], _mode_on(verdict, rows)
     facts = verdict.applicant.facts(view.classes[int(view.columns.device_class[first])])
     slowdown = round(float(verdict.found.newcomer[rows].max()), 4)
     return Place(
@@ -233,13 +234,21 @@ def _place_on(verdict: Verdict, rows: list[int], policy: Policy) -> Place:
         tenant=facts.profile,
         expected_slowdown=slowdown,
         policy=policy.name,
-        reason=_why(verdict, rows, mode, policy),
+        reason=reason,
     )
 
 
-def _why(verdict: Verdict, rows: list[int], mode: SharingMode, policy: Policy) -> str:
+def _mode_on(verdict: Verdict, rows: list[int]) -> SharingMode:
+    """Return the mode in which a worker would have some GPUs: the same on all of them."""
+    mode = MODES[int(verdict.found.mode[rows[0]])]
+    if mode is None:
+        raise AssertionError(f"{verdict.view.place(rows[0])} was chosen although no mode is possible there")
+    return mode
+
+
+def _why(verdict: Verdict, rows: list[int], policy: Policy) -> str:
     """Say why this place, with the numbers that the decision counted with."""
-    view, demand = verdict.view, verdict.applicant.demand
+    view, demand, mode = verdict.view, verdict.applicant.demand, _mode_on(verdict, rows)
     gpus = ", ".join(str(int(view.columns.gpu_index[row])) for row in rows)
     node = view.node_names[int(view.columns.node[rows[0]])]
     neighbours = sorted({str(tenant) for row in rows for tenant in view.columns.tenants[row]})

@@ -134,7 +134,7 @@ def _tried(nodes: list[GpuNode], applicant: Applicant, rules: Rules, wanted: int
     for node in nodes:
         paper.apply(node)
     for number in range(wanted):
-        found = best_place(paper.view(), applicant, rules)
+        found = best_place(Assessment(applicant, rules, paper.view()), tells=False)
         if found is None:
             return number
         node = paper.nodes[found[0]]

@@ -10,7 +10,7 @@ from carpool_core.values import PodUid
 
 from carpool_extender import ledger
 from carpool_extender.applicant import Applicant
-from carpool_extender.assessments import Assessments
+from carpool_extender.assessments import Assessment, Assessments
 from carpool_extender.cluster import Cluster
 from carpool_extender.decide import Place, best_place, reservation
 from carpool_extender.gangs import MOST_TRIED, Gangs, Seen
@@ -76,7 +76,8 @@ class Rehearsal:
     def _places(self, cluster: Cluster, wanted: int) -> list[tuple[str, Place]]:
         found: list[tuple[str, Place]] = []
         for number in range(wanted):
-            chosen = best_place(cluster.view(), self.applicant, self._rules, self._offered(cluster.view()))
+            view = cluster.view()
+            chosen = best_place(Assessment(self.applicant, self._rules, view), self._offered(view))
             if chosen is None:
                 break
             name, place = chosen

@@ -141,9 +141,9 @@ def test_changing_a_mode_comes_after_leaving_one_on_every_node():
         gpu_node("b", [device(0, "b", mode=SharingMode.MPS, **profiled)]),
         gpu_node("c", [device(0, "c", **profiled)]),
     ).view()
-    assert best_place(view, auto(), RULES)[0] == "b"
-    assert best_place(view, auto(**CLUSTER), RULES)[0] == "a"
-    assert best_place(view, applicant(prediction=None), RULES)[0] == "c"
+    assert best_place(Assessment(auto(), RULES, view))[0] == "b"
+    assert best_place(Assessment(auto(**CLUSTER), RULES, view))[0] == "a"
+    assert best_place(Assessment(applicant(prediction=None), RULES, view))[0] == "c"
 
 
 @pytest.mark.parametrize(

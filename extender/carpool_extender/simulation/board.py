@@ -13,9 +13,8 @@ from carpool_core.values import DeviceHealth, GpuUuid, PodUid
 from carpool_extender import ledger
 from carpool_extender.applicant import Applicant
 from carpool_extender.assessments import Assessments
-from carpool_extender.choices import best_of, ties
 from carpool_extender.cluster import Cluster
-from carpool_extender.decide import Place, best_place, place, reservation
+from carpool_extender.decide import Place, best_place, reservation
 from carpool_extender.rules import Rules
 from carpool_extender.simulation.alike import Alike
 
@@ -53,22 +52,11 @@ class Board:
             applicant: Who asks.
             shut: GPUs that it may not have now.
         """
+        assessment, among = self._assessments.of(applicant), None
         if shut := list(shut):
-            view = self._cluster.view()
-            among = np.ones(len(view.columns.alive), np.bool_)
+            among = np.ones(len(assessment.verdict.view.columns.alive), np.bool_)
             among[[self._rows[uuid] for uuid in shut]] = False
-            return best_place(view, applicant, self._rules, among)
-        assessment = self._assessments.of(applicant)
-        fitting = np.flatnonzero(assessment.best.fits)
-        if not fitting.size:
-            return None
-        choices = assessment.best.of(fitting)
-        best = best_of(choices, np.flatnonzero(ties(choices, assessment.policy)))
-        name = assessment.verdict.view.node_names[int(choices.node[best])]
-        found = place(assessment, name)
-        if isinstance(found, str):
-            raise AssertionError(f"{name} was chosen, and refuses: {found}")
-        return name, found
+        return best_place(assessment, among, tells=False)
 
     def reserve(self, node: str, chosen: Place, applicant: Applicant, uid: PodUid, now_s: float) -> None:
         """Write a place into the ledger, which refuses what would break a promise."""
