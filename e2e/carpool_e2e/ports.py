@@ -19,7 +19,6 @@ class Ports:
     extender: int
     extender_metrics: int
     operator_metrics: int
-    fleet_metrics: int
 
 
 def is_free(port: int) -> bool:

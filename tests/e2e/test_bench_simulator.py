@@ -5,24 +5,14 @@ from pathlib import Path
 import pytest
 from carpool_e2e.bench.simulator import TRACE, Measured, measure, simulator_section
 from carpool_e2e.errors import HarnessError
-
-SOLO = "model,dataset,batchsize,amp,speed,gpu_util,gmem_util,gmem,label\n" + "".join(
-    f"{model},CIFAR-10,64,0,100,{util},10,2000,0\n"
-    for model, util in (("ResNet18", 40), ("MobileNetV2", 60), ("EfficientNet", 20))
-)
-PAIRS = (
-    "model1,dataset1,gpu_num1,batchsize1,amp1,speed1,model2,dataset2,gpu_num2,batchsize2,amp2,speed2,gpu_util,gmem_util,"
-    "gmem\n" + 5 * "ResNet18,D,1,64,0,0.8,MobileNetV2,D,1,64,0,0.5,90,20,4000\n"
-)
+from carpool_extender.simulation.testing import write_lucid
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     """Measurements and a trace of three jobs."""
-    for folder in ("lucid", "traces"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "lucid" / "solo_rtx3090.csv").write_text(SOLO)
-    (tmp_path / "lucid" / "colocate_rtx3090.csv").write_text(PAIRS)
+    write_lucid(tmp_path)
+    (tmp_path / TRACE).parent.mkdir()
     (tmp_path / TRACE).write_text("timestamp,duration,num_gpus\n0,60,1\n5,60,16\n9,60,1\n")
     return tmp_path
 

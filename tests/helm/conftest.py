@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import Any
 import pytest
 import yaml
 from carpool_e2e.binaries import ensure
+
+# --import-mode=importlib gives test folders no import path of their own; the table is shared by these files only.
+sys.path.insert(0, str(Path(__file__).parent))
 
 OPTIONS = ["--namespace=carpool-system", "--include-crds", "--values=-"]
 CHART = Path(__file__).parents[2] / "helm" / "carpool"

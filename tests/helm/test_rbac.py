@@ -5,38 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from own_rights import OWN, READ
 
 pytestmark = pytest.mark.e2e
 
 SECURITY = Path(__file__).parents[2] / "docs" / "security.md"
-
-READ = {"get", "list", "watch"}
-
-OWN = {
-    "carpool-operator": {
-        "carpool.dev/gputrainingjobs": READ | {"delete"},
-        "carpool.dev/gputrainingjobs/status": {"patch"},
-        "carpool.dev/gpunodes": READ,
-        "pods": READ | {"create", "delete"},
-        "services": {"create", "get"},
-        "events": {"create", "get", "patch"},
-    },
-    "carpool-scheduler": {
-        "carpool.dev/gputrainingjobs": READ,
-        "carpool.dev/gpunodes": READ | {"patch"},
-        "pods": READ,
-        "pods/binding": {"create"},
-        "nodes": {"patch"},
-        "events": {"create", "get", "patch"},
-    },
-    "carpool-node-agent": {
-        "carpool.dev/gpunodes": READ | {"create"},
-        "carpool.dev/gpunodes/status": {"patch"},
-        "pods": {"list", "watch"},
-        "nodes": {"get"},
-        "events": {"create", "get", "patch"},
-    },
-}
 
 USERS = {
     "carpool-view": {"carpool.dev/gputrainingjobs": READ, "carpool.dev/gpunodes": READ},

@@ -10,6 +10,7 @@ import pytest
 from carpool_e2e.api import Api
 from carpool_e2e.chart import NAMESPACE
 from carpool_e2e.cluster import Cluster
+from own_rights import OWN, READ
 
 pytestmark = pytest.mark.e2e
 
@@ -17,7 +18,6 @@ GPU_NODES = "/apis/carpool.dev/v1alpha1/gpunodes"
 JSON_MERGE = "application/merge-patch+json"
 
 VERBS = ("get", "list", "watch", "create", "update", "patch", "delete", "deletecollection")
-READ = {"get", "list", "watch"}
 
 RESOURCES = (
     "carpool.dev/gputrainingjobs",
@@ -47,35 +47,20 @@ RESOURCES = (
     "admissionregistration.k8s.io/validatingadmissionpolicies",
 )
 
-ALLOWED = {
-    "carpool-operator": {
-        "carpool.dev/gputrainingjobs": READ | {"delete"},
-        "carpool.dev/gputrainingjobs/status": {"patch"},
-        "carpool.dev/gpunodes": READ,
-        "pods": READ | {"create", "delete"},
-        "services": {"create", "get"},
-        "events": {"create", "get", "patch"},
-    },
-    "carpool-node-agent": {
-        "carpool.dev/gpunodes": READ | {"create"},
-        "carpool.dev/gpunodes/status": {"patch"},
-        "pods": {"list", "watch"},
-        "nodes": {"get"},
-        "events": {"create", "get", "patch"},
-    },
-    # With what the stock scheduler's own roles give.
-    "carpool-scheduler": {
-        "carpool.dev/gputrainingjobs": READ,
-        "carpool.dev/gpunodes": READ | {"patch"},
-        "pods": READ | {"delete"},
-        "pods/status": {"patch", "update"},
-        "pods/binding": {"create"},
-        "services": READ,
-        "nodes": READ | {"patch"},
-        "events": {"create", "get", "patch", "update"},
-        "namespaces": READ,
-        "coordination.k8s.io/leases": {"create"},
-    },
+STOCK = {
+    "pods": {"delete"},
+    "pods/status": {"patch", "update"},
+    "services": READ,
+    "nodes": READ,
+    "events": {"update"},
+    "namespaces": READ,
+    "coordination.k8s.io/leases": {"create"},
+}
+"""What the stock scheduler's own roles give beside."""
+
+_SCHEDULER = OWN["carpool-scheduler"]
+ALLOWED = OWN | {
+    "carpool-scheduler": {one: _SCHEDULER.get(one, set()) | STOCK.get(one, set()) for one in {**_SCHEDULER, **STOCK}}
 }
 
 

@@ -1,0 +1,29 @@
+"""What each of Carpool's processes may do by the roles of the chart; a right that is not here is one too many."""
+
+READ = {"get", "list", "watch"}
+
+OWN = {
+    "carpool-operator": {
+        "carpool.dev/gputrainingjobs": READ | {"delete"},
+        "carpool.dev/gputrainingjobs/status": {"patch"},
+        "carpool.dev/gpunodes": READ,
+        "pods": READ | {"create", "delete"},
+        "services": {"create", "get"},
+        "events": {"create", "get", "patch"},
+    },
+    "carpool-scheduler": {
+        "carpool.dev/gputrainingjobs": READ,
+        "carpool.dev/gpunodes": READ | {"patch"},
+        "pods": READ,
+        "pods/binding": {"create"},
+        "nodes": {"patch"},
+        "events": {"create", "get", "patch"},
+    },
+    "carpool-node-agent": {
+        "carpool.dev/gpunodes": READ | {"create"},
+        "carpool.dev/gpunodes/status": {"patch"},
+        "pods": {"list", "watch"},
+        "nodes": {"get"},
+        "events": {"create", "get", "patch"},
+    },
+}
