@@ -10,6 +10,7 @@ import yaml
 from carpool_core import crdgen
 from carpool_core.crdgen import DEFINITIONS, Definition
 from carpool_core.demand import demand_of
+from carpool_core.openapi import object_schema
 from carpool_core.resources.job import GpuTrainingJob, JobSpec
 from carpool_core.resources.node import GpuNode, Reservation
 from carpool_core.resources.schema import Resource, Rule, field
@@ -180,7 +181,7 @@ def test_types_that_a_crd_cannot_hold_are_refused() -> None:
 
     for type_, error in ((Choice, TypeError), (Unbounded, ValueError), (Timed, TypeError)):
         with pytest.raises(error):
-            crdgen._object(msgspec.inspect.type_info(type_), with_defaults=False)  # type: ignore[arg-type]
+            object_schema(msgspec.inspect.type_info(type_), with_defaults=False)  # type: ignore[arg-type]
 
 
 def test_rules_and_enums_of_a_type() -> None:
@@ -192,7 +193,7 @@ def test_rules_and_enums_of_a_type() -> None:
             Colour | None, field("Its colour.", rules=[Rule("self != ''", "give it a colour", "'x'")])
         ] = None
 
-    schema = crdgen._object(msgspec.inspect.type_info(Thing), with_defaults=True)  # type: ignore[arg-type]
+    schema = object_schema(msgspec.inspect.type_info(Thing), with_defaults=True)  # type: ignore[arg-type]
     assert schema["properties"]["colour"] == {
         "description": "Its colour.",
         "type": "string",
