@@ -1,3 +1,4 @@
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -5,6 +6,9 @@ from pathlib import Path
 import pytest
 from carpool_e2e.cluster import Cluster
 from carpool_e2e.watching import Watcher
+
+# --import-mode=importlib gives test folders no import path of their own; the machine is for these files only.
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture
