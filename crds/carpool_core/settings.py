@@ -128,7 +128,8 @@ def _option(one: Setting) -> dict[str, Any]:
         "default": one.default.value if isinstance(one.default, Enum) else one.default,
         "envvar": one.env,
         "help": one.help,
-        "show_default": one.default is not None,
+        # What an empty setting means, its help says.
+        "show_default": one.default not in (None, ""),
         "show_envvar": True,
     }
 

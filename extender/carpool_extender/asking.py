@@ -69,7 +69,7 @@ _ALL = click.option("--all", "each_gpu", is_flag=True, help="Tell of every GPU o
 _NAMESPACE = click.option("-n", "--namespace", default="default", show_default=True, help="The job's namespace.")
 
 
-@click.command("explain")
+@click.command("explain", short_help="Say why a job is where it is, and why not elsewhere.")
 @click.argument("job")
 @_NAMESPACE
 @_ALL
@@ -83,7 +83,7 @@ def explain_command(settings: AskSettings, job: str, namespace: str, each_gpu: b
     _say(settings, each_gpu, lambda api, rules, asker: explained(api, job, namespace, rules, asker))
 
 
-@click.command("what-if")
+@click.command("what-if", short_help="Say where a job would go now, and beside whom; nothing is created.")
 @click.argument("manifest", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @_NAMESPACE
 @_ALL

@@ -106,12 +106,13 @@ def _products(gpu: str) -> list[GpuProduct]:
 
 
 @click.command(
+    short_help="Predict memory, activity and step time of training jobs.",
     help="Predict memory, activity and step time of a training job, or of many. No GPU is needed.\n\n"
     + _TARGET_HELP
     + '\n\nWith --rows, each line is {"id", "catalog": {"name", "input", "numClasses"} or "features", '
     '"training": {"batchSize", "optimizer", "precision", "activationCheckpointing"}, "gpu"}, and is '
     "answered with one line. A row that makes no sense is answered with status `error`; the others go on, and the exit "
-    "code is 2 at the end."
+    "code is 2 at the end.",
 )
 @question_options(is_model_required=False)
 @click.option("--gpu", default="all", show_default=True, help="GPU product, an unambiguous part of its name, or `all`.")
@@ -189,7 +190,10 @@ def _told(tally: "Tally", rows: Path) -> str:
     return f"{tally.statuses['error']:,} of {tally.rows:,} rows of {rows} make no sense; their answers say why"
 
 
-@click.command(help="Print a model's features, to paste under spec.model of a GpuTrainingJob.\n\n" + _TARGET_HELP)
+@click.command(
+    short_help="Print a model's features, to paste under spec.model of a job.",
+    help="Print a model's features, to paste under spec.model of a GpuTrainingJob.\n\n" + _TARGET_HELP,
+)
 @question_options(is_model_required=True)
 def graph(**options: Any) -> None:
     """Trace and print."""

@@ -20,6 +20,12 @@ def test_every_command_explains_itself(point: EntryPoint) -> None:
     assert "Not installed" not in result.output
 
 
+def test_the_list_of_commands_breaks_no_sentence_off() -> None:
+    listed = CliRunner().invoke(main, ["--help"]).output.partition("Commands:\n")[2]
+    assert len(listed.splitlines()) == len(entry_points(group=GROUP)), "each stands on one line of 80 characters"
+    assert "..." not in listed
+
+
 def test_a_missing_dependency_names_the_extra() -> None:
     point = EntryPoint("brew", "no_such_module.commands:brew [operator]", GROUP)
     command = load_command(point)

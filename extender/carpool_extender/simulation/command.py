@@ -37,7 +37,7 @@ class Runs:
     console: Console
 
 
-@click.command()
+@click.command(short_help="Run a workload under several policies on a virtual clock.")
 @click.option(
     "--workload",
     type=click.Choice([*EXPERIMENTS, "all"]),

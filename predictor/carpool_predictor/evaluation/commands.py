@@ -26,7 +26,7 @@ _DATA = click.option(
 )
 
 
-@click.command()
+@click.command(short_help="Judge the predictors on measurements, and write the model cards.")
 @_DATA
 @click.option("--suite", type=click.Choice(["all", *SUITES]), default="all", show_default=True)
 @click.option(
@@ -63,7 +63,7 @@ def _table(report: Report) -> Table:
     return table
 
 
-@click.command()
+@click.command(short_help="Rebuild what is shipped from the measurements.")
 @_DATA
 @click.option("--out", required=True, type=click.Path(path_type=Path, file_okay=False), help="Folder of the artifacts.")
 def train(data: Path, out: Path) -> None:
