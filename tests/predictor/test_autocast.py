@@ -1,0 +1,135 @@
+"""Precision: what autocast keeps, casts and leaves, with data and without."""
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from carpool_core.resources.job import Training
+from carpool_core.values import Precision
+from carpool_predictor.abstention import TraceError
+from carpool_predictor.autocast import MetaAutocast
+from carpool_predictor.catalog import Recipe
+from carpool_predictor.fake import fake_mode, fake_weights, meta_mode
+from carpool_predictor.step import prepare, trace_step
+from carpool_predictor.tracing import record_recipe, trace_recipe
+from carpool_predictor.trackers import Kind
+from small_models import Attention, cnn, fake, mlp
+from torch import Tensor, nn
+
+
+def test_mixed_precision_keeps_full_weights_and_smaller_activations() -> None:
+    full = trace_step(fake(cnn, Training()), 64)[1].storages.peak.by_kind
+    for precision in (Precision.BF16_MIXED, Precision.FP16_MIXED):
+        mixed = trace_step(fake(cnn, Training(precision=precision)), 64)[1].storages.peak.by_kind
+        assert mixed[Kind.PARAMETER] == full[Kind.PARAMETER]
+        assert mixed[Kind.ACTIVATION] < 0.8 * full[Kind.ACTIVATION]
+
+
+def test_true_bf16_halves_the_weights() -> None:
+    full, half = (
+        trace_step(fake(mlp, Training(precision=precision)), 4)[1].storages.peak.by_kind[Kind.PARAMETER]
+        for precision in (Precision.FP32, Precision.BF16)
+    )
+    assert half == pytest.approx(full / 2, rel=0.01)
+
+
+def test_autocast_runs_norms_in_full_precision_as_on_cuda() -> None:
+    seen: list[torch.dtype] = []
+
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Flatten(), nn.Linear(3072, 64), nn.LayerNorm(64), nn.Linear(64, 10))
+        model[2].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+        return model
+
+    trace_step(fake(build, Training(precision=Precision.BF16_MIXED)), 4)
+    assert seen == [torch.float32]
+
+
+@pytest.mark.parametrize("precision", [Precision.BF16_MIXED, Precision.FP16_MIXED])
+def test_mixed_precision_keeps_smaller_activations_than_fp32(precision: Precision) -> None:
+    """Regression: autocast does nothing to meta tensors, so that mixed steps were traced in FP32."""
+    recipe = Recipe("cnn", cnn, (3, 32, 32))
+    full = trace_recipe(recipe, Training(batch_size=64, precision=Precision.FP32)).steps[-1]
+    mixed = trace_recipe(recipe, Training(batch_size=64, precision=precision)).steps[-1]
+    assert mixed.activation_bytes < 0.8 * full.activation_bytes
+
+
+@pytest.mark.parametrize("precision", [Precision.BF16_MIXED, Precision.FP16_MIXED])
+@pytest.mark.parametrize("build", [cnn, mlp, Attention])
+def test_autocast_without_data_is_pytorchs(build: Callable[[], nn.Module], precision: Precision) -> None:
+    training = Training(precision=precision)
+    mode = meta_mode()
+    with fake_weights(mode):
+        model = build()
+    bare, _ = trace_step(prepare(model, mode, training, (3, 32, 32)), 16)
+    faked, _ = trace_step(fake(build, training), 16)
+    # Batch normalization on meta tensors saves its statistics in FP32.
+    assert msgspec.structs.replace(bare, bytes_moved=0) == msgspec.structs.replace(faked, bytes_moved=0)
+    assert bare.bytes_moved == pytest.approx(faked.bytes_moved, rel=1e-3)
+
+
+class Product(nn.Module):
+    """A weight and a function that multiplies by it."""
+
+    def __init__(self, multiply: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(32, 32))
+        self.multiply = multiply
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.multiply(x.flatten(0, -2), self.weight)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: Callable[[int, int], nn.Module]) -> None:
+        super().__init__()
+        self.rnn = kind(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rnn(x.flatten(0, -2))[0]
+
+
+MISSED = {
+    "RNN": lambda: Recurrent(nn.RNN),
+    "RNNCell": lambda: Recurrent(nn.RNNCell),
+    "tensordot": lambda: Product(lambda x, w: torch.tensordot(x, w, 1)),
+    "inner": lambda: Product(torch.inner),
+    "multi_dot": lambda: Product(lambda x, w: torch.linalg.multi_dot([x, w, w])),
+    "linalg.matmul": lambda: Product(torch.linalg.matmul),
+    "addbmm": lambda: Product(lambda x, w: w.addbmm(x.view(-1, 32, 32), x.view(-1, 32, 32))),
+    "conv_tbc": lambda: Product(lambda x, w: torch.conv_tbc(x[None], w[None], w[0])),
+    "aten.mm": lambda: Product(torch.ops.aten.mm),
+}
+
+
+@pytest.mark.parametrize("name", MISSED)
+def test_a_product_that_no_list_names_is_left_to_pytorchs_autocast(name: str) -> None:
+    """Regression: they stayed in FP32, and nobody said so."""
+    training, recipe = Training(precision=Precision.BF16_MIXED), Recipe(name, MISSED[name], (32, 32))
+    mode = meta_mode()
+    with fake_weights(mode):
+        model = MISSED[name]()
+    with pytest.raises(TraceError, match="not known to be cast"):
+        trace_step(prepare(model, mode, training, (32, 32)), 4)
+    with fake_weights(faked := fake_mode()):
+        model = MISSED[name]()
+    expected, _ = trace_step(prepare(model, faked, training, (32, 32)), 4)
+    found = record_recipe(recipe, training, [4]).steps[0]
+    assert (found.peak_bytes, found.bytes_moved) == (expected.peak_bytes, expected.bytes_moved)
+
+
+def test_a_product_of_cudas_list_that_the_cpus_lacks_is_cast() -> None:
+    with torch.device("meta"), MetaAutocast(torch.bfloat16):
+        assert torch.addr(torch.empty(4, 4), torch.empty(4), torch.empty(4)).dtype is torch.bfloat16
+
+
+def test_a_weight_that_is_used_twice_is_cast_once() -> None:
+    weight = torch.empty(8, 8, requires_grad=True)
+    with MetaAutocast(torch.bfloat16):
+        first, second = (torch.mm(torch.empty(4, 8), weight) for _ in range(2))
+        total = F.mse_loss(first, second)
+    assert (first.dtype, total.dtype) == (torch.bfloat16, torch.float32)
+    casts = {step[0].next_functions[1][0] for step in ([first.grad_fn], [second.grad_fn]) if step[0] is not None}
+    assert len(casts) == 1
