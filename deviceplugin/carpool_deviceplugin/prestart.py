@@ -152,24 +152,6 @@ def promise(
     return reservation
 
 
-def user_of(pod: Pod, container: str = "") -> int | None:
-    """Return the user of the node that a container runs as; None where its image decides, or a user namespace.
-
-    Args:
-        pod: The pod.
-        container: Its name; the one that has GPUs where empty.
-    """
-    if not pod.spec.host_users:
-        return None
-    asked = (
-        c
-        for c in (*pod.spec.containers, *pod.spec.init_containers)
-        if c.name == container or (not container and RESOURCE_GPU in c.resources.limits)
-    )
-    own = next((c.security_context.run_as_user for c in asked), None)
-    return pod.spec.security_context.run_as_user if own is None else own
-
-
 def earlier(reservation: Reservation, reservations: Iterable[Reservation]) -> list[Reservation]:
     """Return who was promised a place on the same GPUs before."""
     return [

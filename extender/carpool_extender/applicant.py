@@ -73,18 +73,25 @@ class Applicant:
     """The job's own choice of a policy, where the site allows one."""
     workers: int = 1
     """Workers of the job, and so the most of its pods that may have reservations at a time."""
+    user: int | None = None
+    """User of the node that the worker runs as; None where its spec does not say."""
     _facts: dict[DeviceClass, ClassFacts] = field(default_factory=dict)
     _columns: dict[tuple[DeviceClass, ...], ClassColumns] = field(default_factory=dict)
 
     def is_as(self, other: "Applicant") -> bool:
         """Whether another asks for the same, for the same job."""
-        return (self.demand, self.policy, self.workers) == (other.demand, other.policy, other.workers)
+        return (self.demand, self.policy, self.workers, self.user) == (
+            other.demand,
+            other.policy,
+            other.workers,
+            other.user,
+        )
 
     @cached_property
     def shape(self) -> bytes:
         """Digest of all that a decision depends on, but not who asks: demands of equal shape fit the same places."""
         anybody = replace(self.demand, job_uid=JobUid(""), job_name="")
-        return blake2b(msgspec.json.encode((anybody, self.policy)), digest_size=16).digest()
+        return blake2b(msgspec.json.encode((anybody, self.policy, self.user)), digest_size=16).digest()
 
     def facts(self, kind: DeviceClass) -> ClassFacts:
         """Say what the demand means on a class of devices."""

@@ -188,6 +188,7 @@ def reservation(
         memory_limit_mib=chosen.memory_limit_mib,
         thread_percentage=chosen.thread_percentage,
         mig_profile=chosen.mig_profile,
+        run_as_user=applicant.user,
         reserved_at=rfc3339(now),
         deadline=rfc3339(deadline),
         tenant=chosen.tenant,

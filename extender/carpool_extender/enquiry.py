@@ -17,6 +17,7 @@ from carpool_core.keys import (
 )
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, KubeApi
 from carpool_core.kube.errors import NotFound
+from carpool_core.kube.pods import PodSpec, user_of
 from carpool_core.products import hardware_name
 from carpool_core.resources.job import GpuTrainingJob, WorkerPlacement
 from carpool_core.resources.meta import Condition
@@ -136,7 +137,7 @@ async def explained(api: KubeApi, name: str, namespace: str, rules: Rules, asker
         own_gpus |= {uuid for r in own for uuid in r.gpu_uuids}
         without.append(_without(node, own))
     try:
-        applicant = applicant_of(job, allowed=asker.job_policies)
+        applicant = applicant_of(job, _user(job.spec.template), allowed=asker.job_policies)
     except NotOurs as refusal:
         return Answer([*told, *places, str(refusal)])
     seen = snapshot(without, rules, asker.clock)
@@ -146,6 +147,14 @@ async def explained(api: KubeApi, name: str, namespace: str, rules: Rules, asker
         waits = rehearsal.gang()
         places = [f"{namespace}/{name} has no place yet", *([waits] if waits else [])]
     return Answer([*told, *places, *_gpus(seen.cluster, rehearsal, rules, asker, frozenset(own_gpus)), *hosts.notes])
+
+
+def _user(template: dict[str, Any]) -> int | None:
+    """Return the user that a job's workers run as, where the template says."""
+    try:
+        return user_of(msgspec.convert(template.get("spec") or {}, PodSpec))
+    except msgspec.ValidationError:
+        return None  # `hosts_of` says what is wrong with it
 
 
 def _ran(job: _Job) -> list[str]:
@@ -186,7 +195,8 @@ async def asked(api: KubeApi, job: GpuTrainingJob, rules: Rules, predictor: Pred
         said = told_of(prediction, known.spec.sharing.mode, known.spec.memory.limit)
         told = [f"prediction: {prediction.outcome} ({prediction.reason}) {said}"]
     try:
-        applicant = applicant_of(msgspec.convert(msgspec.to_builtins(known), JobRow), allowed=asker.job_policies)
+        row = msgspec.convert(msgspec.to_builtins(known), JobRow)
+        applicant = applicant_of(row, _user(job.spec.template), allowed=asker.job_policies)
     except NotOurs as refusal:
         return Answer([*told, str(refusal)], is_hopeless=True)
     seen = snapshot(nodes, rules, asker.clock)

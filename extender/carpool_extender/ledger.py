@@ -57,7 +57,7 @@ def reserve(spec: GpuNodeSpec, wanted: Reservation, capacity: Capacity) -> GpuNo
     """Add a reservation. A pod that holds one already keeps it as it is: the answer is the same spec.
 
     This guards against a decision made on an outdated view; it repeats the checks whose failure would break a promise
-    (memory, mode, places, namespaces of an MPS server), and not those about taste (slowdown, tenancy).
+    (memory, mode, places, namespace and user of an MPS server), and not those about taste (slowdown, tenancy).
     """
     if held(spec, wanted.pod_uid) is not None:
         return spec
@@ -120,6 +120,9 @@ def _refusal(present: list[Reservation], wanted: Reservation, device: Device | N
         return f"wants it by {wanted.mode}, it is used by {', '.join(sorted(modes))}"
     if wanted.mode is SharingMode.MPS and {r.pod_namespace for r in present} - {wanted.pod_namespace}:
         return "its MPS server belongs to another namespace"
+    users = {r.run_as_user for r in present} - {None, wanted.run_as_user}
+    if wanted.mode is SharingMode.MPS and wanted.run_as_user is not None and users:
+        return f"its MPS server serves user {', '.join(map(str, sorted(users, key=str)))}, not {wanted.run_as_user}"
     if wanted.mode is SharingMode.MIG and (lacking := _no_instance(present, wanted, device)) is not None:
         return lacking
     if len(present) >= slots:

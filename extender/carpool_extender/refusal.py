@@ -11,7 +11,7 @@ from carpool_extender.checks import Check, Verdict
 from carpool_extender.mig import whole
 from carpool_extender.modes import EXCLUSIVE, unbounded
 from carpool_extender.pace import beyond, expected_slowdown, too_slow
-from carpool_extender.view import MODES, NO_MODE, Bools, Rows
+from carpool_extender.view import MODES, NO_MODE, NOBODY, SEVERAL, Bools, Rows
 
 PREFIX = "NoGpuFits: "
 """Begins every summary: the reason that the job's condition Placed takes over."""
@@ -87,6 +87,10 @@ def _mode(verdict: Verdict, row: int) -> str:
 def _tenancy(verdict: Verdict, row: int) -> str:
     columns, namespace = verdict.view.columns, verdict.applicant.demand.namespace
     others = sorted({tenant.namespace for tenant in columns.tenants[row]} - {namespace})
+    if not others:
+        user = int(columns.user[row])
+        served = "several users" if user == SEVERAL else f"user {user}"
+        return f"its MPS server serves {served}, and the job runs as user {verdict.applicant.user}"
     if MODES[int(verdict.found.mode[row])] is SharingMode.MPS:
         return f"its MPS server belongs to namespace {', '.join(others)}"
     return f"used from namespace {', '.join(others)}, and not all are willing to share across namespaces"
@@ -255,6 +259,8 @@ def _kinds(verdict: Verdict, check: Check, rows: Rows) -> Sequence[Bools]:
         keys = verdict.found.is_newcomer[rows].astype(np.int64)
     elif check is Check.HEALTH:
         keys = np.array([verdict.view.hindered[row].kind for row in rows.tolist()])
+    elif check is Check.TENANCY:  # another namespace's, or another user's of the same one
+        keys = columns.landlord[rows] == verdict.view.namespaces.get(verdict.applicant.demand.namespace, NOBODY)
     elif check is Check.MODE:
         keys = columns.mode[rows]
     elif check is Check.SUITABLE:

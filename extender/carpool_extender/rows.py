@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from carpool_core.deviceclass import DeviceClass
 from carpool_core.resources.node import Device, GpuNode, Reservation, Tenant
-from carpool_core.values import GpuUuid, PodUid, Tenancy
+from carpool_core.values import GpuUuid, PodUid, SharingMode, Tenancy
 
 from carpool_extender.measured import known_of, seconds, settled_tenants
 from carpool_extender.mig import profile_of
-from carpool_extender.view import CODES, NO_MODE, NOBODY, Columns, TenantName, counted_mib
+from carpool_extender.view import CODES, NO_MODE, NOBODY, SEVERAL, Columns, TenantName, counted_mib
 
 INDEX = attrgetter("index")
 
@@ -127,6 +127,8 @@ def write_tenants(columns: Columns, row: int, said: Said, namespaces: Mapping[st
     columns.tenants[row] = tuple(TenantName(r.pod_namespace, r.job_name, r.pod_uid) for r in held)
     for emptied in (columns.memory_mib, columns.util, columns.sm, columns.dram, columns.cluster_tenancy):
         emptied[row] = 0
+    users = {r.run_as_user for r in held if r.mode is SharingMode.MPS and r.run_as_user is not None}
+    columns.user[row] = SEVERAL if len(users) > 1 else next(iter(users), NOBODY)
     columns.namespace[row] = NOBODY
     for place, (reservation, of) in enumerate(zip(held, known_of(held, said.settled), strict=True)):
         tenant = reservation.tenant

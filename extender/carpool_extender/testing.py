@@ -106,13 +106,18 @@ def demand(name: str = "new", **changes: Any) -> Demand:
     return Demand(**(fields | changes))
 
 
-def applicant(name: str = "new", **changes: Any) -> Applicant:
+def applicant(name: str = "new", user: int | None = None, **changes: Any) -> Applicant:
     """Build an applicant with such a demand."""
-    return Applicant(demand(name, **changes))
+    return Applicant(demand(name, **changes), user=user)
 
 
 def tenant(
-    name: str, gpus: Sequence[str], mode: SharingMode = SharingMode.MPS, product: str = A100, **changes: Any
+    name: str,
+    gpus: Sequence[str],
+    mode: SharingMode = SharingMode.MPS,
+    product: str = A100,
+    user: int | None = None,
+    **changes: Any,
 ) -> Reservation:
     """Build the reservation of a tenant whose demand has these changes."""
     wants = demand(name, **changes)
@@ -124,6 +129,7 @@ def tenant(
         job_name=name,
         gpu_uuids=[GpuUuid(gpu) for gpu in gpus],
         mode=mode,
+        run_as_user=user,
         tenant=wants.profile_on(product),
     )
 

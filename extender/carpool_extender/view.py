@@ -89,6 +89,8 @@ class Columns:
     """(G,) `GpuUuid`."""
     tenants: NDArray[np.object_] = field(metadata=_of(np.object_, empty=None))
     """(G,) Tuple of `TenantName`, in the order of the (G, T) arrays."""
+    user: NDArray[np.int64] = field(metadata=_of(np.int64, empty=NOBODY))
+    """(G,) User of its MPS server's clients; NOBODY where it has none or none of them says, or SEVERAL."""
     memory_mib: NDArray[np.int64] = field(metadata=_of(np.int64, each_tenant=True))
     """(G, T) Upper bound of its memory, at most the GPU's usable memory, which also stands for unknown."""
     util: NDArray[np.float32] = field(metadata=_of(np.float32, each_tenant=True))

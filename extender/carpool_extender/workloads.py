@@ -6,7 +6,7 @@ from carpool_core.demand import Demand, demand_of
 from carpool_core.keys import DOMAIN, RESOURCE_GPU
 from carpool_core.kube.api import GPU_TRAINING_JOBS, KubeApi
 from carpool_core.kube.errors import Invalid, NotFound
-from carpool_core.kube.pods import Container, OwnerReference, Pod, is_job, job_reference, worker_name
+from carpool_core.kube.pods import Container, OwnerReference, Pod, is_job, job_reference, user_of, worker_name
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.values import JobUid, PodUid
 
@@ -47,7 +47,7 @@ class Workloads:
         owner = controller_of(pod)
         job = await self._job(pod, owner)
         _check_name(pod, job)
-        applicant = self._applicant(job)
+        applicant = self._applicant(job, user_of(pod.spec))
         asked, expected = gpus_asked(pod), applicant.demand.gpus
         if asked != expected:
             raise NotOurs(
@@ -72,12 +72,12 @@ class Workloads:
             raise _no_such_job(pod, owner)
         return job
 
-    def _applicant(self, job: JobRow) -> Applicant:
+    def _applicant(self, job: JobRow, user: int | None) -> Applicant:
         uid, version = JobUid(job.metadata.uid), job.metadata.resource_version
         known = self._known.get(uid)
-        if known is not None and known[0] == version and version:
+        if known is not None and known[0] == version and version and known[1].user == user:
             return known[1]
-        applicant = applicant_of(job, allowed=self._job_policies)
+        applicant = applicant_of(job, user, allowed=self._job_policies)
         if known is not None and known[1].is_as(applicant):
             applicant = known[1]
         self._known[uid] = (version, applicant)
@@ -164,17 +164,18 @@ def _gpus(container: Container) -> int:
     return int(text) if text.isdigit() else 0
 
 
-def applicant_of(job: JobRow, *, allowed: bool) -> Applicant:
+def applicant_of(job: JobRow, user: int | None, *, allowed: bool) -> Applicant:
     """Return what each worker of a job asks for, and what the job chose.
 
     Args:
         job: The job.
+        user: That its workers run as; None where their spec does not say.
         allowed: Whether it may choose its policy.
 
     Raises:
         NotOurs: It chose a policy that does not exist, or that it may not choose.
     """
-    return Applicant(demand_of_row(job), policy_of(job, allowed=allowed), job.spec.workers)
+    return Applicant(demand_of_row(job), policy_of(job, allowed=allowed), job.spec.workers, user)
 
 
 def demand_of_row(job: JobRow) -> Demand:

@@ -108,6 +108,9 @@ def full(name="x", mode=SharingMode.MPS, **changes):
             id="mode",
         ),
         pytest.param(full(), tenant("n", GPUS[:1], namespace="o"), "its MPS server belongs to another", id="namespace"),
+        pytest.param(
+            full(user=1), tenant("n", GPUS[:1], user=2), "its MPS server serves user 1, not 2", id="another user"
+        ),
         pytest.param(full(prediction=None), tenant("n", GPUS[:1]), "needs 4,000 MiB, has 0", id="unknown memory"),
     ],
 )

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from carpool_core.keys import DOMAIN
+from carpool_core.keys import DOMAIN, RESOURCE_GPU
 from carpool_core.resources.meta import ObjectMeta
 
 
@@ -61,6 +61,22 @@ class PodSpec(_Wire, frozen=True, kw_only=True):
     security_context: SecurityContext = SecurityContext()
     host_users: bool = True
     """False: its users are others on the node than in the container."""
+
+
+def user_of(spec: PodSpec, container: str = "") -> int | None:
+    """Return the user of the node that a container runs as; None where its image decides, or a user namespace.
+
+    Args:
+        spec: Of its pod.
+        container: Its name; where empty the one that asks for GPUs, or the first, which gets them where none asks.
+    """
+    if not spec.host_users:
+        return None
+    everyone = (*spec.containers, *spec.init_containers)
+    asking = [c for c in everyone if RESOURCE_GPU in {**c.resources.limits, **c.resources.requests}]
+    asked = [c for c in everyone if c.name == container] if container else [*asking, *everyone]
+    own = asked[0].security_context.run_as_user if asked else None
+    return spec.security_context.run_as_user if own is None else own
 
 
 class PodCondition(_Wire, frozen=True, kw_only=True):

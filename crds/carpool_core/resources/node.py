@@ -10,6 +10,8 @@ MOST_MIB = 1024 * 1024 * 1024
 """Upper bound of every amount of memory, in MiB: 1 PiB, as for a job's own numbers."""
 MOST_GPUS = 256
 """GPUs of one node that the API server accepts."""
+LARGEST_USER = 2**31 - 1
+"""Of the users that the API server accepts for a pod."""
 LONGEST_REASON = 4096
 """Characters of a reservation's reason that the API server accepts."""
 
@@ -45,6 +47,17 @@ class Reservation(Resource, frozen=True, kw_only=True):
     memory_limit_mib: Annotated[int, field("Memory limit on each GPU, in MiB; none when left out.", ge=1)] | None = None
     thread_percentage: Annotated[int, field("MPS active thread percentage.", ge=1, le=100)] | None = None
     mig_profile: Annotated[str, field("MIG profile, such as 1g.5gb.")] | None = None
+    run_as_user: (
+        Annotated[
+            int,
+            field(
+                "User that the pod runs as, where its spec says: an MPS server serves one at a time.",
+                ge=0,
+                le=LARGEST_USER,
+            ),
+        ]
+        | None
+    ) = None
     generation: Annotated[
         int,
         field(

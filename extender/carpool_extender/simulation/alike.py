@@ -14,7 +14,7 @@ from carpool_extender.cluster import Cluster
 from carpool_extender.view import Bools, Columns, Rows
 
 MOST_STATES = 50_000
-OF_GPU = ("alive", "device_class", "hindered", "mode", "prepared", "count", "mig_gb", "mig_slices")
+OF_GPU = ("alive", "device_class", "hindered", "mode", "prepared", "count", "mig_gb", "mig_slices", "user")
 OF_TENANTS = ("memory_mib", "util", "sm", "dram", "max_slowdown", "namespace", "cluster_tenancy")
 """What the checks look at; the aggregates follow from it."""
 

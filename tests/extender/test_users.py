@@ -1,0 +1,124 @@
+"""One MPS server serves one user at a time: who runs as another one is placed elsewhere, where specs say so."""
+
+import msgspec
+import pytest
+from carpool_core.resources.node import Reservation
+from carpool_core.testing.clock import FakeClock
+from carpool_core.testing.kube import FakeKube
+from carpool_core.values import SharingMode
+from carpool_extender import ledger
+from carpool_extender.assessments import Assessment
+from carpool_extender.checks import Check, examine
+from carpool_extender.decide import explain, filter_nodes
+from carpool_extender.enquiry import Asker, explained
+from carpool_extender.ledger import capacity_of
+from carpool_extender.policies import find_policy
+from carpool_extender.rules import Rules
+from carpool_extender.testing import applicant, cluster, gpu_node, seed_job, seed_node, seed_pod, tenant
+from extender_world import World, args, background, filtering, named
+
+GPU = "GPU-a-0"
+RULES = Rules(find_policy("least-slowdown"), slots=8)
+TURNS = SharingMode.TIME_SLICING
+SAID = "its MPS server serves user 1000, and the job runs as user 2000"
+
+
+def one(*users: int | None, mode: SharingMode = SharingMode.MPS, **more):
+    """A node whose only GPU has a tenant of each of these users."""
+    return gpu_node("a", 1, [tenant(f"t{i}", [GPU], mode, user=user, **more) for i, user in enumerate(users)])
+
+
+@pytest.mark.parametrize(
+    ("there", "user", "fits"),
+    [
+        pytest.param(one(), 2000, True, id="nobody"),
+        pytest.param(one(2000), 2000, True, id="the-same"),
+        pytest.param(one(1000), 2000, False, id="another"),
+        pytest.param(one(0), 2000, False, id="root-is-one-too"),
+        pytest.param(one(None), 2000, True, id="unknown-there"),
+        pytest.param(one(1000), None, True, id="unknown-here"),
+        pytest.param(one(None, 1000), 2000, False, id="one-of-them-says"),
+        pytest.param(one(2000, 1000), 2000, False, id="several-there"),
+        pytest.param(one(1000, mode=TURNS), 2000, True, id="turns-need-no-server"),
+    ],
+)
+def test_who_may_join(there, user: int | None, fits: bool) -> None:
+    verdict = examine(cluster(there).view(), applicant(user=user), 8)
+    assert bool(verdict.ok[0]) is fits
+    if not fits:
+        assert verdict.found.failed[0] == Check.TENANCY
+
+
+def test_the_sentences_name_the_users() -> None:
+    known, newcomer = cluster(one(1000)), applicant(user=2000)
+    (answer,) = explain(known.view(), newcomer, ["a"], RULES)
+    assert answer.said == SAID
+    (sentence,) = filter_nodes(Assessment(newcomer, RULES, known.view()), ["a"]).refused.values()
+    assert sentence == f"NoGpuFits: 1 GPU: {SAID}"
+    (answer,) = explain(cluster(one(0, 1000)).view(), newcomer, ["a"], RULES)
+    assert answer.said == "its MPS server serves several users, and the job runs as user 2000"
+
+
+def test_another_namespace_is_told_apart_from_another_user() -> None:
+    strangers = tenant("x", ["GPU-b-0"], user=1000, namespace="other")
+    known = cluster(one(1000), gpu_node("b", 1, [strangers]))
+    sentences = filter_nodes(Assessment(applicant(user=2000), RULES, known.view()), ["a", "b"]).refused
+    assert f"1 GPU: {SAID}" in sentences["a"]
+    assert "1 GPU: its MPS server belongs to namespace other" in sentences["a"]
+
+
+def test_a_gpu_is_open_again_when_the_other_user_has_left() -> None:
+    known = cluster(one(1000))
+    assert not examine(known.view(), applicant(user=2000), 8).ok[0]
+    known.apply(one())
+    assert examine(known.view(), applicant(user=2000), 8).ok[0]
+
+
+def test_demands_of_two_users_are_two_demands() -> None:
+    """What was found for one was taken for the other's otherwise: assessments are kept by shape."""
+    shapes = {applicant(user=user).shape for user in (None, 0, 1000)}
+    assert len(shapes) == 3
+    assert not applicant(user=1).is_as(applicant(user=2))
+
+
+def test_the_ledger_takes_no_other_user_whatever_the_decision_saw() -> None:
+    node = one(1000)
+    capacity = capacity_of(node, 8)
+    found = ledger.reserve(node.spec, tenant("n", [GPU], user=2000), capacity)
+    assert isinstance(found, ledger.Rejected)
+    for user in (1000, None):
+        assert not isinstance(ledger.reserve(node.spec, tenant("n", [GPU], user=user), capacity), ledger.Rejected)
+
+
+async def test_pods_of_two_users_get_two_gpus_and_a_third_user_waits() -> None:
+    world = World()
+    world.add(nodes=["a", "b"])
+    users = {"x": {"securityContext": {"runAsUser": 1000}}, "y": {"securityContext": {"runAsUser": 2000}}, "z": {}}
+    for job, spec in users.items():
+        seed_job(world.kube, job)
+        seed_pod(world.kube, job, **spec)
+    async with world.extender() as parts:
+        for job, node in (("x", "a"), ("y", "b")):
+            assert node in named(await parts.service.filter(filtering(job, **users[job])))
+            async with background(world.agent.serve(node)):
+                await parts.service.bind(args(job, node))
+        assert [world.bound_to(job) for job in "xy"] == ["a", "b"]
+        assert [world.reservations(node)[0]["runAsUser"] for node in "ab"] == [1000, 2000]
+        third = await parts.service.filter(filtering("z", securityContext={"runAsUser": 3000}))
+        assert named(third) == []
+        assert named(await parts.service.filter(filtering("z"))) == ["a", "b"], "nobody knows its user"
+
+
+async def test_explain_reads_the_user_out_of_the_jobs_template() -> None:
+    kube, clock = FakeKube(), FakeClock()
+    seed_node(kube, one(1000))
+    template = {"spec": {"containers": [{"name": "train", "securityContext": {"runAsUser": 2000}}]}}
+    seed_job(kube, "new", spec={"template": template})
+    answer = await explained(kube, "new", "default", RULES, Asker(clock))
+    assert any(SAID in line for line in answer.lines), answer.lines
+
+
+def test_reservations_of_before_say_nothing_of_users() -> None:
+    old = msgspec.to_builtins(tenant("x", [GPU]))
+    assert "runAsUser" not in old
+    assert msgspec.convert(old, Reservation).run_as_user is None
