@@ -37,12 +37,15 @@ class Choices:
 
     def only(self, which: Bools | Rows) -> "Choices":
         """Return some of the choices."""
-        return Choices(*[getattr(self, column.name)[which] for column in fields(self)])
+        return Choices(*[getattr(self, name)[which] for name in _NAMES])
 
     def put(self, places: Rows, others: "Choices") -> None:
         """Write others over some of them."""
-        for column in fields(self):
-            getattr(self, column.name)[places] = getattr(others, column.name)
+        for name in _NAMES:
+            getattr(self, name)[places] = getattr(others, name)
+
+
+_NAMES = tuple(column.name for column in fields(Choices))
 
 
 class Best:
@@ -147,8 +150,8 @@ def _single(field: _Field, tolerance: float) -> Choices:
     tie = field.cost <= np.minimum.reduceat(field.cost, starts)[run] + tolerance
     beyond = field.left.max() + 1.0
     rank = np.where(tie, field.left + field.effort * beyond, np.inf)
-    best = rank == np.minimum.reduceat(rank, starts)[run]
-    place = np.minimum.reduceat(np.where(best, np.arange(len(rank)), len(rank)), starts)
+    best = np.flatnonzero(rank == np.minimum.reduceat(rank, starts)[run])
+    place = best[np.concatenate(([True], run[best[1:]] != run[best[:-1]]))]
     return Choices(
         node=field.node[place],
         rows=field.rows[place][:, None],
@@ -165,9 +168,7 @@ def _several(field: _Field, mode: NDArray[np.int8], island: NDArray[np.int32], w
     apart = _teams(field, anywhere * MOST_ISLANDS + island, want)
     apart.is_linked[:] = True
     mixed = _teams(field, anywhere, want)
-    together = Choices(
-        *[np.concatenate((getattr(apart, column.name), getattr(mixed, column.name))) for column in fields(Choices)]
-    )
+    together = Choices(*[np.concatenate((getattr(apart, name), getattr(mixed, name))) for name in _NAMES])
     order = np.lexsort((together.left_mib, -together.ready, together.cost, ~together.is_linked, together.node))
     _, first = np.unique(together.node[order], return_index=True)
     return together.only(order[first])

@@ -3,7 +3,6 @@
 from typing import TypeVar
 
 import msgspec
-import numpy as np
 from carpool_core.deviceclass import DeviceClass, class_of
 from carpool_core.resources.node import Device, GpuNode, Reservation
 from carpool_core.values import JobUid, PodUid
@@ -119,8 +118,8 @@ class Cluster:
         changed = found.keys() ^ self._hindered.keys()
         self._hindered = found
         if changed:
-            rows = np.array(sorted(changed), np.intp)
-            self._columns.hindered[rows] = [row in found for row in rows.tolist()]
+            rows = sorted(changed)
+            self._columns.hindered[rows] = [row in found for row in rows]
             self._journal.note(rows)
 
     def apply(self, node: GpuNode) -> bool:
@@ -206,7 +205,7 @@ class Cluster:
         self._doubts.pop(name, None)
         if block is not None:
             self._columns.alive[block] = False
-            self._journal.note(np.arange(block.start, block.stop))
+            self._journal.note(range(block.start, block.stop))
             self._free.setdefault(block.stop - block.start, []).append(block)
 
     def _rows(self, name: str, gpus: int, tenants: int) -> slice:
@@ -245,7 +244,7 @@ class Cluster:
         for said in different:
             write_tenants(self._columns, block.start + said.place, said, self._namespaces.ids)
         self._doubt(name, {block.start + said.place: doubt(said) for said in different})
-        self._journal.note(np.array([said.place for said in different], np.intp) + block.start)
+        self._journal.note([block.start + said.place for said in different])
         self._written[name] = told
 
     def _describe(self, name: str, block: slice, devices: list[Device], kinds: list[DeviceClass]) -> None:

@@ -1,5 +1,7 @@
 """Which rows changed when, so that whoever worked something out brings it up to date row by row."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from carpool_extender.view import Rows
@@ -12,7 +14,7 @@ class Journal:
     """The latest changes of the rows of a cluster."""
 
     def __init__(self) -> None:
-        self._changes: list[Rows] = []
+        self._changes: list[Sequence[int]] = []
         self._first = 0
         self._settled = 0
 
@@ -21,7 +23,7 @@ class Journal:
         """Number of changes until now."""
         return self._first + len(self._changes)
 
-    def note(self, rows: Rows) -> None:
+    def note(self, rows: Sequence[int]) -> None:
         """Write down that rows have changed."""
         self._changes.append(rows)
         if len(self._changes) > 2 * LONGEST:
@@ -43,5 +45,7 @@ class Journal:
         return rows
 
 
-def _together(changes: list[Rows]) -> Rows:
-    return np.unique(np.concatenate(changes)) if changes else np.zeros(0, np.intp)
+def _together(changes: list[Sequence[int]]) -> Rows:
+    # Changes are of a few rows each, for which a set is several times as quick as arrays are.
+    rows = sorted(set().union(*changes))
+    return np.fromiter(rows, np.intp, len(rows))
