@@ -7,6 +7,7 @@ import click
 from carpool_core.values import GpuUuid
 
 from carpool_deviceplugin.app import real_devices
+from carpool_deviceplugin.battery.command import InputError, battery
 from carpool_deviceplugin.devices import NoDevicesError
 from carpool_deviceplugin.gpu import DeviceError
 from carpool_deviceplugin.inspection import inspect_node
@@ -32,12 +33,15 @@ def _devices(context: click.Context) -> NvmlDevices:
     try:
         return real_devices(AgentSettings(), installed())
     except NoDevicesError as e:
-        raise click.ClickException(str(e)) from e
+        raise InputError(str(e)) from e
 
 
 @click.group()
 def node() -> None:
     """Look at a node's GPUs, and divide them, without Kubernetes."""
+
+
+node.add_command(battery)
 
 
 @node.command()
@@ -50,7 +54,7 @@ def inspect(context: click.Context) -> None:
         for line in inspect_node(devices, NvidiaCdi((Path("/etc/cdi"), settings.cdi_dir))):
             click.echo(line)
     except DeviceError as e:
-        raise click.ClickException(str(e)) from e
+        raise InputError(str(e)) from e
 
 
 @node.command()
@@ -64,7 +68,7 @@ def plan(context: click.Context, gpu: int, target: str, is_applied: bool) -> Non
     try:
         _plan(devices, _gpu(devices, gpu), target, is_applied)
     except (DeviceError, UnknownProfileError) as e:
-        raise click.ClickException(str(e)) from e
+        raise InputError(str(e)) from e
 
 
 @node.command("mps-host")
@@ -79,7 +83,7 @@ def plan(context: click.Context, gpu: int, target: str, is_applied: bool) -> Non
 def mps_host(socket: Path, state_dir: Path) -> None:
     """Start MPS daemons for the agent, in a container that outlives the agent's."""
     if lacking := MpsProgram.missing():
-        raise click.ClickException(f"expected what MPS takes, found missing: {lacking}")
+        raise InputError(f"expected what MPS takes, found missing: {lacking}")
     state_dir.mkdir(parents=True, exist_ok=True)
     with MpsHost(socket, Mps(MpsProgram(), state_dir / "mps")) as host:
         host.serve_forever()
@@ -123,5 +127,8 @@ def _plan(devices: NvmlDevices, uuid: GpuUuid, target: str, is_applied: bool) ->
             raise DeviceError(note)
         click.echo(f"before: {note}")
     elif is_applied:
-        run_plan(session, uuid, table, found, time.monotonic)
+        try:
+            run_plan(session, uuid, table, found, time.monotonic)
+        except DeviceError as e:
+            raise click.ClickException(str(e)) from e  # not the input: the GPU has said no, half-way or at once
         click.echo("done")

@@ -80,14 +80,21 @@ def test_plan_prints_and_applies(node: Node) -> None:
     [
         (["--gpu", "7", "--to", "mig:1g.5gb"], "expected a GPU from 0 to 1, found 7"),
         (["--gpu", "1", "--to", "mig:1g.5gb"], "expected a GPU with MIG, found Tesla T4"),
+        (["--gpu", "-1", "--to", "mig:1g.5gb"], "expected a GPU from 0 to 1, found -1"),
+        (["--gpu", "first", "--to", "mig:1g.5gb"], "'first' is not a valid integer"),
+        (["--to", "mig:1g.5gb"], "Missing option '--gpu'"),
+        (["--gpu", "0", "--too", "mig:1g.5gb"], "No such option"),
         (["--gpu", "0", "--to", "mig:9g.90gb"], "expected a MIG profile out of 7g.40gb, 4g.20gb"),
+        (["--gpu", "0", "--to", "mig:3g.20"], "found '3g.20'"),
+        (["--gpu", "0", "--to", "MIG:3g.20gb"], "expected --to mig:PROFILE"),
+        (["--gpu", "0", "--to", "mig:3g.20gb,$(reboot)"], "found '$(reboot)'"),
         (["--gpu", "0", "--to", "mps"], "expected --to mig:PROFILE"),
         (["--gpu", "0", "--to", "mig:7g.40gb,1g.5gb"], "expected profiles that fit on one GPU together"),
     ],
 )
 def test_refusals_are_sentences(node: Node, arguments: list[str], says: str) -> None:
     result = run(node, "plan", *arguments)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert says in result.output
 
 
@@ -113,14 +120,24 @@ def test_instance_that_is_promised_to_a_pod_is_in_use(node: Node) -> None:
 def test_switched_off_says_how_to_switch_on(node: Node) -> None:
     node.nvml.gpus[0].mig.is_enabled = node.nvml.gpus[0].mig.is_pending = False
     assert "before: MIG is switched off" in run(node, "plan", "--gpu", "0", "--to", "mig:7g.40gb").output
-    assert run(node, "plan", "--gpu", "0", "--to", "mig:7g.40gb", "--apply").exit_code == 1
+    assert run(node, "plan", "--gpu", "0", "--to", "mig:7g.40gb", "--apply").exit_code == 2
 
 
 def test_host_of_daemons_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     result = CliRunner().invoke(command, ["mps-host", "--socket", str(tmp_path / "s"), "--state-dir", str(tmp_path)])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "found missing: nvidia-cuda-mps-control on PATH" in result.output
+
+
+def test_what_the_gpu_refuses_is_told_apart_from_what_was_asked(node: Node) -> None:
+    node.nvml.fail_next("nvmlDeviceCreateGpuInstanceWithPlacement", pynvml.NVML_ERROR_NO_PERMISSION)
+    result = run(node, "plan", "--gpu", "0", "--to", "mig:1g.5gb", "--apply")
+    assert result.exit_code == 1
+    assert "Insufficient Permissions; run the agent as root with the device nodes and, for MIG, CAP_SYS_ADMIN" in (
+        result.output
+    )
+    assert "it was undone" in result.output
 
 
 FAILING = ["nvmlDeviceCreateGpuInstanceWithPlacement", "nvmlGpuInstanceCreateComputeInstance", "nvmlGpuInstanceGetInfo"]

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pynvml
 import pytest
 from carpool_core.products import find_product
+from carpool_deviceplugin.battery.contract import CONTRACT, Rule
 from carpool_deviceplugin.devices import NoDevicesError
 from carpool_deviceplugin.mig.layout import Placement
 from carpool_deviceplugin.mig.planner import Create, Destroy
@@ -50,77 +51,10 @@ def session(request) -> Iterator[Session]:
     opened.close()
 
 
-# What holds for every GPU.
-
-
-def test_identity_makes_sense(session: Session) -> None:
-    uuids = list_gpus(session)
-    assert len(set(uuids)) == len(uuids) > 0
-    for index, uuid in enumerate(uuids):
-        known = read_identity(session, uuid)
-        assert (known.uuid, known.index) == (uuid, index)
-        assert uuid.startswith("GPU-")
-        assert known.memory_mib > 1024
-        assert 0 <= known.reserved_mib < known.memory_mib / 4
-        assert float(known.compute_capability) >= 5
-        assert known.pci_bus_id.count(":") == 2
-        assert known.power_limit_w is None or 5 < known.power_limit_w < 5000
-        assert known.pci_bus_id not in known.nvlink_peers
-        assert known.mig_capable or not known.mig_enabled
-
-
-def test_telemetry_makes_sense_and_energy_never_falls(session: Session) -> None:
-    for uuid in list_gpus(session):
-        known, first, second = read_identity(session, uuid), *(read_telemetry(session, uuid) for _ in range(2))
-        for seen in (first, second):
-            assert seen.memory_used_mib + seen.memory_free_mib <= known.memory_mib
-            assert seen.temperature_c is None or -20 < seen.temperature_c < 130
-            assert seen.power_w is None or 0 < seen.power_w < 5000
-            assert seen.gpu_util_percent is None or 0 <= seen.gpu_util_percent <= 100
-        if first.energy_mj is not None:
-            assert second.energy_mj >= first.energy_mj
-
-
-def test_processes_and_utilization_can_be_asked(session: Session) -> None:
-    for uuid in list_gpus(session):
-        assert all(p.pid > 0 for p in read_processes(session, uuid))
-        for sample in read_utilization(session, uuid, 0) or ():
-            assert 0 <= sample.sm_percent <= 100
-
-
-def test_gpm_says_ratios_or_nothing(session: Session) -> None:
-    gpm = Gpm(session)
-    for uuid in list_gpus(session):
-        assert gpm.sample(uuid) is None, "one sample says nothing yet"
-        found = gpm.sample(uuid)
-        assert found is None or found.sm is None or 0 <= found.sm <= 1
-        gpm.forget(uuid)
-
-
-def test_xids_can_be_watched(session: Session) -> None:
-    uuids = list_gpus(session)
-    watch = XidWatch(session, uuids)
-    for uuid in uuids:
-        assert all(xid > 0 for xid in watch.seen(uuid))
-
-
-def test_mig_profiles_lie_within_the_gpu(session: Session) -> None:
-    for uuid in list_gpus(session):
-        known = read_identity(session, uuid)
-        table = read_table(session, uuid) if known.mig_capable else None
-        assert (table is not None) == known.mig_capable
-        for profile in table.profiles if table else ():
-            assert "g." in profile.name
-            assert not profile.name.startswith("MIG ")
-            assert profile.memory_mib < known.memory_mib
-            assert max(profile.starts) + profile.memory_slices <= table.memory_slices
-
-
-def test_unknown_gpu_is_an_error_that_names_it(session: Session) -> None:
-    with pytest.raises(
-        NvmlError, match="GPU GPU-00000000-0000-0000-0000-000000000000: nvmlDeviceGetHandleByUUID failed"
-    ):
-        session.handle("GPU-00000000-0000-0000-0000-000000000000")
+@pytest.mark.parametrize("rule", CONTRACT, ids=lambda rule: rule.__name__)
+def test_contract(session: Session, rule: Rule) -> None:
+    """What holds for every GPU; `carpool node battery` asks the same of a real one."""
+    assert list(rule(session)) == []
 
 
 # What only a GPU does that may be handled roughly.

@@ -41,25 +41,45 @@ print(json.dumps({
 """
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Of a process whose loader finds the library."""
+CARPOOL = str(Path(sys.executable).parent / "carpool")
+
+
+def library(directory: Path, *flags: str) -> dict[str, str]:
+    """Build it; return the environment of a process whose loader finds it."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler")
-    made = tmp_path_factory.mktemp("nvml") / "libnvidia-ml.so.1"
-    command = [compiler, "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-o", str(made)]
-    subprocess.run([*command, str(HERE / "nvml" / "libnvidia-ml.c")], check=True)
-    return {"PATH": os.environ["PATH"], "LD_LIBRARY_PATH": str(made.parent), "HOME": str(made.parent)}
+    command = [compiler, "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", *flags]
+    subprocess.run(
+        [*command, "-o", str(directory / "libnvidia-ml.so.1"), str(HERE / "nvml" / "libnvidia-ml.c")], check=True
+    )
+    paths = {name: str(directory) for name in ("LD_LIBRARY_PATH", "HOME", "CARPOOL_STATE_DIR", "CARPOOL_CDI_DIR")}
+    return {"PATH": os.environ["PATH"], **paths}
 
 
-def run(environment: dict[str, str], *command: str) -> str:
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """GPUs without MIG."""
+    return library(tmp_path_factory.mktemp("nvml"))
+
+
+@pytest.fixture(scope="module")
+def divided(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """GPUs with MIG, which the first one has switched on."""
+    return library(tmp_path_factory.mktemp("nvml-mig"), "-DWITH_MIG")
+
+
+def run(environment: dict[str, str], *command: str, code: int = 0) -> str:
+    """Run a command; return what it said."""
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=HERE.parents[1])
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+    assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "Traceback" not in done.stderr
+    return done.stdout + (done.stderr if code else "")
 
 
-def test_the_contract_battery_runs_on_it(environment: dict[str, str]) -> None:
+@pytest.mark.parametrize("kind", ["environment", "divided"])
+def test_the_contract_battery_runs_on_it(request: pytest.FixtureRequest, kind: str) -> None:
+    environment: dict[str, str] = request.getfixturevalue(kind)
     battery = ["-m", "pytest", "-q", "-k", "installed", "-p", "no:cacheprovider", str(HERE / "test_nvml_library.py")]
     said = run(environment, sys.executable, *battery)
     assert "7 passed" in said
@@ -81,11 +101,127 @@ def test_every_structure_is_read_as_the_library_wrote_it(environment: dict[str, 
     }
 
 
-def test_carpool_node_inspect_shows_its_gpus(environment: dict[str, str], tmp_path: Path) -> None:
-    environment = {**environment, "CARPOOL_STATE_DIR": str(tmp_path), "CARPOOL_CDI_DIR": str(tmp_path)}
-    said = run(environment, str(Path(sys.executable).parent / "carpool"), "node", "inspect")
+def test_carpool_node_inspect_shows_its_gpus(environment: dict[str, str]) -> None:
+    said = run(environment, CARPOOL, "node", "inspect")
     assert "driver 580.95.05, CUDA 13.0" in said
     assert "GPU 1: NVIDIA H100 PCIe  GPU-00000000-0000-4000-8000-00000000000b" in said
     assert "81,559 MiB (815 reserved), compute capability 9.0, PCI 00000000:17:00.0" in said
     assert "metrics: NVML with GPM" in said
     assert "UNHEALTHY: process 4000000, process 4000001 on the GPU belong to no pod" in said
+
+
+PLAN = (CARPOOL, "node", "plan", "--gpu", "0", "--to")
+TWO = "mig:3g.40gb,2g.20gb"
+
+
+def test_carpool_node_plan_divides_a_gpu_and_reads_it_back(divided: dict[str, str]) -> None:
+    """Every structure and pointer of MIG through NVIDIA's bindings, which no fake in Python could test."""
+    steps = ["create 3g.40gb on memory slices 4-7", "create 2g.20gb on memory slices 0-1"]
+    assert run(divided, *PLAN, TWO).splitlines() == steps
+    assert run(divided, *PLAN, TWO, "--apply").splitlines() == [*steps, "done"]
+
+
+DIVIDE = """
+import json, time
+from pathlib import Path
+from carpool_core.values import GpuUuid
+from carpool_deviceplugin.mig.planner import plan_mig
+from carpool_deviceplugin.nvml.calls import Session
+from carpool_deviceplugin.nvml.gpm import Gpm
+from carpool_deviceplugin.nvml.library import installed
+from carpool_deviceplugin.nvml.mig import read_instances, read_mig_devices, read_table
+from carpool_deviceplugin.nvml.mig_run import run_plan
+from carpool_deviceplugin.nvml.reading import list_gpus
+session = Session(installed())
+session.open()
+gpu, gpm = list_gpus(session)[0], Gpm(session)
+table = read_table(session, gpu)
+def to(*names):
+    present = read_instances(session, gpu, table)
+    run_plan(session, gpu, table, plan_mig(table, present, set(), [table.find(n) for n in names]), time.monotonic)
+    found = read_instances(session, gpu, table)
+    return [[str(i.placement), i.id] for i in found], [[d.uuid, d.gpu_instance_id] for d in
+                                                       read_mig_devices(session, gpu)]
+first = to("3g.40gb", "2g.20gb")
+memory = session.library.nvmlDeviceGetMemoryInfo(session.library.nvmlDeviceGetHandleByUUID(first[1][0][0])).total
+instance = first[0][0][1]
+gpm.sample(gpu, instance)
+sm = gpm.sample(gpu, instance).sm
+print(json.dumps({"first": first, "memory": memory >> 20, "sm": sm, "second": to("3g.40gb", "1g.10gb"), "third": to()}))
+"""
+
+
+def test_mig_instances_come_stay_and_go_through_the_bindings(divided: dict[str, str]) -> None:
+    found = json.loads(run(divided, sys.executable, "-c", DIVIDE))
+    assert sorted(name for name, _ in found["first"][0]) == [
+        "2g.20gb on memory slices 0-1",
+        "3g.40gb on memory slices 4-7",
+    ]
+    assert len(found["first"][1]) == 2
+    assert all(uuid.startswith("MIG-00000000-") for uuid, _ in found["first"][1])
+    assert {number for _, number in found["first"][1]} == {number for _, number in found["first"][0]}
+    assert (found["memory"] in (40448, 20096), found["sm"]) == (True, 0.375)
+    stays = next(one for one in found["first"][0] if one[0].startswith("3g"))
+    assert stays in found["second"][0]
+    assert sorted(name.split()[0] for name, _ in found["second"][0]) == ["1g.10gb", "3g.40gb"]
+    assert found["third"] == [[], []]
+
+
+def test_inspect_shows_profiles_and_places(divided: dict[str, str]) -> None:
+    said = run(divided, CARPOOL, "node", "inspect")
+    assert "MIG: on" in said
+    assert "3g.40gb       40,448 MiB, 60 SMs, at {0,4}:4" in said
+    assert said.count("MIG: off") == 1
+
+
+def test_the_battery_runs_as_far_as_it_goes_without_a_gpu(divided: dict[str, str], tmp_path: Path) -> None:
+    """Real bindings, a library in C; there is nothing to compute with, and it says so."""
+    out, names = tmp_path / "found.json", ("contract", "mps-two", "mig")
+    wanted = [word for name in names for word in ("--only", name)]
+    said = run(divided, CARPOOL, "node", "battery", *wanted, "--mig", "--out", str(out))
+    assert [line.split()[:2] for line in said.splitlines()[1:4]] == [
+        ["passed", "contract"],
+        ["skipped", "mps-two"],
+        ["passed", "mig"],
+    ], said
+    assert "it takes mode MPS, the GPU has MIG" in said
+    assert "1g.10gb and 2g.20gb made, read back and destroyed" in said
+    recorded = json.loads(out.read_text())["nvml"]
+    assert (recorded["product"], len(recorded["mig"])) == ("NVIDIA H100 80GB HBM3", 7)
+    assert recorded["codes"]["an index beyond the last"] == 2
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ((*PLAN, "mig:3g.40"), "expected a MIG profile out of 7g.80gb"),
+        ((*PLAN, "mig:7g.80gb,1g.10gb", "--apply"), "expected profiles that fit on one GPU together"),
+        ((CARPOOL, "node", "plan", "--gpu", "1", "--to", TWO, "--apply"), "MIG is switched off"),
+        ((CARPOOL, "node", "inspekt"), "No such command 'inspekt'"),
+    ],
+)
+def test_what_a_newcomer_types_wrong_is_a_sentence(
+    divided: dict[str, str], command: tuple[str, ...], says: str
+) -> None:
+    assert says in run(divided, *command, code=2)
+
+
+@pytest.mark.parametrize(
+    ("refuses", "says", "command"),
+    [
+        (4, "found no permission: give the container /dev/nvidiactl", (CARPOOL, "node", "inspect")),
+        (9, "found it not loaded: run modprobe nvidia", (CARPOOL, "node", "inspect")),
+        (18, "updated under a running kernel module; restart the node", (*PLAN, TWO, "--apply")),
+    ],
+    ids=["no-permission", "no-module", "two-versions"],
+)
+def test_a_driver_that_does_not_start_is_a_sentence(
+    divided: dict[str, str], refuses: int, says: str, command: tuple[str, ...]
+) -> None:
+    assert says in run({**divided, "STAND_IN_REFUSES": str(refuses)}, *command, code=2)
+
+
+def test_a_machine_without_a_driver_is_told_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "libnvidia-ml.so.1").write_bytes(b"no library")
+    said = run({"PATH": os.environ["PATH"], "LD_LIBRARY_PATH": str(tmp_path)}, CARPOOL, "node", "inspect", code=2)
+    assert "expected libnvidia-ml.so.1, found none: install NVIDIA's driver on the node" in said

@@ -64,7 +64,7 @@ def _profile(info: Any, placements: list[Any]) -> Profile:
         starts=tuple(sorted(p.start for p in placements)),
         memory_mib=info.memorySizeMB,
         sm_count=info.multiprocessorCount,
-        has_media=name.endswith("+me"),
+        has_media="+me" in name,
     )
 
 

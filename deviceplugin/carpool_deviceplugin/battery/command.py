@@ -1,0 +1,98 @@
+"""`carpool node battery`."""
+
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+import click
+from carpool_core.values import GpuUuid
+
+from carpool_deviceplugin.app import metrics_sources
+from carpool_deviceplugin.battery.hardware import RealMachine
+from carpool_deviceplugin.battery.ports import Machine, Trial
+from carpool_deviceplugin.battery.recording import record
+from carpool_deviceplugin.battery.report import TRIALS, Outcome, Report, Verdict, tried, write
+from carpool_deviceplugin.devices import NoDevicesError
+from carpool_deviceplugin.gpu import DeviceError
+from carpool_deviceplugin.nvml.library import installed
+from carpool_deviceplugin.settings import AgentSettings
+
+
+class InputError(click.ClickException):
+    """What was asked for cannot be done here; nothing was changed."""
+
+    exit_code = 2
+
+
+@click.command()
+@click.option("--gpu", type=int, default=0, show_default=True, help="Index of a GPU that nobody uses.")
+@click.option("--only", multiple=True, type=click.Choice([*TRIALS]), help="Try this; several times for several.")
+@click.option("--python", default=sys.executable, help="An interpreter with PyTorch; this one where left out.")
+@click.option("--mig", is_flag=True, help="MIG instances may be made and destroyed on this GPU.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="File to write what came of it to.")
+@click.pass_context
+def battery(context: click.Context, gpu: int, only: tuple[str, ...], python: str, mig: bool, out: Path | None) -> None:
+    """Try the agent on a real GPU that nobody uses: MPS, limits, measures, energy, faults. Takes about ten minutes."""
+    with tempfile.TemporaryDirectory(prefix="carpool-battery-") as directory:
+        machine = context.obj if context.obj is not None else _machine(Path(directory), python)
+        try:
+            outcomes = _run(Trial(machine, _idle(machine, gpu), may_divide=mig), set(only or TRIALS), out)
+        except DeviceError as e:
+            raise InputError(str(e)) from e
+        finally:
+            if isinstance(machine, RealMachine):
+                machine.close()
+    if any(outcome.verdict is Verdict.FAILED for outcome in outcomes):
+        context.exit(1)
+
+
+def _machine(directory: Path, python: str) -> RealMachine:
+    settings = AgentSettings()
+    try:
+        return RealMachine(
+            installed(),
+            directory,
+            python=python,
+            sources=metrics_sources(settings),
+            cdi=(Path("/etc/cdi"), settings.cdi_dir),
+        )
+    except NoDevicesError as e:
+        raise InputError(str(e)) from e
+
+
+def _idle(machine: Machine, index: int) -> GpuUuid:
+    """Return a GPU that nobody uses; raises DeviceError."""
+    uuids = machine.devices.uuids
+    if not 0 <= index < len(uuids):
+        raise DeviceError(f"expected a GPU from 0 to {len(uuids) - 1}, found {index}")
+    actual = machine.devices.actual(uuids[index])
+    if actual.tenants or actual.problem:
+        raise DeviceError(
+            f"GPU {uuids[index]}: expected one that is well and that nobody uses, found "
+            f"{actual.problem or f'pods {sorted(actual.tenants)}'}; the battery starts and kills processes there"
+        )
+    return uuids[index]
+
+
+def _run(trial: Trial, names: set[str], out: Path | None) -> list[Outcome]:
+    session = trial.machine.devices.session
+    recording = record(session, trial.gpu)
+    click.echo(f"{recording.product}, driver {recording.driver}  {trial.gpu}")
+    report = Report(carpool=version("carpool"), gpu=trial.gpu, nvml=recording, outcomes=[])
+    _keep(report, out)  # before the first of ten minutes: it may not be possible
+    for outcome in tried(trial, names):
+        click.echo(f"{outcome.verdict:<8} {outcome.name:<12} {outcome.said}")
+        report.outcomes.append(outcome)
+        _keep(report, out)
+    if out is not None:
+        click.echo(f"written to {out}")
+    return report.outcomes
+
+
+def _keep(report: Report, out: Path | None) -> None:
+    try:
+        if out is not None:
+            write(report, out)
+    except OSError as e:
+        raise DeviceError(f"--out: expected to write to {out}, found {e}") from e

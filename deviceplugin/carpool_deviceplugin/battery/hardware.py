@@ -1,0 +1,266 @@
+"""A real GPU behind the battery's port. This never ran on hardware: only the port's fake did."""
+
+import json
+import os
+import queue
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid as uuids
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from carpool_core.values import GpuUuid, PodUid
+
+from carpool_deviceplugin.battery.ports import Kind, SkippedError
+from carpool_deviceplugin.mps import PID_FILE, Mps
+from carpool_deviceplugin.mps_program import MpsProgram
+from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
+from carpool_deviceplugin.nvml.devices import NvmlDevices
+from carpool_deviceplugin.nvml.library import NvmlLibrary
+from carpool_deviceplugin.processes import Process, ProcTree
+from carpool_deviceplugin.sources.feed import Source
+
+LOAD = Path(__file__).with_name("load.py")
+_CGROUPS = Path("/sys/fs/cgroup")
+_SHARED = 'mount --bind "$1" /dev/shm && shift && exec "$@"'
+"""Gives a client the /dev/shm of its daemon, as its container's mounts would."""
+_ENDS_WITHIN_S = 10.0
+
+
+class Attributed(ProcTree):
+    """The node's processes; those of the battery belong to its made-up pods, whatever their cgroup."""
+
+    def __init__(self, root: Path = Path("/proc")) -> None:
+        super().__init__(root)
+        self.pods: dict[int, PodUid] = {}
+
+    def find(self, pid: int) -> Process | None:
+        """Look a process up."""
+        found = super().find(pid)
+        if found is None or found.pod_uid is not None or pid not in self.pods:
+            return found
+        return Process(found.pid, found.started, found.name, self.pods[pid])
+
+
+class ProcessLoad:
+    """A process of `load.py`.
+
+    Args:
+        command: What to start.
+        environment: All that it gets.
+        pod_uid: The pod that it counts for.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], pod_uid: PodUid) -> None:
+        self.pod_uid = pod_uid
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # `stop` closes it
+        self._process = subprocess.Popen(
+            command,
+            env=dict(environment),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            start_new_session=True,
+        )
+        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self._steps, self._ended = 0, ""
+
+    def _read(self) -> None:
+        if self._process.stdout is not None:
+            for line in self._process.stdout:
+                self._lines.put(line)
+
+    @property
+    def pid(self) -> int:
+        """Its process ID."""
+        return self._process.pid
+
+    def _listen(self) -> None:
+        while not self._lines.empty():
+            try:
+                said = json.loads(self._lines.get())
+            except ValueError:
+                continue  # what a library printed
+            self._steps, self._ended = said.get("steps", self._steps), said.get("ended", self._ended)
+
+    def steps(self) -> int:
+        """How many steps it has made."""
+        self._listen()
+        return self._steps
+
+    def ended(self) -> str | None:
+        """How it ended; None while it runs."""
+        if self._process.poll() is None:
+            return None
+        self._reader.join(_ENDS_WITHIN_S)
+        self._listen()
+        return self._ended or f"code {self._process.returncode}: {self._last_error()}"
+
+    def _last_error(self) -> str:
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return lines[-1][:300] if lines else "it said nothing"
+
+    def take(self, mib: int) -> None:
+        """Let it take more memory."""
+        self._tell(f"take {mib}")
+
+    def fault(self) -> None:
+        """Let it do what no kernel may."""
+        self._tell("fault")
+
+    def _tell(self, word: str) -> None:
+        if self._process.stdin is not None:
+            with suppress(OSError):  # it has ended, and `ended` says how
+                self._process.stdin.write(f"{word}\n".encode())
+                self._process.stdin.flush()
+
+    def stop(self) -> None:
+        """End it."""
+        self._tell("stop")
+        try:
+            self._process.wait(_ENDS_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join(_ENDS_WITHIN_S)
+        for stream in (self._process.stdin, self._process.stdout, self._errors):
+            if stream is not None:
+                with suppress(OSError):
+                    stream.close()
+
+
+class RealMachine:
+    """This machine.
+
+    Args:
+        library: NVML.
+        directory: Of its own, for the agent's state and the MPS daemons.
+        python: An interpreter with PyTorch.
+        sources: Who else measures the GPUs.
+        cdi: NVIDIA's CDI specifications.
+        cgroups: Where cgroups are made.
+
+    Raises:
+        NoDevicesError: There is no driver, or it may not be used.
+    """
+
+    def __init__(
+        self,
+        library: NvmlLibrary,
+        directory: Path,
+        *,
+        python: str = sys.executable,
+        sources: Sequence[Source] = (),
+        cdi: Sequence[Path] = (),
+        cgroups: Path = _CGROUPS,
+    ) -> None:
+        self._python, self._directory, self._cgroups = python, directory, cgroups
+        self._is_private = not MpsProgram.missing()
+        mps = Mps(MpsProgram(private_shm=self._is_private), directory / "mps") if MpsProgram.is_installed() else None
+        self._mps, self._processes = mps, Attributed()
+        self._cgroup_of: dict[int, str] = {}
+        self._why_no_torch: str | None = None
+        self.devices = NvmlDevices(
+            library,
+            mps=mps,
+            cdi=NvidiaCdi(cdi),
+            state_dir=directory / "state",
+            processes=self._processes,
+            sources=sources,
+        )
+
+    def pod(self, name: str) -> PodUid:
+        """Return the UID of a made-up pod."""
+        return PodUid(str(uuids.uuid5(uuids.NAMESPACE_OID, f"{self._directory}/{name}")))
+
+    def start(self, gpu: GpuUuid, kind: Kind, pod: str, environment: Mapping[str, str]) -> ProcessLoad:
+        """Start a process."""
+        if why := self._no_torch():
+            raise SkippedError(f"it takes PyTorch with CUDA in {self._python} (--python): {why}")
+        command = [self._python, "-W", "ignore", str(LOAD), kind]
+        if self._is_private and self._mps is not None and "CUDA_MPS_PIPE_DIRECTORY" in environment:
+            shm = str(self._mps.directory(gpu) / "shm")
+            command = ["unshare", "--mount", "sh", "-c", _SHARED, "client", shm, *command]
+        paths = {name: os.environ[name] for name in ("PATH", "HOME", "LD_LIBRARY_PATH") if name in os.environ}
+        load = ProcessLoad(command, {**paths, **environment}, self.pod(pod))
+        self._processes.pods[load.pid] = load.pod_uid
+        self._cgroup_of[load.pid] = self._moved(load)
+        return load
+
+    def _no_torch(self) -> str:
+        """Why the interpreter does not do; empty where it does. Asked once: it takes seconds."""
+        if self._why_no_torch is None:
+            self._why_no_torch = _lacks_torch(self._python)
+        return self._why_no_torch
+
+    def _moved(self, load: ProcessLoad) -> str:
+        """Put a process into a pod's cgroup; return why not, or an empty text."""
+        directory = self._cgroups / "carpool-battery" / f"pod{load.pod_uid}"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / "cgroup.procs").write_text(f"{load.pid}\n")
+        except OSError as e:
+            return f"{directory}: {e}; run it as root on a node with cgroups of version 2"
+        return ""
+
+    def in_cgroup(self, load: object) -> str:
+        """Say why a process is not in a pod's cgroup; empty where it is."""
+        pid = getattr(load, "pid", 0)
+        why = self._cgroup_of.get(pid, "nobody put it there")
+        if why:
+            return why
+        found = ProcTree().find(pid)
+        return "" if found is not None and found.pod_uid else "its cgroup names no pod"
+
+    def kill_daemon(self, gpu: GpuUuid) -> None:
+        """End a GPU's MPS daemon as a crash would."""
+        if self._mps is not None:
+            os.kill(int((self._mps.directory(gpu) / "pipe" / PID_FILE).read_text()), signal.SIGKILL)
+
+    def cpu_s(self) -> float:
+        """Processor time of this process."""
+        return time.process_time()
+
+    def dmon_cpu_s(self, seconds: float) -> float:
+        """Processor time of `nvidia-smi dmon`."""
+        if shutil.which("nvidia-smi") is None:
+            raise SkippedError("nvidia-smi is not on PATH")
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(["nvidia-smi", "dmon", "-c", str(round(seconds))], stdout=subprocess.DEVNULL, check=False)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass."""
+        time.sleep(seconds)
+
+    def monotonic(self) -> float:
+        """Seconds."""
+        return time.monotonic()
+
+    def close(self) -> None:
+        """Take away the cgroups that were made."""
+        for directory in (self._cgroups / "carpool-battery").glob("pod*"):
+            with suppress(OSError):
+                directory.rmdir()
+        with suppress(OSError):
+            (self._cgroups / "carpool-battery").rmdir()
+
+
+def _lacks_torch(python: str) -> str:
+    asked = [python, "-c", "import torch; assert torch.cuda.is_available(), 'it finds no GPU'"]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=120, check=False)
+    except (OSError, subprocess.TimeoutExpired) as e:
+        return str(e)
+    return (done.stderr.strip().splitlines() or ["it said nothing"])[-1][:200] if done.returncode else ""
