@@ -82,7 +82,10 @@ class Meter:
         for pod, processes in of_pods.items():
             use = self.uses.get(pod, _UNUSED)
             elapsed = _window_s(before, reading, processes)
-            self.uses[pod] = (_advance if elapsed > 0 else _present)(use, processes, earlier, elapsed)
+            if elapsed > 0:
+                self.uses[pod] = _advance(use, processes, earlier, elapsed)
+            else:
+                self.uses[pod] = _present(use, processes, is_new=before is not None)
         self.reading, self.is_current = reading, True
 
     def keep(self, pods: Set[PodUid]) -> None:
@@ -125,11 +128,24 @@ def _weight(samples: int, elapsed_s: float) -> float:
     return 1.0 if samples <= 2 else max(1 - math.exp(-elapsed_s / SMOOTHING_S), 1 / (samples - 1))
 
 
-def _present(use: Use, processes: Sequence[ProcessUse], *_: object) -> Use:
-    """What can be said of a pod's processes when no time has passed."""
+def _present(use: Use, processes: Sequence[ProcessUse], *, is_new: bool) -> Use:
+    """What can be said of a pod's processes when no time has passed.
+
+    Args:
+        use: What was known of the pod.
+        processes: That it has now.
+        is_new: Whether they began while the GPU was watched: what they drew before they were first seen is theirs.
+    """
+    drawn = [p.energy_j for p in processes if p.energy_j is not None] if is_new else []
     memory = sum(p.memory_mib for p in processes)
     peak = max([use.peak_memory_mib, memory, *(p.peak_memory_mib for p in processes)])
-    return replace(use, memory_mib=memory, peak_memory_mib=peak, is_running=bool(processes))
+    return replace(
+        use,
+        memory_mib=memory,
+        peak_memory_mib=peak,
+        is_running=bool(processes),
+        energy_j=_plus(use.energy_j, sum(drawn) if drawn else None),
+    )
 
 
 def _advance(use: Use, processes: Sequence[ProcessUse], earlier: Mapping[str, ProcessUse], elapsed_s: float) -> Use:

@@ -56,6 +56,27 @@ def test_energy_of_pods_and_idle_add_up_to_the_counter(node: Node, is_idle_first
     assert uses[uid("a")] > uses[uid("b")] > 0
 
 
+def test_energy_as_it_is_shown_adds_up_too(node: Node) -> None:
+    """Regression: what a pod drew before its processes were first seen was shared out, and then shown for nobody."""
+    devices = node.devices()
+    meter = Meter(devices.uuids[0])
+    meter.sample(devices.read(meter.uuid))
+    node.advance(5)
+    meter.sample(devices.read(meter.uuid))
+    began = node.nvml.gpus[0].energy_mj
+    for at, pod in ((0, "a"), (10, "b")):
+        for _ in range(at // 5):
+            node.advance(5)
+            meter.sample(devices.read(meter.uuid))
+        node.start(0, 42 + at, pod, sm=0.4)
+    for _ in range(4):
+        node.advance(5)
+        meter.sample(devices.read(meter.uuid))
+    spent = (node.nvml.gpus[0].energy_mj - began) / 1000
+    shown = sum(use.energy_j for use in meter.uses.values())
+    assert math.isclose(shown + 30 * meter.reading.idle_power_w, spent, rel_tol=0.01)
+
+
 @pytest.mark.parametrize(("kind", "is_known"), [("H100", True), ("A100-40", False)])
 def test_energy_under_mig_adds_up_where_the_instances_activity_is_known(tmp_path: Path, kind: str, is_known) -> None:
     """Without GPM nobody can say whose it was: then it is absent, not shared out by guess."""
