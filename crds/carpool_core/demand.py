@@ -3,10 +3,11 @@
 import re
 from dataclasses import dataclass
 
+from carpool_core.deviceclass import DeviceClass
 from carpool_core.products import hardware_name, matches
 from carpool_core.quantity import memory_mib
 from carpool_core.resources.job import GpuTrainingJob
-from carpool_core.resources.node import Device, TenantProfile
+from carpool_core.resources.node import TenantProfile
 from carpool_core.resources.prediction import Prediction, ProductPrediction
 from carpool_core.values import JobUid, RequestedMode, Tenancy
 
@@ -110,30 +111,29 @@ def _capability(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(".")) if _CAPABILITY.fullmatch(text) else (0,)
 
 
-def _impossible_mode(mode: RequestedMode, device: Device) -> str:
-    known = ", ".join(device.modes) or "nothing"
+def _impossible_mode(mode: RequestedMode, kind: DeviceClass) -> str:
+    known = ", ".join(kind.modes) or "nothing"
     if mode is RequestedMode.MIG:
         return f"offers no MIG instances; ask for sharing.mode Auto, or for what is offered ({known})"
     return f"cannot be shared by {mode}, only by {known}"
 
 
-def unsuitable(demand: Demand, device: Device) -> str | None:
-    """Say why this GPU could not run the demand even if it were empty; None where it could.
+def unsuitable(demand: Demand, kind: DeviceClass) -> str | None:
+    """Say why a GPU of this class could not run the demand even if it were empty; None where it could.
 
     The sentence names the check and the margin.
     """
-    if demand.product is not None and not matches(device.product, demand.product):
-        return f"wrong product: wants {demand.product}, is {device.product}"
-    if device.memory_mib < demand.min_memory_mib:
-        least, found = demand.min_memory_mib, device.memory_mib
+    if demand.product is not None and not matches(kind.product, demand.product):
+        return f"wrong product: wants {demand.product}, is {kind.product}"
+    if kind.memory_mib < demand.min_memory_mib:
+        least, found = demand.min_memory_mib, kind.memory_mib
         return f"smaller than gpu.minMemory: wants a GPU of {least:,} MiB, has {found:,} MiB"
     wanted = demand.min_compute_capability
-    if wanted is not None and _capability(device.compute_capability) < _capability(wanted):
-        return f"compute capability {device.compute_capability or 'unknown'}, wants {wanted}"
-    if demand.mode is not RequestedMode.AUTO and demand.mode.value not in [mode.value for mode in device.modes]:
-        return _impossible_mode(demand.mode, device)
-    needed = demand.profile_on(device.product).memory_mib
-    usable = device.memory_mib - device.reserved_mib
-    if needed is not None and needed > usable:
-        return f"too small: needs {needed:,} MiB, has {usable:,} MiB"
+    if wanted is not None and _capability(kind.compute_capability) < _capability(wanted):
+        return f"compute capability {kind.compute_capability or 'unknown'}, wants {wanted}"
+    if demand.mode is not RequestedMode.AUTO and demand.mode.value not in [mode.value for mode in kind.modes]:
+        return _impossible_mode(demand.mode, kind)
+    needed = demand.profile_on(kind.product).memory_mib
+    if needed is not None and needed > kind.usable_mib:
+        return f"too small: needs {needed:,} MiB, has {kind.usable_mib:,} MiB"
     return None

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from carpool_core.resources.node import Device
-from carpool_core.values import GpuUuid, SharingMode
+from carpool_core.values import SharingMode
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -21,19 +21,6 @@ class DeviceClass:
     def usable_mib(self) -> int:
         """Memory that tenants can have, in MiB; never negative."""
         return max(0, self.memory_mib - self.reserved_mib)
-
-    def device(self) -> Device:
-        """Return an anonymous device of this class."""
-        return Device(
-            uuid=GpuUuid(""),
-            index=0,
-            product=self.product,
-            memory_mib=self.memory_mib,
-            reserved_mib=self.reserved_mib,
-            compute_capability=self.compute_capability,
-            modes=list(self.modes),
-            mig_profiles=list(self.mig_profiles),
-        )
 
 
 def class_of(device: Device) -> DeviceClass:

@@ -138,12 +138,11 @@ class Applicant:
 
 
 def _facts_on(demand: Demand, kind: DeviceClass) -> ClassFacts:
-    device = kind.device()
-    reason = unsuitable(demand, device)
+    reason = unsuitable(demand, kind)
     profile = demand.profile_on(kind.product)
     instance = smallest(kind.mig_profiles, profile.memory_mib, profile.sm_active_ratio)
     without_memory = replace(demand, memory_limit_mib=None, prediction=None)
-    too_small = reason is not None and unsuitable(without_memory, device) is None
+    too_small = reason is not None and unsuitable(without_memory, kind) is None
     if reason is None and demand.mode is RequestedMode.MIG and instance is None:
         there = ", ".join(kind.mig_profiles) or "none"
         reason = f"no MIG profile holds {profile.memory_mib or 0:,} MiB, there are {there}"

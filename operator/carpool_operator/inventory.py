@@ -47,7 +47,7 @@ def never_fits(demand: Demand, inventory: Inventory) -> str | None:
     kinds = {kind for node in inventory for kind, _ in node}
     if not kinds:
         return "no node of this cluster reports GPUs; is the node agent installed?"
-    verdicts = {kind: unsuitable(demand, kind.device()) for kind in kinds}
+    verdicts = {kind: unsuitable(demand, kind) for kind in kinds}
     most = max(sum(count for kind, count in node if verdicts[kind] is None) for node in inventory)
     if most >= demand.gpus:
         return None

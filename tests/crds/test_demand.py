@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 from carpool_core.demand import demand_of, unsuitable
+from carpool_core.deviceclass import class_of
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import Device
 
@@ -40,7 +41,7 @@ def test_a_capability_that_cannot_be_read_does_not_suffice(found: str) -> None:
     """Regression: one such GPU made every filter with minComputeCapability answer 500."""
     body = {"metadata": {"name": "x"}, "spec": {"template": {}, "gpu": {"minComputeCapability": "7.0"}}}
     odd = msgspec.structs.replace(A100, compute_capability=found)
-    why = unsuitable(demand_of(msgspec.convert(body, GpuTrainingJob)), odd)
+    why = unsuitable(demand_of(msgspec.convert(body, GpuTrainingJob)), class_of(odd))
     assert why == f"compute capability {found or 'unknown'}, wants 7.0"
 
 
@@ -62,5 +63,5 @@ def test_a_device_with_odd_values_is_refused(odd: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("spec", "told"), CASES)
 def test_sentence_names_the_check_and_the_margin(spec: dict[str, Any], told: str | None) -> None:
     body = {"metadata": {"name": "x"}, "spec": {"template": {}, **spec}}
-    found = unsuitable(demand_of(msgspec.convert(body, GpuTrainingJob)), A100)
+    found = unsuitable(demand_of(msgspec.convert(body, GpuTrainingJob)), class_of(A100))
     assert found is None if told is None else found is not None and told in found
