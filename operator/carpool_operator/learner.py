@@ -9,7 +9,7 @@ import structlog
 from carpool_core.kube.api import CONFIG_MAPS
 from carpool_core.kube.errors import Conflict, KubeError, NotFound
 from carpool_core.kube.events import EventRecorder
-from carpool_core.products import UnknownProductError
+from carpool_core.products import UnknownProductError, find_product
 from carpool_core.resources.job import GpuTrainingJob, JobSpec
 from carpool_core.values import Precision
 from carpool_predictor.abstention import Abstention
@@ -254,8 +254,9 @@ def taken(calibration: Calibration, lessons: list[tuple[GpuTrainingJob, Lesson, 
             precision=job.spec.training.precision,
             driver=SIMULATED if lesson.simulated else "",
         )
-        expected = expected_of(asked, model_name(job.spec.model), lesson.counted_mib)
         try:
+            product = find_product(lesson.product)
+            expected = expected_of(asked, model_name(job.spec.model), lesson.counted_mib, product)
             calibration = observe(calibration, stack, expected, lesson.with_activity(), shipped())
         except UnknownProductError:
             continue  # a product that was never predicted for has no line to set out from

@@ -39,6 +39,7 @@ WINDOW = 100
 _MEBIBYTES = Annotated[float, Meta(ge=0, le=2**30)]
 _POSITIVE = Annotated[float, Meta(gt=0, le=2**40)]
 _RATIO = Annotated[float, Meta(ge=0, le=1)]
+_FACTOR = Annotated[float, Meta(ge=0, le=1000)]
 _NAME = Annotated[str, Meta(max_length=128)]
 
 
@@ -63,6 +64,10 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
     correction: Annotated[float, Meta(gt=0, le=100)] = 1.0
     upper_mib: _MEBIBYTES
     """The bound that placement counted with; 0 where it counted with none, which neither holds nor fails."""
+    util: _RATIO | None = None
+    """Share of time in which its kernels were predicted to run alone, as shipped, 0..1; None: not known."""
+    sm_active: _RATIO | None = None
+    """Share of SMs with its work, likewise."""
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,6 +104,9 @@ class Observed(msgspec.Struct, frozen=True, array_like=True):
     util: _RATIO | None = None
     sm_active: _RATIO | None = None
     steady: bool = True
+    util_factor: _FACTOR | None = None
+    """Activity measured over activity predicted as shipped; None where either is not known."""
+    sm_factor: _FACTOR | None = None
 
 
 class StackState(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,7 +26,7 @@ from carpool_predictor.memory import (
     shipped,
 )
 from carpool_predictor.memory_row import group_of
-from carpool_predictor.recalling import Recalled, recall, with_activity, with_memory
+from carpool_predictor.recalling import Busier, Recalled, busier, recall, scaled, with_activity, with_memory
 
 __all__ = ["Abstention", "Job", "OnProduct", "model_version", "predict", "prepare"]
 
@@ -70,6 +70,8 @@ class Job:
     """Jobs that the line of its stack was learned from; 0: as shipped."""
     recalled: Recalled | None = None
     """What earlier runs of it showed on that stack."""
+    busier: Busier | None = None
+    """How busy jobs like it were measured to keep that stack's GPUs; None: as shipped."""
 
     @property
     def reserved_mib(self) -> float:
@@ -95,7 +97,14 @@ class Job:
             group = group_of(self.features)
             corrected = replace(corrected, factor=corrected.factor * model.factors[group] / self.model.factors[group])
         recalled = recall(calibration, product, precision, name, self.reserved_mib) if name else None
-        return replace(self, model=model, corrected=corrected, jobs=state.learned_from, recalled=recalled)
+        return replace(
+            self,
+            model=model,
+            corrected=corrected,
+            jobs=state.learned_from,
+            recalled=recalled,
+            busier=busier(calibration, product.name, precision, name),
+        )
 
     def memory_on(self, product: GpuProduct) -> MemoryPrediction:
         """Predict memory alone."""
@@ -130,6 +139,8 @@ class Job:
         found = self._reckoned(product) if before is None else before
         memory = found.prediction.memory if before is None else self.memory_on(product)
         recalled, busy = self.recalled, found.prediction.activity
+        if self.busier is not None:
+            busy = scaled(busy, self.busier)
         is_measured = is_calibrated(self.model, product, self.training.precision) or (
             recalled is not None and recalled.runs > 0
         )

@@ -23,9 +23,10 @@ from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
-from carpool_core.products import find_product
+from carpool_core.products import GpuProduct, find_product
 from carpool_core.values import MIB
 
+from carpool_predictor.activity import activity_on
 from carpool_predictor.affine import Pair, fit_line
 from carpool_predictor.calibration import (
     COUNTED,
@@ -125,6 +126,8 @@ def _taken(state: StackState, expected: Expected, measured: Measured, model: Mem
         measured.util,
         measured.sm_active,
         measured.steady or measured.ended,
+        _factor(measured.util, expected.util),
+        _factor(measured.sm_active, expected.sm_active),
     )
     before = next((one for one in state.rows if row.sample and one.sample == row.sample), None)
     if before is not None:
@@ -140,9 +143,16 @@ def _taken(state: StackState, expected: Expected, measured: Measured, model: Mem
 
 def _with_activity_of(before: Observed, row: Observed) -> Observed:
     """Keep what a run showed of its activity while it had the GPU alone, or nobody had joined it yet."""
-    util = before.util if row.util is None else row.util
-    sm_active = before.sm_active if row.sm_active is None else row.sm_active
-    return msgspec.structs.replace(row, util=util, sm_active=sm_active)
+    if row.util is None:
+        row = msgspec.structs.replace(row, util=before.util, util_factor=before.util_factor)
+    if row.sm_active is None:
+        row = msgspec.structs.replace(row, sm_active=before.sm_active, sm_factor=before.sm_factor)
+    return row
+
+
+def _factor(measured: float | None, predicted: float | None) -> float | None:
+    """Return measured over predicted activity; a few digits, because the document is to stay small."""
+    return None if measured is None or not predicted else float(f"{min(measured / predicted, 1000):.3g}")
 
 
 def _judged(state: StackState, row: Observed, expected: Expected, measured: Measured) -> StackState:
@@ -248,18 +258,22 @@ def _is_confirmed(state: StackState, row: Observed) -> bool:
     return any(agrees(other) for other in state.rows if not other.censored)
 
 
-def expected_of(job: Job, name: str, counted_mib: float) -> Expected:
+def expected_of(job: Job, name: str, counted_mib: float, product: GpuProduct) -> Expected:
     """Return what must be known of a prediction to learn from what became of it.
 
     Args:
         job: The job, as shipped: of no product.
         name: Name or digest of its model.
         counted_mib: The bound that its placement counted with; 0 where it counted with none.
+        product: What it ran on.
     """
+    busy = activity_on(job.features, job.cost, job.training, product).activity
     return Expected(
         model=name,
         reserved_mib=job.reserved_mib,
         live_mib=job.cost.peak_bytes / MIB,
         correction=job.corrected.correction,
         upper_mib=counted_mib,
+        util=min(busy.gpu_util_percent.median / 100, 1.0),
+        sm_active=min(busy.sm_active_ratio.median, 1.0),
     )

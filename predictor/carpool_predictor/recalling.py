@@ -3,13 +3,17 @@
 Clusters run most models again and again, and nothing tells as much of a job as its last run. A peak that was measured
 replaces the prediction, with a margin for what runs differ by; what a run shows that has just begun may still grow, so
 that it raises the bound and never lowers it. Activity that was measured replaces the estimate. A run that died of
-memory raises the bound; after two that died the next one runs alone. Pure.
+memory raises the bound; after two that died the next one runs alone.
+
+Of a job that never ran there, what the same model did at other sizes says how far its activity lies from what is
+predicted (its data may come slowly, its kernels be launched late), and failing that what other jobs did. Pure.
 """
 
 import hashlib
 import math
-from collections.abc import Sequence
-from statistics import fmean
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from statistics import fmean, median
 
 import msgspec
 from carpool_core.products import GpuProduct
@@ -17,7 +21,7 @@ from carpool_core.resources.job import ModelSource
 from carpool_core.resources.prediction import ActivityPrediction, Interval, MemoryPrediction
 from carpool_core.values import Precision
 
-from carpool_predictor.calibration import Calibration, Observed
+from carpool_predictor.calibration import FEWEST, Calibration, Observed
 
 AGREEMENT = 0.1
 """Two runs of a job agree when they differ by less than this share; the bound lies as far above the largest of them."""
@@ -104,6 +108,59 @@ def _is_same(row: Observed, reserved_mib: float) -> bool:
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
+
+
+class Busier(msgspec.Struct, frozen=True, kw_only=True):
+    """How much busier than predicted jobs keep the GPUs of a stack; below 1 where they are less busy."""
+
+    util: float = 1.0
+    sm_active: float = 1.0
+
+
+def busier(calibration: Calibration, product: str, precision: Precision, model: str) -> Busier:
+    """Compare activity that was measured with what had been predicted of it.
+
+    The median over the sizes of the same model that ran there; over all jobs where it never did, once there are as many
+    different ones as memory needs for a line of its own.
+
+    Args:
+        calibration: What is known.
+        product: Name of the GPU product.
+        precision: The job's precision.
+        model: Its model, by the name under which it was observed.
+    """
+    state = calibration.best(product, precision)
+    rows = [] if state is None else state.rows
+    of_model = [row for row in rows if row.model == model]
+    own = _factor(of_model, "util_factor", 1), _factor(of_model, "sm_factor", 1)
+    util, sm_active = (
+        _factor(rows, name, FEWEST) if found is None else found
+        for name, found in zip(("util_factor", "sm_factor"), own, strict=True)
+    )
+    return Busier(util=1.0 if util is None else util, sm_active=1.0 if sm_active is None else sm_active)
+
+
+def _factor(rows: Iterable[Observed], name: str, fewest: int) -> float | None:
+    """Return the median of a factor over different jobs; None where there are too few."""
+    by_job = defaultdict[tuple[str, int], list[float]](list)
+    for row in rows:
+        if (value := getattr(row, name)) is not None:
+            by_job[row.model, round(row.reserved_mib)].append(value)
+    return median(map(fmean, by_job.values())) if len(by_job) >= fewest else None
+
+
+def scaled(activity: ActivityPrediction, by: Busier) -> ActivityPrediction:
+    """Return predicted activity as it turned out to be for others."""
+    return msgspec.structs.replace(
+        activity,
+        gpu_util_percent=_times(activity.gpu_util_percent, by.util, 100.0),
+        sm_active_ratio=_times(activity.sm_active_ratio, by.sm_active, 1.0),
+    )
+
+
+def _times(interval: Interval, factor: float, most: float) -> Interval:
+    lower, middle, upper = (min(most, factor * x) for x in (interval.lower, interval.median, interval.upper))
+    return Interval(median=middle, lower=lower, upper=upper)
 
 
 def with_memory(memory: MemoryPrediction, recalled: Recalled, correction: float) -> MemoryPrediction:

@@ -232,7 +232,7 @@ def test_an_unknown_stack_and_one_seen_too_rarely_keep_the_shipped_model() -> No
 
 def test_what_must_be_remembered_of_a_prediction() -> None:
     asked = neural(64)
-    found = expected_of(asked, "mine", 4000)
+    found = expected_of(asked, "mine", 4000, T4)
     assert found.live_mib == pytest.approx(400 + 50 * 64)
     assert found.upper_mib == 4000
 

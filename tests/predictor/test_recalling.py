@@ -9,7 +9,7 @@ from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedSt
 from carpool_core.resources.job import Training
 from carpool_core.resources.prediction import ProductPrediction
 from carpool_core.values import MIB, Precision
-from carpool_predictor.calibration import Calibration, Measured, Stack
+from carpool_predictor.calibration import FEWEST, Calibration, Measured, Stack
 from carpool_predictor.estimator import Job, predict, prepare
 from carpool_predictor.memory import shipped
 from carpool_predictor.observe import expected_of, observe
@@ -44,7 +44,7 @@ def runs(
     found = known or Calibration()
     for peak in peaks:
         measured = msgspec.structs.replace(Measured(peak_mib=peak, capacity_mib=T4.memory_mib), **more)
-        found = observe(found, STACK, expected_of(asked(batch), name, T4.memory_mib), measured, shipped())
+        found = observe(found, STACK, expected_of(asked(batch), name, T4.memory_mib, T4), measured, shipped())
     return found
 
 
@@ -122,6 +122,36 @@ def test_activity_that_was_measured_replaces_the_estimate() -> None:
     assert (found.gpu_util_percent.median, found.sm_active_ratio.median) == (50, 0.2)
     assert found.dram_active_ratio == plain.dram_active_ratio
     assert told(runs(5000)).activity == plain
+
+
+def test_other_sizes_of_a_model_tell_how_far_activity_lies_from_what_is_predicted() -> None:
+    plain = told(Calibration()).activity
+    other = told(Calibration(), batch=32).activity
+    half, third = other.gpu_util_percent.median / 200, other.sm_active_ratio.median / 3
+    found = told(runs(5000, batch=32, util=half, sm_active=third)).activity
+    assert found.gpu_util_percent.median == pytest.approx(plain.gpu_util_percent.median / 2, rel=0.01)
+    assert found.gpu_util_percent.upper == pytest.approx(plain.gpu_util_percent.upper / 2, rel=0.01)
+    assert found.sm_active_ratio.median == pytest.approx(plain.sm_active_ratio.median / 3, rel=0.01)
+    assert found.dram_active_ratio == plain.dram_active_ratio
+    most = told(runs(5000, batch=32, util=1.0, sm_active=1.0)).activity
+    assert most.gpu_util_percent.upper <= 100
+    assert most.sm_active_ratio.upper <= 1
+
+
+def test_other_models_tell_it_once_there_are_enough_and_only_where_the_model_never_ran() -> None:
+    plain = told(Calibration()).activity.gpu_util_percent.median
+    half, known = plain / 200, Calibration()
+    for number in range(FEWEST):
+        assert told(known).activity.gpu_util_percent.median == plain
+        known = runs(5000, name=f"other {number}", known=known, util=half)
+    assert told(known).activity.gpu_util_percent.median == pytest.approx(plain / 2, rel=0.01)
+    repeated = Calibration()
+    for _ in range(FEWEST):
+        repeated = runs(5000, name="other", known=repeated, util=half)
+    assert told(repeated).activity.gpu_util_percent.median == plain
+    as_predicted = told(Calibration(), batch=32).activity.gpu_util_percent.median / 100
+    own = runs(5000, batch=32, known=known, util=as_predicted)
+    assert told(own).activity.gpu_util_percent.median == pytest.approx(plain, rel=0.01)
 
 
 def test_the_sentence_says_what_it_was_calibrated_from() -> None:

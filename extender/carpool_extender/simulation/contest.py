@@ -15,7 +15,7 @@ from carpool_extender.simulation.engine import Simulation
 from carpool_extender.simulation.failures import with_failures
 from carpool_extender.simulation.pairs import MeasuredPairs
 from carpool_extender.simulation.state import Outcome
-from carpool_extender.simulation.strategy import Knowledge, Strategy
+from carpool_extender.simulation.strategy import Knowledge, Piece, Strategy
 from carpool_extender.simulation.workload import Workload
 
 FAILS_EVERY_H = 8.0
@@ -94,6 +94,7 @@ EXPERIMENTS: dict[str, Experiment] = {
 SMALL = ("hotcloud", "radrm-90", "radrm-60")
 """Experiments of which `--workload all` makes tables; the others take their time."""
 DEFAULT = "Carpool, slowdown ≤ 1.5 (default)"
+ORACLE = "oracle's knowledge, slowdown ≤ 1.5"
 
 
 def ours(mode: SharingMode) -> list[Strategy]:
@@ -104,12 +105,36 @@ def ours(mode: SharingMode) -> list[Strategy]:
         base,
         replace(base, name="Carpool, slowdown ≤ 2", max_slowdown=2.0),
         replace(base, name="Carpool, best fit", policy="best-fit"),
+        replace(base, name="Carpool, fewest watts", policy="energy"),
         replace(base, name="Carpool, limits by the upper quantile", conditions=Conditions(quantile=Quantile.UPPER)),
         replace(base, name="Carpool, nothing measured", measure=False),
         replace(base, name="Carpool, nothing learned", learns=False),
         replace(base, name="Carpool, sharing before anything was measured", strict=False),
-        replace(oracle, name="oracle's knowledge, slowdown ≤ 1.5"),
+        replace(oracle, name=ORACLE),
         replace(oracle, name="oracle's knowledge, slowdown ≤ 2", max_slowdown=2.0),
+    ]
+
+
+def attributed(mode: SharingMode) -> list[Strategy]:
+    """Carpool with single pieces of its knowledge replaced by the truth, and with all of them."""
+    base = ours(mode)[0]
+    known = {
+        "true memory": {Piece.MEMORY},
+        "true activity": {Piece.ACTIVITY},
+        "true slowdowns": {Piece.SLOWDOWNS},
+        "true durations, the longest first": {Piece.DURATIONS},
+        "true memory and activity": {Piece.MEMORY, Piece.ACTIVITY},
+        "all of them": set(Piece),
+    }
+    return [replace(base, name=f"with {name}", told=frozenset(pieces)) for name, pieces in known.items()]
+
+
+def varied(mode: SharingMode) -> list[Strategy]:
+    """Carpool where what is assumed is otherwise."""
+    base = ours(mode)[0]
+    return [
+        *(replace(base, name=f"each change of a mode takes {s:g} s", mode_change_s=s) for s in (10.0, 60.0)),
+        *(replace(base, name=f"a peak counts after {s:g} s", steady_s=s) for s in (90.0, 1800.0)),
     ]
 
 

@@ -10,12 +10,11 @@ from carpool_core.products import find_product
 from carpool_core.resources.job import RunPolicy
 from carpool_core.resources.node import Reservation
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid
-from carpool_predictor.observe import STEADY_S
 
 from carpool_extender.measured import SETTLED_S
 from carpool_extender.policies import find_policy
 from carpool_extender.rules import Rules
-from carpool_extender.simulation.board import Board
+from carpool_extender.simulation.foreseeing import board_of
 from carpool_extender.simulation.knowing import Knower, Stage
 from carpool_extender.simulation.state import Finished, Gpu, Outcome, Physics, Running, uid_of
 from carpool_extender.simulation.strategy import Strategy
@@ -43,7 +42,7 @@ class Simulation:
         devices = [(name, device) for name, many in workload.nodes.items() for device in many]
         self._largest_mib = max(d.memory_mib - d.reserved_mib for _, d in devices)
         self._knower = Knower(strategy, self._largest_mib, seed)
-        self._board = Board(workload.nodes, Rules(policy, SLOTS, strategy.conditions))
+        self._board = board_of(workload, strategy, Rules(policy, SLOTS, strategy.conditions), physics)
         self._gpus: dict[GpuUuid, Gpu] = {}
         for name, device in devices:
             product = find_product(device.product)
@@ -111,8 +110,8 @@ class Simulation:
 
     def _enqueue(self, job: SimJob, stage: Stage) -> None:
         urgency = 0 if stage.attempt or stage.restarts else 1
-        size = -self._knower.size(job) if self._decreasing else job.arrival_s
-        entry = Entry(urgency, size, next(self._count), job, stage)
+        turn = self._knower.turn(job, is_decreasing=self._decreasing)
+        entry = Entry(urgency, turn, next(self._count), job, stage)
         self._waiting.add((urgency, self._knower.alike(job, stage)), entry)
 
     def _start(self, entry: Entry) -> bool:
@@ -139,8 +138,11 @@ class Simulation:
         shut_s = self._strategy.settle_s
         if running.stage.profiling:
             running.left_s = self._strategy.profile_s
+        mode = running.places[0][1].mode
+        if any(gpu.mode is not mode for gpu in running.gpus):  # those in use are in it already
+            running.left_s += self._strategy.mode_change_s
         for gpu in running.gpus:
-            gpu.mode = running.places[0][1].mode
+            gpu.mode = mode
             gpu.tenants.append(running)
             if shut_s:
                 gpu.closed_until_s = self._now_s + shut_s
@@ -153,7 +155,8 @@ class Simulation:
         if self._strategy.measure:
             self._at(self._now_s + SETTLED_S, lambda: self._look(running, SETTLED_S))
             if self._strategy.learns:
-                self._at(self._now_s + STEADY_S, lambda: self._look(running, STEADY_S))
+                steady_s = self._strategy.steady_s
+                self._at(self._now_s + steady_s, lambda: self._look(running, steady_s))
         elif self._knower.watches:
             self._report(running.nodes)
 

@@ -20,7 +20,7 @@ from carpool_predictor.solo import Activity, alone
 
 from carpool_extender.applicant import Applicant
 from carpool_extender.simulation.learning import Learner
-from carpool_extender.simulation.strategy import Knowledge, Strategy
+from carpool_extender.simulation.strategy import ANY_SLOWDOWN, Knowledge, Piece, Strategy
 from carpool_extender.simulation.workload import SimJob, Truth
 
 NAMESPACE = "simulation"
@@ -74,7 +74,7 @@ class Knower:
         self._strategy, self._usable_mib, self._seed = strategy, usable_mib, seed
         self._applicants: dict[object, Applicant] = {}
         self._counted: dict[str, int] = {}
-        self._learner = Learner(is_strict=strategy.strict) if strategy.learns else None
+        self._learner = Learner(is_strict=strategy.strict, steady_s=strategy.steady_s) if strategy.learns else None
 
     @property
     def watches(self) -> bool:
@@ -106,10 +106,19 @@ class Knower:
         own = job.name if self._strategy.error else ""
         return (job.truth.kind, job.gpus, job.workers, stage.attempt, stage.profiling, own)
 
-    def size(self, job: SimJob) -> float:
-        """How large a job is said to be, for a queue that starts with the largest: its utilization."""
+    def turn(self, job: SimJob, *, is_decreasing: bool) -> float:
+        """Return what the queue goes by, the least first: the time of arrival, unless the largest is to come first.
+
+        Args:
+            job: The job.
+            is_decreasing: Whether the policy starts with the job of the largest utilization.
+        """
+        if Piece.DURATIONS in self._strategy.told:
+            return -job.work_s
+        if not is_decreasing:
+            return job.arrival_s
         predicted = self._prediction(job)
-        return 1.0 if predicted is None else predicted.products[0].activity.gpu_util_percent.median
+        return -1.0 if predicted is None else -predicted.products[0].activity.gpu_util_percent.median
 
     def applicant(self, job: SimJob, stage: Stage) -> Applicant:
         """Return what asks for a GPU."""
@@ -139,7 +148,7 @@ class Knower:
             namespace=NAMESPACE,
             gpus=job.gpus,
             mode=mode,
-            max_slowdown=self._strategy.max_slowdown,
+            max_slowdown=ANY_SLOWDOWN if Piece.SLOWDOWNS in self._strategy.told else self._strategy.max_slowdown,
             tenancy=Tenancy.NAMESPACE,
             product=None,
             min_memory_mib=0,
@@ -163,6 +172,23 @@ class Knower:
         return msgspec.structs.replace(found, products=[msgspec.structs.replace(one, memory=memory)])
 
     def _prediction(self, job: SimJob) -> Prediction | None:
+        return self._corrected(job, self._foretold(job))
+
+    def _corrected(self, job: SimJob, found: Prediction | None) -> Prediction | None:
+        """Put the truth in the place of what is to be known as it is."""
+        told, truth = self._strategy.told, job.truth
+        if found is None and Piece.MEMORY in told:
+            found = job.prediction
+        if found is None or not told & {Piece.MEMORY, Piece.ACTIVITY}:
+            return found
+        one, true = found.products[0], exactly(truth, found, by_utilization=self._strategy.by_utilization).products[0]
+        if Piece.MEMORY in told:
+            one = msgspec.structs.replace(one, memory=true.memory)
+        if Piece.ACTIVITY in told:
+            one = msgspec.structs.replace(one, activity=true.activity)
+        return msgspec.structs.replace(found, products=[one])
+
+    def _foretold(self, job: SimJob) -> Prediction | None:
         strategy = self._strategy
         if strategy.knowledge is Knowledge.NOTHING or strategy.abstain:
             return None
@@ -208,13 +234,11 @@ class Knower:
         if self._strategy.knowledge is not Knowledge.PREDICTED or not self._strategy.measure:
             return None
         active = truth.util if self._strategy.by_utilization else truth.sm
-        return Tenant(
-            pod_uid=uid,
-            gpu_uuid=gpu,
-            memory_mib=truth.memory_mib,
-            peak_memory_mib=truth.memory_mib,
-            gpu_util_percent=100 * truth.util / slowdown,
-            sm_active_ratio=active / slowdown,
+        seen = Tenant(pod_uid=uid, gpu_uuid=gpu, memory_mib=truth.memory_mib, peak_memory_mib=truth.memory_mib)
+        if Piece.ACTIVITY in self._strategy.told:
+            return seen
+        return msgspec.structs.replace(
+            seen, gpu_util_percent=100 * truth.util / slowdown, sm_active_ratio=active / slowdown
         )
 
 

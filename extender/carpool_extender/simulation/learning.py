@@ -9,7 +9,7 @@ from carpool_core.resources.prediction import Prediction
 from carpool_predictor.calibration import Calibration, Measured, Stack
 from carpool_predictor.estimator import Job, OnProduct, summary
 from carpool_predictor.memory import shipped
-from carpool_predictor.observe import STEADY_S, expected_of, observe
+from carpool_predictor.observe import expected_of, observe
 from carpool_predictor.solo import Activity
 
 from carpool_extender.simulation.workload import SimJob
@@ -20,10 +20,11 @@ class Learner:
 
     Args:
         is_strict: Whether jobs run alone where nothing was measured on such a stack.
+        steady_s: Age at which a peak is taken for the job's, in seconds.
     """
 
-    def __init__(self, *, is_strict: bool) -> None:
-        self._is_strict = is_strict
+    def __init__(self, *, is_strict: bool, steady_s: float) -> None:
+        self._is_strict, self._steady_s = is_strict, steady_s
         self._calibration = Calibration()
         self._told: dict[str, Prediction] = {}
         self._shipped: dict[str, OnProduct] = {}
@@ -60,7 +61,7 @@ class Learner:
             peak_mib=job.truth.memory_mib,
             capacity_mib=capacity_mib,
             ended=age_s is None,
-            steady=age_s is None or age_s >= STEADY_S,
+            steady=age_s is None or age_s >= self._steady_s,
             sample=uid,
             util=alone.util,
             sm_active=alone.sm,
@@ -88,7 +89,7 @@ class Learner:
             return
         product = find_product(job.truth.product)
         stack = Stack(product=product.name, precision=job.asked.training.precision)
-        expected = expected_of(job.asked, job.truth.model, counted_mib)
+        expected = expected_of(job.asked, job.truth.model, counted_mib, product)
         after = observe(self._calibration, stack, expected, measured, shipped())
         if after is not self._calibration:
             self._calibration = after

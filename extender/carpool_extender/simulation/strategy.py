@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from carpool_core.values import SharingMode
+from carpool_predictor.observe import STEADY_S
 
 from carpool_extender.checks import NO_CONDITIONS
 from carpool_extender.conditions import Conditions
@@ -20,6 +21,20 @@ class Knowledge(StrEnum):
     """Everything: an oracle."""
 
 
+class Piece(StrEnum):
+    """One piece of the truth, which a decision may be told in the place of what it would know."""
+
+    MEMORY = "memory"
+    ACTIVITY = "activity"
+    SLOWDOWNS = "slowdowns"
+    DURATIONS = "durations"
+    """How long each job runs alone: the longest of those that wait comes first."""
+
+
+ANY_SLOWDOWN = 10.0
+"""The largest limit that a job may say; it asks nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """One line of a table."""
@@ -29,8 +44,8 @@ class Strategy:
     knowledge: Knowledge = Knowledge.NOTHING
     mode: SharingMode = SharingMode.MPS
     """How GPUs are shared where they are."""
-    max_slowdown: float = 10.0
-    """What every job accepts; 10, the largest that a job may say, asks nothing."""
+    max_slowdown: float = ANY_SLOWDOWN
+    """What every job accepts."""
     conditions: Conditions = NO_CONDITIONS
     settle_s: float = 0.0
     """After a placement a GPU takes nobody else for so long, in seconds: its monitor must see the newcomer first."""
@@ -52,3 +67,9 @@ class Strategy:
     """Factor-wise error put on top of predictions (standard deviation of the logarithm), for ablations."""
     abstain: bool = False
     """Whether the predictor abstains from every job, for ablations."""
+    told: frozenset[Piece] = frozenset()
+    """What is known as it truly is, to find out what not knowing it costs."""
+    steady_s: float = STEADY_S
+    """Where it learns: age at which a peak is taken for the job's, in seconds."""
+    mode_change_s: float = 0.0
+    """Time that the first job in another mode loses while its GPU is prepared, in seconds."""
