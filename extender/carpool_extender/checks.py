@@ -15,6 +15,7 @@ from carpool_extender.applicant import Applicant, ClassColumns
 from carpool_extender.conditions import Conditions, Quantile
 from carpool_extender.crowds import Crowd, crowd_on
 from carpool_extender.modes import MIG, MPS, proposed
+from carpool_extender.users import serves_another
 from carpool_extender.view import MODES, NO_MODE, NOBODY, Bools, Columns, Floats, Rows, View
 
 NO_CONDITIONS = Conditions()
@@ -203,7 +204,7 @@ def look(asked: Verdict, columns: Columns) -> Findings:
         (Check.CONDITION, _condition_fails(conditions, columns, facts.sm, of)),
         (Check.MEMORY, columns.free_mib < facts.need_mib[of]),
         (Check.SLOTS, (columns.count >= asked.slots) | lacks_instances(columns, facts.mig, mode)),
-        (Check.TENANCY, _other_users(columns, applicant.user)),
+        (Check.TENANCY, serves_another(columns, applicant.user)),
         (Check.TENANCY, _strangers(view, columns, applicant, mode)),
         (Check.MODE, mode == NO_MODE),
         (Check.SUITABLE, ~facts.suitable[of]),
@@ -275,17 +276,6 @@ def _strangers(view: View, columns: Columns, applicant: Applicant, mode: NDArray
     keeps_apart = (stranger & ~columns.cluster_tenancy[rows]).any(axis=1)
     among[rows] = keeps_apart | (stranger.any(axis=1) & (mode[rows] == MPS))
     return among
-
-
-def _other_users(columns: Columns, user: int | None) -> Bools | None:
-    """Where an MPS server serves another user: the newcomer would wait in CUDA until all its clients have ended.
-
-    None where nobody knows as whom the newcomer runs; its node's agent keeps it waiting then, as far as it can tell.
-    """
-    if user is None:
-        return None
-    others: Bools = (columns.user != NOBODY) & (columns.user != user)
-    return others
 
 
 def _interfere(

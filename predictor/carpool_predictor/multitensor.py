@@ -29,20 +29,27 @@ def is_answered(func: OpOverload) -> bool:
 
 def answer(func: OpOverload, args: Sequence[Any]) -> list[Tensor] | None:
     """Return what the operator gives on tensors of the device `meta`."""
-    return None if func._schema.name.endswith("_") else [_like(tensor) for tensor in args[0]]
+    return None if func._schema.name.endswith("_") else [like(tensor) for tensor in args[0]]
 
 
-def _like(tensor: Tensor) -> Tensor:
-    if not tensor.is_contiguous():
+def like(tensor: Tensor) -> Tensor:
+    """Return what `torch.empty_like` does, which works out a tensor's layout in Python where it has no data."""
+    if not tensor.is_meta or not tensor.is_contiguous():
         return torch.empty_like(tensor)
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
+_FULL = frozenset({torch.ops.aten.full_like.default, torch.ops.aten.zeros_like.default})
+"""What an optimizer's state is made by."""
+
+
 class Answered(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves it unannotated
-    """Answers these operators, and counts nothing."""
+    """Answers these operators, and what makes an optimizer's state, and counts nothing."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer, or call on."""
+        if func in _FULL and args[0].is_meta:
+            return like(args[0])
         if is_answered(func) and args[0][0].is_meta:
             return answer(func, args)
         return func(*args, **(kwargs or {}))

@@ -1,6 +1,6 @@
 """What the catalog sweep writes for each model; the feature store and the memory model are made of it. No PyTorch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -14,6 +14,16 @@ FAMILIES = (
     "reduction", "elementwise",
 )  # fmt: skip
 """Kinds of operators that are counted apart."""
+
+
+class UpdateRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step comes to under another optimizer; sizes in bytes."""
+
+    peak_bytes: int
+    activation_bytes: int
+    reserved_bytes: int
+    bytes_moved: float
+    kernels: int
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,19 +55,22 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The same with workspaces."""
     families: dict[str, list[float]]
     """For each kind of operator: kernels, FLOPs, bytes moved."""
+    updates: Mapping[Optimizer, UpdateRecord] = {}
+    """The step under other optimizers."""
 
-    def traced(self) -> TracedStep:
-        """Return what `spec.model.features` holds of the step."""
+    def traced(self, optimizer: Optimizer | None = None) -> TracedStep:
+        """Return what `spec.model.features` holds of the step, under one of `updates` or its own optimizer."""
+        own = self if optimizer is None else self.updates[optimizer]
         return TracedStep(
             batch_size=self.batch_size,
-            peak_bytes=self.peak_bytes,
-            activation_bytes=self.activation_bytes,
-            reserved_bytes=self.reserved_bytes,
+            peak_bytes=own.peak_bytes,
+            activation_bytes=own.activation_bytes,
+            reserved_bytes=own.reserved_bytes,
             unfolded_bytes=self.unfolded_max,
             largest_bytes=self.largest_bytes,
             flops=self.flops,
-            bytes_moved=self.bytes_moved,
-            kernels=self.kernels,
+            bytes_moved=own.bytes_moved,
+            kernels=own.kernels,
         )
 
 
@@ -79,18 +92,19 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     failure: str = ""
     """Reason and sentence where the model could not be traced."""
 
-    def features(self) -> ModelFeatures:
-        """Return what `spec.model.features` holds of the model."""
+    def features(self, optimizer: Optimizer | None = None) -> ModelFeatures:
+        """Return what `spec.model.features` holds of the model, under its own optimizer or another that it knows."""
+        other = None if optimizer is self.optimizer else optimizer
         return ModelFeatures(
             name=self.name,
             parameters=self.parameters,
             trainable_parameters=self.trainable_parameters,
             parameter_bytes=self.parameter_bytes,
             layers=self.layers,
-            optimizer=self.optimizer,
+            optimizer=other or self.optimizer,
             precision=self.precision,
             activation_checkpointing=self.activation_checkpointing,
-            steps=[step.traced() for step in self.steps],
+            steps=[step.traced(other) for step in self.steps],
         )
 
 

@@ -1,63 +1,99 @@
 """Remembers what an operator gives on tensors without data, because PyTorch computes that in Python: up to 2 ms a call.
 
-A model repeats its layers, and normalizations and their gradients take two thirds of a trace. Only operators that make
-new tensors and keep none of their arguments are remembered, and only on the device `meta`: fake tensors have a cache of
-their own.
+A model repeats its layers, and what an operator gives follows from the layouts of its arguments. Only operators are
+remembered of which that is all there is to know: those whose outputs share no memory with their arguments, and those
+that write into their first argument and give it back as it was. Both are looked at, not believed, at the first call.
+Only on the device `meta`: fake tensors have a cache of their own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-_FUNCTIONAL = frozenset(
-    {
-        "_log_softmax_backward_data", "_softmax", "_softmax_backward_data", "addmm", "elu_backward", "gelu",
-        "gelu_backward", "hardsigmoid_backward", "hardswish_backward", "leaky_relu_backward", "mish_backward",
-        "native_batch_norm", "native_batch_norm_backward", "native_group_norm", "native_group_norm_backward",
-        "native_layer_norm", "native_layer_norm_backward", "sigmoid_backward", "silu_backward", "tanh_backward",
-        "threshold_backward",
-    }
-)  # fmt: skip
-"""ATen operators worth remembering, all of which return new tensors only."""
-
-_Layout = tuple[torch.Size, tuple[int, ...], torch.dtype] | None
+_Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
 class Remembered:
     """Calls operators; answers again what it answered before to arguments of the same layout."""
 
     def __init__(self) -> None:
-        self._functional: dict[OpOverload, bool] = {}
-        self._outputs: dict[tuple[Any, ...], tuple[type, list[_Layout]]] = {}
+        self._candidates: dict[OpOverload, bool] = {}
+        self._outputs: dict[tuple[Any, ...], tuple[type, list[_Layout | None]] | None] = {}
+        """By operator and layouts; None where the operator gives its first argument."""
 
     def call(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return `func(*args, **kwargs)`, or tensors just like its."""
-        functional = self._functional.get(func)
-        if functional is None:
-            functional = self._functional[func] = func._schema.name.removeprefix("aten::") in _FUNCTIONAL
-        if not functional or not args or not isinstance(args[0], Tensor) or not args[0].is_meta:
+        candidate = self._candidates.get(func)
+        if candidate is None:
+            candidate = self._candidates[func] = not func.is_view and func.namespace == "aten"
+        if not candidate or not _is_on_meta(args):
             return func(*args, **kwargs)
         key = (func, *map(_layout_of, args), *((name, _layout_of(value)) for name, value in kwargs.items()))
-        found = self._outputs.get(key)
-        if found is not None:
-            kind, layouts = found
-            tensors = [None if layout is None else _empty(layout) for layout in layouts]
-            return tensors[0] if kind is Tensor else tuple(tensors)
+        if key not in self._outputs:
+            return self._first(key, func, args, kwargs)
+        found = self._outputs[key]
+        if found is None:
+            return args[0]
+        kind, layouts = found
+        tensors = [None if layout is None else _empty(layout) for layout in layouts]
+        return tensors[0] if kind is Tensor else kind(tensors)
+
+    def _first(self, key: tuple[Any, ...], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        memory = args[0].untyped_storage()._cdata if isinstance(args[0], Tensor) else None
         out = func(*args, **kwargs)
-        single = isinstance(out, Tensor)
-        self._outputs[key] = (Tensor if single else tuple, list(map(_layout_of, [out] if single else out)))
+        if out is args[0] and (_layout_of(out), out.untyped_storage()._cdata) == (key[1], memory):
+            self._outputs[key] = None
+        elif not func._schema.is_mutable and _is_new(out, args):
+            kind = Tensor if isinstance(out, Tensor) else type(out)
+            self._outputs[key] = kind, list(map(_layout_of, [out] if kind is Tensor else out))
+        else:
+            self._candidates[func] = False
         return out
+
+
+def _is_on_meta(args: Sequence[Any]) -> bool:
+    found = False
+    for tensor in _tensors(args):
+        if not tensor.is_meta:
+            return False
+        found = True
+    return found
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _is_new(out: Any, args: Sequence[Any]) -> bool:
+    """Whether an output is of tensors alone that have memory of their own, as much as their layout takes."""
+    outputs = [out] if isinstance(out, Tensor) else out
+    if type(outputs) not in (list, tuple) or not all(o is None or (type(o) is Tensor and o.is_meta) for o in outputs):
+        return False
+    made = [tensor.untyped_storage() for tensor in outputs if tensor is not None]
+    alike = [_empty(_layout_of(tensor)).untyped_storage() for tensor in outputs if tensor is not None]
+    memory = {storage._cdata for storage in made}
+    return (
+        len(memory) == len(made)
+        and memory.isdisjoint(tensor.untyped_storage()._cdata for tensor in _tensors(args))
+        and [storage.nbytes() for storage in made] == [storage.nbytes() for storage in alike]
+    )
 
 
 def _layout_of(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype
-    return tuple(value) if isinstance(value, list) else value
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_layout_of, value))
+    return None if value is None else (type(value), value)  # 1, 1.0 and True are equal, and give other types
 
 
-def _empty(layout: tuple[torch.Size, tuple[int, ...], torch.dtype]) -> Tensor:
+def _empty(layout: _Layout) -> Tensor:
     shape, stride, dtype = layout
     return torch.empty_strided(shape, stride, dtype=dtype, device="meta")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -16,14 +16,14 @@ from carpool_predictor.abstention import TraceError
 from carpool_predictor.autocast import MetaAutocast, NoProductMissed
 from carpool_predictor.checkpointing import checkpoint_activations
 from carpool_predictor.fake import TensorMode
-from carpool_predictor.multitensor import Answered
+from carpool_predictor.multitensor import Answered, like
 from carpool_predictor.rules import CudaRules
 from carpool_predictor.trackers import Kind, StepTracker
 
 AUTOCAST = {Precision.BF16_MIXED: torch.bfloat16, Precision.FP16_MIXED: torch.float16}
 """Precisions whose step runs under autocast, and in which type its matrix products are."""
 
-Phase = Literal["backward", "update"]
+Phase = Literal["state", "forward", "backward", "update"]
 
 _OPTIMIZERS: dict[Optimizer, Callable[..., torch.optim.Optimizer]] = {
     Optimizer.SGD: torch.optim.SGD,
@@ -76,6 +76,11 @@ class FakeTraining:
     tokens: bool = False
     """Whether a sample is whole numbers."""
 
+    def state(self) -> Iterator[Tensor]:
+        """Yield the tensors of the optimizer's state that lie on the GPU: not the count of its steps."""
+        for state in self.optimizer.state.values():
+            yield from (value for name, value in state.items() if name != "step" and isinstance(value, Tensor))
+
     def inputs(self, batch_size: int) -> Tensor:
         """Return a batch of fake samples, shape (batch, *input shape)."""
         dtype = torch.long if self.tokens else weight_dtype(self.precision) or torch.float32
@@ -110,21 +115,39 @@ def prepare(
     model.train()
     if training.activation_checkpointing:
         checkpoint_activations(model)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if not parameters:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TraceError("TraceFailed", "the model has no trainable parameters, so there is nothing to train")
+    optimizer = _optimizer(model, mode, training.optimizer)
+    return FakeTraining(model, mode, optimizer, training.precision, input_shape, tokens)
+
+
+def with_optimizer(training: FakeTraining, optimizer: Optimizer) -> FakeTraining:
+    """Return the same model with another optimizer."""
+    return replace(training, optimizer=_optimizer(training.model, training.mode, optimizer))
+
+
+def _optimizer(model: nn.Module, mode: TensorMode, kind: Optimizer) -> torch.optim.Optimizer:
+    parameters = [p for p in model.parameters() if p.requires_grad]
     # On CUDA PyTorch's optimizers work on all tensors at once, and so hold their temporaries at once.
     options: dict[str, Any] = {"lr": 1e-3, "foreach": True}
-    if training.optimizer is Optimizer.SGD_MOMENTUM:
+    if kind is Optimizer.SGD_MOMENTUM:
         options["momentum"] = 0.9
-    with mode:
-        optimizer = _OPTIMIZERS[training.optimizer](parameters, **options)
+    with mode, Answered():  # type: ignore[no-untyped-call]  # PyTorch's own
+        optimizer = _OPTIMIZERS[kind](parameters, **options)
+        if isinstance(mode, torch.device):
+            _count_on_the_host(optimizer)
         for parameter in parameters:
-            parameter.grad = torch.empty_like(parameter)
-        with Answered():  # type: ignore[no-untyped-call]  # PyTorch's own
-            optimizer.step()
+            parameter.grad = like(parameter)
+        optimizer.step()
         optimizer.zero_grad()
-    return FakeTraining(model, mode, optimizer, training.precision, input_shape, tokens)
+    return optimizer
+
+
+def _count_on_the_host(optimizer: torch.optim.Optimizer) -> None:
+    """Give Adagrad counts of steps that can be read: where weights have no data, those that it makes have none."""
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"] = torch.zeros((), device="cpu")
 
 
 def trace_step(
@@ -136,9 +159,9 @@ def trace_step(
     storages = tracker.storages
     storages.adopt(training.model.parameters(), Kind.PARAMETER)
     storages.adopt(training.model.buffers(), Kind.BUFFER)
-    storages.adopt(
-        (t for s in training.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)), Kind.OPTIMIZER
-    )
+    tracker.begin("state")
+    storages.adopt(training.state(), Kind.OPTIMIZER)
+    tracker.begin("forward")
     storages.adopt([inputs], Kind.INPUT)
 
     def gradient(parameter: Tensor) -> None:

@@ -72,7 +72,9 @@ class _Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 _PLAIN = tuple(
-    name for name in StepRecord.__struct_fields__ if name not in ("flops", "bytes_moved", "by_kind", "families")
+    name
+    for name in StepRecord.__struct_fields__
+    if name not in ("flops", "bytes_moved", "by_kind", "families", "updates")
 )
 
 

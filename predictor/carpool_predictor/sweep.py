@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
@@ -24,10 +25,17 @@ from carpool_predictor.measurements import FILE, read_rows
 from carpool_predictor.records import ModelRecord, read_records
 from carpool_predictor.suites import DataError
 
+if TYPE_CHECKING:
+    from carpool_predictor.remembering import Remembered
+
 BATCH_SIZES = (16, 64)
 """Traced for each model of images; what lies between and around is interpolated."""
 BATCH_SIZES_OF_TEXT = (4, 16)
 """Traced for each model of `transformers`: a sample is a whole text."""
+
+
+OTHERS = tuple(optimizer for optimizer in Optimizer if optimizer is not Optimizer.SGD_MOMENTUM)
+"""Optimizers that are reckoned beside the traced one."""
 
 
 class TooSlow(BaseException):
@@ -73,8 +81,8 @@ def order(names: Sequence[str], first: Iterable[str]) -> list[str]:
     return in_turns((n for n in names if n in wanted), family) + in_turns((n for n in names if n not in wanted), family)
 
 
-def record(name: str, training: Training, timeout_s: int) -> ModelRecord:
-    """Trace one model, in this process; a failure is a record, too."""
+def record(name: str, training: Training, timeout_s: int, remembered: "Remembered | None" = None) -> ModelRecord:
+    """Trace one model, in this process, and reckon it under the other optimizers; a failure is a record, too."""
     from carpool_predictor.catalog import recipe_of
     from carpool_predictor.tracing import record_recipe
 
@@ -86,7 +94,7 @@ def record(name: str, training: Training, timeout_s: int) -> ModelRecord:
     family = family_of(name)
     sizes = BATCH_SIZES_OF_TEXT if name.startswith("transformers/") else BATCH_SIZES
     try:
-        found = record_recipe(recipe_of(CatalogModel(name=name)), training, sizes)
+        found = record_recipe(recipe_of(CatalogModel(name=name)), training, sizes, OTHERS, remembered)
         return msgspec.structs.replace(found, family=family)
     except TraceError as e:
         return ModelRecord(name=name, family=family, precision=training.precision, failure=f"{e.reason}: {e}"[:300])
@@ -115,12 +123,15 @@ def main(records: Path, data: Path | None, precision: str, only_measured: bool, 
     training = Training(batch_size=64, optimizer=Optimizer.SGD_MOMENTUM, precision=Precision(precision))
     known = {r.name for r in read_records(records)} if records.exists() else set()
     names = catalog_names()
+    from carpool_predictor.remembering import Remembered
+
+    remembered = Remembered()
     gc.freeze()  # what PyTorch imported need not be searched for garbage again and again
     todo = order([n for n in names if not only_measured or n in set(measured)], measured)
     with records.open("ab", buffering=0) as file:
         for i, name in enumerate(todo):
             if name not in known:
-                found = record(name, training, timeout)
+                found = record(name, training, timeout, remembered)
                 file.write(msgspec.json.encode(found) + b"\n")
                 click.echo(f"{i + 1}/{len(todo)} {name} {found.failure or 'ok'}")
 

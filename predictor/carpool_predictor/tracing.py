@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import Training
+from carpool_core.values import Optimizer
 from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -23,8 +24,10 @@ from carpool_predictor.fake import TensorMode, fake_mode, fake_weights, meta_mod
 from carpool_predictor.inline import build_inline
 from carpool_predictor.layers import count_layers
 from carpool_predictor.records import ModelRecord, StepRecord
+from carpool_predictor.remembering import Remembered
 from carpool_predictor.requests import FactoryModel, TraceRequest
 from carpool_predictor.step import AUTOCAST, FakeTraining, prepare, weight_dtype
+from carpool_predictor.updates import Updates
 
 T = TypeVar("T")
 
@@ -79,22 +82,52 @@ def build(recipe: Recipe, training: Training, mode: TensorMode) -> tuple[nn.Modu
     )
 
 
-def record_recipe(recipe: Recipe, training: Training, sizes: Sequence[int]) -> ModelRecord:
-    """Build a model with fake weights and look closely at its step at some batch sizes."""
+def record_recipe(
+    recipe: Recipe,
+    training: Training,
+    sizes: Sequence[int],
+    others: Sequence[Optimizer] = (),
+    remembered: Remembered | None = None,
+) -> ModelRecord:
+    """Build a model with fake weights and look closely at its step.
+
+    Args:
+        recipe: The model.
+        training: How it is trained; its batch size counts for nothing.
+        sizes: Batch sizes.
+        others: Other optimizers under which the steps are reckoned, too.
+        remembered: What operators gave in other traces, which are many.
+    """
+
+    def record(mode: TensorMode) -> ModelRecord:
+        return _record(recipe, training, sizes, mode, others, remembered)
+
     if training.precision in AUTOCAST and training.activation_checkpointing:
         # What is computed again, on the way back, finds PyTorch's own autocast only.
-        return _record(recipe, training, sizes, fake_mode())
+        return record(fake_mode())
     try:
-        return _record(recipe, training, sizes, meta_mode())
+        return record(meta_mode())
     except TraceError:
         # Some models mix meta tensors with real ones, which fake tensors allow; and those say better what is wrong.
-        return _record(recipe, training, sizes, fake_mode())
+        return record(fake_mode())
 
 
-def _record(recipe: Recipe, training: Training, sizes: Sequence[int], mode: TensorMode) -> ModelRecord:
+def _record(
+    recipe: Recipe,
+    training: Training,
+    sizes: Sequence[int],
+    mode: TensorMode,
+    others: Sequence[Optimizer] = (),
+    remembered: Remembered | None = None,
+) -> ModelRecord:
     module, fake = build(recipe, training, mode)
     parameters = list(module.parameters())
-    steps = [_step(fake, size) for size in sizes]
+    updates = Updates(fake, others)
+
+    def step(batch_size: int) -> StepRecord:
+        what = f"a training step on input of shape {[batch_size, *fake.input_shape]} failed"
+        return _explained(what, lambda: record_step(fake, batch_size, updates, remembered))
+
     return ModelRecord(
         name=recipe.name,
         input_shape=recipe.input_shape,
@@ -105,13 +138,8 @@ def _record(recipe: Recipe, training: Training, sizes: Sequence[int], mode: Tens
         trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         parameter_bytes=sum(t.numel() * t.element_size() for t in [*parameters, *module.buffers()]),
         layers=count_layers(module),
-        steps=tuple(steps),
+        steps=tuple(map(step, sizes)),
     )
-
-
-def _step(fake: FakeTraining, batch_size: int) -> StepRecord:
-    shape = [batch_size, *fake.input_shape]
-    return _explained(f"a training step on input of shape {shape} failed", lambda: record_step(fake, batch_size))
 
 
 def factory_recipe(factory: FactoryModel) -> Recipe:

@@ -62,6 +62,11 @@ class LiveStorages:
         """Bytes alive now."""
         return self._total
 
+    @property
+    def now(self) -> Peak:
+        """What is alive now."""
+        return Peak(self._total, tuple(self._by_kind))
+
     def adopt(self, tensors: Iterable[Tensor], kind: Kind) -> None:
         """Count the tensors' storages unless they are counted already, and note the peak."""
         for tensor in tensors:
@@ -76,7 +81,7 @@ class LiveStorages:
             self._by_kind[kind] += size
             self._total += size
         if self._total > self.peak.total_bytes:
-            self.peak = Peak(self._total, tuple(self._by_kind))
+            self.peak = self.now
 
     def reclassify(self, tensor: Tensor, kind: Kind) -> None:
         """Count a live storage as another kind, such as a gradient once it has accumulated."""
@@ -102,7 +107,7 @@ class LiveStorages:
 class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves it unannotated
     """Sees every operator of a step below autograd and autocast, on the way to the fake kernels."""
 
-    def __init__(self) -> None:
+    def __init__(self, remembered: Remembered | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.storages = LiveStorages()
         self.kind = Kind.ACTIVATION
@@ -111,7 +116,7 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorc
         self.bytes_moved = 0.0
         self.kernels = 0
         self._costs = Costs()
-        self._remembered = Remembered()
+        self._remembered = remembered or Remembered()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, then count it."""
@@ -123,18 +128,18 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorc
         if func is PRIM_DEVICE:
             return out
         works, formula = self._costs.of(func)
-        if works:
-            self.kernels += kernel_count(func, args)
-            self.bytes_moved += bytes_moved(args, kwargs, out)
-        if formula is not None:
-            self.flops += formula(args, kwargs, out)
+        kernels, moved = (kernel_count(func, args), bytes_moved(args, kwargs, out)) if works else (0, 0)
+        flops = 0.0 if formula is None else formula(args, kwargs, out)
+        self.kernels += kernels
+        self.bytes_moved += moved
+        self.flops += flops
         self.storages.adopt(tensors_in(*out) if isinstance(out, (list, tuple)) else tensors_in(out), self.kind)
         if works:
-            self.observe(func, args, out)
+            self.observe(func, args, out, (kernels, flops, moved))
         return out
 
     def begin(self, phase: str) -> None:
-        """Hear that backward or update begins; for trackers that look closer."""
+        """Hear that a phase begins, the optimizer's state or an input is adopted; for trackers that look closer."""
 
-    def observe(self, func: Any, args: Any, out: Any) -> None:
-        """See an operator that launches work, after it was counted; for trackers that look closer."""
+    def observe(self, func: Any, args: Any, out: Any, work: tuple[int, float, int]) -> None:
+        """See an operator that launches work, and its kernels, FLOPs and bytes; for trackers that look closer."""

@@ -4,6 +4,7 @@ import pytest
 import torch
 from carpool_predictor.remembering import Remembered
 from torch import Tensor
+from torch._ops import OpOverload
 
 aten = torch.ops.aten
 
@@ -54,3 +55,54 @@ def test_computes_on_real_tensors() -> None:
     for value in (0.0, 1.0):
         x = torch.tensor([value, 0.0])
         assert torch.equal(remembered.call(aten._softmax.default, (x, 0, False), {}), x.softmax(0))
+
+
+def test_tells_whole_numbers_from_others() -> None:
+    """Regression: 1 and 1.0 are equal, and give another type of sum."""
+    remembered = Remembered()
+    x = torch.empty(4, dtype=torch.long, device="meta")
+    assert remembered.call(aten.add.Scalar, (x, 1), {}).dtype is torch.long
+    assert remembered.call(aten.add.Scalar, (x, 1.0), {}).dtype is torch.float32
+
+
+def test_what_writes_into_its_argument_gives_it_back() -> None:
+    remembered = Remembered()
+    for _ in range(3):
+        x = torch.empty(4, device="meta")
+        assert remembered.call(aten.relu_.default, (x,), {}) is x
+
+
+def test_lists_of_tensors_are_told_apart_and_not_kept() -> None:
+    remembered = Remembered()
+    for _ in range(2):
+        for width in (2, 3):
+            parts = [torch.empty(4, width, device="meta"), torch.empty(4, 1, device="meta")]
+            assert remembered.call(aten.cat.default, (parts, 1), {}).shape == (4, width + 1)
+
+
+@pytest.mark.parametrize(
+    ("func", "options"),
+    [
+        pytest.param(aten._unsafe_view.default, ([8],), id="a view that its schema does not tell"),
+        pytest.param(aten.unsafe_split.Tensor, (2,), id="parts of one memory"),
+        pytest.param(aten.view.default, ([8],), id="a view"),
+        pytest.param(aten.detach.default, (), id="an alias"),
+    ],
+)
+def test_what_shares_memory_is_never_remembered(func: OpOverload, options: tuple[object, ...]) -> None:
+    remembered = Remembered()
+    for _ in range(3):
+        x = torch.empty(4, 2, device="meta")
+        out = remembered.call(func, (x, *options), {})
+        first = out if isinstance(out, Tensor) else out[0]
+        assert first.untyped_storage()._cdata == x.untyped_storage()._cdata
+
+
+def test_what_changes_its_argument_is_never_remembered() -> None:
+    remembered = Remembered()
+    for _ in range(3):
+        x = torch.empty(4, 2, device="meta")
+        assert remembered.call(aten.t_.default, (x,), {}).shape == (2, 4)
+        other = torch.empty(2, 4, device="meta")
+        remembered.call(aten.set_.source_Tensor, (x, other), {})
+        assert x.untyped_storage()._cdata == other.untyped_storage()._cdata
