@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from itertools import cycle
+from typing import NamedTuple
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -35,9 +36,11 @@ def gpus(nodes: Iterable[GpuNode]) -> RenderableType:
     ordered = sorted(nodes, key=lambda n: n.metadata.name)
     names = dict.fromkeys(r.job_name for node in ordered for r in node.spec.reservations)
     colours = dict(zip(names, cycle(_COLOURS), strict=False))
+    tables = {node.metadata.name: _rows(node, colours) for node in ordered if node.spec.reservations}
+    widths = _widths(row for rows in tables.values() for row in rows)
     for node in ordered:
-        if node.spec.reservations:
-            busy += [_node(node, colours), Text()]
+        if node.metadata.name in tables:
+            busy += [_node(node, tables[node.metadata.name], widths), Text()]
         else:
             idle[_inventory(node.status.devices)] += 1
     idle_lines = [
@@ -53,18 +56,24 @@ def _inventory(devices: Sequence[Device]) -> str:
     return ", ".join(f"{count} × {product}" for product, count in counts.items()) or "no GPU"
 
 
-def _node(node: GpuNode, colours: Mapping[str, str]) -> RenderableType:
-    table = Table(
-        title=f"{node.metadata.name}: {_inventory(node.status.devices)}", title_justify="left", box=None, padding=(0, 1)
-    )
-    for column in ("GPU", "mode", "memory: reserved, and in use", "of GiB", "SM", "tenants"):
-        # Where a terminal is narrow, the bar gives way first, then the names: the widest of what may be wrapped.
-        table.add_column(column, no_wrap=column not in ("memory: reserved, and in use", "tenants"), overflow="fold")
+class _Row(NamedTuple):
+    """What is told of one GPU."""
+
+    gpu: str
+    mode: str
+    bar: "_Bar"
+    amount: str
+    activity: str
+    tenants: Text
+
+
+def _rows(node: GpuNode, colours: Mapping[str, str]) -> list[_Row]:
     measured = {(t.pod_uid, t.gpu_uuid): t for t in node.status.tenants}
+    rows = []
     for device in node.status.devices:
         held = [r for r in node.spec.reservations if device.uuid in r.gpu_uuids]
         tenants = [(r, measured.get((r.pod_uid, device.uuid))) for r in held]
-        table.add_row(
+        row = _Row(
             str(device.index),
             held[0].mode.value if held else "",
             _bar(device, tenants, colours),
@@ -72,6 +81,33 @@ def _node(node: GpuNode, colours: Mapping[str, str]) -> RenderableType:
             _activity(tenants),
             _names(held, colours),
         )
+        rows.append(row)
+    return rows
+
+
+def _widths(rows: Iterable[_Row]) -> dict[str, int]:
+    """Widths of the columns before and behind the bars, so that those of all nodes stand below each other."""
+    known = [*rows]
+    columns = (("mode", "mode"), ("of GiB", "amount"), ("SM", "activity"))
+    return {column: max((len(getattr(row, name)) for row in known), default=0) for column, name in columns}
+
+
+def _node(node: GpuNode, rows: Iterable[_Row], widths: Mapping[str, int]) -> RenderableType:
+    table = Table(
+        title=f"{node.metadata.name}: {_inventory(node.status.devices)}", title_justify="left", box=None, padding=(0, 1)
+    )
+    for column in ("GPU", "mode", "memory: reserved, and in use", "of GiB", "SM", "tenants"):
+        # Where a terminal is narrow, the bar gives way first, then the names: the widest of what may be wrapped.
+        is_whole = column not in ("memory: reserved, and in use", "tenants")
+        table.add_column(
+            column,
+            justify="right" if column in ("of GiB", "SM") else "left",
+            no_wrap=is_whole,
+            overflow="fold",
+            min_width=widths.get(column),
+        )
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

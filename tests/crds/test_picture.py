@@ -1,6 +1,7 @@
 import re
 from io import StringIO
 
+import msgspec
 import pytest
 from carpool_core import picture
 from carpool_core.resources.job import GpuTrainingJob, JobSpec, JobStatus, Observed, WorkerPlacement
@@ -66,6 +67,19 @@ def test_a_tenants_block_is_as_wide_as_its_reservation_and_dark_as_far_as_it_is_
     assert drawn.count("▒") == picture.BAR_WIDTH // 4
     assert "half" in drawn
     assert "20.0/40.0" in drawn
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_the_bars_of_all_nodes_stand_below_each_other(width: int) -> None:
+    """Regression: the names of modes are not equally long, and each node's bars began elsewhere."""
+    alone = node("n1", ("a", 20480, 20480))
+    (held,) = alone.spec.reservations
+    held = msgspec.structs.replace(held, mode=SharingMode.EXCLUSIVE)
+    alone = msgspec.structs.replace(alone, spec=GpuNodeSpec(reservations=[held]))
+    drawn = rendered(picture.gpus([alone, node("n2", ("b", 2048, 2048))]), width)
+    bars = [line for line in drawn.splitlines() if "█" in line]
+    assert len({line.index("█") for line in bars}) == 1
+    assert len({line.index("/40.0") for line in bars}) == 1
 
 
 def test_two_tenants_never_draw_more_than_the_gpu() -> None:
