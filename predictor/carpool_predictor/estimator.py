@@ -11,7 +11,7 @@ from carpool_core.resources.job import Training
 from carpool_core.resources.prediction import MemoryPrediction, Prediction, ProductPrediction
 from carpool_core.values import MIB
 
-from carpool_predictor import activity, step_time
+from carpool_predictor import activity, recalling, step_time
 from carpool_predictor.abstention import Abstention
 from carpool_predictor.calibration import Calibration, model_for
 from carpool_predictor.checks import reason_to_abstain
@@ -26,7 +26,6 @@ from carpool_predictor.memory import (
     shipped,
 )
 from carpool_predictor.memory_row import group_of
-from carpool_predictor.recalling import Busier, Recalled, busier, recall, scaled, with_activity, with_memory
 
 __all__ = ["Abstention", "Job", "OnProduct", "model_version", "predict", "prepare"]
 
@@ -54,6 +53,8 @@ class OnProduct:
     """Whether memory was measured on this product in this precision."""
     activity_inside: bool
     step_time_inside: bool
+    is_first: bool = False
+    """Whether its memory counts with more room, because no run of it was seen there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +69,9 @@ class Job:
     corrected: Corrected
     jobs: int = 0
     """Jobs that the line of its stack was learned from; 0: as shipped."""
-    recalled: Recalled | None = None
+    recalled: recalling.Recalled | None = None
     """What earlier runs of it showed on that stack."""
-    busier: Busier | None = None
+    busier: recalling.Busier | None = None
     """How busy jobs like it were measured to keep that stack's GPUs; None: as shipped."""
 
     @property
@@ -96,14 +97,14 @@ class Job:
             # Trees and hull are those of the model that it sets out from; only the bound is another.
             group = group_of(self.features)
             corrected = replace(corrected, factor=corrected.factor * model.factors[group] / self.model.factors[group])
-        recalled = recall(calibration, product, precision, name, self.reserved_mib) if name else None
+        recalled = recalling.recall(calibration, product, precision, name, self.reserved_mib) if name else None
         return replace(
             self,
             model=model,
             corrected=corrected,
             jobs=state.learned_from,
             recalled=recalled,
-            busier=busier(calibration, product.name, precision, name),
+            busier=recalling.busier(calibration, product.name, precision, name),
         )
 
     def memory_on(self, product: GpuProduct) -> MemoryPrediction:
@@ -118,7 +119,7 @@ class Job:
         )
         if self.recalled is None:
             return msgspec.structs.replace(found, learned_jobs=self.jobs) if self.jobs else found
-        found = with_memory(found, self.recalled, self.corrected.correction)
+        found = recalling.with_memory(found, self.recalled, self.corrected.correction)
         # A bound that a death raised above all the GPU has is no reason to refuse it: nobody knows how much it needs.
         is_beyond = self.recalled.deaths > 0 and found.upper_mib > product.memory_mib
         return msgspec.structs.replace(
@@ -133,26 +134,30 @@ class Job:
 
         Args:
             product: The product.
-            is_strict: Whether memory is trusted only where jobs were measured on such a stack.
+            is_strict: Whether memory is trusted only where jobs were measured on such a stack, and with more room where
+                the job itself never ran.
             before: The answer for this product as shipped, where it is known: activity and step time are taken from it.
         """
         found = self._reckoned(product) if before is None else before
         memory = found.prediction.memory if before is None else self.memory_on(product)
         recalled, busy = self.recalled, found.prediction.activity
         if self.busier is not None:
-            busy = scaled(busy, self.busier)
+            busy = recalling.scaled(busy, self.busier)
         is_measured = is_calibrated(self.model, product, self.training.precision) or (
             recalled is not None and recalled.runs > 0
         )
         if is_strict and not is_measured:
             memory = msgspec.structs.replace(memory, trusted=False)
+        is_first = is_strict and is_measured and not memory.learned_runs
+        if is_first:
+            memory = recalling.for_a_first_run(memory, product)
         prediction = ProductPrediction(
             product=product.name,
             memory=memory,
-            activity=busy if recalled is None else with_activity(busy, recalled),
+            activity=busy if recalled is None else recalling.with_activity(busy, recalled),
             step_time_seconds=found.prediction.step_time_seconds,
         )
-        return OnProduct(prediction, is_measured, found.activity_inside, found.step_time_inside)
+        return OnProduct(prediction, is_measured, found.activity_inside, found.step_time_inside, is_first)
 
     def _reckoned(self, product: GpuProduct) -> OnProduct:
         layers, precision = self.features.layers, self.training.precision
@@ -210,7 +215,7 @@ def predict(
         calibration: What jobs that ran taught of their stacks.
         name: Name or digest of the model, under which its runs were observed.
         is_strict: Whether memory is trusted only where jobs were measured on such a stack: elsewhere the job is to run
-            alone.
+            alone, and there its first run counts with more room.
 
     Returns:
         A prediction whose `input_digest` is left to the caller, who knows the model's source.
@@ -248,6 +253,9 @@ def _message(job: Job, answers: Sequence[OnProduct]) -> str:
     alone = [a.prediction.product for a in answers if not a.prediction.memory.trusted]
     if alone:
         told.append(f"runs alone on {', '.join(alone)} until enough like it was measured there")
+    first = [a.prediction.product for a in answers if a.is_first and a.prediction.memory.trusted]
+    if first:
+        told.append(f"its first run on {', '.join(first)} counts with {recalling.FIRST:g} times the bound")
     if not job.corrected.inside:
         told.append("the model is unlike those that were measured, so the bound on memory is wider")
     if not all(answer.memory_calibrated for answer in answers):

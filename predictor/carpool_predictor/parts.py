@@ -4,11 +4,20 @@ from dataclasses import dataclass
 
 from carpool_core.products import GpuProduct
 from carpool_core.resources.prediction import MemoryPrediction
-from carpool_core.values import MIB
+from carpool_core.values import MIB, Optimizer
 
 from carpool_predictor.estimator import Job
 from carpool_predictor.memory import context_mib
-from carpool_predictor.store import STATE
+
+_STATE = {
+    Optimizer.SGD: 0.0,
+    Optimizer.SGD_MOMENTUM: 1.0,
+    Optimizer.ADAM: 2.0,
+    Optimizer.ADAMW: 2.0,
+    Optimizer.ADAGRAD: 1.0,
+    Optimizer.RMSPROP: 1.0,
+}
+"""Bytes of optimizer state for each byte of trainable parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +47,7 @@ def parts_of(job: Job, product: GpuProduct, memory: MemoryPrediction) -> MemoryP
     features, cost = job.features, job.cost
     weights = min(float(features.parameter_bytes), cost.peak_bytes)
     trainable = weights * features.trainable_parameters / max(features.parameters, 1)
-    # Optimizers that the store does not reckon with, Adagrad and RMSprop, keep one number for each parameter.
-    optimizer = min(STATE.get(features.optimizer, 1.0) * trainable, cost.peak_bytes - weights)
+    optimizer = min(_STATE[features.optimizer] * trainable, cost.peak_bytes - weights)
     rest = cost.peak_bytes - weights - optimizer
     gradients = min(max(rest - cost.activation_bytes, 0.0), trainable)
     added = memory.median_mib - cost.peak_bytes / MIB

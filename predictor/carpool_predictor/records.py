@@ -9,12 +9,6 @@ from carpool_core.values import Optimizer, Precision
 
 from carpool_predictor.suites import DataError
 
-FAMILIES = (
-    "convolution", "depthwise", "matrix", "attention", "normalization", "softmax", "pooling", "update", "copy",
-    "reduction", "elementwise",
-)  # fmt: skip
-"""Kinds of operators that are counted apart."""
-
 
 class UpdateRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What a step comes to under another optimizer; sizes in bytes."""
@@ -35,26 +29,12 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     flops: float
     bytes_moved: float
     kernels: int
-    by_kind: tuple[int, ...]
-    """Live at the peak: parameters, buffers, gradients, optimizer state, inputs, activations, temporaries."""
-    saved_bytes: int
-    """Live as the backward pass begins."""
-    peak_before_update: int
-    """Peak of forward and backward; the update's own may be larger."""
-    workspace_max: int
-    """Largest workspace of one convolution, by the rule of `detail`."""
-    workspace_peak: int
-    """Peak with those workspaces."""
     unfolded_max: int
     """Largest matrix that a convolution by unfolding (im2col) would need."""
     largest_bytes: int
-    """Largest single storage."""
+    """Largest single storage, or the tensors of one convolution together."""
     reserved_bytes: int
-    """What the caching allocator holds after the step, replayed without workspaces."""
-    reserved_workspace_bytes: int
-    """The same with workspaces."""
-    families: dict[str, list[float]]
-    """For each kind of operator: kernels, FLOPs, bytes moved."""
+    """What the caching allocator holds after the step."""
     updates: Mapping[Optimizer, UpdateRecord] = {}
     """The step under other optimizers."""
 

@@ -135,7 +135,7 @@ class Answerer:
 
     def _from_store(self, key: _Key, model: CatalogModel, training: Training) -> ModelFeatures | None:
         if key not in self._stored:
-            self._stored[key] = store.shipped().features(model, training)
+            self._stored[key] = store.features(model, training)
         return self._stored[key]
 
     def _answer(self, row: Row) -> bytes:

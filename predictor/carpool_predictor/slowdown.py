@@ -135,7 +135,9 @@ def stretched(busy: Ratios, stretch: Ratios | float, exponent: float) -> Slowdow
 
 def _masked(values: Ratios, present: NDArray[np.bool_]) -> Slowdowns:
     """Return ratios in 0..1, shape (gpus, tenants); 0 where nobody is."""
-    return np.where(present, np.clip(values, 0.0, 1.0), 0.0).astype(np.float64)
+    found: Slowdowns = np.clip(values, 0.0, 1.0, dtype=np.float64)
+    found[~present] = 0.0
+    return found
 
 
 def _in_turns(util: Ratios, present: NDArray[np.bool_], exponent: float) -> Slowdowns:

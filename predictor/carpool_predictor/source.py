@@ -65,7 +65,7 @@ class TraceLimits:
 
 def stored(model: CatalogModel, training: Training) -> ModelFeatures | None:
     """Look a catalog model up in the feature store of the package; None where it must be traced."""
-    return store.shipped().features(model, training)
+    return store.features(model, training)
 
 
 class SubprocessTracer:

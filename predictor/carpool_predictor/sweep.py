@@ -1,7 +1,7 @@
 """`python -m carpool_predictor.sweep --records FILE`: traces the whole catalog in one process; resumable.
 
 The file holds one `ModelRecord` as JSON a line, flushed as it comes; models that it holds already are left out.
-`python -m carpool_predictor.store` makes the feature store of the wheel from it. An hour or so of one core.
+`python -m carpool_predictor.packing` makes the feature store of the wheel from it. An hour or so of one core.
 """
 
 import gc

@@ -92,11 +92,6 @@ class LiveStorages:
             self._by_kind[kind] += size
             self._live[key] = (reference, size, kind, number)
 
-    def pass_through(self, size: int) -> None:
-        """Note memory that an operator takes for itself and gives back when it ends; its number is negative."""
-        number = -1 - next(self._numbers)
-        self.events += ((number, size), (number, -1))
-
     def _release(self, key: int, _: Any) -> None:
         _, size, kind, number = self._live.pop(key)
         self.events.append((number, -1))
@@ -128,18 +123,18 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorc
         if func is PRIM_DEVICE:
             return out
         works, formula = self._costs.of(func)
-        kernels, moved = (kernel_count(func, args), bytes_moved(args, kwargs, out)) if works else (0, 0)
-        flops = 0.0 if formula is None else formula(args, kwargs, out)
-        self.kernels += kernels
-        self.bytes_moved += moved
-        self.flops += flops
+        if works:
+            self.kernels += kernel_count(func, args)
+            self.bytes_moved += bytes_moved(args, kwargs, out)
+        if formula is not None:
+            self.flops += formula(args, kwargs, out)
         self.storages.adopt(tensors_in(*out) if isinstance(out, (list, tuple)) else tensors_in(out), self.kind)
         if works:
-            self.observe(func, args, out, (kernels, flops, moved))
+            self.observe(func, args, out)
         return out
 
     def begin(self, phase: str) -> None:
         """Hear that a phase begins, the optimizer's state or an input is adopted; for trackers that look closer."""
 
-    def observe(self, func: Any, args: Any, out: Any, work: tuple[int, float, int]) -> None:
-        """See an operator that launches work, and its kernels, FLOPs and bytes; for trackers that look closer."""
+    def observe(self, func: Any, args: Any, out: Any) -> None:
+        """See an operator that launches work, after it was counted; for trackers that look closer."""
