@@ -49,13 +49,13 @@ async def test_a_running_job_tells_its_peak_once_it_has_not_moved_for_long_and_i
     await seen(of, 2000)
     assert writes(of) == 0
     of.clock.advance(SEEN_S / 2)
-    await seen(of, 3000)
+    await seen(of, 3400)
     of.clock.advance(SEEN_S - 1)
     await of.settle()
     assert writes(of) == 0, "its peak has moved"
     of.clock.advance(1)
     await of.settle()
-    assert [(row.value_mib, row.steady) for row in stack(of).rows] == [(3000, False)]
+    assert [(row.value_mib, row.steady) for row in stack(of).rows] == [(3400, False)]
     assert stack(of).seen == 0
     of.clock.advance(STEADY_S)
     await of.settle()

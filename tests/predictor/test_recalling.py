@@ -1,5 +1,6 @@
 """What earlier runs of the very same job say of the next one."""
 
+import math
 from typing import Any
 
 import msgspec
@@ -7,13 +8,13 @@ import pytest
 from carpool_core.products import find_product
 from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
 from carpool_core.resources.job import Training
-from carpool_core.resources.prediction import ProductPrediction
+from carpool_core.resources.prediction import Prediction, ProductPrediction
 from carpool_core.values import MIB, Precision
 from carpool_predictor.calibration import FEWEST, Calibration, Measured, Stack
 from carpool_predictor.estimator import Job, predict, prepare
 from carpool_predictor.memory import shipped
 from carpool_predictor.observe import expected_of, observe
-from carpool_predictor.recalling import AGREEMENT, MOST_DEATHS, RAISED, recalled_runs
+from carpool_predictor.recalling import AGREEMENT, FIRST, MOST_DEATHS, RAISED, for_a_first_run, recalled_runs
 
 T4 = find_product("Tesla T4")
 STACK = Stack(product=T4.name, precision=Precision.FP32)
@@ -114,6 +115,35 @@ def test_strict_trusts_only_where_something_like_it_was_measured() -> None:
     assert told(three, batch=48, is_strict=True).memory.learned_jobs == 3
     a100 = predict(features(), Training(batch_size=64), [find_product("A100-SXM4-40GB")], Calibration(), is_strict=True)
     assert a100.products[0].memory.trusted, "what is shipped was measured there"
+
+
+def test_a_first_run_has_more_room_where_no_bound_is_risked_and_later_runs_have_not() -> None:
+    a100 = find_product("A100-SXM4-40GB")
+
+    def on_a100(**how: bool) -> Prediction:
+        return predict(features(), Training(batch_size=64), [a100], Calibration(), NAME, **how)
+
+    plain, first = on_a100().products[0].memory, on_a100(is_strict=True).products[0].memory
+    assert first.upper_mib == math.ceil(FIRST * plain.upper_mib)
+    assert (first.median_mib, first.trusted) == (plain.median_mib, True)
+    assert f"its first run on {a100.name} counts with 1.14 times the bound" in on_a100(is_strict=True).message
+    assert "first run" not in on_a100().message
+    assert told(runs(5000), is_strict=True).memory == told(runs(5000)).memory
+
+
+@pytest.mark.parametrize(
+    ("upper", "expected"),
+    [
+        pytest.param(10_000, (11_400, True), id="more fits"),
+        pytest.param(14_500, (14_500, False), id="alone where more does not fit"),
+        pytest.param(16_000, (16_000, True), id="refused as ever where the bound itself does not fit"),
+    ],
+)
+def test_more_room_never_refuses_a_job(upper: int, expected: tuple[int, bool]) -> None:
+    assert T4.memory_mib == 15_360
+    memory = msgspec.structs.replace(told(Calibration()).memory, upper_mib=upper)
+    found = for_a_first_run(memory, T4)
+    assert (found.upper_mib, found.trusted) == expected
 
 
 def test_activity_that_was_measured_replaces_the_estimate() -> None:
