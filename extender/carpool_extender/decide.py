@@ -72,7 +72,7 @@ def filter_nodes(assessment: Assessment, names: Sequence[str]) -> Filtered:
         assessment: Of the newcomer.
         names: The offered nodes.
     """
-    if len(names) > FEW and (usual := _best_of_all(assessment, set(names))):
+    if len(names) > FEW and (usual := _best_of_all(assessment, names)):
         return Filtered(usual, {}, {})
     ids = assessment.verdict.view.ids(names)
     fitting = assessment.best.fits[ids] & (ids >= 0) if len(assessment.best.fits) else ids >= 0
@@ -93,15 +93,17 @@ def filter_nodes(assessment: Assessment, names: Sequence[str]) -> Filtered:
     )
 
 
-def _best_of_all(assessment: Assessment, offered: set[str]) -> list[str]:
+def _best_of_all(assessment: Assessment, names: Sequence[str]) -> list[str]:
     """Return the best nodes of the cluster if enough of them are offered, as they mostly are; none otherwise.
 
     To find a few names among the offered ones takes a fraction of the time that it takes to find all of these.
     """
     able = np.flatnonzero(assessment.best.fits)
     best = able[foremost(assessment.best.of(able), assessment.policy, SPARE * MOST_CANDIDATES)]
-    names = assessment.verdict.view.node_names
-    found = [names[place] for place in best.tolist() if names[place] in offered][:MOST_CANDIDATES]
+    known = assessment.verdict.view.node_names
+    first = [known[place] for place in best.tolist()]
+    offered = set(first).intersection(names)
+    found = [name for name in first if name in offered][:MOST_CANDIDATES]
     return found if len(found) == MOST_CANDIDATES or best.size == able.size else []
 
 

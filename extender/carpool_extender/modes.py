@@ -6,15 +6,15 @@ from carpool_core.values import RequestedMode, SharingMode, Tenancy
 from numpy.typing import NDArray
 
 from carpool_extender.applicant import Applicant, ClassColumns, ClassFacts
-from carpool_extender.view import CODES, MODES, NO_MODE, Columns
+from carpool_extender.view import CODES, MODES, NO_MODE
 
 EXCLUSIVE, TIME_SLICING, MPS, MIG = (
     CODES[mode] for mode in (SharingMode.EXCLUSIVE, SharingMode.TIME_SLICING, SharingMode.MPS, SharingMode.MIG)
 )
 
 
-def proposed(columns: Columns, applicant: Applicant, facts: ClassColumns, *, alone: bool = False) -> NDArray[np.int8]:
-    """Choose the mode that each GPU would have; code 0 where none is possible.
+def proposals(applicant: Applicant, facts: ClassColumns, *, alone: bool = False) -> NDArray[np.int8]:
+    """Choose the mode that a GPU of each class would have, by the mode that it is in; code 0 where none is possible.
 
     The mode of the tenants that are there is a constraint: nobody is moved to another mode while running, and beside an
     exclusive tenant there is no place. On an idle GPU, `Auto` takes the whole GPU for a job of which nothing is known,
@@ -27,7 +27,7 @@ def proposed(columns: Columns, applicant: Applicant, facts: ClassColumns, *, alo
     Where the policy gives every job a GPU of its own (`alone`), `Auto` is exclusive.
 
     Returns:
-        Codes of modes, shape (gpus,).
+        Codes of modes, shape (classes, modes).
     """
     wanted = applicant.demand.mode
     if alone and wanted is RequestedMode.AUTO:
@@ -42,9 +42,7 @@ def proposed(columns: Columns, applicant: Applicant, facts: ClassColumns, *, alo
         table[:, code] = first
     table[:, EXCLUSIVE] = NO_MODE
     table[:, NO_MODE] = first
-    # Worked out for each class and each mode that there is, and only looked up for each GPU.
-    found: NDArray[np.int8] = table.astype(np.int8)[columns.device_class, columns.mode]
-    return found
+    return table.astype(np.int8)
 
 
 def _first_choice(facts: ClassColumns, tenancy: Tenancy) -> NDArray[np.int8]:

@@ -67,7 +67,7 @@ class Columns:
     """(G,) NVML's index on the node."""
     island: NDArray[np.int32] = field(metadata=_of(np.int32))
     """(G,) Number of its NVLink island on the node; a GPU without links is alone on one."""
-    device_class: NDArray[np.int32] = field(metadata=_of(np.int32))
+    device_class: NDArray[np.intp] = field(metadata=_of(np.intp))
     """(G,) Index into `View.classes`."""
     usable_mib: NDArray[np.int64] = field(metadata=_of(np.int64))
     """(G,) Total memory less reserve."""
@@ -110,8 +110,12 @@ class Columns:
     """(G,) Aggregate: memory that nobody was promised, never negative; none beside an exclusive tenant."""
     sm_active: NDArray[np.float64] = field(metadata=_of(np.float64))
     """(G,) Aggregate: SM activity of all tenants together; may exceed 1."""
+    dram_active: NDArray[np.float64] = field(metadata=_of(np.float64))
+    """(G,) Aggregate: the same of DRAM activity."""
     slowdowns: NDArray[np.float64] = field(metadata=_of(np.float64))
     """(G,) Aggregate: sum of its tenants' predicted slowdowns."""
+    patience: NDArray[np.float64] = field(metadata=_of(np.float64, empty=np.inf))
+    """(G,) Aggregate: the least slowdown that one of its tenants accepts; infinite without any."""
     landlord: NDArray[np.int32] = field(metadata=_of(np.int32, empty=NOBODY))
     """(G,) Aggregate: the namespace of all tenants; NOBODY, or SEVERAL."""
 

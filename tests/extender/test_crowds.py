@@ -1,0 +1,48 @@
+"""What is said of many GPUs at once is what the slowdown model says of each alone."""
+
+import numpy as np
+import pytest
+from carpool_core.values import SharingMode
+from carpool_extender.assessments import Assessment
+from carpool_extender.checks import PASSED, Check
+from carpool_extender.conditions import Conditions, Quantile
+from carpool_extender.policies import find_policy
+from carpool_extender.rules import Rules
+from carpool_extender.testing import applicant, cluster, gpu_node, prediction, tenant
+from carpool_predictor.slowdown import slowdowns, upper_slowdowns
+from hypothesis import given
+from hypothesis import strategies as st
+
+SHARE = st.integers(0, 100)
+JOB = st.tuples(SHARE, SHARE, SHARE, st.sampled_from([1.0, 1.5, 3.0]))
+"""GPU utilization, SM activity and DRAM activity in percent; the slowdown that it accepts."""
+GPU = st.tuples(st.sampled_from([SharingMode.MPS, SharingMode.TIME_SLICING]), st.lists(JOB, min_size=1, max_size=4))
+
+
+def profile(job):
+    util, sm, dram, limit = job
+    told = prediction(memory_mib=1000, util=float(util), sm=sm / 100, dram=dram / 100)
+    return {"prediction": told, "max_slowdown": limit}
+
+
+@pytest.mark.parametrize(("quantile", "predict"), [(Quantile.MEDIAN, slowdowns), (Quantile.UPPER, upper_slowdowns)])
+@given(gpus=st.lists(GPU, min_size=1, max_size=5), newcomer=JOB)
+def test_each_gpu_is_told_what_the_model_says_of_it(quantile, predict, gpus, newcomer):
+    held = [
+        tenant(f"{place}-{i}", [f"GPU-a-{place}"], mode=mode, **profile(job))
+        for place, (mode, jobs) in enumerate(gpus)
+        for i, job in enumerate(jobs)
+    ]
+    rules = Rules(find_policy("least-slowdown"), slots=8, conditions=Conditions(quantile=quantile))
+    view = cluster(gpu_node("a", len(gpus), held)).view()
+    found = Assessment(applicant(**profile(newcomer)), rules, view).verdict.found
+    for row, (mode, jobs) in enumerate(gpus):
+        util, sm, dram, limit = (np.array([of]) for of in zip(*jobs, newcomer, strict=True))
+        busy = (util / 100, sm / 100, dram / 100)
+        every = np.ones(limit.shape, np.bool_)
+        before = slowdowns(mode, *(of[:, :-1] for of in busy), every[:, :-1])
+        after, room = slowdowns(mode, *busy, every), (limit - predict(mode, *busy, every))[0]
+        assert found.newcomer[row] == pytest.approx(after[0, -1])
+        assert found.added[row] == pytest.approx(after.sum() - 1 - before.sum(), abs=1e-6)
+        assert found.margin[row] == pytest.approx(room.min(), abs=1e-6)
+        assert found.failed[row] == (PASSED if room.min() > -1e-6 else Check.SLOWDOWN)
