@@ -15,10 +15,12 @@ from carpool_extender.simulation.contest import (
     SMALL,
     Experiment,
     Line,
+    attributed,
     contest,
     failing,
     named,
     ours,
+    varied,
     wrong,
 )
 from carpool_extender.simulation.strategy import Strategy
@@ -178,6 +180,13 @@ def _one(name: str, experiment: Experiment, runs: Runs) -> list[str]:
             "",
         ]
         parts += [*report.markdown([lines[0], *off]), ""]
+        for suffix, told, strategies in (
+            (results.ATTRIBUTED, report.ATTRIBUTED, attributed(experiment.mode)),
+            (results.VARIED, report.VARIED, varied(experiment.mode)),
+        ):
+            others = run(experiment, strategies)
+            results.write(runs.out, name + suffix, workload, others)
+            parts += [told, "", *report.markdown([lines[0], *others]), ""]
         with_failures = failing(experiment)
         lines_failing = run(with_failures, list(with_failures.published))
         results.write(runs.out, name + results.FAILING, with_failures.draw(runs.data, 0), lines_failing)

@@ -56,7 +56,8 @@ ASSUMPTIONS = (
     "A GPU takes nobody else for 90 s after a placement: its monitor's mean must see the newcomer (not for Carpool).",
     "Power is idle + (limit - idle) · SM activity: 50 W idle and a limit of 275 W. NVIDIA's datasheet of the DGX "
     "Station A100 gives 1.5 kW for the whole machine; less 225 W of its processor that leaves at most 319 W for each "
-    "GPU, so that 400 W, the product's usual limit, cannot be. 275 W itself has no source that was found.",
+    "GPU, so that 400 W, the product's usual limit, cannot be. 275 W itself has no source that was found; what other "
+    "limits would give is told below.",
 )
 
 _FIVE_GB, _TWO_GB = 5120, 2048

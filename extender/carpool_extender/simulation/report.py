@@ -32,6 +32,13 @@ COMPARED = {
 """Figures of which the change against the first line is told, too."""
 
 
+ATTRIBUTED = (
+    "What not knowing costs: Carpool (slowdown ≤ 1.5) where single pieces of its knowledge are replaced by the truth. "
+    "With all of them it differs from the oracle in that it knows durations, too."
+)
+VARIED = "Carpool (slowdown ≤ 1.5) where what is assumed is otherwise; above, a change of a mode takes no time."
+
+
 def markdown(lines: Sequence[Line], shown: Sequence[str] = ()) -> list[str]:
     """Write a table: mean ± standard deviation over the seeds, and the change against the first line.
 

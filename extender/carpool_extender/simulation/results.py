@@ -6,11 +6,22 @@ from pathlib import Path
 
 import msgspec
 
-from carpool_extender.simulation.contest import EXPERIMENTS, FIGURES, Figures, Line, failing, ours, wrong
+from carpool_extender.simulation.contest import (
+    EXPERIMENTS,
+    FIGURES,
+    Figures,
+    Line,
+    attributed,
+    failing,
+    ours,
+    varied,
+    wrong,
+)
 from carpool_extender.simulation.strategy import Strategy
 from carpool_extender.simulation.workload import Workload, WorkloadError
 
 WRONG, FAILING = "-wrong-predictions", "-failures"
+ATTRIBUTED, VARIED = "-attribution", "-assumptions"
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,10 +86,13 @@ def read(out: Path, name: str) -> tuple[About, list[Line]] | None:
 
 
 def _strategies(name: str) -> list[Strategy]:
-    base = name.removesuffix(WRONG).removesuffix(FAILING)
+    base = name
+    for suffix in (WRONG, FAILING, ATTRIBUTED, VARIED):
+        base = base.removesuffix(suffix)
     if base not in EXPERIMENTS:
         return []
     experiment = EXPERIMENTS[base]
     if name.endswith(FAILING):
         experiment = failing(experiment)
-    return [*experiment.published, *ours(experiment.mode), *wrong(experiment.mode)]
+    more = (ours, wrong, attributed, varied)
+    return [*experiment.published, *(strategy for lines in more for strategy in lines(experiment.mode))]
