@@ -66,19 +66,28 @@ def demo(keep: bool) -> None:
         demo_in_kind(Shell(), kind.plan(), console, OUT, keep=keep)
         return
     with running(FULL, console) as cluster:
-        if keep:
-            cluster.slot.keep()
+        play_on(cluster, console, keep=keep)
+
+
+def play_on(cluster: Cluster, console: Console, *, keep: bool) -> None:
+    """Play the scenes; say how to reach a cluster that is kept, whatever becomes of them.
+
+    Raises:
+        ClickException: Something did not go as it should, or containers cannot start there.
+    """
+    if keep:
+        cluster.slot.keep()
+    try:
         if not cluster.kubelets:
             console.print(cluster.kubectl("get", "gpunodes"), highlight=False)
             raise click.ClickException("the scenes start containers, which needs nodes with a kubelet: run as root")
-        try:
-            asyncio.run(_on_stage(cluster, console))
-        except SceneError as error:
-            logs = cluster.table.logs if keep else os.path.relpath(LOGS / cluster.slot.name)
-            raise click.ClickException(f"{error}. The processes' logs are in {logs}.") from error
-        finally:
-            if keep:
-                console.print(how_to_reach(cluster), highlight=False, soft_wrap=True)
+        asyncio.run(_on_stage(cluster, console))
+    except SceneError as error:
+        logs = cluster.table.logs if keep else os.path.relpath(LOGS / cluster.slot.name)
+        raise click.ClickException(f"{error}. The processes' logs are in {logs}.") from error
+    finally:
+        if keep:
+            console.print(how_to_reach(cluster), highlight=False, soft_wrap=True)
 
 
 async def _on_stage(cluster: Cluster, console: Console) -> None:
