@@ -5,11 +5,69 @@ import signal
 import ssl
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from carpool_extender.settings import ExtenderSettings
+
+
+class Gathering(asyncio.Transport):
+    """Writes at once what is written in one turn of the event loop.
+
+    uvicorn writes the head of an answer and its body apart: two TLS records, two system calls, and whoever waits is
+    woken twice, which takes a quarter of the time of a request whose answer is known.
+
+    Args:
+        inner: What it writes to.
+    """
+
+    def __init__(self, inner: asyncio.Transport) -> None:
+        super().__init__()
+        self._inner = inner
+        self._held: list[bytes] = []
+
+    def write(self, data: "bytes | bytearray | memoryview[Any]") -> None:
+        """Write before the next turn."""
+        if not self._held:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._held.append(bytes(data))
+
+    def close(self) -> None:
+        """Write what is held, then close."""
+        self._flush()
+        self._inner.close()
+
+    def is_closing(self) -> bool:
+        """Whether it is closing or closed."""
+        return self._inner.is_closing()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        """Return what is known of the connection."""
+        return self._inner.get_extra_info(name, default)
+
+    def pause_reading(self) -> None:
+        """Read no more for now."""
+        self._inner.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Read again."""
+        self._inner.resume_reading()
+
+    def _flush(self) -> None:
+        if self._held and not self._inner.is_closing():
+            self._inner.write(b"".join(self._held))
+        self._held.clear()
+
+
+class _Protocol(HttpToolsProtocol):
+    """uvicorn's own, over such a transport."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to serve a connection."""
+        super().connection_made(Gathering(transport))
 
 
 class Server(uvicorn.Server):
@@ -40,7 +98,7 @@ def create_server(app: Starlette, settings: ExtenderSettings) -> Server:
         app,
         host=settings.host,
         port=settings.port,
-        http="httptools",
+        http=_Protocol,
         ws="none",
         lifespan="off",
         access_log=False,

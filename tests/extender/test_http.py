@@ -16,7 +16,7 @@ from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_e2e.certificates import make
 from carpool_extender.app import build
-from carpool_extender.server import create_server
+from carpool_extender.server import Gathering, create_server
 from carpool_extender.settings import ExtenderSettings, TlsSettings
 from carpool_extender.testing import FakeAgent, gpu_node, pod_of, seed_job, seed_node, seed_pod, tenant, until
 from prometheus_client import generate_latest
@@ -267,6 +267,43 @@ async def test_whoever_shows_no_certificate_of_the_ca_is_refused(kube, certifica
     async with serving(kube, certificates) as url, as_client(certificates, name) as session:
         with pytest.raises(aiohttp.ClientError):
             await session.post(f"{url}/filter", data=ARGS)
+
+
+class Wire(asyncio.Transport):
+    """Notes what is written to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.written, self.is_closed = [], False
+
+    def write(self, data):
+        self.written.append(data)
+
+    def close(self):
+        self.is_closed = True
+
+    def is_closing(self):
+        return self.is_closed
+
+
+async def test_the_head_of_an_answer_and_its_body_are_written_at_once():
+    wire = Wire()
+    transport = Gathering(wire)
+    transport.write(b"head ")
+    transport.write(b"body")
+    assert wire.written == []
+    await asyncio.sleep(0)
+    assert wire.written == [b"head body"]
+
+
+async def test_what_was_written_before_a_connection_closes_is_sent_and_nothing_after():
+    wire = Wire()
+    transport = Gathering(wire)
+    transport.write(b"goodbye")
+    transport.close()
+    transport.write(b"?")
+    await asyncio.sleep(0)
+    assert (wire.written, transport.is_closing()) == ([b"goodbye"], True)
 
 
 def test_the_process_loads_no_framework_that_it_does_not_use():
