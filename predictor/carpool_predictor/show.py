@@ -23,7 +23,10 @@ def as_text(title: str, report: Report, *, width: int) -> RenderableType:
 
 def _tables(title: str, report: Report, *, with_intervals: bool) -> Iterator[RenderableType]:
     if len(report.products) == 1:
-        yield _one(title, report, report.products[0])
+        (product,) = report.products
+        # Not the table's own title, which would be broken to the width of the table.
+        yield Text(f"{title}, on {product.answer.prediction.product}", style="italic")
+        yield _one(report, product)
     else:
         yield _memory(title, report)
         yield _speed(report, with_intervals=with_intervals)
@@ -47,10 +50,10 @@ def _span(interval: Interval | None, scale: float = 1.0, digits: int = 0, *, wit
     return f"{median} [dim]({lower} - {upper})[/dim]" if with_ends else median
 
 
-def _one(title: str, report: Report, product: ProductReport) -> Table:
+def _one(report: Report, product: ProductReport) -> Table:
     found = product.answer.prediction
     memory, activity = found.memory, found.activity
-    table = Table(title=f"{title}, on {found.product}", title_justify="left", box=box.SIMPLE, show_header=False)
+    table = Table(box=box.SIMPLE, show_header=False)
     table.add_row("memory", f"{memory.median_mib:,} MiB")
     table.add_row("  at most", f"{memory.upper_mib:,} MiB, {memory.coverage:.0%} sure")
     table.add_row("  class", f"{memory.class_lower_mib // 1024} - {memory.class_upper_mib // 1024} GiB")

@@ -60,6 +60,11 @@ def test_one_product_is_told_line_by_line_with_intervals(block: str) -> None:
     assert re.search(r"GPU utilization +\d+ \(\d+ - \d+\) %", result.output)
 
 
+def test_what_is_predicted_stands_on_one_line(block: str) -> None:
+    result = CliRunner().invoke(predict, [block, "--batch-size", "64", "--gpu", "A30"], env={"COLUMNS": "300"})
+    assert result.output.splitlines()[0] == f"{block}, batch 64, adamw, fp32, on NVIDIA A30"
+
+
 @pytest.mark.parametrize(("columns", "intervals"), [("220", True), ("100", False)])
 def test_intervals_of_several_are_shown_where_there_is_room(columns: str, intervals: bool, block: str) -> None:
     result = CliRunner().invoke(predict, [block, "--batch-size", "64"], env={"COLUMNS": columns})
