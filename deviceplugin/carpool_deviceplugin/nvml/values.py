@@ -96,12 +96,3 @@ class GpmMetrics:
     occupancy: float | None = None
     tensor: float | None = None
     dram: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class XidEvent:
-    """The driver reported an error."""
-
-    gpu: GpuUuid
-    xid: int
-    gpu_instance_id: int | None = None

@@ -36,7 +36,7 @@ class FakeNvml(ReadFunctions, ActivityFunctions, EventFunctions, MigFunctions):
         kinds: Short names out of HARDWARE, one for each GPU.
     """
 
-    driver_version, library_version, cuda_version = "580.95.05", "13.580.95.05", 13000
+    driver_version, cuda_version = "580.95.05", 13000
 
     def __init__(self, kinds: Sequence[str]) -> None:
         self.gpus = [self._made(index, HARDWARE[kind]) for index, kind in enumerate(kinds)]
@@ -175,10 +175,6 @@ class FakeNvml(ReadFunctions, ActivityFunctions, EventFunctions, MigFunctions):
     def nvmlSystemGetDriverVersion(self) -> str:
         self._enter("nvmlSystemGetDriverVersion")
         return self.driver_version
-
-    def nvmlSystemGetNVMLVersion(self) -> str:
-        self._enter("nvmlSystemGetNVMLVersion")
-        return self.library_version
 
     def nvmlSystemGetCudaDriverVersion(self) -> int:
         self._enter("nvmlSystemGetCudaDriverVersion")

@@ -68,12 +68,6 @@ class MigFunctions(Calls):
         count._obj.value = len(found)
         return int(pynvml.NVML_SUCCESS)
 
-    def nvmlDeviceGetGpuInstanceById(self, handle: Any, instance_id: int) -> Any:
-        _, mig = self._mig("nvmlDeviceGetGpuInstanceById", handle)
-        if instance_id not in mig.instances:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
-        return self._pointer((mig, mig.instances[instance_id]), pynvml.c_nvmlGpuInstance_t)
-
     def nvmlGpuInstanceGetInfo(self, instance: Any) -> Any:
         self._enter("nvmlGpuInstanceGetInfo")
         mig, made = self._object(instance)
