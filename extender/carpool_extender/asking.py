@@ -12,7 +12,7 @@ from carpool_core.kube.api import KubeApi
 from carpool_core.kube.client import connect
 from carpool_core.kube.config import KubeConfigError
 from carpool_core.kube.errors import KubeError, Refused
-from carpool_core.products import PRODUCTS
+from carpool_core.products import PRODUCTS, hardware_name
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.settings import SettingsError, click_options
 from carpool_predictor.calibration import Calibration
@@ -40,12 +40,13 @@ class Forecast:
     """What whoever asks should know of it."""
 
     async def traced(self, job: GpuTrainingJob, products: list[str]) -> GpuTrainingJob:
-        """Predict a job on the products of the cluster."""
+        """Predict a job on the products of the cluster, as its nodes call them; simulated GPUs teach no hardware."""
         spec = job.spec
         features = await features_of(spec.model, spec.training, SubprocessTracer())
-        known = [product for product in PRODUCTS if product.name in products]
-        name = model_name(spec.model)
-        prediction = predict(features, spec.training, known, self.calibration, name, is_strict=self.is_strict)
+        names = set(map(hardware_name, products))
+        known = [product for product in PRODUCTS if product.name in names]
+        learned = None if self.calibration is None else self.calibration.for_gpus(names.difference(products))
+        prediction = predict(features, spec.training, known, learned, model_name(spec.model), is_strict=self.is_strict)
         return msgspec.structs.replace(job, status=msgspec.structs.replace(job.status, prediction=prediction))
 
 
@@ -56,9 +57,13 @@ async def forecast(api: KubeApi, settings: AskSettings) -> Forecast:
         return Forecast()
     try:
         kept = await CalibrationMap(api, *place).read()
-    except (Refused, UnreadableError) as error:
+    except Refused as error:
         note = f"predicted as shipped, because what was learned ({settings.calibration}) cannot be read: {error}"
         return Forecast(notes=(f"{note}; where nothing was measured the operator may let the job run alone",))
+    except UnreadableError as error:
+        # The operator cannot read it either, and goes on with what is shipped.
+        note = f"predicted as shipped, because what was learned ({settings.calibration}) cannot be read: {error}"
+        return Forecast(is_strict=not settings.share_unmeasured, notes=(note,))
     # The operator takes a ConfigMap that does not exist yet for an empty one, and creates it with the first lesson.
     elsewhere = f"nothing has been learned yet, or the operator keeps it elsewhere than in {settings.calibration}"
     notes = () if kept.version else (elsewhere,)

@@ -18,7 +18,6 @@ from carpool_core.keys import (
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, KubeApi
 from carpool_core.kube.errors import NotFound
 from carpool_core.kube.pods import PodSpec, user_of
-from carpool_core.products import hardware_name
 from carpool_core.resources.job import GpuTrainingJob, WorkerPlacement
 from carpool_core.resources.meta import Condition
 from carpool_core.resources.node import GpuNode, Reservation
@@ -187,7 +186,7 @@ def standing(state: str, conditions: Sequence[Condition]) -> list[str]:
 async def asked(api: KubeApi, job: GpuTrainingJob, rules: Rules, predictor: Predictor, asker: Asker) -> Answer:
     """Say where a job would go now, beside whom and how fast; nothing is created."""
     nodes = await all_of(api, GPU_NODES, GpuNode)
-    products = {hardware_name(device.product) for node in nodes for device in node.status.devices}
+    products = {device.product for node in nodes for device in node.status.devices}
     known = await predictor(job, sorted(products))
     prediction = known.status.prediction
     told = []

@@ -58,8 +58,11 @@ def _first_choice(facts: ClassColumns, tenancy: Tenancy) -> NDArray[np.int8]:
 
 def unbounded(demand: Demand, product: str) -> str:
     """Say why a job counts with the whole of a GPU, of a product on which its memory has no bound."""
-    if demand.prediction_on(product) is None:
+    predicted = demand.prediction_on(product)
+    if predicted is None:
         return "nothing is known of its memory, so it counts with the whole GPU"
+    if predicted.memory.is_lost:
+        return "earlier runs of it died of memory on such GPUs, so it counts with the whole GPU"
     return "too little was measured on such GPUs to rely on its prediction, so it counts with the whole GPU"
 
 

@@ -64,6 +64,7 @@ def prediction(
     products: Sequence[str] = (A100, T4),
     *,
     trusted: bool = True,
+    learned_runs: int = 0,
 ) -> Prediction:
     """Build a prediction that is the same on every product and has no spread."""
 
@@ -76,7 +77,13 @@ def prediction(
         products=[
             ProductPrediction(
                 product=product,
-                memory=MemoryPrediction(median_mib=memory_mib, upper_mib=memory_mib, coverage=0.95, trusted=trusted),
+                memory=MemoryPrediction(
+                    median_mib=memory_mib,
+                    upper_mib=memory_mib,
+                    coverage=0.95,
+                    trusted=trusted,
+                    learned_runs=learned_runs,
+                ),
                 activity=ActivityPrediction(
                     gpu_util_percent=exactly(util), sm_active_ratio=exactly(sm), dram_active_ratio=exactly(dram)
                 ),

@@ -146,7 +146,7 @@ def why_alone(demand: Demand, places: Sequence[WorkerPlacement]) -> str | None:
     unknown = sorted(name for name in alone if demand.prediction_on(name) is None)
     if demand.mode is not RequestedMode.EXCLUSIVE and not unknown:
         untrusted = sorted(name for name in alone if demand.profile_on(name).memory_mib is None)
-        return _why_untrusted(untrusted) if untrusted else None
+        return _why_untrusted(demand, untrusted) if untrusted else None
     if demand.mode is RequestedMode.EXCLUSIVE:
         return None
     return (
@@ -155,7 +155,13 @@ def why_alone(demand: Demand, places: Sequence[WorkerPlacement]) -> str | None:
     )
 
 
-def _why_untrusted(products: Sequence[str]) -> str:
+def _why_untrusted(demand: Demand, products: Sequence[str]) -> str:
+    lost = [name for name in products if (found := demand.prediction_on(name)) is not None and found.memory.is_lost]
+    if lost:
+        return (
+            f"runs alone on its GPU (Exclusive), because earlier runs of it died of memory on {', '.join(lost)}: once "
+            "one has ended well there, the next may share; give spec.memory.limit to let it share all the same"
+        )
     return (
         f"runs alone on its GPU (Exclusive), because too little like it was measured on {', '.join(products)}: jobs "
         "that run there calibrate the next ones; give spec.memory.limit to let it share all the same"

@@ -250,11 +250,12 @@ def _message(job: Job, answers: Sequence[OnProduct]) -> str:
     batches = ", ".join(str(step.batch_size) for step in job.features.steps)
     told = [f"from training steps traced at batch sizes {batches}"]
     told += [said for answer in answers if (said := _learned(answer.prediction)) is not None]
-    alone = [a.prediction.product for a in answers if not a.prediction.memory.trusted]
-    if alone:
+    untrusted = [a.prediction for a in answers if not a.prediction.memory.trusted]
+    if lost := [p.product for p in untrusted if p.memory.is_lost]:
+        told.append(f"runs alone on {', '.join(lost)}, because earlier runs of it died of memory there")
+    if alone := [p.product for p in untrusted if not p.memory.is_lost]:
         told.append(f"runs alone on {', '.join(alone)} until enough like it was measured there")
-    first = [a.prediction.product for a in answers if a.is_first and a.prediction.memory.trusted]
-    if first:
+    if first := [a.prediction.product for a in answers if a.is_first and a.prediction.memory.trusted]:
         told.append(f"its first run on {', '.join(first)} counts with {recalling.FIRST:g} times the bound")
     if not job.corrected.inside:
         told.append("the model is unlike those that were measured, so the bound on memory is wider")

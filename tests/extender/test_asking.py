@@ -6,13 +6,14 @@ import msgspec
 import pytest
 from asking_world import ASKER, CLOCK, RULES, job_of, on_a_node, predicted
 from carpool_core.clock import rfc3339
+from carpool_core.keys import SIMULATED_PREFIX
 from carpool_core.kube.api import CONFIG_MAPS
 from carpool_core.kube.errors import Forbidden
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.prediction import Prediction
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import JobUid, Precision
-from carpool_extender.asking import explain_command, forecast, what_if
+from carpool_extender.asking import Forecast, explain_command, forecast, what_if
 from carpool_extender.conditions import Conditions
 from carpool_extender.enquiry import Asker, asked, explained
 from carpool_extender.policies import find_policy
@@ -20,8 +21,8 @@ from carpool_extender.rules import Rules
 from carpool_extender.settings import AskSettings
 from carpool_extender.standing import SILENCE_S
 from carpool_extender.testing import T4, device, gpu_node, seed_job, seed_node, tenant
-from carpool_predictor.calibration import Calibration, Expected, Measured, Stack
-from carpool_predictor.calibration_map import CalibrationMap, Kept
+from carpool_predictor.calibration import SIMULATED, Calibration, Expected, Measured, Stack
+from carpool_predictor.calibration_map import KEY, CalibrationMap, Kept
 from carpool_predictor.memory import shipped
 from carpool_predictor.observe import observe
 from click.testing import CliRunner
@@ -169,6 +170,14 @@ async def test_what_if_advises_nothing_that_the_job_did_already_or_does_not_want
     assert ("to let it share" in first) == (spec == {})
 
 
+def job_with_features() -> GpuTrainingJob:
+    step = {"batchSize": 32, "peakBytes": 1_100_000_000, "activationBytes": 1_000_000_000}
+    features = {"steps": [step | {"flops": 1e12, "bytesMoved": 1e10, "kernels": 300}]}
+    sizes = {"parameters": 10**6, "trainableParameters": 10**6, "parameterBytes": 4 * 10**6}
+    spec = {"template": {}, "model": {"features": features | sizes}}
+    return msgspec.convert({"metadata": {"name": "new", "namespace": "default"}, "spec": spec}, GpuTrainingJob)
+
+
 def calibrated() -> Calibration:
     """Three jobs were measured on a T4."""
     found = Calibration()
@@ -191,23 +200,40 @@ def calibrated() -> Calibration:
         pytest.param(calibrated(), AskSettings(), True, "", id="learned"),
         pytest.param(calibrated(), AskSettings(calibration=""), True, "", id="not asked for"),
         pytest.param(Forbidden("may not", status=403), AskSettings(), True, "cannot be read: may not", id="no right"),
+        pytest.param(b"{", AskSettings(), False, "cannot be read: ", id="unreadable for the operator, too"),
     ],
 )
 async def test_what_if_predicts_with_what_the_operator_learned(kept, settings, trusted, note):
     kube = FakeKube()
     if isinstance(kept, Forbidden):
         kube.fail_next("get", CONFIG_MAPS, kept)
+    elif isinstance(kept, bytes):
+        metadata = {"name": "carpool-calibration", "namespace": "carpool-system"}
+        kube.seed(CONFIG_MAPS, {"metadata": metadata, "data": {KEY: kept.decode()}})
     elif kept is not None:
         await CalibrationMap(kube, "carpool-system", "carpool-calibration").write(Kept(), kept)
-    step = {"batchSize": 32, "peakBytes": 1_100_000_000, "activationBytes": 1_000_000_000}
-    features = {"steps": [step | {"flops": 1e12, "bytesMoved": 1e10, "kernels": 300}]}
-    sizes = {"parameters": 10**6, "trainableParameters": 10**6, "parameterBytes": 4 * 10**6}
-    spec = {"template": {}, "model": {"features": features | sizes}}
-    job = msgspec.convert({"metadata": {"name": "new", "namespace": "default"}, "spec": spec}, GpuTrainingJob)
     known = await forecast(kube, settings)
     assert note in " ".join(known.notes)
     assert bool(note) == bool(known.notes)
-    told = (await known.traced(job, [T4])).status.prediction
+    told = (await known.traced(job_with_features(), [T4])).status.prediction
     assert told is not None
     assert told.products[0].memory.trusted is trusted
     assert told.products[0].memory.learned_jobs == (3 if known.calibration and known.calibration.stacks else 0)
+
+
+@pytest.mark.parametrize(
+    ("present", "taught"),
+    [
+        pytest.param([f"{SIMULATED_PREFIX}{T4}"], True, id="all simulated"),
+        pytest.param([T4], False, id="hardware"),
+        pytest.param([T4, f"{SIMULATED_PREFIX}{T4}"], False, id="both"),
+    ],
+)
+async def test_what_simulated_gpus_taught_serves_simulated_ones_only(present, taught):
+    """Regression: three simulated jobs made the prediction for real GPUs of that product one to rely on."""
+    simulated = msgspec.structs.replace(calibrated().stacks[0].stack, driver=SIMULATED)
+    state = msgspec.structs.replace(calibrated().stacks[0], stack=simulated)
+    known = Forecast(Calibration(stacks=[state]), is_strict=True)
+    told = (await known.traced(job_with_features(), present)).status.prediction
+    assert told is not None
+    assert (told.products[0].memory.trusted, told.products[0].memory.learned_jobs) == (taught, 3 if taught else 0)

@@ -99,6 +99,13 @@ SENTENCES = [
         id="must be alone, as its prediction is not relied on",
     ),
     pytest.param(
+        [gpu_node("a", 1, [tenant("x", [GPU])])],
+        {"prediction": prediction(trusted=False, learned_runs=2)},
+        "1 GPU: in use, and the job must be alone: earlier runs of it died of memory on such GPUs, so it counts with "
+        "the whole GPU",
+        id="must be alone, as it died before",
+    ),
+    pytest.param(
         [gpu_node("a", 1, [tenant("x", [GPU], namespace="other")])],
         {},
         "1 GPU: its MPS server belongs to namespace other",

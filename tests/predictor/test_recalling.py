@@ -91,6 +91,8 @@ def test_a_death_raises_the_bound_and_so_many_take_the_trust_away() -> None:
     assert once.trusted
     known = runs(*[6000] * MOST_DEATHS, out_of_memory=True)
     assert not told(known).memory.trusted
+    said = predict(features(), Training(batch_size=64), [T4], known, NAME).message
+    assert "runs alone on Tesla T4, because earlier runs of it died of memory there" in said
     after = told(runs(7000, known=known)).memory
     assert after.trusted, "another run showed that it lives with more"
     assert after.upper_mib == pytest.approx(7000 * (1 + AGREEMENT), abs=1)

@@ -38,6 +38,11 @@ class MemoryPrediction(Resource, frozen=True, kw_only=True):
         ),
     ] = True
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether it is not trusted because runs of this very job died of memory; else too little was measured."""
+        return not self.trusted and self.learned_runs > 0
+
 
 class ActivityPrediction(Resource, frozen=True, kw_only=True):
     """How busy the job keeps a GPU when it has it alone."""
