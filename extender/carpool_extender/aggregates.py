@@ -18,19 +18,21 @@ def work_out(columns: Columns, rows: Rows) -> None:
         columns: They are written.
         rows: Which, shape (rows,).
     """
-    promised = columns.memory_mib[rows].sum(axis=1)
+    promised = np.add.reduce(columns.memory_mib.take(rows, axis=0), axis=1)
+    how, count, namespace = columns.mode[rows], columns.count[rows], columns.namespace.take(rows, axis=0)
     free = np.maximum(0, columns.usable_mib[rows] - promised)
-    columns.free_mib[rows] = np.where(columns.mode[rows] == EXCLUSIVE, 0, free)
-    columns.sm_active[rows] = columns.sm[rows].sum(axis=1, dtype=np.float64)
-    columns.dram_active[rows] = columns.dram[rows].sum(axis=1, dtype=np.float64)
-    count, namespace = columns.count[rows], columns.namespace[rows]
-    first, nobody = namespace[:, :1], np.arange(namespace.shape[1]) >= count[:, None]
-    alike = ((namespace == first) | nobody).all(axis=1)
-    columns.patience[rows] = np.where(nobody, np.inf, columns.max_slowdown[rows]).min(axis=1, initial=np.inf)
-    columns.landlord[rows] = np.where(count == 0, NOBODY, np.where(alike, first[:, 0], SEVERAL))
+    columns.free_mib[rows] = np.where(how == EXCLUSIVE, 0, free)
+    columns.sm_active[rows] = np.add.reduce(columns.sm.take(rows, axis=0), axis=1, dtype=np.float64)
+    columns.dram_active[rows] = np.add.reduce(columns.dram.take(rows, axis=0), axis=1, dtype=np.float64)
+    first, nobody = namespace[:, 0], np.arange(namespace.shape[1]) >= count[:, None]
+    alike = np.logical_and.reduce((namespace == first[:, None]) | nobody, axis=1)
+    limits = np.where(nobody, np.inf, columns.max_slowdown.take(rows, axis=0))
+    columns.patience[rows] = np.minimum.reduce(limits, axis=1, initial=np.inf)
+    columns.landlord[rows] = np.where(count == 0, NOBODY, np.where(alike, first, SEVERAL))
     columns.slowdowns[rows] = count
-    for code, mode in SHARED:
-        mine = rows[(columns.mode[rows] == code) & (count > 1)]
+    several = count > 1
+    for code, mode in SHARED if several.any() else ():
+        mine = rows[(how == code) & several]
         for tenants in np.flatnonzero(np.bincount(columns.count[mine])).tolist():
             part = mine[columns.count[mine] == tenants]
             util, sm, dram = (a[part, :tenants] for a in (columns.util, columns.sm, columns.dram))

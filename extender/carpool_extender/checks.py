@@ -2,18 +2,16 @@
 
 from dataclasses import dataclass, fields
 from enum import IntEnum
-from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
 from carpool_core.values import Tenancy
-from carpool_predictor.slowdown import DRAM_SATURATION, SM_SATURATION, allowance
+from carpool_predictor.slowdown import allowance
 from numpy.typing import NDArray
 
-from carpool_extender.aggregates import SHARED
 from carpool_extender.applicant import Applicant, ClassColumns
-from carpool_extender.conditions import Conditions, Quantile
-from carpool_extender.crowds import Crowd, crowd_on
+from carpool_extender.conditions import Conditions
+from carpool_extender.crowds import Crowd, crowd_on, meetings
 from carpool_extender.modes import MIG, MPS, proposals
 from carpool_extender.users import serves_another
 from carpool_extender.view import MODES, NO_MODE, NOBODY, Bools, Columns, Floats, Rows, View
@@ -226,7 +224,10 @@ def look(asked: Verdict, columns: Columns) -> Findings:
         margin=np.full(len(of), applicant.demand.max_slowdown - 1.0),
         is_newcomer=np.ones(len(of), np.bool_),
     )
-    _interfere(columns, applicant, facts, found, conditions.quantile)
+    there = np.flatnonzero((failed == PASSED) & (columns.count > 0))
+    for met in meetings(columns, applicant, facts, there, mode[there], conditions.quantile):
+        found.newcomer[met.rows], found.added[met.rows] = met.newcomer, met.added
+        found.margin[met.rows], found.is_newcomer[met.rows] = np.minimum(met.own, met.others), met.own < met.others
     failed[(failed == PASSED) & (found.margin < -SLACK)] = Check.SLOWDOWN
     return found
 
@@ -279,53 +280,3 @@ def _strangers(view: View, columns: Columns, applicant: Applicant, mode: NDArray
     keeps_apart = (stranger & ~columns.cluster_tenancy[rows]).any(axis=1)
     among[rows] = keeps_apart | (stranger.any(axis=1) & (mode[rows] == MPS))
     return among
-
-
-def _interfere(
-    columns: Columns, applicant: Applicant, facts: ClassColumns, found: Findings, quantile: Quantile
-) -> None:
-    """Predict slowdowns where everything else would do and somebody is there."""
-    candidates = np.flatnonzero((found.failed == PASSED) & (columns.count > 0))
-    mode = found.mode[candidates]
-    for code, _ in SHARED:
-        rows = candidates[mode == code]
-        if code == MPS and quantile is Quantile.MEDIAN:
-            rows = rows[~_undisturbed(columns, applicant, facts, found, rows)]
-        if rows.size:
-            crowd = crowd_on(columns, applicant, facts, rows, code)
-            own, *others = crowd.limit - crowd.by(quantile)
-            lost = (crowd.expected - 1.0).sum(axis=0)
-            _write(found, columns, rows, (crowd.expected[0], lost, own, reduce(np.minimum, others)))
-
-
-def _undisturbed(columns: Columns, applicant: Applicant, facts: ClassColumns, found: Findings, rows: Rows) -> Bools:
-    """Write down, and return, on which GPUs nobody is disturbed: so of most, and what they do together says it.
-
-    It is what `crowd_on` finds there, in a fraction of the time: MPS tenants do not meet below saturation.
-    """
-    of = columns.device_class[rows]
-    sm, dram = columns.sm_active[rows] + facts.sm[of], columns.dram_active[rows] + facts.dram[of]
-    free: Bools = (sm <= SM_SATURATION) & (dram <= DRAM_SATURATION)
-    easy = rows[free]
-    own = np.full(easy.size, applicant.demand.max_slowdown - 1.0)
-    _write(found, columns, easy, (1.0, 0.0, own, columns.patience[easy] - 1.0))
-    return free
-
-
-def _write(
-    found: Findings, columns: Columns, rows: Rows, of: tuple[Floats | float, Floats | float, Floats, Floats]
-) -> None:
-    """Write down what would become of everybody on some GPUs.
-
-    Args:
-        found: It is written.
-        columns: The GPUs.
-        rows: Which of them.
-        of: The newcomer's slowdown; what all lose together; the room to the newcomer's limit; the least of its
-            neighbours' to theirs.
-    """
-    newcomer, lost, own, others = of
-    found.newcomer[rows] = newcomer
-    found.added[rows] = lost - (columns.slowdowns[rows] - columns.count[rows])
-    found.margin[rows] = np.minimum(others, own)
-    found.is_newcomer[rows] = own < others

@@ -231,16 +231,19 @@ class Cluster:
         told = told_by(node)
         is_new = written is None or len(node.status.devices) != len(written.node.status.devices)
         only = None if written is None or is_new else touched(written, told)
-        now, before = said_of(told, only), [] if written is None else said_of(written, only)
+        now = different = said_of(told, only)
+        is_changed = is_new
+        if written is not None and not is_new and only is None:
+            before = said_of(written)
+            different = [said for said, was in zip(now, before, strict=True) if said != was]
+            is_changed = any(said.device != was.device for said, was in zip(now, before, strict=True))
         devices = [said.device for said in now]
-        is_changed = is_new or devices != [said.device for said in before]
         kinds = [class_of(device) for device in devices] if is_changed else []
         namespaces = frozenset(reservation.pod_namespace for reservation in node.spec.reservations)
         self._hold(name, (frozenset(kinds) if is_changed else self._held[name][0], namespaces))
         block = self._rows(name, len(node.status.devices), max((len(said.held) for said in now), default=0))
         if is_changed:
             self._describe(name, block, devices, kinds)
-        different = now if is_new else [said for said, was in zip(now, before, strict=True) if said != was]
         for said in different:
             write_tenants(self._columns, block.start + said.place, said, self._namespaces.ids)
         self._doubt(name, {block.start + said.place: doubt(said) for said in different})

@@ -7,11 +7,13 @@ from functools import lru_cache
 import numpy as np
 from carpool_core.clock import parse_rfc3339
 from carpool_core.resources.node import GpuNode, Reservation, Tenant, TenantProfile
-from carpool_core.values import GpuUuid, PodUid
+from carpool_core.values import GpuUuid, PodUid, SharingMode
 from carpool_predictor.slowdown import slowdowns
 
 MOMENTS = 4096
 """Moments that are remembered as read: each write of a node asks for those of all its reservations again."""
+CROWDS = 4096
+"""Crowds of tenants of which it is remembered how much they slow each other down: each report tells of them again."""
 SETTLED_S = 90.0
 """Age from which a tenant's measure counts, in seconds: before, it loads, and the mean is of a beginning."""
 
@@ -53,13 +55,19 @@ def known_of(reservations: Sequence[Reservation], measured: Sequence[Tenant | No
     expected = [promised(reservation.tenant) for reservation in reservations]
     if not any(measured):
         return expected
-    util, sm, dram = np.array([(one.util, one.sm, one.dram) for one in expected], np.float64).T[:, None, :]
-    every = np.ones((1, len(expected)), np.bool_)
-    stretch = slowdowns(reservations[0].mode, util, sm, dram, every)[0]
+    stretch = _stretch(reservations[0].mode, tuple((one.util, one.sm, one.dram) for one in expected))
     return [
-        one if tenant is None else _combined(one, tenant, float(by))
+        one if tenant is None else _combined(one, tenant, by)
         for one, tenant, by in zip(expected, measured, stretch, strict=True)
     ]
+
+
+@lru_cache(maxsize=CROWDS)
+def _stretch(mode: SharingMode, alone: tuple[tuple[float, float, float], ...]) -> list[float]:
+    """Predict the slowdowns of the tenants of one GPU from what each does alone: utilization, SM and DRAM activity."""
+    util, sm, dram = np.array(alone, np.float64).T[:, None, :]
+    found: list[float] = slowdowns(mode, util, sm, dram, np.ones(util.shape, np.bool_))[0].tolist()
+    return found
 
 
 def _combined(promised: Known, tenant: Tenant, slowdown: float) -> Known:

@@ -47,13 +47,18 @@ def touched(before: Told, now: Told) -> frozenset[GpuUuid] | None:
     was, status = before.node.status, now.node.status
     if was is not status and was.devices != status.devices:
         return None
-    old, new = ({one.pod_uid: one for one in told.node.spec.reservations} for told in (before, now))
-    different = [one for uid, one in new.items() if old.get(uid) != one]
-    different += [one for uid, one in old.items() if new.get(uid) != one]
-    found = {uuid for one in different for uuid in one.gpu_uuids}
+    found: set[GpuUuid] = set()
+    if before.node.spec is not now.node.spec:
+        old, new = ({one.pod_uid: one for one in told.node.spec.reservations} for told in (before, now))
+        different = [one for uid, one in new.items() if old.get(uid) != one]
+        different += [one for uid, one in old.items() if new.get(uid) != one]
+        found.update(*(one.gpu_uuids for one in different))
     if was is not status:
-        seen = ({(one.pod_uid, one.gpu_uuid): one for one in of.tenants} for of in (was, status))
-        found |= _apart(*seen) | _apart(before.settled, now.settled)
+        if was.tenants != status.tenants:
+            seen = ({(one.pod_uid, one.gpu_uuid): one for one in of.tenants} for of in (was, status))
+            found |= _apart(*seen)
+        if before.settled != now.settled:
+            found |= _apart(before.settled, now.settled)
     return frozenset(found)
 
 
@@ -75,10 +80,12 @@ def said_of(told: Told, among: Collection[GpuUuid] | None = None) -> list[Said]:
     held: dict[GpuUuid, list[Reservation]] = {}
     for reservation in node.spec.reservations:
         for uuid in reservation.gpu_uuids:
-            held.setdefault(uuid, []).append(reservation)
+            if among is None or uuid in among:
+                held.setdefault(uuid, []).append(reservation)
     seen: dict[GpuUuid, list[Tenant]] = {}
     for tenant in node.status.tenants:
-        seen.setdefault(tenant.gpu_uuid, []).append(tenant)
+        if among is None or tenant.gpu_uuid in among:
+            seen.setdefault(tenant.gpu_uuid, []).append(tenant)
     found = []
     for place, device in enumerate(sorted(node.status.devices, key=INDEX)):
         if among is None or device.uuid in among:

@@ -3,19 +3,18 @@
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-import msgspec
 from carpool_core.products import find_product
 from carpool_core.resources.job import RunPolicy
-from carpool_core.resources.node import Reservation
-from carpool_core.values import DeviceHealth, GpuUuid, PodUid
+from carpool_core.values import DeviceHealth, GpuUuid
 
 from carpool_extender.measured import SETTLED_S
 from carpool_extender.policies import find_policy
 from carpool_extender.rules import Rules
 from carpool_extender.simulation.foreseeing import board_of
 from carpool_extender.simulation.knowing import Knower, Stage
+from carpool_extender.simulation.monitors import Monitors
 from carpool_extender.simulation.state import Finished, Gpu, Outcome, Physics, Running, uid_of
 from carpool_extender.simulation.strategy import Strategy
 from carpool_extender.simulation.waiting import Entry, Waiting
@@ -48,9 +47,7 @@ class Simulation:
             product = find_product(device.product)
             powers = (workload.power_limit_w or product.power_limit_w, product.idle_power_w)
             self._gpus[device.uuid] = Gpu(device, name, power=powers)
-        self._on_node: dict[str, list[Gpu]] = {name: [] for name in workload.nodes}
-        for gpu in self._gpus.values():
-            self._on_node[gpu.node].append(gpu)
+        self._monitors = Monitors(self._knower, self._board, self._gpus.values())
         self._jobs, self._until_s = len(workload.jobs), workload.until_s
         self._fragmented = workload.fragmented
         self._waiting = Waiting(in_order=strategy.in_order)
@@ -158,7 +155,7 @@ class Simulation:
                 steady_s = self._strategy.steady_s
                 self._at(self._now_s + steady_s, lambda: self._look(running, steady_s))
         elif self._knower.watches:
-            self._report(running.nodes)
+            self._monitors.report(running.nodes, self._now_s)
 
     def _open(self) -> None:
         """Let GPUs take others again whose monitors have seen the newcomer."""
@@ -168,8 +165,9 @@ class Simulation:
     def _look(self, running: Running, age_s: float) -> None:
         """Let the agents report a tenant that is old enough for its measure to count."""
         if not running.ended:
-            self._knower.saw(running.as_run(), age_s=age_s)
-            self._report(running.nodes)
+            if self._strategy.learns:
+                self._knower.saw(running.as_run(), age_s=age_s)
+            self._monitors.report(running.nodes, self._now_s)
             self._freed += 1
 
     def _is_short_of_memory(self, newcomer: Running) -> bool:
@@ -227,29 +225,7 @@ class Simulation:
             uid = uid_of(running.job, running.stage, worker)
             self._board.release(node, uid, self._now_s, is_shown=not is_reported)
         if is_reported:
-            self._report(running.nodes)
-
-    def _report(self, nodes: set[str]) -> None:
-        """Write down what is now seen of the tenants of some nodes."""
-        for node in nodes:
-            seen, tenants = {}, []
-            for gpu in self._on_node[node]:
-                for running in gpu.tenants:
-                    uid = running.uid_on(gpu.device.uuid)
-                    seen[uid] = running
-                    tenant = self._knower.measured(running.job.truth, uid, gpu.device.uuid, running.slowdown)
-                    tenants += [] if tenant is None else [tenant]
-            self._board.report(node, tenants, self._as_seen(node, seen), self._now_s)
-
-    def _as_seen(self, node: str, seen: Mapping[PodUid, Running]) -> dict[PodUid, Reservation]:
-        """Return the reservations of a node as a monitor without promises has them; none where there are promises."""
-        if not self._knower.watches:
-            return {}
-        return {
-            r.pod_uid: msgspec.structs.replace(r, tenant=self._knower.profile(one.job.truth, r.tenant, one.slowdown))
-            for r in self._board.reservations(node)
-            if (one := seen.get(r.pod_uid)) is not None
-        }
+            self._monitors.report(running.nodes, self._now_s)
 
     def _update(self, gpus: list[Gpu]) -> None:
         """Give everybody on these GPUs the speed that is now true."""
@@ -280,7 +256,8 @@ class Simulation:
 
     def _finish(self, running: Running) -> None:
         running.left_s = 0.0
-        self._knower.saw(running.as_run(), age_s=None)
+        if self._strategy.learns:
+            self._knower.saw(running.as_run(), age_s=None)
         self._leave(running)
         if running.stage.profiling:
             self._enqueue(running.job, Stage())

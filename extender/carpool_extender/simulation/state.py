@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from carpool_core.resources.node import Device
+from carpool_core.resources.node import Device, Tenant
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 from carpool_predictor.solo import Activity
 
@@ -37,6 +37,8 @@ class Running:
     version: int = 0
     """Raised whenever its speed changes; an end that was foreseen under another version is void."""
     ended: bool = False
+    measured: dict[GpuUuid, tuple[float, PodUid, Tenant | None]] = field(default_factory=dict)
+    """What was measured of it on each GPU last: at which slowdown, of which worker, and what."""
 
     def uid_on(self, gpu: GpuUuid) -> PodUid:
         """Return the UID of the worker that has a GPU."""
