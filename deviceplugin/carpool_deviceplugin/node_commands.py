@@ -57,7 +57,7 @@ def inspect(context: click.Context) -> None:
         raise InputError(str(e)) from e
 
 
-@node.command()
+@node.command(short_help="Print the steps that divide a GPU; --apply takes them.")
 @click.option("--gpu", type=int, required=True, help="Index of the GPU, as `carpool node inspect` prints it.")
 @click.option("--to", "target", required=True, help="What it should be: mig:PROFILE[,PROFILE…]; mig: alone for none.")
 @click.option("--apply", "is_applied", is_flag=True, help="Take the steps; otherwise they are only printed.")
@@ -71,7 +71,7 @@ def plan(context: click.Context, gpu: int, target: str, is_applied: bool) -> Non
         raise InputError(str(e)) from e
 
 
-@node.command("mps-host")
+@node.command("mps-host", short_help="Start MPS daemons for the agent.")
 @click.option("--socket", type=click.Path(path_type=Path), required=True, help="Where the agent asks for daemons.")
 @click.option(
     "--state-dir",

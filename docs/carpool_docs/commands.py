@@ -2,7 +2,8 @@
 
 from importlib.metadata import entry_points
 
-from carpool_core.cli import GROUP, main
+import click
+from carpool_core.cli import GROUP, load_command, main
 from click.testing import CliRunner
 
 from carpool_docs.markdown import code, fence
@@ -18,6 +19,13 @@ same, and says which extra brings them."""
 def names() -> list[str]:
     """Return the names of all commands."""
     return sorted(point.name for point in entry_points(group=GROUP))
+
+
+def subcommands(name: str) -> list[str]:
+    """Return the names of what stands below a command."""
+    (point,) = entry_points(group=GROUP, name=name)
+    command = load_command(point)
+    return sorted(command.commands) if isinstance(command, click.Group) else []
 
 
 def help_of(*command: str) -> str:
@@ -41,4 +49,6 @@ def page() -> str:
         extras = ",".join(next(iter(entry_points(group=GROUP, name=name))).extras)
         parts += [f"## carpool {name}", *([f"Needs {code(f'carpool[{extras}]')}."] if extras else [])]
         parts.append(fence(help_of(name)))
+        for below in subcommands(name):
+            parts += [f"### carpool {name} {below}", fence(help_of(name, below))]
     return page_of("Commands", *parts)

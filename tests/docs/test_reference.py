@@ -14,7 +14,7 @@ import pytest
 import yaml
 from carpool_core.cli import GROUP
 from carpool_core.settings import Setting, settings_of
-from carpool_docs import metrics, settings
+from carpool_docs import commands, metrics, settings
 from carpool_docs.pages import FOLDER, PAGES, write
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +54,18 @@ def test_every_page_is_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", sorted(p.name for p in entry_points(group=GROUP)))
 def test_every_command_is_documented(command: str) -> None:
     assert f"Usage: carpool {command} " in section(read("commands.md"), f"carpool {command}")
+
+
+NESTED = [(name, below) for name in commands.names() for below in commands.subcommands(name)]
+
+
+@pytest.mark.parametrize(("name", "below"), NESTED)
+def test_every_command_below_another_is_documented(name: str, below: str) -> None:
+    assert f"### carpool {name} {below}\n\n```\nUsage: carpool {name} {below} " in read("commands.md")
+
+
+def test_there_are_commands_below_others() -> None:
+    assert ("node", "inspect") in NESTED
 
 
 SETTINGS = [(process, one) for process, cls in settings.PROCESSES.items() for one in settings_of(cls)]

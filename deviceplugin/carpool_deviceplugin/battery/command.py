@@ -25,7 +25,7 @@ class InputError(click.ClickException):
     exit_code = 2
 
 
-@click.command()
+@click.command(short_help="Try the agent on a real GPU that nobody uses.")
 @click.option("--gpu", type=int, default=0, show_default=True, help="Index of a GPU that nobody uses.")
 @click.option("--only", multiple=True, type=click.Choice([*TRIALS]), help="Try this; several times for several.")
 @click.option("--python", default=sys.executable, help="An interpreter with PyTorch; this one where left out.")
