@@ -16,7 +16,8 @@ import click
 def crds(folders: tuple[Path, ...]) -> None:
     """Print the CustomResourceDefinitions, or write them.
 
-    `carpool crds | kubectl apply --server-side -f -` installs them.
+    `carpool crds | kubectl apply --server-side --force-conflicts -f -` installs them, and brings those that
+    Helm installed up to date.
     """
     from carpool_core import crdgen  # the types take their time to import, and `carpool --help` does without
 

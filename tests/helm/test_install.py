@@ -56,9 +56,11 @@ def test_an_upgrade_keeps_the_certificates_and_uninstalling_leaves_nothing(
         notes = release("install", RELEASE, str(CHART), *values)
         assert "kubectl label node NODE carpool.dev/node=managed" in notes
         assert "SIMULATED" not in notes
+        assert "resource definitions as they were first installed" not in notes
         before = certificates()
         notes = release("upgrade", RELEASE, str(CHART), *values, "--set", "nodeAgent.simulatedGpus=Tesla T4:1")
         assert "the node agents offer SIMULATED GPUs (Tesla T4:1)" in notes
+        assert "kubectl apply --server-side --force-conflicts -f crds/" in notes
         assert certificates() == before
         release("uninstall", RELEASE)
         left = control_plane.kubectl("get", KINDS, "-A", "-l", f"app.kubernetes.io/instance={RELEASE}", "-o", "name")
