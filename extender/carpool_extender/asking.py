@@ -70,6 +70,12 @@ async def forecast(api: KubeApi, settings: AskSettings) -> Forecast:
     return Forecast(kept.calibration, is_strict=not settings.share_unmeasured, notes=notes)
 
 
+class UnansweredError(click.ClickException):
+    """What was asked cannot be answered; ends with 2, as click does on wrong options. An answer of no ends with 1."""
+
+    exit_code = 2
+
+
 _ALL = click.option("--all", "each_gpu", is_flag=True, help="Tell of every GPU on a line of its own.")
 _NAMESPACE = click.option("-n", "--namespace", default="default", show_default=True, help="The job's namespace.")
 
@@ -96,15 +102,16 @@ def explain_command(settings: AskSettings, job: str, namespace: str, each_gpu: b
 def what_if(settings: AskSettings, manifest: Path, namespace: str, each_gpu: bool) -> None:
     """Say where the job in MANIFEST would go now, beside whom and how fast; nothing is created.
 
-    Ends with 1 where the API server would refuse the manifest, or no GPU of the cluster could ever run the job.
+    Ends with 1 where the API server would refuse the manifest, or no GPU of the cluster could ever run the job; with 2
+    where that could not be found out.
 
     Decides as the extender does where it is told the same settings; only that a GPU could not be prepared a moment ago
     the extender alone remembers.
     """
     try:
         wanted = read(manifest, namespace)
-    except ManifestError as error:
-        raise click.ClickException(str(error)) from error
+    except (ManifestError, OSError) as error:
+        raise UnansweredError(str(error)) from error
 
     async def ask(api: KubeApi, rules: Rules, asker: Asker) -> Answer:
         found = await checked(api, wanted)
@@ -126,9 +133,11 @@ def _say(settings: AskSettings, each_gpu: bool, ask: Callable[[KubeApi, Rules, A
     try:
         told = asyncio.run(run())
     except KubeError as error:
-        raise click.ClickException(f"the cluster could not be asked: {error}") from error
-    except (ManifestError, NoSuchJobError, KubeConfigError, SettingsError, UnknownPolicyError) as error:
+        raise UnansweredError(f"the cluster could not be asked: {error}") from error
+    except ManifestError as error:
         raise click.ClickException(str(error)) from error
+    except (NoSuchJobError, KubeConfigError, SettingsError, UnknownPolicyError) as error:
+        raise UnansweredError(str(error)) from error
     click.echo("\n".join(told.lines))
     if told.is_hopeless:
         raise click.exceptions.Exit(1)

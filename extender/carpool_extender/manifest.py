@@ -38,7 +38,7 @@ def read(path: Path, namespace: str) -> dict[str, Any]:
     try:
         found = msgspec.yaml.decode(path.read_bytes())
     except msgspec.MsgspecError as error:
-        raise ManifestError(f"{path}: expected a GpuTrainingJob in one YAML document: {error}") from error
+        raise ManifestError(f"{path}: expected a GpuTrainingJob in one YAML document: {in_one_line(error)}") from error
     kind = found.get("kind") if isinstance(found, dict) else None
     if kind != "GpuTrainingJob":
         raise ManifestError(f"{path}: expected a GpuTrainingJob, found {f'a {kind}' if kind else 'no kind'}")
@@ -74,6 +74,11 @@ async def checked(api: KubeApi, manifest: dict[str, Any]) -> Checked:
         return Checked(msgspec.convert({**body, "status": {}}, GpuTrainingJob), notes)
     except msgspec.ValidationError as error:
         raise ManifestError(in_words(str(error))) from error
+
+
+def in_one_line(error: Exception) -> str:
+    """Return what a parser of YAML says, which it says on several lines."""
+    return " ".join(str(error).split())
 
 
 def in_words(said: str) -> str:

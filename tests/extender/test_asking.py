@@ -59,12 +59,15 @@ def test_the_commands_refuse_with_a_sentence(tmp_path):
     manifest = tmp_path / "job.yaml"
     manifest.write_text("spec: 3")
     result = CliRunner().invoke(what_if, [str(manifest)])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "expected a GpuTrainingJob" in result.output
+    manifest.write_text("{")
+    told = CliRunner().invoke(what_if, [str(manifest)])
+    assert (told.exit_code, len(told.output.splitlines())) == (2, 1)
     refused = CliRunner().invoke(explain_command, ["x", "--policy", "fast"])
-    assert refused.exit_code == 1
+    assert refused.exit_code == 2
     assert "policy 'fast' is unknown; choose one of" in refused.output
-    assert CliRunner().invoke(explain_command, ["x", "--most-jobs", "0"]).exit_code == 1
+    assert CliRunner().invoke(explain_command, ["x", "--most-jobs", "0"]).exit_code == 2
 
 
 async def test_the_sites_preconditions_hold():
@@ -114,7 +117,7 @@ def test_without_a_cluster_there_is_a_sentence_and_no_traceback(tmp_path):
     nowhere = dict.fromkeys(("KUBECONFIG", "KUBERNETES_SERVICE_HOST"))
     for command, argument in ((explain_command, "x"), (what_if, str(manifest))):
         result = CliRunner(env=nowhere).invoke(command, [argument])
-        assert result.exit_code == 1
+        assert result.exit_code == 2
         assert "Error: " in result.output
         assert "KUBECONFIG" in result.output
 

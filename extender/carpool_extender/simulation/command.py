@@ -27,6 +27,12 @@ from carpool_extender.simulation.strategy import Strategy
 from carpool_extender.simulation.workload import Workload, WorkloadError
 
 
+class BadInputError(click.ClickException):
+    """What was given cannot be simulated; ends with 2, as click does on wrong options."""
+
+    exit_code = 2
+
+
 @dataclass(frozen=True, slots=True)
 class Runs:
     """How experiments are run."""
@@ -99,6 +105,8 @@ def simulate(
             chosen = {
                 name: _fragmented(one, fragmentation) for name, one in _experiments(workload, trace, cluster).items()
             }
+            for experiment in chosen.values():
+                _strategies(experiment, policies)  # a name that nobody knows is told before anything runs
             if data is None:
                 raise WorkloadError("expected a folder of measurements, found none; set CARPOOL_DATA, or --data")
             if pictures and importlib.util.find_spec("matplotlib") is None:
@@ -113,11 +121,9 @@ def simulate(
             document.write(out, document_path)
             console.print(f"written: {document_path}")
     except (WorkloadError, UnknownPolicyError) as error:
-        raise click.ClickException(str(error)) from error
+        raise BadInputError(str(error)) from error
     except OSError as error:
-        raise click.ClickException(
-            f"expected to read and write files: {error}; look at --out and --document"
-        ) from error
+        raise BadInputError(f"expected to read and write files: {error}; look at --out and --document") from error
 
 
 def _experiments(workload: str | None, trace: Path | None, cluster: Path | None) -> dict[str, Experiment]:

@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 from carpool_core.values import SharingMode
 
 from carpool_extender.conditions import Conditions, Quantile
-from carpool_extender.policies import POLICIES
+from carpool_extender.policies import POLICIES, find_policy
 from carpool_extender.simulation import alibaba, hotcloud, philly, radrm
 from carpool_extender.simulation.engine import Simulation
 from carpool_extender.simulation.failures import with_failures
@@ -155,8 +155,12 @@ def failing(experiment: Experiment) -> Experiment:
 
 
 def named(policies: str, mode: SharingMode) -> list[Strategy]:
-    """Strategies for policies by name, with the shipped predictions and the default limit; `all` takes the table."""
-    names = list(POLICIES) if policies == "all" else [name.strip() for name in policies.split(",")]
+    """Strategies for policies by name, with the shipped predictions and the default limit; `all` takes the table.
+
+    Raises:
+        UnknownPolicyError: There is no policy of a name.
+    """
+    names = list(POLICIES) if policies == "all" else [find_policy(name.strip()).name for name in policies.split(",")]
     return [Strategy(name, name, Knowledge.PREDICTED, mode, max_slowdown=1.5) for name in names]
 
 

@@ -12,6 +12,8 @@ from carpool_core.resources.node import MOST_GPUS, Device
 from carpool_core.values import GpuUuid, SharingMode
 from msgspec import Meta
 
+from carpool_extender.manifest import in_one_line
+from carpool_extender.refusal import counted
 from carpool_extender.simulation import hotcloud
 from carpool_extender.simulation.features import prediction_of
 from carpool_extender.simulation.philly_times import read_trace
@@ -74,12 +76,12 @@ def from_trace(data: Path, trace: Path, nodes: Mapping[str, Sequence[Device]], s
         jobs.append(
             SimJob(f"job-{number}", one.at_s, one.duration_s, gpus, truth, prediction, workers=-(-one.gpus // gpus))
         )
-    told = [f"{read.unsorted:,} lines were earlier than the line before; all were sorted."] if read.unsorted else []
+    told = [f"{counted(read.unsorted, 'line')} came after a later one; all were sorted."] if read.unsorted else []
     if large := sum(one.gpus > all_gpus for one in read.jobs):
-        told.append(f"{large:,} jobs ask for more than the {all_gpus:,} GPUs that there are, and are never placed.")
+        told.append(f"Never placed: {counted(large, 'job')} of more GPUs than the {all_gpus:,} that there are.")
     largest_mib = max(device.memory_mib - device.reserved_mib for devices in nodes.values() for device in devices)
     if fat := sum(one.truth.memory_mib > largest_mib for one in jobs):
-        told.append(f"{fat:,} jobs take more memory than the {largest_mib:,} MiB of any GPU, and are never placed.")
+        told.append(f"Never placed: {counted(fat, 'job')} of more memory than the {largest_mib:,} MiB of any GPU.")
     title = f"{trace.name}: {len(jobs):,} jobs, {all_gpus:,} GPUs"
     if others := {device.product for devices in nodes.values() for device in devices} - {product}:
         told.append(f"Predictions are for {product}; on {', '.join(sorted(others))} every job runs alone.")
@@ -121,7 +123,7 @@ def read_cluster(path: Path) -> dict[str, list[Device]]:
         groups = [(group, find_product(group.product).name) for group in found.nodes]
     except (OSError, UnicodeDecodeError, msgspec.MsgspecError, UnknownProductError) as error:
         raise WorkloadError(
-            f"{path}: expected `nodes: [{{count: 1, product: NVIDIA A100-SXM4-40GB, gpus: 8}}]`: {error}"
+            f"{path}: expected `nodes: [{{count: 1, product: NVIDIA A100-SXM4-40GB, gpus: 8}}]`: {in_one_line(error)}"
         ) from error
     nodes: dict[str, list[Device]] = {}
     for group, product in groups:

@@ -64,15 +64,19 @@ def _submissions(path: Path, reader: "csv.DictReader[str]") -> list[Submission]:
     return [_submission(path, reader.line_num, row) for row in reader]
 
 
+LONGEST_S = 1e9
+"""Longest job, thirty years: the clock of a simulation is a calendar, which ends."""
+
+
 def _submission(path: Path, line: int, row: dict[str, str]) -> Submission:
     try:
         at_s, duration_s, gpus = _seconds(row["timestamp"]), float(row["duration"]), int(row["num_gpus"])
     except (ValueError, TypeError, OverflowError) as error:
         raise WorkloadError(f"{path}, line {line}: expected a time, seconds and a number of GPUs: {error}") from error
-    if not 0 <= duration_s < math.inf or gpus < 1:
+    if not 0 <= duration_s <= LONGEST_S or gpus < 1:
         raise WorkloadError(
-            f"{path}, line {line}: expected a duration of 0 s or more on 1 GPU or more, found {duration_s:g} s on "
-            f"{gpus}"
+            f"{path}, line {line}: expected a duration from 0 to {LONGEST_S:.0e} s on 1 GPU or more, found "
+            f"{duration_s:g} s on {gpus}"
         )
     return Submission(at_s, duration_s, gpus)
 
