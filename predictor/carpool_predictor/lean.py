@@ -18,12 +18,13 @@ import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Unpack
 
 from carpool_predictor import store
-from carpool_predictor.postponed import open_package, postpone, run
+from carpool_predictor.postponed import Postponing, open_package, postpone, run
 
-_KERNELS = ("cuda.bindings", "triton")
+_KERNELS = ("cuda.bindings", "pynvml", "triton")
 """What PyTorch uses on GPUs only."""
 _OF_LIBRARIES = {"timm": ("huggingface_hub",), "transformers": ("scipy",)}
 """What libraries use to download weights, and for losses that nobody computes here."""
@@ -83,6 +84,13 @@ _POSTPONED: Mapping[str, Mapping[str, Any]] = {
     },
     "transformers.processing_utils": {"Unpack": Unpack},
 }  # fmt: skip
+_OF_TORCH: Mapping[str, Mapping[str, Any]] = {
+    "torch._export": {"wrappers": SimpleNamespace(allow_in_pre_dispatch_graph=_undecorated)},
+    "torch._native": {}, "torch.distributions": {}, "torch.export": {}, "torch.masked": {}, "torch.nn.intrinsic": {},
+    "torch.profiler": {}, "torch.quantization": {}, "torch.utils.data": {},
+}  # fmt: skip
+"""What `import torch` imports itself, and a trace does not use."""
+_FIRST = {"torch.export": "torch.fx"}
 _ALONE = {"torch._dynamo": ("config", "_trace_wrapped_higher_order_op")}
 """Modules that are needed of a postponed package, and need nothing of it."""
 
@@ -97,6 +105,13 @@ def prepare(model: str | None) -> None:
         ModuleNotFoundError: There is no PyTorch.
     """
     gc.disable()  # what is imported is no garbage, and looking for some takes a tenth of the time
+    with Postponing(_OF_TORCH, _FIRST):
+        _import(model)
+    gc.freeze()
+    gc.enable()
+
+
+def _import(model: str | None) -> None:
     left_out = [name for name in _KERNELS if name not in sys.modules]
     _leave_out(left_out)
     import torch.utils.flop_counter
@@ -112,8 +127,6 @@ def prepare(model: str | None) -> None:
     for module, given in _POSTPONED.items():
         if not module.startswith("transformers.") or library == "transformers":
             postpone(module, given, _ALONE.get(module, ()))
-    gc.freeze()
-    gc.enable()
     if model is not None and library in ("timm", "torchvision") and library in sys.modules:
         _import_family(library, model)
 

@@ -10,7 +10,8 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib.machinery import ModuleSpec
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -95,6 +96,61 @@ def postpone(name: str, given: Mapping[str, Any], alone: Sequence[str] = ()) -> 
             importlib.import_module(f"{name}.{own}")
         if isinstance(module.__spec__, ModuleSpec) and module.__spec__.submodule_search_locations is not None:
             vars(module)["__path__"] = _Path(module, module.__spec__.submodule_search_locations)
+
+
+class _Later(Loader):
+    """Leaves a module in its place, not run."""
+
+    def __init__(self, real: Loader, given: Mapping[str, Any], first: str | None) -> None:
+        self._real = real
+        self._given = given
+        self._first = first
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return Postponed(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        spec = module.__spec__
+        if spec is not None and isinstance(module, Postponed):
+            spec.loader = module.__loader__ = self._real
+            vars(module).update(self._given)
+            if spec.submodule_search_locations is not None:
+                vars(module)["__path__"] = _Path(module, spec.submodule_search_locations)
+        if self._first is not None:
+            importlib.import_module(self._first)
+
+
+class Postponing(MetaPathFinder):
+    """Postpones modules that are not imported yet, whenever they are, as long as the `with` block lasts.
+
+    Unlike `postpone` it does not import what a module lies in, whose own import is what this may be meant to shorten.
+
+    Args:
+        given: Modules, and what some of their names are answered with, without running them.
+        first: What some of them are the first to import of what is imported anyway, without which nothing else would
+            find the order in which these import each other.
+    """
+
+    def __init__(self, given: Mapping[str, Mapping[str, Any]], first: Mapping[str, str]) -> None:
+        self._given = given
+        self._first = first
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find a module of the list where it lies; leave all others to those who find them otherwise."""
+        spec = PathFinder.find_spec(fullname, path, target) if fullname in self._given else None
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Later(spec.loader, self._given[fullname], self._first.get(fullname))
+        return spec
+
+    def __enter__(self) -> None:
+        """Begin."""
+        sys.meta_path.insert(0, self)
+
+    def __exit__(self, *_: object) -> None:
+        """End; what was postponed stays so."""
+        sys.meta_path.remove(self)
 
 
 def open_package(name: str) -> None:

@@ -39,7 +39,8 @@ def test_a_lean_trace_is_the_whole_one(name: str) -> None:
     model = CatalogModel(name=name, num_classes=7)
     reply, modules = lean(TraceRequest(model=ModelSource(catalog=model), training=TRAINING))
     assert reply.features == trace_recipe(recipe_of(model), TRAINING)
-    assert not {"torch._dynamo.convert_frame", "sympy.core", "torchvision.datasets", "timm.models.beit"} & modules
+    unused = {"torch._dynamo.convert_frame", "sympy.core", "torchvision.datasets", "timm.models.beit"}
+    assert not (unused | {"torch.export.exported_program", "torch.utils.data.dataloader"}) & modules
 
 
 def test_a_model_of_another_module_of_the_same_name_is_found() -> None:
@@ -88,6 +89,12 @@ from torch import nn
 def build():
     import torch
     torch._dynamo.reset()
+    torch.utils.data.DataLoader([1, 2])
+    torch.distributions.Normal(0.0, 1.0)
+    torch.masked.masked_tensor
+    torch.profiler.ProfilerActivity
+    import torch.ao.quantization, torch.nn.intrinsic, torch.utils.data.distributed
+    torch.export.export(nn.Linear(4, 4), (torch.zeros(2, 4),))
     return nn.Linear(int(sympy.Symbol("x").subs("x", 4)), 4)
 """
 

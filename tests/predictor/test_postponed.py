@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from carpool_predictor.postponed import open_package, postpone
+from carpool_predictor.postponed import Postponing, open_package, postpone
 
 FILES = {
     "lazy_log.py": "ran = []\n",
@@ -114,4 +114,35 @@ def test_what_is_not_installed_stays_missing() -> None:
     open_package("lazy_nothing.inside")
     postpone("lazy_nothing", {})
     with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("lazy_nothing")
+
+
+def test_a_module_can_be_postponed_before_what_it_lies_in_is_imported(ran: list[str]) -> None:
+    with Postponing({"lazy_pack.other": {}, "lazy_pack.inner": {"spoken": "given"}}, {}):
+        package = importlib.import_module("lazy_pack")
+    assert (package.said, ran) == ("given", ["pack", "starred"])
+    assert package.other.value == 1
+    assert ran == ["pack", "starred", "other"]
+    assert importlib.import_module("lazy_pack.inner").__name__ == "lazy_pack.inner"
+
+
+def test_a_package_postponed_so_runs_before_a_module_inside(ran: list[str]) -> None:
+    with Postponing({"lazy_pack": {}}, {}):
+        importlib.import_module("lazy_pack")
+        assert ran == []
+    importlib.import_module("lazy_pack.unasked")
+    assert (ran[0], ran[-1]) == ("pack", "unasked")
+
+
+def test_what_it_is_the_first_to_import_is_imported_all_the_same(ran: list[str]) -> None:
+    (Path(importlib.import_module("lazy_log").__file__ or "").parent / "lazy_first.py").write_text(
+        "import lazy_log\nlazy_log.ran.append('first')\n"
+    )
+    with Postponing({"lazy_pack": {}}, {"lazy_pack": "lazy_first"}):
+        importlib.import_module("lazy_pack")
+    assert ran == ["first"]
+
+
+def test_what_is_not_installed_is_not_postponed() -> None:
+    with Postponing({"lazy_nothing": {}}, {}), pytest.raises(ModuleNotFoundError):
         importlib.import_module("lazy_nothing")
