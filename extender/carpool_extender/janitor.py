@@ -22,8 +22,8 @@ from carpool_extender.restorer import Restorer
 from carpool_extender.watches import Watches
 
 PERIOD_S = 5.0
-AT_A_TIME = 50
-"""Nodes that are looked at in one go, while requests wait."""
+AT_A_TIME = 10
+"""Nodes that are looked at in one go, while requests wait: a request takes several turns, and waits in each."""
 GRACE_S = 10.0
 """Beyond a deadline before a reservation lapses: whoever was binding has long given up, whatever its clock says."""
 UNCONFIRMED_S = 30.0
@@ -146,7 +146,9 @@ class Janitor:
         hindered = self._watches.cluster.hindered_nodes()
         self._grown |= self._hindered - hindered
         self._hindered = hindered
-        await self._touch(names)
+        for begin in range(0, len(names), AT_A_TIME):
+            await self._touch(names[begin : begin + AT_A_TIME])
+            await asyncio.sleep(0)
         self._forget()
 
     def _forget(self) -> None:

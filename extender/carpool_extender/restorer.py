@@ -16,7 +16,7 @@ from carpool_extender.book import Book, Refusal
 from carpool_extender.watches import Watches
 from carpool_extender.workloads import gpus_asked
 
-AT_A_TIME = 1000
+AT_A_TIME = 50
 """Pods that are looked at in one go, while requests wait."""
 
 
