@@ -82,7 +82,11 @@ def find_devices(settings: AgentSettings, nvml: NvmlLibrary | None = None) -> De
     if not 1 <= settings.slots_per_gpu <= 128:
         raise NoDevicesError(f"CARPOOL_SLOTS_PER_GPU: expected 1 to 128, found {settings.slots_per_gpu}")
     if not settings.simulated_gpus:
-        return real_devices(settings, nvml or installed())
+        try:
+            return real_devices(settings, nvml or installed())
+        except NoDevicesError as e:
+            hint = 'to try Carpool without hardware, set CARPOOL_SIMULATED_GPUS="NVIDIA A100-SXM4-40GB:4"'
+            raise NoDevicesError(f"{e}; {hint}") from e
     products = parse_inventory(settings.simulated_gpus)
     try:
         return SimulatedDevices(products, settings.node_name, settings.state_dir)

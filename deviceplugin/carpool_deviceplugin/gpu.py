@@ -52,6 +52,8 @@ class GpuActual:
     """Why no new work may go there; empty when healthy."""
     struck: Mapping[PodUid, str] = field(default_factory=dict)
     """Pods that a fault of their MPS daemon ends together, and what happened."""
+    ended: Mapping[PodUid, str] = field(default_factory=dict)
+    """The same of the last minutes, with those that are gone."""
     mig_table: MigTable | None = None
     """What it can be divided into; None without MIG."""
     parts: tuple[Part, ...] = ()

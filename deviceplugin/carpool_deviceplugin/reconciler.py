@@ -22,7 +22,7 @@ from carpool_deviceplugin.mig_manager import MigManager
 from carpool_deviceplugin.patience import Patient, Rhythm, woken
 from carpool_deviceplugin.reporter import Reporter
 from carpool_deviceplugin.rounds import Rounds
-from carpool_deviceplugin.status import above_limit, partition_of, presentable
+from carpool_deviceplugin.status import above_limit, partition_of, presentable, struck_of
 from carpool_deviceplugin.teller import Teller
 from carpool_deviceplugin.threads import Threads
 from carpool_deviceplugin.worker import GpuWorker
@@ -172,7 +172,7 @@ class Reconciler:
 
     def _see_partitions(self, partitions: Sequence[Partition]) -> None:
         reservations = {r.pod_uid: r for r in self.reservations}
-        struck = {pod: why for worker in self._workers.values() for pod, why in worker.struck.items()}
+        struck = {pod: why for worker in self._workers.values() for pod, why in worker.ended.items()}
         self._tell(
             news.of_partitions(self._seen_partitions, partitions, reservations)
             + news.of_struck(self._seen_struck, struck, reservations)
@@ -197,7 +197,7 @@ class Reconciler:
         self._tell_above_limit(tenants)
         partitions = self.partitions
         self._see_partitions(partitions)
-        self.reporter.report(partitions, fine)
+        self.reporter.report(partitions, fine, struck_of(worker.ended for worker in self._workers.values()))
 
     def _tell_above_limit(self, tenants: Sequence[Tenant]) -> None:
         above = above_limit(tenants, self.reservations)

@@ -8,7 +8,7 @@ import structlog
 from carpool_core.clock import Clock, rfc3339
 from carpool_core.kube.api import GPU_NODES, KubeApi
 from carpool_core.kube.errors import KubeError, NotFound
-from carpool_core.resources.node import Device, GpuNodeStatus, Partition, Tenant
+from carpool_core.resources.node import Device, GpuNodeStatus, Partition, Struck, Tenant
 from carpool_core.values import DeviceHealth, NodeName
 from msgspec.structs import replace
 
@@ -57,6 +57,7 @@ class Reporter:
         self._written_at = float("-inf")
         self._partitions: Sequence[Partition] = ()
         self._tenants: Sequence[Tenant] = ()
+        self._struck: Sequence[Struck] = ()
         self._is_stale = True
         """Whether the GPUs must be looked at before the next word on them: measures alone are no reason to."""
         self._looked_at = self._compared_at = float("-inf")
@@ -78,8 +79,11 @@ class Reporter:
         self._written = None
         self._awake.set()
 
-    def report(self, partitions: Sequence[Partition], tenants: Sequence[Tenant]) -> None:
+    def report(self, partitions: Sequence[Partition], tenants: Sequence[Tenant], struck: Sequence[Struck] = ()) -> None:
         """Set what the status should say."""
+        if struck != self._struck:
+            self._struck = struck
+            self._awake.set()
         if partitions != self._partitions:
             self._partitions = partitions
             self.look_again()  # a GPU's mode has changed with them
@@ -150,6 +154,7 @@ class Reporter:
             devices=devices,
             partitions=list(self._partitions),
             tenants=worth_writing(written.tenants, self._tenants),
+            struck=list(self._struck),
             conditions=[ready_condition(devices, written.conditions, self._clock.now())],
             summary=summarise(devices, self._partitions),
         )

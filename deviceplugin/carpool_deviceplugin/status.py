@@ -8,7 +8,16 @@ from typing import Literal
 import msgspec
 from carpool_core.clock import rfc3339
 from carpool_core.resources.meta import Condition
-from carpool_core.resources.node import Device, GpuNodeStatus, NodeSummary, Partition, Reservation, Tenant
+from carpool_core.resources.node import (
+    MOST_STRUCK,
+    Device,
+    GpuNodeStatus,
+    NodeSummary,
+    Partition,
+    Reservation,
+    Struck,
+    Tenant,
+)
 from carpool_core.values import DeviceHealth, GpuUuid, PartitionState, PodUid
 
 from carpool_deviceplugin.worker import FAILED, PREPARING, READY, Outcome
@@ -56,6 +65,12 @@ def ready_condition(devices: Sequence[Device], before: Iterable[Condition], now:
     old = next((c for c in before if c.type == "Ready"), None)
     since = old.last_transition_time if old and old.status == status else rfc3339(now)
     return Condition(type="Ready", status=status, reason=reason, message=message, last_transition_time=since)
+
+
+def struck_of(ended: Iterable[Mapping[PodUid, str]]) -> list[Struck]:
+    """List the pods that faults have ended together, of all GPUs."""
+    told = {pod: why for of_gpu in ended for pod, why in of_gpu.items()}
+    return [Struck(pod_uid=pod, message=why[:_LONGEST]) for pod, why in sorted(told.items())][:MOST_STRUCK]
 
 
 def summarise(devices: Sequence[Device], partitions: Iterable[Partition]) -> NodeSummary:
@@ -123,6 +138,7 @@ def _unpresentable(tenant: Tenant) -> str:
 
 def as_patch(status: GpuNodeStatus) -> dict[str, object]:
     """Return the merge patch that makes the status just this one: what is empty is written out as empty."""
-    body: dict[str, object] = {"devices": [], "partitions": [], "tenants": [], "conditions": [], "simulated": False}
+    body: dict[str, object] = {"simulated": False}
+    body |= {name: [] for name in ("devices", "partitions", "tenants", "struck", "conditions")}
     body |= msgspec.to_builtins(status)
     return {"status": body}

@@ -53,8 +53,8 @@ class GpuWorker:
     ) -> None:
         self.uuid = uuid
         self.outcomes: Mapping[PodUid, Outcome] = {}
-        self.struck: Mapping[PodUid, str] = {}
-        """Pods that a fault of their MPS daemon ends together, and what happened."""
+        self.ended: Mapping[PodUid, str] = {}
+        """Pods that a fault of their MPS daemon has ended together in the last minutes, and what happened."""
         self._devices, self._changed, self._rhythm = devices, changed, rhythm
         self._confirm = confirm
         self._wanted: Sequence[Reservation] = ()
@@ -92,7 +92,7 @@ class GpuWorker:
         held = self._promised | ready
         try:
             actual, planned = await self._look(wanted, held)
-            self.struck = actual.struck
+            self._see_ended(actual.ended)
         except DeviceError as e:
             self._report({r.pod_uid: self._kept(r) or _outcome(r, FAILED, str(e)) for r in wanted})
             return False
@@ -147,6 +147,11 @@ class GpuWorker:
         except DeviceError as e:
             return f"undoing it failed as well: {e}"
         return "it was undone"
+
+    def _see_ended(self, ended: Mapping[PodUid, str]) -> None:
+        if ended != self.ended:
+            self.ended = ended
+            self._changed()
 
     def _report(self, outcomes: Mapping[PodUid, Outcome]) -> None:
         if outcomes != self.outcomes:

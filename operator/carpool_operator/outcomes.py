@@ -20,7 +20,11 @@ POD_DELETED = "PodDeleted"
 
 NO_RESERVATION = "NoReservation"
 
-TAKEN_AWAY = _DISRUPTIONS | {POD_DELETED, NO_RESERVATION}
+CONTAINER_FAILED = "ContainerFailed"
+
+MPS_CLIENTS_ENDED = "MpsClientsEnded"
+
+TAKEN_AWAY = _DISRUPTIONS | {POD_DELETED, NO_RESERVATION, MPS_CLIENTS_ENDED}
 """Outcomes of attempts that did well until somebody took their pods, or the pods' GPUs, away."""
 
 _MESSAGE_CHARS = 600
@@ -86,7 +90,7 @@ def _container_failed(pod: Pod) -> Outcome | None:
             f"{where} was killed for exceeding its limit of the host's memory, not the GPU's; raise limits.memory"
         )
         return Outcome("HostOutOfMemory", sentence, charged=True)
-    return Outcome("ContainerFailed", f"{where} ended with exit code {ended.exit_code}{said}", charged=True)
+    return Outcome(CONTAINER_FAILED, f"{where} ended with exit code {ended.exit_code}{said}", charged=True)
 
 
 def _refused_by_node(pod: Pod) -> Outcome | None:

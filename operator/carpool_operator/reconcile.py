@@ -14,12 +14,12 @@ from carpool_core.demand import Demand, demand_of
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.job import Attempt
 
-from carpool_operator import attempts, conditions, learning, placement, rendezvous, reports, run_policy
+from carpool_operator import attempts, conditions, learning, placement, rendezvous, reports, run_policy, together
 from carpool_operator.actions import CheckTemplate, CreatePod, CreateService, Decision, DeleteJob
 from carpool_operator.draft import Draft
 from carpool_operator.impostors import without_impostors
 from carpool_operator.inventory import never_fits, reason_of_never
-from carpool_operator.outcomes import Outcome, outcome_of, pod_deleted, unreserved
+from carpool_operator.outcomes import Outcome, pod_deleted, unreserved
 from carpool_operator.pods import attempt_of, build_pod, owner_reference, pod_name, template_error, worker_of
 from carpool_operator.predicting import predict
 from carpool_operator.snapshot import Snapshot
@@ -200,7 +200,11 @@ def _follow(draft: Draft, attempt: Attempt, pods: list[Pod], demand: Demand) -> 
     """Follow an attempt: create its pods, notice what became of them, tell where they are."""
     failed = [pod for pod in pods if pod.status.phase == "Failed"]
     if failed:
-        _end(draft, attempt, outcome_of(min(failed, key=_ended_at)))
+        outcome = together.outcome_of(failed, draft.snapshot, draft.status)
+        if outcome is not None:
+            _end(draft, attempt, outcome)
+        else:
+            draft.requeue_after(together.LOOK_AGAIN_S)
         return
     stuck = _unreserved(draft, pods)
     if stuck is not None:
@@ -233,12 +237,6 @@ def _unreserved(draft: Draft, pods: list[Pod]) -> Pod | None:
         elif not pod.has_started:
             return pod
     return None
-
-
-def _ended_at(pod: Pod) -> str:
-    """When a pod's container ended: the first to end is the cause, what follows are consequences."""
-    states = [s.state.terminated for s in pod.status.container_statuses]
-    return min((end.finished_at for end in states if end is not None and end.finished_at), default="")
 
 
 def _create(draft: Draft, attempt: Attempt, missing: list[int]) -> None:

@@ -1,5 +1,6 @@
 """Real GPUs behind the port, over the fake: what the contract of all adapters does not say."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pynvml
@@ -7,6 +8,7 @@ import pytest
 from carpool_core.values import DeviceHealth, SharingMode
 from carpool_deviceplugin.devices import NoDevicesError
 from carpool_deviceplugin.gpu import DeviceError, SetMode
+from carpool_deviceplugin.nvml.values import linked
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.testing.nvml_hardware import HARDWARE
@@ -44,6 +46,30 @@ def test_what_a_gpu_cannot_say_is_absent(tmp_path: Path, kind: str) -> None:
     (process,) = reading.processes
     assert (process.sm_s is not None) == HARDWARE[kind].has_gpm
     assert process.busy_s == pytest.approx(0.5 * 2, rel=0.1)
+
+
+def test_links_and_numa_nodes_are_told(tmp_path: Path) -> None:
+    a, b, alone = (
+        Node(FakeNvml(kinds), FakeMpsCommands(), tmp_path / kinds[0]).devices()
+        for kinds in (["H100"] * 3, ["A100-40"] * 2, ["T4"] * 2)
+    )
+    assert [d.nvlink_peers for d in a.inventory()] == [[u for u in a.uuids if u != uuid] for uuid in a.uuids]
+    assert [d.nvlink_peers for d in b.inventory()] == [[b.uuids[1]], [b.uuids[0]]]
+    assert [d.nvlink_peers for d in alone.inventory()] == [[], []]
+    assert [d.numa_node for d in Node(FakeNvml(["T4"] * 5), FakeMpsCommands(), tmp_path).devices().inventory()] == [
+        0, 0, 0, 0, 1,
+    ]  # fmt: skip
+
+
+def test_gpus_at_the_same_switch_are_linked(node: Node) -> None:
+    """An NVSwitch machine shows switches at the other ends, and no GPU."""
+    devices = node.devices()
+    first, second = (devices.identity(uuid) for uuid in devices.uuids)
+    switch, another = "00000000:C1:00.0", "00000000:C2:00.0"
+    apart = [replace(first, nvlink_peers=(switch,)), replace(second, nvlink_peers=(another,))]
+    together = [replace(first, nvlink_peers=(switch,)), replace(second, nvlink_peers=(another, switch))]
+    for known, peers in ((apart, []), (together, [second.uuid])):
+        assert linked(known[0], {one.uuid: one for one in known}) == peers
 
 
 def test_process_of_the_host_keeps_new_work_away_and_is_named(node: Node) -> None:

@@ -7,6 +7,7 @@ import pytest
 from carpool_core.values import DeviceHealth
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.nvml import FakeNvml
+from carpool_deviceplugin.testing.nvml_gpus import FakeGpu
 from carpool_deviceplugin.testing.nvml_node import Node
 
 
@@ -81,6 +82,45 @@ def test_gpu_that_is_busy_at_idle_power_is_stuck(node: Node) -> None:
     devices.inventory()
     node.advance(61)
     assert devices.inventory()[0].health is DeviceHealth.HEALTHY
+
+
+def errors(gpu: FakeGpu) -> None:
+    gpu.ecc_uncorrectable += 2
+
+
+def waiting_row(gpu: FakeGpu) -> None:
+    gpu.remap = (0, 1, 1, 0)
+
+
+def no_spare_row(gpu: FakeGpu) -> None:
+    gpu.remap = (0, 1, 0, 1)
+
+
+def heat(gpu: FakeGpu) -> None:
+    gpu.clock_reasons = pynvml.nvmlClocksEventReasonHwThermalSlowdown
+
+
+@pytest.mark.parametrize(
+    ("happens", "says", "heals"),
+    [
+        (errors, "2 uncorrectable ECC errors", True),
+        (waiting_row, "a row of its memory waits to be remapped: drain the GPU and reset it", False),
+        (no_spare_row, "a row of its memory could not be remapped: replace the GPU", False),
+        (heat, "it has slowed down for heat for more than 30 s", False),
+    ],
+)
+def test_what_the_driver_counts_leads_to_a_sick_gpu(node: Node, happens, says: str, heals: bool) -> None:
+    """And back by rule: after a minute in which it does not go on."""
+    devices = node.devices()
+    devices.inventory()
+    happens(node.nvml.gpus[0])
+    devices.inventory()
+    node.advance(31)
+    first, second = devices.inventory()
+    assert (first.health, second.health) == (DeviceHealth.UNHEALTHY, DeviceHealth.HEALTHY)
+    assert says in first.health_message
+    node.advance(61)
+    assert (devices.inventory()[0].health is DeviceHealth.HEALTHY) is heals
 
 
 def test_lost_gpu_is_unhealthy_alone_and_comes_back_by_rule(node: Node) -> None:

@@ -143,6 +143,7 @@ class History:
     def event(self) -> None:
         pod = self.draw.choice(PODS)
         what = ["reserve", "reserve", "release", "start", "start", "end", "restart", "kill", "time", "time", "driver"]
+        what += ["xid"]
         match self.draw.choice(what):
             case "reserve":
                 self.reserve()
@@ -161,6 +162,8 @@ class History:
                 self.mps.daemons.clear()
             case "time":
                 self.node.seconds += 4000  # whatever passes has passed
+            case "xid":
+                self.nvml.raise_xid(0, self.draw.choice([13, 31, 94]))
             case "driver" if not self.running and self.foreign is None:
                 self.nvml.restart_driver()
 

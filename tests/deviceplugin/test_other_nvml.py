@@ -225,3 +225,4 @@ def test_a_machine_without_a_driver_is_told_what_to_install(tmp_path: Path) -> N
     (tmp_path / "libnvidia-ml.so.1").write_bytes(b"no library")
     said = run({"PATH": os.environ["PATH"], "LD_LIBRARY_PATH": str(tmp_path)}, CARPOOL, "node", "inspect", code=2)
     assert "expected libnvidia-ml.so.1, found none: install NVIDIA's driver on the node" in said
+    assert "CARPOOL_SIMULATED_GPUS" not in said, "it would not help here"

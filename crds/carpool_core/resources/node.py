@@ -3,13 +3,15 @@
 from typing import Annotated
 
 from carpool_core.resources.meta import Condition, ObjectMeta
-from carpool_core.resources.schema import ATOMIC, Resource, field, map_list
+from carpool_core.resources.schema import ATOMIC, ATOMIC_MAP, Resource, field, map_list
 from carpool_core.values import DeviceHealth, GpuUuid, JobUid, PartitionState, PodUid, SharingMode, Tenancy
 
 MOST_MIB = 1024 * 1024 * 1024
 """Upper bound of every amount of memory, in MiB: 1 PiB, as for a job's own numbers."""
 MOST_GPUS = 256
 """GPUs of one node that the API server accepts."""
+MOST_STRUCK = 256
+"""Pods of one node that are told to have ended together."""
 LARGEST_USER = 2**31 - 1
 """Of the users that the API server accepts for a pod."""
 LONGEST_REASON = 4096
@@ -138,6 +140,13 @@ class Tenant(Resource, frozen=True, kw_only=True):
     ) = None
 
 
+class Struck(Resource, frozen=True, kw_only=True):
+    """A pod that ended together with others, which was not its fault, or that of one of them only."""
+
+    pod_uid: Annotated[PodUid, field("UID of the pod.")]
+    message: Annotated[str, field("What happened, and which pods it ended.", max_length=4096)] = ""
+
+
 class NodeSummary(Resource, frozen=True, kw_only=True):
     """The columns of `kubectl get gpn`, which can show no more than single values. Computed; decide nothing by it."""
 
@@ -156,6 +165,14 @@ class GpuNodeStatus(Resource, frozen=True, kw_only=True):
     devices: Annotated[list[Device], field("GPUs of the node.", schema=map_list("uuid"), max_length=MOST_GPUS)] = []
     partitions: Annotated[list[Partition], field("Progress of each reservation.", schema=map_list("podUid"))] = []
     tenants: Annotated[list[Tenant], field("Measured use, smoothed.", schema=map_list("podUid", "gpuUuid"))] = []
+    struck: Annotated[
+        list[Struck],
+        field(
+            "Pods that a fault of their MPS server or its daemon has ended together in the last ten minutes.",
+            schema=map_list("podUid"),
+            max_length=MOST_STRUCK,
+        ),
+    ] = []
     conditions: Annotated[list[Condition], field("Ready.", schema=map_list("type"))] = []
     summary: Annotated[NodeSummary, field("What `kubectl get` shows.")] | None = None
 
@@ -166,5 +183,5 @@ class GpuNode(Resource, frozen=True, kw_only=True):
     api_version: str = "carpool.dev/v1alpha1"
     kind: str = "GpuNode"
     metadata: ObjectMeta
-    spec: Annotated[GpuNodeSpec, field("Who may use which GPU.")] = GpuNodeSpec()
-    status: Annotated[GpuNodeStatus, field("What the agent found.")] = GpuNodeStatus()
+    spec: Annotated[GpuNodeSpec, field("Who may use which GPU.", schema=ATOMIC_MAP)] = GpuNodeSpec()
+    status: Annotated[GpuNodeStatus, field("What the agent found.", schema=ATOMIC_MAP)] = GpuNodeStatus()

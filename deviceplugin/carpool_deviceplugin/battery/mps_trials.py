@@ -115,7 +115,7 @@ def _struck(trial: Trial, loads: list[Load]) -> float:
     pods, devices = {load.pod_uid for load in loads}, trial.machine.devices
     return wait_until(
         trial,
-        lambda: devices.actual(trial.gpu).struck.keys() >= pods,
+        lambda: devices.actual(trial.gpu).ended.keys() >= pods,
         NOTICED_WITHIN_S,
         "the agent to name all pods that end together",
     )

@@ -66,8 +66,8 @@ _ADVICE = {
 }
 
 _NO_START = {
-    pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: "expected libnvidia-ml.so.1, found none: install NVIDIA's driver on the node, "
-    "and run the agent with the nvidia runtime class (or its libraries mounted)",
+    pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: "expected libnvidia-ml.so.1, found none: install NVIDIA's driver on the node; "
+    "in a container, run it with the nvidia runtime class (or the driver's libraries mounted)",
     pynvml.NVML_ERROR_DRIVER_NOT_LOADED: "expected NVIDIA's kernel module, found it not loaded: run modprobe nvidia",
     pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: "expected library and kernel module of one version, found "
     "different ones: the driver was updated under a running kernel module; restart the node",
@@ -93,9 +93,7 @@ class Session:
             self._reopen()
         except pynvml.NVMLError as e:
             why = _NO_START.get(e.value, f"expected NVML to start, found: {e}")
-            raise NoDevicesError(
-                f'{why}. To try Carpool without hardware, set CARPOOL_SIMULATED_GPUS="NVIDIA A100-SXM4-40GB:4"'
-            ) from e
+            raise NoDevicesError(why) from e
 
     def _reopen(self) -> None:
         with self._lock:

@@ -25,6 +25,7 @@ from carpool_deviceplugin.gpu import (
 from carpool_deviceplugin.mps import Mps
 from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
 from carpool_deviceplugin.nvml.calls import Session
+from carpool_deviceplugin.nvml.clients import Clients
 from carpool_deviceplugin.nvml.conditions import Conditions
 from carpool_deviceplugin.nvml.entry import MIG_MINORS, Entry
 from carpool_deviceplugin.nvml.glances import Glances
@@ -32,7 +33,7 @@ from carpool_deviceplugin.nvml.instances import Found, Instances, foreign, parts
 from carpool_deviceplugin.nvml.library import NvmlLibrary
 from carpool_deviceplugin.nvml.measuring import Measuring
 from carpool_deviceplugin.nvml.modes import ModeFile, Setting, possible_modes
-from carpool_deviceplugin.nvml.presence import Clients, Watcher, about_strangers, name_of
+from carpool_deviceplugin.nvml.presence import Watcher, about_strangers, name_of
 from carpool_deviceplugin.nvml.reading import list_gpus, read_identity
 from carpool_deviceplugin.nvml.values import Identity, linked
 from carpool_deviceplugin.processes import ProcTree
@@ -86,15 +87,14 @@ class NvmlDevices:
         self._mig_manager = ""
         self._uuids = self._found()
         self._modes = {uuid: ModeFile(state_dir / "gpus" / f"{uuid}.json") for uuid in self._uuids}
-        self._watcher, self._clients = Watcher(self._session, processes, mps, monotonic), Clients()
+        self._watcher, self._clients = Watcher(self._session, processes, mps, monotonic), Clients(monotonic)
         glances = Glances(self._session, monotonic)
         self._conditions = Conditions(self._session, self._uuids, glances, state_dir / "gpus", monotonic)
         self._feed = Feed(sources, monotonic)
         self._measuring = Measuring(self._session, self._uuids, glances, self._watcher, self._feed, monotonic, wall)
         self._entry = Entry(cdi, mps, mig_minors)
         self._instances = Instances(self._session)
-        self._monotonic = monotonic
-        self._known: dict[GpuUuid, Identity] = {}
+        self._monotonic, self._known = monotonic, dict[GpuUuid, Identity]()
         self._known_at: dict[GpuUuid, tuple[int, float]] = {}
         self._possible_lately: dict[GpuUuid, frozenset[SharingMode]] = {}
         self._found_lately: dict[GpuUuid, list[Found]] = {}
@@ -179,14 +179,13 @@ class NvmlDevices:
 
     def actual(self, uuid: GpuUuid) -> GpuActual:
         """Read how a GPU is divided."""
-        known, setting = self._known[self._own(uuid)], self._modes[uuid].read()
-        sick = self._conditions.look(uuid)
+        known, setting, sick = self._known[self._own(uuid)], self._modes[uuid].read(), self._conditions.look(uuid)
         is_divided = self._instances.is_enabled(uuid)
         found = self._instances.find(uuid, self._modes[uuid]) if is_divided else []
-        if self._conditions.had_xid(uuid):
+        if had_xid := self._conditions.had_xid(uuid):
             self._watcher.forget(uuid)  # a client's fatal fault is one, too
         present, mps = self._watcher.look(uuid, foreign(found))
-        struck = self._clients.see(uuid, mps, present, is_expected=setting.mode is MPS)
+        struck = self._clients.see(uuid, mps, present, is_expected=setting.mode is MPS, had_xid=had_xid)
         self._found_lately[uuid] = found
         self._possible_lately[uuid] = possible_modes(
             has_mps=self._mps is not None,
@@ -209,6 +208,7 @@ class NvmlDevices:
             tenants=present.beyond(foreign(found)).pod_uids(),
             problem="; ".join(p for p in problems if p),
             struck=struck,
+            ended=self._clients.ended(uuid),
             mig_table=self._instances.table(uuid),
             parts=parts_of(found, present),
             mig_manager=self._mig_manager,

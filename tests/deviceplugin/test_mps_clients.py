@@ -1,0 +1,169 @@
+"""Clients that end together: told while they are there, and after they have left before anybody looked."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from carpool_core.kube.api import GPU_NODES, NODES
+from carpool_core.resources.node import GpuNode
+from carpool_core.testing.kube import FakeKube
+from carpool_core.values import SharingMode
+from carpool_deviceplugin.gpu import SetMode, StartMps, StopMps
+from carpool_deviceplugin.settings import AgentSettings
+from carpool_deviceplugin.testing.agents import flowing, running, until
+from carpool_deviceplugin.testing.mps import FakeMpsCommands
+from carpool_deviceplugin.testing.nvml import FakeNvml
+from carpool_deviceplugin.testing.nvml_node import Node, uid
+
+MPS = SharingMode.MPS
+
+
+class Shared:
+    """A GPU in mode MPS with clients of some pods."""
+
+    def __init__(self, root: Path, *pods: str) -> None:
+        self.node = Node(FakeNvml(["H100"]), FakeMpsCommands(), root)
+        self.devices = self.node.devices()
+        (self.gpu,) = self.devices.uuids
+        self.pipe = str(root / "mps" / self.gpu / "pipe")
+        self.devices.apply(self.gpu, SetMode(MPS))
+        self.devices.apply(self.gpu, StartMps())
+        self.pids = {pod: 42 + at for at, pod in enumerate(pods)}
+        for pod, pid in self.pids.items():
+            self.node.start(0, pid, pod)
+            self.node.mps.connect(self.pipe, pid)
+        self.look()
+
+    def look(self):
+        return self.devices.actual(self.gpu)
+
+    def leave(self, *pods: str) -> None:
+        for pod in pods:
+            self.node.end(0, self.pids[pod])
+            if self.pipe in self.node.mps.daemons:
+                self.node.mps.daemons[self.pipe].clients.discard(self.pids[pod])
+
+    def told(self) -> set[str]:
+        return {pod for pod in "abc" if uid(pod) in self.look().ended}
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Shared:
+    return Shared(tmp_path, "a", "b", "c")
+
+
+def test_clients_that_left_before_anybody_looked_are_told(shared: Shared) -> None:
+    """Regression: they end within seconds of the fault, and the agent looks each ten."""
+    shared.node.nvml.raise_xid(0, 31)
+    shared.leave("a", "b")
+    actual = shared.look()
+    assert actual.struck == {}, "nobody of them is there"
+    assert actual.ended.keys() == {uid("a"), uid("b")}
+    why = actual.ended[uid("a")]
+    assert why == (
+        f"GPU {shared.gpu}: a client's fatal fault has hit its MPS server: pods that it ends together: "
+        f"{uid('a')}, {uid('b')}"
+    )
+
+
+def test_those_that_take_longer_are_told_with_them(shared: Shared) -> None:
+    shared.node.nvml.raise_xid(0, 13)
+    assert shared.told() == set(), "nobody has ended yet"
+    shared.leave("a")
+    assert shared.told() == set(), "one alone is its own affair"
+    shared.node.advance(15)
+    shared.leave("b")
+    assert shared.told() == {"a", "b"}
+    shared.leave("c")
+    assert shared.told() == {"a", "b", "c"}
+
+
+def test_who_leaves_long_after_an_xid_leaves_for_another_reason(shared: Shared) -> None:
+    shared.node.nvml.raise_xid(0, 31)
+    shared.look()
+    shared.node.advance(21)
+    shared.leave("a", "b")
+    assert shared.told() == set()
+
+
+def test_who_leaves_without_an_xid_has_done_its_work(shared: Shared) -> None:
+    shared.leave("a", "b")
+    assert shared.told() == set()
+
+
+def test_two_processes_of_one_pod_are_one_pod(tmp_path: Path) -> None:
+    shared = Shared(tmp_path, "a")
+    shared.node.start(0, 99, "a")
+    shared.look()
+    shared.node.nvml.raise_xid(0, 31)
+    shared.leave("a")
+    shared.node.end(0, 99)
+    assert shared.told() == set()
+
+
+def test_daemon_and_clients_that_are_gone_at_once_are_told(shared: Shared) -> None:
+    shared.node.mps.die(shared.pipe)
+    shared.leave("a", "b", "c")
+    assert shared.told() == {"a", "b", "c"}
+    assert "its MPS daemon ended under its clients" in shared.look().ended[uid("c")]
+
+
+def test_a_daemon_that_was_stopped_after_its_clients_is_no_news(shared: Shared) -> None:
+    shared.leave("a", "b", "c")
+    shared.look()
+    shared.devices.apply(shared.gpu, StopMps())
+    assert shared.told() == set()
+
+
+def test_a_server_that_says_fault_names_who_is_there_and_who_has_left(shared: Shared) -> None:
+    shared.node.nvml.raise_xid(0, 31)
+    shared.leave("a")
+    shared.node.mps.daemons[shared.pipe].is_faulty = True
+    actual = shared.look()
+    assert actual.struck.keys() == {uid("b"), uid("c")}
+    assert actual.ended.keys() == {uid("a"), uid("b"), uid("c")}
+    shared.leave("b", "c")
+    shared.node.mps.daemons[shared.pipe].is_faulty = False
+    assert (shared.look().struck, shared.look().problem, shared.told()) == ({}, "", {"a", "b", "c"})
+
+
+def test_it_is_told_for_ten_minutes(shared: Shared) -> None:
+    shared.node.mps.die(shared.pipe)
+    shared.leave("a", "b", "c")
+    shared.look()
+    shared.node.seconds += 599
+    assert shared.told() == {"a", "b", "c"}
+    shared.node.seconds += 2
+    assert shared.told() == set()
+
+
+async def test_the_status_names_pods_whose_reservations_are_gone(tmp_path: Path, reserve) -> None:
+    """The scheduler releases what a finished pod had; the operator still has to learn that it was not to blame."""
+    node, kube = Node(FakeNvml(["H100"]), FakeMpsCommands(), tmp_path), FakeKube()
+    kube.seed(NODES, {"metadata": {"name": "n"}})
+    devices = node.devices()
+    (gpu,) = devices.uuids
+    pipe = str(tmp_path / "mps" / gpu / "pipe")
+    agent = flowing(AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path), kube, devices)
+    wanted = [msgspec.structs.replace(reserve(pod, gpu, mode=MPS), pod_uid=uid(pod)) for pod in "ab"]
+
+    def status():
+        return msgspec.convert(kube.dump_all(GPU_NODES)[0], GpuNode).status
+
+    async def hold(reservations: list) -> None:
+        await kube.patch(GPU_NODES, "n", {"spec": {"reservations": msgspec.to_builtins(reservations)}})
+
+    async with running(agent):
+        await until(lambda: kube.dump_all(GPU_NODES))
+        await hold(wanted)
+        await until(lambda: [p.state.value for p in agent.reconciler.partitions] == ["Ready"] * 2)
+        for pid, pod in ((42, "a"), (43, "b")):
+            node.start(0, pid, pod)
+            node.mps.connect(pipe, pid)
+        await until(lambda: len(devices.actual(gpu).tenants) == 2)
+        node.nvml.raise_xid(0, 31)
+        node.end(0, 42)
+        node.end(0, 43)
+        await hold([])
+        await until(lambda: {s.pod_uid for s in status().struck} == {uid("a"), uid("b")})
+        assert "a client's fatal fault has hit its MPS server" in status().struck[0].message
