@@ -11,52 +11,13 @@ from carpool_extender.simulation.contest import EXPERIMENTS, FIGURES, Figures, L
 from carpool_extender.simulation.engine import DEATHS, OOM_AFTER_S, Simulation
 from carpool_extender.simulation.failures import with_failures
 from carpool_extender.simulation.features import job_of, prediction_of
-from carpool_extender.simulation.knowing import exactly
 from carpool_extender.simulation.pairs import MeasuredPairs
 from carpool_extender.simulation.report import markdown
-from carpool_extender.simulation.strategy import Knowledge, Piece, Strategy
+from carpool_extender.simulation.strategy import Knowledge, Strategy
 from carpool_extender.simulation.trace_features import input_of
-from carpool_extender.simulation.workload import Failure, SimJob, Truth, Workload, WorkloadError
+from carpool_extender.simulation.workload import Failure, SimJob, WorkloadError
 from msgspec import structs
-
-A100 = "NVIDIA A100-SXM4-40GB"
-
-
-class NoSlowdown:
-    def slowdowns(self, mode, tenants):
-        return [1.0] * len(tenants)
-
-
-class Halved:
-    def slowdowns(self, mode, tenants):
-        return [float(len(tenants))] * len(tenants)
-
-
-def truth(memory_mib=1000, util=0.2, **changes):
-    fields = {"kind": "k", "sm": util, "dram": 0.1, "product": A100}
-    return Truth(memory_mib=memory_mib, util=util, **(fields | changes))
-
-
-def job(name, work_s=100.0, arrival_s=0.0, of=None, **changes):
-    of = of or truth(kind=name)
-    return SimJob(name, arrival_s, work_s, 1, of, exactly(changes.pop("told", of), None), **changes)
-
-
-def workload(*jobs, gpus=1, memory_mib=10_000):
-    modes = [SharingMode.EXCLUSIVE, SharingMode.TIME_SLICING, SharingMode.MPS]
-    devices = [
-        Device(uuid=GpuUuid(f"GPU-{i}"), index=i, product=A100, memory_mib=memory_mib, modes=modes) for i in range(gpus)
-    ]
-    return Workload("test", "test", jobs, {"n": devices}, ())
-
-
-CARPOOL = Strategy("carpool", "least-slowdown", Knowledge.PREDICTED, max_slowdown=1.5)
-LEARNS = replace(CARPOOL, name="learns", learns=True)
-ALONE = Strategy("alone", "exclusive", mode=SharingMode.EXCLUSIVE, in_order=True)
-
-
-def ends(outcome):
-    return {one.job.name: one.end_s for one in outcome.finished}
+from simulated_world import A100, ALONE, CARPOOL, LEARNS, Halved, NoSlowdown, ends, job, truth, workload
 
 
 def test_jobs_share_where_it_costs_nothing_and_queue_where_gpus_are_whole():
@@ -202,51 +163,6 @@ def test_failures_are_drawn_by_the_seed():
     assert with_failures(jobs, 1.0, 3).failures == with_failures(jobs, 1.0, 3).failures
     assert with_failures(jobs, 1.0, 3).failures != with_failures(jobs, 1.0, 4).failures
     assert "fails every 1 hours" in with_failures(jobs, 1.0, 3).assumptions[-1]
-
-
-def test_the_truth_about_memory_prevents_what_a_wrong_bound_causes():
-    small = truth(1000, kind="a")
-    jobs = workload(job("a", of=truth(1400, kind="a"), told=small))
-    outcome = Simulation(jobs, replace(CARPOOL, told=frozenset({Piece.MEMORY})), NoSlowdown()).run()
-    assert outcome.ooms == 0
-
-
-def test_the_truth_about_activity_takes_the_place_of_prediction_and_measure():
-    """Both are predicted to fill the GPU, which they do not."""
-    idle, busy = truth(util=0.1, kind="a"), truth(util=1.0, kind="a")
-    jobs = workload(*(job(f"j{i}", of=idle, told=busy) for i in range(2)))
-    never = replace(CARPOOL, measure=False)
-    assert max(ends(Simulation(jobs, never, NoSlowdown()).run()).values()) == 200.0
-    told = replace(CARPOOL, told=frozenset({Piece.ACTIVITY}))
-    assert set(ends(Simulation(jobs, told, NoSlowdown()).run()).values()) == {100.0}
-
-
-def test_the_truth_about_slowdowns_keeps_limits_and_finds_the_gpu_where_least_is_lost():
-    class Bad:
-        """Whoever is beside "bad" takes four times as long; the others do not notice each other."""
-
-        def slowdowns(self, mode, tenants):
-            return [4.0 if len(tenants) > 1 and any(t.kind == "bad" for t in tenants) else 1.0] * len(tenants)
-
-    told = replace(CARPOOL, told=frozenset({Piece.SLOWDOWNS}))
-    jobs = [job("bad"), *(job(f"j{i}") for i in range(3))]
-    assert set(ends(Simulation(workload(*jobs, gpus=2), told, Bad()).run()).values()) == {100.0}
-    apart = ends(Simulation(workload(*jobs), told, Bad()).run())
-    assert apart == {"bad": 100.0, "j0": 200.0, "j1": 200.0, "j2": 200.0}
-    assert max(ends(Simulation(workload(*jobs), CARPOOL, Bad()).run()).values()) > 200.0
-
-
-def test_the_truth_about_durations_puts_the_longest_first():
-    jobs = workload(*(job(f"j{i}", 100.0 * (i + 1), of=truth(util=1.0)) for i in range(3)))
-    known = replace(CARPOOL, told=frozenset({Piece.DURATIONS}))
-    assert ends(Simulation(jobs, CARPOOL, NoSlowdown()).run()) == {"j0": 100.0, "j1": 300.0, "j2": 600.0}
-    assert ends(Simulation(jobs, known, NoSlowdown()).run()) == {"j2": 300.0, "j1": 500.0, "j0": 600.0}
-
-
-def test_whoever_comes_in_another_mode_waits_for_it_once():
-    slow = replace(CARPOOL, mode_change_s=7.0)
-    jobs = workload(job("a"), job("b", arrival_s=10.0), job("c", arrival_s=500.0))
-    assert ends(Simulation(jobs, slow, NoSlowdown()).run()) == {"a": 107.0, "b": 110.0, "c": 600.0}
 
 
 RESNET = "radrm/resnet18/cifar100/64"
