@@ -133,9 +133,15 @@ async def test_who_died_of_memory_gets_more_and_then_a_gpu_alone() -> None:
         uppers.append(memory(of).upper_mib)
         if attempt == 1:
             assert memory(of).trusted
-        await begun(of, memoryLimitMib=uppers[-1])
+        alone = {} if memory(of).trusted else {"mode": "Exclusive"}
+        await begun(of, memoryLimitMib=uppers[-1], **alone)
     assert uppers[1] == 4500
     assert not memory(of).trusted
+    predicted, placed = (find(of.job().status, kind) for kind in (keys.CONDITION_PREDICTED, keys.CONDITION_PLACED))
+    assert predicted is not None
+    assert "because earlier runs of it died of memory there" in predicted.message
+    assert placed is not None
+    assert "(Exclusive), because earlier runs of it died of memory on NVIDIA A100" in placed.message
     assert stack(of).seen == 2
 
 
