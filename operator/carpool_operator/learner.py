@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import structlog
 from carpool_core.kube.api import CONFIG_MAPS
-from carpool_core.kube.errors import Conflict, KubeError, NotFound
+from carpool_core.kube.errors import Conflict, KubeError, NotFound, Refused
 from carpool_core.kube.events import EventRecorder
 from carpool_core.products import UnknownProductError, find_product
 from carpool_core.resources.job import GpuTrainingJob, JobSpec
@@ -27,7 +27,7 @@ from carpool_operator.predicting import TRANSIENT
 PAUSE_S = 5.0
 """Between two writes of the ConfigMap: a cluster whose jobs end by the dozen writes no more often."""
 REPAIRED_S = 60.0
-"""How often a document that cannot be read is looked at again."""
+"""How often a document that cannot be read is looked at again, and one that may not be written is tried again."""
 MOST_PENDING = 2048
 """Lessons that wait; beyond, the oldest goes. Its job has no mark of it, and tells it again when it is looked at."""
 MOST_KNOWN = 8192
@@ -170,10 +170,13 @@ class Learner:
                 continue
             await self._offered.wait()
             self._offered.clear()
+            pause_s = PAUSE_S
             try:
                 await self.flush()
             except KubeError as error:
-                self._log.warning("calibration not written", error=str(error), retry_in_s=PAUSE_S)
+                # A right that is missing is missing for a while.
+                pause_s = REPAIRED_S if isinstance(error, Refused) else PAUSE_S
+                self._log.warning("calibration not written", error=str(error), retry_in_s=pause_s)
             except Exception:
                 # A defect must not end the operator, which would meet the same lessons again once it is restarted.
                 self._log.exception("lessons dropped", lessons=min(len(self._pending), MOST_AT_ONCE))
@@ -181,7 +184,7 @@ class Learner:
                     del self._pending[stage]
             if self._pending:
                 self._offered.set()
-            await sleep(PAUSE_S)
+            await sleep(pause_s)
 
     async def flush(self) -> None:
         """Take in what waits, the oldest first and `MOST_AT_ONCE` at most, with one write.

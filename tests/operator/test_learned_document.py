@@ -136,6 +136,29 @@ async def test_who_may_not_read_it_learns_nothing_and_predicts_as_shipped() -> N
     assert writes(of) == 0
 
 
+async def test_where_it_may_not_be_written_that_is_not_tried_every_few_seconds() -> None:
+    of = world()
+    of.apply()
+    await begun(of)
+    await seen(of, 3000)
+    of.end_pod("x-worker-0-1")
+    of.hear()
+    await of.operator.look_safely("default/x")
+    naps: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 3:
+            raise SeenEnoughError
+
+    of.kube.fail_next("create", CONFIG_MAPS, Forbidden("may not"))
+    of.kube.fail_next("create", CONFIG_MAPS, Overloaded("busy"))
+    with pytest.raises(SeenEnoughError):
+        await of.operator.learner.run(sleep)
+    assert naps == [REPAIRED_S, PAUSE_S, PAUSE_S]
+    assert stack(of).seen == 1
+
+
 async def test_one_failed_read_takes_nothing_away_and_trusts_nothing_more() -> None:
     """Regression: after one answer that failed, jobs shared for a minute where nothing was measured."""
     of = world()
