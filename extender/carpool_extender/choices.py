@@ -13,6 +13,8 @@ MOST_ISLANDS = 1 << 15
 """More than a node has GPUs."""
 MAX_SCORE = 10
 TIE_FLOOR = 6
+MOST_EFFORT = 3
+"""More than any effort is."""
 HALF = 0.5
 """How ready idle GPUs are; GPUs of which some are in use are readier."""
 
@@ -130,28 +132,36 @@ class _Field:
     rows: Rows
     node: NDArray[np.intp]
     cost: NDArray[np.float64]
-    effort: NDArray[np.int64]
+    effort: NDArray[np.float64]
     """What has to be done first: 0 where others are already, 1 for an idle GPU, 2 where its mode has to change, too."""
     left: NDArray[np.float64]
 
 
-def _effort(verdict: Verdict, rows: Rows) -> NDArray[np.int64]:
+def _effort(verdict: Verdict, rows: Rows) -> NDArray[np.float64]:
     columns = verdict.view.columns
-    prepared = columns.prepared[rows]
-    changes = (prepared != NO_MODE) & (prepared != verdict.found.mode[rows])
-    effort: NDArray[np.int64] = (columns.count[rows] == 0) * (1 + changes.astype(np.int64))
-    return effort
+    changes = (columns.prepared != NO_MODE) & (columns.prepared != verdict.found.mode)
+    effort: NDArray[np.int8] = (columns.count == 0) * (1 + changes.view(np.int8))
+    return effort.take(rows).astype(np.float64)
 
 
 def _single(field: _Field, tolerance: float) -> Choices:
     """Choose one GPU of each node: among ties one in use, then the one with the least left over, then the first."""
     starts = np.flatnonzero(np.concatenate(([True], field.node[1:] != field.node[:-1])))
-    run = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, len(field.node))))
-    tie = field.cost <= np.minimum.reduceat(field.cost, starts)[run] + tolerance
-    beyond = field.left.max() + 1.0
-    rank = np.where(tie, field.left + field.effort * beyond, np.inf)
-    best = np.flatnonzero(rank == np.minimum.reduceat(rank, starts)[run])
-    place = best[np.concatenate(([True], run[best[1:]] != run[best[:-1]]))]
+    lengths = np.diff(np.append(starts, len(field.node)))
+    run, most = np.repeat(np.arange(len(starts)), lengths), int(lengths.max())
+    # The first GPU of every node, then the second, and so on: reducing along nodes of a few GPUs takes far longer.
+    at = (np.arange(len(run)) - starts.take(run)) * len(starts) + run
+
+    def by_node(values: NDArray[np.float64]) -> NDArray[np.float64]:
+        table = np.full(most * len(starts), np.inf)
+        table[at] = values
+        return table.reshape(-1, len(starts))
+
+    least = np.minimum.reduce(by_node(field.cost), axis=0)
+    is_worse = field.cost > least.take(run) + tolerance
+    rank = by_node(field.left + (field.effort + MOST_EFFORT * is_worse) * (field.left.max() + 1.0))
+    is_best = rank == np.minimum.reduce(rank, axis=0)
+    place = starts + most - np.maximum.reduce(is_best * np.arange(most, 0, -1, np.int16)[:, None], axis=0)
     return Choices(
         node=field.node[place],
         rows=field.rows[place][:, None],

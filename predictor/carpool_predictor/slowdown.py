@@ -136,7 +136,8 @@ def stretched(busy: Ratios, stretch: Ratios | float, exponent: float) -> Slowdow
 def _masked(values: Ratios, present: NDArray[np.bool_]) -> Slowdowns:
     """Return ratios in 0..1, shape (gpus, tenants); 0 where nobody is."""
     found: Slowdowns = np.clip(values, 0.0, 1.0, dtype=np.float64)
-    found[~present] = 0.0
+    if not present.all():
+        found[~present] = 0.0
     return found
 
 
