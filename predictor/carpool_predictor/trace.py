@@ -62,7 +62,7 @@ def _prepare_lean(request: TraceRequest) -> None:
     from carpool_predictor.lean import prepare
 
     catalog = None if request.model is None else request.model.catalog
-    prepare(None if catalog is None else catalog.name)
+    prepare(None if catalog is None else catalog.name, request.family)
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
@@ -86,6 +86,7 @@ def main() -> int:
     try:
         reply = answer(request, lean=lean)
     except Exception:
+        # What was left out may be to blame, in whatever way; with everything imported it works, or says what is wrong.
         if lean:
             _begin_again(content, reply_fd)
         raise
