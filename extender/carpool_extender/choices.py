@@ -161,7 +161,7 @@ def _single(field: _Field, tolerance: float) -> Choices:
     is_worse = field.cost > least.take(run) + tolerance
     rank = by_node(field.left + (field.effort + MOST_EFFORT * is_worse) * (field.left.max() + 1.0))
     is_best = rank == np.minimum.reduce(rank, axis=0)
-    place = starts + most - np.maximum.reduce(is_best * np.arange(most, 0, -1, np.int16)[:, None], axis=0)
+    place = starts + most - np.maximum.reduce(is_best * np.arange(most, 0, -1, dtype=np.int16)[:, None], axis=0)
     return Choices(
         node=field.node[place],
         rows=field.rows[place][:, None],
