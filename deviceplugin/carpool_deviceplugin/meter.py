@@ -88,6 +88,10 @@ class Meter:
                 self.uses[pod] = _present(use, processes, is_new=before is not None)
         self.reading, self.is_current = reading, True
 
+    def running(self) -> Set[PodUid]:
+        """Return the pods that have a process on the GPU."""
+        return {pod for pod, use in self.uses.items() if use.is_running}
+
     def keep(self, pods: Set[PodUid]) -> None:
         """Forget all pods but these and those with processes."""
         there = {p.pod_uid for p in self.reading.processes} if self.reading else set()

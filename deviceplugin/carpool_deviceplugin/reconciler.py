@@ -246,5 +246,8 @@ class Reconciler:
                 meter.is_current = False
                 self._log.debug("gpu not measured", gpu=uuid, error=str(found))  # its health says so already
                 continue
+            there = meter.running()
             meter.sample(found)
+            if there - meter.running():
+                self._workers[uuid].look_again()  # a fault may have ended them, and somebody waits to hear of it
             meter.keep(reserved)

@@ -9,6 +9,7 @@ from carpool_core.resources.node import GpuNode
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import SharingMode
 from carpool_deviceplugin.gpu import SetMode, StartMps, StopMps
+from carpool_deviceplugin.patience import Rhythm
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.testing.agents import flowing, running, until
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
@@ -137,14 +138,16 @@ def test_it_is_told_for_ten_minutes(shared: Shared) -> None:
     assert shared.told() == set()
 
 
-async def test_the_status_names_pods_whose_reservations_are_gone(tmp_path: Path, reserve) -> None:
-    """The scheduler releases what a finished pod had; the operator still has to learn that it was not to blame."""
+@pytest.mark.parametrize("is_released", [True, False])
+async def test_the_status_names_pods_that_are_gone(tmp_path: Path, reserve, is_released: bool) -> None:
+    """Whether the scheduler has released what they had or not: the operator waits to hear who was not to blame."""
     node, kube = Node(FakeNvml(["H100"]), FakeMpsCommands(), tmp_path), FakeKube()
     kube.seed(NODES, {"metadata": {"name": "n"}})
     devices = node.devices()
     (gpu,) = devices.uuids
     pipe = str(tmp_path / "mps" / gpu / "pipe")
-    agent = flowing(AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path), kube, devices)
+    rhythm = Rhythm(resync_s=1e9)  # nobody looks just because time has passed
+    agent = flowing(AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path), kube, devices, rhythm)
     wanted = [msgspec.structs.replace(reserve(pod, gpu, mode=MPS), pod_uid=uid(pod)) for pod in "ab"]
 
     def status():
@@ -160,10 +163,13 @@ async def test_the_status_names_pods_whose_reservations_are_gone(tmp_path: Path,
         for pid, pod in ((42, "a"), (43, "b")):
             node.start(0, pid, pod)
             node.mps.connect(pipe, pid)
-        await until(lambda: len(devices.actual(gpu).tenants) == 2)
+        await until(lambda: len(agent.reconciler.meters[gpu].running()) == 2)
+        began = agent.clock.monotonic()
+        await until(lambda: agent.clock.monotonic() > began + 15)  # they run for a while, and are looked at
         node.nvml.raise_xid(0, 31)
         node.end(0, 42)
         node.end(0, 43)
-        await hold([])
+        if is_released:
+            await hold([])
         await until(lambda: {s.pod_uid for s in status().struck} == {uid("a"), uid("b")})
         assert "a client's fatal fault has hit its MPS server" in status().struck[0].message
