@@ -196,7 +196,8 @@ class KubeSettings:
         None,
         flag="--kubeconfig",
         env="KUBECONFIG",
-        help="File that says how to reach the API server; the pod's own ServiceAccount where empty.",
+        help="File that says how to reach the API server; where empty the pod's own ServiceAccount, and outside of "
+        "pods ~/.kube/config.",
     )
 
 

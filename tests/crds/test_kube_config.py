@@ -97,9 +97,18 @@ def test_service_account_of_the_pod(tmp_path: Path) -> None:
     assert endpoint.token.at(0) == "projected"
 
 
-def test_nowhere_to_go() -> None:
+def test_where_nothing_is_set_it_is_kubectls_usual_kubeconfig(kubeconfig: Write, tmp_path: Path) -> None:
+    """Regression: where kubectl works without KUBECONFIG, `carpool explain` found no cluster."""
+    kubeconfig(user={"token": "usual"})
+    (tmp_path / ".kube").mkdir()
+    (tmp_path / "config").rename(tmp_path / ".kube" / "config")
+    assert load_endpoint(KubeSettings(), {"HOME": str(tmp_path)}).token.at(0) == "usual"
+
+
+@pytest.mark.parametrize("environ", [{}, {"HOME": "/nonexistent"}])
+def test_nowhere_to_go(environ: dict[str, str]) -> None:
     with pytest.raises(KubeConfigError, match="set KUBECONFIG"):
-        load_endpoint(KubeSettings(), {})
+        load_endpoint(KubeSettings(), environ)
 
 
 def test_a_token_file_is_read_again_each_minute_and_after_a_refusal(tmp_path: Path) -> None:

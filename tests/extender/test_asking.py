@@ -114,7 +114,7 @@ async def test_nothing_goes_where_the_agent_is_silent():
 def test_without_a_cluster_there_is_a_sentence_and_no_traceback(tmp_path):
     manifest = tmp_path / "job.yaml"
     manifest.write_text("{kind: GpuTrainingJob, metadata: {name: x}, spec: {template: {}}}")
-    nowhere = dict.fromkeys(("KUBECONFIG", "KUBERNETES_SERVICE_HOST"))
+    nowhere = {"KUBECONFIG": None, "KUBERNETES_SERVICE_HOST": None, "HOME": str(tmp_path)}
     for command, argument in ((explain_command, "x"), (what_if, str(manifest))):
         result = CliRunner(env=nowhere).invoke(command, [argument])
         assert result.exit_code == 2

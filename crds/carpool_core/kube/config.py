@@ -63,19 +63,22 @@ class Token:
 def load_endpoint(
     settings: KubeSettings, environ: Mapping[str, str] = os.environ, service_account: Path = SERVICE_ACCOUNT
 ) -> Endpoint:
-    """Find the API server from the kubeconfig, or from inside a pod where none is set.
+    """Find the API server from the kubeconfig, or where none is set from inside a pod, elsewhere as kubectl does.
 
     Raises:
-        KubeConfigError: Neither is there, or the kubeconfig is not usable.
+        KubeConfigError: None of them is there, or the kubeconfig is not usable.
     """
     if settings.kubeconfig:
         path = Path(settings.kubeconfig).expanduser()
         return _from_kubeconfig(path)
     host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT", "443")
     if not host:
+        usual = Path(environ.get("HOME", "/nonexistent"), ".kube", "config")
+        if usual.exists():
+            return _from_kubeconfig(usual)
         raise KubeConfigError(
-            "no way to the Kubernetes API: set KUBECONFIG (or --kubeconfig) to a kubeconfig file, "
-            "or run in a pod with a ServiceAccount"
+            f"no way to the Kubernetes API: set KUBECONFIG (or --kubeconfig) to a kubeconfig file, of which {usual} "
+            "would be the usual one, or run in a pod with a ServiceAccount"
         )
     namespace = service_account / "namespace"
     return Endpoint(
