@@ -146,11 +146,12 @@ def _effort(verdict: Verdict, rows: Rows) -> NDArray[np.float64]:
 
 def _single(field: _Field, tolerance: float) -> Choices:
     """Choose one GPU of each node: among ties one in use, then the one with the least left over, then the first."""
-    starts = np.flatnonzero(np.concatenate(([True], field.node[1:] != field.node[:-1])))
-    lengths = np.diff(np.append(starts, len(field.node)))
-    run, most = np.repeat(np.arange(len(starts)), lengths), int(lengths.max())
+    is_first = np.ones(len(field.node), np.bool_)
+    np.not_equal(field.node[1:], field.node[:-1], out=is_first[1:])
+    starts, run = np.flatnonzero(is_first), is_first.cumsum() - 1
+    position = np.arange(len(run)) - starts.take(run)
     # The first GPU of every node, then the second, and so on: reducing along nodes of a few GPUs takes far longer.
-    at = (np.arange(len(run)) - starts.take(run)) * len(starts) + run
+    most, at = int(position.max()) + 1, position * len(starts) + run
 
     def by_node(values: NDArray[np.float64]) -> NDArray[np.float64]:
         table = np.full(most * len(starts), np.inf)
