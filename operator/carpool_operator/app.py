@@ -27,6 +27,7 @@ from carpool_operator.learner import Learner
 from carpool_operator.learning import peak_of, sample_of
 from carpool_operator.lessons import Knowledge
 from carpool_operator.metrics import Metrics
+from carpool_operator.news import News
 from carpool_operator.performer import Performer
 from carpool_operator.placement import without_reservation
 from carpool_operator.predicting import products_of
@@ -39,8 +40,6 @@ from carpool_operator.sweeps import Sweeps
 from carpool_operator.work_queue import WorkQueue
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.5, 60.0
-NEWS_S = 2.0
-"""How long news of the GPUs of a job that has its place may wait: while many jobs start, each brings some to others."""
 
 
 class Operator:
@@ -50,8 +49,9 @@ class Operator:
         self._settings, self._api, self._clock = settings, api, clock
         self.queue = WorkQueue(clock)
         self.jobs = Jobs(self.queue.add)
-        self.pods = Pods(self.queue.add)
-        self.fleet = Fleet(self.queue.add, lambda key: self.queue.add_after(key, NEWS_S), self.pods, self.jobs)
+        news = News(self.queue, clock)
+        self.pods = Pods(self.queue.add, news.of_pod)
+        self.fleet = Fleet(self.queue.add, news.of_gpus, self.pods, self.jobs)
         self.metrics = Metrics(version("carpool"), lambda: self.jobs, lambda: self.learner.calibration)
         place = settings.calibration_place
         self.predictions = Predictions(

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from carpool_core.keys import CONDITION_PLACED, SIMULATED_PREFIX
+from carpool_core.keys import SIMULATED_PREFIX
 from carpool_core.kube.pods import Pod
 from carpool_core.products import PRODUCTS, hardware_name
 from carpool_core.resources.job import GpuTrainingJob
@@ -69,10 +69,15 @@ class Jobs:
 
 
 class Pods:
-    """The pods of jobs, by the UID of the job that controls them."""
+    """The pods of jobs, by the UID of the job that controls them.
 
-    def __init__(self, wake: Wake) -> None:
-        self._wake = wake
+    Args:
+        wake: Asks for a look at a job.
+        later: Asks for one in a moment, by which a pod may have got further.
+    """
+
+    def __init__(self, wake: Wake, later: Wake) -> None:
+        self._wake, self._later = wake, later
         self._of_job: dict[JobUid, dict[str, Pod]] = {}
         self._on_node: dict[str, dict[str, str]] = {}
 
@@ -91,7 +96,7 @@ class Pods:
                 self._index(pod, is_known=is_known)
         for key in {key_of_pod(pod) for pod in (old, new) if pod is not None}:
             if key is not None:
-                self._wake(key)
+                (self._later if _gets_further(old, new) else self._wake)(key)
 
     def _index(self, pod: Pod, *, is_known: bool) -> None:
         job, key, name = controller_uid(pod), key_of_pod(pod), pod.metadata.name
@@ -99,6 +104,15 @@ class Pods:
             _enter(self._of_job, job, f"{pod.metadata.namespace}/{name}", pod if is_known else None)
         if key is not None and pod.spec.node_name:
             _enter(self._on_node, pod.spec.node_name, pod.metadata.uid, key if is_known else None)
+
+
+def _gets_further(old: Pod | None, new: Pod | None) -> bool:
+    """Whether a pod was just created or bound, and nobody has to do anything about it."""
+    if new is None or new.status.phase != "Pending" or new.metadata.deletion_timestamp is not None:
+        return False
+    if new.spec.node_name:
+        return old is None or not old.spec.node_name
+    return old is None and all(condition.type != "PodScheduled" for condition in new.status.conditions)
 
 
 def _enter(index: dict[Any, dict[str, Any]], group: Any, key: str, value: Any) -> None:
@@ -116,7 +130,7 @@ class Fleet:
 
     Args:
         wake: Asks for a look at a job.
-        later: Asks for one in a moment, which several of these share.
+        later: Asks for one in a moment, which several of these share: neighbours and measures are only told of.
         pods: Which jobs are on a node.
         jobs: The jobs.
     """
@@ -175,12 +189,7 @@ class Fleet:
             self._count(before, after)
         elif old is None or new is None or old.spec != new.spec or old.status.tenants != new.status.tenants:
             for key in self._pods.jobs_on(name):
-                # To a job that has its place such news only change what is told of its neighbours and measures.
-                (self._later if self._is_placed(key) else self._wake)(key)
-
-    def _is_placed(self, key: str) -> bool:
-        job = self._jobs.get(key)
-        return job is not None and conditions.holds(job.status, CONDITION_PLACED)
+                self._later(key)
 
     def _count(self, before: NodeKind | None, after: NodeKind | None) -> None:
         """Count a node as another kind; look at the jobs to which that may matter."""

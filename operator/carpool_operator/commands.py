@@ -1,9 +1,9 @@
 """`carpool operator`."""
 
-import asyncio
 import logging
 
 import click
+import uvloop
 from carpool_core import logs
 from carpool_core.kube.config import KubeConfigError
 from carpool_core.kube.errors import KubeError
@@ -21,6 +21,6 @@ def operator(settings: OperatorSettings) -> None:
     # kopf tells of each event that it handed over; what became of it we log ourselves.
     logging.getLogger("kopf.objects").setLevel(logging.WARNING)
     try:
-        asyncio.run(serve(settings))
+        uvloop.run(serve(settings))
     except (NotInstalledError, KubeConfigError, KubeError, SettingsError) as error:
         raise click.ClickException(str(error)) from error

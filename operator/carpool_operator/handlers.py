@@ -49,6 +49,20 @@ _WORKER_IDLE_S = 0.05
 let through six jobs a second."""
 
 
+class NoDiffs(kopf.DiffBaseStorage):
+    """Keeps nothing to compare jobs with. kopf would copy each job of each event twice, for handlers that we lack."""
+
+    def build(self, **_: Any) -> kopf.BodyEssence:
+        """Say that nothing of a job is compared."""
+        return kopf.BodyEssence()
+
+    def fetch(self, **_: Any) -> None:
+        """Find nothing of earlier."""
+
+    def store(self, **_: Any) -> None:
+        """Keep nothing."""
+
+
 def kopf_settings(pauses_s: Pauses = _RETRIES_S) -> kopf.OperatorSettings:
     """Configure kopf: alone, silent in the cluster, ours in every name that it could write."""
     settings = kopf.OperatorSettings()
@@ -61,7 +75,7 @@ def kopf_settings(pauses_s: Pauses = _RETRIES_S) -> kopf.OperatorSettings:
     settings.networking.error_backoffs = pauses_s
     settings.persistence.finalizer = keys.FINALIZER
     settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=keys.DOMAIN)
-    settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=keys.DOMAIN)
+    settings.persistence.diffbase_storage = NoDiffs()
     return settings
 
 

@@ -34,7 +34,9 @@ class OperatorSettings:
         env="CARPOOL_LIVENESS_ENDPOINT",
         help="Where kopf serves its own liveness probe, such as http://0.0.0.0:8080/healthz; nowhere where empty.",
     )
-    workers: int = setting(8, flag="--workers", env="CARPOOL_WORKERS", help="Jobs that are looked at at the same time.")
+    workers: int = setting(
+        16, flag="--workers", env="CARPOOL_WORKERS", help="Jobs that are looked at at the same time."
+    )
     trace_timeout_s: float = setting(
         120.0,
         flag="--trace-timeout-seconds",

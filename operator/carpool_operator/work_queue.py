@@ -5,9 +5,12 @@ import contextlib
 
 from carpool_core.clock import Clock
 
+LEISURE_EVERY = 8
+"""Of so many looks one is at leisure where both kinds wait, so that a flood of urgent ones stops none for good."""
+
 
 class WorkQueue:
-    """A queue of keys, after client-go's.
+    """A queue of keys, after client-go's, with a second one for what has time.
 
     A key that is added while it waits is not added again; a key that is added while somebody looks at it waits until
     that is done. Delayed keys keep their earliest time.
@@ -16,56 +19,83 @@ class WorkQueue:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._ready: dict[str, None] = {}
+        self._leisure: dict[str, None] = {}
         self._busy: set[str] = set()
         self._again: set[str] = set()
         self._due: dict[str, float] = {}
+        self._due_at_leisure: dict[str, float] = {}
+        self._taken = 0
         self._changed = asyncio.Event()
 
     def __len__(self) -> int:
         """Keys that wait to be looked at now."""
-        return len(self._ready) + len(self._again)
+        return len(self._ready) + len(self._leisure) + len(self._again)
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing waits and nothing is being looked at; delayed keys do not count."""
-        return not (self._ready or self._busy)
+        return not (self._ready or self._leisure or self._busy)
 
     def add(self, key: str) -> None:
         """Look at a key soon."""
         if key in self._busy:
             self._again.add(key)
         else:
+            self._leisure.pop(key, None)
             self._ready[key] = None
             self._changed.set()
 
-    def add_after(self, key: str, seconds: float) -> None:
-        """Look at a key after so many seconds at the latest."""
-        if seconds <= 0:
+    def add_after(self, key: str, seconds: float, *, at_leisure: bool = False) -> None:
+        """Look at a key after so many seconds at the latest.
+
+        Args:
+            key: What is looked at.
+            seconds: How long that has time.
+            at_leisure: Whether keys that were added meanwhile come first, even then.
+        """
+        if seconds <= 0 and not at_leisure:
             self.add(key)
             return
-        at = self._clock.monotonic() + seconds
-        self._due[key] = min(at, self._due.get(key, at))
+        at, due = self._clock.monotonic() + seconds, self._due_at_leisure if at_leisure else self._due
+        due[key] = min(at, due.get(key, at))
         self._changed.set()
+
+    def due(self, key: str) -> float | None:
+        """When a delayed key is looked at, in monotonic seconds; None where none was delayed."""
+        return min((due[key] for due in (self._due, self._due_at_leisure) if key in due), default=None)
 
     def forget(self, key: str) -> None:
         """Drop a key's delayed look."""
         self._due.pop(key, None)
+        self._due_at_leisure.pop(key, None)
 
     def release_due(self) -> float | None:
         """Move keys whose time has come to those that wait; return the seconds to the next, None without one."""
         now = self._clock.monotonic()
-        for key in [key for key, at in self._due.items() if at <= now]:
-            del self._due[key]
-            self.add(key)
-        return min(self._due.values()) - now if self._due else None
+        for due, add in ((self._due, self.add), (self._due_at_leisure, self._add_at_leisure)):
+            for key in [key for key, at in due.items() if at <= now]:
+                del due[key]
+                add(key)
+        return min((at - now for due in (self._due, self._due_at_leisure) for at in due.values()), default=None)
+
+    def _add_at_leisure(self, key: str) -> None:
+        if key in self._busy:
+            self._again.add(key)
+        elif key not in self._ready:
+            self._leisure[key] = None
+            self._changed.set()
 
     def take_now(self) -> str | None:
-        """Take the key that has waited longest; None where nothing waits. `done` must follow."""
+        """Take the key that has waited longest, those at leisure last; None where nothing waits. `done` must follow."""
         self.release_due()
-        if not self._ready:
+        self._taken += 1
+        waiting = self._ready or self._leisure
+        if self._leisure and self._taken % LEISURE_EVERY == 0:
+            waiting = self._leisure
+        if not waiting:
             return None
-        key = next(iter(self._ready))
-        del self._ready[key]
+        key = next(iter(waiting))
+        del waiting[key]
         self._busy.add(key)
         return key
 

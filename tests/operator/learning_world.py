@@ -7,7 +7,7 @@ from typing import Any
 from carpool_core.clock import rfc3339
 from carpool_core.kube.api import CONFIG_MAPS, GPU_NODES, PODS
 from carpool_core.resources.prediction import MemoryPrediction
-from carpool_operator.app import NEWS_S
+from carpool_operator.news import NEWS_S
 from carpool_predictor.calibration import Calibration, StackState, read_calibration
 from carpool_predictor.calibration_map import KEY
 from operator_fixtures import FEATURES

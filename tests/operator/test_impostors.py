@@ -9,6 +9,7 @@ from carpool_core.clock import rfc3339
 from carpool_core.kube.api import EVENTS, PODS
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_operator.likeness import is_as_built
+from carpool_operator.news import NEWS_S
 from carpool_operator.pods import build_pod
 from carpool_operator.reconcile import REFUSED_AGAIN_AFTER_S, reconcile
 from operator_decisions import created, deleted, events, predicted_job, status_of
@@ -103,6 +104,8 @@ async def test_forged_pod_in_the_way_is_deleted_and_ours_is_made() -> None:
     assert [p["metadata"]["uid"] == forged for p in world.pods()] == [False]
     assert world.pods()[0]["spec"]["containers"][0]["image"] == "train:1"
     assert "ForeignPod" in {event["reason"] for event in world.kube.dump_all(EVENTS)}
+    world.clock.advance(NEWS_S)
+    await world.settle()
     assert world.job().status.attempts[0].pod_uids == [world.pods()[0]["metadata"]["uid"]]
 
 

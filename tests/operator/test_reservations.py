@@ -1,8 +1,8 @@
 """Bound pods that no GpuNode holds a reservation for."""
 
 from carpool_core.kube.api import GPU_NODES, PODS
-from carpool_operator.app import NEWS_S
 from carpool_operator.conditions import find
+from carpool_operator.news import NEWS_S
 from operator_fixtures import reservation
 from operator_world import World
 
@@ -13,6 +13,13 @@ async def bound_without_reservation(world: World, phase: str = "Pending") -> Non
     pod["spec"]["nodeName"] = "n1"
     pod["status"]["phase"] = phase
     world.kube.seed(PODS, pod)
+    await world.settle()
+    await told(world)
+
+
+async def told(world: World) -> None:
+    """Wait until news of pods are told."""
+    world.clock.advance(NEWS_S)
     await world.settle()
 
 
@@ -40,6 +47,7 @@ async def test_bound_pod_without_reservation_makes_way_for_the_next_attempt() ->
     world.clock.advance(1)
     await world.settle()
     assert world.living() == ["x-worker-0-2"]
+    await told(world)
     status = world.job().status
     assert [a.outcome for a in status.attempts] == ["NoReservation", "Running"]
     assert "for 60 s its GpuNode held no reservation" in status.attempts[0].message

@@ -3,7 +3,7 @@
 import asyncio
 
 from carpool_core.testing.clock import FakeClock
-from carpool_operator.work_queue import WorkQueue
+from carpool_operator.work_queue import LEISURE_EVERY, WorkQueue
 
 
 def test_key_that_waits_is_not_added_again() -> None:
@@ -37,6 +37,39 @@ def test_delayed_key_keeps_its_earliest_time() -> None:
     clock.advance(5)
     assert queue.take_now() == "a"
     assert queue.release_due() is None
+
+
+def test_what_has_time_comes_after_what_was_added_later_but_comes() -> None:
+    clock = FakeClock()
+    queue = WorkQueue(clock)
+    queue.add_after("calm", 1, at_leisure=True)
+    clock.advance(1)
+    taken = []
+    for number in range(LEISURE_EVERY):
+        queue.add(f"urgent-{number}")
+        queue.add(f"and-{number}")
+        key = queue.take_now()
+        assert key is not None
+        taken.append(key)
+        queue.done(key)
+    assert taken[0] == "urgent-0"
+    assert taken.count("calm") == 1
+
+
+def test_key_that_has_time_is_taken_once_where_it_becomes_urgent() -> None:
+    clock = FakeClock()
+    queue = WorkQueue(clock)
+    queue.add_after("a", 1, at_leisure=True)
+    assert queue.due("a") == clock.monotonic() + 1
+    clock.advance(1)
+    queue.release_due()
+    queue.add("a")
+    assert queue.take_now() == "a"
+    assert queue.take_now() is None
+    queue.add_after("a", 0, at_leisure=True)
+    queue.release_due()
+    queue.done("a")
+    assert queue.take_now() == "a", "news that came while it was looked at"
 
 
 async def test_take_waits_for_a_key() -> None:

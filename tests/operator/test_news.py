@@ -1,0 +1,82 @@
+"""How often jobs are looked at for what only their status tells."""
+
+from carpool_core.keys import CONDITION_PLACED
+from carpool_core.testing.clock import FakeClock
+from carpool_operator.conditions import find
+from carpool_operator.news import A_SECOND, NEWS_S, News
+from carpool_operator.work_queue import WorkQueue
+from operator_world import World
+
+
+def status_writes(world: World) -> int:
+    return sum(call.verb == "patch" and call.subresource == "status" for call in world.kube.calls)
+
+
+async def test_pod_and_its_place_are_told_with_one_write() -> None:
+    world = World()
+    world.apply()
+    await world.settle()
+    before = status_writes(world)
+    world.run_pods()
+    await world.settle()
+    assert status_writes(world) == before + 1
+    attempt = world.job().status.attempts[-1]
+    assert attempt.pod_uids == [pod["metadata"]["uid"] for pod in world.pods()]
+    assert world.job().status.placement[0].node == "n1"
+
+
+async def test_pod_that_finds_no_place_at_once_is_told_of() -> None:
+    world = World()
+    world.apply()
+    await world.settle()
+    world.clock.advance(NEWS_S)
+    await world.settle()
+    placed = find(world.job().status, CONDITION_PLACED)
+    assert placed is not None
+    assert placed.reason == "Scheduling"
+    assert len(world.job().status.attempts[-1].pod_uids) == 1
+
+
+def test_news_of_one_job_share_a_look() -> None:
+    clock = FakeClock()
+    queue = WorkQueue(clock)
+    news = News(queue, clock)
+    for _ in range(3):
+        news.of_gpus("a")
+    assert queue.take_now() is None
+    clock.advance(NEWS_S)
+    assert queue.take_now() == "a"
+    assert queue.release_due() is None
+
+
+def test_news_of_many_jobs_are_spread_over_time() -> None:
+    """Regression: each of thousands of running jobs was looked at, and written, two seconds after any measure moved."""
+    clock = FakeClock()
+    queue = WorkQueue(clock)
+    news = News(queue, clock)
+    for number in range(100):
+        news.of_gpus(f"job-{number}")
+    taken = []
+    clock.advance(NEWS_S)
+    for _ in range(4):
+        while (key := queue.take_now()) is not None:
+            taken.append(key)
+            queue.done(key)
+            news.of_gpus("job-0")
+        clock.advance(1)
+    assert taken[0] == "job-0"
+    assert len(taken) <= 4 * A_SECOND + 2
+    clock.advance(100 / A_SECOND)
+    while (key := queue.take_now()) is not None:
+        taken.append(key)
+        queue.done(key)
+    assert {f"job-{number}" for number in range(100)} <= {*taken}
+
+
+def test_news_wait_for_nothing_that_comes_later() -> None:
+    clock = FakeClock()
+    queue = WorkQueue(clock)
+    queue.add_after("a", 3600)
+    News(queue, clock).of_gpus("a")
+    clock.advance(NEWS_S)
+    assert queue.take_now() == "a"
