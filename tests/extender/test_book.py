@@ -8,7 +8,7 @@ from carpool_core.kube.api import GPU_NODES
 from carpool_core.kube.errors import Invalid, Unreachable
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
-from carpool_extender.book import ATTEMPTS, FIRST_PAUSE_S, Book
+from carpool_extender.book import ATTEMPTS, FIRST_PAUSE_S, MOST_GATHERED_S, Book
 from carpool_extender.cluster import Cluster
 from carpool_extender.testing import gpu_node, seed_node, tenant, until
 from carpool_extender.watches import Watches
@@ -132,3 +132,21 @@ async def test_what_comes_soon_after_a_write_is_gathered():
     await asyncio.gather(*more)
     assert [call.verb for call in kube.calls] == ["get", "patch", "patch"]
     assert all(watches.cluster.holders(f"pod-{name}") == ["a"] for name in "xyz")
+
+
+@pytest.mark.parametrize(("takes_s", "gathers_s"), [(0.01, 0.1), (0.2, 0.8), (30.0, MOST_GATHERED_S)])
+async def test_a_busy_server_is_written_to_less_often(takes_s, gathers_s):
+    clock = FakeClock()
+
+    class Slow(FakeKube):
+        async def patch(self, *args, **options):
+            clock.advance(takes_s)
+            return await super().patch(*args, **options)
+
+    kube = Slow(clock)
+    seed_node(kube, gpu_node("a", 2))
+    book = Book(kube, Watches(kube, clock, Cluster()), clock, clock.sleep, gather_s=0.1)
+    await book.read("a")
+    await book.change("a", adding(tenant("x", ["GPU-a-0"])))
+    await until(lambda: clock.sleeping != [])
+    assert clock.sleeping == [pytest.approx(gathers_s)]

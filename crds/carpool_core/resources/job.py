@@ -7,7 +7,7 @@ from carpool_core.resources.model import CatalogModel as CatalogModel  # one pla
 from carpool_core.resources.model import GraphLayer as GraphLayer
 from carpool_core.resources.model import GraphModel as GraphModel
 from carpool_core.resources.model import ModelSource as ModelSource
-from carpool_core.resources.schema import MEMORY_RULES, QUANTITY, Resource, Rule, field
+from carpool_core.resources.schema import ATOMIC_MAP, MEMORY_RULES, QUANTITY, Resource, Rule, field
 from carpool_core.resources.status import Attempt as Attempt
 from carpool_core.resources.status import JobStatus as JobStatus
 from carpool_core.resources.status import JobSummary as JobSummary
@@ -227,4 +227,4 @@ class GpuTrainingJob(Resource, frozen=True, kw_only=True):
     kind: str = "GpuTrainingJob"
     metadata: ObjectMeta
     spec: Annotated[JobSpec, field("What is asked for.")]
-    status: Annotated[JobStatus, field("What Carpool knows.")] = JobStatus()
+    status: Annotated[JobStatus, field("What Carpool knows.", schema=ATOMIC_MAP)] = JobStatus()

@@ -3,7 +3,7 @@
 from typing import Annotated
 
 from carpool_core.resources.meta import Condition, ObjectMeta
-from carpool_core.resources.schema import ATOMIC, Resource, field, map_list
+from carpool_core.resources.schema import ATOMIC, ATOMIC_MAP, Resource, field, map_list
 from carpool_core.values import DeviceHealth, GpuUuid, JobUid, PartitionState, PodUid, SharingMode, Tenancy
 
 MOST_MIB = 1024 * 1024 * 1024
@@ -183,5 +183,5 @@ class GpuNode(Resource, frozen=True, kw_only=True):
     api_version: str = "carpool.dev/v1alpha1"
     kind: str = "GpuNode"
     metadata: ObjectMeta
-    spec: Annotated[GpuNodeSpec, field("Who may use which GPU.")] = GpuNodeSpec()
-    status: Annotated[GpuNodeStatus, field("What the agent found.")] = GpuNodeStatus()
+    spec: Annotated[GpuNodeSpec, field("Who may use which GPU.", schema=ATOMIC_MAP)] = GpuNodeSpec()
+    status: Annotated[GpuNodeStatus, field("What the agent found.", schema=ATOMIC_MAP)] = GpuNodeStatus()

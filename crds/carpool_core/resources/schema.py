@@ -54,6 +54,9 @@ def map_list(*keys: str) -> dict[str, Any]:
 ATOMIC: dict[str, Any] = {"x-kubernetes-list-type": "atomic"}
 """Schema of a list that one writer owns and replaces whole."""
 
+ATOMIC_MAP: dict[str, Any] = {"x-kubernetes-map-type": "atomic"}
+"""Schema of an object that one writer owns: the API server notes its owner, not who wrote which field inside."""
+
 QUANTITY: dict[str, Any] = {"x-kubernetes-int-or-string": True, "maxLength": 32}
 """Schema of a Kubernetes quantity such as `12Gi`."""
 
