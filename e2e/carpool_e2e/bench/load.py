@@ -8,12 +8,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
+import msgspec
 from carpool_core.clock import SystemClock
-from carpool_core.kube.api import NODES, PODS, KubeApi
+from carpool_core.kube.api import NODES, PODS, KubeApi, Selector
 from carpool_core.kube.errors import KubeError
 from carpool_core.kube.pods import Pod
 from carpool_core.kube.reflector import Reflector
 
+from carpool_e2e.bench.memory import listed
 from carpool_e2e.bench.placement import processor_s
 from carpool_e2e.bench.requests import counted
 from carpool_e2e.cluster import Cluster
@@ -30,6 +32,14 @@ _BEAT_S = 25.0
 _LEASES = "kube-node-lease"
 
 
+class _NodeSpec(msgspec.Struct, frozen=True):
+    taints: list[msgspec.Raw] = []
+
+
+class _Node(msgspec.Struct, frozen=True):
+    spec: _NodeSpec
+
+
 @dataclass(frozen=True, slots=True)
 class Throughput:
     """What was measured."""
@@ -41,6 +51,8 @@ class Throughput:
     """Processor time of each process meanwhile, in seconds; the benchmark's own among them."""
     requests: Counter[str]
     """What the API server was asked for meanwhile, as `requests.counted` names it."""
+    told_s: float = 0.0
+    """From then until the status of every job tells its place."""
 
     @property
     def jobs_a_second(self) -> float:
@@ -85,6 +97,15 @@ async def offer(api: KubeApi, resource: str, amount: int) -> None:
     await asyncio.gather(*(one(number) for number in range(NODE_COUNT)))
 
 
+async def settled(api: KubeApi) -> None:
+    """Wait until the node controller has taken in that the nodes are ready, and has removed its taints from them."""
+    for _ in range(int(_PATIENCE_S)):
+        if not any(node.spec.taints for node in await listed(api, NODES, Selector(), _Node)):
+            return
+        await asyncio.sleep(1)
+    raise TimeoutError(f"expected {NODE_COUNT} nodes without taints within {_PATIENCE_S:.0f} s, found some with")
+
+
 async def beat(api: KubeApi) -> None:
     """Renew the nodes' leases, as their kubelets would: without them the node controller gives nodes up."""
     gate = asyncio.Semaphore(AT_ONCE // 2)
@@ -121,7 +142,9 @@ async def bind_all(
         async with gate:
             await one()
 
-    watching = asyncio.create_task(Reflector(api, PODS, Pod, clock=SystemClock(), on_change=finish.see).run())
+    bound = Selector(fields="spec.nodeName!=")  # of others the benchmark need not hear
+    watch = Reflector(api, PODS, Pod, selector=bound, clock=SystemClock(), on_change=finish.see)
+    watching = asyncio.create_task(watch.run())
     try:
         await asyncio.sleep(1)
         asked, spent, began = _asked(cluster), _spent(cluster, processes), time.monotonic()

@@ -74,7 +74,7 @@ async def submit(api: KubeApi, jobs: int) -> None:
 
     await asyncio.gather(*(one(number) for number in range(jobs)))
     for _ in range(_PATIENCE_S):
-        if len(await _all(api, PODS, Selector(namespace="default"), Pod)) >= jobs:
+        if len(await listed(api, PODS, Selector(namespace="default"), Pod)) >= jobs:
             return
         await asyncio.sleep(1)
     raise TimeoutError(f"expected {jobs} pods within {_PATIENCE_S} s, found fewer")
@@ -82,8 +82,8 @@ async def submit(api: KubeApi, jobs: int) -> None:
 
 async def reserve(api: KubeApi) -> int:
     """Give every pod a reservation, spread over the nodes as an extender would write them; return how many."""
-    pods = await _all(api, PODS, Selector(namespace="default"), Pod)
-    nodes = await _all(api, GPU_NODES, Selector(), GpuNode)
+    pods = await listed(api, PODS, Selector(namespace="default"), Pod)
+    nodes = await listed(api, GPU_NODES, Selector(), GpuNode)
     for index, node in enumerate(nodes):
         held = [
             _reservation(pod, node.status.devices[at % len(node.status.devices)].uuid)
@@ -111,7 +111,8 @@ def _reservation(pod: Pod, gpu: GpuUuid) -> Reservation:
     )
 
 
-async def _all(api: KubeApi, kind: ResourceKind, selector: Selector, type_: type[T]) -> list[T]:
+async def listed(api: KubeApi, kind: ResourceKind, selector: Selector, type_: type[T]) -> list[T]:
+    """List all objects of a kind."""
     found: list[T] = []
     token = ""
     while True:

@@ -9,7 +9,18 @@ from urllib.error import HTTPError
 import yaml
 from carpool_core.kube.api import NODES, PODS, KubeApi
 
-from carpool_e2e.bench.load import AT_ONCE, GPUS, JOBS, NODE_COUNT, Throughput, beat, bind_all, node_name, offer
+from carpool_e2e.bench.load import (
+    AT_ONCE,
+    GPUS,
+    JOBS,
+    NODE_COUNT,
+    Throughput,
+    beat,
+    bind_all,
+    node_name,
+    offer,
+    settled,
+)
 from carpool_e2e.carpool import scheduler_config
 from carpool_e2e.cluster import Cluster
 from carpool_e2e.images import BUSYBOX_IMAGE
@@ -48,11 +59,12 @@ async def measure(cluster: Cluster, api: KubeApi, tell: Callable[[str], None], p
 
     await asyncio.gather(*(register(number) for number in range(NODE_COUNT)))
     await offer(api, WHOLE, GPUS)
-    await asyncio.to_thread(_start_scheduler, cluster)
-    tell(f"{NODE_COUNT} nodes of {GPUS} whole GPUs are there")
     beating = asyncio.create_task(beat(api))
     submit = [partial(api.create, PODS, pod(number), namespace="default") for number in range(pods)]
     try:
+        await settled(api)
+        await asyncio.to_thread(_start_scheduler, cluster)
+        tell(f"{NODE_COUNT} nodes of {GPUS} whole GPUs are there")
         return await bind_all(cluster, api, tell, submit, PROCESSES)
     finally:
         beating.cancel()

@@ -1,38 +1,66 @@
 """Jobs a second through a real control plane: operator, kube-scheduler, extender and API server on this machine."""
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 from carpool_core.clock import SystemClock, rfc3339
 from carpool_core.keys import RESOURCE_GPU
-from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, KubeApi
+from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, KubeApi, Selector
+from carpool_core.kube.client import connect
 from carpool_core.kube.errors import KubeError
 from carpool_core.kube.reflector import Reflector
+from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import GpuNode, Partition
+from carpool_core.settings import KubeSettings
 from carpool_core.values import PartitionState
 
-from carpool_e2e.bench.load import GPUS, JOBS, NODE_COUNT, Throughput, beat, bind_all, node_name, offer
-from carpool_e2e.bench.memory import populate
+from carpool_e2e.bench.load import GPUS, JOBS, NODE_COUNT, Throughput, beat, bind_all, node_name, offer, settled
+from carpool_e2e.bench.memory import listed, populate
 from carpool_e2e.cluster import Cluster
 from carpool_e2e.jobs import sleeper
 
 _SLOTS = 64
 _BEAT_S = 25.0
 """An agent writes at least so often: after a minute of silence its GPUs are left out."""
+_TOLD_WITHIN_S = 300
 PROCESSES = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "extender", "operator")
+
+
+class _Background:
+    """Tasks that end with a block."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Start a task."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
 
 @dataclass
 class _Players:
     """Plays the agents of all nodes: each reports every reservation as prepared, at once, and that it lives."""
 
-    api: KubeApi
-    tasks: set["asyncio.Task[None]"] = field(default_factory=set)
+    reports: KubeApi
+    """Calls of its own: agents do not wait behind others, or for each other's signs of life, for a connection."""
+    lives: KubeApi
+    background: "_Background"
     busy: set[str] = field(default_factory=set)
     latest: dict[str, GpuNode] = field(default_factory=dict)
 
@@ -44,9 +72,7 @@ class _Players:
         self.latest[name] = node
         if name not in self.busy and _lacks_report(node):
             self.busy.add(name)
-            task = asyncio.create_task(self._report(name))
-            self.tasks.add(task)
-            task.add_done_callback(self.tasks.discard)
+            self.background.start(self._report(name))
 
     async def _report(self, name: str) -> None:
         try:
@@ -56,7 +82,7 @@ class _Players:
                     for r in self.latest[name].spec.reservations
                 ]
                 with suppress(KubeError):  # an agent tries a server that is too busy again
-                    await self._write(name, {"partitions": msgspec.to_builtins(reported)})
+                    await self._write(self.reports, name, {"partitions": msgspec.to_builtins(reported)})
         finally:
             self.busy.discard(name)
 
@@ -70,12 +96,12 @@ class _Players:
         await asyncio.sleep(after_s)
         while True:
             with suppress(KubeError):  # the next one says it, too
-                await self._write(name, {})
+                await self._write(self.lives, name, {})
             await asyncio.sleep(_BEAT_S)
 
-    async def _write(self, name: str, changes: dict[str, Any]) -> None:
+    async def _write(self, api: KubeApi, name: str, changes: dict[str, Any]) -> None:
         patch = {"status": {**changes, "heartbeatTime": rfc3339(SystemClock().now())}}
-        answer = await self.api.patch(GPU_NODES, name, patch, subresource="status")
+        answer = await api.patch(GPU_NODES, name, patch, subresource="status")
         self.latest[name] = msgspec.convert(answer, GpuNode)
 
 
@@ -84,25 +110,36 @@ def _lacks_report(node: GpuNode) -> bool:
     return any(r.pod_uid not in done for r in node.spec.reservations)
 
 
+async def _all_told(api: KubeApi) -> float:
+    """Wait until every job's status tells its place; return how many seconds that took."""
+    began = time.monotonic()
+    for _ in range(_TOLD_WITHIN_S):
+        jobs = await listed(api, GPU_TRAINING_JOBS, Selector(), GpuTrainingJob)
+        if all(job.status.placement for job in jobs):
+            return time.monotonic() - began
+        await asyncio.sleep(1)
+    raise TimeoutError(f"expected every job's status to tell its place within {_TOLD_WITHIN_S} s")
+
+
 async def measure(cluster: Cluster, api: KubeApi, tell: Callable[[str], None], jobs: int = JOBS) -> Throughput:
     """Measure on a cluster whose control plane runs, and nothing of Carpool yet."""
     await populate(api, NODE_COUNT, GPUS)
-    await offer(api, RESOURCE_GPU, _SLOTS)
-    await asyncio.to_thread(cluster.processes.start_scheduler)
-    await asyncio.to_thread(cluster.processes.start_operator)
-    tell(f"{NODE_COUNT} nodes of {GPUS} GPUs are there")
-    players = _Players(api)
-    watch = Reflector(api, GPU_NODES, GpuNode, clock=SystemClock(), on_change=players.see)
-    around = [asyncio.create_task(work) for work in (beat(api), watch.run())]
-    submit = [
-        partial(api.create, GPU_TRAINING_JOBS, sleeper(node_name(number)), namespace="default")
-        for number in range(jobs)
-    ]
-    try:
+    settings = KubeSettings(kubeconfig=str(cluster.kubeconfig))
+    async with connect(settings) as reports, connect(settings) as lives, _Background() as background:
+        players = _Players(reports, lives, background)
+        watch = Reflector(reports, GPU_NODES, GpuNode, clock=SystemClock(), on_change=players.see)
+        background.start(watch.run())
         await watch.wait_synced()
-        around.append(asyncio.create_task(players.beat()))
-        return await bind_all(cluster, api, tell, submit, PROCESSES)
-    finally:
-        for task in around:
-            task.cancel()
-        await asyncio.gather(*around, return_exceptions=True)
+        background.start(players.beat())  # from now on: a node that was silent once is looked at anew
+        await offer(api, RESOURCE_GPU, _SLOTS)
+        background.start(beat(lives))
+        await settled(api)
+        await asyncio.to_thread(cluster.processes.start_scheduler)
+        await asyncio.to_thread(cluster.processes.start_operator)
+        tell(f"{NODE_COUNT} nodes of {GPUS} GPUs are there")
+        submit = [
+            partial(api.create, GPU_TRAINING_JOBS, sleeper(node_name(number)), namespace="default")
+            for number in range(jobs)
+        ]
+        found = await bind_all(cluster, api, tell, submit, PROCESSES)
+        return replace(found, told_s=await _all_told(api))

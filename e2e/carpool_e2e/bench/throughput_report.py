@@ -41,6 +41,7 @@ def throughput_section(found: Throughput, stock: Throughput) -> list[str]:
         "| | Carpool | kube-scheduler alone | asked for | |",
         "|---|---|---|---|---|",
         f"| jobs a second | {rate:.1f} | {stock.jobs_a_second:.1f} | ≥ {_JOBS_A_SECOND:g} | {verdict} |",
+        f"| seconds until every job's status told its place, too | {found.told_s:.0f} | | | |",
         "",
         "| processor ms a job | Carpool | kube-scheduler alone |",
         "|---|---|---|",
