@@ -71,6 +71,14 @@ def differs(record: ModelRecord) -> bool:
     return not record.failure and known is not None and known.features() != record.features()
 
 
+def extended(records: list[ModelRecord], known: store.Store) -> list[ModelRecord]:
+    """Add to records what a store knows of other models."""
+    new = {r.name for r in records}
+    kept = [found for name in known.names() if name not in new and (found := known.record(name)) is not None]
+    failed = [ModelRecord(name=name, failure=failure) for name, failure in known.failures().items() if name not in new]
+    return [*records, *kept, *failed]
+
+
 @click.command(help=__doc__)
 @click.option("--records", required=True, type=click.Path(path_type=Path), help="Records of the sweep.")
 @click.option(
@@ -79,7 +87,8 @@ def differs(record: ModelRecord) -> bool:
     is_flag=True,
     help="Keep the records that differ from the store, of a sweep with the timm that was measured, installed here.",
 )
-def main(records: Path, is_measured: bool) -> None:
+@click.option("--extend", is_flag=True, help="Keep the models that the store has and the records have not.")
+def main(records: Path, is_measured: bool, extend: bool) -> None:
     """Write the store beside this module."""
     import timm
     import torch
@@ -90,11 +99,13 @@ def main(records: Path, is_measured: bool) -> None:
         if is_measured:
             # A model without a configuration of its own in that release was fed what later ones say.
             found = [r for r in found if differs(r) and timm.models.get_pretrained_cfg(r.name.partition("/")[2])]
+        precision = next((r.precision for r in found), Precision.FP32)
+        if extend and precision in store.FILES:
+            found = extended(found, store.shipped(precision))
         content = pack(found, {m.__name__: str(m.__version__) for m in (timm, torch, torchvision)})
     except DataError as e:
         click.echo(str(e), err=True)
         sys.exit(2)
-    precision = next((r.precision for r in found), Precision.FP32)
     file = Path(__file__).parent / (store.MEASURED_FILE if is_measured else store.FILES[precision])
     file.write_bytes(content)
     failed = sum(bool(r.failure) for r in found)

@@ -14,6 +14,10 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 _Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
+_aten = torch.ops.aten
+_PER_CHANNEL = frozenset({_aten.native_batch_norm.default, _aten.native_batch_norm_backward.default})
+"""Operators to which images of as many channels are alike, whatever their size: they give one like the first, and
+numbers of each channel. They are the slowest of all."""
 
 
 class Remembered:
@@ -31,7 +35,9 @@ class Remembered:
             candidate = self._candidates[func] = not func.is_view and func.namespace == "aten"
         if not candidate or not _is_on_meta(args):
             return func(*args, **kwargs)
-        key = (func, *map(_layout_of, args), *((name, _layout_of(value)) for name, value in kwargs.items()))
+        is_coarse = func in _PER_CHANNEL and all(tensor.is_contiguous() for tensor in _tensors(args))
+        look = _channels_of if is_coarse else _layout_of
+        key = (func, *map(look, args), *((name, _layout_of(value)) for name, value in kwargs.items()))
         if key not in self._outputs:
             return self._first(key, func, args, kwargs)
         found = self._outputs[key]
@@ -39,6 +45,8 @@ class Remembered:
             return args[0]
         kind, layouts = found
         tensors = [None if layout is None else _empty(layout) for layout in layouts]
+        if is_coarse and tensors[0] is not None:
+            tensors[0] = _empty(_layout_of(args[0]))
         return tensors[0] if kind is Tensor else kind(tensors)
 
     def _first(self, key: tuple[Any, ...], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -92,6 +100,12 @@ def _layout_of(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(map(_layout_of, value))
     return None if value is None else (type(value), value)  # 1, 1.0 and True are equal, and give other types
+
+
+def _channels_of(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.dim() > 1:
+        return value.shape[1], value.dtype, value.dim()
+    return _layout_of(value)
 
 
 def _empty(layout: _Layout) -> Tensor:

@@ -83,7 +83,7 @@ def read(data: Path) -> Gavel:
             rows = [row for row in csv.DictReader(file) if row["file"] == TABLE and row["ngpu_a"] == "1"]
         step_s = {_job(r, "a"): 1 / v for r in rows if (v := float(r["iso_tput_a_steps_s"] or 0)) > 0}
         pairs = [pair for row in rows if row["ngpu_b"] == "1" and (pair := _pair(row, step_s)) is not None]
-    except (OSError, KeyError) as error:
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"expected Gavel's throughputs in {path}, found {error!r}; set CARPOOL_DATA") from error
     # Each pair stands there twice, once in either order, with the same numbers.
     return Gavel(step_s, list({frozenset((pair.one, pair.other)): pair for pair in pairs}.values()))

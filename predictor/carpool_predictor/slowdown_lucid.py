@@ -85,7 +85,7 @@ def read(data: Path) -> Pairs:
                 raw.append(1 / float(row[f"speed{one}"]))
                 models.append((mine["model"], its["model"]))
                 jobs.append((" ".join(keys[one]), " ".join(keys[other])))
-    except (OSError, KeyError) as error:
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"expected Lucid's measurements in {folder}, found {error!r}; set CARPOOL_DATA") from error
     found = np.array(raw)
     return Pairs(np.array(busy), np.array(memory), np.maximum(1.0, found), found, models, jobs)

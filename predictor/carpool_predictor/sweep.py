@@ -19,6 +19,7 @@ import msgspec
 from carpool_core.resources.job import CatalogModel, Training
 from carpool_core.values import Optimizer, Precision
 
+from carpool_predictor import store
 from carpool_predictor.abstention import TraceError
 from carpool_predictor.hub import HUB
 from carpool_predictor.measurements import FILE, read_rows
@@ -109,9 +110,10 @@ def record(name: str, training: Training, timeout_s: int, remembered: "Remembere
 @click.option("--records", required=True, type=click.Path(path_type=Path), help="JSON lines of records, extended.")
 @click.option("--data", type=click.Path(path_type=Path), help="Folder of measurements: the models in it go first.")
 @click.option("--precision", type=click.Choice([p.value for p in Precision]), default="fp32", show_default=True)
+@click.option("--missing", is_flag=True, help="Leave out models that the feature store has in this precision already.")
 @click.option("--only-measured", is_flag=True, help="Leave out models that no measurement exists of.")
 @click.option("--timeout", default=90, show_default=True, help="Seconds for one model.")
-def main(records: Path, data: Path | None, precision: str, only_measured: bool, timeout: int) -> None:
+def main(records: Path, data: Path | None, precision: str, missing: bool, only_measured: bool, timeout: int) -> None:
     """Trace what is missing."""
     measured: list[str] = []
     if data is not None:
@@ -122,6 +124,8 @@ def main(records: Path, data: Path | None, precision: str, only_measured: bool, 
             sys.exit(2)
     training = Training(batch_size=64, optimizer=Optimizer.SGD_MOMENTUM, precision=Precision(precision))
     known = {r.name for r in read_records(records)} if records.exists() else set()
+    if missing and training.precision in store.FILES:
+        known |= set(store.shipped(training.precision).names())
     names = catalog_names()
     from carpool_predictor.remembering import Remembered
 

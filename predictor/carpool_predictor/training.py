@@ -44,6 +44,7 @@ def memory_model(data: Path) -> MemoryModel:
 def train_memory(data: Path, out: Path) -> Path:
     """Write `memory.json` below `out`; the same data and seed give the same bytes."""
     path = out / "memory.json"
+    content = msgspec.json.encode(memory_model(data)) + b"\n"
     out.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.encode(memory_model(data)) + b"\n")
+    path.write_bytes(content)
     return path

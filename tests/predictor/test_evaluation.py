@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from carpool_predictor.evaluation.commands import evaluate, train
 from carpool_predictor.neusight import GPUS, MODELS, ModelRow, operators
+from carpool_predictor.slowdown_gavel import FILE, TABLE
 from carpool_predictor.step_time import shipped
 from carpool_predictor.step_time_fit import seconds
 from carpool_predictor.suites import SUITES, load, load_frozen
@@ -50,6 +51,35 @@ def test_training_without_measurements_is_told(tmp_path: Path) -> None:
     result = CliRunner().invoke(train, ["--data", str(tmp_path), "--out", str(tmp_path / "artifacts")])
     assert result.exit_code == 2
     assert "no such file" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param("something,else\n1,2\n", id="other columns"),
+        pytest.param(f"file,ngpu_a,iso_tput_a_steps_s\n{TABLE},1,fast\n", id="no number"),
+        pytest.param(f"file,ngpu_a\n{TABLE},1\n", id="a column short"),
+    ],
+)
+def test_measurements_of_slowdowns_that_are_none_are_told(content: str, tmp_path: Path) -> None:
+    path = tmp_path / FILE
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    result = CliRunner().invoke(evaluate, ["--data", str(tmp_path), "--suite", "slowdown", "--out", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "expected Gavel's throughputs" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_training_on_measurements_without_a_column_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "gpumemnet" / "timm_a100_40gb.csv"
+    path.parent.mkdir()
+    path.write_text("model,batch_size\nresnet50,8\n")
+    out = tmp_path / "artifacts"
+    result = CliRunner().invoke(train, ["--data", str(tmp_path), "--out", str(out)])
+    assert result.exit_code == 2
+    assert "column" in result.stderr
+    assert not out.exists()
 
 
 def test_frozen_judges_what_is_shipped_and_writes_nothing(tmp_path: Path) -> None:

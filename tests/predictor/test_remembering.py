@@ -34,6 +34,25 @@ def test_answers_again_what_the_operator_gave(channels_last: bool) -> None:
         assert layouts(remembered.call(func, args, {})) == wanted
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_normalized_images_of_other_sizes_are_as_large_as_they_are(channels_last: bool, dtype: torch.dtype) -> None:
+    made = torch.channels_last if channels_last else torch.contiguous_format
+    remembered = Remembered()
+    weight = torch.empty(8, device="meta")
+    for shape in ((2, 8, 6, 6), (4, 8, 3, 5), (4, 8, 3, 3)):
+        x = torch.empty(shape, dtype=dtype, device="meta").to(memory_format=made)
+        other = torch.empty(shape, dtype=dtype, device="meta")
+        forward = (x, weight, weight, weight, weight, True, 0.1, 1e-5)
+        for gradient, needs in ((x, True), (other, True), (x, False), (other[:, :, :1, :1].expand(shape), True)):
+            backward = (gradient, x, weight, None, None, weight, weight, True, 1e-5, [needs, True, True])
+            for func, args in (
+                (aten.native_batch_norm.default, forward),
+                (aten.native_batch_norm_backward.default, backward),
+            ):
+                assert layouts(remembered.call(func, args, {})) == layouts(func(*args))
+
+
 def test_tells_arguments_apart_that_look_alike() -> None:
     remembered = Remembered()
     x = torch.empty(4, 6, device="meta")

@@ -68,6 +68,15 @@ def test_records_of_two_precisions_are_not_mixed() -> None:
         packing.pack([record(), other], {})
 
 
+def test_a_store_can_be_extended() -> None:
+    failed = ModelRecord(name="timm/y", failure="TraceTimedOut: in those days")
+    known = store.unpack(packing.pack([record(), record("timm/z"), failed], {}))
+    again = msgspec.structs.replace(record("timm/z"), parameters=26)
+    found = store.unpack(packing.pack(packing.extended([record("timm/y"), again], known), {}))
+    assert [found.record(f"timm/{name}") for name in "xyz"] == [record(), record("timm/y"), again]
+    assert found.failures() == {}
+
+
 def test_the_shipped_stores_are_small_and_answer_in_a_millisecond() -> None:
     training = Training(batch_size=64, optimizer=Optimizer.SGD_MOMENTUM)
     store.features(KNOWN, training)
