@@ -7,7 +7,17 @@ from carpool_core.resources.node import Device
 from carpool_core.values import GpuUuid, SharingMode
 from carpool_extender.policies import POLICIES
 from carpool_extender.simulation import document, results
-from carpool_extender.simulation.contest import EXPERIMENTS, FIGURES, Figures, Line, contest, figures_of, named, ours
+from carpool_extender.simulation.contest import (
+    EXPERIMENTS,
+    FIGURES,
+    Figures,
+    Line,
+    attributed,
+    contest,
+    figures_of,
+    named,
+    ours,
+)
 from carpool_extender.simulation.engine import DEATHS, OOM_AFTER_S, Simulation
 from carpool_extender.simulation.failures import with_failures
 from carpool_extender.simulation.features import job_of, prediction_of
@@ -245,6 +255,14 @@ def test_the_document_is_written_from_results_alone(tmp_path):
     assert "| HotCloud, mean utilization | +61.5% | +75.0% | +50.0% | **no** |" in text
     assert "| HotCloud, out of memory | 0 | 0 | 2.0 | **no** |" in text
     assert "| hotcloud | +20.0% |" in text
+    told = [
+        line(one, **(base | {"makespan_min": 60.0 - 6 * number}))
+        for number, one in enumerate(attributed(experiment.mode))
+    ]
+    results.write(tmp_path, "hotcloud" + results.ATTRIBUTED, workload(job("a")), told)
+    document.write(tmp_path, tmp_path / "experiments.md")
+    text = (tmp_path / "experiments.md").read_text()
+    assert "single pieces: true durations, the longest first -30.0%, true slowdowns -20.0%, true activity" in text
     assert "hotcloud, out of memory (2.0): slot-based (0.0)." in text
     assert "hotcloud, utilization" not in text
     (tmp_path / "hotcloud.json").write_text("{}")

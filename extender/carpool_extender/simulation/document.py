@@ -194,6 +194,7 @@ def _more(out: Path, name: str, known: Sequence[Line]) -> list[str]:
         if (found := results.read(out, name + suffix)) is not None:
             lines = [first, *([ours] if ours else []), *found[1], *([closing] if closing else [])]
             parts += [told, "", *report.markdown(lines), ""]
+            parts += _worth(ours, found[1]) if ours and suffix == ATTRIBUTED else []
     if (wrong := results.read(out, name + WRONG)) is not None:
         parts += [
             "Carpool (slowdown ≤ 1.5) when predictions are off and nothing is learned, against the first line:",
@@ -204,6 +205,16 @@ def _more(out: Path, name: str, known: Sequence[Line]) -> list[str]:
         parts += [f"When each GPU fails every {FAILS_EVERY_H:g} hours, and its jobs begin again:", ""]
         parts += [*report.markdown(failing[1]), ""]
     return parts
+
+
+def _worth(ours: Line, told: Sequence[Line]) -> list[str]:
+    """Say which single piece of knowledge is worth the most."""
+    single = [line for line in told if len(line.strategy.told) == 1]
+    if not single:
+        return []
+    worth = sorted((report.change(line, ours, "makespan_min"), line.strategy.name) for line in single)
+    each = ", ".join(f"{name.removeprefix('with ')} {change:+.1f}%" for change, name in worth)
+    return [f"Makespan against Carpool's own, for single pieces: {each}.", ""]
 
 
 def _power(known: Sequence[Line]) -> list[str]:
