@@ -70,6 +70,8 @@ class Size:
     resident_mib: float
     naive_s: float
     """Median of the naive loop, in process, without HTTP."""
+    load: float
+    """The machine's load at the end, of one minute."""
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -131,7 +133,8 @@ async def _measure(nodes: int) -> Size:
             resident = resident_mib(process.pid)
     finally:
         await runner.cleanup()
-    return Size(nodes, tenants, decisions, elapsed_s, cpu_s, refusals, resident, _naive(paper, shapes))
+    load = os.getloadavg()[0]
+    return Size(nodes, tenants, decisions, elapsed_s, cpu_s, refusals, resident, _naive(paper, shapes), load)
 
 
 def _changed(nodes: list[GpuNode], number: int, draw: random.Random) -> GpuNode:

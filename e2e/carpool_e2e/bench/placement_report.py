@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from carpool_e2e.bench.placement import GPUS, NEW_EVERY, SHAPES, TENANTS_PER_NODE, Size, percentile
 
 _P99_MS, _A_SECOND, _MIB = 15.0, 150.0, 400.0
+_AIM_P99_MS, _AIM_A_SECOND = 8.0, 300.0
 _COLUMNS = (
     "nodes",
     "tenants",
@@ -34,14 +35,25 @@ def placement_section(sizes: Sequence[Size]) -> list[str]:
         f"changed after each pod. Jobs are of {SHAPES} shapes, one in {NEW_EVERY} of a shape nobody had before. The",
         "extender is a process of its own; an API server on paper lists the nodes, and every tenant's job and pod. The",
         "naive loop goes over nodes, GPUs and tenants in Python for each request; its time is without HTTP.",
+        f"The machine's load was {largest.load:.1f} at the end.",
         "",
         f"| {' | '.join(_COLUMNS)} |",
         f"|{'---|' * len(_COLUMNS)}",
         *(_row(size) for size in sizes),
         "",
         *_HEAD,
-        _line("filter and prioritize, p99", f"{p99:.1f} ms", f"≤ {_P99_MS:g} ms", is_kept=p99 <= _P99_MS),
-        _line("decisions a second", f"{rate:.0f}", f"≥ {_A_SECOND:g}", is_kept=rate >= _A_SECOND),
+        _line(
+            "filter and prioritize, p99",
+            f"{p99:.1f} ms",
+            f"≤ {_P99_MS:g} ms, aimed at {_AIM_P99_MS:g} ms",
+            is_kept=p99 <= _P99_MS,
+        ),
+        _line(
+            "decisions a second",
+            f"{rate:.0f}",
+            f"≥ {_A_SECOND:g}, aimed at {_AIM_A_SECOND:g}",
+            is_kept=rate >= _A_SECOND,
+        ),
         _line("memory", f"{largest.resident_mib:.0f} MiB", f"≤ {_MIB:g} MiB", is_kept=largest.resident_mib <= _MIB),
         _line(f"median with {more:.0f} times the nodes", f"{grown:.1f} times", f"≤ {more:.0f}", is_kept=grown <= more),
         "",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from carpool_extender.simulation.hotcloud import PRODUCT
 from carpool_extender.simulation.results import About
 
 from carpool_e2e.bench.memory import resident_mib
@@ -19,6 +20,11 @@ from carpool_e2e.errors import HarnessError
 
 DATA = "CARPOOL_DATA"
 TRACE = Path("traces") / "philly_sia.csv"
+CLUSTER = f"""nodes:
+- {{count: 311, product: {PRODUCT}, gpus: 8}}
+- {{count: 1, product: {PRODUCT}, gpus: 2}}
+"""
+"""Philly's 2,490 GPUs."""
 POLICY = "least-slowdown"
 MUST_S, AIM_S = 120.0, 30.0
 LOOK_S = 0.1
@@ -36,6 +42,8 @@ class Measured:
     """The most that was seen resident."""
     table: list[str]
     """What it wrote, as Markdown."""
+    load: float
+    """The machine's load at the end, of one minute."""
 
 
 def measure(data: Path, tell: Callable[[str], None]) -> Measured:
@@ -45,8 +53,10 @@ def measure(data: Path, tell: Callable[[str], None]) -> Measured:
         HarnessError: It failed; the message is what it said.
     """
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder)
-        command = [carpool_command(), "simulate", "--trace", str(data / TRACE), "--policy", POLICY, "--seeds", "1"]
+        out, cluster = Path(folder), Path(folder) / "cluster.yaml"
+        cluster.write_text(CLUSTER, encoding="utf-8")
+        command = [carpool_command(), "simulate", "--trace", str(data / TRACE), "--cluster", str(cluster)]
+        command += ["--policy", POLICY, "--seeds", "1"]
         begin_s = time.monotonic()
         arguments, environment = [*command, "--no-pictures", "--out", folder], {**os.environ, DATA: str(data)}
         said = out / "said"
@@ -60,7 +70,7 @@ def measure(data: Path, tell: Callable[[str], None]) -> Measured:
         table = [line for line in (out / "trace.md").read_text(encoding="utf-8").splitlines() if line.startswith("|")]
     tell(f"{about.title}: {elapsed_s:.1f} s")
     spent_s = used.ru_utime + used.ru_stime
-    return Measured(about.title, about.jobs, elapsed_s, spent_s, memory_mib, table)
+    return Measured(about.title, about.jobs, elapsed_s, spent_s, memory_mib, table, os.getloadavg()[0])
 
 
 def _watched(pid: int) -> tuple[float, int, resource.struct_rusage]:
@@ -84,8 +94,9 @@ def simulator_section(found: Measured) -> list[str]:
     return [
         "## The simulator",
         "",
-        f"`carpool simulate --trace {TRACE.name} --policy {POLICY} --seeds 1`, from the command to its table:",
-        f"{found.title}, from the first submission to the last end, by the scheduler's own decisions.",
+        f"`carpool simulate --trace {TRACE.name} --cluster cluster.yaml --policy {POLICY} --seeds 1`, from the command",
+        f"to its table: {found.title}, from the first submission to the last end, by the scheduler's own decisions.",
+        f"The machine's load was {found.load:.1f} at the end.",
         "",
         "| | found | asked for | |",
         "|---|---|---|---|",
