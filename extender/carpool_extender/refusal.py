@@ -265,7 +265,7 @@ def _kinds(verdict: Verdict, check: Check, rows: Rows) -> Sequence[Bools]:
         keys = columns.mode[rows]
     elif check is Check.SUITABLE:
         keys = columns.device_class[rows]
-    return [keys == key for key in np.unique(keys)]
+    return [keys == key for key in np.flatnonzero(np.bincount(keys))]
 
 
 def _reason_of_group(verdict: Verdict, check: Check, rows: Rows, closest: int) -> str:
@@ -283,8 +283,9 @@ def _reason_of_group(verdict: Verdict, check: Check, rows: Rows, closest: int) -
 def _amount(verdict: Verdict, rows: Rows, part: Rows) -> str:
     """Count whole nodes where every GPU of each of them is meant, GPUs otherwise."""
     node = verdict.view.columns.node
-    of_part, in_part = np.unique(node[part], return_counts=True)
-    in_all = np.bincount(node[rows], minlength=int(of_part.max()) + 1)[of_part]
+    of_each = np.bincount(node[part])
+    of_part = np.flatnonzero(of_each)
+    in_part, in_all = of_each[of_part], np.bincount(node[rows])[of_part]
     idle = verdict.view.columns.mode[part] == NO_MODE
     if idle.all() and (in_part == in_all).all():
         return counted(len(of_part), "node")
