@@ -1,5 +1,6 @@
 """`carpool predict` and `carpool graph`."""
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from carpool_predictor.trees import MalformedError
 
 if TYPE_CHECKING:
     from carpool_predictor.bulk import Tally
+    from carpool_predictor.calibration import Calibration
 
 _TARGET_HELP = """MODEL is timm/NAME, torchvision/NAME, transformers/NAME, gpumemnet/LAYERS (a list of layers in the
 notation of GPUMemNet's data, such as "gpumemnet/[('linear', 64, 8256), ('ReLU', 64, 0), ('linear', 10, 650)]"),
@@ -88,12 +90,26 @@ def _limits(options: dict[str, Any]) -> TraceLimits:
     return TraceLimits(timeout_s=options["trace_timeout"], memory_mib=options["trace_memory"])
 
 
-def _features(question: Question) -> ModelFeatures | Abstention:
-    if isinstance(question.target, ModelFeatures):
-        return question.target
+def _features(question: Question, meanwhile: Callable[[], None] = lambda: None) -> ModelFeatures | Abstention:
+    target = question.target
+    if isinstance(target, ModelFeatures):
+        return target
     import asyncio
 
-    return asyncio.run(SubprocessTracer(question.limits).run(question.target))
+    async def traced() -> ModelFeatures | Abstention:
+        found, _ = await asyncio.gather(SubprocessTracer(question.limits).run(target), asyncio.to_thread(meanwhile))
+        return found
+
+    return asyncio.run(traced())
+
+
+def _load() -> None:
+    """Load all that predicts, which takes less time than the trace that another process is busy with."""
+    from carpool_predictor import activity, memory, step_time
+
+    importlib.import_module("carpool_predictor.report")
+    for model in (activity, memory, step_time):
+        model.shipped()
 
 
 def _products(gpu: str) -> list[GpuProduct]:
@@ -143,15 +159,12 @@ def predict(
 def _predict_one(
     question: Question, products: list[GpuProduct], calibration: Path | None, *, json_output: bool
 ) -> None:
-    from carpool_predictor.calibration import read_calibration
+    learned = None if calibration is None else _learned(calibration)
+    features = _features(question, _load)
     from carpool_predictor.estimator import prepare
     from carpool_predictor.report import as_json, report_on
 
-    try:
-        learned = None if calibration is None else read_calibration(calibration.read_bytes())
-    except OSError as e:
-        raise InputError(f"cannot read {calibration}: {e}") from e
-    report = report_on(question.model, prepare(_features(question), question.training), products, learned)
+    report = report_on(question.model, prepare(features, question.training), products, learned)
     prediction = report.prediction
     if json_output:
         click.echo(msgspec.json.encode(as_json(report)))
@@ -164,6 +177,15 @@ def _predict_one(
         console.print(as_text(_title(question), report, width=console.width))
     if prediction.outcome == "Abstained":
         raise InputError(f"no prediction ({prediction.reason}): {prediction.message}")
+
+
+def _learned(path: Path) -> "Calibration":
+    from carpool_predictor.calibration import read_calibration
+
+    try:
+        return read_calibration(path.read_bytes())
+    except OSError as e:
+        raise InputError(f"cannot read {path}: {e}") from e
 
 
 def _title(question: Question) -> str:

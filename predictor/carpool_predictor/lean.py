@@ -21,7 +21,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Unpack
 
-from carpool_predictor import store
 from carpool_predictor.postponed import Postponing, open_package, postpone, run
 
 _KERNELS = ("cuda.bindings", "pynvml", "triton")
@@ -95,23 +94,24 @@ _ALONE = {"torch._dynamo": ("config", "_trace_wrapped_higher_order_op")}
 """Modules that are needed of a postponed package, and need nothing of it."""
 
 
-def prepare(model: str | None) -> None:
+def prepare(model: str | None, family: str | None) -> None:
     """Import PyTorch, and make ready to import what a model needs.
 
     Args:
         model: A model of the catalog; None for code of the user's own, for which no library is opened.
+        family: Module, within its library, that defines the model, where that is known.
 
     Raises:
         ModuleNotFoundError: There is no PyTorch.
     """
     gc.disable()  # what is imported is no garbage, and looking for some takes a tenth of the time
     with Postponing(_OF_TORCH, _FIRST):
-        _import(model)
+        _import(model, family)
     gc.freeze()
     gc.enable()
 
 
-def _import(model: str | None) -> None:
+def _import(model: str | None, family: str | None) -> None:
     left_out = [name for name in _KERNELS if name not in sys.modules]
     _leave_out(left_out)
     import torch.utils.flop_counter
@@ -119,7 +119,7 @@ def _import(model: str | None) -> None:
     for name in left_out:
         del sys.modules[name]  # a model of the user's own may need them
     library = None if model is None else model.partition("/")[0]
-    if model is not None and library is not None and _is_openable(model):
+    if model is not None and library is not None and _is_openable(library, family):
         _leave_out(_OF_LIBRARIES.get(library, ()))
         for package in _OPENED[library]:
             open_package(package)
@@ -127,12 +127,12 @@ def _import(model: str | None) -> None:
     for module, given in _POSTPONED.items():
         if not module.startswith("transformers.") or library == "transformers":
             postpone(module, given, _ALONE.get(module, ()))
-    if model is not None and library in ("timm", "torchvision") and library in sys.modules:
-        _import_family(library, model)
+    if model is not None and family is not None and library in ("timm", "torchvision") and library in sys.modules:
+        _import_family(library, family, model)
 
 
-def _import_family(library: str, model: str) -> None:
-    module = importlib.import_module(f"{library}.models.{store.shipped().family(model)}")
+def _import_family(library: str, family: str, model: str) -> None:
+    module = importlib.import_module(f"{library}.models.{family}")
     if not hasattr(module, model.partition("/")[2]):
         # Another module of that name defines it, such as one of torchvision's models of video.
         for package in _OPENED[library]:
@@ -144,13 +144,11 @@ def _leave_out(names: tuple[str, ...] | list[str]) -> None:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # None is what the import system takes for missing
 
 
-def _is_openable(model: str) -> bool:
+def _is_openable(library: str, family: str | None) -> bool:
     """Whether one module is known to define the model."""
-    library = model.partition("/")[0]
     if library not in _OPENED or library in sys.modules:
         return False
     spec = importlib.util.find_spec(library)
     if spec is None or spec.origin is None:
         return False
-    family = store.shipped().family(model)
     return library == "transformers" or Path(spec.origin).with_name("models").joinpath(f"{family}.py").is_file()

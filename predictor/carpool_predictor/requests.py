@@ -21,6 +21,8 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     model: ModelSource | None = None
     factory: FactoryModel | None = None
+    family: str | None = None
+    """Module, within its library, that defines a catalog model, where that is known: no other needs to be imported."""
     training: Training
     memory_mib: int | None = None
     """Limit on the process's own writable memory, in MiB; none when left out."""

@@ -68,6 +68,18 @@ def stored(model: CatalogModel, training: Training) -> ModelFeatures | None:
     return store.features(model, training)
 
 
+def untraceable(model: CatalogModel | None) -> Abstention:
+    """Say that this installation cannot trace; of a name that the feature store lacks, which names it has."""
+    missing = torch_missing()
+    if model is None or store.shipped().family(model.name) is not None:
+        return missing
+    near = store.shipped().nearest(model.name)
+    known = f"the nearest that need none are {', '.join(near)}" if near else "no name is near"
+    return msgspec.structs.replace(
+        missing, message=f"{model.name!r} is none of the models that need no PyTorch; {known}; {missing.message}"
+    )
+
+
 class SubprocessTracer:
     """Answers from the feature store, or traces in `python -m carpool_predictor.trace`, killed when it takes too long.
 
@@ -99,9 +111,11 @@ class SubprocessTracer:
             features = self._known(request.model.catalog, request.training)
             if features is not None and reason_to_abstain(features, request.training) is None:
                 return features
+        catalog = None if request.model is None else request.model.catalog
         if importlib.util.find_spec("torch") is None:
-            return torch_missing()
-        request = msgspec.structs.replace(request, memory_mib=self._limits.memory_mib)
+            return untraceable(catalog)
+        family = None if catalog is None else store.shipped().family(catalog.name)
+        request = msgspec.structs.replace(request, family=family, memory_mib=self._limits.memory_mib)
         async with self._turn:
             return await self._ask(msgspec.json.encode(request))
 

@@ -62,7 +62,7 @@ def _prepare_lean(request: TraceRequest) -> None:
     from carpool_predictor.lean import prepare
 
     catalog = None if request.model is None else request.model.catalog
-    prepare(None if catalog is None else catalog.name)
+    prepare(None if catalog is None else catalog.name, request.family)
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from carpool_core.resources.job import CatalogModel, GraphLayer, GraphModel, ModelSource, Training
+from carpool_predictor import store
 from carpool_predictor.catalog import recipe_of
 from carpool_predictor.requests import FactoryModel, TraceReply, TraceRequest
 from carpool_predictor.tracing import trace_recipe
@@ -25,7 +26,9 @@ print(msgspec.json.encode({"reply": reply, "modules": list(sys.modules)}).decode
 
 def lean(request: TraceRequest) -> tuple[TraceReply, set[str]]:
     """Trace in a process of its own; returns the reply and the modules that were imported."""
-    content = msgspec.json.encode(request)
+    catalog = None if request.model is None else request.model.catalog
+    family = None if catalog is None else store.shipped().family(catalog.name)
+    content = msgspec.json.encode(msgspec.structs.replace(request, family=family))
     done = subprocess.run([sys.executable, "-c", LEAN], input=content, check=True, capture_output=True)
     found: dict[str, Any] = json.loads(done.stdout)
     return msgspec.convert(found["reply"], type=TraceReply), set(found["modules"])
@@ -55,7 +58,7 @@ import sys
 from carpool_predictor import lean, trace
 from carpool_predictor.abstention import TraceError
 
-def prepare(model):
+def prepare(model, family):
     {failure}
 
 lean.prepare = prepare

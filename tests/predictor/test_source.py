@@ -13,7 +13,7 @@ from carpool_core.resources.features import ModelFeatures, TracedStep
 from carpool_core.resources.job import CatalogModel, GraphLayer, GraphModel, ModelSource, Training
 from carpool_predictor.abstention import Abstention
 from carpool_predictor.requests import FactoryModel, TraceRequest
-from carpool_predictor.source import SubprocessTracer, TraceLimits, features_of, input_digest
+from carpool_predictor.source import SubprocessTracer, TraceLimits, features_of, input_digest, untraceable
 
 FEATURES = ModelFeatures(
     name="given",
@@ -150,6 +150,21 @@ async def test_the_child_sees_no_gpu_and_no_hub(tmp_path: Path) -> None:
     await ask(child(f"open({str(seen)!r}, 'w').write(repr(dict(os.environ)))", tmp_path))
     assert "'CUDA_VISIBLE_DEVICES': ''" in seen.read_text()
     assert "'HF_HUB_OFFLINE': '1'" in seen.read_text()
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        pytest.param(None, ["carpool[trace]"], id="an inline graph"),
+        pytest.param(CatalogModel(name="timm/resnet50", num_classes=7), ["carpool[trace]"], id="a known name"),
+        pytest.param(CatalogModel(name="timm/resnet5o"), ["timm/resnet50", "carpool[trace]"], id="a typing error"),
+        pytest.param(CatalogModel(name="timm/qqqqqqqqq"), ["no name is near", "carpool[trace]"], id="nothing like it"),
+    ],
+)
+def test_without_torch_the_nearest_stored_names_are_told(model: CatalogModel | None, words: list[str]) -> None:
+    found = untraceable(model)
+    assert found.reason == "TorchMissing"
+    assert all(word in found.message for word in words)
 
 
 async def test_memory_is_limited_before_anything_is_built(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def _cached() -> list[Figure]:
 def _answered(model: CatalogModel, training: Training, gpus: Sequence[GpuProduct]) -> float:
     """Look a model up and predict it; returns seconds."""
     begin = time.perf_counter()
-    features = store.shipped().features(model, training)
+    features = store.features(model, training)
     if features is None:
         raise ValueError(f"expected {model.name} in the feature store, found it missing")
     predict(features, training, gpus)
@@ -138,9 +138,8 @@ def write_rows(path: Path, count: int) -> None:
 
 def _traced(name: str, most_s: float) -> list[Figure]:
     """Time a model that is traced: for a user who waits for the command, and in a process that has traced before."""
-    # The store does not reckon this optimizer, so that it cannot answer.
-    question = ("--batch-size", "8", "--optimizer", Optimizer.RMSPROP.value)
-    command = [CARPOOL, "predict", name, *question, "--gpu", TARGET_GPU, "--json"]
+    # Where the store does not reach to; tensors without data are the same work at any size.
+    command = [CARPOOL, "predict", name, "--batch-size", "1024", "--gpu", TARGET_GPU, "--json"]
     took_s = median(_seconds(command) for _ in range(TRACE_REPEATS))
     warm = subprocess.run([sys.executable, "-W", "ignore", "-c", WARM, name], check=True, capture_output=True)
     return [
