@@ -164,20 +164,6 @@ class Verdict:
         return self.applicant.columns(self.view.classes)
 
 
-def examine(view: View, applicant: Applicant, slots: int, conditions: Conditions = NO_CONDITIONS) -> Verdict:
-    """Run all checks of an applicant on all GPUs of a view.
-
-    Args:
-        view: The GPUs.
-        applicant: Who asks.
-        slots: Most tenants of one GPU.
-        conditions: What the site asks of a GPU besides.
-    """
-    verdict = Verdict(view, applicant, slots, conditions, empty_findings(0))
-    verdict.found = look(verdict, view.columns)
-    return verdict
-
-
 def empty_findings(gpus: int) -> Findings:
     """Return findings of rows that no GPU has."""
     return Findings(

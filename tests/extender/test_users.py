@@ -8,7 +8,7 @@ from carpool_core.testing.kube import FakeKube
 from carpool_core.values import SharingMode
 from carpool_extender import ledger
 from carpool_extender.assessments import Assessment
-from carpool_extender.checks import Check, examine
+from carpool_extender.checks import Check
 from carpool_extender.decide import explain, filter_nodes
 from carpool_extender.enquiry import Asker, explained
 from carpool_extender.ledger import capacity_of
@@ -43,7 +43,7 @@ def one(*users: int | None, mode: SharingMode = SharingMode.MPS, **more):
     ],
 )
 def test_who_may_join(there, user: int | None, fits: bool) -> None:
-    verdict = examine(cluster(there).view(), applicant(user=user), 8)
+    verdict = Assessment(applicant(user=user), RULES, cluster(there).view()).verdict
     assert bool(verdict.ok[0]) is fits
     if not fits:
         assert verdict.found.failed[0] == Check.TENANCY
@@ -69,9 +69,9 @@ def test_another_namespace_is_told_apart_from_another_user() -> None:
 
 def test_a_gpu_is_open_again_when_the_other_user_has_left() -> None:
     known = cluster(one(1000))
-    assert not examine(known.view(), applicant(user=2000), 8).ok[0]
+    assert not Assessment(applicant(user=2000), RULES, known.view()).verdict.ok[0]
     known.apply(one())
-    assert examine(known.view(), applicant(user=2000), 8).ok[0]
+    assert Assessment(applicant(user=2000), RULES, known.view()).verdict.ok[0]
 
 
 def test_demands_of_two_users_are_two_demands() -> None:
