@@ -19,7 +19,13 @@ from carpool_predictor.records import ModelRecord, StepRecord, UpdateRecord
 from carpool_predictor.trees import MalformedError
 
 FORMAT = 2
-FILES = {Precision.FP32: "artifacts/catalog-fp32.json.z"}
+_MIXED = "artifacts/catalog-mixed.json.z"
+FILES = {
+    Precision.FP32: "artifacts/catalog-fp32.json.z",
+    Precision.BF16_MIXED: _MIXED,
+    Precision.FP16_MIXED: _MIXED,
+}
+"""Both mixed precisions share one: they run the same operators in the same widths."""
 MEASURED_FILE = "artifacts/measured.json.z"
 """Models that the measured release of timm built otherwise than the one that the catalog was traced with."""
 MAX_BYTES = 64 << 20

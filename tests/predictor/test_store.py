@@ -10,6 +10,7 @@ from carpool_core.resources.features import LayerCounts
 from carpool_core.resources.job import CatalogModel, ModelSource, Training
 from carpool_core.values import Optimizer, Precision
 from carpool_predictor import packing, store
+from carpool_predictor.checks import reason_to_abstain
 from carpool_predictor.records import ModelRecord, StepRecord, UpdateRecord
 from carpool_predictor.source import SubprocessTracer
 from carpool_predictor.suites import DataError
@@ -108,6 +109,31 @@ def test_an_optimizer_that_was_not_traced_is_left_to_the_tracer() -> None:
     adam = found.features(model, Training(optimizer=Optimizer.ADAM))
     assert adam == record().features(Optimizer.ADAM)
     assert found.features(model, Training(optimizer=Optimizer.ADAGRAD)) is None
+
+
+@pytest.mark.parametrize("name", ["timm/test_resnet", "timm/test_vit"])
+def test_both_mixed_precisions_come_to_the_same(name: str) -> None:
+    """Which is why they share a file."""
+    pytest.importorskip("torch")
+    from carpool_predictor.catalog import recipe_of
+    from carpool_predictor.tracing import record_recipe
+
+    bf16, fp16 = (
+        record_recipe(recipe_of(CatalogModel(name=name)), Training(precision=precision), (4, 8))
+        for precision in (Precision.BF16_MIXED, Precision.FP16_MIXED)
+    )
+    assert bf16.steps == fp16.steps
+    assert store.FILES[Precision.BF16_MIXED] == store.FILES[Precision.FP16_MIXED]
+
+
+@pytest.mark.parametrize("precision", [Precision.BF16_MIXED, Precision.FP16_MIXED])
+@pytest.mark.parametrize("optimizer", list(Optimizer))
+def test_mixed_precision_is_stored_under_every_optimizer(optimizer: Optimizer, precision: Precision) -> None:
+    training = Training(batch_size=32, optimizer=optimizer, precision=precision)
+    found = store.features(CatalogModel(name="timm/resnet50"), training)
+    assert found is not None
+    assert (found.optimizer, found.precision) == (optimizer, precision)
+    assert reason_to_abstain(found, training) is None
 
 
 async def test_a_model_of_the_store_starts_no_process() -> None:
