@@ -22,6 +22,7 @@ from carpool_core.values import SharingMode
 
 from carpool_e2e import certificates
 from carpool_e2e.bench.apiserver import PaperApi
+from carpool_e2e.bench.circumstances import circumstances
 from carpool_e2e.bench.memory import resident_mib
 from carpool_e2e.bench.naive import filter_and_prioritize
 from carpool_e2e.bench.world import NAMESPACE, Shape, World, draw_shape, reservation, world
@@ -70,8 +71,8 @@ class Size:
     resident_mib: float
     naive_s: float
     """Median of the naive loop, in process, without HTTP."""
-    load: float
-    """The machine's load at the end, of one minute."""
+    circumstances: str
+    """What else went on, in a sentence."""
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -133,8 +134,8 @@ async def _measure(nodes: int) -> Size:
             resident = resident_mib(process.pid)
     finally:
         await runner.cleanup()
-    load = os.getloadavg()[0]
-    return Size(nodes, tenants, decisions, elapsed_s, cpu_s, refusals, resident, _naive(paper, shapes), load)
+    told = circumstances()
+    return Size(nodes, tenants, decisions, elapsed_s, cpu_s, refusals, resident, _naive(paper, shapes), told)
 
 
 def _changed(nodes: list[GpuNode], number: int, draw: random.Random) -> GpuNode:

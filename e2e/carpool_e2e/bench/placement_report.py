@@ -35,7 +35,7 @@ def placement_section(sizes: Sequence[Size]) -> list[str]:
         f"changed after each pod. Jobs are of {SHAPES} shapes, one in {NEW_EVERY} of a shape nobody had before. The",
         "extender is a process of its own; an API server on paper lists the nodes, and every tenant's job and pod. The",
         "naive loop goes over nodes, GPUs and tenants in Python for each request; its time is without HTTP.",
-        f"The machine's load was {largest.load:.1f} at the end.",
+        largest.circumstances,
         "",
         f"| {' | '.join(_COLUMNS)} |",
         f"|{'---|' * len(_COLUMNS)}",

@@ -14,6 +14,7 @@ import msgspec
 from carpool_extender.simulation.hotcloud import PRODUCT
 from carpool_extender.simulation.results import About
 
+from carpool_e2e.bench.circumstances import circumstances
 from carpool_e2e.bench.memory import resident_mib
 from carpool_e2e.carpool import carpool_command
 from carpool_e2e.errors import HarnessError
@@ -42,8 +43,8 @@ class Measured:
     """The most that was seen resident."""
     table: list[str]
     """What it wrote, as Markdown."""
-    load: float
-    """The machine's load at the end, of one minute."""
+    circumstances: str
+    """What else went on, in a sentence."""
 
 
 def measure(data: Path, tell: Callable[[str], None]) -> Measured:
@@ -70,7 +71,7 @@ def measure(data: Path, tell: Callable[[str], None]) -> Measured:
         table = [line for line in (out / "trace.md").read_text(encoding="utf-8").splitlines() if line.startswith("|")]
     tell(f"{about.title}: {elapsed_s:.1f} s")
     spent_s = used.ru_utime + used.ru_stime
-    return Measured(about.title, about.jobs, elapsed_s, spent_s, memory_mib, table, os.getloadavg()[0])
+    return Measured(about.title, about.jobs, elapsed_s, spent_s, memory_mib, table, circumstances())
 
 
 def _watched(pid: int) -> tuple[float, int, resource.struct_rusage]:
@@ -96,7 +97,7 @@ def simulator_section(found: Measured) -> list[str]:
         "",
         f"`carpool simulate --trace {TRACE.name} --cluster cluster.yaml --policy {POLICY} --seeds 1`, from the command",
         f"to its table: {found.title}, from the first submission to the last end, by the scheduler's own decisions.",
-        f"The machine's load was {found.load:.1f} at the end.",
+        found.circumstances,
         "",
         "| | found | asked for | |",
         "|---|---|---|---|",
