@@ -109,7 +109,7 @@ async def waiting(stage: Stage) -> None:
     stage.run("delete", "gtj", "wide", "--wait=false")
     # From here on: starting kubectl takes a machine under load longer than all that follows.
     deleted = time.monotonic()
-    await stage.until("placed", "large", lambda j: condition(j, "Placed").startswith("True"), within_s=60)
+    await _reserved(stage, "large")
     placed_s = time.monotonic() - deleted
     await stage.until("running", "large", _running, within_s=60)
     took_s = time.monotonic() - deleted
@@ -120,6 +120,15 @@ async def waiting(stage: Stage) -> None:
     )
     if took_s > START_WITHIN_S:
         raise TooLateError(f"expected large to run within {START_WITHIN_S:.0f} s, found that it ran {took}")
+
+
+async def _reserved(stage: Stage, job: str, within_s: float = 60) -> None:
+    """Wait until a job has its GPU. Its status may tell of that later, together with its start."""
+    deadline = time.monotonic() + within_s
+    while not any(held.job_name == job for node in await stage.gpu_nodes() for held in node.spec.reservations):
+        if time.monotonic() > deadline:
+            raise SceneError(f"expected a reservation of job {job} within {within_s:.0f} s, found none")
+        await asyncio.sleep(0.05)
 
 
 async def _told(stage: Stage, job: str, reason: str, within_s: float = 10) -> None:
