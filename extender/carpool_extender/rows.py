@@ -129,14 +129,13 @@ def write_tenants(columns: Columns, row: int, said: Said, namespaces: Mapping[st
     columns.mig_gb[row] = sum(instance.gb for instance in instances)
     columns.mig_slices[row] = sum(instance.slices for instance in instances)
     columns.mode[row] = CODES[held[0].mode] if held else NO_MODE
+    if (before := int(columns.count[row])) > len(held):
+        _empty(columns, row, slice(len(held), before))
     columns.count[row] = len(held)
     columns.reserved_at[row] = max((seconds(r.reserved_at) for r in held), default=0.0)
     columns.tenants[row] = tuple(TenantName(r.pod_namespace, r.job_name, r.pod_uid) for r in held)
-    for emptied in (columns.memory_mib, columns.util, columns.sm, columns.dram, columns.cluster_tenancy):
-        emptied[row] = 0
     users = {r.run_as_user for r in held if r.mode is SharingMode.MPS and r.run_as_user is not None}
     columns.user[row] = SEVERAL if len(users) > 1 else next(iter(users), NOBODY)
-    columns.namespace[row] = NOBODY
     for place, (reservation, of) in enumerate(zip(held, known_of(held, said.settled), strict=True)):
         tenant = reservation.tenant
         columns.memory_mib[row, place] = counted_mib(of.memory_mib, usable_mib)
@@ -146,3 +145,10 @@ def write_tenants(columns: Columns, row: int, said: Said, namespaces: Mapping[st
         columns.max_slowdown[row, place] = tenant.max_slowdown
         columns.namespace[row, place] = namespaces[reservation.pod_namespace]
         columns.cluster_tenancy[row, place] = tenant.tenancy is Tenancy.CLUSTER
+
+
+def _empty(columns: Columns, row: int, places: slice) -> None:
+    """Write that nobody has some places of a GPU any more."""
+    for emptied in (columns.memory_mib, columns.util, columns.sm, columns.dram, columns.cluster_tenancy):
+        emptied[row, places] = 0
+    columns.namespace[row, places] = NOBODY
