@@ -26,7 +26,15 @@ def test_requests_are_counted_by_verb_and_resource_whatever_became_of_them() -> 
 
 
 def test_costs_are_split_by_process_and_by_request_beside_those_of_the_stock_scheduler() -> None:
-    ours = Throughput(100, 2.0, {"etcd": 0.5, "operator": 1.5}, Counter({"POST pods": 100, "PATCH nodes": 250, "x": 0}))
+    ours = Throughput(
+        100,
+        2.0,
+        {"etcd": 0.5, "operator": 1.5},
+        Counter({"POST pods": 100, "PATCH nodes": 250, "x": 0}),
+        told_s=3.0,
+        prices_ms={"create a job": 7.25},
+        load=1.5,
+    )
     stock = Throughput(100, 1.0, {"etcd": 0.2}, Counter({"POST pods": 100}))
     told = "\n".join(throughput_section(ours, stock))
     assert "| jobs a second | 50.0 | 100.0 | ≥ 40 | kept |" in told
@@ -35,6 +43,9 @@ def test_costs_are_split_by_process_and_by_request_beside_those_of_the_stock_sch
     assert told.index("| PATCH nodes | 2.50 |  |") < told.index("| POST pods | 1.00 | 1.00 |")
     assert "| all of them | 3.50 | 1.00 |" in told
     assert "| x |" not in told
+    assert "| seconds until every job's status told its place, too | 3 | | | |" in told
+    assert "| create a job | 7.2 |" in told
+    assert "load averages\nbefore the first was created: 1.5 and 0.0." in told
 
 
 def test_a_pod_of_the_baseline_asks_for_one_whole_gpu() -> None:

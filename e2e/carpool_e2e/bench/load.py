@@ -1,9 +1,10 @@
 """Many pods at once onto nodes without kubelets: how long until the last is bound, and what that costs."""
 
 import asyncio
+import os
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -53,6 +54,10 @@ class Throughput:
     """What the API server was asked for meanwhile, as `requests.counted` names it."""
     told_s: float = 0.0
     """From then until the status of every job tells its place."""
+    prices_ms: Mapping[str, float] = field(default_factory=dict)
+    """What each kind of request costs API server, etcd and controller manager; see `prices.measure`."""
+    load: float = 0.0
+    """Processes that wanted a processor in the minute before, the machine's load average."""
 
     @property
     def jobs_a_second(self) -> float:
@@ -147,6 +152,7 @@ async def bind_all(
     watching = asyncio.create_task(watch.run())
     try:
         await asyncio.sleep(1)
+        load = os.getloadavg()[0]
         asked, spent, began = _asked(cluster), _spent(cluster, processes), time.monotonic()
         submitting = asyncio.gather(*(submit(one) for one in create))
         reporting = asyncio.create_task(_progress(finish, began, tell))
@@ -158,7 +164,7 @@ async def bind_all(
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
     taken = {name: after[name] - spent[name] for name in after}
-    return Throughput(len(create), elapsed_s, taken, _asked(cluster) - asked)
+    return Throughput(len(create), elapsed_s, taken, _asked(cluster) - asked, load=load)
 
 
 async def _progress(finish: _Finish, began: float, tell: Callable[[str], None]) -> None:

@@ -20,6 +20,7 @@ from carpool_core.resources.node import GpuNode, Partition
 from carpool_core.settings import KubeSettings
 from carpool_core.values import PartitionState
 
+from carpool_e2e.bench import prices
 from carpool_e2e.bench.load import GPUS, JOBS, NODE_COUNT, Throughput, beat, bind_all, node_name, offer, settled
 from carpool_e2e.bench.memory import listed, populate
 from carpool_e2e.cluster import Cluster
@@ -142,4 +143,5 @@ async def measure(cluster: Cluster, api: KubeApi, tell: Callable[[str], None], j
             for number in range(jobs)
         ]
         found = await bind_all(cluster, api, tell, submit, PROCESSES)
-        return replace(found, told_s=await _all_told(api))
+        found = replace(found, told_s=await _all_told(api))
+    return replace(found, prices_ms=await prices.measure(cluster, api))

@@ -11,13 +11,18 @@ _SELDOM = 0.01
 
 _WHY = (
     "A pod, its Binding and kube-scheduler's event are what any scheduler costs. Carpool adds the job itself; its",
-    "status, once with the prediction and once with the place; the reservation (`PATCH gpunodes`, one write for",
-    "all pods that wait for a node at that moment); the agents' reports on them, and their signs of life, each 25",
-    "s (`gpunodes/status`); and at most ten normal events a second from each process. Leases are the nodes' own.",
-    "What a write of a custom resource costs the API server is spread over many places: in its profile (pprof,",
-    "400 jobs) a quarter is allocation and a seventh the garbage collector's marking, an eighth decoding against",
-    "the schema, and about 7% each are CEL rules, the schema's validation, the managed fields, and what becomes",
-    "of a write in the watches. So fewer writes help, and nothing else does much.",
+    "status, once with the prediction and once with the place, which has two seconds and waits while other jobs need",
+    "their pods; the reservation (`PATCH gpunodes`, one write for all pods that wait for a node at that moment); the",
+    "agents' reports on them, and their signs of life, each 25 s (`gpunodes/status`); and at most ten normal events",
+    "a second from each process. The benchmark itself plays users, agents and kubelets: it creates the jobs, reports,",
+    "and renews the nodes' leases, and its own processor time stands in the table.",
+)
+_PRICED = (
+    "What each kind of request costs API server, etcd and controller manager together, asked again and again when all",
+    "jobs are placed and nobody else is at work. A custom resource is decoded, copied, checked against schema and CEL",
+    "rules and handed to the watchers as a whole with each write, so that one costs as much as several pods: in the",
+    "API server's profile (pprof) a quarter is allocation, a seventh marking by the garbage collector, and the rest",
+    "spread over decoding, the schema's validation, CEL, and managed fields.",
 )
 
 
@@ -36,7 +41,8 @@ def throughput_section(found: Throughput, stock: Throughput) -> list[str]:
         f"{found.jobs:,} jobs at once onto {NODE_COUNT} nodes × {GPUS} GPUs without kubelets, from the first created",
         "to the last pod bound; agents are played by the benchmark, which reports each reservation as prepared.",
         "Everything, etcd and API server included, shares this machine. Beside it what such a control plane can do at",
-        "all: as many plain pods that ask for a whole GPU each, and kube-scheduler alone.",
+        "all: as many plain pods that ask for a whole GPU each, and kube-scheduler alone. The machine's load averages",
+        f"before the first was created: {found.load:.1f} and {stock.load:.1f}.",
         "",
         "| | Carpool | kube-scheduler alone | asked for | |",
         "|---|---|---|---|---|",
@@ -54,6 +60,12 @@ def throughput_section(found: Throughput, stock: Throughput) -> list[str]:
         _row("all of them", _each(found, found.requests), _each(stock, stock.requests)),
         "",
         *_WHY,
+        "",
+        *_PRICED,
+        "",
+        "| request | processor ms |",
+        "|---|---|",
+        *(f"| {name} | {price:.1f} |" for name, price in found.prices_ms.items()),
         "",
     ]
 
