@@ -51,7 +51,7 @@ class Operator:
         self.jobs = Jobs(self.queue.add)
         news = News(self.queue, clock)
         self.pods = Pods(self.queue.add, news.of_pod)
-        self.fleet = Fleet(self.queue.add, news.of_gpus, self.pods, self.jobs)
+        self.fleet = Fleet(self.queue.add, news.of_pod, news.of_gpus, self.pods, self.jobs)
         self.metrics = Metrics(version("carpool"), lambda: self.jobs, lambda: self.learner.calibration)
         place = settings.calibration_place
         self.predictions = Predictions(

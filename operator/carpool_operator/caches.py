@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from carpool_core.keys import SIMULATED_PREFIX
+from carpool_core.keys import CONDITION_PLACED, SIMULATED_PREFIX
 from carpool_core.kube.pods import Pod
 from carpool_core.products import PRODUCTS, hardware_name
 from carpool_core.resources.job import GpuTrainingJob
@@ -130,13 +130,14 @@ class Fleet:
 
     Args:
         wake: Asks for a look at a job.
-        later: Asks for one in a moment, which several of these share: neighbours and measures are only told of.
+        soon: Asks for one in a moment, by which its place may be known.
+        later: Asks for one when there is time, which several of these share: neighbours and measures are only told of.
         pods: Which jobs are on a node.
         jobs: The jobs.
     """
 
-    def __init__(self, wake: Wake, later: Wake, pods: Pods, jobs: Jobs) -> None:
-        self._wake, self._later, self._pods, self._jobs = wake, later, pods, jobs
+    def __init__(self, wake: Wake, soon: Wake, later: Wake, pods: Pods, jobs: Jobs) -> None:
+        self._wake, self._soon, self._later, self._pods, self._jobs = wake, soon, later, pods, jobs
         self._nodes: dict[str, GpuNode] = {}
         self._kinds: Counter[NodeKind] = Counter()
         self._inventory: Inventory | None = None
@@ -189,7 +190,11 @@ class Fleet:
             self._count(before, after)
         elif old is None or new is None or old.spec != new.spec or old.status.tenants != new.status.tenants:
             for key in self._pods.jobs_on(name):
-                self._later(key)
+                (self._later if self._is_placed(key) else self._soon)(key)
+
+    def _is_placed(self, key: str) -> bool:
+        job = self._jobs.get(key)
+        return job is not None and conditions.holds(job.status, CONDITION_PLACED)
 
     def _count(self, before: NodeKind | None, after: NodeKind | None) -> None:
         """Count a node as another kind; look at the jobs to which that may matter."""

@@ -1,6 +1,7 @@
 """How often jobs are looked at for what only their status tells."""
 
 from carpool_core.keys import CONDITION_PLACED
+from carpool_core.kube.api import GPU_NODES
 from carpool_core.testing.clock import FakeClock
 from carpool_operator.conditions import find
 from carpool_operator.news import A_SECOND, NEWS_S, News
@@ -80,3 +81,25 @@ def test_news_wait_for_nothing_that_comes_later() -> None:
     News(queue, clock).of_gpus("a")
     clock.advance(NEWS_S)
     assert queue.take_now() == "a"
+
+
+async def test_place_that_is_heard_of_late_waits_for_no_news_of_others() -> None:
+    """Regression: it had its turn after the news of all jobs that run, minutes later."""
+    world = World()
+    world.apply()
+    await world.settle()
+    world.run_pods()
+    node = world.kube.dump(GPU_NODES, "n1")
+    late, node["spec"]["reservations"] = node["spec"]["reservations"], []
+    world.kube.seed(GPU_NODES, node)
+    await world.settle()
+    assert not world.job().status.placement
+    news = News(world.operator.queue, world.clock)
+    for number in range(1000):
+        news.of_gpus(f"default/other-{number}")
+    node["spec"]["reservations"] = late
+    world.kube.seed(GPU_NODES, node)
+    world.hear()
+    world.clock.advance(NEWS_S)
+    await world.settle(rounds=100)
+    assert world.job().status.placement
