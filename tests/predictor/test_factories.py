@@ -84,7 +84,9 @@ def test_a_file_that_cannot_be_imported_is_an_abstention(tmp_path: Path) -> None
 
 
 def test_the_command_line_says_it_without_a_traceback(source: Path) -> None:
-    result = CliRunner().invoke(predict, [f"{source}:raises", "--input", "8", "--batch-size", "4"])
+    result = CliRunner().invoke(
+        predict, [f"{source}:raises", "--input", "8", "--batch-size", "4", "--trace-timeout", "900"]
+    )
     assert result.exit_code == 2
     assert "no prediction (TraceFailed)" in result.stderr
     assert "no such checkpoint" in result.stderr
@@ -92,7 +94,7 @@ def test_the_command_line_says_it_without_a_traceback(source: Path) -> None:
 
 
 def test_features_of_a_factory_can_be_predicted_from(source: Path, tmp_path: Path) -> None:
-    arguments = ["--input", "3,32,32", "--batch-size", "64"]
+    arguments = ["--input", "3,32,32", "--batch-size", "64", "--trace-timeout", "900"]
     printed = CliRunner().invoke(graph, [f"{source}:fine", *arguments])
     block = tmp_path / "features.yaml"
     block.write_text(printed.stdout)
