@@ -34,7 +34,7 @@ COMPARED = {
 
 ATTRIBUTED = (
     "What not knowing costs: Carpool (slowdown ≤ 1.5) where single pieces of its knowledge are replaced by the truth. "
-    "With all of them it differs from the oracle in that it knows durations, too."
+    "With all of them it knows slowdowns and durations, too, which the oracle does not."
 )
 VARIED = "Carpool (slowdown ≤ 1.5) where what is assumed is otherwise; above, a change of a mode takes no time."
 
