@@ -214,6 +214,13 @@ def test_the_command_writes_tables_and_pictures(data):
     assert "Several tenants of a GPU lose 5% of its memory in pieces" in table
 
 
+def test_a_trace_of_ones_own_is_run_once_unless_more_is_asked_for(data):
+    (data / "t.csv").write_text(TRACE)
+    result = run(data, "--trace", str(data / "t.csv"), "--policy", "exclusive", "--no-pictures")
+    assert result.exit_code == 0, result.output
+    assert "over 1 seed" in (data / "out" / "trace.md").read_text()
+
+
 def test_a_table_shows_the_figures_that_it_is_asked_for(openb):
     outcome = Simulation(alibaba.full(openb, 0), ALONE, NoSlowdown()).run()
     line = Line(ALONE, [figures_of(outcome)])

@@ -57,7 +57,7 @@ def measure(data: Path, tell: Callable[[str], None]) -> Measured:
         out, cluster = Path(folder), Path(folder) / "cluster.yaml"
         cluster.write_text(CLUSTER, encoding="utf-8")
         command = [carpool_command(), "simulate", "--trace", str(data / TRACE), "--cluster", str(cluster)]
-        command += ["--policy", POLICY, "--seeds", "1"]
+        command += ["--policy", POLICY]
         begin_s = time.monotonic()
         arguments, environment = [*command, "--no-pictures", "--out", folder], {**os.environ, DATA: str(data)}
         said = out / "said"
@@ -95,7 +95,7 @@ def simulator_section(found: Measured) -> list[str]:
     return [
         "## The simulator",
         "",
-        f"`carpool simulate --trace {TRACE.name} --cluster cluster.yaml --policy {POLICY} --seeds 1`, from the command",
+        f"`carpool simulate --trace {TRACE.name} --cluster cluster.yaml --policy {POLICY}`, from the command",
         f"to its table: {found.title}, from the first submission to the last end, by the scheduler's own decisions.",
         found.circumstances,
         "",

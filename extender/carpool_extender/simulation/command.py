@@ -26,6 +26,10 @@ from carpool_extender.simulation.contest import (
 from carpool_extender.simulation.strategy import Strategy
 from carpool_extender.simulation.workload import Workload, WorkloadError
 
+SEEDS = 10
+WHOLE_SEEDS = 1
+"""Of a trace as long as months the runs hardly differ, and each takes minutes."""
+
 
 class BadInputError(click.ClickException):
     """What was given cannot be simulated; ends with 2, as click does on wrong options."""
@@ -38,7 +42,7 @@ class Runs:
     """How experiments are run."""
 
     policies: str
-    seeds: int
+    seeds: int | None  # None: as many as the experiment needs
     out: Path
     data: Path
     pictures: bool
@@ -69,7 +73,12 @@ class Runs:
     show_default=True,
     help="Share of a shared GPU's memory that is lost in pieces, which no decision knows.",
 )
-@click.option("--seeds", type=click.IntRange(1, 1000), default=10, show_default=True, help="Runs of each strategy.")
+@click.option(
+    "--seeds",
+    type=click.IntRange(1, 1000),
+    show_default=f"{SEEDS}; {WHOLE_SEEDS} of a whole trace",
+    help="Runs of each strategy.",
+)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"), show_default=True)
 @click.option("--pictures/--no-pictures", default=True, show_default=True, help="Draw them; needs carpool[simulate].")
 @click.option(
@@ -92,7 +101,7 @@ def simulate(
     policies: str,
     *,
     fragmentation: float,
-    seeds: int,
+    seeds: int | None,
     out: Path,
     pictures: bool,
     document_path: Path | None,
@@ -167,9 +176,11 @@ def _strategies(experiment: Experiment, policies: str) -> list[Strategy]:
 
 
 def _one(name: str, experiment: Experiment, runs: Runs) -> list[str]:
+    seeds = runs.seeds or (WHOLE_SEEDS if experiment.whole else SEEDS)
+
     def run(which: Experiment, strategies: list[Strategy]) -> list[Line]:
         tell: Callable[[str], None] = runs.console.print
-        return contest(lambda seed: which.draw(runs.data, seed), strategies, runs.seeds, runs.data, tell)
+        return contest(lambda seed: which.draw(runs.data, seed), strategies, seeds, runs.data, tell)
 
     runs.console.rule(name)
     workload = experiment.draw(runs.data, 0)
