@@ -4,7 +4,7 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -16,6 +16,7 @@ from carpool_core.kube.errors import KubeError
 from carpool_core.kube.pods import Pod
 from carpool_core.kube.reflector import Reflector
 
+from carpool_e2e.bench.circumstances import preferred
 from carpool_e2e.bench.memory import listed
 from carpool_e2e.bench.placement import processor_s
 from carpool_e2e.bench.requests import counted
@@ -49,20 +50,25 @@ class Throughput:
     elapsed_s: float
     """From the first job created to the last pod bound."""
     processor_s: dict[str, float]
-    """Processor time of each process meanwhile, in seconds; the benchmark's own among them."""
+    """Processor time of each process until everything was told, in seconds; the benchmark's own among them."""
     requests: Counter[str]
-    """What the API server was asked for meanwhile, as `requests.counted` names it."""
-    told_s: float = 0.0
-    """From then until the status of every job tells its place."""
-    prices_ms: Mapping[str, float] = field(default_factory=dict)
-    """What each kind of request costs API server, etcd and controller manager; see `prices.measure`."""
-    load: float = 0.0
+    """What the API server was asked for until everything was told, as `requests.counted` names it."""
+    told_s: float
+    """From the last pod bound until everything was told that is still to be told then."""
+    load: float
     """Processes that wanted a processor in the minute before, the machine's load average."""
+    preferred: Sequence[str]
+    """Processes that went before others on the machine; see `circumstances.preferred`."""
 
     @property
     def jobs_a_second(self) -> float:
         """How many jobs found their place in a second."""
         return self.jobs / self.elapsed_s
+
+    @property
+    def told_a_second(self) -> float:
+        """How many jobs a second were done with altogether: placed, and their users told."""
+        return self.jobs / (self.elapsed_s + self.told_s)
 
 
 @dataclass
@@ -131,8 +137,9 @@ async def bind_all(
     tell: Callable[[str], None],
     create: Sequence[Callable[[], Awaitable[object]]],
     processes: Sequence[str],
+    told: Callable[[], Awaitable[object]] | None = None,
 ) -> Throughput:
-    """Create everything at once, and measure until as many pods are bound.
+    """Create everything at once, and measure until as many pods are bound, and what that costs until all is told.
 
     Args:
         cluster: Its control plane and all that takes part runs already.
@@ -140,6 +147,7 @@ async def bind_all(
         tell: Takes the progress.
         create: Each creates what becomes one pod.
         processes: Whose processor time counts.
+        told: Waits until everything is told; what that costs counts, too.
     """
     finish, gate = _Finish(len(create)), asyncio.Semaphore(AT_ONCE)
 
@@ -157,14 +165,18 @@ async def bind_all(
         submitting = asyncio.gather(*(submit(one) for one in create))
         reporting = asyncio.create_task(_progress(finish, began, tell))
         await asyncio.wait_for(finish.reached.wait(), _PATIENCE_S)
-        elapsed_s, after = time.monotonic() - began, _spent(cluster, processes)
+        elapsed_s = time.monotonic() - began
         reporting.cancel()
         await submitting
+        if told is not None:
+            await told()
+        told_s, after = time.monotonic() - began - elapsed_s, _spent(cluster, processes)
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
     taken = {name: after[name] - spent[name] for name in after}
-    return Throughput(len(create), elapsed_s, taken, _asked(cluster) - asked, load=load)
+    first = preferred({name: cluster[name].pid for name in processes} | {ITSELF: os.getpid()})
+    return Throughput(len(create), elapsed_s, taken, _asked(cluster) - asked, told_s, load, first)
 
 
 async def _progress(finish: _Finish, began: float, tell: Callable[[str], None]) -> None:

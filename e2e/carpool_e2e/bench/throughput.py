@@ -1,10 +1,9 @@
 """Jobs a second through a real control plane: operator, kube-scheduler, extender and API server on this machine."""
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
@@ -20,7 +19,6 @@ from carpool_core.resources.node import GpuNode, Partition
 from carpool_core.settings import KubeSettings
 from carpool_core.values import PartitionState
 
-from carpool_e2e.bench import prices
 from carpool_e2e.bench.load import GPUS, JOBS, NODE_COUNT, Throughput, beat, bind_all, node_name, offer, settled
 from carpool_e2e.bench.memory import listed, populate
 from carpool_e2e.cluster import Cluster
@@ -111,13 +109,12 @@ def _lacks_report(node: GpuNode) -> bool:
     return any(r.pod_uid not in done for r in node.spec.reservations)
 
 
-async def _all_told(api: KubeApi) -> float:
-    """Wait until every job's status tells its place; return how many seconds that took."""
-    began = time.monotonic()
+async def _all_told(api: KubeApi) -> None:
+    """Wait until every job's status tells its place."""
     for _ in range(_TOLD_WITHIN_S):
         jobs = await listed(api, GPU_TRAINING_JOBS, Selector(), GpuTrainingJob)
         if all(job.status.placement for job in jobs):
-            return time.monotonic() - began
+            return
         await asyncio.sleep(1)
     raise TimeoutError(f"expected every job's status to tell its place within {_TOLD_WITHIN_S} s")
 
@@ -142,6 +139,4 @@ async def measure(cluster: Cluster, api: KubeApi, tell: Callable[[str], None], j
             partial(api.create, GPU_TRAINING_JOBS, sleeper(node_name(number)), namespace="default")
             for number in range(jobs)
         ]
-        found = await bind_all(cluster, api, tell, submit, PROCESSES)
-        found = replace(found, told_s=await _all_told(api))
-    return replace(found, prices_ms=await prices.measure(cluster, api))
+        return await bind_all(cluster, api, tell, submit, PROCESSES, partial(_all_told, api))

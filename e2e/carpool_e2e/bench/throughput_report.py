@@ -1,6 +1,6 @@
 """What the report says of the control plane's throughput."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from carpool_e2e.bench.load import GPUS, NODE_COUNT, Throughput
 
@@ -16,13 +16,6 @@ _WHY = (
     "agents' reports on them, and their signs of life, each 25 s (`gpunodes/status`); and at most ten normal events",
     "a second from each process. The benchmark itself plays users, agents and kubelets: it creates the jobs, reports,",
     "and renews the nodes' leases, and its own processor time stands in the table.",
-)
-_PRICED = (
-    "What each kind of request costs API server, etcd and controller manager together, asked again and again when all",
-    "jobs are placed and nobody else is at work. A custom resource is decoded, copied, checked against schema and CEL",
-    "rules and handed to the watchers as a whole with each write, so that one costs as much as several pods: in the",
-    "API server's profile (pprof) a quarter is allocation, a seventh marking by the garbage collector, and the rest",
-    "spread over decoding, the schema's validation, CEL, and managed fields.",
 )
 
 
@@ -43,11 +36,15 @@ def throughput_section(found: Throughput, stock: Throughput) -> list[str]:
         "Everything, etcd and API server included, shares this machine. Beside it what such a control plane can do at",
         "all: as many plain pods that ask for a whole GPU each, and kube-scheduler alone. The machine's load averages",
         f"before the first was created: {found.load:.1f} and {stock.load:.1f}.",
+        *_before_others("Carpool's", found.preferred),
+        *_before_others("kube-scheduler's", stock.preferred),
         "",
         "| | Carpool | kube-scheduler alone | asked for | |",
         "|---|---|---|---|---|",
         f"| jobs a second | {rate:.1f} | {stock.jobs_a_second:.1f} | ≥ {_JOBS_A_SECOND:g} | {verdict} |",
-        f"| seconds until every job's status told its place, too | {found.told_s:.0f} | | | |",
+        f"| jobs a second until every job's status told its place, too | {found.told_a_second:.1f} | | | |",
+        "",
+        "Processor time and requests are counted until then.",
         "",
         "| processor ms a job | Carpool | kube-scheduler alone |",
         "|---|---|---|",
@@ -61,13 +58,11 @@ def throughput_section(found: Throughput, stock: Throughput) -> list[str]:
         "",
         *_WHY,
         "",
-        *_PRICED,
-        "",
-        "| request | processor ms |",
-        "|---|---|",
-        *(f"| {name} | {price:.1f} |" for name, price in found.prices_ms.items()),
-        "",
     ]
+
+
+def _before_others(whose: str, processes: Sequence[str]) -> list[str]:
+    return [f"In {whose} run these went before others on the machine: {', '.join(processes)}."] if processes else []
 
 
 def _often(*measured: Throughput) -> list[str]:
