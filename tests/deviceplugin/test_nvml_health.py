@@ -136,6 +136,19 @@ def test_lost_gpu_is_unhealthy_alone_and_comes_back_by_rule(node: Node) -> None:
     assert devices.inventory()[0].health is DeviceHealth.HEALTHY
 
 
+def test_last_words_of_a_lost_gpu_are_not_told_of_its_neighbour(node: Node) -> None:
+    """Regression: one look took the events of all GPUs, and whose this one was could not be asked any more."""
+    devices = node.devices()
+    devices.inventory()
+    node.nvml.raise_xid(1, 79)
+    node.nvml.raise_xid(0, 13)
+    node.nvml.gpus[1].is_lost = True
+    for _ in range(2):
+        first, second = devices.inventory()
+        assert (first.health, first.health_message) == (DeviceHealth.HEALTHY, "")
+        assert second.health is DeviceHealth.UNHEALTHY
+
+
 @pytest.mark.parametrize(
     "function", ["nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetMemoryInfo", "nvmlEventSetWait"]
 )

@@ -208,4 +208,6 @@ class FakeNvml(ReadFunctions, ActivityFunctions, EventFunctions, MigFunctions):
     def nvmlDeviceGetUUID(self, handle: Any) -> str:
         self._enter("nvmlDeviceGetUUID")
         found = self._object(handle)
+        if isinstance(found, FakeGpu) and found.is_lost:
+            raise refuse(pynvml.NVML_ERROR_GPU_IS_LOST)
         return str(found.uuid)
