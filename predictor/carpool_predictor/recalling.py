@@ -188,17 +188,23 @@ def with_memory(memory: MemoryPrediction, recalled: Recalled, correction: float)
         upper = max(upper, math.ceil(recalled.so_far_mib * correction * (1 + AGREEMENT)))
     if recalled.deaths:
         upper = max(upper, math.ceil(recalled.least_mib * correction * RAISED**recalled.deaths))
-    width = memory.class_upper_mib - memory.class_lower_mib
-    lower = (median - 1) // width * width if width > 0 else memory.class_lower_mib
+    lower, width = _class_of(median, memory)
     return msgspec.structs.replace(
         memory, median_mib=median, upper_mib=upper, class_lower_mib=lower, class_upper_mib=lower + width
     )
 
 
+def _class_of(value_mib: int, memory: MemoryPrediction) -> tuple[int, int]:
+    """Return the lower edge and the width of the class that holds a value; classes are as wide as the predicted one."""
+    width = memory.class_upper_mib - memory.class_lower_mib
+    return ((value_mib - 1) // width * width if width > 0 else memory.class_lower_mib), width
+
+
 def for_a_first_run(memory: MemoryPrediction, product: GpuProduct) -> MemoryPrediction:
     """Return what the first run of a job counts with: more than the bound, or the whole GPU where that is too much.
 
-    Never is a job refused for it: where the bound itself fits a GPU and more does not, the job runs alone.
+    Never is a job refused for it: where the bound itself fits a GPU and more does not, the job runs alone. The class
+    is the one that holds the larger bound; coverage stays, and is at least that.
 
     Args:
         memory: What is predicted.
@@ -206,7 +212,8 @@ def for_a_first_run(memory: MemoryPrediction, product: GpuProduct) -> MemoryPred
     """
     upper, largest_mib = math.ceil(FIRST * memory.upper_mib), ROOM * product.memory_mib
     if upper <= largest_mib:
-        return msgspec.structs.replace(memory, upper_mib=upper)
+        lower, width = _class_of(upper, memory)
+        return msgspec.structs.replace(memory, upper_mib=upper, class_lower_mib=lower, class_upper_mib=lower + width)
     return msgspec.structs.replace(memory, trusted=False) if memory.upper_mib <= product.memory_mib else memory
 
 

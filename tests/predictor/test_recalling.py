@@ -148,6 +148,15 @@ def test_more_room_never_refuses_a_job(upper: int, expected: tuple[int, bool]) -
     assert (found.upper_mib, found.trusted) == expected
 
 
+def test_the_class_of_a_first_run_holds_its_bound() -> None:
+    """Regression: the bound grew beyond the class that was told beside it."""
+    plain = msgspec.structs.replace(told(Calibration()).memory, upper_mib=8000, class_lower_mib=0, class_upper_mib=8192)
+    found = for_a_first_run(plain, T4)
+    assert (found.upper_mib, found.class_lower_mib, found.class_upper_mib) == (9120, 8192, 16_384)
+    small = for_a_first_run(msgspec.structs.replace(plain, upper_mib=1000), T4)
+    assert (small.class_lower_mib, small.class_upper_mib) == (0, 8192)
+
+
 def test_activity_that_was_measured_replaces_the_estimate() -> None:
     plain = told(Calibration()).activity
     found = told(runs(5000, util=0.5, sm_active=0.2)).activity
