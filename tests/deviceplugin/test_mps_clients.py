@@ -1,5 +1,7 @@
 """Clients that end together: told while they are there, and after they have left before anybody looked."""
 
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -19,11 +21,25 @@ from carpool_deviceplugin.testing.nvml_node import Node, uid
 MPS = SharingMode.MPS
 
 
+class SlowMps(FakeMpsCommands):
+    """Something happens while a daemon is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.during: Callable[[], None] = lambda: None
+
+    def ask(self, environment: Mapping[str, str], command: str) -> str:
+        during, self.during = self.during, lambda: None
+        during()
+        return super().ask(environment, command)
+
+
 class Shared:
     """A GPU in mode MPS with clients of some pods."""
 
     def __init__(self, root: Path, *pods: str) -> None:
-        self.node = Node(FakeNvml(["H100"]), FakeMpsCommands(), root)
+        self.mps = SlowMps()
+        self.node = Node(FakeNvml(["H100"]), self.mps, root)
         self.devices = self.node.devices()
         (self.gpu,) = self.devices.uuids
         self.pipe = str(root / "mps" / self.gpu / "pipe")
@@ -173,3 +189,29 @@ async def test_the_status_names_pods_that_are_gone(tmp_path: Path, reserve, is_r
             await hold([])
         await until(lambda: {s.pod_uid for s in status().struck} == {uid("a"), uid("b")})
         assert "a client's fatal fault has hit its MPS server" in status().struck[0].message
+
+
+def test_a_client_that_ends_while_the_daemon_is_asked_is_no_stranger(shared: Shared) -> None:
+    """Regression: its GPU was unhealthy until the next look."""
+    shared.leave("a")
+    shared.mps.during = lambda: shared.leave("b")
+    assert shared.look().problem == ""
+    assert shared.look().tenants == {uid("c")}
+
+
+def test_a_process_that_ends_before_it_is_looked_up_is_no_stranger(shared: Shared) -> None:
+    """The driver had it a moment ago, and it is asked again; who is still there then, is one."""
+    asked = []
+
+    def end_at_second(name: str) -> None:
+        if name == "nvmlDeviceGetComputeRunningProcesses":
+            asked.append(name)
+            if len(asked) == 2:
+                shared.node.nvml.end(0, 42)
+
+    shutil.rmtree(shared.node.root / "proc" / "42")
+    shared.node.nvml.before_each(end_at_second)
+    actual = shared.look()
+    assert (actual.problem, actual.tenants) == ("", {uid("b"), uid("c")})
+    shutil.rmtree(shared.node.root / "proc" / "43")
+    assert "process 43 on the GPU belong to no pod" in shared.look().problem

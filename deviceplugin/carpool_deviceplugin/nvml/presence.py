@@ -1,7 +1,7 @@
 """Who is on a GPU: pods, and those that belong to none."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from carpool_core.values import GpuUuid, PodUid
@@ -76,8 +76,12 @@ class Watcher:
             foreign: MIG instances of others: whoever is there is none of our business.
         """
         found = read_processes(self._session, uuid)
+        whose = {p.pid: self._processes.find(p.pid) for p in found}  # the daemon takes its time, and they may end
+        if None in whose.values():
+            still = {p.pid for p in read_processes(self._session, uuid)}  # who ended just now is no stranger
+            found = [p for p in found if whose[p.pid] is not None or p.pid in still]
         status = self._daemon(uuid, frozenset(p.pid for p in found))
-        return self._sorted(found, status, foreign), status
+        return _sorted(found, whose, status, foreign), status
 
     def _daemon(self, uuid: GpuUuid, pids: frozenset[int]) -> MpsStatus:
         if self._mps is None:
@@ -89,22 +93,6 @@ class Watcher:
             status = self._mps.status(uuid) if is_running else MpsStatus()
             self._asked[uuid] = (now, pids, status)
         return status
-
-    def _sorted(self, found: Iterable[RunningProcess], mps: MpsStatus, foreign: frozenset[int]) -> Presence:
-        pods: list[Present] = []
-        strangers: list[Process | int] = []
-        instances: set[int] = set()
-        for running in found:
-            if running.gpu_instance_id is not None:
-                instances.add(running.gpu_instance_id)
-            if running.pid in mps.servers:
-                continue
-            process = self._processes.find(running.pid)
-            if process is not None and process.pod_uid is not None:
-                pods.append(Present(running, process))
-            elif running.gpu_instance_id not in foreign:
-                strangers.append(running.pid if process is None else process)
-        return Presence(tuple(pods), tuple(strangers), frozenset(instances))
 
 
 def name_of(stranger: Process | int) -> str:
@@ -118,3 +106,22 @@ def about_strangers(found: Sequence[Process | int]) -> str:
         return ""
     whom = ", ".join(name_of(s) for s in found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
     return f"{whom} on the GPU belong to no pod: end them, or run the agent with the host's PIDs so that it knows them"
+
+
+def _sorted(
+    found: Iterable[RunningProcess], whose: Mapping[int, Process | None], mps: MpsStatus, foreign: frozenset[int]
+) -> Presence:
+    pods: list[Present] = []
+    strangers: list[Process | int] = []
+    instances: set[int] = set()
+    for running in found:
+        if running.gpu_instance_id is not None:
+            instances.add(running.gpu_instance_id)
+        if running.pid in mps.servers:
+            continue
+        process = whose[running.pid]
+        if process is not None and process.pod_uid is not None:
+            pods.append(Present(running, process))
+        elif running.gpu_instance_id not in foreign:
+            strangers.append(running.pid if process is None else process)
+    return Presence(tuple(pods), tuple(strangers), frozenset(instances))
