@@ -1,6 +1,9 @@
 """The simulator: truth from measured pairs, decisions from the extender, out-of-memory, gangs, bad input."""
 
+import shutil
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from carpool_core.resources.node import Device
@@ -22,6 +25,7 @@ from carpool_extender.simulation.engine import DEATHS, OOM_AFTER_S, Simulation
 from carpool_extender.simulation.failures import with_failures
 from carpool_extender.simulation.features import job_of, prediction_of
 from carpool_extender.simulation.pairs import MeasuredPairs
+from carpool_extender.simulation.provenance import Provenance, commit_of
 from carpool_extender.simulation.report import markdown
 from carpool_extender.simulation.strategy import Knowledge, Strategy
 from carpool_extender.simulation.trace_features import input_of
@@ -145,10 +149,18 @@ def test_a_job_that_can_never_run_does_not_stretch_the_time_that_is_looked_at(ho
         assert figures_of(outcome).utilization_percent == pytest.approx(25.0)
 
 
+@pytest.mark.parametrize("told_mib", [1_000, 10_001])
 @pytest.mark.parametrize("strategy", [CARPOOL, LEARNS, ALONE, Strategy("blind", "round-robin")], ids=lambda s: s.name)
-def test_a_job_that_needs_more_memory_than_any_gpu_has_is_counted_and_never_tried(strategy):
-    """Regression: it died and was tried again without end."""
-    outcome = Simulation(workload(job("huge", of=truth(10_001)), job("a")), strategy, NoSlowdown()).run()
+def test_a_job_that_needs_more_memory_than_any_gpu_has_dies_until_it_is_given_up(strategy, told_mib):
+    """Regression: it was tried again without end; then the engine dropped it by a truth that no strategy knows."""
+    huge = job("huge", of=truth(10_001, kind="huge"), told=truth(told_mib, kind="huge"))
+    outcome = Simulation(workload(huge, job("a", 100.0, 1000.0)), strategy, NoSlowdown()).run()
+    assert (outcome.unplaced, outcome.ooms, ends(outcome)) == (1, DEATHS, {"a": 1100.0})
+
+
+def test_an_oracle_never_tries_what_no_gpu_holds():
+    oracle = replace(CARPOOL, knowledge=Knowledge.TRUTH)
+    outcome = Simulation(workload(job("huge", of=truth(10_001)), job("a")), oracle, NoSlowdown()).run()
     assert (outcome.unplaced, outcome.ooms, ends(outcome)) == (1, 0, {"a": 100.0})
 
 
@@ -248,7 +260,8 @@ def test_the_document_is_written_from_results_alone(tmp_path):
         line(carpool, **(base | {"makespan_min": 60.0, "utilization_percent": 60.0, "oom": 2.0})),
         line(oracle, **(base | {"makespan_min": 50.0})),
     ]
-    results.write(tmp_path, "hotcloud", workload(job("a")), lines)
+    then = Provenance(when="2026-01-31 12:00", version="1.0, commit abc")
+    results.write(tmp_path, "hotcloud", workload(job("a")), lines, then)
     document.write(tmp_path, tmp_path / "experiments.md")
     text = (tmp_path / "experiments.md").read_text()
     assert "| HotCloud, makespan | -33.6% | -40.0% | -40.0% | yes |" in text
@@ -259,11 +272,15 @@ def test_the_document_is_written_from_results_alone(tmp_path):
         line(one, **(base | {"makespan_min": 60.0 - 6 * number}))
         for number, one in enumerate(attributed(experiment.mode))
     ]
-    results.write(tmp_path, "hotcloud" + results.ATTRIBUTED, workload(job("a")), told)
+    assert "Run on 2026-01-31 12:00, 1.0, commit abc." in text
+    assert "not all of one version" not in text
+    results.write(tmp_path, "hotcloud" + results.ATTRIBUTED, workload(job("a")), told, Provenance())
     document.write(tmp_path, tmp_path / "experiments.md")
     text = (tmp_path / "experiments.md").read_text()
     assert "single pieces: true durations, the longest first -30.0%, true slowdowns -20.0%, true activity" in text
     assert "hotcloud, out of memory (2.0): slot-based (0.0)." in text
+    assert "not all of one version" in text
+    assert "| hotcloud-attribution | time not noted | version not noted |" in text
     assert "hotcloud, utilization" not in text
     (tmp_path / "hotcloud.json").write_text("{}")
     with pytest.raises(WorkloadError, match="expected results of this version"):
@@ -281,3 +298,21 @@ def test_tables_tell_mean_spread_and_change(data, tmp_path):
     assert len(told) == 2
     results.write_csv(tmp_path / "x.csv", lines)
     assert len((tmp_path / "x.csv").read_text().splitlines()) == 5
+
+
+def test_a_commit_is_told_of_a_checkout_and_of_nothing_else(tmp_path):
+    assert commit_of(tmp_path / "x.py") == ""
+    assert commit_of(Path("/nowhere/x.py")) == ""
+    git = shutil.which("git")
+    if git is None:
+        pytest.skip("there is no git here")
+    for arguments in (["init", "-q"], ["add", "."]):
+        (tmp_path / "x.py").write_text("")
+        subprocess.run([git, *arguments], cwd=tmp_path, check=True)
+    who = ["-c", "user.name=a", "-c", "user.email=a@example.com"]
+    subprocess.run([git, *who, "commit", "-q", "-m", "x"], cwd=tmp_path, check=True)
+    commit = commit_of(tmp_path / "x.py")
+    assert len(commit) >= 7
+    assert commit_of(tmp_path / "y.py") == "", "a file that it does not hold"
+    (tmp_path / "x.py").write_text("1")
+    assert commit_of(tmp_path / "x.py") == f"{commit}-dirty"

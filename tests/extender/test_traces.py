@@ -7,7 +7,7 @@ import pytest
 from carpool_extender.simulation import alibaba
 from carpool_extender.simulation.command import simulate
 from carpool_extender.simulation.contest import EXPERIMENTS, Line, figures_of
-from carpool_extender.simulation.engine import Simulation
+from carpool_extender.simulation.engine import DEATHS, Simulation
 from carpool_extender.simulation.philly import from_trace, read_cluster
 from carpool_extender.simulation.philly_times import read_trace
 from carpool_extender.simulation.report import markdown
@@ -112,6 +112,13 @@ def test_a_trace_is_sorted_which_is_said_and_large_jobs_become_gangs(data):
     assert found.notes == ["1 line came after a later one; all were sorted."]
 
 
+def test_every_line_after_a_later_one_counts_not_only_the_first(data):
+    """Regression: only lines earlier than the one directly before them counted."""
+    path = data / "t.csv"
+    path.write_text("timestamp,duration,num_gpus\n" + "".join(f"{at_s},1,1\n" for at_s in (9, 1, 2, 9, 3, 10)))
+    assert read_trace(path).unsorted == 3
+
+
 def test_times_without_a_zone_are_utc_wherever_it_runs(data, monkeypatch):
     """Regression: a change to summer time in the zone of whoever ran it moved jobs by an hour."""
     path = data / "t.csv"
@@ -136,9 +143,12 @@ def test_jobs_that_no_gpu_of_the_cluster_holds_are_told_of(data):
     (data / "t.csv").write_text(TRACE)
     (data / "c.yaml").write_text("nodes: [{count: 2, product: Tesla T4, gpus: 2}]")
     found = from_trace(data, data / "t.csv", read_cluster(data / "c.yaml"), 0)
-    assert found.notes[1] == "Never placed: 2 jobs of more memory than the 15,104 MiB of any GPU."
+    assert found.notes[1] == (
+        "Die of memory until they are given up: 2 jobs that need more than the 15,104 MiB of any GPU."
+    )
+    found = replace(found, jobs=[replace(one, work_s=600.0) for one in found.jobs])
     outcome = Simulation(found, ALONE, NoSlowdown()).run()
-    assert (outcome.unplaced, outcome.ooms, outcome.finished) == (2, 0, [])
+    assert (outcome.unplaced, outcome.ooms, outcome.finished) == (2, 2 * DEATHS, [])
 
 
 def test_predictions_are_for_the_commonest_product_and_it_is_said_of_the_others(data):
@@ -218,7 +228,23 @@ def test_a_trace_of_ones_own_is_run_once_unless_more_is_asked_for(data):
     (data / "t.csv").write_text(TRACE)
     result = run(data, "--trace", str(data / "t.csv"), "--policy", "exclusive", "--no-pictures")
     assert result.exit_code == 0, result.output
-    assert "over 1 seed" in (data / "out" / "trace.md").read_text()
+    text = (data / "out" / "trace.md").read_text()
+    assert "One run, so that no spread is known; changes are against the first line." in text
+    assert "±" not in text
+
+
+@pytest.mark.parametrize(
+    "lines", [["0,1e9,1"] * 300, ["0,10,1", "1e300,10,1"], ["0,10,1", "1e12,10,1"]], ids=["together", "apart", "late"]
+)
+def test_a_trace_beyond_the_calendar_is_refused_in_a_sentence(data, lines):
+    """Regression: each line was looked at, but not what they come to together."""
+    (data / "t.csv").write_text("\n".join(["timestamp,duration,num_gpus", *lines, ""]))
+    (data / "c.yaml").write_text("nodes: [{product: NVIDIA GeForce RTX 3090, gpus: 1}]")
+    files = ["--trace", str(data / "t.csv"), "--cluster", str(data / "c.yaml"), "--no-pictures"]
+    result = run(data, *files, "--policy", "exclusive")
+    assert result.exit_code == 2, result.output
+    assert "expected a simulation to end before the year 10000" in " ".join(result.output.split())
+    assert "Traceback" not in result.output
 
 
 def test_a_table_shows_the_figures_that_it_is_asked_for(openb):

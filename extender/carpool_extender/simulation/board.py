@@ -17,6 +17,7 @@ from carpool_extender.cluster import Cluster
 from carpool_extender.decide import Place, best_place, reservation
 from carpool_extender.rules import Rules
 from carpool_extender.simulation.alike import Alike
+from carpool_extender.simulation.workload import WorkloadError
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 REMEMBERED = 256
@@ -60,7 +61,7 @@ class Board:
 
     def reserve(self, node: str, chosen: Place, applicant: Applicant, uid: PodUid, now_s: float) -> None:
         """Write a place into the ledger, which refuses what would break a promise."""
-        now = START + timedelta(seconds=now_s)
+        now = moment(now_s)
         wanted = reservation(chosen, applicant, uid, str(uid), now=now, deadline=now)
         spec = ledger.reserve(self._specs[node], wanted, self._capacity[node])
         if isinstance(spec, ledger.Rejected):
@@ -73,7 +74,7 @@ class Board:
         self._specs[node] = ledger.release(self._specs[node], uid)
         self._tenants[node] = [tenant for tenant in self._tenants[node] if tenant.pod_uid != uid]
         if is_shown:
-            self._show(node, START + timedelta(seconds=now_s))
+            self._show(node, moment(now_s))
 
     def report(self, node: str, tenants: list[Tenant], held: Mapping[PodUid, Reservation], now_s: float) -> None:
         """Take what the node's agent measures, and what a monitor without promises writes into reservations."""
@@ -81,7 +82,7 @@ class Board:
             changed = [held.get(r.pod_uid, r) for r in self._specs[node].reservations]
             self._specs[node] = msgspec.structs.replace(self._specs[node], reservations=changed)
         self._tenants[node] = tenants
-        self._show(node, START + timedelta(seconds=now_s))
+        self._show(node, moment(now_s))
 
     def reservations(self, node: str) -> list[Reservation]:
         """Return what is reserved on a node."""
@@ -94,7 +95,7 @@ class Board:
             for device in self._devices[node]
         ]
         self._capacity[node] = self._capacity_of(node)
-        self._show(node, START + timedelta(seconds=now_s))
+        self._show(node, moment(now_s))
 
     def _capacity_of(self, node: str) -> ledger.Capacity:
         return ledger.Capacity({device.uuid: device for device in self._devices[node]}, self._rules.slots)
@@ -103,3 +104,21 @@ class Board:
         heartbeat = rfc3339(now) if self._tenants[name] else None
         status = GpuNodeStatus(devices=self._devices[name], tenants=self._tenants[name], heartbeat_time=heartbeat)
         self._cluster.apply(GpuNode(metadata=self._metas[name], spec=self._specs[name], status=status))
+
+
+def moment(now_s: float) -> datetime:
+    """Return what the calendar of a simulation says, which resources are written with.
+
+    Args:
+        now_s: Seconds since its start.
+
+    Raises:
+        WorkloadError: The calendar has ended.
+    """
+    try:
+        return START + timedelta(seconds=now_s)
+    except OverflowError as error:
+        raise WorkloadError(
+            f"expected a simulation to end before the year 10000, found jobs that run or come {now_s:.3g} s after its "
+            "start; use shorter durations, more GPUs, or times that lie closer together"
+        ) from error

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
+from carpool_core.clock import SystemClock
 from rich.console import Console
 
 from carpool_extender.policies import UnknownPolicyError
@@ -23,12 +24,13 @@ from carpool_extender.simulation.contest import (
     varied,
     wrong,
 )
+from carpool_extender.simulation.provenance import Provenance, provenance
 from carpool_extender.simulation.strategy import Strategy
 from carpool_extender.simulation.workload import Workload, WorkloadError
 
 SEEDS = 10
 WHOLE_SEEDS = 1
-"""Of a trace as long as months the runs hardly differ, and each takes minutes."""
+"""Each run of a trace as long as months takes minutes."""
 
 
 class BadInputError(click.ClickException):
@@ -47,6 +49,7 @@ class Runs:
     data: Path
     pictures: bool
     console: Console
+    made: Provenance
 
 
 @click.command(short_help="Run a workload under several policies on a virtual clock.")
@@ -121,7 +124,7 @@ def simulate(
             if pictures and importlib.util.find_spec("matplotlib") is None:
                 raise WorkloadError("pictures need matplotlib: pip install 'carpool[simulate]', or --no-pictures")
             out.mkdir(parents=True, exist_ok=True)
-            runs = Runs(policies, seeds, out, data, pictures, console)
+            runs = Runs(policies, seeds, out, data, pictures, console, provenance(SystemClock()))
             parts = [part for name, experiment in chosen.items() for part in _one(name, experiment, runs)]
             target = out / f"{workload or 'trace'}.md"
             target.write_text("\n".join(parts) + "\n", encoding="utf-8")
@@ -188,10 +191,10 @@ def _one(name: str, experiment: Experiment, runs: Runs) -> list[str]:
         runs.console.print(note)
     lines = run(experiment, _strategies(experiment, runs.policies))
     parts = report.section(workload.title, workload.assumptions, lines, workload.shown)
-    results.write(runs.out, name, workload, lines)
+    results.write(runs.out, name, workload, lines, runs.made)
     if runs.policies == "published" and not experiment.whole:
         off = run(experiment, wrong(experiment.mode))
-        results.write(runs.out, name + results.WRONG, workload, off)
+        results.write(runs.out, name + results.WRONG, workload, off, runs.made)
         parts += [
             "Carpool (slowdown ≤ 1.5) when predictions are off and nothing is learned, against the first line:",
             "",
@@ -202,11 +205,11 @@ def _one(name: str, experiment: Experiment, runs: Runs) -> list[str]:
             (results.VARIED, report.VARIED, varied(experiment.mode)),
         ):
             others = run(experiment, strategies)
-            results.write(runs.out, name + suffix, workload, others)
+            results.write(runs.out, name + suffix, workload, others, runs.made)
             parts += [told, "", *report.markdown([lines[0], *others]), ""]
         with_failures = failing(experiment)
         lines_failing = run(with_failures, list(with_failures.published))
-        results.write(runs.out, name + results.FAILING, with_failures.draw(runs.data, 0), lines_failing)
+        results.write(runs.out, name + results.FAILING, with_failures.draw(runs.data, 0), lines_failing, runs.made)
         parts += ["When GPUs fail:", "", *report.markdown(lines_failing), ""]
     if runs.pictures:
         from carpool_extender.simulation.pictures import draw

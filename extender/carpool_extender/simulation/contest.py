@@ -67,8 +67,8 @@ class Line:
         return fmean(getattr(run, name) for run in self.runs)
 
     def spread(self, name: str) -> float:
-        """Standard deviation of a figure over the seeds."""
-        return stdev(getattr(run, name) for run in self.runs) if len(self.runs) > 1 else 0.0
+        """Standard deviation of a figure over the seeds, of which there must be two."""
+        return stdev(getattr(run, name) for run in self.runs)
 
 
 @dataclass(frozen=True, slots=True)

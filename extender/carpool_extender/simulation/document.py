@@ -1,6 +1,6 @@
 """Writes docs/experiments.md out of the results of runs, and of nothing else."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from carpool_core.products import find_product
 
 from carpool_extender.simulation import radrm, report, results
 from carpool_extender.simulation.contest import DEFAULT, EXPERIMENTS, FAILS_EVERY_H, ORACLE, Line
-from carpool_extender.simulation.results import ATTRIBUTED, FAILING, VARIED, WRONG
+from carpool_extender.simulation.results import ATTRIBUTED, FAILING, SUFFIXES, VARIED, WRONG
 from carpool_extender.simulation.workload import WorkloadError
 
 PHILLY_MUST_S = 120.0
@@ -86,10 +86,11 @@ def write(out: Path, path: Path) -> None:
     lines = {name: known for name, (_, known) in found.items()}
     parts = [*_head(), *_goals(lines), *_oracle(lines), *_losses(found)]
     for name, (about, known) in found.items():
-        parts += report.section(about.title, about.assumptions, known, about.shown)
+        title, *rest = report.section(about.title, about.assumptions, known, about.shown)
+        parts += [title, "", f"Run on {about.made}.", *rest]
         parts += _more(out, name, known)
         parts += _power(known) if name == "radrm-60" else []
-    parts += [*_times(found), "## What is doubtful", "", *(f"- {one}" for one in DOUBTS), ""]
+    parts += [*_times(found), *_versions(out, found), "## What is doubtful", "", *(f"- {one}" for one in DOUBTS), ""]
     path.write_text("\n".join(parts), encoding="utf-8")
 
 
@@ -265,3 +266,21 @@ def _times(found: dict[str, tuple[results.About, list[Line]]]) -> list[str]:
 
 def _named(lines: Sequence[Line], name: str) -> Line | None:
     return next((line for line in lines if line.strategy.name == name), None)
+
+
+def _versions(out: Path, found: Iterable[str]) -> list[str]:
+    """Say of every result when it was made, and by which version."""
+    names = [name + suffix for name in found for suffix in ("", *SUFFIXES)]
+    made = {name: one[0].made for name in names if (one := results.read(out, name)) is not None}
+    versions = {one.version for one in made.values()}
+    told = "All results are of one version."
+    if len(versions) > 1 or "" in versions:
+        told = (
+            "The results are not all of one version, or it was not noted: figures of different versions do not differ "
+            "by strategy alone, and only tables of one version can be read against each other."
+        )
+    rows = [
+        f"| {name} | {one.when or 'time not noted'} | {one.version or 'version not noted'} |"
+        for name, one in made.items()
+    ]
+    return ["## When and with what", "", told, "", "| results | UTC | version |", "|---|---|---|", *rows, ""]

@@ -16,7 +16,7 @@ from carpool_extender.simulation.foreseeing import board_of
 from carpool_extender.simulation.knowing import Knower, Stage
 from carpool_extender.simulation.monitors import Monitors
 from carpool_extender.simulation.state import Finished, Gpu, Outcome, Physics, Running, uid_of
-from carpool_extender.simulation.strategy import Strategy
+from carpool_extender.simulation.strategy import Knowledge, Strategy
 from carpool_extender.simulation.waiting import Entry, Waiting
 from carpool_extender.simulation.workload import Failure, SimJob, Workload
 
@@ -96,13 +96,15 @@ class Simulation:
         heapq.heappush(self._events, (when_s, next(self._count), what))
 
     def _arrival(self, job: SimJob) -> Callable[[], None]:
-        if job.gpus * job.workers > len(self._gpus) or job.truth.memory_mib > self._largest_mib:
+        is_too_wide = job.gpus * job.workers > len(self._gpus)
+        is_known_too_large = self._strategy.knowledge is Knowledge.TRUTH and job.truth.memory_mib > self._largest_mib
+        if is_too_wide or is_known_too_large:  # who knows less places it, and lets it die as often as the operator does
             return self._count_as_hopeless
         stage = Stage(profiling=self._strategy.profile_s > 0)
         return lambda: self._enqueue(job, stage)
 
     def _count_as_hopeless(self) -> None:
-        """Keep a job out of the queue for which the cluster, or each of its GPUs, is too small: it would never end."""
+        """Keep a job out of the queue that nobody could start, or that died too often: it would never end."""
         self._hopeless += 1
 
     def _enqueue(self, job: SimJob, stage: Stage) -> None:

@@ -28,6 +28,8 @@ ASSUMPTIONS = (
     "The trace says when, for how long and on how many GPUs; not what was trained. Each job gets one of the 18 "
     "measured profiles of the HotCloud workload at random.",
     "Durations are those alone. What was measured on an RTX 3090 is taken for what happens on any product.",
+    "Running jobs are measured, but nothing is learned of jobs to come: what the trace calls one job has no model that "
+    "could come again.",
 )
 
 STRATEGIES = (
@@ -38,7 +40,6 @@ STRATEGIES = (
         Knowledge.PREDICTED,
         SharingMode.TIME_SLICING,
         max_slowdown=1.5,
-        measure=False,
     ),
 )
 
@@ -81,7 +82,10 @@ def from_trace(data: Path, trace: Path, nodes: Mapping[str, Sequence[Device]], s
         told.append(f"Never placed: {counted(large, 'job')} of more GPUs than the {all_gpus:,} that there are.")
     largest_mib = max(device.memory_mib - device.reserved_mib for devices in nodes.values() for device in devices)
     if fat := sum(one.truth.memory_mib > largest_mib for one in jobs):
-        told.append(f"Never placed: {counted(fat, 'job')} of more memory than the {largest_mib:,} MiB of any GPU.")
+        told.append(
+            f"Die of memory until they are given up: {counted(fat, 'job')} that need more than the {largest_mib:,} MiB "
+            "of any GPU."
+        )
     title = f"{trace.name}: {len(jobs):,} jobs, {all_gpus:,} GPUs"
     if others := {device.product for devices in nodes.values() for device in devices} - {product}:
         told.append(f"Predictions are for {product}; on {', '.join(sorted(others))} every job runs alone.")

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import pairwise
+from itertools import accumulate
 from pathlib import Path
 
 from carpool_extender.simulation.workload import WorkloadError
@@ -30,7 +30,7 @@ class Trace:
     jobs: Sequence[Submission]
     """Ascending by time."""
     unsorted: int
-    """How many lines were earlier than the line before them."""
+    """How many lines came after a line of a later time."""
 
 
 def read_trace(path: Path) -> Trace:
@@ -50,7 +50,8 @@ def read_trace(path: Path) -> Trace:
         raise WorkloadError(f"{path}: expected CSV in UTF-8: {error}") from error
     if not found:
         raise WorkloadError(f"{path}: expected at least one job, found none")
-    unsorted = sum(later.at_s < one.at_s for one, later in pairwise(found))
+    latest_s = accumulate((one.at_s for one in found), max)
+    unsorted = sum(one.at_s < before_s for one, before_s in zip(found, latest_s, strict=True))
     found.sort(key=lambda one: one.at_s)
     first = found[0].at_s
     return Trace([Submission(one.at_s - first, one.duration_s, one.gpus) for one in found], unsorted)

@@ -36,11 +36,17 @@ ATTRIBUTED = (
     "What not knowing costs: Carpool (slowdown ≤ 1.5) where single pieces of its knowledge are replaced by the truth. "
     "With all of them it knows slowdowns and durations, too, which the oracle does not."
 )
-VARIED = "Carpool (slowdown ≤ 1.5) where what is assumed is otherwise; above, a change of a mode takes no time."
+VARIED = (
+    "Carpool (slowdown ≤ 1.5) where what is assumed is otherwise; above, a change of a mode takes no time. Neither kind "
+    "of line can show much harm: every true peak is complete after a minute, so that going by a peak sooner risks "
+    "nothing here, as it may where real jobs grow; and a GPU keeps its mode when it falls idle, so that few changes are "
+    "paid for. The time of a change is added to the job's own, so that the GPU counts as busy meanwhile and draws its "
+    "power: of these lines utilization and energy are told too high, makespans are not."
+)
 
 
 def markdown(lines: Sequence[Line], shown: Sequence[str] = ()) -> list[str]:
-    """Write a table: mean ± standard deviation over the seeds, and the change against the first line.
+    """Write a table: mean and, of several seeds, ± standard deviation; and the change against the first line.
 
     Args:
         lines: One for each strategy.
@@ -64,7 +70,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _spread(line: Line, name: str) -> str:
-    return f"{line.mean(name):.1f} ± {line.spread(name):.1f}"
+    return f"{line.mean(name):.1f} ± {line.spread(name):.1f}" if len(line.runs) > 1 else f"{line.mean(name):.1f}"
 
 
 def _cells(line: Line, first: Line, names: Sequence[str]) -> list[str]:
@@ -99,10 +105,11 @@ def _beside(line: Line, first: Line) -> str:
 def section(title: str, assumptions: Sequence[str], lines: Sequence[Line], shown: Sequence[str] = ()) -> list[str]:
     """Write one experiment; `shown` as in `markdown`."""
     seeds = len(lines[0].runs)
+    what = f"Mean ± standard deviation over {seeds} seeds" if seeds > 1 else "One run, so that no spread is known"
     return [
         f"## {title}",
         "",
-        f"Mean ± standard deviation over {seeds} seed{'s' * (seeds > 1)}; changes are against the first line.",
+        f"{what}; changes are against the first line.",
         "",
         *markdown(lines, shown),
         "",

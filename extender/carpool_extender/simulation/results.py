@@ -17,11 +17,14 @@ from carpool_extender.simulation.contest import (
     varied,
     wrong,
 )
+from carpool_extender.simulation.provenance import Provenance
 from carpool_extender.simulation.strategy import Strategy
 from carpool_extender.simulation.workload import Workload, WorkloadError
 
 WRONG, FAILING = "-wrong-predictions", "-failures"
 ATTRIBUTED, VARIED = "-attribution", "-assumptions"
+SUFFIXES = (WRONG, FAILING, ATTRIBUTED, VARIED)
+"""Of the names of results that stand beside an experiment's own."""
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,10 +38,12 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     """Processor time of one run of each strategy, in seconds."""
     shown: list[str] = []
     """Names of the figures that its table shows; the usual ones where there are none."""
+    made: Provenance = Provenance()
+    """When they were made, by which version."""
 
 
-def write(out: Path, name: str, workload: Workload, lines: Sequence[Line]) -> None:
-    """Write every run of every strategy, and what it is about."""
+def write(out: Path, name: str, workload: Workload, lines: Sequence[Line], made: Provenance) -> None:
+    """Write every run of every strategy, what it is about, and where it comes from."""
     seeds = len(lines[0].runs)
     about = About(
         title=workload.title,
@@ -47,6 +52,7 @@ def write(out: Path, name: str, workload: Workload, lines: Sequence[Line]) -> No
         assumptions=list(workload.assumptions),
         cpu_s={line.strategy.name: round(line.cpu_s / seeds, 1) for line in lines},
         shown=list(workload.shown),
+        made=made,
     )
     (out / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(about)) + b"\n")
     write_csv(out / f"{name}.csv", lines)
@@ -87,7 +93,7 @@ def read(out: Path, name: str) -> tuple[About, list[Line]] | None:
 
 def _strategies(name: str) -> list[Strategy]:
     base = name
-    for suffix in (WRONG, FAILING, ATTRIBUTED, VARIED):
+    for suffix in SUFFIXES:
         base = base.removesuffix(suffix)
     if base not in EXPERIMENTS:
         return []
