@@ -57,11 +57,13 @@ def _step(step: StepRecord, others: list[Optimizer]) -> store.Step:
         step.batch_size, step.peak_bytes, step.activation_bytes, step.reserved_bytes, step.unfolded_max,
         step.largest_bytes, step.kernels,
     )  # fmt: skip
-    updates = [_update(step.updates[other]) for other in others if step.updates]
+    updates = [_update(step.updates.get(other)) for other in others if step.updates]
     return store.Step(plain=numbers, flops=step.flops, bytes_moved=step.bytes_moved, updates=updates)
 
 
-def _update(update: UpdateRecord) -> tuple[int, int, int, int, float]:
+def _update(update: UpdateRecord | None) -> tuple[int, int, int, int, float] | None:
+    if update is None:
+        return None
     return update.peak_bytes, update.activation_bytes, update.reserved_bytes, update.kernels, update.bytes_moved
 
 
@@ -71,12 +73,35 @@ def differs(record: ModelRecord) -> bool:
     return not record.failure and known is not None and known.features() != record.features()
 
 
-def extended(records: list[ModelRecord], known: store.Store) -> list[ModelRecord]:
-    """Add to records what a store knows of other models."""
+def extended(records: list[ModelRecord], known: store.Store, versions: dict[str, str]) -> list[ModelRecord]:
+    """Add to records what a store knows of other models.
+
+    Args:
+        records: Of the sweep.
+        known: The store.
+        versions: Of the libraries that the sweep ran with; a store says one set of them for all of its models.
+
+    Raises:
+        DataError: The store's models were traced with others.
+    """
+    if known.names() and _releases(versions) != _releases(known.versions):
+        raise DataError(
+            f"expected the versions that the store was traced with ({_said(known.versions)}), found {_said(versions)}; "
+            "install those, or sweep all models anew and leave --extend out"
+        )
     new = {r.name for r in records}
     kept = [found for name in known.names() if name not in new and (found := known.record(name)) is not None]
     failed = [ModelRecord(name=name, failure=failure) for name, failure in known.failures().items() if name not in new]
     return [*records, *kept, *failed]
+
+
+def _releases(versions: dict[str, str]) -> dict[str, str]:
+    """Leave out what a build adds for its hardware (`+cu132`): tracing takes place on none."""
+    return {name: version.partition("+")[0] for name, version in versions.items()}
+
+
+def _said(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items()) or "none"
 
 
 @click.command(help=__doc__)
@@ -100,9 +125,10 @@ def main(records: Path, is_measured: bool, extend: bool) -> None:
             # A model without a configuration of its own in that release was fed what later ones say.
             found = [r for r in found if differs(r) and timm.models.get_pretrained_cfg(r.name.partition("/")[2])]
         precision = next((r.precision for r in found), Precision.FP32)
+        versions = {m.__name__: str(m.__version__) for m in (timm, torch, torchvision)}
         if extend and precision in store.FILES:
-            found = extended(found, store.shipped(precision))
-        content = pack(found, {m.__name__: str(m.__version__) for m in (timm, torch, torchvision)})
+            found = extended(found, store.shipped(precision), versions)
+        content = pack(found, versions)
     except DataError as e:
         click.echo(str(e), err=True)
         sys.exit(2)

@@ -39,8 +39,9 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     """Batch size, peak, activations, reserved, unfolded, largest, kernels."""
     flops: float
     bytes_moved: float
-    updates: list[tuple[int, int, int, int, float]]
-    """In the order of the document's `others`: peak, activations, reserved, kernels, bytes moved."""
+    updates: list[tuple[int, int, int, int, float] | None]
+    """In the order of the document's `others`: peak, activations, reserved, kernels, bytes moved; None: not reckoned,
+    as of models that are older than what others were reckoned under."""
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -155,7 +156,11 @@ class Store:
             unfolded_max=unfolded,
             largest_bytes=largest,
             reserved_bytes=reserved,
-            updates={o: _update(*numbers) for o, numbers in zip(self._document.others, step.updates, strict=False)},
+            updates={
+                other: _update(*numbers)
+                for other, numbers in zip(self._document.others, step.updates, strict=False)
+                if numbers is not None
+            },
         )
 
 

@@ -14,6 +14,7 @@ from carpool_predictor.checks import reason_to_abstain
 from carpool_predictor.records import ModelRecord, StepRecord, UpdateRecord
 from carpool_predictor.source import SubprocessTracer
 from carpool_predictor.suites import DataError
+from carpool_predictor.sweep import OTHERS
 from carpool_predictor.trees import MalformedError
 
 KNOWN = CatalogModel(name="timm/vgg11_bn")
@@ -73,9 +74,33 @@ def test_a_store_can_be_extended() -> None:
     failed = ModelRecord(name="timm/y", failure="TraceTimedOut: in those days")
     known = store.unpack(packing.pack([record(), record("timm/z"), failed], {}))
     again = msgspec.structs.replace(record("timm/z"), parameters=26)
-    found = store.unpack(packing.pack(packing.extended([record("timm/y"), again], known), {}))
+    found = store.unpack(packing.pack(packing.extended([record("timm/y"), again], known, {}), {}))
     assert [found.record(f"timm/{name}") for name in "xyz"] == [record(), record("timm/y"), again]
     assert found.failures() == {}
+
+
+def test_the_shipped_store_is_extended_by_what_was_reckoned_under_more_optimizers() -> None:
+    """Regression: the store of FP32 lacks some that every sweep reckons now, which ended in a KeyError."""
+    known = store.shipped()
+    old = known.record(KNOWN.name)
+    assert old is not None
+    update = record().steps[0].updates[Optimizer.ADAM]
+    step = msgspec.structs.replace(record().steps[0], updates=dict.fromkeys(OTHERS, update))
+    new = msgspec.structs.replace(record("timm/new"), steps=(step,))
+    assert set(OTHERS) - set(old.steps[0].updates), "nothing is missing any more: take another store"
+    found = store.unpack(packing.pack(packing.extended([new], known, known.versions), known.versions))
+    assert [found.record(name) for name in ("timm/new", KNOWN.name)] == [new, old]
+    assert len(found.names()) == len(known.names()) + 1
+    adagrad = Training(optimizer=Optimizer.ADAGRAD)
+    assert found.features(CatalogModel(name="timm/new"), adagrad) == new.features(Optimizer.ADAGRAD)
+    assert found.features(KNOWN, adagrad) is None, "left to the tracer, as before"
+
+
+def test_a_store_is_not_extended_with_other_versions_whose_stamp_it_would_get() -> None:
+    known = store.unpack(packing.pack([record()], {"timm": "1.0", "torch": "2.9.0+cu132"}))
+    packing.extended([record("timm/y")], known, {"timm": "1.0", "torch": "2.9.0+cpu"})
+    with pytest.raises(DataError, match=r"torch 2\.9\.0\+cu132\), found timm 1\.0, torch 2\.10; install those"):
+        packing.extended([record("timm/y")], known, {"timm": "1.0", "torch": "2.10"})
 
 
 def test_the_shipped_stores_are_small_and_answer_in_a_millisecond() -> None:
