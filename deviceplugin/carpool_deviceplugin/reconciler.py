@@ -27,6 +27,9 @@ from carpool_deviceplugin.teller import Teller
 from carpool_deviceplugin.threads import Threads
 from carpool_deviceplugin.worker import GpuWorker
 
+_STRUCK_FOR_S = 600.0
+"""How long the word of an earlier agent stands."""
+
 
 class _Nameplate(msgspec.Struct, frozen=True):
     metadata: ObjectMeta
@@ -64,6 +67,8 @@ class Reconciler:
         self._seen_devices: dict[GpuUuid, Device] = {}
         self._seen_partitions: dict[PodUid, Partition] = {}
         self._seen_struck: dict[PodUid, str] = {}
+        self._struck_before: tuple[float, Mapping[PodUid, str]] = (0.0, {})
+        """Pods that an earlier agent told of, and when that was heard."""
         self._left_out: list[str] = []
         self._above: Set[tuple[PodUid, GpuUuid]] = frozenset()
         self.meters = {uuid: Meter(uuid) for uuid in devices.uuids}
@@ -158,6 +163,8 @@ class Reconciler:
         ready = frozenset(p.pod_uid for p in node.status.partitions if p.state is PartitionState.READY)
         for worker in self._workers.values():
             worker.remember(ready)
+        self._seen_struck = {s.pod_uid: s.message for s in node.status.struck}
+        self._struck_before = (self._clock.monotonic(), self._seen_struck)
         self._seen_devices = {d.uuid: d for d in node.status.devices}
         self._seen_partitions = {p.pod_uid: p for p in node.status.partitions}
 
@@ -172,7 +179,7 @@ class Reconciler:
 
     def _see_partitions(self, partitions: Sequence[Partition]) -> None:
         reservations = {r.pod_uid: r for r in self.reservations}
-        struck = {pod: why for worker in self._workers.values() for pod, why in worker.ended.items()}
+        struck = {pod: why for told in self._struck() for pod, why in told.items()}
         self._tell(
             news.of_partitions(self._seen_partitions, partitions, reservations)
             + news.of_struck(self._seen_struck, struck, reservations)
@@ -197,7 +204,13 @@ class Reconciler:
         self._tell_above_limit(tenants)
         partitions = self.partitions
         self._see_partitions(partitions)
-        self.reporter.report(partitions, fine, struck_of(worker.ended for worker in self._workers.values()))
+        self.reporter.report(partitions, fine, struck_of(self._struck()))
+
+    def _struck(self) -> list[Mapping[PodUid, str]]:
+        """Pods that faults have ended together; the operator may not have read yet what an earlier agent said."""
+        heard_at, before = self._struck_before
+        earlier = before if self._clock.monotonic() - heard_at <= _STRUCK_FOR_S else {}
+        return [earlier, *(worker.ended for worker in self._workers.values())]
 
     def _tell_above_limit(self, tenants: Sequence[Tenant]) -> None:
         above = above_limit(tenants, self.reservations)

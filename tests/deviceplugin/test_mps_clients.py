@@ -1,16 +1,19 @@
 """Clients that end together: told while they are there, and after they have left before anybody looked."""
 
 import shutil
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
+import pynvml
 import pytest
 from carpool_core.kube.api import GPU_NODES, NODES
 from carpool_core.resources.node import GpuNode
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import SharingMode
 from carpool_deviceplugin.gpu import SetMode, StartMps, StopMps
+from carpool_deviceplugin.nvml.calls import NvmlError
 from carpool_deviceplugin.patience import Rhythm
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.testing.agents import flowing, running, until
@@ -27,11 +30,15 @@ class SlowMps(FakeMpsCommands):
     def __init__(self) -> None:
         super().__init__()
         self.during: Callable[[], None] = lambda: None
+        self.after: Callable[[], None] = lambda: None
 
     def ask(self, environment: Mapping[str, str], command: str) -> str:
         during, self.during = self.during, lambda: None
         during()
-        return super().ask(environment, command)
+        answer = super().ask(environment, command)
+        after, self.after = self.after, lambda: None
+        after()
+        return answer
 
 
 class Shared:
@@ -215,3 +222,60 @@ def test_a_process_that_ends_before_it_is_looked_up_is_no_stranger(shared: Share
     assert (actual.problem, actual.tenants) == ("", {uid("b"), uid("c")})
     shutil.rmtree(shared.node.root / "proc" / "43")
     assert "process 43 on the GPU belong to no pod" in shared.look().problem
+
+
+def test_two_that_look_at_once_lose_no_fault(shared: Shared) -> None:
+    """Regression: one took the XID, the other one saw who had left, and nobody was told."""
+    others: list[threading.Thread] = []
+
+    def look_too() -> None:
+        others.append(threading.Thread(target=shared.look))
+        others[0].start()
+        others[0].join(0.2)  # where it must wait, it cannot end before this look does
+
+    shared.node.nvml.raise_xid(0, 31)
+    shared.leave("a", "b")
+    shared.mps.during = look_too
+    shared.look()
+    others[0].join()
+    assert shared.told() == {"a", "b"}
+
+
+def test_a_look_that_fails_loses_no_fault(shared: Shared) -> None:
+    shared.node.nvml.raise_xid(0, 31)
+    shared.leave("a", "b")
+    shared.node.nvml.fail_next("nvmlDeviceGetComputeRunningProcesses", pynvml.NVML_ERROR_UNKNOWN)
+    with pytest.raises(NvmlError):
+        shared.look()
+    assert shared.told() == {"a", "b"}
+
+
+def test_a_daemon_that_was_being_asked_when_it_happened_is_asked_again(shared: Shared) -> None:
+    """What it said before is not what it says now."""
+    shared.leave("a")
+    shared.mps.after = lambda: shared.devices._watcher.forget(shared.gpu)
+    shared.devices.read(shared.gpu)
+    asked = shared.mps.asked
+    shared.look()
+    assert shared.mps.asked > asked
+
+
+async def test_what_an_earlier_agent_told_of_stands_for_ten_minutes(tmp_path: Path) -> None:
+    """Regression: a new agent's first word took it back, and the operator may not have read it."""
+    node, kube = Node(FakeNvml(["H100"]), FakeMpsCommands(), tmp_path), FakeKube()
+    kube.seed(NODES, {"metadata": {"name": "n"}})
+    told = [{"podUid": uid("a"), "message": "hit"}, {"podUid": uid("b"), "message": "hit"}]
+    kube.seed(GPU_NODES, {"metadata": {"name": "n"}, "spec": {"reservations": []}, "status": {"struck": told}})
+    rhythm = Rhythm(resync_s=1e9, sample_s=100, measures_s=100, heartbeat_s=100)
+    settings = AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path)
+    agent = flowing(settings, kube, node.devices(), rhythm)
+
+    def status():
+        return msgspec.convert(kube.dump_all(GPU_NODES)[0], GpuNode).status
+
+    async with running(agent):
+        await until(lambda: status().devices)
+        began = agent.clock.monotonic()
+        assert {s.pod_uid for s in status().struck} == {uid("a"), uid("b")}
+        await until(lambda: not status().struck)
+        assert agent.clock.monotonic() - began > 500

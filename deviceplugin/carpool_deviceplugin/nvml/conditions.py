@@ -38,6 +38,7 @@ class Conditions:
         glances: Their telemetry.
         directory: Where each GPU's health is kept.
         monotonic: Seconds since the node began.
+        may_write: Whether it is kept; otherwise only what an agent kept is read.
         boot_id: Names the node's present life.
     """
 
@@ -48,10 +49,12 @@ class Conditions:
         glances: Glances,
         directory: Path,
         monotonic: Callable[[], float],
+        *,
+        may_write: bool = True,
         boot_id: Path = _BOOT_ID,
     ) -> None:
         self._session, self._glances = session, glances
-        self._monotonic, self._directory = monotonic, directory
+        self._monotonic, self._directory, self._may_write = monotonic, directory, may_write
         self._boot = boot_id.read_text().strip() if boot_id.exists() else ""
         self._energy_mj: dict[GpuUuid, int | None] = {}
         self._health = {uuid: self._kept(uuid) for uuid in uuids}
@@ -78,8 +81,12 @@ class Conditions:
         self._xids.forget(uuid)
 
     def had_xid(self, uuid: GpuUuid) -> bool:
-        """Whether the last look brought an XID."""
+        """Whether a look has brought an XID that nobody has taken in yet."""
         return uuid in self._struck
+
+    def took_xid(self, uuid: GpuUuid) -> None:
+        """Its MPS clients were looked at: a look that fails before that must not lose what struck them."""
+        self._struck.discard(uuid)
 
     def counters(self, uuid: GpuUuid) -> dict[str, float]:
         """The last XID since the agent began, 0 where none came; absent where the driver reports none."""
@@ -92,7 +99,8 @@ class Conditions:
 
     def _signals(self, uuid: GpuUuid, telemetry: Telemetry) -> Signals:
         xids = self._xids.seen(uuid)  # may fail; until it does not, a reset is still to be told
-        (self._struck.add if xids else self._struck.discard)(uuid)
+        if xids:
+            self._struck.add(uuid)
         if self._xids.is_watched(uuid):
             self._last_xid[uuid] = xids[-1] if xids else self._last_xid.get(uuid, 0)
         before_mj, now_mj = self._energy_mj.get(uuid), telemetry.energy_mj
@@ -120,7 +128,8 @@ class Conditions:
         was = self._written[uuid]
         now = self._health[uuid] = advance(self._health[uuid], seen, self._monotonic())
         moved_s = abs((now.until or 0.0) - (was.until or 0.0))
-        if (was.problem, was.falls) != (now.problem, now.falls) or moved_s > _KEPT_WITHIN_S:
+        is_news = (was.problem, was.falls) != (now.problem, now.falls) or moved_s > _KEPT_WITHIN_S
+        if is_news and self._may_write:
             self._keep(uuid, now)
 
     def _path(self, uuid: GpuUuid) -> Path:

@@ -1,5 +1,6 @@
 """Real GPUs behind the port."""
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -84,25 +85,28 @@ class NvmlDevices:
         self._session = Session(library)
         self._session.open()
         self._mps, self._may_switch = mps, may_switch_mig
+        self._instances, self._monotonic = Instances(self._session), monotonic
+        self._known, self._known_at = dict[GpuUuid, Identity](), dict[GpuUuid, tuple[int, float]]()
         self._mig_manager = ""
         self._uuids = self._found()
         self._modes = {uuid: ModeFile(state_dir / "gpus" / f"{uuid}.json") for uuid in self._uuids}
+        self._looking = {uuid: threading.Lock() for uuid in self._uuids}
         self._watcher, self._clients = Watcher(self._session, processes, mps, monotonic), Clients(monotonic)
         glances = Glances(self._session, monotonic)
         self._conditions = Conditions(self._session, self._uuids, glances, state_dir / "gpus", monotonic)
         self._feed = Feed(sources, monotonic)
         self._measuring = Measuring(self._session, self._uuids, glances, self._watcher, self._feed, monotonic, wall)
         self._entry = Entry(cdi, mps, mig_minors)
-        self._instances = Instances(self._session)
-        self._monotonic, self._known = monotonic, dict[GpuUuid, Identity]()
-        self._known_at: dict[GpuUuid, tuple[int, float]] = {}
         self._possible_lately: dict[GpuUuid, frozenset[SharingMode]] = {}
         self._found_lately: dict[GpuUuid, list[Found]] = {}
-        self._learn()
 
     def _found(self) -> list[GpuUuid]:
         try:
             uuids = list_gpus(self._session)
+            for uuid in uuids:
+                self._identify(uuid)
+                if self._known[uuid].mig_capable:
+                    self._instances.learn(uuid)
         except DeviceError as e:
             raise NoDevicesError(str(e)) from e
         if not uuids:
@@ -126,15 +130,6 @@ class NvmlDevices:
     def set_mig_manager(self, manager: str) -> None:
         """Say who else divides the node's GPUs; empty where nobody does."""
         self._mig_manager = manager
-
-    def _learn(self) -> None:
-        try:
-            for uuid in self._uuids:
-                self._identify(uuid)
-                if self._known[uuid].mig_capable:
-                    self._instances.learn(uuid)
-        except DeviceError as e:
-            raise NoDevicesError(str(e)) from e
 
     def _identify(self, uuid: GpuUuid) -> None:
         self._known[uuid] = read_identity(self._session, uuid)
@@ -178,14 +173,19 @@ class NvmlDevices:
         )
 
     def actual(self, uuid: GpuUuid) -> GpuActual:
-        """Read how a GPU is divided."""
-        known, setting, sick = self._known[self._own(uuid)], self._modes[uuid].read(), self._conditions.look(uuid)
+        """Read how a GPU is divided; who else looks at it waits, or each would see half of what happened."""
+        with self._looking[self._own(uuid)]:
+            return self._actual(uuid)
+
+    def _actual(self, uuid: GpuUuid) -> GpuActual:
+        known, setting, sick = self._known[uuid], self._modes[uuid].read(), self._conditions.look(uuid)
         is_divided = self._instances.is_enabled(uuid)
         found = self._instances.find(uuid, self._modes[uuid]) if is_divided else []
         if had_xid := self._conditions.had_xid(uuid):
             self._watcher.forget(uuid)  # a client's fatal fault is one, too
         present, mps = self._watcher.look(uuid, foreign(found))
         struck = self._clients.see(uuid, mps, present, is_expected=setting.mode is MPS, had_xid=had_xid)
+        self._conditions.took_xid(uuid)
         self._found_lately[uuid] = found
         self._possible_lately[uuid] = possible_modes(
             has_mps=self._mps is not None,

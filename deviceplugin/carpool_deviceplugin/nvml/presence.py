@@ -57,7 +57,7 @@ class Watcher:
 
     def forget(self, uuid: GpuUuid) -> None:
         """Ask a GPU's daemon anew at the next look: something happened there."""
-        self._asked.pop(uuid, None)
+        self._asked[uuid] = (-math.inf, frozenset(), MpsStatus())
 
     def user(self, uuid: GpuUuid) -> int | None:
         """Return whose clients a GPU's MPS server had at the last look; None where it had none. Never blocks."""
@@ -87,11 +87,13 @@ class Watcher:
         if self._mps is None:
             return MpsStatus()
         now, is_running = self._monotonic(), self._mps.is_running(uuid)
-        asked_at, were, status = self._asked.get(uuid, (-math.inf, frozenset(), MpsStatus()))
+        before = self._asked.get(uuid)
+        asked_at, were, status = before or (-math.inf, frozenset(), MpsStatus())
         is_same = pids == were and is_running == status.is_running and not status.problem
         if not is_same or now - asked_at > _MPS_EVERY_S:
-            status = self._mps.status(uuid) if is_running else MpsStatus()
-            self._asked[uuid] = (now, pids, status)
+            status = self._mps.status(uuid)  # servers may outlive it
+            if self._asked.get(uuid) is before:  # otherwise something has happened since
+                self._asked[uuid] = (now, pids, status)
         return status
 
 
