@@ -15,6 +15,19 @@ FALLBACK_ENV = {"NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
 """What NVIDIA's container runtime asks of a container besides the GPUs' names."""
 
 
+class _Node(msgspec.Struct):
+    path: str
+
+
+class _Edits(msgspec.Struct):
+    """What must be as the specification says, for it is gone through; everything is handed on as it stands."""
+
+    env: list[str] = []
+    deviceNodes: list[_Node] = []  # noqa: N815  # the specification's name
+    mounts: list[dict[str, Any]] = []
+    hooks: list[dict[str, Any]] = []
+
+
 class _Device(msgspec.Struct):
     name: str
     containerEdits: dict[str, Any] = {}  # noqa: N815  # the specification's name
@@ -95,7 +108,10 @@ def _decoded(path: Path) -> _Specification | None:
         content = path.read_bytes()
         if NVIDIA_GPU.encode() not in content:
             return None  # somebody else's: whether it is sound is not ours to say
-        return decode(content, type=_Specification)
+        found = decode(content, type=_Specification)
+        for one in (found, *found.devices):
+            msgspec.convert(one.containerEdits, _Edits)
+        return found
     except FileNotFoundError:
         return None
     except (msgspec.MsgspecError, OSError, ValueError) as e:
@@ -106,5 +122,5 @@ def _decoded(path: Path) -> _Specification | None:
 
 
 def _gpus_of(device: _Device) -> set[str]:
-    paths = {str(node.get("path", "")) for node in device.containerEdits.get("deviceNodes", [])}
+    paths = {node.path for node in msgspec.convert(device.containerEdits, _Edits).deviceNodes}
     return {p for p in paths if p.removeprefix("/dev/nvidia").isdecimal()}

@@ -145,3 +145,28 @@ def test_damaged_specification_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "others.yaml").write_text("{not ours, not sound")
     with pytest.raises(DeviceError, match=r"nvidia\.yaml: expected a CDI specification.*nvidia-ctk cdi generate"):
         NvidiaCdi([tmp_path]).find("GPU-1")
+
+
+@pytest.mark.parametrize(
+    ("edits", "says"),
+    [
+        ({"deviceNodes": [3]}, "Expected `object`, got `int`"),
+        ({"deviceNodes": None}, "Expected `array`, got `null`"),
+        ({"deviceNodes": [{"path": 3}]}, "Expected `str`, got `int`"),
+        ({"deviceNodes": [{}]}, "missing required field `path`"),
+        ({"env": [1]}, "Expected `str`, got `int`"),
+        ({"mounts": {}}, "Expected `array`, got `object`"),
+    ],
+)
+@pytest.mark.parametrize("where", ["device", "all"])
+def test_odd_edits_are_a_sentence(tmp_path: Path, edits: dict, says: str, where: str) -> None:
+    of_device, of_all = (edits, {}) if where == "device" else ({}, edits)
+    content = {
+        "kind": "nvidia.com/gpu",
+        "devices": [{"name": "0", "containerEdits": of_device}],
+        "containerEdits": of_all,
+    }
+    (tmp_path / "odd.json").write_text(json.dumps(content))
+    with pytest.raises(DeviceError, match=r"odd\.json: expected a CDI specification, found ") as raised:
+        NvidiaCdi([tmp_path]).find("GPU-1", 0)
+    assert says in str(raised.value)
