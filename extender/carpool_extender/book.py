@@ -24,7 +24,10 @@ write carries all of them, and its agent answers each with a report. What comes 
 
 MOST_GATHERED_S = 1.0
 """Longest that is gathered. Where a write takes long the API server is busy: four times as long is gathered then, so
-that there is less to write. One of sixteen reservations costs it six times as much as a pod."""
+that there is less to write. One of sixteen reservations costs it six times as much as a pod.
+
+Only what was gathered shows that there is something to gather: a single change is mostly followed by one that waits for
+it, such as the next worker of a gang. And whoever is to have what was freed is not kept waiting for it."""
 
 _UNTRACKED: Mapping[str, Any] = {"op": "add", "path": "/metadata/managedFields", "value": [{}]}
 """Has the API server no longer keep who wrote which field of a GpuNode: nobody applies it, and with dozens of
@@ -72,6 +75,7 @@ class Book:
         self._gather_s = gather_s
         self._waiting: dict[str, list[_Change]] = {}
         self._writers: dict[str, asyncio.Task[None]] = {}
+        self._took_s: dict[str, float] = {}
 
     async def read(self, name: str) -> GpuNode:
         """Read a GpuNode from the server. Raises KubeError."""
@@ -108,10 +112,11 @@ class Book:
         """Write until nothing waits any more."""
         try:
             while batch := self._waiting.pop(name, []):
-                began = self._clock.monotonic()
+                gathers_more = len(batch) > 1 and not any(change.frees for change in batch)
                 await self._settle(name, batch)
-                took_s = self._clock.monotonic() - began
-                await self._sleep(max(self._gather_s, min(4 * took_s, MOST_GATHERED_S)))
+                took_s = self._took_s.pop(name, 0.0)
+                stretched_s = min(4 * took_s, MOST_GATHERED_S) if gathers_more else 0.0
+                await self._sleep(max(self._gather_s, stretched_s))
         finally:
             del self._writers[name]
 
@@ -171,6 +176,7 @@ class Book:
 
     async def _write(self, node: GpuNode, spec: GpuNodeSpec, *, frees: bool) -> GpuNode:
         name, said = node.metadata.name, msgspec.to_builtins(spec.reservations)
+        began = self._clock.monotonic()
         if frees:
             # Written together with the release, so that a crash before the Node is touched is made good later.
             freed = {ANNOTATION_CAPACITY_FREED: rfc3339(self._clock.now())}
@@ -178,6 +184,7 @@ class Book:
             answer = await self._api.patch(GPU_NODES, name, {"metadata": metadata, "spec": {"reservations": said}})
         else:
             answer = await self._write_unless_changed(node, said)
+        self._took_s[name] = self._clock.monotonic() - began
         written = msgspec.convert(answer, GpuNode)
         self._watches.take(written)
         return written

@@ -134,19 +134,57 @@ async def test_what_comes_soon_after_a_write_is_gathered():
     assert all(watches.cluster.holders(f"pod-{name}") == ["a"] for name in "xyz")
 
 
-@pytest.mark.parametrize(("takes_s", "gathers_s"), [(0.01, 0.1), (0.2, 0.8), (30.0, MOST_GATHERED_S)])
-async def test_a_busy_server_is_written_to_less_often(takes_s, gathers_s):
+class Slow(FakeKube):
+    """A server that takes its time over every write."""
+
+    takes_s = 0.2
+
+    async def patch(self, *args, **options):
+        self.clock.advance(self.takes_s)
+        return await super().patch(*args, **options)
+
+
+async def slow(takes_s=0.2):
+    """A book that knows a node of a slow server, and gathers."""
     clock = FakeClock()
-
-    class Slow(FakeKube):
-        async def patch(self, *args, **options):
-            clock.advance(takes_s)
-            return await super().patch(*args, **options)
-
     kube = Slow(clock)
-    seed_node(kube, gpu_node("a", 2))
+    kube.clock, kube.takes_s = clock, takes_s
+    seed_node(kube, gpu_node("a", 2, [tenant("old", ["GPU-a-1"])]))
     book = Book(kube, Watches(kube, clock, Cluster()), clock, clock.sleep, gather_s=0.1)
     await book.read("a")
-    await book.change("a", adding(tenant("x", ["GPU-a-0"])))
+    return book, kube, clock
+
+
+@pytest.mark.parametrize(("takes_s", "gathers_s"), [(0.01, 0.1), (0.2, 0.8), (30.0, MOST_GATHERED_S)])
+async def test_a_busy_server_is_written_to_less_often(takes_s, gathers_s):
+    book, _, clock = await slow(takes_s)
+    await asyncio.gather(*(book.change("a", adding(tenant(name, ["GPU-a-0"]))) for name in "xy"))
     await until(lambda: clock.sleeping != [])
     assert clock.sleeping == [pytest.approx(gathers_s)]
+
+
+async def test_what_follows_a_single_slow_write_waits_for_no_longer():
+    """Regression: the workers of a gang, one after the other, waited four times as long as their writes took."""
+    book, _, clock = await slow()
+    await book.change("a", adding(tenant("x", ["GPU-a-0"])))
+    await until(lambda: clock.sleeping != [])
+    assert clock.sleeping == [pytest.approx(0.1)]
+
+
+async def test_what_was_freed_slowly_is_given_away_soon():
+    """Regression: after a slow release the job that waited for it waited up to a second more."""
+    book, _, clock = await slow()
+    await asyncio.gather(book.change("a", adding(tenant("x", ["GPU-a-0"]))), book.release("a", "pod-old"))
+    await until(lambda: clock.sleeping != [])
+    assert clock.sleeping == [pytest.approx(0.1)]
+
+
+async def test_the_pauses_between_tries_make_no_server_slow():
+    book, kube, clock = await slow(takes_s=0.0)
+    kube.fail_next("patch", GPU_NODES, Unreachable("reset"))
+    both = [asyncio.create_task(book.change("a", adding(tenant(name, ["GPU-a-0"])))) for name in "xy"]
+    await until(lambda: clock.sleeping != [])
+    clock.advance(FIRST_PAUSE_S)
+    await asyncio.gather(*both)
+    await until(lambda: clock.sleeping != [])
+    assert clock.sleeping == [pytest.approx(0.1)]
