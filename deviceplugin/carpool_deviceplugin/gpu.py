@@ -175,12 +175,15 @@ class Reading:
     at: float
     """Monotonic time, in seconds."""
     processes: tuple[ProcessUse, ...]
+    """Those that are there."""
     power_w: float | None
     """None where the GPU cannot say; so below."""
     idle_power_w: float | None
     power_limit_w: float | None
     energy_j: float | None
     """Of the whole GPU, since it appeared."""
+    ended: tuple[ProcessUse, ...] = ()
+    """Those that have ended since the reading before, with what they drew until then."""
     counters: Mapping[str, float] | None = None
     """The GPU's own word on itself, by DCGM's field names; None where it is reckoned from its processes."""
     pci_bus_id: str = ""

@@ -86,7 +86,16 @@ class Meter:
                 self.uses[pod] = _advance(use, processes, earlier, elapsed)
             else:
                 self.uses[pod] = _present(use, processes, is_new=before is not None)
+        for process in reading.ended:
+            self._see_last(process, earlier.get(process.id))
         self.reading, self.is_current = reading, True
+
+    def _see_last(self, process: ProcessUse, before: ProcessUse | None) -> None:
+        """Credit a pod with what its process drew between the last reading and its end."""
+        use = self.uses.get(process.pod_uid)
+        if use is not None and before is not None and process.energy_j is not None:
+            drawn = max(0.0, process.energy_j - (before.energy_j or 0.0))
+            self.uses[process.pod_uid] = replace(use, energy_j=_plus(use.energy_j, drawn))
 
     def running(self) -> Set[PodUid]:
         """Return the pods that have a process on the GPU."""

@@ -77,6 +77,61 @@ def test_energy_as_it_is_shown_adds_up_too(node: Node) -> None:
     assert math.isclose(shown + 30 * meter.reading.idle_power_w, spent, rel_tol=0.01)
 
 
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_what_a_process_drew_before_its_end_is_its_own(node: Node, is_alone: bool) -> None:
+    """Regression: its last interval was nobody's, or its neighbour's, who did nothing."""
+    devices = node.devices()
+    meter = Meter(devices.uuids[0])
+    meter.sample(devices.read(meter.uuid))
+    node.advance(5)
+    meter.sample(devices.read(meter.uuid))
+    began = node.nvml.gpus[0].energy_mj
+    node.start(0, 42, "a", sm=0.9)
+    if not is_alone:
+        node.start(0, 43, "b")
+    for _ in range(3):
+        node.advance(5)
+        meter.sample(devices.read(meter.uuid))
+    node.advance(4.9)
+    node.end(0, 42)
+    node.advance(0.1)
+    meter.sample(devices.read(meter.uuid))
+    node.advance(5)
+    meter.sample(devices.read(meter.uuid))
+    spent = (node.nvml.gpus[0].energy_mj - began) / 1000 - 25 * meter.reading.idle_power_w
+    assert meter.uses[uid("a")].energy_j == pytest.approx(spent, rel=0.01)
+    assert not meter.uses[uid("a")].is_running
+
+
+def test_energy_under_mig_of_a_process_that_ended(tmp_path: Path) -> None:
+    """Its instance is there for a while longer; where it is not, nobody knows what ran on it."""
+    node = Node(FakeNvml(["H100"]), FakeMpsCommands(), tmp_path)
+    mig = node.nvml.gpus[0].mig
+    mig.is_enabled = mig.is_pending = True
+    devices = node.devices()
+    meter = Meter(devices.uuids[0])
+    made = [
+        mig.create(mig.table.profiles[at].id, start, mig.table.profiles[at].memory_slices)
+        for at, start in ((2, 4), (5, 0))
+    ]
+    devices.actual(meter.uuid)
+    for _ in range(2):
+        meter.sample(devices.read(meter.uuid))
+        node.advance(5)
+    meter.sample(devices.read(meter.uuid))
+    began = node.nvml.gpus[0].energy_mj
+    node.start(0, 42, "a", sm=0.6, instance=made[0].id)
+    node.start(0, 43, "b", sm=0.3, instance=made[1].id)
+    for end in (None, 42, 43):
+        node.advance(4.9)
+        if end is not None:
+            node.end(0, end)
+        node.advance(0.1)
+        meter.sample(devices.read(meter.uuid))
+    spent = (node.nvml.gpus[0].energy_mj - began) / 1000 - 15 * meter.reading.idle_power_w
+    assert sum(use.energy_j for use in meter.uses.values()) == pytest.approx(spent, rel=0.01)
+
+
 @pytest.mark.parametrize(("kind", "is_known"), [("H100", True), ("A100-40", False)])
 def test_energy_under_mig_adds_up_where_the_instances_activity_is_known(tmp_path: Path, kind: str, is_known) -> None:
     """Without GPM nobody can say whose it was: then it is absent, not shared out by guess."""

@@ -1,13 +1,14 @@
 """From the driver's samples to what each process has used: time, SM activity, energy. No calls, only arithmetic.
 
 Energy is the GPU's own counter, shared out by the time in which each process's kernels ran: the processes' parts add up
-to the counter. Where nobody's kernels ran, those who hold the GPU share it evenly. Under MIG nobody knows that time;
-then the SMs that each instance kept busy stand in for it, and where these are not known either, nobody's energy is.
+to the counter, also with those that have ended since the moment before. Where nobody's kernels ran, those who hold the
+GPU share it evenly. Under MIG nobody knows that time; then the SMs that each instance kept busy stand in for it, and
+where these are not known either, nobody's energy is.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 
 from carpool_deviceplugin.gpu import ProcessUse
@@ -57,6 +58,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._uses: dict[str, ProcessUse] = {}
+        self._there: Sequence[Present] = ()
         self._last_us: dict[int, int] = {}
         self._at: float | None = None
         self._energy_j: float | None = None
@@ -71,22 +73,33 @@ class Ledger:
             self.since_us = 0
             self._last_us.clear()
 
-    def take(self, now: Moment) -> list[ProcessUse]:
-        """Take in a moment, and return what the processes that are there have used."""
+    def take(self, now: Moment) -> tuple[list[ProcessUse], list[ProcessUse]]:
+        """Take in a moment.
+
+        Returns:
+            What the processes that are there have used, and what those that have ended since the moment before had.
+        """
         elapsed = 0.0 if self._at is None else now.at - self._at
         energy = self._energy(now.energy_j)
-        if not now.present and elapsed > 0 and energy is not None:
+        keys = {p.process.key for p in now.present}
+        gone = [p for p in self._there if p.process.key not in keys]
+        if not now.present and not gone and elapsed > 0 and energy is not None:
             power = energy / elapsed
             self.idle_power_w = power if self.idle_power_w is None else min(power, self.idle_power_w)
         busy = None if now.samples is None else self._busy(now.samples, elapsed)
-        weights = _weights(now, busy)
-        energies = self._shared(weights, energy, elapsed)
+        known = [p for p in gone if p.running.gpu_instance_id in (None, *now.parts)]
+        energies = self._shared(_weights([*now.present, *known], now, busy), energy, elapsed)
+        ended = [self._ended(p.process.key, energies.get(p.process.key)) for p in gone]
         self._uses = {
             p.process.key: self._used(p, now, elapsed, busy, energies.get(p.process.key)) for p in now.present
         }
         self._last_us = {p.running.pid: self._last_us.get(p.running.pid, self.since_us) for p in now.present}
-        self._at = now.at
-        return list(self._uses.values())
+        self._at, self._there = now.at, now.present
+        return list(self._uses.values()), ended
+
+    def _ended(self, key: str, energy: float | None) -> ProcessUse:
+        was = self._uses[key]
+        return replace(was, energy_j=_plus(was.energy_j, energy))
 
     def _energy(self, counter_j: float | None) -> float | None:
         before, self._energy_j = self._energy_j, counter_j
@@ -158,11 +171,11 @@ def _activity(p: Present, now: Moment, busy: Mapping[int, float] | None) -> tupl
     return now.gpm or GpmMetrics(), (busy or {}).get(p.running.pid, 0.0) / total if total else 0.0
 
 
-def _weights(now: Moment, busy: Mapping[int, float] | None) -> dict[str, float]:
-    """Each process's share of the GPU's energy, 1 together; empty where nobody knows."""
-    instances = Counter(p.running.gpu_instance_id for p in now.present)
+def _weights(there: Sequence[Present], now: Moment, busy: Mapping[int, float] | None) -> dict[str, float]:
+    """Share of the GPU's energy of each process that was there, 1 together; empty where nobody knows."""
+    instances = Counter(p.running.gpu_instance_id for p in there)
     times: dict[str, float] = {}
-    for p in now.present:
+    for p in there:
         instance = p.running.gpu_instance_id
         if instance is None:
             times[p.process.key] = (busy or {}).get(p.running.pid, 0.0)

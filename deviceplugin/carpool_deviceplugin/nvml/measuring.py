@@ -90,10 +90,11 @@ class Measuring:
         at = self._monotonic()
         energy_j = None if telemetry.energy_mj is None else telemetry.energy_mj / 1000
         parts = {f.instance.id: _moment(f, of_parts[f.instance.id]) for f in found}
-        processes = ledger.take(Moment(at, there, samples, energy_j, gpm, parts))
+        processes, ended = ledger.take(Moment(at, there, samples, energy_j, gpm, parts))
         return Reading(
             at=at,
             processes=tuple(processes),
+            ended=tuple(ended),
             power_w=telemetry.power_w,
             idle_power_w=ledger.idle_power_w,
             power_limit_w=known.power_limit_w,
