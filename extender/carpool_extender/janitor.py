@@ -2,8 +2,8 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Container, Iterable
-from datetime import datetime, timedelta
-from typing import Any
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import structlog
 from carpool_core.clock import Clock, parse_rfc3339, rfc3339
@@ -18,49 +18,20 @@ from carpool_core.values import DeviceHealth, PodUid
 from carpool_extender import ledger
 from carpool_extender.book import Book
 from carpool_extender.doubts import has_strangers
+from carpool_extender.endings import ended, is_certain
 from carpool_extender.restorer import Restorer
 from carpool_extender.watches import Watches
+
+T = TypeVar("T")
 
 PERIOD_S = 5.0
 AT_A_TIME = 10
 """Nodes that are looked at in one go, while requests wait: a request takes several turns, and waits in each."""
-GRACE_S = 10.0
-"""Beyond a deadline before a reservation lapses: whoever was binding has long given up, whatever its clock says."""
-UNCONFIRMED_S = 30.0
-"""After its grace period, how long a kubelet has to confirm the end of a pod that it never started. One that lives does
-so at once and starts nothing that is being deleted; of a dead node nobody ever confirms it."""
+ASKED_AT_ONCE = 10
+"""Most nodes about which a sweep asks or tells the server at once, so that it answers binds meanwhile; of what pods and
+nodes tell of, as many."""
 TOUCH_LATE_S = 600.0
 """After this time a Node need not be touched any more: kube-scheduler has retried every pod by itself (5 minutes)."""
-
-
-def ended(reservation: Reservation, node: str, pod: Pod | None, now: datetime) -> str | None:
-    """Say why a reservation on a node is needed no longer; None where it is.
-
-    Args:
-        reservation: Whose end is in question.
-        node: Name of the node that it stands on.
-        pod: The pod that has its name, or None.
-        now: Present time.
-    """
-    if pod is None or pod.metadata.uid != reservation.pod_uid:
-        return "its pod is gone"
-    if pod.is_finished:
-        return f"its pod has ended with {pod.status.phase}"
-    if pod.spec.node_name not in ("", node):
-        return f"its pod runs on node {pod.spec.node_name}"
-    if pod.spec.node_name and _is_given_up(pod, now):
-        return f"its pod was deleted before it started, and node {node} does not confirm it"
-    if not pod.spec.node_name and ledger.has_lapsed(reservation, now, GRACE_S):
-        return f"its pod was not bound by {reservation.deadline}"
-    return None
-
-
-def _is_given_up(pod: Pod, now: datetime) -> bool:
-    """Whether a pod that never started was deleted so long ago that its node must be gone."""
-    if pod.has_started or pod.metadata.deletion_timestamp is None:
-        return False
-    # The API server writes the end of the grace period there, not its beginning.
-    return now - parse_rfc3339(pod.metadata.deletion_timestamp) > timedelta(seconds=UNCONFIRMED_S)
 
 
 def may_hold_more(old: GpuNode | None, new: GpuNode) -> bool:
@@ -80,13 +51,6 @@ def _may_hold_more(old: Device | None, new: Device) -> bool:
     return class_of(old) != class_of(new) or old.nvlink_peers != new.nvlink_peers
 
 
-def is_certain(reservation: Reservation, node: str, pod: Pod | None) -> bool:
-    """Whether a pod runs where its reservation is: so of nearly all, and nothing more has to be asked."""
-    if pod is None or pod.metadata.uid != reservation.pod_uid or pod.spec.node_name != node:
-        return False
-    return not pod.is_finished and pod.metadata.deletion_timestamp is None
-
-
 class Janitor:
     """Looks at a node when a pod of it ends or its capacity changes, and at all of them every few seconds."""
 
@@ -102,9 +66,9 @@ class Janitor:
         self._restorer = restorer
         self._api, self._watches, self._book, self._clock, self._sleep = api, watches, book, clock, sleep
         self._open: Container[PodUid] = ()
+        self._restoring = asyncio.Lock()
         self._stirred = asyncio.Event()
         self._due: set[str] = set()
-        self._all_at = 0.0
         self._touched: dict[str, str] = {}
         self._grown: set[str] = set()
         self._hindered: set[str] = set()
@@ -125,30 +89,42 @@ class Janitor:
     async def run(self) -> None:
         """Look after nodes for ever, once all watches have listed."""
         await self._watches.wait_synced()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._sweep_for_ever())
+            group.create_task(self._answer_for_ever())
+
+    async def _sweep_for_ever(self) -> None:
         while True:
+            again_at = self._clock.monotonic() + PERIOD_S
+            await self.sweep()
+            await self._sleep(max(0.0, again_at - self._clock.monotonic()))
+
+    async def _answer_for_ever(self) -> None:
+        """Look at what pods and nodes tell of; a sweep that has much to release keeps nobody waiting."""
+        while True:
+            await self._stirred.wait()
             self._stirred.clear()
             due, self._due = self._due, set()
-            if self._clock.monotonic() >= self._all_at:
-                self._all_at = self._clock.monotonic() + PERIOD_S
-                await self.sweep()
-            else:
-                await self._look_at(due)
-            await self._rest()
+            await self._look_at(due)
 
     async def sweep(self) -> None:
         """Release what is needed no longer, restore what was lost, touch the Nodes whose GPUs have more room."""
-        names = list(self._watches.cluster.nodes)
+        names, due = list(self._watches.cluster.nodes), []
         for begin in range(0, len(names), AT_A_TIME):
-            await self._release(names[begin : begin + AT_A_TIME])
+            due += self._uncertain(names[begin : begin + AT_A_TIME])
             await asyncio.sleep(0)  # requests come before
-        await self._restorer.restore(self._open)
+        await self._release(due)
+        async with self._restoring:
+            await self._restorer.restore(self._open)
         # Time alone may have made room: a GPU whose rest is over, an agent that is back.
         hindered = self._watches.cluster.hindered_nodes()
         self._grown |= self._hindered - hindered
         self._hindered = hindered
+        freed = []
         for begin in range(0, len(names), AT_A_TIME):
-            await self._touch(names[begin : begin + AT_A_TIME])
+            freed += self._untouched(names[begin : begin + AT_A_TIME])
             await asyncio.sleep(0)
+        await self._touch(freed)
         self._forget()
 
     def _forget(self) -> None:
@@ -159,51 +135,79 @@ class Janitor:
         self._unreadable = {uid for uid in self._unreadable if cluster.holders(uid)}
 
     async def _look_at(self, names: Collection[str]) -> None:
-        await self._release(names)
-        await self._restorer.restore_vanished(self._open)
-        await self._touch(names)
+        await self._release(self._uncertain(names))
+        async with self._restoring:
+            await self._restorer.restore_vanished(self._open)
+        await self._touch(self._untouched(names))
 
-    async def _release(self, names: Iterable[str]) -> None:
-        """Judge all of some nodes at once: what is released of a node together is written together."""
+    def _uncertain(self, names: Iterable[str]) -> list[tuple[str, list[Reservation]]]:
+        """Return what of some nodes has to be judged, node by node."""
         due = []
         for name in names:
             node = self._watches.cluster.node(name)
-            for reservation in () if node is None else node.spec.reservations:
-                known = self._watches.pod(reservation.pod_uid)
-                if reservation.pod_uid not in self._open and not is_certain(reservation, name, known):
-                    due.append((name, reservation))
-        await asyncio.gather(*(self._judge(name, reservation) for name, reservation in due))
+            here = [r for r in (() if node is None else node.spec.reservations) if self._is_uncertain(name, r)]
+            if here:
+                due.append((name, here))
+        return due
 
-    async def _touch(self, names: Iterable[str]) -> None:
-        for name in names:
-            node = self._watches.cluster.node(name)
-            if node is not None:
-                await self._touch_if_freed(name, node)
-
-    async def _rest(self) -> None:
-        left_s = max(0.0, self._all_at - self._clock.monotonic())
-        waits = [asyncio.ensure_future(self._stirred.wait()), asyncio.ensure_future(self._sleep(left_s))]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
-
-    async def _judge(self, name: str, reservation: Reservation) -> None:
-        """Release a reservation if the cache says so and the server confirms it."""
-        self._tell_if_unreadable(name, reservation)
+    def _is_uncertain(self, name: str, reservation: Reservation) -> bool:
         known = self._watches.pod(reservation.pod_uid)
-        if ended(reservation, name, known, self._clock.now()) is None:
+        return reservation.pod_uid not in self._open and not is_certain(reservation, name, known)
+
+    async def _release(self, due: Iterable[tuple[str, list[Reservation]]]) -> None:
+        await _few_at_once(self._judge_all, due)
+
+    async def _judge_all(self, name: str, reservations: list[Reservation]) -> None:
+        """Judge what stands on a node before anything is released, so that all of it is written at once."""
+        reasons = await asyncio.gather(*(self._judge(name, reservation) for reservation in reservations))
+        over = [(one, why) for one, why in zip(reservations, reasons, strict=True) if why is not None]
+        await asyncio.gather(*(self._give_back(name, reservation, why) for reservation, why in over))
+
+    def _untouched(self, names: Iterable[str]) -> list[tuple[str, GpuNode]]:
+        """Return those of some nodes where capacity was freed since they were last touched.
+
+        It goes by what stands in the GpuNode, so that a release whose writer died before touching is made good, and
+        each extender touches only after it has itself seen the release.
+        """
+        found = [(name, self._watches.cluster.node(name)) for name in names]
+        return [(name, node) for name, node in found if node is not None and not self._is_touched(name, node)]
+
+    def _is_touched(self, name: str, node: GpuNode) -> bool:
+        return name not in self._grown and self._touched.get(name, "") == _freed(node)
+
+    async def _touch(self, nodes: Iterable[tuple[str, GpuNode]]) -> None:
+        await _few_at_once(self._touch_one, nodes)
+
+    async def _judge(self, name: str, reservation: Reservation) -> str | None:
+        """Say why a reservation is needed no longer if the cache says so and the server confirms it."""
+        self._tell_if_unreadable(name, reservation)
+        if self._ended(name, reservation) is None:
+            return None
+        try:
+            return ended(reservation, name, await self._read(reservation), self._clock.now())
+        except KubeError as error:
+            self._tell_failure(name, reservation, error)
+            return None
+
+    def _ended(self, name: str, reservation: Reservation) -> str | None:
+        """What the cache says."""
+        return ended(reservation, name, self._watches.pod(reservation.pod_uid), self._clock.now())
+
+    async def _give_back(self, name: str, reservation: Reservation, why: str) -> None:
+        # Others of the node were asked about meanwhile: it may have been bound in that time, or released.
+        node = self._watches.cluster.node(name)
+        held = None if node is None else ledger.held(node.spec, reservation.pod_uid)
+        if held is None or not self._is_uncertain(name, held) or self._ended(name, held) is None:
             return
         try:
-            why = ended(reservation, name, await self._read(reservation), self._clock.now())
-            if why is None or reservation.pod_uid in self._open:
-                return
             await self._book.release(name, reservation.pod_uid)
         except KubeError as error:
-            self._log.warning("release failed", node=name, pod=reservation.pod_name, error=str(error))
+            self._tell_failure(name, reservation, error)
             return
         self._log.info("released", node=name, pod=f"{reservation.pod_namespace}/{reservation.pod_name}", because=why)
+
+    def _tell_failure(self, name: str, reservation: Reservation, error: KubeError) -> None:
+        self._log.warning("release failed", node=name, pod=reservation.pod_name, error=str(error))
 
     def _tell_if_unreadable(self, name: str, reservation: Reservation) -> None:
         """Log, once, a deadline that cannot be read, and so ends nothing."""
@@ -221,15 +225,11 @@ class Janitor:
         except NotFound:
             return None
 
-    async def _touch_if_freed(self, name: str, node: GpuNode) -> None:
-        """Touch the Node if capacity was freed there since it was last touched.
-
-        It goes by what stands in the GpuNode, so that a release whose writer died before touching is made good, and
-        each extender touches only after it has itself seen the release.
-        """
-        freed = node.metadata.annotations.get(ANNOTATION_CAPACITY_FREED, "")
-        if name not in self._grown and self._touched.get(name, "") == freed:
-            return
+    async def _touch_one(self, name: str, node: GpuNode) -> None:
+        """Touch the Node, unless it is so long ago that kube-scheduler has tried every pod by itself."""
+        if self._is_touched(name, node):
+            return  # meanwhile
+        freed = _freed(node)
         if name in self._grown or not self._is_old(freed):
             try:
                 mark = {ANNOTATION_CAPACITY_FREED: rfc3339(self._clock.now())}
@@ -258,8 +258,22 @@ class Janitor:
         name = new.metadata.name
         if may_hold_more(old, new):
             self._grown.add(name)
-        if name in self._grown or self._touched.get(name, "") != new.metadata.annotations.get(
-            ANNOTATION_CAPACITY_FREED, ""
-        ):
+        if not self._is_touched(name, new):
             self._due.add(name)
             self._stirred.set()
+
+
+def _freed(node: GpuNode) -> str:
+    """When capacity was freed there last; empty where that was never told."""
+    return node.metadata.annotations.get(ANNOTATION_CAPACITY_FREED, "")
+
+
+async def _few_at_once(work: Callable[[str, T], Awaitable[None]], items: Iterable[tuple[str, T]]) -> None:
+    """Do something for each of some nodes; one that takes long keeps its place, and the others go on."""
+    places = asyncio.Semaphore(ASKED_AT_ONCE)
+
+    async def one(name: str, item: T) -> None:
+        async with places:
+            await work(name, item)
+
+    await asyncio.gather(*(one(name, item) for name, item in items))

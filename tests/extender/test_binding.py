@@ -8,7 +8,7 @@ from carpool_core.kube.api import PODS
 from carpool_core.kube.errors import Forbidden, Overloaded, Unreachable
 from carpool_core.testing.kube import FakeKube
 from carpool_extender.binding import LATE_S
-from carpool_extender.janitor import GRACE_S
+from carpool_extender.endings import GRACE_S
 from carpool_extender.testing import (
     FakeAgent,
     pod_of,

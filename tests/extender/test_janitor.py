@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from carpool_core.clock import rfc3339
 from carpool_core.keys import ANNOTATION_CAPACITY_FREED
-from carpool_core.kube.api import GPU_NODES, NODES
+from carpool_core.kube.api import GPU_NODES, NODES, PODS
 from carpool_core.kube.events import EventRecorder
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.node import Tenant
@@ -17,10 +17,12 @@ from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, SharingMode
 from carpool_extender.book import Book
 from carpool_extender.cluster import Cluster
-from carpool_extender.janitor import UNCONFIRMED_S, Janitor, ended, may_hold_more
+from carpool_extender.endings import UNCONFIRMED_S, ended
+from carpool_extender.janitor import ASKED_AT_ONCE, Janitor, may_hold_more
 from carpool_extender.restorer import Restorer
 from carpool_extender.testing import device, gpu_node, seed_node, seed_pod, tenant, until
 from carpool_extender.watches import Watches
+from extender_world import background
 
 NOW = FakeClock().now()
 RUNNING = {"containerStatuses": [{"name": "train", "state": {"running": {"startedAt": rfc3339(NOW)}}}]}
@@ -113,9 +115,9 @@ async def test_nothing_is_kept_of_nodes_that_are_gone():
 class Clean:
     """A janitor of one node, and what it stands on, with the pause that there is between writes."""
 
-    def __init__(self):
+    def __init__(self, server=FakeKube):
         self.clock = FakeClock()
-        self.kube = FakeKube(self.clock)
+        self.kube = server(self.clock)
         self.watches = Watches(self.kube, self.clock, Cluster())
         book = Book(self.kube, self.watches, self.clock, self.clock.sleep, gather_s=0.1)
         self.restorer = Restorer(self.kube, self.watches, book, EventRecorder(self.kube, self.clock, "test"), 8)
@@ -166,3 +168,58 @@ async def test_what_a_node_has_lost_is_restored_together():
         await clean.finish(clean.restorer.restore(()))
     assert len(clean.kube.dump(GPU_NODES, "a")["spec"]["reservations"]) == 16
     assert len(clean.writes) - before <= 2
+
+
+class Stuck(FakeKube):
+    """A server that never answers writes of the node `a`, nor reads of the pod `asked` until it may."""
+
+    def __init__(self, clock):
+        super().__init__(clock)
+        self.may_answer = asyncio.Event()
+
+    async def patch(self, kind, name, *args, **options):
+        if name == "a":
+            await asyncio.Event().wait()
+        return await super().patch(kind, name, *args, **options)
+
+    async def get(self, kind, name, *args, **options):
+        if name == "asked":
+            await self.may_answer.wait()
+        return await super().get(kind, name, *args, **options)
+
+
+async def test_a_node_that_cannot_be_written_holds_up_no_other():
+    """Regression: nodes were written ten at a time, and the next ten waited for the slowest of them."""
+    clean = Clean(Stuck)
+    names = ["a", *(f"b{i}" for i in range(2 * ASKED_AT_ONCE))]
+    for name in names:
+        seed_node(clean.kube, gpu_node(name, 1, [tenant(f"t-{name}", [f"GPU-{name}-0"])]))
+    async with clean.watching(), background(clean.janitor.sweep()):
+        await until(lambda: not any(clean.kube.dump(GPU_NODES, name)["spec"]["reservations"] for name in names[1:]))
+
+
+async def test_a_pod_that_ends_during_a_sweep_is_released_meanwhile():
+    """Regression: until a sweep had released all, nobody looked at the pods that ended."""
+    clean = Clean(Stuck)
+    seed_node(clean.kube, gpu_node("a", 1, [tenant("x", ["GPU-a-0"])]))
+    seed_node(clean.kube, gpu_node("b", 1, [tenant("y", ["GPU-b-0"])]))
+    seed_pod(clean.kube, "y", nodeName="b")
+    async with clean.watching(), background(clean.janitor.run()):
+        await until(lambda: any(call.verb == "get" for call in clean.kube.calls))
+        await clean.kube.delete(PODS, "y-worker-0-1", namespace="default")
+        await until(lambda: clean.kube.dump(GPU_NODES, "b")["spec"]["reservations"] == [])
+
+
+async def test_what_is_bound_while_others_of_its_node_are_asked_about_is_kept():
+    clean = Clean(Stuck)
+    lapsed = rfc3339(clean.clock.now() - timedelta(hours=1))
+    waiting = msgspec.structs.replace(tenant("y", ["GPU-b-1"]), pod_name="y-worker-0-1", deadline=lapsed)
+    seed_node(clean.kube, gpu_node("b", 2, [tenant("asked", ["GPU-b-0"]), waiting]))
+    seed_pod(clean.kube, "y")
+    async with clean.watching(), background(clean.janitor.sweep()):
+        await until(lambda: any(call.verb == "get" and call.name.startswith("y-") for call in clean.kube.calls))
+        await clean.kube.patch(PODS, "y-worker-0-1", {"spec": {"nodeName": "b"}}, namespace="default")
+        await until(lambda: clean.watches.pod("pod-y").spec.node_name == "b")
+        clean.kube.may_answer.set()
+        await until(lambda: len(clean.kube.dump(GPU_NODES, "b")["spec"]["reservations"]) == 1)
+    assert clean.watches.cluster.holders("pod-y") == ["b"]
