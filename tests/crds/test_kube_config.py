@@ -105,6 +105,14 @@ def test_where_nothing_is_set_it_is_kubectls_usual_kubeconfig(kubeconfig: Write,
     assert load_endpoint(KubeSettings(), {"HOME": str(tmp_path)}).token.at(0) == "usual"
 
 
+def test_a_usual_kubeconfig_that_may_not_be_looked_at(tmp_path: Path) -> None:
+    """Regression: a home of somebody else ended in a traceback."""
+    # Root may look into every folder, but not even root at a name that is too long.
+    home = tmp_path / ("h" * 300)
+    with pytest.raises(KubeConfigError, match=r"cannot look at the usual kubeconfig .*KUBECONFIG"):
+        load_endpoint(KubeSettings(), {"HOME": str(home)})
+
+
 @pytest.mark.parametrize("environ", [{}, {"HOME": "/nonexistent"}])
 def test_nowhere_to_go(environ: dict[str, str]) -> None:
     with pytest.raises(KubeConfigError, match="set KUBECONFIG"):

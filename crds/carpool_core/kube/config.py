@@ -74,7 +74,7 @@ def load_endpoint(
     host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT", "443")
     if not host:
         usual = Path(environ.get("HOME", "/nonexistent"), ".kube", "config")
-        if usual.exists():
+        if _is_there(usual):
             return _from_kubeconfig(usual)
         raise KubeConfigError(
             f"no way to the Kubernetes API: set KUBECONFIG (or --kubeconfig) to a kubeconfig file, of which {usual} "
@@ -87,6 +87,16 @@ def load_endpoint(
         token=Token(file=service_account / "token"),
         namespace=namespace.read_text().strip() if namespace.exists() else "default",
     )
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError as error:
+        raise KubeConfigError(
+            f"cannot look at the usual kubeconfig {path}: {error.strerror}; set KUBECONFIG (or --kubeconfig) to one "
+            "that may be read"
+        ) from error
 
 
 def _from_kubeconfig(path: Path) -> Endpoint:
