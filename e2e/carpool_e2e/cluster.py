@@ -140,7 +140,7 @@ def running(shape: Shape, console: Console | None = None) -> Iterator[Cluster]:
         shape = Shape({}, {**shape.kubelet_nodes, **shape.fleet}, shape.carpool)
     system.ensure(system.FOR_CONTROL_PLANE + (system.FOR_NODES if shape.kubelet_nodes else ()), console)
     binaries = binaries_.ensure(CONTROL_PLANE_TOOLS | (NODE_TOOLS if shape.kubelet_nodes else set()), console=console)
-    slot = slots.acquire()
+    slot = slots.acquire(console=console)
     table = ProcessTable(slot.directory, binaries.search_path())
     try:
         console.print(f"Starting a cluster in {slot.directory}: {len(shape.kubelet_nodes)} nodes with a kubelet, "

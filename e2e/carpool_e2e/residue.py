@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from carpool_e2e.errors import HarnessError
@@ -16,6 +17,17 @@ KUBELET_CONTROLLERS = frozenset({"cpu", "cpuset", "hugetlb", "memory", "pids"})
 """What a kubelet wants of its cgroup root on cgroup v2."""
 
 LINKS = Path("/sys/class/net")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the kernel shows what clusters have outside of their directories."""
+
+    links: Path = LINKS
+    cgroups: Path = CGROUP_ROOT
+
+
+THIS_MACHINE = Machine()
 
 
 def marked_processes(state: Path, proc: Path = Path("/proc")) -> list[int]:
@@ -68,14 +80,17 @@ def link_name(prefix: str, index: int) -> str:
     return f"{prefix}-n{index}"
 
 
-def remove_links(prefix: str) -> None:
+def remove_links(prefix: str, links: Path = LINKS) -> None:
     """Remove the network links whose name begins with `PREFIX-`.
 
     Raises:
         HarnessError: A link stays.
     """
-    for link in sorted(LINKS.glob(f"{prefix}-n*")):
-        done = subprocess.run(["ip", "link", "delete", link.name], check=False, capture_output=True, text=True)
+    for link in sorted(links.glob(f"{prefix}-n*")):
+        try:
+            done = subprocess.run(["ip", "link", "delete", link.name], check=False, capture_output=True, text=True)
+        except OSError as error:
+            raise HarnessError(f"the network link {link.name} cannot be removed: `ip` does not run: {error}") from error
         # A link goes with its namespace, too, which may have ended just now.
         if done.returncode != 0 and link.exists():
             raise HarnessError(f"the network link {link.name} cannot be removed: {done.stderr.strip()}")

@@ -10,8 +10,12 @@ import os
 import shutil
 import stat
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+from rich.console import Console
 
 from carpool_e2e import residue
 from carpool_e2e.errors import HarnessError
@@ -33,6 +37,7 @@ class Slot:
     root: Path
     number: int
     lock_fd: int
+    machine: residue.Machine = residue.THIS_MACHINE
 
     @property
     def directory(self) -> Path:
@@ -54,10 +59,24 @@ class Slot:
         (self.directory / KEPT).touch()
 
     def empty(self) -> None:
-        """End everything that belongs to this slot and remove its directory."""
-        residue.end_processes(self.directory)
-        residue.remove_links(self.name)
-        residue.remove_cgroups(self.name)
+        """End everything that belongs to this slot and remove its directory.
+
+        Raises:
+            HarnessError: Something stays, and with it the directory, so that nobody takes the slot.
+        """
+        removals: list[Callable[[], None]] = [
+            partial(residue.end_processes, self.directory),
+            partial(residue.remove_links, self.name, self.machine.links),
+            partial(residue.remove_cgroups, self.name, self.machine.cgroups),
+        ]
+        failures = []
+        for remove in removals:
+            try:
+                remove()
+            except HarnessError as error:
+                failures.append(str(error))
+        if failures:
+            raise HarnessError("; ".join(failures))
         _remove_tree(self.directory)
 
     def release(self) -> None:
@@ -77,17 +96,28 @@ def slot_name(root: Path, number: int) -> str:
     return f"cp{number}" if root == default_root() else f"cq{number}"
 
 
-def acquire(root: Path | None = None) -> Slot:
+def acquire(
+    root: Path | None = None, machine: residue.Machine = residue.THIS_MACHINE, console: Console | None = None
+) -> Slot:
     """Take a free slot, after emptying every slot that a dead harness left behind.
+
+    A slot that cannot be emptied is told of on the console and stays taken.
+
+    Args:
+        root: Where slots live.
+        machine: Where the rest of them is.
+        console: Where it is told what cannot be removed.
 
     Raises:
         HarnessError: All slots are in use.
     """
     root = root or default_root()
     _prepare(root)
-    _sweep(root, also_kept=False)
+    _, failures = _sweep(root, machine, also_kept=False)
+    for failure in failures:
+        (console or Console(stderr=True)).print(f"Another slot is used: {failure}", highlight=False, soft_wrap=True)
     for number in range(MAX_SLOTS):
-        slot = _try_lock(root, number)
+        slot = _try_lock(root, number, machine)
         if slot is None:
             continue
         if not slot.directory.exists():
@@ -97,26 +127,37 @@ def acquire(root: Path | None = None) -> Slot:
     raise HarnessError(f"all {MAX_SLOTS} clusters under {root} are in use; stop one, or run `make demo-clean`")
 
 
-def clean(root: Path | None = None) -> list[int]:
-    """Empty every slot whose harness has ended, the kept ones too, and return their numbers."""
+def clean(root: Path | None = None, machine: residue.Machine = residue.THIS_MACHINE) -> list[int]:
+    """Empty every slot whose harness has ended, the kept ones too, and return their numbers.
+
+    Raises:
+        HarnessError: Some could not be emptied; the others were.
+    """
     root = root or default_root()
     if not root.exists():
         return []
     _prepare(root)
-    return _sweep(root, also_kept=True)
+    swept, failures = _sweep(root, machine, also_kept=True)
+    if failures:
+        raise HarnessError("\n".join(failures))
+    return swept
 
 
-def _sweep(root: Path, *, also_kept: bool) -> list[int]:
-    swept = []
+def _sweep(root: Path, machine: residue.Machine, *, also_kept: bool) -> tuple[list[int], list[str]]:
+    """Return the numbers of the slots that were emptied, and what is told of those that could not be."""
+    swept, failures = [], []
     for number in sorted(int(entry.name) for entry in root.iterdir() if entry.name.isdigit()):
-        slot = _try_lock(root, number)
+        slot = _try_lock(root, number, machine)
         if slot is None:
             continue
         if also_kept or not slot.kept:
-            slot.empty()
-            swept.append(number)
+            try:
+                slot.empty()
+                swept.append(number)
+            except HarnessError as error:
+                failures.append(f"{slot.directory} cannot be emptied: {error}")
         slot.release()
-    return swept
+    return swept, failures
 
 
 def _prepare(root: Path) -> None:
@@ -126,7 +167,7 @@ def _prepare(root: Path) -> None:
         raise HarnessError(f"{root} must be a directory of user {os.getuid()}; it is somebody else's: remove it")
 
 
-def _try_lock(root: Path, number: int) -> Slot | None:
+def _try_lock(root: Path, number: int, machine: residue.Machine) -> Slot | None:
     path = lock_file(root, number)
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -136,7 +177,7 @@ def _try_lock(root: Path, number: int) -> Slot | None:
             os.close(lock)
             return None
         if path.exists() and path.stat().st_ino == os.fstat(lock).st_ino:
-            return Slot(root, number, lock)
+            return Slot(root, number, lock, machine)
         os.close(lock)  # whoever held it removed the file; another one may have made a new one
 
 
@@ -147,4 +188,7 @@ def _remove_tree(directory: Path) -> None:
         if not directory.exists():
             return
         time.sleep(0.1)
-    shutil.rmtree(directory)
+    try:
+        shutil.rmtree(directory)
+    except OSError as error:
+        raise HarnessError(f"the directory {directory} cannot be removed: {error}") from error

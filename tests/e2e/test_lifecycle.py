@@ -6,12 +6,15 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from carpool_e2e import ports, residue, slots
 from carpool_e2e.errors import HarnessError, StartError
 from carpool_e2e.processes import Process, ProcessTable
+from carpool_e2e.residue import Machine
+from rich.console import Console
 
 FOREVER = [sys.executable, "-c", "import time; time.sleep(600)"]
 
@@ -59,6 +62,30 @@ def test_a_kept_slot_is_left_alone_until_clean(tmp_path: Path) -> None:
     assert other.directory.exists(), "clean leaves clusters alone that somebody holds"
     other.empty()
     other.release()
+
+
+def test_a_slot_that_cannot_be_emptied_stays_taken_and_stops_nobody(tmp_path: Path) -> None:
+    """Regression: one network link that could not be removed stopped every start, in free slots too."""
+    machine = Machine(tmp_path / "net", tmp_path / "cgroup")
+    root, group, console = tmp_path / "slots", machine.cgroups / "cpu" / "cq0-a", Console(file=StringIO())
+    broken, sound = slots.acquire(root, machine), slots.acquire(root, machine)
+    assert (broken.number, sound.number) == (0, 1)
+    (machine.links / f"{broken.name}-n0").mkdir(parents=True)  # no link of the machine, so that `ip` cannot delete it
+    group.mkdir(parents=True)
+    for stale in (broken, sound):
+        os.close(stale.lock_fd)
+    fresh = slots.acquire(root, machine, console)
+    assert fresh.number == 1
+    assert isinstance(console.file, StringIO)
+    assert f"{broken.directory} cannot be emptied: the network link cq0-n0 cannot be removed" in console.file.getvalue()
+    assert broken.directory.exists()
+    assert not group.exists(), "what can be removed is"
+    fresh.release()
+    with pytest.raises(HarnessError, match="cq0-n0 cannot be removed"):
+        slots.clean(root, machine)
+    assert not fresh.directory.exists()
+    (machine.links / "cq0-n0").rmdir()
+    assert slots.clean(root, machine) == [0]
 
 
 def test_a_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:
