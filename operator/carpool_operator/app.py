@@ -49,7 +49,7 @@ class Operator:
         self._settings, self._api, self._clock = settings, api, clock
         self.queue = WorkQueue(clock)
         self.jobs = Jobs(self.queue.add)
-        news = News(self.queue, clock)
+        news = News(self.queue)
         self.pods = Pods(self.queue.add, news.of_pod)
         self.fleet = Fleet(self.queue.add, news.of_pod, news.of_gpus, self.pods, self.jobs)
         self.metrics = Metrics(version("carpool"), lambda: self.jobs, lambda: self.learner.calibration)

@@ -125,6 +125,14 @@ def _enter(index: dict[Any, dict[str, Any]], group: Any, key: str, value: Any) -
             del index[group]
 
 
+def _whose_differ(old: GpuNode | None, new: GpuNode | None) -> set[str]:
+    """Keys of the jobs whose own reservations on a node are not what they were."""
+    before, after = ({} if node is None else {r.pod_uid: r for r in node.spec.reservations} for node in (old, new))
+    pairs = ((before, after), (after, before))
+    changed = [r for some, others in pairs for uid, r in some.items() if others.get(uid) != r]
+    return {job_key(r.pod_namespace, r.job_name) for r in changed}
+
+
 class Fleet:
     """The GpuNodes.
 
@@ -189,8 +197,9 @@ class Fleet:
         if before != after:
             self._count(before, after)
         elif old is None or new is None or old.spec != new.spec or old.status.tenants != new.status.tenants:
+            own = _whose_differ(old, new)
             for key in self._pods.jobs_on(name):
-                (self._later if self._is_placed(key) else self._soon)(key)
+                (self._later if self._is_placed(key) and key not in own else self._soon)(key)
 
     def _is_placed(self, key: str) -> bool:
         job = self._jobs.get(key)

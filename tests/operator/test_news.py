@@ -1,11 +1,16 @@
 """How often jobs are looked at for what only their status tells."""
 
+import msgspec
 from carpool_core.keys import CONDITION_PLACED
 from carpool_core.kube.api import GPU_NODES
+from carpool_core.resources.node import GpuNode, Reservation
 from carpool_core.testing.clock import FakeClock
-from carpool_operator.conditions import find
-from carpool_operator.news import A_SECOND, NEWS_S, News
-from carpool_operator.work_queue import WorkQueue
+from carpool_operator.caches import Fleet
+from carpool_operator.conditions import find, holds
+from carpool_operator.news import NEWS_S, News
+from carpool_operator.work_queue import TURNS_A_SECOND, WorkQueue
+from msgspec.structs import replace
+from operator_fixtures import reservation
 from operator_world import World
 
 
@@ -41,7 +46,7 @@ async def test_pod_that_finds_no_place_at_once_is_told_of() -> None:
 def test_news_of_one_job_share_a_look() -> None:
     clock = FakeClock()
     queue = WorkQueue(clock)
-    news = News(queue, clock)
+    news = News(queue)
     for _ in range(3):
         news.of_gpus("a")
     assert queue.take_now() is None
@@ -54,7 +59,7 @@ def test_news_of_many_jobs_are_spread_over_time() -> None:
     """Regression: each of thousands of running jobs was looked at, and written, two seconds after any measure moved."""
     clock = FakeClock()
     queue = WorkQueue(clock)
-    news = News(queue, clock)
+    news = News(queue)
     for number in range(100):
         news.of_gpus(f"job-{number}")
     taken = []
@@ -66,8 +71,8 @@ def test_news_of_many_jobs_are_spread_over_time() -> None:
             news.of_gpus("job-0")
         clock.advance(1)
     assert taken[0] == "job-0"
-    assert len(taken) <= 4 * A_SECOND + 2
-    clock.advance(100 / A_SECOND)
+    assert len(taken) <= 4 * TURNS_A_SECOND + 2
+    clock.advance(100 / TURNS_A_SECOND)
     while (key := queue.take_now()) is not None:
         taken.append(key)
         queue.done(key)
@@ -78,7 +83,7 @@ def test_news_wait_for_nothing_that_comes_later() -> None:
     clock = FakeClock()
     queue = WorkQueue(clock)
     queue.add_after("a", 3600)
-    News(queue, clock).of_gpus("a")
+    News(queue).of_gpus("a")
     clock.advance(NEWS_S)
     assert queue.take_now() == "a"
 
@@ -94,7 +99,7 @@ async def test_place_that_is_heard_of_late_waits_for_no_news_of_others() -> None
     world.kube.seed(GPU_NODES, node)
     await world.settle()
     assert not world.job().status.placement
-    news = News(world.operator.queue, world.clock)
+    news = News(world.operator.queue)
     for number in range(1000):
         news.of_gpus(f"default/other-{number}")
     node["spec"]["reservations"] = late
@@ -103,3 +108,27 @@ async def test_place_that_is_heard_of_late_waits_for_no_news_of_others() -> None
     world.clock.advance(NEWS_S)
     await world.settle(rounds=100)
     assert world.job().status.placement
+
+
+async def test_change_of_a_jobs_own_reservation_waits_for_no_news_of_others() -> None:
+    """Regression: it was told after the news of all jobs that run, minutes later."""
+    world = World()
+    world.apply()
+    await world.settle()
+    world.run_pods()
+    await world.settle()
+    assert holds(world.job().status, CONDITION_PLACED)
+    soon: list[str] = []
+    in_turn: list[str] = []
+    fleet = Fleet(soon.append, soon.append, in_turn.append, world.operator.pods, world.operator.jobs)
+    alone = msgspec.convert(world.kube.dump(GPU_NODES, "n1"), GpuNode)
+    stranger = msgspec.convert(reservation("other-pod", "other-uid", name="other"), Reservation)
+    shared = with_reservations(alone, [*alone.spec.reservations, stranger])
+    fleet.changed(alone, shared)
+    assert (soon, in_turn) == ([], ["default/x"]), "news of a neighbour"
+    fleet.changed(shared, with_reservations(alone, [stranger]))
+    assert (soon, in_turn) == (["default/x"], ["default/x"])
+
+
+def with_reservations(node: GpuNode, reservations: list[Reservation]) -> GpuNode:
+    return replace(node, spec=replace(node.spec, reservations=reservations))
