@@ -204,6 +204,7 @@ def _follow(draft: Draft, attempt: Attempt, pods: list[Pod], demand: Demand) -> 
         if outcome is not None:
             _end(draft, attempt, outcome)
         else:
+            draft.condition(keys.CONDITION_RUNNING, "False", "WorkerFailed", together.told_meanwhile(failed))
             draft.requeue_after(together.LOOK_AGAIN_S)
         return
     stuck = _unreserved(draft, pods)

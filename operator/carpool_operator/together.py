@@ -19,6 +19,9 @@ from carpool_operator.snapshot import Snapshot
 
 WORD_WITHIN_S = 20.0
 """How long after a worker's end its node's agent may say that others ended with it: it looks each ten seconds."""
+_LOOKED_WITHIN_S = 12.0
+"""How long after a worker's end whatever its agent writes says all that it will: with those ten seconds, the end's
+fraction of a second, which Kubernetes leaves out, and the time that a look takes."""
 LOOK_AGAIN_S = 2.0
 _MOST = 3
 """Attempts of a job that are not counted for it."""
@@ -32,7 +35,7 @@ def outcome_of(failed: Sequence[Pod], snapshot: Snapshot, status: JobStatus) -> 
         snapshot: What is known now.
         status: Of the job, with its places.
     """
-    first = min(failed, key=_ended_at)
+    first = _first(failed)
     outcome = outcomes.outcome_of(first)
     if outcome.reason != CONTAINER_FAILED:
         return outcome  # the container itself said what was wrong
@@ -41,6 +44,12 @@ def outcome_of(failed: Sequence[Pod], snapshot: Snapshot, status: JobStatus) -> 
         if (why := told.get(PodUid(pod.metadata.uid))) is not None:
             return _not_to_blame(pod, why, sum(a.outcome == MPS_CLIENTS_ENDED for a in status.attempts))
     return None if _is_awaited(first, status, snapshot.nodes, snapshot.now) else outcome
+
+
+def told_meanwhile(failed: Sequence[Pod]) -> str:
+    """Say what happened to an attempt's failed pods, and what is waited for, while `outcome_of` is None."""
+    what = outcomes.outcome_of(_first(failed)).message
+    return f"{what}; waits for the node agent's word on whether others ended with it"
 
 
 def _not_to_blame(pod: Pod, why: str, earlier: int) -> Outcome:
@@ -55,13 +64,24 @@ def _is_awaited(pod: Pod, status: JobStatus, nodes: Sequence[GpuNode], now: date
     place = next((p for p in status.placement if p.pod_uid == pod.metadata.uid), None)
     if place is None or place.mode is not SharingMode.MPS:
         return False
-    if not any(node.metadata.name == place.node and not node.status.simulated for node in nodes):
+    node = next((node for node in nodes if node.metadata.name == place.node), None)
+    if node is None or node.status.simulated:
         return False  # simulated GPUs have no such faults
     ended_at = _ended_at(pod)
-    return bool(ended_at) and abs((now - parse_rfc3339(ended_at)).total_seconds()) < WORD_WITHIN_S
+    if not ended_at:
+        return False
+    ended, wrote = parse_rfc3339(ended_at), node.status.heartbeat_time
+    if wrote is not None and (parse_rfc3339(wrote) - ended).total_seconds() >= _LOOKED_WITHIN_S:
+        return False
+    return abs((now - ended).total_seconds()) < WORD_WITHIN_S
+
+
+def _first(failed: Sequence[Pod]) -> Pod:
+    """The first to end is the cause, what follows are consequences."""
+    return min(failed, key=_ended_at)
 
 
 def _ended_at(pod: Pod) -> str:
-    """When a pod's container ended: the first to end is the cause, what follows are consequences."""
+    """When a pod's container ended; empty where nobody says."""
     states = [s.state.terminated for s in pod.status.container_statuses]
     return min((end.finished_at for end in states if end is not None and end.finished_at), default="")

@@ -56,6 +56,36 @@ def test_agents_word_is_waited_for() -> None:
     assert (status_of(silent, of).attempts[0].outcome, status_of(silent, of).restarts) == ("ContainerFailed", 1)
 
 
+def test_worker_that_is_waited_for_does_not_run() -> None:
+    """Regression: a container that died of an ImportError was said to run for as long as the agent was waited for."""
+    since = {"status": "True", "lastTransitionTime": "2026-01-31T11:00:00Z"}
+    conditions = [{"type": "Placed", "reason": "Placed"} | since, {"type": "Running", "reason": "Running"} | since]
+    of = predicted_job(status={"placement": [PLACE], "conditions": conditions, "state": "Running"})
+    waiting = reconcile(snapshot(of, pods=(failed(message="ImportError: no torch"),), nodes=(home(),)))
+    running = condition(waiting, of, "Running")
+    assert (running.status, running.reason) == ("False", "WorkerFailed")
+    assert "ImportError: no torch; waits for the node agent's word" in running.message
+    assert status_of(waiting, of).state != "Running"
+    unheard = placed()
+    early = reconcile(snapshot(unheard, pods=(failed(),), nodes=(home(),)))
+    assert condition(early, unheard, "Running").status == "False", "also where it ended before it was seen to run"
+
+
+@pytest.mark.parametrize(
+    ("wrote", "outcome"),
+    [
+        pytest.param("2026-01-31T12:00:09Z", "Running", id="before-it-has-looked-at-its-gpus"),
+        pytest.param("2026-01-31T12:00:10.5Z", "ContainerFailed", id="after-it-has"),
+    ],
+)
+def test_agent_that_has_written_since_and_told_nothing_is_waited_for_no_longer(wrote: str, outcome: str) -> None:
+    there = home()
+    there = msgspec.structs.replace(there, status=msgspec.structs.replace(there.status, heartbeat_time=wrote))
+    of = placed()
+    status = status_of(reconcile(snapshot(of, after_s=11, pods=(failed(),), nodes=(there,))), of)
+    assert status.attempts[0].outcome == outcome
+
+
 @pytest.mark.parametrize(
     ("of", "one", "there"),
     [
