@@ -54,8 +54,8 @@ def mps_daemons(settings: AgentSettings) -> Mps | None:
     return None if MpsProgram.missing() else Mps(MpsProgram(), settings.state_dir / "mps")
 
 
-def real_devices(settings: AgentSettings, nvml: NvmlLibrary) -> NvmlDevices:
-    """Open the node's GPUs; raises NoDevicesError."""
+def real_devices(settings: AgentSettings, nvml: NvmlLibrary, *, may_write: bool = True) -> NvmlDevices:
+    """Open the node's GPUs, to look after them or, where nothing may be written, at them; raises NoDevicesError."""
     return NvmlDevices(
         nvml,
         mps=mps_daemons(settings),
@@ -63,6 +63,7 @@ def real_devices(settings: AgentSettings, nvml: NvmlLibrary) -> NvmlDevices:
         state_dir=settings.state_dir,
         processes=ProcTree(),
         may_switch_mig=settings.mig_switch,
+        may_write=may_write,
         sources=metrics_sources(settings),
     )
 

@@ -7,7 +7,7 @@ import click
 from carpool_core.values import GpuUuid
 
 from carpool_deviceplugin.app import real_devices
-from carpool_deviceplugin.battery.command import InputError, battery
+from carpool_deviceplugin.battery.command import battery
 from carpool_deviceplugin.devices import NoDevicesError
 from carpool_deviceplugin.gpu import DeviceError
 from carpool_deviceplugin.inspection import inspect_node
@@ -16,9 +16,10 @@ from carpool_deviceplugin.mig.profiles import MigTable, Profile, UnknownProfileE
 from carpool_deviceplugin.mps import Mps
 from carpool_deviceplugin.mps_host import MpsHost
 from carpool_deviceplugin.mps_program import MpsProgram
+from carpool_deviceplugin.node_input import InputError, node_settings
 from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
 from carpool_deviceplugin.nvml.devices import NvmlDevices
-from carpool_deviceplugin.nvml.library import installed
+from carpool_deviceplugin.nvml.library import NvmlLibrary, installed
 from carpool_deviceplugin.nvml.mig import read_table
 from carpool_deviceplugin.nvml.mig_run import run_plan
 from carpool_deviceplugin.settings import AgentSettings
@@ -26,12 +27,13 @@ from carpool_deviceplugin.settings import AgentSettings
 _PREFIX = "mig:"
 
 
-def _devices(context: click.Context) -> NvmlDevices:
-    """The node's GPUs; tests put others into the context."""
+def _devices(context: click.Context, settings: AgentSettings) -> NvmlDevices:
+    """The node's GPUs; tests put others, or another library, into the context."""
     if isinstance(context.obj, NvmlDevices):
         return context.obj
+    library: NvmlLibrary = installed() if context.obj is None else context.obj
     try:
-        return real_devices(AgentSettings(), installed())
+        return real_devices(settings, library, may_write=False)
     except NoDevicesError as e:
         raise InputError(str(e)) from e
 
@@ -48,8 +50,8 @@ node.add_command(battery)
 @click.pass_context
 def inspect(context: click.Context) -> None:
     """Print what the agent sees on this node, and what it could do."""
-    devices = _devices(context)
-    settings = AgentSettings()
+    settings = node_settings()
+    devices = _devices(context, settings)
     try:
         for line in inspect_node(devices, NvidiaCdi((Path("/etc/cdi"), settings.cdi_dir))):
             click.echo(line)
@@ -64,7 +66,7 @@ def inspect(context: click.Context) -> None:
 @click.pass_context
 def plan(context: click.Context, gpu: int, target: str, is_applied: bool) -> None:
     """Print the steps that divide a GPU as wanted, touching nothing in use; --apply takes them."""
-    devices = _devices(context)
+    devices = _devices(context, node_settings())
     try:
         _plan(devices, _gpu(devices, gpu), target, is_applied)
     except (DeviceError, UnknownProfileError) as e:
@@ -77,16 +79,30 @@ def plan(context: click.Context, gpu: int, target: str, is_applied: bool) -> Non
     "--state-dir",
     type=click.Path(path_type=Path),
     default=AgentSettings().state_dir,
+    envvar="CARPOOL_STATE_DIR",
     show_default=True,
+    show_envvar=True,
     help="The agent's state directory.",
 )
 def mps_host(socket: Path, state_dir: Path) -> None:
     """Start MPS daemons for the agent, in a container that outlives the agent's."""
+    node_settings()
     if lacking := MpsProgram.missing():
         raise InputError(f"expected what MPS takes, found missing: {lacking}")
-    state_dir.mkdir(parents=True, exist_ok=True)
-    with MpsHost(socket, Mps(MpsProgram(), state_dir / "mps")) as host:
+    with listening(socket, state_dir) as host:
         host.serve_forever()
+
+
+def listening(socket: Path, state_dir: Path) -> MpsHost:
+    """Open the socket on which daemons are asked for; raises InputError."""
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise InputError(f"--state-dir: expected a directory, or to make one, found {e}") from e
+    try:
+        return MpsHost(socket, Mps(MpsProgram(), state_dir / "mps"))
+    except OSError as e:
+        raise InputError(f"--socket: expected to listen on {socket}, found {e}; its directory must be there") from e
 
 
 def _gpu(devices: NvmlDevices, index: int) -> GpuUuid:

@@ -5,6 +5,7 @@ fakes are checked against it.
 """
 
 import sys
+import tempfile
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -229,6 +230,24 @@ def test_what_cannot_be_done_is_a_sentence(tmp_path: Path, arguments: list[str],
         spoil(there)
     found = run(there, *arguments)
     assert (found.exit_code, says in found.output) == (2, True), found.output
+
+
+def test_where_nothing_could_be_tried_the_command_ends_with_2(tmp_path: Path) -> None:
+    found = run(machine(tmp_path), "--only", "mig")  # without --mig
+    assert (found.exit_code, found.output.splitlines()[-1]) == (2, "0 passed, 0 failed, 1 skipped")
+    found = run(machine(tmp_path), "--only", "mig", "--only", "contract")
+    assert (found.exit_code, found.output.splitlines()[-1]) == (0, "1 passed, 0 failed, 1 skipped")
+
+
+def test_without_a_directory_to_write_to_it_says_what_to_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/nowhere")
+    found = run(machine(tmp_path))
+    assert (found.exit_code, "set TMPDIR to a writable one" in found.output) == (2, True), found.output
+
+
+def test_an_interpreter_that_is_not_there_is_told_before_all_else() -> None:
+    found = CliRunner().invoke(command, ["battery", "--python", "/nowhere"])
+    assert (found.exit_code, "--python: expected an interpreter" in found.output) == (2, True), found.output
 
 
 # The real machine, as far as it goes without a GPU.

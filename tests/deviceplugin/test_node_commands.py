@@ -9,7 +9,9 @@ from carpool_deviceplugin.gpu import CreateInstance, DeviceError
 from carpool_deviceplugin.inspection import inspect_node
 from carpool_deviceplugin.mig.layout import Placement
 from carpool_deviceplugin.mig.planner import plan_mig
+from carpool_deviceplugin.node_commands import listening
 from carpool_deviceplugin.node_commands import node as command
+from carpool_deviceplugin.node_input import InputError
 from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
 from carpool_deviceplugin.nvml.mig import read_instances, read_table
 from carpool_deviceplugin.nvml.mig_run import run_plan
@@ -128,6 +130,59 @@ def test_host_of_daemons_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.
     result = CliRunner().invoke(command, ["mps-host", "--socket", str(tmp_path / "s"), "--state-dir", str(tmp_path)])
     assert result.exit_code == 2
     assert "found missing: nvidia-cuda-mps-control on PATH" in result.output
+
+
+@pytest.mark.parametrize(
+    ("socket", "state", "says"),
+    [
+        ("missing/s", "", "--socket: expected to listen on "),
+        ("s", "/proc/x", "--state-dir: expected a directory, or to make one, found "),
+    ],
+)
+def test_host_of_daemons_says_where_it_cannot_be(tmp_path: Path, socket: str, state: str, says: str) -> None:
+    with pytest.raises(InputError, match=says) as raised:
+        listening(tmp_path / socket, Path(state) if state else tmp_path)
+    assert raised.value.exit_code == 2
+
+
+def test_environment_is_the_agents(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    uuid = node.nvml.gpus[1].uuid
+    (node.root / "state" / "gpus").mkdir(parents=True)
+    (node.root / "state" / "gpus" / f"{uuid}.json").write_text('{"mode": "TimeSlicing"}')
+    (node.root / "cdi").mkdir()
+    (node.root / "cdi" / "odd.json").write_text('{"kind": "nvidia.com/gpu", "devices": 3}')
+    monkeypatch.setenv("CARPOOL_STATE_DIR", str(node.root / "state"))
+    monkeypatch.setenv("CARPOOL_CDI_DIR", str(node.root / "cdi"))
+    result = CliRunner().invoke(command, ["inspect"], obj=node.nvml)
+    assert result.exit_code == 0, result.output
+    assert "now TimeSlicing" in result.output
+    assert f"wrong: {node.root / 'cdi' / 'odd.json'}: expected a CDI specification" in result.output
+
+
+def test_nothing_is_written_beside_a_living_agent(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.nvml.gpus[0].remap = (0, 0, 1, 0)
+    monkeypatch.setenv("CARPOOL_STATE_DIR", str(node.root / "state"))
+    for arguments in (["inspect"], ["plan", "--gpu", "0", "--to", "mig:1g.5gb"]):
+        result = CliRunner().invoke(command, arguments, obj=node.nvml)
+        assert result.exit_code == 0, result.output
+    assert not (node.root / "state").exists()
+    assert "remapped" in CliRunner().invoke(command, ["inspect"], obj=node.nvml).output
+    node.devices().inventory()  # an agent, which keeps it
+    assert len(list((node.root / "state" / "gpus").glob("*.health.json"))) == 1
+
+
+@pytest.mark.parametrize("arguments", [["inspect"], ["plan", "--gpu", "0", "--to", "mig:"], ["battery"]])
+def test_variable_of_the_wrong_kind_is_a_sentence(arguments: list[str]) -> None:
+    result = CliRunner().invoke(command, arguments, env={"CARPOOL_METRICS_PORT": "many"})
+    assert (result.exit_code, result.output) == (
+        2,
+        "Error: CARPOOL_METRICS_PORT: expected an integer, found 'many'\n",
+    )
+
+
+def test_state_directory_of_the_host_is_the_agents() -> None:
+    shown = CliRunner().invoke(command, ["mps-host", "--help"]).output
+    assert "CARPOOL_STATE_DIR" in shown
 
 
 def test_what_the_gpu_refuses_is_told_apart_from_what_was_asked(node: Node) -> None:

@@ -1,7 +1,9 @@
 """`carpool node battery`."""
 
+import shutil
 import sys
 import tempfile
+from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,14 +17,8 @@ from carpool_deviceplugin.battery.recording import record
 from carpool_deviceplugin.battery.report import TRIALS, Outcome, Report, Verdict, tried, write
 from carpool_deviceplugin.devices import NoDevicesError
 from carpool_deviceplugin.gpu import DeviceError
+from carpool_deviceplugin.node_input import InputError, node_settings
 from carpool_deviceplugin.nvml.library import installed
-from carpool_deviceplugin.settings import AgentSettings
-
-
-class InputError(click.ClickException):
-    """What was asked for cannot be done here; nothing was changed."""
-
-    exit_code = 2
 
 
 @click.command(short_help="Try the agent on a real GPU that nobody uses.")
@@ -34,7 +30,11 @@ class InputError(click.ClickException):
 @click.pass_context
 def battery(context: click.Context, gpu: int, only: tuple[str, ...], python: str, mig: bool, out: Path | None) -> None:
     """Try the agent on a real GPU that nobody uses: MPS, limits, measures, energy, faults. Takes about ten minutes."""
-    with tempfile.TemporaryDirectory(prefix="carpool-battery-") as directory:
+    try:
+        temporary = tempfile.TemporaryDirectory(prefix="carpool-battery-")
+    except OSError as e:
+        raise InputError(f"expected a directory for what takes minutes, found {e}; set TMPDIR to a writable one") from e
+    with temporary as directory:
         machine = context.obj if context.obj is not None else _machine(Path(directory), python)
         try:
             outcomes = _run(Trial(machine, _idle(machine, gpu), may_divide=mig), set(only or TRIALS), out)
@@ -43,12 +43,16 @@ def battery(context: click.Context, gpu: int, only: tuple[str, ...], python: str
         finally:
             if isinstance(machine, RealMachine):
                 machine.close()
-    if any(outcome.verdict is Verdict.FAILED for outcome in outcomes):
-        context.exit(1)
+    count = Counter(outcome.verdict for outcome in outcomes)
+    passed, failed = count[Verdict.PASSED], count[Verdict.FAILED]
+    click.echo(f"{passed} passed, {failed} failed, {count[Verdict.SKIPPED]} skipped")
+    context.exit(1 if failed else 0 if passed else 2)
 
 
 def _machine(directory: Path, python: str) -> RealMachine:
-    settings = AgentSettings()
+    settings = node_settings()
+    if shutil.which(python) is None:
+        raise InputError(f"--python: expected an interpreter, found no program {python}")
     try:
         return RealMachine(
             installed(),

@@ -57,6 +57,7 @@ class NvmlDevices:
         state_dir: Where what the agent decided about each GPU is kept.
         processes: The node's processes.
         may_switch_mig: Whether MIG may be switched on and off on a GPU that nobody uses.
+        may_write: Whether what is seen of a GPU's health is kept; not beside an agent that does so.
         mig_minors: The driver's list of the device files that open MIG instances.
         sources: Who else measures the GPUs, the best one first.
         monotonic: Seconds.
@@ -77,6 +78,7 @@ class NvmlDevices:
         state_dir: Path,
         processes: ProcTree,
         may_switch_mig: bool = False,
+        may_write: bool = True,
         mig_minors: Path = MIG_MINORS,
         sources: Sequence[Source] = (),
         monotonic: Callable[[], float] = time.monotonic,
@@ -84,19 +86,17 @@ class NvmlDevices:
     ) -> None:
         self._session = Session(library)
         self._session.open()
-        self._mps, self._may_switch = mps, may_switch_mig
+        self._mps, self._may_switch, self._mig_manager = mps, may_switch_mig, ""
         self._instances, self._monotonic = Instances(self._session), monotonic
         self._known, self._known_at = dict[GpuUuid, Identity](), dict[GpuUuid, tuple[int, float]]()
-        self._mig_manager = ""
         self._uuids = self._found()
         self._modes = {uuid: ModeFile(state_dir / "gpus" / f"{uuid}.json") for uuid in self._uuids}
         self._looking = {uuid: threading.Lock() for uuid in self._uuids}
         self._watcher, self._clients = Watcher(self._session, processes, mps, monotonic), Clients(monotonic)
-        glances = Glances(self._session, monotonic)
-        self._conditions = Conditions(self._session, self._uuids, glances, state_dir / "gpus", monotonic)
-        self._feed = Feed(sources, monotonic)
+        glances, kept = Glances(self._session, monotonic), state_dir / "gpus"
+        self._conditions = Conditions(self._session, self._uuids, glances, kept, monotonic, may_write=may_write)
+        self._entry, self._feed = Entry(cdi, mps, mig_minors), Feed(sources, monotonic)
         self._measuring = Measuring(self._session, self._uuids, glances, self._watcher, self._feed, monotonic, wall)
-        self._entry = Entry(cdi, mps, mig_minors)
         self._possible_lately: dict[GpuUuid, frozenset[SharingMode]] = {}
         self._found_lately: dict[GpuUuid, list[Found]] = {}
 
