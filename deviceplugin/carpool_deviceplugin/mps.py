@@ -1,11 +1,14 @@
 """One MPS control daemon for each GPU: started, asked how it is, drained and stopped.
 
-Layout of a GPU's directory: `pipe/` (clients and daemon meet there), `log/`, `shm/` (their shared memory). A daemon
+Layout of a GPU's directory: `pipe/` (clients and daemon meet there), `log/`, `shm/` (their shared memory). Clients
+write in `pipe/` and `shm/`, so nothing there is believed; who daemon and servers are stands beside them. A daemon
 serves one GPU, and the plan lets only pods of one namespace behind it; the daemon itself serves one user at a time.
 """
 
 import re
+import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -17,8 +20,10 @@ from carpool_deviceplugin.gpu import DeviceError
 _UUID = re.compile(r"GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 PID_FILE = "nvidia-cuda-mps-control.pid"
 """In the pipe directory: the daemon's process ID, written by itself."""
-STOP_WITHIN_S = 5
-"""How long `quit` waits for clients that are ending."""
+STOP_WITHIN_S = 2
+"""How long `quit` waits for clients that are ending; less than an answer may take."""
+_SERVERS = "servers"
+"""Beside the pipe directory: servers and when they began. They may outlive a daemon, or one that answers."""
 
 
 class MpsError(DeviceError):
@@ -40,8 +45,12 @@ class MpsCommands(Protocol):
         """Whether the daemon's process exists, answering or not."""
         ...
 
-    def kill(self, environment: Mapping[str, str]) -> None:
-        """End a daemon that does not answer."""
+    def kill(self, environment: Mapping[str, str], servers: Mapping[int, int]) -> None:
+        """End a daemon that does not answer, if there is one, and these servers (process ID, and when it began)."""
+        ...
+
+    def started(self, pid: int) -> int | None:
+        """When a server began; None where that process is no server. With the ID it names one process only."""
         ...
 
 
@@ -51,7 +60,7 @@ class MpsStatus:
 
     is_running: bool = False
     servers: frozenset[int] = frozenset()
-    """Process IDs of its servers: they hold contexts on the GPU, and belong to no pod."""
+    """Process IDs of its servers, also after it has ended: they hold contexts on the GPU, and belong to no pod."""
     clients: frozenset[int] = frozenset()
     """Process IDs of those that use it."""
     problem: str = ""
@@ -99,35 +108,76 @@ class Mps:
             for name in ("pipe", "log", "shm"):
                 (directory / name).mkdir(parents=True, exist_ok=True)
             (directory / "shm").chmod(0o1777)  # as /dev/shm: clients run as any user
+            for name in ("control", "control_lock", "control_privileged", PID_FILE):
+                (directory / "pipe" / name).unlink(missing_ok=True)  # of a dead daemon: a new one would not start
         except OSError as e:
             raise MpsError(f"GPU {uuid}: expected to make the MPS daemon's directories, found {e}") from e
-        for name in ("control", "control_lock", "control_privileged", PID_FILE):
-            (directory / "pipe" / name).unlink(missing_ok=True)  # of a dead daemon: a new one would not start
+        if left := self._left(uuid):
+            self._commands.kill(environment, left)  # a dead daemon's: they serve nobody any more
         self._commands.start(environment, directory / "shm")
         self._commands.ask(environment, "get_server_list")
 
     def stop(self, uuid: GpuUuid) -> None:
         """Stop a GPU's daemon; one that does not run is stopped already. Clients must have left before."""
         environment = self._environment(uuid)
-        if not self._commands.is_alive(environment):
-            return
-        try:
-            self._commands.ask(environment, f"quit -t {STOP_WITHIN_S}")
-        except MpsError:
-            self._commands.kill(environment)  # nobody is on the GPU, so a daemon that does not answer serves nobody
+        if self._commands.is_alive(environment):
+            try:
+                self._commands.ask(environment, f"quit -t {STOP_WITHIN_S}")
+            except MpsError:
+                self.end(uuid)  # nobody is on the GPU, so a daemon that does not answer serves nobody
+        elif self._left(uuid):
+            self.end(uuid)
         if self._commands.is_alive(environment):
             raise MpsError(f"GPU {uuid}: expected the MPS daemon to stop, found it still there; end its clients")
+        self._empty(uuid)
+
+    def end(self, uuid: GpuUuid) -> None:
+        """End a GPU's daemon and its servers, whether they answer or not; nobody may be on the GPU."""
+        self._commands.kill(self._environment(uuid), self._left(uuid))
+
+    def _empty(self, uuid: GpuUuid) -> None:
+        """Remove what clients and daemon left: the node's disk holds it, and nobody else would remove it."""
+        for name in ("shm", "log"):
+            # Made by clients: what lies too deep, or in another user's own directory, cannot be removed and stays.
+            with suppress(OSError, RecursionError):
+                for path in list((self.directory(uuid) / name).iterdir()):
+                    if path.is_dir() and not path.is_symlink():
+                        shutil.rmtree(path, ignore_errors=True)
+                    else:
+                        path.unlink(missing_ok=True)
+
+    def _left(self, uuid: GpuUuid) -> dict[int, int]:
+        """Servers that were seen and still live, and when they began."""
+        try:
+            lines = (self.directory(uuid) / _SERVERS).read_text().splitlines()
+            known = {int(pid): int(began) for pid, began in map(str.split, lines)}
+        except (OSError, ValueError):
+            return {}
+        return {pid: began for pid, began in known.items() if self._commands.started(pid) == began}
+
+    def _remember(self, uuid: GpuUuid, servers: frozenset[int], left: Mapping[int, int]) -> None:
+        began = {pid: self._commands.started(pid) for pid in servers}
+        known = {**left, **{pid: at for pid, at in began.items() if at is not None}}
+        if known == left:
+            return
+        file = self.directory(uuid) / _SERVERS
+        temporary = file.with_name(f".{_SERVERS}.new")
+        with suppress(OSError):  # a full disk: they are told all the same while the daemon answers
+            temporary.write_text("".join(f"{pid} {at}\n" for pid, at in sorted(known.items())))
+            temporary.replace(file)
 
     def status(self, uuid: GpuUuid) -> MpsStatus:
         """Ask a GPU's daemon how it is; never raises for a daemon that is dead or wedged."""
-        environment = self._environment(uuid)
+        environment, left = self._environment(uuid), self._left(uuid)
         if not self._commands.is_alive(environment):
-            return MpsStatus()
+            return MpsStatus(servers=frozenset(left))
         try:
             servers = _numbers(self._commands.ask(environment, "get_server_list"))
         except MpsError as e:
             # It may serve its clients all the same: a second daemon in its place would end them.
-            return MpsStatus(is_running=True, problem=f"the MPS daemon does not answer: {e}")
+            problem = f"the MPS daemon does not answer: {e}"
+            return MpsStatus(is_running=True, servers=frozenset(left), problem=problem)
+        self._remember(uuid, servers, left)
         clients: set[int] = set()
         faulty: set[int] = set()
         problems: list[str] = []
@@ -143,7 +193,7 @@ class Mps:
                 faulty |= own
                 whom = ", ".join(map(str, sorted(own))) or "none left"
                 problems.append(f"MPS server {server} was hit by a client's fatal fault (clients: {whom})")
-        return MpsStatus(True, servers, frozenset(clients), "; ".join(problems), frozenset(faulty))
+        return MpsStatus(True, servers | left.keys(), frozenset(clients), "; ".join(problems), frozenset(faulty))
 
 
 def _numbers(answer: str) -> frozenset[int]:

@@ -1,12 +1,15 @@
 """A process of its own for the MPS daemons, so that they outlive the agent: a container's processes end with it.
 
-The agent names a GPU on a Unix socket, and is told whether its daemon runs; it asks and stops the daemon itself. What
-they say to each other stays as it is: the agent beside this process may be of any later version.
+The agent names a GPU on a Unix socket, and is told whether its daemon runs; it asks and stops the daemon itself. One
+that does not answer is ended here: the agent may have no right to. What they say to each other stays as it is: the
+agent beside this process may be of any later version.
 """
 
 import os
 import socket
 import socketserver
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -18,6 +21,8 @@ from carpool_deviceplugin.mps import Mps, MpsCommands, MpsError
 
 _WITHIN_S = 8.0
 _LONGEST = 4096
+_END = "end "
+"""Before a GPU's name: its daemon and servers shall be ended."""
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -40,11 +45,19 @@ class HostedMps(Mps):
     def start(self, uuid: GpuUuid) -> None:
         """Let a GPU's daemon be started, and see that it answers."""
         self.directory(uuid)  # a name that is no UUID goes no further
+        self._tell(uuid, uuid)
+
+    def end(self, uuid: GpuUuid) -> None:
+        """Let a GPU's daemon and its servers be ended."""
+        self.directory(uuid)
+        self._tell(uuid, f"{_END}{uuid}")
+
+    def _tell(self, uuid: GpuUuid, what: str) -> None:
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
                 connection.settimeout(_WITHIN_S)
                 connection.connect(str(self._host))
-                connection.sendall(f"{uuid}\n".encode())
+                connection.sendall(f"{what}\n".encode())
                 answer = msgspec.json.decode(connection.makefile("rb").readline(_LONGEST), type=_Answer)
         except (OSError, msgspec.DecodeError) as e:
             raise MpsError(
@@ -58,14 +71,14 @@ class _Handler(socketserver.StreamRequestHandler):
     timeout = 5.0
 
     def handle(self) -> None:
-        """Start the daemon of the GPU that is named."""
+        """Start or end the daemon of the GPU that is named."""
         server = self.server
         assert isinstance(server, MpsHost)  # noqa: S101  # socketserver knows no types
-        error = server.start(self.rfile.readline(_LONGEST).decode(errors="replace").strip())
+        error = server.obey(self.rfile.readline(_LONGEST).decode(errors="replace").strip())
         self.wfile.write(msgspec.json.encode(_Answer(error[: _LONGEST // 2])) + b"\n")
 
 
-class MpsHost(socketserver.UnixStreamServer):
+class MpsHost(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     """Starts daemons for whoever may open its socket, which is root alone.
 
     Args:
@@ -73,8 +86,13 @@ class MpsHost(socketserver.UnixStreamServer):
         mps: The daemons.
     """
 
+    daemon_threads = True
+    request_queue_size = 128
+    """The GPUs of a node may all want their daemons at once."""
+
     def __init__(self, path: Path, mps: Mps) -> None:
         self._mps = mps
+        self._locks: dict[str, threading.Lock] = {}
         self._log = structlog.get_logger()
         path.unlink(missing_ok=True)
         before = os.umask(0o177)
@@ -83,12 +101,19 @@ class MpsHost(socketserver.UnixStreamServer):
         finally:
             os.umask(before)
 
-    def start(self, uuid: str) -> str:
-        """Start a GPU's daemon, or take over the one that runs; return why it could not be, or an empty text."""
+    def obey(self, said: str) -> str:
+        """Start a GPU's daemon, or take over the one that runs; or end it. Return why not, or an empty text."""
+        uuid = GpuUuid(said.removeprefix(_END))
+        what, act = ("ended", self._mps.end) if said.startswith(_END) else ("runs", self._mps.start)
         try:
-            self._mps.start(GpuUuid(uuid))
-        except DeviceError as e:
-            self._log.warning("mps daemon not started", gpu=uuid[:64], error=str(e))
+            self._one_by_one(uuid, act)
+        except (DeviceError, OSError) as e:
+            self._log.warning(f"mps daemon not {what}", gpu=uuid[:64], error=str(e))
             return str(e)
-        self._log.info("mps daemon runs", gpu=uuid)
+        self._log.info(f"mps daemon {what}", gpu=uuid)
         return ""
+
+    def _one_by_one(self, uuid: GpuUuid, act: Callable[[GpuUuid], None]) -> None:
+        self._mps.directory(uuid)  # only names of GPUs get locks
+        with self._locks.setdefault(uuid, threading.Lock()):
+            act(uuid)

@@ -3,14 +3,25 @@
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from carpool_deviceplugin.mps import PID_FILE, MpsError
 
 PROGRAM = "nvidia-cuda-mps-control"
+RECORD = "daemon"
+"""Beside the pipe directory, where no client can write: the daemon's process ID, and when it began."""
+_COMM = PROGRAM[:15]
+"""What the kernel calls the daemon, and its servers."""
+_STATE, _STARTED = 0, 19
+"""Places among what follows the command's name in /proc/PID/stat."""
+_LONGEST_PID = 32
+_LOOK_EVERY_S = 0.01
+_END_WITHIN_S = 1.0
 _CAPABILITIES = {"SETGID": 6, "SETUID": 7, "SYS_ADMIN": 21}
 """A daemon runs its server as its client's user, and gets a /dev/shm of its own."""
 _PRIVATE_SHM = 'mount --bind "$1" /dev/shm && exec "$2" -d'
@@ -53,40 +64,76 @@ class MpsProgram:
         if self._private_shm:
             command = ["unshare", "--mount", "sh", "-c", _PRIVATE_SHM, "mps", str(shm), program]
         self._run(command, environment, "")
+        self._record(environment)
 
     def ask(self, environment: Mapping[str, str], command: str) -> str:
         """Send a command to a daemon."""
-        if not (Path(environment["CUDA_MPS_PIPE_DIRECTORY"]) / "control").exists():
-            raise MpsError("expected an MPS daemon, found no control pipe")  # the program would wait for ever
+        try:
+            mode = (Path(environment["CUDA_MPS_PIPE_DIRECTORY"]) / "control").lstat().st_mode
+        except OSError as e:  # the program would wait for ever
+            raise MpsError(f"expected an MPS daemon, found no control pipe: {e}") from e
+        if stat.S_ISLNK(mode):  # clients write in that directory, and the program would follow it
+            raise MpsError("expected an MPS daemon's control pipe, found a link that a client has put there; end it")
         return self._run([PROGRAM], environment, f"{command}\n")
 
     def is_alive(self, environment: Mapping[str, str]) -> bool:
         """Whether the daemon's process exists."""
         return self._pid(environment) is not None
 
-    def kill(self, environment: Mapping[str, str]) -> None:
-        """End the daemon, and its servers with it."""
-        pid = self._pid(environment)
-        if pid is None:
-            return
-        try:
-            os.kill(pid, signal.SIGTERM)
-        except ProcessLookupError:
-            return
-        end = time.monotonic() + self._within_s
-        while self._pid(environment) is not None and time.monotonic() < end:
-            time.sleep(0.05)
+    def kill(self, environment: Mapping[str, str], servers: Mapping[int, int]) -> None:
+        """End the daemon, and those of these servers that are still the same processes."""
+        wanted = dict(servers)
+        if (known := _recorded(environment)) is not None:
+            wanted[known[0]] = known[1]
+        for number in (signal.SIGTERM, signal.SIGKILL):  # one that hangs does not end by the first
+            for pid in self._living(wanted):
+                try:
+                    os.kill(pid, number)
+                except ProcessLookupError:
+                    continue
+                except OSError as e:
+                    raise MpsError(
+                        f"expected to end process {pid} of MPS, found {e}; the pod carpool-mps has the right to (set "
+                        "nodeAgent.mps), or end it on the node"
+                    ) from e
+            end = time.monotonic() + _END_WITHIN_S
+            while self._living(wanted) and time.monotonic() < end:
+                time.sleep(_LOOK_EVERY_S)
 
-    @staticmethod
-    def _pid(environment: Mapping[str, str]) -> int | None:
-        """Process ID of the living daemon; its number may belong to another process by now."""
+    def started(self, pid: int) -> int | None:
+        """When a daemon or server of MPS began, in ticks since boot; None where that process is none."""
         try:
-            pid = int((Path(environment["CUDA_MPS_PIPE_DIRECTORY"]) / PID_FILE).read_text())
-            name = Path(f"/proc/{pid}/comm").read_text().strip()
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            name, _, rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").partition("(")[2].rpartition(")")
+            fields = rest.split()
+            return int(fields[_STARTED]) if name == _COMM and fields[_STATE] not in ("Z", "X") else None
         except (OSError, ValueError, IndexError):
             return None
-        return pid if name and PROGRAM.startswith(name) and state != "Z" else None
+
+    def _living(self, wanted: Mapping[int, int]) -> list[int]:
+        return [pid for pid, started in wanted.items() if self.started(pid) == started]
+
+    def _pid(self, environment: Mapping[str, str]) -> int | None:
+        """Process ID of the living daemon; its number may belong to another process by now."""
+        known = _recorded(environment)
+        return known[0] if known is not None and self.started(known[0]) == known[1] else None
+
+    def _record(self, environment: Mapping[str, str]) -> None:
+        """Write down who the daemon is, before any client can say something else."""
+        directory = Path(environment["CUDA_MPS_PIPE_DIRECTORY"])
+        end = time.monotonic() + self._within_s
+        while (pid := _written(directory)) is None or (started := self.started(pid)) is None:
+            if time.monotonic() > end:
+                raise MpsError(f"expected the MPS daemon's process ID in {directory / PID_FILE}, found no such daemon")
+            time.sleep(_LOOK_EVERY_S)
+        record = directory.parent / RECORD
+        temporary = record.with_name(f".{RECORD}.new")
+        try:
+            temporary.write_text(f"{pid} {started}")
+            temporary.replace(record)
+        except OSError as e:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGTERM)  # nobody would know of it
+            raise MpsError(f"expected to write {record}, found {e}; free some space") from e
 
     def _run(self, command: list[str], environment: Mapping[str, str], text: str) -> str:
         try:
@@ -108,3 +155,30 @@ class MpsProgram:
         if done.returncode or "Cannot find MPS control daemon" in said:
             raise MpsError(f"{PROGRAM} ended with {done.returncode}: {said[:500] or 'it said nothing'}")
         return done.stdout
+
+
+def _recorded(environment: Mapping[str, str]) -> tuple[int, int] | None:
+    try:
+        pid, started = (Path(environment["CUDA_MPS_PIPE_DIRECTORY"]).parent / RECORD).read_text().split()
+        return int(pid), int(started)
+    except (OSError, ValueError):
+        return None
+
+
+def _written(directory: Path) -> int | None:
+    """Read the process ID that the daemon of a pipe directory wrote there; None while none did.
+
+    Its clients may write there, too: links and pipes are not opened, and the process has to be this one's own child by
+    its control group, with this very directory in its environment.
+    """
+    try:
+        file = os.open(directory / PID_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            pid = int(os.read(file, _LONGEST_PID)) if stat.S_ISREG(os.fstat(file).st_mode) else 0
+        finally:
+            os.close(file)
+        is_ours = Path(f"/proc/{pid}/cgroup").read_bytes() == Path("/proc/self/cgroup").read_bytes()
+        its = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except (OSError, ValueError):
+        return None
+    return pid if is_ours and f"CUDA_MPS_PIPE_DIRECTORY={directory}".encode() in its else None

@@ -93,7 +93,7 @@ class GpuWorker:
         try:
             actual, planned = await self._look(wanted, held)
             self._see_ended(actual.ended)
-        except DeviceError as e:
+        except (DeviceError, OSError) as e:
             self._report({r.pod_uid: self._kept(r) or _outcome(r, FAILED, str(e)) for r in wanted})
             return False
         failure = await self._act(planned, actual, wanted)
@@ -132,7 +132,7 @@ class GpuWorker:
             if left := plan(found, wanted, frozenset(planned.ready)).steps:
                 raise DeviceError(f"read back, the GPU still needs {', '.join(map(str, left))}")
             self._log.info("gpu prepared", steps=[str(step) for step in done])
-        except DeviceError as e:
+        except (DeviceError, OSError) as e:
             back = await self._undo(done, actual)
             self._log.warning("gpu not prepared", failed=str(done[-1]), error=str(e), way_back=back)
             return f"{done[-1]} failed: {e}; {back}"
@@ -144,7 +144,7 @@ class GpuWorker:
         try:
             for step in way_back(done, before):
                 await self._caller.call(self._devices.apply, self.uuid, step)
-        except DeviceError as e:
+        except (DeviceError, OSError) as e:
             return f"undoing it failed as well: {e}"
         return "it was undone"
 

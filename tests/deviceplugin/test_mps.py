@@ -1,17 +1,20 @@
 """The MPS daemons, over daemons in memory and over a program that stands in for NVIDIA's."""
 
 import os
+import signal
 import socket
 import stat
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from carpool_core.values import GpuUuid
-from carpool_deviceplugin.mps import Mps, MpsError, MpsStatus
+from carpool_deviceplugin.mps import PID_FILE, Mps, MpsError, MpsStatus
 from carpool_deviceplugin.mps_host import HostedMps, MpsHost
 from carpool_deviceplugin.mps_program import PROGRAM, MpsProgram
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
@@ -94,7 +97,7 @@ STAND_IN = f"""#!{sys.executable}
 import os, pathlib, sys, time
 pipe = pathlib.Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"])
 if sys.argv[1:] == ["-d"]:
-    if os.environ.get("CUDA_VISIBLE_DEVICES") != {str(GPU)!r}:
+    if not os.environ.get("CUDA_VISIBLE_DEVICES").startswith("GPU-8"):
         sys.exit("no such device")
     if os.fork():
         while not (pipe / "control").exists():
@@ -211,6 +214,145 @@ def test_program_that_hangs_is_left(program: MpsProgram, tmp_path: Path) -> None
     assert time.monotonic() - began < 5
     quick.stop(GPU)
     assert not quick.status(GPU).is_running
+
+
+def pid_of(directory: Path) -> int:
+    return int((directory / GPU / "daemon").read_text().split()[0])
+
+
+@pytest.mark.parametrize("how", ["link", "pipe", "directory", "number"])
+def test_what_a_client_writes_about_the_daemon_is_not_believed(program: MpsProgram, tmp_path: Path, how: str) -> None:
+    """Regression: a link to /dev/zero took the agent's memory, a pipe its threads, a number another GPU's daemon."""
+    mps, other = Mps(program, tmp_path / "mps"), GpuUuid(GPU.replace("5e6f", "5e70"))
+    mps.start(GPU)
+    mps.start(other)
+    (file := tmp_path / "mps" / GPU / "pipe" / PID_FILE).unlink()
+    match how:
+        case "link":
+            file.symlink_to("/dev/zero")
+        case "pipe":
+            os.mkfifo(file)
+        case "directory":
+            file.mkdir()
+        case "number":
+            file.write_text((tmp_path / "mps" / other / "pipe" / PID_FILE).read_text())
+    assert mps.is_running(GPU)
+    mps.stop(GPU)
+    assert (mps.is_running(GPU), mps.is_running(other)) == (False, True)
+    mps.end(GPU)
+    assert mps.is_running(other)
+    mps.stop(other)
+
+
+@pytest.mark.parametrize("how", ["link", "pipe", "stranger", "other"])
+def test_a_number_that_is_not_the_daemons_is_not_written_down(
+    program: MpsProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    other = Mps(program, tmp_path / "others")
+    other.start(GPU)
+    file = tmp_path / "mps" / GPU / "pipe" / PID_FILE
+    make = {"link": "ln -s /dev/zero", "pipe": "mkfifo", "stranger": f"echo {os.getpid()} >", "other": ""}[how]
+    make = make or f"echo {pid_of(tmp_path / 'others')} >"
+    script = f'#!/bin/sh\n[ "$1" = -d ] && {make} "{file}"\n'
+    (tmp_path / "bin" / PROGRAM).write_text(script)
+    with pytest.raises(MpsError, match="expected the MPS daemon's process ID"):
+        Mps(MpsProgram(private_shm=False, within_s=0.2), tmp_path / "mps").start(GPU)
+    other.end(GPU)
+    assert not other.is_running(GPU)
+
+
+def test_a_link_in_place_of_the_control_pipe_is_not_followed(program: MpsProgram, tmp_path: Path) -> None:
+    mps = Mps(program, tmp_path / "mps")
+    mps.start(GPU)
+    (tmp_path / "mps" / GPU / "pipe" / "control").rename(tmp_path / "away")
+    (tmp_path / "mps" / GPU / "pipe" / "control").symlink_to(tmp_path / "away")
+    assert "found a link that a client has put there" in mps.status(GPU).problem
+    mps.stop(GPU)
+    assert not mps.is_running(GPU)
+
+
+def test_a_daemon_that_ignores_being_asked_to_end_is_ended(program: MpsProgram, tmp_path: Path) -> None:
+    mps = Mps(program, tmp_path / "mps")
+    mps.start(GPU)
+    (tmp_path / "mps" / GPU / "pipe" / "wedged").touch()
+    os.kill(pid_of(tmp_path / "mps"), signal.SIGSTOP)
+    Mps(MpsProgram(private_shm=False, within_s=0.2), tmp_path / "mps").stop(GPU)
+    assert not mps.is_running(GPU)
+
+
+def test_a_process_that_may_not_be_ended_is_said(
+    program: MpsProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: under AppArmor the error ended the whole agent, and each one after it."""
+
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    mps = Mps(program, tmp_path / "mps")
+    mps.start(GPU)
+    with monkeypatch.context() as forbidding:
+        forbidding.setattr(os, "kill", refuse)
+        with pytest.raises(MpsError, match=r"expected to end process \d+ of MPS, found .*not permitted"):
+            mps.end(GPU)
+    mps.end(GPU)
+    assert not mps.is_running(GPU)
+
+
+SERVER = 'import pathlib, time; pathlib.Path("/proc/self/comm").write_text("nvidia-cuda-mps"); print(flush=True)'
+
+
+def test_a_server_that_outlives_its_daemon_is_known_and_ended(program: MpsProgram, tmp_path: Path) -> None:
+    script = (tmp_path / "bin" / PROGRAM).read_text()
+    with subprocess.Popen([sys.executable, "-c", f"{SERVER}; time.sleep(60)"], stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        server.stdout.readline()
+        (tmp_path / "bin" / PROGRAM).write_text(script.replace("700", str(server.pid)))
+        mps = Mps(program, tmp_path / "mps")
+        mps.start(GPU)
+        assert mps.status(GPU).servers == {server.pid}
+        os.kill(pid_of(tmp_path / "mps"), signal.SIGKILL)
+        while mps.is_running(GPU):
+            time.sleep(0.01)
+        assert Mps(program, tmp_path / "mps").status(GPU) == MpsStatus(servers=frozenset({server.pid}))
+        mps.stop(GPU)
+        assert server.wait(5) == -signal.SIGTERM
+        assert mps.status(GPU) == MpsStatus()
+
+
+def test_a_daemon_that_hangs_is_ended_by_its_host(hosted: HostedMps, tmp_path: Path) -> None:
+    """The agent may have no right to, under AppArmor."""
+    hosted.start(GPU)
+    hosted.end(GPU)
+    assert not hosted.is_running(GPU)
+    with pytest.raises(MpsError, match="expected a GPU's UUID"):
+        hosted.end(GpuUuid("../../etc"))
+
+
+def test_all_gpus_of_a_node_get_their_daemons_at_once(hosted: HostedMps, tmp_path: Path) -> None:
+    """Regression: of eight one found no room in the host's queue."""
+    gpus = [GpuUuid(f"GPU-8f2c1b7e-0d3a-4c5b-9e6f-1a2b3c4d5e{number:02x}") for number in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(hosted.start, gpus))
+    assert all(map(hosted.is_running, gpus))
+    for gpu in gpus:
+        hosted.end(gpu)
+    assert not any(map(hosted.is_running, gpus))
+
+
+def test_what_clients_left_is_removed_when_the_daemon_stops(mps: Mps, tmp_path: Path) -> None:
+    """Regression: it stayed on the node's disk for ever."""
+    mps.start(GPU)
+    (kept := tmp_path / "kept").write_text("of somebody else")
+    shm = tmp_path / GPU / "shm"
+    (shm / "big").write_bytes(bytes(1000))
+    (shm / "deep" / "er").mkdir(parents=True)
+    (shm / "deep" / "er" / "file").touch()
+    (shm / "link").symlink_to(tmp_path)
+    (shm / "to").symlink_to(kept)
+    (tmp_path / GPU / "log" / "server.log").write_text("a lot")
+    mps.stop(GPU)
+    assert [*shm.iterdir(), *(tmp_path / GPU / "log").iterdir()] == []
+    assert kept.read_text() == "of somebody else"
 
 
 def test_program_that_is_absent_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

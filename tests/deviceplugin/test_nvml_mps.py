@@ -59,6 +59,43 @@ def test_mps_server_is_nobodys_process(node: Node) -> None:
         devices.apply(gpu, StopMps())
 
 
+@pytest.mark.parametrize("how", ["wedged", "killed"])
+@pytest.mark.parametrize("is_known", [True, False], ids=["same agent", "next agent"])
+def test_server_of_a_daemon_that_is_no_more_keeps_nobody_away(node: Node, how: str, is_known: bool) -> None:
+    """Regression: it counted as a pod for ever, so that its daemon was never ended nor another one started."""
+    devices = node.devices()
+    gpu = devices.uuids[0]
+    devices.apply(gpu, SetMode(MPS))
+    devices.apply(gpu, StartMps())
+    node.start(0, 42, "a")
+    server = node.mps.connect(pipe(node, gpu), 42)
+    node.start(0, server, "carpool-mps")
+    assert devices.actual(gpu).tenants == {uid("a")}
+    if how == "wedged":
+        node.mps.daemons[pipe(node, gpu)].is_wedged = True
+    else:
+        node.mps.die(pipe(node, gpu))
+    if not is_known:
+        devices = node.devices()
+    assert devices.actual(gpu).tenants == {uid("a")}
+    node.end(0, 42)
+    assert devices.actual(gpu).tenants == set()
+    devices.apply(gpu, StopMps())
+    assert (node.mps.daemons, node.mps.started(server)) == ({}, None)
+
+
+def test_another_daemon_takes_the_place_of_a_dead_ones_server(node: Node) -> None:
+    devices = node.devices()
+    gpu = devices.uuids[0]
+    devices.apply(gpu, SetMode(MPS))
+    devices.apply(gpu, StartMps())
+    server = node.mps.connect(pipe(node, gpu), 42)
+    devices.actual(gpu)
+    node.mps.die(pipe(node, gpu))
+    devices.apply(gpu, StartMps())
+    assert (node.mps.starts, node.mps.started(server)) == (2, None)
+
+
 def test_daemon_is_asked_rarely_while_the_same_processes_are_there(node: Node) -> None:
     """Each question starts a program; measuring once a second must not."""
     devices = node.devices()

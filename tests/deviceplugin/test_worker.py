@@ -134,3 +134,16 @@ async def test_waits_for_who_is_leaving(worker, devices, reserve, enter) -> None
         )
     assert await worker.once()
     assert worker.outcomes[B].state is READY
+
+
+async def test_an_error_of_the_system_is_no_end_of_the_agent(worker, flaky, reserve) -> None:
+    """Regression: a signal that AppArmor forbids ended the agent, and every one after it."""
+
+    def fail(step: Step) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    flaky.before = fail
+    worker.want([reserve("a", mode=MPS)])
+    assert not await worker.once()
+    assert worker.outcomes[A].state is FAILED
+    assert "Operation not permitted" in worker.outcomes[A].message

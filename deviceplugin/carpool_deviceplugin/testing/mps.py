@@ -25,6 +25,8 @@ class FakeMpsCommands:
         self.daemons: dict[str, FakeDaemon] = {}
         """By pipe directory."""
         self.starts = self.asked = 0
+        self.servers: dict[str, set[int]] = {}
+        """Server processes by pipe directory; they outlive a daemon that was killed."""
         self.refuse = ""
         """Why no daemon starts; empty where they do."""
         self._next_server = 9000
@@ -60,6 +62,7 @@ class FakeMpsCommands:
                 return "FAULT\n" if daemon.is_faulty else "ACTIVE\n"
             case ["quit", *_]:
                 del self.daemons[pipe]
+                self.servers.pop(pipe, None)
                 return ""
         raise MpsError(f"Unrecognized command {command}")
 
@@ -67,18 +70,25 @@ class FakeMpsCommands:
         """Whether there is a daemon."""
         return environment["CUDA_MPS_PIPE_DIRECTORY"] in self.daemons
 
-    def kill(self, environment: Mapping[str, str]) -> None:
-        """End a daemon."""
-        self.daemons.pop(environment["CUDA_MPS_PIPE_DIRECTORY"], None)
+    def kill(self, environment: Mapping[str, str], servers: Mapping[int, int]) -> None:
+        """End a daemon and servers."""
+        pipe = environment["CUDA_MPS_PIPE_DIRECTORY"]
+        self.daemons.pop(pipe, None)
+        self.servers.get(pipe, set()).difference_update(servers)
+
+    def started(self, pid: int) -> int | None:
+        """When a server began; its number is never used again."""
+        return pid if any(pid in servers for servers in self.servers.values()) else None
 
     def connect(self, pipe: str, pid: int) -> int:
         """A client connects; return the server's process ID."""
         daemon = self.daemons[pipe]
         if daemon.server is None:
             daemon.server, self._next_server = self._next_server, self._next_server + 1
+            self.servers.setdefault(pipe, set()).add(daemon.server)
         daemon.clients.add(pid)
         return daemon.server
 
     def die(self, pipe: str) -> None:
-        """The daemon dies."""
+        """The daemon dies; its server lives on."""
         del self.daemons[pipe]

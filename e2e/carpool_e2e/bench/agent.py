@@ -31,7 +31,8 @@ STAND_IN = """#!/bin/sh
 # Stands in for nvidia-cuda-mps-control: a daemon that writes its process ID and opens its pipe, and a client.
 pipe="$CUDA_MPS_PIPE_DIRECTORY"
 if [ "$1" = -d ]; then
-  setsid sleep 600 <&- >&- 2>&- &
+  ln -sf "$(command -v sleep)" "$pipe/../nvidia-cuda-mps"
+  setsid "$pipe/../nvidia-cuda-mps" 600 <&- >&- 2>&- &
   echo $! > "$pipe/nvidia-cuda-mps-control.pid"
   : > "$pipe/control"
   exit 0
@@ -176,7 +177,7 @@ def mps_ready(root: Path) -> list[float]:
 
 
 def _end(file: Path) -> None:
-    """The stand-in goes by another name than the daemon, so the agent's code leaves it alone."""
+    """The stand-in knows no `quit`."""
     try:
         os.kill(int(file.read_text()), 15)
     except ProcessLookupError:
