@@ -68,7 +68,7 @@ class Line:
 
     def spread(self, name: str) -> float:
         """Standard deviation of a figure over the seeds, of which there must be two."""
-        return stdev(getattr(run, name) for run in self.runs)
+        return float(stdev(getattr(run, name) for run in self.runs))
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,11 +37,11 @@ ATTRIBUTED = (
     "With all of them it knows slowdowns and durations, too, which the oracle does not."
 )
 VARIED = (
-    "Carpool (slowdown ≤ 1.5) where what is assumed is otherwise; above, a change of a mode takes no time. Neither kind "
-    "of line can show much harm: every true peak is complete after a minute, so that going by a peak sooner risks "
-    "nothing here, as it may where real jobs grow; and a GPU keeps its mode when it falls idle, so that few changes are "
-    "paid for. The time of a change is added to the job's own, so that the GPU counts as busy meanwhile and draws its "
-    "power: of these lines utilization and energy are told too high, makespans are not."
+    "Carpool (slowdown ≤ 1.5) where what is assumed is otherwise; above, a change of a mode takes no time. Neither "
+    "kind of line can show much harm: every true peak is complete after a minute, so that going by a peak sooner "
+    "risks nothing here, as it may where real jobs grow; and a GPU keeps its mode when it falls idle, so that few "
+    "changes are paid for. The time of a change is added to the job's own, so that the GPU counts as busy meanwhile "
+    "and draws its power: of these lines utilization and energy are told too high, makespans are not."
 )
 
 
