@@ -272,7 +272,7 @@ def test_the_document_is_written_from_results_alone(tmp_path):
         line(one, **(base | {"makespan_min": 60.0 - 6 * number}))
         for number, one in enumerate(attributed(experiment.mode))
     ]
-    assert "Run on 2026-01-31 12:00, 1.0, commit abc." in text
+    assert "Results of 2026-01-31 12:00, 1.0, commit abc." in text
     assert "not all of one version" not in text
     results.write(tmp_path, "hotcloud" + results.ATTRIBUTED, workload(job("a")), told, Provenance())
     document.write(tmp_path, tmp_path / "experiments.md")

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from carpool_extender.simulation import alibaba
 from carpool_extender.simulation.command import simulate
-from carpool_extender.simulation.contest import EXPERIMENTS, Line, figures_of
+from carpool_extender.simulation.contest import DEFAULT, EXPERIMENTS, Line, figures_of, ours
 from carpool_extender.simulation.engine import DEATHS, Simulation
 from carpool_extender.simulation.philly import from_trace, read_cluster
 from carpool_extender.simulation.philly_times import read_trace
@@ -269,3 +269,10 @@ def test_the_command_refuses_what_it_cannot_do(data, arguments, sentence):
     result = run(data, *arguments)
     assert result.exit_code == 2
     assert sentence in result.output
+
+
+def test_what_philly_runs_as_the_default_differs_from_what_ships_only_in_learning_nothing():
+    """Regression: it went by predictions of what runs, where Carpool goes by what is measured."""
+    philly, hotcloud = (EXPERIMENTS[name] for name in ("philly", "hotcloud"))
+    shipped = next(one for one in ours(hotcloud.mode) if one.name == DEFAULT)
+    assert next(one for one in philly.published if one.name == DEFAULT) == replace(shipped, learns=False)

@@ -62,7 +62,7 @@ def write(out: Path, path: Path) -> None:
     parts = [*_head(), *_goals(lines), *_oracle(lines), *_losses(found)]
     for name, (about, known) in found.items():
         title, *rest = report.section(about.title, about.assumptions, known, about.shown)
-        parts += [title, "", f"Run on {about.made}.", *rest]
+        parts += [title, "", f"Results of {about.made}.", *rest]
         parts += _more(out, name, known)
         parts += _power(known) if name == "radrm-60" else []
     parts += [*_times(found), *_versions(out, found), "## What is doubtful", "", *(f"- {one}" for one in DOUBTS), ""]
