@@ -166,6 +166,8 @@ class PartReading:
     """Whose it is; None where nobody knows."""
     counters: Mapping[str, float]
     """By DCGM's field names."""
+    is_shown_elsewhere: bool = False
+    """Whether Prometheus gets the counters from elsewhere already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +194,7 @@ class Reading:
     source: str = ""
     """Where the counters are from, such as `nvml`."""
     is_shown_elsewhere: bool = False
-    """Whether Prometheus gets the counters from there already."""
+    """Whether Prometheus gets the GPU's counters from there already; its instances have their own word."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,17 +79,17 @@ class AgentCollector(Collector):
             if reading is None or not meter.is_current:
                 continue  # the carpool_agent_gpu_healthy series says so
             source.add_metric([device.uuid, reading.source], 1.0)
-            if reading.is_shown_elsewhere:
-                continue
-            labels = self._labels(device, reading.pci_bus_id)
-            for name, value in _values(device, reading, meter).items():
-                families[name].add_metric(labels, value)
+            if not reading.is_shown_elsewhere:
+                labels = self._labels(device, reading.pci_bus_id)
+                for name, value in _values(device, reading, meter).items():
+                    families[name].add_metric(labels, value)
+                if reading.energy_j is not None:
+                    energy.add_metric(labels, round(1000 * reading.energy_j))
             for part in reading.parts:
-                of_part = self._labels_of_part(device, reading.pci_bus_id, part)
-                for name, value in part.counters.items():
-                    families[name].add_metric(of_part, value)
-            if reading.energy_j is not None:
-                energy.add_metric(labels, round(1000 * reading.energy_j))
+                if not part.is_shown_elsewhere:
+                    of_part = self._labels_of_part(device, reading.pci_bus_id, part)
+                    for name, value in part.counters.items():
+                        families[name].add_metric(of_part, value)
         yield source
         # What no GPU here can say is absent; where none was asked yet, nobody knows what that is.
         is_sampled = any(meter.reading is not None for meter in self._agent.reconciler.meters.values())

@@ -104,15 +104,15 @@ async def test_sick_gpu_has_no_values_but_a_health(agent, devices, tmp_path) -> 
 
 
 class Exporter:
-    """dcgm-exporter, which shows one of two GPUs."""
+    """dcgm-exporter, which shows some of the GPUs and instances."""
 
     name, is_public = "dcgm-exporter", True
 
     def __init__(self) -> None:
-        self.shows: list[str] = []
+        self.shows: set[tuple[str, int | None]] = set()
 
     def values(self) -> dict:
-        return {(uuid, None): {"DCGM_FI_DEV_GPU_UTIL": 5.0} for uuid in self.shows}
+        return {place: {"DCGM_FI_DEV_GPU_UTIL": 5.0} for place in self.shows}
 
 
 def series(registry: CollectorRegistry, prefix: str = "DCGM_") -> set[tuple[str, str]]:
@@ -123,7 +123,7 @@ async def test_what_dcgm_exporter_shows_is_shown_by_nobody_else(tmp_path) -> Non
     exporter = Exporter()
     devices = Node(FakeNvml(["H100", "A100-40"]), FakeMpsCommands(), tmp_path, sources=(exporter,)).devices()
     shown, other = devices.uuids
-    exporter.shows = [shown]
+    exporter.shows = {(shown, None)}
     agent = flowing(AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path), FakeKube(), devices)
     registry = registry_of(agent)
     value = registry.get_sample_value
@@ -131,9 +131,32 @@ async def test_what_dcgm_exporter_shows_is_shown_by_nobody_else(tmp_path) -> Non
         await until(lambda: value("carpool_agent_gpu_metrics_source", {"UUID": shown, "source": "dcgm-exporter"}))
         assert value("carpool_agent_gpu_metrics_source", {"UUID": other, "source": "nvml"}) == 1
         assert {uuid for _, uuid in series(registry)} == {other}
-        exporter.shows = []
+        exporter.shows = set()
         await until(lambda: value("carpool_agent_gpu_metrics_source", {"UUID": shown, "source": "nvml-gpm"}))
         assert {uuid for _, uuid in series(registry)} == {shown, other}
+
+
+async def test_each_place_is_shown_once_where_dcgm_exporter_shows_instances_only(tmp_path) -> None:
+    """Regression: of a divided GPU it shows the instances; both showed them."""
+    exporter = Exporter()
+    node = Node(FakeNvml(["H100"]), FakeMpsCommands(), tmp_path, sources=(exporter,))
+    mig = node.nvml.gpus[0].mig
+    mig.is_enabled = mig.is_pending = True
+    shown, other = (mig.create(mig.table.profiles[-2].id, at, 1).id for at in (0, 1))
+    devices = node.devices()
+    exporter.shows = {(devices.uuids[0], shown)}
+    agent = flowing(AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path), FakeKube(), devices)
+    registry = registry_of(agent)
+    source = {"UUID": devices.uuids[0], "source": "dcgm-exporter"}
+
+    def places() -> set[str]:
+        return {s.labels["GPU_I_ID"] for m in registry.collect() for s in m.samples if s.name.startswith("DCGM_")}
+
+    async with running(agent):
+        await until(lambda: registry.get_sample_value("carpool_agent_gpu_metrics_source", source))
+        await until(lambda: node.advance(0.1) or places() == {"", str(other)})
+        exporter.shows = {(devices.uuids[0], None)}
+        await until(lambda: node.advance(0.1) or places() == {str(shown), str(other)})
 
 
 async def test_mig_instances_have_series_and_gone_ones_have_none(tmp_path, reserve) -> None:

@@ -86,10 +86,11 @@ class Measuring:
         there = self._watcher.look(uuid)[0].pods
         samples = self._samples(uuid, ledger) if not found else None
         told, gpm = self._activity(uuid, None)
-        of_parts = {f.instance.id: self._activity(uuid, f.instance.id)[1] for f in found}
+        of_parts = {f.instance.id: self._activity(uuid, f.instance.id) for f in found}
+        told_by = next((source for source in (told, *(source for source, _ in of_parts.values())) if source), None)
         at = self._monotonic()
         energy_j = None if telemetry.energy_mj is None else telemetry.energy_mj / 1000
-        parts = {f.instance.id: _moment(f, of_parts[f.instance.id]) for f in found}
+        parts = {f.instance.id: _moment(f, of_parts[f.instance.id][1]) for f in found}
         processes, ended = ledger.take(Moment(at, there, samples, energy_j, gpm, parts))
         return Reading(
             at=at,
@@ -101,8 +102,8 @@ class Measuring:
             energy_j=energy_j,
             counters={**dcgm_values(known, telemetry, gpm), **self._told(uuid, None)},
             pci_bus_id=known.pci_bus_id,
-            parts=tuple(self._part(uuid, f, there, of_parts) for f in found),
-            source=told.name if told else GPM if self._gpm.is_supported(uuid) else PLAIN,
+            parts=tuple(self._part(uuid, f, there, *of_parts[f.instance.id]) for f in found),
+            source=told_by.name if told_by else GPM if self._gpm.is_supported(uuid) else PLAIN,
             is_shown_elsewhere=told is not None and told.is_public,
         )
 
@@ -131,7 +132,7 @@ class Measuring:
             raise
 
     def _part(
-        self, uuid: GpuUuid, found: Found, there: Sequence[Present], gpm: Mapping[int, GpmMetrics | None]
+        self, uuid: GpuUuid, found: Found, there: Sequence[Present], told: Source | None, gpm: GpmMetrics | None
     ) -> PartReading:
         number = found.instance.id
         pods = {p.process.pod_uid for p in there if p.running.gpu_instance_id == number}
@@ -139,7 +140,8 @@ class Measuring:
             instance_id=number,
             profile=found.instance.placement.profile.name,
             pod_uid=found.own.pod_uid if found.own is not None else pods.pop() if len(pods) == 1 else None,
-            counters={**dcgm_of_part(self._memory(uuid, found), gpm[number]), **self._told(uuid, number)},
+            counters={**dcgm_of_part(self._memory(uuid, found), gpm), **self._told(uuid, number)},
+            is_shown_elsewhere=told is not None and told.is_public,
         )
 
     def _memory(self, uuid: GpuUuid, found: Found) -> tuple[int, int] | None:
