@@ -27,7 +27,7 @@ class XidClass(StrEnum):
 
 
 _APPLICATION = (13, 31, 43, 45, 68, 69, 109)
-_FATAL = (48, 61, 62, 64, 74, 79, 95, 110, 119, 120, 121, 136, 140, 143, 154)
+_FATAL = (48, 61, 62, 64, 74, 79, 95, 110, 119, 120, 121, 136, 140, 143)
 XIDS: Mapping[int, XidClass] = {
     **dict.fromkeys(_APPLICATION, XidClass.APPLICATION),
     **dict.fromkeys(_FATAL, XidClass.FATAL),
@@ -50,6 +50,7 @@ _MEANING = {
     95: "uncontained ECC error",
     119: "GSP does not answer",
     120: "GSP error",
+    154: "recovery action changed",
 }
 
 

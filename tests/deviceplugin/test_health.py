@@ -15,6 +15,12 @@ def test_classes(xid: int, kind: str) -> None:
     assert xid_class(xid) == kind
 
 
+def test_word_of_a_recovery_is_no_reason_to_wait_for_a_reset() -> None:
+    """XID 154 says that the recovery action has changed, to none as well; what takes a reset comes with its own XID."""
+    assert advance(advance(WELL, Signals(xids=[154]), 0), Signals(), 61).is_healthy
+    assert not advance(advance(WELL, Signals(xids=[95, 154]), 0), Signals(), 61).is_healthy
+
+
 def test_unknown_xid_is_not_harmless() -> None:
     assert xid_class(4711) is XidClass.RECOVERABLE
     assert describe_xid(4711) == "XID 4711"
