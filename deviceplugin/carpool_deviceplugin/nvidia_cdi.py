@@ -109,8 +109,8 @@ def _decoded(path: Path) -> _Specification | None:
         if NVIDIA_GPU.encode() not in content:
             return None  # somebody else's: whether it is sound is not ours to say
         found = decode(content, type=_Specification)
-        for one in (found, *found.devices):
-            msgspec.convert(one.containerEdits, _Edits)
+        for edits in (found.containerEdits, *(device.containerEdits for device in found.devices)):
+            msgspec.convert(edits, _Edits)
         return found
     except FileNotFoundError:
         return None
