@@ -59,7 +59,7 @@ def real_devices(settings: AgentSettings, nvml: NvmlLibrary, *, may_write: bool 
     return NvmlDevices(
         nvml,
         mps=mps_daemons(settings),
-        cdi=NvidiaCdi((Path("/etc/cdi"), settings.cdi_dir)),
+        cdi=NvidiaCdi((cdi.STATIC_DIR, settings.cdi_dir)),
         state_dir=settings.state_dir,
         processes=ProcTree(),
         may_switch_mig=settings.mig_switch,
@@ -204,6 +204,7 @@ def build(
     plugin = Plugin(
         knowledge,
         settings.cdi_dir,
+        also_read=(cdi.STATIC_DIR,),
         gpus=len(devices.uuids),
         slots_per_gpu=settings.slots_per_gpu,
         clock=clock,

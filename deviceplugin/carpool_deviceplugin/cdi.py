@@ -139,6 +139,10 @@ def write(directory: Path, specs: Mapping[str, Mapping[str, Any]]) -> None:
             raise
 
 
+STATIC_DIR = Path("/etc/cdi")
+"""Where runtimes read specifications, too: those that people write and keep."""
+
+
 def of_others(directory: Path) -> list[Path]:
     """List the specifications of others in a directory, in the order of their names; none where it is absent."""
     try:

@@ -60,6 +60,7 @@ class Plugin:
     Args:
         knowledge: What the agent knows.
         cdi_dir: Where CDI specifications are read by the container runtime.
+        also_read: Where it reads some, too; none is written there.
         gpus: How many GPUs the node has.
         slots_per_gpu: How many pods may share a GPU at most.
         clock: For patience.
@@ -72,6 +73,7 @@ class Plugin:
         knowledge: Knowledge,
         cdi_dir: Path,
         *,
+        also_read: Sequence[Path] = (),
         gpus: int,
         slots_per_gpu: int,
         clock: Clock,
@@ -80,6 +82,7 @@ class Plugin:
     ) -> None:
         self._patience_s, self._sleep = patience_s, sleep
         self._knowledge, self._cdi_dir, self._clock = knowledge, cdi_dir, clock
+        self._also_read = also_read
         self._gpus, self._slots_per_gpu = gpus, slots_per_gpu
         self._healthy = gpus
         self._changes: set[asyncio.Event] = set()
@@ -156,7 +159,7 @@ class Plugin:
         return served
 
     def _write(self, owner: Owner, reservation: Reservation, access: Mapping[GpuUuid, Access]) -> None:
-        if theirs := cdi.claimed_by_others(self._cdi_dir):
+        if theirs := [path for one in (self._cdi_dir, *self._also_read) for path in cdi.claimed_by_others(one)]:
             raise RefusedError(
                 f"expected Carpool alone to describe devices of kind {CDI_KIND}, found {', '.join(map(str, theirs))}; "
                 "remove it: the container runtime refuses devices that two files describe"

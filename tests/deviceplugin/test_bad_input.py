@@ -49,6 +49,7 @@ class Ground:
                 held=self._held,
             ),
             directory,
+            also_read=(directory.with_name("etc"),),
             gpus=1,
             slots_per_gpu=8,
             clock=self.clock,
@@ -109,11 +110,12 @@ async def test_full_disk_under_the_cdi_directory(ground: Ground) -> None:
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("name", ["theirs.json", "nvidia.yaml"])
+@pytest.mark.parametrize("name", ["theirs.json", "nvidia.yaml", "../etc/theirs.yaml"])
 async def test_specification_of_others_for_our_devices(ground: Ground, name: str) -> None:
     """Two files for one device: the runtime refuses it, and says nothing of why in the pod's events."""
     ground.directory.mkdir()
-    theirs = ground.directory / name
+    ground.directory.with_name("etc").mkdir()
+    theirs = (ground.directory / name).resolve()
     theirs.write_text(f'{{"cdiVersion": "0.6.0", "kind": "{CDI_KIND}", "devices": [{{"name": "slot-0"}}]}}')
     with pytest.raises(RefusedError, match=rf"expected Carpool alone to describe.*found {theirs}; remove it"):
         await ground.plugin.pre_start(["slot-0"])

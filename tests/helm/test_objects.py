@@ -144,10 +144,16 @@ def test_an_agent_of_real_gpus_has_one_capability_and_the_nodes_process_ids(rend
     }
     assert chart.containers["mps"]["securityContext"] == {
         "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"], "add": ["SYS_ADMIN", "SETUID", "SETGID"]},
+        "capabilities": {"drop": ["ALL"], "add": ["SYS_ADMIN", "SETUID", "SETGID", "KILL"]},
         "appArmorProfile": {"type": "Unconfined"},
     }
-    assert chart.containers["mps"]["volumeMounts"] == [{"name": "state", "mountPath": "/var/lib/carpool"}]
+    specifications = {"name": "etc-cdi", "mountPath": "/etc/cdi", "readOnly": True}
+    assert chart.containers["mps"]["volumeMounts"] == [
+        {"name": "state", "mountPath": "/var/lib/carpool"},
+        {"name": "cdi", "mountPath": "/var/run/cdi", "readOnly": True},
+        specifications,
+    ]
+    assert specifications in chart.containers["agent"]["volumeMounts"], "NVIDIA's may stand there, too"
     socket = chart.environment("agent")["CARPOOL_MPS_HOST"]
     assert socket in chart.containers["mps"]["args"], "both speak of one socket"
     pod = agent_pod(chart)
@@ -182,7 +188,7 @@ def test_mps_daemons_run_where_the_agent_does_and_reach_no_api_server(render: An
     assert "serviceAccountName" not in pod
     assert pod["hostPID"] is True
     assert not {"hostNetwork", "hostIPC", "runtimeClassName"} & pod.keys()
-    assert [v["name"] for v in pod["volumes"]] == ["state"]
+    assert [v["name"] for v in pod["volumes"]] == ["state", "cdi", "etc-cdi"]
 
 
 def test_an_agent_without_mps_and_mig_has_no_capability(render: Any) -> None:
@@ -197,6 +203,7 @@ def test_an_agent_without_mps_and_mig_has_no_capability(render: Any) -> None:
 def test_simulated_gpus_take_nothing_of_the_node(render: Any) -> None:
     chart = render(nodeAgent={"simulatedGpus": "NVIDIA A100-SXM4-40GB:4"})
     assert not {"hostPID", "runtimeClassName"} & agent_pod(chart).keys()
+    assert "/etc/cdi" not in [v["hostPath"]["path"] for v in agent_pod(chart)["volumes"] if "hostPath" in v]
     assert "mps" not in chart.containers
     assert not [name for name in chart.environment("agent") if name.startswith("NVIDIA_")]
 
@@ -232,7 +239,8 @@ def test_only_they_see_their_node_and_at_the_nodes_own_paths(chart: Any) -> None
             continue
         is_agent = workload["metadata"]["name"] == "carpool-node-agent"
         kubelets = ["/var/lib/kubelet/device-plugins", "/var/lib/kubelet/pod-resources", "/var/run/cdi"]
-        assert sorted(paths.values()) == ["/var/lib/carpool", *(kubelets if is_agent else [])]
+        kubelets = kubelets if is_agent else kubelets[-1:]
+        assert sorted(paths.values()) == ["/etc/cdi", "/var/lib/carpool", *kubelets]
         assert {m["name"]: m["mountPath"] for m in spec["containers"][0]["volumeMounts"]} == paths
     where = chart.environment("agent")
     assert where["CARPOOL_DEVICE_PLUGIN_DIR"] == "/var/lib/kubelet/device-plugins"
