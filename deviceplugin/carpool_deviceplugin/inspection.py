@@ -6,13 +6,13 @@ from pathlib import Path
 from carpool_core.resources.node import Device
 from carpool_core.values import DeviceHealth
 
-from carpool_deviceplugin.gpu import DeviceError
+from carpool_deviceplugin.gpu import DeviceError, Part
 from carpool_deviceplugin.mig.layout import fragmentation, occupied
 from carpool_deviceplugin.mps_program import MpsProgram
 from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
 from carpool_deviceplugin.nvml.devices import NvmlDevices
 from carpool_deviceplugin.nvml.measuring import GPM, PLAIN
-from carpool_deviceplugin.nvml.mig import read_instances, read_mig_devices, read_table
+from carpool_deviceplugin.nvml.mig import read_mig_devices, read_table
 from carpool_deviceplugin.nvml.values import Identity
 from carpool_deviceplugin.sources.exporter import Exporter
 from carpool_deviceplugin.sources.host_engine import HostEngine
@@ -44,12 +44,13 @@ def _gpu(devices: NvmlDevices, device: Device) -> Iterator[str]:
     yield f"GPU {device.index}: {device.product}  {device.uuid}"
     numa = "" if known.numa_node is None else f", NUMA node {known.numa_node}"
     yield (
-        f"  {device.memory_mib:,} MiB ({device.reserved_mib:,} reserved), compute capability "
+        f"  {device.memory_mib:,} MiB ({known.reserved_mib:,} the driver's, "
+        f"{device.reserved_mib - known.reserved_mib:,} more kept free), compute capability "
         f"{known.compute_capability}, PCI {known.pci_bus_id}{numa}"
     )
     if known.nvlink_peers:
         yield f"  NVLink to {', '.join(known.nvlink_peers)}"
-    yield f"  modes: {', '.join(device.modes) or 'none'}; now {device.mode or 'idle'}"
+    yield f"  modes: {', '.join(device.modes) or 'none'}; now {device.mode or 'no mode set'}"
     yield "  healthy" if device.health is DeviceHealth.HEALTHY else f"  UNHEALTHY: {device.health_message}"
     try:
         yield f"  metrics: {_metrics(devices, known)}"
@@ -86,11 +87,26 @@ def _mig(devices: NvmlDevices, known: Identity) -> Iterator[str]:
     if table is None or not known.mig_enabled:
         return
     names = {d.gpu_instance_id: d.uuid for d in read_mig_devices(session, uuid)}
-    instances = read_instances(session, uuid, table)
-    for instance in instances:
-        yield f"    {instance}  {names.get(instance.id, 'no compute instance')}"
-    scattered = fragmentation(table, occupied(i.placement for i in instances))
+    parts = devices.actual(uuid).parts
+    for part in parts:
+        yield f"    {part.instance}  {names.get(part.instance.id, 'no compute instance')}  {_whose(part)}"
+    scattered = fragmentation(table, occupied(p.instance.placement for p in parts))
     yield f"    fragmentation of what is free: {scattered:.2f}"
+
+
+def _whose(part: Part) -> str:
+    used = ", in use" if part.is_used else ", idle"
+    if part.pod_uid:
+        return f"made for pod {part.pod_uid}{used}"
+    return f"{'made by the agent' if part.is_ours else 'made by somebody else'}{used}"
+
+
+def _sees_the_host(proc: Path) -> bool:
+    """Whether these are the host's PIDs: its second process is the kernel's, of which no container has one."""
+    try:
+        return (proc / "2" / "comm").read_text().strip() == "kthreadd"
+    except OSError:
+        return False
 
 
 def _missing(devices: NvmlDevices, cdi: NvidiaCdi, proc: Path) -> Iterator[str]:
@@ -110,7 +126,7 @@ def _missing(devices: NvmlDevices, cdi: NvidiaCdi, proc: Path) -> Iterator[str]:
     except DeviceError as e:
         found = True
         yield f"wrong: {e}"
-    if not (proc / "2" / "comm").exists():
+    if not _sees_the_host(proc):
         found = True
         yield "missing: the host's PIDs; without them no process is known to be a pod's. Run with hostPID: true"
     if not found:

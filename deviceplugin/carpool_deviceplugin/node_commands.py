@@ -1,6 +1,8 @@
 """`carpool node`: a node's GPUs, without Kubernetes."""
 
 import time
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
@@ -11,7 +13,8 @@ from carpool_deviceplugin.battery.command import battery
 from carpool_deviceplugin.devices import NoDevicesError
 from carpool_deviceplugin.gpu import DeviceError
 from carpool_deviceplugin.inspection import inspect_node
-from carpool_deviceplugin.mig.planner import MigRefusal, plan_mig
+from carpool_deviceplugin.mig.layout import Instance
+from carpool_deviceplugin.mig.planner import Create, Destroy, MigRefusal, plan_mig
 from carpool_deviceplugin.mig.profiles import MigTable, Profile, UnknownProfileError
 from carpool_deviceplugin.mps import Mps
 from carpool_deviceplugin.mps_host import MpsHost
@@ -24,7 +27,10 @@ from carpool_deviceplugin.nvml.mig import read_table
 from carpool_deviceplugin.nvml.mig_run import run_plan
 from carpool_deviceplugin.settings import AgentSettings
 
-_PREFIX = "mig:"
+_NOBODYS = (
+    "note: Carpool's agent divides GPUs by itself, and gives instances that were made here to no pod; "
+    "--to mig: --destroy-others removes them"
+)
 
 
 def _devices(context: click.Context, settings: AgentSettings) -> NvmlDevices:
@@ -60,15 +66,16 @@ def inspect(context: click.Context) -> None:
 
 
 @node.command(short_help="Print the steps that divide a GPU; --apply takes them.")
-@click.option("--gpu", type=int, required=True, help="Index of the GPU, as `carpool node inspect` prints it.")
+@click.option("--gpu", required=True, help="Index or UUID of the GPU, as `carpool node inspect` prints them.")
 @click.option("--to", "target", required=True, help="What it should be: mig:PROFILE[,PROFILE…]; mig: alone for none.")
 @click.option("--apply", "is_applied", is_flag=True, help="Take the steps; otherwise they are only printed.")
+@click.option("--destroy-others", is_flag=True, help="Also destroy idle instances that Carpool's agent did not make.")
 @click.pass_context
-def plan(context: click.Context, gpu: int, target: str, is_applied: bool) -> None:
+def plan(context: click.Context, gpu: str, target: str, is_applied: bool, destroy_others: bool) -> None:
     """Print the steps that divide a GPU as wanted, touching nothing in use; --apply takes them."""
     devices = _devices(context, node_settings())
     try:
-        _plan(devices, _gpu(devices, gpu), target, is_applied)
+        _plan(devices, _gpu(devices, gpu), target, is_applied=is_applied, may_destroy=destroy_others)
     except (DeviceError, UnknownProfileError) as e:
         raise InputError(str(e)) from e
 
@@ -105,21 +112,27 @@ def listening(socket: Path, state_dir: Path) -> MpsHost:
         raise InputError(f"--socket: expected to listen on {socket}, found {e}; its directory must be there") from e
 
 
-def _gpu(devices: NvmlDevices, index: int) -> GpuUuid:
-    if not 0 <= index < len(devices.uuids):
-        raise DeviceError(f"expected a GPU from 0 to {len(devices.uuids) - 1}, found {index}")
-    return devices.uuids[index]
+def _gpu(devices: NvmlDevices, name: str) -> GpuUuid:
+    """Find a GPU by its index or UUID; raises DeviceError."""
+    uuids = devices.uuids
+    if name in uuids:
+        return GpuUuid(name)
+    if not name.isdecimal() or int(name) >= len(uuids):
+        raise DeviceError(f"--gpu: expected a GPU from 0 to {len(uuids) - 1}, or its UUID, found {name}")
+    return uuids[int(name)]
 
 
 def _wanted(table: MigTable, target: str) -> list[Profile]:
-    if not target.startswith(_PREFIX):
-        raise DeviceError(
-            f"expected --to {_PREFIX}PROFILE[,PROFILE…], found {target!r}; other modes need no preparation"
-        )
-    return [table.find(name.strip()) for name in target.removeprefix(_PREFIX).split(",") if name.strip()]
+    kind, colon, names = target.strip().casefold().partition(":")
+    if (kind, colon) == ("mig", ":"):
+        return [table.find(name.strip()) for name in names.split(",") if name.strip()]
+    expected = f"expected --to mig:PROFILE[,PROFILE…], found {target!r}"
+    if all(name.strip() in table.by_name for name in kind.split(",")):
+        raise DeviceError(f"{expected}; did you mean mig:{kind}")
+    raise DeviceError(f"{expected}; other modes need no preparation")
 
 
-def _plan(devices: NvmlDevices, uuid: GpuUuid, target: str, is_applied: bool) -> None:
+def _plan(devices: NvmlDevices, uuid: GpuUuid, target: str, *, is_applied: bool, may_destroy: bool) -> None:
     session, known = devices.session, devices.identity(uuid)
     table = read_table(session, uuid) if known.mig_capable else None
     if table is None:
@@ -130,11 +143,7 @@ def _plan(devices: NvmlDevices, uuid: GpuUuid, target: str, is_applied: bool) ->
     found = plan_mig(table, [p.instance for p in parts], in_use, wanted)
     if isinstance(found, MigRefusal):
         raise DeviceError(f"GPU {uuid}: {found.message}")
-    for step in found.steps:
-        click.echo(str(step))
-    if not found.steps:
-        click.echo("nothing to do")
-    if not known.mig_enabled:
+    if found.steps and not known.mig_enabled:
         note = (
             f"MIG is switched off. Switching it on takes a GPU that nobody uses, and on Ampere a reset: nvidia-smi -i "
             f"{known.index} -mig 1"
@@ -142,9 +151,40 @@ def _plan(devices: NvmlDevices, uuid: GpuUuid, target: str, is_applied: bool) ->
         if is_applied:
             raise DeviceError(note)
         click.echo(f"before: {note}")
+    others = {p.instance.id for p in parts if not p.is_ours}
+    lost = [s.instance for s in found.steps if isinstance(s, Destroy) and s.instance.id in others]
+    if is_applied and lost and not may_destroy:
+        raise DeviceError(
+            f"GPU {uuid}: expected only instances of Carpool's agent to be destroyed, found made by somebody else: "
+            f"{', '.join(map(str, lost))}; where nobody needs them, --destroy-others"
+        )
+    for instance in found.kept:
+        click.echo(f"stays: {instance}, {'in use' if instance.id in in_use else 'as wanted'}")
+    if any(isinstance(step, Create) for step in found.steps):
+        click.echo(_NOBODYS)
+    if not found.steps:
+        click.echo("nothing to do" if known.mig_enabled else "nothing to do: MIG is switched off")
     elif is_applied:
         try:
-            run_plan(session, uuid, table, found, time.monotonic)
+            run_plan(session, uuid, table, found, time.monotonic, taken=lambda step: click.echo(str(step)))
         except DeviceError as e:
             raise click.ClickException(str(e)) from e  # not the input: the GPU has said no, half-way or at once
-        click.echo("done")
+    else:
+        for step in found.steps:
+            is_lost = isinstance(step, Destroy) and step.instance in lost
+            click.echo(f"would {step}{' (made by somebody else: takes --destroy-others)' if is_lost else ''}")
+    if not is_applied:
+        return
+    if more := _beyond(found.kept, wanted):
+        raise click.ClickException(f"GPU {uuid}: expected {target}, found more, in use: {', '.join(map(str, more))}")
+    click.echo("done")
+
+
+def _beyond(kept: Iterable[Instance], wanted: Iterable[Profile]) -> list[Instance]:
+    """Return the instances that stay though nobody wanted them."""
+    left, beyond = Counter(wanted), list[Instance]()
+    for instance in kept:
+        left[instance.placement.profile] -= 1
+        if left[instance.placement.profile] < 0:
+            beyond.append(instance)
+    return beyond

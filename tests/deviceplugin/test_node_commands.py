@@ -1,5 +1,6 @@
 """`carpool node inspect` and `carpool node plan`, over the fake."""
 
+import re
 from pathlib import Path
 
 import pynvml
@@ -67,28 +68,95 @@ def test_inspect_says_where_metrics_come_from(node: Node) -> None:
 
 def test_plan_prints_and_applies(node: Node) -> None:
     printed = run(node, "plan", "--gpu", "0", "--to", "mig:3g.20gb,2g.10gb")
-    assert (printed.exit_code, len(printed.output.splitlines())) == (0, 2)
+    assert (printed.exit_code, len(printed.output.splitlines())) == (0, 3)
+    assert printed.output.startswith("note: Carpool's agent divides GPUs by itself, and gives instances that were made")
+    assert [line.split()[:2] for line in printed.output.splitlines()[1:]] == [["would", "create"]] * 2
     assert node.nvml.gpus[0].mig.instances == {}
     applied = run(node, "plan", "--gpu", "0", "--to", "mig:3g.20gb,2g.10gb", "--apply")
-    assert applied.output.splitlines()[-1] == "done"
+    assert [line.split()[0] for line in applied.output.splitlines()[1:]] == ["create", "create", "done"]
     assert sorted(i.profile.name for i in node.nvml.gpus[0].mig.instances.values()) == ["2g.10gb", "3g.20gb"]
     assert "nothing to do" in run(node, "plan", "--gpu", "0", "--to", "mig:2g.10gb,3g.20gb").output
-    assert "done" in run(node, "plan", "--gpu", "0", "--to", "mig:", "--apply").output
+    assert "done" in run(node, "plan", "--gpu", "0", "--to", "mig:", "--apply", "--destroy-others").output
     assert node.nvml.gpus[0].mig.instances == {}
+
+
+def test_gpu_may_be_named_by_its_uuid_and_modes_in_capitals(node: Node) -> None:
+    uuid = node.nvml.gpus[0].uuid
+    assert "would create 3g.20gb" in run(node, "plan", "--gpu", uuid, "--to", "MIG:3G.20GB").output
+
+
+def test_instances_of_others_are_destroyed_only_where_that_is_said(node: Node) -> None:
+    run(node, "plan", "--gpu", "0", "--to", "mig:3g.20gb", "--apply")
+    dry = run(node, "plan", "--gpu", "0", "--to", "mig:")
+    assert "(made by somebody else: takes --destroy-others)" in dry.output
+    refused = run(node, "plan", "--gpu", "0", "--to", "mig:", "--apply")
+    assert (refused.exit_code, len(node.nvml.gpus[0].mig.instances)) == (2, 1)
+    assert "found made by somebody else: instance 1 (3g.20gb on memory slices 4-7)" in refused.output
+
+
+def test_idle_instances_of_the_agent_go_without_a_word(node: Node) -> None:
+    devices = node.devices()
+    profile = node.nvml.gpus[0].mig.table.find("1g.5gb")
+    devices.apply(devices.uuids[0], CreateInstance(Placement(profile, 6), None))
+    done = run(node, "plan", "--gpu", "0", "--to", "mig:", "--apply")
+    assert (done.exit_code, node.nvml.gpus[0].mig.instances) == (0, {}), done.output
+
+
+def test_what_stays_in_use_is_told_and_is_not_done(node: Node) -> None:
+    run(node, "plan", "--gpu", "0", "--to", "mig:3g.20gb", "--apply")
+    node.nvml.start(0, 42, 100, instance=1)
+    for_nothing = run(node, "plan", "--gpu", "0", "--to", "mig:", "--apply", "--destroy-others")
+    assert for_nothing.exit_code == 1
+    assert for_nothing.output.splitlines()[:2] == [
+        "stays: instance 1 (3g.20gb on memory slices 4-7), in use",
+        "nothing to do",
+    ]
+    assert "expected mig:, found more, in use: instance 1 (3g.20gb" in for_nothing.output
+    assert "done" not in for_nothing.output
+    wanted = run(node, "plan", "--gpu", "0", "--to", "mig:3g.20gb", "--apply")
+    assert (wanted.exit_code, wanted.output.splitlines()[-1]) == (0, "done")
+
+
+def test_inspect_says_whose_instances_are_and_whether_they_are_in_use(node: Node) -> None:
+    devices = node.devices()
+    profile = node.nvml.gpus[0].mig.table.find("1g.5gb")
+    devices.apply(devices.uuids[0], CreateInstance(Placement(profile, 0), PodUid("uid-a")))
+    run(node, "plan", "--gpu", "0", "--to", "mig:1g.5gb,2g.10gb", "--apply")
+    (larger,) = (n for n, i in node.nvml.gpus[0].mig.instances.items() if i.profile.name == "2g.10gb")
+    node.start(0, 42, "x", instance=larger)
+    lines = [line for line in inspect_node(node.devices(), NvidiaCdi([]), node.root) if "    instance " in line]
+    assert {line.split("(")[1].split()[0]: line.rpartition("  ")[2] for line in lines} == {
+        "1g.5gb": "made for pod uid-a, idle",
+        "2g.10gb": "made by somebody else, in use",
+    }
+
+
+@pytest.mark.parametrize(("comm", "is_host"), [("kthreadd\n", True), ("pause\n", False)])
+def test_the_hosts_processes_are_known_by_the_kernels(node: Node, comm: str, is_host: bool) -> None:
+    (node.root / "2").mkdir()
+    (node.root / "2" / "comm").write_text(comm)
+    lines = "\n".join(inspect_node(node.devices(), NvidiaCdi([]), node.root))
+    assert ("the host's PIDs" not in lines) == is_host
+
+
+def test_inspect_says_what_is_reserved_for_whom(node: Node) -> None:
+    lines = "\n".join(inspect_node(node.devices(), NvidiaCdi([]), node.root))
+    assert re.search(r"40,960 MiB \([1-9]\d* the driver's, 256 more kept free\)", lines), lines
+    assert "; now no mode set" in lines
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--gpu", "7", "--to", "mig:1g.5gb"], "expected a GPU from 0 to 1, found 7"),
+        (["--gpu", "7", "--to", "mig:1g.5gb"], "expected a GPU from 0 to 1, or its UUID, found 7"),
         (["--gpu", "1", "--to", "mig:1g.5gb"], "expected a GPU with MIG, found Tesla T4"),
-        (["--gpu", "-1", "--to", "mig:1g.5gb"], "expected a GPU from 0 to 1, found -1"),
-        (["--gpu", "first", "--to", "mig:1g.5gb"], "'first' is not a valid integer"),
+        (["--gpu", "-1", "--to", "mig:1g.5gb"], "expected a GPU from 0 to 1, or its UUID, found -1"),
+        (["--gpu", "first", "--to", "mig:1g.5gb"], "expected a GPU from 0 to 1, or its UUID, found first"),
         (["--to", "mig:1g.5gb"], "Missing option '--gpu'"),
         (["--gpu", "0", "--too", "mig:1g.5gb"], "No such option"),
         (["--gpu", "0", "--to", "mig:9g.90gb"], "expected a MIG profile out of 7g.40gb, 4g.20gb"),
         (["--gpu", "0", "--to", "mig:3g.20"], "found '3g.20'"),
-        (["--gpu", "0", "--to", "MIG:3g.20gb"], "expected --to mig:PROFILE"),
+        (["--gpu", "0", "--to", "3g.20gb,1G.5gb"], "found '3g.20gb,1G.5gb'; did you mean mig:3g.20gb,1g.5gb"),
         (["--gpu", "0", "--to", "mig:3g.20gb,$(reboot)"], "found '$(reboot)'"),
         (["--gpu", "0", "--to", "mps"], "expected --to mig:PROFILE"),
         (["--gpu", "0", "--to", "mig:7g.40gb,1g.5gb"], "expected profiles that fit on one GPU together"),
@@ -121,8 +189,11 @@ def test_instance_that_is_promised_to_a_pod_is_in_use(node: Node) -> None:
 
 def test_switched_off_says_how_to_switch_on(node: Node) -> None:
     node.nvml.gpus[0].mig.is_enabled = node.nvml.gpus[0].mig.is_pending = False
-    assert "before: MIG is switched off" in run(node, "plan", "--gpu", "0", "--to", "mig:7g.40gb").output
-    assert run(node, "plan", "--gpu", "0", "--to", "mig:7g.40gb", "--apply").exit_code == 2
+    printed = run(node, "plan", "--gpu", "0", "--to", "mig:7g.40gb").output.splitlines()
+    assert [line.split()[0] for line in printed] == ["before:", "note:", "would"]
+    refused = run(node, "plan", "--gpu", "0", "--to", "mig:7g.40gb", "--apply")
+    assert (refused.exit_code, refused.output.splitlines()[0][:31]) == (2, "Error: MIG is switched off. Swi")
+    assert run(node, "plan", "--gpu", "0", "--to", "mig:").output == "nothing to do: MIG is switched off\n"
 
 
 def test_host_of_daemons_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,6 +264,7 @@ def test_what_the_gpu_refuses_is_told_apart_from_what_was_asked(node: Node) -> N
         result.output
     )
     assert "it was undone" in result.output
+    assert result.output.count(node.nvml.gpus[0].uuid) == 1
 
 
 FAILING = ["nvmlDeviceCreateGpuInstanceWithPlacement", "nvmlGpuInstanceCreateComputeInstance", "nvmlGpuInstanceGetInfo"]

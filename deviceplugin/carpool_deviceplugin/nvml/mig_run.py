@@ -15,7 +15,14 @@ DEADLINE_S = 30.0
 """An instance takes well under a second; a driver that needs longer for all of them is stuck."""
 
 
-def run_plan(session: Session, uuid: GpuUuid, table: MigTable, plan: MigPlan, monotonic: Callable[[], float]) -> None:
+def run_plan(
+    session: Session,
+    uuid: GpuUuid,
+    table: MigTable,
+    plan: MigPlan,
+    monotonic: Callable[[], float],
+    taken: Callable[[MigStep], None] = lambda _: None,
+) -> None:
     """Take the steps of a plan.
 
     Args:
@@ -24,6 +31,7 @@ def run_plan(session: Session, uuid: GpuUuid, table: MigTable, plan: MigPlan, mo
         table: What it can be divided into.
         plan: What to do; made from what the GPU was a moment ago.
         monotonic: Seconds.
+        taken: Hears of each step when it was read back.
 
     Raises:
         DeviceError: A step failed, and whether it was undone.
@@ -38,9 +46,11 @@ def run_plan(session: Session, uuid: GpuUuid, table: MigTable, plan: MigPlan, mo
             done.append(step)
             apply_step(session, uuid, step)
             _read_back(session, uuid, table, step)
+            taken(step)
     except DeviceError as e:
         failed = str(done[-1]) if done else "the first step"
-        raise DeviceError(f"GPU {uuid}: {failed} failed: {e}; {_undo(session, uuid, table, done)}") from e
+        why = str(e).removeprefix(f"GPU {uuid}: ")
+        raise DeviceError(f"GPU {uuid}: {failed} failed: {why}; {_undo(session, uuid, table, done)}") from e
 
 
 def _still_idle(session: Session, uuid: GpuUuid, step: MigStep) -> None:
