@@ -1,6 +1,7 @@
 """Settings of the processes: each is a frozen dataclass; a field names its flag and its environment variable once."""
 
 import dataclasses
+import os
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -35,9 +36,11 @@ class Setting:
     type: Any
     """`bool`, `int`, `float`, `str`, `Path` or an Enum, without `| None`."""
     default: Any
+    empty_counts: bool = False
+    """Whether an empty variable is a value, not the same as none."""
 
 
-def setting(default: Any, *, flag: str, env: str, help: str) -> Any:  # noqa: A002  # click's and argparse's word
+def setting(default: Any, *, flag: str, env: str, help: str, empty_counts: bool = False) -> Any:  # noqa: A002  # click's and argparse's word
     """Define a field of a settings dataclass.
 
     Args:
@@ -45,8 +48,10 @@ def setting(default: Any, *, flag: str, env: str, help: str) -> Any:  # noqa: A0
         flag: Command-line flag, such as `--metrics-port`.
         env: Environment variable, such as `CARPOOL_METRICS_PORT`.
         help: One sentence with the unit and the meaning of None.
+        empty_counts: Whether an empty variable is a value; otherwise it is the same as none, and the default holds.
     """
-    return dataclasses.field(default=default, metadata={_SETTING: {"flag": flag, "env": env, "help": help}})
+    told = {"flag": flag, "env": env, "help": help, "empty_counts": empty_counts}
+    return dataclasses.field(default=default, metadata={_SETTING: told})
 
 
 def metrics_port(default: int) -> Any:
@@ -88,8 +93,15 @@ def load(cls: type[S], environ: Mapping[str, str]) -> S:
     Raises:
         SettingsError: A variable holds a value of the wrong kind.
     """
-    found = {s.path: _parse(s, environ[s.env]) for s in settings_of(cls) if environ.get(s.env, "") != ""}
-    return _build(cls, found)
+    given = (s for s in settings_of(cls) if environ.get(s.env) or (s.empty_counts and s.env in environ))
+    return _build(cls, {s.path: _parse(s, environ[s.env]) for s in given})
+
+
+class _EmptyCounts(click.Option):
+    """An option whose variable counts where it is empty: click itself takes that for absent."""
+
+    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
+        return os.environ.get(str(self.envvar))
 
 
 def click_options(cls: type[Any]) -> Callable[[F], F]:
@@ -124,6 +136,7 @@ def _option(one: Setting) -> dict[str, Any]:
     # By value: click itself would offer the names of an enumeration's members, which are no interface.
     kind = click.Choice([str(m.value) for m in one.type]) if issubclass(one.type, Enum) else kinds[one.type]
     return {
+        "cls": _EmptyCounts if one.empty_counts else click.Option,
         "type": kind,
         "default": one.default.value if isinstance(one.default, Enum) else one.default,
         "envvar": one.env,

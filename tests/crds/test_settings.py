@@ -37,6 +37,24 @@ def test_defaults_without_an_environment() -> None:
     assert load(KubeSettings, {"KUBECONFIG": ""}) == KubeSettings(None)
 
 
+@dataclass(frozen=True)
+class Asked:
+    address: str = setting("here:1", flag="--address", env="T_ADDRESS", help="None where empty.", empty_counts=True)
+
+
+@pytest.mark.parametrize(("environ", "found"), [({}, "here:1"), ({"T_ADDRESS": ""}, ""), ({"T_ADDRESS": "x"}, "x")])
+def test_an_empty_variable_is_a_value_where_it_says_something(environ: dict[str, str], found: str) -> None:
+    """Regression: `none where empty` could not be said, neither to the agent nor by its chart."""
+
+    @click.command()
+    @click_options(Asked)
+    def command(settings: Asked) -> None:
+        click.echo(f"<{settings.address}>")
+
+    assert load(Asked, environ) == Asked(found)
+    assert CliRunner().invoke(command, [], env={"T_ADDRESS": None, **environ}).output == f"<{found}>\n"
+
+
 def test_every_kind_of_value_from_the_environment() -> None:
     environ = {
         "T_RATIO": "0.25", "T_KUBELET": "no", "T_NODE": "n1", "T_SLOTS": "3", "T_FOLDER": "/x", "UNRELATED": "1",
