@@ -1,6 +1,7 @@
 """libdcgm by ctypes: the few calls that are used. Layouts are those of dcgm_structs.h of DCGM 3 and 4."""
 
 import ctypes
+import os
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import byref, c_char, c_char_p, c_double, c_int, c_int64, c_longlong, c_uint, c_ushort, sizeof
 
@@ -16,7 +17,8 @@ _BLANK_INT, _BLANK_FLOAT = 0x7FFFFFFFFFFFFFF0, 140737488355328.0
 """Values from these up mean that there is none."""
 _INT, _FLOAT, _TEXT = ord("i"), ord("d"), ord("s")
 _KEEP_S = 30.0
-_NAME = b"carpool"
+_NAME = "carpool-{pid}"
+"""A field group's name; the host engine knows each once, and another process of ours may be its client, too."""
 
 
 class _Pair(ctypes.Structure):
@@ -118,7 +120,7 @@ class Dcgm:
             self._handle,
             c_int(len(fields)),
             (c_ushort * len(fields))(*fields),
-            c_char_p(_NAME),
+            c_char_p(_NAME.format(pid=os.getpid()).encode()),
             byref(group),
         )
         for whom in (_ALL_GPUS, _ALL_INSTANCES):
