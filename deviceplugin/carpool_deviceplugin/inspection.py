@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from carpool_core.resources.node import Device
-from carpool_core.values import DeviceHealth
+from carpool_core.values import DeviceHealth, GpuUuid
 
 from carpool_deviceplugin.gpu import DeviceError, Part
 from carpool_deviceplugin.mig.layout import fragmentation, occupied
@@ -18,13 +18,14 @@ from carpool_deviceplugin.sources.exporter import Exporter
 from carpool_deviceplugin.sources.host_engine import HostEngine
 
 
-def inspect_node(devices: NvmlDevices, cdi: NvidiaCdi, proc: Path = Path("/proc")) -> Iterator[str]:
+def inspect_node(devices: NvmlDevices, cdi: NvidiaCdi, proc: Path = Path("/proc"), mps_host: str = "") -> Iterator[str]:
     """Describe a node, line by line.
 
     Args:
         devices: The node's GPUs.
         cdi: NVIDIA's CDI specifications.
         proc: /proc as the agent sees it.
+        mps_host: Socket of the process that starts MPS daemons; the agent does where empty.
     """
     session = devices.session
     library = session.library
@@ -36,7 +37,7 @@ def inspect_node(devices: NvmlDevices, cdi: NvidiaCdi, proc: Path = Path("/proc"
         yield ""
         yield from _gpu(devices, device)
     yield ""
-    yield from _missing(devices, cdi, proc)
+    yield from _missing(devices, cdi, proc, mps_host)
 
 
 def _gpu(devices: NvmlDevices, device: Device) -> Iterator[str]:
@@ -109,12 +110,32 @@ def _sees_the_host(proc: Path) -> bool:
         return False
 
 
-def _missing(devices: NvmlDevices, cdi: NvidiaCdi, proc: Path) -> Iterator[str]:
+def _lacking_for_mps(mps_host: str) -> str:
+    if mps_host and MpsProgram.is_installed():
+        return "" if Path(mps_host).is_socket() else f"the MPS daemons' host at {mps_host}; look at the pod carpool-mps"
+    return MpsProgram.missing()
+
+
+def _is_plain(devices: NvmlDevices, uuid: GpuUuid) -> bool:
+    """Whether nobody measures how busy a GPU's SMs are."""
+    try:
+        return devices.read(uuid).source == PLAIN
+    except DeviceError:
+        return False  # it cannot be read, which stands above
+
+
+def _missing(devices: NvmlDevices, cdi: NvidiaCdi, proc: Path, mps_host: str) -> Iterator[str]:
     """What the node lacks, and how to get it."""
     found = False
-    if lacking := MpsProgram.missing():
+    if lacking := _lacking_for_mps(mps_host):
         found = True
         yield f"missing, for mode MPS: {lacking}"
+    if any(_is_plain(devices, uuid) for uuid in devices.uuids):
+        found = True
+        yield (
+            "missing, for SM activity before Hopper: DCGM's library, and its host engine at CARPOOL_DCGM_ADDRESS; or "
+            "dcgm-exporter, named by CARPOOL_DCGM_EXPORTER"
+        )
     try:
         without = [u for u in devices.uuids if cdi.find(u, devices.identity(u).minor) is None]
         if without:

@@ -59,7 +59,8 @@ def inspect(context: click.Context) -> None:
     settings = node_settings()
     devices = _devices(context, settings)
     try:
-        for line in inspect_node(devices, NvidiaCdi((Path("/etc/cdi"), settings.cdi_dir))):
+        cdi = NvidiaCdi((Path("/etc/cdi"), settings.cdi_dir))
+        for line in inspect_node(devices, cdi, mps_host=settings.mps_host):
             click.echo(line)
     except DeviceError as e:
         raise InputError(str(e)) from e

@@ -1,6 +1,7 @@
 """`carpool node inspect` and `carpool node plan`, over the fake."""
 
 import re
+import socket
 from pathlib import Path
 
 import pynvml
@@ -139,6 +140,32 @@ def test_the_hosts_processes_are_known_by_the_kernels(node: Node, comm: str, is_
     assert ("the host's PIDs" not in lines) == is_host
 
 
+def test_inspect_says_who_could_measure_more(node: Node) -> None:
+    missing = "missing, for SM activity before Hopper: DCGM's library"
+    assert missing in "\n".join(inspect_node(node.devices(), NvidiaCdi([]), node.root))
+    newer = Node(FakeNvml(["H100"]), FakeMpsCommands(), node.root)
+    assert missing not in "\n".join(inspect_node(newer.devices(), NvidiaCdi([]), node.root))
+
+
+def test_inspect_looks_for_the_host_of_daemons_where_there_is_one(
+    node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program, there = tmp_path / "nvidia-cuda-mps-control", tmp_path / "s"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))  # without unshare, which only a process that starts daemons needs
+    monkeypatch.setenv("CARPOOL_MPS_HOST", str(there))
+    monkeypatch.setenv("CARPOOL_STATE_DIR", str(tmp_path / "state"))
+    inspected = CliRunner().invoke(command, ["inspect"], obj=node.nvml).output
+    assert f"missing, for mode MPS: the MPS daemons' host at {there}; look at the pod carpool-mps" in inspected
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(there))
+        inspected = CliRunner().invoke(command, ["inspect"], obj=node.nvml).output
+    assert "for mode MPS" not in inspected
+    monkeypatch.delenv("CARPOOL_MPS_HOST")
+    assert "unshare on PATH" in CliRunner().invoke(command, ["inspect"], obj=node.nvml).output
+
+
 def test_inspect_says_what_is_reserved_for_whom(node: Node) -> None:
     lines = "\n".join(inspect_node(node.devices(), NvidiaCdi([]), node.root))
     assert re.search(r"40,960 MiB \([1-9]\d* the driver's, 256 more kept free\)", lines), lines
@@ -204,15 +231,15 @@ def test_host_of_daemons_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("socket", "state", "says"),
+    ("path", "state", "says"),
     [
         ("missing/s", "", "--socket: expected to listen on "),
         ("s", "/proc/x", "--state-dir: expected a directory, or to make one, found "),
     ],
 )
-def test_host_of_daemons_says_where_it_cannot_be(tmp_path: Path, socket: str, state: str, says: str) -> None:
+def test_host_of_daemons_says_where_it_cannot_be(tmp_path: Path, path: str, state: str, says: str) -> None:
     with pytest.raises(InputError, match=says) as raised:
-        listening(tmp_path / socket, Path(state) if state else tmp_path)
+        listening(tmp_path / path, Path(state) if state else tmp_path)
     assert raised.value.exit_code == 2
 
 
