@@ -14,7 +14,17 @@ from carpool_predictor.calibration import FEWEST, Calibration, Measured, Stack
 from carpool_predictor.estimator import Job, predict, prepare
 from carpool_predictor.memory import shipped
 from carpool_predictor.observe import expected_of, observe
-from carpool_predictor.recalling import AGREEMENT, FIRST, MOST_DEATHS, RAISED, for_a_first_run, recalled_runs
+from carpool_predictor.recalling import (
+    AGREEMENT,
+    FIRST,
+    LEAST_BUSY,
+    MOST_BUSY,
+    MOST_DEATHS,
+    RAISED,
+    busier,
+    for_a_first_run,
+    recalled_runs,
+)
 
 T4 = find_product("Tesla T4")
 STACK = Stack(product=T4.name, precision=Precision.FP32)
@@ -193,6 +203,26 @@ def test_other_models_tell_it_once_there_are_enough_and_only_where_the_model_nev
     as_predicted = told(Calibration(), batch=32).activity.gpu_util_percent.median / 100
     own = runs(5000, batch=32, known=known, util=as_predicted)
     assert told(own).activity.gpu_util_percent.median == pytest.approx(plain, rel=0.01)
+
+
+def test_a_run_that_slept_does_not_make_its_whole_model_idle() -> None:
+    """Regression: one run at a thousandth of what was predicted spoke for all other sizes as it was."""
+    plain = told(Calibration()).activity
+    slept = told(runs(5000, batch=32, util=0.001, sm_active=0.0)).activity
+    assert slept.gpu_util_percent.median == pytest.approx(LEAST_BUSY * plain.gpu_util_percent.median)
+    assert slept.sm_active_ratio.median == pytest.approx(LEAST_BUSY * plain.sm_active_ratio.median)
+    little = msgspec.structs.replace(expected_of(asked(32), NAME, 0, T4), util=0.01)
+    full = Measured(peak_mib=5000, capacity_mib=T4.memory_mib, util=1.0)
+    known = observe(Calibration(), STACK, little, full, shipped())
+    assert busier(known, T4.name, Precision.FP32, NAME).util == MOST_BUSY
+
+
+def test_of_three_runs_of_a_job_one_that_slept_changes_nothing() -> None:
+    plain = told(Calibration(), batch=32).activity.gpu_util_percent.median / 100
+    known = Calibration()
+    for util in (plain / 2, 0.001, plain / 2):
+        known = runs(5000, batch=32, known=known, util=util)
+    assert busier(known, T4.name, Precision.FP32, NAME).util == pytest.approx(0.5, rel=0.01)
 
 
 def test_the_sentence_says_what_it_was_calibrated_from() -> None:
