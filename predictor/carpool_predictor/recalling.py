@@ -42,10 +42,10 @@ prediction, which speak of the next row of the next family. Of the rows themselv
 46, below 1.08 times it in 43, and below 1.14 times it in no more. It was reckoned once; no command repeats it."""
 ROOM = 0.95
 """Share of a GPU's memory that drivers leave at least; a bound beyond it leaves no room for anybody else anyway."""
-LEAST_BUSY, MOST_BUSY = 0.15, 6.0
+LEAST_BUSY, MOST_BUSY = 0.125, 8.0
 """What a run says of how busy a job is, over what was predicted, is believed between these: one that slept or waited
 for somebody is not to make a whole model idle. They were put around what runs show in the experiments on HotCloud's and
-RAD-RM's jobs with default settings: 0.17 (of a job whose neighbours had to be reckoned out) to 3.95."""
+RAD-RM's jobs with default settings: 0.152 (of a job whose neighbours had to be reckoned out) to 3.95."""
 
 
 class Recalled(msgspec.Struct, frozen=True, kw_only=True):
