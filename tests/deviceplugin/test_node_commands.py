@@ -11,7 +11,7 @@ from carpool_deviceplugin.gpu import CreateInstance, DeviceError
 from carpool_deviceplugin.inspection import inspect_node
 from carpool_deviceplugin.mig.layout import Placement
 from carpool_deviceplugin.mig.planner import plan_mig
-from carpool_deviceplugin.node_commands import listening
+from carpool_deviceplugin.node_commands import listening, mps_host
 from carpool_deviceplugin.node_commands import node as command
 from carpool_deviceplugin.node_input import InputError
 from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
@@ -278,9 +278,10 @@ def test_variable_of_the_wrong_kind_is_a_sentence(arguments: list[str]) -> None:
     )
 
 
-def test_state_directory_of_the_host_is_the_agents() -> None:
-    shown = CliRunner().invoke(command, ["mps-host", "--help"]).output
-    assert "CARPOOL_STATE_DIR" in shown
+def test_state_directory_of_the_host_is_the_agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CARPOOL_STATE_DIR", str(tmp_path))
+    with mps_host.make_context("mps-host", ["--socket", "s"]) as context:
+        assert context.params["state_dir"] == tmp_path
 
 
 def test_what_the_gpu_refuses_is_told_apart_from_what_was_asked(node: Node) -> None:
