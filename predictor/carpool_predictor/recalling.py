@@ -45,7 +45,7 @@ ROOM = 0.95
 LEAST_BUSY, MOST_BUSY = 0.125, 8.0
 """What a run says of how busy a job is, over what was predicted, is believed between these: one that slept or waited
 for somebody is not to make a whole model idle. They were put around what runs show in the experiments on HotCloud's and
-RAD-RM's jobs with default settings: 0.152 (of a job whose neighbours had to be reckoned out) to 3.95."""
+RAD-RM's jobs with default settings: 0.152 (of a job whose neighbours had to be reckoned out) to 4.31."""
 
 
 class Recalled(msgspec.Struct, frozen=True, kw_only=True):
