@@ -235,7 +235,8 @@ def _times(found: dict[str, tuple[results.About, list[Line]]]) -> list[str]:
     return [
         "## Processor time",
         "",
-        f"Of one run of the slowest strategy, on a shared machine; asked for is Philly in {PHILLY_MUST_S:g} s.",
+        "Of one run of the slowest strategy, beside other work; asked for is Philly in "
+        f"{PHILLY_MUST_S:g} s, which [benchmarks.md](benchmarks.md) measures by itself.",
         "",
         "| experiment | jobs | processor s |",
         "|---|---|---|",
