@@ -188,6 +188,7 @@ async def test_mig_instances_have_series_and_gone_ones_have_none(tmp_path, reser
         instances = {i.profile.name: i.id for i in node.nvml.gpus[0].mig.instances.values()}
         node.start(0, 42, "a", 5000, sm=0.5, instance=instances["3g.40gb"])
         await until(lambda: node.advance(0.1) or parts().get(("3g.40gb", "a"), 0) > 0.4)
+        await until(lambda: node.advance(0.1) or len(parts()) == 3)  # another thread reads one after the other
         assert parts().keys() == {("", ""), ("3g.40gb", "a"), ("1g.10gb", "b")}
         assert parts()["1g.10gb", "b"] == 0
         names = {s.name for m in registry.collect() for s in m.samples if s.labels.get("GPU_I_PROFILE") == "3g.40gb"}
