@@ -303,7 +303,7 @@ SERVER = 'import pathlib, time; pathlib.Path("/proc/self/comm").write_text("nvid
 
 def test_a_server_that_outlives_its_daemon_is_known_and_ended(program: MpsProgram, tmp_path: Path) -> None:
     script = (tmp_path / "bin" / PROGRAM).read_text()
-    with subprocess.Popen([sys.executable, "-c", f"{SERVER}; time.sleep(60)"], stdout=subprocess.PIPE) as server:
+    with subprocess.Popen([sys.executable, "-c", f"{SERVER}; time.sleep(20)"], stdout=subprocess.PIPE) as server:
         assert server.stdout is not None
         server.stdout.readline()
         (tmp_path / "bin" / PROGRAM).write_text(script.replace("700", str(server.pid)))
