@@ -93,6 +93,6 @@ async def test_both_tell_every_gpu_of_the_live_cluster_and_create_nothing(
     assert "not checked" not in elsewhere.stdout
     assert "would have to wait now" in elsewhere.stdout
     assert "not enough pods" in elsewhere.stdout  # no kubelet says what these Nodes have room for
-    assert missing.returncode == 1
+    assert missing.returncode == 2
     assert "Error: no GpuTrainingJob nobody in namespace default" in missing.stderr
     assert created == {"waiting"}
