@@ -70,7 +70,7 @@ async def seen(of: World, peak_mib: int, name: str = "x", **measures: Any) -> No
     """Let the agent report, and the operator hear of it."""
     of.measure(peak_mib, name, **measures)
     of.hear()
-    of.clock.advance(NEWS_S)
+    of.clock.advance(NEWS_S + 1)  # a second, for jobs beside it on the node have their turns, too
     await of.settle()
 
 
