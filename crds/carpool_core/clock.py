@@ -31,7 +31,7 @@ class SystemClock:
 
 def rfc3339(moment: datetime) -> str:
     """Write a UTC time as Kubernetes does, to the microsecond: `2026-01-31T12:00:00.000000Z`."""
-    return moment.astimezone(UTC).replace(tzinfo=None).isoformat(timespec="microseconds") + "Z"
+    return moment.astimezone(UTC).isoformat(timespec="microseconds").removesuffix("+00:00") + "Z"
 
 
 def parse_rfc3339(text: str) -> datetime:

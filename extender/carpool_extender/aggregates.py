@@ -25,13 +25,16 @@ def work_out(columns: Columns, rows: Rows) -> None:
     columns.sm_active[rows] = np.add.reduce(columns.sm.take(rows, axis=0), axis=1, dtype=np.float64)
     columns.dram_active[rows] = np.add.reduce(columns.dram.take(rows, axis=0), axis=1, dtype=np.float64)
     first, nobody = namespace[:, 0], np.arange(namespace.shape[1]) >= count[:, None]
-    alike = np.logical_and.reduce((namespace == first[:, None]) | nobody, axis=1)
     limits = np.where(nobody, np.inf, columns.max_slowdown.take(rows, axis=0))
     columns.patience[rows] = np.minimum.reduce(limits, axis=1, initial=np.inf)
-    columns.landlord[rows] = np.where(count == 0, NOBODY, np.where(alike, first, SEVERAL))
+    columns.landlord[rows] = np.where(count == 0, NOBODY, first)
     columns.slowdowns[rows] = count
     several = count > 1
-    for code, mode in SHARED if several.any() else ():
+    if not several.any():
+        return
+    is_mixed = np.logical_or.reduce((namespace != first[:, None]) & ~nobody, axis=1)
+    columns.landlord[rows[is_mixed]] = SEVERAL
+    for code, mode in SHARED:
         mine = rows[(how == code) & several]
         for tenants in np.flatnonzero(np.bincount(columns.count[mine])).tolist():
             part = mine[columns.count[mine] == tenants]

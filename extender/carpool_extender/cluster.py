@@ -133,7 +133,8 @@ class Cluster:
             self._standing.heard(name, node.status.heartbeat_time)
         if old is not None and not differ(old, node):
             return False
-        self._index_holders(name, old, node)
+        if old is None or old.spec is not node.spec:
+            self._index_holders(name, old, node)
         self._write(name, node)
         return True
 
@@ -239,15 +240,17 @@ class Cluster:
             is_changed = any(said.device != was.device for said, was in zip(now, before, strict=True))
         devices = [said.device for said in now]
         kinds = [class_of(device) for device in devices] if is_changed else []
-        namespaces = frozenset(reservation.pod_namespace for reservation in node.spec.reservations)
-        self._hold(name, (frozenset(kinds) if is_changed else self._held[name][0], namespaces))
+        if is_changed or written is None or written.node.spec is not node.spec:
+            namespaces = frozenset(reservation.pod_namespace for reservation in node.spec.reservations)
+            self._hold(name, (frozenset(kinds) if is_changed else self._held[name][0], namespaces))
         block = self._rows(name, len(node.status.devices), max((len(said.held) for said in now), default=0))
         if is_changed:
             self._describe(name, block, devices, kinds)
-        for said in different:
-            write_tenants(self._columns, block.start + said.place, said, self._namespaces.ids)
-        self._doubt(name, {block.start + said.place: doubt(said) for said in different})
-        self._journal.note([block.start + said.place for said in different])
+        rows = [block.start + said.place for said in different]
+        for row, said in zip(rows, different, strict=True):
+            write_tenants(self._columns, row, said, self._namespaces.ids)
+        self._doubt(name, dict(zip(rows, map(doubt, different), strict=True)))
+        self._journal.note(rows)
         self._written[name] = told
 
     def _describe(self, name: str, block: slice, devices: list[Device], kinds: list[DeviceClass]) -> None:

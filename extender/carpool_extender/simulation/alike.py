@@ -79,13 +79,9 @@ class Alike:
             changed = None
         if changed is None:
             self._state, changed = np.zeros(gpus, np.intp), np.arange(gpus)
-        for row in changed.tolist():
-            state = _state(columns, row)
+        of_gpus = zip(*[getattr(columns, name)[changed].tolist() for name in OF_GPU], strict=True)
+        of_tenants = [getattr(columns, name) for name in OF_TENANTS]
+        for row, of_gpu, count in zip(changed.tolist(), of_gpus, columns.count[changed].tolist(), strict=True):
+            state = (*of_gpu, *[array[row, :count].tobytes() for array in of_tenants]) if count else of_gpu
             self._state[row] = self._number.setdefault(state, len(self._number))
         self._generation = generation
-
-
-def _state(columns: Columns, row: int) -> tuple[object, ...]:
-    count = int(columns.count[row])
-    of_gpu = (getattr(columns, name)[row].item() for name in OF_GPU)
-    return (*of_gpu, *(getattr(columns, name)[row, :count].tobytes() for name in OF_TENANTS))
