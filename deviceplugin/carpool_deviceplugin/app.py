@@ -46,19 +46,20 @@ def metrics_sources(settings: AgentSettings) -> list[Source]:
     return found
 
 
-def mps_daemons(settings: AgentSettings) -> Mps | None:
+def mps_daemons(settings: AgentSettings, *, may_write: bool = True) -> Mps | None:
     """Return the node's MPS daemons; None where it cannot run any."""
+    program, directory = MpsProgram(), settings.state_dir / "mps"
     if settings.mps_host:
-        is_there = MpsProgram.is_installed()
-        return HostedMps(MpsProgram(), settings.state_dir / "mps", Path(settings.mps_host)) if is_there else None
-    return None if MpsProgram.missing() else Mps(MpsProgram(), settings.state_dir / "mps")
+        host = Path(settings.mps_host)
+        return HostedMps(program, directory, host, may_write=may_write) if program.is_installed() else None
+    return None if program.missing() else Mps(program, directory, may_write=may_write)
 
 
 def real_devices(settings: AgentSettings, nvml: NvmlLibrary, *, may_write: bool = True) -> NvmlDevices:
     """Open the node's GPUs, to look after them or, where nothing may be written, at them; raises NoDevicesError."""
     return NvmlDevices(
         nvml,
-        mps=mps_daemons(settings),
+        mps=mps_daemons(settings, may_write=may_write),
         cdi=NvidiaCdi((cdi.STATIC_DIR, settings.cdi_dir)),
         state_dir=settings.state_dir,
         processes=ProcTree(),

@@ -45,6 +45,10 @@ class GpuActual:
     mode: SharingMode | None = None
     """None: idle, prepared for nobody."""
     mps_daemon: bool = False
+    mps_hangs: bool = False
+    """Whether its MPS daemon has not answered for a while."""
+    mps_left: bool = False
+    """Whether servers of an MPS daemon that has ended are there."""
     limits: Mapping[PodUid, Limits] = field(default_factory=dict)
     tenants: frozenset[PodUid] = frozenset()
     """Pods with a process on the GPU."""

@@ -1,13 +1,14 @@
 """One MPS control daemon for each GPU: started, asked how it is, drained and stopped.
 
-Layout of a GPU's directory: `pipe/` (clients and daemon meet there), `log/`, `shm/` (their shared memory). Clients
-write in `pipe/` and `shm/`, so nothing there is believed; who daemon and servers are stands beside them. A daemon
-serves one GPU, and the plan lets only pods of one namespace behind it; the daemon itself serves one user at a time.
+Layout of a GPU's directory: `pipe/` (clients and daemon meet there), `log/`, `shm/` (their shared memory, or a link to
+where the node has it). Clients write in `pipe/` and `shm/`, so nothing there is believed; who daemon and servers are
+stands beside them. A daemon serves one GPU, and the plan lets only pods of one namespace behind it; the daemon itself
+serves one user at a time.
 """
 
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,10 @@ PID_FILE = "nvidia-cuda-mps-control.pid"
 """In the pipe directory: the daemon's process ID, written by itself."""
 STOP_WITHIN_S = 2
 """How long `quit` waits for clients that are ending; less than an answer may take."""
+_HOME = "home"
+"""Beside the pipe directory: where the daemon lived when it was last seen, and its servers with it."""
 _SERVERS = "servers"
-"""Beside the pipe directory: servers and when they began. They may outlive a daemon, or one that answers."""
+"""Beside it: servers and when they began. They may outlive a daemon, or one that answers."""
 
 
 class MpsError(DeviceError):
@@ -53,6 +56,24 @@ class MpsCommands(Protocol):
         """When a server began; None where that process is no server. With the ID it names one process only."""
         ...
 
+    def home(self, environment: Mapping[str, str]) -> str | None:
+        """Name where the daemon and its servers live, and no client can; None where there is no daemon."""
+        ...
+
+    def servers(self, home: str, pids: Iterable[int]) -> Mapping[int, int]:
+        """Return which of these processes are servers that live there, and when they began."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """A file system of its own for what daemons and clients share; without one it is the node's disk."""
+
+    here: Path
+    """Where this process has it."""
+    on_node: Path
+    """Where the node has it, as whoever starts a container sees it."""
+
 
 @dataclass(frozen=True, slots=True)
 class MpsStatus:
@@ -65,6 +86,8 @@ class MpsStatus:
     """Process IDs of those that use it."""
     problem: str = ""
     """What is wrong with it; empty where nothing is."""
+    is_silent: bool = False
+    """Whether it does not answer."""
     faulty: frozenset[int] = frozenset()
     """Clients of servers that a fatal fault has hit: all of them end with it."""
 
@@ -75,16 +98,32 @@ class Mps:
     Args:
         commands: Of NVIDIA's program.
         directory: Where each GPU has a directory of its own.
+        shared: Where daemons and clients share memory; there, too, when None.
+        may_write: Whether what is seen of daemons and servers is kept; not beside an agent that does so.
     """
 
-    def __init__(self, commands: MpsCommands, directory: Path) -> None:
-        self._commands, self._directory = commands, directory
+    def __init__(
+        self, commands: MpsCommands, directory: Path, shared: SharedMemory | None = None, *, may_write: bool = True
+    ) -> None:
+        self._commands, self._directory, self._shared, self._may_write = commands, directory, shared, may_write
 
     def directory(self, uuid: GpuUuid) -> Path:
         """Return a GPU's directory; raises MpsError for what is no UUID: names become paths here."""
         if not _UUID.fullmatch(uuid):
             raise MpsError(f"expected a GPU's UUID such as GPU-8f2c…, found {uuid!r}")
         return self._directory / uuid
+
+    def pipe(self, uuid: GpuUuid) -> Path:
+        """Return where clients meet a GPU's daemon, as the node sees it."""
+        return self.directory(uuid) / "pipe"
+
+    def shm(self, uuid: GpuUuid) -> Path:
+        """Return what becomes /dev/shm of a daemon's clients, as the node sees it."""
+        place = self.directory(uuid) / "shm"
+        return place.readlink() if place.is_symlink() else place
+
+    def _shm_here(self, uuid: GpuUuid) -> Path:
+        return self.directory(uuid) / "shm" if self._shared is None else self._shared.here / uuid
 
     def _environment(self, uuid: GpuUuid) -> dict[str, str]:
         directory = self.directory(uuid)
@@ -105,17 +144,31 @@ class Mps:
             self._commands.ask(environment, "get_server_list")
             return
         try:
-            for name in ("pipe", "log", "shm"):
+            for name in ("pipe", "log"):
                 (directory / name).mkdir(parents=True, exist_ok=True)
-            (directory / "shm").chmod(0o1777)  # as /dev/shm: clients run as any user
+            self._make_shm(uuid)
             for name in ("control", "control_lock", "control_privileged", PID_FILE):
                 (directory / "pipe" / name).unlink(missing_ok=True)  # of a dead daemon: a new one would not start
         except OSError as e:
             raise MpsError(f"GPU {uuid}: expected to make the MPS daemon's directories, found {e}") from e
         if left := self._left(uuid):
             self._commands.kill(environment, left)  # a dead daemon's: they serve nobody any more
-        self._commands.start(environment, directory / "shm")
+        _empty(self._shm_here(uuid))  # of a dead daemon's clients; its log may still be wanted
+        self._commands.start(environment, self._shm_here(uuid))
         self._commands.ask(environment, "get_server_list")
+
+    def _make_shm(self, uuid: GpuUuid) -> None:
+        place, here = self.directory(uuid) / "shm", self._shm_here(uuid)
+        if self._shared is not None:
+            with suppress(OSError):
+                place.rmdir()  # of a time without
+            (link := place.with_name(".shm.new")).unlink(missing_ok=True)
+            link.symlink_to(self._shared.on_node / uuid)
+            link.replace(place)
+        elif place.is_symlink():
+            place.unlink()
+        here.mkdir(parents=True, exist_ok=True)
+        here.chmod(0o1777)  # as /dev/shm: clients run as any user
 
     def stop(self, uuid: GpuUuid) -> None:
         """Stop a GPU's daemon; one that does not run is stopped already. Clients must have left before."""
@@ -134,17 +187,11 @@ class Mps:
     def end(self, uuid: GpuUuid) -> None:
         """End a GPU's daemon and its servers, whether they answer or not; nobody may be on the GPU."""
         self._commands.kill(self._environment(uuid), self._left(uuid))
+        self._empty(uuid)
 
     def _empty(self, uuid: GpuUuid) -> None:
-        """Remove what clients and daemon left: the node's disk holds it, and nobody else would remove it."""
-        for name in ("shm", "log"):
-            # Made by clients: what lies too deep, or in another user's own directory, cannot be removed and stays.
-            with suppress(OSError, RecursionError):
-                for path in list((self.directory(uuid) / name).iterdir()):
-                    if path.is_dir() and not path.is_symlink():
-                        shutil.rmtree(path, ignore_errors=True)
-                    else:
-                        path.unlink(missing_ok=True)
+        _empty(self._shm_here(uuid))
+        _empty(self.directory(uuid) / "log")
 
     def _left(self, uuid: GpuUuid) -> dict[int, int]:
         """Servers that were seen and still live, and when they began."""
@@ -155,29 +202,48 @@ class Mps:
             return {}
         return {pid: began for pid, began in known.items() if self._commands.started(pid) == began}
 
-    def _remember(self, uuid: GpuUuid, servers: frozenset[int], left: Mapping[int, int]) -> None:
-        began = {pid: self._commands.started(pid) for pid in servers}
-        known = {**left, **{pid: at for pid, at in began.items() if at is not None}}
-        if known == left:
+    def _home(self, uuid: GpuUuid) -> str | None:
+        """Where a GPU's daemon lives, or lived when it was last seen; None where it never was."""
+        home = self._commands.home(self._environment(uuid))
+        try:
+            kept = (self.directory(uuid) / _HOME).read_text()
+        except (OSError, ValueError):
+            kept = None
+        if home is not None and home != kept:
+            self._keep(uuid, _HOME, home)
+        return home if home is not None else kept
+
+    def _keep(self, uuid: GpuUuid, name: str, text: str) -> None:
+        if not self._may_write:
             return
-        file = self.directory(uuid) / _SERVERS
-        temporary = file.with_name(f".{_SERVERS}.new")
-        with suppress(OSError):  # a full disk: they are told all the same while the daemon answers
-            temporary.write_text("".join(f"{pid} {at}\n" for pid, at in sorted(known.items())))
+        file = self.directory(uuid) / name
+        temporary = file.with_name(f".{name}.new")
+        with suppress(OSError):  # a full disk: while the daemon answers, it says so itself
+            temporary.write_text(text)
             temporary.replace(file)
 
-    def status(self, uuid: GpuUuid) -> MpsStatus:
-        """Ask a GPU's daemon how it is; never raises for a daemon that is dead or wedged."""
-        environment, left = self._environment(uuid), self._left(uuid)
-        if not self._commands.is_alive(environment):
-            return MpsStatus(servers=frozenset(left))
-        try:
-            servers = _numbers(self._commands.ask(environment, "get_server_list"))
-        except MpsError as e:
-            # It may serve its clients all the same: a second daemon in its place would end them.
-            problem = f"the MPS daemon does not answer: {e}"
-            return MpsStatus(is_running=True, servers=frozenset(left), problem=problem)
-        self._remember(uuid, servers, left)
+    def status(self, uuid: GpuUuid, present: Iterable[int] = ()) -> MpsStatus:
+        """Ask a GPU's daemon how it is; never raises for a daemon that is dead or wedged.
+
+        Args:
+            uuid: The GPU.
+            present: Process IDs of who is on it: servers of a daemon that answers no more may be among them.
+        """
+        environment, known = self._environment(uuid), self._left(uuid)
+        home = self._home(uuid)
+        left = {**known, **(self._commands.servers(home, present) if home is not None else {})}
+        is_running, problem, servers = self._commands.is_alive(environment), "", frozenset[int]()
+        if is_running:
+            try:
+                servers = _numbers(self._commands.ask(environment, "get_server_list"))
+            except MpsError as e:
+                # It may serve its clients all the same: a second daemon in its place would end them.
+                problem = f"the MPS daemon does not answer: {e}"
+        left |= {pid: at for pid in servers if (at := self._commands.started(pid)) is not None}
+        if left != known:
+            self._keep(uuid, _SERVERS, "".join(f"{pid} {at}\n" for pid, at in sorted(left.items())))
+        if problem or not is_running:
+            return MpsStatus(is_running, frozenset(left), problem=problem, is_silent=bool(problem))
         clients: set[int] = set()
         faulty: set[int] = set()
         problems: list[str] = []
@@ -193,8 +259,23 @@ class Mps:
                 faulty |= own
                 whom = ", ".join(map(str, sorted(own))) or "none left"
                 problems.append(f"MPS server {server} was hit by a client's fatal fault (clients: {whom})")
-        return MpsStatus(True, servers | left.keys(), frozenset(clients), "; ".join(problems), frozenset(faulty))
+        return MpsStatus(
+            True, servers | left.keys(), frozenset(clients), problem="; ".join(problems), faulty=frozenset(faulty)
+        )
 
 
 def _numbers(answer: str) -> frozenset[int]:
     return frozenset(int(word) for word in answer.split() if word.isdecimal())
+
+
+def _empty(directory: Path) -> None:
+    """Remove what clients and daemon left: nobody else would.
+
+    What clients made too deep, or closed in another user's own directory, cannot be removed and stays.
+    """
+    with suppress(OSError, RecursionError):
+        for path in list(directory.iterdir()):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)

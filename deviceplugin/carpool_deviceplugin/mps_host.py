@@ -10,6 +10,7 @@ import socket
 import socketserver
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -36,16 +37,23 @@ class HostedMps(Mps):
         commands: Of NVIDIA's program.
         directory: Where each GPU has a directory of its own.
         host: Socket of the process that starts them.
+        may_write: As of Mps.
     """
 
-    def __init__(self, commands: MpsCommands, directory: Path, host: Path) -> None:
-        super().__init__(commands, directory)
+    def __init__(self, commands: MpsCommands, directory: Path, host: Path, *, may_write: bool = True) -> None:
+        super().__init__(commands, directory, may_write=may_write)
         self._host = host
 
     def start(self, uuid: GpuUuid) -> None:
         """Let a GPU's daemon be started, and see that it answers."""
         self.directory(uuid)  # a name that is no UUID goes no further
         self._tell(uuid, uuid)
+
+    def stop(self, uuid: GpuUuid) -> None:
+        """Stop a GPU's daemon; what clients left in its shared memory only its host can remove."""
+        super().stop(uuid)
+        with suppress(MpsError):  # it goes with the host at the latest, and no daemon is left that could be in use
+            self.end(uuid)
 
     def end(self, uuid: GpuUuid) -> None:
         """Let a GPU's daemon and its servers be ended."""

@@ -6,11 +6,12 @@ import signal
 import stat
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from carpool_deviceplugin.mps import PID_FILE, MpsError
+from carpool_deviceplugin.processes import pod_of
 
 PROGRAM = "nvidia-cuda-mps-control"
 RECORD = "daemon"
@@ -109,6 +110,16 @@ class MpsProgram:
         except (OSError, ValueError, IndexError):
             return None
 
+    def home(self, environment: Mapping[str, str]) -> str | None:
+        """Name the daemon's control group; None where there is no daemon."""
+        pid = self._pid(environment)
+        return _group(pid) if pid is not None else None
+
+    def servers(self, home: str, pids: Iterable[int]) -> dict[int, int]:
+        """Return which of these processes bear the servers' name in that control group."""
+        found = {pid: began for pid in pids if (began := self.started(pid)) is not None}
+        return {pid: began for pid, began in found.items() if _group(pid) == home}
+
     def _living(self, wanted: Mapping[int, int]) -> list[int]:
         return [pid for pid, started in wanted.items() if self.started(pid) == started]
 
@@ -155,6 +166,18 @@ class MpsProgram:
         if done.returncode or "Cannot find MPS control daemon" in said:
             raise MpsError(f"{PROGRAM} ended with {done.returncode}: {said[:500] or 'it said nothing'}")
         return done.stdout
+
+
+def _group(pid: int) -> str | None:
+    """Name a process's control group, in the same way whoever looks; None where it has ended.
+
+    Where the path begins hangs on the looker's own group, so only the pod and the last name of each hierarchy count.
+    """
+    try:
+        text = Path(f"/proc/{pid}/cgroup").read_text()
+    except OSError:
+        return None
+    return " ".join([pod_of(text) or "-", *sorted({line.rpartition("/")[2] for line in text.splitlines()})])
 
 
 def _recorded(environment: Mapping[str, str]) -> tuple[int, int] | None:

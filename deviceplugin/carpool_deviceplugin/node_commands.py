@@ -16,7 +16,7 @@ from carpool_deviceplugin.inspection import inspect_node
 from carpool_deviceplugin.mig.layout import Instance
 from carpool_deviceplugin.mig.planner import Create, Destroy, MigRefusal, plan_mig
 from carpool_deviceplugin.mig.profiles import MigTable, Profile, UnknownProfileError
-from carpool_deviceplugin.mps import Mps
+from carpool_deviceplugin.mps import Mps, SharedMemory
 from carpool_deviceplugin.mps_host import MpsHost
 from carpool_deviceplugin.mps_program import MpsProgram
 from carpool_deviceplugin.node_input import InputError, node_settings
@@ -92,23 +92,32 @@ def plan(context: click.Context, gpu: str, target: str, is_applied: bool, destro
     show_envvar=True,
     help="The agent's state directory.",
 )
-def mps_host(socket: Path, state_dir: Path) -> None:
+@click.option("--shm-dir", type=click.Path(path_type=Path), help="Where daemons and clients share memory.")
+@click.option(
+    "--shm-dir-on-node",
+    type=click.Path(path_type=Path),
+    help="The same directory as the node sees it; both of them, or none: then it is under --state-dir.",
+)
+def mps_host(socket: Path, state_dir: Path, shm_dir: Path | None, shm_dir_on_node: Path | None) -> None:
     """Start MPS daemons for the agent, in a container that outlives the agent's."""
     node_settings()
+    if (shm_dir is None) != (shm_dir_on_node is None):
+        raise InputError("expected both --shm-dir and --shm-dir-on-node, or none of them, found one; add the other")
+    shared = SharedMemory(shm_dir, shm_dir_on_node) if shm_dir and shm_dir_on_node else None
     if lacking := MpsProgram.missing():
         raise InputError(f"expected what MPS takes, found missing: {lacking}")
-    with listening(socket, state_dir) as host:
+    with listening(socket, state_dir, shared) as host:
         host.serve_forever()
 
 
-def listening(socket: Path, state_dir: Path) -> MpsHost:
+def listening(socket: Path, state_dir: Path, shared: SharedMemory | None = None) -> MpsHost:
     """Open the socket on which daemons are asked for; raises InputError."""
     try:
         state_dir.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise InputError(f"--state-dir: expected a directory, or to make one, found {e}") from e
     try:
-        return MpsHost(socket, Mps(MpsProgram(), state_dir / "mps"))
+        return MpsHost(socket, Mps(MpsProgram(), state_dir / "mps", shared))
     except OSError as e:
         raise InputError(f"--socket: expected to listen on {socket}, found {e}; its directory must be there") from e
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from carpool_core.resources.node import Reservation
 from carpool_core.values import PodUid, SharingMode
 
+from carpool_deviceplugin.division import divide
 from carpool_deviceplugin.gpu import (
     CreateInstance,
     DestroyInstance,
@@ -17,7 +18,6 @@ from carpool_deviceplugin.gpu import (
     Step,
     StopMps,
 )
-from carpool_deviceplugin.mig.reservations import divide
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ def _conflict(actual: GpuActual, wanted: Reservation, granted: Sequence[Reservat
             f"GPU {actual.uuid}: its MPS daemon serves namespace {first.pod_namespace}, found {wanted.pod_namespace}; "
             "namespaces never share a daemon: reserve another GPU"
         )
-    promised = sum(r.memory_limit_mib or 0 for r in granted)
+    promised = sum(r.tenant.measured_mib or r.memory_limit_mib or 0 for r in granted)
     free = actual.usable_mib - promised
     if (wanted.memory_limit_mib or 0) > free:
         return (
@@ -201,7 +201,7 @@ def _conflict(actual: GpuActual, wanted: Reservation, granted: Sequence[Reservat
 def _leave(actual: GpuActual, keep: SharingMode | None = None) -> tuple[Step, ...]:
     """Steps out of the present mode, to idle unless another mode follows at once."""
     steps: tuple[Step, ...] = ()
-    if actual.mps_daemon or actual.limits:
+    if actual.mps_daemon or actual.mps_left or actual.limits:
         steps = (StopMps(),)
     if keep is not SharingMode.MIG and not actual.mig_manager:
         steps += tuple(DestroyInstance(p.instance.placement) for p in actual.parts if p.is_ours and not p.is_used)
@@ -213,11 +213,14 @@ def _leave(actual: GpuActual, keep: SharingMode | None = None) -> tuple[Step, ..
 def _enter(actual: GpuActual, granted: Sequence[Reservation]) -> tuple[Step, ...]:
     mode = granted[0].mode
     is_changing = actual.mode is not mode
-    steps: list[Step] = [SetMode(mode)] if is_changing else []
-    if mode is SharingMode.MPS:
-        if is_changing or not actual.mps_daemon:
-            steps.append(StartMps())
-        steps += _limits(actual, granted, from_nothing=is_changing)
+    is_mps = mode is SharingMode.MPS
+    is_useless = actual.mps_hangs if is_mps else actual.mps_daemon or actual.mps_left
+    is_ending = is_useless and not is_changing and not actual.tenants  # `_leave` has ended it where the mode changes
+    steps: list[Step] = [SetMode(mode)] if is_changing else [StopMps()] if is_ending else []
+    if is_mps:
+        if is_changing or is_ending or not (actual.mps_daemon or actual.tenants):
+            steps.append(StartMps())  # under who is there a dead daemon's server may go on: another one would end it
+        steps += _limits(actual, granted, from_nothing=is_changing or is_ending)
     return tuple(steps)
 
 

@@ -10,11 +10,12 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from carpool_core.values import GpuUuid
-from carpool_deviceplugin.mps import PID_FILE, Mps, MpsError, MpsStatus
+from carpool_deviceplugin.mps import PID_FILE, Mps, MpsError, MpsStatus, SharedMemory
 from carpool_deviceplugin.mps_host import HostedMps, MpsHost
 from carpool_deviceplugin.mps_program import PROGRAM, MpsProgram
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
@@ -319,6 +320,66 @@ def test_a_server_that_outlives_its_daemon_is_known_and_ended(program: MpsProgra
         assert mps.status(GPU) == MpsStatus()
 
 
+@pytest.mark.parametrize("how", ["hangs", "has died"])
+def test_a_server_that_was_never_told_of_is_known_by_its_name_and_group(
+    program: MpsProgram, tmp_path: Path, how: str
+) -> None:
+    mps = Mps(program, tmp_path / "mps")
+    mps.start(GPU)
+    mps.status(GPU)  # the daemon was seen once
+    with (
+        subprocess.Popen([sys.executable, "-c", f"{SERVER}; time.sleep(20)"], stdout=subprocess.PIPE) as server,
+        subprocess.Popen(["sleep", "20"]) as client,
+    ):
+        assert server.stdout is not None
+        server.stdout.readline()
+        if how == "hangs":
+            (tmp_path / "mps" / GPU / "pipe" / "wedged").touch()
+        else:
+            os.kill(pid_of(tmp_path / "mps"), signal.SIGKILL)
+            while mps.is_running(GPU):
+                time.sleep(0.01)
+        quick = Mps(MpsProgram(private_shm=False, within_s=0.2), tmp_path / "mps")
+        assert quick.status(GPU, [server.pid, client.pid]).servers == {server.pid}
+        quick.stop(GPU)
+        assert server.wait(5) == -signal.SIGTERM
+        assert client.poll() is None, "nobody else is ended"
+        client.kill()
+    assert not mps.is_running(GPU)
+
+
+def test_who_only_looks_at_daemons_writes_nothing(program: MpsProgram, tmp_path: Path) -> None:
+    """Regression: `carpool node inspect` wrote beside a living agent."""
+    Mps(program, tmp_path / "mps").start(GPU)
+    before = sorted((tmp_path / "mps" / GPU).iterdir())
+    with subprocess.Popen([sys.executable, "-c", f"{SERVER}; time.sleep(20)"], stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        server.stdout.readline()
+        onlooker = Mps(program, tmp_path / "mps", may_write=False)
+        assert server.pid in onlooker.status(GPU, [server.pid]).servers
+        server.kill()
+    assert sorted((tmp_path / "mps" / GPU).iterdir()) == before
+    onlooker.stop(GPU)
+
+
+def test_a_process_of_another_group_is_no_server_whatever_its_name(program: MpsProgram, tmp_path: Path) -> None:
+    """A pod gives its processes the names that it likes; they must not vanish from the GPU's tenants."""
+    mps = Mps(program, tmp_path / "mps")
+    mps.start(GPU)
+    mps.status(GPU)
+    home = tmp_path / "mps" / GPU / "home"
+    assert home.read_text()
+    os.kill(pid_of(tmp_path / "mps"), signal.SIGKILL)
+    while mps.is_running(GPU):
+        time.sleep(0.01)
+    home.write_text("00000000-0000-4000-8000-000000000001 cri-containerd-1.scope")
+    with subprocess.Popen([sys.executable, "-c", f"{SERVER}; time.sleep(20)"], stdout=subprocess.PIPE) as named:
+        assert named.stdout is not None
+        named.stdout.readline()
+        assert mps.status(GPU, [named.pid]).servers == set()
+        named.kill()
+
+
 def test_a_daemon_that_hangs_is_ended_by_its_host(hosted: HostedMps, tmp_path: Path) -> None:
     """The agent may have no right to, under AppArmor."""
     hosted.start(GPU)
@@ -353,6 +414,79 @@ def test_what_clients_left_is_removed_when_the_daemon_stops(mps: Mps, tmp_path: 
     mps.stop(GPU)
     assert [*shm.iterdir(), *(tmp_path / GPU / "log").iterdir()] == []
     assert kept.read_text() == "of somebody else"
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> SharedMemory:
+    """A file system that the daemons' host sees elsewhere than the node."""
+    (tmp_path / "here").mkdir()
+    return SharedMemory(tmp_path / "here", Path("/var/lib/kubelet/pods/uid/volumes/kubernetes.io~empty-dir/shm"))
+
+
+def test_daemon_and_clients_share_memory_where_its_host_has_some(
+    commands: FakeMpsCommands, tmp_path: Path, shared: SharedMemory
+) -> None:
+    """Regression: it was the node's disk, without a limit."""
+    host, agent = Mps(commands, tmp_path / "mps", shared), Mps(commands, tmp_path / "mps")
+    assert agent.shm(GPU) == tmp_path / "mps" / GPU / "shm", "no daemon yet"
+    host.start(GPU)
+    assert commands.daemons[str(agent.pipe(GPU))].shm == shared.here / GPU
+    assert stat.S_IMODE((shared.here / GPU).stat().st_mode) == 0o1777
+    assert agent.shm(GPU) == shared.on_node / GPU, "what the agent brings into containers"
+    (shared.here / GPU / "segment").write_bytes(bytes(1000))
+    agent.stop(GPU)
+    host.end(GPU)
+    assert list((shared.here / GPU).iterdir()) == []
+
+
+def test_another_host_takes_its_place_with_memory_of_its_own(
+    commands: FakeMpsCommands, tmp_path: Path, shared: SharedMemory
+) -> None:
+    """Its pod is another one, and so is the directory; a host of before, or after, may have none."""
+    mps = tmp_path / "mps"
+    hosts = [
+        Mps(commands, mps),
+        Mps(commands, mps, shared),
+        Mps(commands, mps, replace(shared, on_node=Path("/other"))),
+    ]
+    found = []
+    for host in (*hosts, hosts[0]):
+        host.start(GPU)
+        found.append(host.shm(GPU))
+        commands.die(str(host.pipe(GPU)))
+    assert found == [mps / GPU / "shm", shared.on_node / GPU, Path("/other") / GPU, mps / GPU / "shm"]
+    assert (mps / GPU / "shm").is_dir()
+
+
+def test_what_a_dead_daemons_clients_left_is_removed(commands: FakeMpsCommands, mps: Mps, tmp_path: Path) -> None:
+    """What it wrote in its log stays: it may say why."""
+    mps.start(GPU)
+    (tmp_path / GPU / "shm" / "big").write_bytes(bytes(1000))
+    (tmp_path / GPU / "log" / "server.log").write_text("why")
+    commands.die(str(mps.pipe(GPU)))
+    mps.start(GPU)
+    assert list((tmp_path / GPU / "shm").iterdir()) == []
+    assert (tmp_path / GPU / "log" / "server.log").read_text() == "why"
+
+
+def test_a_stopped_daemons_host_is_told_so(program: MpsProgram, tmp_path: Path, shared: SharedMemory) -> None:
+    """The agent sees nothing of the memory."""
+    host = MpsHost(tmp_path / "host.sock", Mps(program, tmp_path / "mps", shared))
+    thread = threading.Thread(target=host.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    agent = HostedMps(program, tmp_path / "mps", tmp_path / "host.sock")
+    try:
+        agent.start(GPU)
+        (shared.here / GPU / "segment").touch()
+        agent.stop(GPU)
+        assert list((shared.here / GPU).iterdir()) == []
+        agent.start(GPU)
+    finally:
+        host.shutdown()
+        thread.join()
+        host.server_close()
+    agent.stop(GPU)  # a host that is gone has taken the memory with it
+    assert not agent.is_running(GPU)
 
 
 def test_program_that_is_absent_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

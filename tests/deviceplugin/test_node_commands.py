@@ -230,6 +230,14 @@ def test_host_of_daemons_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.
     assert "found missing: nvidia-cuda-mps-control on PATH" in result.output
 
 
+def test_host_of_daemons_wants_both_names_of_its_memory(tmp_path: Path) -> None:
+    result = CliRunner().invoke(command, ["mps-host", "--socket", str(tmp_path / "s"), "--shm-dir", str(tmp_path)])
+    assert (result.exit_code, result.output) == (
+        2,
+        "Error: expected both --shm-dir and --shm-dir-on-node, or none of them, found one; add the other\n",
+    )
+
+
 @pytest.mark.parametrize(
     ("path", "state", "says"),
     [

@@ -7,14 +7,14 @@ runs ten thousand.
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pynvml
 import pytest
 from carpool_core.resources.node import Reservation
 from carpool_core.values import JobUid, PartitionState, PodUid, SharingMode
-from carpool_deviceplugin.mps import Mps, MpsError
+from carpool_deviceplugin.mps import MpsError
 from carpool_deviceplugin.patience import Rhythm
 from carpool_deviceplugin.testing.agents import Inline
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
@@ -55,8 +55,6 @@ class FlakyMps(FakeMpsCommands):
         super().__init__()
         self._draw = draw
         self.fault = self.death = 0.0
-        self.ended: Callable[[int], None] = lambda _: None
-        """Called with the process ID of a server that has ended."""
 
     def _maybe(self) -> None:
         if self.death and self._draw.random() < self.death:
@@ -71,22 +69,7 @@ class FlakyMps(FakeMpsCommands):
 
     def ask(self, environment, command) -> str:
         self._maybe()
-        before = self._running()
-        answer = super().ask(environment, command)
-        self._end_servers(before)
-        return answer
-
-    def kill(self, environment, servers) -> None:
-        before = self._running()
-        super().kill(environment, servers)
-        self._end_servers(before)
-
-    def _running(self) -> set[int]:
-        return {pid for servers in self.servers.values() for pid in servers}
-
-    def _end_servers(self, before: set[int]) -> None:
-        for pid in before - self._running():
-            self.ended(pid)
+        return super().ask(environment, command)
 
 
 class History:
@@ -103,7 +86,6 @@ class History:
         if self.mig.table and self.draw.random() < 0.3:
             self.divide_by_hand()
         self.node = Node(self.nvml, self.mps, root, may_switch_mig=self.draw.random() < 0.7)
-        self.mps.ended = self.end_server
         self.takes_reset = False
         """Whether an XID has come that only a reset mends."""
         self.fault = self.death = 0.0
@@ -111,8 +93,8 @@ class History:
         self.wanted: dict[str, Reservation] = {}
         self.running: dict[str, tuple[int, int | None]] = {}
         """Process and MIG instance of each pod."""
-        self.struck: set[str] = set()
-        """Pods whose driver was restarted under them."""
+        self.served: dict[str, int] = {}
+        """Process of the server behind which each client of MPS is."""
         self.pids = iter(range(100, 10_000))
         self.worker: GpuWorker | None = None
         self.begin_agent()
@@ -176,13 +158,13 @@ class History:
                 self.running[pod] = (pid, instance)
                 self.node.start(0, pid, pod, instance=instance)
                 if self.wanted[pod].mode is MPS:
-                    self.connect(pid)
+                    self.served[pod] = self.connect(pid)
             case "end" if pod in self.running:
                 self.end(pod)
             case "restart":
                 self.begin_agent()
-            case "kill" if self.mps.daemons and not self.running and self.knows_servers():
-                self.mps.daemons.clear()  # their servers live on
+            case "kill" if self.mps.daemons:
+                self.mps.daemons.clear()  # their servers live on, and serve who is there
             case "time":
                 self.node.seconds += 4000  # whatever passes has passed
             case "xid":
@@ -190,7 +172,7 @@ class History:
             case "fatal" if self.foreign is None and self.draw.random() < 0.3:
                 self.nvml.raise_xid(0, 95)
                 self.takes_reset = True
-            case "wedge" if self.knows_servers():
+            case "wedge":
                 for daemon in self.mps.daemons.values():
                     daemon.is_wedged = True
             case "fault":
@@ -201,32 +183,26 @@ class History:
 
     def restart_driver(self) -> None:
         """Whoever has a context ends before, the servers of MPS among them."""
-        for servers in self.mps.servers.values():
+        for servers in self.mps.living.values():
             for pid in servers:
-                self.end_server(pid)
-        self.mps.servers.clear()
+                self.node.end_server(pid)
+        self.mps.living.clear()
         for daemon in self.mps.daemons.values():
             daemon.server = None
         self.nvml.restart_driver()
         self.takes_reset = False
 
-    def connect(self, pid: int) -> None:
+    def connect(self, pid: int) -> int:
         """A client makes its daemon start a server, which has a context of its own, in another pod."""
         (pipe,) = self.mps.daemons
         server = self.mps.connect(pipe, pid)
         if server not in self.nvml.gpus[0].processes:
             self.node.start(0, server, "m")
-
-    def knows_servers(self) -> bool:
-        """Whether the agent has seen each server: one that never was counts as a tenant (docs/node-agent.md)."""
-        known = Mps(self.mps, self.node.root / "mps")._left(self.devices.uuids[0])
-        return all(servers <= known.keys() for servers in self.mps.servers.values())
-
-    def end_server(self, pid: int) -> None:
-        self.node.end(0, pid)
+        return server
 
     def end(self, pod: str) -> None:
         pid = self.running.pop(pod)[0]
+        self.served.pop(pod, None)
         self.node.end(0, pid)
         for daemon in self.mps.daemons.values():
             daemon.clients.discard(pid)
@@ -282,8 +258,8 @@ class History:
             assert self.mig.is_enabled == (instance is not None), "MIG was switched under a tenant"
             if pod in self.wanted and instance is None:
                 assert self.setting().mode is self.wanted[pod].mode, "the mode changed under a tenant"
-                if self.setting().mode is MPS:
-                    assert self.mps.daemons, "the daemon was stopped under a tenant"
+            server = self.served.get(pod)
+            assert server is None or server in self.nvml.gpus[0].processes, "its server was ended under a client"
         if self.foreign is not None:
             assert self.mig.instances.get(self.foreign.id) is self.foreign
 
@@ -336,8 +312,10 @@ async def test_every_history_ends_well(tmp_path: Path, part: int) -> None:
         for pod in history.wanted:
             outcome = history.worker.outcomes[PodUid(uid(pod))]
             assert outcome.state in (READY, PartitionState.FAILED), (seed, pod, "nobody is waited for any more")
-            is_held = "MPS daemon does not answer" in outcome.message  # promised to a pod: not ended under it
-            assert outcome.state is READY or is_held or not is_possible, (seed, pod, outcome.message)
+            assert outcome.state is READY or not is_possible, (seed, pod, outcome.message)
+            if outcome.state is READY and history.wanted[pod].mode is MPS:
+                assert not any(d.is_wedged for d in history.mps.daemons.values()), (seed, pod, "cannot connect")
+                assert history.mps.daemons, (seed, pod, "cannot connect")
         history.wanted.clear()
         for _ in range(2):
             await history.look()
@@ -345,3 +323,4 @@ async def test_every_history_ends_well(tmp_path: Path, part: int) -> None:
         assert (actual.mode, actual.mps_daemon, actual.limits, actual.problem) == (None, False, {}, ""), seed
         left = [i for i in history.mig.instances.values() if i is not history.foreign]
         assert left == [], (seed, "instances of nobody")
+        assert not any(history.mps.living.values()), (seed, "servers of no daemon")

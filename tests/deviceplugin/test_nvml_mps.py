@@ -2,15 +2,19 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
-from carpool_core.values import PodUid, SharingMode
+from carpool_core.values import PartitionState, PodUid, SharingMode
 from carpool_deviceplugin.gpu import DeviceError, Limits, SetLimits, SetMode, StartMps, StopMps
+from carpool_deviceplugin.patience import Rhythm
 from carpool_deviceplugin.plan import plan
+from carpool_deviceplugin.testing.agents import Inline
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.testing.nvml_node import Node, uid
+from carpool_deviceplugin.worker import GpuWorker
 
-MPS = SharingMode.MPS
+MPS, READY = SharingMode.MPS, PartitionState.READY
 
 
 @pytest.fixture
@@ -82,6 +86,109 @@ def test_server_of_a_daemon_that_is_no_more_keeps_nobody_away(node: Node, how: s
     assert devices.actual(gpu).tenants == set()
     devices.apply(gpu, StopMps())
     assert (node.mps.daemons, node.mps.started(server)) == ({}, None)
+
+
+@pytest.mark.parametrize("how", ["wedged", "killed"])
+def test_server_that_was_never_seen_is_known_by_where_it_lives(node: Node, how: str) -> None:
+    """Regression: it counted as a process of carpool-mps, and somebody had to end it."""
+    devices = node.devices()
+    gpu = devices.uuids[0]
+    devices.apply(gpu, SetMode(MPS))
+    devices.apply(gpu, StartMps())
+    assert devices.actual(gpu).tenants == set()
+    node.start(0, 42, "a")
+    server = node.mps.connect(pipe(node, gpu), 42)
+    node.start(0, server, "carpool-mps")
+    if how == "wedged":
+        node.mps.daemons[pipe(node, gpu)].is_wedged = True
+    else:
+        node.mps.die(pipe(node, gpu))
+    assert node.devices().actual(gpu).tenants == {uid("a")}
+    node.end(0, 42)
+    assert devices.actual(gpu).tenants == set()
+    devices.apply(gpu, StopMps())
+    assert (node.mps.daemons, node.mps.started(server)) == ({}, None)
+
+
+class Shared:
+    """A GPU of which pod a has a share in mode MPS, and its worker."""
+
+    def __init__(self, node: Node, reserve) -> None:
+        self.node, self.devices = node, node.devices()
+        self.gpu = self.devices.uuids[0]
+        self.worker = GpuWorker(self.gpu, self.devices, lambda: None, Rhythm(), caller=Inline())
+        reservation = reserve("a", self.gpu, mode=MPS, memory_limit_mib=5000)
+        self.wanted = [msgspec.structs.replace(reservation, pod_uid=uid("a"))]
+
+    async def look(self) -> PartitionState:
+        self.worker.want(self.wanted)
+        await self.worker.once()
+        (outcome,) = self.worker.outcomes.values()
+        return outcome.state
+
+    def serve(self, pid: int, pod: str) -> int:
+        """Return the server's process ID."""
+        self.node.start(0, pid, pod)
+        server = self.node.mps.connect(pipe(self.node, self.gpu), pid)
+        if server not in self.node.nvml.gpus[0].processes:
+            self.node.start(0, server, "carpool-mps")
+        return server
+
+
+async def test_daemon_that_hangs_makes_room_for_one_that_answers(node: Node, reserve) -> None:
+    """Regression: it stayed while a share of the GPU was promised, and its pod could not connect."""
+    shared = Shared(node, reserve)
+    assert await shared.look() is READY
+    node.mps.daemons[pipe(node, shared.gpu)].is_wedged = True
+    node.advance(61)
+    assert (await shared.look(), node.mps.starts) == (READY, 1), "it may be slow only"
+    node.advance(11)
+    assert (await shared.look(), node.mps.starts) == (READY, 2)
+    actual = shared.devices.actual(shared.gpu)
+    assert (actual.problem, actual.limits) == ("", {uid("a"): Limits(5000, None)})
+
+
+async def test_daemon_that_is_slow_now_and_then_stays(node: Node, reserve) -> None:
+    shared = Shared(node, reserve)
+    await shared.look()
+    for _ in range(3):
+        node.mps.daemons[pipe(node, shared.gpu)].is_wedged = True
+        node.advance(61)
+        await shared.look()
+        node.mps.daemons[pipe(node, shared.gpu)].is_wedged = False
+        node.advance(9)
+        await shared.look()
+    assert node.mps.starts == 1
+
+
+@pytest.mark.parametrize("how", ["wedged", "killed"])
+async def test_daemon_is_left_alone_while_its_server_has_clients(node: Node, reserve, how: str) -> None:
+    """Regression: where it had been killed, its server was ended under clients that went on."""
+    shared = Shared(node, reserve)
+    await shared.look()
+    server = shared.serve(42, "a")
+    await shared.look()
+    if how == "wedged":
+        node.mps.daemons[pipe(node, shared.gpu)].is_wedged = True
+    else:
+        node.mps.die(pipe(node, shared.gpu))
+    for _ in range(3):
+        node.advance(61)
+        assert (await shared.look(), node.mps.starts, node.mps.started(server)) == (READY, 1, server)
+    node.end(0, 42)
+    assert (await shared.look(), node.mps.starts, node.mps.started(server)) == (READY, 2, None)
+
+
+async def test_server_of_a_dead_daemon_goes_before_another_mode_is_ready(node: Node, reserve) -> None:
+    """Regression: it stayed on the GPU of an exclusive pod, with its memory."""
+    shared = Shared(node, reserve)
+    await shared.look()
+    server = shared.serve(42, "a")
+    await shared.look()
+    node.mps.die(pipe(node, shared.gpu))
+    node.end(0, 42)
+    shared.wanted = [reserve("b", shared.gpu, mode=SharingMode.EXCLUSIVE)]
+    assert (await shared.look(), node.mps.started(server)) == (READY, None)
 
 
 def test_another_daemon_takes_the_place_of_a_dead_ones_server(node: Node) -> None:

@@ -23,13 +23,15 @@ def apply(actual: GpuActual, step: Step) -> GpuActual:
         case SetMode(mode):
             assert mode is actual.mode or not actual.tenants, "mode changed under a tenant"
             assert not actual.mps_daemon, "mode changed under an MPS daemon"
+            assert not actual.mps_left, "mode changed under an MPS server"
             return replace(actual, mode=mode)
         case StartMps():
             assert actual.mode is MPS
-            return replace(actual, mps_daemon=True)
+            assert not actual.tenants, "a server of a dead daemon was ended under its clients"
+            return replace(actual, mps_daemon=True, mps_left=False)
         case StopMps():
             assert not actual.tenants, "MPS stopped under a tenant"
-            return replace(actual, mps_daemon=False, limits={})
+            return replace(actual, mps_daemon=False, mps_hangs=False, mps_left=False, limits={})
         case SetLimits(pod, limits):
             kept = {p: known for p, known in actual.limits.items() if p != pod}
             return replace(actual, limits=kept if limits is None else {**kept, pod: limits})
@@ -70,6 +72,37 @@ def apply(actual: GpuActual, step: Step) -> GpuActual:
             (StartMps(),),
             id="daemon-died",
         ),
+        pytest.param(
+            replace(SHARED, mps_daemon=False, mps_left=True, tenants=frozenset({A})),
+            [("a", MPS, {"memory_limit_mib": 10_000})],
+            (),
+            id="daemon-died-under-its-clients",
+        ),
+        pytest.param(
+            replace(SHARED, mps_hangs=True),
+            [("a", MPS, {"memory_limit_mib": 10_000})],
+            (StopMps(), StartMps(), SetLimits(A, Limits(10_000, None))),
+            id="daemon-hangs-and-nobody-is-there",
+        ),
+        pytest.param(
+            replace(SHARED, mps_hangs=True, tenants=frozenset({A})),
+            [("a", MPS, {"memory_limit_mib": 10_000})],
+            (),
+            id="daemon-hangs-under-its-clients",
+        ),
+        pytest.param(
+            replace(IDLE, mode=MPS, mps_left=True),
+            [("a", EXCLUSIVE, {})],
+            (StopMps(), SetMode(EXCLUSIVE)),
+            id="daemon-died-and-its-server-did-not",
+        ),
+        pytest.param(
+            replace(SLICED, mps_left=True),
+            [("a", TIME_SLICING, {})],
+            (StopMps(),),
+            id="server-of-an-earlier-mode",
+        ),
+        pytest.param(replace(IDLE, mps_left=True), [], (StopMps(),), id="server-of-an-earlier-mode-on-an-idle-gpu"),
     ],
 )
 def test_shortest_steps(reserve, actual, wanted, steps) -> None:
@@ -188,6 +221,8 @@ events = st.one_of(
     st.tuples(st.just("start"), pods, st.none()),
     st.tuples(st.just("end"), pods, st.none()),
     st.tuples(st.just("restart"), pods, st.none()),
+    st.tuples(st.just("hang"), pods, st.none()),
+    st.tuples(st.just("die"), pods, st.none()),
 )
 
 
@@ -218,6 +253,10 @@ def test_any_history_converges_and_disturbs_nobody(history) -> None:
             actual = replace(actual, tenants=actual.tenants - {uid})
         elif what == "restart":
             held = frozenset()  # an agent that knows nothing any more still sees who is there
+        elif what == "hang":
+            actual = replace(actual, mps_hangs=actual.mps_daemon)
+        elif what == "die" and actual.mps_daemon:
+            actual = replace(actual, mps_daemon=False, mps_hangs=False, mps_left=True)
         planned = plan(actual, wanted.values(), held)
         for step in planned.steps:
             actual = apply(actual, step)
@@ -234,7 +273,8 @@ def test_any_history_converges_and_disturbs_nobody(history) -> None:
         if promised and promised[0].mode is EXCLUSIVE:
             assert len(promised) == 1
         if promised and promised[0].mode is MPS:
-            assert actual.mps_daemon
+            assert actual.mps_daemon or actual.tenants, "who can connect, has somebody to connect to"
+            assert actual.tenants or not actual.mps_hangs
             assert len({r.pod_namespace for r in promised}) == 1
             assert sum(r.memory_limit_mib or 0 for r in promised) <= actual.usable_mib
         held = frozenset(planned.ready)

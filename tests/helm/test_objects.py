@@ -150,12 +150,13 @@ def test_an_agent_of_real_gpus_has_one_capability_and_the_nodes_process_ids(rend
     specifications = {"name": "etc-cdi", "mountPath": "/etc/cdi", "readOnly": True}
     assert chart.containers["mps"]["volumeMounts"] == [
         {"name": "state", "mountPath": "/var/lib/carpool"},
+        {"name": "shm", "mountPath": "/run/carpool/shm"},
         {"name": "cdi", "mountPath": "/var/run/cdi", "readOnly": True},
         specifications,
     ]
     assert specifications in chart.containers["agent"]["volumeMounts"], "NVIDIA's may stand there, too"
     socket = chart.environment("agent")["CARPOOL_MPS_HOST"]
-    assert socket in chart.containers["mps"]["args"], "both speak of one socket"
+    assert f"--socket={socket}" in chart.containers["mps"]["args"], "both speak of one socket"
     pod = agent_pod(chart)
     assert (pod["hostPID"], pod["runtimeClassName"]) == (True, "nvidia")
     assert not {"hostNetwork", "hostIPC"} & pod.keys()
@@ -188,7 +189,9 @@ def test_mps_daemons_run_where_the_agent_does_and_reach_no_api_server(render: An
     assert "serviceAccountName" not in pod
     assert pod["hostPID"] is True
     assert not {"hostNetwork", "hostIPC", "runtimeClassName"} & pod.keys()
-    assert [v["name"] for v in pod["volumes"]] == ["state", "cdi", "etc-cdi"]
+    assert [v["name"] for v in pod["volumes"]] == ["state", "shm", "cdi", "etc-cdi"]
+    shm = next(v for v in pod["volumes"] if v["name"] == "shm")
+    assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "8Gi"}, "what MPS clients share has a limit"
 
 
 def test_an_agent_without_mps_and_mig_has_no_capability(render: Any) -> None:
@@ -241,7 +244,8 @@ def test_only_they_see_their_node_and_at_the_nodes_own_paths(chart: Any) -> None
         kubelets = ["/var/lib/kubelet/device-plugins", "/var/lib/kubelet/pod-resources", "/var/run/cdi"]
         kubelets = kubelets if is_agent else kubelets[-1:]
         assert sorted(paths.values()) == ["/etc/cdi", "/var/lib/carpool", *kubelets]
-        assert {m["name"]: m["mountPath"] for m in spec["containers"][0]["volumeMounts"]} == paths
+        mounts = spec["containers"][0]["volumeMounts"]
+        assert {m["name"]: m["mountPath"] for m in mounts if m["name"] != "shm"} == paths
     where = chart.environment("agent")
     assert where["CARPOOL_DEVICE_PLUGIN_DIR"] == "/var/lib/kubelet/device-plugins"
     assert where["CARPOOL_POD_RESOURCES_SOCKET"] == "/var/lib/kubelet/pod-resources/kubelet.sock"

@@ -204,6 +204,8 @@ class NvmlDevices:
             modes=self._possible_lately[uuid],
             mode=setting.mode if (setting.mode is MIG) == is_divided else None,
             mps_daemon=mps.is_running,
+            mps_hangs=self._watcher.hangs(uuid),
+            mps_left=bool(mps.servers) and not mps.is_running,
             limits=setting.limits,
             tenants=present.beyond(foreign(found)).pod_uids(),
             problem="; ".join(p for p in problems if p),
@@ -231,6 +233,7 @@ class NvmlDevices:
                 self._must_be_empty(uuid)
                 if self._mps is not None:
                     self._mps.stop(uuid)
+                    self._watcher.forget(uuid)  # no daemon and no server any more
                 file.write(replace(file.read(), limits={}))
             case SetLimits(pod_uid, limits):
                 file.write(file.read().limiting(pod_uid, limits))

@@ -33,8 +33,8 @@ class Entry:
         """Return what brings a whole GPU; raises DeviceError."""
         pipe = shm = None
         if self._mps is not None:
-            directory = self._mps.directory(uuid)
-            pipe, shm = Mount(str(directory / "pipe"), CONTAINER_MPS), Mount(str(directory / "shm"), CONTAINER_SHM)
+            pipe = Mount(str(self._mps.pipe(uuid)), CONTAINER_MPS)
+            shm = Mount(str(self._mps.shm(uuid)), CONTAINER_SHM)
         edits = self._cdi.find(uuid, known.minor)
         if edits is None:
             return Access(env=FALLBACK_ENV, mounts=(), mps_pipe=pipe, mps_shm=shm, is_named_to_runtime=True)

@@ -13,6 +13,8 @@ from carpool_deviceplugin.nvml.reading import read_processes
 from carpool_deviceplugin.nvml.values import RunningProcess
 from carpool_deviceplugin.processes import Process, ProcTree
 
+_HANGS_AFTER_S = 10.0
+"""A daemon that has not answered for so long is none that is merely slow."""
 _MPS_EVERY_S = 60.0
 """How often a daemon that lives is asked while the same processes are there and nothing is wrong."""
 
@@ -54,10 +56,15 @@ class Watcher:
     def __init__(self, session: Session, processes: ProcTree, mps: Mps | None, monotonic: Callable[[], float]) -> None:
         self._session, self._processes, self._mps, self._monotonic = session, processes, mps, monotonic
         self._asked: dict[GpuUuid, tuple[float, frozenset[int], MpsStatus]] = {}
+        self._silent_since: dict[GpuUuid, float] = {}
 
     def forget(self, uuid: GpuUuid) -> None:
         """Ask a GPU's daemon anew at the next look: something happened there."""
         self._asked[uuid] = (-math.inf, frozenset(), MpsStatus())
+
+    def hangs(self, uuid: GpuUuid) -> bool:
+        """Whether a GPU's daemon has not answered for a while, as of the last look."""
+        return self._monotonic() - self._silent_since.get(uuid, math.inf) >= _HANGS_AFTER_S
 
     def user(self, uuid: GpuUuid) -> int | None:
         """Return whose clients a GPU's MPS server had at the last look; None where it had none. Never blocks."""
@@ -91,7 +98,11 @@ class Watcher:
         asked_at, were, status = before or (-math.inf, frozenset(), MpsStatus())
         is_same = pids == were and is_running == status.is_running and not status.problem
         if not is_same or now - asked_at > _MPS_EVERY_S:
-            status = self._mps.status(uuid)  # servers may outlive it
+            status = self._mps.status(uuid, pids)  # servers may outlive it
+            if not status.is_silent:
+                self._silent_since.pop(uuid, None)
+            else:
+                self._silent_since.setdefault(uuid, now)
             if self._asked.get(uuid) is before:  # otherwise something has happened since
                 self._asked[uuid] = (now, pids, status)
         return status

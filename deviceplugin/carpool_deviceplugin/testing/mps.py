@@ -1,6 +1,6 @@
 """MPS control daemons in memory: they start, serve, fault, die and wedge."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +12,8 @@ class FakeDaemon:
     """One daemon."""
 
     environment: Mapping[str, str]
+    shm: Path
+    """Its /dev/shm."""
     clients: set[int] = field(default_factory=set)
     server: int | None = None
     is_faulty: bool = False
@@ -25,10 +27,12 @@ class FakeMpsCommands:
         self.daemons: dict[str, FakeDaemon] = {}
         """By pipe directory."""
         self.starts = self.asked = 0
-        self.servers: dict[str, set[int]] = {}
+        self.living: dict[str, set[int]] = {}
         """Server processes by pipe directory; they outlive a daemon that was killed."""
         self.refuse = ""
         """Why no daemon starts; empty where they do."""
+        self.ended: Callable[[int], None] = lambda _: None
+        """Called with the process ID of each server that has ended."""
         self._next_server = 9000
 
     def start(self, environment: Mapping[str, str], shm: Path) -> None:
@@ -41,7 +45,7 @@ class FakeMpsCommands:
         if not (Path(pipe).is_dir() and shm.is_dir()):
             raise MpsError(f"expected directories {pipe} and {shm}")
         self.starts += 1
-        self.daemons[pipe] = FakeDaemon(dict(environment))
+        self.daemons[pipe] = FakeDaemon(dict(environment), shm)
         (Path(pipe) / "control").touch()
 
     def ask(self, environment: Mapping[str, str], command: str) -> str:
@@ -62,7 +66,7 @@ class FakeMpsCommands:
                 return "FAULT\n" if daemon.is_faulty else "ACTIVE\n"
             case ["quit", *_]:
                 del self.daemons[pipe]
-                self.servers.pop(pipe, None)
+                self._end(pipe, set(self.living.get(pipe, ())))
                 return ""
         raise MpsError(f"Unrecognized command {command}")
 
@@ -74,18 +78,32 @@ class FakeMpsCommands:
         """End a daemon and servers."""
         pipe = environment["CUDA_MPS_PIPE_DIRECTORY"]
         self.daemons.pop(pipe, None)
-        self.servers.get(pipe, set()).difference_update(servers)
+        self._end(pipe, self.living.get(pipe, set()) & servers.keys())
+
+    def _end(self, pipe: str, servers: set[int]) -> None:
+        for server in servers:
+            self.living[pipe].remove(server)
+            self.ended(server)
 
     def started(self, pid: int) -> int | None:
         """When a server began; its number is never used again."""
-        return pid if any(pid in servers for servers in self.servers.values()) else None
+        return pid if any(pid in servers for servers in self.living.values()) else None
+
+    def home(self, environment: Mapping[str, str]) -> str | None:
+        """Name where a daemon lives: each somewhere else."""
+        pipe = environment["CUDA_MPS_PIPE_DIRECTORY"]
+        return pipe if pipe in self.daemons else None
+
+    def servers(self, home: str, pids: Iterable[int]) -> dict[int, int]:
+        """Return the servers that live there."""
+        return {pid: pid for pid in self.living.get(home, set()).intersection(pids)}
 
     def connect(self, pipe: str, pid: int) -> int:
         """A client connects; return the server's process ID."""
         daemon = self.daemons[pipe]
         if daemon.server is None:
             daemon.server, self._next_server = self._next_server, self._next_server + 1
-            self.servers.setdefault(pipe, set()).add(daemon.server)
+            self.living.setdefault(pipe, set()).add(daemon.server)
         daemon.clients.add(pid)
         return daemon.server
 

@@ -29,6 +29,10 @@ class Node:
     may_switch_mig: bool = False
     sources: tuple[Source, ...] = ()
 
+    def __post_init__(self) -> None:
+        """Servers of MPS are processes of the node."""
+        self.mps.ended = self.end_server
+
     def devices(self) -> NvmlDevices:
         """An adapter; each is an agent of its own on the same node."""
         return NvmlDevices(
@@ -73,6 +77,12 @@ class Node:
         process = self.nvml.start(gpu, pid, memory_mib, instance=instance)
         process.sm, process.dram = sm, dram
         return process
+
+    def end_server(self, pid: int) -> None:
+        """A server ends, on whichever GPU it has a context; on none where it never had one."""
+        for index, gpu in enumerate(self.nvml.gpus):
+            if pid in gpu.processes:
+                self.end(index, pid)
 
     def end(self, gpu: int, pid: int) -> None:
         """A process ends."""
