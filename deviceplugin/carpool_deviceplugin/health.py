@@ -98,11 +98,6 @@ class Health:
     motionless_since: float | None = None
     ecc_uncorrectable: int | None = None
 
-    @property
-    def is_healthy(self) -> bool:
-        """Whether new work may go there."""
-        return not self.problem
-
 
 def advance(health: Health, seen: Signals, now: float) -> Health:
     """Take in what was seen.

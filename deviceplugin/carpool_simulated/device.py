@@ -40,11 +40,6 @@ class Reading:
     """Since the device appeared; never falls while the device lives."""
     power_w: float
 
-    @property
-    def used_mib(self) -> int:
-        """Memory in use by processes."""
-        return sum(held.claim.memory_mib for held in self.claims)
-
 
 @dataclass(frozen=True, slots=True)
 class _Seen:

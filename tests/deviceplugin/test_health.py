@@ -17,8 +17,8 @@ def test_classes(xid: int, kind: str) -> None:
 
 def test_word_of_a_recovery_is_no_reason_to_wait_for_a_reset() -> None:
     """XID 154 says that the recovery action has changed, to none as well; what takes a reset comes with its own XID."""
-    assert advance(advance(WELL, Signals(xids=[154]), 0), Signals(), 61).is_healthy
-    assert not advance(advance(WELL, Signals(xids=[95, 154]), 0), Signals(), 61).is_healthy
+    assert not advance(advance(WELL, Signals(xids=[154]), 0), Signals(), 61).problem
+    assert advance(advance(WELL, Signals(xids=[95, 154]), 0), Signals(), 61).problem
 
 
 def test_unknown_xid_is_not_harmless() -> None:
@@ -33,7 +33,7 @@ def test_recoverable_takes_a_minute_of_quiet() -> None:
     assert advance(sick, Signals(), 59).problem
     again = advance(sick, Signals(xids=[94]), 30)
     assert advance(again, Signals(), 89).problem, "the quiet begins anew"
-    assert advance(again, Signals(), 151).is_healthy
+    assert not advance(again, Signals(), 151).problem
 
 
 def test_flapping_is_damped() -> None:
@@ -41,7 +41,7 @@ def test_flapping_is_damped() -> None:
     for _ in range(4):
         health = advance(health, Signals(xids=[94]), now)
         began = now
-        while not health.is_healthy:
+        while health.problem:
             now += 1
             health = advance(health, Signals(), now)
         lasted.append(now - began)
@@ -56,7 +56,7 @@ def test_fatal_takes_a_reset() -> None:
     assert advance(sick, Signals(xids=[94]), 10).problem == sick.problem, "what passes does not outdo it"
     reset = advance(sick, Signals(was_reset=True), 100)
     assert reset.problem
-    assert advance(reset, Signals(), 161).is_healthy
+    assert not advance(reset, Signals(), 161).problem
 
 
 @pytest.mark.parametrize(
@@ -73,26 +73,26 @@ def test_conditions(seen: Signals, says: str) -> None:
 
 def test_ecc_errors_count_when_they_rise() -> None:
     first = advance(WELL, Signals(ecc_uncorrectable=7), 0)
-    assert first.is_healthy, "they happened before the agent came"
+    assert not first.problem, "they happened before the agent came"
     assert "2 uncorrectable ECC errors" in advance(first, Signals(ecc_uncorrectable=9), 1).problem
 
 
 def test_heat_counts_when_it_lasts() -> None:
     hot = advance(WELL, Signals(is_hot=True), 0)
-    assert hot.is_healthy
-    assert advance(advance(hot, Signals(is_hot=False), 10), Signals(is_hot=True), 40).is_healthy
+    assert not hot.problem
+    assert not advance(advance(hot, Signals(is_hot=False), 10), Signals(is_hot=True), 40).problem
     sick = advance(hot, Signals(is_hot=True), 31)
     assert "slowed down for heat for more than 30 s" in sick.problem
-    assert advance(sick, Signals(is_hot=False), 92).is_healthy
+    assert not advance(sick, Signals(is_hot=False), 92).problem
 
 
 def test_gpu_that_says_it_computes_and_draws_nothing_is_stuck() -> None:
     began = advance(WELL, Signals(is_motionless=True), 0)
-    assert began.is_healthy
-    assert advance(advance(began, Signals(is_motionless=False), 300), Signals(is_motionless=True), 601).is_healthy
+    assert not began.problem
+    assert not advance(advance(began, Signals(is_motionless=False), 300), Signals(is_motionless=True), 601).problem
     stuck = advance(began, Signals(is_motionless=True), 600)
     assert "it is stuck: it says that it computes" in stuck.problem
-    assert advance(advance(stuck, Signals(), 601), Signals(), 661).is_healthy
+    assert not advance(advance(stuck, Signals(), 601), Signals(), 661).problem
 
 
 def test_lost_gpu_that_answers_again_has_begun_anew() -> None:
@@ -100,7 +100,7 @@ def test_lost_gpu_that_answers_again_has_begun_anew() -> None:
     assert advance(lost, Signals(lost="fallen off the bus"), 5000).problem
     back = advance(lost, Signals(), 5000)
     assert back.problem
-    assert advance(back, Signals(), 5060).is_healthy
+    assert not advance(back, Signals(), 5060).problem
 
 
 @given(st.lists(st.tuples(st.sampled_from([13, 31, 94, 92, 4711]), st.floats(0, 100)), max_size=30))
@@ -109,10 +109,10 @@ def test_what_passes_always_ends(history: list[tuple[int, float]]) -> None:
     for xid, later in history:
         now += later
         health = advance(health, Signals(xids=[xid]), now)
-        assert health.is_healthy or health.until is not None
-    assert advance(health, Signals(), now + 3601).is_healthy
+        assert not health.problem or health.until is not None
+    assert not advance(health, Signals(), now + 3601).problem
 
 
 @given(st.lists(st.sampled_from([13, 31, 43, 45]), max_size=30))
 def test_applications_never_hurt_a_gpu(xids: list[int]) -> None:
-    assert advance(WELL, Signals(xids=xids), 5).is_healthy
+    assert not advance(WELL, Signals(xids=xids), 5).problem

@@ -2,10 +2,11 @@
 
 from carpool_core.resources.node import Reservation
 from carpool_core.values import GpuUuid, JobUid, PodUid, SharingMode
+from carpool_deviceplugin.division import divide
 from carpool_deviceplugin.gpu import CreateInstance, DestroyInstance, GpuActual, Part
 from carpool_deviceplugin.mig.layout import Instance, Occupied, Placement, occupied
-from carpool_deviceplugin.mig.profiles import A30, A100_40, MigTable
-from carpool_deviceplugin.mig.reservations import divide
+from carpool_deviceplugin.mig.profiles import MigTable
+from carpool_deviceplugin.testing.mig_tables import A30, A100_40
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

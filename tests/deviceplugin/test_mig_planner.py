@@ -16,17 +16,8 @@ import pytest
 from carpool_core.products import PRODUCTS
 from carpool_deviceplugin.mig.layout import Instance, Occupied, Placement, fragmentation, occupied, possibilities
 from carpool_deviceplugin.mig.planner import Create, Destroy, MigPlan, MigRefusal, plan_mig
-from carpool_deviceplugin.mig.profiles import (
-    A30,
-    A100_40,
-    A100_80,
-    H100_80,
-    H200,
-    TABLES,
-    MigTable,
-    UnknownProfileError,
-    table_of,
-)
+from carpool_deviceplugin.mig.profiles import MigTable, UnknownProfileError
+from carpool_deviceplugin.testing.mig_tables import A30, A100_40, A100_80, H100_80, H200, TABLES
 
 Place = tuple[str, int]
 Layout = frozenset[Place]
@@ -103,15 +94,13 @@ def test_unknown_profile_says_the_choices() -> None:
 
 def test_tables_agree_with_the_products() -> None:
     for product in PRODUCTS:
-        table = table_of(product.name)
+        table = TABLES.get(product.name)
         assert set(product.mig_profiles) <= set(table.by_name if table else ())
         if table:
             for profile in table.profiles:
                 assert profile.memory_mib < product.memory_mib
                 assert profile.sm_count <= product.sm_count
-    assert table_of("Tesla T4") is None
-    assert table_of("Simulated NVIDIA A30") is A30
-    assert set(TABLES) > {"NVIDIA H200"}
+    assert TABLES.keys() - {product.name for product in PRODUCTS} == {"NVIDIA A100-PCIE-40GB"}
 
 
 def test_fragmentation_is_none_when_empty_and_all_when_nothing_fits() -> None:

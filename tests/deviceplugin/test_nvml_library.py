@@ -9,7 +9,6 @@ from carpool_deviceplugin.battery.contract import CONTRACT, Rule
 from carpool_deviceplugin.devices import NoDevicesError
 from carpool_deviceplugin.mig.layout import Placement
 from carpool_deviceplugin.mig.planner import Create, Destroy
-from carpool_deviceplugin.mig.profiles import table_of
 from carpool_deviceplugin.nvml.calls import DriverGoneError, GpuLostError, NotPermittedError, NvmlError, Session
 from carpool_deviceplugin.nvml.gpm import Gpm
 from carpool_deviceplugin.nvml.library import NvmlLibrary, installed
@@ -22,6 +21,7 @@ from carpool_deviceplugin.nvml.reading import (
     read_utilization,
 )
 from carpool_deviceplugin.nvml.xids import XidWatch
+from carpool_deviceplugin.testing.mig_tables import TABLES
 from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.testing.nvml_hardware import HARDWARE
 
@@ -80,7 +80,7 @@ def test_the_fakes_hardware_is_that_of_the_products() -> None:
         product = find_product(hardware.product)
         assert hardware.memory_mib == product.memory_mib
         assert product.compute_capability == ".".join(map(str, hardware.compute_capability))
-        assert hardware.mig is table_of(product.name)
+        assert hardware.mig is TABLES.get(product.name)
 
 
 @pytest.mark.parametrize("kind", [k for k, h in HARDWARE.items() if h.mig])

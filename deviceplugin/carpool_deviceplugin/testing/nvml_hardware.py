@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from carpool_deviceplugin.mig.profiles import A30, A100_40, A100_80, H100_80, H200, MigTable
+from carpool_deviceplugin.mig.profiles import MigTable
+from carpool_deviceplugin.testing.mig_tables import A30, A100_40, A100_80, H100_80, H200
 
 
 @dataclass(frozen=True, slots=True)
