@@ -209,8 +209,8 @@ class KubeSettings:
         None,
         flag="--kubeconfig",
         env="KUBECONFIG",
-        help="File that says how to reach the API server; where empty the pod's own ServiceAccount, and outside of "
-        "pods ~/.kube/config.",
+        help="File that says how to reach the API server, or several as kubectl takes them; where empty the pod's own "
+        "ServiceAccount, and outside of pods ~/.kube/config.",
     )
 
 

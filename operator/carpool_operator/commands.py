@@ -5,7 +5,7 @@ import logging
 import click
 import uvloop
 from carpool_core import logs
-from carpool_core.kube.config import KubeConfigError
+from carpool_core.kube.credentials import KubeConfigError
 from carpool_core.kube.errors import KubeError
 from carpool_core.settings import SettingsError, click_options
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import yaml
-from carpool_core.kube.config import KubeConfigError, Token, load_endpoint
+from carpool_core.kube.config import load_endpoint
+from carpool_core.kube.credentials import KubeConfigError, Token, token_file
 from carpool_core.settings import KubeSettings
 
 Write = Callable[..., KubeSettings]
@@ -59,7 +60,13 @@ def test_insecure_only_when_it_is_said(kubeconfig: Write) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"user": {"exec": {"command": "aws"}}}, "gets its credentials from `exec`, which Carpool does not run"),
+        (
+            {"user": {"auth-provider": {"name": "gcp"}}},
+            "gets its credentials from `auth-provider`, which kubectl has dropped",
+        ),
+        ({"user": {"token": "t", "as": "root"}}, "speaks as somebody else"),
+        ({"cluster": {"proxy-url": "http://proxy"}}, "sets proxy-url, which"),
+        ({"clusters": {"c": {}}}, "expected a list of clusters with names"),
         ({"cluster": {"server": ""}}, "has a cluster without a server"),
         ({"current-context": ""}, "has no current-context"),
         ({"current-context": "there"}, "names the context 'there', which is not among its contexts"),
@@ -122,7 +129,7 @@ def test_nowhere_to_go(environ: dict[str, str]) -> None:
 def test_a_token_file_is_read_again_each_minute_and_after_a_refusal(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("one")
-    token = Token(file=file)
+    token = Token(renew=token_file(file))
     assert token.at(1000) == "one"
     file.write_text("two")
     assert token.at(1059) == "one"
@@ -136,4 +143,25 @@ def test_a_token_file_is_read_again_each_minute_and_after_a_refusal(tmp_path: Pa
 
 def test_a_token_file_that_never_was() -> None:
     with pytest.raises(KubeConfigError, match="cannot read the token file /nonexistent/token"):
-        Token(file=Path("/nonexistent/token")).at(0)
+        Token(renew=token_file(Path("/nonexistent/token"))).at(0)
+
+
+def test_several_kubeconfigs_speak_together_and_the_first_is_believed(tmp_path: Path) -> None:
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "token").write_text("from afar")
+    files = [tmp_path / "gone", tmp_path / "near", tmp_path / "far" / "config"]
+    clusters = [{"name": "c", "cluster": {"server": "http://near"}}]
+    contexts = [{"name": "here", "context": {"cluster": "c", "user": "u"}}]
+    files[1].write_text(yaml.safe_dump({"clusters": clusters, "current-context": "here"}))
+    others = [{"name": "c", "cluster": {"server": "http://far"}}]
+    users = [{"name": "u", "user": {"tokenFile": "token"}}]
+    far = {"clusters": others, "contexts": contexts, "users": users, "current-context": "elsewhere"}
+    files[2].write_text(yaml.safe_dump(far))
+    endpoint = load_endpoint(KubeSettings(":".join(map(str, files))))
+    assert endpoint.server == "http://near"
+    assert endpoint.token.at(0) == "from afar"
+
+
+def test_of_several_kubeconfigs_none_is_there(tmp_path: Path) -> None:
+    with pytest.raises(KubeConfigError, match="expected a kubeconfig at one of"):
+        load_endpoint(KubeSettings(f"{tmp_path}/a:{tmp_path}/b"))

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from carpool_core.clock import SystemClock
+from carpool_core.kube.credentials import KubeConfigError, Plugin, Token, token_file
+from carpool_core.kube.kubeconfig import Entry, KubeConfig
 from carpool_core.settings import KubeSettings
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-_TOKEN_LIFETIME_S = 60.0
-"""A projected token is renewed at 80% of its hour or more; rereading each minute is early enough."""
-
-
-class KubeConfigError(ValueError):
-    """The API server cannot be reached as configured; the message says what to set."""
+IMPERSONATION = ("as", "as-uid", "as-groups", "as-user-extra")
+PLUGIN_EXTENSION = "client.authentication.k8s.io/exec"
+"""Name of a cluster's extension that is meant for its plugins."""
 
 
 @dataclass(frozen=True)
@@ -29,35 +29,8 @@ class Endpoint:
     """Base URL without a slash at its end."""
     tls: ssl.SSLContext | None
     """None for plain HTTP."""
-    token: "Token"
+    token: Token
     namespace: str = "default"
-
-
-class Token:
-    """A bearer token, fixed or read from a file again and again; empty where client certificates speak for us."""
-
-    def __init__(self, fixed: str = "", file: Path | None = None) -> None:
-        self._value, self._file = fixed, file
-        self._read_at: float | None = None
-
-    def at(self, monotonic: float) -> str:
-        """Return the token; a file is read again once its last reading is a minute old.
-
-        Raises:
-            KubeConfigError: The file cannot be read and never could.
-        """
-        if self._file is not None and (self._read_at is None or monotonic - self._read_at >= _TOKEN_LIFETIME_S):
-            try:
-                self._value = self._file.read_text().strip()
-            except OSError as error:
-                if not self._value:
-                    raise KubeConfigError(f"cannot read the token file {self._file}: {error.strerror}") from error
-            self._read_at = monotonic
-        return self._value
-
-    def forget(self) -> None:
-        """Read the file again at the next use, because the server refused the token."""
-        self._read_at = None
 
 
 def load_endpoint(
@@ -69,13 +42,12 @@ def load_endpoint(
         KubeConfigError: None of them is there, or the kubeconfig is not usable.
     """
     if settings.kubeconfig:
-        path = Path(settings.kubeconfig).expanduser()
-        return _from_kubeconfig(path)
+        return _from_kubeconfig(settings.kubeconfig)
     host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT", "443")
     if not host:
         usual = Path(environ.get("HOME", "/nonexistent"), ".kube", "config")
         if _is_there(usual):
-            return _from_kubeconfig(usual)
+            return _from_kubeconfig(str(usual))
         raise KubeConfigError(
             f"no way to the Kubernetes API: set KUBECONFIG (or --kubeconfig) to a kubeconfig file, of which {usual} "
             "would be the usual one, or run in a pod with a ServiceAccount"
@@ -84,7 +56,7 @@ def load_endpoint(
     return Endpoint(
         server=f"https://{f'[{host}]' if ':' in host else host}:{port}",
         tls=_tls(ca=service_account / "ca.crt"),
-        token=Token(file=service_account / "token"),
+        token=Token(renew=token_file(service_account / "token")),
         namespace=namespace.read_text().strip() if namespace.exists() else "default",
     )
 
@@ -99,58 +71,74 @@ def _is_there(path: Path) -> bool:
         ) from error
 
 
-def _from_kubeconfig(path: Path) -> Endpoint:
-    import yaml  # half a megabyte that a pod never needs
-
-    try:
-        config = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise KubeConfigError(f"cannot read the kubeconfig {path}: {error}") from error
-    if not isinstance(config, dict) or not config.get("current-context"):
-        raise KubeConfigError(f"the kubeconfig {path} has no current-context: run `kubectl config use-context NAME`")
-    context = _named(config, "contexts", "context", config["current-context"], path)
-    cluster = _named(config, "clusters", "cluster", context.get("cluster", ""), path)
-    user = _named(config, "users", "user", context["user"], path) if context.get("user") else {}
-    for plugin in ("exec", "auth-provider"):
-        if plugin in user:
-            raise KubeConfigError(
-                f"the kubeconfig {path} gets its credentials from `{plugin}`, which Carpool does not run; "
-                "use a token, a tokenFile or client certificates: `kubectl create token` prints one"
-            )
+def _from_kubeconfig(names: str) -> Endpoint:
+    config = KubeConfig(names)
+    context = config.named("context", config.current()).said
+    cluster, cluster_file = config.named("cluster", context.get("cluster", ""))
+    user, user_file = config.named("user", context["user"]) if context.get("user") else Entry({}, cluster_file)
+    _refuse(cluster, user, names)
     server = str(cluster.get("server", "")).rstrip("/")
     if not server:
-        raise KubeConfigError(f"the kubeconfig {path} has a cluster without a server")
-    token_file = user.get("tokenFile")
+        raise KubeConfigError(f"the kubeconfig {names} has a cluster without a server")
+    token = Token(fixed=user.get("token", ""))
+    if file := user.get("tokenFile"):
+        token = Token(renew=token_file(user_file.parent / file))
+    elif plugin := user.get("exec"):
+        known = Plugin(plugin, _told(cluster, cluster_file.parent), user_file, SystemClock().now)
+        # A plugin that proves who we are by a certificate is asked once: a connection cannot change its own.
+        issued = known.issue()
+        user = {**user, **issued.as_user()}
+        token = Token(renew=known.renew, first=known.fresh(issued)) if issued.token else Token()
     return Endpoint(
         server=server,
-        tls=_kubeconfig_tls(cluster, user, path.parent) if server.startswith("https://") else None,
-        token=Token(fixed=user.get("token", ""), file=path.parent / token_file if token_file else None),
+        tls=_kubeconfig_tls((cluster, cluster_file), (user, user_file)) if server.startswith("https://") else None,
+        token=token,
         namespace=context.get("namespace") or "default",
     )
 
 
-def _named(config: Mapping[str, Any], plural: str, singular: str, name: str, path: Path) -> dict[str, Any]:
-    for entry in config.get(plural) or []:
-        if entry.get("name") == name:
-            return dict(entry.get(singular) or {})
-    raise KubeConfigError(f"the kubeconfig {path} names the {singular} {name!r}, which is not among its {plural}")
-
-
-def _kubeconfig_tls(cluster: Mapping[str, Any], user: Mapping[str, Any], base: Path) -> ssl.SSLContext:
+def _refuse(cluster: Mapping[str, Any], user: Mapping[str, Any], names: str) -> None:
+    """Refuse what cannot be obeyed: to ignore it would be to speak to another server, or as another user."""
+    if "auth-provider" in user:
+        raise KubeConfigError(
+            f"the kubeconfig {names} gets its credentials from `auth-provider`, which kubectl has dropped, too; "
+            "use an `exec` plugin, a token, a tokenFile or client certificates: `kubectl create token` prints one"
+        )
+    if any(key in user for key in IMPERSONATION):
+        raise KubeConfigError(f"the kubeconfig {names} speaks as somebody else (`as`), which Carpool cannot do")
     if cluster.get("tls-server-name"):
         raise KubeConfigError(
             "the kubeconfig sets tls-server-name, which Carpool cannot use: name the server as its certificate does"
         )
+    if cluster.get("proxy-url"):
+        raise KubeConfigError("the kubeconfig sets proxy-url, which Carpool cannot use: go where no proxy is needed")
+
+
+def _told(cluster: Mapping[str, Any], base: Path) -> dict[str, Any]:
+    """Return what a plugin may know of a cluster: the same, but its authority as bytes."""
+    told = {key: value for key, value in cluster.items() if key not in ("certificate-authority", "extensions")}
+    if file := cluster.get("certificate-authority"):
+        try:
+            told["certificate-authority-data"] = base64.b64encode((base / file).read_bytes()).decode()
+        except OSError as error:
+            raise KubeConfigError(f"cannot load the certificates for the API server: {error}") from error
+    for extension in cluster.get("extensions") or []:
+        if extension.get("name") == PLUGIN_EXTENSION:
+            told["config"] = extension.get("extension")
+    return told
+
+
+def _kubeconfig_tls(cluster: tuple[Mapping[str, Any], Path], user: tuple[Mapping[str, Any], Path]) -> ssl.SSLContext:
     with (
-        _file_of(cluster, "certificate-authority", base) as ca,
-        _file_of(user, "client-certificate", base) as certificate,
-        _file_of(user, "client-key", base) as key,
+        _file_of(*cluster, "certificate-authority") as ca,
+        _file_of(*user, "client-certificate") as certificate,
+        _file_of(*user, "client-key") as key,
     ):
-        return _tls(ca=ca, certificate=certificate, key=key, insecure=bool(cluster.get("insecure-skip-tls-verify")))
+        return _tls(ca=ca, certificate=certificate, key=key, insecure=bool(cluster[0].get("insecure-skip-tls-verify")))
 
 
 @contextmanager
-def _file_of(entry: Mapping[str, Any], key: str, base: Path) -> Iterator[Path | None]:
+def _file_of(entry: Mapping[str, Any], of: Path, key: str) -> Iterator[Path | None]:
     """Yield the file behind KEY, or a private temporary one with the content of KEY-data: OpenSSL reads only files."""
     if data := entry.get(f"{key}-data"):
         with tempfile.NamedTemporaryFile(prefix="carpool-") as file:
@@ -158,7 +146,7 @@ def _file_of(entry: Mapping[str, Any], key: str, base: Path) -> Iterator[Path | 
             file.flush()
             yield Path(file.name)
     else:
-        yield base / entry[key] if entry.get(key) else None
+        yield of.parent / entry[key] if entry.get(key) else None
 
 
 def _tls(
