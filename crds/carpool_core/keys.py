@@ -40,6 +40,9 @@ CDI_KIND: Final = f"{DOMAIN}/slot"
 SIMULATED_PREFIX: Final = "Simulated "
 """Begins the product name of every GPU that is not hardware."""
 
+OUTCOME_GPU_OUT_OF_MEMORY: Final = "GpuOutOfMemory"
+"""Outcome of an attempt: a worker used its GPU's memory up."""
+
 REASON_BACKING_OFF: Final = "BackingOff"
 """Reason of condition Placed: an attempt ended without success, and the next one waits for its time."""
 

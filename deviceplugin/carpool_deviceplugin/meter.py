@@ -14,6 +14,8 @@ SMOOTHING_S = 5.0
 """Time constant of the exponential average."""
 MOVED = 0.10
 """A measure that moved by less than this share is not written to the API server again."""
+PEAK_MOVED = 0.01
+"""The same of a peak, which only rises, and seldom: neighbours are admitted by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +233,7 @@ def _kept(old: Tenant | None, new: Tenant) -> Tenant:
         was, now = getattr(old, name), getattr(new, name)
         if (was is None) != (now is None):
             return new
-        if was is not None and abs(now - was) > max(MOVED * abs(was), least.get(name, 0.0)):
+        share = PEAK_MOVED if name == "peak_memory_mib" else MOVED
+        if was is not None and abs(now - was) > max(share * abs(was), least.get(name, 0.0)):
             return new
     return old

@@ -23,10 +23,12 @@ from carpool_extender.routes import create_app
 from carpool_extender.rules import Rules
 from carpool_extender.service import Service
 from carpool_extender.settings import ExtenderSettings
+from carpool_extender.settler import Settler
+from carpool_extender.settling import Stillness
 from carpool_extender.standing import Standing
 from carpool_extender.telemetry import KnowledgeCollector, Telemetry
 from carpool_extender.watches import Watches
-from carpool_extender.workloads import Workloads
+from carpool_extender.workloads import Choices, Workloads
 
 COMPONENT = "carpool-extender"
 
@@ -40,6 +42,7 @@ class Extender:
     watches: Watches
     janitor: Janitor
     binder: Binder
+    settler: Settler | None
     registry: CollectorRegistry
 
     async def run(self) -> None:
@@ -47,6 +50,8 @@ class Extender:
         async with asyncio.TaskGroup() as group:
             group.create_task(self.watches.run())
             group.create_task(self.janitor.run())
+            if self.settler is not None:
+                group.create_task(self.settler.run())
 
 
 def build(
@@ -75,7 +80,7 @@ def build(
     standing = Standing(clock)
     watches = Watches(api, clock, Cluster(settings.slots_per_gpu, standing))
     registry.register(KnowledgeCollector(watches))
-    workloads = Workloads(api, watches, job_policies=settings.job_policies)
+    workloads = Workloads(api, watches, Choices(settings.job_policies, settings.count_peaks))
     book = Book(api, watches, clock, sleep, gather_s)
     events = EventRecorder(api, clock, COMPONENT)
     tools = Tools(api, clock, sleep, events, telemetry, standing)
@@ -94,6 +99,7 @@ def build(
     restorer = Restorer(api, watches, book, events, settings.slots_per_gpu)
     janitor = Janitor(api, watches, book, restorer, clock, sleep)
     janitor.leave_alone(binder.open)
+    settler = Settler(watches, book, Stillness(clock)) if settings.count_peaks else None
     service = Service(watches, workloads, binder, assessments, gangs)
     app = create_app(service, telemetry, watches.not_ready)
-    return Extender(app, service, watches, janitor, binder, registry)
+    return Extender(app, service, watches, janitor, binder, settler, registry)

@@ -52,6 +52,8 @@ class ClassColumns:
     suitable: NDArray[np.bool_]
     too_small: NDArray[np.bool_]
     known: NDArray[np.bool_]
+    provisional: NDArray[np.bool_]
+    """Whether what counts of its memory is to count only until its own peak was measured."""
     can: NDArray[np.bool_]
     """(classes, modes) Whether the agent can prepare a mode for such a job, by the mode's code; MIG where an instance
     would hold it."""
@@ -75,29 +77,27 @@ class Applicant:
     """Workers of the job, and so the most of its pods that may have reservations at a time."""
     user: int | None = None
     """User of the node that the worker runs as; None where its spec does not say."""
+    settles: bool = False
+    """Whether it may count with its own peak once that was measured, where it never ran before."""
     _facts: dict[DeviceClass, ClassFacts] = field(default_factory=dict)
     _columns: dict[tuple[DeviceClass, ...], ClassColumns] = field(default_factory=dict)
 
     def is_as(self, other: "Applicant") -> bool:
         """Whether another asks for the same, for the same job."""
-        return (self.demand, self.policy, self.workers, self.user) == (
-            other.demand,
-            other.policy,
-            other.workers,
-            other.user,
-        )
+        mine, its = ((of.demand, of.policy, of.workers, of.user, of.settles) for of in (self, other))
+        return mine == its
 
     @cached_property
     def shape(self) -> bytes:
         """Digest of all that a decision depends on, but not who asks: demands of equal shape fit the same places."""
         anybody = replace(self.demand, job_uid=JobUid(""), job_name="")
-        return blake2b(msgspec.json.encode((anybody, self.policy, self.user)), digest_size=16).digest()
+        return blake2b(msgspec.json.encode((anybody, self.policy, self.user, self.settles)), digest_size=16).digest()
 
     def facts(self, kind: DeviceClass) -> ClassFacts:
         """Say what the demand means on a class of devices."""
         found = self._facts.get(kind)
         if found is None:
-            found = self._facts[kind] = _facts_on(self.demand, kind)
+            found = self._facts[kind] = _facts_on(self.demand, kind, settles=self.settles)
         return found
 
     def columns(self, classes: Sequence[DeviceClass]) -> ClassColumns:
@@ -126,6 +126,7 @@ class Applicant:
             suitable=np.array([fact.reason is None for fact in facts], np.bool_),
             too_small=np.array([fact.too_small for fact in facts], np.bool_),
             known=np.array([fact.is_known for fact in facts], np.bool_),
+            provisional=np.array([fact.profile.provisional for fact in facts], np.bool_),
             can=can,
             mig=np.array([_instance(fact, kind) for fact, kind in zip(facts, classes, strict=True)], np.int16).reshape(
                 -1, 4
@@ -137,9 +138,11 @@ class Applicant:
         )
 
 
-def _facts_on(demand: Demand, kind: DeviceClass) -> ClassFacts:
+def _facts_on(demand: Demand, kind: DeviceClass, *, settles: bool) -> ClassFacts:
     reason = unsuitable(demand, kind)
     profile = demand.profile_on(kind.product)
+    if settles and _is_provisional(demand, kind.product):
+        profile = msgspec.structs.replace(profile, provisional=True)
     instance = smallest(kind.mig_profiles, profile.memory_mib, profile.sm_active_ratio)
     without_memory = replace(demand, memory_limit_mib=None, prediction=None)
     too_small = reason is not None and unsuitable(without_memory, kind) is None
@@ -153,6 +156,18 @@ def _facts_on(demand: Demand, kind: DeviceClass) -> ClassFacts:
         thread_percentage=thread_percentage(demand.prediction_on(kind.product)),
         mig=instance,
     )
+
+
+def _is_provisional(demand: Demand, product: str) -> bool:
+    """Whether what counts of a job's memory may give way to its own peak: nobody else's word is better than that.
+
+    Not the user's own number, which is a promise. Not what earlier runs of it were measured to take, which is as good;
+    and of one that died of memory nothing that it takes is believed to be all.
+    """
+    if demand.memory_limit_mib is not None:
+        return False
+    predicted = demand.prediction_on(product)
+    return predicted is None or not predicted.memory.learned_runs
 
 
 def _instance(facts: ClassFacts, kind: DeviceClass) -> tuple[int, int, int, int]:

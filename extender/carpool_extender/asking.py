@@ -10,7 +10,7 @@ import msgspec
 from carpool_core.clock import SystemClock
 from carpool_core.kube.api import KubeApi
 from carpool_core.kube.client import connect
-from carpool_core.kube.config import KubeConfigError
+from carpool_core.kube.credentials import KubeConfigError
 from carpool_core.kube.errors import KubeError, Refused
 from carpool_core.products import PRODUCTS, hardware_name
 from carpool_core.resources.job import GpuTrainingJob
@@ -26,6 +26,7 @@ from carpool_extender.manifest import ManifestError, checked, read
 from carpool_extender.policies import UnknownPolicyError, find_policy
 from carpool_extender.rules import Rules
 from carpool_extender.settings import AskSettings
+from carpool_extender.workloads import Choices
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ def _say(settings: AskSettings, each_gpu: bool, ask: Callable[[KubeApi, Rules, A
     async def run() -> Answer:
         rules = Rules(find_policy(settings.policy), settings.slots_per_gpu, settings.conditions.conditions())
         async with connect(settings.kube, clock=clock) as api:
-            return await ask(api, rules, Asker(clock, settings.job_policies, each_gpu))
+            return await ask(api, rules, Asker(clock, Choices(settings.job_policies, settings.count_peaks), each_gpu))
 
     try:
         told = asyncio.run(run())

@@ -33,7 +33,7 @@ from carpool_extender.rehearsal import Rehearsal
 from carpool_extender.rules import Rules
 from carpool_extender.standing import Standing
 from carpool_extender.watches import JobRow, JobSpecRow, JobStatusRow
-from carpool_extender.workloads import NotOurs, applicant_of
+from carpool_extender.workloads import AS_SHIPPED, Choices, NotOurs, applicant_of
 
 Predictor = Callable[[GpuTrainingJob, list[str]], Awaitable[GpuTrainingJob]]
 
@@ -77,8 +77,8 @@ class Asker:
     """Who asks."""
 
     clock: Clock
-    job_policies: bool = False
-    """Whether the site lets jobs choose their policy."""
+    choices: Choices = AS_SHIPPED
+    """What the site allows jobs."""
     each_gpu: bool = False
     """Whether to tell of every GPU on a line of its own, where the same is to be said of many."""
 
@@ -136,7 +136,7 @@ async def explained(api: KubeApi, name: str, namespace: str, rules: Rules, asker
         own_gpus |= {uuid for r in own for uuid in r.gpu_uuids}
         without.append(_without(node, own))
     try:
-        applicant = applicant_of(job, _user(job.spec.template), allowed=asker.job_policies)
+        applicant = applicant_of(job, _user(job.spec.template), asker.choices)
     except NotOurs as refusal:
         return Answer([*told, *places, str(refusal)])
     seen = snapshot(without, rules, asker.clock)
@@ -195,7 +195,7 @@ async def asked(api: KubeApi, job: GpuTrainingJob, rules: Rules, predictor: Pred
         told = [f"prediction: {prediction.outcome} ({prediction.reason}) {said}"]
     try:
         row = msgspec.convert(msgspec.to_builtins(known), JobRow)
-        applicant = applicant_of(row, _user(job.spec.template), allowed=asker.job_policies)
+        applicant = applicant_of(row, _user(job.spec.template), asker.choices)
     except NotOurs as refusal:
         return Answer([*told, str(refusal)], is_hopeless=True)
     seen = snapshot(nodes, rules, asker.clock)

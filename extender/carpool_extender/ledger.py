@@ -1,14 +1,16 @@
 """The ledger of reservations of one GpuNode, as pure functions. What it accepts never promises more than there is."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from types import MappingProxyType
 
 import msgspec
 from carpool_core.clock import parse_rfc3339
 from carpool_core.resources.node import Device, GpuNode, GpuNodeSpec, Reservation
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 
+from carpool_extender.measured import peak_mib
 from carpool_extender.mig import profile_of, whole
 from carpool_extender.view import counted_mib, needed_mib
 
@@ -28,11 +30,18 @@ class Capacity:
     devices: Mapping[GpuUuid, Device]
     slots: int
     """Most tenants of one GPU."""
+    peaks: Mapping[tuple[PodUid, GpuUuid], int] = field(default_factory=dict)
+    """The most memory that tenants were measured to take, in MiB."""
+
+    def on(self, uuid: GpuUuid) -> dict[PodUid, int]:
+        """Return the measured peaks of one GPU, by tenant."""
+        return {pod: peak for (pod, gpu), peak in self.peaks.items() if gpu == uuid}
 
 
 def capacity_of(node: GpuNode, slots: int) -> Capacity:
     """Collect what a node's agent reports."""
-    return Capacity({device.uuid: device for device in node.status.devices}, slots)
+    peaks = {(tenant.pod_uid, tenant.gpu_uuid): peak_mib(tenant) for tenant in node.status.tenants}
+    return Capacity({device.uuid: device for device in node.status.devices}, slots, peaks)
 
 
 def held(spec: GpuNodeSpec, pod_uid: PodUid) -> Reservation | None:
@@ -45,11 +54,21 @@ def on_gpu(spec: GpuNodeSpec, uuid: GpuUuid) -> list[Reservation]:
     return [r for r in spec.reservations if uuid in r.gpu_uuids]
 
 
-def promised_mib(reservations: list[Reservation], usable_mib: int) -> int:
-    """Memory promised on one GPU, in MiB; saturates at what the GPU has, which also stands for an unknown amount."""
+def promised_mib(
+    reservations: list[Reservation], usable_mib: int, peaks: Mapping[PodUid, int] = MappingProxyType({})
+) -> int:
+    """Memory promised on one GPU, in MiB; saturates at what the GPU has, which also stands for an unknown amount.
+
+    Args:
+        reservations: Of the GPU.
+        usable_mib: What it has.
+        peaks: The most that their pods were measured to take there. It counts only where a promise had given way to a
+            measure that no longer holds: what exceeds other promises is for the decision to look at.
+    """
     total = 0
-    for reservation in reservations:
-        total = min(usable_mib, total + counted_mib(reservation.tenant.memory_mib, usable_mib))
+    for one in reservations:
+        peak = peaks.get(one.pod_uid, 0) if one.tenant.measured_mib is not None else 0
+        total = min(usable_mib, total + counted_mib(one.tenant.counted_mib(peak), usable_mib))
     return total
 
 
@@ -64,7 +83,7 @@ def reserve(spec: GpuNodeSpec, wanted: Reservation, capacity: Capacity) -> GpuNo
     if len(set(wanted.gpu_uuids)) != len(wanted.gpu_uuids):
         return Rejected(f"expected different GPUs, found {', '.join(wanted.gpu_uuids)}")
     for uuid in wanted.gpu_uuids:
-        refusal = _refusal(on_gpu(spec, uuid), wanted, capacity.devices.get(uuid), capacity.slots)
+        refusal = _refusal(on_gpu(spec, uuid), wanted, capacity.devices.get(uuid), capacity)
         if refusal is not None:
             return Rejected(f"{uuid}: {refusal}")
     return msgspec.structs.replace(spec, reservations=[*spec.reservations, wanted])
@@ -111,7 +130,7 @@ def deadline_of(reservation: Reservation) -> datetime | None:
         return None
 
 
-def _refusal(present: list[Reservation], wanted: Reservation, device: Device | None, slots: int) -> str | None:
+def _refusal(present: list[Reservation], wanted: Reservation, device: Device | None, capacity: Capacity) -> str | None:
     """Say what forbids a reservation on one GPU; None where nothing does."""
     if device is None:
         return "the node reports no such GPU"
@@ -125,11 +144,12 @@ def _refusal(present: list[Reservation], wanted: Reservation, device: Device | N
         return f"its MPS server serves user {', '.join(map(str, sorted(users, key=str)))}, not {wanted.run_as_user}"
     if wanted.mode is SharingMode.MIG and (lacking := _no_instance(present, wanted, device)) is not None:
         return lacking
-    if len(present) >= slots:
-        return f"has {len(present)} tenants, the most allowed is {slots}"
+    if len(present) >= capacity.slots:
+        return f"has {len(present)} tenants, the most allowed is {capacity.slots}"
     usable = max(0, device.memory_mib - device.reserved_mib)
-    need = needed_mib(wanted.tenant.memory_mib, usable)
-    free = usable - promised_mib(present, usable)
+    peaks = capacity.on(device.uuid)
+    need = needed_mib(wanted.tenant.counted_mib(peaks.get(wanted.pod_uid, 0)), usable)
+    free = usable - promised_mib(present, usable, peaks)
     if need > free:
         return f"needs {need:,} MiB, has {free:,} MiB free"
     return None

@@ -23,7 +23,7 @@ class Known:
     """What is known of one tenant of one GPU."""
 
     memory_mib: int | None
-    """What was promised, or what was measured where that is more; None where nothing was promised."""
+    """What was promised, or what was measured where that is more, or instead of it; None where nothing was promised."""
     util: float
     """GPU utilization alone, 0..1."""
     sm: float
@@ -49,10 +49,10 @@ def known_of(reservations: Sequence[Reservation], measured: Sequence[Tenant | No
     """Combine promise and measure for the tenants of one GPU.
 
     What a tenant is measured to do beside neighbours is less than what it would do alone, by its slowdown: measured
-    times predicted slowdown is its activity alone. A promise of memory is never taken back; what is used beyond it
-    counts.
+    times predicted slowdown is its activity alone. A promise of memory is taken back only in the reservation itself;
+    what is used beyond it counts.
     """
-    expected = [promised(reservation.tenant) for reservation in reservations]
+    expected = [promised(one.tenant, peak_mib(of)) for one, of in zip(reservations, measured, strict=True)]
     if not any(measured):
         return expected
     stretch = _stretch(reservations[0].mode, tuple((one.util, one.sm, one.dram) for one in expected))
@@ -72,19 +72,23 @@ def _stretch(mode: SharingMode, alone: tuple[tuple[float, float, float], ...]) -
 
 def _combined(promised: Known, tenant: Tenant, slowdown: float) -> Known:
     util, sm = tenant.gpu_util_percent, tenant.sm_active_ratio
-    memory = promised.memory_mib
     return Known(
-        memory_mib=None if memory is None else max(memory, tenant.peak_memory_mib, tenant.memory_mib),
+        memory_mib=promised.memory_mib,
         util=promised.util if util is None else min(1.0, util / 100 * slowdown),
         sm=promised.sm if sm is None else min(1.0, sm * slowdown),
         dram=promised.dram,
     )
 
 
-def promised(profile: TenantProfile) -> Known:
-    """Return what was predicted of a tenant."""
+def peak_mib(measured: Tenant | None) -> int:
+    """Return the most memory that a tenant was measured to take, in MiB; 0 where nothing was measured of it."""
+    return 0 if measured is None else max(measured.peak_memory_mib, measured.memory_mib)
+
+
+def promised(profile: TenantProfile, peak_mib: int = 0) -> Known:
+    """Return what was predicted of a tenant, and the memory that counts with such a peak."""
     return Known(
-        memory_mib=profile.memory_mib,
+        memory_mib=profile.counted_mib(peak_mib),
         util=profile.gpu_util_percent / 100,
         sm=profile.sm_active_ratio,
         dram=profile.dram_active_ratio,

@@ -13,12 +13,17 @@ EXCLUSIVE, TIME_SLICING, MPS, MIG = (
 )
 
 
+JOINABLE = frozenset((SharingMode.MPS, SharingMode.TIME_SLICING))
+"""Modes in which others may join a tenant, and nothing but what is counted keeps them apart."""
+
+
 def proposals(applicant: Applicant, facts: ClassColumns, *, alone: bool = False) -> NDArray[np.int8]:
     """Choose the mode that a GPU of each class would have, by the mode that it is in; code 0 where none is possible.
 
     The mode of the tenants that are there is a constraint: nobody is moved to another mode while running, and beside an
     exclusive tenant there is no place. On an idle GPU, `Auto` takes the whole GPU for a job of which nothing is known,
-    because its memory has no bound. A job that shares with other namespaces gets a MIG instance where that leaves room
+    because its memory has no bound; where it may count with its own peak later, in a mode in which others can join it
+    then. A job that shares with other namespaces gets a MIG instance where that leaves room
     for somebody else: strangers are kept apart by hardware, and never meet behind one MPS daemon. The others get MPS
     where it can be had (it limits memory, and was measured the best almost everywhere), and turns where it cannot: the
     device cannot, or the job has several GPUs, each of which has an MPS daemon of its own while a process reaches only
@@ -53,11 +58,23 @@ def _first_choice(facts: ClassColumns, tenancy: Tenancy) -> NDArray[np.int8]:
     if tenancy is Tenancy.CLUSTER:
         taken, whole = facts.mig[:, 1], facts.mig[:, 3]
         shared = np.where(facts.can[:, MIG] & (taken < whole), MIG, shared)
-    return np.where(facts.known, shared, alone).astype(np.int8)
+    joinable = np.where(facts.provisional, np.where(facts.can[:, MPS], MPS, turns), alone)
+    return np.where(facts.known, shared, joinable).astype(np.int8)
 
 
-def unbounded(demand: Demand, product: str) -> str:
-    """Say why a job counts with the whole of a GPU, of a product on which its memory has no bound."""
+def unbounded(demand: Demand, product: str, *, settles: bool = False) -> str:
+    """Say why a job counts with the whole of a GPU, of a product on which its memory has no bound.
+
+    Args:
+        demand: Who asks.
+        product: Of the GPU.
+        settles: Whether that ends once its own peak was measured.
+    """
+    because = _unbounded(demand, product)
+    return f"{because} until its own peak was measured" if settles else because
+
+
+def _unbounded(demand: Demand, product: str) -> str:
     predicted = demand.prediction_on(product)
     if predicted is None:
         return "nothing is known of its memory, so it counts with the whole GPU"
@@ -82,6 +99,8 @@ def why(mode: SharingMode, demand: Demand, *, is_first: bool, alone: bool, bound
         return "as its tenants have it"
     if alone:
         return "as the policy gives every job a GPU of its own"
+    if boundless and mode is not SharingMode.EXCLUSIVE:
+        return f"so that others can join it later: {boundless}"
     if mode is SharingMode.MIG:
         return "as other namespaces may join, each in an instance of its own"
     if mode is SharingMode.EXCLUSIVE:

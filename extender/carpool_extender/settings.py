@@ -116,12 +116,25 @@ def _job_policies() -> Any:
     )
 
 
+def _count_peaks() -> Any:
+    return setting(
+        True,
+        flag="--count-peaks",
+        env="CARPOOL_COUNT_PEAKS",
+        help="Whether a job that never ran counts with the peak that it is measured to take, and a margin, once that "
+        "has stood still (for 90 seconds: half as much again; for ten minutes: a tenth), so that others may join it: "
+        "in place of the whole GPU of a job of which nothing was measured, and of the larger bound of a first run. "
+        "Otherwise both stay until it ends.",
+    )
+
+
 @dataclass(frozen=True)
 class AskSettings:
     """What decides, for whoever wants to know what the extender would decide: say the same as its own settings."""
 
     policy: str = _policy()
     job_policies: bool = _job_policies()
+    count_peaks: bool = _count_peaks()
     slots_per_gpu: int = slots_per_gpu()
     conditions: ConditionSettings = field(default_factory=ConditionSettings)
     calibration: str = setting(
@@ -155,6 +168,7 @@ class ExtenderSettings:
     )
     policy: str = _policy()
     job_policies: bool = _job_policies()
+    count_peaks: bool = _count_peaks()
     slots_per_gpu: int = slots_per_gpu()
     bind_timeout_seconds: float = setting(
         20.0,

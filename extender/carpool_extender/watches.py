@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 import structlog
 from carpool_core.clock import Clock
-from carpool_core.keys import SCHEDULER_NAME
+from carpool_core.keys import OUTCOME_GPU_OUT_OF_MEMORY, SCHEDULER_NAME
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS, KubeApi, Selector
 from carpool_core.kube.pods import Pod
 from carpool_core.kube.reflector import Reflector
@@ -37,10 +37,22 @@ class JobSpecRow(_Wire, frozen=True, kw_only=True):
     gpu: GpuSelector = GpuSelector()
 
 
+class AttemptRow(_Wire, frozen=True, kw_only=True):
+    """How an attempt ended."""
+
+    outcome: str = ""
+
+
 class JobStatusRow(_Wire, frozen=True, kw_only=True):
     """Of a job's status, what its demand depends on."""
 
     prediction: Prediction | None = None
+    attempts: list[AttemptRow] = []
+
+    @property
+    def died_of_memory(self) -> bool:
+        """Whether an attempt that is remembered used its GPU's memory up."""
+        return any(attempt.outcome == OUTCOME_GPU_OUT_OF_MEMORY for attempt in self.attempts)
 
 
 class JobRow(_Wire, frozen=True, kw_only=True):
@@ -66,6 +78,8 @@ class WatchedStatus(JobStatusRow, frozen=True, kw_only=True):
         """Forget what no decision needs."""
         if self.state in _NEED_NO_PLACE:
             msgspec.structs.force_setattr(self, "prediction", None)
+        if self.attempts and not self.died_of_memory:
+            msgspec.structs.force_setattr(self, "attempts", [])
 
 
 class WatchedJob(JobRow, frozen=True, kw_only=True):

@@ -1,5 +1,6 @@
 """From a pod to what it demands: only by way of the job that controls it, whose status no user can write."""
 
+from dataclasses import dataclass
 from typing import cast
 
 from carpool_core.demand import Demand, demand_of
@@ -24,17 +25,30 @@ class NotOurs(Exception):  # noqa: N818  # an answer about the pod, not a failur
     """A pod that no GpuTrainingJob stands behind; `str()` says what was expected, what was found, what to do."""
 
 
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What the site allows jobs."""
+
+    policies: bool = False
+    """Whether a job may choose its own policy."""
+    peaks: bool = True
+    """Whether a job that never ran may count with its own peak once that was measured."""
+
+
+AS_SHIPPED = Choices()
+
+
 class Workloads:
     """Looks up the job behind each pod.
 
     Args:
         api: The Kubernetes API.
         watches: What is known of the cluster.
-        job_policies: Whether a job may choose its own policy.
+        choices: What jobs may.
     """
 
-    def __init__(self, api: KubeApi, watches: Watches, *, job_policies: bool = False) -> None:
-        self._api, self._watches, self._job_policies = api, watches, job_policies
+    def __init__(self, api: KubeApi, watches: Watches, choices: Choices) -> None:
+        self._api, self._watches, self._choices = api, watches, choices
         self._known: dict[JobUid, tuple[str, Applicant]] = {}
 
     async def of(self, pod: Pod) -> Applicant:
@@ -77,7 +91,7 @@ class Workloads:
         known = self._known.get(uid)
         if known is not None and known[0] == version and version and known[1].user == user:
             return known[1]
-        applicant = applicant_of(job, user, allowed=self._job_policies)
+        applicant = applicant_of(job, user, self._choices)
         if known is not None and known[1].is_as(applicant):
             applicant = known[1]
         self._known[uid] = (version, applicant)
@@ -164,18 +178,19 @@ def _gpus(container: Container) -> int:
     return int(text) if text.isdigit() else 0
 
 
-def applicant_of(job: JobRow, user: int | None, *, allowed: bool) -> Applicant:
+def applicant_of(job: JobRow, user: int | None, choices: Choices) -> Applicant:
     """Return what each worker of a job asks for, and what the job chose.
 
     Args:
         job: The job.
         user: That its workers run as; None where their spec does not say.
-        allowed: Whether it may choose its policy.
+        choices: What the site allows. One that died of memory never counts with what it was measured to take.
 
     Raises:
         NotOurs: It chose a policy that does not exist, or that it may not choose.
     """
-    return Applicant(demand_of_row(job), policy_of(job, allowed=allowed), job.spec.workers, user)
+    policy, settles = policy_of(job, allowed=choices.policies), choices.peaks and not job.status.died_of_memory
+    return Applicant(demand_of_row(job), policy, job.spec.workers, user, settles)
 
 
 def demand_of_row(job: JobRow) -> Demand:

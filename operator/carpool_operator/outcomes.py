@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from carpool_core.keys import OUTCOME_GPU_OUT_OF_MEMORY
 from carpool_core.kube.pods import ContainerTerminated, Pod, PodCondition
 
 _GPU_OOM_WORDS = ("CUDA out of memory", "torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError")
@@ -14,7 +15,7 @@ _DISRUPTIONS = frozenset(
 """Reasons of the condition DisruptionTarget that come from outside. TerminationByKubelet is not one of them: there the
 pod itself used up what the node had."""
 
-GPU_OUT_OF_MEMORY = "GpuOutOfMemory"
+GPU_OUT_OF_MEMORY = OUTCOME_GPU_OUT_OF_MEMORY
 
 POD_DELETED = "PodDeleted"
 
@@ -24,7 +25,9 @@ CONTAINER_FAILED = "ContainerFailed"
 
 MPS_CLIENTS_ENDED = "MpsClientsEnded"
 
-TAKEN_AWAY = _DISRUPTIONS | {POD_DELETED, NO_RESERVATION, MPS_CLIENTS_ENDED}
+GPU_MEMORY_TAKEN = "GpuMemoryTaken"
+
+TAKEN_AWAY = _DISRUPTIONS | {POD_DELETED, NO_RESERVATION, MPS_CLIENTS_ENDED, GPU_MEMORY_TAKEN}
 """Outcomes of attempts that did well until somebody took their pods, or the pods' GPUs, away."""
 
 _MESSAGE_CHARS = 600

@@ -140,29 +140,33 @@ def why_alone(demand: Demand, places: Sequence[WorkerPlacement]) -> str | None:
     """Say why a job gets a GPU of its own although it did not ask for one; None where that is not so."""
     if demand.prediction is None or demand.memory_limit_mib is not None:
         return None
+    is_kept = not places or any(place.mode is SharingMode.EXCLUSIVE for place in places)
+    how = "runs alone on its GPU (Exclusive)" if is_kept else "has its GPU to itself until its own peak was measured"
     if demand.is_unknown:
-        return f"runs alone on its GPU (Exclusive), because its memory is unknown: {demand.prediction.message}"
-    alone = {hardware_name(place.product) for place in places if place.mode is SharingMode.EXCLUSIVE}
+        return f"{how}, because its memory is unknown: {demand.prediction.message}"
+    is_left_open = demand.mode is RequestedMode.AUTO
+    of = [place.product for place in places if is_left_open or place.mode is SharingMode.EXCLUSIVE]
+    alone = set(map(hardware_name, of))
     unknown = sorted(name for name in alone if demand.prediction_on(name) is None)
     if demand.mode is not RequestedMode.EXCLUSIVE and not unknown:
         untrusted = sorted(name for name in alone if demand.profile_on(name).memory_mib is None)
-        return _why_untrusted(demand, untrusted) if untrusted else None
+        return _why_untrusted(demand, untrusted, how) if untrusted else None
     if demand.mode is RequestedMode.EXCLUSIVE:
         return None
     return (
-        f"runs alone on its GPU (Exclusive), because nothing was predicted for GPU product {', '.join(unknown)}: "
+        f"{how}, because nothing was predicted for GPU product {', '.join(unknown)}: "
         "give spec.memory.limit to let it share such a GPU, or spec.gpu.product to choose another"
     )
 
 
-def _why_untrusted(demand: Demand, products: Sequence[str]) -> str:
+def _why_untrusted(demand: Demand, products: Sequence[str], how: str) -> str:
     lost = [name for name in products if (found := demand.prediction_on(name)) is not None and found.memory.is_lost]
     if lost:
         return (
-            f"runs alone on its GPU (Exclusive), because earlier runs of it died of memory on {', '.join(lost)}: once "
+            f"{how}, because earlier runs of it died of memory on {', '.join(lost)}: once "
             "one has ended well there, the next may share; give spec.memory.limit to let it share all the same"
         )
     return (
-        f"runs alone on its GPU (Exclusive), because too little like it was measured on {', '.join(products)}: jobs "
+        f"{how}, because too little like it was measured on {', '.join(products)}: jobs "
         "that run there calibrate the next ones; give spec.memory.limit to let it share all the same"
     )

@@ -13,8 +13,8 @@ from carpool_core.resources.job import JobStatus
 from carpool_core.resources.node import GpuNode
 from carpool_core.values import PodUid, SharingMode
 
-from carpool_operator import outcomes
-from carpool_operator.outcomes import CONTAINER_FAILED, MPS_CLIENTS_ENDED, Outcome
+from carpool_operator import crowding, outcomes
+from carpool_operator.outcomes import CONTAINER_FAILED, GPU_OUT_OF_MEMORY, MPS_CLIENTS_ENDED, Outcome
 from carpool_operator.snapshot import Snapshot
 
 WORD_WITHIN_S = 20.0
@@ -37,6 +37,10 @@ def outcome_of(failed: Sequence[Pod], snapshot: Snapshot, status: JobStatus) -> 
     """
     first = _first(failed)
     outcome = outcomes.outcome_of(first)
+    if outcome.reason == GPU_OUT_OF_MEMORY:
+        found = crowding.judged(first, outcome, status, snapshot.nodes)
+        may_be_told = found is outcome and crowding.may_have_grown(first, status, snapshot.nodes)
+        return None if may_be_told and _is_silent(first, status, snapshot.nodes, snapshot.now) else found
     if outcome.reason != CONTAINER_FAILED:
         return outcome  # the container itself said what was wrong
     told = {struck.pod_uid: struck.message for node in snapshot.nodes for struck in node.status.struck}
@@ -67,6 +71,15 @@ def _is_awaited(pod: Pod, status: JobStatus, nodes: Sequence[GpuNode], now: date
     node = next((node for node in nodes if node.metadata.name == place.node), None)
     if node is None or node.status.simulated:
         return False  # simulated GPUs have no such faults
+    return _is_silent(pod, status, nodes, now)
+
+
+def _is_silent(pod: Pod, status: JobStatus, nodes: Sequence[GpuNode], now: datetime) -> bool:
+    """Whether the agent of a worker's node has not looked yet since that ended, and may still."""
+    place = next((p for p in status.placement if p.pod_uid == pod.metadata.uid), None)
+    node = next((node for node in nodes if place is not None and node.metadata.name == place.node), None)
+    if node is None:
+        return False
     ended_at = _ended_at(pod)
     if not ended_at:
         return False

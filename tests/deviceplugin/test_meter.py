@@ -121,7 +121,14 @@ def test_rates_stay_ratios(samples) -> None:
             assert tenant.gpu_util_percent is None or 0 <= tenant.gpu_util_percent <= 100
 
 
-WRITTEN = Tenant(pod_uid=A, gpu_uuid=GPU, memory_mib=10_000, gpu_util_percent=50.0, step_time_seconds=0.1)
+WRITTEN = Tenant(
+    pod_uid=A,
+    gpu_uuid=GPU,
+    memory_mib=10_000,
+    peak_memory_mib=10_000,
+    gpu_util_percent=50.0,
+    step_time_seconds=0.1,
+)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +136,8 @@ WRITTEN = Tenant(pod_uid=A, gpu_uuid=GPU, memory_mib=10_000, gpu_util_percent=50
     [
         ({"memory_mib": 10_900}, False),
         ({"memory_mib": 11_100}, True),
+        ({"peak_memory_mib": 10_090}, False),
+        ({"peak_memory_mib": 10_110}, True),
         ({"gpu_util_percent": 54.9}, False),
         ({"gpu_util_percent": 55.1}, True),
         ({"gpu_util_percent": None}, True),

@@ -21,6 +21,7 @@ from carpool_extender.rules import Rules
 from carpool_extender.settings import AskSettings
 from carpool_extender.standing import SILENCE_S
 from carpool_extender.testing import T4, device, gpu_node, seed_job, seed_node, tenant
+from carpool_extender.workloads import Choices
 from carpool_predictor.calibration import SIMULATED, Calibration, Expected, Measured, Stack
 from carpool_predictor.calibration_map import KEY, CalibrationMap, Kept
 from carpool_predictor.memory import shipped
@@ -82,7 +83,7 @@ async def test_a_job_may_choose_its_policy_only_where_the_site_lets_it():
     kube, mine = FakeKube(), job_of(**{"carpool.dev/policy": "exclusive"})
     seed_node(kube, gpu_node("a", 1))
     assert ((await asked(kube, mine, RULES, predicted, ASKER)).lines)[-1].startswith("PolicyNotAllowed: ")
-    told = (await asked(kube, mine, RULES, predicted, Asker(CLOCK, job_policies=True))).lines
+    told = (await asked(kube, mine, RULES, predicted, Asker(CLOCK, Choices(policies=True)))).lines
     assert told[1].startswith("would go to a: exclusive: Exclusive on GPU 0")
 
 

@@ -155,7 +155,7 @@ async def slow(takes_s=0.2):
     return book, kube, clock
 
 
-@pytest.mark.parametrize(("takes_s", "gathers_s"), [(0.01, 0.1), (0.2, 0.8), (30.0, MOST_GATHERED_S)])
+@pytest.mark.parametrize(("takes_s", "gathers_s"), [(0.01, 0.1), (0.05, 0.5), (30.0, MOST_GATHERED_S)])
 async def test_a_busy_server_is_written_to_less_often(takes_s, gathers_s):
     book, _, clock = await slow(takes_s)
     await asyncio.gather(*(book.change("a", adding(tenant(name, ["GPU-a-0"]))) for name in "xy"))

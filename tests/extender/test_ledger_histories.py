@@ -1,9 +1,12 @@
 """Any history of binds, replays, releases and races between two schedulers over one GpuNode keeps every promise."""
 
+from dataclasses import replace
+
 import msgspec
-from carpool_core.resources.node import GpuNodeSpec, Reservation, TenantProfile
+from carpool_core.resources.node import GpuNodeSpec, Reservation, Tenant, TenantProfile
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 from carpool_extender import ledger
+from carpool_extender.settling import settle
 from carpool_extender.testing import device, tenant
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -15,20 +18,34 @@ CAPACITY = ledger.Capacity(
     {one.uuid: one for one in (device(i, memory_mib=USABLE_MIB + 1000, reserved_mib=1000) for i in range(3))}, SLOTS
 )
 wishes = st.builds(
-    lambda pod, gpus, mode, memory, namespace: msgspec.structs.replace(
+    lambda pod, gpus, mode, memory, namespace, provisional: msgspec.structs.replace(
         tenant(f"p{pod}", [GPUS[g] for g in gpus], mode, namespace=namespace, prediction=None),
-        tenant=TenantProfile(memory_mib=memory),
+        tenant=TenantProfile(memory_mib=memory, provisional=provisional and mode is not SharingMode.EXCLUSIVE),
     ),
     st.integers(0, 6),
     st.lists(st.integers(0, 2), min_size=1, max_size=3),
     st.sampled_from([SharingMode.MPS, SharingMode.TIME_SLICING, SharingMode.EXCLUSIVE]),
     st.one_of(st.none(), st.integers(0, 2 * USABLE_MIB), st.just(2**62)),
     st.sampled_from(["default", "other"]),
+    st.booleans(),
 )
 
 
+def _counted(one: Reservation, uuid: GpuUuid, peaks: dict[tuple[PodUid, GpuUuid], int]) -> int | None:
+    """What is to count for a pod, said in another way: its measure where that holds still, else its promise."""
+    peak, measured = peaks.get((one.pod_uid, uuid), 0), one.tenant.measured_mib
+    if measured is None:
+        return one.tenant.memory_mib
+    if peak <= measured:
+        return measured
+    return None if one.tenant.memory_mib is None else max(peak, one.tenant.memory_mib)
+
+
 class Histories(RuleBasedStateMachine):
-    """Two schedulers that read, decide and write by compare-and-swap, in any order, with answers lost on the way."""
+    """Two schedulers that read, decide and write by compare-and-swap, in any order, with answers lost on the way.
+
+    Meanwhile pods grow, and count with what they were measured to take once that seems to stand still.
+    """
 
     read = Bundle("read")
     decided = Bundle("decided")
@@ -37,6 +54,11 @@ class Histories(RuleBasedStateMachine):
     def begin(self) -> None:
         self.spec, self.version = GpuNodeSpec(), 0
         self.first: dict[PodUid, Reservation] = {}
+        self.peaks: dict[tuple[PodUid, GpuUuid], int] = {}
+
+    @property
+    def capacity(self) -> ledger.Capacity:
+        return replace(CAPACITY, peaks=dict(self.peaks))
 
     @rule(target=read)
     def look(self) -> tuple[int, GpuNodeSpec]:
@@ -45,11 +67,16 @@ class Histories(RuleBasedStateMachine):
     @rule(target=decided, seen=read, wanted=wishes)
     def reserve(self, seen: tuple[int, GpuNodeSpec], wanted: Reservation) -> object:
         version, spec = seen
-        found = ledger.reserve(spec, wanted, CAPACITY)
+        found = ledger.reserve(spec, wanted, self.capacity)
         if isinstance(found, ledger.Rejected):
             assert found.reason
             return multiple()
-        assert ledger.reserve(found, wanted, CAPACITY) is found
+        assert ledger.reserve(found, wanted, self.capacity) is found
+        if found is not spec:
+            for uuid in wanted.gpu_uuids:
+                counted = [_counted(one, uuid, self.peaks) for one in ledger.on_gpu(found, uuid)]
+                assert None not in counted or len(counted) == 1
+                assert sum(mib or 0 for mib in counted) <= USABLE_MIB
         return version, found
 
     @rule(target=decided, seen=read, pod=st.integers(0, 6))
@@ -65,6 +92,28 @@ class Histories(RuleBasedStateMachine):
         version, spec = seen
         found = ledger.prolong(spec, PodUid(f"pod-p{pod}"), "2026-01-31T12:00:20Z")
         assert [r.gpu_uuids for r in found.reservations] == [r.gpu_uuids for r in spec.reservations]
+        return version, found
+
+    @rule(mib=st.integers(1, USABLE_MIB), chosen=st.integers(0, 20))
+    def grow(self, mib: int, chosen: int) -> None:
+        """A pod takes more memory, on all of its GPUs."""
+        held = self.spec.reservations
+        for uuid in held[chosen % len(held)].gpu_uuids if held else ():
+            place = held[chosen % len(held)].pod_uid, uuid
+            self.peaks[place] = max(mib, self.peaks.get(place, 0))
+
+    @rule(target=decided, seen=read, margins=st.dictionaries(st.integers(0, 6), st.sampled_from([1.1, 1.5])))
+    def count_peaks(self, seen: tuple[int, GpuNodeSpec], margins: dict[int, float]) -> tuple[int, GpuNodeSpec]:
+        version, spec = seen
+        tenants = {
+            (pod, gpu): Tenant(pod_uid=pod, gpu_uuid=gpu, memory_mib=mib, peak_memory_mib=mib)
+            for (pod, gpu), mib in self.peaks.items()
+        }
+        pods = {PodUid(f"pod-p{pod}"): by for pod, by in margins.items()}
+        found = settle(spec, tenants, pods)
+        assert settle(found, tenants, pods) is found
+        for before, after in zip(spec.reservations, found.reservations, strict=True):
+            assert ledger.promised_mib([after], USABLE_MIB) <= ledger.promised_mib([before], USABLE_MIB)
         return version, found
 
     @rule(write=consumes(decided))
@@ -100,7 +149,7 @@ class Histories(RuleBasedStateMachine):
                 assert len(here) == 1
             if here and here[0].mode is SharingMode.MPS:
                 assert len({r.pod_namespace for r in here}) == 1
-            amounts = [r.tenant.memory_mib for r in here]
+            amounts = [_counted(r, uuid, {}) for r in here]
             assert None not in amounts or len(here) == 1
             assert sum(amount or 0 for amount in amounts) <= USABLE_MIB
             assert ledger.promised_mib(here, USABLE_MIB) <= USABLE_MIB

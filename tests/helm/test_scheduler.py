@@ -55,6 +55,7 @@ def test_preconditions_reach_the_extender_only_where_they_are_set(render: Any) -
     assert environment()["CARPOOL_SLOWDOWN_QUANTILE"] == "median"
     found = environment(
         jobPolicies=True,
+        countPeaks=False,
         slowdownQuantile="upper",
         preconditions={"mostSmActive": 0.8, "leastFreeMib": 5120, "mostJobs": 2},
     )
@@ -65,6 +66,7 @@ def test_preconditions_reach_the_extender_only_where_they_are_set(render: Any) -
         "CARPOOL_MOST_JOBS": "2",
     }
     assert found["CARPOOL_JOB_POLICIES"] == "true"
+    assert found["CARPOOL_COUNT_PEAKS"] == "false"
 
 
 def test_the_extender_decides(chart: Any) -> None:

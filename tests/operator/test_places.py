@@ -20,6 +20,7 @@ def placed_message(product: str, reserved: dict[str, Any], **spec: Any) -> str:
     return condition(reconcile(snapshot(of, pods=(pod(nodeName="n1"),), nodes=(home,))), of, "Placed").message
 
 
+LATER = "has its GPU to itself until its own peak was measured"
 ALONE = {"mode": "Exclusive", "memoryLimitMib": None}
 
 
@@ -38,6 +39,12 @@ def test_job_alone_on_an_unknown_product_says_why(
     """Regression: on a GPU product outside of the table a predicted job ran alone and nobody said why."""
     told = "because nothing was predicted for GPU product NVIDIA B300"
     assert (told in placed_message(product, reserved, **spec)) == is_told
+
+
+@pytest.mark.parametrize(("mode", "how"), [("Exclusive", "runs alone on its GPU (Exclusive)"), ("MPS", LATER)])
+def test_job_that_others_may_join_later_says_so(mode: str, how: str) -> None:
+    told = placed_message("NVIDIA B300", ALONE | {"mode": mode})
+    assert f"{how}, because nothing was predicted for GPU product NVIDIA B300" in told
 
 
 def test_memory_limit_lifts_the_exclusive_clause_of_an_unknown_model() -> None:

@@ -32,6 +32,31 @@ class TenantProfile(Resource, frozen=True, kw_only=True):
     dram_active_ratio: Annotated[float, field("Predicted DRAM activity alone, 0..1.", ge=0, le=1)] = 1.0
     max_slowdown: Annotated[float, field("Slowdown that it accepts.", ge=1)] = 1.0
     tenancy: Annotated[Tenancy, field("With whose jobs it may share.")] = Tenancy.NAMESPACE
+    provisional: Annotated[
+        bool, field("Whether memoryMib, or the whole GPU without it, counts only until its own peak was measured.")
+    ] = False
+    measured_mib: (
+        Annotated[
+            int,
+            field(
+                "What counts in place of memoryMib since its measured peak has stood still: that and a margin, in MiB. "
+                "Void once it is measured to take more.",
+                ge=1,
+                le=MOST_MIB,
+            ),
+        ]
+        | None
+    ) = None
+
+    def counted_mib(self, peak_mib: int) -> int | None:
+        """Return the memory to count for it on one GPU, in MiB; None where that is the whole GPU.
+
+        Args:
+            peak_mib: The most that it was measured to take there; 0 where nothing was. What exceeds a promise counts.
+        """
+        if self.measured_mib is not None and peak_mib <= self.measured_mib:
+            return self.measured_mib
+        return None if self.memory_mib is None else max(self.memory_mib, peak_mib)
 
 
 class Reservation(Resource, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ from carpool_extender.assessments import Assessments
 from carpool_extender.cluster import Cluster
 from carpool_extender.decide import Place, best_place, reservation
 from carpool_extender.rules import Rules
+from carpool_extender.settling import settle
 from carpool_extender.simulation.alike import Alike
 from carpool_extender.simulation.workload import WorkloadError
 
@@ -82,6 +83,12 @@ class Board:
             changed = [held.get(r.pod_uid, r) for r in self._specs[node].reservations]
             self._specs[node] = msgspec.structs.replace(self._specs[node], reservations=changed)
         self._tenants[node] = tenants
+        self._show(node, moment(now_s))
+
+    def settle(self, node: str, uid: PodUid, by: float, now_s: float) -> None:
+        """Let a pod count with so many times what it is measured to take."""
+        measured = {(tenant.pod_uid, tenant.gpu_uuid): tenant for tenant in self._tenants[node]}
+        self._specs[node] = settle(self._specs[node], measured, {uid: by})
         self._show(node, moment(now_s))
 
     def reservations(self, node: str) -> list[Reservation]:

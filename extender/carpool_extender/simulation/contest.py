@@ -99,16 +99,17 @@ ORACLE = "oracle's knowledge, slowdown ≤ 1.5"
 
 def ours(mode: SharingMode) -> list[Strategy]:
     """Carpool with what it is shipped with and what it learns, at several limits; ablations; an oracle's knowledge."""
-    base = Strategy(DEFAULT, "least-slowdown", Knowledge.PREDICTED, mode, max_slowdown=1.5, learns=True)
-    oracle = replace(base, knowledge=Knowledge.TRUTH, learns=False)
+    base = Strategy(DEFAULT, "least-slowdown", Knowledge.PREDICTED, mode, max_slowdown=1.5, learns=True, settles=True)
+    oracle = replace(base, knowledge=Knowledge.TRUTH, learns=False, settles=False)
     return [
         base,
         replace(base, name="Carpool, slowdown ≤ 2", max_slowdown=2.0),
         replace(base, name="Carpool, best fit", policy="best-fit"),
         replace(base, name="Carpool, fewest watts", policy="energy"),
         replace(base, name="Carpool, limits by the upper quantile", conditions=Conditions(quantile=Quantile.UPPER)),
-        replace(base, name="Carpool, nothing measured", measure=False),
-        replace(base, name="Carpool, nothing learned", learns=False),
+        replace(base, name="Carpool, nothing measured", measure=False, settles=False),
+        replace(base, name="Carpool, nothing learned", learns=False, settles=False),
+        replace(base, name="Carpool, own peaks not counted", settles=False),
         replace(base, name="Carpool, sharing before anything was measured", strict=False),
         replace(oracle, name=ORACLE),
         replace(oracle, name="oracle's knowledge, slowdown ≤ 2", max_slowdown=2.0),
@@ -142,7 +143,8 @@ def wrong(mode: SharingMode) -> list[Strategy]:
     """Carpool when its predictions are off, or missing; it learns nothing, which would set many of them right again."""
     base = Strategy("Carpool", "least-slowdown", Knowledge.PREDICTED, mode, max_slowdown=1.5)
     off = [replace(base, name=f"off by {round(100 * e)}%", error=e) for e in (0.10, 0.25, 0.50)]
-    return [*off, replace(base, name="abstains from every job", abstain=True)]
+    silent = replace(base, name="abstains from every job", abstain=True)
+    return [*off, silent, replace(silent, name="abstains from every job, own peaks counted", settles=True)]
 
 
 def failing(experiment: Experiment) -> Experiment:

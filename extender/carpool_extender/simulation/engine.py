@@ -4,6 +4,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable
+from functools import partial
 
 from carpool_core.products import find_product
 from carpool_core.resources.job import RunPolicy
@@ -12,6 +13,7 @@ from carpool_core.values import DeviceHealth, GpuUuid
 from carpool_extender.measured import SETTLED_S
 from carpool_extender.policies import find_policy
 from carpool_extender.rules import Rules
+from carpool_extender.settling import margins
 from carpool_extender.simulation.foreseeing import board_of
 from carpool_extender.simulation.knowing import Knower, Stage
 from carpool_extender.simulation.monitors import Monitors
@@ -156,6 +158,9 @@ class Simulation:
             if self._strategy.learns:
                 steady_s = self._strategy.steady_s
                 self._at(self._now_s + steady_s, lambda: self._look(running, steady_s))
+            if self._strategy.settles:
+                for still_s, by in margins(self._strategy.steady_s):
+                    self._at(self._now_s + OOM_AFTER_S + still_s, partial(self._settle, running, by))
         elif self._knower.watches:
             self._monitors.report(running.nodes, self._now_s)
 
@@ -170,6 +175,13 @@ class Simulation:
             if self._strategy.learns:
                 self._knower.saw(running.as_run(), age_s=age_s)
             self._monitors.report(running.nodes, self._now_s)
+            self._freed += 1
+
+    def _settle(self, running: Running, by: float) -> None:
+        """Let a tenant count with its peak, which was complete after the first minute and has stood still since."""
+        if not running.ended:
+            for worker, (node, _) in enumerate(running.places):
+                self._board.settle(node, uid_of(running.job, running.stage, worker), by, self._now_s)
             self._freed += 1
 
     def _is_short_of_memory(self, newcomer: Running) -> bool:

@@ -126,7 +126,8 @@ class Knower:
         key = (self.alike(job, stage), version)
         found = self._applicants.get(key)
         if found is None:
-            found = self._applicants[key] = Applicant(self._demand(job, stage))
+            settles = self._strategy.settles and not stage.attempt
+            found = self._applicants[key] = Applicant(self._demand(job, stage), settles=settles)
         told = found.demand.prediction
         is_counted = told is not None and told.products[0].memory.trusted
         self._counted[job.name] = told.products[0].memory.upper_mib if told is not None and is_counted else 0
@@ -139,9 +140,8 @@ class Knower:
         prediction = None if alone else self._prediction(job)
         if not self._is_learned(job):  # whoever learns has the death of the last attempt in its next prediction
             prediction = self._raised(prediction, stage.attempt)
-        if not alone and self._strategy.mode is SharingMode.TIME_SLICING and (blind or prediction):
-            is_trusted = prediction is None or prediction.products[0].memory.trusted
-            mode = RequestedMode.TIME_SLICING if is_trusted else RequestedMode.AUTO
+        if not alone and self._strategy.mode is SharingMode.TIME_SLICING:
+            mode = RequestedMode.TIME_SLICING if self._may_share(prediction, stage) else RequestedMode.AUTO
         return Demand(
             job_uid=JobUid(job.truth.kind),
             job_name=job.name,
@@ -156,6 +156,13 @@ class Knower:
             memory_limit_mib=0 if blind and not alone else None,
             prediction=prediction,
         )
+
+    def _may_share(self, prediction: Prediction | None, stage: Stage) -> bool:
+        """Whether a job's GPU may have others at any time: what `Auto` answers of a device without MPS."""
+        memory = None if prediction is None else prediction.products[0].memory
+        if self._strategy.knowledge is Knowledge.NOTHING or (memory is not None and memory.trusted):
+            return True
+        return self._strategy.settles and not stage.attempt and (memory is None or not memory.learned_runs)
 
     def _is_learned(self, job: SimJob) -> bool:
         return self._learner is not None and job.asked is not None

@@ -40,6 +40,7 @@ STRATEGIES = (
         Knowledge.PREDICTED,
         SharingMode.TIME_SLICING,
         max_slowdown=1.5,
+        settles=True,
     ),
 )
 

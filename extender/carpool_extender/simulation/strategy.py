@@ -61,6 +61,8 @@ class Strategy:
     """Whether what ran, or died of memory, calibrates the predictions of later jobs."""
     strict: bool = True
     """Where it learns: whether jobs run alone on a stack of which nothing was measured yet."""
+    settles: bool = False
+    """Whether a job that never ran counts with its own peak once that was measured, so that others may join it."""
     published: str = ""
     """What the source says of this line."""
     error: float = 0.0
@@ -70,6 +72,6 @@ class Strategy:
     told: frozenset[Piece] = frozenset()
     """What is known as it truly is, to find out what not knowing it costs."""
     steady_s: float = STEADY_S
-    """Where it learns: age at which a peak is taken for the job's, in seconds."""
+    """How long a peak has stood still when it is taken for the job's, in seconds."""
     mode_change_s: float = 0.0
     """Time that the first job in another mode loses while its GPU is prepared, in seconds."""

@@ -1,0 +1,59 @@
+"""Writes what running tenants were measured to take into their reservations, once that has stood still."""
+
+import asyncio
+from collections.abc import Mapping
+
+import structlog
+from carpool_core.kube.errors import KubeError
+from carpool_core.resources.node import GpuNode, GpuNodeSpec
+from carpool_core.values import PodUid
+
+from carpool_extender.book import Book
+from carpool_extender.settling import Stillness, by_place, settle
+from carpool_extender.watches import Watches
+
+
+class Settler:
+    """Looks at a node whenever its agent has told something, which it does twice a minute.
+
+    Args:
+        watches: What is known of the cluster.
+        book: Where reservations are written.
+        stillness: Since when peaks have stood still.
+    """
+
+    def __init__(self, watches: Watches, book: Book, stillness: Stillness) -> None:
+        self._watches, self._book, self._stillness = watches, book, stillness
+        self._due: dict[str, Mapping[PodUid, float]] = {}
+        self._stirred = asyncio.Event()
+        self._log = structlog.get_logger()
+        watches.on_node(self._node_changed)
+
+    async def run(self) -> None:
+        """Write for ever. What could not be written is due again with the node's next word."""
+        while True:
+            await self._stirred.wait()
+            self._stirred.clear()
+            due, self._due = self._due, {}
+            await asyncio.gather(*(self._write(name, pods) for name, pods in due.items()))
+
+    def _node_changed(self, old: GpuNode | None, new: GpuNode | None) -> None:
+        if old is not None and (new is None or new.metadata.uid != old.metadata.uid):
+            self._stillness.forget(old.metadata.name)
+        if new is not None and (pods := self._stillness.look(new)):
+            self._due[new.metadata.name] = pods
+            self._stirred.set()
+
+    async def _write(self, name: str, pods: Mapping[PodUid, float]) -> None:
+        def decide(node: GpuNode) -> GpuNodeSpec:
+            return settle(node.spec, by_place(node), pods)
+
+        known = self._watches.cluster.node(name)
+        if known is None or decide(known) is known.spec:
+            return  # written meanwhile, or it would count with no less
+        try:
+            await self._book.change(name, decide, frees=True)
+        except KubeError as error:
+            self._log.warning("measured peaks not written", node=name, error=str(error))
+            return
+        self._log.info("counts as measured", node=name, pods=sorted(pods))

@@ -1,0 +1,150 @@
+"""When a running tenant's own peak takes the place of what was promised it: pure, but for the time.
+
+A job of which nothing was measured has the whole GPU, and one that never ran counts with more than its bound. Neither
+has to stay so until it ends: once it works and its peak has stood still, that peak and a margin are what is known best.
+The longer it has stood still, the smaller is the margin. What counts is written into the reservation, so that every
+decision, ledger and restart counts alike.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import msgspec
+from carpool_core.clock import Clock
+from carpool_core.resources.node import GpuNode, GpuNodeSpec, Reservation, Tenant
+from carpool_core.values import GpuUuid, PodUid
+from carpool_predictor.observe import SEEN_S, STEADY_S
+from carpool_predictor.recalling import AGREEMENT, RAISED
+
+from carpool_extender.measured import peak_mib
+from carpool_extender.standing import SILENCE_S
+
+STILL = 1.01
+"""A peak that has risen by less than this factor has stood still; less than that the agents do not tell."""
+LEAST_BUSY_PERCENT = 1.0
+"""GPU utilization below which a tenant does not work: it loads, or waits, and will take its memory later."""
+
+
+class _Seen(NamedTuple):
+    """What was seen of a tenant."""
+
+    peaks: tuple[int, ...]
+    """On each of its GPUs, in MiB, when they last moved."""
+    since_s: float
+
+
+def margins(steady_s: float = STEADY_S) -> tuple[tuple[float, float], ...]:
+    """Return after how many seconds of standing still a peak counts, and how many times.
+
+    At first it may still grow: the margin is that by which the bound of a job is raised that died of memory. In the end
+    it is what two runs of a job differ by that count as agreeing.
+
+    Args:
+        steady_s: Time after which a peak is taken for the job's.
+    """
+    return (SEEN_S, RAISED), (steady_s, 1 + AGREEMENT)
+
+
+def settle(
+    spec: GpuNodeSpec, tenants: Mapping[tuple[PodUid, GpuUuid], Tenant], pods: Mapping[PodUid, float]
+) -> GpuNodeSpec:
+    """Let reservations count with so many times what their pods were measured to take.
+
+    Never does one count with more than before: a pod that takes more than what counts is left as it is, for good.
+
+    Args:
+        spec: Of a node.
+        tenants: What was measured there, by pod and GPU.
+        pods: Those whose peaks have stood still, and their margins.
+
+    Returns:
+        The new spec; the same one where nothing changes.
+    """
+    after = [
+        msgspec.structs.replace(one, tenant=msgspec.structs.replace(one.tenant, measured_mib=mib))
+        if one.pod_uid in pods and (mib := _proven_mib(one, tenants, pods[one.pod_uid])) is not None
+        else one
+        for one in spec.reservations
+    ]
+    if all(new is old for new, old in zip(after, spec.reservations, strict=True)):
+        return spec
+    return msgspec.structs.replace(spec, reservations=after)
+
+
+def _proven_mib(one: Reservation, tenants: Mapping[tuple[PodUid, GpuUuid], Tenant], by: float) -> int | None:
+    peaks = _peaks(one, tenants) if one.tenant.provisional else None
+    if peaks is None:
+        return None
+    proven, counted = math.ceil(max(peaks) * by), one.tenant.counted_mib(0)
+    return proven if counted is None or proven < counted else None
+
+
+def _peaks(one: Reservation, tenants: Mapping[tuple[PodUid, GpuUuid], Tenant]) -> tuple[int, ...] | None:
+    """Return what a pod was measured to take of each of its GPUs, in MiB; None where one of them says nothing."""
+    peaks = tuple(peak_mib(tenants.get((one.pod_uid, gpu))) for gpu in one.gpu_uuids)
+    return peaks if all(peaks) else None
+
+
+class Stillness:
+    """Remembers since when peaks have stood still: of tenants that work, on nodes whose agents are heard.
+
+    Time counts from when this process saw it. A restart loses no more than that, because what was found is written.
+
+    Args:
+        clock: Tells for how long.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._seen: dict[str, dict[PodUid, _Seen]] = {}
+        self._heard: dict[str, tuple[str | None, float]] = {}
+
+    def look(self, node: GpuNode) -> dict[PodUid, float]:
+        """Take in what a node tells; return the margins of the pods whose peaks have stood still for long enough."""
+        name, now_s = node.metadata.name, self._clock.monotonic()
+        waiting = [one for one in node.spec.reservations if one.tenant.provisional]
+        if not waiting:
+            self.forget(name)
+            return {}
+        heartbeat, heard_s = node.status.heartbeat_time, now_s
+        before, last_s = self._heard.get(name, (None, now_s))
+        if heartbeat == before:
+            heard_s = last_s
+        if now_s - last_s > SILENCE_S:
+            self._seen.pop(name, None)  # nobody knows what was meanwhile
+        self._heard[name] = (heartbeat, heard_s)
+        known, tenants = self._seen.get(name, {}), by_place(node)
+        seen = {one.pod_uid: found for one in waiting if (found := self._of(one, tenants, known, now_s)) is not None}
+        self._seen[name] = seen
+        return {pod: by for pod, found in seen.items() for after_s, by in margins() if now_s - found.since_s >= after_s}
+
+    def forget(self, name: str) -> None:
+        """Forget a node."""
+        self._seen.pop(name, None)
+        self._heard.pop(name, None)
+
+    def _of(
+        self,
+        one: Reservation,
+        tenants: Mapping[tuple[PodUid, GpuUuid], Tenant],
+        known: Mapping[PodUid, _Seen],
+        now_s: float,
+    ) -> _Seen | None:
+        peaks = _peaks(one, tenants)
+        if peaks is None or not all(_works(tenants[one.pod_uid, gpu]) for gpu in one.gpu_uuids):
+            return None
+        before = known.get(one.pod_uid)
+        if before is not None and all(now <= was * STILL for now, was in zip(peaks, before.peaks, strict=True)):
+            return before
+        return _Seen(peaks, now_s)
+
+
+def _works(tenant: Tenant) -> bool:
+    busy = tenant.gpu_util_percent
+    return tenant.memory_mib > 0 and busy is not None and busy >= LEAST_BUSY_PERCENT
+
+
+def by_place(node: GpuNode) -> dict[tuple[PodUid, GpuUuid], Tenant]:
+    """Return what a node's agent measures, by pod and GPU."""
+    return {(tenant.pod_uid, tenant.gpu_uuid): tenant for tenant in node.status.tenants}
