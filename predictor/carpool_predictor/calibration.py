@@ -199,10 +199,7 @@ def model_for(calibration: Calibration, product: GpuProduct, precision: Precisio
     doubt = 1.0
     if not is_calibrated(model, product, precision):
         doubt += (ELSEWHERE_FACTOR - 1) * DOUBT / (DOUBT + state.jobs)
-    factors = {
-        group: max(own * math.exp(state.widening), math.exp(state.reach)) * doubt
-        for group, own in model.factors.items()
-    }
+    factors = [max(own * math.exp(state.widening), math.exp(state.reach)) * doubt for own in model.factors]
     return msgspec.structs.replace(
         model,
         product=product.name,

@@ -25,7 +25,6 @@ from carpool_predictor.memory import (
     predict_memory,
     shipped,
 )
-from carpool_predictor.memory_row import group_of
 
 __all__ = ["Abstention", "Job", "OnProduct", "model_version", "predict", "prepare"]
 
@@ -94,9 +93,9 @@ class Job:
         model = model_for(calibration, product, precision, self.model)
         corrected = self.corrected
         if model is not self.model:
-            # Trees and hull are those of the model that it sets out from; only the bound is another.
-            group = group_of(self.features)
-            corrected = replace(corrected, factor=corrected.factor * model.factors[group] / self.model.factors[group])
+            # Trees, hull and strata are those of the model that it sets out from; only the bound is another.
+            own, shipped_factor = model.factors[corrected.stratum], self.model.factors[corrected.stratum]
+            corrected = replace(corrected, factor=corrected.factor * own / shipped_factor)
         recalled = recalling.recall(calibration, product, precision, name, self.reserved_mib) if name else None
         return replace(
             self,

@@ -2,14 +2,16 @@
 
     line   = slope · reserved + intercept - context(A100) + context(product)
     median = line · exp(residual)          the residual only inside what was learned
-    upper  = median · factor(group)
-    class  = the one that holds median · factor(group) ^ share
+    upper  = median · factor(stratum)      steps that are likelier to exceed it have a larger one
+    class  = the one that holds median · factor(stratum) ^ share
 
 What no static tool sees (CUDA context, cuDNN and cuBLAS workspaces) belongs to the site, not to the model: slope and
 intercept are fitted for one stack. Trees correct what is left; both are shipped as plain numbers with their provenance.
 """
 
 import math
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -23,12 +25,12 @@ from carpool_core.values import MIB, Precision
 from msgspec import Meta
 
 from carpool_predictor.interpolation import StepCost
-from carpool_predictor.memory_row import COLUMNS, group_of, row_of
+from carpool_predictor.memory_row import COLUMNS, row_of
 from carpool_predictor.trees import Forest, MalformedError
 
 _NUMBER = Annotated[float, Meta(gt=0, le=1e6)]
 
-FORMAT = 3
+FORMAT = 4
 """Version of the artifact's layout; another one is refused."""
 CONTEXT_BASE_MIB = 130
 CONTEXT_PER_SM_MIB = 2.8
@@ -43,6 +45,21 @@ OUTSIDE_FACTOR = 1.15
 """Widens the bound for a model outside what was learned; the line alone holds it, as the model card shows."""
 MAX_CORRECTION = 0.35
 """Largest logarithm that the residual may answer."""
+
+
+class Risk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A linear score that says how likely a step exceeds its median by much, and how it divides steps into strata."""
+
+    weights: list[float]
+    """One for each column."""
+    intercept: float
+    edges: list[float]
+    """Scores at which a stratum ends and the next one begins, ascending."""
+
+    def stratum(self, row: Sequence[float]) -> int:
+        """Return the stratum of a step: 0 for those that are least likely to."""
+        score = self.intercept + sum(w * x for w, x in zip(self.weights, row, strict=True))
+        return bisect_right(self.edges, score)
 
 
 class MemoryModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,8 +81,10 @@ class MemoryModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Logarithm of measured over line, from `memory_row.row_of`."""
     hull: list[tuple[float, float]]
     """For each column, the range that was learned from, with its margin."""
-    factors: dict[str, Annotated[float, Meta(ge=1, le=100)]]
-    """Bound over median, for each group of `memory_row.group_of`."""
+    risk: Risk
+    """Divides steps into strata, each with a bound of its own."""
+    factors: list[Annotated[float, Meta(ge=1, le=100)]]
+    """Bound over median, for each stratum of `risk`."""
     class_share: Annotated[float, Meta(ge=0, le=1)]
     """How far from median (0) to bound (1), in logarithms, lies the value whose class is named."""
     coverage: Annotated[float, Meta(ge=0, le=1)]
@@ -83,6 +102,8 @@ class MemoryModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise MalformedError(f"expected a memory model of format {FORMAT}, found {self.format}; upgrade carpool")
         if tuple(self.residual.features) != COLUMNS or len(self.hull) != len(COLUMNS):
             raise MalformedError("the memory model was trained on other columns than this version computes")
+        if len(self.risk.weights) != len(COLUMNS) or len(self.factors) != len(self.risk.edges) + 1:
+            raise MalformedError("the memory model's strata are not those of its columns and factors")
         self.residual.check()
 
 
@@ -124,19 +145,22 @@ class Corrected:
     """Factor to the line."""
     factor: float
     """Bound over median."""
+    stratum: int
+    """Which of the model's factors that is made of."""
     inside: bool
     """Whether the step lies inside what was learned."""
 
 
 def correct(model: MemoryModel, features: ModelFeatures, cost: StepCost, batch_size: int) -> Corrected:
-    """Look a step up in the trees and groups."""
+    """Look a step up in the trees and strata."""
     row = row_of(features, cost, batch_size)
     inside = all(low <= x <= high for x, (low, high) in zip(row, model.hull, strict=True))
-    factor = model.factors[group_of(features)]
+    stratum = model.risk.stratum(row)
+    factor = model.factors[stratum]
     if not inside:
-        return Corrected(1.0, factor * OUTSIDE_FACTOR, inside=False)
+        return Corrected(1.0, factor * OUTSIDE_FACTOR, stratum, inside=False)
     answer = min(max(model.residual.at(row), -MAX_CORRECTION), MAX_CORRECTION)
-    return Corrected(math.exp(answer), factor, inside=True)
+    return Corrected(math.exp(answer), factor, stratum, inside=True)
 
 
 def predict_memory(

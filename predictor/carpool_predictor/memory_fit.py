@@ -1,13 +1,11 @@
 """Fits the memory model on measured runs. Needs NumPy and scikit-learn: the extra `carpool[train]`.
 
-The bound is cross-conformal over families (timm modules): families are dealt into folds, line and trees are fitted
-without one fold and judged on it, and each group's factor is a quantile of those ratios. No row is judged by numbers
+Families (timm modules) are dealt into folds, and line and trees are fitted without one fold and judged on it. What the
+bound needs (`memory_bound`) and the class come from those ratios of measured to predicted: no row is judged by numbers
 that its own family helped to choose.
 """
 
-import math
 import random
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,12 +19,11 @@ from carpool_predictor.affine import Pair, fit_line
 from carpool_predictor.interpolation import StepCost, cost_at
 from carpool_predictor.measurements import PRODUCT, Row
 from carpool_predictor.memory import FORMAT, MAX_CORRECTION, MemoryModel, class_width_mib
-from carpool_predictor.memory_row import COLUMNS, GROUPS, group_of, row_of
+from carpool_predictor.memory_bound import Bound, fit_bound, short
+from carpool_predictor.memory_row import COLUMNS, row_of
 from carpool_predictor.trees import Forest, Tree
 
 COVERAGE = 0.95
-LEVEL = 0.96
-"""Quantile that the factors are taken at: families differ more than rows, so that 0.95 of rows needs a little more."""
 TOO_SMALL = 0.014
 """Share of rows, families held out, whose class may be too small: a little less than the 1.5% asked for."""
 FOLDS = 5
@@ -43,8 +40,6 @@ SETTINGS: Mapping[str, object] = {
 """Of scikit-learn's GradientBoostingRegressor; small trees, little trust in outliers."""
 _MARGIN = 0.1
 """The hull reaches this share of a column's range beyond it."""
-_FEWEST = 60
-"""Rows that a group needs for a factor of its own; smaller ones take that of all rows."""
 
 Floats = NDArray[np.float64]
 
@@ -139,30 +134,26 @@ def _tree(tree: object, rate: float) -> Tree:
     inner = left > 0
     return Tree(
         feature=[int(f) if i else 0 for f, i in zip(tree.feature, inner, strict=True)],  # type: ignore[attr-defined]
-        threshold=[_short(t) if i else 0.0 for t, i in zip(tree.threshold, inner, strict=True)],  # type: ignore[attr-defined]
+        threshold=[short(t) if i else 0.0 for t, i in zip(tree.threshold, inner, strict=True)],  # type: ignore[attr-defined]
         left=[int(child) if i else 0 for child, i in zip(left, inner, strict=True)],
         right=[int(child) if i else 0 for child, i in zip(right, inner, strict=True)],
-        value=[0.0 if i else _short(v * rate) for v, i in zip(np.ravel(tree.value), inner, strict=True)],  # type: ignore[attr-defined]
+        value=[0.0 if i else short(v * rate) for v, i in zip(np.ravel(tree.value), inner, strict=True)],  # type: ignore[attr-defined]
     )
 
 
-def _short(number: float) -> float:
-    return float(f"{number:.7g}")
-
-
-def fit(samples: Sequence[Sample], *, seed: int, version: str = "", level: float = LEVEL) -> MemoryModel:
+def fit(samples: Sequence[Sample], *, seed: int, version: str = "") -> MemoryModel:
     """Fit line, trees, hull and bound.
 
     Args:
         samples: Measured runs, all of the stack that the model is for.
         seed: Seed of folds and trees; the same seed gives the same bytes.
         version: Version of the numbers.
-        level: Quantile of the ratios that becomes the bound.
     """
     whole = _fit(samples, seed)
     scores = out_of_fold(samples, lambda s: _fit(s, seed).log_medians, seed)
-    factors = _factors(samples, scores, level)
     rows = np.array([row_of(s.features, s.cost, s.batch_size) for s in samples])
+    families = [s.family for s in samples]
+    bound = fit_bound(rows, scores, families, deal(families, FOLDS, seed), COVERAGE)
     low, high = rows.min(axis=0), rows.max(axis=0)
     margin = _MARGIN * (high - low) + 1e-4  # rounding must not push a constant column outside
     return MemoryModel(
@@ -173,11 +164,12 @@ def fit(samples: Sequence[Sample], *, seed: int, version: str = "", level: float
         slope=round(whole.slope, 4),
         intercept_mib=round(whole.intercept, 1),
         residual=whole.forest,
-        hull=[(_short(a), _short(b)) for a, b in zip(low - margin, high + margin, strict=True)],
-        factors=factors,
-        class_share=_class_share(samples, scores, factors),
+        hull=[(short(a), short(b)) for a, b in zip(low - margin, high + margin, strict=True)],
+        risk=bound.risk,
+        factors=list(bound.factors),
+        class_share=_class_share(samples, scores, bound),
         coverage=COVERAGE,
-        provenance={},
+        provenance={"bound_level": round(bound.level, 4)},
     )
 
 
@@ -202,17 +194,7 @@ def out_of_fold(samples: Sequence[Sample], fitted: Callable[[Sequence[Sample]], 
     return scores
 
 
-def _factors(samples: Sequence[Sample], scores: Floats, level: float) -> dict[str, float]:
-    by_group: dict[str, list[float]] = defaultdict(list)
-    for sample, score in zip(samples, scores, strict=True):
-        by_group[group_of(sample.features)].append(float(score))
-    everything = _quantile(scores.tolist(), level)
-    chosen = {g: _quantile(by_group[g], level) if len(by_group[g]) >= _FEWEST else everything for g in GROUPS}
-    # A group that did well on these families may do worse on the next: it is widened, never narrowed.
-    return {group: round(max(math.exp(max(score, everything)), 1.0), 4) for group, score in chosen.items()}
-
-
-def _class_share(samples: Sequence[Sample], scores: Floats, factors: Mapping[str, float]) -> float:
+def _class_share(samples: Sequence[Sample], scores: Floats, bound: Bound) -> float:
     """Return the smallest share of the way from median to bound whose class is rarely too small.
 
     Too small a class ends a job, too large a one wastes a slice: two errors of different cost, so that the class has a
@@ -221,16 +203,10 @@ def _class_share(samples: Sequence[Sample], scores: Floats, factors: Mapping[str
     """
     measured = np.array([s.measured_mib for s in samples])
     widths = np.array([class_width_mib(s.features.layers) for s in samples])
-    steps = np.log([factors[group_of(s.features)] for s in samples])
+    steps = np.log(bound.factors)[bound.strata]
     medians, classes = measured / np.exp(scores), np.ceil(measured / widths)
     for percent in range(100):
         small = np.sum(np.ceil(medians * np.exp(steps * percent / 100) / widths) < classes)
         if small + 1 <= TOO_SMALL * (len(samples) + 1):
             return percent / 100
     return 1.0
-
-
-def _quantile(scores: Sequence[float], level: float) -> float:
-    """Return the conformal quantile: that of n + 1 scores, the unseen one among them."""
-    ordered = sorted(scores)
-    return ordered[min(math.ceil((len(ordered) + 1) * level), len(ordered)) - 1]

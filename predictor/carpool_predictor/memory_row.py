@@ -26,9 +26,6 @@ COLUMNS = (
 )
 """Names of the columns; the order is the artifact's, and a test compares them."""
 
-GROUPS = ("matrix", "convolution")
-"""Groups of models with a bound of their own."""
-
 
 def row_of(features: ModelFeatures, cost: StepCost, batch_size: int) -> tuple[float, ...]:
     """Return one number for each of `COLUMNS`."""
@@ -52,8 +49,3 @@ def row_of(features: ModelFeatures, cost: StepCost, batch_size: int) -> tuple[fl
         math.log(cost.unfolded_bytes / reserved + 1e-3),
         math.log(cost.largest_bytes / reserved + 1e-4),
     )
-
-
-def group_of(features: ModelFeatures) -> str:
-    """Return the group whose own bound applies: cuDNN's convolutions take workspaces that matrix products do not."""
-    return "matrix" if features.layers.linear >= features.layers.convolution else "convolution"

@@ -32,14 +32,13 @@ RAISED = 1.5
 MOST_DEATHS = 2
 """After so many the next run has a GPU of its own: its memory counts as unknown."""
 
-
-FIRST = 1.14
+FIRST = 1.02
 """Factor to the bound of a job of which no run was seen, where shipped bounds are not to be risked: families of models
 differ more than models do. In the memory model's evaluation, a fifth of the families held out at a time, 46 families
 have ten rows or more. Of the n rows of each the ⌈0.95 (n + 1)⌉-th of measured over bound is taken, the largest where
-there are too few for that; of the 46 answers the ⌈0.9 · 47⌉-th is 1.139. Both ranks are those of split conformal
-prediction, which speak of the next row of the next family. Of the rows themselves 95% lie below the bound in 40 of the
-46, below 1.08 times it in 43, and below 1.14 times it in no more. It was reckoned once; no command repeats it."""
+there are too few for that; of the 46 answers the ⌈0.9 · 47⌉-th is 1.014. Both ranks are those of split conformal
+prediction, which speak of the next row of the next family. Of the rows themselves 95% lie below the bound in 41 of the
+46, and below 1.02 times it in 43. It was reckoned once; no command repeats it."""
 ROOM = 0.95
 """Share of a GPU's memory that drivers leave at least; a bound beyond it leaves no room for anybody else anyway."""
 LEAST_BUSY, MOST_BUSY = 0.125, 8.0
@@ -218,8 +217,9 @@ def _class_of(value_mib: int, memory: MemoryPrediction) -> tuple[int, int]:
 def for_a_first_run(memory: MemoryPrediction, product: GpuProduct) -> MemoryPrediction:
     """Return what the first run of a job counts with: more than the bound, or the whole GPU where that is too much.
 
-    Never is a job refused for it: where the bound itself fits a GPU and more does not, the job runs alone. The class
-    is the one that holds the larger bound; coverage stays, and is at least that.
+    Never is a job refused for its bound, which peaks that are rare may put far above the median: where the median fits
+    a GPU and the bound does not, the job runs alone. The class tells where the peak lies, and stays; so does coverage,
+    which is at least that.
 
     Args:
         memory: What is predicted.
@@ -227,9 +227,8 @@ def for_a_first_run(memory: MemoryPrediction, product: GpuProduct) -> MemoryPred
     """
     upper, largest_mib = math.ceil(FIRST * memory.upper_mib), ROOM * product.memory_mib
     if upper <= largest_mib:
-        lower, width = _class_of(upper, memory)
-        return msgspec.structs.replace(memory, upper_mib=upper, class_lower_mib=lower, class_upper_mib=lower + width)
-    return msgspec.structs.replace(memory, trusted=False) if memory.upper_mib <= product.memory_mib else memory
+        return msgspec.structs.replace(memory, upper_mib=upper)
+    return msgspec.structs.replace(memory, trusted=False) if memory.median_mib <= largest_mib else memory
 
 
 def with_activity(activity: ActivityPrediction, recalled: Recalled) -> ActivityPrediction:

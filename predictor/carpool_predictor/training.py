@@ -37,6 +37,7 @@ def memory_model(data: Path) -> MemoryModel:
         "seed": SEED,
         "scikit_learn": sklearn.__version__,
         **known.versions,
+        **model.provenance,
     }
     return msgspec.structs.replace(model, provenance=provenance)
 

@@ -58,6 +58,7 @@ def test_outside_what_was_learned_the_roofline_answers() -> None:
     assert ask(strange) == Answer(roofline.intervals(plain), inside=False)
 
 
+@settings(deadline=None)  # wall clock says nothing on a machine with other work
 @given(st.floats(1, 1e18), st.floats(1, 1e15), st.integers(1, 10**6), st.integers(1, 4096), st.sampled_from(PRODUCTS))
 def test_intervals_are_ordered_and_within_their_units(
     flops: float, moved: float, kernels: int, batch: int, product: GpuProduct
@@ -150,6 +151,7 @@ def walked(forest: Forest, row: list[float]) -> float:
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])  # slow is the machine, at times
+@settings(deadline=None)  # wall clock says nothing on a machine with other work
 @given(st.lists(forests(3), min_size=1, max_size=3), st.lists(st.floats(-4, 4) | st.integers(-4, 4).map(float),
                                                              min_size=3, max_size=3))  # fmt: skip
 def test_all_trees_at_once_give_what_walking_gives(grown: list[Forest], row: list[float]) -> None:

@@ -21,7 +21,7 @@ from carpool_predictor.requests import TraceRequest
 from carpool_predictor.rows import Answerer, chunks
 from carpool_predictor.source import SubprocessTracer, TraceLimits
 from click.testing import CliRunner
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 KEYS = {"id", "status", "reason", "memory", "activity", "step_time_s", "model_version", "elapsed_s"}
@@ -134,12 +134,14 @@ def test_a_batch_beyond_the_store_is_traced() -> None:
     assert answer["reason"].startswith("BatchOutOfRange")
 
 
+@settings(deadline=None)  # wall clock says nothing on a machine with other work
 @given(st.binary())
 def test_no_line_can_stop_the_others(line: bytes) -> None:
     (answer,) = ask(line)
     assert set(answer) == KEYS
 
 
+@settings(deadline=None)  # wall clock says nothing on a machine with other work
 @given(st.lists(st.sampled_from([b"a\n", b"\n", b"  \n"])), st.integers(1, 4))
 def test_chunks_keep_every_row_in_order(lines: list[bytes], size: int) -> None:
     cut = list(chunks(iter(lines), size))

@@ -19,8 +19,10 @@ class MemoryPrediction(Resource, frozen=True, kw_only=True):
     median_mib: Annotated[int, field("Median, in MiB.", ge=0)]
     upper_mib: Annotated[int, field("Upper bound that placement counts with, in MiB.", ge=0)]
     coverage: Annotated[float, field("Share of jobs whose true peak lies under the bound, 0..1.", ge=0, le=1)]
-    class_lower_mib: Annotated[int, field("Lower edge of the memory class that holds the bound, in MiB.", ge=0)] = 0
-    class_upper_mib: Annotated[int, field("Upper edge of the memory class, in MiB.", ge=0)] = 0
+    class_lower_mib: Annotated[
+        int, field("Lower edge of the class of memory that the peak is expected in, in MiB.", ge=0)
+    ] = 0
+    class_upper_mib: Annotated[int, field("Upper edge of that class, in MiB; upperMib may be larger.", ge=0)] = 0
     learned_jobs: Annotated[
         int,
         field(

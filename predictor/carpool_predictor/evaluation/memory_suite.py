@@ -68,6 +68,7 @@ class Judged:
             **{f"class too small{by}": 100 * float(np.mean(n < right)) for by, n in zip(_BY, named, strict=True)},
             "coverage": 100 * float(np.mean(covered)),
             "bound over actual": float(np.median(self.upper / measured)),
+            "its mean": float(np.mean(self.upper / measured)),
             "worst family": min((share for _, rows, share in self.families() if rows >= FEWEST_ROWS), default=nan),
             "outside": 100 * float(np.mean(~self.inside)),
         }
