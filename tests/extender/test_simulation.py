@@ -274,7 +274,8 @@ def test_the_document_is_written_from_results_alone(tmp_path):
     ]
     assert "Results of 2026-01-31 12:00, 1.0, commit abc." in text
     assert "not all of one version" not in text
-    results.write(tmp_path, "hotcloud" + results.ATTRIBUTED, workload(job("a")), told, Provenance())
+    older = ["with true memory"]
+    results.write(tmp_path, "hotcloud" + results.ATTRIBUTED, workload(job("a")), told, Provenance(), older)
     document.write(tmp_path, tmp_path / "experiments.md")
     text = (tmp_path / "experiments.md").read_text()
     assert "single pieces: true durations, the longest first -30.0%, true slowdowns -20.0%, true activity" in text
@@ -282,6 +283,7 @@ def test_the_document_is_written_from_results_alone(tmp_path):
     assert "not all of one version" in text
     assert "| hotcloud-attribution | time not noted | version not noted |" in text
     assert "hotcloud, utilization" not in text
+    assert text.count("Of an older version, and to be read with care: with true memory.") == 1
     (tmp_path / "hotcloud.json").write_text("{}")
     with pytest.raises(WorkloadError, match="expected results of this version"):
         document.write(tmp_path, tmp_path / "experiments.md")

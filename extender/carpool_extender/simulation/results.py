@@ -40,10 +40,14 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     """Names of the figures that its table shows; the usual ones where there are none."""
     made: Provenance = Provenance()
     """When they were made, by which version."""
+    older: list[str] = []
+    """Strategies whose runs were kept from an older version, though what they decide by has changed since."""
 
 
-def write(out: Path, name: str, workload: Workload, lines: Sequence[Line], made: Provenance) -> None:
-    """Write every run of every strategy, what it is about, and where it comes from."""
+def write(
+    out: Path, name: str, workload: Workload, lines: Sequence[Line], made: Provenance, older: Sequence[str] = ()
+) -> None:
+    """Write every run of every strategy, what it is about, where it comes from, and which were kept from before."""
     seeds = len(lines[0].runs)
     about = About(
         title=workload.title,
@@ -53,6 +57,7 @@ def write(out: Path, name: str, workload: Workload, lines: Sequence[Line], made:
         cpu_s={line.strategy.name: round(line.cpu_s / seeds, 1) for line in lines},
         shown=list(workload.shown),
         made=made,
+        older=list(older),
     )
     (out / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(about)) + b"\n")
     write_csv(out / f"{name}.csv", lines)
