@@ -85,12 +85,16 @@ async def protection(stage: Stage) -> None:
 
 
 async def unknown(stage: Stage) -> None:
-    """3. A job of unknown model runs alone, and its condition says why."""
+    """3. A job of unknown model has a GPU to itself until its peak was measured, and its condition says why."""
     stage.apply(manifests.mystery("mystery"))
     job, _ = await stage.until("running", "mystery", _running)
     stage.console.print(f"Predicted: {condition(job, 'Predicted')}", highlight=False)
     stage.console.print(f"Placed: {condition(job, 'Placed')}", highlight=False)
-    _expect(job.status.placement[0].mode.value == "Exclusive", "a GPU of its own", job.status.placement[0].mode)
+    held = [one for node in await stage.gpu_nodes() for one in node.spec.reservations]
+    own = next(one for one in held if one.job_uid == job.metadata.uid)
+    _expect(own.tenant.memory_mib is None and own.tenant.provisional, "a reservation of the whole GPU", own.tenant)
+    beside = [one.job_name for one in held if one is not own and set(one.gpu_uuids) & set(own.gpu_uuids)]
+    _expect(own.tenant.measured_mib is not None or not beside, "nobody beside it before it was measured", beside)
     _expect("does not say what it trains" in condition(job, "Placed"), "why it is alone", condition(job, "Placed"))
 
 
