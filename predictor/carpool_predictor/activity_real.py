@@ -5,10 +5,10 @@ its licence keeps what is shipped from learning of it. GPU utilization alone, in
 precision (`amp`, FP16), data loading included. Imports PyTorch.
 """
 
-import csv
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from carpool_core.products import find_product
 from carpool_core.resources.features import ModelFeatures
@@ -21,12 +21,19 @@ from carpool_predictor import roofline
 from carpool_predictor.activity import activity_on
 from carpool_predictor.catalog import Recipe
 from carpool_predictor.interpolation import cost_at
-from carpool_predictor.suites import DataError
+from carpool_predictor.tables import read_table
 from carpool_predictor.tracing import trace_recipe
 
 PRODUCT = "NVIDIA GeForce RTX 3090"
 _COLUMNS = ("model", "batchsize", "amp", "gpu_util")
 _TRACED_BATCH = 64
+
+
+class _Job(NamedTuple):
+    model: str
+    batch_size: int
+    precision: Precision
+    gpu_util_percent: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,29 +81,20 @@ def judge(data: Path) -> list[RealRow]:
     Raises:
         DataError: The file or a column is missing, or a row cannot be read.
     """
-    path = data / "lucid" / "solo_rtx3090.csv"
-    if not path.is_file():
-        raise DataError(f"expected measurements at {path}, found no such file; pass the data folder with --data")
     known: dict[tuple[str, Precision], ModelFeatures] = {}
     found = []
-    with path.open(newline="") as file:
-        reader = csv.DictReader(file)
-        missing = sorted(set(_COLUMNS) - set(reader.fieldnames or ()))
-        if missing:
-            raise DataError(f"{path} lacks the columns {', '.join(missing)}")
-        for number, row in enumerate(reader, start=2):
-            if row["model"] not in _MODELS:
-                continue
-            try:
-                batch_size, measured = int(row["batchsize"]), float(row["gpu_util"])
-            except ValueError as e:
-                raise DataError(f"{path}:{number}: cannot read the row: {e}") from e
-            precision = Precision.FP16_MIXED if row["amp"] == "1" else Precision.FP32
-            key = row["model"], precision
+    for job in read_table(data / "lucid" / "solo_rtx3090.csv", _COLUMNS, _job):
+        if job.model in _MODELS:
+            key = job.model, job.precision
             if key not in known:
                 known[key] = _traced(*key)
-            found.append(_judged(row["model"], known[key], batch_size, measured))
+            found.append(_judged(job, known[key]))
     return found
+
+
+def _job(row: dict[str, str]) -> _Job:
+    precision = Precision.FP16_MIXED if row["amp"] == "1" else Precision.FP32
+    return _Job(row["model"], int(row["batchsize"]), precision, float(row["gpu_util"]))
 
 
 def _traced(model: str, precision: Precision) -> ModelFeatures:
@@ -105,17 +103,17 @@ def _traced(model: str, precision: Precision) -> ModelFeatures:
     return trace_recipe(Recipe(model, build, shape), training)
 
 
-def _judged(model: str, features: ModelFeatures, batch_size: int, measured: float) -> RealRow:
-    product, cost = find_product(PRODUCT), cost_at(features, batch_size)
-    training = Training(batch_size=batch_size, optimizer=features.optimizer, precision=features.precision)
+def _judged(job: _Job, features: ModelFeatures) -> RealRow:
+    product, cost = find_product(PRODUCT), cost_at(features, job.batch_size)
+    training = Training(batch_size=job.batch_size, optimizer=features.optimizer, precision=features.precision)
     answer = activity_on(features, cost, training, product)
     util = answer.activity.gpu_util_percent
     plain = roofline.activity_on(cost, product, features.precision, convolutional=True)
     return RealRow(
-        model=model,
-        batch_size=batch_size,
-        precision=features.precision,
-        measured=measured,
+        model=job.model,
+        batch_size=job.batch_size,
+        precision=job.precision,
+        measured=job.gpu_util_percent,
         predicted=util.median,
         lower=util.lower,
         upper=util.upper,

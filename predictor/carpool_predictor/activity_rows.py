@@ -1,7 +1,6 @@
 """GPUMemNet's measurements of activity: reading, and which rows count."""
 
 import ast
-import csv
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,8 +8,8 @@ from pathlib import Path
 
 from carpool_core.resources.features import LayerCounts
 
-from carpool_predictor.activity_notation import NotationError, StepWork, work_of
-from carpool_predictor.suites import DataError
+from carpool_predictor.activity_notation import StepWork, work_of
+from carpool_predictor.tables import read_table
 
 PRODUCT = "NVIDIA A100-SXM4-40GB"
 KINDS = ("mlp", "cnn")
@@ -58,33 +57,23 @@ def read_rows(data: Path, kind: str) -> list[ActivityRow]:
         DataError: The file or a column is missing, or a row cannot be read.
     """
     path = data / "gpumemnet" / f"{kind}_a100_40gb.csv"
-    if not path.is_file():
-        raise DataError(f"expected measurements at {path}, found no such file; pass the data folder with --data")
-    with path.open(newline="") as file:
-        reader = csv.DictReader(file)
-        missing = sorted(set(_COLUMNS) - set(reader.fieldnames or ()))
-        if missing:
-            raise DataError(f"{path} lacks the columns {', '.join(missing)}")
-        return [_read(kind, row, f"{path}:{number}") for number, row in enumerate(reader, start=2)]
+    return read_table(path, _COLUMNS, lambda row: _read(kind, row))
 
 
-def _read(kind: str, row: dict[str, str], where: str) -> ActivityRow:
-    try:
-        name = row["Filename"]
-        layers = ast.literal_eval(row["Activations-Params"])
-        batch_size = int(float(row["Batch Size"]))
-        return ActivityRow(
-            kind=kind,
-            architecture=_word(name, "arch"),
-            work=work_of(layers, batch_size, _shape(kind, name)) if layers else _NOTHING,
-            gpu_util_percent=float(row["Avg GPUTL"]),
-            sm_active_ratio=float(row["Avg SMACT"]),
-            sm_occupancy_ratio=float(row["Avg SMOCC"]),
-            succeeded=row.get("Status", "SUCCESSFUL") == "SUCCESSFUL",
-            listed=bool(layers),
-        )
-    except (ValueError, SyntaxError, TypeError, NotationError) as e:
-        raise DataError(f"{where}: cannot read the row: {e}") from e
+def _read(kind: str, row: dict[str, str]) -> ActivityRow:
+    name = row["Filename"]
+    layers = ast.literal_eval(row["Activations-Params"])
+    batch_size = int(float(row["Batch Size"]))
+    return ActivityRow(
+        kind=kind,
+        architecture=_word(name, "arch"),
+        work=work_of(layers, batch_size, _shape(kind, name)) if layers else _NOTHING,
+        gpu_util_percent=float(row["Avg GPUTL"]),
+        sm_active_ratio=float(row["Avg SMACT"]),
+        sm_occupancy_ratio=float(row["Avg SMOCC"]),
+        succeeded=row.get("Status", "SUCCESSFUL") == "SUCCESSFUL",
+        listed=bool(layers),
+    )
 
 
 def _shape(kind: str, name: str) -> tuple[int, ...]:

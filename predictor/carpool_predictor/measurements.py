@@ -1,12 +1,12 @@
 """Measured peaks of timm models: reading them, and telling runs that died from runs that were measured."""
 
-import csv
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from carpool_predictor.suites import DataError
+from carpool_predictor.tables import read_table
 
 FILE = Path("gpumemnet", "timm_a100_40gb.csv")
 """GPUMemNet's timm measurements, below the data folder."""
@@ -38,21 +38,17 @@ def read_rows(path: Path) -> list[Row]:
     """Read GPUMemNet's timm measurements.
 
     Raises:
-        DataError: The file or a column is missing.
+        DataError: The file or a column is missing, or a row cannot be read.
     """
-    if not path.is_file():
-        raise DataError(f"expected measurements at {path}, found no such file; pass the data folder with --data")
-    with path.open(newline="") as file:
-        reader = csv.DictReader(file)
-        missing = sorted(set(COLUMNS) - set(reader.fieldnames or ()))
-        if missing:
-            raise DataError(f"{path} lacks the columns {', '.join(missing)}")
-        return [_row(record) for record in reader]
+    return read_table(path, COLUMNS, _row)
 
 
 def _row(record: dict[str, str]) -> Row:
     model, family, batch_size, peak, fake = (record[column] for column in COLUMNS)
-    return Row(model, family, int(batch_size), float(peak), float(fake or 0))
+    row = Row(model, family, int(batch_size), float(peak), float(fake or 0))
+    if row.batch_size < 1 or not 0 < row.peak_mib < math.inf:
+        raise ValueError(f"expected a batch size and a peak above 0, found {batch_size} and {peak}")
+    return row
 
 
 def clean(rows: Iterable[Row]) -> list[Row]:

@@ -4,14 +4,13 @@ Lee et al., "Forecasting GPU Performance for Deep Learning Training and Inferenc
 Hugging Face in eager mode and FP32 without TF32; a time is that of forward, or of forward and backward; no optimizer.
 """
 
-import csv
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from carpool_predictor.interpolation import StepCost
-from carpool_predictor.suites import DataError
+from carpool_predictor.tables import read_table
 
 _COLUMNS = ("gpu", "model", "mode", "seqlen", "batch", "variant", "e2e_ms")
 _ELEMENT_BYTES = 4
@@ -132,28 +131,20 @@ def read_models(data: Path) -> tuple[list[ModelRow], int]:
     Raises:
         DataError: The file or a column is missing, or a row cannot be read.
     """
-    path = data / "neusight" / "e2e_labels_flat.csv"
-    if not path.is_file():
-        raise DataError(f"expected measurements at {path}, found no such file; pass the data folder with --data")
-    rows, left_out = [], 0
-    with path.open(newline="") as file:
-        reader = csv.DictReader(file)
-        missing = sorted(set(_COLUMNS) - set(reader.fieldnames or ()))
-        if missing:
-            raise DataError(f"{path} lacks the columns {', '.join(missing)}")
-        for number, row in enumerate(reader, start=2):
-            try:
-                time_s = float(row["e2e_ms"]) / 1e3
-                batch_size, length = int(row["batch"]), int(row["seqlen"])
-            except ValueError as e:
-                raise DataError(f"{path}:{number}: cannot read the row: {e}") from e
-            if row["gpu"] not in GPUS or row["model"] not in MODELS or row["variant"] or time_s <= 0:
-                left_out += 1
-                continue
-            training = row["mode"] == "train"
-            products, passes = operators(MODELS[row["model"]], batch_size, length, training=training)
-            rows.append(ModelRow(row["gpu"], row["model"], training, batch_size, time_s, products, passes))
-    return rows, left_out
+    found = read_table(data / "neusight" / "e2e_labels_flat.csv", _COLUMNS, _row)
+    rows = [row for row in found if row is not None]
+    return rows, len(found) - len(rows)
+
+
+def _row(row: dict[str, str]) -> ModelRow | None:
+    """Return what a row measured; None where it is left out."""
+    time_s = float(row["e2e_ms"]) / 1e3
+    batch_size, length = int(row["batch"]), int(row["seqlen"])
+    if row["gpu"] not in GPUS or row["model"] not in MODELS or row["variant"] or time_s <= 0:
+        return None
+    training = row["mode"] == "train"
+    products, passes = operators(MODELS[row["model"]], batch_size, length, training=training)
+    return ModelRow(row["gpu"], row["model"], training, batch_size, time_s, products, passes)
 
 
 def operators(

@@ -4,13 +4,12 @@ You et al., "Zeus: Understanding and Optimizing GPU Energy Consumption of DNN Tr
 epochs, loading and augmenting images included.
 """
 
-import csv
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from carpool_predictor.neusight import MeasuredGpu
-from carpool_predictor.suites import DataError
+from carpool_predictor.tables import read_table
 
 _COLUMNS = ("network", "batch_size", "time_per_epoch", "power_limit")
 _IMAGES = 1_281_167
@@ -44,21 +43,13 @@ def read_epochs(data: Path) -> list[EpochRow]:
 
 
 def _read(path: Path, gpu: str) -> list[EpochRow]:
-    if not path.is_file():
-        raise DataError(f"expected measurements at {path}, found no such file; pass the data folder with --data")
     fastest: dict[int, float] = {}
-    with path.open(newline="") as file:
-        reader = csv.DictReader(file)
-        missing = sorted(set(_COLUMNS) - set(reader.fieldnames or ()))
-        if missing:
-            raise DataError(f"{path} lacks the columns {', '.join(missing)}")
-        for number, row in enumerate(reader, start=2):
-            if row["network"] != "resnet50":
-                continue
-            try:
-                batch_size, epoch_s = int(row["batch_size"]), float(row["time_per_epoch"])
-            except ValueError as e:
-                raise DataError(f"{path}:{number}: cannot read the row: {e}") from e
+
+    def read(row: dict[str, str]) -> None:
+        if row["network"] == "resnet50":
+            batch_size, epoch_s = int(row["batch_size"]), float(row["time_per_epoch"])
             step_s = epoch_s / math.ceil(_IMAGES / batch_size)
             fastest[batch_size] = min(fastest.get(batch_size, math.inf), step_s)
+
+    read_table(path, _COLUMNS, read)
     return [EpochRow(gpu, batch_size, step_s) for batch_size, step_s in sorted(fastest.items())]

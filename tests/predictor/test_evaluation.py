@@ -47,6 +47,32 @@ def test_a_missing_column_is_told(suite: str, file: str, frozen: bool, tmp_path:
     assert "Traceback" not in result.stderr
 
 
+ROWS = {
+    "gpumemnet/timm_a100_40gb.csv": "timm_model,timm_module,batch_size,max_gpu_memory_mib,faketensor_mib\nr,resnet,8,",
+    "neusight/e2e_labels_flat.csv": "gpu,model,mode,seqlen,batch,variant,e2e_ms\nTesla_P4,bert_large,train,512,8,,",
+}
+
+
+@pytest.mark.parametrize(
+    ("suite", "file", "rest"),
+    [
+        pytest.param("memory", "gpumemnet/timm_a100_40gb.csv", "many,0", id="no number"),
+        pytest.param("memory", "gpumemnet/timm_a100_40gb.csv", "nan,0", id="not a peak"),
+        pytest.param("memory", "gpumemnet/timm_a100_40gb.csv", "-1,0", id="less than nothing"),
+        pytest.param("step-time", "neusight/e2e_labels_flat.csv", "long", id="no time"),
+    ],
+)
+def test_a_row_that_cannot_be_read_is_told_with_its_line(suite: str, file: str, rest: str, tmp_path: Path) -> None:
+    path = tmp_path / file
+    path.parent.mkdir(parents=True)
+    path.write_text(ROWS[file] + rest + "\n")
+    arguments = ["--data", str(tmp_path), "--suite", suite, "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(evaluate, arguments)
+    assert result.exit_code == 2
+    assert f"{path.name}:2: cannot read the row" in result.stderr.replace("\n", "")
+    assert "Traceback" not in result.stderr
+
+
 def test_training_without_measurements_is_told(tmp_path: Path) -> None:
     result = CliRunner().invoke(train, ["--data", str(tmp_path), "--out", str(tmp_path / "artifacts")])
     assert result.exit_code == 2
