@@ -13,11 +13,12 @@ Schema = dict[str, Any]
 
 
 def root_schema(type_: type[msgspec.Struct]) -> Schema:
-    """Return the schema of a whole object: defaults in `spec`, none in `status`, which one program writes."""
+    """Return the schema of a whole object: defaults in a `spec` that people write, none in what one program writes."""
     info = inspect.type_info(type_)
     if not isinstance(info, inspect.StructType):
         raise TypeError(f"expected a msgspec Struct, found {type_!r}")
     fields = {field.encode_name: field for field in info.fields}
+    written_by_people = fields["spec"].required
     return {
         "type": "object",
         "description": _docstring(type_),
@@ -27,7 +28,7 @@ def root_schema(type_: type[msgspec.Struct]) -> Schema:
             "kind": {"type": "string", "description": f"Kind of the object: {type_.__name__}."},
             # Named, so that a rule can point at it.
             "metadata": {"type": "object", "properties": {"name": {"type": "string", "description": "Its name."}}},
-            "spec": _field(fields["spec"], with_defaults=True),
+            "spec": _field(fields["spec"], with_defaults=written_by_people),
             "status": _schema(fields["status"].type, with_defaults=False),
         },
         **_rules(type_),

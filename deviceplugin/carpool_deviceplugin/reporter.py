@@ -173,7 +173,7 @@ class Reporter:
 
     async def _write(self, status: GpuNodeStatus) -> float:
         status = replace(status, heartbeat_time=rfc3339(self._clock.now()))
-        await self._api.patch(GPU_NODES, self._node, as_patch(status), subresource="status")
+        await self._api.patch(GPU_NODES, self._node, as_patch(status), subresource="status", wants_object=False)
         if self._written is not None:  # otherwise it vanished meanwhile
             self._written = status
         self._written_at = self._clock.monotonic()

@@ -22,8 +22,9 @@ GATHER_S = 0.1
 """After a write of a node, so long is gathered what is written there next: a GpuNode has tens of reservations, every
 write carries all of them, and its agent answers each with a report. What comes to a node at rest is written at once."""
 
-MOST_GATHERED_S = 1.0
-"""Longest that is gathered. Where a write takes long the API server is busy: four times as long is gathered then, so
+STRETCH = 10
+MOST_GATHERED_S = 1.5
+"""Longest that is gathered. Where a write takes long the API server is busy: ten times as long is gathered then, so
 that there is less to write. One of sixteen reservations costs it six times as much as a pod.
 
 Only what was gathered shows that there is something to gather: a single change is mostly followed by one that waits for
@@ -115,7 +116,7 @@ class Book:
                 gathers_more = len(batch) > 1 and not any(change.frees for change in batch)
                 await self._settle(name, batch)
                 took_s = self._took_s.pop(name, 0.0)
-                stretched_s = min(4 * took_s, MOST_GATHERED_S) if gathers_more else 0.0
+                stretched_s = min(STRETCH * took_s, MOST_GATHERED_S) if gathers_more else 0.0
                 await self._sleep(max(self._gather_s, stretched_s))
         finally:
             del self._writers[name]

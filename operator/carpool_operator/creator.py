@@ -108,7 +108,7 @@ class Creator:
         """Create a pod; one of that name that the job controls is as good."""
         key, now = key_of(job), self._clock.monotonic()
         try:
-            pod = await self._api.create(PODS, action.body, namespace=job.metadata.namespace)
+            pod = await self._api.create(PODS, action.body, namespace=job.metadata.namespace, wants_object=False)
         except Conflict as error:
             pod = await self._adopt(job, action, error)
         except Invalid as error:

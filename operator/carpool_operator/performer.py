@@ -11,6 +11,7 @@ from carpool_core.kube.errors import Conflict, NotFound
 from carpool_core.kube.events import EventRecorder
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.job import GpuTrainingJob, JobStatus
+from carpool_core.resources.meta import ObjectMeta
 
 from carpool_operator.actions import (
     Action,
@@ -108,8 +109,13 @@ class Performer:
     async def _write_status(self, job: GpuTrainingJob, status: JobStatus) -> None:
         namespace, name = job.metadata.namespace, job.metadata.name
         try:
-            written = await self._api.patch(
-                GPU_TRAINING_JOBS, name, status_patch(job, status), namespace=namespace, subresource="status"
+            answer = await self._api.patch(
+                GPU_TRAINING_JOBS,
+                name,
+                status_patch(job, status),
+                namespace=namespace,
+                subresource="status",
+                wants_object=False,
             )
         except Conflict as error:
             await self._read_again(job)
@@ -117,7 +123,9 @@ class Performer:
         except NotFound as error:
             self._jobs.remove(key_of(job), job.metadata.uid)
             raise Superseded("the job is gone") from error
-        self._jobs.put(msgspec.convert(written, GpuTrainingJob))
+        # It was written to this very version of the job, so that the rest of it is known.
+        metadata = msgspec.convert(answer["metadata"], ObjectMeta)
+        self._jobs.put(msgspec.structs.replace(job, metadata=metadata, status=status))
         self._log.info("status written", job=key_of(job), state=str(status.state))
 
     async def _read_again(self, job: GpuTrainingJob) -> None:

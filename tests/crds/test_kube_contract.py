@@ -159,6 +159,19 @@ async def test_nobody_keeps_track_of_the_writers_of_fields_once_that_was_asked_f
     assert "managedFields" not in later["metadata"]
 
 
+async def test_whoever_does_not_want_the_object_hears_of_its_metadata(backend: Backend) -> None:
+    name = backend.name("n")
+    made = await backend.api.create(GPU_NODES, {"metadata": {"name": name}, "spec": {}}, wants_object=False)
+    patch = {"status": {"agentVersion": "1"}}
+    written = await backend.api.patch(GPU_NODES, name, patch, subresource="status", wants_object=False)
+    for answer in (made, written):
+        assert {*answer} == {"apiVersion", "kind", "metadata"}
+    assert made["metadata"]["uid"] == written["metadata"]["uid"]
+    found = await backend.api.get(GPU_NODES, name, GpuNode)
+    assert found.metadata.resource_version == written["metadata"]["resourceVersion"]
+    assert found.status.agent_version == "1"
+
+
 async def test_status_and_spec_are_written_apart(backend: Backend) -> None:
     await backend.node()
     name = backend.name("n")

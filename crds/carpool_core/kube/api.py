@@ -89,10 +89,12 @@ class KubeApi(Protocol):
         name: str = "",
         subresource: str = "",
         is_dry_run: bool = False,
+        wants_object: bool = True,
     ) -> dict[str, Any]:
         """Create an object, or post to the `subresource` (such as `binding`) of the one called `name`.
 
-        A dry run goes through all checks of the API server and leaves nothing behind.
+        A dry run goes through all checks of the API server and leaves nothing behind. Without `wants_object` only the
+        metadata are answered.
         """
         ...
 
@@ -104,10 +106,12 @@ class KubeApi(Protocol):
         *,
         namespace: str = "",
         subresource: str = "",
+        wants_object: bool = True,
     ) -> dict[str, Any]:
         """Patch an object: a mapping is sent as a merge patch, a list as a JSON patch.
 
         A merge patch with `metadata.resourceVersion` is refused with `Conflict` where the object has changed since.
+        Without `wants_object` only the metadata are answered.
         """
         ...
 

@@ -34,6 +34,8 @@ _WATCH_LIFETIME_S = 300
 """The server ends a watch after this time; a new one then goes through authentication again."""
 _SILENCE_S = 150.0
 """The server sends a bookmark about each minute; two in a row missing means that nobody is there."""
+_OBJECT = "application/json"
+_METADATA = f"{_OBJECT};as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 _CONNECTIONS = 32
 """Calls at once; watches have connections of their own, so that they cannot starve calls."""
 
@@ -73,7 +75,7 @@ class KubeClient(KubeApi):
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=limit, ssl=tls),
             timeout=timeout,
-            headers={"Accept": "application/json", "User-Agent": "carpool"},
+            headers={"User-Agent": "carpool"},
             auto_decompress=True,
         )
 
@@ -127,6 +129,7 @@ class KubeClient(KubeApi):
         name: str = "",
         subresource: str = "",
         is_dry_run: bool = False,
+        wants_object: bool = True,
     ) -> dict[str, Any]:
         """Create an object, or post to a subresource of an existing one. Unknown fields are refused with `Invalid`."""
         content = msgspec.to_builtins(body)
@@ -142,6 +145,7 @@ class KubeClient(KubeApi):
                 # A user's misspelt field in a pod template would otherwise vanish without a word.
                 query={"fieldValidation": "Strict", "dryRun": "All" if is_dry_run else ""},
                 body=content,
+                accept=_OBJECT if wants_object else _METADATA,
             )
         )
 
@@ -153,6 +157,7 @@ class KubeClient(KubeApi):
         *,
         namespace: str = "",
         subresource: str = "",
+        wants_object: bool = True,
     ) -> dict[str, Any]:
         """Patch an object: a mapping as a merge patch, a list as a JSON patch."""
         return object_of(
@@ -162,7 +167,10 @@ class KubeClient(KubeApi):
                 name=required(kind, name),
                 namespace=namespace,
                 subresource=subresource,
+                # To look for fields that it does not know costs the server time, and nobody hears of them.
+                query={"fieldValidation": "Ignore"},
                 body=patch,
+                accept=_OBJECT if wants_object else _METADATA,
                 content_type=f"application/{'json' if isinstance(patch, list) else 'merge'}-patch+json",
             )
         )
@@ -185,13 +193,14 @@ class KubeClient(KubeApi):
         query: Mapping[str, str] | None = None,
         body: Any = None,
         content_type: str = "application/json",
+        accept: str = _OBJECT,
     ) -> bytes:
         what = call_name(method, kind, namespace, name, subresource)
         data = None if body is None else msgspec.json.encode(body)
         try:
             async with self._open(
                 self._calls, method, kind, name=name, namespace=namespace, subresource=subresource, query=query or {},
-                data=data, content_type=content_type,
+                data=data, content_type=content_type, accept=accept,
             ) as response:  # fmt: skip
                 await self._check(response, what)
                 return await response.read()
@@ -212,10 +221,11 @@ class KubeClient(KubeApi):
         query: Mapping[str, str],
         data: bytes | None = None,
         content_type: str = "application/json",
+        accept: str = _OBJECT,
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         if session is None:
             raise RuntimeError("the client is closed: use it inside `async with connect(…)`")
-        headers = {"Content-Type": content_type} if data is not None else {}
+        headers = {"Accept": accept} | ({"Content-Type": content_type} if data is not None else {})
         if token := self._endpoint.token.at(self._clock.monotonic()):
             headers["Authorization"] = f"Bearer {token}"
         url = self._endpoint.server + path_of(kind, namespace, name, subresource)

@@ -1,5 +1,6 @@
 """`GpuTrainingJob`: what a user writes, and what Carpool answers in its status."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from carpool_core.resources.meta import ObjectMeta
@@ -158,15 +159,20 @@ class JobSpec(Resource, frozen=True, kw_only=True):
         ),
     )
 
-    model: Annotated[ModelSource, field("What is trained. Left out: unknown, and the job runs alone.")] | None = None
-    training: Annotated[Training, field("How it is trained.")] = Training()
+    model: (
+        Annotated[ModelSource, field("What is trained. Left out: unknown, and the job runs alone.", schema=ATOMIC_MAP)]
+        | None
+    ) = None
+    training: Annotated[Training, field("How it is trained.", schema=ATOMIC_MAP)] = Training()
     workers: Annotated[int, field("Number of pods that train together.", ge=1, le=1024)] = 1
     gpus_per_worker: Annotated[
         int, field("Number of GPUs (or shares of a GPU) of each worker, all on one node.", ge=1, le=16)
     ] = 1
-    sharing: Annotated[Sharing, field("Whether and with whom it shares a GPU.")] = Sharing()
-    memory: Annotated[MemoryOverride, field("Memory limit in place of the prediction.")] = MemoryOverride()
-    gpu: Annotated[GpuSelector, field("Which GPUs will do.")] = GpuSelector()
+    sharing: Annotated[Sharing, field("Whether and with whom it shares a GPU.", schema=ATOMIC_MAP)] = Sharing()
+    memory: Annotated[MemoryOverride, field("Memory limit in place of the prediction.", schema=ATOMIC_MAP)] = (
+        MemoryOverride()
+    )
+    gpu: Annotated[GpuSelector, field("Which GPUs will do.", schema=ATOMIC_MAP)] = GpuSelector()
     run_policy: Annotated[RunPolicy, field("How long and how often it is tried.")] = RunPolicy()
     template: Annotated[
         dict[str, Any],
@@ -174,38 +180,49 @@ class JobSpec(Resource, frozen=True, kw_only=True):
     ]
 
 
-_PLACED = "has(oldSelf.status) && has(oldSelf.status.placement) && oldSelf.status.placement.size() > 0"
-_ENDED = "has(oldSelf.status) && has(oldSelf.status.completionTime)"
 _HAS_ENDED = (
     "this job has ended, and nothing comes of changes (but of runPolicy.ttlSecondsAfterFinished): "
     "delete it and apply it again"
 )
+_IS_PLACED = "cannot change once the job is placed; only spec.runPolicy can: delete the job and apply it again"
+_DECISIVE = dict.fromkeys(("workers", "gpusPerWorker", "training", "sharing", "memory", "gpu"), False) | {
+    "model": True,
+    "template": True,
+}
+"""Fields of the spec that the placement was decided by, and whether each may be absent."""
+_OF_ATTEMPTS = {"runPolicy.suspend": False, "runPolicy.backoffLimit": False, "runPolicy.activeDeadlineSeconds": True}
+"""Fields that steer attempts, of which an ended job makes none."""
 
 
 def _same(name: str, *, is_optional: bool) -> str:
     """CEL: whether a field of the spec is what it was."""
     new, old = f"self.spec.{name}", f"oldSelf.spec.{name}"
     same = f"{new} == {old}"
-    return f"(has({new}) == has({old}) && (!has({new}) || {same}))" if is_optional else same
+    return f"(has({new}) == has({old}) && (!has({new}) || {same}))" if is_optional else f"({same})"
 
 
-def _fixed_once_placed(name: str, *, is_optional: bool = False) -> Rule:
-    """A transition rule: a field of the spec that the placement was decided by."""
-    told = (
-        f"spec.{name} cannot change once the job is placed; only spec.runPolicy can: delete the job and apply it again"
-    )
-    return Rule(
-        f"!(({_PLACED}) || ({_ENDED})) || {_same(name, is_optional=is_optional)}",
-        told,
-        f"({_ENDED}) ? '{_HAS_ENDED}' : '{told}'",
-        field_path=f".spec.{name}",
-    )
+def _all_same(fields: Mapping[str, bool]) -> str:
+    return "(" + " && ".join(_same(name, is_optional=is_optional) for name, is_optional in fields.items()) + ")"
 
 
-def _fixed_once_ended(name: str, *, is_optional: bool = False) -> Rule:
-    """A transition rule: a field that steers attempts, of which an ended job makes none."""
-    same = _same(f"runPolicy.{name}", is_optional=is_optional)
-    return Rule(f"!({_ENDED}) || {same}", _HAS_ENDED, field_path=f".spec.runPolicy.{name}")
+def _first_changed(fields: Mapping[str, bool]) -> str:
+    """CEL: the name of the first field that is not what it was; the last one where all others are."""
+    *others, last = fields
+    asked = "".join(f"!{_same(name, is_optional=fields[name])} ? 'spec.{name}' : " for name in others)
+    return f"({asked}'spec.{last}')"
+
+
+_ENDED = "has(oldSelf.status.completionTime)"
+_FIXED = Rule(
+    # One rule, which looks at the status once: it is asked with every write of a status, and to the API server each
+    # look at a field costs as much as the object has fields.
+    "!has(oldSelf.status) || [oldSelf.status].all(was, has(was.completionTime) "
+    f"? {_all_same({**_DECISIVE, **_OF_ATTEMPTS})} "
+    f": !has(was.placement) || was.placement.size() == 0 || {_all_same(_DECISIVE)})",
+    f"spec {_IS_PLACED}",
+    f"{_ENDED} ? '{_HAS_ENDED}' : {_first_changed(_DECISIVE)} + ' {_IS_PLACED}'",
+    field_path=".spec",
+)
 
 
 class GpuTrainingJob(Resource, frozen=True, kw_only=True):
@@ -217,10 +234,7 @@ class GpuTrainingJob(Resource, frozen=True, kw_only=True):
             "metadata.name must have at most 48 characters, because pods are called NAME-worker-INDEX-ATTEMPT",
             field_path=".metadata.name",
         ),
-        *(_fixed_once_placed(name) for name in ("workers", "gpusPerWorker", "training", "sharing", "memory", "gpu")),
-        *(_fixed_once_placed(name, is_optional=True) for name in ("model", "template")),
-        *(_fixed_once_ended(name) for name in ("suspend", "backoffLimit")),
-        _fixed_once_ended("activeDeadlineSeconds", is_optional=True),
+        _FIXED,
     )
 
     api_version: str = "carpool.dev/v1alpha1"

@@ -46,13 +46,9 @@ def field(description: str, *, schema: dict[str, Any] | None = None, rules: Sequ
     return Meta(description=description, extra_json_schema=(schema or {}) | own, **bounds)
 
 
-def map_list(*keys: str) -> dict[str, Any]:
-    """Schema of a list that server-side apply merges by `keys`."""
-    return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": list(keys)}
-
-
 ATOMIC: dict[str, Any] = {"x-kubernetes-list-type": "atomic"}
-"""Schema of a list that one writer owns and replaces whole."""
+"""Schema of a list that one writer owns and replaces whole. For lists that are merged by keys the API server works out,
+with each write, what became of each field of each entry, and of each field it looks at all others."""
 
 ATOMIC_MAP: dict[str, Any] = {"x-kubernetes-map-type": "atomic"}
 """Schema of an object that one writer owns: the API server notes its owner, not who wrote which field inside."""

@@ -15,7 +15,7 @@ from carpool_core.kube.errors import Gone, Invalid, KubeError, NotFound
 from carpool_core.testing import patches
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.selectors import selects
-from carpool_core.testing.semantics import WITH_STATUS, Object, check_preconditions, conflict, limited
+from carpool_core.testing.semantics import WITH_STATUS, Object, check_preconditions, conflict, limited, metadata_of
 from carpool_core.testing.store import Store, Watch, tell
 
 T = TypeVar("T")
@@ -159,6 +159,7 @@ class FakeKube(KubeApi):
         name: str = "",
         subresource: str = "",
         is_dry_run: bool = False,
+        wants_object: bool = True,
     ) -> Object:
         """Create an object, or bind a pod."""
         failure = await self._begin("check" if is_dry_run else "create", kind, name, subresource)
@@ -169,7 +170,7 @@ class FakeKube(KubeApi):
             raise NotFound(f"the server could not find the requested resource {kind.plural}/{subresource}", status=404)
         else:
             result = self._store.create(kind, namespace, content, is_dry_run=is_dry_run)
-        return self._end(result, failure)
+        return self._end(result if wants_object else metadata_of(result), failure)
 
     async def patch(
         self,
@@ -179,6 +180,7 @@ class FakeKube(KubeApi):
         *,
         namespace: str = "",
         subresource: str = "",
+        wants_object: bool = True,
     ) -> Object:
         """Patch an object, or its status alone."""
         failure = await self._begin("patch", kind, name, subresource)
@@ -191,7 +193,8 @@ class FakeKube(KubeApi):
         except patches.PatchError as error:
             raise Invalid(f"the server rejected our request: {error}", status=422, reason="Invalid") from error
         check_preconditions(kind, old, new)
-        return self._end(self._store.update(kind, old, limited(kind, old, new, subresource)), failure)
+        result = self._store.update(kind, old, limited(kind, old, new, subresource))
+        return self._end(result if wants_object else metadata_of(result), failure)
 
     async def delete(self, kind: ResourceKind, name: str, *, namespace: str = "", uid: str = "") -> None:
         """Delete an object and, unless finalizers hold it, what it owns."""

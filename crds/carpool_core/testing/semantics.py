@@ -28,6 +28,11 @@ def limited(kind: ResourceKind, old: Object, new: Object, subresource: str) -> O
     return deepcopy(result)
 
 
+def metadata_of(item: Object) -> Object:
+    """Return what is answered to somebody who wants to know no more."""
+    return {"kind": "PartialObjectMetadata", "apiVersion": "meta.k8s.io/v1", "metadata": item.get("metadata", {})}
+
+
 def check_preconditions(kind: ResourceKind, old: Object, new: Object) -> None:
     """Refuse a write to another version or identity; restore in `new` what only the server sets."""
     before, after = old["metadata"], new.setdefault("metadata", {})

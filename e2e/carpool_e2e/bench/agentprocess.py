@@ -93,10 +93,13 @@ class CountedKube(FakeKube):
         *,
         namespace: str = "",
         subresource: str = "",
+        wants_object: bool = True,
     ) -> dict[str, Any]:
         """Patch, and count what it took."""
         began = time.thread_time()
-        patched = await super().patch(kind, name, patch, namespace=namespace, subresource=subresource)
+        patched = await super().patch(
+            kind, name, patch, namespace=namespace, subresource=subresource, wants_object=wants_object
+        )
         self._spent.seconds += time.thread_time() - began
         return patched
 

@@ -1,6 +1,7 @@
 """Jobs a second through a real control plane: operator, kube-scheduler, extender and API server on this machine."""
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -61,6 +62,7 @@ class _Players:
     lives: KubeApi
     background: "_Background"
     busy: set[str] = field(default_factory=set)
+    written_at: dict[str, float] = field(default_factory=dict)
     latest: dict[str, GpuNode] = field(default_factory=dict)
 
     def see(self, _: GpuNode | None, node: GpuNode | None) -> None:
@@ -68,6 +70,9 @@ class _Players:
         if node is None:
             return
         name = node.metadata.name
+        known = self.latest.get(name)
+        if known is not None and _version(node) <= _version(known):
+            return  # news of before an answer: an agent, which knows what it has reported, would not report it again
         self.latest[name] = node
         if name not in self.busy and _lacks_report(node):
             self.busy.add(name)
@@ -94,14 +99,23 @@ class _Players:
     async def _live(self, name: str, after_s: float) -> None:
         await asyncio.sleep(after_s)
         while True:
+            due_in_s = self.written_at.get(name, -_BEAT_S) + _BEAT_S - time.monotonic()
+            if due_in_s > 0:  # a report is a sign of life, too
+                await asyncio.sleep(due_in_s)
+                continue
             with suppress(KubeError):  # the next one says it, too
                 await self._write(self.lives, name, {})
-            await asyncio.sleep(_BEAT_S)
 
     async def _write(self, api: KubeApi, name: str, changes: dict[str, Any]) -> None:
         patch = {"status": {**changes, "heartbeatTime": rfc3339(SystemClock().now())}}
-        answer = await api.patch(GPU_NODES, name, patch, subresource="status")
-        self.latest[name] = msgspec.convert(answer, GpuNode)
+        self.written_at[name] = time.monotonic()
+        answered = msgspec.convert(await api.patch(GPU_NODES, name, patch, subresource="status"), GpuNode)
+        if _version(answered) > _version(self.latest[name]):
+            self.latest[name] = answered
+
+
+def _version(node: GpuNode) -> int:
+    return int(node.metadata.resource_version)
 
 
 def _lacks_report(node: GpuNode) -> bool:
