@@ -85,11 +85,15 @@ class Board:
         self._tenants[node] = tenants
         self._show(node, moment(now_s))
 
-    def settle(self, node: str, uid: PodUid, by: float, now_s: float) -> None:
-        """Let a pod count with so many times what it is measured to take."""
+    def settle(self, node: str, uid: PodUid, by: float, now_s: float) -> bool:
+        """Let a pod count with so many times what it is measured to take; say whether that changes anything."""
         measured = {(tenant.pod_uid, tenant.gpu_uuid): tenant for tenant in self._tenants[node]}
-        self._specs[node] = settle(self._specs[node], measured, {uid: by})
+        spec = settle(self._specs[node], measured, {uid: by})
+        if spec is self._specs[node]:
+            return False
+        self._specs[node] = spec
         self._show(node, moment(now_s))
+        return True
 
     def reservations(self, node: str) -> list[Reservation]:
         """Return what is reserved on a node."""

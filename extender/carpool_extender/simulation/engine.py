@@ -179,10 +179,9 @@ class Simulation:
 
     def _settle(self, running: Running, by: float) -> None:
         """Let a tenant count with its peak, which was complete after the first minute and has stood still since."""
-        if not running.ended:
-            for worker, (node, _) in enumerate(running.places):
-                self._board.settle(node, uid_of(running.job, running.stage, worker), by, self._now_s)
-            self._freed += 1
+        for worker, (node, _) in enumerate(() if running.ended else running.places):
+            uid = uid_of(running.job, running.stage, worker)
+            self._freed += self._board.settle(node, uid, by, self._now_s)
 
     def _is_short_of_memory(self, newcomer: Running) -> bool:
         """Whether it meets its MPS limit, or the end of the GPU's memory; who allocates last dies."""
