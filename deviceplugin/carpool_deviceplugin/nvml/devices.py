@@ -10,22 +10,11 @@ from carpool_core.resources.node import Device
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
 
 from carpool_deviceplugin.devices import NoDevicesError
-from carpool_deviceplugin.gpu import (
-    Access,
-    CreateInstance,
-    DestroyInstance,
-    DeviceError,
-    GpuActual,
-    Reading,
-    SetLimits,
-    SetMode,
-    StartMps,
-    Step,
-    StopMps,
-)
+from carpool_deviceplugin.gpu import Access, DeviceError, GpuActual, Reading, Step
 from carpool_deviceplugin.mps import Mps
 from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
 from carpool_deviceplugin.nvml.calls import Session
+from carpool_deviceplugin.nvml.changes import Changes
 from carpool_deviceplugin.nvml.clients import Clients
 from carpool_deviceplugin.nvml.conditions import Conditions
 from carpool_deviceplugin.nvml.entry import MIG_MINORS, Entry
@@ -33,8 +22,8 @@ from carpool_deviceplugin.nvml.glances import Glances
 from carpool_deviceplugin.nvml.instances import Found, Instances, foreign, parts_of
 from carpool_deviceplugin.nvml.library import NvmlLibrary
 from carpool_deviceplugin.nvml.measuring import Measuring
-from carpool_deviceplugin.nvml.modes import ModeFile, Setting, possible_modes
-from carpool_deviceplugin.nvml.presence import Watcher, about_strangers, name_of
+from carpool_deviceplugin.nvml.modes import ModeFile, possible_modes
+from carpool_deviceplugin.nvml.presence import Watcher, about_strangers
 from carpool_deviceplugin.nvml.reading import list_gpus, read_identity
 from carpool_deviceplugin.nvml.values import Identity, linked
 from carpool_deviceplugin.processes import ProcTree
@@ -86,7 +75,7 @@ class NvmlDevices:
     ) -> None:
         self._session = Session(library)
         self._session.open()
-        self._mps, self._may_switch, self._mig_manager = mps, may_switch_mig, ""
+        self._has_mps, self._may_switch = mps is not None, may_switch_mig
         self._instances, self._monotonic = Instances(self._session), monotonic
         self._known, self._known_at = dict[GpuUuid, Identity](), dict[GpuUuid, tuple[int, float]]()
         self._uuids = self._found()
@@ -97,6 +86,7 @@ class NvmlDevices:
         self._conditions = Conditions(self._session, self._uuids, glances, kept, monotonic, may_write=may_write)
         self._entry, self._feed = Entry(cdi, mps, mig_minors), Feed(sources, monotonic)
         self._measuring = Measuring(self._session, self._uuids, glances, self._watcher, self._feed, monotonic, wall)
+        self._changes = Changes(self._instances, self._watcher, mps, self._switched, may_switch=may_switch_mig)
         self._possible_lately: dict[GpuUuid, frozenset[SharingMode]] = {}
         self._found_lately: dict[GpuUuid, list[Found]] = {}
 
@@ -129,7 +119,7 @@ class NvmlDevices:
 
     def set_mig_manager(self, manager: str) -> None:
         """Say who else divides the node's GPUs; empty where nobody does."""
-        self._mig_manager = manager
+        self._changes.mig_manager = manager
 
     def _identify(self, uuid: GpuUuid) -> None:
         self._known[uuid] = read_identity(self._session, uuid)
@@ -179,7 +169,7 @@ class NvmlDevices:
 
     def _actual(self, uuid: GpuUuid) -> GpuActual:
         known, setting, sick = self._known[uuid], self._modes[uuid].read(), self._conditions.look(uuid)
-        is_divided = self._instances.is_enabled(uuid)
+        is_divided, manager = self._instances.is_enabled(uuid), self._changes.mig_manager
         found = self._instances.find(uuid, self._modes[uuid]) if is_divided else []
         if had_xid := self._conditions.had_xid(uuid):
             self._watcher.forget(uuid)  # a client's fatal fault is one, too
@@ -188,15 +178,15 @@ class NvmlDevices:
         self._conditions.took_xid(uuid)
         self._found_lately[uuid] = found
         self._possible_lately[uuid] = possible_modes(
-            has_mps=self._mps is not None,
+            has_mps=self._has_mps,
             has_mig=self._instances.table(uuid) is not None,
             is_divided=is_divided,
-            may_divide=not self._mig_manager,
+            may_divide=not manager,
             may_switch=self._may_switch and all(f.own for f in found),
         )
         problems = [sick, mps.problem, *set(struck.values()), about_strangers(present.strangers)]
-        if is_divided and self._mig_manager:
-            problems.append(f"MIG is switched on, and {self._mig_manager}: leave the GPU to that, or remove the label")
+        if is_divided and manager:
+            problems.append(f"MIG is switched on, and {manager}: leave the GPU to that, or remove the label")
         self._measuring.divided(uuid, found)
         return GpuActual(
             uuid=uuid,
@@ -213,70 +203,18 @@ class NvmlDevices:
             ended=self._clients.ended(uuid),
             mig_table=self._instances.table(uuid),
             parts=parts_of(found, present),
-            mig_manager=self._mig_manager,
+            mig_manager=manager,
         )
 
     def apply(self, uuid: GpuUuid, step: Step) -> None:
         """Take one step."""
-        file = self._modes[self._own(uuid)]
-        match step:
-            case SetMode(mode):
-                self._set_mode(uuid, file, mode)
-            case StartMps():
-                mode = file.read().mode
-                if mode is not MPS:
-                    raise DeviceError(f"GPU {uuid}: expected mode MPS, found {mode or 'Idle'}; set it first")
-                if self._mps is None:
-                    raise DeviceError(f"GPU {uuid}: expected nvidia-cuda-mps-control on this node, found none")
-                self._mps.start(uuid)
-            case StopMps():
-                self._must_be_empty(uuid)
-                if self._mps is not None:
-                    self._mps.stop(uuid)
-                    self._watcher.forget(uuid)  # no daemon and no server any more
-                file.write(replace(file.read(), limits={}))
-            case SetLimits(pod_uid, limits):
-                file.write(file.read().limiting(pod_uid, limits))
-            case CreateInstance(placement, pod_uid):
-                self._may_divide(uuid)
-                self._instances.create(uuid, file, placement, pod_uid)
-            case DestroyInstance(placement):
-                self._may_divide(uuid)
-                self._instances.destroy(uuid, file, placement)
+        self._changes.apply(self._own(uuid), self._modes[uuid], step)
 
-    def _set_mode(self, uuid: GpuUuid, file: ModeFile, mode: SharingMode | None) -> None:
-        setting = file.read()
-        is_divided = self._instances.is_enabled(uuid)
-        is_switching = mode is not None and (mode is MIG) != is_divided
-        if mode is setting.mode and not is_switching:
-            return
-        self._must_be_empty(uuid)
-        if is_switching:
-            self._may_divide(uuid)
-            if not self._may_switch:
-                raise DeviceError(
-                    f"GPU {uuid}: expected MIG to be switched {'on' if mode is MIG else 'off'}, found it not so, and "
-                    "the agent may not switch it; do it (nvidia-smi -mig), or set CARPOOL_MIG_SWITCH"
-                )
-            self._instances.switch(uuid, on=mode is MIG)
-            self._conditions.begin_anew(uuid)
-            self._measuring.begin_anew(uuid)
-            self._identify(uuid)
-        file.write(Setting(mode, instances=setting.instances))
-
-    def _may_divide(self, uuid: GpuUuid) -> None:
-        if self._mig_manager:
-            raise DeviceError(f"GPU {uuid}: expected nobody else to divide it, found that {self._mig_manager}")
-
-    def _must_be_empty(self, uuid: GpuUuid) -> None:
-        others = foreign(self._instances.find(uuid, self._modes[uuid])) if self._instances.is_enabled(uuid) else set()
-        self._watcher.forget(uuid)
-        present = self._watcher.look(uuid, frozenset(others))[0].beyond(frozenset(others))
-        whom = sorted(map(str, present.pod_uids())) + [name_of(s) for s in present.strangers]
-        if whom:
-            raise DeviceError(
-                f"GPU {uuid}: expected no process on the GPU, found {', '.join(whom)}; wait until it ends"
-            )
+    def _switched(self, uuid: GpuUuid) -> None:
+        """MIG was switched, which may have reset the GPU: what was registered with it is gone."""
+        self._conditions.begin_anew(uuid)
+        self._measuring.begin_anew(uuid)
+        self._identify(uuid)
 
     def read(self, uuid: GpuUuid) -> Reading:
         """Read a GPU's counters."""
