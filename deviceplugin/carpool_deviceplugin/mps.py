@@ -230,16 +230,15 @@ class Mps:
             present: Process IDs of who is on it: servers of a daemon that answers no more may be among them.
         """
         environment, known = self._environment(uuid), self._left(uuid)
-        home = self._home(uuid)
-        left = {**known, **(self._commands.servers(home, present) if home is not None else {})}
-        is_running, problem, servers = self._commands.is_alive(environment), "", frozenset[int]()
+        home, is_running, problem, listed = self._home(uuid), self._commands.is_alive(environment), "", frozenset[int]()
         if is_running:
             try:
-                servers = _numbers(self._commands.ask(environment, "get_server_list"))
+                listed = _numbers(self._commands.ask(environment, "get_server_list"))
             except MpsError as e:
                 # It may serve its clients all the same: a second daemon in its place would end them.
                 problem = f"the MPS daemon does not answer: {e}"
-        left |= {pid: at for pid in servers if (at := self._commands.started(pid)) is not None}
+        # Its answer came through a directory in which clients write: one of them is not believed to be a server.
+        left = {**known, **(self._commands.servers(home, {*present, *listed}) if home is not None else {})}
         if left != known:
             self._keep(uuid, _SERVERS, "".join(f"{pid} {at}\n" for pid, at in sorted(left.items())))
         if problem or not is_running:
@@ -247,7 +246,7 @@ class Mps:
         clients: set[int] = set()
         faulty: set[int] = set()
         problems: list[str] = []
-        for server in sorted(servers):
+        for server in sorted(listed & left.keys()):
             try:
                 own = _numbers(self._commands.ask(environment, f"get_client_list {server}"))
                 state = self._commands.ask(environment, f"get_server_status {server}").strip()
@@ -260,7 +259,7 @@ class Mps:
                 whom = ", ".join(map(str, sorted(own))) or "none left"
                 problems.append(f"MPS server {server} was hit by a client's fatal fault (clients: {whom})")
         return MpsStatus(
-            True, servers | left.keys(), frozenset(clients), problem="; ".join(problems), faulty=frozenset(faulty)
+            True, frozenset(left), frozenset(clients), problem="; ".join(problems), faulty=frozenset(faulty)
         )
 
 

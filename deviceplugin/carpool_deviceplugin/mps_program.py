@@ -171,13 +171,14 @@ class MpsProgram:
 def _group(pid: int) -> str | None:
     """Name a process's control group, in the same way whoever looks; None where it has ended.
 
-    Where the path begins hangs on the looker's own group, so only the pod and the last name of each hierarchy count.
+    Where a path begins hangs on the looker's own group, and some hierarchies may hold nobody (version 1 beside 2), so
+    only the pod and the paths' last names count.
     """
     try:
         text = Path(f"/proc/{pid}/cgroup").read_text()
     except OSError:
         return None
-    return " ".join([pod_of(text) or "-", *sorted({line.rpartition("/")[2] for line in text.splitlines()})])
+    return " ".join([pod_of(text) or "-", *sorted({line.rpartition("/")[2] for line in text.splitlines()} - {""})])
 
 
 def _recorded(environment: Mapping[str, str]) -> tuple[int, int] | None:

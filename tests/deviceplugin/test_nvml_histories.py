@@ -80,6 +80,7 @@ class History:
         self.kind = kind = self.draw.choice(["A100-40", "A100-40", "H100", "H100", "T4"])
         self.mps = FlakyMps(self.draw)
         self.nvml = FakeNvml([kind])
+        self.nvml.gpus[0].energy_mj = 1e9  # it has been on for days: a counter that begins anew says so to a new agent
         self.mig = self.nvml.gpus[0].mig
         self.profiles = [p.name for p in self.mig.table.profiles] if self.mig.table else ["1g.5gb"]
         self.foreign: FakeInstance | None = None
@@ -291,7 +292,7 @@ def quiet() -> Iterator[None]:
 
 @pytest.mark.parametrize("part", range(PARTS))
 async def test_every_history_ends_well(tmp_path: Path, part: int) -> None:
-    for number in range(HISTORIES // PARTS):
+    for number in range(len(range(part, HISTORIES, PARTS))):
         seed = 1_000_000 * part + number
         history = History(seed, tmp_path / str(number))
         for _ in range(EVENTS):
