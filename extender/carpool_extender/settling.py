@@ -22,6 +22,8 @@ from carpool_extender.standing import SILENCE_S
 
 STILL = 1.01
 """A peak that has risen by less than this factor has stood still; less than that the agents do not tell."""
+LEAST_MARGIN = 1 + AGREEMENT
+"""Of all margins: what two runs of a job differ by that count as agreeing."""
 LEAST_BUSY_PERCENT = 1.0
 """GPU utilization below which a tenant does not work: it loads, or waits, and will take its memory later."""
 
@@ -31,19 +33,23 @@ class _Seen(NamedTuple):
 
     peaks: tuple[int, ...]
     """On each of its GPUs, in MiB, when they last moved."""
-    since_s: float
+    still_s: float
+    """For how long it has worked since, in seconds."""
+    at_s: float
+    """When that was reckoned."""
+    works: bool
+    """Whether it worked then."""
 
 
 def margins(steady_s: float = STEADY_S) -> tuple[tuple[float, float], ...]:
-    """Return after how many seconds of standing still a peak counts, and how many times.
+    """Return after how many seconds of work in which it stood still a peak counts, and how many times.
 
-    At first it may still grow: the margin is that by which the bound of a job is raised that died of memory. In the end
-    it is what two runs of a job differ by that count as agreeing.
+    At first it may still grow: the margin is that by which the bound of a job is raised that died of memory.
 
     Args:
         steady_s: Time after which a peak is taken for the job's.
     """
-    return (SEEN_S, RAISED), (steady_s, 1 + AGREEMENT)
+    return (SEEN_S, RAISED), (steady_s, LEAST_MARGIN)
 
 
 def settle(
@@ -103,7 +109,8 @@ class Stillness:
     def look(self, node: GpuNode) -> dict[PodUid, float]:
         """Take in what a node tells; return the margins of the pods whose peaks have stood still for long enough."""
         name, now_s = node.metadata.name, self._clock.monotonic()
-        waiting = [one for one in node.spec.reservations if one.tenant.provisional]
+        tenants = by_place(node)
+        waiting = [one for one in node.spec.reservations if _proven_mib(one, tenants, LEAST_MARGIN) is not None]
         if not waiting:
             self.forget(name)
             return {}
@@ -114,30 +121,28 @@ class Stillness:
         if now_s - last_s > SILENCE_S:
             self._seen.pop(name, None)  # nobody knows what was meanwhile
         self._heard[name] = (heartbeat, heard_s)
-        known, tenants = self._seen.get(name, {}), by_place(node)
-        seen = {one.pod_uid: found for one in waiting if (found := self._of(one, tenants, known, now_s)) is not None}
+        known = self._seen.get(name, {})
+        seen = {one.pod_uid: _seen(one, tenants, known.get(one.pod_uid), now_s) for one in waiting}
         self._seen[name] = seen
-        return {pod: by for pod, found in seen.items() for after_s, by in margins() if now_s - found.since_s >= after_s}
+        return {pod: by for pod, found in seen.items() for after_s, by in margins() if found.still_s >= after_s}
 
     def forget(self, name: str) -> None:
         """Forget a node."""
         self._seen.pop(name, None)
         self._heard.pop(name, None)
 
-    def _of(
-        self,
-        one: Reservation,
-        tenants: Mapping[tuple[PodUid, GpuUuid], Tenant],
-        known: Mapping[PodUid, _Seen],
-        now_s: float,
-    ) -> _Seen | None:
-        peaks = _peaks(one, tenants)
-        if peaks is None or not all(_works(tenants[one.pod_uid, gpu]) for gpu in one.gpu_uuids):
-            return None
-        before = known.get(one.pod_uid)
-        if before is not None and all(now <= was * STILL for now, was in zip(peaks, before.peaks, strict=True)):
-            return before
-        return _Seen(peaks, now_s)
+
+def _seen(
+    one: Reservation, tenants: Mapping[tuple[PodUid, GpuUuid], Tenant], before: _Seen | None, now_s: float
+) -> _Seen:
+    """Say what is seen of a tenant that is measured on all of its GPUs. While it does not work no time passes."""
+    peaks = _peaks(one, tenants) or ()
+    is_still = before is not None and all(now <= was * STILL for now, was in zip(peaks, before.peaks, strict=True))
+    works = all(_works(tenants[one.pod_uid, gpu]) for gpu in one.gpu_uuids)
+    if before is None or not is_still:
+        return _Seen(peaks, 0.0, now_s, works)
+    gained_s = now_s - before.at_s if works and before.works else 0.0
+    return _Seen(before.peaks, before.still_s + gained_s, now_s, works)
 
 
 def _works(tenant: Tenant) -> bool:

@@ -86,6 +86,14 @@ def test_time_before_does_not_count_where(before, changes):
     assert agent.tell(reserved(), 25, 5000) == FIRST
 
 
+def test_who_pauses_goes_on_where_it_was():
+    agent = Agent()
+    assert agent.tell(reserved(), 75, 5000) == {}
+    assert agent.tell(reserved(), 300, 5000, busy=0.0) == {}
+    assert agent.tell(reserved(), 50, 5000) == {}
+    assert agent.tell(reserved(), 25, 5000) == FIRST
+
+
 def test_who_grows_is_looked_at_anew():
     agent = Agent()
     assert agent.tell(reserved(), 600, 4900) == FIRST
