@@ -10,10 +10,11 @@ from carpool_e2e.bench.agentprocess import Spent, describe_to_containers
 from carpool_e2e.bench.predictions import replaced
 
 
-def test_daemons_of_the_stand_in_are_ready_within_a_second(tmp_path: Path) -> None:
+def test_daemons_of_the_stand_in_get_ready(tmp_path: Path) -> None:
+    """How quickly is the benchmark's: here the machine may be busy."""
     took = agent.mps_ready(tmp_path / "daemons")
     assert len(took) == agent.DAEMONS
-    assert 0 < max(took) < 1
+    assert min(took) > 0
 
 
 def test_percentile_is_in_milliseconds() -> None:
