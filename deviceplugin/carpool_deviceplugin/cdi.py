@@ -56,8 +56,7 @@ def environment(reservation: Reservation, access: Mapping[GpuUuid, Access]) -> d
         if pipe is not None:
             env["CUDA_MPS_PIPE_DIRECTORY"] = pipe.container_path
         if limit is not None:
-            count = len(reservation.gpu_uuids)
-            env["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = ",".join(f"{index}={limit}M" for index in range(count))
+            env["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = f"0={limit}M"  # of its one GPU: a process reaches one daemon
         if reservation.thread_percentage is not None:
             env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(reservation.thread_percentage)
     return env

@@ -1,5 +1,6 @@
 """Health of real GPUs, from what the driver says to whether new work may come, over the fake of NVML."""
 
+import json
 from pathlib import Path
 
 import pynvml
@@ -39,6 +40,18 @@ def test_fatal_xid_holds_until_the_driver_began_anew_and_was_quiet(node: Node) -
     assert devices.inventory()[0].health is DeviceHealth.UNHEALTHY, "it was not quiet for long enough"
     node.advance(61)
     assert devices.inventory()[0].health is DeviceHealth.HEALTHY
+
+
+def test_node_that_has_restarted_begins_anew(node: Node) -> None:
+    """What takes a reset has had one, whatever the counter of energy says."""
+    devices = node.devices()
+    devices.inventory()
+    node.nvml.raise_xid(0, 95)
+    devices.inventory()
+    assert node.devices().inventory()[0].health is DeviceHealth.UNHEALTHY
+    file = node.root / "state" / "gpus" / f"{devices.uuids[0]}.health.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "boot": "another"}))
+    assert node.devices().inventory()[0].health is DeviceHealth.HEALTHY
 
 
 def test_health_outlives_the_agent_and_a_reset_meanwhile_counts(node: Node) -> None:
