@@ -150,8 +150,7 @@ def walked(forest: Forest, row: list[float]) -> float:
     return total
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])  # slow is the machine, at times
-@settings(deadline=None)  # wall clock says nothing on a machine with other work
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])  # slow is the machine, at times
 @given(st.lists(forests(3), min_size=1, max_size=3), st.lists(st.floats(-4, 4) | st.integers(-4, 4).map(float),
                                                              min_size=3, max_size=3))  # fmt: skip
 def test_all_trees_at_once_give_what_walking_gives(grown: list[Forest], row: list[float]) -> None:
