@@ -186,7 +186,10 @@ class Book:
         else:
             answer = await self._write_unless_changed(node, said)
         self._took_s[name] = self._clock.monotonic() - began
-        written = msgspec.convert(answer, GpuNode)
+        try:
+            written = msgspec.convert(answer, GpuNode)
+        except msgspec.ValidationError as error:
+            raise Invalid(f"GpuNode {name} makes no sense since it was written: {error}") from error
         self._watches.take(written)
         return written
 

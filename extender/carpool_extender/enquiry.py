@@ -15,7 +15,7 @@ from carpool_core.keys import (
     CONDITION_RUNNING,
     CONDITION_SUSPENDED,
 )
-from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, KubeApi
+from carpool_core.kube.api import GPU_TRAINING_JOBS, KubeApi
 from carpool_core.kube.errors import NotFound
 from carpool_core.kube.pods import PodSpec, user_of
 from carpool_core.resources.job import GpuTrainingJob, WorkerPlacement
@@ -28,7 +28,7 @@ from carpool_extender.cluster import Cluster
 from carpool_extender.decide import could_ever_fit, explain
 from carpool_extender.measured import seconds
 from carpool_extender.measures import differences
-from carpool_extender.reading import all_of, hosts_of
+from carpool_extender.reading import gpu_nodes, hosts_of
 from carpool_extender.rehearsal import Rehearsal
 from carpool_extender.rules import Rules
 from carpool_extender.standing import Standing
@@ -128,7 +128,8 @@ async def explained(api: KubeApi, name: str, namespace: str, rules: Rules, asker
     if job.status.is_finished:
         return Answer([*told, *_ran(job)])
     places = []
-    for node in await all_of(api, GPU_NODES, GpuNode):
+    nodes, odd = await gpu_nodes(api)
+    for node in nodes:
         own = [r for r in node.spec.reservations if r.job_uid == job.metadata.uid]
         places += [
             f"{r.pod_name} has a place on {node.metadata.name}: {r.reason or 'no reason was written'}" for r in own
@@ -145,7 +146,9 @@ async def explained(api: KubeApi, name: str, namespace: str, rules: Rules, asker
     if not places:
         waits = rehearsal.gang()
         places = [f"{namespace}/{name} has no place yet", *([waits] if waits else [])]
-    return Answer([*told, *places, *_gpus(seen.cluster, rehearsal, rules, asker, frozenset(own_gpus)), *hosts.notes])
+    return Answer(
+        [*told, *places, *_gpus(seen.cluster, rehearsal, rules, asker, frozenset(own_gpus)), *hosts.notes, *odd]
+    )
 
 
 def _user(template: dict[str, Any]) -> int | None:
@@ -185,7 +188,7 @@ def standing(state: str, conditions: Sequence[Condition]) -> list[str]:
 
 async def asked(api: KubeApi, job: GpuTrainingJob, rules: Rules, predictor: Predictor, asker: Asker) -> Answer:
     """Say where a job would go now, beside whom and how fast; nothing is created."""
-    nodes = await all_of(api, GPU_NODES, GpuNode)
+    nodes, odd = await gpu_nodes(api)
     products = {device.product for node in nodes for device in node.status.devices}
     known = await predictor(job, sorted(products))
     prediction = known.status.prediction
@@ -201,7 +204,7 @@ async def asked(api: KubeApi, job: GpuTrainingJob, rules: Rules, predictor: Pred
     seen = snapshot(nodes, rules, asker.clock)
     hosts = await hosts_of(api, job.spec.template)
     rehearsal = Rehearsal(seen, applicant, rules, hosts)
-    gpus = [*_gpus(seen.cluster, rehearsal, rules, asker), *hosts.notes]
+    gpus = [*_gpus(seen.cluster, rehearsal, rules, asker), *hosts.notes, *odd]
     if not could_ever_fit(seen.cluster.view(), applicant, rules):
         told.append("could never run here: no node has GPUs that would do, even if they were empty")
         return Answer([*told, *gpus], is_hopeless=True)

@@ -4,8 +4,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
-from carpool_core.kube.api import NODES, PODS, KubeApi, ResourceKind, Selector
+from carpool_core.kube.api import GPU_NODES, NODES, PODS, KubeApi, ResourceKind, Selector
 from carpool_core.kube.errors import Forbidden
+from carpool_core.resources.meta import ObjectMeta
+from carpool_core.resources.node import GpuNode
 from carpool_core.values import JobUid
 
 from carpool_extender.hosts import Amounts, Host, HostPod, Hosts, PodNeeds
@@ -13,6 +15,12 @@ from carpool_extender.hosts import Amounts, Host, HostPod, Hosts, PodNeeds
 T = TypeVar("T")
 _GPU_TAINT = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
 """Tolerated by every worker's pod: the operator writes it there."""
+
+
+class _Named(msgspec.Struct, frozen=True):
+    """Any object, as far as its name goes."""
+
+    metadata: ObjectMeta
 
 
 @dataclass
@@ -62,6 +70,22 @@ async def hosts_of(api: KubeApi, template: dict[str, Any], without: JobUid | Non
         pods = []
         notes.append("not checked: what other pods take of CPU and memory (you may not list all pods)")
     return Offers(needs, requests, Hosts(nodes, pods, without), notes)
+
+
+async def gpu_nodes(api: KubeApi) -> tuple[list[GpuNode], list[str]]:
+    """Read all GpuNodes; return those that can be read, and a sentence on each of the others.
+
+    Raises:
+        KubeError: They could not be read at all.
+    """
+    found, odd = [], []
+    for raw in await all_of(api, GPU_NODES, msgspec.Raw):
+        try:
+            found.append(msgspec.json.decode(raw, type=GpuNode))
+        except msgspec.ValidationError as error:
+            name = msgspec.json.decode(raw, type=_Named).metadata.name
+            odd.append(f"left out: GpuNode {name}, which makes no sense: {error}")
+    return found, odd
 
 
 async def all_of(api: KubeApi, kind: ResourceKind, type_: type[T]) -> list[T]:

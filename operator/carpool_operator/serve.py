@@ -1,6 +1,7 @@
 """Runs the operator's process: the client, the operator, its metrics, and kopf around them."""
 
 import asyncio
+import gc
 from collections.abc import Sequence
 
 import kopf
@@ -15,6 +16,10 @@ from carpool_predictor.source import SubprocessTracer
 from carpool_operator.app import build
 from carpool_operator.handlers import kopf_settings, registry_for
 from carpool_operator.settings import OperatorSettings
+
+_COLLECTED = (10_000, 10, 100)
+"""Thresholds of the collector. At its usual ones it goes through all jobs and pods again and again while many come,
+which took a seventh of the operator's time."""
 
 
 class NotInstalledError(Exception):
@@ -56,6 +61,8 @@ async def serve(settings: OperatorSettings) -> None:
         running.add_done_callback(lambda _: stop.set())
         # kopf stops every task that is younger than itself, so ours have to exist first.
         await started.wait()
+        gc.freeze()  # modules and models, which stay
+        gc.set_threshold(*_COLLECTED)
         try:
             await kopf.operator(
                 registry=registry_for(operator, settings.kube, clock, stop),

@@ -76,6 +76,27 @@ def test_the_schema_is_structural(definition: Definition) -> None:
 
 
 @each_crd
+def test_entries_that_only_carpool_writes_are_taken_as_they_are(definition: Definition) -> None:
+    """The API server would look at each of their fields with every write of the object."""
+    opaque = {path for path, schema in _nodes(_schema(definition)) if path.endswith("[]") and _is_opaque(schema)}
+    assert (
+        opaque
+        == {
+            "GpuNode": {f".{path}[]" for path in ("spec.reservations", *_REPORTED)},
+            "GpuTrainingJob": {f".status.{path}[]" for path in ("prediction.products", "placement", "attempts")},
+        }[definition.kind.kind]
+    )
+    assert "x-carpool-unchecked" not in crdgen.as_yaml(definition)
+
+
+_REPORTED = ("status.devices", "status.partitions", "status.tenants")
+
+
+def _is_opaque(schema: dict[str, Any]) -> bool:
+    return schema == {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+
+
+@each_crd
 def test_every_list_that_a_rule_reads_is_bounded(definition: Definition) -> None:
     spec = _schema(definition)["properties"]["spec"]
     assert [path for path, schema in _nodes(spec) if schema.get("type") == "array" and "maxItems" not in schema] == []

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from asking_world import ASKER, CLOCK, RULES, job_of, predicted
 from carpool_core.clock import rfc3339
-from carpool_core.kube.api import GPU_TRAINING_JOBS
+from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS
 from carpool_core.kube.errors import NotFound
 from carpool_core.resources.node import Tenant
 from carpool_core.testing.kube import FakeKube
@@ -53,6 +53,20 @@ async def test_explain_says_first_how_the_job_stands(conditions, told):
     assert all(line.startswith(start) for line, start in zip(found, told, strict=False))
     has_ended = conditions[-1][0] == "Failed"
     assert found[len(told)] == ("default/x had no place when it ended" if has_ended else "default/x has no place yet")
+
+
+async def test_a_gpunode_that_makes_no_sense_is_left_out_and_told():
+    kube = FakeKube()
+    seed_job(kube, "x")
+    seed_node(kube, gpu_node("a", 1))
+    odd = msgspec.to_builtins(gpu_node("b", 1))
+    odd["status"]["devices"][0]["memoryMib"] = "much"
+    kube.seed(GPU_NODES, odd)
+    found = (await explained(kube, "x", "default", RULES, ASKER)).lines
+    assert any("GPU 0 of a" in line for line in found)
+    assert [line for line in found if "GpuNode b" in line] == [
+        "left out: GpuNode b, which makes no sense: Expected `int`, got `str` - at `$.status.devices[0].memoryMib`"
+    ]
 
 
 async def test_of_a_job_that_has_ended_it_is_told_where_it_ran_and_nothing_is_rehearsed():

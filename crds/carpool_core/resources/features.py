@@ -62,8 +62,10 @@ class ModelFeatures(Resource, frozen=True, kw_only=True):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
-            "self.steps.map(s, s.batchSize).isSorted() && "
-            "self.steps.all(s, self.steps.filter(t, t.batchSize == s.batchSize).size() == 1)",
+            # To the API server each look at a field of a step costs as much as a step has fields, so each is looked at
+            # once.
+            "[self.steps.map(s, s.batchSize)].all(sizes, sizes.isSorted() && "
+            "sizes.all(one, sizes.filter(other, other == one).size() == 1))",
             "steps must stand in ascending order of batchSize, each batchSize once; "
             "take the block from `carpool graph` unchanged",
         ),

@@ -147,12 +147,12 @@ class JobSpec(Resource, frozen=True, kw_only=True):
     rules: ClassVar[tuple[Rule, ...]] = (
         GPU_AMOUNT_RULE,
         Rule(
-            "self.sharing.mode != 'MIG' || self.gpusPerWorker == 1",
+            "self.gpusPerWorker == 1 || self.sharing.mode != 'MIG'",
             "a MIG instance is a part of one GPU: set spec.gpusPerWorker to 1, or choose another sharing.mode",
             field_path=".gpusPerWorker",
         ),
         Rule(
-            "self.sharing.mode != 'MPS' || self.gpusPerWorker == 1",
+            "self.gpusPerWorker == 1 || self.sharing.mode != 'MPS'",
             "each GPU has an MPS daemon of its own and a process reaches only one: "
             "set spec.gpusPerWorker to 1, or choose another sharing.mode",
             field_path=".gpusPerWorker",

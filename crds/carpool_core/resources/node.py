@@ -3,7 +3,7 @@
 from typing import Annotated
 
 from carpool_core.resources.meta import Condition, ObjectMeta
-from carpool_core.resources.schema import ATOMIC, ATOMIC_MAP, Resource, field
+from carpool_core.resources.schema import ATOMIC, ATOMIC_MAP, OWN, Resource, field
 from carpool_core.values import DeviceHealth, GpuUuid, JobUid, PartitionState, PodUid, SharingMode, Tenancy
 
 MOST_MIB = 1024 * 1024 * 1024
@@ -104,7 +104,7 @@ class Reservation(Resource, frozen=True, kw_only=True):
 class GpuNodeSpec(Resource, frozen=True, kw_only=True):
     """The desired state. Written only by the scheduler."""
 
-    reservations: Annotated[list[Reservation], field("Who may use which GPU.", schema=ATOMIC, max_length=1024)] = []
+    reservations: Annotated[list[Reservation], field("Who may use which GPU.", schema=OWN, max_length=1024)] = []
 
 
 class Device(Resource, frozen=True, kw_only=True):
@@ -185,9 +185,9 @@ class GpuNodeStatus(Resource, frozen=True, kw_only=True):
     agent_version: Annotated[str, field("Version of the agent.")] = ""
     simulated: Annotated[bool, field("True where the GPUs are simulated.")] = False
     heartbeat_time: Annotated[str, field("When the agent last wrote, RFC 3339.")] | None = None
-    devices: Annotated[list[Device], field("GPUs of the node.", schema=ATOMIC, max_length=MOST_GPUS)] = []
-    partitions: Annotated[list[Partition], field("Progress of each reservation.", schema=ATOMIC)] = []
-    tenants: Annotated[list[Tenant], field("Measured use, smoothed.", schema=ATOMIC)] = []
+    devices: Annotated[list[Device], field("GPUs of the node.", schema=OWN, max_length=MOST_GPUS)] = []
+    partitions: Annotated[list[Partition], field("Progress of each reservation.", schema=OWN)] = []
+    tenants: Annotated[list[Tenant], field("Measured use, smoothed.", schema=OWN)] = []
     struck: Annotated[
         list[Struck],
         field(

@@ -50,6 +50,14 @@ ATOMIC: dict[str, Any] = {"x-kubernetes-list-type": "atomic"}
 """Schema of a list that one writer owns and replaces whole. For lists that are merged by keys the API server works out,
 with each write, what became of each field of each entry, and of each field it looks at all others."""
 
+UNCHECKED = "x-carpool-unchecked"
+"""Key of a list whose entries the API server takes as they are; it stands in no CRD."""
+
+OWN: dict[str, Any] = ATOMIC | {UNCHECKED: True}
+"""Schema of a list that Carpool's processes write, from these very types, and check again when they read it. The API
+server looks at each field of its entries several times with every write of the object, also of what does not change:
+a quarter of what writing a GpuNode costs. Not for what people write."""
+
 ATOMIC_MAP: dict[str, Any] = {"x-kubernetes-map-type": "atomic"}
 """Schema of an object that one writer owns: the API server notes its owner, not who wrote which field inside."""
 

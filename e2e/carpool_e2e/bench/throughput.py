@@ -18,7 +18,7 @@ from carpool_core.kube.reflector import Reflector
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import GpuNode, Partition
 from carpool_core.settings import KubeSettings
-from carpool_core.values import PartitionState
+from carpool_core.values import PartitionState, PodUid
 
 from carpool_e2e.bench.load import GPUS, JOBS, NODE_COUNT, Throughput, beat, bind_all, node_name, offer, settled
 from carpool_e2e.bench.memory import listed, populate
@@ -63,6 +63,8 @@ class _Players:
     background: "_Background"
     busy: set[str] = field(default_factory=set)
     written_at: dict[str, float] = field(default_factory=dict)
+    reported: dict[str, set[tuple[PodUid, int]]] = field(default_factory=dict)
+    """What each agent knows that it has written."""
     latest: dict[str, GpuNode] = field(default_factory=dict)
 
     def see(self, _: GpuNode | None, node: GpuNode | None) -> None:
@@ -70,23 +72,26 @@ class _Players:
         if node is None:
             return
         name = node.metadata.name
-        known = self.latest.get(name)
-        if known is not None and _version(node) <= _version(known):
-            return  # news of before an answer: an agent, which knows what it has reported, would not report it again
         self.latest[name] = node
-        if name not in self.busy and _lacks_report(node):
+        if name not in self.busy and self._lacks_report(name):
             self.busy.add(name)
             self.background.start(self._report(name))
 
+    def _lacks_report(self, name: str) -> bool:
+        done = self.reported.get(name, set())
+        return any((r.pod_uid, r.generation) not in done for r in self.latest[name].spec.reservations)
+
     async def _report(self, name: str) -> None:
         try:
-            while _lacks_report(self.latest[name]):
-                reported = [
+            while self._lacks_report(name):
+                reservations = self.latest[name].spec.reservations
+                prepared = [
                     Partition(pod_uid=r.pod_uid, generation=r.generation, state=PartitionState.READY)
-                    for r in self.latest[name].spec.reservations
+                    for r in reservations
                 ]
                 with suppress(KubeError):  # an agent tries a server that is too busy again
-                    await self._write(self.reports, name, {"partitions": msgspec.to_builtins(reported)})
+                    await self._write(self.reports, name, {"partitions": msgspec.to_builtins(prepared)})
+                    self.reported[name] = {(r.pod_uid, r.generation) for r in reservations}
         finally:
             self.busy.discard(name)
 
@@ -107,20 +112,9 @@ class _Players:
                 await self._write(self.lives, name, {})
 
     async def _write(self, api: KubeApi, name: str, changes: dict[str, Any]) -> None:
-        patch = {"status": {**changes, "heartbeatTime": rfc3339(SystemClock().now())}}
         self.written_at[name] = time.monotonic()
-        answered = msgspec.convert(await api.patch(GPU_NODES, name, patch, subresource="status"), GpuNode)
-        if _version(answered) > _version(self.latest[name]):
-            self.latest[name] = answered
-
-
-def _version(node: GpuNode) -> int:
-    return int(node.metadata.resource_version)
-
-
-def _lacks_report(node: GpuNode) -> bool:
-    done = {p.pod_uid for p in node.status.partitions}
-    return any(r.pod_uid not in done for r in node.spec.reservations)
+        patch = {"status": {**changes, "heartbeatTime": rfc3339(SystemClock().now())}}
+        await api.patch(GPU_NODES, name, patch, subresource="status", wants_object=False)
 
 
 async def _all_told(api: KubeApi) -> None:
