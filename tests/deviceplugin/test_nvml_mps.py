@@ -179,7 +179,8 @@ async def test_daemon_is_left_alone_while_its_server_has_clients(node: Node, res
     assert (await shared.look(), node.mps.starts, node.mps.started(server)) == (READY, 2, None)
 
 
-async def test_server_of_a_dead_daemon_goes_before_another_mode_is_ready(node: Node, reserve) -> None:
+@pytest.mark.parametrize("has_context", [True, False])
+async def test_server_of_a_dead_daemon_goes_before_another_mode_is_ready(node: Node, reserve, has_context) -> None:
     """Regression: it stayed on the GPU of an exclusive pod, with its memory."""
     shared = Shared(node, reserve)
     await shared.look()
@@ -187,8 +188,25 @@ async def test_server_of_a_dead_daemon_goes_before_another_mode_is_ready(node: N
     await shared.look()
     node.mps.die(pipe(node, shared.gpu))
     node.end(0, 42)
+    if not has_context:
+        node.end(0, server)
     shared.wanted = [reserve("b", shared.gpu, mode=SharingMode.EXCLUSIVE)]
     assert (await shared.look(), node.mps.started(server)) == (READY, None)
+
+
+def test_after_a_stop_nobody_sees_a_server_any_more(node: Node) -> None:
+    """It had no context on the GPU, so its end is no news there."""
+    devices = node.devices()
+    gpu = devices.uuids[0]
+    devices.apply(gpu, SetMode(MPS))
+    devices.apply(gpu, StartMps())
+    node.mps.connect(pipe(node, gpu), 42)
+    devices.actual(gpu)
+    node.mps.die(pipe(node, gpu))
+    devices.apply(gpu, SetMode(None))
+    assert devices.actual(gpu).mps_left
+    devices.apply(gpu, StopMps())
+    assert not devices.actual(gpu).mps_left
 
 
 def test_another_daemon_takes_the_place_of_a_dead_ones_server(node: Node) -> None:

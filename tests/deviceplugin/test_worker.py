@@ -22,6 +22,8 @@ class Flaky:
         self._devices = devices
         self.steps: list[Step] = []
         self.before: Callable[[Step], None] = lambda _: None
+        self.idle: list[Step] = []
+        """Steps that say that they are done, and do nothing."""
 
     def actual(self, uuid) -> GpuActual:
         return self._devices.actual(uuid)
@@ -29,7 +31,8 @@ class Flaky:
     def apply(self, uuid, step: Step) -> None:
         self.steps.append(step)
         self.before(step)
-        self._devices.apply(uuid, step)
+        if step not in self.idle:
+            self._devices.apply(uuid, step)
 
 
 @pytest.fixture
@@ -44,8 +47,7 @@ def changes() -> list[int]:
 
 @pytest.fixture
 async def worker(flaky, devices, changes) -> GpuWorker:
-    rhythm = Rhythm(step_deadline_s=0.2, slow_s=0.05)
-    return GpuWorker(devices.uuids[0], flaky, lambda: changes.append(1), rhythm)
+    return GpuWorker(devices.uuids[0], flaky, lambda: changes.append(1), Rhythm())
 
 
 async def test_prepares_and_returns(worker, flaky, devices, reserve) -> None:
@@ -60,6 +62,19 @@ async def test_prepares_and_returns(worker, flaky, devices, reserve) -> None:
     count = len(flaky.steps)
     assert await worker.once()
     assert len(flaky.steps) == count, "nothing is done twice"
+
+
+async def test_step_that_did_nothing_is_noticed_and_undone(worker, flaky, devices, reserve) -> None:
+    """What a GPU says is believed, not what was asked of it."""
+    flaky.idle = [StartMps()]
+    worker.want([reserve("a", mode=MPS, memory_limit_mib=1000)])
+    assert not await worker.once()
+    assert worker.outcomes[A].state is FAILED
+    assert "read back, the GPU still needs start MPS" in worker.outcomes[A].message
+    assert devices.actual(worker.uuid).mode is None
+    flaky.idle = []
+    assert await worker.once()
+    assert worker.outcomes == {A: Outcome(1, READY)}
 
 
 async def test_failed_step_is_undone_and_said(worker, flaky, devices, reserve) -> None:
@@ -93,12 +108,14 @@ async def test_failure_leaves_who_is_there_alone(worker, flaky, devices, reserve
         assert devices.actual(worker.uuid).mps_daemon
 
 
-async def test_step_that_never_ends_fails_by_its_deadline(worker, flaky, changes, reserve) -> None:
+async def test_step_that_never_ends_fails_by_its_deadline(flaky, devices, changes, reserve) -> None:
+    rhythm = Rhythm(step_deadline_s=0.5, slow_s=0.05)
+    worker = GpuWorker(devices.uuids[0], flaky, lambda: changes.append(1), rhythm)
     release = threading.Event()
     flaky.before = lambda _: release.wait(10) and None
     worker.want([reserve("a")])
     assert not await worker.once()
-    assert "expected an answer within 0.2 s, found none" in worker.outcomes[A].message
+    assert "expected an answer within 0.5 s, found none" in worker.outcomes[A].message
     assert len(changes) == 2, "it was reported as Preparing in the meantime"
     assert not await worker.once()
     assert "an earlier call has not come back yet" in worker.outcomes[A].message
