@@ -38,8 +38,10 @@ def run_plan(
     """
     until = monotonic() + DEADLINE_S
     done: list[MigStep] = []
+    failing = ""
     try:
         for step in plan.steps:
+            failing = str(step)
             if monotonic() >= until:
                 raise DeviceError(f"expected all steps within {DEADLINE_S:g} s, found {step} still to do")
             _still_idle(session, uuid, step)
@@ -48,9 +50,8 @@ def run_plan(
             _read_back(session, uuid, table, step)
             taken(step)
     except DeviceError as e:
-        failed = str(done[-1]) if done else "the first step"
         why = str(e).removeprefix(f"GPU {uuid}: ")
-        raise DeviceError(f"GPU {uuid}: {failed} failed: {why}; {_undo(session, uuid, table, done)}") from e
+        raise DeviceError(f"GPU {uuid}: {failing} failed: {why}; {_undo(session, uuid, table, done)}") from e
 
 
 def _still_idle(session: Session, uuid: GpuUuid, step: MigStep) -> None:
