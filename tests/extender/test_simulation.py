@@ -13,6 +13,7 @@ from carpool_extender.simulation import document, results
 from carpool_extender.simulation.contest import (
     EXPERIMENTS,
     FIGURES,
+    UNCOUNTED,
     Figures,
     Line,
     attributed,
@@ -289,6 +290,19 @@ def test_the_document_is_written_from_results_alone(tmp_path):
         document.write(tmp_path, tmp_path / "experiments.md")
     with pytest.raises(WorkloadError, match="found none; run"):
         document.write(tmp_path / "nowhere", tmp_path / "experiments.md")
+
+
+def test_the_document_compares_seed_by_seed(tmp_path):
+    default, *others = ours(EXPERIMENTS["hotcloud"].mode)
+    uncounted = next(one for one in others if one.name == UNCOUNTED)
+
+    def line(strategy, *makespans):
+        return Line(strategy, [Figures(**(dict.fromkeys(FIGURES, 1.0) | {"makespan_min": m})) for m in makespans])
+
+    lines = [line(default, 90.0, 170.0), line(uncounted, 100.0, 200.0)]
+    results.write(tmp_path, "hotcloud", workload(job("a")), lines, Provenance())
+    document.write(tmp_path, tmp_path / "experiments.md")
+    assert "| hotcloud | -20.00 ± 10.00 | +0.00 ± 0.00 | +0.00 ± 0.00 |" in (tmp_path / "experiments.md").read_text()
 
 
 def test_tables_tell_mean_spread_and_change(data, tmp_path):

@@ -94,6 +94,7 @@ EXPERIMENTS: dict[str, Experiment] = {
 SMALL = ("hotcloud", "radrm-90", "radrm-60")
 """Experiments of which `--workload all` makes tables; the others take their time."""
 DEFAULT = "Carpool, slowdown ≤ 1.5 (default)"
+UNCOUNTED = "Carpool, own peaks not counted"
 ORACLE = "oracle's knowledge, slowdown ≤ 1.5"
 
 
@@ -109,7 +110,7 @@ def ours(mode: SharingMode) -> list[Strategy]:
         replace(base, name="Carpool, limits by the upper quantile", conditions=Conditions(quantile=Quantile.UPPER)),
         replace(base, name="Carpool, nothing measured", measure=False, settles=False),
         replace(base, name="Carpool, nothing learned", learns=False, settles=False),
-        replace(base, name="Carpool, own peaks not counted", settles=False),
+        replace(base, name=UNCOUNTED, settles=False),
         replace(base, name="Carpool, sharing before anything was measured", strict=False),
         replace(oracle, name=ORACLE),
         replace(oracle, name="oracle's knowledge, slowdown ≤ 2", max_slowdown=2.0),

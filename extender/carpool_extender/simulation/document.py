@@ -8,7 +8,7 @@ from carpool_core.products import find_product
 from carpool_predictor.recalling import FIRST
 
 from carpool_extender.simulation import radrm, report, results
-from carpool_extender.simulation.contest import DEFAULT, EXPERIMENTS, FAILS_EVERY_H, ORACLE, Line
+from carpool_extender.simulation.contest import DEFAULT, EXPERIMENTS, FAILS_EVERY_H, ORACLE, UNCOUNTED, Line
 from carpool_extender.simulation.doubts import DOUBTS
 from carpool_extender.simulation.results import ATTRIBUTED, FAILING, SUFFIXES, VARIED, WRONG
 from carpool_extender.simulation.workload import WorkloadError
@@ -60,7 +60,7 @@ def write(out: Path, path: Path) -> None:
     if not found:
         raise WorkloadError(f"expected results in {out}, found none; run `carpool simulate --workload all` first")
     lines = {name: known for name, (_, known) in found.items()}
-    parts = [*_head(), *_goals(lines), *_oracle(lines), *_losses(found)]
+    parts = [*_head(), *_goals(lines), *_oracle(lines), *_own_peaks(lines), *_losses(found)]
     for name, (about, known) in found.items():
         title, *rest = report.section(about.title, about.assumptions, known, about.shown)
         parts += [title, "", f"Results of {about.made}.{_older(about)}", *rest]
@@ -143,6 +143,19 @@ def _oracle(lines: dict[str, list[Line]]) -> list[str]:
         *rows,
         "",
     ]
+
+
+def _own_peaks(lines: dict[str, list[Line]]) -> list[str]:
+    """Say what it is worth that running jobs count with their own peaks, seed by seed."""
+    rows = []
+    for name, known in lines.items():
+        ours, without = _named(known, DEFAULT), _named(known, UNCOUNTED)
+        if ours is not None and without is not None and len(ours.runs) > 1:
+            cells = [report.difference(ours, without, one) for one in ("makespan_min", "completion_min", "energy_mj")]
+            rows.append(f"| {name} | {' | '.join(cells)} |")
+    told = f'{DEFAULT}, less "{UNCOUNTED}" on the same seed; mean ± standard error:'
+    head = ["| | makespan min | completion min | energy MJ |", "|---|---|---|---|"]
+    return [f"What counting running jobs with their own peaks changes: {told}", "", *head, *rows, ""] if rows else []
 
 
 def _older(about: results.About) -> str:

@@ -32,18 +32,12 @@ DOUBTS = (
     "because a mode changes only while a GPU is idle.",
     "MIG is not simulated: nobody measured how its instances slow each other down, so that the simulator would have "
     "no truth for it, and neither experiment used it.",
-    "HotCloud with failures got worse and the reason is not known. An earlier version of Carpool (without more room "
-    "for first runs, and without activity learned from other jobs) took 248.4 ± 48.4 minutes on the same workloads "
-    "and failures, this one 287.2 ± 80.5. Seed by seed the difference is -75.7, -1.6, -15.2, +95.1, -2.7, +66.3, "
-    "+13.1, +252.4, +7.2 and +49.3 minutes: 38.8 on average with a standard error of 28.0, a median of 10.1, six of "
-    "ten longer, and two thirds of the mean are one seed. So it may be chance: whichever long job is killed late "
-    "begins again and is the last to end. Of this version, sharing before anything was measured takes 259.3 and "
-    "with nothing learned 291.0 minutes, though the latter is the shortest of the three without failures. That a "
-    "restarted job waits for a whole GPU because nothing was measured of its like may have a part in it, and was "
-    "not shown.",
+    "HotCloud with failures shows how little a mean over ten seeds tells where GPUs fail: an earlier version took "
+    "248.4 ± 48.4 minutes, the next 287.2 ± 80.5, and the one that counts running jobs with their own peaks 248.7 ± "
+    "55.3, on the same workloads and failures; the last difference is 38.5 minutes with a standard error of 18.0, half "
+    "of it one seed. Whichever long job is killed late begins again and is the last to end.",
     "On Alibaba's pods and on Philly's jobs nothing is learned, because no job of theirs says what it trains; on "
     "Alibaba's pods nothing is measured, either: what they declare is taken for the truth. Their lines of Carpool "
     "are the default's decisions without what it learns.",
-    "Where other assumptions were not tried for an experiment (RAD-RM's 90 tasks), the table that tells of them is "
-    "missing.",
+    "Where other assumptions were not tried for an experiment, the table that tells of them is missing.",
 )

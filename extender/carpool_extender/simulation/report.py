@@ -1,6 +1,7 @@
 """Tables of a contest, as Markdown."""
 
 from collections.abc import Sequence
+from statistics import fmean, stdev
 
 from carpool_extender.simulation.contest import Line
 
@@ -63,6 +64,12 @@ def markdown(lines: Sequence[Line], shown: Sequence[str] = ()) -> list[str]:
 def change(line: Line, first: Line, name: str) -> float:
     """Return the change of a figure against the first line, in percent."""
     return 100 * (line.mean(name) / max(1e-9, first.mean(name)) - 1)
+
+
+def difference(line: Line, other: Line, name: str) -> str:
+    """Write how a figure differs from another line's, seed by seed, of which there must be two: mean ± its error."""
+    of_each = [getattr(a, name) - getattr(b, name) for a, b in zip(line.runs, other.runs, strict=True)]
+    return f"{fmean(of_each):+.2f} ± {stdev(of_each) / len(of_each) ** 0.5:.2f}"
 
 
 def _row(cells: Sequence[str]) -> str:
