@@ -4,10 +4,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from importlib.metadata import version
 
+import msgspec
 import structlog
 from carpool_core.clock import Clock, rfc3339
 from carpool_core.kube.api import GPU_NODES, KubeApi
-from carpool_core.kube.errors import KubeError, NotFound
+from carpool_core.kube.errors import Invalid, KubeError, NotFound
 from carpool_core.resources.node import Device, GpuNodeStatus, Partition, Struck, Tenant
 from carpool_core.values import DeviceHealth, NodeName
 from msgspec.structs import replace
@@ -173,7 +174,12 @@ class Reporter:
 
     async def _write(self, status: GpuNodeStatus) -> float:
         status = replace(status, heartbeat_time=rfc3339(self._clock.now()))
-        await self._api.patch(GPU_NODES, self._node, as_patch(status), subresource="status", wants_object=False)
+        patch = as_patch(status)
+        try:
+            msgspec.convert(patch["status"], GpuNodeStatus)
+        except msgspec.ValidationError as error:  # the API server takes lists of ours as they are, and readers do not
+            raise Invalid(f"expected a status that makes sense, found: {error}") from error
+        await self._api.patch(GPU_NODES, self._node, patch, subresource="status", wants_object=False)
         if self._written is not None:  # otherwise it vanished meanwhile
             self._written = status
         self._written_at = self._clock.monotonic()

@@ -86,7 +86,7 @@ def summarise(devices: Sequence[Device], partitions: Iterable[Partition]) -> Nod
 
 
 def presentable(tenants: Iterable[Tenant], reserved: Set[PodUid]) -> tuple[list[Tenant], list[str]]:
-    """Leave out what the API server would refuse, or what no machine can have: one tenant must not keep others waiting.
+    """Leave out what no reader would accept, or what no machine can have: one tenant must not keep others waiting.
 
     Args:
         tenants: As measured.

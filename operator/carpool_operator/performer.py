@@ -39,8 +39,14 @@ from carpool_operator.unseen import STILL_THERE
 
 
 def status_patch(job: GpuTrainingJob, status: JobStatus) -> dict[str, object]:
-    """Build the merge patch from the job's status to a new one, valid only for this version of the job."""
-    changes = merge_patch(_wire(job.status), _wire(status))
+    """Build the merge patch from the job's status to a new one, valid only for this version of the job.
+
+    Raises:
+        msgspec.ValidationError: Nobody would read the new status.
+    """
+    said = _wire(status)
+    msgspec.convert(said, JobStatus)  # the API server takes lists of ours as they are, and readers do not
+    changes = merge_patch(_wire(job.status), said)
     # What is at its type's default is left out of the wire form, but these columns of `kubectl get` would stay empty.
     changes |= {"state": status.state.value, "restarts": status.restarts}
     return {"metadata": {"resourceVersion": job.metadata.resource_version}, "status": changes}

@@ -2,6 +2,7 @@
 
 import pytest
 from carpool_core.kube.api import GPU_NODES
+from carpool_core.kube.errors import Invalid
 from carpool_core.resources.node import Device, GpuNodeStatus, Partition, Tenant
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
@@ -97,3 +98,13 @@ async def test_measures_wake_it_when_they_may_be_written(world: World) -> None:
     world.clock.advance(REAL.measures_s)
     world.reporter.report((), measured(world, 1000))
     assert awake.is_set(), "also where they are the same as those that were too early"
+
+
+async def test_what_nobody_would_read_is_not_written(world: World) -> None:
+    """The API server would take it, and every reader would leave out the whole GpuNode from then on."""
+    await world.looks()
+    told = Partition(pod_uid=PodUid("p"), generation=1, state=PartitionState.FAILED, message="!" * 5000)
+    world.reporter.report([told], ())
+    with pytest.raises(Invalid):
+        await world.looks()
+    assert world.kube.dump(GPU_NODES, "n")["status"]["partitions"] == []

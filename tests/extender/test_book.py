@@ -14,16 +14,6 @@ from carpool_extender.testing import gpu_node, seed_node, tenant, until
 from carpool_extender.watches import Watches
 
 
-class Strict(FakeKube):
-    """A server that takes no reservation whose reason is too long."""
-
-    async def patch(self, kind, name, patch, *, namespace="", subresource=""):
-        (spec,) = (operation["value"] for operation in patch if operation["path"] == "/spec")
-        if any(len(r.get("reason", "")) > 4096 for r in spec["reservations"]):
-            raise Invalid("Too long: may not be more than 4096", status=422, reason="Invalid")
-        return await super().patch(kind, name, patch, namespace=namespace, subresource=subresource)
-
-
 def adding(reservation):
     def decide(node):
         return msgspec.structs.replace(node.spec, reservations=[*node.spec.reservations, reservation])
@@ -32,9 +22,9 @@ def adding(reservation):
 
 
 async def test_what_can_never_be_written_takes_nothing_with_it():
-    """Regression: one reservation that the API server refused kept every other of its batch from being written."""
+    """Regression: one reservation that nobody would read kept every other of its batch from being written."""
     clock = FakeClock()
-    kube = Strict(clock)
+    kube = FakeKube(clock)
     seed_node(kube, gpu_node("a", 3))
     watches = Watches(kube, clock, Cluster())
     book = Book(kube, watches, clock, clock.sleep, gather_s=0)
@@ -48,7 +38,7 @@ async def test_what_can_never_be_written_takes_nothing_with_it():
 
 async def test_one_that_can_never_be_written_is_tried_once():
     clock = FakeClock()
-    kube = Strict(clock)
+    kube = FakeKube(clock)
     seed_node(kube, gpu_node("a"))
     book = Book(kube, Watches(kube, clock, Cluster()), clock, clock.sleep, gather_s=0)
     with pytest.raises(Invalid):
@@ -155,7 +145,7 @@ async def slow(takes_s=0.2):
     return book, kube, clock
 
 
-@pytest.mark.parametrize(("takes_s", "gathers_s"), [(0.01, 0.1), (0.05, 0.5), (30.0, MOST_GATHERED_S)])
+@pytest.mark.parametrize(("takes_s", "gathers_s"), [(0.01, 0.1), (0.2, 0.8), (30.0, MOST_GATHERED_S)])
 async def test_a_busy_server_is_written_to_less_often(takes_s, gathers_s):
     book, _, clock = await slow(takes_s)
     await asyncio.gather(*(book.change("a", adding(tenant(name, ["GPU-a-0"]))) for name in "xy"))

@@ -15,7 +15,7 @@ MOST_STRUCK = 256
 LARGEST_USER = 2**31 - 1
 """Of the users that the API server accepts for a pod."""
 LONGEST_REASON = 4096
-"""Characters of a reservation's reason that the API server accepts."""
+"""Characters of a reservation's reason that whoever reads it accepts."""
 
 
 class TenantProfile(Resource, frozen=True, kw_only=True):
