@@ -101,6 +101,8 @@ class Answer:
     activity: ActivityPrediction
     inside: bool
     """Whether the step lies inside what was learned; otherwise the roofline answered."""
+    measured: bool = False
+    """Whether it does, and steps were measured on this product in this precision: elsewhere the interval is assumed."""
 
 
 def activity_on(features: ModelFeatures, cost: StepCost, training: Training, product: GpuProduct) -> Answer:
@@ -123,7 +125,8 @@ def activity_on(features: ModelFeatures, cost: StepCost, training: Training, pro
     if not is_known(row, model):
         return Answer(guess, inside=False)
     util, sm_active, occupancy = _ensemble().predict(row)
-    widening = 1.0 if (product.name, training.precision) == (model.product, model.precision) else CARRIED
+    measured = (product.name, training.precision) == (model.product, model.precision)
+    widening = 1.0 if measured else CARRIED
     some = layers.convolution > 0
     busy = _interval(model.gpu_util_percent.around(util, convolutional=some), 100.0, widening)
     # What the roofline gives to DRAM it gives to a GPU as busy as the roofline thinks.
@@ -135,7 +138,7 @@ def activity_on(features: ModelFeatures, cost: StepCost, training: Training, pro
         dram_active_ratio=Interval(median=median, lower=min(dram.lower, median), upper=max(dram.upper, median)),
         sm_occupancy_ratio=_interval(model.sm_occupancy_ratio.around(occupancy, convolutional=some), 1.0, widening),
     )
-    return Answer(activity, inside=True)
+    return Answer(activity, inside=True, measured=measured)
 
 
 def _interval(predicted: tuple[float, float, float], unit: float, widening: float) -> Interval:

@@ -51,6 +51,8 @@ class OnProduct:
     memory_calibrated: bool
     """Whether memory was measured on this product in this precision."""
     activity_inside: bool
+    activity_measured: bool
+    """Whether such steps were measured on this very product in this precision."""
     step_time_inside: bool
     is_first: bool = False
     """Whether its memory counts with more room, because no run of it was seen there."""
@@ -156,7 +158,7 @@ class Job:
             activity=busy if recalled is None else recalling.with_activity(busy, recalled),
             step_time_seconds=found.prediction.step_time_seconds,
         )
-        return OnProduct(prediction, is_measured, found.activity_inside, found.step_time_inside, is_first)
+        return replace(found, prediction=prediction, memory_calibrated=is_measured, is_first=is_first)
 
     def _reckoned(self, product: GpuProduct) -> OnProduct:
         layers, precision = self.features.layers, self.training.precision
@@ -168,7 +170,8 @@ class Job:
             activity=busy.activity,
             step_time_seconds=time.seconds,
         )
-        return OnProduct(prediction, is_calibrated(self.model, product, precision), busy.inside, time.inside)
+        is_measured = is_calibrated(self.model, product, precision)
+        return OnProduct(prediction, is_measured, busy.inside, busy.measured, time.inside)
 
 
 def prepare(
@@ -267,14 +270,11 @@ def _message(job: Job, answers: Sequence[OnProduct]) -> str:
     if outside:
         where = "" if len(outside) == len(answers) else f" on {', '.join(outside)}"
         told.append(f"activity{where} is a roofline estimate, because no step like this was measured")
-    measured = activity.shipped()
-    elsewhere = job.training.precision is not measured.precision or any(
-        answer.activity_inside and answer.prediction.product != measured.product for answer in answers
-    )
-    if elsewhere and len(outside) < len(answers):
+    if any(answer.activity_inside and not answer.activity_measured for answer in answers):
+        measured = activity.shipped()
         told.append(
             f"activity was measured on {measured.product} in {measured.precision} only, so its interval elsewhere is "
-            "assumed"
+            "assumed, and holds less often than its 90%"
         )
     if not all(answer.step_time_inside for answer in answers):
         told.append("step times with tensor cores were not measured, so their interval is wider")

@@ -87,7 +87,7 @@ def _product(report: Report, product: ProductReport) -> dict[str, Any]:
         "step_time_s": interval_json(found.step_time_seconds),
         "inside_training": {
             "memory": report.memory_inside and product.answer.memory_calibrated,
-            "activity": product.answer.activity_inside,
+            "activity": product.answer.activity_measured,
             "step_time": product.answer.step_time_inside,
         },
         "largest_batch": _largest(product.largest),

@@ -110,7 +110,7 @@ def _memory_learned(report: Report, product: ProductReport) -> bool:
 
 
 def _speed_learned(product: ProductReport) -> dict[str, bool]:
-    return {"activity": product.answer.activity_inside, "time": product.answer.step_time_inside}
+    return {"activity": product.answer.activity_measured, "time": product.answer.step_time_inside}
 
 
 def _named(inside: dict[str, bool]) -> str:

@@ -140,5 +140,7 @@ def test_an_abstention_has_no_products() -> None:
     ("gpu", "is_told"), [pytest.param("A100-SXM4-40GB", False, id="measured"), pytest.param("A30", True, id="another")]
 )
 def test_where_activity_was_not_measured_the_message_says_so(gpu: str, is_told: bool) -> None:
-    message = report_on("m", job(), [find_product(gpu)]).prediction.message
-    assert ("its interval elsewhere is assumed" in message) is is_told
+    report = report_on("m", job(), [find_product(gpu)])
+    assert ("its interval elsewhere is assumed" in report.prediction.message) is is_told
+    (product,) = as_json(report)["products"]
+    assert product["inside_training"]["activity"] is not is_told
