@@ -97,7 +97,9 @@ def _head() -> list[str]:
         "steps was decided with seeds of HotCloud in sight. Against whole GPUs its makespan was, with the memory model "
         "of before: without it 24.8% shorter (ten seeds); in one step after ten minutes 26.3% (ten seeds; 31.0% on the "
         "first four); in two steps 33.7% (the first four, 192.7 minutes); in one step of a tenth after a minute and a "
-        "half, which learned as early as well, 29.9% (ten seeds). Each let nobody die. Nothing else was tried.",
+        "half, which learned as early as well, 29.9% (ten seeds); and where a job counted from then on with what would "
+        "be predicted of a newcomer of its kind 34.4% (the first four), which would need the operator for it. Each let "
+        "nobody die; nothing else was tried.",
         "",
     ]
 

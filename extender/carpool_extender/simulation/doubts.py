@@ -26,7 +26,7 @@ DOUBTS = (
     "RAD-RM's SM activity is assumed to be the same for all batch sizes of a model on ImageNet or text, so that "
     "what one size shows is exactly right for the others by construction: what learning from other sizes brings "
     "there, and what true activity is worth beside it, is the simulator's own assumption. On HotCloud, where "
-    "activity was measured, knowing it is worth 0.3% of the makespan.",
+    "activity was measured, knowing it made the makespan 1% longer, which is chance.",
     "What a change of a mode costs was measured nowhere: the node agent prepares a simulated GPU in a tenth of a "
     "second, and how long real MPS daemons take to start is not known here. Nobody waits for others to leave, "
     "because a mode changes only while a GPU is idle.",
