@@ -25,8 +25,11 @@ from carpool_predictor.postponed import Postponing, open_package, postpone, run
 
 _KERNELS = ("cuda.bindings", "pynvml", "triton")
 """What PyTorch uses on GPUs only."""
-_OF_LIBRARIES = {"timm": ("huggingface_hub",), "transformers": ("scipy",)}
-"""What libraries use to download weights, and for losses that nobody computes here."""
+_OF_LIBRARIES = {
+    "timm": ("huggingface_hub",),
+    "transformers": ("jinja2", "scipy", "tokenizers"),
+}
+"""What libraries use to download weights, for texts as people write them, and for losses that nobody computes here."""
 _TORCHVISION = ("torchvision", "torchvision.models", "torchvision.ops")
 _OPENED = {
     "timm": (*_TORCHVISION, "timm", "timm.data", "timm.models"),
