@@ -348,6 +348,21 @@ def test_a_server_that_was_never_told_of_is_known_by_its_name_and_group(
     assert not mps.is_running(GPU)
 
 
+def test_a_number_that_another_process_has_by_now_is_left_alone(program: MpsProgram, tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", f"{SERVER}; time.sleep(20)"], stdout=subprocess.PIPE) as another:
+        assert another.stdout is not None
+        another.stdout.readline()
+        began = program.started(another.pid)
+        assert began is not None
+        environment = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path / "pipe")}
+        (tmp_path / "daemon").write_text(f"{another.pid} {began - 1}")
+        program.kill(environment, {another.pid: began - 1})
+        assert another.poll() is None
+        (tmp_path / "daemon").unlink()
+        program.kill(environment, {another.pid: began})
+        assert another.wait(5) == -signal.SIGTERM
+
+
 def test_who_only_looks_at_daemons_writes_nothing(program: MpsProgram, tmp_path: Path) -> None:
     """Regression: `carpool node inspect` wrote beside a living agent."""
     Mps(program, tmp_path / "mps").start(GPU)
