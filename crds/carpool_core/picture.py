@@ -77,7 +77,7 @@ def _rows(node: GpuNode, colours: Mapping[str, str]) -> list[_Row]:
             str(device.index),
             held[0].mode.value if held else "",
             _bar(device, tenants, colours),
-            f"{sum(_reserved(device, r) for r in held) / 1024:.1f}/{device.memory_mib / 1024:.1f}",
+            f"{sum(_counted(device, *one) for one in tenants) / 1024:.1f}/{device.memory_mib / 1024:.1f}",
             _activity(tenants),
             _names(held, colours),
         )
@@ -111,9 +111,10 @@ def _node(node: GpuNode, rows: Iterable[_Row], widths: Mapping[str, int]) -> Ren
     return table
 
 
-def _reserved(device: Device, reservation: Reservation) -> int:
-    memory = reservation.tenant.memory_mib
-    return device.memory_mib if memory is None else memory
+def _counted(device: Device, reservation: Reservation, seen: Tenant | None) -> int:
+    """Return the memory that decisions count for a tenant, in MiB: what was promised, or measured in its place."""
+    memory = reservation.tenant.counted_mib(max(seen.peak_memory_mib, seen.memory_mib) if seen else 0)
+    return device.memory_mib if memory is None else min(memory, device.memory_mib)
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def _bar(device: Device, tenants: Sequence[tuple[Reservation, Tenant | None]], c
     whole = max(1, device.memory_mib)
     return _Bar(
         [
-            (_reserved(device, held) / whole, seen.memory_mib / whole if seen else 0.0, colours[held.job_name])
+            (_counted(device, held, seen) / whole, seen.memory_mib / whole if seen else 0.0, colours[held.job_name])
             for held, seen in tenants
         ]
     )

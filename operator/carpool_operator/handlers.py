@@ -113,7 +113,7 @@ def registry_for(operator: Operator, kube: KubeSettings, clock: Clock, stop: asy
 
     @kopf.on.login(id="login", registry=registry)
     async def login(**_: Any) -> kopf.AiohttpSession:
-        return session_for(load_endpoint(kube), clock)
+        return session_for(await asyncio.to_thread(load_endpoint, kube), clock)
 
     @kopf.on.event(
         GPU_TRAINING_JOBS.group, GPU_TRAINING_JOBS.version, GPU_TRAINING_JOBS.plural, id="job", registry=registry

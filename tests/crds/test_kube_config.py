@@ -116,7 +116,7 @@ def test_a_usual_kubeconfig_that_may_not_be_looked_at(tmp_path: Path) -> None:
     """Regression: a home of somebody else ended in a traceback."""
     # Root may look into every folder, but not even root at a name that is too long.
     home = tmp_path / ("h" * 300)
-    with pytest.raises(KubeConfigError, match=r"cannot look at the usual kubeconfig .*KUBECONFIG"):
+    with pytest.raises(KubeConfigError, match=r"cannot look at the kubeconfig .*KUBECONFIG"):
         load_endpoint(KubeSettings(), {"HOME": str(home)})
 
 
@@ -160,6 +160,12 @@ def test_several_kubeconfigs_speak_together_and_the_first_is_believed(tmp_path: 
     endpoint = load_endpoint(KubeSettings(":".join(map(str, files))))
     assert endpoint.server == "http://near"
     assert endpoint.token.at(0) == "from afar"
+
+
+def test_of_several_kubeconfigs_one_may_not_be_looked_at(tmp_path: Path) -> None:
+    too_long = tmp_path / ("x" * 300)
+    with pytest.raises(KubeConfigError, match="cannot look at the kubeconfig"):
+        load_endpoint(KubeSettings(f"{tmp_path}/a:{too_long}"))
 
 
 def test_of_several_kubeconfigs_none_is_there(tmp_path: Path) -> None:

@@ -68,6 +68,26 @@ def test_a_token_is_renewed_when_its_time_is_over(install: Install, tmp_path: Pa
     assert plugin.renew() == ("one", 900.0)
 
 
+def test_one_that_fails_is_left_alone_for_a_minute_however_often_the_server_refuses(
+    install: Install, tmp_path: Path
+) -> None:
+    token = load_endpoint(settings(tmp_path, install({"token": "old"}))).token
+    assert token.at(0) == "old"
+    install(None, ends=1)
+    for second in (10, 20, 69):
+        token.forget()
+        assert token.at(second) == "old"
+    assert (tmp_path / "calls").read_text().count("\n") == 2
+    install({"token": "new"})
+    assert token.at(70) == "new"
+
+
+def test_beside_a_kubeconfig_named_from_here(install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings(tmp_path, install({"token": "t"}))
+    monkeypatch.chdir(tmp_path)
+    assert load_endpoint(KubeSettings("config")).token.at(0) == "t"
+
+
 def test_it_is_told_of_the_cluster_where_it_asks_for_that(install: Install, tmp_path: Path) -> None:
     (tmp_path / "ca.crt").write_text("PEM")
     extensions = [{"name": "client.authentication.k8s.io/exec", "extension": {"audience": "x"}}]

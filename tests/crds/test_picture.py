@@ -69,6 +69,16 @@ def test_a_tenants_block_is_as_wide_as_its_reservation_and_dark_as_far_as_it_is_
     assert "20.0/40.0" in drawn
 
 
+def test_a_block_is_what_decisions_count_where_a_peak_was_measured() -> None:
+    crowded = node("a100", ("first", 30000, 8000), ("second", 25600, 100))
+    held = crowded.spec.reservations
+    settled = msgspec.structs.replace(held[0].tenant, measured_mib=10240)
+    first = msgspec.structs.replace(held[0], tenant=settled)
+    counted = msgspec.structs.replace(crowded, spec=GpuNodeSpec(reservations=[first, held[1]]))
+    assert "54.3/40.0" in rendered(picture.gpus([crowded]))
+    assert "35.0/40.0" in rendered(picture.gpus([counted]))
+
+
 @pytest.mark.parametrize("width", [80, 200])
 def test_the_bars_of_all_nodes_stand_below_each_other(width: int) -> None:
     """Regression: the names of modes are not equally long, and each node's bars began elsewhere."""

@@ -1,8 +1,9 @@
 """The Kubernetes API over aiohttp: the adapter behind `KubeApi`."""
 
+import asyncio
 import ssl
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import aiohttp
@@ -47,7 +48,7 @@ async def connect(settings: KubeSettings, *, clock: Clock | None = None) -> Asyn
     Raises:
         KubeConfigError: No API server is configured, or its certificates cannot be read.
     """
-    async with KubeClient(load_endpoint(settings), clock=clock or SystemClock()) as client:
+    async with KubeClient(await asyncio.to_thread(load_endpoint, settings), clock=clock or SystemClock()) as client:
         yield client
 
 
@@ -58,6 +59,7 @@ class KubeClient(KubeApi):
         self._endpoint, self._clock, self._silence_s = endpoint, clock, silence_s
         self._calls: aiohttp.ClientSession | None = None
         self._watches: aiohttp.ClientSession | None = None
+        self._renewing = asyncio.Lock()
 
     async def __aenter__(self) -> "KubeClient":
         self._calls = self._session(_CONNECTIONS, aiohttp.ClientTimeout(total=_CALL_TIMEOUT_S))
@@ -209,7 +211,8 @@ class KubeClient(KubeApi):
         except (aiohttp.ClientError, OSError) as error:
             raise Unreachable(f"{what}: cannot reach {self._endpoint.server}: {error}") from error
 
-    def _open(
+    @asynccontextmanager
+    async def _open(
         self,
         session: aiohttp.ClientSession | None,
         method: str,
@@ -222,15 +225,25 @@ class KubeClient(KubeApi):
         data: bytes | None = None,
         content_type: str = "application/json",
         accept: str = _OBJECT,
-    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         if session is None:
             raise RuntimeError("the client is closed: use it inside `async with connect(…)`")
         headers = {"Accept": accept} | ({"Content-Type": content_type} if data is not None else {})
-        if token := self._endpoint.token.at(self._clock.monotonic()):
+        if token := await self._bearer():
             headers["Authorization"] = f"Bearer {token}"
         url = self._endpoint.server + path_of(kind, namespace, name, subresource)
         params = {key: value for key, value in query.items() if value}
-        return session.request(method, url, params=params, data=data, headers=headers)
+        async with session.request(method, url, params=params, data=data, headers=headers) as response:
+            yield response
+
+    async def _bearer(self) -> str:
+        """Return the token; what reads it anew may ask somebody, and must not hold up whatever else goes on."""
+        token = self._endpoint.token
+        if token.is_due(self._clock.monotonic()):
+            async with self._renewing:
+                if token.is_due(self._clock.monotonic()):
+                    await asyncio.to_thread(token.at, self._clock.monotonic())
+        return token.at(self._clock.monotonic())
 
     async def _check(self, response: aiohttp.ClientResponse, what: str) -> None:
         if response.status < 400:

@@ -12,7 +12,7 @@ from typing import Any
 
 from carpool_core.clock import SystemClock
 from carpool_core.kube.credentials import KubeConfigError, Plugin, Token, token_file
-from carpool_core.kube.kubeconfig import Entry, KubeConfig
+from carpool_core.kube.kubeconfig import Entry, KubeConfig, is_there
 from carpool_core.settings import KubeSettings
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -46,7 +46,7 @@ def load_endpoint(
     host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT", "443")
     if not host:
         usual = Path(environ.get("HOME", "/nonexistent"), ".kube", "config")
-        if _is_there(usual):
+        if is_there(usual):
             return _from_kubeconfig(str(usual))
         raise KubeConfigError(
             f"no way to the Kubernetes API: set KUBECONFIG (or --kubeconfig) to a kubeconfig file, of which {usual} "
@@ -59,16 +59,6 @@ def load_endpoint(
         token=Token(renew=token_file(service_account / "token")),
         namespace=namespace.read_text().strip() if namespace.exists() else "default",
     )
-
-
-def _is_there(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError as error:
-        raise KubeConfigError(
-            f"cannot look at the usual kubeconfig {path}: {error.strerror}; set KUBECONFIG (or --kubeconfig) to one "
-            "that may be read"
-        ) from error
 
 
 def _from_kubeconfig(names: str) -> Endpoint:

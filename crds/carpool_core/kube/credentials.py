@@ -48,6 +48,13 @@ class Token:
     ) -> None:
         self._value, self._renew, self._first = fixed, renew, first
         self._until: float | None = None
+        self._rests_until = -math.inf
+
+    def is_due(self, monotonic: float) -> bool:
+        """Say whether `at` would read it now, which may take a while: a plugin may ask somebody."""
+        if self._renew is None or monotonic < self._rests_until:
+            return False
+        return self._until is None or monotonic >= self._until
 
     def at(self, monotonic: float) -> str:
         """Return the token, read again where it has lasted long enough; the former one where that fails.
@@ -55,13 +62,14 @@ class Token:
         Raises:
             KubeConfigError: It cannot be read and never could.
         """
-        if self._renew is not None and (self._until is None or monotonic >= self._until):
+        if self._renew is not None and self.is_due(monotonic):
             try:
                 self._value, lasts_s = self._first or self._renew()
             except KubeConfigError:
                 if not self._value:
                     raise
-                lasts_s = _FILE_LASTS_S
+                # Whoever uses the old one will be refused, and each refusal asks for another.
+                self._rests_until, lasts_s = monotonic + _FILE_LASTS_S, _FILE_LASTS_S
             self._first, self._until = None, monotonic + lasts_s
         return self._value
 

@@ -28,8 +28,9 @@ class KubeConfig:
 
     def __init__(self, names: str) -> None:
         self.name = names
-        paths = [Path(name).expanduser() for name in names.split(os.pathsep) if name]
-        there = [path for path in paths if path.exists()] if len(paths) > 1 else paths
+        # Whole paths, because a plugin beside a file would else be looked for wherever PATH leads.
+        paths = [Path(name).expanduser().absolute() for name in names.split(os.pathsep) if name]
+        there = [path for path in paths if is_there(path)] if len(paths) > 1 else paths
         if not there:
             raise KubeConfigError(f"expected a kubeconfig at one of {names}, found none")
         self._read = [(path, _read(path)) for path in there]
@@ -61,6 +62,21 @@ class KubeConfig:
         raise KubeConfigError(
             f"the kubeconfig {self.name} names the {singular} {name!r}, which is not among its {plural}"
         )
+
+
+def is_there(path: Path) -> bool:
+    """Say whether a kubeconfig exists.
+
+    Raises:
+        KubeConfigError: That may not be looked at.
+    """
+    try:
+        return path.exists()
+    except OSError as error:
+        raise KubeConfigError(
+            f"cannot look at the kubeconfig {path}: {error.strerror}; set KUBECONFIG (or --kubeconfig) to one "
+            "that may be read"
+        ) from error
 
 
 def _entries(said: Mapping[str, Any], plural: str, file: Path) -> Sequence[Mapping[str, Any]]:
