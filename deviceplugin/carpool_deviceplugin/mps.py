@@ -60,8 +60,17 @@ class MpsCommands(Protocol):
         """Name where the daemon and its servers live, and no client can; None where there is no daemon."""
         ...
 
-    def servers(self, home: str, pids: Iterable[int]) -> Mapping[int, int]:
-        """Return which of these processes are servers that live there, and when they began."""
+    def servers(
+        self, environment: Mapping[str, str], home: str, present: Iterable[int], listed: Iterable[int]
+    ) -> Mapping[int, int]:
+        """Return who of these are servers of that GPU's daemon, and when they began; of no other GPU's.
+
+        Args:
+            environment: The daemon's.
+            home: Where it lives, or lived; those of all GPUs may live together.
+            present: Process IDs on the GPU, as the driver says.
+            listed: Process IDs that came out of the pipe directory: that they are its own must be seen elsewhere.
+        """
         ...
 
 
@@ -237,8 +246,8 @@ class Mps:
             except MpsError as e:
                 # It may serve its clients all the same: a second daemon in its place would end them.
                 problem = f"the MPS daemon does not answer: {e}"
-        # Its answer came through a directory in which clients write: one of them is not believed to be a server.
-        left = {**known, **(self._commands.servers(home, {*present, *listed}) if home is not None else {})}
+        # Its answer came through a directory in which clients write: no process is a server because it is named there.
+        left = {**known, **(self._commands.servers(environment, home, present, listed) if home is not None else {})}
         if left != known:
             self._keep(uuid, _SERVERS, "".join(f"{pid} {at}\n" for pid, at in sorted(left.items())))
         if problem or not is_running:

@@ -18,7 +18,7 @@ RECORD = "daemon"
 """Beside the pipe directory, where no client can write: the daemon's process ID, and when it began."""
 _COMM = PROGRAM[:15]
 """What the kernel calls the daemon, and its servers."""
-_STATE, _STARTED = 0, 19
+_STATE, _PARENT, _STARTED = 0, 1, 19
 """Places among what follows the command's name in /proc/PID/stat."""
 _LONGEST_PID = 32
 _LOOK_EVERY_S = 0.01
@@ -103,22 +103,32 @@ class MpsProgram:
 
     def started(self, pid: int) -> int | None:
         """When a daemon or server of MPS began, in ticks since boot; None where that process is none."""
-        try:
-            name, _, rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").partition("(")[2].rpartition(")")
-            fields = rest.split()
-            return int(fields[_STARTED]) if name == _COMM and fields[_STATE] not in ("Z", "X") else None
-        except (OSError, ValueError, IndexError):
-            return None
+        found = _stat(pid)
+        return found[0] if found is not None else None
 
     def home(self, environment: Mapping[str, str]) -> str | None:
         """Name the daemon's control group; None where there is no daemon."""
         pid = self._pid(environment)
         return _group(pid) if pid is not None else None
 
-    def servers(self, home: str, pids: Iterable[int]) -> dict[int, int]:
-        """Return which of these processes bear the servers' name in that control group."""
-        found = {pid: began for pid in pids if (began := self.started(pid)) is not None}
-        return {pid: began for pid, began in found.items() if _group(pid) == home}
+    def servers(
+        self, environment: Mapping[str, str], home: str, present: Iterable[int], listed: Iterable[int]
+    ) -> dict[int, int]:
+        """Return who bears the servers' name in that control group and is on the GPU, or its daemon's child."""
+        own, there, found = self._pid(environment), set(present), dict[int, int]()
+        others = self._others(environment)
+        for pid in there.union(listed):
+            if (known := _stat(pid)) is None or pid in others or known[1] in others:
+                continue
+            if (pid in there or known[1] == own) and _group(pid) == home:
+                found[pid] = known[0]
+        return found
+
+    def _others(self, environment: Mapping[str, str]) -> set[int]:
+        """Process IDs of the other GPUs' daemons."""
+        own = Path(environment["CUDA_MPS_PIPE_DIRECTORY"]).parent
+        known = [_read_record(record) for record in own.parent.glob(f"*/{RECORD}") if record.parent != own]
+        return {one[0] for one in known if one is not None and self.started(one[0]) == one[1]}
 
     def _living(self, wanted: Mapping[int, int]) -> list[int]:
         return [pid for pid, started in wanted.items() if self.started(pid) == started]
@@ -168,6 +178,18 @@ class MpsProgram:
         return done.stdout
 
 
+def _stat(pid: int) -> tuple[int, int] | None:
+    """When a daemon or server of MPS began, in ticks since boot, and its parent; None where that process is none."""
+    try:
+        name, _, rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").partition("(")[2].rpartition(")")
+        fields = rest.split()
+        if name != _COMM or fields[_STATE] in ("Z", "X"):
+            return None
+        return int(fields[_STARTED]), int(fields[_PARENT])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 def _group(pid: int) -> str | None:
     """Name a process's control group, in the same way whoever looks; None where it has ended.
 
@@ -182,8 +204,12 @@ def _group(pid: int) -> str | None:
 
 
 def _recorded(environment: Mapping[str, str]) -> tuple[int, int] | None:
+    return _read_record(Path(environment["CUDA_MPS_PIPE_DIRECTORY"]).parent / RECORD)
+
+
+def _read_record(record: Path) -> tuple[int, int] | None:
     try:
-        pid, started = (Path(environment["CUDA_MPS_PIPE_DIRECTORY"]).parent / RECORD).read_text().split()
+        pid, started = record.read_text().split()
         return int(pid), int(started)
     except (OSError, ValueError):
         return None

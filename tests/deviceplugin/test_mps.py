@@ -111,12 +111,16 @@ if sys.argv[1:] == ["-d"]:
     (pipe / "control").touch()
     while (pipe / "control").exists():
         time.sleep(0.01)
+        if (pipe / "connect").exists() and not os.fork():
+            (pipe / "server").write_text(str(os.getpid()))
+            (pipe / "connect").unlink(missing_ok=True)
+            time.sleep(20)
     os._exit(0)
 command = sys.stdin.read().strip()
 if (pipe / "wedged").exists():
     time.sleep(60)
 if command == "get_server_list":
-    print(700)
+    print((pipe / "listed").read_text() if (pipe / "listed").exists() else 700)
 elif command.startswith("get_client_list"):
     print(42)
 elif command.startswith("get_server_status"):
@@ -310,7 +314,8 @@ def test_a_server_that_outlives_its_daemon_is_known_and_ended(program: MpsProgra
         (tmp_path / "bin" / PROGRAM).write_text(script.replace("700", str(server.pid)))
         mps = Mps(program, tmp_path / "mps")
         mps.start(GPU)
-        assert mps.status(GPU) == MpsStatus(True, frozenset({server.pid}), frozenset({42}))
+        assert mps.status(GPU) == MpsStatus(True), "that it is named says nothing"
+        assert mps.status(GPU, [server.pid]) == MpsStatus(True, frozenset({server.pid}), frozenset({42}))
         os.kill(pid_of(tmp_path / "mps"), signal.SIGKILL)
         while mps.is_running(GPU):
             time.sleep(0.01)
@@ -393,6 +398,39 @@ def test_a_process_of_another_group_is_no_server_whatever_its_name(program: MpsP
         named.stdout.readline()
         assert mps.status(GPU, [named.pid]).servers == set()
         named.kill()
+
+
+def server_of(pipe: Path) -> int:
+    """Let a client come, as it were, and return the server that the daemon starts."""
+    (pipe / "connect").touch()
+    while (pipe / "connect").exists() or not (pipe / "server").exists():
+        time.sleep(0.01)
+    return int((pipe / "server").read_text())
+
+
+@pytest.mark.parametrize("is_alive", [True, False], ids=["alive", "dead"])
+def test_another_gpus_daemon_and_servers_are_nobodys_servers_here(
+    program: MpsProgram, tmp_path: Path, is_alive: bool
+) -> None:
+    """Regression: a client that answered in its daemon's place had another namespace's daemon and servers ended."""
+    mps, other = Mps(program, tmp_path / "mps"), GpuUuid(GPU.replace("5e6f", "5e70"))
+    mps.start(GPU)
+    mps.start(other)
+    own, theirs = server_of(mps.pipe(GPU)), server_of(mps.pipe(other))
+    daemon = int((tmp_path / "mps" / other / "daemon").read_text().split()[0])
+    (mps.pipe(GPU) / "listed").write_text(f"{daemon}\n{theirs}\n{own}\n")
+    if not is_alive:
+        os.kill(daemon, signal.SIGKILL)
+        while mps.is_running(other):
+            time.sleep(0.01)
+    assert mps.status(GPU).servers == {own}
+    assert mps.status(GPU, [own]).servers == {own}
+    if is_alive:
+        assert mps.status(GPU, [daemon, theirs]).servers == {own}, "whatever is said of where they are"
+    mps.end(GPU)
+    assert (mps.is_running(other), program.started(own)) == (is_alive, None)
+    assert program.started(theirs) is not None
+    program.kill({"CUDA_MPS_PIPE_DIRECTORY": str(mps.pipe(other))}, {theirs: program.started(theirs) or 0})
 
 
 def test_a_daemon_that_hangs_is_ended_by_its_host(hosted: HostedMps, tmp_path: Path) -> None:

@@ -94,9 +94,12 @@ class FakeMpsCommands:
         pipe = environment["CUDA_MPS_PIPE_DIRECTORY"]
         return pipe if pipe in self.daemons else None
 
-    def servers(self, home: str, pids: Iterable[int]) -> dict[int, int]:
-        """Return the servers that live there."""
-        return {pid: pid for pid in self.living.get(home, set()).intersection(pids)}
+    def servers(
+        self, environment: Mapping[str, str], home: str, present: Iterable[int], listed: Iterable[int]
+    ) -> dict[int, int]:
+        """Return the daemon's servers; without a daemon only those that are on the GPU."""
+        believed = {*present, *(listed if environment["CUDA_MPS_PIPE_DIRECTORY"] in self.daemons else ())}
+        return {pid: pid for pid in self.living.get(home, set()) & believed}
 
     def connect(self, pipe: str, pid: int) -> int:
         """A client connects; return the server's process ID."""
