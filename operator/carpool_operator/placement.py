@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
+import msgspec
 from carpool_core.kube.pods import Pod
 from carpool_core.products import hardware_name
 from carpool_core.resources.job import GpuTrainingJob, Neighbour, Observed, WorkerPlacement
@@ -92,7 +93,11 @@ def placements(job: GpuTrainingJob, pods: Iterable[Pod], nodes: Sequence[GpuNode
         if worker is None:
             continue
         fresh = None if node is None else placement_of(pod, worker, node, JobUid(job.metadata.uid))
-        place = fresh or known.get(PodUid(pod.metadata.uid))
+        before = known.get(PodUid(pod.metadata.uid))
+        place = fresh or before
+        if place is not None and place.measured_mib is None and before is not None:
+            # What was counted once stays known: others may have joined it by that, and it may have grown since.
+            place = msgspec.structs.replace(place, measured_mib=before.measured_mib)
         if place is not None:
             found[worker] = place
     return [found[worker] for worker in sorted(found)]
