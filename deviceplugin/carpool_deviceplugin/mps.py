@@ -19,6 +19,7 @@ from carpool_core.values import GpuUuid
 from carpool_deviceplugin.gpu import DeviceError
 
 _UUID = re.compile(r"GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_PID = re.compile(r"[0-9]{1,7}")
 PID_FILE = "nvidia-cuda-mps-control.pid"
 """In the pipe directory: the daemon's process ID, written by itself."""
 STOP_WITHIN_S = 2
@@ -273,7 +274,8 @@ class Mps:
 
 
 def _numbers(answer: str) -> frozenset[int]:
-    return frozenset(int(word) for word in answer.split() if word.isdecimal())
+    """Read process IDs; the kernel has none of more than seven digits, and a client may answer."""
+    return frozenset(int(word) for word in answer.split() if _PID.fullmatch(word))
 
 
 def _empty(directory: Path) -> None:

@@ -1,6 +1,7 @@
 """NVIDIA's `nvidia-cuda-mps-control`, as a program."""
 
 import os
+import selectors
 import shutil
 import signal
 import stat
@@ -21,6 +22,8 @@ _COMM = PROGRAM[:15]
 _STATE, _PARENT, _STARTED = 0, 1, 19
 """Places among what follows the command's name in /proc/PID/stat."""
 _LONGEST_PID = 32
+_LONGEST_ANSWER = 1 << 16
+"""In bytes: more than the process IDs of all clients that a daemon can have."""
 _LOOK_EVERY_S = 0.01
 _END_WITHIN_S = 1.0
 _CAPABILITIES = {"SETGID": 6, "SETUID": 7, "SYS_ADMIN": 21}
@@ -158,24 +161,58 @@ class MpsProgram:
 
     def _run(self, command: list[str], environment: Mapping[str, str], text: str) -> str:
         try:
-            done = subprocess.run(
+            with subprocess.Popen(
                 command,
                 env={"PATH": os.environ.get("PATH", ""), **environment},
-                input=text,
-                capture_output=True,
-                text=True,
-                timeout=self._within_s,
-                check=False,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 start_new_session=True,
-            )
+            ) as process:
+                try:
+                    output, errors = _talk(process, text, self._within_s)
+                except BaseException:
+                    process.kill()
+                    raise
         except subprocess.TimeoutExpired as e:
             raise MpsError(f"expected an answer of {PROGRAM} within {self._within_s:g} s, found none") from e
         except OSError as e:
             raise MpsError(f"expected to run {command[0]}, found {e}") from e
-        said = (done.stdout + done.stderr).strip()
-        if done.returncode or "Cannot find MPS control daemon" in said:
-            raise MpsError(f"{PROGRAM} ended with {done.returncode}: {said[:500] or 'it said nothing'}")
-        return done.stdout
+        said = (output + errors).strip()
+        if process.returncode or "Cannot find MPS control daemon" in said:
+            raise MpsError(f"{PROGRAM} ended with {process.returncode}: {said[:500] or 'it said nothing'}")
+        return output
+
+
+def _talk(process: subprocess.Popen[bytes], text: str, within_s: float) -> tuple[str, str]:
+    """Send a text and return what is printed and what is complained of; raises TimeoutExpired, or MpsError for a flood.
+
+    What a daemon says, one of its clients may say in its place: any bytes, and any number of them.
+    """
+    end = time.monotonic() + within_s
+    assert process.stdin is not None  # noqa: S101  # all three are pipes
+    assert process.stdout is not None  # noqa: S101
+    assert process.stderr is not None  # noqa: S101
+    with suppress(BrokenPipeError), process.stdin:
+        process.stdin.write(text.encode())
+    said = {process.stdout.fileno(): b"", process.stderr.fileno(): b""}
+    with selectors.DefaultSelector() as selector:
+        for file in said:
+            selector.register(file, selectors.EVENT_READ)
+        while selector.get_map():
+            ready = selector.select(max(0.0, end - time.monotonic()))
+            if not ready:
+                raise subprocess.TimeoutExpired(process.args, within_s)
+            for file in (key.fd for key, _ in ready):
+                piece = os.read(file, _LONGEST_ANSWER)
+                said[file] += piece
+                if len(said[file]) > _LONGEST_ANSWER:
+                    raise MpsError(f"expected an answer of {PROGRAM} of at most {_LONGEST_ANSWER:,} bytes, found more")
+                if not piece:
+                    selector.unregister(file)
+    process.wait(max(0.0, end - time.monotonic()))
+    output, errors = (one.decode(errors="replace") for one in said.values())
+    return output, errors
 
 
 def _stat(pid: int) -> tuple[int, int] | None:

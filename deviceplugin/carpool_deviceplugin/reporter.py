@@ -18,7 +18,7 @@ from carpool_deviceplugin.gpu import DeviceError
 from carpool_deviceplugin.meter import worth_writing
 from carpool_deviceplugin.patience import Rhythm, woken
 from carpool_deviceplugin.rounds import Rounds
-from carpool_deviceplugin.status import as_patch, ready_condition, summarise
+from carpool_deviceplugin.status import as_patch, brief, ready_condition, summarise
 from carpool_deviceplugin.threads import Threads
 
 
@@ -169,8 +169,8 @@ class Reporter:
                 devices.append(found)
             elif uuid in known:
                 devices.append(replace(known[uuid], health=DeviceHealth.UNHEALTHY, health_message=str(found)))
-        self.devices = devices
-        self._on_devices(devices)
+        self.devices = [brief(device) for device in devices]
+        self._on_devices(self.devices)
 
     async def _write(self, status: GpuNodeStatus) -> float:
         status = replace(status, heartbeat_time=rfc3339(self._clock.now()))

@@ -22,7 +22,7 @@ from carpool_core.values import DeviceHealth, GpuUuid, PartitionState, PodUid
 
 from carpool_deviceplugin.worker import FAILED, PREPARING, READY, Outcome
 
-_LONGEST, _LONGEST_COLUMN, _LONGEST_UID = 4096, 512, 253
+_LONGEST, _LONGEST_CONDITION, _LONGEST_COLUMN, _LONGEST_UID = 4096, 32_768, 512, 253
 _MOST_TENANTS = 1024
 _LARGEST = 1e12
 """In whatever unit: beyond all that a GPU could be measured to do."""
@@ -64,7 +64,18 @@ def ready_condition(devices: Sequence[Device], before: Iterable[Condition], now:
         message += ": " + "; ".join(d.health_message for d in sick)
     old = next((c for c in before if c.type == "Ready"), None)
     since = old.last_transition_time if old and old.status == status else rfc3339(now)
-    return Condition(type="Ready", status=status, reason=reason, message=message, last_transition_time=since)
+    return Condition(
+        type="Ready",
+        status=status,
+        reason=reason,
+        message=message[:_LONGEST_CONDITION],
+        last_transition_time=since,
+    )
+
+
+def brief(device: Device) -> Device:
+    """Cut what is said of a GPU's health: a tenant may have had its say in it, and the status is written whole."""
+    return msgspec.structs.replace(device, health_message=device.health_message[:_LONGEST])
 
 
 def struck_of(ended: Iterable[Mapping[PodUid, str]]) -> list[Struck]:

@@ -221,6 +221,41 @@ def test_program_that_hangs_is_left(program: MpsProgram, tmp_path: Path) -> None
     assert not quick.status(GPU).is_running
 
 
+FLOOD = 'import sys\nwhile True: sys.stdout.write("7" * 4096 + " ")\n'
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        'sys.stdout.write("9" * 5000 + " SERVER")',
+        'sys.stdout.buffer.write(b"\\xff\\x00 SERVER")',
+        'sys.stdout.buffer.write("\u0967 \u00b2 12345678 -1 SERVER".encode())',
+    ],
+    ids=["long", "bytes", "digits"],
+)
+def test_any_answer_is_read(program: MpsProgram, tmp_path: Path, answer: str) -> None:
+    """Regression: it may be a client's; a number of 5,000 digits or a byte 0xff ended the agent, again and again."""
+    mps = Mps(program, tmp_path / "mps")
+    mps.start(GPU)
+    server = server_of(mps.pipe(GPU))
+    file = tmp_path / "bin" / PROGRAM
+    told = answer.replace("SERVER", str(server))
+    file.write_text(f"#!{sys.executable}\nimport sys\nsys.stdin.read()\n{told}\n")
+    found = mps.status(GPU)
+    assert found == MpsStatus(True, frozenset({server}), frozenset({server}))
+    mps.end(GPU)
+
+
+def test_an_answer_without_an_end_is_not_gathered(program: MpsProgram, tmp_path: Path) -> None:
+    """Regression: it took the agent's memory."""
+    mps = Mps(program, tmp_path / "mps")
+    mps.start(GPU)
+    (tmp_path / "bin" / PROGRAM).write_text(f"#!{sys.executable}\n{FLOOD}")
+    found = mps.status(GPU)
+    assert (found.is_silent, "at most 65,536 bytes, found more" in found.problem) == (True, True)
+    mps.end(GPU)
+
+
 def pid_of(directory: Path) -> int:
     return int((directory / GPU / "daemon").read_text().split()[0])
 

@@ -6,11 +6,13 @@ from carpool_core.kube.errors import Invalid
 from carpool_core.resources.node import Device, GpuNodeStatus, Partition, Tenant
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
-from carpool_core.values import GpuUuid, NodeName, PartitionState, PodUid
+from carpool_core.values import DeviceHealth, GpuUuid, NodeName, PartitionState, PodUid
 from carpool_deviceplugin.patience import REAL
 from carpool_deviceplugin.reporter import Reporter
 from carpool_deviceplugin.simulated import SimulatedDevices
+from carpool_deviceplugin.status import ready_condition
 from carpool_deviceplugin.threads import Threads
+from msgspec.structs import replace
 
 
 class Counted:
@@ -20,10 +22,12 @@ class Counted:
 
     def __init__(self, devices: SimulatedDevices) -> None:
         self._devices, self.uuids, self.described = devices, devices.uuids, 0
+        self.sick = ""
 
     def describe(self, uuid: GpuUuid) -> Device:
         self.described += 1
-        return self._devices.describe(uuid)
+        found = self._devices.describe(uuid)
+        return replace(found, health=DeviceHealth.UNHEALTHY, health_message=self.sick) if self.sick else found
 
 
 class World:
@@ -108,3 +112,14 @@ async def test_what_nobody_would_read_is_not_written(world: World) -> None:
     with pytest.raises(Invalid):
         await world.looks()
     assert world.kube.dump(GPU_NODES, "n")["status"]["partitions"] == []
+
+
+async def test_what_is_said_of_sick_gpus_is_cut_and_the_status_written(world: World) -> None:
+    """Regression: clients of MPS wrote so many numbers into a GPU's message that no status of its node was accepted."""
+    world.devices.sick = "12345, " * 20_000
+    await world.reporter.once()
+    status = world.kube.dump(GPU_NODES, "n")["status"]
+    assert [len(device["healthMessage"]) for device in status["devices"]] == [4096] * len(world.devices.uuids)
+    assert [len(c["message"]) for c in status["conditions"]] == [len("0 of 2 GPUs are healthy: ; ") + 2 * 4096]
+    many = ready_condition(world.reporter.devices * 8, (), world.clock.now())
+    assert len(many.message) == 32_768
