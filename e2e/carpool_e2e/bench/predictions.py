@@ -19,6 +19,8 @@ from carpool_predictor import store
 from carpool_predictor.estimator import predict
 from rich.console import Console
 
+from carpool_e2e.bench.circumstances import circumstances
+
 CARPOOL = str(Path(sys.executable).with_name("carpool"))
 ROWS = 20_000
 REPEATS = 300
@@ -63,7 +65,7 @@ class Figure:
 def measure(tell: Callable[[str], None]) -> list[Figure]:
     """Measure everything; no cluster is needed."""
     traced = [figure for name, most_s in TRACED for figure in _traced(name, most_s)]
-    found = [*_cached(), _started(), _rows(), *traced, _resident()]
+    found = [*_cached(), _started(), _rows(), _imported(), *traced, _resident()]
     for figure in found:
         tell(f"{figure.what}: {figure}")
     return found
@@ -136,6 +138,13 @@ def write_rows(path: Path, count: int) -> None:
             file.write(json.dumps(row) + "\n")
 
 
+def _imported() -> Figure:
+    """Time what any tracer waits for first: how quick this machine is at present."""
+    command = [sys.executable, "-c", "import torch"]
+    took_s = median(_seconds(command) for _ in range(TRACE_REPEATS))
+    return Figure("for comparison: `python -c 'import torch'`, all of PyTorch", took_s, "s", "", None)
+
+
 def _traced(name: str, most_s: float) -> list[Figure]:
     """Time a model that is traced: for a user who waits for the command, and in a process that has traced before."""
     # Where the store does not reach to; tensors without data are the same work at any size.
@@ -170,6 +179,7 @@ def section(figures: list[Figure]) -> list[str]:
         "## Predictions",
         "",
         "On all processors for the file of rows, on one for the others; medians where something is repeated.",
+        circumstances(),
         "",
         "| | found | asked for | |",
         "|---|---|---|---|",
