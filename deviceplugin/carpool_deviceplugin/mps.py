@@ -7,6 +7,7 @@ serves one user at a time.
 """
 
 import re
+import secrets
 import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -170,8 +171,8 @@ class Mps:
     def _make_shm(self, uuid: GpuUuid) -> None:
         place, here = self.directory(uuid) / "shm", self._shm_here(uuid)
         if self._shared is not None:
-            with suppress(OSError):
-                place.rmdir()  # of a time without
+            if place.is_dir() and not place.is_symlink():
+                _put_away(place)  # of a time without, whatever clients left in it
             (link := place.with_name(".shm.new")).unlink(missing_ok=True)
             link.symlink_to(self._shared.on_node / uuid)
             link.replace(place)
@@ -276,6 +277,13 @@ class Mps:
 def _numbers(answer: str) -> frozenset[int]:
     """Read process IDs; the kernel has none of more than seven digits, and a client may answer."""
     return frozenset(int(word) for word in answer.split() if _PID.fullmatch(word))
+
+
+def _put_away(directory: Path) -> None:
+    """Make a directory's place free, and remove of it what can be; raises OSError."""
+    aside = directory.with_name(f".old.{secrets.token_hex(8)}")
+    directory.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _empty(directory: Path) -> None:

@@ -541,9 +541,12 @@ def test_another_host_takes_its_place_with_memory_of_its_own(
     for host in (*hosts, hosts[0]):
         host.start(GPU)
         found.append(host.shm(GPU))
+        if host is hosts[0]:  # regression: where clients had left something, no later daemon started
+            (mps / GPU / "shm" / "segment").write_bytes(bytes(1000))
         commands.die(str(host.pipe(GPU)))
     assert found == [mps / GPU / "shm", shared.on_node / GPU, Path("/other") / GPU, mps / GPU / "shm"]
     assert (mps / GPU / "shm").is_dir()
+    assert not list((mps / GPU).glob(".old.*"))
 
 
 def test_what_a_dead_daemons_clients_left_is_removed(commands: FakeMpsCommands, mps: Mps, tmp_path: Path) -> None:
