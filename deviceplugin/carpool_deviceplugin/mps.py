@@ -158,8 +158,12 @@ class Mps:
             for name in ("pipe", "log"):
                 (directory / name).mkdir(parents=True, exist_ok=True)
             self._make_shm(uuid)
-            for name in ("control", "control_lock", "control_privileged", PID_FILE):
-                (directory / "pipe" / name).unlink(missing_ok=True)  # of a dead daemon: a new one would not start
+            _empty(
+                pipe := directory / "pipe"
+            )  # of a dead daemon a new one would not start, and its clients wrote there
+            if any(pipe.iterdir()):
+                _put_away(pipe)
+                pipe.mkdir()
         except OSError as e:
             raise MpsError(f"GPU {uuid}: expected to make the MPS daemon's directories, found {e}") from e
         if left := self._left(uuid):
@@ -283,7 +287,8 @@ def _put_away(directory: Path) -> None:
     """Make a directory's place free, and remove of it what can be; raises OSError."""
     aside = directory.with_name(f".old.{secrets.token_hex(8)}")
     directory.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)
+    with suppress(RecursionError):
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _empty(directory: Path) -> None:

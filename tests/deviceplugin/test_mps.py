@@ -560,6 +560,41 @@ def test_what_a_dead_daemons_clients_left_is_removed(commands: FakeMpsCommands, 
     assert (tmp_path / GPU / "log" / "server.log").read_text() == "why"
 
 
+def make_deep(directory: Path) -> None:
+    """Make directories in each other, more than are removed."""
+    at = os.open(directory, os.O_RDONLY)
+    for _ in range(1200):
+        os.mkdir("d", dir_fd=at)
+        inner = os.open("d", os.O_RDONLY, dir_fd=at)
+        os.close(at)
+        at = inner
+    os.close(at)
+
+
+@pytest.mark.parametrize("how", ["directory", "link", "deep"])
+def test_what_clients_put_where_they_met_a_daemon_is_gone_before_the_next(
+    commands: FakeMpsCommands, mps: Mps, tmp_path: Path, how: str
+) -> None:
+    """Regression: a directory in the control pipe's place kept every later daemon away, and links stayed for it."""
+    mps.start(GPU)
+    (kept := tmp_path / "kept").write_text("of somebody else")
+    pipe = mps.pipe(GPU)
+    match how:
+        case "directory":
+            (pipe / "control").unlink()
+            (pipe / "control" / "in").mkdir(parents=True)
+        case "link":
+            (pipe / "log").symlink_to(kept)
+        case "deep":
+            make_deep(pipe)
+    commands.die(str(pipe))
+    mps.start(GPU)
+    assert [path.name for path in pipe.iterdir()] == ["control"], "the new one's"
+    assert (pipe / "control").is_file()
+    assert kept.read_text() == "of somebody else"
+    subprocess.run(["rm", "-rf", *map(str, pipe.parent.glob(".old.*"))], check=True)
+
+
 def test_a_stopped_daemons_host_is_told_so(program: MpsProgram, tmp_path: Path, shared: SharedMemory) -> None:
     """The agent sees nothing of the memory."""
     host = MpsHost(tmp_path / "host.sock", Mps(program, tmp_path / "mps", shared))
