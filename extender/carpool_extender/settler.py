@@ -9,8 +9,11 @@ from carpool_core.resources.node import GpuNode, GpuNodeSpec
 from carpool_core.values import PodUid
 
 from carpool_extender.book import Book
-from carpool_extender.settling import Stillness, by_place, settle
+from carpool_extender.settling import Still, Stillness, by_place, settle
 from carpool_extender.watches import Watches
+
+AT_ONCE = 16
+"""Nodes that are written at the same time: enough that a few slow ones hold up no others."""
 
 
 class Settler:
@@ -24,27 +27,44 @@ class Settler:
 
     def __init__(self, watches: Watches, book: Book, stillness: Stillness) -> None:
         self._watches, self._book, self._stillness = watches, book, stillness
-        self._due: dict[str, Mapping[PodUid, float]] = {}
+        self._due: dict[str, Mapping[PodUid, Still]] = {}
+        self._busy: set[str] = set()
+        self._turns = asyncio.Semaphore(AT_ONCE)
         self._stirred = asyncio.Event()
         self._log = structlog.get_logger()
         watches.on_node(self._node_changed)
 
     async def run(self) -> None:
         """Write for ever. What could not be written is due again with the node's next word."""
-        while True:
-            await self._stirred.wait()
-            self._stirred.clear()
-            due, self._due = self._due, {}
-            await asyncio.gather(*(self._write(name, pods) for name, pods in due.items()))
+        async with asyncio.TaskGroup() as writers:
+            while True:
+                await self._stirred.wait()
+                self._stirred.clear()
+                for name in self._due.keys() - self._busy:
+                    self._busy.add(name)
+                    writers.create_task(self._write_due(name))
 
     def _node_changed(self, old: GpuNode | None, new: GpuNode | None) -> None:
         if old is not None and (new is None or new.metadata.uid != old.metadata.uid):
             self._stillness.forget(old.metadata.name)
-        if new is not None and (pods := self._stillness.look(new)):
+            self._due.pop(old.metadata.name, None)
+        if new is None:
+            return
+        if pods := self._stillness.look(new):
             self._due[new.metadata.name] = pods
             self._stirred.set()
+        else:
+            self._due.pop(new.metadata.name, None)
 
-    async def _write(self, name: str, pods: Mapping[PodUid, float]) -> None:
+    async def _write_due(self, name: str) -> None:
+        async with self._turns:
+            if pods := self._due.pop(name, None):
+                await self._write(name, pods)
+        self._busy.discard(name)
+        if name in self._due:
+            self._stirred.set()  # told while it was being written
+
+    async def _write(self, name: str, pods: Mapping[PodUid, Still]) -> None:
         def decide(node: GpuNode) -> GpuNodeSpec:
             return settle(node.spec, by_place(node), pods)
 

@@ -28,6 +28,15 @@ LEAST_BUSY_PERCENT = 1.0
 """GPU utilization below which a tenant does not work: it loads, or waits, and will take its memory later."""
 
 
+class Still(NamedTuple):
+    """Peaks that have stood still for some time."""
+
+    peaks: tuple[int, ...]
+    """Those on each of a pod's GPUs, in MiB."""
+    margin: float
+    """How many times as much counts after that time, of these peaks and of no larger ones."""
+
+
 class _Seen(NamedTuple):
     """What was seen of a tenant."""
 
@@ -53,7 +62,7 @@ def margins(steady_s: float = STEADY_S) -> tuple[tuple[float, float], ...]:
 
 
 def settle(
-    spec: GpuNodeSpec, tenants: Mapping[tuple[PodUid, GpuUuid], Tenant], pods: Mapping[PodUid, float]
+    spec: GpuNodeSpec, tenants: Mapping[tuple[PodUid, GpuUuid], Tenant], pods: Mapping[PodUid, Still]
 ) -> GpuNodeSpec:
     """Let reservations count with so many times what their pods were measured to take.
 
@@ -62,14 +71,16 @@ def settle(
     Args:
         spec: Of a node.
         tenants: What was measured there, by pod and GPU.
-        pods: Those whose peaks have stood still, and their margins.
+        pods: Those whose peaks have stood still. One that has risen meanwhile has earned nothing.
 
     Returns:
         The new spec; the same one where nothing changes.
     """
     after = [
         msgspec.structs.replace(one, tenant=msgspec.structs.replace(one.tenant, measured_mib=mib))
-        if one.pod_uid in pods and (mib := _proven_mib(one, tenants, pods[one.pod_uid])) is not None
+        if one.pod_uid in pods
+        and (mib := _proven_mib(one, tenants, pods[one.pod_uid].margin)) is not None
+        and _stood(peaks_of(one, tenants), pods[one.pod_uid].peaks)
         else one
         for one in spec.reservations
     ]
@@ -79,17 +90,24 @@ def settle(
 
 
 def _proven_mib(one: Reservation, tenants: Mapping[tuple[PodUid, GpuUuid], Tenant], by: float) -> int | None:
-    peaks = _peaks(one, tenants) if one.tenant.provisional else None
+    peaks = peaks_of(one, tenants) if one.tenant.provisional else None
     if peaks is None:
         return None
     proven, counted = math.ceil(max(peaks) * by), one.tenant.counted_mib(0)
     return proven if counted is None or proven < counted else None
 
 
-def _peaks(one: Reservation, tenants: Mapping[tuple[PodUid, GpuUuid], Tenant]) -> tuple[int, ...] | None:
+def peaks_of(one: Reservation, tenants: Mapping[tuple[PodUid, GpuUuid], Tenant]) -> tuple[int, ...] | None:
     """Return what a pod was measured to take of each of its GPUs, in MiB; None where one of them says nothing."""
     peaks = tuple(peak_mib(tenants.get((one.pod_uid, gpu))) for gpu in one.gpu_uuids)
     return peaks if all(peaks) else None
+
+
+def _stood(now: tuple[int, ...] | None, was: tuple[int, ...]) -> bool:
+    """Whether peaks on all of a pod's GPUs are still those that they were."""
+    return (
+        now is not None and len(now) == len(was) and all(peak <= STILL * of for peak, of in zip(now, was, strict=True))
+    )
 
 
 class Stillness:
@@ -106,8 +124,8 @@ class Stillness:
         self._seen: dict[str, dict[PodUid, _Seen]] = {}
         self._heard: dict[str, tuple[str | None, float]] = {}
 
-    def look(self, node: GpuNode) -> dict[PodUid, float]:
-        """Take in what a node tells; return the margins of the pods whose peaks have stood still for long enough."""
+    def look(self, node: GpuNode) -> dict[PodUid, Still]:
+        """Take in what a node tells; return the pods whose peaks have stood still for long enough."""
         name, now_s = node.metadata.name, self._clock.monotonic()
         tenants = by_place(node)
         waiting = [one for one in node.spec.reservations if _proven_mib(one, tenants, LEAST_MARGIN) is not None]
@@ -124,7 +142,12 @@ class Stillness:
         known = self._seen.get(name, {})
         seen = {one.pod_uid: _seen(one, tenants, known.get(one.pod_uid), now_s) for one in waiting}
         self._seen[name] = seen
-        return {pod: by for pod, found in seen.items() for after_s, by in margins() if found.still_s >= after_s}
+        return {
+            pod: Still(found.peaks, by)
+            for pod, found in seen.items()
+            for after_s, by in margins()
+            if found.still_s >= after_s
+        }
 
     def forget(self, name: str) -> None:
         """Forget a node."""
@@ -136,8 +159,8 @@ def _seen(
     one: Reservation, tenants: Mapping[tuple[PodUid, GpuUuid], Tenant], before: _Seen | None, now_s: float
 ) -> _Seen:
     """Say what is seen of a tenant that is measured on all of its GPUs. While it does not work no time passes."""
-    peaks = _peaks(one, tenants) or ()
-    is_still = before is not None and all(now <= was * STILL for now, was in zip(peaks, before.peaks, strict=True))
+    peaks = peaks_of(one, tenants) or ()
+    is_still = before is not None and _stood(peaks, before.peaks)
     works = all(_works(tenants[one.pod_uid, gpu]) for gpu in one.gpu_uuids)
     if before is None or not is_still:
         return _Seen(peaks, 0.0, now_s, works)

@@ -6,7 +6,7 @@ import msgspec
 from carpool_core.resources.node import GpuNodeSpec, Reservation, Tenant, TenantProfile
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 from carpool_extender import ledger
-from carpool_extender.settling import settle
+from carpool_extender.settling import Still, peaks_of, settle
 from carpool_extender.testing import device, tenant
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -109,7 +109,8 @@ class Histories(RuleBasedStateMachine):
             (pod, gpu): Tenant(pod_uid=pod, gpu_uuid=gpu, memory_mib=mib, peak_memory_mib=mib)
             for (pod, gpu), mib in self.peaks.items()
         }
-        pods = {PodUid(f"pod-p{pod}"): by for pod, by in margins.items()}
+        peaks = {one.pod_uid: peaks_of(one, tenants) or () for one in spec.reservations}
+        pods = {PodUid(f"pod-p{pod}"): Still(peaks.get(f"pod-p{pod}", ()), by) for pod, by in margins.items()}
         found = settle(spec, tenants, pods)
         assert settle(found, tenants, pods) is found
         for before, after in zip(spec.reservations, found.reservations, strict=True):

@@ -7,9 +7,15 @@ import pytest
 from carpool_core.keys import ANNOTATION_CAPACITY_FREED
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS
 from carpool_core.kube.errors import Unreachable
+from carpool_core.resources.node import GpuNodeStatus, Tenant, TenantProfile
+from carpool_core.testing.clock import FakeClock
+from carpool_core.values import SharingMode
 from carpool_extender.book import ATTEMPTS
-from carpool_extender.testing import prediction, until
+from carpool_extender.settler import Settler
+from carpool_extender.settling import Stillness
+from carpool_extender.testing import device, gpu_node, prediction, tenant, until
 from extender_world import args, background, filtering, named
+from msgspec.structs import replace
 
 GPU = "GPU-a-0"
 
@@ -97,3 +103,67 @@ async def test_a_job_that_died_of_memory_stays_alone(world, outcome):
     [lone] = world.reservations("a")
     expected = ("Exclusive", False) if outcome == "GpuOutOfMemory" else ("MPS", True)
     assert (lone["mode"], lone["tenant"].get("provisional", False)) == expected
+
+
+def a_node(name, peak_mib, heartbeat):
+    held = replace(tenant("x", [GPU], SharingMode.MPS, prediction=None), tenant=TenantProfile(provisional=True))
+    told = Tenant(pod_uid="pod-x", gpu_uuid=GPU, memory_mib=peak_mib, peak_memory_mib=peak_mib, gpu_util_percent=80.0)
+    status = GpuNodeStatus(devices=[device(0)], tenants=[told], heartbeat_time=heartbeat)
+    return replace(gpu_node(name, [device(0)], [held]), status=status)
+
+
+class SlowBook:
+    """The ledgers of nodes as they are told of; writing `slow` never ends."""
+
+    def __init__(self):
+        self.cluster, self.nodes, self.told, self.written = self, {}, [], []
+        self.node = self.nodes.get
+
+    def on_node(self, callback):
+        self.told.append(callback)
+
+    def tell(self, node):
+        name = node.metadata.name
+        old, self.nodes[name] = self.nodes.get(name), node
+        for callback in self.told:
+            callback(old, node)
+
+    async def change(self, name, decide, *, frees=False):
+        if name == "slow":
+            await asyncio.Event().wait()
+        self.written.append((name, decide(self.nodes[name]).reservations[0].tenant.measured_mib))
+
+
+class Nodes:
+    """Nodes each with a lone job, whose agents tell of it."""
+
+    def __init__(self):
+        self.clock, self.book = FakeClock(), SlowBook()
+        self.settler = Settler(self.book, self.book, Stillness(self.clock))
+
+    def tell(self, for_s, *names, peak_mib=5000):
+        for _ in range(round(for_s / 25)):
+            self.clock.advance(25)
+            for name in names:
+                self.book.tell(a_node(name, peak_mib, self.clock.now().isoformat()))
+
+
+async def test_a_node_that_is_slow_to_write_holds_up_no_other():
+    nodes = Nodes()
+    async with background(nodes.settler.run()):
+        nodes.tell(125, "slow")
+        await asyncio.sleep(0)
+        nodes.tell(125, "quick")
+        await until(lambda: nodes.book.written == [("quick", 7500)])
+
+
+async def test_what_is_no_longer_so_when_its_turn_comes_is_not_written():
+    nodes = Nodes()
+    nodes.tell(125, "a")
+    nodes.tell(25, "a", peak_mib=6000)
+    async with background(nodes.settler.run()):
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert nodes.book.written == []
+        nodes.tell(100, "a", peak_mib=6000)
+        await until(lambda: nodes.book.written == [("a", 9000)])

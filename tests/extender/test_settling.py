@@ -6,7 +6,7 @@ from carpool_core.testing.clock import FakeClock
 from carpool_core.values import SharingMode
 from carpool_extender import ledger
 from carpool_extender.measures import differences
-from carpool_extender.settling import Stillness, by_place, settle
+from carpool_extender.settling import Still, Stillness, by_place, settle
 from carpool_extender.testing import cluster, device, gpu_node, tenant
 from msgspec.structs import replace
 
@@ -30,6 +30,11 @@ def measured(*peaks, busy=80.0, memory_mib=None, name="x"):
         )
         for gpu, peak in zip(GPUS, peaks, strict=False)
     ]
+
+
+def after(pods, *peaks):
+    """The peaks that have earned some pods their margins."""
+    return {pod: Still(peaks, by) for pod, by in pods.items()}
 
 
 def a_node(*held, tenants=(), heartbeat="2026-01-31T12:00:00Z"):
@@ -58,7 +63,8 @@ class Agent:
 
     def look(self, held, *peaks, **changes):
         self.beats += 1
-        return self.stillness.look(a_node(held, tenants=measured(*peaks, **changes), heartbeat=f"beat {self.beats}"))
+        node = a_node(held, tenants=measured(*peaks, **changes), heartbeat=f"beat {self.beats}")
+        return {pod: still.margin for pod, still in self.stillness.look(node).items()}
 
 
 def test_the_longer_a_peak_has_stood_still_the_smaller_is_its_margin():
@@ -144,7 +150,7 @@ def test_a_word_of_others_is_none_of_the_agents():
 def test_others_are_not_looked_at(profile):
     assert Agent().tell(reserved(profile), 700, 5000) == {}
     spec = a_node(reserved(profile)).spec
-    assert settle(spec, by_place(a_node(tenants=measured(4000))), LAST) is spec
+    assert settle(spec, by_place(a_node(tenants=measured(4000))), after(LAST, 4000)) is spec
 
 
 @pytest.mark.parametrize(
@@ -161,19 +167,34 @@ def test_others_are_not_looked_at(profile):
 def test_it_counts_with_so_many_times_its_peak_and_never_with_more_than_before(promised, peaks, counted):
     held = reserved(replace(POOR, memory_mib=promised), GPUS[: len(peaks)], SharingMode.TIME_SLICING)
     node = a_node(held, tenants=measured(*peaks))
-    [after] = settle(node.spec, by_place(node), LAST).reservations
-    assert after.tenant.measured_mib == counted
-    assert after.memory_limit_mib == held.memory_limit_mib
+    [settled] = settle(node.spec, by_place(node), after(LAST, *peaks)).reservations
+    assert settled.tenant.measured_mib == counted
+    assert settled.memory_limit_mib == held.memory_limit_mib
+
+
+@pytest.mark.parametrize(
+    ("stood", "found", "counted"),
+    [
+        pytest.param((5000,), (5050,), 5555, id="no more than it was"),
+        pytest.param((5000,), (6000,), None, id="it has risen since"),
+        pytest.param((5000, 5000), (5000, 6000), None, id="on one GPU"),
+    ],
+)
+def test_a_margin_is_earned_by_the_peaks_that_stood_still_and_no_larger_ones(stood, found, counted):
+    """Regression: after a conflict it was decided anew with the old margin and the new, larger peak."""
+    node = a_node(reserved(gpus=GPUS[: len(found)], mode=SharingMode.TIME_SLICING), tenants=measured(*found))
+    [settled] = settle(node.spec, by_place(node), after(LAST, *stood)).reservations
+    assert settled.tenant.measured_mib == counted
 
 
 def test_margins_shrink_only():
     held = reserved(replace(POOR, measured_mib=6000))
     node = a_node(held, tenants=measured(5000))
-    assert settle(node.spec, by_place(node), FIRST) is node.spec
-    [after] = settle(node.spec, by_place(node), LAST).reservations
-    assert after.tenant.measured_mib == 5500
+    assert settle(node.spec, by_place(node), after(FIRST, 5000)) is node.spec
+    [settled] = settle(node.spec, by_place(node), after(LAST, 5000)).reservations
+    assert settled.tenant.measured_mib == 5500
     grown = a_node(held, tenants=measured(6001))
-    assert settle(grown.spec, by_place(grown), LAST) is grown.spec
+    assert settle(grown.spec, by_place(grown), after(LAST, 6001)) is grown.spec
 
 
 @pytest.mark.parametrize(

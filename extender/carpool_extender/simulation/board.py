@@ -16,7 +16,7 @@ from carpool_extender.assessments import Assessments
 from carpool_extender.cluster import Cluster
 from carpool_extender.decide import Place, best_place, reservation
 from carpool_extender.rules import Rules
-from carpool_extender.settling import settle
+from carpool_extender.settling import Still, peaks_of, settle
 from carpool_extender.simulation.alike import Alike
 from carpool_extender.simulation.workload import WorkloadError
 
@@ -88,7 +88,11 @@ class Board:
     def settle(self, node: str, uid: PodUid, by: float, now_s: float) -> bool:
         """Let a pod count with so many times what it is measured to take; say whether that changes anything."""
         measured = {(tenant.pod_uid, tenant.gpu_uuid): tenant for tenant in self._tenants[node]}
-        spec = settle(self._specs[node], measured, {uid: by})
+        held = ledger.held(self._specs[node], uid)
+        peaks = None if held is None else peaks_of(held, measured)
+        if peaks is None:
+            return False
+        spec = settle(self._specs[node], measured, {uid: Still(peaks, by)})
         if spec is self._specs[node]:
             return False
         self._specs[node] = spec
