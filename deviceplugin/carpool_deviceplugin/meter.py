@@ -112,6 +112,10 @@ class Meter:
         """Say nothing of these pods until the GPU was read again: their reservations went, as they do at an end."""
         self.uses = {pod: use for pod, use in self.uses.items() if pod not in pods}
 
+    def peaks(self) -> dict[PodUid, int]:
+        """Return the most that each pod was measured to take, in MiB."""
+        return {pod: use.peak_memory_mib for pod, use in self.uses.items()}
+
     def tenants(self) -> list[Tenant]:
         """Return what is measured, as `GpuNode.status` says it."""
         sharing = max(1, sum(use.is_running for use in self.uses.values()))

@@ -38,7 +38,12 @@ class Plan:
         return not self.steps and not self.waiting
 
 
-def plan(actual: GpuActual, reservations: Iterable[Reservation], held: Set[PodUid] = frozenset()) -> Plan:
+def plan(
+    actual: GpuActual,
+    reservations: Iterable[Reservation],
+    held: Set[PodUid] = frozenset(),
+    peaks: Mapping[PodUid, int] | None = None,
+) -> Plan:
     """Plan the steps for one GPU.
 
     Whoever is on the GPU, or was promised it, comes before whoever reserved later; nothing is ever taken from them. The
@@ -48,8 +53,9 @@ def plan(actual: GpuActual, reservations: Iterable[Reservation], held: Set[PodUi
         actual: How the GPU is.
         reservations: Those that name this GPU.
         held: Pods whose share was reported ready.
+        peaks: The most that each pod was measured to take of the GPU, in MiB.
     """
-    granted, refused = _grant(actual, reservations, held)
+    granted, refused = _grant(actual, reservations, held, peaks or {})
     leaving = actual.tenants - {r.pod_uid for r in granted}
     if not granted:
         return Plan(steps=_tidied(actual) if leaving else _leave(actual), refused=refused)
@@ -110,7 +116,7 @@ def _undo(step: Step, before: GpuActual) -> tuple[Step, ...]:
 
 
 def _grant(
-    actual: GpuActual, reservations: Iterable[Reservation], held: Set[PodUid]
+    actual: GpuActual, reservations: Iterable[Reservation], held: Set[PodUid], peaks: Mapping[PodUid, int]
 ) -> tuple[list[Reservation], dict[PodUid, str]]:
     def rank(r: Reservation) -> tuple[bool, bool, str, str]:
         return (r.pod_uid not in actual.tenants, r.pod_uid not in held, r.reserved_at, r.pod_uid)
@@ -122,6 +128,8 @@ def _grant(
         reason = "" if is_there else actual.problem
         reason = reason or _impossible(actual, reservation, is_there=is_there)
         reason = reason or _conflict(actual, reservation, granted)
+        if not (is_there and _is_as_it_was(actual, reservation)):
+            reason = reason or _overcommitted(actual, reservation, granted, peaks)
         if reason:
             refused[reservation.pod_uid] = reason
         else:
@@ -188,14 +196,40 @@ def _conflict(actual: GpuActual, wanted: Reservation, granted: Sequence[Reservat
             f"GPU {actual.uuid}: its MPS daemon serves namespace {first.pod_namespace}, found {wanted.pod_namespace}; "
             "namespaces never share a daemon: reserve another GPU"
         )
-    promised = sum(r.tenant.measured_mib or r.memory_limit_mib or 0 for r in granted)
-    free = actual.usable_mib - promised
-    if (wanted.memory_limit_mib or 0) > free:
+    return ""
+
+
+def _is_as_it_was(actual: GpuActual, wanted: Reservation) -> bool:
+    """Whether a pod that was let in wants what it was let in with."""
+    known = actual.limits.get(wanted.pod_uid)
+    return known is None or known.memory_mib == wanted.memory_limit_mib
+
+
+def _overcommitted(
+    actual: GpuActual, wanted: Reservation, granted: Sequence[Reservation], peaks: Mapping[PodUid, int]
+) -> str:
+    """Why there is no memory for it beside those before it; only who comes in is asked.
+
+    Limits of those who are there may exceed the GPU: the scheduler lets others in beside a measured peak.
+    """
+    if not granted or wanted.mode is not SharingMode.MPS:
+        return ""
+    counts = _counted_mib(wanted, peaks)
+    free = actual.usable_mib - sum(_counted_mib(r, peaks) for r in granted)
+    if counts > free:
         return (
             f"GPU {actual.uuid}: has {free:,} of {actual.usable_mib:,} MiB that are not promised, found a limit of "
-            f"{wanted.memory_limit_mib or 0:,} MiB; reserve another GPU"
+            f"{counts:,} MiB; reserve another GPU"
         )
     return ""
+
+
+def _counted_mib(reservation: Reservation, peaks: Mapping[PodUid, int]) -> int:
+    """Count a share's memory: its measured peak, as long as that stands, or else all that its limit allows."""
+    measured = reservation.tenant.measured_mib
+    if measured is not None and peaks.get(reservation.pod_uid, 0) <= measured:
+        return measured
+    return reservation.memory_limit_mib or 0
 
 
 def _leave(actual: GpuActual, keep: SharingMode | None = None) -> tuple[Step, ...]:

@@ -84,6 +84,7 @@ class Reconciler:
                 rhythm,
                 self._mig.confirm,
                 Patient(f"GPU {uuid}", rhythm.step_deadline_s, self._threads),
+                self.meters[uuid].peaks,
             )
             for uuid in devices.uuids
         }

@@ -40,6 +40,7 @@ class GpuWorker:
         rhythm: Deadlines and intervals.
         confirm: Called before MIG is changed; returns whether what the agent may do has changed.
         caller: Makes the calls to the GPU; in threads when None.
+        peaks: Tells the most that each pod was measured to take of the GPU, in MiB.
     """
 
     def __init__(
@@ -50,13 +51,14 @@ class GpuWorker:
         rhythm: Rhythm,
         confirm: Callable[[], Awaitable[bool]] = _unchanged,
         caller: Caller | None = None,
+        peaks: Callable[[], Mapping[PodUid, int]] = dict,
     ) -> None:
         self.uuid = uuid
         self.outcomes: Mapping[PodUid, Outcome] = {}
         self.ended: Mapping[PodUid, str] = {}
         """Pods that a fault of their MPS daemon has ended together in the last minutes, and what happened."""
         self._devices, self._changed, self._rhythm = devices, changed, rhythm
-        self._confirm = confirm
+        self._confirm, self._peaks = confirm, peaks
         self._wanted: Sequence[Reservation] = ()
         self._awake = asyncio.Event()
         self._promised: frozenset[PodUid] = frozenset()
@@ -104,10 +106,10 @@ class GpuWorker:
 
     async def _look(self, wanted: Sequence[Reservation], held: frozenset[PodUid]) -> tuple[GpuActual, Plan]:
         actual = await self._caller.call(self._devices.actual, self.uuid)
-        planned = plan(actual, wanted, held)
+        planned = plan(actual, wanted, held, self._peaks())
         if actual.mig_table is not None and any(map(divides, planned.steps)) and await self._confirm():
             actual = await self._caller.call(self._devices.actual, self.uuid)
-            planned = plan(actual, wanted, held)
+            planned = plan(actual, wanted, held, self._peaks())
         return actual, planned
 
     def _kept(self, reservation: Reservation) -> Outcome | None:
@@ -129,7 +131,7 @@ class GpuWorker:
                 done.append(step)  # a step that fails half-way is undone too
                 await self._caller.call(self._devices.apply, self.uuid, step)
             found = await self._caller.call(self._devices.actual, self.uuid)
-            if left := plan(found, wanted, frozenset(planned.ready)).steps:
+            if left := plan(found, wanted, frozenset(planned.ready), self._peaks()).steps:
                 raise DeviceError(f"read back, the GPU still needs {', '.join(map(str, left))}")
             self._log.info("gpu prepared", steps=[str(step) for step in done])
         except (DeviceError, OSError) as e:

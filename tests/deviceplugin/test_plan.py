@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from carpool_core.resources.node import Reservation
+from carpool_core.resources.node import Reservation, TenantProfile
 from carpool_core.values import GpuUuid, JobUid, PodUid, SharingMode
 from carpool_deviceplugin.gpu import GpuActual, Limits, SetLimits, SetMode, StartMps, Step, StopMps
 from carpool_deviceplugin.plan import plan, way_back
@@ -170,6 +170,48 @@ def test_refusals(reserve, actual, wanted, held, refused, says) -> None:
     assert list(planned.refused) == [refused]
     assert says in planned.refused[refused]
     assert len(planned.ready) == len(wanted) - 1
+
+
+def measured(reserve, measured_mib: int | None = 10_000) -> list[Reservation]:
+    """A may take 30,000 MiB and was measured to take less; so B was let in, which may take 25,000."""
+    tenant = TenantProfile(memory_mib=30_000, measured_mib=measured_mib)
+    return [
+        reserve("a", mode=MPS, memory_limit_mib=30_000, tenant=tenant),
+        reserve("b", mode=MPS, memory_limit_mib=25_000),
+    ]
+
+
+def test_what_was_measured_counts_for_who_comes_in(reserve) -> None:
+    beside_a = replace(SHARED, limits={A: Limits(30_000, None)}, tenants=frozenset({A}))
+    held = frozenset({A})
+    assert plan(beside_a, measured(reserve), held, {A: 9_000}).ready == (A, B)
+    for found in (
+        plan(beside_a, measured(reserve), held, {A: 10_001}),
+        plan(beside_a, measured(reserve, None), held, {A: 9_000}),
+    ):
+        assert found.ready == (A,)
+        assert "has 10,000 of 40,000 MiB that are not promised, found a limit of 25,000" in found.refused[B]
+
+
+@pytest.mark.parametrize("there", [{A}, {B}, {A, B}, set()], ids=["a", "b", "both", "nobody"])
+@pytest.mark.parametrize("peak_mib", [9_000, 20_000])
+@pytest.mark.parametrize("is_agent_new", [True, False], ids=["next agent", "same agent"])
+def test_who_was_let_in_stays_whoever_else_is_on_the_gpu(reserve, there, peak_mib, is_agent_new) -> None:
+    """Regression: while A had no process for a moment, B came first, and A's limits did not go beside it."""
+    limits = {A: Limits(30_000, None), B: Limits(25_000, None)}
+    shared = replace(SHARED, limits=limits, tenants=frozenset(there))
+    held = frozenset(there if is_agent_new else limits)
+    found = plan(shared, measured(reserve), held, {A: peak_mib})
+    if held == limits.keys():
+        assert (set(found.ready), found.steps, found.refused) == ({A, B}, (), {})
+    else:
+        assert there <= set(found.ready)
+
+
+def test_who_wants_more_than_it_was_let_in_with_is_asked_again(reserve) -> None:
+    shared = replace(SHARED, limits={A: Limits(5_000, None), B: Limits(25_000, None)}, tenants=frozenset({B}))
+    found = plan(shared, measured(reserve, None), frozenset({A, B}))
+    assert (found.ready, list(found.refused)) == ((B,), [A])
 
 
 def test_mps_over_several_gpus_is_refused(reserve) -> None:
