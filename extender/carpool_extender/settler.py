@@ -50,7 +50,8 @@ class Settler:
             self._due.pop(old.metadata.name, None)
         if new is None:
             return
-        if pods := self._stillness.look(new):
+        pods = self._stillness.look(new)
+        if settle(new.spec, by_place(new), pods) is not new.spec:
             self._due[new.metadata.name] = pods
             self._stirred.set()
         else:
@@ -58,7 +59,7 @@ class Settler:
 
     async def _write_due(self, name: str) -> None:
         async with self._turns:
-            if pods := self._due.pop(name, None):
+            if (pods := self._due.pop(name, None)) is not None:
                 await self._write(name, pods)
         self._busy.discard(name)
         if name in self._due:
@@ -72,7 +73,7 @@ class Settler:
         if known is None or decide(known) is known.spec:
             return  # written meanwhile, or it would count with no less
         try:
-            await self._book.change(name, decide, frees=True)
+            await self._book.change(name, decide, frees=bool(pods))
         except KubeError as error:
             self._log.warning("measured peaks not written", node=name, error=str(error))
             return

@@ -66,7 +66,8 @@ def settle(
 ) -> GpuNodeSpec:
     """Let reservations count with so many times what their pods were measured to take.
 
-    Never does one count with more than before: a pod that takes more than what counts is left as it is, for good.
+    Never does one count with more than before, but for a pod that takes more than what counts: it has its promise again
+    for good. That is written, too, because an agent that starts anew knows nothing of earlier peaks.
 
     Args:
         spec: Of a node.
@@ -76,17 +77,24 @@ def settle(
     Returns:
         The new spec; the same one where nothing changes.
     """
-    after = [
-        msgspec.structs.replace(one, tenant=msgspec.structs.replace(one.tenant, measured_mib=mib))
-        if one.pod_uid in pods
-        and (mib := _proven_mib(one, tenants, pods[one.pod_uid].margin)) is not None
-        and _stood(peaks_of(one, tenants), pods[one.pod_uid].peaks)
-        else one
-        for one in spec.reservations
-    ]
+    after = [_settled(one, tenants, pods.get(one.pod_uid)) for one in spec.reservations]
     if all(new is old for new, old in zip(after, spec.reservations, strict=True)):
         return spec
     return msgspec.structs.replace(spec, reservations=after)
+
+
+def _settled(one: Reservation, tenants: Mapping[tuple[PodUid, GpuUuid], Tenant], still: Still | None) -> Reservation:
+    counted_mib = one.tenant.counted_mib(0)
+    taken_mib = max(peak_mib(tenants.get((one.pod_uid, gpu))) for gpu in one.gpu_uuids)
+    if one.tenant.provisional and counted_mib is not None and taken_mib > counted_mib:
+        tenant = msgspec.structs.replace(one.tenant, provisional=False, measured_mib=None)
+        return msgspec.structs.replace(one, tenant=tenant)
+    if still is None or not _stood(peaks_of(one, tenants), still.peaks):
+        return one
+    mib = _proven_mib(one, tenants, still.margin)
+    if mib is None:
+        return one
+    return msgspec.structs.replace(one, tenant=msgspec.structs.replace(one.tenant, measured_mib=mib))
 
 
 def _proven_mib(one: Reservation, tenants: Mapping[tuple[PodUid, GpuUuid], Tenant], by: float) -> int | None:

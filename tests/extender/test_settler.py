@@ -68,6 +68,20 @@ async def test_a_lone_job_is_joined_once_its_peak_was_measured(world):
     assert world.reservations("a")[0]["generation"] == lone["generation"]  # its agent need not act
 
 
+async def test_who_grew_has_its_promise_again_although_its_agent_begins_anew(world):
+    a_world(world)
+    async with world.extender() as extender:
+        await place(world, extender)
+        await tell(world, 125)
+        await until(lambda: counted(world) == [7500])
+        await tell(world, 25, peak_mib=8000)
+        await until(lambda: counted(world) == [None])
+        assert "provisional" not in world.reservations("a")[0]["tenant"]
+        await tell(world, 700, peak_mib=5000)
+        assert counted(world) == [None]
+        assert named(await extender.service.filter(filtering("y"))) == []
+
+
 async def test_what_counts_outlives_the_extender_and_only_waiting_begins_anew(world):
     a_world(world)
     async with world.extender() as extender:

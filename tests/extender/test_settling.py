@@ -193,8 +193,31 @@ def test_margins_shrink_only():
     assert settle(node.spec, by_place(node), after(FIRST, 5000)) is node.spec
     [settled] = settle(node.spec, by_place(node), after(LAST, 5000)).reservations
     assert settled.tenant.measured_mib == 5500
-    grown = a_node(held, tenants=measured(6001))
-    assert settle(grown.spec, by_place(grown), after(LAST, 6001)) is grown.spec
+
+
+@pytest.mark.parametrize(
+    ("promised", "counts", "peaks", "counted"),
+    [
+        pytest.param(None, 6000, (6001,), None, id="it has the whole GPU again"),
+        pytest.param(9000, 6000, (6001,), 9000, id="it has its promise again"),
+        pytest.param(9000, None, (9001,), 9000, id="more than was promised"),
+        pytest.param(9000, 6000, (0, 6001), 9000, id="on one of its GPUs"),
+    ],
+)
+def test_who_takes_more_than_counts_has_its_promise_again_and_an_agent_that_forgot_changes_nothing(
+    promised, counts, peaks, counted
+):
+    """Regression: that was only read from the agent's peaks, which begin anew with the agent."""
+    profile = replace(POOR, memory_mib=promised, measured_mib=counts)
+    held = reserved(profile, GPUS[: len(peaks)], SharingMode.TIME_SLICING)
+    grown = a_node(held, tenants=measured(*peaks))
+    void = settle(grown.spec, by_place(grown), {})
+    assert void.reservations[0].tenant == TenantProfile(memory_mib=promised)
+    assert void.reservations[0].tenant.counted_mib(0) == counted
+    agent = Agent()
+    assert agent.tell(void.reservations[0], 700, *(5000 for _ in peaks)) == {}
+    after_restart = a_node(void.reservations[0], tenants=measured(*(5000 for _ in peaks)))
+    assert settle(void, by_place(after_restart), after(LAST, *(5000 for _ in peaks))) is void
 
 
 @pytest.mark.parametrize(
