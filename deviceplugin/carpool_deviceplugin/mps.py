@@ -1,14 +1,13 @@
 """One MPS control daemon for each GPU: started, asked how it is, drained and stopped.
 
-Layout of a GPU's directory: `pipe/` (clients and daemon meet there), `log/`, `shm/` (their shared memory, or a link to
-where the node has it). Clients write in `pipe/` and `shm/`, so nothing there is believed; who daemon and servers are
-stands beside them. A daemon serves one GPU, and the plan lets only pods of one namespace behind it; the daemon itself
-serves one user at a time.
+Layout of a GPU's directory: `pipe/` (clients and daemon meet there), `log/`, `shm` (a link to where the node has the
+memory that this very daemon and its clients share). Clients write in both, so nothing there is believed; who daemon and
+servers are stands beside them. A daemon serves one GPU, and the plan lets only pods of one namespace behind it; the
+daemon itself serves one user at a time.
 """
 
 import re
 import secrets
-import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Protocol
 from carpool_core.values import GpuUuid
 
 from carpool_deviceplugin.gpu import DeviceError
+from carpool_deviceplugin.leftovers import empty, make_empty, put_away
 
 _UUID = re.compile(r"GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _PID = re.compile(r"[0-9]{1,7}")
@@ -25,6 +25,7 @@ PID_FILE = "nvidia-cuda-mps-control.pid"
 """In the pipe directory: the daemon's process ID, written by itself."""
 STOP_WITHIN_S = 2
 """How long `quit` waits for clients that are ending; less than an answer may take."""
+_MEMORY = "memory"
 _HOME = "home"
 """Beside the pipe directory: where the daemon lived when it was last seen, and its servers with it."""
 _SERVERS = "servers"
@@ -133,8 +134,11 @@ class Mps:
         place = self.directory(uuid) / "shm"
         return place.readlink() if place.is_symlink() else place
 
-    def _shm_here(self, uuid: GpuUuid) -> Path:
-        return self.directory(uuid) / "shm" if self._shared is None else self._shared.here / uuid
+    def _memory(self, uuid: GpuUuid) -> SharedMemory:
+        """Where the memory of a GPU's daemons is, of each in a directory of its own."""
+        if self._shared is not None:
+            return SharedMemory(self._shared.here / uuid, self._shared.on_node / uuid)
+        return SharedMemory(self.directory(uuid) / _MEMORY, self.directory(uuid) / _MEMORY)
 
     def _environment(self, uuid: GpuUuid) -> dict[str, str]:
         directory = self.directory(uuid)
@@ -155,35 +159,28 @@ class Mps:
             self._commands.ask(environment, "get_server_list")
             return
         try:
-            for name in ("pipe", "log"):
-                (directory / name).mkdir(parents=True, exist_ok=True)
-            self._make_shm(uuid)
-            _empty(
-                pipe := directory / "pipe"
-            )  # of a dead daemon a new one would not start, and its clients wrote there
-            if any(pipe.iterdir()):
-                _put_away(pipe)
-                pipe.mkdir()
+            (directory / "log").mkdir(parents=True, exist_ok=True)
+            make_empty(directory / "pipe")  # of a dead daemon a new one would not start, and its clients wrote there
+            shm = self._make_shm(uuid)
         except OSError as e:
             raise MpsError(f"GPU {uuid}: expected to make the MPS daemon's directories, found {e}") from e
         if left := self._left(uuid):
             self._commands.kill(environment, left)  # a dead daemon's: they serve nobody any more
-        _empty(self._shm_here(uuid))  # of a dead daemon's clients; its log may still be wanted
-        self._commands.start(environment, self._shm_here(uuid))
+        self._commands.start(environment, shm)
         self._commands.ask(environment, "get_server_list")
 
-    def _make_shm(self, uuid: GpuUuid) -> None:
-        place, here = self.directory(uuid) / "shm", self._shm_here(uuid)
-        if self._shared is not None:
-            if place.is_dir() and not place.is_symlink():
-                _put_away(place)  # of a time without, whatever clients left in it
-            (link := place.with_name(".shm.new")).unlink(missing_ok=True)
-            link.symlink_to(self._shared.on_node / uuid)
-            link.replace(place)
-        elif place.is_symlink():
-            place.unlink()
-        here.mkdir(parents=True, exist_ok=True)
+    def _make_shm(self, uuid: GpuUuid) -> Path:
+        """Make a new daemon's memory: what earlier clients left and cannot be removed takes space, and is not in it."""
+        place, memory, name = self.directory(uuid) / "shm", self._memory(uuid), secrets.token_hex(8)
+        empty(memory.here)
+        (here := memory.here / name).mkdir(parents=True)
         here.chmod(0o1777)  # as /dev/shm: clients run as any user
+        if place.is_dir() and not place.is_symlink():
+            put_away(place)  # of an earlier version
+        (link := place.with_name(".shm.new")).unlink(missing_ok=True)
+        link.symlink_to(memory.on_node / name)
+        link.replace(place)
+        return here
 
     def stop(self, uuid: GpuUuid) -> None:
         """Stop a GPU's daemon; one that does not run is stopped already. Clients must have left before."""
@@ -205,8 +202,8 @@ class Mps:
         self._empty(uuid)
 
     def _empty(self, uuid: GpuUuid) -> None:
-        _empty(self._shm_here(uuid))
-        _empty(self.directory(uuid) / "log")
+        empty(self._memory(uuid).here)
+        empty(self.directory(uuid) / "log")
 
     def _left(self, uuid: GpuUuid) -> dict[int, int]:
         """Servers that were seen and still live, and when they began."""
@@ -281,24 +278,3 @@ class Mps:
 def _numbers(answer: str) -> frozenset[int]:
     """Read process IDs; the kernel has none of more than seven digits, and a client may answer."""
     return frozenset(int(word) for word in answer.split() if _PID.fullmatch(word))
-
-
-def _put_away(directory: Path) -> None:
-    """Make a directory's place free, and remove of it what can be; raises OSError."""
-    aside = directory.with_name(f".old.{secrets.token_hex(8)}")
-    directory.rename(aside)
-    with suppress(RecursionError):
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def _empty(directory: Path) -> None:
-    """Remove what clients and daemon left: nobody else would.
-
-    What clients made too deep, or closed in another user's own directory, cannot be removed and stays.
-    """
-    with suppress(OSError, RecursionError):
-        for path in list(directory.iterdir()):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)

@@ -500,8 +500,19 @@ def test_what_clients_left_is_removed_when_the_daemon_stops(mps: Mps, tmp_path: 
     (shm / "to").symlink_to(kept)
     (tmp_path / GPU / "log" / "server.log").write_text("a lot")
     mps.stop(GPU)
-    assert [*shm.iterdir(), *(tmp_path / GPU / "log").iterdir()] == []
+    assert [*(tmp_path / GPU / "memory").iterdir(), *(tmp_path / GPU / "log").iterdir()] == []
     assert kept.read_text() == "of somebody else"
+
+
+def make_deep(directory: Path) -> None:
+    """Make directories in each other, more than are removed."""
+    at = os.open(directory, os.O_RDONLY)
+    for _ in range(1200):
+        os.mkdir("d", dir_fd=at)
+        inner = os.open("d", os.O_RDONLY, dir_fd=at)
+        os.close(at)
+        at = inner
+    os.close(at)
 
 
 @pytest.fixture
@@ -518,10 +529,11 @@ def test_daemon_and_clients_share_memory_where_its_host_has_some(
     host, agent = Mps(commands, tmp_path / "mps", shared), Mps(commands, tmp_path / "mps")
     assert agent.shm(GPU) == tmp_path / "mps" / GPU / "shm", "no daemon yet"
     host.start(GPU)
-    assert commands.daemons[str(agent.pipe(GPU))].shm == shared.here / GPU
-    assert stat.S_IMODE((shared.here / GPU).stat().st_mode) == 0o1777
-    assert agent.shm(GPU) == shared.on_node / GPU, "what the agent brings into containers"
-    (shared.here / GPU / "segment").write_bytes(bytes(1000))
+    shm = commands.daemons[str(agent.pipe(GPU))].shm
+    assert shm.parent == shared.here / GPU
+    assert stat.S_IMODE(shm.stat().st_mode) == 0o1777
+    assert agent.shm(GPU) == shared.on_node / GPU / shm.name, "what the agent brings into containers"
+    (shm / "segment").write_bytes(bytes(1000))
     agent.stop(GPU)
     host.end(GPU)
     assert list((shared.here / GPU).iterdir()) == []
@@ -540,13 +552,38 @@ def test_another_host_takes_its_place_with_memory_of_its_own(
     found = []
     for host in (*hosts, hosts[0]):
         host.start(GPU)
-        found.append(host.shm(GPU))
-        if host is hosts[0]:  # regression: where clients had left something, no later daemon started
-            (mps / GPU / "shm" / "segment").write_bytes(bytes(1000))
+        found.append(host.shm(GPU).parent)
         commands.die(str(host.pipe(GPU)))
-    assert found == [mps / GPU / "shm", shared.on_node / GPU, Path("/other") / GPU, mps / GPU / "shm"]
+    assert found == [mps / GPU / "memory", shared.on_node / GPU, Path("/other") / GPU, mps / GPU / "memory"]
     assert (mps / GPU / "shm").is_dir()
-    assert not list((mps / GPU).glob(".old.*"))
+
+
+@pytest.mark.parametrize("has_memory", [True, False])
+def test_memory_of_an_earlier_version_makes_room(
+    commands: FakeMpsCommands, tmp_path: Path, shared: SharedMemory, has_memory: bool
+) -> None:
+    """Regression: where its clients had left something, no link could take its place, and no daemon started."""
+    (place := tmp_path / "mps" / GPU / "shm").mkdir(parents=True)
+    (place / "segment").write_bytes(bytes(1000))
+    mps = Mps(commands, tmp_path / "mps", shared if has_memory else None)
+    mps.start(GPU)
+    assert (place.is_symlink(), mps.is_running(GPU)) == (True, True)
+    assert not list(place.parent.glob(".old.*"))
+
+
+def test_what_cannot_be_removed_is_not_in_the_next_daemons_memory(
+    commands: FakeMpsCommands, mps: Mps, tmp_path: Path
+) -> None:
+    """Regression: what clients had closed in a directory of another user was brought into the next namespace's pods."""
+    mps.start(GPU)
+    first = mps.shm(GPU)
+    make_deep(first)
+    mps.stop(GPU)
+    mps.start(GPU)
+    assert list(first.iterdir()), "deeper than is removed"
+    assert mps.shm(GPU) != first
+    assert list(commands.daemons[str(mps.pipe(GPU))].shm.iterdir()) == []
+    subprocess.run(["rm", "-rf", str(first)], check=True)
 
 
 def test_what_a_dead_daemons_clients_left_is_removed(commands: FakeMpsCommands, mps: Mps, tmp_path: Path) -> None:
@@ -558,17 +595,6 @@ def test_what_a_dead_daemons_clients_left_is_removed(commands: FakeMpsCommands, 
     mps.start(GPU)
     assert list((tmp_path / GPU / "shm").iterdir()) == []
     assert (tmp_path / GPU / "log" / "server.log").read_text() == "why"
-
-
-def make_deep(directory: Path) -> None:
-    """Make directories in each other, more than are removed."""
-    at = os.open(directory, os.O_RDONLY)
-    for _ in range(1200):
-        os.mkdir("d", dir_fd=at)
-        inner = os.open("d", os.O_RDONLY, dir_fd=at)
-        os.close(at)
-        at = inner
-    os.close(at)
 
 
 @pytest.mark.parametrize("how", ["directory", "link", "deep"])
@@ -603,7 +629,7 @@ def test_a_stopped_daemons_host_is_told_so(program: MpsProgram, tmp_path: Path, 
     agent = HostedMps(program, tmp_path / "mps", tmp_path / "host.sock")
     try:
         agent.start(GPU)
-        (shared.here / GPU / "segment").touch()
+        (shared.here / GPU / agent.shm(GPU).name / "segment").touch()
         agent.stop(GPU)
         assert list((shared.here / GPU).iterdir()) == []
         agent.start(GPU)

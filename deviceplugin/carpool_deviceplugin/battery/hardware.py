@@ -189,7 +189,7 @@ class RealMachine:
             raise SkippedError(f"it takes PyTorch with CUDA in {self._python} (--python): {why}")
         command = [self._python, "-W", "ignore", str(LOAD), kind]
         if self._is_private and self._mps is not None and "CUDA_MPS_PIPE_DIRECTORY" in environment:
-            shm = str(self._mps.directory(gpu) / "shm")
+            shm = str(self._mps.shm(gpu))
             command = ["unshare", "--mount", "sh", "-c", _SHARED, "client", shm, *command]
         paths = {name: os.environ[name] for name in ("PATH", "HOME", "LD_LIBRARY_PATH") if name in os.environ}
         load = ProcessLoad(command, {**paths, **environment}, self.pod(pod))
