@@ -66,6 +66,7 @@ def placement_of(pod: Pod, worker: int, node: GpuNode, job_uid: JobUid) -> Worke
         memory_limit_mib=found.memory_limit_mib,
         thread_percentage=found.thread_percentage,
         mig_profile=found.mig_profile,
+        provisional=found.tenant.provisional,
         measured_mib=found.tenant.measured_mib,
         expected_slowdown=found.expected_slowdown,
         neighbours=_neighbours(node, found),

@@ -136,12 +136,18 @@ def predict(draft: Draft) -> bool:
     return known is not None and known.input_digest == snapshot.digest
 
 
+def _alone_until(places: Sequence[WorkerPlacement]) -> str:
+    if not places or any(place.mode is SharingMode.EXCLUSIVE for place in places):
+        return "runs alone on its GPU (Exclusive)"
+    settles = all(place.provisional or place.measured_mib is not None for place in places)
+    return f"has its GPU to itself until {'its own peak was measured' if settles else 'it ends'}"
+
+
 def why_alone(demand: Demand, places: Sequence[WorkerPlacement]) -> str | None:
     """Say why a job gets a GPU of its own although it did not ask for one; None where that is not so."""
     if demand.prediction is None or demand.memory_limit_mib is not None:
         return None
-    is_kept = not places or any(place.mode is SharingMode.EXCLUSIVE for place in places)
-    how = "runs alone on its GPU (Exclusive)" if is_kept else "has its GPU to itself until its own peak was measured"
+    how = _alone_until(places)
     if demand.is_unknown:
         return f"{how}, because its memory is unknown: {demand.prediction.message}"
     is_left_open = demand.mode is RequestedMode.AUTO

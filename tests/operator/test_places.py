@@ -41,9 +41,19 @@ def test_job_alone_on_an_unknown_product_says_why(
     assert (told in placed_message(product, reserved, **spec)) == is_told
 
 
-@pytest.mark.parametrize(("mode", "how"), [("Exclusive", "runs alone on its GPU (Exclusive)"), ("MPS", LATER)])
-def test_job_that_others_may_join_later_says_so(mode: str, how: str) -> None:
-    told = placed_message("NVIDIA B300", ALONE | {"mode": mode})
+@pytest.mark.parametrize(
+    ("mode", "tenant", "how"),
+    [
+        pytest.param("Exclusive", {}, "runs alone on its GPU (Exclusive)", id="nobody can join it"),
+        pytest.param("MPS", {"provisional": True}, LATER, id="not measured yet"),
+        pytest.param("MPS", {"provisional": True, "measuredMib": 5500}, LATER, id="measured"),
+        pytest.param("MPS", {}, "has its GPU to itself until it ends", id="peaks do not count"),
+        pytest.param("TimeSlicing", {}, "has its GPU to itself until it ends", id="by turns, and peaks do not count"),
+    ],
+)
+def test_job_that_others_may_join_later_says_so(mode: str, tenant: dict[str, Any], how: str) -> None:
+    """Regression: it was promised to others also where its own peak never counts."""
+    told = placed_message("NVIDIA B300", ALONE | {"mode": mode, "tenant": tenant})
     assert f"{how}, because nothing was predicted for GPU product NVIDIA B300" in told
 
 

@@ -29,6 +29,9 @@ class WorkerPlacement(Resource, frozen=True, kw_only=True):
     memory_limit_mib: Annotated[int, field("Memory limit on each GPU, in MiB.", ge=0)] | None = None
     thread_percentage: Annotated[int, field("MPS active thread percentage.", ge=1, le=100)] | None = None
     mig_profile: Annotated[str, field("MIG profile.")] | None = None
+    provisional: Annotated[
+        bool, field("Whether what counts of its memory counts only until its own peak was measured.")
+    ] = False
     measured_mib: (
         Annotated[int, field("What counts of its memory since that was measured, in MiB; none before.", ge=1)] | None
     ) = None
