@@ -1,14 +1,23 @@
 """The benchmark of the control plane: what it counts, and what it says; without measuring."""
 
+import asyncio
 import os
 import subprocess
 import threading
 from collections import Counter
+from itertools import pairwise
 
+from carpool_core.kube.api import GPU_NODES
+from carpool_core.kube.errors import Unreachable
+from carpool_core.resources.meta import ObjectMeta
+from carpool_core.resources.node import GpuNode
+from carpool_core.testing.clock import FakeClock
+from carpool_core.testing.kube import FakeKube
 from carpool_e2e.bench.circumstances import preferred
 from carpool_e2e.bench.load import Throughput
 from carpool_e2e.bench.requests import counted
 from carpool_e2e.bench.stock import WHOLE, pod
+from carpool_e2e.bench.throughput import Background, Players
 from carpool_e2e.bench.throughput_report import throughput_section
 
 METRICS = """# HELP apiserver_request_total [STABLE] Counter of apiserver requests
@@ -70,3 +79,23 @@ def test_processes_that_go_before_others_are_told() -> None:
 def test_a_pod_of_the_baseline_asks_for_one_whole_gpu() -> None:
     container = pod(3)["spec"]["containers"][0]
     assert container["resources"] == {"limits": {WHOLE: "1"}, "requests": {WHOLE: "1"}}
+
+
+async def test_a_sign_of_life_that_failed_is_written_again_soon() -> None:
+    """Regression: it counted as written, so that its node was left out after a minute of silence."""
+    clock = FakeClock()
+    kube = FakeKube(clock)
+    node = GpuNode(metadata=ObjectMeta(name="a"))
+    kube.seed(GPU_NODES, {"apiVersion": node.api_version, "kind": "GpuNode", "metadata": {"name": "a"}})
+    kube.fail_next("patch", GPU_NODES, Unreachable("busy"))
+    async with Background() as background:
+        players = Players(kube, kube, background, clock, clock.sleep)
+        players.see(None, node)
+        background.start(players.beat())
+        written = []
+        for _ in range(60):
+            for _ in range(10):
+                await asyncio.sleep(0)
+            written.append(kube.dump(GPU_NODES, "a").get("status", {}).get("heartbeatTime", ""))
+            clock.advance(0.5)
+    assert [at for at, (was, now) in enumerate(pairwise(written)) if was != now] == [1, 51]

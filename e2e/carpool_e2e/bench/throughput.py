@@ -1,15 +1,14 @@
 """Jobs a second through a real control plane: operator, kube-scheduler, extender and API server on this machine."""
 
 import asyncio
-import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
 import msgspec
-from carpool_core.clock import SystemClock, rfc3339
+from carpool_core.clock import Clock, SystemClock, rfc3339
 from carpool_core.keys import RESOURCE_GPU
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, KubeApi, Selector
 from carpool_core.kube.client import connect
@@ -28,11 +27,13 @@ from carpool_e2e.jobs import sleeper
 _SLOTS = 64
 _BEAT_S = 25.0
 """An agent writes at least so often: after a minute of silence its GPUs are left out."""
+_AGAIN_S = 1.0
+"""After so long an agent tries to write again that could not."""
 _TOLD_WITHIN_S = 300
 PROCESSES = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "extender", "operator")
 
 
-class _Background:
+class Background:
     """Tasks that end with a block."""
 
     def __init__(self) -> None:
@@ -54,13 +55,15 @@ class _Background:
 
 
 @dataclass
-class _Players:
+class Players:
     """Plays the agents of all nodes: each reports every reservation as prepared, at once, and that it lives."""
 
     reports: KubeApi
     """Calls of its own: agents do not wait behind others, or for each other's signs of life, for a connection."""
     lives: KubeApi
-    background: "_Background"
+    background: "Background"
+    clock: Clock = field(default_factory=SystemClock)
+    sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
     busy: set[str] = field(default_factory=set)
     written_at: dict[str, float] = field(default_factory=dict)
     reported: dict[str, set[tuple[PodUid, int]]] = field(default_factory=dict)
@@ -102,19 +105,21 @@ class _Players:
                 agents.create_task(self._live(name, _BEAT_S * number / len(self.latest)))
 
     async def _live(self, name: str, after_s: float) -> None:
-        await asyncio.sleep(after_s)
+        await self.sleep(after_s)
         while True:
-            due_in_s = self.written_at.get(name, -_BEAT_S) + _BEAT_S - time.monotonic()
+            due_in_s = self.written_at.get(name, -_BEAT_S) + _BEAT_S - self.clock.monotonic()
             if due_in_s > 0:  # a report is a sign of life, too
-                await asyncio.sleep(due_in_s)
+                await self.sleep(due_in_s)
                 continue
-            with suppress(KubeError):  # the next one says it, too
+            try:
                 await self._write(self.lives, name, {})
+            except KubeError:
+                await self.sleep(_AGAIN_S)
 
     async def _write(self, api: KubeApi, name: str, changes: dict[str, Any]) -> None:
-        self.written_at[name] = time.monotonic()
-        patch = {"status": {**changes, "heartbeatTime": rfc3339(SystemClock().now())}}
+        patch = {"status": {**changes, "heartbeatTime": rfc3339(self.clock.now())}}
         await api.patch(GPU_NODES, name, patch, subresource="status", wants_object=False)
+        self.written_at[name] = self.clock.monotonic()
 
 
 async def _all_told(api: KubeApi) -> None:
@@ -131,8 +136,8 @@ async def measure(cluster: Cluster, api: KubeApi, tell: Callable[[str], None], j
     """Measure on a cluster whose control plane runs, and nothing of Carpool yet."""
     await populate(api, NODE_COUNT, GPUS)
     settings = KubeSettings(kubeconfig=str(cluster.kubeconfig))
-    async with connect(settings) as reports, connect(settings) as lives, _Background() as background:
-        players = _Players(reports, lives, background)
+    async with connect(settings) as reports, connect(settings) as lives, Background() as background:
+        players = Players(reports, lives, background)
         watch = Reflector(reports, GPU_NODES, GpuNode, clock=SystemClock(), on_change=players.see)
         background.start(watch.run())
         await watch.wait_synced()
