@@ -201,6 +201,11 @@ class Mps:
         self._commands.kill(self._environment(uuid), self._left(uuid))
         self._empty(uuid)
 
+    def tidy(self, uuid: GpuUuid) -> None:
+        """Remove what clients of a GPU's daemon left, if it does not run."""
+        if not self.is_running(uuid):
+            self._empty(uuid)
+
     def _empty(self, uuid: GpuUuid) -> None:
         empty(self._memory(uuid).here)
         empty(self.directory(uuid) / "log")

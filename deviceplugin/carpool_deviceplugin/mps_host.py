@@ -1,11 +1,13 @@
 """A process of its own for the MPS daemons, so that they outlive the agent: a container's processes end with it.
 
 The agent names a GPU on a Unix socket, and is told whether its daemon runs; it asks and stops the daemon itself. One
-that does not answer is ended here: the agent may have no right to. What they say to each other stays as it is: the
-agent beside this process may be of any later version.
+that does not answer is ended here: the agent may have no right to. Who has hung up is not obeyed: it has asked again
+since, or wants something else. What they say to each other stays as it is, and words may be added: the agent beside
+this process may be of any later version.
 """
 
 import os
+import selectors
 import socket
 import socketserver
 import threading
@@ -24,6 +26,12 @@ _WITHIN_S = 8.0
 _LONGEST = 4096
 _END = "end "
 """Before a GPU's name: its daemon and servers shall be ended."""
+_TIDY = "tidy "
+"""Before a GPU's name: what clients left shall be removed where no daemon runs."""
+
+
+class _UnwillingError(MpsError):
+    """There is no host, or it answers no."""
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -38,11 +46,14 @@ class HostedMps(Mps):
         directory: Where each GPU has a directory of its own.
         host: Socket of the process that starts them.
         may_write: As of Mps.
+        within_s: How long an answer may take, in seconds.
     """
 
-    def __init__(self, commands: MpsCommands, directory: Path, host: Path, *, may_write: bool = True) -> None:
+    def __init__(
+        self, commands: MpsCommands, directory: Path, host: Path, *, may_write: bool = True, within_s: float = _WITHIN_S
+    ) -> None:
         super().__init__(commands, directory, may_write=may_write)
-        self._host = host
+        self._host, self._within_s = host, within_s
 
     def start(self, uuid: GpuUuid) -> None:
         """Let a GPU's daemon be started, and see that it answers."""
@@ -52,8 +63,8 @@ class HostedMps(Mps):
     def stop(self, uuid: GpuUuid) -> None:
         """Stop a GPU's daemon; what clients left in its shared memory only its host can remove."""
         super().stop(uuid)
-        with suppress(MpsError):  # it goes with the host at the latest, and no daemon is left that could be in use
-            self.end(uuid)
+        with suppress(_UnwillingError):  # an earlier host does so before the next start, and what is gone has taken it
+            self._tell(uuid, f"{_TIDY}{uuid}")
 
     def end(self, uuid: GpuUuid) -> None:
         """Let a GPU's daemon and its servers be ended."""
@@ -63,16 +74,17 @@ class HostedMps(Mps):
     def _tell(self, uuid: GpuUuid, what: str) -> None:
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-                connection.settimeout(_WITHIN_S)
+                connection.settimeout(self._within_s)
                 connection.connect(str(self._host))
                 connection.sendall(f"{what}\n".encode())
                 answer = msgspec.json.decode(connection.makefile("rb").readline(_LONGEST), type=_Answer)
         except (OSError, msgspec.DecodeError) as e:
-            raise MpsError(
+            is_away = isinstance(e, FileNotFoundError | ConnectionRefusedError)
+            raise (_UnwillingError if is_away else MpsError)(
                 f"GPU {uuid}: expected the MPS daemons' host at {self._host}, found {e}; look at the pod carpool-mps"
             ) from e
         if answer.error:
-            raise MpsError(answer.error)
+            raise _UnwillingError(answer.error)
 
 
 class _Handler(socketserver.StreamRequestHandler):
@@ -82,8 +94,21 @@ class _Handler(socketserver.StreamRequestHandler):
         """Start or end the daemon of the GPU that is named."""
         server = self.server
         assert isinstance(server, MpsHost)  # noqa: S101  # socketserver knows no types
-        error = server.obey(self.rfile.readline(_LONGEST).decode(errors="replace").strip())
-        self.wfile.write(msgspec.json.encode(_Answer(error[: _LONGEST // 2])) + b"\n")
+        said = self.rfile.readline(_LONGEST).decode(errors="replace").strip()
+        error = server.obey(said, lambda: _has_hung_up(self.connection))
+        with suppress(ConnectionError):
+            self.wfile.write(msgspec.json.encode(_Answer(error[: _LONGEST // 2])) + b"\n")
+
+
+def _has_hung_up(connection: socket.socket) -> bool:
+    with selectors.DefaultSelector() as selector:
+        selector.register(connection, selectors.EVENT_READ)
+        if not selector.select(0):
+            return False
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except OSError:
+        return True
 
 
 class MpsHost(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
@@ -109,19 +134,36 @@ class MpsHost(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         finally:
             os.umask(before)
 
-    def obey(self, said: str) -> str:
-        """Start a GPU's daemon, or take over the one that runs; or end it. Return why not, or an empty text."""
-        uuid = GpuUuid(said.removeprefix(_END))
-        what, act = ("ended", self._mps.end) if said.startswith(_END) else ("runs", self._mps.start)
+    def obey(self, said: str, has_hung_up: Callable[[], bool]) -> str:
+        """Start a GPU's daemon, or take over the one that runs; or end it, or tidy up after it.
+
+        Args:
+            said: What, and of which GPU.
+            has_hung_up: Whether nobody waits for the answer any more; asked when it is this one's turn.
+
+        Returns:
+            Why not, or an empty text.
+        """
+        word = next((word for word in (_END, _TIDY) if said.startswith(word)), "")
+        uuid = GpuUuid(said.removeprefix(word))
+        what, act = {
+            _END: ("ended", self._mps.end),
+            _TIDY: ("tidied", self._mps.tidy),
+        }.get(word, ("runs", self._mps.start))
         try:
-            self._one_by_one(uuid, act)
+            if not self._one_by_one(uuid, act, has_hung_up):
+                self._log.info("mps daemon left alone: who asked has hung up", gpu=uuid, wanted=what)
+                return ""
         except (DeviceError, OSError) as e:
             self._log.warning(f"mps daemon not {what}", gpu=uuid[:64], error=str(e))
             return str(e)
         self._log.info(f"mps daemon {what}", gpu=uuid)
         return ""
 
-    def _one_by_one(self, uuid: GpuUuid, act: Callable[[GpuUuid], None]) -> None:
+    def _one_by_one(self, uuid: GpuUuid, act: Callable[[GpuUuid], None], has_hung_up: Callable[[], bool]) -> bool:
         self._mps.directory(uuid)  # only names of GPUs get locks
         with self._locks.setdefault(uuid, threading.Lock()):
+            if has_hung_up():
+                return False
             act(uuid)
+        return True

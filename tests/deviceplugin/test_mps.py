@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -639,6 +639,105 @@ def test_a_stopped_daemons_host_is_told_so(program: MpsProgram, tmp_path: Path, 
         host.server_close()
     agent.stop(GPU)  # a host that is gone has taken the memory with it
     assert not agent.is_running(GPU)
+
+
+class Slow(FakeMpsCommands):
+    """Daemons that take as long to end as they are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_ending, self.may_end = threading.Event(), threading.Event()
+        self.ends = 0
+
+    def kill(self, environment: Mapping[str, str], servers: Mapping[int, int]) -> None:
+        self.ends += 1
+        self.is_ending.set()
+        assert self.may_end.wait(10)
+        super().kill(environment, servers)
+
+
+def ask(path: Path, what: str) -> socket.socket:
+    asking = socket.socket(socket.AF_UNIX)
+    asking.settimeout(10)
+    asking.connect(str(path))
+    asking.sendall(f"{what}\n".encode())
+    return asking
+
+
+def test_who_has_hung_up_is_not_obeyed(tmp_path: Path) -> None:
+    """Regression: requests of an agent that had given up queued at a host, and ended a daemon under a new client."""
+    commands = Slow()
+    host = MpsHost(tmp_path / "host.sock", Mps(commands, tmp_path / "mps"))
+    thread = threading.Thread(target=host.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        with ask(tmp_path / "host.sock", GPU) as starting:
+            assert starting.recv(4096) == b'{"error":""}\n'
+        with ask(tmp_path / "host.sock", f"end {GPU}") as first:
+            assert commands.is_ending.wait(10)
+            for what in (GPU, f"end {GPU}", GPU):
+                ask(tmp_path / "host.sock", what).close()
+            commands.may_end.set()
+            assert first.recv(4096) == b'{"error":""}\n'
+        with ask(tmp_path / "host.sock", f"tidy {GPU}") as last:
+            assert last.recv(4096) == b'{"error":""}\n'
+    finally:
+        host.shutdown()
+        thread.join()
+        host.server_close()
+    assert (commands.starts, commands.ends, commands.daemons) == (1, 1, {})
+
+
+def test_a_clean_stop_ends_nobody(tmp_path: Path) -> None:
+    """Regression: it had the host kill whatever was there by then."""
+    commands = Slow()
+    host = MpsHost(tmp_path / "host.sock", Mps(commands, tmp_path / "mps"))
+    thread = threading.Thread(target=host.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    agent = HostedMps(commands, tmp_path / "mps", tmp_path / "host.sock")
+    try:
+        agent.start(GPU)
+        agent.stop(GPU)
+        agent.start(GPU)
+        with ask(tmp_path / "host.sock", f"tidy {GPU}") as stale:
+            assert stale.recv(4096) == b'{"error":""}\n'
+        assert agent.is_running(GPU)
+        assert agent.shm(GPU).is_dir(), "nothing is removed under a daemon"
+    finally:
+        host.shutdown()
+        thread.join()
+        host.server_close()
+    assert (commands.starts, commands.ends) == (2, 0)
+
+
+def test_a_host_that_does_not_answer_is_said_after_a_stop(commands: FakeMpsCommands, tmp_path: Path) -> None:
+    """Regression: it was taken for done."""
+    Mps(commands, tmp_path / "mps").start(GPU)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(tmp_path / "host.sock"))
+        silent.listen()
+        agent = HostedMps(commands, tmp_path / "mps", tmp_path / "host.sock", within_s=0.05)
+        with pytest.raises(MpsError, match="timed out"):
+            agent.stop(GPU)
+    assert not agent.is_running(GPU)
+
+
+def test_a_host_of_an_earlier_version_does_not_tidy_up(commands: FakeMpsCommands, tmp_path: Path) -> None:
+    Mps(commands, tmp_path / "mps").start(GPU)
+    with socket.socket(socket.AF_UNIX) as earlier:
+        earlier.bind(str(tmp_path / "host.sock"))
+        earlier.listen()
+
+        def refuse() -> None:
+            with earlier.accept()[0] as connection:
+                connection.recv(4096)
+                connection.sendall(b'{"error":"expected a GPU\'s UUID"}\n')
+
+        thread = threading.Thread(target=refuse)
+        thread.start()
+        HostedMps(commands, tmp_path / "mps", tmp_path / "host.sock").stop(GPU)
+        thread.join()
+    assert commands.daemons == {}
 
 
 def test_program_that_is_absent_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
