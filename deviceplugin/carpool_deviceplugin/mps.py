@@ -99,7 +99,7 @@ class MpsStatus:
     problem: str = ""
     """What is wrong with it; empty where nothing is."""
     is_silent: bool = False
-    """Whether it does not answer."""
+    """Whether it, or a server of its, does not answer."""
     faulty: frozenset[int] = frozenset()
     """Clients of servers that a fatal fault has hit: all of them end with it."""
 
@@ -263,12 +263,14 @@ class Mps:
         clients: set[int] = set()
         faulty: set[int] = set()
         problems: list[str] = []
+        is_silent = False
         for server in sorted(listed & left.keys()):
             try:
                 own = _numbers(self._commands.ask(environment, f"get_client_list {server}"))
                 state = self._commands.ask(environment, f"get_server_status {server}").strip()
             except MpsError as e:
                 problems.append(f"MPS server {server} does not answer: {e}")
+                is_silent = True  # nobody gets any further there than behind a daemon that hangs
                 continue
             clients |= own
             if "FAULT" in state.upper():
@@ -276,7 +278,12 @@ class Mps:
                 whom = ", ".join(map(str, sorted(own))) or "none left"
                 problems.append(f"MPS server {server} was hit by a client's fatal fault (clients: {whom})")
         return MpsStatus(
-            True, frozenset(left), frozenset(clients), problem="; ".join(problems), faulty=frozenset(faulty)
+            True,
+            frozenset(left),
+            frozenset(clients),
+            "; ".join(problems),
+            is_silent=is_silent,
+            faulty=frozenset(faulty),
         )
 
 

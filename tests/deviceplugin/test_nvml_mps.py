@@ -148,6 +148,21 @@ async def test_daemon_that_hangs_makes_room_for_one_that_answers(node: Node, res
     assert (actual.problem, actual.limits) == ("", {uid("a"): Limits(5000, None)})
 
 
+async def test_server_that_hangs_makes_room_for_one_that_answers(node: Node, reserve) -> None:
+    """Regression: its daemon answered, so that it stayed for ever, and whoever came to it waited."""
+    shared = Shared(node, reserve)
+    await shared.look()
+    server = shared.serve(42, "a")
+    await shared.look()
+    node.mps.daemons[pipe(node, shared.gpu)].is_server_wedged = True
+    node.advance(61)
+    assert (await shared.look(), node.mps.starts) == (READY, 1)
+    node.advance(11)
+    assert (await shared.look(), node.mps.starts) == (READY, 1), "its clients are there"
+    node.end(0, 42)
+    assert (await shared.look(), node.mps.starts, node.mps.started(server)) == (READY, 2, None)
+
+
 async def test_daemon_that_is_slow_now_and_then_stays(node: Node, reserve) -> None:
     shared = Shared(node, reserve)
     await shared.look()

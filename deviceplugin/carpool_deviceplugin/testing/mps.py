@@ -18,6 +18,7 @@ class FakeDaemon:
     server: int | None = None
     is_faulty: bool = False
     is_wedged: bool = False
+    is_server_wedged: bool = False
 
 
 class FakeMpsCommands:
@@ -56,6 +57,8 @@ class FakeMpsCommands:
         if daemon is None:
             raise MpsError(f"Cannot find MPS control daemon process in {pipe}")
         if daemon.is_wedged:
+            raise MpsError("expected an answer of nvidia-cuda-mps-control within 3 s, found none")
+        if daemon.is_server_wedged and command != "get_server_list" and not command.startswith("quit"):
             raise MpsError("expected an answer of nvidia-cuda-mps-control within 3 s, found none")
         match command.split():
             case ["get_server_list"]:
