@@ -8,7 +8,7 @@ from carpool_core.resources.node import Device, GpuNode, Reservation
 from carpool_core.values import JobUid, PodUid
 
 from carpool_extender.aggregates import work_out
-from carpool_extender.doubts import doubt
+from carpool_extender.doubts import NONSENSE, doubt
 from carpool_extender.islands import islands
 from carpool_extender.journal import Journal
 from carpool_extender.numbering import Numbering
@@ -37,6 +37,7 @@ class Cluster:
         self._journal = Journal()
         self._hindered: dict[int, Hindrance] = {}
         self._doubts: dict[str, dict[int, Hindrance]] = {}
+        self._nonsense: dict[str, Hindrance] = {}
         self._written: dict[str, Told] = {}
         self._blocks: dict[str, slice] = {}
         self._free: dict[int, list[slice]] = {}
@@ -100,8 +101,24 @@ class Cluster:
     def hindered_nodes(self) -> set[str]:
         """Names of the nodes with GPUs that take nobody at this moment, whatever their health."""
         if self._standing is None:
-            return set(self._doubts)
-        return {*self._doubts, *self._standing.silent(), *(node for node, _ in self._standing.resting())}
+            return {*self._doubts, *self._nonsense}
+        return {
+            *self._doubts,
+            *self._nonsense,
+            *self._standing.silent(),
+            *(node for node, _ in self._standing.resting()),
+        }
+
+    def note_unreadable(self, name: str, why: str | None) -> None:
+        """Send nobody to a node whose GpuNode nobody can read; what is known of it is as it was before.
+
+        Args:
+            name: Name of the GpuNode.
+            why: What is wrong with it; None once it can be read again, or is gone.
+        """
+        self._nonsense.pop(name, None)
+        if why is not None:
+            self._nonsense[name] = Hindrance(NONSENSE, f"GpuNode {name} makes no sense: {why}")
 
     def _note_hindrances(self) -> None:
         """Bring the column up to date: time hinders GPUs and sets them free again, without any change of an object."""
@@ -112,7 +129,7 @@ class Cluster:
         for (node, uuid), why in resting.items():
             block = self._blocks.get(node, slice(0, 0))
             found |= {r: why for r in range(block.start, block.stop) if self._columns.uuid[r] == uuid}
-        for node, why in silent.items():
+        for node, why in {**silent, **self._nonsense}.items():
             block = self._blocks.get(node, slice(0, 0))
             found |= dict.fromkeys(range(block.start, block.stop), why)
         changed = found.keys() ^ self._hindered.keys()

@@ -6,7 +6,7 @@ from carpool_core.values import DeviceHealth, SharingMode
 from carpool_extender.rows import Said
 from carpool_extender.standing import Hindrance
 
-UNHEALTHY, STRANGER, CONTRADICTION = 0, 3, 4
+UNHEALTHY, STRANGER, CONTRADICTION, NONSENSE = 0, 3, 4, 5
 """Kinds of hindrances; 1 and 2 are those of time, in `standing`."""
 
 

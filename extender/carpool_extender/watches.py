@@ -100,7 +100,8 @@ class Watches:
     def __init__(self, api: KubeApi, clock: Clock, cluster: Cluster) -> None:
         self.cluster = cluster
         self._clock = clock
-        self._nodes = Reflector(api, GPU_NODES, GpuNode, clock=clock, on_change=self._node_changed)
+        tell = cluster.note_unreadable
+        self._nodes = Reflector(api, GPU_NODES, GpuNode, clock=clock, on_change=self._node_changed, on_unreadable=tell)
         self._jobs = Reflector(api, GPU_TRAINING_JOBS, WatchedJob, clock=clock, on_change=self._job_changed)
         ours = Selector(fields=f"spec.schedulerName={SCHEDULER_NAME}")
         self._pods = Reflector(api, PODS, Pod, selector=ours, clock=clock, on_change=self._pod_changed)

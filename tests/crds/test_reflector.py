@@ -260,6 +260,31 @@ async def test_an_object_that_turns_malformed_keeps_its_last_good_state(
     assert world.told == [(None, "a@n1"), ("a@n1", None)]
 
 
+@pytest.mark.parametrize("is_lost", [False, True], ids=["watched", "found gone by a list"])
+async def test_what_cannot_be_read_is_told_until_it_can_be_or_is_gone(
+    api: FakeKube, start: Callable[..., World], is_lost: bool
+) -> None:
+    told: list[tuple[str, bool]] = []
+    api.seed(PODS, _pod("a", "n1"))
+    api.seed(PODS, _pod("b", containers=7))
+    with capture_logs():
+        start(on_unreadable=lambda key, why: told.append((key, why is not None)))
+        await _settle()
+        assert told == [("d/b", True)]
+        await api.patch(PODS, "a", {"spec": {"containers": 7}}, namespace="d")
+        await _settle()
+        await api.patch(PODS, "a", {"spec": {"containers": []}}, namespace="d")
+        await _settle()
+        assert told == [("d/b", True), ("d/a", True), ("d/a", False)]
+        if is_lost:
+            api.lose(PODS, "b", "d")
+            api.compact()
+        else:
+            await api.delete(PODS, "b", namespace="d")
+        await _settle()
+    assert told[-1] == ("d/b", False)
+
+
 async def test_an_object_without_a_readable_name_is_skipped(clock: FakeClock, start: Callable[..., World]) -> None:
     class Odd(FakeKube):
         async def list_page(

@@ -36,6 +36,19 @@ async def test_what_can_never_be_written_takes_nothing_with_it():
     assert watches.cluster.holders("pod-y") == []
 
 
+async def test_of_several_reservations_of_one_pod_the_first_holds_and_is_written():
+    """Regression: one that was copied by hand counted twice."""
+    kube = FakeKube(FakeClock())
+    held = [tenant("x", ["GPU-a-0"]), tenant("x", ["GPU-a-1"]), tenant("y", ["GPU-a-2"])]
+    body = msgspec.to_builtins(gpu_node("a", 3))
+    kube.seed(GPU_NODES, body | {"spec": {"reservations": msgspec.to_builtins(held)}})
+    book, watches = await seen_before(kube, FakeClock())
+    assert [one.gpu_uuids for one in watches.cluster.node("a").spec.reservations] == [["GPU-a-0"], ["GPU-a-2"]]
+    await book.release("a", "pod-y")
+    written = kube.dump(GPU_NODES, "a")["spec"]["reservations"]
+    assert [(one["podUid"], one["gpuUuids"]) for one in written] == [("pod-x", ["GPU-a-0"])]
+
+
 async def test_one_that_can_never_be_written_is_tried_once():
     clock = FakeClock()
     kube = FakeKube(clock)

@@ -9,9 +9,14 @@ from carpool_core.resources.node import GpuNode
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_extender.cluster import Cluster
-from carpool_extender.testing import device, gpu_node, seed_node, tenant, until
+from carpool_extender.decide import explain
+from carpool_extender.policies import find_policy
+from carpool_extender.rules import Rules
+from carpool_extender.testing import applicant, device, gpu_node, seed_node, tenant, until
 from carpool_extender.watches import Watches
 from structlog.testing import capture_logs
+
+RULES = Rules(find_policy("least-slowdown"), slots=8)
 
 
 @pytest.fixture
@@ -92,3 +97,17 @@ async def test_a_node_that_the_types_refuse_ends_no_watch(world):
     seed_node(kube, gpu_node("b"))
     await until(lambda: watches.cluster.node("b") is not None)
     assert watches.cluster.node("odd") is None
+
+
+async def test_nobody_is_sent_to_a_node_that_makes_no_sense_and_it_is_said_why(world):
+    """Regression: a GpuNode edited by hand blocked its ledger, and only the log told of it."""
+    kube, watches = world
+    patch = {"spec": {"reservations": [{"podUid": 7}]}}
+    await kube.patch(GPU_NODES, "a", patch)
+    await until(lambda: watches.cluster.hindered_nodes() == {"a"})
+    [told] = [str(one) for one in explain(watches.cluster.view(), applicant(), ["a"], RULES)]
+    assert told.startswith("GPU 0 of a (NVIDIA A100-SXM4-40GB): GpuNode a makes no sense: ")
+    assert "podUid" in told
+    await kube.patch(GPU_NODES, "a", {"spec": {"reservations": []}})
+    await until(lambda: watches.cluster.hindered_nodes() == set())
+    assert not watches.cluster.view().columns.hindered.any()

@@ -89,6 +89,8 @@ class Reflector(Generic[T]):
 
     `on_change(old, new)` is called synchronously for each change, also those that a list brings to light: old None
     means added, new None means deleted. An exception from it ends `run()`: whoever cannot follow must not pretend to.
+    `on_unreadable(key, why)` is called for an object that does not fit, whose last good state stays, and with None once
+    it fits again or is gone.
     """
 
     def __init__(
@@ -100,13 +102,15 @@ class Reflector(Generic[T]):
         selector: Selector | None = None,
         clock: Clock,
         on_change: Callable[[T | None, T | None], None] | None = None,
+        on_unreadable: Callable[[str, str | None], None] | None = None,
         store: Store[T] | None = None,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
         jitter: Callable[[], float] = random.random,
     ) -> None:
         self._api, self._kind, self._selector, self._clock = api, kind, selector or Selector(), clock
         self._decoder = msgspec.json.Decoder(type_)
-        self._on_change = on_change
+        self._on_change, self._on_unreadable = on_change, on_unreadable
+        self._unreadable: set[str] = set()
         self._sleep, self._jitter = sleep, jitter
         self._version = ""
         self._failures, self._expiries = 0, 0
@@ -149,7 +153,7 @@ class Reflector(Generic[T]):
             token = page.continue_token
             if not token:
                 break
-        for key in [key for key in self.store.items if key not in seen]:
+        for key in [key for key in (*self.store.items, *self._unreadable) if key not in seen]:
             self._remove(key)
         for key, item in seen.items():
             if item is not None:
@@ -190,15 +194,26 @@ class Reflector(Generic[T]):
             return key, self._decoder.decode(raw), plate.resource_version
         except msgspec.DecodeError as error:
             self._log.error("malformed object skipped", object=key, error=str(error))
+            self._unreadable.add(key)
+            if self._on_unreadable is not None:
+                self._on_unreadable(key, str(error))
             return key, None, plate.resource_version
 
+    def _note_readable(self, key: str) -> None:
+        if key in self._unreadable:
+            self._unreadable.discard(key)
+            if self._on_unreadable is not None:
+                self._on_unreadable(key, None)
+
     def _put(self, key: str, new: T) -> None:
+        self._note_readable(key)
         old = self.store.items.get(key)
         self.store.items[key] = new
         if self._on_change is not None and old != new:
             self._on_change(old, new)
 
     def _remove(self, key: str) -> None:
+        self._note_readable(key)
         old = self.store.items.pop(key, None)
         if self._on_change is not None and old is not None:
             self._on_change(old, None)

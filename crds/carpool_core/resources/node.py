@@ -2,6 +2,8 @@
 
 from typing import Annotated
 
+import msgspec
+
 from carpool_core.resources.meta import Condition, ObjectMeta
 from carpool_core.resources.schema import ATOMIC, ATOMIC_MAP, OWN, Resource, field
 from carpool_core.values import DeviceHealth, GpuUuid, JobUid, PartitionState, PodUid, SharingMode, Tenancy
@@ -102,9 +104,19 @@ class Reservation(Resource, frozen=True, kw_only=True):
 
 
 class GpuNodeSpec(Resource, frozen=True, kw_only=True):
-    """The desired state. Written only by the scheduler."""
+    """The desired state. Written only by the scheduler.
+
+    A pod has one reservation. Who edits by hand may write more of one, and then the first holds for all who read it.
+    """
 
     reservations: Annotated[list[Reservation], field("Who may use which GPU.", schema=OWN, max_length=1024)] = []
+
+    def __post_init__(self) -> None:
+        """Leave out what nobody may count twice."""
+        first = {one.pod_uid: one for one in reversed(self.reservations)}
+        if len(first) < len(self.reservations):
+            kept = [one for one in self.reservations if first[one.pod_uid] is one]
+            msgspec.structs.force_setattr(self, "reservations", kept)
 
 
 class Device(Resource, frozen=True, kw_only=True):
