@@ -228,8 +228,9 @@ def _stat(pid: int) -> tuple[int, int] | None:
 
 
 def _group(pid: int) -> str | None:
-    """Name a process's control group, in the same way whoever looks; None where it has ended.
+    """Name a process's control group, in the same way whoever looks from another one; None where it has ended.
 
+    From within, in a control group namespace of one's own, it is the root and has no name: it is "-" then.
     Where a path begins hangs on the looker's own group, and some hierarchies may hold nobody (version 1 beside 2), so
     only the pod and the paths' last names count.
     """

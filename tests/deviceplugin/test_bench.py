@@ -14,7 +14,6 @@ def test_daemons_of_the_stand_in_get_ready(tmp_path: Path) -> None:
     """How quickly is the benchmark's: here the machine may be busy."""
     took = agent.mps_ready(tmp_path / "daemons")
     assert len(took) == agent.DAEMONS
-    assert min(took) > 0
 
 
 def test_percentile_is_in_milliseconds() -> None:

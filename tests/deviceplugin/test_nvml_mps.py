@@ -236,6 +236,25 @@ def test_another_daemon_takes_the_place_of_a_dead_ones_server(node: Node) -> Non
     assert (node.mps.starts, node.mps.started(server)) == (2, None)
 
 
+def test_no_daemon_starts_under_who_is_there(node: Node) -> None:
+    """Whoever came between the look and the step: its dead daemon's server would be ended."""
+    devices = node.devices()
+    gpu = devices.uuids[0]
+    devices.apply(gpu, SetMode(MPS))
+    devices.apply(gpu, StartMps())
+    server = node.mps.connect(pipe(node, gpu), 42)
+    node.start(0, server, "carpool-mps")
+    devices.actual(gpu)
+    node.mps.die(pipe(node, gpu))
+    node.start(0, 42, "a")
+    with pytest.raises(DeviceError, match=f"expected no pod's process where an MPS daemon starts, found {uid('a')}"):
+        devices.apply(gpu, StartMps())
+    assert (node.mps.starts, node.mps.started(server)) == (1, server)
+    node.end(0, 42)
+    devices.apply(gpu, StartMps())
+    assert (node.mps.starts, node.mps.started(server)) == (2, None)
+
+
 def test_daemon_is_asked_rarely_while_the_same_processes_are_there(node: Node) -> None:
     """Each question starts a program; measuring once a second must not."""
     devices = node.devices()

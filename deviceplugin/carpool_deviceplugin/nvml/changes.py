@@ -59,6 +59,8 @@ class Changes:
                     raise DeviceError(f"GPU {uuid}: expected mode MPS, found {mode or 'Idle'}; set it first")
                 if self._mps is None:
                     raise DeviceError(f"GPU {uuid}: expected nvidia-cuda-mps-control on this node, found none")
+                if not self._mps.is_running(uuid):  # a dead daemon's server may serve them still, and would be ended
+                    self._check_that_no_pod_is_there(uuid)
                 self._mps.start(uuid)
             case StopMps():
                 self._check_that_it_is_empty(uuid, file)
@@ -96,6 +98,14 @@ class Changes:
     def _check_that_it_is_ours(self, uuid: GpuUuid) -> None:
         if self.mig_manager:
             raise DeviceError(f"GPU {uuid}: expected nobody else to divide it, found that {self.mig_manager}")
+
+    def _check_that_no_pod_is_there(self, uuid: GpuUuid) -> None:
+        self._watcher.forget(uuid)
+        if whom := sorted(self._watcher.look(uuid)[0].pod_uids()):
+            raise DeviceError(
+                f"GPU {uuid}: expected no pod's process where an MPS daemon starts, found {', '.join(whom)}; wait "
+                "until they end"
+            )
 
     def _check_that_it_is_empty(self, uuid: GpuUuid, file: ModeFile) -> None:
         others = foreign(self._instances.find(uuid, file)) if self._instances.is_enabled(uuid) else set()
