@@ -109,7 +109,7 @@ class Job:
         )
 
     def memory_on(self, product: GpuProduct) -> MemoryPrediction:
-        """Predict memory alone."""
+        """Predict memory alone. Where peaks that are rare would not fit, and no run has shown its own, it is alone."""
         found = predict_memory(
             self.cost,
             self.features.layers,
@@ -118,16 +118,20 @@ class Job:
             calibrated=is_calibrated(self.model, product, self.training.precision),
             context_difference_mib=context_mib(product) - _context_mib(self.model.product),
         )
-        if self.recalled is None:
-            return msgspec.structs.replace(found, learned_jobs=self.jobs) if self.jobs else found
-        found = recalling.with_memory(found, self.recalled, self.corrected.correction)
+        found = msgspec.structs.replace(found, learned_jobs=self.jobs)
+        calm, recalled = min(self.model.factors), self.recalled
+        if recalled is None:
+            return msgspec.structs.replace(found, trusted=not recalling.is_rarely_beyond(found, product, calm))
+        found = recalling.with_memory(found, recalled, self.corrected.correction)
+        if not recalled.peak_mib and not recalled.deaths and recalling.is_rarely_beyond(found, product, calm):
+            # What ran too short to show its peak has taught nothing of it: the next run is a first one.
+            return msgspec.structs.replace(found, trusted=False)
         # A bound that a death raised above all the GPU has is no reason to refuse it: nobody knows how much it needs.
-        is_beyond = self.recalled.deaths > 0 and found.upper_mib > product.memory_mib
+        is_beyond = recalled.deaths > 0 and found.upper_mib > product.memory_mib
         return msgspec.structs.replace(
             found,
-            learned_jobs=self.jobs,
-            learned_runs=self.recalled.known,
-            trusted=not (self.recalled.is_lost or is_beyond),
+            learned_runs=recalled.known,
+            trusted=not (recalled.is_lost or is_beyond),
         )
 
     def on(self, product: GpuProduct, *, is_strict: bool = False, before: OnProduct | None = None) -> OnProduct:
@@ -149,8 +153,8 @@ class Job:
         )
         if is_strict and not is_measured:
             memory = msgspec.structs.replace(memory, trusted=False)
-        is_first = is_strict and is_measured and not memory.learned_runs
-        if is_first:
+        upper_mib = memory.upper_mib
+        if is_strict and is_measured and not memory.learned_runs:
             memory = recalling.for_a_first_run(memory, product)
         prediction = ProductPrediction(
             product=product.name,
@@ -158,7 +162,9 @@ class Job:
             activity=busy if recalled is None else recalling.with_activity(busy, recalled),
             step_time_seconds=found.prediction.step_time_seconds,
         )
-        return replace(found, prediction=prediction, memory_calibrated=is_measured, is_first=is_first)
+        return replace(
+            found, prediction=prediction, memory_calibrated=is_measured, is_first=memory.upper_mib > upper_mib
+        )
 
     def _reckoned(self, product: GpuProduct) -> OnProduct:
         layers, precision = self.features.layers, self.training.precision
@@ -255,9 +261,13 @@ def _message(job: Job, answers: Sequence[OnProduct]) -> str:
     untrusted = [a.prediction for a in answers if not a.prediction.memory.trusted]
     if lost := [p.product for p in untrusted if p.memory.is_lost]:
         told.append(f"runs alone on {', '.join(lost)}, because earlier runs of it died of memory there")
-    if alone := [p.product for p in untrusted if not p.memory.is_lost]:
+    unproven = [p for p in untrusted if not p.memory.is_lost]
+    rare = [p.product for p in unproven if recalling.is_beyond(p.memory, find_product(p.product))]
+    if alone := [p.product for p in unproven if p.product not in rare]:
         told.append(f"runs alone on {', '.join(alone)} until enough like it was measured there")
-    if first := [a.prediction.product for a in answers if a.is_first and a.prediction.memory.trusted]:
+    if rare:
+        told.append(f"runs alone on {', '.join(rare)} until a run has shown its peak, which in rare cases does not fit")
+    if first := [answer.prediction.product for answer in answers if answer.is_first]:
         told.append(f"its first run on {', '.join(first)} counts with {recalling.FIRST:g} times the bound")
     if not job.corrected.inside:
         told.append("the model is unlike those that were measured, so the bound on memory is wider")

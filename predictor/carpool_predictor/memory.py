@@ -98,13 +98,17 @@ class MemoryModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Raises:
             MalformedError: It does not; the message says why.
         """
-        if self.format != FORMAT:
-            raise MalformedError(f"expected a memory model of format {FORMAT}, found {self.format}; upgrade carpool")
         if tuple(self.residual.features) != COLUMNS or len(self.hull) != len(COLUMNS):
             raise MalformedError("the memory model was trained on other columns than this version computes")
         if len(self.risk.weights) != len(COLUMNS) or len(self.factors) != len(self.risk.edges) + 1:
             raise MalformedError("the memory model's strata are not those of its columns and factors")
         self.residual.check()
+
+
+class _Format(msgspec.Struct, frozen=True):
+    """As much of an artifact as says whether the rest can be read."""
+
+    format: int
 
 
 def read_model(content: bytes) -> MemoryModel:
@@ -114,6 +118,10 @@ def read_model(content: bytes) -> MemoryModel:
         MalformedError: It is cut short, changed, or of another version.
     """
     try:
+        found = msgspec.json.decode(content, type=_Format).format
+        if found != FORMAT:
+            advice = "upgrade carpool" if found > FORMAT else "build it anew with `carpool train`"
+            raise MalformedError(f"expected a memory model of format {FORMAT}, found {found}; {advice}")
         model = msgspec.json.decode(content, type=MemoryModel)
     except msgspec.DecodeError as e:
         raise MalformedError(f"expected a memory model as `carpool train` writes it: {e}") from e

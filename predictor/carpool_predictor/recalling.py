@@ -217,18 +217,32 @@ def _class_of(value_mib: int, memory: MemoryPrediction) -> tuple[int, int]:
 def for_a_first_run(memory: MemoryPrediction, product: GpuProduct) -> MemoryPrediction:
     """Return what the first run of a job counts with: more than the bound, or the whole GPU where that is too much.
 
-    Never is a job refused for its bound, which peaks that are rare may put far above the median: where the median fits
-    a GPU and the bound does not, the job runs alone. The class tells where the peak lies, and stays; so does coverage,
-    which is at least that.
+    The class tells where the peak lies, and stays; so does coverage, which is at least that.
+
+    Args:
+        memory: What is predicted, trusted or not.
+        product: The GPU product.
+    """
+    raised = msgspec.structs.replace(memory, upper_mib=math.ceil(FIRST * memory.upper_mib))
+    if not is_beyond(raised, product):
+        return raised
+    return memory if is_beyond(memory, product) else msgspec.structs.replace(memory, trusted=False)
+
+
+def is_beyond(memory: MemoryPrediction, product: GpuProduct) -> bool:
+    """Whether a bound takes so much of a GPU that the job may as well run alone."""
+    return memory.upper_mib > ROOM * product.memory_mib
+
+
+def is_rarely_beyond(memory: MemoryPrediction, product: GpuProduct, calm: float) -> bool:
+    """Whether a bound is too much for a GPU, and what most steps take is not: no job is refused for such a bound.
 
     Args:
         memory: What is predicted.
         product: The GPU product.
+        calm: Bound over median of the steps that hardly ever exceed theirs by much.
     """
-    upper, largest_mib = math.ceil(FIRST * memory.upper_mib), ROOM * product.memory_mib
-    if upper <= largest_mib:
-        return msgspec.structs.replace(memory, upper_mib=upper)
-    return msgspec.structs.replace(memory, trusted=False) if memory.median_mib <= largest_mib else memory
+    return is_beyond(memory, product) and calm * memory.median_mib <= ROOM * product.memory_mib
 
 
 def with_activity(activity: ActivityPrediction, recalled: Recalled) -> ActivityPrediction:

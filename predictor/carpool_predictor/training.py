@@ -10,7 +10,8 @@ from carpool_predictor.memory import MemoryModel
 from carpool_predictor.memory_fit import fit, samples_of, traced_models
 
 SEED = 20260101
-VERSION = "2026.11"
+VERSION = "2026.11.2"
+"""Changes with the numbers: waiting jobs are predicted anew by it, and answers of two models are told apart."""
 
 
 def memory_model(data: Path) -> MemoryModel:
