@@ -257,7 +257,7 @@ def reason_of(job: Job, answers: Sequence[OnProduct]) -> str:
 def _message(job: Job, answers: Sequence[OnProduct]) -> str:
     batches = ", ".join(str(step.batch_size) for step in job.features.steps)
     told = [f"from training steps traced at batch sizes {batches}"]
-    told += [said for answer in answers if (said := _learned(answer.prediction)) is not None]
+    told += [said for answer in answers if (said := recalling.taught_by(answer.prediction)) is not None]
     untrusted = [a.prediction for a in answers if not a.prediction.memory.trusted]
     if lost := [p.product for p in untrusted if p.memory.is_lost]:
         told.append(f"runs alone on {', '.join(lost)}, because earlier runs of it died of memory there")
@@ -289,17 +289,6 @@ def _message(job: Job, answers: Sequence[OnProduct]) -> str:
     if not all(answer.step_time_inside for answer in answers):
         told.append("step times with tensor cores were not measured, so their interval is wider")
     return "; ".join(told)
-
-
-def _learned(found: ProductPrediction) -> str | None:
-    """Say what a bound was learned from; None where it is as shipped."""
-    memory = found.memory
-    parts = []
-    if memory.learned_jobs:
-        parts.append(f"{memory.learned_jobs} jobs measured there")
-    if memory.learned_runs:
-        parts.append(f"{memory.learned_runs} run{'' if memory.learned_runs == 1 else 's'} of this very one")
-    return f"memory on {found.product} is calibrated from {' and '.join(parts)}" if parts else None
 
 
 def abstained(abstention: Abstention) -> Prediction:

@@ -18,7 +18,7 @@ from statistics import fmean, median
 import msgspec
 from carpool_core.products import GpuProduct
 from carpool_core.resources.job import ModelSource
-from carpool_core.resources.prediction import ActivityPrediction, Interval, MemoryPrediction
+from carpool_core.resources.prediction import ActivityPrediction, Interval, MemoryPrediction, ProductPrediction
 from carpool_core.values import Precision
 
 from carpool_predictor.calibration import FEWEST, Calibration, Observed
@@ -243,6 +243,17 @@ def is_rarely_beyond(memory: MemoryPrediction, product: GpuProduct, calm: float)
         calm: Bound over median of the steps that hardly ever exceed theirs by much.
     """
     return is_beyond(memory, product) and calm * memory.median_mib <= ROOM * product.memory_mib
+
+
+def taught_by(found: ProductPrediction) -> str | None:
+    """Say what a bound was learned from; None where it is as shipped."""
+    memory = found.memory
+    parts = []
+    if memory.learned_jobs:
+        parts.append(f"{memory.learned_jobs} jobs measured there")
+    if memory.learned_runs:
+        parts.append(f"{memory.learned_runs} run{'' if memory.learned_runs == 1 else 's'} of this very one")
+    return f"memory on {found.product} is calibrated from {' and '.join(parts)}" if parts else None
 
 
 def with_activity(activity: ActivityPrediction, recalled: Recalled) -> ActivityPrediction:

@@ -81,7 +81,7 @@ async def test_both_tell_every_gpu_of_the_live_cluster_and_create_nothing(
     assert explained.returncode == 0, explained.stderr
     assert "default/waiting has no place yet" in explained.stdout
     assert "4 GPUs of 2 nodes" in explained.stdout
-    assert explained.stdout.count("fits by Exclusive") == 1  # its prediction is not there yet
+    assert explained.stdout.count("fits by MPS, leaves 0 MiB") == 1  # its prediction is not there yet
     assert asked.returncode == 0, asked.stderr
     assert "would go to bench-000" in asked.stdout
     assert asked.stdout.count("fits by MPS") == 4
