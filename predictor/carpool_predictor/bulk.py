@@ -5,12 +5,14 @@ import os
 import signal
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import chain, islice
-from typing import IO
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from queue import SimpleQueue
+from typing import IO, NamedTuple
 
 import msgspec
 
@@ -76,23 +78,14 @@ def _answered(rows: IO[bytes], limits: TraceLimits, workers: int) -> Iterator[tu
         answerer = Answerer(limits)
         yield from ((chunk, answerer.answers(chunk)) for chunk in lines)
         return
-    # Not forked: NumPy's threads do not survive that.
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=_begin, initargs=(limits,)) as pool:
+    with _Crew(workers, limits) as crew:
         waiting: deque[tuple[list[bytes], Future[list[bytes]]]] = deque()
-        try:
-            for chunk in lines:
-                waiting.append((chunk, pool.submit(_answer, limits, chunk)))
-                if len(waiting) > _AHEAD * workers:
-                    yield _first(waiting)
-            while waiting:
+        for chunk in lines:
+            waiting.append((chunk, crew.ask(chunk)))
+            if len(waiting) > _AHEAD * workers:
                 yield _first(waiting)
-        except BrokenProcessPool as e:
-            raise WorkerDied(
-                "a process that answered rows was ended from outside, probably for its memory; what was written holds"
-            ) from e
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        while waiting:
+            yield _first(waiting)
 
 
 def _first(waiting: deque[tuple[list[bytes], Future[list[bytes]]]]) -> tuple[list[bytes], list[bytes]]:
@@ -100,17 +93,65 @@ def _first(waiting: deque[tuple[list[bytes], Future[list[bytes]]]]) -> tuple[lis
     return chunk, future.result()
 
 
-def _begin(limits: TraceLimits) -> None:
-    """Load what is needed, and leave Ctrl-C to the parent."""
+class _Worker(NamedTuple):
+    process: BaseProcess
+    connection: Connection
+
+
+class _Crew:
+    """Processes that answer rows, each with a pipe of its own, which ends when it dies, even amid an answer.
+
+    The standard library's pools have one pipe that all write to: with half an answer in it they wait without end.
+    """
+
+    def __init__(self, workers: int, limits: TraceLimits) -> None:
+        self._spawn = multiprocessing.get_context("spawn")  # not forked: NumPy's threads do not survive that
+        self._idle: SimpleQueue[_Worker] = SimpleQueue()
+        self._workers = [self._started(limits) for _ in range(workers)]
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(workers)
+
+    def _started(self, limits: TraceLimits) -> _Worker:
+        ours, theirs = self._spawn.Pipe()
+        process = self._spawn.Process(target=_work, args=(theirs, limits), daemon=True)
+        process.start()
+        theirs.close()  # else it would not end with the process
+        return _Worker(process, ours)
+
+    def __enter__(self) -> "_Crew":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._workers:
+            worker.process.kill()
+        self._threads.shutdown(cancel_futures=True)
+        for worker in self._workers:
+            worker.process.join()
+            worker.connection.close()
+
+    def ask(self, lines: list[bytes]) -> "Future[list[bytes]]":
+        """Have rows answered by whoever is idle first."""
+        return self._threads.submit(self._asked, lines)
+
+    def _asked(self, lines: list[bytes]) -> list[bytes]:
+        worker = self._idle.get()
+        try:
+            worker.connection.send(lines)
+            answers: list[bytes] = worker.connection.recv()
+        except (EOFError, OSError) as e:
+            raise WorkerDied(
+                "a process that answered rows was ended from outside, probably for its memory; what was written holds"
+            ) from e
+        finally:
+            self._idle.put(worker)
+        return answers
+
+
+def _work(connection: Connection, limits: TraceLimits) -> None:
+    """Answer rows until nobody asks any more; Ctrl-C is the parent's."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _answerer(limits)
-
-
-@cache
-def _answerer(limits: TraceLimits) -> Answerer:
-    """Return this process's own; it remembers what it looked up."""
-    return Answerer(limits)
-
-
-def _answer(limits: TraceLimits, lines: list[bytes]) -> list[bytes]:
-    return _answerer(limits).answers(lines)
+    answerer = Answerer(limits)
+    with suppress(EOFError):
+        while True:
+            connection.send(answerer.answers(connection.recv()))
