@@ -16,9 +16,12 @@ def make_empty(directory: Path) -> None:
 
 
 def put_away(directory: Path) -> None:
-    """Make a directory's place free, and remove of it what can be; raises OSError."""
+    """Make a directory's place free, and remove of it what can be; raises OSError, but not where there is none."""
     aside = directory.with_name(f".old.{secrets.token_hex(8)}")
-    directory.rename(aside)
+    try:
+        directory.rename(aside)
+    except FileNotFoundError:
+        return
     with suppress(RecursionError):
         shutil.rmtree(aside, ignore_errors=True)
 

@@ -183,7 +183,12 @@ class Mps:
         return here
 
     def stop(self, uuid: GpuUuid) -> None:
-        """Stop a GPU's daemon; one that does not run is stopped already. Clients must have left before."""
+        """Stop a GPU's daemon; one that does not run is stopped already. Clients must have left before.
+
+        Raises:
+            MpsError: It goes on.
+            OSError: Its directory could not be put away.
+        """
         environment = self._environment(uuid)
         if self._commands.is_alive(environment):
             try:
@@ -194,6 +199,7 @@ class Mps:
             self.end(uuid)
         if self._commands.is_alive(environment):
             raise MpsError(f"GPU {uuid}: expected the MPS daemon to stop, found it still there; end its clients")
+        put_away(self.pipe(uuid))  # a container that has not ended yet may hold it, and must not meet the next daemon
         self._empty(uuid)
 
     def end(self, uuid: GpuUuid) -> None:

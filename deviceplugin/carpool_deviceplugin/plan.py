@@ -248,7 +248,7 @@ def _enter(actual: GpuActual, granted: Sequence[Reservation]) -> tuple[Step, ...
     mode = granted[0].mode
     is_changing = actual.mode is not mode
     is_mps = mode is SharingMode.MPS
-    is_useless = actual.mps_hangs if is_mps else actual.mps_daemon or actual.mps_left
+    is_useless = _is_of_no_use(actual, granted) if is_mps else actual.mps_daemon or actual.mps_left
     is_ending = is_useless and not is_changing and not actual.tenants  # `_leave` has ended it where the mode changes
     steps: list[Step] = [SetMode(mode)] if is_changing else [StopMps()] if is_ending else []
     if is_mps:
@@ -256,6 +256,16 @@ def _enter(actual: GpuActual, granted: Sequence[Reservation]) -> tuple[Step, ...
             steps.append(StartMps())  # under who is there a dead daemon's server may go on: another one would end it
         steps += _limits(actual, granted, from_nothing=is_changing or is_ending)
     return tuple(steps)
+
+
+def _is_of_no_use(actual: GpuActual, granted: Sequence[Reservation]) -> bool:
+    """Whether another MPS daemon must take the place of the one that there is, or was, once nobody is on the GPU.
+
+    One that knows none of who comes in served others, of whatever namespace: what they left in its memory is not for
+    these, and containers of theirs that are still ending must not reach the next one.
+    """
+    is_of_others = actual.limits.keys().isdisjoint(r.pod_uid for r in granted)
+    return actual.mps_hangs or (is_of_others and bool(actual.mps_daemon or actual.limits))
 
 
 def _limits(actual: GpuActual, granted: Sequence[Reservation], from_nothing: bool = False) -> tuple[Step, ...]:

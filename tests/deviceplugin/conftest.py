@@ -12,10 +12,18 @@ import jsonschema
 import pytest
 from carpool_core.resources.node import Reservation
 from carpool_core.values import GpuUuid, JobUid, PodUid, SharingMode
+from carpool_deviceplugin.mps import Mps
+from carpool_deviceplugin.mps_program import PROGRAM, MpsProgram
 from carpool_deviceplugin.simulated import SimulatedDevices, parse_inventory
+from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_simulated.client import Gpus, open_gpus
 from carpool_simulated.device import Device
 from carpool_simulated.state import Facts
+
+# --import-mode=importlib gives test folders no import path of their own; the world is shared by these files only.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from mps_world import STAND_IN
 
 PROCESS = Path(__file__).parent / "simulated_process.py"
 PACKAGES = Path(__file__).parents[2] / "deviceplugin"
@@ -158,3 +166,26 @@ def enter(devices: SimulatedDevices) -> Callable[[str, str], Gpus]:
         return open_gpus(env)
 
     return of
+
+
+@pytest.fixture
+def commands() -> FakeMpsCommands:
+    """MPS daemons in memory."""
+    return FakeMpsCommands()
+
+
+@pytest.fixture
+def mps(commands: FakeMpsCommands, tmp_path: Path) -> Mps:
+    """The same, as the agent has them."""
+    return Mps(commands, tmp_path)
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MpsProgram:
+    """A program that stands in for NVIDIA's."""
+    (tmp_path / "bin").mkdir()
+    file = tmp_path / "bin" / PROGRAM
+    file.write_text(STAND_IN)
+    file.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    return MpsProgram(private_shm=False, within_s=5.0)

@@ -8,15 +8,13 @@ from pathlib import Path
 import msgspec
 import pynvml
 import pytest
-from carpool_core.kube.api import GPU_NODES, NODES
-from carpool_core.resources.node import GpuNode
-from carpool_core.testing.kube import FakeKube
+from agent_world import World
+from carpool_core.kube.api import GPU_NODES
 from carpool_core.values import SharingMode
 from carpool_deviceplugin.gpu import SetMode, StartMps, StopMps
 from carpool_deviceplugin.nvml.calls import NvmlError
 from carpool_deviceplugin.patience import Rhythm
-from carpool_deviceplugin.settings import AgentSettings
-from carpool_deviceplugin.testing.agents import flowing, running, until
+from carpool_deviceplugin.testing.agents import running, until
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.testing.nvml_node import Node, uid
@@ -164,38 +162,24 @@ def test_it_is_told_for_ten_minutes(shared: Shared) -> None:
 @pytest.mark.parametrize("is_released", [True, False])
 async def test_the_status_names_pods_that_are_gone(tmp_path: Path, reserve, is_released: bool) -> None:
     """Whether the scheduler has released what they had or not: the operator waits to hear who was not to blame."""
-    node, kube = Node(FakeNvml(["H100"]), FakeMpsCommands(), tmp_path), FakeKube()
-    kube.seed(NODES, {"metadata": {"name": "n"}})
-    devices = node.devices()
-    (gpu,) = devices.uuids
-    pipe = str(tmp_path / "mps" / gpu / "pipe")
-    rhythm = Rhythm(resync_s=1e9)  # nobody looks just because time has passed
-    agent = flowing(AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path), kube, devices, rhythm)
-    wanted = [msgspec.structs.replace(reserve(pod, gpu, mode=MPS), pod_uid=uid(pod)) for pod in "ab"]
-
-    def status():
-        return msgspec.convert(kube.dump_all(GPU_NODES)[0], GpuNode).status
-
-    async def hold(reservations: list) -> None:
-        await kube.patch(GPU_NODES, "n", {"spec": {"reservations": msgspec.to_builtins(reservations)}})
-
+    world = World(tmp_path, Rhythm(resync_s=1e9))  # nobody looks just because time has passed
+    node, agent = world.node, world.agent
+    wanted = [msgspec.structs.replace(reserve(pod, world.gpu, mode=MPS), pod_uid=uid(pod)) for pod in "ab"]
     async with running(agent):
-        await until(lambda: kube.dump_all(GPU_NODES))
-        await hold(wanted)
-        await until(lambda: [p.state.value for p in agent.reconciler.partitions] == ["Ready"] * 2)
+        await world.hold(*wanted)
         for pid, pod in ((42, "a"), (43, "b")):
             node.start(0, pid, pod)
-            node.mps.connect(pipe, pid)
-        await until(lambda: len(agent.reconciler.meters[gpu].running()) == 2)
+            node.mps.connect(str(world.pipe), pid)
+        await until(lambda: len(agent.reconciler.meters[world.gpu].running()) == 2)
         began = agent.clock.monotonic()
         await until(lambda: agent.clock.monotonic() > began + 15)  # they run for a while, and are looked at
         node.nvml.raise_xid(0, 31)
         node.end(0, 42)
         node.end(0, 43)
         if is_released:
-            await hold([])
-        await until(lambda: {s.pod_uid for s in status().struck} == {uid("a"), uid("b")})
-        assert "a client's fatal fault has hit its MPS server" in status().struck[0].message
+            await world.hold()
+        await until(lambda: {s.pod_uid for s in world.status.struck} == {uid("a"), uid("b")})
+        assert "a client's fatal fault has hit its MPS server" in world.status.struck[0].message
 
 
 def test_a_client_that_ends_while_the_daemon_is_asked_is_no_stranger(shared: Shared) -> None:
@@ -262,21 +246,13 @@ def test_a_daemon_that_was_being_asked_when_it_happened_is_asked_again(shared: S
 
 async def test_what_an_earlier_agent_told_of_stands_for_ten_minutes(tmp_path: Path) -> None:
     """Regression: a new agent's first word took it back, and the operator may not have read it."""
-    node, kube = Node(FakeNvml(["H100"]), FakeMpsCommands(), tmp_path), FakeKube()
-    kube.seed(NODES, {"metadata": {"name": "n"}})
+    world = World(tmp_path, Rhythm(resync_s=1e9, sample_s=100, measures_s=100, heartbeat_s=100))
     told = [{"podUid": uid("a"), "message": "hit"}, {"podUid": uid("b"), "message": "hit"}]
-    kube.seed(GPU_NODES, {"metadata": {"name": "n"}, "spec": {"reservations": []}, "status": {"struck": told}})
-    rhythm = Rhythm(resync_s=1e9, sample_s=100, measures_s=100, heartbeat_s=100)
-    settings = AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path)
-    agent = flowing(settings, kube, node.devices(), rhythm)
-
-    def status():
-        return msgspec.convert(kube.dump_all(GPU_NODES)[0], GpuNode).status
-
-    async with running(agent):
-        await until(lambda: status().devices)
-        began = agent.clock.monotonic()
-        assert {s.pod_uid for s in status().struck} == {uid("a"), uid("b")}
-        agent.clock.advance(450)  # at one go: each step of its time takes some of the machine's
-        await until(lambda: not status().struck)
-        assert agent.clock.monotonic() - began > 500
+    world.kube.seed(GPU_NODES, {"metadata": {"name": "n"}, "spec": {"reservations": []}, "status": {"struck": told}})
+    async with running(world.agent):
+        await until(lambda: world.status.devices)
+        began = world.agent.clock.monotonic()
+        assert {s.pod_uid for s in world.status.struck} == {uid("a"), uid("b")}
+        world.agent.clock.advance(450)  # at one go: each step of its time takes some of the machine's
+        await until(lambda: not world.status.struck)
+        assert world.agent.clock.monotonic() - began > 500

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from carpool_deviceplugin.meter import Meter
+from carpool_deviceplugin.nvml.devices import NvmlDevices
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.testing.nvml_node import Node, uid
@@ -103,25 +104,29 @@ def test_what_a_process_drew_before_its_end_is_its_own(node: Node, is_alone: boo
     assert not meter.uses[uid("a")].is_running
 
 
-def test_energy_under_mig_of_a_process_that_ended(tmp_path: Path) -> None:
-    """Its instance is there for a while longer; where it is not, nobody knows what ran on it."""
-    node = Node(FakeNvml(["H100"]), FakeMpsCommands(), tmp_path)
+def divided(root: Path, kind: str) -> tuple[Node, NvmlDevices, list[int]]:
+    """A GPU with an instance of three slices, and one of one."""
+    node = Node(FakeNvml([kind]), FakeMpsCommands(), root)
     mig = node.nvml.gpus[0].mig
     mig.is_enabled = mig.is_pending = True
     devices = node.devices()
+    three, one = (mig.table.profiles[at] for at in (2, 5))
+    instances = [mig.create(p.id, start, p.memory_slices).id for p, start in ((three, 4), (one, 0))]
+    devices.actual(devices.uuids[0])
+    return node, devices, instances
+
+
+def test_energy_under_mig_of_a_process_that_ended(tmp_path: Path) -> None:
+    """Its instance is there for a while longer; where it is not, nobody knows what ran on it."""
+    node, devices, instances = divided(tmp_path, "H100")
     meter = Meter(devices.uuids[0])
-    made = [
-        mig.create(mig.table.profiles[at].id, start, mig.table.profiles[at].memory_slices)
-        for at, start in ((2, 4), (5, 0))
-    ]
-    devices.actual(meter.uuid)
     for _ in range(2):
         meter.sample(devices.read(meter.uuid))
         node.advance(5)
     meter.sample(devices.read(meter.uuid))
     began = node.nvml.gpus[0].energy_mj
-    node.start(0, 42, "a", sm=0.6, instance=made[0].id)
-    node.start(0, 43, "b", sm=0.3, instance=made[1].id)
+    node.start(0, 42, "a", sm=0.6, instance=instances[0])
+    node.start(0, 43, "b", sm=0.3, instance=instances[1])
     for end in (None, 42, 43):
         node.advance(4.9)
         if end is not None:
@@ -135,17 +140,11 @@ def test_energy_under_mig_of_a_process_that_ended(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kind", "is_known"), [("H100", True), ("A100-40", False)])
 def test_energy_under_mig_adds_up_where_the_instances_activity_is_known(tmp_path: Path, kind: str, is_known) -> None:
     """Without GPM nobody can say whose it was: then it is absent, not shared out by guess."""
-    node = Node(FakeNvml([kind]), FakeMpsCommands(), tmp_path)
-    mig = node.nvml.gpus[0].mig
-    mig.is_enabled = mig.is_pending = True
-    devices = node.devices()
+    node, devices, instances = divided(tmp_path, kind)
     (gpu,) = devices.uuids
     devices.read(gpu)
     node.advance(5)
     devices.read(gpu)
-    three, one = (mig.table.profiles[at] for at in (2, 5))
-    instances = [mig.create(p.id, start, p.memory_slices).id for p, start in ((three, 4), (one, 0))]
-    devices.actual(gpu)
     began = node.nvml.gpus[0].energy_mj
     for pid, pod, sm, instance in ((42, "a", 0.6, instances[0]), (43, "b", 0.3, instances[1])):
         node.start(0, pid, pod, sm=sm, instance=instance)

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from carpool_core.values import PartitionState, PodUid, SharingMode
+from carpool_core.values import GpuUuid, PartitionState, PodUid, SharingMode
 from carpool_deviceplugin.gpu import DeviceError, Limits, SetLimits, SetMode, StartMps, StopMps
+from carpool_deviceplugin.nvml.devices import NvmlDevices
 from carpool_deviceplugin.patience import Rhythm
 from carpool_deviceplugin.plan import plan
 from carpool_deviceplugin.testing.agents import Inline
@@ -24,6 +25,22 @@ def node(tmp_path: Path) -> Node:
 
 def pipe(node: Node, gpu: str) -> str:
     return str(node.root / "mps" / gpu / "pipe")
+
+
+def end_daemon(node: Node, gpu: str, how: str) -> None:
+    if how == "wedged":
+        node.mps.daemons[pipe(node, gpu)].is_wedged = True
+    else:
+        node.mps.die(pipe(node, gpu))
+
+
+def behind_a_daemon(node: Node) -> tuple[NvmlDevices, GpuUuid]:
+    """A GPU that has a daemon."""
+    devices = node.devices()
+    gpu = devices.uuids[0]
+    devices.apply(gpu, SetMode(MPS))
+    devices.apply(gpu, StartMps())
+    return devices, gpu
 
 
 def test_mps_daemon_dies_and_is_started_again(node: Node, reserve) -> None:
@@ -50,10 +67,7 @@ def test_another_agent_takes_the_daemon_over(node: Node) -> None:
 
 
 def test_mps_server_is_nobodys_process(node: Node) -> None:
-    devices = node.devices()
-    gpu = devices.uuids[0]
-    devices.apply(gpu, SetMode(MPS))
-    devices.apply(gpu, StartMps())
+    devices, gpu = behind_a_daemon(node)
     node.start(0, 42, "a")
     server = node.mps.connect(pipe(node, gpu), 42)
     node.start(0, server, None)
@@ -67,18 +81,12 @@ def test_mps_server_is_nobodys_process(node: Node) -> None:
 @pytest.mark.parametrize("is_known", [True, False], ids=["same agent", "next agent"])
 def test_server_of_a_daemon_that_is_no_more_keeps_nobody_away(node: Node, how: str, is_known: bool) -> None:
     """Regression: it counted as a pod for ever, so that its daemon was never ended nor another one started."""
-    devices = node.devices()
-    gpu = devices.uuids[0]
-    devices.apply(gpu, SetMode(MPS))
-    devices.apply(gpu, StartMps())
+    devices, gpu = behind_a_daemon(node)
     node.start(0, 42, "a")
     server = node.mps.connect(pipe(node, gpu), 42)
     node.start(0, server, "carpool-mps")
     assert devices.actual(gpu).tenants == {uid("a")}
-    if how == "wedged":
-        node.mps.daemons[pipe(node, gpu)].is_wedged = True
-    else:
-        node.mps.die(pipe(node, gpu))
+    end_daemon(node, gpu, how)
     if not is_known:
         devices = node.devices()
     assert devices.actual(gpu).tenants == {uid("a")}
@@ -91,18 +99,12 @@ def test_server_of_a_daemon_that_is_no_more_keeps_nobody_away(node: Node, how: s
 @pytest.mark.parametrize("how", ["wedged", "killed"])
 def test_server_that_was_never_seen_is_known_by_where_it_lives(node: Node, how: str) -> None:
     """Regression: it counted as a process of carpool-mps, and somebody had to end it."""
-    devices = node.devices()
-    gpu = devices.uuids[0]
-    devices.apply(gpu, SetMode(MPS))
-    devices.apply(gpu, StartMps())
+    devices, gpu = behind_a_daemon(node)
     assert devices.actual(gpu).tenants == set()
     node.start(0, 42, "a")
     server = node.mps.connect(pipe(node, gpu), 42)
     node.start(0, server, "carpool-mps")
-    if how == "wedged":
-        node.mps.daemons[pipe(node, gpu)].is_wedged = True
-    else:
-        node.mps.die(pipe(node, gpu))
+    end_daemon(node, gpu, how)
     assert node.devices().actual(gpu).tenants == {uid("a")}
     node.end(0, 42)
     assert devices.actual(gpu).tenants == set()
@@ -183,10 +185,7 @@ async def test_daemon_is_left_alone_while_its_server_has_clients(node: Node, res
     await shared.look()
     server = shared.serve(42, "a")
     await shared.look()
-    if how == "wedged":
-        node.mps.daemons[pipe(node, shared.gpu)].is_wedged = True
-    else:
-        node.mps.die(pipe(node, shared.gpu))
+    end_daemon(node, shared.gpu, how)
     for _ in range(3):
         node.advance(61)
         assert (await shared.look(), node.mps.starts, node.mps.started(server)) == (READY, 1, server)
@@ -211,10 +210,7 @@ async def test_server_of_a_dead_daemon_goes_before_another_mode_is_ready(node: N
 
 def test_after_a_stop_nobody_sees_a_server_any_more(node: Node) -> None:
     """It had no context on the GPU, so its end is no news there."""
-    devices = node.devices()
-    gpu = devices.uuids[0]
-    devices.apply(gpu, SetMode(MPS))
-    devices.apply(gpu, StartMps())
+    devices, gpu = behind_a_daemon(node)
     node.mps.connect(pipe(node, gpu), 42)
     devices.actual(gpu)
     node.mps.die(pipe(node, gpu))
@@ -225,10 +221,7 @@ def test_after_a_stop_nobody_sees_a_server_any_more(node: Node) -> None:
 
 
 def test_another_daemon_takes_the_place_of_a_dead_ones_server(node: Node) -> None:
-    devices = node.devices()
-    gpu = devices.uuids[0]
-    devices.apply(gpu, SetMode(MPS))
-    devices.apply(gpu, StartMps())
+    devices, gpu = behind_a_daemon(node)
     server = node.mps.connect(pipe(node, gpu), 42)
     devices.actual(gpu)
     node.mps.die(pipe(node, gpu))
@@ -238,10 +231,7 @@ def test_another_daemon_takes_the_place_of_a_dead_ones_server(node: Node) -> Non
 
 def test_no_daemon_starts_under_who_is_there(node: Node) -> None:
     """Whoever came between the look and the step: its dead daemon's server would be ended."""
-    devices = node.devices()
-    gpu = devices.uuids[0]
-    devices.apply(gpu, SetMode(MPS))
-    devices.apply(gpu, StartMps())
+    devices, gpu = behind_a_daemon(node)
     server = node.mps.connect(pipe(node, gpu), 42)
     node.start(0, server, "carpool-mps")
     devices.actual(gpu)
@@ -257,10 +247,7 @@ def test_no_daemon_starts_under_who_is_there(node: Node) -> None:
 
 def test_daemon_is_asked_rarely_while_the_same_processes_are_there(node: Node) -> None:
     """Each question starts a program; measuring once a second must not."""
-    devices = node.devices()
-    gpu = devices.uuids[0]
-    devices.apply(gpu, SetMode(MPS))
-    devices.apply(gpu, StartMps())
+    devices, gpu = behind_a_daemon(node)
     node.start(0, 42, "a")
     devices.read(gpu)
     before = node.mps.asked
@@ -274,10 +261,8 @@ def test_daemon_is_asked_rarely_while_the_same_processes_are_there(node: Node) -
 
 
 def test_access_says_whom_the_mps_server_serves(node: Node) -> None:
-    devices = node.devices()
-    gpu, other = devices.uuids
-    devices.apply(gpu, SetMode(MPS))
-    devices.apply(gpu, StartMps())
+    devices, gpu = behind_a_daemon(node)
+    other = devices.uuids[1]
     assert devices.access(gpu).mps_user is None, "nobody yet"
     node.start(0, 42, "a", user=1000)
     node.start(0, node.mps.connect(pipe(node, gpu), 42), None, user=1000)
@@ -290,10 +275,7 @@ def test_access_says_whom_the_mps_server_serves(node: Node) -> None:
 
 
 def test_fatal_fault_of_a_client_names_all_clients(node: Node) -> None:
-    devices = node.devices()
-    gpu = devices.uuids[0]
-    devices.apply(gpu, SetMode(MPS))
-    devices.apply(gpu, StartMps())
+    devices, gpu = behind_a_daemon(node)
     for pid, pod in ((42, "a"), (43, "b")):
         node.start(0, pid, pod)
         node.mps.connect(pipe(node, gpu), pid)

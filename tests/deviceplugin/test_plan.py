@@ -60,8 +60,26 @@ def apply(actual: GpuActual, step: Step) -> GpuActual:
         pytest.param(
             SHARED,
             [("b", MPS, {})],
-            (SetLimits(A, None), SetLimits(B, Limits())),
+            (StopMps(), StartMps(), SetLimits(B, Limits())),
             id="mps-tenant-replaced",
+        ),
+        pytest.param(
+            replace(SHARED, limits={}),
+            [("b", MPS, {})],
+            (StopMps(), StartMps(), SetLimits(B, Limits())),
+            id="mps-daemon-of-nobody-knows-whom",
+        ),
+        pytest.param(
+            replace(SHARED, mps_daemon=False),
+            [("b", MPS, {})],
+            (StopMps(), StartMps(), SetLimits(B, Limits())),
+            id="mps-tenant-replaced-behind-a-daemon-that-died",
+        ),
+        pytest.param(
+            SHARED,
+            [("a", MPS, {"memory_limit_mib": 10_000}), ("b", MPS, {})],
+            (SetLimits(B, Limits()),),
+            id="second-mps-tenant-joins-while-nobody-is-there",
         ),
         pytest.param(SHARED, [("a", MPS, {"memory_limit_mib": 10_000})], (), id="mps-nothing-to-do"),
         pytest.param(SHARED, [], (StopMps(), SetMode(None)), id="mps-returned"),
@@ -254,11 +272,10 @@ def test_way_back_ends_where_it_began(before, steps) -> None:
 
 
 pods = st.sampled_from("abcd")
-reservation_args = st.tuples(
-    st.sampled_from([EXCLUSIVE, TIME_SLICING, MPS]), st.sampled_from([None, 10_000, 30_000]), st.sampled_from("xy")
-)
+reservation_args = st.tuples(st.sampled_from([EXCLUSIVE, TIME_SLICING, MPS]), st.sampled_from([None, 10_000, 30_000]))
 events = st.one_of(
     st.tuples(st.just("reserve"), pods, reservation_args),
+    st.tuples(st.just("replace"), pods, reservation_args),
     st.tuples(st.just("release"), pods, st.none()),
     st.tuples(st.just("start"), pods, st.none()),
     st.tuples(st.just("end"), pods, st.none()),
@@ -271,14 +288,16 @@ events = st.one_of(
 @settings(max_examples=200, deadline=None)
 @given(st.lists(events, max_size=25))
 def test_any_history_converges_and_disturbs_nobody(history) -> None:
-    actual, wanted, held, promises = IDLE, {}, frozenset(), {}
+    actual, wanted, held, promises, behind = IDLE, {}, frozenset(), {}, set()
     for what, pod, args in history:
         uid = PodUid(f"uid-{pod}")
-        if what == "reserve" and uid not in wanted:
-            mode, memory, namespace = args
+        if what == "replace":
+            wanted.clear()
+        if what in ("reserve", "replace") and uid not in wanted:
+            mode, memory = args
             wanted[uid] = Reservation(
                 pod_uid=uid,
-                pod_namespace=namespace,
+                pod_namespace="one" if pod in "ab" else "another",
                 pod_name=pod,
                 job_uid=JobUid(pod),
                 job_name=pod,
@@ -298,10 +317,11 @@ def test_any_history_converges_and_disturbs_nobody(history) -> None:
         elif what == "hang":
             actual = replace(actual, mps_hangs=actual.mps_daemon)
         elif what == "die" and actual.mps_daemon:
-            actual = replace(actual, mps_daemon=False, mps_hangs=False, mps_left=True)
+            actual, behind = replace(actual, mps_daemon=False, mps_hangs=False, mps_left=True), set()
         planned = plan(actual, wanted.values(), held)
         for step in planned.steps:
             actual = apply(actual, step)
+            behind = behind if actual.mps_daemon else set()
         told = {*planned.ready, *(planned.waiting or {}), *(planned.refused or {})}
         assert told == wanted.keys(), "every reservation gets one answer"
         in_use = {uid for uid in actual.tenants & wanted.keys() if promises.get(uid) == wanted[uid]}
@@ -317,7 +337,8 @@ def test_any_history_converges_and_disturbs_nobody(history) -> None:
         if promised and promised[0].mode is MPS:
             assert actual.mps_daemon or actual.tenants, "who can connect, has somebody to connect to"
             assert actual.tenants or not actual.mps_hangs
-            assert len({r.pod_namespace for r in promised}) == 1
+            behind |= {r.pod_namespace for r in promised}
+            assert len(behind) == 1, "a daemon serves one namespace all its life"
             assert sum(r.memory_limit_mib or 0 for r in promised) <= actual.usable_mib
         held = frozenset(planned.ready)
         promises |= {uid: wanted[uid] for uid in planned.ready}

@@ -1,0 +1,105 @@
+"""A program that stands in for NVIDIA's, processes that pass for its servers, and the daemons' host in a thread."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from carpool_core.values import GpuUuid
+from carpool_deviceplugin.mps import Mps
+from carpool_deviceplugin.mps_host import MpsHost
+
+GPU = GpuUuid("GPU-8f2c1b7e-0d3a-4c5b-9e6f-1a2b3c4d5e6f")
+STAND_IN = f"""#!{sys.executable}
+import os, pathlib, sys, time
+pipe = pathlib.Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"])
+if sys.argv[1:] == ["-d"]:
+    if not os.environ.get("CUDA_VISIBLE_DEVICES").startswith("GPU-8"):
+        sys.exit("no such device")
+    if os.fork():
+        while not (pipe / "control").exists():
+            time.sleep(0.01)
+        os._exit(0)
+    os.setsid()
+    os.closerange(0, 3)
+    pathlib.Path("/proc/self/comm").write_text("nvidia-cuda-mps")
+    (pipe / "nvidia-cuda-mps-control.pid").write_text(str(os.getpid()))
+    (pipe / "control").touch()
+    while (pipe / "control").exists():
+        time.sleep(0.01)
+        if (pipe / "connect").exists() and not os.fork():
+            (pipe / "server").write_text(str(os.getpid()))
+            (pipe / "connect").unlink(missing_ok=True)
+            time.sleep(20)
+    os._exit(0)
+command = sys.stdin.read().strip()
+if (pipe / "wedged").exists():
+    time.sleep(60)
+if command == "get_server_list":
+    print((pipe / "listed").read_text() if (pipe / "listed").exists() else 700)
+elif command.startswith("get_client_list"):
+    print(42)
+elif command.startswith("get_server_status"):
+    print("ACTIVE")
+elif command.startswith("quit"):
+    (pipe / "control").unlink()
+    time.sleep(0.5)
+else:
+    sys.exit(f"Unrecognized command {{command}}")
+"""
+
+
+_SERVER = 'import pathlib, time; pathlib.Path("/proc/self/comm").write_text("nvidia-cuda-mps"); print(flush=True)'
+
+
+@contextmanager
+def server() -> Iterator["subprocess.Popen[bytes]"]:
+    """A process that bears the name of MPS servers."""
+    with subprocess.Popen([sys.executable, "-c", f"{_SERVER}; time.sleep(20)"], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@contextmanager
+def hosting(socket: Path, mps: Mps) -> Iterator[None]:
+    """The daemons' host, in a thread."""
+    host = MpsHost(socket, mps)
+    thread = threading.Thread(target=host.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield
+    finally:
+        host.shutdown()
+        thread.join()
+        host.server_close()
+
+
+def pid_of(directory: Path) -> int:
+    return int((directory / GPU / "daemon").read_text().split()[0])
+
+
+def server_of(pipe: Path) -> int:
+    """Let a client come, as it were, and return the server that the daemon starts."""
+    (pipe / "connect").touch()
+    while (pipe / "connect").exists() or not (pipe / "server").exists():
+        time.sleep(0.01)
+    return int((pipe / "server").read_text())
+
+
+def make_deep(directory: Path) -> None:
+    """Make directories in each other, more than are removed."""
+    at = os.open(directory, os.O_RDONLY)
+    for _ in range(1200):
+        os.mkdir("d", dir_fd=at)
+        inner = os.open("d", os.O_RDONLY, dir_fd=at)
+        os.close(at)
+        at = inner
+    os.close(at)

@@ -1,0 +1,153 @@
+"""The process that the MPS daemons live with, and the agent beside it."""
+
+import socket
+import stat
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from carpool_core.values import GpuUuid
+from carpool_deviceplugin.mps import Mps, MpsError
+from carpool_deviceplugin.mps_host import HostedMps
+from carpool_deviceplugin.mps_program import MpsProgram
+from carpool_deviceplugin.testing.mps import FakeMpsCommands
+from mps_world import GPU, hosting
+
+
+@pytest.fixture
+def hosted(program: MpsProgram, tmp_path: Path) -> Iterator[HostedMps]:
+    """The agent's side; the other one runs in a thread."""
+    with hosting(tmp_path / "host.sock", Mps(program, tmp_path / "mps")):
+        yield HostedMps(program, tmp_path / "mps", tmp_path / "host.sock")
+
+
+def test_daemons_are_started_by_their_host_and_stopped_by_the_agent(hosted: HostedMps, tmp_path: Path) -> None:
+    assert stat.S_IMODE((tmp_path / "host.sock").stat().st_mode) == 0o600
+    for _ in range(2):
+        hosted.start(GPU)
+    assert hosted.status(GPU).is_running
+    hosted.stop(GPU)
+    assert not hosted.status(GPU).is_running
+
+
+def test_what_the_host_refuses_is_said(hosted: HostedMps, tmp_path: Path) -> None:
+    with pytest.raises(MpsError, match="ended with 1: no such device"):
+        hosted.start(GpuUuid(GPU.replace("8f", "9f")))
+    with pytest.raises(MpsError, match="expected a GPU's UUID"):
+        hosted.start(GpuUuid("../../etc"))
+    with socket.socket(socket.AF_UNIX) as anybody:
+        anybody.connect(str(tmp_path / "host.sock"))
+        anybody.sendall(b"../../etc; reboot\n")
+        assert b"expected a GPU's UUID" in anybody.recv(4096)
+
+
+def test_host_that_is_away_is_said(program: MpsProgram, tmp_path: Path) -> None:
+    with pytest.raises(MpsError, match=r"expected the MPS daemons' host at .*; look at the pod carpool-mps"):
+        HostedMps(program, tmp_path / "mps", tmp_path / "nowhere.sock").start(GPU)
+
+
+def test_a_daemon_that_hangs_is_ended_by_its_host(hosted: HostedMps, tmp_path: Path) -> None:
+    """The agent may have no right to, under AppArmor."""
+    hosted.start(GPU)
+    hosted.end(GPU)
+    assert not hosted.is_running(GPU)
+    with pytest.raises(MpsError, match="expected a GPU's UUID"):
+        hosted.end(GpuUuid("../../etc"))
+
+
+def test_all_gpus_of_a_node_get_their_daemons_at_once(hosted: HostedMps, tmp_path: Path) -> None:
+    """Regression: of eight one found no room in the host's queue."""
+    gpus = [GpuUuid(f"GPU-8f2c1b7e-0d3a-4c5b-9e6f-1a2b3c4d5e{number:02x}") for number in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(hosted.start, gpus))
+    assert all(map(hosted.is_running, gpus))
+    for gpu in gpus:
+        hosted.end(gpu)
+    assert not any(map(hosted.is_running, gpus))
+
+
+class Slow(FakeMpsCommands):
+    """Daemons that take as long to end as they are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_ending, self.may_end = threading.Event(), threading.Event()
+        self.ends = 0
+
+    def kill(self, environment: Mapping[str, str], servers: Mapping[int, int]) -> None:
+        self.ends += 1
+        self.is_ending.set()
+        assert self.may_end.wait(10)
+        super().kill(environment, servers)
+
+
+def ask(path: Path, what: str) -> socket.socket:
+    asking = socket.socket(socket.AF_UNIX)
+    asking.settimeout(10)
+    asking.connect(str(path))
+    asking.sendall(f"{what}\n".encode())
+    return asking
+
+
+def test_who_has_hung_up_is_not_obeyed(tmp_path: Path) -> None:
+    """Regression: requests of an agent that had given up queued at a host, and ended a daemon under a new client."""
+    commands = Slow()
+    with hosting(tmp_path / "host.sock", Mps(commands, tmp_path / "mps")):
+        with ask(tmp_path / "host.sock", GPU) as starting:
+            assert starting.recv(4096) == b'{"error":""}\n'
+        with ask(tmp_path / "host.sock", f"end {GPU}") as first:
+            assert commands.is_ending.wait(10)
+            for what in (GPU, f"end {GPU}", GPU):
+                ask(tmp_path / "host.sock", what).close()
+            commands.may_end.set()
+            assert first.recv(4096) == b'{"error":""}\n'
+        with ask(tmp_path / "host.sock", f"tidy {GPU}") as last:
+            assert last.recv(4096) == b'{"error":""}\n'
+    assert (commands.starts, commands.ends, commands.daemons) == (1, 1, {})
+
+
+def test_a_clean_stop_ends_nobody(tmp_path: Path) -> None:
+    """Regression: it had the host kill whatever was there by then."""
+    commands = Slow()
+    agent = HostedMps(commands, tmp_path / "mps", tmp_path / "host.sock")
+    with hosting(tmp_path / "host.sock", Mps(commands, tmp_path / "mps")):
+        agent.start(GPU)
+        agent.stop(GPU)
+        agent.start(GPU)
+        with ask(tmp_path / "host.sock", f"tidy {GPU}") as stale:
+            assert stale.recv(4096) == b'{"error":""}\n'
+        assert agent.is_running(GPU)
+        assert agent.shm(GPU).is_dir(), "nothing is removed under a daemon"
+    assert (commands.starts, commands.ends) == (2, 0)
+
+
+def test_a_host_that_does_not_answer_is_said_after_a_stop(commands: FakeMpsCommands, tmp_path: Path) -> None:
+    """Regression: it was taken for done."""
+    Mps(commands, tmp_path / "mps").start(GPU)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(tmp_path / "host.sock"))
+        silent.listen()
+        agent = HostedMps(commands, tmp_path / "mps", tmp_path / "host.sock", within_s=0.05)
+        with pytest.raises(MpsError, match="timed out"):
+            agent.stop(GPU)
+    assert not agent.is_running(GPU)
+
+
+def test_a_host_of_an_earlier_version_does_not_tidy_up(commands: FakeMpsCommands, tmp_path: Path) -> None:
+    Mps(commands, tmp_path / "mps").start(GPU)
+    with socket.socket(socket.AF_UNIX) as earlier:
+        earlier.bind(str(tmp_path / "host.sock"))
+        earlier.listen()
+
+        def refuse() -> None:
+            with earlier.accept()[0] as connection:
+                connection.recv(4096)
+                connection.sendall(b'{"error":"expected a GPU\'s UUID"}\n')
+
+        thread = threading.Thread(target=refuse)
+        thread.start()
+        HostedMps(commands, tmp_path / "mps", tmp_path / "host.sock").stop(GPU)
+        thread.join()
+    assert commands.daemons == {}
