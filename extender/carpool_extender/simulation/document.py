@@ -4,18 +4,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from carpool_core.products import find_product
 from carpool_predictor.recalling import FIRST
 
-from carpool_extender.simulation import radrm, report, results
+from carpool_extender.simulation import energies, report, results
 from carpool_extender.simulation.contest import DEFAULT, EXPERIMENTS, FAILS_EVERY_H, ORACLE, UNCOUNTED, Line
 from carpool_extender.simulation.doubts import DOUBTS
 from carpool_extender.simulation.results import ATTRIBUTED, FAILING, SUFFIXES, VARIED, WRONG
 from carpool_extender.simulation.workload import WorkloadError
 
 PHILLY_MUST_S = 120.0
-POWER_LIMITS_W = (200.0, 275.0, 319.0, 400.0)
-"""Of RAD-RM's GPUs: one below the assumed one, that, the most that the machine leaves, the product's own."""
 MORE_IS_BETTER = frozenset({"utilization_percent", "memory_percent"})
 
 
@@ -65,7 +62,7 @@ def write(out: Path, path: Path) -> None:
         title, *rest = report.section(about.title, about.assumptions, known, about.shown)
         parts += [title, "", f"Results of {about.made}.{_older(about)}", *rest]
         parts += _more(out, name, known)
-        parts += _power(known) if name == "radrm-60" else []
+        parts += energies.table(known) if name == "radrm-60" else []
     parts += [*_times(found), *_versions(out, found), "## What is doubtful", "", *(f"- {one}" for one in DOUBTS), ""]
     path.write_text("\n".join(parts), encoding="utf-8")
 
@@ -222,35 +219,6 @@ def _worth(ours: Line, told: Sequence[Line]) -> list[str]:
     worth = sorted((report.change(line, ours, "makespan_min"), line.strategy.name) for line in single)
     each = ", ".join(f"{name.removeprefix('with ')} {change:+.1f}%" for change, name in worth)
     return [f"Makespan against Carpool's own, for single pieces: {each}.", ""]
-
-
-def _power(known: Sequence[Line]) -> list[str]:
-    """Say how energy changes with the limit that is assumed: it takes part in nothing that is decided."""
-    lines = [line for name in (DEFAULT, "Carpool, slowdown ≤ 2", ORACLE) if (line := _named(known, name)) is not None]
-    limits = [f"{limit:g} W" for limit in POWER_LIMITS_W]
-    return [
-        "Energy where each GPU's power limit is another (275 W is assumed; published are 33.20 MJ of exclusive):",
-        "",
-        f"| strategy | {' | '.join(limits)} |",
-        f"|---|{'---|' * len(limits)}",
-        f"| {known[0].strategy.name} | {' | '.join(f'{_energy_mj(known[0], w):.1f} MJ' for w in POWER_LIMITS_W)} |",
-        *(
-            f"| {line.strategy.name} | {' | '.join(_saved(line, known[0], w) for w in POWER_LIMITS_W)} |"
-            for line in lines
-        ),
-        "",
-    ]
-
-
-def _saved(line: Line, first: Line, limit_w: float) -> str:
-    return f"{100 * (_energy_mj(line, limit_w) / max(1e-9, _energy_mj(first, limit_w)) - 1):+.1f}%"
-
-
-def _energy_mj(line: Line, limit_w: float) -> float:
-    """Reckon energy with another limit: above idle, power is proportional to limit less idle."""
-    idle_w = find_product(radrm.PRODUCT).idle_power_w
-    idle_mj = idle_w * radrm.GPUS * 60 * line.mean("makespan_min") / 1e6
-    return idle_mj + (line.mean("energy_mj") - idle_mj) * (limit_w - idle_w) / (radrm.POWER_LIMIT_W - idle_w)
 
 
 def _times(found: dict[str, tuple[results.About, list[Line]]]) -> list[str]:

@@ -17,6 +17,7 @@ from carpool_extender.settling import margins
 from carpool_extender.simulation.foreseeing import board_of
 from carpool_extender.simulation.knowing import Knower, Stage
 from carpool_extender.simulation.monitors import Monitors
+from carpool_extender.simulation.power import Power
 from carpool_extender.simulation.state import Finished, Gpu, Outcome, Physics, Running, uid_of
 from carpool_extender.simulation.strategy import Knowledge, Strategy
 from carpool_extender.simulation.waiting import Entry, Waiting
@@ -47,8 +48,8 @@ class Simulation:
         self._gpus: dict[GpuUuid, Gpu] = {}
         for name, device in devices:
             product = find_product(device.product)
-            powers = (workload.power_limit_w or product.power_limit_w, product.idle_power_w)
-            self._gpus[device.uuid] = Gpu(device, name, power=powers)
+            power = workload.power or Power(product.idle_power_w, product.power_limit_w)
+            self._gpus[device.uuid] = Gpu(device, name, power)
         self._monitors = Monitors(self._knower, self._board, self._gpus.values())
         self._jobs, self._until_s = len(workload.jobs), workload.until_s
         self._fragmented = workload.fragmented

@@ -11,14 +11,20 @@ from carpool_core.values import GpuUuid, SharingMode
 from carpool_extender.conditions import Conditions
 from carpool_extender.simulation.features import job_of, prediction_of
 from carpool_extender.simulation.philly_times import read_trace
+from carpool_extender.simulation.power import Power
 from carpool_extender.simulation.strategy import Knowledge, Strategy
 from carpool_extender.simulation.workload import SimJob, Truth, Workload, WorkloadError
 
 PRODUCT = "NVIDIA A100-SXM4-40GB"
 GPUS = 4
-POWER_LIMIT_W = 275.0
-"""Of each GPU in a DGX Station A100. NVIDIA's datasheet gives 1.5 kW for the whole machine, its processor of 225 W with
-it: at most 319 W are left for each of four GPUs, whose usual limit is 400 W. For 275 W itself no source was found."""
+POWER = Power(63.2, 253.6)
+"""Of each GPU: what the energies tell that were published of three policies on MPS (`power.fitted`). NVIDIA's datasheet
+gives 1.5 kW for the whole DGX Station A100, its processor of 225 W with it: at most 319 W for each of four GPUs."""
+PUBLISHED_MJ = {"exclusive": 33.20, "round-robin": 29.60, "MAGM, 80%, 2 GB": 28.78}
+"""Energy of 60 tasks. Time-slicing is no part of it: Carpool uses MPS there, and its makespan does not come out as
+published either."""
+STREAMS_MJ = {"round-robin, streams": 34.75}
+"""Of time-slicing, for who asks what fitting to it, too, would change."""
 MIXES = {90: (0.65, 0.27), 60: (0.0, 0.83)}
 """Shares of light and medium tasks; the rest is large."""
 
@@ -45,19 +51,15 @@ ASSUMPTIONS = (
     "Submission times are those of so many consecutive submissions in the Philly trace; the window is drawn by the "
     "seed.",
     "SM activity alone is not published. ImageNet epochs take 35 to 50 minutes for whichever CNN, so that the tasks "
-    "wait for "
-    "their input; 0.22 (MobileNetV2) to 0.60 (VGG16), transformers 0.50 to 0.65, CIFAR-100 0.10 to 0.18. With these "
-    "the "
-    "exclusive run of 60 tasks takes about the energy that is published.",
+    "wait for their input; 0.22 (MobileNetV2) to 0.60 (VGG16), transformers 0.50 to 0.65, CIFAR-100 0.10 to 0.18.",
     "A task on two GPUs is two processes that start together on different GPUs and wait for the slower one.",
     "Slowdown by MPS answers to joint SM activity as Lucid's pairs by time-slicing answer to joint busy time.",
     "A task that is too large dies a minute after its start; it runs again from the beginning, alone, before all "
     "others.",
     "A GPU takes nobody else for 90 s after a placement: its monitor's mean must see the newcomer (not for Carpool).",
-    "Power is idle + (limit - idle) · SM activity: 50 W idle and a limit of 275 W. NVIDIA's datasheet of the DGX "
-    "Station A100 gives 1.5 kW for the whole machine; less 225 W of its processor that leaves at most 319 W for each "
-    "GPU, so that 400 W, the product's usual limit, cannot be. 275 W itself has no source that was found; what other "
-    "limits would give is told below.",
+    "Power is idle + (limit - idle) · SM activity. Neither is published of a DGX Station A100: 63.2 W and 253.6 W are "
+    "what the published energies of exclusive, round-robin and MAGM (80%, 2 GB) on MPS tell, by least squares; "
+    "Carpool's runs take no part in it. What other constants would give is told below.",
 )
 
 _FIVE_GB, _TWO_GB = 5120, 2048
@@ -130,7 +132,7 @@ def radrm(data: Path, seed: int, tasks: int, scale: float = 1.0) -> Workload:
         jobs.append(SimJob(f"task-{number:02}", at_s, work_s, 1, truth, prediction, workers=gpus, asked=asked))
     nodes = {"dgx": [gpu(index) for index in range(GPUS)]}
     title = f"RAD-RM: {tasks} tasks, four A100-40GB"
-    return Workload(f"radrm-{tasks}", title, jobs, nodes, ASSUMPTIONS, POWER_LIMIT_W)
+    return Workload(f"radrm-{tasks}", title, jobs, nodes, ASSUMPTIONS, POWER)
 
 
 _Kind = tuple[Truth, float, list[int], int]

@@ -9,6 +9,7 @@ from carpool_predictor.solo import Activity
 
 from carpool_extender.decide import Place
 from carpool_extender.simulation.knowing import Run, Stage
+from carpool_extender.simulation.power import Power
 from carpool_extender.simulation.workload import SimJob, Truth
 
 
@@ -87,6 +88,7 @@ class Gpu:
 
     device: Device
     node: str
+    power: Power
     tenants: list[Running] = field(default_factory=list)
     mode: SharingMode = SharingMode.EXCLUSIVE
     closed_until_s: float = 0.0
@@ -104,8 +106,6 @@ class Gpu:
     """Share of its memory that tenants take at present."""
     used_s: float = 0.0
     """Integral of that over time, in seconds."""
-    power: tuple[float, float] = (0.0, 0.0)
-    """Limit and idle power, in W."""
 
     def usable_mib(self, fragmented: float) -> float:
         """Return how much memory its tenants can truly have together, where so large a share is lost to several."""
@@ -115,11 +115,10 @@ class Gpu:
     def account(self, now_s: float) -> None:
         """Add up what happened since the last change."""
         span = now_s - self.since_s
-        limit, idle = self.power
         self.util_s += span * self.util
         self.in_use_s += span * (self.used > 0)
         self.used_s += span * self.used
-        self.energy_j += span * (idle + (limit - idle) * self.sm)
+        self.energy_j += span * (self.power.idle_w + (self.power.limit_w - self.power.idle_w) * self.sm)
         self.since_s = now_s
 
     def load(self) -> None:

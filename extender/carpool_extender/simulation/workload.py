@@ -9,6 +9,8 @@ from carpool_core.resources.prediction import Prediction
 from carpool_core.values import GpuUuid
 from carpool_predictor.estimator import Job
 
+from carpool_extender.simulation.power import Power
+
 
 @dataclass(frozen=True, slots=True)
 class Truth:
@@ -71,8 +73,8 @@ class Workload:
     nodes: Mapping[str, Sequence[Device]]
     assumptions: Sequence[str]
     """What the published text leaves open, and what is assumed here."""
-    power_limit_w: float | None = None
-    """Power limit of each GPU where it is not the product's usual one, in W."""
+    power: Power | None = None
+    """What each GPU draws where that is not what is usual of its product."""
     failures: Sequence[Failure] = ()
     fragmented: float = 0.0
     """Share of a GPU's memory that nobody can have where several share it: pieces that their allocators leave, 0..1."""
