@@ -25,6 +25,9 @@ ANNOTATION_REASON: Final = f"{DOMAIN}/reason"
 ANNOTATION_CAPACITY_FREED: Final = f"{DOMAIN}/capacity-freed-at"
 """Touched on a Node when a reservation ends, so that kube-scheduler tries the pods that wait."""
 
+ANNOTATION_PREDICTION: Final = f"{DOMAIN}/prediction"
+"""On the pods of a new job: its prediction, sealed (see `carpool_core.sealing`), until the job's status tells it."""
+
 FINALIZER: Final = f"{DOMAIN}/operator"
 
 CONDITION_PREDICTED: Final = "Predicted"

@@ -8,6 +8,7 @@ from typing import Any
 from carpool_core.clock import Clock
 from carpool_core.kube.api import KubeApi
 from carpool_core.kube.events import EventRecorder
+from carpool_core.sealing import sealer_of
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
@@ -80,7 +81,9 @@ def build(
     standing = Standing(clock)
     watches = Watches(api, clock, Cluster(settings.slots_per_gpu, standing))
     registry.register(KnowledgeCollector(watches))
-    workloads = Workloads(api, watches, Choices(settings.job_policies, settings.count_peaks))
+    workloads = Workloads(
+        api, watches, Choices(settings.job_policies, settings.count_peaks), sealer_of(settings.prediction_key)
+    )
     book = Book(api, watches, clock, sleep, gather_s)
     events = EventRecorder(api, clock, COMPONENT)
     tools = Tools(api, clock, sleep, events, telemetry, standing)

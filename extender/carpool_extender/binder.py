@@ -29,7 +29,7 @@ from carpool_extender.standing import Standing
 from carpool_extender.telemetry import Telemetry
 from carpool_extender.watches import Watches
 from carpool_extender.wire import BindingArgs
-from carpool_extender.workloads import NotOurs, Workloads, too_many
+from carpool_extender.workloads import NotOurs, NotYet, Workloads, too_many
 
 UNPREPARED = ("PartitionFailed", "PartitionTimeout")
 """Reasons of an `AbandonedError` that lie with the GPUs: others are tried first from then on."""
@@ -111,7 +111,7 @@ class Binder:
         log = self._log.bind(pod=f"{args.pod_namespace}/{args.pod_name}", node=args.node)
         try:
             await self._bind(args)
-        except (BindError, NotOurs, Refusal) as error:
+        except (BindError, NotOurs, NotYet, Refusal) as error:
             log.warning("not bound", error=str(error))
             return str(error)
         except KubeError as error:

@@ -21,7 +21,7 @@ from carpool_extender.wire import (
     PreemptionArgs,
     PreemptionResult,
 )
-from carpool_extender.workloads import NotOurs, Workloads, too_many
+from carpool_extender.workloads import NotOurs, NotYet, Workloads, too_many
 
 
 class BadRequest(Exception):  # noqa: N818  # an answer about the request
@@ -44,6 +44,8 @@ class Service:
             applicant = await self._workloads.of(args.pod)
         except NotOurs as refusal:
             return FilterResult(failed_and_unresolvable_nodes=dict.fromkeys(names, str(refusal)))
+        except NotYet as error:
+            return FilterResult(error=str(error))  # kube-scheduler tries again within seconds
         except KubeError as error:
             return FilterResult(error=f"the job of pod {args.pod.metadata.name} could not be read: {error}")
         held = self._reserved_on(args.pod)
@@ -66,7 +68,7 @@ class Service:
         names, held = _offered(args), self._reserved_on(args.pod)
         try:
             applicant = await self._workloads.of(args.pod)
-        except (NotOurs, KubeError):
+        except (NotOurs, NotYet, KubeError):
             return [HostPriority(host=name, score=0) for name in names]
         if held is not None:
             return [HostPriority(host=name, score=MAX_SCORE if name == held[0] else 0) for name in names]

@@ -4,7 +4,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from carpool_core.settings import KubeSettings, LogSettings, SettingsError, metrics_port, setting, slots_per_gpu
+from carpool_core.settings import (
+    KubeSettings,
+    LogSettings,
+    SettingsError,
+    metrics_port,
+    prediction_key,
+    setting,
+    slots_per_gpu,
+)
 
 from carpool_extender.conditions import Conditions, Quantile
 from carpool_extender.policies import POLICIES
@@ -176,6 +184,7 @@ class ExtenderSettings:
         env="CARPOOL_BIND_TIMEOUT_SECONDS",
         help="Seconds that a node's agent has to prepare a reservation; keep the extender's httpTimeout above it.",
     )
+    prediction_key: Path | None = prediction_key()
     metrics_port: int = metrics_port(9400)
     conditions: ConditionSettings = field(default_factory=ConditionSettings)
     tls: TlsSettings = field(default_factory=TlsSettings)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 import structlog
 from carpool_core.clock import Clock
-from carpool_core.keys import OUTCOME_GPU_OUT_OF_MEMORY, SCHEDULER_NAME
+from carpool_core.keys import ANNOTATION_PREDICTION, OUTCOME_GPU_OUT_OF_MEMORY, SCHEDULER_NAME
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS, KubeApi, Selector
 from carpool_core.kube.pods import Pod
 from carpool_core.kube.reflector import Reflector
@@ -88,6 +88,16 @@ class WatchedJob(JobRow, frozen=True, kw_only=True):
     status: WatchedStatus = WatchedStatus()
 
 
+class WatchedPod(Pod, frozen=True, kw_only=True):
+    """A pod as it is kept: without the prediction that it carried until it was bound."""
+
+    def __post_init__(self) -> None:
+        """Forget what no decision needs; thousands of bound pods would keep it."""
+        if self.spec.node_name and ANNOTATION_PREDICTION in self.metadata.annotations:
+            others = {key: value for key, value in self.metadata.annotations.items() if key != ANNOTATION_PREDICTION}
+            msgspec.structs.force_setattr(self, "metadata", msgspec.structs.replace(self.metadata, annotations=others))
+
+
 class Watches:
     """Keeps GpuNodes, jobs, and the pods of our scheduler.
 
@@ -104,7 +114,7 @@ class Watches:
         self._nodes = Reflector(api, GPU_NODES, GpuNode, clock=clock, on_change=self._node_changed, on_unreadable=tell)
         self._jobs = Reflector(api, GPU_TRAINING_JOBS, WatchedJob, clock=clock, on_change=self._job_changed)
         ours = Selector(fields=f"spec.schedulerName={SCHEDULER_NAME}")
-        self._pods = Reflector(api, PODS, Pod, selector=ours, clock=clock, on_change=self._pod_changed)
+        self._pods = Reflector(api, PODS, WatchedPod, selector=ours, clock=clock, on_change=self._pod_changed)
         self._jobs_by_uid: dict[JobUid, JobRow] = {}
         self._pods_by_uid: dict[PodUid, Pod] = {}
         self._succeeded: dict[JobUid, set[PodUid]] = {}

@@ -1,14 +1,20 @@
-"""From a pod to what it demands: only by way of the job that controls it, whose status no user can write."""
+"""From a pod to what it demands: only by way of the job that controls it, whose status no user can write.
+
+What the job was predicted to need may come with the pod before the status tells it, sealed by the operator.
+"""
 
 from dataclasses import dataclass
 from typing import cast
 
+import msgspec
 from carpool_core.demand import Demand, demand_of
-from carpool_core.keys import DOMAIN, RESOURCE_GPU
+from carpool_core.keys import ANNOTATION_PREDICTION, DOMAIN, RESOURCE_GPU
 from carpool_core.kube.api import GPU_TRAINING_JOBS, KubeApi
 from carpool_core.kube.errors import Invalid, NotFound
 from carpool_core.kube.pods import Container, OwnerReference, Pod, is_job, job_reference, user_of, worker_name
 from carpool_core.resources.job import GpuTrainingJob
+from carpool_core.resources.prediction import Prediction
+from carpool_core.sealing import Sealer
 from carpool_core.values import JobUid, PodUid
 
 from carpool_extender.applicant import Applicant
@@ -23,6 +29,10 @@ REMEMBERED = 4096
 
 class NotOurs(Exception):  # noqa: N818  # an answer about the pod, not a failure of ours
     """A pod that no GpuTrainingJob stands behind; `str()` says what was expected, what was found, what to do."""
+
+
+class NotYet(Exception):  # noqa: N818  # an answer about the pod, not a failure of ours
+    """A pod of whose job nothing is known yet, but will be in a moment; `str()` says what is waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +55,20 @@ class Workloads:
         api: The Kubernetes API.
         watches: What is known of the cluster.
         choices: What jobs may.
+        sealer: Opens predictions on pods; None where nothing on a pod is believed.
     """
 
-    def __init__(self, api: KubeApi, watches: Watches, choices: Choices) -> None:
-        self._api, self._watches, self._choices = api, watches, choices
+    def __init__(self, api: KubeApi, watches: Watches, choices: Choices, sealer: Sealer | None = None) -> None:
+        self._api, self._watches, self._choices, self._sealer = api, watches, choices, sealer
         self._known: dict[JobUid, tuple[str, Applicant]] = {}
+        self._opened: dict[JobUid, tuple[str, str, Prediction]] = {}
 
     async def of(self, pod: Pod) -> Applicant:
         """Return what a pod demands.
 
         Raises:
             NotOurs: No job controls it, or it does not ask for what its job says.
+            NotYet: Nobody has told what the job was predicted to need, but it is being told.
             KubeError: The job had to be read, and could not be.
         """
         owner = controller_of(pod)
@@ -72,7 +85,7 @@ class Workloads:
 
     async def _job(self, pod: Pod, owner: OwnerReference) -> JobRow:
         """Read the job once more where the watch may be behind: not seen yet, or seen before its prediction."""
-        job = self._watches.job(JobUid(owner.uid))
+        job = self._foretold(self._watches.job(JobUid(owner.uid)), pod)
         if job is None or job.status.prediction is None:
             try:
                 job = await self._api.get(GPU_TRAINING_JOBS, owner.name, JobRow, namespace=pod.metadata.namespace)
@@ -82,14 +95,40 @@ class Workloads:
                 raise NotOurs(f"NotAJob: the job that pod {_name(pod)} names cannot be read: {error}") from error
             if not is_job(job.api_version, job.kind):
                 raise _no_such_job(pod, owner)
+            job = self._foretold(job, pod) or job
         if job.metadata.uid != owner.uid or job.metadata.namespace != pod.metadata.namespace:
             raise _no_such_job(pod, owner)
+        if job.status.prediction is None and ANNOTATION_PREDICTION in pod.metadata.annotations:
+            raise NotYet(
+                f"NotPredicted: the status of job {job.metadata.name} tells no prediction yet, and what pod "
+                f"{_name(pod)} carries is not of generation {job.metadata.generation} of the job, or not sealed with "
+                "this extender's CARPOOL_PREDICTION_KEY; tried again within seconds, by which the operator tells it"
+            )
         return job
+
+    def _foretold(self, job: JobRow | None, pod: Pod) -> JobRow | None:
+        """Return a job with the prediction that its pod carries, where the status tells none."""
+        value = pod.metadata.annotations.get(ANNOTATION_PREDICTION)
+        if self._sealer is None or value is None or job is None or job.status.prediction is not None:
+            return job
+        uid, version = JobUid(job.metadata.uid), job.metadata.resource_version
+        known = self._opened.get(uid)
+        if known is not None and known[:2] == (version, value):
+            found: Prediction | None = known[2]
+        else:
+            found = self._sealer.open(value, uid, job.metadata.generation)
+        if found is None:
+            return job
+        self._opened[uid] = (version, value, found)
+        while len(self._opened) > REMEMBERED:
+            self._opened.pop(next(iter(self._opened)))
+        return msgspec.structs.replace(job, status=msgspec.structs.replace(job.status, prediction=found))
 
     def _applicant(self, job: JobRow, user: int | None) -> Applicant:
         uid, version = JobUid(job.metadata.uid), job.metadata.resource_version
         known = self._known.get(uid)
-        if known is not None and known[0] == version and version and known[1].user == user:
+        is_known = known is not None and known[0] == version and version and known[1].user == user
+        if known is not None and is_known and known[1].demand.prediction == job.status.prediction:
             return known[1]
         applicant = applicant_of(job, user, self._choices)
         if known is not None and known[1].is_as(applicant):

@@ -7,10 +7,12 @@ from typing import Any, NoReturn
 import msgspec
 import structlog
 from carpool_core.clock import Clock
+from carpool_core.keys import ANNOTATION_PREDICTION
 from carpool_core.kube.api import PODS, SERVICES, KubeApi, ResourceKind
 from carpool_core.kube.errors import Conflict, Forbidden, Invalid, NotFound
 from carpool_core.kube.pods import PodMeta
 from carpool_core.resources.job import GpuTrainingJob
+from carpool_core.sealing import Sealed, Sealer
 
 from carpool_operator.actions import CreatePod
 from carpool_operator.caches import key_of, version_of
@@ -64,8 +66,8 @@ def _in_the_way(name: str) -> str:
 class Creator:
     """Creates pods and Services, and remembers what came of it."""
 
-    def __init__(self, api: KubeApi, clock: Clock, recollection: Recollection) -> None:
-        self._api, self._clock, self._recollection = api, clock, recollection
+    def __init__(self, api: KubeApi, clock: Clock, recollection: Recollection, sealer: Sealer | None) -> None:
+        self._api, self._clock, self._recollection, self._sealer = api, clock, recollection, sealer
         self._right: OrderedDict[bytes, None] = OrderedDict()
         self._log = structlog.get_logger()
 
@@ -107,8 +109,9 @@ class Creator:
     async def create_pod(self, job: GpuTrainingJob, action: CreatePod) -> None:
         """Create a pod; one of that name that the job controls is as good."""
         key, now = key_of(job), self._clock.monotonic()
+        body = self._with_prediction(action, job)
         try:
-            pod = await self._api.create(PODS, action.body, namespace=job.metadata.namespace, wants_object=False)
+            pod = await self._api.create(PODS, body, namespace=job.metadata.namespace, wants_object=False)
         except Conflict as error:
             pod = await self._adopt(job, action, error)
         except Invalid as error:
@@ -120,6 +123,15 @@ class Creator:
         else:
             self._log.info("pod created", job=key, pod=action.name)
         self._recollection.pod_created(key, action.name, str(pod["metadata"]["uid"]), now)
+
+    def _with_prediction(self, action: CreatePod, job: GpuTrainingJob) -> dict[str, Any]:
+        """Return a pod's body with what the scheduler has to know of its job; a pod without it is as good."""
+        if self._sealer is None or action.prediction is None:
+            return action.body
+        sealed = Sealed(job=job.metadata.uid, generation=job.metadata.generation, prediction=action.prediction)
+        metadata = action.body["metadata"]
+        annotations = {**metadata["annotations"], ANNOTATION_PREDICTION: self._sealer.seal(sealed)}
+        return {**action.body, "metadata": {**metadata, "annotations": annotations}}
 
     async def _adopt(self, job: GpuTrainingJob, action: CreatePod, error: Conflict) -> dict[str, Any]:
         """Take a pod that was made before a crash for the job's own, where it is what would have been created."""

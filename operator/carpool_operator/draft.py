@@ -9,9 +9,19 @@ from carpool_core.clock import rfc3339
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.job import Attempt, JobStatus
 from carpool_core.resources.meta import Condition
+from carpool_core.resources.prediction import Prediction
 
 from carpool_operator import attempts, conditions
-from carpool_operator.actions import Action, CreatePod, CreateService, Decision, DeletePod, RecordEvent, WriteStatus
+from carpool_operator.actions import (
+    Action,
+    CreatePod,
+    CreateService,
+    Decision,
+    DeletePod,
+    HoldStatus,
+    RecordEvent,
+    WriteStatus,
+)
 from carpool_operator.conditions import Truth
 from carpool_operator.snapshot import Snapshot
 from carpool_operator.summary import summarize
@@ -27,6 +37,9 @@ class Draft:
         self.snapshot = snapshot
         self.job = snapshot.job
         self.status: JobStatus = snapshot.job.status
+        self.told: JobStatus = snapshot.job.status if snapshot.told is None else snapshot.told
+        """The status that others see."""
+        self._has_time = False
         self._first: list[Action] = []
         self._pod_actions: list[Action] = []
         self._after: list[Action] = []
@@ -55,6 +68,15 @@ class Draft:
     def say(self, type_: Literal["Normal", "Warning"], reason: str, message: str) -> None:
         """Record an event once the status is written."""
         self._after.append(RecordEvent(type_, reason, message))
+
+    @property
+    def carried(self) -> Prediction | None:
+        """What pods tell the scheduler of their job, because its status does not yet."""
+        return self.status.prediction if self.snapshot.seals and self.told.prediction is None else None
+
+    def leave_time(self) -> None:
+        """Let the status be written by a later look, which will have more to tell, if the scheduler can go without."""
+        self._has_time = self.snapshot.seals and self.told.prediction in (None, self.status.prediction)
 
     def first(self, action: Action) -> None:
         """Do something before anything else; where it fails, nothing else happens."""
@@ -126,5 +148,7 @@ class Draft:
             self.set(observed_generation=self.job.metadata.generation)
         self.set(summary=summarize(self.status))
         status = conditions.with_state(self.status)
-        write: list[Action] = [] if status == self.job.status else [WriteStatus(status)]
-        return Decision((*self._first, *write, *self._pod_actions, *self._after), self._requeue_after_s)
+        write: list[Action] = []
+        if status != self.told:
+            write = [HoldStatus(status) if self._has_time else WriteStatus(status)]
+        return Decision((*self._first, *write, *self._pod_actions, *self._after), self._requeue_after_s, self._has_time)

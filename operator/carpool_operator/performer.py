@@ -12,6 +12,7 @@ from carpool_core.kube.events import EventRecorder
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.job import GpuTrainingJob, JobStatus
 from carpool_core.resources.meta import ObjectMeta
+from carpool_core.sealing import Sealer
 
 from carpool_operator.actions import (
     Action,
@@ -22,6 +23,7 @@ from carpool_operator.actions import (
     DeleteJob,
     DeletePod,
     EndUnseen,
+    HoldStatus,
     Learn,
     Predict,
     RecordEvent,
@@ -38,15 +40,20 @@ from carpool_operator.snapshot import Refusal
 from carpool_operator.unseen import STILL_THERE
 
 
-def status_patch(job: GpuTrainingJob, status: JobStatus) -> dict[str, object]:
-    """Build the merge patch from the job's status to a new one, valid only for this version of the job.
+def status_patch(job: GpuTrainingJob, told: JobStatus, status: JobStatus) -> dict[str, object]:
+    """Build the merge patch from one status to a new one, valid only for this version of the job.
+
+    Args:
+        job: The job.
+        told: Its status as the API server holds it.
+        status: What it shall be.
 
     Raises:
         msgspec.ValidationError: Nobody would read the new status.
     """
     said = _wire(status)
     msgspec.convert(said, JobStatus)  # the API server takes lists of ours as they are, and readers do not
-    changes = merge_patch(_wire(job.status), said)
+    changes = merge_patch(_wire(told), said)
     # What is at its type's default is left out of the wire form, but these columns of `kubectl get` would stay empty.
     changes |= {"state": status.state.value, "restarts": status.restarts}
     return {"metadata": {"resourceVersion": job.metadata.resource_version}, "status": changes}
@@ -73,10 +80,11 @@ class Performer:
         recollection: Recollection,
         predictions: Predictions,
         learner: Learner,
+        sealer: Sealer | None,
     ) -> None:
         self._api, self._events, self._jobs, self._predictions = api, events, jobs, predictions
         self._learner, self._recollection = learner, recollection
-        self._creator = Creator(api, clock, recollection)
+        self._creator = Creator(api, clock, recollection, sealer)
         self._log = structlog.get_logger()
 
     async def perform(self, job: GpuTrainingJob, decision: Decision) -> None:
@@ -95,6 +103,9 @@ class Performer:
                 await self._creator.check_template(job, body)
             case WriteStatus(status):
                 await self._write_status(job, status)
+            case HoldStatus(status):
+                if not self._jobs.hold(job, status):
+                    raise Superseded("the job has changed since it was read")
             case CreateService(body):
                 await self._creator.create_service(job, body)
             case CreatePod():
@@ -114,11 +125,12 @@ class Performer:
 
     async def _write_status(self, job: GpuTrainingJob, status: JobStatus) -> None:
         namespace, name = job.metadata.namespace, job.metadata.name
+        told = self._jobs.told(key_of(job))
         try:
             answer = await self._api.patch(
                 GPU_TRAINING_JOBS,
                 name,
-                status_patch(job, status),
+                status_patch(job, job.status if told is None else told, status),
                 namespace=namespace,
                 subresource="status",
                 wants_object=False,
@@ -131,7 +143,7 @@ class Performer:
             raise Superseded("the job is gone") from error
         # It was written to this very version of the job, so that the rest of it is known.
         metadata = msgspec.convert(answer["metadata"], ObjectMeta)
-        self._jobs.put(msgspec.structs.replace(job, metadata=metadata, status=status))
+        self._jobs.written(msgspec.structs.replace(job, metadata=metadata, status=status))
         self._log.info("status written", job=key_of(job), state=str(status.state))
 
     async def _read_again(self, job: GpuTrainingJob) -> None:

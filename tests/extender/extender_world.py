@@ -27,7 +27,8 @@ NAMES = ["a", "b"]
 class World:
     """A server, a clock, agents; extenders come and go."""
 
-    def __init__(self):
+    def __init__(self, **settings):
+        self.settings = ExtenderSettings(**settings)
         self.clock = FakeClock()
         self.kube = FakeKube(self.clock)
         self.agent = FakeAgent(self.kube, self.clock)
@@ -36,7 +37,7 @@ class World:
     async def extender(self, gather_s=0):
         """A running extender; leaving kills it as SIGKILL would, wherever it is."""
         before = asyncio.all_tasks()
-        parts = build(ExtenderSettings(), self.kube, self.clock, self.clock.sleep, gather_s=gather_s)
+        parts = build(self.settings, self.kube, self.clock, self.clock.sleep, gather_s=gather_s)
         parts_task = asyncio.create_task(parts.run())
         await parts.watches.wait_synced()
         try:
