@@ -103,6 +103,6 @@ def build(
     janitor = Janitor(api, watches, book, restorer, clock, sleep)
     janitor.leave_alone(binder.open)
     settler = Settler(watches, book, Stillness(clock)) if settings.count_peaks else None
-    service = Service(watches, workloads, binder, assessments, gangs)
+    service = Service(watches, workloads, binder, assessments, gangs, candidates=settings.candidates)
     app = create_app(service, telemetry, watches.not_ready)
     return Extender(app, service, watches, janitor, binder, settler, registry)

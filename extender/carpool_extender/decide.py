@@ -25,9 +25,10 @@ from carpool_extender.rules import Rules
 from carpool_extender.view import MODES, Bools, Rows, View
 
 MOST_CANDIDATES = 100
-"""Nodes that filter answers with, the best of all; kube-scheduler itself looks for no more in large clusters."""
-SPARE = 3
-"""Times as many of the best nodes are looked at, in case that kube-scheduler does not offer all of them."""
+"""Nodes that `filter_nodes` returns where nobody says how many; kube-scheduler itself looks for no more in large
+clusters."""
+SPARE = 100
+"""So many more of the best nodes are looked at, in case that kube-scheduler does not offer all of them."""
 FEW = 100
 """Offered nodes of which each is looked up, and told why it does not fit though others do. Of more nothing is told:
 kube-scheduler would drop it."""
@@ -63,7 +64,7 @@ class Place:
     reason: str
 
 
-def filter_nodes(assessment: Assessment, names: Sequence[str]) -> Filtered:
+def filter_nodes(assessment: Assessment, names: Sequence[str], most: int = MOST_CANDIDATES) -> Filtered:
     """Decide which of the offered nodes have room, and return the best of them; all others get the same sentence.
 
     One sentence for all, because kube-scheduler lists each different sentence in the pod's condition. The best only,
@@ -72,13 +73,14 @@ def filter_nodes(assessment: Assessment, names: Sequence[str]) -> Filtered:
     Args:
         assessment: Of the newcomer.
         names: The offered nodes.
+        most: How many nodes are returned at most.
     """
-    if len(names) > FEW and (usual := _best_of_all(assessment, names)):
+    if len(names) > FEW and (usual := _best_of_all(assessment, names, most)):
         return Filtered(usual, {}, {})
     ids = assessment.verdict.view.ids(names)
     fitting = assessment.best.fits[ids] & (ids >= 0) if len(assessment.best.fits) else ids >= 0
     able = np.flatnonzero(fitting)
-    best = able[foremost(assessment.best.of(ids[able]), assessment.policy, MOST_CANDIDATES)]
+    best = able[foremost(assessment.best.of(ids[able]), assessment.policy, most)]
     fits = [names[place] for place in best.tolist()]
     if able.size == len(names) or (fits and len(names) > FEW):
         return Filtered(fits, {}, {})
@@ -94,18 +96,18 @@ def filter_nodes(assessment: Assessment, names: Sequence[str]) -> Filtered:
     )
 
 
-def _best_of_all(assessment: Assessment, names: Sequence[str]) -> list[str]:
+def _best_of_all(assessment: Assessment, names: Sequence[str], most: int) -> list[str]:
     """Return the best nodes of the cluster if enough of them are offered, as they mostly are; none otherwise.
 
     To find a few names among the offered ones takes a fraction of the time that it takes to find all of these.
     """
     able = np.flatnonzero(assessment.best.fits)
-    best = able[foremost(assessment.best.of(able), assessment.policy, SPARE * MOST_CANDIDATES)]
+    best = able[foremost(assessment.best.of(able), assessment.policy, most + SPARE)]
     known = assessment.verdict.view.node_names
     first = [known[place] for place in best.tolist()]
     offered = set(first).intersection(names)
-    found = [name for name in first if name in offered][:MOST_CANDIDATES]
-    return found if len(found) == MOST_CANDIDATES or best.size == able.size else []
+    found = [name for name in first if name in offered][:most]
+    return found if len(found) == most or best.size == able.size else []
 
 
 def score_nodes(assessment: Assessment, names: Sequence[str]) -> NDArray[np.int64]:

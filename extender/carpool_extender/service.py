@@ -32,10 +32,17 @@ class Service:
     """Answers kube-scheduler. Filter, prioritize and preempt only read."""
 
     def __init__(
-        self, watches: Watches, workloads: Workloads, binder: Binder, assessments: Assessments, gangs: Gangs
+        self,
+        watches: Watches,
+        workloads: Workloads,
+        binder: Binder,
+        assessments: Assessments,
+        gangs: Gangs,
+        *,
+        candidates: int,
     ) -> None:
         self._watches, self._workloads, self._binder = watches, workloads, binder
-        self._assessments, self._gangs = assessments, gangs
+        self._assessments, self._gangs, self._candidates = assessments, gangs, candidates
 
     async def filter(self, args: ExtenderArgs) -> FilterResult:
         """Name the best nodes that have room for a pod. A pod that has a reservation fits only where that is."""
@@ -58,7 +65,7 @@ class Service:
             return FilterResult(failed_nodes=dict.fromkeys(names, crowded))
         if (waits := self._gangs.refusal(applicant, PodUid(args.pod.metadata.uid), names)) is not None:
             return FilterResult(failed_nodes=dict.fromkeys(names, waits))
-        found = filter_nodes(self._assessments.of(applicant), names)
+        found = filter_nodes(self._assessments.of(applicant), names, self._candidates)
         return FilterResult(
             node_names=found.fits, failed_nodes=found.refused, failed_and_unresolvable_nodes=found.unsuitable
         )

@@ -178,6 +178,14 @@ class ExtenderSettings:
     job_policies: bool = _job_policies()
     count_peaks: bool = _count_peaks()
     slots_per_gpu: int = slots_per_gpu()
+    candidates: int = setting(
+        1,
+        flag="--candidates",
+        env="CARPOOL_CANDIDATES",
+        help="Nodes that filter names at most, the best first: one where kube-scheduler takes the best anyway, as with "
+        "the weight that the chart gives the extender; more where that is small, and the scheduler's own preferences "
+        "shall count, too.",
+    )
     bind_timeout_seconds: float = setting(
         20.0,
         flag="--bind-timeout-seconds",

@@ -28,7 +28,8 @@ class World:
     """A server, a clock, agents; extenders come and go."""
 
     def __init__(self, **settings):
-        self.settings = ExtenderSettings(**settings)
+        # So that a test sees all that fit.
+        self.settings = ExtenderSettings(**{"candidates": 100, **settings})
         self.clock = FakeClock()
         self.kube = FakeKube(self.clock)
         self.agent = FakeAgent(self.kube, self.clock)

@@ -93,7 +93,7 @@ def test_of_many_nodes_that_do_not_fit_nothing_is_told_while_others_do():
     assert "960 MiB free" in told.refused["n0"]
 
 
-@pytest.mark.parametrize("unoffered", [0, 5, (SPARE - 1) * MOST_CANDIDATES + 50])
+@pytest.mark.parametrize("unoffered", [0, 5, SPARE + MOST_CANDIDATES // 2])
 def test_of_many_nodes_that_fit_the_best_are_named_and_the_best_first(unoffered):
     empty = [gpu_node(f"n{i}", 1) for i in range(4 * MOST_CANDIDATES)]
     taken = [tenant("t", [f"GPU-used-{i}"], memory_limit_mib=4000 * i) for i in (1, 2)]

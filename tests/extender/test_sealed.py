@@ -1,12 +1,13 @@
 """A prediction that comes with the pod, before the job's status tells it: believed only from who has the key."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from carpool_core.keys import ANNOTATION_PREDICTION
 from carpool_core.kube.api import GPU_TRAINING_JOBS, PODS
 from carpool_core.kube.pods import Pod
 from carpool_core.sealing import Sealed, Sealer
-from carpool_extender.settings import ExtenderSettings
 from carpool_extender.testing import gpu_node, pod_of, prediction, seed_job, seed_node, until
 from carpool_extender.wire import ExtenderArgs
 from extender_world import NAMES, World, args, background, named
@@ -105,7 +106,7 @@ async def test_what_is_not_the_operators_word_is_not_believed(world, forge):
 
 async def test_without_a_key_nothing_on_a_pod_is_believed(world):
     body = put_pod(world, seal(world))
-    world.settings = ExtenderSettings()
+    world.settings = replace(world.settings, prediction_key=None)
     async with world.extender() as extender:
         assert "NotPredicted" in (await filtered(extender, body)).error
 
