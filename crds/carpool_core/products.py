@@ -76,8 +76,19 @@ def _folded(text: str) -> str:
     return text.casefold().replace(" ", "-")
 
 
+def _has_word(product: str, wanted: str) -> bool:
+    """Whether a name has a part that begins and ends where words do: `NVIDIA L4` has `L4`, `NVIDIA L40S` has not."""
+    return f"-{_folded(wanted)}-" in f"-{_folded(product)}-"
+
+
 def matches(product: str, wanted: str) -> bool:
-    """Whether `wanted` is the product's name or a part of it; case, spaces and dashes do not count."""
+    """Whether `wanted` is the product's name or a part of it; case, spaces and dashes do not count.
+
+    Whoever writes words of a product's name means the products that have these words, and none whose name merely
+    contains their letters.
+    """
+    if any(_has_word(known.name, wanted) for known in PRODUCTS):
+        return _has_word(product, wanted)
     return _folded(wanted) in _folded(product)
 
 

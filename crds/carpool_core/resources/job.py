@@ -98,7 +98,7 @@ class GpuSelector(Resource, frozen=True, kw_only=True):
         Annotated[
             str,
             field(
-                "GPU product by NVML's name or an unambiguous part of it, such as A100-SXM4-40GB.",
+                "GPU product by NVML's name or a part of it, such as A100-SXM4-40GB; A100 is any A100, L4 no L40S.",
                 min_length=1,
                 max_length=128,
             ),
