@@ -109,7 +109,7 @@ class Job:
         )
 
     def memory_on(self, product: GpuProduct) -> MemoryPrediction:
-        """Predict memory alone. Where peaks that are rare would not fit, and no run has shown its own, it is alone."""
+        """Predict memory alone; what earlier runs of the job showed takes the place of what is predicted."""
         found = predict_memory(
             self.cost,
             self.features.layers,
@@ -119,20 +119,14 @@ class Job:
             context_difference_mib=context_mib(product) - _context_mib(self.model.product),
         )
         found = msgspec.structs.replace(found, learned_jobs=self.jobs)
-        calm, recalled = min(self.model.factors), self.recalled
-        if recalled is None:
-            return msgspec.structs.replace(found, trusted=not recalling.is_rarely_beyond(found, product, calm))
-        found = recalling.with_memory(found, recalled, self.corrected.correction)
-        if not recalled.peak_mib and not recalled.deaths and recalling.is_rarely_beyond(found, product, calm):
+        recalled = self.recalled
+        if recalled is not None:
+            found = recalling.with_memory(found, recalled, self.corrected.correction)
+        is_alone = recalling.is_alone(found, product, recalled)
+        if recalled is None or (is_alone and not recalled.peak_mib and not recalled.deaths):
             # What ran too short to show its peak has taught nothing of it: the next run is a first one.
-            return msgspec.structs.replace(found, trusted=False)
-        # A bound that a death raised above all the GPU has is no reason to refuse it: nobody knows how much it needs.
-        is_beyond = recalled.deaths > 0 and found.upper_mib > product.memory_mib
-        return msgspec.structs.replace(
-            found,
-            learned_runs=recalled.known,
-            trusted=not (recalled.is_lost or is_beyond),
-        )
+            return msgspec.structs.replace(found, trusted=not is_alone)
+        return msgspec.structs.replace(found, learned_runs=recalled.known, trusted=not (recalled.is_lost or is_alone))
 
     def on(self, product: GpuProduct, *, is_strict: bool = False, before: OnProduct | None = None) -> OnProduct:
         """Predict memory, activity and step time.
@@ -260,7 +254,9 @@ def _message(job: Job, answers: Sequence[OnProduct]) -> str:
     told += [said for answer in answers if (said := recalling.taught_by(answer.prediction)) is not None]
     untrusted = [a.prediction for a in answers if not a.prediction.memory.trusted]
     if lost := [p.product for p in untrusted if p.memory.is_lost]:
-        told.append(f"runs alone on {', '.join(lost)}, because earlier runs of it died of memory there")
+        told.append(
+            f"runs alone on {', '.join(lost)}, because earlier runs of it died of memory there, or took nearly all"
+        )
     unproven = [p for p in untrusted if not p.memory.is_lost]
     rare = [p.product for p in unproven if recalling.is_beyond(p.memory, find_product(p.product))]
     if alone := [p.product for p in unproven if p.product not in rare]:

@@ -234,15 +234,19 @@ def is_beyond(memory: MemoryPrediction, product: GpuProduct) -> bool:
     return memory.upper_mib > ROOM * product.memory_mib
 
 
-def is_rarely_beyond(memory: MemoryPrediction, product: GpuProduct, calm: float) -> bool:
-    """Whether a bound is too much for a GPU, and what most steps take is not: no job is refused for such a bound.
+def is_alone(memory: MemoryPrediction, product: GpuProduct, recalled: Recalled | None) -> bool:
+    """Whether a job runs alone on a GPU because of its bound: nobody is refused for a peak that may not come.
+
+    A bound that is too much for the GPU refuses a job only where its median is too much as well, and no run of it is
+    known there: whoever fitted is not told that it does not fit, and nobody knows how much more one needs that died.
+    Placement asks nothing else about this, and neither does the simulator.
 
     Args:
         memory: What is predicted.
         product: The GPU product.
-        calm: Bound over median of the steps that hardly ever exceed theirs by much.
+        recalled: What earlier runs showed there, where there were any.
     """
-    return is_beyond(memory, product) and calm * memory.median_mib <= ROOM * product.memory_mib
+    return is_beyond(memory, product) and (recalled is not None or memory.median_mib <= ROOM * product.memory_mib)
 
 
 def taught_by(found: ProductPrediction) -> str | None:

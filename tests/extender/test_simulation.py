@@ -150,13 +150,31 @@ def test_a_job_that_can_never_run_does_not_stretch_the_time_that_is_looked_at(ho
         assert figures_of(outcome).utilization_percent == pytest.approx(25.0)
 
 
-@pytest.mark.parametrize("told_mib", [1_000, 10_001])
 @pytest.mark.parametrize("strategy", [CARPOOL, LEARNS, ALONE, Strategy("blind", "round-robin")], ids=lambda s: s.name)
-def test_a_job_that_needs_more_memory_than_any_gpu_has_dies_until_it_is_given_up(strategy, told_mib):
+def test_a_job_that_needs_more_memory_than_any_gpu_has_dies_until_it_is_given_up(strategy):
     """Regression: it was tried again without end; then the engine dropped it by a truth that no strategy knows."""
-    huge = job("huge", of=truth(10_001, kind="huge"), told=truth(told_mib, kind="huge"))
+    huge = job("huge", of=truth(10_001, kind="huge"), told=truth(1_000, kind="huge"))
     outcome = Simulation(workload(huge, job("a", 100.0, 1000.0)), strategy, NoSlowdown()).run()
     assert (outcome.unplaced, outcome.ooms, ends(outcome)) == (1, DEATHS, {"a": 1100.0})
+
+
+@pytest.mark.parametrize(
+    ("trusted", "ended"),
+    [
+        pytest.param(False, {"large": 100.0, "a": 200.0}, id="alone, as its median fits"),
+        pytest.param(True, {"a": 100.0}, id="refused, as its median does not"),
+    ],
+)
+@pytest.mark.parametrize("strategy", [CARPOOL, LEARNS], ids=lambda s: s.name)
+def test_a_bound_beyond_the_gpu_is_the_predictors_and_placements_to_judge(strategy, trusted, ended):
+    """Regression: here such a job ran alone in any case, while a cluster refused it where its median did not fit."""
+    large = job("large", of=truth(9_000, kind="large"), told=truth(10_001, kind="large"))
+    one = large.prediction.products[0]
+    memory = structs.replace(one.memory, trusted=trusted)
+    prediction = structs.replace(large.prediction, products=[structs.replace(one, memory=memory)])
+    jobs = workload(replace(large, prediction=prediction), job("a", 100.0))
+    outcome = Simulation(jobs, strategy, NoSlowdown()).run()
+    assert (ends(outcome), outcome.ooms, outcome.unplaced) == (ended, 0, 2 - len(ended))
 
 
 def test_an_oracle_never_tries_what_no_gpu_holds():

@@ -22,8 +22,10 @@ from carpool_predictor.recalling import (
     MOST_BUSY,
     MOST_DEATHS,
     RAISED,
+    Recalled,
     busier,
     for_a_first_run,
+    is_alone,
     recalled_runs,
 )
 
@@ -116,6 +118,34 @@ def test_a_death_on_most_of_a_gpu_makes_the_next_run_alone_instead_of_fitting_no
     beyond = told(runs(0.7 * T4.memory_mib, out_of_memory=True)).memory
     assert beyond.upper_mib > T4.memory_mib
     assert not beyond.trusted
+
+
+def test_who_was_measured_to_fit_a_gpu_is_never_told_that_it_does_not() -> None:
+    """Regression: a tenth more than the peak of a run that took nearly the whole GPU was more than any such GPU has."""
+    for peak in (0.9 * T4.memory_mib, 0.97 * T4.memory_mib):
+        found = told(runs(peak)).memory
+        assert found.upper_mib > 0.95 * T4.memory_mib
+        assert (found.trusted, found.learned_runs) == (False, 1)
+    assert told(runs(0.85 * T4.memory_mib)).memory.trusted
+    said = predict(features(), Training(batch_size=64), [T4], runs(0.9 * T4.memory_mib), NAME).message
+    assert "runs alone on Tesla T4, because earlier runs of it died of memory there, or took nearly all" in said
+
+
+@pytest.mark.parametrize(
+    ("predicted", "ran", "alone"),
+    [
+        pytest.param((9000, 14_000), False, False, id="the bound fits"),
+        pytest.param((14_000, 14_700), False, True, id="only the median fits"),
+        pytest.param((14_700, 15_000), False, False, id="nothing fits, so that placement refuses it"),
+        pytest.param((14_700, 15_000), True, True, id="nothing fits, but it ran there"),
+        pytest.param((9000, 14_000), True, False, id="it ran there, and the bound fits"),
+    ],
+)
+def test_one_rule_says_who_runs_alone_because_of_its_bound(predicted: tuple[int, int], ran: bool, alone: bool) -> None:
+    median, upper = predicted
+    memory = msgspec.structs.replace(told(Calibration()).memory, median_mib=median, upper_mib=upper)
+    known = Recalled(known=1, runs=1, deaths=0, peak_mib=0, so_far_mib=9000, least_mib=0) if ran else None
+    assert is_alone(memory, T4, known) is alone
 
 
 def test_strict_trusts_only_where_something_like_it_was_measured() -> None:

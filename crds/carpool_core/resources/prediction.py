@@ -35,14 +35,14 @@ class MemoryPrediction(Resource, frozen=True, kw_only=True):
     trusted: Annotated[
         bool,
         field(
-            "False where nothing like it was measured on such a GPU, or too many runs of it died of memory: there the "
-            "job runs alone."
+            "False where the job runs alone on such a GPU: nothing like it was measured there; or the bound is more "
+            "than it has and the median is not; or runs of the job died of memory there, or took nearly all of it."
         ),
     ] = True
 
     @property
     def is_lost(self) -> bool:
-        """Whether it is not trusted because runs of this very job died of memory; else too little was measured."""
+        """Whether it is not trusted for what runs of this very job showed; else it is for what they did not yet."""
         return not self.trusted and self.learned_runs > 0
 
 

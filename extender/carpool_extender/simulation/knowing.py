@@ -66,7 +66,7 @@ class Knower:
 
     Args:
         strategy: What it is told.
-        usable_mib: Memory of the largest GPU; a bound beyond it makes a job unknown, since it does run somewhere.
+        usable_mib: Memory of the largest GPU.
         seed: Draws the errors of ablations.
     """
 
@@ -204,10 +204,12 @@ class Knower:
         found = job.prediction
         if self._learner is not None and job.asked is not None:
             found = self._learner.predict(job, job.asked)
-        if found is None or found.products[0].memory.upper_mib > self._usable_mib:
+        if found is None:
             return None
-        # An error of the predictor's is none any more where the very job was measured.
-        return found if found.products[0].memory.learned_runs else self._with_error(job, found)
+        # An error of the predictor's is none any more where the very job was measured; no bound is made to fit by one.
+        memory = found.products[0].memory
+        is_told = memory.learned_runs > 0 or memory.upper_mib > self._usable_mib
+        return found if is_told else self._with_error(job, found)
 
     def _with_error(self, job: SimJob, found: Prediction) -> Prediction:
         draw = random.Random(f"{self._seed}/{job.name}")  # noqa: S311  # a simulation, no secret
