@@ -33,6 +33,8 @@ MISSES = 0.05
 DOUBT = 5.0
 """After so many observations half of the extra width of an uncalibrated stack is gone."""
 WIDEST = math.log(2.0)
+STRATA = 16
+"""Most strata of steps, each with a bound of its own."""
 WINDOW = 100
 """Outcomes over which coverage is told."""
 
@@ -41,6 +43,7 @@ _POSITIVE = Annotated[float, Meta(gt=0, le=2**40)]
 _RATIO = Annotated[float, Meta(ge=0, le=1)]
 _FACTOR = Annotated[float, Meta(ge=0, le=1000)]
 _NAME = Annotated[str, Meta(max_length=128)]
+_STRATUM = Annotated[int, Meta(ge=0, lt=STRATA)]
 
 
 class Stack(msgspec.Struct, frozen=True, kw_only=True, order=True):
@@ -62,6 +65,8 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
     live_mib: _MEBIBYTES
     """Peak of live tensors in a step: no run that finished a step took less."""
     correction: Annotated[float, Meta(gt=0, le=100)] = 1.0
+    stratum: _STRATUM = 0
+    """How likely the step is to exceed its median, as `memory.Risk` divides steps."""
     upper_mib: _MEBIBYTES
     """The bound that placement counted with; 0 where it counted with none, which neither holds nor fails."""
     util: _RATIO | None = None
@@ -107,6 +112,8 @@ class Observed(msgspec.Struct, frozen=True, array_like=True):
     util_factor: _FACTOR | None = None
     """Activity measured over activity predicted as shipped; None where either is not known."""
     sm_factor: _FACTOR | None = None
+    stratum: _STRATUM = 0
+    """How likely its step was to exceed its median, as `memory.Risk` divides steps."""
 
 
 class StackState(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,8 +125,8 @@ class StackState(msgspec.Struct, frozen=True, kw_only=True):
     intercept_mib: _MEBIBYTES
     widening: Annotated[float, Meta(ge=0, le=WIDEST + 1e-9)] = 0.0
     """Logarithm of the factor to the bound."""
-    reach: Annotated[float, Meta(ge=0, le=100)] = 0.0
-    """Logarithm of how far above the line the bound has to lie to hold what was seen."""
+    reaches: Annotated[list[Annotated[float, Meta(ge=0, le=100)]], Meta(max_length=STRATA)] = []
+    """Logarithm of how far above the line the bound has to lie to hold what was seen, for each stratum of steps."""
     outcomes: Annotated[str, Meta(pattern="^[01]*$", max_length=WINDOW)] = ""
     """Whether the bound held, newest last."""
     seen: int = 0
@@ -190,8 +197,8 @@ class _Version(msgspec.Struct, frozen=True):
 def model_for(calibration: Calibration, product: GpuProduct, precision: Precision, model: MemoryModel) -> MemoryModel:
     """Return the memory model of a stack: the shipped one with the stack's own line, once enough was seen.
 
-    The bound lies as far above the line as the shipped one, and no less than what was seen reaches; it is widened by
-    what coverage asks for, and on a stack of which nothing was shipped by a doubt that fades.
+    In each stratum the bound lies as far above the line as the shipped one, and no less than what was seen reaches; it
+    is widened by what coverage asks for, and on a stack of which nothing was shipped by a doubt that fades.
     """
     state = calibration.best(product.name, precision)
     if state is None or not state.learned_from:
@@ -199,7 +206,9 @@ def model_for(calibration: Calibration, product: GpuProduct, precision: Precisio
     doubt = 1.0
     if not is_calibrated(model, product, precision):
         doubt += (ELSEWHERE_FACTOR - 1) * DOUBT / (DOUBT + state.jobs)
-    factors = [max(own * math.exp(state.widening), math.exp(state.reach)) * doubt for own in model.factors]
+    reaches = [*state.reaches, *[0.0] * len(model.factors)]
+    pairs = zip(model.factors, reaches, strict=False)
+    factors = [max(own * math.exp(state.widening), math.exp(reach)) * doubt for own, reach in pairs]
     return msgspec.structs.replace(
         model,
         product=product.name,

@@ -17,7 +17,6 @@ Each run counts once, by the name of its sample: what a running job shows makes 
 Everything here is pure: a document in, a document out.
 """
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
@@ -44,7 +43,7 @@ from carpool_predictor.calibration import (
 )
 from carpool_predictor.estimator import Job
 from carpool_predictor.memory import MemoryModel, context_mib
-from carpool_predictor.recalling import AGREEMENT
+from carpool_predictor.reach import is_confirmed, is_outlier, reaches
 
 PER_MODEL = 3
 """So many rows of one model count for the line, and are kept of one model at one size: nobody's hundred runs outvote
@@ -61,8 +60,6 @@ STEADY_S = 600.0
 reserved, so that a peak is reached in the first steps; ten minutes let an evaluation or a longer sample come, too."""
 STEP = 0.04
 """How far one miss widens the bound, in logarithms, before `MISSES` is taken off."""
-OUTLIER = math.log(1.5)
-"""Smallest distance from the line, in logarithms, at which an observation can be an outlier."""
 _ROUNDS = 4
 
 Refusal = Literal["CutShort", "Impossible"]
@@ -128,6 +125,7 @@ def _taken(state: StackState, expected: Expected, measured: Measured, model: Mem
         measured.steady or measured.ended,
         _factor(measured.util, expected.util),
         _factor(measured.sm_active, expected.sm_active),
+        expected.stratum,
     )
     before = next((one for one in state.rows if row.sample and one.sample == row.sample), None)
     if before is not None:
@@ -137,7 +135,7 @@ def _taken(state: StackState, expected: Expected, measured: Measured, model: Mem
         rows = _kept([*(one for one in state.rows if one is not before), row])
         slope, intercept = _fitted(_counting(rows), _shipped_line(state.stack, model))
         after = msgspec.structs.replace(state, rows=rows, slope=slope, intercept_mib=intercept)
-        after = msgspec.structs.replace(after, reach=_reach(after))
+        after = msgspec.structs.replace(after, reaches=reaches(after, len(model.factors)))
     return _judged(after, row, expected, measured) if measured.ended else after
 
 
@@ -167,20 +165,6 @@ def _judged(state: StackState, row: Observed, expected: Expected, measured: Meas
         widening=min(max(widening, 0.0), WIDEST),
         outcomes=(state.outcomes + str(int(held)))[-WINDOW:],
     )
-
-
-def _reach(state: StackState) -> float:
-    """How far above the line the bound has to lie, in logarithms: split conformal prediction on the stack's own rows.
-
-    Of n of them the ⌈(n + 1)(1 - `MISSES`)⌉-th distance, the largest where n is too small for that (Lei et al., JASA
-    2018). What lies so far out that it may be a neighbour's memory counts once another run of its model agrees.
-    """
-    rows = [row for row in state.rows if not row.censored]
-    reached = sorted(_distance(state, row) for row in rows if not _is_outlier(state, row) or _is_confirmed(state, row))
-    if not reached:
-        return 0.0
-    rank = min(len(reached), math.ceil((len(reached) + 1) * (1 - MISSES)))
-    return max(reached[rank - 1], 0.0)
 
 
 def _kept(rows: Sequence[Observed]) -> list[Observed]:
@@ -232,30 +216,9 @@ def _held(state: StackState, row: Observed, expected: Expected, measured: Measur
     if measured.out_of_memory:
         # It held where more was there: then a neighbour took what was not its own, or the GPU was fragmented.
         return False if expected.upper_mib <= measured.peak_mib else None
-    if _is_outlier(state, row) and not _is_confirmed(state, row):
+    if is_outlier(state, row) and not is_confirmed(state, row):
         return None
     return measured.peak_mib <= expected.upper_mib
-
-
-def _distance(state: StackState, row: Observed) -> float:
-    return math.log(row.value_mib / max(state.at(row.reserved_mib), 1.0)) if row.value_mib > 0 else -math.inf
-
-
-def _is_outlier(state: StackState, row: Observed) -> bool:
-    """Whether a row lies far above what is usual for the stack: four robust standard deviations."""
-    distances = sorted(abs(_distance(state, other)) for other in state.rows if not other.censored)
-    usual = 1.4826 * distances[len(distances) // 2] if distances else 0.0
-    return _distance(state, row) > max(OUTLIER, 4 * usual)
-
-
-def _is_confirmed(state: StackState, row: Observed) -> bool:
-    """Whether another run of the model, of about the same size, took about the same."""
-
-    def agrees(other: Observed) -> bool:
-        mine, its = (r.value_mib / r.reserved_mib for r in (row, other))
-        return other is not row and other.model == row.model and abs(its / mine - 1) < AGREEMENT
-
-    return any(agrees(other) for other in state.rows if not other.censored)
 
 
 def expected_of(job: Job, name: str, counted_mib: float, product: GpuProduct) -> Expected:
@@ -273,6 +236,7 @@ def expected_of(job: Job, name: str, counted_mib: float, product: GpuProduct) ->
         reserved_mib=job.reserved_mib,
         live_mib=job.cost.peak_bytes / MIB,
         correction=job.corrected.correction,
+        stratum=job.corrected.stratum,
         upper_mib=counted_mib,
         util=min(busy.gpu_util_percent.median / 100, 1.0),
         sm_active=min(busy.sm_active_ratio.median, 1.0),

@@ -357,25 +357,52 @@ def test_a_bound_that_nobody_counted_with_neither_holds_nor_fails() -> None:
     assert (state.seen, state.outcomes, state.widening) == (9, "", 0)
 
 
-def test_the_bound_reaches_what_was_seen_but_no_outlier_that_nothing_confirms() -> None:
-    rng = np.random.default_rng(12)
-    sizes = [1000, 2000, 4000, 8000, 16_000]
-    noise = [1.0, 1.02, 0.97, 1.25, 0.99]
-    rows = [
+def rows_of(noise: Iterable[float], stratum: int = 0, name: str = "m") -> list[tuple[Expected, Measured]]:
+    """Jobs of ascending sizes, each so far from the truth of the stack."""
+    return [
         (
-            Expected(model=f"m{i}", reserved_mib=x, live_mib=x / 2, upper_mib=CAPACITY),
+            Expected(model=f"{name}{i}", reserved_mib=x, live_mib=x / 2, upper_mib=CAPACITY, stratum=stratum),
             Measured(peak_mib=(SLOPE * x + INTERCEPT) * by, capacity_mib=CAPACITY),
         )
-        for i, (x, by) in enumerate(zip(sizes, noise, strict=True))
+        for i, by in enumerate(noise)
+        for x in [1000.0 * 1.5**i]
     ]
-    state = state_of(learn(rows))
-    assert math.exp(state.reach) * state.at(8000) == pytest.approx(1.25 * (SLOPE * 8000 + INTERCEPT), rel=1e-6)
-    model = model_for(learn(rows), T4, Precision.FP32, shipped())
-    assert all(factor >= math.exp(state.reach) for factor in model.factors)
-    far = job(99, rng)
+
+
+CALM = (1.0, 1.02, 0.97, 1.01, 0.99, 1.02, 0.98, 1.0)
+
+
+def test_the_bound_reaches_what_several_jobs_show() -> None:
+    calibration = learn(rows_of((*CALM, 1.25, 1.25)))
+    state = state_of(calibration)
+    assert math.exp(state.reaches[0]) == pytest.approx(1.25, rel=0.02)
+    model = model_for(calibration, T4, Precision.FP32, shipped())
+    assert all(f >= math.exp(reach) for f, reach in zip(model.factors, state.reaches, strict=True))
+
+
+@pytest.mark.parametrize("by", [1.2, 1.3, 1.45, 2.0, 5.0])
+def test_one_wild_run_widens_no_bound_by_more_than_a_tenth(by: float) -> None:
+    """Regression: one run at 1.45 times the others' made the bounds of all jobs of the stack as wide as itself."""
+    calm, one = (learn(rows_of(noise)) for noise in (CALM, (*CALM, by)))
+    before, after = (model_for(of, T4, Precision.FP32, shipped()).factors for of in (calm, one))
+    assert all(late <= 1.12 * early for early, late in zip(before, after, strict=True))
+
+
+def test_a_run_that_was_likely_to_exceed_its_median_says_nothing_of_those_that_are_not() -> None:
+    wild = rows_of((1.4, 1.42, 1.38), stratum=2, name="wild")
+    state = state_of(learn([*rows_of(CALM), *wild]))
+    assert state.reaches[0] == state.reaches[1] < math.log(1.05)
+    assert state.reaches[2] > math.log(1.3)
+    calm = state_of(learn([*rows_of(CALM), *rows_of((1.4, 1.42, 1.38), name="calm")]))
+    assert min(calm.reaches) > math.log(1.3)
+
+
+def test_no_outlier_counts_that_nothing_confirms() -> None:
+    far = job(99, np.random.default_rng(12))
     far = (far[0], msgspec.structs.replace(far[1], peak_mib=min(CAPACITY, 5 * far[1].peak_mib)))
-    assert state_of(learn([*rows, far])).reach < math.log(1.4)
-    assert state_of(learn([*rows, far, far])).reach > math.log(1.5)
+    rows = rows_of(CALM)
+    assert state_of(learn([*rows, far])).reaches[0] < math.log(1.05)
+    assert state_of(learn([*rows, far, far])).reaches[0] > math.log(1.5)
 
 
 def test_hardware_and_simulated_gpus_never_teach_each_other() -> None:
