@@ -21,7 +21,7 @@ from carpool_predictor import roofline
 from carpool_predictor.activity import activity_on
 from carpool_predictor.catalog import Recipe
 from carpool_predictor.interpolation import cost_at
-from carpool_predictor.tables import read_table
+from carpool_predictor.tables import amount, number, read_table
 from carpool_predictor.tracing import trace_recipe
 
 PRODUCT = "NVIDIA GeForce RTX 3090"
@@ -94,7 +94,7 @@ def judge(data: Path) -> list[RealRow]:
 
 def _job(row: dict[str, str]) -> _Job:
     precision = Precision.FP16_MIXED if row["amp"] == "1" else Precision.FP32
-    return _Job(row["model"], int(row["batchsize"]), precision, float(row["gpu_util"]))
+    return _Job(row["model"], amount(row, "batchsize"), precision, number(row, "gpu_util"))
 
 
 def _traced(model: str, precision: Precision) -> ModelFeatures:

@@ -9,7 +9,7 @@ from pathlib import Path
 from carpool_core.resources.features import LayerCounts
 
 from carpool_predictor.activity_notation import StepWork, work_of
-from carpool_predictor.tables import read_table
+from carpool_predictor.tables import amount, number, read_table
 
 PRODUCT = "NVIDIA A100-SXM4-40GB"
 KINDS = ("mlp", "cnn")
@@ -63,14 +63,14 @@ def read_rows(data: Path, kind: str) -> list[ActivityRow]:
 def _read(kind: str, row: dict[str, str]) -> ActivityRow:
     name = row["Filename"]
     layers = ast.literal_eval(row["Activations-Params"])
-    batch_size = int(float(row["Batch Size"]))
+    batch_size = amount(row, "Batch Size")
     return ActivityRow(
         kind=kind,
         architecture=_word(name, "arch"),
         work=work_of(layers, batch_size, _shape(kind, name)) if layers else _NOTHING,
-        gpu_util_percent=float(row["Avg GPUTL"]),
-        sm_active_ratio=float(row["Avg SMACT"]),
-        sm_occupancy_ratio=float(row["Avg SMOCC"]),
+        gpu_util_percent=number(row, "Avg GPUTL"),
+        sm_active_ratio=number(row, "Avg SMACT"),
+        sm_occupancy_ratio=number(row, "Avg SMOCC"),
         succeeded=row.get("Status", "SUCCESSFUL") == "SUCCESSFUL",
         listed=bool(layers),
     )

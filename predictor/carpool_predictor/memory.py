@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from itertools import pairwise
 from typing import Annotated
 
 import msgspec
@@ -102,6 +103,12 @@ class MemoryModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise MalformedError("the memory model was trained on other columns than this version computes")
         if len(self.risk.weights) != len(COLUMNS) or len(self.factors) != len(self.risk.edges) + 1:
             raise MalformedError("the memory model's strata are not those of its columns and factors")
+        if any(later < edge for edge, later in pairwise(self.risk.edges)):
+            raise MalformedError(f"expected the edges of strata to ascend, found {self.risk.edges}")
+        if any(later < factor for factor, later in pairwise(self.factors)):
+            raise MalformedError(f"expected no factor to be smaller than that of calmer steps, found {self.factors}")
+        if any(high < low for low, high in self.hull):
+            raise MalformedError("a range of the memory model's hull ends before it begins")
         self.residual.check()
 
 

@@ -38,7 +38,7 @@ class Bound:
     level: float
     """Quantile of each stratum's scores that its factor is."""
     strata: NDArray[np.intp]
-    """Stratum of each row, by scores that its own family had no part in."""
+    """Stratum of each row: its score is fitted without its family; edges are quantiles over all rows."""
 
 
 def fit_bound(
@@ -109,9 +109,17 @@ def _factors(scores: Floats, strata: NDArray[np.intp], level: float) -> tuple[fl
 
 
 def conformal_quantile(scores: Sequence[float], level: float) -> float:
-    """Return the conformal quantile: that of n + 1 scores, the unseen one among them; 0 of none."""
+    """Return the conformal quantile: that of n + 1 scores, the unseen one among them; 0 of none.
+
+    Args:
+        scores: Those that were seen.
+        level: Share that is to lie below, 0..1; at 0 it is the smallest of them.
+    """
+    if not 0 <= level <= 1:
+        raise ValueError(f"expected a level between 0 and 1, found {level}")
     ordered = sorted(scores)
-    return ordered[min(math.ceil((len(ordered) + 1) * level), len(ordered)) - 1] if ordered else 0.0
+    rank = math.ceil((len(ordered) + 1) * level)
+    return ordered[min(max(rank, 1), len(ordered)) - 1] if ordered else 0.0
 
 
 def short(number: float) -> float:

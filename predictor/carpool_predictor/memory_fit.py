@@ -1,8 +1,9 @@
 """Fits the memory model on measured runs. Needs NumPy and scikit-learn: the extra `carpool[train]`.
 
-Families (timm modules) are dealt into folds, and line and trees are fitted without one fold and judged on it. What the
-bound needs (`memory_bound`) and the class come from those ratios of measured to predicted: no row is judged by numbers
-that its own family helped to choose.
+Families (timm modules) are dealt into folds, and line and trees are fitted without one fold and judged on it, and so is
+the score that divides rows into strata. What is then taken over the rows of all families at once (the edges of the
+strata, their factors, the class) are quantiles of those ratios of measured to predicted. Nothing here is judged on the
+rows that are passed: whoever judges (`evaluation`) holds other families back from all of it.
 """
 
 import random

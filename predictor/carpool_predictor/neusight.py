@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from carpool_predictor.interpolation import StepCost
-from carpool_predictor.tables import read_table
+from carpool_predictor.tables import amount, number, read_table
 
 _COLUMNS = ("gpu", "model", "mode", "seqlen", "batch", "variant", "e2e_ms")
 _ELEMENT_BYTES = 4
@@ -138,8 +138,8 @@ def read_models(data: Path) -> tuple[list[ModelRow], int]:
 
 def _row(row: dict[str, str]) -> ModelRow | None:
     """Return what a row measured; None where it is left out."""
-    time_s = float(row["e2e_ms"]) / 1e3
-    batch_size, length = int(row["batch"]), int(row["seqlen"])
+    time_s = number(row, "e2e_ms") / 1e3
+    batch_size, length = amount(row, "batch"), amount(row, "seqlen")
     if row["gpu"] not in GPUS or row["model"] not in MODELS or row["variant"] or time_s <= 0:
         return None
     training = row["mode"] == "train"

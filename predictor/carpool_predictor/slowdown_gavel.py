@@ -20,6 +20,7 @@ from scipy.optimize import least_squares
 
 from carpool_predictor.slowdown import SlowdownModel, stretched
 from carpool_predictor.suites import DataError
+from carpool_predictor.tables import number
 
 FILE = "gavel/gavel_throughputs_flat.csv"
 TABLE = "oracle_throughputs.json"
@@ -75,13 +76,13 @@ def read(data: Path) -> Gavel:
     """Read the single-GPU jobs.
 
     Raises:
-        DataError: The file or a column is missing.
+        DataError: The file or a column is missing, or a row cannot be read.
     """
     path = data / FILE
     try:
         with path.open(newline="", encoding="utf-8") as file:
             rows = [row for row in csv.DictReader(file) if row["file"] == TABLE and row["ngpu_a"] == "1"]
-        step_s = {_job(r, "a"): 1 / v for r in rows if (v := float(r["iso_tput_a_steps_s"] or 0)) > 0}
+        step_s = {_job(r, "a"): 1 / v for r in rows if (v := _rate(r, "iso_tput_a_steps_s")) > 0}
         pairs = [pair for row in rows if row["ngpu_b"] == "1" and (pair := _pair(row, step_s)) is not None]
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"expected Gavel's throughputs in {path}, found {error!r}; set CARPOOL_DATA") from error
@@ -93,10 +94,15 @@ def _job(row: Mapping[str, str], which: str) -> Job:
     return row["gpu"], row[f"job_{which}"], row[f"bs_{which}"]
 
 
+def _rate(row: Mapping[str, str], column: str) -> float:
+    """Return a throughput; 0 where there is none."""
+    return number(row, column) if row[column] else 0.0
+
+
 def _pair(row: Mapping[str, str], step_s: Mapping[Job, float]) -> Pair | None:
     """Return a measured pair; 0 stands for out of memory as well as for what was never run."""
     one, other = _job(row, "a"), _job(row, "b")
-    a, b = float(row["coloc_tput_a"] or 0), float(row["coloc_tput_b"] or 0)
+    a, b = _rate(row, "coloc_tput_a"), _rate(row, "coloc_tput_b")
     if a <= 0 or b <= 0 or one not in step_s or other not in step_s:
         return None
     return Pair(one, other, (max(1.0, 1 / (step_s[one] * a)), max(1.0, 1 / (step_s[other] * b))))

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from carpool_predictor.slowdown import Turns, slowdowns, upper_slowdowns
 from carpool_predictor.suites import DataError
+from carpool_predictor.tables import number
 
 FOLDER = "lucid"
 FOUND = 1.15
@@ -70,7 +71,7 @@ def read(data: Path) -> Pairs:
     """Read the pairs and the solo profiles.
 
     Raises:
-        DataError: A file or a column is missing.
+        DataError: A file or a column is missing, or a row cannot be read.
     """
     folder = data / FOLDER
     try:
@@ -80,12 +81,12 @@ def read(data: Path) -> Pairs:
             keys = {which: _key(row, which) for which in "12"}
             for one, other in ("12", "21"):
                 mine, its = solo[keys[one]], solo[keys[other]]
-                busy.append((float(mine["gpu_util"]) / 100, float(its["gpu_util"]) / 100))
-                memory.append((float(mine["gmem_util"]) / 100, float(its["gmem_util"]) / 100))
-                raw.append(1 / float(row[f"speed{one}"]))
+                busy.append((number(mine, "gpu_util") / 100, number(its, "gpu_util") / 100))
+                memory.append((number(mine, "gmem_util") / 100, number(its, "gmem_util") / 100))
+                raw.append(1 / number(row, f"speed{one}"))
                 models.append((mine["model"], its["model"]))
                 jobs.append((" ".join(keys[one]), " ".join(keys[other])))
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise DataError(f"expected Lucid's measurements in {folder}, found {error!r}; set CARPOOL_DATA") from error
     found = np.array(raw)
     return Pairs(np.array(busy), np.array(memory), np.maximum(1.0, found), found, models, jobs)

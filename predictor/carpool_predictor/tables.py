@@ -1,7 +1,8 @@
 """Reads published tables: which file, which columns, and what is said of one that cannot be read."""
 
 import csv
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,3 +33,27 @@ def read_table(path: Path, columns: Iterable[str], read: Callable[[dict[str, str
         except (ValueError, TypeError, SyntaxError, csv.Error) as e:
             raise DataError(f"{path}:{reader.line_num}: cannot read the row: {e}") from e
     raise DataError(f"{path} lacks the columns {', '.join(missing)}")
+
+
+def number(row: Mapping[str, str], column: str) -> float:
+    """Read a measured number.
+
+    Raises:
+        ValueError: It is none, or not finite.
+    """
+    found = float(row[column])
+    if not math.isfinite(found):
+        raise ValueError(f"expected a finite number in {column}, found {row[column]!r}")
+    return found
+
+
+def amount(row: Mapping[str, str], column: str) -> int:
+    """Read a number of samples, tokens or the like.
+
+    Raises:
+        ValueError: It is no whole number, or less than 1.
+    """
+    found = number(row, column)
+    if found < 1 or found != int(found):
+        raise ValueError(f"expected a whole number of at least 1 in {column}, found {row[column]!r}")
+    return int(found)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from carpool_predictor.neusight import MeasuredGpu
-from carpool_predictor.tables import read_table
+from carpool_predictor.tables import amount, number, read_table
 
 _COLUMNS = ("network", "batch_size", "time_per_epoch", "power_limit")
 _IMAGES = 1_281_167
@@ -47,7 +47,9 @@ def _read(path: Path, gpu: str) -> list[EpochRow]:
 
     def read(row: dict[str, str]) -> None:
         if row["network"] == "resnet50":
-            batch_size, epoch_s = int(row["batch_size"]), float(row["time_per_epoch"])
+            batch_size, epoch_s = amount(row, "batch_size"), number(row, "time_per_epoch")
+            if epoch_s <= 0:
+                raise ValueError(f"expected an epoch of more than 0 seconds, found {row['time_per_epoch']!r}")
             step_s = epoch_s / math.ceil(_IMAGES / batch_size)
             fastest[batch_size] = min(fastest.get(batch_size, math.inf), step_s)
 

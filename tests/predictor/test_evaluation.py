@@ -49,7 +49,7 @@ def test_a_missing_column_is_told(suite: str, file: str, frozen: bool, tmp_path:
 
 ROWS = {
     "gpumemnet/timm_a100_40gb.csv": "timm_model,timm_module,batch_size,max_gpu_memory_mib,faketensor_mib\nr,resnet,8,",
-    "neusight/e2e_labels_flat.csv": "gpu,model,mode,seqlen,batch,variant,e2e_ms\nTesla_P4,bert_large,train,512,8,,",
+    "neusight/e2e_labels_flat.csv": "gpu,model,mode,seqlen,variant,batch,e2e_ms\nTesla_P4,bert_large,train,512,,",
 }
 
 
@@ -59,7 +59,10 @@ ROWS = {
         pytest.param("memory", "gpumemnet/timm_a100_40gb.csv", "many,0", id="no number"),
         pytest.param("memory", "gpumemnet/timm_a100_40gb.csv", "nan,0", id="not a peak"),
         pytest.param("memory", "gpumemnet/timm_a100_40gb.csv", "-1,0", id="less than nothing"),
-        pytest.param("step-time", "neusight/e2e_labels_flat.csv", "long", id="no time"),
+        pytest.param("memory", "gpumemnet/timm_a100_40gb.csv", "inf,0", id="without end"),
+        pytest.param("step-time", "neusight/e2e_labels_flat.csv", "8,long", id="no time"),
+        pytest.param("step-time", "neusight/e2e_labels_flat.csv", "8,nan", id="a time that is no number"),
+        pytest.param("step-time", "neusight/e2e_labels_flat.csv", "0,3.5", id="a batch of nothing"),
     ],
 )
 def test_a_row_that_cannot_be_read_is_told_with_its_line(suite: str, file: str, rest: str, tmp_path: Path) -> None:
@@ -84,6 +87,7 @@ def test_training_without_measurements_is_told(tmp_path: Path) -> None:
     [
         pytest.param("something,else\n1,2\n", id="other columns"),
         pytest.param(f"file,ngpu_a,iso_tput_a_steps_s\n{TABLE},1,fast\n", id="no number"),
+        pytest.param(f"file,ngpu_a,iso_tput_a_steps_s\n{TABLE},1,nan\n", id="not a number"),
         pytest.param(f"file,ngpu_a\n{TABLE},1\n", id="a column short"),
     ],
 )

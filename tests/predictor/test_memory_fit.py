@@ -149,6 +149,25 @@ def test_other_numbers_have_another_version() -> None:
         pytest.param(lambda _: b'{"format":3,"factors":{"matrix":1.1}}', "found 3; build it anew", id="older"),
         pytest.param(lambda text: text.replace(b"log kernels", b"kernels"), "other columns", id="other columns"),
         pytest.param(lambda text: text.replace(b'"edges":[', b'"edges":[-9.5,'), "strata", id="a stratum too many"),
+        pytest.param(
+            lambda text: text.replace(b'"edges":[', b'"edges":[9.5,').replace(b'"factors":[', b'"factors":[1.0,'),
+            "edges of strata to ascend",
+            id="edges that fall",
+        ),
+        pytest.param(
+            lambda text: text.replace(b'"factors":[', b'"factors":[9.5,').replace(b'"edges":[', b'"edges":[-9.5,'),
+            "than that of calmer steps",
+            id="factors that fall",
+        ),
+        pytest.param(
+            lambda text: text.replace(b'"factors":[1.', b'"factors":[0.'), "factors", id="a bound below the median"
+        ),
+        pytest.param(
+            lambda text: text.replace(b'"hull":[[', b'"hull":[[99,0],['), "other columns", id="a column too many"
+        ),
+        pytest.param(
+            lambda text: text.replace(b'"hull":[[', b'"hull":[[9'), "ends before it begins", id="a hull inside out"
+        ),
         pytest.param(lambda text: b"{}", "missing required field", id="empty"),
     ],
 )
