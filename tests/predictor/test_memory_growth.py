@@ -1,0 +1,72 @@
+"""What is promised of the bound on memory as a batch grows, over the models of the feature store.
+
+The line grows with the batch. The trees answer in steps, each a little more or less than the one before, so that from
+one batch to the next the bound may fall by a hundredth. The stratum, whose factors lie far apart, never falls.
+"""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import pytest
+from carpool_core.products import find_product
+from carpool_core.resources.features import ModelFeatures
+from carpool_core.resources.job import Training
+from carpool_core.values import Precision
+from carpool_predictor import store
+from carpool_predictor.checks import MAX_EXTRAPOLATION
+from carpool_predictor.estimator import Job, prepare
+
+A100 = find_product("A100-SXM4-40GB")
+MOST_FALL = 0.015
+"""Share by which the bound may fall from one batch to the next."""
+GROWTH = 1.5
+"""From one batch to one so many times as large it never falls."""
+
+
+class Bound(NamedTuple):
+    batch_size: int
+    stratum: int
+    upper_mib: int
+
+
+def bounds(features: ModelFeatures, growth: float) -> list[Bound]:
+    """Bounds of ascending batches inside of what was learned; between the first and the last of them nothing is left
+    out but by `growth`."""
+    found, batch = list[Bound](), max(1, -(-features.steps[0].batch_size // MAX_EXTRAPOLATION))
+    while batch <= MAX_EXTRAPOLATION * features.steps[-1].batch_size:
+        training = Training(batch_size=batch, optimizer=features.optimizer, precision=features.precision)
+        job = prepare(features, training)
+        assert isinstance(job, Job)
+        if job.corrected.inside:
+            found.append(Bound(batch, job.corrected.stratum, job.memory_on(A100).upper_mib))
+        batch = max(batch + 1, int(batch * growth))
+    return found
+
+
+def features_of(name: str, precision: Precision) -> ModelFeatures:
+    record = store.shipped(precision).record(name)
+    assert record is not None
+    return record.features()
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16_MIXED])
+def test_a_larger_batch_never_has_a_smaller_bound_nor_a_calmer_stratum(precision: Precision) -> None:
+    seen = 0
+    for name in sorted(store.shipped(precision).names())[::3]:
+        for one, larger in pairwise(bounds(features_of(name, precision), GROWTH)):
+            assert larger.stratum >= one.stratum, (name, one, larger)
+            assert larger.upper_mib >= one.upper_mib, (name, one, larger)
+            seen += 1
+    assert seen > 500
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16_MIXED])
+def test_from_one_batch_to_the_next_the_bound_hardly_ever_falls_and_never_by_much(precision: Precision) -> None:
+    falls = total = 0
+    for name in sorted(store.shipped(precision).names())[::60]:
+        for one, larger in pairwise(bounds(features_of(name, precision), 1.0)):
+            assert larger.stratum >= one.stratum, (name, one, larger)
+            assert larger.upper_mib >= (1 - MOST_FALL) * one.upper_mib, (name, one, larger)
+            falls += larger.upper_mib < one.upper_mib
+            total += 1
+    assert falls <= 0.005 * total
