@@ -141,7 +141,8 @@ async def test_who_died_of_memory_gets_more_and_then_a_gpu_alone() -> None:
     assert predicted is not None
     assert "because earlier runs of it died of memory there" in predicted.message
     assert placed is not None
-    assert "(Exclusive), because earlier runs of it died of memory on NVIDIA A100-SXM4-40GB, or took nearly all" in placed.message
+    why = "(Exclusive), because earlier runs of it died of memory on NVIDIA A100-SXM4-40GB, or took nearly all of it"
+    assert why in placed.message
     assert stack(of).seen == 2
 
 
