@@ -159,7 +159,7 @@ def test_every_field_and_every_rule_of_a_crd_is_documented(file: Path) -> None:
     schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     told = section(read("resources.md"), crd["spec"]["names"]["kind"])
     fields = [path for path in _paths(schema, "") if path.startswith(("spec", "status"))]
-    assert len(fields) > 20
+    assert len(fields) > 10
     assert [path for path in fields if f"\n| `{path}` |" not in told] == []
     assert [rule for rule in _sentences(schema) if rule not in told] == []
 

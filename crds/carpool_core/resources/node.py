@@ -208,7 +208,7 @@ class GpuNodeStatus(Resource, frozen=True, kw_only=True):
             max_length=MOST_STRUCK,
         ),
     ] = []
-    conditions: Annotated[list[Condition], field("Ready.", schema=ATOMIC)] = []
+    conditions: Annotated[list[Condition], field("Ready.", schema=OWN)] = []
     summary: Annotated[NodeSummary, field("What `kubectl get` shows.")] | None = None
 
 

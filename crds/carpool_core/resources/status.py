@@ -4,7 +4,7 @@ from typing import Annotated
 
 from carpool_core.resources.meta import Condition
 from carpool_core.resources.prediction import Prediction
-from carpool_core.resources.schema import ATOMIC, OWN, Resource, field
+from carpool_core.resources.schema import ATOMIC, COUNTED, OWN, Resource, field
 from carpool_core.values import GpuUuid, JobState, NodeName, PodUid, SharingMode
 
 
@@ -118,10 +118,10 @@ class JobStatus(Resource, frozen=True, kw_only=True):
     observed_generation: Annotated[int, field("`metadata.generation` that this status was computed from.", ge=0)] = 0
     state: Annotated[JobState, field("Computed from the conditions, for people.")] = JobState.PREDICTING
     conditions: Annotated[
-        list[Condition], field("Predicted, Placed, Running, Suspended, Complete, Failed.", schema=ATOMIC)
+        list[Condition], field("Predicted, Placed, Running, Suspended, Complete, Failed.", schema=OWN)
     ] = []
     prediction: Annotated[Prediction, field("What was predicted before it ran.")] | None = None
-    placement: Annotated[list[WorkerPlacement], field("Where each worker runs.", schema=OWN)] = []
+    placement: Annotated[list[WorkerPlacement], field("Where each worker runs.", schema=COUNTED)] = []
     attempts: Annotated[list[Attempt], field("Tries so far, the latest last, at most ten.", schema=OWN)] = []
     restarts: Annotated[int, field("Failures that were charged to backoffLimit.", ge=0)] = 0
     observed: Annotated[Observed, field("What was measured.")] | None = None
