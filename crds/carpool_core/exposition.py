@@ -1,6 +1,6 @@
 """Prometheus' text format, for pages of many series: the library takes several times as long, at every scrape."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
@@ -13,6 +13,7 @@ __all__ = ["CONTENT_TYPE", "text"]
 
 _TYPES = {"gauge": "gauge", "counter": "counter", "unknown": "untyped"}
 """Kinds that are written here, and what the format calls them; all others are left to the library."""
+_NONE: tuple[Mapping[str, str] | None, str] = None, ""
 Labels = tuple[tuple[str, str], ...]
 
 
@@ -32,6 +33,7 @@ def text(registry: CollectorRegistry) -> bytes:
     """
     page: list[str] = []
     written: dict[Labels, str] = {}  # many families have series of the same labels
+    known: dict[int, tuple[Mapping[str, str], str]] = {}  # or even of one mapping, which must live as long as its ID
     for metric in registry.collect():
         suffix = "_total" if metric.type == "counter" else ""
         name = f"{metric.name}{suffix}"
@@ -41,10 +43,11 @@ def text(registry: CollectorRegistry) -> bytes:
         about = metric.documentation.replace("\\", r"\\").replace("\n", r"\n")
         page.append(f"# HELP {name} {about}\n# TYPE {name} {_TYPES[metric.type]}\n")
         for sample in metric.samples:
-            key = tuple(sample.labels.items())
-            labels = written.get(key)
-            if labels is None:
-                labels = written[key] = _written(key)
+            of_all, labels = known.get(id(sample.labels), _NONE)
+            if of_all is not sample.labels:
+                key = tuple(sample.labels.items())
+                labels = written.get(key) or written.setdefault(key, _written(key))
+                known[id(sample.labels)] = sample.labels, labels
             page.append(f"{name}{labels} {floatToGoString(sample.value)}\n")  # type: ignore[no-untyped-call]  # untyped there
     return "".join(page).encode()
 

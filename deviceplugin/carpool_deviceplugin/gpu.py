@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 
 from carpool_deviceplugin.mig.layout import Instance, Placement
@@ -135,8 +136,7 @@ def divides(step: Step) -> bool:
     return isinstance(step, CreateInstance | DestroyInstance) or (isinstance(step, SetMode) and step.mode is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessUse:
+class ProcessUse(msgspec.Struct, frozen=True):
     """What one process has used of a GPU since it began. Counters never fall."""
 
     id: str

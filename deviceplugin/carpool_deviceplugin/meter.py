@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
 from operator import attrgetter
 
+import msgspec
 from carpool_core.resources.node import Tenant
 from carpool_core.values import GpuUuid, PodUid
+from msgspec.structs import replace
 
 from carpool_deviceplugin.gpu import ProcessUse, Reading
 
@@ -18,8 +19,7 @@ PEAK_MOVED = 0.01
 """The same of a peak, which only rises, and seldom: neighbours are admitted by it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
+class Rates(msgspec.Struct, frozen=True):
     """What one pod does to one GPU. Ratios 0..1; None where the GPU cannot say."""
 
     busy: float | None = 0.0
@@ -41,8 +41,7 @@ def _towards(was: float | None, now: float | None, weight: float) -> float | Non
     return now if was is None or now is None else was + weight * (now - was)
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
+class Use(msgspec.Struct, frozen=True):
     """What one pod uses of one GPU."""
 
     memory_mib: int = 0

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from carpool_core.resources.node import Device, Reservation
 from carpool_core.values import DeviceHealth, PartitionState, SharingMode
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, UnknownMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, Sample, UnknownMetricFamily
 from prometheus_client.registry import Collector
 
 from carpool_deviceplugin.app import Agent
@@ -12,10 +12,6 @@ from carpool_deviceplugin.gpu import PartReading, Reading
 from carpool_deviceplugin.meter import Meter, Rates, Use
 
 _MIB = 1024 * 1024
-_DEVICE_LABELS = (
-    "gpu", "UUID", "pci_bus_id", "device", "modelName", "GPU_I_PROFILE", "GPU_I_ID", "hostname", "pod", "namespace",
-    "container",
-)  # fmt: skip
 SOURCE = "carpool_agent_gpu_metrics_source"
 TENANT_ENERGY = "carpool_gpu_tenant_energy_joules"
 _TENANT_LABELS = ("UUID", "namespace", "pod", "job")
@@ -68,11 +64,11 @@ class AgentCollector(Collector):
 
     def _devices(self) -> Iterator[Metric]:
         families: dict[str, GaugeMetricFamily] = {
-            name: GaugeMetricFamily(name, text, labels=_DEVICE_LABELS) for name, text in DEVICE_GAUGES.items()
+            name: GaugeMetricFamily(name, text) for name, text in DEVICE_GAUGES.items()
         }
         source = GaugeMetricFamily(SOURCE, "1 for the source of a GPU's counters.", labels=["UUID", "source"])
         # DCGM's counter does not end in _total, and must keep its name.
-        energy = UnknownMetricFamily(ENERGY, "Energy since the GPU appeared (in mJ).", labels=_DEVICE_LABELS)
+        energy = UnknownMetricFamily(ENERGY, "Energy since the GPU appeared (in mJ).")
         for device in self._agent.reconciler.reporter.devices:
             meter = self._agent.reconciler.meters[device.uuid]
             reading = meter.reading
@@ -82,25 +78,24 @@ class AgentCollector(Collector):
             if not reading.is_shown_elsewhere:
                 labels = self._labels(device, reading.pci_bus_id)
                 for name, value in _values(device, reading, meter).items():
-                    families[name].add_metric(labels, value)
+                    families[name].samples.append(Sample(name, labels, value))
                 if reading.energy_j is not None:
-                    energy.add_metric(labels, round(1000 * reading.energy_j))
+                    energy.samples.append(Sample(ENERGY, labels, round(1000 * reading.energy_j)))
             for part in reading.parts:
                 if not part.is_shown_elsewhere:
                     of_part = self._labels_of_part(device, reading.pci_bus_id, part)
                     for name, value in part.counters.items():
-                        families[name].add_metric(of_part, value)
+                        families[name].samples.append(Sample(name, of_part, value))
         yield source
         # What no GPU here can say is absent; where none was asked yet, nobody knows what that is.
         is_sampled = any(meter.reading is not None for meter in self._agent.reconciler.meters.values())
         yield from (family for family in (*families.values(), energy) if family.samples or not is_sampled)
 
-    def _labels_of_part(self, device: Device, pci_bus_id: str, part: PartReading) -> list[str]:
+    def _labels_of_part(self, device: Device, pci_bus_id: str, part: PartReading) -> dict[str, str]:
         """A MIG instance belongs to the pod that it was made for."""
         owner = next((r for r in self._agent.reconciler.reservations if r.pod_uid == part.pod_uid), None)
-        labels = dict(zip(_DEVICE_LABELS, self._labels(device, pci_bus_id), strict=True))
-        labels |= {"GPU_I_PROFILE": part.profile, "GPU_I_ID": str(part.instance_id), **self._owner(owner)}
-        return list(labels.values())
+        of_part = {"GPU_I_PROFILE": part.profile, "GPU_I_ID": str(part.instance_id), **self._owner(owner)}
+        return self._labels(device, pci_bus_id) | of_part
 
     def _owner(self, owner: Reservation | None) -> dict[str, str]:
         """Name a pod, and the container that holds its GPUs where the kubelet has said which."""
@@ -110,41 +105,42 @@ class AgentCollector(Collector):
         container = kubelet.containers.get(f"{owner.pod_namespace}/{owner.pod_name}", "") if kubelet else ""
         return {"pod": owner.pod_name, "namespace": owner.pod_namespace, "container": container}
 
-    def _labels(self, device: Device, pci_bus_id: str) -> list[str]:
+    def _labels(self, device: Device, pci_bus_id: str) -> dict[str, str]:
         """A GPU that is shared belongs to no pod: its pods have series of their own."""
         there = [r for r in self._agent.reconciler.reservations if device.uuid in r.gpu_uuids]
         owner = there[0] if len(there) == 1 and there[0].mode is not SharingMode.MIG else None
-        return [
-            str(device.index),
-            device.uuid,
-            pci_bus_id,
-            f"nvidia{device.index}",
-            device.product,
-            "",
-            "",
-            self._agent.settings.node_name,
-            *self._owner(owner).values(),
-        ]
+        return {
+            "gpu": str(device.index),
+            "UUID": device.uuid,
+            "pci_bus_id": pci_bus_id,
+            "device": f"nvidia{device.index}",
+            "modelName": device.product,
+            "GPU_I_PROFILE": "",
+            "GPU_I_ID": "",
+            "hostname": self._agent.settings.node_name,
+            **self._owner(owner),
+        }
 
     def _tenants(self) -> Iterator[Metric]:
-        families = {name: GaugeMetricFamily(name, text, labels=_TENANT_LABELS) for name, text in TENANT_GAUGES.items()}
-        energy = CounterMetricFamily(TENANT_ENERGY, "Energy above idle that a pod has drawn.", labels=_TENANT_LABELS)
+        families = [GaugeMetricFamily(name, text) for name, text in TENANT_GAUGES.items()]
+        energy = CounterMetricFamily(TENANT_ENERGY, "Energy above idle that a pod has drawn.")
         reservations: dict[str, Reservation] = {r.pod_uid: r for r in self._agent.reconciler.reservations}
         for uuid, meter in self._agent.reconciler.meters.items():
             for pod_uid, use in meter.uses.items():
                 reserved = reservations.get(pod_uid)
                 if reserved is None:
                     continue
-                labels = [uuid, reserved.pod_namespace, reserved.pod_name, reserved.job_name]
+                named = (uuid, reserved.pod_namespace, reserved.pod_name, reserved.job_name)
+                labels = dict(zip(_TENANT_LABELS, named, strict=True))
                 rates = _now(use)
                 limit = reserved.memory_limit_mib and reserved.memory_limit_mib * _MIB
                 values = [use.memory_mib * _MIB, limit, rates.busy, rates.sm, use.step_time_s]
                 if use.energy_j is not None:
-                    energy.add_metric(labels, use.energy_j)
-                for family, value in zip(families.values(), values, strict=True):
+                    energy.samples.append(Sample(f"{TENANT_ENERGY}_total", labels, use.energy_j))
+                for family, value in zip(families, values, strict=True):
                     if value is not None:
-                        family.add_metric(labels, value)
-        yield from families.values()
+                        family.samples.append(Sample(family.name, labels, value))
+        yield from families
         yield energy
 
     def _itself(self) -> Iterator[Metric]:

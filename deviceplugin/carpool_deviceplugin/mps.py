@@ -55,8 +55,8 @@ class MpsCommands(Protocol):
         """End a daemon that does not answer, if there is one, and these servers (process ID, and when it began)."""
         ...
 
-    def started(self, pid: int) -> int | None:
-        """When a server began; None where that process is no server. With the ID it names one process only."""
+    def living(self, environment: Mapping[str, str], servers: Mapping[int, int]) -> Mapping[int, int]:
+        """Return who of these servers (process ID, and when it began) still lives, and belongs to no other GPU."""
         ...
 
     def home(self, environment: Mapping[str, str]) -> str | None:
@@ -118,6 +118,7 @@ class Mps:
         self, commands: MpsCommands, directory: Path, shared: SharedMemory | None = None, *, may_write: bool = True
     ) -> None:
         self._commands, self._directory, self._shared, self._may_write = commands, directory, shared, may_write
+        self._environments: dict[GpuUuid, Mapping[str, str]] = {}
 
     def directory(self, uuid: GpuUuid) -> Path:
         """Return a GPU's directory; raises MpsError for what is no UUID: names become paths here."""
@@ -140,13 +141,15 @@ class Mps:
             return SharedMemory(self._shared.here / uuid, self._shared.on_node / uuid)
         return SharedMemory(self.directory(uuid) / _MEMORY, self.directory(uuid) / _MEMORY)
 
-    def _environment(self, uuid: GpuUuid) -> dict[str, str]:
-        directory = self.directory(uuid)
-        return {
-            "CUDA_VISIBLE_DEVICES": uuid,
-            "CUDA_MPS_PIPE_DIRECTORY": str(directory / "pipe"),
-            "CUDA_MPS_LOG_DIRECTORY": str(directory / "log"),
-        }
+    def _environment(self, uuid: GpuUuid) -> Mapping[str, str]:
+        if uuid not in self._environments:  # asked for at each look
+            directory = self.directory(uuid)
+            self._environments[uuid] = {
+                "CUDA_VISIBLE_DEVICES": uuid,
+                "CUDA_MPS_PIPE_DIRECTORY": str(directory / "pipe"),
+                "CUDA_MPS_LOG_DIRECTORY": str(directory / "log"),
+            }
+        return self._environments[uuid]
 
     def is_running(self, uuid: GpuUuid) -> bool:
         """Whether a GPU's daemon lives; starts no program."""
@@ -218,12 +221,14 @@ class Mps:
 
     def _left(self, uuid: GpuUuid) -> dict[int, int]:
         """Servers that were seen and still live, and when they began."""
+        return dict(self._commands.living(self._environment(uuid), self._seen(uuid)))
+
+    def _seen(self, uuid: GpuUuid) -> dict[int, int]:
         try:
             lines = (self.directory(uuid) / _SERVERS).read_text().splitlines()
-            known = {int(pid): int(began) for pid, began in map(str.split, lines)}
+            return {int(pid): int(began) for pid, began in map(str.split, lines)}
         except (OSError, ValueError):
             return {}
-        return {pid: began for pid, began in known.items() if self._commands.started(pid) == began}
 
     def _home(self, uuid: GpuUuid) -> str | None:
         """Where a GPU's daemon lives, or lived when it was last seen; None where it never was."""
@@ -262,7 +267,7 @@ class Mps:
                 problem = f"the MPS daemon does not answer: {e}"
         # Its answer came through a directory in which clients write: no process is a server because it is named there.
         left = {**known, **(self._commands.servers(environment, home, present, listed) if home is not None else {})}
-        if left != known:
+        if left != self._seen(uuid):
             self._keep(uuid, _SERVERS, "".join(f"{pid} {at}\n" for pid, at in sorted(left.items())))
         if problem or not is_running:
             return MpsStatus(is_running, frozenset(left), problem=problem, is_silent=bool(problem))

@@ -109,6 +109,18 @@ class MpsProgram:
         found = _stat(pid)
         return found[0] if found is not None else None
 
+    def living(self, environment: Mapping[str, str], servers: Mapping[int, int]) -> dict[int, int]:
+        """Return who of these servers still lives, and is neither another GPU's daemon nor its child.
+
+        Whoever wrote them down may have believed a client.
+        """
+        others = self._others(environment) if servers else set()
+        return {
+            pid: began
+            for pid, began in servers.items()
+            if (known := _stat(pid)) is not None and known[0] == began and others.isdisjoint((pid, known[1]))
+        }
+
     def home(self, environment: Mapping[str, str]) -> str | None:
         """Name the daemon's control group; None where there is no daemon."""
         pid = self._pid(environment)

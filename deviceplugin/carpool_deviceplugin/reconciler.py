@@ -66,6 +66,7 @@ class Reconciler:
         self._teller = Teller(node, api, clock)
         self._seen_devices: dict[GpuUuid, Device] = {}
         self._seen_partitions: dict[PodUid, Partition] = {}
+        self._told_partitions: Sequence[Partition] | None = None
         self._seen_struck: dict[PodUid, str] = {}
         self._struck_before: tuple[float, Mapping[PodUid, str]] = (0.0, {})
         """Pods that an earlier agent told of, and when that was heard."""
@@ -148,6 +149,8 @@ class Reconciler:
         elif old is None or old.metadata.uid != new.metadata.uid:
             self.reporter.appeared(new.status)
             self._remember(new)
+        elif old.spec == new.spec:
+            return  # the status alone, which the agent has written itself
         reservations = new.spec.reservations if new else []
         for uuid, worker in self._workers.items():
             worker.want([r for r in reservations if uuid in r.gpu_uuids])
@@ -179,8 +182,11 @@ class Reconciler:
         self._seen_devices = {d.uuid: d for d in devices}
 
     def _see_partitions(self, partitions: Sequence[Partition]) -> None:
-        reservations = {r.pod_uid: r for r in self.reservations}
         struck = {pod: why for told in self._struck() for pod, why in told.items()}
+        if partitions is self._told_partitions and struck == self._seen_struck:
+            return
+        self._told_partitions = partitions
+        reservations = {r.pod_uid: r for r in self.reservations}
         self._tell(
             news.of_partitions(self._seen_partitions, partitions, reservations)
             + news.of_struck(self._seen_struck, struck, reservations)

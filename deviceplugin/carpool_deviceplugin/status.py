@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from datetime import datetime
+from operator import attrgetter
 from typing import Literal
 
 import msgspec
@@ -24,6 +25,7 @@ from carpool_deviceplugin.worker import FAILED, PREPARING, READY, Outcome
 
 _LONGEST, _LONGEST_CONDITION, _LONGEST_COLUMN, _LONGEST_UID = 4096, 32_768, 512, 253
 _MOST_TENANTS = 1024
+_BY_GPU = attrgetter("gpu_uuid", "pod_uid")
 _LARGEST = 1e12
 """In whatever unit: beyond all that a GPU could be measured to do."""
 
@@ -108,12 +110,15 @@ def presentable(tenants: Iterable[Tenant], reserved: Set[PodUid]) -> tuple[list[
     """
     fine: list[Tenant] = []
     left_out: list[str] = []
+    tenants = list(tenants)
+    if len(tenants) <= _MOST_TENANTS and not _unpresentable(tenants):  # as ever: one look at all of them
+        return sorted(tenants, key=_BY_GPU), []
     for tenant in sorted(tenants, key=lambda t: t.pod_uid not in reserved):
-        if why := "too many tenants" if len(fine) >= _MOST_TENANTS else _unpresentable(tenant):
+        if why := "too many tenants" if len(fine) >= _MOST_TENANTS else _unpresentable([tenant]):
             left_out.append(f"{tenant.pod_uid[:64]!a} on {tenant.gpu_uuid}: {why}")
         else:
             fine.append(tenant)
-    return sorted(fine, key=lambda t: (t.gpu_uuid, t.pod_uid)), left_out
+    return sorted(fine, key=_BY_GPU), left_out
 
 
 def above_limit(tenants: Iterable[Tenant], reservations: Iterable[Reservation]) -> dict[tuple[PodUid, GpuUuid], str]:
@@ -134,14 +139,15 @@ def above_limit(tenants: Iterable[Tenant], reservations: Iterable[Reservation]) 
     return found
 
 
-def _unpresentable(tenant: Tenant) -> str:
-    measures = (tenant.gpu_util_percent, tenant.sm_active_ratio, tenant.power_w, tenant.step_time_seconds)
-    if not all(0 <= m <= _LARGEST for m in measures if m is not None):
-        return f"expected measures from 0 to {_LARGEST:g}, found {measures}"
-    if max(tenant.memory_mib, tenant.peak_memory_mib) > _LARGEST or len(tenant.pod_uid) > _LONGEST_UID:
-        return f"expected a UID and at most {_LARGEST:g} MiB, found {tenant.peak_memory_mib} MiB"
+def _unpresentable(tenants: Sequence[Tenant]) -> str:
+    for tenant in tenants:
+        measures = (tenant.gpu_util_percent, tenant.sm_active_ratio, tenant.power_w, tenant.step_time_seconds)
+        if not all(m is None or 0 <= m <= _LARGEST for m in measures):
+            return f"expected measures from 0 to {_LARGEST:g}, found {measures}"
+        if max(tenant.memory_mib, tenant.peak_memory_mib) > _LARGEST or len(tenant.pod_uid) > _LONGEST_UID:
+            return f"expected a UID and at most {_LARGEST:g} MiB, found {tenant.peak_memory_mib} MiB"
     try:
-        msgspec.json.decode(msgspec.json.encode(tenant), type=Tenant)
+        msgspec.json.decode(msgspec.json.encode(tenants), type=list[Tenant])
     except (msgspec.ValidationError, UnicodeEncodeError) as e:
         return str(e)
     return ""

@@ -82,8 +82,8 @@ def hosting(socket: Path, mps: Mps) -> Iterator[None]:
         host.server_close()
 
 
-def pid_of(directory: Path) -> int:
-    return int((directory / GPU / "daemon").read_text().split()[0])
+def pid_of(directory: Path, gpu: GpuUuid = GPU) -> int:
+    return int((directory / gpu / "daemon").read_text().split()[0])
 
 
 def server_of(pipe: Path) -> int:

@@ -106,7 +106,7 @@ def test_another_gpus_daemon_and_servers_are_nobodys_servers_here(
     mps.start(GPU)
     mps.start(other)
     own, theirs = server_of(mps.pipe(GPU)), server_of(mps.pipe(other))
-    daemon = int((tmp_path / "mps" / other / "daemon").read_text().split()[0])
+    daemon = pid_of(tmp_path / "mps", other)
     (mps.pipe(GPU) / "listed").write_text(f"{daemon}\n{theirs}\n{own}\n")
     if not is_alive:
         os.kill(daemon, signal.SIGKILL)
@@ -120,3 +120,22 @@ def test_another_gpus_daemon_and_servers_are_nobodys_servers_here(
     assert (mps.is_running(other), program.started(own)) == (is_alive, None)
     assert program.started(theirs) is not None
     program.kill({"CUDA_MPS_PIPE_DIRECTORY": str(mps.pipe(other))}, {theirs: program.started(theirs) or 0})
+
+
+def test_another_gpus_servers_that_an_earlier_version_took_for_ours_are_left_alone(
+    program: MpsProgram, tmp_path: Path
+) -> None:
+    """It believed a client, and wrote them down; an agent of this version begins with what it finds."""
+    mps, other = Mps(program, tmp_path / "mps"), GpuUuid(GPU.replace("5e6f", "5e70"))
+    mps.start(GPU)
+    mps.start(other)
+    own, theirs = server_of(mps.pipe(GPU)), server_of(mps.pipe(other))
+    taken = {pid: program.started(pid) for pid in (own, theirs, pid_of(tmp_path / "mps", other))}
+    (servers := tmp_path / "mps" / GPU / "servers").write_text("".join(f"{pid} {at}\n" for pid, at in taken.items()))
+    assert mps.status(GPU).servers == {own}
+    mps.end(GPU)
+    assert (mps.is_running(other), program.started(own), program.started(theirs)) == (True, None, taken[theirs])
+    mps.status(GPU)
+    assert servers.read_text() == "", "nor is it believed once that daemon has died"
+    mps.end(other)
+    program.kill({"CUDA_MPS_PIPE_DIRECTORY": str(mps.pipe(other))}, {theirs: taken[theirs] or 0})

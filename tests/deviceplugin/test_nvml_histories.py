@@ -184,10 +184,10 @@ class History:
 
     def restart_driver(self) -> None:
         """Whoever has a context ends before, the servers of MPS among them."""
-        for servers in self.mps.living.values():
+        for servers in self.mps.servers_of.values():
             for pid in servers:
                 self.node.end_server(pid)
-        self.mps.living.clear()
+        self.mps.servers_of.clear()
         for daemon in self.mps.daemons.values():
             daemon.server = None
         self.nvml.restart_driver()
@@ -324,4 +324,4 @@ async def test_every_history_ends_well(tmp_path: Path, part: int) -> None:
         assert (actual.mode, actual.mps_daemon, actual.limits, actual.problem) == (None, False, {}, ""), seed
         left = [i for i in history.mig.instances.values() if i is not history.foreign]
         assert left == [], (seed, "instances of nobody")
-        assert not any(history.mps.living.values()), (seed, "servers of no daemon")
+        assert not any(history.mps.servers_of.values()), (seed, "servers of no daemon")

@@ -57,11 +57,10 @@ def telemetry_makes_sense(session: Session) -> Iterator[str]:
 
 
 def processes_can_be_asked(session: Session) -> Iterator[str]:
-    """Processes have IDs, and their shares are percentages."""
+    """Processes have IDs, and what they did can be read."""
     for uuid in list_gpus(session):
         yield from (f"expected process IDs, found {p.pid}" for p in read_processes(session, uuid) if p.pid <= 0)
-        samples = read_utilization(session, uuid, 0) or ()
-        yield from (f"expected 0 to 100%, found {s}" for s in samples if not 0 <= s.sm_percent <= 100)
+        read_utilization(session, uuid, 0)
 
 
 def gpm_says_ratios_or_nothing(session: Session) -> Iterator[str]:

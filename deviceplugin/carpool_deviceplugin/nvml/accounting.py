@@ -8,22 +8,27 @@ where these are not known either, nobody's energy is.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import itemgetter
+
+import msgspec
+from msgspec.structs import replace
 
 from carpool_deviceplugin.gpu import ProcessUse
 from carpool_deviceplugin.nvml.values import GpmMetrics, RunningProcess, UtilizationSample
 from carpool_deviceplugin.processes import Process
 
-_BY_TIME = itemgetter(UtilizationSample._fields.index("at_us"))
-_LONGEST_SAMPLE_S = 1.0
+_BY_TIME = itemgetter(1)
+"""Of a sample."""
+_FIRST_SAMPLE_US = 1e6 / 6
+_LONGEST_SAMPLE_US = 1_000_000
 """The driver samples each sixth of a second to each second; a longer gap was no sample."""
+_UNSEEN = GpmMetrics()
 AHEAD_US = 2_000_000
 """Stamps so far ahead of the node's clock are of a time before it was set back."""
 
 
-@dataclass(frozen=True, slots=True)
-class Present:
+class Present(msgspec.Struct, frozen=True):
     """A process on the GPU, and whose it is."""
 
     running: RunningProcess
@@ -58,7 +63,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._uses: dict[str, ProcessUse] = {}
-        self._there: Sequence[Present] = ()
+        self._there: Mapping[str, Present] = {}
         self._last_us: dict[int, int] = {}
         self._at: float | None = None
         self._energy_j: float | None = None
@@ -81,8 +86,8 @@ class Ledger:
         """
         elapsed = 0.0 if self._at is None else now.at - self._at
         energy = self._energy(now.energy_j)
-        keys = {p.process.key for p in now.present}
-        gone = [p for p in self._there if p.process.key not in keys]
+        there = {p.process.key: p for p in now.present}
+        gone = [p for key, p in self._there.items() if key not in there]
         if not now.present and not gone and elapsed > 0 and energy is not None:
             power = energy / elapsed
             self.idle_power_w = power if self.idle_power_w is None else min(power, self.idle_power_w)
@@ -90,11 +95,12 @@ class Ledger:
         known = [p for p in gone if p.running.gpu_instance_id in (None, *now.parts)]
         energies = self._shared(_weights([*now.present, *known], now, busy), energy, elapsed)
         ended = [self._ended(p.process.key, energies.get(p.process.key)) for p in gone]
+        shares = _shares(now, busy)
         self._uses = {
-            p.process.key: self._used(p, now, elapsed, busy, energies.get(p.process.key)) for p in now.present
+            key: self._used(key, p, now, elapsed, busy, shares, energies.get(key)) for key, p in there.items()
         }
         self._last_us = {p.running.pid: self._last_us.get(p.running.pid, self.since_us) for p in now.present}
-        self._at, self._there = now.at, now.present
+        self._at, self._there = now.at, there
         return list(self._uses.values()), ended
 
     def _ended(self, key: str, energy: float | None) -> ProcessUse:
@@ -110,14 +116,18 @@ class Ledger:
     def _busy(self, samples: Sequence[UtilizationSample], elapsed: float) -> dict[int, float]:
         """Seconds of kernels of each process ID."""
         busy: dict[int, float] = {}
-        for pid, at_us, sm_percent in sorted(samples, key=_BY_TIME):
-            last = self._last_us.get(pid, 0)
-            length = min(_LONGEST_SAMPLE_S, (at_us - last) / 1e6) if last else 1 / 6
-            if length > 0:
-                busy[pid] = busy.get(pid, 0.0) + sm_percent / 100 * length
-            self._last_us[pid] = at_us
-            self.since_us = max(self.since_us, at_us)
-        return {pid: min(seconds, elapsed) if elapsed > 0 else 0.0 for pid, seconds in busy.items()}
+        last_us, ordered = self._last_us, sorted(samples, key=_BY_TIME)
+        for pid, at_us, sm_percent in ordered:
+            last = last_us.get(pid, 0)
+            us = at_us - last if last else _FIRST_SAMPLE_US
+            if us > _LONGEST_SAMPLE_US:  # there are thousands: each call counts
+                us = _LONGEST_SAMPLE_US
+            if us > 0:
+                busy[pid] = busy.get(pid, 0.0) + sm_percent * us
+            last_us[pid] = at_us
+        if ordered:
+            self.since_us = max(self.since_us, _BY_TIME(ordered[-1]))
+        return {pid: min(percent_us / 1e8, elapsed) if elapsed > 0 else 0.0 for pid, percent_us in busy.items()}
 
     def _shared(self, weights: Mapping[str, float], energy: float | None, elapsed: float) -> dict[str, float]:
         if energy is None:
@@ -126,11 +136,17 @@ class Ledger:
         return {key: above * weight for key, weight in weights.items()}
 
     def _used(
-        self, p: Present, now: Moment, elapsed: float, busy: Mapping[int, float] | None, energy: float | None
+        self,
+        key: str,
+        p: Present,
+        now: Moment,
+        elapsed: float,
+        busy: Mapping[int, float] | None,
+        shares: Mapping[int, float],
+        energy: float | None,
     ) -> ProcessUse:
-        key, memory = p.process.key, p.running.memory_mib or 0
-        was = self._uses.get(key)
-        gpm, share = _activity(p, now, busy)
+        memory, was = p.running.memory_mib or 0, self._uses.get(key)
+        gpm, share = _seen(p, now), shares[p.running.pid]
         if was is None:
             return ProcessUse(
                 id=key,
@@ -160,15 +176,27 @@ class Ledger:
         )
 
 
-def _activity(p: Present, now: Moment, busy: Mapping[int, float] | None) -> tuple[GpmMetrics, float]:
-    """What was seen of the SMs where a process is, and its share of that."""
+def _seen(p: Present, now: Moment) -> GpmMetrics:
+    """What was seen of the SMs where a process is."""
     instance = p.running.gpu_instance_id
-    if instance is not None:
-        part = now.parts.get(instance)
-        beside = sum(other.running.gpu_instance_id == instance for other in now.present)
-        return (part.gpm if part else None) or GpmMetrics(), 1 / beside
-    total = sum((busy or {}).get(other.running.pid, 0.0) for other in now.present)
-    return now.gpm or GpmMetrics(), (busy or {}).get(p.running.pid, 0.0) / total if total else 0.0
+    if instance is None:
+        return now.gpm or _UNSEEN
+    part = now.parts.get(instance)
+    return (part.gpm if part else None) or _UNSEEN
+
+
+def _shares(now: Moment, busy: Mapping[int, float] | None) -> dict[int, float]:
+    """Share of what was seen where it is, of each process ID."""
+    beside = Counter(p.running.gpu_instance_id for p in now.present)
+    times = {p.running.pid: (busy or {}).get(p.running.pid, 0.0) for p in now.present}
+    total = sum(times.values())
+
+    def share(running: RunningProcess) -> float:
+        if running.gpu_instance_id is not None:
+            return 1 / beside[running.gpu_instance_id]
+        return times[running.pid] / total if total else 0.0
+
+    return {p.running.pid: share(p.running) for p in now.present}
 
 
 def _weights(there: Sequence[Present], now: Moment, busy: Mapping[int, float] | None) -> dict[str, float]:

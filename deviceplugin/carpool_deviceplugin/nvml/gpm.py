@@ -19,11 +19,22 @@ _METRICS = (
 )
 
 
+def _request() -> pynvml.c_nvmlGpmMetricsGet_t:
+    request = pynvml.c_nvmlGpmMetricsGet_t()
+    request.version = pynvml.NVML_GPM_METRICS_GET_VERSION
+    request.numMetrics = len(_METRICS)
+    for place, metric in enumerate(_METRICS):
+        request.metrics[place].metricId = metric
+    return request
+
+
 @dataclass
 class _Pair:
     samples: tuple[Handle, Handle]
     filled: int = 0
     opening: int = field(default=0)
+    request: pynvml.c_nvmlGpmMetricsGet_t = field(default_factory=_request)
+    """Asked again and again."""
 
 
 class Gpm:
@@ -69,20 +80,17 @@ class Gpm:
         if taken is None:
             return None
         pair.samples, pair.filled = (now, before), pair.filled + 1
-        return self._between(uuid, before, now) if pair.filled > 1 else None
+        return self._between(uuid, before, now, pair.request) if pair.filled > 1 else None
 
-    def _between(self, uuid: GpuUuid, before: Handle, now: Handle) -> GpmMetrics | None:
-        request = pynvml.c_nvmlGpmMetricsGet_t()
-        request.version = pynvml.NVML_GPM_METRICS_GET_VERSION
-        request.numMetrics = len(_METRICS)
+    def _between(
+        self, uuid: GpuUuid, before: Handle, now: Handle, request: pynvml.c_nvmlGpmMetricsGet_t
+    ) -> GpmMetrics | None:
         request.sample1, request.sample2 = before, now
-        for place, metric in enumerate(_METRICS):
-            request.metrics[place].metricId = metric
         if self._session.ask(uuid, self._session.library.nvmlGpmMetricsGet, request) is None:
             return None
-        answers = [request.metrics[place] for place in range(len(_METRICS))]
         ratios: Sequence[float | None] = [
-            min(1.0, max(0.0, a.value / 100)) if a.nvmlReturn == pynvml.NVML_SUCCESS else None for a in answers
+            min(1.0, max(0.0, a.value / 100)) if a.nvmlReturn == pynvml.NVML_SUCCESS else None
+            for a in request.metrics[: len(_METRICS)]
         ]
         return GpmMetrics(*ratios)
 

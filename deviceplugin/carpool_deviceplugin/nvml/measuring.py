@@ -110,8 +110,7 @@ class Measuring:
     def _samples(self, uuid: GpuUuid, ledger: Ledger) -> Sequence[UtilizationSample] | None:
         now_us = round(1e6 * self._wall())
         ledger.keep_up(now_us)
-        found = read_utilization(self._session, uuid, ledger.since_us)
-        return None if found is None else [s for s in found if s.at_us <= now_us + AHEAD_US]
+        return read_utilization(self._session, uuid, ledger.since_us, now_us + AHEAD_US)
 
     def _told(self, uuid: GpuUuid, instance: int | None) -> Mapping[str, float]:
         """What others say, as far as it is shown."""

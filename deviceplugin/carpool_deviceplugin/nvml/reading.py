@@ -11,6 +11,7 @@ from carpool_deviceplugin.nvml.values import Identity, RunningProcess, Telemetry
 
 _SAMPLE = struct.Struct("=I4xQI12x")
 """Process ID, stamp and SM share of NVML's structure of a sample: there are hundreds, and its attributes are slow."""
+_EVER_US = 2**64 - 1
 _MAX_LINKS = 18
 """More than any GPU has that this was written for."""
 _NO_NUMA = 0xFFFFFFFF
@@ -126,8 +127,10 @@ def read_processes(session: Session, uuid: GpuUuid) -> list[RunningProcess]:
     ]
 
 
-def read_utilization(session: Session, uuid: GpuUuid, since_us: int) -> Sequence[UtilizationSample] | None:
-    """Return what processes did since a moment, by the driver's stamps; None where the GPU cannot say (MIG)."""
+def read_utilization(
+    session: Session, uuid: GpuUuid, since_us: int, until_us: int = _EVER_US
+) -> Sequence[UtilizationSample] | None:
+    """Return what processes did between two moments, by the driver's stamps; None where the GPU cannot say (MIG)."""
     library, handle = session.library, session.handle(uuid)
     try:
         found = session.ask(uuid, library.nvmlDeviceGetProcessUtilization, handle, since_us)
@@ -140,9 +143,9 @@ def read_utilization(session: Session, uuid: GpuUuid, since_us: int) -> Sequence
         return None
     # The driver's ring holds slots that were never filled: their pid is 0, and their numbers are not percentages.
     return [
-        UtilizationSample(pid, at_us, sm_percent)
+        (pid, at_us, sm_percent)
         for pid, at_us, sm_percent in map(_SAMPLE.unpack, found)
-        if pid and at_us > since_us and sm_percent <= 100
+        if pid and since_us < at_us <= until_us and sm_percent <= 100
     ]
 
 

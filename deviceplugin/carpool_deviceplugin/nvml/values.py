@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
+import msgspec
 from carpool_core.values import GpuUuid
 
 
@@ -41,8 +41,7 @@ def linked(known: Identity, everyone: Mapping[GpuUuid, Identity]) -> list[GpuUui
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Telemetry:
+class Telemetry(msgspec.Struct, frozen=True):
     """A GPU's counters at one moment."""
 
     memory_used_mib: int
@@ -68,8 +67,7 @@ class Telemetry:
     """No spare row was left: replace the GPU."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunningProcess:
+class RunningProcess(msgspec.Struct, frozen=True):
     """A process with a CUDA context."""
 
     pid: int
@@ -78,17 +76,12 @@ class RunningProcess:
     gpu_instance_id: int | None = None
 
 
-class UtilizationSample(NamedTuple):
-    """What one process did in one of the driver's sampling periods."""
-
-    pid: int
-    at_us: int
-    """Microseconds of the node's clock, as the driver stamps it."""
-    sm_percent: int
+UtilizationSample = tuple[int, int, int]
+"""What one process did in one of the driver's sampling periods: process ID, microseconds of the node's clock as the
+driver stamps it, SM share in percent. Plain, because thousands are read."""
 
 
-@dataclass(frozen=True, slots=True)
-class GpmMetrics:
+class GpmMetrics(msgspec.Struct, frozen=True):
     """Activity between two samples, ratios 0..1; only on Hopper and newer."""
 
     graphics: float | None = None

@@ -28,7 +28,7 @@ class FakeMpsCommands:
         self.daemons: dict[str, FakeDaemon] = {}
         """By pipe directory."""
         self.starts = self.asked = 0
-        self.living: dict[str, set[int]] = {}
+        self.servers_of: dict[str, set[int]] = {}
         """Server processes by pipe directory; they outlive a daemon that was killed."""
         self.refuse = ""
         """Why no daemon starts; empty where they do."""
@@ -69,7 +69,7 @@ class FakeMpsCommands:
                 return "FAULT\n" if daemon.is_faulty else "ACTIVE\n"
             case ["quit", *_]:
                 del self.daemons[pipe]
-                self._end(pipe, set(self.living.get(pipe, ())))
+                self._end(pipe, set(self.servers_of.get(pipe, ())))
                 return ""
         raise MpsError(f"Unrecognized command {command}")
 
@@ -81,16 +81,21 @@ class FakeMpsCommands:
         """End a daemon and servers."""
         pipe = environment["CUDA_MPS_PIPE_DIRECTORY"]
         self.daemons.pop(pipe, None)
-        self._end(pipe, self.living.get(pipe, set()) & servers.keys())
+        self._end(pipe, self.servers_of.get(pipe, set()) & servers.keys())
 
     def _end(self, pipe: str, servers: set[int]) -> None:
         for server in servers:
-            self.living[pipe].remove(server)
+            self.servers_of[pipe].remove(server)
             self.ended(server)
 
     def started(self, pid: int) -> int | None:
         """When a server began; its number is never used again."""
-        return pid if any(pid in servers for servers in self.living.values()) else None
+        return pid if any(pid in servers for servers in self.servers_of.values()) else None
+
+    def living(self, environment: Mapping[str, str], servers: Mapping[int, int]) -> dict[int, int]:
+        """Return who of these servers still lives, and belongs to this daemon."""
+        own = self.servers_of.get(environment["CUDA_MPS_PIPE_DIRECTORY"], set())
+        return {pid: began for pid, began in servers.items() if pid in own}
 
     def home(self, environment: Mapping[str, str]) -> str | None:
         """Name where a daemon lives: each somewhere else."""
@@ -102,14 +107,14 @@ class FakeMpsCommands:
     ) -> dict[int, int]:
         """Return the daemon's servers; without a daemon only those that are on the GPU."""
         believed = {*present, *(listed if environment["CUDA_MPS_PIPE_DIRECTORY"] in self.daemons else ())}
-        return {pid: pid for pid in self.living.get(home, set()) & believed}
+        return {pid: pid for pid in self.servers_of.get(home, set()) & believed}
 
     def connect(self, pipe: str, pid: int) -> int:
         """A client connects; return the server's process ID."""
         daemon = self.daemons[pipe]
         if daemon.server is None:
             daemon.server, self._next_server = self._next_server, self._next_server + 1
-            self.living.setdefault(pipe, set()).add(daemon.server)
+            self.servers_of.setdefault(pipe, set()).add(daemon.server)
         daemon.clients.add(pid)
         return daemon.server
 
