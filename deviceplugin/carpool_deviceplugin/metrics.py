@@ -12,6 +12,10 @@ from carpool_deviceplugin.gpu import PartReading, Reading
 from carpool_deviceplugin.meter import Meter, Rates, Use
 
 _MIB = 1024 * 1024
+_DEVICE_LABELS = (
+    "gpu", "UUID", "pci_bus_id", "device", "modelName", "GPU_I_PROFILE", "GPU_I_ID", "hostname", "pod", "namespace",
+    "container",
+)  # fmt: skip
 SOURCE = "carpool_agent_gpu_metrics_source"
 TENANT_ENERGY = "carpool_gpu_tenant_energy_joules"
 _TENANT_LABELS = ("UUID", "namespace", "pod", "job")
@@ -64,11 +68,11 @@ class AgentCollector(Collector):
 
     def _devices(self) -> Iterator[Metric]:
         families: dict[str, GaugeMetricFamily] = {
-            name: GaugeMetricFamily(name, text) for name, text in DEVICE_GAUGES.items()
+            name: GaugeMetricFamily(name, text, labels=_DEVICE_LABELS) for name, text in DEVICE_GAUGES.items()
         }
         source = GaugeMetricFamily(SOURCE, "1 for the source of a GPU's counters.", labels=["UUID", "source"])
         # DCGM's counter does not end in _total, and must keep its name.
-        energy = UnknownMetricFamily(ENERGY, "Energy since the GPU appeared (in mJ).")
+        energy = UnknownMetricFamily(ENERGY, "Energy since the GPU appeared (in mJ).", labels=_DEVICE_LABELS)
         for device in self._agent.reconciler.reporter.devices:
             meter = self._agent.reconciler.meters[device.uuid]
             reading = meter.reading
@@ -109,21 +113,22 @@ class AgentCollector(Collector):
         """A GPU that is shared belongs to no pod: its pods have series of their own."""
         there = [r for r in self._agent.reconciler.reservations if device.uuid in r.gpu_uuids]
         owner = there[0] if len(there) == 1 and there[0].mode is not SharingMode.MIG else None
-        return {
-            "gpu": str(device.index),
-            "UUID": device.uuid,
-            "pci_bus_id": pci_bus_id,
-            "device": f"nvidia{device.index}",
-            "modelName": device.product,
-            "GPU_I_PROFILE": "",
-            "GPU_I_ID": "",
-            "hostname": self._agent.settings.node_name,
-            **self._owner(owner),
-        }
+        values = (
+            str(device.index),
+            device.uuid,
+            pci_bus_id,
+            f"nvidia{device.index}",
+            device.product,
+            "",
+            "",
+            self._agent.settings.node_name,
+            *self._owner(owner).values(),
+        )
+        return dict(zip(_DEVICE_LABELS, values, strict=True))
 
     def _tenants(self) -> Iterator[Metric]:
-        families = [GaugeMetricFamily(name, text) for name, text in TENANT_GAUGES.items()]
-        energy = CounterMetricFamily(TENANT_ENERGY, "Energy above idle that a pod has drawn.")
+        families = [GaugeMetricFamily(name, text, labels=_TENANT_LABELS) for name, text in TENANT_GAUGES.items()]
+        energy = CounterMetricFamily(TENANT_ENERGY, "Energy above idle that a pod has drawn.", labels=_TENANT_LABELS)
         reservations: dict[str, Reservation] = {r.pod_uid: r for r in self._agent.reconciler.reservations}
         for uuid, meter in self._agent.reconciler.meters.items():
             for pod_uid, use in meter.uses.items():
