@@ -108,5 +108,10 @@ def create_server(app: Starlette, settings: ExtenderSettings) -> Server:
         ssl_keyfile=str(key),
         ssl_ca_certs=str(client_ca),
         ssl_cert_reqs=ssl.CERT_REQUIRED,
+        proxy_headers=False,  # nobody stands between
     )
+    config.load()
+    if config.ssl is not None:
+        # kube-scheduler resumes no sessions, and two tickets for each of its connections take a third of a handshake.
+        config.ssl.num_tickets = 0
     return Server(config)

@@ -86,11 +86,15 @@ async def running(kube, certificates, *, watching=True):
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def as_client(certificates, name="client"):
+def tls_of(certificates, name):
     context = ssl.create_default_context(cafile=str(certificates / "ca.crt"))
     if name:
         context.load_cert_chain(certificates / f"{name}.crt", certificates / f"{name}.key")
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context))
+    return context
+
+
+def as_client(certificates, name="client"):
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=tls_of(certificates, name)))
 
 
 @pytest.fixture
@@ -311,3 +315,14 @@ def test_the_process_loads_no_framework_that_it_does_not_use():
     told = "import sys, carpool_extender.app, carpool_extender.server; print({'fastapi', 'pydantic'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+async def test_no_tickets_are_made_for_sessions_that_nobody_resumes(kube, certificates):
+    """They took a third of each handshake, and kube-scheduler makes one for each bind of a burst."""
+    async with serving(kube, certificates) as url:
+        host, port = url.removeprefix("https://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port), ssl=tls_of(certificates, "client"))
+        writer.write(b"GET /filter HTTP/1.1\r\nHost: extender\r\nConnection: close\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 405 ")
+        assert not writer.get_extra_info("ssl_object").session.has_ticket
+        writer.close()
