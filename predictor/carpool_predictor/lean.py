@@ -15,11 +15,15 @@ costs an answer.
 import gc
 import importlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Unpack
+from urllib.parse import urlparse
 
 from carpool_predictor.postponed import Postponing, open_package, postpone, run
 
@@ -27,9 +31,10 @@ _KERNELS = ("cuda.bindings", "pynvml", "triton")
 """What PyTorch uses on GPUs only."""
 _OF_LIBRARIES = {
     "timm": ("huggingface_hub",),
-    "transformers": ("jinja2", "scipy", "tokenizers"),
+    "transformers": ("PIL", "jinja2", "scipy", "tokenizers"),
 }
-"""What libraries use to download weights, for texts as people write them, and for losses that nobody computes here."""
+"""What libraries use to download weights, for pictures, for texts as people write them, and for losses that nobody
+computes here."""
 _TORCHVISION = ("torchvision", "torchvision.models", "torchvision.ops")
 _OPENED = {
     "timm": (*_TORCHVISION, "timm", "timm.data", "timm.models"),
@@ -72,7 +77,11 @@ class _Nobody:
     """A class that nothing is an instance of."""
 
 
-_POSTPONED: Mapping[str, Mapping[str, Any]] = {
+class _NoError(Exception):
+    """An error that nobody raises."""
+
+
+_POSTPONED: dict[str, Mapping[str, Any]] = {
     "sympy": {"Basic": _Nobody},
     "torch.fx.experimental.symbolic_shapes": {
         "expect_true": bool, "free_unbacked_symbols": _nothing, "guard_int": int, "guard_or_false": bool,
@@ -84,14 +93,37 @@ _POSTPONED: Mapping[str, Mapping[str, Any]] = {
         "allow_in_graph": _undecorated, "assume_constant_result": _undecorated, "disable": _undecorated,
         "graph_break": _nothing,
     },
-    "transformers.processing_utils": {"Unpack": Unpack},
 }  # fmt: skip
+_HTTPX = {
+    **dict.fromkeys(("AsyncClient", "Client", "Request", "Response"), _Nobody),
+    **dict.fromkeys(("HTTPError", "NetworkError", "RemoteProtocolError", "TimeoutException"), _NoError),
+}
+"""What `transformers` would download with, by either of its names."""
+_POSTPONED_OF_TRANSFORMERS: dict[str, Mapping[str, Any]] = {
+    "httpx": _HTTPX, "httpx2": _HTTPX,
+    "huggingface_hub._snapshot_download": {"snapshot_download": _nothing},
+    "huggingface_hub.file_download": {
+        "_CACHED_NO_EXIST": None, "REGEX_COMMIT_HASH": None, "hf_hub_download": _nothing, "hf_hub_url": _nothing,
+        "try_to_load_from_cache": _nothing,
+    },
+    "huggingface_hub.hf_api": {"CommitOperationAdd": _Nobody, "HfApi": _Nobody},
+    "huggingface_hub.repocard": {"ModelCard": _Nobody, "ModelCardData": _Nobody},
+    "transformers.processing_utils": {"Unpack": Unpack},
+    "transformers.safetensors_conversion": {"auto_conversion": _nothing},
+}  # fmt: skip
+"""What `transformers` imports beside, mostly to load weights from afar, which nobody does here."""
 _OF_TORCH: Mapping[str, Mapping[str, Any]] = {
     "torch._export": {"wrappers": SimpleNamespace(allow_in_pre_dispatch_graph=_undecorated)},
-    "torch._native": {}, "torch.distributions": {}, "torch.export": {}, "torch.masked": {}, "torch.nn.intrinsic": {},
-    "torch.profiler": {}, "torch.quantization": {}, "torch.utils.data": {},
+    "asyncio": {"iscoroutinefunction": inspect.iscoroutinefunction},
+    "torch._native": {}, "torch.distributions": {}, "torch.export": {},
+    "torch.hub": {
+        "HASH_REGEX": None, "_get_torch_home": str, "download_url_to_file": _nothing, "get_dir": str,
+        "load_state_dict_from_url": _nothing, "tqdm": _Nobody, "urlparse": urlparse,
+    },
+    "torch.masked": {}, "torch.nn.intrinsic": {}, "torch.profiler": {}, "torch.quantization": {},
+    "torch.utils.data": {},
 }  # fmt: skip
-"""What `import torch` imports itself, and a trace does not use."""
+"""What `import torch` imports itself, through its own modules or Python's, and a trace does not use."""
 _FIRST = {"torch.export": "torch.fx"}
 _ALONE = {"torch._dynamo": ("config", "_trace_wrapped_higher_order_op")}
 """Modules that are needed of a postponed package, and need nothing of it."""
@@ -108,10 +140,24 @@ def prepare(model: str | None, family: str | None) -> None:
         ModuleNotFoundError: There is no PyTorch.
     """
     gc.disable()  # what is imported is no garbage, and looking for some takes a tenth of the time
-    with Postponing(_OF_TORCH, _FIRST):
+    with Postponing(_OF_TORCH, _FIRST), _without_text():
         _import(model, family)
     gc.freeze()
     gc.enable()
+
+
+@contextmanager
+def _without_text() -> Iterator[None]:
+    """Have Python say file and line of a call without the line's text, for which it looks for its module among all.
+
+    PyTorch asks where each operator is defined that is written in Python, and keeps the line's number.
+    """
+    asked = inspect.getframeinfo
+    inspect.getframeinfo = partial(asked, context=0)
+    try:
+        yield
+    finally:
+        inspect.getframeinfo = asked
 
 
 def _import(model: str | None, family: str | None) -> None:
@@ -127,9 +173,8 @@ def _import(model: str | None, family: str | None) -> None:
         for package in _OPENED[library]:
             open_package(package)
         torch.distributed.is_available = _no
-    for module, given in _POSTPONED.items():
-        if not module.startswith("transformers.") or library == "transformers":
-            postpone(module, given, _ALONE.get(module, ()))
+    for module, given in (_POSTPONED | (_POSTPONED_OF_TRANSFORMERS if library == "transformers" else {})).items():
+        postpone(module, given, _ALONE.get(module, ()))
     if model is not None and family is not None and library in ("timm", "torchvision") and library in sys.modules:
         _import_family(library, family, model)
 

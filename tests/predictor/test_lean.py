@@ -43,6 +43,7 @@ def test_a_lean_trace_is_the_whole_one(name: str) -> None:
     reply, modules = lean(TraceRequest(model=ModelSource(catalog=model), training=TRAINING))
     assert reply.features == trace_recipe(recipe_of(model), TRAINING)
     unused = {"torch._dynamo.convert_frame", "sympy.core", "torchvision.datasets", "timm.models.beit"}
+    unused |= {"asyncio.events", "http.client", "httpcore2", "huggingface_hub._jobs_api", "httpx2._client"}
     assert not (unused | {"torch.export.exported_program", "torch.utils.data.dataloader"}) & modules
 
 
