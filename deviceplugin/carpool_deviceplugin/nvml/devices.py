@@ -11,7 +11,7 @@ from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
 
 from carpool_deviceplugin.devices import NoDevicesError
 from carpool_deviceplugin.gpu import Access, DeviceError, GpuActual, Reading, Step
-from carpool_deviceplugin.mps import Mps
+from carpool_deviceplugin.mps import Mps, MpsStatus
 from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
 from carpool_deviceplugin.nvml.calls import Session
 from carpool_deviceplugin.nvml.changes import Changes
@@ -23,7 +23,7 @@ from carpool_deviceplugin.nvml.instances import Found, Instances, foreign, parts
 from carpool_deviceplugin.nvml.library import NvmlLibrary
 from carpool_deviceplugin.nvml.measuring import Measuring
 from carpool_deviceplugin.nvml.modes import ModeFile, possible_modes
-from carpool_deviceplugin.nvml.presence import Watcher, about_strangers
+from carpool_deviceplugin.nvml.presence import Presence, Watcher, about_strangers
 from carpool_deviceplugin.nvml.reading import list_gpus, read_identity
 from carpool_deviceplugin.nvml.values import Identity, linked
 from carpool_deviceplugin.processes import ProcTree
@@ -34,6 +34,7 @@ _FRAGMENTATION_MIB = 256
 _KNOWN_FOR_S = 60.0
 """Power limits may be changed; a driver that was restarted is asked at once."""
 MPS, MIG = SharingMode.MPS, SharingMode.MIG
+Look = Callable[[GpuUuid, frozenset[int]], tuple[Presence, MpsStatus]]
 
 
 class NvmlDevices:
@@ -138,7 +139,8 @@ class NvmlDevices:
         """Describe one GPU."""
         mode, problem = None, ""
         try:
-            actual = self.actual(uuid)
+            with self._looking[uuid]:
+                actual = self._actual(uuid, self._watcher.recent)
             mode, problem = actual.mode, actual.problem
             openings, at = self._known_at[uuid]
             if openings != self._session.openings or self._monotonic() - at > _KNOWN_FOR_S:
@@ -165,15 +167,15 @@ class NvmlDevices:
     def actual(self, uuid: GpuUuid) -> GpuActual:
         """Read how a GPU is divided; who else looks at it waits, or each would see half of what happened."""
         with self._looking[self._own(uuid)]:
-            return self._actual(uuid)
+            return self._actual(uuid, self._watcher.look)
 
-    def _actual(self, uuid: GpuUuid) -> GpuActual:
+    def _actual(self, uuid: GpuUuid, look: Look) -> GpuActual:
         known, setting, sick = self._known[uuid], self._modes[uuid].read(), self._conditions.look(uuid)
         is_divided, manager = self._instances.is_enabled(uuid), self._changes.mig_manager
         found = self._instances.find(uuid, self._modes[uuid]) if is_divided else []
         if had_xid := self._conditions.had_xid(uuid):
             self._watcher.forget(uuid)  # a client's fatal fault is one, too
-        present, mps = self._watcher.look(uuid, foreign(found))
+        present, mps = look(uuid, foreign(found))
         struck = self._clients.see(uuid, mps, present, is_expected=setting.mode is MPS, had_xid=had_xid)
         self._conditions.took_xid(uuid)
         self._found_lately[uuid] = found

@@ -83,7 +83,7 @@ class Measuring:
         """Read a GPU's counters; raises NvmlError."""
         ledger, found = self._ledgers[uuid], self._parts.get(uuid, ())
         telemetry = self._glances.now(uuid)
-        there = self._watcher.look(uuid)[0].pods
+        there = self._watcher.now(uuid)[0].pods
         samples = self._samples(uuid, ledger) if not found else None
         told, gpm = self._activity(uuid, None)
         of_parts = {f.instance.id: self._activity(uuid, f.instance.id) for f in found}

@@ -15,6 +15,8 @@ from carpool_deviceplugin.processes import Process, ProcTree
 
 _HANGS_AFTER_S = 10.0
 """A daemon that has not answered for so long is none that is merely slow."""
+_RECENT_S = 0.5
+"""What was seen for the measures serves the health that is looked at right after them."""
 _MPS_EVERY_S = 60.0
 """How often a daemon that lives is asked while the same processes are there and nothing is wrong."""
 
@@ -57,10 +59,12 @@ class Watcher:
         self._session, self._processes, self._mps, self._monotonic = session, processes, mps, monotonic
         self._asked: dict[GpuUuid, tuple[float, frozenset[int], MpsStatus]] = {}
         self._silent_since: dict[GpuUuid, float] = {}
+        self._last: dict[GpuUuid, tuple[float, tuple[Presence, MpsStatus]]] = {}
 
     def forget(self, uuid: GpuUuid) -> None:
         """Ask a GPU's daemon anew at the next look: something happened there."""
         self._asked[uuid] = (-math.inf, frozenset(), MpsStatus())
+        self._last.pop(uuid, None)
 
     def hangs(self, uuid: GpuUuid) -> bool:
         """Whether a GPU's daemon has not answered for a while, as of the last look."""
@@ -89,6 +93,20 @@ class Watcher:
             found = [p for p in found if whose[p.pid] is not None or p.pid in still]
         status = self._daemon(uuid, frozenset(p.pid for p in found))
         return _sorted(found, whose, status, foreign), status
+
+    def now(self, uuid: GpuUuid) -> tuple[Presence, MpsStatus]:
+        """Look who is on a GPU, and remember it for a moment; raises NvmlError."""
+        self._last.pop(uuid, None)
+        seen = self.look(uuid)
+        self._last[uuid] = (self._monotonic(), seen)
+        return seen
+
+    def recent(self, uuid: GpuUuid, foreign: frozenset[int] = frozenset()) -> tuple[Presence, MpsStatus]:
+        """Return what was seen a moment ago, once; otherwise look, as whoever changes a GPU must. Raises NvmlError."""
+        at, seen = self._last.pop(uuid, (-math.inf, None))
+        if seen is None or foreign or self._monotonic() - at > _RECENT_S:
+            return self.look(uuid, foreign)
+        return seen
 
     def _daemon(self, uuid: GpuUuid, pids: frozenset[int]) -> MpsStatus:
         if self._mps is None:
