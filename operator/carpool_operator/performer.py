@@ -33,30 +33,22 @@ from carpool_operator.caches import Jobs, key_of
 from carpool_operator.creator import Creator, ForeignPodError, Superseded
 from carpool_operator.impostors import foreign
 from carpool_operator.learner import Learner
-from carpool_operator.patches import merge_patch
 from carpool_operator.predictions import Predictions
 from carpool_operator.recollection import Recollection
 from carpool_operator.snapshot import Refusal
 from carpool_operator.unseen import STILL_THERE
 
 
-def status_patch(job: GpuTrainingJob, told: JobStatus, status: JobStatus) -> dict[str, object]:
-    """Build the merge patch from one status to a new one, valid only for this version of the job.
-
-    Args:
-        job: The job.
-        told: Its status as the API server holds it.
-        status: What it shall be.
+def status_body(status: JobStatus) -> dict[str, Any]:
+    """Return a status as it goes over the wire.
 
     Raises:
-        msgspec.ValidationError: Nobody would read the new status.
+        msgspec.ValidationError: Nobody would read it.
     """
     said = _wire(status)
     msgspec.convert(said, JobStatus)  # the API server takes lists of ours as they are, and readers do not
-    changes = merge_patch(_wire(told), said)
     # What is at its type's default is left out of the wire form, but these columns of `kubectl get` would stay empty.
-    changes |= {"state": status.state.value, "restarts": status.restarts}
-    return {"metadata": {"resourceVersion": job.metadata.resource_version}, "status": changes}
+    return said | {"state": status.state.value, "restarts": status.restarts}
 
 
 def _wire(status: JobStatus) -> dict[str, Any]:
@@ -125,15 +117,13 @@ class Performer:
 
     async def _write_status(self, job: GpuTrainingJob, status: JobStatus) -> None:
         namespace, name = job.metadata.namespace, job.metadata.name
-        told = self._jobs.told(key_of(job))
         try:
-            answer = await self._api.patch(
+            answer = await self._api.replace_status(
                 GPU_TRAINING_JOBS,
                 name,
-                status_patch(job, job.status if told is None else told, status),
+                status_body(status),
                 namespace=namespace,
-                subresource="status",
-                wants_object=False,
+                resource_version=job.metadata.resource_version,
             )
         except Conflict as error:
             await self._read_again(job)

@@ -172,6 +172,35 @@ async def test_whoever_does_not_want_the_object_hears_of_its_metadata(backend: B
     assert found.status.agent_version == "1"
 
 
+async def test_a_status_is_replaced_as_a_whole_and_nothing_else(backend: Backend) -> None:
+    name = backend.name("j")
+    spec = {"template": {"spec": {"containers": CONTAINERS}}, "memory": {"limit": "1Gi"}}
+    body = {"metadata": {"name": name, "labels": {"a": "b"}, "finalizers": ["carpool.dev/test"]}, "spec": spec}
+    made = (await backend.api.create(GPU_TRAINING_JOBS, body, namespace="default"))["metadata"]
+
+    def replace(status: dict[str, Any], version: str) -> Any:
+        return backend.api.replace_status(
+            GPU_TRAINING_JOBS, name, status, namespace="default", resource_version=version
+        )
+
+    first = await replace(
+        {"state": "Queued", "restarts": 1, "startTime": "2026-01-31T12:00:00Z"}, made["resourceVersion"]
+    )
+    assert {*first} == {"apiVersion", "kind", "metadata"}
+    await _refused(Conflict, replace({"state": "Failed"}, made["resourceVersion"]))
+    await replace({"state": "Running"}, first["metadata"]["resourceVersion"])
+    found = await backend.api.get(GPU_TRAINING_JOBS, name, dict[str, Any], namespace="default")
+    assert found["status"] == {"state": "Running"}
+    assert found["spec"]["memory"] == {"limit": "1Gi"}
+    assert found["metadata"]["labels"] == {"a": "b"}
+    assert found["metadata"]["finalizers"] == ["carpool.dev/test"]
+    assert found["metadata"]["generation"] == made["generation"]
+    await _refused(
+        NotFound, backend.api.replace_status(GPU_TRAINING_JOBS, "none", {}, namespace="default", resource_version="1")
+    )
+    await backend.api.patch(GPU_TRAINING_JOBS, name, {"metadata": {"finalizers": None}}, namespace="default")
+
+
 async def test_status_and_spec_are_written_apart(backend: Backend) -> None:
     await backend.node()
     name = backend.name("n")

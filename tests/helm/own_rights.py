@@ -5,7 +5,7 @@ READ = {"get", "list", "watch"}
 OWN = {
     "carpool-operator": {
         "carpool.dev/gputrainingjobs": READ | {"delete"},
-        "carpool.dev/gputrainingjobs/status": {"patch"},
+        "carpool.dev/gputrainingjobs/status": {"update"},
         "carpool.dev/gpunodes": READ,
         "pods": READ | {"create", "delete"},
         "services": {"create", "get"},

@@ -64,6 +64,9 @@ class MortalKube(FakeKube):
     async def patch(self, *args: Any, **options: Any) -> Any:
         return await self._guarded(super().patch, args, options)
 
+    async def replace_status(self, *args: Any, **options: Any) -> Any:
+        return await self._guarded(super().replace_status, args, options)
+
     async def delete(self, *args: Any, **options: Any) -> None:
         await self._guarded(super().delete, args, options)
 

@@ -21,12 +21,12 @@ def world(key_file: Path) -> World:
 
 
 def status_writes(world: World) -> int:
-    return sum(call.verb == "patch" and call.subresource == "status" for call in world.kube.calls)
+    return sum(call.verb == "replace" for call in world.kube.calls)
 
 
 def written(world: World, since: int = 0) -> list[tuple[str, str]]:
     calls = world.kube.calls[since:]
-    return [(c.verb, c.plural) for c in calls if c.verb in ("patch", "create") and c.plural != "events"]
+    return [(c.verb, c.plural) for c in calls if c.verb in ("replace", "create") and c.plural != "events"]
 
 
 def carried(world: World) -> list[str]:
@@ -56,7 +56,7 @@ async def test_without_a_key_the_status_comes_first() -> None:
     world = World()
     world.apply()
     await world.settle()
-    assert written(world)[:2] == [("patch", "gputrainingjobs"), ("create", "pods")]
+    assert written(world)[:2] == [("replace", "gputrainingjobs"), ("create", "pods")]
     assert world.job().status.prediction is not None
     assert carried(world) == [""]
 
@@ -169,5 +169,5 @@ async def test_later_attempts_are_told_before_their_pods(world: World) -> None:
     world.hear()
     order = len(world.kube.calls)
     await world.settle()
-    assert written(world, order)[:2] == [("patch", "gputrainingjobs"), ("create", "pods")]
+    assert written(world, order)[:2] == [("replace", "gputrainingjobs"), ("create", "pods")]
     assert msgspec.to_builtins(world.job().status.attempts[-1])["number"] == 2

@@ -15,7 +15,7 @@ from operator_world import World
 
 
 def status_writes(world: World) -> int:
-    return sum(call.verb == "patch" and call.subresource == "status" for call in world.kube.calls)
+    return sum(call.verb == "replace" for call in world.kube.calls)
 
 
 async def test_pod_and_its_place_are_told_with_one_write() -> None:

@@ -20,7 +20,7 @@ def reason_of(world: World, type_: str) -> str:
 
 
 def status_writes(world: World) -> int:
-    return sum(call.verb == "patch" and call.subresource == "status" for call in world.kube.calls)
+    return sum(call.verb == "replace" for call in world.kube.calls)
 
 
 async def test_job_from_its_application_to_its_end() -> None:
@@ -71,8 +71,8 @@ async def test_prediction_stands_before_the_first_pod() -> None:
     world = World()
     world.apply()
     await world.settle()
-    writes = [(call.verb, call.plural) for call in world.kube.calls if call.verb in ("create", "patch")]
-    assert writes.index(("patch", "gputrainingjobs")) < writes.index(("create", "pods"))
+    writes = [(call.verb, call.plural) for call in world.kube.calls if call.verb in ("create", "replace")]
+    assert writes.index(("replace", "gputrainingjobs")) < writes.index(("create", "pods"))
 
 
 async def test_equal_models_are_traced_once() -> None:
@@ -223,7 +223,7 @@ async def test_job_changed_by_its_user_meanwhile_is_read_again() -> None:
 async def test_failing_api_is_retried_with_growing_pauses() -> None:
     world = World()
     world.apply()
-    world.kube.fail_next("patch", GPU_TRAINING_JOBS, Overloaded("etcd is slow", status=503))
+    world.kube.fail_next("replace", GPU_TRAINING_JOBS, Overloaded("etcd is slow", status=503))
     await world.settle()
     assert world.living() == []
     assert world.operator.queue.release_due() == pytest.approx(0.5)

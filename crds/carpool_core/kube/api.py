@@ -115,6 +115,16 @@ class KubeApi(Protocol):
         """
         ...
 
+    async def replace_status(
+        self, kind: ResourceKind, name: str, status: Mapping[str, Any], *, namespace: str = "", resource_version: str
+    ) -> dict[str, Any]:
+        """Replace an object's status as a whole, and nothing else of it; `Conflict` where it has changed since.
+
+        Cheaper for the server than a patch, for which it writes and reads the whole object once more. Only the metadata
+        are answered.
+        """
+        ...
+
     async def delete(self, kind: ResourceKind, name: str, *, namespace: str = "", uid: str = "") -> None:
         """Delete an object; with `uid`, only that very one (`Conflict` otherwise)."""
         ...

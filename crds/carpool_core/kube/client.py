@@ -177,6 +177,25 @@ class KubeClient(KubeApi):
             )
         )
 
+    async def replace_status(
+        self, kind: ResourceKind, name: str, status: Mapping[str, Any], *, namespace: str = "", resource_version: str
+    ) -> dict[str, Any]:
+        """Replace an object's status as a whole; `Conflict` where the object has changed since."""
+        metadata = {"name": name, "resourceVersion": resource_version} | ({"namespace": namespace} if namespace else {})
+        body = {"apiVersion": group_version(kind), "kind": kind.kind, "metadata": metadata, "status": status}
+        return object_of(
+            await self._call(
+                "PUT",
+                kind,
+                name=required(kind, name),
+                namespace=namespace,
+                subresource="status",
+                query={"fieldValidation": "Ignore"},
+                body=body,
+                accept=_METADATA,
+            )
+        )
+
     async def delete(self, kind: ResourceKind, name: str, *, namespace: str = "", uid: str = "") -> None:
         """Delete an object; its dependents follow in the background. With `uid`, only that very one."""
         options: dict[str, Any] = {"propagationPolicy": "Background"}

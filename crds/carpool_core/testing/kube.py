@@ -19,7 +19,7 @@ from carpool_core.testing.semantics import WITH_STATUS, Object, check_preconditi
 from carpool_core.testing.store import Store, Watch, tell
 
 T = TypeVar("T")
-Verb = Literal["get", "list", "watch", "create", "check", "patch", "delete"]
+Verb = Literal["get", "list", "watch", "create", "check", "patch", "replace", "delete"]
 """`check` is a `create` that is a dry run."""
 
 
@@ -195,6 +195,17 @@ class FakeKube(KubeApi):
         check_preconditions(kind, old, new)
         result = self._store.update(kind, old, limited(kind, old, new, subresource))
         return self._end(result if wants_object else metadata_of(result), failure)
+
+    async def replace_status(
+        self, kind: ResourceKind, name: str, status: Mapping[str, Any], *, namespace: str = "", resource_version: str
+    ) -> Object:
+        """Replace an object's status."""
+        failure = await self._begin("replace", kind, name, "status")
+        old = self._store.find(kind, namespace, name)
+        new = deepcopy({**old, "status": msgspec.to_builtins(status)})
+        new["metadata"]["resourceVersion"] = resource_version
+        check_preconditions(kind, old, new)
+        return self._end(metadata_of(self._store.update(kind, old, new)), failure)
 
     async def delete(self, kind: ResourceKind, name: str, *, namespace: str = "", uid: str = "") -> None:
         """Delete an object and, unless finalizers hold it, what it owns."""
