@@ -184,9 +184,14 @@ HUB: Mapping[str, Published] = dict([*_encoders(), *_decoders(), *_translators_a
 _SHORT: Mapping[str, str] = {name.rpartition("/")[2]: name for name in HUB}
 
 
+def full_name(name: str) -> str:
+    """Return a common model's name with its organization; other names as they are."""
+    return _SHORT.get(name, name)
+
+
 def published(name: str) -> Published | None:
     """Look a model up, with its organization or without: `gpt2-xl`, `openai-community/gpt2-xl`."""
-    return HUB.get(name if "/" in name else _SHORT.get(name, ""))
+    return HUB.get(full_name(name))
 
 
 def nearest(name: str) -> list[str]:

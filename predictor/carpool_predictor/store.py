@@ -15,6 +15,7 @@ from carpool_core.resources.features import LayerCounts, ModelFeatures
 from carpool_core.resources.job import CatalogModel, Training
 from carpool_core.values import Optimizer, Precision
 
+from carpool_predictor.hub import full_name
 from carpool_predictor.records import ModelRecord, StepRecord, UpdateRecord
 from carpool_predictor.trees import MalformedError
 
@@ -28,6 +29,7 @@ FILES = {
 """Both mixed precisions share one: they run the same operators in the same widths."""
 MEASURED_FILE = "artifacts/measured.json.z"
 """Models that the measured release of timm built otherwise than the one that the catalog was traced with."""
+_HUB = "transformers/"
 MAX_BYTES = 64 << 20
 """Largest store that is unpacked; a larger one is no store."""
 
@@ -118,12 +120,15 @@ class Store:
         return msgspec.structs.replace(record.features(training.optimizer), precision=training.precision)
 
     def _entry(self, name: str) -> Entry | None:
-        """Decode a model's entry.
+        """Decode a model's entry; models of the hub go without their organization, too.
 
         Raises:
             MalformedError: It is none.
         """
-        text = self._document.entries.get(name)
+        entries = self._document.entries
+        text = entries.get(name)
+        if text is None and name.startswith(_HUB):
+            text = entries.get(_HUB + full_name(name.removeprefix(_HUB)))
         try:
             return None if text is None else _ENTRY.decode(text)
         except msgspec.DecodeError as e:

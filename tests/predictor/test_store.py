@@ -161,6 +161,27 @@ def test_mixed_precision_is_stored_under_every_optimizer(optimizer: Optimizer, p
     assert reason_to_abstain(found, training) is None
 
 
+@pytest.mark.parametrize(
+    ("short", "full"),
+    [
+        ("bert-base-uncased", "google-bert/bert-base-uncased"),
+        ("gpt2-xl", "openai-community/gpt2-xl"),
+        ("xlnet-large-cased", "xlnet/xlnet-large-cased"),
+    ],
+)
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16_MIXED])
+def test_models_of_the_hub_go_without_their_organization(short: str, full: str, precision: Precision) -> None:
+    """Regression: they were traced, and without PyTorch they were unknown."""
+    known, training = store.shipped(precision), Training(batch_size=8, precision=precision)
+    found = known.features(CatalogModel(name=f"transformers/{short}"), training)
+    asked = known.features(CatalogModel(name=f"transformers/{full}"), training)
+    assert found is not None
+    assert asked is not None
+    assert found == msgspec.structs.replace(asked, name=f"transformers/{short}")
+    assert known.family(f"transformers/{short}") == known.family(f"transformers/{full}")
+    assert known.features(CatalogModel(name="transformers/bert-base-unknown"), training) is None
+
+
 async def test_a_model_of_the_store_starts_no_process() -> None:
     tracer = SubprocessTracer(command=("/bin/false",))
     training = Training(batch_size=32, optimizer=Optimizer.ADAMW)
