@@ -31,10 +31,9 @@ _KERNELS = ("cuda.bindings", "pynvml", "triton")
 """What PyTorch uses on GPUs only."""
 _OF_LIBRARIES = {
     "timm": ("huggingface_hub",),
-    "transformers": ("PIL", "jinja2", "scipy", "tokenizers"),
+    "transformers": ("jinja2", "scipy", "tokenizers"),
 }
-"""What libraries use to download weights, for pictures, for texts as people write them, and for losses that nobody
-computes here."""
+"""What libraries use to download weights, for texts as people write them, and for losses that nobody computes here."""
 _TORCHVISION = ("torchvision", "torchvision.models", "torchvision.ops")
 _OPENED = {
     "timm": (*_TORCHVISION, "timm", "timm.data", "timm.models"),

@@ -178,9 +178,20 @@ def _spec(name: str) -> ModuleSpec | None:
         return None
 
 
+_QUOTED = re.compile(r'("""|\'\'\')[\s\S]*?\1')
+_TOLD = re.compile(r"^(?:from\s+\S+\s+import\s+(?:\([^)]*\)|(?!\()).*|\w+\s*=\s*['\"\d-].*)$", re.MULTILINE)
+"""What is read of an `__init__`: imports of names and plain constants that are not indented."""
+
+
 @cache
 def _body(init: Path) -> Sequence[ast.stmt]:
-    return ast.parse(init.read_bytes()).body
+    """Parse what is read of an `__init__`: those of large libraries have hundreds of lines that are not."""
+    text = init.read_text(encoding="utf-8")
+    told = "\n".join(found.group() for found in _TOLD.finditer(_QUOTED.sub("''", text)))
+    try:
+        return ast.parse(told).body
+    except SyntaxError:  # some statement is longer than it looks
+        return ast.parse(text).body
 
 
 def _constants(init: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from carpool_predictor.postponed import Postponing, open_package, postpone
+from carpool_predictor.postponed import Postponing, _constants, _source, open_package, postpone
 
 FILES = {
     "lazy_log.py": "ran = []\n",
@@ -146,3 +146,28 @@ def test_what_it_is_the_first_to_import_is_imported_all_the_same(ran: list[str])
 def test_what_is_not_installed_is_not_postponed() -> None:
     with Postponing({"lazy_nothing": {}}, {}), pytest.raises(ModuleNotFoundError):
         importlib.import_module("lazy_nothing")
+
+
+def test_what_an_init_tells_is_read_wherever_it_stands(tmp_path: Path) -> None:
+    """Only unindented imports of names and plain constants are parsed; where that fails, all of it is."""
+    init = tmp_path / "__init__.py"
+    init.write_text(
+        '"""Says:\nfrom . import quoted\n"""\n'
+        "from .a import (\n    one,\n    two as deux,  # twice\n)\n"
+        "from .b import three  # (in brackets)\n"
+        "import os\nif os.sep:\n    from .c import hidden\n"
+        "__version__ = '1.2'  # of all\n"
+        "computed = os.sep\n"
+    )
+    assert {name: _source(name, "pack", init) for name in ("one", "deux", "three", "hidden", "quoted")} == {
+        "one": ("pack.a", "one"),
+        "deux": ("pack.a", "two"),
+        "three": ("pack.b", "three"),
+        "hidden": None,
+        "quoted": None,
+    }
+    assert _constants(init) == {"__version__": "1.2"}
+    longer = tmp_path / "longer" / "__init__.py"
+    longer.parent.mkdir()
+    longer.write_text("from .a import one, \\\n    two\n")
+    assert _source("two", "pack", longer) == ("pack.a", "two")
