@@ -1,16 +1,20 @@
 """Directories in which others write: emptied, made anew, put away. No link in them is followed."""
 
+import os
 import secrets
-import shutil
+import subprocess
 from contextlib import suppress
 from pathlib import Path
+
+_WITHIN_S = 60.0
+"""Whoever goes on writing there must not keep us for ever."""
 
 
 def make_empty(directory: Path) -> None:
     """Make a directory with nothing in it, in place of one that cannot be emptied, too; raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
     empty(directory)
-    if any(directory.iterdir()):
+    if _has_something(directory):
         put_away(directory)
         directory.mkdir()
 
@@ -22,18 +26,24 @@ def put_away(directory: Path) -> None:
         directory.rename(aside)
     except FileNotFoundError:
         return
-    with suppress(RecursionError):
-        shutil.rmtree(aside, ignore_errors=True)
+    empty(aside)
+    with suppress(OSError):
+        aside.rmdir()
 
 
 def empty(directory: Path) -> None:
     """Remove what clients and daemon left: nobody else would.
 
-    What clients made too deep, or closed in another user's own directory, cannot be removed and stays.
+    Millions of files, or directories as deep, are removed in a process that lists them piece by piece: in this one they
+    would take memory without a limit. What clients closed in another user's own directory cannot be removed and stays.
     """
-    with suppress(OSError, RecursionError):
-        for path in list(directory.iterdir()):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+    with suppress(OSError, subprocess.TimeoutExpired):
+        if _has_something(directory):
+            command = ["find", str(directory.absolute()), "-mindepth", "1", "-delete"]
+            quiet = subprocess.DEVNULL
+            subprocess.run(command, stdin=quiet, stdout=quiet, stderr=quiet, timeout=_WITHIN_S, check=False)
+
+
+def _has_something(directory: Path) -> bool:
+    with os.scandir(directory) as entries:
+        return next(entries, None) is not None

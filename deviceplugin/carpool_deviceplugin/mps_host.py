@@ -117,14 +117,15 @@ class MpsHost(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     Args:
         path: Of the socket.
         mps: The daemons.
+        within_s: How long one request waits for another of the same GPU, in seconds.
     """
 
     daemon_threads = True
     request_queue_size = 128
     """The GPUs of a node may all want their daemons at once."""
 
-    def __init__(self, path: Path, mps: Mps) -> None:
-        self._mps = mps
+    def __init__(self, path: Path, mps: Mps, *, within_s: float = _WITHIN_S) -> None:
+        self._mps, self._within_s = mps, within_s
         self._locks: dict[str, threading.Lock] = {}
         self._log = structlog.get_logger()
         path.unlink(missing_ok=True)
@@ -162,8 +163,13 @@ class MpsHost(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 
     def _one_by_one(self, uuid: GpuUuid, act: Callable[[GpuUuid], None], has_hung_up: Callable[[], bool]) -> bool:
         self._mps.directory(uuid)  # only names of GPUs get locks
-        with self._locks.setdefault(uuid, threading.Lock()):
+        lock = self._locks.setdefault(uuid, threading.Lock())
+        if not lock.acquire(timeout=self._within_s):  # whoever waits for ever has hung up long ago
+            raise MpsError(f"GPU {uuid}: an earlier request goes on; look at its daemon on the node")
+        try:
             if has_hung_up():
                 return False
             act(uuid)
+        finally:
+            lock.release()
         return True

@@ -53,8 +53,9 @@ class MpsProgram:
         """Say what keeps MPS from being offered, and how to get it; empty where nothing does."""
         if not MpsProgram.is_installed():
             return f"{PROGRAM} on PATH; it comes with the driver: mount it, or install cuda-mps"
-        if shutil.which("unshare") is None:
-            return "unshare on PATH; install util-linux"
+        for program, package in (("unshare", "util-linux"), ("find", "findutils")):
+            if shutil.which(program) is None:
+                return f"{program} on PATH; install {package}"
         held = next((line for line in status.read_text().splitlines() if line.startswith("CapEff:")), "CapEff: 0")
         lacking = [name for name, bit in _CAPABILITIES.items() if not int(held.split()[1], 16) >> bit & 1]
         return f"the capabilities {', '.join(lacking)}; add them to the pod carpool-mps" if lacking else ""
@@ -199,7 +200,8 @@ class MpsProgram:
 def _talk(process: subprocess.Popen[bytes], text: str, within_s: float) -> tuple[str, str]:
     """Send a text and return what is printed and what is complained of; raises TimeoutExpired, or MpsError for a flood.
 
-    What a daemon says, one of its clients may say in its place: any bytes, and any number of them.
+    What a daemon says, one of its clients may say in its place: any bytes, and any number of them. The program's end is
+    the end of its answer: the daemon that it leaves behind may hold what it printed to for as long as it lives.
     """
     end = time.monotonic() + within_s
     assert process.stdin is not None  # noqa: S101  # all three are pipes
@@ -212,8 +214,11 @@ def _talk(process: subprocess.Popen[bytes], text: str, within_s: float) -> tuple
         for file in said:
             selector.register(file, selectors.EVENT_READ)
         while selector.get_map():
-            ready = selector.select(max(0.0, end - time.monotonic()))
-            if not ready:
+            has_ended = process.poll() is not None
+            ready = selector.select(0 if has_ended else _LOOK_EVERY_S)
+            if not ready and has_ended:
+                break
+            if time.monotonic() > end:
                 raise subprocess.TimeoutExpired(process.args, within_s)
             for file in (key.fd for key, _ in ready):
                 piece = os.read(file, _LONGEST_ANSWER)

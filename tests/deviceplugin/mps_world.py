@@ -69,9 +69,9 @@ def server() -> Iterator["subprocess.Popen[bytes]"]:
 
 
 @contextmanager
-def hosting(socket: Path, mps: Mps) -> Iterator[None]:
+def hosting(socket: Path, mps: Mps, within_s: float = 8.0) -> Iterator[None]:
     """The daemons' host, in a thread."""
-    host = MpsHost(socket, mps)
+    host = MpsHost(socket, mps, within_s=within_s)
     thread = threading.Thread(target=host.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:

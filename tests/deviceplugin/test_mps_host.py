@@ -108,6 +108,19 @@ def test_who_has_hung_up_is_not_obeyed(tmp_path: Path) -> None:
     assert (commands.starts, commands.ends, commands.daemons) == (1, 1, {})
 
 
+def test_a_request_that_never_ends_holds_no_others(tmp_path: Path) -> None:
+    """Regression: each of them kept a thread for ever."""
+    commands, path = Slow(), tmp_path / "host.sock"
+    with hosting(path, Mps(commands, tmp_path / "mps"), within_s=0.05), ask(path, f"end {GPU}") as first:
+        assert commands.is_ending.wait(10)
+        with ask(path, GPU) as second:
+            assert b"an earlier request goes on" in second.recv(4096)
+        commands.may_end.set()
+        assert first.recv(4096) == b'{"error":""}\n'
+        with ask(path, GPU) as third:
+            assert third.recv(4096) == b'{"error":""}\n'
+
+
 def test_a_clean_stop_ends_nobody(tmp_path: Path) -> None:
     """Regression: it had the host kill whatever was there by then."""
     commands = Slow()

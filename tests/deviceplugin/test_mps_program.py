@@ -61,6 +61,17 @@ def test_program_that_hangs_is_left(program: MpsProgram, tmp_path: Path) -> None
     assert not quick.status(GPU).is_running
 
 
+def test_a_daemon_that_holds_what_it_printed_to_is_waited_for_no_longer_than_its_program(
+    program: MpsProgram, tmp_path: Path
+) -> None:
+    file = tmp_path / "bin" / PROGRAM
+    file.write_text(file.read_text().replace("    os.closerange(0, 3)\n", "    print('one warning', flush=True)\n"))
+    mps = Mps(program, tmp_path / "mps")
+    mps.start(GPU)
+    assert mps.status(GPU).is_running
+    mps.stop(GPU)
+
+
 FLOOD = 'import sys\nwhile True: sys.stdout.write("7" * 4096 + " ")\n'
 
 
