@@ -1,6 +1,7 @@
 """What the clients of one MPS daemon leave: gone before the next one, in memory and where they met it."""
 
 import stat
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +28,22 @@ def test_what_clients_left_is_removed_when_the_daemon_stops(mps: Mps, tmp_path: 
     mps.stop(GPU)
     assert [*(tmp_path / GPU / "memory").iterdir(), *(tmp_path / GPU / "log").iterdir()] == []
     assert kept.read_text() == "of somebody else"
+
+
+def test_what_clients_left_takes_no_memory_to_remove(mps: Mps) -> None:
+    """Regression: all was listed first, and a client could leave as much as it took to end the daemons of all."""
+    mps.start(GPU)
+    shm = mps.shm(GPU)
+    (shm / "in").mkdir()
+    for number in range(2000):
+        (shm / f"{number:0>200}").touch()
+        (shm / "in" / f"{number:0>200}").touch()
+    tracemalloc.start()
+    mps.stop(GPU)
+    took = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert not shm.exists()
+    assert took < 100_000, "an eighth of their names"
 
 
 @pytest.fixture
