@@ -12,17 +12,14 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from carpool_core.values import GpuUuid
 
-from carpool_deviceplugin.gpu import DeviceError
 from carpool_deviceplugin.leftovers import empty, make_empty, put_away
+from carpool_deviceplugin.mps_commands import MpsCommands, MpsError
 
 _UUID = re.compile(r"GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _PID = re.compile(r"[0-9]{1,7}")
-PID_FILE = "nvidia-cuda-mps-control.pid"
-"""In the pipe directory: the daemon's process ID, written by itself."""
 STOP_WITHIN_S = 2
 """How long `quit` waits for clients that are ending; less than an answer may take."""
 _MEMORY = "memory"
@@ -30,51 +27,6 @@ _HOME = "home"
 """Beside the pipe directory: where the daemon lived when it was last seen, and its servers with it."""
 _SERVERS = "servers"
 """Beside it: servers and when they began. They may outlive a daemon, or one that answers."""
-
-
-class MpsError(DeviceError):
-    """The daemon did not start, did not answer, or answered no."""
-
-
-class MpsCommands(Protocol):
-    """NVIDIA's program `nvidia-cuda-mps-control`. Starting and asking raise MpsError."""
-
-    def start(self, environment: Mapping[str, str], shm: Path) -> None:
-        """Start a daemon, which goes on without us; `shm` becomes its /dev/shm."""
-        ...
-
-    def ask(self, environment: Mapping[str, str], command: str) -> str:
-        """Send a command to the daemon of that pipe directory, and return what it answers."""
-        ...
-
-    def is_alive(self, environment: Mapping[str, str]) -> bool:
-        """Whether the daemon's process exists, answering or not."""
-        ...
-
-    def kill(self, environment: Mapping[str, str], servers: Mapping[int, int]) -> None:
-        """End a daemon that does not answer, if there is one, and these servers (process ID, and when it began)."""
-        ...
-
-    def living(self, environment: Mapping[str, str], servers: Mapping[int, int]) -> Mapping[int, int]:
-        """Return who of these servers (process ID, and when it began) still lives, and belongs to no other GPU."""
-        ...
-
-    def home(self, environment: Mapping[str, str]) -> str | None:
-        """Name where the daemon and its servers live, and no client can; None where there is no daemon."""
-        ...
-
-    def servers(
-        self, environment: Mapping[str, str], home: str, present: Iterable[int], listed: Iterable[int]
-    ) -> Mapping[int, int]:
-        """Return who of these are servers of that GPU's daemon, and when they began; of no other GPU's.
-
-        Args:
-            environment: The daemon's.
-            home: Where it lives, or lived; those of all GPUs may live together.
-            present: Process IDs on the GPU, as the driver says.
-            listed: Process IDs that came out of the pipe directory: that they are its own must be seen elsewhere.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

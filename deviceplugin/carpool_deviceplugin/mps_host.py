@@ -20,7 +20,8 @@ import structlog
 from carpool_core.values import GpuUuid
 
 from carpool_deviceplugin.gpu import DeviceError
-from carpool_deviceplugin.mps import Mps, MpsCommands, MpsError
+from carpool_deviceplugin.mps import Mps
+from carpool_deviceplugin.mps_commands import MpsCommands, MpsError
 
 _WITHIN_S = 8.0
 _LONGEST = 4096

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from carpool_deviceplugin.mps import PID_FILE, MpsError
+from carpool_deviceplugin.mps_commands import PID_FILE, MpsError
 from carpool_deviceplugin.processes import pod_of
 
 PROGRAM = "nvidia-cuda-mps-control"

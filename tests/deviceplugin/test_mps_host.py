@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from carpool_core.values import GpuUuid
-from carpool_deviceplugin.mps import Mps, MpsError
+from carpool_deviceplugin.mps import Mps
+from carpool_deviceplugin.mps_commands import MpsError
 from carpool_deviceplugin.mps_host import HostedMps
 from carpool_deviceplugin.mps_program import MpsProgram
 from carpool_deviceplugin.testing.mps import FakeMpsCommands

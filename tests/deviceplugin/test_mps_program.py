@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from carpool_core.values import GpuUuid
-from carpool_deviceplugin.mps import PID_FILE, Mps, MpsError, MpsStatus
+from carpool_deviceplugin.mps import Mps, MpsStatus
+from carpool_deviceplugin.mps_commands import PID_FILE, MpsError
 from carpool_deviceplugin.mps_program import PROGRAM, MpsProgram
 from mps_world import GPU, pid_of, server_of
 

@@ -14,10 +14,10 @@ import pynvml
 import pytest
 from carpool_core.resources.node import Reservation
 from carpool_core.values import JobUid, PartitionState, PodUid, SharingMode
-from carpool_deviceplugin.mps import MpsError
+from carpool_deviceplugin.mps_commands import MpsError
 from carpool_deviceplugin.patience import Rhythm
 from carpool_deviceplugin.testing.agents import Inline
-from carpool_deviceplugin.testing.mps import FakeMpsCommands
+from carpool_deviceplugin.testing.mps import FakeDaemon, FakeMpsCommands
 from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.testing.nvml_mig import FakeInstance
 from carpool_deviceplugin.testing.nvml_node import Node, uid
@@ -26,6 +26,7 @@ from structlog.testing import capture_logs
 
 HISTORIES, EVENTS, PARTS = int(os.environ.get("CARPOOL_HISTORIES", "450")), 12, 3
 PODS = "abc"
+NAMESPACES = {"a": "one", "b": "one", "c": "another"}
 CODES = (
     pynvml.NVML_ERROR_UNKNOWN,
     pynvml.NVML_ERROR_UNKNOWN,
@@ -96,6 +97,8 @@ class History:
         """Process and MIG instance of each pod."""
         self.served: dict[str, int] = {}
         """Process of the server behind which each client of MPS is."""
+        self.behind: dict[int, tuple[FakeDaemon, set[str]]] = {}
+        """Namespaces of all clients that a daemon ever had, by its ID while it is kept here."""
         self.pids = iter(range(100, 10_000))
         self.worker: GpuWorker | None = None
         self.begin_agent()
@@ -133,7 +136,7 @@ class History:
         mode = self.draw.choice([EXCLUSIVE, TIME_SLICING, MPS, MPS, MIG, MIG, MIG])
         self.wanted[pod] = Reservation(
             pod_uid=PodUid(uid(pod)),
-            pod_namespace=self.draw.choice("xy"),
+            pod_namespace=NAMESPACES[pod],
             pod_name=pod,
             job_uid=JobUid(pod),
             job_name=pod,
@@ -147,12 +150,15 @@ class History:
     def event(self) -> None:
         pod = self.draw.choice(PODS)
         what = ["reserve", "reserve", "release", "start", "start", "end", "restart", "kill", "time", "time", "driver"]
-        what += ["xid", "fatal", "wedge", "fault"]
+        what += ["xid", "fatal", "wedge", "fault", "replace"]
         match self.draw.choice(what):
             case "reserve":
                 self.reserve()
             case "release":
                 self.wanted.pop(pod, None)  # it may run on for a while
+            case "replace":
+                self.wanted.clear()  # at one stroke with whoever comes
+                self.reserve()
             case "start" if self.may_start(pod):
                 pid = next(self.pids)
                 instance = self.instance_of(pod)
@@ -160,6 +166,10 @@ class History:
                 self.node.start(0, pid, pod, instance=instance)
                 if self.wanted[pod].mode is MPS:
                     self.served[pod] = self.connect(pid)
+                    (daemon,) = self.mps.daemons.values()
+                    behind = self.behind.setdefault(id(daemon), (daemon, set()))[1]
+                    behind.add(NAMESPACES[pod])
+                    assert len(behind) == 1, "a daemon was handed on to another namespace"
             case "end" if pod in self.running:
                 self.end(pod)
             case "restart":

@@ -19,7 +19,8 @@ from pathlib import Path
 from carpool_core.values import GpuUuid, PodUid
 
 from carpool_deviceplugin.battery.ports import Kind, SkippedError
-from carpool_deviceplugin.mps import PID_FILE, Mps
+from carpool_deviceplugin.mps import Mps
+from carpool_deviceplugin.mps_commands import PID_FILE
 from carpool_deviceplugin.mps_program import MpsProgram
 from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
 from carpool_deviceplugin.nvml.devices import NvmlDevices
