@@ -15,22 +15,23 @@ pytestmark = pytest.mark.e2e
 CREATE = "carpool_core.kube.client:KubeClient.create"
 PATCH = "carpool_core.kube.client:KubeClient.patch"
 
+REPLACE_STATUS = "carpool_core.kube.client:KubeClient.replace_status"
+
 DRY_RUN = "'is_dry_run': True"
 
 
-def attempted(watcher: Watcher) -> bool:
-    """Whether the first attempt is written, and no pod made for it."""
-    return first_attempt(watcher) == ("Creating", []) and not watcher.pods("crash")
+def begun(watcher: Watcher) -> bool:
+    """Whether the first attempt has begun, and nothing tells of it."""
+    return is_untold(watcher) and not watcher.pods("crash")
 
 
 def made(watcher: Watcher) -> bool:
     """Whether the first attempt's pod exists, of which the status does not know."""
-    return first_attempt(watcher) == ("Creating", []) and len(watcher.pods("crash")) == 1
+    return is_untold(watcher) and len(watcher.pods("crash")) == 1
 
 
-def first_attempt(watcher: Watcher) -> tuple[str, list[str]]:
-    (attempt,) = watcher.job("crash")["status"].get("attempts", [])
-    return attempt["outcome"], attempt.get("podUids", [])
+def is_untold(watcher: Watcher) -> bool:
+    return not watcher.job("crash").get("status")
 
 
 def reserved(watcher: Watcher) -> bool:
@@ -50,7 +51,10 @@ class Crash(NamedTuple):
 
 CRASHES = {
     "operator, after creating the pod, before writing the status": Crash("operator", CREATE, "after", "'Pod'", made),
-    "operator, before creating the pod": Crash("operator", CREATE, "before", "'Pod'", attempted),
+    "operator, before creating the pod": Crash("operator", CREATE, "before", "'Pod'", begun),
+    "operator, before the first status, which tells the pod's place": Crash(
+        "operator", REPLACE_STATUS, "before", "", made
+    ),
     "extender, after the reservation, before the Binding": Crash("extender", PATCH, "after", "reservations", reserved),
     "extender, just before the Binding": Crash("extender", CREATE, "before", "binding", reserved),
     "extender, after the Binding, before its answer": Crash("extender", CREATE, "after", "binding", reserved),
@@ -82,6 +86,8 @@ def test_a_process_ends_between_two_steps(cluster: Cluster, watcher: Watcher, on
         process.kill()
         process.start()
     watcher.placed_once("crash", timeout_s=90)
+    if crash.process == "operator":
+        assert [attempt["number"] for attempt in watcher.job("crash")["status"]["attempts"]] == [1]
 
 
 def test_the_extender_dies_while_it_waits_for_the_agent(cluster: Cluster, watcher: Watcher) -> None:
