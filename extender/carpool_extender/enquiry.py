@@ -143,6 +143,8 @@ async def explained(api: KubeApi, name: str, namespace: str, rules: Rules, asker
     seen = snapshot(without, rules, asker.clock)
     hosts = await hosts_of(api, job.spec.template, without=JobUid(job.metadata.uid))
     rehearsal = Rehearsal(seen, applicant, rules, hosts)
+    if job.status.prediction is None and not places:
+        told.append("its status tells no prediction yet: the answer is that for a job of which nothing is known")
     if not places:
         waits = rehearsal.gang()
         places = [f"{namespace}/{name} has no place yet", *([waits] if waits else [])]

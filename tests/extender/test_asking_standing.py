@@ -125,3 +125,14 @@ async def test_what_was_measured_is_named_where_it_counts_in_place_of_what_was_p
         assert sum("measured" in line for line in lines if line.startswith("  ")) == told
         wrong = (await asked(kube, job_of({"gpu": {"product": "T4"}}), RULES, predicted, ASKER)).lines
         assert not any("measured" in line for line in wrong[1:])
+
+
+async def test_of_a_job_whose_status_tells_no_prediction_yet_it_is_said_so():
+    kube = FakeKube()
+    seed_job(kube, "x")
+    kube.seed(GPU_TRAINING_JOBS, {**kube.dump(GPU_TRAINING_JOBS, "x", "default"), "status": {}})
+    seed_node(kube, gpu_node("a", 1))
+    found = (await explained(kube, "x", "default", RULES, ASKER)).lines
+    assert found[0] == "its status tells no prediction yet: the answer is that for a job of which nothing is known"
+    seed_job(kube, "y")
+    assert not any("prediction yet" in line for line in (await explained(kube, "y", "default", RULES, ASKER)).lines)
