@@ -16,6 +16,7 @@ from typing import IO, NamedTuple
 
 import msgspec
 
+from carpool_predictor.calibration import Calibration
 from carpool_predictor.rows import Answerer, chunks
 from carpool_predictor.source import TraceLimits
 
@@ -51,7 +52,13 @@ _STATUS = msgspec.json.Decoder(_Status)
 
 
 def predict_rows(
-    rows: IO[bytes], out: IO[bytes], limits: TraceLimits, on_progress: Callable[[Tally, int], None], workers: int = 0
+    rows: IO[bytes],
+    out: IO[bytes],
+    limits: TraceLimits,
+    on_progress: Callable[[Tally, int], None],
+    workers: int = 0,
+    *,
+    calibration: Calibration | None = None,
 ) -> Tally:
     """Answer each row of a file with a line of another.
 
@@ -61,9 +68,10 @@ def predict_rows(
         limits: What one trace may take.
         on_progress: Called with what was done and the bytes that it took.
         workers: Processes; as many as processors when 0.
+        calibration: What jobs that ran taught.
     """
     tally = Tally()
-    for lines, answers in _answered(rows, limits, workers or len(os.sched_getaffinity(0))):
+    for lines, answers in _answered(rows, _Means(limits, calibration), workers or len(os.sched_getaffinity(0))):
         out.write(b"\n".join(answers) + b"\n")
         out.flush()
         tally.statuses.update(_STATUS.decode(answer).status for answer in answers)
@@ -71,14 +79,24 @@ def predict_rows(
     return tally
 
 
-def _answered(rows: IO[bytes], limits: TraceLimits, workers: int) -> Iterator[tuple[list[bytes], list[bytes]]]:
+class _Means(NamedTuple):
+    """What every process answers with."""
+
+    limits: TraceLimits
+    calibration: Calibration | None
+
+    def answerer(self) -> Answerer:
+        return Answerer(self.limits, calibration=self.calibration)
+
+
+def _answered(rows: IO[bytes], means: _Means, workers: int) -> Iterator[tuple[list[bytes], list[bytes]]]:
     first = list(islice(rows, ALONE + 1))
     lines = chunks(chain(first, rows), CHUNK)
     if workers == 1 or len(first) <= ALONE:
-        answerer = Answerer(limits)
+        answerer = means.answerer()
         yield from ((chunk, answerer.answers(chunk)) for chunk in lines)
         return
-    with _Crew(workers, limits) as crew:
+    with _Crew(workers, means) as crew:
         waiting: deque[tuple[list[bytes], Future[list[bytes]]]] = deque()
         for chunk in lines:
             waiting.append((chunk, crew.ask(chunk)))
@@ -104,17 +122,17 @@ class _Crew:
     The standard library's pools have one pipe that all write to: with half an answer in it they wait without end.
     """
 
-    def __init__(self, workers: int, limits: TraceLimits) -> None:
+    def __init__(self, workers: int, means: _Means) -> None:
         self._spawn = multiprocessing.get_context("spawn")  # not forked: NumPy's threads do not survive that
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
-        self._workers = [self._started(limits) for _ in range(workers)]
+        self._workers = [self._started(means) for _ in range(workers)]
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(workers)
 
-    def _started(self, limits: TraceLimits) -> _Worker:
+    def _started(self, means: _Means) -> _Worker:
         ours, theirs = self._spawn.Pipe()
-        process = self._spawn.Process(target=_work, args=(theirs, limits), daemon=True)
+        process = self._spawn.Process(target=_work, args=(theirs, means), daemon=True)
         process.start()
         theirs.close()  # else it would not end with the process
         return _Worker(process, ours)
@@ -148,10 +166,10 @@ class _Crew:
         return answers
 
 
-def _work(connection: Connection, limits: TraceLimits) -> None:
+def _work(connection: Connection, means: _Means) -> None:
     """Answer rows until nobody asks any more; Ctrl-C is the parent's."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    answerer = Answerer(limits)
+    answerer = means.answerer()
     with suppress(EOFError):
         while True:
             connection.send(answerer.answers(connection.recv()))

@@ -1,6 +1,7 @@
 """`carpool predict` and `carpool graph`."""
 
 import importlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from carpool_core.products import PRODUCTS, GpuProduct, UnknownProductError, fin
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import Training
 from carpool_core.values import Optimizer, Precision
+from click.core import ParameterSource
 
 from carpool_predictor.abstention import Abstention
 from carpool_predictor.source import SubprocessTracer, TraceLimits
@@ -26,6 +28,12 @@ _TARGET_HELP = """MODEL is timm/NAME, torchvision/NAME, transformers/NAME, gpume
 notation of GPUMemNet's data, such as "gpumemnet/[('linear', 64, 8256), ('ReLU', 64, 0), ('linear', 10, 650)]"),
 FILE.py:FACTORY (a function without arguments that returns an nn.Module), or a features file that `carpool graph`
 wrote."""
+
+
+STDOUT = 1
+"""File descriptor of the standard output."""
+_OF_ROWS = frozenset({"rows", "out", "calibration", "trace_timeout", "trace_memory"})
+"""Options that count for a file of rows."""
 
 
 class InputError(click.ClickException):
@@ -141,19 +149,44 @@ def _products(gpu: str) -> list[GpuProduct]:
     "--out", type=click.Path(path_type=Path, dir_okay=False, allow_dash=True), default=Path("-"), show_default=True,
     help="Where the answers to --rows go; - is the standard output.",
 )  # fmt: skip
+@click.pass_context
 def predict(
-    gpu: str, json_output: bool, calibration: Path | None, rows: Path | None, out: Path, **options: Any
+    context: click.Context,
+    /,
+    gpu: str,
+    json_output: bool,
+    calibration: Path | None,
+    rows: Path | None,
+    out: Path,
+    **options: Any,
 ) -> None:
     """Trace, predict, print; exit code 2 where there is no prediction."""
     if (rows is None) == (options["model"] is None):
         raise InputError("expected either MODEL or --rows, found " + ("neither" if rows is None else "both"))
     try:
         if rows is not None:
-            _predict_rows(rows, out, _limits(options))
+            _refuse_ignored(context)
+            _predict_rows(rows, out, _limits(options), calibration)
+        elif _is_given(context, "out"):
+            raise InputError("--out is for the answers to --rows; send the answer for one MODEL on with > FILE")
         else:
             _predict_one(_question(options), _products(gpu), calibration, json_output=json_output)
     except MalformedError as e:
         raise InputError(str(e)) from e
+
+
+def _is_given(context: click.Context, option: str) -> bool:
+    return context.get_parameter_source(option) is ParameterSource.COMMANDLINE
+
+
+def _refuse_ignored(context: click.Context) -> None:
+    """Refuse what rows say themselves: whoever gives it would believe that it counts."""
+    given = {option.name: option.opts[0] for option in context.command.params if _is_given(context, option.name or "")}
+    if ignored := [flag for name, flag in given.items() if name not in _OF_ROWS]:
+        raise InputError(
+            f"expected no {', '.join(ignored)} beside --rows, where each row says for itself what is trained on which "
+            "GPU, and the answers are JSON; write it into the rows"
+        )
 
 
 def _predict_one(
@@ -193,19 +226,33 @@ def _title(question: Question) -> str:
     return f"{question.model}, batch {training.batch_size}, {training.optimizer}, {training.precision}"
 
 
-def _predict_rows(rows: Path, out: Path, limits: TraceLimits) -> None:
+def _predict_rows(rows: Path, out: Path, limits: TraceLimits, calibration: Path | None) -> None:
     from carpool_predictor.bulk import WorkerDied, predict_rows
     from carpool_predictor.progress import following
 
+    learned = None if calibration is None else _learned(calibration)
     try:
+        if _is_same(rows, out):
+            raise InputError(f"expected another file than {rows} in --out, found the same; it was left as it is")
         with rows.open("rb") as asked, click.open_file(str(out), "wb") as answers, following(rows) as on_progress:
-            tally = predict_rows(asked, answers, limits, on_progress)
+            tally = predict_rows(asked, answers, limits, on_progress, calibration=learned)
     except OSError as e:
         raise InputError(f"cannot read {rows} or write {out}: {e}") from e
     except WorkerDied as e:
         raise click.ClickException(str(e)) from e
+    if not tally.rows:
+        raise InputError(f"expected rows in {rows}, one JSON object a line, found none")
     if tally.statuses["error"]:
         raise InputError(_told(tally, rows))
+
+
+def _is_same(rows: Path, out: Path) -> bool:
+    """Whether answers would go where rows come from, by whatever name or link; terminals and pipes can be both."""
+    if not rows.is_file():
+        return False
+    if str(out) == "-":
+        return os.path.samestat(rows.stat(), os.fstat(STDOUT))
+    return out.exists() and out.samefile(rows)
 
 
 def _told(tally: "Tally", rows: Path) -> str:

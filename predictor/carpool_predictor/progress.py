@@ -27,7 +27,8 @@ def following(rows: Path) -> Iterator[Callable[[Tally, int], None]]:
             bar.update(task, advance=taken, description=_told(tally, time.monotonic() - begin))
 
         yield on_progress
-    console.print(_told(last, time.monotonic() - begin), highlight=False)
+    if last.rows:
+        console.print(_told(last, time.monotonic() - begin), highlight=False)
 
 
 def _told(tally: Tally, took_s: float) -> str:

@@ -14,6 +14,7 @@ from msgspec import UNSET, UnsetType
 
 from carpool_predictor import store
 from carpool_predictor.abstention import Abstention
+from carpool_predictor.calibration import Calibration
 from carpool_predictor.estimator import Job, model_version, prepare, reason_of
 from carpool_predictor.report import activity_json, interval_json, memory_json
 from carpool_predictor.requests import TraceRequest
@@ -83,9 +84,21 @@ def _key(model: CatalogModel, training: Training) -> _Key:
 
 
 class Answerer:
-    """Answers rows; what was looked up, traced or prepared is remembered."""
+    """Answers rows; what was looked up, traced or prepared is remembered.
 
-    def __init__(self, limits: TraceLimits | None = None, tracer: SubprocessTracer | None = None) -> None:
+    Args:
+        limits: What one trace may take.
+        tracer: What traces models that the store lacks.
+        calibration: What jobs that ran taught.
+    """
+
+    def __init__(
+        self,
+        limits: TraceLimits | None = None,
+        tracer: SubprocessTracer | None = None,
+        calibration: Calibration | None = None,
+    ) -> None:
+        self._calibration = calibration
         self._tracer = tracer or SubprocessTracer(limits, known=lambda *_: None)
         self._stored: dict[_Key, ModelFeatures | None] = {}
         self._jobs: dict[tuple[_Key, int], tuple[Job | Abstention, float]] = {}
@@ -148,7 +161,7 @@ class Answerer:
         if isinstance(job, Abstention):
             status = "error" if job.reason in INVALID else "abstained"
             return _empty(row.id, status, f"{job.reason}: {job.message}", traced_s + time.perf_counter() - begin)
-        return _ENCODER.encode(_ok(row.id, job, product, begin - traced_s))
+        return _ENCODER.encode(_ok(row.id, job.calibrated(self._calibration, product), product, begin - traced_s))
 
     def _job(self, row: Row) -> tuple[Job | Abstention, float]:
         """Return a row's job, and how long its model took to trace, in seconds."""

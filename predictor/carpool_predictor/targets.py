@@ -42,11 +42,18 @@ def target_of(what: str, shape: list[int] | None, num_classes: int | None, train
         TargetError: It is none of the three, or a file cannot be read.
     """
     if what.endswith((".yaml", ".yml", ".json")):
+        if shape is not None or num_classes is not None:
+            raise TargetError(
+                f"expected neither --input nor --num-classes beside the features file {what}, which was traced with "
+                "its own; leave them out, or trace the model again with `carpool graph`"
+            )
         return read_features(Path(what))
     path, colon, function = what.rpartition(":")
     if colon:
         if not Path(path).is_file() or not path.endswith(".py"):
             raise TargetError(f"expected a Python file before the colon of {what!r}, found no such file")
+        if num_classes is not None:
+            raise TargetError(f"--num-classes is for catalog models; {what} builds its classifier itself: leave it out")
         if shape is None:
             raise TargetError(f"{what} needs --input, the shape of one sample, such as --input 3,224,224")
         return TraceRequest(factory=FactoryModel(path=path, function=function, input=shape), training=training)

@@ -98,6 +98,20 @@ def test_json_of_an_abstention_is_json_and_fails(block: str) -> None:
     assert "FeaturesMismatch" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        pytest.param(["--input", "3,224,224"], "expected neither --input nor", id="shape"),
+        pytest.param(["--num-classes", "10"], "expected neither --input nor", id="classes"),
+        pytest.param(["--out", "answer.json"], "--out is for the answers to --rows", id="out"),
+    ],
+)
+def test_options_that_a_features_file_does_not_heed_are_refused(arguments: list[str], word: str, block: str) -> None:
+    result = CliRunner().invoke(predict, [block, *arguments])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert word in result.stderr
+
+
 def test_graph_prints_a_given_block_again(block: str) -> None:
     result = CliRunner().invoke(graph, [block])
     assert msgspec.yaml.decode(result.output) == msgspec.yaml.decode(Path(block).read_text())

@@ -3,6 +3,7 @@
 import io
 import json
 import multiprocessing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,15 @@ import pytest
 from carpool_core.products import find_product
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import CatalogModel, Training
-from carpool_core.values import Optimizer
+from carpool_core.values import Optimizer, Precision
 from carpool_predictor import store
 from carpool_predictor.abstention import Abstention
 from carpool_predictor.bulk import ALONE, WorkerDied, predict_rows
+from carpool_predictor.calibration import Calibration, Expected, Measured, Stack
 from carpool_predictor.commands import predict
 from carpool_predictor.estimator import predict as predict_on
+from carpool_predictor.memory import shipped
+from carpool_predictor.observe import observe
 from carpool_predictor.requests import TraceRequest
 from carpool_predictor.rows import Answerer, chunks
 from carpool_predictor.source import SubprocessTracer, TraceLimits
@@ -203,3 +207,72 @@ def test_wrong_arguments_are_a_sentence_and_exit_code_2(arguments: list[str], wo
     result = CliRunner().invoke(predict, arguments)
     assert result.exit_code == 2
     assert word in result.stderr
+
+
+@pytest.mark.parametrize("link", [None, Path.symlink_to, Path.hardlink_to])
+def test_rows_are_never_overwritten_by_their_answers(link: Callable[[Path, Path], None] | None, tmp_path: Path) -> None:
+    """Regression: the file was emptied before it was read, and nothing was said."""
+    rows = out = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(row("a")))
+    if link is not None:
+        out = tmp_path / "out.jsonl"
+        link(out, rows)
+    result = CliRunner().invoke(predict, ["--rows", str(rows), "--out", str(out)])
+    assert result.exit_code == 2
+    assert "expected another file" in result.stderr
+    assert rows.read_text() == json.dumps(row("a"))
+
+
+@pytest.mark.parametrize("content", ["", "\n \n"])
+def test_a_file_without_rows_is_told(content: str, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(content)
+    result = CliRunner().invoke(predict, ["--rows", str(rows)])
+    assert result.exit_code == 2
+    assert result.stderr == f"Error: expected rows in {rows}, one JSON object a line, found none\n"
+
+
+@pytest.mark.parametrize(
+    "ignored",
+    [
+        pytest.param(["--gpu", "T4"], id="GPU"),
+        pytest.param(["--json"], id="JSON"),
+        pytest.param(["--batch-size", "32"], id="batch size, even the default"),
+        pytest.param(["--input", "3,224,224"], id="shape"),
+        pytest.param(["--activation-checkpointing"], id="checkpointing"),
+    ],
+)
+def test_options_that_rows_say_themselves_are_refused(ignored: list[str], tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(row("a")))
+    result = CliRunner().invoke(predict, ["--rows", str(rows), *ignored])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"expected no {ignored[0]} beside --rows" in result.stderr
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_jobs_taught_counts_for_rows(workers: int) -> None:
+    stack = Stack(product="Tesla T4", precision=Precision.FP32, driver="570.1", torch="2.9")
+    learned = Calibration()
+    for size in range(1000, 9000, 400):
+        expected = Expected(model=f"m{size}", reserved_mib=size, live_mib=size / 2, upper_mib=15000)
+        learned = observe(learned, stack, expected, Measured(peak_mib=1.5 * size, capacity_mib=15360), shipped())
+    asked = b"".join(json.dumps(row(i, gpu="T4")).encode() + b"\n" for i in range(ALONE + 1 if workers > 1 else 1))
+    out = io.BytesIO()
+    predict_rows(io.BytesIO(asked), out, TraceLimits(), lambda *_: None, workers, calibration=learned)
+    (plain,), answer = ask(row(gpu="T4")), json.loads(out.getvalue().splitlines()[-1])
+    features = store.shipped().features(CatalogModel(name="timm/vgg11_bn"), Training(optimizer=Optimizer.SGD_MOMENTUM))
+    assert features is not None
+    training = Training(batch_size=64, optimizer=Optimizer.SGD_MOMENTUM)
+    memory = predict_on(features, training, [find_product("T4")], learned).products[0].memory
+    assert (answer["memory"]["median_mib"], answer["memory"]["upper_mib"]) == (memory.median_mib, memory.upper_mib)
+    assert answer["memory"] != plain["memory"]
+
+
+def test_a_malformed_calibration_is_refused_before_any_row(tmp_path: Path) -> None:
+    rows, learned = tmp_path / "rows.jsonl", tmp_path / "learned.json"
+    rows.write_text(json.dumps(row("a")))
+    learned.write_text("{")
+    result = CliRunner().invoke(predict, ["--rows", str(rows), "--calibration", str(learned)])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "expected a calibration" in result.stderr
