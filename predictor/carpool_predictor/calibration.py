@@ -16,7 +16,7 @@ from msgspec import Meta
 from carpool_predictor.memory import ELSEWHERE_FACTOR, MemoryModel, is_calibrated
 from carpool_predictor.trees import MalformedError
 
-FORMAT = 2
+FORMAT = 3
 """Version of the document's layout; another one is refused."""
 KEPT = 128
 """Observations of a stack that are kept, newest last."""

@@ -3,10 +3,12 @@
     measured / correction ≈ slope · reserved + intercept       for each (product, driver, PyTorch, precision)
 
 The line is fitted anew with every observation by least absolute relative error, over the last observations of the stack
-and a few imagined ones on the shipped line, so that the first job does not overturn it. Bad observations cannot poison
+and a few imagined ones on the shipped line, so that the first job does not overturn it. Bad observations do not poison
 it: what is impossible is refused (less than one step's live tensors: the run was cut short; more than the GPU has), a
 model counts at most `PER_MODEL` times, absolute errors give every row the same pull however far it lies, and half of
-all rows would have to agree on something else. Out of memory is censored: "at least what was there" (Powell 1984).
+all rows would have to agree on something else. Of few rows each moves the line a little. How far above the line the
+bound reaches is for `reach` to say, where a job has one voice. Out of memory is censored: "at least what was there"
+(Powell 1984).
 
 Coverage is tracked by adaptive conformal inference (Gibbs and Candès, NeurIPS '21): a miss widens the bound, each hit
 narrows it by a nineteenth of that, so that in the long run 95% are covered. A neighbour's memory is no miss: an outlier

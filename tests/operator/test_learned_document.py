@@ -80,10 +80,10 @@ async def test_a_configmap_that_is_written_all_the_time_is_told_of_and_tried_aga
 @pytest.mark.parametrize(
     ("content", "word"),
     [
-        pytest.param('{"format":2,"stacks":[', "expected a calibration", id="truncated"),
-        pytest.param('{"format":3,"stacks":"other"}', "upgrade carpool", id="newer"),
-        pytest.param('{"format":1}', "remove it", id="older"),
-        pytest.param('{"format":2,"stacks":[{"slope":-1}]}', "expected a calibration", id="tampered"),
+        pytest.param('{"format":3,"stacks":[', "expected a calibration", id="truncated"),
+        pytest.param('{"format":4,"stacks":"other"}', "upgrade carpool", id="newer"),
+        pytest.param('{"format":2}', "remove it", id="older"),
+        pytest.param('{"format":3,"stacks":[{"slope":-1}]}', "expected a calibration", id="tampered"),
     ],
 )
 async def test_what_cannot_be_read_is_told_and_left_alone(content: str, word: str) -> None:
