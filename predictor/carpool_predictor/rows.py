@@ -18,6 +18,7 @@ from carpool_predictor.calibration import Calibration
 from carpool_predictor.estimator import Job, model_version, prepare, reason_of
 from carpool_predictor.report import activity_json, interval_json, memory_json
 from carpool_predictor.requests import TraceRequest
+from carpool_predictor.row_errors import UNREADABLE, told
 from carpool_predictor.source import SubprocessTracer, TraceLimits
 
 INVALID = frozenset(
@@ -30,14 +31,26 @@ INVALID = frozenset(
 _REMEMBERED = 65536
 
 
+class _Training(Training, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A resource ignores what it does not know; whoever misspells a field of a row would be told of the default."""
+
+
+class _Catalog(CatalogModel, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class _Features(ModelFeatures, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
 class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is asked; exactly one of `catalog` and `features`."""
 
     id: str | int
     gpu: str
-    training: Training = Training()
-    catalog: CatalogModel | UnsetType = UNSET
-    features: ModelFeatures | UnsetType = UNSET
+    training: _Training = _Training()
+    catalog: _Catalog | UnsetType = UNSET
+    features: _Features | UnsetType = UNSET
 
 
 class _OnlyId(msgspec.Struct, frozen=True):
@@ -48,6 +61,10 @@ class RowError(ValueError):
     """A row makes no sense; the message says why."""
 
 
+_FIELDS = {
+    path: tuple(field.encode_name for field in msgspec.structs.fields(part))
+    for path, part in (("", Row), ("training", _Training), ("catalog", _Catalog), ("features", _Features))
+}
 _ROWS = msgspec.json.Decoder(Row)
 _IDS = msgspec.json.Decoder(_OnlyId)
 _ENCODER = msgspec.json.Encoder()
@@ -61,11 +78,15 @@ def read_row(line: bytes) -> Row:
     """
     try:
         row = _ROWS.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        raise RowError(f"BadRow: {e}") from e
+    except UNREADABLE as e:
+        raise RowError(f"BadRow: {told(e, line, _FIELDS)}") from e
     if (row.catalog is UNSET) == (row.features is UNSET):
-        raise RowError("BadRow: expected exactly one of catalog and features")
+        raise RowError(f"BadRow: expected exactly one of catalog and features, found {_which(row)}")
     return row
+
+
+def _which(row: Row) -> str:
+    return "neither" if row.catalog is UNSET else "both"
 
 
 @lru_cache(maxsize=256)
@@ -214,7 +235,7 @@ def _id_of(line: bytes) -> str | int | None:
     """Return the id of a line that is otherwise wrong, so that its answer can be told apart."""
     try:
         return _IDS.decode(line).id
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNREADABLE:
         return None
 
 
