@@ -113,7 +113,7 @@ def test_features_answer_like_the_catalog() -> None:
         pytest.param(row("x", training={"batchSize": "a" * 999}), "x", f'"{"a" * 199} and more', id="long value"),
         pytest.param(b'{"training": {"batchSize": 0}, no', None, ">= 1 in training.batchSize", id="then no JSON"),
         pytest.param(b'{"id": "x", "training": {"batchSize": 0}, "training": {}}', "x", ">= 1 in", id="told twice"),
-        pytest.param(b'{"id": "x", "y": ' + 99_999 * b"[", None, "recursion depth", id="nested without end"),
+        pytest.param(b'{"id": "x", "y": ' + 99_999 * b"[", None, "unknown field 'y'", id="nested without end"),
         pytest.param(row("x", training=7), "x", "in training, found 7", id="no object"),
         pytest.param(row("x", catalog={"name": "timm/a", "input": [3, -1]}), "x", "input[1], found -1", id="in a list"),
     ],
