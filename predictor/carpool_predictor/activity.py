@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 
 import msgspec
 from carpool_core.products import GpuProduct
@@ -17,6 +16,7 @@ from carpool_predictor.activity_features import NAMES, features_of, work_of_feat
 from carpool_predictor.activity_trees import Target
 from carpool_predictor.interpolation import StepCost
 from carpool_predictor.quickscorer import Ensemble
+from carpool_predictor.shipping import load
 from carpool_predictor.trees import MalformedError
 
 FORMAT = 2
@@ -79,7 +79,7 @@ def read_model(content: bytes) -> ActivityModel:
 @cache
 def shipped() -> ActivityModel:
     """Return the model that comes with the package."""
-    return read_model(files("carpool_predictor").joinpath("artifacts/activity.json").read_bytes())
+    return load("activity.json", read_model)
 
 
 @cache

@@ -13,7 +13,7 @@ from carpool_core.products import GpuProduct
 from carpool_core.values import Precision
 from msgspec import Meta
 
-from carpool_predictor.memory import ELSEWHERE_FACTOR, MemoryModel, is_calibrated
+from carpool_predictor.memory import ELSEWHERE_FACTOR, STRATA, MemoryModel, is_calibrated
 from carpool_predictor.trees import MalformedError
 
 FORMAT = 3
@@ -33,8 +33,6 @@ MISSES = 0.05
 DOUBT = 5.0
 """After so many observations half of the extra width of an uncalibrated stack is gone."""
 WIDEST = math.log(2.0)
-STRATA = 16
-"""Most strata of steps, each with a bound of its own."""
 WINDOW = 100
 """Outcomes over which coverage is told."""
 

@@ -14,7 +14,6 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from itertools import pairwise
 from typing import Annotated
 
@@ -27,6 +26,7 @@ from msgspec import Meta
 
 from carpool_predictor.interpolation import StepCost
 from carpool_predictor.memory_row import COLUMNS, row_of
+from carpool_predictor.shipping import load
 from carpool_predictor.trees import Forest, MalformedError
 
 _NUMBER = Annotated[float, Meta(gt=0, le=1e6)]
@@ -38,6 +38,8 @@ CONTEXT_PER_SM_MIB = 2.8
 """CUDA context with PyTorch's kernels loaded: a part that does not depend on the GPU, and local memory reserved for
 each SM. About 430 MiB on an A100 (108 SMs), 240 on a T4 (40 SMs). An assumption, not a fit."""
 
+STRATA = 16
+"""Most strata of steps, each with a bound of its own: what jobs teach is kept for so many."""
 ELSEWHERE_FACTOR = 1.25
 """Widens the bound for a stack that was never calibrated: another product, or another precision."""
 ELSEWHERE_COVERAGE = 0.9
@@ -103,6 +105,8 @@ class MemoryModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise MalformedError("the memory model was trained on other columns than this version computes")
         if len(self.risk.weights) != len(COLUMNS) or len(self.factors) != len(self.risk.edges) + 1:
             raise MalformedError("the memory model's strata are not those of its columns and factors")
+        if len(self.factors) > STRATA:
+            raise MalformedError(f"expected at most {STRATA} strata, found {len(self.factors)}")
         if any(later < edge for edge, later in pairwise(self.risk.edges)):
             raise MalformedError(f"expected the edges of strata to ascend, found {self.risk.edges}")
         if any(later < factor for factor, later in pairwise(self.factors)):
@@ -139,7 +143,7 @@ def read_model(content: bytes) -> MemoryModel:
 @cache
 def shipped() -> MemoryModel:
     """Return the memory model that the package carries."""
-    return read_model(resources.files("carpool_predictor").joinpath("artifacts/memory.json").read_bytes())
+    return load("memory.json", read_model)
 
 
 def context_mib(product: GpuProduct) -> float:

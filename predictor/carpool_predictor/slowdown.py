@@ -33,7 +33,6 @@ one's own: no slowdown (MIG instances do share some of the chip; not modelled).
 """
 
 from functools import cache
-from importlib import resources
 from itertools import combinations
 from typing import Annotated, NamedTuple
 
@@ -42,6 +41,9 @@ import numpy as np
 from carpool_core.values import SharingMode
 from msgspec import Meta
 from numpy.typing import NDArray
+
+from carpool_predictor.shipping import load
+from carpool_predictor.trees import MalformedError
 
 SM_SATURATION = 0.8
 """Joint SM activity up to which MPS tenants do not disturb each other (ITU 2025: "SMACT <= 80%")."""
@@ -73,12 +75,22 @@ class SlowdownModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """What it was learned on."""
 
 
+def read_model(content: bytes) -> SlowdownModel:
+    """Read an artifact.
+
+    Raises:
+        MalformedError: It is cut short, changed, or of another version.
+    """
+    try:
+        return msgspec.json.decode(content, type=SlowdownModel)
+    except msgspec.DecodeError as e:
+        raise MalformedError(f"expected a slowdown model as `carpool train` writes it: {e}") from e
+
+
 @cache
 def shipped() -> SlowdownModel:
     """Return the model that the package carries."""
-    return msgspec.json.decode(
-        resources.files("carpool_predictor").joinpath("artifacts/slowdown.json").read_bytes(), type=SlowdownModel
-    )
+    return load("slowdown.json", read_model)
 
 
 def slowdowns(mode: SharingMode, util: Ratios, sm: Ratios, dram: Ratios, present: NDArray[np.bool_]) -> Slowdowns:

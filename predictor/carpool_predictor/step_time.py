@@ -12,7 +12,6 @@ that a GPU that nobody measured has a prediction, from its specification. Withou
 import math
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from typing import Annotated, Literal
 
 import msgspec
@@ -23,6 +22,7 @@ from msgspec import Meta
 
 from carpool_predictor.interpolation import StepCost
 from carpool_predictor.roofline import TENSOR, TF32_SHARE
+from carpool_predictor.shipping import load
 from carpool_predictor.trees import MalformedError
 
 FORMAT = 1
@@ -89,7 +89,7 @@ def read_model(content: bytes) -> StepTimeModel:
 @cache
 def shipped() -> StepTimeModel:
     """Return the model that the package carries."""
-    return read_model(resources.files("carpool_predictor").joinpath("artifacts/step_time.json").read_bytes())
+    return load("step_time.json", read_model)
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,7 @@ def train(data: Path, out: Path) -> None:
     """Rebuild what is shipped from the measurements; the same data give the same bytes."""
     # Imported here, so that `--help` does not wait for what fits the models.
     from carpool_predictor.activity_train import train_activity
+    from carpool_predictor.shipping import write_sums
     from carpool_predictor.slowdown_train import train_slowdown
     from carpool_predictor.step_time_train import train_step_time
     from carpool_predictor.training import train_memory
@@ -78,5 +79,5 @@ def train(data: Path, out: Path) -> None:
         paths = [build(data, out) for build in (train_memory, train_activity, train_step_time, train_slowdown)]
     except DataError as e:
         raise InputError(str(e)) from e
-    for path in paths:
+    for path in [*paths, write_sums(paths)]:
         click.echo(f"wrote {path} ({path.stat().st_size:,} bytes)")
