@@ -8,6 +8,7 @@ from carpool_core.products import GpuProduct
 from carpool_predictor.abstention import Abstention
 from carpool_predictor.checks import MAX_EXTRAPOLATION
 from carpool_predictor.estimator import Job, prepare
+from carpool_predictor.parts import parts_of
 
 RESERVED_MIB = 722
 """What the driver keeps of a GPU, at most: NVML says 224 MiB (V100) to 722 (A100 80GB)."""
@@ -20,12 +21,17 @@ an H200) to 99%."""
 class LargestBatch:
     """The largest batch that fits."""
 
-    batch_size: int
-    """0 where not even the smallest fits that can be predicted from the features."""
+    batch_size: int | None
+    """0 where not even a single sample fits; None where only a batch could that the features are not trusted for."""
     limited_by_trace: bool = False
-    """Whether a larger one may fit that the features are not trusted for."""
+    """Whether another one may fit that the features are not trusted for: a larger one, or, where none is known to fit,
+    one of fewer samples than `fewer_than`."""
+    fewer_than: int | None = None
+    """Smallest batch that the features are trusted for, where it does not fit."""
 
     def __str__(self) -> str:
+        if self.batch_size is None:
+            return f"fewer than {self.fewer_than:,}"
         return f"{self.batch_size:,}{' or more' if self.limited_by_trace else ''}" if self.batch_size else "none"
 
 
@@ -52,7 +58,7 @@ class BatchFinder:
         self._largest = steps[-1].batch_size * MAX_EXTRAPOLATION
 
     def within(self, product: GpuProduct, memory_mib: float) -> LargestBatch:
-        """Return the largest batch b such that b fits, and b + 1 does not."""
+        """Return the largest batch b such that b fits and b + 1 does not, among those that can be predicted."""
         low, high = self._smallest - 1, self._largest + 1
         if self._fits(self._largest, product, memory_mib):
             return LargestBatch(self._largest, limited_by_trace=True)
@@ -62,7 +68,15 @@ class BatchFinder:
                 low = middle
             else:
                 high = middle
-        return LargestBatch(low if low >= self._smallest else 0)
+        if low >= self._smallest:
+            return LargestBatch(low)
+        if self._smallest == 1 or self._without_samples_mib(product) > memory_mib:
+            return LargestBatch(0)
+        return LargestBatch(None, limited_by_trace=True, fewer_than=self._smallest)
+
+    def _without_samples_mib(self, product: GpuProduct) -> float:
+        parts = parts_of(self._job, product, self._job.memory_on(product))
+        return parts.weights_mib + parts.optimizer_mib
 
     def _fits(self, batch_size: int, product: GpuProduct, memory_mib: float) -> bool:
         if batch_size not in self._tried:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
 from carpool_core.products import GpuProduct
 from carpool_core.resources.prediction import ActivityPrediction, Interval, MemoryPrediction, Prediction
 
@@ -49,7 +50,15 @@ def report_on(
         here = job.calibrated(calibration, product)
         products.append(_on(here, common if here is job else BatchFinder(here), product))
     prediction = summary(job, [product.answer for product in products])
+    if not any(_fits(product, gpu) for product, gpu in zip(products, gpus, strict=True)):
+        where = f"does not fit {gpus[0].name}" if len(gpus) == 1 else "fits none of these GPU products"
+        message = f"by its bound, batch {job.training.batch_size:,} {where}; {prediction.message}"
+        prediction = msgspec.structs.replace(prediction, message=message)
     return Report(name, prediction, job.corrected.inside, tuple(products))
+
+
+def _fits(product: ProductReport, gpu: GpuProduct) -> bool:
+    return product.answer.prediction.memory.upper_mib <= usable_mib(gpu)
 
 
 def _on(job: Job, finder: BatchFinder, product: GpuProduct) -> ProductReport:
@@ -96,7 +105,11 @@ def _product(report: Report, product: ProductReport) -> dict[str, Any]:
 
 
 def _largest(found: LargestBatch) -> dict[str, Any]:
-    return {"batch_size": found.batch_size, "limited_by_trace": found.limited_by_trace}
+    return {
+        "batch_size": found.batch_size,
+        "limited_by_trace": found.limited_by_trace,
+        "fewer_than": found.fewer_than,
+    }
 
 
 def memory_json(memory: MemoryPrediction) -> dict[str, Any]:

@@ -17,7 +17,11 @@ A100 = find_product("A100-SXM4-40GB")
 
 
 def job(
-    optimizer: Optimizer = Optimizer.ADAMW, batch: int = 64, weights_mib: int = 100, activation_mib: int = 50
+    optimizer: Optimizer = Optimizer.ADAMW,
+    batch: int = 64,
+    weights_mib: int = 100,
+    activation_mib: int = 50,
+    traced: tuple[int, int] = (32, 64),
 ) -> Job:
     """A model whose peak is weights, gradients, optimizer state and activations."""
     state = {Optimizer.SGD: 0, Optimizer.SGD_MOMENTUM: 1, Optimizer.RMSPROP: 1, Optimizer.ADAMW: 2}[optimizer]
@@ -30,7 +34,7 @@ def job(
             bytes_moved=1e9 * b,
             kernels=500,
         )
-        for b in (32, 64)
+        for b in traced
     ]
     count = weights_mib * MIB // 4
     features = ModelFeatures(
@@ -92,6 +96,7 @@ def test_the_largest_batch_fits_and_one_more_does_not(gpu: str) -> None:
     product = find_product(gpu)
     found = BatchFinder(job(activation_mib=400)).within(product, usable_mib(product))
     assert not found.limited_by_trace
+    assert found.batch_size is not None
     fitting, larger = (job(batch=found.batch_size + more, activation_mib=400) for more in (0, 1))
     assert fitting.memory_on(product).upper_mib <= usable_mib(product) < larger.memory_on(product).upper_mib
 
@@ -101,6 +106,21 @@ def test_what_the_trace_does_not_reach_is_said() -> None:
     assert (small.batch_size, str(small)) == (512, "512 or more")
     huge = BatchFinder(job(weights_mib=30_000)).within(A100, usable_mib(A100))
     assert (huge.batch_size, str(huge)) == (0, "none")
+
+
+def test_a_small_batch_that_the_trace_does_not_reach_is_not_denied() -> None:
+    """Regression: whoever asked about a batch of 20,000 was told that none fits."""
+    report = report_on("m", job(batch=20_000, traced=(10_000, 20_000), activation_mib=300), [A100])
+    assert str(report.products[0].largest) == "fewer than 1,250"
+    assert "batch 20,000 does not fit NVIDIA A100-SXM4-40GB" in report.prediction.message
+    (answer,) = as_json(report)["products"]
+    assert answer["largest_batch"] == {"batch_size": None, "limited_by_trace": True, "fewer_than": 1250}
+
+
+def test_what_fits_nowhere_is_said_in_a_sentence() -> None:
+    wide = report_on("m", job(batch=512, activation_mib=1000), PRODUCTS)
+    assert "by its bound, batch 512 fits none of these GPU products" in wide.prediction.message
+    assert "fits none" not in report_on("m", job(), PRODUCTS).prediction.message
 
 
 @pytest.mark.parametrize(
