@@ -15,7 +15,7 @@ COMMAND = "$ carpool predict "
 
 def blocks() -> Iterator[tuple[str, list[str]]]:
     """Yield each command of a code block and the lines that stand below it."""
-    for block in re.findall(r"^```\n(.*?)^```", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+    for block in re.findall(r"^```\w*\n(.*?)^```$", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
         command, *told = block.splitlines()
         if command.startswith(COMMAND):
             yield command.removeprefix(COMMAND), told
