@@ -1,6 +1,8 @@
 """GPU products: what NVML and the datasheets say of each. All figures are NVIDIA's published ones, per GPU."""
 
+import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 from carpool_core.keys import SIMULATED_PREFIX
 
@@ -72,24 +74,29 @@ def hardware_name(product: str) -> str:
     return product.removeprefix(SIMULATED_PREFIX)
 
 
-def _folded(text: str) -> str:
-    return text.casefold().replace(" ", "-")
+_WORD = re.compile(r"[^\W_]+")
 
 
-def _has_word(product: str, wanted: str) -> bool:
-    """Whether a name has a part that begins and ends where words do: `NVIDIA L4` has `L4`, `NVIDIA L40S` has not."""
-    return f"-{_folded(wanted)}-" in f"-{_folded(product)}-"
+@lru_cache(maxsize=1024)
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(_WORD.findall(text.casefold()))
+
+
+@lru_cache(maxsize=1024)
+def _parts(name: str) -> frozenset[str]:
+    """Return every run of a name's words, written as one word."""
+    words = _words(name)
+    starts = range(len(words))
+    return frozenset("".join(words[i : j + 1]) for i in starts for j in starts[i:])
 
 
 def matches(product: str, wanted: str) -> bool:
     """Whether `wanted` is the product's name or a part of it; case, spaces and dashes do not count.
 
-    Whoever writes words of a product's name means the products that have these words, and none whose name merely
-    contains their letters.
+    A part begins and ends where words of the name do: `NVIDIA L40S` goes by `L40S`, and neither by `L4` nor by `L40`,
+    which are other products, whether they are in the table or not.
     """
-    if any(_has_word(known.name, wanted) for known in PRODUCTS):
-        return _has_word(product, wanted)
-    return _folded(wanted) in _folded(product)
+    return "".join(_words(wanted)) in _parts(product)
 
 
 def find_product(wanted: str) -> GpuProduct:
@@ -99,7 +106,7 @@ def find_product(wanted: str) -> GpuProduct:
         UnknownProductError: No product matches, or several do; the message lists the choices.
     """
     name = hardware_name(wanted)
-    exact = [p for p in PRODUCTS if _folded(p.name) == _folded(name)]
+    exact = [p for p in PRODUCTS if _words(p.name) == _words(name)]
     found = exact or [p for p in PRODUCTS if matches(p.name, name)]
     if len(found) == 1:
         return found[0]
