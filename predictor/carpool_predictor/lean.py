@@ -115,14 +115,17 @@ _OF_TORCH: Mapping[str, Mapping[str, Any]] = {
     "torch._export": {"wrappers": SimpleNamespace(allow_in_pre_dispatch_graph=_undecorated)},
     "asyncio": {"iscoroutinefunction": inspect.iscoroutinefunction},
     "torch._native": {}, "torch.distributions": {}, "torch.export": {},
+    "torch.hub": {}, "torch.masked": {}, "torch.nn.intrinsic": {}, "torch.profiler": {}, "torch.quantization": {},
+    "torch.utils.data": {},
+}  # fmt: skip
+"""What `import torch` imports itself, through its own modules or Python's, and a trace does not use."""
+_OF_CATALOG: Mapping[str, Mapping[str, Any]] = {
     "torch.hub": {
         "HASH_REGEX": None, "_get_torch_home": str, "download_url_to_file": _nothing, "get_dir": str,
         "load_state_dict_from_url": _nothing, "tqdm": _Nobody, "urlparse": urlparse,
     },
-    "torch.masked": {}, "torch.nn.intrinsic": {}, "torch.profiler": {}, "torch.quantization": {},
-    "torch.utils.data": {},
 }  # fmt: skip
-"""What `import torch` imports itself, through its own modules or Python's, and a trace does not use."""
+"""What models of the catalog would load their weights with; a user's own code may really do so."""
 _FIRST = {"torch.export": "torch.fx"}
 _ALONE = {"torch._dynamo": ("config", "_trace_wrapped_higher_order_op")}
 """Modules that are needed of a postponed package, and need nothing of it."""
@@ -139,7 +142,7 @@ def prepare(model: str | None, family: str | None) -> None:
         ModuleNotFoundError: There is no PyTorch.
     """
     gc.disable()  # what is imported is no garbage, and looking for some takes a tenth of the time
-    with Postponing(_OF_TORCH, _FIRST), _without_text():
+    with Postponing({**_OF_TORCH, **({} if model is None else _OF_CATALOG)}, _FIRST), _without_text():
         _import(model, family)
     gc.freeze()
     gc.enable()

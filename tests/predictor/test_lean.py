@@ -87,7 +87,7 @@ def test_whatever_a_lean_trace_fails_with_is_tried_again(failure: str) -> None:
 
 
 FACTORY = """
-import scipy, sympy
+import asyncio, scipy, sympy
 from torch import nn
 
 def build():
@@ -97,6 +97,8 @@ def build():
     torch.distributions.Normal(0.0, 1.0)
     torch.masked.masked_tensor
     torch.profiler.ProfilerActivity
+    assert torch.hub.get_dir()
+    asyncio.run(asyncio.sleep(0))
     import torch.ao.quantization, torch.nn.intrinsic, torch.utils.data.distributed
     torch.export.export(nn.Linear(4, 4), (torch.zeros(2, 4),))
     return nn.Linear(int(sympy.Symbol("x").subs("x", 4)), 4)
