@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from carpool_predictor import store
-from carpool_predictor.evaluation.memory_card import write_card
+from carpool_predictor.evaluation.memory_card import EVENLY, write_card
 from carpool_predictor.measurements import FILE, Row, clean, read_rows
 from carpool_predictor.memory import MemoryModel, correct, predict_memory, shipped
 from carpool_predictor.memory_baselines import BASELINES
@@ -67,6 +67,7 @@ class Judged:
             **{f"right class{by}": 100 * float(np.mean(n == right)) for by, n in zip(_BY, named, strict=True)},
             **{f"class too small{by}": 100 * float(np.mean(n < right)) for by, n in zip(_BY, named, strict=True)},
             "coverage": 100 * float(np.mean(covered)),
+            EVENLY: float(np.mean([share for _, _, share in self.families()])),
             "bound over actual": float(np.median(self.upper / measured)),
             "its mean": float(np.mean(self.upper / measured)),
             "worst family": min((share for _, rows, share in self.families() if rows >= FEWEST_ROWS), default=nan),
