@@ -25,7 +25,8 @@ from carpool_predictor.tables import amount, number, read_table
 from carpool_predictor.tracing import trace_recipe
 
 PRODUCT = "NVIDIA GeForce RTX 3090"
-_COLUMNS = ("model", "batchsize", "amp", "gpu_util")
+FILE = Path("lucid", "solo_rtx3090.csv")
+COLUMNS = ("model", "batchsize", "amp", "gpu_util")
 _TRACED_BATCH = 64
 
 
@@ -83,7 +84,7 @@ def judge(data: Path) -> list[RealRow]:
     """
     known: dict[tuple[str, Precision], ModelFeatures] = {}
     found = []
-    for job in read_table(data / "lucid" / "solo_rtx3090.csv", _COLUMNS, _job):
+    for job in read_table(data / FILE, COLUMNS, _job):
         if job.model in _MODELS:
             key = job.model, job.precision
             if key not in known:

@@ -13,7 +13,7 @@ from carpool_predictor.tables import amount, number, read_table
 
 PRODUCT = "NVIDIA A100-SXM4-40GB"
 KINDS = ("mlp", "cnn")
-_COLUMNS = ("Filename", "Activations-Params", "Batch Size", "Avg GPUTL", "Avg SMACT", "Avg SMOCC")
+COLUMNS = ("Filename", "Activations-Params", "Batch Size", "Avg GPUTL", "Avg SMACT", "Avg SMOCC")
 _NOTHING = StepWork(1, 0.0, 0.0, 0.0, 1.0, LayerCounts())
 
 
@@ -46,6 +46,11 @@ class ActivityRow:
         return self.gpu_util_percent >= 0
 
 
+def file_of(kind: str) -> Path:
+    """Return the file of the MLPs or the CNNs, below the data folder."""
+    return Path("gpumemnet", f"{kind}_a100_40gb.csv")
+
+
 def read_rows(data: Path, kind: str) -> list[ActivityRow]:
     """Read the MLPs or the CNNs.
 
@@ -56,8 +61,7 @@ def read_rows(data: Path, kind: str) -> list[ActivityRow]:
     Raises:
         DataError: The file or a column is missing, or a row cannot be read.
     """
-    path = data / "gpumemnet" / f"{kind}_a100_40gb.csv"
-    return read_table(path, _COLUMNS, lambda row: _read(kind, row))
+    return read_table(data / file_of(kind), COLUMNS, lambda row: _read(kind, row))
 
 
 def _read(kind: str, row: dict[str, str]) -> ActivityRow:

@@ -12,7 +12,8 @@ from typing import NamedTuple
 from carpool_predictor.interpolation import StepCost
 from carpool_predictor.tables import amount, number, read_table
 
-_COLUMNS = ("gpu", "model", "mode", "seqlen", "batch", "variant", "e2e_ms")
+FILE = Path("neusight", "e2e_labels_flat.csv")
+COLUMNS = ("gpu", "model", "mode", "seqlen", "batch", "variant", "e2e_ms")
 _ELEMENT_BYTES = 4
 
 
@@ -131,7 +132,7 @@ def read_models(data: Path) -> tuple[list[ModelRow], int]:
     Raises:
         DataError: The file or a column is missing, or a row cannot be read.
     """
-    found = read_table(data / "neusight" / "e2e_labels_flat.csv", _COLUMNS, _row)
+    found = read_table(data / FILE, COLUMNS, _row)
     rows = [row for row in found if row is not None]
     return rows, len(found) - len(rows)
 

@@ -9,7 +9,6 @@ job has a weight for that, learned on pairs, which says nothing about tenants th
 with it known, and without, the pairs say how wide an upper quantile has to be.
 """
 
-import csv
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +18,11 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from carpool_predictor.slowdown import SlowdownModel, stretched
-from carpool_predictor.suites import DataError
-from carpool_predictor.tables import number
+from carpool_predictor.tables import number, read_table
 
 FILE = "gavel/gavel_throughputs_flat.csv"
+_RATES = ("iso_tput_a_steps_s", "coloc_tput_a", "coloc_tput_b")
+COLUMNS = ("file", "gpu", "job_a", "bs_a", "ngpu_a", "job_b", "bs_b", "ngpu_b", *_RATES)
 TABLE = "oracle_throughputs.json"
 """The one of Gavel's tables whose pairs are all measured."""
 EXPONENTS = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 12.0)
@@ -78,16 +78,17 @@ def read(data: Path) -> Gavel:
     Raises:
         DataError: The file or a column is missing, or a row cannot be read.
     """
-    path = data / FILE
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = [row for row in csv.DictReader(file) if row["file"] == TABLE and row["ngpu_a"] == "1"]
-        step_s = {_job(r, "a"): 1 / v for r in rows if (v := _rate(r, "iso_tput_a_steps_s")) > 0}
-        pairs = [pair for row in rows if row["ngpu_b"] == "1" and (pair := _pair(row, step_s)) is not None]
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise DataError(f"expected Gavel's throughputs in {path}, found {error!r}; set CARPOOL_DATA") from error
+    rows = [row for row in read_table(data / FILE, COLUMNS, _checked) if row["file"] == TABLE and row["ngpu_a"] == "1"]
+    step_s = {_job(r, "a"): 1 / v for r in rows if (v := _rate(r, "iso_tput_a_steps_s")) > 0}
+    pairs = [pair for row in rows if row["ngpu_b"] == "1" and (pair := _pair(row, step_s)) is not None]
     # Each pair stands there twice, once in either order, with the same numbers.
     return Gavel(step_s, list({frozenset((pair.one, pair.other)): pair for pair in pairs}.values()))
+
+
+def _checked(row: dict[str, str]) -> dict[str, str]:
+    for column in _RATES:
+        _rate(row, column)
+    return row
 
 
 def _job(row: Mapping[str, str], which: str) -> Job:

@@ -1,6 +1,5 @@
 """Lucid's pairs, to evaluate only: nothing that is shipped is fitted to them. Baselines beside the shipped model."""
 
-import csv
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +9,12 @@ from carpool_core.values import SharingMode
 from numpy.typing import NDArray
 
 from carpool_predictor.slowdown import Turns, slowdowns, upper_slowdowns
-from carpool_predictor.suites import DataError
-from carpool_predictor.tables import number
+from carpool_predictor.tables import number, read_table
 
-FOLDER = "lucid"
+ALONE, BESIDE = Path("lucid", "solo_rtx3090.csv"), Path("lucid", "colocate_rtx3090.csv")
+_KEY = ("model", "batchsize", "amp")
+ALONE_COLUMNS = (*_KEY, "gpu_util", "gmem_util")
+BESIDE_COLUMNS = tuple(f"{column}{which}" for which in "12" for column in (*_KEY, "speed"))
 FOUND = 1.15
 """A slowdown that counts as one that should have been foretold."""
 BARD_ITERATIONS = 24
@@ -73,21 +74,24 @@ def read(data: Path) -> Pairs:
     Raises:
         DataError: A file or a column is missing, or a row cannot be read.
     """
-    folder = data / FOLDER
-    try:
-        solo = {_key(row, ""): row for row in _rows(folder / "solo_rtx3090.csv")}
-        busy, memory, raw, models, jobs = [], [], [], [], []
-        for row in _rows(folder / "colocate_rtx3090.csv"):
-            keys = {which: _key(row, which) for which in "12"}
-            for one, other in ("12", "21"):
-                mine, its = solo[keys[one]], solo[keys[other]]
-                busy.append((number(mine, "gpu_util") / 100, number(its, "gpu_util") / 100))
-                memory.append((number(mine, "gmem_util") / 100, number(its, "gmem_util") / 100))
-                raw.append(1 / number(row, f"speed{one}"))
-                models.append((mine["model"], its["model"]))
-                jobs.append((" ".join(keys[one]), " ".join(keys[other])))
-    except (OSError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise DataError(f"expected Lucid's measurements in {folder}, found {error!r}; set CARPOOL_DATA") from error
+    solo = dict(read_table(data / ALONE, ALONE_COLUMNS, _alone))
+    busy, memory, raw, models, jobs = [], [], [], [], []
+
+    def read_pair(row: dict[str, str]) -> None:
+        keys = {which: _key(row, which) for which in "12"}
+        if unknown := [" ".join(key) for key in keys.values() if key not in solo]:
+            raise ValueError(f"expected a job of {ALONE}, found {unknown[0]}")
+        for one, other in ("12", "21"):
+            mine, its = solo[keys[one]], solo[keys[other]]
+            if (speed := number(row, f"speed{one}")) <= 0:
+                raise ValueError(f"expected a speed above 0 in speed{one}, found {speed:g}")
+            busy.append((mine[0], its[0]))
+            memory.append((mine[1], its[1]))
+            raw.append(1 / speed)
+            models.append((keys[one][0], keys[other][0]))
+            jobs.append((" ".join(keys[one]), " ".join(keys[other])))
+
+    read_table(data / BESIDE, BESIDE_COLUMNS, read_pair)
     found = np.array(raw)
     return Pairs(np.array(busy), np.array(memory), np.maximum(1.0, found), found, models, jobs)
 
@@ -199,6 +203,5 @@ def _key(row: Mapping[str, str], which: str) -> tuple[str, str, str]:
     return row["model" + which], row["batchsize" + which], row["amp" + which]
 
 
-def _rows(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+def _alone(row: dict[str, str]) -> tuple[tuple[str, str, str], tuple[float, float]]:
+    return _key(row, ""), (number(row, "gpu_util") / 100, number(row, "gmem_util") / 100)

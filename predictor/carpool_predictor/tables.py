@@ -22,17 +22,37 @@ def read_table(path: Path, columns: Iterable[str], read: Callable[[dict[str, str
     Raises:
         DataError: The file or a column is missing, or a row cannot be read; the message says which.
     """
-    if not path.is_file():
-        raise DataError(f"expected measurements at {path}, found no such file; pass the data folder with --data")
+    check_header(path, columns)
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
         try:
-            missing = sorted(set(columns) - set(reader.fieldnames or ()))
-            if not missing:
-                return [read(row) for row in reader]
+            return [read(row) for row in reader]
         except (ValueError, TypeError, SyntaxError, csv.Error) as e:
             raise DataError(f"{path}:{reader.line_num}: cannot read the row: {e}") from e
-    raise DataError(f"{path} lacks the columns {', '.join(missing)}")
+
+
+def check_header(path: Path, columns: Iterable[str]) -> None:
+    """Look whether a file is there and has its columns, which takes no time: what reads it may come after hours.
+
+    Args:
+        path: The file; its first line names the columns.
+        columns: What it must have.
+
+    Raises:
+        DataError: The file or a column is missing; the message says which.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            found = csv.DictReader(file).fieldnames or ()
+    except FileNotFoundError as e:
+        raise DataError(f"expected measurements at {path}, found no such file; pass the data folder with --data") from e
+    except (OSError, ValueError, csv.Error) as e:
+        raise DataError(f"expected comma-separated values in {path}, found that it cannot be read: {e}") from e
+    if missing := sorted(set(columns) - set(found)):
+        raise DataError(
+            f"{path} lacks the columns {', '.join(missing)}; found {', '.join(found) or 'an empty file'}; name them so "
+            "in its first line, or pass another data folder with --data"
+        )
 
 
 def number(row: Mapping[str, str], column: str) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 from carpool_predictor.neusight import MeasuredGpu
 from carpool_predictor.tables import amount, number, read_table
 
-_COLUMNS = ("network", "batch_size", "time_per_epoch", "power_limit")
+COLUMNS = ("network", "batch_size", "time_per_epoch", "power_limit")
 _IMAGES = 1_281_167
 """Samples of ImageNet's training set."""
 
@@ -33,13 +33,18 @@ class EpochRow:
     time_s: float
 
 
+def file_of(gpu: str) -> Path:
+    """Return the file of a GPU's measurements, below the data folder."""
+    return Path("zeus", f"summary_power_{gpu}.csv")
+
+
 def read_epochs(data: Path) -> list[EpochRow]:
     """Read ResNet-50's steps.
 
     Raises:
         DataError: A file or a column is missing, or a row cannot be read.
     """
-    return [row for gpu in GPUS for row in _read(data / "zeus" / f"summary_power_{gpu}.csv", gpu)]
+    return [row for gpu in GPUS for row in _read(data / file_of(gpu), gpu)]
 
 
 def _read(path: Path, gpu: str) -> list[EpochRow]:
@@ -53,5 +58,5 @@ def _read(path: Path, gpu: str) -> list[EpochRow]:
             step_s = epoch_s / math.ceil(_IMAGES / batch_size)
             fastest[batch_size] = min(fastest.get(batch_size, math.inf), step_s)
 
-    read_table(path, _COLUMNS, read)
+    read_table(path, COLUMNS, read)
     return [EpochRow(gpu, batch_size, step_s) for batch_size, step_s in sorted(fastest.items())]

@@ -4,9 +4,10 @@ import csv
 from pathlib import Path
 
 import pytest
+from carpool_predictor import slowdown_gavel, slowdown_lucid
 from carpool_predictor.evaluation.commands import evaluate, train
 from carpool_predictor.neusight import GPUS, MODELS, ModelRow, operators
-from carpool_predictor.slowdown_gavel import FILE, TABLE
+from carpool_predictor.slowdown_gavel import TABLE
 from carpool_predictor.step_time import shipped
 from carpool_predictor.step_time_fit import seconds
 from carpool_predictor.suites import SUITES, load, load_frozen
@@ -69,8 +70,7 @@ def test_a_row_that_cannot_be_read_is_told_with_its_line(suite: str, file: str, 
     path = tmp_path / file
     path.parent.mkdir(parents=True)
     path.write_text(ROWS[file] + rest + "\n")
-    arguments = ["--data", str(tmp_path), "--suite", suite, "--out", str(tmp_path / "out")]
-    result = CliRunner().invoke(evaluate, arguments)
+    result = CliRunner().invoke(evaluate, ["--data", str(tmp_path), "--suite", suite, "--frozen"])
     assert result.exit_code == 2
     assert f"{path.name}:2: cannot read the row" in result.stderr.replace("\n", "")
     assert "Traceback" not in result.stderr
@@ -82,22 +82,39 @@ def test_training_without_measurements_is_told(tmp_path: Path) -> None:
     assert "no such file" in result.stderr
 
 
+TABLES = {
+    slowdown_gavel.FILE: slowdown_gavel.COLUMNS,
+    str(slowdown_lucid.ALONE): slowdown_lucid.ALONE_COLUMNS,
+    str(slowdown_lucid.BESIDE): slowdown_lucid.BESIDE_COLUMNS,
+}
+
+
 @pytest.mark.parametrize(
-    "content",
+    ("file", "columns", "rest", "word"),
     [
-        pytest.param("something,else\n1,2\n", id="other columns"),
-        pytest.param(f"file,ngpu_a,iso_tput_a_steps_s\n{TABLE},1,fast\n", id="no number"),
-        pytest.param(f"file,ngpu_a,iso_tput_a_steps_s\n{TABLE},1,nan\n", id="not a number"),
-        pytest.param(f"file,ngpu_a\n{TABLE},1\n", id="a column short"),
+        pytest.param(slowdown_gavel.FILE, ["else"], "1", "lacks the columns bs_a, bs_b", id="other columns"),
+        pytest.param(
+            slowdown_lucid.ALONE, ["batchsize", "amp", "gpu_util", "gmem_util"], "", "lacks the columns model;",
+            id="a column short, of a file that is read last",
+        ),
+        pytest.param(slowdown_gavel.FILE, None, f"{TABLE},k80,a,1,1,,,,fast,,", "2: cannot read the row", id="a word"),
+        pytest.param(slowdown_gavel.FILE, None, f"{TABLE},k80,a,1,1,,,,nan,,", "2: cannot read the row", id="nan"),
     ],
-)
-def test_measurements_of_slowdowns_that_are_none_are_told(content: str, tmp_path: Path) -> None:
-    path = tmp_path / FILE
-    path.parent.mkdir(parents=True)
-    path.write_text(content)
+)  # fmt: skip
+def test_measurements_of_slowdowns_that_are_none_are_told(
+    file: str | Path, columns: list[str] | None, rest: str, word: str, tmp_path: Path
+) -> None:
+    """Regression: what Lucid's file lacked was told eleven minutes later, and as the name of an exception."""
+    for name, known in TABLES.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        is_wrong = name == str(file)
+        lines = [",".join(columns if is_wrong and columns else known), *([rest] if is_wrong else [])]
+        path.write_text("\n".join(lines))
     result = CliRunner().invoke(evaluate, ["--data", str(tmp_path), "--suite", "slowdown", "--out", str(tmp_path)])
     assert result.exit_code == 2
-    assert "expected Gavel's throughputs" in result.stderr
+    assert f"{Path(file).name}" in result.stderr
+    assert word in result.stderr
     assert "Traceback" not in result.stderr
 
 

@@ -6,6 +6,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from carpool_predictor.evaluation.inputs import check_inputs
 from carpool_predictor.suites import SUITES, DataError, Report, load, load_frozen
 from carpool_predictor.trees import MalformedError
 
@@ -43,14 +44,15 @@ def evaluate(data: Path, suite: str, out: Path, frozen: bool) -> None:
     judges = {name: load_frozen(name) for name in names} if frozen else {}
     if frozen and not any(judges.values()):
         raise InputError(f"suite {suite!r} cannot judge what is shipped without fitting; leave out --frozen")
-    for name in names:
-        try:
+    try:
+        check_inputs(data, [name for name in names if not frozen or judges[name]], is_whole=not frozen)
+        for name in names:
             if not frozen:
                 Console().print(_table(load(name)(data, out)))
             elif judge := judges[name]:
                 Console().print(_table(judge(data)))
-        except (DataError, MalformedError) as e:
-            raise InputError(str(e)) from e
+    except (DataError, MalformedError) as e:
+        raise InputError(str(e)) from e
 
 
 def _table(report: Report) -> Table:
@@ -76,6 +78,7 @@ def train(data: Path, out: Path) -> None:
     from carpool_predictor.training import train_memory
 
     try:
+        check_inputs(data, SUITES, is_whole=False)
         paths = [build(data, out) for build in (train_memory, train_activity, train_step_time, train_slowdown)]
     except DataError as e:
         raise InputError(str(e)) from e
