@@ -256,7 +256,7 @@ def _is_same(rows: Path, out: Path) -> bool:
 
 
 def _told(tally: "Tally", rows: Path) -> str:
-    return f"{tally.statuses['error']:,} of {tally.rows:,} rows of {rows} make no sense; their answers say why"
+    return f"{tally.statuses['error']:,} of {tally.rows:,} rows of {rows} were refused; their answers say why"
 
 
 @click.command(

@@ -132,7 +132,9 @@ def _names() -> list[str]:
 
 def _parts(report: Report) -> Table:
     names = [name.removesuffix("_mib") for name in _names()]
-    table = _table("What the memory consists of, MiB", "GPU", *(_SHORT_PARTS.get(name, name) for name in names))
+    table = _table(
+        "What the memory consists of at its peak, MiB", "GPU", *(_SHORT_PARTS.get(name, name) for name in names)
+    )
     for product in report.products:
         table.add_row(
             _short(product.answer.prediction.product), *(f"{getattr(product.parts, name):,.0f}" for name in _names())
@@ -141,7 +143,7 @@ def _parts(report: Report) -> Table:
 
 
 def _mig(report: Report) -> Table:
-    table = _table("Largest batch on a MIG instance", "GPU", "")
+    table = _table("Largest batch on a MIG instance", "GPU", "profile: batch")
     for product in report.products:
         if product.mig:
             batches = ", ".join(f"{profile}: {found}" for profile, found in product.mig.items())

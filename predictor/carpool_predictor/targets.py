@@ -7,6 +7,7 @@ import msgspec
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import CatalogModel, ModelSource, Training
 
+from carpool_predictor import store
 from carpool_predictor.requests import FactoryModel, TraceRequest
 
 Target = ModelFeatures | TraceRequest
@@ -61,7 +62,7 @@ def target_of(what: str, shape: list[int] | None, num_classes: int | None, train
     if not name or library not in _LIBRARIES:
         raise TargetError(
             "expected timm/NAME, torchvision/NAME, transformers/NAME, gpumemnet/LAYERS, FILE.py:FACTORY or a features "
-            f"file (.yaml), found {what!r}"
+            f"file (.yaml), found {what!r}{_meant(what)}"
         )
     source: dict[str, Any] = {"name": what, "input": shape, "numClasses": num_classes}
     try:
@@ -69,6 +70,11 @@ def target_of(what: str, shape: list[int] | None, num_classes: int | None, train
     except msgspec.ValidationError as e:
         raise TargetError(f"expected a catalog model such as timm/resnet50, found {what!r}: {e}") from e
     return TraceRequest(model=ModelSource(catalog=catalog), training=training)
+
+
+def _meant(what: str) -> str:
+    known = [f"{library}/{what}" for library in _LIBRARIES if store.shipped().family(f"{library}/{what}") is not None]
+    return f"; did you mean {' or '.join(known)}?" if known else ""
 
 
 def read_features(path: Path) -> ModelFeatures:

@@ -49,7 +49,10 @@ def test_table_names_every_product(block: str) -> None:
     assert result.exit_code == 0
     for product in PRODUCTS:
         assert product.name.removeprefix("NVIDIA ").removeprefix("GeForce ") in result.output
-    assert all(word in result.output for word in ("util %", "worksp", "largest batch", "1g.5gb"))
+    assert all(
+        word in result.output
+        for word in ("util %", "worksp", "at its peak", "largest batch", "profile: batch", "1g.5gb")
+    )
 
 
 def test_one_product_is_told_line_by_line_with_intervals(block: str) -> None:
@@ -120,7 +123,8 @@ def test_graph_prints_a_given_block_again(block: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        pytest.param(["resnet50"], "expected timm/NAME", id="no library"),
+        pytest.param(["resnet50"], "did you mean timm/resnet50 or torchvision/resnet50?", id="no library"),
+        pytest.param(["resnet-fifty"], "found 'resnet-fifty'\n", id="no library, and no such name"),
         pytest.param(["jax/resnet50"], "expected timm/NAME", id="unknown library"),
         pytest.param(["absent.py:build", "--input", "3"], "no such file", id="no such file"),
         pytest.param([f"{__file__}:build"], "needs --input", id="factory without input"),

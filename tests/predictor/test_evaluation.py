@@ -147,6 +147,7 @@ def test_frozen_judges_what_is_shipped_and_writes_nothing(tmp_path: Path) -> Non
     found = {
         line.split("│")[1].strip(): line.split("│")[2].strip() for line in result.output.splitlines() if "│" in line
     }
+    assert "suite step-time (1 of 1)" in result.stderr
     assert found["rows"] == "8"
     assert float(found["median error, %"]) == 0
     assert not out.exists()

@@ -46,7 +46,9 @@ def evaluate(data: Path, suite: str, out: Path, frozen: bool) -> None:
         raise InputError(f"suite {suite!r} cannot judge what is shipped without fitting; leave out --frozen")
     try:
         check_inputs(data, [name for name in names if not frozen or judges[name]], is_whole=not frozen)
-        for name in names:
+        for number, name in enumerate(names, start=1):
+            # On its own stream, so that a table in a file stays one, and whoever waits for an hour sees for what.
+            click.echo(f"suite {name} ({number} of {len(names)}) ...", err=True)
             if not frozen:
                 Console().print(_table(load(name)(data, out)))
             elif judge := judges[name]:
