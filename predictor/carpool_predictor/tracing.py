@@ -1,11 +1,12 @@
 """From a model source to its features: build, prepare, trace at two batch sizes. Imports PyTorch."""
 
 import importlib.util
+import inspect
 import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import Training
@@ -155,6 +156,7 @@ def factory_recipe(factory: FactoryModel) -> Recipe:
     function = getattr(module, factory.function, None)
     if not callable(function):
         raise TraceError("FactoryFailed", f"{factory.path} has no function {factory.function!r}")
+    _check_arguments(function, factory.function)
 
     def build() -> nn.Module:
         model = function()
@@ -166,6 +168,21 @@ def factory_recipe(factory: FactoryModel) -> Recipe:
         return model
 
     return Recipe(f"{path.stem}:{factory.function}", build, tuple(factory.input))
+
+
+def _check_arguments(function: Callable[..., Any], name: str) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return  # written in C; calling it will tell
+    try:
+        signature.bind()
+    except TypeError as e:
+        raise TraceError(
+            "FactoryFailed",
+            f"expected a function without arguments, found {name}{signature}; give its arguments defaults, or name a "
+            "function that calls it with them",
+        ) from e
 
 
 def _explained(what: str, run: Callable[[], T]) -> T:

@@ -202,7 +202,7 @@ def broken(): raise OSError("no such dataset")
 @pytest.mark.parametrize(
     ("function", "reason", "word"),
     [
-        pytest.param("needs", "TraceFailed", "missing 1 required positional argument", id="needs arguments"),
+        pytest.param("needs", "FactoryFailed", "without arguments, found needs", id="needs arguments"),
         pytest.param("number", "FactoryFailed", "returned int; expected an nn.Module", id="no module"),
         pytest.param("broken", "TraceFailed", "OSError: no such dataset", id="raises"),
         pytest.param("absent", "FactoryFailed", "has no function 'absent'", id="not there"),

@@ -59,7 +59,9 @@ def ask(source: Path, function: str, shape: list[int]) -> TraceRequest:
     ("function", "reason", "words"),
     [
         pytest.param("raises", "TraceFailed", ["RuntimeError", "no such checkpoint"], id="raises"),
-        pytest.param("needs_arguments", "TraceFailed", ["missing 1 required positional argument"], id="arguments"),
+        pytest.param(
+            "needs_arguments", "FactoryFailed", ["without arguments, found needs_arguments(width)"], id="arguments"
+        ),
         pytest.param("returns_none", "FactoryFailed", ["returned NoneType", "expected an nn.Module"], id="no module"),
         pytest.param("dynamic", "DataDependentGraph", ["depends on the data"], id="dynamic shapes"),
         pytest.param("absent", "FactoryFailed", ["no function 'absent'"], id="absent"),
