@@ -168,8 +168,7 @@ class Mps:
             self._empty(uuid)
 
     def _empty(self, uuid: GpuUuid) -> None:
-        empty(self._memory(uuid).here)
-        empty(self.directory(uuid) / "log")
+        empty(self._memory(uuid).here, self.directory(uuid) / "log")
 
     def _left(self, uuid: GpuUuid) -> dict[int, int]:
         """Servers that were seen and still live, and when they began."""

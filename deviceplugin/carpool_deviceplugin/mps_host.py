@@ -24,6 +24,8 @@ from carpool_deviceplugin.mps import Mps
 from carpool_deviceplugin.mps_commands import MpsCommands, MpsError
 
 _WITHIN_S = 8.0
+_TURN_WITHIN_S = 5.0
+"""For an earlier request; less than an answer is waited for, so that who asks is told."""
 _LONGEST = 4096
 _END = "end "
 """Before a GPU's name: its daemon and servers shall be ended."""
@@ -125,7 +127,7 @@ class MpsHost(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     request_queue_size = 128
     """The GPUs of a node may all want their daemons at once."""
 
-    def __init__(self, path: Path, mps: Mps, *, within_s: float = _WITHIN_S) -> None:
+    def __init__(self, path: Path, mps: Mps, *, within_s: float = _TURN_WITHIN_S) -> None:
         self._mps, self._within_s = mps, within_s
         self._locks: dict[str, threading.Lock] = {}
         self._log = structlog.get_logger()

@@ -1,11 +1,11 @@
 """NVIDIA's `nvidia-cuda-mps-control`, as a program."""
 
 import os
-import selectors
 import shutil
 import signal
 import stat
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from carpool_deviceplugin.mps_commands import PID_FILE, MpsError
 from carpool_deviceplugin.processes import pod_of
+from carpool_deviceplugin.talking import LONGEST_ANSWER, talk
 
 PROGRAM = "nvidia-cuda-mps-control"
 RECORD = "daemon"
@@ -22,8 +23,6 @@ _COMM = PROGRAM[:15]
 _STATE, _PARENT, _STARTED = 0, 1, 19
 """Places among what follows the command's name in /proc/PID/stat."""
 _LONGEST_PID = 32
-_LONGEST_ANSWER = 1 << 16
-"""In bytes: more than the process IDs of all clients that a daemon can have."""
 _LOOK_EVERY_S = 0.01
 _END_WITHIN_S = 1.0
 _CAPABILITIES = {"SETGID": 6, "SETUID": 7, "SYS_ADMIN": 21}
@@ -68,7 +67,7 @@ class MpsProgram:
         command = [program, "-d"]
         if self._private_shm:
             command = ["unshare", "--mount", "sh", "-c", _PRIVATE_SHM, "mps", str(shm), program]
-        self._run(command, environment, "")
+        self._launch(command, environment)
         self._record(environment)
 
     def ask(self, environment: Mapping[str, str], command: str) -> str:
@@ -172,6 +171,29 @@ class MpsProgram:
                 os.kill(pid, signal.SIGTERM)  # nobody would know of it
             raise MpsError(f"expected to write {record}, found {e}; free some space") from e
 
+    def _launch(self, command: list[str], environment: Mapping[str, str]) -> None:
+        """Run what leaves a daemon behind, which may print to the same file later: a pipe would end it by then."""
+        try:
+            with tempfile.TemporaryFile(dir=environment["CUDA_MPS_LOG_DIRECTORY"]) as printed:
+                ended = subprocess.run(
+                    command,
+                    env={"PATH": os.environ.get("PATH", ""), **environment},
+                    stdin=subprocess.DEVNULL,
+                    stdout=printed,
+                    stderr=printed,
+                    start_new_session=True,
+                    timeout=self._within_s,
+                    check=False,
+                )
+                printed.seek(0)
+                said = printed.read(LONGEST_ANSWER).decode(errors="replace").strip()
+        except subprocess.TimeoutExpired as e:
+            raise MpsError(f"expected {PROGRAM} to start within {self._within_s:g} s, found that it did not") from e
+        except OSError as e:
+            raise MpsError(f"expected to run {command[0]}, found {e}") from e
+        if ended.returncode:
+            raise MpsError(f"{PROGRAM} ended with {ended.returncode}: {said[:500] or 'it said nothing'}")
+
     def _run(self, command: list[str], environment: Mapping[str, str], text: str) -> str:
         try:
             with subprocess.Popen(
@@ -183,7 +205,7 @@ class MpsProgram:
                 start_new_session=True,
             ) as process:
                 try:
-                    output, errors = _talk(process, text, self._within_s)
+                    output, errors = talk(PROGRAM, process, text, self._within_s)
                 except BaseException:
                     process.kill()
                     raise
@@ -195,41 +217,6 @@ class MpsProgram:
         if process.returncode or "Cannot find MPS control daemon" in said:
             raise MpsError(f"{PROGRAM} ended with {process.returncode}: {said[:500] or 'it said nothing'}")
         return output
-
-
-def _talk(process: subprocess.Popen[bytes], text: str, within_s: float) -> tuple[str, str]:
-    """Send a text and return what is printed and what is complained of; raises TimeoutExpired, or MpsError for a flood.
-
-    What a daemon says, one of its clients may say in its place: any bytes, and any number of them. The program's end is
-    the end of its answer: the daemon that it leaves behind may hold what it printed to for as long as it lives.
-    """
-    end = time.monotonic() + within_s
-    assert process.stdin is not None  # noqa: S101  # all three are pipes
-    assert process.stdout is not None  # noqa: S101
-    assert process.stderr is not None  # noqa: S101
-    with suppress(BrokenPipeError), process.stdin:
-        process.stdin.write(text.encode())
-    said = {process.stdout.fileno(): b"", process.stderr.fileno(): b""}
-    with selectors.DefaultSelector() as selector:
-        for file in said:
-            selector.register(file, selectors.EVENT_READ)
-        while selector.get_map():
-            has_ended = process.poll() is not None
-            ready = selector.select(0 if has_ended else _LOOK_EVERY_S)
-            if not ready and has_ended:
-                break
-            if time.monotonic() > end:
-                raise subprocess.TimeoutExpired(process.args, within_s)
-            for file in (key.fd for key, _ in ready):
-                piece = os.read(file, _LONGEST_ANSWER)
-                said[file] += piece
-                if len(said[file]) > _LONGEST_ANSWER:
-                    raise MpsError(f"expected an answer of {PROGRAM} of at most {_LONGEST_ANSWER:,} bytes, found more")
-                if not piece:
-                    selector.unregister(file)
-    process.wait(max(0.0, end - time.monotonic()))
-    output, errors = (one.decode(errors="replace") for one in said.values())
-    return output, errors
 
 
 def _stat(pid: int) -> tuple[int, int] | None:

@@ -1,6 +1,7 @@
 """What the clients of one MPS daemon leave: gone before the next one, in memory and where they met it."""
 
 import stat
+import time
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -166,3 +167,18 @@ def test_a_stopped_daemons_host_is_told_so(program: MpsProgram, tmp_path: Path, 
         agent.start(GPU)
     agent.stop(GPU)  # a host that is gone has taken the memory with it
     assert not agent.is_running(GPU)
+
+
+def test_what_takes_long_to_remove_keeps_nobody_waiting(program: MpsProgram, tmp_path: Path) -> None:
+    """Regression: a client could leave so much that no later daemon was started in time, nor an earlier one ended."""
+    (finder := tmp_path / "bin" / "find").write_text("#!/bin/sh\nexec sleep 60\n")
+    finder.chmod(0o755)
+    mps = Mps(program, tmp_path / "mps")
+    for _ in range(2):
+        mps.start(GPU)
+        (mps.shm(GPU) / "left").touch()
+        (mps.directory(GPU) / "log" / "left").touch()
+        began = time.monotonic()
+        mps.stop(GPU)
+        assert time.monotonic() - began < 6, "an answer is waited for for 8 s"
+    assert not mps.is_running(GPU)

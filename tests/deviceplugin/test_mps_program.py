@@ -62,13 +62,18 @@ def test_program_that_hangs_is_left(program: MpsProgram, tmp_path: Path) -> None
     assert not quick.status(GPU).is_running
 
 
-def test_a_daemon_that_holds_what_it_printed_to_is_waited_for_no_longer_than_its_program(
-    program: MpsProgram, tmp_path: Path
-) -> None:
+def test_a_daemon_that_holds_what_it_printed_to_may_print_more(program: MpsProgram, tmp_path: Path) -> None:
+    """Regression: it was waited for, and when that was mended it ended by the first word after its start."""
     file = tmp_path / "bin" / PROGRAM
-    file.write_text(file.read_text().replace("    os.closerange(0, 3)\n", "    print('one warning', flush=True)\n"))
+    prints = "print('a warning', flush=True)"
+    text = file.read_text().replace("    os.closerange(0, 3)\n", f"    {prints}\n")
+    file.write_text(
+        text.replace('while (pipe / "control").exists():', f'while (pipe / "control").exists():\n        {prints}')
+    )
+    assert file.read_text().count(prints) > 1
     mps = Mps(program, tmp_path / "mps")
     mps.start(GPU)
+    time.sleep(0.2)
     assert mps.status(GPU).is_running
     mps.stop(GPU)
 
