@@ -19,6 +19,7 @@ from carpool_e2e.bench.requests import counted
 from carpool_e2e.bench.stock import WHOLE, pod
 from carpool_e2e.bench.throughput import Background, Players
 from carpool_e2e.bench.throughput_report import throughput_section
+from carpool_extender.testing import gpu_node, tenant
 
 METRICS = """# HELP apiserver_request_total [STABLE] Counter of apiserver requests
 # TYPE apiserver_request_total counter
@@ -99,3 +100,21 @@ async def test_a_sign_of_life_that_failed_is_written_again_soon() -> None:
             written.append(kube.dump(GPU_NODES, "a").get("status", {}).get("heartbeatTime", ""))
             clock.advance(0.5)
     assert [at for at, (was, now) in enumerate(pairwise(written)) if was != now] == [1, 51]
+
+
+async def test_a_server_that_is_too_busy_for_a_report_is_not_asked_again_at_once() -> None:
+    """Regression: 500 agents asked as fast as they were refused, and kept it from everything else."""
+    clock = FakeClock()
+    kube = FakeKube(clock)
+    kube.seed(GPU_NODES, {"apiVersion": "carpool.dev/v1alpha1", "kind": "GpuNode", "metadata": {"name": "a"}})
+    kube.fail_next("patch", GPU_NODES, Unreachable("busy"))
+    async with Background() as background:
+        players = Players(kube, kube, background, clock, clock.sleep)
+        players.see(None, gpu_node("a", reservations=[tenant("t", ["GPU-a-0"])]))
+        reported = []
+        for _ in range(4):
+            for _ in range(10):
+                await asyncio.sleep(0)
+            reported.append(len(kube.dump(GPU_NODES, "a").get("status", {}).get("partitions", [])))
+            clock.advance(0.5)
+    assert reported == [0, 0, 1, 1]

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
@@ -92,9 +91,12 @@ class Players:
                     Partition(pod_uid=r.pod_uid, generation=r.generation, state=PartitionState.READY)
                     for r in reservations
                 ]
-                with suppress(KubeError):  # an agent tries a server that is too busy again
+                try:
                     await self._write(self.reports, name, {"partitions": msgspec.to_builtins(prepared)})
-                    self.reported[name] = {(r.pod_uid, r.generation) for r in reservations}
+                except KubeError:  # a server that is too busy is not asked again at once
+                    await self.sleep(_AGAIN_S)
+                    continue
+                self.reported[name] = {(r.pod_uid, r.generation) for r in reservations}
         finally:
             self.busy.discard(name)
 
