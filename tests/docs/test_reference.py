@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def no_collection_amid_a_parse() -> Iterator[None]:
-    """What is collected while `ast.parse` runs may parse itself, and CPython then loses count (python/cpython#106905)."""
+    """What is collected amid `ast.parse` may parse itself, and CPython then loses count (python/cpython#106905)."""
     gc.collect()
     gc.disable()
     yield
