@@ -2,12 +2,12 @@
 
 import json
 import math
-from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+from calibration_world import CAPACITY, INTERCEPT, SLOPE, STACK, T4, job, learn, state_of
 from carpool_core.products import find_product
 from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
 from carpool_core.resources.job import Training
@@ -22,7 +22,6 @@ from carpool_predictor.calibration import (
     Calibration,
     Expected,
     Measured,
-    Stack,
     StackState,
     model_for,
     read_calibration,
@@ -37,34 +36,6 @@ from carpool_predictor.trees import MalformedError
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-T4 = find_product("Tesla T4")
-STACK = Stack(product=T4.name, precision=Precision.FP32, driver="570.1", torch="2.9")
-CAPACITY = 80_000.0
-SLOPE, INTERCEPT = 1.25, 900.0
-"""The truth of the invented stack; the shipped line is another one."""
-
-
-def job(number: int, rng: np.random.Generator, bound: float = math.inf) -> tuple[Expected, Measured]:
-    """A job with noise of 4%; `bound` over its true median."""
-    reserved = math.exp(rng.uniform(math.log(500), math.log(30_000)))
-    truth = (SLOPE * reserved + INTERCEPT) * math.exp(rng.normal(0, 0.04))
-    upper = CAPACITY if bound == math.inf else bound * (SLOPE * reserved + INTERCEPT)
-    expected = Expected(model=f"m{number}", reserved_mib=reserved, live_mib=0.8 * reserved, upper_mib=upper)
-    return expected, Measured(peak_mib=truth, capacity_mib=CAPACITY)
-
-
-def learn(jobs: Iterable[tuple[Expected, Measured]], calibration: Calibration | None = None) -> Calibration:
-    found = calibration or Calibration()
-    for expected, measured in jobs:
-        found = observe(found, STACK, expected, measured, shipped())
-    return found
-
-
-def state_of(calibration: Calibration) -> StackState:
-    state = calibration.state(STACK)
-    assert state is not None
-    return state
 
 
 def error(state: StackState) -> float:
@@ -355,71 +326,6 @@ def test_a_bound_that_nobody_counted_with_neither_holds_nor_fails() -> None:
     ]
     state = state_of(learn(jobs))
     assert (state.seen, state.outcomes, state.widening) == (9, "", 0)
-
-
-def rows_of(noise: Iterable[float], stratum: int = 0, name: str = "m") -> list[tuple[Expected, Measured]]:
-    """Jobs of ascending sizes, each so far from the truth of the stack."""
-    return [
-        (
-            Expected(model=f"{name}{i}", reserved_mib=x, live_mib=x / 2, upper_mib=CAPACITY, stratum=stratum),
-            Measured(peak_mib=(SLOPE * x + INTERCEPT) * by, capacity_mib=CAPACITY),
-        )
-        for i, by in enumerate(noise)
-        for x in [1000.0 * 1.5**i]
-    ]
-
-
-CALM = (1.0, 1.02, 0.97, 1.01, 0.99, 1.02, 0.98, 1.0)
-
-
-def test_the_bound_reaches_what_several_jobs_show() -> None:
-    calibration = learn(rows_of((*CALM, 1.25, 1.25)))
-    state = state_of(calibration)
-    assert math.exp(state.reaches[0]) == pytest.approx(1.25, rel=0.02)
-    model = model_for(calibration, T4, Precision.FP32, shipped())
-    assert all(f >= math.exp(reach) for f, reach in zip(model.factors, state.reaches, strict=True))
-
-
-@pytest.mark.parametrize("runs", [1, 2, PER_MODEL])
-@pytest.mark.parametrize("by", [1.2, 1.3, 1.45, 2.0, 5.0])
-def test_no_job_widens_a_bound_by_more_than_a_tenth_however_often_it_runs(by: float, runs: int) -> None:
-    """Regression: one run at 1.45 times the others' made the bounds of all jobs of the stack as wide as itself."""
-    *rows, wild = rows_of((*CALM, by))
-    calm, one = learn(rows), learn([*rows, *[wild] * runs])
-    before, after = (model_for(of, T4, Precision.FP32, shipped()).factors for of in (calm, one))
-    assert all(late <= 1.12 * early for early, late in zip(before, after, strict=True))
-
-
-def test_no_model_widens_a_bound_by_more_than_a_tenth_at_however_many_sizes() -> None:
-    rows = rows_of((*CALM, 1.4, 1.42, 1.38))
-    alone = [(msgspec.structs.replace(one, model="wild"), seen) for one, seen in rows[len(CALM) :]]
-    several = state_of(learn(rows))
-    assert state_of(learn([*rows[: len(CALM)], *alone])).reaches[0] < math.log(1.16) < several.reaches[0]
-
-
-def test_a_run_that_was_likely_to_exceed_its_median_says_nothing_of_those_that_are_not() -> None:
-    wild = rows_of((1.4, 1.42, 1.38), stratum=1, name="wild")
-    state = state_of(learn([*rows_of(CALM), *wild]))
-    assert state.reaches[0] < math.log(1.05)
-    assert state.reaches[1] == state.reaches[2] > math.log(1.3)  # nor are likelier ones ever bound closer
-
-
-def test_calm_runs_say_nothing_of_those_that_were_likely_to_exceed_their_median() -> None:
-    """Regression: five rows of a stratum that all lay far out were lost among forty calm ones."""
-    calm = [each for i in range(8) for each in rows_of(CALM[:5], name=f"calm{i}/")]
-    state = state_of(learn([*calm, *rows_of((1.4, 1.42, 1.38, 1.4, 1.39), stratum=2, name="wild")]))
-    assert state.reaches[1] < math.log(1.1)
-    assert state.reaches[2] > math.log(1.3)
-
-
-def test_no_outlier_counts_that_nothing_confirms() -> None:
-    far = job(99, np.random.default_rng(12))
-    far = (far[0], msgspec.structs.replace(far[1], peak_mib=min(CAPACITY, 5 * far[1].peak_mib)))
-    also = (msgspec.structs.replace(far[0], model="also", reserved_mib=1.01 * far[0].reserved_mib), far[1])
-    rows = rows_of(CALM)
-    assert state_of(learn([*rows, far])).reaches[0] < math.log(1.05)
-    assert state_of(learn([*rows, far, far])).reaches[0] < math.log(1.16)
-    assert state_of(learn([*rows, far, far, also, also])).reaches[0] > math.log(1.5)
 
 
 def test_hardware_and_simulated_gpus_never_teach_each_other() -> None:

@@ -1,0 +1,39 @@
+"""An invented stack whose truth is known, and what jobs on it teach."""
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+from carpool_core.products import find_product
+from carpool_core.values import Precision
+from carpool_predictor.calibration import Calibration, Expected, Measured, Stack, StackState
+from carpool_predictor.memory import shipped
+from carpool_predictor.observe import observe
+
+T4 = find_product("Tesla T4")
+STACK = Stack(product=T4.name, precision=Precision.FP32, driver="570.1", torch="2.9")
+CAPACITY = 80_000.0
+SLOPE, INTERCEPT = 1.25, 900.0
+"""The truth of the invented stack; the shipped line is another one."""
+
+
+def job(number: int, rng: np.random.Generator, bound: float = math.inf) -> tuple[Expected, Measured]:
+    """A job with noise of 4%; `bound` over its true median."""
+    reserved = math.exp(rng.uniform(math.log(500), math.log(30_000)))
+    truth = (SLOPE * reserved + INTERCEPT) * math.exp(rng.normal(0, 0.04))
+    upper = CAPACITY if bound == math.inf else bound * (SLOPE * reserved + INTERCEPT)
+    expected = Expected(model=f"m{number}", reserved_mib=reserved, live_mib=0.8 * reserved, upper_mib=upper)
+    return expected, Measured(peak_mib=truth, capacity_mib=CAPACITY)
+
+
+def learn(jobs: Iterable[tuple[Expected, Measured]], calibration: Calibration | None = None) -> Calibration:
+    found = calibration or Calibration()
+    for expected, measured in jobs:
+        found = observe(found, STACK, expected, measured, shipped())
+    return found
+
+
+def state_of(calibration: Calibration) -> StackState:
+    state = calibration.state(STACK)
+    assert state is not None
+    return state
