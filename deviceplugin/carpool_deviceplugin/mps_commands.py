@@ -6,6 +6,7 @@ from typing import Protocol
 
 from carpool_deviceplugin.gpu import DeviceError
 
+PROGRAM = "nvidia-cuda-mps-control"
 PID_FILE = "nvidia-cuda-mps-control.pid"
 """In the pipe directory: the daemon's process ID, written by itself."""
 
@@ -18,7 +19,7 @@ class MpsCommands(Protocol):
     """NVIDIA's program `nvidia-cuda-mps-control`. Starting and asking raise MpsError."""
 
     def start(self, environment: Mapping[str, str], shm: Path) -> None:
-        """Start a daemon, which goes on without us; `shm` becomes its /dev/shm."""
+        """Start a daemon, which goes on without us; `shm` becomes its /dev/shm. Where it raises, none is left."""
         ...
 
     def ask(self, environment: Mapping[str, str], command: str) -> str:

@@ -2,29 +2,20 @@
 
 import os
 import shutil
-import signal
 import stat
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 
-from carpool_deviceplugin.mps_commands import PID_FILE, MpsError
-from carpool_deviceplugin.processes import pod_of
+from carpool_deviceplugin.mps_commands import PID_FILE, PROGRAM, MpsError
+from carpool_deviceplugin.mps_processes import began, end, group, of_directory, written
 from carpool_deviceplugin.talking import LONGEST_ANSWER, talk
 
-PROGRAM = "nvidia-cuda-mps-control"
 RECORD = "daemon"
 """Beside the pipe directory, where no client can write: the daemon's process ID, and when it began."""
-_COMM = PROGRAM[:15]
-"""What the kernel calls the daemon, and its servers."""
-_STATE, _PARENT, _STARTED = 0, 1, 19
-"""Places among what follows the command's name in /proc/PID/stat."""
-_LONGEST_PID = 32
 _LOOK_EVERY_S = 0.01
-_END_WITHIN_S = 1.0
 _CAPABILITIES = {"SETGID": 6, "SETUID": 7, "SYS_ADMIN": 21}
 """A daemon runs its server as its client's user, and gets a /dev/shm of its own."""
 _PRIVATE_SHM = 'mount --bind "$1" /dev/shm && exec "$2" -d'
@@ -60,15 +51,24 @@ class MpsProgram:
         return f"the capabilities {', '.join(lacking)}; add them to the pod carpool-mps" if lacking else ""
 
     def start(self, environment: Mapping[str, str], shm: Path) -> None:
-        """Start a daemon."""
+        """Start a daemon; what an earlier start that was cut short, or this one, leaves without a record is ended."""
         program = shutil.which(PROGRAM)
         if program is None:
             raise MpsError(f"expected {PROGRAM} on PATH, found none; it comes with NVIDIA's driver, mount it")
         command = [program, "-d"]
         if self._private_shm:
             command = ["unshare", "--mount", "sh", "-c", _PRIVATE_SHM, "mps", str(shm), program]
-        self._launch(command, environment)
-        self._record(environment)
+        directory = Path(environment["CUDA_MPS_PIPE_DIRECTORY"])
+        end(lambda: of_directory(directory))
+        try:
+            self._launch(command, environment)
+            self._record(environment)
+        except MpsError as e:
+            try:
+                end(lambda: of_directory(directory))
+            except MpsError as left:
+                raise MpsError(f"{e}; moreover {left}") from e
+            raise
 
     def ask(self, environment: Mapping[str, str], command: str) -> str:
         """Send a command to a daemon."""
@@ -89,24 +89,11 @@ class MpsProgram:
         wanted = dict(servers)
         if (known := _recorded(environment)) is not None:
             wanted[known[0]] = known[1]
-        for number in (signal.SIGTERM, signal.SIGKILL):  # one that hangs does not end by the first
-            for pid in self._living(wanted):
-                try:
-                    os.kill(pid, number)
-                except ProcessLookupError:
-                    continue
-                except OSError as e:
-                    raise MpsError(
-                        f"expected to end process {pid} of MPS, found {e}; the pod carpool-mps has the right to (set "
-                        "nodeAgent.mps), or end it on the node"
-                    ) from e
-            end = time.monotonic() + _END_WITHIN_S
-            while self._living(wanted) and time.monotonic() < end:
-                time.sleep(_LOOK_EVERY_S)
+        end(lambda: {pid: at for pid, at in wanted.items() if self.started(pid) == at})
 
     def started(self, pid: int) -> int | None:
         """When a daemon or server of MPS began, in ticks since boot; None where that process is none."""
-        found = _stat(pid)
+        found = began(pid)
         return found[0] if found is not None else None
 
     def living(self, environment: Mapping[str, str], servers: Mapping[int, int]) -> dict[int, int]:
@@ -116,15 +103,15 @@ class MpsProgram:
         """
         others = self._others(environment) if servers else set()
         return {
-            pid: began
-            for pid, began in servers.items()
-            if (known := _stat(pid)) is not None and known[0] == began and others.isdisjoint((pid, known[1]))
+            pid: at
+            for pid, at in servers.items()
+            if (known := began(pid)) is not None and known[0] == at and others.isdisjoint((pid, known[1]))
         }
 
     def home(self, environment: Mapping[str, str]) -> str | None:
         """Name the daemon's control group; None where there is no daemon."""
         pid = self._pid(environment)
-        return _group(pid) if pid is not None else None
+        return group(pid) if pid is not None else None
 
     def servers(
         self, environment: Mapping[str, str], home: str, present: Iterable[int], listed: Iterable[int]
@@ -133,9 +120,9 @@ class MpsProgram:
         own, there, found = self._pid(environment), set(present), dict[int, int]()
         others = self._others(environment)
         for pid in there.union(listed):
-            if (known := _stat(pid)) is None or pid in others or known[1] in others:
+            if (known := began(pid)) is None or pid in others or known[1] in others:
                 continue
-            if (pid in there or known[1] == own) and _group(pid) == home:
+            if (pid in there or known[1] == own) and group(pid) == home:
                 found[pid] = known[0]
         return found
 
@@ -145,9 +132,6 @@ class MpsProgram:
         known = [_read_record(record) for record in own.parent.glob(f"*/{RECORD}") if record.parent != own]
         return {one[0] for one in known if one is not None and self.started(one[0]) == one[1]}
 
-    def _living(self, wanted: Mapping[int, int]) -> list[int]:
-        return [pid for pid, started in wanted.items() if self.started(pid) == started]
-
     def _pid(self, environment: Mapping[str, str]) -> int | None:
         """Process ID of the living daemon; its number may belong to another process by now."""
         known = _recorded(environment)
@@ -156,9 +140,9 @@ class MpsProgram:
     def _record(self, environment: Mapping[str, str]) -> None:
         """Write down who the daemon is, before any client can say something else."""
         directory = Path(environment["CUDA_MPS_PIPE_DIRECTORY"])
-        end = time.monotonic() + self._within_s
-        while (pid := _written(directory)) is None or (started := self.started(pid)) is None:
-            if time.monotonic() > end:
+        until = time.monotonic() + self._within_s
+        while (pid := written(directory)) is None or (started := self.started(pid)) is None:
+            if time.monotonic() > until:
                 raise MpsError(f"expected the MPS daemon's process ID in {directory / PID_FILE}, found no such daemon")
             time.sleep(_LOOK_EVERY_S)
         record = directory.parent / RECORD
@@ -167,8 +151,6 @@ class MpsProgram:
             temporary.write_text(f"{pid} {started}")
             temporary.replace(record)
         except OSError as e:
-            with suppress(OSError):
-                os.kill(pid, signal.SIGTERM)  # nobody would know of it
             raise MpsError(f"expected to write {record}, found {e}; free some space") from e
 
     def _launch(self, command: list[str], environment: Mapping[str, str]) -> None:
@@ -219,32 +201,6 @@ class MpsProgram:
         return output
 
 
-def _stat(pid: int) -> tuple[int, int] | None:
-    """When a daemon or server of MPS began, in ticks since boot, and its parent; None where that process is none."""
-    try:
-        name, _, rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").partition("(")[2].rpartition(")")
-        fields = rest.split()
-        if name != _COMM or fields[_STATE] in ("Z", "X"):
-            return None
-        return int(fields[_STARTED]), int(fields[_PARENT])
-    except (OSError, ValueError, IndexError):
-        return None
-
-
-def _group(pid: int) -> str | None:
-    """Name a process's control group, in the same way whoever looks from another one; None where it has ended.
-
-    From within, in a control group namespace of one's own, it is the root and has no name: it is "-" then.
-    Where a path begins hangs on the looker's own group, and some hierarchies may hold nobody (version 1 beside 2), so
-    only the pod and the paths' last names count.
-    """
-    try:
-        text = Path(f"/proc/{pid}/cgroup").read_text()
-    except OSError:
-        return None
-    return " ".join([pod_of(text) or "-", *sorted({line.rpartition("/")[2] for line in text.splitlines()} - {""})])
-
-
 def _recorded(environment: Mapping[str, str]) -> tuple[int, int] | None:
     return _read_record(Path(environment["CUDA_MPS_PIPE_DIRECTORY"]).parent / RECORD)
 
@@ -255,22 +211,3 @@ def _read_record(record: Path) -> tuple[int, int] | None:
         return int(pid), int(started)
     except (OSError, ValueError):
         return None
-
-
-def _written(directory: Path) -> int | None:
-    """Read the process ID that the daemon of a pipe directory wrote there; None while none did.
-
-    Its clients may write there, too: links and pipes are not opened, and the process has to be this one's own child by
-    its control group, with this very directory in its environment.
-    """
-    try:
-        file = os.open(directory / PID_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            pid = int(os.read(file, _LONGEST_PID)) if stat.S_ISREG(os.fstat(file).st_mode) else 0
-        finally:
-            os.close(file)
-        is_ours = Path(f"/proc/{pid}/cgroup").read_bytes() == Path("/proc/self/cgroup").read_bytes()
-        its = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except (OSError, ValueError):
-        return None
-    return pid if is_ours and f"CUDA_MPS_PIPE_DIRECTORY={directory}".encode() in its else None

@@ -15,21 +15,27 @@ from carpool_deviceplugin.mps_host import MpsHost
 
 GPU = GpuUuid("GPU-8f2c1b7e-0d3a-4c5b-9e6f-1a2b3c4d5e6f")
 STAND_IN = f"""#!{sys.executable}
-import os, pathlib, sys, time
+import os, pathlib, signal, sys, time
 pipe = pathlib.Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"])
+how = (pipe.parent / "how").read_text() if (pipe.parent / "how").exists() else ""
 if sys.argv[1:] == ["-d"]:
     if not os.environ.get("CUDA_VISIBLE_DEVICES").startswith("GPU-8"):
         sys.exit("no such device")
     if os.fork():
-        while not (pipe / "control").exists():
+        while how == "hangs" or not (pipe / "control").exists():
             time.sleep(0.01)
-        os._exit(0)
+        os._exit(how == "refuses")
     os.setsid()
+    if how == "stays":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.closerange(0, 3)
     pathlib.Path("/proc/self/comm").write_text("nvidia-cuda-mps")
-    (pipe / "nvidia-cuda-mps-control.pid").write_text(str(os.getpid()))
+    (pipe.parent / "began").write_text(str(os.getpid()))
+    if how != "silent":
+        (pipe / "nvidia-cuda-mps-control.pid").write_text(str(os.getpid()))
     (pipe / "control").touch()
-    while (pipe / "control").exists():
+    end = time.monotonic() + 20
+    while (pipe / "control").exists() or (how and time.monotonic() < end):
         time.sleep(0.01)
         if (pipe / "connect").exists() and not os.fork():
             (pipe / "server").write_text(str(os.getpid()))
@@ -51,6 +57,7 @@ elif command.startswith("quit"):
 else:
     sys.exit(f"Unrecognized command {{command}}")
 """
+"""A file `how` beside the pipe says what goes wrong at its start; such a daemon outlives its pipe."""
 
 
 _SERVER = 'import pathlib, time; pathlib.Path("/proc/self/comm").write_text("nvidia-cuda-mps"); print(flush=True)'
@@ -84,6 +91,14 @@ def hosting(socket: Path, mps: Mps, within_s: float = 8.0) -> Iterator[None]:
 
 def pid_of(directory: Path, gpu: GpuUuid = GPU) -> int:
     return int((directory / gpu / "daemon").read_text().split()[0])
+
+
+def lives(pid: int) -> bool:
+    """Whether a process is there, and has not ended; as the kernel says, whatever the agent thinks of it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
 
 
 def server_of(pipe: Path) -> int:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from carpool_core.values import GpuUuid
 from carpool_deviceplugin.mps import Mps, MpsStatus
-from carpool_deviceplugin.mps_commands import PID_FILE, MpsError
-from carpool_deviceplugin.mps_program import PROGRAM, MpsProgram
-from mps_world import GPU, pid_of, server_of
+from carpool_deviceplugin.mps_commands import PID_FILE, PROGRAM, MpsError
+from carpool_deviceplugin.mps_program import RECORD, MpsProgram
+from mps_world import GPU, lives, pid_of, server_of
 
 
 def test_the_program_is_run(program: MpsProgram, tmp_path: Path) -> None:
@@ -67,9 +67,7 @@ def test_a_daemon_that_holds_what_it_printed_to_may_print_more(program: MpsProgr
     file = tmp_path / "bin" / PROGRAM
     prints = "print('a warning', flush=True)"
     text = file.read_text().replace("    os.closerange(0, 3)\n", f"    {prints}\n")
-    file.write_text(
-        text.replace('while (pipe / "control").exists():', f'while (pipe / "control").exists():\n        {prints}')
-    )
+    file.write_text(text.replace("        if (pipe / ", f"        {prints}\n        if (pipe / "))
     assert file.read_text().count(prints) > 1
     mps = Mps(program, tmp_path / "mps")
     mps.start(GPU)
@@ -152,6 +150,44 @@ def test_a_number_that_is_not_the_daemons_is_not_written_down(
         Mps(MpsProgram(private_shm=False, within_s=0.2), tmp_path / "mps").start(GPU)
     other.end(GPU)
     assert not other.is_running(GPU)
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("hangs", "to start within"),
+        ("refuses", "ended with 1"),
+        ("silent", "expected the MPS daemon's process ID"),
+        ("stays", "expected to write"),
+    ],
+)
+def test_a_start_that_fails_leaves_no_daemon(program: MpsProgram, tmp_path: Path, how: str, says: str) -> None:
+    """Regression: it went on, known to nobody, and the next one was started beside it."""
+    mps = Mps(MpsProgram(private_shm=False, within_s=1.5), tmp_path / "mps")
+    (there := mps.directory(GPU)).mkdir(parents=True)
+    (there / "how").write_text(how)
+    if how == "stays":
+        (there / RECORD / "in").mkdir(parents=True)  # nothing can be written in its place
+    with pytest.raises(MpsError, match=says):
+        mps.start(GPU)
+    assert not lives(int((there / "began").read_text()))
+
+
+def test_a_start_that_was_cut_short_leaves_no_daemon(program: MpsProgram, tmp_path: Path) -> None:
+    """Whoever started it was killed before it was written down; another GPU's is none of its business."""
+    mps, other = Mps(program, tmp_path / "mps"), GpuUuid(GPU.replace("5e6f", "5e70"))
+    for gpu in (GPU, other):
+        mps.directory(gpu).mkdir(parents=True)
+        (mps.directory(gpu) / "how").write_text("outlives its pipe")
+        mps.start(gpu)
+        (mps.directory(gpu) / RECORD).unlink()
+    first, others = (int((mps.directory(gpu) / "began").read_text()) for gpu in (GPU, other))
+    assert not mps.is_running(GPU)
+    (mps.directory(GPU) / "how").write_text("")
+    mps.start(GPU)
+    assert (lives(first), lives(others), mps.is_running(GPU)) == (False, True, True)
+    mps.stop(GPU)
+    os.kill(others, signal.SIGKILL)
 
 
 def test_a_link_in_place_of_the_control_pipe_is_not_followed(program: MpsProgram, tmp_path: Path) -> None:

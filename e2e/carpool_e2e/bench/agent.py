@@ -15,7 +15,8 @@ from pathlib import Path
 
 from carpool_core.values import GpuUuid
 from carpool_deviceplugin.mps import Mps
-from carpool_deviceplugin.mps_program import PROGRAM, MpsProgram
+from carpool_deviceplugin.mps_commands import PROGRAM
+from carpool_deviceplugin.mps_program import MpsProgram
 from carpool_deviceplugin.testing.kubelet import Kubelet
 
 from carpool_e2e.bench.agentprocess import GPUS, READY, SPENT, TENANTS, pod_name, settings_in
