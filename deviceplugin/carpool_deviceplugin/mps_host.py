@@ -33,12 +33,22 @@ _TIDY = "tidy "
 """Before a GPU's name: what clients left shall be removed where no daemon runs."""
 
 
-class _UnwillingError(MpsError):
-    """There is no host, or it answers no."""
+class UntidiedError(MpsError):
+    """A daemon has stopped, but its host did not remove what clients left in the memory that they shared with it."""
+
+
+class _AwayError(MpsError):
+    """There is no host."""
+
+
+class _UnknownError(MpsError):
+    """It is of an earlier version, and does not know the word."""
 
 
 class _Answer(msgspec.Struct, frozen=True):
     error: str = ""
+    is_understood: bool = False
+    """Whether the host knows the word that was said; the first versions know few, and do not say so."""
 
 
 class HostedMps(Mps):
@@ -57,6 +67,7 @@ class HostedMps(Mps):
     ) -> None:
         super().__init__(commands, directory, may_write=may_write)
         self._host, self._within_s = host, within_s
+        self._log = structlog.get_logger()
 
     def start(self, uuid: GpuUuid) -> None:
         """Let a GPU's daemon be started, and see that it answers."""
@@ -64,10 +75,22 @@ class HostedMps(Mps):
         self._tell(uuid, uuid)
 
     def stop(self, uuid: GpuUuid) -> None:
-        """Stop a GPU's daemon; what clients left in its shared memory only its host can remove."""
+        """Stop a GPU's daemon; what clients left in its shared memory only its host can remove.
+
+        Raises:
+            UntidiedError: The host did not. An earlier request of that GPU may go on, and start a daemon.
+            MpsError: As of Mps; so OSError.
+        """
         super().stop(uuid)
-        with suppress(_UnwillingError):  # an earlier host does so before the next start, and what is gone has taken it
+        try:
             self._tell(uuid, f"{_TIDY}{uuid}")
+        except (_AwayError, _UnknownError) as e:  # its daemons have gone with it; or it does so before the next start
+            self._log.warning("what mps clients left stays until the gpu's next daemon", gpu=uuid, reason=str(e))
+        except MpsError as e:
+            raise UntidiedError(
+                f"GPU {uuid}: expected what the clients of its MPS daemon left to be removed, found the daemon stopped,"
+                f" and of its host: {e}; the agent tries again"
+            ) from e
 
     def end(self, uuid: GpuUuid) -> None:
         """Let a GPU's daemon and its servers be ended."""
@@ -83,11 +106,11 @@ class HostedMps(Mps):
                 answer = msgspec.json.decode(connection.makefile("rb").readline(_LONGEST), type=_Answer)
         except (OSError, msgspec.DecodeError) as e:
             is_away = isinstance(e, FileNotFoundError | ConnectionRefusedError)
-            raise (_UnwillingError if is_away else MpsError)(
+            raise (_AwayError if is_away else MpsError)(
                 f"GPU {uuid}: expected the MPS daemons' host at {self._host}, found {e}; look at the pod carpool-mps"
             ) from e
         if answer.error:
-            raise _UnwillingError(answer.error)
+            raise (MpsError if answer.is_understood else _UnknownError)(answer.error)
 
 
 class _Handler(socketserver.StreamRequestHandler):
@@ -100,7 +123,7 @@ class _Handler(socketserver.StreamRequestHandler):
         said = self.rfile.readline(_LONGEST).decode(errors="replace").strip()
         error = server.obey(said, lambda: _has_hung_up(self.connection))
         with suppress(ConnectionError):
-            self.wfile.write(msgspec.json.encode(_Answer(error[: _LONGEST // 2])) + b"\n")
+            self.wfile.write(msgspec.json.encode(_Answer(error[: _LONGEST // 2], is_understood=True)) + b"\n")
 
 
 def _has_hung_up(connection: socket.socket) -> bool:

@@ -8,12 +8,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from carpool_core.values import GpuUuid
+import structlog
+from carpool_core.values import GpuUuid, PartitionState, SharingMode
 from carpool_deviceplugin.mps import Mps
 from carpool_deviceplugin.mps_commands import MpsError
-from carpool_deviceplugin.mps_host import HostedMps
+from carpool_deviceplugin.mps_host import HostedMps, UntidiedError
 from carpool_deviceplugin.mps_program import MpsProgram
+from carpool_deviceplugin.patience import Rhythm
+from carpool_deviceplugin.testing.agents import Inline
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
+from carpool_deviceplugin.testing.nvml import FakeNvml
+from carpool_deviceplugin.testing.nvml_node import Node
+from carpool_deviceplugin.worker import GpuWorker
 from mps_world import GPU, hosting
 
 
@@ -69,6 +75,9 @@ def test_all_gpus_of_a_node_get_their_daemons_at_once(hosted: HostedMps, tmp_pat
     assert not any(map(hosted.is_running, gpus))
 
 
+DONE = b'{"error":"","is_understood":true}\n'
+
+
 class Slow(FakeMpsCommands):
     """Daemons that take as long to end as they are kept."""
 
@@ -97,15 +106,15 @@ def test_who_has_hung_up_is_not_obeyed(tmp_path: Path) -> None:
     commands = Slow()
     with hosting(tmp_path / "host.sock", Mps(commands, tmp_path / "mps")):
         with ask(tmp_path / "host.sock", GPU) as starting:
-            assert starting.recv(4096) == b'{"error":""}\n'
+            assert starting.recv(4096) == DONE
         with ask(tmp_path / "host.sock", f"end {GPU}") as first:
             assert commands.is_ending.wait(10)
             for what in (GPU, f"end {GPU}", GPU):
                 ask(tmp_path / "host.sock", what).close()
             commands.may_end.set()
-            assert first.recv(4096) == b'{"error":""}\n'
+            assert first.recv(4096) == DONE
         with ask(tmp_path / "host.sock", f"tidy {GPU}") as last:
-            assert last.recv(4096) == b'{"error":""}\n'
+            assert last.recv(4096) == DONE
     assert (commands.starts, commands.ends, commands.daemons) == (1, 1, {})
 
 
@@ -117,9 +126,9 @@ def test_a_request_that_never_ends_holds_no_others(tmp_path: Path) -> None:
         with ask(path, GPU) as second:
             assert b"an earlier request goes on" in second.recv(4096)
         commands.may_end.set()
-        assert first.recv(4096) == b'{"error":""}\n'
+        assert first.recv(4096) == DONE
         with ask(path, GPU) as third:
-            assert third.recv(4096) == b'{"error":""}\n'
+            assert third.recv(4096) == DONE
 
 
 def test_a_clean_stop_ends_nobody(tmp_path: Path) -> None:
@@ -131,7 +140,7 @@ def test_a_clean_stop_ends_nobody(tmp_path: Path) -> None:
         agent.stop(GPU)
         agent.start(GPU)
         with ask(tmp_path / "host.sock", f"tidy {GPU}") as stale:
-            assert stale.recv(4096) == b'{"error":""}\n'
+            assert stale.recv(4096) == DONE
         assert agent.is_running(GPU)
         assert agent.shm(GPU).is_dir(), "nothing is removed under a daemon"
     assert (commands.starts, commands.ends) == (2, 0)
@@ -144,9 +153,46 @@ def test_a_host_that_does_not_answer_is_said_after_a_stop(commands: FakeMpsComma
         silent.bind(str(tmp_path / "host.sock"))
         silent.listen()
         agent = HostedMps(commands, tmp_path / "mps", tmp_path / "host.sock", within_s=0.05)
-        with pytest.raises(MpsError, match="timed out"):
+        with pytest.raises(UntidiedError, match=r"found the daemon stopped, and of its host: .*timed out"):
             agent.stop(GPU)
     assert not agent.is_running(GPU)
+
+
+async def test_a_stop_that_its_host_refuses_is_reported_and_tried_again(tmp_path: Path, reserve) -> None:
+    """Regression: it was taken for done, though an earlier request might still start a daemon."""
+    commands, path = Slow(), tmp_path / "host.sock"
+    node = Node(FakeNvml(["H100"]), commands, tmp_path, mps_host=path)
+    devices = node.devices()
+    gpu = devices.uuids[0]
+    worker = GpuWorker(gpu, devices, lambda: None, Rhythm(), caller=Inline())
+    with hosting(path, Mps(commands, tmp_path / "mps"), within_s=0.05):
+        worker.want([reserve("a", gpu, mode=SharingMode.MPS, memory_limit_mib=5000)])
+        assert await worker.once()
+        worker.want([reserve("b", gpu, mode=SharingMode.EXCLUSIVE)])
+        with ask(path, f"end {gpu}") as earlier:
+            assert commands.is_ending.wait(10)
+            assert not await worker.once()
+            (outcome,) = worker.outcomes.values()
+            assert outcome.state is PartitionState.FAILED
+            assert "expected what the clients of its MPS daemon left to be removed" in outcome.message
+            assert "an earlier request goes on" in outcome.message
+            commands.may_end.set()
+            assert earlier.recv(4096) == DONE
+        assert await worker.once()
+        (outcome,) = worker.outcomes.values()
+        assert (outcome.state, commands.daemons) == (PartitionState.READY, {})
+        assert list((tmp_path / "mps" / gpu / "memory").iterdir()) == []
+
+
+def test_a_host_that_is_away_after_a_stop_is_said(commands: FakeMpsCommands, tmp_path: Path) -> None:
+    """Its daemons have ended with it, and the next one begins with memory of its own: only the log needs to tell."""
+    Mps(commands, tmp_path / "mps").start(GPU)
+    with structlog.testing.capture_logs() as said:
+        HostedMps(commands, tmp_path / "mps", tmp_path / "host.sock").stop(GPU)
+    assert commands.daemons == {}
+    assert [(line["event"], line["gpu"]) for line in said] == [
+        ("what mps clients left stays until the gpu's next daemon", GPU)
+    ]
 
 
 def test_a_host_of_an_earlier_version_does_not_tidy_up(commands: FakeMpsCommands, tmp_path: Path) -> None:
@@ -162,6 +208,8 @@ def test_a_host_of_an_earlier_version_does_not_tidy_up(commands: FakeMpsCommands
 
         thread = threading.Thread(target=refuse)
         thread.start()
-        HostedMps(commands, tmp_path / "mps", tmp_path / "host.sock").stop(GPU)
+        with structlog.testing.capture_logs() as said:
+            HostedMps(commands, tmp_path / "mps", tmp_path / "host.sock").stop(GPU)
         thread.join()
     assert commands.daemons == {}
+    assert [line["reason"] for line in said] == ["expected a GPU's UUID"]

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from carpool_deviceplugin.mps import Mps
+from carpool_deviceplugin.mps_host import HostedMps
 from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
 from carpool_deviceplugin.nvml.devices import NvmlDevices
 from carpool_deviceplugin.processes import ProcTree
@@ -28,6 +29,8 @@ class Node:
     seconds: float = 1000.0
     may_switch_mig: bool = False
     sources: tuple[Source, ...] = ()
+    mps_host: Path | None = None
+    """Socket of the process that starts MPS daemons; the agent does where None."""
 
     def __post_init__(self) -> None:
         """Servers of MPS are processes of the node."""
@@ -35,9 +38,10 @@ class Node:
 
     def devices(self) -> NvmlDevices:
         """An adapter; each is an agent of its own on the same node."""
+        directory = self.root / "mps"
         return NvmlDevices(
             self.nvml,
-            mps=Mps(self.mps, self.root / "mps"),
+            mps=HostedMps(self.mps, directory, self.mps_host) if self.mps_host else Mps(self.mps, directory),
             cdi=NvidiaCdi([self.root / "etc-cdi", self.root / "cdi"]),
             state_dir=self.root / "state",
             processes=ProcTree(self.root / "proc"),
