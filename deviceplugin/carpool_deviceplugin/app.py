@@ -57,9 +57,12 @@ def mps_daemons(settings: AgentSettings, *, may_write: bool = True) -> Mps | Non
 
 def real_devices(settings: AgentSettings, nvml: NvmlLibrary, *, may_write: bool = True) -> NvmlDevices:
     """Open the node's GPUs, to look after them or, where nothing may be written, at them; raises NoDevicesError."""
+    mps = mps_daemons(settings, may_write=may_write)
+    if mps is not None and may_write:
+        mps.sweep()
     return NvmlDevices(
         nvml,
-        mps=mps_daemons(settings, may_write=may_write),
+        mps=mps,
         cdi=NvidiaCdi((cdi.STATIC_DIR, settings.cdi_dir)),
         state_dir=settings.state_dir,
         processes=ProcTree(),

@@ -1,11 +1,16 @@
 """Directories in which others write: emptied, made anew, put away. No link in them is followed."""
 
 import os
+import re
 import secrets
 import subprocess
 from contextlib import suppress
 from pathlib import Path
+from random import SystemRandom
 
+_OLD = re.compile(r"\.old\.[0-9a-f]{16}")
+_MOST = 256
+"""Directories named to one program."""
 _WITHIN_S = 1.5
 """Whoever leaves more than can be removed, or goes on writing there, must not keep the next tenant waiting: several of
 these fit into the time in which an answer is expected. What is left stays until the next daemon starts or ends."""
@@ -22,14 +27,30 @@ def make_empty(directory: Path) -> None:
 
 def put_away(directory: Path) -> None:
     """Make a directory's place free, and remove of it what can be; raises OSError, but not where there is none."""
-    aside = directory.with_name(f".old.{secrets.token_hex(8)}")
+    with suppress(FileNotFoundError):
+        directory.rename(directory.with_name(f".old.{secrets.token_hex(8)}"))
+    sweep(directory.parent)
+
+
+def sweep(*directories: Path) -> None:
+    """Remove what was put away in these, and could not be removed so far; as much of it as a moment allows.
+
+    In any order: what can never be removed must not keep a moment's time from the rest for ever.
+    """
+    old = [Path(entry.path) for directory in directories for entry in _put_away(directory)]
+    some = SystemRandom().sample(old, min(len(old), _MOST))
+    empty(*some)
+    for one in some:
+        with suppress(OSError):
+            one.rmdir()
+
+
+def _put_away(directory: Path) -> list["os.DirEntry[str]"]:
     try:
-        directory.rename(aside)
-    except FileNotFoundError:
-        return
-    empty(aside)
-    with suppress(OSError):
-        aside.rmdir()
+        with os.scandir(directory) as entries:
+            return [one for one in entries if _OLD.fullmatch(one.name) and one.is_dir(follow_symlinks=False)]
+    except OSError:
+        return []  # whoever needs the directory is told
 
 
 def empty(*directories: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from carpool_core.values import GpuUuid
 
-from carpool_deviceplugin.leftovers import empty, make_empty, put_away
+from carpool_deviceplugin.leftovers import empty, make_empty, put_away, sweep
 from carpool_deviceplugin.mps_commands import MpsCommands, MpsError
 
 _UUID = re.compile(r"GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -161,6 +161,11 @@ class Mps:
         """End a GPU's daemon and its servers, whether they answer or not; nobody may be on the GPU."""
         self._commands.kill(self._environment(uuid), self._left(uuid))
         self._empty(uuid)
+
+    def sweep(self) -> None:
+        """Remove what earlier stops put away and could not remove at once, of all GPUs; takes a moment at most."""
+        with suppress(OSError):  # whoever needs the directory is told
+            sweep(*(one for one in self._directory.iterdir() if _UUID.fullmatch(one.name) and not one.is_symlink()))
 
     def tidy(self, uuid: GpuUuid) -> None:
         """Remove what clients of a GPU's daemon left, if it does not run."""

@@ -1,5 +1,6 @@
 """What the clients of one MPS daemon leave: gone before the next one, in memory and where they met it."""
 
+import secrets
 import stat
 import time
 import tracemalloc
@@ -7,10 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from carpool_deviceplugin.app import real_devices
 from carpool_deviceplugin.mps import Mps, SharedMemory
 from carpool_deviceplugin.mps_host import HostedMps
 from carpool_deviceplugin.mps_program import MpsProgram
+from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
+from carpool_deviceplugin.testing.nvml import FakeNvml
 from mps_world import GPU, hosting, make_deep
 
 
@@ -182,3 +186,52 @@ def test_what_takes_long_to_remove_keeps_nobody_waiting(program: MpsProgram, tmp
         mps.stop(GPU)
         assert time.monotonic() - began < 6, "an answer is waited for for 8 s"
     assert not mps.is_running(GPU)
+
+
+def put_away_in(directory: Path) -> Path:
+    """What an earlier stop could not remove."""
+    (old := directory / f".old.{secrets.token_hex(8)}").mkdir(parents=True)
+    (old / "in").mkdir()
+    (old / "in" / "left").touch()
+    (old / "link").symlink_to(directory)
+    return old
+
+
+def test_what_could_not_be_removed_is_removed_after_a_later_stop(mps: Mps) -> None:
+    """Regression: it stayed for the node's administrator."""
+    mps.start(GPU)
+    first, second = (put_away_in(mps.directory(GPU)) for _ in range(2))
+    mps.stop(GPU)
+    assert (first.exists(), second.exists()) == (False, False)
+
+
+def test_an_agent_that_starts_removes_what_could_not_be(
+    program: MpsProgram, commands: FakeMpsCommands, tmp_path: Path
+) -> None:
+    """Links are not followed, and nothing else is touched: of a living daemon neither."""
+    settings = AgentSettings(state_dir=tmp_path, cdi_dir=tmp_path / "cdi", mps_host=str(tmp_path / "host.sock"))
+    mps = Mps(commands, tmp_path / "mps")
+    mps.start(GPU)
+    here = mps.directory(GPU)
+    old, elsewhere = put_away_in(here), put_away_in(tmp_path / "mps" / "of-somebody-else")
+    (here / f".old.{'0' * 16}").symlink_to(mps.pipe(GPU))
+    (here / ".old.kept").mkdir()
+    (tmp_path / "mps" / GPU.replace("8f", "9f")).symlink_to(elsewhere.parent)
+    before = sorted(here.iterdir())
+    real_devices(settings, FakeNvml(["T4"]), may_write=False)
+    assert sorted(here.iterdir()) == before, "who only looks removes nothing"
+    real_devices(settings, FakeNvml(["T4"]))
+    assert sorted(here.iterdir()) == [path for path in before if path != old]
+    assert [path.name for path in mps.pipe(GPU).iterdir()] == ["control"]
+    assert (elsewhere / "in" / "left").exists()
+
+
+def test_an_agent_that_starts_does_not_wait_for_it(program: MpsProgram, tmp_path: Path) -> None:
+    (finder := tmp_path / "bin" / "find").write_text("#!/bin/sh\nexec sleep 60\n")
+    finder.chmod(0o755)
+    mps = Mps(program, tmp_path / "mps")
+    for _ in range(300):
+        put_away_in(mps.directory(GPU))
+    began = time.monotonic()
+    mps.sweep()
+    assert time.monotonic() - began < 5
