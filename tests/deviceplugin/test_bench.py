@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
+from carpool_deviceplugin.testing.mig_tables import A100_40
 from carpool_e2e.bench import agent
+from carpool_e2e.bench.agent_mig import MigTimes, Slowest, layouts_of
 from carpool_e2e.bench.agent_report import agent_section
 from carpool_e2e.bench.agentprocess import Spent, describe_to_containers
 from carpool_e2e.bench.predictions import replaced
@@ -29,20 +31,30 @@ def test_the_section_says_what_is_kept_and_what_is_missed() -> None:
         scrape_p99_ms=50,
         prestart_p99_ms=9,
         mps_ready_s=0.03,
+        mig=MigTimes(Slowest(300, 1.0), Slowest(200, 10.5), Slowest(128, 2.0), Slowest(1, 0.5)),
         load=1.5,
     )
     lines = agent_section(cost)
-    verdicts = {line.split("|")[1].strip().partition(",")[0]: line.split("|")[4].strip() for line in lines[9:14]}
+    rows = [line.split("|") for line in lines if line.endswith(("kept |", "missed |"))]
+    verdicts = {row[1].strip().partition(",")[0]: row[4].strip() for row in rows if "MIG planner" not in row[1]}
+    assert [row[4].strip() for row in rows if "MIG planner" in row[1]] == ["kept", "missed", "kept"]
     assert verdicts == {
         "processor time": "kept",
         "resident memory": "missed",
         "scrape": "kept",
         "PreStartContainer": "kept",
         "MPS daemon ready": "kept",
+        "MIG division with seven instances in use and seven reservations too many": "kept",
     }
     assert "load was 1.5" in " ".join(lines)
     again = replaced(replaced("# Benchmarks\n", lines), agent_section(cost))
     assert again.count(lines[0]) == 1
+
+
+def test_every_layout_is_planned_for() -> None:
+    """As many as the planner's own tests find, by another way."""
+    found = layouts_of(A100_40)
+    assert (sum(map(len, found.values())), len(found)) == (2319, 128)
 
 
 def test_what_the_fakes_spend_is_shown() -> None:

@@ -66,16 +66,25 @@ def occupied(placements: Iterable[Placement]) -> Occupied:
     return taken
 
 
+@lru_cache(maxsize=256)
+def placements(profile: Profile) -> tuple[tuple[int, Placement], ...]:
+    """Return where a profile's instances may stand, from the left, each after its memory slices as bits."""
+    return tuple((profile.mask(start), Placement(profile, start)) for start in profile.starts)
+
+
 def room_for(profile: Profile, taken: Occupied) -> int:
     """How many instances of one profile can still be created side by side.
 
     Placements of one profile have one size, so taking the first that fits, from the left, gives the most of them.
     """
-    count = 0
-    for start in profile.starts:
-        placement = Placement(profile, start)
-        if taken.fits(placement):
-            taken, count = taken.plus(placement), count + 1
+    if profile.has_media and taken.media:
+        return 0
+    count, mask = 0, taken.mask
+    for bits, _ in placements(profile):
+        if not mask & bits:
+            mask, count = mask | bits, count + 1
+            if profile.has_media:
+                break  # there is one set of those engines
     return count
 
 
@@ -95,16 +104,18 @@ def fragmentation(table: MigTable, taken: Occupied) -> float:
     """
     free = table.memory_slices - taken.mask.bit_count()
     lost = weight = 0.0
-    for profile in table.profiles:
-        together = Occupied(((1 << table.memory_slices) - 1) & ~((1 << free) - 1), taken.media)
-        best = max(room_for(profile, together), room_for(profile, _mirrored(together, table)))
+    most = most_together(table, free, media=taken.media)
+    for profile, best, room in zip(table.profiles, most, possibilities(table, taken), strict=True):
         if best:
             weight += profile.memory_slices
-            lost += profile.memory_slices * max(0.0, 1 - room_for(profile, taken) / best)
+            lost += profile.memory_slices * max(0.0, 1 - room / best)
     return lost / weight if weight else 0.0
 
 
-def _mirrored(taken: Occupied, table: MigTable) -> Occupied:
-    """The same slices counted from the other end: placements are not symmetric."""
-    width = table.memory_slices
-    return Occupied(sum(1 << (width - 1 - i) for i in range(width) if taken.mask >> i & 1), taken.media)
+@lru_cache(maxsize=256)
+def most_together(table: MigTable, free: int, *, media: bool) -> tuple[int, ...]:
+    """For each profile, how many can be created where so many free slices lie at one end of the GPU, the better end."""
+    left = ((1 << free) - 1) ^ ((1 << table.memory_slices) - 1)
+    right = (1 << (table.memory_slices - free)) - 1  # placements are not symmetric
+    ends = (possibilities(table, Occupied(left, media)), possibilities(table, Occupied(right, media)))
+    return tuple(map(max, *ends))

@@ -11,6 +11,7 @@ from carpool_deviceplugin.mig.layout import (
     Placement,
     fragmentation,
     occupied,
+    placements,
     possibilities,
 )
 from carpool_deviceplugin.mig.profiles import MigTable, Profile
@@ -101,25 +102,31 @@ def _in_order(table: MigTable, layout: Iterable[Placement]) -> list[Placement]:
 
 def _layouts(table: MigTable, taken: Occupied, missing: Counter[Profile]) -> Iterator[tuple[Placement, ...]]:
     """Every way to place what is missing; instances of one profile are not told apart."""
-    profiles = [p for p in table.profiles if missing[p]]
-    if sum(p.memory_slices * missing[p] for p in profiles) > table.memory_slices - taken.mask.bit_count():
+    return _placed(table, taken.mask, taken.media, [missing[p] for p in table.profiles])
+
+
+def _placed(table: MigTable, taken: int, media: bool, counts: Sequence[int]) -> Iterator[tuple[Placement, ...]]:
+    """Every way to place so many of each profile beside what is taken, as bits; of fewer than none there is nothing."""
+    missing = [(p, count) for p, count in zip(table.profiles, counts, strict=True) if count > 0]
+    if sum(p.memory_slices * count for p, count in missing) > table.memory_slices - taken.bit_count():
         return iter(())
-    return _place(profiles, missing, taken)
+    return _place(missing, taken, media)
 
 
-def _place(profiles: Sequence[Profile], missing: Counter[Profile], taken: Occupied) -> Iterator[tuple[Placement, ...]]:
-    if not profiles:
+def _place(missing: Sequence[tuple[Profile, int]], taken: int, media: bool) -> Iterator[tuple[Placement, ...]]:
+    if not missing:
         yield ()
         return
-    profile, rest = profiles[0], profiles[1:]
-    free = [p for p in (Placement(profile, start) for start in profile.starts) if taken.fits(p)]
-    for chosen in combinations(free, missing[profile]):
-        mask = sum(p.mask for p in chosen)
-        if mask.bit_count() != profile.memory_slices * len(chosen) or (profile.has_media and len(chosen) > 1):
+    profile, count = missing[0]
+    if profile.has_media and (media or count > 1):
+        return
+    free = [place for place in placements(profile) if not taken & place[0]]
+    for chosen in combinations(free, count):
+        mask = sum(bits for bits, _ in chosen)
+        if mask.bit_count() != profile.memory_slices * count:
             continue  # two of them overlap
-        after = Occupied(taken.mask | mask, taken.media or profile.has_media)
-        for others in _place(rest, missing, after):
-            yield (*chosen, *others)
+        for others in _place(missing[1:], taken | mask, media or profile.has_media):
+            yield (*(place for _, place in chosen), *others)
 
 
 def _rank(
@@ -133,9 +140,10 @@ def _rank(
 
 
 def _after(taken: Occupied, layout: Iterable[Placement]) -> Occupied:
+    mask, media = taken.mask, taken.media
     for placement in layout:
-        taken = taken.plus(placement)
-    return taken
+        mask, media = mask | placement.mask, media or placement.profile.has_media
+    return Occupied(mask, media)
 
 
 def has_room(table: MigTable, taken: Occupied, missing: Counter[Profile]) -> bool:
@@ -145,16 +153,39 @@ def has_room(table: MigTable, taken: Occupied, missing: Counter[Profile]) -> boo
 
 def _refuse(table: MigTable, used: Sequence[Instance], wanted: Sequence[Profile]) -> MigRefusal:
     names = ", ".join(str(p) for p in sorted(wanted, key=table.profiles.index))
-    for count in range(1, len(used) + 1):
-        for leaving in combinations(used, count):
-            staying = [i for i in used if i not in leaving]
-            if has_room(table, occupied(i.placement for i in staying), _missing(wanted, staying)):
-                whom = " and ".join(str(i) for i in leaving)
-                return MigRefusal(
-                    f"expected room for {names}, found {whom} in use in the way; wait until it is free, or choose "
-                    "profiles that fit beside it",
-                    leaving,
-                )
+    if has_room(table, Occupied(), Counter(wanted)):  # otherwise whoever leaves would leave in vain
+        leaving = _fewest_in_the_way(table, used, wanted)
+        whom = " and ".join(str(i) for i in leaving)
+        return MigRefusal(
+            f"expected room for {names}, found {whom} in use in the way; wait until it is free, or choose profiles "
+            "that fit beside it",
+            leaving,
+        )
     return MigRefusal(
         f"expected profiles that fit on one GPU together, found {names or 'none'}; ask for fewer or smaller ones"
     )
+
+
+def _fewest_in_the_way(table: MigTable, used: Sequence[Instance], wanted: Sequence[Profile]) -> tuple[Instance, ...]:
+    """Return the fewest instances without which what is wanted fits; it fits where all leave.
+
+    Seven instances can leave in 127 ways, so each of them is only bits and counts.
+    """
+    index = [table.profiles.index(i.placement.profile) for i in used]
+    bits, media = [i.placement.mask for i in used], [i.placement.profile.has_media for i in used]
+    missing = [0] * len(table.profiles)
+    for profile in wanted:
+        missing[table.profiles.index(profile)] += 1
+    for at in index:
+        missing[at] -= 1
+    taken, has_media = sum(bits), any(media)
+    for count in range(1, len(used)):
+        for leaving in combinations(range(len(used)), count):
+            counts = missing.copy()
+            for number in leaving:
+                counts[index[number]] += 1
+            stays = taken - sum(bits[number] for number in leaving)
+            is_media_taken = has_media and not any(media[number] for number in leaving)
+            if next(_placed(table, stays, is_media_taken, counts), None) is not None:
+                return tuple(used[number] for number in leaving)
+    return tuple(used)

@@ -19,6 +19,7 @@ from carpool_deviceplugin.mps_commands import PROGRAM
 from carpool_deviceplugin.mps_program import MpsProgram
 from carpool_deviceplugin.testing.kubelet import Kubelet
 
+from carpool_e2e.bench.agent_mig import MigTimes, measure_mig
 from carpool_e2e.bench.agentprocess import GPUS, READY, SPENT, TENANTS, pod_name, settings_in
 from carpool_e2e.bench.memory import resident_mib
 
@@ -55,8 +56,9 @@ class Cost:
     prestart_p99_ms: float
     mps_ready_s: float
     """The slowest of the daemons."""
+    mig: MigTimes
     load: float
-    """Of the machine, at the end."""
+    """Of the machine, when the agent had been looked at."""
 
 
 def p99(seconds: list[float]) -> float:
@@ -90,7 +92,8 @@ async def _measure(root: Path, tell: Callable[[str], None], window_s: float) -> 
         await process.wait()
         await kubelet.stop()
     ready_s = max(mps_ready(root / "daemons"))
-    return Cost(core, fakes, resident, p99(scrapes), p99(starts), ready_s, os.getloadavg()[0])
+    load, mig = os.getloadavg()[0], measure_mig(tell)
+    return Cost(core, fakes, resident, p99(scrapes), p99(starts), ready_s, mig, load)
 
 
 async def _port(process: asyncio.subprocess.Process) -> int:
