@@ -14,6 +14,7 @@ from carpool_deviceplugin.nvml.devices import NvmlDevices
 from carpool_deviceplugin.nvml.measuring import GPM, PLAIN
 from carpool_deviceplugin.nvml.mig import read_mig_devices, read_table
 from carpool_deviceplugin.nvml.values import Identity
+from carpool_deviceplugin.quoting import quoted
 from carpool_deviceplugin.sources.exporter import Exporter
 from carpool_deviceplugin.sources.host_engine import HostEngine
 
@@ -112,7 +113,11 @@ def _sees_the_host(proc: Path) -> bool:
 
 def _lacking_for_mps(mps_host: str) -> str:
     if mps_host and MpsProgram.is_installed():
-        return "" if Path(mps_host).is_socket() else f"the MPS daemons' host at {mps_host}; look at the pod carpool-mps"
+        return (
+            ""
+            if Path(mps_host).is_socket()
+            else f"the MPS daemons' host at {quoted(mps_host)}; look at the pod carpool-mps"
+        )
     return MpsProgram.missing()
 
 

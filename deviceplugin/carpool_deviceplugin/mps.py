@@ -17,6 +17,7 @@ from carpool_core.values import GpuUuid
 
 from carpool_deviceplugin.leftovers import empty, make_empty, put_away, sweep
 from carpool_deviceplugin.mps_commands import MpsCommands, MpsError
+from carpool_deviceplugin.quoting import quoted
 
 _UUID = re.compile(r"GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _PID = re.compile(r"[0-9]{1,7}")
@@ -75,7 +76,7 @@ class Mps:
     def directory(self, uuid: GpuUuid) -> Path:
         """Return a GPU's directory; raises MpsError for what is no UUID: names become paths here."""
         if not _UUID.fullmatch(uuid):
-            raise MpsError(f"expected a GPU's UUID such as GPU-8f2c…, found {uuid!r}")
+            raise MpsError(f"expected a GPU's UUID such as GPU-8f2c…, found {quoted(uuid)}")
         return self._directory / uuid
 
     def pipe(self, uuid: GpuUuid) -> Path:

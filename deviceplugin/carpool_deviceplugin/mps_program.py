@@ -11,6 +11,7 @@ from pathlib import Path
 
 from carpool_deviceplugin.mps_commands import PID_FILE, PROGRAM, MpsError
 from carpool_deviceplugin.mps_processes import began, end, group, of_directory, written
+from carpool_deviceplugin.quoting import printable
 from carpool_deviceplugin.talking import LONGEST_ANSWER, talk
 
 RECORD = "daemon"
@@ -174,7 +175,7 @@ class MpsProgram:
         except OSError as e:
             raise MpsError(f"expected to run {command[0]}, found {e}") from e
         if ended.returncode:
-            raise MpsError(f"{PROGRAM} ended with {ended.returncode}: {said[:500] or 'it said nothing'}")
+            raise MpsError(f"{PROGRAM} ended with {ended.returncode}: {printable(said[:500]) or 'it said nothing'}")
 
     def _run(self, command: list[str], environment: Mapping[str, str], text: str) -> str:
         try:
@@ -197,7 +198,7 @@ class MpsProgram:
             raise MpsError(f"expected to run {command[0]}, found {e}") from e
         said = (output + errors).strip()
         if process.returncode or "Cannot find MPS control daemon" in said:
-            raise MpsError(f"{PROGRAM} ended with {process.returncode}: {said[:500] or 'it said nothing'}")
+            raise MpsError(f"{PROGRAM} ended with {process.returncode}: {printable(said[:500]) or 'it said nothing'}")
         return output
 
 

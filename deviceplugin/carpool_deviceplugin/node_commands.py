@@ -19,12 +19,13 @@ from carpool_deviceplugin.mig.profiles import MigTable, Profile, UnknownProfileE
 from carpool_deviceplugin.mps import Mps, SharedMemory
 from carpool_deviceplugin.mps_host import MpsHost
 from carpool_deviceplugin.mps_program import MpsProgram
-from carpool_deviceplugin.node_input import InputError, node_settings
+from carpool_deviceplugin.node_input import InputError, find_gpu, node_settings
 from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
 from carpool_deviceplugin.nvml.devices import NvmlDevices
 from carpool_deviceplugin.nvml.library import NvmlLibrary, installed
 from carpool_deviceplugin.nvml.mig import read_table
 from carpool_deviceplugin.nvml.mig_run import run_plan
+from carpool_deviceplugin.quoting import quoted
 from carpool_deviceplugin.settings import AgentSettings
 
 _NOBODYS = (
@@ -67,7 +68,11 @@ def inspect(context: click.Context) -> None:
 
 
 @node.command(short_help="Print the steps that divide a GPU; --apply takes them.")
-@click.option("--gpu", required=True, help="Index or UUID of the GPU, as `carpool node inspect` prints them.")
+@click.option(
+    "--gpu",
+    required=True,
+    help="Index or UUID of the GPU, or UUID of a MIG device on it, as `carpool node inspect` prints them.",
+)
 @click.option("--to", "target", required=True, help="What it should be: mig:PROFILE[,PROFILE…]; mig: alone for none.")
 @click.option("--apply", "is_applied", is_flag=True, help="Take the steps; otherwise they are only printed.")
 @click.option("--destroy-others", is_flag=True, help="Also destroy idle instances that Carpool's agent did not make.")
@@ -76,7 +81,7 @@ def plan(context: click.Context, gpu: str, target: str, is_applied: bool, destro
     """Print the steps that divide a GPU as wanted, touching nothing in use; --apply takes them."""
     devices = _devices(context, node_settings())
     try:
-        _plan(devices, _gpu(devices, gpu), target, is_applied=is_applied, may_destroy=destroy_others)
+        _plan(devices, find_gpu(devices, gpu), target, is_applied=is_applied, may_destroy=destroy_others)
     except (DeviceError, UnknownProfileError) as e:
         raise InputError(str(e)) from e
 
@@ -115,30 +120,24 @@ def listening(socket: Path, state_dir: Path, shared: SharedMemory | None = None)
     try:
         state_dir.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise InputError(f"--state-dir: expected a directory, or to make one, found {e}") from e
+        raise InputError(
+            f"--state-dir: expected a directory at {quoted(state_dir)}, found {e.strerror}; name another"
+        ) from e
     try:
         return MpsHost(socket, Mps(MpsProgram(), state_dir / "mps", shared))
     except OSError as e:
-        raise InputError(f"--socket: expected to listen on {socket}, found {e}; its directory must be there") from e
-
-
-def _gpu(devices: NvmlDevices, name: str) -> GpuUuid:
-    """Find a GPU by its index or UUID; raises DeviceError."""
-    uuids = devices.uuids
-    if name in uuids:
-        return GpuUuid(name)
-    if not name.isdecimal() or int(name) >= len(uuids):
-        raise DeviceError(f"--gpu: expected a GPU from 0 to {len(uuids) - 1}, or its UUID, found {name}")
-    return uuids[int(name)]
+        raise InputError(
+            f"--socket: expected to listen on {quoted(socket)}, found {e.strerror or e}; name another one"
+        ) from e
 
 
 def _wanted(table: MigTable, target: str) -> list[Profile]:
     kind, colon, names = target.strip().casefold().partition(":")
     if (kind, colon) == ("mig", ":"):
         return [table.find(name.strip()) for name in names.split(",") if name.strip()]
-    expected = f"expected --to mig:PROFILE[,PROFILE…], found {target!r}"
+    expected = f"expected --to mig:PROFILE[,PROFILE…], found {quoted(target)}"
     if all(name.strip() in table.by_name for name in kind.split(",")):
-        raise DeviceError(f"{expected}; did you mean mig:{kind}")
+        raise DeviceError(f"{expected}; did you mean {quoted(f'mig:{kind}')}")
     raise DeviceError(f"{expected}; other modes need no preparation")
 
 
@@ -186,7 +185,9 @@ def _plan(devices: NvmlDevices, uuid: GpuUuid, target: str, *, is_applied: bool,
     if not is_applied:
         return
     if more := _beyond(found.kept, wanted):
-        raise click.ClickException(f"GPU {uuid}: expected {target}, found more, in use: {', '.join(map(str, more))}")
+        raise click.ClickException(
+            f"GPU {uuid}: expected {quoted(target)}, found more, in use: {', '.join(map(str, more))}"
+        )
     click.echo("done")
 
 

@@ -18,6 +18,7 @@ from carpool_deviceplugin.gpu import (
     Step,
     StopMps,
 )
+from carpool_deviceplugin.quoting import quoted
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +170,7 @@ def _impossible_instance(actual: GpuActual, wanted: Reservation) -> str:
     if profile is None:
         return (
             f"GPU {actual.uuid}: expected migProfile out of {', '.join(profiles) or 'none'}, found "
-            f"{(wanted.mig_profile or '')[:64]!r}; reserve one of those"
+            f"{quoted(wanted.mig_profile or '')}; reserve one of those"
         )
     if (wanted.memory_limit_mib or 0) > profile.memory_mib:
         return (

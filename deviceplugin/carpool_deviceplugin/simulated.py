@@ -30,6 +30,7 @@ from carpool_deviceplugin.gpu import (
     Step,
     StopMps,
 )
+from carpool_deviceplugin.quoting import quoted
 
 CONTAINER_GPUS = "/run/carpool/gpus"
 CONTAINER_MPS = "/run/carpool/mps"
@@ -55,10 +56,10 @@ def parse_inventory(text: str) -> list[GpuProduct]:
         name, colon, count = part.strip().rpartition(":")
         if not colon:
             name, count = count, "1"
-        if not count.isdecimal() or not 1 <= int(count) <= 64:
+        if not count.isdecimal() or len(count) > 2 or not 1 <= int(count) <= 64:
             raise NoDevicesError(
                 f'CARPOOL_SIMULATED_GPUS: expected PRODUCT:COUNT such as "NVIDIA A100-SXM4-40GB:4", with a count '
-                f"from 1 to 64; found {part.strip()!r}"
+                f"from 1 to 64; found {quoted(part.strip())}"
             )
         try:
             products += [find_product(name.strip())] * int(count)

@@ -17,18 +17,24 @@ from carpool_deviceplugin.battery.recording import record
 from carpool_deviceplugin.battery.report import TRIALS, Outcome, Report, Verdict, tried, write
 from carpool_deviceplugin.devices import NoDevicesError
 from carpool_deviceplugin.gpu import DeviceError
-from carpool_deviceplugin.node_input import InputError, node_settings
+from carpool_deviceplugin.node_input import InputError, find_gpu, node_settings
 from carpool_deviceplugin.nvml.library import installed
+from carpool_deviceplugin.quoting import quoted
 
 
 @click.command(short_help="Try the agent on a real GPU that nobody uses.")
-@click.option("--gpu", type=int, default=0, show_default=True, help="Index of a GPU that nobody uses.")
+@click.option(
+    "--gpu",
+    default="0",
+    show_default=True,
+    help="Index or UUID of a GPU that nobody uses, or UUID of a MIG device on it.",
+)
 @click.option("--only", multiple=True, type=click.Choice([*TRIALS]), help="Try this; several times for several.")
 @click.option("--python", default=sys.executable, help="An interpreter with PyTorch; this one where left out.")
 @click.option("--mig", is_flag=True, help="MIG instances may be made and destroyed on this GPU.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="File to write what came of it to.")
 @click.pass_context
-def battery(context: click.Context, gpu: int, only: tuple[str, ...], python: str, mig: bool, out: Path | None) -> None:
+def battery(context: click.Context, gpu: str, only: tuple[str, ...], python: str, mig: bool, out: Path | None) -> None:
     """Try the agent on a real GPU that nobody uses: MPS, limits, measures, energy, faults. Takes about ten minutes."""
     try:
         temporary = tempfile.TemporaryDirectory(prefix="carpool-battery-")
@@ -37,7 +43,9 @@ def battery(context: click.Context, gpu: int, only: tuple[str, ...], python: str
     with temporary as directory:
         machine = context.obj if context.obj is not None else _machine(Path(directory), python)
         try:
-            outcomes = _run(Trial(machine, _idle(machine, gpu), may_divide=mig), set(only or TRIALS), out)
+            outcomes = _run(
+                Trial(machine, _idle(machine, find_gpu(machine.devices, gpu)), may_divide=mig), set(only or TRIALS), out
+            )
         except DeviceError as e:
             raise InputError(str(e)) from e
         finally:
@@ -52,7 +60,7 @@ def battery(context: click.Context, gpu: int, only: tuple[str, ...], python: str
 def _machine(directory: Path, python: str) -> RealMachine:
     settings = node_settings()
     if shutil.which(python) is None:
-        raise InputError(f"--python: expected an interpreter, found no program {python}")
+        raise InputError(f"--python: expected an interpreter, found no program {quoted(python)}; give its path")
     try:
         return RealMachine(
             installed(),
@@ -65,18 +73,15 @@ def _machine(directory: Path, python: str) -> RealMachine:
         raise InputError(str(e)) from e
 
 
-def _idle(machine: Machine, index: int) -> GpuUuid:
-    """Return a GPU that nobody uses; raises DeviceError."""
-    uuids = machine.devices.uuids
-    if not 0 <= index < len(uuids):
-        raise DeviceError(f"expected a GPU from 0 to {len(uuids) - 1}, found {index}")
-    actual = machine.devices.actual(uuids[index])
+def _idle(machine: Machine, uuid: GpuUuid) -> GpuUuid:
+    """Return a GPU if nobody uses it; raises DeviceError."""
+    actual = machine.devices.actual(uuid)
     if actual.tenants or actual.problem:
         raise DeviceError(
-            f"GPU {uuids[index]}: expected one that is well and that nobody uses, found "
+            f"GPU {uuid}: expected one that is well and that nobody uses, found "
             f"{actual.problem or f'pods {sorted(actual.tenants)}'}; the battery starts and kills processes there"
         )
-    return uuids[index]
+    return uuid
 
 
 def _run(trial: Trial, names: set[str], out: Path | None) -> list[Outcome]:
@@ -90,7 +95,7 @@ def _run(trial: Trial, names: set[str], out: Path | None) -> list[Outcome]:
         report.outcomes.append(outcome)
         _keep(report, out)
     if out is not None:
-        click.echo(f"written to {out}")
+        click.echo(f"written to {quoted(out)}")
     return report.outcomes
 
 
@@ -99,4 +104,6 @@ def _keep(report: Report, out: Path | None) -> None:
         if out is not None:
             write(report, out)
     except OSError as e:
-        raise DeviceError(f"--out: expected to write to {out}, found {e}") from e
+        raise DeviceError(
+            f"--out: expected to write to {quoted(out)}, found {e.strerror}; give a file in a directory that is there"
+        ) from e

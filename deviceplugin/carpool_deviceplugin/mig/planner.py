@@ -16,6 +16,9 @@ from carpool_deviceplugin.mig.layout import (
 )
 from carpool_deviceplugin.mig.profiles import MigTable, Profile
 
+_MOST_NAMED = 8
+"""Profiles in a sentence: more than fit on any GPU."""
+
 
 @dataclass(frozen=True, slots=True)
 class Destroy:
@@ -152,7 +155,8 @@ def has_room(table: MigTable, taken: Occupied, missing: Counter[Profile]) -> boo
 
 
 def _refuse(table: MigTable, used: Sequence[Instance], wanted: Sequence[Profile]) -> MigRefusal:
-    names = ", ".join(str(p) for p in sorted(wanted, key=table.profiles.index))
+    names = ", ".join(str(p) for p in sorted(wanted, key=table.profiles.index)[:_MOST_NAMED])
+    names += f" and {len(wanted) - _MOST_NAMED:,} more" if len(wanted) > _MOST_NAMED else ""
     if has_room(table, Occupied(), Counter(wanted)):  # otherwise whoever leaves would leave in vain
         leaving = _fewest_in_the_way(table, used, wanted)
         whom = " and ".join(str(i) for i in leaving)

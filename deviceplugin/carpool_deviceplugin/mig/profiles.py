@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from carpool_deviceplugin.quoting import quoted
+
 
 @dataclass(frozen=True, slots=True)
 class Profile:
@@ -54,7 +56,7 @@ class MigTable:
             return self.by_name[name]
         except KeyError:
             raise UnknownProfileError(
-                f"expected a MIG profile out of {', '.join(self.by_name) or 'none'}, found {name!r}"
+                f"expected a MIG profile out of {', '.join(self.by_name) or 'none'}, found {quoted(name)}"
             ) from None
 
 

@@ -12,6 +12,7 @@ from carpool_deviceplugin.nvml.calls import Session
 from carpool_deviceplugin.nvml.reading import read_processes
 from carpool_deviceplugin.nvml.values import RunningProcess
 from carpool_deviceplugin.processes import Process, ProcTree
+from carpool_deviceplugin.quoting import printable
 
 _HANGS_AFTER_S = 10.0
 """A daemon that has not answered for so long is none that is merely slow."""
@@ -128,7 +129,11 @@ class Watcher:
 
 def name_of(stranger: Process | int) -> str:
     """Such as `process 42 (python)`."""
-    return f"process {stranger}" if isinstance(stranger, int) else f"process {stranger.pid} ({stranger.name[:32]})"
+    return (
+        f"process {stranger}"
+        if isinstance(stranger, int)
+        else f"process {stranger.pid} ({printable(stranger.name[:32])})"
+    )
 
 
 def about_strangers(found: Sequence[Process | int]) -> str:
