@@ -1,6 +1,7 @@
 """Logging: an event of a few words with key-values, on standard error, the same for our own and for libraries' logs."""
 
 import logging
+import os
 import sys
 from typing import TextIO
 
@@ -29,13 +30,16 @@ def configure(settings: LogSettings, process: str, *, stream: TextIO | None = No
         _NamedProcess(process),
         structlog.processors.StackInfoRenderer(),
     ]
+    out = stream or sys.stderr
     is_json = settings.format is LogFormat.JSON
     final: list[Processor] = (
         [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(serializer=_encode)]
         if is_json
-        else [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
+        else [
+            structlog.dev.ConsoleRenderer(colors=_shows_colours(out), exception_formatter=structlog.dev.plain_traceback)
+        ]
     )
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler = logging.StreamHandler(out)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared, processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *final]
@@ -55,6 +59,11 @@ def configure(settings: LogSettings, process: str, *, stream: TextIO | None = No
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=False,
     )
+
+
+def _shows_colours(stream: TextIO) -> bool:
+    """Whether it is a terminal of somebody who has not said that they want none (https://no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR")
 
 
 class _NamedProcess:

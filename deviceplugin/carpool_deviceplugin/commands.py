@@ -20,6 +20,10 @@ from carpool_deviceplugin.metrics import AgentCollector
 from carpool_deviceplugin.settings import AgentSettings
 
 
+class PortError(Exception):
+    """Metrics cannot be served as configured; the message says what to set."""
+
+
 async def serve(settings: AgentSettings) -> None:
     """Run one agent until SIGTERM or SIGINT."""
     clock, registry = SystemClock(), CollectorRegistry()
@@ -28,7 +32,13 @@ async def serve(settings: AgentSettings) -> None:
         agent = build(settings, api, clock, devices)
         registry.register(AgentCollector(agent))
         metrics.build_info(registry, "agent", version("carpool"))
-        server = await metrics.serve(registry, settings.metrics_port, readiness=agent.unready)
+        try:
+            server = await metrics.serve(registry, settings.metrics_port, readiness=agent.unready)
+        except (OSError, OverflowError) as e:
+            raise PortError(
+                f"CARPOOL_METRICS_PORT: expected a free port from 1 to 65535, found {settings.metrics_port}: {e}"
+                "; set another"
+            ) from e
         structlog.get_logger().info(
             "agent started", gpus=len(devices.uuids), simulated=devices.simulated, metrics_port=server.port
         )
@@ -52,5 +62,5 @@ def agent(settings: AgentSettings) -> None:
     logs.configure(settings.log, "agent")
     try:
         asyncio.run(serve(settings))
-    except (NoDevicesError, KubeConfigError) as e:
+    except (NoDevicesError, KubeConfigError, PortError) as e:
         raise click.ClickException(str(e)) from e

@@ -54,6 +54,26 @@ def test_console_is_for_people() -> None:
     assert not stream.getvalue().startswith("{")
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "no_color", "has_colours"),
+    [(io.StringIO(), "", False), (Terminal(), "", True), (Terminal(), "1", False)],
+    ids=["file", "terminal", "unwanted"],
+)
+def test_colours_are_for_terminals(
+    stream: io.StringIO, no_color: str, has_colours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: files and `kubectl logs` had them, too."""
+    monkeypatch.setenv("NO_COLOR", no_color)
+    logs.configure(LogSettings(format=LogFormat.CONSOLE), "agent", stream=stream)
+    structlog.get_logger().warning("watch failed", retry_in_s=0.2)
+    assert ("watch failed" in stream.getvalue(), "\x1b" in stream.getvalue()) == (True, has_colours)
+
+
 def test_what_is_less_severe_is_left_out() -> None:
     stream, log = _lines(LogSettings(level=LogLevel.WARNING))
     log.info("ordinary")  # type: ignore[attr-defined]

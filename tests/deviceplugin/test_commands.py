@@ -1,11 +1,17 @@
 """`carpool agent`, as far as it gets without an API server."""
 
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from carpool_deviceplugin.app import find_devices
 from carpool_deviceplugin.commands import agent
 from carpool_deviceplugin.devices import NoDevicesError
 from carpool_deviceplugin.settings import AgentSettings
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 
 def test_help_names_every_variable() -> None:
@@ -32,6 +38,73 @@ def test_state_directory_that_cannot_be_written(tmp_path) -> None:
     (tmp_path / "state").write_text("a file")
     with pytest.raises(NoDevicesError, match="CARPOOL_STATE_DIR: expected to write to"):
         find_devices(AgentSettings(node_name="n", simulated_gpus="Tesla T4:1", state_dir=tmp_path / "state"))
+
+
+KUBECONFIG = """
+apiVersion: v1
+kind: Config
+clusters: [{name: c, cluster: {server: "http://127.0.0.1:1"}}]
+contexts: [{name: c, context: {cluster: c, user: u}}]
+current-context: c
+users: [{name: u, user: {token: x}}]
+"""
+
+
+def begin(tmp_path: Path, *arguments: str, kubeconfig: str = KUBECONFIG) -> Result:
+    (tmp_path / "kubeconfig").write_text(kubeconfig)
+    return CliRunner().invoke(
+        agent,
+        ["--node-name", "n", "--kubeconfig", str(tmp_path / "kubeconfig"), *arguments],
+        env={"CARPOOL_SIMULATED_GPUS": "Tesla T4:1", "CARPOOL_STATE_DIR": str(tmp_path / "state")},
+    )
+
+
+def test_a_port_that_cannot_be_had_is_a_sentence(tmp_path: Path) -> None:
+    """Regression: it was a traceback."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        for port, why in ((str(taken.getsockname()[1]), "address already in use"), ("99999", "0-65535")):
+            found = begin(tmp_path, "--metrics-port", port)
+            said = f"Error: CARPOOL_METRICS_PORT: expected a free port from 1 to 65535, found {port}: "
+            assert (found.exit_code, found.output.startswith(said)) == (1, True), found.output
+            assert why in found.output
+            assert found.output.endswith("; set another\n")
+
+
+@pytest.mark.parametrize("kubeconfig", ["", "no: config"])
+def test_no_way_to_an_api_server_is_a_sentence(tmp_path: Path, kubeconfig: str) -> None:
+    found = begin(tmp_path, kubeconfig=kubeconfig)
+    assert (found.exit_code, len(found.output.splitlines())) == (1, 1), found.output
+    assert found.output.startswith("Error: ")
+    assert str(tmp_path / "kubeconfig") in found.output
+
+
+def test_an_api_server_that_is_away_is_waited_for(tmp_path: Path) -> None:
+    """It says so in each warning, and at /readyz; whoever starts it anew does not help."""
+    (tmp_path / "kubeconfig").write_text(KUBECONFIG)
+    told = {
+        "NODE_NAME": "n",
+        "SIMULATED_GPUS": "Tesla T4:1",
+        "STATE_DIR": str(tmp_path / "state"),
+        "KUBELET": "false",
+        "METRICS_PORT": "0",
+    }
+    environment = {f"CARPOOL_{name}": value for name, value in told.items()}
+    with subprocess.Popen(
+        [sys.executable, "-m", "carpool_deviceplugin"],
+        env={**os.environ, **environment, "KUBECONFIG": str(tmp_path / "kubeconfig")},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        said: list[str] = []
+        for line in process.stderr:
+            said.append(line)
+            if "watch failed" in line:
+                process.terminate()
+    printed = "".join(said)
+    assert "cannot reach http://127.0.0.1:1" in printed
+    assert ("agent stopped" in printed, "Traceback" in printed, process.returncode) == (True, False, 0), printed
 
 
 def test_without_gpus_the_command_says_what_to_set() -> None:

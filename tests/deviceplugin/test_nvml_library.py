@@ -98,7 +98,8 @@ def test_drivers_word_on_mig_agrees_with_the_table(kind: str) -> None:
         (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, "found it not loaded: run modprobe nvidia"),
         (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, "found different ones"),
         (pynvml.NVML_ERROR_NO_PERMISSION, "found no permission: give the container /dev/nvidiactl"),
-        (pynvml.NVML_ERROR_UNKNOWN, "expected NVML to start, found"),
+        (pynvml.NVML_ERROR_UNKNOWN, "expected NVML to start, found: Unknown Error; look at dmesg and nvidia-smi -q"),
+        (777, "found: NVML Error with code 777; this code is newer than the agent"),
     ],
 )
 def test_no_start_says_what_to_do(code: int, says: str) -> None:
@@ -123,6 +124,22 @@ def test_errors_say_which_call_on_which_gpu(code: int, kind: type[NvmlError]) ->
     with pytest.raises(kind, match=f"GPU {uuid}: nvmlDeviceGetMemoryInfo failed: .*; ") as caught:
         read_telemetry(session, uuid)
     assert isinstance(caught.value.__cause__, pynvml.NVMLError)
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        (777, "NVML Error with code 777; this code is newer than the agent, .*: update the agent, and look at dmesg"),
+        (pynvml.NVML_ERROR_UNKNOWN, "Unknown Error; look at dmesg .*; if it stays so, restart the node"),
+        (pynvml.NVML_ERROR_INSUFFICIENT_POWER, "; look at its power cables"),
+    ],
+)
+def test_errors_say_what_to_do_whatever_their_code(code: int, says: str) -> None:
+    """Regression: a code that was not foreseen, one of a newer driver above all, gave no way out."""
+    fake, session, (uuid,) = opened("T4")
+    fake.fail_next("nvmlDeviceGetMemoryInfo", code)
+    with pytest.raises(NvmlError, match=says):
+        read_telemetry(session, uuid)
 
 
 def test_old_driver_without_a_function_is_a_value() -> None:

@@ -16,6 +16,7 @@ import pynvml
 
 from carpool_deviceplugin.devices import NoDevicesError
 from carpool_deviceplugin.gpu import DeviceError
+from carpool_deviceplugin.nvml import advice
 from carpool_deviceplugin.nvml.library import Handle, NvmlLibrary
 
 T = TypeVar("T")
@@ -54,27 +55,6 @@ _ABSENT = {
 }
 """The GPU, or a driver older than the bindings, does not know it."""
 
-_ADVICE = {
-    pynvml.NVML_ERROR_GPU_IS_LOST: "it has fallen off the bus: look at dmesg for its last XID and reset or replace it",
-    pynvml.NVML_ERROR_RESET_REQUIRED: "drain it and run nvidia-smi --gpu-reset",
-    pynvml.NVML_ERROR_UNINITIALIZED: "the agent opens the driver again at its next look",
-    pynvml.NVML_ERROR_DRIVER_NOT_LOADED: "load the driver (modprobe nvidia); the agent looks again",
-    pynvml.NVML_ERROR_NO_PERMISSION: "run the agent as root with the device nodes and, for MIG, CAP_SYS_ADMIN",
-    pynvml.NVML_ERROR_IN_USE: "something still uses it: end its processes, DCGM and nvidia-persistenced among them",
-    pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: "library and kernel module are of different versions: restart the node",
-    pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES: "no room for it where it was to stand",
-}
-
-_NO_START = {
-    pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: "expected libnvidia-ml.so.1, found none: install NVIDIA's driver on the node; "
-    "in a container, run it with the nvidia runtime class (or the driver's libraries mounted)",
-    pynvml.NVML_ERROR_DRIVER_NOT_LOADED: "expected NVIDIA's kernel module, found it not loaded: run modprobe nvidia",
-    pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: "expected library and kernel module of one version, found "
-    "different ones: the driver was updated under a running kernel module; restart the node",
-    pynvml.NVML_ERROR_NO_PERMISSION: "expected to be allowed to talk to the driver, found no permission: give the "
-    "container /dev/nvidiactl and /dev/nvidia* and run it as root",
-}
-
 
 class Session:
     """One use of the library. Thread-safe; survives a driver that goes away and comes back."""
@@ -92,8 +72,7 @@ class Session:
         try:
             self._reopen()
         except pynvml.NVMLError as e:
-            why = _NO_START.get(e.value, f"expected NVML to start, found: {e}")
-            raise NoDevicesError(why) from e
+            raise NoDevicesError(advice.on_start(e.value, str(e))) from e
 
     def _reopen(self) -> None:
         with self._lock:
@@ -161,8 +140,7 @@ class Session:
 
     def _wrapped(self, gpu: str, name: str, error: pynvml.NVMLError) -> NvmlError:
         code = error.value
-        advice = _ADVICE.get(code, "look at dmesg and nvidia-smi -q")
-        message = f"{f'GPU {gpu}' if gpu else 'NVML'}: {name} failed: {error}; {advice}"
+        message = f"{f'GPU {gpu}' if gpu else 'NVML'}: {name} failed: {error}; {advice.on_call(code)}"
         if code in _GONE:
             self._forget()
             return DriverGoneError(message, code)
