@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pynvml
 import pytest
-from carpool_deviceplugin.battery.contract import CONTRACT
+from carpool_deviceplugin.battery.contract import CONTRACT, processes_make_sense, utilization_makes_sense
 from carpool_deviceplugin.battery.hardware import LOAD, Attributed, ProcessLoad, RealMachine
 from carpool_deviceplugin.battery.ports import Kind, SkippedError, Trial
 from carpool_deviceplugin.battery.recording import Recording, differences, record
@@ -127,6 +127,63 @@ def test_the_contract_finds_a_driver_that_breaks_it(tmp_path: Path) -> None:
     assert "expected a power limit from 5 to 5,000 W" in broken["identity_makes_sense"][1]
     assert "expected a temperature from -20 to 130 C" in "".join(broken["telemetry_makes_sense"])
     assert "expected less than a quarter" in try_out(there, "contract")["contract"].said
+
+
+NOW_S = 1_700_000_000.0
+
+
+class Otherwise(FakeNvml):
+    """What processes did is told in another way."""
+
+    def __init__(self, samples: list[tuple[int, int, int]] | None) -> None:
+        super().__init__(["T4"])
+        self._samples = samples
+
+    def nvmlDeviceGetProcessUtilization(self, handle: object, since_us: int) -> list:  # noqa: N802  # NVIDIA's name
+        if self._samples is None:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return [
+            pynvml.c_nvmlProcessUtilizationSample_t(pid=pid, timeStamp=at_us, smUtil=sm)
+            for pid, at_us, sm in self._samples
+        ]
+
+
+@pytest.mark.parametrize(
+    ("samples", "says"),
+    [
+        ([(42, 1_699_999_999_000_000, 50), (43, 1_699_999_999_000_000, 100)], ""),
+        ([], ""),
+        ([(0, 0, 65535)], ""),
+        ([(2**31, 1_699_999_999_000_000, 50)], "expected a process ID, found (2147483648"),
+        ([(42, 1_700_000_003_000_000, 50)], "and none to come, found (42, 1700000003000000"),
+        ([(42, 1_699_999_999_000, 50)], "expected microseconds since 1970"),
+        ([(42, 1_699_999_999_000_000_000, 50)], "expected microseconds since 1970"),
+        ([(42, 90_000_000, 50)], "expected microseconds since 1970"),
+        ([(42, 1_699_999_999_000_000, 50)] * 2, "expected each process once at each moment"),
+        (None, "found that it cannot say, though MIG is not on"),
+    ],
+    ids=[
+        "fine", "nobody", "unfilled", "pid", "future", "milliseconds", "nanoseconds", "since-boot", "twice", "silent"
+    ],
+)  # fmt: skip
+def test_the_contract_looks_at_what_processes_did(samples: list[tuple[int, int, int]] | None, says: str) -> None:
+    session = Session(Otherwise(samples))
+    session.open()
+    found = list(utilization_makes_sense(session, lambda: NOW_S))
+    assert [says in one for one in found] == [True] * bool(says), found
+
+
+@pytest.mark.parametrize(
+    ("pid", "memory_mib", "instance", "says"),
+    [(2**23, 1, None, "a process ID"), (42, 20_000, None, "no more memory"), (42, 1, 3, "an instance only")],
+)
+def test_the_contract_looks_at_processes(pid: int, memory_mib: int, instance: int | None, says: str) -> None:
+    fake = FakeNvml(["T4"])
+    fake.start(0, pid, memory_mib, instance=instance)
+    session = Session(fake)
+    session.open()
+    (found,) = processes_make_sense(session)
+    assert f"expected {says}" in found
 
 
 # What came back, and the fakes beside it.

@@ -42,9 +42,18 @@ LIBRARIES = [
 ]
 
 
+def at_work(kind: str) -> FakeNvml:
+    """Two GPUs of a kind; on the first one two processes have run for a while."""
+    fake = FakeNvml([kind, kind])
+    for pid, sm in ((42, 0.25), (43, 0.5)):
+        fake.start(0, pid, 1000).sm = sm
+    fake.advance(3)
+    return fake
+
+
 @pytest.fixture(params=LIBRARIES)
 def session(request) -> Iterator[Session]:
-    library: NvmlLibrary = installed() if request.param == "installed" else FakeNvml([request.param, request.param])
+    library: NvmlLibrary = installed() if request.param == "installed" else at_work(request.param)
     opened = Session(library)
     opened.open()
     yield opened

@@ -1,7 +1,9 @@
 """What holds for NVML on every GPU, real or not, as far as the agent relies on it. It only reads."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 
+from carpool_deviceplugin.nvml.accounting import AHEAD_US
 from carpool_deviceplugin.nvml.calls import NvmlError, Session
 from carpool_deviceplugin.nvml.gpm import Gpm
 from carpool_deviceplugin.nvml.mig import read_table
@@ -16,6 +18,10 @@ from carpool_deviceplugin.nvml.xids import XidWatch
 
 Rule = Callable[[Session], Iterator[str]]
 """Yields what is otherwise than expected."""
+_BEYOND_PIDS = 2**22 + 1
+"""The kernel has no larger ones."""
+_FIRST_STAMP_US = 1_500_000_000_000_000
+"""In 2017: what is less is counted in other units, or from another moment."""
 NO_GPU = "GPU-00000000-0000-0000-0000-000000000000"
 
 
@@ -56,11 +62,42 @@ def telemetry_makes_sense(session: Session) -> Iterator[str]:
             yield f"expected an energy counter that never falls, found {first.energy_mj}, then {second.energy_mj}"
 
 
-def processes_can_be_asked(session: Session) -> Iterator[str]:
-    """Processes have IDs, and what they did can be read."""
+def processes_make_sense(session: Session) -> Iterator[str]:
+    """Processes have IDs and no more memory than there is, and are told once, on an instance only where those are."""
     for uuid in list_gpus(session):
-        yield from (f"expected process IDs, found {p.pid}" for p in read_processes(session, uuid) if p.pid <= 0)
-        read_utilization(session, uuid, 0)
+        known, found = read_identity(session, uuid), read_processes(session, uuid)
+        for p in found:
+            fine = {
+                "a process ID": 0 < p.pid < _BEYOND_PIDS,
+                "no more memory than there is, or none told": 0 <= (p.memory_mib or 0) <= known.memory_mib,
+                "an instance only where MIG is switched on": p.gpu_instance_id is None or known.mig_enabled,
+            }
+            yield from _unmet(fine, p)
+        if len({(p.pid, p.gpu_instance_id) for p in found}) < len(found):
+            yield f"expected each process once, found {found}"
+
+
+def utilization_makes_sense(session: Session, wall: Callable[[], float] = time.time) -> Iterator[str]:
+    """What a process did is a share at a moment of the node's clock; a GPU that is not divided can say it.
+
+    A GPU that cannot says so, and does not claim that nobody has done anything.
+    """
+    for uuid in list_gpus(session):
+        found = read_utilization(session, uuid, 0)
+        if found is None:
+            if not read_identity(session, uuid).mig_enabled:
+                yield f"GPU {uuid}: expected what its processes did, found that it cannot say, though MIG is not on"
+            continue
+        latest = round(1e6 * wall()) + AHEAD_US
+        for pid, at_us, sm_percent in found:
+            fine = {
+                "a process ID": 0 < pid < _BEYOND_PIDS,
+                "0 to 100% of the SMs": 0 <= sm_percent <= 100,
+                "microseconds since 1970, and none to come": _FIRST_STAMP_US < at_us <= latest,
+            }
+            yield from _unmet(fine, (pid, at_us, sm_percent))
+        if len({(pid, at_us) for pid, at_us, _ in found}) < len(found):
+            yield f"GPU {uuid}: expected each process once at each moment, found {found}"
 
 
 def gpm_says_ratios_or_nothing(session: Session) -> Iterator[str]:
@@ -114,7 +151,8 @@ def unknown_gpu_is_an_error_that_names_it(session: Session) -> Iterator[str]:
 CONTRACT: Sequence[Rule] = (
     identity_makes_sense,
     telemetry_makes_sense,
-    processes_can_be_asked,
+    processes_make_sense,
+    utilization_makes_sense,
     gpm_says_ratios_or_nothing,
     xids_can_be_watched,
     mig_profiles_lie_within_the_gpu,

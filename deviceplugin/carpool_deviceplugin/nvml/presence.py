@@ -103,7 +103,12 @@ class Watcher:
         return seen
 
     def recent(self, uuid: GpuUuid, foreign: frozenset[int] = frozenset()) -> tuple[Presence, MpsStatus]:
-        """Return what was seen a moment ago, once; otherwise look, as whoever changes a GPU must. Raises NvmlError."""
+        """Return who is on a GPU for one who only tells of it, such as its health; raises NvmlError.
+
+        What `now` saw half a second ago or less is good enough for that, once: whoever asks next gets a look of their
+        own, and so does whoever asks when `forget` was called since, or leaves out others' instances. Whoever is about
+        to change the GPU must not rely on it, and calls `look`.
+        """
         at, seen = self._last.pop(uuid, (-math.inf, None))
         if seen is None or foreign or self._monotonic() - at > _RECENT_S:
             return self.look(uuid, foreign)

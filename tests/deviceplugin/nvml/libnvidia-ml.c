@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 typedef unsigned int uint;
 typedef unsigned long long ull;
@@ -156,6 +157,7 @@ result nvmlDeviceGetProcessUtilization(gpu *device, sample *samples, uint *count
     if (device->index == 1) return 6;
     if (samples == NULL) { *count = 4; return 7; }
     *count = 4;
+    if (since == 0) since = 1000000 * (ull)(time(NULL) - 1);
     samples[0] = (sample){4000000, since + 1000, 50, 10, 0, 0};
     samples[1] = (sample){4000001, since + 2000, 25, 10, 0, 0};
     samples[2] = samples[3] = (sample){0, 0, 0xFFFF, 0xFFFF, 0, 0};
