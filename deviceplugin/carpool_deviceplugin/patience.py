@@ -102,7 +102,11 @@ class Patient:
         call: asyncio.Future[T] = loop.create_future()
         work = functools.partial(function, *args, **kwargs)
         self._threads.run(functools.partial(_answer, loop, call, work))
-        done, _ = await asyncio.wait({call}, timeout=self._deadline_s)
+        try:
+            done, _ = await asyncio.wait({call}, timeout=self._deadline_s)
+        except asyncio.CancelledError:
+            call.cancel()  # nobody waits for it any more, nor for what it raises
+            raise
         if not done:
             self._stuck = call  # type: ignore[assignment]  # only whether it is done matters
             call.add_done_callback(lambda late: late.cancelled() or late.exception())  # nobody waits for it any more

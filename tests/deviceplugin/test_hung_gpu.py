@@ -1,8 +1,9 @@
 """A GPU whose driver never answers takes nothing with it: neither its neighbours, nor the agent's own servers."""
 
 import asyncio
+import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ from carpool_deviceplugin.patience import Patient, Rhythm
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.simulated import SimulatedDevices, parse_inventory
 from carpool_deviceplugin.testing.agents import flowing, running, until
+from carpool_deviceplugin.threads import Threads
 from prometheus_client import CollectorRegistry
 
 
@@ -101,6 +103,37 @@ async def test_calls_that_never_come_back_take_no_thread_from_others(release) ->
     assert await Patient("GPU well", 5).call(lambda: 1) == 1
     with pytest.raises(DeviceError, match="GPU 0: an earlier call has not come back yet"):
         await stuck[0].call(lambda: 1)
+
+
+class Later(Threads):
+    """Does the work when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work: list[Callable[[], None]] = []
+
+    def run(self, work: Callable[[], None]) -> None:
+        self.work.append(work)
+
+
+async def test_what_a_call_raises_after_its_caller_has_left_is_nobodys() -> None:
+    """Regression: an agent that ended while a sick GPU was looked at left an error that nobody took."""
+    complaints: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+
+    def fail() -> None:
+        raise DeviceError("sick")
+
+    later = Later()
+    calling = asyncio.ensure_future(Patient("GPU 0", 60, later).call(fail))
+    await asyncio.sleep(0)
+    calling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+    later.work.pop()()
+    await asyncio.sleep(0)
+    gc.collect()
+    assert complaints == []
 
 
 async def test_gpunode_that_vanishes_while_the_gpus_are_described_ends_nothing(tmp_path, release) -> None:
