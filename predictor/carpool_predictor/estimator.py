@@ -13,6 +13,8 @@ from carpool_core.values import MIB
 
 from carpool_predictor import activity, recalling, step_time
 from carpool_predictor.abstention import Abstention
+from carpool_predictor.answers import OnProduct, message_of
+from carpool_predictor.busier import Busier, busier, scaled
 from carpool_predictor.calibration import Calibration, model_for
 from carpool_predictor.checks import reason_to_abstain
 from carpool_predictor.interpolation import StepCost, cost_at
@@ -44,21 +46,6 @@ def _context_mib(product: str) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class OnProduct:
-    """A job on one GPU product, and which of the answers were learned from such jobs."""
-
-    prediction: ProductPrediction
-    memory_calibrated: bool
-    """Whether memory was measured on this product in this precision."""
-    activity_inside: bool
-    activity_measured: bool
-    """Whether such steps were measured on this very product in this precision."""
-    step_time_inside: bool
-    is_first: bool = False
-    """Whether its memory counts with more room, because no run of it was seen there."""
-
-
-@dataclass(frozen=True, slots=True)
 class Job:
     """A job that can be predicted, whatever the product."""
 
@@ -72,7 +59,7 @@ class Job:
     """Jobs that the line of its stack was learned from; 0: as shipped."""
     recalled: recalling.Recalled | None = None
     """What earlier runs of it showed on that stack."""
-    busier: recalling.Busier | None = None
+    busier: Busier | None = None
     """How busy jobs like it were measured to keep that stack's GPUs; None: as shipped."""
 
     @property
@@ -105,7 +92,7 @@ class Job:
             corrected=corrected,
             jobs=state.learned_from,
             recalled=recalled,
-            busier=recalling.busier(calibration, product.name, precision, name),
+            busier=busier(calibration, product.name, precision, name),
         )
 
     def memory_on(self, product: GpuProduct) -> MemoryPrediction:
@@ -119,9 +106,12 @@ class Job:
             context_difference_mib=context_mib(product) - _context_mib(self.model.product),
         )
         found = msgspec.structs.replace(found, learned_jobs=self.jobs)
-        recalled = self.recalled
+        recalled, correction = self.recalled, self.corrected.correction
         if recalled is not None:
-            found = recalling.with_memory(found, recalled, self.corrected.correction)
+            found = recalling.with_memory(found, recalled, correction)
+        if recalled is not None and recalling.is_in_vain(recalled, product, correction):
+            # Trusted, so that placement refuses it such a GPU instead of giving it one of its own again.
+            return msgspec.structs.replace(found, learned_runs=recalled.known, trusted=True)
         is_alone = recalling.is_alone(found, product, recalled)
         if recalled is None or (is_alone and not recalled.peak_mib and not recalled.deaths):
             # What ran too short to show its peak has taught nothing of it: the next run is a first one.
@@ -141,11 +131,11 @@ class Job:
         memory = found.prediction.memory if before is None else self.memory_on(product)
         recalled, busy = self.recalled, found.prediction.activity
         if self.busier is not None:
-            busy = recalling.scaled(busy, self.busier)
+            busy = scaled(busy, self.busier)
         is_measured = is_calibrated(self.model, product, self.training.precision) or (
             recalled is not None and recalled.runs > 0
         )
-        if is_strict and not is_measured:
+        if is_strict and not is_measured and not recalling.is_excluded(memory, product):
             memory = msgspec.structs.replace(memory, trusted=False)
         upper_mib = memory.upper_mib
         if is_strict and is_measured and not memory.learned_runs:
@@ -235,7 +225,7 @@ def summary(job: Job, answers: Sequence[OnProduct]) -> Prediction:
     return Prediction(
         outcome="Predicted",
         reason=reason_of(job, answers),
-        message=_message(job, answers),
+        message=message_of(job.features, job.model, answers, is_inside=job.corrected.inside),
         model_version=model_version(job.model),
         products=[answer.prediction for answer in answers],
     )
@@ -246,45 +236,6 @@ def reason_of(job: Job, answers: Sequence[OnProduct]) -> str:
     if not all(answer.memory_calibrated for answer in answers):
         return "Uncalibrated"
     return "Calibrated" if job.corrected.inside else "OutsideTraining"
-
-
-def _message(job: Job, answers: Sequence[OnProduct]) -> str:
-    batches = ", ".join(str(step.batch_size) for step in job.features.steps)
-    told = [f"from training steps traced at batch sizes {batches}"]
-    told += [said for answer in answers if (said := recalling.taught_by(answer.prediction)) is not None]
-    untrusted = [a.prediction for a in answers if not a.prediction.memory.trusted]
-    if lost := [p.product for p in untrusted if p.memory.is_lost]:
-        told.append(
-            f"runs alone on {', '.join(lost)}, because earlier runs of it died of memory there, or took nearly all"
-        )
-    unproven = [p for p in untrusted if not p.memory.is_lost]
-    rare = [p.product for p in unproven if recalling.is_beyond(p.memory, find_product(p.product))]
-    if alone := [p.product for p in unproven if p.product not in rare]:
-        told.append(f"runs alone on {', '.join(alone)} until enough like it was measured there")
-    if rare:
-        told.append(f"runs alone on {', '.join(rare)} until a run has shown its peak, which in rare cases does not fit")
-    if first := [answer.prediction.product for answer in answers if answer.is_first]:
-        told.append(f"its first run on {', '.join(first)} counts with {recalling.FIRST:g} times the bound")
-    if not job.corrected.inside:
-        told.append("the model is unlike those that were measured, so the bound on memory is wider")
-    if not all(answer.memory_calibrated for answer in answers):
-        told.append(
-            f"memory is calibrated on {job.model.product} in {job.model.precision} only, so the bound is wider on "
-            "other GPU products and precisions"
-        )
-    outside = [a.prediction.product for a in answers if not a.activity_inside]
-    if outside:
-        where = "" if len(outside) == len(answers) else f" on {', '.join(outside)}"
-        told.append(f"activity{where} is a roofline estimate, because no step like this was measured")
-    if any(answer.activity_inside and not answer.activity_measured for answer in answers):
-        measured = activity.shipped()
-        told.append(
-            f"activity was measured on {measured.product} in {measured.precision} only, so its interval elsewhere is "
-            "assumed, and holds less often than its 90%"
-        )
-    if not all(answer.step_time_inside for answer in answers):
-        told.append("step times with tensor cores were not measured, so their interval is wider")
-    return "; ".join(told)
 
 
 def abstained(abstention: Abstention) -> Prediction:

@@ -5,15 +5,13 @@ replaces the prediction, with a margin for what runs differ by; what a run shows
 that it raises the bound and never lowers it. Activity that was measured replaces the estimate. A run that died of
 memory raises the bound; after two that died the next one runs alone.
 
-Of a job that never ran there, what the same model did at other sizes says how far its activity lies from what is
-predicted (its data may come slowly, its kernels be launched late), and failing that what other jobs did. Pure.
+Of a job that never ran there `busier` says how busy others were. Pure.
 """
 
 import hashlib
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from statistics import fmean, median
+from collections.abc import Sequence
+from statistics import fmean
 
 import msgspec
 from carpool_core.products import GpuProduct
@@ -21,7 +19,7 @@ from carpool_core.resources.job import ModelSource
 from carpool_core.resources.prediction import ActivityPrediction, Interval, MemoryPrediction, ProductPrediction
 from carpool_core.values import Precision
 
-from carpool_predictor.calibration import FEWEST, Calibration, Observed
+from carpool_predictor.calibration import Calibration, Observed
 
 AGREEMENT = 0.1
 """Two runs of a job agree when they differ by less than this share; the bound lies as far above the largest of them."""
@@ -41,10 +39,6 @@ prediction, which speak of the next row of the next family. Of the rows themselv
 46, and below 1.02 times it in 43. It was reckoned once; no command repeats it."""
 ROOM = 0.95
 """Share of a GPU's memory that drivers leave at least; a bound beyond it leaves no room for anybody else anyway."""
-LEAST_BUSY, MOST_BUSY = 0.125, 8.0
-"""What a run says of how busy a job is, over what was predicted, is believed between these: one that slept or waited
-for somebody is not to make a whole model idle. They were put around what runs show in the experiments on HotCloud's and
-RAD-RM's jobs with default settings: 0.152 (of a job whose neighbours had to be reckoned out) to 4.31."""
 
 
 class Recalled(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,67 +118,6 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-class Busier(msgspec.Struct, frozen=True, kw_only=True):
-    """How much busier than predicted jobs keep the GPUs of a stack; below 1 where they are less busy."""
-
-    util: float = 1.0
-    sm_active: float = 1.0
-
-
-def busier(calibration: Calibration, product: str, precision: Precision, model: str) -> Busier:
-    """Compare activity that was measured with what had been predicted of it.
-
-    The median over the sizes of the same model that ran there; over all jobs where it never did, once there are as many
-    different ones as memory needs for a line of its own. A run beyond `LEAST_BUSY` and `MOST_BUSY` counts only where
-    there is no other of its job, and as the nearer of the two: the first run of a model speaks for all its sizes, and
-    may be a bad one.
-
-    Args:
-        calibration: What is known.
-        product: Name of the GPU product.
-        precision: The job's precision.
-        model: Its model, by the name under which it was observed.
-    """
-    state = calibration.best(product, precision)
-    rows = [] if state is None else state.rows
-    of_model = [row for row in rows if row.model == model]
-    own = _factor(of_model, "util_factor", 1), _factor(of_model, "sm_factor", 1)
-    util, sm_active = (
-        _factor(rows, name, FEWEST) if found is None else found
-        for name, found in zip(("util_factor", "sm_factor"), own, strict=True)
-    )
-    return Busier(util=1.0 if util is None else util, sm_active=1.0 if sm_active is None else sm_active)
-
-
-def _factor(rows: Iterable[Observed], name: str, fewest: int) -> float | None:
-    """Return the median of a factor over different jobs; None where there are too few."""
-    by_job = defaultdict[tuple[str, int], list[float]](list)
-    for row in rows:
-        if (value := getattr(row, name)) is not None:
-            by_job[row.model, round(row.reserved_mib)].append(value)
-    return median(map(_believed, by_job.values())) if len(by_job) >= fewest else None
-
-
-def _believed(factors: Sequence[float]) -> float:
-    """Return the mean of the factors of a job's runs that can be believed; where there is none, the nearer bound."""
-    inside = [factor for factor in factors if LEAST_BUSY <= factor <= MOST_BUSY]
-    return fmean(inside) if inside else min(max(fmean(factors), LEAST_BUSY), MOST_BUSY)
-
-
-def scaled(activity: ActivityPrediction, by: Busier) -> ActivityPrediction:
-    """Return predicted activity as it turned out to be for others."""
-    return msgspec.structs.replace(
-        activity,
-        gpu_util_percent=_times(activity.gpu_util_percent, by.util, 100.0),
-        sm_active_ratio=_times(activity.sm_active_ratio, by.sm_active, 1.0),
-    )
-
-
-def _times(interval: Interval, factor: float, most: float) -> Interval:
-    lower, middle, upper = (min(most, factor * x) for x in (interval.lower, interval.median, interval.upper))
-    return Interval(median=middle, lower=lower, upper=upper)
-
-
 def with_memory(memory: MemoryPrediction, recalled: Recalled, correction: float) -> MemoryPrediction:
     """Put what was measured in the place of what was predicted; the class stays that of the bound's own width.
 
@@ -238,7 +171,8 @@ def is_alone(memory: MemoryPrediction, product: GpuProduct, recalled: Recalled |
     """Whether a job runs alone on a GPU because of its bound: nobody is refused for a peak that may not come.
 
     A bound that is too much for the GPU refuses a job only where its median is too much as well, and no run of it is
-    known there: whoever fitted is not told that it does not fit, and nobody knows how much more one needs that died.
+    known there: whoever fitted is not told that it does not fit, and nobody knows how much more one needs that died
+    (unless all of the GPU was too little for it: `is_in_vain`).
     Placement asks nothing else about this, and neither does the simulator.
 
     Args:
@@ -247,6 +181,26 @@ def is_alone(memory: MemoryPrediction, product: GpuProduct, recalled: Recalled |
         recalled: What earlier runs showed there, where there were any.
     """
     return is_beyond(memory, product) and (recalled is not None or memory.median_mib <= ROOM * product.memory_mib)
+
+
+def is_in_vain(recalled: Recalled | None, product: GpuProduct, correction: float) -> bool:
+    """Whether a job needs more than such a GPU has: a run of it died of memory with all of one.
+
+    Not where another run's peak stood still there: that one fitted, and something else was in the way of the other.
+
+    Args:
+        recalled: What earlier runs showed there, where there were any.
+        product: The GPU product.
+        correction: Of the model's trees, over which measures are kept.
+    """
+    if recalled is None or recalled.peak_mib:
+        return False
+    return recalled.least_mib * correction >= ROOM * product.memory_mib
+
+
+def is_excluded(memory: MemoryPrediction, product: GpuProduct) -> bool:
+    """Whether a job is refused such a GPU for what its own runs showed; see `is_in_vain`."""
+    return memory.trusted and memory.learned_runs > 0 and is_beyond(memory, product)
 
 
 def taught_by(found: ProductPrediction) -> str | None:

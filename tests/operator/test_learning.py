@@ -146,6 +146,22 @@ async def test_who_died_of_memory_gets_more_and_then_a_gpu_alone() -> None:
     assert stack(of).seen == 2
 
 
+async def test_who_died_with_all_of_a_gpu_is_given_no_other_one_like_it() -> None:
+    """Regression: it ran alone on such a GPU again, until `backoffLimit`."""
+    of = world(backoff_s=10.0)
+    of.apply()
+    await begun(of, mode="Exclusive", memoryLimitMib=None)
+    of.end_pod("x-worker-0-1", exit_code=1, message=OOM)
+    await of.settle()
+    of.clock.advance(60)
+    await of.settle()
+    assert of.living() == []
+    placed = find(of.job().status, keys.CONDITION_PLACED)
+    assert placed is not None
+    assert (placed.status, placed.reason) == ("False", "ExceedsEveryGpu")
+    assert "too small: needs" in placed.message
+
+
 async def test_the_next_attempt_waits_until_its_predecessors_end_is_learned_but_not_for_ever() -> None:
     of = world(backoff_s=0.0)
     of.apply()

@@ -6,64 +6,25 @@ from typing import Any
 import msgspec
 import pytest
 from carpool_core.products import find_product
-from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
 from carpool_core.resources.job import CatalogModel, Training
-from carpool_core.resources.prediction import Prediction, ProductPrediction
-from carpool_core.values import MIB, Optimizer, Precision
+from carpool_core.resources.prediction import Prediction
+from carpool_core.values import Optimizer, Precision
 from carpool_predictor import store
-from carpool_predictor.calibration import FEWEST, Calibration, Measured, Stack
+from carpool_predictor.calibration import Calibration, Measured, Stack
 from carpool_predictor.estimator import Job, predict, prepare
 from carpool_predictor.memory import shipped
 from carpool_predictor.observe import expected_of, observe
 from carpool_predictor.recalling import (
     AGREEMENT,
     FIRST,
-    LEAST_BUSY,
-    MOST_BUSY,
     MOST_DEATHS,
     RAISED,
     Recalled,
-    busier,
     for_a_first_run,
     is_alone,
     recalled_runs,
 )
-
-T4 = find_product("Tesla T4")
-STACK = Stack(product=T4.name, precision=Precision.FP32)
-NAME = "model"
-
-
-def features() -> ModelFeatures:
-    steps = [
-        TracedStep(batch_size=b, peak_bytes=MIB * (400 + 50 * b), activation_bytes=MIB * 50 * b, flops=2e10 * b,
-                   bytes_moved=1e9 * b, kernels=500)
-        for b in (32, 64)
-    ]  # fmt: skip
-    return ModelFeatures(
-        parameters=10**7, trainable_parameters=10**7, parameter_bytes=4 * 10**7,
-        layers=LayerCounts(convolution=53, linear=1), steps=steps,
-    )  # fmt: skip
-
-
-def asked(batch: int = 64) -> Job:
-    found = prepare(features(), Training(batch_size=batch))
-    assert isinstance(found, Job)
-    return found
-
-
-def runs(
-    *peaks: float, batch: int = 64, name: str = NAME, known: Calibration | None = None, **more: Any
-) -> Calibration:
-    found = known or Calibration()
-    for peak in peaks:
-        measured = msgspec.structs.replace(Measured(peak_mib=peak, capacity_mib=T4.memory_mib), **more)
-        found = observe(found, STACK, expected_of(asked(batch), name, T4.memory_mib, T4), measured, shipped())
-    return found
-
-
-def told(known: Calibration, batch: int = 64, **how: bool) -> ProductPrediction:
-    return predict(features(), Training(batch_size=batch), [T4], known, NAME, **how).products[0]
+from job_runs import NAME, T4, asked, features, runs, told
 
 
 def test_a_peak_that_was_measured_replaces_the_prediction() -> None:
@@ -118,6 +79,29 @@ def test_a_death_on_most_of_a_gpu_makes_the_next_run_alone_instead_of_fitting_no
     beyond = told(runs(0.7 * T4.memory_mib, out_of_memory=True)).memory
     assert beyond.upper_mib > T4.memory_mib
     assert not beyond.trusted
+
+
+@pytest.mark.parametrize("is_strict", [True, False])
+def test_a_death_with_all_of_a_gpu_excludes_such_gpus(is_strict: bool) -> None:
+    """Regression: a job that had a whole GPU, and died of its memory, was given another one like it, for ever."""
+    known = runs(0.96 * T4.memory_mib, out_of_memory=True)
+    for deaths in (1, MOST_DEATHS):
+        refused = told(known, is_strict=is_strict).memory
+        assert refused.trusted, "placement counts with the bound"
+        assert refused.upper_mib > T4.memory_mib, "which no such GPU has"
+        assert refused.learned_runs == deaths
+        known = runs(T4.memory_mib, known=known, out_of_memory=True)
+    gpus = [T4, find_product("A100-SXM4-40GB")]
+    answer = predict(features(), Training(batch_size=64), gpus, known, NAME, is_strict=is_strict)
+    assert "does not fit Tesla T4, where a run of it died of memory with all that such a GPU has" in answer.message
+    elsewhere = answer.products[1].memory
+    assert elsewhere.upper_mib < gpus[1].memory_mib
+    assert elsewhere.learned_runs == 0
+
+
+def test_who_fitted_a_gpu_is_not_excluded_for_a_death_there() -> None:
+    known = runs(0.96 * T4.memory_mib, known=runs(0.9 * T4.memory_mib), out_of_memory=True)
+    assert not told(known).memory.trusted, "it runs alone, as it did"
 
 
 def test_who_was_measured_to_fit_a_gpu_is_never_told_that_it_does_not() -> None:
@@ -223,64 +207,6 @@ def test_nobody_is_refused_for_a_peak_that_is_rare(
     assert memory.median_mib < a100.memory_mib
     assert (memory.learned_runs, memory.trusted) == expected
     assert ("which in rare cases does not fit" in answer.message) is not memory.trusted
-
-
-def test_activity_that_was_measured_replaces_the_estimate() -> None:
-    plain = told(Calibration()).activity
-    found = told(runs(5000, util=0.5, sm_active=0.2)).activity
-    assert (found.gpu_util_percent.median, found.sm_active_ratio.median) == (50, 0.2)
-    assert found.dram_active_ratio == plain.dram_active_ratio
-    assert told(runs(5000)).activity == plain
-
-
-def test_other_sizes_of_a_model_tell_how_far_activity_lies_from_what_is_predicted() -> None:
-    plain = told(Calibration()).activity
-    other = told(Calibration(), batch=32).activity
-    half, third = other.gpu_util_percent.median / 200, other.sm_active_ratio.median / 3
-    found = told(runs(5000, batch=32, util=half, sm_active=third)).activity
-    assert found.gpu_util_percent.median == pytest.approx(plain.gpu_util_percent.median / 2, rel=0.01)
-    assert found.gpu_util_percent.upper == pytest.approx(plain.gpu_util_percent.upper / 2, rel=0.01)
-    assert found.sm_active_ratio.median == pytest.approx(plain.sm_active_ratio.median / 3, rel=0.01)
-    assert found.dram_active_ratio == plain.dram_active_ratio
-    most = told(runs(5000, batch=32, util=1.0, sm_active=1.0)).activity
-    assert most.gpu_util_percent.upper <= 100
-    assert most.sm_active_ratio.upper <= 1
-
-
-def test_other_models_tell_it_once_there_are_enough_and_only_where_the_model_never_ran() -> None:
-    plain = told(Calibration()).activity.gpu_util_percent.median
-    half, known = plain / 200, Calibration()
-    for number in range(FEWEST):
-        assert told(known).activity.gpu_util_percent.median == plain
-        known = runs(5000, name=f"other {number}", known=known, util=half)
-    assert told(known).activity.gpu_util_percent.median == pytest.approx(plain / 2, rel=0.01)
-    repeated = Calibration()
-    for _ in range(FEWEST):
-        repeated = runs(5000, name="other", known=repeated, util=half)
-    assert told(repeated).activity.gpu_util_percent.median == plain
-    as_predicted = told(Calibration(), batch=32).activity.gpu_util_percent.median / 100
-    own = runs(5000, batch=32, known=known, util=as_predicted)
-    assert told(own).activity.gpu_util_percent.median == pytest.approx(plain, rel=0.01)
-
-
-def test_a_run_that_slept_does_not_make_its_whole_model_idle() -> None:
-    """Regression: one run at a thousandth of what was predicted spoke for all other sizes as it was."""
-    plain = told(Calibration()).activity
-    slept = told(runs(5000, batch=32, util=0.001, sm_active=0.0)).activity
-    assert slept.gpu_util_percent.median == pytest.approx(LEAST_BUSY * plain.gpu_util_percent.median)
-    assert slept.sm_active_ratio.median == pytest.approx(LEAST_BUSY * plain.sm_active_ratio.median)
-    little = msgspec.structs.replace(expected_of(asked(32), NAME, 0, T4), util=0.01)
-    full = Measured(peak_mib=5000, capacity_mib=T4.memory_mib, util=1.0)
-    known = observe(Calibration(), STACK, little, full, shipped())
-    assert busier(known, T4.name, Precision.FP32, NAME).util == MOST_BUSY
-
-
-def test_of_three_runs_of_a_job_one_that_slept_changes_nothing() -> None:
-    plain = told(Calibration(), batch=32).activity.gpu_util_percent.median / 100
-    known = Calibration()
-    for util in (plain / 2, 0.001, plain / 2):
-        known = runs(5000, batch=32, known=known, util=util)
-    assert busier(known, T4.name, Precision.FP32, NAME).util == pytest.approx(0.5, rel=0.01)
 
 
 def test_the_sentence_says_what_it_was_calibrated_from() -> None:
