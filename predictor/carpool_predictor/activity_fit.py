@@ -14,6 +14,7 @@ from carpool_predictor.activity import FORMAT, ActivityModel
 from carpool_predictor.activity_features import NAMES, features_of
 from carpool_predictor.activity_rows import PRODUCT, ActivityRow
 from carpool_predictor.activity_trees import Bins, Forest, Target
+from carpool_predictor.suites import Tell, counted, silent
 
 TARGETS: dict[str, Callable[[ActivityRow], float]] = {
     "gpu_util_percent": lambda row: row.gpu_util_percent,
@@ -87,19 +88,21 @@ def fit_booster(x: Matrix, y: Matrix, weights: Matrix, seed: int, size: Size = S
     return lightgbm.train(parameters, data, num_boost_round=size.trees)
 
 
-def out_of_fold(rows: Sequence[ActivityRow], target: str, seed: int) -> Matrix:
+def out_of_fold(rows: Sequence[ActivityRow], target: str, seed: int, tell: Tell = silent) -> Matrix:
     """Predict each architecture from all others."""
     x, y = matrix(rows), _PERCENT[target] * values(rows, target)
     names = np.array([row.group for row in rows])
     predicted = np.zeros(len(y))
     weights = weights_of(rows)
-    for group in sorted(set(names)):
+    for group in counted(sorted(set(names)), f"{target}, architecture held out", tell):
         held = names == group
         predicted[held] = fit_booster(x[~held], y[~held], weights[~held], seed).predict(x[held])
     return predicted / _PERCENT[target]
 
 
-def chosen_inside(rows: Sequence[ActivityRow], target: str, seed: int) -> tuple[Matrix, list[Size]]:
+def chosen_inside(
+    rows: Sequence[ActivityRow], target: str, seed: int, tell: Tell = silent
+) -> tuple[Matrix, list[Size]]:
     """Predict each architecture from all others, the size of the model chosen without it.
 
     The shipped size was chosen with an eye on these very figures; here each fold chooses its own, by the mean absolute
@@ -111,7 +114,7 @@ def chosen_inside(rows: Sequence[ActivityRow], target: str, seed: int) -> tuple[
     x, y = matrix(rows), _PERCENT[target] * values(rows, target)
     names, weights = np.array([row.group for row in rows]), weights_of(rows)
     predicted, sizes = np.zeros(len(y)), []
-    for group in sorted(set(names)):
+    for group in counted(sorted(set(names)), f"{target}, sizes chosen inside", tell):
         known = names != group
         folds = _inner_folds(sorted(set(names[known])))
 
@@ -154,10 +157,10 @@ def _conformal(errors: Matrix, quantile: float) -> float:
     return float(ordered[rank] if quantile > 0.5 else ordered[len(ordered) - 1 - rank])
 
 
-def held_out(rows: Sequence[ActivityRow], target: str, seed: int) -> HeldOut:
+def held_out(rows: Sequence[ActivityRow], target: str, seed: int, tell: Tell = silent) -> HeldOut:
     """Judge on architectures held out: neither the trees nor the interval of a row saw its architecture."""
     y = values(rows, target)
-    predicted = out_of_fold(rows, target, seed)
+    predicted = out_of_fold(rows, target, seed, tell)
     lower, upper = np.zeros(len(y)), np.zeros(len(y))
     names, kinds = np.array([row.group for row in rows]), np.array([row.kind for row in rows])
     for group in sorted(set(names)):

@@ -12,7 +12,7 @@ from carpool_predictor.activity_card import doubts, real_figures, reality
 from carpool_predictor.activity_fit import SHIPPED, TARGETS, HeldOut, chosen_inside, held_out, matrix, values
 from carpool_predictor.activity_real import judge
 from carpool_predictor.activity_rows import KINDS, ActivityRow, clean, read_rows
-from carpool_predictor.suites import Figure, Report
+from carpool_predictor.suites import Figure, Report, Tell, silent
 
 SEED = 0
 MAX_ERROR_POINTS = 7.0
@@ -38,8 +38,8 @@ class Accuracy:
     """Median width of that interval."""
 
 
-def run(data: Path, out: Path) -> Report:
-    """Evaluate, and write the card.
+def run(data: Path, out: Path, tell: Tell = silent) -> Report:
+    """Evaluate, and write the card; `tell` hears what is being fitted.
 
     Raises:
         DataError: A file or a column is missing.
@@ -47,27 +47,36 @@ def run(data: Path, out: Path) -> Report:
     raw = {kind: read_rows(data, kind) for kind in ("mlp", "cnn")}
     rows = {kind: clean(found) for kind, found in raw.items()}
     everything = rows["mlp"] + rows["cnn"]
-    tables = {
-        "MLP, random split": hotcloud.random_split(rows["mlp"], SEED),
-        "CNN, random split": hotcloud.random_split(rows["cnn"], SEED),
-        "CNN before cleaning, random split": hotcloud.random_split([r for r in raw["cnn"] if r.measured], SEED),
-        "MLP, architectures held out": hotcloud.architectures_held_out(rows["mlp"], SEED),
-        "CNN, architectures held out": hotcloud.architectures_held_out(rows["cnn"], SEED),
-        "trained on MLP, judged on CNN": hotcloud.across(rows["mlp"], rows["cnn"], SEED),
-    }
-    found = {target: held_out(everything, target, SEED) for target in TARGETS}
+    tables = _tables(raw, rows, tell)
+    found = {target: held_out(everything, target, SEED, tell) for target in TARGETS}
     drawn = activity_figures.draw(found["gpu_util_percent"], out / "figures")
     card = out / "activity.md"
     card.parent.mkdir(parents=True, exist_ok=True)
-    nested, sizes = chosen_inside(everything, "gpu_util_percent", SEED)
+    nested, sizes = chosen_inside(everything, "gpu_util_percent", SEED, tell)
     errors = np.abs(nested - found["gpu_util_percent"].measured)
     kinds = np.array([row.kind for row in everything])
     inside = {kind: float(errors[kinds == kind].mean()) for kind in ("cnn", "mlp")}
     differing = sum(size != SHIPPED for size in sizes)
+    tell("real models, from their traces")
     real = judge(data)
     text = _card(raw, rows, tables, found, inside, f"{differing} of {len(sizes)}")
     card.write_text("\n".join([*text, *reality(real), *doubts()]))
     return Report("activity", (*_figures(found, tables, inside), *real_figures(real)), (card, *drawn))
+
+
+def _tables(
+    raw: Mapping[str, Sequence[ActivityRow]], rows: Mapping[str, Sequence[ActivityRow]], tell: Tell
+) -> dict[str, dict[str, hotcloud.Score]]:
+    """Return how each regressor does in HotCloud's protocol and beside it."""
+    mlp, cnn, uncleaned = rows["mlp"], rows["cnn"], [r for r in raw["cnn"] if r.measured]
+    splits = {"MLP, random split": mlp, "CNN, random split": cnn, "CNN before cleaning, random split": uncleaned}
+    held = {"MLP, architectures held out": mlp, "CNN, architectures held out": cnn}
+    over = "trained on MLP, judged on CNN"
+    return {
+        **{name: hotcloud.random_split(chosen, SEED, name, tell) for name, chosen in splits.items()},
+        **{name: hotcloud.architectures_held_out(chosen, SEED, name, tell) for name, chosen in held.items()},
+        over: hotcloud.across(mlp, cnn, SEED, over, tell),
+    }
 
 
 def frozen(data: Path) -> Report:

@@ -52,7 +52,7 @@ _STATUS = msgspec.json.Decoder(_Status)
 
 
 def predict_rows(
-    rows: IO[bytes],
+    rows: Iterator[bytes],
     out: IO[bytes],
     limits: TraceLimits,
     on_progress: Callable[[Tally, int], None],
@@ -63,7 +63,7 @@ def predict_rows(
     """Answer each row of a file with a line of another.
 
     Args:
-        rows: One row a line; blank lines are skipped.
+        rows: One row a line, such as an open file; blank lines are skipped.
         out: Takes one answer a line, in order, as soon as it is known.
         limits: What one trace may take.
         on_progress: Called with what was done and the bytes that it took.
@@ -89,7 +89,7 @@ class _Means(NamedTuple):
         return Answerer(self.limits, calibration=self.calibration)
 
 
-def _answered(rows: IO[bytes], means: _Means, workers: int) -> Iterator[tuple[list[bytes], list[bytes]]]:
+def _answered(rows: Iterator[bytes], means: _Means, workers: int) -> Iterator[tuple[list[bytes], list[bytes]]]:
     first = list(islice(rows, ALONE + 1))
     lines = chunks(chain(first, rows), CHUNK)
     if workers == 1 or len(first) <= ALONE:

@@ -4,13 +4,16 @@ import difflib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from carpool_core.resources.job import CatalogModel
 from torch import nn
 
-from carpool_predictor import listed
 from carpool_predictor.abstention import TraceError
+from carpool_predictor.layer_lists import read_layers, sample_shape
+from carpool_predictor.listed import build_listed
+from carpool_predictor.names import unknown, unsupported
 
 _FRAMES = 16
 """Frames of a sample of torchvision's video models, as in the clips that they were trained on."""
@@ -26,6 +29,8 @@ class Recipe:
     """Shape of one sample."""
     tokens: bool = False
     """Whether a sample is whole numbers, such as the ids of tokens."""
+    file: Path | None = None
+    """The user's own file that builds it; None for published models."""
 
 
 def recipe_of(model: CatalogModel) -> Recipe:
@@ -43,12 +48,7 @@ def recipe_of(model: CatalogModel) -> Recipe:
         return _transformers(model, name)
     if library == "gpumemnet":
         return _listed(model, name)
-    raise TraceError(
-        "CatalogUnsupported",
-        "this version knows timm/NAME, torchvision/NAME, transformers/NAME and gpumemnet/LAYERS, found "
-        f"{model.name}; give spec.model.features, as `carpool graph FILE.py:FACTORY --input …` prints them for any "
-        "nn.Module",
-    )
+    raise unsupported(model.name)
 
 
 def _timm(model: CatalogModel, name: str) -> Recipe:
@@ -120,11 +120,11 @@ def _transformers(model: CatalogModel, name: str) -> Recipe:
 
 
 def _listed(model: CatalogModel, text: str) -> Recipe:
-    layers = listed.read_layers(text)
+    layers = read_layers(text)
     if model.num_classes is not None:
         raise TraceError("LayerListInvalid", "a list of layers has its own number of outputs; leave numClasses out")
-    shape = listed.sample_shape(layers, model.input)
-    return Recipe(f"gpumemnet/{len(layers)} layers", lambda: listed.build_listed(layers, shape), shape)
+    shape = sample_shape(layers, model.input)
+    return Recipe(f"gpumemnet/{len(layers)} layers", lambda: build_listed(layers, shape), shape)
 
 
 def _checked_module(module: Any) -> nn.Module:
@@ -135,8 +135,7 @@ def _checked_module(module: Any) -> nn.Module:
 
 def _unknown(library: str, name: str, names: Sequence[str]) -> TraceError:
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    hint = f"the nearest names are {', '.join(f'{library}/{n}' for n in near)}" if near else "no name is near"
-    return TraceError("UnknownCatalogModel", f"{library} has no model {name!r}; {hint}")
+    return unknown(library, name, [f"{library}/{found}" for found in near])
 
 
 def _missing(library: str, error: ImportError) -> TraceError:

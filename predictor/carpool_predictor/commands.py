@@ -2,8 +2,10 @@
 
 import importlib
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +34,8 @@ wrote."""
 
 STDOUT = 1
 """File descriptor of the standard output."""
+SHOWN_AFTER_S = 0.2
+"""What takes longer, in seconds, is told to whoever waits at a terminal."""
 _OF_ROWS = frozenset({"rows", "out", "calibration", "trace_timeout", "trace_memory"})
 """Options that count for a file of rows."""
 
@@ -105,8 +109,15 @@ def _features(question: Question, meanwhile: Callable[[], None] = lambda: None) 
     import asyncio
 
     async def traced() -> ModelFeatures | Abstention:
-        found, _ = await asyncio.gather(SubprocessTracer(question.limits).run(target), asyncio.to_thread(meanwhile))
-        return found
+        tracing = asyncio.create_task(SubprocessTracer(question.limits).run(target))
+        await asyncio.to_thread(meanwhile)
+        await asyncio.wait({tracing}, timeout=SHOWN_AFTER_S)
+        if tracing.done() or not sys.stderr.isatty():
+            return await tracing
+        from carpool_predictor.progress import waiting
+
+        with waiting(f"tracing {question.model} …"):
+            return await tracing
 
     return asyncio.run(traced())
 
@@ -234,14 +245,17 @@ def _predict_rows(rows: Path, out: Path, limits: TraceLimits, calibration: Path 
     try:
         if _is_same(rows, out):
             raise InputError(f"expected another file than {rows} in --out, found the same; it was left as it is")
-        with rows.open("rb") as asked, click.open_file(str(out), "wb") as answers, following(rows) as on_progress:
-            tally = predict_rows(asked, answers, limits, on_progress, calibration=learned)
+        with rows.open("rb") as asked:
+            first = next((line for line in asked if line.strip()), None)
+            if first is None:
+                raise InputError(f"expected rows in {rows}, one JSON object a line, found none")
+            # Opened only now: what it held is gone.
+            with click.open_file(str(out), "wb") as answers, following(rows) as on_progress:
+                tally = predict_rows(chain([first], asked), answers, limits, on_progress, calibration=learned)
     except OSError as e:
         raise InputError(f"cannot read {rows} or write {out}: {e}") from e
     except WorkerDied as e:
         raise click.ClickException(str(e)) from e
-    if not tally.rows:
-        raise InputError(f"expected rows in {rows}, one JSON object a line, found none")
     if tally.statuses["error"]:
         raise InputError(_told(tally, rows))
 

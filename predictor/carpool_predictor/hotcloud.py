@@ -21,6 +21,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from carpool_predictor.activity_rows import ActivityRow
+from carpool_predictor.suites import Tell, counted, silent
 
 Matrix = NDArray[np.float64]
 
@@ -128,22 +129,24 @@ class Score:
     """Mean absolute error, in points of GPU utilization."""
 
 
-def random_split(rows: Sequence[ActivityRow], seed: int) -> dict[str, Score]:
-    """Follow the paper's protocol: grid search on 80% of the rows, judged on the other 20%."""
+def random_split(rows: Sequence[ActivityRow], seed: int, what: str = "", tell: Tell = silent) -> dict[str, Score]:
+    """Follow the paper's protocol: grid search on 80% of the rows, judged on the others; `tell` hears how far it is."""
     x, y = features(rows), targets(rows)
     known, asked = train_test_split(np.arange(len(y)), test_size=0.2, random_state=seed)
     return {
         name: _score(fitted_prediction(tuned(name, x[known], y[known], seed), x[known], y[known], x[asked]), y[asked])
-        for name in REGRESSORS
+        for name in counted(list(REGRESSORS), what, tell)
     }
 
 
-def architectures_held_out(rows: Sequence[ActivityRow], seed: int) -> dict[str, Score]:
+def architectures_held_out(
+    rows: Sequence[ActivityRow], seed: int, what: str = "", tell: Tell = silent
+) -> dict[str, Score]:
     """Judge each architecture by regressors that saw only the others; tuned on all, which favours the baselines."""
     x, y = features(rows), targets(rows)
     groups = np.array([row.group for row in rows])
     scores = {}
-    for name in REGRESSORS:
+    for name in counted(list(REGRESSORS), what, tell):
         model = tuned(name, x, y, seed)
         predicted = np.zeros(len(y))
         for group in sorted(set(groups)):
@@ -153,12 +156,14 @@ def architectures_held_out(rows: Sequence[ActivityRow], seed: int) -> dict[str, 
     return scores
 
 
-def across(known: Sequence[ActivityRow], asked: Sequence[ActivityRow], seed: int) -> dict[str, Score]:
+def across(
+    known: Sequence[ActivityRow], asked: Sequence[ActivityRow], seed: int, what: str = "", tell: Tell = silent
+) -> dict[str, Score]:
     """Train on one kind of model, judge on another."""
     x, y = features(known), targets(known)
     return {
         name: _score(fitted_prediction(tuned(name, x, y, seed), x, y, features(asked)), targets(asked))
-        for name in REGRESSORS
+        for name in counted(list(REGRESSORS), what, tell)
     }
 
 

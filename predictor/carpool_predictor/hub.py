@@ -8,6 +8,8 @@ import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from carpool_predictor.abstention import TraceError
+
 Value = int | float | bool | str | list[object]
 
 
@@ -194,7 +196,40 @@ def published(name: str) -> Published | None:
     return HUB.get(full_name(name))
 
 
-def nearest(name: str) -> list[str]:
-    """Suggest up to three names."""
+def split_name(name: str) -> tuple[str, dict[str, Value]]:
+    """Split `NAME@key=value,…` into the name and its values.
+
+    Raises:
+        TraceError: A part after the `@` is not key=value.
+    """
+    base, _, rest = name.partition("@")
+    values: dict[str, Value] = {}
+    for part in filter(None, rest.split(",")):
+        key, equals, text = part.partition("=")
+        if not (key and equals and text):
+            raise TraceError("UnknownCatalogModel", f"expected NAME@key=value,key=value; found {part!r} in {name!r}")
+        values[key] = _value(text)
+    return base, values
+
+
+def _value(text: str) -> Value:
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def unknown_to_the_hub(name: str) -> TraceError:
+    """Return the error that says that nobody knows a name, and which are near."""
     short = difflib.get_close_matches(name.rpartition("/")[2], _SHORT, n=3, cutoff=0.5)
-    return [f"transformers/{found}" for found in short]
+    near = ", ".join(f"transformers/{found}" for found in short)
+    return TraceError(
+        "UnknownCatalogModel",
+        f"the catalog has no model {name!r} of the hub, nor has transformers a configuration class of that name; "
+        f"{f'the nearest names are {near}' if near else 'no name is near'}; any other goes by class and values, such "
+        "as transformers/LlamaConfig@hidden_size=1024",
+    )

@@ -16,7 +16,7 @@ from transformers.models.auto import configuration_auto
 from transformers.models.auto import modeling_auto as auto
 
 from carpool_predictor.abstention import TraceError
-from carpool_predictor.hub import Value, nearest, published
+from carpool_predictor.hub import published, split_name, unknown_to_the_hub
 
 _LONGEST = 512
 """Tokens of a sample where nothing else is said, like most examples of fine-tuning; fewer if the model takes fewer."""
@@ -53,33 +53,6 @@ def _nothing_packed(_: Tensor) -> None:
     """Answer as of samples of one text each, which `transformers` would find out from the data."""
 
 
-def split_name(name: str) -> tuple[str, dict[str, Value]]:
-    """Split `NAME@key=value,…` into the name and its values.
-
-    Raises:
-        TraceError: A part after the `@` is not key=value.
-    """
-    base, _, rest = name.partition("@")
-    values: dict[str, Value] = {}
-    for part in filter(None, rest.split(",")):
-        key, equals, text = part.partition("=")
-        if not (key and equals and text):
-            raise TraceError("UnknownCatalogModel", f"expected NAME@key=value,key=value; found {part!r} in {name!r}")
-        values[key] = _value(text)
-    return base, values
-
-
-def _value(text: str) -> Value:
-    if text in ("true", "false"):
-        return text == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
-
-
 def configure(name: str, num_classes: int | None) -> Any:
     """Return the configuration of `NAME[@key=value,…]`.
 
@@ -90,13 +63,7 @@ def configure(name: str, num_classes: int | None) -> Any:
     known = published(base)
     kind = _configuration(known.config if known else base)
     if kind is None:
-        near = nearest(base)
-        hint = f"the nearest names are {', '.join(near)}" if near else "no name is near"
-        raise TraceError(
-            "UnknownCatalogModel",
-            f"the catalog has no model {base!r} of the hub, nor has transformers a configuration class of that name; "
-            f"{hint}; any other goes by class and values, such as transformers/LlamaConfig@hidden_size=1024",
-        )
+        raise unknown_to_the_hub(base)
     values = {**(known.values if known else {}), **given}
     unknown = sorted(key for key in given if not hasattr(kind(), key))
     if unknown:

@@ -7,17 +7,13 @@ the layer before and of what that one read follows a concatenation. A size that 
 size is that of a stride. Sums without a convolution in the shortcut leave no trace in a list, and are left out.
 """
 
-import ast
 from collections.abc import Callable, Sequence
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor, nn
 
-from carpool_predictor.abstention import TraceError
 from carpool_predictor.activity_notation import (
-    KINDS,
     NORMALIZATION,
     Convolution,
     Layer,
@@ -25,8 +21,7 @@ from carpool_predictor.activity_notation import (
     Place,
     shape_of,
 )
-
-_Entry = tuple[str, Annotated[int, msgspec.Meta(ge=1, le=2**40)], Annotated[int, msgspec.Meta(ge=0, le=2**40)]]
+from carpool_predictor.layer_lists import invalid
 
 _SAME: dict[str, Callable[[], nn.Module]] = {
     **{
@@ -79,43 +74,6 @@ class Listed(nn.Module):
         return x
 
 
-def read_layers(text: str) -> list[Layer]:
-    """Read a list as it stands in the data.
-
-    Raises:
-        TraceError: It is none, or names a kind of layer that GPUMemNet does not have.
-    """
-    try:
-        layers = msgspec.convert(ast.literal_eval(text), type=list[_Entry])
-    except (ValueError, SyntaxError, MemoryError, RecursionError) as e:
-        raise _invalid(f"expected a list such as [('linear', 1173, 2753031), ('ReLU', 1173, 0)]: {e}") from e
-    if not layers:
-        raise _invalid("expected at least one layer, found an empty list")
-    for index, layer in enumerate(layers):
-        if layer[0] not in KINDS:
-            raise _invalid(f"layer {index} {layer}: expected one of {', '.join(KINDS)}, found {layer[0]!r}")
-    return layers
-
-
-def sample_shape(layers: Sequence[Layer], given: Sequence[int] | None) -> tuple[int, ...]:
-    """Return the shape of one sample: the given one, or that which a first linear layer's parameters imply.
-
-    Raises:
-        TraceError: The list starts with a convolution, whose input it does not tell; or no shape fits.
-    """
-    if given is not None:
-        if len(given) not in (1, 3) or given[1:2] != given[2:]:
-            raise _invalid(f"expected input [features] or [channels, size, size], found {list(given)}")
-        return tuple(given)
-    kind, outputs, parameters = layers[0]
-    if kind != "linear":
-        raise _invalid(f"a list that starts with {kind!r} needs input, such as [3, 32, 32]: the list does not tell it")
-    features, rest = divmod(parameters - outputs, outputs)
-    if rest or features < 1:
-        raise _invalid(f"layer 0 {layers[0]}: expected outputs × (inputs + 1) parameters")
-    return (features,)
-
-
 def build_listed(layers: Sequence[Layer], shape: Sequence[int]) -> nn.Module:
     """Build the model.
 
@@ -127,7 +85,7 @@ def build_listed(layers: Sequence[Layer], shape: Sequence[int]) -> nn.Module:
         try:
             builder.add(layer)
         except NotationError as e:
-            raise _invalid(f"layer {index} {layer}: {e}") from e
+            raise invalid(f"layer {index} {layer}: {e}") from e
     return Listed(builder.steps)
 
 
@@ -217,7 +175,3 @@ class _Builder:
 def _expect(what: str, expected: int, found: int) -> None:
     if expected != found:
         raise NotationError(f"expected {expected:,} {what}, found {found:,}")
-
-
-def _invalid(message: str) -> TraceError:
-    return TraceError("LayerListInvalid", message)

@@ -1,14 +1,34 @@
-"""Progress of a file of rows, on standard error: a bar for people, one line at the end for logs."""
+"""Progress on standard error: what moves for people, lines for logs."""
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from carpool_predictor.bulk import Tally
+
+
+@contextmanager
+def telling(console: Console | None = None) -> Iterator[Callable[[str], None]]:
+    """Show what is being worked at: on a terminal one line that changes, elsewhere a line for each."""
+    console = console or Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda what: console.print(f"  {what}", highlight=False, markup=False, soft_wrap=True)
+        return
+    with console.status("") as status:
+        yield lambda what: status.update(escape(what))
+
+
+@contextmanager
+def waiting(what: str, console: Console | None = None) -> Iterator[None]:
+    """Show on a terminal that something takes its time; elsewhere nothing."""
+    console = console or Console(stderr=True)
+    with console.status(escape(what)) if console.is_terminal else nullcontext():
+        yield
 
 
 @contextmanager

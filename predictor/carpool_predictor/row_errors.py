@@ -37,6 +37,11 @@ def told(error: Exception, line: bytes, fields: Mapping[str, tuple[str, ...]]) -
     return f"{what[0].lower()}{what[1:]} in {path}{choices}{_found(line, path)}"
 
 
+def in_a_row(message: str) -> str:
+    """Return what is said to the owner of a GpuTrainingJob in the words of a row, whose fields lie elsewhere."""
+    return message.replace("spec.model.", "").replace("spec.training", "training")
+
+
 def _unknown(field: str, path: str, known: tuple[str, ...]) -> str:
     near = get_close_matches(_folded(field), [_folded(name) for name in known], n=1)
     meant = [name for name in known if _folded(name) in near]

@@ -18,7 +18,7 @@ from carpool_predictor.calibration import Calibration
 from carpool_predictor.estimator import Job, model_version, prepare, reason_of
 from carpool_predictor.report import activity_json, interval_json, memory_json
 from carpool_predictor.requests import TraceRequest
-from carpool_predictor.row_errors import UNREADABLE, told
+from carpool_predictor.row_errors import UNREADABLE, in_a_row, told
 from carpool_predictor.source import SubprocessTracer, TraceLimits
 
 INVALID = frozenset(
@@ -145,21 +145,21 @@ class Answerer:
         for row in rows:
             if not isinstance(row.catalog, CatalogModel):
                 continue
+            begin = time.perf_counter()
             key = _key(row.catalog, row.training), row.training.batch_size
             if key in self._jobs or key in unknown:
                 continue
             features = self._from_store(key[0], row.catalog, row.training)
             job = None if features is None else prepare(features, row.training)
             if isinstance(job, Job):
-                self._jobs[key] = job, 0.0
+                self._jobs[key] = job, time.perf_counter() - begin
             else:
                 # What the store knows does not reach to this batch size, or it knows nothing.
                 unknown[key] = TraceRequest(model=ModelSource(catalog=row.catalog), training=row.training)
 
         async def one(key: tuple[_Key, int], request: TraceRequest) -> None:
-            begin = time.perf_counter()
-            job = prepare(await self._tracer.run(request), request.training)
-            self._jobs[key] = job, time.perf_counter() - begin
+            found, took_s = await self._tracer.timed(request)
+            self._jobs[key] = prepare(found, request.training), took_s
 
         async def everything() -> None:
             await asyncio.gather(*(one(key, request) for key, request in unknown.items()))
@@ -178,16 +178,20 @@ class Answerer:
             product = _product(row.gpu)
         except UnknownProductError as e:
             return _empty(row.id, "error", f"UnknownProduct: {e}")
-        job, traced_s = self._job(row)
+        job, prepared_s = self._job(row)
         if isinstance(job, Abstention):
             status = "error" if job.reason in INVALID else "abstained"
-            return _empty(row.id, status, f"{job.reason}: {job.message}", traced_s + time.perf_counter() - begin)
-        return _ENCODER.encode(_ok(row.id, job.calibrated(self._calibration, product), product, begin - traced_s))
+            reason = f"{job.reason}: {in_a_row(job.message)}"
+            return _empty(row.id, status, reason, prepared_s + time.perf_counter() - begin)
+        return _ENCODER.encode(_ok(row.id, job.calibrated(self._calibration, product), product, begin - prepared_s))
 
     def _job(self, row: Row) -> tuple[Job | Abstention, float]:
-        """Return a row's job, and how long its model took to trace, in seconds."""
+        """Return a row's job, and how long it took to prepare in seconds, for the first row that asked for it."""
         if isinstance(row.catalog, CatalogModel):
-            return self._jobs[_key(row.catalog, row.training), row.training.batch_size]
+            key = _key(row.catalog, row.training), row.training.batch_size
+            job, prepared_s = self._jobs[key]
+            self._jobs[key] = job, 0.0
+            return job, prepared_s
         if isinstance(row.features, ModelFeatures):
             return prepare(row.features, row.training), 0.0
         raise TypeError("a row that was read has a model")

@@ -13,7 +13,7 @@ from carpool_predictor.activity_figures import save
 from carpool_predictor.slowdown import Turns, shipped
 from carpool_predictor.slowdown_gavel import Queueing
 from carpool_predictor.slowdown_lucid import BASELINES, FOUND, Pairs, Score, forest, score
-from carpool_predictor.suites import Figure, Report
+from carpool_predictor.suites import Figure, Report, Tell, counted, silent
 
 MAX_ERROR, MIN_FOUND = 0.055, 75.0
 OURS = "shipped: learned on Gavel, median"
@@ -29,18 +29,19 @@ SEED = 0
 Numbers = NDArray[np.float64]
 
 
-def run(data: Path, out: Path) -> Report:
-    """Evaluate, and write the card.
+def run(data: Path, out: Path, tell: Tell = silent) -> Report:
+    """Evaluate, and write the card; `tell` hears what is being fitted.
 
     Raises:
         DataError: A file or a column is missing.
     """
     gavel = slowdown_gavel.read(data)
+    tell("Gavel: steps left out, for each exponent")
     by_exponent = slowdown_gavel.errors_by_exponent(gavel)
     held_out = slowdown_gavel.queueing(gavel, shipped().exponent)
     pairs = slowdown_lucid.read(data)
     new = pairs.part(np.array([not (set(both) & IN_GAVEL) for both in pairs.models]))
-    predictions = _predictions(pairs)
+    predictions = _predictions(pairs, tell)
     scores = {name: score(predicted, pairs) for name, predicted in predictions.items()}
     unseen = {name: score(predicted, new) for name, predicted in _ours_and_baselines(new).items()}
     card, picture = out / "slowdown.md", out / "figures" / "slowdown-predicted.svg"
@@ -62,11 +63,14 @@ def _ours_and_baselines(pairs: Pairs) -> dict[str, Numbers]:
     return {**found, OURS: slowdown_lucid.shipped_median(pairs), UPPER: slowdown_lucid.shipped_upper(pairs)}
 
 
-def _predictions(pairs: Pairs) -> dict[str, Numbers]:
+def _predictions(pairs: Pairs, tell: Tell) -> dict[str, Numbers]:
+    forests = {
+        "not shipped: random forest on Lucid, models held out": True,
+        "not shipped: random forest on Lucid, pairs of jobs held out": False,
+    }
     return {
         **_ours_and_baselines(pairs),
-        "not shipped: random forest on Lucid, models held out": forest(pairs, models_held_out=True),
-        "not shipped: random forest on Lucid, pairs of jobs held out": forest(pairs, models_held_out=False),
+        **{name: forest(pairs, models_held_out=forests[name]) for name in counted(list(forests), "Lucid", tell)},
     }
 
 

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,6 +20,7 @@ from carpool_core.values import MIB
 from carpool_predictor import store
 from carpool_predictor.abstention import Abstention
 from carpool_predictor.checks import reason_to_abstain
+from carpool_predictor.refusals import refusal_of
 from carpool_predictor.requests import TraceReply, TraceRequest, torch_missing
 
 TRACE_COMMAND = (sys.executable, "-W", "ignore", "-m", "carpool_predictor.trace")
@@ -87,6 +89,7 @@ class SubprocessTracer:
         limits: What one trace may take.
         command: What traces.
         known: Features of catalog models that need no trace.
+        seconds: Tells the time, for how long a trace took.
     """
 
     def __init__(
@@ -95,9 +98,11 @@ class SubprocessTracer:
         *,
         command: Sequence[str] = TRACE_COMMAND,
         known: Callable[[CatalogModel, Training], ModelFeatures | None] = stored,
+        seconds: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._limits = limits or TraceLimits()
         self._known = known
+        self._seconds = seconds
         self._command = tuple(command)
         self._turn = asyncio.Semaphore(self._limits.concurrency)
 
@@ -107,17 +112,28 @@ class SubprocessTracer:
 
     async def run(self, request: TraceRequest) -> ModelFeatures | Abstention:
         """Trace what the request asks for, under this tracer's limits."""
-        if request.model is not None and request.model.catalog is not None:
-            features = self._known(request.model.catalog, request.training)
-            if features is not None and reason_to_abstain(features, request.training) is None:
-                return features
+        found, _ = await self.timed(request)
+        return found
+
+    async def timed(self, request: TraceRequest) -> tuple[ModelFeatures | Abstention, float]:
+        """Return also how long that took, in seconds; the wait for other traces does not count."""
+        begin = self._seconds()
         catalog = None if request.model is None else request.model.catalog
+        if catalog is not None:
+            features = self._known(catalog, request.training)
+            if features is not None and reason_to_abstain(features, request.training) is None:
+                return features, self._seconds() - begin
         if importlib.util.find_spec("torch") is None:
-            return untraceable(catalog)
+            return untraceable(catalog), self._seconds() - begin
+        if catalog is not None:
+            refusal = await asyncio.to_thread(refusal_of, catalog)  # which may read files
+            if refusal is not None:
+                return refusal, self._seconds() - begin
         family = None if catalog is None else store.shipped().family(catalog.name)
         request = msgspec.structs.replace(request, family=family, memory_mib=self._limits.memory_mib)
         async with self._turn:
-            return await self._ask(msgspec.json.encode(request))
+            begin = self._seconds()
+            return await self._ask(msgspec.json.encode(request)), self._seconds() - begin
 
     async def _ask(self, request: bytes) -> ModelFeatures | Abstention:
         process = await asyncio.create_subprocess_exec(

@@ -19,6 +19,7 @@ from scipy.optimize import least_squares
 from carpool_predictor.interpolation import StepCost
 from carpool_predictor.neusight import GPUS, INFERRED, SEEN, ModelRow
 from carpool_predictor.step_time import FORMAT, Form, StepTimeModel, Utilization
+from carpool_predictor.suites import Tell, counted, silent
 from carpool_predictor.zeus import EpochRow
 
 VERSION = "1"
@@ -190,13 +191,13 @@ class Judged:
     split: Mapping[str, Matrix]
 
 
-def judge(rows: Sequence[ModelRow]) -> Judged:
-    """Predict rows on GPUs held out."""
+def judge(rows: Sequence[ModelRow], what: str = "", tell: Tell = silent) -> Judged:
+    """Predict rows on GPUs held out; `tell` hears by which predictor."""
     seen = [row for row in rows if row.gpu in SEEN]
     unseen = [row for row in rows if row.gpu not in SEEN]
     return Judged(
         rows,
-        {name: gpus_held_out(rows, predictor) for name, predictor in PREDICTORS.items()},
+        {name: gpus_held_out(rows, PREDICTORS[name]) for name in counted(list(PREDICTORS), what, tell)},
         unseen,
         {name: predictor(seen, unseen) for name, predictor in PREDICTORS.items()},
     )

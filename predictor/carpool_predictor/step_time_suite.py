@@ -16,23 +16,25 @@ from carpool_predictor.neusight import INFERRED, read_models
 from carpool_predictor.step_time import Utilization, shipped
 from carpool_predictor.step_time_card import write
 from carpool_predictor.step_time_fit import OURS, Judged, certain, errors, judge, model_of, seconds
-from carpool_predictor.suites import Figure, Report
+from carpool_predictor.suites import Figure, Report, Tell, silent
 
 MAX_ERROR = 0.12
 
 Matrix = NDArray[np.float64]
 
 
-def run(data: Path, out: Path) -> Report:
-    """Evaluate, and write the card.
+def run(data: Path, out: Path, tell: Tell = silent) -> Report:
+    """Evaluate, and write the card; `tell` hears what is being fitted.
 
     Raises:
         DataError: A file or a column is missing.
     """
     rows, left_out = read_models(data)
     epochs = zeus.read_epochs(data)
-    judged, everything = judge(certain(rows)), judge(rows)
+    judged = judge(certain(rows), "each GPU held out", tell)
+    everything = judge(rows, f"each GPU held out, with {INFERRED}", tell)
     model = model_of(rows)
+    tell("ResNet-50 on Zeus' GPUs, from its trace")
     convolutional = _epochs(model.learned, epochs)
     card = out / "step-time.md"
     figure = out / "figures" / "step-time-predicted.svg"

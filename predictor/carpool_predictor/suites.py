@@ -1,16 +1,33 @@
 """What a suite is, and which there are.
 
-A suite is a function `run(data: Path, out: Path) -> Report` in a module of its own, imported only when asked for. It
-reads the measurements below `data`, writes its model card `out/<name>.md` and its figures
+A suite is a function `run(data: Path, out: Path, tell: Tell) -> Report` in a module of its own, imported only when
+asked for. It reads the measurements below `data`, writes its model card `out/<name>.md` and its figures
 `out/figures/<name>-*.svg`, and returns what it found. The same data and seed give the same bytes: no times, no paths.
 Beside it may stand `frozen(data: Path) -> Report`, which judges what is shipped on those measurements and fits nothing.
 """
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
+
+Tell = Callable[[str], None]
+"""Takes word of what a suite is at, for people who wait."""
+
+
+def silent(_: str) -> None:
+    """Tell nobody."""
+
+
+def counted(items: Sequence[T], what: str, tell: Tell) -> Iterator[T]:
+    """Yield items, and say before each which it is: "families held out, fold 2 of 5", "split: XGBoost (3 of 5)"."""
+    for number, item in enumerate(items, start=1):
+        place = f"{number} of {len(items)}"
+        tell(f"{what}: {item} ({place})" if isinstance(item, str) else f"{what} {place}")
+        yield item
 
 
 class DataError(ValueError):
@@ -43,8 +60,8 @@ class Report:
 class Suite(Protocol):
     """Evaluates one kind of prediction."""
 
-    def __call__(self, data: Path, out: Path) -> Report:
-        """Read measurements below `data`, write the card below `out`.
+    def __call__(self, data: Path, out: Path, tell: Tell = silent) -> Report:
+        """Read measurements below `data`, write the card below `out`; `tell` hears what is being fitted.
 
         Raises:
             DataError: A file or a column is missing.

@@ -8,11 +8,10 @@ from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import CatalogModel, ModelSource, Training
 
 from carpool_predictor import store
+from carpool_predictor.names import LIBRARIES
 from carpool_predictor.requests import FactoryModel, TraceRequest
 
 Target = ModelFeatures | TraceRequest
-
-_LIBRARIES = ("timm", "torchvision", "transformers", "gpumemnet")
 
 
 class TargetError(ValueError):
@@ -59,7 +58,7 @@ def target_of(what: str, shape: list[int] | None, num_classes: int | None, train
             raise TargetError(f"{what} needs --input, the shape of one sample, such as --input 3,224,224")
         return TraceRequest(factory=FactoryModel(path=path, function=function, input=shape), training=training)
     library, _, name = what.partition("/")
-    if not name or library not in _LIBRARIES:
+    if not name or library not in LIBRARIES:
         raise TargetError(
             "expected timm/NAME, torchvision/NAME, transformers/NAME, gpumemnet/LAYERS, FILE.py:FACTORY or a features "
             f"file (.yaml), found {what!r}{_meant(what)}"
@@ -73,7 +72,7 @@ def target_of(what: str, shape: list[int] | None, num_classes: int | None, train
 
 
 def _meant(what: str) -> str:
-    known = [f"{library}/{what}" for library in _LIBRARIES if store.shipped().family(f"{library}/{what}") is not None]
+    known = [f"{library}/{what}" for library in LIBRARIES if store.shipped().family(f"{library}/{what}") is not None]
     return f"; did you mean {' or '.join(known)}?" if known else ""
 
 

@@ -1,36 +1,26 @@
 """From a model source to its features: build, prepare, trace at two batch sizes. Imports PyTorch."""
 
-import importlib.util
-import inspect
 import math
-import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import Training
 from carpool_core.values import Optimizer
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
 
 from carpool_predictor.abstention import TraceError
 from carpool_predictor.catalog import Recipe, recipe_of
 from carpool_predictor.detail import record_step
+from carpool_predictor.explaining import explained
+from carpool_predictor.factories import factory_recipe
 from carpool_predictor.fake import TensorMode, fake_mode, fake_weights, meta_mode
 from carpool_predictor.inline import build_inline
 from carpool_predictor.layers import count_layers
 from carpool_predictor.records import ModelRecord, StepRecord
 from carpool_predictor.remembering import Remembered
-from carpool_predictor.requests import FactoryModel, TraceRequest
+from carpool_predictor.requests import TraceRequest
 from carpool_predictor.step import AUTOCAST, FakeTraining, prepare, weight_dtype
 from carpool_predictor.updates import Updates
-
-T = TypeVar("T")
 
 _MAX_SAMPLE_ELEMENTS = 2**31
 """A sample of more elements is a mistake: 8 GiB in FP32."""
@@ -76,10 +66,10 @@ def build(recipe: Recipe, training: Training, mode: TensorMode) -> tuple[nn.Modu
     if not shape or min(shape) < 1 or math.prod(shape) > _MAX_SAMPLE_ELEMENTS:
         raise TraceError("InputShapeInvalid", f"expected the shape of one sample, such as [3, 224, 224], found {shape}")
     with fake_weights(mode, weight_dtype(training.precision)):
-        module = _explained("its constructor failed", recipe.build)
+        module = explained("its constructor failed", recipe.build, recipe.file)
     # Checkpointing replaces forwards, not modules, so that layers are counted the same with and without it.
-    return module, _explained(
-        "it cannot be trained", lambda: prepare(module, mode, training, shape, tokens=recipe.tokens)
+    return module, explained(
+        "it cannot be trained", lambda: prepare(module, mode, training, shape, tokens=recipe.tokens), recipe.file
     )
 
 
@@ -127,7 +117,7 @@ def _record(
 
     def step(batch_size: int) -> StepRecord:
         what = f"a training step on input of shape {[batch_size, *fake.input_shape]} failed"
-        return _explained(what, lambda: record_step(fake, batch_size, updates, remembered))
+        return explained(what, lambda: record_step(fake, batch_size, updates, remembered), recipe.file)
 
     return ModelRecord(
         name=recipe.name,
@@ -141,66 +131,3 @@ def _record(
         layers=count_layers(module),
         steps=tuple(map(step, sizes)),
     )
-
-
-def factory_recipe(factory: FactoryModel) -> Recipe:
-    """Load the factory's file; the function runs later, when weights are fake."""
-    path = Path(factory.path)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if not path.is_file() or spec is None or spec.loader is None:
-        raise TraceError("FactoryFailed", f"expected a Python file, found {factory.path!r}")
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent.resolve()))
-    sys.modules[path.stem] = module
-    _explained(f"{factory.path} failed on import", lambda: spec.loader.exec_module(module))  # type: ignore[union-attr]
-    function = getattr(module, factory.function, None)
-    if not callable(function):
-        raise TraceError("FactoryFailed", f"{factory.path} has no function {factory.function!r}")
-    _check_arguments(function, factory.function)
-
-    def build() -> nn.Module:
-        model = function()
-        if not isinstance(model, nn.Module):
-            raise TraceError(
-                "FactoryFailed",
-                f"{factory.function} in {factory.path} returned {type(model).__name__}; expected an nn.Module",
-            )
-        return model
-
-    return Recipe(f"{path.stem}:{factory.function}", build, tuple(factory.input))
-
-
-def _check_arguments(function: Callable[..., Any], name: str) -> None:
-    try:
-        signature = inspect.signature(function)
-    except ValueError:
-        return  # written in C; calling it will tell
-    try:
-        signature.bind()
-    except TypeError as e:
-        raise TraceError(
-            "FactoryFailed",
-            f"expected a function without arguments, found {name}{signature}; give its arguments defaults, or name a "
-            "function that calls it with them",
-        ) from e
-
-
-def _explained(what: str, run: Callable[[], T]) -> T:
-    """Run something of the model's own and say what failed: a model's code may raise anything."""
-    try:
-        return run()
-    except TraceError:
-        raise
-    except (DataDependentOutputException, DynamicOutputShapeException) as e:
-        raise TraceError(
-            "DataDependentGraph",
-            f"{what}: the model's graph depends on the data ({_first_line(e)}), so that it has no fixed cost",
-        ) from e
-    except UnsupportedOperatorException as e:
-        raise TraceError("OperatorUnsupported", f"{what}: no fake kernel for {_first_line(e)}") from e
-    except Exception as e:
-        raise TraceError("TraceFailed", f"{what}: {type(e).__name__}: {_first_line(e)}") from e
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0][:500]

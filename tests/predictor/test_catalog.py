@@ -11,8 +11,7 @@ from carpool_core.values import Precision
 from carpool_predictor.abstention import TraceError
 from carpool_predictor.catalog import recipe_of
 from carpool_predictor.fake import fake_weights, meta_mode
-from carpool_predictor.requests import FactoryModel
-from carpool_predictor.tracing import factory_recipe, trace_recipe
+from carpool_predictor.tracing import trace_recipe
 
 
 @pytest.mark.parametrize(
@@ -188,36 +187,3 @@ def test_the_weights_of_a_large_model_take_no_memory() -> None:
 def _resident_mib() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) >> 10
-
-
-FACTORY = """
-from torch import nn
-def build(): return nn.Linear(4, 4)
-def needs(width): return nn.Linear(width, 4)
-def number(): return 3
-def broken(): raise OSError("no such dataset")
-"""
-
-
-@pytest.mark.parametrize(
-    ("function", "reason", "word"),
-    [
-        pytest.param("needs", "FactoryFailed", "without arguments, found needs", id="needs arguments"),
-        pytest.param("number", "FactoryFailed", "returned int; expected an nn.Module", id="no module"),
-        pytest.param("broken", "TraceFailed", "OSError: no such dataset", id="raises"),
-        pytest.param("absent", "FactoryFailed", "has no function 'absent'", id="not there"),
-    ],
-)
-def test_factories_that_fail_are_explained(function: str, reason: str, word: str, tmp_path: Path) -> None:
-    file = tmp_path / f"train_{function}.py"
-    file.write_text(FACTORY)
-    with pytest.raises(TraceError, match=word) as caught:
-        trace_recipe(factory_recipe(FactoryModel(path=str(file), function=function, input=[4])), Training())
-    assert caught.value.reason == reason
-
-
-def test_a_factory_file_that_fails_on_import_is_explained(tmp_path: Path) -> None:
-    file = tmp_path / "fails_on_import.py"
-    file.write_text("import no_such_module_at_all")
-    with pytest.raises(TraceError, match="failed on import: ModuleNotFoundError"):
-        factory_recipe(FactoryModel(path=str(file), function="build", input=[4]))

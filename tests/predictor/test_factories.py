@@ -1,5 +1,6 @@
 """`my_train.py:build_model`: what is said of factories that cannot be predicted."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,8 +39,20 @@ class Dynamic(nn.Module):
 def dynamic():
     return Dynamic()
 
+class Misfit(nn.Sequential):
+    def forward(self, x):
+        return self[0](x)
+
+def misfit():
+    return Misfit(nn.Linear(9, 9))
+
 not_a_function = 3
 """
+
+
+def line_of(text: str) -> int:
+    """Number of a line of `SOURCE`."""
+    return next(number for number, line in enumerate(SOURCE.splitlines(), start=1) if text in line)
 
 
 @pytest.fixture
@@ -47,6 +60,14 @@ def source(tmp_path: Path) -> Path:
     path = tmp_path / "my_train.py"
     path.write_text(SOURCE.replace("nn.LazyLinear(10)", "nn.Linear(8 * 30 * 30, 10)"))
     return path
+
+
+@pytest.fixture(autouse=True)
+def imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget what a test's files were imported as, and where from."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("beside", "broken", "my_train"):
+        sys.modules.pop(name, None)
 
 
 def ask(source: Path, function: str, shape: list[int]) -> TraceRequest:
@@ -58,12 +79,28 @@ def ask(source: Path, function: str, shape: list[int]) -> TraceRequest:
 @pytest.mark.parametrize(
     ("function", "reason", "words"),
     [
-        pytest.param("raises", "TraceFailed", ["RuntimeError", "no such checkpoint"], id="raises"),
+        pytest.param(
+            "raises",
+            "TraceFailed",
+            [f"failed at my_train.py, line {line_of('no such')}, in raises: RuntimeError: no such checkpoint"],
+            id="raises",
+        ),
+        pytest.param(
+            "misfit",
+            "TraceFailed",
+            ["[2, 8] failed at", f"line {line_of('return self[0]')}, in forward: RuntimeError"],
+            id="its forward raises",
+        ),
         pytest.param(
             "needs_arguments", "FactoryFailed", ["without arguments, found needs_arguments(width)"], id="arguments"
         ),
         pytest.param("returns_none", "FactoryFailed", ["returned NoneType", "expected an nn.Module"], id="no module"),
-        pytest.param("dynamic", "DataDependentGraph", ["depends on the data"], id="dynamic shapes"),
+        pytest.param(
+            "dynamic",
+            "DataDependentGraph",
+            ["depends on the data", f"line {line_of('x[x > 0]')}, in forward"],
+            id="dynamic shapes",
+        ),
         pytest.param("absent", "FactoryFailed", ["no function 'absent'"], id="absent"),
         pytest.param("not_a_function", "FactoryFailed", ["no function 'not_a_function'"], id="not callable"),
     ],
@@ -77,12 +114,33 @@ def test_a_factory_that_cannot_be_predicted_is_an_abstention(
     assert all(word in reply.abstention.message for word in words)
 
 
-def test_a_file_that_cannot_be_imported_is_an_abstention(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        pytest.param(
+            "\nimport a_module.that_nobody_has\n",
+            ["line 2", "No module named 'a_module'", "install what provides a_module", "PYTHONPATH"],
+            id="nobody has it",
+        ),
+        pytest.param(
+            "from torch import no_such_layer\n", ["line 1", "cannot import name 'no_such_layer'"], id="no such name"
+        ),
+        pytest.param("from . import layers\n", ["line 1", "without a leading dot"], id="relative"),
+        pytest.param("import beside\n", ["at beside.py, line 1", "ZeroDivisionError"], id="in a file beside it"),
+        pytest.param("import json\njson.loads('{')", ["at broken.py, line 2", "JSONDecodeError"], id="in a library"),
+        pytest.param("import sys\nsys.exit('no GPU')", ["line 2", "no GPU", "__name__"], id="it ends the process"),
+        pytest.param("def build(:\n", ["SyntaxError", "line 1"], id="no Python"),
+    ],
+)
+def test_a_file_that_cannot_be_imported_is_an_abstention(content: str, words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("1 / 0\n")
     path = tmp_path / "broken.py"
-    path.write_text("import a_module_that_nobody_has\n")
+    path.write_text(content)
     reply = answer(ask(path, "build", [8]))
     assert reply.abstention is not None
-    assert "a_module_that_nobody_has" in reply.abstention.message
+    assert reply.abstention.reason == "TraceFailed"
+    assert f"{path} failed on import" in reply.abstention.message
+    assert all(word in reply.abstention.message for word in words)
 
 
 def test_the_command_line_says_it_without_a_traceback(source: Path) -> None:

@@ -14,7 +14,8 @@ from carpool_core.resources.job import CatalogModel, ModelSource, Training
 from carpool_predictor.abstention import TraceError
 from carpool_predictor.catalog import recipe_of
 from carpool_predictor.fake import fake_weights, meta_mode
-from carpool_predictor.listed import build_listed, read_layers, sample_shape
+from carpool_predictor.layer_lists import read_layers, sample_shape
+from carpool_predictor.listed import build_listed
 from carpool_predictor.requests import TraceRequest
 from carpool_predictor.targets import target_of
 from carpool_predictor.tracing import trace_recipe

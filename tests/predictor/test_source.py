@@ -1,6 +1,7 @@
 """Where features come from, and a tracing process that misbehaves in every way we could think of."""
 
 import asyncio
+import itertools
 import json
 import os
 import subprocess
@@ -130,6 +131,16 @@ async def test_cancelling_kills_the_trace(tmp_path: Path) -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert not _runs(int(pid_file.read_text()))
+
+
+async def test_the_wait_for_other_traces_is_no_time_of_a_trace(tmp_path: Path) -> None:
+    """Regression: of rows that were traced one after the other each counted those before it, too."""
+    looks = itertools.count()
+    tracer = SubprocessTracer(command=child("print('{}')", tmp_path), seconds=lambda: float(next(looks)))
+    request = TraceRequest(factory=FactoryModel(path="x.py", function="f", input=[3]), training=Training())
+    found = await asyncio.gather(*(tracer.timed(request) for _ in range(4)))
+    # Each looks before and after, and while the first is traced the three others look, too, as they arrive.
+    assert [took for _, took in found] == [4, 1, 1, 1]
 
 
 async def test_answers_pass_through(tmp_path: Path) -> None:

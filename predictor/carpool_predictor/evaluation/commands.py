@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from carpool_predictor.evaluation.inputs import check_inputs
+from carpool_predictor.progress import telling
 from carpool_predictor.suites import SUITES, DataError, Report, load, load_frozen
 from carpool_predictor.trees import MalformedError
 
@@ -50,7 +51,9 @@ def evaluate(data: Path, suite: str, out: Path, frozen: bool) -> None:
             # On its own stream, so that a table in a file stays one, and whoever waits for an hour sees for what.
             click.echo(f"suite {name} ({number} of {len(names)}) ...", err=True)
             if not frozen:
-                Console().print(_table(load(name)(data, out)))
+                with telling() as tell:
+                    report = load(name)(data, out, tell)
+                Console().print(_table(report))
             elif judge := judges[name]:
                 Console().print(_table(judge(data)))
     except (DataError, MalformedError) as e:

@@ -14,7 +14,7 @@ from carpool_predictor.measurements import FILE, Row, clean, read_rows
 from carpool_predictor.memory import MemoryModel, correct, predict_memory, shipped
 from carpool_predictor.memory_baselines import BASELINES
 from carpool_predictor.memory_fit import Sample, deal, fit, samples_of, traced_models
-from carpool_predictor.suites import DataError, Figure, Report
+from carpool_predictor.suites import DataError, Figure, Report, Tell, counted, silent
 
 SEED = 20260101
 OUTER_FOLDS = 5
@@ -98,16 +98,23 @@ def apply(model: MemoryModel, samples: Sequence[Sample]) -> Judged:
 Fold = tuple[frozenset[str], MemoryModel]
 
 
-def fit_folds(samples: Sequence[Sample], key: Callable[[Sample], str], seed: int = SEED) -> list[Fold]:
+def fit_folds(
+    samples: Sequence[Sample], key: Callable[[Sample], str], what: str, tell: Tell = silent, seed: int = SEED
+) -> list[Fold]:
     """Fit without each part of the data.
 
     Args:
         samples: What is learned from.
         key: What is held out whole: a family, or a model (all its batch sizes in one fold).
+        what: What that is called.
+        tell: Hears which fold is being fitted.
         seed: Seed of the folds.
     """
     folds = deal(map(key, samples), OUTER_FOLDS, seed)
-    return [(fold, fit([s for s in samples if key(s) not in fold], seed=seed)) for fold in folds]
+    return [
+        (fold, fit([s for s in samples if key(s) not in fold], seed=seed))
+        for fold in counted(folds, f"{what} held out, fold", tell)
+    ]
 
 
 def judge(folds: Sequence[Fold], samples: Sequence[Sample], key: Callable[[Sample], str]) -> Judged:
@@ -122,13 +129,13 @@ def judge(folds: Sequence[Fold], samples: Sequence[Sample], key: Callable[[Sampl
     )
 
 
-def baselines(samples: Sequence[Sample], seed: int = SEED) -> dict[str, dict[str, float]]:
+def baselines(samples: Sequence[Sample], tell: Tell = silent, seed: int = SEED) -> dict[str, dict[str, float]]:
     """Return median and p95 error (%), right class and class too small (%) of each baseline, families held out."""
     table = {}
     for name, estimator in BASELINES.items():
         estimates: list[Floats] = []
         measured: list[float] = []
-        for fold in deal((s.family for s in samples), OUTER_FOLDS, seed):
+        for fold in counted(deal((s.family for s in samples), OUTER_FOLDS, seed), f"baseline {name}, fold", tell):
             judged = [s for s in samples if s.family in fold]
             judge = estimator([s for s in samples if s.family not in fold], seed)
             estimates.append(judge(judged))
@@ -200,15 +207,15 @@ def _model(sample: Sample) -> str:
     return sample.model
 
 
-def run(data: Path, out: Path) -> Report:
+def run(data: Path, out: Path, tell: Tell = silent) -> Report:
     """Evaluate, and write `memory.md` and its figures."""
     rows, samples, uncleaned = measured_samples(data)
-    folds = fit_folds(samples, _family)
+    folds = fit_folds(samples, _family, "families", tell)
     by_family = judge(folds, samples, _family)
     splits = {
         "families held out": by_family,
         "the same, inside what was learned": by_family.where(by_family.inside),
-        "models held out at random": judge(fit_folds(samples, _model), samples, _model),
+        "models held out at random": judge(fit_folds(samples, _model, "models", tell), samples, _model),
         "families held out, rows before cleaning": judge(folds, uncleaned, _family),
     }
     few = {jobs: few_jobs(samples, jobs) for jobs in (3, 10, 20, 50)}
@@ -219,7 +226,7 @@ def run(data: Path, out: Path) -> Report:
         cleaned=len(clean(rows)),
         splits={name: judged.figures() for name, judged in splits.items()},
         judged=by_family,
-        baselines=baselines(samples),
+        baselines=baselines(samples, tell),
         few=few,
         versions=store.shipped().versions,
         models=len(traced_models({row.model for row in rows})),
