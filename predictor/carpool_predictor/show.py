@@ -1,27 +1,32 @@
 """How a prediction looks to people: one GPU line by line with its intervals, several side by side."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 
-from carpool_core.resources.prediction import Interval
+from carpool_core.resources.prediction import Interval, MemoryPrediction
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from carpool_predictor.fitting import LargestBatch
 from carpool_predictor.parts import MemoryParts
 from carpool_predictor.report import ProductReport, Report
 
 _WIDTH_OF_INTERVALS = 190
 """Columns of a terminal in which the intervals of several GPUs fit beside the medians."""
+_SHORTENED = 1_000_000
+"""From here on numbers are rounded to two digits: no GPU has a TiB, and no step takes a quarter of an hour."""
+_MARGIN = 6
+"""Columns around and between the two columns of a table."""
 
 
 def as_text(title: str, report: Report, *, width: int) -> RenderableType:
     """Draw what is predicted; intervals of several GPUs only where the terminal is wide, they are in the JSON, too."""
-    return Group(*_tables(title, report, with_intervals=width >= _WIDTH_OF_INTERVALS))
+    return Group(*_tables(title, report, width, with_intervals=width >= _WIDTH_OF_INTERVALS))
 
 
-def _tables(title: str, report: Report, *, with_intervals: bool) -> Iterator[RenderableType]:
+def _tables(title: str, report: Report, width: int, *, with_intervals: bool) -> Iterator[RenderableType]:
     if len(report.products) == 1:
         (product,) = report.products
         # Not the table's own title, which would be broken to the width of the table.
@@ -32,21 +37,35 @@ def _tables(title: str, report: Report, *, with_intervals: bool) -> Iterator[Ren
         yield _speed(report, with_intervals=with_intervals)
         yield _parts(report)
         if any(product.mig for product in report.products):
-            yield _mig(report)
+            yield _mig(report, width)
     yield Text(f"{report.prediction.reason}: {report.prediction.message}", style="dim")
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for number, name in enumerate(columns):
         table.add_column(name, justify="right" if number else "left", no_wrap=number == 0)
     return table
 
 
+def _number(value: float, digits: int = 0) -> str:
+    """Write a number in nine characters at most, so that a table stays within 80 columns whatever was asked."""
+    return f"{value:,.{digits}f}" if value < _SHORTENED else f"{value:.1e}".replace("e+0", "e").replace("e+", "e")
+
+
+def _batch(found: LargestBatch) -> str:
+    """Write a largest batch in few characters."""
+    if found.batch_size is None:
+        return f"<{found.fewer_than:,}"
+    if not found.batch_size:
+        return "none"
+    return f"{'≥' if found.limited_by_trace else ''}{found.batch_size:,}"
+
+
 def _span(interval: Interval | None, scale: float = 1.0, digits: int = 0, *, with_ends: bool = True) -> str:
     if interval is None:
         return ""
-    median, lower, upper = (f"{x * scale:,.{digits}f}" for x in (interval.median, interval.lower, interval.upper))
+    median, lower, upper = (_number(x * scale, digits) for x in (interval.median, interval.lower, interval.upper))
     return f"{median} [dim]({lower} - {upper})[/dim]" if with_ends else median
 
 
@@ -54,7 +73,7 @@ def _one(report: Report, product: ProductReport) -> Table:
     found = product.answer.prediction
     memory, activity = found.memory, found.activity
     table = Table(box=box.SIMPLE, show_header=False)
-    table.add_row("memory", f"{memory.median_mib:,} MiB")
+    table.add_row("memory at its peak", f"{memory.median_mib:,} MiB")
     table.add_row("  at most", f"{memory.upper_mib:,} MiB, {memory.coverage:.0%} sure")
     table.add_row("  class", f"{memory.class_lower_mib // 1024} - {memory.class_upper_mib // 1024} GiB")
     for name in _names():
@@ -78,14 +97,19 @@ def _memory(title: str, report: Report) -> Table:
         memory = product.answer.prediction.memory
         table.add_row(
             _short(product.answer.prediction.product),
-            f"{memory.median_mib:,}",
-            f"{memory.upper_mib:,}",
+            _number(memory.median_mib),
+            _number(memory.upper_mib),
             f"{memory.coverage:.0%}",
-            f"{memory.class_lower_mib // 1024}-{memory.class_upper_mib // 1024}",
-            str(product.largest),
+            _class(memory),
+            _batch(product.largest),
             "yes" if _memory_learned(report, product) else "no",
         )
     return table
+
+
+def _class(memory: MemoryPrediction) -> str:
+    lower, upper = memory.class_lower_mib, memory.class_upper_mib
+    return f"{lower // 1024}-{upper // 1024}" if upper < _SHORTENED else f">{_SHORTENED // 1024}"
 
 
 def _speed(report: Report, *, with_intervals: bool) -> Table:
@@ -137,15 +161,28 @@ def _parts(report: Report) -> Table:
     )
     for product in report.products:
         table.add_row(
-            _short(product.answer.prediction.product), *(f"{getattr(product.parts, name):,.0f}" for name in _names())
+            _short(product.answer.prediction.product), *(_number(getattr(product.parts, name)) for name in _names())
         )
     return table
 
 
-def _mig(report: Report) -> Table:
+def _mig(report: Report, width: int) -> Table:
     table = _table("Largest batch on a MIG instance", "GPU", "profile: batch")
-    for product in report.products:
-        if product.mig:
-            batches = ", ".join(f"{profile}: {found}" for profile, found in product.mig.items())
-            table.add_row(_short(product.answer.prediction.product), batches)
+    products = [product for product in report.products if product.mig]
+    names = [_short(product.answer.prediction.product) for product in products]
+    for name, product in zip(names, products, strict=True):
+        batches = [f"{profile}: {_batch(found)}" for profile, found in product.mig.items()]
+        table.add_row(name, "\n".join(_packed(batches, width - max(map(len, names)) - _MARGIN)))
     return table
+
+
+def _packed(items: Sequence[str], width: int) -> Iterator[str]:
+    """Put as many items on a line as fit; none is broken."""
+    line = items[0]
+    for item in items[1:]:
+        if len(line) + len(item) + 2 > width:
+            yield f"{line},"
+            line = item
+        else:
+            line = f"{line}, {item}"
+    yield line

@@ -1,0 +1,74 @@
+"""How predictions look in a terminal of 80 columns, whatever was asked."""
+
+import io
+
+import pytest
+from carpool_core.products import PRODUCTS
+from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
+from carpool_core.resources.job import Training
+from carpool_predictor.estimator import prepare
+from carpool_predictor.report import report_on
+from carpool_predictor.show import as_text
+from rich.console import Console
+
+NAMES = [product.name.removeprefix("NVIDIA ").removeprefix("GeForce ") for product in PRODUCTS]
+
+
+def shown(sample_bytes: float, parameters: int, batch: int, flops: float, columns: int = 80) -> str:
+    steps = [
+        TracedStep(
+            batch_size=b, peak_bytes=int(sample_bytes * b) + 16 * parameters, activation_bytes=int(sample_bytes * b),
+            flops=flops * b, bytes_moved=flops * b / 100, kernels=500,
+        )
+        for b in (max(1, batch // 2), batch)
+    ]  # fmt: skip
+    features = ModelFeatures(
+        parameters=parameters, trainable_parameters=parameters, parameter_bytes=4 * parameters,
+        layers=LayerCounts(linear=1), steps=steps,
+    )  # fmt: skip
+    report = report_on("m", prepare(features, Training(batch_size=batch)), PRODUCTS)
+    console = Console(file=io.StringIO(), width=columns)
+    console.print(as_text("m", report, width=columns))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        pytest.param((250, 1000, 1_000_000, 1e3), id="batches of millions"),
+        pytest.param((1e9, 20_000, 1_000_000, 1e3), id="none known to fit"),
+        pytest.param((5e10, 10**12, 16, 1e15), id="terabytes of each part"),
+        pytest.param((9e8, 10**6, 1_000_000, 1e15), id="as much as is ever predicted, for years"),
+        pytest.param((6e9, 15_000_000_000, 128, 1e12), id="just below what is shortened"),
+    ],
+)
+def test_nothing_is_cut_or_broken_in_80_columns(asked: tuple[float, int, int, float]) -> None:
+    """Regression: batches of millions, and memory of terabytes, ended in an ellipsis."""
+    text = shown(*asked)
+    assert "…" not in text
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    for name in NAMES:
+        assert sum(line.strip().startswith(f"{name} ") for line in lines) >= 3, "a line in each table"
+    heads = [number for number, line in enumerate(lines) if line.lstrip().startswith("GPU ")]
+    for head in heads[:3]:
+        rows = lines[head + 2 : head + 2 + len(NAMES)]
+        assert [row.strip().startswith(f"{name} ") for row, name in zip(rows, NAMES, strict=True)] == [True] * len(
+            NAMES
+        )
+
+
+def test_a_profile_and_its_batch_stand_on_one_line() -> None:
+    text = shown(250, 1000, 1_000_000, 1e3)
+    instances = text[text.index("MIG instance") :]
+    for product in PRODUCTS:
+        for profile in product.mig_profiles:
+            assert f"{profile}: " in instances
+    assert ":\n" not in instances.replace(" ", "")
+
+
+def test_numbers_that_no_gpu_has_are_rounded() -> None:
+    text = shown(5e10, 10**12, 16, 1e15)
+    assert "3.8e6" in text
+    assert ">976" in text
