@@ -13,9 +13,10 @@ from carpool_deviceplugin.meter import Meter, Rates, Use
 
 _MIB = 1024 * 1024
 _DEVICE_LABELS = (
-    "gpu", "UUID", "pci_bus_id", "device", "modelName", "GPU_I_PROFILE", "GPU_I_ID", "hostname", "pod", "namespace",
-    "container",
+    "gpu", "UUID", "pci_bus_id", "device", "modelName", "GPU_I_PROFILE", "GPU_I_ID", "Hostname", "hostname", "pod",
+    "namespace", "container",
 )  # fmt: skip
+"""dcgm-exporter writes Hostname with a capital, and its dashboards choose by it."""
 SOURCE = "carpool_agent_gpu_metrics_source"
 TENANT_ENERGY = "carpool_gpu_tenant_energy_joules"
 _TENANT_LABELS = ("UUID", "namespace", "pod", "job")
@@ -121,6 +122,7 @@ class AgentCollector(Collector):
             device.product,
             "",
             "",
+            self._agent.settings.node_name,
             self._agent.settings.node_name,
             *self._owner(owner).values(),
         )

@@ -18,8 +18,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 
 DCGM_LABELS = {
-    "gpu", "UUID", "pci_bus_id", "device", "modelName", "GPU_I_PROFILE", "GPU_I_ID", "hostname", "pod", "namespace",
-    "container",
+    "gpu", "UUID", "pci_bus_id", "device", "modelName", "GPU_I_PROFILE", "GPU_I_ID", "Hostname", "hostname", "pod",
+    "namespace", "container",
 }  # fmt: skip
 
 
@@ -54,7 +54,8 @@ async def test_idle_gpus_under_dcgms_names(agent, devices) -> None:
         assert [set(s.labels) for s in found[name].samples] == [DCGM_LABELS] * 2
         assert {s.name for s in found[name].samples} == {name}
     (used, *_) = found["DCGM_FI_DEV_FB_USED"].samples
-    assert (used.value, used.labels["gpu"], used.labels["hostname"]) == (0, "0", "node-1")
+    assert (used.value, used.labels["gpu"], used.labels["Hostname"]) == (0, "0", "node-1")
+    assert used.labels["hostname"] == "node-1"
     assert used.labels["modelName"] == "Simulated NVIDIA A100-SXM4-40GB"
     free, reserved = (found[f"DCGM_FI_DEV_FB_{what}"].samples[0].value for what in ("FREE", "RESERVED"))
     assert free + reserved == 40960
