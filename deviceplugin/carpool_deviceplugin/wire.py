@@ -132,10 +132,11 @@ class PodResources:
 
     Args:
         socket: Of the API.
+        within_s: How long an answer may take, in seconds.
     """
 
-    def __init__(self, socket: Path) -> None:
-        self._socket = socket
+    def __init__(self, socket: Path, within_s: float = _CALL_TIMEOUT_S) -> None:
+        self._socket, self._within_s = socket, within_s
         self._channel: Any = None
 
     async def list(self) -> Sequence[pr.PodResources]:
@@ -148,7 +149,7 @@ class PodResources:
             pr.ListPodResourcesResponse.FromString,
         )
         try:
-            answer: pr.ListPodResourcesResponse = await call(pr.ListPodResourcesRequest(), timeout=_CALL_TIMEOUT_S)
+            answer: pr.ListPodResourcesResponse = await call(pr.ListPodResourcesRequest(), timeout=self._within_s)
         except grpc.aio.AioRpcError as e:
             await self.close()  # a restarted kubelet makes its socket anew: the next question goes to that one
             raise KubeletError(f"{self._socket}: expected an answer, found {e.code().name}: {e.details()}") from e

@@ -1,6 +1,7 @@
 """What the world may do to an agent, as far as no other test says it: docs/node-agent.md has the list."""
 
 import resource
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta
@@ -28,7 +29,7 @@ from carpool_deviceplugin.testing.agents import Flow, flowing, running, until
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.testing.nvml_node import Node
-from carpool_deviceplugin.wire import KubeletError, RefusedError
+from carpool_deviceplugin.wire import KubeletError, PodResources, RefusedError
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -87,6 +88,17 @@ async def test_podresources_that_stays_away_is_said_in_time(ground: Ground) -> N
     with pytest.raises(RefusedError, match=r"expected the kubelet's PodResources to say who holds slot-0.*DEADLINE"):
         await ground.plugin.pre_start(["slot-0"])
     assert 5 <= ground.clock.monotonic() - began < 6
+
+
+async def test_podresources_that_never_answers_is_left(tmp_path: Path) -> None:
+    """A kubelet that hangs takes its socket's calls, and is silent."""
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(tmp_path / "kubelet.sock"))
+        silent.listen()
+        resources = PodResources(tmp_path / "kubelet.sock", within_s=0.1)
+        for _ in range(2):
+            with pytest.raises(KubeletError, match=r"kubelet.sock: expected an answer, found DEADLINE_EXCEEDED"):
+                await resources.list()
 
 
 @contextmanager

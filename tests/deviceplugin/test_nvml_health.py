@@ -149,6 +149,21 @@ def test_lost_gpu_is_unhealthy_alone_and_comes_back_by_rule(node: Node) -> None:
     assert devices.inventory()[0].health is DeviceHealth.HEALTHY
 
 
+def test_driver_that_was_updated_under_an_agent_is_said_until_it_fits(node: Node) -> None:
+    devices = node.devices()
+    devices.inventory()
+    node.nvml.restart_driver()
+    node.nvml.init_error = pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH
+    devices.inventory()
+    for device in devices.inventory():
+        assert device.health is DeviceHealth.UNHEALTHY
+        assert "library and kernel module are of different versions: restart the node" in device.health_message
+    node.nvml.init_error = None
+    devices.inventory()
+    node.advance(61)
+    assert {device.health for device in devices.inventory()} == {DeviceHealth.HEALTHY}
+
+
 def test_last_words_of_a_lost_gpu_are_not_told_of_its_neighbour(node: Node) -> None:
     """Regression: one look took the events of all GPUs, and whose this one was could not be asked any more."""
     devices = node.devices()

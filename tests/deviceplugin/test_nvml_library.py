@@ -184,12 +184,21 @@ def test_restarted_driver_is_opened_again() -> None:
     assert watch.seen(uuid) == [31]
 
 
-def test_driver_that_is_not_back_yet() -> None:
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, "load the driver"),
+        (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, "different versions: restart the node"),
+    ],
+)
+def test_driver_that_is_not_back_yet(code: int, says: str) -> None:
     fake, session, (uuid,) = opened("A100-40")
     fake.restart_driver()
-    fake.init_error = pynvml.NVML_ERROR_DRIVER_NOT_LOADED
+    fake.init_error = code
+    with pytest.raises(DriverGoneError):
+        read_telemetry(session, uuid)
     for _ in range(2):
-        with pytest.raises(DriverGoneError):
+        with pytest.raises(DriverGoneError, match=says):
             read_telemetry(session, uuid)
     fake.init_error = None
     assert read_telemetry(session, uuid).power_w

@@ -15,7 +15,6 @@ from carpool_core.testing.kube import FakeKube
 from carpool_core.values import SharingMode
 from carpool_deviceplugin.app import Agent
 from carpool_deviceplugin.metrics import AgentCollector
-from carpool_deviceplugin.plugin import slots
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.testing.agents import flowing, running, until
 from carpool_deviceplugin.testing.kubelet import Kubelet
@@ -94,15 +93,6 @@ def edits(settings: AgentSettings, slot: str) -> dict[str, Any]:
         "env": dict(e.split("=", 1) for e in edits.get("env", [])),
         "mounts": [m["hostPath"] for m in edits["mounts"]],
     }
-
-
-@pytest.mark.parametrize(
-    ("healthy", "fine"), [pytest.param(2, 6, id="all"), pytest.param(1, 3, id="half"), pytest.param(0, 0, id="none")]
-)
-def test_slots_are_as_healthy_as_the_gpus(healthy: int, fine: int) -> None:
-    named = slots(gpus=2, slots_per_gpu=3, healthy=healthy)
-    assert [name for name, _ in named] == [f"slot-{i}" for i in range(6)]
-    assert sum(is_fine for _, is_fine in named) == fine
 
 
 async def test_registers_with_what_it_needs(agent, kubelet) -> None:
