@@ -3,7 +3,8 @@
 HarnessError
 ├── MissingError      the machine lacks something; the message says what and how to get it
 ├── BuildError        a binary did not build
-└── StartError        a process did not become ready; the message ends with its log
+├── StartError        a process did not become ready; the message ends with its log
+└── StalledError      what was begun does not come to its end
 """
 
 from pathlib import Path
@@ -25,6 +26,10 @@ class BuildError(HarnessError):
 
 class StartError(HarnessError):
     """A process did not become ready."""
+
+
+class StalledError(HarnessError):
+    """What was begun does not come to its end."""
 
 
 def log_tail(log: Path, lines: int = LOG_LINES) -> str:

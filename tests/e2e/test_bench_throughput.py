@@ -6,19 +6,24 @@ import subprocess
 import threading
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 
-from carpool_core.kube.api import GPU_NODES
+import pytest
+from carpool_core.kube.api import GPU_NODES, NODES
 from carpool_core.kube.errors import Unreachable
 from carpool_core.resources.meta import ObjectMeta
 from carpool_core.resources.node import GpuNode
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_e2e.bench.circumstances import preferred
-from carpool_e2e.bench.load import Throughput
+from carpool_e2e.bench.load import Finish, Throughput, play, until_bound
 from carpool_e2e.bench.requests import counted
 from carpool_e2e.bench.stock import WHOLE, pod
 from carpool_e2e.bench.throughput import Background, Players
 from carpool_e2e.bench.throughput_report import throughput_section
+from carpool_e2e.errors import StalledError
+from carpool_e2e.fleetprocess import LEASES
+from carpool_e2e.processes import ProcessTable
 from carpool_extender.testing import gpu_node, tenant
 
 METRICS = """# HELP apiserver_request_total [STABLE] Counter of apiserver requests
@@ -118,3 +123,61 @@ async def test_a_server_that_is_too_busy_for_a_report_is_not_asked_again_at_once
             reported.append(len(kube.dump(GPU_NODES, "a").get("status", {}).get("partitions", [])))
             clock.advance(0.5)
     assert reported == [0, 0, 1, 1]
+
+
+async def test_a_process_that_ended_is_told_at_once(tmp_path: Path) -> None:
+    """Regression: nobody starts kube-scheduler again here, and the rest of ten minutes was waited for."""
+    finish, clock = Finish(3, {"a"}), FakeClock()
+    process = ProcessTable(tmp_path, "/usr/bin:/bin").start(
+        "kube-scheduler", ["sh", "-c", "echo lost the lease; exit 1"]
+    )
+    assert process.popen is not None
+    process.popen.wait()
+    waiting = asyncio.create_task(until_bound(finish, [process], clock.sleep))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    clock.advance(1)
+    with pytest.raises(StalledError, match=r"(?s)kube-scheduler ended with 1 .* 1 of 3 until then.*lost the lease"):
+        await waiting
+
+
+async def test_pods_that_are_not_bound_in_time_are_told(tmp_path: Path) -> None:
+    clock = FakeClock()
+    process = ProcessTable(tmp_path, "/usr/bin:/bin").start("kube-scheduler", ["sleep", "60"])
+    try:
+        waiting = asyncio.create_task(until_bound(Finish(3, {"a"}), [process], clock.sleep))
+        while not waiting.done():
+            await asyncio.sleep(0)
+            clock.advance(1)
+        with pytest.raises(StalledError, match="expected 3 pods to be bound within 600 s, found 1;"):
+            await waiting
+    finally:
+        process.kill()
+
+
+async def test_a_node_whose_lease_was_late_says_again_that_it_is_ready() -> None:
+    """Regression: nodes were called unknown while the server was busy, and nothing was bound there any more."""
+    clock = FakeClock()
+    kube = FakeKube(clock)
+    kube.seed(NODES, {"metadata": {"name": "a"}, "status": {"conditions": [{"type": "Ready", "status": "Unknown"}]}})
+    kube.seed(LEASES, {"metadata": {"name": "a", "namespace": "kube-node-lease"}, "spec": {}})
+    told = []
+    async with Background() as background:
+        background.start(play(kube, "a", 0.0, clock, clock.sleep))
+        for second in range(80):
+            if second == 10:
+                for _ in range(20):
+                    kube.fail_next("patch", LEASES, Unreachable("busy"))
+            for _ in range(10):
+                await asyncio.sleep(0)
+            renewed = kube.dump(LEASES, "a", "kube-node-lease")["spec"].get("renewTime", "")[11:19]
+            told.append((renewed, kube.dump(NODES, "a")["status"]["conditions"][0]["status"]))
+            clock.advance(1)
+    assert [told[at] for at in (0, 24, 44, 45, 70)] == [
+        ("12:00:00", "Unknown"),
+        ("12:00:00", "Unknown"),
+        ("12:00:00", "Unknown"),
+        ("12:00:45", "True"),
+        ("12:01:10", "True"),
+    ]

@@ -10,27 +10,33 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 import msgspec
-from carpool_core.clock import SystemClock
+from carpool_core.clock import Clock, SystemClock
 from carpool_core.kube.api import NODES, PODS, KubeApi, Selector
 from carpool_core.kube.errors import KubeError
 from carpool_core.kube.pods import Pod
 from carpool_core.kube.reflector import Reflector
+from carpool_extender.binding import in_time
 
 from carpool_e2e.bench.circumstances import preferred
 from carpool_e2e.bench.memory import listed
 from carpool_e2e.bench.placement import processor_s
 from carpool_e2e.bench.requests import counted
 from carpool_e2e.cluster import Cluster
+from carpool_e2e.errors import StalledError, log_tail
 from carpool_e2e.fleet import FleetNode, lease_patch, node_status
 from carpool_e2e.fleetprocess import LEASES
+from carpool_e2e.processes import Process
 
 NODE_COUNT, GPUS, JOBS = 500, 8, 2000
 AT_ONCE = 16
 """Calls of the benchmark to the API server at once."""
 ITSELF = "the benchmark"
 _PATIENCE_S = 600.0
-_BEAT_S = 25.0
-"""Time between two renewals of a lease: the node controller waits for fifty seconds."""
+_LOOK_S = 1.0
+"""Time between two looks at whether all processes are there still."""
+_BEAT_S, _LATE_S, _AGAIN_S = 25.0, 40.0, 1.0
+"""Time between two renewals of a lease, where the node controller waits for fifty seconds; after how long the node may
+have been given up; the least between two tries."""
 _LEASES = "kube-node-lease"
 
 
@@ -72,7 +78,7 @@ class Throughput:
 
 
 @dataclass
-class _Finish:
+class Finish:
     """Counts the pods that have a node."""
 
     wanted: int
@@ -118,17 +124,35 @@ async def settled(api: KubeApi) -> None:
 
 
 async def beat(api: KubeApi) -> None:
-    """Renew the nodes' leases, as their kubelets would: without them the node controller gives nodes up."""
-    gate = asyncio.Semaphore(AT_ONCE // 2)
+    """Play the kubelets of all nodes, each at its own moment, as far as the node controller looks at them."""
+    async with asyncio.TaskGroup() as kubelets:
+        for number in range(NODE_COUNT):
+            kubelets.create_task(play(api, node_name(number), _BEAT_S * number / NODE_COUNT))
 
-    async def renew(number: int) -> None:
-        node = FleetNode(node_name(number), 0)
-        async with gate:
-            with suppress(KubeError):  # a kubelet does not end at a server that is too busy to answer either
-                await api.patch(LEASES, node.name, lease_patch(node, datetime.now(UTC)), namespace=_LEASES)
 
+async def play(
+    api: KubeApi,
+    name: str,
+    after_s: float,
+    clock: Clock | None = None,
+    sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+) -> None:
+    """Renew a node's lease for ever, and say again that the node is ready where the lease may have run out.
+
+    A node controller that has waited too long calls the node unknown, and a renewed lease alone does not change that.
+    """
+    clock = clock or SystemClock()
+    node, renewed_at = FleetNode(name, 0), clock.monotonic()
+    await sleep(after_s)
     while True:
-        await asyncio.gather(*(renew(number) for number in range(NODE_COUNT)), asyncio.sleep(_BEAT_S))
+        began = clock.monotonic()
+        with suppress(KubeError):  # a kubelet does not end at a server that is too busy to answer either
+            await api.patch(LEASES, name, lease_patch(node, clock.now()), namespace=_LEASES, wants_object=False)
+            if clock.monotonic() - renewed_at > _LATE_S:
+                ready = {"conditions": node_status(node, clock.now())["status"]["conditions"]}
+                await api.patch(NODES, name, {"status": ready}, subresource="status", wants_object=False)
+            renewed_at = began
+        await sleep(max(_AGAIN_S, renewed_at + _BEAT_S - clock.monotonic()))
 
 
 async def bind_all(
@@ -149,7 +173,7 @@ async def bind_all(
         processes: Whose processor time counts.
         told: Waits until everything is told; what that costs counts, too.
     """
-    finish, gate = _Finish(len(create)), asyncio.Semaphore(AT_ONCE)
+    finish, gate = Finish(len(create)), asyncio.Semaphore(AT_ONCE)
 
     async def submit(one: Callable[[], Awaitable[object]]) -> None:
         async with gate:
@@ -164,7 +188,7 @@ async def bind_all(
         asked, spent, began = _asked(cluster), _spent(cluster, processes), time.monotonic()
         submitting = asyncio.gather(*(submit(one) for one in create))
         reporting = asyncio.create_task(_progress(finish, began, tell))
-        await asyncio.wait_for(finish.reached.wait(), _PATIENCE_S)
+        await until_bound(finish, [cluster[name] for name in processes])
         elapsed_s = time.monotonic() - began
         reporting.cancel()
         await submitting
@@ -179,7 +203,34 @@ async def bind_all(
     return Throughput(len(create), elapsed_s, taken, _asked(cluster) - asked, told_s, load, first)
 
 
-async def _progress(finish: _Finish, began: float, tell: Callable[[str], None]) -> None:
+async def until_bound(
+    finish: Finish,
+    processes: Sequence[Process],
+    sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+) -> None:
+    """Wait until every pod is bound.
+
+    Raises:
+        StalledError: A process has ended, which nobody starts again here, or pods were not bound in time.
+    """
+    for _ in range(round(_PATIENCE_S / _LOOK_S)):
+        with suppress(TimeoutError):
+            await in_time(finish.reached.wait(), _LOOK_S, sleep)
+            return
+        for process in (one for one in processes if not one.running):
+            code = process.popen.returncode if process.popen else None
+            raise StalledError(
+                f"{process.name} ended with {code} while pods were being bound, {len(finish.bound):,} of "
+                f"{finish.wanted:,} until then; a kubelet would start it again, here nobody does\n"
+                f"{log_tail(process.log)}"
+            )
+    raise StalledError(
+        f"expected {finish.wanted:,} pods to be bound within {_PATIENCE_S:.0f} s, found {len(finish.bound):,}; "
+        "the logs of operator, extender and kube-scheduler say what the others wait for"
+    )
+
+
+async def _progress(finish: Finish, began: float, tell: Callable[[str], None]) -> None:
     while True:
         await asyncio.sleep(5)
         tell(f"{len(finish.bound)} bound after {time.monotonic() - began:.0f} s")
