@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from carpool_deviceplugin.meter import Meter
@@ -31,6 +32,29 @@ def test_measures_of_two_tenants(node: Node) -> None:
     assert a.gpu_util_percent == pytest.approx(60, abs=2)
     assert b.gpu_util_percent == pytest.approx(20, abs=2)
     assert a.sm_active_ratio == pytest.approx(0.6, abs=0.02)
+
+
+class WithoutNumbers(FakeNvml):
+    """The driver could not compute a metric, and says that it has."""
+
+    def nvmlGpmMetricsGet(self, request: Any) -> Any:  # noqa: N802  # NVIDIA's name
+        answer = super().nvmlGpmMetricsGet(request)
+        answer.metrics[1].value = math.nan
+        return answer
+
+
+def test_what_is_no_number_is_absent(tmp_path: Path) -> None:
+    """Regression: an SM activity that nobody could compute was shown as zero."""
+    node = Node(WithoutNumbers(["H100"]), FakeMpsCommands(), tmp_path)
+    devices = node.devices()
+    node.start(0, 42, "a", sm=0.6, dram=0.3)
+    for _ in range(3):
+        reading = devices.read(devices.uuids[0])
+        node.advance(1)
+    assert "DCGM_FI_PROF_SM_ACTIVE" not in reading.counters
+    assert reading.counters["DCGM_FI_PROF_DRAM_ACTIVE"] == pytest.approx(0.3)
+    (use,) = reading.processes
+    assert (use.sm_s, use.dram_s is not None) == (None, True)
 
 
 @pytest.mark.parametrize("is_idle_first", [True, False])

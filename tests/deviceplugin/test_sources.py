@@ -1,6 +1,7 @@
 """Where counters come from: dcgm-exporter, DCGM's host engine, GPM, NVML, in this order."""
 
 import http.server
+import math
 import shutil
 import subprocess
 import threading
@@ -140,6 +141,7 @@ class Engine:
 def test_the_host_engine_is_opened_again_where_it_was_lost() -> None:
     engine = Engine(["GPU-0", "GPU-1"])
     engine.activity[Entity(GPU, 1)] = 0.5
+    engine.activity[Entity(GPU, 0)] = math.nan  # it could not be computed
     source = HostEngine(engine, "localhost:5555")
     assert source.values() == {("GPU-1", None): {"DCGM_FI_PROF_SM_ACTIVE": 0.5}}
     engine.is_up = False

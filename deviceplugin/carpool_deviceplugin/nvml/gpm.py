@@ -1,6 +1,6 @@
 """GPU performance monitoring: how full the SMs were between two looks, of GPUs and MIG instances; Hopper and newer."""
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass, field
 
 import pynvml
@@ -26,6 +26,14 @@ def _request() -> pynvml.c_nvmlGpmMetricsGet_t:
     for place, metric in enumerate(_METRICS):
         request.metrics[place].metricId = metric
     return request
+
+
+def _ratio(metric: pynvml.c_nvmlGpmMetric_t) -> float | None:
+    """Read one metric; where it could not be computed the driver's number is none, and would count as zero."""
+    percent: float = metric.value
+    if metric.nvmlReturn != pynvml.NVML_SUCCESS or not math.isfinite(percent):
+        return None
+    return min(1.0, max(0.0, percent / 100))
 
 
 @dataclass
@@ -88,11 +96,7 @@ class Gpm:
         request.sample1, request.sample2 = before, now
         if self._session.ask(uuid, self._session.library.nvmlGpmMetricsGet, request) is None:
             return None
-        ratios: Sequence[float | None] = [
-            min(1.0, max(0.0, a.value / 100)) if a.nvmlReturn == pynvml.NVML_SUCCESS else None
-            for a in request.metrics[: len(_METRICS)]
-        ]
-        return GpmMetrics(*ratios)
+        return GpmMetrics(*(_ratio(metric) for metric in request.metrics[: len(_METRICS)]))
 
     def forget(self, uuid: GpuUuid, instance: int | None = None) -> None:
         """Free the samples of what is gone."""

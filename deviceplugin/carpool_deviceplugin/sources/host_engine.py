@@ -1,5 +1,6 @@
 """DCGM's host engine, where it runs and its library can be loaded."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -114,7 +115,7 @@ class HostEngine:
             raise
         values: dict[Place, dict[str, float]] = {}
         for (entity, field), value in latest.items():
-            if isinstance(value, float | int):
+            if isinstance(value, float | int) and math.isfinite(value):
                 values.setdefault(places[entity], {})[FIELDS[field]] = float(value)
         return values
 
