@@ -16,10 +16,10 @@ from carpool_core.resources.node import GpuNode
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_e2e.bench.circumstances import preferred
-from carpool_e2e.bench.load import Finish, Throughput, play, until_bound
+from carpool_e2e.bench.load import Background, Finish, Throughput, play, until_bound
 from carpool_e2e.bench.requests import counted
 from carpool_e2e.bench.stock import WHOLE, pod
-from carpool_e2e.bench.throughput import Background, Players
+from carpool_e2e.bench.throughput import Players
 from carpool_e2e.bench.throughput_report import throughput_section
 from carpool_e2e.errors import StalledError
 from carpool_e2e.fleetprocess import LEASES
@@ -97,7 +97,7 @@ async def test_a_sign_of_life_that_failed_is_written_again_soon() -> None:
     async with Background() as background:
         players = Players(kube, kube, background, clock, clock.sleep)
         players.see(None, node)
-        background.start(players.beat())
+        players.beat()
         written = []
         for _ in range(60):
             for _ in range(10):
@@ -181,3 +181,20 @@ async def test_a_node_whose_lease_was_late_says_again_that_it_is_ready() -> None
         ("12:00:45", "True"),
         ("12:01:10", "True"),
     ]
+
+
+async def test_background_work_that_missed_its_end_is_ended_all_the_same() -> None:
+    """Regression: a call answered its cancellation with an error, its loop went on, and the benchmark never ended."""
+    ended = []
+
+    async def work() -> None:
+        for _ in range(2):
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                ended.append(len(ended))
+
+    async with Background() as background:
+        background.start(work())
+        await asyncio.sleep(0)
+    assert ended == [0, 1]

@@ -4,10 +4,11 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import Any, Self
 
 import msgspec
 from carpool_core.clock import Clock, SystemClock
@@ -77,6 +78,28 @@ class Throughput:
         return self.jobs / (self.elapsed_s + self.told_s)
 
 
+class Background:
+    """Tasks that end with a block."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        while self._tasks:  # of hundreds of calls that are cancelled some raise what they were about to raise
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(self._tasks, timeout=_LOOK_S)
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Start a task."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
 @dataclass
 class Finish:
     """Counts the pods that have a node."""
@@ -123,11 +146,10 @@ async def settled(api: KubeApi) -> None:
     raise TimeoutError(f"expected {NODE_COUNT} nodes without taints within {_PATIENCE_S:.0f} s, found some with")
 
 
-async def beat(api: KubeApi) -> None:
+def beat(api: KubeApi, background: Background) -> None:
     """Play the kubelets of all nodes, each at its own moment, as far as the node controller looks at them."""
-    async with asyncio.TaskGroup() as kubelets:
-        for number in range(NODE_COUNT):
-            kubelets.create_task(play(api, node_name(number), _BEAT_S * number / NODE_COUNT))
+    for number in range(NODE_COUNT):
+        background.start(play(api, node_name(number), _BEAT_S * number / NODE_COUNT))
 
 
 async def play(

@@ -14,6 +14,7 @@ from carpool_e2e.bench.load import (
     GPUS,
     JOBS,
     NODE_COUNT,
+    Background,
     Throughput,
     beat,
     bind_all,
@@ -59,16 +60,13 @@ async def measure(cluster: Cluster, api: KubeApi, tell: Callable[[str], None], p
 
     await asyncio.gather(*(register(number) for number in range(NODE_COUNT)))
     await offer(api, WHOLE, GPUS)
-    beating = asyncio.create_task(beat(api))
     submit = [partial(api.create, PODS, pod(number), namespace="default") for number in range(pods)]
-    try:
+    async with Background() as background:
+        beat(api, background)
         await settled(api)
         await asyncio.to_thread(_start_scheduler, cluster)
         tell(f"{NODE_COUNT} nodes of {GPUS} whole GPUs are there")
         return await bind_all(cluster, api, tell, submit, PROCESSES)
-    finally:
-        beating.cancel()
-        await asyncio.gather(beating, return_exceptions=True)
 
 
 def _start_scheduler(cluster: Cluster) -> None:

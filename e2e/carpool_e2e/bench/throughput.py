@@ -1,10 +1,10 @@
 """Jobs a second through a real control plane: operator, kube-scheduler, extender and API server on this machine."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 from carpool_core.clock import Clock, SystemClock, rfc3339
@@ -18,7 +18,18 @@ from carpool_core.resources.node import GpuNode, Partition
 from carpool_core.settings import KubeSettings
 from carpool_core.values import PartitionState, PodUid
 
-from carpool_e2e.bench.load import GPUS, JOBS, NODE_COUNT, Throughput, beat, bind_all, node_name, offer, settled
+from carpool_e2e.bench.load import (
+    GPUS,
+    JOBS,
+    NODE_COUNT,
+    Background,
+    Throughput,
+    beat,
+    bind_all,
+    node_name,
+    offer,
+    settled,
+)
 from carpool_e2e.bench.memory import listed, populate
 from carpool_e2e.cluster import Cluster
 from carpool_e2e.jobs import sleeper
@@ -32,27 +43,6 @@ _TOLD_WITHIN_S = 300
 PROCESSES = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "extender", "operator")
 
 
-class Background:
-    """Tasks that end with a block."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Start a task."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-
 @dataclass
 class Players:
     """Plays the agents of all nodes: each reports every reservation as prepared, at once, and that it lives."""
@@ -60,7 +50,7 @@ class Players:
     reports: KubeApi
     """Calls of its own: agents do not wait behind others, or for each other's signs of life, for a connection."""
     lives: KubeApi
-    background: "Background"
+    background: Background
     clock: Clock = field(default_factory=SystemClock)
     sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
     busy: set[str] = field(default_factory=set)
@@ -100,11 +90,10 @@ class Players:
         finally:
             self.busy.discard(name)
 
-    async def beat(self) -> None:
+    def beat(self) -> None:
         """Write what agents write when nothing has changed, each at its own moment."""
-        async with asyncio.TaskGroup() as agents:
-            for number, name in enumerate(self.latest):
-                agents.create_task(self._live(name, _BEAT_S * number / len(self.latest)))
+        for number, name in enumerate(self.latest):
+            self.background.start(self._live(name, _BEAT_S * number / len(self.latest)))
 
     async def _live(self, name: str, after_s: float) -> None:
         await self.sleep(after_s)
@@ -143,9 +132,9 @@ async def measure(cluster: Cluster, api: KubeApi, tell: Callable[[str], None], j
         watch = Reflector(reports, GPU_NODES, GpuNode, clock=SystemClock(), on_change=players.see)
         background.start(watch.run())
         await watch.wait_synced()
-        background.start(players.beat())  # from now on: a node that was silent once is looked at anew
+        players.beat()  # from now on: a node that was silent once is looked at anew
         await offer(api, RESOURCE_GPU, _SLOTS)
-        background.start(beat(lives))
+        beat(lives, background)
         await settled(api)
         await asyncio.to_thread(cluster.processes.start_scheduler)
         await asyncio.to_thread(cluster.processes.start_operator)
