@@ -46,6 +46,18 @@ class Conditions:
         if self.most_jobs is not None and self.most_jobs < 1:
             raise SettingsError(f"expected at least 1 job on a GPU, found {self.most_jobs}")
 
+    def __str__(self) -> str:
+        """Write down what is asked, for people."""
+        asked = {
+            "SM activity ≤ {:g}": self.most_sm_active,
+            "joint SM activity ≤ {:g}": self.most_joint_sm_active,
+            "free memory ≥ {:,} MiB": self.least_free_mib,
+            "at most {} jobs on a GPU": self.most_jobs,
+            "limits by the {} quantile": None if self.quantile is Quantile.MEDIAN else self.quantile,
+        }
+        told = [form.format(value) for form, value in asked.items() if value is not None]
+        return ", ".join([*told, *(["every job on a GPU of its own"] if self.alone else [])]) or "none"
+
     @property
     def ask_anything(self) -> bool:
         """Whether there is a condition that GPUs have to be looked at for."""

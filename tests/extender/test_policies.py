@@ -9,7 +9,7 @@ from carpool_core.testing.kube import FakeKube
 from carpool_core.values import SharingMode
 from carpool_extender.app import build
 from carpool_extender.assessments import Assessment
-from carpool_extender.conditions import Conditions
+from carpool_extender.conditions import Conditions, Quantile
 from carpool_extender.decide import filter_nodes, place
 from carpool_extender.policies import POLICIES, find_policy
 from carpool_extender.rules import Rules
@@ -113,6 +113,15 @@ def test_an_impossible_precondition_ends_the_start(impossible, sentence):
     settings = ExtenderSettings(conditions=ConditionSettings(**impossible))
     with pytest.raises(SettingsError, match=sentence):
         build(settings, FakeKube(), FakeClock())
+
+
+def test_preconditions_are_told_in_words():
+    every = Conditions(0.8, 0.9, 2048, 3, quantile=Quantile.UPPER)
+    assert str(every) == (
+        "SM activity ≤ 0.8, joint SM activity ≤ 0.9, free memory ≥ 2,048 MiB, at most 3 jobs on a GPU, limits by the "
+        "upper quantile"
+    )
+    assert (str(Conditions()), str(Conditions(alone=True))) == ("none", "every job on a GPU of its own")
 
 
 def test_a_job_chooses_its_policy_only_where_the_site_lets_it():

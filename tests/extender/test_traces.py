@@ -168,9 +168,13 @@ def test_predictions_are_for_the_commonest_product_and_it_is_said_of_the_others(
         ("timestamp,duration,num_gpus\n1,nan,1\n", "line 2: expected a duration from 0"),
         ("timestamp,duration,num_gpus\n1,1e300,1\n", "line 2: expected a duration from 0 to 1e.09 s"),
         ("timestamp,duration,num_gpus\n1,1,0\n", "line 2: .* on 1 GPU or more, found 1 s on 0"),
-        ("timestamp,duration,num_gpus\nx,2,1\n", "line 2: expected a time, seconds and a number of GPUs"),
-        ("timestamp,duration,num_gpus\nnan,2,1\n", "line 2: .* nan is no time"),
-        ("timestamp,duration,num_gpus\n1,2\n", "line 2: expected a time, seconds and a number of GPUs"),
+        (
+            "timestamp,duration,num_gpus\nx,2,1\n",
+            "line 2: expected a time .* found timestamp x, duration 2, num_gpus 1",
+        ),
+        ("timestamp,duration,num_gpus\nnan,2,1\n", "line 2: .* found timestamp nan, duration 2, num_gpus 1"),
+        ("timestamp,duration,num_gpus\n1,2\n", "line 2: .* found timestamp 1, duration 2, num_gpus nothing"),
+        ("timestamp,duration,num_gpus\n1,2,1.5\n", "line 2: .* a whole number of GPUs, found .* num_gpus 1.5"),
         ("timestamp,duration,num_gpus\n", "expected at least one job, found none"),
         ("", "found none; add timestamp, duration, num_gpus"),
         (b"\xff\xfe\x00", "expected CSV in UTF-8"),
@@ -214,7 +218,9 @@ def test_the_command_writes_tables_and_pictures(data):
     (data / "t.csv").write_text(TRACE)
     (data / "c.yaml").write_text("nodes: [{product: NVIDIA GeForce RTX 3090, gpus: 4}]")
     files = ["--trace", str(data / "t.csv"), "--cluster", str(data / "c.yaml")]
-    result = run(data, *files, "--seeds", "2", "--policy", "exclusive,energy", "--fragmentation", "0.05")
+    result = run(
+        data, *files, "--seeds", "2", "--policy", "exclusive,energy", "--fragmentation", "0.05", "--most-jobs", "2"
+    )
     assert result.exit_code == 0, result.output
     assert "1 line came after a later one" in result.output
     assert {path.name for path in (data / "out").iterdir()} >= {"trace.md", "trace.csv", "trace-cdf.png"}
@@ -222,6 +228,7 @@ def test_the_command_writes_tables_and_pictures(data):
     assert "| strategy | makespan min |  | waiting min |  | completion min |" in table
     assert "| energy |" in table
     assert "Several tenants of a GPU lose 5% of its memory in pieces" in table
+    assert "- Preconditions: at most 2 jobs on a GPU." in table
 
 
 def test_a_trace_of_ones_own_is_run_once_unless_more_is_asked_for(data):
@@ -261,6 +268,11 @@ def test_a_table_shows_the_figures_that_it_is_asked_for(openb):
         ([], "expected either --workload or --trace, found both or neither"),
         (["--workload", "hotcloud", "--policy", "fast"], "policy 'fast' is unknown; choose one of"),
         (["--workload", "hotcloud", "--cluster", "c.yaml"], "expected --cluster beside --trace only"),
+        (
+            ["--workload", "hotcloud", "--policies", "all", "--most-jobs", "0"],
+            "expected at least 1 job on a GPU, found 0",
+        ),
+        (["--workload", "hotcloud", "--most-jobs", "2"], "have their own: at most 2 jobs on a GPU"),
         (["--workload", "hotcloud", "--data", "/nowhere"], "found no file; set CARPOOL_DATA"),
         (["--workload", "hotcloud", "--out", "/proc/nowhere"], "look at --out and --document"),
     ],

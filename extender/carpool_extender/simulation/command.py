@@ -7,9 +7,13 @@ from pathlib import Path
 
 import click
 from carpool_core.clock import SystemClock
+from carpool_core.settings import SettingsError, click_options
 from rich.console import Console
 
+from carpool_extender.checks import NO_CONDITIONS
+from carpool_extender.conditions import Conditions
 from carpool_extender.policies import UnknownPolicyError
+from carpool_extender.settings import ConditionSettings
 from carpool_extender.simulation import document, philly, report, results
 from carpool_extender.simulation.contest import (
     EXPERIMENTS,
@@ -20,7 +24,8 @@ from carpool_extender.simulation.contest import (
     contest,
     failing,
     named,
-    ours,
+    shipped,
+    strategies_of,
     varied,
     wrong,
 )
@@ -28,6 +33,8 @@ from carpool_extender.simulation.provenance import Provenance, provenance
 from carpool_extender.simulation.strategy import Strategy
 from carpool_extender.simulation.workload import Workload, WorkloadError
 
+PUBLISHED = "published"
+"""In place of names of policies: the strategies that the experiment was published with, and Carpool's."""
 SEEDS = 10
 WHOLE_SEEDS = 1
 """Each run of a trace as long as months takes minutes."""
@@ -44,6 +51,7 @@ class Runs:
     """How experiments are run."""
 
     policies: str
+    conditions: Conditions
     seeds: int | None  # None: as many as the experiment needs
     out: Path
     data: Path
@@ -64,9 +72,10 @@ class Runs:
 )
 @click.option(
     "--policies",
-    default="published",
+    default=PUBLISHED,
     show_default=True,
-    help="published: the experiment's own strategies and Carpool's; all, or names: policies of the table, compared.",
+    help="published: the experiment's own strategies and Carpool's; all, or names: policies of the table, compared, "
+    "each with all that Carpool knows.",
 )
 @click.option("--policy", "policies", help="The same as --policies.")
 @click.option(
@@ -97,7 +106,9 @@ class Runs:
     show_envvar=True,
     help="Folder of measurements by others (lucid, radrm, traces).",
 )
+@click_options(ConditionSettings)
 def simulate(
+    settings: ConditionSettings,
     workload: str | None,
     trace: Path | None,
     cluster: Path | None,
@@ -110,21 +121,26 @@ def simulate(
     document_path: Path | None,
     data: Path | None,
 ) -> None:
-    """Run a workload under several policies on a virtual clock, with the scheduler's own decisions."""
+    """Run a workload under several policies on a virtual clock, with the scheduler's own decisions.
+
+    What a GPU must be like, and which slowdown counts, can be said with --policies all, or names: the published
+    strategies have preconditions of their own.
+    """
     console = Console(stderr=True)
     try:
         if document_path is None or workload is not None or trace is not None:
             chosen = {
                 name: _fragmented(one, fragmentation) for name, one in _experiments(workload, trace, cluster).items()
             }
+            conditions = settings.conditions()
             for experiment in chosen.values():
-                _strategies(experiment, policies)  # a name that nobody knows is told before anything runs
+                _strategies(experiment, policies, conditions)  # what makes no sense is told before anything runs
             if data is None:
                 raise WorkloadError("expected a folder of measurements, found none; set CARPOOL_DATA, or --data")
             if pictures and importlib.util.find_spec("matplotlib") is None:
                 raise WorkloadError("pictures need matplotlib: pip install 'carpool[simulate]', or --no-pictures")
             out.mkdir(parents=True, exist_ok=True)
-            runs = Runs(policies, seeds, out, data, pictures, console, provenance(SystemClock()))
+            runs = Runs(policies, conditions, seeds, out, data, pictures, console, provenance(SystemClock()))
             parts = [part for name, experiment in chosen.items() for part in _one(name, experiment, runs)]
             target = out / f"{workload or 'trace'}.md"
             target.write_text("\n".join(parts) + "\n", encoding="utf-8")
@@ -132,7 +148,7 @@ def simulate(
         if document_path is not None:
             document.write(out, document_path)
             console.print(f"written: {document_path}")
-    except (WorkloadError, UnknownPolicyError) as error:
+    except (WorkloadError, UnknownPolicyError, SettingsError) as error:
         raise BadInputError(str(error)) from error
     except OSError as error:
         raise BadInputError(f"expected to read and write files: {error}; look at --out and --document") from error
@@ -172,10 +188,24 @@ def _fragmented(experiment: Experiment, share: float) -> Experiment:
     return replace(experiment, draw=draw)
 
 
-def _strategies(experiment: Experiment, policies: str) -> list[Strategy]:
-    if policies != "published":
-        return named(policies, experiment.mode)
-    return [*experiment.published, *([] if experiment.whole else ours(experiment.mode))]
+def _strategies(experiment: Experiment, policies: str, conditions: Conditions) -> list[Strategy]:
+    if policies != PUBLISHED:
+        return named(policies, shipped(experiment), conditions)
+    if conditions != NO_CONDITIONS:
+        raise WorkloadError(
+            "expected preconditions beside --policies all, or names; found them beside the published strategies, which "
+            f"have their own: {conditions}"
+        )
+    return strategies_of(experiment)
+
+
+def _in_common(runs: Runs, experiment: Experiment) -> tuple[str, ...]:
+    """Say what the lines of policies that were named have in common."""
+    if runs.policies == PUBLISHED:
+        return ()
+    base = shipped(experiment)
+    told = f"Each policy is told what Carpool knows, and every job accepts a slowdown of {base.max_slowdown:g}."
+    return (told, *([f"Preconditions: {runs.conditions}."] if runs.conditions != NO_CONDITIONS else []))
 
 
 def _one(name: str, experiment: Experiment, runs: Runs) -> list[str]:
@@ -187,12 +217,13 @@ def _one(name: str, experiment: Experiment, runs: Runs) -> list[str]:
 
     runs.console.rule(name)
     workload = experiment.draw(runs.data, 0)
+    workload = replace(workload, assumptions=(*workload.assumptions, *_in_common(runs, experiment)))
     for note in workload.notes:
         runs.console.print(note)
-    lines = run(experiment, _strategies(experiment, runs.policies))
+    lines = run(experiment, _strategies(experiment, runs.policies, runs.conditions))
     parts = report.section(workload.title, workload.assumptions, lines, workload.shown)
     results.write(runs.out, name, workload, lines, runs.made)
-    if runs.policies == "published" and not experiment.whole:
+    if runs.policies == PUBLISHED and not experiment.whole:
         off = run(experiment, wrong(experiment.mode))
         results.write(runs.out, name + results.WRONG, workload, off, runs.made)
         parts += [

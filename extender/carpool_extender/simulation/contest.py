@@ -8,6 +8,7 @@ from statistics import fmean, stdev
 
 from carpool_core.values import SharingMode
 
+from carpool_extender.checks import NO_CONDITIONS
 from carpool_extender.conditions import Conditions, Quantile
 from carpool_extender.policies import POLICIES, find_policy
 from carpool_extender.simulation import alibaba, hotcloud, philly, radrm
@@ -93,6 +94,7 @@ EXPERIMENTS: dict[str, Experiment] = {
 }
 SMALL = ("hotcloud", "radrm-90", "radrm-60")
 """Experiments of which `--workload all` makes tables; the others take their time."""
+DEFAULT_POLICY = "least-slowdown"
 DEFAULT = "Carpool, slowdown ≤ 1.5 (default)"
 UNCOUNTED = "Carpool, own peaks not counted"
 ORACLE = "oracle's knowledge, slowdown ≤ 1.5"
@@ -100,7 +102,7 @@ ORACLE = "oracle's knowledge, slowdown ≤ 1.5"
 
 def ours(mode: SharingMode) -> list[Strategy]:
     """Carpool with what it is shipped with and what it learns, at several limits; ablations; an oracle's knowledge."""
-    base = Strategy(DEFAULT, "least-slowdown", Knowledge.PREDICTED, mode, max_slowdown=1.5, learns=True, settles=True)
+    base = Strategy(DEFAULT, DEFAULT_POLICY, Knowledge.PREDICTED, mode, max_slowdown=1.5, learns=True, settles=True)
     oracle = replace(base, knowledge=Knowledge.TRUTH, learns=False, settles=False)
     return [
         base,
@@ -142,7 +144,7 @@ def varied(mode: SharingMode) -> list[Strategy]:
 
 def wrong(mode: SharingMode) -> list[Strategy]:
     """Carpool when its predictions are off, or missing; it learns nothing, which would set many of them right again."""
-    base = Strategy("Carpool", "least-slowdown", Knowledge.PREDICTED, mode, max_slowdown=1.5)
+    base = Strategy("Carpool", DEFAULT_POLICY, Knowledge.PREDICTED, mode, max_slowdown=1.5)
     off = [replace(base, name=f"off by {round(100 * e)}%", error=e) for e in (0.10, 0.25, 0.50)]
     silent = replace(base, name="abstains from every job", abstain=True)
     return [*off, silent, replace(silent, name="abstains from every job, own peaks counted", settles=True)]
@@ -157,14 +159,31 @@ def failing(experiment: Experiment) -> Experiment:
     return replace(experiment, draw=draw, published=(experiment.published[0], ours(experiment.mode)[0]), whole=True)
 
 
-def named(policies: str, mode: SharingMode) -> list[Strategy]:
-    """Strategies for policies by name, with the shipped predictions and the default limit; `all` takes the table.
+def strategies_of(experiment: Experiment) -> list[Strategy]:
+    """Return the lines of an experiment's own table: what was published, and Carpool's."""
+    return [*experiment.published, *([] if experiment.whole else ours(experiment.mode))]
+
+
+def shipped(experiment: Experiment) -> Strategy:
+    """Return Carpool as it ships, with all that it can know on an experiment."""
+    return next(one for one in strategies_of(experiment) if one.name == DEFAULT)
+
+
+def named(policies: str, base: Strategy, conditions: Conditions = NO_CONDITIONS) -> list[Strategy]:
+    """Strategies for policies by name that differ in nothing else; `all` takes the table.
+
+    Args:
+        policies: Names, with commas between.
+        base: What they know and accept.
+        conditions: What a GPU must be like before a policy looks at it.
 
     Raises:
         UnknownPolicyError: There is no policy of a name.
     """
-    names = list(POLICIES) if policies == "all" else [find_policy(name.strip()).name for name in policies.split(",")]
-    return [Strategy(name, name, Knowledge.PREDICTED, mode, max_slowdown=1.5) for name in names]
+    names = sorted(POLICIES, key=lambda name: not POLICIES[name].alone)  # the rest is compared with the first line
+    if policies != "all":
+        names = list(dict.fromkeys(find_policy(name.strip()).name for name in policies.split(",")))
+    return [replace(base, name=name, policy=name, conditions=conditions) for name in names]
 
 
 def figures_of(outcome: Outcome) -> Figures:

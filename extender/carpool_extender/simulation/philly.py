@@ -28,6 +28,7 @@ ASSUMPTIONS = (
     "The trace says when, for how long and on how many GPUs; not what was trained. Each job gets one of the 18 "
     "measured profiles of the HotCloud workload at random.",
     "Durations are those alone. What was measured on an RTX 3090 is taken for what happens on any product.",
+    "GPUs are shared by time slicing, as the measured pairs were, also where MPS could be had.",
     "Running jobs are measured, but nothing is learned of jobs to come: what the trace calls one job has no model that "
     "could come again.",
 )

@@ -2,7 +2,7 @@
 
 import csv
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import accumulate
@@ -69,11 +69,16 @@ LONGEST_S = 1e9
 """Longest job, thirty years: the clock of a simulation is a calendar, which ends."""
 
 
-def _submission(path: Path, line: int, row: dict[str, str]) -> Submission:
+def _submission(path: Path, line: int, row: Mapping[str, str | None]) -> Submission:
+    timestamp, duration, num_gpus = (row[column] or "" for column in COLUMNS)
     try:
-        at_s, duration_s, gpus = _seconds(row["timestamp"]), float(row["duration"]), int(row["num_gpus"])
-    except (ValueError, TypeError, OverflowError) as error:
-        raise WorkloadError(f"{path}, line {line}: expected a time, seconds and a number of GPUs: {error}") from error
+        at_s, duration_s, gpus = _seconds(timestamp), float(duration), int(num_gpus)
+    except (ValueError, OverflowError) as error:
+        found = ", ".join(f"{column} {row[column] or 'nothing'}" for column in COLUMNS)
+        raise WorkloadError(
+            f"{path}, line {line}: expected a time (ISO 8601, or seconds), a duration in seconds and a whole number of "
+            f"GPUs, found {found}"
+        ) from error
     if not 0 <= duration_s <= LONGEST_S or gpus < 1:
         raise WorkloadError(
             f"{path}, line {line}: expected a duration from 0 to {LONGEST_S:.0e} s on 1 GPU or more, found "
