@@ -126,6 +126,16 @@ _OF_CATALOG: Mapping[str, Mapping[str, Any]] = {
     },
 }  # fmt: skip
 """What models of the catalog would load their weights with; a user's own code may really do so."""
+_OF_TRANSFORMERS: Mapping[str, Mapping[str, Any]] = {
+    "transformers.utils.auto_docstring": {
+        **dict.fromkeys(
+            ("ClassAttrs", "ClassDocstring", "ImageProcessorArgs", "ModelArgs", "ModelOutputArgs"), _Nobody
+        ),
+        **dict.fromkeys(("auto_class_docstring", "auto_docstring"), _undecorated),
+        **dict.fromkeys(("get_args_doc_from_source", "parse_docstring", "set_min_indent"), _nothing),
+    },
+}
+"""What writes the documentation of models as they are imported; for those of images it needs all tokenizers."""
 _FIRST = {"torch.export": "torch.fx"}
 _ALONE = {"torch._dynamo": ("config", "_trace_wrapped_higher_order_op")}
 """Modules that are needed of a postponed package, and need nothing of it."""
@@ -142,7 +152,8 @@ def prepare(model: str | None, family: str | None) -> None:
         ModuleNotFoundError: There is no PyTorch.
     """
     gc.disable()  # what is imported is no garbage, and looking for some takes a tenth of the time
-    with Postponing({**_OF_TORCH, **({} if model is None else _OF_CATALOG)}, _FIRST), _without_text():
+    catalog = {} if model is None else {**_OF_CATALOG, **_OF_TRANSFORMERS}
+    with Postponing({**_OF_TORCH, **catalog}, _FIRST), _without_text():
         _import(model, family)
     gc.freeze()
     gc.enable()
@@ -177,6 +188,8 @@ def _import(model: str | None, family: str | None) -> None:
         torch.distributed.is_available = _no
     for module, given in (_POSTPONED | (_POSTPONED_OF_TRANSFORMERS if library == "transformers" else {})).items():
         postpone(module, given, _ALONE.get(module, ()))
+    if library == "transformers" and library in sys.modules:
+        importlib.import_module("transformers.utils")  # here, where its own imports are postponed
     if model is not None and family is not None and library in ("timm", "torchvision") and library in sys.modules:
         _import_family(library, family, model)
 

@@ -36,9 +36,16 @@ def lean(request: TraceRequest) -> tuple[TraceReply, set[str]]:
 
 @pytest.mark.parametrize(
     "name",
-    ["timm/test_resnet", "torchvision/mobilenet_v3_small", "transformers/bert-base-uncased@num_hidden_layers=2"],
+    [
+        "timm/test_resnet",
+        "torchvision/mobilenet_v3_small",
+        "transformers/bert-base-uncased@num_hidden_layers=2",
+        "transformers/vit-base-patch16-224@num_hidden_layers=2",
+        "transformers/SwinConfig",
+    ],
 )
 def test_a_lean_trace_is_the_whole_one(name: str) -> None:
+    """Regression: models of images failed, whose documentation needs all tokenizers, and were traced once more."""
     model = CatalogModel(name=name, num_classes=7)
     reply, modules = lean(TraceRequest(model=ModelSource(catalog=model), training=TRAINING))
     assert reply.features == trace_recipe(recipe_of(model), TRAINING)
