@@ -16,7 +16,9 @@ from carpool_extender.assessments import Assessments
 from carpool_extender.binder import Binder, Tools
 from carpool_extender.book import GATHER_S, Book
 from carpool_extender.cluster import Cluster
+from carpool_extender.connections import HELD_S, Connections
 from carpool_extender.gangs import Gangs
+from carpool_extender.inflow import Inflow
 from carpool_extender.janitor import Janitor
 from carpool_extender.policies import find_policy
 from carpool_extender.restorer import Restorer
@@ -61,6 +63,7 @@ def build(
     clock: Clock,
     sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
     gather_s: float = GATHER_S,
+    held_s: float = HELD_S,
 ) -> Extender:
     """Put the process together.
 
@@ -70,6 +73,7 @@ def build(
         clock: Tells the time.
         sleep: Waits.
         gather_s: Seconds from one write of a GpuNode to the next.
+        held_s: Seconds for which an answer to a bind is held at most.
 
     Raises:
         UnknownPolicyError: The policy's name is not in the table.
@@ -96,6 +100,7 @@ def build(
         book,
         assessments=assessments,
         gangs=gangs,
+        inflow=Inflow(clock, sleep),
         slots=settings.slots_per_gpu,
         timeout_s=settings.bind_timeout_seconds,
     )
@@ -103,6 +108,8 @@ def build(
     janitor = Janitor(api, watches, book, restorer, clock, sleep)
     janitor.leave_alone(binder.open)
     settler = Settler(watches, book, Stillness(clock)) if settings.count_peaks else None
-    service = Service(watches, workloads, binder, assessments, gangs, candidates=settings.candidates)
+    service = Service(
+        watches, workloads, binder, assessments, gangs, Connections(sleep, held_s), candidates=settings.candidates
+    )
     app = create_app(service, telemetry, watches.not_ready)
     return Extender(app, service, watches, janitor, binder, settler, registry)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Container
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -24,7 +24,9 @@ from carpool_extender.assessments import Assessments
 from carpool_extender.binding import AbandonedError, BindError, Poster, in_time, named
 from carpool_extender.book import Book, Refusal
 from carpool_extender.decide import place, reservation
+from carpool_extender.doubts import tells_nothing_new
 from carpool_extender.gangs import Gangs
+from carpool_extender.inflow import Inflow
 from carpool_extender.standing import Standing
 from carpool_extender.telemetry import Telemetry
 from carpool_extender.watches import Watches
@@ -63,6 +65,7 @@ class Binder:
         book: Where reservations are written.
         assessments: Where places are found.
         gangs: Whether all workers of a job would find one.
+        inflow: How many may be bound at once.
         slots: Most tenants of one GPU.
         timeout_s: Seconds from the reservation to its deadline.
     """
@@ -76,11 +79,13 @@ class Binder:
         *,
         assessments: Assessments,
         gangs: Gangs,
+        inflow: Inflow,
         slots: int,
         timeout_s: float,
     ) -> None:
         self._tools, self._watches, self._workloads, self._book = tools, watches, workloads, book
-        self._assessments, self._gangs, self._slots, self._timeout_s = assessments, gangs, slots, timeout_s
+        self._assessments, self._gangs, self._inflow = assessments, gangs, inflow
+        self._slots, self._timeout_s = slots, timeout_s
         self._poster = Poster(tools.api, tools.clock, tools.sleep)
         self._open: dict[PodUid, _Open] = {}
         self._reserving: WeakValueDictionary[JobUid, asyncio.Lock] = WeakValueDictionary()
@@ -90,6 +95,15 @@ class Binder:
     def open(self) -> Container[PodUid]:
         """Pods whose binding is in progress."""
         return self._open
+
+    def node_of(self, uid: PodUid) -> str | None:
+        """Return the node that a pod is being bound to at present; None where it is not."""
+        running = self._open.get(uid)
+        return None if running is None else running.node
+
+    async def room(self) -> None:
+        """Wait until another pod may be bound; see `Inflow`."""
+        await self._inflow.room()
 
     async def bind(self, args: BindingArgs) -> str:
         """Bind a pod; return an empty string, or why it was not bound.
@@ -101,10 +115,15 @@ class Binder:
         if running is None:
             running = _Open(args.node, asyncio.create_task(self._told(args)))
             self._open[uid] = running
-            running.task.add_done_callback(lambda _: self._open.pop(uid, None))
+            self._inflow.enter()
+            running.task.add_done_callback(lambda _: self._ended(uid))
         elif running.node != args.node:
             return f"{named(args)} is being bound to node {running.node} at present, not to {args.node}; try again"
         return await asyncio.shield(running.task)
+
+    def _ended(self, uid: PodUid) -> None:
+        self._open.pop(uid, None)
+        self._inflow.leave()
 
     async def _told(self, args: BindingArgs) -> str:
         """Bind, and turn every expected failure into its sentence."""
@@ -125,11 +144,17 @@ class Binder:
         if pod.spec.node_name == args.node:
             return
         _may_be_bound(pod, args)
-        with self._tools.telemetry.step("reserve"):
-            applicant = await self._workloads.of(pod)
-            # One worker of a job after the other: two at once would not see each other's reservation.
-            async with self._reserving.setdefault(applicant.demand.job_uid, asyncio.Lock()):
-                reserved = await self._reserve(applicant, args)
+        with ExitStack() as measured:
+            with self._tools.telemetry.step("reserve"):
+                applicant = await self._workloads.of(pod)
+                # One worker of a job after the other: two at once would not see each other's reservation.
+                async with self._reserving.setdefault(applicant.demand.job_uid, asyncio.Lock()):
+                    measured.enter_context(self._inflow.measured())
+                    reserved = await self._reserve(applicant, args)
+            await self._settle(args, reserved)
+
+    async def _settle(self, args: BindingArgs, reserved: Reservation) -> None:
+        """Have a reservation prepared, and bind its pod; what certainly came to nothing is given back."""
         try:
             with self._tools.telemetry.step("prepare"):
                 await self._within_deadline(self._prepared(args, reserved), args, reserved)
@@ -154,10 +179,10 @@ class Binder:
                 await self._not_held_on(other, args)
 
         cluster = self._watches.cluster
-        known, first = cluster.node(args.node), None
-        if known is not None and ledger.held(known.spec, uid) is None:
+        seen, first = cluster.counted(args.node), None
+        if seen is not None and ledger.held(seen.spec, uid) is None:
             with suppress(Refusal):  # it is decided again, and told then
-                first = self._wanted(applicant, args, known)
+                first = self._wanted(applicant, args, seen)
                 cluster.assume(args.node, first)
 
         def decide(node: GpuNode) -> GpuNodeSpec:
@@ -165,8 +190,8 @@ class Binder:
             if ledger.held(node.spec, uid) is not None:
                 cluster.assume_no_more(args.node, uid)
                 return ledger.prolong(node.spec, uid, rfc3339(deadline))
-            if first is not None and node is known:
-                # Nothing was written there since, but time has passed while others were written.
+            if first is not None and seen is not None and tells_nothing_new(node, seen):
+                # Time has passed while others were written.
                 wanted = msgspec.structs.replace(first, deadline=rfc3339(deadline))
             else:
                 cluster.assume_no_more(args.node, uid)

@@ -20,7 +20,7 @@ from carpool_extender.choices import best_of, foremost, scores, select, ties
 from carpool_extender.modes import JOINABLE, memory_limit_mib, thread_limit, unbounded, why
 from carpool_extender.pace import expected_slowdown
 from carpool_extender.policies import Policy
-from carpool_extender.refusal import PREFIX, Offer, counted, explanation, outcome, summary
+from carpool_extender.refusal import Offer, counted, explanation, outcome, summary
 from carpool_extender.rules import Rules
 from carpool_extender.view import MODES, Bools, Rows, View
 
@@ -201,11 +201,6 @@ def reservation(
         policy=chosen.policy,
         reason=chosen.reason,
     )
-
-
-def held_elsewhere(node: str, deadline: str) -> str:
-    """Say why a pod with a reservation can go nowhere else for now."""
-    return f"{PREFIX}this pod has a reservation on node {node}, which lapses at {deadline} unless it is bound there"
 
 
 def _rows_of(view: View, ids: NDArray[np.intp]) -> Rows:

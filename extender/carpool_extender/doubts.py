@@ -33,3 +33,21 @@ def has_strangers(node: GpuNode) -> bool:
     """Whether pods use memory of a node's GPUs without a reservation there."""
     known = {reservation.pod_uid for reservation in node.spec.reservations}
     return any(tenant.pod_uid not in known and tenant.memory_mib for tenant in node.status.tenants)
+
+
+def tells_nothing_new(node: GpuNode, seen: GpuNode) -> bool:
+    """Whether a decision that was made on one state of a node holds for another.
+
+    It does where it knew all that stands there now: what was released since makes room, and forbids nothing.
+
+    Args:
+        node: The node as it is now.
+        seen: As it was decided on, with all that was about to be written.
+    """
+    was, now = seen.status, node.status
+    known = {r.pod_uid: (r.generation, r.tenant) for r in seen.spec.reservations}
+    return (
+        (seen.metadata.uid, was.devices, was.tenants) == (node.metadata.uid, now.devices, now.tenants)
+        and all(known.get(r.pod_uid) == (r.generation, r.tenant) for r in node.spec.reservations)
+        and not has_strangers(node)
+    )

@@ -9,8 +9,10 @@ from carpool_extender import ledger
 from carpool_extender.assessments import Assessments
 from carpool_extender.binder import Binder
 from carpool_extender.choices import MAX_SCORE
-from carpool_extender.decide import filter_nodes, held_elsewhere, score_nodes
+from carpool_extender.connections import Connections
+from carpool_extender.decide import filter_nodes, score_nodes
 from carpool_extender.gangs import Gangs
+from carpool_extender.refusal import PREFIX
 from carpool_extender.watches import Watches
 from carpool_extender.wire import (
     BindingArgs,
@@ -38,11 +40,13 @@ class Service:
         binder: Binder,
         assessments: Assessments,
         gangs: Gangs,
+        connections: Connections,
         *,
         candidates: int,
     ) -> None:
         self._watches, self._workloads, self._binder = watches, workloads, binder
         self._assessments, self._gangs, self._candidates = assessments, gangs, candidates
+        self._connections = connections
 
     async def filter(self, args: ExtenderArgs) -> FilterResult:
         """Name the best nodes that have room for a pod. A pod that has a reservation fits only where that is."""
@@ -55,11 +59,11 @@ class Service:
             return FilterResult(error=str(error))  # kube-scheduler tries again within seconds
         except KubeError as error:
             return FilterResult(error=f"the job of pod {args.pod.metadata.name} could not be read: {error}")
-        held = self._reserved_on(args.pod)
-        if held is not None:
-            node, deadline = held
-            told = {name: held_elsewhere(node, deadline) for name in names if name != node}
+        if (kept := self._kept_on(args.pod)) is not None:
+            node, why = kept
+            told = dict.fromkeys((name for name in names if name != node), why)
             return FilterResult(node_names=[node] if node in names else [], failed_nodes=told)
+        await self._binder.room()
         crowd = self._watches.cluster.pods_of(applicant.demand.job_uid)
         if (crowded := too_many(applicant, PodUid(args.pod.metadata.uid), crowd)) is not None:
             return FilterResult(failed_nodes=dict.fromkeys(names, crowded))
@@ -72,13 +76,13 @@ class Service:
 
     async def prioritize(self, args: ExtenderArgs) -> list[HostPriority]:
         """Score nodes from 0 to 10. What could not be looked up scores 0 everywhere; bind decides again."""
-        names, held = _offered(args), self._reserved_on(args.pod)
+        names, kept = _offered(args), self._kept_on(args.pod)
         try:
             applicant = await self._workloads.of(args.pod)
         except (NotOurs, NotYet, KubeError):
             return [HostPriority(host=name, score=0) for name in names]
-        if held is not None:
-            return [HostPriority(host=name, score=MAX_SCORE if name == held[0] else 0) for name in names]
+        if kept is not None:
+            return [HostPriority(host=name, score=MAX_SCORE if name == kept[0] else 0) for name in names]
         found = score_nodes(self._assessments.of(applicant), names)
         return [HostPriority(host=name, score=score) for name, score in zip(names, found.tolist(), strict=True)]
 
@@ -87,20 +91,27 @@ class Service:
         for field, value in msgspec.structs.asdict(args).items():
             if not value:
                 raise BadRequest(f"expected {field} of the pod to bind, found an empty string")
-        return BindingResult(error=await self._binder.bind(args))
+        self._connections.taken()
+        error = await self._binder.bind(args)
+        if not error:  # bad news do not wait
+            await self._connections.free()
+        return BindingResult(error=error)
 
     async def preempt(self, args: PreemptionArgs) -> PreemptionResult:
         """Say that evicting pods would not help: this version never makes room by eviction."""
         return PreemptionResult(node_name_to_meta_victims={})
 
-    def _reserved_on(self, pod: Pod) -> tuple[str, str] | None:
-        """Node on which a pod has a reservation already, left by a bind that did not finish; and its deadline."""
+    def _kept_on(self, pod: Pod) -> tuple[str, str] | None:
+        """Node to which a pod is being bound, or has a reservation that an earlier bind left; and why no other."""
         uid = PodUid(pod.metadata.uid)
+        if (bound := self._binder.node_of(uid)) is not None:
+            return bound, f"{PREFIX}this pod is being bound to node {bound} at present"
         for name in self._watches.cluster.holders(uid):
             node = self._watches.cluster.node(name)
             reserved = None if node is None else ledger.held(node.spec, uid)
             if reserved is not None:
-                return name, reserved.deadline
+                until = f"lapses at {reserved.deadline} unless it is bound there"
+                return name, f"{PREFIX}this pod has a reservation on node {name}, which {until}"
         return None
 
 

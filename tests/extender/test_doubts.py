@@ -6,9 +6,10 @@ from carpool_core.resources.node import Tenant
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
 from carpool_extender.assessments import Assessment
 from carpool_extender.decide import explain, filter_nodes
+from carpool_extender.doubts import tells_nothing_new
 from carpool_extender.policies import find_policy
 from carpool_extender.rules import Rules
-from carpool_extender.testing import applicant, cluster, device, gpu_node, tenant
+from carpool_extender.testing import applicant, cluster, device, gpu_node, prediction, tenant
 
 RULES = Rules(find_policy("least-slowdown"), slots=8)
 GPU = "GPU-a-0"
@@ -82,3 +83,35 @@ def test_what_means_nothing_here_does_no_harm():
     assert filter_nodes(Assessment(applicant(), RULES, cluster(strange).view()), ["a"]).fits == ["a"]
     nothing = a_node(devices=[device(0, memory_mib=0, reserved_mib=900)])
     assert filter_nodes(Assessment(applicant(), RULES, cluster(nothing).view()), ["a"]).unsuitable.keys() == {"a"}
+
+
+X, Y = tenant("x", [GPU]), tenant("y", [GPU])
+
+
+@pytest.mark.parametrize(
+    ("now", "is_old"),
+    [
+        pytest.param(a_node(X, Y), True, id="the same"),
+        pytest.param(a_node(X, msgspec.structs.replace(Y, deadline="2026-01-31T12:00:20Z")), True, id="prolonged"),
+        pytest.param(a_node(X, heartbeat_time="2026-01-31T12:00:20Z"), True, id="released, and the agent lives"),
+        pytest.param(a_node(X, Y, tenant("z", [GPU])), False, id="another came"),
+        pytest.param(a_node(X, msgspec.structs.replace(Y, generation=7)), False, id="renewed"),
+        pytest.param(a_node(X, tenant("y", [GPU], prediction=prediction(4001))), False, id="counts with more"),
+        pytest.param(a_node(X, Y, devices=1), False, id="another device"),
+        pytest.param(a_node(X, Y, tenants=[seen("pod-x", 9)]), False, id="measured anew"),
+    ],
+)
+def test_a_decision_holds_as_long_as_it_knew_all_that_a_node_holds(now, is_old):
+    assert tells_nothing_new(now, a_node(X, Y)) is is_old
+
+
+def test_a_decision_does_not_hold_where_a_reservation_went_and_its_pod_did_not():
+    tenants = [seen("pod-y", 9)]
+    assert tells_nothing_new(a_node(X, Y, tenants=tenants), a_node(X, Y, tenants=tenants))
+    assert not tells_nothing_new(a_node(X, tenants=tenants), a_node(X, Y, tenants=tenants))
+
+
+def test_a_decision_does_not_hold_for_another_node_of_that_name():
+    now = a_node(X)
+    other = msgspec.structs.replace(now, metadata=msgspec.structs.replace(now.metadata, uid="another"))
+    assert not tells_nothing_new(other, now)

@@ -1,0 +1,85 @@
+"""How many pods may be on their way to a node at once: more than the control plane can carry, and none arrives."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from carpool_core.clock import Clock
+
+from carpool_extender.binding import in_time
+
+FIRST, LEAST, MOST = 64, 16, 512
+"""Binds that may be under way at once: at first, and whatever happens. A fifth of a second of each is work for the API
+server, the rest waits for others, so that sixty-four keep a small control plane busy."""
+QUICK_S, SLOW_S = 3.0, 8.0
+"""A bind that took less shows that there is room for more of them, one that took longer that there are too many: a
+reservation lasts twenty seconds, and kube-scheduler waits for thirty."""
+MORE = 0.25
+"""What a quick bind adds to the number: those that began before many others are quick, too."""
+CUT, CUT_EVERY_S = 0.75, 2.0
+"""What is left of the number after a slow bind, and for how long later slow ones tell nothing new."""
+PATIENCE_S = 5.0
+"""Longest that a pod is kept back: binds that wait for a sick node's agent hold up nobody for long."""
+
+
+class Inflow:
+    """Keeps pods back while as many are being bound as can be.
+
+    kube-scheduler offers the next pod while the last is being bound, as fast as the extender answers. On a machine that
+    is too busy the binds grow in number until each takes longer than a reservation lasts. Then all of them are given
+    back and tried again, which is more work than before, and nothing is bound any more. So a pod is offered a place
+    only where few enough are under way, of which there may be one more with every few quick binds, and a quarter less
+    with a slow one. kube-scheduler asks about one pod at a time, and waits meanwhile.
+
+    Args:
+        clock: Tells how long binds take.
+        sleep: Ends the patience of a pod.
+    """
+
+    def __init__(self, clock: Clock, sleep: Callable[[float], Awaitable[Any]]) -> None:
+        self._clock, self._sleep = clock, sleep
+        self._under_way = 0
+        self._cut_at = clock.monotonic() - CUT_EVERY_S
+        self._left = asyncio.Event()
+        self.limit: float = FIRST
+        """Binds that may be under way at once."""
+
+    async def room(self) -> None:
+        """Wait until another pod may be bound, or has waited long enough."""
+        if self._under_way >= self.limit:
+            with suppress(TimeoutError):
+                await in_time(self._until_room(), PATIENCE_S, self._sleep)
+
+    async def _until_room(self) -> None:
+        while self._under_way >= self.limit:
+            self._left.clear()
+            await self._left.wait()
+
+    def enter(self) -> None:
+        """Count a bind that has begun."""
+        self._under_way += 1
+
+    def leave(self) -> None:
+        """Count a bind that has ended."""
+        self._under_way -= 1
+        self._left.set()
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Learn from how long a bind takes; one that failed at once tells nothing."""
+        began, succeeded = self._clock.monotonic(), False
+        try:
+            yield
+            succeeded = True
+        finally:
+            now = self._clock.monotonic()
+            if now - began >= SLOW_S:
+                self._cut(now)
+            elif succeeded and now - began < QUICK_S and 2 * self._under_way > self.limit:
+                self.limit = min(MOST, self.limit + MORE)
+
+    def _cut(self, now: float) -> None:
+        if now - self._cut_at >= CUT_EVERY_S:
+            self._cut_at = now
+            self.limit = max(LEAST, CUT * self.limit)

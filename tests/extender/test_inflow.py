@@ -1,0 +1,170 @@
+"""How many pods are let on their way at once, and that a pod which is on its way goes nowhere else."""
+
+import asyncio
+from contextlib import suppress
+
+from carpool_core.testing.clock import FakeClock
+from carpool_extender.binding import BindError
+from carpool_extender.inflow import CUT_EVERY_S, FIRST, LEAST, MORE, MOST, PATIENCE_S, QUICK_S, SLOW_S, Inflow
+from carpool_extender.testing import seed_job, seed_pod, until
+from extender_world import args, background, filtering, named
+
+
+class Binds:
+    """Binds that take as long as a test says."""
+
+    def __init__(self):
+        self.clock = FakeClock()
+        self.inflow = Inflow(self.clock, self.clock.sleep)
+
+    def enter(self, number):
+        for _ in range(number):
+            self.inflow.enter()
+
+    def take(self, seconds):
+        with self.inflow.measured():
+            self.clock.advance(seconds)
+
+
+async def test_a_pod_waits_while_as_many_are_under_way_as_may_be():
+    binds = Binds()
+    binds.enter(FIRST - 1)
+    await binds.inflow.room()
+    binds.enter(1)
+    async with background(binds.inflow.room()) as waiting:
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        binds.inflow.leave()
+        await waiting
+    assert binds.clock.now().second == 0
+
+
+async def test_a_pod_waits_no_longer_than_its_patience_lasts():
+    binds = Binds()
+    binds.enter(FIRST)
+    async with background(binds.inflow.room()) as waiting:
+        await until(lambda: binds.clock.sleeping == [PATIENCE_S])
+        binds.clock.advance(PATIENCE_S)
+        await waiting
+
+
+def test_slow_binds_lower_the_number_once_in_a_while_and_never_below_the_least():
+    binds = Binds()
+    binds.enter(FIRST)
+    binds.take(SLOW_S)
+    binds.clock.advance(CUT_EVERY_S - 0.1)
+    assert binds.inflow.limit == 48
+    for _ in range(30):
+        binds.take(SLOW_S)
+    assert binds.inflow.limit == LEAST
+
+
+def test_many_slow_binds_that_end_together_are_one_sign():
+    binds = Binds()
+    binds.enter(FIRST)
+    passages = [binds.inflow.measured() for _ in range(20)]
+    for passage in passages:
+        passage.__enter__()
+    binds.clock.advance(SLOW_S)
+    for passage in passages:
+        passage.__exit__(None, None, None)
+    assert binds.inflow.limit == 48
+
+
+def test_quick_binds_raise_the_number_only_where_it_is_used():
+    binds = Binds()
+    binds.take(QUICK_S - 1)
+    assert binds.inflow.limit == FIRST
+    binds.enter(FIRST)
+    binds.take(QUICK_S - 1)
+    assert binds.inflow.limit == FIRST + MORE
+    binds.take((QUICK_S + SLOW_S) / 2)
+    assert binds.inflow.limit == FIRST + MORE
+    binds.enter(MOST)
+    for _ in range(int(MOST / MORE)):
+        binds.take(0)
+    assert binds.inflow.limit == MOST
+
+
+def test_a_bind_that_failed_at_once_tells_nothing_and_a_slow_one_that_failed_does():
+    binds = Binds()
+    binds.enter(FIRST)
+
+    def fail(seconds):
+        with suppress(BindError), binds.inflow.measured():
+            binds.clock.advance(seconds)
+            raise BindError
+
+    fail(0)
+    assert binds.inflow.limit == FIRST
+    fail(SLOW_S)
+    assert binds.inflow.limit == 48
+
+
+async def test_a_control_plane_that_can_carry_little_is_given_no_more_than_that():
+    """Regression: with 1,000 pods waiting, all binds took longer than a reservation lasts, and none came to an end."""
+    binds, queue = Binds(), asyncio.Queue()
+
+    async def bind():
+        with binds.inflow.measured():
+            done = asyncio.get_running_loop().create_future()
+            queue.put_nowait(done)
+            await done
+        binds.inflow.leave()
+
+    async def serve():
+        while True:  # four a second, whatever waits
+            done = await queue.get()
+            await binds.clock.sleep(0.25)
+            done.set_result(None)
+
+    async def offer():
+        while True:
+            await binds.inflow.room()
+            binds.inflow.enter()
+            tasks.append(asyncio.create_task(bind()))
+            await asyncio.sleep(0)
+
+    tasks, waits = [], []
+    async with background(serve()), background(offer()):
+        for _ in range(1600):
+            for _ in range(8):
+                await asyncio.sleep(0)
+            waits.append(queue.qsize() * 0.25)
+            binds.clock.advance(0.05)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert max(waits) < 20
+    assert 2.0 < min(waits[600:]) <= max(waits[600:]) < 10
+
+
+async def test_pods_are_kept_back_by_filter_until_a_bind_has_ended(world):
+    names = [f"x{number}" for number in range(FIRST + 1)]
+    world.add(nodes=["a", "b"], gpus=8)
+    for name in names:
+        seed_job(world.kube, name, memory_mib=1000)
+        seed_pod(world.kube, name)
+    async with world.extender() as extender:
+        binds = [asyncio.create_task(extender.service.bind(args(name))) for name in names[:-1]]
+        await until(lambda: len(world.reservations("a")) == FIRST)
+        async with background(extender.service.filter(filtering(names[-1]))) as answer:
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert not answer.done()
+            await world.agent.report("a")
+            assert named(await answer) == ["b"]
+        assert not any(result.error for result in await asyncio.gather(*binds))
+
+
+async def test_a_pod_that_is_being_bound_fits_only_where_that_is(world):
+    """Regression: kube-scheduler hung up, tried the pod on another node each time, and was told to try again."""
+    world.add("x")
+    async with world.extender() as extender, background(extender.service.bind(args())):
+        await asyncio.sleep(0)
+        assert not world.held()
+        found = await extender.service.filter(filtering())
+        assert found.node_names == ["a"]
+        assert found.failed_nodes == {"b": "NoGpuFits: this pod is being bound to node a at present"}
+        assert [(p.host, p.score) for p in await extender.service.prioritize(filtering())] == [("a", 10), ("b", 0)]
