@@ -9,6 +9,7 @@ from hypothesis import settings
 sys.path.insert(0, str(Path(__file__).parent))
 
 from extender_world import World
+from http_world import a_server, make_certificates
 
 # How long an example takes says more about the machine than about the code.
 settings.register_profile("carpool", deadline=None)
@@ -25,3 +26,14 @@ def data(tmp_path):
 @pytest.fixture
 def world():
     return World()
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory):
+    """A folder of certificates for both sides."""
+    return make_certificates(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture
+def kube():
+    return a_server()

@@ -1,100 +1,15 @@
 """The wire: kube-scheduler's literal JSON over mutual TLS, and every request that makes no sense."""
 
-import asyncio
 import io
 import json
-import ssl
-import subprocess
-import sys
-from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
 from carpool_core.kube.api import PODS
 from carpool_core.kube.errors import Unreachable
-from carpool_core.testing.clock import FakeClock
-from carpool_core.testing.kube import FakeKube
-from carpool_e2e.certificates import make
-from carpool_extender.app import build
-from carpool_extender.server import Gathering, create_server
-from carpool_extender.settings import ExtenderSettings, TlsSettings
-from carpool_extender.testing import FakeAgent, gpu_node, pod_of, seed_job, seed_node, seed_pod, tenant, until
+from carpool_extender.testing import gpu_node, pod_of, seed_job, seed_node, tenant
+from http_world import ARGS, BIND, POD, as_client, running, serving
 from prometheus_client import generate_latest
-
-POD = """{"metadata":{"name":"x-worker-0-1","namespace":"default","uid":"pod-x","resourceVersion":"812","generation":1,
-"creationTimestamp":"2026-01-31T12:00:00Z","labels":{"carpool.dev/job":"x"},"ownerReferences":[{"apiVersion":
-"carpool.dev/v1alpha1","kind":"GpuTrainingJob","name":"x","uid":"job-x","controller":true,"blockOwnerDeletion":true}],
-"managedFields":[{"manager":"carpool-operator","operation":"Update","apiVersion":"v1","time":"2026-01-31T12:00:00Z",
-"fieldsType":"FieldsV1","fieldsV1":{"f:metadata":{}}}]},"spec":{"volumes":[],"containers":[{"name":"train","image":
-"localhost/train:1","command":["python","train.py"],"resources":{"limits":{"carpool.dev/gpu":"1"},"requests":
-{"carpool.dev/gpu":"1"}},"terminationMessagePath":"/dev/termination-log","terminationMessagePolicy":
-"FallbackToLogsOnError","imagePullPolicy":"Never"}],"restartPolicy":"Never","terminationGracePeriodSeconds":30,
-"dnsPolicy":"ClusterFirst","securityContext":{},"schedulerName":"carpool-scheduler","tolerations":[{"key":
-"nvidia.com/gpu","operator":"Exists","effect":"NoSchedule"}],"priority":0,"enableServiceLinks":true,
-"preemptionPolicy":"PreemptLowerPriority"},"status":{"phase":"Pending","qosClass":"BestEffort"}}"""
-ARGS = f'{{"Pod":{POD},"Nodes":null,"NodeNames":["a","b"]}}'
-BIND = '{"PodName":"x-worker-0-1","PodNamespace":"default","PodUID":"pod-x","Node":"a"}'
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tls")
-    make(folder, "ca", "/CN=ca")
-    make(folder, "server", "/CN=extender", ["IP:127.0.0.1"], "ca")
-    make(folder, "client", "/CN=scheduler", ["DNS:scheduler"], "ca")
-    make(folder, "stranger", "/CN=stranger", ["DNS:stranger"])
-    return folder
-
-
-@pytest.fixture
-def kube():
-    kube = FakeKube(FakeClock())
-    for name in ("a", "b"):
-        seed_node(kube, gpu_node(name, 1))
-    seed_job(kube, "x")
-    seed_pod(kube, "x")
-    return kube
-
-
-@asynccontextmanager
-async def serving(kube, certificates, *, watching=True):
-    """A real server with mutual TLS; yields its URL."""
-    async with running(kube, certificates, watching=watching) as (url, _):
-        yield url
-
-
-@asynccontextmanager
-async def running(kube, certificates, *, watching=True):
-    """The same; yields the parts of the extender too."""
-    tls = TlsSettings(certificates / "server.crt", certificates / "server.key", certificates / "ca.crt")
-    settings = ExtenderSettings(port=0, tls=tls)
-    clock = FakeClock()
-    parts = build(settings, kube, clock, clock.sleep)
-    server = create_server(parts.app, settings)
-    tasks = [asyncio.create_task(server.serve())]
-    if watching:
-        tasks.append(asyncio.create_task(parts.run()))
-        tasks.append(asyncio.create_task(FakeAgent(kube, clock).serve("a")))
-        await parts.watches.wait_synced()
-    await until(lambda: server.started)
-    try:
-        yield f"https://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", parts
-    finally:
-        for task in tasks[1:]:
-            task.cancel()
-        server.should_exit = True
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def tls_of(certificates, name):
-    context = ssl.create_default_context(cafile=str(certificates / "ca.crt"))
-    if name:
-        context.load_cert_chain(certificates / f"{name}.crt", certificates / f"{name}.key")
-    return context
-
-
-def as_client(certificates, name="client"):
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=tls_of(certificates, name)))
 
 
 @pytest.fixture
@@ -264,65 +179,3 @@ async def test_metrics(call):
         'carpool_build_info{process="extender",version=',
     ):
         assert line in text
-
-
-@pytest.mark.parametrize("name", ["", "stranger"])
-async def test_whoever_shows_no_certificate_of_the_ca_is_refused(kube, certificates, name):
-    async with serving(kube, certificates) as url, as_client(certificates, name) as session:
-        with pytest.raises(aiohttp.ClientError):
-            await session.post(f"{url}/filter", data=ARGS)
-
-
-class Wire(asyncio.Transport):
-    """Notes what is written to it."""
-
-    def __init__(self):
-        super().__init__()
-        self.written, self.is_closed = [], False
-
-    def write(self, data):
-        self.written.append(data)
-
-    def close(self):
-        self.is_closed = True
-
-    def is_closing(self):
-        return self.is_closed
-
-
-async def test_the_head_of_an_answer_and_its_body_are_written_at_once():
-    wire = Wire()
-    transport = Gathering(wire)
-    transport.write(b"head ")
-    transport.write(b"body")
-    assert wire.written == []
-    await asyncio.sleep(0)
-    assert wire.written == [b"head body"]
-
-
-async def test_what_was_written_before_a_connection_closes_is_sent_and_nothing_after():
-    wire = Wire()
-    transport = Gathering(wire)
-    transport.write(b"goodbye")
-    transport.close()
-    transport.write(b"?")
-    await asyncio.sleep(0)
-    assert (wire.written, transport.is_closing()) == ([b"goodbye"], True)
-
-
-def test_the_process_loads_no_framework_that_it_does_not_use():
-    """What a request costs besides the decision, and what an image holds, is Starlette and no more."""
-    told = "import sys, carpool_extender.app, carpool_extender.server; print({'fastapi', 'pydantic'} & {*sys.modules})"
-    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
-
-
-async def test_no_tickets_are_made_for_sessions_that_nobody_resumes(kube, certificates):
-    """They took a third of each handshake, and kube-scheduler makes one for each bind of a burst."""
-    async with serving(kube, certificates) as url:
-        host, port = url.removeprefix("https://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port), ssl=tls_of(certificates, "client"))
-        writer.write(b"GET /filter HTTP/1.1\r\nHost: extender\r\nConnection: close\r\n\r\n")
-        assert (await reader.read()).startswith(b"HTTP/1.1 405 ")
-        assert not writer.get_extra_info("ssl_object").session.has_ticket
-        writer.close()
