@@ -180,7 +180,11 @@ def _several(field: _Field, mode: NDArray[np.int8], island: NDArray[np.int32], w
     apart.is_linked[:] = True
     mixed = _teams(field, anywhere, want)
     together = Choices(*[np.concatenate((getattr(apart, name), getattr(mixed, name))) for name in _NAMES])
-    order = np.lexsort((together.left_mib, -together.ready, together.cost, ~together.is_linked, together.node))
+    least = np.full(2 * (int(together.node.max(initial=0)) + 1), np.inf)
+    among = 2 * together.node + together.is_linked
+    np.minimum.at(least, among, together.cost)
+    cost = np.where(together.cost <= least[among] + want[1], least[among], together.cost)
+    order = np.lexsort((together.left_mib, -together.ready, cost, ~together.is_linked, together.node))
     _, first = np.unique(together.node[order], return_index=True)
     return together.only(order[first])
 

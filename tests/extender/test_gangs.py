@@ -114,6 +114,30 @@ def test_a_worker_gets_gpus_that_are_linked_though_others_are_as_good():
     assert place(Assessment(applicant(gpus=2), RULES, cluster(node).view()), "a").gpu_uuids == ["GPU-a-1", "GPU-a-3"]
 
 
+@pytest.mark.parametrize(
+    ("held", "expected"),
+    [
+        pytest.param([], [0, 1], id="the first of equals"),
+        pytest.param([(2, 4000), (3, 4000)], [2, 3], id="those in use, so that whole ones stay free"),
+        pytest.param([(0, 4000), (1, 4000), (2, 9000), (3, 9000)], [2, 3], id="those with the least left over"),
+    ],
+)
+def test_of_islands_that_are_as_good_one_is_taken_as_of_single_gpus(held, expected):
+    """Regression: costs within a policy's tolerance were ties of GPUs, and none of islands."""
+    island = linked("a", [0, 1], [2, 3])
+    busy = {"prediction": prediction(memory_mib=1, util=20, sm=0.1, dram=0.1), "max_slowdown": 9}
+    tenants = [
+        tenant(f"t{gpu}", [f"GPU-a-{gpu}"], SharingMode.TIME_SLICING, **busy, memory_limit_mib=memory)
+        for gpu, memory in held
+    ]
+    node = gpu_node("a", island.status.devices, tenants)
+    wants = applicant(gpus=2, prediction=prediction(util=5, sm=0.01))
+    found = Assessment(wants, RULES, cluster(node).view())
+    assert place(found, "a").gpu_uuids == [f"GPU-a-{gpu}" for gpu in expected]
+    if len(held) == 2:
+        assert 0.0 < found.verdict.found.added[2] <= RULES.policy.tolerance
+
+
 def test_a_node_with_linked_gpus_scores_best_and_others_do_where_there_is_none():
     known = cluster(gpu_node("plain", 2), linked("fast", [0, 1]))
     found = Assessment(applicant(gpus=2), RULES, known.view())
