@@ -50,7 +50,8 @@ def turn(verdict: Verdict, rows: Rows) -> Cost:
 
     The turn is read from the reservations, so that nothing has to be remembered and every replica agrees.
     """
-    newest = verdict.view.columns.reserved_at
+    columns = verdict.view.columns
+    newest = np.where(columns.alive, columns.reserved_at, 0.0)  # a node that is gone has left its rows as they were
     total = max(1, newest.size)
     last = int(np.argmax(newest)) if newest.size and newest.max() > 0 else -1
     return ((rows - last - 1) % total).astype(np.float64)

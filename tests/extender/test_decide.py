@@ -1,7 +1,9 @@
 """Which check fails on a GPU, which mode it gets, and with which limits."""
 
+import msgspec
 import numpy as np
 import pytest
+from carpool_core.resources.prediction import Interval
 from carpool_core.values import DeviceHealth, RequestedMode, SharingMode, Tenancy
 from carpool_extender.assessments import Assessment
 from carpool_extender.checks import PASSED, Check
@@ -175,6 +177,20 @@ def test_an_mps_newcomer_is_held_to_what_it_fills_and_the_first_is_not():
 def test_thread_percentage_is_never_below_the_prediction(util, sm, expected):
     facts = applicant(prediction=prediction(util=util, sm=sm)).facts(cluster(gpu_node()).view().classes[0])
     assert facts.thread_percentage == expected
+
+
+def test_thread_percentage_counts_with_what_is_hardly_exceeded():
+    found = prediction(util=100, sm=0.3)
+    wide = msgspec.structs.replace(
+        found.products[0].activity,
+        sm_active_ratio=Interval(median=0.3, lower=0.2, upper=0.45),
+        gpu_util_percent=Interval(median=100, lower=90, upper=100),
+    )
+    one = msgspec.structs.replace(found.products[0], activity=wide)
+    facts = applicant(prediction=msgspec.structs.replace(found, products=[one])).facts(
+        cluster(gpu_node()).view().classes[0]
+    )
+    assert facts.thread_percentage == 50
 
 
 @pytest.mark.parametrize("mode", [RequestedMode.TIME_SLICING, RequestedMode.EXCLUSIVE])

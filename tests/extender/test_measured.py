@@ -52,7 +52,7 @@ def test_a_measure_beside_neighbours_is_stretched_to_what_it_would_be_alone():
     busy = prediction(util=100, sm=1.0)
     both = [tenant(name, [GPU], SharingMode.TIME_SLICING, prediction=busy) for name in "xy"]
     found = known_of(both, [seen("x", gpu_util_percent=50.0, sm_active_ratio=0.5), None])
-    assert found[0].util == pytest.approx(1.0)
+    assert found[0].util == found[0].sm == pytest.approx(1.0)
     assert found[1].util == 1.0
 
 

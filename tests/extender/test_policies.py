@@ -1,6 +1,7 @@
 """What each policy takes, preconditions, and a job's own choice."""
 
 import msgspec
+import numpy as np
 import pytest
 from carpool_core.clock import rfc3339
 from carpool_core.settings import SettingsError
@@ -10,6 +11,7 @@ from carpool_core.values import SharingMode
 from carpool_extender.app import build
 from carpool_extender.assessments import Assessment
 from carpool_extender.conditions import Conditions, Quantile
+from carpool_extender.costs import energy
 from carpool_extender.decide import filter_nodes, place
 from carpool_extender.policies import POLICIES, find_policy
 from carpool_extender.rules import Rules
@@ -69,11 +71,55 @@ def test_every_policy_says_what_it_does():
     assert all(policy.meaning and policy.name == name for name, policy in POLICIES.items())
 
 
+@pytest.mark.parametrize(
+    ("mode", "expected_w"),
+    [
+        pytest.param(None, 350 * 0.9 + 1.5 * 50, id="asleep: what it does, and waking"),
+        pytest.param(SharingMode.TIME_SLICING, 350 * 0.9 * 2 + 400 / 2, id="beside a neighbour that it slows"),
+    ],
+)
+def test_energy_counts_watts_for_as_long_as_everybody_runs(mode, expected_w):
+    """An A100 draws 50 W idle and 400 W with all SMs active; two that are always busy take twice as long in turns."""
+    busy = {"prediction": prediction(util=100, sm=0.9, dram=0.5), "max_slowdown": 10.0}
+    held = [] if mode is None else [tenant("x", [ROW(0)], mode, **busy)]
+    verdict = Assessment(applicant(**busy), rules("energy"), cluster(gpu_node("a", 1, held)).view()).verdict
+    assert energy(verdict, np.array([0]))[0] == pytest.approx(expected_w)
+
+
+def test_energy_wakes_a_gpu_where_company_would_cost_more_than_that():
+    held = tenant("x", [ROW(0)], prediction=prediction(util=100, sm=0.9, dram=0.5), max_slowdown=10.0)
+    view = cluster(gpu_node("a", 2, [held])).view()
+    light = prediction(util=20, sm=0.05, dram=0.1)
+    heavy = prediction(util=100, sm=0.9, dram=0.5)
+    assert chosen(view, "energy", prediction=light, max_slowdown=10.0)[0] == 0
+    assert chosen(view, "energy", prediction=heavy, max_slowdown=10.0)[0] == 1
+
+
 def test_round_robin_goes_on_after_the_newest_reservation():
     held = msgspec.structs.replace(tenant("x", [ROW(1)]), reserved_at=rfc3339(FakeClock().now()))
     assert chosen(cluster(gpu_node("a", 3, [held])).view(), "round-robin")[0] == 2
     last = msgspec.structs.replace(held, gpu_uuids=[ROW(2)])
     assert chosen(cluster(gpu_node("a", 3, [last])).view(), "round-robin")[0] == 0
+
+
+def test_round_robin_does_not_go_on_after_what_is_gone():
+    """Regression: rows of a node that was removed said who came last until others wrote over them."""
+    held = msgspec.structs.replace(tenant("x", [ROW(0)]), reserved_at=rfc3339(FakeClock().now()))
+    last = msgspec.structs.replace(tenant("y", ["GPU-b-0"]), reserved_at="2030-01-01T00:00:00Z")
+    known = cluster(gpu_node("a", 3, [held]), gpu_node("b", 1, [last]))
+    assert chosen(known.view(), "round-robin")[0] == 0
+    known.remove("b")
+    assert chosen(known.view(), "round-robin")[0] == 1
+
+
+def test_joint_activity_keeps_nobody_from_an_idle_gpu():
+    newcomer = applicant(prediction=prediction(sm=0.7), max_slowdown=3)
+    asked = rules(most_joint_sm_active=0.5)
+    assert filter_nodes(Assessment(newcomer, asked, cluster(gpu_node("a", 1)).view()), ["a"]).fits == ["a"]
+    used = cluster(gpu_node("a", 1, [tenant("x", [ROW(0)], prediction=prediction(sm=0.1))]))
+    assert filter_nodes(Assessment(newcomer, asked, used.view()), ["a"]).refused == {
+        "a": "NoGpuFits: 1 GPU: joint SM activity 0.80, the policy allows 0.50"
+    }
 
 
 @pytest.mark.parametrize(
