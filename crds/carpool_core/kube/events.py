@@ -11,7 +11,7 @@ from carpool_core.clock import Clock
 from carpool_core.kube.api import EVENTS, KubeApi, ResourceKind
 from carpool_core.kube.errors import Conflict, KubeError, NotFound
 
-A_SECOND, BURST = 10.0, 100.0
+A_SECOND, BURST = 2.0, 100.0
 """Normal events that a process may write: so many a second in the long run, so many at once. The kubelet limits its own
 likewise. They tell what conditions tell as well, and a thousand jobs that start together would make three thousand."""
 _REMEMBERED = 4096

@@ -13,9 +13,9 @@ _WHY = (
     "A pod, its Binding and kube-scheduler's event are what any scheduler costs. Carpool adds the job itself; its",
     "status, once, with the prediction and the place, which has two seconds and waits while other jobs need their",
     "pods; the reservation (`PATCH gpunodes`, one write for all pods that wait for a node at that moment); the",
-    "agents' reports on them, and their signs of life 25 s after they last wrote (`gpunodes/status`); and at most ten",
-    "normal events a second from each process. The benchmark itself plays users, agents and kubelets: it creates the",
-    "jobs, reports, and renews the nodes' leases, and its own processor time stands in the table.",
+    "agents' reports on them, and their signs of life 25 s after they last wrote (`gpunodes/status`); and from each",
+    "process a hundred normal events, then two a second. The benchmark itself plays users, agents and kubelets: it",
+    "creates the jobs, reports, and renews the nodes' leases, and its own processor time stands in the table.",
 )
 
 
