@@ -15,6 +15,8 @@ def doubt(said: Said) -> Hindrance | None:
     device, held = said.device, said.held
     if device.health is not DeviceHealth.HEALTHY:
         return Hindrance(UNHEALTHY, f"unhealthy: {device.health_message}" if device.health_message else "unhealthy")
+    if said.is_told_twice:
+        return Hindrance(CONTRADICTION, f"its node tells of several GPUs by the UUID {device.uuid}")
     modes = sorted({reservation.mode for reservation in held})
     if len(modes) > 1:
         return Hindrance(CONTRADICTION, f"its reservations contradict each other: {', '.join(modes)}")

@@ -1,5 +1,6 @@
 """What a GpuNode says of each of its GPUs, and how that becomes a row of the arrays."""
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from operator import attrgetter
 from typing import NamedTuple
@@ -27,6 +28,8 @@ class Said(NamedTuple):
     """What was measured of whoever has each of them, where that counts already."""
     seen: list[Tenant]
     """Everybody of whom something was measured there."""
+    is_told_twice: bool
+    """Whether the node tells of several GPUs by this UUID."""
 
 
 class Told(NamedTuple):
@@ -35,11 +38,15 @@ class Told(NamedTuple):
     node: GpuNode
     settled: Mapping[tuple[PodUid, GpuUuid], Tenant]
     """The measures that count already."""
+    twice: frozenset[GpuUuid]
+    """UUIDs by which it tells of several GPUs."""
 
 
 def told_by(node: GpuNode) -> Told:
     """Work out what follows from a node as a whole."""
-    return Told(node, settled_tenants(node))
+    uuids = [device.uuid for device in node.status.devices]
+    several = () if len(set(uuids)) == len(uuids) else [uuid for uuid, count in Counter(uuids).items() if count > 1]
+    return Told(node, settled_tenants(node), frozenset(several))
 
 
 def touched(before: Told, now: Told) -> frozenset[GpuUuid] | None:
@@ -76,7 +83,7 @@ def said_of(told: Told, among: Collection[GpuUuid] | None = None) -> list[Said]:
         told: The node.
         among: The GPUs in question; all when None.
     """
-    node, settled = told
+    node, settled, twice = told
     held: dict[GpuUuid, list[Reservation]] = {}
     for reservation in node.spec.reservations:
         for uuid in reservation.gpu_uuids:
@@ -93,7 +100,7 @@ def said_of(told: Told, among: Collection[GpuUuid] | None = None) -> list[Said]:
             counted: list[Tenant | None] = [None] * len(here)
             if settled:
                 counted = [settled.get((r.pod_uid, device.uuid)) for r in here]
-            found.append(Said(place, device, here, counted, seen.get(device.uuid, [])))
+            found.append(Said(place, device, here, counted, seen.get(device.uuid, []), device.uuid in twice))
     return found
 
 

@@ -64,6 +64,19 @@ def test_the_gpu_is_left_out_and_its_neighbour_is_not(node, reason):
     assert found.refused["a"].endswith(f": {reason}")
 
 
+def test_gpus_that_a_node_tells_of_by_the_same_uuid_are_left_out_until_it_tells_them_apart():
+    """Regression: a worker of two GPUs was sent to what was one, and refused by the ledger, again and again."""
+    twins, asked = [device(0), device(1), device(2, uuid=GPU)], applicant(gpus=2)
+    known = cluster(a_node(devices=twins))
+    for node in (a_node(X, devices=twins), a_node(devices=twins)):  # also where only what is held there changes
+        known.apply(node)
+        told = [one.said for one in explain(known.view(), applicant(), ["a"], RULES)]
+        assert told[0] == told[2] == "its node tells of several GPUs by the UUID GPU-a-0"
+        assert filter_nodes(Assessment(asked, RULES, known.view()), ["a"]).fits == []
+    known.apply(a_node(devices=3))
+    assert filter_nodes(Assessment(asked, RULES, known.view()), ["a"]).fits == ["a"]
+
+
 def test_it_is_taken_again_when_the_stranger_has_left():
     known = cluster(a_node(tenants=[seen("stranger", 700)], devices=1))
     assert known.view().columns.hindered.tolist() == [True]
