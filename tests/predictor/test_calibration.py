@@ -1,41 +1,15 @@
 """What finished jobs teach, and what they cannot: the stack's line, coverage, and poison."""
 
-import json
 import math
-from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 from calibration_world import CAPACITY, INTERCEPT, SLOPE, STACK, T4, job, learn, state_of
-from carpool_core.products import find_product
-from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
-from carpool_core.resources.job import Training
-from carpool_core.values import MIB, Precision
-from carpool_predictor.calibration import (
-    COUNTED,
-    FEWEST,
-    KEPT,
-    MAX_STACKS,
-    SIMULATED,
-    WIDEST,
-    Calibration,
-    Expected,
-    Measured,
-    StackState,
-    model_for,
-    read_calibration,
-    write_calibration,
-)
-from carpool_predictor.commands import predict as command
-from carpool_predictor.estimator import Job, predict, prepare
+from carpool_core.values import Precision
+from carpool_predictor.calibration import COUNTED, SIMULATED, Calibration, Expected, Measured, StackState
 from carpool_predictor.memory import shipped
-from carpool_predictor.observe import PER_MODEL, expected_of, observe, refusal_of
-from carpool_predictor.targets import write_features
-from carpool_predictor.trees import MalformedError
-from click.testing import CliRunner
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from carpool_predictor.observe import PER_MODEL, observe, refusal_of
 
 
 def error(state: StackState) -> float:
@@ -161,130 +135,6 @@ def test_what_cannot_be_right_is_refused_and_counted(measured: Measured, refusal
     assert refusal_of(expected, measured) == refusal
     state = state_of(learn([(expected, measured)]))
     assert (state.seen, state.refused) == ((1, 0) if refusal is None else (0, 1))
-
-
-def neural(batch: int) -> Job:
-    steps = [
-        TracedStep(batch_size=b, peak_bytes=MIB * (400 + 50 * b), activation_bytes=MIB * 50 * b, flops=2e10 * b,
-                   bytes_moved=1e9 * b, kernels=500)
-        for b in (32, 64)
-    ]  # fmt: skip
-    features = ModelFeatures(
-        parameters=10**7, trainable_parameters=10**7, parameter_bytes=4 * 10**7,
-        layers=LayerCounts(convolution=53, linear=1), steps=steps,
-    )  # fmt: skip
-    found = prepare(features, Training(batch_size=batch))
-    assert isinstance(found, Job)
-    return found
-
-
-def test_predictions_follow_the_stack_and_grow_surer() -> None:
-    rng = np.random.default_rng(5)
-    asked = neural(64)
-    before = asked.memory_on(T4)
-    widths = []
-    for jobs in (FEWEST, 20, 60):
-        model = model_for(learn(job(i, rng) for i in range(jobs)), T4, Precision.FP32, shipped())
-        again = prepare(asked.features, asked.training, model)
-        assert isinstance(again, Job)
-        memory = again.memory_on(T4)
-        widths.append(memory.upper_mib / memory.median_mib)
-    assert memory.median_mib > before.median_mib
-    assert widths == sorted(widths, reverse=True)
-    assert widths[-1] < before.upper_mib / before.median_mib
-
-
-def test_an_unknown_stack_and_one_seen_too_rarely_keep_the_shipped_model() -> None:
-    rng = np.random.default_rng(6)
-    few = learn(job(i, rng) for i in range(FEWEST - 1))
-    assert model_for(few, T4, Precision.FP32, shipped()) is shipped()
-    assert model_for(few, T4, Precision.BF16_MIXED, shipped()) is shipped()
-
-
-def test_what_must_be_remembered_of_a_prediction() -> None:
-    asked = neural(64)
-    found = expected_of(asked, "mine", 4000, T4)
-    assert found.live_mib == pytest.approx(400 + 50 * 64)
-    assert found.upper_mib == 4000
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.floats(1, 1e5), st.floats(0, 1e5), st.booleans()), max_size=40))
-@settings(deadline=None)
-def test_whatever_is_observed_the_document_stays_sane(rows: list[tuple[int, float, float, bool]]) -> None:
-    found = learn(
-        (
-            Expected(model=f"m{number}", reserved_mib=reserved, live_mib=0.5 * reserved, upper_mib=reserved),
-            Measured(peak_mib=peak, capacity_mib=CAPACITY, out_of_memory=gone),
-        )
-        for number, reserved, peak, gone in rows
-    )
-    for state in found.stacks:
-        assert state.slope > 0
-        assert state.intercept_mib >= 0
-        assert 0 <= state.widening <= WIDEST
-        assert state.seen + state.refused == len(rows)
-    assert read_calibration(write_calibration(found)) == found
-
-
-def test_the_document_stays_small() -> None:
-    rng = np.random.default_rng(7)
-    found = Calibration()
-    full = state_of(learn(job(i, rng) for i in range(KEPT + 10)))
-    for number in range(MAX_STACKS + 3):
-        stack = msgspec.structs.replace(STACK, driver=str(number))
-        held = [*found.stacks, msgspec.structs.replace(full, stack=stack)]
-        found = observe(Calibration(stacks=held), stack, *job(0, rng), shipped())
-    assert len(full.rows) == KEPT
-    assert len(found.stacks) == MAX_STACKS
-    assert found.state(msgspec.structs.replace(STACK, driver="0")) is None
-    assert len(write_calibration(found)) < 400_000
-
-
-@pytest.mark.parametrize(
-    ("content", "word"),
-    [
-        pytest.param(b'{"format":3,"stacks":[', "expected a calibration", id="truncated"),
-        pytest.param(b'{"format":4,"stacks":7}', "found 4; upgrade carpool", id="newer"),
-        pytest.param(b'{"format":2}', "found 2; remove it", id="older"),
-        pytest.param(b"\x80\x04", "expected a calibration", id="pickle"),
-        pytest.param(
-            b'{"stacks":[{"stack":{"product":"Tesla T4","precision":"fp32"},"slope":-1,"intercept_mib":0}]}', "slope",
-            id="tampered",
-        ),
-    ],
-)  # fmt: skip
-def test_a_broken_document_is_refused(content: bytes, word: str) -> None:
-    with pytest.raises(MalformedError, match=word):
-        read_calibration(content)
-
-
-def test_a_calibration_is_used_by_predict() -> None:
-    rng = np.random.default_rng(8)
-    asked = neural(64)
-    learned = learn(job(i, rng) for i in range(20))
-    plain = predict(asked.features, asked.training, [T4])
-    found = predict(asked.features, asked.training, [T4, find_product("A30")], learned)
-    assert [plain.reason, found.reason] == ["Uncalibrated", "Uncalibrated"]
-    assert predict(asked.features, asked.training, [T4], learned).reason != "Uncalibrated"
-    assert found.products[0].memory.median_mib > plain.products[0].memory.median_mib
-    assert found.products[0].activity == plain.products[0].activity
-
-
-def test_the_command_reads_a_calibration(tmp_path: Path) -> None:
-    rng = np.random.default_rng(9)
-    block, document = tmp_path / "features.yaml", tmp_path / "calibration.json"
-    block.write_text(write_features(neural(64).features))
-    document.write_bytes(write_calibration(learn(job(i, rng) for i in range(20))))
-    arguments = [str(block), "--batch-size", "64", "--gpu", "T4", "--json"]
-    plain, found = (
-        json.loads(CliRunner().invoke(command, [*arguments, *more]).stdout)["products"][0]
-        for more in ([], ["--calibration", str(document)])
-    )
-    assert found["memory"]["median_mib"] > plain["memory"]["median_mib"]
-    document.write_text("{")
-    result = CliRunner().invoke(command, [*arguments, "--calibration", str(document)])
-    assert result.exit_code == 2
-    assert "expected a calibration" in result.stderr
 
 
 def test_each_run_counts_once_and_its_end_replaces_what_it_showed_before() -> None:
