@@ -110,7 +110,12 @@ def _features(question: Question, meanwhile: Callable[[], None] = lambda: None) 
 
     async def traced() -> ModelFeatures | Abstention:
         tracing = asyncio.create_task(SubprocessTracer(question.limits).run(target))
-        await asyncio.to_thread(meanwhile)
+        try:
+            await asyncio.to_thread(meanwhile)
+        except MalformedError:
+            tracing.cancel()
+            await asyncio.gather(tracing, return_exceptions=True)  # it may have failed for the same file
+            raise
         await asyncio.wait({tracing}, timeout=SHOWN_AFTER_S)
         if tracing.done() or not sys.stderr.isatty():
             return await tracing
@@ -124,11 +129,11 @@ def _features(question: Question, meanwhile: Callable[[], None] = lambda: None) 
 
 def _load() -> None:
     """Load all that predicts, which takes less time than the trace that another process is busy with."""
-    from carpool_predictor import activity, memory, step_time
+    from carpool_predictor import activity, memory, step_time, store
 
     importlib.import_module("carpool_predictor.report")
-    for model in (activity, memory, step_time):
-        model.shipped()
+    for shipped in (activity, memory, step_time, store):
+        shipped.shipped()
 
 
 def _products(gpu: str) -> list[GpuProduct]:
@@ -242,6 +247,7 @@ def _predict_rows(rows: Path, out: Path, limits: TraceLimits, calibration: Path 
     from carpool_predictor.progress import following
 
     learned = None if calibration is None else _learned(calibration)
+    _load()  # what is broken is told here, before an answer is written or another process needs it
     try:
         if _is_same(rows, out):
             raise InputError(f"expected another file than {rows} in --out, found the same; it was left as it is")
