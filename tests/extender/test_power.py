@@ -49,10 +49,24 @@ def test_the_fit_goes_by_others_policies_alone_and_is_shown_beside_what_is_used(
     assert fit in faster.splitlines()
     assert f"{radrm.POWER} (used)" in told
     [row] = [line for line in told.splitlines() if line.startswith(f"| {DEFAULT}")]
-    assert row.count("MJ") == 6
+    assert row.count("MJ") == 8
     assert row.split("|")[2].strip() == ""  # nobody published Carpool's
     [magm] = [line for line in told.splitlines() if line.startswith("| MAGM")]
     assert magm.split("|")[2].strip() == "28.78 MJ (-13.3%)"
+
+
+def test_hotclouds_energy_is_told_with_gpus_that_are_awake_only_while_they_have_a_job():
+    def line(name: str, minutes: float, in_use: float) -> Line:
+        active_s = 12 * 3600.0  # the same work
+        mj = Spent(60 * minutes * 12, active_s).energy_mj(Power(20, 350))
+        figures = dict.fromkeys(FIGURES, 0.0) | {"makespan_min": minutes, "energy_mj": mj, "gpus_in_use": in_use}
+        return Line(Strategy(name, "exclusive"), [Figures(**figures)])
+
+    told, _ = energies.of_hotcloud([line("slot-based", 300.0, 12.0), line(DEFAULT, 200.0, 6.0)])
+    first = 12 * (300 * 60 * 80.5 + 3600 * (294 - 80.5)) / 1e6
+    ours = (6 * 200 * 60 * (80.5 + 20) + 12 * 3600 * (294 - 80.5)) / 1e6
+    assert f"slot-based takes {first:.2f} MJ, and Carpool {ours:.2f} MJ ({100 * (ours / first - 1):+.1f}%)." in told
+    assert energies.of_hotcloud([line("slot-based", 300.0, 12.0)]) == []
 
 
 def test_nothing_is_said_where_a_published_policy_did_not_run():

@@ -63,6 +63,7 @@ def write(out: Path, path: Path) -> None:
         parts += [title, "", f"Results of {about.made}.{_older(about)}", *rest]
         parts += _more(out, name, known)
         parts += energies.table(known) if name == "radrm-60" else []
+        parts += energies.of_hotcloud(known) if name == "hotcloud" else []
     parts += [*_times(found), *_versions(out, found), "## What is doubtful", "", *(f"- {one}" for one in DOUBTS), ""]
     path.write_text("\n".join(parts), encoding="utf-8")
 
