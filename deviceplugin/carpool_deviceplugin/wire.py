@@ -96,6 +96,11 @@ class Server:
         Raises:
             KubeletError: The socket cannot be made.
         """
+        if not self.path.parent.is_dir():  # gRPC would complain in words of its own, each time
+            raise KubeletError(
+                f"{self.path.parent}: expected the kubelet's device plugin directory, found none; mount it, or name it "
+                "by CARPOOL_DEVICE_PLUGIN_DIR (CARPOOL_KUBELET=false where there is no kubelet)"
+            )
         try:
             self.path.unlink(missing_ok=True)
             self._server.add_insecure_port(f"unix:{self.path}")

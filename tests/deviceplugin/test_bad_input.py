@@ -29,7 +29,7 @@ from carpool_deviceplugin.testing.agents import Flow, flowing, running, until
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.testing.nvml_node import Node
-from carpool_deviceplugin.wire import KubeletError, PodResources, RefusedError
+from carpool_deviceplugin.wire import KubeletError, PodResources, RefusedError, Server
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -99,6 +99,13 @@ async def test_podresources_that_never_answers_is_left(tmp_path: Path) -> None:
         for _ in range(2):
             with pytest.raises(KubeletError, match=r"kubelet.sock: expected an answer, found DEADLINE_EXCEEDED"):
                 await resources.list()
+
+
+async def test_a_kubelets_directory_that_is_not_there_is_said(ground: Ground, tmp_path: Path, capfd) -> None:
+    """Regression: gRPC wrote a line of its own each second."""
+    with pytest.raises(KubeletError, match=r"nowhere: expected the kubelet's device plugin directory, found none"):
+        await Server(tmp_path / "nowhere" / "carpool.sock", ground.plugin).start()
+    assert capfd.readouterr() == ("", "")
 
 
 @contextmanager
