@@ -81,6 +81,21 @@ def test_scores_are_integers_from_0_to_10_and_the_best_gets_10():
     assert scored(Assessment(applicant(), fit("most-available-memory"), known.view()), names)["idle"] == 10
 
 
+def test_a_place_scores_the_more_the_closer_it_comes_to_the_best():
+    used = [tenant(f"t{i}", [f"GPU-n{i}-0"], memory_limit_mib=8000 * i) for i in range(1, 5)]
+    nodes = [gpu_node(f"n{i}", 1, [one]) for i, one in enumerate(used, start=1)]
+    known, names = cluster(gpu_node("n0", 1), *nodes), [f"n{i}" for i in range(5)]
+    found = scored(Assessment(applicant(), fit("best-fit"), known.view()), names)
+    assert [found[name] for name in names] == [0, 1, 2, 3, 10]
+
+
+def test_of_ties_the_one_with_less_left_over_scores_more():
+    held = {"tight": 30000, "loose": 1000, "best": 34000}
+    used = [gpu_node(name, 1, [tenant(name, [f"GPU-{name}-0"], memory_limit_mib=mib)]) for name, mib in held.items()]
+    found = scored(Assessment(applicant(), fit(), cluster(*used).view()), list(held))
+    assert found == {"tight": 9, "loose": 8, "best": 10}
+
+
 def test_an_unknown_policy_names_the_choices():
     with pytest.raises(UnknownPolicyError, match="choose one of least-slowdown, most-available-memory"):
         find_policy("best")

@@ -63,6 +63,11 @@ def test_unknown_memory_counts_as_the_whole_gpu():
     assert view.columns.memory_mib[0, 0] == 40960
 
 
+def test_of_a_gpu_that_somebody_has_alone_nothing_is_free():
+    held = tenant("x", ["GPU-a-0"], SharingMode.EXCLUSIVE, memory_limit_mib=4000)
+    assert cluster(gpu_node("a", 1, [held])).view().columns.free_mib.tolist() == [0]
+
+
 def test_a_view_cannot_be_written_through():
     view = cluster(gpu_node("a", 1)).view()
     with pytest.raises(ValueError, match="read-only"):

@@ -146,6 +146,14 @@ def test_explain_names_the_check_and_the_margin_of_every_gpu():
     ]
 
 
+def test_of_several_gpus_the_one_that_came_closest_is_the_example():
+    busy = [tenant(f"y{i}", [f"GPU-a-{i}"], **BUSY, max_slowdown=limit) for i, limit in enumerate((1.1, 1.8, 1.2))]
+    found = filter_nodes(
+        Assessment(applicant(**BUSY, max_slowdown=5), RULES, cluster(gpu_node("a", 3, busy)).view()), ["a"]
+    )
+    assert found.refused == {"a": "NoGpuFits: 3 GPUs: would slow default/y1 to 1.90 of 1.80"}
+
+
 def test_a_slowdown_that_is_refused_never_looks_like_its_limit():
     """Regression: `1.90 of 1.90 (0.00 beyond)` was the reason for a refusal."""
     node = gpu_node("a", 1, [tenant("y", ["GPU-a-0"], **BUSY, max_slowdown=1.899)])

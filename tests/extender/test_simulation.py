@@ -1,5 +1,7 @@
 """Places and times: truth from measured pairs, decisions from the extender, gangs, monitors, every policy."""
 
+from dataclasses import replace
+
 import pytest
 from carpool_core.values import SharingMode
 from carpool_extender.conditions import Conditions
@@ -31,6 +33,12 @@ def test_a_gang_starts_together_on_different_gpus_or_waits():
     two = Simulation(workload(job("gang", workers=2), gpus=2), CARPOOL, NoSlowdown()).run()
     assert len(set(two.finished[0].gpus)) == 2
     assert Simulation(workload(job("gang", workers=3), gpus=2), CARPOOL, NoSlowdown()).run().unplaced == 1
+
+
+def test_a_job_of_several_gpus_is_as_slow_as_on_the_slowest():
+    wide, beside = replace(job("wide"), gpus=2), job("beside", 1000.0)
+    outcome = Simulation(workload(wide, beside, gpus=2), replace(CARPOOL, max_slowdown=9.0), Halved()).run()
+    assert ends(outcome)["wide"] == 200.0
 
 
 def test_a_monitor_that_must_see_the_newcomer_keeps_others_out():

@@ -1,7 +1,7 @@
 """Silence and failures, as time goes by."""
 
 from carpool_core.testing.clock import FakeClock
-from carpool_extender.standing import Standing
+from carpool_extender.standing import LONGEST_REST_S, Standing
 
 
 def test_the_same_heartbeat_again_is_silence_and_a_new_one_ends_it():
@@ -40,5 +40,12 @@ def test_failures_in_a_row_double_the_rest_and_success_ends_it():
     assert standing.resting() == {}
     standing.failed("a", ["g0"])
     assert standing.resting()["a", "g0"].reason.endswith("12:01:00Z")
+    for _ in range(9):
+        clock.advance(LONGEST_REST_S)
+        standing.failed("a", ["g0"])
+    clock.advance(LONGEST_REST_S - 1)
+    assert standing.resting().keys() == {("a", "g0")}
+    clock.advance(1)
+    assert standing.resting() == {}
     standing.forget("a")
     assert standing.resting() == {}
