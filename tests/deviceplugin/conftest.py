@@ -20,11 +20,16 @@ from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_simulated.client import Gpus, open_gpus
 from carpool_simulated.device import Device
 from carpool_simulated.state import Facts
+from hypothesis import HealthCheck, settings
 
 # --import-mode=importlib gives test folders no import path of their own; the world is shared by these files only.
 sys.path.insert(0, str(Path(__file__).parent))
 
 from mps_world import STAND_IN
+
+# How long examples take says how busy the machine is; what has a time limit of its own measures processor time.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 PROCESS = Path(__file__).parent / "simulated_process.py"
 PACKAGES = Path(__file__).parents[2] / "deviceplugin"
