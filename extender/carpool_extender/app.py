@@ -30,6 +30,7 @@ from carpool_extender.settler import Settler
 from carpool_extender.settling import Stillness
 from carpool_extender.standing import Standing
 from carpool_extender.telemetry import KnowledgeCollector, Telemetry
+from carpool_extender.untracking import Untracker
 from carpool_extender.watches import Watches
 from carpool_extender.workloads import Choices, Workloads
 
@@ -46,6 +47,7 @@ class Extender:
     janitor: Janitor
     binder: Binder
     settler: Settler | None
+    untracker: Untracker
     registry: CollectorRegistry
 
     async def run(self) -> None:
@@ -53,6 +55,7 @@ class Extender:
         async with asyncio.TaskGroup() as group:
             group.create_task(self.watches.run())
             group.create_task(self.janitor.run())
+            group.create_task(self.untracker.run())
             if self.settler is not None:
                 group.create_task(self.settler.run())
 
@@ -112,4 +115,5 @@ def build(
         watches, workloads, binder, assessments, gangs, Connections(sleep, held_s), candidates=settings.candidates
     )
     app = create_app(service, telemetry, watches.not_ready)
-    return Extender(app, service, watches, janitor, binder, settler, registry)
+    untracker = Untracker(api, watches)
+    return Extender(app, service, watches, janitor, binder, settler, untracker, registry)

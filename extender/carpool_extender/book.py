@@ -14,6 +14,7 @@ from carpool_core.resources.node import GpuNode, GpuNodeSpec
 from carpool_core.values import PodUid
 
 from carpool_extender import ledger
+from carpool_extender.untracking import UNTRACKED
 from carpool_extender.watches import Watches
 
 ATTEMPTS = 8
@@ -28,10 +29,6 @@ that there is less to write. One of sixteen reservations costs it six times as m
 
 Only what was gathered shows that there is something to gather: a single change is mostly followed by one that waits for
 it, such as the next worker of a gang. And whoever is to have what was freed is not kept waiting for it."""
-
-_UNTRACKED: Mapping[str, Any] = {"op": "add", "path": "/metadata/managedFields", "value": [{}]}
-"""Has the API server no longer keep who wrote which field of a GpuNode: nobody applies it, and with dozens of
-reservations each with a dozen fields that record is as long as the rest, to be read and written with each report."""
 
 
 class Refusal(Exception):  # noqa: N818  # an answer, not a failure of ours
@@ -202,7 +199,7 @@ class Book:
             {"op": "test", "path": "/metadata/uid", "value": node.metadata.uid},
             {"op": "test", "path": "/metadata/generation", "value": node.metadata.generation},
             {"op": "add", "path": "/spec", "value": {"reservations": reservations}},
-            _UNTRACKED,
+            UNTRACKED,
         ]
         try:
             return await self._api.patch(GPU_NODES, node.metadata.name, patch)

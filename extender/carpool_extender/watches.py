@@ -98,6 +98,24 @@ class WatchedPod(Pod, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, "metadata", msgspec.structs.replace(self.metadata, annotations=others))
 
 
+class Manager(_Wire, frozen=True, kw_only=True):
+    """Who wrote some fields of an object, as the API server keeps it."""
+
+    manager: str = ""
+
+
+class WatchedMeta(ObjectMeta, frozen=True, kw_only=True, rename="camel"):
+    """`metadata` of a GpuNode, with who wrote it."""
+
+    managed_fields: list[Manager] = msgspec.field(default_factory=list)
+
+
+class WatchedNode(GpuNode, frozen=True, kw_only=True):
+    """A GpuNode as it is kept."""
+
+    metadata: WatchedMeta
+
+
 class Watches:
     """Keeps GpuNodes, jobs, and the pods of our scheduler.
 
@@ -111,7 +129,9 @@ class Watches:
         self.cluster = cluster
         self._clock = clock
         tell = cluster.note_unreadable
-        self._nodes = Reflector(api, GPU_NODES, GpuNode, clock=clock, on_change=self._node_changed, on_unreadable=tell)
+        self._nodes = Reflector(
+            api, GPU_NODES, WatchedNode, clock=clock, on_change=self._node_changed, on_unreadable=tell
+        )
         self._jobs = Reflector(api, GPU_TRAINING_JOBS, WatchedJob, clock=clock, on_change=self._job_changed)
         ours = Selector(fields=f"spec.schedulerName={SCHEDULER_NAME}")
         self._pods = Reflector(api, PODS, WatchedPod, selector=ours, clock=clock, on_change=self._pod_changed)
@@ -121,6 +141,10 @@ class Watches:
         self._stirred: dict[str, asyncio.Event] = {}
         self._deleted: dict[str, None] = {}
         self._odd: set[str] = set()
+        self.tracked: dict[str, str] = {}
+        """UIDs of the GpuNodes, by name, of which the API server keeps who wrote which field."""
+        self.heard_of_tracked = asyncio.Event()
+        """Set with each word of such a GpuNode; whoever looks after them clears it."""
         self._log = structlog.get_logger()
         self._on_node: list[Callable[[GpuNode | None, GpuNode | None], None]] = []
         self._on_pod_end: list[Callable[[Pod], None]] = []
@@ -192,7 +216,12 @@ class Watches:
             "Pod": self._pods.store.age(now),
         }
 
-    def _node_changed(self, old: GpuNode | None, new: GpuNode | None) -> None:
+    def _node_changed(self, old: WatchedNode | None, new: WatchedNode | None) -> None:
+        if new is not None and any(one.manager for one in new.metadata.managed_fields):
+            self.tracked[new.metadata.name] = new.metadata.uid
+            self.heard_of_tracked.set()
+        elif (known := new or old) is not None:
+            self.tracked.pop(known.metadata.name, None)
         if old is not None and (new is None or new.metadata.uid != old.metadata.uid):
             self._forget(old)
         if new is not None:
