@@ -9,15 +9,15 @@ from carpool_core.clock import Clock
 
 from carpool_extender.binding import in_time
 
-FIRST, LEAST, MOST = 64, 16, 512
-"""Binds that may be under way at once: at first, and whatever happens. A fifth of a second of each is work for the API
-server, the rest waits for others, so that sixty-four keep a small control plane busy."""
-QUICK_S, SLOW_S = 3.0, 8.0
+FIRST, LEAST, MOST = 128, 32, 512
+"""Binds that may be under way at once: at first, and whatever happens. A control plane that does nothing else has forty
+to eighty, so that nothing is kept back there."""
+QUICK_S, SLOW_S = 3.0, 12.0
 """A bind that took less shows that there is room for more of them, one that took longer that there are too many: a
 reservation lasts twenty seconds, and kube-scheduler waits for thirty."""
 MORE = 0.25
 """What a quick bind adds to the number: those that began before many others are quick, too."""
-CUT, CUT_EVERY_S = 0.75, 2.0
+CUT, CUT_EVERY_S = 0.75, 5.0
 """What is left of the number after a slow bind, and for how long later slow ones tell nothing new."""
 PATIENCE_S = 5.0
 """Longest that a pod is kept back: binds that wait for a sick node's agent hold up nobody for long."""

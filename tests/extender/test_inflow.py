@@ -54,7 +54,7 @@ def test_slow_binds_lower_the_number_once_in_a_while_and_never_below_the_least()
     binds.enter(FIRST)
     binds.take(SLOW_S)
     binds.clock.advance(CUT_EVERY_S - 0.1)
-    assert binds.inflow.limit == 48
+    assert binds.inflow.limit == 96
     for _ in range(30):
         binds.take(SLOW_S)
     assert binds.inflow.limit == LEAST
@@ -69,7 +69,7 @@ def test_many_slow_binds_that_end_together_are_one_sign():
     binds.clock.advance(SLOW_S)
     for passage in passages:
         passage.__exit__(None, None, None)
-    assert binds.inflow.limit == 48
+    assert binds.inflow.limit == 96
 
 
 def test_quick_binds_raise_the_number_only_where_it_is_used():
@@ -99,7 +99,7 @@ def test_a_bind_that_failed_at_once_tells_nothing_and_a_slow_one_that_failed_doe
     fail(0)
     assert binds.inflow.limit == FIRST
     fail(SLOW_S)
-    assert binds.inflow.limit == 48
+    assert binds.inflow.limit == 96
 
 
 async def test_a_control_plane_that_can_carry_little_is_given_no_more_than_that():
@@ -114,9 +114,9 @@ async def test_a_control_plane_that_can_carry_little_is_given_no_more_than_that(
         binds.inflow.leave()
 
     async def serve():
-        while True:  # four a second, whatever waits
+        while True:  # eight a second, whatever waits
             done = await queue.get()
-            await binds.clock.sleep(0.25)
+            await binds.clock.sleep(0.125)
             done.set_result(None)
 
     async def offer():
@@ -128,21 +128,21 @@ async def test_a_control_plane_that_can_carry_little_is_given_no_more_than_that(
 
     tasks, waits = [], []
     async with background(serve()), background(offer()):
-        for _ in range(1600):
+        for _ in range(3200):
             for _ in range(8):
                 await asyncio.sleep(0)
-            waits.append(queue.qsize() * 0.25)
-            binds.clock.advance(0.05)
+            waits.append(queue.qsize() * 0.125)
+            binds.clock.advance(0.025)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert max(waits) < 20
-    assert 2.0 < min(waits[600:]) <= max(waits[600:]) < 10
+    assert 2.0 < min(waits[1200:]) <= max(waits[1200:]) < 16
 
 
 async def test_pods_are_kept_back_by_filter_until_a_bind_has_ended(world):
     names = [f"x{number}" for number in range(FIRST + 1)]
-    world.add(nodes=["a", "b"], gpus=8)
+    world.add(nodes=["a", "b"], gpus=16)
     for name in names:
         seed_job(world.kube, name, memory_mib=1000)
         seed_pod(world.kube, name)
