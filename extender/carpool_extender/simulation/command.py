@@ -243,7 +243,8 @@ def _one(name: str, experiment: Experiment, runs: Runs) -> list[str]:
         results.write(runs.out, name + results.FAILING, with_failures.draw(runs.data, 0), lines_failing, runs.made)
         parts += ["When GPUs fail:", "", *report.markdown(lines_failing), ""]
     if runs.pictures:
-        from carpool_extender.simulation.pictures import draw
+        from carpool_extender.simulation.pictures import MOST_GPUS, draw
 
-        draw(runs.out, name, lines)
+        if not any("gantt" in path.name for path in draw(runs.out, name, lines)):
+            runs.console.print(f"no chart of who ran where: nothing ended, or there are more than {MOST_GPUS} GPUs")
     return parts
