@@ -116,7 +116,7 @@ def _lacking_for_mps(mps_host: str) -> str:
         return (
             ""
             if Path(mps_host).is_socket()
-            else f"the MPS daemons' host at {quoted(mps_host)}; look at the pod carpool-mps"
+            else f"the MPS daemons' host at {quoted(Path(mps_host))}; look at the pod carpool-mps"
         )
     return MpsProgram.missing()
 

@@ -1,13 +1,14 @@
 """What somebody has said, as it may stand in a sentence."""
 
-_LONGEST = 200
-"""A path may be long."""
+from pathlib import Path
+
+_LONGEST, _LONGEST_PATH = 64, 200
 
 
-def quoted(said: object) -> str:
+def quoted(said: str | Path) -> str:
     """Quote it: escape sequences are written out, and what is long is cut; a terminal or a log shows it as it was."""
-    text = str(said)
-    return repr(text) if len(text) <= _LONGEST else f"{text[:_LONGEST]!r}… ({len(text):,} characters)"
+    text, longest = str(said), _LONGEST_PATH if isinstance(said, Path) else _LONGEST
+    return repr(text) if len(text) <= longest else f"{text[:longest]!r}… ({len(text):,} characters)"
 
 
 def printable(text: str) -> str:

@@ -60,7 +60,7 @@ def battery(context: click.Context, gpu: str, only: tuple[str, ...], python: str
 def _machine(directory: Path, python: str) -> RealMachine:
     settings = node_settings()
     if shutil.which(python) is None:
-        raise InputError(f"--python: expected an interpreter, found no program {quoted(python)}; give its path")
+        raise InputError(f"--python: expected an interpreter, found no program {quoted(Path(python))}; give its path")
     try:
         return RealMachine(
             installed(),
