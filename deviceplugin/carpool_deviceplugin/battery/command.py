@@ -100,9 +100,10 @@ def _run(trial: Trial, names: set[str], out: Path | None) -> list[Outcome]:
 
 
 def _keep(report: Report, out: Path | None) -> None:
+    if out is None:
+        return
     try:
-        if out is not None:
-            write(report, out)
+        write(report, out)
     except OSError as e:
         raise DeviceError(
             f"--out: expected to write to {quoted(out)}, found {e.strerror}; give a file in a directory that is there"
