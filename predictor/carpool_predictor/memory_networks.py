@@ -6,7 +6,8 @@ tokens. Changed: the original's encoder reads a model's list of layers, which fe
 token, with an embedding of its own. The answer in MiB is the middle of the likeliest class.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -77,9 +78,9 @@ class Classifier:
         measured = np.array([s.measured_mib for s in samples])
         classes = np.clip(np.ceil(measured / CLASS_MIB) - 1, 0, CLASSES - 1)
         x, y = self._standard(rows), torch.tensor(classes, dtype=torch.long)
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), _one_thread():
             torch.manual_seed(seed)
-            self._members = [
+            self.members = [
                 _fitted(_Tokens(rows.shape[1]) if tokens else _perceptron(rows.shape[1]), x, y)
                 for _ in range(1 if tokens else MEMBERS)
             ]
@@ -87,13 +88,24 @@ class Classifier:
     def __call__(self, judged: Sequence[Sample]) -> Floats:
         """Return the middle of each sample's likeliest class, in MiB."""
         x = self._standard(inputs_of(judged))
-        with torch.no_grad():
-            shares = torch.stack([member(x).softmax(-1) for member in self._members]).mean(0)
+        with torch.no_grad(), _one_thread():
+            shares = torch.stack([member(x).softmax(-1) for member in self.members]).mean(0)
         middles: Floats = (shares.argmax(-1).numpy() + 0.5) * CLASS_MIB
         return middles
 
     def _standard(self, rows: Floats) -> Tensor:
         return torch.tensor((rows - self._mean) / self._spread, dtype=torch.float32)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Have PyTorch use one thread: how many share a sum decides its last digits, and after epochs the answers."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _fitted(network: nn.Module, x: Tensor, y: Tensor) -> nn.Module:

@@ -4,11 +4,13 @@ import random
 
 import numpy as np
 import pytest
+import torch
 from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
 from carpool_core.values import MIB
 from carpool_predictor.interpolation import cost_at
 from carpool_predictor.memory_baselines import ESTIMATORS, Estimator
 from carpool_predictor.memory_fit import Sample
+from carpool_predictor.memory_networks import Classifier
 
 LARGEST_MIB = 10 * 40960
 
@@ -69,3 +71,18 @@ def test_estimators_that_learn_amounts_beat_a_constant(name: str, samples: list[
         return float(np.median(np.abs(ESTIMATORS[which](learned, 0)(unseen) / measured - 1)))
 
     assert error(name) < error("constant")
+
+
+def test_networks_learn_the_same_on_any_number_of_processors(samples: list[Sample]) -> None:
+    """Regression: threads share sums otherwise, and the model card differed from one machine to another."""
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(Classifier(samples, 0, tokens=True))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    one, other = (network.state_dict() for classifier in found for network in classifier.members)
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
