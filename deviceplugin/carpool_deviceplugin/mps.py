@@ -15,7 +15,7 @@ from pathlib import Path
 
 from carpool_core.values import GpuUuid
 
-from carpool_deviceplugin.leftovers import empty, make_empty, put_away, sweep
+from carpool_deviceplugin.leftovers import MOMENT_S, empty, make_empty, put_away, sweep
 from carpool_deviceplugin.mps_commands import MpsCommands, MpsError
 from carpool_deviceplugin.quoting import quoted
 
@@ -65,12 +65,20 @@ class Mps:
         directory: Where each GPU has a directory of its own.
         shared: Where daemons and clients share memory; there, too, when None.
         may_write: Whether what is seen of daemons and servers is kept; not beside an agent that does so.
+        tidy_within_s: How long one removal of what clients left may take, in seconds.
     """
 
     def __init__(
-        self, commands: MpsCommands, directory: Path, shared: SharedMemory | None = None, *, may_write: bool = True
+        self,
+        commands: MpsCommands,
+        directory: Path,
+        shared: SharedMemory | None = None,
+        *,
+        may_write: bool = True,
+        tidy_within_s: float = MOMENT_S,
     ) -> None:
         self._commands, self._directory, self._shared, self._may_write = commands, directory, shared, may_write
+        self._tidy_within_s = tidy_within_s
         self._environments: dict[GpuUuid, Mapping[str, str]] = {}
 
     def directory(self, uuid: GpuUuid) -> Path:
@@ -116,7 +124,9 @@ class Mps:
             return
         try:
             (directory / "log").mkdir(parents=True, exist_ok=True)
-            make_empty(directory / "pipe")  # of a dead daemon a new one would not start, and its clients wrote there
+            make_empty(
+                directory / "pipe", self._tidy_within_s
+            )  # of a dead daemon a new one would not start, and its clients wrote there
             shm = self._make_shm(uuid)
         except OSError as e:
             raise MpsError(f"GPU {uuid}: expected to make the MPS daemon's directories, found {e}") from e
@@ -128,11 +138,11 @@ class Mps:
     def _make_shm(self, uuid: GpuUuid) -> Path:
         """Make a new daemon's memory: what earlier clients left and cannot be removed takes space, and is not in it."""
         place, memory, name = self.directory(uuid) / "shm", self._memory(uuid), secrets.token_hex(8)
-        empty(memory.here)
+        empty(memory.here, within_s=self._tidy_within_s)
         (here := memory.here / name).mkdir(parents=True)
         here.chmod(0o1777)  # as /dev/shm: clients run as any user
         if place.is_dir() and not place.is_symlink():
-            put_away(place)  # of an earlier version
+            put_away(place, self._tidy_within_s)  # of an earlier version
         (link := place.with_name(".shm.new")).unlink(missing_ok=True)
         link.symlink_to(memory.on_node / name)
         link.replace(place)
@@ -155,7 +165,8 @@ class Mps:
             self.end(uuid)
         if self._commands.is_alive(environment):
             raise MpsError(f"GPU {uuid}: expected the MPS daemon to stop, found it still there; end its clients")
-        put_away(self.pipe(uuid))  # a container that has not ended yet may hold it, and must not meet the next daemon
+        # A container that has not ended yet may hold it, and must not meet the next daemon.
+        put_away(self.pipe(uuid), self._tidy_within_s)
         self._empty(uuid)
 
     def end(self, uuid: GpuUuid) -> None:
@@ -166,7 +177,8 @@ class Mps:
     def sweep(self) -> None:
         """Remove what earlier stops put away and could not remove at once, of all GPUs; takes a moment at most."""
         with suppress(OSError):  # whoever needs the directory is told
-            sweep(*(one for one in self._directory.iterdir() if _UUID.fullmatch(one.name) and not one.is_symlink()))
+            gpus = [one for one in self._directory.iterdir() if _UUID.fullmatch(one.name) and not one.is_symlink()]
+            sweep(*gpus, within_s=self._tidy_within_s)
 
     def tidy(self, uuid: GpuUuid) -> None:
         """Remove what clients of a GPU's daemon left, if it does not run."""
@@ -174,7 +186,7 @@ class Mps:
             self._empty(uuid)
 
     def _empty(self, uuid: GpuUuid) -> None:
-        empty(self._memory(uuid).here, self.directory(uuid) / "log")
+        empty(self._memory(uuid).here, self.directory(uuid) / "log", within_s=self._tidy_within_s)
 
     def _left(self, uuid: GpuUuid) -> dict[int, int]:
         """Servers that were seen and still live, and when they began."""

@@ -20,6 +20,7 @@ import structlog
 from carpool_core.values import GpuUuid
 
 from carpool_deviceplugin.gpu import DeviceError
+from carpool_deviceplugin.leftovers import MOMENT_S
 from carpool_deviceplugin.mps import Mps
 from carpool_deviceplugin.mps_commands import MpsCommands, MpsError
 
@@ -60,12 +61,20 @@ class HostedMps(Mps):
         host: Socket of the process that starts them.
         may_write: As of Mps.
         within_s: How long an answer may take, in seconds.
+        tidy_within_s: As of Mps.
     """
 
     def __init__(
-        self, commands: MpsCommands, directory: Path, host: Path, *, may_write: bool = True, within_s: float = _WITHIN_S
+        self,
+        commands: MpsCommands,
+        directory: Path,
+        host: Path,
+        *,
+        may_write: bool = True,
+        within_s: float = _WITHIN_S,
+        tidy_within_s: float = MOMENT_S,
     ) -> None:
-        super().__init__(commands, directory, may_write=may_write)
+        super().__init__(commands, directory, may_write=may_write, tidy_within_s=tidy_within_s)
         self._host, self._within_s = host, within_s
         self._log = structlog.get_logger()
 

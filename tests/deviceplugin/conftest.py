@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, settings
 # --import-mode=importlib gives test folders no import path of their own; the world is shared by these files only.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from mps_world import STAND_IN
+from mps_world import LONG_S, STAND_IN
 
 # How long examples take says how busy the machine is; what has a time limit of its own measures processor time.
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -183,7 +183,7 @@ def commands() -> FakeMpsCommands:
 @pytest.fixture
 def mps(commands: FakeMpsCommands, tmp_path: Path) -> Mps:
     """The same, as the agent has them."""
-    return Mps(commands, tmp_path)
+    return Mps(commands, tmp_path, tidy_within_s=LONG_S)
 
 
 @pytest.fixture

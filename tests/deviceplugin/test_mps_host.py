@@ -20,7 +20,7 @@ from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.testing.nvml_node import Node
 from carpool_deviceplugin.worker import GpuWorker
-from mps_world import GPU, hosting
+from mps_world import GPU, LONG_S, hosting
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ async def test_a_stop_that_its_host_refuses_is_reported_and_tried_again(tmp_path
     devices = node.devices()
     gpu = devices.uuids[0]
     worker = GpuWorker(gpu, devices, lambda: None, Rhythm(), caller=Inline())
-    with hosting(path, Mps(commands, tmp_path / "mps"), within_s=0.05):
+    with hosting(path, Mps(commands, tmp_path / "mps", tidy_within_s=LONG_S), within_s=0.05):
         worker.want([reserve("a", gpu, mode=SharingMode.MPS, memory_limit_mib=5000)])
         assert await worker.once()
         worker.want([reserve("b", gpu, mode=SharingMode.EXCLUSIVE)])
