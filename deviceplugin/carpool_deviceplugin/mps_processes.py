@@ -10,6 +10,8 @@ from pathlib import Path
 from carpool_deviceplugin.mps_commands import PID_FILE, PROGRAM, MpsError
 from carpool_deviceplugin.processes import pod_of
 
+PROC = Path("/proc")
+"""Of this process's PID namespace."""
 _COMM = PROGRAM[:15]
 """What the kernel calls the daemon, and its servers."""
 _STATE, _PARENT, _STARTED = 0, 1, 19
@@ -20,10 +22,10 @@ _END_WITHIN_S = {signal.SIGTERM: 1.0, signal.SIGKILL: 3.0}
 """A driver takes its time to free what a process has on the GPU."""
 
 
-def began(pid: int) -> tuple[int, int] | None:
+def began(pid: int, proc: Path = PROC) -> tuple[int, int] | None:
     """When a daemon or server of MPS began, in ticks since boot, and its parent; None where that process is none."""
     try:
-        name, _, rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").partition("(")[2].rpartition(")")
+        name, _, rest = (proc / str(pid) / "stat").read_text(errors="replace").partition("(")[2].rpartition(")")
         fields = rest.split()
         if name != _COMM or fields[_STATE] in ("Z", "X"):
             return None
@@ -60,14 +62,16 @@ def written(directory: Path) -> int | None:
             os.close(file)
     except (OSError, ValueError):
         return None
-    return pid if _is_ours(pid, directory) else None
+    return pid if _is_ours(pid, directory, PROC) else None
 
 
-def of_directory(directory: Path) -> dict[int, int]:
+def of_directory(directory: Path, proc: Path = PROC) -> dict[int, int]:
     """Return the daemons and servers of a pipe directory that we have started, written down or not, and since when."""
     found: dict[int, int] = {}
-    for entry in os.scandir("/proc"):
-        if entry.name.isdecimal() and (known := began(int(entry.name))) and _is_ours(int(entry.name), directory):
+    for entry in os.scandir(proc):
+        if not entry.name.isdecimal():
+            continue
+        if (known := began(int(entry.name), proc)) and _is_ours(int(entry.name), directory, proc):
             found[int(entry.name)] = known[0]
     return found
 
@@ -105,11 +109,11 @@ def end(find: Callable[[], Mapping[int, int]]) -> None:
         )
 
 
-def _is_ours(pid: int, directory: Path) -> bool:
+def _is_ours(pid: int, directory: Path, proc: Path) -> bool:
     """Whether a process is of our own control group, and has this pipe directory in its environment."""
     try:
-        is_ours = Path(f"/proc/{pid}/cgroup").read_bytes() == Path("/proc/self/cgroup").read_bytes()
-        its = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if is_ours else []
+        is_ours = (proc / str(pid) / "cgroup").read_bytes() == (proc / "self" / "cgroup").read_bytes()
+        its = (proc / str(pid) / "environ").read_bytes().split(b"\0") if is_ours else []
     except OSError:
         return False
     return f"CUDA_MPS_PIPE_DIRECTORY={directory}".encode() in its

@@ -36,8 +36,8 @@ if sys.argv[1:] == ["-d"]:
     if how != "silent":
         (pipe / "nvidia-cuda-mps-control.pid").write_text(str(os.getpid()))
     (pipe / "control").touch()
-    end = time.monotonic() + 20
-    while (pipe / "control").exists() or (how and time.monotonic() < end):
+    began = time.monotonic()
+    while time.monotonic() - began < (600 if (pipe / "control").exists() else 20 if how else 0):
         time.sleep(0.01)
         if (pipe / "connect").exists() and not os.fork():
             (pipe / "server").write_text(str(os.getpid()))
@@ -59,16 +59,21 @@ elif command.startswith("quit"):
 else:
     sys.exit(f"Unrecognized command {{command}}")
 """
-"""A file `how` beside the pipe says what goes wrong at its start; such a daemon outlives its pipe."""
+"""A file `how` beside the pipe says what goes wrong at its start; such a daemon outlives its pipe.
+
+None outlives for long a test run that was killed."""
 
 
 _SERVER = 'import pathlib, time; pathlib.Path("/proc/self/comm").write_text("nvidia-cuda-mps"); print(flush=True)'
 
 
 @contextmanager
-def server() -> Iterator["subprocess.Popen[bytes]"]:
-    """A process that bears the name of MPS servers."""
-    with subprocess.Popen([sys.executable, "-c", f"{_SERVER}; time.sleep(20)"], stdout=subprocess.PIPE) as process:
+def server(pipe: Path | None = None) -> Iterator["subprocess.Popen[bytes]"]:
+    """A process that bears the name of MPS servers, and has a daemon's pipe directory in its environment."""
+    environment = {**os.environ, **({} if pipe is None else {"CUDA_MPS_PIPE_DIRECTORY": str(pipe)})}
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{_SERVER}; time.sleep(20)"], stdout=subprocess.PIPE, env=environment
+    ) as process:
         assert process.stdout is not None
         process.stdout.readline()
         try:
