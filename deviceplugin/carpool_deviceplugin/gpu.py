@@ -50,6 +50,8 @@ class GpuActual:
     """Whether its MPS daemon has not answered for a while."""
     mps_left: bool = False
     """Whether servers of an MPS daemon that has ended are there."""
+    mps_untidied: bool = False
+    """Whether the stop of an MPS daemon was begun and has not ended: what its clients left may be there."""
     limits: Mapping[PodUid, Limits] = field(default_factory=dict)
     tenants: frozenset[PodUid] = frozenset()
     """Pods with a process on the GPU."""

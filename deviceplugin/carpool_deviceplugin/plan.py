@@ -236,7 +236,7 @@ def _counted_mib(reservation: Reservation, peaks: Mapping[PodUid, int]) -> int:
 def _leave(actual: GpuActual, keep: SharingMode | None = None) -> tuple[Step, ...]:
     """Steps out of the present mode, to idle unless another mode follows at once."""
     steps: tuple[Step, ...] = ()
-    if actual.mps_daemon or actual.mps_left or actual.limits:
+    if actual.mps_daemon or actual.mps_left or actual.mps_untidied or actual.limits:
         steps = (StopMps(),)
     if keep is not SharingMode.MIG and not actual.mig_manager:
         steps += tuple(DestroyInstance(p.instance.placement) for p in actual.parts if p.is_ours and not p.is_used)
@@ -249,7 +249,8 @@ def _enter(actual: GpuActual, granted: Sequence[Reservation]) -> tuple[Step, ...
     mode = granted[0].mode
     is_changing = actual.mode is not mode
     is_mps = mode is SharingMode.MPS
-    is_useless = _is_of_no_use(actual, granted) if is_mps else actual.mps_daemon or actual.mps_left
+    is_left = actual.mps_daemon or actual.mps_left or actual.mps_untidied
+    is_useless = _is_of_no_use(actual, granted) if is_mps else is_left
     is_ending = is_useless and not is_changing and not actual.tenants  # `_leave` has ended it where the mode changes
     steps: list[Step] = [SetMode(mode)] if is_changing else [StopMps()] if is_ending else []
     if is_mps:

@@ -19,6 +19,7 @@ def apply(actual: GpuActual, step: Step) -> GpuActual:
             assert mode is actual.mode or not actual.tenants, "mode changed under a tenant"
             assert not actual.mps_daemon, "mode changed under an MPS daemon"
             assert not actual.mps_left, "mode changed under an MPS server"
+            assert not actual.mps_untidied, "what clients of MPS left stays for good"
             return replace(actual, mode=mode)
         case StartMps():
             assert actual.mode is MPS
@@ -26,7 +27,7 @@ def apply(actual: GpuActual, step: Step) -> GpuActual:
             return replace(actual, mps_daemon=True, mps_left=False)
         case StopMps():
             assert not actual.tenants, "MPS stopped under a tenant"
-            return replace(actual, mps_daemon=False, mps_hangs=False, mps_left=False, limits={})
+            return replace(actual, mps_daemon=False, mps_hangs=False, mps_left=False, mps_untidied=False, limits={})
         case SetLimits(pod, limits):
             kept = {p: known for p, known in actual.limits.items() if p != pod}
             return replace(actual, limits=kept if limits is None else {**kept, pod: limits})

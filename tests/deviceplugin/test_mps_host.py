@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import structlog
 from carpool_core.values import GpuUuid, PartitionState, SharingMode
-from carpool_deviceplugin.mps import Mps
+from carpool_deviceplugin.gpu import SetMode, StartMps
+from carpool_deviceplugin.mps import Mps, SharedMemory
 from carpool_deviceplugin.mps_commands import MpsError
 from carpool_deviceplugin.mps_host import HostedMps, UntidiedError
 from carpool_deviceplugin.mps_program import MpsProgram
@@ -182,6 +183,32 @@ async def test_a_stop_that_its_host_refuses_is_reported_and_tried_again(tmp_path
         (outcome,) = worker.outcomes.values()
         assert (outcome.state, commands.daemons) == (PartitionState.READY, {})
         assert list((tmp_path / "mps" / gpu / "memory").iterdir()) == []
+
+
+async def test_what_clients_left_is_removed_where_nothing_tells_of_them_any_more(tmp_path: Path) -> None:
+    """Regression: without limits in the GPU's file no later look went on with a stop whose host had refused."""
+    commands, path = Slow(), tmp_path / "host.sock"
+    commands.refuse_kill = "it may not be ended"  # so the earlier request does not come to removing anything
+    shared = SharedMemory(tmp_path / "here", Path("/var/lib/kubelet/pods/uid/volumes/kubernetes.io~empty-dir/shm"))
+    node = Node(FakeNvml(["H100"]), commands, tmp_path, mps_host=path)
+    devices = node.devices()
+    gpu = devices.uuids[0]
+    worker = GpuWorker(gpu, devices, lambda: None, Rhythm(), caller=Inline())
+    host = Mps(commands, tmp_path / "mps", shared, tidy_within_s=LONG_S)
+    with hosting(path, host, within_s=0.05):
+        for step in (SetMode(SharingMode.MPS), StartMps()):  # and the agent dies before it sets limits
+            devices.apply(gpu, step)
+        (shared.here / gpu / host.shm(gpu).name / "left").touch()
+        with ask(path, f"end {gpu}") as earlier:
+            assert commands.is_ending.wait(10)
+            assert not await worker.once()
+            assert not devices.actual(gpu).mps_daemon
+            commands.may_end.set()
+            assert b"it may not be ended" in earlier.recv(4096)
+        assert len(list((shared.here / gpu).iterdir())) == 1
+        assert await worker.once()
+    assert list((shared.here / gpu).iterdir()) == []
+    assert devices.actual(gpu).mode is None
 
 
 def test_a_host_that_is_away_after_a_stop_is_said(commands: FakeMpsCommands, tmp_path: Path) -> None:

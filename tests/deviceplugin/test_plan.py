@@ -93,6 +93,18 @@ from plan_world import EXCLUSIVE, IDLE, MIG, MPS, SHARED, SLICED, TIME_SLICING, 
             id="server-of-an-earlier-mode",
         ),
         pytest.param(replace(IDLE, mps_left=True), [], (StopMps(),), id="server-of-an-earlier-mode-on-an-idle-gpu"),
+        pytest.param(
+            replace(IDLE, mode=MPS, mps_untidied=True),
+            [],
+            (StopMps(), SetMode(None)),
+            id="stop-of-mps-begun-and-not-ended",
+        ),
+        pytest.param(
+            replace(SLICED, mps_untidied=True),
+            [("a", TIME_SLICING, {})],
+            (StopMps(),),
+            id="stop-of-mps-begun-before-this-mode",
+        ),
     ],
 )
 def test_shortest_steps(reserve, actual, wanted, steps) -> None:

@@ -20,6 +20,7 @@ events = st.one_of(
     st.tuples(st.just("restart"), pods, st.none()),
     st.tuples(st.just("hang"), pods, st.none()),
     st.tuples(st.just("die"), pods, st.none()),
+    st.tuples(st.just("stop half"), pods, st.none()),
 )
 
 
@@ -56,6 +57,8 @@ def test_any_history_converges_and_disturbs_nobody(history) -> None:
             actual = replace(actual, mps_hangs=actual.mps_daemon)
         elif what == "die" and actual.mps_daemon:
             actual, behind = replace(actual, mps_daemon=False, mps_hangs=False, mps_left=True), set()
+        elif what == "stop half" and actual.mps_daemon and not actual.tenants:
+            actual, behind = replace(actual, mps_daemon=False, mps_untidied=True, limits={}), set()
         planned = plan(actual, wanted.values(), held)
         for step in planned.steps:
             actual = apply(actual, step)

@@ -1,6 +1,7 @@
 """The steps that change a real GPU, each taken only where it disturbs nobody."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from carpool_core.values import GpuUuid, SharingMode
@@ -17,7 +18,7 @@ from carpool_deviceplugin.gpu import (
 )
 from carpool_deviceplugin.mps import Mps
 from carpool_deviceplugin.nvml.instances import Instances, foreign
-from carpool_deviceplugin.nvml.modes import ModeFile, Setting
+from carpool_deviceplugin.nvml.modes import ModeFile
 from carpool_deviceplugin.nvml.presence import Watcher, name_of
 
 MPS, MIG = SharingMode.MPS, SharingMode.MIG
@@ -65,9 +66,11 @@ class Changes:
             case StopMps():
                 self._check_that_it_is_empty(uuid, file)
                 if self._mps is not None:
+                    with suppress(DeviceError):  # a full disk: to stop the daemon may be what frees it
+                        file.write(replace(file.read(), is_untidied=True))
                     self._mps.stop(uuid)
                     self._watcher.forget(uuid)  # no daemon and no server any more
-                file.write(replace(file.read(), limits={}))
+                file.write(replace(file.read(), limits={}, is_untidied=False))
             case SetLimits(pod_uid, limits):
                 file.write(file.read().limiting(pod_uid, limits))
             case CreateInstance(placement, pod_uid):
@@ -93,7 +96,7 @@ class Changes:
                 )
             self._instances.switch(uuid, on=mode is MIG)
             self._on_switch(uuid)
-        file.write(Setting(mode, instances=setting.instances))
+        file.write(replace(setting, mode=mode, limits={}))
 
     def _check_that_it_is_ours(self, uuid: GpuUuid) -> None:
         if self.mig_manager:

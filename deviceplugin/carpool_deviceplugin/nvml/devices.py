@@ -198,6 +198,7 @@ class NvmlDevices:
             mps_daemon=mps.is_running,
             mps_hangs=self._watcher.hangs(uuid),
             mps_left=bool(mps.servers) and not mps.is_running,
+            mps_untidied=setting.is_untidied,
             limits=setting.limits,
             tenants=present.beyond(foreign(found)).pod_uids(),
             problem="; ".join(p for p in problems if p),

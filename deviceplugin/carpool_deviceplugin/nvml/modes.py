@@ -29,6 +29,8 @@ class Setting:
     mode: SharingMode | None = None
     limits: dict[PodUid, Limits] = field(default_factory=dict)
     instances: tuple[OwnInstance, ...] = ()
+    is_untidied: bool = False
+    """Whether an MPS daemon's stop was begun, and has not ended."""
 
     def limiting(self, pod_uid: PodUid, limits: Limits | None) -> "Setting":
         """Set what MPS holds a pod to; None removes it."""

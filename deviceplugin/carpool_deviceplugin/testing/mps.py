@@ -32,6 +32,8 @@ class FakeMpsCommands:
         """Server processes by pipe directory; they outlive a daemon that was killed."""
         self.refuse = ""
         """Why no daemon starts; empty where they do."""
+        self.refuse_kill = ""
+        """Why neither daemon nor server is ended; empty where they are."""
         self.ended: Callable[[int], None] = lambda _: None
         """Called with the process ID of each server that has ended."""
         self._next_server = 9000
@@ -79,6 +81,8 @@ class FakeMpsCommands:
 
     def kill(self, environment: Mapping[str, str], servers: Mapping[int, int]) -> None:
         """End a daemon and servers."""
+        if self.refuse_kill:
+            raise MpsError(self.refuse_kill)
         pipe = environment["CUDA_MPS_PIPE_DIRECTORY"]
         self.daemons.pop(pipe, None)
         self._end(pipe, self.servers_of.get(pipe, set()) & servers.keys())
