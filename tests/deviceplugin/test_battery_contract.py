@@ -64,6 +64,7 @@ class Otherwise(FakeNvml):
         ([], ""),
         ([(0, 0, 65535)], ""),
         ([(2**31, 1_699_999_999_000_000, 50)], "expected a process ID, found (2147483648"),
+        ([(42, 1_699_999_999_000_000, 150)], "expected 0 to 100% of the SMs, found (42, 1699999999000000, 150)"),
         ([(42, 1_700_000_003_000_000, 50)], "and none to come, found (42, 1700000003000000"),
         ([(42, 1_699_999_999_000, 50)], "expected microseconds since 1970"),
         ([(42, 1_699_999_999_000_000_000, 50)], "expected microseconds since 1970"),
@@ -72,7 +73,8 @@ class Otherwise(FakeNvml):
         (None, "found that it cannot say, though MIG is not on"),
     ],
     ids=[
-        "fine", "nobody", "unfilled", "pid", "future", "milliseconds", "nanoseconds", "since-boot", "twice", "silent"
+        "fine", "nobody", "unfilled", "pid", "beyond", "future", "milliseconds", "nanoseconds", "since-boot", "twice",
+        "silent",
     ],
 )  # fmt: skip
 def test_the_contract_looks_at_what_processes_did(samples: list[tuple[int, int, int]] | None, says: str) -> None:

@@ -9,10 +9,10 @@ from carpool_deviceplugin.nvml.gpm import Gpm
 from carpool_deviceplugin.nvml.mig import read_table
 from carpool_deviceplugin.nvml.reading import (
     list_gpus,
+    list_samples,
     read_identity,
     read_processes,
     read_telemetry,
-    read_utilization,
 )
 from carpool_deviceplugin.nvml.xids import XidWatch
 
@@ -83,7 +83,7 @@ def utilization_makes_sense(session: Session, wall: Callable[[], float] = time.t
     A GPU that cannot says so, and does not claim that nobody has done anything.
     """
     for uuid in list_gpus(session):
-        found = read_utilization(session, uuid, 0)
+        found = list_samples(session, uuid, 0)
         if found is None:
             if not read_identity(session, uuid).mig_enabled:
                 yield f"GPU {uuid}: expected what its processes did, found that it cannot say, though MIG is not on"
@@ -91,8 +91,8 @@ def utilization_makes_sense(session: Session, wall: Callable[[], float] = time.t
         latest = round(1e6 * wall()) + AHEAD_US
         for pid, at_us, sm_percent in found:
             fine = {
-                "a process ID": 0 < pid < _BEYOND_PIDS,
-                "0 to 100% of the SMs": 0 <= sm_percent <= 100,
+                "a process ID": pid < _BEYOND_PIDS,
+                "0 to 100% of the SMs": sm_percent <= 100,
                 "microseconds since 1970, and none to come": _FIRST_STAMP_US < at_us <= latest,
             }
             yield from _unmet(fine, (pid, at_us, sm_percent))

@@ -131,6 +131,14 @@ def read_utilization(
     session: Session, uuid: GpuUuid, since_us: int, until_us: int = _EVER_US
 ) -> Sequence[UtilizationSample] | None:
     """Return what processes did between two moments, by the driver's stamps; None where the GPU cannot say (MIG)."""
+    found = list_samples(session, uuid, since_us)
+    if found is None:
+        return None
+    return [sample for sample in found if since_us < sample[1] <= until_us and sample[2] <= 100]
+
+
+def list_samples(session: Session, uuid: GpuUuid, since_us: int) -> Sequence[UtilizationSample] | None:
+    """Return what the driver says that processes did since a moment, whatever it is; None where it cannot say."""
     library, handle = session.library, session.handle(uuid)
     try:
         found = session.ask(uuid, library.nvmlDeviceGetProcessUtilization, handle, since_us)
@@ -142,11 +150,7 @@ def read_utilization(
     if found is None:
         return None
     # The driver's ring holds slots that were never filled: their pid is 0, and their numbers are not percentages.
-    return [
-        (pid, at_us, sm_percent)
-        for pid, at_us, sm_percent in map(_SAMPLE.unpack, found)
-        if pid and since_us < at_us <= until_us and sm_percent <= 100
-    ]
+    return [(pid, at_us, sm_percent) for pid, at_us, sm_percent in map(_SAMPLE.unpack, found) if pid]
 
 
 def _text(value: str | bytes) -> str:
