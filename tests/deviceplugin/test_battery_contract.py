@@ -97,6 +97,22 @@ def test_the_contract_looks_at_processes(pid: int, memory_mib: int, instance: in
     assert f"expected {says}" in found
 
 
+class Repeating(FakeNvml):
+    """Each process is told twice."""
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: object) -> list:  # noqa: N802  # NVIDIA's name
+        return 2 * super().nvmlDeviceGetComputeRunningProcesses(handle)
+
+
+def test_the_contract_finds_processes_that_are_told_twice() -> None:
+    fake = Repeating(["T4"])
+    session = Session(fake)
+    session.open()
+    fake.start(0, 42, 1)
+    (found,) = processes_make_sense(session)
+    assert "expected each process once, found" in found
+
+
 @pytest.mark.parametrize("path", RECORDED)
 def test_the_fake_answers_as_hardware_did(path: Path | None) -> None:
     """Nothing was recorded yet: until then only a machine with a GPU can say."""
