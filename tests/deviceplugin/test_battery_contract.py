@@ -38,6 +38,17 @@ def test_the_contract_finds_a_driver_that_breaks_it(tmp_path: Path) -> None:
     assert "expected less than a quarter" in try_out(there, "contract")["contract"].said
 
 
+def test_what_is_otherwise_of_thousands_is_counted(tmp_path: Path) -> None:
+    """Regression: a sentence of 84,095 characters."""
+    there = machine(tmp_path)
+    for pid in range(2**23, 2**23 + 3000):
+        there.node.nvml.start(0, pid, 1)
+    said = try_out(there, "contract")["contract"].said
+    assert said.startswith("expected a process ID, found RunningProcess(pid=8388608, ")
+    assert said.endswith("; and 2,990 more")
+    assert len(said) < 2000
+
+
 NOW_S = 1_700_000_000.0
 
 
@@ -110,7 +121,13 @@ def test_the_contract_finds_processes_that_are_told_twice() -> None:
     session.open()
     fake.start(0, 42, 1)
     (found,) = processes_make_sense(session)
-    assert "expected each process once, found" in found
+    assert "expected each process once, found 1 of 2 that were told before: RunningProcess(pid=42, " in found
+    assert "…" not in found
+    for pid in range(100, 3000):
+        fake.start(0, pid, 1)
+    (found,) = processes_make_sense(session)
+    assert "found 2,901 of 5,802 that were told before: " in found
+    assert ("pid=101," in found, "pid=102," in found, found.endswith(" …")) == (True, False, True)
 
 
 @pytest.mark.parametrize("path", RECORDED)

@@ -1,7 +1,8 @@
 """What holds for NVML on every GPU, real or not, as far as the agent relies on it. It only reads."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import TypeVar
 
 from carpool_deviceplugin.nvml.accounting import AHEAD_US
 from carpool_deviceplugin.nvml.calls import NvmlError, Session
@@ -16,10 +17,12 @@ from carpool_deviceplugin.nvml.reading import (
 )
 from carpool_deviceplugin.nvml.xids import XidWatch
 
+T = TypeVar("T")
 Rule = Callable[[Session], Iterator[str]]
 """Yields what is otherwise than expected."""
 _BEYOND_PIDS = 2**22 + 1
 """The kernel has no larger ones."""
+_FEW = 3
 _FIRST_STAMP_US = 1_500_000_000_000_000
 """In 2017: what is less is counted in other units, or from another moment."""
 NO_GPU = "GPU-00000000-0000-0000-0000-000000000000"
@@ -73,8 +76,7 @@ def processes_make_sense(session: Session) -> Iterator[str]:
                 "an instance only where MIG is switched on": p.gpu_instance_id is None or known.mig_enabled,
             }
             yield from _unmet(fine, p)
-        if len({(p.pid, p.gpu_instance_id) for p in found}) < len(found):
-            yield f"expected each process once, found {found}"
+        yield from _repeated(f"GPU {uuid}: expected each process once", found, lambda p: (p.pid, p.gpu_instance_id))
 
 
 def utilization_makes_sense(session: Session, wall: Callable[[], float] = time.time) -> Iterator[str]:
@@ -96,8 +98,7 @@ def utilization_makes_sense(session: Session, wall: Callable[[], float] = time.t
                 "microseconds since 1970, and none to come": _FIRST_STAMP_US < at_us <= latest,
             }
             yield from _unmet(fine, (pid, at_us, sm_percent))
-        if len({(pid, at_us) for pid, at_us, _ in found}) < len(found):
-            yield f"GPU {uuid}: expected each process once at each moment, found {found}"
+        yield from _repeated(f"GPU {uuid}: expected each process once at each moment", found, lambda one: one[:2])
 
 
 def gpm_says_ratios_or_nothing(session: Session) -> Iterator[str]:
@@ -158,6 +159,18 @@ CONTRACT: Sequence[Rule] = (
     mig_profiles_lie_within_the_gpu,
     unknown_gpu_is_an_error_that_names_it,
 )
+
+
+def _repeated(expected: str, found: Sequence[T], key: Callable[[T], Hashable]) -> Iterator[str]:
+    """Say which of these were told before, the first few of them: there may be thousands."""
+    seen, again = set[Hashable](), list[T]()
+    for one in found:
+        if (name := key(one)) in seen:
+            again.append(one)
+        seen.add(name)
+    if again:
+        few = ", ".join(map(str, again[:_FEW])) + " …" * (len(again) > _FEW)
+        yield f"{expected}, found {len(again):,} of {len(found):,} that were told before: {few}"
 
 
 def _unmet(fine: dict[str, bool], found: object) -> Iterator[str]:

@@ -15,6 +15,8 @@ ALONE = SharingMode.EXCLUSIVE
 IDLE_S, BUSY_S = 10.0, 30.0
 READ_EVERY_S, COST_S = 5.0, 60.0
 """As the agent reads its GPUs."""
+MOST_TOLD = 10
+"""Of what is otherwise than expected: each of thousands of processes may be."""
 MOST_OF_A_CORE = 0.005
 
 
@@ -22,7 +24,8 @@ def contract_holds(trial: Trial) -> str:
     """All that the agent relies on, by the contract that the fakes are held to."""
     broken = [why for rule in CONTRACT for why in rule(trial.machine.devices.session)]
     if broken:
-        raise FailedError("; ".join(broken))
+        more = f"; and {len(broken) - MOST_TOLD:,} more" if len(broken) > MOST_TOLD else ""
+        raise FailedError("; ".join(broken[:MOST_TOLD]) + more)
     return f"{len(CONTRACT)} rules hold"
 
 
