@@ -80,16 +80,9 @@ def processes_make_sense(session: Session) -> Iterator[str]:
 
 
 def utilization_makes_sense(session: Session, wall: Callable[[], float] = time.time) -> Iterator[str]:
-    """What a process did is a share at a moment of the node's clock; a GPU that is not divided can say it.
-
-    A GPU that cannot says so, and does not claim that nobody has done anything.
-    """
+    """What a process did is a share at a moment of the node's clock; a GPU may be unable to say it."""
     for uuid in list_gpus(session):
-        found = list_samples(session, uuid, 0)
-        if found is None:
-            if not read_identity(session, uuid).mig_enabled:
-                yield f"GPU {uuid}: expected what its processes did, found that it cannot say, though MIG is not on"
-            continue
+        found = list_samples(session, uuid, 0) or ()
         latest = round(1e6 * wall()) + AHEAD_US
         for pid, at_us, sm_percent in found:
             fine = {
