@@ -16,10 +16,13 @@ class MpsError(DeviceError):
 
 
 class MpsCommands(Protocol):
-    """NVIDIA's program `nvidia-cuda-mps-control`. Starting and asking raise MpsError."""
+    """NVIDIA's program `nvidia-cuda-mps-control`. Starting, asking and ending raise MpsError."""
 
     def start(self, environment: Mapping[str, str], shm: Path) -> None:
-        """Start a daemon, which goes on without us; `shm` becomes its /dev/shm. Where it raises, none is left."""
+        """Start a daemon, which goes on without us; `shm` becomes its /dev/shm.
+
+        Where it raises, none is left, but for one that cannot be ended: the error says so.
+        """
         ...
 
     def ask(self, environment: Mapping[str, str], command: str) -> str:

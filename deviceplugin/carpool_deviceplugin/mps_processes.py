@@ -10,8 +10,6 @@ from pathlib import Path
 from carpool_deviceplugin.mps_commands import PID_FILE, PROGRAM, MpsError
 from carpool_deviceplugin.processes import pod_of
 
-PROC = Path("/proc")
-"""Of this process's PID namespace."""
 _COMM = PROGRAM[:15]
 """What the kernel calls the daemon, and its servers."""
 _STATE, _PARENT, _STARTED = 0, 1, 19
@@ -22,98 +20,111 @@ _END_WITHIN_S = {signal.SIGTERM: 1.0, signal.SIGKILL: 3.0}
 """A driver takes its time to free what a process has on the GPU."""
 
 
-def began(pid: int, proc: Path = PROC) -> tuple[int, int] | None:
-    """When a daemon or server of MPS began, in ticks since boot, and its parent; None where that process is none."""
-    try:
-        name, _, rest = (proc / str(pid) / "stat").read_text(errors="replace").partition("(")[2].rpartition(")")
-        fields = rest.split()
-        if name != _COMM or fields[_STATE] in ("Z", "X"):
-            return None
-        return int(fields[_STARTED]), int(fields[_PARENT])
-    except (OSError, ValueError, IndexError):
-        return None
-
-
-def group(pid: int) -> str | None:
-    """Name a process's control group, in the same way whoever looks from another one; None where it has ended.
-
-    From within, in a control group namespace of one's own, it is the root and has no name: it is "-" then.
-    Where a path begins hangs on the looker's own group, and some hierarchies may hold nobody (version 1 beside 2), so
-    only the pod and the paths' last names count.
-    """
-    try:
-        text = Path(f"/proc/{pid}/cgroup").read_text()
-    except OSError:
-        return None
-    return " ".join([pod_of(text) or "-", *sorted({line.rpartition("/")[2] for line in text.splitlines()} - {""})])
-
-
-def written(directory: Path) -> int | None:
-    """Read the process ID that the daemon of a pipe directory wrote there; None while none did.
-
-    Its clients may write there, too: links and pipes are not opened, and the process has to be this one's own child by
-    its control group, with this very directory in its environment.
-    """
-    try:
-        file = os.open(directory / PID_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            pid = int(os.read(file, _LONGEST_PID)) if stat.S_ISREG(os.fstat(file).st_mode) else 0
-        finally:
-            os.close(file)
-    except (OSError, ValueError):
-        return None
-    return pid if _is_ours(pid, directory, PROC) else None
-
-
-def of_directory(directory: Path, proc: Path = PROC) -> dict[int, int]:
-    """Return the daemons and servers of a pipe directory that we have started, written down or not, and since when."""
-    found: dict[int, int] = {}
-    for entry in os.scandir(proc):
-        if not entry.name.isdecimal():
-            continue
-        if (known := began(int(entry.name), proc)) and _is_ours(int(entry.name), directory, proc):
-            found[int(entry.name)] = known[0]
-    return found
-
-
-def end(find: Callable[[], Mapping[int, int]]) -> None:
-    """End processes, by SIGKILL at last, also those that appear meanwhile.
+class MpsProcesses:
+    """Those of this process's PID namespace.
 
     Args:
-        find: Returns who of them is still there, and since when.
-
-    Raises:
-        MpsError: One of them may not be ended, or does not end.
+        proc: Where the kernel tells of them.
+        monotonic: Seconds that only pass.
+        sleep: Waits for so many seconds.
     """
-    if not find():
-        return
-    for number, within_s in _END_WITHIN_S.items():  # one that hangs does not end by the first
-        for pid in find():
+
+    def __init__(
+        self,
+        proc: Path = Path("/proc"),
+        monotonic: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._proc, self._monotonic, self._sleep = proc, monotonic, sleep
+
+    def began(self, pid: int) -> tuple[int, int] | None:
+        """When a daemon or server began, in ticks since boot, and its parent; None where that process is none."""
+        try:
+            text = (self._proc / str(pid) / "stat").read_text(errors="replace")
+            name, _, rest = text.partition("(")[2].rpartition(")")
+            fields = rest.split()
+            if name != _COMM or fields[_STATE] in ("Z", "X"):
+                return None
+            return int(fields[_STARTED]), int(fields[_PARENT])
+        except (OSError, ValueError, IndexError):
+            return None
+
+    def group(self, pid: int) -> str | None:
+        """Name a process's control group, in the same way whoever looks from another one; None where it has ended.
+
+        From within, in a control group namespace of one's own, it is the root and has no name: it is "-" then.
+        Where a path begins hangs on the looker's own group, and some hierarchies may hold nobody (version 1 beside 2),
+        so only the pod and the paths' last names count.
+        """
+        try:
+            text = (self._proc / str(pid) / "cgroup").read_text()
+        except OSError:
+            return None
+        return " ".join([pod_of(text) or "-", *sorted({line.rpartition("/")[2] for line in text.splitlines()} - {""})])
+
+    def written(self, directory: Path) -> int | None:
+        """Read the process ID that the daemon of a pipe directory wrote there; None while none did.
+
+        Its clients may write there, too: links and pipes are not opened, and the process has to be this one's own child
+        by its control group, with this very directory in its environment.
+        """
+        try:
+            file = os.open(directory / PID_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
-                os.kill(pid, number)
-            except ProcessLookupError:
+                pid = int(os.read(file, _LONGEST_PID)) if stat.S_ISREG(os.fstat(file).st_mode) else 0
+            finally:
+                os.close(file)
+        except (OSError, ValueError):
+            return None
+        return pid if self._is_ours(pid, directory) else None
+
+    def of_directory(self, directory: Path) -> dict[int, int]:
+        """Return a pipe directory's daemons and servers that we started, written down or not, and since when."""
+        found: dict[int, int] = {}
+        for entry in os.scandir(self._proc):
+            if not entry.name.isdecimal():
                 continue
-            except OSError as e:
-                raise MpsError(
-                    f"expected to end process {pid} of MPS, found {e}; the pod carpool-mps has the right to (set "
-                    "nodeAgent.mps), or end it on the node"
-                ) from e
-        until = time.monotonic() + within_s
-        while find() and time.monotonic() < until:
-            time.sleep(_LOOK_EVERY_S)
-    if left := find():
-        whom = ", ".join(map(str, sorted(left)))
-        raise MpsError(
-            f"expected MPS processes to end when they are killed, found {whom} still there; the driver holds them: "
-            "look at dmesg, and restart the node"
-        )
+            if (known := self.began(int(entry.name))) and self._is_ours(int(entry.name), directory):
+                found[int(entry.name)] = known[0]
+        return found
 
+    def end(self, find: Callable[[], Mapping[int, int]]) -> None:
+        """End processes, by SIGKILL at last, also those that appear meanwhile.
 
-def _is_ours(pid: int, directory: Path, proc: Path) -> bool:
-    """Whether a process is of our own control group, and has this pipe directory in its environment."""
-    try:
-        is_ours = (proc / str(pid) / "cgroup").read_bytes() == (proc / "self" / "cgroup").read_bytes()
-        its = (proc / str(pid) / "environ").read_bytes().split(b"\0") if is_ours else []
-    except OSError:
-        return False
-    return f"CUDA_MPS_PIPE_DIRECTORY={directory}".encode() in its
+        Args:
+            find: Returns who of them is still there, and since when.
+
+        Raises:
+            MpsError: One of them may not be ended, or does not end.
+        """
+        if not find():
+            return
+        for number, within_s in _END_WITHIN_S.items():  # one that hangs does not end by the first
+            for pid in find():
+                try:
+                    os.kill(pid, number)
+                except ProcessLookupError:
+                    continue
+                except OSError as e:
+                    raise MpsError(
+                        f"expected to end process {pid} of MPS, found {e}; the pod carpool-mps has the right to (set "
+                        "nodeAgent.mps), or end it on the node"
+                    ) from e
+            until = self._monotonic() + within_s
+            while find() and self._monotonic() < until:
+                self._sleep(_LOOK_EVERY_S)
+        if left := find():
+            whom = ", ".join(map(str, sorted(left)))
+            raise MpsError(
+                f"expected MPS processes to end when they are killed, found {whom} still there; the driver holds them: "
+                "look at dmesg, and restart the node"
+            )
+
+    def _is_ours(self, pid: int, directory: Path) -> bool:
+        """Whether a process is of our own control group, and has this pipe directory in its environment."""
+        try:
+            is_ours = (self._proc / str(pid) / "cgroup").read_bytes() == (self._proc / "self" / "cgroup").read_bytes()
+            its = (self._proc / str(pid) / "environ").read_bytes().split(b"\0") if is_ours else []
+        except OSError:
+            return False
+        return f"CUDA_MPS_PIPE_DIRECTORY={directory}".encode() in its

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from carpool_deviceplugin.mps_commands import PID_FILE, PROGRAM, MpsError
-from carpool_deviceplugin.mps_processes import began, end, group, of_directory, written
+from carpool_deviceplugin.mps_processes import MpsProcesses
 from carpool_deviceplugin.quoting import printable
 from carpool_deviceplugin.talking import LONGEST_ANSWER, talk
 
@@ -29,10 +29,14 @@ class MpsProgram:
     Args:
         private_shm: Whether daemons get a /dev/shm of their own; takes CAP_SYS_ADMIN.
         within_s: How long an answer may take, in seconds.
+        processes: Those that there are; this node's when None.
     """
 
-    def __init__(self, *, private_shm: bool = True, within_s: float = 3.0) -> None:
+    def __init__(
+        self, *, private_shm: bool = True, within_s: float = 3.0, processes: MpsProcesses | None = None
+    ) -> None:
         self._private_shm, self._within_s = private_shm, within_s
+        self._processes = processes or MpsProcesses()
 
     @staticmethod
     def is_installed() -> bool:
@@ -60,13 +64,13 @@ class MpsProgram:
         if self._private_shm:
             command = ["unshare", "--mount", "sh", "-c", _PRIVATE_SHM, "mps", str(shm), program]
         directory = Path(environment["CUDA_MPS_PIPE_DIRECTORY"])
-        end(lambda: of_directory(directory))
+        self._processes.end(lambda: self._processes.of_directory(directory))
         try:
             self._launch(command, environment)
             self._record(environment)
         except MpsError as e:
             try:
-                end(lambda: of_directory(directory))
+                self._processes.end(lambda: self._processes.of_directory(directory))
             except MpsError as left:
                 raise MpsError(f"{e}; moreover {left}") from e
             raise
@@ -90,11 +94,11 @@ class MpsProgram:
         wanted = dict(servers)
         if (known := _recorded(environment)) is not None:
             wanted[known[0]] = known[1]
-        end(lambda: {pid: at for pid, at in wanted.items() if self.started(pid) == at})
+        self._processes.end(lambda: {pid: at for pid, at in wanted.items() if self.started(pid) == at})
 
     def started(self, pid: int) -> int | None:
         """When a daemon or server of MPS began, in ticks since boot; None where that process is none."""
-        found = began(pid)
+        found = self._processes.began(pid)
         return found[0] if found is not None else None
 
     def living(self, environment: Mapping[str, str], servers: Mapping[int, int]) -> dict[int, int]:
@@ -106,13 +110,15 @@ class MpsProgram:
         return {
             pid: at
             for pid, at in servers.items()
-            if (known := began(pid)) is not None and known[0] == at and others.isdisjoint((pid, known[1]))
+            if (known := self._processes.began(pid)) is not None
+            and known[0] == at
+            and others.isdisjoint((pid, known[1]))
         }
 
     def home(self, environment: Mapping[str, str]) -> str | None:
         """Name the daemon's control group; None where there is no daemon."""
         pid = self._pid(environment)
-        return group(pid) if pid is not None else None
+        return self._processes.group(pid) if pid is not None else None
 
     def servers(
         self, environment: Mapping[str, str], home: str, present: Iterable[int], listed: Iterable[int]
@@ -121,9 +127,9 @@ class MpsProgram:
         own, there, found = self._pid(environment), set(present), dict[int, int]()
         others = self._others(environment)
         for pid in there.union(listed):
-            if (known := began(pid)) is None or pid in others or known[1] in others:
+            if (known := self._processes.began(pid)) is None or pid in others or known[1] in others:
                 continue
-            if (pid in there or known[1] == own) and group(pid) == home:
+            if (pid in there or known[1] == own) and self._processes.group(pid) == home:
                 found[pid] = known[0]
         return found
 
@@ -142,7 +148,7 @@ class MpsProgram:
         """Write down who the daemon is, before any client can say something else."""
         directory = Path(environment["CUDA_MPS_PIPE_DIRECTORY"])
         until = time.monotonic() + self._within_s
-        while (pid := written(directory)) is None or (started := self.started(pid)) is None:
+        while (pid := self._processes.written(directory)) is None or (started := self.started(pid)) is None:
             if time.monotonic() > until:
                 raise MpsError(f"expected the MPS daemon's process ID in {directory / PID_FILE}, found no such daemon")
             time.sleep(_LOOK_EVERY_S)

@@ -56,7 +56,15 @@ class FlakyMps(FakeMpsCommands):
     def start(self, environment, shm) -> None:
         self._maybe()
         super().start(environment, shm)
+        try:
+            self._maybe()
+        except MpsError:
+            super().kill(environment, {})  # one that raises leaves none; one that dies leaves it
+            raise
+
+    def kill(self, environment, servers) -> None:
         self._maybe()
+        super().kill(environment, servers)
 
     def ask(self, environment, command) -> str:
         self._maybe()

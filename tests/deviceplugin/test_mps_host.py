@@ -185,6 +185,34 @@ async def test_a_stop_that_its_host_refuses_is_reported_and_tried_again(tmp_path
         assert list((tmp_path / "mps" / gpu / "memory").iterdir()) == []
 
 
+async def test_what_its_host_may_not_end_is_reported_and_tried_again(
+    commands: FakeMpsCommands, tmp_path: Path, reserve
+) -> None:
+    """Nobody is let onto the GPU beside a server of a daemon that has died."""
+    node = Node(FakeNvml(["H100"]), commands, tmp_path, mps_host=tmp_path / "host.sock")
+    devices = node.devices()
+    gpu = devices.uuids[0]
+    worker = GpuWorker(gpu, devices, lambda: None, Rhythm(), caller=Inline())
+    with hosting(tmp_path / "host.sock", Mps(commands, tmp_path / "mps", tidy_within_s=LONG_S)):
+        worker.want([reserve("a", gpu, mode=SharingMode.MPS, memory_limit_mib=5000)])
+        assert await worker.once()
+        server = commands.connect(pipe := str(tmp_path / "mps" / gpu / "pipe"), 42)
+        node.start(0, server, "carpool-mps")
+        devices.actual(gpu)
+        commands.die(pipe)
+        commands.refuse_kill = f"expected to end process {server} of MPS, found Operation not permitted"
+        worker.want([reserve("b", gpu, mode=SharingMode.EXCLUSIVE)])
+        assert not await worker.once()
+        (outcome,) = worker.outcomes.values()
+        assert outcome.state is PartitionState.FAILED
+        assert f"stop MPS failed: expected to end process {server}" in outcome.message
+        assert commands.started(server) == server
+        commands.refuse_kill = ""
+        assert await worker.once()
+        (outcome,) = worker.outcomes.values()
+        assert (outcome.state, commands.started(server)) == (PartitionState.READY, None)
+
+
 async def test_what_clients_left_is_removed_where_nothing_tells_of_them_any_more(tmp_path: Path) -> None:
     """Regression: without limits in the GPU's file no later look went on with a stop whose host had refused."""
     commands, path = Slow(), tmp_path / "host.sock"

@@ -1,12 +1,15 @@
 """Which processes may be ended as those of MPS, and how it is said that one does not end."""
 
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from carpool_deviceplugin.mps_processes import PROC, end, of_directory
-from mps_world import server
+from carpool_deviceplugin.mps_commands import PROGRAM, MpsError
+from carpool_deviceplugin.mps_processes import MpsProcesses
+from carpool_deviceplugin.mps_program import MpsProgram
+from mps_world import GPU, server
 
 OWN, FOREIGN = "0::/carpool-mps\n", "0::/kubepods/besteffort/pod00000000-0000-4000-8000-000000000001/cri-1\n"
 
@@ -21,7 +24,7 @@ def show(tmp_path: Path) -> Callable[[int, str], Path]:
         (its := tmp_path / "proc" / str(pid)).mkdir()
         (its / "cgroup").write_text(cgroup)
         for name in ("stat", "environ"):
-            (its / name).symlink_to(PROC / str(pid) / name)
+            (its / name).symlink_to(f"/proc/{pid}/{name}")
         return tmp_path / "proc"
 
     return of
@@ -33,7 +36,57 @@ def test_a_process_of_another_control_group_is_never_ended(show: Callable[[int, 
     with server(pipe) as own, server(pipe) as named, server(tmp_path / "other") as of_another_gpu:
         for process, group in ((own, OWN), (named, FOREIGN), (of_another_gpu, OWN)):
             proc = show(process.pid, group)
-        assert of_directory(pipe, proc).keys() == {own.pid}
-        end(lambda: of_directory(pipe, proc))
+        processes = MpsProcesses(proc)
+        assert processes.of_directory(pipe).keys() == {own.pid}
+        processes.end(lambda: processes.of_directory(pipe))
         assert own.wait(10) == -signal.SIGTERM
         assert (named.poll(), of_another_gpu.poll()) == (None, None)
+
+
+class Seconds:
+    """Time that passes where somebody waits."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def gone() -> int:
+    """The number of a process that has ended, and was waited for."""
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    return process.pid
+
+
+def test_a_process_that_the_driver_holds_is_said(gone: int) -> None:
+    seconds = Seconds()
+    with pytest.raises(MpsError, match=f"expected MPS processes to end when they are killed, found {gone} still there"):
+        MpsProcesses(monotonic=seconds.monotonic, sleep=seconds.sleep).end(lambda: {gone: 1})
+    assert 4 <= seconds.now < 4.3, "one second for the first signal, three for the second"
+
+
+def test_what_a_start_that_failed_leaves_is_said_beside_why(
+    program: MpsProgram, tmp_path: Path, gone: int, show: Callable[[int, str], Path]
+) -> None:
+    """The daemon that it leaves is one that the driver holds."""
+    (proc := show(gone, OWN)).rename(tmp_path / "later")
+    (its := tmp_path / "later" / str(gone)).joinpath("stat").unlink()
+    (its / "environ").unlink()
+    pipe, shm = tmp_path / GPU / "pipe", tmp_path / GPU / "shm"
+    (its / "stat").write_text(f"{gone} (nvidia-cuda-mps) D " + " ".join(["0"] * 30))
+    (its / "environ").write_text(f"A=b\0CUDA_MPS_PIPE_DIRECTORY={pipe}\0")
+    proc.mkdir()
+    (tmp_path / "bin" / PROGRAM).write_text(f"#!/bin/sh\nmv {tmp_path}/later/* {proc}\necho no such device\nexit 1\n")
+    seconds = Seconds()
+    processes = MpsProcesses(proc, seconds.monotonic, seconds.sleep)
+    for directory in (pipe, shm):
+        directory.mkdir(parents=True)
+    environment = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(tmp_path)}
+    with pytest.raises(MpsError, match=f"ended with 1: no such device; moreover .* found {gone} still there"):
+        MpsProgram(private_shm=False, processes=processes).start(environment, shm)
