@@ -1,10 +1,10 @@
-"""The processes of MPS, as the kernel knows them: whatever clients say or write, it is not asked here."""
+"""The processes of MPS, as the kernel knows them: nothing that clients can say or write is believed here."""
 
 import os
 import signal
 import stat
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from carpool_deviceplugin.mps_commands import PID_FILE, PROGRAM, MpsError
@@ -15,7 +15,7 @@ _COMM = PROGRAM[:15]
 _STATE, _PARENT, _STARTED = 0, 1, 19
 """Places among what follows the command's name in /proc/PID/stat."""
 _LONGEST_PID = 32
-_LOOK_EVERY_S = 0.01
+_LOOK_EVERY_S = 0.1
 _END_WITHIN_S = {signal.SIGTERM: 1.0, signal.SIGKILL: 3.0}
 """A driver takes its time to free what a process has on the GPU."""
 
@@ -78,15 +78,27 @@ class MpsProcesses:
             return None
         return pid if self._is_ours(pid, directory) else None
 
-    def of_directory(self, directory: Path) -> dict[int, int]:
-        """Return a pipe directory's daemons and servers that we started, written down or not, and since when."""
-        found: dict[int, int] = {}
-        for entry in os.scandir(self._proc):
-            if not entry.name.isdecimal():
-                continue
-            if (known := self.began(int(entry.name))) and self._is_ours(int(entry.name), directory):
-                found[int(entry.name)] = known[0]
-        return found
+    def of_directory(self, directory: Path) -> Callable[[], Mapping[int, int]]:
+        """Return a look for a pipe directory's daemons and servers that we started, written down or not.
+
+        A look returns who is there, and since when. The first one asks of all processes, of which there may be
+        thousands; later ones only of those that it found, and of new ones, before they say that nobody is left.
+        """
+        others = set[int]()
+
+        def look() -> Mapping[int, int]:
+            there = {int(entry.name) for entry in os.scandir(self._proc) if entry.name.isdecimal()}
+            found = self._among(there - others, directory)
+            if others and not found:  # a number may be another process's by now, and a process another program
+                found = self._among(there, directory)
+            others.clear()
+            others.update(there - found.keys())
+            return found
+
+        return look
+
+    def _among(self, pids: Iterable[int], directory: Path) -> dict[int, int]:
+        return {pid: known[0] for pid in pids if (known := self.began(pid)) and self._is_ours(pid, directory)}
 
     def end(self, find: Callable[[], Mapping[int, int]]) -> None:
         """End processes, by SIGKILL at last, also those that appear meanwhile.

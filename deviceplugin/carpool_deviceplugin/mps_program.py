@@ -64,13 +64,13 @@ class MpsProgram:
         if self._private_shm:
             command = ["unshare", "--mount", "sh", "-c", _PRIVATE_SHM, "mps", str(shm), program]
         directory = Path(environment["CUDA_MPS_PIPE_DIRECTORY"])
-        self._processes.end(lambda: self._processes.of_directory(directory))
+        self._processes.end(self._processes.of_directory(directory))
         try:
             self._launch(command, environment)
             self._record(environment)
         except MpsError as e:
             try:
-                self._processes.end(lambda: self._processes.of_directory(directory))
+                self._processes.end(self._processes.of_directory(directory))
             except MpsError as left:
                 raise MpsError(f"{e}; moreover {left}") from e
             raise

@@ -37,10 +37,29 @@ def test_a_process_of_another_control_group_is_never_ended(show: Callable[[int, 
         for process, group in ((own, OWN), (named, FOREIGN), (of_another_gpu, OWN)):
             proc = show(process.pid, group)
         processes = MpsProcesses(proc)
-        assert processes.of_directory(pipe).keys() == {own.pid}
-        processes.end(lambda: processes.of_directory(pipe))
+        assert processes.of_directory(pipe)().keys() == {own.pid}
+        processes.end(processes.of_directory(pipe))
         assert own.wait(10) == -signal.SIGTERM
         assert (named.poll(), of_another_gpu.poll()) == (None, None)
+
+
+def test_later_looks_ask_of_new_processes_and_of_those_that_were_found(
+    show: Callable[[int, str], Path], tmp_path: Path
+) -> None:
+    """Regression: each look asked of all, a hundred times a second while one did not end."""
+    pipe = tmp_path / "pipe"
+    with server(pipe) as first, server(pipe) as second, server(pipe) as third:
+        for process, group in ((first, OWN), (second, FOREIGN)):
+            proc = show(process.pid, group)
+        look = MpsProcesses(proc).of_directory(pipe)
+        assert look().keys() == {first.pid}
+        (proc / str(second.pid) / "cgroup").write_text(OWN)
+        show(third.pid, OWN)
+        assert look().keys() == {first.pid, third.pid}, "the second one is passed over"
+        for ended in (first, third):
+            ended.kill()
+            ended.wait()
+        assert look().keys() == {second.pid}, "before it says that nobody is left, it asks of all"
 
 
 class Seconds:
