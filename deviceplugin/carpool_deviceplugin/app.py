@@ -1,6 +1,9 @@
 """The composition root of the node agent. Several agents may live in one event loop, each with a node of its own."""
 
 import asyncio
+import errno
+import re
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -23,6 +26,7 @@ from carpool_deviceplugin.patience import REAL, Rhythm
 from carpool_deviceplugin.plugin import Knowledge, Plugin, Registration
 from carpool_deviceplugin.prestart import holders
 from carpool_deviceplugin.processes import ProcTree
+from carpool_deviceplugin.quoting import quoted
 from carpool_deviceplugin.reconciler import Reconciler
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.simulated import SimulatedDevices, parse_inventory
@@ -32,6 +36,8 @@ from carpool_deviceplugin.sources.feed import Source
 from carpool_deviceplugin.sources.host_engine import HostEngine
 from carpool_deviceplugin.wire import KubeletError, PodResources
 
+_NAME, _LONGEST_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"), 253
+"""What a Node can be called."""
 _STALE_S = 300.0
 """Without a word from the API server for so long, the agent is not ready."""
 
@@ -82,8 +88,11 @@ def find_devices(settings: AgentSettings, nvml: NvmlLibrary | None = None) -> De
     Raises:
         NoDevicesError: There are none; the message says what to set.
     """
-    if not settings.node_name:
-        raise NoDevicesError("CARPOOL_NODE_NAME: expected the name of this Node, found nothing; set it (spec.nodeName)")
+    if len(settings.node_name) > _LONGEST_NAME or not _NAME.fullmatch(settings.node_name):
+        found = quoted(settings.node_name) if settings.node_name else "nothing"
+        raise NoDevicesError(
+            f"CARPOOL_NODE_NAME: expected the name of this Node, found {found}; set it (spec.nodeName)"
+        )
     if not 1 <= settings.slots_per_gpu <= 128:
         raise NoDevicesError(f"CARPOOL_SLOTS_PER_GPU: expected 1 to 128, found {settings.slots_per_gpu}")
     if not settings.simulated_gpus:
@@ -97,6 +106,19 @@ def find_devices(settings: AgentSettings, nvml: NvmlLibrary | None = None) -> De
         return SimulatedDevices(products, settings.node_name, settings.state_dir)
     except OSError as e:
         raise NoDevicesError(f"CARPOOL_STATE_DIR: expected to write to {settings.state_dir}, found {e}") from e
+
+
+def _check_cdi_dir(directory: Path) -> None:
+    """Raise NoDevicesError where nobody can write; a full disk, which may not stay so, keeps no agent from starting."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise NoDevicesError(
+                f"CARPOOL_CDI_DIR: expected a directory to write to at {quoted(directory)}, found {e.strerror}; set "
+                "the one from which the container runtime reads CDI specifications"
+            ) from e
 
 
 class KubeletPart:
@@ -189,13 +211,14 @@ def build(
         rhythm: Deadlines and intervals; the usual ones when None.
 
     Raises:
-        NoDevicesError: The settings lead to no GPUs.
+        NoDevicesError: The settings lead to no GPUs, or containers could not be told of them.
     """
     devices = devices or find_devices(settings)
     rhythm = rhythm or (Rhythm() if devices.simulated else REAL)
     node = NodeName(settings.node_name)
     if not settings.kubelet:
         return Agent(settings, devices, Reconciler(node, api, clock, devices, rhythm), clock)
+    _check_cdi_dir(settings.cdi_dir)
     pods: Reflector[Pod] = Reflector(api, PODS, Pod, selector=Selector(fields=f"spec.nodeName={node}"), clock=clock)
     pod_resources = PodResources(settings.pod_resources_socket)
     knowledge = Knowledge(

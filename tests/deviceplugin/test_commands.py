@@ -23,7 +23,11 @@ def test_help_names_every_variable() -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({}, "CARPOOL_NODE_NAME: expected the name of this Node"),
+        ({}, "CARPOOL_NODE_NAME: expected the name of this Node, found nothing; set it"),
+        ({"node_name": "N/../x"}, "CARPOOL_NODE_NAME: expected the name of this Node, found 'N/../x'; set it"),
+        ({"node_name": "n" * 254}, r"CARPOOL_NODE_NAME: .*\(254 characters\); set it"),
+        ({"node_name": "a-.b"}, "CARPOOL_NODE_NAME: expected the name of this Node, found 'a-.b'"),
+        ({"node_name": "10-0-0-1.eu-1.compute.internal"}, "expected libnvidia-ml.so.1, found none"),
         ({"node_name": "n"}, "expected libnvidia-ml.so.1, found none.*set CARPOOL_SIMULATED_GPUS"),
         ({"node_name": "n", "simulated_gpus": "Banana:1"}, "CARPOOL_SIMULATED_GPUS: GPU product 'Banana' is unknown"),
         ({"node_name": "n", "simulated_gpus": "Tesla T4:1", "slots_per_gpu": 0}, "CARPOOL_SLOTS_PER_GPU: expected 1"),
@@ -55,7 +59,11 @@ def begin(tmp_path: Path, *arguments: str, kubeconfig: str = KUBECONFIG) -> Resu
     return CliRunner().invoke(
         agent,
         ["--node-name", "n", "--kubeconfig", str(tmp_path / "kubeconfig"), *arguments],
-        env={"CARPOOL_SIMULATED_GPUS": "Tesla T4:1", "CARPOOL_STATE_DIR": str(tmp_path / "state")},
+        env={
+            "CARPOOL_SIMULATED_GPUS": "Tesla T4:1",
+            "CARPOOL_STATE_DIR": str(tmp_path / "state"),
+            "CARPOOL_CDI_DIR": str(tmp_path / "cdi"),
+        },
     )
 
 
@@ -70,6 +78,19 @@ def test_a_port_that_cannot_be_had_is_a_sentence(tmp_path: Path) -> None:
             assert (found.exit_code, found.output.startswith(said)) == (1, True), found.output
             assert why in found.output
             assert found.output.endswith("; set another\n")
+
+
+@pytest.mark.parametrize(
+    ("directory", "why"), [("/proc/x", "No such"), ("/proc", "No such"), ("state/file/cdi", "Not a directory")]
+)
+def test_a_cdi_directory_that_cannot_be_had_is_a_sentence(tmp_path: Path, directory: str, why: str) -> None:
+    """Regression: the agent started, and no container ever did."""
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "file").touch()
+    found = begin(tmp_path, "--cdi-dir", str(tmp_path / directory))
+    assert (found.exit_code, len(found.output.splitlines())) == (1, 1), found.output
+    assert found.output.startswith("Error: CARPOOL_CDI_DIR: expected a directory to write to at '/")
+    assert f"found {why}" in found.output
 
 
 @pytest.mark.parametrize("kubeconfig", ["", "no: config"])
