@@ -6,10 +6,12 @@ since, or wants something else. What they say to each other stays as it is, and 
 this process may be of any later version.
 """
 
+import errno
 import os
 import selectors
 import socket
 import socketserver
+import stat
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -146,6 +148,22 @@ def _has_hung_up(connection: socket.socket) -> bool:
         return True
 
 
+def _make_room(path: Path) -> None:
+    """Remove the socket of a host that is gone, and nothing else; raises OSError."""
+    try:
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise FileExistsError(errno.EEXIST, "something that is no socket", str(path))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+            asking.settimeout(_TURN_WITHIN_S)
+            asking.connect(str(path))
+    except FileNotFoundError:
+        return
+    except ConnectionRefusedError:
+        path.unlink()
+        return
+    raise FileExistsError(errno.EADDRINUSE, "another host that answers there", str(path))
+
+
 class MpsHost(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     """Starts daemons for whoever may open its socket, which is root alone.
 
@@ -153,6 +171,9 @@ class MpsHost(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         path: Of the socket.
         mps: The daemons.
         within_s: How long one request waits for another of the same GPU, in seconds.
+
+    Raises:
+        OSError: The socket cannot be made; something else, or a host that answers, is never replaced.
     """
 
     daemon_threads = True
@@ -163,7 +184,7 @@ class MpsHost(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         self._mps, self._within_s = mps, within_s
         self._locks: dict[str, threading.Lock] = {}
         self._log = structlog.get_logger()
-        path.unlink(missing_ok=True)
+        _make_room(path)
         before = os.umask(0o177)
         try:
             super().__init__(str(path), _Handler)

@@ -1,5 +1,6 @@
 """What the commands of `carpool node` are told: named, refused in a sentence, quoted."""
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,35 @@ def test_host_of_daemons_says_where_it_cannot_be(tmp_path: Path, path: str, stat
     with pytest.raises(InputError, match=says) as raised:
         listening(tmp_path / path, Path(state) if state else tmp_path)
     assert raised.value.exit_code == 2
+
+
+@pytest.mark.parametrize("what", ["file", "link", "living", "dead"])
+def test_host_of_daemons_takes_nobodys_place(tmp_path: Path, what: str) -> None:
+    """Regression: any file that root may remove was gone, and a living host's socket, too."""
+    path = tmp_path / "s"
+    (kept := tmp_path / "kept").write_text("of somebody else")
+    with socket.socket(socket.AF_UNIX) as there:
+        match what:
+            case "file":
+                path.write_text("of somebody else")
+            case "link":
+                path.symlink_to(kept)
+            case "living":
+                there.bind(str(path))
+                there.listen()
+            case "dead":
+                there.bind(str(path))
+                there.close()
+        before = path.lstat()
+        if what == "dead":
+            with listening(path, tmp_path):
+                assert path.lstat() != before
+            return
+        found = "another host that answers there" if what == "living" else "something that is no socket"
+        with pytest.raises(InputError, match=f"--socket: expected to listen on .*, found {found}; name another one"):
+            listening(path, tmp_path)
+        assert path.lstat() == before
+    assert kept.read_text() == "of somebody else"
 
 
 def test_environment_is_the_agents(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
