@@ -45,7 +45,7 @@ def agent_section(cost: Cost) -> list[str]:
         "Eight H100 of the stateful fake of NVML, eight MPS clients each; API server and MPS daemons in memory, the",
         "kubelet and Prometheus in another process. A real driver's own work is not in the figures, nor is the fakes',",
         f"which was {cost.fakes_percent:.2f}% of a core. The MPS daemon is a script in place of NVIDIA's program. The",
-        f"machine's load was {cost.load:.1f} at the end. The planner's times are processor times.",
+        f"machine's load was {cost.load:.1f} when the agent had been looked at. The planner's times are processor times.",
         "",
         "| what | found | at most | |",
         "|---|---|---|---|",
