@@ -190,7 +190,8 @@ class Binder:
             if ledger.held(node.spec, uid) is not None:
                 cluster.assume_no_more(args.node, uid)
                 return ledger.prolong(node.spec, uid, rfc3339(deadline))
-            if first is not None and seen is not None and tells_nothing_new(node, seen):
+            holds = seen is not None and tells_nothing_new(node, seen) and args.node not in cluster.hindered_nodes()
+            if first is not None and holds:
                 # Time has passed while others were written.
                 wanted = msgspec.structs.replace(first, deadline=rfc3339(deadline))
             else:

@@ -47,9 +47,10 @@ def tells_nothing_new(node: GpuNode, seen: GpuNode) -> bool:
         seen: As it was decided on, with all that was about to be written.
     """
     was, now = seen.status, node.status
-    known = {r.pod_uid: (r.generation, r.tenant) for r in seen.spec.reservations}
+    # The generation alone does not tell them apart: it is a millisecond, in which a pod may be decided on twice.
+    known = {r.pod_uid: (r.generation, r.gpu_uuids, r.mode, r.tenant) for r in seen.spec.reservations}
     return (
         (seen.metadata.uid, was.devices, was.tenants) == (node.metadata.uid, now.devices, now.tenants)
-        and all(known.get(r.pod_uid) == (r.generation, r.tenant) for r in node.spec.reservations)
+        and all(known.get(r.pod_uid) == (r.generation, r.gpu_uuids, r.mode, r.tenant) for r in node.spec.reservations)
         and not has_strangers(node)
     )

@@ -110,6 +110,8 @@ X, Y = tenant("x", [GPU]), tenant("y", [GPU])
         pytest.param(a_node(X, Y, tenant("z", [GPU])), False, id="another came"),
         pytest.param(a_node(X, msgspec.structs.replace(Y, generation=7)), False, id="renewed"),
         pytest.param(a_node(X, tenant("y", [GPU], prediction=prediction(4001))), False, id="counts with more"),
+        pytest.param(a_node(X, tenant("y", ["GPU-a-1"])), False, id="elsewhere, in the same millisecond"),
+        pytest.param(a_node(X, msgspec.structs.replace(Y, mode=SharingMode.TIME_SLICING)), False, id="in another mode"),
         pytest.param(a_node(X, Y, devices=1), False, id="another device"),
         pytest.param(a_node(X, Y, tenants=[seen("pod-x", 9)]), False, id="measured anew"),
     ],

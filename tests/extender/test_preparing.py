@@ -71,6 +71,24 @@ async def test_another_gpu_of_the_node_is_taken_meanwhile_and_a_success_ends_the
         assert world.reservations("a")[0]["gpuUuids"] == ["GPU-a-1"]
 
 
+async def test_a_gpu_that_fails_while_a_pod_waits_to_be_written_there_takes_it_no_more(world):
+    """Regression: its bind had been decided before, and only what the node tells was compared."""
+    world.add("x", "y")
+    async with world.extender(gather_s=4) as extender, background(extender.service.bind(args("x"))) as failing:
+        await until(lambda: world.held() == {"a": ["pod-x"]} and 4 in world.clock.sleeping)
+        async with background(extender.service.bind(args("y"))) as waiting:
+            for _ in range(50):
+                await asyncio.sleep(0)
+            await world.agent.report("a", PartitionState.FAILED, "the MPS daemon did not start")
+            await until(lambda: extender.watches.cluster.hindered_nodes() == {"a"})
+            assert world.held() == {"a": ["pod-x"]}
+            world.clock.advance(4)
+            await until(lambda: failing.done() and waiting.done())
+            assert "could not prepare MPS" in (await failing).error
+            assert "could not be prepared, is tried again at" in (await waiting).error
+    assert world.held() == {}
+
+
 async def test_waiting_pods_are_tried_again_when_the_rest_is_over(world):
     world.add("x", nodes=["a"])
 
