@@ -103,7 +103,7 @@ def build(
         book,
         assessments=assessments,
         gangs=gangs,
-        inflow=Inflow(clock, sleep),
+        inflow=Inflow(clock, sleep, settings.bind_timeout_seconds),
         slots=settings.slots_per_gpu,
         timeout_s=settings.bind_timeout_seconds,
     )

@@ -12,9 +12,9 @@ from carpool_extender.binding import in_time
 FIRST, LEAST, MOST = 128, 32, 512
 """Binds that may be under way at once: at first, and whatever happens. A control plane that does nothing else has forty
 to eighty, so that nothing is kept back there."""
-QUICK_S, SLOW_S = 3.0, 12.0
-"""A bind that took less shows that there is room for more of them, one that took longer that there are too many: a
-reservation lasts twenty seconds, and kube-scheduler waits for thirty."""
+QUICK, SLOW = 0.15, 0.6
+"""A bind that took less of the time for which a reservation lasts shows that there is room for more of them, one that
+took more of it that there are too many."""
 MORE = 0.25
 """What a quick bind adds to the number: those that began before many others are quick, too."""
 CUT, CUT_EVERY_S = 0.75, 5.0
@@ -35,10 +35,12 @@ class Inflow:
     Args:
         clock: Tells how long binds take.
         sleep: Ends the patience of a pod.
+        timeout_s: Seconds for which a reservation lasts.
     """
 
-    def __init__(self, clock: Clock, sleep: Callable[[float], Awaitable[Any]]) -> None:
+    def __init__(self, clock: Clock, sleep: Callable[[float], Awaitable[Any]], timeout_s: float) -> None:
         self._clock, self._sleep = clock, sleep
+        self._quick_s, self._slow_s = QUICK * timeout_s, SLOW * timeout_s
         self._under_way = 0
         self._cut_at = clock.monotonic() - CUT_EVERY_S
         self._left = asyncio.Event()
@@ -74,9 +76,9 @@ class Inflow:
             succeeded = True
         finally:
             now = self._clock.monotonic()
-            if now - began >= SLOW_S:
+            if now - began >= self._slow_s:
                 self._cut(now)
-            elif succeeded and now - began < QUICK_S and 2 * self._under_way > self.limit:
+            elif succeeded and now - began < self._quick_s and 2 * self._under_way > self.limit:
                 self.limit = min(MOST, self.limit + MORE)
 
     def _cut(self, now: float) -> None:

@@ -3,19 +3,22 @@
 import asyncio
 from contextlib import suppress
 
+import pytest
 from carpool_core.testing.clock import FakeClock
 from carpool_extender.binding import BindError
-from carpool_extender.inflow import CUT_EVERY_S, FIRST, LEAST, MORE, MOST, PATIENCE_S, QUICK_S, SLOW_S, Inflow
+from carpool_extender.inflow import CUT_EVERY_S, FIRST, LEAST, MORE, MOST, PATIENCE_S, Inflow
 from carpool_extender.testing import seed_job, seed_pod, until
-from extender_world import args, background, filtering, named
+from extender_world import World, args, background, filtering, named
+
+QUICK_S, SLOW_S = 3.0, 12.0
 
 
 class Binds:
     """Binds that take as long as a test says."""
 
-    def __init__(self):
+    def __init__(self, timeout_s=20):
         self.clock = FakeClock()
-        self.inflow = Inflow(self.clock, self.clock.sleep)
+        self.inflow = Inflow(self.clock, self.clock.sleep, timeout_s)
 
     def enter(self, number):
         for _ in range(number):
@@ -58,6 +61,38 @@ def test_slow_binds_lower_the_number_once_in_a_while_and_never_below_the_least()
     for _ in range(30):
         binds.take(SLOW_S)
     assert binds.inflow.limit == LEAST
+
+
+@pytest.mark.parametrize("timeout_s", [5, 20, 300])
+def test_what_is_slow_depends_on_how_long_reservations_last(timeout_s):
+    """Regression: where that was less than twelve seconds, binds that all came too late lowered nothing."""
+    binds = Binds(timeout_s)
+    binds.enter(FIRST)
+    binds.take(0.5 * timeout_s)
+    assert binds.inflow.limit == FIRST
+    binds.take(0.1 * timeout_s)
+    assert binds.inflow.limit == FIRST + MORE
+    binds.take(timeout_s)
+    assert binds.inflow.limit == 0.75 * (FIRST + MORE)
+
+
+async def test_the_site_says_how_long_reservations_last():
+    world, names = World(bind_timeout_seconds=5), [f"x{number}" for number in range(int(0.75 * FIRST) + 2)]
+    world.add(nodes=["a", "b"], gpus=16)
+    for name in names:
+        seed_job(world.kube, name, memory_mib=1000)
+        seed_pod(world.kube, name)
+    async with world.extender() as extender:
+        late = asyncio.create_task(extender.service.bind(args(names[0])))
+        await until(lambda: any(4 < seconds <= 5 for seconds in world.clock.sleeping))
+        world.clock.advance(5)
+        assert "within 5 s" in (await late).error
+        binds = [asyncio.create_task(extender.service.bind(args(name, "b"))) for name in names[1:-1]]
+        await until(lambda: len(world.reservations("b")) == len(binds))
+        async with background(extender.service.filter(filtering(names[-1]))) as answer:
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert not answer.done()
 
 
 def test_many_slow_binds_that_end_together_are_one_sign():
