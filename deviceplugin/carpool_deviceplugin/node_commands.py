@@ -19,7 +19,7 @@ from carpool_deviceplugin.mig.profiles import MigTable, Profile, UnknownProfileE
 from carpool_deviceplugin.mps import Mps, SharedMemory
 from carpool_deviceplugin.mps_host import MpsHost
 from carpool_deviceplugin.mps_program import MpsProgram
-from carpool_deviceplugin.node_input import InputError, find_gpu, node_settings
+from carpool_deviceplugin.node_input import InputError, find_gpu, no_gpus, node_settings
 from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
 from carpool_deviceplugin.nvml.devices import NvmlDevices
 from carpool_deviceplugin.nvml.library import NvmlLibrary, installed
@@ -42,7 +42,7 @@ def _devices(context: click.Context, settings: AgentSettings) -> NvmlDevices:
     try:
         return real_devices(settings, library, may_write=False)
     except NoDevicesError as e:
-        raise InputError(str(e)) from e
+        raise no_gpus(e, settings) from e
 
 
 @click.group()

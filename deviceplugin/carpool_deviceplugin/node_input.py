@@ -7,6 +7,7 @@ from carpool_core import logs
 from carpool_core.settings import SettingsError, load
 from carpool_core.values import GpuUuid
 
+from carpool_deviceplugin.devices import NoDevicesError
 from carpool_deviceplugin.gpu import DeviceError
 from carpool_deviceplugin.nvml.devices import NvmlDevices
 from carpool_deviceplugin.nvml.mig import read_mig_devices
@@ -35,6 +36,12 @@ def node_settings() -> AgentSettings:
         raise InputError(str(e)) from e
     logs.configure(settings.log, "node")
     return settings
+
+
+def no_gpus(error: NoDevicesError, settings: AgentSettings) -> InputError:
+    """Say why there are no GPUs to a command that only hardware has something for."""
+    hint = "; CARPOOL_SIMULATED_GPUS is for the agent, and this command needs NVIDIA's driver"
+    return InputError(f"{error}{hint if settings.simulated_gpus else ''}")
 
 
 def find_gpu(devices: NvmlDevices, said: str) -> GpuUuid:

@@ -3,6 +3,7 @@
 import socket
 from pathlib import Path
 
+import pynvml
 import pytest
 from carpool_deviceplugin.inspection import inspect_node
 from carpool_deviceplugin.node_commands import listening, mps_host
@@ -11,6 +12,7 @@ from carpool_deviceplugin.node_input import InputError
 from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
 from carpool_deviceplugin.nvml.mig import read_mig_devices
 from carpool_deviceplugin.testing.battery import FakeMachine
+from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.testing.nvml_node import Node
 from click.testing import CliRunner
 from node_world import inspectable, run
@@ -169,6 +171,16 @@ def test_host_of_daemons_takes_nobodys_place(tmp_path: Path, what: str) -> None:
             listening(path, tmp_path)
         assert path.lstat() == before
     assert kept.read_text() == "of somebody else"
+
+
+@pytest.mark.parametrize("arguments", [["inspect"], ["plan", "--gpu", "0", "--to", "mig:"]])
+def test_simulated_gpus_are_for_the_agent(arguments: list[str]) -> None:
+    """Regression: who had set the variable was told to install a driver, and nothing else."""
+    nvml = FakeNvml(["T4"])
+    nvml.init_error = pynvml.NVML_ERROR_LIBRARY_NOT_FOUND
+    result = CliRunner().invoke(command, arguments, obj=nvml, env={"CARPOOL_SIMULATED_GPUS": "Tesla T4:1"})
+    assert result.exit_code == 2
+    assert "; CARPOOL_SIMULATED_GPUS is for the agent, and this command needs NVIDIA's driver\n" in result.output
 
 
 def test_environment_is_the_agents(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from carpool_deviceplugin.battery.recording import record
 from carpool_deviceplugin.battery.report import TRIALS, Outcome, Report, Verdict, tried, write
 from carpool_deviceplugin.devices import NoDevicesError
 from carpool_deviceplugin.gpu import DeviceError
-from carpool_deviceplugin.node_input import InputError, find_gpu, node_settings
+from carpool_deviceplugin.node_input import InputError, find_gpu, no_gpus, node_settings
 from carpool_deviceplugin.nvml.library import installed
 from carpool_deviceplugin.quoting import quoted
 
@@ -70,7 +70,7 @@ def _machine(directory: Path, python: str) -> RealMachine:
             cdi=(Path("/etc/cdi"), settings.cdi_dir),
         )
     except NoDevicesError as e:
-        raise InputError(str(e)) from e
+        raise no_gpus(e, settings) from e
 
 
 def _idle(machine: Machine, uuid: GpuUuid) -> GpuUuid:
