@@ -105,7 +105,10 @@ def find_devices(settings: AgentSettings, nvml: NvmlLibrary | None = None) -> De
     try:
         return SimulatedDevices(products, settings.node_name, settings.state_dir)
     except OSError as e:
-        raise NoDevicesError(f"CARPOOL_STATE_DIR: expected to write to {settings.state_dir}, found {e}") from e
+        raise NoDevicesError(
+            f"CARPOOL_STATE_DIR: expected to write to {quoted(settings.state_dir)}, found {e.strerror}; set another "
+            "directory"
+        ) from e
 
 
 def _check_cdi_dir(directory: Path) -> None:

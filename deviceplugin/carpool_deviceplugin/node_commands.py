@@ -82,7 +82,7 @@ def plan(context: click.Context, gpu: str, target: str, is_applied: bool, destro
     devices = _devices(context, node_settings())
     try:
         _plan(devices, find_gpu(devices, gpu), target, is_applied=is_applied, may_destroy=destroy_others)
-    except (DeviceError, UnknownProfileError) as e:
+    except DeviceError as e:
         raise InputError(str(e)) from e
 
 
@@ -146,7 +146,10 @@ def _plan(devices: NvmlDevices, uuid: GpuUuid, target: str, *, is_applied: bool,
     table = read_table(session, uuid) if known.mig_capable else None
     if table is None:
         raise DeviceError(f"GPU {uuid}: expected a GPU with MIG, found {known.product}")
-    wanted = _wanted(table, target)
+    try:
+        wanted = _wanted(table, target)
+    except UnknownProfileError as e:
+        raise DeviceError(f"GPU {uuid}: {e}") from e
     parts = devices.actual(uuid).parts
     in_use = {p.instance.id for p in parts if p.is_used or p.pod_uid}  # a promise counts before its pod has begun
     found = plan_mig(table, [p.instance for p in parts], in_use, wanted)
@@ -158,7 +161,7 @@ def _plan(devices: NvmlDevices, uuid: GpuUuid, target: str, *, is_applied: bool,
             f"{known.index} -mig 1"
         )
         if is_applied:
-            raise DeviceError(note)
+            raise DeviceError(f"GPU {uuid}: expected MIG to be switched on, found: {note}")
         click.echo(f"before: {note}")
     others = {p.instance.id for p in parts if not p.is_ours}
     lost = [s.instance for s in found.steps if isinstance(s, Destroy) and s.instance.id in others]

@@ -50,7 +50,12 @@ def sick(there: FakeMachine) -> None:
         ([], sick, "expected one that is well and that nobody uses, found XID 95"),
         (["--gpu", "3"], None, "expected a GPU from 0 to 0, its UUID, or that of a MIG device on it, found '3'"),
         (["--only", "mps"], None, "'mps' is not one of 'contract', 'activity'"),
-        (["--out", "/nowhere/x.json"], None, "--out: expected to write to '/nowhere/x.json', found No such file"),
+        (
+            ["--out", "/nowhere/x.json"],
+            None,
+            "--out: expected to write to '/nowhere/x.json', found No such file or directory; give a file in ",
+        ),
+        (["--out", "/dev/full"], None, "--out: expected to write to '/dev/full', found No space left on device; free"),
     ],
 )
 def test_what_cannot_be_done_is_a_sentence(tmp_path: Path, arguments: list[str], spoil, says: str) -> None:

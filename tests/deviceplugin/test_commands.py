@@ -40,7 +40,9 @@ def test_settings_that_lead_to_no_gpus(settings, says) -> None:
 
 def test_state_directory_that_cannot_be_written(tmp_path) -> None:
     (tmp_path / "state").write_text("a file")
-    with pytest.raises(NoDevicesError, match="CARPOOL_STATE_DIR: expected to write to"):
+    with pytest.raises(
+        NoDevicesError, match=r"CARPOOL_STATE_DIR: expected to write to '.*/state', found .*; set another directory"
+    ):
         find_devices(AgentSettings(node_name="n", simulated_gpus="Tesla T4:1", state_dir=tmp_path / "state"))
 
 

@@ -1,5 +1,6 @@
 """`carpool node battery`."""
 
+import errno
 import shutil
 import sys
 import tempfile
@@ -105,6 +106,11 @@ def _keep(report: Report, out: Path | None) -> None:
     try:
         write(report, out)
     except OSError as e:
+        do = {
+            errno.ENOENT: "give a file in a directory that is there",
+            errno.ENOSPC: "free some space, or give a file elsewhere",
+        }
         raise DeviceError(
-            f"--out: expected to write to {quoted(out)}, found {e.strerror}; give a file in a directory that is there"
+            f"--out: expected to write to {quoted(out)}, found {e.strerror}; "
+            f"{do.get(e.errno or 0, 'give a file that can be written')}"
         ) from e

@@ -56,7 +56,8 @@ class MigTable:
             return self.by_name[name]
         except KeyError:
             raise UnknownProfileError(
-                f"expected a MIG profile out of {', '.join(self.by_name) or 'none'}, found {quoted(name)}"
+                f"expected a MIG profile out of {', '.join(self.by_name) or 'none'}, found {quoted(name)}; name one of "
+                "those"
             ) from None
 
 
