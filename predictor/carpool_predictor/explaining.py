@@ -60,6 +60,8 @@ def _place(error: BaseException, file: Path | None) -> str:
     libraries = {Path(__file__).resolve().parent, Path(sysconfig.get_path("stdlib")).resolve()}
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         found = Path(frame.filename).resolve()
+        if not found.is_file():
+            continue  # code without a file, such as `<frozen importlib._bootstrap>`, would lie in the current folder
         if folder in found.parents and "site-packages" not in found.parts and libraries.isdisjoint(found.parents):
             return f" at {found.relative_to(folder)}, line {frame.lineno}, in {frame.name}"
     return ""

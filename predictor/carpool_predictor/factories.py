@@ -32,6 +32,12 @@ def factory_recipe(factory: FactoryModel) -> Recipe:
     function = getattr(module, factory.function, None)
     if not callable(function):
         raise TraceError("FactoryFailed", f"{factory.path} has no function {factory.function!r}")
+    if isinstance(function, nn.Module):
+        raise TraceError(
+            "FactoryFailed",
+            f"expected a function that returns the model, found {factory.function} in {factory.path}, which is a model "
+            "already; name a function that builds it",
+        )
     _check_arguments(function, factory.function)
 
     def build() -> nn.Module:

@@ -47,6 +47,7 @@ def misfit():
     return Misfit(nn.Linear(9, 9))
 
 not_a_function = 3
+model = nn.Linear(8, 8)
 """
 
 
@@ -102,6 +103,7 @@ def ask(source: Path, function: str, shape: list[int]) -> TraceRequest:
             id="dynamic shapes",
         ),
         pytest.param("absent", "FactoryFailed", ["no function 'absent'"], id="absent"),
+        pytest.param("model", "FactoryFailed", ["found model in", "name a function that builds it"], id="a model"),
         pytest.param("not_a_function", "FactoryFailed", ["no function 'not_a_function'"], id="not callable"),
     ],
 )
@@ -141,6 +143,29 @@ def test_a_file_that_cannot_be_imported_is_an_abstention(content: str, words: li
     assert reply.abstention.reason == "TraceFailed"
     assert f"{path} failed on import" in reply.abstention.message
     assert all(word in reply.abstention.message for word in words)
+
+
+@pytest.mark.parametrize(
+    ("content", "place"),
+    [
+        pytest.param("def build(:\n", "import: SyntaxError", id="no line was run"),
+        pytest.param(
+            "import importlib\nimportlib.import_module('nobody_has_it')\n",
+            "import at broken.py, line 2, in",
+            id="frozen",
+        ),
+        pytest.param("exec('1 / 0')\n", "import at broken.py, line 1, in", id="text"),
+    ],
+)
+def test_code_without_a_file_is_no_line_of_the_user(
+    content: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: from the file's own folder, `<frozen importlib._bootstrap>, line 241` was said to be at fault."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.py").write_text(content)
+    reply = answer(ask(Path("broken.py"), "build", [8]))
+    assert reply.abstention is not None
+    assert f"broken.py failed on {place}" in reply.abstention.message
 
 
 def test_the_command_line_says_it_without_a_traceback(source: Path) -> None:
