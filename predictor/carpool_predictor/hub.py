@@ -225,8 +225,9 @@ def _value(text: str) -> Value:
 
 def unknown_to_the_hub(name: str) -> TraceError:
     """Return the error that says that nobody knows a name, and which are near."""
-    short = difflib.get_close_matches(name.rpartition("/")[2], _SHORT, n=3, cutoff=0.5)
-    near = ", ".join(f"transformers/{found}" for found in short)
+    folded = {short.casefold(): short for short in _SHORT}
+    found = difflib.get_close_matches(name.rpartition("/")[2].casefold(), folded, n=3, cutoff=0.5)
+    near = ", ".join(f"transformers/{folded[short]}" for short in found)
     return TraceError(
         "UnknownCatalogModel",
         f"the catalog has no model {name!r} of the hub, nor has transformers a configuration class of that name; "
