@@ -13,8 +13,10 @@ from carpool_predictor.source import SubprocessTracer
         pytest.param("timm/resnet5o", ["timm has no model 'resnet5o'", "timm/resnet50"], id="timm"),
         pytest.param("torchvision/resnet5o", ["torchvision has no model", "resnet50"], id="torchvision"),
         pytest.param("transformers/bert-base-unbased", ["no model 'bert-base-unbased' of the hub", "cased"], id="hub"),
-        pytest.param("transformers/BERT-Base-Uncased", ["are transformers/bert-base-uncased"], id="capitals"),
-        pytest.param("transformers/llama-2-7b", ["are transformers/Llama-2-7b-hf"], id="no capitals"),
+        pytest.param("transformers/GPT2", ["are transformers/gpt2,"], id="capitals"),
+        pytest.param(
+            "transformers/tinyllama-1.1b-chat-V1.0", ["are transformers/TinyLlama-1.1B-Chat-v1.0"], id="other capitals"
+        ),
         pytest.param("transformers/gpt2@layers", ["expected NAME@key=value"], id="value"),
         pytest.param("gpumemnet/[('lin', 3, 4)]", ["layer 0", "found 'lin'"], id="list"),
         pytest.param("jax/resnet50", ["this version knows timm/NAME"], id="library"),
