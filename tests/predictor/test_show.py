@@ -1,6 +1,7 @@
 """How predictions look in a terminal of 80 columns, whatever was asked."""
 
 import io
+import re
 
 import pytest
 from carpool_core.products import PRODUCTS
@@ -59,13 +60,15 @@ def test_nothing_is_cut_or_broken_in_80_columns(asked: tuple[float, int, int, fl
         )
 
 
-def test_a_profile_and_its_batch_stand_on_one_line() -> None:
-    text = shown(250, 1000, 1_000_000, 1e3)
-    instances = text[text.index("MIG instance") :]
+@pytest.mark.parametrize("columns", range(72, 81))
+def test_a_profile_and_its_batch_stand_on_one_line(columns: int) -> None:
+    text = shown(250, 1000, 1_000_000, 1e3, columns)
+    instances = text[text.index("profile: batch") :].splitlines()[2:]
     for product in PRODUCTS:
         for profile in product.mig_profiles:
-            assert f"{profile}: " in instances
-    assert ":\n" not in instances.replace(" ", "")
+            assert any(re.search(rf"\b{re.escape(profile)}: \S+", line) for line in instances)
+    for line in instances:
+        assert not line.rstrip().endswith(":")
 
 
 def test_numbers_that_no_gpu_has_are_rounded() -> None:
