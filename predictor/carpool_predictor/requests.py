@@ -6,6 +6,10 @@ from carpool_core.resources.job import ModelSource, Training
 
 from carpool_predictor.abstention import Abstention
 
+RAISE_TIMEOUT = "raise the limit (--trace-timeout, or settings.traceTimeoutSeconds of the Helm chart)"
+RAISE_MEMORY = "raise the limit (--trace-memory, or settings.traceMemoryMib of the Helm chart)"
+"""What can be done where a trace took too much: whoever is told may sit at a command line or look at a job."""
+
 
 class FactoryModel(msgspec.Struct, frozen=True, kw_only=True):
     """A function in a Python file that returns an nn.Module. Running the user's code is for the command line only."""

@@ -21,7 +21,7 @@ from carpool_predictor import store
 from carpool_predictor.abstention import Abstention
 from carpool_predictor.checks import reason_to_abstain
 from carpool_predictor.refusals import refusal_of
-from carpool_predictor.requests import TraceReply, TraceRequest, torch_missing
+from carpool_predictor.requests import RAISE_MEMORY, RAISE_TIMEOUT, TraceReply, TraceRequest, torch_missing
 
 TRACE_COMMAND = (sys.executable, "-W", "ignore", "-m", "carpool_predictor.trace")
 
@@ -154,7 +154,7 @@ class SubprocessTracer:
             return Abstention(
                 reason="TraceTimedOut",
                 message=f"tracing the model took longer than {self._limits.timeout_s:g} s; give spec.model.features as "
-                "`carpool graph` prints them, or raise the limit",
+                f"`carpool graph` prints them, or {RAISE_TIMEOUT}",
             )
         finally:
             # The whole session, because a model's code may have started processes of its own.
@@ -168,8 +168,8 @@ class SubprocessTracer:
         if code == -signal.SIGKILL or "bad_alloc" in said or "MemoryError" in said:
             return Abstention(
                 reason="TraceOutOfMemory",
-                message=f"tracing the model was ended for its memory (limit {self._limits.memory_mib:,} MiB); raise "
-                "the limit, or give spec.model.features as `carpool graph` prints them on a larger machine",
+                message=f"tracing the model was ended for its memory (limit {self._limits.memory_mib:,} MiB); "
+                f"{RAISE_MEMORY}, or give spec.model.features as `carpool graph` prints them on a larger machine",
             )
         try:
             answer = msgspec.json.decode(reply, type=TraceReply)

@@ -14,7 +14,7 @@ import msgspec
 from carpool_core.values import MIB
 
 from carpool_predictor.abstention import Abstention, TraceError
-from carpool_predictor.requests import TraceReply, TraceRequest, torch_missing
+from carpool_predictor.requests import RAISE_MEMORY, TraceReply, TraceRequest, torch_missing
 
 WHOLE = "--whole"
 """Argument that has everything imported."""
@@ -38,8 +38,8 @@ def answer(request: TraceRequest, *, lean: bool = False) -> TraceReply:
     """
     out_of_memory = Abstention(
         reason="TraceOutOfMemory",
-        message=f"tracing the model took more than {request.memory_mib or 0:,} MiB of memory; raise the limit, or give "
-        "spec.model.features as `carpool graph` prints them on a larger machine",
+        message=f"tracing the model took more than {request.memory_mib or 0:,} MiB of memory; {RAISE_MEMORY}, or "
+        "give spec.model.features as `carpool graph` prints them on a larger machine",
     )
     try:
         # Imported under the limit, so that a machine without PyTorch gets an answer as well.

@@ -80,7 +80,7 @@ async def ask(command: tuple[str, ...], timeout_s: float = 20) -> ModelFeatures 
 ENDLESS = "while True: pass"
 MISBEHAVIOUR = [
     pytest.param("os.kill(os.getpid(), 9)", "TraceOutOfMemory", "limit 3,072 MiB", id="killed by the kernel"),
-    pytest.param("sys.exit('threw std::bad_alloc')", "TraceOutOfMemory", "limit", id="bad_alloc"),
+    pytest.param("sys.exit('threw std::bad_alloc')", "TraceOutOfMemory", "--trace-memory", id="bad_alloc"),
     pytest.param("sys.exit('something broke')", "TraceFailed", "ended with code 1: something broke", id="traceback"),
     pytest.param("sys.stdin.read()", "TraceFailed", "ended with code 0: it said nothing", id="says nothing"),
     pytest.param("print('{\"features\": 3}')", "TraceFailed", "code 0", id="answers nonsense"),
@@ -106,6 +106,7 @@ async def test_a_trace_that_never_ends_is_killed_with_its_children(tmp_path: Pat
     assert isinstance(found, Abstention)
     assert found.reason == "TraceTimedOut"
     assert "longer than 1 s" in found.message
+    assert "(--trace-timeout, or settings.traceTimeoutSeconds of" in found.message
     async with asyncio.timeout(20):  # a killed process is gone a moment after the signal
         while any(_runs(int(pid)) for pid in pids.read_text().split()):  # noqa: ASYNC110  # nobody tells of it
             await asyncio.sleep(0.01)
