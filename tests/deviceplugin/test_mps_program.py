@@ -193,8 +193,10 @@ def test_a_start_that_was_cut_short_leaves_no_daemon(program: MpsProgram, tmp_pa
 def test_a_link_in_place_of_the_control_pipe_is_not_followed(program: MpsProgram, tmp_path: Path) -> None:
     mps = Mps(program, tmp_path / "mps")
     mps.start(GPU)
-    (tmp_path / "mps" / GPU / "pipe" / "control").rename(tmp_path / "away")
-    (tmp_path / "mps" / GPU / "pipe" / "control").symlink_to(tmp_path / "away")
+    control = tmp_path / "mps" / GPU / "pipe" / "control"
+    (tmp_path / "away").hardlink_to(control)
+    (tmp_path / "link").symlink_to(tmp_path / "away")
+    (tmp_path / "link").replace(control)  # at once: the daemon ends where it finds nothing
     assert "found a link that a client has put there" in mps.status(GPU).problem
     mps.stop(GPU)
     assert not mps.is_running(GPU)
