@@ -144,7 +144,7 @@ class Watches:
         self.tracked: dict[str, str] = {}
         """UIDs of the GpuNodes, by name, of which the API server keeps who wrote which field."""
         self.heard_of_tracked = asyncio.Event()
-        """Set with each word of such a GpuNode; whoever looks after them clears it."""
+        """Set with each word of such a GpuNode, and when it is one no more; whoever looks after them clears it."""
         self._log = structlog.get_logger()
         self._on_node: list[Callable[[GpuNode | None, GpuNode | None], None]] = []
         self._on_pod_end: list[Callable[[Pod], None]] = []
@@ -220,8 +220,8 @@ class Watches:
         if new is not None and any(one.manager for one in new.metadata.managed_fields):
             self.tracked[new.metadata.name] = new.metadata.uid
             self.heard_of_tracked.set()
-        elif (known := new or old) is not None:
-            self.tracked.pop(known.metadata.name, None)
+        elif (known := new or old) is not None and self.tracked.pop(known.metadata.name, None) is not None:
+            self.heard_of_tracked.set()
         if old is not None and (new is None or new.metadata.uid != old.metadata.uid):
             self._forget(old)
         if new is not None:

@@ -35,10 +35,10 @@ class World:
         self.agent = FakeAgent(self.kube, self.clock)
 
     @asynccontextmanager
-    async def extender(self, gather_s=0):
+    async def extender(self, gather_s=0, held_s=0):
         """A running extender; leaving kills it as SIGKILL would, wherever it is."""
         before = asyncio.all_tasks()
-        parts = build(self.settings, self.kube, self.clock, self.clock.sleep, gather_s=gather_s, held_s=0)
+        parts = build(self.settings, self.kube, self.clock, self.clock.sleep, gather_s=gather_s, held_s=held_s)
         parts_task = asyncio.create_task(parts.run())
         await parts.watches.wait_synced()
         try:

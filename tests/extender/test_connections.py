@@ -4,6 +4,8 @@ import asyncio
 
 from carpool_core.testing.clock import FakeClock
 from carpool_extender.connections import HELD_S, KEPT, Connections
+from carpool_extender.testing import until
+from extender_world import args, background
 
 
 async def turns():
@@ -49,3 +51,16 @@ async def test_answers_whose_time_is_over_take_no_connection():
     assert not held.done()
     connections.taken()
     await held
+
+
+async def test_pods_that_were_bound_together_are_not_answered_together_and_bad_news_do_not_wait(world):
+    world.add("x", "y", "z", gpus=4)
+    async with world.extender(held_s=HELD_S) as extender, background(world.agent.serve("a")):
+        binds = [asyncio.create_task(extender.service.bind(args(name))) for name in "xyz"]
+        await until(lambda: all(map(world.bound_to, "xyz")) and HELD_S in world.clock.sleeping)
+        await turns()
+        assert sum(bind.done() for bind in binds) == KEPT
+        refused = asyncio.create_task(extender.service.bind(args("nobody")))
+        await until(lambda: refused.done() and all(bind.done() for bind in binds))
+        assert "no longer exists" in (await refused).error
+        assert not any(bind.result().error for bind in binds)

@@ -49,6 +49,17 @@ async def test_what_is_tracked_is_cleared_once_and_what_comes_later_too(server):
     assert server.asked() == ["a", "c"]
 
 
+async def test_a_node_that_somebody_applied_is_cleared_again(server):
+    """Regression: what had been asked for once was forgotten only with the next word of another tracked node."""
+    async with background(server.watches.run()), background(server.untracker.run()):
+        for times in (1, 2, 3):
+            await until(lambda: server.fields("a") is None and not server.watches.tracked)
+            await until(lambda: not server.watches.heard_of_tracked.is_set())
+            assert server.asked() == ["a"] * times
+            server.track("a")
+            await until(lambda: server.watches.tracked)
+
+
 async def test_a_busy_server_is_asked_again_and_one_that_refuses_is_not(server):
     async with background(server.watches.run()):
         await server.watches.wait_synced()
