@@ -51,7 +51,7 @@ DRAM_SATURATION = 0.8
 """Joint DRAM activity up to which they do not; an assumption: streaming kernels reach 80-90% of the peak bandwidth."""
 DEPTH = 3
 """Levels of smaller groups that are looked at for one tenant."""
-CUBE = 3.0
+THREE_HALVES = 1.5
 _CELLS = 1 << 14
 """Numbers of an array that one look at many GPUs works on: what fits a processor's cache is quicker."""
 
@@ -93,7 +93,9 @@ def shipped() -> SlowdownModel:
     return load("slowdown.json", read_model)
 
 
-def slowdowns(mode: SharingMode, util: Ratios, sm: Ratios, dram: Ratios, present: NDArray[np.bool_]) -> Slowdowns:
+def slowdowns(
+    mode: SharingMode, util: Ratios, sm: Ratios, dram: Ratios, present: NDArray[np.bool_] | None = None
+) -> Slowdowns:
     """Predict each tenant's step time beside its neighbours over its step time alone: the median.
 
     Args:
@@ -101,7 +103,7 @@ def slowdowns(mode: SharingMode, util: Ratios, sm: Ratios, dram: Ratios, present
         util: Share of time in which some kernel of the tenant ran when alone, 0..1, shape (gpus, tenants).
         sm: Mean share of SMs with its work when alone, 0..1, same shape.
         dram: Share of memory cycles in use when alone, 0..1, same shape.
-        present: Which entries are tenants; the others are ignored, same shape.
+        present: Which entries are tenants; the others are ignored, same shape. All are when None.
 
     Returns:
         Slowdowns of at least 1, shape (gpus, tenants), float64; exactly 1 where no tenant is.
@@ -113,57 +115,71 @@ def slowdowns(mode: SharingMode, util: Ratios, sm: Ratios, dram: Ratios, present
         sm_excess = _excess(_masked(sm, present), SM_SATURATION)
         dram_excess = _excess(_masked(dram, present), DRAM_SATURATION)
         return stretched(_masked(util, present), 1.0 + np.maximum(sm_excess, dram_excess), exponent)
-    return np.ones(np.shape(present))
+    return np.ones(np.shape(util))
 
 
-def upper_slowdowns(mode: SharingMode, util: Ratios, sm: Ratios, dram: Ratios, present: NDArray[np.bool_]) -> Slowdowns:
+def upper_slowdowns(
+    mode: SharingMode, util: Ratios, sm: Ratios, dram: Ratios, present: NDArray[np.bool_] | None = None
+) -> Slowdowns:
     """Predict the upper quantile of what `slowdowns` predicts the median of; the level stands in the model."""
     return slowdowns(mode, util, sm, dram, present) + allowance(mode, util, present)
 
 
-def allowance(mode: SharingMode, util: Ratios, present: NDArray[np.bool_]) -> Slowdowns:
+def allowance(mode: SharingMode, util: Ratios, present: NDArray[np.bool_] | None = None) -> Slowdowns:
     """Return how far the upper quantile lies above the median, shape (gpus, tenants); 0 where no tenant is.
 
     Args:
         mode: How all of these GPUs are shared.
         util: Share of time in which some kernel of the tenant ran when alone, 0..1, shape (gpus, tenants).
-        present: Which entries are tenants; the others are ignored, same shape.
+        present: Which entries are tenants; the others are ignored, same shape. All are when None.
     """
     if mode not in (SharingMode.TIME_SLICING, SharingMode.MPS):
-        return np.zeros(np.shape(present))
+        return np.zeros(np.shape(util))
     model, busy = shipped(), _masked(util, present)
     factor = model.turns_factor if mode is SharingMode.TIME_SLICING else model.side_by_side_factor
-    return np.where(present, factor * (busy.sum(axis=1, keepdims=True) - busy), 0.0)
+    above: Slowdowns = factor * (busy.sum(axis=1, keepdims=True) - busy)
+    return above if present is None else np.where(present, above, 0.0)
 
 
 def stretched(busy: Ratios, stretch: Ratios | float, exponent: float) -> Slowdowns:
     """Return the slowdown of a step whose busy share `u` is stretched by `x`: (1 - u^p + (u x)^p)^(1/p)."""
-    if exponent == CUBE:
-        longer = busy * stretch
-        cubed: Slowdowns = np.cbrt(1.0 - busy * busy * busy + longer * longer * longer)
-        return np.maximum(1.0, cubed)
-    return np.maximum(1.0, (1.0 - busy**exponent + (busy * stretch) ** exponent) ** (1.0 / exponent))
+    return _with_longer(busy, busy * stretch, exponent)
 
 
-def _masked(values: Ratios, present: NDArray[np.bool_]) -> Slowdowns:
+def _with_longer(busy: Ratios, longer: Ratios, exponent: float) -> Slowdowns:
+    """Return the same from both parts of the step at the GPU: as it was, and stretched."""
+    if exponent == THREE_HALVES:  # roots take a fraction of the time that powers take
+        raised = 1.0 - busy * np.sqrt(busy) + longer * np.sqrt(longer)
+        found: Slowdowns = np.cbrt(raised * raised)
+        return np.maximum(1.0, found)
+    return np.maximum(1.0, (1.0 - busy**exponent + longer**exponent) ** (1.0 / exponent))
+
+
+def _ratios(values: Ratios) -> Slowdowns:
+    """Return the values, those beyond 0..1 brought back to it."""
+    found: Slowdowns = np.maximum(values, 0.0, dtype=np.float64)
+    return np.minimum(found, 1.0, out=found)
+
+
+def _masked(values: Ratios, present: NDArray[np.bool_] | None) -> Slowdowns:
     """Return ratios in 0..1, shape (gpus, tenants); 0 where nobody is."""
-    found: Slowdowns = np.clip(values, 0.0, 1.0, dtype=np.float64)
-    if not present.all():
+    found = _ratios(values)
+    if present is not None and not present.all():
         found[~present] = 0.0
     return found
 
 
-def _in_turns(util: Ratios, present: NDArray[np.bool_], exponent: float) -> Slowdowns:
+def _in_turns(util: Ratios, present: NDArray[np.bool_] | None, exponent: float) -> Slowdowns:
     """Slowdowns of tenants that take turns: equally many tenants at a time, so that few cost little."""
-    if present.all():
-        return Turns(np.clip(util, 0.0, 1.0).astype(np.float64), exponent).slowdowns()
+    if present is None or present.all():
+        return Turns(_ratios(util), exponent).slowdowns()
     result = np.ones(np.shape(present))
     count = present.sum(axis=1)
     for tenants in np.unique(count[count > 1]).tolist():
         rows = np.flatnonzero(count == tenants)
         here = np.zeros(present.shape, np.bool_)
         here[rows] = present[rows]
-        busy = np.clip(util[here], 0.0, 1.0).astype(np.float64).reshape(rows.size, tenants)
+        busy = _ratios(util[here]).reshape(rows.size, tenants)
         result[here] = Turns(busy, exponent).slowdowns().ravel()
     return result
 
@@ -212,18 +228,22 @@ class Turns:
         """Return each tenant's slowdown, shape (gpus, tenants)."""
         gpus = self._busy.shape[1]
         at_once = max(1, _CELLS // max(len(level.tenant) for level in self._levels))
+        if gpus <= at_once:
+            return self._of(self._busy).T
         parts = [self._of(self._busy[:, first : first + at_once]) for first in range(0, gpus, at_once)]
-        return np.concatenate(parts, axis=1).T if parts else np.ones((0, len(self._busy)))
+        return np.concatenate(parts, axis=1).T
 
     def _of(self, busy: Slowdowns) -> Slowdowns:
         """Slowdowns of some GPUs, from the smallest groups up; shape (tenants, gpus), as `busy`."""
-        slowdown, at_gpu = np.ones(busy.shape), busy[self._levels[-1].tenant]
+        slowdown, at_gpu = np.ones(busy.shape), busy.take(self._levels[-1].tenant, axis=0)
         for level in reversed(self._levels[:-1]):
-            own, stretch = busy[level.tenant], np.ones((len(level.tenant), busy.shape[1]))
-            for other in level.others.T:
-                stretch += at_gpu[other]
-            slowdown = stretched(own, stretch, self._exponent)
-            at_gpu = own * stretch / slowdown  # the share of its step in which it is at the GPU
+            own, first, *others = busy.take(level.tenant, axis=0), *level.others.T
+            stretch = 1.0 + at_gpu.take(first, axis=0)
+            for other in others:
+                stretch += at_gpu.take(other, axis=0)
+            longer = own * stretch
+            slowdown = _with_longer(own, longer, self._exponent)
+            at_gpu = longer / slowdown  # the share of its step in which it is at the GPU
         return slowdown
 
 

@@ -4,6 +4,7 @@ import pytest
 from carpool_core.values import SharingMode
 from carpool_predictor import slowdown_gavel, slowdown_lucid
 from carpool_predictor.slowdown import SlowdownModel, Turns, shipped, slowdowns, stretched, upper_slowdowns
+from carpool_predictor.slowdown_gavel import Missed, most_cautious
 from carpool_predictor.slowdown_suite import exact_slowdowns
 from carpool_predictor.slowdown_train import train_slowdown
 from carpool_predictor.suites import DataError
@@ -26,12 +27,12 @@ def of(mode, profiles, present=None):
     ("mode", "profiles", "expected"),
     [
         pytest.param(SharingMode.TIME_SLICING, [(1, 1, 1)] * 3, [3, 3, 3], id="full tenants share evenly"),
-        pytest.param(SharingMode.TIME_SLICING, [(0.5, 0, 0)] * 2, [1.090, 1.090], id="two halves do not add"),
+        pytest.param(SharingMode.TIME_SLICING, [(0.5, 0, 0)] * 2, [1.189, 1.189], id="two halves do not add"),
         pytest.param(SharingMode.TIME_SLICING, [(0.9, 0, 0), (0, 0, 0)], [1, 1], id="an idle neighbour costs nothing"),
         pytest.param(SharingMode.MPS, [(1, 1, 0)] * 2, [2, 2], id="two full tenants halve each other"),
         pytest.param(SharingMode.MPS, [(0.9, 0.4, 0.2)] * 2, [1, 1], id="below saturation they do not meet"),
         pytest.param(SharingMode.MPS, [(1, 0.1, 0.7)] * 2, [1.6, 1.6], id="memory-bound tenants meet at the DRAM"),
-        pytest.param(SharingMode.MPS, [(0.5, 0.2, 0), (1, 1, 0)], [1.069, 1.2], id="a host hides what stretches"),
+        pytest.param(SharingMode.MPS, [(0.5, 0.2, 0), (1, 1, 0)], [1.149, 1.2], id="a host hides what stretches"),
         pytest.param(SharingMode.EXCLUSIVE, [(1, 1, 1)] * 2, [1, 1], id="exclusive"),
         pytest.param(SharingMode.MIG, [(1, 1, 1)] * 2, [1, 1], id="instances"),
     ],
@@ -88,7 +89,7 @@ def test_turns_hardly_use_more_than_the_whole_gpu(busy):
     assert (np.array(busy) / found).sum() <= 1.15
 
 
-@given(busy=ratios, stretch=st.floats(1, 9), exponent=st.sampled_from([1.0, 2.5, 3.0, 8.0]))
+@given(busy=ratios, stretch=st.floats(1, 9), exponent=st.sampled_from([1.0, 1.5, 2.5, 8.0]))
 def test_a_step_stretches_less_than_its_part_on_the_gpu(busy, stretch, exponent):
     longer = float(stretched(np.array(busy, float), stretch, exponent))
     assert 1.0 <= longer <= 1 + busy * (stretch - 1) + 1e-9
@@ -160,6 +161,18 @@ def test_training_finds_the_exponent_that_made_the_data(tmp_path):
     assert model.turns_factor < 0.05
     assert model.provenance["step_curves"] == 3
     assert model.provenance["pairs"] == 15 * 16 / 2
+
+
+@pytest.mark.parametrize(
+    ("errors", "expected"),
+    [
+        pytest.param({1.0: (0.09, 0.03), 1.5: (0.07, 0.02), 3.0: (0.06, 0.015)}, 1.5, id="within the best one's error"),
+        pytest.param({1.0: (0.09, 0.05), 1.5: (0.07, 0.02), 3.0: (0.06, 0.005)}, 3.0, id="which alone counts"),
+        pytest.param({1.0: (0.05, 0.01), 1.5: (0.07, 0.02), 3.0: (0.09, 0.03)}, 1.0, id="the best is the smallest"),
+    ],
+)
+def test_of_exponents_that_the_data_cannot_tell_apart_the_most_cautious_is_shipped(errors, expected):
+    assert most_cautious({exponent: Missed(*one) for exponent, one in errors.items()}) == expected
 
 
 def test_lucid_is_scored_in_both_directions(tmp_path):

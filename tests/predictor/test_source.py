@@ -61,6 +61,7 @@ async def test_a_catalog_model_is_traced() -> None:
 def test_digest_changes_with_what_it_is_of() -> None:
     digest = input_digest(CATALOG, Training())
     assert digest == input_digest(ModelSource(catalog=CatalogModel(name="timm/resnet18")), Training())
+    assert digest == input_digest(CATALOG, Training(steps=1000)), "a step is the same, whatever their number"
     assert digest != input_digest(CATALOG, Training(batch_size=31))
     assert digest != input_digest(None, Training())
     assert len(digest) <= 128
