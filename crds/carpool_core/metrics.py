@@ -6,6 +6,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, Gauge
 
 from carpool_core import exposition
+from carpool_core.settings import SettingsError
 
 
 def build_info(registry: CollectorRegistry, process: str, version: str) -> None:
@@ -45,7 +46,7 @@ async def serve(
         readiness: None where ready; otherwise the reason, which `/readyz` answers with status 503.
 
     Raises:
-        OSError: The port is taken.
+        SettingsError: Nobody can listen there; the message says what to set.
     """
 
     async def metrics(_: web.Request) -> web.Response:
@@ -63,5 +64,11 @@ async def serve(
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     site = web.TCPSite(runner, host, port)
-    await site.start()
+    try:
+        await site.start()
+    except OSError as error:
+        await runner.cleanup()
+        raise SettingsError(
+            f"CARPOOL_METRICS_PORT: expected a free port at {host}, found {port}: {error}; set another"
+        ) from error
     return MetricsServer(runner, runner.addresses[0][1])

@@ -1,6 +1,7 @@
 """Settings of the processes: each is a frozen dataclass; a field names its flag and its environment variable once."""
 
 import dataclasses
+import math
 import os
 import types
 import typing
@@ -23,6 +24,12 @@ class SettingsError(ValueError):
     """A setting has a value that it cannot have; the message names the variable."""
 
 
+class MisconfiguredError(click.ClickException):
+    """A process was told what it cannot work with; ends with 2, as click does on wrong options."""
+
+    exit_code = 2
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """One setting, as its flag, its environment variable and its documentation see it."""
@@ -36,11 +43,41 @@ class Setting:
     type: Any
     """`bool`, `int`, `float`, `str`, `Path` or an Enum, without `| None`."""
     default: Any
+    least: float | None = None
+    """Smallest value of a number."""
+    most: float | None = None
+    """Largest value of a number."""
     empty_counts: bool = False
     """Whether an empty variable is a value, not the same as none."""
 
+    @property
+    def description(self) -> str:
+        """What it does, and from where to where a number goes."""
+        return self.help if self._bounds is None else f"{self.help} {self._bounds.capitalize()}."
 
-def setting(default: Any, *, flag: str, env: str, help: str, empty_counts: bool = False) -> Any:  # noqa: A002  # click's and argparse's word
+    def refusal(self, value: Any) -> str | None:
+        """Say why it cannot be so much; None where it can."""
+        if self.least is None or value is None or self.least <= value <= (math.inf if self.most is None else self.most):
+            return None
+        return f"expected a number {self._bounds}, found {value:g}"
+
+    @property
+    def _bounds(self) -> str | None:
+        if self.least is None:
+            return None
+        return f"from {self.least:g} on" if self.most is None else f"from {self.least:g} to {self.most:g}"
+
+
+def setting(
+    default: Any,
+    *,
+    flag: str,
+    env: str,
+    help: str,  # noqa: A002  # click's and argparse's word
+    least: float | None = None,
+    most: float | None = None,
+    empty_counts: bool = False,
+) -> Any:
     """Define a field of a settings dataclass.
 
     Args:
@@ -48,9 +85,11 @@ def setting(default: Any, *, flag: str, env: str, help: str, empty_counts: bool 
         flag: Command-line flag, such as `--metrics-port`.
         env: Environment variable, such as `CARPOOL_METRICS_PORT`.
         help: One sentence with the unit and the meaning of None.
+        least: Smallest value of a number; any when None.
+        most: Largest value; any when None, only where `least` is given.
         empty_counts: Whether an empty variable is a value; otherwise it is the same as none, and the default holds.
     """
-    told = {"flag": flag, "env": env, "help": help, "empty_counts": empty_counts}
+    told = {"flag": flag, "env": env, "help": help, "least": least, "most": most, "empty_counts": empty_counts}
     return dataclasses.field(default=default, metadata={_SETTING: told})
 
 
@@ -60,6 +99,8 @@ def metrics_port(default: int) -> Any:
         default,
         flag="--metrics-port",
         env="CARPOOL_METRICS_PORT",
+        least=0,
+        most=65535,
         help="TCP port of /metrics, /healthz and /readyz; 0 takes a free one.",
     )
 
@@ -70,6 +111,8 @@ def slots_per_gpu() -> Any:
         8,
         flag="--slots-per-gpu",
         env="CARPOOL_SLOTS_PER_GPU",
+        least=1,
+        most=128,
         help="Most pods that may share one GPU; the same for the scheduler and for all agents.",
     )
 
@@ -151,11 +194,18 @@ def _option(one: Setting) -> dict[str, Any]:
         "type": kind,
         "default": one.default.value if isinstance(one.default, Enum) else one.default,
         "envvar": one.env,
-        "help": one.help,
+        "help": one.description,
+        "callback": lambda ctx, param, value: _checked(one, ctx, param, value),
         # What an empty setting means, its help says.
         "show_default": one.default not in (None, ""),
         "show_envvar": True,
     }
+
+
+def _checked(one: Setting, ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+    if (why := one.refusal(value)) is not None:
+        raise click.BadParameter(why, ctx, param)
+    return value
 
 
 def _typed(one: Setting, value: Any) -> Any:
@@ -174,12 +224,15 @@ def _parse(one: Setting, text: str) -> Any:
             return text.casefold() in _TRUE
         raise SettingsError(f"{one.env}: expected true or false, found {text!r}")
     try:
-        return one.type(text)
+        value = one.type(text)
     except ValueError as error:
         wanted = (
             " or ".join(one.type) if issubclass(one.type, StrEnum) else {int: "an integer"}.get(one.type, "a number")
         )
         raise SettingsError(f"{one.env}: expected {wanted}, found {text!r}") from error
+    if (why := one.refusal(value)) is not None:
+        raise SettingsError(f"{one.env}: {why}")
+    return value
 
 
 def _build(cls: type[S], values: Mapping[tuple[str, ...], Any]) -> S:

@@ -46,7 +46,7 @@ _HEADER = ("Flag", "Variable", "Kind", "Unit", "Default", "Meaning")
 
 def _row(one: Setting) -> tuple[str, ...]:
     flag = f"{one.flag}, --no-{one.flag.removeprefix('--')}" if one.type is bool else one.flag
-    return code(flag), code(one.env), _kind(one), unit_of(one), _default(one), one.help
+    return code(flag), code(one.env), _kind(one), unit_of(one), _default(one), one.description
 
 
 def _kind(one: Setting) -> str:

@@ -7,7 +7,7 @@ import uvloop
 from carpool_core import logs
 from carpool_core.kube.credentials import KubeConfigError
 from carpool_core.kube.errors import KubeError
-from carpool_core.settings import SettingsError, click_options
+from carpool_core.settings import MisconfiguredError, SettingsError, click_options
 
 from carpool_operator.serve import NotInstalledError, serve
 from carpool_operator.settings import OperatorSettings
@@ -22,5 +22,7 @@ def operator(settings: OperatorSettings) -> None:
     logging.getLogger("kopf.objects").setLevel(logging.WARNING)
     try:
         uvloop.run(serve(settings))
-    except (NotInstalledError, KubeConfigError, KubeError, SettingsError) as error:
+    except (KubeConfigError, SettingsError) as error:
+        raise MisconfiguredError(str(error)) from error
+    except (NotInstalledError, KubeError) as error:
         raise click.ClickException(str(error)) from error

@@ -1,4 +1,4 @@
-"""kopf's part: it watches the jobs, logs in, answers liveness probes, and ends the process well on SIGTERM.
+"""kopf's part: it watches the jobs, logs in, and ends the process well on SIGTERM.
 
 Pods and GpuNodes come through the core's reflector instead. kopf keeps no cache, hands over whole objects as
 dictionaries, and after an expired watch (410) lists again without telling what was deleted meanwhile: a running job
@@ -120,10 +120,6 @@ def registry_for(operator: Operator, kube: KubeSettings, clock: Clock, stop: asy
     )
     async def job_changed(event: kopf.RawEvent, **_: Any) -> None:
         hear(operator, event)
-
-    @kopf.on.probe(id="waiting", registry=registry)
-    async def waiting(**_: Any) -> int:
-        return len(operator.queue)
 
     @kopf.on.cleanup(id="stop", registry=registry)
     async def stopping(**_: Any) -> None:

@@ -173,6 +173,8 @@ def build_pod(job: GpuTrainingJob, worker: int, attempt: int) -> dict[str, Any]:
     tolerations = list(spec.get("tolerations") or [])
     if _TOLERATION not in tolerations:
         tolerations.append(_TOLERATION)
+    if not spec.get("priorityClassName"):
+        spec.pop("priorityClassName", None)  # empty it says nothing, and another may be set
     spec.update(schedulerName=keys.SCHEDULER_NAME, restartPolicy="Never", tolerations=tolerations)
     labels = {
         "app.kubernetes.io/managed-by": "carpool",

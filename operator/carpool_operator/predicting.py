@@ -2,14 +2,17 @@
 
 from collections.abc import Iterable, Sequence
 
+import msgspec
 from carpool_core import keys
-from carpool_core.demand import Demand, told_of
+from carpool_core.demand import Demand, demand_of, told_of
 from carpool_core.products import hardware_name
 from carpool_core.resources.job import GpuTrainingJob, WorkerPlacement
 from carpool_core.resources.prediction import Prediction
 from carpool_core.values import RequestedMode, SharingMode
 
+from carpool_operator import order
 from carpool_operator.actions import Predict
+from carpool_operator.conditions import find
 from carpool_operator.draft import Draft
 from carpool_operator.lessons import mark
 from carpool_operator.outcomes import GPU_OUT_OF_MEMORY
@@ -76,14 +79,40 @@ def describe(prediction: Prediction) -> str:
     return "; ".join([*told, *([f"and {more} more product{'' if more == 1 else 's'}"] if more > 0 else [])])
 
 
+def _length(draft: Draft) -> str:
+    """Say behind what else was predicted how long the job takes; nothing where that is unknown."""
+    steps = draft.job.spec.training.steps
+    if steps is None:
+        return ""
+    try:
+        demand = demand_of(msgspec.structs.replace(draft.job, status=draft.status))
+    except ValueError:
+        return ""  # by which the job fails in a moment, and says so
+    lengths = order.lengths_of(draft.job, demand, draft.snapshot.inventory)
+    return f"; {order.told(steps, lengths)}" if lengths else ""
+
+
+def _tell(draft: Draft, prediction: Prediction) -> str:
+    """Set the condition to what was predicted; return what it says."""
+    told = told_of(prediction, draft.job.spec.sharing.mode, draft.job.spec.memory.limit) + _length(draft)
+    is_known = prediction.outcome == "Predicted"
+    draft.condition(keys.CONDITION_PREDICTED, "True" if is_known else "False", prediction.reason, told)
+    return told
+
+
+def _tell_anew(draft: Draft, prediction: Prediction) -> None:
+    """Say of a changed spec what was said of the one before, where the same prediction holds."""
+    before = find(draft.status, keys.CONDITION_PREDICTED)
+    if before is not None and before.observed_generation < draft.job.metadata.generation:
+        _tell(draft, prediction)
+
+
 def _keep(draft: Draft, prediction: Prediction) -> None:
     draft.set(prediction=prediction)
-    told = told_of(prediction, draft.job.spec.sharing.mode, draft.job.spec.memory.limit)
+    told = _tell(draft, prediction)
     if prediction.outcome == "Predicted":
-        draft.condition(keys.CONDITION_PREDICTED, "True", prediction.reason, told)
-        draft.say("Normal", "Predicted", describe(prediction))
+        draft.say("Normal", "Predicted", describe(prediction) + _length(draft))
     else:
-        draft.condition(keys.CONDITION_PREDICTED, "False", prediction.reason, told)
         # Nobody has to act where the job would not share, or may share all the same.
         draft.say("Warning" if told == prediction.message else "Normal", prediction.reason, told)
 
@@ -115,7 +144,8 @@ def predict(draft: Draft) -> bool:
     """
     snapshot = draft.snapshot
     known, fresh = draft.status.prediction, snapshot.prediction
-    if is_current(known, snapshot) and not _may_improve(draft, known):
+    if known is not None and is_current(known, snapshot) and not _may_improve(draft, known):
+        _tell_anew(draft, known)
         return not _is_outdated(known, snapshot) or _renew(draft)
     if fresh is not None and fresh != known:
         _keep(draft, fresh)

@@ -70,7 +70,6 @@ async def serve(settings: OperatorSettings) -> None:
                 standalone=True,
                 clusterwide=not settings.namespace_list,
                 namespaces=settings.namespace_list,
-                liveness_endpoint=settings.liveness_endpoint or None,
                 stop_flag=stop,
             )
         finally:

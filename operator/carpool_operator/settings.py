@@ -7,6 +7,7 @@ from carpool_core.settings import KubeSettings, LogSettings, metrics_port, predi
 from carpool_predictor.calibration_map import place_of
 from carpool_predictor.source import TraceLimits
 
+from carpool_operator import order
 from carpool_operator.attempts import Backoff
 
 
@@ -29,38 +30,41 @@ class OperatorSettings:
         help="Address on which metrics and health are served.",
     )
     metrics_port: int = metrics_port(9402)
-    liveness_endpoint: str = setting(
-        "",
-        flag="--liveness-endpoint",
-        env="CARPOOL_LIVENESS_ENDPOINT",
-        help="Where kopf serves its own liveness probe, such as http://0.0.0.0:8080/healthz; nowhere where empty.",
-    )
     workers: int = setting(
-        16, flag="--workers", env="CARPOOL_WORKERS", help="Jobs that are looked at at the same time."
+        16, flag="--workers", env="CARPOOL_WORKERS", least=1, help="Jobs that are looked at at the same time."
     )
     trace_timeout_s: float = setting(
         120.0,
         flag="--trace-timeout-seconds",
         env="CARPOOL_TRACE_TIMEOUT_SECONDS",
+        least=1,
+        most=86400,
         help="Seconds after which tracing a catalog or graph model is given up.",
     )
     trace_memory_mib: int = setting(
         3072,
         flag="--trace-memory-mib",
         env="CARPOOL_TRACE_MEMORY_MIB",
+        least=1,
         help="Writable memory of the tracing subprocess, in MiB.",
     )
-    traces: int = setting(1, flag="--traces", env="CARPOOL_TRACES", help="Models that are traced at the same time.")
+    traces: int = setting(
+        1, flag="--traces", env="CARPOOL_TRACES", least=1, help="Models that are traced at the same time."
+    )
     backoff_s: float = setting(
         10.0,
         flag="--backoff-seconds",
         env="CARPOOL_BACKOFF_SECONDS",
+        least=0,
+        most=86400,
         help="Seconds before the first restart of a failed job; doubled with each further one.",
     )
     backoff_most_s: float = setting(
         360.0,
         flag="--backoff-most-seconds",
         env="CARPOOL_BACKOFF_MOST_SECONDS",
+        least=0,
+        most=86400,
         help="Longest wait before a restart, in seconds.",
     )
 
@@ -79,6 +83,15 @@ class OperatorSettings:
         "run alone there until some have been. Where nothing is learned they always share, with a wider bound.",
     )
 
+    length_classes: str = setting(
+        "",
+        flag="--length-classes",
+        env="CARPOOL_LENGTH_CLASSES",
+        help="How the names of the PriorityClasses begin that sort waiting jobs by their predicted length, the longest "
+        "first, such as carpool-length- of carpool-length-00 to -23; jobs come in order of arrival where empty. The "
+        "chart sets it by settings.queueOrder.",
+    )
+
     prediction_key: Path | None = prediction_key()
 
     @property
@@ -89,6 +102,15 @@ class OperatorSettings:
             SettingsError: It is not of the form NAMESPACE/NAME.
         """
         return place_of(self.calibration)
+
+    @property
+    def length_prefix(self) -> str:
+        """How the names of the classes of lengths begin; empty where there are none.
+
+        Raises:
+            SettingsError: No class could be called so.
+        """
+        return order.checked(self.length_classes)
 
     @property
     def trace_limits(self) -> TraceLimits:

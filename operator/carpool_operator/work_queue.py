@@ -35,10 +35,6 @@ class WorkQueue:
         self._changed = asyncio.Event()
         self._waiting = asyncio.Lock()
 
-    def __len__(self) -> int:
-        """Keys that wait to be looked at now."""
-        return len(self._ready) + len(self._leisure) + len(self._again)
-
     @property
     def is_idle(self) -> bool:
         """Whether nothing waits and nothing is being looked at; delayed keys do not count."""

@@ -56,6 +56,7 @@ def test_nulls_mean_that_nothing_is_said(control_plane: Cluster) -> None:
     manifest = _job(
         "nulls",
         model=None,
+        training={"steps": None},
         memory={"limit": None},
         gpu={"product": None, "minMemory": None, "minComputeCapability": None},
         runPolicy={"activeDeadlineSeconds": None, "ttlSecondsAfterFinished": None},
@@ -97,6 +98,12 @@ def test_what_the_placement_was_decided_by_cannot_change(control_plane: Cluster,
     with pytest.raises(KubectlError) as caught:
         _patch(control_plane, placed, **{field: CHANGES[field]})
     assert f"spec.{field} cannot change once the job is placed; only spec.runPolicy can" in str(caught.value)
+
+
+def test_neither_can_the_number_of_its_steps(control_plane: Cluster, placed: str) -> None:
+    with pytest.raises(KubectlError) as caught:
+        _patch(control_plane, placed, training={"steps": 1000})
+    assert "spec.training cannot change once the job is placed" in str(caught.value)
 
 
 def test_the_run_policy_of_a_placed_job_can_change(control_plane: Cluster, placed: str) -> None:

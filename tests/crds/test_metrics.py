@@ -1,5 +1,7 @@
 import aiohttp
+import pytest
 from carpool_core import metrics
+from carpool_core.settings import SettingsError
 from prometheus_client import CollectorRegistry, Gauge
 
 
@@ -32,5 +34,15 @@ async def test_readiness_says_what_is_missing() -> None:
         assert (await _get(server.port, "/readyz")) == (503, "the first list of GpuNodes\n")
         waiting_for.clear()
         assert (await _get(server.port, "/readyz"))[0] == 200
+    finally:
+        await server.close()
+
+
+async def test_a_port_that_is_taken_is_a_sentence() -> None:
+    """Regression: operator and extender ended with a traceback."""
+    server = await metrics.serve(CollectorRegistry(), 0, "127.0.0.1")
+    try:
+        with pytest.raises(SettingsError, match=r"expected a free port at 127.0.0.1, found \d+: .*; set another$"):
+            await metrics.serve(CollectorRegistry(), server.port, "127.0.0.1")
     finally:
         await server.close()

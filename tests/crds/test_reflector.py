@@ -1,81 +1,28 @@
-import asyncio
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+"""What a reflector does while the server answers, and while it does not."""
 
-import msgspec
+from collections.abc import AsyncIterator, Callable
+
 import pytest
-from carpool_core.kube.api import PODS, Page, ResourceKind, Selector, WatchEvent
+from carpool_core.kube.api import PODS, ResourceKind, Selector, WatchEvent
 from carpool_core.kube.errors import Forbidden, Gone, Overloaded, Unreachable
 from carpool_core.kube.pods import Pod
-from carpool_core.kube.reflector import Reflector, Store
+from carpool_core.kube.reflector import Store
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
+from reflector_world import World, pod_body, settle
 from structlog.testing import capture_logs
 
 
-def _pod(name: str, node: str = "", **spec: Any) -> dict[str, Any]:
-    return {"metadata": {"name": name, "namespace": "d"}, "spec": {"nodeName": node, **spec}}
-
-
-async def _settle() -> None:
-    """Let every task run until it waits for something that only the test brings."""
-    for _ in range(50):
-        await asyncio.sleep(0)
-
-
-class World:
-    """A reflector of pods that runs against a fake server, and what it told."""
-
-    def __init__(self, api: FakeKube, clock: FakeClock, **options: Any) -> None:
-        self.api, self.clock = api, clock
-        self.told: list[tuple[str | None, str | None]] = []
-        self.reflector = Reflector(
-            api, PODS, Pod, clock=clock, on_change=self._on_change, sleep=clock.sleep, jitter=lambda: 1.0, **options
-        )
-        self.task = asyncio.create_task(self.reflector.run())
-
-    def _on_change(self, old: Pod | None, new: Pod | None) -> None:
-        self.told.append(tuple(None if p is None else f"{p.metadata.name}@{p.spec.node_name}" for p in (old, new)))  # type: ignore[arg-type]
-
-    @property
-    def names(self) -> set[str]:
-        return set(self.reflector.store.items)
-
-
-@pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
-
-
-@pytest.fixture
-def api(clock: FakeClock) -> FakeKube:
-    return FakeKube(clock)
-
-
-@pytest.fixture
-async def start(api: FakeKube, clock: FakeClock) -> AsyncIterator[Callable[..., World]]:
-    worlds: list[World] = []
-
-    def begin(**options: Any) -> World:
-        worlds.append(World(options.pop("api", api), clock, **options))
-        return worlds[-1]
-
-    yield begin
-    for world in worlds:
-        world.task.cancel()
-        await asyncio.gather(world.task, return_exceptions=True)
-
-
 async def test_first_list_then_changes(api: FakeKube, start: Callable[..., World]) -> None:
-    api.seed(PODS, _pod("a"))
+    api.seed(PODS, pod_body("a"))
     world = start()
     assert not world.reflector.store.synced
     await world.reflector.wait_synced()
-    await _settle()
-    await api.create(PODS, _pod("b"))
+    await settle()
+    await api.create(PODS, pod_body("b"))
     await api.patch(PODS, "a", {"spec": {"nodeName": "n1"}}, namespace="d")
     await api.delete(PODS, "b", namespace="d")
-    await _settle()
+    await settle()
     assert world.told == [(None, "a@"), (None, "b@"), ("a@", "a@n1"), ("b@", None)]
     assert world.names == {"d/a"}
     found = world.reflector.store.get("d/a")
@@ -85,7 +32,7 @@ async def test_first_list_then_changes(api: FakeKube, start: Callable[..., World
 
 async def test_a_list_of_many_pages(api: FakeKube, start: Callable[..., World]) -> None:
     for i in range(1234):
-        api.seed(PODS, _pod(f"p{i}"))
+        api.seed(PODS, pod_body(f"p{i}"))
     world = start()
     await world.reflector.wait_synced()
     assert len(world.reflector.store.values()) == 1234
@@ -94,29 +41,29 @@ async def test_a_list_of_many_pages(api: FakeKube, start: Callable[..., World]) 
 
 async def test_gone_lists_again_and_tells_of_deletions(api: FakeKube, start: Callable[..., World]) -> None:
     for name in ("stays", "goes", "moves"):
-        api.seed(PODS, _pod(name))
+        api.seed(PODS, pod_body(name))
     world = start()
-    await _settle()
+    await settle()
     world.told.clear()
     # The connection breaks, things happen, and the server forgets them before the watch comes back.
     api.end_watches(Unreachable("cut"))
-    await _settle()
+    await settle()
     await api.delete(PODS, "goes", namespace="d")
     await api.patch(PODS, "moves", {"spec": {"nodeName": "n2"}}, namespace="d")
-    await api.create(PODS, _pod("comes"))
+    await api.create(PODS, pod_body("comes"))
     api.compact()
     world.clock.advance(60)
-    await _settle()
+    await settle()
     assert sorted(world.told, key=str) == [("goes@", None), ("moves@", "moves@n2"), (None, "comes@")]
     assert world.names == {"d/stays", "d/moves", "d/comes"}
 
 
 async def test_gone_in_the_middle_of_a_list_begins_it_again(api: FakeKube, start: Callable[..., World]) -> None:
     for i in range(600):
-        api.seed(PODS, _pod(f"p{i}"))
+        api.seed(PODS, pod_body(f"p{i}"))
     api.fail_next("list", PODS, Gone("continue token expired"))
     world = start()
-    await _settle()
+    await settle()
     assert world.reflector.store.synced
     assert len(world.names) == 600
 
@@ -127,18 +74,18 @@ async def test_a_server_that_always_says_gone_is_not_asked_in_a_tight_loop(
     for _ in range(5):
         api.fail_next("list", PODS, Gone("expired"))
     start()
-    await _settle()
+    await settle()
     assert [call.verb for call in api.calls] == ["list", "list"]
     assert clock.sleeping == [pytest.approx(0.4)]
 
 
 async def test_a_watch_goes_on_from_the_last_bookmark(api: FakeKube, start: Callable[..., World]) -> None:
     world = start(selector=Selector(fields="spec.nodeName=n1"))
-    await _settle()
+    await settle()
     for i in range(5):
-        await api.create(PODS, _pod(f"elsewhere{i}", "n2"))
+        await api.create(PODS, pod_body(f"elsewhere{i}", "n2"))
     api.bookmark()
-    await _settle()
+    await settle()
     versions: list[str] = []
     original = api.watch
 
@@ -149,19 +96,19 @@ async def test_a_watch_goes_on_from_the_last_bookmark(api: FakeKube, start: Call
     api.watch = watch  # type: ignore[method-assign]
     world.clock.advance(300)
     api.end_watches()
-    await _settle()
+    await settle()
     assert versions == ["5"]
     assert world.names == set()
 
 
 async def test_the_server_ends_a_watch_and_nothing_is_lost(api: FakeKube, start: Callable[..., World]) -> None:
     world = start()
-    await _settle()
+    await settle()
     world.clock.advance(300)
     api.end_watches()
-    await api.create(PODS, _pod("meanwhile"))
+    await api.create(PODS, pod_body("meanwhile"))
     world.clock.advance(1)
-    await _settle()
+    await settle()
     assert world.names == {"d/meanwhile"}
     assert [call.verb for call in api.calls].count("list") == 1
 
@@ -170,14 +117,14 @@ async def test_after_silence_the_watch_goes_on_where_it_was(
     api: FakeKube, clock: FakeClock, start: Callable[..., World]
 ) -> None:
     world = start()
-    await _settle()
+    await settle()
     clock.advance(150)
     api.end_watches(Unreachable("no word from the API server for 150 s"))
-    await api.create(PODS, _pod("meanwhile"))
-    await _settle()
+    await api.create(PODS, pod_body("meanwhile"))
+    await settle()
     assert world.reflector.store.age(clock.monotonic()) == 150
     clock.advance(0.2)
-    await _settle()
+    await settle()
     assert world.names == {"d/meanwhile"}
     assert world.reflector.store.age(clock.monotonic()) == 0
     assert [call.verb for call in api.calls].count("list") == 1
@@ -191,15 +138,15 @@ async def test_waits_double_up_to_half_a_minute_and_start_over_after_success(
     start()
     waits = []
     for _ in range(12):
-        await _settle()
+        await settle()
         waits.append(clock.sleeping[0])
         clock.advance(clock.sleeping[0])
     assert waits == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30, 30, 30, 30])
-    await _settle()
-    await api.create(PODS, _pod("a"))
-    await _settle()
+    await settle()
+    await api.create(PODS, pod_body("a"))
+    await settle()
     api.end_watches(Unreachable("cut"))
-    await _settle()
+    await settle()
     assert clock.sleeping == pytest.approx([0.2])
 
 
@@ -207,9 +154,9 @@ async def test_a_watch_that_ends_at_once_is_not_reopened_in_a_tight_loop(
     api: FakeKube, clock: FakeClock, start: Callable[..., World]
 ) -> None:
     start()
-    await _settle()
+    await settle()
     api.end_watches()
-    await _settle()
+    await settle()
     assert clock.sleeping == [pytest.approx(0.2)]
 
 
@@ -219,100 +166,19 @@ async def test_a_missing_right_is_told_and_tried_again(
     api.fail_next("list", PODS, Forbidden("pods is forbidden: grant list and watch"))
     with capture_logs() as logs:
         world = start()
-        await _settle()
+        await settle()
     assert [(log["event"], log["log_level"]) for log in logs] == [("watch failed", "error")]
     assert "grant list and watch" in logs[0]["error"]
     clock.advance(1)
-    await _settle()
+    await settle()
     assert world.reflector.store.synced
-
-
-async def test_a_malformed_object_is_named_and_skipped(api: FakeKube, start: Callable[..., World]) -> None:
-    api.seed(PODS, _pod("good"))
-    api.seed(PODS, _pod("bad", containers="none"))
-    with capture_logs() as logs:
-        world = start()
-        await _settle()
-        await api.create(PODS, _pod("worse", containers=7))
-        await api.create(PODS, _pod("fine"))
-        await _settle()
-    assert world.names == {"d/good", "d/fine"}
-    assert [log["object"] for log in logs] == ["d/bad", "d/worse"]
-    assert all(log["event"] == "malformed object skipped" and "containers" in log["error"] for log in logs)
-
-
-async def test_an_object_that_turns_malformed_keeps_its_last_good_state(
-    api: FakeKube, start: Callable[..., World]
-) -> None:
-    api.seed(PODS, _pod("a", "n1"))
-    world = start()
-    await _settle()
-    with capture_logs():
-        await api.patch(PODS, "a", {"spec": {"containers": 7}}, namespace="d")
-        await _settle()
-        api.compact()
-        await _settle()
-    kept = world.reflector.store.get("d/a")
-    assert kept is not None
-    assert kept.spec.node_name == "n1"
-    await api.delete(PODS, "a", namespace="d")
-    await _settle()
-    assert world.told == [(None, "a@n1"), ("a@n1", None)]
-
-
-@pytest.mark.parametrize("is_lost", [False, True], ids=["watched", "found gone by a list"])
-async def test_what_cannot_be_read_is_told_until_it_can_be_or_is_gone(
-    api: FakeKube, start: Callable[..., World], is_lost: bool
-) -> None:
-    told: list[tuple[str, bool]] = []
-    api.seed(PODS, _pod("a", "n1"))
-    api.seed(PODS, _pod("b", containers=7))
-    with capture_logs():
-        start(on_unreadable=lambda key, why: told.append((key, why is not None)))
-        await _settle()
-        assert told == [("d/b", True)]
-        await api.patch(PODS, "a", {"spec": {"containers": 7}}, namespace="d")
-        await _settle()
-        await api.patch(PODS, "a", {"spec": {"containers": []}}, namespace="d")
-        await _settle()
-        assert told == [("d/b", True), ("d/a", True), ("d/a", False)]
-        if is_lost:
-            api.lose(PODS, "b", "d")
-            api.compact()
-        else:
-            await api.delete(PODS, "b", namespace="d")
-        await _settle()
-    assert told[-1] == ("d/b", False)
-
-
-async def test_an_object_without_a_readable_name_is_skipped(clock: FakeClock, start: Callable[..., World]) -> None:
-    class Odd(FakeKube):
-        async def list_page(
-            self, kind: ResourceKind, selector: Selector, *, limit: int = 500, continue_token: str = ""
-        ) -> Page:
-            return Page([msgspec.Raw(b'{"metadata": 7}'), msgspec.Raw(b'{"metadata": {"name": "a"}}')], "1", "")
-
-    with capture_logs() as logs:
-        world = start(api=Odd(clock))
-        await _settle()
-    assert world.names == {"a"}
-    assert [log["event"] for log in logs] == ["unreadable object skipped"]
-
-
-async def test_a_change_that_cannot_be_followed_ends_the_process(api: FakeKube, clock: FakeClock) -> None:
-    def fail(old: Pod | None, new: Pod | None) -> None:
-        raise AssertionError("broken index")
-
-    api.seed(PODS, _pod("a"))
-    with pytest.raises(AssertionError, match="broken index"):
-        await Reflector(api, PODS, Pod, clock=clock, on_change=fail).run()
 
 
 async def test_two_reflectors_may_share_nothing_but_the_server(api: FakeKube, start: Callable[..., World]) -> None:
     mine: Store[Pod] = Store()
     here, there = start(store=mine), start(selector=Selector(namespace="other"))
-    await api.create(PODS, _pod("a"))
-    await _settle()
+    await api.create(PODS, pod_body("a"))
+    await settle()
     assert here.reflector.store is mine
     assert (here.names, there.names) == ({"d/a"}, set())
 

@@ -19,13 +19,13 @@ from click.testing import CliRunner
 
 @dataclass(frozen=True)
 class Inner:
-    slots: int = setting(8, flag="--slots", env="T_SLOTS", help="Slots of a GPU.")
+    slots: int = setting(8, flag="--slots", env="T_SLOTS", least=1, most=128, help="Slots of a GPU.")
     folder: Path = setting(Path("/var/lib"), flag="--folder", env="T_FOLDER", help="Where state is kept.")
 
 
 @dataclass(frozen=True)
 class Settings:
-    ratio: float = setting(0.5, flag="--ratio", env="T_RATIO", help="A share, 0..1.")
+    ratio: float = setting(0.5, flag="--ratio", env="T_RATIO", least=0, help="A share, 0..1.")
     kubelet: bool = setting(True, flag="--kubelet", env="T_KUBELET", help="Whether there is a kubelet.")
     node: str | None = setting(None, flag="--node", env="T_NODE", help="Name of the node; the host's where empty.")
     inner: Inner = field(default_factory=Inner)
@@ -69,6 +69,10 @@ def test_every_kind_of_value_from_the_environment() -> None:
     [
         ("T_SLOTS", "many", "T_SLOTS: expected an integer, found 'many'"),
         ("T_RATIO", "half", "T_RATIO: expected a number, found 'half'"),
+        ("T_SLOTS", "0", "T_SLOTS: expected a number from 1 to 128, found 0"),
+        ("T_SLOTS", "129", "T_SLOTS: expected a number from 1 to 128, found 129"),
+        ("T_RATIO", "-0.5", "T_RATIO: expected a number from 0 on, found -0.5"),
+        ("T_RATIO", "nan", "T_RATIO: expected a number from 0 on, found nan"),
         ("T_KUBELET", "maybe", "T_KUBELET: expected true or false, found 'maybe'"),
         ("CARPOOL_LOG_LEVEL", "loud", "CARPOOL_LOG_LEVEL: expected debug or info or warning or error, found 'loud'"),
     ],
@@ -127,6 +131,25 @@ def test_a_wrong_flag_is_refused() -> None:
     output, seen = _run("--log-format", "xml")
     assert seen == []
     assert "json" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "sentence"),
+    [
+        (["--slots", "129"], {}, "'--slots' (env var: 'T_SLOTS'): expected a number from 1 to 128, found 129"),
+        ([], {"T_SLOTS": "0"}, "'--slots' (env var: 'T_SLOTS'): expected a number from 1 to 128, found 0"),
+        (["--ratio", "nan"], {}, "expected a number from 0 on, found nan"),
+    ],
+)
+def test_a_number_out_of_bounds_is_refused_wherever_it_comes_from(
+    arguments: list[str], env: dict[str, str], sentence: str
+) -> None:
+    output, seen = _run(*arguments, env=env)
+    assert seen == []
+    assert sentence in output
+    help_, _ = _run("--help")
+    assert "Slots of a GPU. From 1 to 128." in " ".join(help_.split())
+    assert "A share, 0..1. From 0 on." in " ".join(help_.split())
 
 
 def test_no_flag_and_no_variable_is_used_twice() -> None:

@@ -74,6 +74,11 @@ def test_the_schema_knows_the_policies_of_the_extender() -> None:
             id="an impossible precondition",
         ),
         pytest.param(
+            {"settings": {"queueOrder": "ShortestFirst"}},
+            "at '/settings/queueOrder': value must be one of 'Arrival', 'LongestFirst'",
+            id="an unknown order",
+        ),
+        pytest.param(
             {"settings": {"bindTimeoutSeconds": 0}},
             "at '/settings/bindTimeoutSeconds': minimum: got 0, want 1",
             id="no time to bind",

@@ -108,7 +108,7 @@ async def test_activity_is_learned_as_it_is_without_neighbours() -> None:
     await of.settle()
     for row in stack(of).rows:
         assert row.sm_active is not None
-        assert 0.42 <= row.sm_active < 0.6
+        assert 0.42 < row.sm_active < 2 * 0.42  # less than twice: two never slow each other down by more
     of.apply("z")
     await of.settle()
     prediction = of.job("z").status.prediction

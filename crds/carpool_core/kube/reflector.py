@@ -90,7 +90,8 @@ class Reflector(Generic[T]):
     `on_change(old, new)` is called synchronously for each change, also those that a list brings to light: old None
     means added, new None means deleted. An exception from it ends `run()`: whoever cannot follow must not pretend to.
     `on_unreadable(key, why)` is called for an object that does not fit, whose last good state stays, and with None once
-    it fits again or is gone.
+    it fits again or is gone. `share(old, new)` returns what is kept as an object's new state: equal to `new`, but with
+    parts of what is known already, where that saves memory.
     """
 
     def __init__(
@@ -103,13 +104,14 @@ class Reflector(Generic[T]):
         clock: Clock,
         on_change: Callable[[T | None, T | None], None] | None = None,
         on_unreadable: Callable[[str, str | None], None] | None = None,
+        share: Callable[[T, T], T] | None = None,
         store: Store[T] | None = None,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
         jitter: Callable[[], float] = random.random,
     ) -> None:
         self._api, self._kind, self._selector, self._clock = api, kind, selector or Selector(), clock
         self._decoder = msgspec.json.Decoder(type_)
-        self._on_change, self._on_unreadable = on_change, on_unreadable
+        self._on_change, self._on_unreadable, self._share = on_change, on_unreadable, share
         self._unreadable: set[str] = set()
         self._sleep, self._jitter = sleep, jitter
         self._version = ""
@@ -208,6 +210,8 @@ class Reflector(Generic[T]):
     def _put(self, key: str, new: T) -> None:
         self._note_readable(key)
         old = self.store.items.get(key)
+        if old is not None and self._share is not None:
+            new = self._share(old, new)
         self.store.items[key] = new
         if self._on_change is not None and old != new:
             self._on_change(old, new)

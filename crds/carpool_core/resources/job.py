@@ -25,12 +25,24 @@ from carpool_core.values import (
 
 
 class Training(Resource, frozen=True, kw_only=True):
-    """How the model is trained, as far as memory and speed depend on it."""
+    """How the model is trained, as far as memory, speed and length depend on it."""
 
     batch_size: Annotated[int, field("Samples of one step on one worker.", ge=1, le=1_000_000)] = 32
     optimizer: Annotated[Optimizer, field("Optimizer, whose state takes memory.")] = Optimizer.ADAMW
     precision: Annotated[Precision, field("Arithmetic of the step.")] = Precision.FP32
     activation_checkpointing: Annotated[bool, field("Whether activations are recomputed instead of kept.")] = False
+    steps: (
+        Annotated[
+            int,
+            field(
+                "Steps of the whole training; by the predicted time of one they tell how long the job takes, by which "
+                "a cluster may try the longest of those that wait first. Unknown when left out.",
+                ge=1,
+                le=10**12,
+            ),
+        ]
+        | None
+    ) = None
 
 
 class Sharing(Resource, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ import msgspec
 from carpool_core.clock import Clock
 from carpool_core.kube.api import KubeApi, Page, ResourceKind, Selector, WatchEvent
 from carpool_core.kube.errors import Gone, Invalid, KubeError, NotFound
+from carpool_core.kube.wire import call_name
 from carpool_core.testing import patches
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.selectors import selects
@@ -110,7 +111,11 @@ class FakeKube(KubeApi):
     async def get(self, kind: ResourceKind, name: str, type_: type[T], *, namespace: str = "") -> T:
         """Read one object."""
         await self._begin("get", kind, name)
-        return msgspec.json.decode(msgspec.json.encode(self._store.find(kind, namespace, name)), type=type_)
+        body = msgspec.json.encode(self._store.find(kind, namespace, name))
+        try:
+            return msgspec.json.decode(body, type=type_)
+        except msgspec.ValidationError as error:
+            raise Invalid(f"{call_name('GET', kind, namespace, name)}: unexpected object: {error}") from error
 
     async def list_page(
         self, kind: ResourceKind, selector: Selector, *, limit: int = 500, continue_token: str = ""

@@ -1,0 +1,72 @@
+"""How long jobs take alone, and the rungs of a ladder of lengths by which a queue may put the longest first.
+
+Whoever starts the longest job first ends a batch of jobs soonest, but for a third at most (Graham, Bounds on
+Multiprocessing Timing Anomalies, SIAM J. Appl. Math. 17, 1969). kube-scheduler sorts its queue by priority, then by
+time; a priority is one of few classes that exist before. So lengths are counted in rungs, each half as long again as
+the one below: predicted step times are hardly better than that.
+"""
+
+import math
+from collections.abc import Callable
+from statistics import fmean
+
+from carpool_core.resources.prediction import Prediction
+
+SHORTEST_S = 60.0
+"""Length from which the second rung begins."""
+STEP = 1.5
+"""Factor from rung to rung."""
+RUNGS = 24
+"""The last holds everything from 5.2 days on."""
+UNKNOWN_S = 3600.0
+"""What a job counts as that does not say how many steps it has: an assumption, in the middle of the ladder."""
+
+
+_UNITS = ((86_400.0, "d", 36 * 3600.0), (3600.0, "h", 90 * 60.0), (60.0, "min", 90.0), (1.0, "s", 1.0))
+"""Seconds of a unit, its name, and from how many seconds on it is used; milliseconds below."""
+
+
+def lengths_s(steps: int | None, prediction: Prediction | None, may_run_on: Callable[[str], bool]) -> dict[str, float]:
+    """Return how long a job takes alone on each GPU product, in seconds: its steps by the predicted time of one.
+
+    Args:
+        steps: How many steps its training has; None where nobody said.
+        prediction: What is predicted of it.
+        may_run_on: Whether it may run on a GPU product; of others nothing is returned.
+
+    Returns:
+        Seconds by product; empty where steps or step time are unknown.
+    """
+    if steps is None or prediction is None:
+        return {}
+    return {p.product: steps * p.step_time_seconds.median for p in prediction.products if may_run_on(p.product)}
+
+
+def length_s(steps: int | None, prediction: Prediction | None, may_run_on: Callable[[str], bool]) -> float | None:
+    """Return the one length by which a job is sorted, in seconds: the mean over the products that it may run on.
+
+    Args:
+        steps: How many steps its training has; None where nobody said.
+        prediction: What is predicted of it.
+        may_run_on: Whether it may run on a GPU product.
+
+    Returns:
+        None where steps or step time are unknown.
+    """
+    known = lengths_s(steps, prediction, may_run_on)
+    return fmean(known.values()) if known else None
+
+
+def told(seconds: float) -> str:
+    """Write a length of time in the unit that people use: `41 ms`, `24 min`, `6.8 h`."""
+    size, unit, _ = next((one for one in _UNITS if seconds >= one[2]), (1e-3, "ms", 0.0))
+    amount = seconds / size
+    return f"{f'{amount:,.0f}' if amount >= 10 else f'{amount:.2g}'} {unit}"
+
+
+def rung(seconds: float | None) -> int:
+    """Return the rung of a length, 0 to RUNGS - 1; the longer, the higher."""
+    seconds = UNKNOWN_S if seconds is None else seconds
+    if seconds < SHORTEST_S:
+        return 0
+    return min(RUNGS - 1, 1 + math.floor(math.log(seconds / SHORTEST_S, STEP)))
