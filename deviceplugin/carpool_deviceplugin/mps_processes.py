@@ -82,17 +82,21 @@ class MpsProcesses:
         """Return a look for a pipe directory's daemons and servers that we started, written down or not.
 
         A look returns who is there, and since when. The first one asks of all processes, of which there may be
-        thousands; later ones only of those that it found, and of new ones, before they say that nobody is left.
+        thousands; later ones only of those that it found, and of new ones, before they say that nobody is left. Who was
+        found is there until it has ended: its environment goes first, and what it has on the GPU later.
         """
-        others = set[int]()
+        others, ours = set[int](), dict[int, int]()
 
         def look() -> Mapping[int, int]:
             there = {int(entry.name) for entry in os.scandir(self._proc) if entry.name.isdecimal()}
-            found = self._among(there - others, directory)
+            found = {pid: at for pid, at in ours.items() if (known := self.began(pid)) is not None and known[0] == at}
+            found |= self._among(there - others, directory)
             if others and not found:  # a number may be another process's by now, and a process another program
                 found = self._among(there, directory)
             others.clear()
             others.update(there - found.keys())
+            ours.clear()
+            ours.update(found)
             return found
 
         return look

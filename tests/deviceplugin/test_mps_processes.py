@@ -62,6 +62,22 @@ def test_later_looks_ask_of_new_processes_and_of_those_that_were_found(
         assert look().keys() == {second.pid}, "before it says that nobody is left, it asks of all"
 
 
+def test_who_was_found_is_there_until_it_has_ended(show: Callable[[int, str], Path], tmp_path: Path) -> None:
+    """Regression: while a process ends, its environment is gone, and what it has on the GPU is not."""
+    pipe = tmp_path / "pipe"
+    with server(pipe) as process:
+        proc = show(process.pid, OWN)
+        look = MpsProcesses(proc).of_directory(pipe)
+        assert look().keys() == {process.pid}
+        environment = proc / str(process.pid) / "environ"
+        environment.unlink()
+        environment.touch()
+        assert look().keys() == {process.pid}
+        process.kill()
+        process.wait()
+        assert not look()
+
+
 class Seconds:
     """Time that passes where somebody waits."""
 
