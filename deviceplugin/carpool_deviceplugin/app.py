@@ -93,35 +93,35 @@ def find_devices(settings: AgentSettings, nvml: NvmlLibrary | None = None) -> De
         raise NoDevicesError(
             f"CARPOOL_NODE_NAME: expected the name of this Node, found {found}; set it (spec.nodeName)"
         )
-    if not 1 <= settings.slots_per_gpu <= 128:
-        raise NoDevicesError(f"CARPOOL_SLOTS_PER_GPU: expected 1 to 128, found {settings.slots_per_gpu}")
     if not settings.simulated_gpus:
         try:
-            return real_devices(settings, nvml or installed())
+            devices = real_devices(settings, nvml or installed())
         except NoDevicesError as e:
             hint = 'to try Carpool without hardware, set CARPOOL_SIMULATED_GPUS="NVIDIA A100-SXM4-40GB:4"'
             raise NoDevicesError(f"{e}; {hint}") from e
+        _check_directory("CARPOOL_STATE_DIR", settings.state_dir, "another")
+        return devices
     products = parse_inventory(settings.simulated_gpus)
     try:
         return SimulatedDevices(products, settings.node_name, settings.state_dir)
     except OSError as e:
-        raise NoDevicesError(
-            f"CARPOOL_STATE_DIR: expected to write to {quoted(settings.state_dir)}, found {e.strerror}; set another "
-            "directory"
-        ) from e
+        raise _unwritable("CARPOOL_STATE_DIR", settings.state_dir, e, "another") from e
 
 
-def _check_cdi_dir(directory: Path) -> None:
+def _check_directory(variable: str, directory: Path, advice: str) -> None:
     """Raise NoDevicesError where nobody can write; a full disk, which may not stay so, keeps no agent from starting."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=directory).close()
     except OSError as e:
         if e.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise NoDevicesError(
-                f"CARPOOL_CDI_DIR: expected a directory to write to at {quoted(directory)}, found {e.strerror}; set "
-                "the one from which the container runtime reads CDI specifications"
-            ) from e
+            raise _unwritable(variable, directory, e, advice) from e
+
+
+def _unwritable(variable: str, directory: Path, error: OSError, advice: str) -> NoDevicesError:
+    return NoDevicesError(
+        f"{variable}: expected a directory to write to at {quoted(directory)}, found {error.strerror}; set {advice}"
+    )
 
 
 class KubeletPart:
@@ -221,7 +221,9 @@ def build(
     node = NodeName(settings.node_name)
     if not settings.kubelet:
         return Agent(settings, devices, Reconciler(node, api, clock, devices, rhythm), clock)
-    _check_cdi_dir(settings.cdi_dir)
+    _check_directory(
+        "CARPOOL_CDI_DIR", settings.cdi_dir, "the one from which the container runtime reads CDI specifications"
+    )
     pods: Reflector[Pod] = Reflector(api, PODS, Pod, selector=Selector(fields=f"spec.nodeName={node}"), clock=clock)
     pod_resources = PodResources(settings.pod_resources_socket)
     knowledge = Knowledge(

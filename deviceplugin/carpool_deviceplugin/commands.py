@@ -11,17 +11,13 @@ from carpool_core import logs, metrics
 from carpool_core.clock import SystemClock
 from carpool_core.kube.client import connect
 from carpool_core.kube.credentials import KubeConfigError
-from carpool_core.settings import click_options
+from carpool_core.settings import MisconfiguredError, SettingsError, click_options
 from prometheus_client import CollectorRegistry
 
 from carpool_deviceplugin.app import build, find_devices
 from carpool_deviceplugin.devices import NoDevicesError
 from carpool_deviceplugin.metrics import AgentCollector
 from carpool_deviceplugin.settings import AgentSettings
-
-
-class PortError(Exception):
-    """Metrics cannot be served as configured; the message says what to set."""
 
 
 async def serve(settings: AgentSettings) -> None:
@@ -32,13 +28,7 @@ async def serve(settings: AgentSettings) -> None:
         agent = build(settings, api, clock, devices)
         registry.register(AgentCollector(agent))
         metrics.build_info(registry, "agent", version("carpool"))
-        try:
-            server = await metrics.serve(registry, settings.metrics_port, readiness=agent.unready)
-        except (OSError, OverflowError) as e:
-            raise PortError(
-                f"CARPOOL_METRICS_PORT: expected a free port from 1 to 65535, found {settings.metrics_port}: {e}"
-                "; set another"
-            ) from e
+        server = await metrics.serve(registry, settings.metrics_port, readiness=agent.unready)
         structlog.get_logger().info(
             "agent started", gpus=len(devices.uuids), simulated=devices.simulated, metrics_port=server.port
         )
@@ -62,5 +52,5 @@ def agent(settings: AgentSettings) -> None:
     logs.configure(settings.log, "agent")
     try:
         asyncio.run(serve(settings))
-    except (NoDevicesError, KubeConfigError, PortError) as e:
-        raise click.ClickException(str(e)) from e
+    except (NoDevicesError, KubeConfigError, SettingsError) as e:
+        raise MisconfiguredError(str(e)) from e

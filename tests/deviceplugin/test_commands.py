@@ -11,6 +11,7 @@ from carpool_deviceplugin.app import find_devices
 from carpool_deviceplugin.commands import agent
 from carpool_deviceplugin.devices import NoDevicesError
 from carpool_deviceplugin.settings import AgentSettings
+from carpool_deviceplugin.testing.nvml import FakeNvml
 from click.testing import CliRunner, Result
 
 
@@ -30,7 +31,6 @@ def test_help_names_every_variable() -> None:
         ({"node_name": "10-0-0-1.eu-1.compute.internal"}, "expected libnvidia-ml.so.1, found none"),
         ({"node_name": "n"}, "expected libnvidia-ml.so.1, found none.*set CARPOOL_SIMULATED_GPUS"),
         ({"node_name": "n", "simulated_gpus": "Banana:1"}, "CARPOOL_SIMULATED_GPUS: GPU product 'Banana' is unknown"),
-        ({"node_name": "n", "simulated_gpus": "Tesla T4:1", "slots_per_gpu": 0}, "CARPOOL_SLOTS_PER_GPU: expected 1"),
     ],
 )
 def test_settings_that_lead_to_no_gpus(settings, says) -> None:
@@ -38,12 +38,20 @@ def test_settings_that_lead_to_no_gpus(settings, says) -> None:
         find_devices(AgentSettings(**settings))
 
 
-def test_state_directory_that_cannot_be_written(tmp_path) -> None:
+@pytest.mark.parametrize("simulated", ["", "Tesla T4:1"], ids=["hardware", "simulated"])
+def test_state_directory_that_cannot_be_written(tmp_path, simulated) -> None:
+    """Regression: with hardware the agent started, and each step failed on its own."""
     (tmp_path / "state").write_text("a file")
-    with pytest.raises(
-        NoDevicesError, match=r"CARPOOL_STATE_DIR: expected to write to '.*/state', found .*; set another directory"
-    ):
-        find_devices(AgentSettings(node_name="n", simulated_gpus="Tesla T4:1", state_dir=tmp_path / "state"))
+    settings = AgentSettings(node_name="n", simulated_gpus=simulated, state_dir=tmp_path / "state")
+    told = r"^CARPOOL_STATE_DIR: expected a directory to write to at '.*/state', found (Not a|File).*; set another$"
+    with pytest.raises(NoDevicesError, match=told):
+        find_devices(settings, FakeNvml(["T4"]))
+
+
+def test_without_hardware_nothing_is_written(tmp_path) -> None:
+    with pytest.raises(NoDevicesError, match="expected libnvidia-ml"):
+        find_devices(AgentSettings(node_name="n", state_dir=tmp_path / "state"))
+    assert not (tmp_path / "state").exists()
 
 
 KUBECONFIG = """
@@ -74,12 +82,21 @@ def test_a_port_that_cannot_be_had_is_a_sentence(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        for port, why in ((str(taken.getsockname()[1]), "address already in use"), ("99999", "0-65535")):
-            found = begin(tmp_path, "--metrics-port", port)
-            said = f"Error: CARPOOL_METRICS_PORT: expected a free port from 1 to 65535, found {port}: "
-            assert (found.exit_code, found.output.startswith(said)) == (1, True), found.output
-            assert why in found.output
-            assert found.output.endswith("; set another\n")
+        port = taken.getsockname()[1]
+        found = begin(tmp_path, "--metrics-port", str(port))
+    said = f"Error: CARPOOL_METRICS_PORT: expected a free port at 0.0.0.0, found {port}: "
+    assert (found.exit_code, found.output.startswith(said)) == (2, True), found.output
+    assert "address already in use" in found.output
+    assert found.output.endswith("; set another\n")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "bounds"), [("metrics-port", "99999", "0 to 65535"), ("slots-per-gpu", "0", "1 to 128")]
+)
+def test_a_number_out_of_bounds_is_a_sentence(tmp_path: Path, setting: str, value: str, bounds: str) -> None:
+    found = begin(tmp_path, f"--{setting}", value)
+    assert found.exit_code == 2
+    assert found.output.endswith(f"expected a number from {bounds}, found {value}\n")
 
 
 @pytest.mark.parametrize(
@@ -90,7 +107,7 @@ def test_a_cdi_directory_that_cannot_be_had_is_a_sentence(tmp_path: Path, direct
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / "file").touch()
     found = begin(tmp_path, "--cdi-dir", str(tmp_path / directory))
-    assert (found.exit_code, len(found.output.splitlines())) == (1, 1), found.output
+    assert (found.exit_code, len(found.output.splitlines())) == (2, 1), found.output
     assert found.output.startswith("Error: CARPOOL_CDI_DIR: expected a directory to write to at '/")
     assert f"found {why}" in found.output
 
@@ -98,7 +115,7 @@ def test_a_cdi_directory_that_cannot_be_had_is_a_sentence(tmp_path: Path, direct
 @pytest.mark.parametrize("kubeconfig", ["", "no: config"])
 def test_no_way_to_an_api_server_is_a_sentence(tmp_path: Path, kubeconfig: str) -> None:
     found = begin(tmp_path, kubeconfig=kubeconfig)
-    assert (found.exit_code, len(found.output.splitlines())) == (1, 1), found.output
+    assert (found.exit_code, len(found.output.splitlines())) == (2, 1), found.output
     assert found.output.startswith("Error: ")
     assert str(tmp_path / "kubeconfig") in found.output
 
@@ -132,5 +149,5 @@ def test_an_api_server_that_is_away_is_waited_for(tmp_path: Path) -> None:
 
 def test_without_gpus_the_command_says_what_to_set() -> None:
     result = CliRunner().invoke(agent, ["--node-name", "n"], env={"CARPOOL_SIMULATED_GPUS": ""})
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "set CARPOOL_SIMULATED_GPUS=" in result.output
