@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from carpool_core.resources.node import Device
 from carpool_core.values import GpuUuid, SharingMode
+from carpool_extender.simulation import overlap
 from carpool_extender.simulation.knowing import exactly
 from carpool_extender.simulation.strategy import Knowledge, Strategy
 from carpool_extender.simulation.workload import SimJob, Truth, Workload
@@ -15,8 +16,11 @@ class NoSlowdown:
     def slowdowns(self, mode, tenants):
         return [1.0] * len(tenants)
 
+    def utilization(self, mode, tenants, slowdowns):
+        return overlap.utilization(tenants, slowdowns)
 
-class Halved:
+
+class Halved(NoSlowdown):
     def slowdowns(self, mode, tenants):
         return [float(len(tenants))] * len(tenants)
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from carpool_extender.conditions import Conditions
 from carpool_extender.policies import POLICIES
-from carpool_extender.simulation import document, results
+from carpool_extender.simulation import document, results, workdone
 from carpool_extender.simulation.contest import (
+    DEFAULT,
     EXPERIMENTS,
     FIGURES,
     UNCOUNTED,
@@ -19,11 +20,12 @@ from carpool_extender.simulation.contest import (
     contest,
     named,
     ours,
+    policed,
     shipped,
 )
 from carpool_extender.simulation.pictures import draw, lanes
 from carpool_extender.simulation.provenance import Provenance, commit_of
-from carpool_extender.simulation.report import markdown
+from carpool_extender.simulation.report import POLICED, markdown
 from carpool_extender.simulation.state import Finished
 from carpool_extender.simulation.workload import WorkloadError
 from simulated_world import ALONE, CARPOOL, job, workload
@@ -61,8 +63,16 @@ def test_who_ran_where_is_drawn_of_the_first_line_and_of_carpools(data, tmp_path
     """Regression: the last line was drawn, an oracle's in most tables."""
     lines = contest(lambda _: workload(job("a")), named("exclusive,least-slowdown,energy", CARPOOL), 1, data, print)
     drawn = draw(tmp_path, "x", lines)
-    assert [path.name for path in drawn] == ["x-utilization.png", "x-cdf.png", "x-gantt-0.png", "x-gantt-1.png"]
-    assert [path.name for path in draw(tmp_path, "x", lines[::2])][2:] == ["x-gantt-0.png", "x-gantt-1.png"]
+    assert [path.name for path in drawn] == [
+        "x-utilization.png",
+        "x-cdf.png",
+        "x-gantt-exclusive.png",
+        "x-gantt-least-slowdown.png",
+    ]
+    assert [path.name for path in draw(tmp_path, "x", lines[::2])][2:] == [
+        "x-gantt-exclusive.png",
+        "x-gantt-energy.png",
+    ]
 
 
 def test_the_document_is_written_from_results_alone(tmp_path):
@@ -109,6 +119,36 @@ def test_the_document_is_written_from_results_alone(tmp_path):
         document.write(tmp_path / "nowhere", tmp_path / "experiments.md")
 
 
+def test_the_document_shows_every_policy_beside_the_first_line(tmp_path):
+    experiment = EXPERIMENTS["hotcloud"]
+
+    def line(strategy, minutes):
+        return Line(strategy, [Figures(**(dict.fromkeys(FIGURES, 1.0) | {"makespan_min": minutes}))])
+
+    results.write(tmp_path, "hotcloud", workload(job("a")), [line(experiment.published[0], 200.0)], Provenance())
+    lines = [line(one, 100.0 + number) for number, one in enumerate(policed(experiment))]
+    results.write(tmp_path, "hotcloud" + results.POLICED, workload(job("a")), lines, Provenance())
+    document.write(tmp_path, tmp_path / "experiments.md")
+    text = (tmp_path / "experiments.md").read_text()
+    _, table = text.split(POLICED)
+    named_there = [row.split(" | ")[0].removeprefix("| ") for row in table.split("\n\n")[1].splitlines()]
+    assert named_there[2:4] == ["slot-based", "exclusive"]
+    assert set(named_there[3:]) == POLICIES.keys()
+    assert "| exclusive | 100.0 | -50.0% |" in table
+
+
+def test_utilization_is_told_by_the_work_that_is_done_too():
+    """Alone the GPU was busy for 40 of 100 minutes; the same work took 50, of which kernels overlapped for some."""
+
+    def line(name, minutes, busy):
+        figures = dict.fromkeys(FIGURES, 1.0) | {"makespan_min": minutes, "utilization_percent": busy}
+        return Line(replace(ALONE, name=name), [Figures(**figures)])
+
+    told, _ = workdone.of_hotcloud([line("slot-based", 100.0, 40.0), line(DEFAULT, 50.0, 70.0)])
+    assert told.endswith("would be 80.0% (+100.0%) instead of 70.0%.")
+    assert workdone.of_hotcloud([line("slot-based", 100.0, 40.0)]) == []
+
+
 def test_the_document_compares_seed_by_seed(tmp_path):
     default, *others = ours(EXPERIMENTS["hotcloud"].mode)
     uncounted = next(one for one in others if one.name == UNCOUNTED)
@@ -119,7 +159,11 @@ def test_the_document_compares_seed_by_seed(tmp_path):
     lines = [line(default, 90.0, 170.0), line(uncounted, 100.0, 200.0)]
     results.write(tmp_path, "hotcloud", workload(job("a")), lines, Provenance())
     document.write(tmp_path, tmp_path / "experiments.md")
-    assert "| hotcloud | -20.00 ± 10.00 | +0.00 ± 0.00 | +0.00 ± 0.00 |" in (tmp_path / "experiments.md").read_text()
+    compared = "| hotcloud | -20.00 ± 10.00 | +0.00 ± 0.00 | +0.00 ± 0.00 |"
+    assert compared in (tmp_path / "experiments.md").read_text()
+    results.write(tmp_path, "hotcloud", workload(job("a")), lines, Provenance(), older=[UNCOUNTED])
+    document.write(tmp_path, tmp_path / "experiments.md")
+    assert compared not in (tmp_path / "experiments.md").read_text()  # it is of another version
 
 
 def test_tables_tell_mean_spread_and_change(data, tmp_path):

@@ -10,29 +10,46 @@ from hypothesis import given
 WATTS = st.floats(min_value=1.0, max_value=900.0)
 
 
-@given(idle_w=WATTS, more_w=WATTS, minutes=st.floats(min_value=1, max_value=1e4), active=st.floats(0.0, 1.0))
-def test_what_a_run_took_is_found_again_from_its_energy(idle_w, more_w, minutes, active):
-    power = Power(idle_w, idle_w + more_w)
-    took = Spent(4 * 60 * minutes, active * 4 * 60 * minutes)
-    found = spent(took.energy_mj(power), minutes, 4, power)
-    assert math.isclose(found.gpu_s, took.gpu_s)
-    assert math.isclose(found.active_s, took.active_s, rel_tol=1e-6, abs_tol=1e-6 * took.gpu_s)
+@given(
+    asleep_w=WATTS,
+    idle_w=WATTS,
+    more_w=WATTS,
+    minutes=st.floats(min_value=1, max_value=1e4),
+    in_use=st.floats(0.0, 1.0),
+    active=st.floats(0.0, 1.0),
+)
+def test_what_a_run_took_is_found_again_from_its_energy(asleep_w, idle_w, more_w, minutes, in_use, active):
+    power, gpu_s = Power(asleep_w, idle_w, idle_w + more_w), 4 * 60 * minutes
+    took = Spent(gpu_s, in_use * gpu_s, active * in_use * gpu_s)
+    found = spent(took.energy_j(power) / 1e6, gpu_s, in_use * gpu_s, power)
+    assert found[:2] == took[:2]
+    assert math.isclose(found.active_s, took.active_s, rel_tol=1e-6, abs_tol=1e-6 * gpu_s)
 
 
 @given(idle_w=WATTS, more_w=WATTS)
 def test_energies_tell_what_gpus_draw(idle_w, more_w):
-    true = Power(idle_w, idle_w + more_w)
-    runs = {"alone": Spent(1000.0, 500.0), "shared": Spent(600.0, 480.0), "badly": Spent(900.0, 700.0)}
-    found = fitted(runs, {name: run.energy_mj(true) for name, run in runs.items()})
-    assert math.isclose(found.idle_w, true.idle_w, abs_tol=0.06)
-    assert math.isclose(found.limit_w, true.limit_w, abs_tol=0.06)
+    true = Power(idle_w, idle_w, idle_w + more_w)
+    runs = {
+        "alone": Spent(1000.0, 1000.0, 500.0),
+        "shared": Spent(600.0, 550.0, 480.0),
+        "badly": Spent(900.0, 800.0, 700.0),
+    }
+    found = fitted(runs, {name: run.energy_j(true) / 1e6 for name, run in runs.items()})
+    assert math.isclose(found.asleep_w, true.asleep_w, abs_tol=0.06)
+    assert found.awake_w == found.asleep_w
+    assert math.isclose(found.full_w, true.full_w, abs_tol=0.06)
+
+
+def _line(name: str, minutes: float, active: float, gpus: int, in_use: float, power: Power) -> Line:
+    """Return a line whose SMs were all active for so many of its minutes."""
+    mj = Spent(60 * gpus * minutes, 60 * in_use * minutes, 60 * gpus * active).energy_j(power) / 1e6
+    figures = dict.fromkeys(FIGURES, 0.0) | {"makespan_min": minutes, "energy_mj": mj, "gpus_in_use": in_use}
+    return Line(Strategy(name, "exclusive"), [Figures(**figures)])
 
 
 def _lines(*, faster: float) -> list[Line]:
     def line(name: str, minutes: float, active: float) -> Line:
-        mj = Spent(240 * minutes, 240 * active).energy_mj(radrm.POWER)
-        figures = dict.fromkeys(FIGURES, 0.0) | {"makespan_min": minutes, "energy_mj": mj}
-        return Line(Strategy(name, "exclusive"), [Figures(**figures)])
+        return _line(name, minutes, active, radrm.GPUS, radrm.GPUS, radrm.POWER)
 
     return [
         line("exclusive", 900.0, 425.0),
@@ -55,17 +72,15 @@ def test_the_fit_goes_by_others_policies_alone_and_is_shown_beside_what_is_used(
     assert magm.split("|")[2].strip() == "28.78 MJ (-13.3%)"
 
 
-def test_hotclouds_energy_is_told_with_gpus_that_are_awake_only_while_they_have_a_job():
+def test_hotclouds_energy_is_told_with_gpus_that_draw_no_more_with_a_job_than_asleep_too():
     def line(name: str, minutes: float, in_use: float) -> Line:
-        active_s = 12 * 3600.0  # the same work
-        mj = Spent(60 * minutes * 12, active_s).energy_mj(Power(20, 350))
-        figures = dict.fromkeys(FIGURES, 0.0) | {"makespan_min": minutes, "energy_mj": mj, "gpus_in_use": in_use}
-        return Line(Strategy(name, "exclusive"), [Figures(**figures)])
+        return _line(name, minutes, 60.0, 12, in_use, Power(20, 98, 301))  # each did the same work
 
     told, _ = energies.of_hotcloud([line("slot-based", 300.0, 12.0), line(DEFAULT, 200.0, 6.0)])
-    first = 12 * (300 * 60 * 80.5 + 3600 * (294 - 80.5)) / 1e6
-    ours = (6 * 200 * 60 * (80.5 + 20) + 12 * 3600 * (294 - 80.5)) / 1e6
-    assert f"slot-based takes {first:.2f} MJ, and Carpool {ours:.2f} MJ ({100 * (ours / first - 1):+.1f}%)." in told
+    first, ours = (12 * 60 * (20 * minutes + (350 - 20) * 60) / 1e6 for minutes in (300, 200))
+    assert (
+        f"slot-based would take {first:.2f} MJ, and Carpool {ours:.2f} MJ ({100 * (ours / first - 1):+.1f}%)." in told
+    )
     assert energies.of_hotcloud([line("slot-based", 300.0, 12.0)]) == []
 
 

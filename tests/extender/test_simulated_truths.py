@@ -25,7 +25,7 @@ def test_the_truth_about_activity_takes_the_place_of_prediction_and_measure():
 
 
 def test_the_truth_about_slowdowns_keeps_limits_and_finds_the_gpu_where_least_is_lost():
-    class Bad:
+    class Bad(NoSlowdown):
         """Whoever is beside "bad" takes four times as long; the others do not notice each other."""
 
         def slowdowns(self, mode, tenants):

@@ -14,14 +14,10 @@ from carpool_extender.simulation.report import markdown
 from carpool_extender.simulation.strategy import Strategy
 from carpool_extender.simulation.workload import WorkloadError
 from click.testing import CliRunner
+from simulated_world import NoSlowdown
 
 A100 = "NVIDIA A100-SXM4-40GB"
 ALONE = Strategy("alone", "exclusive", measure=False)
-
-
-class NoSlowdown:
-    def slowdowns(self, mode, tenants):
-        return [1.0] * len(tenants)
 
 
 def ends(outcome):
@@ -178,7 +174,7 @@ def test_predictions_are_for_the_commonest_product_and_it_is_said_of_the_others(
         ("timestamp,duration,num_gpus\n", "expected at least one job, found none"),
         ("", "found none; add timestamp, duration, num_gpus"),
         (b"\xff\xfe\x00", "expected CSV in UTF-8"),
-        (None, "found no file; set CARPOOL_DATA"),
+        (None, "found no file; look at the path that --trace names, or"),
     ],
 )
 def test_a_bad_trace_is_refused_with_its_line(tmp_path, text, sentence):
@@ -194,20 +190,29 @@ def test_a_bad_trace_is_refused_with_its_line(tmp_path, text, sentence):
     [
         ("nodes: [{product: Voodoo}]", "'Voodoo' is unknown; known products: "),
         ("nodes: [{product: A100}]", "is ambiguous"),
-        ("nodes: [{product: Tesla T4, count: -1}]", r"Expected `int` >= 1 - at `\$.nodes\[0\].count`"),
-        ("nodes: [{product: Tesla T4, gpus: 0}]", "Expected `int` >= 1"),
-        ("nodes: [{product: Tesla T4, cpus: 3}]", "unknown field `cpus`"),
+        ("nodes: [{product: Tesla T4, count: -1}]", r"nodes\[0\].count: expected a whole number >= 1, found -1"),
+        ("nodes: [{product: Tesla T4, gpus: 0}]", "expected a whole number >= 1, found 0; write `nodes: "),
+        ("nodes: [{product: Tesla T4, gpus: x}]", r"nodes\[0\].gpus: expected a whole number, found a text"),
+        ("nodes: 3", "nodes: expected a list, found a whole number"),
+        ("", "expected a mapping, found nothing"),
+        ("nodes: [{gpus: 3}]", r"nodes\[0\]: expected the field product, found none"),
+        ("nodes: [{product: Tesla T4, cpus: 3}]", r"nodes\[0\]: expected only the fields that are known, found cpus"),
         ("nodes: []", "expected at least one node, found none"),
-        ("gpus: 3", "expected `nodes: "),
-        ("nodes: [", "expected `nodes: "),
-        (b"\xff\xfe\x00", "expected `nodes: "),
+        ("gpus: 3", "found gpus; write `nodes: "),
+        ("a:\n  b: c: d", "expected YAML in UTF-8, found what is none near line 2; write `nodes: "),
+        ("nodes: 2020-99-99", "expected YAML in UTF-8, found something else"),
+        (b"\xff\xfe\x00", "expected YAML in UTF-8, found something else"),
+        (None, "expected a cluster file at .*, found no file; look at the path that --cluster names"),
     ],
 )
 def test_a_bad_cluster_file_shows_what_was_expected(tmp_path, text, sentence):
     path = tmp_path / "c.yaml"
-    path.write_bytes(text.encode() if isinstance(text, str) else text)
-    with pytest.raises(WorkloadError, match=sentence):
+    if text is not None:
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(WorkloadError, match=sentence) as caught:
         read_cluster(path)
+    for theirs in ("`int`", "- at `$", "Errno", "byte string"):
+        assert theirs not in str(caught.value)
 
 
 def run(data, *arguments):
@@ -266,7 +271,10 @@ def test_a_table_shows_the_figures_that_it_is_asked_for(openb):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([], "expected either --workload or --trace, found both or neither"),
+        ([], "expected either --workload or --trace, found neither"),
+        (["--workload", "hotcloud", "--trace", "t.csv"], "expected either --workload or --trace, found both"),
+        (["--workload", "hotcloud", "--policy", "energy", "--policies", "all"], "which mean the same, found both"),
+        (["--trace", "/nowhere/t.csv"], "found no file; look at the path that --trace names"),
         (["--workload", "hotcloud", "--policy", "fast"], "policy 'fast' is unknown; choose one of"),
         (["--workload", "hotcloud", "--cluster", "c.yaml"], "expected --cluster beside --trace only"),
         (

@@ -8,13 +8,15 @@ from pathlib import Path
 import click
 from carpool_core.clock import SystemClock
 from carpool_core.settings import SettingsError, click_options
+from click.core import ParameterSource
 from rich.console import Console
 
 from carpool_extender.checks import NO_CONDITIONS
 from carpool_extender.conditions import Conditions
 from carpool_extender.policies import UnknownPolicyError
+from carpool_extender.refusal import counted
 from carpool_extender.settings import ConditionSettings
-from carpool_extender.simulation import document, philly, report, results
+from carpool_extender.simulation import document, philly, pictures, report, results
 from carpool_extender.simulation.contest import (
     EXPERIMENTS,
     SMALL,
@@ -24,6 +26,7 @@ from carpool_extender.simulation.contest import (
     contest,
     failing,
     named,
+    policed,
     shipped,
     strategies_of,
     varied,
@@ -38,6 +41,10 @@ PUBLISHED = "published"
 SEEDS = 10
 WHOLE_SEEDS = 1
 """Each run of a trace as long as months takes minutes."""
+
+
+class NothingPlacedError(click.ClickException):
+    """Nothing came of a run: no job ever had a place; ends with 1."""
 
 
 class BadInputError(click.ClickException):
@@ -77,7 +84,7 @@ class Runs:
     help="published: the experiment's own strategies and Carpool's; all, or names: policies of the table, compared, "
     "each with all that Carpool knows.",
 )
-@click.option("--policy", "policies", help="The same as --policies.")
+@click.option("--policy", help="The same as --policies.")
 @click.option(
     "--fragmentation",
     type=click.FloatRange(0, 1, max_open=True),
@@ -92,7 +99,9 @@ class Runs:
     help="Runs of each strategy.",
 )
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"), show_default=True)
-@click.option("--pictures/--no-pictures", default=True, show_default=True, help="Draw them; needs carpool[simulate].")
+@click.option(
+    "--pictures/--no-pictures", "drawn", default=True, show_default=True, help="Draw them; needs carpool[simulate]."
+)
 @click.option(
     "--document",
     "document_path",
@@ -113,11 +122,12 @@ def simulate(
     trace: Path | None,
     cluster: Path | None,
     policies: str,
+    policy: str | None,
     *,
     fragmentation: float,
     seeds: int | None,
     out: Path,
-    pictures: bool,
+    drawn: bool,
     document_path: Path | None,
     data: Path | None,
 ) -> None:
@@ -127,21 +137,22 @@ def simulate(
     strategies have preconditions of their own.
     """
     console = Console(stderr=True)
+    empty: list[str] = []
     try:
         if document_path is None or workload is not None or trace is not None:
             chosen = {
                 name: _fragmented(one, fragmentation) for name, one in _experiments(workload, trace, cluster).items()
             }
-            conditions = settings.conditions()
+            conditions, policies = settings.conditions(), _policies(policies, policy)
             for experiment in chosen.values():
                 _strategies(experiment, policies, conditions)  # what makes no sense is told before anything runs
             if data is None:
                 raise WorkloadError("expected a folder of measurements, found none; set CARPOOL_DATA, or --data")
-            if pictures and importlib.util.find_spec("matplotlib") is None:
+            if drawn and importlib.util.find_spec("matplotlib") is None:
                 raise WorkloadError("pictures need matplotlib: pip install 'carpool[simulate]', or --no-pictures")
             out.mkdir(parents=True, exist_ok=True)
-            runs = Runs(policies, conditions, seeds, out, data, pictures, console, provenance(SystemClock()))
-            parts = [part for name, experiment in chosen.items() for part in _one(name, experiment, runs)]
+            runs = Runs(policies, conditions, seeds, out, data, drawn, console, provenance(SystemClock()))
+            parts = [part for name, experiment in chosen.items() for part in _one(name, experiment, runs, empty.append)]
             target = out / f"{workload or 'trace'}.md"
             target.write_text("\n".join(parts) + "\n", encoding="utf-8")
             console.print(f"written: {target}")
@@ -152,11 +163,26 @@ def simulate(
         raise BadInputError(str(error)) from error
     except OSError as error:
         raise BadInputError(f"expected to read and write files: {error}; look at --out and --document") from error
+    if empty:
+        raise NothingPlacedError("\n".join(empty))
+
+
+def _policies(policies: str, policy: str | None) -> str:
+    """Return what was named by the one option or the other."""
+    if policy is None:
+        return policies
+    if click.get_current_context().get_parameter_source("policies") is not ParameterSource.DEFAULT:
+        raise WorkloadError("expected --policies or --policy, which mean the same, found both; leave one of them out")
+    return policy
 
 
 def _experiments(workload: str | None, trace: Path | None, cluster: Path | None) -> dict[str, Experiment]:
-    if (workload is None) == (trace is None):
-        raise WorkloadError("expected either --workload or --trace, found both or neither")
+    if workload is not None and trace is not None:
+        raise WorkloadError("expected either --workload or --trace, found both; leave one of them out")
+    if workload is None and trace is None:
+        raise WorkloadError(
+            "expected either --workload or --trace, found neither; name a published workload, or a trace of your own"
+        )
     if workload is not None and cluster is not None:
         raise WorkloadError(f"expected --cluster beside --trace only: {workload} has a cluster of its own")
     if workload == "all":
@@ -208,7 +234,16 @@ def _in_common(runs: Runs, experiment: Experiment) -> tuple[str, ...]:
     return (told, *([f"Preconditions: {runs.conditions}."] if runs.conditions != NO_CONDITIONS else []))
 
 
-def _one(name: str, experiment: Experiment, runs: Runs) -> list[str]:
+def _nothing_placed(name: str, jobs: int, conditions: Conditions) -> str:
+    asked = f" that meets the preconditions ({conditions})" if conditions != NO_CONDITIONS else " that could hold one"
+    todo = "ask for less" if conditions != NO_CONDITIONS else "name a larger cluster"
+    return (
+        f"{name}: expected a GPU for at least one of {counted(jobs, 'job')}, found none{asked} under any strategy, so "
+        f"that its figures mean nothing; {todo}"
+    )
+
+
+def _one(name: str, experiment: Experiment, runs: Runs, warn: Callable[[str], None]) -> list[str]:
     seeds = runs.seeds or (WHOLE_SEEDS if experiment.whole else SEEDS)
 
     def run(which: Experiment, strategies: list[Strategy]) -> list[Line]:
@@ -232,6 +267,7 @@ def _one(name: str, experiment: Experiment, runs: Runs) -> list[str]:
         ]
         parts += [*report.markdown([lines[0], *off]), ""]
         for suffix, told, strategies in (
+            (results.POLICED, report.POLICED, policed(experiment)),
             (results.ATTRIBUTED, report.ATTRIBUTED, attributed(experiment.mode)),
             (results.VARIED, report.VARIED, varied(experiment.mode)),
         ):
@@ -242,9 +278,11 @@ def _one(name: str, experiment: Experiment, runs: Runs) -> list[str]:
         lines_failing = run(with_failures, list(with_failures.published))
         results.write(runs.out, name + results.FAILING, with_failures.draw(runs.data, 0), lines_failing, runs.made)
         parts += ["When GPUs fail:", "", *report.markdown(lines_failing), ""]
-    if runs.pictures:
-        from carpool_extender.simulation.pictures import MOST_GPUS, draw
-
-        if not any("gantt" in path.name for path in draw(runs.out, name, lines)):
-            runs.console.print(f"no chart of who ran where: nothing ended, or there are more than {MOST_GPUS} GPUs")
+    pictures.remove(runs.out, name)
+    if not any(line.has_placed for line in lines):
+        warn(_nothing_placed(name, len(workload.jobs), runs.conditions))
+    elif runs.pictures and not any("gantt" in path.name for path in pictures.draw(runs.out, name, lines)):
+        runs.console.print(
+            f"no chart of who ran where: nothing ended, or there are more than {pictures.MOST_GPUS} GPUs"
+        )
     return parts

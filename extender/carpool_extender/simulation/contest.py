@@ -67,6 +67,12 @@ class Line:
         """Mean of a figure over the seeds."""
         return fmean(getattr(run, name) for run in self.runs)
 
+    @property
+    def has_placed(self) -> bool:
+        """Whether any job ever ran: one that ended at once counts, too."""
+        ended = self.example is not None and bool(self.example.finished)
+        return ended or any(run.gpus_in_use or run.oom for run in self.runs)
+
     def spread(self, name: str) -> float:
         """Standard deviation of a figure over the seeds, of which there must be two."""
         return float(stdev(getattr(run, name) for run in self.runs))
@@ -96,6 +102,7 @@ SMALL = ("hotcloud", "radrm-90", "radrm-60")
 """Experiments of which `--workload all` makes tables; the others take their time."""
 DEFAULT_POLICY = "least-slowdown"
 DEFAULT = "Carpool, slowdown ≤ 1.5 (default)"
+LONGEST_FIRST = "Carpool, longest first"
 UNCOUNTED = "Carpool, own peaks not counted"
 ORACLE = "oracle's knowledge, slowdown ≤ 1.5"
 
@@ -109,6 +116,7 @@ def ours(mode: SharingMode) -> list[Strategy]:
         replace(base, name="Carpool, slowdown ≤ 2", max_slowdown=2.0),
         replace(base, name="Carpool, best fit", policy="best-fit"),
         replace(base, name="Carpool, fewest watts", policy="energy"),
+        replace(base, name=LONGEST_FIRST, longest_first=True),
         replace(base, name="Carpool, limits by the upper quantile", conditions=Conditions(quantile=Quantile.UPPER)),
         replace(base, name="Carpool, nothing measured", measure=False, settles=False),
         replace(base, name="Carpool, nothing learned", learns=False, settles=False),
@@ -186,6 +194,11 @@ def named(policies: str, base: Strategy, conditions: Conditions = NO_CONDITIONS)
     return [replace(base, name=name, policy=name, conditions=conditions) for name in names]
 
 
+def policed(experiment: Experiment) -> list[Strategy]:
+    """Every policy of the table with all that Carpool knows on an experiment."""
+    return named("all", shipped(experiment))
+
+
 def figures_of(outcome: Outcome) -> Figures:
     """Sum a run up."""
     span_s = max(outcome.span_s, 1e-9)
@@ -227,9 +240,23 @@ def contest(
             runs.append(figures_of(outcome))
             example = example or outcome
         line = Line(strategy, runs, example, cpu() - begin_s)
-        tell(f"{strategy.name}: makespan {line.mean('makespan_min'):.0f} min, {line.mean('oom'):.1f} OOM")
+        tell(_progress(line, fmean(len(workload.jobs) for workload in drawn)))
         lines.append(line)
     return lines
+
+
+def _progress(line: Line, jobs: float) -> str:
+    """Sum a line up for whoever waits; of several seeds everything is a mean."""
+    told = f"{line.strategy.name}: makespan {line.mean('makespan_min'):.0f} min, {line.mean('oom'):.1f} OOM"
+    if unplaced := line.mean("unplaced"):
+        what = "never placed, or given up after deaths of memory," if line.mean("oom") else "never placed"
+        told += f", {what} {_short(unplaced)} of {_short(jobs)} jobs"
+    return told
+
+
+def _short(number: float) -> str:
+    """Write a mean of whole numbers, without a fraction where there is none."""
+    return f"{number:,.1f}".removesuffix(".0")
 
 
 FIGURES = tuple(one.name for one in fields(Figures))

@@ -1,16 +1,17 @@
 """Says how RAD-RM's energies compare with those that were published, and what other power of GPUs would change."""
 
 from collections.abc import Sequence
+from statistics import fmean
 
 from carpool_core.products import find_product
 
 from carpool_extender.simulation import hotcloud, radrm
 from carpool_extender.simulation.contest import DEFAULT, ORACLE, Line
 from carpool_extender.simulation.power import Power, Spent, fitted, spent
-from carpool_extender.simulation.zeus_power import ZEUS
+from carpool_extender.simulation.zeus_power import MEAN, power_of
 
-ASSUMED = (Power(50, 200), Power(50, 275), Power(50, 319), Power(50, 400))
-"""An A100's usual idle power with several limits; the largest is the product's own."""
+ASSUMED = tuple(Power(50, 50, full_w) for full_w in (200, 275, 319, 400))
+"""An A100's usual idle power, whether it has a job or not, with several limits; the largest is the product's own."""
 LIMITS_W = (275, 319)
 """Limits of a DGX Station A100's GPUs, none of which is published: as was assumed before; as its datasheet allows."""
 
@@ -21,15 +22,16 @@ def table(known: Sequence[Line]) -> list[str]:
     Args:
         known: The lines of RAD-RM's 60 tasks, the one that others are compared with first.
     """
-    runs = {line.strategy.name: _spent(line) for line in known}
+    runs = {line.strategy.name: _spent(line, radrm.GPUS, radrm.POWER) for line in known}
     published = {**radrm.PUBLISHED_MJ, **radrm.STREAMS_MJ}
     if not published.keys() <= runs.keys():
         return []
     now = fitted(runs, radrm.PUBLISHED_MJ)
+    asleep_w = find_product(radrm.PRODUCT).idle_power_w
     powers = {
         f"{radrm.POWER} (used)": radrm.POWER,
         f"{fitted(runs, published)} (fitted with streams, too)": fitted(runs, published),
-        **{f"{ZEUS.of(limit)} (Zeus' shares of {limit} W)": ZEUS.of(limit) for limit in LIMITS_W},
+        **{f"{MEAN.of(limit, asleep_w)} (Zeus' shares of {limit} W)": MEAN.of(limit, asleep_w) for limit in LIMITS_W},
         **{str(power): power for power in ASSUMED},
     }
     shown = [*published, *(name for name in (DEFAULT, "Carpool, slowdown ≤ 2", ORACLE) if name in runs)]
@@ -42,7 +44,7 @@ def table(known: Sequence[Line]) -> list[str]:
         f"|---|---|{'---|' * len(powers)}",
         *(
             f"| {name} | {_change(published.get(name), published[first])} | "
-            + " | ".join(_change(runs[name].energy_mj(p), runs[first].energy_mj(p)) for p in powers.values())
+            + " | ".join(_change(_mj(runs[name], p), _mj(runs[first], p)) for p in powers.values())
             + " |"
             for name in shown
         ),
@@ -51,7 +53,7 @@ def table(known: Sequence[Line]) -> list[str]:
 
 
 def of_hotcloud(known: Sequence[Line]) -> list[str]:
-    """Say what HotCloud's energies would be if a GPU that has a job drew what Zeus measured; one without one sleeps.
+    """Say what HotCloud's energies would be if a GPU with a job drew no more without activity than asleep.
 
     Args:
         known: The lines of HotCloud, the one that others are compared with first.
@@ -60,24 +62,27 @@ def of_hotcloud(known: Sequence[Line]) -> list[str]:
     if ours is None:
         return []
     product = find_product(hotcloud.PRODUCT)
-    usual, awake = Power(product.idle_power_w, product.power_limit_w), ZEUS.of(product.power_limit_w)
-    first_mj, mj = (_awake_mj(line, usual, awake) for line in (known[0], ours))
+    measured = power_of(product)
+    told = Power(product.idle_power_w, product.idle_power_w, product.power_limit_w)
+    first_mj, mj = (_mj(_spent(line, hotcloud.GPUS, measured), told) for line in (known[0], ours))
     return [
-        f"Energy above is by the idle power and the limit of the product, {usual}. Where a GPU that has a job draws "
-        f"what Zeus measured instead, {ZEUS.awake:.0%} of the limit and {ZEUS.full:.0%} with all SMs active ({awake}), "
-        f"{known[0].strategy.name} takes {_change(first_mj, first_mj)}, and Carpool {_change(mj, first_mj)}.",
+        f"Energy above is by what Zeus measured of an A40, which has the same chip, as shares of the limit: {measured}."
+        f" By the idle power and the limit of the product alone, {told}, {known[0].strategy.name} would take "
+        f"{_change(first_mj, first_mj)}, and Carpool {_change(mj, first_mj)}.",
         "",
     ]
 
 
-def _awake_mj(line: Line, usual: Power, awake: Power) -> float:
-    took = spent(line.mean("energy_mj"), line.mean("makespan_min"), hotcloud.GPUS, usual)
-    in_use_s = line.mean("gpus_in_use") * took.gpu_s / hotcloud.GPUS
-    return Spent(in_use_s, took.active_s).energy_mj(awake) + usual.idle_w * (took.gpu_s - in_use_s) / 1e6
+def _spent(line: Line, gpus: int, power: Power) -> Spent:
+    each = [
+        spent(run.energy_mj, 60 * run.makespan_min * gpus, 60 * run.makespan_min * run.gpus_in_use, power)
+        for run in line.runs
+    ]
+    return Spent(*(fmean(values) for values in zip(*each, strict=True)))
 
 
-def _spent(line: Line) -> Spent:
-    return spent(line.mean("energy_mj"), line.mean("makespan_min"), radrm.GPUS, radrm.POWER)
+def _mj(took: Spent, power: Power) -> float:
+    return took.energy_j(power) / 1e6
 
 
 def _change(mj: float | None, first_mj: float) -> str:

@@ -17,11 +17,11 @@ from carpool_extender.settling import margins
 from carpool_extender.simulation.foreseeing import board_of
 from carpool_extender.simulation.knowing import Knower, Stage
 from carpool_extender.simulation.monitors import Monitors
-from carpool_extender.simulation.power import Power
 from carpool_extender.simulation.state import Finished, Gpu, Outcome, Physics, Running, uid_of
 from carpool_extender.simulation.strategy import Knowledge, Strategy
 from carpool_extender.simulation.waiting import Entry, Waiting
 from carpool_extender.simulation.workload import Failure, SimJob, Workload
+from carpool_extender.simulation.zeus_power import power_of
 
 SLOTS = 8
 OOM_AFTER_S = 60.0
@@ -47,8 +47,7 @@ class Simulation:
         self._board = board_of(workload, strategy, Rules(policy, SLOTS, strategy.conditions), physics)
         self._gpus: dict[GpuUuid, Gpu] = {}
         for name, device in devices:
-            product = find_product(device.product)
-            power = workload.power or Power(product.idle_power_w, product.power_limit_w)
+            power = workload.power or power_of(find_product(device.product))
             self._gpus[device.uuid] = Gpu(device, name, power)
         self._monitors = Monitors(self._knower, self._board, self._gpus.values())
         self._jobs, self._until_s = len(workload.jobs), workload.until_s
@@ -254,7 +253,7 @@ class Simulation:
         for gpu in ({id(g): g for t in touched.values() for g in t.gpus} | {id(g): g for g in gpus}).values():
             gpu.account(self._now_s)
             self._total_util -= gpu.util
-            gpu.load()
+            gpu.load(self._physics)
             self._total_util += gpu.util
 
     def _slowdown_on(self, gpu: Gpu, running: Running) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 from carpool_core.demand import Demand
+from carpool_core.lengths import length_s, rung
 from carpool_core.resources.node import Tenant, TenantProfile
 from carpool_core.resources.prediction import (
     ActivityPrediction,
@@ -107,7 +108,7 @@ class Knower:
         return (job.truth.kind, job.gpus, job.workers, stage.attempt, stage.profiling, own)
 
     def turn(self, job: SimJob, *, is_decreasing: bool) -> float:
-        """Return what the queue goes by, the least first: the time of arrival, unless the largest is to come first.
+        """Return what the queue goes by, the least first: the time of arrival, unless another job is to come first.
 
         Args:
             job: The job.
@@ -115,6 +116,8 @@ class Knower:
         """
         if Piece.DURATIONS in self._strategy.told:
             return -job.work_s
+        if self._strategy.longest_first:
+            return -rung(length_s(job.steps, self._prediction(job), lambda _: True))
         if not is_decreasing:
             return job.arrival_s
         predicted = self._prediction(job)

@@ -1,16 +1,19 @@
-"""The simulator's truth about slowdown: pairs as somebody measured them. Nothing here asks the model that decides.
+"""The simulator's truth about slowdown and utilization, from measured pairs. Nothing asks the model that decides.
 
 Lucid (NSDI '23) measured 676 pairs of training jobs on an RTX 3090 by time-slicing, each with both jobs' speeds
-relative to solo. For two simulated jobs a measured pair is taken whose jobs were as busy: of the NEIGHBOURS nearest in
-(own busy share, other's busy share) one is drawn by the kinds of the two jobs, so that a pair keeps its luck and the
-scatter of the measurements stays. Jobs that Lucid measured itself meet their own pair.
+relative to solo, and the utilization of the GPU.
+
+For two simulated jobs a measured pair is taken whose jobs were as busy: of the NEIGHBOURS nearest in (own busy share,
+other's busy share) one is drawn by the kinds of the two jobs, so that a pair keeps its luck and the scatter of the
+measurements stays. Jobs that Lucid measured itself meet their own pair.
 
 What "busy" means depends on the mode. Tenants that take turns meet in time: the share of time with a kernel. MPS
 tenants meet on the SMs: SM activity takes its place, so that an MPS GPU answers to joint SM activity as a time-sliced
 one answers to joint busy time. That carries measurements of one mode over to another, which is an assumption.
 
 Three and more: each neighbour adds its own loss, s_i = 1 + sum of (s_ij - 1), and then everybody is stretched alike
-until the GPU is no more than wholly busy. No measurement of three was at hand.
+until the GPU is no more than wholly busy. No measurement of three was at hand. Utilization is Lucid's of the very pair
+by time-slicing; of all others `overlap` composes it.
 """
 
 import csv
@@ -21,13 +24,14 @@ from pathlib import Path
 import numpy as np
 from carpool_core.values import SharingMode
 
+from carpool_extender.simulation import overlap
 from carpool_extender.simulation.workload import Truth, WorkloadError
 
 NEIGHBOURS = 8
 
 
 class MeasuredPairs:
-    """Slowdowns of tenants of one GPU.
+    """Slowdowns of tenants of one GPU, and how busy they keep it.
 
     Args:
         folder: Where `solo_rtx3090.csv` and `colocate_rtx3090.csv` of Lucid lie.
@@ -38,6 +42,7 @@ class MeasuredPairs:
         solo = {_key(row, ""): float(row["gpu_util"]) / 100 for row in _read(folder / "solo_rtx3090.csv")}
         points, found = [], []
         self._exact: dict[tuple[str, str], float] = {}
+        self._busy: dict[tuple[str, str], float] = {}
         for row in _read(folder / "colocate_rtx3090.csv"):
             one, two = _key(row, "1"), _key(row, "2")
             if one not in solo or two not in solo:
@@ -45,6 +50,7 @@ class MeasuredPairs:
             for mine, other, speed in ((one, two, row["speed1"]), (two, one, row["speed2"])):
                 slowdown = max(1.0, 1.0 / max(0.05, float(speed)))
                 self._exact[mine, other] = slowdown
+                self._busy[mine, other] = float(row["gpu_util"]) / 100
                 points.append((solo[mine], solo[other]))
                 found.append(slowdown)
         self._points, self._found, self._seed = np.array(points), np.array(found), seed
@@ -62,6 +68,17 @@ class MeasuredPairs:
         ]
         load = sum(b / s for b, s in zip(busy, stretched, strict=True))
         return [s * max(1.0, load) for s in stretched]
+
+    def utilization(self, mode: SharingMode, tenants: Sequence[Truth], slowdowns: Sequence[float]) -> float:
+        """Return the share of time in which the GPU is busy, 0..1: as measured of a pair, else as composed.
+
+        A worker that waits for others of its gang on another GPU is slower than its pair was.
+        """
+        if len(tenants) == 2 and mode is SharingMode.TIME_SLICING:
+            found = self._busy.get((tenants[0].kind, tenants[1].kind))
+            if found is not None and list(slowdowns) == self.slowdowns(mode, tenants):
+                return found
+        return overlap.utilization(tenants, slowdowns)
 
     def _pair(self, one: Truth, other: Truth, in_time: bool) -> float:
         key = (one.kind, other.kind, in_time)

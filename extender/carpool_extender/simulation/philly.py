@@ -1,6 +1,7 @@
 """Any trace of times, durations and GPUs on any cluster; Microsoft's Philly by default."""
 
 import random
+import re
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from carpool_core.resources.node import MOST_GPUS, Device
 from carpool_core.values import GpuUuid, SharingMode
 from msgspec import Meta
 
-from carpool_extender.manifest import in_one_line
+from carpool_extender.manifest import in_words
 from carpool_extender.refusal import counted
 from carpool_extender.simulation import hotcloud
 from carpool_extender.simulation.features import prediction_of
@@ -24,10 +25,24 @@ GPUS, PER_NODE = 2490, 8
 MOST_NODES = 100_000
 SHOWN = ("makespan_min", "waiting_min", "completion_min", "gpus_in_use", "utilization_percent", "oom", "energy_mj")
 
+EXAMPLE = "`nodes: [{count: 1, product: NVIDIA A100-SXM4-40GB, gpus: 8}]`"
+_WORDS = {
+    ", got ": ", found ",
+    r"\barray$": "a list",
+    r"\barray,": "a list,",
+    r"\bnull$": "nothing",
+    r"object contains unknown field (\w+)": r"expected only the fields that are known, found \1",
+    r"object missing required field (\w+)": r"expected the field \1, found none",
+}
+"""Of what the decoder says, in these words."""
+_LINE = re.compile(r"line (\d+), column \d+")
+_STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
+
 ASSUMPTIONS = (
     "The trace says when, for how long and on how many GPUs; not what was trained. Each job gets one of the 18 "
     "measured profiles of the HotCloud workload at random.",
     "Durations are those alone. What was measured on an RTX 3090 is taken for what happens on any product.",
+    "A GPU without a job draws an RTX 3090's idle power, one with a job what Zeus measured of an A40.",
     "GPUs are shared by time slicing, as the measured pairs were, also where MPS could be had.",
     "Running jobs are measured, but nothing is learned of jobs to come: what the trace calls one job has no model that "
     "could come again.",
@@ -124,13 +139,14 @@ def read_cluster(path: Path) -> dict[str, list[Device]]:
     Raises:
         WorkloadError: It cannot be read, or names an unknown product.
     """
+    given = _decoded(path)
     try:
-        found = msgspec.yaml.decode(path.read_bytes(), type=ClusterFile)
+        found = msgspec.convert(given, ClusterFile)
         groups = [(group, find_product(group.product).name) for group in found.nodes]
-    except (OSError, UnicodeDecodeError, msgspec.MsgspecError, UnknownProductError) as error:
-        raise WorkloadError(
-            f"{path}: expected `nodes: [{{count: 1, product: NVIDIA A100-SXM4-40GB, gpus: 8}}]`: {in_one_line(error)}"
-        ) from error
+    except msgspec.ValidationError as error:
+        raise WorkloadError(f"{path}: {_complaint(str(error), given)}; write {EXAMPLE}") from error
+    except UnknownProductError as error:
+        raise WorkloadError(f"{path}: {error}") from error
     nodes: dict[str, list[Device]] = {}
     for group, product in groups:
         for _ in range(group.count):
@@ -139,6 +155,38 @@ def read_cluster(path: Path) -> dict[str, list[Device]]:
     if not nodes:
         raise WorkloadError(f"{path}: expected at least one node, found none")
     return nodes
+
+
+def _decoded(path: Path) -> object:
+    try:
+        return msgspec.yaml.decode(path.read_bytes())
+    except FileNotFoundError as error:
+        raise WorkloadError(
+            f"expected a cluster file at {path}, found no file; look at the path that --cluster names"
+        ) from error
+    except OSError as error:
+        raise WorkloadError(
+            f"expected to read the cluster file {path}, found: {error.strerror}; look at the path that --cluster names"
+        ) from error
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        places = _LINE.findall(str(error))  # the last is where reading stopped, others say what it is part of
+        found = f"what is none near line {places[-1]}" if places else "something else"
+        raise WorkloadError(f"{path}: expected YAML in UTF-8, found {found}; write {EXAMPLE}") from error
+
+
+def _complaint(said: str, given: object) -> str:
+    """Say what is wrong with a cluster file, and what stands there."""
+    told = in_words(said)
+    for theirs, ours in _WORDS.items():
+        told = re.sub(theirs, ours, told)
+    if "found " in told:
+        return told
+    for name, index in _STEP.findall(said.rpartition("`$")[2]):
+        if isinstance(given, dict):
+            given = given[name]
+        elif isinstance(given, list):
+            given = given[int(index)]
+    return f"{told}, found {given}"
 
 
 def devices_of(node: str, product: str, count: int) -> list[Device]:

@@ -42,12 +42,18 @@ def read_trace(path: Path) -> Trace:
         WorkloadError: There is no such file, a column is missing, or a value makes no sense; the line is named.
     """
     if not path.is_file():
-        raise WorkloadError(f"expected a trace at {path}, found no file; set CARPOOL_DATA, or name the trace")
+        found_instead = "a folder" if path.is_dir() else "no file"
+        raise WorkloadError(
+            f"expected a trace at {path}, found {found_instead}; look at the path that --trace names, or, for a "
+            "published workload, --data (CARPOOL_DATA)"
+        )
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             found = _submissions(path, csv.DictReader(file))
-    except (csv.Error, UnicodeDecodeError, OSError) as error:
-        raise WorkloadError(f"{path}: expected CSV in UTF-8: {error}") from error
+    except OSError as error:
+        raise WorkloadError(f"expected to read the trace {path}: {error.strerror}; look at its permissions") from error
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise WorkloadError(f"{path}: expected CSV in UTF-8, found {error}; save it as that") from error
     if not found:
         raise WorkloadError(f"{path}: expected at least one job, found none")
     latest_s = accumulate((one.at_s for one in found), max)

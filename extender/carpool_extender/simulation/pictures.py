@@ -1,25 +1,29 @@
-"""Pictures of a contest: utilization over time, completion times, and who ran where. Needs matplotlib."""
+"""Pictures of a contest: utilization over time, completion times, and who ran where. Drawing needs matplotlib."""
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
-
-import matplotlib
+from typing import TYPE_CHECKING, NamedTuple
 
 from carpool_extender.simulation.contest import DEFAULT, DEFAULT_POLICY, Line
 from carpool_extender.simulation.state import Finished, Outcome
 
-matplotlib.use("Agg")
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 MOST_GPUS = 24
 """GPUs that a chart of who ran where shows; more would be no picture."""
 Shown = tuple[str, Outcome]
 """A strategy's name and its first run."""
 _WIDE, _TALL = (9, 4), (9, 6)
-_COLOURS, _STYLES = 10, ("-", "--", ":", "-.")
+_DASHES = ("-", "--", ":", "-.")
 _CARPOOLS = (DEFAULT, DEFAULT_POLICY)
 """Names of Carpool's own line, among strategies and among policies."""
-_KINDS = "tab20"
-"""Colours of kinds of jobs; where there are more kinds they begin again."""
+_PALETTE, _SHADES = 20, 10
+"""Matplotlib's tab20: ten colours, dark and light by turns. Where there are more kinds of jobs they begin again."""
+_SEED = "seed 0"
+"""Of which run all pictures are."""
+_NO_WORD = re.compile(r"[^a-z0-9.]+")
 
 
 class Bar(NamedTuple):
@@ -31,81 +35,115 @@ class Bar(NamedTuple):
     """Its place among those that have the GPU at the same time."""
 
 
+class Style(NamedTuple):
+    """How a strategy's line looks."""
+
+    colour: str
+    """One of tab20's, as `#rrggbb`."""
+    dash: str
+
+
 def draw(folder: Path, name: str, lines: Sequence[Line]) -> list[Path]:
     """Write the pictures of the first seed; return their paths. Who ran where is drawn of the first line and Carpool's.
 
-    Where that is not among them the last takes its place; a cluster that is too large for a chart has none.
+    Where that is not among them the last takes its place; a cluster that is too large for a chart has none, nor has
+    a strategy of which no job ended.
     """
-    shown = [(line.strategy.name, line.example) for line in lines if line.example and line.example.finished]
-    written = [_utilization(folder / f"{name}-utilization.png", shown), _completion(folder / f"{name}-cdf.png", shown)]
-    carpools = [number for number, (title, _) in enumerate(shown) if title in _CARPOOLS]
-    charted = {0, *(carpools or [len(shown) - 1])[:1]}
-    return written + [
-        _gantt(folder / f"{name}-gantt-{number}.png", title, outcome)
-        for number, (title, outcome) in enumerate(shown)
-        if len(outcome.gpus) <= MOST_GPUS and number in charted
-    ]
+    ran = [(line.strategy.name, line.example) for line in lines if line.example and line.has_placed]
+    ended = [(title, outcome) for title, outcome in ran if outcome.finished]
+    figures = {}
+    if ran:
+        figures["utilization"] = utilization(name, ran)
+    if ended:
+        figures["cdf"] = completion(name, ended)
+        carpools = [number for number, (title, _) in enumerate(ended) if title in _CARPOOLS]
+        for number in sorted({0, *(carpools or [len(ended) - 1])[:1]}):
+            title, outcome = ended[number]
+            if len(outcome.gpus) <= MOST_GPUS:
+                figures[f"gantt-{_NO_WORD.sub('-', title.lower()).strip('-')}"] = gantt(name, title, outcome)
+    for kind, figure in figures.items():
+        figure.savefig(folder / f"{name}-{kind}.png", dpi=120)
+    return [folder / f"{name}-{kind}.png" for kind in figures]
 
 
-def _style(number: int) -> str:
-    """Return colour and style of a line, so that no two look alike."""
-    return f"C{number % _COLOURS}{_STYLES[number // _COLOURS % len(_STYLES)]}"
+def remove(folder: Path, name: str) -> None:
+    """Remove the pictures that an earlier run of a workload left: they would stand beside tables of another run."""
+    for pattern in ("utilization", "cdf", "gantt-*"):
+        for path in folder.glob(f"{name}-{pattern}.png"):
+            path.unlink()
 
 
-def _utilization(path: Path, shown: Sequence[Shown]) -> Path:
+def style(number: int) -> Style:
+    """Return how the line of a number, from 0, looks: the first 80 differ, the first 20 in colour."""
+    import matplotlib
+    from matplotlib.colors import to_hex
+
+    shade = 2 * (number % _SHADES) + number // _SHADES % 2
+    return Style(to_hex(matplotlib.colormaps["tab20"](shade)), _DASHES[(number + number // _PALETTE) % len(_DASHES)])
+
+
+def utilization(name: str, shown: Sequence[Shown]) -> "Figure":
+    """Draw the mean utilization of all GPUs over time."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=_WIDE, layout="constrained")
     axes = figure.subplots()
-    for number, (name, outcome) in enumerate(shown):
+    for number, (title, outcome) in enumerate(shown):
         times, values = zip(*outcome.utilization, strict=True)
         minutes, percent = [t / 60 for t in times], [100 * u for u in values]
-        axes.step(minutes, percent, _style(number), where="post", lw=1, label=name)
+        colour, dash = style(number)
+        axes.step(minutes, percent, color=colour, linestyle=dash, where="post", lw=1.2, label=title)
     axes.set(xlabel="minutes", ylabel="mean GPU utilization, %", ylim=(0, 105))
-    axes.legend(fontsize=6)
-    figure.savefig(path, dpi=120)
-    return path
+    axes.set_title(f"{name}: how busy the GPUs are, {_SEED}")
+    axes.legend(fontsize=6, handlelength=4)
+    return figure
 
 
-def _completion(path: Path, shown: Sequence[Shown]) -> Path:
+def completion(name: str, shown: Sequence[Shown]) -> "Figure":
+    """Draw which share of the jobs had ended so long after their submission."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=_WIDE, layout="constrained")
     axes = figure.subplots()
-    for number, (name, outcome) in enumerate(shown):
+    for number, (title, outcome) in enumerate(shown):
         times = sorted((one.end_s - one.job.arrival_s) / 60 for one in outcome.finished)
         percent = [100 * (i + 1) / len(times) for i in range(len(times))]
-        axes.step(times, percent, _style(number), lw=1, label=name)
-    axes.set(xlabel="minutes from submission to end", ylabel="jobs, %")
-    axes.legend(fontsize=6)
-    figure.savefig(path, dpi=120)
-    return path
+        colour, dash = style(number)
+        axes.step(times, percent, color=colour, linestyle=dash, lw=1.2, label=title)
+    axes.set(xlabel="minutes from submission to end", ylabel="jobs that ended, %")
+    axes.set_title(f"{name}: how long jobs take, {_SEED}")
+    axes.legend(fontsize=6, handlelength=4)
+    return figure
 
 
-def _gantt(path: Path, name: str, outcome: Outcome) -> Path:
+def gantt(name: str, title: str, outcome: Outcome) -> "Figure":
+    """Draw who ran where under one strategy."""
+    import matplotlib
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=_TALL, layout="constrained")
     axes = figure.subplots()
     order = {str(gpu.device.uuid): row for row, gpu in enumerate(outcome.gpus)}
     kinds = {kind: number for number, kind in enumerate(sorted({one.job.truth.kind for one in outcome.finished}))}
-    colours = matplotlib.colormaps[_KINDS]
+    colours = matplotlib.colormaps["tab20"]
     bars = list(lanes(outcome.finished))
     height = 0.8 / (1 + max(bar.lane for bar in bars))
     for one, gpu, lane in bars:
         axes.broken_barh(
             [(one.start_s / 60, (one.end_s - one.start_s) / 60)],
             (order[gpu] + 0.1 + lane * height, 0.9 * height),
-            color=colours(kinds[one.job.truth.kind] % colours.N),
+            facecolor=colours(kinds[one.job.truth.kind] % colours.N),
+            edgecolor="black",  # jobs of one kind that follow each other would look like one
+            linewidth=0.4,
         )
-    axes.set(xlabel="minutes; a colour is a kind of job", ylabel="GPU", title=f"{name}: the attempts that succeeded")
+    axes.set(xlabel="minutes; a colour is a kind of job", ylabel="GPU")
+    axes.set_title(f"{name}, {title}, {_SEED}: the attempts that succeeded")
     axes.set(
         ylim=(0, len(order)), yticks=[row + 0.5 for row in order.values()], yticklabels=list(map(str, order.values()))
     )
     for row in order.values():
         axes.axhline(row, color="0.85", lw=0.5)
-    figure.savefig(path, dpi=120)
-    return path
+    return figure
 
 
 def lanes(finished: Sequence[Finished]) -> Iterator[Bar]:

@@ -1,8 +1,9 @@
-"""What RAD-RM's GPUs draw: two constants, fitted to the energies that were published of others' policies. Pure.
+"""What GPUs draw, what runs took of them, and RAD-RM's two constants, fitted to published energies. Pure.
 
-Power is idle + (limit - idle) · SM activity. Of a DGX Station A100 neither constant is published, but the energy of
-whole runs is. Of each policy the simulator knows for how long it took and how much it kept the SMs busy, so that
-published energies tell both constants by least squares. Carpool's own runs take no part in that.
+A GPU without a job sleeps; one with a job draws awake + (full - awake) · SM activity. Of a DGX Station A100 nothing is
+published but the energy of whole runs. Of each policy the simulator knows for how long it took and how much it kept the
+SMs busy, so that published energies tell two constants by least squares: they cannot tell GPUs that sleep from those
+that have a job and do nothing. Carpool's own runs take no part in that.
 """
 
 from collections.abc import Mapping
@@ -14,13 +15,16 @@ import numpy as np
 class Power(NamedTuple):
     """What a GPU draws, in W."""
 
-    idle_w: float
-    """With no SM active."""
-    limit_w: float
+    asleep_w: float
+    """Without any job."""
+    awake_w: float
+    """With a job, and no SM active."""
+    full_w: float
     """With all SMs active."""
 
     def __str__(self) -> str:
-        return f"{self.idle_w:g}-{self.limit_w:g} W"
+        awake = f"{self.awake_w:g}-{self.full_w:g} W"
+        return awake if self.asleep_w == self.awake_w else f"{awake}, asleep {self.asleep_w:g} W"
 
 
 class Spent(NamedTuple):
@@ -28,29 +32,34 @@ class Spent(NamedTuple):
 
     gpu_s: float
     """Time of all GPUs together, in seconds."""
+    in_use_s: float
+    """The part of it in which they had jobs."""
     active_s: float
     """Integral of their SM activity over it, in seconds."""
 
-    def energy_mj(self, power: Power) -> float:
+    def energy_j(self, power: Power) -> float:
         """Return the energy of the run where each GPU draws so much."""
-        return (power.idle_w * self.gpu_s + (power.limit_w - power.idle_w) * self.active_s) / 1e6
+        asleep_s = self.gpu_s - self.in_use_s
+        return (
+            power.asleep_w * asleep_s + power.awake_w * self.in_use_s + (power.full_w - power.awake_w) * self.active_s
+        )
 
 
-def spent(energy_mj: float, makespan_min: float, gpus: int, power: Power) -> Spent:
+def spent(energy_mj: float, gpu_s: float, in_use_s: float, power: Power) -> Spent:
     """Return what a run took, from the energy that it was reckoned to need.
 
     Args:
         energy_mj: Energy of the run.
-        makespan_min: Its length.
-        gpus: Of the cluster; the idle ones draw power, too.
+        gpu_s: Time of all of the cluster's GPUs together.
+        in_use_s: The part of it in which they had jobs.
         power: What each GPU drew when the energy was reckoned.
     """
-    gpu_s = 60 * makespan_min * gpus
-    return Spent(gpu_s, (1e6 * energy_mj - power.idle_w * gpu_s) / (power.limit_w - power.idle_w))
+    still_j = Spent(gpu_s, in_use_s, 0.0).energy_j(power)
+    return Spent(gpu_s, in_use_s, (1e6 * energy_mj - still_j) / (power.full_w - power.awake_w))
 
 
 def fitted(runs: Mapping[str, Spent], published_mj: Mapping[str, float]) -> Power:
-    """Fit both constants by least squares of relative errors.
+    """Fit two constants, one of them with no SM active whoever has the GPU, by least squares of relative errors.
 
     Args:
         runs: What policies took here, by name.
@@ -59,4 +68,5 @@ def fitted(runs: Mapping[str, Spent], published_mj: Mapping[str, float]) -> Powe
     rows = [(runs[name].gpu_s, runs[name].active_s, 1e6 * mj) for name, mj in published_mj.items()]
     terms = np.array([[gpu_s / joules, active_s / joules] for gpu_s, active_s, joules in rows])
     (idle_w, more_w), *_ = np.linalg.lstsq(terms, np.ones(len(rows)), rcond=None)
-    return Power(round(float(idle_w), 1), round(float(idle_w + more_w), 1))
+    idle_w, full_w = round(float(idle_w), 1), round(float(idle_w + more_w), 1)
+    return Power(idle_w, idle_w, full_w)

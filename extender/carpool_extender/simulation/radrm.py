@@ -1,6 +1,7 @@
 """RAD-RM (Yousefzadeh-Asl-Miandoab, ITU 2025, chapter 6): 90 and 60 tasks on a DGX Station with four A100."""
 
 import csv
+import math
 import random
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from carpool_extender.simulation.workload import SimJob, Truth, Workload, Worklo
 
 PRODUCT = "NVIDIA A100-SXM4-40GB"
 GPUS = 4
-POWER = Power(63.2, 253.6)
+POWER = Power(63.2, 63.2, 253.6)
 """Of each GPU: what the energies tell that were published of three policies on MPS (`power.fitted`). NVIDIA's datasheet
 gives 1.5 kW for the whole DGX Station A100, its processor of 225 W with it: at most 319 W for each of four GPUs."""
 PUBLISHED_MJ = {"exclusive": 33.20, "round-robin": 29.60, "MAGM, 80%, 2 GB": 28.78}
@@ -44,6 +45,8 @@ SM_ACTIVE = {
 """SM activity alone of the tasks on ImageNet and text; not published."""
 LIGHT_SM_ACTIVE = {32: 0.10, 64: 0.14, 128: 0.18}
 """SM activity alone of the tasks on CIFAR-100 by batch size; not published."""
+IMAGES = {"ImageNet": 1_281_167, "cifar100": 50_000}
+"""Images that one epoch trains on, by dataset. How much text the others train on is not published."""
 
 ASSUMPTIONS = (
     "Light tasks are those on CIFAR-100, medium ones the others on one GPU, large ones those on two; each is drawn "
@@ -52,11 +55,15 @@ ASSUMPTIONS = (
     "seed.",
     "SM activity alone is not published. ImageNet epochs take 35 to 50 minutes for whichever CNN, so that the tasks "
     "wait for their input; 0.22 (MobileNetV2) to 0.60 (VGG16), transformers 0.50 to 0.65, CIFAR-100 0.10 to 0.18.",
+    "The tasks on images say how many steps they have, by the size of their dataset; the others do not. The default "
+    "makes nothing of it.",
     "A task on two GPUs is two processes that start together on different GPUs and wait for the slower one.",
     "Slowdown by MPS answers to joint SM activity as Lucid's pairs by time-slicing answer to joint busy time.",
     "A task that is too large dies a minute after its start; it runs again from the beginning, alone, before all "
     "others.",
     "A GPU takes nobody else for 90 s after a placement: its monitor's mean must see the newcomer (not for Carpool).",
+    "Kernels of MPS tenants run at once: SM activity adds up, over the slowdowns. A GPU rests (utilization) where all "
+    "of its tenants rest, each as it would alone.",
     "Power is idle + (limit - idle) · SM activity. Neither is published of a DGX Station A100: 63.2 W and 253.6 W are "
     "what the published energies of exclusive, round-robin and MAGM (80%, 2 GB) on MPS tell, by least squares; "
     "Carpool's runs take no part in it. What other constants would give is told below.",
@@ -125,14 +132,25 @@ def radrm(data: Path, seed: int, tasks: int, scale: float = 1.0) -> Workload:
     window = submissions[begin : begin + tasks]
     jobs = []
     for number, ((truth, minutes, epochs, gpus), one) in enumerate(zip(chosen, window, strict=True)):
-        work_s = 60 * minutes * draw.choice(epochs)
+        passes = draw.choice(epochs)
+        work_s = 60 * minutes * passes
         prediction = prediction_of(truth.kind, PRODUCT)
         at_s = one.at_s - window[0].at_s
         asked = job_of(truth.kind)
-        jobs.append(SimJob(f"task-{number:02}", at_s, work_s, 1, truth, prediction, workers=gpus, asked=asked))
+        steps = steps_of(truth.kind, passes)
+        jobs.append(
+            SimJob(f"task-{number:02}", at_s, work_s, 1, truth, prediction, workers=gpus, asked=asked, steps=steps)
+        )
     nodes = {"dgx": [gpu(index) for index in range(GPUS)]}
     title = f"RAD-RM: {tasks} tasks, four A100-40GB"
     return Workload(f"radrm-{tasks}", title, jobs, nodes, ASSUMPTIONS, POWER)
+
+
+def steps_of(kind: str, epochs: int) -> int | None:
+    """Return how many steps a task has; None where the size of its dataset is not known."""
+    _, _, dataset, batch = kind.split("/")
+    images = IMAGES.get(dataset)
+    return None if images is None else epochs * math.ceil(images / int(batch))
 
 
 _Kind = tuple[Truth, float, list[int], int]

@@ -33,6 +33,11 @@ COMPARED = {
 """Figures of which the change against the first line is told, too."""
 
 
+POLICED = (
+    "Every policy of the extender's table with all that Carpool knows and learns, accepting a slowdown of 1.5. What "
+    "must hold (memory, slowdowns, modes) is checked before a policy chooses, so that it holds under each of them; "
+    "`first-fit-decreasing` sorts the queue, too."
+)
 ATTRIBUTED = (
     "What not knowing costs: Carpool (slowdown ≤ 1.5) where single pieces of its knowledge are replaced by the truth. "
     "With all of them it knows slowdowns and durations, too, which the oracle does not."

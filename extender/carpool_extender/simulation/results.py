@@ -14,6 +14,7 @@ from carpool_extender.simulation.contest import (
     attributed,
     failing,
     ours,
+    policed,
     varied,
     wrong,
 )
@@ -23,7 +24,8 @@ from carpool_extender.simulation.workload import Workload, WorkloadError
 
 WRONG, FAILING = "-wrong-predictions", "-failures"
 ATTRIBUTED, VARIED = "-attribution", "-assumptions"
-SUFFIXES = (WRONG, FAILING, ATTRIBUTED, VARIED)
+POLICED = "-policies"
+SUFFIXES = (POLICED, WRONG, FAILING, ATTRIBUTED, VARIED)
 """Of the names of results that stand beside an experiment's own."""
 
 
@@ -105,5 +107,7 @@ def _strategies(name: str) -> list[Strategy]:
     experiment = EXPERIMENTS[base]
     if name.endswith(FAILING):
         experiment = failing(experiment)
+    if name.endswith(POLICED):
+        return policed(experiment)
     more = (ours, wrong, attributed, varied)
     return [*experiment.published, *(strategy for lines in more for strategy in lines(experiment.mode))]

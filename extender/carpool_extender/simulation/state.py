@@ -1,5 +1,6 @@
 """What a simulation keeps of jobs and GPUs while it runs, and what comes out of it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -8,8 +9,9 @@ from carpool_core.values import GpuUuid, PodUid, SharingMode
 from carpool_predictor.solo import Activity
 
 from carpool_extender.decide import Place
+from carpool_extender.simulation import overlap
 from carpool_extender.simulation.knowing import Run, Stage
-from carpool_extender.simulation.power import Power
+from carpool_extender.simulation.power import Power, Spent
 from carpool_extender.simulation.workload import SimJob, Truth
 
 
@@ -18,6 +20,10 @@ class Physics(Protocol):
 
     def slowdowns(self, mode: SharingMode, tenants: list[Truth]) -> list[float]:
         """Return each tenant's true slowdown."""
+        ...
+
+    def utilization(self, mode: SharingMode, tenants: Sequence[Truth], slowdowns: Sequence[float]) -> float:
+        """Return the share of time in which the GPU is truly busy, 0..1."""
         ...
 
 
@@ -116,17 +122,19 @@ class Gpu:
         """Add up what happened since the last change."""
         span = now_s - self.since_s
         self.util_s += span * self.util
-        self.in_use_s += span * (self.used > 0)
+        in_use_s = span if self.used > 0 else 0.0
+        self.in_use_s += in_use_s
         self.used_s += span * self.used
-        self.energy_j += span * (self.power.idle_w + (self.power.limit_w - self.power.idle_w) * self.sm)
+        self.energy_j += Spent(span, in_use_s, span * self.sm).energy_j(self.power)
         self.since_s = now_s
 
-    def load(self) -> None:
+    def load(self, physics: Physics) -> None:
         """Work out utilization, SM activity and memory in use from the tenants as they truly are now."""
         usable_mib = max(1, self.device.memory_mib - self.device.reserved_mib)
         self.used = min(1.0, sum(max(1, t.job.truth.memory_mib) for t in self.tenants) / usable_mib)
-        self.util = min(1.0, sum(t.job.truth.util / t.slowdown for t in self.tenants))
-        self.sm = min(1.0, sum(t.job.truth.sm / t.slowdown for t in self.tenants))
+        truths, slowdowns = [t.job.truth for t in self.tenants], [t.slowdown for t in self.tenants]
+        self.util = physics.utilization(self.mode, truths, slowdowns) if truths else 0.0
+        self.sm = overlap.sm_activity(self.mode, truths, slowdowns, self.util)
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,9 @@ class Strategy:
     """Whether what ran, or died of memory, calibrates the predictions of later jobs."""
     strict: bool = True
     """Where it learns: whether jobs run alone on a stack of which nothing was measured yet."""
+    longest_first: bool = False
+    """Whether jobs wait by the lengths that are predicted of them, the longest first, as with the chart's
+    `queueOrder: LongestFirst`."""
     settles: bool = False
     """Whether a job that never ran counts with its own peak once that was measured, so that others may join it."""
     published: str = ""

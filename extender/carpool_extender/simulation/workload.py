@@ -50,6 +50,8 @@ class SimJob:
     """A gang: all start together or none does."""
     asked: Job | None = None
     """What the predictor is asked about, for those who learn; None where nothing can be learned."""
+    steps: int | None = None
+    """Steps of its training, where its user says how many."""
 
 
 @dataclass(frozen=True, slots=True)

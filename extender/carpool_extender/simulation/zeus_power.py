@@ -5,6 +5,11 @@ stands nowhere; but ShuffleNet's epochs become several times shorter as its batc
 throughput over the largest that it reaches stands for activity, and a line through its watts says two things: that
 power grows with activity as a line does (r² 0.90 to 0.99), and what a GPU draws that has a job and does nothing. What
 it draws when it is full the network says that draws the most.
+
+The simulator's GPUs draw by the GPU of their own compute capability, where one was measured, else by the mean of the
+four. An RTX 3090, which all experiments but RAD-RM have, draws by the A40, which has the same chip; the policy `energy`
+goes by the other three (`carpool_extender.costs`), so that what decides never saw what is true there. Of one of those
+three, in somebody's own cluster, it has seen a third.
 """
 
 from collections import defaultdict
@@ -14,6 +19,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
+from carpool_core.products import GpuProduct
 from carpool_predictor.tables import number, read_table
 from carpool_predictor.zeus import GPUS, file_of
 
@@ -32,13 +38,26 @@ class Shares(NamedTuple):
     full: float
     """With all SMs active."""
 
-    def of(self, limit_w: float) -> Power:
-        """Return what a GPU with a job draws whose limit is so many W."""
-        return Power(round(self.awake * limit_w, 1), round(self.full * limit_w, 1))
+    def of(self, limit_w: float, asleep_w: float) -> Power:
+        """Return what a GPU draws whose limit is so many W, and which draws so many without a job."""
+        return Power(asleep_w, round(self.awake * limit_w, 1), round(self.full * limit_w, 1))
 
 
-ZEUS = Shares(awake=0.23, full=0.84)
-"""Means of the four GPUs, as `measured` finds them; single ones 0.16 to 0.28, and 0.67 to 0.93."""
+ZEUS = {
+    "6.0": Shares(awake=0.21, full=0.67),
+    "7.0": Shares(awake=0.16, full=0.90),
+    "7.5": Shares(awake=0.25, full=0.93),
+    "8.6": Shares(awake=0.28, full=0.86),
+}
+"""As `measured` finds them, by compute capability: of the P100, the V100, the RTX 6000 and the A40."""
+MEAN = Shares(awake=0.23, full=0.84)
+"""Of the four, for GPUs of other capabilities."""
+
+
+def power_of(product: GpuProduct) -> Power:
+    """Return what a GPU draws where nothing is known of it but its product; its idle power is the datasheet's."""
+    shares = ZEUS.get(product.compute_capability, MEAN)
+    return shares.of(product.power_limit_w, product.idle_power_w)
 
 
 class Training(NamedTuple):
@@ -51,13 +70,13 @@ class Training(NamedTuple):
     """Mean power over the limit."""
 
 
-def measured(data: Path) -> list[Shares]:
-    """Work the shares of each GPU out of Zeus' tables.
+def measured(data: Path) -> dict[str, Shares]:
+    """Work the shares of each GPU, by its name in `carpool_predictor.zeus.GPUS`, out of Zeus' tables.
 
     Raises:
         DataError: A table is missing, or cannot be read.
     """
-    return [shares_of(_read(data / file_of(gpu))) for gpu in GPUS]
+    return {gpu: shares_of(_read(data / file_of(gpu))) for gpu in GPUS}
 
 
 def shares_of(runs: Sequence[Training]) -> Shares:
