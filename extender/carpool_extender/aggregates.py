@@ -25,8 +25,7 @@ def work_out(columns: Columns, rows: Rows) -> None:
     columns.sm_active[rows] = np.add.reduce(columns.sm.take(rows, axis=0), axis=1, dtype=np.float64)
     columns.dram_active[rows] = np.add.reduce(columns.dram.take(rows, axis=0), axis=1, dtype=np.float64)
     first, nobody = namespace[:, 0], np.arange(namespace.shape[1]) >= count[:, None]
-    limits = np.where(nobody, np.inf, columns.max_slowdown.take(rows, axis=0))
-    columns.patience[rows] = np.minimum.reduce(limits, axis=1, initial=np.inf)
+    columns.patience[rows] = np.minimum.reduce(columns.max_slowdown.take(rows, axis=0), axis=1)
     columns.landlord[rows] = np.where(count == 0, NOBODY, first)
     columns.slowdowns[rows] = count
     several = count > 1
@@ -39,5 +38,4 @@ def work_out(columns: Columns, rows: Rows) -> None:
         for tenants in np.flatnonzero(np.bincount(columns.count[mine])).tolist():
             part = mine[columns.count[mine] == tenants]
             util, sm, dram = (a[part, :tenants] for a in (columns.util, columns.sm, columns.dram))
-            every = np.ones(util.shape, np.bool_)
-            columns.slowdowns[part] = slowdowns(mode, util, sm, dram, every).sum(axis=1)
+            columns.slowdowns[part] = slowdowns(mode, util, sm, dram).sum(axis=1)

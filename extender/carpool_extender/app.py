@@ -17,6 +17,7 @@ from carpool_extender.binder import Binder, Tools
 from carpool_extender.book import GATHER_S, Book
 from carpool_extender.cluster import Cluster
 from carpool_extender.connections import HELD_S, Connections
+from carpool_extender.departures import Departures
 from carpool_extender.gangs import Gangs
 from carpool_extender.inflow import Inflow
 from carpool_extender.janitor import Janitor
@@ -65,6 +66,7 @@ def build(
     api: KubeApi,
     clock: Clock,
     sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
+    *,
     gather_s: float = GATHER_S,
     held_s: float = HELD_S,
 ) -> Extender:
@@ -108,11 +110,19 @@ def build(
         timeout_s=settings.bind_timeout_seconds,
     )
     restorer = Restorer(api, watches, book, events, settings.slots_per_gpu)
-    janitor = Janitor(api, watches, book, restorer, clock, sleep)
+    janitor = Janitor(api, watches, book, restorer, clock=clock, sleep=sleep)
     janitor.leave_alone(binder.open)
     settler = Settler(watches, book, Stillness(clock)) if settings.count_peaks else None
     service = Service(
-        watches, workloads, binder, assessments, gangs, Connections(sleep, held_s), candidates=settings.candidates
+        watches,
+        workloads,
+        binder,
+        assessments=assessments,
+        gangs=gangs,
+        connections=Connections(sleep, held_s),
+        departures=Departures(watches, rules, clock, sleep),
+        telemetry=telemetry,
+        candidates=settings.candidates,
     )
     app = create_app(service, telemetry, watches.not_ready)
     untracker = Untracker(api, watches)

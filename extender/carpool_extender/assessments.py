@@ -73,7 +73,7 @@ class Assessment:
         nodes[columns.node[changed]] = True
         self._node_of[changed] = columns.node[changed]
         if self.policy.is_local:
-            self.best.put(nodes, select(verdict, self.policy, np.flatnonzero(columns.alive & nodes[columns.node])))
+            self.best.put(nodes, select(verdict, self.policy, verdict.view.grid.only(nodes)))
         else:
             self.best.put_all(select(verdict, self.policy))
 

@@ -6,7 +6,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
-from weakref import WeakValueDictionary
 
 import msgspec
 import structlog
@@ -16,12 +15,12 @@ from carpool_core.kube.errors import KubeError, NotFound
 from carpool_core.kube.events import EventRecorder
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.node import GpuNode, GpuNodeSpec, Reservation
-from carpool_core.values import JobUid, PartitionState, PodUid
+from carpool_core.values import PartitionState, PodUid
 
 from carpool_extender import ledger
 from carpool_extender.applicant import Applicant
 from carpool_extender.assessments import Assessments
-from carpool_extender.binding import AbandonedError, BindError, Poster, in_time, named
+from carpool_extender.binding import AbandonedError, BindError, Poster, check_unbound, in_time, named
 from carpool_extender.book import Book, Refusal
 from carpool_extender.decide import place, reservation
 from carpool_extender.doubts import tells_nothing_new
@@ -29,6 +28,7 @@ from carpool_extender.gangs import Gangs
 from carpool_extender.inflow import Inflow
 from carpool_extender.standing import Standing
 from carpool_extender.telemetry import Telemetry
+from carpool_extender.turns import Turns
 from carpool_extender.watches import Watches
 from carpool_extender.wire import BindingArgs
 from carpool_extender.workloads import NotOurs, NotYet, Workloads, too_many
@@ -88,7 +88,7 @@ class Binder:
         self._slots, self._timeout_s = slots, timeout_s
         self._poster = Poster(tools.api, tools.clock, tools.sleep)
         self._open: dict[PodUid, _Open] = {}
-        self._reserving: WeakValueDictionary[JobUid, asyncio.Lock] = WeakValueDictionary()
+        self._turns = Turns(inflow)
         self._log = structlog.get_logger()
 
     @property
@@ -103,7 +103,9 @@ class Binder:
 
     async def room(self) -> None:
         """Wait until another pod may be bound; see `Inflow`."""
-        await self._inflow.room()
+        if self._inflow.is_full:
+            with self._tools.telemetry.kept_back():
+                await self._inflow.room()
 
     async def bind(self, args: BindingArgs) -> str:
         """Bind a pod; return an empty string, or why it was not bound.
@@ -143,12 +145,11 @@ class Binder:
         pod = await self._pod(args)
         if pod.spec.node_name == args.node:
             return
-        _may_be_bound(pod, args)
+        check_unbound(pod, args)
         with ExitStack() as measured:
             with self._tools.telemetry.step("reserve"):
                 applicant = await self._workloads.of(pod)
-                # One worker of a job after the other: two at once would not see each other's reservation.
-                async with self._reserving.setdefault(applicant.demand.job_uid, asyncio.Lock()):
+                async with self._turns.of(applicant.demand.job_uid):
                     measured.enter_context(self._inflow.measured())
                     reserved = await self._reserve(applicant, args)
             await self._settle(args, reserved)
@@ -179,19 +180,16 @@ class Binder:
                 await self._not_held_on(other, args)
 
         cluster = self._watches.cluster
-        seen, first = cluster.counted(args.node), None
-        if seen is not None and ledger.held(seen.spec, uid) is None:
-            with suppress(Refusal):  # it is decided again, and told then
-                first = self._wanted(applicant, args, seen)
-                cluster.assume(args.node, first)
+        seen = cluster.counted(args.node)
+        first = None if seen is None else self._foreseen(applicant, args, seen)
 
         def decide(node: GpuNode) -> GpuNodeSpec:
             deadline = self._tools.clock.now() + timedelta(seconds=self._timeout_s)
             if ledger.held(node.spec, uid) is not None:
                 cluster.assume_no_more(args.node, uid)
                 return ledger.prolong(node.spec, uid, rfc3339(deadline))
-            holds = seen is not None and tells_nothing_new(node, seen) and args.node not in cluster.hindered_nodes()
-            if first is not None and holds:
+            known = first is not None and seen is not None and tells_nothing_new(node, seen, first.gpu_uuids)
+            if first is not None and known and args.node not in cluster.hindered_nodes():
                 # Time has passed while others were written.
                 wanted = msgspec.structs.replace(first, deadline=rfc3339(deadline))
             else:
@@ -211,6 +209,16 @@ class Binder:
         if reserved is None:
             raise BindError(f"the reservation of {named(args)} on node {args.node} was taken away at once; try again")
         return reserved
+
+    def _foreseen(self, applicant: Applicant, args: BindingArgs, seen: GpuNode) -> Reservation | None:
+        """Decide on what was seen, and have it count; None where it is refused, and will be told once decided again."""
+        if ledger.held(seen.spec, PodUid(args.pod_uid)) is not None:
+            return None
+        with suppress(Refusal):
+            first = self._wanted(applicant, args, seen)
+            self._watches.cluster.assume(args.node, first)
+            return first
+        return None
 
     def _wanted(self, applicant: Applicant, args: BindingArgs, node: GpuNode) -> Reservation:
         """Decide on a reservation as things are now. Raises Refusal."""
@@ -284,11 +292,3 @@ class Binder:
                 reason=why.reason,
                 message=str(why),
             )
-
-
-def _may_be_bound(pod: Pod, args: BindingArgs) -> None:
-    """BindError where the pod cannot be bound to that node any more."""
-    if pod.spec.node_name:
-        raise BindError(f"{named(args)} is bound to node {pod.spec.node_name}, so it cannot be bound to {args.node}")
-    if pod.is_finished or pod.metadata.deletion_timestamp is not None:
-        raise BindError(f"{named(args)} has finished or is being deleted, so it is not bound")

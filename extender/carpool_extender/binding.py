@@ -39,6 +39,18 @@ def named(args: BindingArgs) -> str:
     return f"pod {args.pod_namespace}/{args.pod_name}"
 
 
+def check_unbound(pod: Pod, args: BindingArgs) -> None:
+    """See that a pod can still be bound.
+
+    Raises:
+        BindError: It cannot.
+    """
+    if pod.spec.node_name:
+        raise BindError(f"{named(args)} is bound to node {pod.spec.node_name}, so it cannot be bound to {args.node}")
+    if pod.is_finished or pod.metadata.deletion_timestamp is not None:
+        raise BindError(f"{named(args)} has finished or is being deleted, so it is not bound")
+
+
 async def in_time(work: Awaitable[T], limit_s: float, sleep: Callable[[float], Awaitable[Any]]) -> T:
     """Wait for some work so long and no longer.
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from carpool_extender.checks import Verdict
+from carpool_extender.checks import PASSED, Verdict
+from carpool_extender.grid import NOWHERE, Grid
 from carpool_extender.policies import Policy
 from carpool_extender.view import MODES, NO_MODE, Bools, Rows
 
@@ -37,9 +38,9 @@ class Choices:
     is_linked: Bools
     """(nodes,) Whether these GPUs reach each other by NVLink; so does a single one."""
 
-    def only(self, which: Bools | Rows) -> "Choices":
+    def only(self, which: Rows) -> "Choices":
         """Return some of the choices."""
-        return Choices(*[getattr(self, name)[which] for name in _NAMES])
+        return Choices(*[getattr(self, name).take(which, axis=0) for name in _NAMES])
 
     def put(self, places: Rows, others: "Choices") -> None:
         """Write others over some of them."""
@@ -96,33 +97,66 @@ def _nothing(nodes: int, wanted: int) -> Choices:
     )
 
 
-def select(verdict: Verdict, policy: Policy, among: Rows | None = None) -> Choices:
+def select(verdict: Verdict, policy: Policy, grid: Grid | None = None, among: Bools | None = None) -> Choices:
     """Choose the GPUs for one worker on each node. All GPUs of a worker are shared in the same mode.
 
     Args:
         verdict: What the checks found.
         policy: What makes a good place.
-        among: GPUs in question, in rising order and whole nodes only; all when None.
+        grid: The nodes in question; all when None.
+        among: GPUs in question, shape (gpus,); all when None.
     """
-    rows = np.flatnonzero(verdict.ok) if among is None else among[verdict.ok[among]]
+    grid = verdict.view.grid if grid is None else grid
     wanted = verdict.applicant.demand.gpus
-    node = verdict.view.columns.node[rows].astype(np.intp)
-    if wanted > 1:
-        enough = np.bincount(node, minlength=1)[node] >= wanted
-        rows, node = rows[enough], node[enough]
-    if not rows.size:
+    if not grid.node.size:
         return _nothing(0, wanted)
-    field = _Field(
-        rows=rows,
-        node=node,
-        cost=policy.cost(verdict, rows),
-        effort=_effort(verdict, rows),
-        left=verdict.left_mib(rows).astype(np.float64),
+    rows = grid.rows.ravel()
+    ok: Bools = verdict.found.failed.take(rows) == PASSED
+    if grid.has_gaps:
+        ok &= rows != NOWHERE
+    if among is not None:
+        ok &= among.take(rows)
+    return _single(verdict, policy, grid, ok) if wanted == 1 else _several(verdict, policy, np.sort(rows[ok]))
+
+
+def _effort(verdict: Verdict, rows: Rows) -> NDArray[np.int8]:
+    """What has to be done first: 0 where others are already, 1 for an idle GPU, 2 where its mode has to change, too."""
+    columns = verdict.view.columns
+    prepared = columns.prepared.take(rows)
+    changes: Bools = (prepared != NO_MODE) & (prepared != verdict.found.mode.take(rows))
+    effort: NDArray[np.int8] = (columns.count.take(rows) == 0) * (1 + changes.view(np.int8))
+    return effort
+
+
+def _single(verdict: Verdict, policy: Policy, grid: Grid, ok: Bools) -> Choices:
+    """Choose one GPU of each node: among ties one in use, then the one with the least left over, then the first.
+
+    Args:
+        verdict: What the checks found.
+        policy: What makes a good place.
+        grid: The nodes.
+        ok: Whether each of their GPUs fits, one place after the other.
+    """
+    rows, shape = grid.rows.ravel(), grid.rows.shape
+    effort, left = _effort(verdict, rows), verdict.left_mib(rows)
+    cost = np.where(ok, policy.cost(verdict, rows), np.inf).reshape(shape)
+    least = np.minimum.reduce(cost, axis=0)
+    is_worse = cost > least + policy.tolerance
+    spread = np.int64(left.max() - left.min() + 1)
+    rank = (left + effort * spread).reshape(shape) + is_worse * (MOST_EFFORT * spread)
+    is_best = rank == np.minimum.reduce(rank, axis=0)
+    # The first of equals, found the other way round: the most places behind it.
+    behind = np.maximum.reduce(is_best * np.arange(shape[0], 0, -1, dtype=np.int16)[:, None], axis=0)
+    nodes = np.flatnonzero(np.isfinite(least))
+    chosen = (shape[0] - behind.take(nodes).astype(np.intp)) * shape[1] + nodes
+    return Choices(
+        node=grid.node.take(nodes),
+        rows=rows.take(chosen)[:, None],
+        cost=cost.take(chosen),
+        ready=1.0 - effort.take(chosen) / 2,
+        left_mib=left.take(chosen).astype(np.float64),
+        is_linked=np.ones(nodes.size, np.bool_),
     )
-    if wanted == 1:
-        return _single(field, policy.tolerance)
-    island = verdict.view.columns.island[rows]
-    return _several(field, verdict.found.mode[rows], island, (wanted, policy.tolerance))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,57 +167,39 @@ class _Field:
     node: NDArray[np.intp]
     cost: NDArray[np.float64]
     effort: NDArray[np.float64]
-    """What has to be done first: 0 where others are already, 1 for an idle GPU, 2 where its mode has to change, too."""
     left: NDArray[np.float64]
 
 
-def _effort(verdict: Verdict, rows: Rows) -> NDArray[np.float64]:
-    columns = verdict.view.columns
-    changes = (columns.prepared != NO_MODE) & (columns.prepared != verdict.found.mode)
-    effort: NDArray[np.int8] = (columns.count == 0) * (1 + changes.view(np.int8))
-    return effort.take(rows).astype(np.float64)
+def _several(verdict: Verdict, policy: Policy, rows: Rows) -> Choices:
+    """Choose several GPUs in one mode on each node: on one NVLink island where there is room, anywhere otherwise.
 
-
-def _single(field: _Field, tolerance: float) -> Choices:
-    """Choose one GPU of each node: among ties one in use, then the one with the least left over, then the first."""
-    is_first = np.ones(len(field.node), np.bool_)
-    np.not_equal(field.node[1:], field.node[:-1], out=is_first[1:])
-    starts, run = np.flatnonzero(is_first), is_first.cumsum() - 1
-    position = np.arange(len(run)) - starts.take(run)
-    # The first GPU of every node, then the second, and so on: reducing along nodes of a few GPUs takes far longer.
-    most, at = int(position.max()) + 1, position * len(starts) + run
-
-    def by_node(values: NDArray[np.float64]) -> NDArray[np.float64]:
-        table = np.full(most * len(starts), np.inf)
-        table[at] = values
-        return table.reshape(-1, len(starts))
-
-    least = np.minimum.reduce(by_node(field.cost), axis=0)
-    is_worse = field.cost > least.take(run) + tolerance
-    rank = by_node(field.left + (field.effort + MOST_EFFORT * is_worse) * (field.left.max() + 1.0))
-    is_best = rank == np.minimum.reduce(rank, axis=0)
-    place = starts + most - np.maximum.reduce(is_best * np.arange(most, 0, -1, dtype=np.int16)[:, None], axis=0)
-    return Choices(
-        node=field.node[place],
-        rows=field.rows[place][:, None],
-        cost=field.cost[place],
-        ready=1.0 - field.effort[place] / 2,
-        left_mib=field.left[place],
-        is_linked=np.ones(len(place), np.bool_),
+    Args:
+        verdict: What the checks found.
+        policy: What makes a good place.
+        rows: The GPUs that fit, in rising order.
+    """
+    columns, wanted = verdict.view.columns, verdict.applicant.demand.gpus
+    node = columns.node[rows].astype(np.intp)
+    enough = np.bincount(node, minlength=1)[node] >= wanted
+    rows, node = rows[enough], node[enough]
+    if not rows.size:
+        return _nothing(0, wanted)
+    field = _Field(
+        rows=rows,
+        node=node,
+        cost=policy.cost(verdict, rows),
+        effort=_effort(verdict, rows).astype(np.float64),
+        left=verdict.left_mib(rows).astype(np.float64),
     )
-
-
-def _several(field: _Field, mode: NDArray[np.int8], island: NDArray[np.int32], want: tuple[int, float]) -> Choices:
-    """Choose several GPUs in one mode on each node: on one NVLink island where there is room, anywhere otherwise."""
-    anywhere = field.node * len(MODES) + mode
-    apart = _teams(field, anywhere * MOST_ISLANDS + island, want)
+    anywhere, want = field.node * len(MODES) + verdict.found.mode[rows], (wanted, policy.tolerance)
+    apart = _teams(field, anywhere * MOST_ISLANDS + columns.island[rows], want)
     apart.is_linked[:] = True
     mixed = _teams(field, anywhere, want)
     together = Choices(*[np.concatenate((getattr(apart, name), getattr(mixed, name))) for name in _NAMES])
     least = np.full(2 * (int(together.node.max(initial=0)) + 1), np.inf)
     among = 2 * together.node + together.is_linked
     np.minimum.at(least, among, together.cost)
-    cost = np.where(together.cost <= least[among] + want[1], least[among], together.cost)
+    cost = np.where(together.cost <= least[among] + policy.tolerance, least[among], together.cost)
     order = np.lexsort((together.left_mib, -together.ready, cost, ~together.is_linked, together.node))
     _, first = np.unique(together.node[order], return_index=True)
     return together.only(order[first])
@@ -259,5 +275,6 @@ def ties(choices: Choices, policy: Policy) -> Bools:
 def best_of(choices: Choices, among: Rows) -> int:
     """Return the choice that comes first among ties: the readiest, then least left over, then the first node."""
     for by in (-choices.ready, choices.left_mib, choices.node):
-        among = among[by[among] == by[among].min()]
+        found = by.take(among)
+        among = among.take(np.flatnonzero(found == found.min()))
     return int(among[0])

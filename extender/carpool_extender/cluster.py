@@ -9,6 +9,7 @@ from carpool_core.values import JobUid, PodUid
 
 from carpool_extender.aggregates import work_out
 from carpool_extender.doubts import NONSENSE, doubt
+from carpool_extender.grid import Grid, grid_of
 from carpool_extender.islands import islands
 from carpool_extender.journal import Journal
 from carpool_extender.numbering import Numbering
@@ -33,6 +34,7 @@ class Cluster:
         self._standing = standing
         self._columns = empty_columns(0, slots)
         self._shown: Columns | None = None
+        self._grid: Grid | None = None
         self._used = 0
         self._journal = Journal()
         self._hindered: dict[int, Hindrance] = {}
@@ -80,8 +82,11 @@ class Cluster:
             work_out(self._columns, rows)
         if self._shown is None:
             self._shown = self._columns.shown(self._used)
+        if self._grid is None:
+            self._grid = grid_of(self._shown.alive, self._shown.node)
         return View(
             columns=self._shown,
+            grid=self._grid,
             node_names=self._names.things,
             node_ids=self._names.ids,
             classes=self._classes.things,
@@ -100,14 +105,10 @@ class Cluster:
 
     def hindered_nodes(self) -> set[str]:
         """Names of the nodes with GPUs that take nobody at this moment, whatever their health."""
-        if self._standing is None:
-            return {*self._doubts, *self._nonsense}
-        return {
-            *self._doubts,
-            *self._nonsense,
-            *self._standing.silent(),
-            *(node for node, _ in self._standing.resting()),
-        }
+        found = {*self._doubts, *self._nonsense}
+        if self._standing is not None:
+            found.update(self._standing.silent(), (node for node, _ in self._standing.resting()))
+        return found
 
     def note_unreadable(self, name: str, why: str | None) -> None:
         """Send nobody to a node whose GpuNode nobody can read; what is known of it is as it was before.
@@ -223,6 +224,7 @@ class Cluster:
         self._doubts.pop(name, None)
         if block is not None:
             self._columns.alive[block] = False
+            self._grid = None
             self._journal.note(range(block.start, block.stop))
             self._free.setdefault(block.stop - block.start, []).append(block)
 
@@ -271,7 +273,7 @@ class Cluster:
         self._written[name] = told
 
     def _describe(self, name: str, block: slice, devices: list[Device], kinds: list[DeviceClass]) -> None:
-        node, columns = self._names.ids[name], self._columns
+        node, columns, self._grid = self._names.ids[name], self._columns, None
         columns.island[block] = islands(devices)
         for row, (device, kind) in enumerate(zip(devices, kinds, strict=True), start=block.start):
             write_device(columns, row, device, kind, of=(node, self._classes.ids[kind]))

@@ -10,7 +10,8 @@ import uvloop
 from carpool_core import logs, metrics
 from carpool_core.clock import SystemClock
 from carpool_core.kube.client import connect
-from carpool_core.settings import SettingsError, click_options
+from carpool_core.kube.credentials import KubeConfigError
+from carpool_core.settings import MisconfiguredError, SettingsError, click_options
 
 from carpool_extender.app import build
 from carpool_extender.policies import UnknownPolicyError
@@ -30,8 +31,8 @@ def extender(settings: ExtenderSettings) -> None:
     logs.configure(settings.log, "extender")
     try:
         uvloop.run(run(settings))
-    except (SettingsError, UnknownPolicyError) as error:
-        raise click.ClickException(str(error)) from error
+    except (SettingsError, UnknownPolicyError, KubeConfigError) as error:
+        raise MisconfiguredError(str(error)) from error
 
 
 async def run(settings: ExtenderSettings) -> None:

@@ -11,8 +11,10 @@ Cost = NDArray[np.float64]
 
 UNKNOWN_POWER_W = (300.0, 40.0)
 """Limit and idle power counted for a product that is not in the table."""
-WAKE_SHARE = 1.5
-"""What waking a sleeping GPU costs, in parts of its idle power. An assumption: clocks rise with the first context."""
+AWAKE_SHARE, FULL_SHARE = 0.21, 0.83
+"""What a GPU with a job draws in parts of its power limit: with no SM active, because its clocks rise with the first
+context, and with all of them. Means of what Zeus (You et al., NSDI '23) measured of a P100, an RTX 6000 and a V100; its
+A40 is kept from decisions, because simulated GPUs draw by it."""
 
 
 def nothing(verdict: Verdict, rows: Rows) -> Cost:
@@ -70,18 +72,19 @@ def activity_negated(verdict: Verdict, rows: Rows) -> Cost:
 def energy(verdict: Verdict, rows: Rows) -> Cost:
     """Watts on top for as long as the newcomer runs, weighted by how much longer everybody runs.
 
-    A GPU's power is idle + (limit - idle) · SM activity. Waking a sleeping one costs its idle power and
-    more; a slowdown makes the newcomer, and whoever it slows, draw their part for longer.
+    A GPU with a job draws awake + (full - awake) · SM activity, and less while it sleeps, which waking it costs; a
+    slowdown makes the newcomer, and whoever it slows, draw their part for longer.
     """
     classes = verdict.view.classes
     table = np.array([_powers(kind.product) for kind in classes]).reshape(-1, 2)
     of = verdict.view.columns.device_class[rows]
     limit, idle = table[of, 0], table[of, 1]
+    awake, full = AWAKE_SHARE * limit, FULL_SHARE * limit
     facts = verdict.applicant.columns(classes)
-    awake = verdict.view.columns.count[rows] > 0
-    own = (limit - idle) * facts.sm[of] * verdict.found.newcomer[rows]
+    is_awake = verdict.view.columns.count[rows] > 0
+    own = (full - awake) * facts.sm[of] * verdict.found.newcomer[rows]
     others = verdict.found.added[rows] - (verdict.found.newcomer[rows] - 1.0)
-    result: Cost = own + others * limit / 2 + np.where(awake, 0.0, idle * WAKE_SHARE)
+    result: Cost = own + others * (awake + full) / 2 + np.where(is_awake, 0.0, np.maximum(0.0, awake - idle))
     return result
 
 

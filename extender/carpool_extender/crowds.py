@@ -14,9 +14,16 @@ from carpool_extender.applicant import Applicant, ClassColumns
 from carpool_extender.conditions import Quantile
 from carpool_extender.view import MODES, Bools, Columns, Floats, Rows
 
+MANY = 256
+"""GPUs from which on those with more tenants than a pair are looked at by themselves: the others are most of them."""
+PAIR = 2
+
 
 class Crowd(NamedTuple):
-    """A newcomer, who comes first, and the tenants of GPUs that have equally many, shape (tenants + 1, rows) each."""
+    """A newcomer, who comes first, and the tenants of some GPUs, shape (tenants + 1, rows) each.
+
+    Where a GPU has fewer tenants than another, the others are nobody: they do nothing and accept everything.
+    """
 
     mode: SharingMode | None
     util: Floats
@@ -30,7 +37,7 @@ class Crowd(NamedTuple):
         """Return the slowdowns that limits are held against."""
         if quantile is Quantile.MEDIAN or self.mode is None:
             return self.expected
-        more: Floats = self.expected + allowance(self.mode, self.util.T, _all_of(self.util)).T
+        more: Floats = self.expected + allowance(self.mode, self.util.T).T
         return more
 
 
@@ -41,10 +48,10 @@ def crowd_on(columns: Columns, applicant: Applicant, facts: ClassColumns, rows: 
         columns: The GPUs.
         applicant: The newcomer.
         facts: What it is on each class of devices.
-        rows: GPUs that have equally many tenants, at least one.
+        rows: GPUs with tenants; where turns are taken, equally many.
         mode: Code of the mode in which they would all share.
     """
-    name, of, tenants = MODES[mode], columns.device_class[rows], int(columns.count[rows[0]])
+    name, of, tenants = MODES[mode], columns.device_class.take(rows), int(columns.count.take(rows).max())
 
     def joined(newcomer: Floats | float, of_tenants: Floats) -> Floats:
         # One after the other over all GPUs: along an axis of a few entries everything takes several times as long.
@@ -52,18 +59,12 @@ def crowd_on(columns: Columns, applicant: Applicant, facts: ClassColumns, rows: 
         both[0], both[1:] = newcomer, of_tenants.take(rows, axis=0)[:, :tenants].T
         return both
 
-    util = sm = dram = joined(facts.util[of], columns.util)
+    util = sm = dram = joined(facts.util.take(of), columns.util)
     if name is not SharingMode.TIME_SLICING:  # where turns are taken, nothing but utilization counts
-        sm, dram = joined(facts.sm[of], columns.sm), joined(facts.dram[of], columns.dram)
-    limit, expected = joined(applicant.demand.max_slowdown, columns.max_slowdown), np.ones(util.shape)
-    if name is not None:
-        expected = slowdowns(name, util.T, sm.T, dram.T, _all_of(util)).T
+        sm, dram = joined(facts.sm.take(of), columns.sm), joined(facts.dram.take(of), columns.dram)
+    limit = joined(applicant.demand.max_slowdown, columns.max_slowdown)
+    expected = np.ones(util.shape) if name is None else slowdowns(name, util.T, sm.T, dram.T).T
     return Crowd(name, util, expected, limit)
-
-
-def _all_of(crowd: Floats) -> Bools:
-    """Say that everybody of a crowd is there, as the slowdown model wants to be told: shape (rows, tenants + 1)."""
-    return np.ones(crowd.shape, np.bool_).T
 
 
 class Meeting(NamedTuple):
@@ -74,7 +75,7 @@ class Meeting(NamedTuple):
     """The newcomer's slowdown."""
     added: Floats
     """What the newcomer loses, and all tenants lose on top of what they lose already."""
-    own: Floats
+    own: Floats | float
     """Room to the newcomer's limit; negative beyond."""
     others: Floats
     """The least room of a tenant to its own."""
@@ -93,20 +94,36 @@ def meetings(
         mode: Code of the mode in which they would all share, shape (rows,).
         quantile: Which slowdown is held against a limit.
     """
-    for code, _ in SHARED:
+    for code, name in SHARED:
         mine = _where(rows, mode == code)
-        if MODES[code] is SharingMode.MPS and quantile is Quantile.MEDIAN:
+        if name is SharingMode.MPS and quantile is Quantile.MEDIAN:
             free = _undisturbed(columns, facts, mine)
             easy, mine = _where(mine, free), _where(mine, ~free)
-            own = np.full(easy.size, applicant.demand.max_slowdown - 1.0)
-            yield Meeting(easy, 1.0, _before(columns, easy), own, columns.patience[easy] - 1.0)
-        count = columns.count[mine]
-        for tenants in np.flatnonzero(np.bincount(count)).tolist():
-            part = _where(mine, count == tenants)
+            own = applicant.demand.max_slowdown - 1.0
+            yield Meeting(easy, 1.0, _before(columns, easy), own, columns.patience.take(easy) - 1.0)
+        for part in _parts(columns, mine, name):
             crowd = crowd_on(columns, applicant, facts, part, code)
             own, *others = crowd.limit - crowd.by(quantile)
             added = (crowd.expected - 1.0).sum(axis=0) + _before(columns, part)
             yield Meeting(part, crowd.expected[0], added, own, reduce(np.minimum, others))
+
+
+def _parts(columns: Columns, rows: Rows, mode: SharingMode) -> Iterator[Rows]:
+    """Part GPUs by how many tenants they have.
+
+    Where turns are taken, equally many at a time, because the model counts who meets whom. Under MPS whoever is nobody
+    disturbs nobody; so there it is a matter of work only, of which each part brings some.
+    """
+    count = columns.count.take(rows)
+    if mode is SharingMode.TIME_SLICING:
+        for tenants in np.flatnonzero(np.bincount(count)).tolist():
+            yield _where(rows, count == tenants)
+    elif rows.size < MANY:
+        if rows.size:
+            yield rows
+    else:
+        is_few = count <= PAIR
+        yield from (part for part in (_where(rows, is_few), _where(rows, ~is_few)) if part.size)
 
 
 def _where(rows: Rows, which: Bools) -> Rows:
@@ -116,7 +133,7 @@ def _where(rows: Rows, which: Bools) -> Rows:
 
 def _before(columns: Columns, rows: Rows) -> Floats:
     """What the tenants of some GPUs lose already, negated."""
-    lost: Floats = columns.count[rows] - columns.slowdowns[rows]
+    lost: Floats = columns.count.take(rows) - columns.slowdowns.take(rows)
     return lost
 
 
@@ -125,7 +142,7 @@ def _undisturbed(columns: Columns, facts: ClassColumns, rows: Rows) -> Bools:
 
     So it is on most GPUs, and what their tenants do together says so in a fraction of the time that `crowd_on` takes.
     """
-    of = columns.device_class[rows]
-    sm, dram = columns.sm_active[rows] + facts.sm[of], columns.dram_active[rows] + facts.dram[of]
+    of = columns.device_class.take(rows)
+    sm, dram = columns.sm_active.take(rows) + facts.sm.take(of), columns.dram_active.take(rows) + facts.dram.take(of)
     free: Bools = (sm <= SM_SATURATION) & (dram <= DRAM_SATURATION)
     return free

@@ -1,7 +1,9 @@
 """GPUs of which a GpuNode tells what cannot all be true: nobody is sent there until it is clear."""
 
+from collections.abc import Collection
+
 from carpool_core.resources.node import GpuNode
-from carpool_core.values import DeviceHealth, SharingMode
+from carpool_core.values import DeviceHealth, GpuUuid, SharingMode
 
 from carpool_extender.rows import Said
 from carpool_extender.standing import Hindrance
@@ -37,20 +39,25 @@ def has_strangers(node: GpuNode) -> bool:
     return any(tenant.pod_uid not in known and tenant.memory_mib for tenant in node.status.tenants)
 
 
-def tells_nothing_new(node: GpuNode, seen: GpuNode) -> bool:
+def tells_nothing_new(node: GpuNode, seen: GpuNode, chosen: Collection[GpuUuid]) -> bool:
     """Whether a decision that was made on one state of a node holds for another.
 
-    It does where it knew all that stands there now: what was released since makes room, and forbids nothing.
+    It does where it knew all that stands there now, and everybody whom it counted with is there: what was released on
+    other GPUs since makes room, and forbids nothing.
 
     Args:
         node: The node as it is now.
         seen: As it was decided on, with all that was about to be written.
+        chosen: The GPUs that were decided on.
     """
     was, now = seen.status, node.status
     # The generation alone does not tell them apart: it is a millisecond, in which a pod may be decided on twice.
     known = {r.pod_uid: (r.generation, r.gpu_uuids, r.mode, r.tenant) for r in seen.spec.reservations}
+    here = {r.pod_uid for r in node.spec.reservations}
+    gone = [r for r in seen.spec.reservations if r.pod_uid not in here]
     return (
         (seen.metadata.uid, was.devices, was.tenants) == (node.metadata.uid, now.devices, now.tenants)
         and all(known.get(r.pod_uid) == (r.generation, r.gpu_uuids, r.mode, r.tenant) for r in node.spec.reservations)
+        and not any(uuid in chosen for r in gone for uuid in r.gpu_uuids)
         and not has_strangers(node)
     )

@@ -18,7 +18,7 @@ from carpool_core.keys import (
 from carpool_core.kube.api import GPU_TRAINING_JOBS, KubeApi
 from carpool_core.kube.errors import NotFound
 from carpool_core.kube.pods import PodSpec, user_of
-from carpool_core.resources.job import GpuTrainingJob, WorkerPlacement
+from carpool_core.resources.job import GpuTrainingJob, Training, WorkerPlacement
 from carpool_core.resources.meta import Condition
 from carpool_core.resources.node import GpuNode, Reservation
 from carpool_core.values import GpuUuid, JobUid
@@ -31,15 +31,17 @@ from carpool_extender.measures import differences
 from carpool_extender.reading import gpu_nodes, hosts_of
 from carpool_extender.rehearsal import Rehearsal
 from carpool_extender.rules import Rules
+from carpool_extender.speed import pace_there
 from carpool_extender.standing import Standing
-from carpool_extender.watches import JobRow, JobSpecRow, JobStatusRow
-from carpool_extender.workloads import AS_SHIPPED, Choices, NotOurs, applicant_of
+from carpool_extender.watched import JobRow, JobSpecRow, JobStatusRow
+from carpool_extender.workloads import AS_SHIPPED, Choices, NotOurs, applicant_of, demand_of_row
 
 Predictor = Callable[[GpuTrainingJob, list[str]], Awaitable[GpuTrainingJob]]
 
 
 class _Spec(JobSpecRow, frozen=True, kw_only=True):
     template: dict[str, Any] = msgspec.field(default_factory=dict)
+    training: Training = Training()
 
 
 class _Status(JobStatusRow, frozen=True, kw_only=True):
@@ -98,10 +100,11 @@ def snapshot(nodes: Sequence[GpuNode], rules: Rules, clock: Clock) -> Snapshot:
     """Take in GpuNodes.
 
     An agent counts as silent by its heartbeat and the asker's clock: other than the extender the asker sees it once.
+    One that never sent any is silent since its GpuNode was made.
     """
     standing, now = Standing(clock), clock.now().timestamp()
     cluster = Cluster(rules.slots, standing)
-    heard = [(seconds(node.status.heartbeat_time or "") or now, node) for node in nodes]
+    heard = [(seconds(n.status.heartbeat_time or n.metadata.creation_timestamp or "") or now, n) for n in nodes]
     for at, node in sorted(heard, key=lambda one: one[0]):
         standing.heard(node.metadata.name, node.status.heartbeat_time, max(0.0, now - at))
     for node in nodes:
@@ -124,23 +127,17 @@ async def explained(api: KubeApi, name: str, namespace: str, rules: Rules, asker
         if error.reason != "NotFound":  # the kind itself is not known there
             raise
         raise NoSuchJobError(f"no GpuTrainingJob {name} in namespace {namespace}") from error
-    told, without, own_gpus = standing(job.status.state, job.status.conditions), [], set()
+    told = standing(job.status.state, job.status.conditions)
     if job.status.is_finished:
         return Answer([*told, *_ran(job)])
-    places = []
     nodes, odd = await gpu_nodes(api)
-    for node in nodes:
-        own = [r for r in node.spec.reservations if r.job_uid == job.metadata.uid]
-        places += [
-            f"{r.pod_name} has a place on {node.metadata.name}: {r.reason or 'no reason was written'}" for r in own
-        ]
-        own_gpus |= {uuid for r in own for uuid in r.gpu_uuids}
-        without.append(_without(node, own))
+    own = {n.metadata.name: [r for r in n.spec.reservations if r.job_uid == job.metadata.uid] for n in nodes}
+    places = [line for node in nodes for line in _places(job, node, own[node.metadata.name])]
     try:
         applicant = applicant_of(job, _user(job.spec.template), asker.choices)
     except NotOurs as refusal:
         return Answer([*told, *places, str(refusal)])
-    seen = snapshot(without, rules, asker.clock)
+    seen = snapshot([_without(node, own[node.metadata.name]) for node in nodes], rules, asker.clock)
     hosts = await hosts_of(api, job.spec.template, without=JobUid(job.metadata.uid))
     rehearsal = Rehearsal(seen, applicant, rules, hosts)
     if job.status.prediction is None and not places:
@@ -148,9 +145,18 @@ async def explained(api: KubeApi, name: str, namespace: str, rules: Rules, asker
     if not places:
         waits = rehearsal.gang()
         places = [f"{namespace}/{name} has no place yet", *([waits] if waits else [])]
-    return Answer(
-        [*told, *places, *_gpus(seen.cluster, rehearsal, rules, asker, frozenset(own_gpus)), *hosts.notes, *odd]
-    )
+    own_gpus = frozenset(uuid for held in own.values() for r in held for uuid in r.gpu_uuids)
+    return Answer([*told, *places, *_gpus(seen.cluster, rehearsal, rules, asker, own_gpus), *hosts.notes, *odd])
+
+
+def _places(job: _Job, node: GpuNode, held: Sequence[Reservation]) -> list[str]:
+    """Say of each worker of a job that has its place on a node how fast it is there, and why it is."""
+    demand, name = demand_of_row(job), node.metadata.name
+    paces = [pace_there(demand, r, node.status.devices, job.spec.training.steps) for r in held]
+    return [
+        f"{r.pod_name} has a place on {name}{pace}: {r.reason or 'no reason was written'}"
+        for r, pace in zip(held, paces, strict=True)
+    ]
 
 
 def _user(template: dict[str, Any]) -> int | None:
@@ -205,7 +211,7 @@ async def asked(api: KubeApi, job: GpuTrainingJob, rules: Rules, predictor: Pred
         return Answer([*told, str(refusal)], is_hopeless=True)
     seen = snapshot(nodes, rules, asker.clock)
     hosts = await hosts_of(api, job.spec.template)
-    rehearsal = Rehearsal(seen, applicant, rules, hosts)
+    rehearsal = Rehearsal(seen, applicant, rules, hosts, job.spec.training.steps)
     gpus = [*_gpus(seen.cluster, rehearsal, rules, asker), *hosts.notes, *odd]
     if not could_ever_fit(seen.cluster.view(), applicant, rules):
         told.append("could never run here: no node has GPUs that would do, even if they were empty")

@@ -1,7 +1,6 @@
 """Whether all workers of a job would find places: asked before its first one gets one."""
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Protocol
 
 import msgspec
@@ -9,20 +8,16 @@ import numpy as np
 from carpool_core.resources.node import GpuNode
 from carpool_core.values import JobUid, PodUid
 
-from carpool_extender import ledger
 from carpool_extender.applicant import Applicant
 from carpool_extender.assessments import Assessment, Assessments
 from carpool_extender.cluster import Cluster
-from carpool_extender.decide import best_place, reservation
+from carpool_extender.paper import placed
 from carpool_extender.refusal import PREFIX, counted
 from carpool_extender.rules import Rules
 from carpool_extender.view import MODES, Rows
 
 MOST_TRIED = 128
 """Workers that are placed on paper one after the other. Of more, only the room is counted: trying takes too long."""
-
-_NO_TIME = datetime.fromtimestamp(0, UTC)
-"""Of reservations that exist on paper only."""
 
 
 class Seen(Protocol):
@@ -82,7 +77,10 @@ class Gangs:
         most = _most(assessment, rows, self._rules.slots)
         if most < wanted or wanted > MOST_TRIED:
             return min(most, wanted)
-        return _tried(self._on_paper(assessment, rows), applicant, self._rules, wanted)
+        paper = Cluster(self._rules.slots)
+        for node in self._on_paper(assessment, rows):
+            paper.apply(node)
+        return len([*placed(paper, applicant, self._rules, wanted, tells=False)])
 
     def _on_paper(self, assessment: Assessment, rows: Rows) -> list[GpuNode]:
         """Return the nodes of some GPUs with nothing but these GPUs."""
@@ -126,21 +124,3 @@ def _most(assessment: Assessment, rows: Rows, slots: int) -> int:
     columns = verdict.view.columns
     each = np.minimum(columns.free_mib[rows] // verdict.need_mib(rows), slots - columns.count[rows])
     return int(each.sum()) // verdict.applicant.demand.gpus
-
-
-def _tried(nodes: list[GpuNode], applicant: Applicant, rules: Rules, wanted: int) -> int:
-    """Place workers one after the other, as they would be; return how many there was room for."""
-    paper = Cluster(rules.slots)
-    for node in nodes:
-        paper.apply(node)
-    for number in range(wanted):
-        found = best_place(Assessment(applicant, rules, paper.view()), tells=False)
-        if found is None:
-            return number
-        node = paper.nodes[found[0]]
-        one = reservation(found[1], applicant, PodUid(f"worker-{number}"), "", now=_NO_TIME, deadline=_NO_TIME)
-        spec = ledger.reserve(node.spec, one, ledger.capacity_of(node, rules.slots))
-        if isinstance(spec, ledger.Rejected):
-            return number
-        paper.apply(msgspec.structs.replace(node, spec=spec))
-    return wanted

@@ -1,8 +1,8 @@
 """How many pods may be on their way to a node at once: more than the control plane can carry, and none arrives."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 from carpool_core.clock import Clock
@@ -47,14 +47,19 @@ class Inflow:
         self.limit: float = FIRST
         """Binds that may be under way at once."""
 
+    @property
+    def is_full(self) -> bool:
+        """Whether as many binds are under way as may be."""
+        return self._under_way >= self.limit
+
     async def room(self) -> None:
         """Wait until another pod may be bound, or has waited long enough."""
-        if self._under_way >= self.limit:
+        if self.is_full:
             with suppress(TimeoutError):
                 await in_time(self._until_room(), PATIENCE_S, self._sleep)
 
     async def _until_room(self) -> None:
-        while self._under_way >= self.limit:
+        while self.is_full:
             self._left.clear()
             await self._left.wait()
 
@@ -66,6 +71,19 @@ class Inflow:
         """Count a bind that has ended."""
         self._under_way -= 1
         self._left.set()
+
+    @asynccontextmanager
+    async def aside(self) -> AsyncIterator[None]:
+        """Do not count a bind that waits for others of its job, and have it wait for room like one that begins.
+
+        Otherwise the workers of a job of more of them than may be under way would keep everybody else back.
+        """
+        self.leave()
+        try:
+            yield
+            await self.room()
+        finally:
+            self.enter()
 
     @contextmanager
     def measured(self) -> Iterator[None]:

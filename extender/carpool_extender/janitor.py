@@ -1,54 +1,39 @@
 """Gives back the reservations of pods that need them no longer, and has waiting pods tried again."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Container, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Container, Iterable
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import structlog
 from carpool_core.clock import Clock, parse_rfc3339, rfc3339
-from carpool_core.deviceclass import class_of
 from carpool_core.keys import ANNOTATION_CAPACITY_FREED
 from carpool_core.kube.api import NODES, PODS, KubeApi
 from carpool_core.kube.errors import KubeError, NotFound
 from carpool_core.kube.pods import Pod
-from carpool_core.resources.node import Device, GpuNode, Reservation
-from carpool_core.values import DeviceHealth, PodUid
+from carpool_core.resources.node import GpuNode, GpuNodeSpec, Reservation
+from carpool_core.values import PodUid
 
 from carpool_extender import ledger
 from carpool_extender.book import Book
-from carpool_extender.doubts import has_strangers
 from carpool_extender.endings import ended, is_certain
+from carpool_extender.growth import may_hold_more
 from carpool_extender.restorer import Restorer
 from carpool_extender.watches import Watches
 
 T = TypeVar("T")
 
 PERIOD_S = 5.0
-AT_A_TIME = 10
-"""Nodes that are looked at in one go, while requests wait: a request takes several turns, and waits in each."""
+EVERYTHING_EVERY = 12
+"""Of so many sweeps one looks at everything, the others at what has changed or was not certain: a minute is soon enough
+for what nobody told of, and to ask about each of 30,000 reservations takes long."""
+AT_A_TIME, GLANCES = 10, 250
+"""Nodes that are looked at in one go, or glanced at, while requests wait, which take several turns."""
 ASKED_AT_ONCE = 10
 """Most nodes about which a sweep asks or tells the server at once, so that it answers binds meanwhile; of what pods and
 nodes tell of, as many."""
 TOUCH_LATE_S = 600.0
 """After this time a Node need not be touched any more: kube-scheduler has retried every pod by itself (5 minutes)."""
-
-
-def may_hold_more(old: GpuNode | None, new: GpuNode) -> bool:
-    """Whether a change of a GpuNode may give a waiting pod a place, besides releases: those tell of themselves.
-
-    That a GPU changed its mode for a tenant, or fell sick, gives nobody a place.
-    """
-    if old is None or (has_strangers(old) and not has_strangers(new)):
-        return True
-    before = {device.uuid: device for device in old.status.devices}
-    return any(_may_hold_more(before.get(device.uuid), device) for device in new.status.devices)
-
-
-def _may_hold_more(old: Device | None, new: Device) -> bool:
-    if old is None or (old.health is not new.health and new.health is DeviceHealth.HEALTHY):
-        return True
-    return class_of(old) != class_of(new) or old.nvlink_peers != new.nvlink_peers
 
 
 class Janitor:
@@ -60,6 +45,7 @@ class Janitor:
         watches: Watches,
         book: Book,
         restorer: Restorer,
+        *,
         clock: Clock,
         sleep: Callable[[float], Awaitable[Any]],
     ) -> None:
@@ -73,14 +59,17 @@ class Janitor:
         self._grown: set[str] = set()
         self._hindered: set[str] = set()
         self._unreadable: set[PodUid] = set()
+        self._certain: dict[str, GpuNodeSpec] = {}
+        self._late: set[str] = set()
+        self._sweeps = 0
         self._log = structlog.get_logger()
-        watches.on_pod_end(self._pod_ended)
+        watches.on_pod(self._pod_changed)
         watches.on_node(self._node_changed)
 
     @property
     def remembered(self) -> set[str]:
         """Names of the nodes of which something is kept in mind."""
-        return {*self._touched, *self._grown, *self._hindered}
+        return {*self._touched, *self._grown, *self._hindered, *self._certain, *self._late}
 
     def leave_alone(self, pods: Container[PodUid]) -> None:
         """Name the pods that are being bound at present, whose reservations are not to be judged."""
@@ -109,50 +98,71 @@ class Janitor:
 
     async def sweep(self) -> None:
         """Release what is needed no longer, restore what was lost, touch the Nodes whose GPUs have more room."""
-        names, due = list(self._watches.cluster.nodes), []
-        for begin in range(0, len(names), AT_A_TIME):
-            due += self._uncertain(names[begin : begin + AT_A_TIME])
-            await asyncio.sleep(0)  # requests come before
-        await self._release(due)
+        is_all = self._sweeps % EVERYTHING_EVERY == 0
+        self._sweeps += 1
+        await self._release([over async for over in self._all_over(is_all=is_all)])
         async with self._restoring:
-            await self._restorer.restore(self._open)
+            await self._restorer.restore(self._open, is_all=is_all)
         # Time alone may have made room: a GPU whose rest is over, an agent that is back.
         hindered = self._watches.cluster.hindered_nodes()
-        self._grown |= self._hindered - hindered
+        nodes = self._watches.cluster.nodes.keys()
+        self._grown |= (self._hindered - hindered) & nodes
         self._hindered = hindered
-        freed = []
-        for begin in range(0, len(names), AT_A_TIME):
-            freed += self._untouched(names[begin : begin + AT_A_TIME])
+        if is_all:
+            self._late |= nodes
+            self._forget((self._touched.keys() | self._certain.keys()) - nodes)
+        names, freed = list(self._grown | self._late), []
+        for begin in range(0, len(names), GLANCES):
+            freed += self._untouched(names[begin : begin + GLANCES])
             await asyncio.sleep(0)
         await self._touch(freed)
-        self._forget()
 
-    def _forget(self) -> None:
+    async def _all_over(self, *, is_all: bool) -> AsyncIterator[tuple[str, list[Reservation]]]:
+        """Go through all nodes, or those of which not everything was certain; requests come before."""
+        names = list(self._watches.cluster.nodes)
+        for begin in range(0, len(names), GLANCES):
+            some = [name for name in names[begin : begin + GLANCES] if is_all or self._is_open(name)]
+            for first in range(0, len(some), AT_A_TIME):
+                for over in self._over(some[first : first + AT_A_TIME]):
+                    yield over
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+    def _is_open(self, name: str) -> bool:
+        """Whether not all reservations of a node were certain when it was last looked at, or it has changed since."""
+        node = self._watches.cluster.node(name)
+        return node is not None and self._certain.get(name) is not node.spec
+
+    def _forget(self, names: Iterable[str]) -> None:
         """Keep in mind what exists only."""
-        cluster = self._watches.cluster
-        self._touched = {name: freed for name, freed in self._touched.items() if name in cluster.nodes}
-        self._grown &= cluster.nodes.keys()
-        self._unreadable = {uid for uid in self._unreadable if cluster.holders(uid)}
+        for name in names:
+            self._touched.pop(name, None)
+            self._certain.pop(name, None)
+            self._grown.discard(name)
+        self._unreadable = {uid for uid in self._unreadable if self._watches.cluster.holders(uid)}
 
     async def _look_at(self, names: Collection[str]) -> None:
-        await self._release(self._uncertain(names))
+        await self._release(self._over(names))
         async with self._restoring:
             await self._restorer.restore_vanished(self._open)
         await self._touch(self._untouched(names))
 
-    def _uncertain(self, names: Iterable[str]) -> list[tuple[str, list[Reservation]]]:
-        """Return what of some nodes has to be judged, node by node."""
+    def _over(self, names: Iterable[str]) -> list[tuple[str, list[Reservation]]]:
+        """Return what is needed no longer on some nodes, as far as is known here, node by node."""
         due = []
         for name in names:
             node = self._watches.cluster.node(name)
-            here = [r for r in (() if node is None else node.spec.reservations) if self._is_uncertain(name, r)]
-            if here:
-                due.append((name, here))
+            if node is None:
+                continue
+            pod = self._watches.pod
+            uncertain = [one for one in node.spec.reservations if not is_certain(one, name, pod(one.pod_uid))]
+            if not uncertain:
+                self._certain[name] = node.spec  # until that is another, or a pod of it changes
+            for one in uncertain:
+                self._tell_if_unreadable(name, one)
+            if over := [one for one in uncertain if one.pod_uid not in self._open and self._ended(name, one)]:
+                due.append((name, over))
         return due
-
-    def _is_uncertain(self, name: str, reservation: Reservation) -> bool:
-        known = self._watches.pod(reservation.pod_uid)
-        return reservation.pod_uid not in self._open and not is_certain(reservation, name, known)
 
     async def _release(self, due: Iterable[tuple[str, list[Reservation]]]) -> None:
         await _few_at_once(self._judge_all, due)
@@ -169,8 +179,14 @@ class Janitor:
         It goes by what stands in the GpuNode, so that a release whose writer died before touching is made good, and
         each extender touches only after it has itself seen the release.
         """
-        found = [(name, self._watches.cluster.node(name)) for name in names]
-        return [(name, node) for name, node in found if node is not None and not self._is_touched(name, node)]
+        found = []
+        for name in names:
+            node = self._watches.cluster.node(name)
+            if node is None or self._is_touched(name, node):
+                self._late.discard(name)
+            else:
+                found.append((name, node))
+        return found
 
     def _is_touched(self, name: str, node: GpuNode) -> bool:
         return name not in self._grown and self._touched.get(name, "") == _freed(node)
@@ -179,10 +195,7 @@ class Janitor:
         await _few_at_once(self._touch_one, nodes)
 
     async def _judge(self, name: str, reservation: Reservation) -> str | None:
-        """Say why a reservation is needed no longer if the cache says so and the server confirms it."""
-        self._tell_if_unreadable(name, reservation)
-        if self._ended(name, reservation) is None:
-            return None
+        """Say why a reservation is needed no longer if the server confirms it."""
         try:
             return ended(reservation, name, await self._read(reservation), self._clock.now())
         except KubeError as error:
@@ -196,11 +209,12 @@ class Janitor:
     async def _give_back(self, name: str, reservation: Reservation, why: str) -> None:
         # Others of the node were asked about meanwhile: it may have been bound in that time, or released.
         node = self._watches.cluster.node(name)
-        held = None if node is None else ledger.held(node.spec, reservation.pod_uid)
-        if held is None or not self._is_uncertain(name, held) or self._ended(name, held) is None:
+        pod_uid = reservation.pod_uid
+        held = None if node is None else ledger.held(node.spec, pod_uid)
+        if held is None or pod_uid in self._open or self._ended(name, held) is None:
             return
         try:
-            await self._book.release(name, reservation.pod_uid)
+            await self._book.release(name, pod_uid)
         except KubeError as error:
             self._tell_failure(name, reservation, error)
             return
@@ -215,9 +229,8 @@ class Janitor:
             return
         if reservation.pod_uid not in self._unreadable:
             self._unreadable.add(reservation.pod_uid)
-            self._log.warning(
-                "deadline unreadable", node=name, pod=reservation.pod_name, found=reservation.deadline[:64]
-            )
+            found = reservation.deadline[:64]
+            self._log.warning("deadline unreadable", node=name, pod=reservation.pod_name, found=found)
 
     async def _read(self, reservation: Reservation) -> Pod | None:
         try:
@@ -248,17 +261,24 @@ class Janitor:
         except ValueError:
             return False
 
-    def _pod_ended(self, pod: Pod) -> None:
-        self._due.update(self._watches.cluster.holders(PodUid(pod.metadata.uid)))
-        self._stirred.set()
+    def _pod_changed(self, old: Pod | None, new: Pod | None) -> None:
+        for pod in (old, new):
+            holders = [] if pod is None else self._watches.cluster.holders(PodUid(pod.metadata.uid))
+            for name in holders:
+                self._certain.pop(name, None)
+            if holders and pod is not None and (pod.is_finished or new is None):
+                self._due.update(holders)
+                self._stirred.set()
 
     def _node_changed(self, old: GpuNode | None, new: GpuNode | None) -> None:
         if new is None:
+            self._forget([] if old is None else [old.metadata.name])
             return
         name = new.metadata.name
         if may_hold_more(old, new):
             self._grown.add(name)
         if not self._is_touched(name, new):
+            self._late.add(name)  # until it is, however often that fails
             self._due.add(name)
             self._stirred.set()
 

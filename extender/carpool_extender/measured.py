@@ -74,10 +74,15 @@ def _combined(promised: Known, tenant: Tenant, slowdown: float) -> Known:
     util, sm = tenant.gpu_util_percent, tenant.sm_active_ratio
     return Known(
         memory_mib=promised.memory_mib,
-        util=promised.util if util is None else min(1.0, util / 100 * slowdown),
-        sm=promised.sm if sm is None else min(1.0, sm * slowdown),
+        util=promised.util if util is None else _share(util / 100 * slowdown),
+        sm=promised.sm if sm is None else _share(sm * slowdown),
         dram=promised.dram,
     )
+
+
+def _share(found: float) -> float:
+    """Return a share of a GPU, 0..1, whatever an agent tells: less than nothing would make room for others."""
+    return min(1.0, max(0.0, found))
 
 
 def peak_mib(measured: Tenant | None) -> int:

@@ -37,7 +37,12 @@ POLICIES: Mapping[str, Policy] = {
         Policy("least-slowdown", "least progress lost by all tenants together", costs.added_slowdown, tolerance=0.02),
         Policy("most-available-memory", "most memory that nobody was promised (MAGM)", costs.taken_memory),
         Policy("exclusive", "one job on a GPU, as the stock scheduler does", costs.nothing, alone=True),
-        Policy("round-robin", "the GPU after the one taken last", costs.turn, is_local=False),
+        Policy(
+            "round-robin",
+            "the GPU after the one with the newest reservation; the first where nothing is reserved",
+            costs.turn,
+            is_local=False,
+        ),
         Policy("first-fit", "the first GPU with room", costs.position),
         Policy("first-fit-decreasing", "the first GPU with room, largest job first", costs.position, decreasing=True),
         Policy("best-fit", "least memory left over", costs.left_memory),

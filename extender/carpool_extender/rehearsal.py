@@ -1,24 +1,20 @@
 """Places a job's workers on paper, one after the other, as kube-scheduler and the extender would together."""
 
-from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Protocol
 
-import msgspec
 import numpy as np
 from carpool_core.values import PodUid
 
-from carpool_extender import ledger
 from carpool_extender.applicant import Applicant
-from carpool_extender.assessments import Assessment, Assessments
+from carpool_extender.assessments import Assessments
 from carpool_extender.cluster import Cluster
-from carpool_extender.decide import Place, best_place, reservation
+from carpool_extender.decide import Place
 from carpool_extender.gangs import MOST_TRIED, Gangs, Seen
+from carpool_extender.paper import placed
 from carpool_extender.refusal import counted
 from carpool_extender.rules import Rules
+from carpool_extender.speed import pace_there
 from carpool_extender.view import Bools, View
-
-_NO_TIME = datetime.fromtimestamp(0, UTC)
 
 
 class Offering(Protocol):
@@ -41,11 +37,14 @@ class Rehearsal:
         applicant: What each worker asks for.
         rules: What the site has chosen.
         offers: Which nodes kube-scheduler would offer.
+        steps: Of the job's training; None where nobody said.
     """
 
-    def __init__(self, seen: Seen, applicant: Applicant, rules: Rules, offers: Offering) -> None:
+    def __init__(
+        self, seen: Seen, applicant: Applicant, rules: Rules, offers: Offering, steps: int | None = None
+    ) -> None:
         self.applicant = applicant
-        self._seen, self._rules, self._offers = seen, rules, offers
+        self._seen, self._rules, self._offers, self._steps = seen, rules, offers, steps
 
     def refused(self) -> dict[str, str]:
         """Why nodes would not be offered, by name."""
@@ -70,25 +69,19 @@ class Rehearsal:
         if not places:
             return ["would have to wait now"]
         if workers == 1:
-            return [f"would go to {places[0][0]}: {places[0][1].reason}"]
-        return [_of_several(len(places), tried, workers), *_told(places)]
+            return [f"would go to {self._told(*places[0])}"]
+        told = [f"  worker {number} would go to {self._told(*place)}" for number, place in enumerate(places)]
+        return [_of_several(len(places), tried, workers), *told]
+
+    def _told(self, name: str, place: Place) -> str:
+        pace = pace_there(self.applicant.demand, place, self._seen.cluster.nodes[name].status.devices, self._steps)
+        return f"{name}{pace}: {place.reason}"
 
     def _places(self, cluster: Cluster, wanted: int) -> list[tuple[str, Place]]:
-        found: list[tuple[str, Place]] = []
-        for number in range(wanted):
-            view = cluster.view()
-            chosen = best_place(Assessment(self.applicant, self._rules, view), self._offered(view))
-            if chosen is None:
-                break
-            name, place = chosen
-            node = cluster.nodes[name]
-            one = reservation(place, self.applicant, PodUid(f"{number}"), "", now=_NO_TIME, deadline=_NO_TIME)
-            spec = ledger.reserve(node.spec, one, ledger.capacity_of(node, self._rules.slots))
-            if isinstance(spec, ledger.Rejected):
-                break
-            found.append(chosen)
+        found = []
+        for name, place in placed(cluster, self.applicant, self._rules, wanted, among=self._offered):
             self._offers.take(name)
-            cluster.apply(msgspec.structs.replace(node, spec=spec))
+            found.append((name, place))
         return found
 
     def _offered(self, view: View) -> Bools:
@@ -107,7 +100,3 @@ def _of_several(placed: int, tried: int, workers: int) -> str:
         return f"the first {tried} of {workers} workers would get places now; more were not tried"
     others = counted(workers - placed, "worker")
     return f"only {placed} of {workers} workers would get places now; {others} would have to wait for theirs"
-
-
-def _told(places: Sequence[tuple[str, Place]]) -> list[str]:
-    return [f"  worker {number} would go to {name}: {place.reason}" for number, (name, place) in enumerate(places)]

@@ -23,7 +23,8 @@ AT_A_TIME = 50
 class Restorer:
     """Remembers the reservations that vanish from GpuNodes, and writes those again whose pods run on.
 
-    Without its reservation a running pod's memory counts as free, and its GPU is given to the next.
+    Without its reservation nothing is kept for a running pod but what it is measured to take, and only its agent's word
+    keeps others off its GPU.
 
     Args:
         api: The Kubernetes API.
@@ -37,14 +38,25 @@ class Restorer:
         self._api, self._watches, self._book, self._events, self._slots = api, watches, book, events, slots
         self._vanished: dict[PodUid, tuple[str, Reservation]] = {}
         self._told: set[PodUid] = set()
+        self._unsure: set[PodUid] = set()
         self._log = structlog.get_logger()
+        watches.on_pod(self._pod_changed)
         watches.on_node(self._node_changed)
 
-    async def restore(self, open_: Container[PodUid]) -> None:
-        """Look after every bound pod that runs without a reservation, but not those that are being bound."""
-        pods = list(self._watches.pods())
+    async def restore(self, open_: Container[PodUid], *, is_all: bool = True) -> None:
+        """Look after bound pods that run without a reservation, but not those that are being bound.
+
+        Args:
+            open_: The pods that are being bound.
+            is_all: Whether to look at every pod, not only at those of which something was heard, or that had none.
+        """
+        unsure, self._unsure = self._unsure, set()
+        known = (self._watches.pod(uid) for uid in unsure)
+        pods = list(self._watches.pods()) if is_all else [pod for pod in known if pod is not None]
         for begin in range(0, len(pods), AT_A_TIME):
-            await self._look_at(pods[begin : begin + AT_A_TIME], open_)
+            without = [pod for pod in pods[begin : begin + AT_A_TIME] if self._runs_without(pod)]
+            self._unsure.update(PodUid(pod.metadata.uid) for pod in without)
+            await self._look_at(without, open_)
             await asyncio.sleep(0)  # requests come before
 
     async def restore_vanished(self, open_: Container[PodUid]) -> None:
@@ -64,6 +76,10 @@ class Restorer:
         except KubeError as error:
             self._log.warning("restoring failed", pod=_named(pod), node=pod.spec.node_name, error=str(error))
 
+    def _pod_changed(self, _: Pod | None, new: Pod | None) -> None:
+        if new is not None:
+            self._unsure.add(PodUid(new.metadata.uid))
+
     def _node_changed(self, old: GpuNode | None, new: GpuNode | None) -> None:
         if old is None:
             return
@@ -71,19 +87,22 @@ class Restorer:
         for reservation in old.spec.reservations:
             if reservation.pod_uid not in left:
                 self._vanished[reservation.pod_uid] = (old.metadata.name, reservation)
+                self._unsure.add(reservation.pod_uid)
 
     def _forget_ended(self) -> None:
         for uid in [uid for uid in (*self._vanished, *self._told) if not _runs(self._watches.pod(uid))]:
             self._vanished.pop(uid, None)
             self._told.discard(uid)
 
+    def _runs_without(self, pod: Pod) -> bool:
+        """Whether a bound pod runs without a reservation, and nobody was told of that."""
+        uid, node = PodUid(pod.metadata.uid), pod.spec.node_name
+        return bool(node) and node not in self._watches.cluster.holders(uid) and uid not in self._told and _runs(pod)
+
     def _lacks_reservation(self, pod: Pod) -> bool:
-        """Whether a bound pod runs without one, on a node whose agent reports GPUs; others have to wait for that."""
-        uid, cluster = PodUid(pod.metadata.uid), self._watches.cluster
-        if uid in self._told or not pod.spec.node_name or pod.spec.node_name in cluster.holders(uid):
-            return False
-        node = cluster.node(pod.spec.node_name)
-        return node is not None and bool(node.status.devices) and _runs(pod) and bool(gpus_asked(pod))
+        """Whether it does so on a node whose agent reports GPUs; others have to wait for that."""
+        node = self._watches.cluster.node(pod.spec.node_name) if self._runs_without(pod) else None
+        return node is not None and bool(node.status.devices) and bool(gpus_asked(pod))
 
     async def _restore(self, pod: Pod) -> None:
         """Write a pod's reservation again, if the server says too that the pod runs and has none."""
@@ -116,10 +135,10 @@ class Restorer:
         return found.metadata.uid == pod.metadata.uid and _runs(found)
 
     async def _tell(self, pod: Pod, why: str) -> None:
-        """Say once that others may be given the GPU of a pod."""
+        """Say once that nothing is kept for a pod."""
         self._told.add(PodUid(pod.metadata.uid))
         message = (
-            f"pod {_named(pod)} runs on node {pod.spec.node_name} without a reservation, so its GPUs count as free; "
+            f"pod {_named(pod)} runs on node {pod.spec.node_name} without a reservation, so nothing is kept for it; "
             f"{why}; delete the pod, and the operator makes another in its place"
         )
         self._log.error("reservation lost", pod=_named(pod), node=pod.spec.node_name, because=why)

@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from operator import attrgetter
 from typing import NamedTuple
 
+import numpy as np
 from carpool_core.deviceclass import DeviceClass
 from carpool_core.resources.node import Device, GpuNode, Reservation, Tenant
 from carpool_core.values import GpuUuid, PodUid, SharingMode, Tenancy
@@ -159,3 +160,4 @@ def _empty(columns: Columns, row: int, places: slice) -> None:
     for emptied in (columns.memory_mib, columns.util, columns.sm, columns.dram, columns.cluster_tenancy):
         emptied[row, places] = 0
     columns.namespace[row, places] = NOBODY
+    columns.max_slowdown[row, places] = np.inf

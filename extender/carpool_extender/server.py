@@ -2,12 +2,14 @@
 
 import asyncio
 import signal
+import socket
 import ssl
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
+from carpool_core.settings import SettingsError
 from starlette.applications import Starlette
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -73,6 +75,20 @@ class _Protocol(HttpToolsProtocol):
 class Server(uvicorn.Server):
     """A server whose process ends in order: uvicorn's own raises the signal again, which would skip all clean-up."""
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen.
+
+        Raises:
+            SettingsError: Nobody can listen there; uvicorn's own ends the process.
+        """
+        try:
+            await super().startup(sockets)
+        except SystemExit as error:
+            raise SettingsError(
+                "CARPOOL_EXTENDER_HOST and CARPOOL_EXTENDER_PORT: expected an address of this host and a free port, "
+                f"found {self.config.host} and {self.config.port}: {error.__context__}; set others"
+            ) from error
+
     @contextmanager
     def capture_signals(self) -> Generator[None]:
         """End on SIGTERM and SIGINT."""
@@ -91,7 +107,7 @@ def create_server(app: Starlette, settings: ExtenderSettings) -> Server:
     """Build the server; whoever shows no certificate of the client CA is refused in the handshake.
 
     Raises:
-        SettingsError: A certificate is not set or not there.
+        SettingsError: A certificate is not set, or cannot be used.
     """
     cert, key, client_ca = settings.tls.files()
     config = uvicorn.Config(
@@ -110,7 +126,13 @@ def create_server(app: Starlette, settings: ExtenderSettings) -> Server:
         ssl_cert_reqs=ssl.CERT_REQUIRED,
         proxy_headers=False,  # nobody stands between
     )
-    config.load()
+    try:
+        config.load()
+    except OSError as error:
+        raise SettingsError(
+            "CARPOOL_EXTENDER_TLS_CERT, _TLS_KEY and _CLIENT_CA: expected a certificate, its private key, and a CA, "
+            f"each in PEM, found {cert}, {key} and {client_ca}: {error}"
+        ) from error
     if config.ssl is not None:
         # kube-scheduler resumes no sessions, and two tickets for each of its connections take a third of a handshake.
         config.ssl.num_tickets = 0

@@ -6,13 +6,16 @@ from carpool_core.kube.pods import Pod
 from carpool_core.values import PodUid
 
 from carpool_extender import ledger
+from carpool_extender.applicant import Applicant
 from carpool_extender.assessments import Assessments
 from carpool_extender.binder import Binder
 from carpool_extender.choices import MAX_SCORE
 from carpool_extender.connections import Connections
 from carpool_extender.decide import filter_nodes, score_nodes
+from carpool_extender.departures import Departures
 from carpool_extender.gangs import Gangs
 from carpool_extender.refusal import PREFIX
+from carpool_extender.telemetry import Telemetry
 from carpool_extender.watches import Watches
 from carpool_extender.wire import (
     BindingArgs,
@@ -38,15 +41,17 @@ class Service:
         watches: Watches,
         workloads: Workloads,
         binder: Binder,
+        *,
         assessments: Assessments,
         gangs: Gangs,
         connections: Connections,
-        *,
+        departures: Departures,
+        telemetry: Telemetry,
         candidates: int,
     ) -> None:
         self._watches, self._workloads, self._binder = watches, workloads, binder
         self._assessments, self._gangs, self._candidates = assessments, gangs, candidates
-        self._connections = connections
+        self._connections, self._departures, self._telemetry = connections, departures, telemetry
 
     async def filter(self, args: ExtenderArgs) -> FilterResult:
         """Name the best nodes that have room for a pod. A pod that has a reservation fits only where that is."""
@@ -64,10 +69,19 @@ class Service:
             told = dict.fromkeys((name for name in names if name != node), why)
             return FilterResult(node_names=[node] if node in names else [], failed_nodes=told)
         await self._binder.room()
+        answer = self._found(applicant, args.pod, names)
+        if answer.node_names or not (ended := self._departures.promising(applicant, answer.failed_nodes)):
+            return answer
+        with self._telemetry.kept_back():
+            await self._departures.over(ended)
+        return self._found(applicant, args.pod, names)
+
+    def _found(self, applicant: Applicant, pod: Pod, names: list[str]) -> FilterResult:
+        uid = PodUid(pod.metadata.uid)
         crowd = self._watches.cluster.pods_of(applicant.demand.job_uid)
-        if (crowded := too_many(applicant, PodUid(args.pod.metadata.uid), crowd)) is not None:
+        if (crowded := too_many(applicant, uid, crowd)) is not None:
             return FilterResult(failed_nodes=dict.fromkeys(names, crowded))
-        if (waits := self._gangs.refusal(applicant, PodUid(args.pod.metadata.uid), names)) is not None:
+        if (waits := self._gangs.refusal(applicant, uid, names)) is not None:
             return FilterResult(failed_nodes=dict.fromkeys(names, waits))
         found = filter_nodes(self._assessments.of(applicant), names, self._candidates)
         return FilterResult(

@@ -172,7 +172,12 @@ class ExtenderSettings:
         help="Address to listen on; kube-scheduler stands beside.",
     )
     port: int = setting(
-        8888, flag="--port", env="CARPOOL_EXTENDER_PORT", help="TCP port of the verbs; 0 takes a free one."
+        8888,
+        flag="--port",
+        env="CARPOOL_EXTENDER_PORT",
+        least=0,
+        most=65535,
+        help="TCP port of the verbs; 0 takes a free one.",
     )
     policy: str = _policy()
     job_policies: bool = _job_policies()
@@ -182,6 +187,7 @@ class ExtenderSettings:
         1,
         flag="--candidates",
         env="CARPOOL_CANDIDATES",
+        least=1,
         help="Nodes that filter names at most, the best first: one where kube-scheduler takes the best anyway, as with "
         "the weight that the chart gives the extender; more where that is small, and the scheduler's own preferences "
         "shall count, too.",
@@ -190,6 +196,8 @@ class ExtenderSettings:
         20.0,
         flag="--bind-timeout-seconds",
         env="CARPOOL_BIND_TIMEOUT_SECONDS",
+        least=1,
+        most=3600,
         help="Seconds that a node's agent has to prepare a reservation; keep the extender's httpTimeout above it.",
     )
     prediction_key: Path | None = prediction_key()

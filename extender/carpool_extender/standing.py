@@ -41,11 +41,11 @@ class Standing:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._heard: OrderedDict[str, tuple[str, float]] = OrderedDict()
+        self._heard: OrderedDict[str, tuple[str | None, float]] = OrderedDict()
         self._rests: dict[tuple[str, GpuUuid], _Rest] = {}
 
     def heard(self, node: str, heartbeat: str | None, ago_s: float = 0.0) -> None:
-        """Take note of a node's heartbeat; an agent that never sent one is not waited for.
+        """Take note of a node's heartbeat; an agent that never sent one is silent since the node was first heard of.
 
         Args:
             node: Name of the node.
@@ -53,7 +53,7 @@ class Standing:
             ago_s: For how long that has stood there, where it is known; nodes are told of in falling order of it.
         """
         last = self._heard.get(node)
-        if heartbeat and (last is None or last[0] != heartbeat):
+        if last is None or (heartbeat and last[0] != heartbeat):
             self._heard[node] = (heartbeat, self._clock.monotonic() - ago_s)
             self._heard.move_to_end(node)  # so that the longest silent stand first
 

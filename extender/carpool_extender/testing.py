@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
-from carpool_core.clock import Clock
+from carpool_core.clock import Clock, rfc3339
 from carpool_core.demand import Demand
 from carpool_core.keys import RESOURCE_GPU, SCHEDULER_NAME
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, NODES, PODS
@@ -214,7 +214,15 @@ class FakeAgent:
             Partition(pod_uid=r.pod_uid, generation=r.generation, state=state, message=message)
             for r in found.spec.reservations
         ]
-        patch = {"status": {"partitions": msgspec.to_builtins(partitions)}}
+        await self._write(node, {"partitions": msgspec.to_builtins(partitions)})
+
+    async def beat(self, *nodes: str) -> None:
+        """Tell that the agents of some nodes live."""
+        for node in nodes:
+            await self._write(node, {})
+
+    async def _write(self, node: str, changes: Mapping[str, Any]) -> None:
+        patch = {"status": {**changes, "heartbeatTime": rfc3339(self._clock.now())}}
         await self._kube.patch(GPU_NODES, node, patch, subresource="status")
 
     async def serve(self, node: str) -> None:

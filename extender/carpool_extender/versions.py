@@ -1,6 +1,24 @@
-"""Two states of one GpuNode: which is the newer, and whether decisions see a difference."""
+"""Two states of one GpuNode: which is the newer, whether decisions see a difference, and what they have in common."""
 
+from typing import TypeVar
+
+import msgspec
 from carpool_core.resources.node import GpuNode
+
+N = TypeVar("N", bound=GpuNode)
+
+
+def sharing(old: GpuNode, new: N) -> N:
+    """Return a state with another's parts where these are equal.
+
+    Most of what agents tell is that they live. Each of these words would hold the whole of its node once more, and
+    everybody who asks what has changed would have to compare it.
+    """
+    if new.spec is not old.spec and new.spec == old.spec:
+        new = msgspec.structs.replace(new, spec=old.spec)
+    if new.status.devices is not old.status.devices and new.status.devices == old.status.devices:
+        new = msgspec.structs.replace(new, status=msgspec.structs.replace(new.status, devices=old.status.devices))
+    return new
 
 
 def differ(old: GpuNode, new: GpuNode) -> bool:

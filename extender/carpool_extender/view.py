@@ -10,6 +10,7 @@ from carpool_core.deviceclass import DeviceClass
 from carpool_core.values import PodUid, SharingMode
 from numpy.typing import NDArray
 
+from carpool_extender.grid import Grid
 from carpool_extender.standing import Hindrance
 
 MODES: tuple[SharingMode | None, ...] = (None, *SharingMode)
@@ -99,8 +100,8 @@ class Columns:
     """(G, T) SM activity alone, 0..1."""
     dram: NDArray[np.float32] = field(metadata=_of(np.float32, each_tenant=True))
     """(G, T) DRAM activity alone, 0..1."""
-    max_slowdown: NDArray[np.float32] = field(metadata=_of(np.float32, each_tenant=True, empty=1))
-    """(G, T) Slowdown that it accepts."""
+    max_slowdown: NDArray[np.float32] = field(metadata=_of(np.float32, each_tenant=True, empty=np.inf))
+    """(G, T) Slowdown that it accepts; infinite where nobody is."""
     namespace: NDArray[np.int32] = field(metadata=_of(np.int32, each_tenant=True, empty=NOBODY))
     """(G, T) Index of its namespace, as in `View.namespaces`."""
     cluster_tenancy: Bools = field(metadata=_of(np.bool_, each_tenant=True))
@@ -129,7 +130,7 @@ class Columns:
 
     def take(self, rows: Rows) -> "Columns":
         """Return copies of some rows."""
-        return Columns(*[getattr(self, name)[rows] for name in _NAMES])
+        return Columns(*[getattr(self, name).take(rows, axis=0) for name in _NAMES])
 
     def shown(self, gpus: int) -> "Columns":
         """Return the first rows, without copying; they cannot be written through what is returned."""
@@ -156,6 +157,8 @@ class View:
     """The cluster at one moment. It holds until the cluster changes: decide on it without waiting for anything."""
 
     columns: Columns
+    grid: Grid
+    """All GPUs, by their nodes."""
     node_names: Sequence[str]
     node_ids: Mapping[str, int]
     """Index into `node_names` by name, of nodes that exist; a node that comes may get the index of one that went."""

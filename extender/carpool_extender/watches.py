@@ -6,114 +6,19 @@ from collections.abc import Callable, Iterable
 import msgspec
 import structlog
 from carpool_core.clock import Clock
-from carpool_core.keys import ANNOTATION_PREDICTION, OUTCOME_GPU_OUT_OF_MEMORY, SCHEDULER_NAME
+from carpool_core.keys import SCHEDULER_NAME
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS, KubeApi, Selector
 from carpool_core.kube.pods import Pod
 from carpool_core.kube.reflector import Reflector
-from carpool_core.resources.job import GpuSelector, MemoryOverride, Sharing
-from carpool_core.resources.meta import ObjectMeta
 from carpool_core.resources.node import GpuNode
-from carpool_core.resources.prediction import Prediction
-from carpool_core.values import JobState, JobUid, PodUid
+from carpool_core.values import JobUid, PodUid
 
 from carpool_extender.cluster import Cluster
+from carpool_extender.versions import sharing
+from carpool_extender.watched import JobRow, WatchedJob, WatchedNode, WatchedPod
 
-_NEED_NO_PLACE = frozenset((JobState.STARTING, JobState.RUNNING, JobState.COMPLETE, JobState.FAILED))
 DELETED_REMEMBERED = 1024
 """UIDs of deleted GpuNodes that are remembered: more than can be deleted while one answer is on its way."""
-
-
-class _Wire(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """Camel-cased, partial view of an object."""
-
-
-class JobSpecRow(_Wire, frozen=True, kw_only=True):
-    """Of a job's spec, what its demand depends on; templates and features are not kept."""
-
-    workers: int = 1
-    gpus_per_worker: int = 1
-    sharing: Sharing = Sharing()
-    memory: MemoryOverride = MemoryOverride()
-    gpu: GpuSelector = GpuSelector()
-
-
-class AttemptRow(_Wire, frozen=True, kw_only=True):
-    """How an attempt ended."""
-
-    outcome: str = ""
-
-
-class JobStatusRow(_Wire, frozen=True, kw_only=True):
-    """Of a job's status, what its demand depends on."""
-
-    prediction: Prediction | None = None
-    attempts: list[AttemptRow] = []
-
-    @property
-    def died_of_memory(self) -> bool:
-        """Whether an attempt that is remembered used its GPU's memory up."""
-        return any(attempt.outcome == OUTCOME_GPU_OUT_OF_MEMORY for attempt in self.attempts)
-
-
-class JobRow(_Wire, frozen=True, kw_only=True):
-    """A GpuTrainingJob with the attributes that `carpool_core.demand.demand_of` reads."""
-
-    api_version: str = ""
-    """Empty where it was not read alone: the watch asks for nothing but jobs."""
-    kind: str = ""
-    metadata: ObjectMeta
-    spec: JobSpecRow = JobSpecRow()
-    status: JobStatusRow = JobStatusRow()
-
-
-class WatchedStatus(JobStatusRow, frozen=True, kw_only=True):
-    """The same without the prediction of a job that asks for no place any more: it would be most of all memory.
-
-    Whoever needs it after all, as when a pod is replaced before the job's state says so, reads the job.
-    """
-
-    state: str = ""
-
-    def __post_init__(self) -> None:
-        """Forget what no decision needs."""
-        if self.state in _NEED_NO_PLACE:
-            msgspec.structs.force_setattr(self, "prediction", None)
-        if self.attempts and not self.died_of_memory:
-            msgspec.structs.force_setattr(self, "attempts", [])
-
-
-class WatchedJob(JobRow, frozen=True, kw_only=True):
-    """A job as it is kept."""
-
-    status: WatchedStatus = WatchedStatus()
-
-
-class WatchedPod(Pod, frozen=True, kw_only=True):
-    """A pod as it is kept: without the prediction that it carried until it was bound."""
-
-    def __post_init__(self) -> None:
-        """Forget what no decision needs; thousands of bound pods would keep it."""
-        if self.spec.node_name and ANNOTATION_PREDICTION in self.metadata.annotations:
-            others = {key: value for key, value in self.metadata.annotations.items() if key != ANNOTATION_PREDICTION}
-            msgspec.structs.force_setattr(self, "metadata", msgspec.structs.replace(self.metadata, annotations=others))
-
-
-class Manager(_Wire, frozen=True, kw_only=True):
-    """Who wrote some fields of an object, as the API server keeps it."""
-
-    manager: str = ""
-
-
-class WatchedMeta(ObjectMeta, frozen=True, kw_only=True, rename="camel"):
-    """`metadata` of a GpuNode, with who wrote it."""
-
-    managed_fields: list[Manager] = msgspec.field(default_factory=list)
-
-
-class WatchedNode(GpuNode, frozen=True, kw_only=True):
-    """A GpuNode as it is kept."""
-
-    metadata: WatchedMeta
 
 
 class Watches:
@@ -128,9 +33,14 @@ class Watches:
     def __init__(self, api: KubeApi, clock: Clock, cluster: Cluster) -> None:
         self.cluster = cluster
         self._clock = clock
-        tell = cluster.note_unreadable
         self._nodes = Reflector(
-            api, GPU_NODES, WatchedNode, clock=clock, on_change=self._node_changed, on_unreadable=tell
+            api,
+            GPU_NODES,
+            WatchedNode,
+            clock=clock,
+            on_change=self._node_changed,
+            on_unreadable=cluster.note_unreadable,
+            share=self._shared,
         )
         self._jobs = Reflector(api, GPU_TRAINING_JOBS, WatchedJob, clock=clock, on_change=self._job_changed)
         ours = Selector(fields=f"spec.schedulerName={SCHEDULER_NAME}")
@@ -147,7 +57,7 @@ class Watches:
         """Set with each word of such a GpuNode, and when it is one no more; whoever looks after them clears it."""
         self._log = structlog.get_logger()
         self._on_node: list[Callable[[GpuNode | None, GpuNode | None], None]] = []
-        self._on_pod_end: list[Callable[[Pod], None]] = []
+        self._on_pod: list[Callable[[Pod | None, Pod | None], None]] = []
 
     def job(self, uid: JobUid) -> JobRow | None:
         """Return the job with that UID, if it was seen."""
@@ -169,9 +79,9 @@ class Watches:
         """Call back with old and new for every change of a GpuNode after the first list."""
         self._on_node.append(callback)
 
-    def on_pod_end(self, callback: Callable[[Pod], None]) -> None:
-        """Call back when a pod has finished or was deleted."""
-        self._on_pod_end.append(callback)
+    def on_pod(self, callback: Callable[[Pod | None, Pod | None], None]) -> None:
+        """Call back with old and new for every change of a pod."""
+        self._on_pod.append(callback)
 
     def take(self, node: GpuNode) -> None:
         """Take in a GpuNode that an answer brought, before the watch does; not one whose end the watch has told."""
@@ -215,6 +125,10 @@ class Watches:
             "GpuTrainingJob": self._jobs.store.age(now),
             "Pod": self._pods.store.age(now),
         }
+
+    def _shared(self, old: WatchedNode, new: WatchedNode) -> WatchedNode:
+        # What an answer brought is known before the watch tells of it.
+        return sharing(self.cluster.node(new.metadata.name) or old, new)
 
     def _node_changed(self, old: WatchedNode | None, new: WatchedNode | None) -> None:
         if new is not None and any(one.manager for one in new.metadata.managed_fields):
@@ -273,10 +187,8 @@ class Watches:
         if new is not None:
             self._pods_by_uid[PodUid(new.metadata.uid)] = new
             self._note_success(new, has_succeeded=new.status.phase == "Succeeded")
-        ended = new if new is not None and new.is_finished else old if new is None else None
-        if ended is not None:
-            for callback in self._on_pod_end:
-                callback(ended)
+        for callback in self._on_pod:
+            callback(old, new)
 
     def _note_success(self, pod: Pod, *, has_succeeded: bool) -> None:
         for owner in pod.metadata.owner_references:

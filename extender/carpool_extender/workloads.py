@@ -19,7 +19,8 @@ from carpool_core.values import JobUid, PodUid
 
 from carpool_extender.applicant import Applicant
 from carpool_extender.policies import UnknownPolicyError, find_policy
-from carpool_extender.watches import JobRow, Watches
+from carpool_extender.watched import JobRow
+from carpool_extender.watches import Watches
 
 ANNOTATION_POLICY = f"{DOMAIN}/policy"
 """On a job: the policy by which its place is chosen, where the site allows jobs to choose."""

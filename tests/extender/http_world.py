@@ -55,11 +55,10 @@ async def serving(kube, certificates, *, watching=True):
 
 
 @asynccontextmanager
-async def running(kube, certificates, *, watching=True):
+async def running(kube, certificates, *, watching=True, clock=None, **settings):
     """The same; yields the parts of the extender too."""
     tls = TlsSettings(certificates / "server.crt", certificates / "server.key", certificates / "ca.crt")
-    settings = ExtenderSettings(port=0, tls=tls)
-    clock = FakeClock()
+    settings, clock = ExtenderSettings(port=0, tls=tls, **settings), clock or FakeClock()
     parts = build(settings, kube, clock, clock.sleep)
     server = create_server(parts.app, settings)
     tasks = [asyncio.create_task(server.serve())]

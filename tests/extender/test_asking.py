@@ -35,7 +35,7 @@ async def test_explain_tells_the_place_its_reason_and_every_gpu():
     mine = msgspec.structs.replace(tenant("x", ["GPU-a-0"]), job_uid=uid, reason="least-slowdown: alone")
     seed_node(kube, gpu_node("a", 2, [mine, tenant("full", ["GPU-a-1"], memory_limit_mib=40000)]))
     told = (await explained(kube, "x", "default", RULES, ASKER)).lines
-    assert told[0] == "x has a place on a: least-slowdown: alone"
+    assert told[0] == "x has a place on a (a step takes about 100 ms there): least-slowdown: alone"
     assert "fits by MPS, leaves 36,960 MiB" in told[1]
     assert told[2].endswith("needs 4,000 MiB, has 960 MiB free (3,040 MiB short)")
 
@@ -52,7 +52,9 @@ async def test_what_if_names_the_place_and_creates_nothing():
     seed_node(kube, gpu_node("a", 1, [tenant("y", ["GPU-a-0"])]))
     told = (await asked(kube, job_of(), RULES, predicted, ASKER)).lines
     assert told[0].startswith("prediction: Predicted")
-    assert told[1].startswith("would go to a: least-slowdown: MPS on GPU 0 of a beside default/y")
+    assert told[1].startswith(
+        "would go to a (a step takes about 100 ms there): least-slowdown: MPS on GPU 0 of a beside default/y"
+    )
     assert len((await asked(FakeKube(), job_of(), RULES, predicted, ASKER)).lines) == 3
 
 
@@ -84,7 +86,7 @@ async def test_a_job_may_choose_its_policy_only_where_the_site_lets_it():
     seed_node(kube, gpu_node("a", 1))
     assert ((await asked(kube, mine, RULES, predicted, ASKER)).lines)[-1].startswith("PolicyNotAllowed: ")
     told = (await asked(kube, mine, RULES, predicted, Asker(CLOCK, Choices(policies=True)))).lines
-    assert told[1].startswith("would go to a: exclusive: Exclusive on GPU 0")
+    assert told[1].startswith("would go to a (a step takes about 100 ms there): exclusive: Exclusive on GPU 0")
 
 
 async def test_workers_for_which_there_is_no_room_together_wait():
@@ -101,15 +103,26 @@ async def test_workers_for_which_there_is_no_room_together_wait():
 
 
 async def test_nothing_goes_where_the_agent_is_silent():
+    def ago(seconds):
+        return rfc3339(CLOCK.now() - timedelta(seconds=seconds))
+
     kube = FakeKube()
-    for name, ago_s in (("a", 20.0), ("b", SILENCE_S + 10), ("c", 0.0), ("d", 4 * SILENCE_S)):
-        node = gpu_node(name, 1)
-        heartbeat = rfc3339(CLOCK.now() - timedelta(seconds=ago_s))
-        status = msgspec.structs.replace(node.status, heartbeat_time=heartbeat)
-        seed_node(kube, msgspec.structs.replace(node, status=status))
+    for name, heard, made in (
+        ("a", ago(20), None),
+        ("b", ago(SILENCE_S + 10), None),
+        ("c", ago(0), ago(10 * SILENCE_S)),
+        ("d", ago(4 * SILENCE_S), None),
+        ("e", None, ago(SILENCE_S + 1)),
+        ("f", None, ago(SILENCE_S - 1)),
+    ):
+        node = gpu_node(name, 1, creation_timestamp=made)
+        seed_node(
+            kube, msgspec.structs.replace(node, status=msgspec.structs.replace(node.status, heartbeat_time=heard))
+        )
     told = (await asked(kube, job_of(), RULES, predicted, Asker(CLOCK, each_gpu=True))).lines
-    assert ["fits" in line for line in told[2:]] == [True, False, True, False]
-    assert f"its agent has not reported for more than {SILENCE_S:.0f} s" in told[3]
+    assert ["fits" in line for line in told[2:]] == [True, False, True, False, False, True]
+    for silent in (told[3], told[5], told[6]):
+        assert f"its agent has not reported for more than {SILENCE_S:.0f} s" in silent
 
 
 def test_without_a_cluster_there_is_a_sentence_and_no_traceback(tmp_path):

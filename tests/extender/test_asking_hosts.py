@@ -67,7 +67,7 @@ async def test_several_workers_are_placed_together():
     template = asks(cpu="3")
     told = (await asked(kube, job_with(template, workers=2), RULES, predicted, ASKER)).lines
     assert told[1] == "all 2 workers would get places now"
-    assert [line.partition(":")[0] for line in told[2:4]] == ["  worker 0 would go to a", "  worker 1 would go to a"]
+    assert [line.partition(" (")[0] for line in told[2:4]] == ["  worker 0 would go to a", "  worker 1 would go to a"]
     told = (await asked(kube, job_with(template, workers=3), RULES, predicted, ASKER)).lines
     assert told[1] == "only 2 of 3 workers would get places now; 1 worker would have to wait for theirs"
 

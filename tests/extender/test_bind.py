@@ -146,3 +146,21 @@ async def test_the_deadline_counts_from_the_write_though_the_bind_waited_for_it(
             await until(lambda: world.held() == {"a": ["pod-x", "pod-y"]})
     first, second = (parse_rfc3339(one["deadline"]) for one in world.reservations("a"))
     assert second - first == timedelta(seconds=4)
+
+
+async def test_a_reason_names_no_neighbour_that_left_while_the_bind_waited_to_be_written(world):
+    """Regression: a decision that was made before was taken as it was, words and slowdown and limit of threads."""
+    world.add("x", "y", nodes=["a"])
+    async with world.extender(gather_s=4) as extender, background(world.agent.serve("a")):
+        assert (await extender.service.bind(args("x"))).error == ""
+        await until(lambda: 4 in world.clock.sleeping)
+        async with background(extender.service.bind(args("y"))) as binding:
+            for _ in range(50):
+                await asyncio.sleep(0)
+            await world.kube.patch(GPU_NODES, "a", {"spec": {"reservations": []}})
+            await until(lambda: not extender.watches.cluster.node("a").spec.reservations)
+            world.clock.advance(4)
+            assert (await binding).error == ""
+    [held] = world.reservations("a")
+    assert "MPS on GPU 0 of a alone; " in held["reason"]
+    assert (held.get("threadPercentage"), held["expectedSlowdown"]) == (100, 1.0)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from carpool_core.values import SharingMode
 from carpool_extender.assessments import Assessment
-from carpool_extender.decide import filter_nodes, place, score_nodes
+from carpool_extender.decide import FEW, filter_nodes, place, score_nodes
 from carpool_extender.policies import POLICIES, UnknownPolicyError, find_policy
 from carpool_extender.rules import Rules
 from carpool_extender.testing import applicant, cluster, device, gpu_node, prediction, tenant
@@ -139,3 +139,25 @@ def test_every_policy_keeps_the_promises(policy, layout, wanted, memory):
             mine = [int(np.flatnonzero(view.columns.uuid == uuid)[0]) for uuid in chosen.gpu_uuids]
             taken = view.columns.memory_mib.sum(axis=1)
             assert all(taken[row] + memory <= view.columns.usable_mib[row] for row in mine)
+
+
+MANY = [f"n{number:03}" for number in range(FEW + 20)]
+
+
+@given(st.data())
+def test_the_one_best_node_is_the_first_of_many_whoever_is_offered(data):
+    busy = data.draw(st.lists(st.integers(1000, 30_000), min_size=len(MANY), max_size=len(MANY)))
+    known = cluster(
+        *(
+            gpu_node(name, 1, [tenant(f"of-{name}", [f"GPU-{name}-0"], memory_limit_mib=mib)])
+            for name, mib in zip(MANY, busy, strict=True)
+        )
+    )
+    assessment = Assessment(applicant(), fit(), known.view())
+    best = filter_nodes(assessment, MANY, len(MANY)).fits
+    unoffered = data.draw(st.sets(st.sampled_from(best[:3])))
+    offered = data.draw(st.permutations([name for name in MANY if name not in unoffered]))
+    expected, used = next(name for name in best if name not in unoffered), dict(zip(MANY, busy, strict=True))
+    (one,), (first, _) = (filter_nodes(assessment, offered, most).fits for most in (1, 2))
+    assert used[one] == used[first] == used[expected]  # which of equals comes second is nobody's concern
+    assert best[0] in unoffered or one == first == best[0]

@@ -98,7 +98,7 @@ def test_what_means_nothing_here_does_no_harm():
     assert filter_nodes(Assessment(applicant(), RULES, cluster(nothing).view()), ["a"]).unsuitable.keys() == {"a"}
 
 
-X, Y = tenant("x", [GPU]), tenant("y", [GPU])
+X, Y, CHOSEN = tenant("x", ["GPU-a-1"]), tenant("y", [GPU]), [GpuUuid("GPU-a-1")]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,10 @@ X, Y = tenant("x", [GPU]), tenant("y", [GPU])
     [
         pytest.param(a_node(X, Y), True, id="the same"),
         pytest.param(a_node(X, msgspec.structs.replace(Y, deadline="2026-01-31T12:00:20Z")), True, id="prolonged"),
-        pytest.param(a_node(X, heartbeat_time="2026-01-31T12:00:20Z"), True, id="released, and the agent lives"),
+        pytest.param(
+            a_node(X, heartbeat_time="2026-01-31T12:00:20Z"), True, id="released on another GPU, and the agent lives"
+        ),
+        pytest.param(a_node(Y), False, id="a neighbour left"),
         pytest.param(a_node(X, Y, tenant("z", [GPU])), False, id="another came"),
         pytest.param(a_node(X, msgspec.structs.replace(Y, generation=7)), False, id="renewed"),
         pytest.param(a_node(X, tenant("y", [GPU], prediction=prediction(4001))), False, id="counts with more"),
@@ -117,16 +120,16 @@ X, Y = tenant("x", [GPU]), tenant("y", [GPU])
     ],
 )
 def test_a_decision_holds_as_long_as_it_knew_all_that_a_node_holds(now, is_old):
-    assert tells_nothing_new(now, a_node(X, Y)) is is_old
+    assert tells_nothing_new(now, a_node(X, Y), CHOSEN) is is_old
 
 
 def test_a_decision_does_not_hold_where_a_reservation_went_and_its_pod_did_not():
     tenants = [seen("pod-y", 9)]
-    assert tells_nothing_new(a_node(X, Y, tenants=tenants), a_node(X, Y, tenants=tenants))
-    assert not tells_nothing_new(a_node(X, tenants=tenants), a_node(X, Y, tenants=tenants))
+    assert tells_nothing_new(a_node(X, Y, tenants=tenants), a_node(X, Y, tenants=tenants), CHOSEN)
+    assert not tells_nothing_new(a_node(X, tenants=tenants), a_node(X, Y, tenants=tenants), CHOSEN)
 
 
 def test_a_decision_does_not_hold_for_another_node_of_that_name():
     now = a_node(X)
     other = msgspec.structs.replace(now, metadata=msgspec.structs.replace(now.metadata, uid="another"))
-    assert not tells_nothing_new(other, now)
+    assert not tells_nothing_new(other, now, CHOSEN)

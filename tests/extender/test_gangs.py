@@ -83,7 +83,7 @@ def test_workers_that_have_done_their_work_need_no_place():
 def test_what_is_about_to_be_written_stands_beside_the_workers_too():
     """Regression: workers were placed on paper beside what was written only, so a gang began that could not end."""
     found = cluster(gpu_node("a", 2))
-    wants = {"prediction": prediction(memory_mib=4000, util=60, sm=0.5)}
+    wants = {"prediction": prediction(memory_mib=4000, util=40, sm=0.5)}
     assert refusal(found, 8, **wants) is None
     found.assume("a", tenant("other", ["GPU-a-0"], **wants))
     assert refusal(found, 7, **wants) is None

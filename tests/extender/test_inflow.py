@@ -4,11 +4,16 @@ import asyncio
 from contextlib import suppress
 
 import pytest
+from carpool_core.kube.api import PODS
 from carpool_core.testing.clock import FakeClock
 from carpool_extender.binding import BindError
 from carpool_extender.inflow import CUT_EVERY_S, FIRST, LEAST, MORE, MOST, PATIENCE_S, Inflow
-from carpool_extender.testing import seed_job, seed_pod, until
+from carpool_extender.testing import pod_of, seed_job, seed_pod, until
+from carpool_extender.turns import Turns
+from carpool_extender.wire import BindingArgs
 from extender_world import World, args, background, filtering, named
+from msgspec import json
+from prometheus_client import generate_latest
 
 QUICK_S, SLOW_S = 3.0, 12.0
 
@@ -179,7 +184,7 @@ async def test_pods_are_kept_back_by_filter_until_a_bind_has_ended(world):
     names = [f"x{number}" for number in range(FIRST + 1)]
     world.add(nodes=["a", "b"], gpus=16)
     for name in names:
-        seed_job(world.kube, name, memory_mib=1000)
+        seed_job(world.kube, name, memory_mib=1000, util=10)
         seed_pod(world.kube, name)
     async with world.extender() as extender:
         binds = [asyncio.create_task(extender.service.bind(args(name))) for name in names[:-1]]
@@ -203,3 +208,91 @@ async def test_a_pod_that_is_being_bound_fits_only_where_that_is(world):
         assert found.node_names == ["a"]
         assert found.failed_nodes == {"b": "NoGpuFits: this pod is being bound to node a at present"}
         assert [(p.host, p.score) for p in await extender.service.prioritize(filtering())] == [("a", 10), ("b", 0)]
+
+
+def worker(number):
+    node = "a" if number % 2 else "b"
+    return BindingArgs(pod_name=f"x-worker-{number}-1", pod_namespace="default", pod_uid=f"pod-{number}", node=node)
+
+
+async def test_workers_that_wait_for_others_of_their_job_keep_nobody_back(world):
+    """Regression: a job of as many workers as may be under way at once kept everybody else back for five seconds."""
+    world.add("y", nodes=["a", "b"], gpus=16)
+    seed_job(world.kube, "x", spec={"workers": FIRST + 2}, memory_mib=1000, util=1, sm=0.01, dram=0.01)
+    for number in range(FIRST + 2):
+        pod = pod_of("x", uid=f"pod-{number}")
+        world.kube.seed(PODS, pod | {"metadata": pod["metadata"] | {"name": f"x-worker-{number}-1"}})
+    async with world.extender(gather_s=4) as extender:
+        bodies = [worker(n) for n in range(FIRST + 2)]
+        binds = [asyncio.create_task(extender.service.bind(body)) for body in bodies]
+        await until(lambda: world.reservations("b") and 4 in world.clock.sleeping)
+        answer = asyncio.create_task(extender.service.filter(filtering("y")))
+        await until(answer.done)
+        assert {*named(answer.result())} == {"a", "b"}
+        for bind in binds:
+            bind.cancel()
+
+
+async def test_a_worker_whose_turn_has_come_waits_for_room_as_one_that_begins():
+    binds = Binds()
+    turns, order = Turns(binds.inflow), []
+
+    async def reserve(name):
+        binds.inflow.enter()
+        async with turns.of("job"):
+            order.append(name)
+            await binds.clock.sleep(1)
+
+    binds.enter(FIRST - 1)
+    tasks = [asyncio.create_task(reserve(name)) for name in "ab"]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert (order, binds.inflow.is_full) == (["a"], True)
+    binds.clock.advance(1)
+    await until(lambda: tasks[0].done() and PATIENCE_S in binds.clock.sleeping)
+    assert order == ["a"]
+    binds.inflow.leave()
+    await until(lambda: order == ["a", "b"])
+    assert binds.inflow.is_full
+    binds.clock.advance(1)
+    await tasks[1]
+
+
+async def asked(app, body):
+    """Post a body to the verb filter of an ASGI application."""
+    arrived, sent = [{"type": "http.request", "body": body}], []
+
+    async def receive():
+        return arrived.pop()
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/filter", "headers": [], "query_string": b"", "root_path": ""}
+    await app(scope, receive, send)
+    return sent[0]["status"]
+
+
+async def test_time_for_which_a_pod_is_kept_back_is_told_apart_from_that_of_its_request(world):
+    """Regression: five seconds of patience counted as a filter of five seconds."""
+    names = [f"x{number}" for number in range(FIRST)]
+    world.add("y", nodes=["a", "b"], gpus=16)
+    for name in names:
+        seed_job(world.kube, name)
+        seed_pod(world.kube, name)
+    async with world.extender() as extender:
+        body = json.encode({"Pod": world.pod("y"), "NodeNames": ["a", "b"]})
+        assert await asked(extender.app, body) == 200
+        binds = [asyncio.create_task(extender.service.bind(args(name))) for name in names]
+        await asyncio.sleep(0)
+        asking = asyncio.create_task(asked(extender.app, body))
+        await until(lambda: PATIENCE_S in world.clock.sleeping)
+        world.clock.advance(PATIENCE_S)
+        assert await asking == 200
+        for bind in binds:
+            bind.cancel()
+        told = generate_latest(extender.registry).decode()
+    assert "carpool_extender_kept_back_seconds_sum 5.0" in told
+    assert "carpool_extender_kept_back_seconds_count 1.0" in told
+    assert 'carpool_extender_request_seconds_sum{verb="filter"} 0.0' in told
+    assert 'carpool_extender_request_seconds_count{verb="filter"} 2.0' in told

@@ -33,6 +33,8 @@ PREDICTED = {"prediction": prediction(memory_mib=4000, util=90, sm=0.8)}
     ("measure", "expected"),
     [
         pytest.param({"gpu_util_percent": 30.0, "sm_active_ratio": 0.2}, (0.3, 0.2, 4000), id="activity as measured"),
+        pytest.param({"gpu_util_percent": -1e308, "sm_active_ratio": -3.0}, (0.0, 0.0, 4000), id="less than nothing"),
+        pytest.param({"gpu_util_percent": 1e308, "sm_active_ratio": 3.0}, (1.0, 1.0, 4000), id="more than all"),
         pytest.param({"memory_mib": 100, "peak_memory_mib": 200}, (0.9, 0.8, 4000), id="less memory than was promised"),
         pytest.param({"peak_memory_mib": 6000}, (0.9, 0.8, 6000), id="more memory than was promised"),
     ],

@@ -91,7 +91,7 @@ async def test_it_is_told_once_where_nobody_knows_the_reservation_that_was_lost(
     [(reason, message)] = world.events()
     assert reason == "ReservationLost"
     assert message.startswith(
-        "pod default/x-worker-0-1 runs on node a without a reservation, so its GPUs count as free"
+        "pod default/x-worker-0-1 runs on node a without a reservation, so nothing is kept for it"
     )
     assert "nothing is known of the reservation that it had" in message
     assert world.kube.dump_all(EVENTS)[0]["count"] == 1

@@ -8,7 +8,6 @@ def test_the_same_heartbeat_again_is_silence_and_a_new_one_ends_it():
     clock = FakeClock()
     standing = Standing(clock)
     standing.heard("a", "1")
-    standing.heard("never", None)
     clock.advance(30)
     standing.heard("a", "1")
     standing.heard("b", "1")
@@ -24,6 +23,24 @@ def test_the_same_heartbeat_again_is_silence_and_a_new_one_ends_it():
     assert standing.silent().keys() == {"a", "b"}
     standing.forget("a")
     assert standing.silent().keys() == {"b"}
+
+
+def test_an_agent_that_never_sent_a_heartbeat_is_silent_since_the_first_word_of_its_node():
+    """Regression: it was not waited for, and its GPUs were given out for ever."""
+    clock = FakeClock()
+    standing = Standing(clock)
+    standing.heard("never", None)
+    clock.advance(40)
+    standing.heard("never", None)
+    assert standing.silent() == {}
+    clock.advance(21)
+    assert standing.silent().keys() == {"never"}
+    standing.heard("never", "1")
+    assert standing.silent() == {}
+    clock.advance(40)
+    standing.heard("never", None)  # somebody took it away, which is no sign of life
+    clock.advance(21)
+    assert standing.silent().keys() == {"never"}
 
 
 def test_failures_in_a_row_double_the_rest_and_success_ends_it():

@@ -4,6 +4,7 @@ import asyncio
 
 import msgspec
 import pytest
+from carpool_core.keys import ANNOTATION_PREDICTION
 from carpool_core.kube.api import GPU_NODES
 from carpool_core.resources.node import GpuNode
 from carpool_core.testing.clock import FakeClock
@@ -12,7 +13,8 @@ from carpool_extender.cluster import Cluster
 from carpool_extender.decide import explain
 from carpool_extender.policies import find_policy
 from carpool_extender.rules import Rules
-from carpool_extender.testing import applicant, device, gpu_node, seed_node, tenant, until
+from carpool_extender.testing import applicant, device, gpu_node, pod_of, seed_node, tenant, until
+from carpool_extender.watched import WatchedJob, WatchedPod
 from carpool_extender.watches import Watches
 from structlog.testing import capture_logs
 
@@ -111,3 +113,41 @@ async def test_nobody_is_sent_to_a_node_that_makes_no_sense_and_it_is_said_why(w
     await kube.patch(GPU_NODES, "a", {"spec": {"reservations": []}})
     await until(lambda: watches.cluster.hindered_nodes() == set())
     assert not watches.cluster.view().columns.hindered.any()
+
+
+async def test_signs_of_life_hold_nothing_of_a_node_twice(world):
+    """With each heartbeat of 5,000 nodes the extender kept their reservations and GPUs once more: 90 MiB."""
+    kube, watches = world
+    before = watches.cluster.node("a")
+    await kube.patch(GPU_NODES, "a", {"status": {"heartbeatTime": "2026-01-31T13:00:00Z"}}, subresource="status")
+    await until(lambda: watches.cluster.node("a").status.heartbeat_time == "2026-01-31T13:00:00Z")
+    node = watches.cluster.node("a")
+    assert node.spec is before.spec
+    assert node.status.devices is before.status.devices
+
+
+async def test_what_has_changed_is_taken_from_the_new_state(world):
+    kube, watches = world
+    before = watches.cluster.node("a")
+    held = gpu_node("a", 1, [tenant("x", ["GPU-a-0"])]).spec
+    await kube.patch(GPU_NODES, "a", {"spec": msgspec.to_builtins(held)})
+    await until(lambda: watches.cluster.node("a").spec.reservations)
+    assert watches.cluster.node("a").spec == held
+    assert watches.cluster.node("a").status.devices is before.status.devices
+    sick = msgspec.to_builtins(gpu_node("a").status.devices[:1])
+    await kube.patch(GPU_NODES, "a", {"status": {"devices": sick}}, subresource="status")
+    await until(lambda: len(watches.cluster.node("a").status.devices) == 1)
+    assert watches.cluster.view().columns.alive.sum() == 1
+
+
+def test_of_pods_and_jobs_no_labels_are_kept_and_the_rest_is():
+    """Nobody decides by them, and of 30,000 tenants they were 11 MiB."""
+    pod = pod_of("x")
+    pod["metadata"] |= {"labels": {"a": "b"}, "annotations": {"c": "d", ANNOTATION_PREDICTION: "sealed"}}
+    waiting = msgspec.convert(pod, WatchedPod)
+    assert (waiting.metadata.labels, len(waiting.metadata.annotations)) == ({}, 2)
+    bound = msgspec.convert(pod | {"spec": pod["spec"] | {"nodeName": "a"}}, WatchedPod)
+    assert (bound.metadata.labels, bound.metadata.annotations) == ({}, {"c": "d"})
+    assert bound.metadata.owner_references == waiting.metadata.owner_references != []
+    job = msgspec.convert({"metadata": {"name": "x", "labels": {"a": "b"}, "annotations": {"c": "d"}}}, WatchedJob)
+    assert (job.metadata.name, job.metadata.labels, job.metadata.annotations) == ("x", {}, {"c": "d"})

@@ -1,0 +1,67 @@
+"""GPUs side by side: every GPU of every node, in its place, as nodes come, change and go."""
+
+import numpy as np
+from carpool_extender.assessments import Assessment
+from carpool_extender.cluster import Cluster
+from carpool_extender.grid import NOWHERE, grid_of
+from carpool_extender.policies import find_policy
+from carpool_extender.rules import Rules
+from carpool_extender.testing import applicant, device, gpu_node
+from hypothesis import given
+from hypothesis import strategies as st
+
+RULES = Rules(find_policy("least-slowdown"), slots=8)
+CHANGES = st.lists(st.tuples(st.sampled_from("abcde"), st.integers(0, 4)), min_size=1, max_size=12)
+"""Nodes, and how many GPUs each has from now on; none when it goes."""
+
+
+def told(view):
+    """The GPUs of each node by its name, as the grid has them."""
+    found = {}
+    for place in view.grid.rows:
+        for row, node in zip(place.tolist(), view.grid.node.tolist(), strict=True):
+            if row != NOWHERE:
+                found.setdefault(view.node_names[node], []).append(view.columns.uuid[row])
+    return found
+
+
+@given(CHANGES)
+def test_every_gpu_of_every_node_has_its_place_whatever_came_and_went(changes):
+    cluster, there = Cluster(), {}
+    for name, gpus in changes:
+        if gpus:
+            cluster.apply(gpu_node(name, gpus))
+            there[name] = [f"GPU-{name}-{index}" for index in range(gpus)]
+        else:
+            cluster.remove(name)
+            there.pop(name, None)
+        view = cluster.view()
+        assert told(view) == there
+        assert view.grid.has_gaps == (len({len(gpus) for gpus in there.values()}) > 1)
+
+
+@given(CHANGES, st.sets(st.sampled_from("abcde")))
+def test_some_nodes_of_a_grid_are_a_grid(changes, wanted):
+    cluster = Cluster()
+    for name, gpus in changes:
+        cluster.apply(gpu_node(name, gpus + 1))
+    view = cluster.view()
+    some = view.grid.only(np.array([name in wanted for name in view.node_names], np.bool_))
+    assert {view.node_names[number] for number in some.node.tolist()} == wanted & view.node_ids.keys()
+    kept = [view.node_names[number] in wanted for number in view.grid.node.tolist()]
+    assert (some.rows == view.grid.rows[:, kept]).all()
+
+
+def test_nobody_has_no_place():
+    grid = grid_of(np.zeros(3, np.bool_), np.zeros(3, np.int32))
+    assert (grid.rows.shape, grid.node.size, grid.has_gaps) == ((0, 0), 0, False)
+
+
+def test_a_gpu_that_does_not_fit_is_not_taken_for_the_tightest_place():
+    """Nothing is left over on a GPU that is too small, and less than nothing on one that is much too small."""
+    known = Cluster()
+    known.apply(gpu_node("a", [device(0, memory_mib=1000), device(1), device(2, memory_mib=20_000)]))
+    known.apply(gpu_node("b", [device(0, "b", memory_mib=1000)]))
+    best = Assessment(applicant(memory_limit_mib=30_000), RULES, known.view()).best
+    assert best.fits.tolist() == [True, False]
+    assert best.of(np.array([0])).rows.tolist() == [[1]]
