@@ -1,18 +1,41 @@
-"""The benchmarks of placement: what they are made on, and what they say; without measuring."""
+"""The benchmarks of placement: what they are made on, what they count, and what they say."""
 
+import os
 import random
+import subprocess
+import time
+from pathlib import Path
 
 import msgspec
+import pytest
 from carpool_core.resources.node import GpuNode
 from carpool_e2e.bench.naive import filter_and_prioritize
-from carpool_e2e.bench.placement import Decision, Size, percentile
+from carpool_e2e.bench.placement import (
+    NEW_EVERY,
+    ROUNDS,
+    WARM_UP,
+    Round,
+    Size,
+    draw_jobs,
+    least_disturbed,
+    percentile,
+    waited_ms,
+)
+from carpool_e2e.bench.placement_asking import Decision, processor_s, stolen_and_asked
+from carpool_e2e.bench.placement_profile import LIFE, STEPS, Profile, measure
 from carpool_e2e.bench.placement_report import placement_section
 from carpool_e2e.bench.world import Shape, draw_shape, world
 
+PROFILE = Profile(5000, dict.fromkeys((*STEPS, LIFE), 0.25), dict.fromkeys((*STEPS, LIFE), 0.5))
 
-def size(nodes: int, each_s: float, resident_mib: float) -> Size:
-    decisions = [Decision(each_s / 2, each_s / 2, n % 10 == 0) for n in range(100)]
-    return Size(nodes, 6 * nodes, decisions, 100 * each_s, 50 * each_s, [each_s], resident_mib, 0.3, "It rained.")
+
+def one_round(each_s: float, stolen: float = 0.0) -> Round:
+    decisions = [Decision(each_s / 2, each_s / 2, each_s / 4, n % NEW_EVERY == 0) for n in range(100)]
+    return Round(decisions, [each_s], 0.3, stolen)
+
+
+def size(nodes: int, each_s: tuple[float, ...], resident_mib: float) -> Size:
+    return Size(nodes, 6 * nodes, [one_round(s) for s in each_s], 0, resident_mib, "It rained.")
 
 
 def test_the_paper_cluster_holds_what_it_says_and_promises_no_memory_twice() -> None:
@@ -42,8 +65,66 @@ def test_percentiles_are_values_that_were_found() -> None:
     assert percentile([1.0] * 99 + [9.0], 0.99) == 9.0
 
 
+def test_a_bad_moment_of_the_machine_decides_nothing_and_is_told() -> None:
+    rounds = [one_round(0.01), one_round(0.9, stolen=0.25), one_round(0.012)]
+    found = Size(5000, 30000, rounds, 3, 330, "It rained.")
+    assert found.typical(lambda one: waited_ms(one, 0.99)) == pytest.approx(12)
+    assert found.span(lambda one: waited_ms(one, 0.99)) == pytest.approx((10, 900))
+    told = "\n".join(placement_section([found], PROFILE))
+    assert "3 at 5,000 nodes were left out" in told
+    assert "12.0 (10.0 to 900.0)" in told
+    assert "0% (0 to 25)" in told
+    assert "| filter and prioritize, p99 | 12.0 ms | ≤ 15 ms, aimed at 8 ms | kept |" in told
+
+
+def test_of_many_rounds_those_count_in_which_the_least_was_stolen_however_long_they_took() -> None:
+    rounds = [one_round(0.001 * n, stolen=0.1 * (n % 3)) for n in range(1, ROUNDS + 3)]
+    found = least_disturbed(rounds)
+    assert len(found) == ROUNDS
+    assert max(one.stolen for one in found) <= min(one.stolen for one in rounds if one not in found)
+    assert least_disturbed(rounds[:2]) == sorted(rounds[:2], key=lambda one: one.stolen)
+
+
+def test_the_rest_of_a_decision_is_what_no_step_explains() -> None:
+    told = "\n".join(placement_section([size(5000, (0.02,), 330)], PROFILE))
+    steps = len(STEPS) * 0.25
+    assert f"| the rest | {5 - steps:.2f} | {5 - 2 * steps:.2f} |" in told  # a round takes a quarter of 20 ms
+    assert "| all | 5.00 | 5.00 |" in told
+
+
+def test_each_step_of_a_decision_is_replayed() -> None:
+    said: list[str] = []
+    found = measure(said.append, nodes=40, decisions=20)
+    assert said
+    for of in (found.known_ms, found.new_ms):
+        assert set(of) == {*STEPS, LIFE}
+        assert all(took > 0 for took in of.values())
+
+
+def test_one_job_in_so_many_has_a_shape_that_nobody_had_before() -> None:
+    shapes, new = draw_jobs(random.Random(1), 40)  # noqa: S311  # no secret
+    before = [shapes[:number] for number in range(len(shapes))]
+    assert [shape not in known for shape, known in zip(shapes, before, strict=True)][WARM_UP:] == new[WARM_UP:]
+    assert sum(new) == 40 // NEW_EVERY
+
+
+def test_processor_time_is_that_of_the_process_and_counts_work_not_waiting() -> None:
+    began, own = processor_s(os.getpid()), time.process_time()
+    while time.process_time() - own < 0.02:
+        pass
+    assert 0.02 <= processor_s(os.getpid()) - began < 1.0
+    with subprocess.Popen(["sleep", "9"]) as asleep:  # wherever it is
+        assert processor_s(asleep.pid) < 0.5
+        asleep.kill()
+
+
+def test_stolen_time_is_a_part_of_what_was_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "stat").write_text("cpu  100 20 30 4000 500 6 4 40 0 0\ncpu0 1 1 1 1 1 1 1 1 0 0\n", encoding="ascii")
+    assert stolen_and_asked(tmp_path) == (40, 200)
+
+
 def test_the_section_says_what_is_kept_and_what_is_missed() -> None:
-    told = "\n".join(placement_section([size(500, 0.002, 90), size(5000, 0.02, 330)]))
+    told = "\n".join(placement_section([size(500, (0.002,), 90), size(5000, (0.02, 0.001, 0.03), 330)], PROFILE))
     assert "| filter and prioritize, p99 | 20.0 ms | ≤ 15 ms, aimed at 8 ms | missed |" in told
     assert "| decisions a second | 50 | ≥ 150, aimed at 300 | missed |" in told
     assert "It rained." in told

@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from typing import cast
 
 import pytest
 from carpool_core.kube.api import GPU_NODES, NODES
@@ -16,14 +17,15 @@ from carpool_core.resources.node import GpuNode
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_e2e.bench.circumstances import preferred
-from carpool_e2e.bench.load import Background, Finish, Throughput, play, until_bound
+from carpool_e2e.bench.load import AT_ONCE, Background, Finish, Throughput, bind_all, play, until_bound
 from carpool_e2e.bench.requests import counted
 from carpool_e2e.bench.stock import WHOLE, pod
 from carpool_e2e.bench.throughput import Players
 from carpool_e2e.bench.throughput_report import throughput_section
+from carpool_e2e.cluster import Cluster
 from carpool_e2e.errors import StalledError
 from carpool_e2e.fleetprocess import LEASES
-from carpool_e2e.processes import ProcessTable
+from carpool_e2e.processes import Process, ProcessTable
 from carpool_extender.testing import gpu_node, tenant
 
 METRICS = """# HELP apiserver_request_total [STABLE] Counter of apiserver requests
@@ -154,6 +156,51 @@ async def test_pods_that_are_not_bound_in_time_are_told(tmp_path: Path) -> None:
             await waiting
     finally:
         process.kill()
+
+
+class Control:
+    """A control plane of one process, as far as the benchmark looks at it."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self.plane = self.api = self
+
+    def __getitem__(self, name: str) -> Process:
+        return self._process
+
+    def call(self, method: str, path: str) -> str:
+        return ""
+
+
+async def test_nothing_goes_on_once_pods_cannot_be_bound_any_more(tmp_path: Path) -> None:
+    """Regression: progress was told for ever of a run that had been given up, and pods were still created."""
+    clock, told, created, before = FakeClock(), list[str](), list[int](), asyncio.all_tasks()
+    process = ProcessTable(tmp_path, "/usr/bin:/bin").start("kube-scheduler", ["sleep", "60"])
+
+    async def create() -> None:
+        created.append(len(created))
+        await asyncio.Event().wait()
+
+    try:
+        control = cast("Cluster", Control(process))
+        running = asyncio.create_task(
+            bind_all(control, FakeKube(clock), told.append, [create] * 99, ["it"], sleep=clock.sleep)
+        )
+        for _ in range(8):
+            for _ in range(10):
+                await asyncio.sleep(0)
+            clock.advance(1)
+        assert len(told) == 1
+        process.kill()
+        while not running.done():
+            await asyncio.sleep(0)
+            clock.advance(1)
+    finally:
+        process.kill()
+    with pytest.raises(StalledError, match="kube-scheduler ended with -9"):
+        await running
+    assert len(created) == AT_ONCE
+    assert asyncio.all_tasks() == before
 
 
 async def test_a_node_whose_lease_was_late_says_again_that_it_is_ready() -> None:

@@ -20,7 +20,7 @@ from carpool_extender.binding import in_time
 
 from carpool_e2e.bench.circumstances import preferred
 from carpool_e2e.bench.memory import listed
-from carpool_e2e.bench.placement import processor_s
+from carpool_e2e.bench.placement_asking import processor_s
 from carpool_e2e.bench.requests import counted
 from carpool_e2e.cluster import Cluster
 from carpool_e2e.errors import StalledError, log_tail
@@ -184,6 +184,7 @@ async def bind_all(
     create: Sequence[Callable[[], Awaitable[object]]],
     processes: Sequence[str],
     told: Callable[[], Awaitable[object]] | None = None,
+    sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
 ) -> Throughput:
     """Create everything at once, and measure until as many pods are bound, and what that costs until all is told.
 
@@ -194,6 +195,10 @@ async def bind_all(
         create: Each creates what becomes one pod.
         processes: Whose processor time counts.
         told: Waits until everything is told; what that costs counts, too.
+        sleep: Waits.
+
+    Raises:
+        StalledError: As `until_bound`; nothing goes on then.
     """
     finish, gate = Finish(len(create)), asyncio.Semaphore(AT_ONCE)
 
@@ -203,23 +208,23 @@ async def bind_all(
 
     bound = Selector(fields="spec.nodeName!=")  # of others the benchmark need not hear
     watch = Reflector(api, PODS, Pod, selector=bound, clock=SystemClock(), on_change=finish.see)
-    watching = asyncio.create_task(watch.run())
-    try:
-        await asyncio.sleep(1)
+    async with Background() as background:
+        background.start(watch.run())
+        await sleep(1)
         load = os.getloadavg()[0]
         asked, spent, began = _asked(cluster), _spent(cluster, processes), time.monotonic()
+        background.start(_progress(finish, began, tell, sleep))
         submitting = asyncio.gather(*(submit(one) for one in create))
-        reporting = asyncio.create_task(_progress(finish, began, tell))
-        await until_bound(finish, [cluster[name] for name in processes])
-        elapsed_s = time.monotonic() - began
-        reporting.cancel()
-        await submitting
+        try:
+            await until_bound(finish, [cluster[name] for name in processes], sleep)
+            elapsed_s = time.monotonic() - began
+            await submitting
+        finally:
+            submitting.cancel()
+            await asyncio.gather(submitting, return_exceptions=True)
         if told is not None:
             await told()
         told_s, after = time.monotonic() - began - elapsed_s, _spent(cluster, processes)
-    finally:
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
     taken = {name: after[name] - spent[name] for name in after}
     first = preferred({name: cluster[name].pid for name in processes} | {ITSELF: os.getpid()})
     return Throughput(len(create), elapsed_s, taken, _asked(cluster) - asked, told_s, load, first)
@@ -252,9 +257,11 @@ async def until_bound(
     )
 
 
-async def _progress(finish: Finish, began: float, tell: Callable[[str], None]) -> None:
-    while True:
-        await asyncio.sleep(5)
+async def _progress(
+    finish: Finish, began: float, tell: Callable[[str], None], sleep: Callable[[float], Awaitable[object]]
+) -> None:
+    while not finish.reached.is_set():
+        await sleep(5)
         tell(f"{len(finish.bound)} bound after {time.monotonic() - began:.0f} s")
 
 

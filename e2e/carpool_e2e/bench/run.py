@@ -15,7 +15,17 @@ from carpool_core.kube.client import connect
 from carpool_core.settings import KubeSettings
 from rich.console import Console
 
-from carpool_e2e.bench import agent, latency, memory, placement, predictions, simulator, stock, throughput
+from carpool_e2e.bench import (
+    agent,
+    latency,
+    memory,
+    placement,
+    placement_profile,
+    predictions,
+    simulator,
+    stock,
+    throughput,
+)
 from carpool_e2e.bench.agent_report import agent_section
 from carpool_e2e.bench.load import Throughput
 from carpool_e2e.bench.placement_report import placement_section
@@ -86,7 +96,11 @@ def renew_agent(console: Console) -> None:
 def renew_placement(console: Console) -> None:
     """Measure the extender's speed, and put the section into the report."""
     console.rule("placement")
-    _renew(placement_section(placement.measure(lambda said: console.print(said, highlight=False))))
+
+    def tell(said: str) -> None:
+        console.print(said, highlight=False)
+
+    _renew(placement_section(placement.measure(tell), placement_profile.measure(tell)))
 
 
 def renew_throughput(console: Console) -> None:
