@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
@@ -28,6 +29,15 @@ def published() -> Path:
     if not folder:
         pytest.skip("needs published measurements: set CARPOOL_DATA to their folder (docs/development.md)")
     return Path(folder)
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port on which something listens already."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        found.listen()
+        yield found.getsockname()[1]
 
 
 @pytest.fixture(scope="session")
