@@ -14,7 +14,7 @@ from carpool_extender.simulation.report import markdown
 from carpool_extender.simulation.strategy import Strategy
 from carpool_extender.simulation.workload import WorkloadError
 from click.testing import CliRunner
-from simulated_world import NoSlowdown
+from simulated_world import Halved, NoSlowdown
 
 A100 = "NVIDIA A100-SXM4-40GB"
 ALONE = Strategy("alone", "exclusive", measure=False)
@@ -53,6 +53,14 @@ def test_fractions_of_alibaba_share_and_whole_gpus_do_not(openb):
     assert figures.unused_percent == pytest.approx(100 * (1 - (100 * 0.5 + 50 * 0.4 + 20) / 120), abs=0.01)
     assert figures.memory_percent == pytest.approx(100 * (100 * 0.5 + 50 * 0.4 + 20) / 200, abs=0.01)
     assert figures_of(alone).waiting_min == pytest.approx(40 / 60 / 3)
+
+
+def test_jobs_that_share_for_long_count_as_slowed(openb):
+    found, (whole, first_fit, *_) = alibaba.alibaba(openb, 0), EXPERIMENTS["alibaba"].published
+    shared = Simulation(found, first_fit, Halved()).run()
+    assert ends(shared) == {"a": 150.0, "b": 100.0, "c": 30.0}, "b shares all its time, a two thirds of it"
+    assert figures_of(shared).slowed_percent == pytest.approx(100 / 3), "half as long again is no more than that"
+    assert figures_of(Simulation(found, whole, Halved()).run()).slowed_percent == 0
 
 
 def test_the_same_pods_come_to_few_of_the_nodes(openb):

@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from statistics import fmean, stdev
 
-from carpool_extender.simulation.contest import Line
+from carpool_extender.simulation.contest import SLOWED, Line
 
 HEADS = {
     "makespan_min": "makespan min",
     "utilization_percent": "utilization %",
     "completion_min": "completion min",
     "running_s": "running s",
+    "slowed_percent": f"slowed > {SLOWED:g} %",
     "oom": "out of memory",
     "energy_mj": "energy MJ",
     "waiting_min": "waiting min",
@@ -20,7 +21,7 @@ HEADS = {
     "unplaced": "never placed",
 }
 """What each figure is called at the head of its column."""
-SHOWN = ("makespan_min", "utilization_percent", "completion_min", "running_s", "oom", "energy_mj")
+SHOWN = ("makespan_min", "utilization_percent", "completion_min", "running_s", "slowed_percent", "oom", "energy_mj")
 COMPARED = {
     "makespan_min",
     "utilization_percent",
