@@ -199,7 +199,8 @@ def policy_of(job: JobRow, *, allowed: bool) -> str | None:
     if not allowed:
         raise NotOurs(
             f"PolicyNotAllowed: job {name} has the annotation {ANNOTATION_POLICY}: {wanted}, but this site chooses the "
-            "policy for all jobs; remove the annotation, or ask for CARPOOL_JOB_POLICIES=true"
+            "policy for all jobs; remove the annotation, or have an administrator set settings.jobPolicies: true in "
+            "the chart's values (CARPOOL_JOB_POLICIES=true of the extender)"
         )
     try:
         return find_policy(wanted).name

@@ -179,7 +179,7 @@ def test_a_job_chooses_its_policy_only_where_the_site_lets_it():
 
     assert policy_of(made(None), allowed=False) is None
     assert policy_of(made("energy"), allowed=True) == "energy"
-    with pytest.raises(NotOurs, match=r"PolicyNotAllowed: job n/j .* remove the annotation"):
+    with pytest.raises(NotOurs, match=r"remove the annotation, or have .* settings.jobPolicies: true in the chart's"):
         policy_of(made("energy"), allowed=False)
     with pytest.raises(NotOurs, match="UnknownPolicy: job n/j: policy 'fast' is unknown; choose one of"):
         policy_of(made("fast"), allowed=True)
