@@ -90,6 +90,7 @@ def _question(options: dict[str, Any]) -> Question:
         optimizer=Optimizer(options["optimizer"]),
         precision=Precision(options["precision"]),
         activation_checkpointing=options["activation_checkpointing"],
+        steps=options.get("steps"),
     )
     try:
         target = target_of(options["model"], parse_shape(options["shape"]), options["num_classes"], training)
@@ -150,11 +151,14 @@ def _products(gpu: str) -> list[GpuProduct]:
     help="Predict memory, activity and step time of a training job, or of many. No GPU is needed.\n\n"
     + _TARGET_HELP
     + '\n\nWith --rows, each line is {"id", "catalog": {"name", "input", "numClasses"} or "features", '
-    '"training": {"batchSize", "optimizer", "precision", "activationCheckpointing"}, "gpu"}, and is '
+    '"training": {"batchSize", "optimizer", "precision", "activationCheckpointing", "steps"}, "gpu"}, and is '
     "answered with one line. A row that makes no sense is answered with status `error`; the others go on, and the exit "
     "code is 2 at the end.",
 )
 @question_options(is_model_required=False)
+@click.option(
+    "--steps", type=click.IntRange(1, 10**12), help="Steps of the whole training, to be told how long it takes alone."
+)
 @click.option("--gpu", default="all", show_default=True, help="GPU product, an unambiguous part of its name, or `all`.")
 @click.option("--json", "json_output", is_flag=True, help="Print JSON, units in the names.")
 @click.option(

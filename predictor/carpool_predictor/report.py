@@ -36,6 +36,8 @@ class Report:
     memory_inside: bool = False
     """Whether the model is like those whose memory was measured."""
     products: tuple[ProductReport, ...] = ()
+    steps: int | None = None
+    """Of the whole training; None where nobody said."""
 
 
 def report_on(
@@ -54,7 +56,12 @@ def report_on(
         where = f"does not fit {gpus[0].name}" if len(gpus) == 1 else "fits none of these GPU products"
         message = f"by its bound, batch {job.training.batch_size:,} {where}; {prediction.message}"
         prediction = msgspec.structs.replace(prediction, message=message)
-    return Report(name, prediction, job.corrected.inside, tuple(products))
+    return Report(name, prediction, job.corrected.inside, tuple(products), job.training.steps)
+
+
+def length_of(steps: int, step_time_s: Interval) -> Interval:
+    """Return how long a training takes alone, in seconds: what is wrong with the time of a step is so with each."""
+    return Interval(**{end: steps * value for end, value in interval_json(step_time_s).items()})
 
 
 def _fits(product: ProductReport, gpu: GpuProduct) -> bool:
@@ -94,6 +101,7 @@ def _product(report: Report, product: ProductReport) -> dict[str, Any]:
         },
         "activity": activity_json(found.activity),
         "step_time_s": interval_json(found.step_time_seconds),
+        **length_json(report.steps, found.step_time_seconds),
         "inside_training": {
             "memory": report.memory_inside and product.answer.memory_calibrated,
             "activity": product.answer.activity_measured,
@@ -131,6 +139,11 @@ def activity_json(activity: ActivityPrediction) -> dict[str, Any]:
         "sm_occupancy_ratio": None if occupancy is None else interval_json(occupancy),
         "dram_active_ratio": interval_json(activity.dram_active_ratio),
     }
+
+
+def length_json(steps: int | None, step_time_s: Interval) -> dict[str, dict[str, float]]:
+    """Return how long the training takes alone, with its unit in the name; nothing where its steps are not known."""
+    return {} if steps is None else {"length_s": interval_json(length_of(steps, step_time_s))}
 
 
 def interval_json(interval: Interval) -> dict[str, float]:

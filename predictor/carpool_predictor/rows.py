@@ -16,7 +16,7 @@ from carpool_predictor import store
 from carpool_predictor.abstention import Abstention
 from carpool_predictor.calibration import Calibration
 from carpool_predictor.estimator import Job, model_version, prepare, reason_of
-from carpool_predictor.report import activity_json, interval_json, memory_json
+from carpool_predictor.report import activity_json, interval_json, length_json, memory_json
 from carpool_predictor.requests import TraceRequest
 from carpool_predictor.row_errors import UNREADABLE, in_a_row, told
 from carpool_predictor.source import SubprocessTracer, TraceLimits
@@ -183,7 +183,7 @@ class Answerer:
             status = "error" if job.reason in INVALID else "abstained"
             reason = f"{job.reason}: {in_a_row(job.message)}"
             return _empty(row.id, status, reason, prepared_s + time.perf_counter() - begin)
-        return _ENCODER.encode(_ok(row.id, job.calibrated(self._calibration, product), product, begin - prepared_s))
+        return _ENCODER.encode(_ok(row, job.calibrated(self._calibration, product), product, begin - prepared_s))
 
     def _job(self, row: Row) -> tuple[Job | Abstention, float]:
         """Return a row's job, and how long it took to prepare in seconds, for the first row that asked for it."""
@@ -205,16 +205,17 @@ def _read(line: bytes) -> Row | bytes:
         return _empty(_id_of(line), "error", str(e))
 
 
-def _ok(id_: str | int, job: Job, product: GpuProduct, begin: float) -> dict[str, Any]:
+def _ok(row: Row, job: Job, product: GpuProduct, begin: float) -> dict[str, Any]:
     answer = job.on(product)
     found = answer.prediction
     return {
-        "id": id_,
+        "id": row.id,
         "status": "ok",
         "reason": reason_of(job, [answer]),
         "memory": memory_json(found.memory),
         "activity": activity_json(found.activity),
         "step_time_s": interval_json(found.step_time_seconds),
+        **length_json(row.training.steps, found.step_time_seconds),
         "model_version": model_version(job.model),
         "elapsed_s": round(time.perf_counter() - begin, 6),
     }

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 
+from carpool_core.lengths import told
 from carpool_core.resources.prediction import Interval, MemoryPrediction
 from rich import box
 from rich.console import Group, RenderableType
@@ -11,7 +12,7 @@ from rich.text import Text
 
 from carpool_predictor.fitting import LargestBatch
 from carpool_predictor.parts import MemoryParts
-from carpool_predictor.report import ProductReport, Report
+from carpool_predictor.report import ProductReport, Report, length_of
 
 _WIDTH_OF_INTERVALS = 190
 """Columns of a terminal in which the intervals of several GPUs fit beside the medians."""
@@ -49,7 +50,8 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _number(value: float, digits: int = 0) -> str:
-    """Write a number in nine characters at most, so that a table stays within 80 columns whatever was asked."""
+    """Write a number in eight characters at most, so that a table stays within 80 columns whatever was asked."""
+    digits = digits if value < _SHORTENED / 10 else 0
     return f"{value:,.{digits}f}" if value < _SHORTENED else f"{value:.1e}".replace("e+0", "e").replace("e+", "e")
 
 
@@ -83,6 +85,10 @@ def _one(report: Report, product: ProductReport) -> Table:
     table.add_row("SM occupancy", f"{_span(activity.sm_occupancy_ratio, 100)} %")
     table.add_row("DRAM activity", f"{_span(activity.dram_active_ratio, 100)} %")
     table.add_row("step time", f"{_span(found.step_time_seconds, 1000, 1)} ms")
+    if report.steps is not None:
+        length = length_of(report.steps, found.step_time_seconds)
+        ends = f"[dim]({told(length.lower)} - {told(length.upper)})[/dim]"
+        table.add_row(f"  {_steps(report.steps)}", f"{told(length.median)} {ends}")
     table.add_row("largest batch", str(product.largest))
     for profile, largest in product.mig.items():
         table.add_row(f"  on {profile}", str(largest))
@@ -113,7 +119,10 @@ def _class(memory: MemoryPrediction) -> str:
 
 
 def _speed(report: Report, *, with_intervals: bool) -> Table:
-    table = _table("How busy it is, alone", "GPU", "util %", "SM %", "occ %", "DRAM %", "step ms", "learned")
+    title, columns = "How busy it is, alone", ["GPU", "util %", "SM %", "occ %", "DRAM %", "step ms"]
+    if report.steps is not None:
+        title, columns = f"{title}, and how long {_steps(report.steps)} take", [*columns, "takes"]
+    table = _table(title, *columns, "learned")
     for product in report.products:
         found = product.answer.prediction
         activity = found.activity
@@ -124,9 +133,20 @@ def _speed(report: Report, *, with_intervals: bool) -> Table:
             _span(activity.sm_occupancy_ratio, 100, with_ends=with_intervals),
             _span(activity.dram_active_ratio, 100, with_ends=with_intervals),
             _span(found.step_time_seconds, 1000, 1, with_ends=with_intervals),
+            *([] if report.steps is None else [_length(report.steps * found.step_time_seconds.median)]),
             _named(_speed_learned(product)),
         )
     return table
+
+
+def _steps(number: int) -> str:
+    return f"{number:,} {'step' if number == 1 else 'steps'}"
+
+
+def _length(seconds: float) -> str:
+    """Write a length of time in as few characters as a number."""
+    days = seconds / 86_400
+    return told(seconds) if days < _SHORTENED else f"{_number(days)} d"
 
 
 def _memory_learned(report: Report, product: ProductReport) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from carpool_core.lengths import told
 from carpool_core.products import PRODUCTS
 from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
 from carpool_predictor.commands import graph, predict
@@ -94,6 +95,26 @@ def test_json_has_units_in_its_names(block: str) -> None:
     assert product["memory"]["median_mib"] < product["memory"]["upper_mib"] <= product["memory"]["class"]["upper_mib"]
 
 
+def test_how_long_all_steps_take_is_told_with_its_interval(block: str) -> None:
+    arguments = [block, "--batch-size", "64", "--steps", "35000", "--gpu"]
+    one = CliRunner().invoke(predict, [*arguments, "A30"], env={"COLUMNS": "80"})
+    (product,) = json.loads(CliRunner().invoke(predict, [*arguments, "A30", "--json"]).output)["products"]
+    step_s, length_s = product["step_time_s"], product["length_s"]
+    assert length_s == {end: pytest.approx(35_000 * step_s[end]) for end in ("median", "lower", "upper")}
+    ends = f"({told(length_s['lower'])} - {told(length_s['upper'])})"
+    assert re.search(rf"35,000 steps +{told(length_s['median'])} {re.escape(ends)}", one.output)
+    several = CliRunner().invoke(predict, [*arguments, "all"], env={"COLUMNS": "80"}).output
+    assert "how long 35,000 steps take" in several
+    row = next(line for line in several.partition("takes")[2].splitlines() if line.strip().startswith("A30 "))
+    assert f" {told(length_s['median'])} " in row
+
+
+def test_nothing_is_told_of_a_length_that_nobody_asked_for(block: str) -> None:
+    arguments = [block, "--batch-size", "64", "--gpu", "A30"]
+    assert "length_s" not in CliRunner().invoke(predict, [*arguments, "--json"]).output
+    assert not re.search(r"\d steps", CliRunner().invoke(predict, arguments).output)
+
+
 def test_json_of_an_abstention_is_json_and_fails(block: str) -> None:
     result = CliRunner().invoke(predict, [block, "--optimizer", "sgd", "--json"])
     assert result.exit_code == 2
@@ -132,6 +153,7 @@ def test_graph_prints_a_given_block_again(block: str) -> None:
         pytest.param(["timm/resnet50", "--input", "3,0,4"], "positive sizes", id="empty shape"),
         pytest.param(["timm/resnet50", "--batch-size", "0"], "0 is not in the range", id="batch of 0"),
         pytest.param(["timm/resnet50", "--batch-size", "1000000000"], "not in the range", id="batch of a billion"),
+        pytest.param(["timm/resnet50", "--steps", "0"], "0 is not in the range", id="no step"),
         pytest.param(["timm/resnet50", "--gpu", "Voodoo2"], "unknown; known products", id="unknown GPU"),
         pytest.param(["timm/resnet50", "--gpu", "A100"], "ambiguous", id="ambiguous GPU"),
         pytest.param(["timm/resnet50", "--precision", "int4"], "int4", id="unknown precision"),

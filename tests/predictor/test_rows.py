@@ -78,6 +78,15 @@ def test_an_answer_is_what_predict_says() -> None:
     assert answer["elapsed_s"] >= 0
 
 
+def test_rows_that_differ_in_their_steps_only_are_told_how_long_each_takes() -> None:
+    """What is prepared for one serves the other, and depends on no number of steps."""
+    short, long, unknown = ask(*(row(training=SGD | steps) for steps in ({"steps": 10}, {"steps": 1000}, {})))
+    step_s = short["step_time_s"]["median"]
+    assert short["length_s"]["median"] == pytest.approx(10 * step_s)
+    assert long["length_s"]["median"] == pytest.approx(1000 * step_s)
+    assert "length_s" not in unknown
+
+
 def test_features_answer_like_the_catalog() -> None:
     known = store.shipped().features(CatalogModel(name="timm/vgg11_bn"), Training(optimizer=Optimizer.SGD_MOMENTUM))
     given = {"id": 7, "features": msgspec.to_builtins(known), "training": SGD, "gpu": "A100-SXM4-40GB"}

@@ -15,8 +15,10 @@ from rich.console import Console
 NAMES = [product.name.removeprefix("NVIDIA ").removeprefix("GeForce ") for product in PRODUCTS]
 
 
-def shown(sample_bytes: float, parameters: int, batch: int, flops: float, columns: int = 80) -> str:
-    steps = [
+def shown(
+    sample_bytes: float, parameters: int, batch: int, flops: float, columns: int = 80, *, steps: int | None = None
+) -> str:
+    traced = [
         TracedStep(
             batch_size=b, peak_bytes=int(sample_bytes * b) + 16 * parameters, activation_bytes=int(sample_bytes * b),
             flops=flops * b, bytes_moved=flops * b / 100, kernels=500,
@@ -25,9 +27,9 @@ def shown(sample_bytes: float, parameters: int, batch: int, flops: float, column
     ]  # fmt: skip
     features = ModelFeatures(
         parameters=parameters, trainable_parameters=parameters, parameter_bytes=4 * parameters,
-        layers=LayerCounts(linear=1), steps=steps,
+        layers=LayerCounts(linear=1), steps=traced,
     )  # fmt: skip
-    report = report_on("m", prepare(features, Training(batch_size=batch)), PRODUCTS)
+    report = report_on("m", prepare(features, Training(batch_size=batch, steps=steps)), PRODUCTS)
     console = Console(file=io.StringIO(), width=columns)
     console.print(as_text("m", report, width=columns))
     assert isinstance(console.file, io.StringIO)
@@ -44,9 +46,10 @@ def shown(sample_bytes: float, parameters: int, batch: int, flops: float, column
         pytest.param((6e9, 15_000_000_000, 128, 1e12), id="just below what is shortened"),
     ],
 )
-def test_nothing_is_cut_or_broken_in_80_columns(asked: tuple[float, int, int, float]) -> None:
+@pytest.mark.parametrize("steps", [None, 1, 10**12])
+def test_nothing_is_cut_or_broken_in_80_columns(asked: tuple[float, int, int, float], steps: int | None) -> None:
     """Regression: batches of millions, and memory of terabytes, ended in an ellipsis."""
-    text = shown(*asked)
+    text = shown(*asked, steps=steps)
     assert "…" not in text
     lines = text.splitlines()
     assert max(map(len, lines)) <= 80
