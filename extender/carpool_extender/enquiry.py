@@ -24,6 +24,7 @@ from carpool_core.resources.node import GpuNode, Reservation
 from carpool_core.values import GpuUuid, JobUid
 
 from carpool_extender.answers import lines, with_measures, with_own, with_refusals
+from carpool_extender.applicant import Applicant
 from carpool_extender.cluster import Cluster
 from carpool_extender.decide import could_ever_fit, explain
 from carpool_extender.measured import seconds
@@ -34,7 +35,7 @@ from carpool_extender.rules import Rules
 from carpool_extender.speed import pace_there
 from carpool_extender.standing import Standing
 from carpool_extender.watched import JobRow, JobSpecRow, JobStatusRow
-from carpool_extender.workloads import AS_SHIPPED, Choices, NotOurs, applicant_of, demand_of_row
+from carpool_extender.workloads import ANNOTATION_POLICY, AS_SHIPPED, Choices, NotOurs, applicant_of, demand_of_row
 
 Predictor = Callable[[GpuTrainingJob, list[str]], Awaitable[GpuTrainingJob]]
 
@@ -139,14 +140,17 @@ async def explained(api: KubeApi, name: str, namespace: str, rules: Rules, asker
         return Answer([*told, *places, str(refusal)])
     seen = snapshot([_without(node, own[node.metadata.name]) for node in nodes], rules, asker.clock)
     hosts = await hosts_of(api, job.spec.template, without=JobUid(job.metadata.uid))
-    rehearsal = Rehearsal(seen, applicant, rules, hosts)
-    if job.status.prediction is None and not places:
+    rehearsal = Rehearsal(seen, applicant, rules, hosts, job.spec.training.steps)
+    if job.status.prediction is None:
         told.append("its status tells no prediction yet: the answer is that for a job of which nothing is known")
-    if not places:
-        waits = rehearsal.gang()
-        places = [f"{namespace}/{name} has no place yet", *([waits] if waits else [])]
     own_gpus = frozenset(uuid for held in own.values() for r in held for uuid in r.gpu_uuids)
-    return Answer([*told, *places, *_gpus(seen.cluster, rehearsal, rules, asker, own_gpus), *hosts.notes, *odd])
+    gpus = _gpus(seen.cluster, rehearsal, rules, asker, own_gpus)
+    if places:
+        places += rehearsal.anew(own_gpus)
+    else:
+        waits = rehearsal.gang()
+        places = [f"{namespace}/{name} has no place yet", *([waits] if waits else rehearsal.ranked())]
+    return Answer([*told, *places, *_chosen(applicant, rules), *gpus, *hosts.notes, *odd])
 
 
 def _places(job: _Job, node: GpuNode, held: Sequence[Reservation]) -> list[str]:
@@ -212,11 +216,18 @@ async def asked(api: KubeApi, job: GpuTrainingJob, rules: Rules, predictor: Pred
     seen = snapshot(nodes, rules, asker.clock)
     hosts = await hosts_of(api, job.spec.template)
     rehearsal = Rehearsal(seen, applicant, rules, hosts, job.spec.training.steps)
-    gpus = [*_gpus(seen.cluster, rehearsal, rules, asker), *hosts.notes, *odd]
+    gpus = [*_chosen(applicant, rules), *_gpus(seen.cluster, rehearsal, rules, asker), *hosts.notes, *odd]
     if not could_ever_fit(seen.cluster.view(), applicant, rules):
         told.append("could never run here: no node has GPUs that would do, even if they were empty")
         return Answer([*told, *gpus], is_hopeless=True)
     return Answer([*told, *rehearsal.outcome(), *gpus])
+
+
+def _chosen(applicant: Applicant, rules: Rules) -> list[str]:
+    """Say that a job goes by a policy of its own, where the asker's or the site's is another one."""
+    if applicant.policy in (None, rules.policy.name):
+        return []
+    return [f"by its annotation {ANNOTATION_POLICY} it goes by {applicant.policy}, not by {rules.policy.name}"]
 
 
 def _without(node: GpuNode, own: Sequence[Reservation]) -> GpuNode:

@@ -1,16 +1,18 @@
 """Places a job's workers on paper, one after the other, as kube-scheduler and the extender would together."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-from carpool_core.values import PodUid
+from carpool_core.values import GpuUuid, PodUid
 
 from carpool_extender.applicant import Applicant
-from carpool_extender.assessments import Assessments
+from carpool_extender.assessments import Assessment, Assessments
 from carpool_extender.cluster import Cluster
 from carpool_extender.decide import Place
 from carpool_extender.gangs import MOST_TRIED, Gangs, Seen
 from carpool_extender.paper import placed
+from carpool_extender.ranking import ranked
 from carpool_extender.refusal import counted
 from carpool_extender.rules import Rules
 from carpool_extender.speed import pace_there
@@ -58,27 +60,48 @@ class Rehearsal:
         gangs = Gangs(self._seen, Assessments(cluster, self._rules), self._rules)
         return gangs.refusal(self.applicant, PodUid(""), offered)
 
+    def ranked(self) -> list[str]:
+        """Say which places the policy has to choose from for a worker, and why it takes the first of them."""
+        view = self._seen.cluster.view()
+        return ranked(Assessment(self.applicant, self._rules, view), self._offered(view))
+
     def outcome(self) -> list[str]:
-        """Say where the workers would go now, or that they would have to wait."""
-        waits = self.gang()
-        if waits:
+        """Say where the workers would go now, or that they would have to wait; and how that place was chosen."""
+        if waits := self.gang():
             return [f"would have to wait now: {waits}"]
-        workers = self.applicant.workers
-        tried = min(workers, MOST_TRIED)
-        places = self._places(self._seen.cluster, tried)
+        choice, places = self.ranked(), self._places(self._seen.cluster)
+        return [*self._go(places), *choice] if places else ["would have to wait now"]
+
+    def anew(self, own: frozenset[GpuUuid]) -> list[str]:
+        """Say the same of a job that has its place and keeps it, where the cluster is seen without it.
+
+        Args:
+            own: GPUs that it has.
+        """
+        it = f"it keeps its place; decided now with policy {self._rules.policy_for(self.applicant).name} it would"
+        if waits := self.gang():
+            return [f"{it} have to wait: {waits}"]
+        choice, places = self.ranked(), self._places(self._seen.cluster)
         if not places:
-            return ["would have to wait now"]
+            return [f"{it} have to wait"]
+        if own == {uuid for _, place in places for uuid in place.gpu_uuids}:
+            return [f"{it} go there again", *choice]
+        first, *others = self._go(places)
+        return [first.replace("would", it, 1) if not others else f"{it} go elsewhere: {first}", *others, *choice]
+
+    def _go(self, places: Sequence[tuple[str, Place]]) -> list[str]:
+        workers = self.applicant.workers
         if workers == 1:
             return [f"would go to {self._told(*places[0])}"]
         told = [f"  worker {number} would go to {self._told(*place)}" for number, place in enumerate(places)]
-        return [_of_several(len(places), tried, workers), *told]
+        return [_of_several(len(places), min(workers, MOST_TRIED), workers), *told]
 
     def _told(self, name: str, place: Place) -> str:
         pace = pace_there(self.applicant.demand, place, self._seen.cluster.nodes[name].status.devices, self._steps)
         return f"{name}{pace}: {place.reason}"
 
-    def _places(self, cluster: Cluster, wanted: int) -> list[tuple[str, Place]]:
-        found = []
+    def _places(self, cluster: Cluster) -> list[tuple[str, Place]]:
+        found, wanted = [], min(self.applicant.workers, MOST_TRIED)
         for name, place in placed(cluster, self.applicant, self._rules, wanted, among=self._offered):
             self._offers.take(name)
             found.append((name, place))

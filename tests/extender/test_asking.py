@@ -36,8 +36,10 @@ async def test_explain_tells_the_place_its_reason_and_every_gpu():
     seed_node(kube, gpu_node("a", 2, [mine, tenant("full", ["GPU-a-1"], memory_limit_mib=40000)]))
     told = (await explained(kube, "x", "default", RULES, ASKER)).lines
     assert told[0] == "x has a place on a (a step takes about 100 ms there): least-slowdown: alone"
-    assert "fits by MPS, leaves 36,960 MiB" in told[1]
-    assert told[2].endswith("needs 4,000 MiB, has 960 MiB free (3,040 MiB short)")
+    assert told[1] == "it keeps its place; decided now with policy least-slowdown it would go there again"
+    assert told[3] == "  1. GPU 0 of a: 0.00 of slowdown added"
+    assert "it is here; without it: fits by MPS, leaves 36,960 MiB" in told[4]
+    assert told[5].endswith("needs 4,000 MiB, has 960 MiB free (3,040 MiB short)")
 
 
 async def test_explain_of_a_waiting_job_without_nodes():
@@ -120,8 +122,9 @@ async def test_nothing_goes_where_the_agent_is_silent():
             kube, msgspec.structs.replace(node, status=msgspec.structs.replace(node.status, heartbeat_time=heard))
         )
     told = (await asked(kube, job_of(), RULES, predicted, Asker(CLOCK, each_gpu=True))).lines
-    assert ["fits" in line for line in told[2:]] == [True, False, True, False, False, True]
-    for silent in (told[3], told[5], told[6]):
+    gpus = [line for line in told if line.startswith("  GPU ")]
+    assert ["fits" in line for line in gpus] == [True, False, True, False, False, True]
+    for silent in (gpus[1], gpus[3], gpus[4]):
         assert f"its agent has not reported for more than {SILENCE_S:.0f} s" in silent
 
 
@@ -143,12 +146,12 @@ async def test_gpus_of_which_the_same_is_said_stand_on_one_line():
         seed_node(kube, gpu_node(name, [device(i, name, product=T4) for i in range(4)]))
     job = job_of({"gpu": {"product": "A100"}})
     told = (await asked(kube, job, RULES, predicted, ASKER)).lines
-    assert [line.partition(":")[0].strip() for line in told[2:]] == [
+    assert [line.partition(":")[0].strip() for line in told[4:]] == [
         "GPU 0 of a (NVIDIA A100-SXM4-40GB)",
         "GPU 1 of a (NVIDIA A100-SXM4-40GB)",
         "8 GPUs of 2 nodes (Tesla T4)",
     ]
-    assert len((await asked(kube, job, RULES, predicted, Asker(CLOCK, each_gpu=True))).lines) == 2 + 10
+    assert len((await asked(kube, job, RULES, predicted, Asker(CLOCK, each_gpu=True))).lines) == 4 + 10
 
 
 async def test_what_could_never_run_is_no_waiting_job():

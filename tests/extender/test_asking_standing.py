@@ -10,10 +10,14 @@ from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS
 from carpool_core.kube.errors import NotFound
 from carpool_core.resources.node import Tenant
 from carpool_core.testing.kube import FakeKube
-from carpool_core.values import JobUid
-from carpool_extender.enquiry import NoSuchJobError, asked, explained
+from carpool_core.values import JobUid, SharingMode
+from carpool_extender.conditions import Conditions
+from carpool_extender.enquiry import Asker, NoSuchJobError, asked, explained
 from carpool_extender.measured import SETTLED_S
-from carpool_extender.testing import T4, gpu_node, prediction, seed_job, seed_node, tenant
+from carpool_extender.policies import find_policy
+from carpool_extender.rules import Rules
+from carpool_extender.testing import T4, device, gpu_node, prediction, seed_job, seed_node, tenant
+from carpool_extender.workloads import Choices
 
 
 @pytest.mark.parametrize(
@@ -105,8 +109,8 @@ async def test_a_running_job_is_no_stranger_on_its_own_gpu():
     seed_node(kube, msgspec.structs.replace(node, status=msgspec.structs.replace(node.status, tenants=[used])))
     told = (await explained(kube, "x", "default", RULES, ASKER)).lines
     assert not any("without a reservation" in line for line in told)
-    assert "it is here" in told[1]
-    assert "fits by MPS" in told[1]
+    assert "it is here" in told[-1]
+    assert "fits by MPS" in told[-1]
 
 
 async def test_what_was_measured_is_named_where_it_counts_in_place_of_what_was_predicted():
@@ -136,3 +140,107 @@ async def test_of_a_job_whose_status_tells_no_prediction_yet_it_is_said_so():
     assert found[0] == "its status tells no prediction yet: the answer is that for a job of which nothing is known"
     seed_job(kube, "y")
     assert not any("prediction yet" in line for line in (await explained(kube, "y", "default", RULES, ASKER)).lines)
+
+
+def placed(kube, reason="least-slowdown: MPS on GPU 0 of a alone", **node):
+    """A job with its place on one of two GPUs, of which the other is fuller."""
+    uid = JobUid(seed_job(kube, "x"))
+    mine = msgspec.structs.replace(tenant("x", ["GPU-a-0"]), job_uid=uid, reason=reason, policy="least-slowdown")
+    seed_node(kube, gpu_node("a", 2, [mine, tenant("y", ["GPU-a-1"], memory_limit_mib=20000)], **node))
+
+
+STAYS = "it keeps its place; decided now with policy"
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        pytest.param("worst-fit", f"{STAYS} worst-fit it would go there again", id="there again"),
+        pytest.param(
+            "best-fit",
+            f"{STAYS} best-fit it would go to a (a step takes about 100 ms there): best-fit: MPS on GPU 1 of a beside",
+            id="elsewhere",
+        ),
+    ],
+)
+async def test_of_a_placed_job_it_is_told_where_another_policy_would_put_it_now(policy, said):
+    """Regression: with another policy explain still told the place as it was written down, and nothing else."""
+    kube = FakeKube()
+    placed(kube)
+    told = (await explained(kube, "x", "default", Rules(find_policy(policy), 8), ASKER)).lines
+    assert told[0] == "x has a place on a (a step takes about 100 ms there): least-slowdown: MPS on GPU 0 of a alone"
+    assert told[1].startswith(said)
+    assert told[2].startswith(f"places by {policy} (")
+
+
+async def test_of_a_placed_job_that_would_find_no_place_any_more_it_is_told_that():
+    kube = FakeKube()
+    placed(kube)
+    rules = Rules(find_policy("least-slowdown"), 8, Conditions(least_free_mib=10**6))
+    told = (await explained(kube, "x", "default", rules, ASKER)).lines
+    assert told[1] == f"{STAYS} least-slowdown it would have to wait"
+    assert told[2].endswith("the policy asks for 1,000,000 MiB")
+
+
+@pytest.mark.parametrize(
+    ("full", "said"),
+    [
+        pytest.param(False, "it would go there again", id="room for all"),
+        pytest.param(True, "it would have to wait: NoGpuFits: job default/x needs places for 2 workers", id="for one"),
+    ],
+)
+async def test_all_workers_of_a_placed_job_are_decided_anew(full, said):
+    kube = FakeKube()
+    uid = JobUid(seed_job(kube, "x", spec={"workers": 2, "sharing": {"mode": "Exclusive"}}))
+    mine = [
+        msgspec.structs.replace(tenant(f"x-{i}", [f"GPU-a-{i}"], SharingMode.EXCLUSIVE), job_uid=uid) for i in range(2)
+    ]
+    sick = {"health": "Unhealthy"} if full else {}
+    seed_node(kube, gpu_node("a", [device(0), device(1, **sick)], mine))
+    told = (await explained(kube, "x", "default", RULES, ASKER)).lines
+    assert told[2].startswith(f"{STAYS} least-slowdown {said}")
+
+
+async def test_of_several_workers_it_is_told_where_each_would_go():
+    kube = FakeKube()
+    uid = JobUid(seed_job(kube, "x", spec={"workers": 2, "sharing": {"mode": "Exclusive"}}))
+    mine = [
+        msgspec.structs.replace(tenant(f"x-{i}", [f"GPU-a-{i}"], SharingMode.EXCLUSIVE), job_uid=uid) for i in range(2)
+    ]
+    seed_node(kube, gpu_node("a", 3, mine))
+    told = (await explained(kube, "x", "default", Rules(find_policy("round-robin"), 8), ASKER)).lines
+    assert told[2] == f"{STAYS} round-robin it would go there again"
+    mine[1] = msgspec.structs.replace(mine[1], gpu_uuids=["GPU-a-2"])
+    seed_node(kube, gpu_node("a", 3, mine))
+    told = (await explained(kube, "x", "default", RULES, ASKER)).lines
+    assert told[2] == f"{STAYS} least-slowdown it would go elsewhere: all 2 workers would get places now"
+    assert told[3].startswith("  worker 0 would go to a (")
+    assert told[4].startswith("  worker 1 would go to a (")
+
+
+async def test_a_policy_that_the_job_chose_itself_counts_and_it_is_said():
+    kube = FakeKube()
+    placed(kube)
+    body = kube.dump(GPU_TRAINING_JOBS, "x", "default")
+    body["metadata"]["annotations"] = {"carpool.dev/policy": "best-fit"}
+    kube.seed(GPU_TRAINING_JOBS, body)
+    allowed = Asker(CLOCK, Choices(policies=True))
+    told = (await explained(kube, "x", "default", Rules(find_policy("worst-fit"), 8), allowed)).lines
+    assert told[1].startswith(f"{STAYS} best-fit it would go to a ")
+    assert "by its annotation carpool.dev/policy it goes by best-fit, not by worst-fit" in told
+    refused = (await explained(kube, "x", "default", RULES, ASKER)).lines
+    assert refused[0].startswith("x has a place on a")
+    assert refused[1].startswith("PolicyNotAllowed: ")
+    assert len(refused) == 2
+
+
+async def test_a_waiting_job_for_which_there_is_room_is_told_the_ranking():
+    kube = FakeKube()
+    seed_job(kube, "x")
+    seed_node(kube, gpu_node("a", 1))
+    told = (await explained(kube, "x", "default", RULES, ASKER)).lines
+    assert told[:3] == [
+        "default/x has no place yet",
+        "places by least-slowdown (least progress lost by all tenants together; within 0.02 is a tie):",
+        "  1. GPU 0 of a: 0.00 of slowdown added",
+    ]

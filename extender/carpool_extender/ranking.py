@@ -1,0 +1,151 @@
+"""The places that a policy has to choose from, best first, each with its score: why one won, and by how much."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from carpool_extender.assessments import Assessment
+from carpool_extender.checks import Verdict
+from carpool_extender.choices import Choices, best_of, select, ties
+from carpool_extender.grid import Grid
+from carpool_extender.policies import Policy
+from carpool_extender.refusal import counted
+from carpool_extender.view import Bools
+
+MOST_TOLD = 4
+"""Lines of a ranking, the winner's among them."""
+READY = 1.0
+"""How ready GPUs are of which each is in use already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """GPUs that one worker could have."""
+
+    rows: tuple[int, ...]
+    """Of the view."""
+    cost: float
+    """By the policy, mean of these GPUs."""
+    is_tied: bool
+    """Whether it costs no more than the best that nodes come with, by the policy's tolerance."""
+    ready: float
+    """How little has to be done first, as in `Choices`."""
+    left_mib: float
+    """Memory that would be left on all of them, in MiB."""
+    is_linked: bool
+    """Whether they reach each other by NVLink."""
+
+
+def ranking(assessment: Assessment, among: Bools) -> list[Candidate]:
+    """Return the places for one worker, best first: single GPUs, or the best set of each node.
+
+    The first is the one that the extender takes.
+
+    Args:
+        assessment: Of the newcomer.
+        among: GPUs in question, shape (gpus,).
+    """
+    verdict, policy = assessment.verdict, assessment.policy
+    of_nodes = select(verdict, policy, among=among)
+    if not of_nodes.node.size:
+        return []
+    best = np.flatnonzero(ties(of_nodes, policy))
+    winner = of_nodes.rows[best_of(of_nodes, best)]
+    # Where a node's own choice is dearer than another of its GPUs, that one is as much a tie.
+    dearest = of_nodes.cost[best].min() + policy.tolerance
+    choices = _of_gpus(verdict, policy, among) if winner.size == 1 else of_nodes
+    found = _candidates(choices, (choices.cost <= dearest) & (choices.is_linked == of_nodes.is_linked[best[0]]))
+    return sorted(found, key=lambda one: one.rows != tuple(winner.tolist()))
+
+
+def _of_gpus(verdict: Verdict, policy: Policy, among: Bools) -> Choices:
+    """Return each GPU that fits as if it were its node's only one."""
+    rows = np.flatnonzero(verdict.ok & among)
+    return select(verdict, policy, Grid(rows[None, :], verdict.view.columns.node[rows].astype(np.intp), False))
+
+
+def _candidates(choices: Choices, is_tied: Bools) -> Iterator[Candidate]:
+    """Sort as the extender chooses: ties by readiness, then by what is left over; the others by their cost first."""
+    cost = np.where(is_tied, -np.inf, choices.cost)
+    for place in np.lexsort((choices.node, choices.left_mib, -choices.ready, cost, ~choices.is_linked)).tolist():
+        yield Candidate(
+            rows=tuple(choices.rows[place].tolist()),
+            cost=float(choices.cost[place]),
+            is_tied=bool(is_tied[place]),
+            ready=float(choices.ready[place]),
+            left_mib=float(choices.left_mib[place]),
+            is_linked=bool(choices.is_linked[place]),
+        )
+
+
+def ranked(assessment: Assessment, among: Bools) -> list[str]:
+    """Say what the policy looks for, and what the best places offer of it; nothing where there is no place.
+
+    Args:
+        assessment: Of the newcomer.
+        among: GPUs in question, shape (gpus,).
+    """
+    found, policy = ranking(assessment, among), assessment.policy
+    if not found:
+        return []
+    told = [_told(policy, found[0], one) for one in found]
+    # Alike in all that is told of them, one after the other: the first stands for them.
+    starts = [0, *(place for place, (one, next_) in enumerate(pairwise(told), start=1) if one != next_), len(told)]
+    groups = [*pairwise(starts)]
+    lines = [
+        f"  {number}. {_named(assessment.verdict, found[begin], end - begin - 1)}: {told[begin]}"
+        for number, (begin, end) in enumerate(groups[:MOST_TOLD], start=1)
+    ]
+    if len(groups) > MOST_TOLD:
+        lines.append(f"  and {counted(len(found) - groups[MOST_TOLD - 1][1], 'place')} more")
+    return [_looked_for(policy, assessment.verdict.applicant.demand.gpus), *lines]
+
+
+def _looked_for(policy: Policy, gpus: int) -> str:
+    within = f"; within {policy.score.amount(policy.tolerance)} is a tie" if policy.score and policy.tolerance else ""
+    mean = f"; mean of its {gpus} GPUs" if policy.score and gpus > 1 else ""
+    return f"places by {policy.name} ({policy.meaning}{within}{mean}):"
+
+
+def _named(verdict: Verdict, one: Candidate, alike: int) -> str:
+    view, (first, *others) = verdict.view, one.rows
+    if not others:
+        name, noun = view.place(first), "GPU"
+    else:
+        numbers = ", ".join(str(int(view.columns.gpu_index[row])) for row in one.rows)
+        name, noun = f"GPUs {numbers} of {view.node_names[int(view.columns.node[first])]}", "node"
+    return f"{name} and {counted(alike, noun)} like it" if alike else name
+
+
+def _told(policy: Policy, best: Candidate, one: Candidate) -> str:
+    """Say what a place scores, and what it lacks against the best."""
+    score = [policy.score.told(one.cost)] if policy.score else []
+    return "; ".join([*score, *_lacks(policy, best, one)])
+
+
+def _lacks(policy: Policy, best: Candidate, one: Candidate) -> Sequence[str]:
+    if one is best:
+        return [] if policy.score else ["the best"]
+    if best.is_linked and not one.is_linked:
+        return ["not all linked by NVLink"]
+    if one.is_tied:
+        return [f"a tie, {_tie_break(best, one)}"]
+    return [policy.score.behind(one.cost, best.cost)] if policy.score else []
+
+
+_OF_ITS_NODE = "but its node came with another GPU"
+"""A node comes with the readiest of its own ties, which may be dearer than this one, and no tie among nodes."""
+
+
+def _tie_break(best: Candidate, one: Candidate) -> str:
+    """Say by what the best won a tie."""
+    if best.ready != one.ready:
+        if best.ready < one.ready:
+            return _OF_ITS_NODE
+        return "but 1 is in use already, and idle GPUs stay free" if best.ready == READY else "but 1 is readier"
+    if best.left_mib != one.left_mib:
+        more = one.left_mib - best.left_mib
+        return f"but 1 leaves {more:,.0f} MiB less" if more > 0 else _OF_ITS_NODE
+    return "but 1 comes first in order"
