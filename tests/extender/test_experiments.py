@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from carpool_extender.conditions import Conditions
 from carpool_extender.policies import POLICIES
-from carpool_extender.simulation import document, results, workdone
+from carpool_extender.simulation import document, goals, idleness, losses, results, workdone
 from carpool_extender.simulation.contest import (
     DEFAULT,
     EXPERIMENTS,
     FIGURES,
-    UNCOUNTED,
+    ORACLE,
     Figures,
     Line,
     attributed,
@@ -23,11 +23,13 @@ from carpool_extender.simulation.contest import (
     policed,
     shipped,
 )
+from carpool_extender.simulation.paired import Difference, by_chance, difference
 from carpool_extender.simulation.pictures import draw, lanes
 from carpool_extender.simulation.provenance import Provenance, commit_of
 from carpool_extender.simulation.report import POLICED, markdown
 from carpool_extender.simulation.state import Finished
 from carpool_extender.simulation.workload import WorkloadError
+from scipy.stats import t as student
 from simulated_world import ALONE, CARPOOL, job, workload
 
 
@@ -102,16 +104,12 @@ def test_the_document_is_written_from_results_alone(tmp_path):
     ]
     assert "Results of 2026-01-31 12:00, 1.0, commit abc." in text
     assert "not all of one version" not in text
-    older = ["with true memory"]
-    results.write(tmp_path, "hotcloud" + results.ATTRIBUTED, workload(job("a")), told, Provenance(), older)
+    results.write(tmp_path, "hotcloud" + results.ATTRIBUTED, workload(job("a")), told, Provenance())
     document.write(tmp_path, tmp_path / "experiments.md")
     text = (tmp_path / "experiments.md").read_text()
     assert "single pieces: true durations, the longest first -30.0%, true slowdowns -20.0%, true activity" in text
-    assert "hotcloud, out of memory (2.0): slot-based (0.0)." in text
     assert "not all of one version" in text
     assert "| hotcloud-attribution | time not noted | version not noted |" in text
-    assert "hotcloud, utilization" not in text
-    assert text.count("Of an older version, and to be read with care: with true memory.") == 1
     (tmp_path / "hotcloud.json").write_text("{}")
     with pytest.raises(WorkloadError, match="expected results of this version"):
         document.write(tmp_path, tmp_path / "experiments.md")
@@ -149,21 +147,150 @@ def test_utilization_is_told_by_the_work_that_is_done_too():
     assert workdone.of_hotcloud([line("slot-based", 100.0, 40.0)]) == []
 
 
-def test_the_document_compares_seed_by_seed(tmp_path):
-    default, *others = ours(EXPERIMENTS["hotcloud"].mode)
-    uncounted = next(one for one in others if one.name == UNCOUNTED)
+def line_of(strategy, *runs, **every):
+    """One run for each mapping of figures; what none names is 1."""
+    return Line(strategy, [Figures(**(dict.fromkeys(FIGURES, 1.0) | every | run)) for run in runs or [{}]])
 
-    def line(strategy, *makespans):
-        return Line(strategy, [Figures(**(dict.fromkeys(FIGURES, 1.0) | {"makespan_min": m})) for m in makespans])
 
-    lines = [line(default, 90.0, 170.0), line(uncounted, 100.0, 200.0)]
+def minutes(*values):
+    return [{"makespan_min": value} for value in values]
+
+
+def test_differences_are_told_seed_by_seed_with_their_standard_error():
+    line, other = (line_of(ALONE, *minutes(*values)) for values in ((90.0, 170.0, 100.0), (100.0, 200.0, 140.0)))
+    found = difference(line, other, "makespan_min")
+    assert (found.mean, found.error) == (pytest.approx(-80 / 3), pytest.approx(15.275 / 3**0.5, rel=1e-3))
+    assert (str(found), found.is_beyond) == ("-26.7 ± 8.8", True)
+    assert (str(difference(line, other, "oom")), difference(line, other, "oom").is_beyond) == ("=", False)
+    assert difference(line_of(ALONE), line_of(ALONE, oom=9.0), "oom") == Difference(-8.0, None)
+    assert [Difference(2.0, error).is_beyond for error in (0.99, 1.0, 0.0, None)] == [True, False, True, False]
+    assert [str(Difference(0.25, error)) for error in (0.0312, 24.0, 0.0, None)] == [
+        "+0.250 ± 0.031",
+        "+0 ± 24",
+        "+0.25",
+        "+0.25",
+    ]
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 4, 5, 10, 11, 50])
+def test_how_often_nothing_is_marked_is_known(seeds):
+    assert by_chance(seeds) == pytest.approx(2 * student.sf(2, seeds - 1))
+
+
+def test_every_line_of_carpool_and_every_policy_is_compared_with_the_default_and_what_is_no_noise_is_bold(tmp_path):
+    experiment = EXPERIMENTS["hotcloud"]
+    default, *others = ours(experiment.mode)
+    lines = [line_of(one, *minutes(100.0, 120.0, 140.0)) for one in (*experiment.published, default)]
+    lines += [line_of(one, *minutes(90.0, 111.0, 129.0)) for one in others[:1]]
+    lines += [line_of(one, *minutes(130.0, 90.0, 170.0)) for one in others[1:]]
+    results.write(tmp_path, "hotcloud", workload(job("a")), lines, Provenance())
+    policies = [line_of(one, *minutes(100.0, 120.0, 140.0)) for one in policed(experiment)]
+    results.write(tmp_path, "hotcloud" + results.POLICED, workload(job("a")), policies, Provenance())
+    document.write(tmp_path, tmp_path / "experiments.md")
+    told, table = (
+        (tmp_path / "experiments.md").read_text().split("on the same seed: mean difference")[1].split("\n\n")[:2]
+    )
+    assert told.endswith(
+        "over 3 seeds; `=` is the same on each. Bold is beyond 2 standard errors; "
+        "where nothing differs, one in 5 would be, too."
+    )
+    rows = dict(row.removeprefix("| ").split(" | ", 1) for row in table.splitlines()[2:])
+    assert rows.keys() == {one.name for one in others} | POLICIES.keys() - {default.policy}
+    assert rows["Carpool, slowdown ≤ 2"] == "**-10.00 ± 0.58** | = | = | = | = |"
+    assert rows["Carpool, nothing learned"] == "+10 ± 20 | = | = | = | = |"
+    assert rows["exclusive"] == "= | = | = | = | = |"
+
+
+def test_of_one_seed_nothing_is_compared_and_policies_of_other_seeds_are_refused(tmp_path):
+    experiment = EXPERIMENTS["hotcloud"]
+    lines = [line_of(one) for one in (*experiment.published, *ours(experiment.mode))]
     results.write(tmp_path, "hotcloud", workload(job("a")), lines, Provenance())
     document.write(tmp_path, tmp_path / "experiments.md")
-    compared = "| hotcloud | -20.00 ± 10.00 | +0.00 ± 0.00 | +0.00 ± 0.00 |"
-    assert compared in (tmp_path / "experiments.md").read_text()
-    results.write(tmp_path, "hotcloud", workload(job("a")), lines, Provenance(), older=[UNCOUNTED])
-    document.write(tmp_path, tmp_path / "experiments.md")
-    assert compared not in (tmp_path / "experiments.md").read_text()  # it is of another version
+    assert "on the same seed: mean difference" not in (tmp_path / "experiments.md").read_text()
+    policies = [line_of(one, *minutes(1.0, 2.0)) for one in policed(experiment)]
+    results.write(tmp_path, "hotcloud" + results.POLICED, workload(job("a")), policies, Provenance())
+    with pytest.raises(WorkloadError, match="expected 1 seed, as .* has, found 2; run the workload again"):
+        document.write(tmp_path, tmp_path / "experiments.md")
+
+
+def losses_of(*lines, policies=(), shown=("makespan_min", "utilization_percent", "oom")):
+    about = results.About(title="", jobs=1, seeds=1, assumptions=[], cpu_s={}, shown=list(shown))
+    return "\n".join(losses.section({"x": results.Results(about, list(lines))}, {"x": policies}))
+
+
+def test_whoever_does_better_beyond_noise_is_told_of_and_whoever_came_to_the_same_is_told_of_once():
+    slots, default, noisy, oracle, best = (
+        replace(ALONE, name=name) for name in ("slots", DEFAULT, "noisy", "an oracle's", "best")
+    )
+    told = losses_of(
+        line_of(slots, *minutes(200.0, 220.0, 241.0), utilization_percent=5.0),
+        line_of(default, *minutes(100.0, 120.0, 140.0), utilization_percent=2.0),
+        line_of(noisy, *minutes(50.0, 130.0, 139.0)),
+        line_of(oracle, *minutes(1.0, 2.0, 3.0)),
+        line_of(best, *minutes(90.0, 111.0, 129.0)),
+        policies=[line_of(replace(ALONE, name="best-fit"), *minutes(90.0, 111.0, 129.0))],
+    )
+    assert "**x**, 3 seeds: where nothing differs, one cell in 11 would be filled, too." in told
+    assert told.split("\n\n")[-1].splitlines() == [
+        "| | makespan min | utilization % |",
+        "|---|---|---|",
+        "| the default | 120.0 | 2.0 |",
+        "| slots |  | +3.00 |",
+        "| best; best-fit | -10.00 ± 0.58 |  |",
+    ]
+
+
+def test_of_one_seed_losses_are_told_as_they_came_but_not_the_tiniest():
+    slots, default, other = (replace(ALONE, name=name) for name in ("slots", DEFAULT, "other"))
+    lines = [
+        line_of(slots, makespan_min=99.95, oom=3.0),
+        line_of(default, makespan_min=100.0, oom=2.0),
+        line_of(other, makespan_min=99.0, oom=2.0),
+    ]
+    told = losses_of(*lines)
+    assert "**x**, 1 seed: nobody knows what is noise; what differs by less than 0.1% is left out." in told
+    assert told.rstrip().endswith("| | makespan min |\n|---|---|\n| the default | 100.0 |\n| other | -1.00 |")
+    assert "**x**, 1 seed: nobody." in losses_of(*lines[:2])
+    assert "**x**" not in losses_of(lines[0])
+
+
+def goals_of(*lines, name="hotcloud"):
+    about = results.About(title="", jobs=100, seeds=1, assumptions=[], cpu_s={})
+    return "\n".join(goals.section({name: results.Results(about, list(lines))}))
+
+
+def test_that_nobody_dies_is_told_beside_who_would_without_what_is_learned():
+    known = {one.name: one for one in ours(EXPERIMENTS["hotcloud"].mode)}
+    default, unlearned, eager = (known[name] for name in (DEFAULT, goals.UNLEARNED, goals.EAGER))
+    told = goals_of(line_of(default, oom=0.0), line_of(unlearned, oom=29.0), line_of(eager, oom=12.5))
+    assert "That no job dies of memory hangs on what is learned, and on jobs that run alone" in told
+    assert "measured yet: on hotcloud. Deaths in the mean" in told
+    assert "| hotcloud, 100 jobs | 0.0 | 29.0 | 12.5 |" in told
+    told = goals_of(line_of(default, oom=1.0), line_of(unlearned, oom=1.0), line_of(eager, oom=0.0))
+    assert "Here no death hangs on what is learned" in told
+    assert "Deaths" not in goals_of(line_of(default), line_of(eager))
+
+
+def test_whom_the_default_slows_beyond_what_they_accept_is_told_of_each_experiment():
+    default, oracle = (replace(ALONE, name=name) for name in (DEFAULT, ORACLE))
+    told = goals_of(line_of(default, slowed_percent=2.34), line_of(oracle, slowed_percent=0.01))
+    assert "slowed more than that 2.3% on hotcloud (less than 0.1% with an oracle's knowledge)." in told
+    assert "accept" not in goals_of(line_of(default, slowed_percent=0.0))
+    assert "accept" not in goals_of(line_of(default, slowed_percent=0.0, running_s=0.0)), "none ended"
+
+
+def test_a_table_in_which_nobody_waits_says_that_it_tells_little():
+    alone = line_of(ALONE, completion_min=200.0, waiting_min=1.9, gpus_in_use=50.0)
+    default = line_of(
+        replace(ALONE, name=DEFAULT), completion_min=201.0, gpus_in_use=49.5, slowed_percent=0.25, oom=0.0
+    )
+    told, _ = idleness.told([alone, default])
+    assert told.startswith('Under "alone" a job waits 1.9 of its 200.0 minutes')
+    assert "So hardly anybody shares (49.5 GPUs in use in place of 50.0, -1.0%)" in told
+    assert "costs jobs hardly any time (+0.5%), that 0.2% of the jobs" in told
+    assert idleness.told([line_of(ALONE, completion_min=200.0, waiting_min=2.0), default]) == [], "they wait"
+    assert idleness.told([line_of(ALONE, completion_min=0.0, waiting_min=0.0), default]) == [], "none ended"
+    assert idleness.told([alone]) == []
 
 
 def test_tables_tell_mean_spread_and_change(data, tmp_path):

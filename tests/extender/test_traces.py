@@ -179,6 +179,10 @@ def test_predictions_are_for_the_commonest_product_and_it_is_said_of_the_others(
         ("timestamp,duration,num_gpus\nnan,2,1\n", "line 2: .* found timestamp nan, duration 2, num_gpus 1"),
         ("timestamp,duration,num_gpus\n1,2\n", "line 2: .* found timestamp 1, duration 2, num_gpus nothing"),
         ("timestamp,duration,num_gpus\n1,2,1.5\n", "line 2: .* a whole number of GPUs, found .* num_gpus 1.5"),
+        (
+            "timestamp,duration,num_gpus,duration\n1,2,1,3\n",
+            "expected each of the columns .* once, found timestamp, duration, num_gpus, duration; keep one duration",
+        ),
         ("timestamp,duration,num_gpus\n", "expected at least one job, found none"),
         ("", "found none; add timestamp, duration, num_gpus"),
         (b"\xff\xfe\x00", "expected CSV in UTF-8"),
@@ -206,6 +210,14 @@ def test_a_bad_trace_is_refused_with_its_line(tmp_path, text, sentence):
         ("nodes: [{gpus: 3}]", r"nodes\[0\]: expected the field product, found none"),
         ("nodes: [{product: Tesla T4, cpus: 3}]", r"nodes\[0\]: expected only the fields that are known, found cpus"),
         ("nodes: []", "expected at least one node, found none"),
+        (
+            "nodes: [{product: Tesla T4, count: 1, count: 2}]",
+            "expected each field once, found count on line 1 and again on line 1; keep one of them, as in `nodes: ",
+        ),
+        (
+            "nodes: [{product: Tesla T4}]\n\nnodes: [{product: NVIDIA A10}]\n",
+            "expected each field once, found nodes on line 1 and again on line 3",
+        ),
         ("gpus: 3", "found gpus; write `nodes: "),
         ("a:\n  b: c: d", "expected YAML in UTF-8, found what is none near line 2; write `nodes: "),
         ("nodes: 2020-99-99", "expected YAML in UTF-8, found something else"),
@@ -221,6 +233,13 @@ def test_a_bad_cluster_file_shows_what_was_expected(tmp_path, text, sentence):
         read_cluster(path)
     for theirs in ("`int`", "- at `$", "Errno", "byte string"):
         assert theirs not in str(caught.value)
+
+
+def test_a_column_that_no_job_needs_may_stand_twice_and_nodes_may_be_repeated_by_an_alias(tmp_path):
+    (tmp_path / "t.csv").write_text("timestamp,user,duration,num_gpus,user\n0,a,60,1,b\n")
+    assert [one.duration_s for one in read_trace(tmp_path / "t.csv").jobs] == [60.0]
+    (tmp_path / "c.yaml").write_text("nodes:\n- &one {product: Tesla T4, gpus: 2}\n- *one\n")
+    assert [len(devices) for devices in read_cluster(tmp_path / "c.yaml").values()] == [2, 2]
 
 
 def run(data, *arguments):

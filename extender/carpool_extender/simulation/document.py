@@ -1,55 +1,19 @@
 """Writes docs/experiments.md out of the results of runs, and of nothing else."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from carpool_predictor.recalling import FIRST
 
-from carpool_extender.simulation import energies, report, results, workdone
-from carpool_extender.simulation.contest import (
-    DEFAULT,
-    EXPERIMENTS,
-    FAILS_EVERY_H,
-    LONGEST_FIRST,
-    ORACLE,
-    UNCOUNTED,
-    Line,
-)
+from carpool_extender.refusal import counted
+from carpool_extender.simulation import energies, goals, idleness, losses, paired, report, results, workdone
+from carpool_extender.simulation.contest import DEFAULT, EXPERIMENTS, FAILS_EVERY_H, ORACLE, Line
 from carpool_extender.simulation.doubts import doubts
-from carpool_extender.simulation.results import ATTRIBUTED, FAILING, POLICED, SUFFIXES, VARIED, WRONG
+from carpool_extender.simulation.goals import named
+from carpool_extender.simulation.results import ATTRIBUTED, FAILING, POLICED, SUFFIXES, VARIED, WRONG, Results
 from carpool_extender.simulation.workload import WorkloadError
 
 PHILLY_MUST_S = 120.0
-YES = {True: "yes", False: "**no**"}
-MORE_IS_BETTER = frozenset({"utilization_percent", "memory_percent"})
-
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """One number that was asked for."""
-
-    experiment: str
-    figure: str
-    """A change in percent where `most` or `least` says so, out-of-memory as it is."""
-    must: float
-    aim: float
-    name: str
-    more: bool = False
-    """Whether more is better."""
-    absolute: bool = False
-
-
-GOALS = (
-    Goal("hotcloud", "utilization_percent", 61.5, 75.0, "HotCloud, mean utilization", more=True),
-    Goal("hotcloud", "makespan_min", -33.6, -40.0, "HotCloud, makespan"),
-    Goal("hotcloud", "oom", 0.0, 0.0, "HotCloud, out of memory", absolute=True),
-    Goal("radrm-90", "makespan_min", -30.0, -35.0, "RAD-RM 90, trace time"),
-    Goal("radrm-90", "oom", 0.0, 0.0, "RAD-RM 90, out of memory", absolute=True),
-    Goal("radrm-60", "makespan_min", -20.0, -25.0, "RAD-RM 60, trace time"),
-    Goal("radrm-60", "energy_mj", -13.3, -18.0, "RAD-RM 60, energy"),
-    Goal("radrm-60", "oom", 0.0, 0.0, "RAD-RM 60, out of memory", absolute=True),
-)
 
 
 def write(out: Path, path: Path) -> None:
@@ -60,21 +24,32 @@ def write(out: Path, path: Path) -> None:
         path: The document.
 
     Raises:
-        WorkloadError: There are no results, or of another version.
+        WorkloadError: There are no results, or of another version, or what is compared is not of the same seeds.
     """
     found = {name: one for name in EXPERIMENTS if (one := results.read(out, name)) is not None}
     if not found:
         raise WorkloadError(f"expected results in {out}, found none; run `carpool simulate --workload all` first")
-    lines = {name: _of_now(about, known) for name, (about, known) in found.items()}
-    parts = [*_head(), *_goals(lines), *_oracle(lines), *_own_peaks(lines), *_losses(found, lines)]
+    policies = {name: one.lines for name, of in found.items() if (one := _policies(out, name, of)) is not None}
+    parts = [*_head(), *goals.section(found), *losses.section(found, policies)]
     for name, (about, known) in found.items():
         title, *rest = report.section(about.title, about.assumptions, known, about.shown)
-        parts += [title, "", f"Results of {about.made}.{_older(about)}", *rest]
-        parts += _more(out, name, known)
-        parts += energies.table(lines[name]) if name == "radrm-60" else []
-        parts += [*workdone.of_hotcloud(lines[name]), *energies.of_hotcloud(lines[name])] if name == "hotcloud" else []
+        parts += [title, "", f"Results of {about.made}.", *rest, *idleness.told(known)]
+        parts += _more(out, name, known, policies.get(name, ()))
+        parts += energies.table(known) if name == "radrm-60" else []
+        parts += [*workdone.of_hotcloud(known), *energies.of_hotcloud(known)] if name == "hotcloud" else []
     parts += [*_times(found), *_versions(out, found), *doubts()]
     path.write_text("\n".join(parts), encoding="utf-8")
+
+
+def _policies(out: Path, name: str, of: Results) -> Results | None:
+    """Read what every policy came to, which is compared seed by seed."""
+    found = results.read(out, name + POLICED)
+    if found is not None and found.about.seeds != of.about.seeds:
+        raise WorkloadError(
+            f"{out / name}{POLICED}.csv: expected {counted(of.about.seeds, 'seed')}, as {name}.csv has, found "
+            f"{found.about.seeds}; run the workload again"
+        )
+    return found
 
 
 def _head() -> list[str]:
@@ -111,131 +86,31 @@ def _head() -> list[str]:
     ]
 
 
-def _goals(lines: dict[str, list[Line]]) -> list[str]:
-    rows = []
-    for goal in GOALS:
-        known = lines.get(goal.experiment, [])
-        sorting = _named(known, LONGEST_FIRST)
-        if (ours := _named(known, DEFAULT)) is None:
-            continue
-        form = "{:g}" if goal.absolute else "{:+.1f}%"
-        asked = f"{form.format(goal.must)} | {form.format(goal.aim)}"
-        rows.append(f"| {goal.name} | {asked} | {_met(goal, known[0], ours)} | {_met(goal, known[0], sorting)} |")
-    return [
-        "## Goals",
-        "",
-        f"{DEFAULT}, against the first line of each table below; means over the seeds. Beside it the same with "
-        "`settings.queueOrder: LongestFirst`, where jobs say how many steps they have and their predicted lengths sort "
-        "the queue.",
-        "",
-        "| what | must | aim | here | met | longest first | met |",
-        "|---|---|---|---|---|---|---|",
-        *rows,
-        "",
-    ]
-
-
-def _met(goal: Goal, first: Line, line: Line | None) -> str:
-    """Two cells: what a line comes to, and whether that is what was asked for."""
-    if line is None:
-        return " | "
-    value = line.mean(goal.figure) if goal.absolute else report.change(line, first, goal.figure)
-    is_met = value >= goal.must if goal.more else value <= goal.must
-    return f"{value:.1f} | {YES[is_met]}" if goal.absolute else f"{value:+.1f}% | {YES[is_met]}"
-
-
-def _oracle(lines: dict[str, list[Line]]) -> list[str]:
-    rows = []
-    for name, known in lines.items():
-        ours, best = _named(known, DEFAULT), _named(known, ORACLE)
-        if ours is not None and best is not None:
-            cells = [
-                f"{report.change(ours, best, one):+.1f}%" for one in ("makespan_min", "completion_min", "energy_mj")
-            ]
-            rows.append(f"| {name} | {' | '.join(cells)} |")
-    return [
-        "Distance to the same decisions with an oracle's knowledge of memory, activity and speed alone:",
-        "",
-        "| | makespan | completion | energy |",
-        "|---|---|---|---|",
-        *rows,
-        "",
-    ]
-
-
-def _own_peaks(lines: dict[str, list[Line]]) -> list[str]:
-    """Say what it is worth that running jobs count with their own peaks, seed by seed."""
-    rows = []
-    for name, known in lines.items():
-        ours, without = _named(known, DEFAULT), _named(known, UNCOUNTED)
-        if ours is not None and without is not None and len(ours.runs) > 1:
-            cells = [report.difference(ours, without, one) for one in ("makespan_min", "completion_min", "energy_mj")]
-            rows.append(f"| {name} | {' | '.join(cells)} |")
-    told = f'{DEFAULT}, less "{UNCOUNTED}" on the same seed; mean ± standard error:'
-    head = ["| | makespan min | completion min | energy MJ |", "|---|---|---|---|"]
-    return [f"What counting running jobs with their own peaks changes: {told}", "", *head, *rows, ""] if rows else []
-
-
-def _older(about: results.About) -> str:
-    """Say which lines of a table are not of the version that the others are of."""
-    return f" Of an older version, and to be read with care: {', '.join(about.older)}." if about.older else ""
-
-
-def _losses(found: dict[str, tuple[results.About, list[Line]]], lines: dict[str, list[Line]]) -> list[str]:
-    told = []
-    for name, (about, _) in found.items():
-        known = lines[name]
-        ours = _named(known, DEFAULT)
-        if ours is None:
-            continue
-        for figure in about.shown or report.SHOWN:
-            sign = -1 if figure in MORE_IS_BETTER else 1
-            better = [
-                f"{one.strategy.name} ({one.mean(figure):.1f})"
-                for one in known
-                if one is not ours
-                and "oracle" not in one.strategy.name
-                and sign * one.mean(figure) < sign * ours.mean(figure) - 1e-9
-            ]
-            if better:
-                told.append(f"- {name}, {report.HEADS[figure]} ({ours.mean(figure):.1f}): {', '.join(better)}.")
-    return [
-        "## Where Carpool loses",
-        "",
-        "Whoever does better than the default without an oracle's knowledge, for each experiment and figure:",
-        "",
-        *told,
-        "",
-    ]
-
-
-def _more(out: Path, name: str, known: Sequence[Line]) -> list[str]:
+def _more(out: Path, name: str, known: Sequence[Line], policies: Sequence[Line]) -> list[str]:
     parts: list[str] = []
-    first, ours, best = known[0], _named(known, DEFAULT), _named(known, ORACLE)
-    if (policed := results.read(out, name + POLICED)) is not None:
-        parts += [f"{report.POLICED}{_older(policed[0])}", "", *report.markdown([first, *policed[1]]), ""]
+    first, ours, best = known[0], named(known, DEFAULT), named(known, ORACLE)
+    if policies:
+        parts += [report.POLICED, "", *report.markdown([first, *policies]), ""]
+    if ours is not None and not EXPERIMENTS[name].whole:
+        published = {strategy.name for strategy in EXPERIMENTS[name].published}
+        parts += paired.table(ours, [*(line for line in known if line.strategy.name not in published), *policies])
     for suffix, told, closing in ((ATTRIBUTED, report.ATTRIBUTED, best), (VARIED, report.VARIED, None)):
         if (found := results.read(out, name + suffix)) is not None:
-            lines = [first, *([ours] if ours else []), *found[1], *([closing] if closing else [])]
-            parts += [f"{told}{_older(found[0])}", "", *report.markdown(lines), ""]
-            parts += _worth(ours, _of_now(*found)) if ours and suffix == ATTRIBUTED else []
+            lines = [first, *([ours] if ours else []), *found.lines, *([closing] if closing else [])]
+            parts += [told, "", *report.markdown(lines), ""]
+            parts += _worth(ours, found.lines) if ours and suffix == ATTRIBUTED else []
     if (wrong := results.read(out, name + WRONG)) is not None:
         parts += [
             "Carpool (slowdown ≤ 1.5) when predictions are off and nothing is learned, against the first line; own "
-            f"peaks count where that is said.{_older(wrong[0])}",
+            "peaks count where that is said.",
+            "",
+            *report.markdown([first, *wrong.lines]),
             "",
         ]
-        parts += [*report.markdown([first, *wrong[1]]), ""]
     if (failing := results.read(out, name + FAILING)) is not None:
-        told = f"When each GPU fails every {FAILS_EVERY_H:g} hours, and its jobs begin again."
-        parts += [f"{told}{_older(failing[0])}", ""]
-        parts += [*report.markdown(failing[1]), ""]
+        parts += [f"When each GPU fails every {FAILS_EVERY_H:g} hours, and its jobs begin again.", ""]
+        parts += [*report.markdown(failing.lines), ""]
     return parts
-
-
-def _of_now(about: results.About, lines: Sequence[Line]) -> list[Line]:
-    """Keep what may be compared: a line of an older version stands in its table, and is compared with nothing."""
-    return [line for line in lines if line.strategy.name not in about.older]
 
 
 def _worth(ours: Line, told: Sequence[Line]) -> list[str]:
@@ -248,7 +123,7 @@ def _worth(ours: Line, told: Sequence[Line]) -> list[str]:
     return [f"Makespan against Carpool's own, for single pieces: {each}.", ""]
 
 
-def _times(found: dict[str, tuple[results.About, list[Line]]]) -> list[str]:
+def _times(found: Mapping[str, Results]) -> list[str]:
     rows = []
     for name, (about, _) in found.items():
         slowest = max(about.cpu_s.values())
@@ -266,14 +141,10 @@ def _times(found: dict[str, tuple[results.About, list[Line]]]) -> list[str]:
     ]
 
 
-def _named(lines: Sequence[Line], name: str) -> Line | None:
-    return next((line for line in lines if line.strategy.name == name), None)
-
-
 def _versions(out: Path, found: Iterable[str]) -> list[str]:
     """Say of every result when it was made, and by which version."""
     names = [name + suffix for name in found for suffix in ("", *SUFFIXES)]
-    made = {name: one[0].made for name in names if (one := results.read(out, name)) is not None}
+    made = {name: one.about.made for name in names if (one := results.read(out, name)) is not None}
     versions = {one.version for one in made.values()}
     told = "All results are of one version."
     if len(versions) > 1 or "" in versions:

@@ -86,8 +86,8 @@ DOUBTS = {
         "ever prevented here were of one kind of job, 2% above the bound of an earlier memory model: that nobody dies "
         "is evidence for one kind of job on one GPU product, and for no factor.",
         "A makespan is the end of one job, often of one that began last, and few decisions make it. Lines that differ "
-        "by a few percent are alike: on HotCloud a mean of ten seeds is known to about 6 minutes, and differences seed "
-        "by seed to about 4.",
+        "by a few percent are mostly alike: the tables of differences on the same seed say how well each is known, and "
+        "those with one seed cannot. Who looks for the best of many lines finds one by chance, too.",
         "With failures even more so: an earlier version took 248.4 ± 48.4 minutes on HotCloud, the next 287.2 ± 80.5, "
         "and the one that counts running jobs with their own peaks 248.7 ± 55.3, on the same workloads and failures; "
         "the last difference is 38.5 minutes with a standard error of 18.0, half of it one seed. Whichever long job is "

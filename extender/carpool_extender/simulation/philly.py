@@ -137,7 +137,7 @@ def read_cluster(path: Path) -> dict[str, list[Device]]:
     """Read a cluster file.
 
     Raises:
-        WorkloadError: It cannot be read, or names an unknown product.
+        WorkloadError: It cannot be read, says something twice, or names an unknown product.
     """
     given = _decoded(path)
     try:
@@ -159,7 +159,9 @@ def read_cluster(path: Path) -> dict[str, list[Device]]:
 
 def _decoded(path: Path) -> object:
     try:
-        return msgspec.yaml.decode(path.read_bytes())
+        text = path.read_bytes()
+        given: object = msgspec.yaml.decode(text)
+        repeated = _repeated(text)
     except FileNotFoundError as error:
         raise WorkloadError(
             f"expected a cluster file at {path}, found no file; look at the path that --cluster names"
@@ -172,6 +174,33 @@ def _decoded(path: Path) -> object:
         places = _LINE.findall(str(error))  # the last is where reading stopped, others say what it is part of
         found = f"what is none near line {places[-1]}" if places else "something else"
         raise WorkloadError(f"{path}: expected YAML in UTF-8, found {found}; write {EXAMPLE}") from error
+    if repeated:
+        raise WorkloadError(f"{path}: expected each field once, found {repeated}; keep one of them, as in {EXAMPLE}")
+    return given
+
+
+def _repeated(text: bytes) -> str:
+    """Name a field that stands twice in a mapping, of which the decoder takes the last in silence; empty without."""
+    import yaml  # half a megabyte that no other workload needs
+
+    waiting, seen = [yaml.compose(text, yaml.SafeLoader)], set[int]()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:  # an alias may stand inside of what it means
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+        elif isinstance(node, yaml.MappingNode):
+            lines = dict[str, int]()
+            for key, value in node.value:
+                line = key.start_mark.line + 1
+                if isinstance(key, yaml.ScalarNode):  # any other is no field, which is told elsewhere
+                    if key.value in lines:
+                        return f"{key.value} on line {lines[key.value]} and again on line {line}"
+                    lines[key.value] = line
+                waiting.append(value)
+    return ""
 
 
 def _complaint(said: str, given: object) -> str:

@@ -2,6 +2,7 @@
 
 import csv
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -39,7 +40,8 @@ def read_trace(path: Path) -> Trace:
     Times are ISO 8601, UTC where they say nothing else, or seconds; durations are seconds.
 
     Raises:
-        WorkloadError: There is no such file, a column is missing, or a value makes no sense; the line is named.
+        WorkloadError: There is no such file, a column is missing or there twice, or a value makes no sense; the line is
+            named.
     """
     if not path.is_file():
         found_instead = "a folder" if path.is_dir() else "no file"
@@ -64,10 +66,15 @@ def read_trace(path: Path) -> Trace:
 
 
 def _submissions(path: Path, reader: "csv.DictReader[str]") -> list[Submission]:
-    missing = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
-    if missing:
-        has = ", ".join(reader.fieldnames or ["none"])
+    given = Counter(reader.fieldnames or ())
+    has = ", ".join(reader.fieldnames or ["none"])
+    if missing := [column for column in COLUMNS if not given[column]]:
         raise WorkloadError(f"{path}: expected the columns {', '.join(COLUMNS)}, found {has}; add {', '.join(missing)}")
+    if repeated := [column for column in COLUMNS if given[column] > 1]:
+        raise WorkloadError(
+            f"{path}: expected each of the columns {', '.join(COLUMNS)} once, found {has}; keep one {repeated[0]}, and "
+            "rename or remove the others"
+        )
     return [_submission(path, reader.line_num, row) for row in reader]
 
 

@@ -1,7 +1,6 @@
 """Tables of a contest, as Markdown."""
 
 from collections.abc import Sequence
-from statistics import fmean, stdev
 
 from carpool_extender.simulation.contest import SLOWED, Line
 
@@ -21,6 +20,10 @@ HEADS = {
     "unplaced": "never placed",
 }
 """What each figure is called at the head of its column."""
+SLOWED_MEANS = (
+    f" `{HEADS['slowed_percent']}`: of the jobs that ended, how many took more than {SLOWED:g} times as long as they "
+    "would have alone, from the start that succeeded to the end."
+)
 SHOWN = ("makespan_min", "utilization_percent", "completion_min", "running_s", "slowed_percent", "oom", "energy_mj")
 COMPARED = {
     "makespan_min",
@@ -32,7 +35,6 @@ COMPARED = {
     "memory_percent",
 }
 """Figures of which the change against the first line is told, too."""
-
 
 POLICED = (
     "Every policy of the extender's table with all that Carpool knows and learns, accepting a slowdown of 1.5. What "
@@ -70,12 +72,6 @@ def markdown(lines: Sequence[Line], shown: Sequence[str] = ()) -> list[str]:
 def change(line: Line, first: Line, name: str) -> float:
     """Return the change of a figure against the first line, in percent."""
     return 100 * (line.mean(name) / max(1e-9, first.mean(name)) - 1)
-
-
-def difference(line: Line, other: Line, name: str) -> str:
-    """Write how a figure differs from another line's, seed by seed, of which there must be two: mean ± its error."""
-    of_each = [getattr(a, name) - getattr(b, name) for a, b in zip(line.runs, other.runs, strict=True)]
-    return f"{fmean(of_each):+.2f} ± {stdev(of_each) / len(of_each) ** 0.5:.2f}"
 
 
 def _row(cells: Sequence[str]) -> str:
@@ -119,10 +115,11 @@ def section(title: str, assumptions: Sequence[str], lines: Sequence[Line], shown
     """Write one experiment; `shown` as in `markdown`."""
     seeds = len(lines[0].runs)
     what = f"Mean ± standard deviation over {seeds} seeds" if seeds > 1 else "One run, so that no spread is known"
+    slowed = SLOWED_MEANS if "slowed_percent" in (shown or SHOWN) else ""
     return [
         f"## {title}",
         "",
-        f"{what}; changes are against the first line.",
+        f"{what}; changes are against the first line.{slowed}",
         "",
         *markdown(lines, shown),
         "",

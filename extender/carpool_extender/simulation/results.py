@@ -3,6 +3,7 @@
 import csv
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -42,14 +43,17 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     """Names of the figures that its table shows; the usual ones where there are none."""
     made: Provenance = Provenance()
     """When they were made, by which version."""
-    older: list[str] = []
-    """Strategies whose runs were kept from an older version, though what they decide by has changed since."""
 
 
-def write(
-    out: Path, name: str, workload: Workload, lines: Sequence[Line], made: Provenance, older: Sequence[str] = ()
-) -> None:
-    """Write every run of every strategy, what it is about, where it comes from, and which were kept from before."""
+class Results(NamedTuple):
+    """What the files of one name say."""
+
+    about: About
+    lines: list[Line]
+
+
+def write(out: Path, name: str, workload: Workload, lines: Sequence[Line], made: Provenance) -> None:
+    """Write every run of every strategy, what it is about, and where it comes from."""
     seeds = len(lines[0].runs)
     about = About(
         title=workload.title,
@@ -59,7 +63,6 @@ def write(
         cpu_s={line.strategy.name: round(line.cpu_s / seeds, 1) for line in lines},
         shown=list(workload.shown),
         made=made,
-        older=list(older),
     )
     (out / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(about)) + b"\n")
     write_csv(out / f"{name}.csv", lines)
@@ -75,7 +78,7 @@ def write_csv(path: Path, lines: Sequence[Line]) -> None:
                 writer.writerow([line.strategy.name, seed, *(f"{getattr(run, name):.6g}" for name in FIGURES)])
 
 
-def read(out: Path, name: str) -> tuple[About, list[Line]] | None:
+def read(out: Path, name: str) -> Results | None:
     """Read results back; None where there are none.
 
     Raises:
@@ -95,7 +98,7 @@ def read(out: Path, name: str) -> tuple[About, list[Line]] | None:
         raise WorkloadError(
             f"{path}: expected results of this version, found {error!r}; run the workload again"
         ) from error
-    return about, [Line(known.get(one, Strategy(one, one)), found) for one, found in runs.items()]
+    return Results(about, [Line(known.get(one, Strategy(one, one)), found) for one, found in runs.items()])
 
 
 def _strategies(name: str) -> list[Strategy]:
