@@ -13,9 +13,14 @@ from rich.console import Console
 
 from carpool_e2e import binaries, ending, system
 from carpool_e2e import slots as slots_
-from carpool_e2e.bench.predictions import renew
-from carpool_e2e.bench.run import REPORT, renew_agent, renew_placement, renew_simulator, renew_throughput
 from carpool_e2e.bench.run import main as measure
+from carpool_e2e.bench.run import (
+    renew_agent,
+    renew_placement,
+    renew_predictions,
+    renew_simulator,
+    renew_throughput,
+)
 from carpool_e2e.cluster import FULL, LOGS, PROJECT, Cluster, running, why_no_kubelets
 from carpool_e2e.demo.show import play
 from carpool_e2e.demo.stage import SceneError, Stage
@@ -33,7 +38,7 @@ WIDTH = 220
 
 
 SECTIONS: Mapping[str, Callable[[Console], None]] = {
-    "predictions": lambda console: renew(REPORT, console),
+    "predictions": renew_predictions,
     "agent": renew_agent,
     "placement": renew_placement,
     "throughput": renew_throughput,

@@ -130,3 +130,4 @@ def test_the_section_says_what_is_kept_and_what_is_missed() -> None:
     assert "It rained." in told
     assert "| memory | 330 MiB | ≤ 400 MiB | kept |" in told
     assert "| median with 10 times the nodes | 10.0 times | ≤ 10 | kept |" in told
+    assert "measured elsewhere and not in this run" in told

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 from carpool_e2e.bench.predictions import Figure, replaced, section, write_rows
+from carpool_e2e.bench.run import dated, report
+from carpool_extender.simulation.provenance import Provenance
 from carpool_predictor import store
 from carpool_predictor.rows import read_row
 
@@ -38,3 +40,11 @@ def test_a_section_that_is_missing_comes_last() -> None:
     after = replaced("# Benchmarks\n\n## One\n\na\n", SECTION)
     assert after.startswith("# Benchmarks\n\n## One\n\na\n\n## Predictions\n")
     assert after.endswith("|  |  |\n")
+
+
+def test_each_section_says_below_its_heading_when_it_was_measured_and_of_which_version() -> None:
+    made = Provenance(when="2026-01-31 12:00", version="1.0, commit abc")
+    told = dated(SECTION, made)
+    assert told[:4] == ["## Predictions", "", "Measured on 2026-01-31 12:00 UTC, version 1.0, commit abc.", ""]
+    assert told[3:] == SECTION[1:]
+    assert "`make bench` began this on 2026-01-31 12:00 UTC, version 1.0, commit abc, on " in report([], [], 1, made)

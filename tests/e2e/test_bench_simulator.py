@@ -26,7 +26,9 @@ def test_a_whole_run_is_measured_in_a_process_of_its_own(data: Path) -> None:
     assert 20 < found.memory_mib < 1000
     assert told[0].startswith("philly_sia.csv: 3 jobs, 2,490 GPUs: ")
     assert any(line.startswith("| least-slowdown |") for line in found.table)
-    assert re.fullmatch(r"The machine's load was \d+\.\d at the end(; .* by its priority)?\.", found.circumstances)
+    assert re.fullmatch(
+        r"The machine's load was \d+\.\d at the end(; .* with raised priority: .* waited)?\.", found.circumstances
+    )
 
 
 def test_what_failed_is_told(data: Path) -> None:

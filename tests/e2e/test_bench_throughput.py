@@ -16,7 +16,7 @@ from carpool_core.resources.meta import ObjectMeta
 from carpool_core.resources.node import GpuNode
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
-from carpool_e2e.bench.circumstances import preferred
+from carpool_e2e.bench.circumstances import RAISED, preferred
 from carpool_e2e.bench.load import AT_ONCE, Background, Finish, Throughput, bind_all, play, until_bound
 from carpool_e2e.bench.requests import counted
 from carpool_e2e.bench.stock import WHOLE, pod
@@ -65,7 +65,7 @@ def test_costs_are_split_by_process_and_by_request_beside_those_of_the_stock_sch
     assert "| all of them | 3.50 | 1.00 |" in told
     assert "| x |" not in told
     assert "| jobs a second until every job's status told its place, too | 20.0 | | | |" in told
-    assert "In Carpool's run these went before others on the machine: etcd, operator." in told
+    assert f"In Carpool's run these ran with raised priority ({RAISED}): etcd, operator." in told
     assert "In kube-scheduler's run" not in told
     assert "load averages\nbefore the first was created: 1.5 and 0.0." in told
 

@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _GROUP_NICE = re.compile(r"nice (-?\d+)")
+RAISED = "where both wanted a processor, other work on the machine waited"
+"""What raised priority means."""
 
 
 def circumstances() -> str:
-    """Say in a sentence how busy the machine was, and whether the benchmark went before others."""
+    """Say in a sentence how busy the machine was, and whether the benchmark had raised priority."""
     told = f"The machine's load was {os.getloadavg()[0]:.1f} at the end"
     if preferred({"": 0}):
-        told += "; the benchmark ran before what else ran, by its priority"
+        told += f"; the benchmark ran with raised priority: {RAISED}"
     return f"{told}."
 
 

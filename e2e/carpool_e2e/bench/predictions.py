@@ -17,7 +17,6 @@ from carpool_core.resources.job import CatalogModel, Training
 from carpool_core.values import Optimizer
 from carpool_predictor import store
 from carpool_predictor.estimator import predict
-from rich.console import Console
 
 from carpool_e2e.bench.circumstances import circumstances
 
@@ -186,13 +185,6 @@ def section(figures: list[Figure]) -> list[str]:
         *(f"| {f.what} | {f} | {f.target} | {kept[f.is_kept]} |" for f in figures),
         "",
     ]
-
-
-def renew(report: Path, console: Console) -> None:
-    """Measure, and put the section into a report, in place of the one that is there."""
-    console.rule("predictions")
-    renewed = section(measure(lambda told: console.print(told, highlight=False)))
-    report.write_text(replaced(report.read_text(encoding="utf-8"), renewed), encoding="utf-8")
 
 
 def replaced(content: str, section: list[str]) -> str:

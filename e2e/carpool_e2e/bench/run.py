@@ -5,14 +5,15 @@ import os
 import platform
 import time
 from collections.abc import Awaitable, Callable
-from datetime import date
 from pathlib import Path
 from typing import TypeVar
 
 import uvloop
+from carpool_core.clock import SystemClock
 from carpool_core.kube.api import KubeApi
 from carpool_core.kube.client import connect
 from carpool_core.settings import KubeSettings
+from carpool_extender.simulation.provenance import Provenance, provenance
 from rich.console import Console
 
 from carpool_e2e.bench import (
@@ -58,6 +59,7 @@ def machine() -> str:
 
 def main(console: Console) -> None:
     """Run all benchmarks and write the report."""
+    made = provenance(SystemClock())
     console.rule("the way of a job")
     with running(Shape(kubelet_nodes=FULL.kubelet_nodes), console) as cluster:
         timelines = asyncio.run(_latency(cluster, console))
@@ -78,9 +80,9 @@ def main(console: Console) -> None:
         (f"extender, {NODES} nodes × {GPUS} GPUs, {reserved:,} reservations, {JOBS:,} jobs", extender, 150),
         (f"operator, {JOBS} jobs with their pods, without PyTorch", operator, 200),
     ]
-    REPORT.write_text(report(latency.table(timelines), rows, len(timelines)), encoding="utf-8")
+    REPORT.write_text(report(latency.table(timelines), rows, len(timelines), made), encoding="utf-8")
     renew_agent(console)
-    predictions.renew(REPORT, console)
+    renew_predictions(console)
     renew_placement(console)
     renew_throughput(console)
     renew_simulator(console)
@@ -90,7 +92,13 @@ def main(console: Console) -> None:
 def renew_agent(console: Console) -> None:
     """Measure what a node agent costs, and put the section into the report."""
     console.rule("an agent of eight GPUs")
-    _renew(agent_section(agent.measure(console.print)))
+    _renew(lambda: agent_section(agent.measure(console.print)))
+
+
+def renew_predictions(console: Console) -> None:
+    """Measure how quickly predictions come, and put the section into the report."""
+    console.rule("predictions")
+    _renew(lambda: predictions.section(predictions.measure(lambda told: console.print(told, highlight=False))))
 
 
 def renew_placement(console: Console) -> None:
@@ -100,7 +108,7 @@ def renew_placement(console: Console) -> None:
     def tell(said: str) -> None:
         console.print(said, highlight=False)
 
-    _renew(placement_section(placement.measure(tell), placement_profile.measure(tell)))
+    _renew(lambda: placement_section(placement.measure(tell), placement_profile.measure(tell)))
 
 
 def renew_throughput(console: Console) -> None:
@@ -112,7 +120,7 @@ def renew_throughput(console: Console) -> None:
             # uvloop, because what the benchmark itself takes of the processors is missing to what it measures.
             return uvloop.run(_with_api(cluster, lambda api: by(cluster, api, console.print)))
 
-    _renew(throughput_section(measured(throughput.measure), measured(stock.measure)))
+    _renew(lambda: throughput_section(measured(throughput.measure), measured(stock.measure)))
 
 
 def renew_simulator(console: Console) -> None:
@@ -122,11 +130,23 @@ def renew_simulator(console: Console) -> None:
     if data is None:
         console.print(f"{simulator.DATA} is not set, so that there is no trace: the section stays as it was")
         return
-    _renew(simulator.simulator_section(simulator.measure(Path(data), console.print)))
+    _renew(lambda: simulator.simulator_section(simulator.measure(Path(data), console.print)))
 
 
-def _renew(section: list[str]) -> None:
+def _renew(measured: Callable[[], list[str]]) -> None:
+    made = provenance(SystemClock())
+    section = dated(measured(), made)
     REPORT.write_text(predictions.replaced(REPORT.read_text(encoding="utf-8"), section), encoding="utf-8")
+
+
+def dated(section: list[str], made: Provenance) -> list[str]:
+    """Say below a section's heading when it was measured, and what: each can be renewed alone."""
+    heading, *rest = section
+    return [heading, "", f"Measured {_of(made)}.", *rest]
+
+
+def _of(made: Provenance) -> str:
+    return f"on {made.when} UTC, version {made.version}"
 
 
 async def _latency(cluster: Cluster, console: Console) -> list[latency.Timeline]:
@@ -145,12 +165,12 @@ def verdict(found: float, most: float) -> str:
     return "kept" if found <= most else "missed"
 
 
-def report(steps: list[tuple[str, float, float, float]], memories: list[Row], runs: int) -> str:
-    """Write the report in Markdown."""
+def report(steps: list[tuple[str, float, float, float]], memories: list[Row], runs: int, made: Provenance) -> str:
+    """Write the report in Markdown, with the sections that a whole run alone renews."""
     lines = [
         "# Benchmarks",
         "",
-        f"`make bench` wrote this on {date.today().isoformat()}: {machine()}.",
+        f"`make bench` began this {_of(made)}, on {machine()}.",
         "Everything runs on that one machine: the control plane, both kubelets, Carpool and whoever watches them.",
         "",
         "## The way of a job",

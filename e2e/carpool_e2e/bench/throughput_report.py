@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+from carpool_e2e.bench.circumstances import RAISED
 from carpool_e2e.bench.load import GPUS, NODE_COUNT, Throughput
 
 _JOBS_A_SECOND = 40.0
@@ -36,8 +37,8 @@ def throughput_section(found: Throughput, stock: Throughput) -> list[str]:
         "Everything, etcd and API server included, shares this machine. Beside it what such a control plane can do at",
         "all: as many plain pods that ask for a whole GPU each, and kube-scheduler alone. The machine's load averages",
         f"before the first was created: {found.load:.1f} and {stock.load:.1f}.",
-        *_before_others("Carpool's", found.preferred),
-        *_before_others("kube-scheduler's", stock.preferred),
+        *_raised("Carpool's", found.preferred),
+        *_raised("kube-scheduler's", stock.preferred),
         "",
         "| | Carpool | kube-scheduler alone | asked for | |",
         "|---|---|---|---|---|",
@@ -61,8 +62,10 @@ def throughput_section(found: Throughput, stock: Throughput) -> list[str]:
     ]
 
 
-def _before_others(whose: str, processes: Sequence[str]) -> list[str]:
-    return [f"In {whose} run these went before others on the machine: {', '.join(processes)}."] if processes else []
+def _raised(whose: str, processes: Sequence[str]) -> list[str]:
+    if not processes:
+        return []
+    return [f"In {whose} run these ran with raised priority ({RAISED}): {', '.join(processes)}."]
 
 
 def _often(*measured: Throughput) -> list[str]:

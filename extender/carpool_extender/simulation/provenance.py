@@ -10,6 +10,8 @@ from carpool_core.clock import Clock
 
 HERE = Path(__file__).resolve()
 TIMEOUT_S = 10.0
+DOCS = "docs"
+"""Folder of documents, in a checkout."""
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,17 +34,27 @@ def provenance(clock: Clock) -> Provenance:
 
 
 def commit_of(file: Path) -> str:
-    """Return the commit of the checkout that a file belongs to, `-dirty` where it has changes; empty where to none."""
+    """Return the commit of the checkout that a file belongs to; empty where to none.
+
+    `-dirty` is added where anything else than its documents has changes: those are what runs write.
+    """
     git = shutil.which("git")
     if git is None or not _said(git, file, "ls-files", "--", file.name):  # not even if a checkout holds the environment
         return ""
-    return _said(git, file, "describe", "--always", "--dirty")
+    commit = _said(git, file, "describe", "--always")
+    changed = _said(git, file, "status", "--porcelain", "--untracked-files=no", "--", ":(top)", f":(top,exclude){DOCS}")
+    return f"{commit}-dirty" if commit and changed else commit
 
 
 def _said(git: str, file: Path, *arguments: str) -> str:
     try:
         done = subprocess.run(
-            [git, *arguments], cwd=file.parent, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+            [git, "--no-optional-locks", *arguments],
+            cwd=file.parent,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
