@@ -26,6 +26,7 @@ from carpool_extender.manifest import ManifestError, checked, read
 from carpool_extender.policies import UnknownPolicyError, find_policy
 from carpool_extender.rules import Rules
 from carpool_extender.settings import AskSettings
+from carpool_extender.site import given, settled
 from carpool_extender.workloads import Choices
 
 
@@ -89,10 +90,14 @@ _NAMESPACE = click.option("-n", "--namespace", default="default", show_default=T
 def explain_command(settings: AskSettings, job: str, namespace: str, each_gpu: bool) -> None:
     """Say why JOB is where it is, why not elsewhere, and by how much each GPU fits or misses.
 
-    Decides as the extender does where it is told the same settings; only that a GPU could not be prepared a moment ago
-    the extender alone remembers.
+    Decides as the extender does, by the settings of the site where you may read them; only that a GPU could not be
+    prepared a moment ago the extender alone remembers.
     """
-    _say(settings, each_gpu, lambda api, rules, asker: explained(api, job, namespace, rules, asker))
+
+    async def ask(api: KubeApi, _: AskSettings, rules: Rules, asker: Asker) -> Answer:
+        return await explained(api, job, namespace, rules, asker)
+
+    _say(settings, each_gpu, ask, predicts=False)
 
 
 @click.command("what-if", short_help="Say where a job would go now, and beside whom; nothing is created.")
@@ -106,30 +111,38 @@ def what_if(settings: AskSettings, manifest: Path, namespace: str, each_gpu: boo
     Ends with 1 where the API server would refuse the manifest, or no GPU of the cluster could ever run the job; with 2
     where that could not be found out.
 
-    Decides as the extender does where it is told the same settings; only that a GPU could not be prepared a moment ago
-    the extender alone remembers.
+    Decides as the extender does, by the settings of the site where you may read them; only that a GPU could not be
+    prepared a moment ago the extender alone remembers.
     """
     try:
         wanted = read(manifest, namespace)
     except (ManifestError, OSError) as error:
         raise UnansweredError(str(error)) from error
 
-    async def ask(api: KubeApi, rules: Rules, asker: Asker) -> Answer:
+    async def ask(api: KubeApi, of_the_site: AskSettings, rules: Rules, asker: Asker) -> Answer:
         found = await checked(api, wanted)
-        known = await forecast(api, settings)
+        known = await forecast(api, of_the_site)
         answer = await asked(api, found.job, rules, known.traced, asker)
         return Answer([*found.notes, *known.notes, *answer.lines], answer.is_hopeless)
 
-    _say(settings, each_gpu, ask)
+    _say(settings, each_gpu, ask, predicts=True)
 
 
-def _say(settings: AskSettings, each_gpu: bool, ask: Callable[[KubeApi, Rules, Asker], Awaitable[Answer]]) -> None:
-    clock = SystemClock()
+_Ask = Callable[[KubeApi, AskSettings, Rules, Asker], Awaitable[Answer]]
+
+
+def _say(settings: AskSettings, each_gpu: bool, ask: _Ask, *, predicts: bool) -> None:
+    clock, flags = SystemClock(), given(click.get_current_context())
 
     async def run() -> Answer:
-        rules = Rules(find_policy(settings.policy), settings.slots_per_gpu, settings.conditions.conditions())
+        find_policy(settings.policy)  # what was given wrongly is told whether the cluster can be reached or not
+        settings.conditions.conditions()
         async with connect(settings.kube, clock=clock) as api:
-            return await ask(api, rules, Asker(clock, Choices(settings.job_policies, settings.count_peaks), each_gpu))
+            found, note = await settled(api, settings, flags, predicts=predicts)
+            rules = Rules(find_policy(found.policy), found.slots_per_gpu, found.conditions.conditions())
+            choices = Choices(found.job_policies, found.count_peaks)
+            answer = await ask(api, found, rules, Asker(clock, choices, each_gpu))
+            return Answer([*answer.lines, note], answer.is_hopeless)
 
     try:
         told = asyncio.run(run())

@@ -138,8 +138,16 @@ def _count_peaks() -> Any:
 
 @dataclass(frozen=True)
 class AskSettings:
-    """What decides, for whoever wants to know what the extender would decide: say the same as its own settings."""
+    """What decides, for whoever wants to know what the extender would decide: where left out, what the site says."""
 
+    site: str = setting(
+        "carpool-system/carpool",
+        flag="--site",
+        env="CARPOOL_SITE",
+        help="Installation whose settings hold where no flag or variable says otherwise, as NAMESPACE/NAME: they are "
+        "read from its Deployments NAME-scheduler and NAME-operator, by those who may; not asked where empty.",
+        empty_counts=True,
+    )
     policy: str = _policy()
     job_policies: bool = _job_policies()
     count_peaks: bool = _count_peaks()
@@ -151,6 +159,7 @@ class AskSettings:
         env="CARPOOL_CALIBRATION",
         help="ConfigMap, as NAMESPACE/NAME, in which the operator keeps what it learned, for what-if to predict with; "
         "as shipped where empty, or where it may not be read.",
+        empty_counts=True,
     )
     share_unmeasured: bool = setting(
         False,

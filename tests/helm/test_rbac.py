@@ -1,10 +1,16 @@
 """Who may do what, as a table; a right that is not in it is one too many."""
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from carpool_core.kube.api import DEPLOYMENTS
+from carpool_core.testing.kube import FakeKube
+from carpool_extender.conditions import Quantile
+from carpool_extender.settings import AskSettings, ConditionSettings
+from carpool_extender.site import settled
 from own_rights import OWN, READ
 
 pytestmark = pytest.mark.e2e
@@ -101,6 +107,7 @@ def test_what_was_learned_is_kept_in_one_configmap_of_the_operators_own_namespac
 def test_an_operator_that_does_not_learn_may_touch_no_configmap(render: Any) -> None:
     chart = render(settings={"learning": False})
     assert [o["metadata"]["name"] for o in chart.all("Role", "RoleBinding") if "calibration" in str(o)] == []
+    assert [rule["resources"] for rule in chart.one("Role", "carpool-asker")["rules"]] == [["deployments"]]
     assert "CARPOOL_CALIBRATION" not in str(chart.one("Deployment", "carpool-operator"))
 
 
@@ -108,7 +115,7 @@ def test_there_are_no_other_roles(chart: Any) -> None:
     assert {o["metadata"]["name"] for o in chart.all("ClusterRole")} == {*OWN, *USERS}
     roles = {role["metadata"]["name"]: role for role in chart.all("Role")}
     lease = roles.pop("carpool-scheduler")
-    assert [*roles] == ["carpool-operator-calibration"]
+    assert {*roles} == {"carpool-operator-calibration", "carpool-asker"}
     assert lease["rules"] == [
         {
             "apiGroups": ["coordination.k8s.io"],
@@ -117,6 +124,43 @@ def test_there_are_no_other_roles(chart: Any) -> None:
             "verbs": ["get", "update"],
         }
     ]
+
+
+def test_whoever_asks_may_read_the_sites_settings_and_what_was_learned_and_nothing_else(chart: Any) -> None:
+    """What `carpool explain` and `what-if` read of the chart's own namespace; the chart binds it to nobody."""
+    role = chart.one("Role", "carpool-asker")
+    assert role["metadata"]["namespace"] == "carpool-system"
+    assert [(rule["resources"], rule["resourceNames"], rule["verbs"]) for rule in role["rules"]] == [
+        (["deployments"], ["carpool-scheduler", "carpool-operator"], ["get"]),
+        (["configmaps"], ["carpool-calibration"], ["get"]),
+    ]
+    assert "`carpool-asker`" in SECURITY.read_text()
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        pytest.param({}, {}, id="as shipped"),
+        pytest.param({"learning": False}, {"calibration": ""}, id="learns nothing"),
+        pytest.param(
+            {"policy": "energy", "jobPolicies": True, "countPeaks": False, "slotsPerGpu": 4, "shareUnmeasured": True,
+             "slowdownQuantile": "upper", "preconditions": {"mostJobs": 2}},
+            {"policy": "energy", "job_policies": True, "count_peaks": False, "slots_per_gpu": 4,
+             "share_unmeasured": True,
+             "conditions": ConditionSettings(most_jobs=2, slowdown_quantile=Quantile.UPPER)},
+            id="everything that decides",
+        ),
+    ],
+)  # fmt: skip
+async def test_whoever_asks_finds_the_settings_in_the_charts_deployments(
+    render: Any, settings: dict[str, Any], told: dict[str, Any]
+) -> None:
+    kube = FakeKube()
+    for deployment in render(settings=settings).all("Deployment"):
+        kube.seed(DEPLOYMENTS, deployment)
+    found, note = await settled(kube, AskSettings(), frozenset(), predicts=True)
+    assert found == dataclasses.replace(AskSettings(), **told)
+    assert "the site's may differ" not in note
 
 
 def test_each_account_is_bound_to_its_own_roles(chart: Any) -> None:
