@@ -10,6 +10,7 @@ from carpool_extender.policies import POLICIES
 from carpool_extender.settings import ExtenderSettings
 from carpool_operator.settings import OperatorSettings
 
+from carpool_docs import values
 from carpool_docs.markdown import code, table
 from carpool_docs.markdown import page as page_of
 
@@ -29,7 +30,7 @@ _UNITS = {"_s": "s", "_seconds": "s", "_mib": "MiB", "port": "TCP port"}
 
 def page() -> str:
     """Write the page."""
-    parts = [_INTRODUCTION]
+    parts = [_INTRODUCTION, *values.section()]
     for process, cls in PROCESSES.items():
         parts.append(f"## carpool {process}")
         parts.append(table(_HEADER, [_row(one) for one in settings_of(cls)]))

@@ -1,0 +1,45 @@
+"""The chart's settings in docs/reference/settings.md: none is left out, each is explained, defaults are the chart's."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+from carpool_docs.values import BLOCK, FILE, Value, section, values
+
+TEXT = FILE.read_text(encoding="utf-8")
+
+
+def leaves(of: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+    for name, value in of.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{path}.{name}")
+        else:
+            yield f"{path}.{name}", value
+
+
+def test_every_setting_of_the_chart_is_told_with_its_default() -> None:
+    told = {one.path: yaml.safe_load(one.default) for one in values(TEXT) if one.default}
+    assert told == dict(leaves(yaml.safe_load(TEXT)[BLOCK], BLOCK))
+
+
+@pytest.mark.parametrize("one", [*values(TEXT)], ids=lambda one: one.path)
+def test_a_setting_of_the_chart_is_explained(one: Value) -> None:
+    assert one.meaning, "write a comment above it"
+
+
+def test_comments_of_several_lines_belong_to_what_follows_and_groups_have_no_default() -> None:
+    text = "a: 1\nsettings:\n  # One\n  # two.\n  x: 3\n  y:\n    # Three.\n    z: []\n\n# Four.\nb: 5\n"
+    assert [*values(text)] == [Value("settings.x", "3", "One two."), Value("settings.y.z", "[]", "Three.")]
+
+
+@pytest.mark.parametrize("text", ["other: 1\n", "settings:\n  - x\n"])
+def test_what_cannot_be_read_is_no_table(text: str) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        list(values(text))
+
+
+def test_a_site_is_told_of_the_classes_that_an_order_by_length_makes() -> None:
+    told = "\n".join(section())
+    assert "24 PriorityClasses, `FULLNAME-length-00` to\n`-23`" in told
+    assert "less than 60 s alone" in told
