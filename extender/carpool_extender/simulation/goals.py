@@ -92,12 +92,15 @@ def _deaths(found: Mapping[str, Results]) -> list[str]:
             told[f"{name}, {about.jobs:,} jobs"] = [line.mean("oom") for line in lines if line is not None]
     if not told:
         return []
-    hangs = [name.partition(",")[0] for name, (ours, *others) in told.items() if max(others) > ours]
-    what = "on what is learned, and on jobs that run alone where nothing was measured yet"
+    names = {name: name.partition(",")[0] for name in told}
+    hangs = [names[name] for name, (ours, *others) in told.items() if max(others) > ours]
+    alike = [one for one in names.values() if one not in hangs]
     how_few = "How few jobs die of memory" if any(ours for ours, *_ in told.values()) else "That no job dies of memory"
-    sentence = f"{how_few} hangs {what}: on {', '.join(hangs)}." if hangs else f"Here no death hangs {what}."
+    why = "hangs on what is learned, and on jobs that run alone where nothing was measured yet"
+    sentences = [f"{how_few} on {', '.join(hangs)} {why}."] if hangs else []
+    sentences += [f"On {', '.join(alike)} no more die without either."] if alike else []
     return [
-        f"{sentence} Deaths in the mean of a run, without the one or the other:",
+        f"{' '.join(sentences)} Deaths in the mean of a run, without the one or the other:",
         "",
         f'| | the default | "{UNLEARNED}" | "{EAGER}" |',
         "|---|---|---|---|",

@@ -25,7 +25,8 @@ def section(found: Mapping[str, Results], policies: Mapping[str, Sequence[Line]]
         "",
         "Who does better than the default without an oracle's knowledge, by how much; an empty cell is no loss, or "
         "none that is known. Of several seeds it is the mean difference on the same seed ± its standard error, where "
-        "that is beyond two standard errors. Lines that came to the same on each seed share a row.",
+        "that is beyond two standard errors; what such a line loses on other figures stands in the tables of "
+        "differences below. Lines that came to the same on each seed share a row.",
         "",
     ]
     for name, (about, known) in found.items():
