@@ -1,5 +1,6 @@
 """What became of each GPU, for people: those of which the same is to be said stand on one line."""
 
+import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -61,6 +62,12 @@ def lines(answers: Iterable[GpuAnswer], *, each: bool) -> list[str]:
     for one in answers:
         alike.setdefault((one.product, one.said), []).append(one)
     return [_line(group) for group in alike.values()]
+
+
+def broken(line: str, width: int) -> str:
+    """Break a line between words where a terminal ends, what follows further in; words of any length stay whole."""
+    margin = " " * (len(line) - len(line.lstrip()) + 4)
+    return textwrap.fill(line, width, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False)
 
 
 def _line(group: list[GpuAnswer]) -> str:

@@ -1,6 +1,8 @@
 """`carpool explain` and `carpool what-if`: the commands."""
 
 import asyncio
+import shutil
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,7 @@ from carpool_predictor.estimator import predict
 from carpool_predictor.recalling import model_name
 from carpool_predictor.source import SubprocessTracer, features_of
 
+from carpool_extender.answers import broken
 from carpool_extender.enquiry import Answer, Asker, NoSuchJobError, asked, explained
 from carpool_extender.manifest import ManifestError, checked, read
 from carpool_extender.policies import UnknownPolicyError, find_policy
@@ -152,6 +155,8 @@ def _say(settings: AskSettings, each_gpu: bool, ask: _Ask, *, predicts: bool) ->
         raise click.ClickException(str(error)) from error
     except (NoSuchJobError, KubeConfigError, SettingsError, UnknownPolicyError) as error:
         raise UnansweredError(str(error)) from error
-    click.echo("\n".join(told.lines))
+    # What another program reads stands on one line, however long.
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    click.echo("\n".join(told.lines if width is None else [broken(line, width) for line in told.lines]))
     if told.is_hopeless:
         raise click.exceptions.Exit(1)

@@ -105,20 +105,24 @@ async def settled(api: KubeApi, asked: AskSettings, flags: frozenset[str], *, pr
     place = _place(asked.site)
     if place is None:
         return Told(asked, _note(ours, [], "", []))
-    found, names, theirs, unknown = asked, [], list[str](), list[str]()
+    found, names, theirs, unknown = asked, list[str](), list[str](), dict[str, list[str]]()
     for process in processes:
         name = f"{place[1]}-{process.deployment}"
         try:
             site = await _told_to(api, process, place[0], name)
         except _UntoldError as why:
-            unknown.append(f"Deployment {place[0]}/{name} {why}")
+            unknown.setdefault(str(why), []).append(name)
             continue
         names.append(name)
         open_ = [one for one in _of(process) if one.flag not in flags]
         found = _merged(found, site, [one.path for one in open_])
         theirs += [_flag(one, site) for one in open_ if _value(site, one.path) != one.default]
-    where = f"Deployment{'s' if len(names) > 1 else ''} {' and '.join(names)} in {place[0]}" if names else ""
-    return Told(found, _note(ours, theirs, where, unknown))
+    doubts = [f"{_deployments(of, place[0])} {why}" for why, of in unknown.items()]
+    return Told(found, _note(ours, theirs, _deployments(names, place[0]), doubts))
+
+
+def _deployments(names: Sequence[str], namespace: str) -> str:
+    return f"Deployment{'s' if len(names) > 1 else ''} {' and '.join(names)} in {namespace}" if names else ""
 
 
 def _place(text: str) -> tuple[str, str] | None:
@@ -144,7 +148,7 @@ async def _told_to(api: KubeApi, process: _Process, namespace: str, name: str) -
     except Forbidden as error:
         raise _UntoldError("may not be read by you") from error
     except NotFound as error:
-        raise _UntoldError("is not there; --site names another installation") from error
+        raise _UntoldError("not found (--site names another installation)") from error
     except Invalid as error:
         raise _UntoldError(f"cannot be read: {error}") from error
     container = next((c for c in deployment.spec.template.spec.containers if c.name == process.container), None)

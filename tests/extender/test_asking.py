@@ -13,6 +13,7 @@ from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.prediction import Prediction
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import JobUid, Precision
+from carpool_extender.answers import broken
 from carpool_extender.asking import Forecast, explain_command, forecast, what_if
 from carpool_extender.conditions import Conditions
 from carpool_extender.enquiry import Asker, asked, explained
@@ -152,6 +153,15 @@ async def test_gpus_of_which_the_same_is_said_stand_on_one_line():
         "8 GPUs of 2 nodes (Tesla T4)",
     ]
     assert len((await asked(kube, job, RULES, predicted, Asker(CLOCK, each_gpu=True))).lines) == 4 + 10
+
+
+def test_in_a_terminal_lines_break_between_words_and_go_on_further_in():
+    line = "  GPU 0 of a (NVIDIA A100-SXM4-40GB): fits by MPS, leaves 36,960 MiB, expected slowdown 1.00; and more"
+    first, *others = broken(line, 60).splitlines()
+    assert first == "  GPU 0 of a (NVIDIA A100-SXM4-40GB): fits by MPS, leaves"
+    assert all(part.startswith(6 * " ") and len(part) <= 60 for part in others)
+    assert " ".join([first, *(part.strip() for part in others)]) == line
+    assert broken("short", 60) == "short"
 
 
 async def test_what_could_never_run_is_no_waiting_job():

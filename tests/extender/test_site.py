@@ -107,7 +107,7 @@ async def test_what_the_operator_is_told_counts_for_predictions(env, changes, to
 @pytest.mark.parametrize(
     ("kube", "why"),
     [
-        pytest.param(FakeKube(), "is not there; --site names another installation", id="not there"),
+        pytest.param(FakeKube(), "not found (--site names another installation)", id="not there"),
         pytest.param(Forbidden("no", status=403), "may not be read by you", id="no right"),
         pytest.param(Invalid("odd", status=422), "cannot be read: odd", id="unreadable"),
         pytest.param(
@@ -139,8 +139,7 @@ async def test_where_the_sites_settings_cannot_be_known_it_is_said_and_defaults_
     found, note = await settled(kube, asked, frozenset({"--slots-per-gpu"}), predicts=False)
     assert found == asked
     assert note.startswith(
-        "settings: --slots-per-gpu 3 as given; the others as shipped; the site's may differ: "
-        f"Deployment carpool-system/carpool-scheduler {why}"
+        f"settings: --slots-per-gpu 3 as given; the others as shipped; the site's may differ: {SCHEDULER} {why}"
     )
 
 
@@ -148,7 +147,7 @@ async def test_of_another_workload_of_that_name_nothing_is_taken():
     kube = FakeKube()
     install(kube, "operator", name="carpool-scheduler")
     note = (await settled(kube, SHIPPED, frozenset(), predicts=False)).note
-    assert note.endswith("Deployment carpool-system/carpool-scheduler has no container extender")
+    assert note.endswith(f"{SCHEDULER} has no container extender")
 
 
 async def test_where_only_one_of_the_two_may_be_read_the_other_is_named():
@@ -158,7 +157,14 @@ async def test_where_only_one_of_the_two_may_be_read_the_other_is_named():
     assert found.policy == "energy"
     assert note == (
         f"settings: --policy energy, says {SCHEDULER}; the others as shipped; the site's may differ: "
-        "Deployment carpool-system/carpool-operator is not there; --site names another installation"
+        "Deployment carpool-operator in carpool-system not found (--site names another installation)"
+    )
+
+
+async def test_what_both_lack_is_said_once():
+    note = (await settled(FakeKube(), SHIPPED, frozenset(), predicts=True)).note
+    assert note == (
+        f"settings: as shipped; the site's may differ: {BOTH} not found (--site names another installation)"
     )
 
 
