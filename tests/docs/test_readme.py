@@ -1,38 +1,63 @@
-"""What the README says that `carpool predict` answers is what it answers."""
+"""What the README says that `carpool` answers is what it answers."""
 
+import asyncio
 import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from carpool_core.testing.clock import FakeClock
+from carpool_core.testing.kube import FakeKube
+from carpool_extender import asking
 from carpool_predictor.commands import predict
 from click.testing import CliRunner
+from demo_world import after_the_demo, connected
 
-README = Path(__file__).parents[2] / "README.md"
-COMMAND = "$ carpool predict "
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+PROMPT = "$ carpool "
+COMMANDS = {"predict": predict, "explain": asking.explain_command, "what-if": asking.what_if}
 
 
-def blocks() -> Iterator[tuple[str, list[str]]]:
-    """Yield each command of a code block and the lines that stand below it."""
+def answers() -> Iterator[tuple[str, list[str]]]:
+    """Yield each of these commands of a code block, and the lines that stand below it."""
     for block in re.findall(r"^```\w*\n(.*?)^```$", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
-        command, *told = block.splitlines()
-        if command.startswith(COMMAND):
-            yield command.removeprefix(COMMAND), told
+        for part in re.split(rf"^{re.escape(PROMPT)}", block, flags=re.MULTILINE)[1:]:
+            command, *told = part.splitlines()
+            if command.split()[0] in COMMANDS:
+                yield command, [line for line in told if line]
 
 
 def words(text: str) -> str:
     return " ".join(text.split())
 
 
-@pytest.mark.parametrize(("arguments", "told"), [pytest.param(*block, id=block[0]) for block in blocks()])
-def test_predict_answers_as_the_readme_says(arguments: str, told: list[str]) -> None:
-    result = CliRunner().invoke(predict, shlex.split(arguments))
-    assert result.exit_code == 0
-    answer = words(result.output)
-    pieces = [words(piece) for line in told for piece in line.split("…")]
-    assert [piece for piece in pieces if piece not in answer] == []
+def tells(answer: str, line: str) -> bool:
+    """Whether an answer has a line of the README, in which an ellipsis stands for anything, line breaks included."""
+    pieces = [re.escape(words(piece)) for piece in line.split("…")]
+    return re.search(".*".join(pieces), words(answer)) is not None
 
 
-def test_there_is_such_an_example() -> None:
-    assert list(blocks())
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[FakeKube, FakeClock]:
+    clock = FakeClock()
+    return asyncio.run(after_the_demo(clock, tmp_path_factory.mktemp("gpus"))), clock
+
+
+@pytest.mark.parametrize(("command", "told"), [pytest.param(*one, id=one[0]) for one in answers()])
+def test_a_command_answers_as_the_readme_says(
+    command: str, told: list[str], demo: tuple[FakeKube, FakeClock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kube, clock = demo
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(asking, "connect", lambda *_, **__: connected(kube))
+    monkeypatch.setattr(asking, "SystemClock", lambda: clock)
+    name, *arguments = shlex.split(command)
+    result = CliRunner().invoke(COMMANDS[name], arguments)
+    assert result.exit_code == 0, result.output
+    assert [line for line in told if not tells(result.output, line)] == []
+
+
+def test_there_is_an_example_of_each() -> None:
+    assert {command.split()[0] for command, _ in answers()} == {*COMMANDS}

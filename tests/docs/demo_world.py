@@ -1,0 +1,94 @@
+"""The cluster that the demo leaves, on a server in memory: its GPUs, its jobs, and the extender's own decisions."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from carpool_core.clock import Clock, rfc3339
+from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, NODES, Selector
+from carpool_core.resources.job import GpuTrainingJob
+from carpool_core.resources.meta import ObjectMeta
+from carpool_core.resources.node import GpuNode, GpuNodeStatus
+from carpool_core.testing.kube import FakeKube
+from carpool_core.values import PodUid
+from carpool_deviceplugin.simulated import SimulatedDevices, parse_inventory
+from carpool_e2e.cluster import FULL
+from carpool_e2e.demo import manifests
+from carpool_e2e.fleet import TAINT
+from carpool_extender import ledger
+from carpool_extender.asking import Forecast
+from carpool_extender.assessments import Assessment
+from carpool_extender.decide import best_place, reservation
+from carpool_extender.enquiry import snapshot
+from carpool_extender.policies import find_policy
+from carpool_extender.rules import Rules
+from carpool_extender.watched import JobRow
+from carpool_extender.workloads import AS_SHIPPED, applicant_of
+from carpool_predictor.calibration import Calibration
+from carpool_predictor.calibration_map import CalibrationMap, Kept
+
+SLOTS = 8
+RULES = Rules(find_policy("least-slowdown"), SLOTS)
+JOBS = (
+    manifests.small("small-b"),
+    manifests.small("small-a"),
+    manifests.busy("busy", max_slowdown=1.1),
+    manifests.busy("eager", max_slowdown=3),
+    manifests.mystery("mystery"),
+    manifests.large("large"),
+)
+"""Those that run at the end, in the order in which they came."""
+ROOM = {"cpu": "8", "memory": "64Gi", "pods": "110"}
+RUNNING = [
+    {"type": "Placed", "status": "True", "reason": "Bound", "message": ""},
+    {"type": "Running", "status": "True", "reason": "Running", "message": "1 of 1 workers run, attempt 1"},
+]
+
+
+async def after_the_demo(clock: Clock, folder: Path) -> FakeKube:
+    """Set it up.
+
+    Args:
+        clock: Of the server and the agents.
+        folder: Where the simulated GPUs keep their state.
+    """
+    kube = FakeKube(clock)
+    for name, gpus in {**FULL.kubelet_nodes, **FULL.fleet}.items():
+        devices = SimulatedDevices(parse_inventory(gpus), name, folder / name).inventory()
+        status = GpuNodeStatus(devices=devices, heartbeat_time=rfc3339(clock.now()))
+        kube.seed(GPU_NODES, GpuNode(metadata=ObjectMeta(name=name, uid=name), status=status))
+        spec = {"taints": [TAINT]} if name in FULL.fleet else {}
+        kube.seed(NODES, {"metadata": {"name": name}, "spec": spec, "status": {"allocatable": ROOM}})
+    await CalibrationMap(kube, "carpool-system", "carpool-calibration").write(Kept(), Calibration())
+    for manifest in JOBS:
+        await run(kube, manifest, clock)
+    return kube
+
+
+async def run(kube: FakeKube, manifest: dict[str, Any], clock: Clock) -> None:
+    """Predict a job and place it, as operator and extender would, on a node that kube-scheduler would offer."""
+    page = await kube.list_page(GPU_NODES, Selector())
+    nodes = {node.metadata.name: node for node in (msgspec.json.decode(raw, type=GpuNode) for raw in page.items)}
+    name = manifest["metadata"]["name"]
+    job = msgspec.convert({**manifest, "metadata": {**manifest["metadata"], "uid": name}}, GpuTrainingJob)
+    products = sorted({device.product for node in nodes.values() for device in node.status.devices})
+    body = msgspec.to_builtins(await Forecast(is_strict=True).traced(job, products))
+    applicant = applicant_of(msgspec.convert(body, JobRow), None, AS_SHIPPED)
+    offered = [node for node in nodes.values() if node.metadata.name in FULL.kubelet_nodes]
+    found = best_place(Assessment(applicant, RULES, snapshot(offered, RULES, clock).cluster.view()))
+    assert found is not None, name
+    node, now = nodes[found[0]], clock.now()
+    held = reservation(found[1], applicant, PodUid(f"pod-{name}"), f"{name}-worker-0-1", now=now, deadline=now)
+    spec = ledger.reserve(node.spec, held, ledger.capacity_of(node, SLOTS))
+    assert not isinstance(spec, ledger.Rejected), spec
+    kube.seed(GPU_NODES, msgspec.structs.replace(node, spec=spec))
+    body["status"] |= {"state": "Running", "conditions": RUNNING}
+    kube.seed(GPU_TRAINING_JOBS, body)
+
+
+@contextlib.asynccontextmanager
+async def connected(kube: FakeKube) -> AsyncIterator[FakeKube]:
+    """A connection to the server."""
+    yield kube
