@@ -103,7 +103,7 @@ POLICIES: Mapping[str, Policy] = {
             "energy",
             "fewest watts for the work, sleeping GPUs left asleep",
             costs.energy,
-            Score("{:,.0f} W".format, "more for the work"),
+            Score("{:,.0f} W".format, "on top"),
             tolerance=1.0,
         ),
     )

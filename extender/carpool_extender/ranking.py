@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -91,16 +92,24 @@ def ranked(assessment: Assessment, among: Bools) -> list[str]:
     if not found:
         return []
     told = [_told(policy, found[0], one) for one in found]
-    # Alike in all that is told of them, one after the other: the first stands for them.
-    starts = [0, *(place for place, (one, next_) in enumerate(pairwise(told), start=1) if one != next_), len(told)]
-    groups = [*pairwise(starts)]
-    lines = [
-        f"  {number}. {_named(assessment.verdict, found[begin], end - begin - 1)}: {told[begin]}"
-        for number, (begin, end) in enumerate(groups[:MOST_TOLD], start=1)
-    ]
+    groups = _groups([one.text for one in told])
+    if len(groups) > MOST_TOLD:
+        groups = _groups([one.kind for one in told])
+    lines = []
+    for number, (begin, end) in enumerate(groups[:MOST_TOLD], start=1):
+        is_alike = all(one.text == told[begin].text for one in told[begin:end])
+        others = _others(found[begin], end - begin - 1, "like it" if is_alike else "more")
+        said = told[begin].text if is_alike else told[begin].of_all
+        lines.append(f"  {number}. {_named(assessment.verdict, found[begin])}{others}: {said}")
     if len(groups) > MOST_TOLD:
         lines.append(f"  and {counted(len(found) - groups[MOST_TOLD - 1][1], 'place')} more")
     return [_looked_for(policy, assessment.verdict.applicant.demand.gpus), *lines]
+
+
+def _groups(keys: Sequence[str]) -> list[tuple[int, int]]:
+    """Return begin and end of what has equal keys and stands together."""
+    starts = [place for place, (one, next_) in enumerate(pairwise(keys), start=1) if one != next_]
+    return [*pairwise([0, *starts, len(keys)])]
 
 
 def _looked_for(policy: Policy, gpus: int) -> str:
@@ -109,43 +118,57 @@ def _looked_for(policy: Policy, gpus: int) -> str:
     return f"places by {policy.name} ({policy.meaning}{within}{mean}):"
 
 
-def _named(verdict: Verdict, one: Candidate, alike: int) -> str:
+def _named(verdict: Verdict, one: Candidate) -> str:
     view, (first, *others) = verdict.view, one.rows
     if not others:
-        name, noun = view.place(first), "GPU"
-    else:
-        numbers = ", ".join(str(int(view.columns.gpu_index[row])) for row in one.rows)
-        name, noun = f"GPUs {numbers} of {view.node_names[int(view.columns.node[first])]}", "node"
-    return f"{name} and {counted(alike, noun)} like it" if alike else name
+        return view.place(first)
+    numbers = ", ".join(str(int(view.columns.gpu_index[row])) for row in one.rows)
+    return f"GPUs {numbers} of {view.node_names[int(view.columns.node[first])]}"
 
 
-def _told(policy: Policy, best: Candidate, one: Candidate) -> str:
+def _others(one: Candidate, number: int, how: str) -> str:
+    return f" and {counted(number, 'node' if len(one.rows) > 1 else 'GPU')} {how}" if number else ""
+
+
+class _Line(NamedTuple):
+    """What is said of one place."""
+
+    kind: str
+    """Equal for places that lost a tie by the same, whatever the numbers."""
+    text: str
+    of_all: str
+    """For the first of several of a kind."""
+
+
+def _told(policy: Policy, best: Candidate, one: Candidate) -> _Line:
     """Say what a place scores, and what it lacks against the best."""
-    score = [policy.score.told(one.cost)] if policy.score else []
-    return "; ".join([*score, *_lacks(policy, best, one)])
-
-
-def _lacks(policy: Policy, best: Candidate, one: Candidate) -> Sequence[str]:
+    score = f"{policy.score.told(one.cost)}; " if policy.score else ""
     if one is best:
-        return [] if policy.score else ["the best"]
+        return _alone(score.removesuffix("; ") or "the best")
     if best.is_linked and not one.is_linked:
-        return ["not all linked by NVLink"]
-    if one.is_tied:
-        return [f"a tie, {_tie_break(best, one)}"]
-    return [policy.score.behind(one.cost, best.cost)] if policy.score else []
+        return _alone(f"{score}not all linked by NVLink")
+    if not one.is_tied:
+        return _alone(score + (policy.score.behind(one.cost, best.cost) if policy.score else ""))
+    because, amount = _tie_break(best, one)
+    return _Line(
+        because, f"{score}a tie, but {because.format(amount)}", f"a tie, but {because.format(f'at least {amount}')}"
+    )
 
 
-_OF_ITS_NODE = "but its node came with another GPU"
+def _alone(text: str) -> _Line:
+    return _Line(text, text, text)
+
+
+_OF_ITS_NODE = "its node came with another GPU"
 """A node comes with the readiest of its own ties, which may be dearer than this one, and no tie among nodes."""
 
 
-def _tie_break(best: Candidate, one: Candidate) -> str:
-    """Say by what the best won a tie."""
-    if best.ready != one.ready:
-        if best.ready < one.ready:
-            return _OF_ITS_NODE
-        return "but 1 is in use already, and idle GPUs stay free" if best.ready == READY else "but 1 is readier"
-    if best.left_mib != one.left_mib:
-        more = one.left_mib - best.left_mib
-        return f"but 1 leaves {more:,.0f} MiB less" if more > 0 else _OF_ITS_NODE
-    return "but 1 comes first in order"
+def _tie_break(best: Candidate, one: Candidate) -> tuple[str, str]:
+    """Return by what the best won a tie, and the amount that belongs in there."""
+    if best.ready < one.ready or (best.ready == one.ready and best.left_mib > one.left_mib):
+        return _OF_ITS_NODE, ""
+    if best.ready > one.ready:
+        return "1 is in use, and idle GPUs stay free" if best.ready == READY else "1 is readier", ""
+    if best.left_mib < one.left_mib:
+        return "1 leaves {} less", f"{one.left_mib - best.left_mib:,.0f} MiB"
+    return "1 comes first in order", ""

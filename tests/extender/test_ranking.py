@@ -97,7 +97,7 @@ def test_a_tie_says_by_what_it_was_decided():
     assert lines[:3] == [
         "  1. GPU 0 of fuller: 0.00 of slowdown added",
         "  2. GPU 0 of used: 0.00 of slowdown added; a tie, but 1 leaves 12,000 MiB less",
-        "  3. GPU 0 of idle: 0.00 of slowdown added; a tie, but 1 is in use already, and idle GPUs stay free",
+        "  3. GPU 0 of idle: 0.00 of slowdown added; a tie, but 1 is in use, and idle GPUs stay free",
     ]
     assert lines[3].startswith("  4. GPU 0 of busy: 0.")
     assert lines[3].endswith(" more")
@@ -108,6 +108,17 @@ def test_what_ranks_further_behind_is_counted():
     *lines, last = told(cluster(*nodes), "worst-fit")
     assert len(lines) == 1 + MOST_TOLD
     assert last == "  and 3 places more"
+
+
+def test_of_many_ties_those_that_were_lost_by_the_same_stand_on_one_line():
+    """Otherwise a large cluster would tell of nothing but its first few ties."""
+    used = [gpu_node(f"n{i}", 1, [held(f"x{i}", f"n{i}", 1000 * i)]) for i in range(1, 7)]
+    busy = gpu_node("busy", 1, [tenant("z", ["GPU-busy-0"], **BUSY)])
+    assert told(cluster(*used, gpu_node("idle", 2), busy))[1:4] == [
+        "  1. GPU 0 of n6: 0.00 of slowdown added",
+        "  2. GPU 0 of n5 and 4 GPUs more: a tie, but 1 leaves at least 1,000 MiB less",
+        "  3. GPU 0 of idle and 1 GPU like it: 0.00 of slowdown added; a tie, but 1 is in use, and idle GPUs stay free",
+    ]
 
 
 def test_several_gpus_of_one_worker_rank_by_node_and_linked_ones_first():
@@ -137,7 +148,7 @@ def test_gpus_that_are_not_in_question_are_left_out():
             [
                 "  1. GPU 0 of m: 0.03 lost",
                 "  2. GPU 1 of n: 0.02 lost; a tie, but 1 leaves 1,000 MiB less",
-                "  3. GPU 0 of n: 0.00 lost; a tie, but 1 is in use already, and idle GPUs stay free",
+                "  3. GPU 0 of n: 0.00 lost; a tie, but 1 is in use, and idle GPUs stay free",
             ],
             id="a tie of the dearer one that its node came with",
         ),
@@ -145,7 +156,7 @@ def test_gpus_that_are_not_in_question_are_left_out():
             {"GPU-m-0": 0.0, "GPU-n-0": 0.01, "GPU-n-1": 0.03},
             [
                 "  1. GPU 0 of m: 0.00 lost",
-                "  2. GPU 0 of n: 0.01 lost; a tie, but 1 is in use already, and idle GPUs stay free",
+                "  2. GPU 0 of n: 0.01 lost; a tie, but 1 is in use, and idle GPUs stay free",
                 "  3. GPU 1 of n: 0.03 lost; 0.03 more",
             ],
             id="its node came with a dearer one, which is no tie",
@@ -222,4 +233,4 @@ async def test_what_if_tells_the_ranking_behind_the_place():
     assert lines[1].startswith("would go to a ")
     assert lines[2].startswith("places by least-slowdown (")
     assert lines[3] == "  1. GPU 0 of a: 0.00 of slowdown added"
-    assert lines[4].startswith("  2. GPU 1 of a: 0.00 of slowdown added; a tie, but 1 is in use already")
+    assert lines[4].startswith("  2. GPU 1 of a: 0.00 of slowdown added; a tie, but 1 is in use, ")
