@@ -1,6 +1,8 @@
 """Places a job's workers on paper, one after the other, as kube-scheduler and the extender would together."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Protocol
 
 import numpy as np
@@ -90,11 +92,10 @@ class Rehearsal:
         return [first.replace("would", it, 1) if not others else f"{it} go elsewhere: {first}", *others, *choice]
 
     def _go(self, places: Sequence[tuple[str, Place]]) -> list[str]:
-        workers = self.applicant.workers
+        workers, told = self.applicant.workers, [self._told(*place) for place in places]
         if workers == 1:
-            return [f"would go to {self._told(*places[0])}"]
-        told = [f"  worker {number} would go to {self._told(*place)}" for number, place in enumerate(places)]
-        return [_of_several(len(places), min(workers, MOST_TRIED), workers), *told]
+            return [f"would go to {told[0]}"]
+        return [_of_several(len(places), min(workers, MOST_TRIED), workers), *_alike(told)]
 
     def _told(self, name: str, place: Place) -> str:
         pace = pace_there(self.applicant.demand, place, self._seen.cluster.nodes[name].status.devices, self._steps)
@@ -123,3 +124,19 @@ def _of_several(placed: int, tried: int, workers: int) -> str:
         return f"the first {tried} of {workers} workers would get places now; more were not tried"
     others = counted(workers - placed, "worker")
     return f"only {placed} of {workers} workers would get places now; {others} would have to wait for theirs"
+
+
+_GPUS = re.compile(r"(?<= on GPU )[0-9, ]+(?= of )")
+"""In what is said of a place."""
+
+
+def _alike(told: Sequence[str]) -> Iterator[str]:
+    """Say where each worker would go; of those that differ by nothing but their GPUs, one after the other, at once."""
+    for _, group in groupby(enumerate(told), lambda one: _GPUS.sub("", one[1], count=1)):
+        members = [*group]
+        first, said = members[0]
+        if len(members) == 1:
+            yield f"  worker {first} would go to {said}"
+            continue
+        gpus = " and ".join(found[0] for _, one in members if (found := _GPUS.search(one)) is not None)
+        yield f"  workers {first} to {members[-1][0]} would go to {_GPUS.sub(gpus, said, count=1)}"

@@ -214,8 +214,9 @@ async def test_of_several_workers_it_is_told_where_each_would_go():
     seed_node(kube, gpu_node("a", 3, mine))
     told = (await explained(kube, "x", "default", RULES, ASKER)).lines
     assert told[2] == f"{STAYS} least-slowdown it would go elsewhere: all 2 workers would get places now"
-    assert told[3].startswith("  worker 0 would go to a (")
-    assert told[4].startswith("  worker 1 would go to a (")
+    assert told[3].startswith("  workers 0 to 1 would go to a (")
+    assert "Exclusive on GPU 0 and 1 of a alone" in told[3]
+    assert told[4].startswith("places by least-slowdown")
 
 
 async def test_a_policy_that_the_job_chose_itself_counts_and_it_is_said():
