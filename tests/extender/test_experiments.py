@@ -22,6 +22,7 @@ from carpool_extender.simulation.contest import (
     ours,
     policed,
     shipped,
+    wrong,
 )
 from carpool_extender.simulation.paired import Difference, by_chance, difference
 from carpool_extender.simulation.pictures import draw, lanes
@@ -211,6 +212,17 @@ def test_of_one_seed_nothing_is_compared_and_policies_of_other_seeds_are_refused
     results.write(tmp_path, "hotcloud" + results.POLICED, workload(job("a")), policies, Provenance())
     with pytest.raises(WorkloadError, match="has, found 2; run the workload again"):
         document.write(tmp_path, tmp_path / "experiments.md")
+
+
+def test_lines_of_silent_predictions_that_came_to_the_same_are_explained(tmp_path):
+    experiment = EXPERIMENTS["hotcloud"]
+    results.write(tmp_path, "hotcloud", workload(job("a")), [line_of(experiment.published[0])], Provenance())
+    for last, told in ((1.0, True), (2.0, False)):
+        *lines, silent, counted = wrong(experiment.mode)
+        off = [*map(line_of, (*lines, silent)), line_of(counted, makespan_min=last)]
+        results.write(tmp_path, "hotcloud" + results.WRONG, workload(job("a")), off, Provenance())
+        document.write(tmp_path, tmp_path / "experiments.md")
+        assert ("The last two lines are the same on each seed" in (tmp_path / "experiments.md").read_text()) is told
 
 
 def losses_of(*lines, policies=(), shown=("makespan_min", "utilization_percent", "oom")):

@@ -102,7 +102,7 @@ def _more(out: Path, name: str, known: Sequence[Line], policies: Sequence[Line])
     if (wrong := results.read(out, name + WRONG)) is not None:
         parts += [
             "Carpool (slowdown ≤ 1.5) when predictions are off and nothing is learned, against the first line; own "
-            "peaks count where that is said.",
+            f"peaks count where that is said.{_in_vain(wrong.lines)}",
             "",
             *report.markdown([first, *wrong.lines]),
             "",
@@ -111,6 +111,16 @@ def _more(out: Path, name: str, known: Sequence[Line], policies: Sequence[Line])
         parts += [f"When each GPU fails every {FAILS_EVERY_H:g} hours, and its jobs begin again.", ""]
         parts += [*report.markdown(failing.lines), ""]
     return parts
+
+
+def _in_vain(lines: Sequence[Line]) -> str:
+    """Say why the last line is the one before it, where it is."""
+    if len(lines) < 2 or lines[-1].runs != lines[-2].runs:
+        return ""
+    return (
+        " The last two lines are the same on each seed: a newcomer of which nothing is predicted has a GPU to itself, "
+        "whatever is known of the jobs that it could join."
+    )
 
 
 def _worth(ours: Line, told: Sequence[Line]) -> list[str]:

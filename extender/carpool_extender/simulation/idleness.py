@@ -31,6 +31,6 @@ def told(known: Sequence[Line]) -> list[str]:
         f"{in_use:+.1f}%). What can be read here: that this {harm} ({longer:+.1f}%), that "
         f"{ours.mean('slowed_percent'):.1f}% of the jobs are slowed more than they accept, and that "
         f"{ours.mean('oom'):,.0f} die of memory. What cannot: what sharing gains where jobs wait, in time or in "
-        "energy; nor whether predictions are good enough for it.",
+        "energy, and what predictions are worth there.",
         "",
     ]
