@@ -4,7 +4,6 @@ import os
 import random
 import subprocess
 import time
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -12,16 +11,14 @@ from carpool_core.resources.node import GpuNode
 from carpool_e2e.bench.naive import filter_and_prioritize
 from carpool_e2e.bench.placement import (
     NEW_EVERY,
-    ROUNDS,
     WARM_UP,
     Round,
     Size,
     draw_jobs,
-    least_disturbed,
     percentile,
     waited_ms,
 )
-from carpool_e2e.bench.placement_asking import Decision, processor_s, stolen_and_asked
+from carpool_e2e.bench.placement_asking import Decision, processor_s
 from carpool_e2e.bench.placement_profile import LIFE, STEPS, Profile, measure
 from carpool_e2e.bench.placement_report import placement_section
 from carpool_e2e.bench.world import Shape, draw_shape, world
@@ -77,14 +74,6 @@ def test_a_bad_moment_of_the_machine_decides_nothing_and_is_told() -> None:
     assert "| filter and prioritize, p99 | 12.0 ms | ≤ 15 ms, aimed at 8 ms | kept |" in told
 
 
-def test_of_many_rounds_those_count_in_which_the_least_was_stolen_however_long_they_took() -> None:
-    rounds = [one_round(0.001 * n, stolen=0.1 * (n % 3)) for n in range(1, ROUNDS + 3)]
-    found = least_disturbed(rounds)
-    assert len(found) == ROUNDS
-    assert max(one.stolen for one in found) <= min(one.stolen for one in rounds if one not in found)
-    assert least_disturbed(rounds[:2]) == sorted(rounds[:2], key=lambda one: one.stolen)
-
-
 def test_the_rest_of_a_decision_is_what_no_step_explains() -> None:
     told = "\n".join(placement_section([size(5000, (0.02,), 330)], PROFILE))
     steps = len(STEPS) * 0.25
@@ -116,11 +105,6 @@ def test_processor_time_is_that_of_the_process_and_counts_work_not_waiting() -> 
     with subprocess.Popen(["sleep", "9"]) as asleep:  # wherever it is
         assert processor_s(asleep.pid) < 0.5
         asleep.kill()
-
-
-def test_stolen_time_is_a_part_of_what_was_asked_for(tmp_path: Path) -> None:
-    (tmp_path / "stat").write_text("cpu  100 20 30 4000 500 6 4 40 0 0\ncpu0 1 1 1 1 1 1 1 1 0 0\n", encoding="ascii")
-    assert stolen_and_asked(tmp_path) == (40, 200)
 
 
 def test_the_section_says_what_is_kept_and_what_is_missed() -> None:

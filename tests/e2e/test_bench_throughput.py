@@ -5,6 +5,7 @@ import os
 import subprocess
 import threading
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import cast
@@ -55,10 +56,17 @@ def test_costs_are_split_by_process_and_by_request_beside_those_of_the_stock_sch
         told_s=3.0,
         load=1.5,
         preferred=["etcd", "operator"],
+        stolen=0.0,
     )
-    stock = Throughput(100, 1.0, {"etcd": 0.2}, Counter({"POST pods": 100}), told_s=0.0, load=0.0, preferred=[])
-    told = "\n".join(throughput_section(ours, stock))
-    assert "| jobs a second | 50.0 | 100.0 | ≥ 40 | kept |" in told
+    stock = Throughput(
+        100, 1.0, {"etcd": 0.2}, Counter({"POST pods": 100}), told_s=0.0, load=0.0, preferred=[], stolen=0.01
+    )
+    slower, quicker = (replace(ours, elapsed_s=s, stolen=by) for s, by in ((2.5, 0.05), (1.0, 0.0)))
+    told = "\n".join(throughput_section([slower, ours, quicker], [stock], 2))
+    assert "| jobs a second | 50.0 (40.0 to 100.0) | 100.0 (100.0 to 100.0) | ≥ 40 | kept |" in told
+    assert "| stolen | 0.0% (0.0% to 5.0%) | 1.0% (1.0% to 1.0%) | | |" in told
+    assert "was stolen: 2 left out." in told
+    assert "| jobs a second | 40.0 (40.0 to 50.0) |" in "\n".join(throughput_section([ours, slower], [stock], 0))
     assert "| operator | 15.0 |  |" in told
     assert "| all of them | 20.0 | 2.00 |" in told
     assert told.index("| PATCH nodes | 2.50 |  |") < told.index("| POST pods | 1.00 | 1.00 |")
@@ -67,7 +75,7 @@ def test_costs_are_split_by_process_and_by_request_beside_those_of_the_stock_sch
     assert "| jobs a second until every job's status told its place, too | 20.0 | | | |" in told
     assert f"In Carpool's run these ran with raised priority ({RAISED}): etcd, operator." in told
     assert "In kube-scheduler's run" not in told
-    assert "load averages\nbefore the first was created: 1.5 and 0.0." in told
+    assert "load averages before the first was created: 1.5 and 0.0." in told
 
 
 def test_processes_that_go_before_others_are_told() -> None:

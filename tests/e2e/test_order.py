@@ -47,7 +47,7 @@ def whole_node(name: str, **training: int) -> dict[str, Any]:
 def free(cluster: Cluster, watcher: Watcher, running: str) -> None:
     """End a job; kube-scheduler hears of it once the GPUs are given back and nobody is kept back any more.
 
-    Both could let a shorter job in first: kube-scheduler tries nobody in between, and nobody again who was just refused.
+    Both could let a shorter job in first: kube-scheduler tries nobody in between, nor again who was just refused.
     """
     time.sleep(BACKOFF_S)
     scheduler = cluster["kube-scheduler"]

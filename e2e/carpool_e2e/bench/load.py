@@ -22,6 +22,7 @@ from carpool_e2e.bench.circumstances import preferred
 from carpool_e2e.bench.memory import listed
 from carpool_e2e.bench.placement_asking import processor_s
 from carpool_e2e.bench.requests import counted
+from carpool_e2e.bench.rounds import share_stolen, stolen_and_asked
 from carpool_e2e.cluster import Cluster
 from carpool_e2e.errors import StalledError, log_tail
 from carpool_e2e.fleet import FleetNode, lease_patch, node_status
@@ -66,6 +67,8 @@ class Throughput:
     """Processes that wanted a processor in the minute before, the machine's load average."""
     preferred: Sequence[str]
     """Processes that went before others on the machine; see `circumstances.preferred`."""
+    stolen: float
+    """Of the processor time that was asked for on this machine, the share that the hypervisor gave others."""
 
     @property
     def jobs_a_second(self) -> float:
@@ -212,7 +215,7 @@ async def bind_all(
         background.start(watch.run())
         await sleep(1)
         load = os.getloadavg()[0]
-        asked, spent, began = _asked(cluster), _spent(cluster, processes), time.monotonic()
+        asked, spent, before, began = _asked(cluster), _spent(cluster, processes), stolen_and_asked(), time.monotonic()
         background.start(_progress(finish, began, tell, sleep))
         submitting = asyncio.gather(*(submit(one) for one in create))
         try:
@@ -227,7 +230,8 @@ async def bind_all(
         told_s, after = time.monotonic() - began - elapsed_s, _spent(cluster, processes)
     taken = {name: after[name] - spent[name] for name in after}
     first = preferred({name: cluster[name].pid for name in processes} | {ITSELF: os.getpid()})
-    return Throughput(len(create), elapsed_s, taken, _asked(cluster) - asked, told_s, load, first)
+    stolen = share_stolen(before, stolen_and_asked())
+    return Throughput(len(create), elapsed_s, taken, _asked(cluster) - asked, told_s, load, first, stolen)
 
 
 async def until_bound(

@@ -19,15 +19,15 @@ from carpool_e2e.bench.apiserver import PaperApi
 from carpool_e2e.bench.circumstances import circumstances
 from carpool_e2e.bench.memory import resident_mib
 from carpool_e2e.bench.naive import filter_and_prioritize
-from carpool_e2e.bench.placement_asking import Client, Decision, extender, processor_s, stolen_and_asked
+from carpool_e2e.bench.placement_asking import Client, Decision, extender, processor_s
+from carpool_e2e.bench.rounds import are_enough, least_disturbed, share_stolen, stolen_and_asked
 from carpool_e2e.bench.world import NAMESPACE, Shape, World, draw_shape, reservation, world
 
 GPUS, TENANTS_PER_NODE = 8, 6
 SIZES = (500, 1000, 2000, 5000)
 ROUNDS, DECISIONS, REFUSALS, WARM_UP = 5, 200, 4, 30
-MOST_ROUNDS, CALM = 8, 0.02
-"""A round in which other machines were given more than that share of the processor time is played again, up to so many
-in all; of more rounds than are asked for those count in which the least was taken, however long they took."""
+MOST_ROUNDS = 8
+"""With those that are played again because too much was stolen."""
 SHAPES, NEW_EVERY = 20, 10
 """Jobs are of so many shapes, as models and batch sizes come again and again; one in so many has a shape of its own."""
 _SLOT = 90
@@ -130,8 +130,7 @@ class _Site:
     @property
     def is_over(self) -> bool:
         """Whether there were enough rounds of which little was stolen, or too many."""
-        calm = sum(one.stolen <= CALM for one in self._played)
-        return calm >= ROUNDS or len(self._played) >= MOST_ROUNDS
+        return are_enough(self._played, ROUNDS, MOST_ROUNDS)
 
     async def decide(self, decisions: int) -> list[Decision]:
         """Ask for so many pods, one after the other; a GpuNode changes after each."""
@@ -156,13 +155,13 @@ class _Site:
         """
         before = stolen_and_asked()
         decisions = await self.decide(DECISIONS)
-        stolen, asked = (now - then for now, then in zip(stolen_and_asked(), before, strict=True))
+        stolen = share_stolen(before, stolen_and_asked())
         pod, nodes = self.paper.waiting[-1], self.paper.nodes
         refusals = [await asyncio.to_thread(self.client.refused, pod, nodes) for _ in range(REFUSALS)]
         began = time.perf_counter()
         filter_and_prioritize(nodes, shape)
         naive_s = time.perf_counter() - began
-        self._played.append(Round(decisions, refusals, naive_s, stolen / max(1, asked)))
+        self._played.append(Round(decisions, refusals, naive_s, stolen))
 
     def result(self, told: str) -> Size:
         """Return what was measured.
@@ -170,14 +169,9 @@ class _Site:
         Args:
             told: What else went on.
         """
-        rounds = least_disturbed(self._played)
+        rounds = least_disturbed(self._played, ROUNDS)
         nodes, left_out = len(self.paper.nodes), len(self._played) - len(rounds)
         return Size(nodes, nodes * TENANTS_PER_NODE, rounds, left_out, resident_mib(self.pid), told)
-
-
-def least_disturbed(rounds: list[Round]) -> list[Round]:
-    """Return as many rounds as are asked for: those in which the least was stolen."""
-    return sorted(rounds, key=lambda one: one.stolen)[:ROUNDS]
 
 
 async def _measure(sizes: tuple[int, ...]) -> list[Size]:

@@ -48,13 +48,6 @@ def processor_s(pid: int) -> float:
     return time.clock_gettime((~pid << 3) | 2)
 
 
-def stolen_and_asked(proc: Path = Path("/proc")) -> tuple[int, int]:
-    """Return how much processor time the hypervisor gave to other machines, and how much was asked for, in ticks."""
-    told = (proc / "stat").read_text(encoding="ascii")  # its first line adds up all processors
-    user, nice, system, _, _, irq, softirq, stolen = (int(ticks) for ticks in told.split(maxsplit=9)[1:9])
-    return stolen, user + nice + system + irq + softirq + stolen
-
-
 def asked_for(pod: bytes, names: list[str]) -> bytes:
     """Return the body of a request of kube-scheduler about a pod and some nodes."""
     return b'{"Pod":' + pod + b',"Nodes":null,"NodeNames":' + msgspec.json.encode(names) + b"}"

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from carpool_e2e.bench.placement import (
-    CALM,
     DECISIONS,
     GPUS,
     MOST_ROUNDS,
@@ -20,6 +19,7 @@ from carpool_e2e.bench.placement import (
     waited_ms,
 )
 from carpool_e2e.bench.placement_profile import LIFE, STEPS, Profile
+from carpool_e2e.bench.rounds import CALM
 
 _P99_MS, _A_SECOND, _MIB = 15.0, 150.0, 400.0
 _AIM_P99_MS, _AIM_A_SECOND = 8.0, 300.0
