@@ -65,7 +65,7 @@ def test_costs_are_split_by_process_and_by_request_beside_those_of_the_stock_sch
     told = "\n".join(throughput_section([slower, ours, quicker], [stock], 2))
     assert "| jobs a second | 50.0 (40.0 to 100.0) | 100.0 (100.0 to 100.0) | ≥ 40 | kept |" in told
     assert "| stolen | 0.0% (0.0% to 5.0%) | 1.0% (1.0% to 1.0%) | | |" in told
-    assert "was stolen: 2 left out." in told
+    assert "was stolen; left out: 2." in told
     assert "| jobs a second | 40.0 (40.0 to 50.0) |" in "\n".join(throughput_section([ours, slower], [stock], 0))
     assert "| operator | 15.0 |  |" in told
     assert "| all of them | 20.0 | 2.00 |" in told
