@@ -27,7 +27,7 @@ def work_out(columns: Columns, rows: Rows) -> None:
     first, nobody = namespace[:, 0], np.arange(namespace.shape[1]) >= count[:, None]
     columns.patience[rows] = np.minimum.reduce(columns.max_slowdown.take(rows, axis=0), axis=1)
     columns.landlord[rows] = np.where(count == 0, NOBODY, first)
-    columns.slowdowns[rows] = count
+    columns.before[rows] = 0.0
     several = count > 1
     if not several.any():
         return
@@ -38,4 +38,4 @@ def work_out(columns: Columns, rows: Rows) -> None:
         for tenants in np.flatnonzero(np.bincount(columns.count[mine])).tolist():
             part = mine[columns.count[mine] == tenants]
             util, sm, dram = (a[part, :tenants] for a in (columns.util, columns.sm, columns.dram))
-            columns.slowdowns[part] = slowdowns(mode, util, sm, dram).sum(axis=1)
+            columns.before[part] = tenants - slowdowns(mode, util, sm, dram).sum(axis=1)

@@ -80,7 +80,7 @@ class Applicant:
     settles: bool = False
     """Whether it may count with its own peak once that was measured, where it never ran before."""
     _facts: dict[DeviceClass, ClassFacts] = field(default_factory=dict)
-    _columns: dict[tuple[DeviceClass, ...], ClassColumns] = field(default_factory=dict)
+    _columns: list[tuple[tuple[DeviceClass, ...], ClassColumns]] = field(default_factory=list)
 
     def is_as(self, other: "Applicant") -> bool:
         """Whether another asks for the same, for the same job."""
@@ -103,13 +103,14 @@ class Applicant:
     def columns(self, classes: Sequence[DeviceClass]) -> ClassColumns:
         """Collect the facts about several classes as arrays."""
         key = tuple(classes)
-        found = self._columns.get(key)
-        if found is None:
-            if len(self._columns) >= REMEMBERED:  # kinds of GPUs come and go
-                self._columns.clear()
-                self._facts.clear()
-            found = self._columns[key] = self._collect(key)
-        return found
+        for known, found in self._columns:
+            if known == key:  # as mostly the first: a few objects compared, where a hash goes through all that they say
+                return found
+        if len(self._columns) >= REMEMBERED:  # kinds of GPUs come and go
+            self._columns.clear()
+            self._facts.clear()
+        self._columns.append((key, self._collect(key)))
+        return self._columns[-1][1]
 
     def _collect(self, classes: Sequence[DeviceClass]) -> ClassColumns:
         facts = [self.facts(kind) for kind in classes]

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from carpool_extender.applicant import Applicant, ClassColumns
 from carpool_extender.conditions import Conditions
 from carpool_extender.crowds import Crowd, crowd_on, meetings
+from carpool_extender.margins import condition_margin
 from carpool_extender.modes import MIG, MPS, proposals
 from carpool_extender.users import serves_another
-from carpool_extender.view import MODES, NO_MODE, NOBODY, Bools, Columns, Floats, Rows, View
+from carpool_extender.view import MODES, NO_MODE, NOBODY, Bools, Columns, Floats, Rows, View, some
 
 NO_CONDITIONS = Conditions()
 SLACK = 1e-6
@@ -84,6 +85,24 @@ class Closest(NamedTuple):
     limit: float
 
 
+class Openings(NamedTuple):
+    """What can be made of GPUs for a newcomer, by their class and the mode that they are in, shape (classes, modes)."""
+
+    facts: ClassColumns
+    """From which that follows."""
+    mode: NDArray[np.int8]
+    """Code of the mode that they would have."""
+    kept_out: NDArray[np.int8]
+    """The first check that fails of all of them; _NONE where it depends on the GPU."""
+
+
+def _openings(applicant: Applicant, facts: ClassColumns, *, alone: bool) -> Openings:
+    mode = proposals(applicant, facts, alone=alone)
+    kept_out = np.where(mode == NO_MODE, np.int8(Check.MODE), np.int8(_NONE))
+    kept_out[~facts.suitable] = Check.SUITABLE
+    return Openings(facts, mode, kept_out)
+
+
 @dataclass(slots=True, eq=False)
 class Verdict:
     """What all checks found about one applicant."""
@@ -95,6 +114,15 @@ class Verdict:
     conditions: Conditions
     """What the site asks of a GPU besides."""
     found: Findings
+    _known_openings: Openings | None = None
+
+    @property
+    def openings(self) -> Openings:
+        """What can be made of GPUs; worked out once for all changes of them, as long as their classes stay the same."""
+        known, facts = self._known_openings, self._facts
+        if known is None or known.facts is not facts:
+            known = self._known_openings = _openings(self.applicant, facts, alone=self.conditions.alone)
+        return known
 
     @property
     def ok(self) -> Bools:
@@ -102,13 +130,13 @@ class Verdict:
         passed: Bools = self.found.failed == PASSED
         return passed
 
-    def need_mib(self, rows: Rows) -> NDArray[np.int64]:
-        """Memory that the newcomer is counted with on some GPUs."""
-        return self._facts.need_mib[self.view.columns.device_class[rows]]
+    def need_mib(self, rows: Rows | None) -> NDArray[np.int64]:
+        """Memory that the newcomer is counted with on some GPUs; on all where None."""
+        return self._facts.need_mib.take(some(self.view.columns.device_class, rows))
 
-    def left_mib(self, rows: Rows) -> NDArray[np.int64]:
-        """Memory that would be left over on some GPUs; negative where it is too little."""
-        return self.view.columns.free_mib[rows] - self.need_mib(rows)
+    def left_mib(self, rows: Rows | None) -> NDArray[np.int64]:
+        """Memory that would be left over on some GPUs, on all where None; negative where it is too little."""
+        return some(self.view.columns.free_mib, rows) - self.need_mib(rows)
 
     def too_small(self, rows: Rows) -> Bools:
         """Whether some GPUs are only too small for the newcomer, even when empty."""
@@ -156,7 +184,7 @@ class Verdict:
             return np.where(room < 0, room, np.where(self.found.failed[rows] == check, -1.0, room))
         if check is Check.CONDITION:
             of = self._facts.sm[columns.device_class[rows]]
-            return _condition_margin(self.conditions, columns.take(rows), of)
+            return condition_margin(self.conditions, columns.take(rows), of)
         return np.where(self.found.failed[rows] == check, -1.0, 0.0)
 
     @property
@@ -184,12 +212,10 @@ def look(asked: Verdict, columns: Columns) -> Findings:
         columns: The GPUs.
     """
     view, applicant, conditions = asked.view, asked.applicant, asked.conditions
-    facts = applicant.columns(view.classes)
+    facts, table, kept_out = asked.openings
+    # What is known for each class and each mode that there is has only to be looked up for each GPU.
     of = columns.device_class
-    # Worked out for each class and each mode that there is, and only looked up for each GPU.
-    table, kind = proposals(applicant, facts, alone=conditions.alone), of * len(MODES) + columns.mode
-    kept_out = np.where(table == NO_MODE, np.int8(Check.MODE), np.int8(_NONE))
-    kept_out[~facts.suitable] = Check.SUITABLE
+    kind = of * len(MODES) + columns.mode
     mode = table.take(kind)
     failures = (
         (Check.CONDITION, _condition_fails(conditions, columns, facts.sm, of)),
@@ -210,11 +236,11 @@ def look(asked: Verdict, columns: Columns) -> Findings:
         is_newcomer=np.ones(len(of), np.bool_),
     )
     there = np.flatnonzero((failed == PASSED) & (columns.count > 0))
-    for met in meetings(columns, applicant, facts, there, mode[there], conditions.quantile):
+    for met in meetings(columns, applicant, facts, there, mode.take(there), conditions.quantile):
         found.newcomer[met.rows], found.added[met.rows] = met.newcomer, met.added
         margin = np.minimum(met.own, met.others)
         found.margin[met.rows], found.is_newcomer[met.rows] = margin, met.own < met.others
-        failed[met.rows] = np.where(margin < -SLACK, np.int8(Check.SLOWDOWN), np.int8(PASSED))
+        failed[met.rows.take(np.flatnonzero(margin < -SLACK))] = Check.SLOWDOWN
     return found
 
 
@@ -227,7 +253,7 @@ def _first(failures: Iterable[tuple[Check, Bools | None]], failed: NDArray[np.in
     """
     # Numbers are compared and nothing is picked by masks: where those have no pattern, they take several times as long.
     for check, fails in failures:
-        if fails is not None:
+        if fails is not None and fails.any():
             np.minimum(failed, _NONE - fails.view(np.int8) * np.int8(_NONE - check), out=failed)
     first: NDArray[np.int8] = failed - (failed == _NONE).view(np.int8) * np.int8(_NONE - PASSED)
     return first
@@ -250,24 +276,8 @@ def _condition_fails(conditions: Conditions, columns: Columns, sm: Floats, of: R
     """Where a precondition of the site is not met; None where there is none."""
     if not conditions.ask_anything:
         return None
-    fails: Bools = _condition_margin(conditions, columns, sm[of]) < -SLACK
+    fails: Bools = condition_margin(conditions, columns, sm[of]) < -SLACK
     return fails
-
-
-def _condition_margin(conditions: Conditions, columns: Columns, newcomer: Floats) -> NDArray[np.float64]:
-    """The share by which the tightest of the site's preconditions is met or missed."""
-    active, free = columns.sm_active, columns.free_mib
-    margin = np.ones(len(free))
-    if conditions.most_sm_active is not None:
-        margin = np.minimum(margin, (conditions.most_sm_active - active) / conditions.most_sm_active)
-    if (joint := conditions.most_joint_sm_active) is not None:
-        room = (joint - active - newcomer) / joint
-        margin = np.where(columns.count > 0, np.minimum(margin, room), margin)
-    if conditions.least_free_mib:
-        margin = np.minimum(margin, (free - conditions.least_free_mib) / conditions.least_free_mib)
-    if conditions.most_jobs is not None:
-        margin = np.minimum(margin, (conditions.most_jobs - 1.0 - columns.count) / conditions.most_jobs)
-    return margin
 
 
 def _strangers(view: View, columns: Columns, applicant: Applicant, mode: NDArray[np.int8]) -> Bools:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from carpool_extender.checks import PASSED, Verdict
 from carpool_extender.grid import NOWHERE, Grid
 from carpool_extender.policies import Policy
-from carpool_extender.view import MODES, NO_MODE, Bools, Rows
+from carpool_extender.view import MODES, NO_MODE, Bools, Rows, some
 
 MOST_ISLANDS = 1 << 15
 """More than a node has GPUs."""
@@ -72,8 +72,11 @@ class Best:
             self.fits, self._choices = np.append(self.fits, np.zeros(nodes - known, np.bool_)), larger
 
     def put_all(self, choices: Choices) -> None:
-        """Replace the choices of all nodes."""
-        self.put(np.ones(len(self.fits), np.bool_), choices)
+        """Replace the choices of all nodes; these are kept as they are."""
+        if choices.node.size == len(self.fits) and (choices.node == np.arange(choices.node.size)).all():
+            self.fits[:], self._choices = True, choices
+        else:
+            self.put(np.ones(len(self.fits), np.bool_), choices)
 
     def put(self, nodes: Bools, choices: Choices) -> None:
         """Replace the choices of some nodes; those for which there is none have no place any more."""
@@ -84,6 +87,14 @@ class Best:
     def of(self, nodes: NDArray[np.intp]) -> Choices:
         """Return the choices of nodes that have a place."""
         return self._choices.only(nodes)
+
+    def foremost(self, policy: Policy) -> int | None:
+        """Return the node that comes first of all that have a place, as `foremost` does; None where none has one."""
+        if not self.fits.any():
+            return None
+        choices, linked = self._choices, self.fits & self._choices.is_linked
+        cost = np.where(linked if linked.any() else self.fits, choices.cost, np.inf)
+        return best_of(choices, np.flatnonzero(cost <= cost.min() + policy.tolerance))
 
 
 def _nothing(nodes: int, wanted: int) -> Choices:
@@ -119,12 +130,12 @@ def select(verdict: Verdict, policy: Policy, grid: Grid | None = None, among: Bo
     return _single(verdict, policy, grid, ok) if wanted == 1 else _several(verdict, policy, np.sort(rows[ok]))
 
 
-def _effort(verdict: Verdict, rows: Rows) -> NDArray[np.int8]:
+def _effort(verdict: Verdict, rows: Rows | None) -> NDArray[np.int8]:
     """What has to be done first: 0 where others are already, 1 for an idle GPU, 2 where its mode has to change, too."""
     columns = verdict.view.columns
-    prepared = columns.prepared.take(rows)
-    changes: Bools = (prepared != NO_MODE) & (prepared != verdict.found.mode.take(rows))
-    effort: NDArray[np.int8] = (columns.count.take(rows) == 0) * (1 + changes.view(np.int8))
+    prepared, mode, count = (some(of, rows) for of in (columns.prepared, verdict.found.mode, columns.count))
+    changes: Bools = (prepared != NO_MODE) & (prepared != mode)
+    effort: NDArray[np.int8] = (count == 0) * (1 + changes.view(np.int8))
     return effort
 
 
@@ -137,25 +148,31 @@ def _single(verdict: Verdict, policy: Policy, grid: Grid, ok: Bools) -> Choices:
         grid: The nodes.
         ok: Whether each of their GPUs fits, one place after the other.
     """
-    rows, shape = grid.rows.ravel(), grid.rows.shape
-    effort, left = _effort(verdict, rows), verdict.left_mib(rows)
-    cost = np.where(ok, policy.cost(verdict, rows), np.inf).reshape(shape)
-    least = np.minimum.reduce(cost, axis=0)
-    is_worse = cost > least + policy.tolerance
+    rows, (places, nodes) = grid.rows.ravel(), grid.rows.shape
+    # Of many GPUs all in the order of their rows, which is to gather less; what they are put into order by comes then.
+    is_many = rows.size >= len(verdict.found.failed)
+    among = None if is_many else rows
+    effort, left = _effort(verdict, among), verdict.left_mib(among)
     spread = np.int64(left.max() - left.min() + 1)
-    rank = (left + effort * spread).reshape(shape) + is_worse * (MOST_EFFORT * spread)
-    is_best = rank == np.minimum.reduce(rank, axis=0)
-    # The first of equals, found the other way round: the most places behind it.
-    behind = np.maximum.reduce(is_best * np.arange(shape[0], 0, -1, dtype=np.int16)[:, None], axis=0)
-    nodes = np.flatnonzero(np.isfinite(least))
-    chosen = (shape[0] - behind.take(nodes).astype(np.intp)) * shape[1] + nodes
+    order = left + effort * spread
+    cost = np.where(ok, policy.cost(verdict, rows), np.inf).reshape(places, nodes)
+    least = np.minimum.reduce(cost, axis=0)
+    rank = (order.take(rows) if is_many else order).reshape(places, nodes)
+    rank += (cost > least + policy.tolerance) * (MOST_EFFORT * spread)
+    rank *= places  # so that the place follows from the least, and is the first of equals
+    rank += np.arange(places)[:, None]
+    able = np.flatnonzero(np.isfinite(least))
+    place = np.minimum.reduce(rank, axis=0).take(able) % places
+    chosen = place * nodes + able
+    found = rows.take(chosen)
+    at = found if is_many else chosen
     return Choices(
-        node=grid.node.take(nodes),
-        rows=rows.take(chosen)[:, None],
+        node=grid.node.take(able),
+        rows=found[:, None],
         cost=cost.take(chosen),
-        ready=1.0 - effort.take(chosen) / 2,
-        left_mib=left.take(chosen).astype(np.float64),
-        is_linked=np.ones(nodes.size, np.bool_),
+        ready=1.0 - effort.take(at) / 2,
+        left_mib=left.take(at).astype(np.float64),
+        is_linked=np.ones(able.size, np.bool_),
     )
 
 

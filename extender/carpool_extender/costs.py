@@ -24,7 +24,7 @@ def nothing(verdict: Verdict, rows: Rows) -> Cost:
 
 def added_slowdown(verdict: Verdict, rows: Rows) -> Cost:
     """Progress that is lost: the newcomer's slowdown and what its neighbours lose on top."""
-    return verdict.found.added[rows]
+    return verdict.found.added.take(rows)
 
 
 def taken_memory(verdict: Verdict, rows: Rows) -> Cost:

@@ -16,7 +16,7 @@ from carpool_extender.answers import GpuAnswer
 from carpool_extender.applicant import Applicant
 from carpool_extender.assessments import Assessment
 from carpool_extender.checks import PASSED, Check, Verdict
-from carpool_extender.choices import best_of, foremost, scores, select, ties
+from carpool_extender.choices import MAX_SCORE, best_of, foremost, scores, select, ties
 from carpool_extender.modes import JOINABLE, memory_limit_mib, thread_limit, unbounded, why
 from carpool_extender.pace import expected_slowdown
 from carpool_extender.policies import Policy
@@ -101,14 +101,15 @@ def _best_of_all(assessment: Assessment, names: Sequence[str], most: int) -> lis
 
     To find a few names among the offered ones takes a fraction of the time that it takes to find all of these.
     """
+    known, policy = assessment.verdict.view.node_names, assessment.policy
+    if most == 1:
+        node = assessment.best.foremost(policy)
+        if node is None:
+            return []
+        if known[node] in names:  # to hash all that are offered takes longer
+            return [known[node]]
     able = np.flatnonzero(assessment.best.fits)
-    choices, policy = assessment.best.of(able), assessment.policy
-    known = assessment.verdict.view.node_names
-    if most == 1 and able.size:
-        best_name = known[able[best_of(choices, np.flatnonzero(ties(choices, policy)))]]
-        if best_name in names:  # to hash all that are offered takes longer
-            return [best_name]
-    best = able[foremost(choices, policy, most + SPARE)]
+    best = able[foremost(assessment.best.of(able), policy, most + SPARE)]
     first = [known[place] for place in best.tolist()]
     offered = set(first).intersection(names)
     found = [name for name in first if name in offered][:most]
@@ -119,6 +120,9 @@ def score_nodes(assessment: Assessment, names: Sequence[str]) -> NDArray[np.int6
     """Score the offered nodes, as in `filter_nodes`, from 0 to 10; 0 where nothing fits any more."""
     ids = assessment.verdict.view.ids(names)
     found = np.zeros(len(ids), np.int64)
+    if len(ids) == 1:  # as mostly, and a node alone is the best one
+        found[0] = MAX_SCORE if ids[0] >= 0 and assessment.best.fits[ids[0]] else 0
+        return found
     known = np.flatnonzero(ids >= 0)
     fitting = known[assessment.best.fits[ids[known]]]
     found[fitting] = scores(assessment.best.of(ids[fitting]), assessment.policy)

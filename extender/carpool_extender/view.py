@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from carpool_core.deviceclass import DeviceClass
@@ -24,6 +24,14 @@ NOBODY, SEVERAL = -1, -2
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.floating]
 Rows = NDArray[np.intp]
+
+
+Column = TypeVar("Column", bound=np.generic)
+
+
+def some(column: NDArray[Column], rows: Rows | None) -> NDArray[Column]:
+    """Return a column's values in some rows; the column itself, not copied, where None."""
+    return column if rows is None else column.take(rows, axis=0)
 
 
 class TenantName(NamedTuple):
@@ -113,8 +121,8 @@ class Columns:
     """(G,) Aggregate: SM activity of all tenants together; may exceed 1."""
     dram_active: NDArray[np.float64] = field(metadata=_of(np.float64))
     """(G,) Aggregate: the same of DRAM activity."""
-    slowdowns: NDArray[np.float64] = field(metadata=_of(np.float64))
-    """(G,) Aggregate: sum of its tenants' predicted slowdowns."""
+    before: NDArray[np.float64] = field(metadata=_of(np.float64))
+    """(G,) Aggregate: number of its tenants less the sum of their predicted slowdowns; what they lose, negated."""
     patience: NDArray[np.float64] = field(metadata=_of(np.float64, empty=np.inf))
     """(G,) Aggregate: the least slowdown that one of its tenants accepts; infinite without any."""
     landlord: NDArray[np.int32] = field(metadata=_of(np.int32, empty=NOBODY))

@@ -131,6 +131,8 @@ def test_every_policy_keeps_the_promises(policy, layout, wanted, memory):
     scores = scored(Assessment(newcomer, fit(policy), view), names)
     assert all(0 <= score <= 10 for score in scores.values())
     assert bool(found.fits) == (max(scores.values()) == 10)
+    foremost = Assessment(newcomer, fit(policy), view).best.foremost(find_policy(policy))
+    assert [name for name in names if scores[name] == 10] == ([] if foremost is None else [view.node_names[foremost]])
     for name in names:
         chosen = place(Assessment(newcomer, fit(policy), view), name)
         assert isinstance(chosen, str) == (name not in found.fits)
