@@ -1,7 +1,5 @@
 """The cluster as the extender knows it: GpuNodes and their arrays, kept up to date node by node."""
 
-from typing import TypeVar
-
 import msgspec
 from carpool_core.deviceclass import DeviceClass, class_of
 from carpool_core.resources.node import Device, GpuNode, Reservation
@@ -14,12 +12,10 @@ from carpool_extender.islands import islands
 from carpool_extender.journal import Journal
 from carpool_extender.numbering import Numbering
 from carpool_extender.rows import Told, said_of, told_by, touched, write_device, write_tenants
+from carpool_extender.several import Several
 from carpool_extender.standing import Hindrance, Standing
 from carpool_extender.versions import differ, is_older
 from carpool_extender.view import Columns, Rows, View, empty_columns
-
-K = TypeVar("K")
-V = TypeVar("V")
 
 
 class Cluster:
@@ -45,8 +41,8 @@ class Cluster:
         self._free: dict[int, list[slice]] = {}
         self._nodes: dict[str, GpuNode] = {}
         self._assumed: dict[str, dict[PodUid, Reservation]] = {}
-        self._holders: dict[PodUid, set[str]] = {}
-        self._of_job: dict[JobUid, set[tuple[str, PodUid]]] = {}
+        self._holders: Several[PodUid, str] = Several()
+        self._of_job: Several[JobUid, tuple[str, PodUid]] = Several()
         self._names: Numbering[str] = Numbering()
         self._classes: Numbering[DeviceClass] = Numbering()
         self._namespaces: Numbering[str] = Numbering()
@@ -68,12 +64,11 @@ class Cluster:
 
     def holders(self, pod_uid: PodUid) -> list[str]:
         """Names of the nodes on which a pod has a reservation: none, or one; more only if two schedulers raced."""
-        held = self._holders.get(pod_uid)
-        return [] if held is None else sorted(held)
+        return sorted(self._holders.of(pod_uid))
 
     def pods_of(self, job_uid: JobUid) -> set[PodUid]:
         """UIDs of the pods of a job that have reservations."""
-        return {pod for _, pod in self._of_job.get(job_uid, ())}
+        return {pod for _, pod in self._of_job.of(job_uid)}
 
     def view(self) -> View:
         """Return the arrays as they are now; they hold until the next change."""
@@ -197,11 +192,11 @@ class Cluster:
     def _index_holders(self, name: str, old: GpuNode | None, new: GpuNode | None) -> None:
         before, now = _pods_on(old), _pods_on(new)
         for pod, job in before - now:
-            _discard(self._holders, pod, name)
-            _discard(self._of_job, job, (name, pod))
+            self._holders.discard(pod, name)
+            self._of_job.discard(job, (name, pod))
         for pod, job in now - before:
-            self._holders.setdefault(pod, set()).add(name)
-            self._of_job.setdefault(job, set()).add((name, pod))
+            self._holders.add(pod, name)
+            self._of_job.add(job, (name, pod))
 
     def _hold(self, name: str, now: tuple[frozenset[DeviceClass], frozenset[str]] | None) -> None:
         """Keep numbers for what a node's rows speak of, and no longer for what they spoke of before."""
@@ -289,12 +284,3 @@ class Cluster:
 def _pods_on(node: GpuNode | None) -> set[tuple[PodUid, JobUid]]:
     """Return the pods that have reservations on a node, each with its job."""
     return {(one.pod_uid, one.job_uid) for one in node.spec.reservations} if node is not None else set()
-
-
-def _discard(index: dict[K, set[V]], key: K, value: V) -> None:
-    """Take a value from what is found under a key, and the key with the last one."""
-    values = index.get(key)
-    if values is not None:
-        values.discard(value)
-        if not values:
-            del index[key]

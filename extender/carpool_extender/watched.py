@@ -1,8 +1,11 @@
 """What is kept of what the API server tells: as much of each object as decisions look at."""
 
+from functools import lru_cache
+from sys import intern
+
 import msgspec
 from carpool_core.keys import ANNOTATION_PREDICTION, OUTCOME_GPU_OUT_OF_MEMORY
-from carpool_core.kube.pods import Pod
+from carpool_core.kube.pods import Container, Pod
 from carpool_core.resources.job import GpuSelector, MemoryOverride, Sharing
 from carpool_core.resources.meta import ObjectMeta
 from carpool_core.resources.node import GpuNode
@@ -10,6 +13,8 @@ from carpool_core.resources.prediction import Prediction
 from carpool_core.values import JobState
 
 _NEED_NO_PLACE = frozenset((JobState.STARTING, JobState.RUNNING, JobState.COMPLETE, JobState.FAILED))
+TEMPLATES = 256
+"""Pods' containers that are remembered, so that pods of one template have one copy of them."""
 
 
 class _Wire(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
@@ -77,22 +82,42 @@ class WatchedJob(JobRow, frozen=True, kw_only=True):
     status: WatchedStatus = WatchedStatus()
 
     def __post_init__(self) -> None:
-        """Forget what no decision needs."""
+        """Forget what no decision needs, and keep once what all jobs say."""
         if self.metadata.labels:
             msgspec.structs.force_setattr(self, "metadata", msgspec.structs.replace(self.metadata, labels={}))
+        _keep_once(self, "api_version", "kind")
+        _keep_once(self.metadata, "namespace")
+        _keep_once(self.status, "state")
 
 
 class WatchedPod(Pod, frozen=True, kw_only=True):
     """A pod as it is kept: without its labels, and without the prediction that it carried until it was bound."""
 
     def __post_init__(self) -> None:
-        """Forget what no decision needs; thousands of bound pods would keep it."""
+        """Forget what no decision needs, and keep once what pods have in common: of bound pods there are thousands."""
         kept = self.metadata.annotations
         if self.spec.node_name and ANNOTATION_PREDICTION in kept:
             kept = {key: value for key, value in kept.items() if key != ANNOTATION_PREDICTION}
         if self.metadata.labels or kept is not self.metadata.annotations:
             meta = msgspec.structs.replace(self.metadata, labels={}, annotations=kept)
             msgspec.structs.force_setattr(self, "metadata", meta)
+        _keep_once(self.metadata, "namespace")
+        _keep_once(self.status, "phase")
+        _keep_once(self.spec, "node_name", "scheduler_name")
+        for owner in self.metadata.owner_references:
+            _keep_once(owner, "api_version", "kind")
+        msgspec.structs.force_setattr(self.spec, "containers", _containers(msgspec.json.encode(self.spec.containers)))
+
+
+def _keep_once(of: msgspec.Struct, *names: str) -> None:
+    """Have an object share strings that others say as well."""
+    for name in names:
+        msgspec.structs.force_setattr(of, name, intern(getattr(of, name)))
+
+
+@lru_cache(maxsize=TEMPLATES)
+def _containers(encoded: bytes) -> list[Container]:
+    return msgspec.json.decode(encoded, type=list[Container])
 
 
 class Manager(_Wire, frozen=True, kw_only=True):

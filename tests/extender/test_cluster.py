@@ -25,7 +25,7 @@ def rows(view):
             tuple(columns.memory_mib[row, : columns.count[row]].tolist()),
             int(columns.free_mib[row]),
             round(float(columns.sm_active[row]), 6),
-            round(float(columns.slowdowns[row]), 6),
+            round(float(columns.count[row] - columns.before[row]), 6),
             int(columns.landlord[row]) == NOBODY,
             int(columns.prepared[row]),
             str(view.hindered.get(int(row), ("", ""))[1]),

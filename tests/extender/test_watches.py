@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from carpool_core.keys import ANNOTATION_PREDICTION
 from carpool_core.kube.api import GPU_NODES
+from carpool_core.kube.pods import Container
 from carpool_core.resources.node import GpuNode
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
@@ -151,3 +152,20 @@ def test_of_pods_and_jobs_no_labels_are_kept_and_the_rest_is():
     assert bound.metadata.owner_references == waiting.metadata.owner_references != []
     job = msgspec.convert({"metadata": {"name": "x", "labels": {"a": "b"}, "annotations": {"c": "d"}}}, WatchedJob)
     assert (job.metadata.name, job.metadata.labels, job.metadata.annotations) == ("x", {}, {"c": "d"})
+
+
+def test_what_pods_have_in_common_is_kept_once():
+    """A pod took twice the memory that it takes now, and there are 30,000 of them."""
+    one, other = (
+        msgspec.json.decode(
+            msgspec.json.encode(pod_of(job, nodeName="a") | {"status": {"phase": "Running"}}), type=WatchedPod
+        )
+        for job in ("x", "y")
+    )
+    assert one.spec.containers == msgspec.convert(pod_of("x")["spec"]["containers"], list[Container])
+    assert one.spec.containers is other.spec.containers
+    assert one.spec.node_name is other.spec.node_name
+    assert one.metadata.name != other.metadata.name
+    assert [owner.uid for owner in one.metadata.owner_references] == ["job-x"]
+    wide = msgspec.convert(pod_of("z", gpus=2), WatchedPod)
+    assert wide.spec.containers != one.spec.containers
