@@ -40,6 +40,11 @@ class Rendered:
         """Everything that is neither a definition nor a workload: accounts, rights, policies, settings."""
         return [m for m in self.manifests if m["kind"] != CRD_KIND and m["kind"] not in WORKLOAD_KINDS]
 
+    @property
+    def at_rest(self) -> list[Manifest]:
+        """The Deployments without pods: their processes run on this machine, and whoever asks reads their settings."""
+        return [m | {"spec": m["spec"] | {"replicas": 0}} for m in self.manifests if m["kind"] == "Deployment"]
+
     def one(self, kind: str, name: str) -> Manifest:
         """Return the object of that kind and name.
 

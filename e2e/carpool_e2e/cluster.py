@@ -201,7 +201,7 @@ def install(cluster: Cluster) -> None:
     if crds:
         names = [f"crd/{crd['metadata']['name']}" for crd in crds]
         cluster.kubectl("wait", *names, "--for=condition=Established", "--timeout=30s")
-    cluster.apply(*rendered.settings)
+    cluster.apply(*rendered.settings, *rendered.at_rest)
 
 
 def _start_node(cluster: Cluster, name: str, runtime: Future[int]) -> None:

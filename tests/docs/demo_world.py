@@ -7,13 +7,14 @@ from typing import Any
 
 import msgspec
 from carpool_core.clock import Clock, rfc3339
-from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, NODES, Selector
+from carpool_core.kube.api import DEPLOYMENTS, GPU_NODES, GPU_TRAINING_JOBS, NODES, Selector
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.meta import ObjectMeta
 from carpool_core.resources.node import GpuNode, GpuNodeStatus
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import PodUid
 from carpool_deviceplugin.simulated import SimulatedDevices, parse_inventory
+from carpool_e2e.chart import NAMESPACE, RELEASE
 from carpool_e2e.cluster import FULL
 from carpool_e2e.demo import manifests
 from carpool_e2e.fleet import TAINT
@@ -61,7 +62,11 @@ async def after_the_demo(clock: Clock, folder: Path) -> FakeKube:
         kube.seed(GPU_NODES, GpuNode(metadata=ObjectMeta(name=name, uid=name), status=status))
         spec = {"taints": [TAINT]} if name in FULL.fleet else {}
         kube.seed(NODES, {"metadata": {"name": name}, "spec": spec, "status": {"allocatable": ROOM}})
-    await CalibrationMap(kube, "carpool-system", "carpool-calibration").write(Kept(), Calibration())
+    await CalibrationMap(kube, NAMESPACE, "carpool-calibration").write(Kept(), Calibration())
+    for process, container in (("scheduler", "extender"), ("operator", "operator")):  # which nobody told anything else
+        pod = {"spec": {"containers": [{"name": container}]}}
+        metadata = {"name": f"{RELEASE}-{process}", "namespace": NAMESPACE}
+        kube.seed(DEPLOYMENTS, {"metadata": metadata, "spec": {"template": pod}})
     for manifest in JOBS:
         await run(kube, manifest, clock)
     return kube

@@ -83,9 +83,12 @@ async def test_both_tell_every_gpu_of_the_live_cluster_and_create_nothing(
     assert "4 GPUs of 2 nodes" in explained.stdout
     assert explained.stdout.count("fits by MPS, leaves 0 MiB") == 1  # its prediction is not there yet
     assert asked.returncode == 0, asked.stderr
+    said = " ".join(asked.stdout.split())
     assert "would go to bench-000" in asked.stdout
     assert asked.stdout.count("fits by MPS") == 4
     assert "not checked: taints" in asked.stdout
+    assert "settings: as shipped; the site's may differ: Deployments carpool-scheduler and carpool-operator in" in said
+    assert "may not be read by you" in said
     assert "not checked: whether the API server" in asked.stdout
     assert refused.returncode == 1
     assert "the API server would refuse it" in refused.stderr
@@ -93,6 +96,8 @@ async def test_both_tell_every_gpu_of_the_live_cluster_and_create_nothing(
     assert "not checked" not in elsewhere.stdout
     assert "would have to wait now" in elsewhere.stdout
     assert "not enough pods" in elsewhere.stdout  # no kubelet says what these Nodes have room for
+    assert "settings: " in elsewhere.stdout
+    assert "may differ" not in elsewhere.stdout
     assert missing.returncode == 2
     assert "Error: no GpuTrainingJob nobody in namespace default" in missing.stderr
     assert created == {"waiting"}
