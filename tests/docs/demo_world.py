@@ -41,6 +41,9 @@ JOBS = (
     manifests.large("large"),
 )
 """Those that run at the end, in the order in which they came."""
+CALIBRATION = "carpool-calibration"
+LEARNS = {"CARPOOL_CALIBRATION": f"{NAMESPACE}/{CALIBRATION}"}
+"""What the chart tells the operator that matters to whoever asks."""
 ROOM = {"cpu": "8", "memory": "64Gi", "pods": "110"}
 RUNNING = [
     {"type": "Placed", "status": "True", "reason": "Bound", "message": ""},
@@ -62,9 +65,10 @@ async def after_the_demo(clock: Clock, folder: Path) -> FakeKube:
         kube.seed(GPU_NODES, GpuNode(metadata=ObjectMeta(name=name, uid=name), status=status))
         spec = {"taints": [TAINT]} if name in FULL.fleet else {}
         kube.seed(NODES, {"metadata": {"name": name}, "spec": spec, "status": {"allocatable": ROOM}})
-    await CalibrationMap(kube, NAMESPACE, "carpool-calibration").write(Kept(), Calibration())
-    for process, container in (("scheduler", "extender"), ("operator", "operator")):  # which nobody told anything else
-        pod = {"spec": {"containers": [{"name": container}]}}
+    await CalibrationMap(kube, NAMESPACE, CALIBRATION).write(Kept(), Calibration())
+    for process, container, told in (("scheduler", "extender", {}), ("operator", "operator", LEARNS)):
+        env = [{"name": name, "value": value} for name, value in told.items()]
+        pod = {"spec": {"containers": [{"name": container, "env": env}]}}
         metadata = {"name": f"{RELEASE}-{process}", "namespace": NAMESPACE}
         kube.seed(DEPLOYMENTS, {"metadata": metadata, "spec": {"template": pod}})
     for manifest in JOBS:
