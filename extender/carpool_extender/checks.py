@@ -16,7 +16,7 @@ from carpool_extender.crowds import Crowd, crowd_on, meetings
 from carpool_extender.margins import condition_margin
 from carpool_extender.modes import MIG, MPS, proposals
 from carpool_extender.users import serves_another
-from carpool_extender.view import MODES, NO_MODE, NOBODY, Bools, Columns, Floats, Rows, View, some
+from carpool_extender.view import MODES, NO_MODE, NOBODY, Bools, Columns, Floats, Rows, View, places, some
 
 NO_CONDITIONS = Conditions()
 SLACK = 1e-6
@@ -235,12 +235,12 @@ def look(asked: Verdict, columns: Columns) -> Findings:
         margin=np.full(len(of), applicant.demand.max_slowdown - 1.0),
         is_newcomer=np.ones(len(of), np.bool_),
     )
-    there = np.flatnonzero((failed == PASSED) & (columns.count > 0))
+    there = places((failed == PASSED) & (columns.count > 0))
     for met in meetings(columns, applicant, facts, there, mode.take(there), conditions.quantile):
         found.newcomer[met.rows], found.added[met.rows] = met.newcomer, met.added
         margin = np.minimum(met.own, met.others)
         found.margin[met.rows], found.is_newcomer[met.rows] = margin, met.own < met.others
-        failed[met.rows.take(np.flatnonzero(margin < -SLACK))] = Check.SLOWDOWN
+        failed[met.rows.take(places(margin < -SLACK))] = Check.SLOWDOWN
     return found
 
 
@@ -286,7 +286,7 @@ def _strangers(view: View, columns: Columns, applicant: Applicant, mode: NDArray
     among: Bools = (columns.count > 0) & (columns.landlord != own)
     if applicant.demand.tenancy is not Tenancy.CLUSTER:
         return among
-    rows = np.flatnonzero(among)
+    rows = places(among)
     stranger = (columns.namespace[rows] != own) & (columns.namespace[rows] != NOBODY)
     keeps_apart = (stranger & ~columns.cluster_tenancy[rows]).any(axis=1)
     among[rows] = keeps_apart | (stranger.any(axis=1) & (mode[rows] == MPS))

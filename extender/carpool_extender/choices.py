@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from carpool_extender.checks import PASSED, Verdict
 from carpool_extender.grid import NOWHERE, Grid
 from carpool_extender.policies import Policy
-from carpool_extender.view import MODES, NO_MODE, Bools, Rows, some
+from carpool_extender.view import MODES, NO_MODE, Bools, Rows, places, some
 
 MOST_ISLANDS = 1 << 15
 """More than a node has GPUs."""
@@ -94,7 +94,7 @@ class Best:
             return None
         choices, linked = self._choices, self.fits & self._choices.is_linked
         cost = np.where(linked if linked.any() else self.fits, choices.cost, np.inf)
-        return best_of(choices, np.flatnonzero(cost <= cost.min() + policy.tolerance))
+        return best_of(choices, places(cost <= cost.min() + policy.tolerance))
 
 
 def _nothing(nodes: int, wanted: int) -> Choices:
@@ -148,21 +148,21 @@ def _single(verdict: Verdict, policy: Policy, grid: Grid, ok: Bools) -> Choices:
         grid: The nodes.
         ok: Whether each of their GPUs fits, one place after the other.
     """
-    rows, (places, nodes) = grid.rows.ravel(), grid.rows.shape
-    # Of many GPUs all in the order of their rows, which is to gather less; what they are put into order by comes then.
+    rows, (each, nodes) = grid.rows.ravel(), grid.rows.shape
+    # Of the whole cluster it is quicker to reckon row by row and gather what comes of it than to gather each column.
     is_many = rows.size >= len(verdict.found.failed)
     among = None if is_many else rows
     effort, left = _effort(verdict, among), verdict.left_mib(among)
     spread = np.int64(left.max() - left.min() + 1)
     order = left + effort * spread
-    cost = np.where(ok, policy.cost(verdict, rows), np.inf).reshape(places, nodes)
+    cost = np.where(ok, policy.cost(verdict, rows), np.inf).reshape(each, nodes)
     least = np.minimum.reduce(cost, axis=0)
-    rank = (order.take(rows) if is_many else order).reshape(places, nodes)
+    rank = (order.take(rows) if is_many else order).reshape(each, nodes)
     rank += (cost > least + policy.tolerance) * (MOST_EFFORT * spread)
-    rank *= places  # so that the place follows from the least, and is the first of equals
-    rank += np.arange(places)[:, None]
-    able = np.flatnonzero(np.isfinite(least))
-    place = np.minimum.reduce(rank, axis=0).take(able) % places
+    rank *= each  # so that the place follows from the least, and is the first of equals
+    rank += np.arange(each)[:, None]
+    able = places(np.isfinite(least))
+    place = np.minimum.reduce(rank, axis=0).take(able) % each
     chosen = place * nodes + able
     found = rows.take(chosen)
     at = found if is_many else chosen
@@ -293,5 +293,5 @@ def best_of(choices: Choices, among: Rows) -> int:
     """Return the choice that comes first among ties: the readiest, then least left over, then the first node."""
     for by in (-choices.ready, choices.left_mib, choices.node):
         found = by.take(among)
-        among = among.take(np.flatnonzero(found == found.min()))
+        among = among.take(places(found == found.min()))
     return int(among[0])

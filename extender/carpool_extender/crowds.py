@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from carpool_extender.aggregates import SHARED
 from carpool_extender.applicant import Applicant, ClassColumns
 from carpool_extender.conditions import Quantile
-from carpool_extender.view import MODES, Bools, Columns, Floats, Rows
+from carpool_extender.view import MODES, Bools, Columns, Floats, Rows, places
 
 MANY = 256
 """GPUs from which on those with more tenants than a pair are looked at by themselves: the others are most of them."""
@@ -96,6 +96,8 @@ def meetings(
     """
     for code, name in SHARED:
         mine = _where(rows, mode == code)
+        if not mine.size:
+            continue
         if name is SharingMode.MPS and quantile is Quantile.MEDIAN:
             free = _undisturbed(columns, facts, mine)
             easy, mine = _where(mine, free), _where(mine, ~free)
@@ -116,7 +118,7 @@ def _parts(columns: Columns, rows: Rows, mode: SharingMode) -> Iterator[Rows]:
     """
     count = columns.count.take(rows)
     if mode is SharingMode.TIME_SLICING:
-        for tenants in np.flatnonzero(np.bincount(count)).tolist():
+        for tenants in np.bincount(count).nonzero()[0].tolist():
             yield _where(rows, count == tenants)
     elif rows.size < MANY:
         if rows.size:
@@ -128,7 +130,7 @@ def _parts(columns: Columns, rows: Rows, mode: SharingMode) -> Iterator[Rows]:
 
 def _where(rows: Rows, which: Bools) -> Rows:
     # To pick by numbers takes a fraction of the time that it takes to pick by a mask without a pattern.
-    return rows.take(np.flatnonzero(which))
+    return rows.take(places(which))
 
 
 def _undisturbed(columns: Columns, facts: ClassColumns, rows: Rows) -> Bools:
