@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from carpool_extender.conditions import Conditions
 from carpool_extender.policies import POLICIES
-from carpool_extender.simulation import document, goals, idleness, losses, results, workdone
+from carpool_extender.simulation import document, goals, hotcloud, idleness, losses, results, workdone
 from carpool_extender.simulation.contest import (
     DEFAULT,
     EXPERIMENTS,
@@ -281,6 +281,16 @@ def test_that_nobody_dies_is_told_beside_who_would_without_what_is_learned():
     assert "hangs on" not in told
     assert "On hotcloud no more die without either. Deaths in the mean" in told
     assert "Deaths" not in goals_of(line_of(default), line_of(eager))
+
+
+def test_what_the_authors_own_strategy_comes_to_stands_beside_what_they_report_of_it():
+    first, proactive = hotcloud.STRATEGIES[0], next(s for s in hotcloud.STRATEGIES if s.name == goals.PROACTIVE)
+    told = goals_of(
+        line_of(first, utilization_percent=40.0, makespan_min=200.0),
+        line_of(proactive, utilization_percent=50.0, makespan_min=150.0, oom=4.1),
+    )
+    assert "it comes to +25.0% and -25.0%, with 4.1 deaths of memory in a run" in told
+    assert "authors" not in goals_of(line_of(first))
 
 
 def test_whom_the_default_slows_beyond_what_they_accept_is_told_of_each_experiment():
