@@ -1,6 +1,6 @@
 """HTTP: routes, limits on bodies, and errors that say what was expected, what was found, and what to do."""
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -70,27 +70,6 @@ class _Verb(Generic[A]):
             return answer.status, answer.body
 
 
-class _App(Starlette):
-    """Starlette, past which the verbs are called: its middleware takes as long as a known decision's answer.
-
-    Args:
-        verbs: By path.
-    """
-
-    def __init__(self, verbs: Mapping[str, ASGIApp]) -> None:
-        routes = [Route(path, verb, methods=["POST"]) for path, verb in verbs.items()]
-        super().__init__(routes=routes, exception_handlers={404: _unknown, 405: _wrong_method})
-        self._verbs = verbs
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
-        verb = self._verbs.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
-        if verb is None:
-            await super().__call__(scope, receive, send)
-        else:
-            await verb(scope, receive, send)
-
-
 def create_app(service: Service, telemetry: Telemetry, not_ready: Callable[[], str | None]) -> Starlette:
     """Build the ASGI application.
 
@@ -105,7 +84,8 @@ def create_app(service: Service, telemetry: Telemetry, not_ready: Callable[[], s
         _Verb("bind", BindingArgs, service.bind, telemetry, not_ready),
         _Verb("preempt", PreemptionArgs, service.preempt, telemetry, not_ready),
     )
-    return _App({f"/{name}": verb for name, verb in zip(VERBS, verbs, strict=True)})
+    routes = [Route(f"/{name}", verb, methods=["POST"]) for name, verb in zip(VERBS, verbs, strict=True)]
+    return Starlette(routes=routes, exception_handlers={404: _unknown, 405: _wrong_method})
 
 
 async def _unknown(request: Request, _: Exception) -> Response:
