@@ -4,7 +4,7 @@ import numpy as np
 from carpool_core.values import SharingMode
 from carpool_predictor.slowdown import slowdowns
 
-from carpool_extender.view import CODES, NOBODY, SEVERAL, Columns, Rows
+from carpool_extender.view import CODES, MODES, NOBODY, SEVERAL, Columns, Rows
 
 EXCLUSIVE = CODES[SharingMode.EXCLUSIVE]
 SHARED = ((CODES[SharingMode.TIME_SLICING], SharingMode.TIME_SLICING), (CODES[SharingMode.MPS], SharingMode.MPS))
@@ -20,6 +20,7 @@ def work_out(columns: Columns, rows: Rows) -> None:
     """
     promised = np.add.reduce(columns.memory_mib.take(rows, axis=0), axis=1)
     how, count, namespace = columns.mode[rows], columns.count[rows], columns.namespace.take(rows, axis=0)
+    columns.kind[rows] = columns.device_class[rows] * len(MODES) + how
     free = np.maximum(0, columns.usable_mib[rows] - promised)
     columns.free_mib[rows] = np.where(how == EXCLUSIVE, 0, free)
     columns.sm_active[rows] = np.add.reduce(columns.sm.take(rows, axis=0), axis=1, dtype=np.float64)

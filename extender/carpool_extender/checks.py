@@ -136,7 +136,8 @@ class Verdict:
 
     def left_mib(self, rows: Rows | None) -> NDArray[np.int64]:
         """Memory that would be left over on some GPUs, on all where None; negative where it is too little."""
-        return some(self.view.columns.free_mib, rows) - self.need_mib(rows)
+        need_mib = self.need_mib(rows)
+        return np.subtract(some(self.view.columns.free_mib, rows), need_mib, out=need_mib)
 
     def too_small(self, rows: Rows) -> Bools:
         """Whether some GPUs are only too small for the newcomer, even when empty."""
@@ -214,9 +215,7 @@ def look(asked: Verdict, columns: Columns) -> Findings:
     view, applicant, conditions = asked.view, asked.applicant, asked.conditions
     facts, table, kept_out = asked.openings
     # What is known for each class and each mode that there is has only to be looked up for each GPU.
-    of = columns.device_class
-    kind = of * len(MODES) + columns.mode
-    mode = table.take(kind)
+    of, mode = columns.device_class, table.take(columns.kind)
     failures = (
         (Check.CONDITION, _condition_fails(conditions, columns, facts.sm, of)),
         (Check.MEMORY, columns.free_mib < facts.need_mib.take(of)),
@@ -225,7 +224,7 @@ def look(asked: Verdict, columns: Columns) -> Findings:
         (Check.TENANCY, _strangers(view, columns, applicant, mode)),
         (Check.HEALTH, columns.hindered),
     )
-    failed = _first(failures, kept_out.take(kind))
+    failed = _first(failures, kept_out.take(columns.kind))
     failed[~columns.alive] = NO_GPU
     found = Findings(
         failed=failed,

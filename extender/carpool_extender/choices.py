@@ -154,7 +154,8 @@ def _single(verdict: Verdict, policy: Policy, grid: Grid, ok: Bools) -> Choices:
     among = None if is_many else rows
     effort, left = _effort(verdict, among), verdict.left_mib(among)
     spread = np.int64(left.max() - left.min() + 1)
-    order = left + effort * spread
+    order = effort * spread
+    order += left
     cost = np.where(ok, policy.cost(verdict, rows), np.inf).reshape(each, nodes)
     least = np.minimum.reduce(cost, axis=0)
     rank = (order.take(rows) if is_many else order).reshape(each, nodes)

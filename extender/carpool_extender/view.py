@@ -120,6 +120,8 @@ class Columns:
     cluster_tenancy: Bools = field(metadata=_of(np.bool_, each_tenant=True))
     """(G, T) Whether it shares with other namespaces."""
 
+    kind: NDArray[np.intp] = field(metadata=_of(np.intp))
+    """(G,) Aggregate: class and mode in one number, the index of both into an array of shape (classes, modes)."""
     free_mib: NDArray[np.int64] = field(metadata=_of(np.int64))
     """(G,) Aggregate: memory that nobody was promised, never negative; none beside an exclusive tenant."""
     sm_active: NDArray[np.float64] = field(metadata=_of(np.float64))
