@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from carpool_e2e.bench.rounds import CALM, are_enough, least_disturbed, share_stolen, stolen_and_asked
+from carpool_e2e.bench.rounds import CALM, are_enough, least_disturbed, played, share_stolen, stolen_and_asked
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,11 @@ def test_rounds_are_played_again_until_enough_were_calm_or_there_were_too_many()
     assert not are_enough([calm, bad, calm], wanted=3, most=5)
     assert are_enough([calm, bad, calm, calm], wanted=3, most=5)
     assert are_enough([bad] * 5, wanted=3, most=5)
+
+
+def test_a_round_follows_the_other_until_there_are_enough() -> None:
+    stolen = iter([0.0, 0.3, 0.0, 0.0, 0.0])
+    assert [one.stolen for one in played(lambda: Played(next(stolen)), wanted=3, most=5)] == [0.0, 0.3, 0.0, 0.0]
 
 
 def test_stolen_time_is_a_part_of_what_was_asked_for(tmp_path: Path) -> None:

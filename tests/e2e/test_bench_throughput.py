@@ -22,7 +22,7 @@ from carpool_e2e.bench.load import AT_ONCE, Background, Finish, Throughput, bind
 from carpool_e2e.bench.requests import counted
 from carpool_e2e.bench.stock import WHOLE, pod
 from carpool_e2e.bench.throughput import Players
-from carpool_e2e.bench.throughput_report import throughput_section
+from carpool_e2e.bench.throughput_report import ROUNDS, Turn, throughput_section
 from carpool_e2e.cluster import Cluster
 from carpool_e2e.errors import StalledError
 from carpool_e2e.fleetprocess import LEASES
@@ -62,11 +62,13 @@ def test_costs_are_split_by_process_and_by_request_beside_those_of_the_stock_sch
         100, 1.0, {"etcd": 0.2}, Counter({"POST pods": 100}), told_s=0.0, load=0.0, preferred=[], stolen=0.01
     )
     slower, quicker = (replace(ours, elapsed_s=s, stolen=by) for s, by in ((2.5, 0.05), (1.0, 0.0)))
-    told = "\n".join(throughput_section([slower, ours, quicker], [stock], 2))
+    told = "\n".join(throughput_section([Turn(one, stock) for one in (slower, ours, quicker)]))
     assert "| jobs a second | 50.0 (40.0 to 100.0) | 100.0 (100.0 to 100.0) | ≥ 40 | kept |" in told
     assert "| stolen | 0.0% (0.0% to 5.0%) | 1.0% (1.0% to 1.0%) | | |" in told
-    assert "was stolen; left out: 2." in told
-    assert "| jobs a second | 40.0 (40.0 to 50.0) |" in "\n".join(throughput_section([ours, slower], [stock], 0))
+    assert "stolen; left out: 0." in told
+    assert "| jobs a second | 40.0 (40.0 to 50.0) |" in "\n".join(
+        throughput_section([Turn(ours, stock), Turn(slower, stock)])
+    )
     assert "| operator | 15.0 |  |" in told
     assert "| all of them | 20.0 | 2.00 |" in told
     assert told.index("| PATCH nodes | 2.50 |  |") < told.index("| POST pods | 1.00 | 1.00 |")
@@ -76,6 +78,15 @@ def test_costs_are_split_by_process_and_by_request_beside_those_of_the_stock_sch
     assert f"In Carpool's run these ran with raised priority ({RAISED}): etcd, operator." in told
     assert "In kube-scheduler's run" not in told
     assert "load averages before the first was created: 1.5 and 0.0." in told
+
+
+def test_a_round_counts_by_what_was_stolen_from_either_of_the_two() -> None:
+    calm = Throughput(100, 2.0, {}, Counter(), told_s=0.0, load=0.0, preferred=[], stolen=0.0)
+    disturbed = replace(calm, stolen=0.2, elapsed_s=9.0)
+    assert Turn(calm, disturbed).stolen == Turn(disturbed, calm).stolen == 0.2
+    told = "\n".join(throughput_section([Turn(disturbed, calm), *[Turn(calm, calm)] * ROUNDS, Turn(calm, disturbed)]))
+    assert "left out: 2." in told
+    assert "| jobs a second | 50.0 (50.0 to 50.0) | 50.0 (50.0 to 50.0) |" in told
 
 
 def test_processes_that_go_before_others_are_told() -> None:

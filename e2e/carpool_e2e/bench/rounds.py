@@ -1,6 +1,6 @@
 """Rounds of a measurement: those count in which the hypervisor gave the least of this machine to others."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -35,6 +35,14 @@ def share_stolen(before: tuple[int, int], after: tuple[int, int]) -> float:
 def are_enough(rounds: Sequence[Round], wanted: int, most: int) -> bool:
     """Whether there were as many calm rounds as are wanted, or as many as there may be."""
     return sum(one.stolen <= CALM for one in rounds) >= wanted or len(rounds) >= most
+
+
+def played(play: Callable[[], R], wanted: int, most: int) -> list[R]:
+    """Play rounds until there are enough, and return all of them."""
+    rounds = list[R]()
+    while not are_enough(rounds, wanted, most):
+        rounds.append(play())
+    return rounds
 
 
 def least_disturbed(rounds: Sequence[R], wanted: int) -> list[R]:

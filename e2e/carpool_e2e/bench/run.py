@@ -30,8 +30,8 @@ from carpool_e2e.bench import (
 from carpool_e2e.bench.agent_report import agent_section
 from carpool_e2e.bench.load import Throughput
 from carpool_e2e.bench.placement_report import placement_section
-from carpool_e2e.bench.rounds import are_enough, least_disturbed
-from carpool_e2e.bench.throughput_report import MOST_ROUNDS, ROUNDS, throughput_section
+from carpool_e2e.bench.rounds import played
+from carpool_e2e.bench.throughput_report import MOST_ROUNDS, ROUNDS, Turn, throughput_section
 from carpool_e2e.chart import PROJECT
 from carpool_e2e.cluster import BARE, FULL, Cluster, Shape, running
 
@@ -121,17 +121,13 @@ def renew_throughput(console: Console) -> None:
             # uvloop, because what the benchmark itself takes of the processors is missing to what it measures.
             return uvloop.run(_with_api(cluster, lambda api: by(cluster, api, console.print)))
 
-    def section() -> list[str]:
-        ours, theirs = list[Throughput](), list[Throughput]()
-        while not are_enough(ours, ROUNDS, MOST_ROUNDS):
-            for of, by in ((ours, throughput.measure), (theirs, stock.measure)):
-                of.append(measured(by))
-                console.print(f"{of[-1].jobs_a_second:.1f} jobs/s, {of[-1].stolen:.1%} stolen")
-        return throughput_section(
-            least_disturbed(ours, ROUNDS), least_disturbed(theirs, ROUNDS), len(ours) - min(ROUNDS, len(ours))
-        )
+    def both() -> Turn:
+        turn = Turn(measured(throughput.measure), measured(stock.measure))
+        rates = " and ".join(f"{one.jobs_a_second:.1f}" for one in (turn.ours, turn.theirs))
+        console.print(f"{rates} jobs/s, {turn.stolen:.1%} stolen")
+        return turn
 
-    _renew(section)
+    _renew(lambda: throughput_section(played(both, ROUNDS, MOST_ROUNDS)))
 
 
 def renew_simulator(console: Console) -> None:

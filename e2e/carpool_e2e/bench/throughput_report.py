@@ -1,10 +1,11 @@
 """What the report says of the control plane's throughput."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from carpool_e2e.bench.circumstances import RAISED
 from carpool_e2e.bench.load import GPUS, NODE_COUNT, Throughput
-from carpool_e2e.bench.rounds import CALM
+from carpool_e2e.bench.rounds import CALM, least_disturbed
 
 ROUNDS, MOST_ROUNDS = 3, 5
 """With those that are played again because too much was stolen."""
@@ -23,14 +24,29 @@ _WHY = (
 )
 
 
-def throughput_section(ours: Sequence[Throughput], theirs: Sequence[Throughput], left_out: int) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A round: both were measured one after the other."""
+
+    ours: Throughput
+    """Carpool's jobs."""
+    theirs: Throughput
+    """As many pods of whole GPUs, by kube-scheduler alone."""
+
+    @property
+    def stolen(self) -> float:
+        """The larger of the shares that were stolen from the two: what disturbs one of them makes them unlike."""
+        return max(self.ours.stolen, self.theirs.stolen)
+
+
+def throughput_section(turns: Sequence[Turn]) -> list[str]:
     """Write the section about the control plane.
 
     Args:
-        ours: Each round with Carpool's jobs, of those that count.
-        theirs: The same with as many pods of whole GPUs, by kube-scheduler alone.
-        left_out: Rounds that do not count, because too much was stolen.
+        turns: All that were played.
     """
+    counted = least_disturbed(turns, ROUNDS)
+    ours, theirs = [turn.ours for turn in counted], [turn.theirs for turn in counted]
     found, stock = _typical(ours), _typical(theirs)
     verdict = "kept" if found.jobs_a_second >= _JOBS_A_SECOND else "missed"
     return [
@@ -41,11 +57,12 @@ def throughput_section(ours: Sequence[Throughput], theirs: Sequence[Throughput],
         "Everything, etcd and API server included, shares this machine. Beside it what such a control plane can do at",
         "all: as many plain pods that ask for a whole GPU each, and kube-scheduler alone.",
         "",
-        f"Both take turns for {len(ours)} rounds, each with a control plane of its own. Told is the median round, with",
-        "the least and the largest rate in brackets. `stolen` is the share of the processor time asked for on this",
-        f"machine that its hypervisor gave to other machines. A round with more than {CALM:.0%} of that is played",
-        f"again, up to {MOST_ROUNDS} in all, and those count of which the least was stolen; left out: {left_out}. The",
-        f"machine's load averages before the first was created: {found.load:.1f} and {stock.load:.1f}.",
+        f"Both take turns for {len(counted)} rounds, each with a control plane of its own. Told is the round of the",
+        "median rate, of each by itself, with the least and the largest in brackets. `stolen` is the share of the",
+        "processor time asked for on this machine that its hypervisor gave to other machines. A round in which either",
+        f"lost more than {CALM:.0%} is played again, up to {MOST_ROUNDS} in all, and those count in which the least",
+        f"was stolen; left out: {len(turns) - len(counted)}.",
+        f"The machine's load averages before the first was created: {found.load:.1f} and {stock.load:.1f}.",
         *_raised("Carpool's", found.preferred),
         *_raised("kube-scheduler's", stock.preferred),
         "",
