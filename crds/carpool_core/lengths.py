@@ -6,7 +6,7 @@ time; a priority is one of few classes that exist before. So lengths are counted
 the one below: predicted step times are hardly better than that.
 """
 
-import math
+from bisect import bisect_right
 from collections.abc import Callable
 from statistics import fmean
 
@@ -20,7 +20,8 @@ RUNGS = 24
 """The last holds everything from 5.2 days on."""
 UNKNOWN_S = 3600.0
 """What a job counts as that does not say how many steps it has: an assumption, in the middle of the ladder."""
-
+_BOUNDS_S = [SHORTEST_S * STEP**number for number in range(RUNGS - 1)]
+"""Where each rung but the first begins. Floating point holds them exactly; their logarithms it does not."""
 
 _UNITS = ((86_400.0, "d", 36 * 3600.0), (3600.0, "h", 90 * 60.0), (60.0, "min", 90.0), (1.0, "s", 1.0))
 """Seconds of a unit, its name, and from how many seconds on it is used; milliseconds below."""
@@ -65,8 +66,5 @@ def told(seconds: float) -> str:
 
 
 def rung(seconds: float | None) -> int:
-    """Return the rung of a length, 0 to RUNGS - 1; the longer, the higher."""
-    seconds = UNKNOWN_S if seconds is None else seconds
-    if seconds < SHORTEST_S:
-        return 0
-    return min(RUNGS - 1, 1 + math.floor(math.log(seconds / SHORTEST_S, STEP)))
+    """Return the rung of a length in seconds, 0 to RUNGS - 1; the longer, the higher. None: nobody knows it."""
+    return bisect_right(_BOUNDS_S, UNKNOWN_S if seconds is None else seconds)

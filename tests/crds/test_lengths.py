@@ -1,5 +1,8 @@
 """Lengths of jobs, and the ladder by which a queue sorts them."""
 
+import math
+from fractions import Fraction
+
 import pytest
 from carpool_core.lengths import RUNGS, SHORTEST_S, STEP, UNKNOWN_S, length_s, lengths_s, rung, told
 from carpool_core.resources.prediction import (
@@ -86,6 +89,21 @@ def test_the_longer_a_job_the_higher_its_rung(one_s: float, other_s: float) -> N
 def test_jobs_of_one_rung_differ_by_less_than_its_step(seconds: float) -> None:
     assert rung(1.001 * STEP * seconds) > rung(seconds)
     assert rung(0.999 * STEP * STEP * seconds) <= rung(seconds) + 2
+
+
+@pytest.mark.parametrize("number", range(1, RUNGS))
+def test_a_rung_begins_exactly_at_its_bound(number: int) -> None:
+    """Regression: a logarithm rounded down left jobs of just that length one rung too low."""
+    exact = Fraction(SHORTEST_S) * Fraction(STEP) ** (number - 1)
+    bound = float(exact)
+    assert Fraction(bound) == exact
+    assert rung(bound) == number
+    assert rung(math.nextafter(bound, 0.0)) == number - 1
+    assert rung(math.nextafter(bound, math.inf)) == number
+
+
+def test_the_last_rung_has_no_end_and_the_first_no_beginning() -> None:
+    assert (rung(0.0), rung(1e300), rung(math.inf)) == (0, RUNGS - 1, RUNGS - 1)
 
 
 def test_an_unknown_length_lies_in_the_middle() -> None:
