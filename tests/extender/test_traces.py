@@ -183,6 +183,14 @@ def test_predictions_are_for_the_commonest_product_and_it_is_said_of_the_others(
             "timestamp,duration,num_gpus,duration\n1,2,1,3\n",
             "expected each of the columns .* once, found timestamp, duration, num_gpus, duration; keep one duration",
         ),
+        (
+            "timestamp,duration,num_gpus\n2026-01-31 12:00:00,2,1\n500,2,1\n",
+            "line 3: expected a time in ISO 8601 as on line 2, found 500; write all times alike",
+        ),
+        (
+            "timestamp,duration,num_gpus\n500,2,1\n2026-01-31 12:00:00,2,1\n",
+            "line 3: expected seconds as on line 2, found 2026-01-31 12:00:00",
+        ),
         ("timestamp,duration,num_gpus\n", "expected at least one job, found none"),
         ("", "found none; add timestamp, duration, num_gpus"),
         (b"\xff\xfe\x00", "expected CSV in UTF-8"),

@@ -75,7 +75,17 @@ def _submissions(path: Path, reader: "csv.DictReader[str]") -> list[Submission]:
             f"{path}: expected each of the columns {', '.join(COLUMNS)} once, found {has}; keep one {repeated[0]}, and "
             "rename or remove the others"
         )
-    return [_submission(path, reader.line_num, row) for row in reader]
+    found, first = list[Submission](), None
+    for row in reader:
+        found.append(_submission(path, reader.line_num, row))
+        timestamp = row[COLUMNS[0]] or ""
+        first = first or (_is_number(timestamp), reader.line_num)
+        if _is_number(timestamp) is not first[0]:
+            raise WorkloadError(
+                f"{path}, line {reader.line_num}: expected {'seconds' if first[0] else 'a time in ISO 8601'} as on line "
+                f"{first[1]}, found {timestamp}; write all times alike"
+            )
+    return found
 
 
 LONGEST_S = 1e9
@@ -100,11 +110,19 @@ def _submission(path: Path, line: int, row: Mapping[str, str | None]) -> Submiss
     return Submission(at_s, duration_s, gpus)
 
 
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def _seconds(text: str) -> float:
     """Read a moment as seconds since some beginning."""
-    try:
+    if _is_number(text):
         found = float(text)
-    except ValueError:
+    else:
         moment = datetime.fromisoformat(text)
         return (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp()
     if not math.isfinite(found):
