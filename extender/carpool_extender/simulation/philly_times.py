@@ -81,9 +81,10 @@ def _submissions(path: Path, reader: "csv.DictReader[str]") -> list[Submission]:
         timestamp = row[COLUMNS[0]] or ""
         first = first or (_is_number(timestamp), reader.line_num)
         if _is_number(timestamp) is not first[0]:
+            kind = "seconds" if first[0] else "a time in ISO 8601"
             raise WorkloadError(
-                f"{path}, line {reader.line_num}: expected {'seconds' if first[0] else 'a time in ISO 8601'} as on line "
-                f"{first[1]}, found {timestamp}; write all times alike"
+                f"{path}, line {reader.line_num}: expected {kind} as on line {first[1]}, found {timestamp}; write all "
+                "times alike"
             )
     return found
 
