@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 import click
@@ -10,6 +11,7 @@ import msgspec
 from carpool_core.kube.api import DEPLOYMENTS, KubeApi
 from carpool_core.kube.errors import Forbidden, Invalid, NotFound
 from carpool_core.settings import Setting, SettingsError, load, settings_of
+from carpool_predictor.calibration_map import place_of
 from click.core import ParameterSource
 
 from carpool_extender.policies import UnknownPolicyError, find_policy
@@ -28,8 +30,15 @@ class _Variable(_Wire, frozen=True):
 
 class _Container(_Wire, frozen=True):
     name: str
+    command: list[str] = []
     args: list[str] = []
     env: list[_Variable] = []
+    env_from: list[dict[str, Any]] = []
+
+    @property
+    def line(self) -> list[str]:
+        """What it is started with, as far as that stands here: the image begins where there is no command."""
+        return [*self.command, *self.args]
 
 
 class _PodSpec(_Wire, frozen=True):
@@ -59,6 +68,7 @@ class _Process:
     deployment: str
     """How its Deployment's name ends."""
     container: str
+    """Name of its container, and the word after `carpool` that starts it."""
     fields: tuple[str, ...]
     """Of `AskSettings`, those that it is told."""
     absent: Mapping[str, str]
@@ -70,6 +80,11 @@ _EXTENDER = _Process(
 )
 _OPERATOR = _Process("operator", "operator", ("calibration", "share_unmeasured"), {"CARPOOL_CALIBRATION": ""})
 """It keeps nothing where it is told no ConfigMap; an asker looks for the one that the chart makes."""
+
+
+_SITE = "--site (CARPOOL_SITE): expected NAMESPACE/NAME, such as carpool-system/carpool, or nothing"
+_LONGEST_LINE = 80
+"""Characters of what a container is started with that are told."""
 
 
 class Told(NamedTuple):
@@ -102,7 +117,7 @@ async def settled(api: KubeApi, asked: AskSettings, flags: frozenset[str], *, pr
     processes = (_EXTENDER, _OPERATOR) if predicts else (_EXTENDER,)
     relevant = [one for process in processes for one in _of(process)]
     ours = [_flag(one, asked) for one in relevant if one.flag in flags]
-    place = _place(asked.site)
+    place = place_of(asked.site, _SITE)
     if place is None:
         return Told(asked, _note(ours, [], "", []))
     found, names, theirs, unknown = asked, list[str](), list[str](), dict[str, list[str]]()
@@ -125,18 +140,6 @@ def _deployments(names: Sequence[str], namespace: str) -> str:
     return f"Deployment{'s' if len(names) > 1 else ''} {' and '.join(names)} in {namespace}" if names else ""
 
 
-def _place(text: str) -> tuple[str, str] | None:
-    if not text:
-        return None
-    namespace, slash, name = text.partition("/")
-    if not (namespace and slash and name) or "/" in name:
-        raise SettingsError(
-            "--site (CARPOOL_SITE): expected NAMESPACE/NAME, such as carpool-system/carpool, or nothing, "
-            f"found {text!r}"
-        )
-    return namespace, name
-
-
 def _of(process: _Process) -> Iterator[Setting]:
     return (one for one in settings_of(AskSettings) if one.path[0] in process.fields)
 
@@ -156,8 +159,10 @@ async def _told_to(api: KubeApi, process: _Process, namespace: str, name: str) -
         raise _UntoldError(f"has no container {process.container}")
     wanted = {one.env for one in _of(process)}
     variables = [one for one in container.env if one.name in wanted]
-    elsewhere = [one.name for one in variables if one.value_from is not None]
-    elsewhere += [arg for arg in container.args if arg.startswith("-")]
+    elsewhere = [one.name for one in variables if one.value_from is not None or "$(" in one.value]
+    elsewhere += ["envFrom"] if container.env_from else []
+    if container.line not in ([], [process.container], ["carpool", process.container]):
+        elsewhere.append(shorten(" ".join(container.line), _LONGEST_LINE, placeholder=" ..."))
     if elsewhere:
         raise _UntoldError(f"tells settings otherwise than by the value of a variable: {', '.join(elsewhere)}")
     try:

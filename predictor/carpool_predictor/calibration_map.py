@@ -25,8 +25,15 @@ class _ConfigMap(msgspec.Struct, frozen=True):
     data: dict[str, str] = {}
 
 
-def place_of(text: str) -> tuple[str, str] | None:
-    """Read NAMESPACE/NAME of the ConfigMap; None where it is empty, and nothing is learned.
+_EXPECTED = "CARPOOL_CALIBRATION: expected NAMESPACE/NAME of a ConfigMap, or nothing"
+
+
+def place_of(text: str, expected: str = _EXPECTED) -> tuple[str, str] | None:
+    """Read NAMESPACE/NAME, of the ConfigMap where nothing else is said; None where it is empty.
+
+    Args:
+        text: What was given.
+        expected: The setting, and what it expects, for whoever gave something else.
 
     Raises:
         SettingsError: It is something else.
@@ -35,7 +42,7 @@ def place_of(text: str) -> tuple[str, str] | None:
         return None
     namespace, slash, name = text.partition("/")
     if not (namespace and slash and name) or "/" in name:
-        raise SettingsError(f"CARPOOL_CALIBRATION: expected NAMESPACE/NAME of a ConfigMap, or nothing, found {text!r}")
+        raise SettingsError(f"{expected}, found {text!r}")
     return namespace, name
 
 

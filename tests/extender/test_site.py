@@ -33,18 +33,20 @@ CHARTS = {
 LEARNS = {"CARPOOL_CALIBRATION": "carpool-system/carpool-calibration", "CARPOOL_SHARE_UNMEASURED": "false"}
 
 
-def install(kube, process, name=None, namespace="carpool-system", args=(), env=()):
-    """Put the Deployment of a process there, as the chart writes it."""
-    container = {"name": {"scheduler": "extender"}.get(process, process), "args": [*args]}
+def install(kube, process, name=None, namespace="carpool-system", env=(), **others):
+    """Put the Deployment of a process there, as the chart writes it, and fields of its container."""
+    verb = {"scheduler": "extender"}.get(process, process)
+    container = {"name": verb, "command": ["carpool"], "args": [verb], **others}
     variables = [{"name": key, **({"value": v} if isinstance(v, str) else v)} for key, v in dict(env).items()]
     pod = {"spec": {"containers": [{"name": "kube-scheduler"}, container | {"env": variables}]}}
     metadata = {"name": name or f"carpool-{process}", "namespace": namespace}
     kube.seed(DEPLOYMENTS, {"metadata": metadata, "spec": {"template": pod}})
 
 
-def a_site(args=("extender",), **env):
+def a_site(container=(), **env):
+    """An installation of the chart; fields of the extender's container, and variables of it."""
     kube = FakeKube()
-    install(kube, "scheduler", args=args, env=CHARTS | env)
+    install(kube, "scheduler", env=CHARTS | env, **dict(container))
     install(kube, "operator", env=LEARNS)
     return kube
 
@@ -126,8 +128,27 @@ async def test_what_the_operator_is_told_counts_for_predictions(env, changes, to
             "tells settings otherwise than by the value of a variable: CARPOOL_POLICY", id="from elsewhere",
         ),
         pytest.param(
-            a_site(args=["extender", "--policy=energy"]),
-            "tells settings otherwise than by the value of a variable: --policy=energy", id="by a flag",
+            a_site(CARPOOL_CALIBRATION="elsewhere", CARPOOL_POLICY="$(WANTED)"),
+            "tells settings otherwise than by the value of a variable: CARPOOL_POLICY", id="of another variable",
+        ),
+        pytest.param(
+            a_site({"envFrom": [{"configMapRef": {"name": "x"}}]}),
+            "tells settings otherwise than by the value of a variable: envFrom", id="a whole ConfigMap",
+        ),
+        pytest.param(
+            a_site({"args": ["extender", "--policy=energy"]}),
+            "tells settings otherwise than by the value of a variable: carpool extender --policy=energy",
+            id="by a flag",
+        ),
+        pytest.param(
+            a_site({"command": ["carpool", "extender", "--policy", "energy"], "args": []}),
+            "tells settings otherwise than by the value of a variable: carpool extender --policy energy",
+            id="by a flag of its command",
+        ),
+        pytest.param(
+            a_site({"command": ["sh", "-c"], "args": [f"CARPOOL_POLICY=energy {'# ' * 100}"]}),
+            "tells settings otherwise than by the value of a variable: sh -c CARPOOL_POLICY=energy # # ",
+            id="by a shell",
         ),
     ],
 )  # fmt: skip
@@ -141,6 +162,21 @@ async def test_where_the_sites_settings_cannot_be_known_it_is_said_and_defaults_
     assert note.startswith(
         f"settings: --slots-per-gpu 3 as given; the others as shipped; the site's may differ: {SCHEDULER} {why}"
     )
+
+
+@pytest.mark.parametrize(
+    "container",
+    [
+        pytest.param({"command": ["carpool", "extender"], "args": []}, id="all of it the command"),
+        pytest.param({"command": [], "args": ["extender"]}, id="what the image begins with"),
+        pytest.param({"command": [], "args": []}, id="what the image runs"),
+        pytest.param({"envFrom": []}, id="nothing from elsewhere"),
+    ],
+)
+async def test_however_the_process_itself_is_started_its_variables_tell(container):
+    found, note = await settled(a_site(container, CARPOOL_POLICY="energy"), SHIPPED, frozenset(), predicts=False)
+    assert found.policy == "energy"
+    assert "may differ" not in note
 
 
 async def test_of_another_workload_of_that_name_nothing_is_taken():
@@ -179,7 +215,7 @@ async def test_another_installation_is_asked_where_it_is_named_and_none_where_th
     assert note == "settings: as shipped"
     assert len(kube.calls) == calls
     for odd in ("carpool", "a/", "/b", "a/b/c"):
-        with pytest.raises(SettingsError, match="expected NAMESPACE/NAME"):
+        with pytest.raises(SettingsError, match=r"^--site .*: expected NAMESPACE/NAME, such as .*, found"):
             await settled(kube, dataclasses.replace(SHIPPED, site=odd), frozenset(), predicts=False)
 
 
