@@ -4,7 +4,7 @@ import os
 from dataclasses import replace
 
 import pytest
-from carpool_extender.simulation import alibaba
+from carpool_extender.simulation import alibaba, philly
 from carpool_extender.simulation.command import simulate
 from carpool_extender.simulation.contest import DEFAULT, EXPERIMENTS, Line, figures_of, ours
 from carpool_extender.simulation.engine import DEATHS, Simulation
@@ -248,6 +248,18 @@ def test_a_column_that_no_job_needs_may_stand_twice_and_nodes_may_be_repeated_by
     assert [one.duration_s for one in read_trace(tmp_path / "t.csv").jobs] == [60.0]
     (tmp_path / "c.yaml").write_text("nodes:\n- &one {product: Tesla T4, gpus: 2}\n- *one\n")
     assert [len(devices) for devices in read_cluster(tmp_path / "c.yaml").values()] == [2, 2]
+
+
+def test_strategies_that_predict_learn_from_a_trace_where_that_is_asked_for(data):
+    (data / "t.csv").write_text("timestamp,duration,num_gpus\n0,60,1\n")
+    (data / "c.yaml").write_text("nodes: [{product: Tesla T4, gpus: 1}]")
+    nodes = read_cluster(data / "c.yaml")
+    usual, learned = (from_trace(data, data / "t.csv", nodes, 0, is_learned=one) for one in (False, True))
+    assert [one.learns for one in philly.learning(philly.STRATEGIES)] == [False, True]
+    assert philly.UNLEARNED in usual.assumptions
+    assert philly.LEARNED in learned.assumptions
+    assert learned.jobs[0].asked is not None
+    assert learned.jobs[0].truth.product == "Tesla T4", "what is learned is of the product that is asked about"
 
 
 def run(data, *arguments):

@@ -98,6 +98,11 @@ class Runs:
     show_default=f"{SEEDS}; {WHOLE_SEEDS} of a whole trace",
     help="Runs of each strategy.",
 )
+@click.option(
+    "--learn",
+    is_flag=True,
+    help="Let Carpool learn from the jobs of a trace, as on a cluster; takes minutes with tens of thousands of them.",
+)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"), show_default=True)
 @click.option(
     "--pictures/--no-pictures", "drawn", default=True, show_default=True, help="Draw them; needs carpool[simulate]."
@@ -126,6 +131,7 @@ def simulate(
     *,
     fragmentation: float,
     seeds: int | None,
+    learn: bool,
     out: Path,
     drawn: bool,
     document_path: Path | None,
@@ -141,7 +147,8 @@ def simulate(
     try:
         if document_path is None or workload is not None or trace is not None:
             chosen = {
-                name: _fragmented(one, fragmentation) for name, one in _experiments(workload, trace, cluster).items()
+                name: _fragmented(one, fragmentation)
+                for name, one in _experiments(workload, trace, cluster, learn=learn).items()
             }
             conditions, policies = settings.conditions(), _policies(policies, policy)
             for experiment in chosen.values():
@@ -176,7 +183,9 @@ def _policies(policies: str, policy: str | None) -> str:
     return policy
 
 
-def _experiments(workload: str | None, trace: Path | None, cluster: Path | None) -> dict[str, Experiment]:
+def _experiments(
+    workload: str | None, trace: Path | None, cluster: Path | None, *, learn: bool
+) -> dict[str, Experiment]:
     if workload is not None and trace is not None:
         raise WorkloadError("expected either --workload or --trace, found both; leave one of them out")
     if workload is None and trace is None:
@@ -185,6 +194,8 @@ def _experiments(workload: str | None, trace: Path | None, cluster: Path | None)
         )
     if workload is not None and cluster is not None:
         raise WorkloadError(f"expected --cluster beside --trace only: {workload} has a cluster of its own")
+    if workload is not None and learn:
+        raise WorkloadError("expected --learn beside --trace only: whether a published workload is learned is its own")
     if workload == "all":
         return {name: EXPERIMENTS[name] for name in SMALL}
     if workload is not None:
@@ -193,8 +204,8 @@ def _experiments(workload: str | None, trace: Path | None, cluster: Path | None)
     given = Path(trace or "")
     return {
         "trace": Experiment(
-            lambda data, seed: philly.from_trace(data, given, nodes, seed),
-            philly.STRATEGIES,
+            lambda data, seed: philly.from_trace(data, given, nodes, seed, is_learned=learn),
+            philly.learning(philly.STRATEGIES) if learn else philly.STRATEGIES,
             EXPERIMENTS["philly"].mode,
             whole=True,
         )

@@ -4,6 +4,7 @@ import random
 import re
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -16,14 +17,23 @@ from msgspec import Meta
 from carpool_extender.manifest import in_words
 from carpool_extender.refusal import counted
 from carpool_extender.simulation import hotcloud
-from carpool_extender.simulation.features import prediction_of
+from carpool_extender.simulation.features import job_of, prediction_of
 from carpool_extender.simulation.philly_times import read_trace
 from carpool_extender.simulation.strategy import Knowledge, Strategy
 from carpool_extender.simulation.workload import SimJob, Workload, WorkloadError
 
 GPUS, PER_NODE = 2490, 8
 MOST_NODES = 100_000
-SHOWN = ("makespan_min", "waiting_min", "completion_min", "gpus_in_use", "utilization_percent", "oom", "energy_mj")
+SHOWN = (
+    "makespan_min",
+    "waiting_min",
+    "completion_min",
+    "slowed_percent",
+    "gpus_in_use",
+    "utilization_percent",
+    "oom",
+    "energy_mj",
+)
 
 EXAMPLE = "`nodes: [{count: 1, product: NVIDIA A100-SXM4-40GB, gpus: 8}]`"
 _WORDS = {
@@ -40,12 +50,19 @@ _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
 
 ASSUMPTIONS = (
     "The trace says when, for how long and on how many GPUs; not what was trained. Each job gets one of the 18 "
-    "measured profiles of the HotCloud workload at random.",
+    "measured profiles of the HotCloud workload at random: small networks on small images, which take little memory.",
     "Durations are those alone. What was measured on an RTX 3090 is taken for what happens on any product.",
     "A GPU without a job draws an RTX 3090's idle power, one with a job what Zeus measured of an A40.",
     "GPUs are shared by time slicing, as the measured pairs were, also where MPS could be had.",
-    "Running jobs are measured, but nothing is learned of jobs to come: what the trace calls one job has no model that "
-    "could come again.",
+)
+UNLEARNED = (
+    "Running jobs are measured, but nothing is learned of jobs to come, because the trace does not say what could come "
+    "again. So every newcomer counts with what is predicted of it, and how busy such networks keep a GPU is predicted "
+    "badly: where many share, jobs are slowed beyond what they accept more often than on a cluster, which learns."
+)
+LEARNED = (
+    "Carpool learns from what ran. There are only 18 profiles, which come again and again: a cluster knows its jobs "
+    "less well."
 )
 
 STRATEGIES = (
@@ -80,19 +97,43 @@ def philly(data: Path, seed: int) -> Workload:
     return from_trace(data, data / "traces" / "philly_sia.csv", default_cluster(), seed)
 
 
-def from_trace(data: Path, trace: Path, nodes: Mapping[str, Sequence[Device]], seed: int) -> Workload:
-    """Build a workload out of a trace and a cluster."""
+def learning(strategies: Sequence[Strategy]) -> list[Strategy]:
+    """Return the same strategies, of which those learn that predict."""
+    return [replace(one, learns=one.knowledge is Knowledge.PREDICTED) for one in strategies]
+
+
+def from_trace(
+    data: Path, trace: Path, nodes: Mapping[str, Sequence[Device]], seed: int, *, is_learned: bool = False
+) -> Workload:
+    """Build a workload out of a trace and a cluster.
+
+    Args:
+        data: Folder of measurements.
+        trace: The trace's file.
+        nodes: GPUs by the node's name.
+        seed: Of what the jobs train.
+        is_learned: Whether strategies learn on it; it is only told here.
+    """
     draw = random.Random(f"trace/{seed}")  # noqa: S311  # a simulation, no secret
-    kinds = hotcloud.profiles(data)
     most, all_gpus = max(map(len, nodes.values())), sum(map(len, nodes.values()))
     product = _commonest(nodes)
+    kinds = [replace(kind, product=product) for kind in hotcloud.profiles(data)]
     read, jobs = read_trace(trace), deque[SimJob]()
     for number, one in enumerate(read.jobs):
         truth = draw.choice(kinds)
         gpus = min(one.gpus, most)
         prediction = prediction_of(truth.kind, product)
         jobs.append(
-            SimJob(f"job-{number}", one.at_s, one.duration_s, gpus, truth, prediction, workers=-(-one.gpus // gpus))
+            SimJob(
+                f"job-{number}",
+                one.at_s,
+                one.duration_s,
+                gpus,
+                truth,
+                prediction,
+                workers=-(-one.gpus // gpus),
+                asked=job_of(truth.kind),
+            )
         )
     told = [f"{counted(read.unsorted, 'line')} came after a later one; all were sorted."] if read.unsorted else []
     if large := sum(one.gpus > all_gpus for one in read.jobs):
@@ -106,7 +147,7 @@ def from_trace(data: Path, trace: Path, nodes: Mapping[str, Sequence[Device]], s
     title = f"{trace.name}: {len(jobs):,} jobs, {all_gpus:,} GPUs"
     if others := {device.product for devices in nodes.values() for device in devices} - {product}:
         told.append(f"Predictions are for {product}; on {', '.join(sorted(others))} every job runs alone.")
-    assumptions = (*ASSUMPTIONS, *_cluster_of(nodes), *told)
+    assumptions = (*ASSUMPTIONS, LEARNED if is_learned else UNLEARNED, *_cluster_of(nodes), *told)
     return Workload("trace", title, list(jobs), nodes, assumptions, notes=told, shown=SHOWN)
 
 
