@@ -62,10 +62,11 @@ DOUBTS = {
         "Whoever has too little memory dies after exactly a minute, alone: in reality it may take a neighbour with it. "
         "Memory in pieces is lost where `--fragmentation` says so, and in no table here.",
         "Blind policies see a newcomer's whole memory as soon as their monitor does; real jobs grow.",
-        "What true memory brings on HotCloud is a third tenant: while jobs wait a GPU has 2.2 of them, and 2.7 where it "
-        "is known (first three seeds, an earlier version). Three jobs of 2.2 to 2.6 GiB fit into 8 GiB, and do not "
-        "with a tenth more for each; they end sooner in the mean, but the last of them hardly. That tenth is not given up: of Lucid's 676 pairs one in ten took over a tenth "
-        "more memory together than both had taken alone, though half of them differed by less than half a percent.",
+        "What true memory brings on HotCloud is a third tenant: while jobs wait a GPU has 2.2 of them, and 2.7 where "
+        "it is known (first three seeds, an earlier version). Three jobs of 2.2 to 2.6 GiB fit into 8 GiB, and do not"
+        " with a tenth more for each; they end sooner in the mean, but the last of them hardly. That tenth is not "
+        "given up: of Lucid's 676 pairs one in ten took over a tenth more memory together than both had taken alone, "
+        "though half of them differed by less than half a percent.",
     ),
     "Workloads": (
         "HotCloud's jobs stand for 18 measured profiles of three models, not for its 13 architectures; their order and "
@@ -89,13 +90,13 @@ DOUBTS = {
         "by a few percent are mostly alike: the tables of differences on the same seed say how well each is known, and "
         "those with one seed cannot. Who looks for the best of many lines finds one by chance, too.",
         "With failures even more so: three earlier versions, the last of which counted running jobs with their own "
-        "peaks, took 248.4 ± 48.4, 287.2 ± 80.5 and 248.7 ± 55.3 minutes on HotCloud's workloads and failures; the last "
-        "difference is 38.5 minutes with a standard error of 18.0, half of it one seed. Whichever long job is "
+        "peaks, took 248.4 ± 48.4, 287.2 ± 80.5 and 248.7 ± 55.3 minutes on HotCloud's workloads and failures; the "
+        "last difference is 38.5 minutes with a standard error of 18.0, half of it one seed. Whichever long job is "
         "killed late begins again and is the last to end.",
-        "How many jobs are slowed beyond what they accept hangs on how well it is known how busy they are, and on how "
-        "many share a GPU: on HotCloud, where jobs are learned and memory lets two or three together, it is few. On "
-        "larger GPUs, with gangs that wait for their slowest worker, or where nothing is learned, a quarter to half of "
-        "them were (60 jobs of an own trace on five GPUs; with true activity one in twenty).",
+        "How many jobs are slowed beyond what they accept hangs on how well it is known how busy they are, and on how"
+        " many share a GPU: on HotCloud, where jobs are learned and memory lets two or three together, it is few. On "
+        "larger GPUs, with gangs that wait for their slowest worker, or where nothing is learned, a quarter to half "
+        "of them were (60 jobs of an own trace on five GPUs; with true activity one in twenty).",
         "Where other assumptions were not tried for an experiment, the table that tells of them is missing.",
     ),
 }
