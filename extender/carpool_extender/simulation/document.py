@@ -29,12 +29,14 @@ def write(out: Path, path: Path) -> None:
     found = {name: one for name in EXPERIMENTS if (one := results.read(out, name)) is not None}
     if not found:
         raise WorkloadError(f"expected results in {out}, found none; run `carpool simulate --workload all` first")
-    policies = {name: one.lines for name, of in found.items() if (one := _policies(out, name, of)) is not None}
-    parts = [*_head(), *goals.section(found), *losses.section(found, policies)]
+    policies = {name: one for name, of in found.items() if (one := _policies(out, name, of)) is not None}
+    like = {name: one.lines for name, one in policies.items() if one.about.made.is_like(found[name].about.made)}
+    parts = [*_head(), *goals.section(found), *losses.section(found, like)]
     for name, (about, known) in found.items():
         title, *rest = report.section(about.title, about.assumptions, known, about.shown)
         parts += [title, "", f"Results of {about.made}.", *rest, *idleness.told(known)]
-        parts += _more(out, name, known, policies.get(name, ()))
+        parts += _policed(found[name], policies.get(name))
+        parts += _more(out, name, found[name])
         parts += energies.table(known) if name == "radrm-60" else []
         parts += [*workdone.of_hotcloud(known), *energies.of_hotcloud(known)] if name == "hotcloud" else []
     parts += [*_times(found), *_versions(out, found), *doubts()]
@@ -42,11 +44,17 @@ def write(out: Path, path: Path) -> None:
 
 
 def _policies(out: Path, name: str, of: Results) -> Results | None:
-    """Read what every policy came to, which is compared seed by seed."""
-    found = results.read(out, name + POLICED)
+    """Read what every policy came to, none of them called as a line of the experiment."""
+    found = _beside(out, name, POLICED, of)
+    return None if found is None else Results(found.about, paired.apart(of.lines, found.lines))
+
+
+def _beside(out: Path, name: str, suffix: str, of: Results) -> Results | None:
+    """Read results that stand beside an experiment's own, of which they must have the seeds."""
+    found = results.read(out, name + suffix)
     if found is not None and found.about.seeds != of.about.seeds:
         raise WorkloadError(
-            f"{out / name}{POLICED}.csv: expected {counted(of.about.seeds, 'seed')}, as {name}.csv has, found "
+            f"{out / name}{suffix}.csv: expected {counted(of.about.seeds, 'seed')}, as {name}.csv has, found "
             f"{found.about.seeds}; run the workload again"
         )
     return found
@@ -86,23 +94,39 @@ def _head() -> list[str]:
     ]
 
 
-def _more(out: Path, name: str, known: Sequence[Line], policies: Sequence[Line]) -> list[str]:
+def _policed(of: Results, policies: Results | None) -> list[str]:
+    """Show every policy, and how it and every other line differs from the default on the same seed."""
+    parts, compared = [], list(of.lines)
+    if policies is not None:
+        parts += [report.POLICED, "", *report.markdown([of.lines[0], *policies.lines]), ""]
+        if policies.about.made.is_like(of.about.made):
+            compared += policies.lines
+        else:
+            parts += [
+                "These policies' results are of another version than those of the table before, or of versions that "
+                "were not noted, so that they are not compared seed by seed, neither here nor above.",
+                "",
+            ]
+    if (ours := named(of.lines, DEFAULT)) is not None:
+        parts += paired.table(ours, compared, of.about.shown or report.SHOWN)
+    return parts
+
+
+def _more(out: Path, name: str, of: Results) -> list[str]:
     parts: list[str] = []
-    first, ours, best = known[0], named(known, DEFAULT), named(known, ORACLE)
-    if policies:
-        parts += [report.POLICED, "", *report.markdown([first, *policies]), ""]
-    if ours is not None and not EXPERIMENTS[name].whole:
-        published = {strategy.name for strategy in EXPERIMENTS[name].published}
-        parts += paired.table(ours, [*(line for line in known if line.strategy.name not in published), *policies])
+    first, ours, best = of.lines[0], named(of.lines, DEFAULT), named(of.lines, ORACLE)
     for suffix, told, closing in ((ATTRIBUTED, report.ATTRIBUTED, best), (VARIED, report.VARIED, None)):
-        if (found := results.read(out, name + suffix)) is not None:
+        if (found := _beside(out, name, suffix, of)) is not None:
             lines = [first, *([ours] if ours else []), *found.lines, *([closing] if closing else [])]
             parts += [told, "", *report.markdown(lines), ""]
-            parts += _worth(ours, found.lines) if ours and suffix == ATTRIBUTED else []
-    if (wrong := results.read(out, name + WRONG)) is not None:
+            is_worth = ours is not None and suffix == ATTRIBUTED and found.about.made.is_like(of.about.made)
+            parts += _worth(ours, found.lines) if ours is not None and is_worth else []
+    if (wrong := _beside(out, name, WRONG, of)) is not None:
         parts += [
             "Carpool (slowdown ≤ 1.5) when predictions are off and nothing is learned, against the first line; own "
-            f"peaks count where that is said.{_in_vain(wrong.lines)}",
+            'peaks count where that is said. "off by 0%" is as predicted, with the errors that predictions have; the '
+            "others have a factor drawn for each job on top, whose logarithm has that standard deviation."
+            f"{_in_vain(wrong.lines)}",
             "",
             *report.markdown([first, *wrong.lines]),
             "",
@@ -128,9 +152,13 @@ def _worth(ours: Line, told: Sequence[Line]) -> list[str]:
     single = [line for line in told if len(line.strategy.told) == 1]
     if not single:
         return []
-    worth = sorted((report.change(line, ours, "makespan_min"), line.strategy.name) for line in single)
-    each = ", ".join(f"{name.removeprefix('with ')} {change:+.1f}%" for change, name in worth)
-    return [f"Makespan against Carpool's own, for single pieces: {each}.", ""]
+    worth = sorted(
+        ((paired.change(line, ours, "makespan_min"), line.strategy.name) for line in single),
+        key=lambda one: one[0].mean,
+    )
+    each = ", ".join(f"{name.removeprefix('with ')} {paired.percent(change)}" for change, name in worth)
+    error = " (± standard error)" if len(ours.runs) > 1 else ""
+    return [f"Makespan against Carpool's own{error}, for a single piece on the same seed: {each}.", ""]
 
 
 def _times(found: Mapping[str, Results]) -> list[str]:
@@ -155,12 +183,12 @@ def _versions(out: Path, found: Iterable[str]) -> list[str]:
     """Say of every result when it was made, and by which version."""
     names = [name + suffix for name in found for suffix in ("", *SUFFIXES)]
     made = {name: one.about.made for name in names if (one := results.read(out, name)) is not None}
-    versions = {one.version for one in made.values()}
     told = "All results are of one version."
-    if len(versions) > 1 or "" in versions:
+    if len({one.version for one in made.values()}) > 1 or not all(one.is_noted for one in made.values()):
         told = (
-            "The results are not all of one version, or it was not noted: figures of different versions do not differ "
-            "by strategy alone, and only tables of one version can be read against each other."
+            "The results are not all of one version, or it was not noted, or had changes that were not committed: "
+            "figures of different versions do not differ by strategy alone, and only tables of one version can be read "
+            "against each other."
         )
     rows = [
         f"| {name} | {one.when or 'time not noted'} | {one.version or 'version not noted'} |"

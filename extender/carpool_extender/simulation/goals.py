@@ -3,8 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from carpool_extender.simulation import report
+from carpool_extender.simulation import paired
 from carpool_extender.simulation.contest import DEFAULT, LONGEST_FIRST, ORACLE, SLOWED, Line
+from carpool_extender.simulation.paired import BEYOND
+from carpool_extender.simulation.report import deaths, share
 from carpool_extender.simulation.results import Results
 
 UNLEARNED, EAGER = "Carpool, nothing learned", "Carpool, sharing before anything was measured"
@@ -12,8 +14,9 @@ UNLEARNED, EAGER = "Carpool, nothing learned", "Carpool, sharing before anything
 PROACTIVE = "proactive"
 """The strategy of which HotCloud '20 reports the utilization and makespan that were made goals."""
 YES = {True: "yes", False: "**no**"}
-_SHOWN_PERCENT = 0.05
-"""Shares below this are written as less than a tenth of a percent."""
+NOISE = "within noise"
+LEARNED, ALONE = "what is learned", "jobs that run alone where nothing was measured yet"
+"""What the lines above are without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,7 @@ class Goal:
     more: bool = False
     """Whether more is better."""
     absolute: bool = False
+    """Whether it is the figure as it is, of which no noise excuses anything."""
 
 
 GOALS = (
@@ -57,9 +61,11 @@ def section(found: Mapping[str, Results]) -> list[str]:
     return [
         "## Goals",
         "",
-        f"{DEFAULT}, against the first line of each table below; means over the seeds. Beside it the same with "
+        f"{DEFAULT}, against the first line of each table below on the same seeds; means over the seeds, and of "
+        "changes of a mean ± their standard error where there are several seeds. Beside it the same with "
         "`settings.queueOrder: LongestFirst`, where jobs say how many steps they have and their predicted lengths sort "
-        "the queue.",
+        f"the queue. A goal counts as met or not where what must be is more than {BEYOND:g} standard errors from what "
+        f'came out, and as "{NOISE}" where it is nearer; deaths count as they came, every single one.',
         "",
         "| what | must | aim | here | met | longest first | met |",
         "|---|---|---|---|---|---|---|",
@@ -81,9 +87,13 @@ def _met(goal: Goal, first: Line, line: Line | None) -> str:
     """Two cells: what a line comes to, and whether that is what was asked for."""
     if line is None:
         return " | "
-    value = line.mean(goal.figure) if goal.absolute else report.change(line, first, goal.figure)
-    is_met = value >= goal.must if goal.more else value <= goal.must
-    return f"{value:.1f} | {YES[is_met]}" if goal.absolute else f"{value:+.1f}% | {YES[is_met]}"
+    if goal.absolute:
+        value = line.mean(goal.figure)
+        return f"{deaths(value)} | {YES[value <= goal.must]}"
+    found = paired.change(line, first, goal.figure)
+    is_met = found.mean >= goal.must if goal.more else found.mean <= goal.must
+    is_noise = found.error is not None and abs(found.mean - goal.must) <= BEYOND * found.error
+    return f"{paired.percent(found)} | {NOISE if is_noise else YES[is_met]}"
 
 
 def _published(found: Mapping[str, Results]) -> list[str]:
@@ -91,39 +101,44 @@ def _published(found: Mapping[str, Results]) -> list[str]:
     known = found["hotcloud"].lines if "hotcloud" in found else []
     if (line := named(known, PROACTIVE)) is None:
         return []
-    utilization, makespan = (report.change(line, known[0], one) for one in ("utilization_percent", "makespan_min"))
+    changes = [paired.change(line, known[0], one) for one in ("utilization_percent", "makespan_min")]
     return [
         f"HotCloud's goals for utilization and makespan are what its authors report of their own strategy, "
-        f'"{PROACTIVE}". On the jobs that are drawn here it comes to {utilization:+.1f}% and {makespan:+.1f}%, with '
-        f"{line.mean('oom'):.1f} deaths of memory in a run: where the published jobs differ from these is not known.",
+        f'"{PROACTIVE}". On the jobs that are drawn here it comes to {" and ".join(map(paired.percent, changes))}, '
+        f"with {deaths(line.mean('oom'))} deaths of memory in a run: where the published jobs differ from these is not "
+        "known.",
         "",
     ]
 
 
 def _deaths(found: Mapping[str, Results]) -> list[str]:
     """Say how many would die of memory without what keeps them from it."""
-    told: dict[str, list[float]] = {}
+    told: dict[str, tuple[float, ...]] = {}
+    hanging: dict[tuple[str, str], list[str]] = {}
     for name, (about, known) in found.items():
         lines = [named(known, one) for one in (DEFAULT, UNLEARNED, EAGER)]
         if all(lines):
-            told[f"{name}, {about.jobs:,} jobs"] = [line.mean("oom") for line in lines if line is not None]
+            ours, unlearned, eager = (line.mean("oom") for line in lines if line is not None)
+            told[f"{name}, {about.jobs:,} jobs"] = (ours, unlearned, eager)
+            how_few = "How few jobs die of memory" if ours else "That no job dies of memory"
+            why = [what for what, without in ((LEARNED, unlearned), (ALONE, eager)) if without > ours]
+            hanging.setdefault((how_few, ", and on ".join(why)), []).append(name)
     if not told:
         return []
-    names = {name: name.partition(",")[0] for name in told}
-    hangs = [names[name] for name, (ours, *others) in told.items() if max(others) > ours]
-    alike = [one for one in names.values() if one not in hangs]
-    how_few = "How few jobs die of memory" if any(ours for ours, *_ in told.values()) else "That no job dies of memory"
-    why = "hangs on what is learned, and on jobs that run alone where nothing was measured yet"
-    sentences = [f"{how_few} on {', '.join(hangs)} {why}."] if hangs else []
-    sentences += [f"On {', '.join(alike)} no more die without either."] if alike else []
+    sentences = [_hanging(how_few, why, names) for (how_few, why), names in hanging.items()]
     return [
         f"{' '.join(sentences)} Deaths in the mean of a run, without the one or the other:",
         "",
         f'| | the default | "{UNLEARNED}" | "{EAGER}" |',
         "|---|---|---|---|",
-        *(f"| {name} | {' | '.join(f'{deaths:.1f}' for deaths in each)} |" for name, each in told.items()),
+        *(f"| {name} | {' | '.join(map(deaths, each))} |" for name, each in told.items()),
         "",
     ]
+
+
+def _hanging(how_few: str, why: str, names: Sequence[str]) -> str:
+    on = ", ".join(names)
+    return f"{how_few} on {on} hangs on {why}." if why else f"On {on} no more die without either."
 
 
 def _slowed(found: Mapping[str, Results]) -> list[str]:
@@ -133,8 +148,8 @@ def _slowed(found: Mapping[str, Results]) -> list[str]:
         ours = named(known, DEFAULT)
         if ours is None or not ours.mean("running_s"):  # none ended there
             continue
-        if share := ours.mean("slowed_percent"):
-            told.append(f"{_percent(share)} on {name}{_knowing(named(known, ORACLE))}")
+        if slowed := ours.mean("slowed_percent"):
+            told.append(f"{share(slowed)} on {name}{_knowing(named(known, ORACLE))}")
         else:
             kept.append(name)
     parts = []
@@ -145,15 +160,16 @@ def _slowed(found: Mapping[str, Results]) -> list[str]:
         )
     if kept:
         parts.append(f"It slowed none beyond that on {', '.join(kept)}.")
+    if any("oracle" in one for one in told):
+        parts.append(
+            "No slowdowns are among what that oracle knows (memory, activity and speed alone): they are predicted for "
+            "it, too."
+        )
     return [" ".join(parts), ""] if told else []
 
 
-def _percent(share: float) -> str:
-    return f"{share:.1f}%" if share >= _SHOWN_PERCENT else "less than 0.1%"
-
-
 def _knowing(oracle: Line | None) -> str:
-    return f" ({_percent(oracle.mean('slowed_percent'))} with an oracle's knowledge)" if oracle is not None else ""
+    return f" ({share(oracle.mean('slowed_percent'))} with an oracle's knowledge)" if oracle is not None else ""
 
 
 def _oracle(found: Mapping[str, Results]) -> list[str]:
@@ -161,12 +177,12 @@ def _oracle(found: Mapping[str, Results]) -> list[str]:
     for name, (_, known) in found.items():
         ours, best = named(known, DEFAULT), named(known, ORACLE)
         if ours is not None and best is not None:
-            cells = [
-                f"{report.change(ours, best, one):+.1f}%" for one in ("makespan_min", "completion_min", "energy_mj")
-            ]
+            figures = ("makespan_min", "completion_min", "energy_mj")
+            cells = [paired.percent(paired.change(ours, best, one)) for one in figures]
             rows.append(f"| {name} | {' | '.join(cells)} |")
     return [
-        "Distance to the same decisions with an oracle's knowledge of memory, activity and speed alone:",
+        "Distance to the same decisions with an oracle's knowledge of memory, activity and speed alone, on the same "
+        "seeds (± standard error, where there are several):",
         "",
         "| | makespan | completion | energy |",
         "|---|---|---|---|",

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from carpool_extender.simulation.contest import DEFAULT, Line
-from carpool_extender.simulation.report import change
+from carpool_extender.simulation.report import change, deaths, share
 
 WAITS = 0.01
 """Hardly anybody waits where the mean of it is less than this share of the time from submission to end."""
@@ -23,14 +23,15 @@ def told(known: Sequence[Line]) -> list[str]:
         return []
     in_use, longer = change(ours, first, "gpus_in_use"), change(ours, first, "completion_min")
     shares = "hardly anybody shares" if abs(in_use) < ALIKE_PERCENT else "some share all the same"
+    slowed, died = ours.mean("slowed_percent"), ours.mean("oom")
     harm = "costs jobs hardly any time" if longer < ALIKE_PERCENT else "costs jobs time"
     return [
         f'Under "{first.strategy.name}" a job waits {waiting:.1f} of its {completion:.1f} minutes in the mean: nearly '
         "everybody finds an idle GPU, which a job has to itself at no cost to others. "
         f"So {shares} ({ours.mean('gpus_in_use'):.1f} GPUs in use in place of {first.mean('gpus_in_use'):.1f}, "
         f"{in_use:+.1f}%). What can be read here: that this {harm} ({longer:+.1f}%), that "
-        f"{ours.mean('slowed_percent'):.1f}% of the jobs are slowed more than they accept, and that "
-        f"{ours.mean('oom'):,.0f} die of memory. What cannot: what sharing gains where jobs wait, in time or in "
-        "energy, and what predictions are worth there.",
+        f"{share(slowed)} of the jobs are slowed more than they accept, and that {deaths(died) if died else 'none'} "
+        "die of memory in a run. What cannot: what sharing gains where jobs wait, in time or in energy, and what "
+        "predictions are worth there.",
         "",
     ]

@@ -12,6 +12,8 @@ HERE = Path(__file__).resolve()
 TIMEOUT_S = 10.0
 DOCS = "docs"
 """Folder of documents, in a checkout."""
+DIRTY, UNKNOWN = "-dirty", "unknown"
+"""How a version ends that says not what ran: there were changes, or git did not tell."""
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,6 +23,16 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     """To the minute, UTC: `2026-01-31 12:00`; empty where nobody noted it."""
     version: str = ""
     """Of the package and, in a checkout, the commit; empty where nobody noted it."""
+
+    @property
+    def is_noted(self) -> bool:
+        """Whether the version says what ran: one with changes, or of which git told nothing, does not."""
+        return bool(self.version) and not self.version.endswith((DIRTY, UNKNOWN))
+
+    def is_like(self, other: "Provenance") -> bool:
+        """Whether both are of one version: of one that is noted, or of one run of the command, whatever it ran."""
+        one_run = bool(self.when) and self == other
+        return one_run or (self.is_noted and self.version == other.version)
 
     def __str__(self) -> str:
         return f"{self.when or 'time not noted'}, {self.version or 'version not noted'}"
@@ -36,17 +48,28 @@ def provenance(clock: Clock) -> Provenance:
 def commit_of(file: Path) -> str:
     """Return the commit of the checkout that a file belongs to; empty where to none.
 
-    `-dirty` is added where anything else than its documents has changes: those are what runs write.
+    `-dirty` is added where anything else than its documents has changes: those are what runs write. Where there is a
+    checkout of which git does not tell, or not in time, that is `unknown`.
     """
+    if not any((folder / ".git").exists() for folder in file.parents):
+        return ""
     git = shutil.which("git")
-    if git is None or not _said(git, file, "ls-files", "--", file.name):  # not even if a checkout holds the environment
+    held = _said(git, file, "ls-files", "--", file.name)
+    if held == "":  # the checkout holds the environment only
         return ""
     commit = _said(git, file, "describe", "--always")
+    if held is None or not commit:
+        return UNKNOWN
     changed = _said(git, file, "status", "--porcelain", "--untracked-files=no", "--", ":(top)", f":(top,exclude){DOCS}")
-    return f"{commit}-dirty" if commit and changed else commit
+    if changed is None:
+        return f"{commit}, changes {UNKNOWN}"
+    return f"{commit}{DIRTY}" if changed else commit
 
 
-def _said(git: str, file: Path, *arguments: str) -> str:
+def _said(git: str | None, file: Path, *arguments: str) -> str | None:
+    """Return what git says; None where it fails."""
+    if git is None:
+        return None
     try:
         done = subprocess.run(
             [git, "--no-optional-locks", *arguments],
@@ -57,5 +80,5 @@ def _said(git: str, file: Path, *arguments: str) -> str:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -24,6 +24,8 @@ SLOWED_MEANS = (
     f" `{HEADS['slowed_percent']}`: of the jobs that ended, how many took more than {SLOWED:g} times as long as they "
     "would have alone, from the start that succeeded to the end."
 )
+_SHOWN = 0.05
+"""What is less would be 0.0 with one digit."""
 SHOWN = ("makespan_min", "utilization_percent", "completion_min", "running_s", "slowed_percent", "oom", "energy_mj")
 COMPARED = {
     "makespan_min",
@@ -72,6 +74,18 @@ def markdown(lines: Sequence[Line], shown: Sequence[str] = ()) -> list[str]:
 def change(line: Line, first: Line, name: str) -> float:
     """Return the change of a figure against the first line, in percent."""
     return 100 * (line.mean(name) / max(1e-9, first.mean(name)) - 1)
+
+
+def share(percent: float) -> str:
+    """Write a share that may be none, or too small for a digit."""
+    if not percent:
+        return "none"
+    return f"{percent:.1f}%" if percent >= _SHOWN else "less than 0.1%"
+
+
+def deaths(mean: float) -> str:
+    """Write deaths in the mean of a run, of which not even one is rounded away."""
+    return f"{mean:,.1f}" if not mean or mean >= _SHOWN else f"{mean:.1g}"
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from carpool_extender.refusal import counted
 from carpool_extender.simulation.contest import (
     EXPERIMENTS,
     FIGURES,
@@ -82,23 +83,43 @@ def read(out: Path, name: str) -> Results | None:
     """Read results back; None where there are none.
 
     Raises:
-        WorkloadError: They were written by another version.
+        WorkloadError: They were written by another version, or are not whole.
     """
     path = out / f"{name}.csv"
     if not path.is_file():
         return None
     known = {strategy.name: strategy for strategy in _strategies(name)}
-    runs: dict[str, list[Figures]] = {}
     try:
         about = msgspec.json.decode((out / f"{name}.json").read_bytes(), type=About)
-        with path.open(newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                runs.setdefault(row["strategy"], []).append(Figures(**{one: float(row[one]) for one in FIGURES}))
-    except (OSError, KeyError, ValueError) as error:
+        runs = _runs(path, about.seeds)
+    except (OSError, KeyError, ValueError, TypeError) as error:  # a cell that is missing is None
         raise WorkloadError(
             f"{path}: expected results of this version, found {error!r}; run the workload again"
         ) from error
     return Results(about, [Line(known.get(one, Strategy(one, one)), found) for one, found in runs.items()])
+
+
+def _runs(path: Path, seeds: int) -> dict[str, list[Figures]]:
+    """Read the runs of each strategy, which must be one for each seed, in their order."""
+    runs: dict[str, list[Figures]] = {}
+    with path.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            of = runs.setdefault(row["strategy"], [])
+            if int(row["seed"]) != len(of):
+                raise _not_whole(path, seeds, f"seed {row['seed']} of {row['strategy']} as its run {len(of)}")
+            of.append(Figures(**{one: float(row[one]) for one in FIGURES}))
+    if not runs:
+        raise _not_whole(path, seeds, "no run")
+    for name, of in runs.items():
+        if len(of) != seeds:
+            raise _not_whole(path, seeds, f"{len(of)} of {name}")
+    return runs
+
+
+def _not_whole(path: Path, seeds: int, found: str) -> WorkloadError:
+    return WorkloadError(
+        f"{path}: expected {counted(seeds, 'seed')} of every strategy, found {found}; run the workload again"
+    )
 
 
 def _strategies(name: str) -> list[Strategy]:
