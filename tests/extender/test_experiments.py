@@ -107,6 +107,7 @@ def test_the_document_is_written_from_results_alone(tmp_path):
     results.write(tmp_path, "hotcloud" + results.ATTRIBUTED, workload(job("a")), told, Provenance())
     document.write(tmp_path, tmp_path / "experiments.md")
     text = (tmp_path / "experiments.md").read_text()
+    assert document.UNLIKE in text
     assert "against Carpool's own" not in text, "of unlike versions nothing is told seed by seed"
     assert "not all of one version" in text
     assert "| hotcloud-attribution | time not noted | version not noted |" in text
@@ -228,7 +229,7 @@ def test_policies_of_an_unlike_version_are_compared_with_nothing_seed_by_seed(tm
         text = (tmp_path / "experiments.md").read_text()
         assert ("| **-50.00** |" in text) is are_alike
         assert ("**hotcloud**, 2 seeds: nobody." in text) is not are_alike
-        assert ("not compared seed by seed, neither here nor above" in text) is not are_alike
+        assert (document.UNLIKE in text) is not are_alike
         assert "| best-fit | 50.5 ± 0.7 |" in text
 
 
@@ -277,6 +278,7 @@ def test_tables_tell_mean_spread_and_change(data, tmp_path):
     table = markdown(lines)
     assert table[2].startswith("| alone | 3.3 ± 0.0 |")
     assert table[3].startswith("| carpool | 3.3 ± 0.0 | +0.0% |")
+    assert "| +0.0% |" in markdown([line_of(ALONE, makespan_min=100.0), line_of(CARPOOL, makespan_min=99.99)])[3]
     assert len(told) == 2
     results.write_csv(tmp_path / "x.csv", lines)
     assert len((tmp_path / "x.csv").read_text().splitlines()) == 5

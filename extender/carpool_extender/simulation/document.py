@@ -14,6 +14,10 @@ from carpool_extender.simulation.results import ATTRIBUTED, FAILING, POLICED, SU
 from carpool_extender.simulation.workload import WorkloadError
 
 PHILLY_MUST_S = 120.0
+UNLIKE = (
+    "The results of this table are of another version than the experiment's own, or of versions that were not noted, "
+    "so that nothing is told of them seed by seed, neither here nor above."
+)
 
 
 def write(out: Path, path: Path) -> None:
@@ -102,11 +106,7 @@ def _policed(of: Results, policies: Results | None) -> list[str]:
         if policies.about.made.is_like(of.about.made):
             compared += policies.lines
         else:
-            parts += [
-                "These policies' results are of another version than those of the table before, or of versions that "
-                "were not noted, so that they are not compared seed by seed, neither here nor above.",
-                "",
-            ]
+            parts += [UNLIKE, ""]
     if (ours := named(of.lines, DEFAULT)) is not None:
         parts += paired.table(ours, compared, of.about.shown or report.SHOWN)
     return parts
@@ -119,13 +119,14 @@ def _more(out: Path, name: str, of: Results) -> list[str]:
         if (found := _beside(out, name, suffix, of)) is not None:
             lines = [first, *([ours] if ours else []), *found.lines, *([closing] if closing else [])]
             parts += [told, "", *report.markdown(lines), ""]
-            is_worth = ours is not None and suffix == ATTRIBUTED and found.about.made.is_like(of.about.made)
-            parts += _worth(ours, found.lines) if ours is not None and is_worth else []
+            if ours is not None and suffix == ATTRIBUTED:
+                parts += _worth(ours, found.lines) if found.about.made.is_like(of.about.made) else [UNLIKE, ""]
     if (wrong := _beside(out, name, WRONG, of)) is not None:
         parts += [
             "Carpool (slowdown ≤ 1.5) when predictions are off and nothing is learned, against the first line; own "
             'peaks count where that is said. "off by 0%" is as predicted, with the errors that predictions have; the '
-            "others have a factor drawn for each job on top, whose logarithm has that standard deviation."
+            "others have factors on top, drawn for each job's memory and activity, whose logarithms have that standard "
+            "deviation."
             f"{_in_vain(wrong.lines)}",
             "",
             *report.markdown([first, *wrong.lines]),

@@ -122,7 +122,7 @@ def _deaths(found: Mapping[str, Results]) -> list[str]:
             told[f"{name}, {about.jobs:,} jobs"] = (ours, unlearned, eager)
             how_few = "How few jobs die of memory" if ours else "That no job dies of memory"
             why = [what for what, without in ((LEARNED, unlearned), (ALONE, eager)) if without > ours]
-            hanging.setdefault((how_few, ", and on ".join(why)), []).append(name)
+            hanging.setdefault((how_few if why else "", ", and on ".join(why)), []).append(name)
     if not told:
         return []
     sentences = [_hanging(how_few, why, names) for (how_few, why), names in hanging.items()]

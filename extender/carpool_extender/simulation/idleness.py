@@ -29,7 +29,7 @@ def told(known: Sequence[Line]) -> list[str]:
         f'Under "{first.strategy.name}" a job waits {waiting:.1f} of its {completion:.1f} minutes in the mean: nearly '
         "everybody finds an idle GPU, which a job has to itself at no cost to others. "
         f"So {shares} ({ours.mean('gpus_in_use'):.1f} GPUs in use in place of {first.mean('gpus_in_use'):.1f}, "
-        f"{in_use:+.1f}%). What can be read here: that this {harm} ({longer:+.1f}%), that "
+        f"{in_use:+z.1f}%). What can be read here: that this {harm} ({longer:+z.1f}%), that "
         f"{share(slowed)} of the jobs are slowed more than they accept, and that {deaths(died) if died else 'none'} "
         "die of memory in a run. What cannot: what sharing gains where jobs wait, in time or in energy, and what "
         "predictions are worth there.",

@@ -102,7 +102,7 @@ def _cells(line: Line, first: Line, names: Sequence[str]) -> list[str]:
         cells.append(_spread(line, name))
         if name in COMPARED:
             is_comparable = line is not first and first.mean(name) > 0
-            cells.append(f"{change(line, first, name):+.1f}%" if is_comparable else "")
+            cells.append(f"{change(line, first, name):+z.1f}%" if is_comparable else "")
     return cells
 
 
@@ -121,7 +121,7 @@ def published(lines: Sequence[Line]) -> list[str]:
 def _beside(line: Line, first: Line) -> str:
     here = f"{line.mean('oom'):.1f}, {_spread(line, 'makespan_min')} min"
     if line is not first:
-        here += f" ({change(line, first, 'makespan_min'):+.1f}%)"
+        here += f" ({change(line, first, 'makespan_min'):+z.1f}%)"
     return _row([line.strategy.name, line.strategy.published, f"{here}, {line.mean('energy_mj'):.2f} MJ"])
 
 
