@@ -29,7 +29,7 @@ from carpool_extender.cluster import Cluster
 from carpool_extender.decide import could_ever_fit, explain
 from carpool_extender.measured import seconds
 from carpool_extender.measures import differences
-from carpool_extender.reading import gpu_nodes, hosts_of
+from carpool_extender.reading import Workers, gpu_nodes, hosts_of, workers_of
 from carpool_extender.rehearsal import Rehearsal
 from carpool_extender.rules import Rules
 from carpool_extender.speed import pace_there
@@ -91,13 +91,15 @@ class Snapshot:
     """The cluster at one moment: what the extender knows of it, but its rests of GPUs that could not be prepared."""
 
     cluster: Cluster
+    done: int = 0
+    """Workers of the job in question that have done their work, and hold nothing in this cluster."""
 
     def succeeded(self, job_uid: JobUid) -> int:
-        """Return 0: only the pods say how many workers have done their work, and an asker need not read them."""
-        return 0
+        """How many pods of the job in question have done their work."""
+        return self.done
 
 
-def snapshot(nodes: Sequence[GpuNode], rules: Rules, clock: Clock) -> Snapshot:
+def snapshot(nodes: Sequence[GpuNode], rules: Rules, clock: Clock, done: int = 0) -> Snapshot:
     """Take in GpuNodes.
 
     An agent counts as silent by its heartbeat and the asker's clock: other than the extender the asker sees it once.
@@ -110,7 +112,7 @@ def snapshot(nodes: Sequence[GpuNode], rules: Rules, clock: Clock) -> Snapshot:
         standing.heard(node.metadata.name, node.status.heartbeat_time, max(0.0, now - at))
     for node in nodes:
         cluster.apply(node)
-    return Snapshot(cluster)
+    return Snapshot(cluster, done)
 
 
 async def explained(api: KubeApi, name: str, namespace: str, rules: Rules, asker: Asker) -> Answer:
@@ -138,19 +140,61 @@ async def explained(api: KubeApi, name: str, namespace: str, rules: Rules, asker
         applicant = applicant_of(job, _user(job.spec.template), asker.choices)
     except NotOurs as refusal:
         return Answer([*told, *places, str(refusal)])
-    seen = snapshot([_without(node, own[node.metadata.name]) for node in nodes], rules, asker.clock)
-    hosts = await hosts_of(api, job.spec.template, without=JobUid(job.metadata.uid))
+    held = [r for found in own.values() for r in found]
+    workers = await _workers(api, job, applicant, held)
+    without = _lacking(applicant, workers, held) == 0 or not held
+    if without:
+        nodes = [_without(node, own[node.metadata.name]) for node in nodes]
+    done = workers.done if without else workers.done.difference(r.pod_uid for r in held)
+    seen = snapshot(nodes, rules, asker.clock, len(done))
+    hosts = await hosts_of(api, job.spec.template, without=JobUid(job.metadata.uid) if without else None)
     rehearsal = Rehearsal(seen, applicant, rules, hosts, job.spec.training.steps)
     if job.status.prediction is None:
         told.append("its status tells no prediction yet: the answer is that for a job of which nothing is known")
-    own_gpus = frozenset(uuid for held in own.values() for r in held for uuid in r.gpu_uuids)
+    own_gpus = frozenset(uuid for r in held for uuid in r.gpu_uuids) if without else frozenset()
     gpus = _gpus(seen.cluster, rehearsal, rules, asker, own_gpus)
-    if places:
-        places += rehearsal.anew(own_gpus)
+    if not places:
+        places = [f"{namespace}/{name} has no place yet", *_waits(rehearsal, workers)]
+    elif without:
+        places += rehearsal.anew([frozenset(r.gpu_uuids) for r in held if r.pod_uid not in workers.done])
     else:
-        waits = rehearsal.gang()
-        places = [f"{namespace}/{name} has no place yet", *([waits] if waits else rehearsal.ranked())]
+        places += [_who_waits(rehearsal, workers), *rehearsal.rest()]
     return Answer([*told, *places, *_chosen(applicant, rules), *gpus, *hosts.notes, *odd])
+
+
+async def _workers(api: KubeApi, job: _Job, applicant: Applicant, held: Sequence[Reservation]) -> Workers:
+    """Read how far the workers of a job are, where that is not plain already."""
+    if applicant.workers == 1 or len(held) == applicant.workers:
+        return Workers()
+    return await workers_of(api, JobUid(job.metadata.uid), job.metadata.namespace, {r.pod_uid for r in held})
+
+
+def _lacking(applicant: Applicant, workers: Workers, held: Sequence[Reservation]) -> int:
+    """How many workers of a job need a place and have none."""
+    return max(0, applicant.workers - len(workers.done.union(r.pod_uid for r in held)))
+
+
+def _waits(rehearsal: Rehearsal, workers: Workers) -> list[str]:
+    """Say of a job without any place why it waits, or which places it has to choose from."""
+    if rehearsal.wanted == 0:
+        return [f"all of its {rehearsal.applicant.workers} workers have done their work"]
+    waits = rehearsal.gang()
+    if waits is None:
+        return rehearsal.ranked()
+    return [waits, *([f"fewer, if some have done their work already ({workers.unread})"] if workers.unread else [])]
+
+
+def _who_waits(rehearsal: Rehearsal, workers: Workers) -> str:
+    """Say which workers of a job have no place, where others have theirs."""
+    lacking, all_ = rehearsal.wanted, rehearsal.applicant.workers
+    it, wait, have = ("it", "waits", "has") if lacking == 1 else ("they", "wait", "have")
+    if workers.unread:
+        why = f"{it} {wait}, or {have} done the work ({workers.unread})"
+    elif len(workers.waiting) == lacking:
+        why = f"{' and '.join(workers.waiting)} {wait}"
+    else:
+        why = f"not all of their pods are there yet{': ' if workers.waiting else ''}{', '.join(workers.waiting)}"
+    return f"{lacking} of {all_} workers {have} no place: {why}"
 
 
 def _places(job: _Job, node: GpuNode, held: Sequence[Reservation]) -> list[str]:

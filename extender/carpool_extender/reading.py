@@ -1,14 +1,17 @@
 """What an asker may read of the cluster besides GPUs; what he may not is said."""
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
+from carpool_core.keys import SCHEDULER_NAME
 from carpool_core.kube.api import GPU_NODES, NODES, PODS, KubeApi, ResourceKind, Selector
 from carpool_core.kube.errors import Forbidden
+from carpool_core.kube.pods import Pod
 from carpool_core.resources.meta import ObjectMeta
 from carpool_core.resources.node import GpuNode
-from carpool_core.values import JobUid
+from carpool_core.values import JobUid, PodUid
 
 from carpool_extender.hosts import Amounts, Host, HostPod, Hosts, PodNeeds
 
@@ -72,6 +75,42 @@ async def hosts_of(api: KubeApi, template: dict[str, Any], without: JobUid | Non
     return Offers(needs, requests, Hosts(nodes, pods, without), notes)
 
 
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """How far the workers of a job are, as their pods tell."""
+
+    done: frozenset[PodUid] = frozenset()
+    """Have done their work, and need no place any more."""
+    waiting: tuple[str, ...] = ()
+    """Names of pods that wait for a place."""
+    unread: str = ""
+    """Why nothing is known of them; empty where it is."""
+
+
+async def workers_of(api: KubeApi, job_uid: JobUid, namespace: str, held: Container[PodUid]) -> Workers:
+    """Read the pods of a job's workers, those of which the extender counts, too.
+
+    Args:
+        api: The Kubernetes API, with the asker's rights.
+        job_uid: The job.
+        namespace: Its namespace.
+        held: Pods that have their places.
+    """
+    ours = Selector(namespace=namespace, fields=f"spec.schedulerName={SCHEDULER_NAME}")
+    try:
+        found = await all_of(api, PODS, Pod, ours)
+    except Forbidden:
+        return Workers(unread=f"you may not list pods in namespace {namespace}")
+    pods = [pod for pod in found if any(owner.uid == job_uid for owner in pod.metadata.owner_references)]
+    waiting = [
+        pod.metadata.name
+        for pod in pods
+        if pod.status.phase == "Pending" and not pod.metadata.deletion_timestamp and pod.metadata.uid not in held
+    ]
+    done = frozenset(PodUid(pod.metadata.uid) for pod in pods if pod.status.phase == "Succeeded")
+    return Workers(done, tuple(sorted(waiting)))
+
+
 async def gpu_nodes(api: KubeApi) -> tuple[list[GpuNode], list[str]]:
     """Read all GpuNodes; return those that can be read, and a sentence on each of the others.
 
@@ -88,15 +127,18 @@ async def gpu_nodes(api: KubeApi) -> tuple[list[GpuNode], list[str]]:
     return found, odd
 
 
-async def all_of(api: KubeApi, kind: ResourceKind, type_: type[T]) -> list[T]:
-    """Read all objects of a kind, page by page.
+_ALL = Selector()
+
+
+async def all_of(api: KubeApi, kind: ResourceKind, type_: type[T], selector: Selector = _ALL) -> list[T]:
+    """Read all objects of a kind, or those that are selected, page by page.
 
     Raises:
         KubeError: They could not be read.
     """
     found, token = [], ""
     while True:
-        page = await api.list_page(kind, Selector(), continue_token=token)
+        page = await api.list_page(kind, selector, continue_token=token)
         found += [msgspec.json.decode(item, type=type_) for item in page.items]
         token = page.continue_token
         if not token:

@@ -1,7 +1,8 @@
 """Places a job's workers on paper, one after the other, as kube-scheduler and the extender would together."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby
 from typing import Protocol
 
@@ -42,12 +43,18 @@ class Rehearsal:
         rules: What the site has chosen.
         offers: Which nodes kube-scheduler would offer.
         steps: Of the job's training; None where nobody said.
+
+    Attributes:
+        applicant: What each worker asks for.
+        wanted: Workers that need a place: those that have none there, and have not done their work.
     """
 
     def __init__(
         self, seen: Seen, applicant: Applicant, rules: Rules, offers: Offering, steps: int | None = None
     ) -> None:
         self.applicant = applicant
+        job_uid = applicant.demand.job_uid
+        self.wanted = max(0, applicant.workers - seen.succeeded(job_uid) - len(seen.cluster.pods_of(job_uid)))
         self._seen, self._rules, self._offers, self._steps = seen, rules, offers, steps
 
     def refused(self) -> dict[str, str]:
@@ -74,35 +81,51 @@ class Rehearsal:
         choice, places = self.ranked(), self._places(self._seen.cluster)
         return [*self._go(places), *choice] if places else ["would have to wait now"]
 
-    def anew(self, own: frozenset[GpuUuid]) -> list[str]:
-        """Say the same of a job that has its place and keeps it, where the cluster is seen without it.
+    def rest(self) -> list[str]:
+        """Say the same of those workers of a job that have no place yet, where the others have theirs."""
+        decided = f"decided now with policy {self._rules.policy_for(self.applicant).name}"
+        choice, places = self.ranked(), self._places(self._seen.cluster)
+        if not places:
+            return [f"{decided} {'it' if self.wanted == 1 else 'they'} would have to wait", *choice]
+        first, *others = self._go(places, numbered=False)
+        return [f"{decided} {'it' if self.wanted == 1 else 'of these'} {first}", *others, *choice]
+
+    def anew(self, own: Collection[frozenset[GpuUuid]]) -> list[str]:
+        """Say the same of a job that has its places and keeps them, where the cluster is seen without it.
 
         Args:
-            own: GPUs that it has.
+            own: GPUs of each place that it has.
         """
         it = f"it keeps its place; decided now with policy {self._rules.policy_for(self.applicant).name} it would"
+        if len(own) != self.wanted:
+            had, needed = counted(len(own), "place"), counted(self.wanted, "worker")
+            return [f"it has {had} for {needed}, as until one that ended has given its own back; they are not compared"]
         if waits := self.gang():
             return [f"{it} have to wait: {waits}"]
         choice, places = self.ranked(), self._places(self._seen.cluster)
         if not places:
             return [f"{it} have to wait"]
-        if own == {uuid for _, place in places for uuid in place.gpu_uuids}:
-            return [f"{it} go there again", *choice]
         first, *others = self._go(places)
+        if len(places) < min(self.wanted, MOST_TRIED):
+            return [f"{it} not get all of them again: {first}", *others, *choice]
+        if self.wanted > MOST_TRIED:
+            return [f"{it} get places, which are not compared: no more than {MOST_TRIED} workers are tried", *choice]
+        if Counter(own) == Counter(frozenset(place.gpu_uuids) for _, place in places):
+            return [f"{it} go there again", *choice]
         return [first.replace("would", it, 1) if not others else f"{it} go elsewhere: {first}", *others, *choice]
 
-    def _go(self, places: Sequence[tuple[str, Place]]) -> list[str]:
-        workers, told = self.applicant.workers, [self._told(*place) for place in places]
-        if workers == 1:
+    def _go(self, places: Sequence[tuple[str, Place]], *, numbered: bool = True) -> list[str]:
+        told = [self._told(*place) for place in places]
+        if self.wanted == 1:
             return [f"would go to {told[0]}"]
-        return [_of_several(len(places), min(workers, MOST_TRIED), workers), *_alike(told)]
+        return [_of_several(len(places), min(self.wanted, MOST_TRIED), self.wanted), *_alike(told, numbered=numbered)]
 
     def _told(self, name: str, place: Place) -> str:
         pace = pace_there(self.applicant.demand, place, self._seen.cluster.nodes[name].status.devices, self._steps)
         return f"{name}{pace}: {place.reason}"
 
     def _places(self, cluster: Cluster) -> list[tuple[str, Place]]:
-        found, wanted = [], min(self.applicant.workers, MOST_TRIED)
+        found, wanted = [], min(self.wanted, MOST_TRIED)
         for name, place in placed(cluster, self.applicant, self._rules, wanted, among=self._offered):
             self._offers.take(name)
             found.append((name, place))
@@ -130,13 +153,18 @@ _GPUS = re.compile(r"(?<= on GPU )[0-9, ]+(?= of )")
 """In what is said of a place."""
 
 
-def _alike(told: Sequence[str]) -> Iterator[str]:
-    """Say where each worker would go; of those that differ by nothing but their GPUs, one after the other, at once."""
+def _alike(told: Sequence[str], *, numbered: bool) -> Iterator[str]:
+    """Say where each worker would go; of those that differ by nothing but their GPUs, one after the other, at once.
+
+    Args:
+        told: Of each worker, in the order in which they are placed.
+        numbered: Whether these are all workers of the job, and so known by number.
+    """
     for _, group in groupby(enumerate(told), lambda one: _GPUS.sub("", one[1], count=1)):
         members = [*group]
         first, said = members[0]
-        if len(members) == 1:
-            yield f"  worker {first} would go to {said}"
-            continue
-        gpus = " and ".join(found[0] for _, one in members if (found := _GPUS.search(one)) is not None)
-        yield f"  workers {first} to {members[-1][0]} would go to {_GPUS.sub(gpus, said, count=1)}"
+        if len(members) > 1:
+            gpus = " and ".join(found[0] for _, one in members if (found := _GPUS.search(one)) is not None)
+            said = _GPUS.sub(gpus, said, count=1)
+        who = f"worker {first}" if len(members) == 1 else f"workers {first} to {members[-1][0]}"
+        yield f"  {who if numbered else counted(len(members), 'worker')} would go to {said}"
