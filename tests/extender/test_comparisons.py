@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from carpool_extender.simulation import goals, hotcloud, idleness, losses, report, results
-from carpool_extender.simulation.contest import DEFAULT, EXPERIMENTS, ORACLE, ours, shipped
+from carpool_extender.simulation.contest import DEFAULT, EVERYTHING, EXPERIMENTS, ORACLE, ours, shipped
 from carpool_extender.simulation.paired import Difference, by_chance, change, difference, percent
 from results_world import line_of, minutes
 from scipy.stats import t as student
@@ -146,6 +146,25 @@ def test_the_distance_to_an_oracle_has_an_error():
     default, oracle = (replace(ALONE, name=name) for name in (DEFAULT, ORACLE))
     told = goals_of(line_of(default, *minutes(120.0, 232.0, 368.0)), line_of(oracle, *minutes(100.0, 200.0, 300.0)))
     assert "| hotcloud | +20.0 ± 2.3% | +0.0% | +0.0% |" in told
+
+
+def test_whoever_knows_everything_has_a_row_of_its_own_where_it_was_run():
+    default, oracle, everything = (replace(ALONE, name=name) for name in (DEFAULT, ORACLE, EVERYTHING))
+    lines = [line_of(default, *minutes(120.0)), line_of(oracle, *minutes(100.0))]
+    about = results.About(title="", jobs=100, seeds=1, assumptions=[], cpu_s={})
+    found = {"hotcloud": results.Results(about, lines)}
+    told = "\n".join(goals.section(found, {"hotcloud": line_of(everything, *minutes(80.0))}))
+    assert "| hotcloud | +20.0% |" in told
+    assert "| hotcloud, everything | +50.0% |" in told
+    assert "everything |" not in "\n".join(goals.section(found))
+
+
+def test_whose_queue_waits_for_its_first_job_is_told_where_others_does_not():
+    first, passing = replace(ALONE, name="first", in_order=True), replace(ALONE, name="passing", in_order=False)
+    waiting, others = (line_of(one, *minutes(1.0)) for one in (first, passing))
+    assert "whoever finds no place: first; the others" in "\n".join(report.section("", [], [waiting, others]))
+    for alike in ([waiting], [others]):
+        assert "in order" not in "\n".join(report.section("", [], alike))
 
 
 def test_what_the_authors_own_strategy_comes_to_stands_beside_what_they_report_of_it():

@@ -110,6 +110,7 @@ DEFAULT_POLICY = "least-slowdown"
 DEFAULT = "Carpool, slowdown ≤ 1.5 (default)"
 LONGEST_FIRST = "Carpool, longest first"
 UNCOUNTED = "Carpool, own peaks not counted"
+EVERYTHING = "with all of them"
 ORACLE = "oracle's knowledge, slowdown ≤ 1.5"
 
 
@@ -142,9 +143,9 @@ def attributed(mode: SharingMode) -> list[Strategy]:
         "true slowdowns": {Piece.SLOWDOWNS},
         "true durations, the longest first": {Piece.DURATIONS},
         "true memory and activity": {Piece.MEMORY, Piece.ACTIVITY},
-        "all of them": set(Piece),
     }
-    return [replace(base, name=f"with {name}", told=frozenset(pieces)) for name, pieces in known.items()]
+    single = [replace(base, name=f"with {name}", told=frozenset(pieces)) for name, pieces in known.items()]
+    return [*single, replace(base, name=EVERYTHING, told=frozenset(Piece))]
 
 
 def varied(mode: SharingMode) -> list[Strategy]:

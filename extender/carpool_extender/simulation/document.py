@@ -7,7 +7,7 @@ from carpool_predictor.recalling import FIRST
 
 from carpool_extender.refusal import counted
 from carpool_extender.simulation import energies, goals, idleness, losses, paired, report, results, workdone
-from carpool_extender.simulation.contest import DEFAULT, EXPERIMENTS, FAILS_EVERY_H, ORACLE, Line
+from carpool_extender.simulation.contest import DEFAULT, EVERYTHING, EXPERIMENTS, FAILS_EVERY_H, ORACLE, Line
 from carpool_extender.simulation.doubts import doubts
 from carpool_extender.simulation.goals import named
 from carpool_extender.simulation.results import ATTRIBUTED, FAILING, POLICED, SUFFIXES, VARIED, WRONG, Results
@@ -35,7 +35,7 @@ def write(out: Path, path: Path) -> None:
         raise WorkloadError(f"expected results in {out}, found none; run `carpool simulate --workload all` first")
     policies = {name: one for name, of in found.items() if (one := _policies(out, name, of)) is not None}
     like = {name: one.lines for name, one in policies.items() if one.about.made.is_like(found[name].about.made)}
-    parts = [*_head(), *goals.section(found), *losses.section(found, like)]
+    parts = [*_head(), *goals.section(found, _everything(out, found)), *losses.section(found, like)]
     for name, (about, known) in found.items():
         title, *rest = report.section(about.title, about.assumptions, known, about.shown)
         parts += [title, "", f"Results of {about.made}.", *rest, *idleness.told(known)]
@@ -51,6 +51,14 @@ def _policies(out: Path, name: str, of: Results) -> Results | None:
     """Read what every policy came to, none of them called as a line of the experiment."""
     found = _beside(out, name, POLICED, of)
     return None if found is None else Results(found.about, paired.apart(of.lines, found.lines))
+
+
+def _everything(out: Path, found: Mapping[str, Results]) -> dict[str, Line]:
+    """Read by experiment the line that knows all there is, where it may be compared seed by seed."""
+    known = {name: _beside(out, name, ATTRIBUTED, of) for name, of in found.items()}
+    alike = {name: one for name, one in known.items() if one and one.about.made.is_like(found[name].about.made)}
+    lines = {name: goals.named(one.lines, EVERYTHING) for name, one in alike.items()}
+    return {name: line for name, line in lines.items() if line is not None}
 
 
 def _beside(out: Path, name: str, suffix: str, of: Results) -> Results | None:

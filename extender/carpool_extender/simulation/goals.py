@@ -47,8 +47,13 @@ GOALS = (
 )
 
 
-def section(found: Mapping[str, Results]) -> list[str]:
-    """Write the section, out of results by experiment."""
+def section(found: Mapping[str, Results], everything: Mapping[str, Line] | None = None) -> list[str]:
+    """Write the section.
+
+    Args:
+        found: Results by experiment.
+        everything: By experiment the line that knows durations and slowdowns, too, on the same seeds.
+    """
     rows = []
     for goal in GOALS:
         known = found[goal.experiment].lines if goal.experiment in found else []
@@ -74,7 +79,7 @@ def section(found: Mapping[str, Results]) -> list[str]:
         *_published(found),
         *_deaths(found),
         *_slowed(found),
-        *_oracle(found),
+        *_oracle(found, everything or {}),
     ]
 
 
@@ -172,17 +177,19 @@ def _knowing(oracle: Line | None) -> str:
     return f" ({share(oracle.mean('slowed_percent'))} with an oracle's knowledge)" if oracle is not None else ""
 
 
-def _oracle(found: Mapping[str, Results]) -> list[str]:
+def _oracle(found: Mapping[str, Results], everything: Mapping[str, Line]) -> list[str]:
     rows = []
     for name, (_, known) in found.items():
         ours, best = named(known, DEFAULT), named(known, ORACLE)
-        if ours is not None and best is not None:
-            figures = ("makespan_min", "completion_min", "energy_mj")
-            cells = [paired.percent(paired.change(ours, best, one)) for one in figures]
-            rows.append(f"| {name} | {' | '.join(cells)} |")
+        for which, other in (("", best), (", everything", everything.get(name))):
+            if ours is not None and other is not None:
+                figures = ("makespan_min", "completion_min", "energy_mj")
+                cells = [paired.percent(paired.change(ours, other, one)) for one in figures]
+                rows.append(f"| {name}{which} | {' | '.join(cells)} |")
     return [
         "Distance to the same decisions with an oracle's knowledge of memory, activity and speed alone, on the same "
-        "seeds (± standard error, where there are several):",
+        "seeds (± standard error, where there are several). Who knows everything knows slowdowns, too, and how long "
+        "each job takes, by which the longest comes first, whatever that does to completion.",
         "",
         "| | makespan | completion | energy |",
         "|---|---|---|---|",

@@ -106,6 +106,17 @@ def _cells(line: Line, first: Line, names: Sequence[str]) -> list[str]:
     return cells
 
 
+def _order(lines: Sequence[Line]) -> str:
+    """Say whose queue waits for its first job, where others' does not."""
+    waits = [line.strategy.name for line in lines if line.strategy.in_order]
+    if not waits or len(waits) == len(lines):
+        return ""
+    return (
+        " Strictly in order of arrival, so that all wait for whoever finds no place: "
+        f"{', '.join(waits)}; the others let those pass who fit, which alone shortens completion."
+    )
+
+
 def published(lines: Sequence[Line]) -> list[str]:
     """Write down what the source says of its own lines, beside what came out here."""
     told = [line for line in lines if line.strategy.published]
@@ -133,7 +144,7 @@ def section(title: str, assumptions: Sequence[str], lines: Sequence[Line], shown
     return [
         f"## {title}",
         "",
-        f"{what}; changes are against the first line.{slowed}",
+        f"{what}; changes are against the first line.{slowed}{_order(lines)}",
         "",
         *markdown(lines, shown),
         "",
