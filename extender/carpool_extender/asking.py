@@ -13,7 +13,7 @@ from carpool_core.clock import SystemClock
 from carpool_core.kube.api import KubeApi
 from carpool_core.kube.client import connect
 from carpool_core.kube.credentials import KubeConfigError
-from carpool_core.kube.errors import KubeError, Refused
+from carpool_core.kube.errors import Forbidden, KubeError, Refused
 from carpool_core.products import PRODUCTS, hardware_name
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.settings import SettingsError, click_options
@@ -131,6 +131,14 @@ def what_if(settings: AskSettings, manifest: Path, namespace: str, each_gpu: boo
     _say(settings, each_gpu, ask, predicts=True)
 
 
+def _may_ask(settings: AskSettings) -> str:
+    role = f"{settings.site.rpartition('/')[2] or 'carpool'}-view"
+    return (
+        "whoever asks has to read jobs and GpuNodes, which belong to the whole cluster: an administrator can bind the "
+        f"ClusterRole {role} by a ClusterRoleBinding (docs/security.md, Users)"
+    )
+
+
 _Ask = Callable[[KubeApi, AskSettings, Rules, Asker], Awaitable[Answer]]
 
 
@@ -149,6 +157,8 @@ def _say(settings: AskSettings, each_gpu: bool, ask: _Ask, *, predicts: bool) ->
 
     try:
         told = asyncio.run(run())
+    except Forbidden as error:
+        raise UnansweredError(f"{error}; {_may_ask(settings)}") from error
     except KubeError as error:
         raise UnansweredError(f"the cluster could not be asked: {error}") from error
     except ManifestError as error:

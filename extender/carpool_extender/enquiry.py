@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 from carpool_core.clock import Clock
 from carpool_core.demand import told_of
+from carpool_core.joined import joined_since
 from carpool_core.keys import (
     CONDITION_COMPLETE,
     CONDITION_FAILED,
@@ -202,7 +203,7 @@ def _places(job: _Job, node: GpuNode, held: Sequence[Reservation]) -> list[str]:
     demand, name = demand_of_row(job), node.metadata.name
     paces = [pace_there(demand, r, node.status.devices, job.spec.training.steps) for r in held]
     return [
-        f"{r.pod_name} has a place on {name}{pace}: {r.reason or 'no reason was written'}"
+        f"{r.pod_name} has a place on {name}{pace}: {r.reason or 'no reason was written'}{joined_since(node, r)}"
         for r, pace in zip(held, paces, strict=True)
     ]
 

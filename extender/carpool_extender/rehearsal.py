@@ -12,11 +12,11 @@ from carpool_core.values import GpuUuid, PodUid
 from carpool_extender.applicant import Applicant
 from carpool_extender.assessments import Assessment, Assessments
 from carpool_extender.cluster import Cluster
-from carpool_extender.decide import Place
+from carpool_extender.decide import Place, filter_nodes
 from carpool_extender.gangs import MOST_TRIED, Gangs, Seen
 from carpool_extender.paper import placed
 from carpool_extender.ranking import ranked
-from carpool_extender.refusal import counted
+from carpool_extender.refusal import PREFIX, counted
 from carpool_extender.rules import Rules
 from carpool_extender.speed import pace_there
 from carpool_extender.view import Bools, View
@@ -79,14 +79,14 @@ class Rehearsal:
         if waits := self.gang():
             return [f"would have to wait now: {waits}"]
         choice, places = self.ranked(), self._places(self._seen.cluster)
-        return [*self._go(places), *choice] if places else ["would have to wait now"]
+        return [*self._go(places), *choice] if places else [f"would have to wait now{self._why()}"]
 
     def rest(self) -> list[str]:
         """Say the same of those workers of a job that have no place yet, where the others have theirs."""
         decided = f"decided now with policy {self._rules.policy_for(self.applicant).name}"
         choice, places = self.ranked(), self._places(self._seen.cluster)
         if not places:
-            return [f"{decided} {'it' if self.wanted == 1 else 'they'} would have to wait", *choice]
+            return [f"{decided} {'it' if self.wanted == 1 else 'they'} would have to wait{self._why()}", *choice]
         first, *others = self._go(places, numbered=False)
         return [f"{decided} {'it' if self.wanted == 1 else 'of these'} {first}", *others, *choice]
 
@@ -104,7 +104,7 @@ class Rehearsal:
             return [f"{it} have to wait: {waits}"]
         choice, places = self.ranked(), self._places(self._seen.cluster)
         if not places:
-            return [f"{it} have to wait"]
+            return [f"{it} have to wait{self._why()}"]
         first, *others = self._go(places)
         if len(places) < min(self.wanted, MOST_TRIED):
             return [f"{it} not get all of them again: {first}", *others, *choice]
@@ -119,6 +119,16 @@ class Rehearsal:
         if self.wanted == 1:
             return [f"would go to {told[0]}"]
         return [_of_several(len(places), min(self.wanted, MOST_TRIED), self.wanted), *_alike(told, numbered=numbered)]
+
+    def _why(self) -> str:
+        """Say what kube-scheduler would be told of the nodes that it would offer, none of which has room for a worker."""
+        cluster, refused = self._seen.cluster, self.refused()
+        offered = [name for name in sorted(cluster.nodes) if name not in refused]
+        if not offered:
+            return ": kube-scheduler would offer none of the nodes"
+        found = filter_nodes(Assessment(self.applicant, self._rules, cluster.view()), offered)
+        told = next(iter((found.refused | found.unsuitable).values()), "")
+        return f": {told.removeprefix(PREFIX)}" if told else ""
 
     def _told(self, name: str, place: Place) -> str:
         pace = pace_there(self.applicant.demand, place, self._seen.cluster.nodes[name].status.devices, self._steps)
