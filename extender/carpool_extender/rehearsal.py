@@ -121,7 +121,7 @@ class Rehearsal:
         return [_of_several(len(places), min(self.wanted, MOST_TRIED), self.wanted), *_alike(told, numbered=numbered)]
 
     def _why(self) -> str:
-        """Say what kube-scheduler would be told of the nodes that it would offer, none of which has room for a worker."""
+        """Say why none of the nodes that kube-scheduler would offer has room for a worker, as it would be told."""
         cluster, refused = self._seen.cluster, self.refused()
         offered = [name for name in sorted(cluster.nodes) if name not in refused]
         if not offered:

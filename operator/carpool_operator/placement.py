@@ -14,6 +14,7 @@ from carpool_core.values import JobUid, NodeName, PodUid
 
 from carpool_operator.pods import worker_of
 
+
 def _neighbours(node: GpuNode, own: Reservation) -> list[Neighbour]:
     """Jobs that share a GPU with a reservation, in a stable order."""
     found = {
