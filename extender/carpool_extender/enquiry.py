@@ -179,10 +179,10 @@ def _waits(rehearsal: Rehearsal, workers: Workers) -> list[str]:
     """Say of a job without any place why it waits, or which places it has to choose from."""
     if rehearsal.wanted == 0:
         return [f"all of its {rehearsal.applicant.workers} workers have done their work"]
-    waits = rehearsal.gang()
-    if waits is None:
-        return rehearsal.ranked()
-    return [waits, *([f"fewer, if some have done their work already ({workers.unread})"] if workers.unread else [])]
+    if (waits := rehearsal.gang()) is None:
+        return rehearsal.ranked() or rehearsal.changes()
+    fewer = [f"fewer, if some have done their work already ({workers.unread})"] if workers.unread else []
+    return [waits, *fewer, *rehearsal.changes()]
 
 
 def _who_waits(rehearsal: Rehearsal, workers: Workers) -> str:
@@ -264,7 +264,7 @@ async def asked(api: KubeApi, job: GpuTrainingJob, rules: Rules, predictor: Pred
     gpus = [*_chosen(applicant, rules), *_gpus(seen.cluster, rehearsal, rules, asker), *hosts.notes, *odd]
     if not could_ever_fit(seen.cluster.view(), applicant, rules):
         told.append("could never run here: no node has GPUs that would do, even if they were empty")
-        return Answer([*told, *gpus], is_hopeless=True)
+        return Answer([*told, *rehearsal.changes(), *gpus], is_hopeless=True)
     return Answer([*told, *rehearsal.outcome(), *gpus])
 
 
