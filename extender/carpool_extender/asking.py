@@ -93,6 +93,8 @@ _NAMESPACE = click.option("-n", "--namespace", default="default", show_default=T
 def explain_command(settings: AskSettings, job: str, namespace: str, each_gpu: bool) -> None:
     """Say why JOB is where it is, why not elsewhere, and by how much each GPU fits or misses.
 
+    Of a job without a place it says what would have to change for it to have one now.
+
     Decides as the extender does, by the settings of the site where you may read them; only that a GPU could not be
     prepared a moment ago the extender alone remembers.
     """
