@@ -13,7 +13,7 @@ from carpool_core.clock import SystemClock
 from carpool_core.kube.api import KubeApi
 from carpool_core.kube.client import connect
 from carpool_core.kube.credentials import KubeConfigError
-from carpool_core.kube.errors import KubeError, Refused
+from carpool_core.kube.errors import Forbidden, KubeError, Refused
 from carpool_core.products import PRODUCTS, hardware_name
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.settings import SettingsError, click_options
@@ -93,6 +93,8 @@ _NAMESPACE = click.option("-n", "--namespace", default="default", show_default=T
 def explain_command(settings: AskSettings, job: str, namespace: str, each_gpu: bool) -> None:
     """Say why JOB is where it is, why not elsewhere, and by how much each GPU fits or misses.
 
+    Of a job without a place it says what would have to change for it to have one now.
+
     Decides as the extender does, by the settings of the site where you may read them; only that a GPU could not be
     prepared a moment ago the extender alone remembers.
     """
@@ -131,6 +133,14 @@ def what_if(settings: AskSettings, manifest: Path, namespace: str, each_gpu: boo
     _say(settings, each_gpu, ask, predicts=True)
 
 
+def _may_ask(settings: AskSettings) -> str:
+    role = f"{settings.site.rpartition('/')[2] or 'carpool'}-view"
+    return (
+        "whoever asks has to read jobs and GpuNodes, which belong to the whole cluster: an administrator can bind the "
+        f"ClusterRole {role} by a ClusterRoleBinding (docs/security.md, Users)"
+    )
+
+
 _Ask = Callable[[KubeApi, AskSettings, Rules, Asker], Awaitable[Answer]]
 
 
@@ -149,6 +159,8 @@ def _say(settings: AskSettings, each_gpu: bool, ask: _Ask, *, predicts: bool) ->
 
     try:
         told = asyncio.run(run())
+    except Forbidden as error:
+        raise UnansweredError(f"{error}; {_may_ask(settings)}") from error
     except KubeError as error:
         raise UnansweredError(f"the cluster could not be asked: {error}") from error
     except ManifestError as error:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from carpool_extender.applicant import Applicant, ClassColumns
 from carpool_extender.conditions import Conditions
-from carpool_extender.crowds import Crowd, crowd_on, meetings
+from carpool_extender.crowds import crowd_on, meetings
 from carpool_extender.margins import condition_margin
 from carpool_extender.modes import MIG, MPS, proposals
 from carpool_extender.users import serves_another
@@ -74,7 +74,7 @@ class Findings:
 
 
 class Closest(NamedTuple):
-    """Who of a GPU's tenants and the newcomer is closest to its limit, or furthest beyond it."""
+    """What would become of one of a GPU's tenants, or the newcomer: mostly of who is closest to its limit."""
 
     tenant: int
     """Its place among the tenants; -1 is the newcomer."""
@@ -152,16 +152,15 @@ class Verdict:
 
     def closest(self, row: int) -> Closest:
         """Work out who would be closest to its limit on one GPU."""
-        crowd = self._crowd_on(row)
-        counted, limit = crowd.by(self.conditions.quantile)[:, 0], crowd.limit[:, 0]
-        own, *others = (limit - counted).tolist()
-        worst = 0 if own < min(others) else 1 + others.index(min(others))
-        return Closest(
-            tenant=worst - 1,
-            slowdown=float(counted[worst]),
-            expected=float(crowd.expected[worst, 0]),
-            limit=float(limit[worst]),
-        )
+        own, *others = self.met(row)
+        return min(*others, own, key=lambda one: one.limit - one.slowdown)
+
+    def met(self, row: int) -> list[Closest]:
+        """Work out what would become of the newcomer, who comes first, and of each tenant of a GPU that has some."""
+        crowd = crowd_on(self.view.columns, self.applicant, self._facts, np.array([row]), int(self.found.mode[row]))
+        numbers = (crowd.by(self.conditions.quantile), crowd.expected, crowd.limit)
+        each = zip(*(of[:, 0].tolist() for of in numbers), strict=True)
+        return [Closest(tenant, *of) for tenant, of in enumerate(each, start=-1)]
 
     def upper(self, row: int) -> float:
         """Work out the upper quantile of the newcomer's slowdown on one GPU that it could join, or have alone."""
@@ -169,9 +168,6 @@ class Verdict:
         busy = np.append(columns.util[row, : columns.count[row]], 0.0)[None, :]
         more = 0.0 if mode is None else float(allowance(mode, busy, np.ones(busy.shape, np.bool_))[0, -1])
         return float(self.found.newcomer[row]) + more
-
-    def _crowd_on(self, row: int) -> Crowd:
-        return crowd_on(self.view.columns, self.applicant, self._facts, np.array([row]), int(self.found.mode[row]))
 
     def margins(self, check: Check, rows: Rows) -> Floats:
         """Room left in a check's own unit on some GPUs; negative where it failed."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 from carpool_core.clock import Clock
 from carpool_core.demand import told_of
+from carpool_core.joined import joined_since
 from carpool_core.keys import (
     CONDITION_COMPLETE,
     CONDITION_FAILED,
@@ -178,10 +179,10 @@ def _waits(rehearsal: Rehearsal, workers: Workers) -> list[str]:
     """Say of a job without any place why it waits, or which places it has to choose from."""
     if rehearsal.wanted == 0:
         return [f"all of its {rehearsal.applicant.workers} workers have done their work"]
-    waits = rehearsal.gang()
-    if waits is None:
-        return rehearsal.ranked()
-    return [waits, *([f"fewer, if some have done their work already ({workers.unread})"] if workers.unread else [])]
+    if (waits := rehearsal.gang()) is None:
+        return rehearsal.ranked() or rehearsal.changes()
+    fewer = [f"fewer, if some have done their work already ({workers.unread})"] if workers.unread else []
+    return [waits, *fewer, *rehearsal.changes()]
 
 
 def _who_waits(rehearsal: Rehearsal, workers: Workers) -> str:
@@ -202,7 +203,7 @@ def _places(job: _Job, node: GpuNode, held: Sequence[Reservation]) -> list[str]:
     demand, name = demand_of_row(job), node.metadata.name
     paces = [pace_there(demand, r, node.status.devices, job.spec.training.steps) for r in held]
     return [
-        f"{r.pod_name} has a place on {name}{pace}: {r.reason or 'no reason was written'}"
+        f"{r.pod_name} has a place on {name}{pace}: {r.reason or 'no reason was written'}{joined_since(node, r)}"
         for r, pace in zip(held, paces, strict=True)
     ]
 
@@ -263,7 +264,7 @@ async def asked(api: KubeApi, job: GpuTrainingJob, rules: Rules, predictor: Pred
     gpus = [*_chosen(applicant, rules), *_gpus(seen.cluster, rehearsal, rules, asker), *hosts.notes, *odd]
     if not could_ever_fit(seen.cluster.view(), applicant, rules):
         told.append("could never run here: no node has GPUs that would do, even if they were empty")
-        return Answer([*told, *gpus], is_hopeless=True)
+        return Answer([*told, *rehearsal.changes(), *gpus], is_hopeless=True)
     return Answer([*told, *rehearsal.outcome(), *gpus])
 
 

@@ -59,7 +59,7 @@ class Gangs:
         if applicant.workers == 1 or self._seen.cluster.pods_of(demand.job_uid) - {pod_uid}:
             return None
         wanted = applicant.workers - self._seen.succeeded(demand.job_uid)
-        found = self._room_for(applicant, wanted, offered)
+        found = self.room_for(applicant, wanted, offered)
         if found >= wanted:
             return None
         return (
@@ -67,8 +67,8 @@ class Gangs:
             f"{counted(demand.gpus, 'GPU')} at once, there is room for {found}; none starts before all can"
         )
 
-    def _room_for(self, applicant: Applicant, wanted: int, offered: Sequence[str] | None) -> int:
-        """How many of some workers find a place, at most as many as are wanted."""
+    def room_for(self, applicant: Applicant, wanted: int, offered: Sequence[str] | None) -> int:
+        """Say how many of some workers find a place, at most as many as are wanted; on all nodes if none are named."""
         assessment = self._assessments.of(applicant)
         rows = _fitting(assessment, offered)
         apart = _sets_apart(assessment, rows)

@@ -4,10 +4,12 @@ from collections.abc import Sequence
 
 from carpool_predictor.slowdown import shipped
 
-from carpool_extender.checks import Verdict
+from carpool_extender.checks import Closest, Verdict
 
 MOST_DIGITS = 6
 """Digits behind the point of a slowdown, where fewer would show it as equal to its limit."""
+MOST_NAMED = 3
+"""Neighbours of which each is told what would become of it."""
 
 
 def expected_slowdown(verdict: Verdict, rows: Sequence[int], limit: float | None = None) -> str:
@@ -22,6 +24,26 @@ def expected_slowdown(verdict: Verdict, rows: Sequence[int], limit: float | None
     told = f"expected slowdown {found:.2f}" + ("" if limit is None else f" of {limit:.2f}")
     upper = max(verdict.upper(row) for row in rows) if verdict.view.columns.count[list(rows)].any() else found
     return told if upper <= found else f"{told}, {shipped().level:.0%} below {upper:.2f}"
+
+
+def neighbours(verdict: Verdict, row: int) -> str:
+    """Say what would become of the tenants of a GPU that the newcomer fits on; empty where there are none.
+
+    Of many it names who is closest to its limit.
+    """
+    if not verdict.view.columns.count[row]:
+        return ""
+    _, *others = verdict.met(row)
+    nearest = sorted(others, key=lambda one: one.limit - one.slowdown)[: 1 if len(others) > MOST_NAMED else None]
+    told = [_beside(verdict, row, one) for one in sorted(nearest)]
+    if len(told) < len(others):
+        told.append(f"{len(others) - 1} others further from their limits")
+    return f"; beside {', '.join(told)}"
+
+
+def _beside(verdict: Verdict, row: int, one: Closest) -> str:
+    surely = "" if one.slowdown == one.expected else f" (expected {one.expected:.2f})"
+    return f"{verdict.view.columns.tenants[row][one.tenant]} {one.slowdown:.2f} of {one.limit:.2f}{surely}"
 
 
 def too_slow(verdict: Verdict, row: int) -> str:

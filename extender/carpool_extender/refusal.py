@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from carpool_extender.checks import Check, Verdict
 from carpool_extender.mig import whole
 from carpool_extender.modes import EXCLUSIVE, unbounded
-from carpool_extender.pace import beyond, expected_slowdown, too_slow
+from carpool_extender.pace import beyond, expected_slowdown, neighbours, too_slow
 from carpool_extender.view import MODES, NO_MODE, NOBODY, SEVERAL, Bools, Rows
 
 PREFIX = "NoGpuFits: "
@@ -42,7 +42,7 @@ def outcome(verdict: Verdict, row: int) -> str:
     if failed < 0:
         left = int(verdict.left_mib(_one(row))[0])
         mode, slowdown = MODES[int(verdict.found.mode[row])], expected_slowdown(verdict, [row])
-        return f"fits by {mode}, leaves {left:,} MiB, {slowdown}"
+        return f"fits by {mode}, leaves {left:,} MiB, {slowdown}{neighbours(verdict, row)}"
     return _full_reason(verdict, row, Check(failed))
 
 

@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Protocol
 
@@ -11,12 +12,14 @@ from carpool_core.values import GpuUuid, PodUid
 
 from carpool_extender.applicant import Applicant
 from carpool_extender.assessments import Assessment, Assessments
+from carpool_extender.changes import needed
 from carpool_extender.cluster import Cluster
-from carpool_extender.decide import Place
+from carpool_extender.decide import Place, filter_nodes
 from carpool_extender.gangs import MOST_TRIED, Gangs, Seen
 from carpool_extender.paper import placed
+from carpool_extender.paperwork import Case
 from carpool_extender.ranking import ranked
-from carpool_extender.refusal import counted
+from carpool_extender.refusal import PREFIX, counted
 from carpool_extender.rules import Rules
 from carpool_extender.speed import pace_there
 from carpool_extender.view import Bools, View
@@ -74,19 +77,31 @@ class Rehearsal:
         view = self._seen.cluster.view()
         return ranked(Assessment(self.applicant, self._rules, view), self._offered(view))
 
+    def changes(self) -> list[str]:
+        """Say what would have to change for a place, of those of a job that find none now."""
+        view, refused = self._seen.cluster.view(), self.refused()
+        one = Case(self.applicant, self._rules, view, self._offered(view), refused)
+        return needed(one if self.gang() is None else replace(one, wanted=self.wanted, room=self._room))
+
+    def _room(self, applicant: Applicant, rules: Rules, wanted: int) -> int:
+        cluster, refused = self._seen.cluster, self.refused()
+        offered = [name for name in sorted(cluster.nodes) if name not in refused]
+        return Gangs(self._seen, Assessments(cluster, rules), rules).room_for(applicant, wanted, offered)
+
     def outcome(self) -> list[str]:
         """Say where the workers would go now, or that they would have to wait; and how that place was chosen."""
         if waits := self.gang():
-            return [f"would have to wait now: {waits}"]
+            return [f"would have to wait now: {waits}", *self.changes()]
         choice, places = self.ranked(), self._places(self._seen.cluster)
-        return [*self._go(places), *choice] if places else ["would have to wait now"]
+        return [*self._go(places), *choice] if places else [f"would have to wait now{self._why()}", *self.changes()]
 
     def rest(self) -> list[str]:
         """Say the same of those workers of a job that have no place yet, where the others have theirs."""
         decided = f"decided now with policy {self._rules.policy_for(self.applicant).name}"
         choice, places = self.ranked(), self._places(self._seen.cluster)
         if not places:
-            return [f"{decided} {'it' if self.wanted == 1 else 'they'} would have to wait", *choice]
+            they = "it" if self.wanted == 1 else "they"
+            return [f"{decided} {they} would have to wait{self._why()}", *self.changes()]
         first, *others = self._go(places, numbered=False)
         return [f"{decided} {'it' if self.wanted == 1 else 'of these'} {first}", *others, *choice]
 
@@ -104,7 +119,7 @@ class Rehearsal:
             return [f"{it} have to wait: {waits}"]
         choice, places = self.ranked(), self._places(self._seen.cluster)
         if not places:
-            return [f"{it} have to wait"]
+            return [f"{it} have to wait{self._why()}"]
         first, *others = self._go(places)
         if len(places) < min(self.wanted, MOST_TRIED):
             return [f"{it} not get all of them again: {first}", *others, *choice]
@@ -119,6 +134,16 @@ class Rehearsal:
         if self.wanted == 1:
             return [f"would go to {told[0]}"]
         return [_of_several(len(places), min(self.wanted, MOST_TRIED), self.wanted), *_alike(told, numbered=numbered)]
+
+    def _why(self) -> str:
+        """Say why none of the nodes that kube-scheduler would offer has room for a worker, as it would be told."""
+        cluster, refused = self._seen.cluster, self.refused()
+        offered = [name for name in sorted(cluster.nodes) if name not in refused]
+        if not offered:
+            return ": kube-scheduler would offer none of the nodes"
+        found = filter_nodes(Assessment(self.applicant, self._rules, cluster.view()), offered)
+        told = next(iter((found.refused | found.unsuitable).values()), "")
+        return f": {told.removeprefix(PREFIX)}" if told else ""
 
     def _told(self, name: str, place: Place) -> str:
         pace = pace_there(self.applicant.demand, place, self._seen.cluster.nodes[name].status.devices, self._steps)

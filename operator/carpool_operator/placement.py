@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 
 import msgspec
+from carpool_core.joined import joined_since
 from carpool_core.kube.pods import Pod
 from carpool_core.products import hardware_name
 from carpool_core.resources.job import GpuTrainingJob, Neighbour, Observed, WorkerPlacement
@@ -12,9 +13,6 @@ from carpool_core.resources.node import LONGEST_REASON, GpuNode, Reservation, Te
 from carpool_core.values import JobUid, NodeName, PodUid
 
 from carpool_operator.pods import worker_of
-
-_MOST_JOINED = 5
-"""Newer neighbours that a placement's reason names."""
 
 
 def _neighbours(node: GpuNode, own: Reservation) -> list[Neighbour]:
@@ -27,22 +25,6 @@ def _neighbours(node: GpuNode, own: Reservation) -> list[Neighbour]:
         if uuid in own.gpu_uuids
     }
     return [Neighbour(namespace=namespace, job=job, gpu_uuid=uuid) for namespace, job, uuid in sorted(found)]
-
-
-def _joined(node: GpuNode, own: Reservation) -> str:
-    """Say who came to a reservation's GPUs after it; what the reservation says was decided before."""
-    later = sorted(
-        {
-            f"{other.pod_namespace}/{other.job_name}"
-            for other in node.spec.reservations
-            if other.job_uid != own.job_uid and other.reserved_at > own.reserved_at
-            if set(other.gpu_uuids) & set(own.gpu_uuids)
-        }
-    )
-    if not later:
-        return ""
-    more = [f"{len(later) - _MOST_JOINED} more"] if len(later) > _MOST_JOINED else []
-    return f"; joined since by {', '.join([*later[:_MOST_JOINED], *more])}, whom this does not count"
 
 
 def _product(node: GpuNode, reservation: Reservation) -> str:
@@ -70,7 +52,7 @@ def placement_of(pod: Pod, worker: int, node: GpuNode, job_uid: JobUid) -> Worke
         measured_mib=found.tenant.measured_mib,
         expected_slowdown=found.expected_slowdown,
         neighbours=_neighbours(node, found),
-        reason=f"{found.reason}{_joined(node, found)}"[:LONGEST_REASON] if found.reason else "",
+        reason=f"{found.reason}{joined_since(node, found)}"[:LONGEST_REASON] if found.reason else "",
     )
 
 

@@ -1,5 +1,6 @@
 """Explain and what-if: the decision about a live cluster, told to people."""
 
+import contextlib
 from datetime import timedelta
 
 import msgspec
@@ -7,12 +8,13 @@ import pytest
 from asking_world import ASKER, CLOCK, RULES, job_of, on_a_node, predicted
 from carpool_core.clock import rfc3339
 from carpool_core.keys import SIMULATED_PREFIX
-from carpool_core.kube.api import CONFIG_MAPS
+from carpool_core.kube.api import CONFIG_MAPS, GPU_NODES
 from carpool_core.kube.errors import Forbidden
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.prediction import Prediction
 from carpool_core.testing.kube import FakeKube
-from carpool_core.values import JobUid, Precision
+from carpool_core.values import JobUid, Precision, SharingMode
+from carpool_extender import asking
 from carpool_extender.answers import broken
 from carpool_extender.asking import Forecast, explain_command, forecast, what_if
 from carpool_extender.conditions import Conditions
@@ -80,8 +82,17 @@ async def test_the_sites_preconditions_hold():
     kube, rules = FakeKube(), Rules(find_policy("least-slowdown"), 8, Conditions(most_jobs=1))
     seed_node(kube, gpu_node("a", 1, [tenant("y", ["GPU-a-0"])]))
     told = (await asked(kube, job_of(), rules, predicted, ASKER)).lines
-    assert told[1] == "would have to wait now"
-    assert told[2].endswith("1 tenant, the policy allows 1")
+    assert told[1] == "would have to wait now: 1 GPU: 1 tenant, the policy allows 1"
+    assert told[-1].endswith("1 tenant, the policy allows 1")
+
+
+async def test_what_has_to_wait_for_gpus_of_one_node_is_told_how_many_there_are():
+    """Regression: of three GPUs it was said that they fit, and of the job that it would have to wait."""
+    kube = FakeKube()
+    seed_node(kube, gpu_node("a", 4, [tenant("y", ["GPU-a-0"], SharingMode.EXCLUSIVE)]))
+    told = (await asked(kube, job_of({"gpusPerWorker": 4}), RULES, predicted, ASKER)).lines
+    best = "needs 4 GPUs on one node in one mode, the best node has 3; 1 GPU: used exclusively by default/y"
+    assert told[1] == f"would have to wait now: {best}"
 
 
 async def test_a_job_may_choose_its_policy_only_where_the_site_lets_it():
@@ -102,7 +113,7 @@ async def test_workers_for_which_there_is_no_room_together_wait():
         (await explained(kube, "x", "default", RULES, ASKER)).lines,
     ):
         assert "needs places for 2 workers of 1 GPU at once, there is room for 1" in told[1]
-        assert "fits by Exclusive" in told[2]
+        assert "fits by Exclusive" in told[-1]
 
 
 async def test_nothing_goes_where_the_agent_is_silent():
@@ -127,6 +138,25 @@ async def test_nothing_goes_where_the_agent_is_silent():
     assert ["fits" in line for line in gpus] == [True, False, True, False, False, True]
     for silent in (gpus[1], gpus[3], gpus[4]):
         assert f"its agent has not reported for more than {SILENCE_S:.0f} s" in silent
+
+
+@pytest.mark.parametrize("command", ["explain", "what-if"])
+def test_who_may_not_read_gpu_nodes_is_told_what_right_is_missing(command, tmp_path, monkeypatch):
+    manifest, kube = tmp_path / "job.yaml", FakeKube()
+    manifest.write_text("{kind: GpuTrainingJob, metadata: {name: x}, spec: {template: {}}}")
+    seed_job(kube, "x")
+    kube.fail_next("list", GPU_NODES, Forbidden("you may not list gpunodes", status=403))
+
+    @contextlib.asynccontextmanager
+    async def connected(*_, **__):
+        yield kube
+
+    monkeypatch.setattr(asking, "connect", connected)
+    asked_for = (explain_command, ["x"]) if command == "explain" else (what_if, [str(manifest)])
+    result = CliRunner().invoke(*asked_for)
+    assert result.exit_code == 2
+    assert result.output.startswith("Error: you may not list gpunodes; whoever asks has to read jobs and GpuNodes")
+    assert "ClusterRole carpool-view by a ClusterRoleBinding" in result.output
 
 
 def test_without_a_cluster_there_is_a_sentence_and_no_traceback(tmp_path):

@@ -178,7 +178,8 @@ async def test_of_a_placed_job_that_would_find_no_place_any_more_it_is_told_that
     placed(kube)
     rules = Rules(find_policy("least-slowdown"), 8, Conditions(least_free_mib=10**6))
     told = (await explained(kube, "x", "default", rules, ASKER)).lines
-    assert told[1] == f"{STAYS} least-slowdown it would have to wait"
+    why = "2 GPUs: 40,960 MiB free, the policy asks for 1,000,000 MiB"
+    assert told[1] == f"{STAYS} least-slowdown it would have to wait: {why}"
     assert told[2].endswith("the policy asks for 1,000,000 MiB")
 
 
@@ -233,6 +234,34 @@ async def test_a_policy_that_the_job_chose_itself_counts_and_it_is_said():
     assert refused[0].startswith("x has a place on a")
     assert refused[1].startswith("PolicyNotAllowed: ")
     assert len(refused) == 2
+
+
+@pytest.mark.parametrize(
+    ("later", "said"),
+    [
+        pytest.param(0, "least-slowdown: MPS on GPU 0 of a alone", id="nobody"),
+        pytest.param(2, "alone; joined since by default/l0, default/l1, whom this does not count", id="two"),
+        pytest.param(
+            7,
+            "alone; joined since by default/l0, default/l1, default/l2, default/l3, default/l4, 2 more, whom this does "
+            "not count",
+            id="more than are named",
+        ),
+    ],
+)
+async def test_who_joined_a_place_since_is_named_beside_the_reason_from_before(later, said):
+    """Regression: explain said `alone` of a job beside which others had come."""
+    kube = FakeKube()
+    uid = JobUid(seed_job(kube, "x"))
+    mine = msgspec.structs.replace(
+        tenant("x", ["GPU-a-0"]), job_uid=uid, reason="least-slowdown: MPS on GPU 0 of a alone"
+    )
+    times = [rfc3339(CLOCK.now() + timedelta(seconds=number)) for number in range(later + 1)]
+    others = [tenant(f"l{number}", ["GPU-a-0"], memory_limit_mib=1000) for number in range(later)]
+    held = [msgspec.structs.replace(one, reserved_at=at) for one, at in zip([mine, *others], times, strict=True)]
+    seed_node(kube, gpu_node("a", 1, held))
+    told = (await explained(kube, "x", "default", RULES, ASKER)).lines
+    assert told[0].endswith(said)
 
 
 async def test_a_waiting_job_for_which_there_is_room_is_told_the_ranking():

@@ -61,7 +61,8 @@ async def test_a_worker_without_a_place_goes_where_the_others_left_room():
 async def test_who_has_its_place_is_not_said_to_wait_because_another_worker_does():
     """Regression: it was said of the worker that had the only GPU."""
     told = await told_of(a_job(2, 1, held(0, "GPU-a-0"), phases=("Running", "Pending")))
-    assert told[:2] == ["1 of 2 workers has no place: x-worker-1-1 waits", f"{NOW} it would have to wait"]
+    assert told[0] == "1 of 2 workers has no place: x-worker-1-1 waits"
+    assert told[1] == f"{NOW} it would have to wait: 1 GPU: used exclusively by default/x"
 
 
 async def test_of_several_that_wait_it_is_told_for_how_many_there_is_room():
@@ -72,7 +73,7 @@ async def test_of_several_that_wait_it_is_told_for_how_many_there_is_room():
     assert told[2].startswith("  2 workers would go to a (")
     assert "GPU 1 and 2 of a alone" in told[2]
     told = await told_of(a_job(3, 1, held(0, "GPU-a-0"), phases=("Running", "Pending", "Pending")))
-    assert told[1] == f"{NOW} they would have to wait"
+    assert told[1] == f"{NOW} they would have to wait: 1 GPU: used exclusively by default/x"
 
 
 def short_of_cpu(*reservations, **predicts):
@@ -87,7 +88,7 @@ def short_of_cpu(*reservations, **predicts):
 async def test_a_worker_that_waits_finds_what_the_others_take_of_a_node_taken():
     told = await told_of(short_of_cpu(held(0, "GPU-a-0")))
     assert told[0] == "1 of 2 workers has no place: not all of their pods are there yet"
-    assert told[1] == f"{NOW} it would have to wait"
+    assert told[1] == f"{NOW} it would have to wait: kube-scheduler would offer none of the nodes"
     assert any("not enough cpu: the pod requests 6, 2 are left" in line for line in told)
 
 

@@ -5,6 +5,7 @@ import pytest
 from carpool_core.resources.node import LONGEST_REASON
 from carpool_core.values import DeviceHealth, RequestedMode, SharingMode
 from carpool_extender.assessments import Assessment
+from carpool_extender.conditions import Conditions, Quantile
 from carpool_extender.decide import explain, filter_nodes, place
 from carpool_extender.policies import find_policy
 from carpool_extender.rules import Rules
@@ -144,6 +145,41 @@ def test_explain_names_the_check_and_the_margin_of_every_gpu():
         f"GPU 1 of a ({A100}): would slow default/y to 1.90 of 1.10 (0.80 beyond)",
         f"GPU 2 of a ({A100}): fits by MPS, leaves 36,960 MiB, expected slowdown 1.00",
     ]
+
+
+HALF = {"prediction": prediction(util=60, sm=0.5)}
+
+
+@pytest.mark.parametrize(
+    ("limits", "rules", "said"),
+    [
+        pytest.param([], RULES, "expected slowdown 1.00", id="nobody"),
+        pytest.param([1.5], RULES, "beside default/y0 1.10 of 1.50", id="one"),
+        pytest.param([1.5, 4], RULES, "beside default/y0 1.35 of 1.50, default/y1 1.35 of 4.00", id="two"),
+        pytest.param(
+            [5, 4, 3, 6],
+            RULES,
+            "beside default/y2 1.89 of 3.00, 3 others further from their limits",
+            id="more than are named",
+        ),
+        pytest.param(
+            [4],
+            Rules(find_policy("least-slowdown"), 8, Conditions(quantile=Quantile.UPPER)),
+            "beside default/y0 1.94 of 4.00 (expected 1.10)",
+            id="by the upper quantile",
+        ),
+    ],
+)
+def test_of_a_gpu_that_fits_it_is_told_what_each_neighbour_would_suffer(limits, rules, said):
+    tenants = [tenant(f"y{i}", ["GPU-a-0"], **HALF, max_slowdown=limit) for i, limit in enumerate(limits)]
+    wants = applicant(**HALF, max_slowdown=9)
+    assessment = Assessment(wants, rules, cluster(gpu_node("a", 1, tenants)).view())
+    (told,) = explain(assessment.verdict.view, wants, ["a"], rules)
+    assert told.fits
+    assert told.said.endswith(said)
+    if limits:  # the check found the same of whoever is closest to its limit
+        least = min(one.limit - one.slowdown for one in assessment.verdict.met(0))
+        assert assessment.verdict.found.margin[0] == pytest.approx(least, abs=1e-6)
 
 
 def test_of_several_gpus_the_one_that_came_closest_is_the_example():

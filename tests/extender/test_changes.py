@@ -1,0 +1,230 @@
+"""What would have to change for a job to have a place: each was tried on paper, and what is told of it does."""
+
+import numpy as np
+import pytest
+from asking_world import ASKER, RULES, asks, job_of, job_with, on_a_node, predicted
+from carpool_core.testing.kube import FakeKube
+from carpool_core.values import DeviceHealth, RequestedMode, SharingMode, Tenancy
+from carpool_extender.assessments import Assessment
+from carpool_extender.changes import needed
+from carpool_extender.conditions import Conditions, Quantile
+from carpool_extender.enquiry import asked, explained
+from carpool_extender.paperwork import Case
+from carpool_extender.policies import find_policy
+from carpool_extender.rules import Rules
+from carpool_extender.testing import T4, applicant, cluster, device, gpu_node, prediction, seed_job, seed_node, tenant
+
+MPS, TURNS, ALONE = SharingMode.MPS, SharingMode.TIME_SLICING, SharingMode.EXCLUSIVE
+GPU, OTHER = "GPU-a-0", "GPU-a-1"
+BUSY = {"prediction": prediction(util=100, sm=0.9)}
+UPPER = Rules(find_policy("least-slowdown"), 8, Conditions(quantile=Quantile.UPPER))
+PREFIX = "it would have a place "
+ONCE = "once GPU 0 of a is free (default/y is there)"
+
+
+def of(nodes, rules=RULES, **wants):
+    """What is told of a job of one worker where every node is offered."""
+    view = cluster(*nodes).view()
+    return needed(Case(applicant(**wants), rules, view, view.columns.alive, {}))
+
+
+def one_gpu(**has):
+    return [gpu_node("a", 1, [tenant("y", [GPU], **has)])]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "wants", "said"),
+    [
+        pytest.param(
+            one_gpu(memory_limit_mib=40000),
+            {"memory_limit_mib": 4000},
+            f"with 3,040 MiB less (spec.memory.limit says 4,000 MiB), or {ONCE}",
+            id="its own number",
+        ),
+        pytest.param(
+            one_gpu(memory_limit_mib=40000),
+            {},
+            f"with 3,040 MiB less (its prediction says 4,000 MiB at most), or {ONCE}",
+            id="predicted",
+        ),
+        pytest.param(
+            [
+                gpu_node(
+                    "a", 2, [tenant("y", [GPU], memory_limit_mib=39000), tenant("z", [OTHER], memory_limit_mib=38000)]
+                )
+            ],
+            {},
+            f"with 1,040 MiB less (its prediction says 4,000 MiB at most), or {ONCE}",
+            id="where the least is lacking",
+        ),
+        pytest.param(
+            one_gpu(),
+            {"prediction": None},
+            f"with a spec.memory.limit of 36,960 MiB or less (without one it counts with the whole GPU), or {ONCE}",
+            id="nothing known",
+        ),
+        pytest.param(
+            [gpu_node("a", 2)],
+            {"memory_limit_mib": 204800},
+            "with 163,840 MiB less (spec.memory.limit says 204,800 MiB)",
+            id="no GPU is that large",
+        ),
+        pytest.param(one_gpu(mode=ALONE), {}, ONCE, id="used alone"),
+        pytest.param(
+            one_gpu(**BUSY, max_slowdown=1.1),
+            BUSY | {"max_slowdown": 2},
+            f"if default/y accepted 1.90 instead of 1.10, or {ONCE}",
+            id="a neighbour's limit",
+        ),
+        pytest.param(
+            one_gpu(**BUSY, max_slowdown=3),
+            BUSY | {"max_slowdown": 1.1},
+            f"if it accepted 1.90 instead of 1.10 (spec.sharing.maxSlowdown), or {ONCE}",
+            id="its own limit",
+        ),
+        pytest.param(one_gpu(**BUSY, max_slowdown=1.1), BUSY | {"max_slowdown": 1.1}, ONCE, id="both limits"),
+        pytest.param(
+            [gpu_node("a", 1, [tenant(f"y{i}", [GPU], **BUSY, max_slowdown=2.5) for i in range(2)])],
+            BUSY | {"max_slowdown": 5},
+            "if default/y0 accepted 2.80 instead of 2.50 and default/y1 accepted 2.80 instead of 2.50, or once GPU 0 "
+            "of a is free (2 jobs are there)",
+            id="limits of several",
+        ),
+        pytest.param(
+            [gpu_node("a", 4, [tenant("y", [GPU], ALONE)])], {"gpus": 4}, ONCE, id="one GPU is missing of four"
+        ),
+        pytest.param(
+            [gpu_node("a", 2, [tenant("y", [GPU], ALONE), tenant("z", [OTHER], ALONE)])],
+            {"gpus": 2},
+            "once GPUs 0, 1 of a are free (2 jobs are there)",
+            id="two GPUs are missing",
+        ),
+        pytest.param(
+            [gpu_node("a", [device(0, product=T4)])],
+            {"product": "A100"},
+            f"without spec.gpu.product, on {T4}",
+            id="another product",
+        ),
+        pytest.param(
+            [gpu_node("a", 1)],
+            {"min_memory_mib": 81920},
+            "without spec.gpu.minMemory, on NVIDIA A100-SXM4-40GB",
+            id="a smaller GPU",
+        ),
+        pytest.param(
+            [gpu_node("a", 1)],
+            {"min_compute_capability": "9.0"},
+            "without spec.gpu.minComputeCapability, on NVIDIA A100-SXM4-40GB",
+            id="an older GPU",
+        ),
+        pytest.param(
+            one_gpu(),
+            {"mode": RequestedMode.TIME_SLICING},
+            f"{ONCE}, or by MPS with spec.sharing.mode Auto",
+            id="the mode that its tenants have",
+        ),
+        pytest.param(
+            one_gpu(mode=TURNS, namespace="other", tenancy=Tenancy.CLUSTER),
+            {},
+            "once GPU 0 of a is free (other/y is there), or with spec.sharing.tenancy Cluster",
+            id="a willing stranger",
+        ),
+    ],
+)
+def test_what_would_do_is_told_with_its_numbers(nodes, wants, said):
+    assert of(nodes, **wants) == [PREFIX + said]
+
+
+def test_what_is_told_of_a_limit_is_enough_and_less_is_not():
+    """The numbers are the least that do, to as many digits as are told."""
+    (node,) = one_gpu(**BUSY, max_slowdown=3)
+    view = cluster(node).view()
+    for limit, fits in ((1.9, True), (1.89, False)):
+        assert Assessment(applicant(**BUSY, max_slowdown=limit), RULES, view).verdict.ok.any() == fits
+    (full,) = one_gpu(memory_limit_mib=40000)
+    for limit, fits in ((960, True), (961, False)):
+        verdict = Assessment(applicant(memory_limit_mib=limit), RULES, cluster(full).view()).verdict
+        assert verdict.ok.any() == fits
+
+
+def test_where_the_upper_quantile_counts_so_it_does_on_paper():
+    (told,) = of(one_gpu(**BUSY, max_slowdown=9), UPPER, **BUSY, max_slowdown=1.1)
+    limit = float(told.removeprefix(f"{PREFIX}if it accepted ").partition(" ")[0])
+    view = cluster(*one_gpu(**BUSY, max_slowdown=9)).view()
+    fits = [
+        Assessment(applicant(**BUSY, max_slowdown=one), UPPER, view).verdict.ok.any() for one in (limit, limit - 0.01)
+    ]
+    assert (limit > 1.9, fits) == (True, [True, False])
+
+
+def test_what_the_site_asks_besides_can_be_what_keeps_it_out():
+    rules = Rules(find_policy("least-slowdown"), 8, Conditions(least_free_mib=10**6))
+    asked_for = "without the site's preconditions (free memory ≥ 1,000,000 MiB)"
+    assert of([gpu_node("a", 1)], rules) == [PREFIX + asked_for]
+
+
+def test_where_nothing_does_it_is_told_what_was_tried():
+    sick = [gpu_node("a", [device(health=DeviceHealth.UNHEALTHY)])]
+    assert of(sick) == []
+    assert of(sick, product="T4", mode=RequestedMode.EXCLUSIVE) == [
+        "nothing of what was tried, one thing at a time, would give it a place: no spec.gpu.product, sharing mode Auto"
+    ]
+    assert of([]) == []
+
+
+def test_the_job_itself_is_not_waited_for():
+    """Regression: a worker without a place was told to wait until the other one's GPU is free."""
+    view = cluster(gpu_node("a", 1, [tenant("new", [GPU], ALONE)])).view()
+    told = needed(Case(applicant(), RULES, view, view.columns.alive, {}))
+    assert not any("once" in line for line in told)
+
+
+async def test_nodes_that_are_not_offered_are_told_with_the_reason():
+    told = (await asked(on_a_node({}), job_with(asks(cpu="9")), RULES, predicted, ASKER)).lines
+    why = "its node has not enough cpu: the pod requests 9, 8 are left"
+    assert told[2] == f"{PREFIX}if kube-scheduler offered node a ({why})"
+
+
+@pytest.mark.parametrize(
+    ("workers", "spec", "said"),
+    [
+        pytest.param(
+            3,
+            {"sharing": {"mode": "Exclusive"}},
+            "with 1 worker less (spec.workers), or by MPS with spec.sharing.mode Auto",
+            id="fewer, or shared",
+        ),
+        pytest.param(
+            3, {"memory": {"limit": "30Gi"}}, "with 10,240 MiB less (spec.memory.limit says 30,720 MiB), or with 1 "
+            "worker less (spec.workers)", id="less memory"
+        ),
+    ],
+)  # fmt: skip
+async def test_of_several_workers_it_is_tried_whether_all_of_them_fit(workers, spec, said):
+    kube = FakeKube()
+    seed_node(kube, gpu_node("a", 2))
+    told = (await asked(kube, job_of({"workers": workers} | spec), RULES, predicted, ASKER)).lines
+    assert told[2] == PREFIX + said
+
+
+async def test_explain_tells_it_of_a_job_that_waits_and_what_if_of_one_that_could_never_run():
+    kube = FakeKube()
+    seed_job(kube, "x")
+    seed_node(kube, gpu_node("a", 1, [tenant("y", [GPU], ALONE)]))
+    told = (await explained(kube, "x", "default", RULES, ASKER)).lines
+    assert told[:2] == ["default/x has no place yet", PREFIX + ONCE]
+    answer = await asked(kube, job_of({"gpu": {"product": "T4"}}), RULES, predicted, ASKER)
+    assert answer.is_hopeless
+    assert answer.lines[2].startswith("nothing of what was tried, one thing at a time, would give it a place: ")
+    answer = await asked(kube, job_of({"memory": {"limit": "200Gi"}}), RULES, predicted, ASKER)
+    assert not any(PREFIX in line for line in answer.lines)
+
+
+def test_trying_changes_nothing_of_what_decisions_are_made_on():
+    view = cluster(*one_gpu(**BUSY, max_slowdown=1.1)).view()
+    before = {name: np.copy(getattr(view.columns, name)) for name in ("count", "max_slowdown", "free_mib", "patience")}
+    wants = applicant(**BUSY)
+    needed(Case(wants, RULES, view, view.columns.alive, {}))
+    assert all((getattr(view.columns, name) == was).all() for name, was in before.items())
+    assert wants.demand == applicant(**BUSY).demand
+    assert not Assessment(wants, RULES, view).verdict.ok.any()
