@@ -75,16 +75,19 @@ def _submissions(path: Path, reader: "csv.DictReader[str]") -> list[Submission]:
             f"{path}: expected each of the columns {', '.join(COLUMNS)} once, found {has}; keep one {repeated[0]}, and "
             "rename or remove the others"
         )
-    found, first = list[Submission](), None
+    found, first_line = list[Submission](), 0
+    in_seconds = False
     for row in reader:
         found.append(_submission(path, reader.line_num, row))
         timestamp = row[COLUMNS[0]] or ""
-        first = first or (_is_number(timestamp), reader.line_num)
-        if _is_number(timestamp) is not first[0]:
-            kind = "seconds" if first[0] else "a time in ISO 8601"
+        is_number = _is_number(timestamp)
+        if not first_line:
+            first_line, in_seconds = reader.line_num, is_number
+        if is_number is not in_seconds:
+            kind = "seconds" if in_seconds else "a time in ISO 8601"
             raise WorkloadError(
-                f"{path}, line {reader.line_num}: expected {kind} as on line {first[1]}, found {timestamp}; write all "
-                "times alike"
+                f"{path}, line {reader.line_num}: expected {kind} as on line {first_line}, found {timestamp}; write "
+                "all times alike"
             )
     return found
 
