@@ -7,14 +7,14 @@ from dataclasses import replace
 import numpy as np
 from carpool_core.values import RequestedMode, Tenancy
 
-from carpool_extender.aggregates import work_out
-from carpool_extender.assessments import Assessment
-from carpool_extender.checks import SLACK, Check, Verdict
-from carpool_extender.conditions import Conditions, Quantile
-from carpool_extender.decide import Place, best_place
-from carpool_extender.paperwork import Case, Change, complete_sets, fails, looked_at, team_of
-from carpool_extender.refusal import counted
-from carpool_extender.view import NOBODY, Columns, Floats, Rows
+from carpool_extender.explain.paperwork import Case, Change, complete_sets, fails, looked_at, team_of
+from carpool_extender.placement.assessments import Assessment
+from carpool_extender.placement.checks import SLACK, Check, Verdict
+from carpool_extender.placement.conditions import Conditions, Quantile
+from carpool_extender.placement.decide import Place, best_place
+from carpool_extender.placement.refusal import counted
+from carpool_extender.state.aggregates import work_out
+from carpool_extender.state.view import NOBODY, Columns, Floats, Rows
 
 MOST_TOLD = 3
 """Changes that are told of those that would do."""

@@ -23,14 +23,14 @@ from carpool_predictor.estimator import predict
 from carpool_predictor.recalling import model_name
 from carpool_predictor.source import SubprocessTracer, features_of
 
-from carpool_extender.answers import broken
-from carpool_extender.enquiry import Answer, Asker, NoSuchJobError, asked, explained
-from carpool_extender.manifest import ManifestError, checked, read
-from carpool_extender.policies import UnknownPolicyError, find_policy
-from carpool_extender.rules import Rules
+from carpool_extender.explain.enquiry import Answer, Asker, NoSuchJobError, asked, explained
+from carpool_extender.explain.manifest import ManifestError, checked, read
+from carpool_extender.explain.site import given, settled
+from carpool_extender.kube.workloads import Choices
+from carpool_extender.placement.answers import broken
+from carpool_extender.placement.policies import UnknownPolicyError, find_policy
+from carpool_extender.placement.rules import Rules
 from carpool_extender.settings import AskSettings
-from carpool_extender.site import given, settled
-from carpool_extender.workloads import Choices
 
 
 @dataclass(frozen=True, slots=True)

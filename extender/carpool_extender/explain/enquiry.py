@@ -24,19 +24,19 @@ from carpool_core.resources.meta import Condition
 from carpool_core.resources.node import GpuNode, Reservation
 from carpool_core.values import GpuUuid, JobUid
 
-from carpool_extender.answers import lines, with_measures, with_own, with_refusals
-from carpool_extender.applicant import Applicant
-from carpool_extender.cluster import Cluster
-from carpool_extender.decide import could_ever_fit, explain
-from carpool_extender.measured import seconds
-from carpool_extender.measures import differences
-from carpool_extender.reading import Workers, gpu_nodes, hosts_of, workers_of
-from carpool_extender.rehearsal import Rehearsal
-from carpool_extender.rules import Rules
-from carpool_extender.speed import pace_there
-from carpool_extender.standing import Standing
-from carpool_extender.watched import JobRow, JobSpecRow, JobStatusRow
-from carpool_extender.workloads import ANNOTATION_POLICY, AS_SHIPPED, Choices, NotOurs, applicant_of, demand_of_row
+from carpool_extender.explain.measures import differences
+from carpool_extender.explain.reading import Workers, gpu_nodes, hosts_of, workers_of
+from carpool_extender.explain.rehearsal import Rehearsal
+from carpool_extender.explain.speed import pace_there
+from carpool_extender.kube.watched import JobRow, JobSpecRow, JobStatusRow
+from carpool_extender.kube.workloads import ANNOTATION_POLICY, AS_SHIPPED, Choices, NotOurs, applicant_of, demand_of_row
+from carpool_extender.placement.answers import lines, with_measures, with_own, with_refusals
+from carpool_extender.placement.applicant import Applicant
+from carpool_extender.placement.decide import could_ever_fit, explain
+from carpool_extender.placement.rules import Rules
+from carpool_extender.state.cluster import Cluster
+from carpool_extender.state.measured import seconds
+from carpool_extender.state.standing import Standing
 
 Predictor = Callable[[GpuTrainingJob, list[str]], Awaitable[GpuTrainingJob]]
 

@@ -14,7 +14,7 @@ from carpool_core.quantity import amount
 from carpool_core.resources.meta import ObjectMeta
 from carpool_core.values import JobUid
 
-from carpool_extender.affinity import Affinity, NodeSelectorTerm, matches
+from carpool_extender.explain.affinity import Affinity, NodeSelectorTerm, matches
 
 Amounts = dict[str, Decimal]
 

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+from carpool_core.decode_errors import in_words
 from carpool_core.kube.api import GPU_TRAINING_JOBS, KubeApi
 from carpool_core.kube.errors import Conflict, Forbidden, Invalid
 from carpool_core.resources.job import GpuTrainingJob
 
 _NOISE = re.compile(r"\s*(?:, |\* )?<nil>: Invalid value: \"?null\"?: some validation rules were not checked[^,\]\n]*")
-_PLACE = re.compile(r"^(?P<said>.*?)(?: - at `\$(?P<place>[^`]*)`)?$", re.DOTALL)
 
 
 class ManifestError(ValueError):
@@ -79,14 +79,3 @@ async def checked(api: KubeApi, manifest: dict[str, Any]) -> Checked:
 def in_one_line(error: Exception) -> str:
     """Return what a parser of YAML says, which it says on several lines."""
     return " ".join(str(error).split())
-
-
-def in_words(said: str) -> str:
-    """Say what a decoder says, of a field as users write it: `spec.sharing.maxSlowdown: expected a number >= 1.0`."""
-    found = _PLACE.match(said)
-    place = "" if found is None else (found["place"] or "").lstrip(".")
-    text = (said if found is None else found["said"]).replace("`", "")
-    for theirs, ours in (("float", "a number"), ("int", "a whole number"), ("str", "a text"), ("object", "a mapping")):
-        text = re.sub(rf"\b{theirs}\b", ours, text)
-    text = text[:1].lower() + text[1:]
-    return f"{place}: {text}" if place else text

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from carpool_core.resources.node import GpuNode, Reservation
 from carpool_core.values import GpuUuid
 
-from carpool_extender.measured import Known, known_of, promised, settled_tenants
+from carpool_extender.state.measured import Known, known_of, promised, settled_tenants
 
 
 def differences(node: GpuNode) -> Mapping[GpuUuid, str]:

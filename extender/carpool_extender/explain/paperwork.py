@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from carpool_core.demand import Demand
 
-from carpool_extender.applicant import Applicant
-from carpool_extender.assessments import Assessment
-from carpool_extender.checks import Check, Verdict, look
-from carpool_extender.decide import Place, best_place
-from carpool_extender.rules import Rules
-from carpool_extender.view import MODES, Bools, Columns, Floats, Rows, View
+from carpool_extender.placement.applicant import Applicant
+from carpool_extender.placement.assessments import Assessment
+from carpool_extender.placement.checks import Check, Verdict, look
+from carpool_extender.placement.decide import Place, best_place
+from carpool_extender.placement.rules import Rules
+from carpool_extender.state.view import MODES, Bools, Columns, Floats, Rows, View
 
 
 class Change(NamedTuple):

@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from carpool_extender.assessments import Assessment
-from carpool_extender.checks import Verdict
-from carpool_extender.choices import Choices, best_of, select, ties
-from carpool_extender.grid import Grid
-from carpool_extender.policies import Policy
-from carpool_extender.refusal import counted
-from carpool_extender.view import Bools
+from carpool_extender.placement.assessments import Assessment
+from carpool_extender.placement.checks import Verdict
+from carpool_extender.placement.choices import Choices, best_of, select, ties
+from carpool_extender.placement.policies import Policy
+from carpool_extender.placement.refusal import counted
+from carpool_extender.state.grid import Grid
+from carpool_extender.state.view import Bools
 
 MOST_TOLD = 4
 """Lines of a ranking, the winner's among them."""

@@ -13,7 +13,7 @@ from carpool_core.resources.meta import ObjectMeta
 from carpool_core.resources.node import GpuNode
 from carpool_core.values import JobUid, PodUid
 
-from carpool_extender.hosts import Amounts, Host, HostPod, Hosts, PodNeeds
+from carpool_extender.explain.hosts import Amounts, Host, HostPod, Hosts, PodNeeds
 
 T = TypeVar("T")
 _GPU_TAINT = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}

@@ -10,19 +10,19 @@ from typing import Protocol
 import numpy as np
 from carpool_core.values import GpuUuid, PodUid
 
-from carpool_extender.applicant import Applicant
-from carpool_extender.assessments import Assessment, Assessments
-from carpool_extender.changes import needed
-from carpool_extender.cluster import Cluster
-from carpool_extender.decide import Place, filter_nodes
-from carpool_extender.gangs import MOST_TRIED, Gangs, Seen
-from carpool_extender.paper import placed
-from carpool_extender.paperwork import Case
-from carpool_extender.ranking import ranked
-from carpool_extender.refusal import PREFIX, counted
-from carpool_extender.rules import Rules
-from carpool_extender.speed import pace_there
-from carpool_extender.view import Bools, View
+from carpool_extender.explain.changes import needed
+from carpool_extender.explain.paperwork import Case
+from carpool_extender.explain.ranking import ranked
+from carpool_extender.explain.speed import pace_there
+from carpool_extender.placement.applicant import Applicant
+from carpool_extender.placement.assessments import Assessment, Assessments
+from carpool_extender.placement.decide import Place, filter_nodes
+from carpool_extender.placement.gangs import MOST_TRIED, Gangs, Seen
+from carpool_extender.placement.paper import placed
+from carpool_extender.placement.refusal import PREFIX, counted
+from carpool_extender.placement.rules import Rules
+from carpool_extender.state.cluster import Cluster
+from carpool_extender.state.view import Bools, View
 
 
 class Offering(Protocol):

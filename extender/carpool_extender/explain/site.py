@@ -14,7 +14,7 @@ from carpool_core.settings import Setting, SettingsError, load, settings_of
 from carpool_predictor.calibration_map import place_of
 from click.core import ParameterSource
 
-from carpool_extender.policies import UnknownPolicyError, find_policy
+from carpool_extender.placement.policies import UnknownPolicyError, find_policy
 from carpool_extender.settings import AskSettings
 
 

@@ -13,9 +13,9 @@ from carpool_core.kube.reflector import Reflector
 from carpool_core.resources.node import GpuNode
 from carpool_core.values import JobUid, PodUid
 
-from carpool_extender.cluster import Cluster
-from carpool_extender.versions import sharing
-from carpool_extender.watched import JobRow, WatchedJob, WatchedNode, WatchedPod
+from carpool_extender.kube.watched import JobRow, WatchedJob, WatchedNode, WatchedPod
+from carpool_extender.state.cluster import Cluster
+from carpool_extender.state.versions import sharing
 
 DELETED_REMEMBERED = 1024
 """UIDs of deleted GpuNodes that are remembered: more than can be deleted while one answer is on its way."""

@@ -17,10 +17,10 @@ from carpool_core.resources.prediction import Prediction
 from carpool_core.sealing import Sealer
 from carpool_core.values import JobUid, PodUid
 
-from carpool_extender.applicant import Applicant
-from carpool_extender.policies import UnknownPolicyError, find_policy
-from carpool_extender.watched import JobRow
-from carpool_extender.watches import Watches
+from carpool_extender.kube.watched import JobRow
+from carpool_extender.kube.watches import Watches
+from carpool_extender.placement.applicant import Applicant
+from carpool_extender.placement.policies import UnknownPolicyError, find_policy
 
 ANNOTATION_POLICY = f"{DOMAIN}/policy"
 """On a job: the policy by which its place is chosen, where the site allows jobs to choose."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from carpool_core.values import GpuUuid
 
-from carpool_extender.refusal import counted
+from carpool_extender.placement.refusal import counted
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from carpool_core.resources.prediction import ProductPrediction
 from carpool_core.values import JobUid, RequestedMode, SharingMode
 from numpy.typing import NDArray
 
-from carpool_extender.mig import Profile, smallest, whole
-from carpool_extender.view import CODES, needed_mib
+from carpool_extender.state.mig import Profile, smallest, whole
+from carpool_extender.state.view import CODES, needed_mib
 
 THREAD_STEP = 5
 """Thread percentages are rounded up to multiples of this; finer than one SM of most GPUs makes no difference."""

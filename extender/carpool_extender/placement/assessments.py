@@ -6,12 +6,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from carpool_extender.applicant import Applicant
-from carpool_extender.checks import Findings, Verdict, empty_findings, look
-from carpool_extender.choices import Best, select
-from carpool_extender.cluster import Cluster
-from carpool_extender.rules import Rules
-from carpool_extender.view import Rows, View
+from carpool_extender.placement.applicant import Applicant
+from carpool_extender.placement.checks import Findings, Verdict, empty_findings, look
+from carpool_extender.placement.choices import Best, select
+from carpool_extender.placement.rules import Rules
+from carpool_extender.state.cluster import Cluster
+from carpool_extender.state.view import Rows, View
 
 REMEMBERED = 24
 """Demands whose assessments are kept: 1.3 MiB each with 40,000 GPUs."""

@@ -10,13 +10,13 @@ from carpool_core.values import Tenancy
 from carpool_predictor.slowdown import allowance
 from numpy.typing import NDArray
 
-from carpool_extender.applicant import Applicant, ClassColumns
-from carpool_extender.conditions import Conditions
-from carpool_extender.crowds import crowd_on, meetings
-from carpool_extender.margins import condition_margin
-from carpool_extender.modes import MIG, MPS, proposals
-from carpool_extender.users import serves_another
-from carpool_extender.view import MODES, NO_MODE, NOBODY, Bools, Columns, Floats, Rows, View, places, some
+from carpool_extender.placement.applicant import Applicant, ClassColumns
+from carpool_extender.placement.conditions import Conditions
+from carpool_extender.placement.crowds import crowd_on, meetings
+from carpool_extender.placement.margins import condition_margin
+from carpool_extender.placement.modes import MIG, MPS, proposals
+from carpool_extender.placement.users import serves_another
+from carpool_extender.state.view import MODES, NO_MODE, NOBODY, Bools, Columns, Floats, Rows, View, places, some
 
 NO_CONDITIONS = Conditions()
 SLACK = 1e-6

@@ -5,10 +5,10 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from carpool_extender.checks import PASSED, Verdict
-from carpool_extender.grid import NOWHERE, Grid
-from carpool_extender.policies import Policy
-from carpool_extender.view import MODES, NO_MODE, Bools, Rows, places, some
+from carpool_extender.placement.checks import PASSED, Verdict
+from carpool_extender.placement.policies import Policy
+from carpool_extender.state.grid import NOWHERE, Grid
+from carpool_extender.state.view import MODES, NO_MODE, Bools, Rows, places, some
 
 MOST_ISLANDS = 1 << 15
 """More than a node has GPUs."""

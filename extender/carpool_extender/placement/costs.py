@@ -4,8 +4,8 @@ import numpy as np
 from carpool_core.products import UnknownProductError, find_product
 from numpy.typing import NDArray
 
-from carpool_extender.checks import Verdict
-from carpool_extender.view import Rows
+from carpool_extender.placement.checks import Verdict
+from carpool_extender.state.view import Rows
 
 Cost = NDArray[np.float64]
 

@@ -9,10 +9,10 @@ from carpool_core.values import SharingMode
 from carpool_predictor.slowdown import DRAM_SATURATION, SM_SATURATION, allowance, slowdowns
 from numpy.typing import NDArray
 
-from carpool_extender.aggregates import SHARED
-from carpool_extender.applicant import Applicant, ClassColumns
-from carpool_extender.conditions import Quantile
-from carpool_extender.view import MODES, Bools, Columns, Floats, Rows, places
+from carpool_extender.placement.applicant import Applicant, ClassColumns
+from carpool_extender.placement.conditions import Quantile
+from carpool_extender.state.aggregates import SHARED
+from carpool_extender.state.view import MODES, Bools, Columns, Floats, Rows, places
 
 MANY = 256
 """GPUs from which on those with more tenants than a pair are looked at by themselves: the others are most of them."""

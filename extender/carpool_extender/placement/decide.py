@@ -12,17 +12,17 @@ from carpool_core.resources.node import LONGEST_REASON, Reservation, TenantProfi
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 from numpy.typing import NDArray
 
-from carpool_extender.answers import GpuAnswer
-from carpool_extender.applicant import Applicant
-from carpool_extender.assessments import Assessment
-from carpool_extender.checks import PASSED, Check, Verdict
-from carpool_extender.choices import MAX_SCORE, best_of, foremost, scores, select, ties
-from carpool_extender.modes import JOINABLE, memory_limit_mib, thread_limit, unbounded, why
-from carpool_extender.pace import expected_slowdown
-from carpool_extender.policies import Policy
-from carpool_extender.refusal import Offer, counted, explanation, outcome, summary
-from carpool_extender.rules import Rules
-from carpool_extender.view import MODES, Bools, Rows, View
+from carpool_extender.placement.answers import GpuAnswer
+from carpool_extender.placement.applicant import Applicant
+from carpool_extender.placement.assessments import Assessment
+from carpool_extender.placement.checks import PASSED, Check, Verdict
+from carpool_extender.placement.choices import MAX_SCORE, best_of, foremost, scores, select, ties
+from carpool_extender.placement.modes import JOINABLE, memory_limit_mib, thread_limit, unbounded, why
+from carpool_extender.placement.pace import expected_slowdown
+from carpool_extender.placement.policies import Policy
+from carpool_extender.placement.refusal import Offer, counted, explanation, outcome, summary
+from carpool_extender.placement.rules import Rules
+from carpool_extender.state.view import MODES, Bools, Rows, View
 
 MOST_CANDIDATES = 100
 """Nodes that `filter_nodes` returns where nobody says how many; kube-scheduler itself looks for no more in large

@@ -8,13 +8,13 @@ import numpy as np
 from carpool_core.resources.node import GpuNode
 from carpool_core.values import JobUid, PodUid
 
-from carpool_extender.applicant import Applicant
-from carpool_extender.assessments import Assessment, Assessments
-from carpool_extender.cluster import Cluster
-from carpool_extender.paper import placed
-from carpool_extender.refusal import PREFIX, counted
-from carpool_extender.rules import Rules
-from carpool_extender.view import MODES, Rows
+from carpool_extender.placement.applicant import Applicant
+from carpool_extender.placement.assessments import Assessment, Assessments
+from carpool_extender.placement.paper import placed
+from carpool_extender.placement.refusal import PREFIX, counted
+from carpool_extender.placement.rules import Rules
+from carpool_extender.state.cluster import Cluster
+from carpool_extender.state.view import MODES, Rows
 
 MOST_TRIED = 128
 """Workers that are placed on paper one after the other. Of more, only the room is counted: trying takes too long."""

@@ -3,8 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from carpool_extender.conditions import Conditions
-from carpool_extender.view import Columns, Floats
+from carpool_extender.placement.conditions import Conditions
+from carpool_extender.state.view import Columns, Floats
 
 
 def condition_margin(conditions: Conditions, columns: Columns, newcomer: Floats) -> NDArray[np.float64]:

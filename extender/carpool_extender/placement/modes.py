@@ -5,8 +5,8 @@ from carpool_core.demand import Demand
 from carpool_core.values import RequestedMode, SharingMode, Tenancy
 from numpy.typing import NDArray
 
-from carpool_extender.applicant import Applicant, ClassColumns, ClassFacts
-from carpool_extender.view import CODES, MODES, NO_MODE
+from carpool_extender.placement.applicant import Applicant, ClassColumns, ClassFacts
+from carpool_extender.state.view import CODES, MODES, NO_MODE
 
 EXCLUSIVE, TIME_SLICING, MPS, MIG = (
     CODES[mode] for mode in (SharingMode.EXCLUSIVE, SharingMode.TIME_SLICING, SharingMode.MPS, SharingMode.MIG)

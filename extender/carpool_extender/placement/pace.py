@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from carpool_predictor.slowdown import shipped
 
-from carpool_extender.checks import Closest, Verdict
+from carpool_extender.placement.checks import Closest, Verdict
 
 MOST_DIGITS = 6
 """Digits behind the point of a slowdown, where fewer would show it as equal to its limit."""

@@ -6,13 +6,13 @@ from datetime import UTC, datetime
 import msgspec
 from carpool_core.values import PodUid
 
-from carpool_extender import ledger
-from carpool_extender.applicant import Applicant
-from carpool_extender.assessments import Assessment
-from carpool_extender.cluster import Cluster
-from carpool_extender.decide import Place, best_place, reservation
-from carpool_extender.rules import Rules
-from carpool_extender.view import Bools, View
+from carpool_extender.placement.applicant import Applicant
+from carpool_extender.placement.assessments import Assessment
+from carpool_extender.placement.decide import Place, best_place, reservation
+from carpool_extender.placement.rules import Rules
+from carpool_extender.state import ledger
+from carpool_extender.state.cluster import Cluster
+from carpool_extender.state.view import Bools, View
 
 _NO_TIME = datetime.fromtimestamp(0, UTC)
 """Of reservations that exist on paper only."""

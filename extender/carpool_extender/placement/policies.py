@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from carpool_extender import costs
-from carpool_extender.checks import Verdict
-from carpool_extender.view import Rows
+from carpool_extender.placement import costs
+from carpool_extender.placement.checks import Verdict
+from carpool_extender.state.view import Rows
 
 
 def _mib(amount: float) -> str:

@@ -7,11 +7,11 @@ import numpy as np
 from carpool_core.values import RequestedMode, SharingMode
 from numpy.typing import NDArray
 
-from carpool_extender.checks import Check, Verdict
-from carpool_extender.mig import whole
-from carpool_extender.modes import EXCLUSIVE, unbounded
-from carpool_extender.pace import beyond, expected_slowdown, neighbours, too_slow
-from carpool_extender.view import MODES, NO_MODE, NOBODY, SEVERAL, Bools, Rows
+from carpool_extender.placement.checks import Check, Verdict
+from carpool_extender.placement.modes import EXCLUSIVE, unbounded
+from carpool_extender.placement.pace import beyond, expected_slowdown, neighbours, too_slow
+from carpool_extender.state.mig import whole
+from carpool_extender.state.view import MODES, NO_MODE, NOBODY, SEVERAL, Bools, Rows
 
 PREFIX = "NoGpuFits: "
 """Begins every summary: the reason that the job's condition Placed takes over."""

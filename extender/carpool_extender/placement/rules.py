@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from carpool_extender.applicant import Applicant
-from carpool_extender.checks import NO_CONDITIONS
-from carpool_extender.conditions import Conditions
-from carpool_extender.policies import Policy, find_policy
+from carpool_extender.placement.applicant import Applicant
+from carpool_extender.placement.checks import NO_CONDITIONS
+from carpool_extender.placement.conditions import Conditions
+from carpool_extender.placement.policies import Policy, find_policy
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Whom MPS servers serve: one user at a time."""
 
-from carpool_extender.view import NOBODY, Bools, Columns
+from carpool_extender.state.view import NOBODY, Bools, Columns
 
 
 def serves_another(columns: Columns, user: int | None) -> Bools | None:

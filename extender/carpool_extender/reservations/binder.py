@@ -17,21 +17,21 @@ from carpool_core.kube.pods import Pod
 from carpool_core.resources.node import GpuNode, GpuNodeSpec, Reservation
 from carpool_core.values import PartitionState, PodUid
 
-from carpool_extender import ledger
-from carpool_extender.applicant import Applicant
-from carpool_extender.assessments import Assessments
-from carpool_extender.binding import AbandonedError, BindError, Poster, check_unbound, in_time, named
-from carpool_extender.book import Book, Refusal
-from carpool_extender.decide import place, reservation
-from carpool_extender.doubts import tells_nothing_new
-from carpool_extender.gangs import Gangs
-from carpool_extender.inflow import Inflow
-from carpool_extender.standing import Standing
+from carpool_extender.kube.watches import Watches
+from carpool_extender.kube.wire import BindingArgs
+from carpool_extender.kube.workloads import NotOurs, NotYet, Workloads, too_many
+from carpool_extender.placement.applicant import Applicant
+from carpool_extender.placement.assessments import Assessments
+from carpool_extender.placement.decide import place, reservation
+from carpool_extender.placement.gangs import Gangs
+from carpool_extender.reservations.binding import AbandonedError, BindError, Poster, check_unbound, in_time, named
+from carpool_extender.reservations.book import Book, Refusal
+from carpool_extender.reservations.inflow import Inflow
+from carpool_extender.reservations.turns import Turns
+from carpool_extender.state import ledger
+from carpool_extender.state.doubts import tells_nothing_new
+from carpool_extender.state.standing import Standing
 from carpool_extender.telemetry import Telemetry
-from carpool_extender.turns import Turns
-from carpool_extender.watches import Watches
-from carpool_extender.wire import BindingArgs
-from carpool_extender.workloads import NotOurs, NotYet, Workloads, too_many
 
 UNPREPARED = ("PartitionFailed", "PartitionTimeout")
 """Reasons of an `AbandonedError` that lie with the GPUs: others are tried first from then on."""

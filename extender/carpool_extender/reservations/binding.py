@@ -12,7 +12,7 @@ from carpool_core.kube.errors import Conflict, KubeError, NotFound, Refused, Ret
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.node import Reservation
 
-from carpool_extender.wire import BindingArgs
+from carpool_extender.kube.wire import BindingArgs
 
 TRIES = 3
 PAUSE_S = 0.2

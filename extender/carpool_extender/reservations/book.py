@@ -13,9 +13,9 @@ from carpool_core.kube.errors import PATCH_DOES_NOT_APPLY, Conflict, Invalid, Ku
 from carpool_core.resources.node import GpuNode, GpuNodeSpec
 from carpool_core.values import PodUid
 
-from carpool_extender import ledger
-from carpool_extender.untracking import UNTRACKED
-from carpool_extender.watches import Watches
+from carpool_extender.kube.watches import Watches
+from carpool_extender.reservations.untracking import UNTRACKED
+from carpool_extender.state import ledger
 
 ATTEMPTS = 8
 FIRST_PAUSE_S = 0.05

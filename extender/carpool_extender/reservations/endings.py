@@ -6,7 +6,7 @@ from carpool_core.clock import parse_rfc3339
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.node import Reservation
 
-from carpool_extender import ledger
+from carpool_extender.state import ledger
 
 GRACE_S = 10.0
 """Beyond a deadline before a reservation lapses: whoever was binding has long given up, whatever its clock says."""

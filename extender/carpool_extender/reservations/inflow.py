@@ -7,7 +7,7 @@ from typing import Any
 
 from carpool_core.clock import Clock
 
-from carpool_extender.binding import in_time
+from carpool_extender.reservations.binding import in_time
 
 FIRST, LEAST, MOST = 128, 32, 512
 """Binds that may be under way at once: at first, and whatever happens. A control plane that does nothing else has forty

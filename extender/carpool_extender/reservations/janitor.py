@@ -14,12 +14,12 @@ from carpool_core.kube.pods import Pod
 from carpool_core.resources.node import GpuNode, GpuNodeSpec, Reservation
 from carpool_core.values import PodUid
 
-from carpool_extender import ledger
-from carpool_extender.book import Book
-from carpool_extender.endings import ended, is_certain
-from carpool_extender.growth import may_hold_more
-from carpool_extender.restorer import Restorer
-from carpool_extender.watches import Watches
+from carpool_extender.kube.watches import Watches
+from carpool_extender.reservations.book import Book
+from carpool_extender.reservations.endings import ended, is_certain
+from carpool_extender.reservations.restorer import Restorer
+from carpool_extender.state import ledger
+from carpool_extender.state.growth import may_hold_more
 
 T = TypeVar("T")
 

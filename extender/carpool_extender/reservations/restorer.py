@@ -11,10 +11,10 @@ from carpool_core.kube.pods import Pod
 from carpool_core.resources.node import GpuNode, GpuNodeSpec, Reservation
 from carpool_core.values import PodUid
 
-from carpool_extender import ledger
-from carpool_extender.book import Book, Refusal
-from carpool_extender.watches import Watches
-from carpool_extender.workloads import gpus_asked
+from carpool_extender.kube.watches import Watches
+from carpool_extender.kube.workloads import gpus_asked
+from carpool_extender.reservations.book import Book, Refusal
+from carpool_extender.state import ledger
 
 AT_A_TIME = 50
 """Pods that are looked at in one go, while requests wait."""

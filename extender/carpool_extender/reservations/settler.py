@@ -8,9 +8,9 @@ from carpool_core.kube.errors import KubeError
 from carpool_core.resources.node import GpuNode, GpuNodeSpec
 from carpool_core.values import PodUid
 
-from carpool_extender.book import Book
-from carpool_extender.settling import Still, Stillness, by_place, settle
-from carpool_extender.watches import Watches
+from carpool_extender.kube.watches import Watches
+from carpool_extender.reservations.book import Book
+from carpool_extender.state.settling import Still, Stillness, by_place, settle
 
 AT_ONCE = 16
 """Nodes that are written at the same time: enough that a few slow ones hold up no others."""

@@ -7,7 +7,7 @@ from weakref import WeakValueDictionary
 
 from carpool_core.values import JobUid
 
-from carpool_extender.inflow import Inflow
+from carpool_extender.reservations.inflow import Inflow
 
 
 class Turns:

@@ -8,7 +8,7 @@ import structlog
 from carpool_core.kube.api import GPU_NODES, KubeApi
 from carpool_core.kube.errors import KubeError, Retryable
 
-from carpool_extender.watches import Watches
+from carpool_extender.kube.watches import Watches
 
 UNTRACKED: Mapping[str, Any] = {"op": "add", "path": "/metadata/managedFields", "value": [{}]}
 """As a part of a JSON patch. Nobody applies a GpuNode, and that record is to be read and written with each report of

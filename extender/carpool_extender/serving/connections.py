@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
-from carpool_extender.binding import in_time
+from carpool_extender.reservations.binding import in_time
 
 KEPT = 2
 """Idle connections to an extender that kube-scheduler keeps, as Go's HTTP client does; it closes all others."""

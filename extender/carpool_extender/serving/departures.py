@@ -11,12 +11,12 @@ from carpool_core.kube.pods import Pod
 from carpool_core.resources.node import GpuNode
 from carpool_core.values import PodUid
 
-from carpool_extender.applicant import Applicant
-from carpool_extender.assessments import Assessment
-from carpool_extender.binding import in_time
-from carpool_extender.cluster import Cluster
-from carpool_extender.rules import Rules
-from carpool_extender.watches import Watches
+from carpool_extender.kube.watches import Watches
+from carpool_extender.placement.applicant import Applicant
+from carpool_extender.placement.assessments import Assessment
+from carpool_extender.placement.rules import Rules
+from carpool_extender.reservations.binding import in_time
+from carpool_extender.state.cluster import Cluster
 
 PATIENCE_S = 1.0
 """Longest after a pod's end that anybody waits for what it held: where it cannot be given back, others are offered."""

@@ -10,9 +10,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from carpool_extender.service import BadRequest, Service
+from carpool_extender.kube.wire import BindingArgs, ExtenderArgs, PreemptionArgs
+from carpool_extender.serving.service import BadRequest, Service
 from carpool_extender.telemetry import Telemetry
-from carpool_extender.wire import BindingArgs, ExtenderArgs, PreemptionArgs
 
 A = TypeVar("A")
 

@@ -5,19 +5,8 @@ from carpool_core.kube.errors import KubeError
 from carpool_core.kube.pods import Pod
 from carpool_core.values import PodUid
 
-from carpool_extender import ledger
-from carpool_extender.applicant import Applicant
-from carpool_extender.assessments import Assessments
-from carpool_extender.binder import Binder
-from carpool_extender.choices import MAX_SCORE
-from carpool_extender.connections import Connections
-from carpool_extender.decide import filter_nodes, score_nodes
-from carpool_extender.departures import Departures
-from carpool_extender.gangs import Gangs
-from carpool_extender.refusal import PREFIX
-from carpool_extender.telemetry import Telemetry
-from carpool_extender.watches import Watches
-from carpool_extender.wire import (
+from carpool_extender.kube.watches import Watches
+from carpool_extender.kube.wire import (
     BindingArgs,
     BindingResult,
     ExtenderArgs,
@@ -26,7 +15,18 @@ from carpool_extender.wire import (
     PreemptionArgs,
     PreemptionResult,
 )
-from carpool_extender.workloads import NotOurs, NotYet, Workloads, too_many
+from carpool_extender.kube.workloads import NotOurs, NotYet, Workloads, too_many
+from carpool_extender.placement.applicant import Applicant
+from carpool_extender.placement.assessments import Assessments
+from carpool_extender.placement.choices import MAX_SCORE
+from carpool_extender.placement.decide import filter_nodes, score_nodes
+from carpool_extender.placement.gangs import Gangs
+from carpool_extender.placement.refusal import PREFIX
+from carpool_extender.reservations.binder import Binder
+from carpool_extender.serving.connections import Connections
+from carpool_extender.serving.departures import Departures
+from carpool_extender.state import ledger
+from carpool_extender.telemetry import Telemetry
 
 
 class BadRequest(Exception):  # noqa: N818  # an answer about the request

@@ -4,7 +4,7 @@ import numpy as np
 from carpool_core.values import SharingMode
 from carpool_predictor.slowdown import slowdowns
 
-from carpool_extender.view import CODES, MODES, NOBODY, SEVERAL, Columns, Rows
+from carpool_extender.state.view import CODES, MODES, NOBODY, SEVERAL, Columns, Rows
 
 EXCLUSIVE = CODES[SharingMode.EXCLUSIVE]
 SHARED = ((CODES[SharingMode.TIME_SLICING], SharingMode.TIME_SLICING), (CODES[SharingMode.MPS], SharingMode.MPS))

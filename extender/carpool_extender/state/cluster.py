@@ -5,17 +5,17 @@ from carpool_core.deviceclass import DeviceClass, class_of
 from carpool_core.resources.node import Device, GpuNode, Reservation
 from carpool_core.values import JobUid, PodUid
 
-from carpool_extender.aggregates import work_out
-from carpool_extender.doubts import NONSENSE, doubt
-from carpool_extender.grid import Grid, grid_of
-from carpool_extender.islands import islands
-from carpool_extender.journal import Journal
-from carpool_extender.numbering import Numbering
-from carpool_extender.rows import Told, said_of, told_by, touched, write_device, write_tenants
-from carpool_extender.several import Several
-from carpool_extender.standing import Hindrance, Standing
-from carpool_extender.versions import differ, is_older
-from carpool_extender.view import Columns, Rows, View, empty_columns
+from carpool_extender.state.aggregates import work_out
+from carpool_extender.state.doubts import NONSENSE, doubt
+from carpool_extender.state.grid import Grid, grid_of
+from carpool_extender.state.islands import islands
+from carpool_extender.state.journal import Journal
+from carpool_extender.state.numbering import Numbering
+from carpool_extender.state.rows import Told, said_of, told_by, touched, write_device, write_tenants
+from carpool_extender.state.several import Several
+from carpool_extender.state.standing import Hindrance, Standing
+from carpool_extender.state.versions import differ, is_older
+from carpool_extender.state.view import Columns, Rows, View, empty_columns
 
 
 class Cluster:

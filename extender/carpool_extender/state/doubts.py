@@ -5,8 +5,8 @@ from collections.abc import Collection
 from carpool_core.resources.node import GpuNode
 from carpool_core.values import DeviceHealth, GpuUuid, SharingMode
 
-from carpool_extender.rows import Said
-from carpool_extender.standing import Hindrance
+from carpool_extender.state.rows import Said
+from carpool_extender.state.standing import Hindrance
 
 UNHEALTHY, STRANGER, CONTRADICTION, NONSENSE = 0, 3, 4, 5
 """Kinds of hindrances; 1 and 2 are those of time, in `standing`."""

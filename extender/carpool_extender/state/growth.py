@@ -4,7 +4,7 @@ from carpool_core.deviceclass import class_of
 from carpool_core.resources.node import Device, GpuNode
 from carpool_core.values import DeviceHealth
 
-from carpool_extender.doubts import has_strangers
+from carpool_extender.state.doubts import has_strangers
 
 
 def may_hold_more(old: GpuNode | None, new: GpuNode) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from carpool_extender.view import Rows
+from carpool_extender.state.view import Rows
 
 LONGEST = 2048
 """Changes that are remembered; who is further behind looks at everything again."""

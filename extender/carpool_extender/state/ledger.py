@@ -10,9 +10,9 @@ from carpool_core.clock import parse_rfc3339
 from carpool_core.resources.node import Device, GpuNode, GpuNodeSpec, Reservation
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 
-from carpool_extender.measured import peak_mib
-from carpool_extender.mig import profile_of, whole
-from carpool_extender.view import counted_mib, needed_mib
+from carpool_extender.state.measured import peak_mib
+from carpool_extender.state.mig import profile_of, whole
+from carpool_extender.state.view import counted_mib, needed_mib
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from carpool_core.deviceclass import DeviceClass
 from carpool_core.resources.node import Device, GpuNode, Reservation, Tenant
 from carpool_core.values import GpuUuid, PodUid, SharingMode, Tenancy
 
-from carpool_extender.measured import known_of, seconds, settled_tenants
-from carpool_extender.mig import profile_of
-from carpool_extender.view import CODES, NO_MODE, NOBODY, SEVERAL, Columns, TenantName, counted_mib
+from carpool_extender.state.measured import known_of, seconds, settled_tenants
+from carpool_extender.state.mig import profile_of
+from carpool_extender.state.view import CODES, NO_MODE, NOBODY, SEVERAL, Columns, TenantName, counted_mib
 
 INDEX = attrgetter("index")
 

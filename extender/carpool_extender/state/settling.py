@@ -17,8 +17,8 @@ from carpool_core.values import GpuUuid, PodUid
 from carpool_predictor.observe import SEEN_S, STEADY_S
 from carpool_predictor.recalling import AGREEMENT, RAISED
 
-from carpool_extender.measured import peak_mib
-from carpool_extender.standing import SILENCE_S
+from carpool_extender.state.measured import peak_mib
+from carpool_extender.state.standing import SILENCE_S
 
 STILL = 1.01
 """A peak that has risen by less than this factor has stood still; less than that the agents do not tell."""

@@ -10,8 +10,8 @@ from carpool_core.deviceclass import DeviceClass
 from carpool_core.values import PodUid, SharingMode
 from numpy.typing import NDArray
 
-from carpool_extender.grid import Grid
-from carpool_extender.standing import Hindrance
+from carpool_extender.state.grid import Grid
+from carpool_extender.state.standing import Hindrance
 
 MODES: tuple[SharingMode | None, ...] = (None, *SharingMode)
 """Sharing modes by their code in the `mode` columns; code 0 is an idle GPU, or no possible mode."""
