@@ -226,7 +226,7 @@ def _cells(job: GpuTrainingJob) -> dict[str, str]:
         "placed on": _placed_on(job, short=False),
         "mode": placed.mode.value if placed else "",
         "memory MiB": _number(product.memory.median_mib if product else None, ",.0f"),
-        "bound": _number(product.memory.upper_mib if product else placed.memory_limit_mib if placed else None, ",.0f"),
+        "bound": _number(placed.bound_mib(product.memory if product else None) if placed else None, ",.0f"),
         "peak seen": f"{seen.peak_memory_mib:,}" if seen else "",
         "GPU util %": f"{product.activity.gpu_util_percent.median:.0f}" if product else "",
         "seen": _number(seen.gpu_util_percent if seen else None, ".0f"),

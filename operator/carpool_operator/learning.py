@@ -95,7 +95,10 @@ def lesson_of(draft: Draft, attempt: Attempt, pods: Sequence[Pod]) -> Lesson | N
 
 
 def _counted_mib(draft: Draft, places: Sequence[WorkerPlacement]) -> int | None:
-    """The bound that was promised; None where what happened cannot be compared with a prediction."""
+    """The prediction's bound (upperMib, in whatever mode), 0 where placement did not rely on it.
+
+    None where what happened cannot be compared with a prediction.
+    """
     prediction, spec = draft.status.prediction, draft.job.spec
     if prediction is None or prediction.outcome != "Predicted" or spec.gpus_per_worker != 1:
         return None

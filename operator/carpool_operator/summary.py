@@ -46,8 +46,11 @@ def _predictions(status: JobStatus) -> list[ProductPrediction]:
 
 def _memory_bound(status: JobStatus) -> str:
     """What placement counts with: the user's own limit, else the prediction's bound."""
-    limits = [place.memory_limit_mib for place in status.placement if place.memory_limit_mib is not None]
-    return _memory(limits or [p.memory.upper_mib for p in _predictions(status)])
+    if not status.placement:
+        return _memory([p.memory.upper_mib for p in _predictions(status)])
+    predicted = {p.product: p.memory for p in _predictions(status)}
+    bounds = (place.bound_mib(predicted.get(hardware_name(place.product))) for place in status.placement)
+    return _memory([bound for bound in bounds if bound is not None])
 
 
 def _memory(mib: Sequence[int]) -> str:

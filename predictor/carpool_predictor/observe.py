@@ -229,7 +229,7 @@ def expected_of(job: Job, name: str, counted_mib: float, product: GpuProduct) ->
     Args:
         job: The job, as shipped: of no product.
         name: Name or digest of its model.
-        counted_mib: The bound that its placement counted with; 0 where it counted with none.
+        counted_mib: The bound of the prediction that it was placed by; 0 where placement did not rely on it.
         product: What it ran on.
     """
     busy = activity_on(job.features, job.cost, job.training, product).activity

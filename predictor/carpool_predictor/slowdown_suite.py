@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from carpool_predictor import slowdown_gavel, slowdown_lucid
 from carpool_predictor.activity_figures import save
 from carpool_predictor.slowdown import Turns, shipped
+from carpool_predictor.slowdown_asked import MAX_ERROR, MIN_FOUND, table
 from carpool_predictor.slowdown_gavel import Missed, Queueing
 from carpool_predictor.slowdown_lucid import BASELINES, FOUND, Pairs, Score, forest, score
 from carpool_predictor.suites import Figure, Report, Tell, counted, silent
 
-MAX_ERROR, MIN_FOUND = 0.055, 75.0
 OURS = "shipped: learned on Gavel, median"
 UPPER = "shipped: learned on Gavel, upper quantile"
 IN_GAVEL = frozenset({"ResNet18"})
@@ -154,13 +154,7 @@ def _judged(pairs: Pairs, new: Pairs, scores: Mapping[str, Score], unseen: Mappi
         "0.081; no slowdown 0.097. How they count is not published; with the definition above the last two come to",
         "what the table says.",
         "",
-        f"Asked for: error ≤ {MAX_ERROR}, at least {MIN_FOUND:g}% found. ± is the standard error had other jobs been",
-        "measured: they are drawn anew, and a pair counts as often as both of its jobs (the pigeonhole bootstrap).",
-        "",
-        "| the shipped median | error | | slowdowns > 15% found | |",
-        "|---|---|---|---|---|",
-        _asked("neither architecture in Gavel", new, unseen[OURS]),
-        _asked("all pairs", pairs, scores[OURS]),
+        *table(new, unseen[OURS], pairs, scores[OURS]),
         "",
         f"The upper quantile (`slowdownQuantile`) finds {unseen[UPPER].found_percent:.0f}%, with more false alarms.",
         "What these data allow: a forest that is fitted to Lucid itself stands in the last two rows. Two equal jobs on",
@@ -190,15 +184,6 @@ def _judged(pairs: Pairs, new: Pairs, scores: Mapping[str, Score], unseen: Mappi
 def _limited(limit: float, name: str, found: slowdown_lucid.Admitted) -> str:
     cells = (found.admitted_percent, found.beyond_percent, found.missed_percent)
     return f"| {limit:g} | {name} | {' | '.join(f'{cell:.1f}%' for cell in cells)} |"
-
-
-def _asked(title: str, of: Pairs, one: Score) -> str:
-    by = slowdown_lucid.deviation(slowdown_lucid.shipped_median(of), of)
-    error, found = ("kept" if met else "**missed**" for met in (one.error <= MAX_ERROR, one.found_percent >= MIN_FOUND))
-    return (
-        f"| {title} | {one.error:.4f} ± {by.error:.4f} | {error} | {one.found_percent:.0f} ± {by.found_percent:.0f}% "
-        f"| {found} |"
-    )
 
 
 def _row(name: str, one: Score, unseen: Score | None) -> str:

@@ -48,6 +48,12 @@ def one_gpu(**has):
             id="predicted",
         ),
         pytest.param(
+            one_gpu(memory_limit_mib=40000, mode=SharingMode.TIME_SLICING),
+            {"prediction": prediction(memory_mib=4000, unenforced_mib=5200)},
+            f"with 4,240 MiB less (its first run counts with 5,200 MiB, because nothing limits it by turns), or {ONCE}",
+            id="its first run by turns",
+        ),
+        pytest.param(
             [
                 gpu_node(
                     "a", 2, [tenant("y", [GPU], memory_limit_mib=39000), tenant("z", [OTHER], memory_limit_mib=38000)]

@@ -11,11 +11,13 @@ from carpool_core.values import GpuUuid, NodeName, PodUid, SharingMode
 from carpool_operator.summary import summarize
 
 
-def predicted(product: str, upper_mib: int, util: float) -> ProductPrediction:
+def predicted(product: str, upper_mib: int, util: float, unenforced_mib: int = 0) -> ProductPrediction:
     interval = Interval(median=util, lower=0, upper=100)
     return ProductPrediction(
         product=product,
-        memory=MemoryPrediction(median_mib=upper_mib // 2, upper_mib=upper_mib, coverage=0.95),
+        memory=MemoryPrediction(
+            median_mib=upper_mib // 2, upper_mib=upper_mib, upper_unenforced_mib=unenforced_mib, coverage=0.95
+        ),
         activity=ActivityPrediction(gpu_util_percent=interval, sm_active_ratio=interval, dram_active_ratio=interval),
         step_time_seconds=interval,
     )
@@ -26,15 +28,17 @@ PREDICTION = Prediction(
 )
 
 
-def place(worker: int, node: str, *, limit: int | None = None) -> WorkerPlacement:
+def place(
+    worker: int, node: str, *, limit: int | None = None, mode: SharingMode = SharingMode.MPS, gpus: int = 1
+) -> WorkerPlacement:
     return WorkerPlacement(
         worker=worker,
         pod=f"p{worker}",
         pod_uid=PodUid(str(worker)),
         node=NodeName(node),
-        gpu_uuids=[GpuUuid(f"GPU-{worker}")],
+        gpu_uuids=[GpuUuid(f"GPU-{worker}-{gpu}") for gpu in range(gpus)],
         product="Simulated A100",
-        mode=SharingMode.MPS,
+        mode=mode,
         memory_limit_mib=limit,
         expected_slowdown=1.2,
     )
@@ -79,6 +83,23 @@ CASES = [
         id="so much that GiB would be hard to read",
     ),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("placed", "bound"),
+    [
+        pytest.param(place(0, "n1"), "4.0 GiB", id="behind MPS a limit enforces the bound"),
+        pytest.param(place(0, "n1", mode=SharingMode.TIME_SLICING), "5.2 GiB", id="by turns nothing does"),
+        pytest.param(
+            place(0, "n1", mode=SharingMode.TIME_SLICING, gpus=2), "4.0 GiB", id="of several GPUs nothing is learned"
+        ),
+    ],
+)
+def test_the_bound_of_a_first_run_is_what_its_place_counts_with(placed: WorkerPlacement, bound: str) -> None:
+    first = Prediction(outcome="Predicted", reason="Calibrated", products=[predicted("A100", 4096, 40, 5325)])
+    found = summarize(JobStatus(prediction=first, placement=[placed]))
+    assert found is not None
+    assert found.memory_bound == bound
 
 
 @pytest.mark.parametrize(("status", "expected"), CASES)

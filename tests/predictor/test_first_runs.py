@@ -1,8 +1,10 @@
 """How much room first runs need: ranks over families that were held out."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
-from carpool_predictor.evaluation.first_runs import FEWEST_ROWS, factor, families_of, held
+from carpool_predictor.evaluation.first_runs import FEWEST_ROWS, ROOMS, factor, families_of, held
 
 
 def many(of: str, rows: int, largest: float) -> tuple[list[str], list[float]]:
@@ -40,6 +42,15 @@ def test_families_are_held_where_nearly_all_of_their_rows_are() -> None:
     first, second = many("first", 20, 1.0), many("second", 20, 2.0)
     families = families_of(first[0] + second[0], np.array(first[1] + second[1]))
     assert (held(families, 0.9), held(families, 1.0), held(families, 1.93)) == (0, 1, 2)
+
+
+def test_what_is_shipped_is_no_less_than_the_card_says_is_needed() -> None:
+    card = Path(__file__, "../../../docs/model-cards/memory.md").resolve().read_text(encoding="utf-8")
+    for room in ROOMS:
+        row = next(line for line in card.splitlines() if line.startswith(f"| {room.where} |"))
+        share, _, needs, shipped, _ = (cell.strip() for cell in row.split("|")[2:-1])
+        assert (share, shipped) == (f"{100 * room.families:g}%", f"{room.shipped:g}")
+        assert float(needs) <= float(shipped) < float(needs) + 0.02, "no more than it is rounded up by"
 
 
 def _arrays(names: list[str], ratios: list[float]) -> tuple[list[str], np.ndarray]:

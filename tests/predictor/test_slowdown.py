@@ -2,7 +2,7 @@ import msgspec
 import numpy as np
 import pytest
 from carpool_core.values import SharingMode
-from carpool_predictor import slowdown_gavel, slowdown_lucid
+from carpool_predictor import slowdown_asked, slowdown_gavel, slowdown_lucid
 from carpool_predictor.slowdown import SlowdownModel, Turns, shipped, slowdowns, stretched, upper_slowdowns
 from carpool_predictor.slowdown_gavel import Missed, most_cautious
 from carpool_predictor.slowdown_suite import exact_slowdowns
@@ -211,8 +211,19 @@ def test_a_score_is_as_uncertain_as_its_jobs_are_few():
     # A mean of 0 and 0.3, half each, has a standard error of 0.15 / sqrt(jobs), whatever the number of their pairs.
     assert error(9, 9) == pytest.approx(0.15 / 3, rel=0.15)
     assert error(36, 36) == pytest.approx(0.15 / 6, rel=0.15)
+    half = world(36, 36)
+    told = np.where([int(one.removeprefix("job-")) % 4 == 0 for one, _ in half.jobs], 1.3, 1.0)
+    # Of 18 slow jobs 9 are found: 50 ± 50 / sqrt(18).
+    assert slowdown_lucid.deviation(told, half).found_percent == pytest.approx(50 / 18**0.5, rel=0.15)
     perfect = slowdown_lucid.deviation(world(16, 16).slowdown, world(16, 16))
     assert (perfect.error, perfect.found_percent) == (0.0, 0.0)
+
+
+def test_what_lies_within_the_standard_error_is_called_noise():
+    assert slowdown_asked.met(0.3, 0.1) == "kept"
+    assert slowdown_asked.met(0.2, 0.1) == "kept, within noise"
+    assert slowdown_asked.met(-0.2, 0.1) == "**missed**, within noise"
+    assert slowdown_asked.met(-0.3, 0.1) == "**missed**"
 
 
 def test_what_a_limit_comes_to_is_counted_by_pairs():

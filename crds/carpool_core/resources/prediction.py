@@ -3,6 +3,7 @@
 from typing import Annotated, Literal
 
 from carpool_core.resources.schema import OWN, Resource, field
+from carpool_core.values import SharingMode
 
 
 class Interval(Resource, frozen=True, kw_only=True):
@@ -47,6 +48,19 @@ class MemoryPrediction(Resource, frozen=True, kw_only=True):
             "than it has and the median is not; or runs of the job died of memory there, or took nearly all of it."
         ),
     ] = True
+
+    def bound_mib(self, mode: SharingMode, gpus: int) -> int:
+        """Return the bound that placement counts with on each GPU, in MiB: more where nothing enforces it.
+
+        Not for a worker of several GPUs: nothing is learned from those, so that each of its runs would be a first one.
+
+        Args:
+            mode: How the GPU is shared.
+            gpus: GPUs of a worker.
+        """
+        if mode is not SharingMode.TIME_SLICING or gpus > 1:
+            return self.upper_mib
+        return max(self.upper_mib, self.upper_unenforced_mib)
 
     @property
     def is_lost(self) -> bool:

@@ -3,7 +3,7 @@
 from typing import Annotated
 
 from carpool_core.resources.meta import Condition
-from carpool_core.resources.prediction import Prediction
+from carpool_core.resources.prediction import MemoryPrediction, Prediction
 from carpool_core.resources.schema import ATOMIC, COUNTED, OWN, Resource, field
 from carpool_core.values import GpuUuid, JobState, NodeName, PodUid, SharingMode
 
@@ -38,6 +38,16 @@ class WorkerPlacement(Resource, frozen=True, kw_only=True):
     expected_slowdown: Annotated[float, field("Predicted step time here over step time alone.", ge=1)] = 1.0
     neighbours: Annotated[list[Neighbour], field("Jobs that share its GPUs.", schema=ATOMIC)] = []
     reason: Annotated[str, field("Why this place, this mode and these limits.", max_length=4096)] = ""
+
+    def bound_mib(self, predicted: MemoryPrediction | None) -> int | None:
+        """Return what counted for its memory on each GPU before anything was measured, in MiB; None if that is unknown.
+
+        Args:
+            predicted: What was predicted for its product.
+        """
+        if self.memory_limit_mib is not None or predicted is None:
+            return self.memory_limit_mib
+        return predicted.bound_mib(self.mode, len(self.gpu_uuids))
 
 
 class Attempt(Resource, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from carpool_e2e.bench.rounds import CALM, least_disturbed
 
 ROUNDS, MOST_ROUNDS = 3, 5
 """With those that are played again because too much was stolen."""
-_JOBS_A_SECOND = 40.0
+_JOBS_A_SECOND, _AIM = 40.0, 80.0
 _SELDOM = 0.01
 """Requests a job below which a kind of request is not listed."""
 
@@ -68,7 +68,7 @@ def throughput_section(turns: Sequence[Turn]) -> list[str]:
         "",
         "| | Carpool | kube-scheduler alone | asked for | |",
         "|---|---|---|---|---|",
-        f"| jobs a second | {_rates(ours)} | {_rates(theirs)} | ≥ {_JOBS_A_SECOND:g} | {verdict} |",
+        f"| jobs a second | {_rates(ours)} | {_rates(theirs)} | ≥ {_JOBS_A_SECOND:g}, aimed at {_AIM:g} | {verdict} |",
         f"| jobs a second until every job's status told its place, too | {found.told_a_second:.1f} | | | |",
         f"| stolen | {_stolen(ours)} | {_stolen(theirs)} | | |",
         "",

@@ -56,6 +56,8 @@ def _less(case: Case, need: int, least: int, row: int) -> str:
         return f"{less} (spec.memory.limit says {need:,} MiB)"
     predicted = demand.prediction_on(case.view.product(row))
     if predicted is not None and predicted.memory.trusted:
+        if need > predicted.memory.upper_mib:
+            return f"{less} (its first run counts with {need:,} MiB, because nothing limits it by turns)"
         return f"{less} (its prediction says {need:,} MiB at most)"
     return f"with a spec.memory.limit of {least:,} MiB or less (without one it counts with the whole GPU)"
 

@@ -42,6 +42,11 @@ class ClassFacts:
     """Memory that counts for it where nothing enforces that, as by turns; None where it is unknown."""
 
     @property
+    def is_wider_by_turns(self) -> bool:
+        """Whether more counts for it where nothing enforces a bound."""
+        return self.unenforced_mib != self.profile.memory_mib
+
+    @property
     def is_known(self) -> bool:
         """Whether the job's memory is known here, so that it can share."""
         return self.profile.memory_mib is not None
@@ -174,7 +179,7 @@ def _unenforced_mib(demand: Demand, kind: DeviceClass, bound_mib: int | None) ->
     predicted = demand.prediction_on(kind.product)
     if bound_mib is None or predicted is None or demand.memory_limit_mib is not None:
         return bound_mib
-    return max(bound_mib, min(predicted.memory.upper_unenforced_mib, kind.usable_mib))
+    return max(bound_mib, min(predicted.memory.bound_mib(SharingMode.TIME_SLICING, demand.gpus), kind.usable_mib))
 
 
 def _is_provisional(demand: Demand, product: str) -> bool:

@@ -269,14 +269,16 @@ def _why(verdict: Verdict, rows: list[int], policy: Policy) -> str:
         f"{left:,} of {int(view.columns.usable_mib[rows[0]]):,} MiB left",
         expected_slowdown(verdict, rows, demand.max_slowdown),
     ]
-    profile = counting(verdict.applicant.facts(view.classes[int(view.columns.device_class[rows[0]])]), mode)
-    boundless = None
+    facts = verdict.applicant.facts(view.classes[int(view.columns.device_class[rows[0]])])
+    profile, boundless = counting(facts, mode), None
     if profile.memory_mib is None:
         boundless = unbounded(demand, view.product(rows[0]), settles=profile.provisional)
     because = why(mode, demand, is_first=not neighbours, alone=verdict.conditions.alone, boundless=boundless)
     parts.append(f"{mode} {because}")
     if boundless and boundless not in because:
         parts.append(boundless)
+    if mode is SharingMode.TIME_SLICING and facts.is_wider_by_turns:
+        parts.append(f"its first run counts with {profile.memory_mib:,} MiB, because nothing limits it by turns")
     parts += _passed_over(verdict)
     told = "; ".join(parts)
     return told if len(told) <= LONGEST_REASON else f"{told[: LONGEST_REASON - 1]}…"

@@ -49,11 +49,18 @@ def outcome(verdict: Verdict, row: int) -> str:
 def _full_reason(verdict: Verdict, row: int, check: Check) -> str:
     if check is Check.MEMORY:
         need, free = int(verdict.need_mib(_one(row))[0]), int(verdict.view.columns.free_mib[row])
-        return f"needs {need:,} MiB, has {free:,} MiB free ({need - free:,} MiB short)"
+        return f"needs {need:,} MiB{_by_turns(verdict, row)}, has {free:,} MiB free ({need - free:,} MiB short)"
     reason = _REASONS[check](verdict, row)
     if check is Check.SLOWDOWN:
         reason += f" ({beyond(-float(verdict.found.margin[row]))} beyond)"
     return reason
+
+
+def _by_turns(verdict: Verdict, row: int) -> str:
+    """Say why more is needed here than elsewhere, where that is so."""
+    facts = verdict.applicant.facts(verdict.view.classes[int(verdict.view.columns.device_class[row])])
+    is_by_turns = MODES[int(verdict.found.mode[row])] is SharingMode.TIME_SLICING
+    return " for a first run by turns" if is_by_turns and facts.is_wider_by_turns else ""
 
 
 def _unsuitable(verdict: Verdict, row: int) -> str:
@@ -168,7 +175,7 @@ def _several(verdict: Verdict, rows: Rows) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Short:
-    """The freest GPU of a product among those with too little memory."""
+    """The GPU of a product that lacks least memory."""
 
     product: str
     has_mib: int
@@ -202,13 +209,13 @@ def _memory(verdict: Verdict, rows: Rows) -> list[str]:
 
 
 def _shortest(verdict: Verdict, rows: Rows) -> _Short | None:
-    """The freest GPU of one product that has too little; None where all have enough."""
+    """The GPU of one product that lacks least memory; None where all have enough."""
     columns = verdict.view.columns
     # Beside an exclusive tenant, or for a job that wants to be alone, memory is not what is missing.
     lacking = rows[(verdict.found.failed[rows] == Check.MEMORY) | verdict.too_small(rows)]
     if not lacking.size:
         return None
-    row = int(lacking[np.argmax(columns.free_mib[lacking])])
+    row = int(lacking[np.argmax(verdict.left_mib(lacking))])
     small = bool(verdict.too_small(_one(row))[0])
     return _Short(
         product=verdict.view.product(row),

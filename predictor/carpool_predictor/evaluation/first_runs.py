@@ -72,6 +72,10 @@ def held(families: Sequence[Family], by: float) -> int:
     return sum(float(np.mean(family.ratios <= by)) >= ROWS for family in families)
 
 
+def rank(n: int, share: float) -> int:
+    """Return the rank among n that the next one lies below with such a share; the largest where there are too few."""
+    return min(math.ceil(share * (n + 1)), n)
+
+
 def _ranked(ascending: NDArray[np.float64], share: float) -> float:
-    n = len(ascending)
-    return float(ascending[min(math.ceil(share * (n + 1)), n) - 1])
+    return float(ascending[rank(len(ascending), share) - 1])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from carpool_predictor.evaluation.first_runs import ROOMS, factor, families_of, held
+from carpool_predictor.evaluation.first_runs import ROOMS, factor, families_of, held, rank
 from carpool_predictor.evaluation.memory_figures import Answers, draw
 from carpool_predictor.memory import ELSEWHERE_FACTOR, OUTSIDE_FACTOR, MemoryModel
 from carpool_predictor.memory_bound import EXCEEDS, SHARES
@@ -87,10 +87,11 @@ def _first_runs(judged: Answers) -> str:
     families = families_of([s.family for s in judged.samples], judged.measured / judged.upper)
     return _table(
         "where",
-        ["families to hold", "needs", "shipped", "families held"],
+        ["families to hold", "rank among families", "needs", "shipped", "families held"],
         {
             room.where: [
                 f"{100 * room.families:g}%",
+                f"{rank(len(families), room.families)} of {len(families)}",
                 f"{factor(families, room.families):.3f}",
                 f"{room.shipped:g}",
                 f"{held(families, room.shipped)} of {len(families)}",
@@ -183,8 +184,6 @@ rank that holds so many of the next families (`carpool_predictor.evaluation.firs
 takes more takes it from others, so that more families are to be held there.
 
 {first}
-
-The second is nearly the largest of all families' answers: of so few families nothing finer can be told.
 
 ## Others on the same rows
 
