@@ -16,8 +16,9 @@ from carpool_predictor.abstention import Abstention
 from carpool_predictor.calibration import COUNTED, SIMULATED, Calibration, Stack
 from carpool_predictor.calibration_map import CalibrationMap, Kept, UnreadableError
 from carpool_predictor.estimator import Job
+from carpool_predictor.expected import expected_of
 from carpool_predictor.memory import shipped
-from carpool_predictor.observe import expected_of, observe
+from carpool_predictor.observe import observe
 from carpool_predictor.recalling import model_name, recalled_runs
 
 from carpool_operator.lessons import Lesson, mark

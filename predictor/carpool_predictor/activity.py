@@ -15,9 +15,9 @@ from carpool_predictor import roofline
 from carpool_predictor.activity_features import NAMES, features_of, work_of_features
 from carpool_predictor.activity_trees import Target
 from carpool_predictor.interpolation import StepCost
+from carpool_predictor.malformed import MalformedError
 from carpool_predictor.quickscorer import Ensemble
 from carpool_predictor.shipping import load
-from carpool_predictor.trees import MalformedError
 
 FORMAT = 2
 """Version of the artifact's layout."""

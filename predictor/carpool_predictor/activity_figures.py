@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
 from carpool_predictor.activity_fit import HeldOut
+from carpool_predictor.figures import save
 
 
 def draw(found: HeldOut, out: Path) -> tuple[Path, ...]:
@@ -17,13 +17,6 @@ def draw(found: HeldOut, out: Path) -> tuple[Path, ...]:
         save(_architectures(found), out / "activity-architectures.svg"),
         save(_calibration(found), out / "activity-calibration.svg"),
     )
-
-
-def save(figure: Figure, path: Path) -> Path:
-    """Write a figure without date or random identifiers."""
-    with mpl.rc_context({"svg.hashsalt": "carpool", "svg.fonttype": "none"}):
-        figure.savefig(path, format="svg", metadata={"Date": None})
-    return path
 
 
 def _predicted(found: HeldOut) -> Figure:

@@ -9,10 +9,11 @@ fused kernels, one forward and one backward, where the tracer sees the four of t
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from carpool_core.resources.features import LayerCounts
+
+from carpool_predictor.step_work import StepWork
 
 Layer = tuple[str, int, int]
 """Kind, output elements of one sample, parameters."""
@@ -42,18 +43,6 @@ _LOSS_ELEMENTS = 8
 
 class NotationError(ValueError):
     """A layer list makes no sense; the message names the layer."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepWork:
-    """One training step (forward, backward, Adam) in numbers, and the model's layers."""
-
-    batch_size: int
-    parameter_bytes: float
-    flops: float
-    bytes_moved: float
-    kernels: float
-    layers: LayerCounts
 
 
 class _Tally:

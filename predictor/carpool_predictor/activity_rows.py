@@ -8,7 +8,8 @@ from pathlib import Path
 
 from carpool_core.resources.features import LayerCounts
 
-from carpool_predictor.activity_notation import StepWork, work_of
+from carpool_predictor.activity_notation import work_of
+from carpool_predictor.step_work import StepWork
 from carpool_predictor.tables import amount, number, read_table
 
 PRODUCT = "NVIDIA A100-SXM4-40GB"

@@ -8,8 +8,8 @@ import bisect
 
 import msgspec
 
+from carpool_predictor.malformed import MalformedError
 from carpool_predictor.quickscorer import MAX_LEAVES
-from carpool_predictor.trees import MalformedError
 
 
 class Forest(msgspec.Struct, frozen=True, kw_only=True):

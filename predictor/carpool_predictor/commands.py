@@ -18,9 +18,9 @@ from carpool_core.values import Optimizer, Precision
 from click.core import ParameterSource
 
 from carpool_predictor.abstention import Abstention
+from carpool_predictor.malformed import MalformedError
 from carpool_predictor.source import SubprocessTracer, TraceLimits
 from carpool_predictor.targets import Target, TargetError, parse_shape, target_of, write_features
-from carpool_predictor.trees import MalformedError
 
 if TYPE_CHECKING:
     from carpool_predictor.bulk import Tally

@@ -25,9 +25,10 @@ from carpool_core.values import MIB, Precision
 from msgspec import Meta
 
 from carpool_predictor.interpolation import StepCost
+from carpool_predictor.malformed import MalformedError
 from carpool_predictor.memory_row import COLUMNS, row_of
 from carpool_predictor.shipping import load
-from carpool_predictor.trees import Forest, MalformedError
+from carpool_predictor.trees import Forest
 
 _NUMBER = Annotated[float, Meta(gt=0, le=1e6)]
 

@@ -24,10 +24,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
-from carpool_core.products import GpuProduct, find_product
-from carpool_core.values import MIB
+from carpool_core.products import find_product
 
-from carpool_predictor.activity import activity_on
 from carpool_predictor.affine import Pair, fit_line
 from carpool_predictor.calibration import (
     COUNTED,
@@ -43,7 +41,6 @@ from carpool_predictor.calibration import (
     Stack,
     StackState,
 )
-from carpool_predictor.estimator import Job
 from carpool_predictor.memory import MemoryModel, context_mib
 from carpool_predictor.reach import is_confirmed, is_outlier, reaches
 
@@ -221,25 +218,3 @@ def _held(state: StackState, row: Observed, expected: Expected, measured: Measur
     if is_outlier(state, row) and not is_confirmed(state, row):
         return None
     return measured.peak_mib <= expected.upper_mib
-
-
-def expected_of(job: Job, name: str, counted_mib: float, product: GpuProduct) -> Expected:
-    """Return what must be known of a prediction to learn from what became of it.
-
-    Args:
-        job: The job, as shipped: of no product.
-        name: Name or digest of its model.
-        counted_mib: The bound that its placement counted with; 0 where it counted with none.
-        product: What it ran on.
-    """
-    busy = activity_on(job.features, job.cost, job.training, product).activity
-    return Expected(
-        model=name,
-        reserved_mib=job.reserved_mib,
-        live_mib=job.cost.peak_bytes / MIB,
-        correction=job.corrected.correction,
-        stratum=job.corrected.stratum,
-        upper_mib=counted_mib,
-        util=min(busy.gpu_util_percent.median / 100, 1.0),
-        sm_active=min(busy.sm_active_ratio.median, 1.0),
-    )

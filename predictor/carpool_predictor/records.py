@@ -1,13 +1,10 @@
 """What the catalog sweep writes for each model; the feature store and the memory model are made of it. No PyTorch."""
 
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 
 import msgspec
 from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
 from carpool_core.values import Optimizer, Precision
-
-from carpool_predictor.suites import DataError
 
 
 class UpdateRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,17 +83,3 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
             activation_checkpointing=self.activation_checkpointing,
             steps=[step.traced(other) for step in self.steps],
         )
-
-
-def read_records(path: Path) -> Iterator[ModelRecord]:
-    """Read the records of a sweep; a last line that was cut short is left out.
-
-    Raises:
-        DataError: There is no such file.
-    """
-    if not path.is_file():
-        raise DataError(f"expected the records of a sweep at {path}, found no such file")
-    decoder = msgspec.json.Decoder(ModelRecord)
-    for line in path.read_bytes().splitlines(keepends=True):
-        if line.endswith(b"\n"):
-            yield decoder.decode(line)

@@ -42,8 +42,8 @@ from carpool_core.values import SharingMode
 from msgspec import Meta
 from numpy.typing import NDArray
 
+from carpool_predictor.malformed import MalformedError
 from carpool_predictor.shipping import load
-from carpool_predictor.trees import MalformedError
 
 SM_SATURATION = 0.8
 """Joint SM activity up to which MPS tenants do not disturb each other (ITU 2025: "SMACT <= 80%")."""

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure as Drawing
 from numpy.typing import NDArray
 
 from carpool_predictor import slowdown_gavel, slowdown_lucid
-from carpool_predictor.activity_figures import save
+from carpool_predictor.figures import save
 from carpool_predictor.slowdown import Turns, shipped
 from carpool_predictor.slowdown_gavel import Missed, Queueing
 from carpool_predictor.slowdown_lucid import BASELINES, FOUND, Pairs, Score, forest, score

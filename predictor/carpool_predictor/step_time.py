@@ -21,9 +21,9 @@ from carpool_core.values import Precision
 from msgspec import Meta
 
 from carpool_predictor.interpolation import StepCost
+from carpool_predictor.malformed import MalformedError
 from carpool_predictor.roofline import TENSOR, TF32_SHARE
 from carpool_predictor.shipping import load
-from carpool_predictor.trees import MalformedError
 
 FORMAT = 1
 """Version of the artifact's layout; another one is refused."""

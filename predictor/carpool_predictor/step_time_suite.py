@@ -10,7 +10,7 @@ from matplotlib.figure import Figure as Drawing
 from numpy.typing import NDArray
 
 from carpool_predictor import zeus
-from carpool_predictor.activity_figures import save
+from carpool_predictor.figures import save
 from carpool_predictor.interpolation import cost_at
 from carpool_predictor.neusight import INFERRED, read_models
 from carpool_predictor.step_time import Utilization, shipped

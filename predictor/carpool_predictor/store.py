@@ -16,8 +16,8 @@ from carpool_core.resources.job import CatalogModel, Training
 from carpool_core.values import Optimizer, Precision
 
 from carpool_predictor.hub import full_name
+from carpool_predictor.malformed import MalformedError
 from carpool_predictor.records import ModelRecord, StepRecord, UpdateRecord
-from carpool_predictor.trees import MalformedError
 
 FORMAT = 2
 _MIXED = "artifacts/catalog-mixed.json.z"

@@ -8,7 +8,7 @@ import gc
 import signal
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from types import FrameType
@@ -23,7 +23,7 @@ from carpool_predictor import store
 from carpool_predictor.abstention import TraceError
 from carpool_predictor.hub import HUB
 from carpool_predictor.measurements import FILE, read_rows
-from carpool_predictor.records import ModelRecord, read_records
+from carpool_predictor.records import ModelRecord
 from carpool_predictor.suites import DataError
 
 if TYPE_CHECKING:
@@ -41,6 +41,20 @@ OTHERS = tuple(optimizer for optimizer in Optimizer if optimizer is not Optimize
 
 class TooSlow(BaseException):
     """A model took longer than its share: an alarm, which nobody on the way up may take for an error."""
+
+
+def read_records(path: Path) -> Iterator[ModelRecord]:
+    """Read the records of a sweep; a last line that was cut short is left out.
+
+    Raises:
+        DataError: There is no such file.
+    """
+    if not path.is_file():
+        raise DataError(f"expected the records of a sweep at {path}, found no such file")
+    decoder = msgspec.json.Decoder(ModelRecord)
+    for line in path.read_bytes().splitlines(keepends=True):
+        if line.endswith(b"\n"):
+            yield decoder.decode(line)
 
 
 def catalog_names() -> list[str]:

@@ -7,11 +7,8 @@ from functools import cached_property
 
 import msgspec
 
+from carpool_predictor.malformed import MalformedError
 from carpool_predictor.quickscorer import MAX_LEAVES, Ensemble
-
-
-class MalformedError(ValueError):
-    """An artifact does not hold what it should; the message says what is wrong."""
 
 
 class Tree(msgspec.Struct, frozen=True, array_like=True):

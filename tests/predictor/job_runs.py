@@ -10,8 +10,9 @@ from carpool_core.resources.prediction import ProductPrediction
 from carpool_core.values import MIB, Precision
 from carpool_predictor.calibration import Calibration, Measured, Stack
 from carpool_predictor.estimator import Job, predict, prepare
+from carpool_predictor.expected import expected_of
 from carpool_predictor.memory import shipped
-from carpool_predictor.observe import expected_of, observe
+from carpool_predictor.observe import observe
 
 T4 = find_product("Tesla T4")
 STACK = Stack(product=T4.name, precision=Precision.FP32)

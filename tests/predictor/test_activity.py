@@ -14,8 +14,8 @@ from carpool_predictor import roofline
 from carpool_predictor.activity import Answer, activity_on, read_model, shipped
 from carpool_predictor.activity_trees import Forest
 from carpool_predictor.interpolation import cost_at
+from carpool_predictor.malformed import MalformedError
 from carpool_predictor.quickscorer import Ensemble
-from carpool_predictor.trees import MalformedError
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

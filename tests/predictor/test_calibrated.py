@@ -13,8 +13,8 @@ from carpool_core.values import MIB, Precision
 from carpool_predictor.calibration import FEWEST, model_for, write_calibration
 from carpool_predictor.commands import predict as command
 from carpool_predictor.estimator import Job, predict, prepare
+from carpool_predictor.expected import expected_of
 from carpool_predictor.memory import shipped
-from carpool_predictor.observe import expected_of
 from carpool_predictor.targets import write_features
 from click.testing import CliRunner
 

@@ -14,9 +14,9 @@ from carpool_predictor.calibration import (
     read_calibration,
     write_calibration,
 )
+from carpool_predictor.malformed import MalformedError
 from carpool_predictor.memory import shipped
 from carpool_predictor.observe import observe
-from carpool_predictor.trees import MalformedError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -13,11 +13,12 @@ from carpool_core.values import MIB
 from carpool_predictor import training
 from carpool_predictor.affine import Pair, fit_line
 from carpool_predictor.interpolation import cost_at
+from carpool_predictor.malformed import MalformedError
 from carpool_predictor.measurements import FILE, Row, clean, read_rows
 from carpool_predictor.memory import correct, read_model, shipped
 from carpool_predictor.memory_fit import Floats, Judge, Sample, export, fit, out_of_fold
 from carpool_predictor.suites import DataError
-from carpool_predictor.trees import Forest, MalformedError, Tree
+from carpool_predictor.trees import Forest, Tree
 
 
 def test_line_is_found_through_outliers() -> None:

@@ -12,8 +12,9 @@ from carpool_core.values import Optimizer, Precision
 from carpool_predictor import store
 from carpool_predictor.calibration import Calibration, Measured, Stack
 from carpool_predictor.estimator import Job, predict, prepare
+from carpool_predictor.expected import expected_of
 from carpool_predictor.memory import shipped
-from carpool_predictor.observe import expected_of, observe
+from carpool_predictor.observe import observe
 from carpool_predictor.recalling import (
     AGREEMENT,
     FIRST,

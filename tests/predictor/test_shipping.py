@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from carpool_predictor import memory
+from carpool_predictor.malformed import MalformedError
 from carpool_predictor.shipping import SUMS, load, write_sums
-from carpool_predictor.trees import MalformedError
 
 MODELS = ("activity.json", "memory.json", "slowdown.json", "step_time.json")
 

@@ -14,6 +14,7 @@ from carpool_core.resources.features import TracedStep
 from carpool_core.resources.job import Training
 from carpool_core.values import Optimizer, Precision
 from carpool_predictor.interpolation import StepCost
+from carpool_predictor.malformed import MalformedError
 from carpool_predictor.neusight import MODELS, ModelRow, Product, Shape, operators, read_models
 from carpool_predictor.step_time import Utilization, read_model, shipped, step_time_on
 from carpool_predictor.step_time_fit import (
@@ -32,7 +33,6 @@ from carpool_predictor.step_time_fit import (
 from carpool_predictor.step_time_suite import frozen, run
 from carpool_predictor.step_time_train import train_step_time
 from carpool_predictor.suites import DataError
-from carpool_predictor.trees import MalformedError
 from hypothesis import given
 from hypothesis import strategies as st
 

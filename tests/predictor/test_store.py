@@ -11,11 +11,11 @@ from carpool_core.resources.job import CatalogModel, ModelSource, Training
 from carpool_core.values import Optimizer, Precision
 from carpool_predictor import packing, store
 from carpool_predictor.checks import reason_to_abstain
+from carpool_predictor.malformed import MalformedError
 from carpool_predictor.records import ModelRecord, StepRecord, UpdateRecord
 from carpool_predictor.source import SubprocessTracer
 from carpool_predictor.suites import DataError
 from carpool_predictor.sweep import OTHERS
-from carpool_predictor.trees import MalformedError
 
 KNOWN = CatalogModel(name="timm/vgg11_bn")
 

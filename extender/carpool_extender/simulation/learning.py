@@ -8,8 +8,9 @@ from carpool_core.products import find_product
 from carpool_core.resources.prediction import Prediction
 from carpool_predictor.calibration import Calibration, Measured, Stack
 from carpool_predictor.estimator import Job, OnProduct, summary
+from carpool_predictor.expected import expected_of
 from carpool_predictor.memory import shipped
-from carpool_predictor.observe import expected_of, observe
+from carpool_predictor.observe import observe
 from carpool_predictor.solo import Activity
 
 from carpool_extender.simulation.workload import SimJob

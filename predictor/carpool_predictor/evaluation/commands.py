@@ -7,9 +7,9 @@ from rich.console import Console
 from rich.table import Table
 
 from carpool_predictor.evaluation.inputs import check_inputs
+from carpool_predictor.malformed import MalformedError
 from carpool_predictor.progress import telling
 from carpool_predictor.suites import SUITES, DataError, Report, load, load_frozen
-from carpool_predictor.trees import MalformedError
 
 
 class InputError(click.ClickException):
