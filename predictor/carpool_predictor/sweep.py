@@ -19,15 +19,15 @@ import msgspec
 from carpool_core.resources.job import CatalogModel, Training
 from carpool_core.values import Optimizer, Precision
 
-from carpool_predictor import store
-from carpool_predictor.abstention import TraceError
-from carpool_predictor.hub import HUB
-from carpool_predictor.measurements import FILE, read_rows
-from carpool_predictor.records import ModelRecord
-from carpool_predictor.suites import DataError
+from carpool_predictor.catalog import store
+from carpool_predictor.catalog.hub import HUB
+from carpool_predictor.evaluation.memory.measurements import FILE, read_rows
+from carpool_predictor.evaluation.suites import DataError
+from carpool_predictor.features.abstention import TraceError
+from carpool_predictor.features.records import ModelRecord
 
 if TYPE_CHECKING:
-    from carpool_predictor.remembering import Remembered
+    from carpool_predictor.tracing.remembering import Remembered
 
 BATCH_SIZES = (16, 64)
 """Traced for each model of images; what lies between and around is interpolated."""
@@ -98,8 +98,8 @@ def order(names: Sequence[str], first: Iterable[str]) -> list[str]:
 
 def record(name: str, training: Training, timeout_s: int, remembered: "Remembered | None" = None) -> ModelRecord:
     """Trace one model, in this process, and reckon it under the other optimizers; a failure is a record, too."""
-    from carpool_predictor.catalog import recipe_of
-    from carpool_predictor.tracing import record_recipe
+    from carpool_predictor.catalog.recipes import recipe_of
+    from carpool_predictor.tracing.models import record_recipe
 
     def alarm(_: int, __: FrameType | None) -> None:
         raise TooSlow
@@ -141,7 +141,7 @@ def main(records: Path, data: Path | None, precision: str, missing: bool, only_m
     if missing and training.precision in store.FILES:
         known |= set(store.shipped(training.precision).names())
     names = catalog_names()
-    from carpool_predictor.remembering import Remembered
+    from carpool_predictor.tracing.remembering import Remembered
 
     remembered = Remembered()
     gc.freeze()  # what PyTorch imported need not be searched for garbage again and again

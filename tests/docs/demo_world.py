@@ -27,8 +27,8 @@ from carpool_extender.policies import find_policy
 from carpool_extender.rules import Rules
 from carpool_extender.watched import JobRow
 from carpool_extender.workloads import AS_SHIPPED, applicant_of
-from carpool_predictor.calibration import Calibration
-from carpool_predictor.calibration_map import CalibrationMap, Kept
+from carpool_predictor.calibration.config_map import CalibrationMap, Kept
+from carpool_predictor.calibration.document import Calibration
 
 SLOTS = 8
 RULES = Rules(find_policy("least-slowdown"), SLOTS)

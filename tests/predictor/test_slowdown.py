@@ -2,12 +2,12 @@ import msgspec
 import numpy as np
 import pytest
 from carpool_core.values import SharingMode
-from carpool_predictor import slowdown_gavel, slowdown_lucid
-from carpool_predictor.slowdown import SlowdownModel, Turns, shipped, slowdowns, stretched, upper_slowdowns
-from carpool_predictor.slowdown_gavel import Missed, most_cautious
-from carpool_predictor.slowdown_suite import exact_slowdowns
-from carpool_predictor.slowdown_train import train_slowdown
-from carpool_predictor.suites import DataError
+from carpool_predictor.cost_models.slowdown import SlowdownModel, Turns, shipped, slowdowns, stretched, upper_slowdowns
+from carpool_predictor.evaluation.slowdown import gavel, lucid
+from carpool_predictor.evaluation.slowdown.gavel import Missed, most_cautious
+from carpool_predictor.evaluation.slowdown.suite import exact_slowdowns
+from carpool_predictor.evaluation.slowdown.train import train_slowdown
+from carpool_predictor.evaluation.suites import DataError
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -185,25 +185,25 @@ def test_lucid_is_scored_in_both_directions(tmp_path):
         "model1,dataset1,gpu_num1,batchsize1,amp1,speed1,model2,dataset2,gpu_num2,batchsize2,amp2,speed2\n"
         "A,D,1,32,0,0.8,B,D,1,32,0,1.25\n"
     )
-    pairs = slowdown_lucid.read(tmp_path)
+    pairs = lucid.read(tmp_path)
     assert pairs.busy.tolist() == [[0.4, 0.6], [0.6, 0.4]]
     assert pairs.slowdown.tolist() == [1.25, 1.0]
-    none = slowdown_lucid.score(slowdown_lucid.BASELINES["no slowdown"](pairs), pairs)
+    none = lucid.score(lucid.BASELINES["no slowdown"](pairs), pairs)
     assert (none.error, none.found_percent) == (0.125, 0.0)
-    sure = slowdown_lucid.score(np.full(2, 1.25), pairs)
+    sure = lucid.score(np.full(2, 1.25), pairs)
     assert (sure.found_percent, sure.right_percent) == (100.0, 50.0)
 
 
 def test_what_a_limit_comes_to_is_counted_by_pairs():
     of = [(1.0, 1.0), (1.3, 1.0), (1.0, 1.1), (1.0, 1.4)]
-    pairs = slowdown_lucid.Pairs(*([np.zeros((8, 2))] * 2), *([np.array(of).ravel()] * 2), [], [])
+    pairs = lucid.Pairs(*([np.zeros((8, 2))] * 2), *([np.array(of).ravel()] * 2), [], [])
     told = np.array([(1.0, 1.0), (1.1, 1.0), (1.0, 1.3), (1.5, 1.5)]).ravel()
-    found = slowdown_lucid.admitted(told, pairs, 1.2)
+    found = lucid.admitted(told, pairs, 1.2)
     assert (found.admitted_percent, found.beyond_percent, found.missed_percent) == (50.0, 50.0, 50.0)
-    assert slowdown_lucid.admitted(told, pairs, 9.0) == slowdown_lucid.Admitted(100.0, 0.0, 0.0)
+    assert lucid.admitted(told, pairs, 9.0) == lucid.Admitted(100.0, 0.0, 0.0)
 
 
-@pytest.mark.parametrize(("read", "name"), [(slowdown_gavel.read, "gavel"), (slowdown_lucid.read, "lucid")])
+@pytest.mark.parametrize(("read", "name"), [(gavel.read, "gavel"), (lucid.read, "lucid")])
 def test_missing_measurements_are_named(tmp_path, read, name):
     with pytest.raises(DataError, match=f"expected .*{name}"):
         read(tmp_path)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from carpool_predictor.recalling import FIRST
+from carpool_predictor.calibration.recalling import FIRST
 
 from carpool_extender.refusal import counted
 from carpool_extender.simulation import energies, goals, idleness, losses, paired, report, results, workdone

@@ -12,7 +12,7 @@ import msgspec
 from carpool_core.resources.prediction import ActivityPrediction, Interval
 from carpool_core.values import Precision
 
-from carpool_predictor.calibration import FEWEST, Calibration, Observed
+from carpool_predictor.calibration.document import FEWEST, Calibration, Observed
 
 LEAST_BUSY, MOST_BUSY = 0.125, 8.0
 """What a run says of how busy a job is, over what was predicted, is believed between these: one that slept or waited

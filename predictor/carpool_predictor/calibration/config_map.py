@@ -7,8 +7,8 @@ from carpool_core.kube.api import CONFIG_MAPS, KubeApi
 from carpool_core.kube.errors import NotFound
 from carpool_core.settings import SettingsError
 
-from carpool_predictor.calibration import Calibration, read_calibration, write_calibration
-from carpool_predictor.malformed import MalformedError
+from carpool_predictor.calibration.document import Calibration, read_calibration, write_calibration
+from carpool_predictor.features.malformed import MalformedError
 
 KEY = "calibration.json"
 LARGEST = 900_000

@@ -26,8 +26,7 @@ from typing import Literal
 import msgspec
 from carpool_core.products import find_product
 
-from carpool_predictor.affine import Pair, fit_line
-from carpool_predictor.calibration import (
+from carpool_predictor.calibration.document import (
     COUNTED,
     KEPT,
     MAX_STACKS,
@@ -41,8 +40,9 @@ from carpool_predictor.calibration import (
     Stack,
     StackState,
 )
-from carpool_predictor.memory import MemoryModel, context_mib
-from carpool_predictor.reach import is_confirmed, is_outlier, reaches
+from carpool_predictor.calibration.reach import is_confirmed, is_outlier, reaches
+from carpool_predictor.cost_models.affine import Pair, fit_line
+from carpool_predictor.cost_models.memory import MemoryModel, context_mib
 
 PER_MODEL = 3
 """So many rows of one model count for the line, and are kept of one model at one size: nobody's hundred runs outvote

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from statistics import median
 
-from carpool_predictor.calibration import MISSES, Observed, StackState
-from carpool_predictor.recalling import AGREEMENT
+from carpool_predictor.calibration.document import MISSES, Observed, StackState
+from carpool_predictor.calibration.recalling import AGREEMENT
 
 OUTLIER = math.log(1.5)
 """Smallest distance from the line, in logarithms, at which an observation can be an outlier."""

@@ -19,7 +19,7 @@ from carpool_core.resources.job import ModelSource
 from carpool_core.resources.prediction import ActivityPrediction, Interval, MemoryPrediction, ProductPrediction
 from carpool_core.values import Precision
 
-from carpool_predictor.calibration import Calibration, Observed
+from carpool_predictor.calibration.document import Calibration, Observed
 
 AGREEMENT = 0.1
 """Two runs of a job agree when they differ by less than this share; the bound lies as far above the largest of them."""

@@ -1,7 +1,7 @@
 """Builds the models that GPUMemNet's layer lists stand for: `gpumemnet/[('linear', 1173, 2753031), …]`.
 
 A list says of each layer its kind, the elements that it puts out for one sample, and its parameters; nothing of how
-layers join. What `activity_notation` solves for decides that: a 3 × 3 convolution that reads what a 1 × 1 one before it
+layers join. What `notation` solves for decides that: a 3 × 3 convolution that reads what a 1 × 1 one before it
 read stands beside a shortcut, and their outputs are summed after the next convolution; one that reads the channels of
 the layer before and of what that one read follows a concatenation. A size that falls is a pool, or a stride where the
 size is that of a stride. Sums without a convolution in the shortcut leave no trace in a list, and are left out.
@@ -13,15 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from carpool_predictor.activity_notation import (
-    NORMALIZATION,
-    Convolution,
-    Layer,
-    NotationError,
-    Place,
-    shape_of,
-)
-from carpool_predictor.layer_lists import invalid
+from carpool_predictor.catalog.layer_lists import invalid
+from carpool_predictor.catalog.notation import NORMALIZATION, Convolution, Layer, NotationError, Place, shape_of
 
 _SAME: dict[str, Callable[[], nn.Module]] = {
     **{

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from carpool_predictor.abstention import TraceError
+from carpool_predictor.features.abstention import TraceError
 
 LIBRARIES = ("timm", "torchvision", "transformers", "gpumemnet")
 

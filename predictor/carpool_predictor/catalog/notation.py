@@ -2,9 +2,9 @@
 
 A list has an entry `(kind, outputs, parameters)` for each layer that computes; outputs are elements of one sample.
 Pooling between convolutions, concatenation and addition do not stand in it: the first shows as a spatial size that
-falls, the others cost little and are left out. What is counted is what the tracer counts (`operators`): an operator
-reads each input once and writes each output once. Dropout alone counts as CUDA's
-fused kernels, one forward and one backward, where the tracer sees the four of the CPU.
+falls, the others cost little and are left out. What is counted is what the tracer counts (`tracing.operators`): an
+operator reads each input once and writes each output once. Dropout alone counts as CUDA's fused kernels, one forward
+and one backward, where the tracer sees the four of the CPU.
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from carpool_core.resources.features import LayerCounts
 
-from carpool_predictor.step_work import StepWork
+from carpool_predictor.features.step_work import StepWork
 
 Layer = tuple[str, int, int]
 """Kind, output elements of one sample, parameters."""

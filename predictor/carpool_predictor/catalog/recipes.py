@@ -10,10 +10,10 @@ from typing import Any
 from carpool_core.resources.job import CatalogModel
 from torch import nn
 
-from carpool_predictor.abstention import TraceError
-from carpool_predictor.layer_lists import read_layers, sample_shape
-from carpool_predictor.listed import build_listed
-from carpool_predictor.names import unknown, unsupported
+from carpool_predictor.catalog.layer_lists import read_layers, sample_shape
+from carpool_predictor.catalog.listed import build_listed
+from carpool_predictor.catalog.names import unknown, unsupported
+from carpool_predictor.features.abstention import TraceError
 
 _FRAMES = 16
 """Frames of a sample of torchvision's video models, as in the clips that they were trained on."""
@@ -109,7 +109,7 @@ def _torchvision_input(weights: Any) -> tuple[int, ...]:
 
 def _transformers(model: CatalogModel, name: str) -> Recipe:
     try:
-        from carpool_predictor import hub_models
+        from carpool_predictor.catalog import hub_models
 
         config = hub_models.configure(name, model.num_classes)
     except ImportError as e:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from carpool_core.resources.job import CatalogModel
 
-from carpool_predictor import store
-from carpool_predictor.abstention import Abstention, TraceError
-from carpool_predictor.hub import published, split_name, unknown_to_the_hub
-from carpool_predictor.layer_lists import read_layers, sample_shape
-from carpool_predictor.names import LIBRARIES, unknown, unsupported
+from carpool_predictor.catalog import store
+from carpool_predictor.catalog.hub import published, split_name, unknown_to_the_hub
+from carpool_predictor.catalog.layer_lists import read_layers, sample_shape
+from carpool_predictor.catalog.names import LIBRARIES, unknown, unsupported
+from carpool_predictor.features.abstention import Abstention, TraceError
 
 _CONFIGURATION = "Config"
 """What the classes end with by which models of `transformers` go that have no name here."""

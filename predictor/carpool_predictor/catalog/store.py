@@ -15,9 +15,9 @@ from carpool_core.resources.features import LayerCounts, ModelFeatures
 from carpool_core.resources.job import CatalogModel, Training
 from carpool_core.values import Optimizer, Precision
 
-from carpool_predictor.hub import full_name
-from carpool_predictor.malformed import MalformedError
-from carpool_predictor.records import ModelRecord, StepRecord, UpdateRecord
+from carpool_predictor.catalog.hub import full_name
+from carpool_predictor.features.malformed import MalformedError
+from carpool_predictor.features.records import ModelRecord, StepRecord, UpdateRecord
 
 FORMAT = 2
 _MIXED = "artifacts/catalog-mixed.json.z"

@@ -16,9 +16,9 @@ from typing import IO, NamedTuple
 
 import msgspec
 
-from carpool_predictor.calibration import Calibration
-from carpool_predictor.rows import Answerer, chunks
-from carpool_predictor.source import TraceLimits
+from carpool_predictor.calibration.document import Calibration
+from carpool_predictor.cli.rows import Answerer, chunks
+from carpool_predictor.tracing.source import TraceLimits
 
 ALONE = 1500
 """Rows up to which starting processes takes longer than it saves."""

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from carpool_predictor.bulk import Tally
+from carpool_predictor.cli.bulk import Tally
 
 
 @contextmanager

@@ -8,11 +8,11 @@ import msgspec
 from carpool_core.products import GpuProduct
 from carpool_core.resources.prediction import ActivityPrediction, Interval, MemoryPrediction, Prediction
 
-from carpool_predictor.abstention import Abstention
-from carpool_predictor.calibration import Calibration
-from carpool_predictor.estimator import Job, OnProduct, abstained, summary
-from carpool_predictor.fitting import BatchFinder, LargestBatch, usable_mib, usable_of_profile_mib
-from carpool_predictor.parts import MemoryParts, parts_of
+from carpool_predictor.calibration.document import Calibration
+from carpool_predictor.features.abstention import Abstention
+from carpool_predictor.prediction.estimator import Job, OnProduct, abstained, summary
+from carpool_predictor.prediction.fitting import BatchFinder, LargestBatch, usable_mib, usable_of_profile_mib
+from carpool_predictor.prediction.parts import MemoryParts, parts_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,14 +12,14 @@ from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import CatalogModel, ModelSource, Training
 from msgspec import UNSET, UnsetType
 
-from carpool_predictor import store
-from carpool_predictor.abstention import Abstention
-from carpool_predictor.calibration import Calibration
-from carpool_predictor.estimator import Job, model_version, prepare, reason_of
-from carpool_predictor.report import activity_json, interval_json, length_json, memory_json
-from carpool_predictor.requests import TraceRequest
-from carpool_predictor.row_errors import UNREADABLE, in_a_row, told
-from carpool_predictor.source import SubprocessTracer, TraceLimits
+from carpool_predictor.calibration.document import Calibration
+from carpool_predictor.catalog import store
+from carpool_predictor.cli.report import activity_json, interval_json, length_json, memory_json
+from carpool_predictor.cli.row_errors import UNREADABLE, in_a_row, told
+from carpool_predictor.features.abstention import Abstention
+from carpool_predictor.prediction.estimator import Job, model_version, prepare, reason_of
+from carpool_predictor.tracing.requests import TraceRequest
+from carpool_predictor.tracing.source import SubprocessTracer, TraceLimits
 
 INVALID = frozenset(
     {

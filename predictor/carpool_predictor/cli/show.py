@@ -10,9 +10,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from carpool_predictor.fitting import LargestBatch
-from carpool_predictor.parts import MemoryParts
-from carpool_predictor.report import ProductReport, Report, length_of
+from carpool_predictor.cli.report import ProductReport, Report, length_of
+from carpool_predictor.prediction.fitting import LargestBatch
+from carpool_predictor.prediction.parts import MemoryParts
 
 _WIDTH_OF_INTERVALS = 190
 """Columns of a terminal in which the intervals of several GPUs fit beside the medians."""

@@ -7,9 +7,9 @@ import msgspec
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import CatalogModel, ModelSource, Training
 
-from carpool_predictor import store
-from carpool_predictor.names import LIBRARIES
-from carpool_predictor.requests import FactoryModel, TraceRequest
+from carpool_predictor.catalog import store
+from carpool_predictor.catalog.names import LIBRARIES
+from carpool_predictor.tracing.requests import FactoryModel, TraceRequest
 
 Target = ModelFeatures | TraceRequest
 

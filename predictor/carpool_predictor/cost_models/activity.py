@@ -11,13 +11,13 @@ from carpool_core.resources.job import Training
 from carpool_core.resources.prediction import ActivityPrediction, Interval
 from carpool_core.values import Precision
 
-from carpool_predictor import roofline
-from carpool_predictor.activity_features import NAMES, features_of, work_of_features
-from carpool_predictor.activity_trees import Target
-from carpool_predictor.interpolation import StepCost
-from carpool_predictor.malformed import MalformedError
-from carpool_predictor.quickscorer import Ensemble
-from carpool_predictor.shipping import load
+from carpool_predictor.cost_models import roofline
+from carpool_predictor.cost_models.activity_features import NAMES, features_of, work_of_features
+from carpool_predictor.cost_models.activity_trees import Target
+from carpool_predictor.cost_models.quickscorer import Ensemble
+from carpool_predictor.cost_models.shipping import load
+from carpool_predictor.features.interpolation import StepCost
+from carpool_predictor.features.malformed import MalformedError
 
 FORMAT = 2
 """Version of the artifact's layout."""

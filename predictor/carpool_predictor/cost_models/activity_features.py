@@ -13,9 +13,9 @@ from carpool_core.products import GpuProduct
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.values import Precision
 
-from carpool_predictor.interpolation import StepCost
-from carpool_predictor.roofline import BANDWIDTH, KERNEL_S, LAUNCH_S, STEP_GAP_S, matrix_rate
-from carpool_predictor.step_work import StepWork
+from carpool_predictor.cost_models.roofline import BANDWIDTH, KERNEL_S, LAUNCH_S, STEP_GAP_S, matrix_rate
+from carpool_predictor.features.interpolation import StepCost
+from carpool_predictor.features.step_work import StepWork
 
 NAMES = (
     "log_gpu_over_launch", "busy", "compute_share", "log_intensity_over_ridge", "log_flops_per_kernel_per_sm",

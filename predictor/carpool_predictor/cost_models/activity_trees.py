@@ -8,8 +8,8 @@ import bisect
 
 import msgspec
 
-from carpool_predictor.malformed import MalformedError
-from carpool_predictor.quickscorer import MAX_LEAVES
+from carpool_predictor.cost_models.quickscorer import MAX_LEAVES
+from carpool_predictor.features.malformed import MalformedError
 
 
 class Forest(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,11 +24,11 @@ from carpool_core.resources.prediction import MemoryPrediction
 from carpool_core.values import MIB, Precision
 from msgspec import Meta
 
-from carpool_predictor.interpolation import StepCost
-from carpool_predictor.malformed import MalformedError
-from carpool_predictor.memory_row import COLUMNS, row_of
-from carpool_predictor.shipping import load
-from carpool_predictor.trees import Forest
+from carpool_predictor.cost_models.memory_row import COLUMNS, row_of
+from carpool_predictor.cost_models.shipping import load
+from carpool_predictor.cost_models.trees import Forest
+from carpool_predictor.features.interpolation import StepCost
+from carpool_predictor.features.malformed import MalformedError
 
 _NUMBER = Annotated[float, Meta(gt=0, le=1e6)]
 

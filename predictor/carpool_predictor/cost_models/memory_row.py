@@ -5,7 +5,7 @@ import math
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.values import MIB
 
-from carpool_predictor.interpolation import StepCost
+from carpool_predictor.features.interpolation import StepCost
 
 COLUMNS = (
     "log reserved MiB",

@@ -20,7 +20,7 @@ from carpool_core.products import GpuProduct
 from carpool_core.resources.prediction import ActivityPrediction, Interval
 from carpool_core.values import Precision
 
-from carpool_predictor.interpolation import StepCost
+from carpool_predictor.features.interpolation import StepCost
 
 VECTOR = 0.7
 """Share of the peak FP32 rate that convolutions and matrix products reach in training."""

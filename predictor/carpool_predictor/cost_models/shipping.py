@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TypeVar
 
-from carpool_predictor.malformed import MalformedError
+from carpool_predictor.features.malformed import MalformedError
 
 SUMS = "SHA256SUMS"
 """Name of the file that holds the digests."""

@@ -9,7 +9,8 @@ whichever is longer. When the GPU's part is stretched by x::
 
     s = (1 - u^p + (u * x)^p)^(1/p)
 
-The exponent p is learned on Gavel's solo throughputs, from how a step grows with its batch (`slowdown_gavel`).
+The exponent p is learned on Gavel's solo throughputs, from how a step grows with its batch; `evaluation.slowdown.gavel`
+learns it.
 
 Taking turns (time slicing). The GPU serves whoever is there in turns; whoever comes meets its neighbours as they would
 be without it (the arrival theorem; exact mean-value analysis, Reiser and Lavenberg 1980)::
@@ -42,8 +43,8 @@ from carpool_core.values import SharingMode
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from carpool_predictor.malformed import MalformedError
-from carpool_predictor.shipping import load
+from carpool_predictor.cost_models.shipping import load
+from carpool_predictor.features.malformed import MalformedError
 
 SM_SATURATION = 0.8
 """Joint SM activity up to which MPS tenants do not disturb each other (ITU 2025: "SMACT <= 80%")."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from carpool_core.values import SharingMode
 
-from carpool_predictor.slowdown import slowdowns
+from carpool_predictor.cost_models.slowdown import slowdowns
 
 ROUNDS = 20
 """Enough for what is measured on GPUs that are not saturated; on others it ends where it is."""

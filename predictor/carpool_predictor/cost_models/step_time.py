@@ -20,10 +20,10 @@ from carpool_core.resources.prediction import Interval
 from carpool_core.values import Precision
 from msgspec import Meta
 
-from carpool_predictor.interpolation import StepCost
-from carpool_predictor.malformed import MalformedError
-from carpool_predictor.roofline import TENSOR, TF32_SHARE
-from carpool_predictor.shipping import load
+from carpool_predictor.cost_models.roofline import TENSOR, TF32_SHARE
+from carpool_predictor.cost_models.shipping import load
+from carpool_predictor.features.interpolation import StepCost
+from carpool_predictor.features.malformed import MalformedError
 
 FORMAT = 1
 """Version of the artifact's layout; another one is refused."""

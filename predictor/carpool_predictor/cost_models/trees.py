@@ -7,8 +7,8 @@ from functools import cached_property
 
 import msgspec
 
-from carpool_predictor.malformed import MalformedError
-from carpool_predictor.quickscorer import MAX_LEAVES, Ensemble
+from carpool_predictor.cost_models.quickscorer import MAX_LEAVES, Ensemble
+from carpool_predictor.features.malformed import MalformedError
 
 
 class Tree(msgspec.Struct, frozen=True, array_like=True):

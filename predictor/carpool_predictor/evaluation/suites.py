@@ -70,10 +70,10 @@ class Suite(Protocol):
 
 
 SUITES: Mapping[str, str] = {
-    "memory": "carpool_predictor.evaluation.memory_suite:run",
-    "activity": "carpool_predictor.activity_suite:run",
-    "step-time": "carpool_predictor.step_time_suite:run",
-    "slowdown": "carpool_predictor.slowdown_suite:run",
+    "memory": "carpool_predictor.evaluation.memory.suite:run",
+    "activity": "carpool_predictor.evaluation.activity.suite:run",
+    "step-time": "carpool_predictor.evaluation.step_time.suite:run",
+    "slowdown": "carpool_predictor.evaluation.slowdown.suite:run",
 }
 """Suites by name, in the order of `--suite all`; each value is `module:function`."""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from carpool_predictor.suites import DataError
+from carpool_predictor.evaluation.suites import DataError
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import Training
 
-from carpool_predictor.abstention import Abstention
+from carpool_predictor.features.abstention import Abstention
 
 MAX_EXTRAPOLATION = 8
 """How many times beyond the traced batch sizes a line is trusted."""

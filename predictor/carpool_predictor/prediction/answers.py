@@ -7,8 +7,9 @@ from carpool_core.products import find_product
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.prediction import ProductPrediction
 
-from carpool_predictor import activity, recalling
-from carpool_predictor.memory import MemoryModel
+from carpool_predictor.calibration import recalling
+from carpool_predictor.cost_models import activity
+from carpool_predictor.cost_models.memory import MemoryModel
 
 
 @dataclass(frozen=True, slots=True)

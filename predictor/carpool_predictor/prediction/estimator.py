@@ -11,14 +11,11 @@ from carpool_core.resources.job import Training
 from carpool_core.resources.prediction import MemoryPrediction, Prediction, ProductPrediction
 from carpool_core.values import MIB
 
-from carpool_predictor import activity, recalling, step_time
-from carpool_predictor.abstention import Abstention
-from carpool_predictor.answers import OnProduct, message_of
-from carpool_predictor.busier import Busier, busier, scaled
-from carpool_predictor.calibration import Calibration, model_for
-from carpool_predictor.checks import reason_to_abstain
-from carpool_predictor.interpolation import StepCost, cost_at
-from carpool_predictor.memory import (
+from carpool_predictor.calibration import recalling
+from carpool_predictor.calibration.busier import Busier, busier, scaled
+from carpool_predictor.calibration.document import Calibration, model_for
+from carpool_predictor.cost_models import activity, step_time
+from carpool_predictor.cost_models.memory import (
     Corrected,
     MemoryModel,
     context_mib,
@@ -27,6 +24,10 @@ from carpool_predictor.memory import (
     predict_memory,
     shipped,
 )
+from carpool_predictor.features.abstention import Abstention
+from carpool_predictor.features.checks import reason_to_abstain
+from carpool_predictor.features.interpolation import StepCost, cost_at
+from carpool_predictor.prediction.answers import OnProduct, message_of
 
 __all__ = ["Abstention", "Job", "OnProduct", "model_version", "predict", "prepare"]
 

@@ -3,9 +3,9 @@
 from carpool_core.products import GpuProduct
 from carpool_core.values import MIB
 
-from carpool_predictor.activity import activity_on
-from carpool_predictor.calibration import Expected
-from carpool_predictor.estimator import Job
+from carpool_predictor.calibration.document import Expected
+from carpool_predictor.cost_models.activity import activity_on
+from carpool_predictor.prediction.estimator import Job
 
 
 def expected_of(job: Job, name: str, counted_mib: float, product: GpuProduct) -> Expected:

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import msgspec
 from carpool_core.products import GpuProduct
 
-from carpool_predictor.abstention import Abstention
-from carpool_predictor.checks import MAX_EXTRAPOLATION
-from carpool_predictor.estimator import Job, prepare
-from carpool_predictor.parts import parts_of
+from carpool_predictor.features.abstention import Abstention
+from carpool_predictor.features.checks import MAX_EXTRAPOLATION
+from carpool_predictor.prediction.estimator import Job, prepare
+from carpool_predictor.prediction.parts import parts_of
 
 RESERVED_MIB = 722
 """What the driver keeps of a GPU, at most: NVML says 224 MiB (V100) to 722 (A100 80GB)."""

@@ -6,8 +6,8 @@ from carpool_core.products import GpuProduct
 from carpool_core.resources.prediction import MemoryPrediction
 from carpool_core.values import MIB, Optimizer
 
-from carpool_predictor.estimator import Job
-from carpool_predictor.memory import context_mib
+from carpool_predictor.cost_models.memory import context_mib
+from carpool_predictor.prediction.estimator import Job
 
 _STATE = {
     Optimizer.SGD: 0.0,

@@ -11,7 +11,7 @@ from functools import partial
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from carpool_predictor.abstention import TraceError
+from carpool_predictor.features.abstention import TraceError
 
 
 def checkpoint_activations(model: nn.Module) -> None:

@@ -7,12 +7,12 @@ from carpool_core.values import Optimizer
 from torch import Tensor
 from torch._ops import OpOverload
 
-from carpool_predictor.allocator import CachingAllocator, reserved_after
-from carpool_predictor.records import StepRecord, UpdateRecord
-from carpool_predictor.remembering import Remembered
-from carpool_predictor.step import FakeTraining, trace_step
-from carpool_predictor.trackers import Peak, StepTracker
-from carpool_predictor.updates import Event, StepEvents, Updates, under
+from carpool_predictor.features.records import StepRecord, UpdateRecord
+from carpool_predictor.tracing.allocator import CachingAllocator, reserved_after
+from carpool_predictor.tracing.remembering import Remembered
+from carpool_predictor.tracing.step import FakeTraining, trace_step
+from carpool_predictor.tracing.trackers import Peak, StepTracker
+from carpool_predictor.tracing.updates import Event, StepEvents, Updates, under
 
 _CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
 

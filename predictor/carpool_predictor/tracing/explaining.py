@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from carpool_predictor.abstention import TraceError
+from carpool_predictor.features.abstention import TraceError
 
 T = TypeVar("T")
 

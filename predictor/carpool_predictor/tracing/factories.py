@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from carpool_predictor.abstention import TraceError
-from carpool_predictor.catalog import Recipe
-from carpool_predictor.explaining import explained
-from carpool_predictor.requests import FactoryModel
+from carpool_predictor.catalog.recipes import Recipe
+from carpool_predictor.features.abstention import TraceError
+from carpool_predictor.tracing.explaining import explained
+from carpool_predictor.tracing.requests import FactoryModel
 
 
 def factory_recipe(factory: FactoryModel) -> Recipe:

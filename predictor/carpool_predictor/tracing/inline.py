@@ -6,7 +6,7 @@ from collections.abc import Callable
 from carpool_core.resources.job import GraphLayer, GraphModel
 from torch import nn
 
-from carpool_predictor.abstention import TraceError
+from carpool_predictor.features.abstention import TraceError
 
 Shape = tuple[int, ...]
 """Shape of one sample, without the batch."""

@@ -25,7 +25,7 @@ from types import SimpleNamespace
 from typing import Any, Unpack
 from urllib.parse import urlparse
 
-from carpool_predictor.postponed import Postponing, open_package, postpone, run
+from carpool_predictor.tracing.postponed import Postponing, open_package, postpone, run
 
 _KERNELS = ("cuda.bindings", "pynvml", "triton")
 """What PyTorch uses on GPUs only."""

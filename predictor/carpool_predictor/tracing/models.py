@@ -8,19 +8,19 @@ from carpool_core.resources.job import Training
 from carpool_core.values import Optimizer
 from torch import nn
 
-from carpool_predictor.abstention import TraceError
-from carpool_predictor.catalog import Recipe, recipe_of
-from carpool_predictor.detail import record_step
-from carpool_predictor.explaining import explained
-from carpool_predictor.factories import factory_recipe
-from carpool_predictor.fake import TensorMode, fake_mode, fake_weights, meta_mode
-from carpool_predictor.inline import build_inline
-from carpool_predictor.layers import count_layers
-from carpool_predictor.records import ModelRecord, StepRecord
-from carpool_predictor.remembering import Remembered
-from carpool_predictor.requests import TraceRequest
-from carpool_predictor.step import AUTOCAST, FakeTraining, prepare, weight_dtype
-from carpool_predictor.updates import Updates
+from carpool_predictor.catalog.recipes import Recipe, recipe_of
+from carpool_predictor.features.abstention import TraceError
+from carpool_predictor.features.records import ModelRecord, StepRecord
+from carpool_predictor.tracing.detail import record_step
+from carpool_predictor.tracing.explaining import explained
+from carpool_predictor.tracing.factories import factory_recipe
+from carpool_predictor.tracing.fake import TensorMode, fake_mode, fake_weights, meta_mode
+from carpool_predictor.tracing.inline import build_inline
+from carpool_predictor.tracing.layers import count_layers
+from carpool_predictor.tracing.remembering import Remembered
+from carpool_predictor.tracing.requests import TraceRequest
+from carpool_predictor.tracing.step import AUTOCAST, FakeTraining, prepare, weight_dtype
+from carpool_predictor.tracing.updates import Updates
 
 _MAX_SAMPLE_ELEMENTS = 2**31
 """A sample of more elements is a mistake: 8 GiB in FP32."""

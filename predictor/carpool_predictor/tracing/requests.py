@@ -4,7 +4,7 @@ import msgspec
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import ModelSource, Training
 
-from carpool_predictor.abstention import Abstention
+from carpool_predictor.features.abstention import Abstention
 
 RAISE_TIMEOUT = "raise the limit (--trace-timeout, or settings.traceTimeoutSeconds of the Helm chart)"
 RAISE_MEMORY = "raise the limit (--trace-memory, or settings.traceMemoryMib of the Helm chart)"

@@ -17,11 +17,11 @@ from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import CatalogModel, ModelSource, Training
 from carpool_core.values import MIB
 
-from carpool_predictor import store
-from carpool_predictor.abstention import Abstention
-from carpool_predictor.checks import reason_to_abstain
-from carpool_predictor.refusals import refusal_of
-from carpool_predictor.requests import RAISE_MEMORY, RAISE_TIMEOUT, TraceReply, TraceRequest, torch_missing
+from carpool_predictor.catalog import store
+from carpool_predictor.catalog.refusals import refusal_of
+from carpool_predictor.features.abstention import Abstention
+from carpool_predictor.features.checks import reason_to_abstain
+from carpool_predictor.tracing.requests import RAISE_MEMORY, RAISE_TIMEOUT, TraceReply, TraceRequest, torch_missing
 
 TRACE_COMMAND = (sys.executable, "-W", "ignore", "-m", "carpool_predictor.trace")
 

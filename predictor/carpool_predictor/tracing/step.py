@@ -12,13 +12,13 @@ from carpool_core.resources.job import Training
 from carpool_core.values import Optimizer, Precision
 from torch import Tensor, nn
 
-from carpool_predictor.abstention import TraceError
-from carpool_predictor.autocast import MetaAutocast, NoProductMissed
-from carpool_predictor.checkpointing import checkpoint_activations
-from carpool_predictor.fake import TensorMode
-from carpool_predictor.multitensor import Answered, like
-from carpool_predictor.rules import CudaRules
-from carpool_predictor.trackers import Kind, StepTracker
+from carpool_predictor.features.abstention import TraceError
+from carpool_predictor.tracing.autocast import MetaAutocast, NoProductMissed
+from carpool_predictor.tracing.checkpointing import checkpoint_activations
+from carpool_predictor.tracing.fake import TensorMode
+from carpool_predictor.tracing.multitensor import Answered, like
+from carpool_predictor.tracing.rules import CudaRules
+from carpool_predictor.tracing.trackers import Kind, StepTracker
 
 AUTOCAST = {Precision.BF16_MIXED: torch.bfloat16, Precision.FP16_MIXED: torch.float16}
 """Precisions whose step runs under autocast, and in which type its matrix products are."""

@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from carpool_predictor import multitensor
-from carpool_predictor.operators import PRIM_DEVICE, Costs, bytes_moved, kernel_count, tensors_in
-from carpool_predictor.remembering import Remembered
+from carpool_predictor.tracing import multitensor
+from carpool_predictor.tracing.operators import PRIM_DEVICE, Costs, bytes_moved, kernel_count, tensors_in
+from carpool_predictor.tracing.remembering import Remembered
 
 _GRANULE = 512
 """CUDA's caching allocator rounds each block up to 512 bytes (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""

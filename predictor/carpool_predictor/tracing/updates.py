@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from carpool_core.values import Optimizer
 
-from carpool_predictor.multitensor import like
-from carpool_predictor.records import UpdateRecord
-from carpool_predictor.step import FakeTraining, with_optimizer
-from carpool_predictor.trackers import Kind, StepTracker
+from carpool_predictor.features.records import UpdateRecord
+from carpool_predictor.tracing.multitensor import like
+from carpool_predictor.tracing.step import FakeTraining, with_optimizer
+from carpool_predictor.tracing.trackers import Kind, StepTracker
 
 Event = tuple[int, int]
 """Number of a storage, and its bytes as it begins to live, -1 as it ends."""

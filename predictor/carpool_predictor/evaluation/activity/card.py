@@ -7,12 +7,12 @@ from carpool_core.products import find_product
 from carpool_core.resources.job import CatalogModel, Training
 from carpool_core.values import Optimizer
 
-from carpool_predictor import store
-from carpool_predictor.activity import activity_on
-from carpool_predictor.activity_real import PRODUCT, RealRow
-from carpool_predictor.activity_rows import PRODUCT as MEASURED
-from carpool_predictor.interpolation import cost_at
-from carpool_predictor.suites import Figure
+from carpool_predictor.catalog import store
+from carpool_predictor.cost_models.activity import activity_on
+from carpool_predictor.evaluation.activity.real import PRODUCT, RealRow
+from carpool_predictor.evaluation.activity.rows import PRODUCT as MEASURED
+from carpool_predictor.evaluation.suites import Figure
+from carpool_predictor.features.interpolation import cost_at
 
 _BATCHES = (16, 64)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from carpool_predictor.activity_fit import HeldOut
-from carpool_predictor.figures import save
+from carpool_predictor.evaluation.activity.fit import HeldOut
+from carpool_predictor.evaluation.figures import save
 
 
 def draw(found: HeldOut, out: Path) -> tuple[Path, ...]:

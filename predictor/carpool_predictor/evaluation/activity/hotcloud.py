@@ -20,8 +20,8 @@ from sklearn.model_selection import GridSearchCV, KFold, train_test_split
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from carpool_predictor.activity_rows import ActivityRow
-from carpool_predictor.suites import Tell, counted, silent
+from carpool_predictor.evaluation.activity.rows import ActivityRow
+from carpool_predictor.evaluation.suites import Tell, counted, silent
 
 Matrix = NDArray[np.float64]
 

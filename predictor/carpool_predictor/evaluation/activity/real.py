@@ -17,12 +17,12 @@ from carpool_core.values import Optimizer, Precision
 from torch import nn
 from torchvision import models  # type: ignore[import-untyped]
 
-from carpool_predictor import roofline
-from carpool_predictor.activity import activity_on
-from carpool_predictor.catalog import Recipe
-from carpool_predictor.interpolation import cost_at
-from carpool_predictor.tables import amount, number, read_table
-from carpool_predictor.tracing import trace_recipe
+from carpool_predictor.catalog.recipes import Recipe
+from carpool_predictor.cost_models import roofline
+from carpool_predictor.cost_models.activity import activity_on
+from carpool_predictor.evaluation.tables import amount, number, read_table
+from carpool_predictor.features.interpolation import cost_at
+from carpool_predictor.tracing.models import trace_recipe
 
 PRODUCT = "NVIDIA GeForce RTX 3090"
 FILE = Path("lucid", "solo_rtx3090.csv")

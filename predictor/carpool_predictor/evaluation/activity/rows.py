@@ -8,9 +8,9 @@ from pathlib import Path
 
 from carpool_core.resources.features import LayerCounts
 
-from carpool_predictor.activity_notation import work_of
-from carpool_predictor.step_work import StepWork
-from carpool_predictor.tables import amount, number, read_table
+from carpool_predictor.catalog.notation import work_of
+from carpool_predictor.evaluation.tables import amount, number, read_table
+from carpool_predictor.features.step_work import StepWork
 
 PRODUCT = "NVIDIA A100-SXM4-40GB"
 KINDS = ("mlp", "cnn")

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
-from carpool_predictor import activity_figures, hotcloud
-from carpool_predictor.activity import shipped
-from carpool_predictor.activity_card import doubts, real_figures, reality
-from carpool_predictor.activity_fit import SHIPPED, TARGETS, HeldOut, chosen_inside, held_out, matrix, values
-from carpool_predictor.activity_real import judge
-from carpool_predictor.activity_rows import KINDS, ActivityRow, clean, read_rows
-from carpool_predictor.suites import Figure, Report, Tell, silent
+from carpool_predictor.cost_models.activity import shipped
+from carpool_predictor.evaluation.activity import hotcloud
+from carpool_predictor.evaluation.activity.card import doubts, real_figures, reality
+from carpool_predictor.evaluation.activity.figures import draw
+from carpool_predictor.evaluation.activity.fit import SHIPPED, TARGETS, HeldOut, chosen_inside, held_out, matrix, values
+from carpool_predictor.evaluation.activity.real import judge
+from carpool_predictor.evaluation.activity.rows import KINDS, ActivityRow, clean, read_rows
+from carpool_predictor.evaluation.suites import Figure, Report, Tell, silent
 
 SEED = 0
 MAX_ERROR_POINTS = 7.0
@@ -49,7 +50,7 @@ def run(data: Path, out: Path, tell: Tell = silent) -> Report:
     everything = rows["mlp"] + rows["cnn"]
     tables = _tables(raw, rows, tell)
     found = {target: held_out(everything, target, SEED, tell) for target in TARGETS}
-    drawn = activity_figures.draw(found["gpu_util_percent"], out / "figures")
+    drawn = draw(found["gpu_util_percent"], out / "figures")
     card = out / "activity.md"
     card.parent.mkdir(parents=True, exist_ok=True)
     nested, sizes = chosen_inside(everything, "gpu_util_percent", SEED, tell)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import msgspec
 
-from carpool_predictor.activity_fit import fit
-from carpool_predictor.activity_rows import KINDS, clean, read_rows
+from carpool_predictor.evaluation.activity.fit import fit
+from carpool_predictor.evaluation.activity.rows import KINDS, clean, read_rows
 
 SEED = 0
 

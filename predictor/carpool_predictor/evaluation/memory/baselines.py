@@ -6,8 +6,8 @@ import numpy as np
 from carpool_core.values import MIB
 from numpy.typing import NDArray
 
-from carpool_predictor.memory import correct, predict_memory
-from carpool_predictor.memory_fit import Sample, fit
+from carpool_predictor.cost_models.memory import correct, predict_memory
+from carpool_predictor.evaluation.memory.fit import Sample, fit
 
 Floats = NDArray[np.float64]
 Judge = Callable[[Sequence[Sample]], Floats]
@@ -77,14 +77,14 @@ def boosting(samples: Sequence[Sample], seed: int) -> Judge:
 
 def perceptrons(samples: Sequence[Sample], seed: int) -> Judge:
     """GPUMemNet's ensemble of multilayer perceptrons, trained anew."""
-    from carpool_predictor.memory_networks import Classifier
+    from carpool_predictor.evaluation.memory.networks import Classifier
 
     return Classifier(samples, seed, tokens=False)
 
 
 def encoder(samples: Sequence[Sample], seed: int) -> Judge:
     """GPUMemNet's transformer encoder, trained anew."""
-    from carpool_predictor.memory_networks import Classifier
+    from carpool_predictor.evaluation.memory.networks import Classifier
 
     return Classifier(samples, seed, tokens=True)
 

@@ -10,9 +10,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from carpool_predictor.memory import ELSEWHERE_FACTOR, OUTSIDE_FACTOR, MemoryModel
-from carpool_predictor.memory_bound import EXCEEDS, SHARES
-from carpool_predictor.memory_fit import COVERAGE, TOO_SMALL, Sample
+from carpool_predictor.cost_models.memory import ELSEWHERE_FACTOR, OUTSIDE_FACTOR, MemoryModel
+from carpool_predictor.evaluation.memory.bound import EXCEEDS, SHARES
+from carpool_predictor.evaluation.memory.fit import COVERAGE, TOO_SMALL, Sample
 
 SPIKE = 1.3
 """Measured over median from which a row is called a spike."""
@@ -179,9 +179,9 @@ _TEMPLATE = """# Model card: GPU memory (version {version})
 What it predicts: the peak GPU memory of one training process, as `nvidia-smi` shows it (CUDA context included), its
 median and an upper bound for placement. Written by `carpool evaluate --suite memory`; do not edit.
 
-How: one training step is traced on tensors without data (`carpool_predictor.trackers`), at two batch sizes. The
+How: one training step is traced on tensors without data (`carpool_predictor.tracing.trackers`), at two batch sizes. The
 allocations and releases of the step are replayed through the rules of CUDA's caching allocator
-(`carpool_predictor.allocator`), because what a process holds is its segments, fragments included, and not its live
+(`carpool_predictor.tracing.allocator`), because what a process holds is its segments, fragments included, and not its live
 tensors. A robust line and {trees} small trees turn that into a measured peak:
 
     line   = {slope} · reserved + {intercept} MiB

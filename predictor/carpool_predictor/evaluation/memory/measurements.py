@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from carpool_predictor.tables import read_table
+from carpool_predictor.evaluation.tables import read_table
 
 FILE = Path("gpumemnet", "timm_a100_40gb.csv")
 """GPUMemNet's timm measurements, below the data folder."""

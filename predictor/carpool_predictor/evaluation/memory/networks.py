@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from carpool_predictor.memory_fit import Sample
+from carpool_predictor.evaluation.memory.fit import Sample
 
 Floats = NDArray[np.float64]
 

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from carpool_predictor.slowdown import SlowdownModel, stretched
-from carpool_predictor.tables import number, read_table
+from carpool_predictor.cost_models.slowdown import SlowdownModel, stretched
+from carpool_predictor.evaluation.tables import number, read_table
 
 FILE = "gavel/gavel_throughputs_flat.csv"
 _RATES = ("iso_tput_a_steps_s", "coloc_tput_a", "coloc_tput_b")

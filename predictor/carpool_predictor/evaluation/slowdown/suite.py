@@ -8,12 +8,12 @@ import numpy as np
 from matplotlib.figure import Figure as Drawing
 from numpy.typing import NDArray
 
-from carpool_predictor import slowdown_gavel, slowdown_lucid
-from carpool_predictor.figures import save
-from carpool_predictor.slowdown import Turns, shipped
-from carpool_predictor.slowdown_gavel import Missed, Queueing
-from carpool_predictor.slowdown_lucid import BASELINES, FOUND, Pairs, Score, forest, score
-from carpool_predictor.suites import Figure, Report, Tell, counted, silent
+from carpool_predictor.cost_models.slowdown import Turns, shipped
+from carpool_predictor.evaluation.figures import save
+from carpool_predictor.evaluation.slowdown import gavel, lucid
+from carpool_predictor.evaluation.slowdown.gavel import Missed, Queueing
+from carpool_predictor.evaluation.slowdown.lucid import BASELINES, FOUND, Pairs, Score, forest, score
+from carpool_predictor.evaluation.suites import Figure, Report, Tell, counted, silent
 
 MAX_ERROR, MIN_FOUND = 0.055, 75.0
 OURS = "shipped: learned on Gavel, median"
@@ -35,11 +35,11 @@ def run(data: Path, out: Path, tell: Tell = silent) -> Report:
     Raises:
         DataError: A file or a column is missing.
     """
-    gavel = slowdown_gavel.read(data)
+    measured = gavel.read(data)
     tell("Gavel: steps left out, for each exponent")
-    by_exponent = slowdown_gavel.errors_by_exponent(gavel)
-    held_out = slowdown_gavel.queueing(gavel, shipped().exponent)
-    pairs = slowdown_lucid.read(data)
+    by_exponent = gavel.errors_by_exponent(measured)
+    held_out = gavel.queueing(measured, shipped().exponent)
+    pairs = lucid.read(data)
     new = pairs.part(np.array([not (set(both) & IN_GAVEL) for both in pairs.models]))
     predictions = _predictions(pairs, tell)
     scores = {name: score(predicted, pairs) for name, predicted in predictions.items()}
@@ -60,7 +60,7 @@ def run(data: Path, out: Path, tell: Tell = silent) -> Report:
 
 def _ours_and_baselines(pairs: Pairs) -> dict[str, Numbers]:
     found = {name: model(pairs) for name, model in BASELINES.items()}
-    return {**found, OURS: slowdown_lucid.shipped_median(pairs), UPPER: slowdown_lucid.shipped_upper(pairs)}
+    return {**found, OURS: lucid.shipped_median(pairs), UPPER: lucid.shipped_upper(pairs)}
 
 
 def _predictions(pairs: Pairs, tell: Tell) -> dict[str, Numbers]:
@@ -97,7 +97,7 @@ def _head() -> list[str]:
         "",
         "How much longer a step takes beside others on the same GPU. What is learned is one exponent and two factors:",
         "how well a job's host hides behind its GPU (p), and how far beyond the median a slowdown may lie. The rest",
-        "is queueing theory; the formulas stand in `carpool_predictor.slowdown`.",
+        "is queueing theory; the formulas stand in `carpool_predictor.cost_models.slowdown`.",
         "",
         f"Shipped: p = {model.exponent:g}; the {model.level:.0%} quantile adds {model.turns_factor:g} (time slicing)",
         f"or {model.side_by_side_factor:g} (MPS) times the neighbours' busy shares.",
@@ -137,7 +137,7 @@ def _learned(by_exponent: Mapping[float, Missed], held_out: Queueing) -> list[st
 
 
 def _judged(pairs: Pairs, new: Pairs, scores: Mapping[str, Score], unseen: Mapping[str, Score]) -> list[str]:
-    upper, median = slowdown_lucid.shipped_upper(pairs), slowdown_lucid.shipped_median(pairs)
+    upper, median = lucid.shipped_upper(pairs), lucid.shipped_median(pairs)
     return [
         "## Judged on Lucid (RTX 3090, time slicing; evaluate only)",
         "",
@@ -160,7 +160,7 @@ def _judged(pairs: Pairs, new: Pairs, scores: Mapping[str, Score], unseen: Mappi
         f"there, **too few**, and {scores[OURS].found_percent:.0f}% over all pairs.",
         f"The upper quantile finds {unseen[UPPER].found_percent:.0f}% there, with more false alarms.",
         "What these data allow: a forest that is fitted to Lucid itself stands in the last two rows. Two equal jobs on",
-        f"one GPU, which should be slowed alike, differ by {slowdown_lucid.repeated_difference(pairs):.3f} on average; "
+        f"one GPU, which should be slowed alike, differ by {lucid.repeated_difference(pairs):.3f} on average; "
         f"{100 * float((pairs.raw < 1).mean()):.0f}% of the jobs ran faster beside another than",
         "alone.",
         "",
@@ -175,7 +175,7 @@ def _judged(pairs: Pairs, new: Pairs, scores: Mapping[str, Score], unseen: Mappi
         "| limit | held against | pairs that share | of these beyond the limit | pairs within it that do not share |",
         "|---|---|---|---|---|",
         *(
-            _limited(limit, name, slowdown_lucid.admitted(predicted, pairs, limit))
+            _limited(limit, name, lucid.admitted(predicted, pairs, limit))
             for limit in LIMITS
             for name, predicted in (("median", median), ("upper", upper))
         ),
@@ -183,7 +183,7 @@ def _judged(pairs: Pairs, new: Pairs, scores: Mapping[str, Score], unseen: Mappi
     ]
 
 
-def _limited(limit: float, name: str, found: slowdown_lucid.Admitted) -> str:
+def _limited(limit: float, name: str, found: lucid.Admitted) -> str:
     cells = (found.admitted_percent, found.beyond_percent, found.missed_percent)
     return f"| {limit:g} | {name} | {' | '.join(f'{cell:.1f}%' for cell in cells)} |"
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 
-from carpool_predictor.slowdown_gavel import learn, read
+from carpool_predictor.evaluation.slowdown.gavel import learn, read
 
 
 def train_slowdown(data: Path, out: Path) -> Path:

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from carpool_predictor import zeus
-from carpool_predictor.neusight import INFERRED, SEEN
-from carpool_predictor.step_time import StepTimeModel
-from carpool_predictor.step_time_fit import (
+from carpool_predictor.cost_models.step_time import StepTimeModel
+from carpool_predictor.evaluation.step_time import zeus
+from carpool_predictor.evaluation.step_time.fit import (
     CHOICES,
     OURS,
     PREDICTORS,
@@ -19,6 +18,7 @@ from carpool_predictor.step_time_fit import (
     errors,
     gpus_held_out,
 )
+from carpool_predictor.evaluation.step_time.neusight import INFERRED, SEEN
 
 Matrix = NDArray[np.float64]
 

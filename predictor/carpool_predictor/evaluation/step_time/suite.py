@@ -9,14 +9,14 @@ from carpool_core.values import Optimizer
 from matplotlib.figure import Figure as Drawing
 from numpy.typing import NDArray
 
-from carpool_predictor import zeus
-from carpool_predictor.figures import save
-from carpool_predictor.interpolation import cost_at
-from carpool_predictor.neusight import INFERRED, read_models
-from carpool_predictor.step_time import Utilization, shipped
-from carpool_predictor.step_time_card import write
-from carpool_predictor.step_time_fit import OURS, Judged, certain, errors, judge, model_of, seconds
-from carpool_predictor.suites import Figure, Report, Tell, silent
+from carpool_predictor.cost_models.step_time import Utilization, shipped
+from carpool_predictor.evaluation.figures import save
+from carpool_predictor.evaluation.step_time import zeus
+from carpool_predictor.evaluation.step_time.card import write
+from carpool_predictor.evaluation.step_time.fit import OURS, Judged, certain, errors, judge, model_of, seconds
+from carpool_predictor.evaluation.step_time.neusight import INFERRED, read_models
+from carpool_predictor.evaluation.suites import Figure, Report, Tell, silent
+from carpool_predictor.features.interpolation import cost_at
 
 MAX_ERROR = 0.12
 
@@ -70,8 +70,8 @@ def frozen(data: Path) -> Report:
 def _epochs(learned: Utilization, epochs: Sequence[zeus.EpochRow]) -> Matrix:
     """Predict ResNet-50's steps from its trace."""
     # Imports PyTorch, which the rest of this suite does without.
-    from carpool_predictor.catalog import recipe_of
-    from carpool_predictor.tracing import trace_recipe
+    from carpool_predictor.catalog.recipes import recipe_of
+    from carpool_predictor.tracing.models import trace_recipe
 
     training = Training(batch_size=64, optimizer=Optimizer.SGD_MOMENTUM)
     features = trace_recipe(recipe_of(CatalogModel(name="torchvision/resnet50")), training)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import msgspec
 
-from carpool_predictor.neusight import read_models
-from carpool_predictor.step_time_fit import model_of
+from carpool_predictor.evaluation.step_time.fit import model_of
+from carpool_predictor.evaluation.step_time.neusight import read_models
 
 
 def train_step_time(data: Path, out: Path) -> Path:

@@ -8,8 +8,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from carpool_predictor.neusight import MeasuredGpu
-from carpool_predictor.tables import amount, number, read_table
+from carpool_predictor.evaluation.step_time.neusight import MeasuredGpu
+from carpool_predictor.evaluation.tables import amount, number, read_table
 
 COLUMNS = ("network", "batch_size", "time_per_epoch", "power_limit")
 _IMAGES = 1_281_167
