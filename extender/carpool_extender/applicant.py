@@ -38,6 +38,8 @@ class ClassFacts:
     """Share of the SMs that the job fills while it computes, rounded up: an MPS limit that does not slow it."""
     mig: Profile | None
     """MIG instance that it would get; None where no profile holds it."""
+    unenforced_mib: int | None
+    """Memory that counts for it where nothing enforces that, as by turns; None where it is unknown."""
 
     @property
     def is_known(self) -> bool:
@@ -61,6 +63,8 @@ class ClassColumns:
     """(classes, 4) GB and slices of its MIG instance, and of the whole GPU's; zeros where there is none."""
     need_mib: NDArray[np.int64]
     """Upper bound of the job's memory; the GPU's usable memory where unknown."""
+    unenforced_mib: NDArray[np.int64]
+    """The same where nothing enforces it."""
     util: NDArray[np.float32]
     sm: NDArray[np.float32]
     dram: NDArray[np.float32]
@@ -122,7 +126,11 @@ class Applicant:
             # One daemon for each GPU, and a process reaches only one; nor does it reach more than one instance.
             can[:, [CODES[SharingMode.MPS], CODES[SharingMode.MIG]]] = False
         pairs = zip(facts, classes, strict=True)
-        need = [needed_mib(fact.profile.memory_mib, kind.usable_mib) for fact, kind in pairs]
+        need = [
+            (needed_mib(fact.profile.memory_mib, kind.usable_mib), needed_mib(fact.unenforced_mib, kind.usable_mib))
+            for fact, kind in pairs
+        ]
+        need_mib, unenforced_mib = np.array(need, np.int64).reshape(-1, 2).T.copy()
         return ClassColumns(
             suitable=np.array([fact.reason is None for fact in facts], np.bool_),
             too_small=np.array([fact.too_small for fact in facts], np.bool_),
@@ -132,7 +140,8 @@ class Applicant:
             mig=np.array([_instance(fact, kind) for fact, kind in zip(facts, classes, strict=True)], np.int16).reshape(
                 -1, 4
             ),
-            need_mib=np.array(need, np.int64),
+            need_mib=need_mib,
+            unenforced_mib=unenforced_mib,
             util=np.array([fact.profile.gpu_util_percent / 100 for fact in facts], np.float32),
             sm=np.array([fact.profile.sm_active_ratio for fact in facts], np.float32),
             dram=np.array([fact.profile.dram_active_ratio for fact in facts], np.float32),
@@ -156,7 +165,16 @@ def _facts_on(demand: Demand, kind: DeviceClass, *, settles: bool) -> ClassFacts
         profile=profile,
         thread_percentage=thread_percentage(demand.prediction_on(kind.product)),
         mig=instance,
+        unenforced_mib=_unenforced_mib(demand, kind, profile.memory_mib),
     )
+
+
+def _unenforced_mib(demand: Demand, kind: DeviceClass, bound_mib: int | None) -> int | None:
+    """Return what counts where nothing enforces a bound: of a prediction more, up to all that such a GPU has."""
+    predicted = demand.prediction_on(kind.product)
+    if bound_mib is None or predicted is None or demand.memory_limit_mib is not None:
+        return bound_mib
+    return max(bound_mib, min(predicted.memory.upper_unenforced_mib, kind.usable_mib))
 
 
 def _is_provisional(demand: Demand, product: str) -> bool:

@@ -14,7 +14,7 @@ from carpool_extender.applicant import Applicant, ClassColumns
 from carpool_extender.conditions import Conditions
 from carpool_extender.crowds import crowd_on, meetings
 from carpool_extender.margins import condition_margin
-from carpool_extender.modes import MIG, MPS, proposals
+from carpool_extender.modes import MIG, MPS, TIME_SLICING, proposals
 from carpool_extender.users import serves_another
 from carpool_extender.view import MODES, NO_MODE, NOBODY, Bools, Columns, Floats, Rows, View, places, some
 
@@ -94,13 +94,16 @@ class Openings(NamedTuple):
     """Code of the mode that they would have."""
     kept_out: NDArray[np.int8]
     """The first check that fails of all of them; _NONE where it depends on the GPU."""
+    need_mib: NDArray[np.int64]
+    """Memory that the newcomer is counted with."""
 
 
 def _openings(applicant: Applicant, facts: ClassColumns, *, alone: bool) -> Openings:
     mode = proposals(applicant, facts, alone=alone)
     kept_out = np.where(mode == NO_MODE, np.int8(Check.MODE), np.int8(_NONE))
     kept_out[~facts.suitable] = Check.SUITABLE
-    return Openings(facts, mode, kept_out)
+    need_mib = np.where(mode == TIME_SLICING, facts.unenforced_mib[:, None], facts.need_mib[:, None])
+    return Openings(facts, mode, kept_out, need_mib)
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +135,7 @@ class Verdict:
 
     def need_mib(self, rows: Rows | None) -> NDArray[np.int64]:
         """Memory that the newcomer is counted with on some GPUs; on all where None."""
-        return self._facts.need_mib.take(some(self.view.columns.device_class, rows))
+        return self.openings.need_mib.take(some(self.view.columns.kind, rows))
 
     def left_mib(self, rows: Rows | None) -> NDArray[np.int64]:
         """Memory that would be left over on some GPUs, on all where None; negative where it is too little."""
@@ -209,12 +212,12 @@ def look(asked: Verdict, columns: Columns) -> Findings:
         columns: The GPUs.
     """
     view, applicant, conditions = asked.view, asked.applicant, asked.conditions
-    facts, table, kept_out = asked.openings
+    facts, table, kept_out, need_mib = asked.openings
     # What is known for each class and each mode that there is has only to be looked up for each GPU.
     of, mode = columns.device_class, table.take(columns.kind)
     failures = (
         (Check.CONDITION, _condition_fails(conditions, columns, facts.sm, of)),
-        (Check.MEMORY, columns.free_mib < facts.need_mib.take(of)),
+        (Check.MEMORY, columns.free_mib < need_mib.take(columns.kind)),
         (Check.SLOTS, (columns.count >= asked.slots) | lacks_instances(columns, facts.mig, mode)),
         (Check.TENANCY, serves_another(columns, applicant.user)),
         (Check.TENANCY, _strangers(view, columns, applicant, mode)),

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from itertools import compress
 
-import msgspec
 import numpy as np
 from carpool_core.clock import rfc3339
 from carpool_core.resources.node import LONGEST_REASON, Reservation, TenantProfile
@@ -17,7 +16,7 @@ from carpool_extender.applicant import Applicant
 from carpool_extender.assessments import Assessment
 from carpool_extender.checks import PASSED, Check, Verdict
 from carpool_extender.choices import MAX_SCORE, best_of, foremost, scores, select, ties
-from carpool_extender.modes import JOINABLE, memory_limit_mib, thread_limit, unbounded, why
+from carpool_extender.modes import counting, memory_limit_mib, thread_limit, unbounded, why
 from carpool_extender.pace import expected_slowdown
 from carpool_extender.policies import Policy
 from carpool_extender.refusal import Offer, counted, explanation, outcome, summary
@@ -241,18 +240,11 @@ def _place_on(verdict: Verdict, rows: list[int], policy: Policy, reason: str) ->
         memory_limit_mib=memory_limit_mib(mode, facts),
         thread_percentage=thread_limit(mode, facts, is_first=not view.columns.count[rows].any()),
         mig_profile=facts.mig.name if mode is SharingMode.MIG and facts.mig else None,
-        tenant=_counting(facts.profile, mode),
+        tenant=counting(facts, mode),
         expected_slowdown=slowdown,
         policy=policy.name,
         reason=reason,
     )
-
-
-def _counting(profile: TenantProfile, mode: SharingMode) -> TenantProfile:
-    """Return what a decision counts with; where nobody can join anyway, or hardware sets the bound, that stays."""
-    if mode in JOINABLE or not profile.provisional:
-        return profile
-    return msgspec.structs.replace(profile, provisional=False)
 
 
 def _mode_on(verdict: Verdict, rows: list[int]) -> SharingMode:
@@ -277,7 +269,7 @@ def _why(verdict: Verdict, rows: list[int], policy: Policy) -> str:
         f"{left:,} of {int(view.columns.usable_mib[rows[0]]):,} MiB left",
         expected_slowdown(verdict, rows, demand.max_slowdown),
     ]
-    profile = _counting(verdict.applicant.facts(view.classes[int(view.columns.device_class[rows[0]])]).profile, mode)
+    profile = counting(verdict.applicant.facts(view.classes[int(view.columns.device_class[rows[0]])]), mode)
     boundless = None
     if profile.memory_mib is None:
         boundless = unbounded(demand, view.product(rows[0]), settles=profile.provisional)

@@ -1,7 +1,9 @@
 """Which sharing mode a GPU would have with the newcomer on it."""
 
+import msgspec
 import numpy as np
 from carpool_core.demand import Demand
+from carpool_core.resources.node import TenantProfile
 from carpool_core.values import RequestedMode, SharingMode, Tenancy
 from numpy.typing import NDArray
 
@@ -109,6 +111,16 @@ def why(mode: SharingMode, demand: Demand, *, is_first: bool, alone: bool, bound
         several = "as a process of several GPUs reaches only one MPS daemon"
         return several if demand.gpus > 1 else "as the device has no MPS"
     return "as memory is limited and kernels run side by side"
+
+
+def counting(facts: ClassFacts, mode: SharingMode) -> TenantProfile:
+    """Return what a decision counts with; where nobody can join anyway, or hardware sets the bound, that stays."""
+    profile = facts.profile
+    if mode is SharingMode.TIME_SLICING:
+        return msgspec.structs.replace(profile, memory_mib=facts.unenforced_mib)
+    if mode in JOINABLE or not profile.provisional:
+        return profile
+    return msgspec.structs.replace(profile, provisional=False)
 
 
 def memory_limit_mib(mode: SharingMode, facts: ClassFacts) -> int | None:

@@ -65,6 +65,7 @@ def prediction(
     *,
     trusted: bool = True,
     learned_runs: int = 0,
+    unenforced_mib: int = 0,
 ) -> Prediction:
     """Build a prediction that is the same on every product and has no spread."""
 
@@ -80,6 +81,7 @@ def prediction(
                 memory=MemoryPrediction(
                     median_mib=memory_mib,
                     upper_mib=memory_mib,
+                    upper_unenforced_mib=unenforced_mib,
                     coverage=0.95,
                     trusted=trusted,
                     learned_runs=learned_runs,

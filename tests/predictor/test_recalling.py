@@ -14,6 +14,7 @@ from carpool_predictor.calibration.observe import observe
 from carpool_predictor.calibration.recalling import (
     AGREEMENT,
     FIRST,
+    FIRST_UNENFORCED,
     MOST_DEATHS,
     RAISED,
     Recalled,
@@ -153,9 +154,12 @@ def test_a_first_run_has_more_room_where_no_bound_is_risked_and_later_runs_have_
 
     plain, first = on_a100().products[0].memory, on_a100(is_strict=True).products[0].memory
     assert first.upper_mib == math.ceil(FIRST * plain.upper_mib)
+    assert first.upper_unenforced_mib == math.ceil(FIRST_UNENFORCED * plain.upper_mib)
+    assert not plain.upper_unenforced_mib
     assert (first.median_mib, first.trusted) == (plain.median_mib, True)
     assert first.class_upper_mib == plain.class_upper_mib, "where the peak lies does not depend on what is reserved"
     assert f"its first run on {a100.name} counts with {FIRST:g} times the bound" in on_a100(is_strict=True).message
+    assert f"with {FIRST_UNENFORCED:g} times where jobs take turns" in on_a100(is_strict=True).message
     assert "first run" not in on_a100().message
     assert told(runs(5000), is_strict=True).memory == told(runs(5000)).memory
 

@@ -194,6 +194,27 @@ def test_lucid_is_scored_in_both_directions(tmp_path):
     assert (sure.found_percent, sure.right_percent) == (100.0, 50.0)
 
 
+def test_a_score_is_as_uncertain_as_its_jobs_are_few():
+    """Pairs of one job hang together: they say no more than the job does, however many they are."""
+
+    def world(jobs: int, pairs: int) -> lucid.Pairs:
+        bad = np.arange(jobs) % 2 == 0  # every second job is slowed beside anybody
+        one, other = np.divmod(np.arange(jobs * pairs), pairs)
+        slowdown, names = np.where(bad[one], 1.3, 1.0), [f"job-{i}" for i in range(max(jobs, pairs))]
+        of = [(names[i], names[j]) for i, j in zip(one, other, strict=True)]
+        return lucid.Pairs(np.zeros((len(of), 2)), np.zeros((len(of), 2)), slowdown, slowdown, of, of)
+
+    def error(jobs: int, pairs: int) -> float:
+        of = world(jobs, pairs)
+        return lucid.deviation(np.ones(len(of.slowdown)), of).error
+
+    # A mean of 0 and 0.3, half each, has a standard error of 0.15 / sqrt(jobs), whatever the number of their pairs.
+    assert error(9, 9) == pytest.approx(0.15 / 3, rel=0.15)
+    assert error(36, 36) == pytest.approx(0.15 / 6, rel=0.15)
+    perfect = lucid.deviation(world(16, 16).slowdown, world(16, 16))
+    assert (perfect.error, perfect.found_percent) == (0.0, 0.0)
+
+
 def test_what_a_limit_comes_to_is_counted_by_pairs():
     of = [(1.0, 1.0), (1.3, 1.0), (1.0, 1.1), (1.0, 1.4)]
     pairs = lucid.Pairs(*([np.zeros((8, 2))] * 2), *([np.array(of).ravel()] * 2), [], [])

@@ -111,7 +111,7 @@ def test_the_shipped_stores_are_small_and_answer_in_a_millisecond() -> None:
     for _ in range(20):
         assert store.features(KNOWN, training)
     assert (time.perf_counter() - begun) / 20 < 0.005
-    folder = Path(store.__file__).parent
+    folder = Path(packing.__file__).parent
     assert sum((folder / file).stat().st_size for file in {*store.FILES.values(), store.MEASURED_FILE}) < 8e6
 
 

@@ -18,6 +18,14 @@ class MemoryPrediction(Resource, frozen=True, kw_only=True):
 
     median_mib: Annotated[int, field("Median, in MiB.", ge=0)]
     upper_mib: Annotated[int, field("Upper bound that placement counts with, in MiB.", ge=0)]
+    upper_unenforced_mib: Annotated[
+        int,
+        field(
+            "Upper bound that placement counts with where nothing enforces it, as where jobs take turns, in MiB; "
+            "upperMib where that is more.",
+            ge=0,
+        ),
+    ] = 0
     coverage: Annotated[float, field("Share of jobs whose true peak lies under the bound, 0..1.", ge=0, le=1)]
     class_lower_mib: Annotated[
         int, field("Lower edge of the class of memory that the peak is expected in, in MiB.", ge=0)

@@ -106,12 +106,20 @@ def _published(found: Mapping[str, Results]) -> list[str]:
     known = found["hotcloud"].lines if "hotcloud" in found else []
     if (line := named(known, PROACTIVE)) is None:
         return []
-    changes = [paired.change(line, known[0], one) for one in ("utilization_percent", "makespan_min")]
+    changes, oracle = (
+        [paired.change(one, known[0], figure) for figure in ("utilization_percent", "makespan_min")] if one else []
+        for one in (line, named(known, ORACLE))
+    )
+    in_order = [
+        f"In order of arrival an oracle of memory and activity comes to {' and '.join(map(paired.percent, oracle))}."
+    ]
     return [
         f"HotCloud's goals for utilization and makespan are what its authors report of their own strategy, "
         f'"{PROACTIVE}". On the jobs that are drawn here it comes to {" and ".join(map(paired.percent, changes))}, '
         f"with {deaths(line.mean('oom'))} deaths of memory in a run: where the published jobs differ from these is not "
-        "known.",
+        "known. It sorts its queue, and RAD-RM's policies do not: so its like is the column of longest first, and "
+        "theirs the default.",
+        *(in_order if oracle else []),
         "",
     ]
 

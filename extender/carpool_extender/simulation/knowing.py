@@ -226,6 +226,7 @@ class Knower:
         return _prediction_of(
             one.product,
             upper_mib=min(self._usable_mib, round(one.memory.upper_mib * memory)),
+            unenforced_mib=min(self._usable_mib, round(one.memory.upper_unenforced_mib * memory)),
             trusted=one.memory.trusted,
             util=min(1.0, busy * activity.gpu_util_percent.median / 100),
             sm=min(1.0, busy * sm),
@@ -267,14 +268,27 @@ def exactly(truth: Truth, like: Prediction | None, *, by_utilization: bool = Fal
 
 
 def _prediction_of(
-    product: str, *, upper_mib: int, util: float, sm: float, dram: float, trusted: bool = True
+    product: str,
+    *,
+    upper_mib: int,
+    util: float,
+    sm: float,
+    dram: float,
+    unenforced_mib: int = 0,
+    trusted: bool = True,
 ) -> Prediction:
     def point(value: float) -> Interval:
         return Interval(median=value, lower=value, upper=value)
 
     one = ProductPrediction(
         product=product,
-        memory=MemoryPrediction(median_mib=upper_mib, upper_mib=upper_mib, coverage=0.95, trusted=trusted),
+        memory=MemoryPrediction(
+            median_mib=upper_mib,
+            upper_mib=upper_mib,
+            upper_unenforced_mib=unenforced_mib,
+            coverage=0.95,
+            trusted=trusted,
+        ),
         activity=ActivityPrediction(
             gpu_util_percent=point(100 * util), sm_active_ratio=point(sm), dram_active_ratio=point(dram)
         ),

@@ -56,7 +56,10 @@ def message_of(features: ModelFeatures, model: MemoryModel, answers: Sequence[On
     if rare:
         told.append(f"runs alone on {', '.join(rare)} until a run has shown its peak, which in rare cases does not fit")
     if first := [answer.prediction.product for answer in answers if answer.is_first]:
-        told.append(f"its first run on {', '.join(first)} counts with {recalling.FIRST:g} times the bound")
+        told.append(
+            f"its first run on {', '.join(first)} counts with {recalling.FIRST:g} times the bound, and with "
+            f"{recalling.FIRST_UNENFORCED:g} times where jobs take turns, because nothing limits them there"
+        )
     if not is_inside:
         told.append("the model is unlike those that were measured, so the bound on memory is wider")
     if not all(answer.memory_calibrated for answer in answers):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from carpool_core.values import SharingMode
@@ -20,6 +21,8 @@ FOUND = 1.15
 BARD_ITERATIONS = 24
 SEED = 0
 TREES, FOLDS = 50, 5
+DRAWS = 2000
+"""Bootstrap samples of the jobs."""
 
 Numbers = NDArray[np.float64]
 
@@ -105,6 +108,32 @@ def score(predicted: Numbers, pairs: Pairs) -> Score:
         found_percent=100 * float((bad & told).sum() / max(1, bad.sum())),
         right_percent=100 * float((bad & told).sum() / max(1, told.sum())),
     )
+
+
+class Deviation(NamedTuple):
+    """Standard errors of a score."""
+
+    error: float
+    found_percent: float
+
+
+def deviation(predicted: Numbers, pairs: Pairs) -> Deviation:
+    """Say how much a score would move if other jobs had been measured.
+
+    Every job stands in many pairs, so that these hang together. So jobs are drawn anew, with replacement, and a pair
+    counts as often as both of its jobs were drawn (Owen, The pigeonhole bootstrap, Annals of Applied Statistics 2007).
+    """
+    every = {job: i for i, job in enumerate(sorted({job for both in pairs.jobs for job in both}))}
+    one, other = np.array([[every[job] for job in both] for both in pairs.jobs]).T
+    bad = pairs.slowdown > FOUND
+    found, wrong = bad & (predicted > FOUND), np.abs(predicted - pairs.slowdown)
+    drawn = np.random.default_rng(SEED).multinomial(len(every), np.full(len(every), 1 / len(every)), DRAWS)
+    scores = []
+    for times in drawn:
+        weight = np.where(one == other, times[one], times[one] * times[other]).astype(float)
+        if weight @ bad:
+            scores.append((weight @ wrong / weight.sum(), 100 * (weight @ found) / (weight @ bad)))
+    return Deviation(*np.std(scores, axis=0).tolist())
 
 
 def shipped_median(pairs: Pairs) -> Numbers:

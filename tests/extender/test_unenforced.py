@@ -1,0 +1,74 @@
+"""What counts where nothing enforces a bound: by turns a first run counts with more than behind MPS."""
+
+import pytest
+from carpool_core.values import RequestedMode, SharingMode
+from carpool_extender.applicant import Applicant
+from carpool_extender.assessments import Assessment
+from carpool_extender.decide import Place, place
+from carpool_extender.policies import find_policy
+from carpool_extender.rules import Rules
+from carpool_extender.testing import cluster, demand, device, gpu_node, prediction, tenant
+
+RULES = Rules(find_policy("least-slowdown"), slots=8)
+MPS, TURNS = SharingMode.MPS, SharingMode.TIME_SLICING
+FIRST_RUN = prediction(memory_mib=4080, unenforced_mib=5200)
+ONLY_TURNS = device(modes=[SharingMode.EXCLUSIVE, TURNS])
+"""One A100 without MPS, of 40,960 MiB."""
+
+
+def placed(node, **wants) -> Place | str:
+    return place(Assessment(Applicant(demand(**wants), settles=True), RULES, cluster(node).view()), "a")
+
+
+def counted(node, **wants) -> int | None:
+    found = placed(node, **wants)
+    assert isinstance(found, Place)
+    return found.tenant.memory_mib
+
+
+@pytest.mark.parametrize(
+    ("node", "wants", "expected"),
+    [
+        pytest.param(gpu_node(), {}, 4080, id="behind MPS"),
+        pytest.param(gpu_node("a", [ONLY_TURNS]), {}, 5200, id="no MPS there"),
+        pytest.param(gpu_node(), {"mode": RequestedMode.TIME_SLICING}, 5200, id="it wants turns"),
+        pytest.param(gpu_node("a", 1, [tenant("x", ["GPU-a-0"], TURNS)]), {}, 5200, id="its neighbours take turns"),
+        pytest.param(gpu_node("a", 1, [tenant("x", ["GPU-a-0"], MPS)]), {}, 4080, id="its neighbours have limits"),
+        pytest.param(gpu_node("a", 2), {"gpus": 2}, 5200, id="several GPUs, which take turns"),
+        pytest.param(gpu_node(), {"mode": RequestedMode.EXCLUSIVE}, 4080, id="alone"),
+        pytest.param(
+            gpu_node("a", [ONLY_TURNS]), {"memory_limit_mib": 4500}, 4500, id="the user's own number is a promise"
+        ),
+        pytest.param(gpu_node("a", [ONLY_TURNS]), {"prediction": prediction()}, 4000, id="it ran before"),
+        pytest.param(
+            gpu_node("a", [ONLY_TURNS]),
+            {"prediction": prediction(memory_mib=39000, unenforced_mib=50000)},
+            40960,
+            id="no more than the GPU has",
+        ),
+    ],
+)
+def test_what_counts_for_a_first_run_hangs_on_the_mode(node, wants, expected):
+    assert counted(node, **({"prediction": FIRST_RUN} | wants)) == expected
+
+
+def test_no_limit_follows_from_it():
+    found = placed(gpu_node(), prediction=FIRST_RUN)
+    assert isinstance(found, Place)
+    assert (found.mode, found.memory_limit_mib) == (MPS, 4080)
+
+
+def test_the_check_and_its_refusal_count_with_it():
+    held = tenant("x", ["GPU-a-0"], TURNS, prediction=prediction(memory_mib=36000))
+    node = gpu_node("a", 1, [held])
+    assert "needs 5,200 MiB; freest NVIDIA A100-SXM4-40GB has 4,960 MiB free" in str(
+        placed(node, prediction=FIRST_RUN, max_slowdown=9)
+    )
+    small = prediction(memory_mib=3900, unenforced_mib=4960)
+    assert counted(node, prediction=small, max_slowdown=9) == 4960
+
+
+def test_one_that_may_take_all_by_turns_finds_no_place_beside_others():
+    wide = prediction(memory_mib=39000, unenforced_mib=50000)
+    node = gpu_node("a", [ONLY_TURNS], [tenant("x", ["GPU-a-0"], TURNS, prediction=prediction(memory_mib=1000))])
+    assert "needs 40,960 MiB" in str(placed(node, prediction=wide))
