@@ -6,7 +6,7 @@ from typing import Any
 
 from carpool_core.settings import Setting, settings_of
 from carpool_deviceplugin.settings import AgentSettings
-from carpool_extender.policies import POLICIES
+from carpool_extender.placement.policies import POLICIES
 from carpool_extender.settings import ExtenderSettings
 from carpool_operator.settings import OperatorSettings
 

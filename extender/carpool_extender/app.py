@@ -12,28 +12,28 @@ from carpool_core.sealing import sealer_of
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
-from carpool_extender.assessments import Assessments
-from carpool_extender.binder import Binder, Tools
-from carpool_extender.book import GATHER_S, Book
-from carpool_extender.cluster import Cluster
-from carpool_extender.connections import HELD_S, Connections
-from carpool_extender.departures import Departures
-from carpool_extender.gangs import Gangs
-from carpool_extender.inflow import Inflow
-from carpool_extender.janitor import Janitor
-from carpool_extender.policies import find_policy
-from carpool_extender.restorer import Restorer
-from carpool_extender.routes import create_app
-from carpool_extender.rules import Rules
-from carpool_extender.service import Service
+from carpool_extender.kube.watches import Watches
+from carpool_extender.kube.workloads import Choices, Workloads
+from carpool_extender.placement.assessments import Assessments
+from carpool_extender.placement.gangs import Gangs
+from carpool_extender.placement.policies import find_policy
+from carpool_extender.placement.rules import Rules
+from carpool_extender.reservations.binder import Binder, Tools
+from carpool_extender.reservations.book import GATHER_S, Book
+from carpool_extender.reservations.inflow import Inflow
+from carpool_extender.reservations.janitor import Janitor
+from carpool_extender.reservations.restorer import Restorer
+from carpool_extender.reservations.settler import Settler
+from carpool_extender.reservations.untracking import Untracker
+from carpool_extender.serving.connections import HELD_S, Connections
+from carpool_extender.serving.departures import Departures
+from carpool_extender.serving.routes import create_app
+from carpool_extender.serving.service import Service
 from carpool_extender.settings import ExtenderSettings
-from carpool_extender.settler import Settler
-from carpool_extender.settling import Stillness
-from carpool_extender.standing import Standing
+from carpool_extender.state.cluster import Cluster
+from carpool_extender.state.settling import Stillness
+from carpool_extender.state.standing import Standing
 from carpool_extender.telemetry import KnowledgeCollector, Telemetry
-from carpool_extender.untracking import Untracker
-from carpool_extender.watches import Watches
-from carpool_extender.workloads import Choices, Workloads
 
 COMPONENT = "carpool-extender"
 

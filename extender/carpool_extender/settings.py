@@ -14,8 +14,8 @@ from carpool_core.settings import (
     slots_per_gpu,
 )
 
-from carpool_extender.conditions import Conditions, Quantile
-from carpool_extender.policies import POLICIES
+from carpool_extender.placement.conditions import Conditions, Quantile
+from carpool_extender.placement.policies import POLICIES
 
 
 @dataclass(frozen=True)

@@ -18,15 +18,15 @@ from carpool_e2e.chart import NAMESPACE, RELEASE
 from carpool_e2e.cluster import FULL
 from carpool_e2e.demo import manifests
 from carpool_e2e.fleet import TAINT
-from carpool_extender import ledger
-from carpool_extender.asking import Forecast
-from carpool_extender.assessments import Assessment
-from carpool_extender.decide import best_place, reservation
-from carpool_extender.enquiry import snapshot
-from carpool_extender.policies import find_policy
-from carpool_extender.rules import Rules
-from carpool_extender.watched import JobRow
-from carpool_extender.workloads import AS_SHIPPED, applicant_of
+from carpool_extender.explain.commands import Forecast
+from carpool_extender.explain.enquiry import snapshot
+from carpool_extender.kube.watched import JobRow
+from carpool_extender.kube.workloads import AS_SHIPPED, applicant_of
+from carpool_extender.placement.assessments import Assessment
+from carpool_extender.placement.decide import best_place, reservation
+from carpool_extender.placement.policies import find_policy
+from carpool_extender.placement.rules import Rules
+from carpool_extender.state import ledger
 from carpool_predictor.calibration.config_map import CalibrationMap, Kept
 from carpool_predictor.calibration.document import Calibration
 

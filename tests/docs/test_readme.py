@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
-from carpool_extender import asking
+from carpool_extender.explain import commands
 from carpool_predictor.commands import predict
 from click.testing import CliRunner
 from demo_world import after_the_demo, connected
@@ -17,7 +17,7 @@ from demo_world import after_the_demo, connected
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PROMPT = "$ carpool "
-COMMANDS = {"predict": predict, "explain": asking.explain_command, "what-if": asking.what_if}
+COMMANDS = {"predict": predict, "explain": commands.explain_command, "what-if": commands.what_if}
 
 
 def answers() -> Iterator[tuple[str, list[str]]]:
@@ -51,8 +51,8 @@ def test_a_command_answers_as_the_readme_says(
 ) -> None:
     kube, clock = demo
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(asking, "connect", lambda *_, **__: connected(kube))
-    monkeypatch.setattr(asking, "SystemClock", lambda: clock)
+    monkeypatch.setattr(commands, "connect", lambda *_, **__: connected(kube))
+    monkeypatch.setattr(commands, "SystemClock", lambda: clock)
     name, *arguments = shlex.split(command)
     result = CliRunner().invoke(COMMANDS[name], arguments)
     assert result.exit_code == 0, result.output

@@ -5,9 +5,9 @@ from carpool_core.kube.api import NODES
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
-from carpool_extender.enquiry import Asker
-from carpool_extender.policies import find_policy
-from carpool_extender.rules import Rules
+from carpool_extender.explain.enquiry import Asker
+from carpool_extender.placement.policies import find_policy
+from carpool_extender.placement.rules import Rules
 from carpool_extender.testing import gpu_node, prediction, seed_node
 
 CLOCK = FakeClock()

@@ -10,6 +10,7 @@ from carpool_core.kube.pods import Pod
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_extender.app import build
+from carpool_extender.kube.wire import BindingArgs, ExtenderArgs
 from carpool_extender.settings import ExtenderSettings
 from carpool_extender.testing import (
     FakeAgent,
@@ -19,7 +20,6 @@ from carpool_extender.testing import (
     seed_node,
     seed_pod,
 )
-from carpool_extender.wire import BindingArgs, ExtenderArgs
 
 NAMES = ["a", "b"]
 

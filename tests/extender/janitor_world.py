@@ -7,12 +7,12 @@ from carpool_core.kube.api import GPU_NODES
 from carpool_core.kube.events import EventRecorder
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
-from carpool_extender.book import Book
-from carpool_extender.cluster import Cluster
-from carpool_extender.janitor import Janitor
-from carpool_extender.restorer import Restorer
+from carpool_extender.kube.watches import Watches
+from carpool_extender.reservations.book import Book
+from carpool_extender.reservations.janitor import Janitor
+from carpool_extender.reservations.restorer import Restorer
+from carpool_extender.state.cluster import Cluster
 from carpool_extender.testing import until
-from carpool_extender.watches import Watches
 
 
 class Clean:

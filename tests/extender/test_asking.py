@@ -14,17 +14,17 @@ from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.prediction import Prediction
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import JobUid, Precision, SharingMode
-from carpool_extender import asking
-from carpool_extender.answers import broken
-from carpool_extender.asking import Forecast, explain_command, forecast, what_if
-from carpool_extender.conditions import Conditions
-from carpool_extender.enquiry import Asker, asked, explained
-from carpool_extender.policies import find_policy
-from carpool_extender.rules import Rules
+from carpool_extender.explain import commands
+from carpool_extender.explain.commands import Forecast, explain_command, forecast, what_if
+from carpool_extender.explain.enquiry import Asker, asked, explained
+from carpool_extender.kube.workloads import Choices
+from carpool_extender.placement.answers import broken
+from carpool_extender.placement.conditions import Conditions
+from carpool_extender.placement.policies import find_policy
+from carpool_extender.placement.rules import Rules
 from carpool_extender.settings import AskSettings
-from carpool_extender.standing import SILENCE_S
+from carpool_extender.state.standing import SILENCE_S
 from carpool_extender.testing import T4, device, gpu_node, seed_job, seed_node, tenant
-from carpool_extender.workloads import Choices
 from carpool_predictor.calibration.config_map import KEY, CalibrationMap, Kept
 from carpool_predictor.calibration.document import SIMULATED, Calibration, Expected, Measured, Stack
 from carpool_predictor.calibration.observe import observe
@@ -151,7 +151,7 @@ def test_who_may_not_read_gpu_nodes_is_told_what_right_is_missing(command, tmp_p
     async def connected(*_, **__):
         yield kube
 
-    monkeypatch.setattr(asking, "connect", connected)
+    monkeypatch.setattr(commands, "connect", connected)
     asked_for = (explain_command, ["x"]) if command == "explain" else (what_if, [str(manifest)])
     result = CliRunner().invoke(*asked_for)
     assert result.exit_code == 2

@@ -4,7 +4,7 @@ import pytest
 from asking_world import ASKER, RULES, asks, job_with, on_a_node, predicted
 from carpool_core.kube.api import NODES, PODS
 from carpool_core.kube.errors import Forbidden
-from carpool_extender.enquiry import asked, explained
+from carpool_extender.explain.enquiry import asked, explained
 from carpool_extender.testing import pod_of, seed_job
 
 TAINTED = {"taints": [{"key": "team", "value": "b", "effect": "NoSchedule"}]}

@@ -11,13 +11,13 @@ from carpool_core.kube.errors import NotFound
 from carpool_core.resources.node import Tenant
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import JobUid, SharingMode
-from carpool_extender.conditions import Conditions
-from carpool_extender.enquiry import Asker, NoSuchJobError, asked, explained
-from carpool_extender.measured import SETTLED_S
-from carpool_extender.policies import find_policy
-from carpool_extender.rules import Rules
+from carpool_extender.explain.enquiry import Asker, NoSuchJobError, asked, explained
+from carpool_extender.kube.workloads import Choices
+from carpool_extender.placement.conditions import Conditions
+from carpool_extender.placement.policies import find_policy
+from carpool_extender.placement.rules import Rules
+from carpool_extender.state.measured import SETTLED_S
 from carpool_extender.testing import T4, device, gpu_node, prediction, seed_job, seed_node, tenant
-from carpool_extender.workloads import Choices
 
 
 @pytest.mark.parametrize(

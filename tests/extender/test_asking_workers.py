@@ -7,10 +7,10 @@ from carpool_core.kube.api import GPU_NODES, PODS
 from carpool_core.kube.errors import Forbidden
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import PodUid, SharingMode
-from carpool_extender.enquiry import asked, explained
-from carpool_extender.gangs import MOST_TRIED
-from carpool_extender.policies import find_policy
-from carpool_extender.rules import Rules
+from carpool_extender.explain.enquiry import asked, explained
+from carpool_extender.placement.gangs import MOST_TRIED
+from carpool_extender.placement.policies import find_policy
+from carpool_extender.placement.rules import Rules
 from carpool_extender.testing import gpu_node, pod_of, prediction, seed_job, seed_node, tenant
 
 ALONE = {"sharing": {"mode": "Exclusive"}}

@@ -8,10 +8,10 @@ from carpool_core.kube.api import GPU_NODES
 from carpool_core.kube.errors import Invalid, Unreachable
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
-from carpool_extender.book import ATTEMPTS, FIRST_PAUSE_S, MOST_GATHERED_S, Book
-from carpool_extender.cluster import Cluster
+from carpool_extender.kube.watches import Watches
+from carpool_extender.reservations.book import ATTEMPTS, FIRST_PAUSE_S, MOST_GATHERED_S, Book
+from carpool_extender.state.cluster import Cluster
 from carpool_extender.testing import gpu_node, seed_node, tenant, until
-from carpool_extender.watches import Watches
 
 
 def adding(reservation):

@@ -5,13 +5,13 @@ import pytest
 from asking_world import ASKER, RULES, asks, job_of, job_with, on_a_node, predicted
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, RequestedMode, SharingMode, Tenancy
-from carpool_extender.assessments import Assessment
-from carpool_extender.changes import needed
-from carpool_extender.conditions import Conditions, Quantile
-from carpool_extender.enquiry import asked, explained
-from carpool_extender.paperwork import Case
-from carpool_extender.policies import find_policy
-from carpool_extender.rules import Rules
+from carpool_extender.explain.changes import needed
+from carpool_extender.explain.enquiry import asked, explained
+from carpool_extender.explain.paperwork import Case
+from carpool_extender.placement.assessments import Assessment
+from carpool_extender.placement.conditions import Conditions, Quantile
+from carpool_extender.placement.policies import find_policy
+from carpool_extender.placement.rules import Rules
 from carpool_extender.testing import T4, applicant, cluster, device, gpu_node, prediction, seed_job, seed_node, tenant
 
 MPS, TURNS, ALONE = SharingMode.MPS, SharingMode.TIME_SLICING, SharingMode.EXCLUSIVE

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from carpool_extender.conditions import Conditions
-from carpool_extender.policies import POLICIES
+from carpool_extender.placement.conditions import Conditions
+from carpool_extender.placement.policies import POLICIES
 from carpool_extender.simulation import document, results, workdone
 from carpool_extender.simulation.contest import (
     DEFAULT,

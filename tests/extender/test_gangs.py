@@ -2,15 +2,15 @@
 
 import pytest
 from carpool_core.values import PodUid, RequestedMode, SharingMode
-from carpool_extender.applicant import Applicant
-from carpool_extender.assessments import Assessment, Assessments
-from carpool_extender.choices import MAX_SCORE
-from carpool_extender.cluster import Cluster
-from carpool_extender.decide import filter_nodes, place, score_nodes
-from carpool_extender.gangs import MOST_TRIED, Gangs
-from carpool_extender.islands import islands
-from carpool_extender.policies import find_policy
-from carpool_extender.rules import Rules
+from carpool_extender.placement.applicant import Applicant
+from carpool_extender.placement.assessments import Assessment, Assessments
+from carpool_extender.placement.choices import MAX_SCORE
+from carpool_extender.placement.decide import filter_nodes, place, score_nodes
+from carpool_extender.placement.gangs import MOST_TRIED, Gangs
+from carpool_extender.placement.policies import find_policy
+from carpool_extender.placement.rules import Rules
+from carpool_extender.state.cluster import Cluster
+from carpool_extender.state.islands import islands
 from carpool_extender.testing import applicant, cluster, demand, device, gpu_node, prediction, tenant
 
 RULES = Rules(find_policy("least-slowdown"), slots=8)

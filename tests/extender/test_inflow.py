@@ -6,11 +6,11 @@ from contextlib import suppress
 import pytest
 from carpool_core.kube.api import PODS
 from carpool_core.testing.clock import FakeClock
-from carpool_extender.binding import BindError
-from carpool_extender.inflow import CUT_EVERY_S, FIRST, LEAST, MORE, MOST, PATIENCE_S, Inflow
+from carpool_extender.kube.wire import BindingArgs
+from carpool_extender.reservations.binding import BindError
+from carpool_extender.reservations.inflow import CUT_EVERY_S, FIRST, LEAST, MORE, MOST, PATIENCE_S, Inflow
+from carpool_extender.reservations.turns import Turns
 from carpool_extender.testing import pod_of, seed_job, seed_pod, until
-from carpool_extender.turns import Turns
-from carpool_extender.wire import BindingArgs
 from extender_world import World, args, background, filtering, named
 from msgspec import json
 from prometheus_client import generate_latest

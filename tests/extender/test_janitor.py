@@ -14,14 +14,14 @@ from carpool_core.resources.node import Tenant
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, SharingMode
-from carpool_extender.book import Book
-from carpool_extender.cluster import Cluster
-from carpool_extender.endings import UNCONFIRMED_S, ended
-from carpool_extender.growth import may_hold_more
-from carpool_extender.janitor import ASKED_AT_ONCE, Janitor
-from carpool_extender.restorer import Restorer
+from carpool_extender.kube.watches import Watches
+from carpool_extender.reservations.book import Book
+from carpool_extender.reservations.endings import UNCONFIRMED_S, ended
+from carpool_extender.reservations.janitor import ASKED_AT_ONCE, Janitor
+from carpool_extender.reservations.restorer import Restorer
+from carpool_extender.state.cluster import Cluster
+from carpool_extender.state.growth import may_hold_more
 from carpool_extender.testing import device, gpu_node, seed_node, seed_pod, tenant, until
-from carpool_extender.watches import Watches
 from extender_world import background
 from janitor_world import Clean
 

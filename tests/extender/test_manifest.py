@@ -4,7 +4,7 @@ import pytest
 from carpool_core.kube.api import GPU_TRAINING_JOBS
 from carpool_core.kube.errors import Forbidden, Invalid
 from carpool_core.testing.kube import FakeKube
-from carpool_extender.manifest import ManifestError, checked, in_words
+from carpool_extender.explain.manifest import ManifestError, checked
 from carpool_extender.testing import seed_job
 
 
@@ -36,7 +36,3 @@ async def test_without_the_right_to_create_it_is_said_and_the_manifest_read_all_
     assert "not checked: whether the API server" in (await checked(kube, manifest_of())).notes[0]
     with pytest.raises(ManifestError, match=r"^spec.sharing.maxSlowdown: expected a number >= 1.0$"):
         await checked(kube, manifest_of(sharing={"maxSlowdown": 0.5}))
-
-
-def test_a_decoder_without_a_place():
-    assert in_words("Expected `object`, got `int`") == "expected a mapping, got a whole number"

@@ -4,12 +4,12 @@ import msgspec
 import pytest
 from carpool_core.resources.node import GpuNodeSpec
 from carpool_core.values import RequestedMode, SharingMode, Tenancy
-from carpool_extender import ledger
-from carpool_extender.assessments import Assessment
-from carpool_extender.decide import best_place, filter_nodes, place
-from carpool_extender.mig import known, profile_of, smallest, whole
-from carpool_extender.policies import find_policy
-from carpool_extender.rules import Rules
+from carpool_extender.placement.assessments import Assessment
+from carpool_extender.placement.decide import best_place, filter_nodes, place
+from carpool_extender.placement.policies import find_policy
+from carpool_extender.placement.rules import Rules
+from carpool_extender.state import ledger
+from carpool_extender.state.mig import known, profile_of, smallest, whole
 from carpool_extender.testing import applicant, cluster, device, gpu_node, prediction, tenant
 from hypothesis import given
 from hypothesis import strategies as st

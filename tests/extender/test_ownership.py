@@ -9,6 +9,7 @@ from carpool_core.kube.api import GPU_TRAINING_JOBS, PODS
 from carpool_core.kube.errors import Invalid
 from carpool_core.kube.pods import Pod
 from carpool_core.values import SharingMode
+from carpool_extender.kube.wire import BindingArgs, ExtenderArgs
 from carpool_extender.testing import (
     gpu_node,
     pod_of,
@@ -18,7 +19,6 @@ from carpool_extender.testing import (
     tenant,
     until,
 )
-from carpool_extender.wire import BindingArgs, ExtenderArgs
 from extender_world import NAMES, args, background, filtering, named
 
 

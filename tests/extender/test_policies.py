@@ -9,16 +9,16 @@ from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import SharingMode
 from carpool_extender.app import build
-from carpool_extender.assessments import Assessment
-from carpool_extender.conditions import Conditions, Quantile
-from carpool_extender.costs import energy
-from carpool_extender.decide import filter_nodes, place
-from carpool_extender.policies import POLICIES, find_policy
-from carpool_extender.rules import Rules
+from carpool_extender.kube.watched import JobRow
+from carpool_extender.kube.workloads import NotOurs, policy_of
+from carpool_extender.placement.assessments import Assessment
+from carpool_extender.placement.conditions import Conditions, Quantile
+from carpool_extender.placement.costs import energy
+from carpool_extender.placement.decide import filter_nodes, place
+from carpool_extender.placement.policies import POLICIES, find_policy
+from carpool_extender.placement.rules import Rules
 from carpool_extender.settings import ConditionSettings, ExtenderSettings
 from carpool_extender.testing import applicant, cluster, gpu_node, prediction, tenant
-from carpool_extender.watched import JobRow
-from carpool_extender.workloads import NotOurs, policy_of
 
 ROW = "GPU-a-{}".format
 

@@ -2,11 +2,11 @@
 
 import pytest
 from carpool_core.values import RequestedMode, SharingMode, Tenancy
-from carpool_extender.applicant import Applicant
-from carpool_extender.assessments import Assessment
-from carpool_extender.decide import place
-from carpool_extender.policies import find_policy
-from carpool_extender.rules import Rules
+from carpool_extender.placement.applicant import Applicant
+from carpool_extender.placement.assessments import Assessment
+from carpool_extender.placement.decide import place
+from carpool_extender.placement.policies import find_policy
+from carpool_extender.placement.rules import Rules
 from carpool_extender.testing import cluster, demand, device, gpu_node, prediction, tenant
 from msgspec.structs import replace
 

@@ -4,11 +4,11 @@ import msgspec
 import pytest
 from carpool_core.resources.node import LONGEST_REASON
 from carpool_core.values import DeviceHealth, RequestedMode, SharingMode
-from carpool_extender.assessments import Assessment
-from carpool_extender.conditions import Conditions, Quantile
-from carpool_extender.decide import explain, filter_nodes, place
-from carpool_extender.policies import find_policy
-from carpool_extender.rules import Rules
+from carpool_extender.placement.assessments import Assessment
+from carpool_extender.placement.conditions import Conditions, Quantile
+from carpool_extender.placement.decide import explain, filter_nodes, place
+from carpool_extender.placement.policies import find_policy
+from carpool_extender.placement.rules import Rules
 from carpool_extender.testing import A100, T4, applicant, cluster, device, gpu_node, prediction, tenant
 
 MPS, TURNS, ALONE = SharingMode.MPS, SharingMode.TIME_SLICING, SharingMode.EXCLUSIVE

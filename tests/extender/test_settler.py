@@ -10,9 +10,9 @@ from carpool_core.kube.errors import Unreachable
 from carpool_core.resources.node import GpuNodeStatus, Tenant, TenantProfile
 from carpool_core.testing.clock import FakeClock
 from carpool_core.values import SharingMode
-from carpool_extender.book import ATTEMPTS
-from carpool_extender.settler import Settler
-from carpool_extender.settling import Stillness
+from carpool_extender.reservations.book import ATTEMPTS
+from carpool_extender.reservations.settler import Settler
+from carpool_extender.state.settling import Stillness
 from carpool_extender.testing import device, gpu_node, prediction, tenant, until
 from extender_world import args, background, filtering, named
 from msgspec.structs import replace

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 from carpool_core.values import SharingMode
-from carpool_extender.conditions import Conditions
-from carpool_extender.policies import POLICIES
+from carpool_extender.placement.conditions import Conditions
+from carpool_extender.placement.policies import POLICIES
 from carpool_extender.simulation.contest import figures_of, named
 from carpool_extender.simulation.engine import Simulation
 from carpool_extender.simulation.pairs import MeasuredPairs

@@ -9,11 +9,11 @@ from carpool_core.kube.api import DEPLOYMENTS, GPU_TRAINING_JOBS
 from carpool_core.kube.errors import Forbidden, Invalid, Unreachable
 from carpool_core.settings import SettingsError, click_options
 from carpool_core.testing.kube import FakeKube
-from carpool_extender import asking
-from carpool_extender.asking import explain_command, what_if
-from carpool_extender.conditions import Quantile
+from carpool_extender.explain import commands
+from carpool_extender.explain.commands import explain_command, what_if
+from carpool_extender.explain.site import given, settled
+from carpool_extender.placement.conditions import Quantile
 from carpool_extender.settings import AskSettings, ConditionSettings
-from carpool_extender.site import given, settled
 from carpool_extender.testing import gpu_node, seed_job, seed_node, tenant
 from click.testing import CliRunner
 
@@ -256,8 +256,8 @@ def run(monkeypatch):
     """Run a command on a server in memory."""
 
     def call(kube, command, *arguments):
-        monkeypatch.setattr(asking, "SystemClock", lambda: CLOCK)
-        monkeypatch.setattr(asking, "connect", lambda *_, **__: Connected(kube))
+        monkeypatch.setattr(commands, "SystemClock", lambda: CLOCK)
+        monkeypatch.setattr(commands, "connect", lambda *_, **__: Connected(kube))
         return CliRunner().invoke(command, [*map(str, arguments)])
 
     return call
@@ -273,7 +273,7 @@ def test_both_commands_decide_by_the_site_and_a_flag_wins(run, tmp_path, monkeyp
     async def traced(_, job, products):
         return await predicted(job, products)
 
-    monkeypatch.setattr(asking.Forecast, "traced", traced)
+    monkeypatch.setattr(commands.Forecast, "traced", traced)
     for command, argument, where in ((explain_command, "x", SCHEDULER), (what_if, manifest, BOTH)):
         told = run(kube, command, argument)
         assert told.exit_code == 0, told.output

@@ -7,8 +7,8 @@ import pytest
 from asking_world import ASKER, RULES, job_of
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import JobUid, SharingMode
-from carpool_extender.enquiry import asked, explained
-from carpool_extender.speed import pace_there
+from carpool_extender.explain.enquiry import asked, explained
+from carpool_extender.explain.speed import pace_there
 from carpool_extender.testing import A100, T4, demand, device, gpu_node, prediction, seed_job, seed_node, tenant
 
 L4 = "NVIDIA L4"

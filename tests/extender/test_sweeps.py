@@ -8,10 +8,10 @@ from carpool_core.keys import ANNOTATION_CAPACITY_FREED
 from carpool_core.kube.api import GPU_NODES, NODES, PODS
 from carpool_core.kube.errors import Overloaded
 from carpool_core.testing.clock import FakeClock
-from carpool_extender.endings import UNCONFIRMED_S
-from carpool_extender.janitor import EVERYTHING_EVERY
+from carpool_extender.kube.watches import Watches
+from carpool_extender.reservations.endings import UNCONFIRMED_S
+from carpool_extender.reservations.janitor import EVERYTHING_EVERY
 from carpool_extender.testing import gpu_node, seed_node, seed_pod, tenant, until
-from carpool_extender.watches import Watches
 from janitor_world import Clean
 
 POD = "x-worker-0-1"

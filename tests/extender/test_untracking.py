@@ -5,10 +5,10 @@ from carpool_core.kube.api import GPU_NODES
 from carpool_core.kube.errors import Forbidden, Overloaded
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
-from carpool_extender.cluster import Cluster
+from carpool_extender.kube.watches import Watches
+from carpool_extender.reservations.untracking import Untracker
+from carpool_extender.state.cluster import Cluster
 from carpool_extender.testing import gpu_node, until
-from carpool_extender.untracking import Untracker
-from carpool_extender.watches import Watches
 from extender_world import background
 
 AGENT = {"manager": "carpool", "operation": "Update", "subresource": "status", "fieldsV1": {"f:status": {}}}

@@ -6,14 +6,14 @@ from carpool_core.resources.node import Reservation
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import SharingMode
-from carpool_extender import ledger
-from carpool_extender.assessments import Assessment
-from carpool_extender.checks import Check
-from carpool_extender.decide import explain, filter_nodes
-from carpool_extender.enquiry import Asker, explained
-from carpool_extender.ledger import capacity_of
-from carpool_extender.policies import find_policy
-from carpool_extender.rules import Rules
+from carpool_extender.explain.enquiry import Asker, explained
+from carpool_extender.placement.assessments import Assessment
+from carpool_extender.placement.checks import Check
+from carpool_extender.placement.decide import explain, filter_nodes
+from carpool_extender.placement.policies import find_policy
+from carpool_extender.placement.rules import Rules
+from carpool_extender.state import ledger
+from carpool_extender.state.ledger import capacity_of
 from carpool_extender.testing import applicant, cluster, gpu_node, seed_job, seed_node, seed_pod, tenant
 from extender_world import World, args, background, filtering, named
 

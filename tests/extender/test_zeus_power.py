@@ -4,7 +4,7 @@ from statistics import fmean
 
 import pytest
 from carpool_core.products import PRODUCTS, find_product
-from carpool_extender.costs import AWAKE_SHARE, FULL_SHARE
+from carpool_extender.placement.costs import AWAKE_SHARE, FULL_SHARE
 from carpool_extender.simulation import hotcloud
 from carpool_extender.simulation.power import Power
 from carpool_extender.simulation.zeus_power import MEAN, SCALED, ZEUS, Training, measured, power_of, shares_of

@@ -11,7 +11,7 @@ import yaml
 from carpool_core.settings import LogFormat, LogLevel
 from carpool_deviceplugin.devices import NoDevicesError
 from carpool_deviceplugin.simulated import parse_inventory
-from carpool_extender.policies import POLICIES
+from carpool_extender.placement.policies import POLICIES
 
 FOLDER = Path(__file__).parents[2] / "helm" / "carpool"
 VALUES = (FOLDER / "values.yaml").read_text()

@@ -17,16 +17,16 @@ from carpool_core.kube.api import KubeApi
 from carpool_core.kube.client import connect
 from carpool_core.resources.node import GpuNode
 from carpool_core.settings import KubeSettings
-from carpool_extender.assessments import Assessments
-from carpool_extender.cluster import Cluster
-from carpool_extender.decide import filter_nodes, score_nodes
-from carpool_extender.policies import find_policy
-from carpool_extender.rules import Rules
+from carpool_extender.kube.watched import WatchedNode
+from carpool_extender.kube.watches import Watches
+from carpool_extender.kube.wire import ExtenderArgs, FilterResult, HostPriority
+from carpool_extender.kube.workloads import Choices, Workloads
+from carpool_extender.placement.assessments import Assessments
+from carpool_extender.placement.decide import filter_nodes, score_nodes
+from carpool_extender.placement.policies import find_policy
+from carpool_extender.placement.rules import Rules
 from carpool_extender.settings import ExtenderSettings
-from carpool_extender.watched import WatchedNode
-from carpool_extender.watches import Watches
-from carpool_extender.wire import ExtenderArgs, FilterResult, HostPriority
-from carpool_extender.workloads import Choices, Workloads
+from carpool_extender.state.cluster import Cluster
 
 from carpool_e2e.bench.apiserver import PaperApi
 from carpool_e2e.bench.placement import GPUS, SIZES, TENANTS_PER_NODE, WARM_UP, changed, draw_jobs

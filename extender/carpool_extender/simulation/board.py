@@ -10,15 +10,15 @@ from carpool_core.resources.meta import ObjectMeta
 from carpool_core.resources.node import Device, GpuNode, GpuNodeSpec, GpuNodeStatus, Reservation, Tenant
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid
 
-from carpool_extender import ledger
-from carpool_extender.applicant import Applicant
-from carpool_extender.assessments import Assessments
-from carpool_extender.cluster import Cluster
-from carpool_extender.decide import Place, best_place, reservation
-from carpool_extender.rules import Rules
-from carpool_extender.settling import Still, peaks_of, settle
+from carpool_extender.placement.applicant import Applicant
+from carpool_extender.placement.assessments import Assessments
+from carpool_extender.placement.decide import Place, best_place, reservation
+from carpool_extender.placement.rules import Rules
 from carpool_extender.simulation.alike import Alike
 from carpool_extender.simulation.workload import WorkloadError
+from carpool_extender.state import ledger
+from carpool_extender.state.cluster import Cluster
+from carpool_extender.state.settling import Still, peaks_of, settle
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 REMEMBERED = 256

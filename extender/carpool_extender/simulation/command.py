@@ -11,10 +11,10 @@ from carpool_core.settings import SettingsError, click_options
 from click.core import ParameterSource
 from rich.console import Console
 
-from carpool_extender.checks import NO_CONDITIONS
-from carpool_extender.conditions import Conditions
-from carpool_extender.policies import UnknownPolicyError
-from carpool_extender.refusal import counted
+from carpool_extender.placement.checks import NO_CONDITIONS
+from carpool_extender.placement.conditions import Conditions
+from carpool_extender.placement.policies import UnknownPolicyError
+from carpool_extender.placement.refusal import counted
 from carpool_extender.settings import ConditionSettings
 from carpool_extender.simulation import document, philly, pictures, report, results
 from carpool_extender.simulation.contest import (

@@ -8,9 +8,9 @@ from statistics import fmean, stdev
 
 from carpool_core.values import SharingMode
 
-from carpool_extender.checks import NO_CONDITIONS
-from carpool_extender.conditions import Conditions, Quantile
-from carpool_extender.policies import POLICIES, find_policy
+from carpool_extender.placement.checks import NO_CONDITIONS
+from carpool_extender.placement.conditions import Conditions, Quantile
+from carpool_extender.placement.policies import POLICIES, find_policy
 from carpool_extender.simulation import alibaba, hotcloud, philly, radrm
 from carpool_extender.simulation.engine import Simulation
 from carpool_extender.simulation.failures import with_failures

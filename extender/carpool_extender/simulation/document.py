@@ -5,7 +5,7 @@ from pathlib import Path
 
 from carpool_predictor.calibration.recalling import FIRST
 
-from carpool_extender.refusal import counted
+from carpool_extender.placement.refusal import counted
 from carpool_extender.simulation import energies, goals, idleness, losses, paired, report, results, workdone
 from carpool_extender.simulation.contest import DEFAULT, EVERYTHING, EXPERIMENTS, FAILS_EVERY_H, ORACLE, Line
 from carpool_extender.simulation.doubts import doubts

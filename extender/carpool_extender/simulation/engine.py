@@ -10,10 +10,8 @@ from carpool_core.products import find_product
 from carpool_core.resources.job import RunPolicy
 from carpool_core.values import DeviceHealth, GpuUuid
 
-from carpool_extender.measured import SETTLED_S
-from carpool_extender.policies import find_policy
-from carpool_extender.rules import Rules
-from carpool_extender.settling import margins
+from carpool_extender.placement.policies import find_policy
+from carpool_extender.placement.rules import Rules
 from carpool_extender.simulation.foreseeing import board_of
 from carpool_extender.simulation.knowing import Knower, Stage
 from carpool_extender.simulation.monitors import Monitors
@@ -22,6 +20,8 @@ from carpool_extender.simulation.strategy import Knowledge, Strategy
 from carpool_extender.simulation.waiting import Entry, Waiting
 from carpool_extender.simulation.workload import Failure, SimJob, Workload
 from carpool_extender.simulation.zeus_power import power_of
+from carpool_extender.state.measured import SETTLED_S
+from carpool_extender.state.settling import margins
 
 SLOTS = 8
 OOM_AFTER_S = 60.0

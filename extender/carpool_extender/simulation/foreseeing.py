@@ -9,14 +9,14 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from carpool_core.values import GpuUuid
 
-from carpool_extender.applicant import Applicant
-from carpool_extender.decide import Place
-from carpool_extender.rules import Rules
+from carpool_extender.placement.applicant import Applicant
+from carpool_extender.placement.decide import Place
+from carpool_extender.placement.rules import Rules
 from carpool_extender.simulation.board import Board
 from carpool_extender.simulation.state import Physics
 from carpool_extender.simulation.strategy import Piece, Strategy
 from carpool_extender.simulation.workload import Truth, Workload
-from carpool_extender.view import MODES
+from carpool_extender.state.view import MODES
 
 SLACK = 1e-6
 """Room for rounding when a slowdown meets its limit."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from carpool_core.resources.node import Device
 from carpool_core.values import GpuUuid, SharingMode
 
-from carpool_extender.conditions import Conditions
+from carpool_extender.placement.conditions import Conditions
 from carpool_extender.simulation.features import job_of, prediction_of
 from carpool_extender.simulation.strategy import Knowledge, Strategy
 from carpool_extender.simulation.workload import SimJob, Truth, Workload, WorkloadError

@@ -19,7 +19,7 @@ from carpool_core.resources.prediction import (
 from carpool_core.values import GpuUuid, JobUid, PodUid, RequestedMode, SharingMode, Tenancy
 from carpool_predictor.cost_models.solo import Activity, alone
 
-from carpool_extender.applicant import Applicant
+from carpool_extender.placement.applicant import Applicant
 from carpool_extender.simulation.learning import Learner
 from carpool_extender.simulation.strategy import ANY_SLOWDOWN, Knowledge, Piece, Strategy
 from carpool_extender.simulation.workload import SimJob, Truth

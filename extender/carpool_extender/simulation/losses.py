@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from carpool_extender.refusal import counted
+from carpool_extender.placement.refusal import counted
 from carpool_extender.simulation import report
 from carpool_extender.simulation.contest import DEFAULT, DEFAULT_POLICY, Line
 from carpool_extender.simulation.paired import HANGING, Difference, by_chance, difference

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
+from carpool_core.decode_errors import in_words
 from carpool_core.products import UnknownProductError, find_product
 from carpool_core.resources.node import MOST_GPUS, Device
 from carpool_core.values import GpuUuid, SharingMode
 from msgspec import Meta
 
-from carpool_extender.manifest import in_words
-from carpool_extender.refusal import counted
+from carpool_extender.placement.refusal import counted
 from carpool_extender.simulation import hotcloud
 from carpool_extender.simulation.features import job_of, prediction_of
 from carpool_extender.simulation.philly_times import read_trace

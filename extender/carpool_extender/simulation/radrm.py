@@ -9,7 +9,7 @@ from carpool_core.products import find_product
 from carpool_core.resources.node import Device
 from carpool_core.values import GpuUuid, SharingMode
 
-from carpool_extender.conditions import Conditions
+from carpool_extender.placement.conditions import Conditions
 from carpool_extender.simulation.features import job_of, prediction_of
 from carpool_extender.simulation.philly_times import read_trace
 from carpool_extender.simulation.power import Power

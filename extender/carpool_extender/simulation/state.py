@@ -8,7 +8,7 @@ from carpool_core.resources.node import Device, Tenant
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 from carpool_predictor.cost_models.solo import Activity
 
-from carpool_extender.decide import Place
+from carpool_extender.placement.decide import Place
 from carpool_extender.simulation import overlap
 from carpool_extender.simulation.knowing import Run, Stage
 from carpool_extender.simulation.power import Power, Spent

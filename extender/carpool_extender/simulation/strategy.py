@@ -6,8 +6,8 @@ from enum import StrEnum
 from carpool_core.values import SharingMode
 from carpool_predictor.calibration.observe import STEADY_S
 
-from carpool_extender.checks import NO_CONDITIONS
-from carpool_extender.conditions import Conditions
+from carpool_extender.placement.checks import NO_CONDITIONS
+from carpool_extender.placement.conditions import Conditions
 
 
 class Knowledge(StrEnum):

@@ -88,7 +88,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     steady: bool = True
     """Whether the peak has not moved for `observe.STEADY_S`, or will never move again: else it is only a beginning."""
     sample: _NAME = ""
-    """Names the run, such as its pod's UID: what is told again under a name changes nothing. Empty: always another."""
+    """Names the run, such as its job's UID and attempt: told again it changes nothing. Empty: always another."""
     util: _RATIO | None = None
     """Share of time in which its kernels would run had it the GPU alone, 0..1; None where that is not known."""
     sm_active: _RATIO | None = None

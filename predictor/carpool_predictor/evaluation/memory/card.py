@@ -3,62 +3,25 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
-import matplotlib as mpl
 import numpy as np
-from matplotlib.figure import Figure
-from numpy.typing import NDArray
 
 from carpool_predictor.cost_models.memory import ELSEWHERE_FACTOR, OUTSIDE_FACTOR, MemoryModel
 from carpool_predictor.evaluation.memory.bound import EXCEEDS, SHARES
+from carpool_predictor.evaluation.memory.figures import Answers, draw
 from carpool_predictor.evaluation.memory.first_runs import ROOMS, factor, families_of, held
-from carpool_predictor.evaluation.memory.fit import COVERAGE, TOO_SMALL, Sample
+from carpool_predictor.evaluation.memory.fit import COVERAGE, TOO_SMALL
 
 SPIKE = 1.3
 """Measured over median from which a row is called a spike."""
 EVENLY = "coverage, each family counting as one"
 """Name of that figure."""
-_HASHSALT = "carpool"
 _ERRORS = ("median error", "p95 error", "right class", "class too small")
 _SPLITS = (
     "rows", "median error", "p95 error", "under by more than 10%", "right class", "class too small",
     "right class by the median", "class too small by the median", "right class by the bound",
     "class too small by the bound", "coverage", EVENLY, "bound over actual", "its mean", "worst family", "outside",
 )  # fmt: skip
-
-
-class Answers(Protocol):
-    """What the card draws of the rows with families held out."""
-
-    @property
-    def samples(self) -> Sequence[Sample]:
-        """What was judged."""
-        ...
-
-    @property
-    def median(self) -> NDArray[np.float64]:
-        """Predicted medians, in MiB."""
-        ...
-
-    @property
-    def upper(self) -> NDArray[np.float64]:
-        """Predicted bounds, in MiB."""
-        ...
-
-    @property
-    def measured(self) -> NDArray[np.float64]:
-        """Measured peaks, in MiB."""
-        ...
-
-    @property
-    def errors(self) -> NDArray[np.float64]:
-        """Absolute relative errors."""
-        ...
-
-    def families(self) -> list[tuple[str, int, float]]:
-        """Return (family, rows, coverage in percent), the least covered first."""
-        ...
 
 
 def write_card(
@@ -78,8 +41,7 @@ def write_card(
     versions: Mapping[str, str],
 ) -> tuple[Path, ...]:
     """Write `memory.md` and its figures; return their paths."""
-    figures = out / "figures"
-    figures.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
     ours = {"ours": next(iter(splits.values())), **baselines}
     text = _TEMPLATE.format(
         version=model.version,
@@ -118,12 +80,7 @@ def write_card(
     )
     card = out / "memory.md"
     card.write_text(text)
-    return (
-        card,
-        _save(_predicted(judged), figures / "memory-predicted.svg"),
-        _save(_calibration(judged), figures / "memory-calibration.svg"),
-        _save(_by_family(judged), figures / "memory-families.svg"),
-    )
+    return (card, *draw(judged, out / "figures"))
 
 
 def _first_runs(judged: Answers) -> str:
@@ -152,43 +109,6 @@ def _cell(name: str, value: float) -> str:
 def _table(corner: str, header: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:
     lines = [f"| {corner} | {' | '.join(header)} |", f"|---|{'---:|' * len(header)}"]
     return "\n".join(lines + [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()])
-
-
-def _save(figure: Figure, path: Path) -> Path:
-    with mpl.rc_context({"svg.hashsalt": _HASHSALT, "svg.fonttype": "none"}):
-        figure.savefig(path, format="svg", metadata={"Date": None})
-    return path
-
-
-def _predicted(judged: Answers) -> Figure:
-    figure = Figure(figsize=(5, 5), layout="constrained")
-    axes = figure.add_subplot()
-    axes.scatter(judged.median / 1024, judged.measured / 1024, s=4, rasterized=True)
-    axes.plot([1.5, 45], [1.5, 45], color="grey", linewidth=0.8)
-    axes.set(xlabel="predicted (median), GiB", ylabel="measured, GiB", xscale="log", yscale="log")
-    return figure
-
-
-def _calibration(judged: Answers) -> Figure:
-    figure = Figure(figsize=(5, 4), layout="constrained")
-    axes = figure.add_subplot()
-    ratios = np.sort(judged.measured / judged.upper)
-    axes.plot(ratios, np.linspace(0, 100, len(ratios)))
-    axes.axvline(1, color="grey", linewidth=0.8)
-    axes.axhline(95, color="grey", linewidth=0.8, linestyle="--")
-    axes.set(xlabel="measured over bound", ylabel="share of rows, %", xlim=(0.7, 1.3))
-    return figure
-
-
-def _by_family(judged: Answers) -> Figure:
-    names = np.array([s.family for s in judged.samples])
-    order = sorted(np.unique(names), key=lambda name: float(np.median(judged.errors[names == name])))
-    figure = Figure(figsize=(6, 0.16 * len(order) + 1), layout="constrained")
-    axes = figure.add_subplot()
-    axes.boxplot([100 * judged.errors[names == n] for n in order], orientation="horizontal", sym=".", widths=0.6)
-    axes.set_yticks(range(1, len(order) + 1), [str(n) for n in order], fontsize=6)
-    axes.set(xlabel="error of the median, %", xscale="symlog")
-    return figure
 
 
 # Its tables have long lines; a table cannot be wrapped.

@@ -1,0 +1,235 @@
+"""What would have to change for a job to have a place now: one thing is changed on paper, and decided again."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+from carpool_core.values import RequestedMode, Tenancy
+
+from carpool_extender.explain.paperwork import Case, Change, complete_sets, fails, looked_at, team_of
+from carpool_extender.placement.assessments import Assessment
+from carpool_extender.placement.checks import SLACK, Check, Verdict
+from carpool_extender.placement.conditions import Conditions, Quantile
+from carpool_extender.placement.decide import Place, best_place
+from carpool_extender.placement.refusal import counted
+from carpool_extender.state.aggregates import work_out
+from carpool_extender.state.view import NOBODY, Columns, Floats, Rows
+
+MOST_TOLD = 3
+"""Changes that are told of those that would do."""
+MOST_PATIENT = 10.0
+"""The largest slowdown that a job can accept."""
+NEAREST = 8
+"""GPUs that are tried of those where neighbours would be slowed too much, the nearest to their limits first."""
+
+
+def needed(case: Case) -> list[str]:
+    """Say in one line what would have to change for a place; nothing where no GPU is known, or nothing can be tried."""
+    if not case.view.columns.alive.any():
+        return []
+    tried = [change for attempt in ATTEMPTS for change in attempt(case)]
+    ways = [change.how for change in tried if change.how is not None]
+    if ways:
+        return [f"it would have a place {', or '.join(ways[:MOST_TOLD])}"]
+    names = ", ".join(dict.fromkeys(change.what for change in tried))
+    return [f"nothing of what was tried, one thing at a time, would give it a place: {names}"] if names else []
+
+
+def _memory(case: Case) -> Iterator[Change]:
+    """Count it with as much memory as the GPUs have that would take the least less."""
+    small = Assessment(case.asking(memory_limit_mib=1), case.rules, case.view).verdict
+    rows = np.flatnonzero(small.ok & case.offered)
+    short = (case.now.need_mib(rows) - case.view.columns.free_mib[rows]).astype(np.float64)
+    sets, each = complete_sets(case, small, rows, short)
+    free, needs = case.view.columns.free_mib[rows[sets]] // each, case.now.need_mib(rows[sets])
+    if not (free < needs).any():
+        return
+    least, need = int(free.min()), int(needs[np.argmin(free)])
+    fits = least > 0 and case.find(case.asking(memory_limit_mib=least)) is not None
+    yield Change("less memory", _less(case, need, least, int(rows[sets[0]])) if fits else None)
+
+
+def _less(case: Case, need: int, least: int, row: int) -> str:
+    less, demand = f"with {need - least:,} MiB less", case.demand
+    if demand.memory_limit_mib is not None:
+        return f"{less} (spec.memory.limit says {need:,} MiB)"
+    predicted = demand.prediction_on(case.view.product(row))
+    if predicted is not None and predicted.memory.trusted:
+        return f"{less} (its prediction says {need:,} MiB at most)"
+    return f"with a spec.memory.limit of {least:,} MiB or less (without one it counts with the whole GPU)"
+
+
+def _own_limit(case: Case) -> Iterator[Change]:
+    """Let it accept whatever slowdown there is; then no more than it needs to."""
+    if not fails(case, Check.SLOWDOWN).size:
+        return
+    patient = Assessment(case.asking(max_slowdown=MOST_PATIENT), case.rules, case.view).verdict
+    rows = np.flatnonzero(patient.ok & case.offered)
+    slow = _own_slowdowns(patient, rows)
+    sets, _ = complete_sets(case, patient, rows, slow)
+    how = None
+    for limit in (_rounded_up(float(slow[sets].max())), MOST_PATIENT) if sets.size else ():
+        if limit > case.demand.max_slowdown and case.find(case.asking(max_slowdown=limit)) is not None:
+            how = f"if it accepted {limit:.2f} instead of {case.demand.max_slowdown:.2f} (spec.sharing.maxSlowdown)"
+            break
+    yield Change("a larger maxSlowdown", how)
+
+
+def _own_slowdowns(verdict: Verdict, rows: Rows) -> Floats:
+    if verdict.conditions.quantile is Quantile.MEDIAN:
+        return verdict.found.newcomer[rows]
+    return np.array([verdict.upper(row) for row in rows.tolist()])
+
+
+def _rounded_up(slowdown: float) -> float:
+    return math.ceil((slowdown - SLACK) * 100) / 100
+
+
+def _their_limits(case: Case) -> Iterator[Change]:
+    """Let the neighbours that it would slow too much accept that, on the GPUs where that is least."""
+    if case.wanted > 1 or case.demand.gpus > 1:
+        return
+    rows = fails(case, Check.SLOWDOWN)
+    rows = rows[np.argsort(-case.now.found.margin[rows], kind="stable")][:NEAREST]
+    if rows.size:
+        ways = (_accepting(case, row) for row in rows.tolist())
+        yield Change("larger limits of its neighbours", next((way for way in ways if way is not None), None))
+
+
+def _accepting(case: Case, row: int) -> str | None:
+    own, *others = case.now.met(row)
+    if own.slowdown - own.limit > SLACK or _is_there(case, row):
+        return None
+    beyond = [one for one in others if one.slowdown - one.limit > SLACK]
+    columns, told = case.view.columns.take(np.array([row])), []
+    for one in beyond:
+        limit = _rounded_up(one.slowdown)
+        columns.max_slowdown[0, one.tenant] = limit
+        tenant = case.view.columns.tenants[row][one.tenant]
+        told.append(f"{tenant} accepted {limit:.2f} instead of {one.limit:.2f}")
+    work_out(columns, np.array([0]))
+    return f"if {' and '.join(told)}" if _fits_alone(case, columns) else None
+
+
+def _fits_alone(case: Case, columns: Columns) -> bool:
+    """Whether one GPU, as it would be, passes all checks."""
+    return bool(looked_at(case, columns).ok.all())
+
+
+def _freed(case: Case) -> Iterator[Change]:
+    """Let the GPUs of one node be free that would be enough then, those with the fewest tenants."""
+    if case.wanted > 1:
+        return
+    columns = case.view.columns
+    empty = looked_at(case, _emptied(columns))
+    rows = np.flatnonzero(empty.ok & case.offered)
+    rows = rows[[not _is_there(case, row) for row in rows.tolist()]]
+    tenants = columns.count[rows].astype(np.float64)
+    if not tenants.any():
+        return
+    sets, _ = complete_sets(case, empty, rows, tenants)
+    how = None
+    if sets.size:
+        team = team_of(empty, rows)
+        mine = rows[team == team[sets[0]]]
+        mine = mine[np.argsort(columns.count[mine], kind="stable")][: case.demand.gpus]
+        how = _once_free(case, sorted(mine[columns.count[mine] > 0].tolist()))
+    yield Change("a GPU that is free" if case.demand.gpus == 1 else "GPUs that are free", how)
+
+
+def _is_there(case: Case, row: int) -> bool:
+    """Whether another worker of the job is on a GPU: nobody waits for that one to end."""
+    own = (case.demand.namespace, case.demand.job_name)
+    return any((one.namespace, one.job) == own for one in case.view.columns.tenants[row])
+
+
+def _once_free(case: Case, rows: list[int]) -> str:
+    columns = case.view.columns
+    numbers = ", ".join(str(int(columns.gpu_index[row])) for row in rows)
+    which = f"GPU {numbers}" if len(rows) == 1 else f"GPUs {numbers}"
+    names = sorted({str(tenant) for row in rows for tenant in columns.tenants[row]})
+    there = f"{names[0]} is" if len(names) == 1 else f"{counted(len(names), 'job')} are"
+    node = case.view.node_names[int(columns.node[rows[0]])]
+    return f"once {which} of {node} {'is' if len(rows) == 1 else 'are'} free ({there} there)"
+
+
+def _emptied(columns: Columns) -> Columns:
+    """Return GPUs as if they had no tenants."""
+    all_ = np.arange(len(columns.alive))
+    empty = columns.take(all_)
+    for column in (empty.mode, empty.count, empty.mig_gb, empty.mig_slices):
+        column[:] = 0
+    for each in (empty.memory_mib, empty.util, empty.sm, empty.dram):
+        each[:] = 0
+    empty.user[:], empty.namespace[:], empty.max_slowdown[:], empty.cluster_tenancy[:] = NOBODY, NOBODY, np.inf, False
+    work_out(empty, all_)
+    return empty
+
+
+def _fewer_workers(case: Case) -> Iterator[Change]:
+    """Let so many workers be enough as there is room for at once."""
+    if case.room is None:
+        return
+    some, found = case.wanted, case.room(case.applicant, case.rules, case.wanted)
+    while 0 < found < some:  # of many the room is only counted, until few enough are tried
+        some, found = found, case.room(case.applicant, case.rules, found)
+    fewer = case.wanted - found
+    yield Change("fewer workers", f"with {counted(fewer, 'worker')} less (spec.workers)" if found else None)
+
+
+def _other_asks(case: Case) -> Iterator[Change]:
+    """Leave out what it asks of GPUs, one after the other, and how it wants to share them."""
+    demand = case.demand
+    asks: tuple[tuple[str, object, dict[str, object]], ...] = (
+        ("spec.gpu.product", demand.product, {"product": None}),
+        ("spec.gpu.minMemory", demand.min_memory_mib, {"min_memory_mib": 0}),
+        ("spec.gpu.minComputeCapability", demand.min_compute_capability, {"min_compute_capability": None}),
+    )
+    for name, asked, without in asks:
+        if asked:
+            found = case.find(case.asking(**without))
+            yield Change(f"no {name}", None if found is None else f"without {name}, on {_product(case, found[1])}")
+    if demand.mode is not RequestedMode.AUTO:
+        found = case.find(case.asking(mode=RequestedMode.AUTO))
+        yield Change("sharing mode Auto", None if found is None else f"by {found[1].mode} with spec.sharing.mode Auto")
+    if demand.tenancy is not Tenancy.CLUSTER and fails(case, Check.TENANCY).size:
+        found = case.find(case.asking(tenancy=Tenancy.CLUSTER))
+        yield Change("tenancy Cluster", None if found is None else "with spec.sharing.tenancy Cluster")
+
+
+def _product(case: Case, place: Place) -> str:
+    return case.view.product(int(np.flatnonzero(case.view.columns.uuid == place.gpu_uuids[0])[0]))
+
+
+def _conditions(case: Case) -> Iterator[Change]:
+    """Leave out what the site asks of GPUs before its policy looks at them."""
+    asked = case.rules.conditions
+    if not asked.ask_anything or not fails(case, Check.CONDITION).size:
+        return
+    without = replace(case.rules, conditions=Conditions(alone=asked.alone, quantile=asked.quantile))
+    found = case.find(case.applicant, without)
+    yield Change("no preconditions", None if found is None else f"without the site's preconditions ({asked})")
+
+
+def _offered(case: Case) -> Iterator[Change]:
+    """Let kube-scheduler offer what it would not."""
+    elsewhere = case.view.columns.alive & ~case.offered
+    if case.wanted > 1 or not elsewhere.any():
+        return
+    found = best_place(Assessment(case.applicant, case.rules, case.view), elsewhere, tells=False)
+    how = None if found is None else f"if kube-scheduler offered node {found[0]} ({case.refused.get(found[0], '')})"
+    yield Change("nodes that are not offered", how)
+
+
+ATTEMPTS: tuple[Callable[[Case], Iterator[Change]], ...] = (
+    _memory,
+    _own_limit,
+    _their_limits,
+    _freed,
+    _fewer_workers,
+    _other_asks,
+    _conditions,
+    _offered,
+)
+"""The changes, in the order in which they are told."""

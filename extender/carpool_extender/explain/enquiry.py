@@ -1,0 +1,297 @@
+"""The scheduler's own decision on a live cluster, asked for with a user's rights."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+from carpool_core.clock import Clock
+from carpool_core.demand import told_of
+from carpool_core.joined import joined_since
+from carpool_core.keys import (
+    CONDITION_COMPLETE,
+    CONDITION_FAILED,
+    CONDITION_PLACED,
+    CONDITION_PREDICTED,
+    CONDITION_RUNNING,
+    CONDITION_SUSPENDED,
+)
+from carpool_core.kube.api import GPU_TRAINING_JOBS, KubeApi
+from carpool_core.kube.errors import NotFound
+from carpool_core.kube.pods import PodSpec, user_of
+from carpool_core.resources.job import GpuTrainingJob, Training, WorkerPlacement
+from carpool_core.resources.meta import Condition
+from carpool_core.resources.node import GpuNode, Reservation
+from carpool_core.values import GpuUuid, JobUid
+
+from carpool_extender.explain.measures import differences
+from carpool_extender.explain.reading import Workers, gpu_nodes, hosts_of, workers_of
+from carpool_extender.explain.rehearsal import Rehearsal
+from carpool_extender.explain.speed import pace_there
+from carpool_extender.kube.watched import JobRow, JobSpecRow, JobStatusRow
+from carpool_extender.kube.workloads import ANNOTATION_POLICY, AS_SHIPPED, Choices, NotOurs, applicant_of, demand_of_row
+from carpool_extender.placement.answers import lines, with_measures, with_own, with_refusals
+from carpool_extender.placement.applicant import Applicant
+from carpool_extender.placement.decide import could_ever_fit, explain
+from carpool_extender.placement.rules import Rules
+from carpool_extender.state.cluster import Cluster
+from carpool_extender.state.measured import seconds
+from carpool_extender.state.standing import Standing
+
+Predictor = Callable[[GpuTrainingJob, list[str]], Awaitable[GpuTrainingJob]]
+
+
+class _Spec(JobSpecRow, frozen=True, kw_only=True):
+    template: dict[str, Any] = msgspec.field(default_factory=dict)
+    training: Training = Training()
+
+
+class _Status(JobStatusRow, frozen=True, kw_only=True):
+    state: str = ""
+    conditions: list[Condition] = msgspec.field(default_factory=list)
+    placement: list[WorkerPlacement] = msgspec.field(default_factory=list)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing is decided for the job any more."""
+        return any(c.type in (CONDITION_COMPLETE, CONDITION_FAILED) and c.status == "True" for c in self.conditions)
+
+
+class _Job(JobRow, frozen=True, kw_only=True):
+    """A job with what kube-scheduler and people look at, too."""
+
+    spec: _Spec = _Spec()
+    status: _Status = _Status()
+
+
+class NoSuchJobError(LookupError):
+    """There is no job of that name; `str()` says so."""
+
+
+class Answer(NamedTuple):
+    """What is told."""
+
+    lines: list[str]
+    is_hopeless: bool = False
+    """Whether the job could never run on this cluster."""
+
+
+@dataclass(frozen=True)
+class Asker:
+    """Who asks."""
+
+    clock: Clock
+    choices: Choices = AS_SHIPPED
+    """What the site allows jobs."""
+    each_gpu: bool = False
+    """Whether to tell of every GPU on a line of its own, where the same is to be said of many."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The cluster at one moment: what the extender knows of it, but its rests of GPUs that could not be prepared."""
+
+    cluster: Cluster
+    done: int = 0
+    """Workers of the job in question that have done their work, and hold nothing in this cluster."""
+
+    def succeeded(self, job_uid: JobUid) -> int:
+        """How many pods of the job in question have done their work."""
+        return self.done
+
+
+def snapshot(nodes: Sequence[GpuNode], rules: Rules, clock: Clock, done: int = 0) -> Snapshot:
+    """Take in GpuNodes.
+
+    An agent counts as silent by its heartbeat and the asker's clock: other than the extender the asker sees it once.
+    One that never sent any is silent since its GpuNode was made.
+    """
+    standing, now = Standing(clock), clock.now().timestamp()
+    cluster = Cluster(rules.slots, standing)
+    heard = [(seconds(n.status.heartbeat_time or n.metadata.creation_timestamp or "") or now, n) for n in nodes]
+    for at, node in sorted(heard, key=lambda one: one[0]):
+        standing.heard(node.metadata.name, node.status.heartbeat_time, max(0.0, now - at))
+    for node in nodes:
+        cluster.apply(node)
+    return Snapshot(cluster, done)
+
+
+async def explained(api: KubeApi, name: str, namespace: str, rules: Rules, asker: Asker) -> Answer:
+    """Say how a job stands, where its workers are and why, and of every GPU what the decision would be without them.
+
+    Of a job that has ended it says where its workers ran.
+
+    Raises:
+        NoSuchJobError: There is no such job.
+        KubeError: The job or the GpuNodes could not be read.
+    """
+    try:
+        job = await api.get(GPU_TRAINING_JOBS, name, _Job, namespace=namespace)
+    except NotFound as error:
+        if error.reason != "NotFound":  # the kind itself is not known there
+            raise
+        raise NoSuchJobError(f"no GpuTrainingJob {name} in namespace {namespace}") from error
+    told = standing(job.status.state, job.status.conditions)
+    if job.status.is_finished:
+        return Answer([*told, *_ran(job)])
+    nodes, odd = await gpu_nodes(api)
+    own = {n.metadata.name: [r for r in n.spec.reservations if r.job_uid == job.metadata.uid] for n in nodes}
+    places = [line for node in nodes for line in _places(job, node, own[node.metadata.name])]
+    try:
+        applicant = applicant_of(job, _user(job.spec.template), asker.choices)
+    except NotOurs as refusal:
+        return Answer([*told, *places, str(refusal)])
+    held = [r for found in own.values() for r in found]
+    workers = await _workers(api, job, applicant, held)
+    without = _lacking(applicant, workers, held) == 0 or not held
+    if without:
+        nodes = [_without(node, own[node.metadata.name]) for node in nodes]
+    done = workers.done if without else workers.done.difference(r.pod_uid for r in held)
+    seen = snapshot(nodes, rules, asker.clock, len(done))
+    hosts = await hosts_of(api, job.spec.template, without=JobUid(job.metadata.uid) if without else None)
+    rehearsal = Rehearsal(seen, applicant, rules, hosts, job.spec.training.steps)
+    if job.status.prediction is None:
+        told.append("its status tells no prediction yet: the answer is that for a job of which nothing is known")
+    own_gpus = frozenset(uuid for r in held for uuid in r.gpu_uuids) if without else frozenset()
+    gpus = _gpus(seen.cluster, rehearsal, rules, asker, own_gpus)
+    if not places:
+        places = [f"{namespace}/{name} has no place yet", *_waits(rehearsal, workers)]
+    elif without:
+        places += rehearsal.anew([frozenset(r.gpu_uuids) for r in held if r.pod_uid not in workers.done])
+    else:
+        places += [_who_waits(rehearsal, workers), *rehearsal.rest()]
+    return Answer([*told, *places, *_chosen(applicant, rules), *gpus, *hosts.notes, *odd])
+
+
+async def _workers(api: KubeApi, job: _Job, applicant: Applicant, held: Sequence[Reservation]) -> Workers:
+    """Read how far the workers of a job are, where that is not plain already."""
+    if applicant.workers == 1 or len(held) == applicant.workers:
+        return Workers()
+    return await workers_of(api, JobUid(job.metadata.uid), job.metadata.namespace, {r.pod_uid for r in held})
+
+
+def _lacking(applicant: Applicant, workers: Workers, held: Sequence[Reservation]) -> int:
+    """How many workers of a job need a place and have none."""
+    return max(0, applicant.workers - len(workers.done.union(r.pod_uid for r in held)))
+
+
+def _waits(rehearsal: Rehearsal, workers: Workers) -> list[str]:
+    """Say of a job without any place why it waits, or which places it has to choose from."""
+    if rehearsal.wanted == 0:
+        return [f"all of its {rehearsal.applicant.workers} workers have done their work"]
+    if (waits := rehearsal.gang()) is None:
+        return rehearsal.ranked() or rehearsal.changes()
+    fewer = [f"fewer, if some have done their work already ({workers.unread})"] if workers.unread else []
+    return [waits, *fewer, *rehearsal.changes()]
+
+
+def _who_waits(rehearsal: Rehearsal, workers: Workers) -> str:
+    """Say which workers of a job have no place, where others have theirs."""
+    lacking, all_ = rehearsal.wanted, rehearsal.applicant.workers
+    it, wait, have = ("it", "waits", "has") if lacking == 1 else ("they", "wait", "have")
+    if workers.unread:
+        why = f"{it} {wait}, or {have} done the work ({workers.unread})"
+    elif len(workers.waiting) == lacking:
+        why = f"{' and '.join(workers.waiting)} {wait}"
+    else:
+        why = f"not all of their pods are there yet{': ' if workers.waiting else ''}{', '.join(workers.waiting)}"
+    return f"{lacking} of {all_} workers {have} no place: {why}"
+
+
+def _places(job: _Job, node: GpuNode, held: Sequence[Reservation]) -> list[str]:
+    """Say of each worker of a job that has its place on a node how fast it is there, and why it is."""
+    demand, name = demand_of_row(job), node.metadata.name
+    paces = [pace_there(demand, r, node.status.devices, job.spec.training.steps) for r in held]
+    return [
+        f"{r.pod_name} has a place on {name}{pace}: {r.reason or 'no reason was written'}{joined_since(node, r)}"
+        for r, pace in zip(held, paces, strict=True)
+    ]
+
+
+def _user(template: dict[str, Any]) -> int | None:
+    """Return the user that a job's workers run as, where the template says."""
+    try:
+        return user_of(msgspec.convert(template.get("spec") or {}, PodSpec))
+    except msgspec.ValidationError:
+        return None  # `hosts_of` says what is wrong with it
+
+
+def _ran(job: _Job) -> list[str]:
+    """Say where the last workers of a job ran that has ended."""
+    name = f"{job.metadata.namespace}/{job.metadata.name}"
+    places = [f"{p.pod} ran on {p.node}: {p.reason or 'no reason was written'}" for p in job.status.placement]
+    return [*(places or [f"{name} had no place when it ended"]), "it has ended, so nothing is decided for it any more"]
+
+
+def standing(state: str, conditions: Sequence[Condition]) -> list[str]:
+    """Say how a job stands: the condition that says most of it, and what to do about it."""
+    known = {condition.type: condition for condition in conditions}
+    ended = [known[t] for t in (CONDITION_FAILED, CONDITION_COMPLETE, CONDITION_SUSPENDED) if t in known]
+    telling = next((c for c in ended if c.status == "True"), None)
+    placed, running = known.get(CONDITION_PLACED), known.get(CONDITION_RUNNING)
+    if telling is None:
+        telling = running if placed is None or (placed.status == "True" and running is not None) else placed
+    telling = telling or known.get(CONDITION_PREDICTED)
+    if telling is None:
+        return []
+    told = [f"{state or 'its state'}: {telling.type} is {telling.status} ({telling.reason}) {telling.message}".rstrip()]
+    if telling.reason == "SchedulerError" or "SchedulerError" in telling.message:
+        told.append(
+            "kube-scheduler got no answer from Carpool's extender: the job waits until that runs again; have an "
+            "administrator look at the pods of the scheduler and at their logs"
+        )
+    return told
+
+
+async def asked(api: KubeApi, job: GpuTrainingJob, rules: Rules, predictor: Predictor, asker: Asker) -> Answer:
+    """Say where a job would go now, beside whom and how fast; nothing is created."""
+    nodes, odd = await gpu_nodes(api)
+    products = {device.product for node in nodes for device in node.status.devices}
+    known = await predictor(job, sorted(products))
+    prediction = known.status.prediction
+    told = []
+    if prediction is not None:
+        said = told_of(prediction, known.spec.sharing.mode, known.spec.memory.limit)
+        told = [f"prediction: {prediction.outcome} ({prediction.reason}) {said}"]
+    try:
+        row = msgspec.convert(msgspec.to_builtins(known), JobRow)
+        applicant = applicant_of(row, _user(job.spec.template), asker.choices)
+    except NotOurs as refusal:
+        return Answer([*told, str(refusal)], is_hopeless=True)
+    seen = snapshot(nodes, rules, asker.clock)
+    hosts = await hosts_of(api, job.spec.template)
+    rehearsal = Rehearsal(seen, applicant, rules, hosts, job.spec.training.steps)
+    gpus = [*_chosen(applicant, rules), *_gpus(seen.cluster, rehearsal, rules, asker), *hosts.notes, *odd]
+    if not could_ever_fit(seen.cluster.view(), applicant, rules):
+        told.append("could never run here: no node has GPUs that would do, even if they were empty")
+        return Answer([*told, *rehearsal.changes(), *gpus], is_hopeless=True)
+    return Answer([*told, *rehearsal.outcome(), *gpus])
+
+
+def _chosen(applicant: Applicant, rules: Rules) -> list[str]:
+    """Say that a job goes by a policy of its own, where the asker's or the site's is another one."""
+    if applicant.policy in (None, rules.policy.name):
+        return []
+    return [f"by its annotation {ANNOTATION_POLICY} it goes by {applicant.policy}, not by {rules.policy.name}"]
+
+
+def _without(node: GpuNode, own: Sequence[Reservation]) -> GpuNode:
+    """Return a node as if some pods were not there; what they use would be a stranger's without their reservations."""
+    left = [r for r in node.spec.reservations if r not in own]
+    pods = {r.pod_uid for r in own}
+    tenants = [tenant for tenant in node.status.tenants if tenant.pod_uid not in pods]
+    return msgspec.structs.replace(
+        node,
+        spec=msgspec.structs.replace(node.spec, reservations=left),
+        status=msgspec.structs.replace(node.status, tenants=tenants),
+    )
+
+
+def _gpus(
+    cluster: Cluster, rehearsal: Rehearsal, rules: Rules, asker: Asker, own: frozenset[GpuUuid] = frozenset()
+) -> list[str]:
+    found = explain(cluster.view(), rehearsal.applicant, sorted(cluster.nodes), rules)
+    measures = {uuid: said for node in cluster.nodes.values() for uuid, said in differences(node).items()}
+    answers = with_refusals(with_measures(found, measures), rehearsal.refused())
+    told = lines(with_own(answers, own), each=asker.each_gpu)
+    return [f"  {line}" for line in told] or ["  no node reports GPUs; is the node agent running?"]

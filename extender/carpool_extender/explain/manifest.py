@@ -1,0 +1,81 @@
+"""A job's manifest as its user wrote it: read, and checked by the API server as on `kubectl apply`."""
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from carpool_core.decode_errors import in_words
+from carpool_core.kube.api import GPU_TRAINING_JOBS, KubeApi
+from carpool_core.kube.errors import Conflict, Forbidden, Invalid
+from carpool_core.resources.job import GpuTrainingJob
+
+_NOISE = re.compile(r"\s*(?:, |\* )?<nil>: Invalid value: \"?null\"?: some validation rules were not checked[^,\]\n]*")
+
+
+class ManifestError(ValueError):
+    """The manifest would be refused; `str()` says why."""
+
+
+class Checked(NamedTuple):
+    """A job that could be created."""
+
+    job: GpuTrainingJob
+    notes: list[str]
+    """What could not be checked, as sentences."""
+
+
+def read(path: Path, namespace: str) -> dict[str, Any]:
+    """Read a manifest.
+
+    Args:
+        path: A YAML file with one GpuTrainingJob.
+        namespace: The job's, where the manifest names none.
+
+    Raises:
+        ManifestError: There is something else in it.
+    """
+    try:
+        found = msgspec.yaml.decode(path.read_bytes())
+    except msgspec.MsgspecError as error:
+        raise ManifestError(f"{path}: expected a GpuTrainingJob in one YAML document: {in_one_line(error)}") from error
+    kind = found.get("kind") if isinstance(found, dict) else None
+    if kind != "GpuTrainingJob":
+        raise ManifestError(f"{path}: expected a GpuTrainingJob, found {f'a {kind}' if kind else 'no kind'}")
+    metadata = found.get("metadata")
+    if not isinstance(metadata, dict) or not metadata.get("name"):
+        raise ManifestError(f"{path}: expected metadata.name, found none; give the job a name")
+    named: dict[str, Any] = {**found, "metadata": {**metadata, "namespace": metadata.get("namespace") or namespace}}
+    return named
+
+
+async def checked(api: KubeApi, manifest: dict[str, Any]) -> Checked:
+    """Have the API server check a job without creating it, with the asker's rights.
+
+    Raises:
+        ManifestError: It would be refused.
+        KubeError: The API server could not be asked.
+    """
+    notes, body = [], manifest
+    try:
+        body = await api.create(
+            GPU_TRAINING_JOBS, manifest, namespace=manifest["metadata"]["namespace"], is_dry_run=True
+        )
+    except Invalid as error:
+        raise ManifestError(f"the API server would refuse it: {_NOISE.sub('', error.said)}") from error
+    except Conflict:
+        notes.append("a job of this name exists already; what is told here is of another one with this manifest")
+    except Forbidden:
+        notes.append(
+            "not checked: whether the API server would take the manifest (you may not create gputrainingjobs in "
+            f"namespace {manifest['metadata']['namespace']})"
+        )
+    try:
+        return Checked(msgspec.convert({**body, "status": {}}, GpuTrainingJob), notes)
+    except msgspec.ValidationError as error:
+        raise ManifestError(in_words(str(error))) from error
+
+
+def in_one_line(error: Exception) -> str:
+    """Return what a parser of YAML says, which it says on several lines."""
+    return " ".join(str(error).split())

@@ -1,0 +1,103 @@
+"""A job without a place, looked at again with one thing changed on paper."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from carpool_core.demand import Demand
+
+from carpool_extender.placement.applicant import Applicant
+from carpool_extender.placement.assessments import Assessment
+from carpool_extender.placement.checks import Check, Verdict, look
+from carpool_extender.placement.decide import Place, best_place
+from carpool_extender.placement.rules import Rules
+from carpool_extender.state.view import MODES, Bools, Columns, Floats, Rows, View
+
+
+class Change(NamedTuple):
+    """One thing that was changed on paper."""
+
+    what: str
+    """What was tried, in a word or two."""
+    how: str | None
+    """How there would be a place, to stand behind `it would have a place`; None where there still would be none."""
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A job without a place, and where it looks for one."""
+
+    applicant: Applicant
+    rules: Rules
+    view: View
+    offered: Bools
+    """GPUs on nodes that kube-scheduler would offer, shape (gpus,)."""
+    refused: Mapping[str, str]
+    """Why it would not offer the others, by name."""
+    wanted: int = 1
+    """Workers that have to find places at once."""
+    room: Callable[[Applicant, Rules, int], int] | None = None
+    """For how many of so many workers there would be room at once; None where one is enough."""
+
+    @cached_property
+    def now(self) -> Verdict:
+        """What the checks find as it is."""
+        return Assessment(self.applicant, self.rules, self.view).verdict
+
+    @property
+    def demand(self) -> Demand:
+        """What a worker asks for."""
+        return self.applicant.demand
+
+    def asking(self, **changes: Any) -> Applicant:
+        """Return the applicant with something else in its demand; it has to work out everything again."""
+        of = self.applicant
+        return Applicant(replace(of.demand, **changes), of.policy, of.workers, of.user, of.settles)
+
+    def find(self, applicant: Applicant, rules: Rules | None = None) -> tuple[str, Place] | None:
+        """Return the first worker's place where all would find one."""
+        rules = rules or self.rules
+        if self.room is not None and self.room(applicant, rules, self.wanted) < self.wanted:
+            return None
+        return best_place(Assessment(applicant, rules, self.view), self.offered, tells=False)
+
+
+def looked_at(case: Case, columns: Columns) -> Verdict:
+    """Run all checks on GPUs as they are not."""
+    verdict = case.now
+    return replace(verdict, found=look(verdict, columns))
+
+
+def fails(case: Case, check: Check) -> Rows:
+    """Return the GPUs that kube-scheduler would offer and this check keeps the job from."""
+    return np.flatnonzero((case.now.found.failed == check) & case.offered)
+
+
+def team_of(verdict: Verdict, rows: Rows) -> Rows:
+    """Return a number that GPUs share which one worker could have together: node and mode."""
+    team: Rows = verdict.view.columns.node[rows].astype(np.intp) * len(MODES) + verdict.found.mode[rows]
+    return team
+
+
+def complete_sets(case: Case, verdict: Verdict, rows: Rows, lacks: Floats) -> tuple[Rows, int]:
+    """Return what is the worst of each set of GPUs that is needed, in the order of how much is lacking there.
+
+    Args:
+        case: The job.
+        verdict: Where these GPUs would do.
+        rows: The GPUs.
+        lacks: How much of something is lacking on each.
+
+    Returns:
+        Places in `rows` of one GPU for each worker, as many as there are, and how many workers each stands for.
+    """
+    gpus = case.demand.gpus
+    team = team_of(verdict, rows)
+    order = np.lexsort((lacks, team))
+    number = np.arange(order.size) - np.searchsorted(team[order], team[order])
+    last = order[number % gpus == gpus - 1]
+    needed = last[np.argsort(lacks[last], kind="stable")][: case.wanted]
+    return needed, math.ceil(case.wanted / max(1, needed.size))

@@ -1,0 +1,195 @@
+"""Places a job's workers on paper, one after the other, as kube-scheduler and the extender would together."""
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Protocol
+
+import numpy as np
+from carpool_core.values import GpuUuid, PodUid
+
+from carpool_extender.explain.changes import needed
+from carpool_extender.explain.paperwork import Case
+from carpool_extender.explain.ranking import ranked
+from carpool_extender.explain.speed import pace_there
+from carpool_extender.placement.applicant import Applicant
+from carpool_extender.placement.assessments import Assessment, Assessments
+from carpool_extender.placement.decide import Place, filter_nodes
+from carpool_extender.placement.gangs import MOST_TRIED, Gangs, Seen
+from carpool_extender.placement.paper import placed
+from carpool_extender.placement.refusal import PREFIX, counted
+from carpool_extender.placement.rules import Rules
+from carpool_extender.state.cluster import Cluster
+from carpool_extender.state.view import Bools, View
+
+
+class Offering(Protocol):
+    """Which nodes kube-scheduler would offer."""
+
+    def refusal(self, node: str) -> str | None:
+        """Say why a node would not be offered; None where nothing known forbids it."""
+        ...
+
+    def take(self, node: str) -> None:
+        """Count a worker on a node."""
+        ...
+
+
+class Rehearsal:
+    """What would become of a job's workers.
+
+    Args:
+        seen: The cluster; workers are placed in it on paper, so ask for the rest before.
+        applicant: What each worker asks for.
+        rules: What the site has chosen.
+        offers: Which nodes kube-scheduler would offer.
+        steps: Of the job's training; None where nobody said.
+
+    Attributes:
+        applicant: What each worker asks for.
+        wanted: Workers that need a place: those that have none there, and have not done their work.
+    """
+
+    def __init__(
+        self, seen: Seen, applicant: Applicant, rules: Rules, offers: Offering, steps: int | None = None
+    ) -> None:
+        self.applicant = applicant
+        job_uid = applicant.demand.job_uid
+        self.wanted = max(0, applicant.workers - seen.succeeded(job_uid) - len(seen.cluster.pods_of(job_uid)))
+        self._seen, self._rules, self._offers, self._steps = seen, rules, offers, steps
+
+    def refused(self) -> dict[str, str]:
+        """Why nodes would not be offered, by name."""
+        found = {name: self._offers.refusal(name) for name in self._seen.cluster.nodes}
+        return {name: why for name, why in found.items() if why is not None}
+
+    def gang(self) -> str | None:
+        """Say why all of the job's workers have to wait until they all fit; None where they need not."""
+        cluster, refused = self._seen.cluster, self.refused()
+        offered = [name for name in sorted(cluster.nodes) if name not in refused]
+        gangs = Gangs(self._seen, Assessments(cluster, self._rules), self._rules)
+        return gangs.refusal(self.applicant, PodUid(""), offered)
+
+    def ranked(self) -> list[str]:
+        """Say which places the policy has to choose from for a worker, and why it takes the first of them."""
+        view = self._seen.cluster.view()
+        return ranked(Assessment(self.applicant, self._rules, view), self._offered(view))
+
+    def changes(self) -> list[str]:
+        """Say what would have to change for a place, of those of a job that find none now."""
+        view, refused = self._seen.cluster.view(), self.refused()
+        one = Case(self.applicant, self._rules, view, self._offered(view), refused)
+        return needed(one if self.gang() is None else replace(one, wanted=self.wanted, room=self._room))
+
+    def _room(self, applicant: Applicant, rules: Rules, wanted: int) -> int:
+        cluster, refused = self._seen.cluster, self.refused()
+        offered = [name for name in sorted(cluster.nodes) if name not in refused]
+        return Gangs(self._seen, Assessments(cluster, rules), rules).room_for(applicant, wanted, offered)
+
+    def outcome(self) -> list[str]:
+        """Say where the workers would go now, or that they would have to wait; and how that place was chosen."""
+        if waits := self.gang():
+            return [f"would have to wait now: {waits}", *self.changes()]
+        choice, places = self.ranked(), self._places(self._seen.cluster)
+        return [*self._go(places), *choice] if places else [f"would have to wait now{self._why()}", *self.changes()]
+
+    def rest(self) -> list[str]:
+        """Say the same of those workers of a job that have no place yet, where the others have theirs."""
+        decided = f"decided now with policy {self._rules.policy_for(self.applicant).name}"
+        choice, places = self.ranked(), self._places(self._seen.cluster)
+        if not places:
+            they = "it" if self.wanted == 1 else "they"
+            return [f"{decided} {they} would have to wait{self._why()}", *self.changes()]
+        first, *others = self._go(places, numbered=False)
+        return [f"{decided} {'it' if self.wanted == 1 else 'of these'} {first}", *others, *choice]
+
+    def anew(self, own: Collection[frozenset[GpuUuid]]) -> list[str]:
+        """Say the same of a job that has its places and keeps them, where the cluster is seen without it.
+
+        Args:
+            own: GPUs of each place that it has.
+        """
+        it = f"it keeps its place; decided now with policy {self._rules.policy_for(self.applicant).name} it would"
+        if len(own) != self.wanted:
+            had, needed = counted(len(own), "place"), counted(self.wanted, "worker")
+            return [f"it has {had} for {needed}, as until one that ended has given its own back; they are not compared"]
+        if waits := self.gang():
+            return [f"{it} have to wait: {waits}"]
+        choice, places = self.ranked(), self._places(self._seen.cluster)
+        if not places:
+            return [f"{it} have to wait{self._why()}"]
+        first, *others = self._go(places)
+        if len(places) < min(self.wanted, MOST_TRIED):
+            return [f"{it} not get all of them again: {first}", *others, *choice]
+        if self.wanted > MOST_TRIED:
+            return [f"{it} get places, which are not compared: no more than {MOST_TRIED} workers are tried", *choice]
+        if Counter(own) == Counter(frozenset(place.gpu_uuids) for _, place in places):
+            return [f"{it} go there again", *choice]
+        return [first.replace("would", it, 1) if not others else f"{it} go elsewhere: {first}", *others, *choice]
+
+    def _go(self, places: Sequence[tuple[str, Place]], *, numbered: bool = True) -> list[str]:
+        told = [self._told(*place) for place in places]
+        if self.wanted == 1:
+            return [f"would go to {told[0]}"]
+        return [_of_several(len(places), min(self.wanted, MOST_TRIED), self.wanted), *_alike(told, numbered=numbered)]
+
+    def _why(self) -> str:
+        """Say why none of the nodes that kube-scheduler would offer has room for a worker, as it would be told."""
+        cluster, refused = self._seen.cluster, self.refused()
+        offered = [name for name in sorted(cluster.nodes) if name not in refused]
+        if not offered:
+            return ": kube-scheduler would offer none of the nodes"
+        found = filter_nodes(Assessment(self.applicant, self._rules, cluster.view()), offered)
+        told = next(iter((found.refused | found.unsuitable).values()), "")
+        return f": {told.removeprefix(PREFIX)}" if told else ""
+
+    def _told(self, name: str, place: Place) -> str:
+        pace = pace_there(self.applicant.demand, place, self._seen.cluster.nodes[name].status.devices, self._steps)
+        return f"{name}{pace}: {place.reason}"
+
+    def _places(self, cluster: Cluster) -> list[tuple[str, Place]]:
+        found, wanted = [], min(self.wanted, MOST_TRIED)
+        for name, place in placed(cluster, self.applicant, self._rules, wanted, among=self._offered):
+            self._offers.take(name)
+            found.append((name, place))
+        return found
+
+    def _offered(self, view: View) -> Bools:
+        """Which GPUs, shape (gpus,), are on nodes that would be offered."""
+        refused = view.ids(sorted(self.refused()))
+        able = np.ones(len(view.node_names) + 1, np.bool_)
+        able[refused[refused >= 0]] = False
+        result: Bools = able[view.columns.node] & view.columns.alive
+        return result
+
+
+def _of_several(placed: int, tried: int, workers: int) -> str:
+    if placed == workers:
+        return f"all {workers} workers would get places now"
+    if placed == tried:
+        return f"the first {tried} of {workers} workers would get places now; more were not tried"
+    others = counted(workers - placed, "worker")
+    return f"only {placed} of {workers} workers would get places now; {others} would have to wait for theirs"
+
+
+_GPUS = re.compile(r"(?<= on GPU )[0-9, ]+(?= of )")
+"""In what is said of a place."""
+
+
+def _alike(told: Sequence[str], *, numbered: bool) -> Iterator[str]:
+    """Say where each worker would go; of those that differ by nothing but their GPUs, one after the other, at once.
+
+    Args:
+        told: Of each worker, in the order in which they are placed.
+        numbered: Whether these are all workers of the job, and so known by number.
+    """
+    for _, group in groupby(enumerate(told), lambda one: _GPUS.sub("", one[1], count=1)):
+        members = [*group]
+        first, said = members[0]
+        if len(members) > 1:
+            gpus = " and ".join(found[0] for _, one in members if (found := _GPUS.search(one)) is not None)
+            said = _GPUS.sub(gpus, said, count=1)
+        who = f"worker {first}" if len(members) == 1 else f"workers {first} to {members[-1][0]}"
+        yield f"  {who if numbered else counted(len(members), 'worker')} would go to {said}"

@@ -1,0 +1,201 @@
+"""What the extender knows of the cluster: three watches, the indices that decisions ask, and who waits for changes."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+import msgspec
+import structlog
+from carpool_core.clock import Clock
+from carpool_core.keys import SCHEDULER_NAME
+from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS, KubeApi, Selector
+from carpool_core.kube.pods import Pod
+from carpool_core.kube.reflector import Reflector
+from carpool_core.resources.node import GpuNode
+from carpool_core.values import JobUid, PodUid
+
+from carpool_extender.kube.watched import JobRow, WatchedJob, WatchedNode, WatchedPod
+from carpool_extender.state.cluster import Cluster
+from carpool_extender.state.versions import sharing
+
+DELETED_REMEMBERED = 1024
+"""UIDs of deleted GpuNodes that are remembered: more than can be deleted while one answer is on its way."""
+
+
+class Watches:
+    """Keeps GpuNodes, jobs, and the pods of our scheduler.
+
+    Args:
+        api: The Kubernetes API.
+        clock: For the age of what is known.
+        cluster: Takes in every GpuNode.
+    """
+
+    def __init__(self, api: KubeApi, clock: Clock, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._clock = clock
+        self._nodes = Reflector(
+            api,
+            GPU_NODES,
+            WatchedNode,
+            clock=clock,
+            on_change=self._node_changed,
+            on_unreadable=cluster.note_unreadable,
+            share=self._shared,
+        )
+        self._jobs = Reflector(api, GPU_TRAINING_JOBS, WatchedJob, clock=clock, on_change=self._job_changed)
+        ours = Selector(fields=f"spec.schedulerName={SCHEDULER_NAME}")
+        self._pods = Reflector(api, PODS, WatchedPod, selector=ours, clock=clock, on_change=self._pod_changed)
+        self._jobs_by_uid: dict[JobUid, JobRow] = {}
+        self._pods_by_uid: dict[PodUid, Pod] = {}
+        self._succeeded: dict[JobUid, set[PodUid]] = {}
+        self._stirred: dict[str, asyncio.Event] = {}
+        self._deleted: dict[str, None] = {}
+        self._odd: set[str] = set()
+        self.tracked: dict[str, str] = {}
+        """UIDs of the GpuNodes, by name, of which the API server keeps who wrote which field."""
+        self.heard_of_tracked = asyncio.Event()
+        """Set with each word of such a GpuNode, and when it is one no more; whoever looks after them clears it."""
+        self._log = structlog.get_logger()
+        self._on_node: list[Callable[[GpuNode | None, GpuNode | None], None]] = []
+        self._on_pod: list[Callable[[Pod | None, Pod | None], None]] = []
+
+    def job(self, uid: JobUid) -> JobRow | None:
+        """Return the job with that UID, if it was seen."""
+        return self._jobs_by_uid.get(uid)
+
+    def pod(self, uid: PodUid) -> Pod | None:
+        """Return the pod with that UID, if it was seen and exists still."""
+        return self._pods_by_uid.get(uid)
+
+    def succeeded(self, job_uid: JobUid) -> int:
+        """How many pods of a job have done their work."""
+        return len(self._succeeded.get(job_uid, ()))
+
+    def pods(self) -> Iterable[Pod]:
+        """Return every pod of our scheduler."""
+        return self._pods_by_uid.values()
+
+    def on_node(self, callback: Callable[[GpuNode | None, GpuNode | None], None]) -> None:
+        """Call back with old and new for every change of a GpuNode after the first list."""
+        self._on_node.append(callback)
+
+    def on_pod(self, callback: Callable[[Pod | None, Pod | None], None]) -> None:
+        """Call back with old and new for every change of a pod."""
+        self._on_pod.append(callback)
+
+    def take(self, node: GpuNode) -> None:
+        """Take in a GpuNode that an answer brought, before the watch does; not one whose end the watch has told."""
+        if node.metadata.uid in self._deleted:
+            return
+        self._apply(node)
+        self._stir(node.metadata.name)
+
+    async def stirred(self, name: str) -> None:
+        """Wait for the next change of a GpuNode."""
+        await self._stirred.setdefault(name, asyncio.Event()).wait()
+
+    async def run(self) -> None:
+        """Watch for ever."""
+        async with asyncio.TaskGroup() as group:
+            for reflector in (self._nodes, self._jobs, self._pods):
+                group.create_task(reflector.run())
+
+    async def wait_synced(self) -> None:
+        """Wait until every watch has listed."""
+        await asyncio.gather(self._nodes.wait_synced(), self._jobs.wait_synced(), self._pods.wait_synced())
+
+    def not_ready(self) -> str | None:
+        """Say which watches have not listed yet; None once all have."""
+        missing = [
+            kind
+            for kind, store in (
+                ("GpuNodes", self._nodes.store),
+                ("GpuTrainingJobs", self._jobs.store),
+                ("pods", self._pods.store),
+            )
+            if not store.synced
+        ]
+        return f"the first list of {', '.join(missing)} is not complete; try again shortly" if missing else None
+
+    def ages(self) -> dict[str, float]:
+        """Seconds since the server's last word, by kind; infinite before the first."""
+        now = self._clock.monotonic()
+        return {
+            "GpuNode": self._nodes.store.age(now),
+            "GpuTrainingJob": self._jobs.store.age(now),
+            "Pod": self._pods.store.age(now),
+        }
+
+    def _shared(self, old: WatchedNode, new: WatchedNode) -> WatchedNode:
+        # What an answer brought is known before the watch tells of it.
+        return sharing(self.cluster.node(new.metadata.name) or old, new)
+
+    def _node_changed(self, old: WatchedNode | None, new: WatchedNode | None) -> None:
+        if new is not None and any(one.manager for one in new.metadata.managed_fields):
+            self.tracked[new.metadata.name] = new.metadata.uid
+            self.heard_of_tracked.set()
+        elif (known := new or old) is not None and self.tracked.pop(known.metadata.name, None) is not None:
+            self.heard_of_tracked.set()
+        if old is not None and (new is None or new.metadata.uid != old.metadata.uid):
+            self._forget(old)
+        if new is not None:
+            self._apply(new)
+        some = new or old
+        if some is not None:
+            self._stir(some.metadata.name)
+        if self._nodes.store.synced:
+            for callback in self._on_node:
+                callback(old, new)
+
+    def _apply(self, node: GpuNode) -> None:
+        """Take in a GpuNode; one whose GPUs cannot be reckoned with counts as having none, and ends nothing."""
+        name = node.metadata.name
+        try:
+            self.cluster.apply(node)
+            self._odd.discard(name)
+        except (ArithmeticError, ValueError) as error:
+            if name not in self._odd:
+                self._odd.add(name)
+                self._log.error("GPUs of a node left out", node=name, error=str(error))
+            empty = msgspec.structs.replace(node.status, devices=[], partitions=[], tenants=[])
+            self.cluster.apply(msgspec.structs.replace(node, status=empty))
+
+    def _forget(self, node: GpuNode) -> None:
+        """Forget a GpuNode that was deleted; an answer may have brought the next of its name already."""
+        self._deleted[node.metadata.uid] = None
+        if len(self._deleted) > DELETED_REMEMBERED:
+            self._deleted.pop(next(iter(self._deleted)))
+        known = self.cluster.node(node.metadata.name)
+        if known is not None and known.metadata.uid == node.metadata.uid:
+            self.cluster.remove(node.metadata.name)
+            self._odd.discard(node.metadata.name)
+
+    def _stir(self, name: str) -> None:
+        if (event := self._stirred.pop(name, None)) is not None:
+            event.set()
+
+    def _job_changed(self, old: JobRow | None, new: JobRow | None) -> None:
+        if old is not None:
+            self._jobs_by_uid.pop(JobUid(old.metadata.uid), None)
+        if new is not None:
+            self._jobs_by_uid[JobUid(new.metadata.uid)] = new
+
+    def _pod_changed(self, old: Pod | None, new: Pod | None) -> None:
+        if old is not None:
+            self._pods_by_uid.pop(PodUid(old.metadata.uid), None)
+            self._note_success(old, has_succeeded=False)
+        if new is not None:
+            self._pods_by_uid[PodUid(new.metadata.uid)] = new
+            self._note_success(new, has_succeeded=new.status.phase == "Succeeded")
+        for callback in self._on_pod:
+            callback(old, new)
+
+    def _note_success(self, pod: Pod, *, has_succeeded: bool) -> None:
+        for owner in pod.metadata.owner_references:
+            done = self._succeeded.setdefault(JobUid(owner.uid), set()) if has_succeeded else None
+            if done is not None:
+                done.add(PodUid(pod.metadata.uid))
+            elif (known := self._succeeded.get(JobUid(owner.uid))) is not None:
+                known.discard(PodUid(pod.metadata.uid))
+                if not known:
+                    del self._succeeded[JobUid(owner.uid)]

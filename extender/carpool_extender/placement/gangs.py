@@ -1,0 +1,126 @@
+"""Whether all workers of a job would find places: asked before its first one gets one."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from carpool_core.resources.node import GpuNode
+from carpool_core.values import JobUid, PodUid
+
+from carpool_extender.placement.applicant import Applicant
+from carpool_extender.placement.assessments import Assessment, Assessments
+from carpool_extender.placement.paper import placed
+from carpool_extender.placement.refusal import PREFIX, counted
+from carpool_extender.placement.rules import Rules
+from carpool_extender.state.cluster import Cluster
+from carpool_extender.state.view import MODES, Rows
+
+MOST_TRIED = 128
+"""Workers that are placed on paper one after the other. Of more, only the room is counted: trying takes too long."""
+
+
+class Seen(Protocol):
+    """What has to be known of the cluster."""
+
+    @property
+    def cluster(self) -> Cluster:
+        """The GPUs."""
+        ...
+
+    def succeeded(self, job_uid: JobUid) -> int:
+        """How many pods of a job have done their work."""
+        ...
+
+
+class Gangs:
+    """Keeps a job from getting some of its places while there is no room for the others.
+
+    Args:
+        seen: What is known of the cluster.
+        assessments: What is known of demands.
+        rules: What the site has chosen.
+    """
+
+    def __init__(self, seen: Seen, assessments: Assessments, rules: Rules) -> None:
+        self._seen, self._assessments, self._rules = seen, assessments, rules
+
+    def refusal(self, applicant: Applicant, pod_uid: PodUid, offered: Sequence[str] | None = None) -> str | None:
+        """Say why a pod has to wait until all of its job's workers fit; None where it need not.
+
+        Once a worker has its place the others take what there is: the job's gang is then the operator's to look after.
+
+        Args:
+            applicant: What each worker demands.
+            pod_uid: The pod that asks.
+            offered: The nodes in question; all when None.
+        """
+        demand = applicant.demand
+        if applicant.workers == 1 or self._seen.cluster.pods_of(demand.job_uid) - {pod_uid}:
+            return None
+        wanted = applicant.workers - self._seen.succeeded(demand.job_uid)
+        found = self.room_for(applicant, wanted, offered)
+        if found >= wanted:
+            return None
+        return (
+            f"{PREFIX}job {demand.namespace}/{demand.job_name} needs places for {counted(wanted, 'worker')} of "
+            f"{counted(demand.gpus, 'GPU')} at once, there is room for {found}; none starts before all can"
+        )
+
+    def room_for(self, applicant: Applicant, wanted: int, offered: Sequence[str] | None) -> int:
+        """Say how many of some workers find a place, at most as many as are wanted; on all nodes if none are named."""
+        assessment = self._assessments.of(applicant)
+        rows = _fitting(assessment, offered)
+        apart = _sets_apart(assessment, rows)
+        if apart >= wanted or not rows.size:
+            return min(apart, wanted)
+        most = _most(assessment, rows, self._rules.slots)
+        if most < wanted or wanted > MOST_TRIED:
+            return min(most, wanted)
+        paper = Cluster(self._rules.slots)
+        for node in self._on_paper(assessment, rows):
+            paper.apply(node)
+        return len([*placed(paper, applicant, self._rules, wanted, tells=False)])
+
+    def _on_paper(self, assessment: Assessment, rows: Rows) -> list[GpuNode]:
+        """Return the nodes of some GPUs with nothing but these GPUs."""
+        columns = assessment.verdict.view.columns
+        uuids = set(columns.uuid[rows].tolist())
+        found = []
+        for number in np.unique(columns.node[rows]).tolist():
+            node = self._seen.cluster.counted(assessment.verdict.view.node_names[number])
+            if node is not None:
+                devices = [device for device in node.status.devices if device.uuid in uuids]
+                found.append(
+                    msgspec.structs.replace(node, status=msgspec.structs.replace(node.status, devices=devices))
+                )
+        return found
+
+
+def _fitting(assessment: Assessment, offered: Sequence[str] | None) -> Rows:
+    """Rows of the GPUs that would take a worker."""
+    rows = np.flatnonzero(assessment.verdict.ok)
+    if offered is None:
+        return rows
+    wanted = np.zeros(len(assessment.verdict.view.node_names) + 1, np.bool_)
+    wanted[assessment.verdict.view.ids(offered)] = True
+    wanted[-1] = False
+    return rows[wanted[assessment.verdict.view.columns.node[rows]]]
+
+
+def _sets_apart(assessment: Assessment, rows: Rows) -> int:
+    """How many workers find GPUs that no other of them uses."""
+    verdict = assessment.verdict
+    gpus = verdict.applicant.demand.gpus
+    if gpus == 1:
+        return int(rows.size)
+    team = verdict.view.columns.node[rows].astype(np.int64) * len(MODES) + verdict.found.mode[rows]
+    return int((np.unique(team, return_counts=True)[1] // gpus).sum())
+
+
+def _most(assessment: Assessment, rows: Rows, slots: int) -> int:
+    """How many workers there is memory and places for, whatever else stands against it."""
+    verdict = assessment.verdict
+    columns = verdict.view.columns
+    each = np.minimum(columns.free_mib[rows] // verdict.need_mib(rows), slots - columns.count[rows])
+    return int(each.sum()) // verdict.applicant.demand.gpus

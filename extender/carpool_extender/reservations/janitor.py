@@ -1,0 +1,299 @@
+"""Gives back the reservations of pods that need them no longer, and has waiting pods tried again."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Container, Iterable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import structlog
+from carpool_core.clock import Clock, parse_rfc3339, rfc3339
+from carpool_core.keys import ANNOTATION_CAPACITY_FREED
+from carpool_core.kube.api import NODES, PODS, KubeApi
+from carpool_core.kube.errors import KubeError, NotFound
+from carpool_core.kube.pods import Pod
+from carpool_core.resources.node import GpuNode, GpuNodeSpec, Reservation
+from carpool_core.values import PodUid
+
+from carpool_extender.kube.watches import Watches
+from carpool_extender.reservations.book import Book
+from carpool_extender.reservations.endings import ended, is_certain
+from carpool_extender.reservations.restorer import Restorer
+from carpool_extender.state import ledger
+from carpool_extender.state.growth import may_hold_more
+
+T = TypeVar("T")
+
+PERIOD_S = 5.0
+EVERYTHING_EVERY = 12
+"""Of so many sweeps one looks at everything, the others at what has changed or was not certain: a minute is soon enough
+for what nobody told of, and to ask about each of 30,000 reservations takes long."""
+AT_A_TIME, GLANCES = 10, 250
+"""Nodes that are looked at in one go, or glanced at, while requests wait, which take several turns."""
+ASKED_AT_ONCE = 10
+"""Most nodes about which a sweep asks or tells the server at once, so that it answers binds meanwhile; of what pods and
+nodes tell of, as many."""
+TOUCH_LATE_S = 600.0
+"""After this time a Node need not be touched any more: kube-scheduler has retried every pod by itself (5 minutes)."""
+
+
+class Janitor:
+    """Looks at a node when a pod of it ends or its capacity changes, and at all of them every few seconds."""
+
+    def __init__(
+        self,
+        api: KubeApi,
+        watches: Watches,
+        book: Book,
+        restorer: Restorer,
+        *,
+        clock: Clock,
+        sleep: Callable[[float], Awaitable[Any]],
+    ) -> None:
+        self._restorer = restorer
+        self._api, self._watches, self._book, self._clock, self._sleep = api, watches, book, clock, sleep
+        self._open: Container[PodUid] = ()
+        self._restoring = asyncio.Lock()
+        self._stirred = asyncio.Event()
+        self._due: set[str] = set()
+        self._touched: dict[str, str] = {}
+        self._grown: set[str] = set()
+        self._hindered: set[str] = set()
+        self._unreadable: set[PodUid] = set()
+        self._certain: dict[str, GpuNodeSpec] = {}
+        self._late: set[str] = set()
+        self._sweeps = 0
+        self._log = structlog.get_logger()
+        watches.on_pod(self._pod_changed)
+        watches.on_node(self._node_changed)
+
+    @property
+    def remembered(self) -> set[str]:
+        """Names of the nodes of which something is kept in mind."""
+        return {*self._touched, *self._grown, *self._hindered, *self._certain, *self._late}
+
+    def leave_alone(self, pods: Container[PodUid]) -> None:
+        """Name the pods that are being bound at present, whose reservations are not to be judged."""
+        self._open = pods
+
+    async def run(self) -> None:
+        """Look after nodes for ever, once all watches have listed."""
+        await self._watches.wait_synced()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._sweep_for_ever())
+            group.create_task(self._answer_for_ever())
+
+    async def _sweep_for_ever(self) -> None:
+        while True:
+            again_at = self._clock.monotonic() + PERIOD_S
+            await self.sweep()
+            await self._sleep(max(0.0, again_at - self._clock.monotonic()))
+
+    async def _answer_for_ever(self) -> None:
+        """Look at what pods and nodes tell of; a sweep that has much to release keeps nobody waiting."""
+        while True:
+            await self._stirred.wait()
+            self._stirred.clear()
+            due, self._due = self._due, set()
+            await self._look_at(due)
+
+    async def sweep(self) -> None:
+        """Release what is needed no longer, restore what was lost, touch the Nodes whose GPUs have more room."""
+        is_all = self._sweeps % EVERYTHING_EVERY == 0
+        self._sweeps += 1
+        await self._release([over async for over in self._all_over(is_all=is_all)])
+        async with self._restoring:
+            await self._restorer.restore(self._open, is_all=is_all)
+        # Time alone may have made room: a GPU whose rest is over, an agent that is back.
+        hindered = self._watches.cluster.hindered_nodes()
+        nodes = self._watches.cluster.nodes.keys()
+        self._grown |= (self._hindered - hindered) & nodes
+        self._hindered = hindered
+        if is_all:
+            self._late |= nodes
+            self._forget((self._touched.keys() | self._certain.keys()) - nodes)
+        names, freed = list(self._grown | self._late), []
+        for begin in range(0, len(names), GLANCES):
+            freed += self._untouched(names[begin : begin + GLANCES])
+            await asyncio.sleep(0)
+        await self._touch(freed)
+
+    async def _all_over(self, *, is_all: bool) -> AsyncIterator[tuple[str, list[Reservation]]]:
+        """Go through all nodes, or those of which not everything was certain; requests come before."""
+        names = list(self._watches.cluster.nodes)
+        for begin in range(0, len(names), GLANCES):
+            some = [name for name in names[begin : begin + GLANCES] if is_all or self._is_open(name)]
+            for first in range(0, len(some), AT_A_TIME):
+                for over in self._over(some[first : first + AT_A_TIME]):
+                    yield over
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+    def _is_open(self, name: str) -> bool:
+        """Whether not all reservations of a node were certain when it was last looked at, or it has changed since."""
+        node = self._watches.cluster.node(name)
+        return node is not None and self._certain.get(name) is not node.spec
+
+    def _forget(self, names: Iterable[str]) -> None:
+        """Keep in mind what exists only."""
+        for name in names:
+            self._touched.pop(name, None)
+            self._certain.pop(name, None)
+            self._grown.discard(name)
+        self._unreadable = {uid for uid in self._unreadable if self._watches.cluster.holders(uid)}
+
+    async def _look_at(self, names: Collection[str]) -> None:
+        await self._release(self._over(names))
+        async with self._restoring:
+            await self._restorer.restore_vanished(self._open)
+        await self._touch(self._untouched(names))
+
+    def _over(self, names: Iterable[str]) -> list[tuple[str, list[Reservation]]]:
+        """Return what is needed no longer on some nodes, as far as is known here, node by node."""
+        due = []
+        for name in names:
+            node = self._watches.cluster.node(name)
+            if node is None:
+                continue
+            pod = self._watches.pod
+            uncertain = [one for one in node.spec.reservations if not is_certain(one, name, pod(one.pod_uid))]
+            if not uncertain:
+                self._certain[name] = node.spec  # until that is another, or a pod of it changes
+            for one in uncertain:
+                self._tell_if_unreadable(name, one)
+            if over := [one for one in uncertain if one.pod_uid not in self._open and self._ended(name, one)]:
+                due.append((name, over))
+        return due
+
+    async def _release(self, due: Iterable[tuple[str, list[Reservation]]]) -> None:
+        await _few_at_once(self._judge_all, due)
+
+    async def _judge_all(self, name: str, reservations: list[Reservation]) -> None:
+        """Judge what stands on a node before anything is released, so that all of it is written at once."""
+        reasons = await asyncio.gather(*(self._judge(name, reservation) for reservation in reservations))
+        over = [(one, why) for one, why in zip(reservations, reasons, strict=True) if why is not None]
+        await asyncio.gather(*(self._give_back(name, reservation, why) for reservation, why in over))
+
+    def _untouched(self, names: Iterable[str]) -> list[tuple[str, GpuNode]]:
+        """Return those of some nodes where capacity was freed since they were last touched.
+
+        It goes by what stands in the GpuNode, so that a release whose writer died before touching is made good, and
+        each extender touches only after it has itself seen the release.
+        """
+        found = []
+        for name in names:
+            node = self._watches.cluster.node(name)
+            if node is None or self._is_touched(name, node):
+                self._late.discard(name)
+            else:
+                found.append((name, node))
+        return found
+
+    def _is_touched(self, name: str, node: GpuNode) -> bool:
+        return name not in self._grown and self._touched.get(name, "") == _freed(node)
+
+    async def _touch(self, nodes: Iterable[tuple[str, GpuNode]]) -> None:
+        await _few_at_once(self._touch_one, nodes)
+
+    async def _judge(self, name: str, reservation: Reservation) -> str | None:
+        """Say why a reservation is needed no longer if the server confirms it."""
+        try:
+            return ended(reservation, name, await self._read(reservation), self._clock.now())
+        except KubeError as error:
+            self._tell_failure(name, reservation, error)
+            return None
+
+    def _ended(self, name: str, reservation: Reservation) -> str | None:
+        """What the cache says."""
+        return ended(reservation, name, self._watches.pod(reservation.pod_uid), self._clock.now())
+
+    async def _give_back(self, name: str, reservation: Reservation, why: str) -> None:
+        # Others of the node were asked about meanwhile: it may have been bound in that time, or released.
+        node = self._watches.cluster.node(name)
+        pod_uid = reservation.pod_uid
+        held = None if node is None else ledger.held(node.spec, pod_uid)
+        if held is None or pod_uid in self._open or self._ended(name, held) is None:
+            return
+        try:
+            await self._book.release(name, pod_uid)
+        except KubeError as error:
+            self._tell_failure(name, reservation, error)
+            return
+        self._log.info("released", node=name, pod=f"{reservation.pod_namespace}/{reservation.pod_name}", because=why)
+
+    def _tell_failure(self, name: str, reservation: Reservation, error: KubeError) -> None:
+        self._log.warning("release failed", node=name, pod=reservation.pod_name, error=str(error))
+
+    def _tell_if_unreadable(self, name: str, reservation: Reservation) -> None:
+        """Log, once, a deadline that cannot be read, and so ends nothing."""
+        if not reservation.deadline or ledger.deadline_of(reservation) is not None:
+            return
+        if reservation.pod_uid not in self._unreadable:
+            self._unreadable.add(reservation.pod_uid)
+            found = reservation.deadline[:64]
+            self._log.warning("deadline unreadable", node=name, pod=reservation.pod_name, found=found)
+
+    async def _read(self, reservation: Reservation) -> Pod | None:
+        try:
+            return await self._api.get(PODS, reservation.pod_name, Pod, namespace=reservation.pod_namespace)
+        except NotFound:
+            return None
+
+    async def _touch_one(self, name: str, node: GpuNode) -> None:
+        """Touch the Node, unless it is so long ago that kube-scheduler has tried every pod by itself."""
+        if self._is_touched(name, node):
+            return  # meanwhile
+        freed = _freed(node)
+        if name in self._grown or not self._is_old(freed):
+            try:
+                mark = {ANNOTATION_CAPACITY_FREED: rfc3339(self._clock.now())}
+                await self._api.patch(NODES, name, {"metadata": {"annotations": mark}})
+            except NotFound:
+                self._log.info("node gone", node=name)
+            except KubeError as error:
+                self._log.warning("touch failed", node=name, error=str(error))
+                return
+        self._touched[name] = freed
+        self._grown.discard(name)
+
+    def _is_old(self, freed: str) -> bool:
+        try:
+            return self._clock.now() - parse_rfc3339(freed) > timedelta(seconds=TOUCH_LATE_S)
+        except ValueError:
+            return False
+
+    def _pod_changed(self, old: Pod | None, new: Pod | None) -> None:
+        for pod in (old, new):
+            holders = [] if pod is None else self._watches.cluster.holders(PodUid(pod.metadata.uid))
+            for name in holders:
+                self._certain.pop(name, None)
+            if holders and pod is not None and (pod.is_finished or new is None):
+                self._due.update(holders)
+                self._stirred.set()
+
+    def _node_changed(self, old: GpuNode | None, new: GpuNode | None) -> None:
+        if new is None:
+            self._forget([] if old is None else [old.metadata.name])
+            return
+        name = new.metadata.name
+        if may_hold_more(old, new):
+            self._grown.add(name)
+        if not self._is_touched(name, new):
+            self._late.add(name)  # until it is, however often that fails
+            self._due.add(name)
+            self._stirred.set()
+
+
+def _freed(node: GpuNode) -> str:
+    """When capacity was freed there last; empty where that was never told."""
+    return node.metadata.annotations.get(ANNOTATION_CAPACITY_FREED, "")
+
+
+async def _few_at_once(work: Callable[[str, T], Awaitable[None]], items: Iterable[tuple[str, T]]) -> None:
+    """Do something for each of some nodes; one that takes long keeps its place, and the others go on."""
+    places = asyncio.Semaphore(ASKED_AT_ONCE)
+
+    async def one(name: str, item: T) -> None:
+        async with places:
+            await work(name, item)
+
+    await asyncio.gather(*(one(name, item) for name, item in items))
