@@ -17,9 +17,9 @@ from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import GpuNode
 from carpool_core.sealing import sealer_of
 from carpool_core.values import JobUid
-from carpool_predictor.calibration_map import CalibrationMap
-from carpool_predictor.estimator import model_version
-from carpool_predictor.source import Tracer, input_digest
+from carpool_predictor.calibration.config_map import CalibrationMap
+from carpool_predictor.prediction.estimator import model_version
+from carpool_predictor.tracing.source import Tracer, input_digest
 
 from carpool_operator.actions import Predict
 from carpool_operator.caches import Fleet, Jobs, Pods, key_of, version_of

@@ -12,13 +12,14 @@ from carpool_core.kube.events import EventRecorder
 from carpool_core.products import UnknownProductError, find_product
 from carpool_core.resources.job import GpuTrainingJob, JobSpec
 from carpool_core.values import Precision
-from carpool_predictor.abstention import Abstention
-from carpool_predictor.calibration import COUNTED, SIMULATED, Calibration, Stack
-from carpool_predictor.calibration_map import CalibrationMap, Kept, UnreadableError
-from carpool_predictor.estimator import Job
-from carpool_predictor.memory import shipped
-from carpool_predictor.observe import expected_of, observe
-from carpool_predictor.recalling import model_name, recalled_runs
+from carpool_predictor.calibration.config_map import CalibrationMap, Kept, UnreadableError
+from carpool_predictor.calibration.document import COUNTED, SIMULATED, Calibration, Stack
+from carpool_predictor.calibration.observe import observe
+from carpool_predictor.calibration.recalling import model_name, recalled_runs
+from carpool_predictor.cost_models.memory import shipped
+from carpool_predictor.features.abstention import Abstention
+from carpool_predictor.prediction.estimator import Job
+from carpool_predictor.prediction.expected import expected_of
 
 from carpool_operator.lessons import Lesson, mark
 from carpool_operator.pods import job_key

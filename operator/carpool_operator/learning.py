@@ -14,8 +14,8 @@ from carpool_core.products import hardware_name
 from carpool_core.resources.job import Attempt, GpuTrainingJob, WorkerPlacement
 from carpool_core.resources.node import Device, GpuNode, Tenant
 from carpool_core.values import GpuUuid, SharingMode
-from carpool_predictor.calibration import Measured
-from carpool_predictor.observe import SEEN_S, STEADY_S
+from carpool_predictor.calibration.document import Measured
+from carpool_predictor.calibration.observe import SEEN_S, STEADY_S
 
 from carpool_operator import attempts, reports
 from carpool_operator.actions import Learn

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 from carpool_core.values import SharingMode
-from carpool_predictor.calibration import Measured
+from carpool_predictor.calibration.document import Measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,8 @@ class Lesson:
         """Return what was measured, with what it would do on a GPU of its own."""
         if not self.together:
             return self.measured
-        from carpool_predictor.solo import Activity, alone  # NumPy, which a process that learns nothing never needs
+        # With NumPy, which a process that learns nothing never needs.
+        from carpool_predictor.cost_models.solo import Activity, alone
 
         mine = alone(self.mode, [Activity(one.util, one.sm, one.dram) for one in self.together])[0]
         return msgspec.structs.replace(self.measured, util=mine.util, sm_active=mine.sm)

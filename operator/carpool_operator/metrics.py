@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from carpool_core.metrics import build_info
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.values import JobState
-from carpool_predictor.calibration import Calibration
+from carpool_predictor.calibration.document import Calibration
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector

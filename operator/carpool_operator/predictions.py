@@ -14,11 +14,11 @@ from carpool_core.products import GpuProduct, UnknownProductError, find_product
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import JobSpec
 from carpool_core.resources.prediction import Prediction
-from carpool_predictor.abstention import Abstention
-from carpool_predictor.calibration import Calibration
-from carpool_predictor.estimator import Job, model_version, predict, prepare
-from carpool_predictor.recalling import model_name
-from carpool_predictor.source import Tracer, features_of, input_digest
+from carpool_predictor.calibration.document import Calibration
+from carpool_predictor.calibration.recalling import model_name
+from carpool_predictor.features.abstention import Abstention
+from carpool_predictor.prediction.estimator import Job, model_version, predict, prepare
+from carpool_predictor.tracing.source import Tracer, features_of, input_digest
 
 from carpool_operator.predicting import TRANSIENT
 from carpool_operator.trace_queue import TraceQueue

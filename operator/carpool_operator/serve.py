@@ -11,7 +11,7 @@ from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, KubeApi, Selecto
 from carpool_core.kube.client import connect
 from carpool_core.kube.errors import NotFound
 from carpool_core.metrics import serve as serve_metrics
-from carpool_predictor.source import SubprocessTracer
+from carpool_predictor.tracing.source import SubprocessTracer
 
 from carpool_operator.app import build
 from carpool_operator.handlers import kopf_settings, registry_for

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from carpool_core.settings import KubeSettings, LogSettings, metrics_port, prediction_key, setting
-from carpool_predictor.calibration_map import place_of
-from carpool_predictor.source import TraceLimits
+from carpool_predictor.calibration.config_map import place_of
+from carpool_predictor.tracing.source import TraceLimits
 
 from carpool_operator import order
 from carpool_operator.attempts import Backoff

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import ModelSource, Training
-from carpool_predictor.abstention import Abstention
-from carpool_predictor.source import Tracer
+from carpool_predictor.features.abstention import Abstention
+from carpool_predictor.tracing.source import Tracer
 
 MOST_TOLD = 10
 """Places in the queue that are told one by one: whoever stands farther back hears only that it is more, so that a burst

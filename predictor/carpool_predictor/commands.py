@@ -17,14 +17,14 @@ from carpool_core.resources.job import Training
 from carpool_core.values import Optimizer, Precision
 from click.core import ParameterSource
 
-from carpool_predictor.abstention import Abstention
-from carpool_predictor.source import SubprocessTracer, TraceLimits
-from carpool_predictor.targets import Target, TargetError, parse_shape, target_of, write_features
-from carpool_predictor.trees import MalformedError
+from carpool_predictor.cli.targets import Target, TargetError, parse_shape, target_of, write_features
+from carpool_predictor.features.abstention import Abstention
+from carpool_predictor.features.malformed import MalformedError
+from carpool_predictor.tracing.source import SubprocessTracer, TraceLimits
 
 if TYPE_CHECKING:
-    from carpool_predictor.bulk import Tally
-    from carpool_predictor.calibration import Calibration
+    from carpool_predictor.calibration.document import Calibration
+    from carpool_predictor.cli.bulk import Tally
 
 _TARGET_HELP = """MODEL is timm/NAME, torchvision/NAME, transformers/NAME, gpumemnet/LAYERS (a list of layers in the
 notation of GPUMemNet's data, such as "gpumemnet/[('linear', 64, 8256), ('ReLU', 64, 0), ('linear', 10, 650)]"),
@@ -120,7 +120,7 @@ def _features(question: Question, meanwhile: Callable[[], None] = lambda: None) 
         await asyncio.wait({tracing}, timeout=SHOWN_AFTER_S)
         if tracing.done() or not sys.stderr.isatty():
             return await tracing
-        from carpool_predictor.progress import waiting
+        from carpool_predictor.cli.progress import waiting
 
         with waiting(f"tracing {question.model} …"):
             return await tracing
@@ -130,9 +130,10 @@ def _features(question: Question, meanwhile: Callable[[], None] = lambda: None) 
 
 def _load() -> None:
     """Load all that predicts, which takes less time than the trace that another process is busy with."""
-    from carpool_predictor import activity, memory, step_time, store
+    from carpool_predictor.catalog import store
+    from carpool_predictor.cost_models import activity, memory, step_time
 
-    importlib.import_module("carpool_predictor.report")
+    importlib.import_module("carpool_predictor.cli.report")
     for shipped in (activity, memory, step_time, store):
         shipped.shipped()
 
@@ -214,8 +215,8 @@ def _predict_one(
 ) -> None:
     learned = None if calibration is None else _learned(calibration)
     features = _features(question, _load)
-    from carpool_predictor.estimator import prepare
-    from carpool_predictor.report import as_json, report_on
+    from carpool_predictor.cli.report import as_json, report_on
+    from carpool_predictor.prediction.estimator import prepare
 
     report = report_on(question.model, prepare(features, question.training), products, learned)
     prediction = report.prediction
@@ -224,7 +225,7 @@ def _predict_one(
     elif prediction.outcome == "Predicted":
         from rich.console import Console
 
-        from carpool_predictor.show import as_text
+        from carpool_predictor.cli.show import as_text
 
         console = Console()
         console.print(as_text(_title(question), report, width=console.width))
@@ -233,7 +234,7 @@ def _predict_one(
 
 
 def _learned(path: Path) -> "Calibration":
-    from carpool_predictor.calibration import read_calibration
+    from carpool_predictor.calibration.document import read_calibration
 
     try:
         return read_calibration(path.read_bytes())
@@ -247,8 +248,8 @@ def _title(question: Question) -> str:
 
 
 def _predict_rows(rows: Path, out: Path, limits: TraceLimits, calibration: Path | None) -> None:
-    from carpool_predictor.bulk import WorkerDied, predict_rows
-    from carpool_predictor.progress import following
+    from carpool_predictor.cli.bulk import WorkerDied, predict_rows
+    from carpool_predictor.cli.progress import following
 
     learned = None if calibration is None else _learned(calibration)
     _load()  # what is broken is told here, before an answer is written or another process needs it

@@ -9,9 +9,10 @@ import msgspec
 from carpool_core.resources.features import LayerCounts
 from carpool_core.values import Optimizer, Precision
 
-from carpool_predictor import store
-from carpool_predictor.records import ModelRecord, StepRecord, UpdateRecord, read_records
-from carpool_predictor.suites import DataError
+from carpool_predictor.catalog import store
+from carpool_predictor.evaluation.suites import DataError
+from carpool_predictor.features.records import ModelRecord, StepRecord, UpdateRecord
+from carpool_predictor.sweep import read_records
 
 
 def pack(records: list[ModelRecord], versions: dict[str, str]) -> bytes:

@@ -8,7 +8,7 @@ import gc
 import signal
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from types import FrameType
@@ -19,15 +19,15 @@ import msgspec
 from carpool_core.resources.job import CatalogModel, Training
 from carpool_core.values import Optimizer, Precision
 
-from carpool_predictor import store
-from carpool_predictor.abstention import TraceError
-from carpool_predictor.hub import HUB
-from carpool_predictor.measurements import FILE, read_rows
-from carpool_predictor.records import ModelRecord, read_records
-from carpool_predictor.suites import DataError
+from carpool_predictor.catalog import store
+from carpool_predictor.catalog.hub import HUB
+from carpool_predictor.evaluation.memory.measurements import FILE, read_rows
+from carpool_predictor.evaluation.suites import DataError
+from carpool_predictor.features.abstention import TraceError
+from carpool_predictor.features.records import ModelRecord
 
 if TYPE_CHECKING:
-    from carpool_predictor.remembering import Remembered
+    from carpool_predictor.tracing.remembering import Remembered
 
 BATCH_SIZES = (16, 64)
 """Traced for each model of images; what lies between and around is interpolated."""
@@ -41,6 +41,20 @@ OTHERS = tuple(optimizer for optimizer in Optimizer if optimizer is not Optimize
 
 class TooSlow(BaseException):
     """A model took longer than its share: an alarm, which nobody on the way up may take for an error."""
+
+
+def read_records(path: Path) -> Iterator[ModelRecord]:
+    """Read the records of a sweep; a last line that was cut short is left out.
+
+    Raises:
+        DataError: There is no such file.
+    """
+    if not path.is_file():
+        raise DataError(f"expected the records of a sweep at {path}, found no such file")
+    decoder = msgspec.json.Decoder(ModelRecord)
+    for line in path.read_bytes().splitlines(keepends=True):
+        if line.endswith(b"\n"):
+            yield decoder.decode(line)
 
 
 def catalog_names() -> list[str]:
@@ -84,8 +98,8 @@ def order(names: Sequence[str], first: Iterable[str]) -> list[str]:
 
 def record(name: str, training: Training, timeout_s: int, remembered: "Remembered | None" = None) -> ModelRecord:
     """Trace one model, in this process, and reckon it under the other optimizers; a failure is a record, too."""
-    from carpool_predictor.catalog import recipe_of
-    from carpool_predictor.tracing import record_recipe
+    from carpool_predictor.catalog.recipes import recipe_of
+    from carpool_predictor.tracing.models import record_recipe
 
     def alarm(_: int, __: FrameType | None) -> None:
         raise TooSlow
@@ -127,7 +141,7 @@ def main(records: Path, data: Path | None, precision: str, missing: bool, only_m
     if missing and training.precision in store.FILES:
         known |= set(store.shipped(training.precision).names())
     names = catalog_names()
-    from carpool_predictor.remembering import Remembered
+    from carpool_predictor.tracing.remembering import Remembered
 
     remembered = Remembered()
     gc.freeze()  # what PyTorch imported need not be searched for garbage again and again

@@ -13,8 +13,8 @@ from typing import NoReturn
 import msgspec
 from carpool_core.values import MIB
 
-from carpool_predictor.abstention import Abstention, TraceError
-from carpool_predictor.requests import RAISE_MEMORY, TraceReply, TraceRequest, torch_missing
+from carpool_predictor.features.abstention import Abstention, TraceError
+from carpool_predictor.tracing.requests import RAISE_MEMORY, TraceReply, TraceRequest, torch_missing
 
 WHOLE = "--whole"
 """Argument that has everything imported."""
@@ -45,7 +45,7 @@ def answer(request: TraceRequest, *, lean: bool = False) -> TraceReply:
         # Imported under the limit, so that a machine without PyTorch gets an answer as well.
         if lean:
             _prepare_lean(request)
-        from carpool_predictor.tracing import trace_request
+        from carpool_predictor.tracing.models import trace_request
 
         return TraceReply(features=trace_request(request))
     except ModuleNotFoundError as e:
@@ -59,7 +59,7 @@ def answer(request: TraceRequest, *, lean: bool = False) -> TraceReply:
 
 
 def _prepare_lean(request: TraceRequest) -> None:
-    from carpool_predictor.lean import prepare
+    from carpool_predictor.tracing.lean import prepare
 
     catalog = None if request.model is None else request.model.catalog
     prepare(None if catalog is None else catalog.name, request.family)

@@ -27,8 +27,8 @@ from carpool_extender.placement.decide import best_place, reservation
 from carpool_extender.placement.policies import find_policy
 from carpool_extender.placement.rules import Rules
 from carpool_extender.state import ledger
-from carpool_predictor.calibration import Calibration
-from carpool_predictor.calibration_map import CalibrationMap, Kept
+from carpool_predictor.calibration.config_map import CalibrationMap, Kept
+from carpool_predictor.calibration.document import Calibration
 
 SLOTS = 8
 RULES = Rules(find_policy("least-slowdown"), SLOTS)

@@ -25,10 +25,10 @@ from carpool_extender.placement.rules import Rules
 from carpool_extender.settings import AskSettings
 from carpool_extender.state.standing import SILENCE_S
 from carpool_extender.testing import T4, device, gpu_node, seed_job, seed_node, tenant
-from carpool_predictor.calibration import SIMULATED, Calibration, Expected, Measured, Stack
-from carpool_predictor.calibration_map import KEY, CalibrationMap, Kept
-from carpool_predictor.memory import shipped
-from carpool_predictor.observe import observe
+from carpool_predictor.calibration.config_map import KEY, CalibrationMap, Kept
+from carpool_predictor.calibration.document import SIMULATED, Calibration, Expected, Measured, Stack
+from carpool_predictor.calibration.observe import observe
+from carpool_predictor.cost_models.memory import shipped
 from click.testing import CliRunner
 
 

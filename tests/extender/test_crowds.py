@@ -9,7 +9,7 @@ from carpool_extender.placement.conditions import Conditions, Quantile
 from carpool_extender.placement.policies import find_policy
 from carpool_extender.placement.rules import Rules
 from carpool_extender.testing import applicant, cluster, gpu_node, prediction, tenant
-from carpool_predictor.slowdown import slowdowns, upper_slowdowns
+from carpool_predictor.cost_models.slowdown import slowdowns, upper_slowdowns
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -2,7 +2,7 @@
 
 import pytest
 from carpool_operator.lessons import Lesson
-from carpool_predictor.calibration import COUNTED, Measured
+from carpool_predictor.calibration.document import COUNTED, Measured
 from learning_world import SeenEnoughError, begun, kept, ran, seen, stack, world, writes
 from operator_fixtures import job
 

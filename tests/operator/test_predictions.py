@@ -10,9 +10,9 @@ from carpool_core.resources.job import JobSpec
 from carpool_core.testing.clock import FakeClock
 from carpool_operator.predicting import describe
 from carpool_operator.predictions import Learned, Marks, Predictions, known_products
-from carpool_predictor.abstention import Abstention
-from carpool_predictor.calibration import Calibration
-from carpool_predictor.estimator import model_version
+from carpool_predictor.calibration.document import Calibration
+from carpool_predictor.features.abstention import Abstention
+from carpool_predictor.prediction.estimator import model_version
 from operator_fixtures import A100, FEATURES, job, prediction
 from operator_world import FakeTracer, World
 

@@ -8,10 +8,11 @@ from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedSt
 from carpool_core.resources.job import Training
 from carpool_core.resources.prediction import ProductPrediction
 from carpool_core.values import MIB, Precision
-from carpool_predictor.calibration import Calibration, Measured, Stack
-from carpool_predictor.estimator import Job, predict, prepare
-from carpool_predictor.memory import shipped
-from carpool_predictor.observe import expected_of, observe
+from carpool_predictor.calibration.document import Calibration, Measured, Stack
+from carpool_predictor.calibration.observe import observe
+from carpool_predictor.cost_models.memory import shipped
+from carpool_predictor.prediction.estimator import Job, predict, prepare
+from carpool_predictor.prediction.expected import expected_of
 
 T4 = find_product("Tesla T4")
 STACK = Stack(product=T4.name, precision=Precision.FP32)

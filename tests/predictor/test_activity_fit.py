@@ -8,9 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 from carpool_core.values import Precision
-from carpool_predictor import hotcloud
-from carpool_predictor.activity_card import reality
-from carpool_predictor.activity_fit import (
+from carpool_predictor.cost_models.quickscorer import Ensemble
+from carpool_predictor.evaluation.activity import hotcloud
+from carpool_predictor.evaluation.activity.card import reality
+from carpool_predictor.evaluation.activity.fit import (
     SIZES,
     bins_of,
     chosen_inside,
@@ -22,10 +23,9 @@ from carpool_predictor.activity_fit import (
     values,
     weights_of,
 )
-from carpool_predictor.activity_real import judge
-from carpool_predictor.activity_rows import ActivityRow, clean, read_rows
-from carpool_predictor.quickscorer import Ensemble
-from carpool_predictor.suites import DataError
+from carpool_predictor.evaluation.activity.real import judge
+from carpool_predictor.evaluation.activity.rows import ActivityRow, clean, read_rows
+from carpool_predictor.evaluation.suites import DataError
 
 COLUMNS = ["Filename", "Activations-Params", "Batch Size", "Avg GPUTL", "Avg SMACT", "Avg SMOCC", "Status"]
 

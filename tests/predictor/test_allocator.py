@@ -1,6 +1,6 @@
 """The replay of CUDA's caching allocator, on sequences whose answer follows from its rules."""
 
-from carpool_predictor.allocator import CachingAllocator, reserved_after
+from carpool_predictor.tracing.allocator import CachingAllocator, reserved_after
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

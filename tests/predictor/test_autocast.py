@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from carpool_core.resources.job import Training
 from carpool_core.values import Precision
-from carpool_predictor.abstention import TraceError
-from carpool_predictor.autocast import MetaAutocast
-from carpool_predictor.catalog import Recipe
-from carpool_predictor.fake import fake_mode, fake_weights, meta_mode
-from carpool_predictor.step import prepare, trace_step
-from carpool_predictor.tracing import record_recipe, trace_recipe
-from carpool_predictor.trackers import Kind
+from carpool_predictor.catalog.recipes import Recipe
+from carpool_predictor.features.abstention import TraceError
+from carpool_predictor.tracing.autocast import MetaAutocast
+from carpool_predictor.tracing.fake import fake_mode, fake_weights, meta_mode
+from carpool_predictor.tracing.models import record_recipe, trace_recipe
+from carpool_predictor.tracing.step import prepare, trace_step
+from carpool_predictor.tracing.trackers import Kind
 from small_models import Attention, cnn, fake, mlp
 from torch import Tensor, nn
 

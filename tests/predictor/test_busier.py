@@ -3,10 +3,11 @@
 import msgspec
 import pytest
 from carpool_core.values import Precision
-from carpool_predictor.busier import LEAST_BUSY, MOST_BUSY, busier
-from carpool_predictor.calibration import FEWEST, Calibration, Measured
-from carpool_predictor.memory import shipped
-from carpool_predictor.observe import expected_of, observe
+from carpool_predictor.calibration.busier import LEAST_BUSY, MOST_BUSY, busier
+from carpool_predictor.calibration.document import FEWEST, Calibration, Measured
+from carpool_predictor.calibration.observe import observe
+from carpool_predictor.cost_models.memory import shipped
+from carpool_predictor.prediction.expected import expected_of
 from job_runs import NAME, STACK, T4, asked, runs, told
 
 

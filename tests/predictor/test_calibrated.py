@@ -10,12 +10,12 @@ from carpool_core.products import find_product
 from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
 from carpool_core.resources.job import Training
 from carpool_core.values import MIB, Precision
-from carpool_predictor.calibration import FEWEST, model_for, write_calibration
+from carpool_predictor.calibration.document import FEWEST, model_for, write_calibration
+from carpool_predictor.cli.targets import write_features
 from carpool_predictor.commands import predict as command
-from carpool_predictor.estimator import Job, predict, prepare
-from carpool_predictor.memory import shipped
-from carpool_predictor.observe import expected_of
-from carpool_predictor.targets import write_features
+from carpool_predictor.cost_models.memory import shipped
+from carpool_predictor.prediction.estimator import Job, predict, prepare
+from carpool_predictor.prediction.expected import expected_of
 from click.testing import CliRunner
 
 

@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 from calibration_world import CAPACITY, STACK, job, learn, state_of
-from carpool_predictor.calibration import (
+from carpool_predictor.calibration.document import (
     KEPT,
     MAX_STACKS,
     WIDEST,
@@ -14,9 +14,9 @@ from carpool_predictor.calibration import (
     read_calibration,
     write_calibration,
 )
-from carpool_predictor.memory import shipped
-from carpool_predictor.observe import observe
-from carpool_predictor.trees import MalformedError
+from carpool_predictor.calibration.observe import observe
+from carpool_predictor.cost_models.memory import shipped
+from carpool_predictor.features.malformed import MalformedError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -8,10 +8,10 @@ import timm
 import torch
 from carpool_core.resources.job import CatalogModel, Training
 from carpool_core.values import Precision
-from carpool_predictor.abstention import TraceError
-from carpool_predictor.catalog import recipe_of
-from carpool_predictor.fake import fake_weights, meta_mode
-from carpool_predictor.tracing import trace_recipe
+from carpool_predictor.catalog.recipes import recipe_of
+from carpool_predictor.features.abstention import TraceError
+from carpool_predictor.tracing.fake import fake_weights, meta_mode
+from carpool_predictor.tracing.models import trace_recipe
 
 
 @pytest.mark.parametrize(

@@ -6,16 +6,16 @@ from carpool_core.values import Optimizer
 
 pytest.importorskip("torch")
 
-from carpool_predictor import tracing
-from carpool_predictor.catalog import recipe_of
-from carpool_predictor.fake import fake_mode, meta_mode
-from carpool_predictor.records import ModelRecord
+from carpool_predictor.catalog.recipes import recipe_of
+from carpool_predictor.features.records import ModelRecord
+from carpool_predictor.tracing import models
+from carpool_predictor.tracing.fake import fake_mode, meta_mode
 
 TRAINING = Training(batch_size=8, optimizer=Optimizer.SGD_MOMENTUM)
 
 
-def recorded(name: str, mode: tracing.TensorMode) -> ModelRecord:
-    return tracing._record(recipe_of(CatalogModel(name=name)), TRAINING, (4, 8), mode)
+def recorded(name: str, mode: models.TensorMode) -> ModelRecord:
+    return models._record(recipe_of(CatalogModel(name=name)), TRAINING, (4, 8), mode)
 
 
 @pytest.mark.parametrize("name", ["torchvision/resnet18", "timm/vit_tiny_patch16_224", "timm/mobilenetv3_small_050"])
@@ -25,7 +25,7 @@ def test_meta_tensors_count_as_fake_ones(name: str) -> None:
 
 def test_the_record_holds_the_plain_features() -> None:
     record = recorded("torchvision/resnet18", meta_mode())
-    features = tracing.trace_recipe(recipe_of(CatalogModel(name="torchvision/resnet18")), TRAINING)
+    features = models.trace_recipe(recipe_of(CatalogModel(name="torchvision/resnet18")), TRAINING)
     assert [s.peak_bytes for s in record.steps] == [s.peak_bytes for s in features.steps]
     assert [s.flops for s in record.steps] == [s.flops for s in features.steps]
     assert record.layers == features.layers

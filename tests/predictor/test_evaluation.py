@@ -4,13 +4,13 @@ import csv
 from pathlib import Path
 
 import pytest
-from carpool_predictor import slowdown_gavel, slowdown_lucid
+from carpool_predictor.cost_models.step_time import shipped
 from carpool_predictor.evaluation.commands import evaluate, train
-from carpool_predictor.neusight import GPUS, MODELS, ModelRow, operators
-from carpool_predictor.slowdown_gavel import TABLE
-from carpool_predictor.step_time import shipped
-from carpool_predictor.step_time_fit import seconds
-from carpool_predictor.suites import SUITES, load, load_frozen
+from carpool_predictor.evaluation.slowdown import gavel, lucid
+from carpool_predictor.evaluation.slowdown.gavel import TABLE
+from carpool_predictor.evaluation.step_time.fit import seconds
+from carpool_predictor.evaluation.step_time.neusight import GPUS, MODELS, ModelRow, operators
+from carpool_predictor.evaluation.suites import SUITES, load, load_frozen
 from click.testing import CliRunner
 
 
@@ -83,22 +83,22 @@ def test_training_without_measurements_is_told(tmp_path: Path) -> None:
 
 
 TABLES = {
-    slowdown_gavel.FILE: slowdown_gavel.COLUMNS,
-    str(slowdown_lucid.ALONE): slowdown_lucid.ALONE_COLUMNS,
-    str(slowdown_lucid.BESIDE): slowdown_lucid.BESIDE_COLUMNS,
+    gavel.FILE: gavel.COLUMNS,
+    str(lucid.ALONE): lucid.ALONE_COLUMNS,
+    str(lucid.BESIDE): lucid.BESIDE_COLUMNS,
 }
 
 
 @pytest.mark.parametrize(
     ("file", "columns", "rest", "word"),
     [
-        pytest.param(slowdown_gavel.FILE, ["else"], "1", "lacks the columns bs_a, bs_b", id="other columns"),
+        pytest.param(gavel.FILE, ["else"], "1", "lacks the columns bs_a, bs_b", id="other columns"),
         pytest.param(
-            slowdown_lucid.ALONE, ["batchsize", "amp", "gpu_util", "gmem_util"], "", "lacks the columns model;",
+            lucid.ALONE, ["batchsize", "amp", "gpu_util", "gmem_util"], "", "lacks the columns model;",
             id="a column short, of a file that is read last",
         ),
-        pytest.param(slowdown_gavel.FILE, None, f"{TABLE},k80,a,1,1,,,,fast,,", "2: cannot read the row", id="a word"),
-        pytest.param(slowdown_gavel.FILE, None, f"{TABLE},k80,a,1,1,,,,nan,,", "2: cannot read the row", id="nan"),
+        pytest.param(gavel.FILE, None, f"{TABLE},k80,a,1,1,,,,fast,,", "2: cannot read the row", id="a word"),
+        pytest.param(gavel.FILE, None, f"{TABLE},k80,a,1,1,,,,nan,,", "2: cannot read the row", id="nan"),
     ],
 )  # fmt: skip
 def test_measurements_of_slowdowns_that_are_none_are_told(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from carpool_predictor.evaluation.first_runs import FEWEST_ROWS, ROOMS, factor, families_of, held
+from carpool_predictor.evaluation.memory.first_runs import FEWEST_ROWS, ROOMS, factor, families_of, held
 
 
 def many(of: str, rows: int, largest: float) -> tuple[list[str], list[float]]:

@@ -9,16 +9,16 @@ from typing import Any
 import msgspec
 import pytest
 from carpool_core.resources.job import CatalogModel, GraphLayer, GraphModel, ModelSource, Training
-from carpool_predictor import store
-from carpool_predictor.catalog import recipe_of
-from carpool_predictor.requests import FactoryModel, TraceReply, TraceRequest
-from carpool_predictor.tracing import trace_recipe
+from carpool_predictor.catalog import store
+from carpool_predictor.catalog.recipes import recipe_of
+from carpool_predictor.tracing.models import trace_recipe
+from carpool_predictor.tracing.requests import FactoryModel, TraceReply, TraceRequest
 
 TRAINING = Training(batch_size=8)
 LEAN = """
 import sys, msgspec
-from carpool_predictor.requests import TraceRequest
 from carpool_predictor.trace import answer
+from carpool_predictor.tracing.requests import TraceRequest
 reply = answer(msgspec.json.decode(sys.stdin.buffer.read(), type=TraceRequest), lean=True)
 print(msgspec.json.encode({"reply": reply, "modules": list(sys.modules)}).decode())
 """
@@ -63,8 +63,9 @@ def test_a_model_of_another_module_of_the_same_name_is_found() -> None:
 
 SABOTAGED = """
 import sys
-from carpool_predictor import lean, trace
-from carpool_predictor.abstention import TraceError
+from carpool_predictor import trace
+from carpool_predictor.features.abstention import TraceError
+from carpool_predictor.tracing import lean
 
 def prepare(model, family):
     {failure}

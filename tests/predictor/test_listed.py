@@ -11,14 +11,14 @@ import pytest
 import torch
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import CatalogModel, ModelSource, Training
-from carpool_predictor.abstention import TraceError
-from carpool_predictor.catalog import recipe_of
-from carpool_predictor.fake import fake_weights, meta_mode
-from carpool_predictor.layer_lists import read_layers, sample_shape
-from carpool_predictor.listed import build_listed
-from carpool_predictor.requests import TraceRequest
-from carpool_predictor.targets import target_of
-from carpool_predictor.tracing import trace_recipe
+from carpool_predictor.catalog.layer_lists import read_layers, sample_shape
+from carpool_predictor.catalog.listed import build_listed
+from carpool_predictor.catalog.recipes import recipe_of
+from carpool_predictor.cli.targets import target_of
+from carpool_predictor.features.abstention import TraceError
+from carpool_predictor.tracing.fake import fake_weights, meta_mode
+from carpool_predictor.tracing.models import trace_recipe
+from carpool_predictor.tracing.requests import TraceRequest
 from torch import nn
 
 MLP = (

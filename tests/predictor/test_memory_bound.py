@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from carpool_predictor.memory_bound import (
+from carpool_predictor.evaluation.memory.bound import (
     SHARES,
     Bound,
     Floats,

@@ -7,10 +7,10 @@ import pytest
 import torch
 from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
 from carpool_core.values import MIB
-from carpool_predictor.interpolation import cost_at
-from carpool_predictor.memory_baselines import ESTIMATORS, Estimator
-from carpool_predictor.memory_fit import Sample
-from carpool_predictor.memory_networks import Classifier
+from carpool_predictor.evaluation.memory.baselines import ESTIMATORS, Estimator
+from carpool_predictor.evaluation.memory.fit import Sample
+from carpool_predictor.evaluation.memory.networks import Classifier
+from carpool_predictor.features.interpolation import cost_at
 
 LARGEST_MIB = 10 * 40960
 

@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
 from carpool_core.values import MIB
-from carpool_predictor import training
-from carpool_predictor.affine import Pair, fit_line
-from carpool_predictor.interpolation import cost_at
-from carpool_predictor.measurements import FILE, Row, clean, read_rows
-from carpool_predictor.memory import correct, read_model, shipped
-from carpool_predictor.memory_fit import Floats, Judge, Sample, export, fit, out_of_fold
-from carpool_predictor.suites import DataError
-from carpool_predictor.trees import Forest, MalformedError, Tree
+from carpool_predictor.cost_models.affine import Pair, fit_line
+from carpool_predictor.cost_models.memory import correct, read_model, shipped
+from carpool_predictor.cost_models.trees import Forest, Tree
+from carpool_predictor.evaluation.memory import train
+from carpool_predictor.evaluation.memory.fit import Floats, Judge, Sample, export, fit, out_of_fold
+from carpool_predictor.evaluation.memory.measurements import FILE, Row, clean, read_rows
+from carpool_predictor.evaluation.suites import DataError
+from carpool_predictor.features.interpolation import cost_at
+from carpool_predictor.features.malformed import MalformedError
 
 
 def test_line_is_found_through_outliers() -> None:
@@ -136,9 +137,9 @@ def test_the_card_belongs_to_what_is_shipped() -> None:
 
 
 def test_other_numbers_have_another_version() -> None:
-    """Where this fails, the artifact has changed: raise `training.VERSION`, build it, write its digest here."""
+    """Where this fails, the artifact has changed: raise `train.VERSION`, build it, write its digest here."""
     numbers = msgspec.json.encode(msgspec.structs.replace(shipped(), version="", provenance={}))
-    assert (shipped().version, hashlib.sha256(numbers).hexdigest()[:16]) == (training.VERSION, "7082afe2cc288271")
+    assert (shipped().version, hashlib.sha256(numbers).hexdigest()[:16]) == (train.VERSION, "7082afe2cc288271")
 
 
 @pytest.mark.parametrize(

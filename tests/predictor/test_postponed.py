@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from carpool_predictor.postponed import Postponing, _constants, _source, open_package, postpone
+from carpool_predictor.tracing.postponed import Postponing, _constants, _source, open_package, postpone
 
 FILES = {
     "lazy_log.py": "ran = []\n",

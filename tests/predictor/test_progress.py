@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from carpool_predictor.progress import telling, waiting
-from carpool_predictor.suites import counted
+from carpool_predictor.cli.progress import telling, waiting
+from carpool_predictor.evaluation.suites import counted
 from rich.console import Console
 
 

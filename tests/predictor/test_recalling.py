@@ -9,12 +9,9 @@ from carpool_core.products import find_product
 from carpool_core.resources.job import CatalogModel, Training
 from carpool_core.resources.prediction import Prediction
 from carpool_core.values import Optimizer, Precision
-from carpool_predictor import store
-from carpool_predictor.calibration import Calibration, Measured, Stack
-from carpool_predictor.estimator import Job, predict, prepare
-from carpool_predictor.memory import shipped
-from carpool_predictor.observe import expected_of, observe
-from carpool_predictor.recalling import (
+from carpool_predictor.calibration.document import Calibration, Measured, Stack
+from carpool_predictor.calibration.observe import observe
+from carpool_predictor.calibration.recalling import (
     AGREEMENT,
     FIRST,
     FIRST_UNENFORCED,
@@ -25,6 +22,10 @@ from carpool_predictor.recalling import (
     is_alone,
     recalled_runs,
 )
+from carpool_predictor.catalog import store
+from carpool_predictor.cost_models.memory import shipped
+from carpool_predictor.prediction.estimator import Job, predict, prepare
+from carpool_predictor.prediction.expected import expected_of
 from job_runs import NAME, T4, asked, features, runs, told
 
 

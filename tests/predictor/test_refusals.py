@@ -2,9 +2,9 @@
 
 import pytest
 from carpool_core.resources.job import CatalogModel, ModelSource, Training
-from carpool_predictor.abstention import Abstention
-from carpool_predictor.refusals import refusal_of
-from carpool_predictor.source import SubprocessTracer
+from carpool_predictor.catalog.refusals import refusal_of
+from carpool_predictor.features.abstention import Abstention
+from carpool_predictor.tracing.source import SubprocessTracer
 
 
 @pytest.mark.parametrize(

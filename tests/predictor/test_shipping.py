@@ -4,9 +4,9 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
-from carpool_predictor import memory
-from carpool_predictor.shipping import SUMS, load, write_sums
-from carpool_predictor.trees import MalformedError
+from carpool_predictor.cost_models import memory
+from carpool_predictor.cost_models.shipping import SUMS, load, write_sums
+from carpool_predictor.features.malformed import MalformedError
 
 MODELS = ("activity.json", "memory.json", "slowdown.json", "step_time.json")
 

@@ -2,12 +2,12 @@ import msgspec
 import numpy as np
 import pytest
 from carpool_core.values import SharingMode
-from carpool_predictor import slowdown_asked, slowdown_gavel, slowdown_lucid
-from carpool_predictor.slowdown import SlowdownModel, Turns, shipped, slowdowns, stretched, upper_slowdowns
-from carpool_predictor.slowdown_gavel import Missed, most_cautious
-from carpool_predictor.slowdown_suite import exact_slowdowns
-from carpool_predictor.slowdown_train import train_slowdown
-from carpool_predictor.suites import DataError
+from carpool_predictor.cost_models.slowdown import SlowdownModel, Turns, shipped, slowdowns, stretched, upper_slowdowns
+from carpool_predictor.evaluation.slowdown import asked, gavel, lucid
+from carpool_predictor.evaluation.slowdown.gavel import Missed, most_cautious
+from carpool_predictor.evaluation.slowdown.suite import exact_slowdowns
+from carpool_predictor.evaluation.slowdown.train import train_slowdown
+from carpool_predictor.evaluation.suites import DataError
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -185,28 +185,28 @@ def test_lucid_is_scored_in_both_directions(tmp_path):
         "model1,dataset1,gpu_num1,batchsize1,amp1,speed1,model2,dataset2,gpu_num2,batchsize2,amp2,speed2\n"
         "A,D,1,32,0,0.8,B,D,1,32,0,1.25\n"
     )
-    pairs = slowdown_lucid.read(tmp_path)
+    pairs = lucid.read(tmp_path)
     assert pairs.busy.tolist() == [[0.4, 0.6], [0.6, 0.4]]
     assert pairs.slowdown.tolist() == [1.25, 1.0]
-    none = slowdown_lucid.score(slowdown_lucid.BASELINES["no slowdown"](pairs), pairs)
+    none = lucid.score(lucid.BASELINES["no slowdown"](pairs), pairs)
     assert (none.error, none.found_percent) == (0.125, 0.0)
-    sure = slowdown_lucid.score(np.full(2, 1.25), pairs)
+    sure = lucid.score(np.full(2, 1.25), pairs)
     assert (sure.found_percent, sure.right_percent) == (100.0, 50.0)
 
 
 def test_a_score_is_as_uncertain_as_its_jobs_are_few():
     """Pairs of one job hang together: they say no more than the job does, however many they are."""
 
-    def world(jobs: int, pairs: int) -> slowdown_lucid.Pairs:
+    def world(jobs: int, pairs: int) -> lucid.Pairs:
         bad = np.arange(jobs) % 2 == 0  # every second job is slowed beside anybody
         one, other = np.divmod(np.arange(jobs * pairs), pairs)
         slowdown, names = np.where(bad[one], 1.3, 1.0), [f"job-{i}" for i in range(max(jobs, pairs))]
         of = [(names[i], names[j]) for i, j in zip(one, other, strict=True)]
-        return slowdown_lucid.Pairs(np.zeros((len(of), 2)), np.zeros((len(of), 2)), slowdown, slowdown, of, of)
+        return lucid.Pairs(np.zeros((len(of), 2)), np.zeros((len(of), 2)), slowdown, slowdown, of, of)
 
     def error(jobs: int, pairs: int) -> float:
         of = world(jobs, pairs)
-        return slowdown_lucid.deviation(np.ones(len(of.slowdown)), of).error
+        return lucid.deviation(np.ones(len(of.slowdown)), of).error
 
     # A mean of 0 and 0.3, half each, has a standard error of 0.15 / sqrt(jobs), whatever the number of their pairs.
     assert error(9, 9) == pytest.approx(0.15 / 3, rel=0.15)
@@ -214,28 +214,28 @@ def test_a_score_is_as_uncertain_as_its_jobs_are_few():
     half = world(36, 36)
     told = np.where([int(one.removeprefix("job-")) % 4 == 0 for one, _ in half.jobs], 1.3, 1.0)
     # Of 18 slow jobs 9 are found: 50 ± 50 / sqrt(18).
-    assert slowdown_lucid.deviation(told, half).found_percent == pytest.approx(50 / 18**0.5, rel=0.15)
-    perfect = slowdown_lucid.deviation(world(16, 16).slowdown, world(16, 16))
+    assert lucid.deviation(told, half).found_percent == pytest.approx(50 / 18**0.5, rel=0.15)
+    perfect = lucid.deviation(world(16, 16).slowdown, world(16, 16))
     assert (perfect.error, perfect.found_percent) == (0.0, 0.0)
 
 
 def test_what_lies_within_the_standard_error_is_called_noise():
-    assert slowdown_asked.met(0.3, 0.1) == "kept"
-    assert slowdown_asked.met(0.2, 0.1) == "kept, within noise"
-    assert slowdown_asked.met(-0.2, 0.1) == "**missed**, within noise"
-    assert slowdown_asked.met(-0.3, 0.1) == "**missed**"
+    assert asked.met(0.3, 0.1) == "kept"
+    assert asked.met(0.2, 0.1) == "kept, within noise"
+    assert asked.met(-0.2, 0.1) == "**missed**, within noise"
+    assert asked.met(-0.3, 0.1) == "**missed**"
 
 
 def test_what_a_limit_comes_to_is_counted_by_pairs():
     of = [(1.0, 1.0), (1.3, 1.0), (1.0, 1.1), (1.0, 1.4)]
-    pairs = slowdown_lucid.Pairs(*([np.zeros((8, 2))] * 2), *([np.array(of).ravel()] * 2), [], [])
+    pairs = lucid.Pairs(*([np.zeros((8, 2))] * 2), *([np.array(of).ravel()] * 2), [], [])
     told = np.array([(1.0, 1.0), (1.1, 1.0), (1.0, 1.3), (1.5, 1.5)]).ravel()
-    found = slowdown_lucid.admitted(told, pairs, 1.2)
+    found = lucid.admitted(told, pairs, 1.2)
     assert (found.admitted_percent, found.beyond_percent, found.missed_percent) == (50.0, 50.0, 50.0)
-    assert slowdown_lucid.admitted(told, pairs, 9.0) == slowdown_lucid.Admitted(100.0, 0.0, 0.0)
+    assert lucid.admitted(told, pairs, 9.0) == lucid.Admitted(100.0, 0.0, 0.0)
 
 
-@pytest.mark.parametrize(("read", "name"), [(slowdown_gavel.read, "gavel"), (slowdown_lucid.read, "lucid")])
+@pytest.mark.parametrize(("read", "name"), [(gavel.read, "gavel"), (lucid.read, "lucid")])
 def test_missing_measurements_are_named(tmp_path, read, name):
     with pytest.raises(DataError, match=f"expected .*{name}"):
         read(tmp_path)

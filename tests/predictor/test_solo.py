@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 from carpool_core.values import SharingMode
-from carpool_predictor.slowdown import slowdowns
-from carpool_predictor.solo import Activity, alone
+from carpool_predictor.cost_models.slowdown import slowdowns
+from carpool_predictor.cost_models.solo import Activity, alone
 
 
 @pytest.mark.parametrize("mode", [SharingMode.MPS, SharingMode.TIME_SLICING])

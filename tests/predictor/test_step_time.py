@@ -13,10 +13,8 @@ from carpool_core.products import PRODUCTS, GpuProduct, find_product
 from carpool_core.resources.features import TracedStep
 from carpool_core.resources.job import Training
 from carpool_core.values import Optimizer, Precision
-from carpool_predictor.interpolation import StepCost
-from carpool_predictor.neusight import MODELS, ModelRow, Product, Shape, operators, read_models
-from carpool_predictor.step_time import Utilization, read_model, shipped, step_time_on
-from carpool_predictor.step_time_fit import (
+from carpool_predictor.cost_models.step_time import Utilization, read_model, shipped, step_time_on
+from carpool_predictor.evaluation.step_time.fit import (
     CHOICES,
     Choice,
     by_roofline,
@@ -29,10 +27,12 @@ from carpool_predictor.step_time_fit import (
     roofline_s,
     seconds,
 )
-from carpool_predictor.step_time_suite import frozen, run
-from carpool_predictor.step_time_train import train_step_time
-from carpool_predictor.suites import DataError
-from carpool_predictor.trees import MalformedError
+from carpool_predictor.evaluation.step_time.neusight import MODELS, ModelRow, Product, Shape, operators, read_models
+from carpool_predictor.evaluation.step_time.suite import frozen, run
+from carpool_predictor.evaluation.step_time.train import train_step_time
+from carpool_predictor.evaluation.suites import DataError
+from carpool_predictor.features.interpolation import StepCost
+from carpool_predictor.features.malformed import MalformedError
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -235,7 +235,7 @@ def test_a_broken_artifact_is_refused(content: bytes, message: str) -> None:
 
 def test_predicting_imports_nothing_heavy() -> None:
     script = (
-        "import sys\nfrom carpool_predictor.step_time import shipped\nshipped()\n"
+        "import sys\nfrom carpool_predictor.cost_models.step_time import shipped\nshipped()\n"
         "assert not {'numpy', 'scipy', 'lightgbm', 'torch'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
@@ -255,8 +255,8 @@ def test_the_arithmetic_agrees_with_the_tracer(name: str, build: str) -> None:
 def traced_transformer(build: str, shape: Shape, length: int, batch_size: int) -> TracedStep:
     """Trace Hugging Face's own model in eager mode, fed with embeddings."""
     import transformers
-    from carpool_predictor.catalog import Recipe
-    from carpool_predictor.tracing import record_recipe
+    from carpool_predictor.catalog.recipes import Recipe
+    from carpool_predictor.tracing.models import record_recipe
     from torch import Tensor, nn
 
     class Fed(nn.Module):

@@ -9,13 +9,14 @@ import pytest
 from carpool_core.resources.features import LayerCounts
 from carpool_core.resources.job import CatalogModel, ModelSource, Training
 from carpool_core.values import Optimizer, Precision
-from carpool_predictor import packing, store
-from carpool_predictor.checks import reason_to_abstain
-from carpool_predictor.records import ModelRecord, StepRecord, UpdateRecord
-from carpool_predictor.source import SubprocessTracer
-from carpool_predictor.suites import DataError
+from carpool_predictor import packing
+from carpool_predictor.catalog import store
+from carpool_predictor.evaluation.suites import DataError
+from carpool_predictor.features.checks import reason_to_abstain
+from carpool_predictor.features.malformed import MalformedError
+from carpool_predictor.features.records import ModelRecord, StepRecord, UpdateRecord
 from carpool_predictor.sweep import OTHERS
-from carpool_predictor.trees import MalformedError
+from carpool_predictor.tracing.source import SubprocessTracer
 
 KNOWN = CatalogModel(name="timm/vgg11_bn")
 
@@ -110,7 +111,7 @@ def test_the_shipped_stores_are_small_and_answer_in_a_millisecond() -> None:
     for _ in range(20):
         assert store.features(KNOWN, training)
     assert (time.perf_counter() - begun) / 20 < 0.005
-    folder = Path(store.__file__).parent
+    folder = Path(packing.__file__).parent
     assert sum((folder / file).stat().st_size for file in {*store.FILES.values(), store.MEASURED_FILE}) < 8e6
 
 
@@ -140,8 +141,8 @@ def test_an_optimizer_that_was_not_traced_is_left_to_the_tracer() -> None:
 def test_both_mixed_precisions_come_to_the_same(name: str) -> None:
     """Which is why they share a file."""
     pytest.importorskip("torch")
-    from carpool_predictor.catalog import recipe_of
-    from carpool_predictor.tracing import record_recipe
+    from carpool_predictor.catalog.recipes import recipe_of
+    from carpool_predictor.tracing.models import record_recipe
 
     bf16, fp16 = (
         record_recipe(recipe_of(CatalogModel(name=name)), Training(precision=precision), (4, 8))

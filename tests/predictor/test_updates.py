@@ -8,10 +8,10 @@ from carpool_core.values import Optimizer, Precision
 
 pytest.importorskip("torch")
 
-from carpool_predictor import tracing
-from carpool_predictor.catalog import Recipe
-from carpool_predictor.fake import fake_mode, meta_mode
-from carpool_predictor.records import ModelRecord
+from carpool_predictor.catalog.recipes import Recipe
+from carpool_predictor.features.records import ModelRecord
+from carpool_predictor.tracing import models
+from carpool_predictor.tracing.fake import fake_mode, meta_mode
 from torch import Tensor, nn
 
 
@@ -43,8 +43,8 @@ RECIPES = {
 }
 
 
-def traced(recipe: Recipe, training: Training, others: tuple[Optimizer, ...], mode: tracing.TensorMode) -> ModelRecord:
-    return tracing._record(recipe, training, (4, 8), mode, others)
+def traced(recipe: Recipe, training: Training, others: tuple[Optimizer, ...], mode: models.TensorMode) -> ModelRecord:
+    return models._record(recipe, training, (4, 8), mode, others)
 
 
 @pytest.mark.parametrize("optimizer", list(Optimizer))
@@ -60,7 +60,7 @@ def test_another_optimizer_comes_to_what_is_traced(name: str, precision: Precisi
 
 
 @pytest.mark.parametrize("make", [fake_mode, meta_mode])
-def test_optimizers_are_told_apart(make: Callable[[], tracing.TensorMode]) -> None:
+def test_optimizers_are_told_apart(make: Callable[[], models.TensorMode]) -> None:
     training = Training(batch_size=8, optimizer=Optimizer.SGD_MOMENTUM)
     (step, _) = traced(RECIPES["mostly weights"], training, tuple(Optimizer), make()).steps
     peaks = {optimizer: update.peak_bytes for optimizer, update in step.updates.items()}

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 from carpool_core.values import Tenancy
-from carpool_predictor.slowdown import allowance
+from carpool_predictor.cost_models.slowdown import allowance
 from numpy.typing import NDArray
 
 from carpool_extender.placement.applicant import Applicant, ClassColumns

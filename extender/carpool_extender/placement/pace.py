@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from carpool_predictor.slowdown import shipped
+from carpool_predictor.cost_models.slowdown import shipped
 
 from carpool_extender.placement.checks import Closest, Verdict
 

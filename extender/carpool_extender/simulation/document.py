@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from carpool_predictor.recalling import FIRST, FIRST_UNENFORCED
+from carpool_predictor.calibration.recalling import FIRST, FIRST_UNENFORCED
 
 from carpool_extender.placement.refusal import counted
 from carpool_extender.simulation import energies, goals, idleness, losses, paired, report, results, workdone

@@ -17,7 +17,7 @@ from carpool_core.resources.prediction import (
     ProductPrediction,
 )
 from carpool_core.values import GpuUuid, JobUid, PodUid, RequestedMode, SharingMode, Tenancy
-from carpool_predictor.solo import Activity, alone
+from carpool_predictor.cost_models.solo import Activity, alone
 
 from carpool_extender.placement.applicant import Applicant
 from carpool_extender.simulation.learning import Learner

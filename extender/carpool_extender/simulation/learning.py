@@ -6,11 +6,12 @@ bound held when it ends, and that it died when it dies.
 
 from carpool_core.products import find_product
 from carpool_core.resources.prediction import Prediction
-from carpool_predictor.calibration import Calibration, Measured, Stack
-from carpool_predictor.estimator import Job, OnProduct, summary
-from carpool_predictor.memory import shipped
-from carpool_predictor.observe import expected_of, observe
-from carpool_predictor.solo import Activity
+from carpool_predictor.calibration.document import Calibration, Measured, Stack
+from carpool_predictor.calibration.observe import observe
+from carpool_predictor.cost_models.memory import shipped
+from carpool_predictor.cost_models.solo import Activity
+from carpool_predictor.prediction.estimator import Job, OnProduct, summary
+from carpool_predictor.prediction.expected import expected_of
 
 from carpool_extender.simulation.workload import SimJob
 

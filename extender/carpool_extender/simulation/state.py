@@ -6,7 +6,7 @@ from typing import Protocol
 
 from carpool_core.resources.node import Device, Tenant
 from carpool_core.values import GpuUuid, PodUid, SharingMode
-from carpool_predictor.solo import Activity
+from carpool_predictor.cost_models.solo import Activity
 
 from carpool_extender.placement.decide import Place
 from carpool_extender.simulation import overlap

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from carpool_core.values import SharingMode
-from carpool_predictor.observe import STEADY_S
+from carpool_predictor.calibration.observe import STEADY_S
 
 from carpool_extender.placement.checks import NO_CONDITIONS
 from carpool_extender.placement.conditions import Conditions

@@ -11,9 +11,9 @@ import msgspec
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import Training
 from carpool_core.values import Optimizer, Precision
-from carpool_predictor.abstention import Abstention
-from carpool_predictor.source import SubprocessTracer, TraceLimits
-from carpool_predictor.targets import Target, parse_shape, target_of
+from carpool_predictor.cli.targets import Target, parse_shape, target_of
+from carpool_predictor.features.abstention import Abstention
+from carpool_predictor.tracing.source import SubprocessTracer, TraceLimits
 
 FILE = Path(__file__).with_name("features.json")
 CIFAR_CLASSES = {"cifar100": 100}

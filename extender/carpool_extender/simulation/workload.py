@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from carpool_core.resources.node import Device
 from carpool_core.resources.prediction import Prediction
 from carpool_core.values import GpuUuid
-from carpool_predictor.estimator import Job
+from carpool_predictor.prediction.estimator import Job
 
 from carpool_extender.simulation.power import Power
 

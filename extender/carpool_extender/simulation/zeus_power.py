@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 from carpool_core.products import GpuProduct
-from carpool_predictor.tables import number, read_table
-from carpool_predictor.zeus import GPUS, file_of
+from carpool_predictor.evaluation.step_time.zeus import GPUS, file_of
+from carpool_predictor.evaluation.tables import number, read_table
 
 from carpool_extender.simulation.power import Power
 
@@ -71,7 +71,7 @@ class Training(NamedTuple):
 
 
 def measured(data: Path) -> dict[str, Shares]:
-    """Work the shares of each GPU, by its name in `carpool_predictor.zeus.GPUS`, out of Zeus' tables.
+    """Work the shares of each GPU, by its name in `zeus.GPUS`, out of Zeus' tables.
 
     Raises:
         DataError: A table is missing, or cannot be read.

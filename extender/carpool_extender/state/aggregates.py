@@ -2,7 +2,7 @@
 
 import numpy as np
 from carpool_core.values import SharingMode
-from carpool_predictor.slowdown import slowdowns
+from carpool_predictor.cost_models.slowdown import slowdowns
 
 from carpool_extender.state.view import CODES, MODES, NOBODY, SEVERAL, Columns, Rows
 

@@ -8,7 +8,7 @@ import numpy as np
 from carpool_core.clock import parse_rfc3339
 from carpool_core.resources.node import GpuNode, Reservation, Tenant, TenantProfile
 from carpool_core.values import GpuUuid, PodUid, SharingMode
-from carpool_predictor.slowdown import slowdowns
+from carpool_predictor.cost_models.slowdown import slowdowns
 
 MOMENTS = 4096
 """Moments that are remembered as read: each write of a node asks for those of all its reservations again."""

@@ -14,8 +14,8 @@ import msgspec
 from carpool_core.clock import Clock
 from carpool_core.resources.node import GpuNode, GpuNodeSpec, Reservation, Tenant
 from carpool_core.values import GpuUuid, PodUid
-from carpool_predictor.observe import SEEN_S, STEADY_S
-from carpool_predictor.recalling import AGREEMENT, RAISED
+from carpool_predictor.calibration.observe import SEEN_S, STEADY_S
+from carpool_predictor.calibration.recalling import AGREEMENT, RAISED
 
 from carpool_extender.state.measured import peak_mib
 from carpool_extender.state.standing import SILENCE_S

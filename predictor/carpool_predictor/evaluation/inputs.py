@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from carpool_predictor.tables import check_header
+from carpool_predictor.evaluation.tables import check_header
 
 Table = tuple[Path, tuple[str, ...]]
 """A file below the data folder, and its columns."""
@@ -29,24 +29,24 @@ def check_inputs(data: Path, suites: Iterable[str], *, is_whole: bool) -> None:
 
 
 def _memory(*, is_whole: bool) -> Iterator[Table]:
-    from carpool_predictor import measurements
+    from carpool_predictor.evaluation.memory import measurements
 
     yield measurements.FILE, measurements.COLUMNS
 
 
 def _activity(*, is_whole: bool) -> Iterator[Table]:
-    from carpool_predictor import activity_rows
+    from carpool_predictor.evaluation.activity import rows
 
-    for kind in activity_rows.KINDS:
-        yield activity_rows.file_of(kind), activity_rows.COLUMNS
+    for kind in rows.KINDS:
+        yield rows.file_of(kind), rows.COLUMNS
     if is_whole:
-        from carpool_predictor import activity_real
+        from carpool_predictor.evaluation.activity import real
 
-        yield activity_real.FILE, activity_real.COLUMNS
+        yield real.FILE, real.COLUMNS
 
 
 def _step_time(*, is_whole: bool) -> Iterator[Table]:
-    from carpool_predictor import neusight, zeus
+    from carpool_predictor.evaluation.step_time import neusight, zeus
 
     yield neusight.FILE, neusight.COLUMNS
     if is_whole:
@@ -54,12 +54,12 @@ def _step_time(*, is_whole: bool) -> Iterator[Table]:
 
 
 def _slowdown(*, is_whole: bool) -> Iterator[Table]:
-    from carpool_predictor import slowdown_gavel, slowdown_lucid
+    from carpool_predictor.evaluation.slowdown import gavel, lucid
 
-    yield Path(slowdown_gavel.FILE), slowdown_gavel.COLUMNS
+    yield Path(gavel.FILE), gavel.COLUMNS
     if is_whole:
-        yield slowdown_lucid.ALONE, slowdown_lucid.ALONE_COLUMNS
-        yield slowdown_lucid.BESIDE, slowdown_lucid.BESIDE_COLUMNS
+        yield lucid.ALONE, lucid.ALONE_COLUMNS
+        yield lucid.BESIDE, lucid.BESIDE_COLUMNS
 
 
 _TABLES = {"memory": _memory, "activity": _activity, "step-time": _step_time, "slowdown": _slowdown}

@@ -20,7 +20,7 @@ from carpool_core.resources.job import CatalogModel
 from carpool_core.values import MIB, Optimizer, Precision
 from torch import Tensor, nn
 
-from carpool_predictor.catalog import recipe_of
+from carpool_predictor.catalog.recipes import recipe_of
 from carpool_predictor.profiler.ports import Failed, OutOfMemory, Ready, Reply, Window, Workload
 
 WARM_UP_STEPS = 5

@@ -1,0 +1,236 @@
+"""What earlier runs of the very same job showed: the same model at the same size, on the same kind of GPU.
+
+Clusters run most models again and again, and nothing tells as much of a job as its last run. A peak that was measured
+replaces the prediction, with a margin for what runs differ by; what a run shows that has just begun may still grow, so
+that it raises the bound and never lowers it. Activity that was measured replaces the estimate. A run that died of
+memory raises the bound; after two that died the next one runs alone.
+
+Of a job that never ran there `busier` says how busy others were. Pure.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from statistics import fmean
+
+import msgspec
+from carpool_core.products import GpuProduct
+from carpool_core.resources.job import ModelSource
+from carpool_core.resources.prediction import ActivityPrediction, Interval, MemoryPrediction, ProductPrediction
+from carpool_core.values import Precision
+
+from carpool_predictor.calibration.document import Calibration, Observed
+
+AGREEMENT = 0.1
+"""Two runs of a job agree when they differ by less than this share; the bound lies as far above the largest of them."""
+SAME = 0.001
+"""Two jobs of one model are of the same size when their simulated memory differs by less than this share."""
+RAISED = 1.5
+"""For each run that died of memory the bound lies so far above what that run had, as tables that grow do."""
+MOST_DEATHS = 2
+"""After so many the next run has a GPU of its own: its memory counts as unknown."""
+
+FIRST = 1.02
+"""Factor to the bound of a job of which no run was seen, where shipped bounds are not to be risked: families of models
+differ more than models do. It holds 95% of the rows of nine families in ten (`evaluation.memory.first_runs` reckons that; what
+came out stands in the memory model's card)."""
+FIRST_UNENFORCED = 1.3
+"""The same where nothing enforces a bound, as by turns: there whoever takes more than its bound takes it from others.
+It holds 95% of the rows of nineteen families in twenty."""
+ROOM = 0.95
+"""Share of a GPU's memory that drivers leave at least; a bound beyond it leaves no room for anybody else anyway."""
+
+
+class Recalled(msgspec.Struct, frozen=True, kw_only=True):
+    """What earlier runs of a job showed; memory is over the correction that the model's trees answer."""
+
+    known: int
+    """Runs that are known of, of whatever end."""
+    runs: int
+    """Runs whose memory was measured, those that have just begun among them."""
+    deaths: int
+    """Runs that died of memory and needed more than any other was measured to take."""
+    peak_mib: float
+    """Largest peak that was steady; 0 where none was."""
+    so_far_mib: float
+    """Largest that a run which has just begun has taken so far; 0 where none was seen."""
+    least_mib: float
+    """Largest that was not enough; 0 where that never happened."""
+    util: float | None = None
+    """Mean share of time in which a kernel runs alone, 0..1."""
+    sm_active: float | None = None
+    """Mean share of SMs with work alone, 0..1."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether so many runs died that no bound is believed any more."""
+        return self.deaths >= MOST_DEATHS
+
+
+def recall(
+    calibration: Calibration, product: GpuProduct, precision: Precision, model: str, reserved_mib: float
+) -> Recalled | None:
+    """Look for earlier runs of a job; None where there were none.
+
+    Args:
+        calibration: What is known.
+        product: The GPU product.
+        precision: The job's precision.
+        model: Its model, by the name under which it was observed.
+        reserved_mib: What the simulated allocator holds.
+    """
+    rows = _rows(calibration, product.name, precision, model, reserved_mib)
+    if not rows:
+        return None
+    measured = [row for row in rows if not row.censored]
+    peak = max((row.value_mib for row in measured if row.steady), default=0.0)
+    deaths = [row.value_mib for row in rows if row.censored and row.value_mib >= peak]
+    return Recalled(
+        known=len(rows),
+        runs=len(measured),
+        deaths=len(deaths),
+        peak_mib=peak,
+        so_far_mib=max((row.value_mib for row in measured if not row.steady), default=0.0),
+        least_mib=max(deaths, default=0.0),
+        util=_mean([row.util for row in rows]),
+        sm_active=_mean([row.sm_active for row in rows]),
+    )
+
+
+def _rows(
+    calibration: Calibration, product: str, precision: Precision, model: str, reserved_mib: float
+) -> list[Observed]:
+    state = calibration.best(product, precision)
+    return [] if state is None else [row for row in state.rows if row.model == model and _is_same(row, reserved_mib)]
+
+
+def recalled_runs(calibration: Calibration, product: str, precision: Precision, model: str, reserved_mib: float) -> int:
+    """Count the earlier runs of a job that are known, as `MemoryPrediction.learned_runs` counts them."""
+    return len(_rows(calibration, product, precision, model, reserved_mib))
+
+
+def _is_same(row: Observed, reserved_mib: float) -> bool:
+    return abs(row.reserved_mib - reserved_mib) <= SAME * reserved_mib
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def with_memory(memory: MemoryPrediction, recalled: Recalled, correction: float) -> MemoryPrediction:
+    """Put what was measured in the place of what was predicted; the class stays that of the bound's own width.
+
+    Args:
+        memory: What is predicted without it.
+        recalled: What earlier runs showed.
+        correction: Of the model's trees, over which measures are kept.
+    """
+    median, upper = memory.median_mib, memory.upper_mib
+    if recalled.peak_mib:
+        median = math.ceil(recalled.peak_mib * correction)
+        upper = math.ceil(recalled.peak_mib * correction * (1 + AGREEMENT))
+    if recalled.so_far_mib:
+        median = max(median, math.ceil(recalled.so_far_mib * correction))
+        upper = max(upper, math.ceil(recalled.so_far_mib * correction * (1 + AGREEMENT)))
+    if recalled.deaths:
+        upper = max(upper, math.ceil(recalled.least_mib * correction * RAISED**recalled.deaths))
+    lower, width = _class_of(median, memory)
+    return msgspec.structs.replace(
+        memory, median_mib=median, upper_mib=upper, class_lower_mib=lower, class_upper_mib=lower + width
+    )
+
+
+def _class_of(value_mib: int, memory: MemoryPrediction) -> tuple[int, int]:
+    """Return the lower edge and the width of the class that holds a value; classes are as wide as the predicted one."""
+    width = memory.class_upper_mib - memory.class_lower_mib
+    return ((value_mib - 1) // width * width if width > 0 else memory.class_lower_mib), width
+
+
+def for_a_first_run(memory: MemoryPrediction, product: GpuProduct) -> MemoryPrediction:
+    """Return what the first run of a job counts with: more than the bound, or the whole GPU where that is too much.
+
+    The class tells where the peak lies, and stays; so does coverage, which is at least that.
+
+    Args:
+        memory: What is predicted, trusted or not.
+        product: The GPU product.
+    """
+    raised = msgspec.structs.replace(
+        memory,
+        upper_mib=math.ceil(FIRST * memory.upper_mib),
+        upper_unenforced_mib=math.ceil(FIRST_UNENFORCED * memory.upper_mib),
+    )
+    if not is_beyond(raised, product):
+        return raised
+    return memory if is_beyond(memory, product) else msgspec.structs.replace(memory, trusted=False)
+
+
+def is_beyond(memory: MemoryPrediction, product: GpuProduct) -> bool:
+    """Whether a bound takes so much of a GPU that the job may as well run alone."""
+    return memory.upper_mib > ROOM * product.memory_mib
+
+
+def is_alone(memory: MemoryPrediction, product: GpuProduct, recalled: Recalled | None) -> bool:
+    """Whether a job runs alone on a GPU because of its bound: nobody is refused for a peak that may not come.
+
+    A bound that is too much for the GPU refuses a job only where its median is too much as well, and no run of it is
+    known there: whoever fitted is not told that it does not fit, and nobody knows how much more one needs that died
+    (unless all of the GPU was too little for it: `is_in_vain`).
+    Placement asks nothing else about this, and neither does the simulator.
+
+    Args:
+        memory: What is predicted.
+        product: The GPU product.
+        recalled: What earlier runs showed there, where there were any.
+    """
+    return is_beyond(memory, product) and (recalled is not None or memory.median_mib <= ROOM * product.memory_mib)
+
+
+def is_in_vain(recalled: Recalled | None, product: GpuProduct, correction: float) -> bool:
+    """Whether a job needs more than such a GPU has: a run of it died of memory with all of one.
+
+    Not where another run's peak stood still there: that one fitted, and something else was in the way of the other.
+
+    Args:
+        recalled: What earlier runs showed there, where there were any.
+        product: The GPU product.
+        correction: Of the model's trees, over which measures are kept.
+    """
+    if recalled is None or recalled.peak_mib:
+        return False
+    return recalled.least_mib * correction >= ROOM * product.memory_mib
+
+
+def is_excluded(memory: MemoryPrediction, product: GpuProduct) -> bool:
+    """Whether a job is refused such a GPU for what its own runs showed; see `is_in_vain`."""
+    return memory.trusted and memory.learned_runs > 0 and is_beyond(memory, product)
+
+
+def taught_by(found: ProductPrediction) -> str | None:
+    """Say what a bound was learned from; None where it is as shipped."""
+    memory = found.memory
+    parts = []
+    if memory.learned_jobs:
+        parts.append(f"{memory.learned_jobs} jobs measured there")
+    if memory.learned_runs:
+        parts.append(f"{memory.learned_runs} run{'' if memory.learned_runs == 1 else 's'} of this very one")
+    return f"memory on {found.product} is calibrated from {' and '.join(parts)}" if parts else None
+
+
+def with_activity(activity: ActivityPrediction, recalled: Recalled) -> ActivityPrediction:
+    """Put activity that was measured in the place of the estimate."""
+    return msgspec.structs.replace(
+        activity,
+        gpu_util_percent=_around(activity.gpu_util_percent, None if recalled.util is None else 100 * recalled.util),
+        sm_active_ratio=_around(activity.sm_active_ratio, recalled.sm_active),
+    )
+
+
+def _around(estimate: Interval, measured: float | None) -> Interval:
+    return estimate if measured is None else Interval(median=measured, lower=measured, upper=measured)
+
+
+def model_name(model: ModelSource | None) -> str:
+    """Name a model for the calibration: equal sources have equal names, whatever they are trained with."""
+    return hashlib.sha256(msgspec.json.encode(model, order="sorted")).hexdigest()[:16]

@@ -1,0 +1,144 @@
+"""Builds models of Hugging Face's `transformers` from a configuration: `transformers/NAME[@key=value,…]`.
+
+NAME is a model of the hub (`bert-base-uncased`, `openai-community/gpt2-xl`; its published values are in `hub`) or a
+configuration class (`LlamaConfig`); keys override values of the configuration. No weights, no network.
+"""
+
+from functools import partial
+from importlib import import_module
+from typing import Any
+from unittest.mock import patch
+
+from torch import Tensor, nn
+from transformers import masking_utils
+from transformers.configuration_utils import PretrainedConfig
+from transformers.models.auto import configuration_auto
+from transformers.models.auto import modeling_auto as auto
+
+from carpool_predictor.catalog.hub import published, split_name, unknown_to_the_hub
+from carpool_predictor.features.abstention import TraceError
+
+_LONGEST = 512
+"""Tokens of a sample where nothing else is said, like most examples of fine-tuning; fewer if the model takes fewer."""
+_ATTENTION_DROPOUT = ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob")
+_LENGTHS = ("max_position_embeddings", "n_positions")
+
+
+class HubModel(nn.Module):
+    """Feeds a model of `transformers` one tensor, and takes its logits."""
+
+    def __init__(self, model: nn.Module, config: Any, *, images: bool) -> None:
+        super().__init__()
+        self.model = model
+        self._decodes = bool(config.is_encoder_decoder)
+        self._images = images
+
+    def set_grad_checkpointing(self, enable: bool) -> None:
+        """Recompute activations, in the words of timm's models."""
+        if enable:
+            # The older of its two names is going.
+            newer = getattr(self.model, "activation_checkpointing_enable", None)
+            (newer or self.model.gradient_checkpointing_enable)()  # type: ignore[operator]
+
+    def forward(self, x: Tensor) -> Any:
+        """Return logits for token ids, shape (batch, tokens), or images, shape (batch, channels, height, width)."""
+        named = {"pixel_values" if self._images else "input_ids": x}
+        if self._decodes:
+            named["decoder_input_ids"] = x
+        with patch.object(masking_utils, "find_packed_sequence_indices", _nothing_packed):
+            return self.model(**named).logits
+
+
+def _nothing_packed(_: Tensor) -> None:
+    """Answer as of samples of one text each, which `transformers` would find out from the data."""
+
+
+def configure(name: str, num_classes: int | None) -> Any:
+    """Return the configuration of `NAME[@key=value,…]`.
+
+    Raises:
+        TraceError: The name is unknown (the nearest are suggested), or the configuration refuses a value.
+    """
+    base, given = split_name(name)
+    known = published(base)
+    kind = _configuration(known.config if known else base)
+    if kind is None:
+        raise unknown_to_the_hub(base)
+    values = {**(known.values if known else {}), **given}
+    unknown = sorted(key for key in given if not hasattr(kind(), key))
+    if unknown:
+        raise TraceError("UnknownCatalogModel", f"{kind.__name__} has no value named {', '.join(unknown)}")
+    labels = num_classes or (1000 if _takes_images(kind()) else None)
+    try:
+        config = kind(**values, **({} if labels is None else {"num_labels": labels}))
+    except Exception as e:  # a configuration's own checks may raise anything
+        raise TraceError("UnknownCatalogModel", f"{kind.__name__} refuses these values: {e}") from e
+    if hasattr(config, "use_cache"):
+        config.use_cache = False  # a cache of keys and values serves generation
+    if num_classes is not None and getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = 0  # classifiers look for the last token that is no padding
+    return config
+
+
+def _configuration(name: str) -> type[PretrainedConfig] | None:
+    """Return a configuration class by its name; None where there is none."""
+    kinds = (kind for kind, config in configuration_auto.CONFIG_MAPPING_NAMES.items() if config == name)
+    # Kinds that lack a configuration of their own name that of another.
+    found = next((own for kind in kinds if (own := getattr(_package_of(kind), name, None)) is not None), None)
+    return found if isinstance(found, type) and issubclass(found, PretrainedConfig) else None
+
+
+def _package_of(model_type: str) -> Any:
+    """Return the package of one kind of model; importing all of `transformers` takes as long as a trace."""
+    return import_module(f"transformers.models.{configuration_auto.model_type_to_module_name(model_type)}")
+
+
+def _takes_images(config: Any) -> bool:
+    return config.model_type in auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
+
+
+def sample_shape(config: Any) -> tuple[int, ...]:
+    """Return the default shape of one sample: (channels, height, width) of images, (tokens,) of text."""
+    if _takes_images(config):
+        size = getattr(config, "image_size", None) or 224
+        return (getattr(config, "num_channels", 3), size, size)
+    longest = [n for name in _LENGTHS if isinstance(n := getattr(config, name, None), int) and n > 0]
+    return (min([*longest, _LONGEST]),)
+
+
+def build(config: Any, num_classes: int | None) -> nn.Module:
+    """Build the model that its authors trained: with its language-modeling head, or a classifier of so many classes.
+
+    Raises:
+        TraceError: `transformers` has no such model for the configuration.
+    """
+    images = _takes_images(config)
+    heads = (
+        [auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES]
+        if images
+        else [auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES]
+        if num_classes is not None
+        else [
+            auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if config.is_encoder_decoder else {},
+            auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+            auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        ]
+    )
+    found = next((names[config.model_type] for names in heads if config.model_type in names), None)
+    if found is None:
+        raise TraceError(
+            "CatalogUnsupported",
+            f"transformers has no model of kind {config.model_type!r} that takes token ids or images and can be "
+            "trained here; give a factory of your own",
+        )
+    kind = getattr(_package_of(config.model_type), found if isinstance(found, str) else found[0])
+    if kind._supports_sdpa:
+        # CUDA's fused kernels draw these masks inside, and keep nothing of them.
+        for dropout in filter(partial(hasattr, config), _ATTENTION_DROPOUT):
+            setattr(config, dropout, 0.0)
+    return HubModel(kind(config), config, images=images)
+
+
+def takes_tokens(config: Any) -> bool:
+    """Whether samples are token ids rather than images."""
+    return not _takes_images(config)

@@ -1,0 +1,218 @@
+"""The feature store: what the catalog's models cost at their default inputs, traced once and carried in the wheel.
+
+`carpool_predictor.packing` makes it from what `carpool_predictor.sweep` wrote. A file for each precision, read when it
+is first asked for: zlib over JSON, so that loading it can run nothing. A model stays text until it is asked for, which
+is a twentieth of the memory. Needs no PyTorch.
+"""
+
+import difflib
+import zlib
+from functools import cache
+from importlib import resources
+
+import msgspec
+from carpool_core.resources.features import LayerCounts, ModelFeatures
+from carpool_core.resources.job import CatalogModel, Training
+from carpool_core.values import Optimizer, Precision
+
+from carpool_predictor.catalog.hub import full_name
+from carpool_predictor.features.malformed import MalformedError
+from carpool_predictor.features.records import ModelRecord, StepRecord, UpdateRecord
+
+FORMAT = 2
+_MIXED = "artifacts/catalog-mixed.json.z"
+FILES = {
+    Precision.FP32: "artifacts/catalog-fp32.json.z",
+    Precision.BF16_MIXED: _MIXED,
+    Precision.FP16_MIXED: _MIXED,
+}
+"""Both mixed precisions share one: they run the same operators in the same widths."""
+MEASURED_FILE = "artifacts/measured.json.z"
+"""Models that the measured release of timm built otherwise than the one that the catalog was traced with."""
+_HUB = "transformers/"
+MAX_BYTES = 64 << 20
+"""Largest store that is unpacked; a larger one is no store."""
+
+
+class Step(msgspec.Struct, frozen=True, array_like=True):
+    """A `StepRecord` without names."""
+
+    plain: tuple[int, int, int, int, int, int, int]
+    """Batch size, peak, activations, reserved, unfolded, largest, kernels."""
+    flops: float
+    bytes_moved: float
+    updates: list[tuple[int, int, int, int, float] | None]
+    """In the order of the document's `others`: peak, activations, reserved, kernels, bytes moved; None: not reckoned,
+    as of models that are older than what others were reckoned under."""
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """A `ModelRecord` without names."""
+
+    family: str
+    input_shape: tuple[int, ...]
+    sizes: tuple[int, int, int]
+    """Parameters, those that are trained, bytes of parameters and buffers."""
+    layers: tuple[int, int, int, int, int, int, int]
+    steps: list[Step]
+
+
+class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a file of the store holds."""
+
+    format: int
+    versions: dict[str, str]
+    optimizer: Optimizer
+    others: list[Optimizer]
+    precision: Precision
+    entries: dict[str, msgspec.Raw]
+    """By name."""
+    failures: dict[str, str]
+
+
+_ENTRY = msgspec.json.Decoder(Entry)
+
+
+class Store:
+    """Records by catalog name, all of one precision."""
+
+    def __init__(self, document: Document) -> None:
+        self._document = document
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Versions of the libraries that defined the models."""
+        return self._document.versions
+
+    def names(self) -> list[str]:
+        """Name every model that was traced."""
+        return list(self._document.entries)
+
+    def failures(self) -> dict[str, str]:
+        """Say of each model that could not be traced why."""
+        return self._document.failures
+
+    def nearest(self, name: str) -> list[str]:
+        """Suggest names."""
+        return difflib.get_close_matches(name, self._document.entries, n=3, cutoff=0.5)
+
+    def record(self, name: str) -> ModelRecord | None:
+        """Return a model's record; None where it was not traced."""
+        entry = self._entry(name)
+        return None if entry is None else self._unpacked(name, entry)
+
+    def family(self, name: str) -> str | None:
+        """Return the Python module, within its library, that defines a model; None where it was not traced."""
+        entry = self._entry(name)
+        return None if entry is None else entry.family
+
+    def features(self, model: CatalogModel, training: Training) -> ModelFeatures | None:
+        """Return a model's features for a training; None where the store cannot know them.
+
+        It knows models at their default input and number of classes, without checkpointing.
+        """
+        record = None if training.activation_checkpointing or model.num_classes is not None else self.record(model.name)
+        if record is None or (model.input is not None and tuple(model.input) != record.input_shape):
+            return None
+        known = training.optimizer is record.optimizer or all(training.optimizer in s.updates for s in record.steps)
+        if not known:
+            return None
+        return msgspec.structs.replace(record.features(training.optimizer), precision=training.precision)
+
+    def _entry(self, name: str) -> Entry | None:
+        """Decode a model's entry; models of the hub go without their organization, too.
+
+        Raises:
+            MalformedError: It is none.
+        """
+        entries = self._document.entries
+        text = entries.get(name)
+        if text is None and name.startswith(_HUB):
+            text = entries.get(_HUB + full_name(name.removeprefix(_HUB)))
+        try:
+            return None if text is None else _ENTRY.decode(text)
+        except msgspec.DecodeError as e:
+            raise MalformedError(f"expected a model in the feature store under {name!r}: {e}") from e
+
+    def _unpacked(self, name: str, entry: Entry) -> ModelRecord:
+        parameters, trainable, size = entry.sizes
+        return ModelRecord(
+            name=name,
+            family=entry.family,
+            input_shape=entry.input_shape,
+            optimizer=self._document.optimizer,
+            precision=self._document.precision,
+            parameters=parameters,
+            trainable_parameters=trainable,
+            parameter_bytes=size,
+            layers=LayerCounts(**dict(zip(LayerCounts.__struct_fields__, entry.layers, strict=True))),
+            steps=tuple(self._step(step) for step in entry.steps),
+        )
+
+    def _step(self, step: Step) -> StepRecord:
+        batch_size, peak, activations, reserved, unfolded, largest, kernels = step.plain
+        return StepRecord(
+            batch_size=batch_size,
+            peak_bytes=peak,
+            activation_bytes=activations,
+            flops=step.flops,
+            bytes_moved=step.bytes_moved,
+            kernels=kernels,
+            unfolded_max=unfolded,
+            largest_bytes=largest,
+            reserved_bytes=reserved,
+            updates={
+                other: _update(*numbers)
+                for other, numbers in zip(self._document.others, step.updates, strict=False)
+                if numbers is not None
+            },
+        )
+
+
+def _update(peak: int, activations: int, reserved: int, kernels: int, bytes_moved: float) -> UpdateRecord:
+    return UpdateRecord(
+        peak_bytes=peak,
+        activation_bytes=activations,
+        reserved_bytes=reserved,
+        bytes_moved=bytes_moved,
+        kernels=kernels,
+    )
+
+
+def unpack(content: bytes) -> Store:
+    """Read a store.
+
+    Raises:
+        MalformedError: It is cut short, changed, or of another version.
+    """
+    try:
+        inflate = zlib.decompressobj()
+        text = inflate.decompress(content, MAX_BYTES)
+        if not inflate.eof:
+            raise MalformedError("the feature store is cut short, or larger than any store")
+        document = msgspec.json.decode(text, type=Document)
+    except (zlib.error, msgspec.DecodeError) as e:
+        raise MalformedError(f"expected a feature store: {e}") from e
+    if document.format != FORMAT:
+        raise MalformedError(f"expected a feature store of format {FORMAT}, found {document.format}; upgrade carpool")
+    return Store(document)
+
+
+@cache
+def _read(file: str) -> Store:
+    return unpack(resources.files("carpool_predictor").joinpath(file).read_bytes())
+
+
+def shipped(precision: Precision = Precision.FP32) -> Store:
+    """Return the store that the package carries for a precision, one of `FILES`; read once."""
+    return _read(FILES[precision])
+
+
+def measured() -> Store:
+    """Return the models of the measurements that the catalog has otherwise."""
+    return _read(MEASURED_FILE)
+
+
+def features(model: CatalogModel, training: Training) -> ModelFeatures | None:
+    """Return a catalog model's features for a training; None where no store knows them."""
+    return shipped(training.precision).features(model, training) if training.precision in FILES else None

@@ -1,0 +1,208 @@
+"""How a prediction looks to people: one GPU line by line with its intervals, several side by side."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+
+from carpool_core.lengths import told
+from carpool_core.resources.prediction import Interval, MemoryPrediction
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from carpool_predictor.cli.report import ProductReport, Report, length_of
+from carpool_predictor.prediction.fitting import LargestBatch
+from carpool_predictor.prediction.parts import MemoryParts
+
+_WIDTH_OF_INTERVALS = 190
+"""Columns of a terminal in which the intervals of several GPUs fit beside the medians."""
+_SHORTENED = 1_000_000
+"""From here on numbers are rounded to two digits: no GPU has a TiB, and no step takes a quarter of an hour."""
+_MARGIN = 6
+"""Columns around and between the two columns of a table."""
+
+
+def as_text(title: str, report: Report, *, width: int) -> RenderableType:
+    """Draw what is predicted; intervals of several GPUs only where the terminal is wide, they are in the JSON, too."""
+    return Group(*_tables(title, report, width, with_intervals=width >= _WIDTH_OF_INTERVALS))
+
+
+def _tables(title: str, report: Report, width: int, *, with_intervals: bool) -> Iterator[RenderableType]:
+    if len(report.products) == 1:
+        (product,) = report.products
+        # Not the table's own title, which would be broken to the width of the table.
+        yield Text(f"{title}, on {product.answer.prediction.product}", style="italic")
+        yield _one(report, product)
+    else:
+        yield _memory(title, report)
+        yield _speed(report, with_intervals=with_intervals)
+        yield _parts(report)
+        if any(product.mig for product in report.products):
+            yield _mig(report, width)
+    yield Text(f"{report.prediction.reason}: {report.prediction.message}", style="dim")
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if number else "left", no_wrap=number == 0)
+    return table
+
+
+def _number(value: float, digits: int = 0) -> str:
+    """Write a number in eight characters at most, so that a table stays within 80 columns whatever was asked."""
+    digits = digits if value < _SHORTENED / 10 else 0
+    return f"{value:,.{digits}f}" if value < _SHORTENED else f"{value:.1e}".replace("e+0", "e").replace("e+", "e")
+
+
+def _batch(found: LargestBatch) -> str:
+    """Write a largest batch in few characters."""
+    if found.batch_size is None:
+        return f"<{found.fewer_than:,}"
+    if not found.batch_size:
+        return "none"
+    return f"{'≥' if found.limited_by_trace else ''}{found.batch_size:,}"
+
+
+def _span(interval: Interval | None, scale: float = 1.0, digits: int = 0, *, with_ends: bool = True) -> str:
+    if interval is None:
+        return ""
+    median, lower, upper = (_number(x * scale, digits) for x in (interval.median, interval.lower, interval.upper))
+    return f"{median} [dim]({lower} - {upper})[/dim]" if with_ends else median
+
+
+def _one(report: Report, product: ProductReport) -> Table:
+    found = product.answer.prediction
+    memory, activity = found.memory, found.activity
+    table = Table(box=box.SIMPLE, show_header=False)
+    table.add_row("memory at its peak", f"{memory.median_mib:,} MiB")
+    table.add_row("  at most", f"{memory.upper_mib:,} MiB, {memory.coverage:.0%} sure")
+    table.add_row("  class", f"{memory.class_lower_mib // 1024} - {memory.class_upper_mib // 1024} GiB")
+    for name in _names():
+        table.add_row(f"  {name.removesuffix('_mib')}", f"{getattr(product.parts, name):,.0f} MiB")
+    table.add_row("GPU utilization", f"{_span(activity.gpu_util_percent)} %")
+    table.add_row("SM activity", f"{_span(activity.sm_active_ratio, 100)} %")
+    table.add_row("SM occupancy", f"{_span(activity.sm_occupancy_ratio, 100)} %")
+    table.add_row("DRAM activity", f"{_span(activity.dram_active_ratio, 100)} %")
+    table.add_row("step time", f"{_span(found.step_time_seconds, 1000, 1)} ms")
+    if report.steps is not None:
+        length = length_of(report.steps, found.step_time_seconds)
+        ends = f"[dim]({told(length.lower)} - {told(length.upper)})[/dim]"
+        table.add_row(f"  {_steps(report.steps)}", f"{told(length.median)} {ends}")
+    table.add_row("largest batch", str(product.largest))
+    for profile, largest in product.mig.items():
+        table.add_row(f"  on {profile}", str(largest))
+    inside = {"memory": _memory_learned(report, product)} | _speed_learned(product)
+    table.add_row("inside what was learned", _named(inside))
+    return table
+
+
+def _memory(title: str, report: Report) -> Table:
+    table = _table(title, "GPU", "MiB", "at most", "sure", "class GiB", "largest batch", "learned")
+    for product in report.products:
+        memory = product.answer.prediction.memory
+        table.add_row(
+            _short(product.answer.prediction.product),
+            _number(memory.median_mib),
+            _number(memory.upper_mib),
+            f"{memory.coverage:.0%}",
+            _class(memory),
+            _batch(product.largest),
+            "yes" if _memory_learned(report, product) else "no",
+        )
+    return table
+
+
+def _class(memory: MemoryPrediction) -> str:
+    lower, upper = memory.class_lower_mib, memory.class_upper_mib
+    return f"{lower // 1024}-{upper // 1024}" if upper < _SHORTENED else f">{_SHORTENED // 1024}"
+
+
+def _speed(report: Report, *, with_intervals: bool) -> Table:
+    title, columns = "How busy it is, alone", ["GPU", "util %", "SM %", "occ %", "DRAM %", "step ms"]
+    if report.steps is not None:
+        title, columns = f"{title}, and how long {_steps(report.steps)} take", [*columns, "takes"]
+    table = _table(title, *columns, "learned")
+    for product in report.products:
+        found = product.answer.prediction
+        activity = found.activity
+        table.add_row(
+            _short(found.product),
+            _span(activity.gpu_util_percent, with_ends=with_intervals),
+            _span(activity.sm_active_ratio, 100, with_ends=with_intervals),
+            _span(activity.sm_occupancy_ratio, 100, with_ends=with_intervals),
+            _span(activity.dram_active_ratio, 100, with_ends=with_intervals),
+            _span(found.step_time_seconds, 1000, 1, with_ends=with_intervals),
+            *([] if report.steps is None else [_length(report.steps * found.step_time_seconds.median)]),
+            _named(_speed_learned(product)),
+        )
+    return table
+
+
+def _steps(number: int) -> str:
+    return f"{number:,} {'step' if number == 1 else 'steps'}"
+
+
+def _length(seconds: float) -> str:
+    """Write a length of time in as few characters as a number."""
+    days = seconds / 86_400
+    return told(seconds) if days < _SHORTENED else f"{_number(days)} d"
+
+
+def _memory_learned(report: Report, product: ProductReport) -> bool:
+    return report.memory_inside and product.answer.memory_calibrated
+
+
+def _speed_learned(product: ProductReport) -> dict[str, bool]:
+    return {"activity": product.answer.activity_measured, "time": product.answer.step_time_inside}
+
+
+def _named(inside: dict[str, bool]) -> str:
+    """Name what lies inside what was learned."""
+    return "all" if all(inside.values()) else ", ".join(name for name, is_so in inside.items() if is_so) or "none"
+
+
+def _short(product: str) -> str:
+    return product.removeprefix("NVIDIA ").removeprefix("GeForce ")
+
+
+_SHORT_PARTS = {"gradients": "grads", "optimizer": "optim", "activations": "activ", "workspace": "worksp"}
+"""Headings with which the table of parts fits into 80 columns."""
+
+
+def _names() -> list[str]:
+    return [field.name for field in fields(MemoryParts)]
+
+
+def _parts(report: Report) -> Table:
+    names = [name.removesuffix("_mib") for name in _names()]
+    table = _table(
+        "What the memory consists of at its peak, MiB", "GPU", *(_SHORT_PARTS.get(name, name) for name in names)
+    )
+    for product in report.products:
+        table.add_row(
+            _short(product.answer.prediction.product), *(_number(getattr(product.parts, name)) for name in _names())
+        )
+    return table
+
+
+def _mig(report: Report, width: int) -> Table:
+    table = _table("Largest batch on a MIG instance", "GPU", "profile: batch")
+    products = [product for product in report.products if product.mig]
+    names = [_short(product.answer.prediction.product) for product in products]
+    for name, product in zip(names, products, strict=True):
+        batches = [f"{profile}: {_batch(found)}" for profile, found in product.mig.items()]
+        table.add_row(name, "\n".join(_packed(batches, width - max(map(len, names)) - _MARGIN)))
+    return table
+
+
+def _packed(items: Sequence[str], width: int) -> Iterator[str]:
+    """Put as many items on a line as fit; none is broken."""
+    line = items[0]
+    for item in items[1:]:
+        if len(line) + len(item) + 2 > width:
+            yield f"{line},"
+            line = item
+        else:
+            line = f"{line}, {item}"
+    yield line

@@ -1,0 +1,255 @@
+"""How much tenants of one GPU slow each other down, from what each does when it is alone.
+
+Two questions, answered one after the other: how much longer does a tenant's work on the GPU take beside others, and how
+much longer does its whole step take then.
+
+The step. For a share `u` of a step (`gpu_util`) some kernel runs; the host's part hides behind the GPU's, but not
+wholly. Both together take a power mean, 1 = (h^p + u^p)^(1/p): p = 1 would be one after the other, p = infinity
+whichever is longer. When the GPU's part is stretched by x::
+
+    s = (1 - u^p + (u * x)^p)^(1/p)
+
+The exponent p is learned on Gavel's solo throughputs, from how a step grows with its batch; `evaluation.slowdown.gavel`
+learns it.
+
+Taking turns (time slicing). The GPU serves whoever is there in turns; whoever comes meets its neighbours as they would
+be without it (the arrival theorem; exact mean-value analysis, Reiser and Lavenberg 1980)::
+
+    x_i = 1 + sum over j of Q_j(without i)        Q_j = u_j * x_j / s_j, the share of j's step that it is at the GPU
+
+Of two, Q_j is u_j. Of more, the recursion over smaller groups says how they compose; below DEPTH levels a tenant
+counts as if it were alone, which is exact up to four tenants. With p = 1 this is the exact solution of a closed network
+with one processor-sharing station, and the GPU is never more than busy.
+
+Side by side (MPS). There is no contention below saturation: co-location was measured to pay while the joint SM
+activity stays under 80% (Yousefzadeh-Asl-Miandoab, ITU 2025, chapter 4). Beyond, what exceeds the larger of the
+threshold and the tenant's own activity queues up, on whichever of SMs and DRAM is scarcer::
+
+    x_i = 1 + max over sm, dram of max(0, sum of a_j - max(0.8, a_i))
+
+The upper quantile adds k * sum of u_j: the busier the neighbours, the more may go wrong. The factor k is the quantile
+of what Gavel's pairs show that had no part in what was fitted. Means over time hide bursts, caches are not modelled,
+and thread percentages are not either: a tenant's cap is chosen above its own need. A whole GPU or a MIG instance of
+one's own: no slowdown (MIG instances do share some of the chip; not modelled).
+"""
+
+from functools import cache
+from itertools import combinations
+from typing import Annotated, NamedTuple
+
+import msgspec
+import numpy as np
+from carpool_core.values import SharingMode
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from carpool_predictor.cost_models.shipping import load
+from carpool_predictor.features.malformed import MalformedError
+
+SM_SATURATION = 0.8
+"""Joint SM activity up to which MPS tenants do not disturb each other (ITU 2025: "SMACT <= 80%")."""
+DRAM_SATURATION = 0.8
+"""Joint DRAM activity up to which they do not; an assumption: streaming kernels reach 80-90% of the peak bandwidth."""
+DEPTH = 3
+"""Levels of smaller groups that are looked at for one tenant."""
+THREE_HALVES = 1.5
+_CELLS = 1 << 14
+"""Numbers of an array that one look at many GPUs works on: what fits a processor's cache is quicker."""
+
+Ratios = NDArray[np.floating]
+Slowdowns = NDArray[np.float64]
+
+
+class SlowdownModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What was learned. `carpool train` writes it."""
+
+    version: str
+    exponent: Annotated[float, Meta(ge=1, le=50)]
+    """p: how well a job's host hides behind its GPU; 1 not at all."""
+    level: Annotated[float, Meta(gt=0, lt=1)]
+    """Share of slowdowns that the upper quantile is meant to hold."""
+    turns_factor: Annotated[float, Meta(ge=0, le=100)]
+    """k of tenants that take turns: how kernels queue was known in the pairs that this was learned on."""
+    side_by_side_factor: Annotated[float, Meta(ge=0, le=100)]
+    """k of tenants under MPS: it was not known, so that it is larger."""
+    provenance: dict[str, str | float | int]
+    """What it was learned on."""
+
+
+def read_model(content: bytes) -> SlowdownModel:
+    """Read an artifact.
+
+    Raises:
+        MalformedError: It is cut short, changed, or of another version.
+    """
+    try:
+        return msgspec.json.decode(content, type=SlowdownModel)
+    except msgspec.DecodeError as e:
+        raise MalformedError(f"expected a slowdown model as `carpool train` writes it: {e}") from e
+
+
+@cache
+def shipped() -> SlowdownModel:
+    """Return the model that the package carries."""
+    return load("slowdown.json", read_model)
+
+
+def slowdowns(
+    mode: SharingMode, util: Ratios, sm: Ratios, dram: Ratios, present: NDArray[np.bool_] | None = None
+) -> Slowdowns:
+    """Predict each tenant's step time beside its neighbours over its step time alone: the median.
+
+    Args:
+        mode: How all of these GPUs are shared.
+        util: Share of time in which some kernel of the tenant ran when alone, 0..1, shape (gpus, tenants).
+        sm: Mean share of SMs with its work when alone, 0..1, same shape.
+        dram: Share of memory cycles in use when alone, 0..1, same shape.
+        present: Which entries are tenants; the others are ignored, same shape. All are when None.
+
+    Returns:
+        Slowdowns of at least 1, shape (gpus, tenants), float64; exactly 1 where no tenant is.
+    """
+    exponent = shipped().exponent
+    if mode is SharingMode.TIME_SLICING:
+        return _in_turns(util, present, exponent)
+    if mode is SharingMode.MPS:
+        sm_excess = _excess(_masked(sm, present), SM_SATURATION)
+        dram_excess = _excess(_masked(dram, present), DRAM_SATURATION)
+        return stretched(_masked(util, present), 1.0 + np.maximum(sm_excess, dram_excess), exponent)
+    return np.ones(np.shape(util))
+
+
+def upper_slowdowns(
+    mode: SharingMode, util: Ratios, sm: Ratios, dram: Ratios, present: NDArray[np.bool_] | None = None
+) -> Slowdowns:
+    """Predict the upper quantile of what `slowdowns` predicts the median of; the level stands in the model."""
+    return slowdowns(mode, util, sm, dram, present) + allowance(mode, util, present)
+
+
+def allowance(mode: SharingMode, util: Ratios, present: NDArray[np.bool_] | None = None) -> Slowdowns:
+    """Return how far the upper quantile lies above the median, shape (gpus, tenants); 0 where no tenant is.
+
+    Args:
+        mode: How all of these GPUs are shared.
+        util: Share of time in which some kernel of the tenant ran when alone, 0..1, shape (gpus, tenants).
+        present: Which entries are tenants; the others are ignored, same shape. All are when None.
+    """
+    if mode not in (SharingMode.TIME_SLICING, SharingMode.MPS):
+        return np.zeros(np.shape(util))
+    model, busy = shipped(), _masked(util, present)
+    factor = model.turns_factor if mode is SharingMode.TIME_SLICING else model.side_by_side_factor
+    above: Slowdowns = factor * (busy.sum(axis=1, keepdims=True) - busy)
+    return above if present is None else np.where(present, above, 0.0)
+
+
+def stretched(busy: Ratios, stretch: Ratios | float, exponent: float) -> Slowdowns:
+    """Return the slowdown of a step whose busy share `u` is stretched by `x`: (1 - u^p + (u x)^p)^(1/p)."""
+    return _with_longer(busy, busy * stretch, exponent)
+
+
+def _with_longer(busy: Ratios, longer: Ratios, exponent: float) -> Slowdowns:
+    """Return the same from both parts of the step at the GPU: as it was, and stretched."""
+    if exponent == THREE_HALVES:  # roots take a fraction of the time that powers take
+        raised = 1.0 - busy * np.sqrt(busy) + longer * np.sqrt(longer)
+        found: Slowdowns = np.cbrt(raised * raised)
+        return np.maximum(1.0, found)
+    return np.maximum(1.0, (1.0 - busy**exponent + longer**exponent) ** (1.0 / exponent))
+
+
+def _ratios(values: Ratios) -> Slowdowns:
+    """Return the values, those beyond 0..1 brought back to it."""
+    found: Slowdowns = np.maximum(values, 0.0, dtype=np.float64)
+    return np.minimum(found, 1.0, out=found)
+
+
+def _masked(values: Ratios, present: NDArray[np.bool_] | None) -> Slowdowns:
+    """Return ratios in 0..1, shape (gpus, tenants); 0 where nobody is."""
+    found = _ratios(values)
+    if present is not None and not present.all():
+        found[~present] = 0.0
+    return found
+
+
+def _in_turns(util: Ratios, present: NDArray[np.bool_] | None, exponent: float) -> Slowdowns:
+    """Slowdowns of tenants that take turns: equally many tenants at a time, so that few cost little."""
+    if present is None or present.all():
+        return Turns(_ratios(util), exponent).slowdowns()
+    result = np.ones(np.shape(present))
+    count = present.sum(axis=1)
+    for tenants in np.unique(count[count > 1]).tolist():
+        rows = np.flatnonzero(count == tenants)
+        here = np.zeros(present.shape, np.bool_)
+        here[rows] = present[rows]
+        busy = _ratios(util[here]).reshape(rows.size, tenants)
+        result[here] = Turns(busy, exponent).slowdowns().ravel()
+    return result
+
+
+class _Level(NamedTuple):
+    """Every choice of equally many tenants that are away and of one that is there."""
+
+    tenant: NDArray[np.intp]
+    """(choices,) The one that is there."""
+    others: NDArray[np.intp]
+    """(choices, others) Each other one that is there, when that one is away, too: by its place in the next level."""
+
+
+@cache
+def _levels(tenants: int, depth: int) -> tuple[_Level, ...]:
+    """Return the levels from nobody away to `depth` away, or all but one."""
+    every = range(tenants)
+    choices = [
+        [(one, frozenset(away)) for away in combinations(every, size) for one in every if one not in away]
+        for size in range(min(depth, tenants - 1) + 1)
+    ]
+    places = [{choice: place for place, choice in enumerate(level)} for level in [*choices[1:], []]]
+    return tuple(
+        _Level(
+            tenant=np.array([one for one, _ in level], np.intp),
+            others=np.array([[at[o, away | {one}] for o in every if (o, away | {one}) in at] for one, away in level]),
+        )
+        for level, at in zip(choices, places, strict=True)
+    )
+
+
+class Turns:
+    """The mean-value analysis of GPUs with equally many tenants.
+
+    Args:
+        busy: Busy shares alone, 0..1, shape (gpus, tenants).
+        exponent: p.
+        depth: Levels of smaller groups that are looked at.
+    """
+
+    def __init__(self, busy: Slowdowns, exponent: float, depth: int = DEPTH) -> None:
+        self._busy, self._exponent = busy.T, exponent
+        self._levels = _levels(busy.shape[1], depth)
+
+    def slowdowns(self) -> Slowdowns:
+        """Return each tenant's slowdown, shape (gpus, tenants)."""
+        gpus = self._busy.shape[1]
+        at_once = max(1, _CELLS // max(len(level.tenant) for level in self._levels))
+        if gpus <= at_once:
+            return self._of(self._busy).T
+        parts = [self._of(self._busy[:, first : first + at_once]) for first in range(0, gpus, at_once)]
+        return np.concatenate(parts, axis=1).T
+
+    def _of(self, busy: Slowdowns) -> Slowdowns:
+        """Slowdowns of some GPUs, from the smallest groups up; shape (tenants, gpus), as `busy`."""
+        slowdown, at_gpu = np.ones(busy.shape), busy.take(self._levels[-1].tenant, axis=0)
+        for level in reversed(self._levels[:-1]):
+            own, first, *others = busy.take(level.tenant, axis=0), *level.others.T
+            stretch = 1.0 + at_gpu.take(first, axis=0)
+            for other in others:
+                stretch += at_gpu.take(other, axis=0)
+            longer = own * stretch
+            slowdown = _with_longer(own, longer, self._exponent)
+            at_gpu = longer / slowdown  # the share of its step in which it is at the GPU
+        return slowdown
+
+
+def _excess(activity: Slowdowns, saturation: float) -> Slowdowns:
+    """What of the joint activity finds no room, for each tenant; `activity` has shape (gpus, tenants)."""
+    joint = activity.sum(axis=1, keepdims=True)
+    excess: Slowdowns = np.maximum(0.0, joint - np.maximum(saturation, activity))
+    return excess

@@ -1,0 +1,257 @@
+"""Evaluates the memory model: families held out, a random split beside it, baselines on the same rows."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import nan
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from carpool_predictor.catalog import store
+from carpool_predictor.cost_models.memory import MemoryModel, correct, predict_memory, shipped
+from carpool_predictor.evaluation.memory.baselines import BASELINES
+from carpool_predictor.evaluation.memory.card import EVENLY, write_card
+from carpool_predictor.evaluation.memory.fit import Sample, deal, fit, samples_of, traced_models
+from carpool_predictor.evaluation.memory.measurements import FILE, Row, clean, read_rows
+from carpool_predictor.evaluation.suites import DataError, Figure, Report, Tell, counted, silent
+
+SEED = 20260101
+OUTER_FOLDS = 5
+CLASS_MIB = 8192
+FEWEST_ROWS = 10
+"""A family counts as the worst one from this many rows on: of four rows one already is a quarter."""
+
+_BY = ("", " by the median", " by the bound")
+"""Classes that figures tell: the one that is named, and those that median and bound alone would have named."""
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Answers for samples that nothing was fitted on; arrays of one number a sample."""
+
+    samples: Sequence[Sample]
+    median: Floats
+    upper: Floats
+    classes: Floats
+    """Upper edges of the classes that were named, in MiB."""
+    inside: NDArray[np.bool_]
+
+    @property
+    def measured(self) -> Floats:
+        """Measured peaks, in MiB."""
+        return np.array([s.measured_mib for s in self.samples])
+
+    @property
+    def errors(self) -> Floats:
+        """Absolute relative errors of the median."""
+        relative: Floats = np.abs(self.median / self.measured - 1)
+        return relative
+
+    def where(self, chosen: NDArray[np.bool_]) -> "Judged":
+        """Keep some of the samples."""
+        kept = [s for s, c in zip(self.samples, chosen, strict=True) if c]
+        return Judged(kept, self.median[chosen], self.upper[chosen], self.classes[chosen], self.inside[chosen])
+
+    def figures(self) -> dict[str, float]:
+        """Return every figure of the tables; shares in percent."""
+        measured, covered = self.measured, self.upper >= self.measured
+        right, *named = (np.ceil(v / CLASS_MIB) for v in (measured, self.classes, self.median, self.upper))
+        return {
+            "rows": len(self.samples),
+            "median error": 100 * float(np.median(self.errors)),
+            "p95 error": 100 * float(np.quantile(self.errors, 0.95)),
+            "under by more than 10%": 100 * float(np.mean(self.median < 0.9 * measured)),
+            **{f"right class{by}": 100 * float(np.mean(n == right)) for by, n in zip(_BY, named, strict=True)},
+            **{f"class too small{by}": 100 * float(np.mean(n < right)) for by, n in zip(_BY, named, strict=True)},
+            "coverage": 100 * float(np.mean(covered)),
+            EVENLY: float(np.mean([share for _, _, share in self.families()])),
+            "bound over actual": float(np.median(self.upper / measured)),
+            "its mean": float(np.mean(self.upper / measured)),
+            "worst family": min((share for _, rows, share in self.families() if rows >= FEWEST_ROWS), default=nan),
+            "outside": 100 * float(np.mean(~self.inside)),
+        }
+
+    def families(self) -> list[tuple[str, int, float]]:
+        """Return (family, rows, coverage in percent), the least covered first."""
+        names = np.array([s.family for s in self.samples])
+        covered = self.upper >= self.measured
+        found = [(str(n), int(sum(names == n)), 100 * float(covered[names == n].mean())) for n in np.unique(names)]
+        return sorted(found, key=lambda entry: (entry[2], entry[0]))
+
+
+def apply(model: MemoryModel, samples: Sequence[Sample]) -> Judged:
+    """Predict with the code that users get."""
+    answers = []
+    for sample in samples:
+        corrected = correct(model, sample.features, sample.cost, sample.batch_size)
+        memory = predict_memory(
+            sample.cost, sample.features.layers, model, corrected, calibrated=True, context_difference_mib=0
+        )
+        answers.append((memory.median_mib, memory.upper_mib, memory.class_upper_mib, corrected.inside))
+    median, upper, classes, inside = (np.array(column) for column in zip(*answers, strict=True))
+    return Judged(samples, median.astype(float), upper.astype(float), classes.astype(float), inside)
+
+
+Fold = tuple[frozenset[str], MemoryModel]
+
+
+def fit_folds(
+    samples: Sequence[Sample], key: Callable[[Sample], str], what: str, tell: Tell = silent, seed: int = SEED
+) -> list[Fold]:
+    """Fit without each part of the data.
+
+    Args:
+        samples: What is learned from.
+        key: What is held out whole: a family, or a model (all its batch sizes in one fold).
+        what: What that is called.
+        tell: Hears which fold is being fitted.
+        seed: Seed of the folds.
+    """
+    folds = deal(map(key, samples), OUTER_FOLDS, seed)
+    return [
+        (fold, fit([s for s in samples if key(s) not in fold], seed=seed))
+        for fold in counted(folds, f"{what} held out, fold", tell)
+    ]
+
+
+def judge(folds: Sequence[Fold], samples: Sequence[Sample], key: Callable[[Sample], str]) -> Judged:
+    """Judge each model on the samples that were held out from it."""
+    parts = [apply(model, [s for s in samples if key(s) in fold]) for fold, model in folds]
+    return Judged(
+        [s for part in parts for s in part.samples],
+        np.concatenate([part.median for part in parts]),
+        np.concatenate([part.upper for part in parts]),
+        np.concatenate([part.classes for part in parts]),
+        np.concatenate([part.inside for part in parts]),
+    )
+
+
+def baselines(samples: Sequence[Sample], tell: Tell = silent, seed: int = SEED) -> dict[str, dict[str, float]]:
+    """Return median and p95 error (%), right class and class too small (%) of each baseline, families held out."""
+    table = {}
+    for name, estimator in BASELINES.items():
+        estimates: list[Floats] = []
+        measured: list[float] = []
+        for fold in counted(deal((s.family for s in samples), OUTER_FOLDS, seed), f"baseline {name}, fold", tell):
+            judged = [s for s in samples if s.family in fold]
+            judge = estimator([s for s in samples if s.family not in fold], seed)
+            estimates.append(judge(judged))
+            measured += [s.measured_mib for s in judged]
+        table[name] = _errors(np.concatenate(estimates), np.array(measured))
+    return table
+
+
+def _errors(median: Floats, measured: Floats) -> dict[str, float]:
+    errors = np.abs(median / measured - 1)
+    classes = np.ceil(median / CLASS_MIB) - np.ceil(measured / CLASS_MIB)
+    return {
+        "median error": 100 * float(np.median(errors)),
+        "p95 error": 100 * float(np.quantile(errors, 0.95)),
+        "right class": 100 * float(np.mean(classes == 0)),
+        "class too small": 100 * float(np.mean(classes < 0)),
+    }
+
+
+def measured_samples(data: Path) -> tuple[list[Row], list[Sample], list[Sample]]:
+    """Return the published rows, and the samples of traced models after and before cleaning."""
+    rows = read_rows(data / FILE)
+    traced = traced_models({row.model for row in rows})
+    return rows, samples_of(clean(rows), traced), samples_of(rows, traced)
+
+
+def targets(figures: Mapping[str, float], few: float) -> tuple[Figure, ...]:
+    """Hold figures against what was asked for."""
+    wanted = (
+        ("median error", "≤ 4.0", figures["median error"] <= 4.0),
+        ("right class", "≥ 92", figures["right class"] >= 92),
+        ("class too small", "≤ 1.5", figures["class too small"] <= 1.5),
+        ("coverage", "≥ 95", figures["coverage"] >= 95),
+        ("bound over actual", "≤ 1.15", figures["bound over actual"] <= 1.15),
+        ("worst family", "≥ 85", figures["worst family"] >= 85),
+        ("outside", "≤ 5", figures["outside"] <= 5),
+    )
+    held = tuple(Figure(name, figures[name], target, met) for name, target, met in wanted)
+    return (*held, Figure("median error from 20 jobs of another stack", few, "≤ 5", few <= 5))
+
+
+def few_jobs(samples: Sequence[Sample], jobs: int, seed: int = SEED) -> float:
+    """Return the median error (%) of a line from a few jobs, their families held out from the judged ones.
+
+    An unseen stack is played by forgetting: neither line nor trees of the full fit are used.
+    """
+    from carpool_predictor.cost_models.affine import Pair, fit_line
+
+    errors: list[float] = []
+    rng = np.random.default_rng(seed)
+    for fold in deal((s.family for s in samples), OUTER_FOLDS, seed):
+        others = [s for s in samples if s.family not in fold]
+        for _ in range(10):
+            chosen = [others[i] for i in rng.choice(len(others), jobs, replace=False)]
+            slope, intercept = fit_line([Pair(s.reserved_mib, s.measured_mib) for s in chosen])
+            errors += [
+                abs(slope * s.reserved_mib + intercept - s.measured_mib) / s.measured_mib
+                for s in samples
+                if s.family in fold
+            ]
+    return 100 * float(np.median(errors))
+
+
+def _family(sample: Sample) -> str:
+    return sample.family
+
+
+def _model(sample: Sample) -> str:
+    return sample.model
+
+
+def run(data: Path, out: Path, tell: Tell = silent) -> Report:
+    """Evaluate, and write `memory.md` and its figures."""
+    rows, samples, uncleaned = measured_samples(data)
+    folds = fit_folds(samples, _family, "families", tell)
+    by_family = judge(folds, samples, _family)
+    splits = {
+        "families held out": by_family,
+        "the same, inside what was learned": by_family.where(by_family.inside),
+        "models held out at random": judge(fit_folds(samples, _model, "models", tell), samples, _model),
+        "families held out, rows before cleaning": judge(folds, uncleaned, _family),
+    }
+    few = {jobs: few_jobs(samples, jobs) for jobs in (3, 10, 20, 50)}
+    files = write_card(
+        out,
+        model=shipped(),
+        rows=len(rows),
+        cleaned=len(clean(rows)),
+        splits={name: judged.figures() for name, judged in splits.items()},
+        judged=by_family,
+        baselines=baselines(samples, tell),
+        few=few,
+        versions=store.shipped().versions,
+        models=len(traced_models({row.model for row in rows})),
+        measured=len({row.model for row in rows}),
+        release=store.measured().versions["timm"],
+        otherwise=len(store.measured().names()),
+    )
+    return Report("memory", targets(by_family.figures(), few[20]), files)
+
+
+def frozen(data: Path) -> Report:
+    """Judge the shipped model on rows that it never saw; nothing is fitted.
+
+    Rows of models that the feature store does not hold count as abstained from; all other figures leave them out.
+
+    Raises:
+        DataError: The file or a column is missing, or none of its models is known.
+    """
+    rows, samples, _ = measured_samples(data)
+    if not samples:
+        raise DataError(f"expected rows of models that the feature store knows in {data / FILE}, found none")
+    found = apply(shipped(), samples).figures()
+    abstained = 100 * (1 - len(samples) / len(clean(rows)))
+    asked = {figure.name: figure for figure in targets(found, few=0.0)}
+    figures = tuple(asked.get(name, Figure(name, value)) for name, value in found.items())
+    return Report(
+        "memory", (*figures, Figure("abstained from, unknown to the store", abstained, "≤ 5", abstained <= 5))
+    )

@@ -1,0 +1,107 @@
+"""Autocast for tensors without data: PyTorch's own leaves them as they are, and fake tensors take thrice the time.
+
+The lists are those of CUDA (aten/src/ATen/autocast_mode.h), in the words of Python's functions.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (PyTorch's own name for it)
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from carpool_predictor.features.abstention import TraceError
+
+_LOWER: frozenset[Callable[..., Any]] = frozenset(
+    {
+        F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, F.linear, F.prelu,
+        F.scaled_dot_product_attention, F.multi_head_attention_forward, torch.addbmm, torch.addmm, torch.addmv,
+        torch.addr, torch.baddbmm, torch.bmm, torch.chain_matmul, torch.einsum, torch.gru, torch.gru_cell, torch.lstm,
+        torch.lstm_cell, torch.matmul, torch.mm, torch.mv, torch.prelu, Tensor.__matmul__, Tensor.__rmatmul__,
+        Tensor.addmm, Tensor.addmv, Tensor.addr, Tensor.baddbmm, Tensor.bmm, Tensor.matmul, Tensor.mm, Tensor.mv,
+    }
+)  # fmt: skip
+"""Products, which run in the lower precision."""
+_LOSSES: frozenset[Callable[..., Any]] = frozenset(
+    {
+        F.binary_cross_entropy_with_logits, F.cross_entropy, F.kl_div, F.l1_loss, F.mse_loss, F.nll_loss,
+        F.smooth_l1_loss,
+    }
+)  # fmt: skip
+"""Losses, which run in FP32; `rules` knows the other functions that do."""
+_ATEN = torch.ops.aten
+_PRODUCTS = frozenset(
+    {
+        _ATEN.addbmm.default, _ATEN.addmm.default, _ATEN.baddbmm.default, _ATEN.bmm.default, _ATEN.conv_tbc.default,
+        _ATEN.convolution.default, _ATEN.mm.default,
+    }
+)  # fmt: skip
+"""What functions come down to of which autocast would have cast the arguments, whatever Python calls them."""
+
+
+class MetaAutocast(TorchFunctionMode):
+    """Casts the arguments of functions above autograd, so that gradients are cast back.
+
+    Args:
+        dtype: The lower precision.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+        self._weights: dict[Tensor, Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Cast what a function of the lists takes, and call on."""
+        kwargs = kwargs or {}
+        cast = self._lowered if func in _LOWER else _raised if func in _LOSSES else None
+        if cast is not None:
+            args = [_each(value, cast) for value in args]
+            kwargs = {name: _each(value, cast) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def __exit__(self, *exception: Any) -> None:
+        """Forget the weights' copies, as autocast does at its end."""
+        self._weights.clear()
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]  # PyTorch leaves it unannotated
+
+    def _lowered(self, tensor: Tensor) -> Tensor:
+        if tensor.dtype is not torch.float32:
+            return tensor
+        if not (tensor.is_leaf and tensor.requires_grad):
+            return tensor.to(self._dtype)
+        found = self._weights.get(tensor)
+        if found is None:
+            found = self._weights[tensor] = tensor.to(self._dtype)
+        return found
+
+
+class NoProductMissed(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves it unannotated
+    """Raises on a product in FP32 under `MetaAutocast`: PyTorch's own autocast works below Python, and misses none.
+
+    A model that itself turns autocast off may want one; PyTorch's own, on fake tensors, knows that as well.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call on, unless the operator should have been cast.
+
+        Raises:
+            TraceError: It should have been.
+        """
+        if func in _PRODUCTS and any(isinstance(value, Tensor) and value.dtype is torch.float32 for value in args):
+            raise TraceError("OperatorUnsupported", f"{func} is not known to be cast on tensors without data")
+        return func(*args, **(kwargs or {}))
+
+
+def _raised(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def _each(value: Any, cast: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return cast(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)([_each(item, cast) for item in value]) if type(value) in (list, tuple) else value
+    return value
