@@ -32,8 +32,8 @@ MOST_DEATHS = 2
 
 FIRST = 1.02
 """Factor to the bound of a job of which no run was seen, where shipped bounds are not to be risked: families of models
-differ more than models do. It holds 95% of the rows of nine families in ten (`evaluation.memory.first_runs` reckons that;
-what came out stands in the memory model's card)."""
+differ more than models do. It holds 95% of the rows of nine families in ten, as `evaluation.memory.first_runs` reckons
+and the memory model's card says."""
 FIRST_UNENFORCED = 1.3
 """The same where nothing enforces a bound, as by turns: there whoever takes more than its bound takes it from others.
 It holds 95% of the rows of nineteen families in twenty."""
