@@ -63,7 +63,7 @@ def test_costs_are_split_by_process_and_by_request_beside_those_of_the_stock_sch
     )
     slower, quicker = (replace(ours, elapsed_s=s, stolen=by) for s, by in ((2.5, 0.05), (1.0, 0.0)))
     told = "\n".join(throughput_section([Turn(one, stock) for one in (slower, ours, quicker)]))
-    assert "| jobs a second | 50.0 (40.0 to 100.0) | 100.0 (100.0 to 100.0) | ≥ 40 | kept |" in told
+    assert "| jobs a second | 50.0 (40.0 to 100.0) | 100.0 (100.0 to 100.0) | ≥ 40, aimed at 80 | kept |" in told
     assert "| stolen | 0.0% (0.0% to 5.0%) | 1.0% (1.0% to 1.0%) | | |" in told
     assert "stolen; left out: 0." in told
     assert "| jobs a second | 40.0 (40.0 to 50.0) |" in "\n".join(
