@@ -154,18 +154,18 @@ HALF = {"prediction": prediction(util=60, sm=0.5)}
     ("limits", "rules", "said"),
     [
         pytest.param([], RULES, "expected slowdown 1.00", id="nobody"),
-        pytest.param([1.5], RULES, "beside default/y0 1.10 of 1.50", id="one"),
-        pytest.param([1.5, 4], RULES, "beside default/y0 1.35 of 1.50, default/y1 1.35 of 4.00", id="two"),
+        pytest.param([1.5], RULES, "beside default/y0 1.12 of 1.50", id="one"),
+        pytest.param([1.5, 4], RULES, "beside default/y0 1.42 of 1.50, default/y1 1.42 of 4.00", id="two"),
         pytest.param(
             [5, 4, 3, 6],
             RULES,
-            "beside default/y2 1.89 of 3.00, 3 others further from their limits",
+            "beside default/y2 2.02 of 3.00, 3 others further from their limits",
             id="more than are named",
         ),
         pytest.param(
             [4],
             Rules(find_policy("least-slowdown"), 8, Conditions(quantile=Quantile.UPPER)),
-            "beside default/y0 1.94 of 4.00 (expected 1.10)",
+            "beside default/y0 1.64 of 4.00 (expected 1.12)",
             id="by the upper quantile",
         ),
     ],

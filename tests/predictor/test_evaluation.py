@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from carpool_predictor.cost_models.step_time import shipped
 from carpool_predictor.evaluation.commands import evaluate, train
-from carpool_predictor.evaluation.slowdown import gavel, lucid
+from carpool_predictor.evaluation.slowdown import gavel, holding, lucid
 from carpool_predictor.evaluation.slowdown.gavel import TABLE
 from carpool_predictor.evaluation.step_time.fit import seconds
 from carpool_predictor.evaluation.step_time.neusight import GPUS, MODELS, ModelRow, operators
@@ -87,6 +87,8 @@ TABLES = {
     str(lucid.ALONE): lucid.ALONE_COLUMNS,
     str(lucid.BESIDE): lucid.BESIDE_COLUMNS,
 }
+HOLDING = {str(holding.file_of(kind)): f"{','.join(holding.COLUMNS)}\n50,0.4" for kind in holding.KINDS}
+"""Files of the trainings that come first."""
 
 
 @pytest.mark.parametrize(
@@ -105,6 +107,9 @@ def test_measurements_of_slowdowns_that_are_none_are_told(
     file: str | Path, columns: list[str] | None, rest: str, word: str, tmp_path: Path
 ) -> None:
     """Regression: what Lucid's file lacked was told eleven minutes later, and as the name of an exception."""
+    for name, whole in HOLDING.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(whole)
     for name, known in TABLES.items():
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
@@ -116,6 +121,17 @@ def test_measurements_of_slowdowns_that_are_none_are_told(
     assert f"{Path(file).name}" in result.stderr
     assert word in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_trainings_of_which_none_tells_of_sm_activity_are_told(tmp_path: Path) -> None:
+    for name, columns in [*TABLES.items(), *((str(holding.file_of(kind)), holding.COLUMNS) for kind in holding.KINDS)]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{','.join(columns)}\n")
+    (tmp_path / holding.file_of("mlp")).write_text("Avg GPUTL,Avg SMACT\n50,-1\n")
+    result = CliRunner().invoke(evaluate, ["--data", str(tmp_path), "--suite", "slowdown", "--out", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "Avg GPUTL and Avg SMACT in" in result.stderr.replace("\n", " ")
+    assert "found none" in result.stderr.replace("\n", " ")
 
 
 def test_training_on_measurements_without_a_column_is_told(tmp_path: Path) -> None:

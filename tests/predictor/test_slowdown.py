@@ -2,10 +2,10 @@ import msgspec
 import numpy as np
 import pytest
 from carpool_core.values import SharingMode
-from carpool_predictor.cost_models.slowdown import SlowdownModel, Turns, shipped, slowdowns, stretched, upper_slowdowns
-from carpool_predictor.evaluation.slowdown import asked, gavel, lucid
-from carpool_predictor.evaluation.slowdown.gavel import Missed, most_cautious
-from carpool_predictor.evaluation.slowdown.suite import exact_slowdowns
+from carpool_predictor.cost_models.slowdown import SlowdownModel, Turns, held, shipped, slowdowns, upper_slowdowns
+from carpool_predictor.evaluation.slowdown import asked, gavel, holding, lucid
+from carpool_predictor.evaluation.slowdown.gavel import Missed
+from carpool_predictor.evaluation.slowdown.groups import exact_slowdowns
 from carpool_predictor.evaluation.slowdown.train import train_slowdown
 from carpool_predictor.evaluation.suites import DataError
 from hypothesis import given
@@ -27,12 +27,15 @@ def of(mode, profiles, present=None):
     ("mode", "profiles", "expected"),
     [
         pytest.param(SharingMode.TIME_SLICING, [(1, 1, 1)] * 3, [3, 3, 3], id="full tenants share evenly"),
-        pytest.param(SharingMode.TIME_SLICING, [(0.5, 0, 0)] * 2, [1.189, 1.189], id="two halves do not add"),
+        pytest.param(SharingMode.TIME_SLICING, [(0.5, 0, 0)] * 2, [1.177, 1.177], id="two halves do not add"),
         pytest.param(SharingMode.TIME_SLICING, [(0.9, 0, 0), (0, 0, 0)], [1, 1], id="an idle neighbour costs nothing"),
+        pytest.param(
+            SharingMode.TIME_SLICING, [(1, 0, 0), (0.25, 0, 0)], [1.125, 1.25], id="the busier one loses less"
+        ),
         pytest.param(SharingMode.MPS, [(1, 1, 0)] * 2, [2, 2], id="two full tenants halve each other"),
         pytest.param(SharingMode.MPS, [(0.9, 0.4, 0.2)] * 2, [1, 1], id="below saturation they do not meet"),
         pytest.param(SharingMode.MPS, [(1, 0.1, 0.7)] * 2, [1.6, 1.6], id="memory-bound tenants meet at the DRAM"),
-        pytest.param(SharingMode.MPS, [(0.5, 0.2, 0), (1, 1, 0)], [1.149, 1.2], id="a host hides what stretches"),
+        pytest.param(SharingMode.MPS, [(0.5, 0.2, 0), (1, 1, 0)], [1.2, 1.2], id="the host's part does not stretch"),
         pytest.param(SharingMode.EXCLUSIVE, [(1, 1, 1)] * 2, [1, 1], id="exclusive"),
         pytest.param(SharingMode.MIG, [(1, 1, 1)] * 2, [1, 1], id="instances"),
     ],
@@ -79,21 +82,23 @@ def test_the_order_of_tenants_does_not_matter(mode, profiles, seed):
 
 
 @given(busy=st.lists(st.floats(0.05, 0.95), min_size=1, max_size=4))
-def test_without_overlap_turns_are_the_exact_solution_of_the_markov_chain(busy):
-    assert Turns(np.array([busy]), 1.0).slowdowns()[0] == pytest.approx(exact_slowdowns(busy), rel=1e-6)
+def test_who_is_in_the_way_whenever_busy_composes_as_the_markov_chain_does(busy):
+    found = Turns(np.array([busy]), np.array([busy])).slowdowns()[0]
+    assert found == pytest.approx(exact_slowdowns(busy), rel=1e-6)
 
 
 @given(busy=st.lists(ratios, min_size=1, max_size=4))
-def test_turns_hardly_use_more_than_the_whole_gpu(busy):
-    found = Turns(np.array([busy], float), shipped().exponent).slowdowns()
-    assert (np.array(busy) / found).sum() <= 1.15
+def test_taking_turns_nobody_holds_more_sms_than_there_are(busy):
+    alone = np.array([busy], float)
+    holding_sms = held(alone, shipped().holding)
+    assert (holding_sms / Turns(alone, holding_sms).slowdowns()).sum() <= 1 + 1e-9
 
 
-@given(busy=ratios, stretch=st.floats(1, 9), exponent=st.sampled_from([1.0, 1.5, 2.5, 8.0]))
-def test_a_step_stretches_less_than_its_part_on_the_gpu(busy, stretch, exponent):
-    longer = float(stretched(np.array(busy, float), stretch, exponent))
-    assert 1.0 <= longer <= 1 + busy * (stretch - 1) + 1e-9
-    assert longer == pytest.approx(max(1.0, (1 - busy**exponent + (busy * stretch) ** exponent) ** (1 / exponent)))
+@given(busy=ratios, exponent=st.sampled_from([1.0, 1.5, 2.5]))
+def test_nobody_holds_sms_for_longer_than_it_is_busy(busy, exponent):
+    found = float(held(np.array(busy, float), exponent))
+    assert found == pytest.approx(busy**exponent)
+    assert 0.0 <= found <= busy + 1e-12
 
 
 @pytest.mark.parametrize("mode", SHARED)
@@ -132,7 +137,7 @@ def test_no_gpus_at_all():
 
 
 def measured_by_gavel(tmp_path):
-    """Three kinds of jobs whose steps are a power mean with exponent 3, and their pairs in turns."""
+    """Three kinds of jobs, their steps a power mean with exponent 3, and pairs in which no kernels are longer."""
     step = {}
     for job, (host, each) in {"A": (1.0, 0.02), "B": (2.0, 0.01), "C": (0.5, 0.05)}.items():
         for batch in (8, 16, 32, 64, 128):
@@ -143,36 +148,44 @@ def measured_by_gavel(tmp_path):
     ]
     for (one, size), (step_a, gpu_a) in step.items():
         for (other, its), (step_b, gpu_b) in step.items():
-            busy = np.array([[gpu_a / step_a, gpu_b / step_b]])
-            slow_a, slow_b = Turns(busy, 3.0).slowdowns()[0]
-            speeds = f"{1 / step_a},{1 / step_b},{1 / step_a / slow_a},{1 / step_b / slow_b}"
+            slow = 1 + gpu_a / step_a * gpu_b / step_b
+            speeds = f"{1 / step_a},{1 / step_b},{1 / step_a / slow},{1 / step_b / slow}"
             lines.append(f"oracle_throughputs.json,v100,{one},{size},1,{other},{its},1,{speeds}")
     lines.append("oracle_throughputs.json,v100,A,8,1,B,8,1,1,1,0,0")
     (tmp_path / "gavel").mkdir()
     (tmp_path / "gavel" / "gavel_throughputs_flat.csv").write_text("\n".join(lines))
-    return tmp_path
 
 
-def test_training_finds_the_exponent_that_made_the_data(tmp_path):
-    data = measured_by_gavel(tmp_path)
-    path = train_slowdown(data, tmp_path / "out")
-    model = msgspec.json.decode(path.read_bytes(), type=SlowdownModel)
-    assert model.exponent == 3.0
+def measured_by_gpumemnet(tmp_path):
+    """Many MLPs that hold u^1.4 of the SMs, a few CNNs that hold u^1.6, and runs that do not count."""
+    (tmp_path / "gpumemnet").mkdir()
+    mlps = [f"{percent},{(percent / 100) ** 1.4}" for percent in range(100)]
+    (tmp_path / "gpumemnet" / "mlp_a100_40gb.csv").write_text("\n".join(["Avg GPUTL,Avg SMACT", *mlps]))
+    cnns = [f"{percent},{(percent / 100) ** 1.6},SUCCESSFUL" for percent in range(30, 70, 4)]
+    faulty = ["50,-1,SUCCESSFUL", "-1,0.5,SUCCESSFUL", "50,1,OOM_CRASH"]
+    (tmp_path / "gpumemnet" / "cnn_a100_40gb.csv").write_text("\n".join(["Avg GPUTL,Avg SMACT,Status", *cnns, *faulty]))
+
+
+def test_training_finds_what_made_the_data(tmp_path):
+    measured_by_gavel(tmp_path)
+    measured_by_gpumemnet(tmp_path)
+    model = msgspec.json.decode(train_slowdown(tmp_path, tmp_path / "out").read_bytes(), type=SlowdownModel)
+    assert model.holding == 1.6  # the CNNs': fewer, but half busy, where it matters most, and both kinds count alike
     assert model.turns_factor < 0.05
-    assert model.provenance["step_curves"] == 3
-    assert model.provenance["pairs"] == 15 * 16 / 2
+    assert model.side_by_side_factor < 0.05
+    told = ("holding_runs", "step_exponent", "step_curves", "pairs")
+    assert [model.provenance[name] for name in told] == [110, 3.0, 3, 15 * 16 / 2]
 
 
-@pytest.mark.parametrize(
-    ("errors", "expected"),
-    [
-        pytest.param({1.0: (0.09, 0.03), 1.5: (0.07, 0.02), 3.0: (0.06, 0.015)}, 1.5, id="within the best one's error"),
-        pytest.param({1.0: (0.09, 0.05), 1.5: (0.07, 0.02), 3.0: (0.06, 0.005)}, 3.0, id="which alone counts"),
-        pytest.param({1.0: (0.05, 0.01), 1.5: (0.07, 0.02), 3.0: (0.09, 0.03)}, 1.0, id="the best is the smallest"),
-    ],
-)
-def test_of_exponents_that_the_data_cannot_tell_apart_the_most_cautious_is_shipped(errors, expected):
-    assert most_cautious({exponent: Missed(*one) for exponent, one in errors.items()}) == expected
+def test_each_kind_of_training_has_its_own_exponent(tmp_path):
+    measured_by_gpumemnet(tmp_path)
+    assert {kind: holding.exponent([runs]) for kind, runs in holding.read(tmp_path).items()} == {"mlp": 1.4, "cnn": 1.6}
+
+
+def test_how_much_worse_an_exponent_is_has_the_error_of_few_jobs():
+    best = Missed({"A": 0.01, "B": 0.02})
+    assert Missed({"A": 0.03, "B": 0.06}).beyond(best) == pytest.approx((0.03, 0.01))
+    assert gavel.best_exponent({1.0: Missed({"A": 0.3, "B": 0.1}), 3.0: best}) == 3.0
 
 
 def test_lucid_is_scored_in_both_directions(tmp_path):
@@ -190,6 +203,8 @@ def test_lucid_is_scored_in_both_directions(tmp_path):
     assert pairs.slowdown.tolist() == [1.25, 1.0]
     none = lucid.score(lucid.BASELINES["no slowdown"](pairs), pairs)
     assert (none.error, none.found_percent) == (0.125, 0.0)
+    assert none.speed_error == pytest.approx((0.2 + 0.25) / 2)  # as measured: the second job ran faster than alone
+    assert lucid.first_of_each(pairs).tolist() == [True, False]
     sure = lucid.score(np.full(2, 1.25), pairs)
     assert (sure.found_percent, sure.right_percent) == (100.0, 50.0)
 
@@ -216,7 +231,7 @@ def test_a_score_is_as_uncertain_as_its_jobs_are_few():
     # Of 18 slow jobs 9 are found: 50 ± 50 / sqrt(18).
     assert lucid.deviation(told, half).found_percent == pytest.approx(50 / 18**0.5, rel=0.15)
     perfect = lucid.deviation(world(16, 16).slowdown, world(16, 16))
-    assert (perfect.error, perfect.found_percent) == (0.0, 0.0)
+    assert perfect == lucid.Deviation(0.0, 0.0, 0.0)
 
 
 def test_what_lies_within_the_standard_error_is_called_noise():
@@ -235,7 +250,7 @@ def test_what_a_limit_comes_to_is_counted_by_pairs():
     assert lucid.admitted(told, pairs, 9.0) == lucid.Admitted(100.0, 0.0, 0.0)
 
 
-@pytest.mark.parametrize(("read", "name"), [(gavel.read, "gavel"), (lucid.read, "lucid")])
+@pytest.mark.parametrize(("read", "name"), [(gavel.read, "gavel"), (lucid.read, "lucid"), (holding.read, "gpumemnet")])
 def test_missing_measurements_are_named(tmp_path, read, name):
     with pytest.raises(DataError, match=f"expected .*{name}"):
         read(tmp_path)

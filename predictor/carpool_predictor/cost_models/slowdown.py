@@ -3,23 +3,25 @@
 Two questions, answered one after the other: how much longer does a tenant's work on the GPU take beside others, and how
 much longer does its whole step take then.
 
-The step. For a share `u` of a step (`gpu_util`) some kernel runs; the host's part hides behind the GPU's, but not
-wholly. Both together take a power mean, 1 = (h^p + u^p)^(1/p): p = 1 would be one after the other, p = infinity
-whichever is longer. When the GPU's part is stretched by x::
+The step. For a share `u` of a step (`gpu_util`) some kernel runs, and the host has the rest. When the GPU's part is
+stretched by x, the step takes::
 
-    s = (1 - u^p + (u * x)^p)^(1/p)
+    s = 1 + u * (x - 1)
 
-The exponent p is learned on Gavel's solo throughputs, from how a step grows with its batch; `evaluation.slowdown.gavel`
-learns it.
+A host that works ahead hides some of that. Nothing is counted on it: on Gavel's solo throughputs steps that hide
+foretell left-out batch sizes better, but no better than four jobs can tell from chance (`evaluation.slowdown.gavel`).
 
-Taking turns (time slicing). The GPU serves whoever is there in turns; whoever comes meets its neighbours as they would
-be without it (the arrival theorem; exact mean-value analysis, Reiser and Lavenberg 1980)::
+Taking turns (time slicing). Work that comes to the GPU meets its neighbours as they would be without it (the arrival
+theorem; exact mean-value analysis, Reiser and Lavenberg 1980)::
 
-    x_i = 1 + sum over j of Q_j(without i)        Q_j = u_j * x_j / s_j, the share of j's step that it is at the GPU
+    x_i = 1 + sum over j of Q_j(without i)        Q_j = h_j * x_j / s_j
 
-Of two, Q_j is u_j. Of more, the recursion over smaller groups says how they compose; below DEPTH levels a tenant
-counts as if it were alone, which is exact up to four tenants. With p = 1 this is the exact solution of a closed network
-with one processor-sharing station, and the GPU is never more than busy.
+Q_j is the share of the time in which work of j is in the way of what comes. Alone that is `h`, the mean share of SMs
+with its work, and not `u`: while a kernel is being launched or runs out, the GPU counts as busy, and most of it is
+free. Of tenants of whom only `u` is known h = u^k; k is learned on GPUMemNet's trainings, whose SM activity was
+measured beside their utilization (`evaluation.slowdown.holding`). Of more than two tenants the recursion over smaller
+groups says how they compose; below DEPTH levels a tenant counts as if it were alone, which is exact up to four. With
+h = u this is the exact solution of a closed network with one processor-sharing station.
 
 Side by side (MPS). There is no contention below saturation: co-location was measured to pay while the joint SM
 activity stays under 80% (Yousefzadeh-Asl-Miandoab, ITU 2025, chapter 4). Beyond, what exceeds the larger of the
@@ -27,7 +29,7 @@ threshold and the tenant's own activity queues up, on whichever of SMs and DRAM 
 
     x_i = 1 + max over sm, dram of max(0, sum of a_j - max(0.8, a_i))
 
-The upper quantile adds k * sum of u_j: the busier the neighbours, the more may go wrong. The factor k is the quantile
+The upper quantile adds f * sum of u_j: the busier the neighbours, the more may go wrong. The factor f is the quantile
 of what Gavel's pairs show that had no part in what was fitted. Means over time hide bursts, caches are not modelled,
 and thread percentages are not either: a tenant's cap is chosen above its own need. A whole GPU or a MIG instance of
 one's own: no slowdown (MIG instances do share some of the chip; not modelled).
@@ -64,14 +66,14 @@ class SlowdownModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """What was learned. `carpool train` writes it."""
 
     version: str
-    exponent: Annotated[float, Meta(ge=1, le=50)]
-    """p: how well a job's host hides behind its GPU; 1 not at all."""
+    holding: Annotated[float, Meta(ge=1, le=10)]
+    """k: who keeps the GPU busy for a share u of the time holds u^k of its SMs, in the mean."""
     level: Annotated[float, Meta(gt=0, lt=1)]
     """Share of slowdowns that the upper quantile is meant to hold."""
     turns_factor: Annotated[float, Meta(ge=0, le=100)]
-    """k of tenants that take turns: how kernels queue was known in the pairs that this was learned on."""
+    """f of tenants that take turns: how kernels queue was known in the pairs that this was learned on."""
     side_by_side_factor: Annotated[float, Meta(ge=0, le=100)]
-    """k of tenants under MPS: it was not known, so that it is larger."""
+    """f of tenants under MPS: it was not known, so that it is larger."""
     provenance: dict[str, str | float | int]
     """What it was learned on."""
 
@@ -109,13 +111,12 @@ def slowdowns(
     Returns:
         Slowdowns of at least 1, shape (gpus, tenants), float64; exactly 1 where no tenant is.
     """
-    exponent = shipped().exponent
     if mode is SharingMode.TIME_SLICING:
-        return _in_turns(util, present, exponent)
+        return _in_turns(util, present)
     if mode is SharingMode.MPS:
         sm_excess = _excess(_masked(sm, present), SM_SATURATION)
         dram_excess = _excess(_masked(dram, present), DRAM_SATURATION)
-        return stretched(_masked(util, present), 1.0 + np.maximum(sm_excess, dram_excess), exponent)
+        return 1.0 + _masked(util, present) * np.maximum(sm_excess, dram_excess)
     return np.ones(np.shape(util))
 
 
@@ -142,18 +143,12 @@ def allowance(mode: SharingMode, util: Ratios, present: NDArray[np.bool_] | None
     return above if present is None else np.where(present, above, 0.0)
 
 
-def stretched(busy: Ratios, stretch: Ratios | float, exponent: float) -> Slowdowns:
-    """Return the slowdown of a step whose busy share `u` is stretched by `x`: (1 - u^p + (u x)^p)^(1/p)."""
-    return _with_longer(busy, busy * stretch, exponent)
-
-
-def _with_longer(busy: Ratios, longer: Ratios, exponent: float) -> Slowdowns:
-    """Return the same from both parts of the step at the GPU: as it was, and stretched."""
-    if exponent == THREE_HALVES:  # roots take a fraction of the time that powers take
-        raised = 1.0 - busy * np.sqrt(busy) + longer * np.sqrt(longer)
-        found: Slowdowns = np.cbrt(raised * raised)
-        return np.maximum(1.0, found)
-    return np.maximum(1.0, (1.0 - busy**exponent + longer**exponent) ** (1.0 / exponent))
+def held(busy: Slowdowns, exponent: float) -> Slowdowns:
+    """Return the mean share of SMs with a tenant's work, from the share of time in which it keeps the GPU busy: u^k."""
+    if exponent == THREE_HALVES:  # a root takes a fraction of the time that a power takes
+        return busy * np.sqrt(busy)
+    share: Slowdowns = busy**exponent
+    return share
 
 
 def _ratios(values: Ratios) -> Slowdowns:
@@ -170,10 +165,12 @@ def _masked(values: Ratios, present: NDArray[np.bool_] | None) -> Slowdowns:
     return found
 
 
-def _in_turns(util: Ratios, present: NDArray[np.bool_] | None, exponent: float) -> Slowdowns:
+def _in_turns(util: Ratios, present: NDArray[np.bool_] | None) -> Slowdowns:
     """Slowdowns of tenants that take turns: equally many tenants at a time, so that few cost little."""
+    exponent = shipped().holding
     if present is None or present.all():
-        return Turns(_ratios(util), exponent).slowdowns()
+        busy = _ratios(util)
+        return Turns(busy, held(busy, exponent)).slowdowns()
     result = np.ones(np.shape(present))
     count = present.sum(axis=1)
     for tenants in np.unique(count[count > 1]).tolist():
@@ -181,7 +178,7 @@ def _in_turns(util: Ratios, present: NDArray[np.bool_] | None, exponent: float) 
         here = np.zeros(present.shape, np.bool_)
         here[rows] = present[rows]
         busy = _ratios(util[here]).reshape(rows.size, tenants)
-        result[here] = Turns(busy, exponent).slowdowns().ravel()
+        result[here] = Turns(busy, held(busy, exponent)).slowdowns().ravel()
     return result
 
 
@@ -216,35 +213,34 @@ class Turns:
     """The mean-value analysis of GPUs with equally many tenants.
 
     Args:
-        busy: Busy shares alone, 0..1, shape (gpus, tenants).
-        exponent: p.
+        busy: Share of time in which a kernel of the tenant runs when alone, 0..1, shape (gpus, tenants).
+        holding: Mean share of SMs with its work when alone, 0..1, same shape.
         depth: Levels of smaller groups that are looked at.
     """
 
-    def __init__(self, busy: Slowdowns, exponent: float, depth: int = DEPTH) -> None:
-        self._busy, self._exponent = busy.T, exponent
+    def __init__(self, busy: Slowdowns, holding: Slowdowns, depth: int = DEPTH) -> None:
+        self._busy, self._holding = busy.T, holding.T
         self._levels = _levels(busy.shape[1], depth)
 
     def slowdowns(self) -> Slowdowns:
         """Return each tenant's slowdown, shape (gpus, tenants)."""
         gpus = self._busy.shape[1]
         at_once = max(1, _CELLS // max(len(level.tenant) for level in self._levels))
-        if gpus <= at_once:
-            return self._of(self._busy).T
-        parts = [self._of(self._busy[:, first : first + at_once]) for first in range(0, gpus, at_once)]
-        return np.concatenate(parts, axis=1).T
+        parts = [self._of(slice(first, first + at_once)) for first in range(0, gpus, at_once)]
+        return (parts[0] if len(parts) == 1 else np.concatenate(parts or [self._busy], axis=1)).T
 
-    def _of(self, busy: Slowdowns) -> Slowdowns:
+    def _of(self, gpus: slice) -> Slowdowns:
         """Slowdowns of some GPUs, from the smallest groups up; shape (tenants, gpus), as `busy`."""
-        slowdown, at_gpu = np.ones(busy.shape), busy.take(self._levels[-1].tenant, axis=0)
+        busy, holding = self._busy[:, gpus], self._holding[:, gpus]
+        slowdown, in_the_way = np.ones(busy.shape), holding.take(self._levels[-1].tenant, axis=0)
         for level in reversed(self._levels[:-1]):
-            own, first, *others = busy.take(level.tenant, axis=0), *level.others.T
-            stretch = 1.0 + at_gpu.take(first, axis=0)
+            first, *others = level.others.T
+            waiting = in_the_way.take(first, axis=0)
             for other in others:
-                stretch += at_gpu.take(other, axis=0)
-            longer = own * stretch
-            slowdown = _with_longer(own, longer, self._exponent)
-            at_gpu = longer / slowdown  # the share of its step in which it is at the GPU
+                waiting += in_the_way.take(other, axis=0)
+            slowdown = 1.0 + busy.take(level.tenant, axis=0) * waiting
+            if level is not self._levels[0]:
+                in_the_way = holding.take(level.tenant, axis=0) * (1.0 + waiting) / slowdown
         return slowdown
 
 

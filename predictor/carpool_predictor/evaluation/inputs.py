@@ -54,8 +54,10 @@ def _step_time(*, is_whole: bool) -> Iterator[Table]:
 
 
 def _slowdown(*, is_whole: bool) -> Iterator[Table]:
-    from carpool_predictor.evaluation.slowdown import gavel, lucid
+    from carpool_predictor.evaluation.slowdown import gavel, holding, lucid
 
+    for kind in holding.KINDS:
+        yield holding.file_of(kind), holding.COLUMNS
     yield Path(gavel.FILE), gavel.COLUMNS
     if is_whole:
         yield lucid.ALONE, lucid.ALONE_COLUMNS

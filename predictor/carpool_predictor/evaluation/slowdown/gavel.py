@@ -1,10 +1,12 @@
-"""Learns the slowdown on Gavel's measurements (K80, P100, V100): needs the extra `train`.
+"""Learns from Gavel's measurements (K80, P100, V100) how far beyond the median slowdowns lie: needs the extra `train`.
 
 Gavel measured throughputs alone, at several batch sizes, and in pairs behind MPS, but no utilization. A step of batch b
-takes (h^p + (k + c b)^p)^(1/p): host h, GPU k + c b. The exponent p is shared by all. It is chosen by how well a batch
-size that was left out is foretold, with the rule of one standard error (Breiman et al., Classification and Regression
-Trees, 1984, section 3.4.3): the smallest p, which hides the least, of those that the data cannot tell from the best. To
-hide too much is to foretell too little of what neighbours lose. The busy share of a job follows: u = (k + c b) / step.
+takes (h^p + (k + c b)^p)^(1/p): host h, GPU k + c b, and an exponent p that says how well one hides behind the other,
+1 not at all. The busy share of a job follows, u = (k + c b) / step, with the exponent by which a batch size that was
+left out is foretold best.
+
+Whether such hiding helps beside neighbours, too, these jobs do not tell: they are four, on three GPUs, and what p = 1
+foretells worse than the best is within what four jobs leave to chance. So what is shipped hides nothing.
 
 Behind MPS kernels queue in the order of their launch, so that a job of short kernels loses to one of long kernels. Each
 job has a weight for that, learned on pairs, which says nothing about tenants that take equal turns and is not shipped;
@@ -15,13 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from carpool_predictor.cost_models.slowdown import SlowdownModel, stretched
 from carpool_predictor.evaluation.tables import number, read_table
 
 FILE = "gavel/gavel_throughputs_flat.csv"
@@ -30,15 +30,13 @@ COLUMNS = ("file", "gpu", "job_a", "bs_a", "ngpu_a", "job_b", "bs_b", "ngpu_b", 
 TABLE = "oracle_throughputs.json"
 """The one of Gavel's tables whose pairs are all measured."""
 FITS = 100
-"""Tries of a fit to pairs; fewer leave it short of its end, by which exponents then seem to differ."""
+"""Tries of a fit to pairs; fewer leave it short of its end."""
 EXPONENTS = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 12.0)
-LEVEL = 0.9
 LEAST_BATCHES = 4
 FOLDS = 4
 SEED = 0
 PRIOR = 0.05
 """Pull of weights and corrections towards nothing, in logarithms of a slowdown."""
-VERSION = "2026.11"
 
 Job = tuple[str, str, str]
 """GPU, job, batch size."""
@@ -149,22 +147,32 @@ def fit_step(batch: Numbers, step: Numbers, exponent: float) -> Callable[[Number
     return lambda sizes: curve(best.x, sizes)
 
 
-class Missed(NamedTuple):
-    """How far off the steps at batch sizes were that had been left out."""
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """How far off the steps at batch sizes were that had been left out, for one exponent."""
 
-    error: float
-    """Mean absolute logarithmic error; of each job's mean, the mean."""
-    deviation: float
-    """Its standard error, by jobs."""
+    of_jobs: Mapping[str, float]
+    """Mean absolute logarithmic error of each job, on all GPUs."""
+
+    @property
+    def error(self) -> float:
+        """Their mean."""
+        return fmean(self.of_jobs.values())
+
+    def beyond(self, best: "Missed") -> tuple[float, float]:
+        """Return by how much it is worse than another, and the standard error of that, by jobs."""
+        more = [error - best.of_jobs[job] for job, error in self.of_jobs.items()]
+        return fmean(more), stdev(more) / len(more) ** 0.5
 
 
 def errors_by_exponent(gavel: Gavel) -> dict[float, Missed]:
-    """Foretell the step at each batch size from the others of its job, for each exponent."""
+    """Foretell the step at each batch size from the others of its job and GPU, for each exponent."""
     known = families(gavel)
+    jobs = sorted({job for _, job in known})
     found = {}
     for exponent in EXPONENTS:
-        of_jobs = [_left_out(batch, step, exponent) for batch, step in known.values()]
-        found[exponent] = Missed(fmean(of_jobs), stdev(of_jobs) / len(of_jobs) ** 0.5)
+        errors = {key: _left_out(batch, step, exponent) for key, (batch, step) in known.items()}
+        found[exponent] = Missed({job: fmean(e for (_, one), e in errors.items() if one == job) for job in jobs})
     return found
 
 
@@ -177,10 +185,9 @@ def _left_out(batch: Numbers, step: Numbers, exponent: float) -> float:
     return fmean(errors)
 
 
-def most_cautious(errors: Mapping[float, Missed]) -> float:
-    """Return the smallest exponent that is no more than the best one's standard error worse than it."""
-    best = min(errors.values())
-    return min(exponent for exponent, one in errors.items() if one.error <= best.error + best.deviation)
+def best_exponent(errors: Mapping[float, Missed]) -> float:
+    """Return the exponent by which what was left out is foretold best."""
+    return min(errors, key=lambda exponent: errors[exponent].error)
 
 
 def busy_shares(gavel: Gavel, exponent: float) -> dict[Job, float]:
@@ -193,7 +200,12 @@ def busy_shares(gavel: Gavel, exponent: float) -> dict[Job, float]:
 
 
 def queueing(gavel: Gavel, exponent: float) -> Queueing:
-    """Foretell each pair from weights and corrected busy shares that were fitted to the other folds."""
+    """Foretell each pair from weights and corrected busy shares that were fitted to the other folds.
+
+    Args:
+        gavel: What was measured.
+        exponent: By which busy shares are worked out from solo steps.
+    """
     busy = busy_shares(gavel, exponent)
     pairs = [pair for pair in gavel.pairs if pair.one in busy and pair.other in busy]
     jobs = sorted(busy)
@@ -205,7 +217,7 @@ def queueing(gavel: Gavel, exponent: float) -> Queueing:
     weighted = np.ones(measured.shape)
     for out in range(FOLDS):
         train, test = np.flatnonzero(fold != out), np.flatnonzero(fold == out)
-        model = _Weights(shares, index[train], exponent)
+        model = _Weights(shares, index[train])
 
         def off(numbers: Numbers, model: _Weights = model, rows: NDArray[np.intp] = train) -> Numbers:
             missed = np.log(model.foretell(numbers) / measured[rows]).ravel()
@@ -213,8 +225,8 @@ def queueing(gavel: Gavel, exponent: float) -> Queueing:
 
         begin = np.zeros(2 * len(jobs))
         fitted = least_squares(off, begin, loss="soft_l1", f_scale=0.05, max_nfev=FITS)
-        weighted[test] = _Weights(shares, index[test], exponent).foretell(fitted.x)
-    plain = _Weights(shares, index, exponent).foretell(np.zeros(2 * len(jobs)))
+        weighted[test] = _Weights(shares, index[test]).foretell(fitted.x)
+    plain = _Weights(shares, index).foretell(np.zeros(2 * len(jobs)))
     return Queueing(measured, weighted, plain, shares[index[:, ::-1]])
 
 
@@ -226,7 +238,6 @@ class _Weights:
     """(jobs,) Busy shares from solo throughputs."""
     index: NDArray[np.intp]
     """(pairs, 2) Jobs of each pair."""
-    exponent: float
 
     def foretell(self, numbers: Numbers) -> Numbers:
         """Return slowdowns, shape (pairs, 2).
@@ -240,30 +251,18 @@ class _Weights:
         ratio = np.exp(weights[other] - weights[one])
         own = busy[self.index]
         added = np.stack([ratio * own[:, 1], own[:, 0] / ratio], axis=1)
-        return stretched(own, 1 + added, self.exponent)
+        found: Numbers = 1 + own * added
+        return found
 
 
-def learn(gavel: Gavel) -> SlowdownModel:
-    """Learn all that is shipped; the same data gives the same numbers."""
-    errors = errors_by_exponent(gavel)
-    exponent = most_cautious(errors)
-    held_out = queueing(gavel, exponent)
-    return SlowdownModel(
-        version=VERSION,
-        exponent=exponent,
-        level=LEVEL,
-        turns_factor=_factor(held_out.weighted, held_out),
-        side_by_side_factor=_factor(held_out.unweighted, held_out),
-        provenance={
-            "data": "stanford-futuredata/gavel, oracle throughputs (K80, P100, V100), single-GPU jobs",
-            "jobs": len(gavel.step_s),
-            "step_curves": len(families(gavel)),
-            "pairs": len(held_out.measured),
-            "left_out_batch_error": round(errors[exponent].error, 4),
-        },
-    )
+def factors(held_out: Queueing, level: float) -> tuple[float, float]:
+    """Return how much of a neighbour's busy share to add, so that this share of slowdowns stays below.
+
+    Returns:
+        Of tenants that take turns, and of tenants under MPS.
+    """
+    return _factor(held_out.weighted, held_out, level), _factor(held_out.unweighted, held_out, level)
 
 
-def _factor(foretold: Numbers, held_out: Queueing) -> float:
-    """Return k so that LEVEL of the slowdowns stay below what was foretold + k times the neighbour's busy share."""
-    return round(max(0.0, float(np.quantile((held_out.measured - foretold) / held_out.beside, LEVEL))), 3)
+def _factor(foretold: Numbers, held_out: Queueing, level: float) -> float:
+    return round(max(0.0, float(np.quantile((held_out.measured - foretold) / held_out.beside, level))), 3)
