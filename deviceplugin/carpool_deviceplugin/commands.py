@@ -15,7 +15,7 @@ from carpool_core.settings import MisconfiguredError, SettingsError, click_optio
 from prometheus_client import CollectorRegistry
 
 from carpool_deviceplugin.app import build, find_devices
-from carpool_deviceplugin.devices import NoDevicesError
+from carpool_deviceplugin.devices.port import NoDevicesError
 from carpool_deviceplugin.metrics import AgentCollector
 from carpool_deviceplugin.settings import AgentSettings
 

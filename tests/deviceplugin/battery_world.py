@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from carpool_deviceplugin.battery.ports import Trial
-from carpool_deviceplugin.battery.recording import Recording, record
-from carpool_deviceplugin.battery.report import TRIALS, Outcome, tried
+from carpool_deviceplugin.node.battery.ports import Trial
+from carpool_deviceplugin.node.battery.recording import Recording, record
+from carpool_deviceplugin.node.battery.report import TRIALS, Outcome, tried
 from carpool_deviceplugin.nvml.calls import Session
 from carpool_deviceplugin.nvml.library import NvmlLibrary
 from carpool_deviceplugin.nvml.reading import list_gpus

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from carpool_deviceplugin.node_commands import node as command
+from carpool_deviceplugin.node.commands import node as command
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.testing.nvml_node import Node

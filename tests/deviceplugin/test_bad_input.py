@@ -16,20 +16,20 @@ from carpool_core.resources.node import GpuNode, Partition
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import PartitionState, SharingMode
-from carpool_deviceplugin import cdi
 from carpool_deviceplugin.app import build
-from carpool_deviceplugin.gpu import Access
+from carpool_deviceplugin.cdi import slots as cdi
+from carpool_deviceplugin.devices.gpu import Access
+from carpool_deviceplugin.devices.patience import Rhythm
+from carpool_deviceplugin.kubelet.plugin import Knowledge, Plugin
+from carpool_deviceplugin.kubelet.prestart import HeldByPod
+from carpool_deviceplugin.kubelet.protos import podresources_pb2 as pr
+from carpool_deviceplugin.kubelet.wire import KubeletError, PodResources, RefusedError, Server
 from carpool_deviceplugin.metrics import AgentCollector
-from carpool_deviceplugin.patience import Rhythm
-from carpool_deviceplugin.plugin import Knowledge, Plugin
-from carpool_deviceplugin.prestart import HeldByPod
-from carpool_deviceplugin.protos import podresources_pb2 as pr
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.testing.agents import Flow, flowing, running, until
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.testing.nvml_node import Node
-from carpool_deviceplugin.wire import KubeletError, PodResources, RefusedError, Server
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from battery_world import machine, try_out
-from carpool_deviceplugin.battery.report import Verdict
+from carpool_deviceplugin.node.battery.report import Verdict
 from carpool_deviceplugin.testing.battery import FakeMachine
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 from battery_world import machine, recording
-from carpool_deviceplugin.battery.recording import differences
-from carpool_deviceplugin.battery.report import read
-from carpool_deviceplugin.node_commands import node as command
+from carpool_deviceplugin.node.battery.recording import differences
+from carpool_deviceplugin.node.battery.report import read
+from carpool_deviceplugin.node.commands import node as command
 from carpool_deviceplugin.testing.battery import FakeMachine
 from carpool_deviceplugin.testing.nvml_node import uid
 from click.testing import CliRunner, Result

@@ -10,9 +10,9 @@ import msgspec
 import pynvml
 import pytest
 from battery_world import machine, of_first, recording, try_out
-from carpool_deviceplugin.battery.contract import CONTRACT, processes_make_sense, utilization_makes_sense
-from carpool_deviceplugin.battery.recording import Recording, differences
-from carpool_deviceplugin.battery.report import read
+from carpool_deviceplugin.node.battery.contract import CONTRACT, processes_make_sense, utilization_makes_sense
+from carpool_deviceplugin.node.battery.recording import Recording, differences
+from carpool_deviceplugin.node.battery.report import read
 from carpool_deviceplugin.nvml.calls import Session
 from carpool_deviceplugin.nvml.library import installed
 from carpool_deviceplugin.testing.nvml import FakeNvml

@@ -5,8 +5,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from carpool_deviceplugin.battery.hardware import LOAD, Attributed, ProcessLoad, RealMachine
-from carpool_deviceplugin.battery.ports import Kind, SkippedError
+from carpool_deviceplugin.node.battery.hardware import LOAD, Attributed, ProcessLoad, RealMachine
+from carpool_deviceplugin.node.battery.ports import Kind, SkippedError
 from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.testing.nvml_node import uid
 

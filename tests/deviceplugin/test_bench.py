@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
+from carpool_deviceplugin.cdi.nvidia import NvidiaCdi
 from carpool_deviceplugin.testing.mig_tables import A100_40
 from carpool_e2e.bench import agent
 from carpool_e2e.bench.agent_mig import MigTimes, Slowest, layouts_of

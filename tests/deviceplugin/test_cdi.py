@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from carpool_core.values import GpuUuid, PodUid, SharingMode
-from carpool_deviceplugin import cdi
-from carpool_deviceplugin.gpu import Access, Mount
+from carpool_deviceplugin.cdi import slots as cdi
+from carpool_deviceplugin.devices.gpu import Access, Mount
 
 
 def access(uuid: str) -> Access:

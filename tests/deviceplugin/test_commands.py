@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from carpool_deviceplugin.app import find_devices
 from carpool_deviceplugin.commands import agent
-from carpool_deviceplugin.devices import NoDevicesError
+from carpool_deviceplugin.devices.port import NoDevicesError
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.testing.nvml import FakeNvml
 from click.testing import CliRunner, Result

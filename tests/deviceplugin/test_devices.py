@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
-from carpool_deviceplugin.devices import Devices, NoDevicesError
-from carpool_deviceplugin.gpu import DeviceError, Limits, SetLimits, SetMode, StartMps, StopMps
-from carpool_deviceplugin.simulated import SimulatedDevices, parse_inventory
+from carpool_deviceplugin.devices.gpu import DeviceError, Limits, SetLimits, SetMode, StartMps, StopMps
+from carpool_deviceplugin.devices.port import Devices, NoDevicesError
+from carpool_deviceplugin.devices.simulated import SimulatedDevices, parse_inventory
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.testing.nvml_node import Node, uid

@@ -11,11 +11,11 @@ from carpool_core.resources.node import Device, Partition
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, GpuUuid, NodeName, PartitionState, PodUid, SharingMode
-from carpool_deviceplugin import news
 from carpool_deviceplugin.app import Agent
-from carpool_deviceplugin.news import News
+from carpool_deviceplugin.controller import news
+from carpool_deviceplugin.controller.news import News
+from carpool_deviceplugin.controller.teller import Teller
 from carpool_deviceplugin.settings import AgentSettings
-from carpool_deviceplugin.teller import Teller
 from carpool_deviceplugin.testing.agents import flowing, running, until
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.nvml import FakeNvml

@@ -1,7 +1,7 @@
 """When a GPU is well, and when it is well again."""
 
 import pytest
-from carpool_deviceplugin.health import XIDS, Health, Signals, XidClass, advance, describe_xid, xid_class
+from carpool_deviceplugin.nvml.health import XIDS, Health, Signals, XidClass, advance, describe_xid, xid_class
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from carpool_core.resources.node import Tenant
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
-from carpool_deviceplugin.gpu import SetMode
-from carpool_deviceplugin.simulated import SimulatedDevices
-from carpool_deviceplugin.status import above_limit, presentable
+from carpool_deviceplugin.controller.status import above_limit, presentable
+from carpool_deviceplugin.devices.gpu import SetMode
+from carpool_deviceplugin.devices.simulated import SimulatedDevices
 from carpool_simulated import state
 from carpool_simulated.claims import Claim, encode_claim
 from carpool_simulated.device import Device

@@ -12,13 +12,13 @@ from carpool_core.kube.api import GPU_NODES
 from carpool_core.resources.node import Device, GpuNode, GpuNodeStatus
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, GpuUuid, SharingMode
-from carpool_deviceplugin.gpu import DeviceError, GpuActual, Reading
+from carpool_deviceplugin.devices.gpu import DeviceError, GpuActual, Reading
+from carpool_deviceplugin.devices.patience import Patient, Rhythm
+from carpool_deviceplugin.devices.simulated import SimulatedDevices, parse_inventory
+from carpool_deviceplugin.devices.threads import Threads
 from carpool_deviceplugin.metrics import AgentCollector
-from carpool_deviceplugin.patience import Patient, Rhythm
 from carpool_deviceplugin.settings import AgentSettings
-from carpool_deviceplugin.simulated import SimulatedDevices, parse_inventory
 from carpool_deviceplugin.testing.agents import flowing, running, until
-from carpool_deviceplugin.threads import Threads
 from prometheus_client import CollectorRegistry
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import msgspec
 import pytest
 from carpool_core.values import PartitionState, PodUid, SharingMode
+from carpool_deviceplugin.devices.patience import Rhythm
 from carpool_deviceplugin.nvml.devices import NvmlDevices
-from carpool_deviceplugin.patience import Rhythm
-from carpool_deviceplugin.plan import plan
+from carpool_deviceplugin.partitions.plan import plan
+from carpool_deviceplugin.partitions.worker import GpuWorker
 from carpool_deviceplugin.testing.agents import Inline
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.testing.nvml_node import Node, uid
-from carpool_deviceplugin.worker import GpuWorker
 
 MPS, EXCLUSIVE = SharingMode.MPS, SharingMode.EXCLUSIVE
 

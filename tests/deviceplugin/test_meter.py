@@ -3,8 +3,8 @@
 import pytest
 from carpool_core.resources.node import Tenant
 from carpool_core.values import GpuUuid, PodUid
-from carpool_deviceplugin.gpu import ProcessUse, Reading
-from carpool_deviceplugin.meter import Meter, Rates, worth_writing
+from carpool_deviceplugin.controller.meter import Meter, Rates, worth_writing
+from carpool_deviceplugin.devices.gpu import ProcessUse, Reading
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from carpool_core.values import PodUid
-from carpool_deviceplugin import cdi
-from carpool_deviceplugin.gpu import DeviceError
+from carpool_deviceplugin.cdi import slots as cdi
+from carpool_deviceplugin.devices.gpu import DeviceError
 from carpool_deviceplugin.testing.mig_agent import MigAgent, mig_node
 from carpool_deviceplugin.testing.nvml_node import uid
 

@@ -2,10 +2,10 @@
 
 from carpool_core.resources.node import Reservation
 from carpool_core.values import GpuUuid, JobUid, PodUid, SharingMode
-from carpool_deviceplugin.division import divide
-from carpool_deviceplugin.gpu import CreateInstance, DestroyInstance, GpuActual, Part
+from carpool_deviceplugin.devices.gpu import CreateInstance, DestroyInstance, GpuActual, Part
 from carpool_deviceplugin.mig.layout import Instance, Occupied, Placement, occupied
 from carpool_deviceplugin.mig.profiles import MigTable
+from carpool_deviceplugin.partitions.division import divide
 from carpool_deviceplugin.testing.mig_tables import A30, A100_40
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -6,7 +6,7 @@ from pathlib import Path
 import pynvml
 import pytest
 from carpool_core.values import PartitionState
-from carpool_deviceplugin.plan import plan
+from carpool_deviceplugin.partitions.plan import plan
 from carpool_deviceplugin.testing.mig_agent import MigAgent, mig_node, states
 
 READY, PREPARING, FAILED = PartitionState.READY, PartitionState.PREPARING, PartitionState.FAILED

@@ -7,10 +7,10 @@ from carpool_core.kube.api import NODES
 from carpool_core.kube.errors import Overloaded
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, NodeName, PartitionState, SharingMode
-from carpool_deviceplugin.gpu import DeviceError, SetMode
+from carpool_deviceplugin.controller.mig_manager import LABEL, MigManager
+from carpool_deviceplugin.devices.gpu import DeviceError, SetMode
 from carpool_deviceplugin.mig.layout import Placement
 from carpool_deviceplugin.mig.planner import Create
-from carpool_deviceplugin.mig_manager import LABEL, MigManager
 from carpool_deviceplugin.nvml.devices import NvmlDevices
 from carpool_deviceplugin.nvml.mig import apply_step
 from carpool_deviceplugin.testing.mig_agent import MigAgent, mig_node, states

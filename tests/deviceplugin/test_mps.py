@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from carpool_core.values import GpuUuid
-from carpool_deviceplugin.mps import Mps, MpsStatus
-from carpool_deviceplugin.mps_commands import MpsError
+from carpool_deviceplugin.mps.daemons import Mps, MpsStatus
+from carpool_deviceplugin.mps.port import MpsError
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from mps_world import GPU
 

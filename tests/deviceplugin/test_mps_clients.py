@@ -11,9 +11,9 @@ import pytest
 from agent_world import World
 from carpool_core.kube.api import GPU_NODES
 from carpool_core.values import SharingMode
-from carpool_deviceplugin.gpu import SetMode, StartMps, StopMps
+from carpool_deviceplugin.devices.gpu import SetMode, StartMps, StopMps
+from carpool_deviceplugin.devices.patience import Rhythm
 from carpool_deviceplugin.nvml.calls import NvmlError
-from carpool_deviceplugin.patience import Rhythm
 from carpool_deviceplugin.testing.agents import running, until
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.nvml import FakeNvml

@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 import structlog
 from carpool_core.values import GpuUuid, PartitionState, SharingMode
-from carpool_deviceplugin.gpu import SetMode, StartMps
-from carpool_deviceplugin.mps import Mps, SharedMemory
-from carpool_deviceplugin.mps_commands import MpsError
-from carpool_deviceplugin.mps_host import HostedMps, UntidiedError
-from carpool_deviceplugin.mps_program import MpsProgram
-from carpool_deviceplugin.patience import Rhythm
+from carpool_deviceplugin.devices.gpu import SetMode, StartMps
+from carpool_deviceplugin.devices.patience import Rhythm
+from carpool_deviceplugin.mps.daemons import Mps, SharedMemory
+from carpool_deviceplugin.mps.host import HostedMps, UntidiedError
+from carpool_deviceplugin.mps.port import MpsError
+from carpool_deviceplugin.mps.program import MpsProgram
+from carpool_deviceplugin.partitions.worker import GpuWorker
 from carpool_deviceplugin.testing.agents import Inline
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.testing.nvml_node import Node
-from carpool_deviceplugin.worker import GpuWorker
 from mps_world import GPU, LONG_S, hosting
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from carpool_deviceplugin.app import real_devices
-from carpool_deviceplugin.mps import Mps, SharedMemory
-from carpool_deviceplugin.mps_host import HostedMps
-from carpool_deviceplugin.mps_program import MpsProgram
+from carpool_deviceplugin.mps.daemons import Mps, SharedMemory
+from carpool_deviceplugin.mps.host import HostedMps
+from carpool_deviceplugin.mps.program import MpsProgram
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.nvml import FakeNvml

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from carpool_deviceplugin.mps_commands import PROGRAM, MpsError
-from carpool_deviceplugin.mps_processes import MpsProcesses
-from carpool_deviceplugin.mps_program import MpsProgram
+from carpool_deviceplugin.mps.port import PROGRAM, MpsError
+from carpool_deviceplugin.mps.processes import MpsProcesses
+from carpool_deviceplugin.mps.program import MpsProgram
 from mps_world import GPU, server
 
 OWN, FOREIGN = "0::/carpool-mps\n", "0::/kubepods/besteffort/pod00000000-0000-4000-8000-000000000001/cri-1\n"

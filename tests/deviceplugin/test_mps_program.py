@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from carpool_core.values import GpuUuid
-from carpool_deviceplugin.mps import Mps, MpsStatus
-from carpool_deviceplugin.mps_commands import PID_FILE, PROGRAM, MpsError
-from carpool_deviceplugin.mps_program import RECORD, MpsProgram
+from carpool_deviceplugin.mps.daemons import Mps, MpsStatus
+from carpool_deviceplugin.mps.port import PID_FILE, PROGRAM, MpsError
+from carpool_deviceplugin.mps.program import RECORD, MpsProgram
 from mps_world import GPU, lives, pid_of, server_of
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from carpool_core.values import GpuUuid
-from carpool_deviceplugin.mps import Mps, MpsStatus
-from carpool_deviceplugin.mps_commands import PROGRAM
-from carpool_deviceplugin.mps_program import MpsProgram
+from carpool_deviceplugin.mps.daemons import Mps, MpsStatus
+from carpool_deviceplugin.mps.port import PROGRAM
+from carpool_deviceplugin.mps.program import MpsProgram
 from mps_world import GPU, pid_of, server, server_of
 
 

@@ -10,7 +10,7 @@ import pytest
 from agent_world import World
 from carpool_core.resources.node import Reservation, TenantProfile
 from carpool_core.values import SharingMode
-from carpool_deviceplugin.mps import Mps
+from carpool_deviceplugin.mps.daemons import Mps
 from carpool_deviceplugin.testing.agents import running, until
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.nvml_node import uid

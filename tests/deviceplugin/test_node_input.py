@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pynvml
 import pytest
-from carpool_deviceplugin.inspection import inspect_node
-from carpool_deviceplugin.node_commands import listening, mps_host
-from carpool_deviceplugin.node_commands import node as command
-from carpool_deviceplugin.node_input import InputError
-from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
+from carpool_deviceplugin.cdi.nvidia import NvidiaCdi
+from carpool_deviceplugin.node.commands import listening, mps_host
+from carpool_deviceplugin.node.commands import node as command
+from carpool_deviceplugin.node.input import InputError
+from carpool_deviceplugin.node.inspection import inspect_node
 from carpool_deviceplugin.nvml.mig import read_mig_devices
 from carpool_deviceplugin.testing.battery import FakeMachine
 from carpool_deviceplugin.testing.nvml import FakeNvml

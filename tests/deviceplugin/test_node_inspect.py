@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from carpool_core.values import PodUid
-from carpool_deviceplugin.gpu import CreateInstance
-from carpool_deviceplugin.inspection import inspect_node
+from carpool_deviceplugin.cdi.nvidia import NvidiaCdi
+from carpool_deviceplugin.devices.gpu import CreateInstance
 from carpool_deviceplugin.mig.layout import Placement
-from carpool_deviceplugin.node_commands import node as command
-from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
+from carpool_deviceplugin.node.commands import node as command
+from carpool_deviceplugin.node.inspection import inspect_node
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.testing.nvml_node import Node

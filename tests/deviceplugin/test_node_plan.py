@@ -5,7 +5,7 @@ from pathlib import Path
 import pynvml
 import pytest
 from carpool_core.values import GpuUuid, PodUid
-from carpool_deviceplugin.gpu import CreateInstance, DeviceError
+from carpool_deviceplugin.devices.gpu import CreateInstance, DeviceError
 from carpool_deviceplugin.mig.layout import Placement
 from carpool_deviceplugin.mig.planner import plan_mig
 from carpool_deviceplugin.nvml.mig import read_instances, read_table

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 from carpool_core.values import GpuUuid, SharingMode
-from carpool_deviceplugin import cdi
-from carpool_deviceplugin.gpu import Access, DeviceError
-from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
+from carpool_deviceplugin.cdi import slots as cdi
+from carpool_deviceplugin.cdi.nvidia import NvidiaCdi
+from carpool_deviceplugin.devices.gpu import Access, DeviceError
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.testing.nvml_node import Node

@@ -6,8 +6,8 @@ from pathlib import Path
 import pynvml
 import pytest
 from carpool_core.values import DeviceHealth, SharingMode
-from carpool_deviceplugin.devices import NoDevicesError
-from carpool_deviceplugin.gpu import DeviceError, SetMode
+from carpool_deviceplugin.devices.gpu import DeviceError, SetMode
+from carpool_deviceplugin.devices.port import NoDevicesError
 from carpool_deviceplugin.nvml.values import linked
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.nvml import FakeNvml

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from carpool_core.values import DeviceHealth, SharingMode
-from carpool_deviceplugin.gpu import DeviceError, SetMode
+from carpool_deviceplugin.devices.gpu import DeviceError, SetMode
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.testing.nvml_node import Node, uid

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import pynvml
 import pytest
 from carpool_core.products import find_product
-from carpool_deviceplugin.battery.contract import CONTRACT, Rule
-from carpool_deviceplugin.devices import NoDevicesError
+from carpool_deviceplugin.devices.port import NoDevicesError
 from carpool_deviceplugin.mig.layout import Placement
 from carpool_deviceplugin.mig.planner import Create, Destroy
+from carpool_deviceplugin.node.battery.contract import CONTRACT, Rule
 from carpool_deviceplugin.nvml.calls import DriverGoneError, GpuLostError, NotPermittedError, NvmlError, Session
 from carpool_deviceplugin.nvml.gpm import Gpm
 from carpool_deviceplugin.nvml.library import NvmlLibrary, installed

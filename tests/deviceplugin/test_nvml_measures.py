@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from carpool_deviceplugin.meter import Meter
+from carpool_deviceplugin.controller.meter import Meter
 from carpool_deviceplugin.nvml.devices import NvmlDevices
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.nvml import FakeNvml

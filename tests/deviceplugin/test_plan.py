@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 from carpool_core.resources.node import Reservation, TenantProfile
-from carpool_deviceplugin.gpu import Limits, SetLimits, SetMode, StartMps, StopMps
-from carpool_deviceplugin.plan import plan, way_back
+from carpool_deviceplugin.devices.gpu import Limits, SetLimits, SetMode, StartMps, StopMps
+from carpool_deviceplugin.partitions.plan import plan, way_back
 from plan_world import EXCLUSIVE, IDLE, MIG, MPS, SHARED, SLICED, TIME_SLICING, A, B, apply
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from carpool_core.resources.node import Reservation
 from carpool_core.values import JobUid, PodUid
-from carpool_deviceplugin.plan import plan
+from carpool_deviceplugin.partitions.plan import plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_world import EXCLUSIVE, IDLE, MPS, TIME_SLICING, apply

@@ -13,9 +13,9 @@ from carpool_core.kube.pods import (
 )
 from carpool_core.resources.node import Partition
 from carpool_core.values import PartitionState, PodUid
-from carpool_deviceplugin.prestart import LaterError, Owner, claimant, earlier, owner_of, promise, same_user
-from carpool_deviceplugin.protos.podresources_pb2 import ContainerDevices, ContainerResources, PodResources
-from carpool_deviceplugin.wire import RefusedError
+from carpool_deviceplugin.kubelet.prestart import LaterError, Owner, claimant, earlier, owner_of, promise, same_user
+from carpool_deviceplugin.kubelet.protos.podresources_pb2 import ContainerDevices, ContainerResources, PodResources
+from carpool_deviceplugin.kubelet.wire import RefusedError
 from msgspec.structs import replace
 
 OWNER = Owner("default", "a", "train", ("slot-2",))

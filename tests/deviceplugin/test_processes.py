@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from carpool_deviceplugin.processes import ProcTree, pod_of
+from carpool_deviceplugin.devices.processes import ProcTree, pod_of
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from carpool_deviceplugin.protos import deviceplugin_pb2, podresources_pb2
+from carpool_deviceplugin.kubelet.protos import deviceplugin_pb2, podresources_pb2
 from google.protobuf import descriptor_pb2
 
 FOLDER = Path(__file__).parents[2] / "deviceplugin"
@@ -14,10 +14,10 @@ LABELS = {1: "", 3: "repeated "}
 
 def test_generated_messages_are_those_of_the_protos(tmp_path: Path) -> None:
     subprocess.run([str(FOLDER / "protos.sh"), sys.executable, str(tmp_path)], check=True)
-    generated = sorted((tmp_path / "carpool_deviceplugin" / "protos").iterdir())
+    generated = sorted((tmp_path / "carpool_deviceplugin" / "kubelet" / "protos").iterdir())
     assert len(generated) == 4
     for path in generated:
-        committed = FOLDER / "carpool_deviceplugin" / "protos" / path.name
+        committed = FOLDER / "carpool_deviceplugin" / "kubelet" / "protos" / path.name
 
         def meaning(text: str) -> list[str]:
             return [

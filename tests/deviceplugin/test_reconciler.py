@@ -11,7 +11,7 @@ from carpool_core.resources.node import GpuNode, NodeSummary
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import PodUid, SharingMode
 from carpool_deviceplugin.app import Agent
-from carpool_deviceplugin.patience import Rhythm
+from carpool_deviceplugin.devices.patience import Rhythm
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.testing.agents import flowing, running, until
 

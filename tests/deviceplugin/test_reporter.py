@@ -7,11 +7,11 @@ from carpool_core.resources.node import Device, GpuNodeStatus, Partition, Tenant
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, GpuUuid, NodeName, PartitionState, PodUid
-from carpool_deviceplugin.patience import REAL
-from carpool_deviceplugin.reporter import Reporter
-from carpool_deviceplugin.simulated import SimulatedDevices
-from carpool_deviceplugin.status import ready_condition
-from carpool_deviceplugin.threads import Threads
+from carpool_deviceplugin.controller.reporter import Reporter
+from carpool_deviceplugin.controller.status import ready_condition
+from carpool_deviceplugin.devices.patience import REAL
+from carpool_deviceplugin.devices.simulated import SimulatedDevices
+from carpool_deviceplugin.devices.threads import Threads
 from msgspec.structs import replace
 
 

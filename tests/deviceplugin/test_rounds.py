@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 from carpool_core.values import GpuUuid
-from carpool_deviceplugin.gpu import DeviceError
-from carpool_deviceplugin.rounds import Rounds
-from carpool_deviceplugin.threads import Threads
+from carpool_deviceplugin.devices.gpu import DeviceError
+from carpool_deviceplugin.devices.rounds import Rounds
+from carpool_deviceplugin.devices.threads import Threads
 
 GPUS = [GpuUuid(f"GPU-{at}") for at in range(8)]
 

@@ -2,7 +2,7 @@
 
 import pytest
 from carpool_core.values import SharingMode
-from carpool_deviceplugin.plugin import slots
+from carpool_deviceplugin.kubelet.plugin import slots
 
 EXCLUSIVE, TIME_SLICING, MPS, _ = SharingMode
 

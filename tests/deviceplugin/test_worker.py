@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import pytest
 from carpool_core.values import PartitionState, PodUid, SharingMode
-from carpool_deviceplugin.gpu import DeviceError, GpuActual, SetMode, StartMps, Step
-from carpool_deviceplugin.patience import Rhythm
-from carpool_deviceplugin.simulated import SimulatedDevices
-from carpool_deviceplugin.worker import GpuWorker, Outcome
+from carpool_deviceplugin.devices.gpu import DeviceError, GpuActual, SetMode, StartMps, Step
+from carpool_deviceplugin.devices.patience import Rhythm
+from carpool_deviceplugin.devices.simulated import SimulatedDevices
+from carpool_deviceplugin.partitions.worker import GpuWorker, Outcome
 
 A, B = PodUid("uid-a"), PodUid("uid-b")
 READY, PREPARING, FAILED = PartitionState.READY, PartitionState.PREPARING, PartitionState.FAILED

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from carpool_deviceplugin.cdi import of_others
-from carpool_deviceplugin.gpu import DeviceError
+from carpool_deviceplugin.cdi.slots import of_others
+from carpool_deviceplugin.devices.gpu import DeviceError
 
 NVIDIA_GPU = "nvidia.com/gpu"
 FALLBACK_ENV = {"NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}

@@ -11,7 +11,7 @@ from carpool_core.keys import CDI_KIND, DOMAIN
 from carpool_core.resources.node import Reservation
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 
-from carpool_deviceplugin.gpu import Access, Mount
+from carpool_deviceplugin.devices.gpu import Access, Mount
 
 CDI_VERSION = "0.6.0"
 ANNOTATION_POD_UID = f"{DOMAIN}/pod-uid"

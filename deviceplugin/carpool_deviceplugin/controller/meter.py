@@ -9,7 +9,7 @@ from carpool_core.resources.node import Tenant
 from carpool_core.values import GpuUuid, PodUid
 from msgspec.structs import replace
 
-from carpool_deviceplugin.gpu import ProcessUse, Reading
+from carpool_deviceplugin.devices.gpu import ProcessUse, Reading
 
 SMOOTHING_S = 5.0
 """Time constant of the exponential average."""

@@ -7,7 +7,7 @@ from carpool_core.kube.errors import KubeError
 from carpool_core.resources.meta import ObjectMeta
 from carpool_core.values import NodeName
 
-from carpool_deviceplugin.devices import Devices
+from carpool_deviceplugin.devices.port import Devices
 
 LABEL = "nvidia.com/mig.config"
 _UNKNOWN = "the Node's labels could not be read yet"

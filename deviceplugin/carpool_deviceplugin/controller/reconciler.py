@@ -14,18 +14,18 @@ from carpool_core.resources.meta import ObjectMeta
 from carpool_core.resources.node import Device, GpuNode, Partition, Reservation, Tenant
 from carpool_core.values import DeviceHealth, GpuUuid, NodeName, PartitionState, PodUid
 
-from carpool_deviceplugin import news
-from carpool_deviceplugin.devices import Devices
-from carpool_deviceplugin.gpu import DeviceError
-from carpool_deviceplugin.meter import Meter
-from carpool_deviceplugin.mig_manager import MigManager
-from carpool_deviceplugin.patience import Patient, Rhythm, woken
-from carpool_deviceplugin.reporter import Reporter
-from carpool_deviceplugin.rounds import Rounds
-from carpool_deviceplugin.status import above_limit, partition_of, presentable, struck_of
-from carpool_deviceplugin.teller import Teller
-from carpool_deviceplugin.threads import Threads
-from carpool_deviceplugin.worker import GpuWorker
+from carpool_deviceplugin.controller import news
+from carpool_deviceplugin.controller.meter import Meter
+from carpool_deviceplugin.controller.mig_manager import MigManager
+from carpool_deviceplugin.controller.reporter import Reporter
+from carpool_deviceplugin.controller.status import above_limit, partition_of, presentable, struck_of
+from carpool_deviceplugin.controller.teller import Teller
+from carpool_deviceplugin.devices.gpu import DeviceError
+from carpool_deviceplugin.devices.patience import Patient, Rhythm, woken
+from carpool_deviceplugin.devices.port import Devices
+from carpool_deviceplugin.devices.rounds import Rounds
+from carpool_deviceplugin.devices.threads import Threads
+from carpool_deviceplugin.partitions.worker import GpuWorker
 
 _STRUCK_FOR_S = 600.0
 """How long the word of an earlier agent stands."""

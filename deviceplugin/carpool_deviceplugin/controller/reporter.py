@@ -13,13 +13,13 @@ from carpool_core.resources.node import Device, GpuNodeStatus, Partition, Struck
 from carpool_core.values import DeviceHealth, NodeName
 from msgspec.structs import replace
 
-from carpool_deviceplugin.devices import Devices
-from carpool_deviceplugin.gpu import DeviceError
-from carpool_deviceplugin.meter import worth_writing
-from carpool_deviceplugin.patience import Rhythm, woken
-from carpool_deviceplugin.rounds import Rounds
-from carpool_deviceplugin.status import as_patch, brief, ready_condition, summarise
-from carpool_deviceplugin.threads import Threads
+from carpool_deviceplugin.controller.meter import worth_writing
+from carpool_deviceplugin.controller.status import as_patch, brief, ready_condition, summarise
+from carpool_deviceplugin.devices.gpu import DeviceError
+from carpool_deviceplugin.devices.patience import Rhythm, woken
+from carpool_deviceplugin.devices.port import Devices
+from carpool_deviceplugin.devices.rounds import Rounds
+from carpool_deviceplugin.devices.threads import Threads
 
 
 class Reporter:

@@ -21,7 +21,7 @@ from carpool_core.resources.node import (
 )
 from carpool_core.values import DeviceHealth, GpuUuid, PartitionState, PodUid
 
-from carpool_deviceplugin.worker import FAILED, PREPARING, READY, Outcome
+from carpool_deviceplugin.partitions.worker import FAILED, PREPARING, READY, Outcome
 
 _LONGEST, _LONGEST_CONDITION, _LONGEST_COLUMN, _LONGEST_UID = 4096, 32_768, 512, 253
 _MOST_TENANTS = 1024

@@ -9,7 +9,7 @@ from carpool_core.kube.api import GPU_NODES, PODS, KubeApi
 from carpool_core.kube.events import EventRecorder
 from carpool_core.values import NodeName
 
-from carpool_deviceplugin.news import News
+from carpool_deviceplugin.controller.news import News
 
 _MOST = 256
 """News that wait at most; a node that has more of them says the rest in its status."""

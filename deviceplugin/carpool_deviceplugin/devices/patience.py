@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from carpool_deviceplugin.gpu import DeviceError
-from carpool_deviceplugin.threads import Threads
+from carpool_deviceplugin.devices.gpu import DeviceError
+from carpool_deviceplugin.devices.threads import Threads
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -6,7 +6,7 @@ from typing import Protocol
 from carpool_core.resources.node import Device
 from carpool_core.values import GpuUuid, PodUid
 
-from carpool_deviceplugin.gpu import Access, GpuActual, Reading, Step
+from carpool_deviceplugin.devices.gpu import Access, GpuActual, Reading, Step
 
 
 class Devices(Protocol):

@@ -8,8 +8,8 @@ from typing import Generic, TypeVar
 
 from carpool_core.values import GpuUuid
 
-from carpool_deviceplugin.gpu import DeviceError
-from carpool_deviceplugin.threads import Threads
+from carpool_deviceplugin.devices.gpu import DeviceError
+from carpool_deviceplugin.devices.threads import Threads
 
 T = TypeVar("T")
 _MOMENT = 0.01

@@ -15,8 +15,7 @@ from carpool_simulated.device import Device as SimulatedDevice
 from carpool_simulated.errors import DeviceStateError, SimulatedGpuError
 from carpool_simulated.state import IDLE, Facts, Limit, Mode
 
-from carpool_deviceplugin.devices import NoDevicesError
-from carpool_deviceplugin.gpu import (
+from carpool_deviceplugin.devices.gpu import (
     Access,
     DeviceError,
     GpuActual,
@@ -30,6 +29,7 @@ from carpool_deviceplugin.gpu import (
     Step,
     StopMps,
 )
+from carpool_deviceplugin.devices.port import NoDevicesError
 from carpool_deviceplugin.quoting import quoted
 
 CONTAINER_GPUS = "/run/carpool/gpus"

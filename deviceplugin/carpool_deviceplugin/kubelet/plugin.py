@@ -13,10 +13,10 @@ from carpool_core.kube.pods import Pod, user_of
 from carpool_core.resources.node import Partition, Reservation
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 
-from carpool_deviceplugin import cdi
-from carpool_deviceplugin.gpu import Access, DeviceError
-from carpool_deviceplugin.patience import Sleep
-from carpool_deviceplugin.prestart import (
+from carpool_deviceplugin.cdi import slots as cdi
+from carpool_deviceplugin.devices.gpu import Access, DeviceError
+from carpool_deviceplugin.devices.patience import Sleep
+from carpool_deviceplugin.kubelet.prestart import (
     HeldByPod,
     LaterError,
     Owner,
@@ -26,8 +26,8 @@ from carpool_deviceplugin.prestart import (
     promise,
     same_user,
 )
-from carpool_deviceplugin.protos import deviceplugin_pb2 as dp
-from carpool_deviceplugin.wire import KUBELET_SOCKET, KubeletError, RefusedError, Server, register
+from carpool_deviceplugin.kubelet.protos import deviceplugin_pb2 as dp
+from carpool_deviceplugin.kubelet.wire import KUBELET_SOCKET, KubeletError, RefusedError, Server, register
 
 ENDPOINT = "carpool.sock"
 _LOOK_AGAIN_S = 0.25

@@ -9,7 +9,7 @@ from carpool_core.kube.pods import Pod
 from carpool_core.resources.node import Partition, Reservation
 from carpool_core.values import PartitionState
 
-from carpool_deviceplugin.wire import RefusedError
+from carpool_deviceplugin.kubelet.wire import RefusedError
 
 
 class LaterError(RefusedError):

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import grpc  # type: ignore[import-untyped]
 
-from carpool_deviceplugin.protos import deviceplugin_pb2 as dp
-from carpool_deviceplugin.protos import podresources_pb2 as pr
+from carpool_deviceplugin.kubelet.protos import deviceplugin_pb2 as dp
+from carpool_deviceplugin.kubelet.protos import podresources_pb2 as pr
 
 API_VERSION = "v1beta1"
 KUBELET_SOCKET = "kubelet.sock"

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from carpool_core.values import GpuUuid
 
-from carpool_deviceplugin.leftovers import MOMENT_S, empty, make_empty, put_away, sweep
-from carpool_deviceplugin.mps_commands import MpsCommands, MpsError
+from carpool_deviceplugin.mps.leftovers import MOMENT_S, empty, make_empty, put_away, sweep
+from carpool_deviceplugin.mps.port import MpsCommands, MpsError
 from carpool_deviceplugin.quoting import quoted
 
 _UUID = re.compile(r"GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")

@@ -21,10 +21,10 @@ import msgspec
 import structlog
 from carpool_core.values import GpuUuid
 
-from carpool_deviceplugin.gpu import DeviceError
-from carpool_deviceplugin.leftovers import MOMENT_S
-from carpool_deviceplugin.mps import Mps
-from carpool_deviceplugin.mps_commands import MpsCommands, MpsError
+from carpool_deviceplugin.devices.gpu import DeviceError
+from carpool_deviceplugin.mps.daemons import Mps
+from carpool_deviceplugin.mps.leftovers import MOMENT_S
+from carpool_deviceplugin.mps.port import MpsCommands, MpsError
 
 _WITHIN_S = 8.0
 _TURN_WITHIN_S = 5.0

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from carpool_deviceplugin.gpu import DeviceError
+from carpool_deviceplugin.devices.gpu import DeviceError
 
 PROGRAM = "nvidia-cuda-mps-control"
 PID_FILE = "nvidia-cuda-mps-control.pid"

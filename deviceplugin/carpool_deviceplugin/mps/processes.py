@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from carpool_deviceplugin.mps_commands import PID_FILE, PROGRAM, MpsError
-from carpool_deviceplugin.processes import pod_of
+from carpool_deviceplugin.devices.processes import pod_of
+from carpool_deviceplugin.mps.port import PID_FILE, PROGRAM, MpsError
 
 _COMM = PROGRAM[:15]
 """What the kernel calls the daemon, and its servers."""

@@ -9,10 +9,10 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from carpool_deviceplugin.mps_commands import PID_FILE, PROGRAM, MpsError
-from carpool_deviceplugin.mps_processes import MpsProcesses
+from carpool_deviceplugin.mps.port import PID_FILE, PROGRAM, MpsError
+from carpool_deviceplugin.mps.processes import MpsProcesses
+from carpool_deviceplugin.mps.talking import LONGEST_ANSWER, talk
 from carpool_deviceplugin.quoting import printable
-from carpool_deviceplugin.talking import LONGEST_ANSWER, talk
 
 RECORD = "daemon"
 """Beside the pipe directory, where no client can write: the daemon's process ID, and when it began."""

@@ -6,7 +6,7 @@ import subprocess
 import time
 from contextlib import suppress
 
-from carpool_deviceplugin.mps_commands import MpsError
+from carpool_deviceplugin.mps.port import MpsError
 
 LONGEST_ANSWER = 1 << 16
 """In bytes: more than the process IDs of all clients that a daemon can have."""

@@ -9,18 +9,18 @@ import click
 from carpool_core.values import GpuUuid
 
 from carpool_deviceplugin.app import real_devices
-from carpool_deviceplugin.battery.command import battery
-from carpool_deviceplugin.devices import NoDevicesError
-from carpool_deviceplugin.gpu import DeviceError
-from carpool_deviceplugin.inspection import inspect_node
+from carpool_deviceplugin.cdi.nvidia import NvidiaCdi
+from carpool_deviceplugin.devices.gpu import DeviceError
+from carpool_deviceplugin.devices.port import NoDevicesError
 from carpool_deviceplugin.mig.layout import Instance
 from carpool_deviceplugin.mig.planner import Create, Destroy, MigRefusal, plan_mig
 from carpool_deviceplugin.mig.profiles import MigTable, Profile, UnknownProfileError
-from carpool_deviceplugin.mps import Mps, SharedMemory
-from carpool_deviceplugin.mps_host import MpsHost
-from carpool_deviceplugin.mps_program import MpsProgram
-from carpool_deviceplugin.node_input import InputError, find_gpu, no_gpus, node_settings
-from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
+from carpool_deviceplugin.mps.daemons import Mps, SharedMemory
+from carpool_deviceplugin.mps.host import MpsHost
+from carpool_deviceplugin.mps.program import MpsProgram
+from carpool_deviceplugin.node.battery.command import battery
+from carpool_deviceplugin.node.input import InputError, find_gpu, no_gpus, node_settings
+from carpool_deviceplugin.node.inspection import inspect_node
 from carpool_deviceplugin.nvml.devices import NvmlDevices
 from carpool_deviceplugin.nvml.library import NvmlLibrary, installed
 from carpool_deviceplugin.nvml.mig import read_table

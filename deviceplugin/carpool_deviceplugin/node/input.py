@@ -7,8 +7,8 @@ from carpool_core import logs
 from carpool_core.settings import SettingsError, load
 from carpool_core.values import GpuUuid
 
-from carpool_deviceplugin.devices import NoDevicesError
-from carpool_deviceplugin.gpu import DeviceError
+from carpool_deviceplugin.devices.gpu import DeviceError
+from carpool_deviceplugin.devices.port import NoDevicesError
 from carpool_deviceplugin.nvml.devices import NvmlDevices
 from carpool_deviceplugin.nvml.mig import read_mig_devices
 from carpool_deviceplugin.quoting import quoted

@@ -6,10 +6,10 @@ from pathlib import Path
 from carpool_core.resources.node import Device
 from carpool_core.values import DeviceHealth, GpuUuid
 
-from carpool_deviceplugin.gpu import DeviceError, Part
+from carpool_deviceplugin.cdi.nvidia import NvidiaCdi
+from carpool_deviceplugin.devices.gpu import DeviceError, Part
 from carpool_deviceplugin.mig.layout import fragmentation, occupied
-from carpool_deviceplugin.mps_program import MpsProgram
-from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
+from carpool_deviceplugin.mps.program import MpsProgram
 from carpool_deviceplugin.nvml.devices import NvmlDevices
 from carpool_deviceplugin.nvml.measuring import GPM, PLAIN
 from carpool_deviceplugin.nvml.mig import read_mig_devices, read_table

@@ -14,9 +14,9 @@ from operator import itemgetter
 import msgspec
 from msgspec.structs import replace
 
-from carpool_deviceplugin.gpu import ProcessUse
+from carpool_deviceplugin.devices.gpu import ProcessUse
+from carpool_deviceplugin.devices.processes import Process
 from carpool_deviceplugin.nvml.values import GpmMetrics, RunningProcess, UtilizationSample
-from carpool_deviceplugin.processes import Process
 
 _BY_TIME = itemgetter(1)
 """Of a sample."""

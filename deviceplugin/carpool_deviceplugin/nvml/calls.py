@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import pynvml
 
-from carpool_deviceplugin.devices import NoDevicesError
-from carpool_deviceplugin.gpu import DeviceError
+from carpool_deviceplugin.devices.gpu import DeviceError
+from carpool_deviceplugin.devices.port import NoDevicesError
 from carpool_deviceplugin.nvml import advice
 from carpool_deviceplugin.nvml.library import Handle, NvmlLibrary
 

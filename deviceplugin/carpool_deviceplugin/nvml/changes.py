@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from carpool_core.values import GpuUuid, SharingMode
 
-from carpool_deviceplugin.gpu import (
+from carpool_deviceplugin.devices.gpu import (
     CreateInstance,
     DestroyInstance,
     DeviceError,
@@ -16,7 +16,7 @@ from carpool_deviceplugin.gpu import (
     Step,
     StopMps,
 )
-from carpool_deviceplugin.mps import Mps
+from carpool_deviceplugin.mps.daemons import Mps
 from carpool_deviceplugin.nvml.instances import Instances, foreign
 from carpool_deviceplugin.nvml.modes import ModeFile
 from carpool_deviceplugin.nvml.presence import Watcher, name_of

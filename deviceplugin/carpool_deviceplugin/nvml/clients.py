@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from carpool_core.values import GpuUuid, PodUid
 
-from carpool_deviceplugin.mps import MpsStatus
+from carpool_deviceplugin.mps.daemons import MpsStatus
 from carpool_deviceplugin.nvml.presence import Presence
 
 FAULT = "a client's fatal fault has hit its MPS server"

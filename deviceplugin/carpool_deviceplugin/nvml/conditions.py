@@ -9,9 +9,9 @@ import pynvml
 import structlog
 from carpool_core.values import GpuUuid
 
-from carpool_deviceplugin.health import Health, Signals, advance
 from carpool_deviceplugin.nvml.calls import DriverGoneError, GpuLostError, Session
 from carpool_deviceplugin.nvml.glances import Glances
+from carpool_deviceplugin.nvml.health import Health, Signals, advance
 from carpool_deviceplugin.nvml.values import Telemetry
 from carpool_deviceplugin.nvml.xids import XidWatch
 

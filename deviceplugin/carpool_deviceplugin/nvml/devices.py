@@ -9,10 +9,11 @@ from pathlib import Path
 from carpool_core.resources.node import Device
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
 
-from carpool_deviceplugin.devices import NoDevicesError
-from carpool_deviceplugin.gpu import Access, DeviceError, GpuActual, Reading, Step
-from carpool_deviceplugin.mps import Mps, MpsStatus
-from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
+from carpool_deviceplugin.cdi.nvidia import NvidiaCdi
+from carpool_deviceplugin.devices.gpu import Access, DeviceError, GpuActual, Reading, Step
+from carpool_deviceplugin.devices.port import NoDevicesError
+from carpool_deviceplugin.devices.processes import ProcTree
+from carpool_deviceplugin.mps.daemons import Mps, MpsStatus
 from carpool_deviceplugin.nvml.calls import Session
 from carpool_deviceplugin.nvml.changes import Changes
 from carpool_deviceplugin.nvml.clients import Clients
@@ -26,7 +27,6 @@ from carpool_deviceplugin.nvml.modes import ModeFile, possible_modes
 from carpool_deviceplugin.nvml.presence import Presence, Watcher, about_strangers
 from carpool_deviceplugin.nvml.reading import list_gpus, read_identity
 from carpool_deviceplugin.nvml.values import Identity, linked
-from carpool_deviceplugin.processes import ProcTree
 from carpool_deviceplugin.sources.feed import Feed, Source
 
 _FRAGMENTATION_MIB = 256

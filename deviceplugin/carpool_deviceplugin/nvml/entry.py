@@ -6,9 +6,9 @@ from typing import Any
 
 from carpool_core.values import GpuUuid
 
-from carpool_deviceplugin.gpu import Access, Mount
-from carpool_deviceplugin.mps import Mps
-from carpool_deviceplugin.nvidia_cdi import FALLBACK_ENV, GpuEdits, NvidiaCdi
+from carpool_deviceplugin.cdi.nvidia import FALLBACK_ENV, GpuEdits, NvidiaCdi
+from carpool_deviceplugin.devices.gpu import Access, Mount
+from carpool_deviceplugin.mps.daemons import Mps
 from carpool_deviceplugin.nvml.mig import MigDevice
 from carpool_deviceplugin.nvml.values import Identity
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import pynvml
 from carpool_core.values import GpuUuid, PodUid
 
-from carpool_deviceplugin.gpu import DeviceError, Part
+from carpool_deviceplugin.devices.gpu import DeviceError, Part
 from carpool_deviceplugin.mig.layout import Instance, Placement
 from carpool_deviceplugin.mig.planner import Create, Destroy
 from carpool_deviceplugin.mig.profiles import MigTable

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import pynvml
 from carpool_core.values import MIB, GpuUuid
 
-from carpool_deviceplugin.gpu import PartReading, Reading
+from carpool_deviceplugin.devices.gpu import PartReading, Reading
 from carpool_deviceplugin.nvml.accounting import AHEAD_US, Ledger, Moment, PartMoment, Present
 from carpool_deviceplugin.nvml.calls import NvmlError, Session
 from carpool_deviceplugin.nvml.counters import activity_of, dcgm_of_part, dcgm_values

@@ -7,7 +7,7 @@ from typing import Any
 import pynvml
 from carpool_core.values import GpuUuid
 
-from carpool_deviceplugin.gpu import DeviceError
+from carpool_deviceplugin.devices.gpu import DeviceError
 from carpool_deviceplugin.mig.layout import Instance, Placement
 from carpool_deviceplugin.mig.planner import Create, Destroy, MigStep
 from carpool_deviceplugin.mig.profiles import MigTable, Profile

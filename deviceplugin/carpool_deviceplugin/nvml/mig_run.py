@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from carpool_core.values import GpuUuid
 
-from carpool_deviceplugin.gpu import DeviceError
+from carpool_deviceplugin.devices.gpu import DeviceError
 from carpool_deviceplugin.mig.layout import Placement
 from carpool_deviceplugin.mig.planner import Create, Destroy, MigPlan, MigStep
 from carpool_deviceplugin.mig.profiles import MigTable

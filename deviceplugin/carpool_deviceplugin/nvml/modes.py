@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 from carpool_core.values import PodUid, SharingMode
 
-from carpool_deviceplugin.gpu import DeviceError, Limits
+from carpool_deviceplugin.devices.gpu import DeviceError, Limits
 
 
 @dataclass(frozen=True, slots=True)

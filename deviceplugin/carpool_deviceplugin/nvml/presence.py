@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from carpool_core.values import GpuUuid, PodUid
 
-from carpool_deviceplugin.mps import Mps, MpsStatus
+from carpool_deviceplugin.devices.processes import Process, ProcTree
+from carpool_deviceplugin.mps.daemons import Mps, MpsStatus
 from carpool_deviceplugin.nvml.accounting import Present
 from carpool_deviceplugin.nvml.calls import Session
 from carpool_deviceplugin.nvml.reading import read_processes
 from carpool_deviceplugin.nvml.values import RunningProcess
-from carpool_deviceplugin.processes import Process, ProcTree
 from carpool_deviceplugin.quoting import printable
 
 _HANGS_AFTER_S = 10.0

@@ -8,7 +8,7 @@ from itertools import combinations
 from carpool_core.resources.node import Reservation
 from carpool_core.values import PodUid
 
-from carpool_deviceplugin.gpu import CreateInstance, DestroyInstance, GpuActual, Part, Step
+from carpool_deviceplugin.devices.gpu import CreateInstance, DestroyInstance, GpuActual, Part, Step
 from carpool_deviceplugin.mig.layout import Placement, occupied
 from carpool_deviceplugin.mig.planner import Create, Destroy, MigPlan, MigRefusal, has_room, plan_mig
 from carpool_deviceplugin.mig.profiles import MigTable, Profile

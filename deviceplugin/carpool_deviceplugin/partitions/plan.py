@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from carpool_core.resources.node import Reservation
 from carpool_core.values import PodUid, SharingMode
 
-from carpool_deviceplugin.division import divide
-from carpool_deviceplugin.gpu import (
+from carpool_deviceplugin.devices.gpu import (
     CreateInstance,
     DestroyInstance,
     GpuActual,
@@ -18,6 +17,7 @@ from carpool_deviceplugin.gpu import (
     Step,
     StopMps,
 )
+from carpool_deviceplugin.partitions.division import divide
 from carpool_deviceplugin.quoting import quoted
 
 

@@ -8,10 +8,10 @@ import structlog
 from carpool_core.resources.node import Reservation
 from carpool_core.values import GpuUuid, PartitionState, PodUid
 
-from carpool_deviceplugin.devices import Devices
-from carpool_deviceplugin.gpu import DeviceError, GpuActual, Step, divides
-from carpool_deviceplugin.patience import Caller, Patient, Rhythm, woken
-from carpool_deviceplugin.plan import Plan, plan, way_back
+from carpool_deviceplugin.devices.gpu import DeviceError, GpuActual, Step, divides
+from carpool_deviceplugin.devices.patience import Caller, Patient, Rhythm, woken
+from carpool_deviceplugin.devices.port import Devices
+from carpool_deviceplugin.partitions.plan import Plan, plan, way_back
 
 READY, PREPARING, FAILED = PartitionState.READY, PartitionState.PREPARING, PartitionState.FAILED
 

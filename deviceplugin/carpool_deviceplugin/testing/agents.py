@@ -11,8 +11,8 @@ from carpool_core.kube.api import KubeApi
 from carpool_core.testing.clock import FakeClock
 
 from carpool_deviceplugin.app import Agent, build
-from carpool_deviceplugin.devices import Devices
-from carpool_deviceplugin.patience import Rhythm
+from carpool_deviceplugin.devices.patience import Rhythm
+from carpool_deviceplugin.devices.port import Devices
 from carpool_deviceplugin.settings import AgentSettings
 
 P = ParamSpec("P")

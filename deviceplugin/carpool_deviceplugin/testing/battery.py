@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from carpool_core.products import find_product
 from carpool_core.values import GpuUuid, PodUid
 
-from carpool_deviceplugin.battery.ports import Kind, Load, SkippedError
+from carpool_deviceplugin.node.battery.ports import Kind, Load, SkippedError
 from carpool_deviceplugin.testing.mps import FakeDaemon
 from carpool_deviceplugin.testing.nvml_node import Node, uid
 

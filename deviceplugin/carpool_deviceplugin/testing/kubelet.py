@@ -8,8 +8,8 @@ from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 
-from carpool_deviceplugin.protos import deviceplugin_pb2 as dp
-from carpool_deviceplugin.protos import podresources_pb2 as pr
+from carpool_deviceplugin.kubelet.protos import deviceplugin_pb2 as dp
+from carpool_deviceplugin.kubelet.protos import podresources_pb2 as pr
 
 
 def _unary(method: Any, request: Any) -> Any:

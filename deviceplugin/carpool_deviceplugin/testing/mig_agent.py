@@ -7,12 +7,12 @@ import msgspec
 from carpool_core.resources.node import Reservation
 from carpool_core.values import GpuUuid, PartitionState, PodUid, SharingMode
 
-from carpool_deviceplugin.patience import Rhythm
+from carpool_deviceplugin.devices.patience import Rhythm
+from carpool_deviceplugin.partitions.worker import GpuWorker, Outcome
 from carpool_deviceplugin.testing.agents import Inline
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.testing.nvml_node import Node, uid
-from carpool_deviceplugin.worker import GpuWorker, Outcome
 
 READY = PartitionState.READY
 Reserve = Callable[..., Reservation]

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from carpool_deviceplugin.mps import Mps
-from carpool_deviceplugin.mps_host import HostedMps
-from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
+from carpool_deviceplugin.cdi.nvidia import NvidiaCdi
+from carpool_deviceplugin.devices.processes import ProcTree
+from carpool_deviceplugin.mps.daemons import Mps
+from carpool_deviceplugin.mps.host import HostedMps
 from carpool_deviceplugin.nvml.devices import NvmlDevices
-from carpool_deviceplugin.processes import ProcTree
 from carpool_deviceplugin.sources.feed import Source
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.nvml import FakeNvml

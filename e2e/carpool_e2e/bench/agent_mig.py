@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from carpool_core.resources.node import Reservation
 from carpool_core.values import GpuUuid, JobUid, PodUid, SharingMode
-from carpool_deviceplugin.division import divide
-from carpool_deviceplugin.gpu import GpuActual, Part
+from carpool_deviceplugin.devices.gpu import GpuActual, Part
 from carpool_deviceplugin.mig import layout, planner
 from carpool_deviceplugin.mig.layout import Instance, Occupied, Placement
 from carpool_deviceplugin.mig.profiles import MigTable, Profile
+from carpool_deviceplugin.partitions.division import divide
 from carpool_deviceplugin.testing.mig_tables import A100_40, A100_80, H100_80
 
 TABLES = (A100_40, A100_80, H100_80)

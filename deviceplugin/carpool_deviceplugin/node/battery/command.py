@@ -12,13 +12,13 @@ import click
 from carpool_core.values import GpuUuid
 
 from carpool_deviceplugin.app import metrics_sources
-from carpool_deviceplugin.battery.hardware import RealMachine
-from carpool_deviceplugin.battery.ports import Machine, Trial
-from carpool_deviceplugin.battery.recording import record
-from carpool_deviceplugin.battery.report import TRIALS, Outcome, Report, Verdict, tried, write
-from carpool_deviceplugin.devices import NoDevicesError
-from carpool_deviceplugin.gpu import DeviceError
-from carpool_deviceplugin.node_input import InputError, find_gpu, no_gpus, node_settings
+from carpool_deviceplugin.devices.gpu import DeviceError
+from carpool_deviceplugin.devices.port import NoDevicesError
+from carpool_deviceplugin.node.battery.hardware import RealMachine
+from carpool_deviceplugin.node.battery.ports import Machine, Trial
+from carpool_deviceplugin.node.battery.recording import record
+from carpool_deviceplugin.node.battery.report import TRIALS, Outcome, Report, Verdict, tried, write
+from carpool_deviceplugin.node.input import InputError, find_gpu, no_gpus, node_settings
 from carpool_deviceplugin.nvml.library import installed
 from carpool_deviceplugin.quoting import quoted
 

@@ -18,14 +18,14 @@ from pathlib import Path
 
 from carpool_core.values import GpuUuid, PodUid
 
-from carpool_deviceplugin.battery.ports import Kind, SkippedError
-from carpool_deviceplugin.mps import Mps
-from carpool_deviceplugin.mps_commands import PID_FILE
-from carpool_deviceplugin.mps_program import MpsProgram
-from carpool_deviceplugin.nvidia_cdi import NvidiaCdi
+from carpool_deviceplugin.cdi.nvidia import NvidiaCdi
+from carpool_deviceplugin.devices.processes import Process, ProcTree
+from carpool_deviceplugin.mps.daemons import Mps
+from carpool_deviceplugin.mps.port import PID_FILE
+from carpool_deviceplugin.mps.program import MpsProgram
+from carpool_deviceplugin.node.battery.ports import Kind, SkippedError
 from carpool_deviceplugin.nvml.devices import NvmlDevices
 from carpool_deviceplugin.nvml.library import NvmlLibrary
-from carpool_deviceplugin.processes import Process, ProcTree
 from carpool_deviceplugin.sources.feed import Source
 
 LOAD = Path(__file__).with_name("load.py")

@@ -3,11 +3,11 @@
 from carpool_core.products import UnknownProductError, find_product
 from carpool_core.values import SharingMode
 
-from carpool_deviceplugin.battery.contract import CONTRACT
-from carpool_deviceplugin.battery.mps_trials import memory_mib
-from carpool_deviceplugin.battery.ports import FailedError, Kind, SkippedError, Trial
-from carpool_deviceplugin.battery.trials import LOOK_EVERY_S, reservation, running, sm_active
 from carpool_deviceplugin.mig.planner import MigRefusal, plan_mig
+from carpool_deviceplugin.node.battery.contract import CONTRACT
+from carpool_deviceplugin.node.battery.mps_trials import memory_mib
+from carpool_deviceplugin.node.battery.ports import FailedError, Kind, SkippedError, Trial
+from carpool_deviceplugin.node.battery.trials import LOOK_EVERY_S, reservation, running, sm_active
 from carpool_deviceplugin.nvml.mig import read_instances, read_mig_devices, read_table
 from carpool_deviceplugin.nvml.mig_run import run_plan
 

@@ -2,8 +2,8 @@
 
 from carpool_core.values import SharingMode
 
-from carpool_deviceplugin.battery.ports import FailedError, Kind, Load, Trial
-from carpool_deviceplugin.battery.trials import (
+from carpool_deviceplugin.node.battery.ports import FailedError, Kind, Load, Trial
+from carpool_deviceplugin.node.battery.trials import (
     NOTICED_WITHIN_S,
     prepare,
     reservation,

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from carpool_core.values import GpuUuid, PodUid
 
-from carpool_deviceplugin.gpu import DeviceError
+from carpool_deviceplugin.devices.gpu import DeviceError
 from carpool_deviceplugin.nvml.devices import NvmlDevices
 
 

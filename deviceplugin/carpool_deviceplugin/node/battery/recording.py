@@ -9,7 +9,7 @@ import msgspec
 import pynvml
 from carpool_core.values import GpuUuid
 
-from carpool_deviceplugin.battery.contract import NO_GPU
+from carpool_deviceplugin.node.battery.contract import NO_GPU
 from carpool_deviceplugin.nvml.calls import Session
 from carpool_deviceplugin.nvml.library import Handle, NvmlLibrary
 from carpool_deviceplugin.nvml.mig import read_table

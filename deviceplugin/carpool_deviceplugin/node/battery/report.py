@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 from carpool_core.values import GpuUuid
 
-from carpool_deviceplugin.battery import measure_trials, mps_trials
-from carpool_deviceplugin.battery.ports import SkippedError, Trial
-from carpool_deviceplugin.battery.recording import Recording
-from carpool_deviceplugin.gpu import DeviceError
+from carpool_deviceplugin.devices.gpu import DeviceError
+from carpool_deviceplugin.node.battery import measure_trials, mps_trials
+from carpool_deviceplugin.node.battery.ports import SkippedError, Trial
+from carpool_deviceplugin.node.battery.recording import Recording
 
 TRIALS: Mapping[str, Callable[[Trial], str]] = {
     "contract": measure_trials.contract_holds,

@@ -7,9 +7,9 @@ from functools import partial
 from carpool_core.resources.node import Reservation
 from carpool_core.values import JobUid, SharingMode
 
-from carpool_deviceplugin import cdi
-from carpool_deviceplugin.battery.ports import FailedError, Kind, Load, SkippedError, Trial
-from carpool_deviceplugin.plan import plan
+from carpool_deviceplugin.cdi import slots as cdi
+from carpool_deviceplugin.node.battery.ports import FailedError, Kind, Load, SkippedError, Trial
+from carpool_deviceplugin.partitions.plan import plan
 
 BEGINS_WITHIN_S = 180.0
 """From the start of a process to its first step: PyTorch is imported, CUDA and its libraries begin."""
