@@ -25,6 +25,8 @@ from carpool_operator.outcomes import GPU_OUT_OF_MEMORY
 
 AWAITED_S = 30.0
 """How long the next attempt waits until it is learned what the last one died of, in seconds."""
+LOOK_AGAIN_S = 1.0
+"""When a job is looked at again that waits for that."""
 
 
 def sample_of(job: GpuTrainingJob, attempt: Attempt) -> str:

@@ -17,10 +17,13 @@ from carpool_operator.draft import Draft
 from carpool_operator.lessons import mark
 from carpool_operator.outcomes import GPU_OUT_OF_MEMORY
 from carpool_operator.snapshot import Snapshot
-from carpool_operator.trace_queue import MOST_TOLD
 
 TRANSIENT = frozenset({"TraceTimedOut", "TraceOutOfMemory", "TorchMissing", "PredictorFailed"})
 """Reasons to abstain that lie in the moment or in this installation, not in the job: worth another try."""
+
+MOST_TOLD = 10
+"""Places in the queue of traces that are told one by one: whoever stands farther back hears only that it is more, so
+that a burst of jobs does not rewrite every status after every trace."""
 
 _MOST_PRODUCTS = 64
 """Products that a status holds; the CRD's limit."""

@@ -29,9 +29,6 @@ from carpool_operator.unseen import STILL_THERE, end_unseen
 CREATED_AGAIN_AFTER_S = 5.0
 """How long a created pod may stay unheard of before it is created again (which its name makes harmless)."""
 
-LEARNED_AGAIN_AFTER_S = 1.0
-"""When a job is looked at again that waits until it is learned what its last attempt died of."""
-
 REFUSED_AGAIN_AFTER_S = 15.0
 """When a pod is tried again that was refused for a reason outside of the job (a quota, a name that is taken)."""
 
@@ -174,7 +171,7 @@ def _begin(draft: Draft, demand: Demand) -> None:
         draft.requeue_after(REFUSED_AGAIN_AFTER_S)
         return
     if learning.is_awaited(draft, last):
-        draft.requeue_after(LEARNED_AGAIN_AFTER_S)
+        draft.requeue_after(learning.LOOK_AGAIN_S)
         return
     never = never_fits(demand, snapshot.inventory)
     if never is not None:
