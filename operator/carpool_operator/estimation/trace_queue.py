@@ -8,7 +8,7 @@ from carpool_core.resources.job import ModelSource, Training
 from carpool_predictor.features.abstention import Abstention
 from carpool_predictor.tracing.source import Tracer
 
-from carpool_operator.predicting import MOST_TOLD
+from carpool_operator.decisions.predicting import MOST_TOLD
 
 
 class TraceQueue:
