@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from carpool_predictor.cost_models.step_time import shipped
+from carpool_predictor.evaluation import gpumemnet
 from carpool_predictor.evaluation.commands import evaluate, train
 from carpool_predictor.evaluation.slowdown import gavel, holding, lucid
 from carpool_predictor.evaluation.slowdown.gavel import TABLE
@@ -87,7 +88,7 @@ TABLES = {
     str(lucid.ALONE): lucid.ALONE_COLUMNS,
     str(lucid.BESIDE): lucid.BESIDE_COLUMNS,
 }
-HOLDING = {str(holding.file_of(kind)): f"{','.join(holding.COLUMNS)}\n50,0.4" for kind in holding.KINDS}
+HOLDING = {str(gpumemnet.file_of(kind)): f"{','.join(holding.COLUMNS)}\n50,0.4,0.5" for kind in gpumemnet.KINDS}
 """Files of the trainings that come first."""
 
 
@@ -124,13 +125,16 @@ def test_measurements_of_slowdowns_that_are_none_are_told(
 
 
 def test_trainings_of_which_none_tells_of_sm_activity_are_told(tmp_path: Path) -> None:
-    for name, columns in [*TABLES.items(), *((str(holding.file_of(kind)), holding.COLUMNS) for kind in holding.KINDS)]:
+    for name, columns in [
+        *TABLES.items(),
+        *((str(gpumemnet.file_of(kind)), holding.COLUMNS) for kind in gpumemnet.KINDS),
+    ]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"{','.join(columns)}\n")
-    (tmp_path / holding.file_of("mlp")).write_text("Avg GPUTL,Avg SMACT\n50,-1\n")
+    (tmp_path / gpumemnet.file_of("mlp")).write_text(f"{','.join(holding.COLUMNS)}\n50,-1,0.5\n")
     result = CliRunner().invoke(evaluate, ["--data", str(tmp_path), "--suite", "slowdown", "--out", str(tmp_path)])
     assert result.exit_code == 2
-    assert "Avg GPUTL and Avg SMACT in" in result.stderr.replace("\n", " ")
+    assert "Avg GPUTL, Avg SMACT, Avg GRACT in" in result.stderr.replace("\n", " ")
     assert "found none" in result.stderr.replace("\n", " ")
 
 

@@ -60,7 +60,7 @@ def crowd_on(columns: Columns, applicant: Applicant, facts: ClassColumns, rows: 
         return both
 
     util = sm = dram = joined(facts.util.take(of), columns.util)
-    if name is not SharingMode.TIME_SLICING:  # where turns are taken, nothing but utilization counts
+    if name is not SharingMode.TIME_SLICING:  # where turns are taken, utilization tells all that counts
         sm, dram = joined(facts.sm.take(of), columns.sm), joined(facts.dram.take(of), columns.dram)
     limit = joined(applicant.demand.max_slowdown, columns.max_slowdown)
     expected = np.ones(util.shape) if name is None else slowdowns(name, util.T, sm.T, dram.T).T

@@ -1,5 +1,7 @@
 """The simulator's truth about slowdown and utilization, from measured pairs. Nothing asks the model that decides.
 
+None of its numbers was fitted to these pairs, but its form was chosen with them in sight (its card says how).
+
 Lucid (NSDI '23) measured 676 pairs of training jobs on an RTX 3090 by time-slicing, each with both jobs' speeds
 relative to solo, and the utilization of the GPU.
 

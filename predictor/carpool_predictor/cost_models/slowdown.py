@@ -8,20 +8,21 @@ stretched by x, the step takes::
 
     s = 1 + u * (x - 1)
 
-A host that works ahead hides some of that. Nothing is counted on it: on Gavel's solo throughputs steps that hide
-foretell left-out batch sizes better, but no better than four jobs can tell from chance (`evaluation.slowdown.gavel`).
+A host that works ahead hides some of that. Nothing is counted on it: to hide too much is to foretell too little, and
+Gavel's four jobs hardly tell how much it is (`evaluation.slowdown.gavel`).
 
 Taking turns (time slicing). Work that comes to the GPU meets its neighbours as they would be without it (the arrival
 theorem; exact mean-value analysis, Reiser and Lavenberg 1980)::
 
-    x_i = 1 + sum over j of Q_j(without i)        Q_j = h_j * x_j / s_j
+    x_i = 1 + sum over j of Q_j(without i)        Q_j = (u_j^k + u_j * (x_j - 1)) / s_j
 
-Q_j is the share of the time in which work of j is in the way of what comes. Alone that is `h`, the mean share of SMs
-with its work, and not `u`: while a kernel is being launched or runs out, the GPU counts as busy, and most of it is
-free. Of tenants of whom only `u` is known h = u^k; k is learned on GPUMemNet's trainings, whose SM activity was
-measured beside their utilization (`evaluation.slowdown.holding`). Of more than two tenants the recursion over smaller
-groups says how they compose; below DEPTH levels a tenant counts as if it were alone, which is exact up to four. With
-h = u this is the exact solution of a closed network with one processor-sharing station.
+Q_j is the share of the time for which j is in the way of what comes: for all that it has to wait itself, and for some
+of the time in which it would be busy alone. With k = 1 that is all of it, and this the exact solution of a closed
+network with one processor-sharing station. Measured pairs lose less than that to neighbours that are half busy.
+Shipped is the k by which SM activity follows from utilization, a proxy: kernels of jobs that leave the GPU idle are
+short or fill few SMs, and why they are less in the way is not known. Of more than two tenants the recursion over
+smaller groups says how they compose, a heuristic unless k = 1. Below DEPTH levels a tenant counts as if it were alone,
+which changes nothing up to four tenants.
 
 Side by side (MPS). There is no contention below saturation: co-location was measured to pay while the joint SM
 activity stays under 80% (Yousefzadeh-Asl-Miandoab, ITU 2025, chapter 4). Beyond, what exceeds the larger of the
@@ -54,7 +55,6 @@ DRAM_SATURATION = 0.8
 """Joint DRAM activity up to which they do not; an assumption: streaming kernels reach 80-90% of the peak bandwidth."""
 DEPTH = 3
 """Levels of smaller groups that are looked at for one tenant."""
-THREE_HALVES = 1.5
 _CELLS = 1 << 14
 """Numbers of an array that one look at many GPUs works on: what fits a processor's cache is quicker."""
 
@@ -67,7 +67,7 @@ class SlowdownModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     version: str
     holding: Annotated[float, Meta(ge=1, le=10)]
-    """k: who keeps the GPU busy for a share u of the time holds u^k of its SMs, in the mean."""
+    """k: who keeps the GPU busy for a share u of the time holds about u^k of its SMs, and is in the way for as much."""
     level: Annotated[float, Meta(gt=0, lt=1)]
     """Share of slowdowns that the upper quantile is meant to hold."""
     turns_factor: Annotated[float, Meta(ge=0, le=100)]
@@ -143,14 +143,6 @@ def allowance(mode: SharingMode, util: Ratios, present: NDArray[np.bool_] | None
     return above if present is None else np.where(present, above, 0.0)
 
 
-def held(busy: Slowdowns, exponent: float) -> Slowdowns:
-    """Return the mean share of SMs with a tenant's work, from the share of time in which it keeps the GPU busy: u^k."""
-    if exponent == THREE_HALVES:  # a root takes a fraction of the time that a power takes
-        return busy * np.sqrt(busy)
-    share: Slowdowns = busy**exponent
-    return share
-
-
 def _ratios(values: Ratios) -> Slowdowns:
     """Return the values, those beyond 0..1 brought back to it."""
     found: Slowdowns = np.maximum(values, 0.0, dtype=np.float64)
@@ -169,8 +161,7 @@ def _in_turns(util: Ratios, present: NDArray[np.bool_] | None) -> Slowdowns:
     """Slowdowns of tenants that take turns: equally many tenants at a time, so that few cost little."""
     exponent = shipped().holding
     if present is None or present.all():
-        busy = _ratios(util)
-        return Turns(busy, held(busy, exponent)).slowdowns()
+        return Turns(_ratios(util), exponent).slowdowns()
     result = np.ones(np.shape(present))
     count = present.sum(axis=1)
     for tenants in np.unique(count[count > 1]).tolist():
@@ -178,7 +169,7 @@ def _in_turns(util: Ratios, present: NDArray[np.bool_] | None) -> Slowdowns:
         here = np.zeros(present.shape, np.bool_)
         here[rows] = present[rows]
         busy = _ratios(util[here]).reshape(rows.size, tenants)
-        result[here] = Turns(busy, held(busy, exponent)).slowdowns().ravel()
+        result[here] = Turns(busy, exponent).slowdowns().ravel()
     return result
 
 
@@ -214,20 +205,23 @@ class Turns:
 
     Args:
         busy: Share of time in which a kernel of the tenant runs when alone, 0..1, shape (gpus, tenants).
-        holding: Mean share of SMs with its work when alone, 0..1, same shape.
+        exponent: k.
         depth: Levels of smaller groups that are looked at.
     """
 
-    def __init__(self, busy: Slowdowns, holding: Slowdowns, depth: int = DEPTH) -> None:
-        self._busy, self._holding = busy.T, holding.T
-        self._levels = _levels(busy.shape[1], depth)
+    def __init__(self, busy: Slowdowns, exponent: float, depth: int = DEPTH) -> None:
+        self._busy: Slowdowns = busy.T
+        self._holding: Slowdowns = self._busy**exponent
+        self._levels = _levels(busy.shape[1], depth) if busy.size else ()
 
     def slowdowns(self) -> Slowdowns:
         """Return each tenant's slowdown, shape (gpus, tenants)."""
+        if not self._levels:
+            return np.ones(self._busy.T.shape)
         gpus = self._busy.shape[1]
         at_once = max(1, _CELLS // max(len(level.tenant) for level in self._levels))
         parts = [self._of(slice(first, first + at_once)) for first in range(0, gpus, at_once)]
-        return (parts[0] if len(parts) == 1 else np.concatenate(parts or [self._busy], axis=1)).T
+        return (parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)).T
 
     def _of(self, gpus: slice) -> Slowdowns:
         """Slowdowns of some GPUs, from the smallest groups up; shape (tenants, gpus), as `busy`."""
@@ -235,12 +229,13 @@ class Turns:
         slowdown, in_the_way = np.ones(busy.shape), holding.take(self._levels[-1].tenant, axis=0)
         for level in reversed(self._levels[:-1]):
             first, *others = level.others.T
-            waiting = in_the_way.take(first, axis=0)
+            wait = in_the_way.take(first, axis=0)
             for other in others:
-                waiting += in_the_way.take(other, axis=0)
-            slowdown = 1.0 + busy.take(level.tenant, axis=0) * waiting
+                wait += in_the_way.take(other, axis=0)
+            wait *= busy.take(level.tenant, axis=0)
+            slowdown = 1.0 + wait
             if level is not self._levels[0]:
-                in_the_way = holding.take(level.tenant, axis=0) * (1.0 + waiting) / slowdown
+                in_the_way = (holding.take(level.tenant, axis=0) + wait) / slowdown
         return slowdown
 
 

@@ -35,10 +35,11 @@ def _memory(*, is_whole: bool) -> Iterator[Table]:
 
 
 def _activity(*, is_whole: bool) -> Iterator[Table]:
+    from carpool_predictor.evaluation import gpumemnet
     from carpool_predictor.evaluation.activity import rows
 
-    for kind in rows.KINDS:
-        yield rows.file_of(kind), rows.COLUMNS
+    for kind in gpumemnet.KINDS:
+        yield gpumemnet.file_of(kind), rows.COLUMNS
     if is_whole:
         from carpool_predictor.evaluation.activity import real
 
@@ -54,10 +55,11 @@ def _step_time(*, is_whole: bool) -> Iterator[Table]:
 
 
 def _slowdown(*, is_whole: bool) -> Iterator[Table]:
+    from carpool_predictor.evaluation import gpumemnet
     from carpool_predictor.evaluation.slowdown import gavel, holding, lucid
 
-    for kind in holding.KINDS:
-        yield holding.file_of(kind), holding.COLUMNS
+    for kind in gpumemnet.KINDS:
+        yield gpumemnet.file_of(kind), holding.COLUMNS
     yield Path(gavel.FILE), gavel.COLUMNS
     if is_whole:
         yield lucid.ALONE, lucid.ALONE_COLUMNS

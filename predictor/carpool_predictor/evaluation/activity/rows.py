@@ -9,11 +9,11 @@ from pathlib import Path
 from carpool_core.resources.features import LayerCounts
 
 from carpool_predictor.catalog.notation import work_of
+from carpool_predictor.evaluation.gpumemnet import ended_well, file_of
 from carpool_predictor.evaluation.tables import amount, number, read_table
 from carpool_predictor.features.step_work import StepWork
 
 PRODUCT = "NVIDIA A100-SXM4-40GB"
-KINDS = ("mlp", "cnn")
 COLUMNS = ("Filename", "Activations-Params", "Batch Size", "Avg GPUTL", "Avg SMACT", "Avg SMOCC")
 _NOTHING = StepWork(1, 0.0, 0.0, 0.0, 1.0, LayerCounts())
 
@@ -47,11 +47,6 @@ class ActivityRow:
         return self.gpu_util_percent >= 0
 
 
-def file_of(kind: str) -> Path:
-    """Return the file of the MLPs or the CNNs, below the data folder."""
-    return Path("gpumemnet", f"{kind}_a100_40gb.csv")
-
-
 def read_rows(data: Path, kind: str) -> list[ActivityRow]:
     """Read the MLPs or the CNNs.
 
@@ -76,7 +71,7 @@ def _read(kind: str, row: dict[str, str]) -> ActivityRow:
         gpu_util_percent=number(row, "Avg GPUTL"),
         sm_active_ratio=number(row, "Avg SMACT"),
         sm_occupancy_ratio=number(row, "Avg SMOCC"),
-        succeeded=row.get("Status", "SUCCESSFUL") == "SUCCESSFUL",
+        succeeded=ended_well(row),
         listed=bool(layers),
     )
 

@@ -12,7 +12,8 @@ from carpool_predictor.evaluation.activity.card import doubts, real_figures, rea
 from carpool_predictor.evaluation.activity.figures import draw
 from carpool_predictor.evaluation.activity.fit import SHIPPED, TARGETS, HeldOut, chosen_inside, held_out, matrix, values
 from carpool_predictor.evaluation.activity.real import judge
-from carpool_predictor.evaluation.activity.rows import KINDS, ActivityRow, clean, read_rows
+from carpool_predictor.evaluation.activity.rows import ActivityRow, clean, read_rows
+from carpool_predictor.evaluation.gpumemnet import KINDS
 from carpool_predictor.evaluation.suites import Figure, Report, Tell, silent
 
 SEED = 0

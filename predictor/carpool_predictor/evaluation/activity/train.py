@@ -5,7 +5,8 @@ from pathlib import Path
 import msgspec
 
 from carpool_predictor.evaluation.activity.fit import fit
-from carpool_predictor.evaluation.activity.rows import KINDS, clean, read_rows
+from carpool_predictor.evaluation.activity.rows import clean, read_rows
+from carpool_predictor.evaluation.gpumemnet import KINDS
 
 SEED = 0
 

@@ -1,27 +1,30 @@
 """Learns from Gavel's measurements (K80, P100, V100) how far beyond the median slowdowns lie: needs the extra `train`.
 
 Gavel measured throughputs alone, at several batch sizes, and in pairs behind MPS, but no utilization. A step of batch b
-takes (h^p + (k + c b)^p)^(1/p): host h, GPU k + c b, and an exponent p that says how well one hides behind the other,
-1 not at all. The busy share of a job follows, u = (k + c b) / step, with the exponent by which a batch size that was
-left out is foretold best.
-
-Whether such hiding helps beside neighbours, too, these jobs do not tell: they are four, on three GPUs, and what p = 1
-foretells worse than the best is within what four jobs leave to chance. So what is shipped hides nothing.
+takes (a^p + (c + d b)^p)^(1/p): host a, GPU c + d b, and an exponent p that says how well one hides behind the other,
+1 not at all. It is shared by all, and chosen by how well a batch size that was left out is foretold, with the rule of
+one standard error (Breiman et al., Classification and Regression Trees, 1984, section 3.4.3): the smallest p, which
+hides the least, of those that are no worse than the best by more than the standard error of that, by jobs. The busy
+share of a job follows: u = (c + d b) / step.
 
 Behind MPS kernels queue in the order of their launch, so that a job of short kernels loses to one of long kernels. Each
-job has a weight for that, learned on pairs, which says nothing about tenants that take equal turns and is not shipped;
-with it known, and without, the pairs say how wide an upper quantile has to be.
+job has a weight for that, learned on pairs, which says nothing about tenants that take equal turns and is not shipped.
+With it known, the pairs say how wide an upper quantile has to be where turns are taken. How wide it has to be behind
+MPS is said by what is foretold of them without, SM activity taken to be what follows from busy shares.
 """
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 
 import numpy as np
+from carpool_core.values import SharingMode
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
+from carpool_predictor.cost_models.slowdown import slowdowns
 from carpool_predictor.evaluation.tables import number, read_table
 
 FILE = "gavel/gavel_throughputs_flat.csv"
@@ -70,8 +73,8 @@ class Queueing:
     """Slowdowns."""
     weighted: Numbers
     """Slowdowns with the weight of each job known from its other pairs."""
-    unweighted: Numbers
-    """Slowdowns from busy shares alone."""
+    side_by_side: Numbers
+    """Slowdowns as they are foretold under MPS, SM activity from busy shares."""
     beside: Numbers
     """Busy shares of the other one, from solo throughputs."""
 
@@ -185,9 +188,15 @@ def _left_out(batch: Numbers, step: Numbers, exponent: float) -> float:
     return fmean(errors)
 
 
-def best_exponent(errors: Mapping[float, Missed]) -> float:
-    """Return the exponent by which what was left out is foretold best."""
-    return min(errors, key=lambda exponent: errors[exponent].error)
+def best(errors: Mapping[float, Missed]) -> Missed:
+    """Return what the exponent missed by which the steps are foretold best."""
+    return min(errors.values(), key=lambda one: one.error)
+
+
+def most_cautious(errors: Mapping[float, Missed]) -> float:
+    """Return the smallest exponent that is not worse than the best one by more than the standard error of that."""
+    least = best(errors)
+    return min(exponent for exponent, one in errors.items() if operator.le(*one.beyond(least)))
 
 
 def busy_shares(gavel: Gavel, exponent: float) -> dict[Job, float]:
@@ -199,12 +208,13 @@ def busy_shares(gavel: Gavel, exponent: float) -> dict[Job, float]:
     return found
 
 
-def queueing(gavel: Gavel, exponent: float) -> Queueing:
-    """Foretell each pair from weights and corrected busy shares that were fitted to the other folds.
+def queueing(gavel: Gavel, exponent: float, holding: float) -> Queueing:
+    """Foretell each pair from weights and corrected busy shares that were fitted to the other folds, and as shipped.
 
     Args:
         gavel: What was measured.
-        exponent: By which busy shares are worked out from solo steps.
+        exponent: p, by which busy shares are worked out from solo steps.
+        holding: k, by which a neighbour's busy share says how much it is in the way.
     """
     busy = busy_shares(gavel, exponent)
     pairs = [pair for pair in gavel.pairs if pair.one in busy and pair.other in busy]
@@ -217,7 +227,7 @@ def queueing(gavel: Gavel, exponent: float) -> Queueing:
     weighted = np.ones(measured.shape)
     for out in range(FOLDS):
         train, test = np.flatnonzero(fold != out), np.flatnonzero(fold == out)
-        model = _Weights(shares, index[train])
+        model = _Weights(shares, index[train], holding)
 
         def off(numbers: Numbers, model: _Weights = model, rows: NDArray[np.intp] = train) -> Numbers:
             missed = np.log(model.foretell(numbers) / measured[rows]).ravel()
@@ -225,9 +235,10 @@ def queueing(gavel: Gavel, exponent: float) -> Queueing:
 
         begin = np.zeros(2 * len(jobs))
         fitted = least_squares(off, begin, loss="soft_l1", f_scale=0.05, max_nfev=FITS)
-        weighted[test] = _Weights(shares, index[test]).foretell(fitted.x)
-    plain = _Weights(shares, index).foretell(np.zeros(2 * len(jobs)))
-    return Queueing(measured, weighted, plain, shares[index[:, ::-1]])
+        weighted[test] = _Weights(shares, index[test], holding).foretell(fitted.x)
+    own = shares[index]
+    side_by_side = slowdowns(SharingMode.MPS, own, own**holding, np.zeros(own.shape))
+    return Queueing(measured, weighted, side_by_side, own[:, ::-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +249,8 @@ class _Weights:
     """(jobs,) Busy shares from solo throughputs."""
     index: NDArray[np.intp]
     """(pairs, 2) Jobs of each pair."""
+    holding: float
+    """k."""
 
     def foretell(self, numbers: Numbers) -> Numbers:
         """Return slowdowns, shape (pairs, 2).
@@ -250,7 +263,8 @@ class _Weights:
         one, other = self.index.T
         ratio = np.exp(weights[other] - weights[one])
         own = busy[self.index]
-        added = np.stack([ratio * own[:, 1], own[:, 0] / ratio], axis=1)
+        one_holds, other_holds = (own**self.holding).T
+        added = np.stack([ratio * other_holds, one_holds / ratio], axis=1)
         found: Numbers = 1 + own * added
         return found
 
@@ -261,7 +275,7 @@ def factors(held_out: Queueing, level: float) -> tuple[float, float]:
     Returns:
         Of tenants that take turns, and of tenants under MPS.
     """
-    return _factor(held_out.weighted, held_out, level), _factor(held_out.unweighted, held_out, level)
+    return _factor(held_out.weighted, held_out, level), _factor(held_out.side_by_side, held_out, level)
 
 
 def _factor(foretold: Numbers, held_out: Queueing, level: float) -> float:

@@ -1,5 +1,6 @@
 """Lucid's pairs, to evaluate only: nothing that is shipped is fitted to them. Baselines beside the shipped model."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,6 +119,12 @@ class Deviation(NamedTuple):
     found_percent: float
 
 
+def missed(predicted: Numbers, pairs: Pairs) -> Counter[str]:
+    """Count the slowdowns above 15% that were not foretold as such, by the slowed job's architecture."""
+    rows = np.flatnonzero((pairs.slowdown > FOUND) & (predicted <= FOUND)).tolist()
+    return Counter(pairs.models[row][0] for row in rows)
+
+
 def deviation(predicted: Numbers, pairs: Pairs) -> Deviation:
     """Say how much a score would move if other jobs had been measured.
 
@@ -137,12 +144,6 @@ def deviation(predicted: Numbers, pairs: Pairs) -> Deviation:
             wholes = (weight @ wrong / weight.sum(), weight @ wrong_speed / weight.sum())
             scores.append((*wholes, 100 * (weight @ found) / (weight @ bad)))
     return Deviation(*np.std(scores, axis=0).tolist())
-
-
-def first_of_each(pairs: Pairs) -> NDArray[np.bool_]:
-    """Choose the job of each pair that stands first."""
-    is_first: NDArray[np.bool_] = np.arange(len(pairs.slowdown)) % 2 == 0
-    return is_first
 
 
 def shipped_median(pairs: Pairs) -> Numbers:
@@ -197,12 +198,19 @@ def bard(pairs: Pairs) -> Numbers:
     return result
 
 
-NOTHING, RULE = "no slowdown", "min(1, 100/Σutil)"
+def hiding(pairs: Pairs, p: float, k: float) -> Numbers:
+    """Predict with a host that hides, (1 - u^p + (u x)^p)^(1/p), beside neighbours who are in the way for u^k."""
+    own, other = pairs.busy.T
+    longer = own * (1.0 + other**k)
+    found: Numbers = np.maximum(1.0, (1.0 - own**p + longer**p) ** (1.0 / p))
+    return found
+
+
 BASELINES: Mapping[str, Callable[[Pairs], Numbers]] = {
-    NOTHING: lambda pairs: np.ones(len(pairs.slowdown)),
-    RULE: lambda pairs: np.maximum(1.0, pairs.busy.sum(axis=1)),
+    "no slowdown": lambda pairs: np.ones(len(pairs.slowdown)),
+    "min(1, 100/Σutil)": lambda pairs: np.maximum(1.0, pairs.busy.sum(axis=1)),
     "Bard's mean-value analysis, nothing fitted": bard,
-    "exact mean-value analysis, nothing fitted (k = 1)": lambda pairs: Turns(pairs.busy, pairs.busy).slowdowns()[:, 0],
+    "exact mean-value analysis, nothing fitted (k = 1)": lambda pairs: Turns(pairs.busy, 1.0).slowdowns()[:, 0],
 }
 
 

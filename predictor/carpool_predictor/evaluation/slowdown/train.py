@@ -18,13 +18,13 @@ def learn(data: Path) -> SlowdownModel:
         DataError: A file or a column is missing.
     """
     runs, measured = holding.read(data), gavel.read(data)
-    errors = gavel.errors_by_exponent(measured)
-    hiding = gavel.best_exponent(errors)
-    held_out = gavel.queueing(measured, hiding)
+    k = holding.best_exponent(list(runs.values()))
+    hiding = gavel.most_cautious(gavel.errors_by_exponent(measured))
+    held_out = gavel.queueing(measured, hiding, k)
     in_turns, side_by_side = gavel.factors(held_out, LEVEL)
     return SlowdownModel(
         version=VERSION,
-        holding=holding.exponent(list(runs.values())),
+        holding=k,
         level=LEVEL,
         turns_factor=in_turns,
         side_by_side_factor=side_by_side,
