@@ -84,9 +84,9 @@ DEFINITIONS = (
             Column("Tenants", ".status.summary.tenants", "Pods with a share of a GPU.", "integer"),
             Column("Simulated", ".status.simulated", "Whether there is no hardware.", "boolean"),
             Column("Ready", '.status.conditions[?(@.type=="Ready")].status', "Whether new work may go there."),
+            Column("Heartbeat", ".status.heartbeatTime", "Time since the agent last wrote.", "date"),
             _AGE,
             Column("Agent", ".status.agentVersion", "Version of the node agent.", wide=True),
-            Column("Heartbeat", ".status.heartbeatTime", "Time since the agent last wrote.", "date", wide=True),
         ),
     ),
 )

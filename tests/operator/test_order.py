@@ -13,13 +13,13 @@ from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import GpuNode
 from carpool_core.resources.prediction import Prediction, ProductPrediction
 from carpool_core.settings import SettingsError
-from carpool_operator.actions import CheckTemplate, CreatePod, RecordEvent
-from carpool_operator.attempts import spec_digest
-from carpool_operator.conditions import find
-from carpool_operator.order import class_of, length_of, told
-from carpool_operator.pods import build_pod
-from carpool_operator.reconcile import REFUSED_AGAIN_AFTER_S, reconcile
+from carpool_operator.decisions.actions import CheckTemplate, CreatePod, RecordEvent
+from carpool_operator.decisions.order import class_of, length_of, told
+from carpool_operator.decisions.reconcile import REFUSED_AGAIN_AFTER_S, reconcile
 from carpool_operator.settings import OperatorSettings
+from carpool_operator.state.attempts import spec_digest
+from carpool_operator.state.conditions import find
+from carpool_operator.workers.pods import build_pod
 from operator_decisions import condition, deleted, events, predicted_job, status_of
 from operator_fixtures import A100, abstention, job, node, pod, prediction, snapshot, template
 from operator_world import World

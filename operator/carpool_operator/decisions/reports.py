@@ -7,9 +7,10 @@ from carpool_core import keys
 from carpool_core.demand import Demand
 from carpool_core.kube.pods import Pod
 
-from carpool_operator import conditions, outcomes, placement
-from carpool_operator.draft import Draft
-from carpool_operator.predicting import why_alone
+from carpool_operator.decisions.draft import Draft
+from carpool_operator.decisions.predicting import why_alone
+from carpool_operator.state import conditions
+from carpool_operator.workers import outcomes, placement
 
 POD_REFUSALS = ("PodForbidden", "PodNameTaken", "ServiceForbidden", "ServiceNameTaken")
 """Reasons why a pod cannot be created for now."""

@@ -9,7 +9,7 @@ from carpool_core.kube.pods import Pod, PodMeta, WorkerName, job_reference, work
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.values import JobUid
 
-from carpool_operator import rendezvous
+from carpool_operator.workers import rendezvous
 
 _TEMPLATE_FIELDS = frozenset({"metadata", "spec"})
 _METADATA_FIELDS = frozenset({"labels", "annotations", "name", "namespace", "creationTimestamp"})

@@ -8,9 +8,7 @@ from carpool_core.resources.job import ModelSource, Training
 from carpool_predictor.features.abstention import Abstention
 from carpool_predictor.tracing.source import Tracer
 
-MOST_TOLD = 10
-"""Places in the queue that are told one by one: whoever stands farther back hears only that it is more, so that a burst
-of jobs does not rewrite every status after every trace."""
+from carpool_operator.decisions.predicting import MOST_TOLD
 
 
 class TraceQueue:

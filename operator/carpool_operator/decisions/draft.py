@@ -11,8 +11,7 @@ from carpool_core.resources.job import Attempt, JobStatus
 from carpool_core.resources.meta import Condition
 from carpool_core.resources.prediction import Prediction
 
-from carpool_operator import attempts, conditions
-from carpool_operator.actions import (
+from carpool_operator.decisions.actions import (
     Action,
     CreatePod,
     CreateService,
@@ -22,10 +21,11 @@ from carpool_operator.actions import (
     RecordEvent,
     WriteStatus,
 )
-from carpool_operator.conditions import Truth
-from carpool_operator.snapshot import Snapshot
-from carpool_operator.summary import summarize
-from carpool_operator.unseen import end_unseen
+from carpool_operator.decisions.unseen import end_unseen
+from carpool_operator.state import attempts, conditions
+from carpool_operator.state.conditions import Truth
+from carpool_operator.state.snapshot import Snapshot
+from carpool_operator.state.summary import summarize
 
 _MESSAGE_CHARS = 4096
 

@@ -12,9 +12,9 @@ from carpool_core.resources.job import GpuTrainingJob, JobStatus
 from carpool_core.resources.node import GpuNode
 from carpool_core.values import JobState, JobUid
 
-from carpool_operator import conditions
-from carpool_operator.inventory import Inventory, NodeKind, node_kind
-from carpool_operator.pods import controller_uid, job_key, key_of_pod
+from carpool_operator.state import conditions
+from carpool_operator.state.inventory import Inventory, NodeKind, node_kind
+from carpool_operator.workers.pods import controller_uid, job_key, key_of_pod
 
 Wake = Callable[[str], None]
 """Ask for a look at the job of this key."""

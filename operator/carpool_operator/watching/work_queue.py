@@ -5,7 +5,7 @@ import contextlib
 
 from carpool_core.clock import Clock
 
-from carpool_operator.delays import Delays, Turns
+from carpool_operator.watching.delays import Delays, Turns
 
 LEISURE_EVERY = 8
 """Of so many looks one is at leisure where both kinds wait, so that a flood of urgent ones stops none for good."""

@@ -10,17 +10,20 @@ from carpool_core.resources.job import GpuTrainingJob, WorkerPlacement
 from carpool_core.resources.prediction import Prediction
 from carpool_core.values import RequestedMode, SharingMode
 
-from carpool_operator import order
-from carpool_operator.actions import Predict
-from carpool_operator.conditions import find
-from carpool_operator.draft import Draft
-from carpool_operator.lessons import mark
-from carpool_operator.outcomes import GPU_OUT_OF_MEMORY
-from carpool_operator.snapshot import Snapshot
-from carpool_operator.trace_queue import MOST_TOLD
+from carpool_operator.decisions import order
+from carpool_operator.decisions.actions import Predict
+from carpool_operator.decisions.draft import Draft
+from carpool_operator.state.conditions import find
+from carpool_operator.state.lessons import mark
+from carpool_operator.state.snapshot import Snapshot
+from carpool_operator.workers.outcomes import GPU_OUT_OF_MEMORY
 
 TRANSIENT = frozenset({"TraceTimedOut", "TraceOutOfMemory", "TorchMissing", "PredictorFailed"})
 """Reasons to abstain that lie in the moment or in this installation, not in the job: worth another try."""
+
+MOST_TOLD = 10
+"""Places in the queue of traces that are told one by one: whoever stands farther back hears only that it is more, so
+that a burst of jobs does not rewrite every status after every trace."""
 
 _MOST_PRODUCTS = 64
 """Products that a status holds; the CRD's limit."""

@@ -15,22 +15,21 @@ from carpool_core.demand import Demand, demand_of
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.job import Attempt
 
-from carpool_operator import attempts, conditions, learning, order, placement, rendezvous, reports, run_policy, together
-from carpool_operator.actions import CheckTemplate, CreatePod, CreateService, Decision, DeleteJob
-from carpool_operator.draft import Draft
-from carpool_operator.impostors import without_impostors
-from carpool_operator.inventory import never_fits, reason_of_never
-from carpool_operator.outcomes import Outcome, pod_deleted, unreserved
-from carpool_operator.pods import attempt_of, build_pod, owner_reference, pod_name, template_error, worker_of
-from carpool_operator.predicting import predict
-from carpool_operator.snapshot import Snapshot
-from carpool_operator.unseen import STILL_THERE, end_unseen
+from carpool_operator.decisions import learning, order, reports, run_policy, together
+from carpool_operator.decisions.actions import CheckTemplate, CreatePod, CreateService, Decision, DeleteJob
+from carpool_operator.decisions.draft import Draft
+from carpool_operator.decisions.impostors import without_impostors
+from carpool_operator.decisions.predicting import predict
+from carpool_operator.decisions.unseen import STILL_THERE, end_unseen
+from carpool_operator.state import attempts, conditions
+from carpool_operator.state.inventory import never_fits, reason_of_never
+from carpool_operator.state.snapshot import Snapshot
+from carpool_operator.workers import placement, rendezvous
+from carpool_operator.workers.outcomes import Outcome, pod_deleted, unreserved
+from carpool_operator.workers.pods import attempt_of, build_pod, owner_reference, pod_name, template_error, worker_of
 
 CREATED_AGAIN_AFTER_S = 5.0
 """How long a created pod may stay unheard of before it is created again (which its name makes harmless)."""
-
-LEARNED_AGAIN_AFTER_S = 1.0
-"""When a job is looked at again that waits until it is learned what its last attempt died of."""
 
 REFUSED_AGAIN_AFTER_S = 15.0
 """When a pod is tried again that was refused for a reason outside of the job (a quota, a name that is taken)."""
@@ -174,7 +173,7 @@ def _begin(draft: Draft, demand: Demand) -> None:
         draft.requeue_after(REFUSED_AGAIN_AFTER_S)
         return
     if learning.is_awaited(draft, last):
-        draft.requeue_after(LEARNED_AGAIN_AFTER_S)
+        draft.requeue_after(learning.LOOK_AGAIN_S)
         return
     never = never_fits(demand, snapshot.inventory)
     if never is not None:

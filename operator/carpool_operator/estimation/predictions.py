@@ -20,8 +20,8 @@ from carpool_predictor.features.abstention import Abstention
 from carpool_predictor.prediction.estimator import Job, model_version, predict, prepare
 from carpool_predictor.tracing.source import Tracer, features_of, input_digest
 
-from carpool_operator.predicting import TRANSIENT
-from carpool_operator.trace_queue import TraceQueue
+from carpool_operator.decisions.predicting import TRANSIENT
+from carpool_operator.estimation.trace_queue import TraceQueue
 
 _KEPT = 512
 """Results that are kept; jobs of the same model and training share one."""

@@ -15,8 +15,8 @@ from carpool_core.products import hardware_name
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.settings import SettingsError
 
-from carpool_operator.inventory import Inventory
-from carpool_operator.snapshot import Snapshot
+from carpool_operator.state.inventory import Inventory
+from carpool_operator.state.snapshot import Snapshot
 
 _PREFIX = re.compile(r"[a-z0-9][a-z0-9.-]{0,200}")
 """Of names that the API server takes."""

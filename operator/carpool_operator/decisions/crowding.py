@@ -14,7 +14,7 @@ from carpool_core.resources.job import JobStatus, WorkerPlacement
 from carpool_core.resources.node import Device, GpuNode, Reservation
 from carpool_core.values import GpuUuid, PodUid
 
-from carpool_operator.outcomes import GPU_MEMORY_TAKEN, GPU_OUT_OF_MEMORY, Outcome
+from carpool_operator.workers.outcomes import GPU_MEMORY_TAKEN, GPU_OUT_OF_MEMORY, Outcome
 
 _MOST = 3
 """Attempts of a job that are not counted for it because a neighbour grew."""

@@ -17,14 +17,17 @@ from carpool_core.values import GpuUuid, SharingMode
 from carpool_predictor.calibration.document import Measured
 from carpool_predictor.calibration.observe import SEEN_S, STEADY_S
 
-from carpool_operator import attempts, reports
-from carpool_operator.actions import Learn
-from carpool_operator.draft import Draft
-from carpool_operator.lessons import Lesson, Use
-from carpool_operator.outcomes import GPU_OUT_OF_MEMORY
+from carpool_operator.decisions import reports
+from carpool_operator.decisions.actions import Learn
+from carpool_operator.decisions.draft import Draft
+from carpool_operator.state import attempts
+from carpool_operator.state.lessons import Lesson, Use
+from carpool_operator.workers.outcomes import GPU_OUT_OF_MEMORY
 
 AWAITED_S = 30.0
 """How long the next attempt waits until it is learned what the last one died of, in seconds."""
+LOOK_AGAIN_S = 1.0
+"""When a job is looked at again that waits for that."""
 
 
 def sample_of(job: GpuTrainingJob, attempt: Attempt) -> str:

@@ -14,13 +14,13 @@ from carpool_core.kube.pods import PodMeta
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.sealing import Sealed, Sealer
 
-from carpool_operator.actions import CreatePod
-from carpool_operator.caches import key_of, version_of
-from carpool_operator.likeness import is_as_built
-from carpool_operator.pods import controller_of
-from carpool_operator.recollection import Recollection
-from carpool_operator.snapshot import Refusal
-from carpool_operator.template_refusal import is_about_the_pod, sentence
+from carpool_operator.decisions.actions import CreatePod
+from carpool_operator.execution.recollection import Recollection
+from carpool_operator.state.snapshot import Refusal
+from carpool_operator.watching.caches import key_of, version_of
+from carpool_operator.workers.likeness import is_as_built
+from carpool_operator.workers.pods import controller_of
+from carpool_operator.workers.template_refusal import is_about_the_pod, sentence
 
 _TEMPLATES = 256
 """Templates that were found right and are not checked again: most jobs differ in their model, not in their pods."""

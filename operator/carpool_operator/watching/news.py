@@ -1,6 +1,6 @@
 """News that change only what a job's status tells: taken in soon, several at once, and not too many a second."""
 
-from carpool_operator.work_queue import WorkQueue
+from carpool_operator.watching.work_queue import WorkQueue
 
 NEWS_S = 2.0
 """How long nothing is told of a pod that was created or bound, and of what changed on its GPUs. Most pods get their

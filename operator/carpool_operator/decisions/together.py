@@ -13,9 +13,10 @@ from carpool_core.resources.job import JobStatus
 from carpool_core.resources.node import GpuNode
 from carpool_core.values import PodUid, SharingMode
 
-from carpool_operator import crowding, outcomes
-from carpool_operator.outcomes import CONTAINER_FAILED, GPU_OUT_OF_MEMORY, MPS_CLIENTS_ENDED, Outcome
-from carpool_operator.snapshot import Snapshot
+from carpool_operator.decisions import crowding
+from carpool_operator.state.snapshot import Snapshot
+from carpool_operator.workers import outcomes
+from carpool_operator.workers.outcomes import CONTAINER_FAILED, GPU_OUT_OF_MEMORY, MPS_CLIENTS_ENDED, Outcome
 
 WORD_WITHIN_S = 20.0
 """How long after a worker's end its node's agent may say that others ended with it: it looks each ten seconds."""

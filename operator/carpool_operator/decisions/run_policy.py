@@ -6,8 +6,8 @@ from carpool_core import keys
 from carpool_core.clock import parse_rfc3339
 from carpool_core.resources.job import Attempt
 
-from carpool_operator import attempts, conditions
-from carpool_operator.draft import Draft
+from carpool_operator.decisions.draft import Draft
+from carpool_operator.state import attempts, conditions
 
 
 def suspend(draft: Draft, active: Attempt | None) -> None:

@@ -14,7 +14,7 @@ from carpool_core.resources.job import GpuTrainingJob, JobStatus
 from carpool_core.resources.meta import ObjectMeta
 from carpool_core.sealing import Sealer
 
-from carpool_operator.actions import (
+from carpool_operator.decisions.actions import (
     Action,
     CheckTemplate,
     CreatePod,
@@ -29,14 +29,14 @@ from carpool_operator.actions import (
     RecordEvent,
     WriteStatus,
 )
-from carpool_operator.caches import Jobs, key_of
-from carpool_operator.creator import Creator, ForeignPodError, Superseded
-from carpool_operator.impostors import foreign
-from carpool_operator.learner import Learner
-from carpool_operator.predictions import Predictions
-from carpool_operator.recollection import Recollection
-from carpool_operator.snapshot import Refusal
-from carpool_operator.unseen import STILL_THERE
+from carpool_operator.decisions.impostors import foreign
+from carpool_operator.decisions.unseen import STILL_THERE
+from carpool_operator.estimation.learner import Learner
+from carpool_operator.estimation.predictions import Predictions
+from carpool_operator.execution.creator import Creator, ForeignPodError, Superseded
+from carpool_operator.execution.recollection import Recollection
+from carpool_operator.state.snapshot import Refusal
+from carpool_operator.watching.caches import Jobs, key_of
 
 
 def status_body(status: JobStatus) -> dict[str, Any]:
