@@ -67,13 +67,13 @@ class SlowdownModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     version: str
     holding: Annotated[float, Meta(ge=1, le=10)]
-    """k: who keeps the GPU busy for a share u of the time holds about u^k of its SMs, and is in the way for as much."""
+    """k: who keeps the GPU busy for a share u of the time is in the way for about u^k of it, while it need not wait."""
     level: Annotated[float, Meta(gt=0, lt=1)]
     """Share of slowdowns that the upper quantile is meant to hold."""
     turns_factor: Annotated[float, Meta(ge=0, le=100)]
     """f of tenants that take turns: how kernels queue was known in the pairs that this was learned on."""
     side_by_side_factor: Annotated[float, Meta(ge=0, le=100)]
-    """f of tenants under MPS: it was not known, so that it is larger."""
+    """f of tenants under MPS: it was not known, so that it is larger; the median that it is added to is MPS's own."""
     provenance: dict[str, str | float | int]
     """What it was learned on."""
 

@@ -2,15 +2,16 @@
 
 Gavel measured throughputs alone, at several batch sizes, and in pairs behind MPS, but no utilization. A step of batch b
 takes (a^p + (c + d b)^p)^(1/p): host a, GPU c + d b, and an exponent p that says how well one hides behind the other,
-1 not at all. It is shared by all, and chosen by how well a batch size that was left out is foretold, with the rule of
-one standard error (Breiman et al., Classification and Regression Trees, 1984, section 3.4.3): the smallest p, which
-hides the least, of those that are no worse than the best by more than the standard error of that, by jobs. The busy
-share of a job follows: u = (c + d b) / step.
+1 not at all. It is shared by all, and chosen by how well a batch size that was left out is foretold, with a variant of
+the rule of one standard error (Breiman et al., Classification and Regression Trees, 1984, section 3.4.3): the smallest
+p, which hides the least, of those that are worse than the best by no more than the standard error of the difference,
+job by job. The busy share of a job follows: u = (c + d b) / step.
 
 Behind MPS kernels queue in the order of their launch, so that a job of short kernels loses to one of long kernels. Each
 job has a weight for that, learned on pairs, which says nothing about tenants that take equal turns and is not shipped.
 With it known, the pairs say how wide an upper quantile has to be where turns are taken. How wide it has to be behind
-MPS is said by what is foretold of them without, SM activity taken to be what follows from busy shares.
+MPS is said by what is foretold of them without, SM activity taken to be what follows from busy shares, and no
+contention for DRAM, of which nothing is known there.
 """
 
 import operator
@@ -227,22 +228,22 @@ def queueing(gavel: Gavel, exponent: float, holding: float) -> Queueing:
     weighted = np.ones(measured.shape)
     for out in range(FOLDS):
         train, test = np.flatnonzero(fold != out), np.flatnonzero(fold == out)
-        model = _Weights(shares, index[train], holding)
+        model = Weights(shares, index[train], holding)
 
-        def off(numbers: Numbers, model: _Weights = model, rows: NDArray[np.intp] = train) -> Numbers:
+        def off(numbers: Numbers, model: Weights = model, rows: NDArray[np.intp] = train) -> Numbers:
             missed = np.log(model.foretell(numbers) / measured[rows]).ravel()
             return np.concatenate([missed, PRIOR * numbers])
 
         begin = np.zeros(2 * len(jobs))
         fitted = least_squares(off, begin, loss="soft_l1", f_scale=0.05, max_nfev=FITS)
-        weighted[test] = _Weights(shares, index[test], holding).foretell(fitted.x)
+        weighted[test] = Weights(shares, index[test], holding).foretell(fitted.x)
     own = shares[index]
     side_by_side = slowdowns(SharingMode.MPS, own, own**holding, np.zeros(own.shape))
     return Queueing(measured, weighted, side_by_side, own[:, ::-1])
 
 
 @dataclass(frozen=True, slots=True)
-class _Weights:
+class Weights:
     """Pairs whose kernels queue in the order of their launch."""
 
     shares: Numbers

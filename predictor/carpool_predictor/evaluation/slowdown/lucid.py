@@ -45,18 +45,6 @@ class Pairs:
     jobs: Sequence[tuple[str, str]]
     """(n,) Architecture, batch size and precision."""
 
-    def part(self, chosen: NDArray[np.bool_]) -> "Pairs":
-        """Return some of them."""
-        rows = np.flatnonzero(chosen).tolist()
-        return Pairs(
-            self.busy[rows],
-            self.memory[rows],
-            self.slowdown[rows],
-            self.raw[rows],
-            [self.models[i] for i in rows],
-            [self.jobs[i] for i in rows],
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Score:
@@ -206,11 +194,12 @@ def hiding(pairs: Pairs, p: float, k: float) -> Numbers:
     return found
 
 
+EXACT = "exact mean-value analysis, nothing fitted (k = 1)"
 BASELINES: Mapping[str, Callable[[Pairs], Numbers]] = {
     "no slowdown": lambda pairs: np.ones(len(pairs.slowdown)),
     "min(1, 100/Σutil)": lambda pairs: np.maximum(1.0, pairs.busy.sum(axis=1)),
     "Bard's mean-value analysis, nothing fitted": bard,
-    "exact mean-value analysis, nothing fitted (k = 1)": lambda pairs: Turns(pairs.busy, 1.0).slowdowns()[:, 0],
+    EXACT: lambda pairs: Turns(pairs.busy, 1.0).slowdowns()[:, 0],
 }
 
 

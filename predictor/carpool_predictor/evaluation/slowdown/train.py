@@ -7,7 +7,7 @@ import msgspec
 from carpool_predictor.cost_models.slowdown import SlowdownModel
 from carpool_predictor.evaluation.slowdown import gavel, holding
 
-VERSION = "2026.11.2"
+VERSION = "2026.11.3"
 LEVEL = 0.9
 
 
