@@ -87,9 +87,9 @@ class ConditionSettings:
         Quantile.MEDIAN,
         flag="--slowdown-quantile",
         env="CARPOOL_SLOWDOWN_QUANTILE",
-        help="Which predicted slowdown every job's maxSlowdown is held against. median: the expected one, which about "
-        "half of all cases exceed; upper: one that few exceed, so that fewer jobs share, and behind MPS hardly any at "
-        "the default limit of 1.5.",
+        help="Which predicted slowdown every job's maxSlowdown is held against. median: the expected one, which many "
+        "cases exceed; upper: one that few exceed, so that fewer jobs share, and behind MPS hardly any at the default "
+        "limit of 1.5.",
     )
 
     def conditions(self) -> Conditions:

@@ -308,9 +308,9 @@ def test_what_a_limit_comes_to_is_counted_by_pairs():
     of = [(1.0, 1.0), (1.3, 1.0), (1.0, 1.1), (1.0, 1.4)]
     pairs = lucid.Pairs(*([np.zeros((8, 2))] * 2), *([np.array(of).ravel()] * 2), [], [])
     told = np.array([(1.0, 1.0), (1.1, 1.0), (1.0, 1.3), (1.5, 1.5)]).ravel()
-    found = lucid.admitted(told, pairs, 1.2)
+    found = lucid.admitted(told, pairs.slowdown, 1.2)
     assert (found.admitted_percent, found.beyond_percent, found.missed_percent) == (50.0, 50.0, 50.0)
-    assert lucid.admitted(told, pairs, 9.0) == lucid.Admitted(100.0, 0.0, 0.0)
+    assert lucid.admitted(told, pairs.slowdown, 9.0) == lucid.Admitted(100.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(("read", "name"), [(gavel.read, "gavel"), (lucid.read, "lucid"), (holding.read, "gpumemnet")])

@@ -24,6 +24,9 @@ PUBLISHED = (
 BUSY = 0.8
 NEIGHBOURS = (0.0, 0.2, 0.4, 0.6, 0.8, 0.97, 1.01)
 """Utilizations that part the neighbours of busy jobs."""
+_LIMITS_HEAD = (
+    "| limit | held against | pairs that share | of these beyond the limit | pairs within it that do not share |"
+)
 LIMITS = (1.1, 1.2, 1.5)
 """Of jobs, for the table of what is held against them; 1.5 is the default."""
 
@@ -45,6 +48,12 @@ def head() -> list[str]:
         "",
         f"Shipped: k = {model.holding:g}; the {model.level:.0%} quantile adds {model.turns_factor:g} (time slicing)",
         f"or {model.side_by_side_factor:g} (MPS) times the neighbours' busy shares.",
+        "",
+        "What to trust: the median of two jobs that take turns, about as much as a forest that was fitted to the",
+        "pairs that it is judged by. What not to trust: MPS, whose median is a rule (nobody is slowed while joint",
+        "SM and DRAM activity stay below 80%, the second an assumption) that the only pairs at hand contradict, on",
+        "older GPUs and with activity that was worked out; three jobs and more, of which nothing was measured; and",
+        "any single figure as a promise, since utilizations are predicted, too, and err by themselves.",
         "",
     ]
 
@@ -95,8 +104,8 @@ def hidden_by_hosts(by_exponent: Mapping[float, Missed]) -> list[str]:
             f"| of {job} | {' | '.join(f'{100 * one.of_jobs[job]:.1f}%' for one in by_exponent.values())} |"
             for job in best.of_jobs
         ),
-        f"| beyond the best one's | {' | '.join(f'{100 * one:.1f}' for one, _ in beyond)} |",
-        f"| standard error of that, by jobs | {' | '.join(f'{100 * one:.1f}' for _, one in beyond)} |",
+        f"| beyond the best one's | {' | '.join(f'{100 * one:.2f}' for one, _ in beyond)} |",
+        f"| standard error, by {len(best.of_jobs)} jobs | {' | '.join(f'{100 * one:.2f}' for _, one in beyond)} |",
         "",
         "The smallest p that is not worse than the best by more than a standard error is",
         f"{gavel.most_cautious(by_exponent):g}. By that the busy shares of Gavel's jobs are worked out, for what",
@@ -127,10 +136,25 @@ def queued_behind_mps(held_out: Queueing) -> list[str]:
         f"{error(held_out.weighted)} |",
         f"| as shipped for MPS, SM activity from busy shares, DRAM left out | {error(held_out.side_by_side)} |",
         "",
-        "What the second leaves says how far beyond the median tenants may lie that take turns, what the third leaves",
-        "how far those under MPS.",
+        "What the second leaves says how far beyond the median tenants may lie that take turns (who have no such",
+        "weights, so that this may be too little), what the third leaves how far those under MPS. Of the slowdowns",
+        f"{100 * float((held_out.measured > held_out.side_by_side).mean()):.0f}% lie above the median for MPS. What a",
+        "limit that both jobs of a pair accept would come to there:",
+        "",
+        _LIMITS_HEAD,
+        "|---|---|---|---|---|",
+        *(
+            _limited(limit, name, lucid.admitted(predicted.ravel(), held_out.measured.ravel(), limit))
+            for limit in LIMITS
+            for name, predicted in (("median", held_out.side_by_side), ("upper", _upper_by_mps(held_out)))
+        ),
         "",
     ]
+
+
+def _upper_by_mps(held_out: Queueing) -> Numbers:
+    upper: Numbers = held_out.side_by_side + shipped().side_by_side_factor * held_out.beside
+    return upper
 
 
 def judged(pairs: Pairs, scores: Mapping[str, Score]) -> list[str]:
@@ -153,7 +177,7 @@ def judged(pairs: Pairs, scores: Mapping[str, Score]) -> list[str]:
         *(f"| published: {name} | | {error} | {found} | |" for name, error, found in PUBLISHED),
         "",
         "How the published errors count is not published; they are not computed here. That they are of speed is",
-        "likely, not certain. `min(1, 100/Σutil)` is one. Of the pairs' first jobs the errors of speed are",
+        "likely, not certain. `min(1, 100/Σutil)` is a speed. Of the pairs' first jobs the errors of speed are",
         f"{_of_first(pairs, 'no slowdown'):.4f} without a slowdown, as published, and",
         f"{_of_first(pairs, 'min(1, 100/Σutil)'):.3f} by that rule, which is not.",
         "",
@@ -165,18 +189,21 @@ def judged(pairs: Pairs, scores: Mapping[str, Score]) -> list[str]:
         f"slowed alike, differ by {lucid.repeated_difference(pairs):.3f} on average;",
         f"{100 * float((pairs.raw < 1).mean()):.0f}% of the jobs ran faster beside another than alone.",
         "",
-        f"The upper quantile holds {100 * float((pairs.slowdown <= upper).mean()):.1f}% of the slowdowns "
-        f"(meant: {100 * shipped().level:g}%), at {float((upper / median).mean()):.2f} times the median.",
+        f"Of the slowdowns above 15% the median errs by {np.abs(median - pairs.slowdown)[bad].mean():.3f}, of the",
+        f"others by {np.abs(median - pairs.slowdown)[~bad].mean():.3f};",
+        f"{100 * float((pairs.slowdown > median).mean()):.0f}% lie above it. The upper quantile holds",
+        f"{100 * float((pairs.slowdown <= upper).mean()):.1f}% of the slowdowns (meant: {100 * shipped().level:g}%),",
+        f"at {float((upper / median).mean()):.2f} times the median.",
         "",
         "![predicted over measured](figures/slowdown-predicted.svg)",
         "",
         "What a limit that both jobs of a pair accept comes to, by which prediction it is held against "
         "(the scheduler's setting `slowdownQuantile`):",
         "",
-        "| limit | held against | pairs that share | of these beyond the limit | pairs within it that do not share |",
+        _LIMITS_HEAD,
         "|---|---|---|---|---|",
         *(
-            _limited(limit, name, lucid.admitted(predicted, pairs, limit))
+            _limited(limit, name, lucid.admitted(predicted, pairs.slowdown, limit))
             for limit in LIMITS
             for name, predicted in (("median", median), ("upper", upper))
         ),

@@ -158,16 +158,16 @@ class Admitted:
     """Share of the pairs within the limit that would not have shared."""
 
 
-def admitted(predicted: Numbers, pairs: Pairs, limit: float) -> Admitted:
+def admitted(predicted: Numbers, measured: Numbers, limit: float) -> Admitted:
     """Say what would have come of a limit.
 
     Args:
         predicted: Slowdown of each job of each pair, one after the other, shape (2 * pairs,).
-        pairs: What was measured, in the same order.
+        measured: The same as measured.
         limit: Slowdown that everybody accepts.
     """
     would = (predicted.reshape(-1, 2) <= limit).all(axis=1)
-    within = (pairs.slowdown.reshape(-1, 2) <= limit).all(axis=1)
+    within = (measured.reshape(-1, 2) <= limit).all(axis=1)
     return Admitted(
         admitted_percent=100 * float(would.mean()),
         beyond_percent=100 * float((would & ~within).sum() / max(1, would.sum())),
