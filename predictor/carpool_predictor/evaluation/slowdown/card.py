@@ -51,9 +51,10 @@ def head() -> list[str]:
         "",
         "What to trust: the median of two jobs that take turns, about as much as a forest that was fitted to the",
         "pairs that it is judged by. What not to trust: MPS, whose median is a rule (nobody is slowed while joint",
-        "SM and DRAM activity stay below 80%, the second an assumption) that the only pairs at hand contradict, on",
-        "older GPUs and with activity that was worked out; three jobs and more, of which nothing was measured; and",
-        "any single figure as a promise, since utilizations are predicted, too, and err by themselves.",
+        "SM and DRAM activity stay below 80%, the second an assumption) that was held against older GPUs alone,",
+        "with activity that was worked out, and errs much there; three jobs and more, of which nothing was",
+        "measured; and any single figure as a promise, since utilizations are predicted, too, and err by",
+        "themselves.",
         "",
     ]
 
