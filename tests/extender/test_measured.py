@@ -6,6 +6,7 @@ from carpool_core.resources.node import Tenant
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 from carpool_extender.state.measured import known_of
 from carpool_extender.testing import cluster, gpu_node, prediction, tenant
+from carpool_predictor.cost_models.slowdown import shipped
 
 GPU = "GPU-a-0"
 
@@ -54,7 +55,8 @@ def test_a_measure_beside_neighbours_is_stretched_to_what_it_would_be_alone():
     busy = prediction(util=100, sm=1.0)
     both = [tenant(name, [GPU], SharingMode.TIME_SLICING, prediction=busy) for name in "xy"]
     found = known_of(both, [seen("x", gpu_util_percent=50.0, sm_active_ratio=0.5), None])
-    assert found[0].util == found[0].sm == pytest.approx(1.0)
+    slowdown = 1 + shipped().contention  # of two that are always busy
+    assert found[0].util == found[0].sm == pytest.approx(0.5 * slowdown)
     assert found[1].util == 1.0
 
 

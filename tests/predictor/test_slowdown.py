@@ -1,17 +1,20 @@
+from dataclasses import replace
+
 import msgspec
 import numpy as np
 import pytest
 from carpool_core.values import SharingMode
 from carpool_predictor.cost_models.slowdown import DEPTH, SlowdownModel, Turns, shipped, slowdowns, upper_slowdowns
-from carpool_predictor.evaluation.slowdown import asked, gavel, holding, lucid
-from carpool_predictor.evaluation.slowdown.gavel import Missed
+from carpool_predictor.evaluation.slowdown import asked, gavel, holding, limits, lucid, queueing, steps
 from carpool_predictor.evaluation.slowdown.groups import exact_slowdowns
+from carpool_predictor.evaluation.slowdown.steps import Missed
 from carpool_predictor.evaluation.slowdown.train import train_slowdown
 from carpool_predictor.evaluation.suites import DataError
 from hypothesis import given
 from hypothesis import strategies as st
 
 SHARED = [SharingMode.TIME_SLICING, SharingMode.MPS]
+C = shipped().contention
 ratios = st.floats(0, 1, allow_nan=False, width=32)
 tenants = st.lists(st.tuples(ratios, ratios, ratios), min_size=1, max_size=8)
 
@@ -26,11 +29,14 @@ def of(mode, profiles, present=None):
 @pytest.mark.parametrize(
     ("mode", "profiles", "expected"),
     [
-        pytest.param(SharingMode.TIME_SLICING, [(1, 1, 1)] * 3, [3, 3, 3], id="full tenants share evenly"),
-        pytest.param(SharingMode.TIME_SLICING, [(0.5, 0, 0)] * 2, [1.177, 1.177], id="two halves do not add"),
+        pytest.param(SharingMode.TIME_SLICING, [(1, 1, 1)] * 3, [1 + 2 * C] * 3, id="full tenants share evenly"),
+        pytest.param(SharingMode.TIME_SLICING, [(0.5, 0, 0)] * 2, [1 + 0.177 * C] * 2, id="two halves do not add"),
         pytest.param(SharingMode.TIME_SLICING, [(0.9, 0, 0), (0, 0, 0)], [1, 1], id="an idle neighbour costs nothing"),
         pytest.param(
-            SharingMode.TIME_SLICING, [(1, 0, 0), (0.25, 0, 0)], [1.125, 1.25], id="the busier one loses less"
+            SharingMode.TIME_SLICING,
+            [(1, 0, 0), (0.25, 0, 0)],
+            [1 + 0.125 * C, 1 + 0.25 * C],
+            id="the busier one loses less",
         ),
         pytest.param(SharingMode.MPS, [(1, 1, 0)] * 2, [2, 2], id="two full tenants halve each other"),
         pytest.param(SharingMode.MPS, [(0.9, 0.4, 0.2)] * 2, [1, 1], id="below saturation they do not meet"),
@@ -83,40 +89,45 @@ def test_the_order_of_tenants_does_not_matter(mode, profiles, seed):
 
 @given(busy=st.lists(st.floats(0.05, 0.95), min_size=1, max_size=4))
 def test_who_is_in_the_way_whenever_busy_composes_as_the_markov_chain_does(busy):
-    assert Turns(np.array([busy]), 1.0).slowdowns()[0] == pytest.approx(exact_slowdowns(busy), rel=1e-6)
+    assert Turns(np.array([busy]), 1.0, 1.0).slowdowns()[0] == pytest.approx(exact_slowdowns(busy), rel=1e-6)
 
 
-def recursion(busy, exponent, away=()):
+def recursion(busy, exponent, contention, away=()):
     """The arrival theorem as it is written down: slowdowns of those who are not away, by their place."""
     found = {}
     for i in (i for i in range(len(busy)) if i not in away):
         x = 1.0
-        for j, s in recursion(busy, exponent, (*away, i)).items():
+        for j, s in recursion(busy, exponent, contention, (*away, i)).items():
             waits = s - 1.0  # u_j * (x_j - 1)
-            x += (busy[j] ** exponent + waits) / s
+            x += contention * (busy[j] ** exponent + waits) / s
         found[i] = 1.0 + busy[i] * (x - 1.0)
     return found
 
 
-@given(busy=st.lists(st.floats(0.01, 1.0), min_size=1, max_size=DEPTH + 1), exponent=st.sampled_from([1.0, 1.5, 2.0]))
-def test_groups_compose_by_the_arrival_theorem(busy, exponent):
-    expected = list(recursion(busy, exponent).values())
-    assert Turns(np.array([busy]), exponent).slowdowns()[0] == pytest.approx(expected, rel=1e-9)
+@given(
+    busy=st.lists(st.floats(0.01, 1.0), min_size=1, max_size=DEPTH + 1),
+    exponent=st.sampled_from([1.0, 1.5, 2.0]),
+    contention=st.sampled_from([0.7, 1.0, 1.2]),
+)
+def test_groups_compose_by_the_arrival_theorem(busy, exponent, contention):
+    expected = list(recursion(busy, exponent, contention).values())
+    assert Turns(np.array([busy]), exponent, contention).slowdowns()[0] == pytest.approx(expected, rel=1e-9)
 
 
 @given(busy=st.lists(st.floats(0.01, 1.0), min_size=5, max_size=6))
 def test_what_is_cut_off_of_larger_groups_is_little(busy):
-    expected = list(Turns(np.array([busy]), shipped().holding, depth=len(busy)).slowdowns()[0])
-    found = Turns(np.array([busy]), shipped().holding).slowdowns()[0]
+    k = shipped().holding
+    expected = list(Turns(np.array([busy]), k, C, depth=len(busy)).slowdowns()[0])
+    found = Turns(np.array([busy]), k, C).slowdowns()[0]
     assert (found <= np.array(expected) + 1e-9).all()
     assert found == pytest.approx(expected, rel=0.05)
 
 
 @given(busy=st.lists(ratios, min_size=1, max_size=4))
-def test_taking_turns_nobody_holds_more_sms_than_there_are(busy):
+def test_where_all_of_the_way_costs_nobody_holds_more_sms_than_there_are(busy):
     alone = np.array([busy], float)
     k = shipped().holding
-    assert (alone**k / Turns(alone, k).slowdowns()).sum() <= 1 + 1e-9
+    assert (alone**k / Turns(alone, k, 1.0).slowdowns()).sum() <= 1 + 1e-9
 
 
 @pytest.mark.parametrize("mode", SHARED)
@@ -160,6 +171,10 @@ def test_no_gpus_or_nobody_at_all(mode, shape):
     assert slowdowns(mode, empty, empty, empty, empty.astype(bool)).shape == shape
 
 
+CONTENTION = 0.8
+"""How much of the time that neighbours hold lengthens the steps of the pairs below."""
+
+
 def measured_by_gavel(tmp_path):
     """Three kinds of jobs, their steps a power mean with exponent 3, and pairs in which no kernels are longer."""
     step = {}
@@ -172,8 +187,9 @@ def measured_by_gavel(tmp_path):
     ]
     for (one, size), (step_a, gpu_a) in step.items():
         for (other, its), (step_b, gpu_b) in step.items():
-            slow = 1 + gpu_a / step_a * gpu_b / step_b
-            speeds = f"{1 / step_a},{1 / step_b},{1 / step_a / slow},{1 / step_b / slow}"
+            slow = 1 + CONTENTION * gpu_a / step_a * (gpu_b / step_b) ** 1.6
+            its_slow = 1 + CONTENTION * gpu_b / step_b * (gpu_a / step_a) ** 1.6
+            speeds = f"{1 / step_a},{1 / step_b},{1 / step_a / slow},{1 / step_b / its_slow}"
             lines.append(f"oracle_throughputs.json,v100,{one},{size},1,{other},{its},1,{speeds}")
     lines.append("oracle_throughputs.json,v100,A,8,1,B,8,1,1,1,0,0")
     (tmp_path / "gavel").mkdir()
@@ -196,6 +212,8 @@ def test_training_finds_what_made_the_data(tmp_path):
     measured_by_gpumemnet(tmp_path)
     model = msgspec.json.decode(train_slowdown(tmp_path, tmp_path / "out").read_bytes(), type=SlowdownModel)
     assert model.holding == 1.6  # the CNNs': fewer, but half busy, where it matters most, and both kinds count alike
+    assert model.contention == pytest.approx(CONTENTION, abs=0.01)
+    assert model.turns_factor == pytest.approx(0, abs=0.01)  # all was foretold of pairs that take turns
     told = ("holding_runs", "step_exponent", "step_curves", "pairs")
     assert [model.provenance[name] for name in told] == [110, 3.0, 3, 15 * 16 / 2]
 
@@ -204,24 +222,37 @@ def test_a_factor_is_the_quantile_of_what_was_not_foretold_by_the_neighbours_bus
     beside = np.tile([0.5, 1.0], (100, 1))
     beyond = np.repeat(np.arange(100) / 100, 2).reshape(100, 2)  # in parts of the neighbour's busy share
     foretold = np.full((100, 2), 1.2)
-    known = gavel.Queueing(foretold + beyond * beside, foretold, np.full((100, 2), 1.1), beside)
-    in_turns, side_by_side = gavel.factors(known, 0.9)
+    known = queueing.Queueing(1.0, foretold + beyond * beside, foretold, np.full((100, 2), 1.1), beside)
+    in_turns, side_by_side = queueing.factors(known, 0.9)
     assert in_turns == pytest.approx(0.9, abs=0.01)
     assert side_by_side == pytest.approx(np.quantile(beyond + 0.1 / beside, 0.9), abs=0.01)
 
 
 def test_pairs_are_foretold_by_the_formulas_that_ship(tmp_path):
     measured_by_gavel(tmp_path)
-    read = gavel.read(tmp_path)
     k = shipped().holding
-    found = gavel.queueing(read, 3.0, k)
-    beside = found.beside[:, ::-1]
-    dram = np.zeros(beside.shape)
-    assert found.side_by_side == pytest.approx(slowdowns(SharingMode.MPS, beside, beside**k, dram))
-    assert found.weighted == pytest.approx(found.measured, rel=0.02)  # weights and corrections make up for the rest
-    shares = np.array([0.3, 0.9])
-    alike = gavel.Weights(shares, np.array([[0, 1]]), k).foretell(np.zeros(4))
-    assert alike[0] == pytest.approx(of(SharingMode.TIME_SLICING, [(0.3, 0, 0), (0.9, 0, 0)]))
+    pairs = queueing.Weighted.of(gavel.read(tmp_path), 3.0, k)
+    found = queueing.queueing(gavel.read(tmp_path), 3.0, k)
+    dram = np.zeros(pairs.busy.shape)
+    assert found.side_by_side == pytest.approx(slowdowns(SharingMode.MPS, pairs.busy, pairs.busy**k, dram))
+    nobody_longer = np.append(np.zeros(len(pairs.shares)), np.log(C))
+    in_turns = slowdowns(SharingMode.TIME_SLICING, pairs.busy, dram, dram)
+    assert pairs.foretell(nobody_longer) == pytest.approx(in_turns)
+
+
+def test_what_neighbours_cost_is_told_from_how_long_kernels_are(tmp_path):
+    """B's kernels are three times as long as A's, C's as long: who meets B loses more, and c is found all the same."""
+    measured_by_gavel(tmp_path)
+    pairs = queueing.Weighted.of(gavel.read(tmp_path), 3.0, 1.6)
+    jobs = sorted(queueing.busy_shares(gavel.read(tmp_path), 3.0))
+    weights = np.array([np.log(3.0) * (job == "B") for _, job, _ in jobs])
+    made = pairs.foretell(np.append(weights, np.log(0.7)))
+    weighted = replace(pairs, pairs=[replace(p, slowdowns=tuple(s)) for p, s in zip(pairs.pairs, made, strict=True)])
+    assert weighted.contention() == pytest.approx(0.7, rel=0.02)
+    assert weighted.without(["B"]).contention() == pytest.approx(0.7, rel=0.02)
+    assert not {"B"} & {job[1] for p in weighted.without(["B"]).pairs for job in (p.one, p.other)}
+    assert len(weighted.on("v100").pairs) == len(pairs.pairs)
+    assert not weighted.on("k80").pairs
 
 
 def test_each_kind_of_training_has_its_own_exponent(tmp_path):
@@ -236,17 +267,10 @@ def test_how_much_worse_an_exponent_is_has_the_error_of_few_jobs():
     assert Missed({"A": 0.03, "B": 0.06}).beyond(least) == pytest.approx((0.03, 0.01))
 
 
-@pytest.mark.parametrize(
-    ("errors", "expected"),
-    [
-        pytest.param({1.0: (0.07, 0.02), 1.5: (0.02, 0.03), 3.0: (0.02, 0.02)}, 1.5, id="no worse than chance tells"),
-        pytest.param({1.0: (0.04, 0.04), 1.5: (0.03, 0.03), 3.0: (0.02, 0.02)}, 3.0, id="worse on every job"),
-        pytest.param({1.0: (0.02, 0.02), 1.5: (0.03, 0.03), 3.0: (0.04, 0.04)}, 1.0, id="the best is the smallest"),
-    ],
-)
-def test_of_exponents_that_the_jobs_cannot_tell_apart_the_most_cautious_is_taken(errors, expected):
+def test_the_exponent_is_the_one_that_foretells_best():
+    errors = {1.0: (0.07, 0.02), 1.5: (0.02, 0.03), 3.0: (0.02, 0.02), 4.0: (0.01, 0.04)}
     of_jobs = {exponent: Missed(dict(zip("AB", one, strict=True))) for exponent, one in errors.items()}
-    assert gavel.most_cautious(of_jobs) == expected
+    assert steps.best_exponent(of_jobs) == 3.0
 
 
 def test_lucid_is_scored_in_both_directions(tmp_path):
@@ -267,6 +291,7 @@ def test_lucid_is_scored_in_both_directions(tmp_path):
     assert none.speed_error == pytest.approx((0.2 + 0.25) / 2)  # as measured: the second job ran faster than alone
     assert lucid.missed(lucid.BASELINES["no slowdown"](pairs), pairs) == {"A": 1}
     assert lucid.hiding(pairs, 1.0, 2.0).tolist() == pytest.approx([1 + 0.4 * 0.36, 1 + 0.6 * 0.16])
+    assert lucid.hiding(pairs, 1.0, 2.0, 0.5).tolist() == pytest.approx([1 + 0.2 * 0.36, 1 + 0.3 * 0.16])
     assert lucid.hiding(pairs, 2.0, 1.0)[0] == pytest.approx((1 - 0.16 + (0.4 * 1.6) ** 2) ** 0.5)
     sure = lucid.score(np.full(2, 1.25), pairs)
     assert (sure.found_percent, sure.right_percent) == (100.0, 50.0)
@@ -308,9 +333,9 @@ def test_what_a_limit_comes_to_is_counted_by_pairs():
     of = [(1.0, 1.0), (1.3, 1.0), (1.0, 1.1), (1.0, 1.4)]
     pairs = lucid.Pairs(*([np.zeros((8, 2))] * 2), *([np.array(of).ravel()] * 2), [], [])
     told = np.array([(1.0, 1.0), (1.1, 1.0), (1.0, 1.3), (1.5, 1.5)]).ravel()
-    found = lucid.admitted(told, pairs.slowdown, 1.2)
+    found = limits.admitted(told, pairs.slowdown, 1.2)
     assert (found.admitted_percent, found.beyond_percent, found.missed_percent) == (50.0, 50.0, 50.0)
-    assert lucid.admitted(told, pairs.slowdown, 9.0) == lucid.Admitted(100.0, 0.0, 0.0)
+    assert limits.admitted(told, pairs.slowdown, 9.0) == limits.Admitted(100.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(("read", "name"), [(gavel.read, "gavel"), (lucid.read, "lucid"), (holding.read, "gpumemnet")])

@@ -8,21 +8,20 @@ stretched by x, the step takes::
 
     s = 1 + u * (x - 1)
 
-A host that works ahead hides some of that. Nothing is counted on it: to hide too much is to foretell too little, and
-Gavel's four jobs hardly tell how much it is (`evaluation.slowdown.gavel`).
-
 Taking turns (time slicing). Work that comes to the GPU meets its neighbours as they would be without it (the arrival
 theorem; exact mean-value analysis, Reiser and Lavenberg 1980)::
 
-    x_i = 1 + sum over j of Q_j(without i)        Q_j = (u_j^k + u_j * (x_j - 1)) / s_j
+    x_i = 1 + c * sum over j of Q_j(without i)        Q_j = (u_j^k + u_j * (x_j - 1)) / s_j
 
 Q_j is the share of the time for which j is in the way of what comes: for all that it has to wait itself, and for some
-of the time in which it would be busy alone. With k = 1 that is all of it, and this the exact solution of a closed
-network with one processor-sharing station. Measured pairs lose less than that to neighbours that are half busy.
-Shipped is the k by which SM activity follows from utilization, a proxy: kernels of jobs that leave the GPU idle are
-short or fill few SMs, and why they are less in the way is not known. Of more than two tenants the recursion over
-smaller groups says how they compose, a heuristic unless k = 1. Below DEPTH levels a tenant counts as if it were alone,
-which changes nothing up to four tenants.
+of the time in which it would be busy alone. With k = 1 that is all of it, and with c = 1 this then is the exact
+solution of a closed network with one processor-sharing station. Measured pairs lose less than that, above all to
+neighbours that are half busy. Shipped is the k by which SM activity follows from utilization, a proxy: kernels of jobs
+that leave the GPU idle are short or fill few SMs, and why they are less in the way is not known. And shipped is the c
+that Gavel's pairs show (`evaluation.slowdown.queueing`): how much of the time that is lost on the GPU lengthens the
+step. Hosts that work ahead hide some of it. Of more than two tenants the recursion over smaller groups says how they
+compose, a heuristic unless k = c = 1. Below DEPTH levels a tenant counts as if it were alone, which changes nothing up
+to four tenants.
 
 Side by side (MPS). There is no contention below saturation: co-location was measured to pay while the joint SM
 activity stays under 80% (Yousefzadeh-Asl-Miandoab, ITU 2025, chapter 4). Beyond, what exceeds the larger of the
@@ -68,10 +67,12 @@ class SlowdownModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     version: str
     holding: Annotated[float, Meta(ge=1, le=10)]
     """k: who keeps the GPU busy for a share u of the time is in the way for about u^k of it, while it need not wait."""
+    contention: Annotated[float, Meta(gt=0, le=2)]
+    """c: how much of the time that neighbours are in the way of a tenant that takes turns lengthens its step."""
     level: Annotated[float, Meta(gt=0, lt=1)]
     """Share of slowdowns that the upper quantile is meant to hold."""
     turns_factor: Annotated[float, Meta(ge=0, le=100)]
-    """f of tenants that take turns: how kernels queue was known in the pairs that this was learned on."""
+    """f of tenants that take turns: how kernels queue was known of the pairs that this was learned on."""
     side_by_side_factor: Annotated[float, Meta(ge=0, le=100)]
     """f of tenants under MPS: it was not known, so that it is larger; the median that it is added to is MPS's own."""
     provenance: dict[str, str | float | int]
@@ -159,9 +160,9 @@ def _masked(values: Ratios, present: NDArray[np.bool_] | None) -> Slowdowns:
 
 def _in_turns(util: Ratios, present: NDArray[np.bool_] | None) -> Slowdowns:
     """Slowdowns of tenants that take turns: equally many tenants at a time, so that few cost little."""
-    exponent = shipped().holding
+    model = shipped()
     if present is None or present.all():
-        return Turns(_ratios(util), exponent).slowdowns()
+        return Turns(_ratios(util), model.holding, model.contention).slowdowns()
     result = np.ones(np.shape(present))
     count = present.sum(axis=1)
     for tenants in np.unique(count[count > 1]).tolist():
@@ -169,7 +170,7 @@ def _in_turns(util: Ratios, present: NDArray[np.bool_] | None) -> Slowdowns:
         here = np.zeros(present.shape, np.bool_)
         here[rows] = present[rows]
         busy = _ratios(util[here]).reshape(rows.size, tenants)
-        result[here] = Turns(busy, exponent).slowdowns().ravel()
+        result[here] = Turns(busy, model.holding, model.contention).slowdowns().ravel()
     return result
 
 
@@ -206,11 +207,13 @@ class Turns:
     Args:
         busy: Share of time in which a kernel of the tenant runs when alone, 0..1, shape (gpus, tenants).
         exponent: k.
+        contention: c.
         depth: Levels of smaller groups that are looked at.
     """
 
-    def __init__(self, busy: Slowdowns, exponent: float, depth: int = DEPTH) -> None:
+    def __init__(self, busy: Slowdowns, exponent: float, contention: float, depth: int = DEPTH) -> None:
         self._busy: Slowdowns = busy.T
+        self._losing: Slowdowns = contention * self._busy
         self._holding: Slowdowns = self._busy**exponent
         self._levels = _levels(busy.shape[1], depth) if busy.size else ()
 
@@ -225,14 +228,14 @@ class Turns:
 
     def _of(self, gpus: slice) -> Slowdowns:
         """Slowdowns of some GPUs, from the smallest groups up; shape (tenants, gpus), as `busy`."""
-        busy, holding = self._busy[:, gpus], self._holding[:, gpus]
-        slowdown, in_the_way = np.ones(busy.shape), holding.take(self._levels[-1].tenant, axis=0)
+        losing, holding = self._losing[:, gpus], self._holding[:, gpus]
+        slowdown, in_the_way = np.ones(losing.shape), holding.take(self._levels[-1].tenant, axis=0)
         for level in reversed(self._levels[:-1]):
             first, *others = level.others.T
             wait = in_the_way.take(first, axis=0)
             for other in others:
                 wait += in_the_way.take(other, axis=0)
-            wait *= busy.take(level.tenant, axis=0)
+            wait *= losing.take(level.tenant, axis=0)
             slowdown = 1.0 + wait
             if level is not self._levels[0]:
                 in_the_way = (holding.take(level.tenant, axis=0) + wait) / slowdown

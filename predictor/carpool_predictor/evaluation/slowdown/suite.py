@@ -9,14 +9,17 @@ from numpy.typing import NDArray
 
 from carpool_predictor.cost_models.slowdown import shipped
 from carpool_predictor.evaluation.figures import save
-from carpool_predictor.evaluation.slowdown import card, gavel, groups, holding, lucid
+from carpool_predictor.evaluation.slowdown import card, gavel, groups, holding, learned, lucid, steps
 from carpool_predictor.evaluation.slowdown.asked import MAX_ERROR, MIN_FOUND
 from carpool_predictor.evaluation.slowdown.card import OURS, UPPER
 from carpool_predictor.evaluation.slowdown.lucid import BASELINES, Pairs, Score, forest, score
+from carpool_predictor.evaluation.slowdown.queueing import Weighted, queueing
 from carpool_predictor.evaluation.suites import Figure, Report, Tell, counted, silent
 
 HIDING = (1.25, 1.5)
-"""Exponents p of hosts that hide, that could be shipped instead."""
+"""Exponents p of hosts that hide, that could be shipped in the place of c."""
+GAVELS, LUCIDS = "ResNet-18", "ResNet18"
+"""The architecture that both have, by its names."""
 
 Numbers = NDArray[np.float64]
 
@@ -29,21 +32,26 @@ def run(data: Path, out: Path, tell: Tell = silent) -> Report:
     """
     runs, measured = holding.read(data), gavel.read(data)
     tell("Gavel: steps left out, for each exponent")
-    by_exponent = gavel.errors_by_exponent(measured)
-    held_out = gavel.queueing(measured, gavel.most_cautious(by_exponent), shipped().holding)
+    by_exponent = steps.errors_by_exponent(measured)
+    hidden = steps.best_exponent(by_exponent)
+    tell("Gavel: what neighbours cost, for each exponent")
+    costs = learned.costs(measured, by_exponent)
+    held_out = queueing(measured, hidden, shipped().holding)
     pairs = lucid.read(data)
     engine = holding.best_exponent(list(runs.values()), holding.engine_active)
-    predictions = _predictions(pairs, engine, tell)
+    by_engine = (engine, Weighted.of(measured, hidden, engine).contention())
+    predictions = _predictions(pairs, by_engine, tell)
     scores = {name: score(predicted, pairs) for name, predicted in predictions.items()}
     page, picture = out / "slowdown.md", out / "figures" / "slowdown-predicted.svg"
     picture.parent.mkdir(parents=True, exist_ok=True)
     save(_draw(pairs, predictions[OURS]), picture)
     lines = [
         *card.head(),
-        *card.held_by_who_is_busy(runs),
-        *card.hidden_by_hosts(by_exponent),
-        *card.queued_behind_mps(held_out),
-        *card.judged(pairs, scores),
+        *learned.held_by_who_is_busy(runs),
+        *learned.worked_out_from_steps(by_exponent),
+        *learned.cost_of_neighbours(costs, by_exponent, pairs),
+        *learned.queued_behind_mps(held_out),
+        *card.judged(pairs, scores, _held_out(pairs, Weighted.of(measured, hidden, shipped().holding))),
         *groups.section(pairs),
         *card.doubts(),
     ]
@@ -51,9 +59,9 @@ def run(data: Path, out: Path, tell: Tell = silent) -> Report:
     return Report("slowdown", _figures(scores), (page, picture))
 
 
-def _predictions(pairs: Pairs, engine: float, tell: Tell) -> dict[str, Numbers]:
+def _predictions(pairs: Pairs, by_engine: tuple[float, float], tell: Tell) -> dict[str, Numbers]:
     k = shipped().holding
-    others = {f"not shipped: {card.HIDING} {p:g}": lucid.hiding(pairs, p, k) for p in HIDING}
+    others = {f"not shipped: c = 1, and a host hides with p = {p:g}": lucid.hiding(pairs, p, k) for p in HIDING}
     forests = {
         "not shipped: random forest on Lucid, models held out": True,
         "not shipped: random forest on Lucid, pairs of jobs held out": False,
@@ -62,11 +70,21 @@ def _predictions(pairs: Pairs, engine: float, tell: Tell) -> dict[str, Numbers]:
         **{name: model(pairs) for name, model in BASELINES.items()},
         OURS: lucid.shipped_median(pairs),
         UPPER: lucid.shipped_upper(pairs),
-        f"not shipped: k = {engine:.2f}, by the active engine": lucid.hiding(pairs, 1.0, engine),
+        "not shipped: c = 1": lucid.hiding(pairs, 1.0, k),
         **others,
-        "not shipped: p = 1.5 and k = 1, as it was": lucid.hiding(pairs, 1.5, 1.0),
+        "not shipped: k = {:.2f}, by the active engine, and c = {:.2f}".format(*by_engine): lucid.hiding(
+            pairs, 1.0, *by_engine
+        ),
         **{name: forest(pairs, models_held_out=forests[name]) for name in counted(list(forests), "Lucid", tell)},
     }
+
+
+def _held_out(pairs: Pairs, learned_on: Weighted) -> Numbers:
+    """Foretell each of Lucid's pairs with the c that Gavel's pairs give without the architecture that both have."""
+    without = learned_on.without([GAVELS]).contention()
+    both = np.array([LUCIDS in models for models in pairs.models])
+    k = shipped().holding
+    return np.where(both, lucid.hiding(pairs, 1.0, k, without), lucid.shipped_median(pairs))
 
 
 def _figures(scores: Mapping[str, Score]) -> tuple[Figure, ...]:

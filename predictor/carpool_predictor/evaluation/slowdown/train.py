@@ -5,9 +5,10 @@ from pathlib import Path
 import msgspec
 
 from carpool_predictor.cost_models.slowdown import SlowdownModel
-from carpool_predictor.evaluation.slowdown import gavel, holding
+from carpool_predictor.evaluation.slowdown import gavel, holding, steps
+from carpool_predictor.evaluation.slowdown.queueing import factors, queueing
 
-VERSION = "2026.11.3"
+VERSION = "2026.11.4"
 LEVEL = 0.9
 
 
@@ -19,23 +20,24 @@ def learn(data: Path) -> SlowdownModel:
     """
     runs, measured = holding.read(data), gavel.read(data)
     k = holding.best_exponent(list(runs.values()))
-    hiding = gavel.most_cautious(gavel.errors_by_exponent(measured))
-    held_out = gavel.queueing(measured, hiding, k)
-    in_turns, side_by_side = gavel.factors(held_out, LEVEL)
+    hiding = steps.best_exponent(steps.errors_by_exponent(measured))
+    learned = queueing(measured, hiding, k)
+    in_turns, side_by_side = factors(learned, LEVEL)
     return SlowdownModel(
         version=VERSION,
         holding=k,
+        contention=round(learned.contention, 3),
         level=LEVEL,
         turns_factor=in_turns,
         side_by_side_factor=side_by_side,
         provenance={
             "holding": "itu-rad/GPUMemNet, MLPs and CNNs (A100)",
             "holding_runs": sum(len(of.busy) for of in runs.values()),
-            "factors": "stanford-futuredata/gavel, oracle throughputs (K80, P100, V100), single-GPU jobs",
+            "contention": "stanford-futuredata/gavel, oracle throughputs (K80, P100, V100), one GPU; factors, too",
             "jobs": len(measured.step_s),
-            "step_curves": len(gavel.families(measured)),
+            "step_curves": len(steps.families(measured)),
             "step_exponent": hiding,
-            "pairs": len(held_out.measured),
+            "pairs": len(learned.measured),
         },
     )
 
