@@ -69,8 +69,8 @@ def section(found: Mapping[str, Results], everything: Mapping[str, Line] | None 
         f"{DEFAULT}, against the first line of each table below on the same seeds; means over the seeds, and of "
         "changes of a mean ± their standard error where there are several seeds. Beside it the same with "
         "`settings.queueOrder: LongestFirst`, where jobs say how many steps they have and their predicted lengths sort "
-        f"the queue. A goal counts as met or not where what must be is more than {BEYOND:g} standard errors from what "
-        f'came out, and as "{NOISE}" where it is nearer; deaths count as they came, every single one.',
+        f'the queue. A goal is met or missed "{NOISE}" where what must be is less than {BEYOND:g} standard errors from '
+        "what came out: with other seeds it might have come out otherwise. Not so deaths: every single one counts.",
         "",
         "| what | must | aim | here | met | longest first | met |",
         "|---|---|---|---|---|---|---|",
@@ -98,7 +98,7 @@ def _met(goal: Goal, first: Line, line: Line | None) -> str:
     found = paired.change(line, first, goal.figure)
     is_met = found.mean >= goal.must if goal.more else found.mean <= goal.must
     is_noise = found.error is not None and abs(found.mean - goal.must) <= BEYOND * found.error
-    return f"{paired.percent(found)} | {NOISE if is_noise else YES[is_met]}"
+    return f"{paired.percent(found)} | {YES[is_met]}{f', {NOISE}' if is_noise else ''}"
 
 
 def _published(found: Mapping[str, Results]) -> list[str]:
