@@ -22,7 +22,7 @@ from carpool_extender.testing import applicant, cluster, gpu_node, prediction, t
 from carpool_predictor.cost_models.slowdown import shipped
 
 ROW = "GPU-a-{}".format
-SLOWED = 1 + shipped().contention
+SLOWED = 1 + shipped().demand ** (1 + shipped().holding)
 """Slowdown of two that are always busy and take turns."""
 
 

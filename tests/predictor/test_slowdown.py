@@ -1,12 +1,14 @@
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 from carpool_core.values import SharingMode
 from carpool_predictor.cost_models.slowdown import DEPTH, SlowdownModel, Turns, shipped, slowdowns, upper_slowdowns
-from carpool_predictor.evaluation.slowdown import asked, gavel, holding, limits, lucid, queueing, steps
+from carpool_predictor.evaluation.slowdown import asked, demand, gavel, holding, limits, lucid, steps, train
 from carpool_predictor.evaluation.slowdown.groups import exact_slowdowns
+from carpool_predictor.evaluation.slowdown.queueing import Fitted, Foretold, Weighted, factors
 from carpool_predictor.evaluation.slowdown.steps import Missed
 from carpool_predictor.evaluation.slowdown.train import train_slowdown
 from carpool_predictor.evaluation.suites import DataError
@@ -14,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 SHARED = [SharingMode.TIME_SLICING, SharingMode.MPS]
-C = shipped().contention
+C = shipped().demand ** (1 + shipped().holding)
+"""What of b is in the slowdown of two jobs: one needs it, the other is in the way."""
 ratios = st.floats(0, 1, allow_nan=False, width=32)
 tenants = st.lists(st.tuples(ratios, ratios, ratios), min_size=1, max_size=8)
 
@@ -29,7 +32,7 @@ def of(mode, profiles, present=None):
 @pytest.mark.parametrize(
     ("mode", "profiles", "expected"),
     [
-        pytest.param(SharingMode.TIME_SLICING, [(1, 1, 1)] * 3, [1 + 2 * C] * 3, id="full tenants share evenly"),
+        pytest.param(SharingMode.TIME_SLICING, [(1, 1, 1)] * 3, [2.745] * 3, id="full tenants share nearly evenly"),
         pytest.param(SharingMode.TIME_SLICING, [(0.5, 0, 0)] * 2, [1 + 0.177 * C] * 2, id="two halves do not add"),
         pytest.param(SharingMode.TIME_SLICING, [(0.9, 0, 0), (0, 0, 0)], [1, 1], id="an idle neighbour costs nothing"),
         pytest.param(
@@ -89,45 +92,48 @@ def test_the_order_of_tenants_does_not_matter(mode, profiles, seed):
 
 @given(busy=st.lists(st.floats(0.05, 0.95), min_size=1, max_size=4))
 def test_who_is_in_the_way_whenever_busy_composes_as_the_markov_chain_does(busy):
-    assert Turns(np.array([busy]), 1.0, 1.0).slowdowns()[0] == pytest.approx(exact_slowdowns(busy), rel=1e-6)
+    assert Turns(np.array([busy]), 1.0).slowdowns()[0] == pytest.approx(exact_slowdowns(busy), rel=1e-6)
 
 
-def recursion(busy, exponent, contention, away=()):
+def recursion(busy, exponent, away=()):
     """The arrival theorem as it is written down: slowdowns of those who are not away, by their place."""
     found = {}
     for i in (i for i in range(len(busy)) if i not in away):
         x = 1.0
-        for j, s in recursion(busy, exponent, contention, (*away, i)).items():
+        for j, s in recursion(busy, exponent, (*away, i)).items():
             waits = s - 1.0  # u_j * (x_j - 1)
-            x += contention * (busy[j] ** exponent + waits) / s
+            x += (busy[j] ** exponent + waits) / s
         found[i] = 1.0 + busy[i] * (x - 1.0)
     return found
 
 
-@given(
-    busy=st.lists(st.floats(0.01, 1.0), min_size=1, max_size=DEPTH + 1),
-    exponent=st.sampled_from([1.0, 1.5, 2.0]),
-    contention=st.sampled_from([0.7, 1.0, 1.2]),
-)
-def test_groups_compose_by_the_arrival_theorem(busy, exponent, contention):
-    expected = list(recursion(busy, exponent, contention).values())
-    assert Turns(np.array([busy]), exponent, contention).slowdowns()[0] == pytest.approx(expected, rel=1e-9)
+@given(busy=st.lists(st.floats(0.01, 1.0), min_size=1, max_size=DEPTH + 1), exponent=st.sampled_from([1.0, 1.5, 2.0]))
+def test_groups_compose_by_the_arrival_theorem(busy, exponent):
+    expected = list(recursion(busy, exponent).values())
+    assert Turns(np.array([busy]), exponent).slowdowns()[0] == pytest.approx(expected, rel=1e-9)
+
+
+@given(util=st.lists(st.floats(0.01, 1.0), min_size=1, max_size=DEPTH + 1))
+def test_tenants_need_less_of_the_gpu_than_its_utilization(util):
+    needed = [shipped().demand * one for one in util]
+    expected = list(recursion(needed, shipped().holding).values())
+    assert of(SharingMode.TIME_SLICING, [(one, 0, 0) for one in util]) == pytest.approx(expected, rel=1e-9)
 
 
 @given(busy=st.lists(st.floats(0.01, 1.0), min_size=5, max_size=6))
 def test_what_is_cut_off_of_larger_groups_is_little(busy):
     k = shipped().holding
-    expected = list(Turns(np.array([busy]), k, C, depth=len(busy)).slowdowns()[0])
-    found = Turns(np.array([busy]), k, C).slowdowns()[0]
+    expected = list(Turns(np.array([busy]), k, depth=len(busy)).slowdowns()[0])
+    found = Turns(np.array([busy]), k).slowdowns()[0]
     assert (found <= np.array(expected) + 1e-9).all()
     assert found == pytest.approx(expected, rel=0.05)
 
 
-@given(busy=st.lists(ratios, min_size=1, max_size=4))
-def test_where_all_of_the_way_costs_nobody_holds_more_sms_than_there_are(busy):
-    alone = np.array([busy], float)
-    k = shipped().holding
-    assert (alone**k / Turns(alone, k, 1.0).slowdowns()).sum() <= 1 + 1e-9
+@given(util=st.lists(ratios, min_size=1, max_size=4))
+def test_taking_turns_nobody_holds_more_sms_than_there_are(util):
+    found = of(SharingMode.TIME_SLICING, [(one, 0, 0) for one in util])
+    needed = shipped().demand * np.array(util, float)
+    assert (needed ** shipped().holding / found).sum() <= 1 + 1e-9
 
 
 @pytest.mark.parametrize("mode", SHARED)
@@ -171,29 +177,31 @@ def test_no_gpus_or_nobody_at_all(mode, shape):
     assert slowdowns(mode, empty, empty, empty, empty.astype(bool)).shape == shape
 
 
-CONTENTION = 0.8
-"""How much of the time that neighbours hold lengthens the steps of the pairs below."""
+DEMAND, EXPONENT = 0.9, 1.6
+"""b and k of the pairs below."""
 
 
-def measured_by_gavel(tmp_path):
-    """Three kinds of jobs, their steps a power mean with exponent 3, and pairs in which no kernels are longer."""
-    step = {}
+def measured_by_gavel(tmp_path, longer=None):
+    """Three kinds of jobs, their steps a power mean with exponent 3, and pairs that lose to kernels by their length."""
+    step, longer = {}, longer or {}
     for job, (host, each) in {"A": (1.0, 0.02), "B": (2.0, 0.01), "C": (0.5, 0.05)}.items():
         for batch in (8, 16, 32, 64, 128):
             gpu = each * batch + 0.1
-            step[job, batch] = ((host**3 + gpu**3) ** (1 / 3), gpu)
+            whole = (host**3 + gpu**3) ** (1 / 3)
+            step[job, batch] = whole, DEMAND * gpu / whole
     lines = [
         "file,gpu,job_a,bs_a,ngpu_a,job_b,bs_b,ngpu_b,iso_tput_a_steps_s,iso_tput_b_steps_s,coloc_tput_a,coloc_tput_b"
     ]
-    for (one, size), (step_a, gpu_a) in step.items():
-        for (other, its), (step_b, gpu_b) in step.items():
-            slow = 1 + CONTENTION * gpu_a / step_a * (gpu_b / step_b) ** 1.6
-            its_slow = 1 + CONTENTION * gpu_b / step_b * (gpu_a / step_a) ** 1.6
-            speeds = f"{1 / step_a},{1 / step_b},{1 / step_a / slow},{1 / step_b / its_slow}"
+    for (one, size), (step_a, needs_a) in step.items():
+        for (other, its), (step_b, needs_b) in step.items():
+            ratio = longer.get(other, 1.0) / longer.get(one, 1.0)
+            slow_a, slow_b = 1 + needs_a * needs_b**EXPONENT * ratio, 1 + needs_b * needs_a**EXPONENT / ratio
+            speeds = f"{1 / step_a},{1 / step_b},{1 / step_a / slow_a},{1 / step_b / slow_b}"
             lines.append(f"oracle_throughputs.json,v100,{one},{size},1,{other},{its},1,{speeds}")
     lines.append("oracle_throughputs.json,v100,A,8,1,B,8,1,1,1,0,0")
-    (tmp_path / "gavel").mkdir()
+    (tmp_path / "gavel").mkdir(exist_ok=True)
     (tmp_path / "gavel" / "gavel_throughputs_flat.csv").write_text("\n".join(lines))
+    return gavel.read(tmp_path)
 
 
 def measured_by_gpumemnet(tmp_path):
@@ -212,7 +220,7 @@ def test_training_finds_what_made_the_data(tmp_path):
     measured_by_gpumemnet(tmp_path)
     model = msgspec.json.decode(train_slowdown(tmp_path, tmp_path / "out").read_bytes(), type=SlowdownModel)
     assert model.holding == 1.6  # the CNNs': fewer, but half busy, where it matters most, and both kinds count alike
-    assert model.contention == pytest.approx(CONTENTION, abs=0.01)
+    assert model.demand == pytest.approx(DEMAND, abs=0.01)
     assert model.turns_factor == pytest.approx(0, abs=0.01)  # all was foretold of pairs that take turns
     told = ("holding_runs", "step_exponent", "step_curves", "pairs")
     assert [model.provenance[name] for name in told] == [110, 3.0, 3, 15 * 16 / 2]
@@ -222,37 +230,75 @@ def test_a_factor_is_the_quantile_of_what_was_not_foretold_by_the_neighbours_bus
     beside = np.tile([0.5, 1.0], (100, 1))
     beyond = np.repeat(np.arange(100) / 100, 2).reshape(100, 2)  # in parts of the neighbour's busy share
     foretold = np.full((100, 2), 1.2)
-    known = queueing.Queueing(1.0, foretold + beyond * beside, foretold, np.full((100, 2), 1.1), beside)
-    in_turns, side_by_side = queueing.factors(known, 0.9)
+    known = Foretold(foretold + beyond * beside, foretold, np.full((100, 2), 1.1), beside)
+    in_turns, side_by_side = factors(known, 0.9)
     assert in_turns == pytest.approx(0.9, abs=0.01)
     assert side_by_side == pytest.approx(np.quantile(beyond + 0.1 / beside, 0.9), abs=0.01)
 
 
 def test_pairs_are_foretold_by_the_formulas_that_ship(tmp_path):
-    measured_by_gavel(tmp_path)
-    k = shipped().holding
-    pairs = queueing.Weighted.of(gavel.read(tmp_path), 3.0, k)
-    found = queueing.queueing(gavel.read(tmp_path), 3.0, k)
-    dram = np.zeros(pairs.busy.shape)
-    assert found.side_by_side == pytest.approx(slowdowns(SharingMode.MPS, pairs.busy, pairs.busy**k, dram))
-    nobody_longer = np.append(np.zeros(len(pairs.shares)), np.log(C))
-    in_turns = slowdowns(SharingMode.TIME_SLICING, pairs.busy, dram, dram)
-    assert pairs.foretell(nobody_longer) == pytest.approx(in_turns)
+    pairs = Weighted.of(measured_by_gavel(tmp_path), 3.0, shipped().holding)
+    own, nothing = pairs.busy(), np.zeros(pairs.busy().shape)
+    by_mps = slowdowns(SharingMode.MPS, own, own ** shipped().holding, nothing)
+    assert pairs.foretell_held_out().side_by_side == pytest.approx(by_mps)
+    no_weights = Fitted(shipped().demand, np.zeros(len(pairs.shares)), pairs.shares)
+    in_turns = slowdowns(SharingMode.TIME_SLICING, own, nothing, nothing)
+    assert pairs.foretell(no_weights) == pytest.approx(in_turns)
 
 
-def test_what_neighbours_cost_is_told_from_how_long_kernels_are(tmp_path):
-    """B's kernels are three times as long as A's, C's as long: who meets B loses more, and c is found all the same."""
-    measured_by_gavel(tmp_path)
-    pairs = queueing.Weighted.of(gavel.read(tmp_path), 3.0, 1.6)
-    jobs = sorted(queueing.busy_shares(gavel.read(tmp_path), 3.0))
-    weights = np.array([np.log(3.0) * (job == "B") for _, job, _ in jobs])
-    made = pairs.foretell(np.append(weights, np.log(0.7)))
-    weighted = replace(pairs, pairs=[replace(p, slowdowns=tuple(s)) for p, s in zip(pairs.pairs, made, strict=True)])
-    assert weighted.contention() == pytest.approx(0.7, rel=0.02)
-    assert weighted.without(["B"]).contention() == pytest.approx(0.7, rel=0.02)
-    assert not {"B"} & {job[1] for p in weighted.without(["B"]).pairs for job in (p.one, p.other)}
-    assert len(weighted.on("v100").pairs) == len(pairs.pairs)
-    assert not weighted.on("k80").pairs
+def test_what_jobs_need_is_told_from_how_long_their_kernels_are(tmp_path):
+    """B's kernels are twice as long as A's, C's half as long: who meets B loses more, but b is the same."""
+    pairs = Weighted.of(measured_by_gavel(tmp_path, {"A": 1.0, "B": 2.0, "C": 0.5}), 3.0, EXPONENT)
+    found = pairs.fit()
+    assert found.demand == pytest.approx(DEMAND, rel=0.02)
+    kernels = {
+        job: weight
+        for (_, job, _), weight in zip(sorted(steps.busy_shares(gavel.read(tmp_path), 3.0)), found.weights, strict=True)
+    }
+    assert kernels["B"] - kernels["A"] == pytest.approx(np.log(2), rel=0.1)
+    assert kernels["C"] - kernels["A"] == pytest.approx(-np.log(2), rel=0.1)
+    assert pairs.without(["B"]).fit().demand == pytest.approx(DEMAND, rel=0.05)
+    assert {job[1] for p in pairs.without(["B"]).pairs for job in (p.one, p.other)} == {"A", "C"}
+    assert len(pairs.on("v100").pairs) == len(pairs.pairs)
+    assert not pairs.on("k80").pairs
+
+
+def test_shares_that_steps_tell_wrong_are_corrected_by_pairs_only_if_they_may(tmp_path):
+    pairs = Weighted.of(measured_by_gavel(tmp_path), 3.0, EXPONENT)
+    wrong = replace(pairs, shares=0.8 * pairs.shares)
+    assert wrong.fit().shares is wrong.shares
+    assert wrong.fit().demand > 1.05
+    corrected = wrong.fit(corrects=True)
+    needed = corrected.demand * corrected.shares  # only their product shows in pairs
+    assert needed == pytest.approx(DEMAND * pairs.shares, rel=0.05)
+
+
+def test_a_pair_has_no_part_in_what_foretells_it(tmp_path):
+    pairs = Weighted.of(measured_by_gavel(tmp_path), 3.0, EXPONENT)
+    before = pairs.foretell_held_out()
+    odd = [replace(pairs.pairs[0], slowdowns=(5.0, 5.0)), *pairs.pairs[1:]]
+    after = replace(pairs, pairs=odd).foretell_held_out()
+    assert after.measured[0].tolist() == [5.0, 5.0]
+    assert (after.weighted[0] == before.weighted[0]).all()
+    assert (after.weighted != before.weighted).any()
+
+
+def test_the_card_tells_of_b_what_its_ways_are(tmp_path):
+    measured = measured_by_gavel(tmp_path)
+    pairs = Weighted.of(measured, 3.0, shipped().holding)
+    one = demand.ByShares(pairs, pairs.fit(), pairs.fit(corrects=True))
+    found = demand.Demands({3.0: one}, {"k80": 1.05}, {"A": 0.8, "B": 0.9, "C": 1.0})
+    assert found.error == pytest.approx((2 / 3 * (0.01 + 0.01)) ** 0.5)
+    of = lucid.Pairs(
+        np.full((4, 2), 0.5), np.zeros((4, 2)), np.full(4, 1.16), np.full(4, 1.16), [("a", "b")] * 4, [("a", "b")] * 4
+    )
+    told = "\n".join(demand.section(found, {3.0: Missed({"A": 0.1, "B": 0.2})}, of, 0.95))
+    assert f"| 3 | yes | {one.given.demand:.3f} |" in told
+    assert "Its standard error is 0.115" in told
+    assert "without\nA 0.80, B 0.90, C 1.00" in told
+    assert "K80 1.05" in told
+    # Two half-busy jobs slow each other to 1 + b^2.5 0.177: above 1.15, and within 0.055 of 1.16, for these.
+    assert "go together for b between 0.937 and 1.081" in told
 
 
 def test_each_kind_of_training_has_its_own_exponent(tmp_path):
@@ -260,6 +306,16 @@ def test_each_kind_of_training_has_its_own_exponent(tmp_path):
     runs = holding.read(tmp_path)
     assert {kind: holding.best_exponent([of]) for kind, of in runs.items()} == {"mlp": 1.4, "cnn": 1.6}
     assert holding.best_exponent([runs["mlp"]], holding.engine_active) == 1.1
+    assert holding.engine_share([runs["cnn"]]) == pytest.approx(1.0)
+    assert holding.engine_share(list(runs.values())) < 1.0
+
+
+def test_the_card_belongs_to_what_is_shipped():
+    card = Path(__file__).parents[2].joinpath("docs/model-cards/slowdown.md").read_text()
+    model = shipped()
+    assert f"Shipped: k = {model.holding:g}, b = {model.demand:g}; the 90% quantile adds" in card
+    assert f"{model.turns_factor:g} (time slicing) or {model.side_by_side_factor:g} (MPS) times" in card
+    assert model.version == train.VERSION
 
 
 def test_how_much_worse_an_exponent_is_has_the_error_of_few_jobs():
@@ -291,7 +347,7 @@ def test_lucid_is_scored_in_both_directions(tmp_path):
     assert none.speed_error == pytest.approx((0.2 + 0.25) / 2)  # as measured: the second job ran faster than alone
     assert lucid.missed(lucid.BASELINES["no slowdown"](pairs), pairs) == {"A": 1}
     assert lucid.hiding(pairs, 1.0, 2.0).tolist() == pytest.approx([1 + 0.4 * 0.36, 1 + 0.6 * 0.16])
-    assert lucid.hiding(pairs, 1.0, 2.0, 0.5).tolist() == pytest.approx([1 + 0.2 * 0.36, 1 + 0.3 * 0.16])
+    assert lucid.turns(pairs, 0.5, 2.0).tolist() == pytest.approx([1 + 0.2 * 0.09, 1 + 0.3 * 0.04])
     assert lucid.hiding(pairs, 2.0, 1.0)[0] == pytest.approx((1 - 0.16 + (0.4 * 1.6) ** 2) ** 0.5)
     sure = lucid.score(np.full(2, 1.25), pairs)
     assert (sure.found_percent, sure.right_percent) == (100.0, 50.0)

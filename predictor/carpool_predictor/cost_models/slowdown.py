@@ -11,17 +11,19 @@ stretched by x, the step takes::
 Taking turns (time slicing). Work that comes to the GPU meets its neighbours as they would be without it (the arrival
 theorem; exact mean-value analysis, Reiser and Lavenberg 1980)::
 
-    x_i = 1 + c * sum over j of Q_j(without i)        Q_j = (u_j^k + u_j * (x_j - 1)) / s_j
+    x_i = 1 + sum over j of Q_j(without i)        Q_j = (u_j^k + u_j * (x_j - 1)) / s_j        u = b * gpu_util
+
+The share of the time for which a tenant needs the GPU is taken to be a little less than its utilization: the engine is
+active for less of the time, and hosts that work ahead hide some of a delay. How much less is learned on Gavel's pairs
+(b, `evaluation.slowdown.queueing`).
 
 Q_j is the share of the time for which j is in the way of what comes: for all that it has to wait itself, and for some
-of the time in which it would be busy alone. With k = 1 that is all of it, and with c = 1 this then is the exact
-solution of a closed network with one processor-sharing station. Measured pairs lose less than that, above all to
-neighbours that are half busy. Shipped is the k by which SM activity follows from utilization, a proxy: kernels of jobs
-that leave the GPU idle are short or fill few SMs, and why they are less in the way is not known. And shipped is the c
-that Gavel's pairs show (`evaluation.slowdown.queueing`): how much of the time that is lost on the GPU lengthens the
-step. Hosts that work ahead hide some of it. Of more than two tenants the recursion over smaller groups says how they
-compose, a heuristic unless k = c = 1. Below DEPTH levels a tenant counts as if it were alone, which changes nothing up
-to four tenants.
+of the time in which it would be busy alone. With k = 1 that is all of it, and this the exact solution of a closed
+network with one processor-sharing station. Measured pairs lose less than that to neighbours that are half busy.
+Shipped is the k by which SM activity follows from utilization, a proxy: kernels of jobs that leave the GPU idle are
+short or fill few SMs, and why they are less in the way is not known. Of more than two tenants the recursion over
+smaller groups says how they compose, a heuristic unless k = 1. Below DEPTH levels a tenant counts as if it were alone,
+which changes nothing up to four tenants.
 
 Side by side (MPS). There is no contention below saturation: co-location was measured to pay while the joint SM
 activity stays under 80% (Yousefzadeh-Asl-Miandoab, ITU 2025, chapter 4). Beyond, what exceeds the larger of the
@@ -65,10 +67,10 @@ class SlowdownModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """What was learned. `carpool train` writes it."""
 
     version: str
+    demand: Annotated[float, Meta(gt=0, le=1)]
+    """b: for how much of its GPU utilization a tenant that takes turns needs the GPU."""
     holding: Annotated[float, Meta(ge=1, le=10)]
-    """k: who keeps the GPU busy for a share u of the time is in the way for about u^k of it, while it need not wait."""
-    contention: Annotated[float, Meta(gt=0, le=2)]
-    """c: how much of the time that neighbours are in the way of a tenant that takes turns lengthens its step."""
+    """k: who needs the GPU for a share u of the time is in the way for about u^k of it, while it need not wait."""
     level: Annotated[float, Meta(gt=0, lt=1)]
     """Share of slowdowns that the upper quantile is meant to hold."""
     turns_factor: Annotated[float, Meta(ge=0, le=100)]
@@ -162,15 +164,15 @@ def _in_turns(util: Ratios, present: NDArray[np.bool_] | None) -> Slowdowns:
     """Slowdowns of tenants that take turns: equally many tenants at a time, so that few cost little."""
     model = shipped()
     if present is None or present.all():
-        return Turns(_ratios(util), model.holding, model.contention).slowdowns()
+        return Turns(model.demand * _ratios(util), model.holding).slowdowns()
     result = np.ones(np.shape(present))
     count = present.sum(axis=1)
     for tenants in np.unique(count[count > 1]).tolist():
         rows = np.flatnonzero(count == tenants)
         here = np.zeros(present.shape, np.bool_)
         here[rows] = present[rows]
-        busy = _ratios(util[here]).reshape(rows.size, tenants)
-        result[here] = Turns(busy, model.holding, model.contention).slowdowns().ravel()
+        needed = model.demand * _ratios(util[here]).reshape(rows.size, tenants)
+        result[here] = Turns(needed, model.holding).slowdowns().ravel()
     return result
 
 
@@ -205,15 +207,13 @@ class Turns:
     """The mean-value analysis of GPUs with equally many tenants.
 
     Args:
-        busy: Share of time in which a kernel of the tenant runs when alone, 0..1, shape (gpus, tenants).
+        busy: Share of time in which the tenant needs the GPU when alone, 0..1, shape (gpus, tenants).
         exponent: k.
-        contention: c.
         depth: Levels of smaller groups that are looked at.
     """
 
-    def __init__(self, busy: Slowdowns, exponent: float, contention: float, depth: int = DEPTH) -> None:
+    def __init__(self, busy: Slowdowns, exponent: float, depth: int = DEPTH) -> None:
         self._busy: Slowdowns = busy.T
-        self._losing: Slowdowns = contention * self._busy
         self._holding: Slowdowns = self._busy**exponent
         self._levels = _levels(busy.shape[1], depth) if busy.size else ()
 
@@ -228,14 +228,14 @@ class Turns:
 
     def _of(self, gpus: slice) -> Slowdowns:
         """Slowdowns of some GPUs, from the smallest groups up; shape (tenants, gpus), as `busy`."""
-        losing, holding = self._losing[:, gpus], self._holding[:, gpus]
-        slowdown, in_the_way = np.ones(losing.shape), holding.take(self._levels[-1].tenant, axis=0)
+        busy, holding = self._busy[:, gpus], self._holding[:, gpus]
+        slowdown, in_the_way = np.ones(busy.shape), holding.take(self._levels[-1].tenant, axis=0)
         for level in reversed(self._levels[:-1]):
             first, *others = level.others.T
             wait = in_the_way.take(first, axis=0)
             for other in others:
                 wait += in_the_way.take(other, axis=0)
-            wait *= losing.take(level.tenant, axis=0)
+            wait *= busy.take(level.tenant, axis=0)
             slowdown = 1.0 + wait
             if level is not self._levels[0]:
                 in_the_way = (holding.take(level.tenant, axis=0) + wait) / slowdown

@@ -18,7 +18,7 @@ def table(pairs: Pairs, held_out: Numbers) -> list[str]:
 
     Args:
         pairs: What was measured.
-        held_out: The slowdowns as they are foretold with c learned without the architectures of each pair, (n,).
+        held_out: The slowdowns as they are foretold with b learned without the architectures of each pair, (n,).
     """
     ways = [(score(told, pairs), deviation(told, pairs)) for told in (shipped_median(pairs), held_out)]
     of_slowdown = [_error(one.error, by.error) for one, by in ways]
@@ -31,8 +31,8 @@ def table(pairs: Pairs, held_out: Numbers) -> list[str]:
         f"Asked for: error ≤ {MAX_ERROR}, at least {MIN_FOUND:g}% found; aimed at ≤ {AIM_ERROR} and {AIM_FOUND:g}%. ±",
         f"is the standard error had other jobs been measured: the {_jobs(pairs)} are drawn anew, and a pair counts as",
         "often as both of its jobs (the pigeonhole bootstrap). What differs from what was asked for by less than",
-        f"{BEYOND:g} of these is within noise. Held out: c for pairs with ResNet-18, which Gavel measured, too, is",
-        "learned without Gavel's jobs of it.",
+        f"{BEYOND:g} of these is within noise; how far b itself may be off (above) is not in them. Held out: for pairs",
+        "with ResNet-18, which Gavel measured, too, b is learned without Gavel's jobs of it.",
         "",
         "| | must | as shipped | | held out | |",
         "|---|---|---|---|---|---|",

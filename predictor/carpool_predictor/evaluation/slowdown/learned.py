@@ -1,21 +1,15 @@
 """The model card of slowdowns: what was learned on which measurements, and what else they could have said."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from carpool_predictor.cost_models.slowdown import shipped
 from carpool_predictor.evaluation.slowdown import holding, limits, steps
-from carpool_predictor.evaluation.slowdown.gavel import Gavel
 from carpool_predictor.evaluation.slowdown.holding import Runs
-from carpool_predictor.evaluation.slowdown.lucid import Pairs, hiding, score
-from carpool_predictor.evaluation.slowdown.queueing import Queueing, Weighted
+from carpool_predictor.evaluation.slowdown.queueing import Foretold, upper_by_mps
 from carpool_predictor.evaluation.slowdown.steps import Missed
-
-GPUS = ("k80", "p100", "v100")
-"""Gavel's."""
 
 Numbers = NDArray[np.float64]
 
@@ -26,8 +20,8 @@ def held_by_who_is_busy(runs: Mapping[str, Runs]) -> list[str]:
     def row(name: str, of: Sequence[Runs]) -> str:
         best = holding.best_exponent(of)
         errors = [f"{holding.error(of, k):.3f}" for k in (best, shipped().holding, 1.0)]
-        engine = holding.best_exponent(of, holding.engine_active)
-        return f"| {name} | {sum(len(one.busy) for one in of)} | {best:.2f} | {' | '.join(errors)} | {engine:.2f} |"
+        engine = f"{holding.best_exponent(of, holding.engine_active):.2f} | {holding.engine_share(of):.2f}"
+        return f"| {name} | {sum(len(one.busy) for one in of)} | {best:.2f} | {' | '.join(errors)} | {engine} |"
 
     return [
         "## k, learned on GPUMemNet (A100; with attribution)",
@@ -36,13 +30,14 @@ def held_by_who_is_busy(runs: Mapping[str, Runs]) -> list[str]:
         "less is taken from its SM activity, which follows from utilization as about u^k. Both were measured of",
         "GPUMemNet's synthetic trainings. Mean absolute error of SM activity:",
         "",
-        "| | runs | best k | error with it | with the shipped k | with k = 1 | k of the active engine |",
-        "|---|---|---|---|---|---|---|",
+        "| | runs | best k | error with it | with the shipped k | with k = 1 | k of the active engine "
+        "| its share of utilization |",
+        "|---|---|---|---|---|---|---|---|",
         *(row(f"{kind.upper()}s", [of]) for kind, of in runs.items()),
         row("both alike", list(runs.values())),
         "",
         "It is a proxy. While turns are taken nobody else can have the SMs that a kernel leaves idle, and the time for",
-        "which the engine is active is hardly less than utilization (last column): with that for k too much is",
+        "which the engine is active is hardly less than utilization (last columns): with that for k too much is",
         "foretold (below). Why half-busy neighbours are less in the way than for that time is not known.",
         "",
     ]
@@ -75,63 +70,13 @@ def worked_out_from_steps(by_exponent: Mapping[float, Missed]) -> list[str]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """What neighbours cost by Gavel's pairs: c."""
-
-    by_exponent: Mapping[float, float]
-    """For each p by which busy shares can be worked out."""
-    by_gpu: Mapping[str, float]
-    """With the best p, by the pairs of one kind of GPU."""
-
-
-def costs(gavel: Gavel, by_exponent: Mapping[float, Missed]) -> Costs:
-    """Fit c in every way that the card tells of."""
-    k, best = shipped().holding, steps.best_exponent(by_exponent)
-    pairs = Weighted.of(gavel, best, k)
-    return Costs(
-        {p: Weighted.of(gavel, p, k).contention() for p in by_exponent},
-        {gpu: pairs.on(gpu).contention() for gpu in GPUS},
-    )
-
-
-def cost_of_neighbours(found: Costs, by_exponent: Mapping[float, Missed], pairs: Pairs) -> list[str]:
-    """Say how c was learned, what else it could be, and what that would come to on Lucid's pairs."""
-    best = by_exponent[steps.best_exponent(by_exponent)]
-    k = shipped().holding
-
-    def row(p: float, c: float) -> str:
-        more, error = by_exponent[p].beyond(best)
-        as_good = "yes" if more <= error else "no"
-        one = score(hiding(pairs, 1.0, k, c), pairs)
-        return f"| {p:g} | {as_good} | {c:.3f} | {one.error:.4f} | {one.speed_error:.4f} | {one.found_percent:.1f}% |"
-
-    by_gpu = ", ".join(f"{c:.2f} on the {gpu.upper()}" for gpu, c in found.by_gpu.items())
-    return [
-        "## c, learned on Gavel's pairs",
-        "",
-        "How much of the time that a neighbour is in the way lengthens a step. Each job has a weight besides, because",
-        "behind MPS, where the pairs ran, a job of short kernels loses to one of long kernels; the weights are not",
-        "shipped. By p, with what that c would come to on Lucid's pairs (below):",
-        "",
-        "| p | steps foretold within a standard error of the best | c | error of slowdown | error of speed | found |",
-        "|---|---|---|---|---|---|",
-        *(row(p, c) for p, c in found.by_exponent.items()),
-        "",
-        f"Shipped is {shipped().contention:g}, by the p that foretells steps best. The pairs of each GPU alone give",
-        f"{by_gpu}: c is an average of what",
-        "differs, and four jobs on three GPUs tell it roughly. Busy shares are left as the steps give them: if the",
-        "pairs may correct them, too, any c and k will do.",
-        "",
-    ]
-
-
-def queued_behind_mps(held_out: Queueing) -> list[str]:
+def queued_behind_mps(held_out: Foretold) -> list[str]:
     """Say how the upper quantile was learned."""
 
     def error(foretold: Numbers) -> str:
         return f"{np.abs(foretold - held_out.measured).mean():.3f}"
 
+    upper = upper_by_mps(held_out.side_by_side, held_out.beside)
     return [
         "## The upper quantile, learned on Gavel's pairs",
         "",
@@ -142,7 +87,7 @@ def queued_behind_mps(held_out: Queueing) -> list[str]:
         "| | error |",
         "|---|---|",
         f"| no slowdown | {error(np.ones(held_out.measured.shape))} |",
-        f"| as tenants that take turns, with c and weights of the jobs fitted to other pairs | "
+        f"| as tenants that take turns, with b and weights of the jobs fitted to other pairs | "
         f"{error(held_out.weighted)} |",
         f"| as shipped for MPS, SM activity from busy shares, DRAM left out | {error(held_out.side_by_side)} |",
         "",
@@ -151,11 +96,6 @@ def queued_behind_mps(held_out: Queueing) -> list[str]:
         f"{100 * float((held_out.measured > held_out.side_by_side).mean()):.0f}% lie above the median for MPS. What a",
         "limit that both jobs of a pair accept would come to there:",
         "",
-        *limits.table(*(of.ravel() for of in (held_out.side_by_side, _upper_by_mps(held_out), held_out.measured))),
+        *limits.table(*(of.ravel() for of in (held_out.side_by_side, upper, held_out.measured))),
         "",
     ]
-
-
-def _upper_by_mps(held_out: Queueing) -> Numbers:
-    upper: Numbers = held_out.side_by_side + shipped().side_by_side_factor * held_out.beside
-    return upper

@@ -157,20 +157,26 @@ def bard(pairs: Pairs) -> Numbers:
     return result
 
 
-def hiding(pairs: Pairs, p: float, k: float, c: float = 1.0) -> Numbers:
-    """Predict with a host that hides, (1 - u^p + (u x)^p)^(1/p), beside neighbours who are in the way for c u^k."""
+def turns(pairs: Pairs, b: float, k: float) -> Numbers:
+    """Predict as what ships, with other numbers in it."""
+    found: Numbers = Turns(b * pairs.busy, k).slowdowns()[:, 0]
+    return found
+
+
+def hiding(pairs: Pairs, p: float, k: float) -> Numbers:
+    """Predict with a host that hides, (1 - u^p + (u x)^p)^(1/p), beside neighbours who are in the way for u^k."""
     own, other = pairs.busy.T
-    longer = own * (1.0 + c * other**k)
+    longer = own * (1.0 + other**k)
     found: Numbers = np.maximum(1.0, (1.0 - own**p + longer**p) ** (1.0 / p))
     return found
 
 
-EXACT = "exact mean-value analysis, nothing fitted (k = c = 1)"
+EXACT = "exact mean-value analysis, nothing fitted (k = b = 1)"
 BASELINES: Mapping[str, Callable[[Pairs], Numbers]] = {
     "no slowdown": lambda pairs: np.ones(len(pairs.slowdown)),
     "min(1, 100/Σutil)": lambda pairs: np.maximum(1.0, pairs.busy.sum(axis=1)),
     "Bard's mean-value analysis, nothing fitted": bard,
-    EXACT: lambda pairs: Turns(pairs.busy, 1.0, 1.0).slowdowns()[:, 0],
+    EXACT: lambda pairs: turns(pairs, 1.0, 1.0),
 }
 
 

@@ -1,15 +1,14 @@
-"""Learns from Gavel's pairs how much neighbours cost, and how far beyond the median slowdowns lie: needs `train`.
+"""Learns from Gavel's pairs how much of the GPU jobs need, and how far beyond the median slowdowns lie: needs `train`.
 
 Behind MPS kernels queue in the order of their launch, so that a job of short kernels loses to one of long kernels. Each
-job has a weight r for that, as many times as long as its kernels last. Of the jobs i and j::
+job has a weight r for that. Of jobs i and j that keep the GPU busy for u of the time when alone::
 
-    s_i = 1 + c * u_i * u_j^k * r_j / r_i
+    s_i = 1 + (b * u_i) * (b * u_j)^k * r_j / r_i
 
-The weights say nothing about tenants that take equal turns and are not shipped. What is left when they are known is c,
-how much of the time that a neighbour is in the way lengthens a step, and how wide an upper quantile has to be where
-turns are taken. Busy shares are those of solo steps: if the pairs may correct them, too, any c and k will do. How wide
-the quantile has to be behind MPS is said by what is foretold of these pairs without weights, SM activity taken to be
-what follows from busy shares, and no contention for DRAM, of which nothing is known there.
+The weights say nothing about tenants that take equal turns and are not shipped. What is left when they are known is b,
+and how wide an upper quantile has to be where turns are taken. How wide it has to be behind MPS is said by what is
+foretold of these pairs without weights, SM activity taken to be what follows from busy shares, and no contention for
+DRAM, of which nothing is known there.
 """
 
 from collections.abc import Collection, Sequence
@@ -20,7 +19,7 @@ from carpool_core.values import SharingMode
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from carpool_predictor.cost_models.slowdown import slowdowns
+from carpool_predictor.cost_models.slowdown import shipped, slowdowns
 from carpool_predictor.evaluation.slowdown.gavel import Gavel, Pair
 from carpool_predictor.evaluation.slowdown.steps import busy_shares
 
@@ -29,45 +28,35 @@ FITS = 100
 FOLDS = 4
 SEED = 0
 PRIOR = 0.05
-"""Pull of the weights towards each other, in logarithms of a slowdown."""
+"""Pull of weights and corrections towards nothing, in logarithms of a slowdown."""
 
 Numbers = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Queueing:
-    """What the pairs say, and how those were foretold that had no part in what was fitted; arrays are (pairs, 2)."""
+class Foretold:
+    """How pairs were foretold that had no part in what was fitted, shape (pairs, 2) each."""
 
-    contention: float
-    """c, of all pairs."""
     measured: Numbers
     """Slowdowns."""
     weighted: Numbers
-    """Slowdowns with c and the weight of each job known from other pairs."""
+    """Slowdowns with b and the weight of each job known from other pairs."""
     side_by_side: Numbers
     """Slowdowns as they are foretold under MPS, SM activity from busy shares."""
     beside: Numbers
     """Busy shares of the other one, from solo throughputs."""
 
 
-def queueing(gavel: Gavel, exponent: float, holding: float) -> Queueing:
-    """Learn from the pairs of jobs whose busy shares are known, and foretell each from the other folds.
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """What pairs say."""
 
-    Args:
-        gavel: What was measured.
-        exponent: p, by which busy shares are worked out from solo steps.
-        holding: k, by which a neighbour's busy share says how much it is in the way.
-    """
-    pairs = Weighted.of(gavel, exponent, holding)
-    measured = pairs.measured
-    fold = np.random.default_rng(SEED).integers(0, FOLDS, len(measured))
-    weighted = np.ones(measured.shape)
-    for out in range(FOLDS):
-        test = fold == out
-        weighted[test] = pairs.only(test).foretell(pairs.only(~test).fit())
-    own = pairs.busy
-    side_by_side = slowdowns(SharingMode.MPS, own, own**holding, np.zeros(own.shape))
-    return Queueing(pairs.contention(), measured, weighted, side_by_side, own[:, ::-1])
+    demand: float
+    """b."""
+    weights: Numbers
+    """(jobs,) Logarithm of r."""
+    shares: Numbers
+    """(jobs,) Busy shares: as they were given, or as they were corrected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +73,13 @@ class Weighted:
 
     @classmethod
     def of(cls, gavel: Gavel, exponent: float, holding: float) -> "Weighted":
-        """Take the pairs of jobs that were measured at several batch sizes; arguments as of `queueing`."""
+        """Take the pairs of jobs that were measured at several batch sizes.
+
+        Args:
+            gavel: What was measured.
+            exponent: p, by which busy shares are worked out from solo steps.
+            holding: k, by which a neighbour's busy share says how much it is in the way.
+        """
         busy = busy_shares(gavel, exponent)
         pairs = [pair for pair in gavel.pairs if pair.one in busy and pair.other in busy]
         place = {job: number for number, job in enumerate(sorted(busy))}
@@ -96,11 +91,10 @@ class Weighted:
         """Slowdowns, (pairs, 2)."""
         return np.array([pair.slowdowns for pair in self.pairs])
 
-    @property
-    def busy(self) -> Numbers:
-        """Busy shares alone, (pairs, 2)."""
-        shares: Numbers = self.shares[self.index]
-        return shares
+    def busy(self, shares: Numbers | None = None) -> Numbers:
+        """Return busy shares alone, (pairs, 2); of other shares of the jobs, (jobs,), if these are given."""
+        found: Numbers = (self.shares if shares is None else shares)[self.index]
+        return found
 
     def only(self, chosen: NDArray[np.bool_]) -> "Weighted":
         """Return some of the pairs, (pairs,) chosen; jobs keep their places."""
@@ -115,33 +109,51 @@ class Weighted:
         """Return the pairs in which none of these jobs is."""
         return self.only(np.array([pair.one[1] not in jobs and pair.other[1] not in jobs for pair in self.pairs]))
 
-    def contention(self) -> float:
-        """Fit c, and each job's weight."""
-        return float(np.exp(self.fit()[-1]))
+    def fit(self, *, corrects: bool = False) -> Fitted:
+        """Fit b and each job's weight.
 
-    def fit(self) -> Numbers:
-        """Fit the logarithms of the jobs' weights and, last, of c; shape (jobs + 1,)."""
-        measured = self.measured
+        Args:
+            corrects: Whether each job's busy share may be corrected by its pairs, too; no tenant has such pairs.
+        """
+        measured, jobs = self.measured, len(self.shares)
+        logit = np.log(self.shares / (1 - self.shares))
+
+        def read(numbers: Numbers) -> Fitted:
+            shares = 1 / (1 + np.exp(-logit - numbers[jobs + 1 :])) if corrects else self.shares
+            return Fitted(float(np.exp(numbers[0])), numbers[1 : jobs + 1], shares)
 
         def off(numbers: Numbers) -> Numbers:
-            missed = np.log(self.foretell(numbers) / measured).ravel()
-            return np.concatenate([missed, PRIOR * numbers[:-1]])
+            missed = np.log(self.foretell(read(numbers)) / measured).ravel()
+            return np.concatenate([missed, PRIOR * numbers[1:]])
 
-        begin = np.zeros(len(self.shares) + 1)
-        fitted: Numbers = least_squares(off, begin, loss="soft_l1", f_scale=0.05, max_nfev=FITS).x
-        return fitted
+        begin = np.zeros(1 + jobs * (2 if corrects else 1))
+        return read(least_squares(off, begin, loss="soft_l1", f_scale=0.05, max_nfev=FITS).x)
 
-    def foretell(self, numbers: Numbers) -> Numbers:
-        """Return slowdowns, shape (pairs, 2), from what `fit` returns."""
+    def foretell(self, by: Fitted) -> Numbers:
+        """Return slowdowns, shape (pairs, 2)."""
         one, other = self.index.T
-        longer = np.exp(numbers[other] - numbers[one])
-        one_holds, other_holds = (self.busy**self.holding).T
-        beside = np.stack([longer * other_holds, one_holds / longer], axis=1)
-        found: Numbers = 1 + np.exp(numbers[-1]) * self.busy * beside
+        longer = np.exp(by.weights[other] - by.weights[one])
+        needed = by.demand * self.busy(by.shares)
+        one_holds, other_holds = (needed**self.holding).T
+        found: Numbers = 1 + needed * np.stack([longer * other_holds, one_holds / longer], axis=1)
         return found
 
+    def foretell_held_out(self) -> Foretold:
+        """Foretell each pair by the other folds."""
+        fold = np.random.default_rng(SEED).integers(0, FOLDS, len(self.pairs))
+        weighted = np.ones(self.index.shape)
+        for out in range(FOLDS):
+            test = fold == out
+            weighted[test] = self.only(test).foretell(self.only(~test).fit())
+        return Foretold(self.measured, weighted, self.side_by_side(), self.busy()[:, ::-1])
 
-def factors(held_out: Queueing, level: float) -> tuple[float, float]:
+    def side_by_side(self) -> Numbers:
+        """Return slowdowns as they are foretold under MPS, (pairs, 2)."""
+        own = self.busy()
+        return slowdowns(SharingMode.MPS, own, own**self.holding, np.zeros(own.shape))
+
+
+def factors(held_out: Foretold, level: float) -> tuple[float, float]:
     """Return how much of a neighbour's busy share to add, so that this share of slowdowns stays below.
 
     Returns:
@@ -150,5 +162,11 @@ def factors(held_out: Queueing, level: float) -> tuple[float, float]:
     return _factor(held_out.weighted, held_out, level), _factor(held_out.side_by_side, held_out, level)
 
 
-def _factor(foretold: Numbers, held_out: Queueing, level: float) -> float:
+def _factor(foretold: Numbers, held_out: Foretold, level: float) -> float:
     return round(max(0.0, float(np.quantile((held_out.measured - foretold) / held_out.beside, level))), 3)
+
+
+def upper_by_mps(side_by_side: Numbers, beside: Numbers) -> Numbers:
+    """Return the upper quantile that ships for MPS, (pairs, 2), from the median and neighbours' busy shares."""
+    upper: Numbers = side_by_side + shipped().side_by_side_factor * beside
+    return upper

@@ -6,7 +6,7 @@ import msgspec
 
 from carpool_predictor.cost_models.slowdown import SlowdownModel
 from carpool_predictor.evaluation.slowdown import gavel, holding, steps
-from carpool_predictor.evaluation.slowdown.queueing import factors, queueing
+from carpool_predictor.evaluation.slowdown.queueing import Weighted, factors
 
 VERSION = "2026.11.4"
 LEVEL = 0.9
@@ -20,24 +20,24 @@ def learn(data: Path) -> SlowdownModel:
     """
     runs, measured = holding.read(data), gavel.read(data)
     k = holding.best_exponent(list(runs.values()))
-    hiding = steps.best_exponent(steps.errors_by_exponent(measured))
-    learned = queueing(measured, hiding, k)
-    in_turns, side_by_side = factors(learned, LEVEL)
+    exponent = steps.best_exponent(steps.errors_by_exponent(measured))
+    pairs = Weighted.of(measured, exponent, k)
+    in_turns, side_by_side = factors(pairs.foretell_held_out(), LEVEL)
     return SlowdownModel(
         version=VERSION,
+        demand=round(min(1.0, pairs.fit().demand), 3),
         holding=k,
-        contention=round(learned.contention, 3),
         level=LEVEL,
         turns_factor=in_turns,
         side_by_side_factor=side_by_side,
         provenance={
             "holding": "itu-rad/GPUMemNet, MLPs and CNNs (A100)",
             "holding_runs": sum(len(of.busy) for of in runs.values()),
-            "contention": "stanford-futuredata/gavel, oracle throughputs (K80, P100, V100), one GPU; factors, too",
+            "demand_and_factors": "stanford-futuredata/gavel, oracle throughputs, single-GPU jobs (K80, P100, V100)",
             "jobs": len(measured.step_s),
             "step_curves": len(steps.families(measured)),
-            "step_exponent": hiding,
-            "pairs": len(learned.measured),
+            "step_exponent": exponent,
+            "pairs": len(pairs.pairs),
         },
     )
 
