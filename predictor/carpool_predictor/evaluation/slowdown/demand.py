@@ -98,6 +98,8 @@ def section(found: Demands, by_exponent: Mapping[float, Missed], pairs: Pairs, e
         )
         return f"| {' | '.join(cells)} |"
 
+    fits = [(of.pairs, fit) for of in found.by_exponent.values() for fit in (of.given, of.corrected)]
+    needed = [fit.demand * float(pairs.busy(fit.shares).mean()) for pairs, fit in fits]
     kept = [b for b in TRIED if _keeps(turns(pairs, b, shipped().holding), pairs)]
     window = f"between {min(kept):.3f} and {max(kept):.3f}" if kept else "nowhere"
     return [
@@ -118,10 +120,12 @@ def section(found: Demands, by_exponent: Mapping[float, Missed], pairs: Pairs, e
         f"tenant nothing else is known. Its standard error is {found.error:.3f} (the jackknife over four jobs: without",
         f"{_listed(found.without)}). The pairs of each GPU alone give",
         f"{_listed({gpu.upper(): b for gpu, b in found.by_gpu.items()})}. Above 1, which no need is,",
-        "b says that behind MPS some lose more than turns would cost them. Where pairs may correct shares, these come",
-        "out alike by each p, and b above 1: the pairs know how busy their jobs are, and that is less than steps tell",
-        "by p = 3 and more. Which p's shares are like utilization, that b is applied to, nobody measured there. Of",
-        f"GPUMemNet's trainings, on an A100, the engine is active for {engine_share:.2f} of utilization (above).",
+        "b says that behind MPS some lose more than turns would cost them.",
+        "",
+        f"b times the mean share is {min(needed):.2f} to {max(needed):.2f} by every p, corrected or not: how much of",
+        "the time these jobs need the GPU is known. Which p's shares are like utilization, that b is applied to, is",
+        "not: nobody measured it there. Shares that the pairs correct come out alike by each p, as those of p = 1.5.",
+        f"Of GPUMemNet's trainings, on an A100, the engine is active for {engine_share:.2f} of utilization (above).",
         "",
         f"On Lucid's pairs errors of at most {MAX_ERROR} and {MIN_FOUND:g}% found go together for b {window},",
         "much less than what is known of b.",
