@@ -88,7 +88,7 @@ class ConditionSettings:
         flag="--slowdown-quantile",
         env="CARPOOL_SLOWDOWN_QUANTILE",
         help="Which predicted slowdown every job's maxSlowdown is held against. median: the expected one, which many "
-        "cases exceed; upper: one that few exceed, so that fewer jobs share, and behind MPS few at the default "
+        "cases exceed; upper: one that few exceed, so that fewer jobs share, and behind MPS hardly any at the default "
         "limit of 1.5.",
     )
 

@@ -1,13 +1,11 @@
 """What agents measured takes the place of what was predicted; promises of memory are never taken back."""
 
 import msgspec
-import numpy as np
 import pytest
 from carpool_core.resources.node import Tenant
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 from carpool_extender.state.measured import known_of
 from carpool_extender.testing import cluster, gpu_node, prediction, tenant
-from carpool_predictor.cost_models.slowdown import slowdowns
 
 GPU = "GPU-a-0"
 
@@ -52,15 +50,12 @@ def test_a_young_tenant_counts_as_predicted():
     assert columns(young)[1] == pytest.approx(0.8)
 
 
-@pytest.mark.parametrize("alone", [1.0, 0.6])
-def test_a_measure_beside_neighbours_is_stretched_to_what_it_would_be_alone(alone):
-    busy = prediction(util=100 * alone, sm=alone)
+def test_a_measure_beside_neighbours_is_stretched_to_what_it_would_be_alone():
+    busy = prediction(util=100, sm=1.0)
     both = [tenant(name, [GPU], SharingMode.TIME_SLICING, prediction=busy) for name in "xy"]
-    util = np.full((1, 2), alone)
-    there = alone / slowdowns(SharingMode.TIME_SLICING, util, util, util)[0, 0]  # in a step that takes longer
-    found = known_of(both, [seen("x", gpu_util_percent=100 * there, sm_active_ratio=there), None])
-    assert found[0].util == found[0].sm == pytest.approx(alone)
-    assert found[1].util == alone
+    found = known_of(both, [seen("x", gpu_util_percent=50.0, sm_active_ratio=0.5), None])
+    assert found[0].util == found[0].sm == pytest.approx(1.0)
+    assert found[1].util == 1.0
 
 
 def test_what_no_pod_owns_counts_for_nothing():

@@ -19,11 +19,8 @@ from carpool_extender.placement.policies import POLICIES, find_policy
 from carpool_extender.placement.rules import Rules
 from carpool_extender.settings import ConditionSettings, ExtenderSettings
 from carpool_extender.testing import applicant, cluster, gpu_node, prediction, tenant
-from carpool_predictor.cost_models.slowdown import shipped
 
 ROW = "GPU-a-{}".format
-SLOWED = 1 + shipped().demand ** (1 + shipped().holding)
-"""Slowdown of two that are always busy and take turns."""
 
 
 def rules(policy="least-slowdown", **conditions):
@@ -78,13 +75,11 @@ def test_every_policy_says_what_it_does():
     ("mode", "expected_w"),
     [
         pytest.param(None, 248 * 0.9 + 34, id="asleep: what it does, and waking"),
-        pytest.param(
-            SharingMode.TIME_SLICING, 248 * 0.9 * SLOWED + 208 * (SLOWED - 1), id="beside a neighbour that it slows"
-        ),
+        pytest.param(SharingMode.TIME_SLICING, 248 * 0.9 * 2 + 208, id="beside a neighbour that it slows"),
     ],
 )
 def test_energy_counts_watts_for_as_long_as_everybody_runs(mode, expected_w):
-    """An A100 draws 50 W asleep, 84 to 332 W with a job; two that are always busy slow each other."""
+    """An A100 draws 50 W asleep, 84 to 332 W with a job; two that are always busy take twice as long in turns."""
     busy = {"prediction": prediction(util=100, sm=0.9, dram=0.5), "max_slowdown": 10.0}
     held = [] if mode is None else [tenant("x", [ROW(0)], mode, **busy)]
     verdict = Assessment(applicant(**busy), rules("energy"), cluster(gpu_node("a", 1, held)).view()).verdict

@@ -165,7 +165,7 @@ HALF = {"prediction": prediction(util=60, sm=0.5)}
         pytest.param(
             [4],
             Rules(find_policy("least-slowdown"), 8, Conditions(quantile=Quantile.UPPER)),
-            "beside default/y0 1.69 of 4.00 (expected 1.12)",
+            "beside default/y0 2.05 of 4.00 (expected 1.12)",
             id="by the upper quantile",
         ),
     ],

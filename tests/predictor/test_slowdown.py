@@ -1,23 +1,17 @@
-from dataclasses import replace
-from pathlib import Path
-
 import msgspec
 import numpy as np
 import pytest
 from carpool_core.values import SharingMode
 from carpool_predictor.cost_models.slowdown import DEPTH, SlowdownModel, Turns, shipped, slowdowns, upper_slowdowns
-from carpool_predictor.evaluation.slowdown import asked, demand, gavel, holding, limits, lucid, steps, train
+from carpool_predictor.evaluation.slowdown import asked, gavel, holding, lucid
+from carpool_predictor.evaluation.slowdown.gavel import Missed
 from carpool_predictor.evaluation.slowdown.groups import exact_slowdowns
-from carpool_predictor.evaluation.slowdown.queueing import Fitted, Foretold, Weighted, factors
-from carpool_predictor.evaluation.slowdown.steps import Missed
 from carpool_predictor.evaluation.slowdown.train import train_slowdown
 from carpool_predictor.evaluation.suites import DataError
 from hypothesis import given
 from hypothesis import strategies as st
 
 SHARED = [SharingMode.TIME_SLICING, SharingMode.MPS]
-C = shipped().demand ** (1 + shipped().holding)
-"""What of b is in the slowdown of two jobs: one needs it, the other is in the way."""
 ratios = st.floats(0, 1, allow_nan=False, width=32)
 tenants = st.lists(st.tuples(ratios, ratios, ratios), min_size=1, max_size=8)
 
@@ -32,14 +26,11 @@ def of(mode, profiles, present=None):
 @pytest.mark.parametrize(
     ("mode", "profiles", "expected"),
     [
-        pytest.param(SharingMode.TIME_SLICING, [(1, 1, 1)] * 3, [2.745] * 3, id="full tenants share nearly evenly"),
-        pytest.param(SharingMode.TIME_SLICING, [(0.5, 0, 0)] * 2, [1 + 0.177 * C] * 2, id="two halves do not add"),
+        pytest.param(SharingMode.TIME_SLICING, [(1, 1, 1)] * 3, [3, 3, 3], id="full tenants share evenly"),
+        pytest.param(SharingMode.TIME_SLICING, [(0.5, 0, 0)] * 2, [1.177, 1.177], id="two halves do not add"),
         pytest.param(SharingMode.TIME_SLICING, [(0.9, 0, 0), (0, 0, 0)], [1, 1], id="an idle neighbour costs nothing"),
         pytest.param(
-            SharingMode.TIME_SLICING,
-            [(1, 0, 0), (0.25, 0, 0)],
-            [1 + 0.125 * C, 1 + 0.25 * C],
-            id="the busier one loses less",
+            SharingMode.TIME_SLICING, [(1, 0, 0), (0.25, 0, 0)], [1.125, 1.25], id="the busier one loses less"
         ),
         pytest.param(SharingMode.MPS, [(1, 1, 0)] * 2, [2, 2], id="two full tenants halve each other"),
         pytest.param(SharingMode.MPS, [(0.9, 0.4, 0.2)] * 2, [1, 1], id="below saturation they do not meet"),
@@ -113,27 +104,19 @@ def test_groups_compose_by_the_arrival_theorem(busy, exponent):
     assert Turns(np.array([busy]), exponent).slowdowns()[0] == pytest.approx(expected, rel=1e-9)
 
 
-@given(util=st.lists(st.floats(0.01, 1.0), min_size=1, max_size=DEPTH + 1))
-def test_tenants_need_less_of_the_gpu_than_its_utilization(util):
-    needed = [shipped().demand * one for one in util]
-    expected = list(recursion(needed, shipped().holding).values())
-    assert of(SharingMode.TIME_SLICING, [(one, 0, 0) for one in util]) == pytest.approx(expected, rel=1e-9)
-
-
 @given(busy=st.lists(st.floats(0.01, 1.0), min_size=5, max_size=6))
 def test_what_is_cut_off_of_larger_groups_is_little(busy):
-    k = shipped().holding
-    expected = list(Turns(np.array([busy]), k, depth=len(busy)).slowdowns()[0])
-    found = Turns(np.array([busy]), k).slowdowns()[0]
+    expected = list(Turns(np.array([busy]), shipped().holding, depth=len(busy)).slowdowns()[0])
+    found = Turns(np.array([busy]), shipped().holding).slowdowns()[0]
     assert (found <= np.array(expected) + 1e-9).all()
     assert found == pytest.approx(expected, rel=0.05)
 
 
-@given(util=st.lists(ratios, min_size=1, max_size=4))
-def test_taking_turns_nobody_holds_more_sms_than_there_are(util):
-    found = of(SharingMode.TIME_SLICING, [(one, 0, 0) for one in util])
-    needed = shipped().demand * np.array(util, float)
-    assert (needed ** shipped().holding / found).sum() <= 1 + 1e-9
+@given(busy=st.lists(ratios, min_size=1, max_size=4))
+def test_taking_turns_nobody_holds_more_sms_than_there_are(busy):
+    alone = np.array([busy], float)
+    k = shipped().holding
+    assert (alone**k / Turns(alone, k).slowdowns()).sum() <= 1 + 1e-9
 
 
 @pytest.mark.parametrize("mode", SHARED)
@@ -177,31 +160,24 @@ def test_no_gpus_or_nobody_at_all(mode, shape):
     assert slowdowns(mode, empty, empty, empty, empty.astype(bool)).shape == shape
 
 
-DEMAND, EXPONENT = 0.9, 1.6
-"""b and k of the pairs below."""
-
-
-def measured_by_gavel(tmp_path, longer=None):
-    """Three kinds of jobs, their steps a power mean with exponent 3, and pairs that lose to kernels by their length."""
-    step, longer = {}, longer or {}
+def measured_by_gavel(tmp_path):
+    """Three kinds of jobs, their steps a power mean with exponent 3, and pairs in which no kernels are longer."""
+    step = {}
     for job, (host, each) in {"A": (1.0, 0.02), "B": (2.0, 0.01), "C": (0.5, 0.05)}.items():
         for batch in (8, 16, 32, 64, 128):
             gpu = each * batch + 0.1
-            whole = (host**3 + gpu**3) ** (1 / 3)
-            step[job, batch] = whole, DEMAND * gpu / whole
+            step[job, batch] = ((host**3 + gpu**3) ** (1 / 3), gpu)
     lines = [
         "file,gpu,job_a,bs_a,ngpu_a,job_b,bs_b,ngpu_b,iso_tput_a_steps_s,iso_tput_b_steps_s,coloc_tput_a,coloc_tput_b"
     ]
-    for (one, size), (step_a, needs_a) in step.items():
-        for (other, its), (step_b, needs_b) in step.items():
-            ratio = longer.get(other, 1.0) / longer.get(one, 1.0)
-            slow_a, slow_b = 1 + needs_a * needs_b**EXPONENT * ratio, 1 + needs_b * needs_a**EXPONENT / ratio
-            speeds = f"{1 / step_a},{1 / step_b},{1 / step_a / slow_a},{1 / step_b / slow_b}"
+    for (one, size), (step_a, gpu_a) in step.items():
+        for (other, its), (step_b, gpu_b) in step.items():
+            slow = 1 + gpu_a / step_a * gpu_b / step_b
+            speeds = f"{1 / step_a},{1 / step_b},{1 / step_a / slow},{1 / step_b / slow}"
             lines.append(f"oracle_throughputs.json,v100,{one},{size},1,{other},{its},1,{speeds}")
     lines.append("oracle_throughputs.json,v100,A,8,1,B,8,1,1,1,0,0")
-    (tmp_path / "gavel").mkdir(exist_ok=True)
+    (tmp_path / "gavel").mkdir()
     (tmp_path / "gavel" / "gavel_throughputs_flat.csv").write_text("\n".join(lines))
-    return gavel.read(tmp_path)
 
 
 def measured_by_gpumemnet(tmp_path):
@@ -220,8 +196,6 @@ def test_training_finds_what_made_the_data(tmp_path):
     measured_by_gpumemnet(tmp_path)
     model = msgspec.json.decode(train_slowdown(tmp_path, tmp_path / "out").read_bytes(), type=SlowdownModel)
     assert model.holding == 1.6  # the CNNs': fewer, but half busy, where it matters most, and both kinds count alike
-    assert model.demand == pytest.approx(DEMAND, abs=0.01)
-    assert model.turns_factor == pytest.approx(0, abs=0.01)  # all was foretold of pairs that take turns
     told = ("holding_runs", "step_exponent", "step_curves", "pairs")
     assert [model.provenance[name] for name in told] == [110, 3.0, 3, 15 * 16 / 2]
 
@@ -230,75 +204,24 @@ def test_a_factor_is_the_quantile_of_what_was_not_foretold_by_the_neighbours_bus
     beside = np.tile([0.5, 1.0], (100, 1))
     beyond = np.repeat(np.arange(100) / 100, 2).reshape(100, 2)  # in parts of the neighbour's busy share
     foretold = np.full((100, 2), 1.2)
-    known = Foretold(foretold + beyond * beside, foretold, np.full((100, 2), 1.1), beside)
-    in_turns, side_by_side = factors(known, 0.9)
+    known = gavel.Queueing(foretold + beyond * beside, foretold, np.full((100, 2), 1.1), beside)
+    in_turns, side_by_side = gavel.factors(known, 0.9)
     assert in_turns == pytest.approx(0.9, abs=0.01)
     assert side_by_side == pytest.approx(np.quantile(beyond + 0.1 / beside, 0.9), abs=0.01)
 
 
 def test_pairs_are_foretold_by_the_formulas_that_ship(tmp_path):
-    pairs = Weighted.of(measured_by_gavel(tmp_path), 3.0, shipped().holding)
-    own, nothing = pairs.busy(), np.zeros(pairs.busy().shape)
-    by_mps = slowdowns(SharingMode.MPS, own, own ** shipped().holding, nothing)
-    assert pairs.foretell_held_out().side_by_side == pytest.approx(by_mps)
-    no_weights = Fitted(shipped().demand, np.zeros(len(pairs.shares)), pairs.shares)
-    in_turns = slowdowns(SharingMode.TIME_SLICING, own, nothing, nothing)
-    assert pairs.foretell(no_weights) == pytest.approx(in_turns)
-
-
-def test_what_jobs_need_is_told_from_how_long_their_kernels_are(tmp_path):
-    """B's kernels are twice as long as A's, C's half as long: who meets B loses more, but b is the same."""
-    pairs = Weighted.of(measured_by_gavel(tmp_path, {"A": 1.0, "B": 2.0, "C": 0.5}), 3.0, EXPONENT)
-    found = pairs.fit()
-    assert found.demand == pytest.approx(DEMAND, rel=0.02)
-    kernels = {
-        job: weight
-        for (_, job, _), weight in zip(sorted(steps.busy_shares(gavel.read(tmp_path), 3.0)), found.weights, strict=True)
-    }
-    assert kernels["B"] - kernels["A"] == pytest.approx(np.log(2), rel=0.1)
-    assert kernels["C"] - kernels["A"] == pytest.approx(-np.log(2), rel=0.1)
-    assert pairs.without(["B"]).fit().demand == pytest.approx(DEMAND, rel=0.05)
-    assert {job[1] for p in pairs.without(["B"]).pairs for job in (p.one, p.other)} == {"A", "C"}
-    assert len(pairs.on("v100").pairs) == len(pairs.pairs)
-    assert not pairs.on("k80").pairs
-
-
-def test_shares_that_steps_tell_wrong_are_corrected_by_pairs_only_if_they_may(tmp_path):
-    pairs = Weighted.of(measured_by_gavel(tmp_path), 3.0, EXPONENT)
-    wrong = replace(pairs, shares=0.8 * pairs.shares)
-    assert wrong.fit().shares is wrong.shares
-    assert wrong.fit().demand > 1.05
-    corrected = wrong.fit(corrects=True)
-    needed = corrected.demand * corrected.shares  # only their product shows in pairs
-    assert needed == pytest.approx(DEMAND * pairs.shares, rel=0.05)
-
-
-def test_a_pair_has_no_part_in_what_foretells_it(tmp_path):
-    pairs = Weighted.of(measured_by_gavel(tmp_path), 3.0, EXPONENT)
-    before = pairs.foretell_held_out()
-    odd = [replace(pairs.pairs[0], slowdowns=(5.0, 5.0)), *pairs.pairs[1:]]
-    after = replace(pairs, pairs=odd).foretell_held_out()
-    assert after.measured[0].tolist() == [5.0, 5.0]
-    assert (after.weighted[0] == before.weighted[0]).all()
-    assert (after.weighted != before.weighted).any()
-
-
-def test_the_card_tells_of_b_what_its_ways_are(tmp_path):
-    measured = measured_by_gavel(tmp_path)
-    pairs = Weighted.of(measured, 3.0, shipped().holding)
-    one = demand.ByShares(pairs, pairs.fit(), pairs.fit(corrects=True))
-    found = demand.Demands({3.0: one}, {"k80": 1.05}, {"A": 0.8, "B": 0.9, "C": 1.0})
-    assert found.error == pytest.approx((2 / 3 * (0.01 + 0.01)) ** 0.5)
-    of = lucid.Pairs(
-        np.full((4, 2), 0.5), np.zeros((4, 2)), np.full(4, 1.16), np.full(4, 1.16), [("a", "b")] * 4, [("a", "b")] * 4
-    )
-    told = "\n".join(demand.section(found, {3.0: Missed({"A": 0.1, "B": 0.2})}, of, 0.95))
-    assert f"| 3 | yes | {one.given.demand:.3f} |" in told
-    assert "Its standard error is 0.115" in told
-    assert "without\nA 0.80, B 0.90, C 1.00" in told
-    assert "K80 1.05" in told
-    # Two half-busy jobs slow each other to 1 + b^2.5 0.177: above 1.15, and within 0.055 of 1.16, for these.
-    assert "go together for b between 0.937 and 1.081" in told
+    measured_by_gavel(tmp_path)
+    read = gavel.read(tmp_path)
+    k = shipped().holding
+    found = gavel.queueing(read, 3.0, k)
+    beside = found.beside[:, ::-1]
+    dram = np.zeros(beside.shape)
+    assert found.side_by_side == pytest.approx(slowdowns(SharingMode.MPS, beside, beside**k, dram))
+    assert found.weighted == pytest.approx(found.measured, rel=0.02)  # weights and corrections make up for the rest
+    shares = np.array([0.3, 0.9])
+    alike = gavel.Weights(shares, np.array([[0, 1]]), k).foretell(np.zeros(4))
+    assert alike[0] == pytest.approx(of(SharingMode.TIME_SLICING, [(0.3, 0, 0), (0.9, 0, 0)]))
 
 
 def test_each_kind_of_training_has_its_own_exponent(tmp_path):
@@ -306,16 +229,6 @@ def test_each_kind_of_training_has_its_own_exponent(tmp_path):
     runs = holding.read(tmp_path)
     assert {kind: holding.best_exponent([of]) for kind, of in runs.items()} == {"mlp": 1.4, "cnn": 1.6}
     assert holding.best_exponent([runs["mlp"]], holding.engine_active) == 1.1
-    assert holding.engine_share([runs["cnn"]]) == pytest.approx(1.0)
-    assert holding.engine_share(list(runs.values())) < 1.0
-
-
-def test_the_card_belongs_to_what_is_shipped():
-    card = Path(__file__).parents[2].joinpath("docs/model-cards/slowdown.md").read_text()
-    model = shipped()
-    assert f"Shipped: k = {model.holding:g}, b = {model.demand:g}; the 90% quantile adds" in card
-    assert f"{model.turns_factor:g} (time slicing) or {model.side_by_side_factor:g} (MPS) times" in card
-    assert model.version == train.VERSION
 
 
 def test_how_much_worse_an_exponent_is_has_the_error_of_few_jobs():
@@ -323,10 +236,17 @@ def test_how_much_worse_an_exponent_is_has_the_error_of_few_jobs():
     assert Missed({"A": 0.03, "B": 0.06}).beyond(least) == pytest.approx((0.03, 0.01))
 
 
-def test_the_exponent_is_the_one_that_foretells_best():
-    errors = {1.0: (0.07, 0.02), 1.5: (0.02, 0.03), 3.0: (0.02, 0.02), 4.0: (0.01, 0.04)}
+@pytest.mark.parametrize(
+    ("errors", "expected"),
+    [
+        pytest.param({1.0: (0.07, 0.02), 1.5: (0.02, 0.03), 3.0: (0.02, 0.02)}, 1.5, id="no worse than chance tells"),
+        pytest.param({1.0: (0.04, 0.04), 1.5: (0.03, 0.03), 3.0: (0.02, 0.02)}, 3.0, id="worse on every job"),
+        pytest.param({1.0: (0.02, 0.02), 1.5: (0.03, 0.03), 3.0: (0.04, 0.04)}, 1.0, id="the best is the smallest"),
+    ],
+)
+def test_of_exponents_that_the_jobs_cannot_tell_apart_the_most_cautious_is_taken(errors, expected):
     of_jobs = {exponent: Missed(dict(zip("AB", one, strict=True))) for exponent, one in errors.items()}
-    assert steps.best_exponent(of_jobs) == 3.0
+    assert gavel.most_cautious(of_jobs) == expected
 
 
 def test_lucid_is_scored_in_both_directions(tmp_path):
@@ -347,7 +267,6 @@ def test_lucid_is_scored_in_both_directions(tmp_path):
     assert none.speed_error == pytest.approx((0.2 + 0.25) / 2)  # as measured: the second job ran faster than alone
     assert lucid.missed(lucid.BASELINES["no slowdown"](pairs), pairs) == {"A": 1}
     assert lucid.hiding(pairs, 1.0, 2.0).tolist() == pytest.approx([1 + 0.4 * 0.36, 1 + 0.6 * 0.16])
-    assert lucid.turns(pairs, 0.5, 2.0).tolist() == pytest.approx([1 + 0.2 * 0.09, 1 + 0.3 * 0.04])
     assert lucid.hiding(pairs, 2.0, 1.0)[0] == pytest.approx((1 - 0.16 + (0.4 * 1.6) ** 2) ** 0.5)
     sure = lucid.score(np.full(2, 1.25), pairs)
     assert (sure.found_percent, sure.right_percent) == (100.0, 50.0)
@@ -389,9 +308,9 @@ def test_what_a_limit_comes_to_is_counted_by_pairs():
     of = [(1.0, 1.0), (1.3, 1.0), (1.0, 1.1), (1.0, 1.4)]
     pairs = lucid.Pairs(*([np.zeros((8, 2))] * 2), *([np.array(of).ravel()] * 2), [], [])
     told = np.array([(1.0, 1.0), (1.1, 1.0), (1.0, 1.3), (1.5, 1.5)]).ravel()
-    found = limits.admitted(told, pairs.slowdown, 1.2)
+    found = lucid.admitted(told, pairs.slowdown, 1.2)
     assert (found.admitted_percent, found.beyond_percent, found.missed_percent) == (50.0, 50.0, 50.0)
-    assert limits.admitted(told, pairs.slowdown, 9.0) == limits.Admitted(100.0, 0.0, 0.0)
+    assert lucid.admitted(told, pairs.slowdown, 9.0) == lucid.Admitted(100.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(("read", "name"), [(gavel.read, "gavel"), (lucid.read, "lucid"), (holding.read, "gpumemnet")])

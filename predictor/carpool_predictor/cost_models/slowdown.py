@@ -8,14 +8,13 @@ stretched by x, the step takes::
 
     s = 1 + u * (x - 1)
 
+A host that works ahead hides some of that. Nothing is counted on it: to hide too much is to foretell too little, and
+Gavel's four jobs hardly tell how much it is (`evaluation.slowdown.gavel`).
+
 Taking turns (time slicing). Work that comes to the GPU meets its neighbours as they would be without it (the arrival
 theorem; exact mean-value analysis, Reiser and Lavenberg 1980)::
 
-    x_i = 1 + sum over j of Q_j(without i)        Q_j = (u_j^k + u_j * (x_j - 1)) / s_j        u = b * gpu_util
-
-The share of the time for which a tenant needs the GPU is taken to be a little less than its utilization: the engine is
-active for less of the time, and hosts that work ahead hide some of a delay. How much less is learned on Gavel's pairs
-(b, `evaluation.slowdown.queueing`).
+    x_i = 1 + sum over j of Q_j(without i)        Q_j = (u_j^k + u_j * (x_j - 1)) / s_j
 
 Q_j is the share of the time for which j is in the way of what comes: for all that it has to wait itself, and for some
 of the time in which it would be busy alone. With k = 1 that is all of it, and this the exact solution of a closed
@@ -67,14 +66,12 @@ class SlowdownModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """What was learned. `carpool train` writes it."""
 
     version: str
-    demand: Annotated[float, Meta(gt=0, le=1)]
-    """b: for how much of its GPU utilization a tenant that takes turns needs the GPU."""
     holding: Annotated[float, Meta(ge=1, le=10)]
-    """k: who needs the GPU for a share u of the time is in the way for about u^k of it, while it need not wait."""
+    """k: who keeps the GPU busy for a share u of the time is in the way for about u^k of it, while it need not wait."""
     level: Annotated[float, Meta(gt=0, lt=1)]
     """Share of slowdowns that the upper quantile is meant to hold."""
     turns_factor: Annotated[float, Meta(ge=0, le=100)]
-    """f of tenants that take turns: how kernels queue was known of the pairs that this was learned on."""
+    """f of tenants that take turns: how kernels queue was known in the pairs that this was learned on."""
     side_by_side_factor: Annotated[float, Meta(ge=0, le=100)]
     """f of tenants under MPS: it was not known, so that it is larger; the median that it is added to is MPS's own."""
     provenance: dict[str, str | float | int]
@@ -162,17 +159,17 @@ def _masked(values: Ratios, present: NDArray[np.bool_] | None) -> Slowdowns:
 
 def _in_turns(util: Ratios, present: NDArray[np.bool_] | None) -> Slowdowns:
     """Slowdowns of tenants that take turns: equally many tenants at a time, so that few cost little."""
-    model = shipped()
+    exponent = shipped().holding
     if present is None or present.all():
-        return Turns(model.demand * _ratios(util), model.holding).slowdowns()
+        return Turns(_ratios(util), exponent).slowdowns()
     result = np.ones(np.shape(present))
     count = present.sum(axis=1)
     for tenants in np.unique(count[count > 1]).tolist():
         rows = np.flatnonzero(count == tenants)
         here = np.zeros(present.shape, np.bool_)
         here[rows] = present[rows]
-        needed = model.demand * _ratios(util[here]).reshape(rows.size, tenants)
-        result[here] = Turns(needed, model.holding).slowdowns().ravel()
+        busy = _ratios(util[here]).reshape(rows.size, tenants)
+        result[here] = Turns(busy, exponent).slowdowns().ravel()
     return result
 
 
@@ -207,7 +204,7 @@ class Turns:
     """The mean-value analysis of GPUs with equally many tenants.
 
     Args:
-        busy: Share of time in which the tenant needs the GPU when alone, 0..1, shape (gpus, tenants).
+        busy: Share of time in which a kernel of the tenant runs when alone, 0..1, shape (gpus, tenants).
         exponent: k.
         depth: Levels of smaller groups that are looked at.
     """

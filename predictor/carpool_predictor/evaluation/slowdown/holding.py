@@ -79,8 +79,3 @@ def error(runs: Sequence[Runs], exponent: float, pick: Pick = sm_active) -> floa
 def best_exponent(runs: Sequence[Runs], pick: Pick = sm_active) -> float:
     """Return k, every kind counting alike."""
     return min(EXPONENTS, key=lambda exponent: error(runs, exponent, pick))
-
-
-def engine_share(runs: Sequence[Runs]) -> float:
-    """Return for how much of its utilization a GPU's engine is active, on the mean; every kind counting alike."""
-    return float(np.mean([of.engine.mean() / of.busy.mean() for of in runs]))

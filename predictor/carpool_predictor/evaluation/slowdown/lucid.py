@@ -146,6 +146,35 @@ def shipped_upper(pairs: Pairs) -> Numbers:
     return upper_slowdowns(SharingMode.TIME_SLICING, pairs.busy, pairs.busy, pairs.memory, every)[:, 0]
 
 
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """What came of a limit on slowdowns that predictions were held against, for pairs that both accept the same."""
+
+    admitted_percent: float
+    """Share of the pairs that would have shared."""
+    beyond_percent: float
+    """Share of these of which one was slowed beyond the limit."""
+    missed_percent: float
+    """Share of the pairs within the limit that would not have shared."""
+
+
+def admitted(predicted: Numbers, measured: Numbers, limit: float) -> Admitted:
+    """Say what would have come of a limit.
+
+    Args:
+        predicted: Slowdown of each job of each pair, one after the other, shape (2 * pairs,).
+        measured: The same as measured.
+        limit: Slowdown that everybody accepts.
+    """
+    would = (predicted.reshape(-1, 2) <= limit).all(axis=1)
+    within = (measured.reshape(-1, 2) <= limit).all(axis=1)
+    return Admitted(
+        admitted_percent=100 * float(would.mean()),
+        beyond_percent=100 * float((would & ~within).sum() / max(1, would.sum())),
+        missed_percent=100 * float((within & ~would).sum() / max(1, within.sum())),
+    )
+
+
 def bard(pairs: Pairs) -> Numbers:
     """Bard's approximate mean-value analysis, in which a tenant meets its neighbours as slow as it makes them."""
     busy = pairs.busy
@@ -157,12 +186,6 @@ def bard(pairs: Pairs) -> Numbers:
     return result
 
 
-def turns(pairs: Pairs, b: float, k: float) -> Numbers:
-    """Predict as what ships, with other numbers in it."""
-    found: Numbers = Turns(b * pairs.busy, k).slowdowns()[:, 0]
-    return found
-
-
 def hiding(pairs: Pairs, p: float, k: float) -> Numbers:
     """Predict with a host that hides, (1 - u^p + (u x)^p)^(1/p), beside neighbours who are in the way for u^k."""
     own, other = pairs.busy.T
@@ -171,12 +194,12 @@ def hiding(pairs: Pairs, p: float, k: float) -> Numbers:
     return found
 
 
-EXACT = "exact mean-value analysis, nothing fitted (k = b = 1)"
+EXACT = "exact mean-value analysis, nothing fitted (k = 1)"
 BASELINES: Mapping[str, Callable[[Pairs], Numbers]] = {
     "no slowdown": lambda pairs: np.ones(len(pairs.slowdown)),
     "min(1, 100/Σutil)": lambda pairs: np.maximum(1.0, pairs.busy.sum(axis=1)),
     "Bard's mean-value analysis, nothing fitted": bard,
-    EXACT: lambda pairs: turns(pairs, 1.0, 1.0),
+    EXACT: lambda pairs: Turns(pairs.busy, 1.0).slowdowns()[:, 0],
 }
 
 

@@ -9,17 +9,14 @@ from numpy.typing import NDArray
 
 from carpool_predictor.cost_models.slowdown import shipped
 from carpool_predictor.evaluation.figures import save
-from carpool_predictor.evaluation.slowdown import card, demand, gavel, groups, holding, learned, lucid, steps
+from carpool_predictor.evaluation.slowdown import card, gavel, groups, holding, lucid
 from carpool_predictor.evaluation.slowdown.asked import MAX_ERROR, MIN_FOUND
 from carpool_predictor.evaluation.slowdown.card import OURS, UPPER
 from carpool_predictor.evaluation.slowdown.lucid import BASELINES, Pairs, Score, forest, score
-from carpool_predictor.evaluation.slowdown.queueing import Weighted
 from carpool_predictor.evaluation.suites import Figure, Report, Tell, counted, silent
 
 HIDING = (1.25, 1.5)
-"""Exponents p of hosts that hide, that could be shipped in the place of b."""
-SHARED = ("ResNet-18", "ResNet18")
-"""The architecture that both Gavel and Lucid measured, by its names there."""
+"""Exponents p of hosts that hide, that could be shipped instead."""
 
 Numbers = NDArray[np.float64]
 
@@ -32,36 +29,31 @@ def run(data: Path, out: Path, tell: Tell = silent) -> Report:
     """
     runs, measured = holding.read(data), gavel.read(data)
     tell("Gavel: steps left out, for each exponent")
-    by_exponent = steps.errors_by_exponent(measured)
-    tell("Gavel: pairs, for each exponent")
-    demands = demand.demands(measured, by_exponent)
-    exponent = steps.best_exponent(by_exponent)
-    learned_on = demands.by_exponent[exponent].pairs
+    by_exponent = gavel.errors_by_exponent(measured)
+    held_out = gavel.queueing(measured, gavel.most_cautious(by_exponent), shipped().holding)
     pairs = lucid.read(data)
     engine = holding.best_exponent(list(runs.values()), holding.engine_active)
-    by_engine = (Weighted.of(measured, exponent, engine).fit().demand, engine)
-    predictions = _predictions(pairs, by_engine, tell)
+    predictions = _predictions(pairs, engine, tell)
     scores = {name: score(predicted, pairs) for name, predicted in predictions.items()}
     page, picture = out / "slowdown.md", out / "figures" / "slowdown-predicted.svg"
     picture.parent.mkdir(parents=True, exist_ok=True)
     save(_draw(pairs, predictions[OURS]), picture)
     lines = [
         *card.head(),
-        *learned.held_by_who_is_busy(runs),
-        *learned.worked_out_from_steps(by_exponent),
-        *demand.section(demands, by_exponent, pairs, holding.engine_share(list(runs.values()))),
-        *learned.queued_behind_mps(learned_on.foretell_held_out()),
-        *card.judged(pairs, scores, _models_held_out(pairs, learned_on)),
+        *card.held_by_who_is_busy(runs),
+        *card.hidden_by_hosts(by_exponent),
+        *card.queued_behind_mps(held_out),
+        *card.judged(pairs, scores),
         *groups.section(pairs),
-        *card.doubts(pairs),
+        *card.doubts(),
     ]
     page.write_text("\n".join(lines), encoding="utf-8")
     return Report("slowdown", _figures(scores), (page, picture))
 
 
-def _predictions(pairs: Pairs, by_engine: tuple[float, float], tell: Tell) -> dict[str, Numbers]:
+def _predictions(pairs: Pairs, engine: float, tell: Tell) -> dict[str, Numbers]:
     k = shipped().holding
-    hiding = {f"not shipped: b = 1, and a host hides with p = {p:g}": lucid.hiding(pairs, p, k) for p in HIDING}
+    others = {f"not shipped: {card.HIDING} {p:g}": lucid.hiding(pairs, p, k) for p in HIDING}
     forests = {
         "not shipped: random forest on Lucid, models held out": True,
         "not shipped: random forest on Lucid, pairs of jobs held out": False,
@@ -70,21 +62,11 @@ def _predictions(pairs: Pairs, by_engine: tuple[float, float], tell: Tell) -> di
         **{name: model(pairs) for name, model in BASELINES.items()},
         OURS: lucid.shipped_median(pairs),
         UPPER: lucid.shipped_upper(pairs),
-        "not shipped: b = 1": lucid.turns(pairs, 1.0, k),
-        **hiding,
-        "not shipped: b = {:.3f}, and k = {:.2f} by the active engine".format(*by_engine): lucid.turns(
-            pairs, *by_engine
-        ),
+        f"not shipped: k = {engine:.2f}, by the active engine": lucid.hiding(pairs, 1.0, engine),
+        **others,
+        "not shipped: p = 1.5 and k = 1, as it was": lucid.hiding(pairs, 1.5, 1.0),
         **{name: forest(pairs, models_held_out=forests[name]) for name in counted(list(forests), "Lucid", tell)},
     }
-
-
-def _models_held_out(pairs: Pairs, learned_on: Weighted) -> Numbers:
-    """Foretell each of Lucid's pairs with the b of Gavel's pairs without the architecture that both have."""
-    gavels, lucids = SHARED
-    without = learned_on.without([gavels]).fit().demand
-    is_shared = np.array([lucids in models for models in pairs.models])
-    return np.where(is_shared, lucid.turns(pairs, without, shipped().holding), lucid.shipped_median(pairs))
 
 
 def _figures(scores: Mapping[str, Score]) -> tuple[Figure, ...]:

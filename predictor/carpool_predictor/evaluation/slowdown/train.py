@@ -5,10 +5,9 @@ from pathlib import Path
 import msgspec
 
 from carpool_predictor.cost_models.slowdown import SlowdownModel
-from carpool_predictor.evaluation.slowdown import gavel, holding, steps
-from carpool_predictor.evaluation.slowdown.queueing import Weighted, factors
+from carpool_predictor.evaluation.slowdown import gavel, holding
 
-VERSION = "2026.11.4"
+VERSION = "2026.11.3"
 LEVEL = 0.9
 
 
@@ -20,12 +19,11 @@ def learn(data: Path) -> SlowdownModel:
     """
     runs, measured = holding.read(data), gavel.read(data)
     k = holding.best_exponent(list(runs.values()))
-    exponent = steps.best_exponent(steps.errors_by_exponent(measured))
-    pairs = Weighted.of(measured, exponent, k)
-    in_turns, side_by_side = factors(pairs.foretell_held_out(), LEVEL)
+    hiding = gavel.most_cautious(gavel.errors_by_exponent(measured))
+    held_out = gavel.queueing(measured, hiding, k)
+    in_turns, side_by_side = gavel.factors(held_out, LEVEL)
     return SlowdownModel(
         version=VERSION,
-        demand=round(min(1.0, pairs.fit().demand), 3),
         holding=k,
         level=LEVEL,
         turns_factor=in_turns,
@@ -33,11 +31,11 @@ def learn(data: Path) -> SlowdownModel:
         provenance={
             "holding": "itu-rad/GPUMemNet, MLPs and CNNs (A100)",
             "holding_runs": sum(len(of.busy) for of in runs.values()),
-            "demand_and_factors": "stanford-futuredata/gavel, oracle throughputs, single-GPU jobs (K80, P100, V100)",
+            "factors": "stanford-futuredata/gavel, oracle throughputs (K80, P100, V100), single-GPU jobs",
             "jobs": len(measured.step_s),
-            "step_curves": len(steps.families(measured)),
-            "step_exponent": exponent,
-            "pairs": len(pairs.pairs),
+            "step_curves": len(gavel.families(measured)),
+            "step_exponent": hiding,
+            "pairs": len(held_out.measured),
         },
     )
 
