@@ -58,6 +58,31 @@ def test_a_measure_beside_neighbours_is_stretched_to_what_it_would_be_alone():
     assert found[1].util == 1.0
 
 
+@pytest.mark.parametrize(
+    ("mode", "seen_util", "seen_sm", "lowers"),
+    [
+        pytest.param(SharingMode.TIME_SLICING, 48.0, 0.1, False, id="of its time, nobody wants less for it"),
+        pytest.param(SharingMode.MPS, 10.0, 0.48, False, id="of its SMs, likewise"),
+        pytest.param(SharingMode.TIME_SLICING, 47.0, 0.1, True, id="there is time left: as measured"),
+    ],
+)
+def test_where_a_gpu_is_used_up_a_measure_lowers_nothing(mode, seen_util, seen_sm, lowers):
+    both = [tenant(name, [GPU], mode, **PREDICTED) for name in "xy"]
+    measured = [seen(name, gpu_util_percent=seen_util, sm_active_ratio=seen_sm) for name in "xy"]
+    for one in known_of(both, measured):
+        assert (one.util < 0.9) is lowers
+        assert (one.sm < 0.8) is lowers
+
+
+def test_where_a_gpu_is_used_up_a_measure_still_raises():
+    idle = prediction(util=20, sm=0.1)
+    both = [tenant(name, [GPU], SharingMode.TIME_SLICING, prediction=idle) for name in "xy"]
+    measured = [seen(name, gpu_util_percent=50.0, sm_active_ratio=0.3) for name in "xy"]
+    for one in known_of(both, measured):
+        assert one.util >= 0.5
+        assert one.sm >= 0.3
+
+
 def test_what_no_pod_owns_counts_for_nothing():
     assert columns(node(tenant("x", [GPU], **PREDICTED), tenants=[seen("stranger", sm_active_ratio=0.1)]))[1] == (
         pytest.approx(0.8)

@@ -84,6 +84,12 @@ def test_pairs_meet_their_own_measurement_and_nobody_exceeds_the_gpu(data):
     one, two = truth(util=0.4, kind="lucid/ResNet18/32/0"), truth(util=0.6, kind="lucid/MobileNetV2/32/0")
     assert pairs.slowdowns(SharingMode.TIME_SLICING, [one, two]) == pytest.approx([1.25, 2.0])
     assert pairs.slowdowns(SharingMode.EXCLUSIVE, [one, two]) == [1.0, 1.0]
+    busy = truth(util=0.9, kind="lucid/ResNet18/32/0"), truth(util=0.9, kind="lucid/MobileNetV2/32/0")
+    assert pairs.slowdowns(SharingMode.TIME_SLICING, busy) == pytest.approx([1.25, 2.0])  # 117% by busy shares
+    idle = truth(util=0.0, kind="idle")
+    of_three = pairs.slowdowns(SharingMode.TIME_SLICING, [*busy, idle])
+    assert sum(one.util / s for one, s in zip(busy, of_three, strict=False)) <= 0.9 / 1.25 + 0.9 / 2.0 + 1e-9
     full = truth(util=1.0)
     found = pairs.slowdowns(SharingMode.MPS, [full, full, full])
-    assert sum(1 / s for s in found) <= 1 + 1e-9
+    two = pairs.slowdowns(SharingMode.MPS, [full, full])
+    assert sum(1 / s for s in found) <= max(1.0, sum(1 / s for s in two)) + 1e-9

@@ -118,6 +118,28 @@ async def test_activity_is_learned_as_it_is_without_neighbours() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("expected", "learns"),
+    [
+        pytest.param(0.9, False, id="it would do more with what the other has"),
+        pytest.param(0.3, True, id="it does more than was expected"),
+    ],
+)
+async def test_a_gpu_that_is_used_up_tells_the_least_that_its_jobs_would_do(expected: float, learns: bool) -> None:
+    """Regression: what many jobs left to each other was learned as all that each would do, and more of them came."""
+    of, calm = world(), {"dramActiveRatio": 0.1}
+    for name in ("x", "y"):
+        of.apply(name)
+        await begun(of, name, tenant={"gpuUtilPercent": 100 * expected, "smActiveRatio": expected} | calm)
+    for name in ("x", "y"):
+        await seen(of, 3000, name, gpuUtilPercent=48.0, smActiveRatio=0.48)
+    of.clock.advance(SEEN_S)
+    await of.settle()
+    assert [row.sm_active is not None for row in stack(of).rows] == [learns, learns]
+    assert all(row.sm_active is None or row.sm_active >= 0.48 for row in stack(of).rows)
+    assert [row.value_mib for row in stack(of).rows], "memory is learned all the same"
+
+
 async def test_who_died_of_memory_gets_more_and_then_a_gpu_alone() -> None:
     of = world(backoff_s=10.0)
     of.apply(runPolicy={"backoffLimit": 3})

@@ -9,7 +9,6 @@ from carpool_core.resources.prediction import Prediction
 from carpool_predictor.calibration.document import Calibration, Measured, Stack
 from carpool_predictor.calibration.observe import observe
 from carpool_predictor.cost_models.memory import shipped
-from carpool_predictor.cost_models.solo import Activity
 from carpool_predictor.prediction.estimator import Job, OnProduct, summary
 from carpool_predictor.prediction.expected import expected_of
 
@@ -46,7 +45,14 @@ class Learner:
         return found
 
     def saw(
-        self, job: SimJob, uid: str, *, counted_mib: int, capacity_mib: int, age_s: float | None, alone: Activity
+        self,
+        job: SimJob,
+        uid: str,
+        *,
+        counted_mib: int,
+        capacity_mib: int,
+        age_s: float | None,
+        alone: tuple[float | None, float | None],
     ) -> None:
         """Take in what a job was measured to use.
 
@@ -56,7 +62,8 @@ class Learner:
             counted_mib: The bound that its placement counted with; 0 where it counted with none.
             capacity_mib: Memory of its GPU.
             age_s: For how long it has run, in seconds; None where it has ended.
-            alone: What it would do on a GPU of its own, as far as can be told from what all tenants do together.
+            alone: Utilization and SM activity that it would have on a GPU of its own, each 0..1, as far as can be
+                told from what all tenants do together.
         """
         measured = Measured(
             peak_mib=job.truth.memory_mib,
@@ -64,8 +71,8 @@ class Learner:
             ended=age_s is None,
             steady=age_s is None or age_s >= self._steady_s,
             sample=uid,
-            util=alone.util,
-            sm_active=alone.sm,
+            util=alone[0],
+            sm_active=alone[1],
         )
         self._observe(job, measured, counted_mib)
 

@@ -1,7 +1,7 @@
 """Measured beats predicted: what an agent saw of running tenants takes the place of what was predicted of them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -9,6 +9,7 @@ from carpool_core.clock import parse_rfc3339
 from carpool_core.resources.node import GpuNode, Reservation, Tenant, TenantProfile
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 from carpool_predictor.cost_models.slowdown import slowdowns
+from carpool_predictor.cost_models.solo import Activity, is_used_up
 
 MOMENTS = 4096
 """Moments that are remembered as read: each write of a node asks for those of all its reservations again."""
@@ -49,15 +50,17 @@ def known_of(reservations: Sequence[Reservation], measured: Sequence[Tenant | No
     """Combine promise and measure for the tenants of one GPU.
 
     What a tenant is measured to do beside neighbours is less than what it would do alone, by its slowdown: measured
-    times predicted slowdown is its activity alone. A promise of memory is taken back only in the reservation itself;
-    what is used beyond it counts.
+    times predicted slowdown is its activity alone, and on a GPU that is used up the least that this can be. A promise
+    of memory is taken back only in the reservation itself; what is used beyond it counts.
     """
     expected = [promised(one.tenant, peak_mib(of)) for one, of in zip(reservations, measured, strict=True)]
     if not any(measured):
         return expected
     stretch = _stretch(reservations[0].mode, tuple((one.util, one.sm, one.dram) for one in expected))
+    together = [_together(one, tenant) for one, tenant in zip(expected, measured, strict=True)]
+    floors = is_used_up(reservations[0].mode, together)
     return [
-        one if tenant is None else _combined(one, tenant, by)
+        one if tenant is None else _combined(one, tenant, by, only_raises=floors)
         for one, tenant, by in zip(expected, measured, stretch, strict=True)
     ]
 
@@ -70,14 +73,26 @@ def _stretch(mode: SharingMode, alone: tuple[tuple[float, float, float], ...]) -
     return found
 
 
-def _combined(promised: Known, tenant: Tenant, slowdown: float) -> Known:
+def _together(promised: Known, tenant: Tenant | None) -> Activity:
+    """Return what a tenant is measured to do beside its neighbours; what was promised where that is not known."""
+    util = None if tenant is None else tenant.gpu_util_percent
+    sm = None if tenant is None else tenant.sm_active_ratio
+    return Activity(
+        promised.util if util is None else _share(util / 100), promised.sm if sm is None else _share(sm), promised.dram
+    )
+
+
+def _combined(promised: Known, tenant: Tenant, slowdown: float, *, only_raises: bool) -> Known:
     util, sm = tenant.gpu_util_percent, tenant.sm_active_ratio
-    return Known(
+    alone = Known(
         memory_mib=promised.memory_mib,
         util=promised.util if util is None else _share(util / 100 * slowdown),
         sm=promised.sm if sm is None else _share(sm * slowdown),
         dram=promised.dram,
     )
+    if not only_raises:
+        return alone
+    return replace(alone, util=max(alone.util, promised.util), sm=max(alone.sm, promised.sm))
 
 
 def _share(found: float) -> float:

@@ -2,7 +2,10 @@
 
 Beside neighbours a job does less in a second than alone, by its slowdown, and the slowdown follows from what all of
 them would do alone. So each is looked for whose slowed-down activity is what was measured, by iteration from there.
-Where a GPU is saturated many answers fit, and the slowdown model's errors come in; what is found is an estimate.
+
+On a GPU that is used up many answers fit: each tenant gets what the others leave, however much more it would do alone.
+The iteration ends at the least of them. Who took it for the truth would have more jobs come to that GPU, which each get
+still less, and so on. So there a measure raises what is expected of a tenant, and never lowers it.
 """
 
 from collections.abc import Sequence
@@ -13,8 +16,10 @@ from carpool_core.values import SharingMode
 
 from carpool_predictor.cost_models.slowdown import slowdowns
 
+USED_UP = 0.95
+"""Share of a GPU, of its time or of its SMs, from which on what its tenants get is what the others leave."""
 ROUNDS = 20
-"""Enough for what is measured on GPUs that are not saturated; on others it ends where it is."""
+"""Enough for what is measured on GPUs that are not used up; on others it ends where it is."""
 
 
 class Activity(NamedTuple):
@@ -43,3 +48,31 @@ def alone(mode: SharingMode, together: Sequence[Activity]) -> list[Activity]:
         by = slowdowns(mode, util, sm, dram, every)[0]
         found[:, :2] = np.minimum(1.0, measured[:, :2] * by[:, None])
     return [Activity(*row) for row in found.tolist()]
+
+
+def is_used_up(mode: SharingMode, together: Sequence[Activity]) -> bool:
+    """Whether tenants of a GPU get what the others leave: those who take turns of its time, the others of its SMs.
+
+    Args:
+        mode: How the GPU is shared.
+        together: What each is measured to do.
+    """
+    used = {SharingMode.TIME_SLICING: (one.util for one in together), SharingMode.MPS: (one.sm for one in together)}
+    return len(together) > 1 and sum(used.get(mode, ())) >= USED_UP
+
+
+def learned(mode: SharingMode, together: Sequence[Activity], expected: Activity) -> tuple[float | None, float | None]:
+    """Return what the first tenant would do alone, as far as what all do together tells: utilization, SM activity.
+
+    Args:
+        mode: How the GPU is shared.
+        together: What each was measured to do, over the same time.
+        expected: What the first was expected to do alone.
+
+    Returns:
+        None for what is not told: on a GPU that is used up, of who is expected to do more than it gets.
+    """
+    mine = alone(mode, together)[0]
+    if not is_used_up(mode, together):
+        return mine.util, mine.sm
+    return mine.util if mine.util > expected.util else None, mine.sm if mine.sm > expected.sm else None
