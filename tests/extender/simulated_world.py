@@ -5,7 +5,7 @@ from dataclasses import replace
 from carpool_core.resources.node import Device
 from carpool_core.values import GpuUuid, SharingMode
 from carpool_extender.simulation import overlap
-from carpool_extender.simulation.knowing import exactly
+from carpool_extender.simulation.foretold import exactly
 from carpool_extender.simulation.strategy import Knowledge, Strategy
 from carpool_extender.simulation.workload import SimJob, Truth, Workload
 

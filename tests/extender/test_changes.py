@@ -165,7 +165,7 @@ def test_where_the_upper_quantile_counts_so_it_does_on_paper():
 
 def test_what_the_site_asks_besides_can_be_what_keeps_it_out():
     rules = Rules(find_policy("least-slowdown"), 8, Conditions(least_free_mib=10**6))
-    asked_for = "without the site's preconditions (free memory ≥ 1,000,000 MiB)"
+    asked_for = "without the preconditions (free memory ≥ 1,000,000 MiB)"
     assert of([gpu_node("a", 1)], rules) == [PREFIX + asked_for]
 
 

@@ -26,7 +26,7 @@ from carpool_extender.simulation.report import POLICED, markdown
 from carpool_extender.simulation.state import Finished
 from carpool_extender.simulation.workload import WorkloadError
 from results_world import THEN, line_of, minutes
-from simulated_world import ALONE, CARPOOL, job, workload
+from simulated_world import ALONE, CARPOOL, job, truth, workload
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -270,6 +270,16 @@ def test_lines_of_silent_predictions_that_came_to_the_same_are_explained(tmp_pat
         document.write(tmp_path, tmp_path / "experiments.md")
         assert '"off by 0%" is as predicted' in (tmp_path / "experiments.md").read_text()
         assert ("The last two lines are the same on each seed" in (tmp_path / "experiments.md").read_text()) is told
+
+
+def test_whoever_waits_hears_how_far_a_run_is_and_what_came_of_it(data):
+    told, watched = [], []
+    jobs = workload(*(job(f"j{i}", of=truth(util=0.9, kind="lucid/ResNet18/32/0")) for i in range(4)))
+    contest(lambda _: jobs, [ALONE, replace(CARPOOL, max_slowdown=9.0)], 2, data, told.append, watched.append)
+    assert watched[:4] == [f"alone, run 1 of 2: {done}%" for done in (25, 50, 75, 100)]
+    assert watched[-1] == "carpool, run 2 of 2: 100%"
+    assert told[0].endswith("0.0 OOM")
+    assert told[1].endswith("0.0 OOM, 100% slowed beyond 1.5")
 
 
 def test_tables_tell_mean_spread_and_change(data, tmp_path):

@@ -246,7 +246,7 @@ def test_who_takes_more_after_all_counts_as_before_for_arrays_and_ledger(promise
     ("profile", "peak", "said"),
     [
         pytest.param(
-            POOR, 5000, "until their own peaks were measured count default/x with the whole GPU",
+            POOR, 5000, "until their own peaks have stood still count default/x with the whole GPU",
             id="not yet",
         ),
         pytest.param(

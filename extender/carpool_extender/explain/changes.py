@@ -211,7 +211,7 @@ def _conditions(case: Case) -> Iterator[Change]:
         return
     without = replace(case.rules, conditions=Conditions(alone=asked.alone, quantile=asked.quantile))
     found = case.find(case.applicant, without)
-    yield Change("no preconditions", None if found is None else f"without the site's preconditions ({asked})")
+    yield Change("no preconditions", None if found is None else f"without the preconditions ({asked})")
 
 
 def _offered(case: Case) -> Iterator[Change]:

@@ -18,7 +18,7 @@ def differences(node: GpuNode) -> Mapping[GpuUuid, str]:
         told = [said for one, of in zip(held, known, strict=True) if (said := _of_one(one, of))]
         parts = [f"counts as measured: {', '.join(told)}"] if told else []
         if later := [_open(one) for one in held if one.tenant.provisional and one.tenant.measured_mib is None]:
-            parts.append(f"until their own peaks were measured count {', '.join(later)}")
+            parts.append(f"until their own peaks have stood still count {', '.join(later)}")
         if parts:
             found[uuid] = "; ".join(parts)
     return found

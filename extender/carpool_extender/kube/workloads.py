@@ -196,16 +196,17 @@ def policy_of(job: JobRow, *, allowed: bool) -> str | None:
     if wanted is None:
         return None
     name = f"{job.metadata.namespace}/{job.metadata.name}"
+    try:
+        found = find_policy(wanted).name
+    except UnknownPolicyError as error:
+        raise NotOurs(f"UnknownPolicy: job {name}: {error}") from error
     if not allowed:
         raise NotOurs(
             f"PolicyNotAllowed: job {name} has the annotation {ANNOTATION_POLICY}: {wanted}, but this site chooses the "
             "policy for all jobs; remove the annotation, or have an administrator set settings.jobPolicies: true in "
             "the chart's values (CARPOOL_JOB_POLICIES=true of the extender)"
         )
-    try:
-        return find_policy(wanted).name
-    except UnknownPolicyError as error:
-        raise NotOurs(f"UnknownPolicy: job {name}: {error}") from error
+    return found
 
 
 def gpus_asked(pod: Pod) -> int:

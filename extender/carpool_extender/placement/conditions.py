@@ -52,7 +52,7 @@ class Conditions:
             "SM activity ≤ {:g}": self.most_sm_active,
             "joint SM activity ≤ {:g}": self.most_joint_sm_active,
             "free memory ≥ {:,} MiB": self.least_free_mib,
-            "at most {} jobs on a GPU": self.most_jobs,
+            "at most {} on a GPU": self.most_jobs and f"{self.most_jobs} job{'s' if self.most_jobs > 1 else ''}",
             "limits by the {} quantile": None if self.quantile is Quantile.MEDIAN else self.quantile,
         }
         told = [form.format(value) for form, value in asked.items() if value is not None]

@@ -15,7 +15,7 @@ from carpool_core.resources.node import Device
 from carpool_core.values import SharingMode
 
 from carpool_extender.simulation import hotcloud
-from carpool_extender.simulation.knowing import exactly
+from carpool_extender.simulation.foretold import exactly
 from carpool_extender.simulation.philly import devices_of
 from carpool_extender.simulation.strategy import Knowledge, Strategy
 from carpool_extender.simulation.workload import SimJob, Truth, Workload, WorkloadError

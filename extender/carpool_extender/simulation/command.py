@@ -257,11 +257,12 @@ def _nothing_placed(name: str, jobs: int, conditions: Conditions) -> str:
 def _one(name: str, experiment: Experiment, runs: Runs, warn: Callable[[str], None]) -> list[str]:
     seeds = runs.seeds or (WHOLE_SEEDS if experiment.whole else SEEDS)
 
-    def run(which: Experiment, strategies: list[Strategy]) -> list[Line]:
+    def run(which: Experiment, strategies: list[Strategy], of: str = "") -> list[Line]:
+        runs.console.rule(name + of)
         tell: Callable[[str], None] = runs.console.print
-        return contest(lambda seed: which.draw(runs.data, seed), strategies, seeds, runs.data, tell)
+        with runs.console.status(name) as status:
+            return contest(lambda seed: which.draw(runs.data, seed), strategies, seeds, runs.data, tell, status.update)
 
-    runs.console.rule(name)
     workload = experiment.draw(runs.data, 0)
     workload = replace(workload, assumptions=(*workload.assumptions, *_in_common(runs, experiment)))
     for note in workload.notes:
@@ -270,7 +271,7 @@ def _one(name: str, experiment: Experiment, runs: Runs, warn: Callable[[str], No
     parts = report.section(workload.title, workload.assumptions, lines, workload.shown)
     results.write(runs.out, name, workload, lines, runs.made)
     if runs.policies == PUBLISHED and not experiment.whole:
-        off = run(experiment, wrong(experiment.mode))
+        off = run(experiment, wrong(experiment.mode), results.WRONG)
         results.write(runs.out, name + results.WRONG, workload, off, runs.made)
         parts += [
             "Carpool (slowdown ≤ 1.5) when predictions are off and nothing is learned, against the first line:",
@@ -282,11 +283,11 @@ def _one(name: str, experiment: Experiment, runs: Runs, warn: Callable[[str], No
             (results.ATTRIBUTED, report.ATTRIBUTED, attributed(experiment.mode)),
             (results.VARIED, report.VARIED, varied(experiment.mode)),
         ):
-            others = run(experiment, strategies)
+            others = run(experiment, strategies, suffix)
             results.write(runs.out, name + suffix, workload, others, runs.made)
             parts += [told, "", *report.markdown([lines[0], *others]), ""]
         with_failures = failing(experiment)
-        lines_failing = run(with_failures, list(with_failures.published))
+        lines_failing = run(with_failures, list(with_failures.published), results.FAILING)
         results.write(runs.out, name + results.FAILING, with_failures.draw(runs.data, 0), lines_failing, runs.made)
         parts += ["When GPUs fail:", "", *report.markdown(lines_failing), ""]
     pictures.remove(runs.out, name)

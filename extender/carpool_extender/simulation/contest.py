@@ -241,9 +241,10 @@ def contest(
     seeds: int,
     data: Path,
     tell: Callable[[str], None],
+    watch: Callable[[str], None] = lambda _: None,
     cpu: Callable[[], float] = time.process_time,
 ) -> list[Line]:
-    """Run every strategy on every seed's workload."""
+    """Run every strategy on every seed's workload; `tell` hears of each that has ended, `watch` how far it is."""
     drawn = [draw(seed) for seed in range(seeds)]
     truths = [MeasuredPairs(data / "lucid", seed) for seed in range(seeds)]
     lines = []
@@ -251,7 +252,9 @@ def contest(
         begin_s = cpu()
         runs, example = [], None
         for seed, (workload, truth) in enumerate(zip(drawn, truths, strict=True)):
-            outcome = Simulation(workload, strategy, truth, seed).run()
+            outcome = Simulation(workload, strategy, truth, seed).run(
+                _watched(watch, f"{strategy.name}, run {seed + 1} of {seeds}")
+            )
             runs.append(figures_of(outcome))
             example = example or outcome
         line = Line(strategy, runs, example, cpu() - begin_s)
@@ -260,9 +263,15 @@ def contest(
     return lines
 
 
+def _watched(watch: Callable[[str], None], run: str) -> Callable[[float], None]:
+    return lambda done: watch(f"{run}: {done:.0%}")
+
+
 def _progress(line: Line, jobs: float) -> str:
     """Sum a line up for whoever waits; of several seeds everything is a mean."""
     told = f"{line.strategy.name}: makespan {line.mean('makespan_min'):.0f} min, {line.mean('oom'):.1f} OOM"
+    if slowed := line.mean("slowed_percent"):
+        told += f", {slowed:.0f}% slowed beyond {SLOWED:g}"
     if unplaced := line.mean("unplaced"):
         what = "never placed, or given up after deaths of memory," if line.mean("oom") else "never placed"
         told += f", {what} {_short(unplaced)} of {_short(jobs)} jobs"

@@ -68,14 +68,22 @@ class Simulation:
         for failure in workload.failures:
             self._at(failure.at_s, self._failure(failure))
 
-    def run(self) -> Outcome:
-        """Run until every job has ended or nothing can happen any more."""
+    def run(self, watch: Callable[[float], None] = lambda _: None) -> Outcome:
+        """Run until every job has ended or nothing can happen any more.
+
+        Args:
+            watch: Told how many of the jobs have ended, 0..1, at each hundredth.
+        """
+        told = 0
         while self._events and not self._is_over() and self._events[0][0] <= self._until_s:
             self._now_s = self._events[0][0]
             while self._events and self._events[0][0] <= self._now_s:
                 heapq.heappop(self._events)[2]()
             self._waiting.place(self._freed, self._start)
             self._draw_curve()
+            if 100 * len(self._finished) >= (told + 1) * self._jobs:
+                told = 100 * len(self._finished) // self._jobs
+                watch(told / 100)
         # Beside a job that no GPU can hold, failures and looks are played on after the last job has left: not counted.
         span_s = self._until_s if self._until_s < math.inf else self._left_s
         for gpu in self._gpus.values():

@@ -9,17 +9,12 @@ import msgspec
 from carpool_core.demand import Demand
 from carpool_core.lengths import length_s, rung
 from carpool_core.resources.node import Tenant, TenantProfile
-from carpool_core.resources.prediction import (
-    ActivityPrediction,
-    Interval,
-    MemoryPrediction,
-    Prediction,
-    ProductPrediction,
-)
+from carpool_core.resources.prediction import Prediction
 from carpool_core.values import GpuUuid, JobUid, PodUid, RequestedMode, SharingMode, Tenancy
 from carpool_predictor.cost_models.solo import Activity, learned
 
 from carpool_extender.placement.applicant import Applicant
+from carpool_extender.simulation.foretold import exactly, prediction_of
 from carpool_extender.simulation.learning import Learner
 from carpool_extender.simulation.strategy import ANY_SLOWDOWN, Knowledge, Piece, Strategy
 from carpool_extender.simulation.workload import SimJob, Truth
@@ -230,7 +225,7 @@ class Knower:
         sm = (
             activity.gpu_util_percent.median / 100 if self._strategy.by_utilization else activity.sm_active_ratio.median
         )
-        return _prediction_of(
+        return prediction_of(
             one.product,
             upper_mib=min(self._usable_mib, round(one.memory.upper_mib * memory)),
             unenforced_mib=min(self._usable_mib, round(one.memory.upper_unenforced_mib * memory)),
@@ -260,45 +255,3 @@ class Knower:
         return msgspec.structs.replace(
             seen, gpu_util_percent=100 * truth.util / slowdown, sm_active_ratio=active / slowdown
         )
-
-
-def exactly(truth: Truth, like: Prediction | None, *, by_utilization: bool = False) -> Prediction:
-    """Write the truth as a prediction without an error, for the product that another one is for."""
-    product = like.products[0].product if like is not None and like.products else ""
-    return _prediction_of(
-        product or truth.product,
-        upper_mib=truth.memory_mib,
-        util=truth.util,
-        sm=truth.util if by_utilization else truth.sm,
-        dram=truth.dram,
-    )
-
-
-def _prediction_of(
-    product: str,
-    *,
-    upper_mib: int,
-    util: float,
-    sm: float,
-    dram: float,
-    unenforced_mib: int = 0,
-    trusted: bool = True,
-) -> Prediction:
-    def point(value: float) -> Interval:
-        return Interval(median=value, lower=value, upper=value)
-
-    one = ProductPrediction(
-        product=product,
-        memory=MemoryPrediction(
-            median_mib=upper_mib,
-            upper_mib=upper_mib,
-            upper_unenforced_mib=unenforced_mib,
-            coverage=0.95,
-            trusted=trusted,
-        ),
-        activity=ActivityPrediction(
-            gpu_util_percent=point(100 * util), sm_active_ratio=point(sm), dram_active_ratio=point(dram)
-        ),
-        step_time_seconds=point(1.0),
-    )
-    return Prediction(outcome="Predicted", reason="Simulated", products=[one])
