@@ -1,4 +1,4 @@
-"""A queue that is far longer than its GPUs: what crowded jobs leave to each other is not learned as all that they do."""
+"""A queue far longer than its GPUs: what crowded jobs leave to each other is not learned as all that they do."""
 
 import random
 from pathlib import Path
