@@ -11,7 +11,7 @@ CLUSTER = "nodes: [{count: 1, product: NVIDIA A100-SXM4-40GB, gpus: 2}]"
 
 
 def test_who_learns_from_crowds_does_not_crowd_ever_more(published: Path, tmp_path: Path) -> None:
-    """Regression: of 200 such jobs 95% came to take longer than they accept, on average 3.4 times as long as alone."""
+    """Regression: of these jobs 94% came to take longer than they accept, on average 3 times as long as alone."""
     draw = random.Random(1)  # noqa: S311  # a simulation, no secret
     rows = [f"{60 * i},{draw.randint(300, 7200)},1" for i in range(80)]
     (tmp_path / "trace.csv").write_text("\n".join(["timestamp,duration,num_gpus", *rows]))
@@ -24,5 +24,5 @@ def test_who_learns_from_crowds_does_not_crowd_ever_more(published: Path, tmp_pa
 
     (line,) = contest(workload, [strategy], 2, published, lambda _: None)
     alone_s = sum(job.work_s for job in workload(0).jobs) / len(rows)
-    assert line.mean("running_s") < 1.6 * alone_s
-    assert line.mean("slowed_percent") < 40
+    assert line.mean("running_s") < 1.4 * alone_s
+    assert line.mean("slowed_percent") < 25

@@ -61,9 +61,9 @@ def test_a_measure_beside_neighbours_is_stretched_to_what_it_would_be_alone():
 @pytest.mark.parametrize(
     ("mode", "seen_util", "seen_sm", "lowers"),
     [
-        pytest.param(SharingMode.TIME_SLICING, 48.0, 0.1, False, id="of its time, nobody wants less for it"),
-        pytest.param(SharingMode.MPS, 10.0, 0.48, False, id="of its SMs, likewise"),
-        pytest.param(SharingMode.TIME_SLICING, 47.0, 0.1, True, id="there is time left: as measured"),
+        pytest.param(SharingMode.TIME_SLICING, 40.0, 0.1, False, id="of its time, nobody wants less for it"),
+        pytest.param(SharingMode.MPS, 10.0, 0.4, False, id="of its SMs, likewise"),
+        pytest.param(SharingMode.TIME_SLICING, 39.0, 0.1, True, id="there is time left: as measured"),
     ],
 )
 def test_where_a_gpu_is_used_up_a_measure_lowers_nothing(mode, seen_util, seen_sm, lowers):
@@ -72,6 +72,16 @@ def test_where_a_gpu_is_used_up_a_measure_lowers_nothing(mode, seen_util, seen_s
     for one in known_of(both, measured):
         assert (one.util < 0.9) is lowers
         assert (one.sm < 0.8) is lowers
+
+
+@pytest.mark.parametrize("mode", [SharingMode.TIME_SLICING, SharingMode.MPS])
+def test_a_neighbour_that_is_not_measured_yet_leaves_measures_as_they_are(mode):
+    calm = prediction(memory_mib=4000, util=50, sm=0.4)
+    both = [tenant("x", [GPU], mode, **PREDICTED), tenant("y", [GPU], mode, prediction=calm)]
+    measured = [seen("x", gpu_util_percent=20.0, sm_active_ratio=0.15), None]
+    known = known_of(both, measured)[0]
+    assert known.util < 0.5
+    assert known.sm < 0.4
 
 
 def test_where_a_gpu_is_used_up_a_measure_still_raises():

@@ -152,6 +152,35 @@ def test_each_run_counts_once_and_its_end_replaces_what_it_showed_before() -> No
         assert learn([(expected, again)], over) is over
 
 
+@pytest.mark.parametrize(
+    ("before", "at_least", "kept"),
+    [
+        pytest.param([], 0.4, [None], id="less than was predicted tells nothing"),
+        pytest.param([], 0.7, [0.7], id="more than was predicted does"),
+        pytest.param([0.9], 0.7, [0.9, None], id="less than a run showed alone tells nothing"),
+        pytest.param([0.3], 0.4, [0.3, 0.4], id="more than all that is known does"),
+        pytest.param([0.3, 0.5], 0.4, [0.3, 0.5, None], id="or than the most of it"),
+    ],
+)
+def test_what_a_job_does_at_least_tells_nothing_against_more(
+    before: list[float], at_least: float, kept: list[float | None]
+) -> None:
+    expected = Expected(model="m", reserved_mib=1000, live_mib=800, upper_mib=2000, util=0.5, sm_active=0.5)
+    measures = Measured(peak_mib=1500, capacity_mib=CAPACITY)
+
+    def ran(number: int, activity: float, *, at_least: bool) -> Measured:
+        return msgspec.structs.replace(
+            measures, sample=f"s{number}", util=activity, sm_active=activity, at_least=at_least
+        )
+
+    runs = [ran(number, activity, at_least=False) for number, activity in enumerate(before)]
+    known = learn((expected, run) for run in [*runs, ran(len(before), at_least, at_least=True)])
+    assert [row.util for row in state_of(known).rows] == kept
+    assert [row.sm_active for row in state_of(known).rows] == kept
+    again = learn([(expected, ran(len(before), 0.01, at_least=True))], known)
+    assert [row.util for row in state_of(again).rows] == kept, "nor against what the same run showed before"
+
+
 def test_a_refused_run_counts_once_too_and_one_that_has_begun_is_not_refused() -> None:
     expected = Expected(model="m", reserved_mib=1000, live_mib=800, upper_mib=2000)
     loads = Measured(peak_mib=300, capacity_mib=CAPACITY, sample="a", ended=False)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from carpool_core.values import SharingMode
 from carpool_predictor.cost_models.slowdown import slowdowns
-from carpool_predictor.cost_models.solo import Activity, alone, is_used_up, learned
+from carpool_predictor.cost_models.solo import USED_UP, Activity, alone, is_used_up
 
 
 @pytest.mark.parametrize("mode", [SharingMode.MPS, SharingMode.TIME_SLICING])
@@ -27,13 +27,16 @@ def test_nobody_does_more_than_all_or_less_than_what_was_seen(mode: SharingMode)
     assert alone(mode, [Activity(0.4, 0.2, 0.1)]) == [pytest.approx(Activity(0.4, 0.2, 0.1))]
 
 
+HALF = USED_UP / 2
+
+
 @pytest.mark.parametrize(
     ("mode", "together", "expected"),
     [
-        pytest.param(SharingMode.TIME_SLICING, [(0.5, 0.1), (0.46, 0.1)], True, id="all of its time"),
-        pytest.param(SharingMode.TIME_SLICING, [(0.4, 0.9), (0.4, 0.9)], False, id="taking turns SMs do not add up"),
-        pytest.param(SharingMode.MPS, [(0.9, 0.4), (0.9, 0.4)], False, id="side by side times do not add up"),
-        pytest.param(SharingMode.MPS, [(0.1, 0.5), (0.1, 0.46)], True, id="all of its SMs"),
+        pytest.param(SharingMode.TIME_SLICING, [(HALF, 0.1), (HALF, 0.1)], True, id="all of its time"),
+        pytest.param(SharingMode.TIME_SLICING, [(HALF - 0.01, 0.9), (HALF, 0.9)], False, id="in turns SMs do not add"),
+        pytest.param(SharingMode.MPS, [(0.9, HALF - 0.01), (0.9, HALF)], False, id="side by side times do not add up"),
+        pytest.param(SharingMode.MPS, [(0.1, HALF), (0.1, HALF)], True, id="all of its SMs"),
         pytest.param(SharingMode.TIME_SLICING, [(1.0, 1.0)], False, id="alone it gets all that it asks for"),
         pytest.param(SharingMode.MIG, [(1.0, 1.0), (1.0, 1.0)], False, id="instances leave each other theirs"),
     ],
@@ -42,17 +45,3 @@ def test_a_gpu_is_used_up_by_what_its_tenants_share(
     mode: SharingMode, together: list[tuple[float, float]], expected: bool
 ) -> None:
     assert is_used_up(mode, [Activity(util, sm, 0.1) for util, sm in together]) is expected
-
-
-def test_what_a_used_up_gpu_leaves_a_job_is_learned_only_of_who_was_expected_to_do_less() -> None:
-    """Regression: eight busy jobs that each got an eighth were taken for idle, and as many came again."""
-    crowd = [Activity(0.125, 0.1, 0.1)] * 8
-    nothing = (None, None)
-    assert learned(SharingMode.TIME_SLICING, crowd, Activity(0.5, 0.4, 0.1)) == nothing
-    util, sm = learned(SharingMode.TIME_SLICING, crowd, Activity(0.1, 0.4, 0.1))
-    assert util is not None
-    assert util >= 0.125
-    assert sm is None
-    roomy = [Activity(0.4, 0.3, 0.1), Activity(0.3, 0.2, 0.1)]
-    found = alone(SharingMode.TIME_SLICING, roomy)[0]
-    assert learned(SharingMode.TIME_SLICING, roomy, Activity(0.9, 0.9, 0.9)) == (found.util, found.sm)

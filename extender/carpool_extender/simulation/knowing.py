@@ -11,7 +11,7 @@ from carpool_core.lengths import length_s, rung
 from carpool_core.resources.node import Tenant, TenantProfile
 from carpool_core.resources.prediction import Prediction
 from carpool_core.values import GpuUuid, JobUid, PodUid, RequestedMode, SharingMode, Tenancy
-from carpool_predictor.cost_models.solo import Activity, learned
+from carpool_predictor.cost_models.solo import Activity, alone, is_used_up
 
 from carpool_extender.placement.applicant import Applicant
 from carpool_extender.simulation.foretold import exactly, prediction_of
@@ -86,17 +86,15 @@ class Knower:
         """
         if self._learner is not None:
             counted = self._counted.get(run.job.name, 0)
-            alone = learned(run.mode, run.together, self._expected(run.job))
             self._learner.saw(
-                run.job, run.uid, counted_mib=counted, capacity_mib=run.capacity_mib, age_s=age_s, alone=alone
+                run.job,
+                run.uid,
+                counted_mib=counted,
+                capacity_mib=run.capacity_mib,
+                age_s=age_s,
+                alone=alone(run.mode, run.together)[0],
+                at_least=is_used_up(run.mode, run.together),
             )
-
-    def _expected(self, job: SimJob) -> Activity:
-        found = self._prediction(job)
-        if found is None:
-            return Activity(1.0, 1.0, 1.0)
-        of = found.products[0].activity
-        return Activity(of.gpu_util_percent.median / 100, of.sm_active_ratio.median, of.dram_active_ratio.median)
 
     def starved(self, run: Run, had_mib: int) -> None:
         """Learn from a job that died of memory, of which it had so much."""

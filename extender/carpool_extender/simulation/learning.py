@@ -9,6 +9,7 @@ from carpool_core.resources.prediction import Prediction
 from carpool_predictor.calibration.document import Calibration, Measured, Stack
 from carpool_predictor.calibration.observe import observe
 from carpool_predictor.cost_models.memory import shipped
+from carpool_predictor.cost_models.solo import Activity
 from carpool_predictor.prediction.estimator import Job, OnProduct, summary
 from carpool_predictor.prediction.expected import expected_of
 
@@ -52,7 +53,8 @@ class Learner:
         counted_mib: int,
         capacity_mib: int,
         age_s: float | None,
-        alone: tuple[float | None, float | None],
+        alone: Activity,
+        at_least: bool,
     ) -> None:
         """Take in what a job was measured to use.
 
@@ -62,8 +64,8 @@ class Learner:
             counted_mib: The bound that its placement counted with; 0 where it counted with none.
             capacity_mib: Memory of its GPU.
             age_s: For how long it has run, in seconds; None where it has ended.
-            alone: Utilization and SM activity that it would have on a GPU of its own, each 0..1, as far as can be
-                told from what all tenants do together.
+            alone: What it would do on a GPU of its own, as far as can be told from what all tenants do together.
+            at_least: Whether that is the least that it would do.
         """
         measured = Measured(
             peak_mib=job.truth.memory_mib,
@@ -71,8 +73,9 @@ class Learner:
             ended=age_s is None,
             steady=age_s is None or age_s >= self._steady_s,
             sample=uid,
-            util=alone[0],
-            sm_active=alone[1],
+            util=alone.util,
+            sm_active=alone.sm,
+            at_least=at_least,
         )
         self._observe(job, measured, counted_mib)
 

@@ -13,10 +13,10 @@ What "busy" means depends on the mode. Tenants that take turns meet in time: the
 tenants meet on the SMs: SM activity takes its place, so that an MPS GPU answers to joint SM activity as a time-sliced
 one answers to joint busy time. That carries measurements of one mode over to another, which is an assumption.
 
-Three and more: each neighbour adds its own loss, s_i = 1 + sum of (s_ij - 1), and then everybody is stretched alike
-until the GPU is no more than wholly busy, or no busier than some two of them are: by busy shares alone over slowdowns a
-fifth of the measured pairs are more than that. No measurement of three was at hand. Utilization is Lucid's of the very
-pair by time-slicing; of all others `overlap` composes it.
+Three and more: each neighbour adds its own loss, s_i = 1 + sum of (s_ij - 1). Then everybody is stretched alike until
+the GPU is no more than wholly busy, or, by turns, no busier than some two of them were measured to keep it: by busy
+shares alone over slowdowns a fifth of the measured pairs are more than that. No measurement of three was at hand.
+Utilization is Lucid's of the very pair by time-slicing; of all others `overlap` composes it.
 """
 
 import csv
@@ -72,7 +72,12 @@ class MeasuredPairs:
         }
         added = [1.0 + sum(pair[i, j] - 1.0 for j in range(len(tenants)) if j != i) for i in range(len(tenants))]
         load = sum(b / s for b, s in zip(busy, added, strict=True))
-        most = max(busy[i] / pair[i, j] + busy[j] / pair[j, i] for i, j in pair)
+        most = max(
+            busy[i] / pair[i, j] + busy[j] / pair[j, i]
+            if in_time and (tenants[i].kind, tenants[j].kind) in self._exact
+            else 1.0
+            for i, j in pair
+        )
         return [s * max(1.0, load / max(1.0, most)) for s in added]
 
     def utilization(self, mode: SharingMode, tenants: Sequence[Truth], slowdowns: Sequence[float]) -> float:

@@ -50,14 +50,15 @@ def known_of(reservations: Sequence[Reservation], measured: Sequence[Tenant | No
     """Combine promise and measure for the tenants of one GPU.
 
     What a tenant is measured to do beside neighbours is less than what it would do alone, by its slowdown: measured
-    times predicted slowdown is its activity alone, and on a GPU that is used up the least that this can be. A promise
-    of memory is taken back only in the reservation itself; what is used beyond it counts.
+    times predicted slowdown is its activity alone, and on a GPU that is used up, where each gets what the others leave,
+    no less than was promised. A promise of memory is taken back only in the reservation itself; what is used beyond it
+    counts.
     """
     expected = [promised(one.tenant, peak_mib(of)) for one, of in zip(reservations, measured, strict=True)]
     if not any(measured):
         return expected
     stretch = _stretch(reservations[0].mode, tuple((one.util, one.sm, one.dram) for one in expected))
-    together = [_together(one, tenant) for one, tenant in zip(expected, measured, strict=True)]
+    together = [_together(one, tenant, by) for one, tenant, by in zip(expected, measured, stretch, strict=True)]
     floors = is_used_up(reservations[0].mode, together)
     return [
         one if tenant is None else _combined(one, tenant, by, only_raises=floors)
@@ -73,12 +74,14 @@ def _stretch(mode: SharingMode, alone: tuple[tuple[float, float, float], ...]) -
     return found
 
 
-def _together(promised: Known, tenant: Tenant | None) -> Activity:
-    """Return what a tenant is measured to do beside its neighbours; what was promised where that is not known."""
+def _together(promised: Known, tenant: Tenant | None, slowdown: float) -> Activity:
+    """Return what a tenant is measured to do beside its neighbours; where that is not known, what is predicted."""
     util = None if tenant is None else tenant.gpu_util_percent
     sm = None if tenant is None else tenant.sm_active_ratio
     return Activity(
-        promised.util if util is None else _share(util / 100), promised.sm if sm is None else _share(sm), promised.dram
+        promised.util / slowdown if util is None else _share(util / 100),
+        promised.sm / slowdown if sm is None else _share(sm),
+        promised.dram,
     )
 
 

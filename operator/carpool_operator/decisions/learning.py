@@ -21,7 +21,7 @@ from carpool_operator.decisions import reports
 from carpool_operator.decisions.actions import Learn
 from carpool_operator.decisions.draft import Draft
 from carpool_operator.state import attempts
-from carpool_operator.state.lessons import ALL, Lesson, Use
+from carpool_operator.state.lessons import Lesson, Use
 from carpool_operator.workers.outcomes import GPU_OUT_OF_MEMORY
 
 AWAITED_S = 30.0
@@ -94,7 +94,6 @@ def lesson_of(draft: Draft, attempt: Attempt, pods: Sequence[Pod]) -> Lesson | N
         measured=msgspec.structs.replace(measured, sample=sample_of(draft.job, attempt)),
         mode=places[0].mode,
         together=() if is_ended else _together(draft, places[0]),
-        expected=_expected(draft, places[0]),
     )
 
 
@@ -190,10 +189,3 @@ def _together(draft: Draft, place: WorkerPlacement) -> tuple[Use, ...]:
             return ()
         uses.append(Use(tenant.gpu_util_percent / 100, tenant.sm_active_ratio, held[uid].tenant.dram_active_ratio))
     return tuple(uses) if place.pod_uid in held else ()
-
-
-def _expected(draft: Draft, place: WorkerPlacement) -> Use:
-    """What a worker's reservation counts with; all of a GPU where it has none by now."""
-    found = _device(draft, place)
-    own = next((r.tenant for r in found[0].spec.reservations if r.pod_uid == place.pod_uid), None) if found else None
-    return ALL if own is None else Use(own.gpu_util_percent / 100, own.sm_active_ratio, own.dram_active_ratio)

@@ -18,10 +18,6 @@ class Use:
     """As predicted alone: no agent measures it."""
 
 
-ALL = Use(1.0, 1.0, 1.0)
-"""All of a GPU."""
-
-
 @dataclass(frozen=True, slots=True)
 class Lesson:
     """What one attempt showed."""
@@ -36,20 +32,17 @@ class Lesson:
     mode: SharingMode = SharingMode.EXCLUSIVE
     together: tuple[Use, ...] = ()
     """What it does and what its neighbours do, itself first; empty where that is not known of all."""
-    expected: Use = ALL
-    """What its placement counted with, of itself."""
 
     def with_activity(self) -> Measured:
-        """Return what was measured, with what it would do on a GPU of its own, as far as that can be told."""
+        """Return what was measured, with what it would do on a GPU of its own."""
         if not self.together:
             return self.measured
         # With NumPy, which a process that learns nothing never needs.
-        from carpool_predictor.cost_models.solo import Activity, learned
+        from carpool_predictor.cost_models.solo import Activity, alone, is_used_up
 
         together = [Activity(one.util, one.sm, one.dram) for one in self.together]
-        expected = Activity(self.expected.util, self.expected.sm, self.expected.dram)
-        util, sm_active = learned(self.mode, together, expected)
-        return msgspec.structs.replace(self.measured, util=util, sm_active=sm_active)
+        mine, at_least = alone(self.mode, together)[0], is_used_up(self.mode, together)
+        return msgspec.structs.replace(self.measured, util=mine.util, sm_active=mine.sm, at_least=at_least)
 
     @property
     def stage(self) -> str:

@@ -93,6 +93,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """Share of time in which its kernels would run had it the GPU alone, 0..1; None where that is not known."""
     sm_active: _RATIO | None = None
     """Share of SMs with its work, likewise."""
+    at_least: bool = False
+    """Whether these two are the least that it would do, because it shared a GPU that was used up."""
 
 
 class Observed(msgspec.Struct, frozen=True, array_like=True):

@@ -41,6 +41,7 @@ from carpool_predictor.calibration.document import (
     StackState,
 )
 from carpool_predictor.calibration.reach import is_confirmed, is_outlier, reaches
+from carpool_predictor.calibration.recalling import is_of
 from carpool_predictor.cost_models.affine import Pair, fit_line
 from carpool_predictor.cost_models.memory import MemoryModel, context_mib
 
@@ -113,6 +114,8 @@ def _shipped_line(stack: Stack, model: MemoryModel) -> tuple[float, float]:
 
 
 def _taken(state: StackState, expected: Expected, measured: Measured, model: MemoryModel) -> StackState:
+    if measured.at_least:
+        measured = _raising(state, expected, measured)
     row = Observed(
         expected.model,
         expected.reserved_mib,
@@ -136,6 +139,26 @@ def _taken(state: StackState, expected: Expected, measured: Measured, model: Mem
         after = msgspec.structs.replace(state, rows=rows, slope=slope, intercept_mib=intercept)
         after = msgspec.structs.replace(after, reaches=reaches(after, len(model.factors)))
     return _judged(after, row, expected, measured) if measured.ended else after
+
+
+def _raising(state: StackState, expected: Expected, measured: Measured) -> Measured:
+    """Leave out activity that is no more than what is known of the job, or than what was predicted of an unknown one.
+
+    What a job shows at least tells nothing against more, neither of this run nor of others.
+    """
+    runs = [one for one in state.rows if is_of(one, expected.model, expected.reserved_mib)]
+
+    def raised(found: float | None, known: list[float], predicted: float | None) -> float | None:
+        before = max(known) if known else predicted
+        return found if found is not None and (before is None or found > before) else None
+
+    return msgspec.structs.replace(
+        measured,
+        util=raised(measured.util, [one.util for one in runs if one.util is not None], expected.util),
+        sm_active=raised(
+            measured.sm_active, [one.sm_active for one in runs if one.sm_active is not None], expected.sm_active
+        ),
+    )
 
 
 def _with_activity_of(before: Observed, row: Observed) -> Observed:

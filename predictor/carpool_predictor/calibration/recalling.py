@@ -101,7 +101,7 @@ def _rows(
     calibration: Calibration, product: str, precision: Precision, model: str, reserved_mib: float
 ) -> list[Observed]:
     state = calibration.best(product, precision)
-    return [] if state is None else [row for row in state.rows if row.model == model and _is_same(row, reserved_mib)]
+    return [] if state is None else [row for row in state.rows if is_of(row, model, reserved_mib)]
 
 
 def recalled_runs(calibration: Calibration, product: str, precision: Precision, model: str, reserved_mib: float) -> int:
@@ -109,8 +109,9 @@ def recalled_runs(calibration: Calibration, product: str, precision: Precision, 
     return len(_rows(calibration, product, precision, model, reserved_mib))
 
 
-def _is_same(row: Observed, reserved_mib: float) -> bool:
-    return abs(row.reserved_mib - reserved_mib) <= SAME * reserved_mib
+def is_of(row: Observed, model: str, reserved_mib: float) -> bool:
+    """Whether a row is of a job of this model that holds as much: of the very job."""
+    return row.model == model and abs(row.reserved_mib - reserved_mib) <= SAME * reserved_mib
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

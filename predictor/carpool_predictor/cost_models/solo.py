@@ -14,10 +14,11 @@ from typing import NamedTuple
 import numpy as np
 from carpool_core.values import SharingMode
 
-from carpool_predictor.cost_models.slowdown import slowdowns
+from carpool_predictor.cost_models.slowdown import SM_SATURATION, slowdowns
 
-USED_UP = 0.95
-"""Share of a GPU, of its time or of its SMs, from which on what its tenants get is what the others leave."""
+USED_UP = SM_SATURATION
+"""Share of a GPU, of its time or of its SMs, from which on what its tenants get is what the others leave: from there on
+those under MPS disturb each other; of time it is an assumption, with room for monitors that count too little."""
 ROUNDS = 20
 """Enough for what is measured on GPUs that are not used up; on others it ends where it is."""
 
@@ -59,20 +60,3 @@ def is_used_up(mode: SharingMode, together: Sequence[Activity]) -> bool:
     """
     used = {SharingMode.TIME_SLICING: (one.util for one in together), SharingMode.MPS: (one.sm for one in together)}
     return len(together) > 1 and sum(used.get(mode, ())) >= USED_UP
-
-
-def learned(mode: SharingMode, together: Sequence[Activity], expected: Activity) -> tuple[float | None, float | None]:
-    """Return what the first tenant would do alone, as far as what all do together tells: utilization, SM activity.
-
-    Args:
-        mode: How the GPU is shared.
-        together: What each was measured to do, over the same time.
-        expected: What the first was expected to do alone.
-
-    Returns:
-        None for what is not told: on a GPU that is used up, of who is expected to do more than it gets.
-    """
-    mine = alone(mode, together)[0]
-    if not is_used_up(mode, together):
-        return mine.util, mine.sm
-    return mine.util if mine.util > expected.util else None, mine.sm if mine.sm > expected.sm else None
