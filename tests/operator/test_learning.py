@@ -134,7 +134,7 @@ async def test_a_gpu_that_is_used_up_never_tells_that_a_job_does_less() -> None:
         await seen(of, 3000, name, gpuUtilPercent=45.0, smActiveRatio=0.42)
     of.clock.advance(STEADY_S)
     await of.settle()
-    # Of the one that was seen alone before it stays, of the other one, a run of the same job, nothing is told but memory.
+    # What one showed alone before stays; of the other one, a run of the same job, nothing is told but memory.
     assert {(row.util, row.sm_active) for row in stack(of).rows} == {(0.9, 0.85), (None, None)}
     assert [row.value_mib for row in stack(of).rows] == [3000, 3000]
 
