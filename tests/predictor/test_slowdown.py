@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 from carpool_core.values import SharingMode
 from carpool_predictor.cost_models.slowdown import DEPTH, SlowdownModel, Turns, shipped, slowdowns, upper_slowdowns
-from carpool_predictor.evaluation.slowdown import asked, gavel, holding, lucid
+from carpool_predictor.evaluation.slowdown import asked, gavel, holding, lucid, published
 from carpool_predictor.evaluation.slowdown.gavel import Missed
 from carpool_predictor.evaluation.slowdown.groups import exact_slowdowns
 from carpool_predictor.evaluation.slowdown.train import train_slowdown
@@ -272,6 +272,47 @@ def test_lucid_is_scored_in_both_directions(tmp_path):
     assert (sure.found_percent, sure.right_percent) == (100.0, 50.0)
 
 
+def test_a_profile_of_either_precision_is_the_last_one(tmp_path):
+    folder = tmp_path / "lucid"
+    folder.mkdir()
+    (folder / "solo_rtx3090.csv").write_text(
+        "model,batchsize,amp,gpu_util,gmem_util,gmem\nA,32,0,40,10,100\nA,32,1,20,5,50\nA,64,0,80,20,200\n"
+    )
+    (folder / "colocate_rtx3090.csv").write_text(
+        "model1,batchsize1,amp1,speed1,model2,batchsize2,amp2,speed2\nA,32,0,1,A,64,0,1\n"
+    )
+    own, either = lucid.read(tmp_path), lucid.read(tmp_path, by_precision=False)
+    assert (own.busy[0].tolist(), own.memory[0].tolist(), own.mib[0].tolist()) == ([0.4, 0.8], [0.1, 0.2], [100, 200])
+    assert (either.busy[0].tolist(), either.mib[0].tolist()) == ([0.2, 0.8], [50, 200])
+    assert either.jobs == own.jobs
+
+
+def test_how_published_errors_were_counted_is_the_way_that_comes_closest(monkeypatch):
+    """Of pairs made so that only one way gives these figures, that way is found."""
+    draw = np.random.default_rng(0)
+    busy = draw.uniform(0.3, 1.0, (60, 2))
+    raw = 1 + busy[:, 0] * busy[:, 1] ** 2 - 0.15 * (np.arange(60) % 2)  # who stands second sometimes gains
+    models = [tuple("ABCDEF"[i] for i in draw.integers(0, 6, 2)) for _ in range(60)]
+    either = draw.permutation(busy)
+    of = (lucid.Pairs(known, known, known, np.maximum(1.0, raw), raw, models, models) for known in (busy, either))
+    monkeypatch.setattr(published, "TREES", 3)
+    every = published.readings(*of)
+    found = {(str(one.way), one.profiles): one for one in every}
+    assert len(found) == len(every) == 24
+    second = found["speed of second jobs, as measured", "model, batch, precision"]
+    assert second.told.none == pytest.approx(np.abs(1 / raw[1::2] - 1).mean())
+    assert second.told.rule == pytest.approx(np.abs(np.minimum(1, 1 / busy.sum(1)) - 1 / raw)[1::2].mean())
+    assert second.shipped == pytest.approx(np.abs(1 / (1 + busy[:, 0] * busy[:, 1] ** 1.5) - 1 / raw)[1::2].mean())
+    assert found["slowdown of both, at least 1", "model, batch"].told.rule == pytest.approx(
+        np.abs(np.maximum(1, either.sum(1)) - np.maximum(1, raw)).mean()
+    )
+    monkeypatch.setattr(published, "PUBLISHED", second.told)
+    assert min(every, key=lambda one: one.off) == second
+    assert second.off == 0.0
+    twice = published.Told(*(2 * figure for figure in second.told))
+    assert twice.distance(second.told) == pytest.approx(1.0)
+
+
 def test_a_score_is_as_uncertain_as_its_jobs_are_few():
     """Pairs of one job hang together: they say no more than the job does, however many they are."""
 
@@ -280,7 +321,7 @@ def test_a_score_is_as_uncertain_as_its_jobs_are_few():
         one, other = np.divmod(np.arange(jobs * pairs), pairs)
         slowdown, names = np.where(bad[one], 1.3, 1.0), [f"job-{i}" for i in range(max(jobs, pairs))]
         of = [(names[i], names[j]) for i, j in zip(one, other, strict=True)]
-        return lucid.Pairs(np.zeros((len(of), 2)), np.zeros((len(of), 2)), slowdown, slowdown, of, of)
+        return lucid.Pairs(*[np.zeros((len(of), 2))] * 3, slowdown, slowdown, of, of)
 
     def error(jobs: int, pairs: int) -> float:
         of = world(jobs, pairs)
@@ -306,7 +347,7 @@ def test_what_lies_within_the_standard_error_is_called_noise():
 
 def test_what_a_limit_comes_to_is_counted_by_pairs():
     of = [(1.0, 1.0), (1.3, 1.0), (1.0, 1.1), (1.0, 1.4)]
-    pairs = lucid.Pairs(*([np.zeros((8, 2))] * 2), *([np.array(of).ravel()] * 2), [], [])
+    pairs = lucid.Pairs(*([np.zeros((8, 2))] * 3), *([np.array(of).ravel()] * 2), [], [])
     told = np.array([(1.0, 1.0), (1.1, 1.0), (1.0, 1.3), (1.5, 1.5)]).ravel()
     found = lucid.admitted(told, pairs.slowdown, 1.2)
     assert (found.admitted_percent, found.beyond_percent, found.missed_percent) == (50.0, 50.0, 50.0)

@@ -15,7 +15,7 @@ from carpool_predictor.evaluation.tables import number, read_table
 
 ALONE, BESIDE = Path("lucid", "solo_rtx3090.csv"), Path("lucid", "colocate_rtx3090.csv")
 _KEY = ("model", "batchsize", "amp")
-ALONE_COLUMNS = (*_KEY, "gpu_util", "gmem_util")
+ALONE_COLUMNS = (*_KEY, "gpu_util", "gmem_util", "gmem")
 BESIDE_COLUMNS = tuple(f"{column}{which}" for which in "12" for column in (*_KEY, "speed"))
 FOUND = 1.15
 """A slowdown that counts as one that should have been foretold."""
@@ -36,6 +36,8 @@ class Pairs:
     """(n, 2) GPU utilization alone, 0..1."""
     memory: Numbers
     """(n, 2) Utilization of the memory bus alone, 0..1."""
+    mib: Numbers
+    """(n, 2) GPU memory in use alone, MiB."""
     slowdown: Numbers
     """(n,) As measured, at least 1."""
     raw: Numbers
@@ -60,14 +62,22 @@ class Score:
     """Share of those foretold as such that were."""
 
 
-def read(data: Path) -> Pairs:
+def read(data: Path, *, by_precision: bool = True) -> Pairs:
     """Read the pairs and the solo profiles.
+
+    Args:
+        data: The folder that Lucid's lies in.
+        by_precision: Whether a job has the profile of its own precision; if not, of its architecture and batch size
+            the one that stands last.
 
     Raises:
         DataError: A file or a column is missing, or a row cannot be read.
     """
     solo = dict(read_table(data / ALONE, ALONE_COLUMNS, _alone))
-    busy, memory, raw, models, jobs = [], [], [], [], []
+    if not by_precision:
+        last = {key[:2]: profile for key, profile in solo.items()}
+        solo = {key: last[key[:2]] for key in solo}
+    profiles, raw, models, jobs = [], [], [], []
 
     def read_pair(row: dict[str, str]) -> None:
         keys = {which: _key(row, which) for which in "12"}
@@ -77,15 +87,15 @@ def read(data: Path) -> Pairs:
             mine, its = solo[keys[one]], solo[keys[other]]
             if (speed := number(row, f"speed{one}")) <= 0:
                 raise ValueError(f"expected a speed above 0 in speed{one}, found {speed:g}")
-            busy.append((mine[0], its[0]))
-            memory.append((mine[1], its[1]))
+            profiles.append((mine, its))
             raw.append(1 / speed)
             models.append((keys[one][0], keys[other][0]))
             jobs.append((" ".join(keys[one]), " ".join(keys[other])))
 
     read_table(data / BESIDE, BESIDE_COLUMNS, read_pair)
     found = np.array(raw)
-    return Pairs(np.array(busy), np.array(memory), np.maximum(1.0, found), found, models, jobs)
+    busy, memory, mib = np.moveaxis(np.array(profiles), 2, 0)
+    return Pairs(busy, memory, mib, np.maximum(1.0, found), found, models, jobs)
 
 
 def score(predicted: Numbers, pairs: Pairs) -> Score:
@@ -239,5 +249,5 @@ def _key(row: Mapping[str, str], which: str) -> tuple[str, str, str]:
     return row["model" + which], row["batchsize" + which], row["amp" + which]
 
 
-def _alone(row: dict[str, str]) -> tuple[tuple[str, str, str], tuple[float, float]]:
-    return _key(row, ""), (number(row, "gpu_util") / 100, number(row, "gmem_util") / 100)
+def _alone(row: dict[str, str]) -> tuple[tuple[str, str, str], tuple[float, float, float]]:
+    return _key(row, ""), (number(row, "gpu_util") / 100, number(row, "gmem_util") / 100, number(row, "gmem"))
