@@ -1,5 +1,7 @@
 """From counters to measures."""
 
+import math
+
 import pytest
 from carpool_core.resources.node import Tenant
 from carpool_core.values import GpuUuid, PodUid
@@ -57,6 +59,42 @@ def test_work_shows_in_full_soon_after_it_begins() -> None:
     for second in range(3, 6):
         meter.sample(reading(second, process(busy_s=0.1 + 0.8 * (second - 2))))
         assert meter.tenants()[0].gpu_util_percent == pytest.approx(80)
+
+
+def test_others_are_admitted_by_a_mean_over_a_minute_and_a_half() -> None:
+    """An evaluation or a checkpoint of some seconds is not taken for a GPU that has room."""
+    meter = Meter(GPU)
+    for second in range(121):
+        meter.sample(reading(second, process(busy_s=0.8 * second, sm_s=0.5 * second)))
+    for second in range(121, 136):  # nothing for 15 s
+        meter.sample(reading(second, process(busy_s=96, sm_s=60)))
+    (tenant,) = meter.tenants()
+    assert tenant.gpu_util_percent == pytest.approx(80 * math.exp(-15 / 90), rel=0.02)
+    assert tenant.sm_active_ratio == pytest.approx(0.5 * math.exp(-15 / 90), rel=0.02)
+    rates = meter.uses[A].rates
+    assert rates is not None
+    assert rates.busy == pytest.approx(0.8 * math.exp(-15 / 5), rel=0.02), "metrics tell at once"
+
+
+def test_what_was_done_beside_former_neighbours_is_soon_forgotten() -> None:
+    meter, worked = Meter(GPU), 0.0
+    for second in range(200):
+        worked += 0.4 if second < 150 else 0.8
+        beside = [process(B, "p2", busy_s=0.4 * second)] if second < 150 else []
+        meter.sample(reading(second, process(busy_s=worked), *beside))
+    a, _ = meter.tenants()
+    assert a.gpu_util_percent == pytest.approx(80, rel=0.06), "and not 56, as 50 s into the exponential average"
+
+
+def test_a_pause_when_a_neighbour_leaves_is_not_taken_for_idleness() -> None:
+    meter = Meter(GPU)
+    for second in range(150):
+        meter.sample(reading(second, process(busy_s=0.8 * second), process(B, "p2")))
+    for second in range(150, 153):
+        meter.sample(reading(second, process(busy_s=0.8 * 149)))
+    a, _ = meter.tenants()
+    assert a.gpu_util_percent is not None
+    assert a.gpu_util_percent > 40
 
 
 def test_process_that_began_between_two_samples_is_measured_since_it_began() -> None:

@@ -50,6 +50,14 @@ def test_a_young_tenant_counts_as_predicted():
     assert columns(young)[1] == pytest.approx(0.8)
 
 
+def test_memory_that_a_young_tenant_takes_beyond_its_promise_counts_at_once():
+    taken = [seen("x", memory_mib=39_000, peak_memory_mib=39_000, sm_active_ratio=0.1)]
+    young = node(tenant("x", [GPU], **PREDICTED), tenants=taken, heartbeat="2026-01-01T00:00:05Z")
+    assert columns(young) == pytest.approx((0.9, 0.8, 39_000))
+    ageless = node(tenant("x", [GPU], **PREDICTED), tenants=taken, heartbeat=None)
+    assert columns(ageless) == pytest.approx((0.9, 0.8, 39_000))
+
+
 def test_a_measure_beside_neighbours_is_stretched_to_what_it_would_be_alone():
     busy = prediction(util=100, sm=1.0)
     both = [tenant(name, [GPU], SharingMode.TIME_SLICING, prediction=busy) for name in "xy"]

@@ -12,7 +12,13 @@ from msgspec.structs import replace
 from carpool_deviceplugin.devices.gpu import ProcessUse, Reading
 
 SMOOTHING_S = 5.0
-"""Time constant of the exponential average."""
+"""Time constant of the exponential average that metrics tell."""
+DECIDING_S = 90.0
+"""The same of what `GpuNode.status` tells, by which others are admitted: steps come and go, checkpoints and evaluations
+take their time (90 s as in RAD-RM's monitor, Yousefzadeh-Asl-Miandoab, ITU 2025)."""
+FORMER = 5
+"""Samples that such a mean counts for once others came to the GPU or left it: what was done beside them says little,
+but a pause in that moment is no reason to forget it."""
 MOVED = 0.10
 """A measure that moved by less than this share is not written to the API server again."""
 PEAK_MOVED = 0.01
@@ -50,6 +56,10 @@ class Use(msgspec.Struct, frozen=True):
     """None until two samples exist. Of a pod whose processes have ended: as they were at last."""
     samples: int = 0
     """Samples with work since it began."""
+    means: Rates | None = None
+    """The same over `DECIDING_S`, or mostly since others came to the GPU or left it, where that is less."""
+    of_means: int = 0
+    """Samples with work that they are of."""
     is_running: bool = False
     """Whether it has a process on the GPU."""
     step_time_s: float | None = None
@@ -80,8 +90,11 @@ class Meter:
         of_pods: dict[PodUid, list[ProcessUse]] = {pod: [] for pod in self.uses}
         for process in reading.processes:
             of_pods.setdefault(process.pod_uid, []).append(process)
+        is_crowd_new = before is not None and _crowd(before) != _crowd(reading)
         for pod, processes in of_pods.items():
             use = self.uses.get(pod, _UNUSED)
+            if is_crowd_new:
+                use = replace(use, of_means=min(use.of_means, FORMER))
             elapsed = _window_s(before, reading, processes)
             if elapsed > 0:
                 self.uses[pod] = _advance(use, processes, earlier, elapsed)
@@ -104,7 +117,7 @@ class Meter:
 
     def keep(self, pods: Set[PodUid]) -> None:
         """Forget all pods but these and those with processes."""
-        there = {p.pod_uid for p in self.reading.processes} if self.reading else set()
+        there = _crowd(self.reading) if self.reading else set()
         self.uses = {pod: use for pod, use in self.uses.items() if pod in pods or pod in there}
 
     def doubt(self, pods: Set[PodUid]) -> None:
@@ -131,6 +144,11 @@ class Meter:
         return Rates(busy, min(1.0, sm), min(1.0, dram), power)
 
 
+def _crowd(reading: Reading) -> set[PodUid]:
+    """Return the pods that have a process on the GPU."""
+    return {process.pod_uid for process in reading.processes}
+
+
 def _window_s(before: Reading | None, now: Reading, processes: Sequence[ProcessUse]) -> float:
     """Seconds that a pod's processes had since the reading before; 0 where nothing can be said of them."""
     if before is None or not processes:
@@ -138,12 +156,12 @@ def _window_s(before: Reading | None, now: Reading, processes: Sequence[ProcessU
     return min(now.at - before.at, now.at - min(p.started for p in processes))
 
 
-def _weight(samples: int, elapsed_s: float) -> float:
+def _weight(samples: int, elapsed_s: float, constant_s: float = SMOOTHING_S) -> float:
     """Weight of a sample in the average: a plain mean at first, an exponential one later.
 
     The first sample with work began before the work did, so the second replaces it.
     """
-    return 1.0 if samples <= 2 else max(1 - math.exp(-elapsed_s / SMOOTHING_S), 1 / (samples - 1))
+    return 1.0 if samples <= 2 else max(1 - math.exp(-elapsed_s / constant_s), 1 / (samples - 1))
 
 
 def _present(use: Use, processes: Sequence[ProcessUse], *, is_new: bool) -> Use:
@@ -180,6 +198,7 @@ def _advance(use: Use, processes: Sequence[ProcessUse], earlier: Mapping[str, Pr
     busy, sm, dram, energy = gained
     rates = Rates(_ratio(busy, elapsed_s), _ratio(sm, elapsed_s), _ratio(dram, elapsed_s), _per(energy, elapsed_s))
     samples = use.samples + bool(busy or use.samples)
+    of_means = use.of_means + bool(busy or use.of_means)
     weight = _weight(samples, elapsed_s)
     step_time = use.step_time_s
     if steps:
@@ -190,6 +209,8 @@ def _advance(use: Use, processes: Sequence[ProcessUse], earlier: Mapping[str, Pr
         peak_memory_mib=max(peak, memory),
         rates=use.rates.towards(rates, weight) if use.rates else rates,
         samples=samples,
+        means=use.means.towards(rates, _weight(of_means, elapsed_s, DECIDING_S)) if use.means else rates,
+        of_means=of_means,
         is_running=bool(processes),
         step_time_s=step_time,
         energy_j=_plus(use.energy_j, energy),
@@ -209,14 +230,14 @@ def _plus(was: float | None, more: float | None) -> float | None:
 
 
 def _tenant(pod: PodUid, uuid: GpuUuid, use: Use, idle_w: float) -> Tenant:
-    rates = use.rates
+    rates, means = use.rates, use.means
     return Tenant(
         pod_uid=pod,
         gpu_uuid=uuid,
         memory_mib=use.memory_mib,
         peak_memory_mib=use.peak_memory_mib,
-        gpu_util_percent=None if rates is None or rates.busy is None else round(100 * rates.busy, 1),
-        sm_active_ratio=None if rates is None or rates.sm is None else round(rates.sm, 4),
+        gpu_util_percent=None if means is None or means.busy is None else round(100 * means.busy, 1),
+        sm_active_ratio=None if means is None or means.sm is None else round(means.sm, 4),
         power_w=None if rates is None or rates.power_w is None else round(rates.power_w + idle_w, 1),
         step_time_seconds=None if use.step_time_s is None else round(use.step_time_s, 6),
     )

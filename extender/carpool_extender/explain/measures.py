@@ -5,15 +5,15 @@ from collections.abc import Mapping
 from carpool_core.resources.node import GpuNode, Reservation
 from carpool_core.values import GpuUuid
 
-from carpool_extender.state.measured import Known, known_of, promised, settled_tenants
+from carpool_extender.state.measured import Known, counted_tenants, known_of, promised
 
 
 def differences(node: GpuNode) -> Mapping[GpuUuid, str]:
     """Say of the GPUs of a node which of their tenants count otherwise than promised, or will, by UUID."""
-    settled, found = settled_tenants(node), {}
+    counted, found = counted_tenants(node), {}
     for uuid in {uuid for one in node.spec.reservations for uuid in one.gpu_uuids}:
         held = [one for one in node.spec.reservations if uuid in one.gpu_uuids]
-        measured = [settled.get((one.pod_uid, uuid)) for one in held]
+        measured = [counted.get((one.pod_uid, uuid)) for one in held]
         known = known_of(held, measured)
         told = [said for one, of in zip(held, known, strict=True) if (said := _of_one(one, of))]
         parts = [f"counts as measured: {', '.join(told)}"] if told else []

@@ -10,13 +10,14 @@ from carpool_core.resources.node import GpuNode, Reservation, Tenant, TenantProf
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 from carpool_predictor.cost_models.slowdown import slowdowns
 from carpool_predictor.cost_models.solo import Activity, is_used_up
+from msgspec import structs
 
 MOMENTS = 4096
 """Moments that are remembered as read: each write of a node asks for those of all its reservations again."""
 CROWDS = 4096
 """Crowds of tenants of which it is remembered how much they slow each other down: each report tells of them again."""
 SETTLED_S = 90.0
-"""Age from which a tenant's measure counts, in seconds: before, it loads, and the mean is of a beginning."""
+"""Age from which a tenant's activity counts as measured, in seconds: before, it loads, and its mean is of little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +34,25 @@ class Known:
     """DRAM activity alone, 0..1."""
 
 
-def settled_tenants(node: GpuNode) -> Mapping[tuple[PodUid, GpuUuid], Tenant]:
-    """Return the measures of a node that are old enough to count, by pod and GPU."""
-    if not node.status.tenants or node.status.heartbeat_time is None:
+def counted_tenants(node: GpuNode) -> Mapping[tuple[PodUid, GpuUuid], Tenant]:
+    """Return what counts of a node's measures, by pod and GPU: memory at once, activity where it is old enough."""
+    if not node.status.tenants:
         return {}
-    now = seconds(node.status.heartbeat_time)
+    now = seconds(node.status.heartbeat_time or "")
     since = {r.pod_uid: seconds(r.reserved_at) for r in node.spec.reservations}
+
+    def is_settled(pod: PodUid) -> bool:
+        return bool(now and since[pod]) and now - since[pod] >= SETTLED_S
+
     return {
-        (tenant.pod_uid, tenant.gpu_uuid): tenant
+        (tenant.pod_uid, tenant.gpu_uuid): tenant if is_settled(tenant.pod_uid) else _without_activity(tenant)
         for tenant in node.status.tenants
-        if now and since.get(tenant.pod_uid) and now - since[tenant.pod_uid] >= SETTLED_S
+        if tenant.pod_uid in since
     }
+
+
+def _without_activity(young: Tenant) -> Tenant:
+    return structs.replace(young, gpu_util_percent=None, sm_active_ratio=None)
 
 
 def known_of(reservations: Sequence[Reservation], measured: Sequence[Tenant | None]) -> list[Known]:

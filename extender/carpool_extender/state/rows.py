@@ -10,7 +10,7 @@ from carpool_core.deviceclass import DeviceClass
 from carpool_core.resources.node import Device, GpuNode, Reservation, Tenant
 from carpool_core.values import GpuUuid, PodUid, SharingMode, Tenancy
 
-from carpool_extender.state.measured import known_of, seconds, settled_tenants
+from carpool_extender.state.measured import counted_tenants, known_of, seconds
 from carpool_extender.state.mig import profile_of
 from carpool_extender.state.view import CODES, NO_MODE, NOBODY, SEVERAL, Columns, TenantName, counted_mib
 
@@ -25,8 +25,8 @@ class Said(NamedTuple):
     device: Device
     held: list[Reservation]
     """Its reservations."""
-    settled: list[Tenant | None]
-    """What was measured of whoever has each of them, where that counts already."""
+    counted: list[Tenant | None]
+    """What counts of what was measured of whoever has each of them."""
     seen: list[Tenant]
     """Everybody of whom something was measured there."""
     is_told_twice: bool
@@ -37,8 +37,8 @@ class Told(NamedTuple):
     """A GpuNode, with what follows from it as a whole."""
 
     node: GpuNode
-    settled: Mapping[tuple[PodUid, GpuUuid], Tenant]
-    """The measures that count already."""
+    counted: Mapping[tuple[PodUid, GpuUuid], Tenant]
+    """What counts of its measures."""
     twice: frozenset[GpuUuid]
     """UUIDs by which it tells of several GPUs."""
 
@@ -47,7 +47,7 @@ def told_by(node: GpuNode) -> Told:
     """Work out what follows from a node as a whole."""
     uuids = [device.uuid for device in node.status.devices]
     several = () if len(set(uuids)) == len(uuids) else [uuid for uuid, count in Counter(uuids).items() if count > 1]
-    return Told(node, settled_tenants(node), frozenset(several))
+    return Told(node, counted_tenants(node), frozenset(several))
 
 
 def touched(before: Told, now: Told) -> frozenset[GpuUuid] | None:
@@ -65,8 +65,8 @@ def touched(before: Told, now: Told) -> frozenset[GpuUuid] | None:
         if was.tenants != status.tenants:
             seen = ({(one.pod_uid, one.gpu_uuid): one for one in of.tenants} for of in (was, status))
             found |= _apart(*seen)
-        if before.settled != now.settled:
-            found |= _apart(before.settled, now.settled)
+        if before.counted != now.counted:
+            found |= _apart(before.counted, now.counted)
     return frozenset(found)
 
 
@@ -84,7 +84,7 @@ def said_of(told: Told, among: Collection[GpuUuid] | None = None) -> list[Said]:
         told: The node.
         among: The GPUs in question; all when None.
     """
-    node, settled, twice = told
+    node, measured, twice = told
     held: dict[GpuUuid, list[Reservation]] = {}
     for reservation in node.spec.reservations:
         for uuid in reservation.gpu_uuids:
@@ -99,8 +99,8 @@ def said_of(told: Told, among: Collection[GpuUuid] | None = None) -> list[Said]:
         if among is None or device.uuid in among:
             here = held.get(device.uuid, [])
             counted: list[Tenant | None] = [None] * len(here)
-            if settled:
-                counted = [settled.get((r.pod_uid, device.uuid)) for r in here]
+            if measured:
+                counted = [measured.get((r.pod_uid, device.uuid)) for r in here]
             found.append(Said(place, device, here, counted, seen.get(device.uuid, []), device.uuid in twice))
     return found
 
@@ -144,7 +144,7 @@ def write_tenants(columns: Columns, row: int, said: Said, namespaces: Mapping[st
     columns.tenants[row] = tuple(TenantName(r.pod_namespace, r.job_name, r.pod_uid) for r in held)
     users = {r.run_as_user for r in held if r.mode is SharingMode.MPS and r.run_as_user is not None}
     columns.user[row] = SEVERAL if len(users) > 1 else next(iter(users), NOBODY)
-    for place, (reservation, of) in enumerate(zip(held, known_of(held, said.settled), strict=True)):
+    for place, (reservation, of) in enumerate(zip(held, known_of(held, said.counted), strict=True)):
         tenant = reservation.tenant
         columns.memory_mib[row, place] = counted_mib(of.memory_mib, usable_mib)
         columns.util[row, place] = of.util
