@@ -69,7 +69,7 @@ class Demand:
 
 
 def told_of(prediction: Prediction, mode: RequestedMode, limit: int | str | None) -> str:
-    """Say what a prediction found to the owner of a job.
+    """Say what a prediction found to the owner of a job, and where its own limit is less than that.
 
     What an abstention advises is for jobs that would share if their memory were known.
 
@@ -78,12 +78,22 @@ def told_of(prediction: Prediction, mode: RequestedMode, limit: int | str | None
         mode: How the job asks to share.
         limit: Its own memory limit.
     """
-    if prediction.outcome == "Predicted" or (limit is None and mode is not RequestedMode.EXCLUSIVE):
+    if prediction.outcome == "Predicted":
+        return prediction.message + _exceeding(prediction, limit)
+    if limit is None and mode is not RequestedMode.EXCLUSIVE:
         return prediction.message
     cause = prediction.message.partition(";")[0]
     if mode is RequestedMode.EXCLUSIVE:
         return f"{cause}; the job asks for a GPU of its own (Exclusive), for which nothing has to be known"
     return f"{cause}; placement counts with spec.memory.limit ({limit}), so the job may share a GPU all the same"
+
+
+def _exceeding(prediction: Prediction, limit: int | str | None) -> str:
+    """Say that a job is predicted to need more than its limit on each product; nothing where it is not."""
+    least = min((one.memory.median_mib for one in prediction.products), default=0)
+    if limit is None or memory_mib(limit) >= least:
+        return ""
+    return f"; more than its spec.memory.limit ({limit}): it may die of memory"
 
 
 def demand_of(job: GpuTrainingJob) -> Demand:

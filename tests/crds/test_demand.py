@@ -4,10 +4,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from carpool_core.demand import demand_of, unsuitable
+from carpool_core.demand import demand_of, told_of, unsuitable
 from carpool_core.deviceclass import class_of
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import Device
+from carpool_core.resources.prediction import Prediction
+from carpool_core.values import RequestedMode
 
 A100 = msgspec.convert(
     {
@@ -65,3 +67,25 @@ def test_sentence_names_the_check_and_the_margin(spec: dict[str, Any], told: str
     body = {"metadata": {"name": "x"}, "spec": {"template": {}, **spec}}
     found = unsuitable(demand_of(msgspec.convert(body, GpuTrainingJob)), class_of(A100))
     assert found is None if told is None else found is not None and told in found
+
+
+@pytest.mark.parametrize(
+    ("limit", "warning"),
+    [
+        pytest.param(None, "", id="none"),
+        pytest.param("4000Mi", "", id="as predicted"),
+        pytest.param("3999Mi", "; more than its spec.memory.limit (3999Mi): it may die of memory", id="less"),
+    ],
+)
+def test_a_limit_below_what_is_predicted_is_named(limit: str | None, warning: str) -> None:
+    """Regression: a job was led to a limit that it could only die of."""
+    spread = {"median": 0.1, "lower": 0.1, "upper": 0.1}
+    product = {
+        "product": "A100",
+        "memory": {"medianMib": 4000, "upperMib": 5000, "coverage": 0.95},
+        "activity": {"gpuUtilPercent": spread, "smActiveRatio": spread, "dramActiveRatio": spread},
+        "stepTimeSeconds": spread,
+    }
+    found = {"outcome": "Predicted", "reason": "Estimated", "message": "needs 4,000 MiB", "products": [product]}
+    prediction = msgspec.convert(found, Prediction)
+    assert told_of(prediction, RequestedMode.AUTO, limit) == f"needs 4,000 MiB{warning}"

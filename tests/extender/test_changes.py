@@ -70,6 +70,19 @@ def one_gpu(**has):
             id="nothing known",
         ),
         pytest.param(
+            one_gpu(),
+            {"prediction": prediction(memory_mib=36_000, trusted=False)},
+            "with a spec.memory.limit of 36,960 MiB (without one it counts with the whole GPU; "
+            f"predicted are 36,000 MiB, at most 36,000), or {ONCE}",
+            id="not relied on",
+        ),
+        pytest.param(
+            one_gpu(),
+            {"prediction": prediction(memory_mib=37_000, trusted=False)},
+            ONCE,
+            id="a limit that it is predicted to exceed",
+        ),
+        pytest.param(
             [gpu_node("a", 2)],
             {"memory_limit_mib": 204800},
             "with 163,840 MiB less (spec.memory.limit says 204,800 MiB)",

@@ -50,7 +50,8 @@ def _memory(case: Case) -> Iterator[Change]:
     yield Change("less memory", _less(case, need, least, int(rows[sets[0]])) if fits else None)
 
 
-def _less(case: Case, need: int, least: int, row: int) -> str:
+def _less(case: Case, need: int, least: int, row: int) -> str | None:
+    """Say how it would count with less memory; nothing where only a limit would do that it is predicted to exceed."""
     less, demand = f"with {need - least:,} MiB less", case.demand
     if demand.memory_limit_mib is not None:
         return f"{less} (spec.memory.limit says {need:,} MiB)"
@@ -59,7 +60,13 @@ def _less(case: Case, need: int, least: int, row: int) -> str:
         if need > predicted.memory.upper_mib:
             return f"{less} (its first run counts with {need:,} MiB, because nothing limits it by turns)"
         return f"{less} (its prediction says {need:,} MiB at most)"
-    return f"with a spec.memory.limit of {least:,} MiB or less (without one it counts with the whole GPU)"
+    if predicted is None:
+        return f"with a spec.memory.limit of {least:,} MiB or less (without one it counts with the whole GPU)"
+    memory = predicted.memory
+    if least < memory.median_mib:
+        return None
+    told = f"predicted are {memory.median_mib:,} MiB, at most {memory.upper_mib:,}"
+    return f"with a spec.memory.limit of {least:,} MiB (without one it counts with the whole GPU; {told})"
 
 
 def _own_limit(case: Case) -> Iterator[Change]:

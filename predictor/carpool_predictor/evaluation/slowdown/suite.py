@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from carpool_predictor.cost_models.slowdown import shipped
 from carpool_predictor.evaluation.figures import save
-from carpool_predictor.evaluation.slowdown import card, gavel, groups, holding, lucid, published
+from carpool_predictor.evaluation.slowdown import card, gavel, groups, holding, lucid, ways
 from carpool_predictor.evaluation.slowdown.asked import MAX_ERROR, MIN_FOUND
 from carpool_predictor.evaluation.slowdown.card import OURS, UPPER
 from carpool_predictor.evaluation.slowdown.lucid import BASELINES, Pairs, Score, forest, score
@@ -34,8 +34,8 @@ def run(data: Path, out: Path, tell: Tell = silent) -> Report:
     pairs = lucid.read(data)
     engine = holding.best_exponent(list(runs.values()), holding.engine_active)
     predictions = _predictions(pairs, engine, tell)
-    tell("Lucid: ways to count the published errors")
-    counted_as = published.readings(pairs, lucid.read(data, by_precision=False))
+    tell("Lucid: ways to count")
+    readings = ways.readings(pairs, lucid.read(data, by_precision=False))
     scores = {name: score(predicted, pairs) for name, predicted in predictions.items()}
     page, picture = out / "slowdown.md", out / "figures" / "slowdown-predicted.svg"
     picture.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def run(data: Path, out: Path, tell: Tell = silent) -> Report:
         *card.hidden_by_hosts(by_exponent),
         *card.queued_behind_mps(held_out),
         *card.judged(pairs, scores),
-        *published.section(counted_as),
+        *ways.section(readings),
         *groups.section(pairs),
         *card.doubts(),
     ]
