@@ -51,6 +51,16 @@ NODES = [
         id="a tenant that no pod owns",
     ),
     pytest.param(
+        a_node(tenants=[seen(f"nobodys-{i:02}", 700) for i in range(40)]),
+        "1 node: 28,000 MiB are used without a reservation, by pods nobodys-00, nobodys-01, nobodys-02 and 37 more",
+        id="more tenants that no pod owns than anybody reads",
+    ),
+    pytest.param(
+        a_node(devices=[device(health=DeviceHealth.UNHEALTHY, health_message="Xid 79, " * 300)]),
+        f"1 node: unhealthy: {'Xid 79, ' * 14}Xid 79,…",
+        id="more that ails a GPU than anybody reads",
+    ),
+    pytest.param(
         a_node(tenant("t", [GPU]), tenants=[seen("pod-t", 700), seen("other", 9)]),
         "1 GPU: 9 MiB are used without a reservation, by pod other",
         id="memory that nobody reserved, beside a tenant",
@@ -171,6 +181,24 @@ async def test_a_node_that_nobody_can_read_is_left_out(certificates, was_known):
     assert "GET gpunodes a: unexpected object: " in bound
     assert "podUid" in bound
     assert [log["object"] for log in logs if log["event"] == "malformed object skipped"] == ["a"]
+
+
+@pytest.mark.parametrize("is_deleted", [True, False])
+async def test_a_gpu_that_two_nodes_tell_of_is_left_out_until_one_of_them_is_right(certificates, is_deleted):
+    """Regression: both nodes offered it, though on one of them somebody has it alone."""
+    kube = a_server(a_node())
+    seed_node(kube, gpu_node("c", [device(0, uuid=GPU)], [tenant("t", [GPU], SharingMode.EXCLUSIVE)]))
+    kube.seed(PODS, pod_of("t", uid="pod-t", nodeName="c") | {"status": {"phase": "Running"}})
+    async with running(kube, certificates) as (url, parts), as_client(certificates) as session:
+        for told in await refusals(session, url):
+            assert "1 node: several nodes tell of a GPU by the UUID GPU-a-0: a and c" in told
+        if is_deleted:
+            await kube.delete(GPU_NODES, "c")
+        else:
+            devices = msgspec.to_builtins([device(0, "c")])
+            await kube.patch(GPU_NODES, "c", {"status": {"devices": devices}}, subresource="status")
+        await until(lambda: not parts.watches.cluster.hindered_nodes())
+        assert (await post(session, url, "filter", ONLY_A))["NodeNames"] == ["a"]
 
 
 async def test_a_reservation_of_a_pod_that_is_gone_is_given_back(certificates):

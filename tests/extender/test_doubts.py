@@ -50,6 +50,21 @@ CASES = [
         "unhealthy: Xid 79",
         id="sick, and why",
     ),
+    pytest.param(
+        a_node(devices=[device(0, health=DeviceHealth.UNHEALTHY, health_message="x" * 121), device(1)]),
+        f"unhealthy: {'x' * 119}…",
+        id="sick, and too long why",
+    ),
+    pytest.param(
+        a_node(tenants=[seen("q", 5), seen("p", 4)]),
+        "9 MiB are used without a reservation, by pods p and q",
+        id="two strangers",
+    ),
+    pytest.param(
+        a_node(tenants=[seen(f"p{i}", 1) for i in range(1004)]),
+        "1,004 MiB are used without a reservation, by pods p0, p1, p10 and 1,001 more",
+        id="a crowd of strangers",
+    ),
 ]
 
 

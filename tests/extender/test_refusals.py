@@ -2,14 +2,17 @@
 
 import msgspec
 import pytest
-from carpool_core.resources.node import LONGEST_REASON
+from carpool_core.resources.node import LONGEST_REASON, Tenant
 from carpool_core.values import DeviceHealth, RequestedMode, SharingMode
 from carpool_extender.placement.assessments import Assessment
 from carpool_extender.placement.conditions import Conditions, Quantile
 from carpool_extender.placement.decide import explain, filter_nodes, place
 from carpool_extender.placement.policies import find_policy
+from carpool_extender.placement.refusal import LONGEST_PART, LONGEST_SUMMARY
 from carpool_extender.placement.rules import Rules
 from carpool_extender.testing import A100, T4, applicant, cluster, device, gpu_node, prediction, tenant
+from hypothesis import given
+from hypothesis import strategies as st
 
 MPS, TURNS, ALONE = SharingMode.MPS, SharingMode.TIME_SLICING, SharingMode.EXCLUSIVE
 RULES = Rules(find_policy("least-slowdown"), slots=8)
@@ -221,3 +224,84 @@ def test_a_reason_is_never_longer_than_the_field_that_takes_it(length, told):
     found = place(Assessment(asked, RULES, cluster(gpu_node("a", 8, crowd)).view()), "a")
     assert told in found.reason
     assert len(found.reason) <= LONGEST_REASON
+
+
+def used_by(name, pods, held=(), **changes):
+    """A node of one GPU on which some pods use memory, and others have reservations."""
+    node = gpu_node(name, [device(0, name, **changes)], held)
+    seen = [Tenant(pod_uid=pod, gpu_uuid=node.status.devices[0].uuid, memory_mib=1) for pod in pods]
+    return msgspec.structs.replace(node, status=msgspec.structs.replace(node.status, tenants=seen))
+
+
+def test_the_reasons_that_are_least_frequent_are_dropped_where_a_summary_gets_too_long_and_explain_has_them():
+    """Regression: an event takes 1,024 characters, and what came after them was lost, how many it was, too."""
+    pods, far = [f"{i:02}{'p' * 90}" for i in range(40)], "n" * 240
+    sick = {"health": DeviceHealth.UNHEALTHY, "health_message": "Xid 79, " * 250}
+    known = cluster(
+        *(gpu_node(f"s{i}", [device(0, f"s{i}", **sick)]) for i in range(4)),
+        *(used_by(f"u{i}", pods) for i in range(3)),
+        *(gpu_node(f"{far}{i}", [device(0, uuid=GPU)]) for i in range(2)),
+        gpu_node("m", [device(0, "m", uuid=f"GPU-{'m' * 400}"), device(1, "m", uuid=f"GPU-{'m' * 400}")]),
+    )
+    names = [*known.nodes, "without"]
+    (sentence,) = set(filter_nodes(Assessment(applicant(), RULES, known.view()), names).refused.values())
+    assert sentence.startswith(f"NoGpuFits: 4 nodes: unhealthy: {'Xid 79, ' * 14}Xid 79,…; 3 nodes: 40 MiB are used ")
+    assert "; 1 node: its node tells of several GPUs by the UUID GPU-mmm" in sentence
+    assert sentence.endswith("mmm…; 1 node: no GPUs reported; and 1 more reason for 2 GPUs")
+    assert len(sentence) <= LONGEST_SUMMARY
+    told = [one.said for one in explain(known.view(), applicant(), names, RULES)]
+    assert f"several nodes tell of a GPU by the UUID {GPU}: {far}0 and {far}1" in told
+    assert f"its node tells of several GPUs by the UUID GPU-{'m' * 400}" in told
+
+
+words = st.integers(0, 1500).map(lambda length: ("word " * 300)[:length]) | st.text(max_size=40)
+uids = st.text("abc", min_size=1, max_size=3).map(lambda uid: uid * 40)
+gpus = st.fixed_dictionaries(
+    {},
+    optional={
+        "health_message": words,
+        "health": st.sampled_from(DeviceHealth),
+        "uuid": uids,
+        "product": st.sampled_from([A100, T4, "NVIDIA L4"]),
+        "memory_mib": st.integers(0, 10**6),
+        "compute_capability": st.sampled_from(["8.0", "7.5"]),
+    },
+)
+
+
+def held_by(place, who):
+    mode, user, length, memory_mib, slowdown = who
+    wants = {"memory_limit_mib": memory_mib, "max_slowdown": slowdown, "prediction": prediction(util=90, sm=0.9)}
+    name = "j" * length
+    return lambda uuid: tenant(f"{name}{place}", [uuid], mode, user=user, namespace=f"{name}{place % 3}", **wants)
+
+
+tenants = st.tuples(
+    st.sampled_from([MPS, TURNS, ALONE]), st.none() | st.just(7), st.integers(1, 63), st.integers(1, 9999), st.just(1.1)
+)
+crowds = st.lists(st.tuples(gpus, st.lists(uids, max_size=6), st.lists(tenants, max_size=4)), min_size=1, max_size=12)
+demands = st.fixed_dictionaries(
+    {},
+    optional={
+        "gpus": st.integers(1, 2),
+        "product": st.sampled_from(["A100", "T4"]),
+        "mode": st.sampled_from(RequestedMode),
+        "min_memory_mib": st.integers(0, 10**6),
+        "prediction": st.none() | st.builds(prediction, memory_mib=st.integers(1, 10**6)),
+    },
+)
+
+
+@given(crowds, demands, st.integers(1, 250))
+def test_a_summary_is_never_longer_than_an_event_takes(crowd, wants, length):
+    """Regression: what agents say of GPUs went into it as it was, and the UIDs of all pods."""
+    known = cluster()
+    for i, (changes, pods, tenants) in enumerate(crowd):
+        name = f"{i}{'n' * length}"
+        uuid = changes.get("uuid", f"GPU-{name}-0")
+        held = [held_by(place, who)(uuid) for place, who in enumerate(tenants)]
+        known.apply(used_by(name, set(pods), held, **changes))
+    found = filter_nodes(Assessment(applicant(**wants), RULES, known.view()), [*known.nodes, "without"])
+    for sentence in {*found.refused.values(), *found.unsuitable.values()}:
+        assert len(sentence) <= LONGEST_SUMMARY < 1024
+        assert all(len(part) <= LONGEST_PART for part in sentence.removeprefix("NoGpuFits: ").split("; "))

@@ -1,17 +1,18 @@
 """Refusals as sentences: which check, what was found, by how much it misses."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from carpool_core.values import RequestedMode, SharingMode
-from numpy.typing import NDArray
 
 from carpool_extender.placement.checks import Check, Verdict
+from carpool_extender.placement.kinds import kinds
 from carpool_extender.placement.modes import EXCLUSIVE, unbounded
 from carpool_extender.placement.pace import beyond, expected_slowdown, neighbours, too_slow
+from carpool_extender.state.doubts import shortened
 from carpool_extender.state.mig import whole
-from carpool_extender.state.view import MODES, NO_MODE, NOBODY, SEVERAL, Bools, Rows
+from carpool_extender.state.view import MODES, NO_MODE, SEVERAL, Rows
 
 PREFIX = "NoGpuFits: "
 """Begins every summary: the reason that the job's condition Placed takes over."""
@@ -20,6 +21,9 @@ MOST_PRODUCTS = 4
 WRONG_PRODUCT = "wrong product"
 MOST_GROUPS = 6
 """Groups of GPUs that a summary names."""
+LONGEST_SUMMARY, LONGEST_PART = 860, 300
+"""Characters of a summary, and of each of its parts. An event takes 1,024, and kube-scheduler's own words are in it,
+too: of how many nodes it speaks, what else it found, and that nobody will be evicted."""
 
 
 def counted(number: int, noun: str) -> str:
@@ -156,10 +160,22 @@ def summary(verdict: Verdict, offer: Offer) -> str:
     rows = offer.rows
     if not rows.size:
         return f"{PREFIX}no node offered reports GPUs; is the node agent running there?"
-    parts = [*_several(verdict, rows), *_memory(verdict, rows), *_groups(verdict, rows)]
-    if offer.without_gpus:
-        parts.append(f"{counted(offer.without_gpus, 'node')}: no GPUs reported")
-    return PREFIX + "; ".join(parts)
+    groups = _groups(verdict, rows)
+    named = [f"{_amount(verdict, rows, part)}: {reason}" for reason, part in groups[:MOST_GROUPS]]
+    before = [*_several(verdict, rows), *_memory(verdict, rows)]
+    after = [f"{counted(offer.without_gpus, 'node')}: no GPUs reported"] if offer.without_gpus else []
+
+    def naming(number: int) -> str:
+        parts = [shortened(part, LONGEST_PART) for part in [*before, *named[:number], *after]]
+        if left := groups[number:]:
+            gpus = counted(sum(part.size for _, part in left), "GPU")
+            parts.append(f"and {counted(len(left), 'more reason')} for {gpus}")
+        return PREFIX + "; ".join(parts)
+
+    number = len(named)
+    while number and len(naming(number)) > LONGEST_SUMMARY:
+        number -= 1
+    return naming(number)
 
 
 def _several(verdict: Verdict, rows: Rows) -> list[str]:
@@ -237,42 +253,20 @@ _TOLD_IN_GROUPS = (
 )
 
 
-def _groups(verdict: Verdict, rows: Rows) -> list[str]:
-    """The other reasons, each with how many GPUs (or whole nodes) it keeps out; the commonest first."""
+def _groups(verdict: Verdict, rows: Rows) -> list[tuple[str, Rows]]:
+    """The other reasons, each with the GPUs that it keeps out; the commonest first."""
     failed = verdict.found.failed[rows]
     told: dict[str, list[Rows]] = {}
     for check in _TOLD_IN_GROUPS:
         mine = rows[failed == check]
         mine = mine[~verdict.too_small(mine)]
-        for key in _kinds(verdict, check, mine):
+        for key in kinds(verdict, check, mine):
             part = mine[key]
             closest = int(part[np.argmax(verdict.margins(check, part))])
             reason = _reason_of_group(verdict, check, part, closest)
             told.setdefault(reason, []).append(part)
     together = [(reason, np.concatenate(parts)) for reason, parts in told.items()]
-    ordered = sorted(together, key=lambda item: -item[1].size)
-    parts = [f"{_amount(verdict, rows, part)}: {reason}" for reason, part in ordered[:MOST_GROUPS]]
-    left = sum(part.size for _, part in ordered[MOST_GROUPS:])
-    return [*parts, f"{counted(left, 'GPU')}: other reasons"] if left else parts
-
-
-def _kinds(verdict: Verdict, check: Check, rows: Rows) -> Sequence[Bools]:
-    """Split GPUs that failed the same check by what a sentence would say of them; masks over `rows`."""
-    if not rows.size:
-        return []
-    columns = verdict.view.columns
-    keys: NDArray[np.integer] = np.zeros(rows.size, np.int64)
-    if check is Check.SLOWDOWN:
-        keys = verdict.found.is_newcomer[rows].astype(np.int64)
-    elif check is Check.HEALTH:
-        keys = np.array([verdict.view.hindered[row].kind for row in rows.tolist()])
-    elif check is Check.TENANCY:  # another namespace's, or another user's of the same one
-        keys = columns.landlord[rows] == verdict.view.namespaces.get(verdict.applicant.demand.namespace, NOBODY)
-    elif check is Check.MODE:
-        keys = columns.mode[rows]
-    elif check is Check.SUITABLE:
-        keys = columns.device_class[rows]
-    return [keys == key for key in np.flatnonzero(np.bincount(keys))]
+    return sorted(together, key=lambda item: -item[1].size)
 
 
 def _reason_of_group(verdict: Verdict, check: Check, rows: Rows, closest: int) -> str:

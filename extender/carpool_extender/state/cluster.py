@@ -6,7 +6,8 @@ from carpool_core.resources.node import Device, GpuNode, Reservation
 from carpool_core.values import JobUid, PodUid
 
 from carpool_extender.state.aggregates import work_out
-from carpool_extender.state.doubts import NONSENSE, doubt
+from carpool_extender.state.claims import Claims
+from carpool_extender.state.doubts import NONSENSE, doubt, shortened
 from carpool_extender.state.grid import Grid, grid_of
 from carpool_extender.state.islands import islands
 from carpool_extender.state.journal import Journal
@@ -36,6 +37,7 @@ class Cluster:
         self._hindered: dict[int, Hindrance] = {}
         self._doubts: dict[str, dict[int, Hindrance]] = {}
         self._nonsense: dict[str, Hindrance] = {}
+        self._claims = Claims()
         self._written: dict[str, Told] = {}
         self._blocks: dict[str, slice] = {}
         self._free: dict[int, list[slice]] = {}
@@ -100,7 +102,7 @@ class Cluster:
 
     def hindered_nodes(self) -> set[str]:
         """Names of the nodes with GPUs that take nobody at this moment, whatever their health."""
-        found = {*self._doubts, *self._nonsense}
+        found = {*self._doubts, *self._nonsense, *self._claims.nodes()}
         if self._standing is not None:
             found.update(self._standing.silent(), (node for node, _ in self._standing.resting()))
         return found
@@ -114,11 +116,11 @@ class Cluster:
         """
         self._nonsense.pop(name, None)
         if why is not None:
-            self._nonsense[name] = Hindrance(NONSENSE, f"GpuNode {name} makes no sense: {why}")
+            self._nonsense[name] = Hindrance(NONSENSE, f"GpuNode {name} makes no sense: {shortened(why)}")
 
     def _note_hindrances(self) -> None:
         """Bring the column up to date: time hinders GPUs and sets them free again, without any change of an object."""
-        found: dict[int, Hindrance] = {}
+        found = self._claims.hindered()
         for doubted in self._doubts.values():
             found |= doubted
         resting, silent = ({}, {}) if self._standing is None else (self._standing.resting(), self._standing.silent())
@@ -217,6 +219,7 @@ class Cluster:
         block = self._blocks.pop(name, None)
         self._written.pop(name, None)
         self._doubts.pop(name, None)
+        self._claims.tell(name, {})
         if block is not None:
             self._columns.alive[block] = False
             self._grid = None
@@ -260,6 +263,7 @@ class Cluster:
         block = self._rows(name, len(node.status.devices), max((len(said.held) for said in now), default=0))
         if is_changed:
             self._describe(name, block, devices, kinds)
+            self._claims.tell(name, {device.uuid: row for row, device in enumerate(devices, start=block.start)})
         rows = [block.start + said.place for said in different]
         for row, said in zip(rows, different, strict=True):
             write_tenants(self._columns, row, said, self._namespaces.ids)

@@ -1,6 +1,7 @@
 """GPUs of which a GpuNode tells what cannot all be true: nobody is sent there until it is clear."""
 
 from collections.abc import Collection
+from heapq import nsmallest
 
 from carpool_core.resources.node import GpuNode
 from carpool_core.values import DeviceHealth, GpuUuid, SharingMode
@@ -8,15 +9,32 @@ from carpool_core.values import DeviceHealth, GpuUuid, SharingMode
 from carpool_extender.state.rows import Said
 from carpool_extender.state.standing import Hindrance
 
-UNHEALTHY, STRANGER, CONTRADICTION, NONSENSE = 0, 3, 4, 5
+UNHEALTHY, STRANGER, CONTRADICTION, NONSENSE, DISPUTED = 0, 3, 4, 5, 6
 """Kinds of hindrances; 1 and 2 are those of time, in `standing`."""
+MOST_NAMED = 3
+"""Pods or nodes that a hindrance names."""
+LONGEST_MESSAGE = 120
+"""Characters of what others wrote that a hindrance repeats: it goes into the conditions of all pods that wait."""
+
+
+def shortened(text: str, longest: int = LONGEST_MESSAGE) -> str:
+    """Cut a text where it gets too long, and show that it was cut."""
+    return text if len(text) <= longest else f"{text[: longest - 1].rstrip()}…"
+
+
+def listed(names: Collection[str]) -> str:
+    """Name the first few of some, and say how many more there are: `a`, `a and b`, `a, b, c and 37 more`."""
+    first, more = nsmallest(MOST_NAMED, names), len(names) - MOST_NAMED
+    *others, last = [*first, f"{more:,} more"] if more > 0 else first
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def doubt(said: Said) -> Hindrance | None:
     """Say why a GPU is left out; None where nothing speaks against it."""
     device, held = said.device, said.held
     if device.health is not DeviceHealth.HEALTHY:
-        return Hindrance(UNHEALTHY, f"unhealthy: {device.health_message}" if device.health_message else "unhealthy")
+        message = shortened(device.health_message)
+        return Hindrance(UNHEALTHY, f"unhealthy: {message}" if message else "unhealthy")
     if said.is_told_twice:
         return Hindrance(CONTRADICTION, f"its node tells of several GPUs by the UUID {device.uuid}")
     modes = sorted({reservation.mode for reservation in held})
@@ -28,8 +46,9 @@ def doubt(said: Said) -> Hindrance | None:
     strangers = [tenant for tenant in said.seen if tenant.pod_uid not in known and tenant.memory_mib > 0]
     if strangers:
         memory = sum(tenant.memory_mib for tenant in strangers)
-        pods = ", ".join(sorted(tenant.pod_uid for tenant in strangers))
-        return Hindrance(STRANGER, f"{memory:,} MiB are used without a reservation, by pod {pods}")
+        pods = {tenant.pod_uid for tenant in strangers}
+        who = f"{'pod' if len(pods) == 1 else 'pods'} {listed(pods)}"
+        return Hindrance(STRANGER, f"{memory:,} MiB are used without a reservation, by {who}")
     return None
 
 

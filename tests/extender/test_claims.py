@@ -1,0 +1,141 @@
+"""GPUs that several nodes tell of: left out on all of these, until one node is left that does."""
+
+from collections import Counter
+
+import msgspec
+import numpy as np
+import pytest
+from carpool_core.values import DeviceHealth, GpuUuid, SharingMode
+from carpool_extender.placement.assessments import Assessment, Assessments
+from carpool_extender.placement.decide import explain, filter_nodes
+from carpool_extender.placement.policies import find_policy
+from carpool_extender.placement.rules import Rules
+from carpool_extender.testing import applicant, cluster, device, gpu_node, tenant
+from hypothesis import given
+from hypothesis import strategies as st
+
+RULES = Rules(find_policy("least-slowdown"), slots=8)
+GPU = "GPU-a-0"
+TOLD = f"several nodes tell of a GPU by the UUID {GPU}: "
+
+
+def telling(name, *uuids, held=()):
+    """A node that tells of GPUs by these UUIDs."""
+    return gpu_node(name, [device(i, name, uuid=GpuUuid(uuid)) for i, uuid in enumerate(uuids)], held)
+
+
+def said(known, name):
+    """What is said of each GPU of a node."""
+    return [one.said for one in explain(known.view(), applicant(), [name], RULES)]
+
+
+def hindered(known):
+    """Which GPUs are hindered, by node and index, as the column tells it."""
+    view = known.view()
+    columns = view.columns
+    rows = np.flatnonzero(columns.alive & columns.hindered).tolist()
+    assert set(rows) <= view.hindered.keys()
+    return {(view.node_names[columns.node[row]], int(columns.gpu_index[row])) for row in rows}
+
+
+def test_it_is_left_out_on_both_and_its_neighbours_are_not():
+    """Regression: a GPU that one node's tenant has alone was given away on the other."""
+    known = cluster(telling("a", GPU, "GPU-a-1"))
+    assert "fits by" in said(known, "a")[0]
+    known.apply(telling("b", "GPU-b-0", GPU, held=[tenant("x", [GPU], SharingMode.EXCLUSIVE)]))
+    assert hindered(known) == {("a", 0), ("b", 1)}
+    assert known.hindered_nodes() == {"a", "b"}
+    assert said(known, "a")[0] == f"{TOLD}a and b"
+    assert "fits by" in said(known, "a")[1]
+    assert "fits by" in said(known, "b")[0]
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        pytest.param(lambda known: known.remove("b"), id="the other is gone"),
+        pytest.param(lambda known: known.apply(telling("b", "GPU-b-0")), id="the other tells of another GPU"),
+        pytest.param(lambda known: known.apply(telling("b", "GPU-b-0", "GPU-b-1")), id="of more and others"),
+        pytest.param(lambda known: known.apply(telling("b")), id="of none"),
+    ],
+)
+def test_the_doubt_is_lifted_when_nobody_else_tells_of_it(end):
+    known = cluster(telling("a", GPU), telling("b", GPU))
+    following = Assessments(known, RULES)
+    assert filter_nodes(following.of(applicant()), ["a", "b"]).fits == []
+    before = known.generation
+    end(known)
+    assert filter_nodes(following.of(applicant()), ["a"]).fits == ["a"]
+    assert 0 in known.changed_since(before).tolist()
+    assert known.hindered_nodes() == set()
+
+
+def test_as_many_nodes_as_tell_of_it_are_counted_and_few_are_named():
+    known = cluster(*(telling(name, GPU) for name in "edcba"))
+    assert said(known, "e") == [f"{TOLD}a, b, c and 2 more"]
+    for name in "cad":
+        known.remove(name)
+    assert said(known, "e") == said(known, "b") == [f"{TOLD}b and e"]
+
+
+def test_a_gpu_that_is_told_of_twice_here_and_once_elsewhere():
+    known = cluster(telling("a", GPU, GPU), telling("b", GPU))
+    assert hindered(known) == {("a", 0), ("a", 1), ("b", 0)}
+    known.remove("b")
+    assert hindered(known) == {("a", 0), ("a", 1)}
+    known.apply(telling("b", GPU))
+    known.apply(telling("a", GPU, "GPU-a-1"))
+    assert hindered(known) == {("a", 0), ("b", 0)}
+
+
+def test_what_a_node_says_of_its_own_gpu_comes_first():
+    sick = device(uuid=GpuUuid(GPU), health=DeviceHealth.UNHEALTHY, health_message="Xid 79")
+    known = cluster(gpu_node("a", [sick]), telling("b", GPU))
+    assert (said(known, "a"), said(known, "b")) == (["unhealthy: Xid 79"], [f"{TOLD}a and b"])
+
+
+def test_what_is_reserved_there_changes_nothing_in_it():
+    known = cluster(telling("a", GPU), telling("b", GPU))
+    before, held = known.generation, tenant("x", [GPU])
+    known.apply(telling("b", GPU, held=[held]))
+    known.assume("a", msgspec.structs.replace(held, pod_uid="pod-y"))
+    assert hindered(known) == {("a", 0), ("b", 0)}
+    assert known.changed_since(before).tolist() == [0, 1]
+
+
+NAMES = "abcd"
+uuids = st.lists(st.sampled_from(["GPU-0", "GPU-1", "GPU-2", "GPU-3", "GPU-4"]), max_size=3)
+steps = st.lists(st.tuples(st.sampled_from(NAMES), st.none() | uuids, st.booleans()), max_size=24)
+
+
+@given(steps)
+def test_the_rows_and_the_journal_follow_whatever_nodes_tell(steps):
+    known, last, followed, seen = cluster(), {}, np.zeros(0, np.bool_), 0
+    following = Assessments(known, RULES)
+    for name, told, is_looked_at in steps:
+        if told is None:
+            known.remove(name)
+            last.pop(name, None)
+        else:
+            known.apply(telling(name, *told))
+            last[name] = told
+        if not is_looked_at:
+            continue
+        nodes_of = Counter(uuid for told in last.values() for uuid in set(told))
+        expected = {
+            (name, index)
+            for name, told in last.items()
+            for index, uuid in enumerate(told)
+            if nodes_of[uuid] > 1 or told.count(uuid) > 1
+        }
+        assert hindered(known) == expected
+        assert known.hindered_nodes() == {name for name, _ in expected}
+        fresh = cluster(*(telling(name, *told) for name, told in last.items()))
+        assert [said(known, name) for name in last] == [said(fresh, name) for name in last]
+        columns, changed = known.view().columns, known.changed_since(seen)
+        followed = np.append(followed, np.zeros(len(columns.alive) - len(followed), np.bool_))
+        followed[changed], seen = columns.hindered[changed], known.generation
+        assert followed[columns.alive].tolist() == columns.hindered[columns.alive].tolist()
+        mine = filter_nodes(following.of(applicant()), NAMES)
+        anew = filter_nodes(Assessment(applicant(), RULES, known.view()), NAMES)
+        assert (mine.fits, mine.refused, mine.unsuitable) == (anew.fits, anew.refused, anew.unsuitable)
