@@ -16,7 +16,7 @@ from carpool_extender.placement.conditions import Conditions
 from carpool_extender.placement.policies import UnknownPolicyError
 from carpool_extender.placement.refusal import counted
 from carpool_extender.settings import ConditionSettings
-from carpool_extender.simulation import document, philly, pictures, report, results
+from carpool_extender.simulation import document, longest, philly, pictures, report, results
 from carpool_extender.simulation.contest import (
     EXPERIMENTS,
     SMALL,
@@ -32,9 +32,10 @@ from carpool_extender.simulation.contest import (
     varied,
     wrong,
 )
+from carpool_extender.simulation.fragmentation import fragmented
 from carpool_extender.simulation.provenance import Provenance, provenance
 from carpool_extender.simulation.strategy import Strategy
-from carpool_extender.simulation.workload import Workload, WorkloadError
+from carpool_extender.simulation.workload import WorkloadError
 
 PUBLISHED = "published"
 """In place of names of policies: the strategies that the experiment was published with, and Carpool's."""
@@ -147,7 +148,7 @@ def simulate(
     try:
         if document_path is None or workload is not None or trace is not None:
             chosen = {
-                name: _fragmented(one, fragmentation)
+                name: fragmented(one, fragmentation)
                 for name, one in _experiments(workload, trace, cluster, learn=learn).items()
             }
             conditions, policies = settings.conditions(), _policies(policies, policy)
@@ -212,19 +213,6 @@ def _experiments(
     }
 
 
-def _fragmented(experiment: Experiment, share: float) -> Experiment:
-    """Let several tenants of a GPU lose a share of its memory."""
-    if not share:
-        return experiment
-
-    def draw(data: Path, seed: int) -> Workload:
-        drawn = experiment.draw(data, seed)
-        told = f"Several tenants of a GPU lose {share:.0%} of its memory in pieces, which no decision knows."
-        return replace(drawn, fragmented=share, assumptions=(*drawn.assumptions, told))
-
-    return replace(experiment, draw=draw)
-
-
 def _strategies(experiment: Experiment, policies: str, conditions: Conditions) -> list[Strategy]:
     if policies != PUBLISHED:
         return named(policies, shipped(experiment), conditions)
@@ -280,6 +268,7 @@ def _one(name: str, experiment: Experiment, runs: Runs, warn: Callable[[str], No
         parts += [*report.markdown([lines[0], *off]), ""]
         for suffix, told, strategies in (
             (results.POLICED, report.POLICED, policed(experiment)),
+            (results.LONGEST, longest.MEANS, longest.hanging(experiment)),
             (results.ATTRIBUTED, report.ATTRIBUTED, attributed(experiment.mode)),
             (results.VARIED, report.VARIED, varied(experiment.mode)),
         ):

@@ -1,5 +1,7 @@
 """What is doubtful about the simulator; the last words of the experiments' document."""
 
+OWN_TRACES, FAR_MORE = "own traces, whose jobs get measured profiles at random", "a quarter to half of them"
+"""Where far more jobs were slowed than they accept, and how many."""
 DOUBTS = {
     "Speed": (
         "The model of slowdowns that decides was judged on the very pairs that are the truth here. None of its numbers "
@@ -98,8 +100,8 @@ DOUBTS = {
         "killed late begins again and is the last to end.",
         "How many jobs are slowed beyond what they accept hangs on how well it is known how busy they are, and on how"
         " many share a GPU: on HotCloud, where jobs are learned and memory lets two or three together, it is few. On "
-        "larger GPUs, with gangs that wait for their slowest worker, or where nothing is learned, a quarter to half "
-        "of them were (60 jobs of an own trace on five GPUs; with true activity one in twenty).",
+        f"larger GPUs, with gangs that wait for their slowest worker, or where nothing is learned, as of {OWN_TRACES}, "
+        f"{FAR_MORE} were (60 jobs of such a trace on five GPUs; with true activity one in twenty).",
         "Where other assumptions were not tried for an experiment, the table that tells of them is missing.",
     ),
 }

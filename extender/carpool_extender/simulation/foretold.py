@@ -30,10 +30,11 @@ def prediction_of(
     util: float,
     sm: float,
     dram: float,
+    step_s: float = 1.0,
     unenforced_mib: int = 0,
     trusted: bool = True,
 ) -> Prediction:
-    """Return a prediction for one product with no spread; memory in MiB, activity 0..1."""
+    """Return a prediction for one product with no spread; memory in MiB, activity 0..1, time of a step in seconds."""
 
     def point(value: float) -> Interval:
         return Interval(median=value, lower=value, upper=value)
@@ -50,6 +51,6 @@ def prediction_of(
         activity=ActivityPrediction(
             gpu_util_percent=point(100 * util), sm_active_ratio=point(sm), dram_active_ratio=point(dram)
         ),
-        step_time_seconds=point(1.0),
+        step_time_seconds=point(step_s),
     )
     return Prediction(outcome="Predicted", reason="Simulated", products=[one])

@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from carpool_extender.simulation import paired
+from carpool_extender.simulation import longest, paired
 from carpool_extender.simulation.contest import DEFAULT, LONGEST_FIRST, ORACLE, SLOWED, Line
+from carpool_extender.simulation.doubts import FAR_MORE, OWN_TRACES
 from carpool_extender.simulation.paired import BEYOND
 from carpool_extender.simulation.report import deaths, share
 from carpool_extender.simulation.results import Results
@@ -47,12 +48,17 @@ GOALS = (
 )
 
 
-def section(found: Mapping[str, Results], everything: Mapping[str, Line] | None = None) -> list[str]:
+def section(
+    found: Mapping[str, Results],
+    everything: Mapping[str, Line] | None = None,
+    hanging: Mapping[str, Sequence[Line] | None] | None = None,
+) -> list[str]:
     """Write the section.
 
     Args:
         found: Results by experiment.
         everything: By experiment the line that knows durations and slowdowns, too, on the same seeds.
+        hanging: By experiment the lines of what the longest first hangs on; None where they are of another version.
     """
     rows = []
     for goal in GOALS:
@@ -76,7 +82,7 @@ def section(found: Mapping[str, Results], everything: Mapping[str, Line] | None 
         "|---|---|---|---|---|---|---|",
         *rows,
         "",
-        *_published(found),
+        *_published(found, (hanging or {}).get("hotcloud") or ()),
         *_deaths(found),
         *_slowed(found),
         *_oracle(found, everything or {}),
@@ -101,14 +107,14 @@ def _met(goal: Goal, first: Line, line: Line | None) -> str:
     return f"{paired.percent(found)} | {YES[is_met]}{f', {NOISE}' if is_noise else ''}"
 
 
-def _published(found: Mapping[str, Results]) -> list[str]:
+def _published(found: Mapping[str, Results], hanging: Sequence[Line]) -> list[str]:
     """Say what the strategy comes to here whose published figures are the goals."""
     known = found["hotcloud"].lines if "hotcloud" in found else []
     if (line := named(known, PROACTIVE)) is None:
         return []
-    changes, oracle = (
+    changes, oracle, control = (
         [paired.change(one, known[0], figure) for figure in ("utilization_percent", "makespan_min")] if one else []
-        for one in (line, named(known, ORACLE))
+        for one in (line, named(known, ORACLE), longest.control_of(known, hanging))
     )
     in_order = [
         f"In order of arrival an oracle of memory and activity comes to {' and '.join(map(paired.percent, oracle))}."
@@ -120,8 +126,19 @@ def _published(found: Mapping[str, Results]) -> list[str]:
         "known. Its queue is sorted by predicted utilization, which asks nothing of users; the longest first asks them "
         "how many steps their jobs have.",
         *(in_order if oracle else []),
+        *([_batch(known[0].strategy.name, control)] if control else []),
         "",
     ]
+
+
+def _batch(first: str, control: Sequence[paired.Difference]) -> str:
+    """Say what of the longest first is the order alone, and what it asks."""
+    return (
+        "HotCloud's jobs are all there at the start, a batch, which is what `LongestFirst` is for: "
+        f'"{first}" itself, whole GPUs, comes to {" and ".join(map(paired.percent, control))} with the longest first, '
+        "and the goals that are met by it hang on jobs that say their steps "
+        f"([{longest.TITLE.lower()}](#{longest.TITLE.lower().replace(' ', '-')}))."
+    )
 
 
 def _deaths(found: Mapping[str, Results]) -> list[str]:
@@ -173,6 +190,10 @@ def _slowed(found: Mapping[str, Results]) -> list[str]:
         )
     if kept:
         parts.append(f"It slowed none beyond that on {', '.join(kept)}.")
+    parts.append(
+        "So few are slowed of workloads whose jobs say what they train, so that they are learned; of "
+        f"{OWN_TRACES}, far more may be, {FAR_MORE} in one that was tried ([doubts](#what-the-tables-can-tell))."
+    )
     if any("oracle" in one for one in told):
         parts.append(
             "No slowdowns are among what that oracle knows (memory, activity and speed alone): they are predicted for "

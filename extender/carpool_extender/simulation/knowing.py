@@ -117,11 +117,21 @@ class Knower:
         if Piece.DURATIONS in self._strategy.told:
             return -job.work_s
         if self._strategy.longest_first:
-            return -rung(length_s(job.steps, self._prediction(job), lambda _: True))
+            return -rung(length_s(self._steps(job), self._prediction(job), lambda _: True))
         if not is_decreasing:
             return job.arrival_s
         predicted = self._prediction(job)
         return -1.0 if predicted is None else -predicted.products[0].activity.gpu_util_percent.median
+
+    def _steps(self, job: SimJob) -> int | None:
+        """Return how many steps a job says it has: None where it is silent, others than it has where it errs."""
+        silent, error = self._strategy.silent_share, self._strategy.steps_error
+        if job.steps is None or not (silent or error):
+            return job.steps
+        draw = random.Random(f"{self._seed}/{job.name}/steps")  # noqa: S311  # a simulation, no secret
+        if draw.random() < silent:
+            return None
+        return max(1, round(job.steps * math.exp(draw.gauss(0.0, error))))
 
     def applicant(self, job: SimJob, stage: Stage) -> Applicant:
         """Return what asks for a GPU."""
@@ -217,7 +227,7 @@ class Knower:
     def _with_error(self, job: SimJob, found: Prediction) -> Prediction:
         draw = random.Random(f"{self._seed}/{job.name}")  # noqa: S311  # a simulation, no secret
         error = self._strategy.error
-        memory, busy = (math.exp(draw.gauss(0.0, error)) for _ in range(2))
+        memory, busy, pace = (math.exp(draw.gauss(0.0, error)) for _ in range(3))
         one = found.products[0]
         activity = one.activity
         sm = (
@@ -231,6 +241,7 @@ class Knower:
             util=min(1.0, busy * activity.gpu_util_percent.median / 100),
             sm=min(1.0, busy * sm),
             dram=min(1.0, busy * activity.dram_active_ratio.median),
+            step_s=pace * one.step_time_seconds.median,
         )
 
     def profile(self, truth: Truth, promised: TenantProfile, slowdown: float) -> TenantProfile:

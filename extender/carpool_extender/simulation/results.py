@@ -20,14 +20,15 @@ from carpool_extender.simulation.contest import (
     varied,
     wrong,
 )
+from carpool_extender.simulation.longest import hanging
 from carpool_extender.simulation.provenance import Provenance
 from carpool_extender.simulation.strategy import Strategy
 from carpool_extender.simulation.workload import Workload, WorkloadError
 
 WRONG, FAILING = "-wrong-predictions", "-failures"
 ATTRIBUTED, VARIED = "-attribution", "-assumptions"
-POLICED = "-policies"
-SUFFIXES = (POLICED, WRONG, FAILING, ATTRIBUTED, VARIED)
+POLICED, LONGEST = "-policies", "-longest-first"
+SUFFIXES = (POLICED, LONGEST, WRONG, FAILING, ATTRIBUTED, VARIED)
 """Of the names of results that stand beside an experiment's own."""
 
 
@@ -133,5 +134,7 @@ def _strategies(name: str) -> list[Strategy]:
         experiment = failing(experiment)
     if name.endswith(POLICED):
         return policed(experiment)
+    if name.endswith(LONGEST):
+        return hanging(experiment)
     more = (ours, wrong, attributed, varied)
     return [*experiment.published, *(strategy for lines in more for strategy in lines(experiment.mode))]

@@ -64,6 +64,10 @@ class Strategy:
     longest_first: bool = False
     """Whether jobs wait by the lengths that are predicted of them, the longest first, as with the chart's
     `queueOrder: LongestFirst`."""
+    silent_share: float = 0.0
+    """Share of the jobs that do not say how many steps they have, 0..1; of which jobs is drawn, for ablations."""
+    steps_error: float = 0.0
+    """Factor-wise error of the steps that jobs say (standard deviation of the logarithm), for ablations."""
     settles: bool = False
     """Whether a job that never ran counts with its own peak once that was measured, so that others may join it."""
     published: str = ""
