@@ -16,7 +16,7 @@ from carpool_extender.placement.conditions import Conditions
 from carpool_extender.placement.policies import UnknownPolicyError
 from carpool_extender.placement.refusal import counted
 from carpool_extender.settings import ConditionSettings
-from carpool_extender.simulation import document, longest, philly, pictures, report, results
+from carpool_extender.simulation import document, longest, philly, pictures, progress, report, results
 from carpool_extender.simulation.contest import (
     EXPERIMENTS,
     SMALL,
@@ -248,8 +248,8 @@ def _one(name: str, experiment: Experiment, runs: Runs, warn: Callable[[str], No
     def run(which: Experiment, strategies: list[Strategy], of: str = "") -> list[Line]:
         runs.console.rule(name + of)
         tell: Callable[[str], None] = runs.console.print
-        with runs.console.status(name) as status:
-            return contest(lambda seed: which.draw(runs.data, seed), strategies, seeds, runs.data, tell, status.update)
+        with progress.shown(runs.console, name) as show:
+            return contest(lambda seed: which.draw(runs.data, seed), strategies, seeds, runs.data, tell, show)
 
     workload = experiment.draw(runs.data, 0)
     workload = replace(workload, assumptions=(*workload.assumptions, *_in_common(runs, experiment)))
@@ -283,7 +283,7 @@ def _one(name: str, experiment: Experiment, runs: Runs, warn: Callable[[str], No
     if not any(line.has_placed for line in lines):
         warn(_nothing_placed(name, len(workload.jobs), runs.conditions))
     elif runs.pictures and not any("gantt" in path.name for path in pictures.draw(runs.out, name, lines)):
-        runs.console.print(
-            f"no chart of who ran where: nothing ended, or there are more than {pictures.MOST_GPUS} GPUs"
-        )
+        ended = any(line.example is not None and line.example.finished for line in lines)
+        why = f"there are more than {pictures.MOST_GPUS} GPUs" if ended else "nothing ended"
+        runs.console.print(f"no chart of who ran where: {why}")
     return parts
