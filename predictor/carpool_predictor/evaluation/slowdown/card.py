@@ -257,6 +257,7 @@ def doubts() -> list[str]:
         "  measured pairs come with it, so that nothing could be judged by it.",
         "- MPS is judged by Gavel's pairs alone (above), which its upper quantile was learned on, with busy shares and",
         "  SM activity that were worked out, not measured, on old GPUs.",
+        "- No pair of jobs was measured with Carpool's own profiler yet: there are Gavel's and Lucid's alone.",
         "- Utilizations are those that were measured, not those that the activity model predicts.",
         "",
     ]
