@@ -79,7 +79,7 @@ def told_of(prediction: Prediction, mode: RequestedMode, limit: int | str | None
         limit: Its own memory limit.
     """
     if prediction.outcome == "Predicted":
-        return prediction.message + _exceeding(prediction, limit)
+        return prediction.message + ("" if mode is RequestedMode.EXCLUSIVE else _exceeding(prediction, limit))
     if limit is None and mode is not RequestedMode.EXCLUSIVE:
         return prediction.message
     cause = prediction.message.partition(";")[0]
@@ -91,8 +91,11 @@ def told_of(prediction: Prediction, mode: RequestedMode, limit: int | str | None
 def _exceeding(prediction: Prediction, limit: int | str | None) -> str:
     """Say that a job is predicted to need more than its limit on each product; nothing where it is not."""
     least = min((one.memory.median_mib for one in prediction.products), default=0)
-    if limit is None or memory_mib(limit) >= least:
-        return ""
+    try:
+        if limit is None or memory_mib(limit) >= least:
+            return ""
+    except ValueError:
+        return ""  # by which the job fails, and says so
     return f"; more than its spec.memory.limit ({limit}): it may die of memory"
 
 

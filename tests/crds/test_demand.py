@@ -70,14 +70,16 @@ def test_sentence_names_the_check_and_the_margin(spec: dict[str, Any], told: str
 
 
 @pytest.mark.parametrize(
-    ("limit", "warning"),
+    ("limit", "mode", "warning"),
     [
-        pytest.param(None, "", id="none"),
-        pytest.param("4000Mi", "", id="as predicted"),
-        pytest.param("3999Mi", "; more than its spec.memory.limit (3999Mi): it may die of memory", id="less"),
+        pytest.param(None, "Auto", "", id="none"),
+        pytest.param("4000Mi", "Auto", "", id="as predicted"),
+        pytest.param("3999Mi", "Auto", "; more than its spec.memory.limit (3999Mi): it may die of memory", id="less"),
+        pytest.param("3999Mi", "Exclusive", "", id="a GPU of its own has no limit"),
+        pytest.param("much", "Auto", "", id="no quantity"),
     ],
 )
-def test_a_limit_below_what_is_predicted_is_named(limit: str | None, warning: str) -> None:
+def test_a_limit_below_what_is_predicted_is_named(limit: str | None, mode: str, warning: str) -> None:
     """Regression: a job was led to a limit that it could only die of."""
     spread = {"median": 0.1, "lower": 0.1, "upper": 0.1}
     product = {
@@ -88,4 +90,4 @@ def test_a_limit_below_what_is_predicted_is_named(limit: str | None, warning: st
     }
     found = {"outcome": "Predicted", "reason": "Estimated", "message": "needs 4,000 MiB", "products": [product]}
     prediction = msgspec.convert(found, Prediction)
-    assert told_of(prediction, RequestedMode.AUTO, limit) == f"needs 4,000 MiB{warning}"
+    assert told_of(prediction, RequestedMode(mode), limit) == f"needs 4,000 MiB{warning}"

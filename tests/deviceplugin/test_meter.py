@@ -97,6 +97,35 @@ def test_a_pause_when_a_neighbour_leaves_is_not_taken_for_idleness() -> None:
     assert a.gpu_util_percent > 40
 
 
+def test_a_process_that_ends_and_begins_anew_is_no_new_neighbour_of_itself() -> None:
+    """Regression: an evaluation in a process of its own looked like a GPU that has room."""
+    meter = Meter(GPU)
+    for second in range(121):
+        meter.sample(reading(second, process(busy_s=0.8 * second)))
+    meter.sample(reading(121))
+    for second in range(122, 132):
+        meter.sample(reading(second, process(name="p2", started=121.5)))
+    (tenant,) = meter.tenants()
+    assert tenant.gpu_util_percent == pytest.approx(80 * math.exp(-9.5 / 90), rel=0.02)
+
+
+@pytest.mark.parametrize("step_s", [1, 5])
+def test_who_pauses_is_told_not_to_work_long_before_the_mean_says_so(step_s: int) -> None:
+    """Regression: a peak of loading stood still while nothing ran, and others were admitted by it."""
+    meter = Meter(GPU)
+    for second in range(0, 61, step_s):
+        meter.sample(reading(second, process(busy_s=0.8 * second)))
+    assert [one.working for one in meter.tenants()] == [True]
+    for second in range(60 + step_s, 91, step_s):
+        meter.sample(reading(second, process(busy_s=0.8 * 60)))
+    (tenant,) = meter.tenants()
+    assert tenant.working is False
+    assert tenant.gpu_util_percent is not None
+    assert tenant.gpu_util_percent > 40
+    told = replace(tenant, working=True)
+    assert worth_writing([told], [tenant]) == [tenant], "a change that is written at once"
+
+
 def test_process_that_began_between_two_samples_is_measured_since_it_began() -> None:
     meter = Meter(GPU)
     meter.sample(reading(10))

@@ -19,7 +19,7 @@ def reserved(profile=POOR, gpus=GPUS[:1], mode=SharingMode.MPS, name="x"):
     return replace(tenant(name, gpus, mode, prediction=None), tenant=profile)
 
 
-def measured(*peaks, busy=80.0, memory_mib=None, name="x"):
+def measured(*peaks, busy=80.0, working=None, memory_mib=None, name="x"):
     return [
         Tenant(
             pod_uid=f"pod-{name}",
@@ -27,6 +27,7 @@ def measured(*peaks, busy=80.0, memory_mib=None, name="x"):
             memory_mib=peak if memory_mib is None else memory_mib,
             peak_memory_mib=peak,
             gpu_util_percent=busy,
+            working=working,
         )
         for gpu, peak in zip(GPUS, peaks, strict=False)
     ]
@@ -92,10 +93,17 @@ def test_time_before_does_not_count_where(before, changes):
     assert agent.tell(reserved(), 25, 5000) == FIRST
 
 
-def test_who_pauses_goes_on_where_it_was():
+@pytest.mark.parametrize(
+    "pausing",
+    [
+        pytest.param({"busy": 0.0}, id="by its mean"),
+        pytest.param({"busy": 40.0, "working": False}, id="whatever its mean still says"),
+    ],
+)
+def test_who_pauses_goes_on_where_it_was(pausing):
     agent = Agent()
     assert agent.tell(reserved(), 75, 5000) == {}
-    assert agent.tell(reserved(), 300, 5000, busy=0.0) == {}
+    assert agent.tell(reserved(), 300, 5000, **pausing) == {}
     assert agent.tell(reserved(), 50, 5000) == {}
     assert agent.tell(reserved(), 25, 5000) == FIRST
 

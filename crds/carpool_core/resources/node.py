@@ -166,9 +166,15 @@ class Tenant(Resource, frozen=True, kw_only=True):
     memory_mib: Annotated[int, field("Memory in use, in MiB.", ge=0)] = 0
     peak_memory_mib: Annotated[int, field("Largest memory seen, in MiB.", ge=0)] = 0
     gpu_util_percent: (
-        Annotated[float, field("Share of time in which its kernels ran, 0..100; absent where unknown.")] | None
+        Annotated[
+            float, field("Share of time in which its kernels ran, 0..100, a mean over 90 s; absent where unknown.")
+        ]
+        | None
     ) = None
-    sm_active_ratio: Annotated[float, field("Share of SMs with its work, 0..1; absent where unknown.")] | None = None
+    sm_active_ratio: (
+        Annotated[float, field("Share of SMs with its work, 0..1, a mean over 90 s; absent where unknown.")] | None
+    ) = None
+    working: Annotated[bool, field("Whether its kernels ran in the last seconds; absent where unknown.")] | None = None
     power_w: Annotated[float, field("Its share of the GPU's power, in W; absent where unknown.")] | None = None
     step_time_seconds: (
         Annotated[float, field("Mean time of a step, where the process reports it, in seconds.")] | None

@@ -14,11 +14,13 @@ from carpool_deviceplugin.devices.gpu import ProcessUse, Reading
 SMOOTHING_S = 5.0
 """Time constant of the exponential average that metrics tell."""
 DECIDING_S = 90.0
-"""The same of what `GpuNode.status` tells, by which others are admitted: steps come and go, checkpoints and evaluations
-take their time (90 s as in RAD-RM's monitor, Yousefzadeh-Asl-Miandoab, ITU 2025)."""
-FORMER = 5
+"""The same of the activity that `GpuNode.status` tells, by which others are admitted: steps come and go, checkpoints
+and evaluations take their time (90 s as in RAD-RM's monitor, Yousefzadeh-Asl-Miandoab, ITU 2025)."""
+FORMER = 4
 """Samples that such a mean counts for once others came to the GPU or left it: what was done beside them says little,
 but a pause in that moment is no reason to forget it."""
+LEAST_BUSY = 0.01
+"""Share of the last seconds below which a pod does not work: it loads, or waits, and will take its memory later."""
 MOVED = 0.10
 """A measure that moved by less than this share is not written to the API server again."""
 PEAK_MOVED = 0.01
@@ -90,11 +92,11 @@ class Meter:
         of_pods: dict[PodUid, list[ProcessUse]] = {pod: [] for pod in self.uses}
         for process in reading.processes:
             of_pods.setdefault(process.pod_uid, []).append(process)
-        is_crowd_new = before is not None and _crowd(before) != _crowd(reading)
+        was, now = (None if one is None else _crowd(one) for one in (before, reading))
         for pod, processes in of_pods.items():
             use = self.uses.get(pod, _UNUSED)
-            if is_crowd_new:
-                use = replace(use, of_means=min(use.of_means, FORMER))
+            if was is not None and now is not None and was - {pod} != now - {pod}:
+                use = replace(use, of_means=min(use.of_means, FORMER + 1))
             elapsed = _window_s(before, reading, processes)
             if elapsed > 0:
                 self.uses[pod] = _advance(use, processes, earlier, elapsed)
@@ -238,6 +240,7 @@ def _tenant(pod: PodUid, uuid: GpuUuid, use: Use, idle_w: float) -> Tenant:
         peak_memory_mib=use.peak_memory_mib,
         gpu_util_percent=None if means is None or means.busy is None else round(100 * means.busy, 1),
         sm_active_ratio=None if means is None or means.sm is None else round(means.sm, 4),
+        working=None if rates is None or rates.busy is None else use.is_running and rates.busy >= LEAST_BUSY,
         power_w=None if rates is None or rates.power_w is None else round(rates.power_w + idle_w, 1),
         step_time_seconds=None if use.step_time_s is None else round(use.step_time_s, 6),
     )
@@ -250,7 +253,7 @@ def worth_writing(written: Iterable[Tenant], measured: Iterable[Tenant]) -> list
 
 
 def _kept(old: Tenant | None, new: Tenant) -> Tenant:
-    if old is None:
+    if old is None or old.working != new.working:
         return new
     least = {"memory_mib": 16, "peak_memory_mib": 16, "gpu_util_percent": 1, "sm_active_ratio": 0.01, "power_w": 2}
     for name in (*least, "step_time_seconds"):

@@ -47,7 +47,9 @@ def _memory(case: Case) -> Iterator[Change]:
         return
     least, need = int(free.min()), int(needs[np.argmin(free)])
     fits = least > 0 and case.find(case.asking(memory_limit_mib=least)) is not None
-    yield Change("less memory", _less(case, need, least, int(rows[sets[0]])) if fits else None)
+    how = _less(case, need, least, int(rows[sets[0]])) if fits else None
+    if how is not None or not fits:  # it would have a place with a limit that it is predicted to exceed: no advice
+        yield Change("less memory", how)
 
 
 def _less(case: Case, need: int, least: int, row: int) -> str | None:

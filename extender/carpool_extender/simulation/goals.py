@@ -191,8 +191,7 @@ def _slowed(found: Mapping[str, Results]) -> list[str]:
     if kept:
         parts.append(f"It slowed none beyond that on {', '.join(kept)}.")
     parts.append(
-        "So few are slowed of workloads whose jobs say what they train, so that they are learned; of "
-        f"{OWN_TRACES}, far more may be, {FAR_MORE} in one that was tried ([doubts](#what-the-tables-can-tell))."
+        f"Of {OWN_TRACES}, far more may be: {FAR_MORE} in one that was tried ([doubts](#what-the-tables-can-tell))."
     )
     if any("oracle" in one for one in told):
         parts.append(

@@ -177,8 +177,11 @@ def _seen(
 
 
 def _works(tenant: Tenant) -> bool:
-    busy = tenant.gpu_util_percent
-    return tenant.memory_mib > 0 and busy is not None and busy >= LEAST_BUSY_PERCENT
+    """Say whether a tenant works now; by its mean where nothing else is told, which says so for minutes longer."""
+    busy, is_working = tenant.gpu_util_percent, tenant.working
+    if is_working is None:
+        is_working = busy is not None and busy >= LEAST_BUSY_PERCENT
+    return tenant.memory_mib > 0 and is_working
 
 
 def by_place(node: GpuNode) -> dict[tuple[PodUid, GpuUuid], Tenant]:
