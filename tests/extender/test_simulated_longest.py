@@ -10,18 +10,17 @@ from carpool_extender.simulation.contest import DEFAULT, EXPERIMENTS, LONGEST_FI
 from carpool_extender.simulation.hotcloud import hotcloud
 from carpool_extender.simulation.knowing import Knower
 from carpool_extender.simulation.provenance import Provenance
-from carpool_extender.simulation.strategy import Order
 from results_world import THEN, line_of, minutes
 from simulated_world import CARPOOL, job, workload
 
-FIRST = replace(CARPOOL, order=Order.LONGEST_FIRST)
+FIRST = replace(CARPOOL, longest_first=True)
 HOTCLOUD = EXPERIMENTS["hotcloud"]
 CONTROL = longest.hanging(HOTCLOUD)[0]
 
 
 def turns(strategy, jobs, seed=0):
     knower = Knower(strategy, 8000, seed)
-    return [knower.turn(one, is_decreasing=False)[1] for one in jobs]
+    return [knower.turn(one, is_decreasing=False) for one in jobs]
 
 
 def test_the_longest_first_goes_by_the_predicted_time_of_a_step(published):
@@ -66,7 +65,7 @@ def test_steps_that_jobs_say_are_off_by_factors_around_one():
 def test_the_control_differs_from_the_first_line_in_its_order_alone(name, published):
     experiment = EXPERIMENTS[name]
     control = longest.hanging(experiment)[0]
-    in_order = replace(control, order=Order.ARRIVAL)
+    in_order = replace(control, longest_first=False)
     lines = contest(
         lambda seed: experiment.draw(published, seed),
         [experiment.published[0], in_order, control],
@@ -108,8 +107,9 @@ def test_the_document_tells_what_the_order_alone_gains_and_what_is_left_without_
         line_of(silent, *minutes(100.0, 200.0, 300.0), oom=0.25),
     ]
     told = written(tmp_path, hanging)
-    assert '"slot-based" itself, whole GPUs, comes to +0.0% and -20.00 ± 0.29% in that order' in told
-    assert "([What the longest first hangs on](#what-the-longest-first-hangs-on), " in told
+    assert '"slot-based" itself, whole GPUs, comes to +0.0% and -20.00 ± 0.29% with the longest first' in told
+    assert "which is what `LongestFirst` is for" in told
+    assert "([what the longest first hangs on](#what-the-longest-first-hangs-on))" in told
     _, section = told.split(f"## {longest.TITLE}\n")
     head, _, *rows = section.split("\n\n")[2].splitlines()
     cells = [[one.strip() for one in row.strip("| ").split("|")] for row in rows]

@@ -6,13 +6,11 @@ import pytest
 from carpool_extender.simulation.engine import Simulation
 from carpool_extender.simulation.hotcloud import hotcloud, step_times
 from carpool_extender.simulation.radrm import radrm, steps_of
-from carpool_extender.simulation.strategy import Order
 from simulated_world import CARPOOL, NoSlowdown, job, truth, workload
 
 FULL = truth(6000)
 """Two of them do not fit on one GPU."""
-LONGEST_FIRST = replace(CARPOOL, order=Order.LONGEST_FIRST)
-BATCHES = replace(CARPOOL, order=Order.BATCHES)
+LONGEST_FIRST = replace(CARPOOL, longest_first=True)
 
 
 def order(*jobs, strategy=LONGEST_FIRST):
@@ -43,26 +41,6 @@ def test_jobs_of_about_the_same_length_keep_the_order_of_their_arrival():
 def test_who_does_not_say_how_many_steps_there_are_counts_as_an_hour():
     jobs = [job("minutes", of=FULL, steps=300), job("unknown", of=FULL), job("day", of=FULL, steps=86_400)]
     assert order(*jobs) == ["day", "unknown", "minutes"]
-
-
-def test_of_jobs_that_come_together_the_longest_starts_first_and_who_comes_later_waits_for_them_all():
-    jobs = [
-        job("running", 50.0, of=FULL, steps=1_000_000_000),
-        job("short", 5.0, of=FULL, steps=1_000),
-        job("long", 5.0, of=FULL, arrival_s=2.0, steps=1_000_000),
-        job("later", 5.0, of=FULL, arrival_s=4.0, steps=1_000),
-        job("latest", 5.0, of=FULL, arrival_s=6.0, steps=30_000),
-    ]
-    assert order(*jobs, strategy=BATCHES) == ["running", "long", "short", "latest", "later"]
-    assert order(*jobs) == ["running", "long", "latest", "short", "later"]
-    assert order(*jobs, strategy=CARPOOL) == ["running", "short", "long", "later", "latest"]
-
-
-def test_policy_that_starts_with_the_largest_has_its_own_order_in_batches():
-    decreasing = replace(BATCHES, policy="first-fit-decreasing")
-    jobs = [job(name, of=truth(6000, util), steps=steps) for name, util, steps in (("a", 0.2, 10**6), ("b", 0.9, 10))]
-    assert order(*jobs, strategy=decreasing) == ["b", "a"]
-    assert order(*jobs, strategy=BATCHES) == ["a", "b"]
 
 
 def test_steps_come_from_measured_step_times_and_lengths_from_predicted_ones(published):

@@ -16,7 +16,7 @@ from carpool_extender.simulation.engine import Simulation
 from carpool_extender.simulation.failures import with_failures
 from carpool_extender.simulation.pairs import MeasuredPairs
 from carpool_extender.simulation.state import Finished, Outcome
-from carpool_extender.simulation.strategy import Knowledge, Order, Piece, Strategy
+from carpool_extender.simulation.strategy import Knowledge, Piece, Strategy
 from carpool_extender.simulation.workload import Workload
 
 SLOWED = 1.5
@@ -93,12 +93,10 @@ class Experiment:
     mode: SharingMode
     whole: bool = False
     """Whether the strategies above are all, because the workload is too large, or nothing of it is predicted."""
-    is_at_once: bool = False
-    """Whether all jobs are there at the start, where it is not published how nearly."""
 
 
 EXPERIMENTS: dict[str, Experiment] = {
-    "hotcloud": Experiment(hotcloud.hotcloud, hotcloud.STRATEGIES, SharingMode.TIME_SLICING, is_at_once=True),
+    "hotcloud": Experiment(hotcloud.hotcloud, hotcloud.STRATEGIES, SharingMode.TIME_SLICING),
     "radrm-90": Experiment(lambda data, seed: radrm.radrm(data, seed, 90), radrm.STRATEGIES, SharingMode.MPS),
     "radrm-60": Experiment(lambda data, seed: radrm.radrm(data, seed, 60), radrm.STRATEGIES, SharingMode.MPS),
     "philly": Experiment(philly.philly, philly.STRATEGIES, SharingMode.TIME_SLICING, whole=True),
@@ -112,7 +110,6 @@ ERRORS = (0.10, 0.25, 0.50)
 """By how much predictions are off, where that is tried: standard deviations of the logarithms of factors."""
 DEFAULT_POLICY = "least-slowdown"
 DEFAULT = "Carpool, slowdown ≤ 1.5 (default)"
-ARRIVAL = "Carpool, in order of arrival"
 LONGEST_FIRST = "Carpool, longest first"
 UNCOUNTED = "Carpool, own peaks not counted"
 EVERYTHING = "with all of them"
@@ -121,15 +118,14 @@ ORACLE = "oracle's knowledge, slowdown ≤ 1.5"
 
 def ours(mode: SharingMode) -> list[Strategy]:
     """Carpool with what it is shipped with and what it learns, at several limits; ablations; an oracle's knowledge."""
-    base = replace(_unlearned(DEFAULT, mode), learns=True, settles=True)
+    base = Strategy(DEFAULT, DEFAULT_POLICY, Knowledge.PREDICTED, mode, max_slowdown=1.5, learns=True, settles=True)
     oracle = replace(base, knowledge=Knowledge.TRUTH, learns=False, settles=False)
     return [
         base,
         replace(base, name="Carpool, slowdown ≤ 2", max_slowdown=2.0),
         replace(base, name="Carpool, best fit", policy="best-fit"),
         replace(base, name="Carpool, fewest watts", policy="energy"),
-        replace(base, name=ARRIVAL, order=Order.ARRIVAL),
-        replace(base, name=LONGEST_FIRST, order=Order.LONGEST_FIRST),
+        replace(base, name=LONGEST_FIRST, longest_first=True),
         replace(base, name="Carpool, limits by the upper quantile", conditions=Conditions(quantile=Quantile.UPPER)),
         replace(base, name="Carpool, nothing measured", measure=False, settles=False),
         replace(base, name="Carpool, nothing learned", learns=False, settles=False),
@@ -138,11 +134,6 @@ def ours(mode: SharingMode) -> list[Strategy]:
         replace(oracle, name=ORACLE),
         replace(oracle, name="oracle's knowledge, slowdown ≤ 2", max_slowdown=2.0),
     ]
-
-
-def _unlearned(name: str, mode: SharingMode) -> Strategy:
-    """Return Carpool as it ships, but for what it learns."""
-    return Strategy(name, DEFAULT_POLICY, Knowledge.PREDICTED, mode, max_slowdown=1.5, order=Order.BATCHES)
 
 
 def attributed(mode: SharingMode) -> list[Strategy]:
@@ -170,7 +161,7 @@ def varied(mode: SharingMode) -> list[Strategy]:
 
 def wrong(mode: SharingMode) -> list[Strategy]:
     """Carpool when its predictions are off, or missing: where it learns nothing, and as shipped, where it learns."""
-    base = _unlearned("Carpool", mode)
+    base = Strategy("Carpool", DEFAULT_POLICY, Knowledge.PREDICTED, mode, max_slowdown=1.5)
     off = [replace(base, name=f"off by {round(100 * e)}%", error=e) for e in (0.0, *ERRORS)]
     shipped = [replace(ours(mode)[0], name=f"the default, off by {round(100 * e)}%", error=e) for e in ERRORS]
     silent = replace(base, name="abstains from every job", abstain=True)

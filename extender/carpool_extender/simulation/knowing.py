@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
-from carpool_core.batches import Batches
 from carpool_core.demand import Demand
 from carpool_core.lengths import length_s, rung
 from carpool_core.resources.node import Tenant, TenantProfile
@@ -17,7 +16,7 @@ from carpool_predictor.cost_models.solo import Activity, alone, is_used_up
 from carpool_extender.placement.applicant import Applicant
 from carpool_extender.simulation.foretold import exactly, prediction_of
 from carpool_extender.simulation.learning import Learner
-from carpool_extender.simulation.strategy import ANY_SLOWDOWN, Knowledge, Order, Piece, Strategy
+from carpool_extender.simulation.strategy import ANY_SLOWDOWN, Knowledge, Piece, Strategy
 from carpool_extender.simulation.workload import SimJob, Truth
 
 NAMESPACE = "simulation"
@@ -71,7 +70,6 @@ class Knower:
         self._strategy, self._usable_mib, self._seed = strategy, usable_mib, seed
         self._applicants: dict[object, Applicant] = {}
         self._counted: dict[str, int] = {}
-        self._batches = Batches()
         self._learner = Learner(is_strict=strategy.strict, steady_s=strategy.steady_s) if strategy.learns else None
 
     @property
@@ -109,30 +107,21 @@ class Knower:
         own = job.name if self._strategy.error else ""
         return (job.truth.kind, job.gpus, job.workers, stage.attempt, stage.profiling, own)
 
-    def turn(self, job: SimJob, *, is_decreasing: bool) -> tuple[float, float]:
+    def turn(self, job: SimJob, *, is_decreasing: bool) -> float:
         """Return what the queue goes by, the least first: the time of arrival, unless another job is to come first.
-
-        Jobs are asked for in the order of their arrival.
 
         Args:
             job: The job.
             is_decreasing: Whether the policy starts with the job of the largest utilization.
         """
         if Piece.DURATIONS in self._strategy.told:
-            return (-job.work_s, 0.0)
-        if is_decreasing and self._strategy.order is not Order.LONGEST_FIRST:
-            predicted = self._prediction(job)
-            return (-1.0 if predicted is None else -predicted.products[0].activity.gpu_util_percent.median, 0.0)
-        if self._strategy.order is Order.ARRIVAL:
-            return (job.arrival_s, 0.0)
-        came = 0.0 if self._strategy.order is Order.LONGEST_FIRST else self._came(job)
-        return (came, -rung(length_s(self._steps(job), self._prediction(job), lambda _: True)))
-
-    def _came(self, job: SimJob) -> float:
-        """Return when the batch ended in which a job came; one that begins again keeps its place."""
-        if self._batches.ends_at(job.name) is None:
-            self._batches.came(job.name, job.arrival_s)
-        return self._batches.ends_at(job.name) or 0.0
+            return -job.work_s
+        if self._strategy.longest_first:
+            return -rung(length_s(self._steps(job), self._prediction(job), lambda _: True))
+        if not is_decreasing:
+            return job.arrival_s
+        predicted = self._prediction(job)
+        return -1.0 if predicted is None else -predicted.products[0].activity.gpu_util_percent.median
 
     def _steps(self, job: SimJob) -> int | None:
         """Return how many steps a job says it has: None where it is silent, others than it has where it errs."""

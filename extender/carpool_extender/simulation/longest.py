@@ -8,8 +8,8 @@ from carpool_core.lengths import UNKNOWN_S, told
 
 from carpool_extender.placement.refusal import counted
 from carpool_extender.simulation import paired, report
-from carpool_extender.simulation.contest import ARRIVAL, DEFAULT, ERRORS, LONGEST_FIRST, Experiment, Line, ours
-from carpool_extender.simulation.strategy import Knowledge, Order, Strategy
+from carpool_extender.simulation.contest import DEFAULT, ERRORS, LONGEST_FIRST, Experiment, Line, ours
+from carpool_extender.simulation.strategy import Knowledge, Strategy
 
 TITLE = "What the longest first hangs on"
 SILENT = 0.5
@@ -19,10 +19,9 @@ STEPS_ERROR = 0.7
 SILENCED = f"{LONGEST_FIRST}, {SILENT:.0%} of the jobs say no steps"
 MISSAID = f"{LONGEST_FIRST}, steps off by a factor of about {math.exp(STEPS_ERROR):.0f}"
 MEANS = (
-    "Queues sorted by predicted lengths, as `settings.queueOrder: LongestFirst` does, and as the default does with "
-    "jobs that come together, which all of HotCloud's do. The control is the experiment's first line with its queue "
-    "sorted so: whole GPUs, so that what it gains is the order alone. Beside it stands Carpool by default, in order of "
-    "arrival and the longest first: as they are; where each job is silent about its steps with a "
+    "Queues sorted by predicted lengths, as `settings.queueOrder: LongestFirst` does. The control is the experiment's "
+    "first line with its queue sorted so: whole GPUs, so that what it gains is the order alone. Beside it stands "
+    "Carpool in order of arrival and the longest first: as they are; where each job is silent about its steps with a "
     f"chance of {SILENT:.0%} (it counts as {told(UNKNOWN_S)}, as on a cluster); where the steps that jobs say are off "
     f"by factors whose logarithms have a standard deviation of {STEPS_ERROR:g}; and where predictions are off likewise "
     "by that much in memory, activity and time of a step, until a job is learned. Factors and who is silent are drawn "
@@ -43,7 +42,7 @@ def hanging(experiment: Experiment) -> list[Strategy]:
     first = experiment.published[0]
     # Whole GPUs are handed out alike whatever is predicted: only the lengths are taken from it.
     control = replace(
-        first, name=control_name(first.name), knowledge=Knowledge.PREDICTED, order=Order.LONGEST_FIRST, published=""
+        first, name=control_name(first.name), knowledge=Knowledge.PREDICTED, longest_first=True, published=""
     )
     base = next(one for one in ours(experiment.mode) if one.name == LONGEST_FIRST)
     off = [replace(base, name=f"{LONGEST_FIRST}, predictions off by {round(100 * e)}%", error=e) for e in ERRORS]
@@ -78,7 +77,7 @@ def section(known: Mapping[str, Sequence[Line]], found: Mapping[str, Sequence[Li
 
 def _of_one(name: str, known: Sequence[Line], found: Sequence[Line]) -> list[str]:
     control = control_of(known, found)
-    beside = [line for line in known if line.strategy.name in (ARRIVAL, DEFAULT, LONGEST_FIRST)]
+    beside = [line for line in known if line.strategy.name in (DEFAULT, LONGEST_FIRST)]
     others = [line for line in found if line is not control]
     rows = [*([control] if control is not None else []), *beside, *others]
     error = "" if len(known[0].runs) == 1 else " ± standard error"

@@ -19,7 +19,7 @@ from carpool_extender.placement.refusal import counted
 from carpool_extender.simulation import hotcloud
 from carpool_extender.simulation.features import job_of, prediction_of
 from carpool_extender.simulation.philly_times import read_trace
-from carpool_extender.simulation.strategy import Knowledge, Order, Strategy
+from carpool_extender.simulation.strategy import Knowledge, Strategy
 from carpool_extender.simulation.workload import SimJob, Workload, WorkloadError
 
 GPUS, PER_NODE = 2490, 8
@@ -73,7 +73,6 @@ STRATEGIES = (
         Knowledge.PREDICTED,
         SharingMode.TIME_SLICING,
         max_slowdown=1.5,
-        order=Order.BATCHES,
         settles=True,
     ),
 )

@@ -31,17 +31,6 @@ class Piece(StrEnum):
     """How long each job runs alone: the longest of those that wait comes first."""
 
 
-class Order(StrEnum):
-    """In which order waiting jobs are tried, as the chart's `queueOrder` has it."""
-
-    ARRIVAL = "arrival"
-    BATCHES = "batches"
-    """In that of their arrival, but of those that come together the longest first, by the lengths that are predicted.
-    The three seconds for which the operator waits for them are left out."""
-    LONGEST_FIRST = "longest first"
-    """By the lengths that are predicted of all that wait, whenever they came."""
-
-
 ANY_SLOWDOWN = 10.0
 """The largest limit that a job may say; it asks nothing."""
 
@@ -72,8 +61,9 @@ class Strategy:
     """Whether what ran, or died of memory, calibrates the predictions of later jobs."""
     strict: bool = True
     """Where it learns: whether jobs run alone on a stack of which nothing was measured yet."""
-    order: Order = Order.ARRIVAL
-    """Of those that wait; a policy that starts with the largest has its own."""
+    longest_first: bool = False
+    """Whether jobs wait by the lengths that are predicted of them, the longest first, as with the chart's
+    `queueOrder: LongestFirst`."""
     silent_share: float = 0.0
     """Share of the jobs that do not say how many steps they have, 0..1; of which jobs is drawn, for ablations."""
     steps_error: float = 0.0

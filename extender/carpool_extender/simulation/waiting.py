@@ -10,10 +10,10 @@ from carpool_extender.simulation.workload import SimJob
 
 @dataclass(order=True, slots=True)
 class Entry:
-    """One job that waits; entries compare by urgency, then by their turns (`Knower.turn`)."""
+    """One job that waits; entries compare by urgency, then by the order of the queue."""
 
     urgency: int
-    turn: tuple[float, float]
+    size: float
     number: int
     job: SimJob = field(compare=False)
     stage: Stage = field(compare=False)
