@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 from carpool_core.values import GpuUuid
 from carpool_extender.simulation.contest import figures_of
-from carpool_extender.simulation.engine import DEATHS, OOM_AFTER_S, Simulation
+from carpool_extender.simulation.engine import DEATHS, Simulation
 from carpool_extender.simulation.failures import with_failures
+from carpool_extender.simulation.monitors import LOADED_S
 from carpool_extender.simulation.strategy import Knowledge, Strategy
 from carpool_extender.simulation.workload import Failure
 from msgspec import structs
@@ -17,7 +18,7 @@ def test_a_job_beyond_its_limit_dies_is_raised_and_succeeds():
     small = truth(1000, kind="a")
     outcome = Simulation(workload(job("a", of=truth(1400, kind="a"), told=small)), CARPOOL, NoSlowdown()).run()
     assert outcome.ooms == 1
-    assert ends(outcome) == {"a": OOM_AFTER_S + 100.0}
+    assert ends(outcome) == {"a": LOADED_S + 100.0}
 
 
 def test_whoever_allocates_last_dies_where_nothing_limits_memory_and_recovers_alone():
@@ -104,7 +105,7 @@ def test_a_job_that_only_ever_gets_a_gpu_too_small_for_it_is_given_up():
     jobs = replace(jobs, nodes={"n": [structs.replace(first, memory_mib=5_000), second]})
     outcome = Simulation(jobs, replace(CARPOOL, policy="first-fit"), NoSlowdown()).run()
     assert (outcome.unplaced, outcome.ooms, ends(outcome)) == (1, DEATHS, {})
-    assert outcome.span_s == DEATHS * OOM_AFTER_S
+    assert outcome.span_s == DEATHS * LOADED_S
 
 
 def test_failures_overlap_without_reviving_a_gpu_too_early():

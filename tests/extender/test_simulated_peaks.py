@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 from carpool_core.values import SharingMode
-from carpool_extender.simulation.engine import OOM_AFTER_S, Simulation
+from carpool_extender.simulation.engine import Simulation
+from carpool_extender.simulation.monitors import LOADED_S
 from simulated_world import CARPOOL, NoSlowdown, ends, job, truth, workload
 
 SETTLES = replace(CARPOOL, name="settles", settles=True)
-FIRST_S, LAST_S = OOM_AFTER_S + 90.0, OOM_AFTER_S + 600.0
+FIRST_S, LAST_S = LOADED_S + 90.0, LOADED_S + 600.0
 
 
 def both(strategy, peak_mib, mode=SharingMode.MPS):
@@ -45,7 +46,7 @@ def test_the_larger_bound_of_a_first_run_gives_way_too():
 def test_a_job_that_died_of_memory_keeps_what_it_was_promised():
     """Its first bound was too low; what it then takes is below what it counts with, and stays so."""
     grows = job("grows", 2000.0, of=truth(5000, kind="grows"), told=truth(4000))
-    jobs = workload(grows, job("later", 50.0, 3.0 + OOM_AFTER_S, of=truth(4300, kind="later")))
+    jobs = workload(grows, job("later", 50.0, 3.0 + LOADED_S, of=truth(4300, kind="later")))
     outcome = Simulation(jobs, SETTLES, NoSlowdown()).run()
     assert outcome.ooms == 1
     assert ends(outcome)["later"] > 2000.0

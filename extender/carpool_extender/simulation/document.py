@@ -6,11 +6,32 @@ from pathlib import Path
 from carpool_predictor.calibration.recalling import FIRST, FIRST_UNENFORCED
 
 from carpool_extender.placement.refusal import counted
-from carpool_extender.simulation import energies, goals, idleness, longest, losses, paired, report, results, workdone
+from carpool_extender.simulation import (
+    energies,
+    goals,
+    idleness,
+    longest,
+    losses,
+    paired,
+    report,
+    results,
+    spreading,
+    workdone,
+)
 from carpool_extender.simulation.contest import DEFAULT, EVERYTHING, EXPERIMENTS, FAILS_EVERY_H, ORACLE, Line
 from carpool_extender.simulation.doubts import doubts
 from carpool_extender.simulation.goals import named
-from carpool_extender.simulation.results import ATTRIBUTED, FAILING, LONGEST, POLICED, SUFFIXES, VARIED, WRONG, Results
+from carpool_extender.simulation.results import (
+    ATTRIBUTED,
+    FAILING,
+    LONGEST,
+    POLICED,
+    SPREAD,
+    SUFFIXES,
+    VARIED,
+    WRONG,
+    Results,
+)
 from carpool_extender.simulation.workload import WorkloadError
 
 PHILLY_MUST_S = 120.0
@@ -35,9 +56,10 @@ def write(out: Path, path: Path) -> None:
         raise WorkloadError(f"expected results in {out}, found none; run `carpool simulate --workload all` first")
     policies = {name: one for name, of in found.items() if (one := _policies(out, name, of)) is not None}
     like = {name: one.lines for name, one in policies.items() if one.about.made.is_like(found[name].about.made)}
-    hanging = _hanging(out, found)
+    hanging, spread = _alike(out, found, LONGEST), _alike(out, found, SPREAD)
     parts = [*_head(), *goals.section(found, _everything(out, found), hanging)]
-    parts += longest.section({name: of.lines for name, of in found.items()}, hanging)
+    lines = {name: of.lines for name, of in found.items()}
+    parts += [*longest.section(lines, hanging), *spreading.section(lines, spread)]
     parts += losses.section(found, like)
     for name, (about, known) in found.items():
         title, *rest = report.section(about.title, about.assumptions, known, about.shown)
@@ -64,9 +86,9 @@ def _everything(out: Path, found: Mapping[str, Results]) -> dict[str, Line]:
     return {name: line for name, line in lines.items() if line is not None}
 
 
-def _hanging(out: Path, found: Mapping[str, Results]) -> dict[str, Sequence[Line] | None]:
-    """Read what the longest first hangs on by experiment; None where it may not be compared seed by seed."""
-    known = {name: _beside(out, name, LONGEST, of) for name, of in found.items()}
+def _alike(out: Path, found: Mapping[str, Results], suffix: str) -> dict[str, Sequence[Line] | None]:
+    """Read results beside those of each experiment; None where they may not be compared seed by seed."""
+    known = {name: _beside(out, name, suffix, of) for name, of in found.items()}
     return {
         name: one.lines if one.about.made.is_like(found[name].about.made) else None
         for name, one in known.items()

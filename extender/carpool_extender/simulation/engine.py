@@ -14,7 +14,7 @@ from carpool_extender.placement.policies import find_policy
 from carpool_extender.placement.rules import Rules
 from carpool_extender.simulation.foreseeing import board_of
 from carpool_extender.simulation.knowing import Knower, Stage
-from carpool_extender.simulation.monitors import Monitors
+from carpool_extender.simulation.monitors import LOADED_S, Monitors
 from carpool_extender.simulation.state import Finished, Gpu, Outcome, Physics, Running, uid_of
 from carpool_extender.simulation.strategy import Knowledge, Strategy
 from carpool_extender.simulation.waiting import Entry, Waiting
@@ -24,8 +24,6 @@ from carpool_extender.state.measured import SETTLED_S
 from carpool_extender.state.settling import margins
 
 SLOTS = 8
-OOM_AFTER_S = 60.0
-"""Seconds until a job that has too little memory dies: it loads, and allocates in its first step."""
 DEATHS = RunPolicy().backoff_limit + 1
 """Times that a job dies of memory before it is given up, as the operator gives it up: where GPUs differ, it may get one
 that is too small for it again and again."""
@@ -159,16 +157,17 @@ class Simulation:
         if shut_s:
             self._at(self._now_s + shut_s, self._open)
         if self._is_short_of_memory(running):
-            self._at(self._now_s + OOM_AFTER_S, lambda: self._die(running))
+            self._at(self._now_s + LOADED_S, lambda: self._die(running))
         self._update(running.gpus)
         if self._strategy.measure:
-            self._at(self._now_s + SETTLED_S, lambda: self._look(running, SETTLED_S))
+            for age_s in (LOADED_S, SETTLED_S):
+                self._at(self._now_s + age_s, partial(self._look, running, age_s))
             if self._strategy.learns:
                 steady_s = self._strategy.steady_s
-                self._at(self._now_s + steady_s, lambda: self._look(running, steady_s))
+                self._at(self._now_s + steady_s, partial(self._look, running, steady_s))
             if self._strategy.settles:
                 for still_s, by in margins(self._strategy.steady_s):
-                    self._at(self._now_s + OOM_AFTER_S + still_s, partial(self._settle, running, by))
+                    self._at(self._now_s + LOADED_S + still_s, partial(self._settle, running, by))
         elif self._knower.watches:
             self._monitors.report(running.nodes, self._now_s)
 
@@ -178,9 +177,9 @@ class Simulation:
         self._freed += 1
 
     def _look(self, running: Running, age_s: float) -> None:
-        """Let the agents report a tenant that is old enough for its measure to count."""
+        """Let the agents report a tenant that has all its memory, or is old enough for its measure to count."""
         if not running.ended:
-            if self._strategy.learns:
+            if self._strategy.learns and age_s >= SETTLED_S:
                 self._knower.saw(running.as_run(), age_s=age_s)
             self._monitors.report(running.nodes, self._now_s)
             self._freed += 1

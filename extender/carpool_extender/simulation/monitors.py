@@ -10,6 +10,9 @@ from carpool_extender.simulation.board import Board
 from carpool_extender.simulation.knowing import Knower
 from carpool_extender.simulation.state import Gpu, Running
 
+LOADED_S = 60.0
+"""Time until a job has taken its memory, in seconds: it loads, and allocates in its first step."""
+
 
 class Monitors:
     """Reports tenants as a strategy gets to see them.
@@ -34,7 +37,9 @@ class Monitors:
                 for running in gpu.tenants:
                     uid, tenant = self._measured(running, gpu.device.uuid)
                     seen[uid] = running
-                    tenants += [] if tenant is None else [tenant]
+                    if now_s >= running.started_s + LOADED_S or self._knower.watches:
+                        tenants += [] if tenant is None else [tenant]
+                        self._knower.outgrew(running.as_run())
             self._board.report(node, tenants, self._as_seen(node, seen), now_s)
 
     def _measured(self, running: Running, gpu: GpuUuid) -> tuple[PodUid, Tenant | None]:

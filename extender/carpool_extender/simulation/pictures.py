@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from carpool_extender.simulation.contest import DEFAULT, DEFAULT_POLICY, Line
@@ -10,12 +11,18 @@ from carpool_extender.simulation.state import Finished, Outcome
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 MOST_GPUS = 24
 """GPUs that a chart of who ran where shows; more would be no picture."""
 Shown = tuple[str, Outcome]
 """A strategy's name and its first run."""
-_WIDE, _TALL = (9, 4), (9, 6)
+_WIDE, _TALL = (11, 4.5), (9, 6)
+_WEIGHTS = {True: 2.2, False: 1.0}
+"""How thick a line is, in points: of the first and Carpool's own, which lie on top, and of the others, of which there
+may be a dozen."""
+_FAR_APART = 50
+"""Where the slowest job takes so many times as long as the middle one, times are told by their logarithms."""
 _DASHES = ("-", "--", ":", "-.")
 _CARPOOLS = (DEFAULT, DEFAULT_POLICY)
 """Names of Carpool's own line, among strategies and among policies."""
@@ -82,6 +89,12 @@ def style(number: int) -> Style:
     return Style(to_hex(matplotlib.colormaps["tab20"](shade)), _DASHES[(number + number // _PALETTE) % len(_DASHES)])
 
 
+def _weigh(drawn: "Sequence[Line2D]", number: int, title: str) -> None:
+    is_own = number == 0 or title in _CARPOOLS
+    for one in drawn:
+        one.set(linewidth=_WEIGHTS[is_own], zorder=3 if is_own else 2)
+
+
 def utilization(name: str, shown: Sequence[Shown]) -> "Figure":
     """Draw the mean utilization of all GPUs over time."""
     from matplotlib.figure import Figure
@@ -92,10 +105,11 @@ def utilization(name: str, shown: Sequence[Shown]) -> "Figure":
         times, values = zip(*outcome.utilization, strict=True)
         minutes, percent = [t / 60 for t in times], [100 * u for u in values]
         colour, dash = style(number)
-        axes.step(minutes, percent, color=colour, linestyle=dash, where="post", lw=1.2, label=title)
+        drawn = axes.step(minutes, percent, color=colour, linestyle=dash, where="post", label=title)
+        _weigh(drawn, number, title)
     axes.set(xlabel="minutes", ylabel="mean GPU utilization, %", ylim=(0, 105))
     axes.set_title(f"{name}: how busy the GPUs are, {_SEED}")
-    axes.legend(fontsize=6, handlelength=4)
+    figure.legend(loc="outside right upper", fontsize=6, handlelength=4)
     return figure
 
 
@@ -109,10 +123,13 @@ def completion(name: str, shown: Sequence[Shown]) -> "Figure":
         times = sorted((one.end_s - one.job.arrival_s) / 60 for one in outcome.finished)
         percent = [100 * (i + 1) / len(times) for i in range(len(times))]
         colour, dash = style(number)
-        axes.step(times, percent, color=colour, linestyle=dash, lw=1.2, label=title)
+        _weigh(axes.step(times, percent, color=colour, linestyle=dash, label=title), number, title)
+    taken = [(one.end_s - one.job.arrival_s) / 60 for _, outcome in shown for one in outcome.finished]
+    if max(taken) > _FAR_APART * median(taken) > 0:
+        axes.set_xscale("log")
     axes.set(xlabel="minutes from submission to end", ylabel="jobs that ended, %")
     axes.set_title(f"{name}: how long jobs take, {_SEED}")
-    axes.legend(fontsize=6, handlelength=4)
+    figure.legend(loc="outside right upper", fontsize=6, handlelength=4)
     return figure
 
 
