@@ -2,7 +2,7 @@
 
 import pytest
 from carpool_extender.simulation.command import simulate
-from carpool_extender.simulation.contest import contest, named
+from carpool_extender.simulation.contest import DEFAULT, contest, named
 from carpool_extender.simulation.pictures import completion, draw, gantt, remove, style, utilization
 from click.testing import CliRunner
 from simulated_world import CARPOOL, job, workload
@@ -25,6 +25,25 @@ def test_lines_differ_in_colour_or_dash():
     """Regression: the eleventh had the first one's colour."""
     assert len({style(number) for number in range(80)}) == 80
     assert len({style(number).colour for number in range(20)}) == 20
+
+
+@pytest.mark.parametrize("picture", [utilization, completion])
+def test_the_first_line_and_carpools_lie_on_top_of_the_others_and_are_thicker(line, picture):
+    shown = [(name, line.example) for name in ("slot-based", "other", DEFAULT, "best-fit", "least-slowdown")]
+    drawn = {one.get_label(): one for one in picture("x", shown).axes[0].get_lines()}
+    own = {"slot-based", DEFAULT, "least-slowdown"}
+    others = [drawn[name] for name in drawn.keys() - own]
+    assert len(others) == 2
+    for name in own:
+        assert drawn[name].get_linewidth() > max(one.get_linewidth() for one in others)
+        assert drawn[name].get_zorder() > max(one.get_zorder() for one in others)
+
+
+@pytest.mark.parametrize(("longest_s", "scale"), [(400.0, "linear"), (40_000.0, "log")])
+def test_times_that_lie_far_apart_are_told_by_their_logarithms(data, longest_s, scale):
+    jobs = [*(job(f"short-{i}") for i in range(3)), job("long", longest_s)]
+    found = contest(lambda _: workload(*jobs, gpus=4), named("exclusive", CARPOOL), 1, data, lambda _: None)[0]
+    assert completion("x", [("exclusive", found.example)]).axes[0].get_xscale() == scale
 
 
 def test_titles_say_of_which_workload_strategy_and_seed_a_picture_is(line):
