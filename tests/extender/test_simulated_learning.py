@@ -7,7 +7,6 @@ from carpool_core.resources.node import Device
 from carpool_core.values import GpuUuid, SharingMode
 from carpool_extender.simulation.engine import Simulation
 from carpool_extender.simulation.features import job_of, prediction_of
-from carpool_extender.simulation.monitors import LOADED_S
 from carpool_extender.simulation.trace_features import input_of
 from carpool_extender.simulation.workload import SimJob
 from simulated_world import A100, CARPOOL, LEARNS, NoSlowdown, ends, truth, workload
@@ -33,16 +32,6 @@ def test_nothing_is_revealed_before_it_ran():
     """Both come at once: neither knows of the other; the third knows of both."""
     jobs = workload(traced("a", 1.2), traced("b", 1.2), traced("c", 1.2, 2000.0))
     assert Simulation(jobs, LEARNS, NoSlowdown()).run().ooms == 2
-
-
-@pytest.mark.parametrize(("at_s", "deaths"), [(LOADED_S - 1.0, 1), (LOADED_S + 1.0, 0)])
-def test_more_than_a_bound_that_nothing_enforces_is_learned_once_it_is_there(at_s, deaths):
-    """There is room beside what the first takes for what was predicted of the second, but not for what it takes."""
-    jobs = [traced("a", 1.4), traced("b", 1.4, at_s)]
-    bound_mib = jobs[0].prediction.products[0].memory.upper_mib
-    assert jobs[0].prediction.products[0].memory.upper_unenforced_mib < 1.3 * bound_mib
-    of = workload(*jobs, memory_mib=round(2.72 * bound_mib))
-    assert Simulation(of, replace(LEARNS, mode=SharingMode.TIME_SLICING), NoSlowdown()).run().ooms == deaths
 
 
 def test_jobs_run_alone_where_nothing_was_measured_until_some_were():

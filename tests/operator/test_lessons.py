@@ -29,7 +29,7 @@ async def test_a_defect_costs_the_lessons_that_met_it_and_not_the_operator() -> 
     of = world()
     of.apply(model={"catalog": {"name": "timm/resnet50"}})
     await begun(of)
-    await seen(of, 2000)
+    await seen(of, 3000)
     features, of.tracer.answer = of.tracer.answer, ValueError("a defect")
     of.start()  # so that the model has to be traced again
     await of.settle()

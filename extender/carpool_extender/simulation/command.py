@@ -16,7 +16,7 @@ from carpool_extender.placement.conditions import Conditions
 from carpool_extender.placement.policies import UnknownPolicyError
 from carpool_extender.placement.refusal import counted
 from carpool_extender.settings import ConditionSettings
-from carpool_extender.simulation import document, longest, philly, pictures, progress, report, results, spreading
+from carpool_extender.simulation import document, longest, otherwise, philly, pictures, progress, report, results
 from carpool_extender.simulation.contest import (
     EXPERIMENTS,
     SMALL,
@@ -275,11 +275,10 @@ def _one(name: str, experiment: Experiment, runs: Runs, warn: Callable[[str], No
             others = run(experiment, strategies, suffix)
             results.write(runs.out, name + suffix, workload, others, runs.made)
             parts += [told, "", *report.markdown([lines[0], *others]), ""]
-        if experiment.is_at_once:
-            spread = [spreading.spread(experiment, over_s) for over_s in spreading.OVER_S]
-            others = [line for one in spread for line in run(one, list(one.published), results.SPREAD)]
-            results.write(runs.out, name + results.SPREAD, workload, others, runs.made)
-            parts += ["When jobs come one after the other:", "", *report.markdown([lines[0], *others]), ""]
+        cases = [] if workload.fragmented else otherwise.cases(name, experiment)
+        if lines_otherwise := [line for one in cases for line in run(one, list(one.published), results.OTHERWISE)]:
+            results.write(runs.out, name + results.OTHERWISE, workload, lines_otherwise, runs.made)
+            parts += otherwise.section({name: lines_otherwise})
         with_failures = failing(experiment)
         lines_failing = run(with_failures, list(with_failures.published), results.FAILING)
         results.write(runs.out, name + results.FAILING, with_failures.draw(runs.data, 0), lines_failing, runs.made)

@@ -93,12 +93,10 @@ class Experiment:
     mode: SharingMode
     whole: bool = False
     """Whether the strategies above are all, because the workload is too large, or nothing of it is predicted."""
-    is_at_once: bool = False
-    """Whether all jobs are there at the start, where it is not published how nearly."""
 
 
 EXPERIMENTS: dict[str, Experiment] = {
-    "hotcloud": Experiment(hotcloud.hotcloud, hotcloud.STRATEGIES, SharingMode.TIME_SLICING, is_at_once=True),
+    "hotcloud": Experiment(hotcloud.hotcloud, hotcloud.STRATEGIES, SharingMode.TIME_SLICING),
     "radrm-90": Experiment(lambda data, seed: radrm.radrm(data, seed, 90), radrm.STRATEGIES, SharingMode.MPS),
     "radrm-60": Experiment(lambda data, seed: radrm.radrm(data, seed, 60), radrm.STRATEGIES, SharingMode.MPS),
     "philly": Experiment(philly.philly, philly.STRATEGIES, SharingMode.TIME_SLICING, whole=True),

@@ -12,10 +12,10 @@ from carpool_extender.simulation import (
     idleness,
     longest,
     losses,
+    otherwise,
     paired,
     report,
     results,
-    spreading,
     workdone,
 )
 from carpool_extender.simulation.contest import DEFAULT, EVERYTHING, EXPERIMENTS, FAILS_EVERY_H, ORACLE, Line
@@ -25,8 +25,8 @@ from carpool_extender.simulation.results import (
     ATTRIBUTED,
     FAILING,
     LONGEST,
+    OTHERWISE,
     POLICED,
-    SPREAD,
     SUFFIXES,
     VARIED,
     WRONG,
@@ -56,10 +56,11 @@ def write(out: Path, path: Path) -> None:
         raise WorkloadError(f"expected results in {out}, found none; run `carpool simulate --workload all` first")
     policies = {name: one for name, of in found.items() if (one := _policies(out, name, of)) is not None}
     like = {name: one.lines for name, one in policies.items() if one.about.made.is_like(found[name].about.made)}
-    hanging, spread = _alike(out, found, LONGEST), _alike(out, found, SPREAD)
-    parts = [*_head(), *goals.section(found, _everything(out, found), hanging)]
-    lines = {name: of.lines for name, of in found.items()}
-    parts += [*longest.section(lines, hanging), *spreading.section(lines, spread)]
+    hanging = _hanging(out, found)
+    others = {name: one.lines for name in found if (one := results.read(out, name + OTHERWISE)) is not None}
+    parts = [*_head(), *goals.section(found, _everything(out, found), hanging, others)]
+    parts += longest.section({name: of.lines for name, of in found.items()}, hanging)
+    parts += otherwise.section(others)
     parts += losses.section(found, like)
     for name, (about, known) in found.items():
         title, *rest = report.section(about.title, about.assumptions, known, about.shown)
@@ -86,9 +87,9 @@ def _everything(out: Path, found: Mapping[str, Results]) -> dict[str, Line]:
     return {name: line for name, line in lines.items() if line is not None}
 
 
-def _alike(out: Path, found: Mapping[str, Results], suffix: str) -> dict[str, Sequence[Line] | None]:
-    """Read results beside those of each experiment; None where they may not be compared seed by seed."""
-    known = {name: _beside(out, name, suffix, of) for name, of in found.items()}
+def _hanging(out: Path, found: Mapping[str, Results]) -> dict[str, Sequence[Line] | None]:
+    """Read what the longest first hangs on by experiment; None where it may not be compared seed by seed."""
+    known = {name: _beside(out, name, LONGEST, of) for name, of in found.items()}
     return {
         name: one.lines if one.about.made.is_like(found[name].about.made) else None
         for name, one in known.items()

@@ -1,6 +1,6 @@
 """Says how RAD-RM's energies compare with those that were published, and what other power of GPUs would change."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from carpool_core.products import find_product
@@ -12,6 +12,8 @@ from carpool_extender.simulation.zeus_power import MEAN, power_of
 
 ASSUMED = tuple(Power(50, 50, full_w) for full_w in (200, 275, 319, 400))
 """An A100's usual idle power, whether it has a job or not, with several limits; the largest is the product's own."""
+REFITTED = ("radrm-60",)
+"""Experiments of which energies were published."""
 LIMITS_W = (275, 319)
 """Limits of a DGX Station A100's GPUs, none of which is published: as was assumed before; as its datasheet allows."""
 
@@ -50,6 +52,18 @@ def table(known: Sequence[Line]) -> list[str]:
         ),
         "",
     ]
+
+
+def refitted(known: Mapping[str, Line]) -> dict[str, str]:
+    """Say by how much each line's energy differs from the first one's, by constants that are fitted to these runs.
+
+    Args:
+        known: The lines of RAD-RM's 60 tasks by strategy, all of those among them of which energies were published.
+    """
+    runs = {name: _spent(line, radrm.GPUS, radrm.POWER) for name, line in known.items()}
+    power = fitted(runs, radrm.PUBLISHED_MJ)
+    first, *_ = runs.values()
+    return {name: f"{100 * (_mj(took, power) / _mj(first, power) - 1):+.1f}%" for name, took in runs.items()}
 
 
 def of_hotcloud(known: Sequence[Line]) -> list[str]:

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
-from carpool_extender.simulation import longest, paired
+from carpool_extender.simulation import longest, otherwise, paired
 from carpool_extender.simulation.contest import DEFAULT, LONGEST_FIRST, ORACLE, SLOWED, Line
 from carpool_extender.simulation.doubts import FAR_MORE, OWN_TRACES
 from carpool_extender.simulation.paired import BEYOND
+from carpool_extender.simulation.radrm import PUBLISHED_TIME
 from carpool_extender.simulation.report import deaths, share
 from carpool_extender.simulation.results import Results
 
@@ -52,6 +54,7 @@ def section(
     found: Mapping[str, Results],
     everything: Mapping[str, Line] | None = None,
     hanging: Mapping[str, Sequence[Line] | None] | None = None,
+    others: Mapping[str, Sequence[Line]] | None = None,
 ) -> list[str]:
     """Write the section.
 
@@ -59,6 +62,7 @@ def section(
         found: Results by experiment.
         everything: By experiment the line that knows durations and slowdowns, too, on the same seeds.
         hanging: By experiment the lines of what the longest first hangs on; None where they are of another version.
+        others: By experiment the lines of where what is not published is otherwise.
     """
     rows = []
     for goal in GOALS:
@@ -83,6 +87,7 @@ def section(
         *rows,
         "",
         *_published(found, (hanging or {}).get("hotcloud") or ()),
+        *_assumed(others or {}),
         *_deaths(found),
         *_slowed(found),
         *_oracle(found, everything or {}),
@@ -139,6 +144,40 @@ def _batch(first: str, control: Sequence[paired.Difference]) -> str:
         "and the goals that are met by it hang on jobs that say their steps "
         f"([{longest.TITLE.lower()}](#{longest.TITLE.lower().replace(' ', '-')}))."
     )
+
+
+def _assumed(others: Mapping[str, Sequence[Line]]) -> list[str]:
+    """Say how near RAD-RM's own strategies come to what was published, and what Carpool does where they do most."""
+    cases = otherwise.by_case(others.get("radrm-90", ()))
+    if not cases:
+        return []
+    off = {
+        case: fmean(abs(_time(of, one).mean - told) for one, told in PUBLISHED_TIME.items())
+        for case, of in cases.items()
+    }
+    nearest = min(off, key=off.__getitem__)
+    ours = [
+        f"{paired.percent(_time(of[nearest], DEFAULT))} on {name}"
+        for name, lines in others.items()
+        if nearest in (of := otherwise.by_case(lines))
+    ]
+    assumed = cases[otherwise.ASSUMED]
+    return [
+        "RAD-RM's goals hang on how busy its tasks keep the SMs, which is not published. As it is assumed its own "
+        "strategies gain more here than was published: "
+        + ", ".join(
+            f"{one} {paired.percent(_time(assumed, one))} of trace time ({told:g}%)"
+            for one, told in PUBLISHED_TIME.items()
+        )
+        + f". They come nearest to that, of what was tried, with {nearest}; there Carpool's default comes to "
+        f"{' and '.join(ours)} ([{otherwise.TITLE.lower()}]({otherwise.place()})).",
+        "",
+    ]
+
+
+def _time(of: Mapping[str, Line], name: str) -> paired.Difference:
+    """Return the change of trace time against whole GPUs, which stand ahead."""
+    return paired.change(of[name], next(iter(of.values())), "makespan_min")
 
 
 def _deaths(found: Mapping[str, Results]) -> list[str]:

@@ -3,9 +3,11 @@
 import csv
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
+from carpool_core.lengths import told
 from carpool_core.resources.node import Device
 from carpool_core.values import GpuUuid, SharingMode
 
@@ -37,6 +39,18 @@ ASSUMPTIONS = (
     "without activity, 86% with all SMs active. SM activity is measured nowhere; GPU utilization takes its place.",
     "Reactive: a job is alone for a minute on an idle GPU, that minute is lost, then it is known exactly.",
 )
+
+Lasts = Callable[[float], float]
+
+
+def _log_uniform(share: float) -> float:
+    low, high = math.log(SHORTEST_S), math.log(LONGEST_S)
+    return math.exp(low + share * (high - low))
+
+
+def _uniform(share: float) -> float:
+    return SHORTEST_S + share * (LONGEST_S - SHORTEST_S)
+
 
 _JOINT = Conditions(most_joint_sm_active=1.0, most_jobs=3)
 
@@ -73,19 +87,35 @@ STRATEGIES = (
 )
 
 
-def hotcloud(data: Path, seed: int) -> Workload:
-    """Draw the jobs of one run."""
+def hotcloud(data: Path, seed: int, *, over_s: float = 0.0, lasts_s: Lasts = _log_uniform) -> Workload:
+    """Draw the jobs of one run.
+
+    Args:
+        data: Where Lucid's measurements lie.
+        seed: Draws the jobs.
+        over_s: When the last one comes, in seconds after the first; evenly between.
+        lasts_s: Says how long a job runs alone, by a number from 0 to 1.
+    """
     draw = random.Random(f"hotcloud/{seed}")  # noqa: S311  # a simulation, no secret
     kinds, steps_s = profiles(data), step_times(data)
     jobs = []
     for number in range(JOBS):
         truth = draw.choice(kinds)
-        work_s = math.exp(draw.uniform(math.log(SHORTEST_S), math.log(LONGEST_S)))
+        work_s = lasts_s(draw.random())
         told, asked = prediction_of(truth.kind, PRODUCT), job_of(truth.kind)
         steps = round(work_s / steps_s[truth.kind])
-        jobs.append(SimJob(f"job-{number:03}", 0.0, work_s, 1, truth, told, asked=asked, steps=steps))
+        jobs.append(
+            SimJob(f"job-{number:03}", number * over_s / (JOBS - 1), work_s, 1, truth, told, asked=asked, steps=steps)
+        )
     nodes = {f"node-{i:02}": [gpu(f"node-{i:02}", 0)] for i in range(GPUS)}
     return Workload("hotcloud", "HotCloud '20: 100 jobs, 12 GPUs", jobs, nodes, ASSUMPTIONS)
+
+
+OTHERWISE: Mapping[str, Callable[[Path, int], Workload]] = {
+    **{f"jobs come over {told(s)}": partial(hotcloud, over_s=s) for s in (60.0, 600.0, 3600.0)},
+    "durations are uniform": partial(hotcloud, lasts_s=_uniform),
+}
+"""What is not published, otherwise than assumed."""
 
 
 def profiles(data: Path) -> list[Truth]:

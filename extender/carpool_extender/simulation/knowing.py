@@ -70,8 +70,6 @@ class Knower:
         self._strategy, self._usable_mib, self._seed = strategy, usable_mib, seed
         self._applicants: dict[object, Applicant] = {}
         self._counted: dict[str, int] = {}
-        self._seen: set[str] = set()
-        """Runs of which something was learned."""
         self._learner = Learner(is_strict=strategy.strict, steady_s=strategy.steady_s) if strategy.learns else None
 
     @property
@@ -87,7 +85,6 @@ class Knower:
             age_s: For how long it has run, in seconds; None where it has ended.
         """
         if self._learner is not None:
-            self._seen.add(run.uid)
             counted = self._counted.get(run.job.name, 0)
             self._learner.saw(
                 run.job,
@@ -98,13 +95,6 @@ class Knower:
                 alone=alone(run.mode, run.together)[0],
                 at_least=is_used_up(run.mode, run.together),
             )
-
-    def outgrew(self, run: Run) -> None:
-        """Learn from a run that takes more than its bound, where it does: that is seen at once, and remains true."""
-        counted = self._counted.get(run.job.name, 0)
-        if self._learner is not None and 0 < counted < run.job.truth.memory_mib and run.uid not in self._seen:
-            self._seen.add(run.uid)
-            self._learner.outgrew(run.job, run.uid, counted_mib=counted, capacity_mib=run.capacity_mib)
 
     def starved(self, run: Run, had_mib: int) -> None:
         """Learn from a job that died of memory, of which it had so much."""

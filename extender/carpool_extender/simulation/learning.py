@@ -79,20 +79,6 @@ class Learner:
         )
         self._observe(job, measured, counted_mib)
 
-    def outgrew(self, job: SimJob, uid: str, *, counted_mib: int, capacity_mib: int) -> None:
-        """Take in that a job takes more than its bound, however young it is.
-
-        Args:
-            job: The job.
-            uid: Names its run.
-            counted_mib: The bound that its placement counted with.
-            capacity_mib: Memory of its GPU.
-        """
-        measured = Measured(
-            peak_mib=job.truth.memory_mib, capacity_mib=capacity_mib, ended=False, steady=False, sample=uid
-        )
-        self._observe(job, measured, counted_mib)
-
     def starved(self, job: SimJob, uid: str, *, counted_mib: int, capacity_mib: int, had_mib: int) -> None:
         """Take in that a job died of memory.
 

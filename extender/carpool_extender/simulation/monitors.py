@@ -37,9 +37,8 @@ class Monitors:
                 for running in gpu.tenants:
                     uid, tenant = self._measured(running, gpu.device.uuid)
                     seen[uid] = running
-                    if now_s >= running.started_s + LOADED_S or self._knower.watches:
-                        tenants += [] if tenant is None else [tenant]
-                        self._knower.outgrew(running.as_run())
+                    if tenant is not None and now_s >= running.started_s + LOADED_S:
+                        tenants.append(tenant)
             self._board.report(node, tenants, self._as_seen(node, seen), now_s)
 
     def _measured(self, running: Running, gpu: GpuUuid) -> tuple[PodUid, Tenant | None]:

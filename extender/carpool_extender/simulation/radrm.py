@@ -3,6 +3,8 @@
 import csv
 import math
 import random
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from carpool_core.products import find_product
@@ -111,6 +113,12 @@ STRATEGIES = (
 )
 
 
+PUBLISHED_TIME = {"LUG, 80%, 5 GB": -28.0, "oracle worst fit, 80%": -30.13}
+"""Trace time of 90 tasks against exclusive, in percent."""
+BESIDE = ("round-robin", "MAGM, 80%, 2 GB", "LUG, 80%, 5 GB", "oracle worst fit, 80%")
+"""Strategies with which to see how near to what was published an assumption comes."""
+
+
 def radrm(data: Path, seed: int, tasks: int, scale: float = 1.0) -> Workload:
     """Draw the tasks of one run.
 
@@ -144,6 +152,11 @@ def radrm(data: Path, seed: int, tasks: int, scale: float = 1.0) -> Workload:
     nodes = {"dgx": [gpu(index) for index in range(GPUS)]}
     title = f"RAD-RM: {tasks} tasks, four A100-40GB"
     return Workload(f"radrm-{tasks}", title, jobs, nodes, ASSUMPTIONS, POWER)
+
+
+def otherwise(tasks: int) -> dict[str, Callable[[Path, int], Workload]]:
+    """Return the workload with other SM activity than assumed, which decides how much sharing pays."""
+    return {f"SM activity × {scale:g}": partial(radrm, tasks=tasks, scale=scale) for scale in (0.75, 1.25, 1.5)}
 
 
 def steps_of(kind: str, epochs: int) -> int | None:

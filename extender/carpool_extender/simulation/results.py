@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from carpool_extender.placement.refusal import counted
-from carpool_extender.simulation import spreading
+from carpool_extender.simulation import otherwise
 from carpool_extender.simulation.contest import (
     EXPERIMENTS,
     FIGURES,
@@ -28,8 +28,8 @@ from carpool_extender.simulation.workload import Workload, WorkloadError
 
 WRONG, FAILING = "-wrong-predictions", "-failures"
 ATTRIBUTED, VARIED = "-attribution", "-assumptions"
-POLICED, LONGEST, SPREAD = "-policies", "-longest-first", "-spread"
-SUFFIXES = (POLICED, LONGEST, SPREAD, WRONG, FAILING, ATTRIBUTED, VARIED)
+POLICED, LONGEST, OTHERWISE = "-policies", "-longest-first", "-otherwise"
+SUFFIXES = (POLICED, LONGEST, OTHERWISE, WRONG, FAILING, ATTRIBUTED, VARIED)
 """Of the names of results that stand beside an experiment's own."""
 
 
@@ -137,7 +137,7 @@ def _strategies(name: str) -> list[Strategy]:
         return policed(experiment)
     if name.endswith(LONGEST):
         return hanging(experiment)
-    if name.endswith(SPREAD):
-        return spreading.strategies(experiment)
+    if name.endswith(OTHERWISE):
+        return otherwise.strategies(base, experiment)
     more = (ours, wrong, attributed, varied)
     return [*experiment.published, *(strategy for lines in more for strategy in lines(experiment.mode))]

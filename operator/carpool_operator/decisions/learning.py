@@ -1,11 +1,9 @@
 """What an attempt teaches: how its measured memory and activity compare with what was predicted. Pure.
 
-A running attempt tells its peak as soon as it takes more than its bound, once it is old enough for that to count, and
-again when the peak has not moved for long; an attempt that is over tells it for good. Only workers of a single GPU can
-be compared with a prediction.
+A running attempt tells its peak once it is old enough for that to count, and again when the peak has not moved for
+long; an attempt that is over tells it for good. Only workers of a single GPU can be compared with a prediction.
 """
 
-import math
 from collections.abc import Sequence
 
 import msgspec
@@ -84,13 +82,10 @@ def lesson_of(draft: Draft, attempt: Attempt, pods: Sequence[Pod]) -> Lesson | N
     counted = _counted_mib(draft, places)
     if counted is None:
         return None
-    is_ended = attempt.ended_at is not None
-    measured, still_s = (_ended(draft, attempt, places), math.inf) if is_ended else _running(draft, attempt, pods)
+    measured = _ended(draft, attempt, places) if attempt.ended_at is not None else _running(draft, attempt, pods)
     if measured is None:
         return None
-    is_early = still_s < SEEN_S
-    if is_early and not 0 < counted < measured.peak_mib:
-        return None  # it may be a beginning; more than its bound is none, and the next of its kind must not have that
+    is_ended = attempt.ended_at is not None
     return Lesson(
         sample=sample_of(draft.job, attempt),
         product=hardware_name(places[0].product),
@@ -98,8 +93,7 @@ def lesson_of(draft: Draft, attempt: Attempt, pods: Sequence[Pod]) -> Lesson | N
         counted_mib=counted,
         measured=msgspec.structs.replace(measured, sample=sample_of(draft.job, attempt)),
         mode=places[0].mode,
-        together=() if is_ended or is_early else _together(draft, places[0]),
-        is_early=is_early,
+        together=() if is_ended else _together(draft, places[0]),
     )
 
 
@@ -128,25 +122,25 @@ def _device(draft: Draft, place: WorkerPlacement) -> tuple[GpuNode, Device] | No
     return None
 
 
-def _running(draft: Draft, attempt: Attempt, pods: Sequence[Pod]) -> tuple[Measured | None, float]:
-    """Return what a running attempt shows, if anything, and for how many seconds its peak has stood still."""
+def _running(draft: Draft, attempt: Attempt, pods: Sequence[Pod]) -> Measured | None:
     started, known = reports.started_at(pods), draft.snapshot.knowledge
     found = _device(draft, draft.status.placement[0])
     if started is None or found is None or not attempt.peak_memory_mib:
-        return None, 0.0
+        return None
     age_s = (draft.snapshot.now - parse_rfc3339(started)).total_seconds()
     steady_s = min(age_s, known.steady_s)
     for wanted_s in (SEEN_S, STEADY_S):
         if steady_s < wanted_s:
             draft.requeue_after(wanted_s - steady_s)
             break
-    measured = Measured(
+    if steady_s < SEEN_S:
+        return None
+    return Measured(
         peak_mib=attempt.peak_memory_mib,
         capacity_mib=found[1].memory_mib,
         ended=False,
         steady=steady_s >= STEADY_S,
     )
-    return measured, steady_s
 
 
 def _ended(draft: Draft, attempt: Attempt, places: Sequence[WorkerPlacement]) -> Measured | None:

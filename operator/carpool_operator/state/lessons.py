@@ -32,8 +32,6 @@ class Lesson:
     mode: SharingMode = SharingMode.EXCLUSIVE
     together: tuple[Use, ...] = ()
     """What it does and what its neighbours do, itself first; empty where that is not known of all."""
-    is_early: bool = False
-    """Whether it is told before its peak has stood still for a while, because it is more than the bound already."""
 
     def with_activity(self) -> Measured:
         """Return what was measured, with what it would do on a GPU of its own."""
@@ -51,9 +49,7 @@ class Lesson:
         """Name the lesson: an attempt that runs has another one to teach than one that has ended, or took more."""
         if self.measured.ended:
             return f"{self.sample} ended"
-        if self.measured.steady:
-            return f"{self.sample} steady {self.measured.peak_mib:.0f}"
-        return f"{self.sample} {'early' if self.is_early else 'seen'}"
+        return f"{self.sample} " + (f"steady {self.measured.peak_mib:.0f}" if self.measured.steady else "seen")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,119 @@
+"""What comes of an experiment where what its text leaves open is otherwise than assumed.
+
+Each case is compared with its own first line, and the same with what is assumed stands above it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from carpool_extender.placement.refusal import counted
+from carpool_extender.simulation import energies, hotcloud, paired, radrm, report
+from carpool_extender.simulation.contest import DEFAULT, LONGEST_FIRST, Experiment, Line, ours
+from carpool_extender.simulation.strategy import Strategy
+from carpool_extender.simulation.workload import Workload
+
+TITLE = "Where what is not published is otherwise"
+ASSUMED = "as assumed"
+Draw = Callable[[Path, int], Workload]
+CASES: Mapping[str, tuple[Mapping[str, Draw], Sequence[str]]] = {
+    "hotcloud": (hotcloud.OTHERWISE, ("proactive",)),
+    **{f"radrm-{tasks}": (radrm.otherwise(tasks), radrm.BESIDE) for tasks in radrm.MIXES},
+}
+"""By experiment how it is drawn otherwise, and which published strategies are tried on it beside the first."""
+_CHANGED = ("makespan_min", "utilization_percent", "completion_min")
+
+
+def cases(name: str, experiment: Experiment) -> list[Experiment]:
+    """Return an experiment as assumed and otherwise, for its first line, some others and some of Carpool's."""
+    if name not in CASES:
+        return []
+    draws, beside = CASES[name]
+    own = [one for one in ours(experiment.mode) if one.name in (DEFAULT, LONGEST_FIRST)]
+    first, *others = experiment.published
+    lines = [first, *(one for one in others if one.name in beside), *own]
+    return [
+        replace(experiment, draw=draw, published=[replace(one, name=_called(one.name, case)) for one in lines])
+        for case, draw in {ASSUMED: experiment.draw, **draws}.items()
+    ]
+
+
+def strategies(name: str, experiment: Experiment) -> list[Strategy]:
+    """Return the lines of all cases."""
+    return [one for case in cases(name, experiment) for one in case.published]
+
+
+def section(found: Mapping[str, Sequence[Line]]) -> list[str]:
+    """Write the section; nothing where no experiment has such results.
+
+    Args:
+        found: The lines of `strategies` by experiment.
+    """
+    if not found:
+        return []
+    parts = [
+        f"## {TITLE}",
+        "",
+        "The works that are answered do not say all that a simulator has to know. What is assumed stands with each "
+        "experiment below; here it is otherwise, one assumption at a time. Changes are against the first line of the "
+        "same case. Beside Carpool stand strategies with published figures, by which to see which assumption comes "
+        "nearest to what was run.",
+        "",
+    ]
+    return parts + [part for name, lines in found.items() for part in _of_one(name, lines)]
+
+
+def by_case(lines: Sequence[Line]) -> dict[str, dict[str, Line]]:
+    """Return the lines of each case by strategy, the first one ahead."""
+    found: dict[str, dict[str, Line]] = {}
+    for line in lines:
+        strategy, _, case = line.strategy.name.removesuffix(")").rpartition(" (")
+        found.setdefault(case, {})[strategy] = line
+    return found
+
+
+def place() -> str:
+    """Return where the section stands in a document."""
+    return "#" + TITLE.lower().replace(" ", "-")
+
+
+def _called(name: str, case: str) -> str:
+    return f"{name} ({case})"
+
+
+def _of_one(name: str, lines: Sequence[Line]) -> list[str]:
+    error = "" if len(lines[0].runs) == 1 else ", ± standard error"
+    heads = [report.HEADS[one].rsplit(" ", 1)[0] for one in _CHANGED]
+    heads += ["energy", *(report.HEADS[one] for one in ("slowed_percent", "oom"))]
+    return [
+        f"**{name}**, {counted(len(lines[0].runs), 'seed')}{error}.{_told_of_energy(name)}",
+        "",
+        f"| | strategy | published | {' | '.join(heads)} |",
+        f"|---|---|---|{'---|' * len(heads)}",
+        *(row for case, known in by_case(lines).items() for row in _rows(name, case, known)),
+        "",
+    ]
+
+
+def _told_of_energy(name: str) -> str:
+    if name not in energies.REFITTED:
+        return ""
+    return (
+        " Energies are by constants that are fitted anew in each case to those that were published of three other "
+        "policies, as above."
+    )
+
+
+def _rows(name: str, case: str, known: Mapping[str, Line]) -> list[str]:
+    first, *others = known.items()
+    energy = energies.refitted(known) if name in energies.REFITTED else {}
+    return [
+        f"| {case} | {strategy} | {line.strategy.published} | {' | '.join(_cells(line, first[1]))} | "
+        f"{energy.get(strategy) or paired.percent(paired.change(line, first[1], 'energy_mj'))} | "
+        f"{line.mean('slowed_percent'):.1f} | {report.deaths(line.mean('oom'))} |"
+        for strategy, line in others
+    ]
+
+
+def _cells(line: Line, first: Line) -> list[str]:
+    return [paired.percent(paired.change(line, first, one)) for one in _CHANGED]
