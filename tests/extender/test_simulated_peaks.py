@@ -50,3 +50,13 @@ def test_a_job_that_died_of_memory_keeps_what_it_was_promised():
     outcome = Simulation(jobs, SETTLES, NoSlowdown()).run()
     assert outcome.ooms == 1
     assert ends(outcome)["later"] > 2000.0
+
+
+def test_a_tenant_has_not_taken_its_memory_before_it_has_loaded():
+    """What it takes beyond its bound is not known when the third comes, although somebody's end has it looked at."""
+    grows = job("grows", 500.0, of=truth(5000, kind="grows"), told=truth(1000, kind="grows"))
+    short, later = job("short", 30.0, of=truth(500, kind="short")), job("later", 100.0, 40.0, of=truth(6000, kind="b"))
+    slices = replace(CARPOOL, mode=SharingMode.TIME_SLICING)
+    assert Simulation(workload(grows, short, later), slices, NoSlowdown()).run().ooms == 1
+    late = replace(later, arrival_s=LOADED_S + 1.0)
+    assert Simulation(workload(grows, short, late), slices, NoSlowdown()).run().ooms == 0

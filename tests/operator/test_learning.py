@@ -80,6 +80,22 @@ async def test_a_peak_that_moves_after_it_was_steady_is_told_before_the_end() ->
     assert stack(of).seen == 0
 
 
+async def test_the_next_of_a_kind_is_predicted_by_what_a_run_took_since_its_first_lesson() -> None:
+    """Regression: the first prediction after a run's first lesson was given to all later ones, however it grew."""
+    of = world()
+    of.apply()
+    await begun(of)
+    uppers = []
+    for number, (peak_mib, wait_s) in enumerate([(2000, SEEN_S), (6000, STEADY_S), (6000, 0.0)]):
+        await seen(of, peak_mib)
+        of.clock.advance(wait_s)
+        await of.settle()
+        of.apply(f"y{number}")
+        await of.settle()
+        uppers.append(memory(of, f"y{number}").upper_mib)
+    assert uppers == [pytest.approx(2800, rel=0.02), pytest.approx(6600, abs=1), pytest.approx(6600, abs=1)]
+
+
 async def test_an_operator_that_was_restarted_tells_what_runs_again_and_counts_it_once() -> None:
     of = world()
     of.apply()

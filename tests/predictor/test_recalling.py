@@ -20,7 +20,7 @@ from carpool_predictor.calibration.recalling import (
     Recalled,
     for_a_first_run,
     is_alone,
-    recalled_runs,
+    recalled_peaks,
 )
 from carpool_predictor.catalog import store
 from carpool_predictor.cost_models.memory import shipped
@@ -55,9 +55,9 @@ def test_other_sizes_and_other_models_are_no_runs_of_it() -> None:
     known = runs(5000, batch=32, known=runs(5000, name="other"))
     assert told(known).memory.learned_runs == 0
     size = asked().reserved_mib
-    assert recalled_runs(known, T4.name, Precision.FP32, NAME, size) == 0
-    assert recalled_runs(runs(5000), T4.name, Precision.FP32, NAME, size) == 1
-    assert recalled_runs(runs(5000), T4.name, Precision.BF16_MIXED, NAME, size) == 0
+    assert recalled_peaks(known, T4.name, Precision.FP32, NAME, size) == ()
+    assert len(recalled_peaks(runs(5000), T4.name, Precision.FP32, NAME, size)) == 1
+    assert recalled_peaks(runs(5000), T4.name, Precision.BF16_MIXED, NAME, size) == ()
 
 
 def test_a_death_raises_the_bound_and_so_many_take_the_trust_away() -> None:

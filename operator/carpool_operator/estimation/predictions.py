@@ -22,6 +22,7 @@ from carpool_predictor.tracing.source import Tracer, features_of, input_digest
 
 from carpool_operator.decisions.predicting import TRANSIENT
 from carpool_operator.estimation.trace_queue import TraceQueue
+from carpool_operator.state.lessons import Mark
 
 _KEPT = 512
 """Results that are kept; jobs of the same model and training share one."""
@@ -31,10 +32,10 @@ V = TypeVar("V")
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 600.0, 6 * 3600.0
 """A trace that times out takes minutes from those that wait: tries are ten minutes apart, then ever farther."""
 
-Marks = dict[str, tuple[int, int]]
-"""For each product how much a prediction is calibrated from; see `lessons.mark`."""
+Marks = dict[str, Mark]
+"""For each product what a prediction is calibrated from."""
 
-Input = tuple[str, tuple[str, ...], tuple[tuple[str, tuple[int, int]], ...]]
+Input = tuple[str, tuple[str, ...], tuple[tuple[str, Mark], ...]]
 """Digest of model and training, the products, and how much was known of them."""
 
 

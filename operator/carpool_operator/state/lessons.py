@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 from carpool_core.values import SharingMode
 from carpool_predictor.calibration.document import Measured
+from carpool_predictor.calibration.recalling import Taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,15 @@ class Lesson:
         return f"{self.sample} " + (f"steady {self.measured.peak_mib:.0f}" if self.measured.steady else "seen")
 
 
+class Mark(NamedTuple):
+    """What a prediction is calibrated from: another one is due where it differs."""
+
+    amount: tuple[int, int]
+    """How much it is; see `amount`."""
+    measured: tuple[Taken, ...] = ()
+    """What runs of the very job took: one that goes on may grow, or come to stand still."""
+
+
 @dataclass(frozen=True, slots=True)
 class Knowledge:
     """What this process has learned, as far as a look at a job needs it."""
@@ -61,11 +72,11 @@ class Knowledge:
     """Attempts of this job whose lessons are in the calibration for good."""
     steady_s: float = 0.0
     """For how long the peak of the present attempt has not moved."""
-    marks: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """For each product how much a prediction would be calibrated from; see `mark`."""
+    marks: Mapping[str, Mark] = field(default_factory=dict)
+    """For each product how much a prediction would be calibrated from."""
 
 
-def mark(jobs: int, runs: int) -> tuple[int, int]:
+def amount(jobs: int, runs: int) -> tuple[int, int]:
     """Say how much a prediction was calibrated from, so coarsely that it is worth another one when this changes.
 
     Args:

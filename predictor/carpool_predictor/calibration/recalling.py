@@ -12,6 +12,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from statistics import fmean
+from typing import NamedTuple
 
 import msgspec
 from carpool_core.products import GpuProduct
@@ -104,9 +105,21 @@ def _rows(
     return [] if state is None else [row for row in state.rows if is_of(row, model, reserved_mib)]
 
 
-def recalled_runs(calibration: Calibration, product: str, precision: Precision, model: str, reserved_mib: float) -> int:
-    """Count the earlier runs of a job that are known, as `MemoryPrediction.learned_runs` counts them."""
-    return len(_rows(calibration, product, precision, model, reserved_mib))
+class Taken(NamedTuple):
+    """What one earlier run took."""
+
+    value_mib: float
+    """Its peak, or what was not enough; over the correction that the model's trees answer."""
+    steady: bool
+    """Whether that is known to be all."""
+
+
+def recalled_peaks(
+    calibration: Calibration, product: str, precision: Precision, model: str, reserved_mib: float
+) -> tuple[Taken, ...]:
+    """Return what the earlier runs of a job took, as many as `MemoryPrediction.learned_runs` counts."""
+    rows = _rows(calibration, product, precision, model, reserved_mib)
+    return tuple(Taken(row.value_mib, row.steady) for row in rows)
 
 
 def is_of(row: Observed, model: str, reserved_mib: float) -> bool:
