@@ -211,27 +211,19 @@ def look(asked: Verdict, columns: Columns) -> Findings:
         asked: Who asks, and for what; what it found before does not matter.
         columns: The GPUs.
     """
-    view, applicant, conditions = asked.view, asked.applicant, asked.conditions
-    facts, table, kept_out, need_mib = asked.openings
+    applicant, conditions = asked.applicant, asked.conditions
+    facts, table, kept_out, _ = asked.openings
     # What is known for each class and each mode that there is has only to be looked up for each GPU.
-    of, mode = columns.device_class, table.take(columns.kind)
-    failures = (
-        (Check.CONDITION, _condition_fails(conditions, columns, facts.sm, of)),
-        (Check.MEMORY, columns.free_mib < need_mib.take(columns.kind)),
-        (Check.SLOTS, (columns.count >= asked.slots) | lacks_instances(columns, facts.mig, mode)),
-        (Check.TENANCY, serves_another(columns, applicant.user)),
-        (Check.TENANCY, _strangers(view, columns, applicant, mode)),
-        (Check.HEALTH, columns.hindered),
-    )
-    failed = _first(failures, kept_out.take(columns.kind))
+    gpus, mode = len(columns.kind), table.take(columns.kind)
+    failed = _first(failures(asked, columns), kept_out.take(columns.kind))
     failed[~columns.alive] = NO_GPU
     found = Findings(
         failed=failed,
         mode=mode,
-        newcomer=np.ones(len(of)),
-        added=np.zeros(len(of)),
-        margin=np.full(len(of), applicant.demand.max_slowdown - 1.0),
-        is_newcomer=np.ones(len(of), np.bool_),
+        newcomer=np.ones(gpus),
+        added=np.zeros(gpus),
+        margin=np.full(gpus, applicant.demand.max_slowdown - 1.0),
+        is_newcomer=np.ones(gpus, np.bool_),
     )
     there = places((failed == PASSED) & (columns.count > 0))
     for met in meetings(columns, applicant, facts, there, mode.take(there), conditions.quantile):
@@ -240,6 +232,20 @@ def look(asked: Verdict, columns: Columns) -> Findings:
         found.margin[met.rows], found.is_newcomer[met.rows] = margin, met.own < met.others
         failed[met.rows.take(places(margin < -SLACK))] = Check.SLOWDOWN
     return found
+
+
+def failures(asked: Verdict, columns: Columns) -> tuple[tuple[Check, Bools | None], ...]:
+    """Return checks and where each of them fails, but for what all GPUs of a class have in common, and slowdowns."""
+    facts, table, _, need_mib = asked.openings
+    of, mode = columns.device_class, table.take(columns.kind)
+    return (
+        (Check.CONDITION, _condition_fails(asked.conditions, columns, facts.sm, of)),
+        (Check.MEMORY, columns.free_mib < need_mib.take(columns.kind)),
+        (Check.SLOTS, (columns.count >= asked.slots) | lacks_instances(columns, facts.mig, mode)),
+        (Check.TENANCY, serves_another(columns, asked.applicant.user)),
+        (Check.TENANCY, _strangers(asked.view, columns, asked.applicant, mode)),
+        (Check.HEALTH, columns.hindered),
+    )
 
 
 def _first(failures: Iterable[tuple[Check, Bools | None]], failed: NDArray[np.int8]) -> NDArray[np.int8]:

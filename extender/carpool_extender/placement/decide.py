@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from carpool_extender.placement.answers import GpuAnswer
 from carpool_extender.placement.applicant import Applicant
 from carpool_extender.placement.assessments import Assessment
+from carpool_extender.placement.besides import in_full
 from carpool_extender.placement.checks import PASSED, Check, Verdict
 from carpool_extender.placement.choices import MAX_SCORE, best_of, foremost, scores, select, ties
 from carpool_extender.placement.modes import counting, memory_limit_mib, thread_limit, unbounded, why
 from carpool_extender.placement.pace import expected_slowdown
 from carpool_extender.placement.policies import Policy
-from carpool_extender.placement.refusal import Offer, counted, explanation, outcome, summary
+from carpool_extender.placement.refusal import Offer, counted, explanation, summary
 from carpool_extender.placement.rules import Rules
 from carpool_extender.state.view import MODES, Bools, Rows, View
 
@@ -163,7 +164,7 @@ def best_place(assessment: Assessment, among: Bools | None = None, *, tells: boo
 
 
 def explain(view: View, applicant: Applicant, names: Sequence[str], rules: Rules) -> list[GpuAnswer]:
-    """Say of each GPU of some nodes whether the job fits there, and if not, which check failed by how much."""
+    """Say of each GPU of some nodes whether the job fits there, and if not, which checks failed by how much."""
     verdict, columns = Assessment(applicant, rules, view).verdict, view.columns
     return [
         GpuAnswer(
@@ -172,7 +173,7 @@ def explain(view: View, applicant: Applicant, names: Sequence[str], rules: Rules
             uuid=columns.uuid[row],
             product=view.product(row),
             fits=bool(verdict.ok[row]),
-            said=outcome(verdict, row),
+            said=in_full(verdict, row),
             counts_tenants=int(verdict.found.failed[row]) in _BY_TENANTS,
         )
         for row in _rows_of(view, view.ids(names)).tolist()

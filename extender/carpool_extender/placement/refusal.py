@@ -41,22 +41,24 @@ def explanation(verdict: Verdict, row: int) -> str:
 
 
 def outcome(verdict: Verdict, row: int) -> str:
-    """Say the same without naming the GPU."""
+    """Say the same of the first check that fails, without naming the GPU."""
     failed = int(verdict.found.failed[row])
     if failed < 0:
         left = int(verdict.left_mib(_one(row))[0])
         mode, slowdown = MODES[int(verdict.found.mode[row])], expected_slowdown(verdict, [row])
         return f"fits by {mode}, leaves {left:,} MiB, {slowdown}{neighbours(verdict, row)}"
-    return _full_reason(verdict, row, Check(failed))
+    return full_reason(verdict, row, Check(failed))
 
 
-def _full_reason(verdict: Verdict, row: int, check: Check) -> str:
+def full_reason(verdict: Verdict, row: int, check: Check) -> str:
+    """Say how a check fails on one GPU, and by how much."""
     if check is Check.MEMORY:
         need, free = int(verdict.need_mib(_one(row))[0]), int(verdict.view.columns.free_mib[row])
         return f"needs {need:,} MiB{_by_turns(verdict, row)}, has {free:,} MiB free ({need - free:,} MiB short)"
     reason = _REASONS[check](verdict, row)
     if check is Check.SLOWDOWN:
-        reason += f" ({beyond(-float(verdict.found.margin[row]))} beyond)"
+        closest = verdict.closest(row)
+        reason += f" ({beyond(closest.slowdown - closest.limit)} beyond)"
     return reason
 
 

@@ -1,0 +1,95 @@
+"""Who asks about a single GPU is told every check that fails there."""
+
+import pytest
+from carpool_core.values import DeviceHealth, SharingMode
+from carpool_extender.placement.assessments import Assessment
+from carpool_extender.placement.besides import failing_besides, in_full
+from carpool_extender.placement.checks import Check
+from carpool_extender.placement.conditions import Conditions
+from carpool_extender.placement.decide import explain
+from carpool_extender.placement.policies import find_policy
+from carpool_extender.placement.refusal import outcome
+from carpool_extender.placement.rules import Rules
+from carpool_extender.testing import T4, applicant, cluster, device, gpu_node, prediction, tenant
+
+GPU = "GPU-a-0"
+BUSY = {"prediction": prediction(util=100, sm=0.9, dram=0.5)}
+LARGE = prediction(memory_mib=15_500, util=100, sm=0.9)
+
+
+def asked(node, newcomer, slots=8, conditions=None):
+    rules = Rules(find_policy("least-slowdown"), slots, conditions or Conditions())
+    return Assessment(newcomer, rules, cluster(node).view()).verdict
+
+
+def test_all_that_fails_is_told_with_its_margin_the_first_as_before():
+    crowd = [tenant(f"x{i}", [GPU], memory_limit_mib=14_000, **BUSY) for i in range(2)]
+    conditions = Conditions(most_sm_active=0.8)
+    newcomer = applicant(prediction=LARGE)
+    verdict = asked(gpu_node("a", 1, crowd), newcomer, 2, conditions)
+    assert failing_besides(verdict, 0) == [Check.MEMORY, Check.CONDITION, Check.SLOWDOWN]
+    told = in_full(verdict, 0).split("; besides, ")
+    assert told[0] == outcome(verdict, 0) == "has 2 tenants, the most allowed is 2"
+    assert told[1] == "needs 15,500 MiB, has 12,960 MiB free (2,540 MiB short)"
+    assert told[2] == "SM activity 1.80, the policy allows 0.80"
+    assert told[3].startswith("would slow default/x0 to 2.80 of 1.50 (1.30 beyond)")
+
+
+@pytest.mark.parametrize(
+    ("tenants", "newcomer", "besides"),
+    [
+        pytest.param([], applicant(prediction=LARGE), [], id="nothing else"),
+        pytest.param([], applicant(product=T4, prediction=LARGE), [Check.SUITABLE], id="of another product"),
+        pytest.param(
+            [tenant("x", [GPU], SharingMode.EXCLUSIVE)],
+            applicant(prediction=LARGE),
+            [Check.MODE],
+            id="somebody's own, of whose memory nothing is to be said",
+        ),
+        pytest.param(
+            [tenant("x", [GPU], memory_limit_mib=30_000)],
+            applicant(prediction=LARGE),
+            [Check.MEMORY],
+            id="too full",
+        ),
+        pytest.param([tenant("x", [GPU], **BUSY)], applicant(prediction=LARGE), [Check.SLOWDOWN], id="too busy"),
+    ],
+)
+def test_a_gpu_that_is_sick_may_be_unfit_besides(tenants, newcomer, besides):
+    sick = [device(0, health=DeviceHealth.UNHEALTHY, health_message="Xid 79")]
+    verdict = asked(gpu_node("a", sick, tenants), newcomer)
+    assert verdict.found.failed[0] == Check.HEALTH
+    assert failing_besides(verdict, 0) == besides
+    assert in_full(verdict, 0).count("; besides, ") == len(besides)
+
+
+def test_where_the_job_fits_nothing_is_besides():
+    verdict = asked(gpu_node("a", 1), applicant())
+    assert failing_besides(verdict, 0) == []
+    assert in_full(verdict, 0) == outcome(verdict, 0)
+
+
+def test_explain_tells_them():
+    node = gpu_node("a", [device(0, health=DeviceHealth.UNHEALTHY, health_message="Xid 79")])
+    rules = Rules(find_policy("least-slowdown"), 8)
+    (answer,) = explain(cluster(node).view(), applicant(product=T4), ["a"], rules)
+    assert answer.said.startswith("unhealthy: Xid 79; besides, wrong product")
+
+
+def test_first_and_besides_are_the_checks_that_fail_alone():
+    """Each check is made to pass in its turn: what is told of the rest stays the same."""
+
+    def crowded(**accepts):
+        return gpu_node("a", 1, [tenant(f"x{i}", [GPU], memory_limit_mib=14_000, **BUSY, **accepts) for i in range(2)])
+
+    newcomer, conditions = applicant(prediction=LARGE), Conditions(most_sm_active=0.8)
+    small = applicant(prediction=prediction(memory_mib=9_000, util=100, sm=0.9))
+    cases = {
+        Check.SLOTS: asked(crowded(), newcomer, 8, conditions),
+        Check.CONDITION: asked(crowded(), newcomer, 2),
+        Check.MEMORY: asked(crowded(), small, 2, conditions),
+        Check.SLOWDOWN: asked(crowded(max_slowdown=9.0), applicant(prediction=LARGE, max_slowdown=9.0), 2, conditions),
+    }
+    for passing, verdict in cases.items():
+        told = {Check(int(verdict.found.failed[0])), *failing_besides(verdict, 0)}
+        assert told == set(cases) - {passing}
