@@ -64,7 +64,7 @@ def placement_section(sizes: Sequence[Size], profile: Profile) -> list[str]:
         f"{GPUS} GPUs and {TENANTS_PER_NODE} tenants a node, all nodes offered in another order each time, one GpuNode",
         f"changed after each pod, and signs of life from all agents. Jobs are of {SHAPES} shapes, one in {NEW_EVERY}",
         "of a shape nobody had before. Each extender is a process of its own; an API server on paper lists the nodes,",
-        "and every tenant's job and pod.",
+        "and every tenant's job and pod. As shipped filter names one node (`--candidates`): prioritize scores one.",
         "",
         f"The sizes take turns for {len(largest.rounds)} rounds of {DECISIONS} decisions, so that a bad moment of the",
         "machine meets each of them. A figure is the median over the rounds, with the least and the largest in",

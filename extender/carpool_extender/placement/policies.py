@@ -90,7 +90,7 @@ POLICIES: Mapping[str, Policy] = {
         Policy("first-fit", "the first GPU with room", costs.position, _PLACE),
         Policy(
             "first-fit-decreasing",
-            "the first GPU with room, largest job first",
+            "the first GPU with room; in simulations the largest job first, which kube-scheduler does not know",
             costs.position,
             _PLACE,
             decreasing=True,
