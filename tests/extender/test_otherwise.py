@@ -109,7 +109,7 @@ def test_the_goals_tell_what_comes_out_where_published_strategies_come_out_best(
     )
     told = " ".join(goals.section({}, others={"radrm-90": known}))
     assert f"{lug} -41.0% of trace time (-28%), {oracle} -46.0% of trace time (-30.13%)." in told
-    assert "with SM activity × 1.5; there Carpool's default comes to -26.0% on radrm-90 (" in told
+    assert "with SM activity × 1.5; there Carpool's default comes to -26.0% on radrm-90 (must -30%) (" in told
     assert f"(#{otherwise.TITLE.lower().replace(' ', '-')})" in told
     assert "RAD-RM" not in " ".join(goals.section({}))
 

@@ -54,8 +54,8 @@ def table(known: Sequence[Line]) -> list[str]:
     ]
 
 
-def refitted(known: Mapping[str, Line]) -> dict[str, str]:
-    """Say by how much each line's energy differs from the first one's, by constants that are fitted to these runs.
+def refitted(known: Mapping[str, Line]) -> tuple[Power, dict[str, str]]:
+    """Fit what GPUs draw to these runs; say by how much each line's energy then differs from the first one's.
 
     Args:
         known: The lines of RAD-RM's 60 tasks by strategy, all of those among them of which energies were published.
@@ -63,7 +63,7 @@ def refitted(known: Mapping[str, Line]) -> dict[str, str]:
     runs = {name: _spent(line, radrm.GPUS, radrm.POWER) for name, line in known.items()}
     power = fitted(runs, radrm.PUBLISHED_MJ)
     first, *_ = runs.values()
-    return {name: f"{100 * (_mj(took, power) / _mj(first, power) - 1):+.1f}%" for name, took in runs.items()}
+    return power, {name: f"{100 * (_mj(took, power) / _mj(first, power) - 1):+.1f}%" for name, took in runs.items()}
 
 
 def of_hotcloud(known: Sequence[Line]) -> list[str]:

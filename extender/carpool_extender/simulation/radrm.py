@@ -71,6 +71,15 @@ ASSUMPTIONS = (
     "Carpool's runs take no part in it. What other constants would give is told below.",
 )
 
+OPEN = (
+    "How busy RAD-RM's tasks keep the SMs is the most open of all, and what speaks for one case speaks against "
+    "another. An epoch of ResNet-50 in 35 minutes is 610 images a second: 65% of the 938 that NVIDIA gives of an "
+    "A100 by TF32, 25% of the 2,470 in mixed precision (DeepLearningExamples, ResNet50 v1.5 for PyTorch, 80 GB); "
+    "assumed is an SM activity of 0.40. The tasks take the memory of FP32 (15,120 MB; GPUMemNet measured 15,169 MiB "
+    "of that model and batch), in which PyTorch's convolutions use TF32, so that it may be half as much again. So "
+    "say the trace times that were published of LUG and the oracle. The published energies do not: they tell of "
+    "larger gains, and fit to GPUs that draw what an A100 does only about as assumed."
+)
 _FIVE_GB, _TWO_GB = 5120, 2048
 
 
