@@ -1,15 +1,21 @@
 """What comes of experiments where what their texts leave open is otherwise than assumed."""
 
 import re
+import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
-from carpool_extender.simulation import document, goals, hotcloud, otherwise, results
+from carpool_core.values import SharingMode
+from carpool_extender.simulation import document, gavel_pairs, goals, hotcloud, otherwise, radrm, results
 from carpool_extender.simulation.command import simulate
 from carpool_extender.simulation.contest import DEFAULT, EXPERIMENTS, LONGEST_FIRST, SMALL, ours
+from carpool_extender.simulation.pairs import MeasuredPairs
+from carpool_extender.simulation.workload import Pool, WorkloadError
+from carpool_predictor.evaluation import slowdown
 from click.testing import CliRunner
 from results_world import THEN, line_of, minutes
-from simulated_world import job, workload
+from simulated_world import job, truth, workload
 
 HOTCLOUD, RADRM = EXPERIMENTS["hotcloud"], EXPERIMENTS["radrm-90"]
 
@@ -56,6 +62,48 @@ def test_rad_rms_tasks_keep_the_sms_more_or_less_busy_and_are_the_same_otherwise
         assert [(one.name, one.arrival_s, one.work_s, one.prediction) for one in after] == [
             (one.name, one.arrival_s, one.work_s, one.prediction) for one in before
         ]
+
+
+def test_memory_is_lost_in_pieces_in_every_experiment_and_jobs_are_the_same(published):
+    for name in SMALL:
+        draws = drawn(name, EXPERIMENTS[name], published)
+        before = draws[otherwise.ASSUMED]
+        for share in (0.05, 0.1):
+            after = draws[f"{share:.0%} of shared memory lost in pieces"]
+            assert replace(after, fragmented=before.fragmented, assumptions=before.assumptions) == before
+            assert after.fragmented == share
+
+
+def test_rad_rms_tasks_may_lose_behind_mps_what_gavels_pairs_did(published):
+    draws = drawn("radrm-60", EXPERIMENTS["radrm-60"], published)
+    before, after = draws[otherwise.ASSUMED], draws[radrm.BEHIND_MPS]
+    assert replace(after, behind_mps=None) == before
+    pool = after.behind_mps
+    assert pool.busy.shape == (1024, 2)
+    assert pool.slowdowns.shape == (1024,)
+    assert ((pool.busy > 0) & (pool.busy <= 1)).all()
+    assert pool.slowdowns.min() >= 1.0
+    assert pool.slowdowns.mean() - 1 == pytest.approx(0.813, abs=5e-4), "the card's error of no slowdown"
+
+
+def test_tenants_of_mps_have_the_slowdowns_of_other_pairs_and_those_by_turns_do_not(published):
+    pool = Pool(np.array([[0.2, 0.7]] * 8 + [[0.7, 0.2]] * 8), np.array([1.25] * 8 + [1.75] * 8))
+    lucids = MeasuredPairs(published / "lucid")
+    pairs = MeasuredPairs(published / "lucid", behind_mps=pool)
+    tenants = [truth(kind="a", util=0.2), truth(kind="b", util=0.7)]
+    assert pairs.slowdowns(SharingMode.MPS, tenants) == [1.25, 1.75]
+    assert lucids.slowdowns(SharingMode.MPS, tenants) != [1.25, 1.75]
+    by_turns = [one.slowdowns(SharingMode.TIME_SLICING, tenants) for one in (pairs, lucids)]
+    assert by_turns[0] == by_turns[1]
+
+
+def test_gavels_pairs_need_their_file_and_scipy(published, monkeypatch, tmp_path):
+    with pytest.raises(WorkloadError, match=r"gavel_throughputs_flat\.csv"):
+        gavel_pairs.read(tmp_path)
+    monkeypatch.setitem(sys.modules, "carpool_predictor.evaluation.slowdown.gavel", None)
+    monkeypatch.delattr(slowdown, "gavel", raising=False)
+    with pytest.raises(WorkloadError, match=r'expected .* found none; run: pip install "carpool\[simulate\]"'):
+        gavel_pairs.read(tmp_path / "else")
 
 
 def test_lines_differ_from_the_experiments_own_in_their_names_alone():

@@ -32,7 +32,7 @@ from carpool_extender.simulation.contest import (
     varied,
     wrong,
 )
-from carpool_extender.simulation.fragmentation import fragmented
+from carpool_extender.simulation.fragmentation import in_pieces
 from carpool_extender.simulation.provenance import Provenance, provenance
 from carpool_extender.simulation.strategy import Strategy
 from carpool_extender.simulation.workload import WorkloadError
@@ -148,7 +148,7 @@ def simulate(
     try:
         if document_path is None or workload is not None or trace is not None:
             chosen = {
-                name: fragmented(one, fragmentation)
+                name: replace(one, draw=in_pieces(one.draw, fragmentation))
                 for name, one in _experiments(workload, trace, cluster, learn=learn).items()
             }
             conditions, policies = settings.conditions(), _policies(policies, policy)

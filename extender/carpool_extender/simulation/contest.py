@@ -246,7 +246,7 @@ def contest(
 ) -> list[Line]:
     """Run every strategy on every seed's workload; `tell` hears of each that has ended, `watch` how far it is."""
     drawn = [draw(seed) for seed in range(seeds)]
-    truths = [MeasuredPairs(data / "lucid", seed) for seed in range(seeds)]
+    truths = [MeasuredPairs(data / "lucid", seed, one.behind_mps) for seed, one in enumerate(drawn)]
     lines = []
     for strategy in strategies:
         begin_s = cpu()

@@ -64,7 +64,8 @@ DOUBTS = {
         "first minute and a half; those that only load their data meanwhile do not count as still (they keep no GPU "
         "busy), and here every job works at once.",
         "Whoever has too little memory dies after exactly a minute, alone: in reality it may take a neighbour with it. "
-        "Memory in pieces is lost where `--fragmentation` says so, and in no table here.",
+        "Memory in pieces is lost where `--fragmentation` says so, and above where what is assumed is otherwise; in no "
+        "other table.",
         "Blind policies see a newcomer's whole memory as soon as their monitor does; real jobs grow.",
         "What true memory brings on HotCloud is a third tenant: while jobs wait a GPU has 2.2 of them, and 2.7 where "
         "it is known (first three seeds, an earlier version). Three jobs of 2.2 to 2.6 GiB fit into 8 GiB, and do not"

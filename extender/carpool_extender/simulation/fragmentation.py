@@ -1,20 +1,22 @@
-"""Experiments in which GPUs that several share lose memory in pieces."""
+"""Workloads on GPUs that lose memory in pieces where several share them."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from carpool_extender.simulation.contest import Experiment
 from carpool_extender.simulation.workload import Workload
 
+Draw = Callable[[Path, int], Workload]
 
-def fragmented(experiment: Experiment, share: float) -> Experiment:
-    """Let several tenants of a GPU lose a share of its memory, 0..1."""
+
+def in_pieces(draw: Draw, share: float) -> Draw:
+    """Let several tenants of a GPU lose a share of its memory, 0..1; what draws workloads stays as it is at 0."""
     if not share:
-        return experiment
+        return draw
 
-    def draw(data: Path, seed: int) -> Workload:
-        drawn = experiment.draw(data, seed)
+    def drawn(data: Path, seed: int) -> Workload:
+        found = draw(data, seed)
         told = f"Several tenants of a GPU lose {share:.0%} of its memory in pieces, which no decision knows."
-        return replace(drawn, fragmented=share, assumptions=(*drawn.assumptions, told))
+        return replace(found, fragmented=share, assumptions=(*found.assumptions, told))
 
-    return replace(experiment, draw=draw)
+    return drawn

@@ -163,8 +163,8 @@ def _assumed(others: Mapping[str, Sequence[Line]]) -> list[str]:
     ]
     assumed = cases[otherwise.ASSUMED]
     return [
-        "RAD-RM's goals hang on how busy its tasks keep the SMs, which is not published. As it is assumed its own "
-        "strategies come to other trace times than were published: "
+        "RAD-RM's goals hang on how busy its tasks keep the SMs and on what they lose to each other behind MPS, which "
+        "is not published. As it is assumed its own strategies come to other trace times than were published: "
         + ", ".join(
             f"{one} {paired.percent(_time(assumed, one))} of trace time ({told:g}%)"
             for one, told in PUBLISHED_TIME.items()

@@ -3,19 +3,19 @@
 Each case is compared with its own first line, and the same with what is assumed stands above it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from carpool_extender.placement.refusal import counted
 from carpool_extender.simulation import energies, hotcloud, paired, radrm, report
 from carpool_extender.simulation.contest import DEFAULT, LONGEST_FIRST, Experiment, Line, ours
+from carpool_extender.simulation.fragmentation import Draw, in_pieces
 from carpool_extender.simulation.strategy import Strategy
-from carpool_extender.simulation.workload import Workload
 
 TITLE = "Where what is not published is otherwise"
 ASSUMED = "as assumed"
-Draw = Callable[[Path, int], Workload]
+IN_PIECES = (0.05, 0.1)
+"""Shares of a shared GPU's memory that are lost in pieces, where that is tried."""
 CASES: Mapping[str, tuple[Mapping[str, Draw], Sequence[str]]] = {
     "hotcloud": (hotcloud.OTHERWISE, ("proactive",)),
     **{f"radrm-{tasks}": (radrm.otherwise(tasks), radrm.BESIDE) for tasks in radrm.MIXES},
@@ -29,12 +29,13 @@ def cases(name: str, experiment: Experiment) -> list[Experiment]:
     if name not in CASES:
         return []
     draws, beside = CASES[name]
+    pieces = {f"{share:.0%} of shared memory lost in pieces": in_pieces(experiment.draw, share) for share in IN_PIECES}
     own = [one for one in ours(experiment.mode) if one.name in (DEFAULT, LONGEST_FIRST)]
     first, *others = experiment.published
     lines = [first, *(one for one in others if one.name in beside), *own]
     return [
         replace(experiment, draw=draw, published=[replace(one, name=_called(one.name, case)) for one in lines])
-        for case, draw in {ASSUMED: experiment.draw, **draws}.items()
+        for case, draw in {ASSUMED: experiment.draw, **draws, **pieces}.items()
     ]
 
 
@@ -55,7 +56,8 @@ def section(found: Mapping[str, Sequence[Line]]) -> list[str]:
         f"## {TITLE}",
         "",
         "The works that are answered do not say all that a simulator has to know. What is assumed stands with each "
-        "experiment below; here it is otherwise, one assumption at a time. Changes are against the first line of the "
+        "experiment below; here it is otherwise, one assumption at a time; that allocators of several tenants lose no "
+        "memory in pieces, which no decision knows of, is one of them. Changes are against the first line of the "
         "same case. Beside Carpool stand strategies with published figures, by which to see which assumption comes "
         "nearest to what was run.",
         "",

@@ -11,7 +11,8 @@ measurements stays. Jobs that Lucid measured itself meet their own pair.
 
 What "busy" means depends on the mode. Tenants that take turns meet in time: the share of time with a kernel. MPS
 tenants meet on the SMs: SM activity takes its place, so that an MPS GPU answers to joint SM activity as a time-sliced
-one answers to joint busy time. That carries measurements of one mode over to another, which is an assumption.
+one answers to joint busy time. That carries measurements of one mode over to another, which is an assumption; a
+workload may bring other pairs for MPS (`behind_mps`).
 
 Three and more: each neighbour adds its own loss, s_i = 1 + sum of (s_ij - 1). Then everybody is stretched alike until
 the GPU is no more than wholly busy, or, by turns, no busier than some two of them were measured to keep it: by busy
@@ -29,7 +30,7 @@ import numpy as np
 from carpool_core.values import SharingMode
 
 from carpool_extender.simulation import overlap
-from carpool_extender.simulation.workload import Truth, WorkloadError
+from carpool_extender.simulation.workload import Pool, Truth, WorkloadError
 
 NEIGHBOURS = 8
 
@@ -40,9 +41,10 @@ class MeasuredPairs:
     Args:
         folder: Where `solo_rtx3090.csv` and `colocate_rtx3090.csv` of Lucid lie.
         seed: Draws among equally near pairs.
+        behind_mps: Pairs that MPS tenants answer to; Lucid's where None.
     """
 
-    def __init__(self, folder: Path, seed: int = 0) -> None:
+    def __init__(self, folder: Path, seed: int = 0, behind_mps: Pool | None = None) -> None:
         solo = {_key(row, ""): float(row["gpu_util"]) / 100 for row in _read(folder / "solo_rtx3090.csv")}
         points, found = [], []
         self._exact: dict[tuple[str, str], float] = {}
@@ -57,7 +59,8 @@ class MeasuredPairs:
                 self._busy[mine, other] = float(row["gpu_util"]) / 100
                 points.append((solo[mine], solo[other]))
                 found.append(slowdown)
-        self._points, self._found, self._seed = np.array(points), np.array(found), seed
+        self._by_turns, self._seed = Pool(np.array(points), np.array(found)), seed
+        self._behind_mps = behind_mps or self._by_turns
         self._known: dict[tuple[str, str, bool], float] = {}
 
     def slowdowns(self, mode: SharingMode, tenants: Sequence[Truth]) -> list[float]:
@@ -102,10 +105,11 @@ class MeasuredPairs:
         if in_time and (one.kind, other.kind) in self._exact:
             return self._exact[one.kind, other.kind]
         wanted = (one.util, other.util) if in_time else (one.sm, other.sm)
-        distance = ((self._points - wanted) ** 2).sum(axis=1)
+        pool = self._by_turns if in_time else self._behind_mps
+        distance = ((pool.busy - wanted) ** 2).sum(axis=1)
         near = np.argpartition(distance, NEIGHBOURS)[:NEIGHBOURS]
         draw = zlib.crc32(f"{self._seed}/{one.kind}/{other.kind}".encode()) % NEIGHBOURS
-        return float(np.sort(self._found[near])[draw])
+        return float(np.sort(pool.slowdowns[near])[draw])
 
 
 def _key(row: dict[str, str], which: str) -> str:

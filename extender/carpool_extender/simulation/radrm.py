@@ -4,6 +4,7 @@ import csv
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from carpool_core.resources.node import Device
 from carpool_core.values import GpuUuid, SharingMode
 
 from carpool_extender.placement.conditions import Conditions
+from carpool_extender.simulation import gavel_pairs
 from carpool_extender.simulation.features import job_of, prediction_of
 from carpool_extender.simulation.philly_times import read_trace
 from carpool_extender.simulation.power import Power
@@ -80,6 +82,7 @@ OPEN = (
     "say the trace times that were published of LUG and the oracle. The published energies do not: they tell of "
     "larger gains, and fit to GPUs that draw what an A100 does only about as assumed."
 )
+BEHIND_MPS = "slowdowns by MPS as of Gavel's pairs"
 _FIVE_GB, _TWO_GB = 5120, 2048
 
 
@@ -164,8 +167,13 @@ def radrm(data: Path, seed: int, tasks: int, scale: float = 1.0) -> Workload:
 
 
 def otherwise(tasks: int) -> dict[str, Callable[[Path, int], Workload]]:
-    """Return the workload with other SM activity than assumed, which decides how much sharing pays."""
-    return {f"SM activity × {scale:g}": partial(radrm, tasks=tasks, scale=scale) for scale in (0.75, 1.25, 1.5)}
+    """Return the workload with other SM activity and other losses than assumed, which decide how sharing pays."""
+    busier = {f"SM activity × {scale:g}": partial(radrm, tasks=tasks, scale=scale) for scale in (0.75, 1.25, 1.5)}
+    return {**busier, BEHIND_MPS: partial(_as_gavels, tasks=tasks)}
+
+
+def _as_gavels(data: Path, seed: int, tasks: int) -> Workload:
+    return replace(radrm(data, seed, tasks), behind_mps=gavel_pairs.read(data))
 
 
 def steps_of(kind: str, epochs: int) -> int | None:

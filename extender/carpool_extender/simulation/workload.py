@@ -4,10 +4,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from carpool_core.resources.node import Device
 from carpool_core.resources.prediction import Prediction
 from carpool_core.values import GpuUuid
 from carpool_predictor.prediction.estimator import Job
+from numpy.typing import NDArray
 
 from carpool_extender.simulation.power import Power
 
@@ -54,6 +56,16 @@ class SimJob:
     """Steps of its training, where its user says how many."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Pool:
+    """Measured slowdowns of pairs, one of each of the two jobs."""
+
+    busy: NDArray[np.float64]
+    """(slowdowns, 2) How busy the one that is slowed is alone, and the other, 0..1."""
+    slowdowns: NDArray[np.float64]
+    """(slowdowns,) At least 1."""
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """A GPU that fails, with all that runs on it."""
@@ -80,6 +92,8 @@ class Workload:
     failures: Sequence[Failure] = ()
     fragmented: float = 0.0
     """Share of a GPU's memory that nobody can have where several share it: pieces that their allocators leave, 0..1."""
+    behind_mps: Pool | None = None
+    """Pairs whose slowdowns tenants of MPS have, by SM activity; where None those that were measured by turns."""
     until_s: float = math.inf
     """When watching ends, whoever runs or waits then, in seconds after the start."""
     notes: Sequence[str] = ()
