@@ -1,9 +1,9 @@
 """Who asks about a single GPU is told every check that fails there."""
 
 import pytest
-from carpool_core.values import DeviceHealth, SharingMode
+from carpool_core.values import DeviceHealth, RequestedMode, SharingMode
 from carpool_extender.placement.assessments import Assessment
-from carpool_extender.placement.besides import failing_besides, in_full
+from carpool_extender.placement.besides import failing_besides, in_full, rooms
 from carpool_extender.placement.checks import Check
 from carpool_extender.placement.conditions import Conditions
 from carpool_extender.placement.decide import explain
@@ -66,7 +66,25 @@ def test_a_gpu_that_is_sick_may_be_unfit_besides(tenants, newcomer, besides):
 def test_where_the_job_fits_nothing_is_besides():
     verdict = asked(gpu_node("a", 1), applicant())
     assert failing_besides(verdict, 0) == []
-    assert in_full(verdict, 0) == outcome(verdict, 0)
+    assert in_full(verdict, 0) == f"{outcome(verdict, 0)}; tenant 1 of at most 8"
+
+
+def test_where_the_job_fits_it_is_told_how_far_the_sites_limits_are():
+    conditions = Conditions(most_sm_active=0.8, most_joint_sm_active=0.9, least_free_mib=5120, most_jobs=3)
+    node = gpu_node("a", 1, [tenant("x", [GPU], memory_limit_mib=10_000, prediction=prediction(util=20, sm=0.3))])
+    newcomer = applicant(prediction=prediction(util=20, sm=0.25))
+    told = in_full(asked(node, newcomer, conditions=conditions), 0).split("; ")
+    assert told[-1] == (
+        "tenant 2 of at most 3, SM activity 0.30 of at most 0.80, joint SM activity 0.55 of at most 0.90, "
+        "30,960 MiB free before it, at least 5,120 asked for"
+    )
+    fewer_slots = asked(node, newcomer, 2, conditions=conditions)
+    assert rooms(fewer_slots, 0)[0] == "tenant 2 of at most 2"
+
+
+def test_a_gpu_of_its_own_has_no_number_of_tenants():
+    verdict = asked(gpu_node("a", 1), applicant(mode=RequestedMode.EXCLUSIVE))
+    assert rooms(verdict, 0) == []
 
 
 def test_explain_tells_them():

@@ -5,6 +5,7 @@ import pytest
 from carpool_core.resources.node import GpuNodeSpec
 from carpool_core.values import RequestedMode, SharingMode, Tenancy
 from carpool_extender.placement.assessments import Assessment
+from carpool_extender.placement.besides import rooms
 from carpool_extender.placement.decide import best_place, filter_nodes, place
 from carpool_extender.placement.policies import find_policy
 from carpool_extender.placement.rules import Rules
@@ -69,6 +70,11 @@ def test_instances_stand_side_by_side_until_slices_or_memory_end():
     refused = filter_nodes(Assessment(wanting(sm=0.3), RULES, cluster(node).view()), ["a"]).refused
     sentence = "its MIG instances take 6 of 7 slices and 30 of 40 GB, beside which 3g.20gb has no room"
     assert refused == {"a": f"NoGpuFits: 1 GPU: {sentence}"}
+
+
+def test_of_an_instance_it_is_told_what_stands_beside_it():
+    verdict = Assessment(wanting(sm=0.25), RULES, cluster(divisible(instance("x", "3g.20gb"))).view()).verdict
+    assert rooms(verdict, 0) == ["tenant 2 of at most 8", "2g.10gb beside 3 of 7 slices and 20 of 40 GB taken"]
 
 
 def test_a_shared_gpu_is_not_divided():

@@ -146,7 +146,7 @@ def test_explain_names_the_check_and_the_margin_of_every_gpu():
     assert [str(one) for one in explain(cluster(node).view(), applicant(**BUSY), ["a"], RULES)] == [
         f"GPU 0 of a ({A100}): needs 4,000 MiB, has 960 MiB free (3,040 MiB short)",
         f"GPU 1 of a ({A100}): would slow default/y to 1.90 of 1.10 (0.80 beyond)",
-        f"GPU 2 of a ({A100}): fits by MPS, leaves 36,960 MiB, expected slowdown 1.00",
+        f"GPU 2 of a ({A100}): fits by MPS, leaves 36,960 MiB, expected slowdown 1.00; tenant 1 of at most 8",
     ]
 
 
@@ -179,7 +179,7 @@ def test_of_a_gpu_that_fits_it_is_told_what_each_neighbour_would_suffer(limits, 
     assessment = Assessment(wants, rules, cluster(gpu_node("a", 1, tenants)).view())
     (told,) = explain(assessment.verdict.view, wants, ["a"], rules)
     assert told.fits
-    assert told.said.endswith(said)
+    assert told.said.endswith(f"{said}; tenant {len(limits) + 1} of at most 8")
     if limits:  # the check found the same of whoever is closest to its limit
         least = min(one.limit - one.slowdown for one in assessment.verdict.met(0))
         assert assessment.verdict.found.margin[0] == pytest.approx(least, abs=1e-6)

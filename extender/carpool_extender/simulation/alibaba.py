@@ -55,6 +55,7 @@ STRATEGIES = (
     _strategy("worst fit by declared fraction", "worst-fit"),
     _strategy("Carpool, slowdown ≤ 1.5 (default)", "least-slowdown", 1.5),
     _strategy("Carpool, slowdown ≤ 3", "least-slowdown", 3.0),
+    _strategy("Carpool, best fit", "best-fit", 1.5),
 )
 
 
