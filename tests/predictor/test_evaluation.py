@@ -97,7 +97,7 @@ HOLDING = {str(gpumemnet.file_of(kind)): f"{','.join(holding.COLUMNS)}\n50,0.4,0
     [
         pytest.param(gavel.FILE, ["else"], "1", "lacks the columns bs_a, bs_b", id="other columns"),
         pytest.param(
-            lucid.ALONE, ["batchsize", "amp", "gpu_util", "gmem_util", "gmem"], "", "lacks the columns model;",
+            lucid.ALONE, list(lucid.ALONE_COLUMNS[1:]), "", "lacks the columns model;",
             id="a column short, of a file that is read last",
         ),
         pytest.param(gavel.FILE, None, f"{TABLE},k80,a,1,1,,,,fast,,", "2: cannot read the row", id="a word"),

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 from carpool_core.values import SharingMode
 from carpool_predictor.cost_models.slowdown import DEPTH, SlowdownModel, Turns, shipped, slowdowns, upper_slowdowns
-from carpool_predictor.evaluation.slowdown import asked, gavel, holding, lucid
+from carpool_predictor.evaluation.slowdown import asked, gavel, holding, limits, lucid
 from carpool_predictor.evaluation.slowdown.gavel import Missed
 from carpool_predictor.evaluation.slowdown.groups import exact_slowdowns
 from carpool_predictor.evaluation.slowdown.train import train_slowdown
@@ -280,7 +280,7 @@ def test_a_score_is_as_uncertain_as_its_jobs_are_few():
         one, other = np.divmod(np.arange(jobs * pairs), pairs)
         slowdown, names = np.where(bad[one], 1.3, 1.0), [f"job-{i}" for i in range(max(jobs, pairs))]
         of = [(names[i], names[j]) for i, j in zip(one, other, strict=True)]
-        return lucid.Pairs(*[np.zeros((len(of), 2))] * 3, slowdown, slowdown, of, of)
+        return lucid.Pairs(*[np.zeros((len(of), 2))] * 4, slowdown, slowdown, of, of)
 
     def error(jobs: int, pairs: int) -> float:
         of = world(jobs, pairs)
@@ -305,12 +305,28 @@ def test_what_lies_within_the_standard_error_is_called_noise():
 
 
 def test_what_a_limit_comes_to_is_counted_by_pairs():
-    of = [(1.0, 1.0), (1.3, 1.0), (1.0, 1.1), (1.0, 1.4)]
-    pairs = lucid.Pairs(*([np.zeros((8, 2))] * 3), *([np.array(of).ravel()] * 2), [], [])
+    measured = np.array([(1.0, 1.0), (1.3, 1.0), (1.0, 1.1), (1.0, 1.4)]).ravel()
     told = np.array([(1.0, 1.0), (1.1, 1.0), (1.0, 1.3), (1.5, 1.5)]).ravel()
-    found = lucid.admitted(told, pairs.slowdown, 1.2)
+    found = limits.admitted(limits.within(told, 1.2), measured, 1.2)
     assert (found.admitted_percent, found.beyond_percent, found.missed_percent) == (50.0, 50.0, 50.0)
-    assert lucid.admitted(told, pairs.slowdown, 9.0) == lucid.Admitted(100.0, 0.0, 0.0)
+    assert limits.admitted(limits.within(told, 9.0), measured, 9.0) == limits.Admitted(100.0, 0.0, 0.0)
+    rule = limits.admitted(np.array([False, True, True, True]), measured, 1.2)
+    assert rule == limits.Admitted(75.0, pytest.approx(200 / 3), 50.0)
+
+
+def test_published_rules_put_pairs_together_by_what_they_look_at():
+    busy = np.repeat([(0.3, 0.5), (0.4, 0.5), (0.6, 0.5)], 2, axis=0)
+    scores = np.repeat([(1, 2), (1, 1), (2, 0)], 2, axis=0)
+    none = np.zeros((6, 2))
+    pairs = lucid.Pairs(busy, none, none, scores, np.ones(6), np.ones(6), [], [])
+    assert {name: rule(pairs).tolist() for name, rule in limits.RULES.items()} == {
+        "joint utilization ≤ 100% (HotCloud '20)": [True, True, False],
+        "joint utilization ≤ 80% (RAD-RM, of SM activity)": [True, False, False],
+        "sharing scores ≤ 2 (Lucid)": [False, True, True],
+    }
+    told = list(limits.rows(np.ones(6), {}, {"a rule": np.array([True, True, False])}))
+    assert told[0] == "| 1.1 | a rule | 66.7% | 0.0% | 33.3% |"
+    assert len(told) == len(limits.LIMITS)
 
 
 @pytest.mark.parametrize(("read", "name"), [(gavel.read, "gavel"), (lucid.read, "lucid"), (holding.read, "gpumemnet")])

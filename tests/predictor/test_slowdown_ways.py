@@ -9,7 +9,7 @@ def test_a_profile_of_either_precision_is_the_last_one(tmp_path):
     folder = tmp_path / "lucid"
     folder.mkdir()
     (folder / "solo_rtx3090.csv").write_text(
-        "model,batchsize,amp,gpu_util,gmem_util,gmem\nA,32,0,40,10,100\nA,32,1,20,5,50\nA,64,0,80,20,200\n"
+        "model,batchsize,amp,gpu_util,gmem_util,gmem,label\nA,32,0,40,10,100,1\nA,32,1,20,5,50,0\nA,64,0,80,20,200,2\n"
     )
     (folder / "colocate_rtx3090.csv").write_text(
         "model1,batchsize1,amp1,speed1,model2,batchsize2,amp2,speed2\nA,32,0,1,A,64,0,1\n"
@@ -22,7 +22,7 @@ def test_a_profile_of_either_precision_is_the_last_one(tmp_path):
 
 def pairs_of(busy, raw, models):
     """Return pairs whose jobs have these profiles; memory and MiB are as utilization is."""
-    return lucid.Pairs(busy, busy, busy, np.maximum(1.0, raw), raw, models, models)
+    return lucid.Pairs(busy, busy, busy, busy, np.maximum(1.0, raw), raw, models, models)
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 None of its numbers was fitted to these pairs, but its form was chosen with them in sight (its card says how).
 
-Lucid (NSDI '23) measured 676 pairs of training jobs on an RTX 3090 by time-slicing, each with both jobs' speeds
+Lucid (ASPLOS '23) measured 676 pairs of training jobs on an RTX 3090 by time-slicing, each with both jobs' speeds
 relative to solo, and the utilization of the GPU.
 
 For two simulated jobs a measured pair is taken whose jobs were as busy: of the NEIGHBOURS nearest in (own busy share,

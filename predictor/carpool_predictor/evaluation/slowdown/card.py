@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from carpool_predictor.cost_models.slowdown import shipped
-from carpool_predictor.evaluation.slowdown import asked, gavel, holding, lucid
+from carpool_predictor.evaluation.slowdown import asked, gavel, holding, limits, lucid
 from carpool_predictor.evaluation.slowdown.gavel import Missed, Queueing
 from carpool_predictor.evaluation.slowdown.holding import Runs
 from carpool_predictor.evaluation.slowdown.lucid import BASELINES, EXACT, FOUND, Pairs, Score
@@ -19,11 +19,6 @@ HIDING = "a host hides with p ="
 BUSY = 0.8
 NEIGHBOURS = (0.0, 0.2, 0.4, 0.6, 0.8, 0.97, 1.01)
 """Utilizations that part the neighbours of busy jobs."""
-_LIMITS_HEAD = (
-    "| limit | held against | pairs that share | of these beyond the limit | pairs within it that do not share |"
-)
-LIMITS = (1.1, 1.2, 1.5)
-"""Of jobs, for the table of what is held against them; 1.5 is the default."""
 
 Numbers = NDArray[np.float64]
 
@@ -137,12 +132,11 @@ def queued_behind_mps(held_out: Queueing) -> list[str]:
         f"{100 * float((held_out.measured > held_out.side_by_side).mean()):.0f}% lie above the median for MPS. What a",
         "limit that both jobs of a pair accept would come to there:",
         "",
-        _LIMITS_HEAD,
-        "|---|---|---|---|---|",
-        *(
-            _limited(limit, name, lucid.admitted(predicted.ravel(), held_out.measured.ravel(), limit))
-            for limit in LIMITS
-            for name, predicted in (("median", held_out.side_by_side), ("upper", _upper_by_mps(held_out)))
+        *limits.HEAD,
+        *limits.rows(
+            held_out.measured.ravel(),
+            {"median": held_out.side_by_side.ravel(), "upper": _upper_by_mps(held_out).ravel()},
+            {},
         ),
         "",
     ]
@@ -193,15 +187,15 @@ def judged(pairs: Pairs, scores: Mapping[str, Score]) -> list[str]:
         "",
         "![predicted over measured](figures/slowdown-predicted.svg)",
         "",
-        "What a limit that both jobs of a pair accept comes to, by which prediction it is held against "
-        "(the scheduler's setting `slowdownQuantile`):",
+        "What a limit that both jobs of a pair accept comes to, by which prediction it is held against (the",
+        "scheduler's setting `slowdownQuantile`), and what published rules come to, which hold nothing against it.",
+        "Utilization stands for RAD-RM's SM activity. Lucid's scores are labels that its authors gave these very jobs:",
         "",
-        _LIMITS_HEAD,
-        "|---|---|---|---|---|",
-        *(
-            _limited(limit, name, lucid.admitted(predicted, pairs.slowdown, limit))
-            for limit in LIMITS
-            for name, predicted in (("median", median), ("upper", upper))
+        *limits.HEAD,
+        *limits.rows(
+            pairs.slowdown,
+            {"median": median, "upper": upper},
+            {name: rule(pairs) for name, rule in limits.RULES.items()},
         ),
         "",
     ]
@@ -224,11 +218,6 @@ def _by_neighbour(pairs: Pairs) -> list[str]:
         *rows,
         "",
     ]
-
-
-def _limited(limit: float, name: str, found: lucid.Admitted) -> str:
-    cells = (found.admitted_percent, found.beyond_percent, found.missed_percent)
-    return f"| {limit:g} | {name} | {' | '.join(f'{cell:.1f}%' for cell in cells)} |"
 
 
 def _row(name: str, one: Score) -> str:

@@ -15,7 +15,7 @@ from carpool_predictor.evaluation.tables import number, read_table
 
 ALONE, BESIDE = Path("lucid", "solo_rtx3090.csv"), Path("lucid", "colocate_rtx3090.csv")
 _KEY = ("model", "batchsize", "amp")
-ALONE_COLUMNS = (*_KEY, "gpu_util", "gmem_util", "gmem")
+ALONE_COLUMNS = (*_KEY, "gpu_util", "gmem_util", "gmem", "label")
 BESIDE_COLUMNS = tuple(f"{column}{which}" for which in "12" for column in (*_KEY, "speed"))
 FOUND = 1.15
 """A slowdown that counts as one that should have been foretold."""
@@ -38,6 +38,8 @@ class Pairs:
     """(n, 2) Utilization of the memory bus alone, 0..1."""
     mib: Numbers
     """(n, 2) GPU memory in use alone, MiB."""
+    scores: Numbers
+    """(n, 2) Lucid's own sharing scores, 0 to 2: how much it takes a job to be in the way."""
     slowdown: Numbers
     """(n,) As measured, at least 1."""
     raw: Numbers
@@ -94,8 +96,8 @@ def read(data: Path, *, by_precision: bool = True) -> Pairs:
 
     read_table(data / BESIDE, BESIDE_COLUMNS, read_pair)
     found = np.array(raw)
-    busy, memory, mib = np.moveaxis(np.array(profiles), 2, 0)
-    return Pairs(busy, memory, mib, np.maximum(1.0, found), found, models, jobs)
+    busy, memory, mib, scores = np.moveaxis(np.array(profiles), 2, 0)
+    return Pairs(busy, memory, mib, scores, np.maximum(1.0, found), found, models, jobs)
 
 
 def score(predicted: Numbers, pairs: Pairs) -> Score:
@@ -154,35 +156,6 @@ def shipped_upper(pairs: Pairs) -> Numbers:
     """Predict the upper quantile."""
     every = np.ones(pairs.busy.shape, np.bool_)
     return upper_slowdowns(SharingMode.TIME_SLICING, pairs.busy, pairs.busy, pairs.memory, every)[:, 0]
-
-
-@dataclass(frozen=True, slots=True)
-class Admitted:
-    """What came of a limit on slowdowns that predictions were held against, for pairs that both accept the same."""
-
-    admitted_percent: float
-    """Share of the pairs that would have shared."""
-    beyond_percent: float
-    """Share of these of which one was slowed beyond the limit."""
-    missed_percent: float
-    """Share of the pairs within the limit that would not have shared."""
-
-
-def admitted(predicted: Numbers, measured: Numbers, limit: float) -> Admitted:
-    """Say what would have come of a limit.
-
-    Args:
-        predicted: Slowdown of each job of each pair, one after the other, shape (2 * pairs,).
-        measured: The same as measured.
-        limit: Slowdown that everybody accepts.
-    """
-    would = (predicted.reshape(-1, 2) <= limit).all(axis=1)
-    within = (measured.reshape(-1, 2) <= limit).all(axis=1)
-    return Admitted(
-        admitted_percent=100 * float(would.mean()),
-        beyond_percent=100 * float((would & ~within).sum() / max(1, would.sum())),
-        missed_percent=100 * float((within & ~would).sum() / max(1, within.sum())),
-    )
 
 
 def bard(pairs: Pairs) -> Numbers:
@@ -249,5 +222,6 @@ def _key(row: Mapping[str, str], which: str) -> tuple[str, str, str]:
     return row["model" + which], row["batchsize" + which], row["amp" + which]
 
 
-def _alone(row: dict[str, str]) -> tuple[tuple[str, str, str], tuple[float, float, float]]:
-    return _key(row, ""), (number(row, "gpu_util") / 100, number(row, "gmem_util") / 100, number(row, "gmem"))
+def _alone(row: dict[str, str]) -> tuple[tuple[str, str, str], tuple[float, float, float, float]]:
+    busy, memory, mib, score = (number(row, column) for column in ALONE_COLUMNS[len(_KEY) :])
+    return _key(row, ""), (busy / 100, memory / 100, mib, score)
