@@ -96,6 +96,68 @@ async def test_the_next_of_a_kind_is_predicted_by_what_a_run_took_since_its_firs
     assert uppers == [pytest.approx(2800, rel=0.02), pytest.approx(6600, abs=1), pytest.approx(6600, abs=1)]
 
 
+async def test_a_run_that_grows_before_it_stands_still_is_told_of_each_time() -> None:
+    """Regression: of a peak that was not steady yet only the first was told, for up to ten minutes."""
+    of = world()
+    of.apply()
+    await begun(of)
+    uppers = []
+    for number, peak_mib in enumerate((6000, 6010, 9000)):
+        await seen(of, peak_mib)
+        of.clock.advance(SEEN_S)
+        await of.settle()
+        of.apply(f"y{number}")
+        await of.settle()
+        uppers.append(memory(of, f"y{number}").upper_mib)
+    assert [row.steady for row in stack(of).rows] == [False]
+    assert uppers == [pytest.approx(upper, abs=1) for upper in (6600, 6600, 9900)]
+    assert writes(of) == 2, "what grows by less than a step is not told of"
+
+
+async def test_a_job_that_waits_hears_what_runs_of_its_kind_take_and_die_of() -> None:
+    """Regression: it kept the prediction of a run's first lesson, as long as there was no other run."""
+    of = world(backoff_s=10.0)
+    of.apply(runPolicy={"backoffLimit": 3})
+    await begun(of, memoryLimitMib=7000)
+    await seen(of, 5000)
+    of.clock.advance(SEEN_S)
+    await of.settle()
+    of.apply("y")
+    await of.settle()
+    uppers = [memory(of, "y").upper_mib]
+    await seen(of, 6000)
+    of.clock.advance(STEADY_S)
+    await of.settle()
+    of.operator.queue.add("default/y")
+    await of.settle()
+    uppers.append(memory(of, "y").upper_mib)
+    of.end_pod("x-worker-0-1", exit_code=1, message=OOM)
+    await of.settle()
+    of.operator.queue.add("default/y")
+    await of.settle()
+    uppers.append(memory(of, "y").upper_mib)
+    assert uppers == [5500, pytest.approx(6600, abs=1), 10_500]
+
+
+async def test_a_peak_that_stood_still_stays_so_where_the_operator_begins_anew() -> None:
+    """Regression: what was known to be all was taken for a beginning again, which never lowers a bound."""
+    of = world()
+    of.apply()
+    await begun(of)
+    await seen(of, 2000)
+    of.clock.advance(STEADY_S)
+    await of.settle()
+    assert [row.steady for row in stack(of).rows] == [True]
+    of.start()
+    of.clock.advance(SEEN_S)
+    await of.settle()
+    assert [row.steady for row in stack(of).rows] == [True]
+    await seen(of, 3000)
+    of.clock.advance(SEEN_S)
+    await of.settle()
+    assert [(row.value_mib, row.steady) for row in stack(of).rows] == [(3000, False)]
+
+
 async def test_an_operator_that_was_restarted_tells_what_runs_again_and_counts_it_once() -> None:
     of = world()
     of.apply()
@@ -181,6 +243,51 @@ async def test_who_died_of_memory_gets_more_and_then_a_gpu_alone() -> None:
     why = "(Exclusive), because earlier runs of it died of memory on NVIDIA A100-SXM4-40GB, or took nearly all of it"
     assert why in placed.message
     assert stack(of).seen == 2
+
+
+@pytest.mark.parametrize("is_seen", [False, True], ids=["died at once", "was seen before it died"])
+@pytest.mark.parametrize("earlier", range(4))
+async def test_whatever_was_known_who_died_gets_more_each_time_and_then_a_gpu_alone(
+    earlier: int, is_seen: bool
+) -> None:
+    """Regression: where earlier runs were known, or its own beginning, it got what it had died with, or less."""
+    of = world(backoff_s=10.0)
+    for number in range(earlier):
+        await ran(of, 3000, f"k{number}")
+    of.apply(runPolicy={"backoffLimit": 5})
+    await of.settle()
+    had = [memory(of).upper_mib]
+    for attempt in (1, 2):
+        await begun(of, memoryLimitMib=had[-1])
+        if is_seen:
+            await seen(of, 2900)
+            of.clock.advance(SEEN_S)
+            await of.settle()
+        of.end_pod(f"x-worker-0-{attempt}", exit_code=1, message=OOM)
+        await of.settle()
+        of.clock.advance(400)
+        await of.settle()
+        had.append(memory(of).upper_mib)
+        assert memory(of).trusted is (attempt == 1)
+    assert had[1] == pytest.approx(1.5 * had[0], abs=1)
+    assert had[2] > had[1]
+
+
+async def test_who_died_with_its_very_peak_gets_more() -> None:
+    """Regression: that it was not enough made no difference to what was kept of predictions."""
+    of = world(backoff_s=10.0)
+    of.apply(runPolicy={"backoffLimit": 3})
+    await begun(of, memoryLimitMib=3000)
+    await seen(of, 3000)
+    of.clock.advance(STEADY_S)
+    await of.settle()
+    of.apply("y")
+    await of.settle()
+    of.end_pod("x-worker-0-1", exit_code=1, message=OOM)
+    await of.settle()
+    of.apply("z")
+    await of.settle()
+    assert (memory(of, "y").upper_mib, memory(of, "z").upper_mib) == (pytest.approx(3300, abs=1), 4500)
 
 
 async def test_who_died_with_all_of_a_gpu_is_given_no_other_one_like_it() -> None:

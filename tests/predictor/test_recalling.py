@@ -19,8 +19,9 @@ from carpool_predictor.calibration.recalling import (
     RAISED,
     Recalled,
     for_a_first_run,
+    gist,
     is_alone,
-    recalled_peaks,
+    recall,
 )
 from carpool_predictor.catalog import store
 from carpool_predictor.cost_models.memory import shipped
@@ -55,9 +56,33 @@ def test_other_sizes_and_other_models_are_no_runs_of_it() -> None:
     known = runs(5000, batch=32, known=runs(5000, name="other"))
     assert told(known).memory.learned_runs == 0
     size = asked().reserved_mib
-    assert recalled_peaks(known, T4.name, Precision.FP32, NAME, size) == ()
-    assert len(recalled_peaks(runs(5000), T4.name, Precision.FP32, NAME, size)) == 1
-    assert recalled_peaks(runs(5000), T4.name, Precision.BF16_MIXED, NAME, size) == ()
+    assert recall(known, T4.name, Precision.FP32, NAME, size) is None
+    assert recall(runs(5000), T4.name, Precision.FP32, NAME, size) is not None
+    assert recall(runs(5000), T4.name, Precision.BF16_MIXED, NAME, size) is None
+
+
+@pytest.mark.parametrize(
+    ("later", "is_another"),
+    [
+        pytest.param(runs(5000), False, id="the same"),
+        pytest.param(runs(5010), False, id="as good as the same"),
+        pytest.param(runs(5000, 5010), True, id="one more run"),
+        pytest.param(runs(5600), True, id="more memory"),
+        pytest.param(runs(4400), True, id="less"),
+        pytest.param(runs(5000, out_of_memory=True), True, id="as much was not enough"),
+        pytest.param(runs(5000, ended=False, steady=False), True, id="as much so far"),
+        pytest.param(Calibration(), True, id="none"),
+    ],
+)
+def test_the_gist_of_what_runs_took_is_another_one_where_predicting_anew_is_worth_it(
+    later: Calibration, is_another: bool
+) -> None:
+    def gist_of(known: Calibration) -> str:
+        found = gist(recall(known, T4.name, Precision.FP32, NAME, asked().reserved_mib))
+        assert told(known).memory.learned_gist == found, "a prediction tells what it was made of"
+        return found
+
+    assert (gist_of(later) != gist_of(runs(5000))) is is_another
 
 
 def test_a_death_raises_the_bound_and_so_many_take_the_trust_away() -> None:

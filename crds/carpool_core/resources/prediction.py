@@ -41,6 +41,13 @@ class MemoryPrediction(Resource, frozen=True, kw_only=True):
         ),
     ] = 0
     learned_runs: Annotated[int, field("Number of runs of this very model at this size that were known.", ge=0)] = 0
+    learned_gist: Annotated[
+        str,
+        field(
+            "What those runs took, summed up: when it changes, a job that has no place yet is predicted anew.",
+            max_length=128,
+        ),
+    ] = ""
     trusted: Annotated[
         bool,
         field(

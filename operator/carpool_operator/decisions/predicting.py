@@ -14,7 +14,7 @@ from carpool_operator.decisions import order
 from carpool_operator.decisions.actions import Predict
 from carpool_operator.decisions.draft import Draft
 from carpool_operator.state.conditions import find
-from carpool_operator.state.lessons import amount
+from carpool_operator.state.lessons import worth_of
 from carpool_operator.state.snapshot import Snapshot
 from carpool_operator.workers.outcomes import GPU_OUT_OF_MEMORY
 
@@ -59,8 +59,8 @@ def _is_outdated(prediction: Prediction | None, snapshot: Snapshot) -> bool:
         # enough was measured by now for it to share.
         died = last is not None and last.outcome == GPU_OUT_OF_MEMORY
         return died or any(not product.memory.trusted for product in prediction.products)
-    told = {p.product: amount(p.memory.learned_jobs, p.memory.learned_runs) for p in prediction.products}
-    return any(told.get(product, found.amount) != found.amount for product, found in known.marks.items())
+    told = {product.product: worth_of(product.memory) for product in prediction.products}
+    return any(told.get(product, found.worth) != found.worth for product, found in known.marks.items())
 
 
 def _may_improve(draft: Draft, prediction: Prediction | None) -> bool:

@@ -15,14 +15,14 @@ from carpool_core.values import Precision
 from carpool_predictor.calibration.config_map import CalibrationMap, Kept, UnreadableError
 from carpool_predictor.calibration.document import COUNTED, SIMULATED, Calibration, Stack
 from carpool_predictor.calibration.observe import observe
-from carpool_predictor.calibration.recalling import model_name, recalled_peaks
+from carpool_predictor.calibration.recalling import model_name, recall
 from carpool_predictor.cost_models.memory import shipped
 from carpool_predictor.features.abstention import Abstention
 from carpool_predictor.prediction.estimator import Job
 from carpool_predictor.prediction.expected import expected_of
 
 from carpool_operator.decisions.predicting import TRANSIENT
-from carpool_operator.state.lessons import Lesson, Mark, amount
+from carpool_operator.state.lessons import Lesson, Mark
 from carpool_operator.workers.pods import job_key
 
 PAUSE_S = 5.0
@@ -104,11 +104,13 @@ class Learner:
         if calibration is None or size_mib is None:
             return {}
         precision, name = spec.training.precision, model_name(spec.model)
-        marks = {}
-        for product in products:
-            runs = recalled_peaks(calibration, product, precision, name, size_mib)
-            marks[product] = Mark(amount(_jobs(calibration, product, precision), len(runs)), runs)
-        return marks
+        return {
+            product: Mark(
+                _jobs(calibration, product, precision).bit_length(),
+                recall(calibration, product, precision, name, size_mib),
+            )
+            for product in products
+        }
 
     def has_learned(self, sample: str) -> bool:
         """Whether an attempt that has ended is in the calibration for good, as far as this process knows."""

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
+from carpool_core.resources.prediction import MemoryPrediction
 from carpool_core.values import SharingMode
 from carpool_predictor.calibration.document import Measured
-from carpool_predictor.calibration.recalling import Taken
+from carpool_predictor.calibration.recalling import Recalled, gist, step_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +52,22 @@ class Lesson:
         """Name the lesson: an attempt that runs has another one to teach than one that has ended, or took more."""
         if self.measured.ended:
             return f"{self.sample} ended"
-        return f"{self.sample} " + (f"steady {self.measured.peak_mib:.0f}" if self.measured.steady else "seen")
+        peak_mib = self.measured.peak_mib
+        return f"{self.sample} " + (f"steady {peak_mib:.0f}" if self.measured.steady else f"seen {step_of(peak_mib)}")
 
 
 class Mark(NamedTuple):
-    """What a prediction is calibrated from: another one is due where it differs."""
+    """What a prediction of a job on a product is calibrated from; where it differs, so may the prediction."""
 
-    amount: tuple[int, int]
-    """How much it is; see `amount`."""
-    measured: tuple[Taken, ...] = ()
-    """What runs of the very job took: one that goes on may grow, or come to stand still."""
+    jobs: int
+    """How many different jobs the line of the stack was learned from, in powers of two."""
+    recalled: Recalled | None = None
+    """What runs of the very job showed: one that goes on may grow, come to stand still, or die."""
+
+    @property
+    def worth(self) -> "Worth":
+        """What another prediction is due for where it differs."""
+        return self.jobs, gist(self.recalled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +83,11 @@ class Knowledge:
     """For each product how much a prediction would be calibrated from."""
 
 
-def amount(jobs: int, runs: int) -> tuple[int, int]:
-    """Say how much a prediction was calibrated from, so coarsely that it is worth another one when this changes.
+Worth = tuple[int, str]
+"""What predictions were calibrated from, so coarsely that one is worth renewing when this changes: jobs in powers of
+two, and the gist of what runs of the very job took."""
 
-    Args:
-        jobs: Different jobs that the line of its stack was learned from; counts in powers of two.
-        runs: Runs of the very job.
-    """
-    return jobs.bit_length(), runs
+
+def worth_of(memory: MemoryPrediction) -> Worth:
+    """Return what a prediction that was made says of it."""
+    return memory.learned_jobs.bit_length(), memory.learned_gist

@@ -131,7 +131,7 @@ def _taken(state: StackState, expected: Expected, measured: Measured, model: Mem
     )
     before = next((one for one in state.rows if row.sample and one.sample == row.sample), None)
     if before is not None:
-        row = _with_activity_of(before, row)
+        row = _still_steady(before, _with_activity_of(before, row))
     after = state
     if row != before:
         rows = _kept([*(one for one in state.rows if one is not before), row])
@@ -168,6 +168,12 @@ def _with_activity_of(before: Observed, row: Observed) -> Observed:
     if row.sm_active is None:
         row = msgspec.structs.replace(row, sm_active=before.sm_active, sm_factor=before.sm_factor)
     return row
+
+
+def _still_steady(before: Observed, row: Observed) -> Observed:
+    """Let a peak stay steady that was: who watches it may have begun anew, and has not seen it stand still for long."""
+    is_no_more = before.steady and not row.censored and row.value_mib <= before.value_mib
+    return msgspec.structs.replace(row, steady=True) if is_no_more else row
 
 
 def _factor(measured: float | None, predicted: float | None) -> float | None:

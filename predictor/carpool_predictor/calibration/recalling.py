@@ -12,7 +12,6 @@ import hashlib
 import math
 from collections.abc import Sequence
 from statistics import fmean
-from typing import NamedTuple
 
 import msgspec
 from carpool_core.products import GpuProduct
@@ -69,18 +68,18 @@ class Recalled(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def recall(
-    calibration: Calibration, product: GpuProduct, precision: Precision, model: str, reserved_mib: float
+    calibration: Calibration, product: str, precision: Precision, model: str, reserved_mib: float
 ) -> Recalled | None:
     """Look for earlier runs of a job; None where there were none.
 
     Args:
         calibration: What is known.
-        product: The GPU product.
+        product: Name of the GPU product.
         precision: The job's precision.
         model: Its model, by the name under which it was observed.
         reserved_mib: What the simulated allocator holds.
     """
-    rows = _rows(calibration, product.name, precision, model, reserved_mib)
+    rows = _rows(calibration, product, precision, model, reserved_mib)
     if not rows:
         return None
     measured = [row for row in rows if not row.censored]
@@ -105,21 +104,18 @@ def _rows(
     return [] if state is None else [row for row in state.rows if is_of(row, model, reserved_mib)]
 
 
-class Taken(NamedTuple):
-    """What one earlier run took."""
-
-    value_mib: float
-    """Its peak, or what was not enough; over the correction that the model's trees answer."""
-    steady: bool
-    """Whether that is known to be all."""
+def step_of(mib: float) -> int:
+    """Return memory in steps of half the margin that bounds keep: less than one is not worth predicting anew."""
+    return math.ceil(math.log(mib) / math.log1p(AGREEMENT / 2)) if mib >= 1 else 0
 
 
-def recalled_peaks(
-    calibration: Calibration, product: str, precision: Precision, model: str, reserved_mib: float
-) -> tuple[Taken, ...]:
-    """Return what the earlier runs of a job took, as many as `MemoryPrediction.learned_runs` counts."""
-    rows = _rows(calibration, product, precision, model, reserved_mib)
-    return tuple(Taken(row.value_mib, row.steady) for row in rows)
+def gist(recalled: Recalled | None) -> str:
+    """Sum up what earlier runs took: it is worth predicting anew where this is another one. Empty of none."""
+    if recalled is None:
+        return ""
+    so_far_mib = recalled.so_far_mib if recalled.so_far_mib > recalled.peak_mib else 0.0
+    steps = map(step_of, (recalled.peak_mib, so_far_mib, recalled.least_mib))
+    return "/".join(map(str, (recalled.known, recalled.deaths, *steps)))
 
 
 def is_of(row: Observed, model: str, reserved_mib: float) -> bool:

@@ -86,7 +86,7 @@ class Job:
             # Trees, hull and strata are those of the model that it sets out from; only the bound is another.
             own, shipped_factor = model.factors[corrected.stratum], self.model.factors[corrected.stratum]
             corrected = replace(corrected, factor=corrected.factor * own / shipped_factor)
-        recalled = recalling.recall(calibration, product, precision, name, self.reserved_mib) if name else None
+        recalled = recalling.recall(calibration, product.name, precision, name, self.reserved_mib) if name else None
         return replace(
             self,
             model=model,
@@ -106,8 +106,8 @@ class Job:
             calibrated=is_calibrated(self.model, product, self.training.precision),
             context_difference_mib=context_mib(product) - _context_mib(self.model.product),
         )
-        found = msgspec.structs.replace(found, learned_jobs=self.jobs)
         recalled, correction = self.recalled, self.corrected.correction
+        found = msgspec.structs.replace(found, learned_jobs=self.jobs, learned_gist=recalling.gist(recalled))
         if recalled is not None:
             found = recalling.with_memory(found, recalled, correction)
         if recalled is not None and recalling.is_in_vain(recalled, product, correction):
