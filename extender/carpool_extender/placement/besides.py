@@ -1,6 +1,7 @@
-"""All that is to be said of a single GPU: every check that fails there, not only the first, or by how much all pass.
+"""All that is to be said of a single GPU: what fails there, not only the first check, or by how much all pass. Pure.
 
-Pure.
+Of two reasons within one check, and of a GPU that is both of a wrong product and in an exclusive tenant's use, one is
+told.
 """
 
 import numpy as np
@@ -52,13 +53,15 @@ def failing_besides(verdict: Verdict, row: int) -> list[Check]:
     first = int(verdict.found.failed[row])
     if first < 0:
         return []
+    openings, kind = verdict.openings, int(verdict.view.columns.kind[row])
+    kept_out = int(openings.kept_out.take(kind))
     found = {
         check
         for check, fails in failures(verdict, verdict.view.columns.take(np.array([row])))
         if fails is not None and bool(fails[0])
     }
-    openings, kind = verdict.openings, int(verdict.view.columns.kind[row])
-    kept_out = int(openings.kept_out.take(kind))
+    if kept_out == Check.SUITABLE and verdict.conditions.most_joint_sm_active is not None:
+        found -= {Check.CONDITION}  # what it would do there is not known
     if kept_out in _DECIDED:
         found = (found | {Check(kept_out)}) - {Check.MEMORY}
     elif verdict.view.columns.count[row]:

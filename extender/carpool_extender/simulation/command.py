@@ -1,8 +1,7 @@
 """`carpool simulate`."""
 
 import importlib.util
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -11,37 +10,14 @@ from carpool_core.settings import SettingsError, click_options
 from click.core import ParameterSource
 from rich.console import Console
 
-from carpool_extender.placement.checks import NO_CONDITIONS
-from carpool_extender.placement.conditions import Conditions
 from carpool_extender.placement.policies import UnknownPolicyError
-from carpool_extender.placement.refusal import counted
 from carpool_extender.settings import ConditionSettings
-from carpool_extender.simulation import document, longest, otherwise, philly, pictures, progress, report, results
-from carpool_extender.simulation.contest import (
-    EXPERIMENTS,
-    SMALL,
-    Experiment,
-    Line,
-    attributed,
-    contest,
-    failing,
-    named,
-    policed,
-    shipped,
-    strategies_of,
-    varied,
-    wrong,
-)
+from carpool_extender.simulation import document, philly, trials
+from carpool_extender.simulation.contest import EXPERIMENTS, SMALL, Experiment
 from carpool_extender.simulation.fragmentation import in_pieces
-from carpool_extender.simulation.provenance import Provenance, provenance
-from carpool_extender.simulation.strategy import Strategy
+from carpool_extender.simulation.provenance import provenance
+from carpool_extender.simulation.trials import PUBLISHED, SEEDS, WHOLE_SEEDS, Runs, Trial
 from carpool_extender.simulation.workload import WorkloadError
-
-PUBLISHED = "published"
-"""In place of names of policies: the strategies that the experiment was published with, and Carpool's."""
-SEEDS = 10
-WHOLE_SEEDS = 1
-"""Each run of a trace as long as months takes minutes."""
 
 
 class NothingPlacedError(click.ClickException):
@@ -52,20 +28,6 @@ class BadInputError(click.ClickException):
     """What was given cannot be simulated; ends with 2, as click does on wrong options."""
 
     exit_code = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Runs:
-    """How experiments are run."""
-
-    policies: str
-    conditions: Conditions
-    seeds: int | None  # None: as many as the experiment needs
-    out: Path
-    data: Path
-    pictures: bool
-    console: Console
-    made: Provenance
 
 
 @click.command(short_help="Run a workload under several policies on a virtual clock.")
@@ -119,7 +81,7 @@ class Runs:
     type=click.Path(file_okay=False, path_type=Path),
     envvar="CARPOOL_DATA",
     show_envvar=True,
-    help="Folder of measurements by others (lucid, radrm, traces).",
+    help="Folder of measurements by others (lucid, gavel, radrm, traces).",
 )
 @click_options(ConditionSettings)
 def simulate(
@@ -152,15 +114,14 @@ def simulate(
                 for name, one in _experiments(workload, trace, cluster, learn=learn).items()
             }
             conditions, policies = settings.conditions(), _policies(policies, policy)
-            for experiment in chosen.values():
-                _strategies(experiment, policies, conditions)  # what makes no sense is told before anything runs
             if data is None:
                 raise WorkloadError("expected a folder of measurements, found none; set CARPOOL_DATA, or --data")
             if drawn and importlib.util.find_spec("matplotlib") is None:
                 raise WorkloadError("pictures need matplotlib: pip install 'carpool[simulate]', or --no-pictures")
-            out.mkdir(parents=True, exist_ok=True)
             runs = Runs(policies, conditions, seeds, out, data, drawn, console, provenance(SystemClock()))
-            parts = [part for name, experiment in chosen.items() for part in _one(name, experiment, runs, empty.append)]
+            ready = [trials.ready(Trial(name, experiment, runs)) for name, experiment in chosen.items()]
+            out.mkdir(parents=True, exist_ok=True)
+            parts = [part for one in ready for part in trials.run(one, empty.append)]
             target = out / f"{workload or 'trace'}.md"
             target.write_text("\n".join(parts) + "\n", encoding="utf-8")
             console.print(f"written: {target}")
@@ -211,83 +172,3 @@ def _experiments(
             whole=True,
         )
     }
-
-
-def _strategies(experiment: Experiment, policies: str, conditions: Conditions) -> list[Strategy]:
-    if policies != PUBLISHED:
-        return named(policies, shipped(experiment), conditions)
-    if conditions != NO_CONDITIONS:
-        raise WorkloadError(
-            "expected preconditions beside --policies all, or names; found them beside the published strategies, which "
-            f"have their own: {conditions}"
-        )
-    return strategies_of(experiment)
-
-
-def _in_common(runs: Runs, experiment: Experiment) -> tuple[str, ...]:
-    """Say what the lines of policies that were named have in common."""
-    if runs.policies == PUBLISHED:
-        return ()
-    base = shipped(experiment)
-    told = f"Each policy is told what Carpool knows, and every job accepts a slowdown of {base.max_slowdown:g}."
-    return (told, *([f"Preconditions: {runs.conditions}."] if runs.conditions != NO_CONDITIONS else []))
-
-
-def _nothing_placed(name: str, jobs: int, conditions: Conditions) -> str:
-    asked = f" that meets the preconditions ({conditions})" if conditions != NO_CONDITIONS else " that could hold one"
-    todo = "ask for less" if conditions != NO_CONDITIONS else "name a larger cluster"
-    return (
-        f"{name}: expected a GPU for at least one of {counted(jobs, 'job')}, found none{asked} under any strategy, so "
-        f"that its figures mean nothing; {todo}"
-    )
-
-
-def _one(name: str, experiment: Experiment, runs: Runs, warn: Callable[[str], None]) -> list[str]:
-    seeds = runs.seeds or (WHOLE_SEEDS if experiment.whole else SEEDS)
-
-    def run(which: Experiment, strategies: list[Strategy], of: str = "") -> list[Line]:
-        runs.console.rule(name + of)
-        tell: Callable[[str], None] = runs.console.print
-        with progress.shown(runs.console, name) as show:
-            return contest(lambda seed: which.draw(runs.data, seed), strategies, seeds, runs.data, tell, show)
-
-    workload = experiment.draw(runs.data, 0)
-    workload = replace(workload, assumptions=(*workload.assumptions, *_in_common(runs, experiment)))
-    for note in workload.notes:
-        runs.console.print(note)
-    lines = run(experiment, _strategies(experiment, runs.policies, runs.conditions))
-    parts = report.section(workload.title, workload.assumptions, lines, workload.shown)
-    results.write(runs.out, name, workload, lines, runs.made)
-    if runs.policies == PUBLISHED and not experiment.whole:
-        off = run(experiment, wrong(experiment.mode), results.WRONG)
-        results.write(runs.out, name + results.WRONG, workload, off, runs.made)
-        parts += [
-            "Carpool (slowdown ≤ 1.5) when predictions are off and nothing is learned, against the first line:",
-            "",
-        ]
-        parts += [*report.markdown([lines[0], *off]), ""]
-        for suffix, told, strategies in (
-            (results.POLICED, report.POLICED, policed(experiment)),
-            (results.LONGEST, longest.MEANS, longest.hanging(experiment)),
-            (results.ATTRIBUTED, report.ATTRIBUTED, attributed(experiment.mode)),
-            (results.VARIED, report.VARIED, varied(experiment.mode)),
-        ):
-            others = run(experiment, strategies, suffix)
-            results.write(runs.out, name + suffix, workload, others, runs.made)
-            parts += [told, "", *report.markdown([lines[0], *others]), ""]
-        cases = [] if workload.fragmented else otherwise.cases(name, experiment)
-        if lines_otherwise := [line for one in cases for line in run(one, list(one.published), results.OTHERWISE)]:
-            results.write(runs.out, name + results.OTHERWISE, workload, lines_otherwise, runs.made)
-            parts += otherwise.section({name: lines_otherwise})
-        with_failures = failing(experiment)
-        lines_failing = run(with_failures, list(with_failures.published), results.FAILING)
-        results.write(runs.out, name + results.FAILING, with_failures.draw(runs.data, 0), lines_failing, runs.made)
-        parts += ["When GPUs fail:", "", *report.markdown(lines_failing), ""]
-    pictures.remove(runs.out, name)
-    if not any(line.has_placed for line in lines):
-        warn(_nothing_placed(name, len(workload.jobs), runs.conditions))
-    elif runs.pictures and not any("gantt" in path.name for path in pictures.draw(runs.out, name, lines)):
-        ended = any(line.example is not None and line.example.finished for line in lines)
-        why = f"there are more than {pictures.MOST_GPUS} GPUs" if ended else "nothing ended"
-        runs.console.print(f"no chart of who ran where: {why}")
-    return parts

@@ -57,7 +57,7 @@ def write(out: Path, path: Path) -> None:
     policies = {name: one for name, of in found.items() if (one := _policies(out, name, of)) is not None}
     like = {name: one.lines for name, one in policies.items() if one.about.made.is_like(found[name].about.made)}
     hanging = _hanging(out, found)
-    others = {name: one.lines for name in found if (one := results.read(out, name + OTHERWISE)) is not None}
+    others = _otherwise(out, found)
     parts = [*_head(), *goals.section(found, _everything(out, found), hanging, others)]
     parts += longest.section({name: of.lines for name, of in found.items()}, hanging)
     parts += otherwise.section(others)
@@ -95,6 +95,12 @@ def _hanging(out: Path, found: Mapping[str, Results]) -> dict[str, Sequence[Line
         for name, one in known.items()
         if one is not None
     }
+
+
+def _otherwise(out: Path, found: Mapping[str, Results]) -> dict[str, Sequence[Line]]:
+    """Read by experiment what comes of it where what is assumed is otherwise; not of another version."""
+    known = {name: _beside(out, name, OTHERWISE, of) for name, of in found.items()}
+    return {name: one.lines for name, one in known.items() if one and one.about.made.is_like(found[name].about.made)}
 
 
 def _beside(out: Path, name: str, suffix: str, of: Results) -> Results | None:
@@ -170,12 +176,7 @@ def _more(out: Path, name: str, of: Results) -> list[str]:
                 parts += _worth(ours, found.lines) if found.about.made.is_like(of.about.made) else [UNLIKE, ""]
     if (wrong := _beside(out, name, WRONG, of)) is not None:
         parts += [
-            'Carpool (slowdown ≤ 1.5) when predictions are off, against the first line. Under "the default" jobs '
-            "are learned as ever, so that a job that ran is known however wrong its prediction was; on the other lines "
-            'nothing is learned, and own peaks count where that is said. "off by 0%" is as predicted, with the errors '
-            "that predictions have; the others have factors on top, drawn for each job's memory and activity, whose "
-            "logarithms have that standard deviation."
-            f"{_in_vain(wrong.lines)}",
+            report.WRONG + _in_vain(wrong.lines),
             "",
             *report.markdown([first, *([ours] if ours else []), *wrong.lines]),
             "",

@@ -6,9 +6,10 @@ DOUBTS = {
     "Speed": (
         "The model of slowdowns that decides was judged on the very pairs that are the truth here. None of its numbers "
         "was fitted to them, but its form was chosen with them in sight: on other GPUs and jobs it may err more.",
-        "Only pairs by time slicing on one kind of GPU were measured (Lucid's 676). Slowdown by MPS is carried over "
-        "from them, with SM activity in the place of busy time; that three tenants add their losses was checked by "
-        "nobody. Both decide how much sharing pays.",
+        "The truth is of pairs by time slicing on one kind of GPU (Lucid's 676). Slowdown by MPS is carried over "
+        "from them, with SM activity in the place of busy time; the pairs that were measured behind MPS (Gavel's 512, "
+        "on three older GPUs, how busy they were worked out) lost far more, and stand above where what is assumed is "
+        "otherwise. That three tenants add their losses was checked by nobody. Both decide how much sharing pays.",
         "Jobs meet on the GPU only. Processor cores, disk, PCIe and network of a node cost nothing, though RAD-RM's "
         "tasks wait for their input and two to three times as many of them would ask one machine for it. Gains on "
         "RAD-RM are larger for everybody here than published (LUG took 28% less time there): read them against each "

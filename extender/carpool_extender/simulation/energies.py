@@ -1,19 +1,20 @@
 """Says how RAD-RM's energies compare with those that were published, and what other power of GPUs would change."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 
 from carpool_core.products import find_product
 
 from carpool_extender.simulation import hotcloud, radrm
-from carpool_extender.simulation.contest import DEFAULT, ORACLE, Line
+from carpool_extender.simulation.contest import DEFAULT, ORACLE, Figures, Line
 from carpool_extender.simulation.power import Power, Spent, fitted, spent
 from carpool_extender.simulation.zeus_power import MEAN, power_of
 
 ASSUMED = tuple(Power(50, 50, full_w) for full_w in (200, 275, 319, 400))
 """An A100's usual idle power, whether it has a job or not, with several limits; the largest is the product's own."""
-REFITTED = ("radrm-60",)
-"""Experiments of which energies were published."""
+PUBLISHED_OF = "radrm-60"
+"""The experiment of which energies were published."""
 LIMITS_W = (275, 319)
 """Limits of a DGX Station A100's GPUs, none of which is published: as was assumed before; as its datasheet allows."""
 
@@ -54,16 +55,20 @@ def table(known: Sequence[Line]) -> list[str]:
     ]
 
 
-def refitted(known: Mapping[str, Line]) -> tuple[Power, dict[str, str]]:
-    """Fit what GPUs draw to these runs; say by how much each line's energy then differs from the first one's.
+def refitted(known: Mapping[str, Line]) -> Power:
+    """Fit what GPUs draw to these runs.
 
     Args:
         known: The lines of RAD-RM's 60 tasks by strategy, all of those among them of which energies were published.
     """
     runs = {name: _spent(line, radrm.GPUS, radrm.POWER) for name, line in known.items()}
-    power = fitted(runs, radrm.PUBLISHED_MJ)
-    first, *_ = runs.values()
-    return power, {name: f"{100 * (_mj(took, power) / _mj(first, power) - 1):+.1f}%" for name, took in runs.items()}
+    return fitted(runs, radrm.PUBLISHED_MJ)
+
+
+def drawing(line: Line, power: Power) -> Line:
+    """Return a line of RAD-RM's with the energies that it had taken, had its GPUs drawn this; power decides nothing."""
+    runs = [replace(run, energy_mj=_mj(_of_run(run, radrm.GPUS, radrm.POWER), power)) for run in line.runs]
+    return replace(line, runs=runs)
 
 
 def of_hotcloud(known: Sequence[Line]) -> list[str]:
@@ -88,11 +93,12 @@ def of_hotcloud(known: Sequence[Line]) -> list[str]:
 
 
 def _spent(line: Line, gpus: int, power: Power) -> Spent:
-    each = [
-        spent(run.energy_mj, 60 * run.makespan_min * gpus, 60 * run.makespan_min * run.gpus_in_use, power)
-        for run in line.runs
-    ]
+    each = [_of_run(run, gpus, power) for run in line.runs]
     return Spent(*(fmean(values) for values in zip(*each, strict=True)))
+
+
+def _of_run(run: Figures, gpus: int, power: Power) -> Spent:
+    return spent(run.energy_mj, 60 * run.makespan_min * gpus, 60 * run.makespan_min * run.gpus_in_use, power)
 
 
 def _mj(took: Spent, power: Power) -> float:

@@ -1,12 +1,9 @@
 """Workloads on GPUs that lose memory in pieces where several share them."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from carpool_extender.simulation.workload import Workload
-
-Draw = Callable[[Path, int], Workload]
+from carpool_extender.simulation.workload import Draw, Workload
 
 
 def in_pieces(draw: Draw, share: float) -> Draw:

@@ -8,13 +8,19 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from carpool_predictor.cost_models.slowdown import shipped
 from carpool_predictor.evaluation.suites import DataError
 
 from carpool_extender.simulation.workload import Pool, WorkloadError
 
 HIDING = 1.5
-"""How well a host's part of a step hides behind its GPU's, the exponent of the card."""
+"""How well a host's part of a step hides behind its GPU's: the exponent by which the card works out busy shares."""
+ACTIVITY = 1.5
+"""SM activity is about utilization to this power, says the card of GPUMemNet's trainings. A number of its own, as no
+truth may move with the model that decides."""
+ASSUMED = (
+    "Slowdown by MPS is Gavel's, whose pairs ran behind it on a K80, a P100 and a V100; how busy they kept the SMs was "
+    "worked out from steps at several batch sizes."
+)
 
 
 @cache
@@ -32,11 +38,11 @@ def read(data: Path) -> Pool:
     except ImportError as error:
         raise WorkloadError(
             f'expected {error.name} for Gavel\'s pairs, found none; run: pip install "carpool[simulate]"'
-        ) from None
+        ) from error
     try:
         measured = gavel.read(data)
     except DataError as error:
-        raise WorkloadError(str(error)) from None
+        raise WorkloadError(str(error)) from error
     busy = gavel.busy_shares(measured, HIDING)
     each = [
         ((mine, other), slowdown)
@@ -45,4 +51,4 @@ def read(data: Path) -> Pool:
         if mine in busy and other in busy
     ]
     shares = np.array([[busy[one] for one in jobs] for jobs, _ in each])
-    return Pool(shares ** shipped().holding, np.array([slowdown for _, slowdown in each]))
+    return Pool(shares**ACTIVITY, np.array([slowdown for _, slowdown in each]))

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from carpool_extender.simulation import longest, otherwise, paired
+from carpool_extender.simulation import energies, longest, otherwise, paired
 from carpool_extender.simulation.contest import DEFAULT, LONGEST_FIRST, ORACLE, SLOWED, Line
 from carpool_extender.simulation.doubts import FAR_MORE, OWN_TRACES
 from carpool_extender.simulation.paired import BEYOND
-from carpool_extender.simulation.radrm import PUBLISHED_TIME
+from carpool_extender.simulation.radrm import OPEN_CASES, PUBLISHED_TIME
 from carpool_extender.simulation.report import deaths, share
 from carpool_extender.simulation.results import Results
 
@@ -154,13 +154,9 @@ def _assumed(others: Mapping[str, Sequence[Line]]) -> list[str]:
     off = {
         case: fmean(abs(_time(of, one).mean - told) for one, told in PUBLISHED_TIME.items())
         for case, of in cases.items()
+        if case in (otherwise.ASSUMED, *OPEN_CASES)
     }
     nearest = min(off, key=off.__getitem__)
-    ours = [
-        f"{paired.percent(_time(of[nearest], DEFAULT))} on {name} (must {_must(name):g}%)"
-        for name, lines in others.items()
-        if nearest in (of := otherwise.by_case(lines)) and name.startswith("radrm")
-    ]
     assumed = cases[otherwise.ASSUMED]
     return [
         "RAD-RM's goals hang on how busy its tasks keep the SMs and on what they lose to each other behind MPS, which "
@@ -169,14 +165,32 @@ def _assumed(others: Mapping[str, Sequence[Line]]) -> list[str]:
             f"{one} {paired.percent(_time(assumed, one))} of trace time ({told:g}%)"
             for one, told in PUBLISHED_TIME.items()
         )
-        + f". They come nearest to that, of what was tried, with {nearest}; there Carpool's default comes to "
-        f"{' and '.join(ours)} ([{otherwise.TITLE.lower()}]({otherwise.place()})).",
+        + f". {_where_nearest(nearest, others)} ([{otherwise.TITLE.lower()}]({otherwise.place()})).",
         "",
     ]
 
 
-def _must(name: str) -> float:
-    return next(goal.must for goal in GOALS if (goal.experiment, goal.figure) == (name, "makespan_min"))
+def _where_nearest(case: str, others: Mapping[str, Sequence[Line]]) -> str:
+    if case == otherwise.ASSUMED:
+        return "Nothing that was tried comes nearer to that"
+    power = otherwise.fits(others).get(case)
+    told = []
+    for name in (name for name in others if name.startswith("radrm")):
+        known = otherwise.by_case(others[name])[case]
+        changes = [f"{paired.percent(_time(known, DEFAULT))} (must {_must(name, 'makespan_min'):g}%)"]
+        if name == energies.PUBLISHED_OF and power is not None:
+            first, ours = (energies.drawing(one, power) for one in (next(iter(known.values())), known[DEFAULT]))
+            energy = paired.percent(paired.change(ours, first, "energy_mj"))
+            changes.append(f"{energy} of energy (must {_must(name, 'energy_mj'):g}%)")
+        told.append(f"{' and '.join(changes)} on {name}")
+    return (
+        f"They come nearest to that, of what was tried, with {case}; there Carpool's default comes to "
+        f"{', and to '.join(told)}, which is not what the table above says"
+    )
+
+
+def _must(name: str, figure: str) -> float:
+    return next(goal.must for goal in GOALS if (goal.experiment, goal.figure) == (name, figure))
 
 
 def _time(of: Mapping[str, Line], name: str) -> paired.Difference:

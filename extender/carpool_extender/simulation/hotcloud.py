@@ -14,7 +14,7 @@ from carpool_core.values import GpuUuid, SharingMode
 from carpool_extender.placement.conditions import Conditions
 from carpool_extender.simulation.features import job_of, prediction_of
 from carpool_extender.simulation.strategy import Knowledge, Strategy
-from carpool_extender.simulation.workload import SimJob, Truth, Workload, WorkloadError
+from carpool_extender.simulation.workload import Draw, SimJob, Truth, Workload, WorkloadError
 
 PRODUCT = "NVIDIA GeForce RTX 3090"
 GPUS, JOBS = 12, 100
@@ -111,7 +111,7 @@ def hotcloud(data: Path, seed: int, *, over_s: float = 0.0, lasts_s: Lasts = _lo
     return Workload("hotcloud", "HotCloud '20: 100 jobs, 12 GPUs", jobs, nodes, ASSUMPTIONS)
 
 
-OTHERWISE: Mapping[str, Callable[[Path, int], Workload]] = {
+OTHERWISE: Mapping[str, Draw] = {
     **{f"jobs come over {told(s)}": partial(hotcloud, over_s=s) for s in (60.0, 600.0, 3600.0)},
     "durations are uniform": partial(hotcloud, lasts_s=_uniform),
 }

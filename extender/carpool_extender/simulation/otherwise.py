@@ -9,8 +9,10 @@ from dataclasses import replace
 from carpool_extender.placement.refusal import counted
 from carpool_extender.simulation import energies, hotcloud, paired, radrm, report
 from carpool_extender.simulation.contest import DEFAULT, LONGEST_FIRST, Experiment, Line, ours
-from carpool_extender.simulation.fragmentation import Draw, in_pieces
+from carpool_extender.simulation.fragmentation import in_pieces
+from carpool_extender.simulation.power import Power
 from carpool_extender.simulation.strategy import Strategy
+from carpool_extender.simulation.workload import Draw
 
 TITLE = "Where what is not published is otherwise"
 ASSUMED = "as assumed"
@@ -63,7 +65,8 @@ def section(found: Mapping[str, Sequence[Line]]) -> list[str]:
         "",
         *([radrm.OPEN, ""] if any(name.startswith("radrm") for name in found) else []),
     ]
-    return parts + [part for name, lines in found.items() for part in _of_one(name, lines)]
+    known = fits(found)
+    return parts + [part for name, lines in found.items() for part in _of_one(name, lines, known)]
 
 
 def by_case(lines: Sequence[Line]) -> dict[str, dict[str, Line]]:
@@ -84,40 +87,48 @@ def _called(name: str, case: str) -> str:
     return f"{name} ({case})"
 
 
-def _of_one(name: str, lines: Sequence[Line]) -> list[str]:
+def fits(found: Mapping[str, Sequence[Line]]) -> dict[str, Power]:
+    """Return what RAD-RM's GPUs draw in each case, by the energies that were published of its 60 tasks."""
+    return {case: energies.refitted(known) for case, known in by_case(found.get(energies.PUBLISHED_OF, ())).items()}
+
+
+def _of_one(name: str, lines: Sequence[Line], powers: Mapping[str, Power]) -> list[str]:
     error = "" if len(lines[0].runs) == 1 else ", ± standard error"
     heads = [report.HEADS[one].rsplit(" ", 1)[0] for one in _CHANGED]
     heads += ["energy", *(report.HEADS[one] for one in ("slowed_percent", "oom"))]
+    of_radrm = powers if name.startswith("radrm") else {}
     return [
-        " ".join([f"**{name}**, {counted(len(lines[0].runs), 'seed')}{error}.", *_told_of_energy(name, lines)]),
+        " ".join([f"**{name}**, {counted(len(lines[0].runs), 'seed')}{error}.", *_told_of_energy(name, of_radrm)]),
         "",
         f"| | strategy | published | {' | '.join(heads)} |",
         f"|---|---|---|{'---|' * len(heads)}",
-        *(row for case, known in by_case(lines).items() for row in _rows(name, case, known)),
+        *(row for case, known in by_case(lines).items() for row in _rows(case, known, of_radrm.get(case))),
         "",
     ]
 
 
-def _told_of_energy(name: str, lines: Sequence[Line]) -> list[str]:
-    if name not in energies.REFITTED:
+def _told_of_energy(name: str, powers: Mapping[str, Power]) -> list[str]:
+    if not powers:
         return []
-    fits = ", ".join(f"{energies.refitted(known)[0]} ({case})" for case, known in by_case(lines).items())
+    if name != energies.PUBLISHED_OF:
+        return [f"Energies are by the constants that are fitted to {energies.PUBLISHED_OF} in the same case (below)."]
     return [
         "Energies are by constants that are fitted anew in each case to those that were published of three other "
-        f"policies: {fits}. An A100 draws about 50 W idle and 400 W at most."
+        f"policies: {', '.join(f'{power} ({case})' for case, power in powers.items())}. An A100 draws about 50 W idle "
+        "and 400 W at most."
     ]
 
 
-def _rows(name: str, case: str, known: Mapping[str, Line]) -> list[str]:
-    first, *others = known.items()
-    energy = energies.refitted(known)[1] if name in energies.REFITTED else {}
+def _rows(case: str, known: Mapping[str, Line], power: Power | None) -> list[str]:
+    if power is not None:
+        known = {name: energies.drawing(line, power) for name, line in known.items()}
+    first, *others = known.values()
     return [
-        f"| {case} | {strategy} | {line.strategy.published} | {' | '.join(_cells(line, first[1]))} | "
-        f"{energy.get(strategy) or paired.percent(paired.change(line, first[1], 'energy_mj'))} | "
+        f"| {case} | {strategy} | {line.strategy.published} | {' | '.join(_cells(line, first))} | "
         f"{line.mean('slowed_percent'):.1f} | {report.deaths(line.mean('oom'))} |"
-        for strategy, line in others
+        for strategy, line in zip(list(known)[1:], others, strict=True)
     ]
 
 
 def _cells(line: Line, first: Line) -> list[str]:
-    return [paired.percent(paired.change(line, first, one)) for one in _CHANGED]
+    return [paired.percent(paired.change(line, first, one)) for one in (*_CHANGED, "energy_mj")]

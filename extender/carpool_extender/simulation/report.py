@@ -43,6 +43,13 @@ POLICED = (
     "must hold (memory, slowdowns, modes) is checked before a policy chooses, so that it holds under each of them; "
     "`first-fit-decreasing` sorts the queue, too."
 )
+WRONG = (
+    'Carpool (slowdown ≤ 1.5) when predictions are off, against the first line. Under "the default" jobs are learned '
+    "as ever, so that a job that ran is known however wrong its prediction was; on the other lines nothing is learned, "
+    'and own peaks count where that is said. "off by 0%" is as predicted, with the errors that predictions have; the '
+    "others have factors on top, drawn for each job's memory and activity, whose logarithms have that standard "
+    "deviation."
+)
 ATTRIBUTED = (
     "What not knowing costs: Carpool (slowdown ≤ 1.5) where single pieces of its knowledge are replaced by the truth. "
     "With all of them it knows slowdowns and durations, too, which the oracle does not."

@@ -81,6 +81,12 @@ def write_csv(path: Path, lines: Sequence[Line]) -> None:
                 writer.writerow([line.strategy.name, seed, *(f"{getattr(run, name):.6g}" for name in FIGURES)])
 
 
+def remove(out: Path, name: str) -> None:
+    """Take results away, where there are some."""
+    for suffix in ("csv", "json"):
+        (out / f"{name}.{suffix}").unlink(missing_ok=True)
+
+
 def read(out: Path, name: str) -> Results | None:
     """Read results back; None where there are none.
 

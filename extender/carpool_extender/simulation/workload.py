@@ -1,8 +1,9 @@
 """What is simulated: jobs as they truly are, what is predicted of them, and the GPUs they run on."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from carpool_core.resources.node import Device
@@ -100,6 +101,10 @@ class Workload:
     """What of the input is odd, and what was made of it; said before anything runs."""
     shown: Sequence[str] = ()
     """Names of the figures that its table shows; the usual ones where there are none."""
+
+
+Draw = Callable[[Path, int], Workload]
+"""Draws a workload from the folder of measurements and a seed."""
 
 
 class WorkloadError(ValueError):
