@@ -88,8 +88,8 @@ class OperatorSettings:
         flag="--length-classes",
         env="CARPOOL_LENGTH_CLASSES",
         help="How the names of the PriorityClasses begin that sort waiting jobs by their predicted length, the longest "
-        "first, such as carpool-length- of carpool-length-00 to -23; jobs come in order of arrival, by and large, "
-        "where empty. The chart sets it by settings.queueOrder.",
+        "first, such as carpool-length- of carpool-length-00 to -23; where empty, who came early tends to come "
+        "first. The chart sets it by settings.queueOrder.",
     )
 
     prediction_key: Path | None = prediction_key()

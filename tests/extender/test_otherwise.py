@@ -170,7 +170,7 @@ TOOK = {"exclusive": 1500.0, "round-robin": 1200.0, "MAGM, 80%, 2 GB": 1100.0}
 """Minutes that RAD-RM's policies need in a world whose GPUs draw `TRUE`, and in which published energies come out."""
 
 
-def drawn_by(name, experiment):
+def drawn_by(name, experiment, true=TRUE):
     """Lines of that world; its simulator, though, reckons energies by what it assumes GPUs to draw."""
     found = []
     for case in otherwise.cases(name, experiment):
@@ -178,7 +178,7 @@ def drawn_by(name, experiment):
             called = one.name.rpartition(" (")[0]
             gpu_s = 60 * radrm.GPUS * TOOK.get(called, 1000.0)
             joules = 1e6 * radrm.PUBLISHED_MJ.get(called, 26.0)
-            took = Spent(gpu_s, gpu_s, (joules - TRUE.awake_w * gpu_s) / (TRUE.full_w - TRUE.awake_w))
+            took = Spent(gpu_s, gpu_s, (joules - true.awake_w * gpu_s) / (true.full_w - true.awake_w))
             energy_mj = took.energy_j(radrm.POWER) / 1e6
             runs = minutes(*[TOOK.get(called, 1000.0)] * 2)
             found.append(line_of(one, *runs, energy_mj=energy_mj, gpus_in_use=float(radrm.GPUS)))
@@ -190,9 +190,12 @@ def test_energies_of_both_mixes_are_by_what_is_fitted_in_the_same_case():
     told = "\n".join(otherwise.section(known))
     of_90, of_60 = told.split("**radrm-60**")
     assert f"policies: {TRUE} ({otherwise.ASSUMED}), {TRUE} (SM activity × 0.75)" in of_60
-    assert "fitted to radrm-60 in the same case (below)" in of_90
+    assert "same constants as those of radrm-60 in the same case (below)" in of_90
     for part in (of_90, of_60):
         assert f"| SM activity × 1.5 | {DEFAULT} |  | -33.3% | +0.0% | +0.0% | -21.7% |" in part
+    less_the_busier = drawn_by("radrm-60", EXPERIMENTS["radrm-60"], Power(150.0, 150.0, 100.0))
+    assert otherwise.fits({"radrm-60": less_the_busier}) == {}
+    assert f"| SM activity × 1.5 | {DEFAULT} |" in "\n".join(otherwise.section({"radrm-60": less_the_busier}))
     alone = "\n".join(otherwise.section({"radrm-90": known["radrm-90"]}))
     assert "fitted" not in alone.partition("**radrm-90**")[2]
 
