@@ -2,13 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
-from carpool_extender.simulation import energies, longest, otherwise, paired
+from carpool_extender.simulation import longest, paired, unpublished
 from carpool_extender.simulation.contest import DEFAULT, LONGEST_FIRST, ORACLE, SLOWED, Line
 from carpool_extender.simulation.doubts import FAR_MORE, OWN_TRACES
 from carpool_extender.simulation.paired import BEYOND
-from carpool_extender.simulation.radrm import OPEN_CASES, PUBLISHED_TIME
 from carpool_extender.simulation.report import deaths, share
 from carpool_extender.simulation.results import Results
 
@@ -87,9 +85,9 @@ def section(
         *rows,
         "",
         *_published(found, (hanging or {}).get("hotcloud") or ()),
-        *_assumed(others or {}),
+        *unpublished.section(others or {}, _must),
         *_deaths(found),
-        *_slowed(found),
+        *_slowed(found, others or {}),
         *_oracle(found, everything or {}),
     ]
 
@@ -146,56 +144,8 @@ def _batch(first: str, control: Sequence[paired.Difference]) -> str:
     )
 
 
-def _assumed(others: Mapping[str, Sequence[Line]]) -> list[str]:
-    """Say how near RAD-RM's own strategies come to what was published, and what Carpool does where they do most."""
-    cases = otherwise.by_case(others.get("radrm-90", ()))
-    if not cases:
-        return []
-    off = {
-        case: fmean(abs(_time(of, one).mean - told) for one, told in PUBLISHED_TIME.items())
-        for case, of in cases.items()
-        if case in (otherwise.ASSUMED, *OPEN_CASES)
-    }
-    nearest = min(off, key=off.__getitem__)
-    assumed = cases[otherwise.ASSUMED]
-    return [
-        "RAD-RM's goals hang on how busy its tasks keep the SMs and on what they lose to each other behind MPS, which "
-        "is not published. As it is assumed its own strategies come to other trace times than were published: "
-        + ", ".join(
-            f"{one} {paired.percent(_time(assumed, one))} of trace time ({told:g}%)"
-            for one, told in PUBLISHED_TIME.items()
-        )
-        + f". {_where_nearest(nearest, others)} ([{otherwise.TITLE.lower()}]({otherwise.place()})).",
-        "",
-    ]
-
-
-def _where_nearest(case: str, others: Mapping[str, Sequence[Line]]) -> str:
-    if case == otherwise.ASSUMED:
-        return "Nothing that was tried comes nearer to that"
-    power = otherwise.fits(others).get(case)
-    told = []
-    for name in (name for name in others if name.startswith("radrm")):
-        known = otherwise.by_case(others[name])[case]
-        changes = [f"{paired.percent(_time(known, DEFAULT))} (must {_must(name, 'makespan_min'):g}%)"]
-        if name == energies.PUBLISHED_OF and power is not None:
-            first, ours = (energies.drawing(one, power) for one in (next(iter(known.values())), known[DEFAULT]))
-            energy = paired.percent(paired.change(ours, first, "energy_mj"))
-            changes.append(f"{energy} of energy (must {_must(name, 'energy_mj'):g}%)")
-        told.append(f"{' and '.join(changes)} on {name}")
-    return (
-        f"They come nearest to that, of what was tried, with {case}; there Carpool's default comes to "
-        f"{', and to '.join(told)}, which is not what the table above says"
-    )
-
-
 def _must(name: str, figure: str) -> float:
     return next(goal.must for goal in GOALS if (goal.experiment, goal.figure) == (name, figure))
-
-
-def _time(of: Mapping[str, Line], name: str) -> paired.Difference:
-    """Return the change of trace time against whole GPUs, which stand ahead."""
-    return paired.change(of[name], next(iter(of.values())), "makespan_min")
 
 
 def _deaths(found: Mapping[str, Results]) -> list[str]:
@@ -228,7 +178,7 @@ def _hanging(how_few: str, why: str, names: Sequence[str]) -> str:
     return f"{how_few} on {on} hangs on {why}." if why else f"On {on} no more die without either."
 
 
-def _slowed(found: Mapping[str, Results]) -> list[str]:
+def _slowed(found: Mapping[str, Results], others: Mapping[str, Sequence[Line]]) -> list[str]:
     """Say where the default slows jobs beyond what they accept."""
     told, kept = [], []
     for name, (_, known) in found.items():
@@ -247,6 +197,7 @@ def _slowed(found: Mapping[str, Results]) -> list[str]:
         )
     if kept:
         parts.append(f"It slowed none beyond that on {', '.join(kept)}.")
+    parts += unpublished.slowed(others)
     parts.append(
         f"Of {OWN_TRACES}, far more may be: {FAR_MORE} in one that was tried ([doubts](#what-the-tables-can-tell))."
     )
