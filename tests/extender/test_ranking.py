@@ -117,8 +117,8 @@ def test_of_many_ties_those_that_were_lost_by_the_same_stand_on_one_line():
     assert told(cluster(*used, gpu_node("idle", 2), busy))[1:4] == [
         "  1. GPU 0 of n6: 0.00 of slowdown added",
         "  2. GPU 0 of n5 and 4 GPUs more: a tie, but the first place leaves at least 1,000 MiB less",
-        "  3. GPU 0 of idle and 1 GPU like it: 0.00 of slowdown added; a tie, but the first place is in use, and idle GPUs "
-        "stay free",
+        "  3. GPU 0 of idle and 1 GPU like it: 0.00 of slowdown added; a tie, but the first place is in use, and "
+        "idle GPUs stay free",
     ]
 
 
