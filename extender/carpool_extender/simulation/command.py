@@ -1,6 +1,7 @@
 """`carpool simulate`."""
 
 import importlib.util
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from carpool_extender.settings import ConditionSettings
 from carpool_extender.simulation import document, longest, otherwise, philly, pictures, progress, report, results
 from carpool_extender.simulation.contest import (
     EXPERIMENTS,
+    PUBLISHED,
     SMALL,
     Experiment,
     Line,
@@ -37,8 +39,6 @@ from carpool_extender.simulation.provenance import Provenance, provenance
 from carpool_extender.simulation.strategy import Strategy
 from carpool_extender.simulation.workload import WorkloadError
 
-PUBLISHED = "published"
-"""In place of names of policies: the strategies that the experiment was published with, and Carpool's."""
 SEEDS = 10
 WHOLE_SEEDS = 1
 """Each run of a trace as long as months takes minutes."""
@@ -106,7 +106,11 @@ class Runs:
 )
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"), show_default=True)
 @click.option(
-    "--pictures/--no-pictures", "drawn", default=True, show_default=True, help="Draw them; needs carpool[simulate]."
+    "--pictures/--no-pictures",
+    "drawn",
+    default=True,
+    show_default=True,
+    help="Draw them; needs carpool[simulate]. Who ran where is drawn of the first line and of Carpool's default only.",
 )
 @click.option(
     "--document",
@@ -146,6 +150,8 @@ def simulate(
     console = Console(stderr=True)
     empty: list[str] = []
     try:
+        if math.isnan(fragmentation):  # lies outside of no range
+            raise WorkloadError("expected a --fragmentation from 0 to below 1, found nan")
         if document_path is None or workload is not None or trace is not None:
             chosen = {
                 name: replace(one, draw=in_pieces(one.draw, fragmentation))
