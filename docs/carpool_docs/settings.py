@@ -6,7 +6,7 @@ from typing import Any
 
 from carpool_core.settings import Setting, settings_of
 from carpool_deviceplugin.settings import AgentSettings
-from carpool_extender.placement.policies import POLICIES
+from carpool_extender.placement.policies import POLICIES, Policy
 from carpool_extender.settings import ExtenderSettings
 from carpool_operator.settings import OperatorSettings
 
@@ -37,9 +37,13 @@ def page() -> str:
         if process == "extender":
             parts += [
                 "### Policies",
-                table(("Policy", "Chooses"), [(code(p.name), p.meaning) for p in POLICIES.values()]),
+                table(("Policy", "Chooses"), [(code(p.name), _chooses(p)) for p in POLICIES.values()]),
             ]
     return page_of("Settings", *parts)
+
+
+def _chooses(policy: Policy) -> str:
+    return f"{policy.meaning} ({policy.short})" if policy.short else policy.meaning
 
 
 _HEADER = ("Flag", "Variable", "Kind", "Unit", "Default", "Meaning")

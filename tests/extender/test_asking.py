@@ -78,6 +78,56 @@ def test_the_commands_refuse_with_a_sentence(tmp_path):
     assert CliRunner().invoke(explain_command, ["x", "--most-jobs", "0"]).exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["default/small-a"], "expected the name of a job, of small letters, digits, - and ., found 'default/small-a'; "
+        "did you mean small-a -n default?"),
+        ([""], "expected the name of a job, of small letters, digits, - and ., found ''"),
+        (["x", "-n", ""], "expected the name of a namespace, of small letters, digits, - and ., found ''"),
+        (["x", "-n", "a/b"], "found 'a/b'"),
+    ],
+)  # fmt: skip
+def test_what_can_be_no_name_is_refused_before_anybody_is_asked(argv, said):
+    told = CliRunner().invoke(explain_command, argv)
+    assert told.exit_code == 2
+    assert told.output.strip().endswith(said)
+
+
+@contextlib.contextmanager
+def served(kube, monkeypatch):
+    """Have commands ask a server in memory."""
+
+    @contextlib.asynccontextmanager
+    async def connected(*_, **__):
+        yield kube
+
+    with monkeypatch.context() as patched:
+        patched.setattr(commands, "connect", connected)
+        yield
+
+
+def test_a_manifest_may_come_from_the_standard_input(monkeypatch):
+    manifest = "{kind: GpuTrainingJob, metadata: {name: x, namespace: b}, spec: {template: {}}}"
+    with served(FakeKube(), monkeypatch):
+        told = CliRunner().invoke(what_if, ["-"], input=manifest)
+        assert "could never run here" in told.output
+        assert told.exit_code == 1
+        refused = CliRunner().invoke(what_if, ["-", "-n", "default"], input=manifest)
+    assert refused.exit_code == 2
+    assert "the namespace of the manifest, b, is not default" in refused.output
+
+
+def test_what_if_ends_with_1_where_the_site_does_not_let_a_job_choose_its_policy(monkeypatch):
+    annotations = "annotations: {carpool.dev/policy: exclusive}"
+    manifest = f"{{kind: GpuTrainingJob, metadata: {{name: x, {annotations}}}, spec: {{template: {{}}}}}}"
+    with served(FakeKube(), monkeypatch):
+        told = CliRunner().invoke(what_if, ["-"], input=manifest)
+    assert "PolicyNotAllowed" in told.output
+    assert told.exit_code == 1
+    assert "policy that it names" in " ".join((what_if.help or "").split())
+
+
 async def test_the_sites_preconditions_hold():
     kube, rules = FakeKube(), Rules(find_policy("least-slowdown"), 8, Conditions(most_jobs=1))
     seed_node(kube, gpu_node("a", 1, [tenant("y", ["GPU-a-0"])]))
@@ -147,13 +197,9 @@ def test_who_may_not_read_gpu_nodes_is_told_what_right_is_missing(command, tmp_p
     seed_job(kube, "x")
     kube.fail_next("list", GPU_NODES, Forbidden("you may not list gpunodes", status=403))
 
-    @contextlib.asynccontextmanager
-    async def connected(*_, **__):
-        yield kube
-
-    monkeypatch.setattr(commands, "connect", connected)
     asked_for = (explain_command, ["x"]) if command == "explain" else (what_if, [str(manifest)])
-    result = CliRunner().invoke(*asked_for)
+    with served(kube, monkeypatch):
+        result = CliRunner().invoke(*asked_for)
     assert result.exit_code == 2
     assert result.output.startswith("Error: you may not list gpunodes; whoever asks has to read jobs and GpuNodes")
     assert "ClusterRole carpool-view by a ClusterRoleBinding" in result.output

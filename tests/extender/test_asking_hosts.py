@@ -1,11 +1,16 @@
 """What kube-scheduler asks of a node before it offers it, and so do explain and what-if."""
 
+from dataclasses import replace
+
+import msgspec
 import pytest
 from asking_world import ASKER, RULES, asks, job_with, on_a_node, predicted
 from carpool_core.kube.api import NODES, PODS
 from carpool_core.kube.errors import Forbidden
+from carpool_core.testing.kube import FakeKube
+from carpool_core.values import JobUid
 from carpool_extender.explain.enquiry import asked, explained
-from carpool_extender.testing import pod_of, seed_job
+from carpool_extender.testing import gpu_node, pod_of, seed_job, seed_node, tenant
 
 TAINTED = {"taints": [{"key": "team", "value": "b", "effect": "NoSchedule"}]}
 
@@ -77,12 +82,45 @@ async def test_what_may_not_be_read_is_said_not_to_be_checked():
     kube.fail_next("list", NODES, Forbidden("no", status=403))
     told = (await asked(kube, job_with({}), RULES, predicted, ASKER)).lines
     assert told[1].startswith("would go to a")
-    assert told[-1].startswith("not checked: taints")
+    assert told[2].startswith("not checked: taints")
+    assert told[3].startswith("places by least-slowdown")
     kube.fail_next("list", PODS, Forbidden("no", status=403))
     volumes = {"volumes": [{"name": "v", "persistentVolumeClaim": {"claimName": "v"}}]}
-    told = (await asked(kube, job_with(volumes), RULES, predicted, ASKER)).lines
+    asker = replace(ASKER, unchecked=["not checked: the manifest"])
+    told = (await asked(kube, job_with(volumes), RULES, predicted, asker)).lines
     assert told[1] == "would have to wait now: kube-scheduler would offer none of the nodes"
-    assert told[-2:] == [
+    assert told[2:5] == [
+        "not checked: the manifest",
         "not checked: volumes",
         "not checked: what other pods take of CPU and memory (you may not list all pods)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("held", "workers", "before"),
+    [
+        pytest.param(0, 1, "default/x has no place yet", id="no place"),
+        pytest.param(0, 3, "needs places for 3 workers of 1 GPU at once", id="no room for all"),
+        pytest.param(1, 1, "it keeps its place; decided now", id="a place"),
+        pytest.param(1, 2, "would go to a", id="a place for one of two"),
+    ],
+)
+async def test_explain_too_says_below_the_place_what_was_not_checked(held, workers, before):
+    """Regression: that taints were not looked at stood below all GPUs, far from the place."""
+    kube = FakeKube()
+    uid = JobUid(seed_job(kube, "x", spec={"workers": workers, "sharing": {"mode": "Exclusive"}}))
+    mine = [msgspec.structs.replace(tenant("x", [f"GPU-a-{i}"]), job_uid=uid) for i in range(held)]
+    seed_node(kube, gpu_node("a", 2, mine))
+    kube.fail_next("list", NODES, Forbidden("no", status=403))
+    told = (await explained(kube, "x", "default", RULES, ASKER)).lines
+    (place,) = (number for number, line in enumerate(told) if line.startswith("not checked: "))
+    assert before in told[place - 1]
+
+
+async def test_what_could_never_run_is_told_with_what_was_not_checked():
+    kube = on_a_node({})
+    kube.fail_next("list", NODES, Forbidden("no", status=403))
+    answer = await asked(kube, job_with({}, gpu={"product": "T4"}), RULES, predicted, ASKER)
+    assert answer.is_hopeless
+    assert answer.lines[1].startswith("could never run here")
+    assert answer.lines[2].startswith("not checked: taints")

@@ -186,7 +186,7 @@ def test_where_nothing_does_it_is_told_what_was_tried():
     sick = [gpu_node("a", [device(health=DeviceHealth.UNHEALTHY)])]
     assert of(sick) == []
     assert of(sick, product="T4", mode=RequestedMode.EXCLUSIVE) == [
-        "nothing of what was tried, one thing at a time, would give it a place: no spec.gpu.product, sharing mode Auto"
+        "tried one at a time, and none would give it a place: no spec.gpu.product, sharing mode Auto"
     ]
     assert of([]) == []
 
@@ -234,7 +234,7 @@ async def test_explain_tells_it_of_a_job_that_waits_and_what_if_of_one_that_coul
     assert told[:2] == ["default/x has no place yet", PREFIX + ONCE]
     answer = await asked(kube, job_of({"gpu": {"product": "T4"}}), RULES, predicted, ASKER)
     assert answer.is_hopeless
-    assert answer.lines[2].startswith("nothing of what was tried, one thing at a time, would give it a place: ")
+    assert answer.lines[2].startswith("tried one at a time, and none would give it a place: ")
     answer = await asked(kube, job_of({"memory": {"limit": "200Gi"}}), RULES, predicted, ASKER)
     assert not any(PREFIX in line for line in answer.lines)
 

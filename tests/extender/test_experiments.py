@@ -286,6 +286,8 @@ def test_tables_tell_mean_spread_and_change(data, tmp_path):
     told = []
     lines = contest(lambda seed: workload(job("a"), job("b")), [ALONE, CARPOOL], 2, data, told.append)
     table = markdown(lines)
+    assert table[0].startswith("| strategy | makespan min | change | utilization % | change |")
+    assert "| slowed beyond 1.5 times, % of jobs |" in table[0]
     assert table[2].startswith("| alone | 3.3 ± 0.0 |")
     assert table[3].startswith("| carpool | 3.3 ± 0.0 | +0.0% |")
     assert "| +0.0% |" in markdown([line_of(ALONE, makespan_min=100.0), line_of(CARPOOL, makespan_min=99.99)])[3]

@@ -4,7 +4,7 @@ import pytest
 from carpool_core.kube.api import GPU_TRAINING_JOBS
 from carpool_core.kube.errors import Forbidden, Invalid
 from carpool_core.testing.kube import FakeKube
-from carpool_extender.explain.manifest import ManifestError, checked
+from carpool_extender.explain.manifest import ManifestError, checked, read
 from carpool_extender.testing import seed_job
 
 
@@ -18,7 +18,7 @@ def manifest_of(**spec):
 
 async def test_the_api_server_checks_the_manifest_and_creates_nothing():
     kube = FakeKube()
-    assert (await checked(kube, manifest_of())).notes == []
+    assert (await checked(kube, manifest_of()))[1:] == ([], [])
     assert kube.dump_all(GPU_TRAINING_JOBS) == []
     assert [call.verb for call in kube.calls] == ["check"]
     noise = ", <nil>: Invalid value: null: some validation rules were not checked because of x"
@@ -33,6 +33,30 @@ async def test_without_the_right_to_create_it_is_said_and_the_manifest_read_all_
     kube = FakeKube()
     for _ in range(2):
         kube.fail_next("check", GPU_TRAINING_JOBS, Forbidden("no", status=403))
-    assert "not checked: whether the API server" in (await checked(kube, manifest_of())).notes[0]
+    found = await checked(kube, manifest_of())
+    assert found.notes == []
+    assert "not checked: whether the API server" in found.unchecked[0]
     with pytest.raises(ManifestError, match=r"^spec.sharing.maxSlowdown: expected a number >= 1.0$"):
         await checked(kube, manifest_of(sharing={"maxSlowdown": 0.5}))
+
+
+@pytest.mark.parametrize(
+    ("own", "asked", "found"),
+    [
+        pytest.param("", None, "default", id="none"),
+        pytest.param("", "a", "a", id="asked for"),
+        pytest.param("b", None, "b", id="the manifest's"),
+        pytest.param("b", "b", "b", id="both"),
+        pytest.param("b", "a", None, id="another"),
+        pytest.param("b", "default", None, id="another, which is the usual one"),
+    ],
+)
+def test_a_manifest_of_one_namespace_is_not_asked_about_in_another(own, asked, found, tmp_path):
+    """Regression: with -n A what-if silently told of namespace B."""
+    path = tmp_path / "job.yaml"
+    path.write_text(f"{{kind: GpuTrainingJob, metadata: {{name: x, namespace: '{own}'}}}}")
+    if found is None:
+        with pytest.raises(ManifestError, match=f"the namespace of the manifest, {own}, is not {asked}, which -n"):
+            read(path, asked, is_given=True)
+    else:
+        assert read(path, asked or "default", is_given=asked is not None)["metadata"]["namespace"] == found

@@ -48,7 +48,7 @@ def test_both_quantiles_are_told_whichever_decides(rules):
 
 def test_alone_there_is_nothing_to_be_sure_of():
     (answer,) = explain(cluster(gpu_node("a", 1)).view(), asks(), ["a"], UPPER)
-    assert answer.said.endswith("expected slowdown 1.00")
+    assert answer.said.endswith("expected slowdown 1.00; tenant 1 of at most 8")
 
 
 shares = st.floats(0.0, 1.0, width=32)

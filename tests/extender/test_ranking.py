@@ -47,7 +47,7 @@ USED = [gpu_node("n", 3, [held("x", "n", 8000), held("y", "n", 20000, 1)]), gpu_
             "most-available-memory",
             [
                 "  1. GPU 2 of n: 40,960 MiB promised to nobody",
-                "  2. GPU 0 of m: 40,960 MiB promised to nobody; a tie, but 1 comes first in order",
+                "  2. GPU 0 of m: 40,960 MiB promised to nobody; a tie, but the first place comes first in order",
                 "  3. GPU 0 of n: 32,960 MiB promised to nobody; 8,000 MiB less",
                 "  4. GPU 1 of n: 20,960 MiB promised to nobody; 20,000 MiB less",
             ],
@@ -74,7 +74,7 @@ USED = [gpu_node("n", 3, [held("x", "n", 8000), held("y", "n", 20000, 1)]), gpu_
         ),
         pytest.param(
             "exclusive",
-            ["  1. GPU 2 of n: the best", "  2. GPU 0 of m: a tie, but 1 comes first in order"],
+            ["  1. GPU 2 of n: the best", "  2. GPU 0 of m: a tie, but the first place comes first in order"],
             id="nothing to choose by",
         ),
     ],
@@ -96,8 +96,8 @@ def test_a_tie_says_by_what_it_was_decided():
     assert head == ("places by least-slowdown (least progress lost by all tenants together; within 0.02 is a tie):")
     assert lines[:3] == [
         "  1. GPU 0 of fuller: 0.00 of slowdown added",
-        "  2. GPU 0 of used: 0.00 of slowdown added; a tie, but 1 leaves 12,000 MiB less",
-        "  3. GPU 0 of idle: 0.00 of slowdown added; a tie, but 1 is in use, and idle GPUs stay free",
+        "  2. GPU 0 of used: 0.00 of slowdown added; a tie, but the first place leaves 12,000 MiB less",
+        "  3. GPU 0 of idle: 0.00 of slowdown added; a tie, but the first place is in use, and idle GPUs stay free",
     ]
     assert lines[3].startswith("  4. GPU 0 of busy: 0.")
     assert lines[3].endswith(" more")
@@ -116,8 +116,9 @@ def test_of_many_ties_those_that_were_lost_by_the_same_stand_on_one_line():
     busy = gpu_node("busy", 1, [tenant("z", ["GPU-busy-0"], **BUSY)])
     assert told(cluster(*used, gpu_node("idle", 2), busy))[1:4] == [
         "  1. GPU 0 of n6: 0.00 of slowdown added",
-        "  2. GPU 0 of n5 and 4 GPUs more: a tie, but 1 leaves at least 1,000 MiB less",
-        "  3. GPU 0 of idle and 1 GPU like it: 0.00 of slowdown added; a tie, but 1 is in use, and idle GPUs stay free",
+        "  2. GPU 0 of n5 and 4 GPUs more: a tie, but the first place leaves at least 1,000 MiB less",
+        "  3. GPU 0 of idle and 1 GPU like it: 0.00 of slowdown added; a tie, but the first place is in use, and "
+        "idle GPUs stay free",
     ]
 
 
@@ -147,8 +148,8 @@ def test_gpus_that_are_not_in_question_are_left_out():
             {"GPU-m-0": 0.03, "GPU-n-0": 0.0, "GPU-n-1": 0.02},
             [
                 "  1. GPU 0 of m: 0.03 lost",
-                "  2. GPU 1 of n: 0.02 lost; a tie, but 1 leaves 1,000 MiB less",
-                "  3. GPU 0 of n: 0.00 lost; a tie, but 1 is in use, and idle GPUs stay free",
+                "  2. GPU 1 of n: 0.02 lost; a tie, but the first place leaves 1,000 MiB less",
+                "  3. GPU 0 of n: 0.00 lost; a tie, but the first place is in use, and idle GPUs stay free",
             ],
             id="a tie of the dearer one that its node came with",
         ),
@@ -156,7 +157,7 @@ def test_gpus_that_are_not_in_question_are_left_out():
             {"GPU-m-0": 0.0, "GPU-n-0": 0.01, "GPU-n-1": 0.03},
             [
                 "  1. GPU 0 of m: 0.00 lost",
-                "  2. GPU 0 of n: 0.01 lost; a tie, but 1 is in use, and idle GPUs stay free",
+                "  2. GPU 0 of n: 0.01 lost; a tie, but the first place is in use, and idle GPUs stay free",
                 "  3. GPU 1 of n: 0.03 lost; 0.03 more",
             ],
             id="its node came with a dearer one, which is no tie",
@@ -233,4 +234,4 @@ async def test_what_if_tells_the_ranking_behind_the_place():
     assert lines[1].startswith("would go to a ")
     assert lines[2].startswith("places by least-slowdown (")
     assert lines[3] == "  1. GPU 0 of a: 0.00 of slowdown added"
-    assert lines[4].startswith("  2. GPU 1 of a: 0.00 of slowdown added; a tie, but 1 is in use, ")
+    assert lines[4].startswith("  2. GPU 1 of a: 0.00 of slowdown added; a tie, but the first place is in use, ")

@@ -191,7 +191,7 @@ def test_the_command_writes_tables_and_pictures(data):
     assert "1 line came after a later one" in result.output
     assert {path.name for path in (data / "out").iterdir()} >= {"trace.md", "trace.csv", "trace-cdf.png"}
     table = (data / "out" / "trace.md").read_text()
-    assert "| strategy | makespan min |  | waiting min |  | completion min |" in table
+    assert "| strategy | makespan min | change | waiting min | change | completion min |" in table
     assert "| energy |" in table
     assert "Several tenants of a GPU lose 5% of its memory in pieces" in table
     assert "- Preconditions: at most 2 jobs on a GPU." in table
@@ -225,7 +225,7 @@ def test_a_table_shows_the_figures_that_it_is_asked_for(openb):
     outcome = Simulation(alibaba.full(openb, 0), ALONE, NoSlowdown()).run()
     line = Line(ALONE, [figures_of(outcome)])
     assert markdown([line], ["gpus_in_use", "unused_percent", "unplaced"])[0] == (
-        "| strategy | GPUs in use |  | unused on these % | never placed |"
+        "| strategy | GPUs in use | change | unused on these % | never placed |"
     )
 
 
@@ -237,6 +237,20 @@ def test_a_table_shows_the_figures_that_it_is_asked_for(openb):
         (["--workload", "hotcloud", "--policy", "energy", "--policies", "all"], "which mean the same, found both"),
         (["--trace", "/nowhere/t.csv"], "found no file; look at the path that --trace names"),
         (["--workload", "hotcloud", "--policy", "fast"], "policy 'fast' is unknown; choose one of"),
+        (["--workload", "hotcloud", "--policies", "MAGM"], "most-available-memory (MAGM)"),
+        (
+            ["--workload", "hotcloud", "--policies", "all,energy"],
+            "expected all alone, or names of policies, found all,e",
+        ),
+        (
+            ["--workload", "hotcloud", "--policies", "energy, published"],
+            "expected published alone, or names of policies",
+        ),
+        (
+            ["--workload", "hotcloud", "--fragmentation", "nan"],
+            "expected a --fragmentation from 0 to below 1, found nan",
+        ),
+        (["--trace", "/dev/null"], "found what is no regular file; look at the path that --trace names"),
         (["--workload", "hotcloud", "--cluster", "c.yaml"], "expected --cluster beside --trace only"),
         (
             ["--workload", "hotcloud", "--policies", "all", "--most-jobs", "0"],

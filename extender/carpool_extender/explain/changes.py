@@ -33,7 +33,7 @@ def needed(case: Case) -> list[str]:
     if ways:
         return [f"it would have a place {', or '.join(ways[:MOST_TOLD])}"]
     names = ", ".join(dict.fromkeys(change.what for change in tried))
-    return [f"nothing of what was tried, one thing at a time, would give it a place: {names}"] if names else []
+    return [f"tried one at a time, and none would give it a place: {names}"] if names else []
 
 
 def _memory(case: Case) -> Iterator[Change]:

@@ -1,10 +1,11 @@
 """`carpool explain` and `carpool what-if`: the commands."""
 
 import asyncio
+import re
 import shutil
 import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
@@ -82,11 +83,26 @@ class UnansweredError(click.ClickException):
 
 
 _ALL = click.option("--all", "each_gpu", is_flag=True, help="Tell of every GPU on a line of its own.")
-_NAMESPACE = click.option("-n", "--namespace", default="default", show_default=True, help="The job's namespace.")
+_NAME = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
+
+
+def _named(_: click.Context, parameter: click.Parameter, name: str) -> str:
+    """Refuse what can be no name: the API server would be asked for something else."""
+    if _NAME.fullmatch(name):
+        return name
+    what = "a job" if parameter.name == "job" else "a namespace"
+    first, slash, last = name.partition("/")
+    hint = f"; did you mean {last} -n {first}?" if slash and what == "a job" else ""
+    raise click.BadParameter(f"expected the name of {what}, of small letters, digits, - and ., found {name!r}{hint}")
+
+
+_NAMESPACE = click.option(
+    "-n", "--namespace", default="default", show_default=True, callback=_named, help="The job's namespace."
+)
 
 
 @click.command("explain", short_help="Say why a job is where it is, and why not elsewhere.")
-@click.argument("job")
+@click.argument("job", callback=_named)
 @_NAMESPACE
 @_ALL
 @click_options(AskSettings)
@@ -106,28 +122,30 @@ def explain_command(settings: AskSettings, job: str, namespace: str, each_gpu: b
 
 
 @click.command("what-if", short_help="Say where a job would go now, and beside whom; nothing is created.")
-@click.argument("manifest", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("manifest", type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path))
 @_NAMESPACE
 @_ALL
 @click_options(AskSettings)
 def what_if(settings: AskSettings, manifest: Path, namespace: str, each_gpu: bool) -> None:
     """Say where the job in MANIFEST would go now, beside whom and how fast; nothing is created.
 
-    Ends with 1 where the API server would refuse the manifest, or no GPU of the cluster could ever run the job; with 2
-    where that could not be found out.
+    MANIFEST is a file, or - for the standard input. Where it names a namespace, -n may name no other.
+
+    Ends with 1 where the API server would refuse the manifest, the site does not let the job choose the policy that
+    it names, or no GPU of the cluster could ever run it; with 2 where that could not be found out.
 
     Decides as the extender does, by the settings of the site where you may read them; only that a GPU could not be
     prepared a moment ago the extender alone remembers.
     """
     try:
-        wanted = read(manifest, namespace)
+        wanted = read(manifest, namespace, is_given="-n" in given(click.get_current_context()))
     except (ManifestError, OSError) as error:
         raise UnansweredError(str(error)) from error
 
     async def ask(api: KubeApi, of_the_site: AskSettings, rules: Rules, asker: Asker) -> Answer:
         found = await checked(api, wanted)
         known = await forecast(api, of_the_site)
-        answer = await asked(api, found.job, rules, known.traced, asker)
+        answer = await asked(api, found.job, rules, known.traced, replace(asker, unchecked=found.unchecked))
         return Answer([*found.notes, *known.notes, *answer.lines], answer.is_hopeless)
 
     _say(settings, each_gpu, ask, predicts=True)

@@ -85,6 +85,8 @@ class Asker:
     """What the site allows jobs."""
     each_gpu: bool = False
     """Whether to tell of every GPU on a line of its own, where the same is to be said of many."""
+    unchecked: Sequence[str] = ()
+    """What could not be checked of the job itself, as sentences."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ async def explained(api: KubeApi, name: str, namespace: str, rules: Rules, asker
         places += rehearsal.anew([frozenset(r.gpu_uuids) for r in held if r.pod_uid not in workers.done])
     else:
         places += [_who_waits(rehearsal, workers), *rehearsal.rest()]
-    return Answer([*told, *places, *_chosen(applicant, rules), *gpus, *hosts.notes, *odd])
+    return Answer([*told, *places, *_chosen(applicant, rules), *gpus, *odd])
 
 
 async def _workers(api: KubeApi, job: _Job, applicant: Applicant, held: Sequence[Reservation]) -> Workers:
@@ -178,11 +180,11 @@ def _lacking(applicant: Applicant, workers: Workers, held: Sequence[Reservation]
 def _waits(rehearsal: Rehearsal, workers: Workers) -> list[str]:
     """Say of a job without any place why it waits, or which places it has to choose from."""
     if rehearsal.wanted == 0:
-        return [f"all of its {rehearsal.applicant.workers} workers have done their work"]
+        return [f"all of its {rehearsal.applicant.workers} workers have done their work", *rehearsal.unchecked]
     if (waits := rehearsal.gang()) is None:
-        return rehearsal.ranked() or rehearsal.changes()
+        return [*rehearsal.unchecked, *(rehearsal.ranked() or rehearsal.changes())]
     fewer = [f"fewer, if some have done their work already ({workers.unread})"] if workers.unread else []
-    return [waits, *fewer, *rehearsal.changes()]
+    return [waits, *fewer, *rehearsal.unchecked, *rehearsal.changes()]
 
 
 def _who_waits(rehearsal: Rehearsal, workers: Workers) -> str:
@@ -257,14 +259,14 @@ async def asked(api: KubeApi, job: GpuTrainingJob, rules: Rules, predictor: Pred
         row = msgspec.convert(msgspec.to_builtins(known), JobRow)
         applicant = applicant_of(row, _user(job.spec.template), asker.choices)
     except NotOurs as refusal:
-        return Answer([*told, str(refusal)], is_hopeless=True)
+        return Answer([*told, str(refusal), *asker.unchecked], is_hopeless=True)
     seen = snapshot(nodes, rules, asker.clock)
-    hosts = await hosts_of(api, job.spec.template)
+    hosts = await hosts_of(api, job.spec.template, unchecked=asker.unchecked)
     rehearsal = Rehearsal(seen, applicant, rules, hosts, job.spec.training.steps)
-    gpus = [*_chosen(applicant, rules), *_gpus(seen.cluster, rehearsal, rules, asker), *hosts.notes, *odd]
+    gpus = [*_chosen(applicant, rules), *_gpus(seen.cluster, rehearsal, rules, asker), *odd]
     if not could_ever_fit(seen.cluster.view(), applicant, rules):
         told.append("could never run here: no node has GPUs that would do, even if they were empty")
-        return Answer([*told, *rehearsal.changes(), *gpus], is_hopeless=True)
+        return Answer([*told, *rehearsal.unchecked, *rehearsal.changes(), *gpus], is_hopeless=True)
     return Answer([*told, *rehearsal.outcome(), *gpus])
 
 

@@ -1,6 +1,7 @@
 """A job's manifest as its user wrote it: read, and checked by the API server as on `kubectl apply`."""
 
 import re
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,10 @@ from carpool_core.resources.job import GpuTrainingJob
 _NOISE = re.compile(r"\s*(?:, |\* )?<nil>: Invalid value: \"?null\"?: some validation rules were not checked[^,\]\n]*")
 
 
+STDIN = Path("-")
+"""In place of a file: the standard input."""
+
+
 class ManifestError(ValueError):
     """The manifest would be refused; `str()` says why."""
 
@@ -22,21 +27,24 @@ class Checked(NamedTuple):
 
     job: GpuTrainingJob
     notes: list[str]
+    """What should be known of it, as sentences."""
+    unchecked: list[str]
     """What could not be checked, as sentences."""
 
 
-def read(path: Path, namespace: str) -> dict[str, Any]:
+def read(path: Path, namespace: str, *, is_given: bool = False) -> dict[str, Any]:
     """Read a manifest.
 
     Args:
-        path: A YAML file with one GpuTrainingJob.
+        path: A YAML file with one GpuTrainingJob; `-` is the standard input.
         namespace: The job's, where the manifest names none.
+        is_given: Whether somebody asked for that namespace, so that the manifest may name no other.
 
     Raises:
         ManifestError: There is something else in it.
     """
     try:
-        found = msgspec.yaml.decode(path.read_bytes())
+        found = msgspec.yaml.decode(sys.stdin.buffer.read() if path == STDIN else path.read_bytes())
     except msgspec.MsgspecError as error:
         raise ManifestError(f"{path}: expected a GpuTrainingJob in one YAML document: {in_one_line(error)}") from error
     kind = found.get("kind") if isinstance(found, dict) else None
@@ -45,8 +53,12 @@ def read(path: Path, namespace: str) -> dict[str, Any]:
     metadata = found.get("metadata")
     if not isinstance(metadata, dict) or not metadata.get("name"):
         raise ManifestError(f"{path}: expected metadata.name, found none; give the job a name")
-    named: dict[str, Any] = {**found, "metadata": {**metadata, "namespace": metadata.get("namespace") or namespace}}
-    return named
+    own = metadata.get("namespace") or namespace
+    if is_given and own != namespace:
+        raise ManifestError(
+            f"{path}: the namespace of the manifest, {own}, is not {namespace}, which -n names; leave one of them out"
+        )
+    return {**found, "metadata": {**metadata, "namespace": own}}
 
 
 async def checked(api: KubeApi, manifest: dict[str, Any]) -> Checked:
@@ -56,7 +68,7 @@ async def checked(api: KubeApi, manifest: dict[str, Any]) -> Checked:
         ManifestError: It would be refused.
         KubeError: The API server could not be asked.
     """
-    notes, body = [], manifest
+    notes, unchecked, body = list[str](), list[str](), manifest
     try:
         body = await api.create(
             GPU_TRAINING_JOBS, manifest, namespace=manifest["metadata"]["namespace"], is_dry_run=True
@@ -66,12 +78,12 @@ async def checked(api: KubeApi, manifest: dict[str, Any]) -> Checked:
     except Conflict:
         notes.append("a job of this name exists already; what is told here is of another one with this manifest")
     except Forbidden:
-        notes.append(
+        unchecked.append(
             "not checked: whether the API server would take the manifest (you may not create gputrainingjobs in "
             f"namespace {manifest['metadata']['namespace']})"
         )
     try:
-        return Checked(msgspec.convert({**body, "status": {}}, GpuTrainingJob), notes)
+        return Checked(msgspec.convert({**body, "status": {}}, GpuTrainingJob), notes, unchecked)
     except msgspec.ValidationError as error:
         raise ManifestError(in_words(str(error))) from error
 

@@ -168,7 +168,8 @@ def _tie_break(best: Candidate, one: Candidate) -> tuple[str, str]:
     if best.ready < one.ready or (best.ready == one.ready and best.left_mib > one.left_mib):
         return _OF_ITS_NODE, ""
     if best.ready > one.ready:
-        return "1 is in use, and idle GPUs stay free" if best.ready == READY else "1 is readier", ""
+        is_used = best.ready == READY
+        return f"the first place is {'in use, and idle GPUs stay free' if is_used else 'readier'}", ""
     if best.left_mib < one.left_mib:
-        return "1 leaves {} less", f"{one.left_mib - best.left_mib:,.0f} MiB"
-    return "1 comes first in order", ""
+        return "the first place leaves {} less", f"{one.left_mib - best.left_mib:,.0f} MiB"
+    return "the first place comes first in order", ""

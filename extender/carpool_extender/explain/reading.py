@@ -1,6 +1,6 @@
 """What an asker may read of the cluster besides GPUs; what he may not is said."""
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -47,21 +47,25 @@ class Offers:
             self.hosts.take(node, self.requests)
 
 
-async def hosts_of(api: KubeApi, template: dict[str, Any], without: JobUid | None = None) -> Offers:
+async def hosts_of(
+    api: KubeApi, template: dict[str, Any], without: JobUid | None = None, unchecked: Sequence[str] = ()
+) -> Offers:
     """Read Nodes and pods, and what a worker's pod will ask of them.
 
     Args:
         api: The Kubernetes API, with the asker's rights.
         template: The job's pod template.
         without: The job whose own pods do not count.
+        unchecked: What was not checked before, to be noted, too.
     """
     spec = template.get("spec") or {}
     try:
         needs = msgspec.convert({**spec, "tolerations": [*(spec.get("tolerations") or []), _GPU_TAINT]}, PodNeeds)
         requests = needs.requests
     except (ValueError, TypeError) as error:
-        return Offers(notes=[f"not checked: taints, node selectors, CPU and memory of nodes: spec.template: {error}"])
-    notes = [f"not checked: {', '.join(needs.unchecked)}"] if needs.unchecked else []
+        what = "taints, node selectors, CPU and memory of nodes"
+        return Offers(notes=[*unchecked, f"not checked: {what}: spec.template: {error}"])
+    notes = [*unchecked, *([f"not checked: {', '.join(needs.unchecked)}"] if needs.unchecked else [])]
     try:
         nodes = await all_of(api, NODES, Host)
     except Forbidden:

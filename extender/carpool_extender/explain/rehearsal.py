@@ -28,6 +28,11 @@ from carpool_extender.state.view import Bools, View
 class Offering(Protocol):
     """Which nodes kube-scheduler would offer."""
 
+    @property
+    def notes(self) -> Sequence[str]:
+        """What of that was not checked, as sentences."""
+        ...
+
     def refusal(self, node: str) -> str | None:
         """Say why a node would not be offered; None where nothing known forbids it."""
         ...
@@ -50,6 +55,7 @@ class Rehearsal:
     Attributes:
         applicant: What each worker asks for.
         wanted: Workers that need a place: those that have none there, and have not done their work.
+        unchecked: What was not checked, as sentences; stands right below what would become of the workers.
     """
 
     def __init__(
@@ -58,6 +64,7 @@ class Rehearsal:
         self.applicant = applicant
         job_uid = applicant.demand.job_uid
         self.wanted = max(0, applicant.workers - seen.succeeded(job_uid) - len(seen.cluster.pods_of(job_uid)))
+        self.unchecked = list(offers.notes)
         self._seen, self._rules, self._offers, self._steps = seen, rules, offers, steps
 
     def refused(self) -> dict[str, str]:
@@ -91,9 +98,11 @@ class Rehearsal:
     def outcome(self) -> list[str]:
         """Say where the workers would go now, or that they would have to wait; and how that place was chosen."""
         if waits := self.gang():
-            return [f"would have to wait now: {waits}", *self.changes()]
+            return [f"would have to wait now: {waits}", *self.unchecked, *self.changes()]
         choice, places = self.ranked(), self._places(self._seen.cluster)
-        return [*self._go(places), *choice] if places else [f"would have to wait now{self._why()}", *self.changes()]
+        if not places:
+            return [f"would have to wait now{self._why()}", *self.unchecked, *self.changes()]
+        return [*self._go(places), *self.unchecked, *choice]
 
     def rest(self) -> list[str]:
         """Say the same of those workers of a job that have no place yet, where the others have theirs."""
@@ -101,9 +110,9 @@ class Rehearsal:
         choice, places = self.ranked(), self._places(self._seen.cluster)
         if not places:
             they = "it" if self.wanted == 1 else "they"
-            return [f"{decided} {they} would have to wait{self._why()}", *self.changes()]
+            return [f"{decided} {they} would have to wait{self._why()}", *self.unchecked, *self.changes()]
         first, *others = self._go(places, numbered=False)
-        return [f"{decided} {'it' if self.wanted == 1 else 'of these'} {first}", *others, *choice]
+        return [f"{decided} {'it' if self.wanted == 1 else 'of these'} {first}", *others, *self.unchecked, *choice]
 
     def anew(self, own: Collection[frozenset[GpuUuid]]) -> list[str]:
         """Say the same of a job that has its places and keeps them, where the cluster is seen without it.
@@ -111,23 +120,30 @@ class Rehearsal:
         Args:
             own: GPUs of each place that it has.
         """
+        choice = self.ranked()
+        told, is_placed = self._anew(own)
+        return [*told, *self.unchecked, *(choice if is_placed else [])]
+
+    def _anew(self, own: Collection[frozenset[GpuUuid]]) -> tuple[list[str], bool]:
+        """Return what to say of that, and whether it would have a place that was chosen."""
         it = f"it keeps its place; decided now with policy {self._rules.policy_for(self.applicant).name} it would"
         if len(own) != self.wanted:
             had, needed = counted(len(own), "place"), counted(self.wanted, "worker")
-            return [f"it has {had} for {needed}, as until one that ended has given its own back; they are not compared"]
+            why = "as until one that ended has given its own back"
+            return [f"it has {had} for {needed}, {why}; they are not compared"], False
         if waits := self.gang():
-            return [f"{it} have to wait: {waits}"]
-        choice, places = self.ranked(), self._places(self._seen.cluster)
+            return [f"{it} have to wait: {waits}"], False
+        places = self._places(self._seen.cluster)
         if not places:
-            return [f"{it} have to wait{self._why()}"]
+            return [f"{it} have to wait{self._why()}"], False
         first, *others = self._go(places)
         if len(places) < min(self.wanted, MOST_TRIED):
-            return [f"{it} not get all of them again: {first}", *others, *choice]
+            return [f"{it} not get all of them again: {first}", *others], True
         if self.wanted > MOST_TRIED:
-            return [f"{it} get places, which are not compared: no more than {MOST_TRIED} workers are tried", *choice]
+            return [f"{it} get places, which are not compared: no more than {MOST_TRIED} workers are tried"], True
         if Counter(own) == Counter(frozenset(place.gpu_uuids) for _, place in places):
-            return [f"{it} go there again", *choice]
-        return [first.replace("would", it, 1) if not others else f"{it} go elsewhere: {first}", *others, *choice]
+            return [f"{it} go there again"], True
+        return [first.replace("would", it, 1) if not others else f"{it} go elsewhere: {first}", *others], True
 
     def _go(self, places: Sequence[tuple[str, Place]], *, numbered: bool = True) -> list[str]:
         told = [self._told(*place) for place in places]

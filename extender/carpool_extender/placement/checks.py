@@ -148,10 +148,10 @@ class Verdict:
         return small
 
     def could_ever(self) -> Bools:
-        """(gpus,) Whether a GPU would do if it were empty and healthy."""
+        """(gpus,) Whether a GPU would do if it were empty and healthy: also for what the site asks to be free."""
         columns = self.view.columns
         able: Bools = columns.alive & self._facts.suitable[columns.device_class]
-        return able
+        return able if (least := self.conditions.least_free_mib) is None else able & (columns.usable_mib >= least)
 
     def closest(self, row: int) -> Closest:
         """Work out who would be closest to its limit on one GPU."""

@@ -58,6 +58,13 @@ class Policy:
     """Whether the cost of a GPU depends on nothing but that GPU."""
     decreasing: bool = False
     """Whether a queue that it may sort starts with the largest job. The queue of kube-scheduler is not its to sort."""
+    short: str = ""
+    """What papers call it, where that is something else."""
+
+    @property
+    def title(self) -> str:
+        """Its name, and what papers call it."""
+        return f"{self.name} ({self.short})" if self.short else self.name
 
 
 _PLACE = Score("{:,.0f}".format, "before it in the order of the cluster")
@@ -75,9 +82,10 @@ POLICIES: Mapping[str, Policy] = {
         ),
         Policy(
             "most-available-memory",
-            "most memory that nobody was promised (MAGM)",
+            "most memory that nobody was promised",
             costs.taken_memory,
             Score(_mib, "promised to nobody", -1),
+            short="MAGM",
         ),
         Policy("exclusive", "one job on a GPU, as the stock scheduler does", costs.nothing, alone=True),
         Policy(
@@ -97,8 +105,14 @@ POLICIES: Mapping[str, Policy] = {
         ),
         Policy("best-fit", "least memory left over", costs.left_memory, Score(_mib, "left over")),
         Policy("worst-fit", "most memory left over", costs.left_memory_negated, Score(_mib, "left over", -1)),
-        Policy("least-utilized", "least SM activity (LUG)", costs.activity, Score(_percent, "SM activity")),
-        Policy("most-utilized", "most SM activity (MUG)", costs.activity_negated, Score(_percent, "SM activity", -1)),
+        Policy("least-utilized", "least SM activity", costs.activity, Score(_percent, "SM activity"), short="LUG"),
+        Policy(
+            "most-utilized",
+            "most SM activity",
+            costs.activity_negated,
+            Score(_percent, "SM activity", -1),
+            short="MUG",
+        ),
         Policy(
             "energy",
             "fewest watts for the work, sleeping GPUs left asleep",
@@ -121,5 +135,6 @@ def find_policy(name: str) -> Policy:
         UnknownPolicyError: There is none; the message lists the choices.
     """
     if name not in POLICIES:
-        raise UnknownPolicyError(f"policy {name!r} is unknown; choose one of {', '.join(POLICIES)}")
+        choices = ", ".join(policy.title for policy in POLICIES.values())
+        raise UnknownPolicyError(f"policy {name!r} is unknown; choose one of {choices}")
     return POLICIES[name]

@@ -1,6 +1,7 @@
 """`carpool simulate`."""
 
 import importlib.util
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +14,10 @@ from rich.console import Console
 from carpool_extender.placement.policies import UnknownPolicyError
 from carpool_extender.settings import ConditionSettings
 from carpool_extender.simulation import document, philly, trials
-from carpool_extender.simulation.contest import EXPERIMENTS, SMALL, Experiment
+from carpool_extender.simulation.contest import EXPERIMENTS, PUBLISHED, SMALL, Experiment
 from carpool_extender.simulation.fragmentation import in_pieces
 from carpool_extender.simulation.provenance import provenance
-from carpool_extender.simulation.trials import PUBLISHED, SEEDS, WHOLE_SEEDS, Runs, Trial
+from carpool_extender.simulation.trials import SEEDS, WHOLE_SEEDS, Runs, Trial
 from carpool_extender.simulation.workload import WorkloadError
 
 
@@ -68,7 +69,11 @@ class BadInputError(click.ClickException):
 )
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"), show_default=True)
 @click.option(
-    "--pictures/--no-pictures", "drawn", default=True, show_default=True, help="Draw them; needs carpool[simulate]."
+    "--pictures/--no-pictures",
+    "drawn",
+    default=True,
+    show_default=True,
+    help="Draw them; needs carpool[simulate]. Who ran where is drawn of the first line and of Carpool's default only.",
 )
 @click.option(
     "--document",
@@ -108,6 +113,8 @@ def simulate(
     console = Console(stderr=True)
     empty: list[str] = []
     try:
+        if math.isnan(fragmentation):  # lies outside of no range
+            raise WorkloadError("expected a --fragmentation from 0 to below 1, found nan")
         if document_path is None or workload is not None or trace is not None:
             chosen = {
                 name: replace(one, draw=in_pieces(one.draw, fragmentation))

@@ -10,7 +10,7 @@ from carpool_core.values import SharingMode
 
 from carpool_extender.placement.checks import NO_CONDITIONS
 from carpool_extender.placement.conditions import Conditions, Quantile
-from carpool_extender.placement.policies import POLICIES, find_policy
+from carpool_extender.placement.policies import POLICIES, UnknownPolicyError, find_policy
 from carpool_extender.simulation import alibaba, hotcloud, philly, radrm
 from carpool_extender.simulation.engine import Simulation
 from carpool_extender.simulation.failures import with_failures
@@ -19,6 +19,8 @@ from carpool_extender.simulation.state import Finished, Outcome
 from carpool_extender.simulation.strategy import Knowledge, Piece, Strategy
 from carpool_extender.simulation.workload import Workload
 
+ALL, PUBLISHED = "all", "published"
+"""In place of names of policies: the whole table, and the strategies that the experiment was published with."""
 SLOWED = 1.5
 """A job that took more than so many times its time alone counts as slowed: what `maxSlowdown` is by default."""
 FAILS_EVERY_H = 8.0
@@ -196,17 +198,20 @@ def named(policies: str, base: Strategy, conditions: Conditions = NO_CONDITIONS)
         conditions: What a GPU must be like before a policy looks at it.
 
     Raises:
-        UnknownPolicyError: There is no policy of a name.
+        UnknownPolicyError: There is no policy of a name, or what means several stands beside others.
     """
-    names = sorted(POLICIES, key=lambda name: not POLICIES[name].alone)  # the rest is compared with the first line
-    if policies != "all":
-        names = list(dict.fromkeys(find_policy(name.strip()).name for name in policies.split(",")))
+    names = list(dict.fromkeys(name.strip() for name in policies.split(",")))
+    if names == [ALL]:
+        names = sorted(POLICIES, key=lambda name: not POLICIES[name].alone)  # the rest is compared with the first line
+    elif several := [name for name in names if name in (ALL, PUBLISHED)]:
+        raise UnknownPolicyError(f"expected {several[0]} alone, or names of policies, found {policies}; leave one out")
+    names = [find_policy(name).name for name in names]
     return [replace(base, name=name, policy=name, conditions=conditions) for name in names]
 
 
 def policed(experiment: Experiment) -> list[Strategy]:
     """Every policy of the table with all that Carpool knows on an experiment."""
-    return named("all", shipped(experiment))
+    return named(ALL, shipped(experiment))
 
 
 def figures_of(outcome: Outcome) -> Figures:

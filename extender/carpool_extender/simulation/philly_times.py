@@ -44,7 +44,7 @@ def read_trace(path: Path) -> Trace:
             named.
     """
     if not path.is_file():
-        found_instead = "a folder" if path.is_dir() else "no file"
+        found_instead = "a folder" if path.is_dir() else "what is no regular file" if path.exists() else "no file"
         raise WorkloadError(
             f"expected a trace at {path}, found {found_instead}; look at the path that --trace names, or, for a "
             "published workload, --data (CARPOOL_DATA)"

@@ -9,7 +9,7 @@ HEADS = {
     "utilization_percent": "utilization %",
     "completion_min": "completion min",
     "running_s": "running s",
-    "slowed_percent": f"slowed > {SLOWED:g} %",
+    "slowed_percent": f"slowed beyond {SLOWED:g} times, % of jobs",
     "oom": "out of memory",
     "energy_mj": "energy MJ",
     "waiting_min": "waiting min",
@@ -74,7 +74,7 @@ def markdown(lines: Sequence[Line], shown: Sequence[str] = ()) -> list[str]:
     names += [one for one in ("killed", "unplaced") if one not in names and any(line.mean(one) for line in lines)]
     head = ["strategy"]
     for name in names:
-        head += [HEADS[name], ""] if name in COMPARED else [HEADS[name]]
+        head += [HEADS[name], "change"] if name in COMPARED else [HEADS[name]]
     return [_row(head), _row(["---"] * len(head)), *(_row(_cells(line, lines[0], names)) for line in lines)]
 
 

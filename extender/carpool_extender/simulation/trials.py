@@ -12,6 +12,7 @@ from carpool_extender.placement.conditions import Conditions
 from carpool_extender.placement.refusal import counted
 from carpool_extender.simulation import longest, otherwise, pictures, progress, report, results
 from carpool_extender.simulation.contest import (
+    PUBLISHED,
     Experiment,
     Line,
     attributed,
@@ -28,8 +29,6 @@ from carpool_extender.simulation.provenance import Provenance
 from carpool_extender.simulation.strategy import Strategy
 from carpool_extender.simulation.workload import Workload, WorkloadError
 
-PUBLISHED = "published"
-"""In place of names of policies: the strategies that the experiment was published with, and Carpool's."""
 SEEDS = 10
 WHOLE_SEEDS = 1
 """Each run of a trace as long as months takes minutes."""
