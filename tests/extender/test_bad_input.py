@@ -144,7 +144,7 @@ async def test_that_gpu_is_left_out_and_it_is_said_why(certificates, node, words
     assert 'gpunodes.carpool.dev "a" not found' in bound if node is None else words in bound
 
 
-@pytest.mark.parametrize("heartbeat", ["2026-01-31T12:00:00Z", "2036-01-31T12:00:00Z", "soon", None])
+@pytest.mark.parametrize("heartbeat", ["2026-01-31T12:00:00Z", "2026-01-31T12:01:00Z", "soon", None])
 async def test_whose_agent_has_not_reported_for_a_minute_is_left_out_until_it_does(certificates, heartbeat):
     kube, clock = a_server(a_node(heartbeat_time=heartbeat)), FakeClock()
 
@@ -161,6 +161,18 @@ async def test_whose_agent_has_not_reported_for_a_minute_is_left_out_until_it_do
         for told in await refusals(session, url):
             assert "NoGpuFits: 1 node: its agent has not reported for more than 60 s" in told
         await beat("a")
+        assert (await post(session, url, "filter", ONLY_A))["NodeNames"] == ["a"]
+
+
+async def test_whose_agent_tells_a_time_that_is_yet_to_come_is_left_out_until_its_clock_is_right(certificates):
+    """Regression: what was measured there counted at once, and whoever looked once took it for fresh for ever."""
+    kube, clock = a_server(a_node(heartbeat_time="2036-01-31T12:00:00Z")), FakeClock()
+    async with running(kube, certificates, clock=clock) as (url, parts), as_client(certificates) as session:
+        for told in await refusals(session, url):
+            assert "1 node: its agent's clock is 87,648 h ahead, expected at most 60 s" in told
+        patch = {"status": {"heartbeatTime": "2026-01-31T12:01:00Z"}}
+        await kube.patch(GPU_NODES, "a", patch, subresource="status")
+        await until(lambda: "a" not in parts.watches.cluster.hindered_nodes())
         assert (await post(session, url, "filter", ONLY_A))["NodeNames"] == ["a"]
 
 

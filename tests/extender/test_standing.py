@@ -1,5 +1,8 @@
 """Silence and failures, as time goes by."""
 
+from datetime import timedelta
+
+from carpool_core.clock import rfc3339
 from carpool_core.testing.clock import FakeClock
 from carpool_extender.state.standing import LONGEST_REST_S, Standing
 
@@ -41,6 +44,29 @@ def test_an_agent_that_never_sent_a_heartbeat_is_silent_since_the_first_word_of_
     standing.heard("never", None)  # somebody took it away, which is no sign of life
     clock.advance(21)
     assert standing.silent().keys() == {"never"}
+
+
+def test_a_clock_far_ahead_is_told_in_words_that_stay_until_it_is_right():
+    clock = FakeClock()
+    standing = Standing(clock)
+
+    def told(ahead_s):
+        standing.heard("a", rfc3339(clock.now() + timedelta(seconds=ahead_s)))
+        return {node: why.reason for node, why in standing.unheard().items()}
+
+    wrong = "expected at most 60 s: it is wrong, or the one here is"
+    assert told(60) == {}
+    assert told(90) == {"a": f"its agent's clock is 90 s ahead, {wrong}"}
+    clock.advance(25)
+    assert told(91) == {"a": f"its agent's clock is 90 s ahead, {wrong}"}  # each change is written to all who wait
+    assert told(3 * 3600) == {"a": f"its agent's clock is 3 h ahead, {wrong}"}
+    clock.advance(61)
+    assert standing.unheard().keys() == {"a"}
+    assert "has not reported" in standing.unheard()["a"].reason
+    assert told(0) == {}
+    assert told(90).keys() == {"a"}
+    standing.forget("a")
+    assert standing.unheard() == {}
 
 
 def test_failures_in_a_row_double_the_rest_and_success_ends_it():
