@@ -23,6 +23,7 @@ from carpool_extender.placement.conditions import Conditions
 from carpool_extender.placement.policies import find_policy
 from carpool_extender.placement.rules import Rules
 from carpool_extender.settings import AskSettings
+from carpool_extender.simulation.command import simulate
 from carpool_extender.state.standing import SILENCE_S
 from carpool_extender.testing import T4, device, gpu_node, seed_job, seed_node, tenant
 from carpool_predictor.calibration.config_map import KEY, CalibrationMap, Kept
@@ -126,6 +127,15 @@ def test_what_if_ends_with_1_where_the_site_does_not_let_a_job_choose_its_policy
     assert "PolicyNotAllowed" in told.output
     assert told.exit_code == 1
     assert "policy that it names" in " ".join((what_if.help or "").split())
+
+
+@pytest.mark.parametrize("command", [[explain_command, "busy"], [simulate, "--workload", "alibaba"]])
+def test_more_free_memory_than_any_gpu_can_have_is_refused_with_a_sentence(command):
+    """Regression: a number beyond 64 bits ended in a traceback, where GPUs were held against it."""
+    called, *arguments = command
+    result = CliRunner().invoke(called, [*arguments, "--least-free-mib", "9" * 23])
+    assert (result.exit_code, type(result.exception)) == (2, SystemExit)
+    assert "expected a least free memory of 0 to 1,073,741,824 MiB, found 99,999,999,999,999" in result.output
 
 
 async def test_the_sites_preconditions_hold():

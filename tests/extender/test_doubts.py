@@ -92,6 +92,41 @@ def test_gpus_that_a_node_tells_of_by_the_same_uuid_are_left_out_until_it_tells_
     assert filter_nodes(Assessment(asked, RULES, known.view()), ["a"]).fits == ["a"]
 
 
+@pytest.mark.parametrize(
+    ("has", "reason"),
+    [
+        pytest.param((0, 512), "0 MiB of memory, of which 512 are reserved", id="none"),
+        pytest.param((40960, 40960), "40,960 MiB of memory, of which 40,960 are reserved", id="all of it reserved"),
+        pytest.param((255, 0), "255 MiB of memory", id="less than any job needs"),
+    ],
+)
+def test_a_gpu_without_memory_is_no_place_for_a_job_of_unknown_memory_either(has, reason):
+    """Regression: it would have gone there, and 0 of 0 MiB would have been left."""
+    odd, unknown = device(1, memory_mib=has[0], reserved_mib=has[1]), applicant(prediction=None)
+    known = cluster(a_node(devices=[device(0), odd]))
+    fits, left_out = explain(known.view(), unknown, ["a"], RULES)
+    assert (fits.fits, left_out.fits) == (True, False)
+    assert left_out.said == f"reports {reason}: expected at least 256 MiB to give"
+    found = filter_nodes(Assessment(unknown, RULES, cluster(a_node(devices=[odd])).view()), ["a"])
+    assert found.refused == {"a": f"NoGpuFits: 1 node: {left_out.said}"}
+    known.apply(a_node(devices=2))
+    assert [one.fits for one in explain(known.view(), unknown, ["a"], RULES)] == [True, True]
+
+
+def test_gpus_that_a_node_tells_of_by_the_same_index_are_left_out_until_it_tells_them_apart():
+    """Regression: both were called GPU 0, in what places and refusals say."""
+    twins = [device(0), device(1), device(0, uuid=GpuUuid("GPU-a-2"))]
+    known = cluster(a_node(devices=twins))
+    for node in (a_node(X, devices=twins), a_node(devices=twins)):
+        known.apply(node)
+        told = [one.said for one in explain(known.view(), applicant(), ["a"], RULES)]
+        assert told[0] == told[1] == "its node tells of several GPUs by the index 0"
+        assert "fits by" in told[2]
+    known.apply(a_node(devices=3))
+    assert all(one.fits for one in explain(known.view(), applicant(), ["a"], RULES))
+    assert known.hindered_nodes() == set()
+
+
 def test_it_is_taken_again_when_the_stranger_has_left():
     known = cluster(a_node(tenants=[seen("stranger", 700)], devices=1))
     assert known.view().columns.hindered.tolist() == [True]

@@ -151,8 +151,10 @@ def test_exclusive_says_why_a_gpu_in_use_is_none():
         ({"most_sm_active": 0.0}, "expected a largest SM activity above 0 and up to 1, found 0"),
         ({"most_joint_sm_active": 1.5}, "expected a largest joint SM activity above 0 and up to 1, found 1.5"),
         ({"most_sm_active": 80.0}, "above 0 and up to 1, found 80"),
-        ({"least_free_mib": -1}, "expected a least free memory of 0 MiB or more, found -1"),
-        ({"most_jobs": 0}, "expected at least 1 job on a GPU, found 0"),
+        ({"least_free_mib": -1}, "expected a least free memory of 0 to 1,073,741,824 MiB, found -1"),
+        ({"least_free_mib": 2**30 + 1}, "expected a least free memory of 0 to 1,073,741,824 MiB, found 1,073,741,825"),
+        ({"most_jobs": 0}, "expected 1 to 1,024 jobs on a GPU at most, found 0"),
+        ({"most_jobs": 1025}, "expected 1 to 1,024 jobs on a GPU at most, found 1,025"),
     ],
 )
 def test_an_impossible_precondition_ends_the_start(impossible, sentence):

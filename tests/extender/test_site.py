@@ -121,7 +121,7 @@ async def test_what_the_operator_is_told_counts_for_predictions(env, changes, to
             "makes no sense to this version: CARPOOL_SLOTS_PER_GPU: expected an integer, found 'many'", id="no number",
         ),
         pytest.param(
-            a_site(CARPOOL_MOST_JOBS="0"), "makes no sense to this version: expected at least 1 job", id="impossible"
+            a_site(CARPOOL_MOST_JOBS="0"), "makes no sense to this version: expected 1 to 1,024 jobs", id="impossible"
         ),
         pytest.param(
             a_site(CARPOOL_POLICY={"valueFrom": {"configMapKeyRef": {"name": "x", "key": "y"}}}),

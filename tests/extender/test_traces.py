@@ -254,7 +254,7 @@ def test_a_table_shows_the_figures_that_it_is_asked_for(openb):
         (["--workload", "hotcloud", "--cluster", "c.yaml"], "expected --cluster beside --trace only"),
         (
             ["--workload", "hotcloud", "--policies", "all", "--most-jobs", "0"],
-            "expected at least 1 job on a GPU, found 0",
+            "expected 1 to 1,024 jobs on a GPU at most, found 0",
         ),
         (["--workload", "hotcloud", "--most-jobs", "2"], "have their own: at most 2 jobs on a GPU"),
         (["--workload", "hotcloud", "--data", "/nowhere"], "found no file; set CARPOOL_DATA"),

@@ -14,6 +14,7 @@ from carpool_extender.placement.conditions import Conditions, Quantile
 from carpool_extender.placement.decide import Place, best_place
 from carpool_extender.placement.refusal import counted
 from carpool_extender.state.aggregates import work_out
+from carpool_extender.state.standing import SILENT
 from carpool_extender.state.view import NOBODY, Columns, Floats, Rows
 
 MOST_TOLD = 3
@@ -149,6 +150,24 @@ def _freed(case: Case) -> Iterator[Change]:
     yield Change("a GPU that is free" if case.demand.gpus == 1 else "GPUs that are free", how)
 
 
+def _reporting(case: Case) -> Iterator[Change]:
+    """Let one agent report again that is silent."""
+    silent = [row for row, why in case.view.hindered.items() if why.kind == SILENT and case.offered[row]]
+    if case.wanted > 1 or not silent:
+        return
+    columns = case.view.columns
+    heard = columns.take(np.arange(len(columns.alive)))
+    heard.hindered[silent] = False
+    verdict = looked_at(case, heard)
+    rows = np.flatnonzero(verdict.ok & case.offered)
+    # Whatever node has enough that fit now is a silent one: the others have not.
+    sets, _ = complete_sets(case, verdict, rows, columns.count[rows].astype(np.float64))
+    how = None
+    if sets.size:
+        how = f"if the agent of {case.view.node_names[int(columns.node[rows[sets[0]]])]} reported again"
+    yield Change("an agent that reports again", how)
+
+
 def _is_there(case: Case, row: int) -> bool:
     """Whether another worker of the job is on a GPU: nobody waits for that one to end."""
     own = (case.demand.namespace, case.demand.job_name)
@@ -237,6 +256,7 @@ ATTEMPTS: tuple[Callable[[Case], Iterator[Change]], ...] = (
     _memory,
     _own_limit,
     _their_limits,
+    _reporting,
     _freed,
     _fewer_workers,
     _other_asks,

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import msgspec
 from carpool_core.clock import Clock
 from carpool_core.demand import told_of
-from carpool_core.joined import joined_since
 from carpool_core.keys import (
     CONDITION_COMPLETE,
     CONDITION_FAILED,
@@ -25,9 +24,9 @@ from carpool_core.resources.node import GpuNode, Reservation
 from carpool_core.values import GpuUuid, JobUid
 
 from carpool_extender.explain.measures import differences
+from carpool_extender.explain.places import as_if_gone, reserved, unreserved, without_gpus
 from carpool_extender.explain.reading import Workers, gpu_nodes, hosts_of, workers_of
 from carpool_extender.explain.rehearsal import Rehearsal
-from carpool_extender.explain.speed import pace_there
 from carpool_extender.kube.watched import JobRow, JobSpecRow, JobStatusRow
 from carpool_extender.kube.workloads import ANNOTATION_POLICY, AS_SHIPPED, Choices, NotOurs, applicant_of, demand_of_row
 from carpool_extender.placement.answers import lines, with_measures, with_own, with_refusals
@@ -138,16 +137,20 @@ async def explained(api: KubeApi, name: str, namespace: str, rules: Rules, asker
         return Answer([*told, *_ran(job)])
     nodes, odd = await gpu_nodes(api)
     own = {n.metadata.name: [r for r in n.spec.reservations if r.job_uid == job.metadata.uid] for n in nodes}
-    places = [line for node in nodes for line in _places(job, node, own[node.metadata.name])]
+    demand, steps = demand_of_row(job), job.spec.training.steps
+    places = [line for node in nodes for line in reserved(demand, node, own[node.metadata.name], steps)]
     try:
         applicant = applicant_of(job, _user(job.spec.template), asker.choices)
     except NotOurs as refusal:
         return Answer([*told, *places, str(refusal)])
     held = [r for found in own.values() for r in found]
     workers = await _workers(api, job, applicant, held)
-    without = _lacking(applicant, workers, held) == 0 or not held
+    more = unreserved(job.status.placement, workers, own, {r.pod_uid for r in held})
+    workers, places = workers.but(more.pods), [*places, *more.lines]
+    lacking = _lacking(applicant, workers, held)
+    without = lacking == 0 or not held
     if without:
-        nodes = [_without(node, own[node.metadata.name]) for node in nodes]
+        nodes = [as_if_gone(node, own[node.metadata.name]) for node in nodes]
     done = workers.done if without else workers.done.difference(r.pod_uid for r in held)
     seen = snapshot(nodes, rules, asker.clock, len(done))
     hosts = await hosts_of(api, job.spec.template, without=JobUid(job.metadata.uid) if without else None)
@@ -156,18 +159,19 @@ async def explained(api: KubeApi, name: str, namespace: str, rules: Rules, asker
         told.append("its status tells no prediction yet: the answer is that for a job of which nothing is known")
     own_gpus = frozenset(uuid for r in held for uuid in r.gpu_uuids) if without else frozenset()
     gpus = _gpus(seen.cluster, rehearsal, rules, asker, own_gpus)
+    gpus = _or_none(gpus, without_gpus(nodes, hosts, odd, each=asker.each_gpu))
     if not places:
         places = [f"{namespace}/{name} has no place yet", *_waits(rehearsal, workers)]
-    elif without:
-        places += rehearsal.anew([frozenset(r.gpu_uuids) for r in held if r.pod_uid not in workers.done])
-    else:
+    elif lacking:
         places += [_who_waits(rehearsal, workers), *rehearsal.rest()]
-    return Answer([*told, *places, *_chosen(applicant, rules), *gpus, *odd])
+    elif held:
+        places += rehearsal.anew([frozenset(r.gpu_uuids) for r in held if r.pod_uid not in workers.done])
+    return Answer([*told, *places, *_chosen(applicant, rules), *gpus, *odd.values()])
 
 
 async def _workers(api: KubeApi, job: _Job, applicant: Applicant, held: Sequence[Reservation]) -> Workers:
     """Read how far the workers of a job are, where that is not plain already."""
-    if applicant.workers == 1 or len(held) == applicant.workers:
+    if (applicant.workers == 1 and not job.status.placement) or len(held) == applicant.workers:
         return Workers()
     return await workers_of(api, JobUid(job.metadata.uid), job.metadata.namespace, {r.pod_uid for r in held})
 
@@ -180,7 +184,9 @@ def _lacking(applicant: Applicant, workers: Workers, held: Sequence[Reservation]
 def _waits(rehearsal: Rehearsal, workers: Workers) -> list[str]:
     """Say of a job without any place why it waits, or which places it has to choose from."""
     if rehearsal.wanted == 0:
-        return [f"all of its {rehearsal.applicant.workers} workers have done their work", *rehearsal.unchecked]
+        several = f"all of its {rehearsal.applicant.workers} workers have done their work"
+        done = "its worker has done its work" if rehearsal.applicant.workers == 1 else several
+        return [done, *rehearsal.unchecked]
     if (waits := rehearsal.gang()) is None:
         return [*rehearsal.unchecked, *(rehearsal.ranked() or rehearsal.changes())]
     fewer = [f"fewer, if some have done their work already ({workers.unread})"] if workers.unread else []
@@ -198,16 +204,6 @@ def _who_waits(rehearsal: Rehearsal, workers: Workers) -> str:
     else:
         why = f"not all of their pods are there yet{': ' if workers.waiting else ''}{', '.join(workers.waiting)}"
     return f"{lacking} of {all_} workers {have} no place: {why}"
-
-
-def _places(job: _Job, node: GpuNode, held: Sequence[Reservation]) -> list[str]:
-    """Say of each worker of a job that has its place on a node how fast it is there, and why it is."""
-    demand, name = demand_of_row(job), node.metadata.name
-    paces = [pace_there(demand, r, node.status.devices, job.spec.training.steps) for r in held]
-    return [
-        f"{r.pod_name} has a place on {name}{pace}: {r.reason or 'no reason was written'}{joined_since(node, r)}"
-        for r, pace in zip(held, paces, strict=True)
-    ]
 
 
 def _user(template: dict[str, Any]) -> int | None:
@@ -263,7 +259,9 @@ async def asked(api: KubeApi, job: GpuTrainingJob, rules: Rules, predictor: Pred
     seen = snapshot(nodes, rules, asker.clock)
     hosts = await hosts_of(api, job.spec.template, unchecked=asker.unchecked)
     rehearsal = Rehearsal(seen, applicant, rules, hosts, job.spec.training.steps)
-    gpus = [*_chosen(applicant, rules), *_gpus(seen.cluster, rehearsal, rules, asker), *odd]
+    none = without_gpus(nodes, hosts, odd, each=asker.each_gpu)
+    listed = _or_none(_gpus(seen.cluster, rehearsal, rules, asker), none)
+    gpus = [*_chosen(applicant, rules), *listed, *odd.values()]
     if not could_ever_fit(seen.cluster.view(), applicant, rules):
         told.append("could never run here: no node has GPUs that would do, even if they were empty")
         return Answer([*told, *rehearsal.unchecked, *rehearsal.changes(), *gpus], is_hopeless=True)
@@ -277,23 +275,15 @@ def _chosen(applicant: Applicant, rules: Rules) -> list[str]:
     return [f"by its annotation {ANNOTATION_POLICY} it goes by {applicant.policy}, not by {rules.policy.name}"]
 
 
-def _without(node: GpuNode, own: Sequence[Reservation]) -> GpuNode:
-    """Return a node as if some pods were not there; what they use would be a stranger's without their reservations."""
-    left = [r for r in node.spec.reservations if r not in own]
-    pods = {r.pod_uid for r in own}
-    tenants = [tenant for tenant in node.status.tenants if tenant.pod_uid not in pods]
-    return msgspec.structs.replace(
-        node,
-        spec=msgspec.structs.replace(node.spec, reservations=left),
-        status=msgspec.structs.replace(node.status, tenants=tenants),
-    )
-
-
 def _gpus(
     cluster: Cluster, rehearsal: Rehearsal, rules: Rules, asker: Asker, own: frozenset[GpuUuid] = frozenset()
 ) -> list[str]:
     found = explain(cluster.view(), rehearsal.applicant, sorted(cluster.nodes), rules)
     measures = {uuid: said for node in cluster.nodes.values() for uuid, said in differences(node).items()}
     answers = with_refusals(with_measures(found, measures), rehearsal.refused())
-    told = lines(with_own(answers, own), each=asker.each_gpu)
-    return [f"  {line}" for line in told] or ["  no node reports GPUs; is the node agent running?"]
+    return lines(with_own(answers, own), each=asker.each_gpu)
+
+
+def _or_none(gpus: Sequence[str], without: Sequence[str]) -> list[str]:
+    """List what is said of GPUs, and of the nodes without any."""
+    return [f"  {line}" for line in [*gpus, *without] or ["no node reports GPUs; is the node agent running?"]]

@@ -8,7 +8,7 @@ from decimal import Decimal
 from typing import Any
 
 import msgspec
-from carpool_core.keys import RESOURCE_GPU
+from carpool_core.keys import LABEL_MANAGED, RESOURCE_GPU
 from carpool_core.kube.pods import PodMeta, job_reference
 from carpool_core.quantity import amount
 from carpool_core.resources.meta import ObjectMeta
@@ -153,6 +153,11 @@ class Host(_Wire, frozen=True, kw_only=True):
         known = {*(self.spec.taints or []), *cordon}
         return sorted((t for t in known if t.effect in ("NoSchedule", "NoExecute")), key=str)
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether it was given to Carpool, or its kubelet knows of slots: others need not have any GPUs."""
+        return self.metadata.labels.get(LABEL_MANAGED) == "managed" or RESOURCE_GPU in self.status.allocatable
+
 
 class _PodStatus(_Wire, frozen=True, kw_only=True):
     phase: str = ""
@@ -183,6 +188,10 @@ class Hosts:
             own = owner is not None and without is not None and owner.uid == without
             if pod.spec.node_name and not own and pod.status.phase not in ("Succeeded", "Failed"):
                 self.take(pod.spec.node_name, pod.spec.requests)
+
+    def ours(self) -> list[str]:
+        """Names of the Nodes on which GPUs are to be expected."""
+        return [name for name, node in self._nodes.items() if node.is_ours]
 
     def take(self, node: str, requests: Amounts) -> None:
         """Count a pod on a node."""

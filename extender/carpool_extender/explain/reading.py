@@ -1,7 +1,7 @@
 """What an asker may read of the cluster besides GPUs; what he may not is said."""
 
-from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -40,6 +40,10 @@ class Offers:
     def refusal(self, node: str) -> str | None:
         """Say why a node would not be offered; None where nothing known forbids it."""
         return None if self.hosts is None else self.hosts.refusal(node, self.needs, self.requests)
+
+    def ours(self) -> list[str]:
+        """Names of the Nodes on which GPUs are to be expected, as far as they could be read."""
+        return [] if self.hosts is None else self.hosts.ours()
 
     def take(self, node: str) -> None:
         """Count a worker on a node."""
@@ -87,8 +91,14 @@ class Workers:
     """Have done their work, and need no place any more."""
     waiting: tuple[str, ...] = ()
     """Names of pods that wait for a place."""
+    bound: Mapping[PodUid, tuple[str, str]] = field(default_factory=dict)
+    """Pods that are on a node and have not ended, each with its name and that node's, by UID."""
     unread: str = ""
     """Why nothing is known of them; empty where it is."""
+
+    def but(self, pods: frozenset[PodUid]) -> "Workers":
+        """Return the same where some pods need no place either, because they have theirs where nobody can look."""
+        return replace(self, done=self.done | pods)
 
 
 async def workers_of(api: KubeApi, job_uid: JobUid, namespace: str, held: Container[PodUid]) -> Workers:
@@ -112,22 +122,27 @@ async def workers_of(api: KubeApi, job_uid: JobUid, namespace: str, held: Contai
         if pod.status.phase == "Pending" and not pod.metadata.deletion_timestamp and pod.metadata.uid not in held
     ]
     done = frozenset(PodUid(pod.metadata.uid) for pod in pods if pod.status.phase == "Succeeded")
-    return Workers(done, tuple(sorted(waiting)))
+    bound = {
+        PodUid(pod.metadata.uid): (pod.metadata.name, pod.spec.node_name)
+        for pod in pods
+        if pod.spec.node_name and pod.status.phase not in ("Succeeded", "Failed")
+    }
+    return Workers(done, tuple(sorted(waiting)), bound)
 
 
-async def gpu_nodes(api: KubeApi) -> tuple[list[GpuNode], list[str]]:
-    """Read all GpuNodes; return those that can be read, and a sentence on each of the others.
+async def gpu_nodes(api: KubeApi) -> tuple[list[GpuNode], dict[str, str]]:
+    """Read all GpuNodes; return those that can be read, and a sentence on each of the others, by name.
 
     Raises:
         KubeError: They could not be read at all.
     """
-    found, odd = [], []
+    found, odd = [], {}
     for raw in await all_of(api, GPU_NODES, msgspec.Raw):
         try:
             found.append(msgspec.json.decode(raw, type=GpuNode))
         except msgspec.ValidationError as error:
             name = msgspec.json.decode(raw, type=_Named).metadata.name
-            odd.append(f"left out: GpuNode {name}, which makes no sense: {error}")
+            odd[name] = f"left out: GpuNode {name}, which makes no sense: {error}"
     return found, odd
 
 

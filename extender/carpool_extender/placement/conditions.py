@@ -3,7 +3,11 @@
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from carpool_core.resources.node import MOST_MIB
 from carpool_core.settings import SettingsError
+
+MOST_JOBS = 1024
+"""Reservations that the API server accepts of one node: no GPU has more jobs."""
 
 
 class Quantile(StrEnum):
@@ -41,10 +45,11 @@ class Conditions:
         for which, activity in (("", self.most_sm_active), ("joint ", self.most_joint_sm_active)):
             if activity is not None and not 0 < activity <= 1:
                 raise SettingsError(f"expected a largest {which}SM activity above 0 and up to 1, found {activity:g}")
-        if self.least_free_mib is not None and self.least_free_mib < 0:
-            raise SettingsError(f"expected a least free memory of 0 MiB or more, found {self.least_free_mib:,}")
-        if self.most_jobs is not None and self.most_jobs < 1:
-            raise SettingsError(f"expected at least 1 job on a GPU, found {self.most_jobs}")
+        if self.least_free_mib is not None and not 0 <= self.least_free_mib <= MOST_MIB:
+            found = f"{self.least_free_mib:,}"
+            raise SettingsError(f"expected a least free memory of 0 to {MOST_MIB:,} MiB, found {found}")
+        if self.most_jobs is not None and not 1 <= self.most_jobs <= MOST_JOBS:
+            raise SettingsError(f"expected 1 to {MOST_JOBS:,} jobs on a GPU at most, found {self.most_jobs:,}")
 
     def __str__(self) -> str:
         """Write down what is asked, for people."""

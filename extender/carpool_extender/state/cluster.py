@@ -1,9 +1,11 @@
 """The cluster as the extender knows it: GpuNodes and their arrays, kept up to date node by node."""
 
+from collections.abc import Mapping
+
 import msgspec
 from carpool_core.deviceclass import DeviceClass, class_of
 from carpool_core.resources.node import Device, GpuNode, Reservation
-from carpool_core.values import JobUid, PodUid
+from carpool_core.values import GpuUuid, JobUid, PodUid
 
 from carpool_extender.state.aggregates import work_out
 from carpool_extender.state.claims import Claims
@@ -120,22 +122,30 @@ class Cluster:
 
     def _note_hindrances(self) -> None:
         """Bring the column up to date: time hinders GPUs and sets them free again, without any change of an object."""
-        found = self._claims.hindered()
+        found: dict[int, Hindrance] = {}
+        resting: dict[tuple[str, GpuUuid], Hindrance] = {}
+        if self._standing is not None:
+            resting = self._standing.resting()
+            # What speaks against single GPUs comes over it: an agent that reports again makes nothing of that good.
+            self._hinder(found, self._standing.silent())
+        found |= self._claims.hindered()
         for doubted in self._doubts.values():
             found |= doubted
-        resting, silent = ({}, {}) if self._standing is None else (self._standing.resting(), self._standing.silent())
         for (node, uuid), why in resting.items():
             block = self._blocks.get(node, slice(0, 0))
             found |= {r: why for r in range(block.start, block.stop) if self._columns.uuid[r] == uuid}
-        for node, why in {**silent, **self._nonsense}.items():
-            block = self._blocks.get(node, slice(0, 0))
-            found |= dict.fromkeys(range(block.start, block.stop), why)
+        self._hinder(found, self._nonsense)
         changed = found.keys() ^ self._hindered.keys()
         self._hindered = found
         if changed:
             rows = sorted(changed)
             self._columns.hindered[rows] = [row in found for row in rows]
             self._journal.note(rows)
+
+    def _hinder(self, found: dict[int, Hindrance], nodes: Mapping[str, Hindrance]) -> None:
+        for node, why in nodes.items():
+            block = self._blocks.get(node, slice(0, 0))
+            found |= dict.fromkeys(range(block.start, block.stop), why)
 
     def apply(self, node: GpuNode) -> bool:
         """Take in a GpuNode, unless a newer one was seen; say whether anything that decisions look at has changed."""

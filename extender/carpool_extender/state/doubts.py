@@ -3,14 +3,16 @@
 from collections.abc import Collection
 from heapq import nsmallest
 
-from carpool_core.resources.node import GpuNode
+from carpool_core.resources.node import Device, GpuNode
 from carpool_core.values import DeviceHealth, GpuUuid, SharingMode
 
 from carpool_extender.state.rows import Said
 from carpool_extender.state.standing import Hindrance
 
-UNHEALTHY, STRANGER, CONTRADICTION, NONSENSE, DISPUTED = 0, 3, 4, 5, 6
-"""Kinds of hindrances; 1 and 2 are those of time, in `standing`."""
+UNHEALTHY, STRANGER, CONTRADICTION, NONSENSE, DISPUTED, NO_MEMORY = 0, 3, 4, 5, 6, 7
+"""Kinds of hindrances; the others are those of time, in `standing`."""
+LEAST_MIB = 256
+"""Memory that any job needs, in MiB: what a process takes of a GPU before it has stored anything there."""
 MOST_NAMED = 3
 """Pods or nodes that a hindrance names."""
 LONGEST_MESSAGE = 120
@@ -37,6 +39,10 @@ def doubt(said: Said) -> Hindrance | None:
         return Hindrance(UNHEALTHY, f"unhealthy: {message}" if message else "unhealthy")
     if said.is_told_twice:
         return Hindrance(CONTRADICTION, f"its node tells of several GPUs by the UUID {device.uuid}")
+    if said.shares_index:
+        return Hindrance(CONTRADICTION, f"its node tells of several GPUs by the index {device.index}")
+    if device.memory_mib - device.reserved_mib < LEAST_MIB:
+        return Hindrance(NO_MEMORY, _without_memory(device))
     modes = sorted({reservation.mode for reservation in held})
     if len(modes) > 1:
         return Hindrance(CONTRADICTION, f"its reservations contradict each other: {', '.join(modes)}")
@@ -50,6 +56,11 @@ def doubt(said: Said) -> Hindrance | None:
         who = f"{'pod' if len(pods) == 1 else 'pods'} {listed(pods)}"
         return Hindrance(STRANGER, f"{memory:,} MiB are used without a reservation, by {who}")
     return None
+
+
+def _without_memory(device: Device) -> str:
+    reserved = f", of which {device.reserved_mib:,} are reserved" if device.reserved_mib else ""
+    return f"reports {device.memory_mib:,} MiB of memory{reserved}: expected at least {LEAST_MIB} MiB to give"
 
 
 def has_strangers(node: GpuNode) -> bool:

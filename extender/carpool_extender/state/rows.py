@@ -1,9 +1,9 @@
 """What a GpuNode says of each of its GPUs, and how that becomes a row of the arrays."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from carpool_core.deviceclass import DeviceClass
@@ -15,6 +15,7 @@ from carpool_extender.state.mig import profile_of
 from carpool_extender.state.view import CODES, NO_MODE, NOBODY, SEVERAL, Columns, TenantName, counted_mib
 
 INDEX = attrgetter("index")
+N = TypeVar("N", bound=Hashable)
 
 
 class Said(NamedTuple):
@@ -31,6 +32,8 @@ class Said(NamedTuple):
     """Everybody of whom something was measured there."""
     is_told_twice: bool
     """Whether the node tells of several GPUs by this UUID."""
+    shares_index: bool
+    """Whether it tells of several GPUs by this index."""
 
 
 class Told(NamedTuple):
@@ -41,13 +44,22 @@ class Told(NamedTuple):
     """What counts of its measures."""
     twice: frozenset[GpuUuid]
     """UUIDs by which it tells of several GPUs."""
+    indices: frozenset[int]
+    """Indices by which it tells of several GPUs."""
 
 
 def told_by(node: GpuNode) -> Told:
     """Work out what follows from a node as a whole."""
-    uuids = [device.uuid for device in node.status.devices]
-    several = () if len(set(uuids)) == len(uuids) else [uuid for uuid, count in Counter(uuids).items() if count > 1]
-    return Told(node, counted_tenants(node), frozenset(several))
+    devices = node.status.devices
+    uuids, indices = _repeated([device.uuid for device in devices]), _repeated([device.index for device in devices])
+    return Told(node, counted_tenants(node), uuids, indices)
+
+
+def _repeated(names: Sequence[N]) -> frozenset[N]:
+    """Return what stands there more than once."""
+    if len(set(names)) == len(names):  # as nearly always, and counting takes several times as long
+        return frozenset()
+    return frozenset(name for name, count in Counter(names).items() if count > 1)
 
 
 def touched(before: Told, now: Told) -> frozenset[GpuUuid] | None:
@@ -84,7 +96,7 @@ def said_of(told: Told, among: Collection[GpuUuid] | None = None) -> list[Said]:
         told: The node.
         among: The GPUs in question; all when None.
     """
-    node, measured, twice = told
+    node, measured, twice, indices = told
     held: dict[GpuUuid, list[Reservation]] = {}
     for reservation in node.spec.reservations:
         for uuid in reservation.gpu_uuids:
@@ -101,7 +113,8 @@ def said_of(told: Told, among: Collection[GpuUuid] | None = None) -> list[Said]:
             counted: list[Tenant | None] = [None] * len(here)
             if measured:
                 counted = [measured.get((r.pod_uid, device.uuid)) for r in here]
-            found.append(Said(place, device, here, counted, seen.get(device.uuid, []), device.uuid in twice))
+            doubles = device.uuid in twice, device.index in indices
+            found.append(Said(place, device, here, counted, seen.get(device.uuid, []), *doubles))
     return found
 
 

@@ -23,6 +23,10 @@ class Hindrance(NamedTuple):
     reason: str
 
 
+SILENT, RESTING = 1, 2
+"""Kinds of hindrances; the others are in `doubts`."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Rest:
     length_s: float
@@ -83,14 +87,14 @@ class Standing:
         for node, (_, at) in self._heard.items():
             if now - at <= SILENCE_S:
                 break
-            found[node] = Hindrance(1, f"its agent has not reported for more than {SILENCE_S:.0f} s")
+            found[node] = Hindrance(SILENT, f"its agent has not reported for more than {SILENCE_S:.0f} s")
         return found
 
     def resting(self) -> dict[tuple[str, GpuUuid], Hindrance]:
         """GPUs that are left alone, by node and UUID."""
         now = self._clock.monotonic()
         return {
-            key: Hindrance(2, f"could not be prepared, is tried again at {self._time(rest.until_s - now)}")
+            key: Hindrance(RESTING, f"could not be prepared, is tried again at {self._time(rest.until_s - now)}")
             for key, rest in self._rests.items()
             if now < rest.until_s
         }
