@@ -131,6 +131,16 @@ async def test_a_worker_whose_work_is_done_has_no_place_there_any_more():
     assert (await tell(kube))[1:3] == ["default/x has no place yet", "its worker has done its work"]
 
 
+@pytest.mark.parametrize("pod", ["Failed", None])
+async def test_a_place_that_an_attempt_has_lost_is_none(pod):
+    """Regression: while a job waited for its next try, it was said to have the place that its status still told."""
+    kube = FakeKube()
+    await running(kube, pod=pod)
+    told = await tell(kube)
+    assert told[1] == "default/x has no place yet"
+    assert not any("has a place on b" in line for line in told)
+
+
 @pytest.mark.parametrize(
     ("own", "said"),
     [

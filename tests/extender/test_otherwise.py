@@ -192,12 +192,16 @@ def test_energies_of_both_mixes_are_by_what_is_fitted_in_the_same_case():
     told = "\n".join(otherwise.section(known))
     of_90, of_60 = told.split("**radrm-60**")
     assert f"policies: {TRUE} ({otherwise.ASSUMED}), {TRUE} (SM activity × 0.75)" in of_60
-    assert "same constants as those of radrm-60 in the same case (below)" in of_90
+    assert "same constants as those of radrm-60 in the same case; where" in of_90
     for part in (of_90, of_60):
         assert f"| SM activity × 1.5 | {DEFAULT} |  | -33.3% | +0.0% | +0.0% | -21.7% |" in part
     less_the_busier = drawn_by("radrm-60", EXPERIMENTS["radrm-60"], Power(150.0, 150.0, 100.0))
     assert otherwise.fits({"radrm-60": less_the_busier}) == {}
     assert f"| SM activity × 1.5 | {DEFAULT} |" in "\n".join(otherwise.section({"radrm-60": less_the_busier}))
+    assert "less the busier" not in told
+    one_case = [one for one in less_the_busier if otherwise.ASSUMED in one.strategy.name]
+    others = [one for one in known["radrm-60"] if otherwise.ASSUMED not in one.strategy.name]
+    assert "Of a case that is not named here" in "\n".join(otherwise.section({"radrm-60": [*one_case, *others]}))
     alone = "\n".join(otherwise.section({"radrm-90": known["radrm-90"]}))
     assert "fitted" not in alone.partition("**radrm-90**")[2]
 
@@ -236,7 +240,7 @@ def test_the_goals_tell_of_energy_there_too_and_of_nothing_nearer_where_nothing_
     told = " ".join(goals.section({}, others=found))
     assert (
         f"with {radrm.BEHIND_MPS}; there Carpool's default comes to -33.3% (must -30%) on radrm-90, and to -33.3% "
-        "(must -20%) and -21.7% of energy (must -13.3%) on radrm-60, which is not" in told
+        "(must -20%) and -21.7% of energy (must -13.3%; by the power that is fitted there) on radrm-60 ([" in told
     )
 
 

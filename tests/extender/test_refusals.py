@@ -193,6 +193,25 @@ def test_of_several_gpus_the_one_that_came_closest_is_the_example():
     assert found.refused == {"a": "NoGpuFits: 3 GPUs: at best would slow default/y1 to 1.90 of 1.80"}
 
 
+def told_of(*nodes, **wants):
+    names = [node.metadata.name for node in nodes]
+    found = filter_nodes(Assessment(applicant(**wants), RULES, cluster(*nodes).view()), names)
+    (told,) = {*found.refused.values(), *found.unsuitable.values()}
+    return told
+
+
+def test_where_others_are_out_for_something_else_one_is_an_example():
+    """Regression: what was wrong with one node, or whose one GPU was, was said of all."""
+    sick = [gpu_node(name, [device(0, name, health="Unhealthy", health_message=f"Xid {name}")]) for name in "ab"]
+    assert told_of(*sick) == "NoGpuFits: 2 nodes: for example unhealthy: Xid a"
+    alike = [gpu_node(name, [device(0, name, health="Unhealthy", health_message="Xid")]) for name in "ab"]
+    assert told_of(*alike) == "NoGpuFits: 2 nodes: unhealthy: Xid"
+    others = [tenant(f"y{i}", [f"GPU-a-{i}"], namespace=name) for i, name in enumerate(("alpha", "beta"))]
+    assert "2 GPUs: for example its MPS server belongs to namespace alpha" in told_of(gpu_node("a", 2, others))
+    same = [tenant(f"y{i}", [f"GPU-a-{i}"], namespace="alpha") for i in range(2)]
+    assert "2 GPUs: its MPS server belongs to namespace alpha" in told_of(gpu_node("a", 2, same))
+
+
 STRICT = Conditions(most_sm_active=0.2, least_free_mib=40000, most_jobs=1)
 HARD = {"prediction": prediction(util=100, sm=1.0), "max_slowdown": 5}
 
@@ -217,6 +236,12 @@ HARD = {"prediction": prediction(util=100, sm=1.0), "max_slowdown": 5}
             Conditions(least_free_mib=40000),
             "2 GPUs: at best 39,960 MiB free, the policy asks for 40,000 MiB",
             id="less free",
+        ),
+        pytest.param(
+            [([i], {"prediction": prediction(util=40, sm=sm)}) for i, sm in enumerate((0.5, 0.05))],
+            Conditions(most_sm_active=0.2, most_jobs=1),
+            "2 GPUs: for example 1 tenant, the policy allows 1",
+            id="each for another reason",
         ),
         pytest.param(
             [([i], {"memory_limit_mib": 1000 + 1000 * i}) for i in range(2)],

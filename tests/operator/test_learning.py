@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 from carpool_core import keys
-from carpool_core.kube.api import CONFIG_MAPS
+from carpool_core.kube.api import CONFIG_MAPS, GPU_TRAINING_JOBS
 from carpool_core.kube.errors import Overloaded
 from carpool_core.resources.features import ModelFeatures
 from carpool_operator.state.conditions import find
@@ -137,6 +137,31 @@ async def test_a_job_that_waits_hears_what_runs_of_its_kind_take_and_die_of() ->
     await of.settle()
     uppers.append(memory(of, "y").upper_mib)
     assert uppers == [5500, pytest.approx(6600, abs=1), 10_500]
+
+
+async def test_a_crd_that_keeps_no_gist_makes_nobody_predict_anew_at_each_look() -> None:
+    """Regression: Helm leaves CRDs as they are, and what they do not know is not kept."""
+    of = world()
+    of.apply()
+    await begun(of)
+    await seen(of, 5000)
+    of.clock.advance(SEEN_S)
+    await of.settle()
+    of.apply("y")
+    await of.settle()
+    for _ in range(2):
+        stored = of.kube.dump(GPU_TRAINING_JOBS, "y", "default")
+        for product in stored["status"]["prediction"]["products"]:
+            product["memory"].pop("learnedGist", None)
+        of.kube.seed(GPU_TRAINING_JOBS, stored)
+        before = len(of.kube.calls)
+        of.operator.queue.add("default/y")
+        await of.settle()
+        assert len(of.kube.calls) == before
+    await ran(of, 9000, "z")
+    of.operator.queue.add("default/y")
+    await of.settle()
+    assert memory(of, "y").upper_mib == pytest.approx(9900, abs=1), "one more run is heard of all the same"
 
 
 async def test_a_peak_that_stood_still_stays_so_where_the_operator_begins_anew() -> None:

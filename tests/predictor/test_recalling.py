@@ -10,7 +10,7 @@ from carpool_core.resources.job import CatalogModel, Training
 from carpool_core.resources.prediction import Prediction
 from carpool_core.values import Optimizer, Precision
 from carpool_predictor.calibration.document import Calibration, Measured, Stack
-from carpool_predictor.calibration.observe import observe
+from carpool_predictor.calibration.observe import PER_MODEL, observe
 from carpool_predictor.calibration.recalling import (
     AGREEMENT,
     FIRST,
@@ -20,6 +20,7 @@ from carpool_predictor.calibration.recalling import (
     Recalled,
     for_a_first_run,
     gist,
+    is_alike,
     is_alone,
     recall,
 )
@@ -27,6 +28,8 @@ from carpool_predictor.catalog import store
 from carpool_predictor.cost_models.memory import shipped
 from carpool_predictor.prediction.estimator import Job, predict, prepare
 from carpool_predictor.prediction.expected import expected_of
+from hypothesis import given
+from hypothesis import strategies as st
 from job_runs import NAME, T4, asked, features, runs, told
 
 
@@ -71,6 +74,7 @@ def test_other_sizes_and_other_models_are_no_runs_of_it() -> None:
         pytest.param(runs(4400), True, id="less"),
         pytest.param(runs(5000, out_of_memory=True), True, id="as much was not enough"),
         pytest.param(runs(5000, ended=False, steady=False), True, id="as much so far"),
+        pytest.param(runs(5001, known=runs(5000), ended=False, steady=False), True, id="one more that goes on"),
         pytest.param(Calibration(), True, id="none"),
     ],
 )
@@ -82,7 +86,30 @@ def test_the_gist_of_what_runs_took_is_another_one_where_predicting_anew_is_wort
         assert told(known).memory.learned_gist == found, "a prediction tells what it was made of"
         return found
 
-    assert (gist_of(later) != gist_of(runs(5000))) is is_another
+    assert is_alike(gist_of(later), gist_of(runs(5000))) is not is_another
+
+
+def test_more_that_was_not_enough_is_worth_predicting_anew() -> None:
+    def gist_of(known: Calibration) -> str:
+        return gist(recall(known, T4.name, Precision.FP32, NAME, asked().reserved_mib))
+
+    died = gist_of(runs(5000, out_of_memory=True))
+    assert is_alike(gist_of(runs(5010, out_of_memory=True)), died)
+    assert not is_alike(gist_of(runs(5600, out_of_memory=True)), died)
+
+
+@given(st.lists(st.floats(0.98, 1.02), min_size=6, max_size=30), st.floats(1000.0, 40_000.0))
+def test_runs_that_differ_by_less_than_bounds_keep_are_not_worth_it_wherever_they_lie(
+    factors: list[float], centre: float
+) -> None:
+    """Regression: at the edge of a step every other run had each waiting job of its kind predicted anew."""
+    seen = [factor * centre for factor in factors]
+    gists = []
+    for last in range(PER_MODEL, len(seen)):
+        kept, begun = seen[last - PER_MODEL : last], seen[last]
+        recalled = Recalled(known=3, runs=3, deaths=0, peak_mib=max(kept), so_far_mib=begun, least_mib=0.0)
+        gists += [gist(recalled), gist(msgspec.structs.replace(recalled, so_far_mib=0.0))]
+    assert all(is_alike(one, gists[0]) for one in gists)
 
 
 def test_a_death_raises_the_bound_and_so_many_take_the_trust_away() -> None:

@@ -44,7 +44,8 @@ class MemoryPrediction(Resource, frozen=True, kw_only=True):
     learned_gist: Annotated[
         str,
         field(
-            "What those runs took, summed up: when it changes, a job that has no place yet is predicted anew.",
+            "What those runs took, summed up (runs, deaths, whether a peak stood still, most MiB, MiB that were not "
+            "enough): when it changes by more than a little, a job that has no place yet is predicted anew.",
             max_length=128,
         ),
     ] = ""

@@ -72,8 +72,8 @@ def unreserved(
 ) -> Unreserved:
     """Find the workers of a job that are on a node and have no reservation.
 
-    On a node that is told of, a reservation may be missing because the work is done: then only pods that are known not
-    to have ended count.
+    Only pods that are known not to have ended count: the status keeps the places of an attempt that failed until the
+    next one. Of whom no pods may be read, those of nodes that nobody tells of count.
 
     Args:
         placement: What the job's status says of their places.
@@ -84,8 +84,7 @@ def unreserved(
     places: Mapping[PodUid, WorkerPlacement] = {
         place.pod_uid: place
         for place in placement
-        if place.node not in nodes or place.pod_uid in workers.bound
-        if place.pod_uid not in workers.done
+        if (place.node not in nodes if workers.unread else place.pod_uid in workers.bound)
     }
     lines = {
         pod: f"{place.pod} has a place on {place.node}: {place.reason or _UNSAID}; {_why(place.node, nodes)}"

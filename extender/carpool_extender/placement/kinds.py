@@ -33,23 +33,47 @@ def kinds(verdict: Verdict, check: Check, rows: Rows) -> Sequence[Bools]:
     return [keys == key for key in np.flatnonzero(np.bincount(keys))]
 
 
-def tell_apart(verdict: Verdict, check: Check, rows: Rows) -> bool:
-    """Whether a sentence about one of several GPUs that failed the same check would be another one about others."""
+def standing(verdict: Verdict, check: Check, rows: Rows, closest: int) -> str:
+    """Say how the GPU that came closest stands for all that failed the same check.
+
+    Returns:
+        What to put before the sentence about it: nothing where it holds for each, "at best" where what it tells is a
+        number that is worse of the others, "for example" where others have something else.
+    """
     if rows.size == 1:
-        return False
+        return ""
     columns = verdict.view.columns
-    told: list[NDArray[Any]] = []
-    if check is Check.SLOWDOWN:
-        told = [verdict.margins(check, rows)]
-    elif check is Check.SLOTS:
-        told = [columns.count[rows], columns.mig_slices[rows], columns.mig_gb[rows]]
-    elif check is Check.CONDITION:
+    if check is Check.HEALTH:
+        said = verdict.view.hindered[closest].reason
+        return _EXAMPLE if any(verdict.view.hindered[row].reason != said for row in rows.tolist()) else ""
+    if check is Check.TENANCY:
+        return _EXAMPLE if _differ(columns.landlord[rows]) else ""
+    if check is Check.SLOTS:
+        if _differ(columns.mig_slices[rows]) or _differ(columns.mig_gb[rows]):
+            return _EXAMPLE
+        return _BEST if _differ(columns.count[rows]) else ""
+    if check is Check.CONDITION:
         sm = verdict.applicant.columns(verdict.view.classes).sm[columns.device_class[rows]]
         told = missed(verdict.conditions, columns.take(rows), sm)
-    if any(np.ptp(np.round(numbers, DIGITS)) for numbers in told):
+        if not any(map(_differ, told)):
+            return ""
+        return _BEST if len(told) == 1 else _EXAMPLE
+    return _BEST if check is Check.SLOWDOWN and _suffer_apart(verdict, rows) else ""
+
+
+_BEST, _EXAMPLE = "at best ", "for example "
+
+
+def _differ(numbers: NDArray[Any]) -> bool:
+    return bool(np.ptp(np.round(numbers, DIGITS)))
+
+
+def _suffer_apart(verdict: Verdict, rows: Rows) -> bool:
+    if _differ(verdict.margins(Check.SLOWDOWN, rows)):
         return True
-    if check is not Check.SLOWDOWN or verdict.found.is_newcomer[rows[0]]:
+    if verdict.found.is_newcomer[rows[0]]:
         return False
+    columns = verdict.view.columns
     first = _jobs(columns, int(rows[0]))
     return any(_jobs(columns, row) != first for row in rows.tolist())
 

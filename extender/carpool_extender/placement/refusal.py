@@ -7,7 +7,7 @@ import numpy as np
 from carpool_core.values import RequestedMode, SharingMode
 
 from carpool_extender.placement.checks import Check, Verdict
-from carpool_extender.placement.kinds import kinds, tell_apart
+from carpool_extender.placement.kinds import kinds, standing
 from carpool_extender.placement.modes import EXCLUSIVE, unbounded
 from carpool_extender.placement.pace import beyond, expected_slowdown, neighbours, too_slow
 from carpool_extender.state.doubts import shortened
@@ -280,8 +280,7 @@ def _reason_of_group(verdict: Verdict, check: Check, rows: Rows, closest: int) -
         reason = _unsuitable(verdict, closest)
         # Of the wrong product there may be many kinds, and all that counts is what is wrong with them.
         return reason.partition(":")[0] if reason.startswith(WRONG_PRODUCT) else reason
-    reason = _REASONS[check](verdict, closest)
-    return f"at best {reason}" if tell_apart(verdict, check, rows) else reason
+    return standing(verdict, check, rows, closest) + _REASONS[check](verdict, closest)
 
 
 def _amount(verdict: Verdict, rows: Rows, part: Rows) -> str:

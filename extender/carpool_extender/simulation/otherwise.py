@@ -102,26 +102,34 @@ def _of_one(name: str, lines: Sequence[Line], powers: Mapping[str, Power]) -> li
     heads = [report.HEADS[one].rsplit(" ", 1)[0] for one in _CHANGED]
     heads += ["energy", *(report.HEADS[one] for one in ("slowed_percent", "oom"))]
     of_radrm = powers if name.startswith("radrm") else {}
+    cases = by_case(lines)
+    about = [f"**{name}**, {counted(len(lines[0].runs), 'seed')}{error}.", *_energies(name, of_radrm, len(cases))]
     return [
-        " ".join([f"**{name}**, {counted(len(lines[0].runs), 'seed')}{error}.", *_told_of_energy(name, of_radrm)]),
+        " ".join(about),
         "",
         f"| | strategy | published | {' | '.join(heads)} |",
         f"|---|---|---|{'---|' * len(heads)}",
-        *(row for case, known in by_case(lines).items() for row in _rows(case, known, of_radrm.get(case))),
+        *(row for case, known in cases.items() for row in _rows(case, known, of_radrm.get(case))),
         "",
     ]
 
 
-def _told_of_energy(name: str, powers: Mapping[str, Power]) -> list[str]:
+def _energies(name: str, powers: Mapping[str, Power], cases: int) -> list[str]:
     if not powers:
         return []
     if name != energies.PUBLISHED_OF:
-        return [f"Energies are by the same constants as those of {energies.PUBLISHED_OF} in the same case (below)."]
+        return [
+            f"Energies are by the same constants as those of {energies.PUBLISHED_OF} in the same case; where none are "
+            "named there, by what is assumed."
+        ]
+    left_out = (
+        " Of a case that is not named here the fit says that GPUs draw less the busier they are, which speaks against "
+        "it; its energies are by what is assumed."
+    )
     return [
         "Energies are by constants that are fitted anew in each case to those that were published of three other "
         f"policies: {', '.join(f'{power} ({case})' for case, power in powers.items())}. An A100 draws about 50 W idle "
-        "and 400 W at most. Of a case that is not named here the fit says that GPUs draw less the busier they are, "
-        "which speaks against it; its energies are by what is assumed."
+        f"and 400 W at most.{left_out if cases > len(powers) else ''}"
     ]
 
 

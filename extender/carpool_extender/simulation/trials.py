@@ -77,8 +77,8 @@ class Trial:
         return strategies_of(self.experiment)
 
     @property
-    def is_whole(self) -> bool:
-        """Whether what is tried besides is tried, too."""
+    def tries_more(self) -> bool:
+        """Whether all that can be tried besides is tried, too."""
         return self.runs.policies == PUBLISHED and not self.experiment.whole
 
     def cases(self, workload: Workload) -> list[Experiment]:
@@ -87,7 +87,7 @@ class Trial:
         Raises:
             WorkloadError: Of a case something is missing.
         """
-        found = otherwise.cases(self.name, self.experiment) if self.is_whole and not workload.fragmented else []
+        found = otherwise.cases(self.name, self.experiment) if self.tries_more and not workload.fragmented else []
         for case in found:
             case.draw(self.runs.data, 0)
         return found
@@ -144,7 +144,7 @@ def run(what: Ready, warn: Callable[[str], None]) -> list[str]:
     lines = trial.run(trial.strategies)
     results.write(runs.out, trial.name, workload, lines, runs.made)
     parts = report.section(workload.title, workload.assumptions, lines, workload.shown)
-    if trial.is_whole:
+    if trial.tries_more:
         parts += _besides(trial, workload, lines[0])
         parts += _otherwise(trial, workload, cases)
         parts += _failing(trial)

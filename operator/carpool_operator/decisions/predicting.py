@@ -14,7 +14,6 @@ from carpool_operator.decisions import order
 from carpool_operator.decisions.actions import Predict
 from carpool_operator.decisions.draft import Draft
 from carpool_operator.state.conditions import find
-from carpool_operator.state.lessons import worth_of
 from carpool_operator.state.snapshot import Snapshot
 from carpool_operator.workers.outcomes import GPU_OUT_OF_MEMORY
 
@@ -59,8 +58,8 @@ def _is_outdated(prediction: Prediction | None, snapshot: Snapshot) -> bool:
         # enough was measured by now for it to share.
         died = last is not None and last.outcome == GPU_OUT_OF_MEMORY
         return died or any(not product.memory.trusted for product in prediction.products)
-    told = {product.product: worth_of(product.memory) for product in prediction.products}
-    return any(told.get(product, found.worth) != found.worth for product, found in known.marks.items())
+    marks = ((known.marks.get(product.product), product.memory) for product in prediction.products)
+    return any(mark is not None and not mark.is_reflected_in(memory) for mark, memory in marks)
 
 
 def _may_improve(draft: Draft, prediction: Prediction | None) -> bool:

@@ -8,7 +8,7 @@ import msgspec
 from carpool_core.resources.prediction import MemoryPrediction
 from carpool_core.values import SharingMode
 from carpool_predictor.calibration.document import Measured
-from carpool_predictor.calibration.recalling import Recalled, gist, step_of
+from carpool_predictor.calibration.recalling import Recalled, gist, is_alike, step_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +64,14 @@ class Mark(NamedTuple):
     recalled: Recalled | None = None
     """What runs of the very job showed: one that goes on may grow, come to stand still, or die."""
 
-    @property
-    def worth(self) -> "Worth":
-        """What another prediction is due for where it differs."""
-        return self.jobs, gist(self.recalled)
+    def is_reflected_in(self, memory: MemoryPrediction) -> bool:
+        """Whether a prediction that was made was calibrated from so much the same that another one is not worth it."""
+        if memory.learned_jobs.bit_length() != self.jobs:
+            return False
+        if not memory.learned_gist and memory.learned_runs:
+            # A CRD of an earlier version keeps no gist: without this each look would predict anew.
+            return self.recalled is not None and memory.learned_runs == self.recalled.known
+        return is_alike(memory.learned_gist, gist(self.recalled))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +85,3 @@ class Knowledge:
     """For how long the peak of the present attempt has not moved."""
     marks: Mapping[str, Mark] = field(default_factory=dict)
     """For each product how much a prediction would be calibrated from."""
-
-
-Worth = tuple[int, str]
-"""What predictions were calibrated from, so coarsely that one is worth renewing when this changes: jobs in powers of
-two, and the gist of what runs of the very job took."""
-
-
-def worth_of(memory: MemoryPrediction) -> Worth:
-    """Return what a prediction that was made says of it."""
-    return memory.learned_jobs.bit_length(), memory.learned_gist

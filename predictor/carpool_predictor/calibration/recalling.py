@@ -105,17 +105,36 @@ def _rows(
 
 
 def step_of(mib: float) -> int:
-    """Return memory in steps of half the margin that bounds keep: less than one is not worth predicting anew."""
+    """Return memory in steps of half the margin that bounds keep: what grows is told of at each."""
     return math.ceil(math.log(mib) / math.log1p(AGREEMENT / 2)) if mib >= 1 else 0
 
 
 def gist(recalled: Recalled | None) -> str:
-    """Sum up what earlier runs took: it is worth predicting anew where this is another one. Empty of none."""
+    """Sum up what earlier runs took; empty of none.
+
+    How many there were, how many died, whether a peak stood still, the most, and what was not enough, in MiB.
+    """
     if recalled is None:
         return ""
-    so_far_mib = recalled.so_far_mib if recalled.so_far_mib > recalled.peak_mib else 0.0
-    steps = map(step_of, (recalled.peak_mib, so_far_mib, recalled.least_mib))
-    return "/".join(map(str, (recalled.known, recalled.deaths, *steps)))
+    most_mib = max(recalled.peak_mib, recalled.so_far_mib)
+    numbers = recalled.known, recalled.deaths, recalled.peak_mib > 0, most_mib, recalled.least_mib
+    return "/".join(f"{number:.0f}" for number in numbers)
+
+
+def is_alike(one: str, other: str) -> bool:
+    """Whether two gists say so nearly the same that it is not worth predicting anew.
+
+    Memory may differ by half the margin that bounds keep, from what was predicted by: so runs of one job, which differ
+    by less, change nothing, wherever they lie.
+    """
+    if not one or not other:
+        return one == other
+    (*counts, most, least), (*other_counts, other_most, other_least) = (text.split("/") for text in (one, other))
+    return counts == other_counts and _is_near(most, other_most) and _is_near(least, other_least)
+
+
+def _is_near(one: str, other: str) -> bool:
+    return math.isclose(float(one), float(other), rel_tol=AGREEMENT / 2)
 
 
 def is_of(row: Observed, model: str, reserved_mib: float) -> bool:
