@@ -1,6 +1,5 @@
 """Explain and what-if: the decision about a live cluster, told to people."""
 
-import contextlib
 from datetime import timedelta
 
 import msgspec
@@ -8,14 +7,13 @@ import pytest
 from asking_world import ASKER, CLOCK, RULES, job_of, on_a_node, predicted
 from carpool_core.clock import rfc3339
 from carpool_core.keys import SIMULATED_PREFIX
-from carpool_core.kube.api import CONFIG_MAPS, GPU_NODES
+from carpool_core.kube.api import CONFIG_MAPS
 from carpool_core.kube.errors import Forbidden
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.prediction import Prediction
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import JobUid, Precision, SharingMode
-from carpool_extender.explain import commands
-from carpool_extender.explain.commands import Forecast, explain_command, forecast, what_if
+from carpool_extender.explain.commands import Forecast, forecast
 from carpool_extender.explain.enquiry import Asker, asked, explained
 from carpool_extender.kube.workloads import Choices
 from carpool_extender.placement.answers import broken
@@ -23,14 +21,12 @@ from carpool_extender.placement.conditions import Conditions
 from carpool_extender.placement.policies import find_policy
 from carpool_extender.placement.rules import Rules
 from carpool_extender.settings import AskSettings
-from carpool_extender.simulation.command import simulate
 from carpool_extender.state.standing import SILENCE_S
 from carpool_extender.testing import T4, device, gpu_node, seed_job, seed_node, tenant
 from carpool_predictor.calibration.config_map import KEY, CalibrationMap, Kept
 from carpool_predictor.calibration.document import SIMULATED, Calibration, Expected, Measured, Stack
 from carpool_predictor.calibration.observe import observe
 from carpool_predictor.cost_models.memory import shipped
-from click.testing import CliRunner
 
 
 async def test_explain_tells_the_place_its_reason_and_every_gpu():
@@ -62,80 +58,6 @@ async def test_what_if_names_the_place_and_creates_nothing():
         "would go to a (a step takes about 100 ms there): least-slowdown: MPS on GPU 0 of a beside default/y"
     )
     assert len((await asked(FakeKube(), job_of(), RULES, predicted, ASKER)).lines) == 3
-
-
-def test_the_commands_refuse_with_a_sentence(tmp_path):
-    manifest = tmp_path / "job.yaml"
-    manifest.write_text("spec: 3")
-    result = CliRunner().invoke(what_if, [str(manifest)])
-    assert result.exit_code == 2
-    assert "expected a GpuTrainingJob" in result.output
-    manifest.write_text("{")
-    told = CliRunner().invoke(what_if, [str(manifest)])
-    assert (told.exit_code, len(told.output.splitlines())) == (2, 1)
-    refused = CliRunner().invoke(explain_command, ["x", "--policy", "fast"])
-    assert refused.exit_code == 2
-    assert "policy 'fast' is unknown; choose one of" in refused.output
-    assert CliRunner().invoke(explain_command, ["x", "--most-jobs", "0"]).exit_code == 2
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["default/small-a"], "expected the name of a job, of small letters, digits, - and ., found 'default/small-a'; "
-        "did you mean small-a -n default?"),
-        ([""], "expected the name of a job, of small letters, digits, - and ., found ''"),
-        (["x", "-n", ""], "expected the name of a namespace, of small letters, digits, - and ., found ''"),
-        (["x", "-n", "a/b"], "found 'a/b'"),
-    ],
-)  # fmt: skip
-def test_what_can_be_no_name_is_refused_before_anybody_is_asked(argv, said):
-    told = CliRunner().invoke(explain_command, argv)
-    assert told.exit_code == 2
-    assert told.output.strip().endswith(said)
-
-
-@contextlib.contextmanager
-def served(kube, monkeypatch):
-    """Have commands ask a server in memory."""
-
-    @contextlib.asynccontextmanager
-    async def connected(*_, **__):
-        yield kube
-
-    with monkeypatch.context() as patched:
-        patched.setattr(commands, "connect", connected)
-        yield
-
-
-def test_a_manifest_may_come_from_the_standard_input(monkeypatch):
-    manifest = "{kind: GpuTrainingJob, metadata: {name: x, namespace: b}, spec: {template: {}}}"
-    with served(FakeKube(), monkeypatch):
-        told = CliRunner().invoke(what_if, ["-"], input=manifest)
-        assert "could never run here" in told.output
-        assert told.exit_code == 1
-        refused = CliRunner().invoke(what_if, ["-", "-n", "default"], input=manifest)
-    assert refused.exit_code == 2
-    assert "the namespace of the manifest, b, is not default" in refused.output
-
-
-def test_what_if_ends_with_1_where_the_site_does_not_let_a_job_choose_its_policy(monkeypatch):
-    annotations = "annotations: {carpool.dev/policy: exclusive}"
-    manifest = f"{{kind: GpuTrainingJob, metadata: {{name: x, {annotations}}}, spec: {{template: {{}}}}}}"
-    with served(FakeKube(), monkeypatch):
-        told = CliRunner().invoke(what_if, ["-"], input=manifest)
-    assert "PolicyNotAllowed" in told.output
-    assert told.exit_code == 1
-    assert "policy that it names" in " ".join((what_if.help or "").split())
-
-
-@pytest.mark.parametrize("command", [[explain_command, "busy"], [simulate, "--workload", "alibaba"]])
-def test_more_free_memory_than_any_gpu_can_have_is_refused_with_a_sentence(command):
-    """Regression: a number beyond 64 bits ended in a traceback, where GPUs were held against it."""
-    called, *arguments = command
-    result = CliRunner().invoke(called, [*arguments, "--least-free-mib", "9" * 23])
-    assert (result.exit_code, type(result.exception)) == (2, SystemExit)
-    assert "expected a least free memory of 0 to 1,073,741,824 MiB, found 99,999,999,999,999" in result.output
 
 
 async def test_the_sites_preconditions_hold():
@@ -198,32 +120,6 @@ async def test_nothing_goes_where_the_agent_is_silent():
     assert ["fits" in line for line in gpus] == [True, False, True, False, False, True]
     for silent in (gpus[1], gpus[3], gpus[4]):
         assert f"its agent has not reported for more than {SILENCE_S:.0f} s" in silent
-
-
-@pytest.mark.parametrize("command", ["explain", "what-if"])
-def test_who_may_not_read_gpu_nodes_is_told_what_right_is_missing(command, tmp_path, monkeypatch):
-    manifest, kube = tmp_path / "job.yaml", FakeKube()
-    manifest.write_text("{kind: GpuTrainingJob, metadata: {name: x}, spec: {template: {}}}")
-    seed_job(kube, "x")
-    kube.fail_next("list", GPU_NODES, Forbidden("you may not list gpunodes", status=403))
-
-    asked_for = (explain_command, ["x"]) if command == "explain" else (what_if, [str(manifest)])
-    with served(kube, monkeypatch):
-        result = CliRunner().invoke(*asked_for)
-    assert result.exit_code == 2
-    assert result.output.startswith("Error: you may not list gpunodes; whoever asks has to read jobs and GpuNodes")
-    assert "ClusterRole carpool-view by a ClusterRoleBinding" in result.output
-
-
-def test_without_a_cluster_there_is_a_sentence_and_no_traceback(tmp_path):
-    manifest = tmp_path / "job.yaml"
-    manifest.write_text("{kind: GpuTrainingJob, metadata: {name: x}, spec: {template: {}}}")
-    nowhere = {"KUBECONFIG": None, "KUBERNETES_SERVICE_HOST": None, "HOME": str(tmp_path)}
-    for command, argument in ((explain_command, "x"), (what_if, str(manifest))):
-        result = CliRunner(env=nowhere).invoke(command, [argument])
-        assert result.exit_code == 2
-        assert "Error: " in result.output
-        assert "KUBECONFIG" in result.output
 
 
 async def test_gpus_of_which_the_same_is_said_stand_on_one_line():

@@ -74,6 +74,13 @@ async def seen(of: World, peak_mib: int, name: str = "x", **measures: Any) -> No
     await of.settle()
 
 
+async def stood(of: World, peak_mib: int, for_s: float, name: str = "x") -> None:
+    """Let the agent report, and the peak stand still for so long after."""
+    await seen(of, peak_mib, name)
+    of.clock.advance(for_s)
+    await of.settle()
+
+
 async def ran(of: World, peak_mib: int, name: str = "x", **spec: Any) -> None:
     """Let a job run to its end."""
     of.apply(name, **spec)
