@@ -1,0 +1,65 @@
+"""Who of those that wait is served first.
+
+Jobs are served in order of arrival, so that nobody waits for ever. Of those that came within the same ten minutes
+nobody came much earlier than the others; of these the longest and the shortest take turns. A long job that begins last
+runs on nearly alone while the rest of the cluster has nothing left to do (Graham, Bounds on Multiprocessing Timing
+Anomalies, SIAM J. Appl. Math. 17, 1969); short ones would wait for all the long ones if these went first.
+"""
+
+from enum import StrEnum
+from typing import NamedTuple
+
+WINDOW_S = 600.0
+"""Jobs that came within the same so many seconds count as having come together. They follow one another by the clock,
+not by who came first, so that whoever looks finds the same ones."""
+
+
+class QueueOrder(StrEnum):
+    """How waiting jobs are sorted. Those of a higher priority always come first."""
+
+    ALTERNATE = "Alternate"
+    """By arrival; of those that came together the longest and the shortest take turns."""
+    ARRIVAL = "Arrival"
+    LONGEST_FIRST = "LongestFirst"
+    """Whoever takes longest, whenever it came."""
+
+
+class End(StrEnum):
+    """From which end of those that came together the next one is taken."""
+
+    LONGEST = "longest"
+    SHORTEST = "shortest"
+
+    @property
+    def other(self) -> "End":
+        """The end from which the one after it is taken."""
+        return End.SHORTEST if self is End.LONGEST else End.LONGEST
+
+
+class Ticket(NamedTuple):
+    """What a waiting job is sorted by."""
+
+    urgency: int
+    """The least comes first: a pod's priority, negated."""
+    came_s: float
+    """When it came, in seconds of any one clock."""
+    rung: int
+    """Its length, as in `carpool_core.lengths.rung`."""
+    number: int
+    """Nobody else's; the least comes first of those that are alike in everything else."""
+
+
+def turn(ticket: Ticket, order: QueueOrder, end: End = End.LONGEST) -> tuple[float, ...]:
+    """Return what the queue is sorted by, the least first.
+
+    Args:
+        ticket: Of one that waits.
+        order: How the queue is sorted.
+        end: From which end the next one is taken; counts only where they take turns.
+    """
+    urgency, came_s, rung, number = ticket
+    if order is QueueOrder.ARRIVAL:
+        return (urgency, came_s, number)
+    if order is QueueOrder.LONGEST_FIRST:
+        return (urgency, -rung, came_s, number)
+    return (urgency, came_s // WINDOW_S, -rung if end is End.LONGEST else rung, came_s, number)
