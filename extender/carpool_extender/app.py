@@ -27,6 +27,8 @@ from carpool_extender.reservations.settler import Settler
 from carpool_extender.reservations.untracking import Untracker
 from carpool_extender.serving.connections import HELD_S, Connections
 from carpool_extender.serving.departures import Departures
+from carpool_extender.serving.keeper import Keeper
+from carpool_extender.serving.line import Line
 from carpool_extender.serving.routes import create_app
 from carpool_extender.serving.service import Service
 from carpool_extender.settings import ExtenderSettings
@@ -48,6 +50,7 @@ class Extender:
     janitor: Janitor
     binder: Binder
     settler: Settler | None
+    keeper: Keeper
     untracker: Untracker
     registry: CollectorRegistry
 
@@ -57,6 +60,7 @@ class Extender:
             group.create_task(self.watches.run())
             group.create_task(self.janitor.run())
             group.create_task(self.untracker.run())
+            group.create_task(self.keeper.run())
             if self.settler is not None:
                 group.create_task(self.settler.run())
 
@@ -113,12 +117,23 @@ def build(
     janitor = Janitor(api, watches, book, restorer, clock=clock, sleep=sleep)
     janitor.leave_alone(binder.open)
     settler = Settler(watches, book, Stillness(clock)) if settings.count_peaks else None
+    keeper = Keeper(
+        Line(settings.queue_order, watches.cluster, clock),
+        watches,
+        assessments=assessments,
+        gangs=gangs,
+        clock=clock,
+        sleep=sleep,
+        telemetry=telemetry,
+        remind=janitor.remind,
+    )
     service = Service(
         watches,
         workloads,
         binder,
         assessments=assessments,
         gangs=gangs,
+        keeper=keeper,
         connections=Connections(sleep, held_s),
         departures=Departures(watches, rules, clock, sleep),
         telemetry=telemetry,
@@ -126,4 +141,4 @@ def build(
     )
     app = create_app(service, telemetry, watches.not_ready)
     untracker = Untracker(api, watches)
-    return Extender(app, service, watches, janitor, binder, settler, untracker, registry)
+    return Extender(app, service, watches, janitor, binder, settler, keeper, untracker, registry)

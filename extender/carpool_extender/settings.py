@@ -16,6 +16,7 @@ from carpool_core.settings import (
 
 from carpool_extender.placement.conditions import Conditions, Quantile
 from carpool_extender.placement.policies import POLICIES
+from carpool_extender.placement.queueing import QueueOrder
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,15 @@ class ExtenderSettings:
     job_policies: bool = _job_policies()
     count_peaks: bool = _count_peaks()
     slots_per_gpu: int = slots_per_gpu()
+    queue_order: QueueOrder = setting(
+        QueueOrder.ALTERNATE,
+        flag="--queue-order",
+        env="CARPOOL_QUEUE_ORDER",
+        help="Which of the jobs that wait is served first. Arrival: whoever came first. Alternate: the same, but of "
+        "those that came within the same ten minutes the longest and the shortest take turns. LongestFirst: whoever "
+        "takes longest, whenever it came. Lengths are the steps that jobs say, by the predicted time of a step; an "
+        "hour where nobody said how many. Pods of a higher priority always come first.",
+    )
     candidates: int = setting(
         1,
         flag="--candidates",

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from carpool_core.clock import Clock
 from carpool_core.metrics import build_info
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -41,6 +41,15 @@ class Telemetry:
             buckets=_FAST,
             registry=registry,
         )
+        self._places_kept = Counter(
+            "carpool_extender_places_kept_total",
+            "Places that were kept for a pod whose turn it was: taken by it, or passed to others because it did not "
+            "come for it in time, or gone with it.",
+            ["outcome"],
+            registry=registry,
+        )
+        for outcome in ("taken", "passed", "gone"):
+            self._places_kept.labels(outcome)
         self._waited: WeakKeyDictionary[asyncio.Task[Any], float] = WeakKeyDictionary()
         build_info(registry, "extender", version("carpool"))
 
@@ -60,6 +69,10 @@ class Telemetry:
     def _waited_s(self) -> float:
         task = asyncio.current_task()
         return 0.0 if task is None else self._waited.pop(task, 0.0)
+
+    def place_kept(self, outcome: str) -> None:
+        """Count a place that was kept: taken, passed, or gone."""
+        self._places_kept.labels(outcome).inc()
 
     def step(self, name: str) -> AbstractContextManager[None]:
         """Measure a step of a bind."""

@@ -17,7 +17,8 @@ from carpool_core.values import DeviceHealth, SharingMode
 from carpool_extender.kube.watches import Watches
 from carpool_extender.reservations.book import Book
 from carpool_extender.reservations.endings import UNCONFIRMED_S, ended
-from carpool_extender.reservations.janitor import ASKED_AT_ONCE, Janitor
+from carpool_extender.reservations.few import AT_ONCE
+from carpool_extender.reservations.janitor import Janitor
 from carpool_extender.reservations.restorer import Restorer
 from carpool_extender.state.cluster import Cluster
 from carpool_extender.state.growth import may_hold_more
@@ -161,7 +162,7 @@ class Stuck(FakeKube):
 async def test_a_node_that_cannot_be_written_holds_up_no_other():
     """Regression: nodes were written ten at a time, and the next ten waited for the slowest of them."""
     clean = Clean(Stuck)
-    names = ["a", *(f"b{i}" for i in range(2 * ASKED_AT_ONCE))]
+    names = ["a", *(f"b{i}" for i in range(2 * AT_ONCE))]
     for name in names:
         seed_node(clean.kube, gpu_node(name, 1, [tenant(f"t-{name}", [f"GPU-{name}-0"])]))
     async with clean.watching(), background(clean.janitor.sweep()):

@@ -56,6 +56,7 @@ class PodSpec(_Wire, frozen=True, kw_only=True):
 
     node_name: str = ""
     scheduler_name: str = ""
+    priority: int = 0
     containers: list[Container] = []
     init_containers: list[Container] = []
     security_context: SecurityContext = SecurityContext()

@@ -18,7 +18,7 @@ from carpool_core.keys import (
 from carpool_core.kube.api import GPU_TRAINING_JOBS, KubeApi
 from carpool_core.kube.errors import NotFound
 from carpool_core.kube.pods import PodSpec, user_of
-from carpool_core.resources.job import GpuTrainingJob, Training, WorkerPlacement
+from carpool_core.resources.job import GpuTrainingJob, WorkerPlacement
 from carpool_core.resources.meta import Condition
 from carpool_core.resources.node import GpuNode, Reservation
 from carpool_core.values import GpuUuid, JobUid
@@ -42,7 +42,6 @@ Predictor = Callable[[GpuTrainingJob, list[str]], Awaitable[GpuTrainingJob]]
 
 class _Spec(JobSpecRow, frozen=True, kw_only=True):
     template: dict[str, Any] = msgspec.field(default_factory=dict)
-    training: Training = Training()
 
 
 class _Status(JobStatusRow, frozen=True, kw_only=True):

@@ -21,11 +21,18 @@ class _Wire(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """Camel-cased, partial view of an object."""
 
 
+class TrainingRow(_Wire, frozen=True, kw_only=True):
+    """What is trained, as far as it tells how long that takes."""
+
+    steps: int | None = None
+
+
 class JobSpecRow(_Wire, frozen=True, kw_only=True):
     """Of a job's spec, what its demand depends on; templates and features are not kept."""
 
     workers: int = 1
     gpus_per_worker: int = 1
+    training: TrainingRow = TrainingRow()
     sharing: Sharing = Sharing()
     memory: MemoryOverride = MemoryOverride()
     gpu: GpuSelector = GpuSelector()

@@ -88,12 +88,16 @@ class Applicant:
     """User of the node that the worker runs as; None where its spec does not say."""
     settles: bool = False
     """Whether it may count with its own peak once that was measured, where it never ran before."""
+    came_at: str = ""
+    """When the job was created, RFC 3339; empty where nobody says."""
+    steps: int | None = None
+    """How many steps its training has; None where nobody says."""
     _facts: dict[DeviceClass, ClassFacts] = field(default_factory=dict)
     _columns: list[tuple[tuple[DeviceClass, ...], ClassColumns]] = field(default_factory=list)
 
     def is_as(self, other: "Applicant") -> bool:
         """Whether another asks for the same, for the same job."""
-        mine, its = ((of.demand, of.policy, of.workers, of.user, of.settles) for of in (self, other))
+        mine, its = ((of.demand, of.policy, of.workers, of.user, of.settles, of.steps) for of in (self, other))
         return mine == its
 
     @cached_property

@@ -129,12 +129,13 @@ def score_nodes(assessment: Assessment, names: Sequence[str]) -> NDArray[np.int6
     return found
 
 
-def place(assessment: Assessment, name: str) -> Place | str:
-    """Choose the GPUs of one node for a pod, or say why none fits."""
+def place(assessment: Assessment, name: str, *, tells: bool = True) -> Place | str:
+    """Choose the GPUs of one node for a pod, or say why none fits; `tells` as in `best_place`."""
     ids, verdict = assessment.verdict.view.ids([name]), assessment.verdict
     if ids[0] >= 0 and assessment.best.fits[ids[0]]:
         rows = assessment.best.of(ids).rows[0].tolist()
-        return _place_on(verdict, rows, assessment.policy, _why(verdict, rows, assessment.policy))
+        told = _why(verdict, rows, assessment.policy) if tells else ""
+        return _place_on(verdict, rows, assessment.policy, told)
     rows = _rows_of(verdict.view, ids)
     return summary(verdict, Offer(rows, int(not rows.size)))
 

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Container, Iterable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import structlog
 from carpool_core.clock import Clock, parse_rfc3339, rfc3339
@@ -17,11 +17,10 @@ from carpool_core.values import PodUid
 from carpool_extender.kube.watches import Watches
 from carpool_extender.reservations.book import Book
 from carpool_extender.reservations.endings import ended, is_certain
+from carpool_extender.reservations.few import few_at_once
 from carpool_extender.reservations.restorer import Restorer
 from carpool_extender.state import ledger
 from carpool_extender.state.growth import may_hold_more
-
-T = TypeVar("T")
 
 PERIOD_S = 5.0
 EVERYTHING_EVERY = 12
@@ -29,9 +28,6 @@ EVERYTHING_EVERY = 12
 for what nobody told of, and to ask about each of 30,000 reservations takes long."""
 AT_A_TIME, GLANCES = 10, 250
 """Nodes that are looked at in one go, or glanced at, while requests wait, which take several turns."""
-ASKED_AT_ONCE = 10
-"""Most nodes about which a sweep asks or tells the server at once, so that it answers binds meanwhile; of what pods and
-nodes tell of, as many."""
 TOUCH_LATE_S = 600.0
 """After this time a Node need not be touched any more: kube-scheduler has retried every pod by itself (5 minutes)."""
 
@@ -74,6 +70,12 @@ class Janitor:
     def leave_alone(self, pods: Container[PodUid]) -> None:
         """Name the pods that are being bound at present, whose reservations are not to be judged."""
         self._open = pods
+
+    def remind(self, name: str) -> None:
+        """Have kube-scheduler try those that wait, because of what a node has room for."""
+        self._grown.add(name)
+        self._due.add(name)
+        self._stirred.set()
 
     async def run(self) -> None:
         """Look after nodes for ever, once all watches have listed."""
@@ -165,7 +167,7 @@ class Janitor:
         return due
 
     async def _release(self, due: Iterable[tuple[str, list[Reservation]]]) -> None:
-        await _few_at_once(self._judge_all, due)
+        await few_at_once(self._judge_all, due)
 
     async def _judge_all(self, name: str, reservations: list[Reservation]) -> None:
         """Judge what stands on a node before anything is released, so that all of it is written at once."""
@@ -192,7 +194,7 @@ class Janitor:
         return name not in self._grown and self._touched.get(name, "") == _freed(node)
 
     async def _touch(self, nodes: Iterable[tuple[str, GpuNode]]) -> None:
-        await _few_at_once(self._touch_one, nodes)
+        await few_at_once(self._touch_one, nodes)
 
     async def _judge(self, name: str, reservation: Reservation) -> str | None:
         """Say why a reservation is needed no longer if the server confirms it."""
@@ -286,14 +288,3 @@ class Janitor:
 def _freed(node: GpuNode) -> str:
     """When capacity was freed there last; empty where that was never told."""
     return node.metadata.annotations.get(ANNOTATION_CAPACITY_FREED, "")
-
-
-async def _few_at_once(work: Callable[[str, T], Awaitable[None]], items: Iterable[tuple[str, T]]) -> None:
-    """Do something for each of some nodes; one that takes long keeps its place, and the others go on."""
-    places = asyncio.Semaphore(ASKED_AT_ONCE)
-
-    async def one(name: str, item: T) -> None:
-        async with places:
-            await work(name, item)
-
-    await asyncio.gather(*(one(name, item) for name, item in items))

@@ -25,6 +25,7 @@ from carpool_extender.placement.refusal import PREFIX
 from carpool_extender.reservations.binder import Binder
 from carpool_extender.serving.connections import Connections
 from carpool_extender.serving.departures import Departures
+from carpool_extender.serving.keeper import Keeper
 from carpool_extender.state import ledger
 from carpool_extender.telemetry import Telemetry
 
@@ -44,6 +45,7 @@ class Service:
         *,
         assessments: Assessments,
         gangs: Gangs,
+        keeper: Keeper,
         connections: Connections,
         departures: Departures,
         telemetry: Telemetry,
@@ -51,7 +53,8 @@ class Service:
     ) -> None:
         self._watches, self._workloads, self._binder = watches, workloads, binder
         self._assessments, self._gangs, self._candidates = assessments, gangs, candidates
-        self._connections, self._departures, self._telemetry = connections, departures, telemetry
+        self._keeper, self._connections, self._departures = keeper, connections, departures
+        self._telemetry = telemetry
 
     async def filter(self, args: ExtenderArgs) -> FilterResult:
         """Name the best nodes that have room for a pod. A pod that has a reservation fits only where that is."""
@@ -69,12 +72,23 @@ class Service:
             told = dict.fromkeys((name for name in names if name != node), why)
             return FilterResult(node_names=[node] if node in names else [], failed_nodes=told)
         await self._binder.room()
-        answer = self._found(applicant, args.pod, names)
+        answer = self._served(applicant, args.pod, names)
         if answer.node_names or not (ended := self._departures.promising(applicant, answer.failed_nodes)):
             return answer
         with self._telemetry.kept_back():
             await self._departures.over(ended)
-        return self._found(applicant, args.pod, names)
+        return self._served(applicant, args.pod, names)
+
+    def _served(self, applicant: Applicant, pod: Pod, names: list[str]) -> FilterResult:
+        """Find room for a pod, unless that goes to others before it."""
+        self._keeper.asked(pod, applicant, names)
+        answer = self._found(applicant, pod, names)
+        if answer.node_names and (why := self._keeper.first(pod, applicant)) is not None:
+            answer = self._found(applicant, pod, names)  # with what is left
+            if not answer.node_names:
+                answer = FilterResult(failed_nodes=dict.fromkeys(names, why))
+        self._keeper.answered(pod, applicant, answer.node_names or [])
+        return answer
 
     def _found(self, applicant: Applicant, pod: Pod, names: list[str]) -> FilterResult:
         uid = PodUid(pod.metadata.uid)
@@ -106,6 +120,7 @@ class Service:
             if not value:
                 raise BadRequest(f"expected {field} of the pod to bind, found an empty string")
         self._connections.taken()
+        self._keeper.bound(PodUid(args.pod_uid))
         error = await self._binder.bind(args)
         if not error:  # bad news do not wait
             await self._connections.free()
