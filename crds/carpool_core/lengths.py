@@ -1,9 +1,7 @@
-"""How long jobs take alone, and the rungs of a ladder of lengths by which a queue may put the longest first.
+"""How long jobs take alone, and the rungs of a ladder of lengths by which a queue may sort them.
 
-Whoever starts the longest job first ends a batch of jobs soonest, but for a third at most (Graham, Bounds on
-Multiprocessing Timing Anomalies, SIAM J. Appl. Math. 17, 1969). kube-scheduler sorts its queue by priority, then by
-time; a priority is one of few classes that exist before. So lengths are counted in rungs, each half as long again as
-the one below: predicted step times are hardly better than that.
+Each rung is half as long again as the one below: predicted step times are hardly better than that, so that whoever came
+first of two jobs on one rung is not passed over for a difference that nobody knows.
 """
 
 from bisect import bisect_right

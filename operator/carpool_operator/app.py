@@ -76,7 +76,6 @@ class Operator:
             events=events,
         )
         self._recollection, self._sealer = Recollection(), sealer_of(settings.prediction_key)
-        self._length_classes = settings.length_prefix
         self._performer = Performer(
             api,
             clock,
@@ -165,7 +164,6 @@ class Operator:
             nodes=nodes,
             inventory=self.fleet.inventory,
             backoff=self._settings.backoff,
-            length_classes=self._length_classes,
             knowledge=self._knowledge(job, key, pods, nodes, marks, now) if self.learner.is_on else Knowledge(),
         )
 

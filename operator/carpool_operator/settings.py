@@ -7,7 +7,6 @@ from carpool_core.settings import KubeSettings, LogSettings, metrics_port, predi
 from carpool_predictor.calibration.config_map import place_of
 from carpool_predictor.tracing.source import TraceLimits
 
-from carpool_operator.decisions import order
 from carpool_operator.state.attempts import Backoff
 
 
@@ -83,15 +82,6 @@ class OperatorSettings:
         "run alone there until some have been. Where nothing is learned they always share, with a wider bound.",
     )
 
-    length_classes: str = setting(
-        "",
-        flag="--length-classes",
-        env="CARPOOL_LENGTH_CLASSES",
-        help="How the names of the PriorityClasses begin that sort waiting jobs by their predicted length, the longest "
-        "first, such as carpool-length- of carpool-length-00 to -23; where empty, who came early tends to come "
-        "first. The chart sets it by settings.queueOrder.",
-    )
-
     prediction_key: Path | None = prediction_key()
 
     @property
@@ -102,15 +92,6 @@ class OperatorSettings:
             SettingsError: It is not of the form NAMESPACE/NAME.
         """
         return place_of(self.calibration)
-
-    @property
-    def length_prefix(self) -> str:
-        """How the names of the classes of lengths begin; empty where there are none.
-
-        Raises:
-            SettingsError: No class could be called so.
-        """
-        return order.checked(self.length_classes)
 
     @property
     def trace_limits(self) -> TraceLimits:

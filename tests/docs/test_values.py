@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import yaml
-from carpool_docs.values import BLOCK, FILE, Value, section, values
+from carpool_docs.values import BLOCK, FILE, Value, values
 
 TEXT = FILE.read_text(encoding="utf-8")
 
@@ -37,9 +37,3 @@ def test_comments_of_several_lines_belong_to_what_follows_and_groups_have_no_def
 def test_what_cannot_be_read_is_no_table(text: str) -> None:
     with pytest.raises(ValueError, match="expected"):
         list(values(text))
-
-
-def test_a_site_is_told_of_the_classes_that_an_order_by_length_makes() -> None:
-    told = "\n".join(section())
-    assert "24 PriorityClasses, `FULLNAME-length-00` to\n`-23`" in told
-    assert "less than 60 s alone" in told

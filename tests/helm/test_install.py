@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import yaml
-from carpool_core.lengths import RUNGS
 from carpool_e2e.cluster import Cluster
 from carpool_e2e.watching import eventually
 
@@ -19,7 +18,7 @@ CHART = Path(__file__).parents[2] / "helm" / "carpool"
 RELEASE, NAMESPACE = "second", "second-carpool"
 KINDS = (
     "clusterroles,clusterrolebindings,roles,rolebindings,serviceaccounts,secrets,configmaps,deployments,daemonsets,"
-    "leases,priorityclasses,validatingadmissionpolicies,validatingadmissionpolicybindings"
+    "leases,validatingadmissionpolicies,validatingadmissionpolicybindings"
 )
 
 
@@ -59,13 +58,10 @@ def test_an_upgrade_keeps_the_certificates_and_uninstalling_leaves_nothing(
         assert "SIMULATED" not in notes
         assert "resource definitions as they were first installed" not in notes
         before = certificates()
-        changed = "nodeAgent.simulatedGpus=Tesla T4:1,settings.queueOrder=LongestFirst"
-        notes = release("upgrade", RELEASE, str(CHART), *values, "--set", changed)
+        notes = release("upgrade", RELEASE, str(CHART), *values, "--set", "nodeAgent.simulatedGpus=Tesla T4:1")
         assert "the node agents offer SIMULATED GPUs (Tesla T4:1)" in notes
         assert "kubectl apply --server-side --force-conflicts -f crds/" in notes
         assert certificates() == before
-        classes = control_plane.kubectl("get", "priorityclasses", "-o", "name")
-        assert classes.count(f"/{RELEASE}-carpool-length-") == RUNGS
         release("uninstall", RELEASE)
         left = control_plane.kubectl("get", KINDS, "-A", "-l", f"app.kubernetes.io/instance={RELEASE}", "-o", "name")
         # Pods' ReplicaSets and what else follows its owner is the garbage collector's.

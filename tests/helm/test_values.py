@@ -12,6 +12,7 @@ from carpool_core.settings import LogFormat, LogLevel
 from carpool_deviceplugin.devices.port import NoDevicesError
 from carpool_deviceplugin.devices.simulated import parse_inventory
 from carpool_extender.placement.policies import POLICIES
+from carpool_extender.placement.queueing import QueueOrder
 
 FOLDER = Path(__file__).parents[2] / "helm" / "carpool"
 VALUES = (FOLDER / "values.yaml").read_text()
@@ -59,6 +60,10 @@ def test_the_schema_knows_the_policies_of_the_extender() -> None:
     assert SCHEMA["properties"]["settings"]["properties"]["policy"]["enum"] == [*POLICIES]
 
 
+def test_the_schema_knows_the_orders_of_the_extender() -> None:
+    assert SCHEMA["properties"]["settings"]["properties"]["queueOrder"]["enum"] == [*QueueOrder]
+
+
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     ("values", "sentence"),
@@ -75,7 +80,7 @@ def test_the_schema_knows_the_policies_of_the_extender() -> None:
         ),
         pytest.param(
             {"settings": {"queueOrder": "ShortestFirst"}},
-            "at '/settings/queueOrder': value must be one of 'Arrival', 'LongestFirst'",
+            "at '/settings/queueOrder': value must be one of 'Alternate', 'Arrival', 'LongestFirst'",
             id="an unknown order",
         ),
         pytest.param(

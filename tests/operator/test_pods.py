@@ -36,6 +36,25 @@ def test_container_that_asks_gets_the_gpu() -> None:
     assert containers[0]["resources"]["limits"]["cpu"] == "1"
 
 
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"priorityClassName": "urgent"},
+        {"priority": 0},
+        {"preemptionPolicy": "PreemptLowerPriority"},
+    ],
+    ids=lambda own: next(iter(own)),
+)
+def test_a_priority_of_its_own_stays(own: dict[str, Any]) -> None:
+    assert build_pod(job(template=template(**own)), 0, 1)["spec"].items() >= own.items()
+
+
+@pytest.mark.parametrize("nothing", ["", None])
+def test_empty_priority_class_is_none(nothing: str | None) -> None:
+    """A pod to which the cluster's default class was given would look foreign."""
+    assert "priorityClassName" not in build_pod(job(template=template(priorityClassName=nothing)), 0, 1)["spec"]
+
+
 def test_own_labels_annotations_and_tolerations_stay() -> None:
     own = template(tolerations=[{"key": "team", "operator": "Exists"}])
     own["metadata"] = {"labels": {"team": "a"}, "annotations": {"note": "b"}}

@@ -36,7 +36,8 @@ class Training(Resource, frozen=True, kw_only=True):
             int,
             field(
                 "Steps of the whole training; by the predicted time of one they tell how long the job takes, by which "
-                "a cluster may try the longest of those that wait first. Unknown when left out.",
+                "jobs that wait are sorted unless the cluster serves them in order of arrival. Unknown when left out, "
+                "and counted as an hour there.",
                 ge=1,
                 le=10**12,
             ),

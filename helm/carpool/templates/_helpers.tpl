@@ -139,8 +139,3 @@ affinity:
     items:
       - {key: key, path: key}
 {{- end -}}
-
-{{/* How the names of the PriorityClasses begin that sort waiting jobs by their length. */}}
-{{- define "carpool.lengthClasses" -}}
-{{ include "carpool.fullname" . }}-length-
-{{- end -}}

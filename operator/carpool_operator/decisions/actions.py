@@ -44,9 +44,6 @@ class CreatePod:
     body: dict[str, Any]
     prediction: Prediction | None = None
     """What the scheduler has to know of the job, where the job's status does not tell it yet."""
-    priority_class: str | None = None
-    """PriorityClass by which it is sorted among pods that wait. Apart from the body, because a pod that was made before
-    a crash, when another length was predicted, is as good."""
 
     @property
     def name(self) -> str:

@@ -10,9 +10,10 @@ from carpool_core.resources.job import GpuTrainingJob, WorkerPlacement
 from carpool_core.resources.prediction import Prediction
 from carpool_core.values import RequestedMode, SharingMode
 
-from carpool_operator.decisions import order
 from carpool_operator.decisions.actions import Predict
 from carpool_operator.decisions.draft import Draft
+from carpool_operator.decisions.lengths import lengths_of
+from carpool_operator.decisions.lengths import told as length_told
 from carpool_operator.state.conditions import find
 from carpool_operator.state.snapshot import Snapshot
 from carpool_operator.workers.outcomes import GPU_OUT_OF_MEMORY
@@ -90,8 +91,8 @@ def _length(draft: Draft) -> str:
         demand = demand_of(msgspec.structs.replace(draft.job, status=draft.status))
     except ValueError:
         return ""  # by which the job fails in a moment, and says so
-    lengths = order.lengths_of(draft.job, demand, draft.snapshot.inventory)
-    return f"; {order.told(steps, lengths)}" if lengths else ""
+    lengths = lengths_of(draft.job, demand, draft.snapshot.inventory)
+    return f"; {length_told(steps, lengths)}" if lengths else ""
 
 
 def _tell(draft: Draft, prediction: Prediction) -> str:

@@ -15,7 +15,7 @@ from carpool_core.demand import Demand, demand_of
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.job import Attempt
 
-from carpool_operator.decisions import learning, order, reports, run_policy, together
+from carpool_operator.decisions import learning, reports, run_policy, together
 from carpool_operator.decisions.actions import CheckTemplate, CreatePod, CreateService, Decision, DeleteJob
 from carpool_operator.decisions.draft import Draft
 from carpool_operator.decisions.impostors import without_impostors
@@ -226,7 +226,7 @@ def _follow(draft: Draft, attempt: Attempt, pods: list[Pod], demand: Demand) -> 
     deadline = run_policy.deadline(draft)
     if deadline is not None:
         draft.requeue_at(deadline)
-    _create(draft, attempt, missing, demand)
+    _create(draft, attempt, missing)
 
 
 def _unreserved(draft: Draft, pods: list[Pod]) -> Pod | None:
@@ -242,7 +242,7 @@ def _unreserved(draft: Draft, pods: list[Pod]) -> Pod | None:
     return None
 
 
-def _create(draft: Draft, attempt: Attempt, missing: list[int], demand: Demand) -> None:
+def _create(draft: Draft, attempt: Attempt, missing: list[int]) -> None:
     """Create the pods that an attempt still lacks."""
     if not missing:
         return
@@ -252,12 +252,12 @@ def _create(draft: Draft, attempt: Attempt, missing: list[int], demand: Demand) 
         draft.requeue_after(REFUSED_AGAIN_AFTER_S)
         return
     draft.requeue_after(CREATED_AGAIN_AFTER_S)
-    name, workers, place = draft.job.metadata.name, draft.job.spec.workers, order.class_of(draft.snapshot, demand)
+    name, workers = draft.job.metadata.name, draft.job.spec.workers
     wanted = [w for w in missing if pod_name(name, w, attempt.number) not in draft.snapshot.created]
     if wanted and rendezvous.needs_service(draft.job):
         draft.create(CreateService(rendezvous.build_service(draft.job, owner_reference(draft.job))))
     for worker in wanted:
-        draft.create(CreatePod(build_pod(draft.job, worker, attempt.number), draft.carried, place))
+        draft.create(CreatePod(build_pod(draft.job, worker, attempt.number), draft.carried))
     if wanted:
         first = pod_name(name, wanted[0], attempt.number)
         told = first if len(wanted) == 1 else f"{first} and {len(wanted) - 1} more"

@@ -109,7 +109,7 @@ class Creator:
     async def create_pod(self, job: GpuTrainingJob, action: CreatePod) -> None:
         """Create a pod; one of that name that the job controls is as good."""
         key, now = key_of(job), self._clock.monotonic()
-        body = self._whole(action, job)
+        body = self._with_prediction(action, job)
         try:
             pod = await self._api.create(PODS, body, namespace=job.metadata.namespace, wants_object=False)
         except Conflict as error:
@@ -124,16 +124,14 @@ class Creator:
             self._log.info("pod created", job=key, pod=action.name)
         self._recollection.pod_created(key, action.name, str(pod["metadata"]["uid"]), now)
 
-    def _whole(self, action: CreatePod, job: GpuTrainingJob) -> dict[str, Any]:
+    def _with_prediction(self, action: CreatePod, job: GpuTrainingJob) -> dict[str, Any]:
         """Return a pod's body with what the scheduler has to know of its job, without which a pod is as good."""
-        metadata, spec = action.body["metadata"], action.body["spec"]
-        if self._sealer is not None and action.prediction is not None:
-            sealed = Sealed(job=job.metadata.uid, generation=job.metadata.generation, prediction=action.prediction)
-            annotations = {**metadata["annotations"], ANNOTATION_PREDICTION: self._sealer.seal(sealed)}
-            metadata = {**metadata, "annotations": annotations}
-        if action.priority_class is not None:
-            spec = {**spec, "priorityClassName": action.priority_class}
-        return {**action.body, "metadata": metadata, "spec": spec}
+        if self._sealer is None or action.prediction is None:
+            return action.body
+        sealed = Sealed(job=job.metadata.uid, generation=job.metadata.generation, prediction=action.prediction)
+        metadata = action.body["metadata"]
+        annotations = {**metadata["annotations"], ANNOTATION_PREDICTION: self._sealer.seal(sealed)}
+        return {**action.body, "metadata": {**metadata, "annotations": annotations}}
 
     async def _adopt(self, job: GpuTrainingJob, action: CreatePod, error: Conflict) -> dict[str, Any]:
         """Take a pod that was made before a crash for the job's own, where it is what would have been created."""

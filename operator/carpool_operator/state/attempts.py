@@ -80,7 +80,7 @@ def begun(last: Attempt | None, spec: JobSpec, now: datetime) -> Attempt:
 def spec_digest(spec: JobSpec) -> str:
     """Digest of what pods and their places are decided by.
 
-    That is the spec but for `runPolicy`, which applies at any time, and but for the steps, by which the next pods are
+    That is the spec but for `runPolicy`, which applies at any time, and but for the steps, by which waiting pods are
     sorted: who corrects their number does not want to wait anew, much less that a job ends which has just begun.
     """
     decisive = msgspec.structs.replace(spec, run_policy=RunPolicy())

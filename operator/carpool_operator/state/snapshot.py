@@ -63,7 +63,5 @@ class Snapshot:
     inventory: Inventory = field(default_factory=dict)
     """The nodes of the cluster, by what GPUs they have."""
     backoff: Backoff = field(default_factory=Backoff)
-    length_classes: str = ""
-    """How the names of the PriorityClasses begin by which the longest jobs come first; empty: the first come first."""
     knowledge: Knowledge = field(default_factory=Knowledge)
     """What this process has learned, as far as it concerns the job."""

@@ -174,7 +174,7 @@ def build_pod(job: GpuTrainingJob, worker: int, attempt: int) -> dict[str, Any]:
     if _TOLERATION not in tolerations:
         tolerations.append(_TOLERATION)
     if not spec.get("priorityClassName"):
-        spec.pop("priorityClassName", None)  # empty it says nothing, and another may be set
+        spec.pop("priorityClassName", None)  # empty it says nothing, and the cluster's default is set
     spec.update(schedulerName=keys.SCHEDULER_NAME, restartPolicy="Never", tolerations=tolerations)
     labels = {
         "app.kubernetes.io/managed-by": "carpool",
