@@ -127,6 +127,7 @@ def build(
         telemetry=telemetry,
         remind=janitor.remind,
     )
+    binder.on_reserving(keeper.reserving)
     service = Service(
         watches,
         workloads,

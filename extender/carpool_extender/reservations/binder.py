@@ -88,8 +88,13 @@ class Binder:
         self._slots, self._timeout_s = slots, timeout_s
         self._poster = Poster(tools.api, tools.clock, tools.sleep)
         self._open: dict[PodUid, _Open] = {}
+        self._reserving: Callable[[PodUid], None] = lambda _: None
         self._turns = Turns(inflow)
         self._log = structlog.get_logger()
+
+    def on_reserving(self, callback: Callable[[PodUid], None]) -> None:
+        """Call back in the moment in which it is decided what is reserved for a pod."""
+        self._reserving = callback
 
     @property
     def open(self) -> Container[PodUid]:
@@ -180,6 +185,7 @@ class Binder:
                 await self._not_held_on(other, args)
 
         cluster = self._watches.cluster
+        self._reserving(uid)
         seen = cluster.counted(args.node)
         first = None if seen is None else self._foreseen(applicant, args, seen)
 

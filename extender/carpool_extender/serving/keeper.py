@@ -149,8 +149,8 @@ class Keeper:
         if before is not None and before.has_refused and before.node not in nodes[:1]:
             self._remind(before.node)
 
-    def bound(self, uid: PodUid) -> None:
-        """Have what is kept for a pod count no more, because its reservation does."""
+    def reserving(self, uid: PodUid) -> None:
+        """Have what is kept for a pod count no more, because its reservation does from now on."""
         if (known := self._line.get(uid)) is None:
             return
         known.is_served = True

@@ -120,7 +120,6 @@ class Service:
             if not value:
                 raise BadRequest(f"expected {field} of the pod to bind, found an empty string")
         self._connections.taken()
-        self._keeper.bound(PodUid(args.pod_uid))
         error = await self._binder.bind(args)
         if not error:  # bad news do not wait
             await self._connections.free()
