@@ -158,10 +158,12 @@ def seed_node(kube: FakeKube, node: GpuNode) -> None:
     kube.seed(NODES, {"metadata": {"name": node.metadata.name}, "status": {"allocatable": allocatable}})
 
 
-def seed_job(kube: FakeKube, name: str, *, spec: Mapping[str, Any] | None = None, **predicted: Any) -> str:
+def seed_job(
+    kube: FakeKube, name: str, *, spec: Mapping[str, Any] | None = None, created: str | None = None, **predicted: Any
+) -> str:
     """Put a job with a prediction on a server; return its UID."""
     body = {
-        "metadata": {"name": name, "uid": f"job-{name}"},
+        "metadata": {"name": name, "uid": f"job-{name}", "creationTimestamp": created},
         "spec": {"template": {}} | dict(spec or {}),
         "status": {"prediction": msgspec.to_builtins(prediction(**predicted))},
     }
@@ -169,7 +171,7 @@ def seed_job(kube: FakeKube, name: str, *, spec: Mapping[str, Any] | None = None
     return f"job-{name}"
 
 
-def pod_of(job: str, *, gpus: int = 1, uid: str = "", **spec: Any) -> dict[str, Any]:
+def pod_of(job: str, *, gpus: int = 1, uid: str = "", worker: int = 0, **spec: Any) -> dict[str, Any]:
     """Build the pod of a job's worker, as the operator would."""
     owner = {
         "apiVersion": "carpool.dev/v1alpha1",
@@ -184,9 +186,9 @@ def pod_of(job: str, *, gpus: int = 1, uid: str = "", **spec: Any) -> dict[str, 
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
-            "name": f"{job}-worker-0-1",
+            "name": f"{job}-worker-{worker}-1",
             "namespace": "default",
-            "uid": uid or f"pod-{job}",
+            "uid": uid or (f"pod-{job}-{worker}" if worker else f"pod-{job}"),
             "ownerReferences": [owner],
         },
         "spec": {

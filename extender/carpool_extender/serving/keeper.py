@@ -17,6 +17,7 @@ from carpool_extender.placement.applicant import Applicant
 from carpool_extender.placement.assessments import Assessment, Assessments
 from carpool_extender.placement.decide import Place, best_place, place, reservation
 from carpool_extender.placement.gangs import Gangs
+from carpool_extender.placement.queueing import Ticket
 from carpool_extender.placement.refusal import PREFIX
 from carpool_extender.serving.line import Line, Waiting
 from carpool_extender.state.view import Bools
@@ -49,6 +50,10 @@ class _Kept:
     is_reminded: bool = False
     has_refused: bool = False
     """Whether anybody was refused meanwhile, who has to hear of it if the place is not taken."""
+
+    def is_where(self, other: "_Kept | None") -> bool:
+        """Whether another place is the same one."""
+        return other is not None and other.reserved.gpu_uuids == self.reserved.gpu_uuids
 
 
 class Keeper:
@@ -104,28 +109,28 @@ class Keeper:
         """Have what is kept for a pod and its job count no more: it is decided about them now, until `answered`."""
         for kept in self._of(applicant):
             self._watches.cluster.assume_no_more(kept.node, kept.owner.uid)
-        if (known := self._line.get(PodUid(pod.metadata.uid))) is not None:
+        if self._line.get(PodUid(pod.metadata.uid)) is not None:
+            known = self._line.join(pod, applicant)
             known.is_passed = known.is_served = False
             if known.without:
                 known.without.difference_update(offered)
 
     def first(self, pod: Pod, applicant: Applicant) -> str | None:
-        """Keep places for those that come before a pod that would find one; say so, or None where nobody does."""
+        """Keep places for those that come before a pod and would find one; say so, or None where nobody does."""
         if not len(self._line) or pod.metadata.uid in self._kept:  # its turn has come already
             return None
-        names, out = [], set[object]()
-        while len(self._kept) < MOST_KEPT and (found := self._next(pod, applicant, out)) is not None:
+        ticket, jobs, out = self._line.ticket(pod, applicant), dict[str, None](), set[object]()
+        while len(self._kept) < MOST_KEPT and (found := self._next(ticket, applicant, out)) is not None:
             owner, (node, chosen) = found
             self._keep(owner, node, chosen)
             self._line.advance()
-            names.append(f"{owner.applicant.demand.namespace}/{owner.applicant.demand.job_name}")
-        if not names:
+            jobs[f"{owner.applicant.demand.namespace}/{owner.applicant.demand.job_name}"] = None
+        if not jobs:
             return None
-        jobs = list(dict.fromkeys(names))
         more = [f"{len(jobs) - MOST_NAMED} more"] if len(jobs) > MOST_NAMED else []
         return (
-            f"{PREFIX}the room that there is goes to jobs that come before it: {', '.join(jobs[:MOST_NAMED] + more)}; "
-            "it is tried again when they have their places"
+            f"{PREFIX}what is free goes first to whoever comes before it: {', '.join([*jobs][:MOST_NAMED] + more)}; "
+            "it is tried again once they have their places"
         )
 
     def answered(self, pod: Pod, applicant: Applicant, nodes: Sequence[str]) -> None:
@@ -134,20 +139,25 @@ class Keeper:
         before = self._kept.pop(uid, None)
         for kept in self._of(applicant):
             self._watches.cluster.assume(kept.node, kept.reserved)
-        if not nodes:
+        if nodes:
+            self._hold(uid, nodes[0])
+            if before is None:
+                self._line.advance()
+        else:
             owner = self._line.join(pod, applicant)
             if before is not None:
                 owner.without.add(before.node)
             for kept in self._kept.values():
                 kept.has_refused = True
-        elif (known := self._line.get(uid)) is not None:
-            chosen = place(self._assessments.of(applicant), nodes[0], tells=False)
-            if not isinstance(chosen, str):
-                self._keep(known, nodes[0], chosen)
-        if nodes and before is None:
-            self._line.advance()
-        if before is not None and before.has_refused and before.node not in nodes[:1]:
+        if before is not None and before.has_refused and not before.is_where(self._kept.get(uid)):
             self._remind(before.node)
+
+    def _hold(self, uid: PodUid, node: str) -> None:
+        """Keep the place on a node that a waiting pod was told, until it is reserved."""
+        if (known := self._line.get(uid)) is not None:
+            chosen = place(self._assessments.of(known.applicant), node, tells=False)
+            if not isinstance(chosen, str):
+                self._keep(known, node, chosen)
 
     def reserving(self, uid: PodUid) -> None:
         """Have what is kept for a pod count no more, because its reservation does from now on."""
@@ -166,9 +176,9 @@ class Keeper:
         job = applicant.demand.job_uid
         return [kept for kept in self._kept.values() if kept.owner.job == job] if self._kept else []
 
-    def _next(self, pod: Pod, applicant: Applicant, out: set[object]) -> tuple[Waiting, tuple[str, Place]] | None:
-        """Return the first of those before a pod that would find a place, and where; `out` are kinds that find none."""
-        for one in self._line.before(self._line.ticket(pod, applicant)):
+    def _next(self, ticket: Ticket, applicant: Applicant, out: set[object]) -> tuple[Waiting, tuple[str, Place]] | None:
+        """Return the first before somebody that would find a place, and where; `out` are kinds that find none."""
+        for one in self._line.before(ticket):
             if one.is_passed or one.is_served or one.uid in self._kept or one.kind in out:
                 continue
             if one.job == applicant.demand.job_uid:
@@ -205,6 +215,8 @@ class Keeper:
             if now - kept.since_s >= patience_s:
                 kept.owner.is_passed = True
                 self._give_up(uid, "passed")
+                if self._watches.pod(uid) is None:
+                    self._line.leave(uid)  # it was asked about when it was gone already
             elif now - kept.since_s >= REMINDED_S and not kept.is_reminded:
                 kept.is_reminded = True
                 self._remind(kept.node)
