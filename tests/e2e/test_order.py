@@ -1,7 +1,8 @@
-"""Jobs that wait are tried by their length, where the chart says so: kube-scheduler's own queue does it."""
+"""Jobs that wait are served in their order, whichever kube-scheduler asks about first: the extender keeps it."""
 
+import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,71 +15,76 @@ from carpool_e2e.watching import Watcher, eventually
 
 pytestmark = pytest.mark.e2e
 
-OPERATOR = ("Deployment", "carpool-operator")
-BACKOFF_S = 3.0
-"""A little more than kube-scheduler keeps back a pod that was just refused, whatever its priority."""
+SCHEDULER = ("Deployment", "carpool-scheduler")
+APART_S = 1.1
+"""Between two jobs: the API server tells seconds."""
 
 
 @pytest.fixture
 def longest_first(cluster: Cluster, watcher: Watcher) -> Iterator[None]:
-    """The cluster as if the chart had been upgraded to that order, and back: its classes, and another operator."""
+    """The cluster as if the chart had been upgraded to that order, and back."""
+
+    def start(rendered: Rendered) -> None:
+        for name in ("kube-scheduler", "extender"):
+            cluster[name].kill()
+        replace(cluster.processes, rendered=rendered).start_scheduler()
+
     rendered = render(cluster.binaries, {"settings.queueOrder": "LongestFirst"})
-    classes = [one for one in rendered.manifests if one["kind"] == "PriorityClass"]
-    others = [one for one in cluster.rendered.manifests if (one["kind"], one["metadata"]["name"]) != OPERATOR]
-    # Rendered anew, the keys would be others than the extender's.
-    upgraded = Rendered((*others, rendered.one(*OPERATOR)))
-    cluster.apply(*classes)
-    cluster["operator"].kill()
-    replace(cluster.processes, rendered=upgraded).start_operator()
+    # Rendered anew, the keys would be others than the operator's.
+    others = [one for one in cluster.rendered.manifests if (one["kind"], one["metadata"]["name"]) != SCHEDULER]
+    start(Rendered((*others, rendered.one(*SCHEDULER))))
     yield
     watcher.clear()
-    cluster["operator"].kill()
-    cluster.processes.start_operator()
-    cluster.kubectl("delete", "priorityclasses", *(one["metadata"]["name"] for one in classes))
+    start(cluster.rendered)
 
 
-def whole_node(name: str, **training: int) -> dict[str, Any]:
+def whole_node(name: str, command: str = "sleep 600", **training: int) -> dict[str, Any]:
     """A job that wants all GPUs of a node to itself."""
-    job = sleeper(name, gpu={"product": H100}, gpusPerWorker=4, sharing={"mode": "Exclusive"})
+    job = sleeper(name, command, gpu={"product": H100}, gpusPerWorker=4, sharing={"mode": "Exclusive"})
     job["spec"]["training"] |= training
     return job
 
 
-def free(cluster: Cluster, watcher: Watcher, running: str) -> None:
-    """End a job; kube-scheduler hears of it once the GPUs are given back and nobody is kept back any more.
+def served(cluster: Cluster, watcher: Watcher, jobs: Sequence[str]) -> list[str]:
+    """Let the job that runs end, and return the others in the order in which they got the node, one after the other."""
+    order: list[str] = []
 
-    Both could let a shorter job in first: kube-scheduler tries nobody in between, nor again who was just refused.
-    """
-    time.sleep(BACKOFF_S)
-    scheduler = cluster["kube-scheduler"]
-    scheduler.pause()
-    cluster.kubectl("delete", "gputrainingjob", running)
-    eventually(f"what {running} held to be given back", lambda: not watcher.reserved(running))
-    time.sleep(BACKOFF_S)
-    scheduler.resume()
+    def look() -> bool:
+        order.extend(one["jobName"] for one in watcher.reservations() if one["jobName"] in {*jobs} - {*order})
+        return len(order) == len(jobs)
+
+    cluster.kubectl("delete", "gputrainingjob", "busy", "--wait=false")
+    eventually("all to get the node", look, timeout_s=120)
+    return order
+
+
+def waiting(cluster: Cluster, watcher: Watcher, jobs: Sequence[dict[str, Any]]) -> list[str]:
+    """Apply jobs one after the other, and have each refused, in another order, before anything becomes free."""
+    cluster.apply(whole_node("busy"))
+    watcher.running("busy")
+    for job in jobs:
+        cluster.apply(job)
+        time.sleep(APART_S)
+    names = [str(job["metadata"]["name"]) for job in jobs]
+    for name in names:
+        eventually(f"{name} to wait", lambda name=name: watcher.condition(name, "Placed").get("reason") == "NoGpuFits")
+    # kube-scheduler has those that it tried last behind all others.
+    for name in random.Random(1).sample(names, len(names)):  # noqa: S311
+        cluster.kubectl("annotate", "pod", watcher.pods(name)[0]["metadata"]["name"], "example.com/tried=again")
+    return names
+
+
+def test_who_came_first_is_served_first(cluster: Cluster, watcher: Watcher) -> None:
+    """Regression: the order in which jobs started correlated with that in which they came by 0.47."""
+    names = waiting(cluster, watcher, [whole_node(f"job-{number}", "sleep 1") for number in range(8)])
+    assert served(cluster, watcher, names) == names
 
 
 @pytest.mark.usefixtures("longest_first")
-def test_the_longest_of_those_that_wait_starts_first(cluster: Cluster, watcher: Watcher) -> None:
-    cluster.apply(whole_node("first"))
-    watcher.running("first")
-    waiting = ["short", "unknown", "long"]
-    for name, training in zip(waiting, ({"steps": 100}, {}, {"steps": 10**8}), strict=True):
-        cluster.apply(whole_node(name, **training))
-        eventually(f"{name} to wait", lambda name=name: watcher.condition(name, "Placed").get("reason") == "NoGpuFits")
-    specs = [watcher.pods(name)[0]["spec"] for name in waiting]
-    assert [(spec["priorityClassName"], spec["priority"], spec["preemptionPolicy"]) for spec in specs] == [
-        ("carpool-length-00", 1, "Never"),
-        ("carpool-length-11", 12, "Never"),
-        ("carpool-length-23", 24, "Never"),
-    ]
-    assert "; 100,000,000 steps take about " in watcher.condition("long", "Predicted")["message"]
-    running, order = "first", []
-    while waiting:
-        assert watcher.state(running) == "Running", "nobody is evicted"
-        free(cluster, watcher, running)
-        running = eventually("the next", lambda: next((name for name in waiting if watcher.reserved(name)), ""))
-        watcher.running(running)
-        waiting.remove(running)
-        order.append(running)
-    assert order == ["long", "unknown", "short"]
+def test_the_longest_is_served_first_where_the_site_wants_that(cluster: Cluster, watcher: Watcher) -> None:
+    steps = [10**4, 10**7, 10**5, 10**8, 10**6]
+    jobs = [whole_node(f"job-{number}", "sleep 1", steps=one) for number, one in enumerate(steps)]
+    waiting(cluster, watcher, jobs)
+    assert "; 100,000,000 steps take about " in watcher.condition("job-3", "Predicted")["message"]
+    expected = [f"job-{steps.index(one)}" for one in sorted(steps, reverse=True)]
+    assert served(cluster, watcher, [job["metadata"]["name"] for job in jobs]) == expected
