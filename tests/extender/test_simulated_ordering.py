@@ -6,16 +6,20 @@ from itertools import pairwise
 import pytest
 from carpool_core.lengths import length_s, rung
 from carpool_extender.placement.queueing import QueueOrder
-from carpool_extender.simulation import document, doubts, goals, ordering, otherwise, results
+from carpool_extender.simulation import document, doubts, goals, ordering, otherwise, report, results
 from carpool_extender.simulation.contest import (
     ARRIVAL,
     DEFAULT,
     EXPERIMENTS,
     LONGEST_FIRST,
     SMALL,
+    attributed,
     contest,
     ours,
+    policed,
     shipped,
+    varied,
+    wrong,
 )
 from carpool_extender.simulation.hotcloud import hotcloud
 from carpool_extender.simulation.knowing import Knower
@@ -148,3 +152,25 @@ def test_goals_and_doubts_say_alike_that_few_are_slowed_where_jobs_are_learned(t
     told = written(tmp_path, [])
     assert told.count(doubts.OWN_TRACES) == told.count(doubts.FAR_MORE) == 2
     assert told.index("the default slowed more than that 2.0%") < told.index(doubts.OWN_TRACES)
+
+
+def test_the_goals_tell_of_the_default_and_of_the_order_of_arrival(tmp_path):
+    told = written(tmp_path, [])
+    assert "| HotCloud, makespan | -33.6% | -40.0% | -40.0% | yes | -30.0% | **no** |" in told
+
+
+def test_tables_say_in_which_order_carpools_lines_take_jobs_where_there_are_some():
+    lines = [line_of(one, *minutes(1.0, 2.0)) for one in (HOTCLOUD.published[0], shipped(HOTCLOUD))]
+    assert "the longest and the shortest take turns" in "".join(report.section("", (), lines))
+    assert "take turns" not in "".join(report.section("", (), lines[:1]))
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_carpool_takes_turns_by_default_and_what_was_published_comes_in_order_of_arrival(name):
+    experiment = EXPERIMENTS[name]
+    own = [one for one in experiment.published if one.name.startswith("Carpool")]
+    assert {one.order for one in experiment.published if one not in own} == {QueueOrder.ARRIVAL}
+    own += [one for of in (ours, wrong, attributed, varied) for one in of(experiment.mode)]
+    others = {one.name: one.order for one in own if one.order is not QueueOrder.ALTERNATE}
+    assert others == {ARRIVAL: QueueOrder.ARRIVAL, LONGEST_FIRST: QueueOrder.LONGEST_FIRST}
+    assert {one.order for one in policed(experiment)} == {QueueOrder.ALTERNATE}
