@@ -174,11 +174,11 @@ def test_what_the_authors_own_strategy_comes_to_stands_beside_what_they_report_o
         line_of(proactive, utilization_percent=50.0, makespan_min=150.0, oom=4.1),
     )
     assert "it comes to +25.0% and -25.0%, with 4.1 deaths of memory in a run" in told
-    assert "order of arrival" not in told
+    assert "an oracle of memory" not in told
     assert "authors" not in goals_of(line_of(first))
     oracle = line_of(replace(ALONE, name=ORACLE), utilization_percent=60.0, makespan_min=140.0)
     told = goals_of(line_of(first, utilization_percent=40.0, makespan_min=200.0), line_of(proactive), oracle)
-    assert "In order of arrival an oracle of memory and activity comes to +50.0% and -30.0%." in told
+    assert "an oracle of memory, activity and speed comes to +50.0% and -30.0%." in told
 
 
 def test_whom_the_default_slows_beyond_what_they_accept_is_told_of_each_experiment():

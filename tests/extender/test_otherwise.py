@@ -9,7 +9,7 @@ import pytest
 from carpool_core.values import SharingMode
 from carpool_extender.simulation import document, gavel_pairs, goals, hotcloud, otherwise, radrm, results, trials
 from carpool_extender.simulation.command import simulate
-from carpool_extender.simulation.contest import DEFAULT, EXPERIMENTS, LONGEST_FIRST, SMALL, contest
+from carpool_extender.simulation.contest import ARRIVAL, DEFAULT, EXPERIMENTS, LONGEST_FIRST, SMALL, contest
 from carpool_extender.simulation.contest import ours as ours_of
 from carpool_extender.simulation.pairs import MeasuredPairs
 from carpool_extender.simulation.power import Power, Spent
@@ -143,7 +143,7 @@ def test_lines_differ_from_the_experiments_own_in_their_names_alone():
         assert {replace(one, name="") for one in tried} <= own
         assert len({one.name for one in tried}) == len(tried)
         for case in otherwise.by_case([line_of(one) for one in tried]).values():
-            assert list(case)[-2:] == [DEFAULT, LONGEST_FIRST]
+            assert list(case)[-3:] == [DEFAULT, ARRIVAL, LONGEST_FIRST]
             assert next(iter(case)) == experiment.published[0].name
 
 

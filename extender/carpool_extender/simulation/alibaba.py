@@ -14,6 +14,7 @@ from pathlib import Path
 from carpool_core.resources.node import Device
 from carpool_core.values import SharingMode
 
+from carpool_extender.placement.queueing import QueueOrder
 from carpool_extender.simulation import hotcloud
 from carpool_extender.simulation.foretold import exactly
 from carpool_extender.simulation.philly import devices_of
@@ -48,14 +49,18 @@ def _strategy(name: str, policy: str, max_slowdown: float = 10.0) -> Strategy:
     )
 
 
+def _carpool(name: str, policy: str, max_slowdown: float) -> Strategy:
+    return replace(_strategy(name, policy, max_slowdown), order=QueueOrder.ALTERNATE)
+
+
 STRATEGIES = (
     Strategy("whole GPUs", "exclusive", mode=SharingMode.EXCLUSIVE, measure=False),
     _strategy("first fit by declared fraction", "first-fit"),
     _strategy("best fit by declared fraction", "best-fit"),
     _strategy("worst fit by declared fraction", "worst-fit"),
-    _strategy("Carpool, slowdown ≤ 1.5 (default)", "least-slowdown", 1.5),
-    _strategy("Carpool, slowdown ≤ 3", "least-slowdown", 3.0),
-    _strategy("Carpool, best fit", "best-fit", 1.5),
+    _carpool("Carpool, slowdown ≤ 1.5 (default)", "least-slowdown", 1.5),
+    _carpool("Carpool, slowdown ≤ 3", "least-slowdown", 3.0),
+    _carpool("Carpool, best fit", "best-fit", 1.5),
 )
 
 

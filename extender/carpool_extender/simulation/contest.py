@@ -11,6 +11,7 @@ from carpool_core.values import SharingMode
 from carpool_extender.placement.checks import NO_CONDITIONS
 from carpool_extender.placement.conditions import Conditions, Quantile
 from carpool_extender.placement.policies import POLICIES, UnknownPolicyError, find_policy
+from carpool_extender.placement.queueing import QueueOrder
 from carpool_extender.simulation import alibaba, hotcloud, philly, radrm
 from carpool_extender.simulation.engine import Simulation
 from carpool_extender.simulation.failures import with_failures
@@ -112,6 +113,7 @@ ERRORS = (0.10, 0.25, 0.50)
 """By how much predictions are off, where that is tried: standard deviations of the logarithms of factors."""
 DEFAULT_POLICY = "least-slowdown"
 DEFAULT = "Carpool, slowdown ≤ 1.5 (default)"
+ARRIVAL = "Carpool, in order of arrival"
 LONGEST_FIRST = "Carpool, longest first"
 UNCOUNTED = "Carpool, own peaks not counted"
 EVERYTHING = "with all of them"
@@ -120,14 +122,15 @@ ORACLE = "oracle's knowledge, slowdown ≤ 1.5"
 
 def ours(mode: SharingMode) -> list[Strategy]:
     """Carpool with what it is shipped with and what it learns, at several limits; ablations; an oracle's knowledge."""
-    base = Strategy(DEFAULT, DEFAULT_POLICY, Knowledge.PREDICTED, mode, max_slowdown=1.5, learns=True, settles=True)
+    base = replace(_unlearned(DEFAULT, mode), learns=True, settles=True)
     oracle = replace(base, knowledge=Knowledge.TRUTH, learns=False, settles=False)
     return [
         base,
         replace(base, name="Carpool, slowdown ≤ 2", max_slowdown=2.0),
         replace(base, name="Carpool, best fit", policy="best-fit"),
         replace(base, name="Carpool, fewest watts", policy="energy"),
-        replace(base, name=LONGEST_FIRST, longest_first=True),
+        replace(base, name=ARRIVAL, order=QueueOrder.ARRIVAL),
+        replace(base, name=LONGEST_FIRST, order=QueueOrder.LONGEST_FIRST),
         replace(base, name="Carpool, limits by the upper quantile", conditions=Conditions(quantile=Quantile.UPPER)),
         replace(base, name="Carpool, nothing measured", measure=False, settles=False),
         replace(base, name="Carpool, nothing learned", learns=False, settles=False),
@@ -136,6 +139,11 @@ def ours(mode: SharingMode) -> list[Strategy]:
         replace(oracle, name=ORACLE),
         replace(oracle, name="oracle's knowledge, slowdown ≤ 2", max_slowdown=2.0),
     ]
+
+
+def _unlearned(name: str, mode: SharingMode) -> Strategy:
+    """Return Carpool as it ships, but for what it learns."""
+    return Strategy(name, DEFAULT_POLICY, Knowledge.PREDICTED, mode, max_slowdown=1.5, order=QueueOrder.ALTERNATE)
 
 
 def attributed(mode: SharingMode) -> list[Strategy]:
@@ -163,7 +171,7 @@ def varied(mode: SharingMode) -> list[Strategy]:
 
 def wrong(mode: SharingMode) -> list[Strategy]:
     """Carpool when its predictions are off, or missing: where it learns nothing, and as shipped, where it learns."""
-    base = Strategy("Carpool", DEFAULT_POLICY, Knowledge.PREDICTED, mode, max_slowdown=1.5)
+    base = _unlearned("Carpool", mode)
     off = [replace(base, name=f"off by {round(100 * e)}%", error=e) for e in (0.0, *ERRORS)]
     shipped = [replace(ours(mode)[0], name=f"the default, off by {round(100 * e)}%", error=e) for e in ERRORS]
     silent = replace(base, name="abstains from every job", abstain=True)

@@ -10,8 +10,8 @@ from carpool_extender.simulation import (
     energies,
     goals,
     idleness,
-    longest,
     losses,
+    ordering,
     otherwise,
     paired,
     report,
@@ -24,7 +24,7 @@ from carpool_extender.simulation.goals import named
 from carpool_extender.simulation.results import (
     ATTRIBUTED,
     FAILING,
-    LONGEST,
+    ORDER,
     OTHERWISE,
     POLICED,
     SUFFIXES,
@@ -59,7 +59,7 @@ def write(out: Path, path: Path) -> None:
     hanging = _hanging(out, found)
     others = _otherwise(out, found)
     parts = [*_head(), *goals.section(found, _everything(out, found), hanging, others)]
-    parts += longest.section({name: of.lines for name, of in found.items()}, hanging)
+    parts += ordering.section({name: of.lines for name, of in found.items()}, hanging)
     parts += otherwise.section(others)
     parts += losses.section(found, like)
     for name, (about, known) in found.items():
@@ -88,8 +88,8 @@ def _everything(out: Path, found: Mapping[str, Results]) -> dict[str, Line]:
 
 
 def _hanging(out: Path, found: Mapping[str, Results]) -> dict[str, Sequence[Line] | None]:
-    """Read what the longest first hangs on by experiment; None where it may not be compared seed by seed."""
-    known = {name: _beside(out, name, LONGEST, of) for name, of in found.items()}
+    """Read what the order hangs on by experiment; None where it may not be compared seed by seed."""
+    known = {name: _beside(out, name, ORDER, of) for name, of in found.items()}
     return {
         name: one.lines if one.about.made.is_like(found[name].about.made) else None
         for name, one in known.items()

@@ -89,7 +89,8 @@ DOUBTS = {
     ),
     "What the tables can tell": (
         "Several choices (how a job that died is tried again, which limits are shown, that a running job's own peak "
-        "counts in two steps, that first runs count with more by turns) were made after seeing results on these seeds. "
+        "counts in two steps, that first runs count with more by turns, that of jobs that came together the longest "
+        "and the shortest take turns) were made after seeing results on these seeds. "
         "The deaths that a first run's factor ever prevented here were of one kind of job, 2% above the bound of an "
         "earlier memory model, and by turns of two, 17 and 31% above theirs, and of a neighbour: that nobody dies is "
         "evidence for these.",

@@ -50,7 +50,7 @@ class Simulation:
         self._monitors = Monitors(self._knower, self._board, self._gpus.values())
         self._jobs, self._until_s = len(workload.jobs), workload.until_s
         self._fragmented = workload.fragmented
-        self._waiting = Waiting(in_order=strategy.in_order)
+        self._waiting = Waiting(self._knower.order(is_decreasing=policy.decreasing), in_order=strategy.in_order)
         self._freed = 0
         self._closed: set[GpuUuid] = set()
         self._total_util = 0.0
@@ -117,9 +117,8 @@ class Simulation:
 
     def _enqueue(self, job: SimJob, stage: Stage) -> None:
         urgency = 0 if stage.attempt or stage.restarts else 1
-        turn = self._knower.turn(job, is_decreasing=self._decreasing)
-        entry = Entry(urgency, turn, next(self._count), job, stage)
-        self._waiting.add((urgency, self._knower.alike(job, stage)), entry)
+        ticket = self._knower.ticket(job, urgency, next(self._count), is_decreasing=self._decreasing)
+        self._waiting.add((urgency, self._knower.alike(job, stage)), Entry(ticket, job, stage))
 
     def _start(self, entry: Entry) -> bool:
         """Place all workers of a job, or none."""

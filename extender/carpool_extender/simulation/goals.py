@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from carpool_extender.simulation import longest, paired, unpublished
-from carpool_extender.simulation.contest import DEFAULT, LONGEST_FIRST, ORACLE, SLOWED, Line
+from carpool_extender.simulation import ordering, otherwise, paired, unpublished
+from carpool_extender.simulation.contest import ARRIVAL, DEFAULT, LONGEST_FIRST, ORACLE, SLOWED, Line
 from carpool_extender.simulation.doubts import FAR_MORE, OWN_TRACES
 from carpool_extender.simulation.paired import BEYOND
 from carpool_extender.simulation.report import deaths, share
@@ -59,7 +59,7 @@ def section(
     Args:
         found: Results by experiment.
         everything: By experiment the line that knows durations and slowdowns, too, on the same seeds.
-        hanging: By experiment the lines of what the longest first hangs on; None where they are of another version.
+        hanging: By experiment the lines of what the order hangs on; None where they are of another version.
         others: By experiment the lines of where what is not published is otherwise.
     """
     rows = []
@@ -69,18 +69,20 @@ def section(
             continue
         form = "{:g}" if goal.absolute else "{:+.1f}%"
         asked = f"{form.format(goal.must)} | {form.format(goal.aim)}"
-        sorting = named(known, LONGEST_FIRST)
-        rows.append(f"| {goal.name} | {asked} | {_met(goal, known[0], ours)} | {_met(goal, known[0], sorting)} |")
+        by_arrival = named(known, ARRIVAL)
+        rows.append(f"| {goal.name} | {asked} | {_met(goal, known[0], ours)} | {_met(goal, known[0], by_arrival)} |")
     return [
         "## Goals",
         "",
         f"{DEFAULT}, against the first line of each table below on the same seeds; means over the seeds, and of "
-        "changes of a mean ± their standard error where there are several seeds. Beside it the same with "
-        "`settings.queueOrder: LongestFirst`, where jobs say how many steps they have and their predicted lengths sort "
-        f'the queue. A goal is met or missed "{NOISE}" where what must be is less than {BEYOND:g} standard errors from '
-        "what came out: with other seeds it might have come out otherwise. Not so deaths: every single one counts.",
+        "changes of a mean ± their standard error where there are several seeds. Waiting jobs "
+        "come in order of arrival; of those that came within the same ten minutes the longest and the shortest take "
+        "turns (`settings.queueOrder: Alternate`, the default), for which jobs say how many steps they have. Beside it "
+        "the same strictly in order of arrival (`settings.queueOrder: Arrival`). A goal is met or missed "
+        f'"{NOISE}" where what must be is less than {BEYOND:g} standard errors from what came out: with other seeds it '
+        "might have come out otherwise. Not so deaths: every single one counts.",
         "",
-        "| what | must | aim | here | met | longest first | met |",
+        "| what | must | aim | here | met | in order of arrival | met |",
         "|---|---|---|---|---|---|---|",
         *rows,
         "",
@@ -117,30 +119,32 @@ def _published(found: Mapping[str, Results], hanging: Sequence[Line]) -> list[st
         return []
     changes, oracle, control = (
         [paired.change(one, known[0], figure) for figure in ("utilization_percent", "makespan_min")] if one else []
-        for one in (line, named(known, ORACLE), longest.control_of(known, hanging))
+        for one in (line, named(known, ORACLE), ordering.control_of(known, hanging))
     )
-    in_order = [
-        f"In order of arrival an oracle of memory and activity comes to {' and '.join(map(paired.percent, oracle))}."
+    as_oracle = [
+        "In the default's order an oracle of memory, activity and speed comes to "
+        f"{' and '.join(map(paired.percent, oracle))}."
     ]
     return [
         f"HotCloud's goals for utilization and makespan are what its authors report of their own strategy, "
         f'"{PROACTIVE}". On the jobs that are drawn here it comes to {" and ".join(map(paired.percent, changes))}, '
         f"with {deaths(line.mean('oom'))} deaths of memory in a run: where the published jobs differ from these is not "
-        "known. Its queue is sorted by predicted utilization, which asks nothing of users; the longest first asks them "
+        "known. Its queue is sorted by predicted utilization, which asks nothing of users; the default asks them "
         "how many steps their jobs have.",
-        *(in_order if oracle else []),
+        *(as_oracle if oracle else []),
         *([_batch(known[0].strategy.name, control)] if control else []),
         "",
     ]
 
 
 def _batch(first: str, control: Sequence[paired.Difference]) -> str:
-    """Say what of the longest first is the order alone, and what it asks."""
+    """Say what of the default's order is the order alone, and what it asks."""
     return (
-        "HotCloud's jobs are all there at the start, a batch, which is what `LongestFirst` is for: "
-        f'"{first}" itself, whole GPUs, comes to {" and ".join(map(paired.percent, control))} with the longest first, '
-        "and the goals that are met by it hang on jobs that say their steps "
-        f"([{longest.TITLE.lower()}](#{longest.TITLE.lower().replace(' ', '-')}))."
+        "HotCloud's jobs are all there at the start, so that all of them take turns: "
+        f'"{first}" itself, whole GPUs, comes to {" and ".join(map(paired.percent, control))} in that order. What the '
+        "default gains by it hangs on jobs that say their steps "
+        f"([{ordering.TITLE.lower()}](#{ordering.TITLE.lower().replace(' ', '-')})) and come within the same ten "
+        f"minutes ([{otherwise.TITLE.lower()}]({otherwise.place()}))."
     )
 
 

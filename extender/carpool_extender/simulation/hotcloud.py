@@ -28,10 +28,11 @@ ASSUMPTIONS = (
     "measured of ResNet-18, MobileNetV2 and EfficientNet on CIFAR-10 (three batch sizes, with and without AMP): "
     "utilization 21-99%, 52% on average; the published baseline implies 51%.",
     "Durations alone are log-uniform from 2 minutes to 2 hours: mean 29 minutes; published are 31.",
-    "Each job says how many steps it has: its duration by the step time that Lucid measured. The default makes nothing "
-    'of it; "longest first" goes by the step times that are predicted, which are several times shorter, '
-    "because these jobs wait for their input: whoever says no steps counts as an hour, and comes before them all.",
-    "All jobs are there at the start. Twelve nodes of one GPU each.",
+    "Each job says how many steps it has: its duration by the step time that Lucid measured. The queue goes by "
+    "the step times that are predicted, which are several times shorter, because these jobs wait for their input: "
+    "whoever says no steps counts as an hour, longer than what is predicted of nearly all.",
+    "All jobs are there at the start, so that of all of them the longest and the shortest take turns by default. "
+    "Twelve nodes of one GPU each.",
     "Speed and utilization are an RTX 3090's, as measured; memory is the RTX 2080's 8 GiB.",
     "Slowdown and GPU utilization of a pair are Lucid's measurements of that pair. Three add their losses; they rest "
     "where all rest, each as it would alone, and keep the GPU no busier than with the work that is done.",

@@ -14,6 +14,7 @@ from carpool_core.values import GpuUuid, JobUid, PodUid, RequestedMode, SharingM
 from carpool_predictor.cost_models.solo import Activity, alone, is_used_up
 
 from carpool_extender.placement.applicant import Applicant
+from carpool_extender.placement.queueing import QueueOrder, Ticket
 from carpool_extender.simulation.foretold import exactly, prediction_of
 from carpool_extender.simulation.learning import Learner
 from carpool_extender.simulation.strategy import ANY_SLOWDOWN, Knowledge, Piece, Strategy
@@ -107,21 +108,32 @@ class Knower:
         own = job.name if self._strategy.error else ""
         return (job.truth.kind, job.gpus, job.workers, stage.attempt, stage.profiling, own)
 
-    def turn(self, job: SimJob, *, is_decreasing: bool) -> float:
-        """Return what the queue goes by, the least first: the time of arrival, unless another job is to come first.
+    def order(self, *, is_decreasing: bool) -> QueueOrder:
+        """Return how the queue is sorted: by `came_s` alone where that is no time of arrival."""
+        has_its_own = is_decreasing or Piece.DURATIONS in self._strategy.told
+        return QueueOrder.ARRIVAL if has_its_own else self._strategy.order
+
+    def ticket(self, job: SimJob, urgency: int, number: int, *, is_decreasing: bool) -> Ticket:
+        """Return what a job is sorted by.
 
         Args:
             job: The job.
+            urgency: The least comes first.
+            number: Nobody else's.
             is_decreasing: Whether the policy starts with the job of the largest utilization.
         """
         if Piece.DURATIONS in self._strategy.told:
-            return -job.work_s
-        if self._strategy.longest_first:
-            return -rung(length_s(self._steps(job), self._prediction(job), lambda _: True))
-        if not is_decreasing:
-            return job.arrival_s
-        predicted = self._prediction(job)
-        return -1.0 if predicted is None else -predicted.products[0].activity.gpu_util_percent.median
+            return Ticket(urgency, -job.work_s, 0, number)
+        if is_decreasing:
+            predicted = self._prediction(job)
+            util = 1.0 if predicted is None else predicted.products[0].activity.gpu_util_percent.median
+            return Ticket(urgency, -util, 0, number)
+        is_sorted = self._strategy.order is not QueueOrder.ARRIVAL
+        return Ticket(urgency, job.arrival_s, self._rung(job) if is_sorted else 0, number)
+
+    def _rung(self, job: SimJob) -> int:
+        steps = self._steps(job)
+        return rung(None if steps is None else length_s(steps, self._prediction(job), lambda _: True))
 
     def _steps(self, job: SimJob) -> int | None:
         """Return how many steps a job says it has: None where it is silent, others than it has where it errs."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from carpool_extender.placement.refusal import counted
 from carpool_extender.simulation import energies, hotcloud, paired, radrm, report
-from carpool_extender.simulation.contest import DEFAULT, LONGEST_FIRST, Experiment, Line, ours
+from carpool_extender.simulation.contest import ARRIVAL, DEFAULT, LONGEST_FIRST, Experiment, Line, ours
 from carpool_extender.simulation.fragmentation import in_pieces
 from carpool_extender.simulation.power import Power
 from carpool_extender.simulation.strategy import Strategy
@@ -32,7 +32,7 @@ def cases(name: str, experiment: Experiment) -> list[Experiment]:
         return []
     draws, beside = CASES[name]
     pieces = {f"{share:.0%} of shared memory lost in pieces": in_pieces(experiment.draw, share) for share in IN_PIECES}
-    own = [one for one in ours(experiment.mode) if one.name in (DEFAULT, LONGEST_FIRST)]
+    own = [one for one in ours(experiment.mode) if one.name in (DEFAULT, ARRIVAL, LONGEST_FIRST)]
     first, *others = experiment.published
     lines = [first, *(one for one in others if one.name in beside), *own]
     return [

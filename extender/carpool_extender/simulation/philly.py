@@ -15,6 +15,7 @@ from carpool_core.resources.node import MOST_GPUS, Device
 from carpool_core.values import GpuUuid, SharingMode
 from msgspec import Meta
 
+from carpool_extender.placement.queueing import QueueOrder
 from carpool_extender.placement.refusal import counted
 from carpool_extender.simulation import hotcloud
 from carpool_extender.simulation.features import job_of, prediction_of
@@ -73,6 +74,7 @@ STRATEGIES = (
         Knowledge.PREDICTED,
         SharingMode.TIME_SLICING,
         max_slowdown=1.5,
+        order=QueueOrder.ALTERNATE,
         settles=True,
     ),
 )

@@ -59,8 +59,8 @@ ASSUMPTIONS = (
     "seed.",
     "SM activity alone is not published. ImageNet epochs take 35 to 50 minutes for whichever CNN, so that the tasks "
     "wait for their input; 0.22 (MobileNetV2) to 0.60 (VGG16), transformers 0.50 to 0.65, CIFAR-100 0.10 to 0.18.",
-    "The tasks on images say how many steps they have, by the size of their dataset; the others do not. The default "
-    "makes nothing of it.",
+    "The tasks on images say how many steps they have, by the size of their dataset; the others do not, and "
+    "count as an hour where the queue goes by lengths.",
     "A task on two GPUs is two processes that start together on different GPUs and wait for the slower one.",
     _AS_LUCIDS,
     "A task that is too large dies a minute after its start; it runs again from the beginning, alone, before all "

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from carpool_extender.placement.queueing import QueueOrder
 from carpool_extender.simulation.contest import SLOWED, Line
 
 HEADS = {
@@ -114,7 +115,22 @@ def _cells(line: Line, first: Line, names: Sequence[str]) -> list[str]:
 
 
 def _order(lines: Sequence[Line]) -> str:
-    """Say whose queue waits for its first job, where others' does not."""
+    """Say how queues are sorted, and whose waits for its first job, where others' does not."""
+    return _turns(lines) + _strictly(lines)
+
+
+def _turns(lines: Sequence[Line]) -> str:
+    """Say in which order waiting jobs are tried by default."""
+    if all(line.strategy.order is not QueueOrder.ALTERNATE for line in lines):
+        return ""
+    return (
+        " On Carpool's lines jobs come in order of arrival, if nothing else is said; of those that came within the "
+        "same ten minutes the longest and the shortest take turns (`settings.queueOrder: Alternate`, the default). Who "
+        "does not say how many steps there are counts as an hour: where nobody does it is the order of arrival exactly."
+    )
+
+
+def _strictly(lines: Sequence[Line]) -> str:
     waits = [line.strategy.name for line in lines if line.strategy.in_order]
     if not waits or len(waits) == len(lines):
         return ""

@@ -21,15 +21,15 @@ from carpool_extender.simulation.contest import (
     varied,
     wrong,
 )
-from carpool_extender.simulation.longest import hanging
+from carpool_extender.simulation.ordering import hanging
 from carpool_extender.simulation.provenance import Provenance
 from carpool_extender.simulation.strategy import Strategy
 from carpool_extender.simulation.workload import Workload, WorkloadError
 
 WRONG, FAILING = "-wrong-predictions", "-failures"
 ATTRIBUTED, VARIED = "-attribution", "-assumptions"
-POLICED, LONGEST, OTHERWISE = "-policies", "-longest-first", "-otherwise"
-SUFFIXES = (POLICED, LONGEST, OTHERWISE, WRONG, FAILING, ATTRIBUTED, VARIED)
+POLICED, ORDER, OTHERWISE = "-policies", "-order", "-otherwise"
+SUFFIXES = (POLICED, ORDER, OTHERWISE, WRONG, FAILING, ATTRIBUTED, VARIED)
 """Of the names of results that stand beside an experiment's own."""
 
 
@@ -141,7 +141,7 @@ def _strategies(name: str) -> list[Strategy]:
         experiment = failing(experiment)
     if name.endswith(POLICED):
         return policed(experiment)
-    if name.endswith(LONGEST):
+    if name.endswith(ORDER):
         return hanging(experiment)
     if name.endswith(OTHERWISE):
         return otherwise.strategies(base, experiment)

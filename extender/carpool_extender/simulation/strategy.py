@@ -8,6 +8,7 @@ from carpool_predictor.calibration.observe import STEADY_S
 
 from carpool_extender.placement.checks import NO_CONDITIONS
 from carpool_extender.placement.conditions import Conditions
+from carpool_extender.placement.queueing import QueueOrder
 
 
 class Knowledge(StrEnum):
@@ -61,9 +62,9 @@ class Strategy:
     """Whether what ran, or died of memory, calibrates the predictions of later jobs."""
     strict: bool = True
     """Where it learns: whether jobs run alone on a stack of which nothing was measured yet."""
-    longest_first: bool = False
-    """Whether jobs wait by the lengths that are predicted of them, the longest first, as with the chart's
-    `queueOrder: LongestFirst`."""
+    order: QueueOrder = QueueOrder.ARRIVAL
+    """How waiting jobs are sorted, by the lengths that are predicted of them, as with the chart's `queueOrder`. A
+    policy that starts with the largest has its own order, and so has who is told true durations."""
     silent_share: float = 0.0
     """Share of the jobs that do not say how many steps they have, 0..1; of which jobs is drawn, for ablations."""
     steps_error: float = 0.0

@@ -10,7 +10,7 @@ from rich.console import Console
 from carpool_extender.placement.checks import NO_CONDITIONS
 from carpool_extender.placement.conditions import Conditions
 from carpool_extender.placement.refusal import counted
-from carpool_extender.simulation import longest, otherwise, pictures, progress, report, results
+from carpool_extender.simulation import ordering, otherwise, pictures, progress, report, results
 from carpool_extender.simulation.contest import (
     PUBLISHED,
     Experiment,
@@ -169,7 +169,7 @@ def _besides(trial: Trial, workload: Workload, first: Line) -> list[str]:
     for suffix, told, strategies in (
         (results.WRONG, report.WRONG, wrong(mode)),
         (results.POLICED, report.POLICED, policed(experiment)),
-        (results.LONGEST, longest.MEANS, longest.hanging(experiment)),
+        (results.ORDER, ordering.MEANS, ordering.hanging(experiment)),
         (results.ATTRIBUTED, report.ATTRIBUTED, attributed(mode)),
         (results.VARIED, report.VARIED, varied(mode)),
     ):

@@ -1,4 +1,4 @@
-"""What the longest first hangs on: how much of its gain is the order alone, and what is left where less is known."""
+"""What the order hangs on: how much of its gain is the order alone, and what is left where less is known."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,20 +8,23 @@ from carpool_core.lengths import UNKNOWN_S, told
 
 from carpool_extender.placement.refusal import counted
 from carpool_extender.simulation import paired, report
-from carpool_extender.simulation.contest import DEFAULT, ERRORS, LONGEST_FIRST, Experiment, Line, ours
+from carpool_extender.simulation.contest import ARRIVAL, DEFAULT, ERRORS, LONGEST_FIRST, Experiment, Line, ours
 from carpool_extender.simulation.strategy import Knowledge, Strategy
 
-TITLE = "What the longest first hangs on"
+TITLE = "What the order hangs on"
 SILENT = 0.5
 """Share of the jobs that do not say their steps, where that is tried."""
 STEPS_ERROR = 0.7
 """Standard deviation of the logarithm of the factor by which said steps are off, where that is tried."""
-SILENCED = f"{LONGEST_FIRST}, {SILENT:.0%} of the jobs say no steps"
-MISSAID = f"{LONGEST_FIRST}, steps off by a factor of about {math.exp(STEPS_ERROR):.0f}"
+_SHIPPED = "the default"
+SILENCED = f"{_SHIPPED}, {SILENT:.0%} of the jobs say no steps"
+MISSAID = f"{_SHIPPED}, steps off by a factor of about {math.exp(STEPS_ERROR):.0f}"
 MEANS = (
-    "Queues sorted by predicted lengths, as `settings.queueOrder: LongestFirst` does. The control is the experiment's "
-    "first line with its queue sorted so: whole GPUs, so that what it gains is the order alone. Beside it stands "
-    "Carpool in order of arrival and the longest first: as they are; where each job is silent about its steps with a "
+    "By default jobs come in order of arrival; of those that came within the same ten minutes the longest and the "
+    "shortest take turns, by their predicted lengths (`settings.queueOrder: Alternate`). The control is the "
+    "experiment's first line with its queue sorted so: whole GPUs, so that what it gains is the order alone. Beside it "
+    "stands Carpool by default, strictly in order of arrival (`Arrival`), and the longest first whenever it came "
+    "(`LongestFirst`). Then comes the default where each job is silent about its steps with a "
     f"chance of {SILENT:.0%} (it counts as {told(UNKNOWN_S)}, as on a cluster); where the steps that jobs say are off "
     f"by factors whose logarithms have a standard deviation of {STEPS_ERROR:g}; and where predictions are off likewise "
     "by that much in memory, activity and time of a step, until a job is learned. Factors and who is silent are drawn "
@@ -33,19 +36,19 @@ _BEYOND_ORDER = ("makespan_min", "utilization_percent")
 
 
 def control_name(first: str) -> str:
-    """Return what an experiment's first line is called with the longest first."""
-    return f"{first}, longest first"
+    """Return what an experiment's first line is called in the default's order."""
+    return f"{first}, in the default's order"
 
 
 def hanging(experiment: Experiment) -> list[Strategy]:
-    """Return the first line of an experiment with the longest first, and Carpool's where what that goes by is wrong."""
+    """Return an experiment's first line in the default's order, and the default where what that goes by is wrong."""
     first = experiment.published[0]
     # Whole GPUs are handed out alike whatever is predicted: only the lengths are taken from it.
+    base = ours(experiment.mode)[0]
     control = replace(
-        first, name=control_name(first.name), knowledge=Knowledge.PREDICTED, longest_first=True, published=""
+        first, name=control_name(first.name), knowledge=Knowledge.PREDICTED, order=base.order, published=""
     )
-    base = next(one for one in ours(experiment.mode) if one.name == LONGEST_FIRST)
-    off = [replace(base, name=f"{LONGEST_FIRST}, predictions off by {round(100 * e)}%", error=e) for e in ERRORS]
+    off = [replace(base, name=f"{_SHIPPED}, predictions off by {round(100 * e)}%", error=e) for e in ERRORS]
     return [
         control,
         replace(base, name=SILENCED, silent_share=SILENT),
@@ -55,7 +58,7 @@ def hanging(experiment: Experiment) -> list[Strategy]:
 
 
 def control_of(known: Sequence[Line], found: Sequence[Line]) -> Line | None:
-    """Return the line of the longest first on whole GPUs, beside the lines of an experiment."""
+    """Return the line of whole GPUs in the default's order, beside the lines of an experiment."""
     name = control_name(known[0].strategy.name)
     return next((line for line in found if line.strategy.name == name), None)
 
@@ -77,7 +80,7 @@ def section(known: Mapping[str, Sequence[Line]], found: Mapping[str, Sequence[Li
 
 def _of_one(name: str, known: Sequence[Line], found: Sequence[Line]) -> list[str]:
     control = control_of(known, found)
-    beside = [line for line in known if line.strategy.name in (DEFAULT, LONGEST_FIRST)]
+    beside = [line for line in known if line.strategy.name in (DEFAULT, ARRIVAL, LONGEST_FIRST)]
     others = [line for line in found if line is not control]
     rows = [*([control] if control is not None else []), *beside, *others]
     error = "" if len(known[0].runs) == 1 else " ± standard error"
