@@ -1,7 +1,7 @@
 """Keeps places for a moment for those whose turn it is."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ REMINDED_S = 1.0
 """After this time kube-scheduler is reminded: what made room may have gone unheard."""
 LOOK_S = 0.5
 """How often that is looked at."""
-MOST_KINDS = 16
+MOST_KINDS = 8
 """Demands that are tried before somebody goes ahead of them: each takes a while."""
 MOST_KEPT = 64
 """Places that are kept at a time. Where there is room for so many, it hardly matters who comes first."""
@@ -113,13 +113,13 @@ class Keeper:
             known = self._line.join(pod, applicant)
             known.is_passed = known.is_served = False
             if known.without:
-                known.without.difference_update(offered)
+                self._line.shun(known, known.without.difference(offered))
 
     def first(self, pod: Pod, applicant: Applicant) -> str | None:
         """Keep places for those that come before a pod and would find one; say so, or None where nobody does."""
         if not len(self._line) or pod.metadata.uid in self._kept:  # its turn has come already
             return None
-        ticket, jobs, out = self._line.ticket(pod, applicant), dict[str, None](), set[object]()
+        ticket, jobs, out = self._line.ticket(pod, applicant), dict[str, None](), set[Hashable]()
         while len(self._kept) < MOST_KEPT and (found := self._next(ticket, applicant, out)) is not None:
             owner, (node, chosen) = found
             self._keep(owner, node, chosen)
@@ -136,7 +136,7 @@ class Keeper:
     def answered(self, pod: Pod, applicant: Applicant, nodes: Sequence[str]) -> None:
         """Take note of which nodes a pod was told, the best first; none where it was refused."""
         uid = PodUid(pod.metadata.uid)
-        before = self._kept.pop(uid, None)
+        before = self._dropped(uid)
         for kept in self._of(applicant):
             self._watches.cluster.assume(kept.node, kept.reserved)
         if nodes:
@@ -146,7 +146,7 @@ class Keeper:
         else:
             owner = self._line.join(pod, applicant)
             if before is not None:
-                owner.without.add(before.node)
+                self._line.shun(owner, owner.without | {before.node})
             for kept in self._kept.values():
                 kept.has_refused = True
         if before is not None and before.has_refused and not before.is_where(self._kept.get(uid)):
@@ -169,20 +169,20 @@ class Keeper:
         # Those of its job, too: whether all of its workers fit is asked once more, with the room that there is.
         for kept in self._of(known.applicant):
             self._watches.cluster.assume_no_more(kept.node, kept.owner.uid)
-            del self._kept[kept.owner.uid]
+            self._dropped(kept.owner.uid)
 
     def _of(self, applicant: Applicant) -> list[_Kept]:
         """Return what is kept for a job."""
         job = applicant.demand.job_uid
         return [kept for kept in self._kept.values() if kept.owner.job == job] if self._kept else []
 
-    def _next(self, ticket: Ticket, applicant: Applicant, out: set[object]) -> tuple[Waiting, tuple[str, Place]] | None:
+    def _next(
+        self, ticket: Ticket, applicant: Applicant, out: set[Hashable]
+    ) -> tuple[Waiting, tuple[str, Place]] | None:
         """Return the first before somebody that would find a place, and where; `out` are kinds that find none."""
         for one in self._line.before(ticket):
-            if one.is_passed or one.is_served or one.uid in self._kept or one.kind in out:
+            if one.kind in out or one.job == applicant.demand.job_uid:  # its own workers do not stand in its way
                 continue
-            if one.job == applicant.demand.job_uid:
-                continue  # its own workers do not stand in its way
             if len(out) == MOST_KINDS:
                 return None
             if (found := self._place_for(one)) is not None:
@@ -206,7 +206,13 @@ class Keeper:
         reserved = reservation(chosen, owner.applicant, owner.uid, owner.name, now=now, deadline=now)
         self._watches.cluster.assume(node, reserved)
         self._kept[owner.uid] = _Kept(owner, node, reserved, self._clock.monotonic())
+        owner.is_kept = True
         self._stirred.set()
+
+    def _dropped(self, uid: PodUid) -> _Kept | None:
+        if (kept := self._kept.pop(uid, None)) is not None:
+            kept.owner.is_kept = False
+        return kept
 
     def _look(self) -> None:
         now = self._clock.monotonic()
@@ -222,7 +228,7 @@ class Keeper:
                 self._remind(kept.node)
 
     def _give_up(self, uid: PodUid, outcome: str) -> None:
-        if (kept := self._kept.pop(uid, None)) is None:
+        if (kept := self._dropped(uid)) is None:
             return
         self._watches.cluster.assume_no_more(kept.node, uid)
         self._telemetry.place_kept(outcome)
@@ -238,7 +244,7 @@ class Keeper:
         self._line.leave(uid)
 
 
-def _elsewhere(assessment: Assessment, without: set[str]) -> Bools | None:
+def _elsewhere(assessment: Assessment, without: frozenset[str]) -> Bools | None:
     """Return which GPUs are not on some nodes, shape (gpus,); None where these are none."""
     if not without:
         return None

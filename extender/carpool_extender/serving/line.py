@@ -1,8 +1,9 @@
 """Who waits for a place, in the order in which they are to be served."""
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from carpool_core.clock import Clock, parse_rfc3339
 from carpool_core.kube.pods import Pod
@@ -23,11 +24,13 @@ class Waiting:
     name: str
     applicant: Applicant
     ticket: Ticket
+    is_kept: bool = False
+    """Whether a place is kept for it."""
     is_passed: bool = False
     """Whether a place was kept for it in vain; others go ahead of it until it is asked about again."""
     is_served: bool = False
-    """Whether it has been told a place, or is being bound."""
-    without: set[str] = field(default_factory=set)
+    """Whether it is being bound."""
+    without: frozenset[str] = frozenset()
     """Nodes on which a place was kept for it that it could not have: somebody else than the extender is against it."""
 
     @property
@@ -36,14 +39,22 @@ class Waiting:
         return self.applicant.demand.job_uid
 
     @property
-    def kind(self) -> object:
+    def is_due(self) -> bool:
+        """Whether others have to look whether it would find a place."""
+        return not (self.is_kept or self.is_passed or self.is_served)
+
+    @property
+    def kind(self) -> Hashable:
         """What is alike of those for whom the same is found."""
         of = self.applicant
-        return (of.shape, of.workers, self.job if of.workers > 1 else "", frozenset(self.without))
+        return (of.shape, of.workers, self.job if of.workers > 1 else "", self.without)
+
+
+_Entry: TypeAlias = tuple[tuple[float, ...], Waiting]
 
 
 class Line:
-    """Sorts those that wait.
+    """Sorts those that wait. Of thousands most are alike: whoever asks for the first ones has one of each kind told.
 
     Args:
         order: How.
@@ -53,11 +64,10 @@ class Line:
 
     def __init__(self, order: QueueOrder, cluster: Cluster, clock: Clock) -> None:
         self._order, self._cluster, self._clock = order, cluster, clock
+        self._ends = tuple(End) if order is QueueOrder.ALTERNATE else (End.LONGEST,)
+        self._end = self._ends[0]
         self._waiting: dict[PodUid, Waiting] = {}
-        self._sorted: dict[End, list[tuple[tuple[float, ...], Waiting]]] = {End.LONGEST: []}
-        if order is QueueOrder.ALTERNATE:
-            self._sorted[End.SHORTEST] = []
-        self._end = End.LONGEST
+        self._kinds: dict[Hashable, dict[End, list[_Entry]]] = {}
         self._number = 0
 
     def __len__(self) -> int:
@@ -69,33 +79,35 @@ class Line:
 
     def join(self, pod: Pod, applicant: Applicant) -> Waiting:
         """Let a pod wait, or go on waiting: what is known of its job may be more than before."""
-        uid = PodUid(pod.metadata.uid)
+        uid, ticket = PodUid(pod.metadata.uid), self.ticket(pod, applicant)
         known = self._waiting.get(uid)
-        if known is not None and known.applicant is applicant:
-            return known
-        ticket = self.ticket(pod, applicant)
-        if known is not None:
-            self.leave(uid)
-            known.applicant, known.ticket = applicant, ticket._replace(number=known.ticket.number)
-        else:
-            known = Waiting(uid, pod.metadata.name, applicant, ticket)
+        if known is None:
+            known = self._waiting[uid] = Waiting(uid, pod.metadata.name, applicant, ticket)
             self._number += 1
-        self._waiting[uid] = known
-        for end, line in self._sorted.items():
-            insort(line, (turn(known.ticket, self._order, end), known), key=_key)
+            self._put(known)
+        elif known.applicant is not applicant:
+            self._take(known)
+            known.applicant, known.ticket = applicant, ticket
+            self._put(known)
         return known
 
     def leave(self, uid: PodUid) -> None:
         """Let a pod wait no more."""
-        known = self._waiting.pop(uid, None)
-        if known is not None:
-            for end, line in self._sorted.items():
-                del line[bisect_left(line, turn(known.ticket, self._order, end), key=_key)]
+        if (known := self._waiting.pop(uid, None)) is not None:
+            self._take(known)
 
-    def before(self, ticket: Ticket) -> Iterator[Waiting]:
-        """Return those that come before somebody at present, the first first."""
-        line = self._sorted[self._end]
-        return (one for _, one in line[: bisect_left(line, turn(ticket, self._order, self._end), key=_key)])
+    def shun(self, one: Waiting, nodes: frozenset[str]) -> None:
+        """Take note of the nodes on which nothing is to be kept for a pod."""
+        if one.without != nodes:
+            self._take(one)
+            one.without = nodes
+            self._put(one)
+
+    def before(self, ticket: Ticket) -> list[Waiting]:
+        """Return whom others have to look after of those that come before somebody: of each kind the first."""
+        until = turn(ticket, self._order, self._end)
+        heads = (_due(ends[self._end], until) for ends in self._kinds.values())
+        return [one for _, one in sorted((head for head in heads if head is not None), key=_turn)]
 
     def advance(self) -> None:
         """Have the next one be taken from the other end, where they take turns."""
@@ -107,7 +119,20 @@ class Line:
         known = self._waiting.get(PodUid(pod.metadata.uid))
         if known is not None and known.applicant is applicant:
             return known.ticket
-        return Ticket(-pod.spec.priority, self._came_s(applicant), self._rung(applicant), self._number)
+        number = self._number if known is None else known.ticket.number
+        return Ticket(-pod.spec.priority, self._came_s(applicant), self._rung(applicant), number)
+
+    def _put(self, one: Waiting) -> None:
+        ends = self._kinds.setdefault(one.kind, {end: [] for end in self._ends})
+        for end, entries in ends.items():
+            insort(entries, (turn(one.ticket, self._order, end), one), key=_turn)
+
+    def _take(self, one: Waiting) -> None:
+        ends = self._kinds[one.kind]
+        for end, entries in ends.items():
+            del entries[bisect_left(entries, turn(one.ticket, self._order, end), key=_turn)]
+        if not ends[self._end]:
+            del self._kinds[one.kind]
 
     def _came_s(self, applicant: Applicant) -> float:
         try:
@@ -124,5 +149,15 @@ class Line:
         return rung(length_s(applicant.steps, applicant.demand.prediction, suitable.__contains__))
 
 
-def _key(entry: tuple[tuple[float, ...], Waiting]) -> tuple[float, ...]:
+def _turn(entry: _Entry) -> tuple[float, ...]:
     return entry[0]
+
+
+def _due(entries: list[_Entry], until: tuple[float, ...]) -> _Entry | None:
+    """Return the first of some that is due, unless it comes later than somebody."""
+    for entry in entries:
+        if entry[0] >= until:
+            return None
+        if entry[1].is_due:
+            return entry
+    return None
