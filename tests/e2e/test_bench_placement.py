@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import time
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -72,6 +73,11 @@ def test_a_bad_moment_of_the_machine_decides_nothing_and_is_told() -> None:
     assert "12.0 (10.0 to 900.0)" in told
     assert "0% (0 to 25)" in told
     assert "| filter and prioritize, p99 | 12.0 ms | ≤ 15 ms, aimed at 8 ms | kept |" in told
+
+
+def test_what_it_costs_to_look_after_those_that_wait_is_told() -> None:
+    found = replace(size(5000, (0.02,), 330), behind=one_round(0.03).decisions)
+    assert "p50 30.0 ms, p99 30.0 ms, 7.5 ms of processor" in "\n".join(placement_section([found], PROFILE))
 
 
 def test_the_rest_of_a_decision_is_what_no_step_explains() -> None:

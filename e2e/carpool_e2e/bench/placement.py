@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
@@ -30,6 +30,8 @@ MOST_ROUNDS = 8
 """With those that are played again because too much was stolen."""
 SHAPES, NEW_EVERY = 20, 10
 """Jobs are of so many shapes, as models and batch sizes come again and again; one in so many has a shape of its own."""
+WAITING, WAITING_KINDS = 1000, 8
+"""Pods that wait, and the demands that they have, where it is measured what it costs to look after them."""
 _SLOT = 90
 """Beyond the slots of clusters."""
 
@@ -60,6 +62,8 @@ class Size:
     resident_mib: float
     circumstances: str
     """What else went on, in a sentence."""
+    behind: list[Decision] = field(default_factory=list)
+    """Decisions while others waited who come before whoever asks; of the largest size alone."""
 
     def typical(self, figure: Callable[[Round], float]) -> float:
         """Return the median of a figure over the rounds: what happens in one of them does not decide."""
@@ -126,6 +130,7 @@ class _Site:
         self._draw = random.Random(7)  # noqa: S311  # a benchmark, no secret
         self._next = 0
         self._played: list[Round] = []
+        self._behind: list[Decision] = []
 
     @property
     def is_over(self) -> bool:
@@ -163,6 +168,13 @@ class _Site:
         naive_s = time.perf_counter() - began
         self._played.append(Round(decisions, refusals, naive_s, stolen))
 
+    async def queue_up(self, waiting: int) -> None:
+        """Have so many pods refused, the last ones, which come before all others; decide with these waiting."""
+        for pod in self.paper.waiting[-waiting:]:
+            await asyncio.to_thread(self.client.refused, pod, self.paper.nodes)
+        await self.decide(WARM_UP)
+        self._behind = await self.decide(DECISIONS)
+
     def result(self, told: str) -> Size:
         """Return what was measured.
 
@@ -171,11 +183,12 @@ class _Site:
         """
         rounds = least_disturbed(self._played, ROUNDS)
         nodes, left_out = len(self.paper.nodes), len(self._played) - len(rounds)
-        return Size(nodes, nodes * TENANTS_PER_NODE, rounds, left_out, resident_mib(self.pid), told)
+        return Size(nodes, nodes * TENANTS_PER_NODE, rounds, left_out, resident_mib(self.pid), told, self._behind)
 
 
 async def _measure(sizes: tuple[int, ...]) -> list[Size]:
-    shapes, new = draw_jobs(random.Random(7), MOST_ROUNDS * DECISIONS)  # noqa: S311  # a benchmark, no secret
+    decisions = (MOST_ROUNDS + 1) * DECISIONS + WARM_UP
+    shapes, new = draw_jobs(random.Random(7), decisions)  # noqa: S311  # a benchmark, no secret
     async with AsyncExitStack() as stack:
         sites = [await stack.enter_async_context(_site(n, shapes, new, _SLOT + i)) for i, n in enumerate(sizes)]
         # The client's own collector would go through these clusters while it waits for an answer.
@@ -187,6 +200,7 @@ async def _measure(sizes: tuple[int, ...]) -> list[Size]:
             for site in sites:
                 if not site.is_over:
                     await site.play(shapes[number])
+        await sites[-1].queue_up(WAITING)
         told = circumstances()
         found = [site.result(told) for site in sites]
     gc.unfreeze()
@@ -195,8 +209,8 @@ async def _measure(sizes: tuple[int, ...]) -> list[Size]:
 
 @asynccontextmanager
 async def _site(nodes: int, shapes: list[Shape], new: list[bool], slot: int) -> AsyncIterator[_Site]:
-    huge = Shape(10**6, 0.5, 0.5, 0.5)
-    paper = world(nodes, GPUS, nodes * TENANTS_PER_NODE, [*shapes, huge])
+    huge = [Shape(10**6 + number % WAITING_KINDS, 0.5, 0.5, 0.5) for number in range(WAITING)]
+    paper = world(nodes, GPUS, nodes * TENANTS_PER_NODE, [*shapes, *huge])
     api = PaperApi(paper.nodes, paper.jobs, [*paper.pods, *paper.waiting])
     runner, port = await api.serve()
     try:

@@ -10,6 +10,8 @@ from carpool_e2e.bench.placement import (
     NEW_EVERY,
     SHAPES,
     TENANTS_PER_NODE,
+    WAITING,
+    WAITING_KINDS,
     Round,
     Size,
     a_second,
@@ -96,9 +98,25 @@ def placement_section(sizes: Sequence[Size], profile: Profile) -> list[str]:
         _line("memory", f"{largest.resident_mib:.0f} MiB", f"≤ {_MIB:g} MiB", is_kept=largest.resident_mib <= _MIB),
         _line(f"median with {more:.0f} times the nodes", f"{grown:.1f} times", f"≤ {more:.0f}", is_kept=grown <= more),
         "",
+        *_behind(largest),
         *_ELSEWHERE,
         "",
         *_where_time_goes(largest, profile),
+    ]
+
+
+def _behind(size: Size) -> list[str]:
+    """Say what it costs to look after those that wait."""
+    if not size.behind:
+        return []
+    p50, p99 = (1000 * percentile([one.total_s for one in size.behind], share) for share in (0.5, 0.99))
+    spent = 1000 * sum(one.processor_s for one in size.behind) / len(size.behind)
+    return [
+        f"While {WAITING:,} pods of {WAITING_KINDS} demands wait that fit nowhere and come before whoever asks, so that",
+        "it is looked whether they would fit, too: "
+        f"p50 {p50:.1f} ms, p99 {p99:.1f} ms, {spent:.1f} ms of processor each",
+        f"({len(size.behind)} decisions at {size.nodes:,} nodes).",
+        "",
     ]
 
 
