@@ -18,17 +18,18 @@ from carpool_extender.placement.assessments import Assessments
 from carpool_extender.placement.gangs import Gangs
 from carpool_extender.placement.policies import find_policy
 from carpool_extender.placement.rules import Rules
-from carpool_extender.reservations.binder import Binder, Tools
+from carpool_extender.reservations.binder import Binder
+from carpool_extender.reservations.binding import Tools
 from carpool_extender.reservations.book import GATHER_S, Book
 from carpool_extender.reservations.inflow import Inflow
 from carpool_extender.reservations.janitor import Janitor
+from carpool_extender.reservations.keeper import Keeper
+from carpool_extender.reservations.line import Line
 from carpool_extender.reservations.restorer import Restorer
 from carpool_extender.reservations.settler import Settler
 from carpool_extender.reservations.untracking import Untracker
 from carpool_extender.serving.connections import HELD_S, Connections
 from carpool_extender.serving.departures import Departures
-from carpool_extender.serving.keeper import Keeper
-from carpool_extender.serving.line import Line
 from carpool_extender.serving.routes import create_app
 from carpool_extender.serving.service import Service
 from carpool_extender.settings import ExtenderSettings
@@ -102,24 +103,12 @@ def build(
     tools = Tools(api, clock, sleep, events, telemetry, standing)
     assessments = Assessments(watches.cluster, rules)
     gangs = Gangs(watches, assessments, rules)
-    binder = Binder(
-        tools,
-        watches,
-        workloads,
-        book,
-        assessments=assessments,
-        gangs=gangs,
-        inflow=Inflow(clock, sleep, settings.bind_timeout_seconds),
-        slots=settings.slots_per_gpu,
-        timeout_s=settings.bind_timeout_seconds,
-    )
     restorer = Restorer(api, watches, book, events, settings.slots_per_gpu)
     janitor = Janitor(api, watches, book, restorer, clock=clock, sleep=sleep)
-    janitor.leave_alone(binder.open)
-    settler = Settler(watches, book, Stillness(clock)) if settings.count_peaks else None
     keeper = Keeper(
         Line(settings.queue_order, watches.cluster, clock),
         watches,
+        standing,
         assessments=assessments,
         gangs=gangs,
         clock=clock,
@@ -127,7 +116,20 @@ def build(
         telemetry=telemetry,
         remind=janitor.remind,
     )
-    binder.on_reserving(keeper.reserving)
+    binder = Binder(
+        tools,
+        watches,
+        workloads,
+        book,
+        assessments=assessments,
+        gangs=gangs,
+        keeper=keeper,
+        inflow=Inflow(clock, sleep, settings.bind_timeout_seconds),
+        slots=settings.slots_per_gpu,
+        timeout_s=settings.bind_timeout_seconds,
+    )
+    janitor.leave_alone(binder.open)
+    settler = Settler(watches, book, Stillness(clock)) if settings.count_peaks else None
     service = Service(
         watches,
         workloads,

@@ -41,15 +41,16 @@ class Telemetry:
             buckets=_FAST,
             registry=registry,
         )
-        self._places_kept = Counter(
-            "carpool_extender_places_kept_total",
-            "Places that were kept for a pod whose turn it was: taken by it, or passed to others because it did not "
-            "come for it in time, or gone with it.",
+        self._kept = Counter(
+            "carpool_extender_kept_total",
+            "Times that GPUs were kept for a waiting job whose turn it was, by what became of it: taken by its pods; "
+            "passed to others, because these did not come for it in time; overtaken by who comes before them; refused "
+            "when they came; or gone with them.",
             ["outcome"],
             registry=registry,
         )
-        for outcome in ("taken", "passed", "gone"):
-            self._places_kept.labels(outcome)
+        for outcome in ("taken", "passed", "overtaken", "refused", "gone"):
+            self._kept.labels(outcome)
         self._waited: WeakKeyDictionary[asyncio.Task[Any], float] = WeakKeyDictionary()
         build_info(registry, "extender", version("carpool"))
 
@@ -70,9 +71,9 @@ class Telemetry:
         task = asyncio.current_task()
         return 0.0 if task is None else self._waited.pop(task, 0.0)
 
-    def place_kept(self, outcome: str) -> None:
-        """Count a place that was kept: taken, passed, or gone."""
-        self._places_kept.labels(outcome).inc()
+    def no_more_kept(self, outcome: str) -> None:
+        """Count GPUs that were kept: taken, passed, overtaken, refused or gone."""
+        self._kept.labels(outcome).inc()
 
     def step(self, name: str) -> AbstractContextManager[None]:
         """Measure a step of a bind."""

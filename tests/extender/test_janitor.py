@@ -194,3 +194,32 @@ async def test_what_is_bound_while_others_of_its_node_are_asked_about_is_kept():
         clean.kube.may_answer.set()
         await until(lambda: len(clean.kube.dump(GPU_NODES, "b")["spec"]["reservations"]) == 1)
     assert clean.watches.cluster.holders("pod-y") == ["b"]
+
+
+async def test_what_is_told_while_a_node_is_touched_is_for_the_next_time(world):
+    """Regression: it counted as told by the touch that was on its way."""
+    world.add(nodes=["a"])
+    async with world.extender() as extender:
+        for _ in range(200):
+            await asyncio.sleep(0)
+        patch, gate, touched = world.kube.patch, asyncio.Event(), []
+
+        async def slow(kind, name, *others, **more):
+            found = await patch(kind, name, *others, **more)
+            if kind is NODES:
+                touched.append(name)
+                await gate.wait()
+            return found
+
+        world.kube.patch = slow
+        extender.janitor.remind("a")
+        await until(lambda: touched == ["a"])
+        extender.janitor.remind("a")
+        gate.set()
+        await until(lambda: touched == ["a", "a"])
+
+
+async def test_nobody_is_reminded_of_a_node_that_is_not_there(world):
+    async with world.extender() as extender:
+        extender.janitor.remind("gone")
+        assert "gone" not in extender.janitor.remembered

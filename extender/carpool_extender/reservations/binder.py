@@ -1,18 +1,16 @@
 """Bind: decide once more, reserve, wait for the node's agent, bind. Idempotent by pod UID, safe to kill anywhere."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Container
+from collections.abc import Awaitable, Container
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import msgspec
 import structlog
-from carpool_core.clock import Clock, rfc3339
-from carpool_core.kube.api import PODS, KubeApi
+from carpool_core.clock import rfc3339
+from carpool_core.kube.api import PODS
 from carpool_core.kube.errors import KubeError, NotFound
-from carpool_core.kube.events import EventRecorder
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.node import GpuNode, GpuNodeSpec, Reservation
 from carpool_core.values import PartitionState, PodUid
@@ -24,29 +22,24 @@ from carpool_extender.placement.applicant import Applicant
 from carpool_extender.placement.assessments import Assessments
 from carpool_extender.placement.decide import place, reservation
 from carpool_extender.placement.gangs import Gangs
-from carpool_extender.reservations.binding import AbandonedError, BindError, Poster, check_unbound, in_time, named
+from carpool_extender.reservations.binding import (
+    AbandonedError,
+    BindError,
+    Poster,
+    Tools,
+    check_unbound,
+    in_time,
+    named,
+)
 from carpool_extender.reservations.book import Book, Refusal
 from carpool_extender.reservations.inflow import Inflow
+from carpool_extender.reservations.keeper import Keeper
 from carpool_extender.reservations.turns import Turns
 from carpool_extender.state import ledger
 from carpool_extender.state.doubts import tells_nothing_new
-from carpool_extender.state.standing import Standing
-from carpool_extender.telemetry import Telemetry
 
 UNPREPARED = ("PartitionFailed", "PartitionTimeout")
 """Reasons of an `AbandonedError` that lie with the GPUs: others are tried first from then on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tools:
-    """What binding needs of the world."""
-
-    api: KubeApi
-    clock: Clock
-    sleep: Callable[[float], Awaitable[Any]]
-    events: EventRecorder
-    telemetry: Telemetry
-    standing: Standing
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +58,7 @@ class Binder:
         book: Where reservations are written.
         assessments: Where places are found.
         gangs: Whether all workers of a job would find one.
+        keeper: Keeps GPUs for those whose turn it is.
         inflow: How many may be bound at once.
         slots: Most tenants of one GPU.
         timeout_s: Seconds from the reservation to its deadline.
@@ -79,22 +73,18 @@ class Binder:
         *,
         assessments: Assessments,
         gangs: Gangs,
+        keeper: Keeper,
         inflow: Inflow,
         slots: int,
         timeout_s: float,
     ) -> None:
         self._tools, self._watches, self._workloads, self._book = tools, watches, workloads, book
-        self._assessments, self._gangs, self._inflow = assessments, gangs, inflow
+        self._assessments, self._gangs, self._keeper, self._inflow = assessments, gangs, keeper, inflow
         self._slots, self._timeout_s = slots, timeout_s
         self._poster = Poster(tools.api, tools.clock, tools.sleep)
         self._open: dict[PodUid, _Open] = {}
-        self._reserving: Callable[[PodUid], None] = lambda _: None
         self._turns = Turns(inflow)
         self._log = structlog.get_logger()
-
-    def on_reserving(self, callback: Callable[[PodUid], None]) -> None:
-        """Call back in the moment in which it is decided what is reserved for a pod."""
-        self._reserving = callback
 
     @property
     def open(self) -> Container[PodUid]:
@@ -123,6 +113,7 @@ class Binder:
             running = _Open(args.node, asyncio.create_task(self._told(args)))
             self._open[uid] = running
             self._inflow.enter()
+            self._keeper.binding(uid)
             running.task.add_done_callback(lambda _: self._ended(uid))
         elif running.node != args.node:
             return f"{named(args)} is being bound to node {running.node} at present, not to {args.node}; try again"
@@ -138,13 +129,15 @@ class Binder:
         try:
             await self._bind(args)
         except (BindError, NotOurs, NotYet, Refusal) as error:
-            log.warning("not bound", error=str(error))
-            return str(error)
+            told = str(error)
         except KubeError as error:
-            log.warning("not bound", error=str(error))
-            return f"{named(args)} was not bound to node {args.node}: {error}"
-        log.info("bound")
-        return ""
+            told = f"{named(args)} was not bound to node {args.node}: {error}"
+        else:
+            log.info("bound")
+            return ""
+        log.warning("not bound", error=told)
+        self._keeper.unbound(PodUid(args.pod_uid))
+        return told
 
     async def _bind(self, args: BindingArgs) -> None:
         pod = await self._pod(args)
@@ -185,7 +178,6 @@ class Binder:
                 await self._not_held_on(other, args)
 
         cluster = self._watches.cluster
-        self._reserving(uid)
         seen = cluster.counted(args.node)
         first = None if seen is None else self._foreseen(applicant, args, seen)
 
@@ -201,7 +193,7 @@ class Binder:
             else:
                 cluster.assume_no_more(args.node, uid)
                 wanted = self._wanted(applicant, args, node)
-                cluster.assume(args.node, wanted)
+                self._assume(args.node, wanted)
             spec = ledger.reserve(node.spec, wanted, ledger.capacity_of(node, self._slots))
             if isinstance(spec, ledger.Rejected):
                 raise Refusal(f"node {args.node} no longer has room for {named(args)}: {spec.reason}")
@@ -222,9 +214,13 @@ class Binder:
             return None
         with suppress(Refusal):
             first = self._wanted(applicant, args, seen)
-            self._watches.cluster.assume(args.node, first)
+            self._assume(args.node, first)
             return first
         return None
+
+    def _assume(self, node: str, wanted: Reservation) -> None:
+        self._watches.cluster.assume(node, wanted)
+        self._keeper.reserved(wanted.pod_uid, wanted.job_uid)
 
     def _wanted(self, applicant: Applicant, args: BindingArgs, node: GpuNode) -> Reservation:
         """Decide on a reservation as things are now. Raises Refusal."""
@@ -232,9 +228,10 @@ class Binder:
         crowd = self._watches.cluster.pods_of(applicant.demand.job_uid)
         if (crowded := too_many(applicant, uid, crowd)) is not None:
             raise Refusal(crowded)
-        if (waits := self._gangs.refusal(applicant, uid)) is not None:
-            raise Refusal(waits)
-        chosen = place(self._assessments.of(applicant), args.node)
+        with self._keeper.deciding(applicant):
+            if (waits := self._gangs.refusal(applicant, uid)) is not None:
+                raise Refusal(waits)
+            chosen = place(self._assessments.of(applicant), args.node)
         if isinstance(chosen, str):
             raise Refusal(chosen)
         deadline = now + timedelta(seconds=self._timeout_s)

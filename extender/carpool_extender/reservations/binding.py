@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import structlog
@@ -9,10 +10,13 @@ from carpool_core.clock import Clock, parse_rfc3339
 from carpool_core.keys import ANNOTATION_GPUS, ANNOTATION_MEMORY, ANNOTATION_MODE, ANNOTATION_REASON
 from carpool_core.kube.api import PODS, KubeApi
 from carpool_core.kube.errors import Conflict, KubeError, NotFound, Refused, Retryable, Unreachable
+from carpool_core.kube.events import EventRecorder
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.node import Reservation
 
 from carpool_extender.kube.wire import BindingArgs
+from carpool_extender.state.standing import Standing
+from carpool_extender.telemetry import Telemetry
 
 TRIES = 3
 PAUSE_S = 0.2
@@ -20,6 +24,18 @@ LATE_S = 5.0
 """How long after its deadline a Binding may still be on its way; less than the janitor's grace."""
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What binding needs of the world."""
+
+    api: KubeApi
+    clock: Clock
+    sleep: Callable[[float], Awaitable[Any]]
+    events: EventRecorder
+    telemetry: Telemetry
+    standing: Standing
 
 
 class BindError(Exception):

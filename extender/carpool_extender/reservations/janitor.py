@@ -73,6 +73,8 @@ class Janitor:
 
     def remind(self, name: str) -> None:
         """Have kube-scheduler try those that wait, because of what a node has room for."""
+        if self._watches.cluster.node(name) is None:
+            return
         self._grown.add(name)
         self._due.add(name)
         self._stirred.set()
@@ -244,8 +246,9 @@ class Janitor:
         """Touch the Node, unless it is so long ago that kube-scheduler has tried every pod by itself."""
         if self._is_touched(name, node):
             return  # meanwhile
-        freed = _freed(node)
-        if name in self._grown or not self._is_old(freed):
+        freed, has_grown = _freed(node), name in self._grown
+        self._grown.discard(name)  # what is told meanwhile is for the next time
+        if has_grown or not self._is_old(freed):
             try:
                 mark = {ANNOTATION_CAPACITY_FREED: rfc3339(self._clock.now())}
                 await self._api.patch(NODES, name, {"metadata": {"annotations": mark}})
@@ -253,9 +256,9 @@ class Janitor:
                 self._log.info("node gone", node=name)
             except KubeError as error:
                 self._log.warning("touch failed", node=name, error=str(error))
+                self._grown |= {name} if has_grown else set()
                 return
         self._touched[name] = freed
-        self._grown.discard(name)
 
     def _is_old(self, freed: str) -> bool:
         try:

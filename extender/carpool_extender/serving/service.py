@@ -23,9 +23,9 @@ from carpool_extender.placement.decide import filter_nodes, score_nodes
 from carpool_extender.placement.gangs import Gangs
 from carpool_extender.placement.refusal import PREFIX
 from carpool_extender.reservations.binder import Binder
+from carpool_extender.reservations.keeper import Keeper
 from carpool_extender.serving.connections import Connections
 from carpool_extender.serving.departures import Departures
-from carpool_extender.serving.keeper import Keeper
 from carpool_extender.state import ledger
 from carpool_extender.telemetry import Telemetry
 
@@ -71,31 +71,36 @@ class Service:
             node, why = kept
             told = dict.fromkeys((name for name in names if name != node), why)
             return FilterResult(node_names=[node] if node in names else [], failed_nodes=told)
-        await self._binder.room()
+        with self._keeper.held_up():
+            await self._binder.room()
         answer = self._served(applicant, args.pod, names)
         if answer.node_names or not (ended := self._departures.promising(applicant, answer.failed_nodes)):
             return answer
-        with self._telemetry.kept_back():
+        with self._telemetry.kept_back(), self._keeper.held_up():
             await self._departures.over(ended)
         return self._served(applicant, args.pod, names)
 
     def _served(self, applicant: Applicant, pod: Pod, names: list[str]) -> FilterResult:
         """Find room for a pod, unless that goes to others before it."""
-        self._keeper.asked(pod, applicant, names)
+        self._keeper.asked(pod, applicant)
         answer = self._found(applicant, pod, names)
-        if answer.node_names and (why := self._keeper.first(pod, applicant)) is not None:
-            answer = self._found(applicant, pod, names)  # with what is left
-            if not answer.node_names:
-                answer = FilterResult(failed_nodes=dict.fromkeys(names, why))
-        self._keeper.answered(pod, applicant, answer.node_names or [])
-        return answer
+        if answer.node_names and self._keeper.first(pod, applicant):
+            answer = self._found(applicant, pod, names)  # in what is left
+        refused = answer.failed_nodes or answer.failed_and_unresolvable_nodes or {}
+        why = self._keeper.answered(pod, applicant, names, answer.node_names or [], next(iter(refused.values()), ""))
+        if answer.node_names:
+            return answer
+        both = (answer.failed_nodes, answer.failed_and_unresolvable_nodes)
+        hopeful, hopeless = (None if of is None else dict.fromkeys(of, why) for of in both)
+        return FilterResult(node_names=[], failed_nodes=hopeful, failed_and_unresolvable_nodes=hopeless)
 
     def _found(self, applicant: Applicant, pod: Pod, names: list[str]) -> FilterResult:
         uid = PodUid(pod.metadata.uid)
         crowd = self._watches.cluster.pods_of(applicant.demand.job_uid)
         if (crowded := too_many(applicant, uid, crowd)) is not None:
             return FilterResult(failed_nodes=dict.fromkeys(names, crowded))
-        if (waits := self._gangs.refusal(applicant, uid, names)) is not None:
+        waits = None if self._keeper.has_begun(applicant) else self._gangs.refusal(applicant, uid, names)
+        if waits is not None:
             return FilterResult(failed_nodes=dict.fromkeys(names, waits))
         found = filter_nodes(self._assessments.of(applicant), names, self._candidates)
         return FilterResult(

@@ -1,7 +1,7 @@
-"""Which GPUs are in no state to take a job just now, though nobody reports them unhealthy: time decides."""
+"""Which GPUs take no job just now, though nobody reports them unhealthy: for a while, of which time tells the end."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import NamedTuple
@@ -23,8 +23,10 @@ class Hindrance(NamedTuple):
     reason: str
 
 
-SILENT, RESTING = 1, 2
+SILENT, RESTING, KEPT = 1, 2, 8
 """Kinds of hindrances; the others are in `doubts`."""
+KEPT_FOR_OTHERS = Hindrance(KEPT, "kept for a job that comes first")
+"""In words that stay: each change is a write for every waiting pod."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class _Rest:
 
 
 class Standing:
-    """Counts the silence of agents and the failures of GPUs.
+    """Counts the silence of agents and the failures of GPUs, and knows which are kept for somebody.
 
     Silence counts from when this process saw a heartbeat change, not from the time that the heartbeat says: clocks of
     nodes differ, and after a start, or an outage of the API server, every agent has its time to report.
@@ -47,6 +49,7 @@ class Standing:
         self._clock = clock
         self._heard: OrderedDict[str, tuple[str | None, float]] = OrderedDict()
         self._rests: dict[tuple[str, GpuUuid], _Rest] = {}
+        self._kept: set[tuple[str, GpuUuid]] = set()
 
     def heard(self, node: str, heartbeat: str | None, ago_s: float = 0.0) -> None:
         """Take note of a node's heartbeat; an agent that never sent one is silent since the node was first heard of.
@@ -81,6 +84,14 @@ class Standing:
         for gpu in gpus:
             self._rests.pop((node, gpu), None)
 
+    def keep(self, gpus: Iterable[tuple[str, GpuUuid]]) -> None:
+        """Have GPUs, by node and UUID, take nobody, because they are kept for somebody."""
+        self._kept.update(gpus)
+
+    def keep_no_more(self, gpus: Iterable[tuple[str, GpuUuid]]) -> None:
+        """Have GPUs take others again."""
+        self._kept.difference_update(gpus)
+
     def silent(self) -> dict[str, Hindrance]:
         """Nodes whose agents are silent, in words that stay: each change is a write for every waiting pod."""
         now, found = self._clock.monotonic(), {}
@@ -93,7 +104,7 @@ class Standing:
     def resting(self) -> dict[tuple[str, GpuUuid], Hindrance]:
         """GPUs that are left alone, by node and UUID."""
         now = self._clock.monotonic()
-        return {
+        return dict.fromkeys(self._kept, KEPT_FOR_OTHERS) | {
             key: Hindrance(RESTING, f"could not be prepared, is tried again at {self._time(rest.until_s - now)}")
             for key, rest in self._rests.items()
             if now < rest.until_s

@@ -1,7 +1,7 @@
 """Who waits for a place, in the order in which they are to be served."""
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -21,17 +21,16 @@ class Waiting:
     """A pod that was refused a place."""
 
     uid: PodUid
-    name: str
     applicant: Applicant
     ticket: Ticket
-    is_kept: bool = False
-    """Whether a place is kept for it."""
+    offered: bytes = b""
+    """The nodes that kube-scheduler offered it last, as `Line.offer` packs them; empty where these are all."""
+    said: str = ""
+    """Why it was refused when no place was kept for anybody."""
     is_passed: bool = False
     """Whether a place was kept for it in vain; others go ahead of it until it is asked about again."""
     is_served: bool = False
     """Whether it is being bound."""
-    without: frozenset[str] = frozenset()
-    """Nodes on which a place was kept for it that it could not have: somebody else than the extender is against it."""
 
     @property
     def job(self) -> JobUid:
@@ -39,15 +38,10 @@ class Waiting:
         return self.applicant.demand.job_uid
 
     @property
-    def is_due(self) -> bool:
-        """Whether others have to look whether it would find a place."""
-        return not (self.is_kept or self.is_passed or self.is_served)
-
-    @property
     def kind(self) -> Hashable:
         """What is alike of those for whom the same is found."""
         of = self.applicant
-        return (of.shape, of.workers, self.job if of.workers > 1 else "", self.without)
+        return (of.shape, of.workers, self.job if of.workers > 1 else "", self.offered)
 
 
 _Entry: TypeAlias = tuple[tuple[float, ...], Waiting]
@@ -67,6 +61,7 @@ class Line:
         self._ends = tuple(End) if order is QueueOrder.ALTERNATE else (End.LONGEST,)
         self._end = self._ends[0]
         self._waiting: dict[PodUid, Waiting] = {}
+        self._of_job: dict[JobUid, dict[PodUid, Waiting]] = {}
         self._kinds: dict[Hashable, dict[End, list[_Entry]]] = {}
         self._number = 0
 
@@ -77,57 +72,69 @@ class Line:
         """Return a pod that waits."""
         return self._waiting.get(uid)
 
-    def join(self, pod: Pod, applicant: Applicant) -> Waiting:
+    def of_job(self, job: JobUid) -> Iterable[Waiting]:
+        """Return the pods of a job that wait."""
+        return self._of_job.get(job, {}).values()
+
+    def join(self, pod: Pod, applicant: Applicant, offered: bytes) -> Waiting:
         """Let a pod wait, or go on waiting: what is known of its job may be more than before."""
         uid, ticket = PodUid(pod.metadata.uid), self.ticket(pod, applicant)
         known = self._waiting.get(uid)
         if known is None:
-            known = self._waiting[uid] = Waiting(uid, pod.metadata.name, applicant, ticket)
+            known = Waiting(uid, applicant, ticket, offered)
             self._number += 1
             self._put(known)
-        elif known.applicant is not applicant:
+        elif (known.applicant, known.ticket, known.offered) != (applicant, ticket, offered):
             self._take(known)
-            known.applicant, known.ticket = applicant, ticket
+            known.applicant, known.ticket, known.offered = applicant, ticket, offered
             self._put(known)
         return known
 
-    def leave(self, uid: PodUid) -> None:
-        """Let a pod wait no more."""
-        if (known := self._waiting.pop(uid, None)) is not None:
+    def leave(self, uid: PodUid) -> Waiting | None:
+        """Let a pod wait no more; return it if it did."""
+        if (known := self._waiting.get(uid)) is not None:
             self._take(known)
+        return known
 
-    def shun(self, one: Waiting, nodes: frozenset[str]) -> None:
-        """Take note of the nodes on which nothing is to be kept for a pod."""
-        if one.without != nodes:
-            self._take(one)
-            one.without = nodes
-            self._put(one)
+    def before(self, ticket: Ticket | None, is_due: Callable[[Waiting], bool]) -> list[Waiting]:
+        """Return those that come before somebody, of each kind the first that is due.
 
-    def before(self, ticket: Ticket) -> list[Waiting]:
-        """Return whom others have to look after of those that come before somebody: of each kind the first."""
-        until = turn(ticket, self._order, self._end)
-        heads = (_due(ends[self._end], until) for ends in self._kinds.values())
+        Args:
+            ticket: Of whoever asks; None for everybody.
+            is_due: Whether one of them counts.
+        """
+        until = None if ticket is None else turn(ticket, self._order, self._end)
+        heads = (_first(ends[self._end], until, is_due) for ends in self._kinds.values())
         return [one for _, one in sorted((head for head in heads if head is not None), key=_turn)]
+
+    def precedes(self, one: Ticket, other: Ticket) -> bool:
+        """Whether somebody comes before another from whichever end the next one is taken."""
+        return all(turn(one, self._order, end) < turn(other, self._order, end) for end in self._ends)
 
     def advance(self) -> None:
         """Have the next one be taken from the other end, where they take turns."""
-        if self._order is QueueOrder.ALTERNATE:
+        if len(self._ends) > 1:
             self._end = self._end.other
 
     def ticket(self, pod: Pod, applicant: Applicant) -> Ticket:
         """Return what a pod is sorted by; who does not wait yet stands behind all others that are alike."""
         known = self._waiting.get(PodUid(pod.metadata.uid))
-        if known is not None and known.applicant is applicant:
-            return known.ticket
         number = self._number if known is None else known.ticket.number
-        return Ticket(-pod.spec.priority, self._came_s(applicant), self._rung(applicant), number)
+        came_s = self._came_s(applicant) if known is None else known.ticket.came_s
+        return Ticket(-pod.spec.priority, came_s, self._rung(applicant), number)
 
     def _put(self, one: Waiting) -> None:
+        self._waiting[one.uid] = one
+        self._of_job.setdefault(one.job, {})[one.uid] = one
         ends = self._kinds.setdefault(one.kind, {end: [] for end in self._ends})
         for end, entries in ends.items():
             insort(entries, (turn(one.ticket, self._order, end), one), key=_turn)
 
     def _take(self, one: Waiting) -> None:
+        del self._waiting[one.uid]
+        del self._of_job[one.job][one.uid]
+        if not self._of_job[one.job]:
+            del self._of_job[one.job]
         ends = self._kinds[one.kind]
         for end, entries in ends.items():
             del entries[bisect_left(entries, turn(one.ticket, self._order, end), key=_turn)]
@@ -153,11 +160,11 @@ def _turn(entry: _Entry) -> tuple[float, ...]:
     return entry[0]
 
 
-def _due(entries: list[_Entry], until: tuple[float, ...]) -> _Entry | None:
+def _first(entries: list[_Entry], until: tuple[float, ...] | None, is_due: Callable[[Waiting], bool]) -> _Entry | None:
     """Return the first of some that is due, unless it comes later than somebody."""
     for entry in entries:
-        if entry[0] >= until:
+        if until is not None and entry[0] >= until:
             return None
-        if entry[1].is_due:
+        if is_due(entry[1]):
             return entry
     return None

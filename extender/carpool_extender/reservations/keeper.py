@@ -1,0 +1,268 @@
+"""Serves those that wait in their order."""
+
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from carpool_core.clock import Clock
+from carpool_core.kube.pods import Pod
+from carpool_core.values import JobUid, PodUid
+
+from carpool_extender.kube.watches import Watches
+from carpool_extender.kube.workloads import too_many
+from carpool_extender.placement.applicant import Applicant
+from carpool_extender.placement.assessments import Assessments
+from carpool_extender.placement.decide import best_place, place
+from carpool_extender.placement.gangs import Gangs
+from carpool_extender.placement.queueing import Ticket
+from carpool_extender.reservations.kept import Gpu, Kept, KeptGpus
+from carpool_extender.reservations.line import Line, Waiting
+from carpool_extender.reservations.offers import among, packed
+from carpool_extender.state.standing import Standing
+from carpool_extender.telemetry import Telemetry
+
+MOST_KINDS = 16
+"""Demands that are tried before somebody goes ahead of them: each takes a while."""
+MANY = 50
+"""Pods that wait, from which on what is kept for a moment is not told to each of them."""
+MOST_KEPT = 32
+"""GPUs that are kept at a time. Where there is room for so many, it hardly matters who comes first."""
+
+
+class Keeper:
+    """Serves those that wait in their order, which kube-scheduler does not.
+
+    Its queue goes by the time of the last try, so that each refusal puts a pod behind all others of its priority. When
+    something becomes free, it tries them all, in that order. So before somebody gets a place, it is looked who comes
+    before it and would find one, too. For these GPUs are kept until they are asked about, and whoever finds no other
+    is refused for the moment. Nobody is waited for: what fits none of those before it goes to whom it fits.
+
+    A GPU that is kept takes nobody else, though there may be room for two: what a pod gets beside others must not hang
+    on somebody who is not there. It is no matter to who comes before its owner, unless that was told it already.
+
+    A pod may be held up by what the extender does not know, such as a taint, or too little memory of the node. Nothing
+    is kept for it where it was not offered; and where it is not asked about at all, it is passed after a moment.
+
+    Args:
+        line: Those that wait.
+        watches: Tell of pods that are bound or gone.
+        standing: Has GPUs take nobody.
+        assessments: Where places are found.
+        gangs: Whether all workers of a job would find one.
+        clock: The time.
+        sleep: Waits.
+        telemetry: Counts what becomes of GPUs that were kept.
+        remind: Has kube-scheduler try those that wait, because of a node.
+    """
+
+    def __init__(
+        self,
+        line: Line,
+        watches: Watches,
+        standing: Standing,
+        *,
+        assessments: Assessments,
+        gangs: Gangs,
+        clock: Clock,
+        sleep: Callable[[float], Awaitable[Any]],
+        telemetry: Telemetry,
+        remind: Callable[[str], None],
+    ) -> None:
+        self._line, self._watches, self._assessments, self._gangs = line, watches, assessments, gangs
+        self._kept = KeptGpus(
+            line,
+            watches,
+            standing,
+            clock=clock,
+            sleep=sleep,
+            telemetry=telemetry,
+            remind=remind,
+            is_anybody_next=self._is_anybody_next,
+        )
+        self._opened: list[Kept] = []
+        watches.on_pod(self._pod_changed)
+
+    async def run(self) -> None:
+        """Look after what is kept for long, for ever."""
+        await self._kept.run()
+
+    def held_up(self) -> AbstractContextManager[None]:
+        """Let nobody's patience end meanwhile: kube-scheduler waits for an answer, and asks about nobody else."""
+        return self._kept.held_up()
+
+    def asked(self, pod: Pod, applicant: Applicant) -> None:
+        """Open what is kept for a pod, and for those that come after it: it is decided about it until `answered`."""
+        uid = PodUid(pod.metadata.uid)
+        if (known := self._line.get(uid)) is not None:
+            known.is_passed = known.is_served = False
+        ticket = self._line.ticket(pod, applicant) if len(self._kept) else None
+        for kept in self._kept:
+            if kept.job == applicant.demand.job_uid:
+                self._kept.open(kept, set().union(*(gpus for other, gpus in kept.told.items() if other != uid)))
+            elif ticket is not None and not kept.told and self._line.precedes(ticket, kept.ticket):
+                self._kept.open(kept)
+            else:
+                continue
+            self._opened.append(kept)
+
+    def has_begun(self, applicant: Applicant) -> bool:
+        """Whether a pod of a job was told its place: whether all of its workers fit was asked then."""
+        kept = self._kept.of(applicant.demand.job_uid)
+        return kept is not None and bool(kept.told)
+
+    def first(self, pod: Pod, applicant: Applicant) -> bool:
+        """Keep GPUs for those that come before a pod and would find a place; say whether there are such."""
+        job = applicant.demand.job_uid
+        if not len(self._line) or job in self._kept or self._watches.cluster.pods_of(job):
+            return False  # its turn has come already
+        ticket, out, found = self._line.ticket(pod, applicant), set[Hashable](), False
+        while len(self._kept) < MOST_KEPT and self._keep_for_next(ticket, job, out):
+            self._line.advance()
+            found = True
+        return found
+
+    def answered(self, pod: Pod, applicant: Applicant, offered: Sequence[str], nodes: Sequence[str], said: str) -> str:
+        """Take note of what a pod was told.
+
+        Args:
+            pod: That was asked about.
+            applicant: What it demands.
+            offered: The nodes in question.
+            nodes: Where it fits, the best first; none where it was refused.
+            said: Why it was refused.
+
+        Returns:
+            Why it is refused. Where many wait in the words of before, while something is kept: these will be true
+            again in a moment, and each new sentence is a write for every pod that waits.
+        """
+        job = applicant.demand.job_uid
+        opened, self._opened = self._opened, []
+        own = self._kept.of(job)
+        if nodes:
+            if own is None and not self._watches.cluster.pods_of(job):
+                self._line.advance()
+            self._told(pod, applicant, nodes[0], [kept for kept in opened if kept is not own])
+        elif (
+            self._watches.pod(PodUid(pod.metadata.uid)) is not None
+        ):  # otherwise it is gone, or will be asked about once more
+            said = self._refused(self._line.join(pod, applicant, packed(self._watches.cluster.view(), offered)), said)
+        if not nodes and own is not None and not own.told:
+            self._kept.drop(own, "refused")
+        for kept in opened:
+            self._kept.close(kept)
+        return said
+
+    @contextmanager
+    def deciding(self, applicant: Applicant) -> Iterator[None]:
+        """Open what is kept for a job while it is decided what is reserved for one of its pods."""
+        if (kept := self._kept.of(applicant.demand.job_uid)) is None:
+            yield
+            return
+        self._kept.open(kept)
+        try:
+            yield
+        finally:
+            self._kept.close(kept)
+
+    def binding(self, uid: PodUid) -> None:
+        """Take note that a pod is being bound."""
+        if (known := self._line.get(uid)) is not None:
+            known.is_served = True
+
+    def reserved(self, uid: PodUid, job: JobUid) -> None:
+        """Keep no more what was kept for a pod: its reservation counts from now on."""
+        if (kept := self._kept.of(job)) is None:
+            return
+        gpus = kept.told.pop(uid, set())
+        if not kept.told and all(one.is_served for one in self._line.of_job(job)):
+            self._kept.drop(kept, "taken")
+        else:
+            self._kept.release(kept, gpus)
+
+    def unbound(self, uid: PodUid) -> None:
+        """Take note that a pod could not be bound."""
+        if (known := self._line.get(uid)) is not None:
+            known.is_served = False
+
+    def _told(self, pod: Pod, applicant: Applicant, node: str, later: Sequence[Kept]) -> None:
+        """Keep the GPUs that a pod was told until they are reserved; from whom it took some, nothing is kept any more.
+
+        Args:
+            pod: The pod.
+            applicant: What it demands.
+            node: Where it was told to go.
+            later: What is kept for those that come after it.
+        """
+        uid = PodUid(pod.metadata.uid)
+        known = self._line.get(uid)
+        if known is None and not later:
+            return
+        chosen = place(self._assessments.of(applicant), node, tells=False)
+        gpus = set[Gpu]() if isinstance(chosen, str) else {(node, gpu) for gpu in chosen.gpu_uuids}
+        overtaken = [kept for kept in later if kept.gpus & gpus]
+        for kept in overtaken:
+            self._kept.drop(kept, "overtaken")
+        if known is not None or overtaken:
+            self._kept.add(applicant.demand.job_uid, self._line.ticket(pod, applicant), gpus).told[uid] = gpus
+
+    def _refused(self, known: Waiting, said: str) -> str:
+        for kept in self._kept:
+            kept.has_refused = True
+        if not len(self._kept) or len(self._line) < MANY:
+            known.said = said
+        return known.said or said
+
+    def _is_due(self, one: Waiting) -> bool:
+        """Whether others look after it: not if it is served already, or could not have a place if there were one."""
+        if one.is_passed or one.is_served or one.job in self._kept:
+            return False
+        return too_many(one.applicant, one.uid, self._watches.cluster.pods_of(one.job)) is None
+
+    def _keep_for_next(self, ticket: Ticket, job: JobUid, out: set[Hashable]) -> bool:
+        """Keep GPUs for the first before somebody that would find a place, and say whether there was one.
+
+        Args:
+            ticket: Of whoever asks.
+            job: Its job, whose other pods are not in its way.
+            out: Kinds that find none.
+        """
+        for one in self._line.before(ticket, lambda other: other.job != job and self._is_due(other)):
+            if one.kind in out:
+                continue
+            if len(out) == MOST_KINDS:
+                return False
+            if self._keep_for(one):
+                return True
+            out.add(one.kind)
+        return False
+
+    def _keep_for(self, one: Waiting) -> bool:
+        """Keep GPUs for the pods of a job that wait, for as many of them as find some, if all would find a place."""
+        if self._gangs.refusal(one.applicant, one.uid) is not None:
+            return False
+        found = False
+        for mate in [mate for mate in self._line.of_job(one.job) if not (mate.is_passed or mate.is_served)]:
+            assessment = self._assessments.of(mate.applicant)
+            chosen = None
+            if assessment.best.fits.any():
+                chosen = best_place(assessment, among(assessment.verdict.view, mate.offered), tells=False)
+            if chosen is not None:
+                self._kept.add(mate.job, mate.ticket, {(chosen[0], gpu) for gpu in chosen[1].gpu_uuids})
+                found = True
+        return found
+
+    def _is_anybody_next(self) -> bool:
+        """Whether anybody of those that wait would find a place now, as far as a few of them tell."""
+        heads = self._line.before(None, self._is_due)[:MOST_KINDS]
+        return any(self._assessments.of(one.applicant).best.fits.any() for one in heads)
+
+    def _pod_changed(self, old: Pod | None, new: Pod | None) -> None:
+        pod = new or old
+        if pod is None or (new is not None and not new.is_finished and not new.spec.node_name):
+            return
+        gone = self._line.leave(PodUid(pod.metadata.uid))
+        if gone is None or (kept := self._kept.of(gone.job)) is None:
+            return
+        kept.told.pop(gone.uid, None)
+        if not any(True for _ in self._line.of_job(gone.job)):
+            self._kept.drop(kept, "gone")
