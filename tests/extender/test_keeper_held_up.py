@@ -8,7 +8,7 @@ from carpool_extender.placement.queueing import QueueOrder
 from carpool_extender.reservations.kept import LOOK_S
 from carpool_extender.testing import gpu_node, seed_job, seed_node, seed_pod, until
 from extender_world import World, args
-from keeper_world import BOTH, ask, born, busy_both, counts, crowd, end, kept_for_first, start, touched
+from keeper_world import BOTH, ask, born, busy_both, counts, crowd, end, kept_for_first, seed, start, touched
 
 
 @pytest.mark.parametrize("many", [1, 5])
@@ -132,3 +132,37 @@ async def test_nobody_is_passed_while_the_extender_keeps_kube_scheduler_waiting(
         await until(lambda: LOOK_S in world.clock.sleeping)
         assert counts(extender)["passed"] == 0
         assert (await ask(extender, "first"))[0] == ["a"]
+
+
+async def test_no_gpu_is_kept_for_two():
+    """Regression: whoever was asked about opened what was kept for who comes after it, and it was kept for a third."""
+    world = crowd("busy", gpus=2, queue_order=QueueOrder.ARRIVAL)
+    seed(world, "wide", 1, gpus=2)
+    for second, name in enumerate(("between", "after", "last", "other"), start=2):
+        seed(world, name, second)
+    async with world.extender() as extender:
+        for job in ("busy", "other"):
+            await start(world, extender, job)
+        assert (await ask(extender, "wide", gpus=2))[0] == []
+        for job in ("after", "last"):
+            assert (await ask(extender, job))[0] == []
+        await end(world, extender, "busy")
+        assert (await ask(extender, "last"))[0] == [], "kept for who comes before it"
+        await end(world, extender, "other")
+        assert (await ask(extender, "between"))[0] == [], "kept for who wants both"
+        assert (await ask(extender, "after"))[0] == [], "and so no longer for this one"
+        assert (await ask(extender, "wide", gpus=2))[0] == ["a"]
+
+
+async def test_who_has_a_gpu_kept_takes_no_other_that_somebody_before_it_waits_for():
+    world = crowd("busy", "first", "second", "third", nodes=BOTH, candidates=1, queue_order=QueueOrder.ARRIVAL)
+    async with world.extender() as extender:
+        await busy_both(world, extender)
+        assert (await ask(extender, "first", ["a"]))[0] == []
+        for job in ("second", "third"):
+            assert (await ask(extender, job, BOTH))[0] == []
+        await end(world, extender, "other")
+        assert (await ask(extender, "third", BOTH))[0] == [], "b is kept for the second"
+        await end(world, extender, "busy")
+        assert (await ask(extender, "second", BOTH))[0] == ["b"]
+        assert (await ask(extender, "first", ["a"]))[0] == ["a"]

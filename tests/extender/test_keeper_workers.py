@@ -26,6 +26,11 @@ def beside_others(*others, order=QueueOrder.ALTERNATE):
     return world
 
 
+def bind_of(worker, node):
+    uid = "pod-gang-1" if worker else "pod-gang"
+    return BindingArgs(pod_name=f"gang-worker-{worker}-1", pod_namespace="default", pod_uid=uid, node=node)
+
+
 async def refused(world, extender, *others):
     """Have everybody refused, then both nodes free."""
     await busy_both(world, extender)
@@ -46,7 +51,6 @@ async def test_all_workers_of_a_job_have_their_places_kept():
         await start(world, extender, "busy")
         for worker in range(2):
             assert (await ask(extender, "gang", BOTH, worker=worker))[0] == []
-        assert (await ask(extender, "late", BOTH))[0] == ["b"], "there is no room for both workers"
         await end(world, extender, "busy")
         assert (await ask(extender, "late", BOTH))[0] == []
         assert (await ask(extender, "gang", BOTH))[0] != []
@@ -54,9 +58,7 @@ async def test_all_workers_of_a_job_have_their_places_kept():
             for worker in range(2):
                 ((node,), _) = await ask(extender, "gang", BOTH, worker=worker)
                 assert (await ask(extender, "late", BOTH))[0] == []
-                uid = "pod-gang-1" if worker else "pod-gang"
-                bind = BindingArgs(pod_name=f"gang-worker-{worker}-1", pod_namespace="default", pod_uid=uid, node=node)
-                assert (await extender.service.bind(bind)).error == ""
+                assert (await extender.service.bind(bind_of(worker, node))).error == ""
 
 
 async def test_a_job_is_not_overtaken_between_its_workers():
@@ -77,9 +79,8 @@ async def test_a_job_is_told_different_gpus_for_its_workers_and_both_bind():
         nodes = [(await ask(extender, "gang", BOTH, worker=worker))[0][0] for worker in range(2)]
         assert sorted(nodes) == ["a", "b"]
         async with background(world.agent.serve("a")), background(world.agent.serve("b")):
-            for node, uid, worker in zip(nodes, ("pod-gang", "pod-gang-1"), range(2), strict=True):
-                bind = BindingArgs(pod_name=f"gang-worker-{worker}-1", pod_namespace="default", pod_uid=uid, node=node)
-                assert (await extender.service.bind(bind)).error == ""
+            for worker, node in enumerate(nodes):
+                assert (await extender.service.bind(bind_of(worker, node))).error == ""
 
 
 async def test_what_is_kept_for_a_job_is_enough_for_all_of_it():
@@ -122,3 +123,59 @@ async def test_what_was_kept_for_a_worker_that_is_gone_goes_to_others_who_hear_o
         await world.kube.delete(PODS, "gang-worker-1-1", namespace="default")
         await until(lambda: [touched(world, name) for name in BOTH] != before)
         assert (await ask(extender, "late", BOTH))[0] != []
+
+
+async def test_nothing_is_kept_for_workers_that_find_no_room_where_they_may_go():
+    """Regression: one of two found a GPU, both were refused when they came, and so on for as long as they waited."""
+    world = crowd("busy", nodes=BOTH)
+    gang_in(world)
+    seed(world, "late", 5)
+    async with world.extender() as extender:
+        await busy_both(world, extender)
+        for worker in range(2):
+            assert (await ask(extender, "gang", ["b"], worker=worker))[0] == []
+        assert (await ask(extender, "late", ["b"]))[0] == []
+        for job in ("busy", "other"):
+            await end(world, extender, job)
+        assert (await ask(extender, "late", ["b"]))[0] == ["b"]
+
+
+async def test_the_second_worker_may_bind_before_the_first():
+    """Regression: it took what the first had been told, and what it had been told itself went to others."""
+    world = crowd("busy", gpus=2, candidates=1, queue_order=QueueOrder.ARRIVAL)
+    gang_in(world)
+    for second, name in enumerate(("late", "other"), start=5):
+        seed(world, name, second)
+    async with world.extender() as extender:
+        for job in ("busy", "other"):
+            await start(world, extender, job)
+        for worker in range(2):
+            assert (await ask(extender, "gang", worker=worker))[0] == []
+        assert (await ask(extender, "late"))[0] == []
+        for job in ("busy", "other"):
+            await end(world, extender, job)
+        assert (await ask(extender, "late"))[0] == []
+        for worker in range(2):
+            assert (await ask(extender, "gang", worker=worker))[0] == ["a"]
+        async with background(world.agent.serve("a")):
+            assert (await extender.service.bind(bind_of(1, "a"))).error == ""
+            assert (await ask(extender, "late"))[0] == []
+            assert (await extender.service.bind(bind_of(0, "a"))).error == ""
+
+
+async def test_the_second_worker_is_asked_about_while_the_first_is_being_written():
+    world = beside_others(("late", None), order=QueueOrder.ARRIVAL)
+    async with world.extender() as extender:
+        await refused(world, extender, "late")
+        assert (await ask(extender, "late", BOTH))[0] == []
+        ((node,), _) = await ask(extender, "gang", BOTH)
+        told = []
+        async with background(world.agent.serve("a")), background(world.agent.serve("b")):
+            binding = asyncio.create_task(extender.service.bind(args("gang", node)))
+            while not binding.done():
+                told.append((await ask(extender, "gang", BOTH, worker=1))[0])
+                assert (await ask(extender, "late", BOTH))[0] == []
+                await asyncio.sleep(0)
+            assert (await binding).error == ""
+        assert len(told) > 1
+        assert all(told)

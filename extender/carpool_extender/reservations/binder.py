@@ -114,14 +114,16 @@ class Binder:
             self._open[uid] = running
             self._inflow.enter()
             self._keeper.binding(uid)
-            running.task.add_done_callback(lambda _: self._ended(uid))
+            running.task.add_done_callback(lambda task: self._ended(uid, task))
         elif running.node != args.node:
             return f"{named(args)} is being bound to node {running.node} at present, not to {args.node}; try again"
         return await asyncio.shield(running.task)
 
-    def _ended(self, uid: PodUid) -> None:
+    def _ended(self, uid: PodUid, task: asyncio.Task[str]) -> None:
         self._open.pop(uid, None)
         self._inflow.leave()
+        if task.cancelled() or task.exception() is not None or task.result():
+            self._keeper.unbound(uid)
 
     async def _told(self, args: BindingArgs) -> str:
         """Bind, and turn every expected failure into its sentence."""
@@ -136,7 +138,6 @@ class Binder:
             log.info("bound")
             return ""
         log.warning("not bound", error=told)
-        self._keeper.unbound(PodUid(args.pod_uid))
         return told
 
     async def _bind(self, args: BindingArgs) -> None:
@@ -220,7 +221,7 @@ class Binder:
 
     def _assume(self, node: str, wanted: Reservation) -> None:
         self._watches.cluster.assume(node, wanted)
-        self._keeper.reserved(wanted.pod_uid, wanted.job_uid)
+        self._keeper.reserved(wanted.pod_uid, wanted.job_uid, {(node, gpu) for gpu in wanted.gpu_uuids})
 
     def _wanted(self, applicant: Applicant, args: BindingArgs, node: GpuNode) -> Reservation:
         """Decide on a reservation as things are now. Raises Refusal."""
@@ -228,8 +229,8 @@ class Binder:
         crowd = self._watches.cluster.pods_of(applicant.demand.job_uid)
         if (crowded := too_many(applicant, uid, crowd)) is not None:
             raise Refusal(crowded)
-        with self._keeper.deciding(applicant):
-            if (waits := self._gangs.refusal(applicant, uid)) is not None:
+        with self._keeper.deciding(uid, applicant):
+            if not self._keeper.has_begun(applicant) and (waits := self._gangs.refusal(applicant, uid)) is not None:
                 raise Refusal(waits)
             chosen = place(self._assessments.of(applicant), args.node)
         if isinstance(chosen, str):

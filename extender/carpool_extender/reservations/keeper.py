@@ -17,7 +17,7 @@ from carpool_extender.placement.gangs import Gangs
 from carpool_extender.placement.queueing import Ticket
 from carpool_extender.reservations.kept import Gpu, Kept, KeptGpus
 from carpool_extender.reservations.line import Line, Waiting
-from carpool_extender.reservations.offers import among, packed
+from carpool_extender.reservations.offers import among, names, packed
 from carpool_extender.state.standing import Standing
 from carpool_extender.telemetry import Telemetry
 
@@ -98,8 +98,9 @@ class Keeper:
         ticket = self._line.ticket(pod, applicant) if len(self._kept) else None
         for kept in self._kept:
             if kept.job == applicant.demand.job_uid:
-                self._kept.open(kept, set().union(*(gpus for other, gpus in kept.told.items() if other != uid)))
-            elif ticket is not None and not kept.told and self._line.precedes(ticket, kept.ticket):
+                kept.retract(uid)
+                self._kept.open(kept, kept.told_others(uid))
+            elif ticket is not None and not kept.has_begun and self._line.precedes(ticket, kept.ticket):
                 self._kept.open(kept)
             else:
                 continue
@@ -108,17 +109,30 @@ class Keeper:
     def has_begun(self, applicant: Applicant) -> bool:
         """Whether a pod of a job was told its place: whether all of its workers fit was asked then."""
         kept = self._kept.of(applicant.demand.job_uid)
-        return kept is not None and bool(kept.told)
+        return kept is not None and kept.has_begun
 
-    def first(self, pod: Pod, applicant: Applicant) -> bool:
-        """Keep GPUs for those that come before a pod and would find a place; say whether there are such."""
+    def first(self, pod: Pod, applicant: Applicant, node: str) -> bool:
+        """Keep GPUs for those that come before a pod and would find a place; say whether there are such.
+
+        Args:
+            pod: That fits.
+            applicant: What it demands.
+            node: Where it would go.
+        """
         job = applicant.demand.job_uid
-        if not len(self._line) or job in self._kept or self._watches.cluster.pods_of(job):
+        if not len(self._line) or self.has_begun(applicant) or self._watches.cluster.pods_of(job):
             return False  # its turn has come already
+        own = self._kept.of(job)
+        if own is not None and self._gpus(applicant, node) <= own.gpus:
+            return False  # so it has, for these
+        if own is not None:
+            self._kept.close(own)
         ticket, out, found = self._line.ticket(pod, applicant), set[Hashable](), False
         while len(self._kept) < MOST_KEPT and self._keep_for_next(ticket, job, out):
             self._line.advance()
             found = True
+        if own is not None:
+            self._kept.open(own)
         return found
 
     def answered(self, pod: Pod, applicant: Applicant, offered: Sequence[str], nodes: Sequence[str], said: str) -> str:
@@ -141,24 +155,26 @@ class Keeper:
         if nodes:
             if own is None and not self._watches.cluster.pods_of(job):
                 self._line.advance()
-            self._told(pod, applicant, nodes[0], [kept for kept in opened if kept is not own])
+            self._told(pod, applicant, nodes[0])
         elif (
             self._watches.pod(PodUid(pod.metadata.uid)) is not None
         ):  # otherwise it is gone, or will be asked about once more
-            said = self._refused(self._line.join(pod, applicant, packed(self._watches.cluster.view(), offered)), said)
-        if not nodes and own is not None and not own.told:
+            known = self._line.join(pod, applicant, packed(self._watches.cluster.view(), offered))
+            known.is_passed = own is not None  # something is against it that is not known here
+            said = self._refused(known, said)
+        if not nodes and own is not None and not own.has_begun:
             self._kept.drop(own, "refused")
         for kept in opened:
             self._kept.close(kept)
         return said
 
     @contextmanager
-    def deciding(self, applicant: Applicant) -> Iterator[None]:
-        """Open what is kept for a job while it is decided what is reserved for one of its pods."""
+    def deciding(self, uid: PodUid, applicant: Applicant) -> Iterator[None]:
+        """Open what is kept for a pod while it is decided what is reserved for it."""
         if (kept := self._kept.of(applicant.demand.job_uid)) is None:
             yield
             return
-        self._kept.open(kept)
+        self._kept.open(kept, kept.told_others(uid))
         try:
             yield
         finally:
@@ -169,11 +185,12 @@ class Keeper:
         if (known := self._line.get(uid)) is not None:
             known.is_served = True
 
-    def reserved(self, uid: PodUid, job: JobUid) -> None:
-        """Keep no more what was kept for a pod: its reservation counts from now on."""
+    def reserved(self, uid: PodUid, job: JobUid, gpus: set[Gpu]) -> None:
+        """Keep the GPUs of a pod no more: its reservation counts from now on."""
         if (kept := self._kept.of(job)) is None:
             return
-        gpus = kept.told.pop(uid, set())
+        kept.told.pop(uid, None)
+        kept.has_reserved = True
         if not kept.told and all(one.is_served for one in self._line.of_job(job)):
             self._kept.drop(kept, "taken")
         else:
@@ -184,26 +201,19 @@ class Keeper:
         if (known := self._line.get(uid)) is not None:
             known.is_served = False
 
-    def _told(self, pod: Pod, applicant: Applicant, node: str, later: Sequence[Kept]) -> None:
-        """Keep the GPUs that a pod was told until they are reserved; from whom it took some, nothing is kept any more.
-
-        Args:
-            pod: The pod.
-            applicant: What it demands.
-            node: Where it was told to go.
-            later: What is kept for those that come after it.
-        """
-        uid = PodUid(pod.metadata.uid)
-        known = self._line.get(uid)
-        if known is None and not later:
+    def _told(self, pod: Pod, applicant: Applicant, node: str) -> None:
+        """Keep the GPUs that a pod was told until they are reserved, if anybody waits who might take them."""
+        if not len(self._line):
             return
+        gpus, job = self._gpus(applicant, node), applicant.demand.job_uid
+        kept = self._kept.add(job, self._line.ticket(pod, applicant), gpus)
+        kept.told[PodUid(pod.metadata.uid)] = gpus
+        kept.has_begun = True
+
+    def _gpus(self, applicant: Applicant, node: str) -> set[Gpu]:
+        """Return which GPUs of a node somebody would have."""
         chosen = place(self._assessments.of(applicant), node, tells=False)
-        gpus = set[Gpu]() if isinstance(chosen, str) else {(node, gpu) for gpu in chosen.gpu_uuids}
-        overtaken = [kept for kept in later if kept.gpus & gpus]
-        for kept in overtaken:
-            self._kept.drop(kept, "overtaken")
-        if known is not None or overtaken:
-            self._kept.add(applicant.demand.job_uid, self._line.ticket(pod, applicant), gpus).told[uid] = gpus
+        return set() if isinstance(chosen, str) else {(node, gpu) for gpu in chosen.gpu_uuids}
 
     def _refused(self, known: Waiting, said: str) -> str:
         for kept in self._kept:
@@ -237,10 +247,10 @@ class Keeper:
         return False
 
     def _keep_for(self, one: Waiting) -> bool:
-        """Keep GPUs for the pods of a job that wait, for as many of them as find some, if all would find a place."""
-        if self._gangs.refusal(one.applicant, one.uid) is not None:
+        """Keep GPUs for the pods of a job that wait, if all would find a place, and each of them GPUs of its own."""
+        view = self._watches.cluster.view()
+        if self._gangs.refusal(one.applicant, one.uid, names(view, one.offered)) is not None:
             return False
-        found = False
         for mate in [mate for mate in self._line.of_job(one.job) if not (mate.is_passed or mate.is_served)]:
             assessment = self._assessments.of(mate.applicant)
             chosen = None
@@ -248,8 +258,11 @@ class Keeper:
                 chosen = best_place(assessment, among(assessment.verdict.view, mate.offered), tells=False)
             if chosen is not None:
                 self._kept.add(mate.job, mate.ticket, {(chosen[0], gpu) for gpu in chosen[1].gpu_uuids})
-                found = True
-        return found
+            elif not self._watches.cluster.pods_of(one.job):
+                if (kept := self._kept.of(one.job)) is not None:
+                    self._kept.drop(kept, "refused")
+                return False
+        return one.job in self._kept
 
     def _is_anybody_next(self) -> bool:
         """Whether anybody of those that wait would find a place now, as far as a few of them tell."""

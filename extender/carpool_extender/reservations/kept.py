@@ -39,9 +39,22 @@ class Kept:
     gpus: set[Gpu] = field(default_factory=set)
     told: dict[PodUid, set[Gpu]] = field(default_factory=dict)
     """Those of pods that were told a place already, which no other of the job is told."""
+    has_begun: bool = False
+    """Whether any was told one: that all workers of the job fit was asked then."""
+    has_reserved: bool = False
+    """Whether any has a reservation, written or about to be."""
     is_reminded: bool = False
     has_refused: bool = False
     """Whether anybody was refused meanwhile, who has to hear of it when they are kept no longer."""
+
+    def retract(self, uid: PodUid) -> None:
+        """Forget what a pod was told: it is asked about once more."""
+        if self.told.pop(uid, None) is not None and not self.told:
+            self.has_begun = self.has_reserved
+
+    def told_others(self, uid: PodUid) -> set[Gpu]:
+        """Return what other pods of the job were told."""
+        return set().union(*(gpus for other, gpus in self.told.items() if other != uid))
 
     @property
     def nodes(self) -> set[str]:
@@ -114,8 +127,12 @@ class KeptGpus:
             self._held_up -= 1
 
     def add(self, job: JobUid, ticket: Ticket, gpus: set[Gpu]) -> Kept:
-        """Keep GPUs for a job, whose pods are sorted by some ticket."""
+        """Keep GPUs for a job, whose pods are sorted by some ticket; nothing more for those to whom some were open."""
         kept = self._kept.setdefault(job, Kept(job, ticket, self._clock.monotonic()))
+        for other in self:
+            if other is not kept and other.gpus & gpus:
+                kept.has_refused |= other.has_refused
+                self.drop(other, "overtaken")
         kept.gpus |= gpus
         self._standing.keep(gpus)
         self._stirred.set()
@@ -140,7 +157,8 @@ class KeptGpus:
         del self._kept[kept.job]
         self._standing.keep_no_more(kept.gpus)
         self._telemetry.no_more_kept(outcome)
-        if kept.has_refused and (outcome != "taken" or self._is_anybody_next()):
+        is_free = outcome != "overtaken" and (outcome != "taken" or self._is_anybody_next())
+        if kept.has_refused and is_free:
             self._remind_of(kept)
 
     def _look(self) -> None:

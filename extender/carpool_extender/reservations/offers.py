@@ -17,6 +17,14 @@ def packed(view: View, offered: Sequence[str]) -> bytes:
     return EVERYWHERE if int(found.sum()) == len(view.node_ids) else np.packbits(found).tobytes()
 
 
+def names(view: View, offered: bytes) -> list[str] | None:
+    """Return the names of the nodes that were offered; None where these are all."""
+    if offered == EVERYWHERE:
+        return None
+    among_nodes = _unpacked(view, offered)
+    return [name for name, number in view.node_ids.items() if among_nodes[number]]
+
+
 def among(view: View, offered: bytes) -> Bools | None:
     """Return which GPUs are on nodes that were offered, shape (gpus,); None where all are.
 
@@ -24,8 +32,12 @@ def among(view: View, offered: bytes) -> Bools | None:
     """
     if offered == EVERYWHERE:
         return None
-    nodes = np.zeros(len(view.node_names), np.bool_)
-    known = np.unpackbits(np.frombuffer(offered, np.uint8), count=None).astype(np.bool_)[: len(nodes)]
-    nodes[: len(known)] = known
-    found: Bools = nodes[view.columns.node]
+    found: Bools = _unpacked(view, offered)[view.columns.node]
     return found
+
+
+def _unpacked(view: View, offered: bytes) -> Bools:
+    nodes = np.zeros(len(view.node_names), np.bool_)
+    known = np.unpackbits(np.frombuffer(offered, np.uint8)).astype(np.bool_)[: len(nodes)]
+    nodes[: len(known)] = known
+    return nodes

@@ -84,7 +84,7 @@ class Service:
         """Find room for a pod, unless that goes to others before it."""
         self._keeper.asked(pod, applicant)
         answer = self._found(applicant, pod, names)
-        if answer.node_names and self._keeper.first(pod, applicant):
+        if answer.node_names and self._keeper.first(pod, applicant, answer.node_names[0]):
             answer = self._found(applicant, pod, names)  # in what is left
         refused = answer.failed_nodes or answer.failed_and_unresolvable_nodes or {}
         why = self._keeper.answered(pod, applicant, names, answer.node_names or [], next(iter(refused.values()), ""))

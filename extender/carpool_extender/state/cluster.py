@@ -125,7 +125,7 @@ class Cluster:
         found: dict[int, Hindrance] = {}
         resting: dict[tuple[str, GpuUuid], Hindrance] = {}
         if self._standing is not None:
-            resting = self._standing.resting()
+            resting = self._standing.left_alone()
             # What speaks against single GPUs comes over it: an agent that reports again makes nothing of that good.
             self._hinder(found, self._standing.silent())
         found |= self._claims.hindered()

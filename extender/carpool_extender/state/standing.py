@@ -102,13 +102,17 @@ class Standing:
         return found
 
     def resting(self) -> dict[tuple[str, GpuUuid], Hindrance]:
-        """GPUs that are left alone, by node and UUID."""
+        """GPUs that are left alone because they could not be prepared, by node and UUID."""
         now = self._clock.monotonic()
-        return dict.fromkeys(self._kept, KEPT_FOR_OTHERS) | {
+        return {
             key: Hindrance(RESTING, f"could not be prepared, is tried again at {self._time(rest.until_s - now)}")
             for key, rest in self._rests.items()
             if now < rest.until_s
         }
+
+    def left_alone(self) -> dict[tuple[str, GpuUuid], Hindrance]:
+        """GPUs that are left alone for whatever reason, by node and UUID."""
+        return dict.fromkeys(self._kept, KEPT_FOR_OTHERS) | self.resting()
 
     def _time(self, in_s: float) -> str:
         moment: datetime = self._clock.now() + timedelta(seconds=in_s)
