@@ -21,7 +21,7 @@ from carpool_extender.reservations.offers import among, names, packed
 from carpool_extender.state.standing import Standing
 from carpool_extender.telemetry import Telemetry
 
-MOST_KINDS = 16
+MOST_KINDS = 8
 """Demands that are tried before somebody goes ahead of them: each takes a while."""
 MANY = 50
 """Pods that wait, from which on what is kept for a moment is not told to each of them."""
@@ -155,7 +155,7 @@ class Keeper:
         if nodes:
             if own is None and not self._watches.cluster.pods_of(job):
                 self._line.advance()
-            self._told(pod, applicant, nodes[0])
+            self._told(pod, applicant, nodes[0], [kept for kept in opened if kept is not own])
         elif (
             self._watches.pod(PodUid(pod.metadata.uid)) is not None
         ):  # otherwise it is gone, or will be asked about once more
@@ -201,14 +201,25 @@ class Keeper:
         if (known := self._line.get(uid)) is not None:
             known.is_served = False
 
-    def _told(self, pod: Pod, applicant: Applicant, node: str) -> None:
-        """Keep the GPUs that a pod was told until they are reserved, if anybody waits who might take them."""
-        if not len(self._line):
+    def _told(self, pod: Pod, applicant: Applicant, node: str, later: Sequence[Kept]) -> None:
+        """Keep the GPUs that a pod was told until they are reserved, if it waited for them, or took them from others.
+
+        Most did neither. Should another reserve these first, such a pod is served again as quickly.
+
+        Args:
+            pod: The pod.
+            applicant: What it demands.
+            node: Where it was told to go.
+            later: What is kept for those that come after it.
+        """
+        uid, job = PodUid(pod.metadata.uid), applicant.demand.job_uid
+        if self._line.get(uid) is None and not later:
             return
-        gpus, job = self._gpus(applicant, node), applicant.demand.job_uid
-        kept = self._kept.add(job, self._line.ticket(pod, applicant), gpus)
-        kept.told[PodUid(pod.metadata.uid)] = gpus
-        kept.has_begun = True
+        gpus = self._gpus(applicant, node)
+        if self._line.get(uid) is not None or any(kept.gpus & gpus for kept in later):
+            kept = self._kept.add(job, self._line.ticket(pod, applicant), gpus)
+            kept.told[uid] = gpus
+            kept.has_begun = True
 
     def _gpus(self, applicant: Applicant, node: str) -> set[Gpu]:
         """Return which GPUs of a node somebody would have."""
