@@ -149,16 +149,14 @@ class Keeper:
             Why it is refused. Where many wait in the words of before, while something is kept: these will be true
             again in a moment, and each new sentence is a write for every pod that waits.
         """
-        job = applicant.demand.job_uid
+        job, is_there = applicant.demand.job_uid, self._watches.pod(PodUid(pod.metadata.uid)) is not None
         opened, self._opened = self._opened, []
         own = self._kept.of(job)
         if nodes:
             if own is None and not self._watches.cluster.pods_of(job):
                 self._line.advance()
             self._told(pod, applicant, nodes[0], [kept for kept in opened if kept is not own])
-        elif (
-            self._watches.pod(PodUid(pod.metadata.uid)) is not None
-        ):  # otherwise it is gone, or will be asked about once more
+        elif is_there:  # otherwise it is gone, or will be asked about once more
             known = self._line.join(pod, applicant, packed(self._watches.cluster.view(), offered))
             known.is_passed = own is not None  # something is against it that is not known here
             said = self._refused(known, said)
