@@ -112,8 +112,8 @@ def _behind(size: Size) -> list[str]:
     p50, p99 = (1000 * percentile([one.total_s for one in size.behind], share) for share in (0.5, 0.99))
     spent = 1000 * sum(one.processor_s for one in size.behind) / len(size.behind)
     return [
-        f"While {WAITING:,} pods of {WAITING_KINDS} demands wait that fit nowhere and come before whoever asks, so that",
-        "it is looked whether they would fit, too: "
+        f"While {WAITING:,} pods of {WAITING_KINDS} demands wait that fit nowhere and come before whoever asks, so",
+        "that it is looked whether they would fit, too: "
         f"p50 {p50:.1f} ms, p99 {p99:.1f} ms, {spent:.1f} ms of processor each",
         f"({len(size.behind)} decisions at {size.nodes:,} nodes).",
         "",
