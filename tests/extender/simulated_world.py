@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from carpool_core.resources.node import Device
 from carpool_core.values import GpuUuid, SharingMode
-from carpool_extender.simulation import overlap
-from carpool_extender.simulation.foretold import exactly
-from carpool_extender.simulation.strategy import Knowledge, Strategy
-from carpool_extender.simulation.workload import SimJob, Truth, Workload
+from carpool_extender.simulation.engine.foretold import exactly
+from carpool_extender.simulation.engine.strategy import Knowledge, Strategy
+from carpool_extender.simulation.truth import overlap
+from carpool_extender.simulation.truth.workload import SimJob, Truth, Workload
 
 A100 = "NVIDIA A100-SXM4-40GB"
 

@@ -13,12 +13,14 @@ from rich.console import Console
 
 from carpool_extender.placement.policies import UnknownPolicyError
 from carpool_extender.settings import ConditionSettings
-from carpool_extender.simulation import document, philly, trials
+from carpool_extender.simulation import trials
 from carpool_extender.simulation.contest import EXPERIMENTS, PUBLISHED, SMALL, Experiment
-from carpool_extender.simulation.fragmentation import in_pieces
 from carpool_extender.simulation.provenance import provenance
+from carpool_extender.simulation.reports import document
 from carpool_extender.simulation.trials import SEEDS, WHOLE_SEEDS, Runs, Trial
-from carpool_extender.simulation.workload import WorkloadError
+from carpool_extender.simulation.truth.fragmentation import in_pieces
+from carpool_extender.simulation.truth.workload import WorkloadError
+from carpool_extender.simulation.workloads import philly
 
 
 class NothingPlacedError(click.ClickException):

@@ -12,13 +12,13 @@ from carpool_extender.placement.checks import NO_CONDITIONS
 from carpool_extender.placement.conditions import Conditions, Quantile
 from carpool_extender.placement.policies import POLICIES, UnknownPolicyError, find_policy
 from carpool_extender.placement.queueing import QueueOrder
-from carpool_extender.simulation import alibaba, hotcloud, philly, radrm
-from carpool_extender.simulation.engine import Simulation
-from carpool_extender.simulation.failures import with_failures
-from carpool_extender.simulation.pairs import MeasuredPairs
-from carpool_extender.simulation.state import Finished, Outcome
-from carpool_extender.simulation.strategy import Knowledge, Piece, Strategy
-from carpool_extender.simulation.workload import Workload
+from carpool_extender.simulation.engine.loop import Simulation
+from carpool_extender.simulation.engine.state import Finished, Outcome
+from carpool_extender.simulation.engine.strategy import Knowledge, Piece, Strategy
+from carpool_extender.simulation.truth.failures import with_failures
+from carpool_extender.simulation.truth.pairs import MeasuredPairs
+from carpool_extender.simulation.truth.workload import Workload
+from carpool_extender.simulation.workloads import alibaba, hotcloud, philly, radrm
 
 ALL, PUBLISHED = "all", "published"
 """In place of names of policies: the whole table, and the strategies that the experiment was published with."""

@@ -10,7 +10,7 @@ from rich.console import Console
 from carpool_extender.placement.checks import NO_CONDITIONS
 from carpool_extender.placement.conditions import Conditions
 from carpool_extender.placement.refusal import counted
-from carpool_extender.simulation import ordering, otherwise, pictures, progress, report, results
+from carpool_extender.simulation import progress
 from carpool_extender.simulation.contest import (
     PUBLISHED,
     Experiment,
@@ -25,9 +25,10 @@ from carpool_extender.simulation.contest import (
     varied,
     wrong,
 )
+from carpool_extender.simulation.engine.strategy import Strategy
 from carpool_extender.simulation.provenance import Provenance
-from carpool_extender.simulation.strategy import Strategy
-from carpool_extender.simulation.workload import Workload, WorkloadError
+from carpool_extender.simulation.reports import ordering, otherwise, pictures, results, tables
+from carpool_extender.simulation.truth.workload import Workload, WorkloadError
 
 SEEDS = 10
 WHOLE_SEEDS = 1
@@ -143,7 +144,7 @@ def run(what: Ready, warn: Callable[[str], None]) -> list[str]:
         runs.console.print(note)
     lines = trial.run(trial.strategies)
     results.write(runs.out, trial.name, workload, lines, runs.made)
-    parts = report.section(workload.title, workload.assumptions, lines, workload.shown)
+    parts = tables.section(workload.title, workload.assumptions, lines, workload.shown)
     if trial.tries_more:
         parts += _besides(trial, workload, lines[0])
         parts += _otherwise(trial, workload, cases)
@@ -167,15 +168,15 @@ def _besides(trial: Trial, workload: Workload, first: Line) -> list[str]:
     experiment, mode = trial.experiment, trial.experiment.mode
     parts: list[str] = []
     for suffix, told, strategies in (
-        (results.WRONG, report.WRONG, wrong(mode)),
-        (results.POLICED, report.POLICED, policed(experiment)),
+        (results.WRONG, tables.WRONG, wrong(mode)),
+        (results.POLICED, tables.POLICED, policed(experiment)),
         (results.ORDER, ordering.MEANS, ordering.hanging(experiment)),
-        (results.ATTRIBUTED, report.ATTRIBUTED, attributed(mode)),
-        (results.VARIED, report.VARIED, varied(mode)),
+        (results.ATTRIBUTED, tables.ATTRIBUTED, attributed(mode)),
+        (results.VARIED, tables.VARIED, varied(mode)),
     ):
         lines = trial.run(strategies, suffix)
         results.write(trial.runs.out, trial.name + suffix, workload, lines, trial.runs.made)
-        parts += [told, "", *report.markdown([first, *lines]), ""]
+        parts += [told, "", *tables.markdown([first, *lines]), ""]
     return parts
 
 
@@ -195,7 +196,7 @@ def _failing(trial: Trial) -> list[str]:
     lines = trial.run(list(broken.published), results.FAILING, broken)
     name, drawn = trial.name + results.FAILING, broken.draw(trial.runs.data, 0)
     results.write(trial.runs.out, name, drawn, lines, trial.runs.made)
-    return ["When GPUs fail:", "", *report.markdown(lines), ""]
+    return ["When GPUs fail:", "", *tables.markdown(lines), ""]
 
 
 def _draw(trial: Trial, jobs: int, lines: list[Line], warn: Callable[[str], None]) -> None:

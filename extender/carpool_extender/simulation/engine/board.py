@@ -1,0 +1,139 @@
+"""The cluster of a simulation: GpuNodes as their agents would report them, the ledger, and the extender's decisions."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+
+import msgspec
+import numpy as np
+from carpool_core.clock import rfc3339
+from carpool_core.resources.meta import ObjectMeta
+from carpool_core.resources.node import Device, GpuNode, GpuNodeSpec, GpuNodeStatus, Reservation, Tenant
+from carpool_core.values import DeviceHealth, GpuUuid, PodUid
+
+from carpool_extender.placement.applicant import Applicant
+from carpool_extender.placement.assessments import Assessments
+from carpool_extender.placement.decide import Place, best_place, reservation
+from carpool_extender.placement.rules import Rules
+from carpool_extender.simulation.engine.alike import Alike
+from carpool_extender.simulation.truth.workload import WorkloadError
+from carpool_extender.state import ledger
+from carpool_extender.state.cluster import Cluster
+from carpool_extender.state.settling import Still, peaks_of, settle
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+REMEMBERED = 256
+"""Demands whose assessments are kept; there are few different ones, and clusters are smaller than real ones."""
+
+
+class Board:
+    """What the scheduler sees, and what it decides.
+
+    Args:
+        nodes: Devices of each node.
+        rules: The site's.
+    """
+
+    def __init__(self, nodes: Mapping[str, Sequence[Device]], rules: Rules) -> None:
+        self._rules = rules
+        self._cluster = Cluster(rules.slots)
+        self._devices = {name: list(devices) for name, devices in nodes.items()}
+        self._capacity = {name: self._capacity_of(name) for name in nodes}
+        self._metas = {name: ObjectMeta(name=name, uid=name) for name in nodes}
+        self._specs = {name: GpuNodeSpec() for name in nodes}
+        self._tenants: dict[str, list[Tenant]] = {name: [] for name in nodes}
+        self._assessments = Assessments(self._cluster, rules, REMEMBERED, Alike(self._cluster))
+        for name in nodes:
+            self._show(name, START)
+        columns = self._cluster.view().columns
+        self._rows = {uuid: row for row, uuid in enumerate(columns.uuid) if columns.alive[row]}
+
+    def best(self, applicant: Applicant, shut: Iterable[GpuUuid] = ()) -> tuple[str, Place] | None:
+        """Decide where a worker goes, as kube-scheduler would after filter and prioritize; None where nothing fits.
+
+        Args:
+            applicant: Who asks.
+            shut: GPUs that it may not have now.
+        """
+        assessment, among = self._assessments.of(applicant), None
+        if shut := list(shut):
+            among = np.ones(len(assessment.verdict.view.columns.alive), np.bool_)
+            among[[self._rows[uuid] for uuid in shut]] = False
+        return best_place(assessment, among, tells=False)
+
+    def reserve(self, node: str, chosen: Place, applicant: Applicant, uid: PodUid, now_s: float) -> None:
+        """Write a place into the ledger, which refuses what would break a promise."""
+        now = moment(now_s)
+        wanted = reservation(chosen, applicant, uid, str(uid), now=now, deadline=now)
+        spec = ledger.reserve(self._specs[node], wanted, self._capacity[node])
+        if isinstance(spec, ledger.Rejected):
+            raise AssertionError(f"the ledger refused what was decided on {node}: {spec.reason}")
+        self._specs[node] = spec
+        self._show(node, now)
+
+    def release(self, node: str, uid: PodUid, now_s: float, *, is_shown: bool = True) -> None:
+        """Give a pod's reservation back; decisions see it only where it is shown, or with the next report."""
+        self._specs[node] = ledger.release(self._specs[node], uid)
+        self._tenants[node] = [tenant for tenant in self._tenants[node] if tenant.pod_uid != uid]
+        if is_shown:
+            self._show(node, moment(now_s))
+
+    def report(self, node: str, tenants: list[Tenant], held: Mapping[PodUid, Reservation], now_s: float) -> None:
+        """Take what the node's agent measures, and what a monitor without promises writes into reservations."""
+        if held:
+            changed = [held.get(r.pod_uid, r) for r in self._specs[node].reservations]
+            self._specs[node] = msgspec.structs.replace(self._specs[node], reservations=changed)
+        self._tenants[node] = tenants
+        self._show(node, moment(now_s))
+
+    def settle(self, node: str, uid: PodUid, by: float, now_s: float) -> bool:
+        """Let a pod count with so many times what it is measured to take; say whether that changes anything."""
+        measured = {(tenant.pod_uid, tenant.gpu_uuid): tenant for tenant in self._tenants[node]}
+        held = ledger.held(self._specs[node], uid)
+        peaks = None if held is None else peaks_of(held, measured)
+        if peaks is None:
+            return False
+        spec = settle(self._specs[node], measured, {uid: Still(peaks, by)})
+        if spec is self._specs[node]:
+            return False
+        self._specs[node] = spec
+        self._show(node, moment(now_s))
+        return True
+
+    def reservations(self, node: str) -> list[Reservation]:
+        """Return what is reserved on a node."""
+        return self._specs[node].reservations
+
+    def set_health(self, gpu: GpuUuid, node: str, health: DeviceHealth, now_s: float) -> None:
+        """Let a GPU fail, or recover."""
+        self._devices[node] = [
+            msgspec.structs.replace(device, health=health) if device.uuid == gpu else device
+            for device in self._devices[node]
+        ]
+        self._capacity[node] = self._capacity_of(node)
+        self._show(node, moment(now_s))
+
+    def _capacity_of(self, node: str) -> ledger.Capacity:
+        return ledger.Capacity({device.uuid: device for device in self._devices[node]}, self._rules.slots)
+
+    def _show(self, name: str, now: datetime) -> None:
+        heartbeat = rfc3339(now) if self._tenants[name] else None
+        status = GpuNodeStatus(devices=self._devices[name], tenants=self._tenants[name], heartbeat_time=heartbeat)
+        self._cluster.apply(GpuNode(metadata=self._metas[name], spec=self._specs[name], status=status))
+
+
+def moment(now_s: float) -> datetime:
+    """Return what the calendar of a simulation says, which resources are written with.
+
+    Args:
+        now_s: Seconds since its start.
+
+    Raises:
+        WorkloadError: The calendar has ended.
+    """
+    try:
+        return START + timedelta(seconds=now_s)
+    except OverflowError as error:
+        raise WorkloadError(
+            f"expected a simulation to end before the year 10000, found jobs that run or come {now_s:.3g} s after its "
+            "start; use shorter durations, more GPUs, or times that lie closer together"
+        ) from error

@@ -1,0 +1,66 @@
+"""A board that knows true slowdowns: it says how much of the distance to an oracle the slowdown model is to blame for.
+
+Memory, modes and places are decided as ever; only whose limit is kept, and where the least is lost, follows from what
+would truly happen instead of what is predicted.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from carpool_core.values import GpuUuid
+
+from carpool_extender.placement.applicant import Applicant
+from carpool_extender.placement.decide import Place
+from carpool_extender.placement.rules import Rules
+from carpool_extender.simulation.engine.board import Board
+from carpool_extender.simulation.engine.state import Physics
+from carpool_extender.simulation.engine.strategy import Piece, Strategy
+from carpool_extender.simulation.truth.workload import Truth, Workload
+from carpool_extender.state.view import MODES
+
+SLACK = 1e-6
+"""Room for rounding when a slowdown meets its limit."""
+
+
+class Foreseeing(Board):
+    """Decides with true slowdowns. Whoever asks must say no limit of its own, or the predicted ones count as well.
+
+    Args:
+        workload: What is simulated.
+        rules: The site's.
+        physics: The truth.
+        limit: Slowdown that everybody accepts.
+    """
+
+    def __init__(self, workload: Workload, rules: Rules, physics: Physics, limit: float) -> None:
+        super().__init__(workload.nodes, rules)
+        self._physics, self._limit = physics, limit
+        self._truths: Mapping[str, Truth] = {job.truth.kind: job.truth for job in workload.jobs}
+
+    def best(self, applicant: Applicant, shut: Iterable[GpuUuid] = ()) -> tuple[str, Place] | None:
+        """Decide where a worker goes; as `Board.best`, among the GPUs on which the least is truly lost."""
+        verdict, closed = self._assessments.of(applicant).verdict, set(shut)
+        newcomer = self._truths[applicant.demand.job_uid]
+        lost: dict[GpuUuid, float] = {}
+        for row in np.flatnonzero(verdict.ok).tolist():
+            uuid, mode = verdict.view.columns.uuid[row], MODES[int(verdict.found.mode[row])]
+            if uuid in closed or mode is None:
+                continue
+            there = self._truly_on(verdict.view.node_names[int(verdict.view.columns.node[row])], uuid)
+            after = self._physics.slowdowns(mode, [*there, newcomer])
+            if max(after) <= self._limit + SLACK:
+                lost[uuid] = sum(after) - sum(self._physics.slowdowns(mode, there)) if there else after[0]
+        if not lost:
+            return None
+        most = min(lost.values()) + self._rules.policy.tolerance
+        return super().best(applicant, [uuid for uuid in self._rows if lost.get(uuid, np.inf) > most])
+
+    def _truly_on(self, node: str, uuid: GpuUuid) -> list[Truth]:
+        return [self._truths[r.job_uid] for r in self.reservations(node) if uuid in r.gpu_uuids]
+
+
+def board_of(workload: Workload, strategy: Strategy, rules: Rules, physics: Physics) -> Board:
+    """Return what a strategy decides on."""
+    if Piece.SLOWDOWNS in strategy.told:
+        return Foreseeing(workload, rules, physics, strategy.max_slowdown)
+    return Board(workload.nodes, rules)
