@@ -108,6 +108,14 @@ class ConditionSettings:
         )
 
 
+_ORDERS = (
+    "Which of the jobs that wait is served first. Arrival: whoever came first. Alternate: the same, but of those that "
+    "came within the same ten minutes the longest and the shortest take turns. LongestFirst: whoever takes longest, "
+    "whenever it came. Lengths are the steps that jobs say, by the predicted time of a step; an hour where nobody said "
+    "how many. Pods of a higher priority always come first."
+)
+
+
 def _policy() -> Any:
     return setting(
         "least-slowdown",
@@ -154,6 +162,9 @@ class AskSettings:
     job_policies: bool = _job_policies()
     count_peaks: bool = _count_peaks()
     slots_per_gpu: int = slots_per_gpu()
+    queue_order: QueueOrder = setting(
+        QueueOrder.ALTERNATE, flag="--queue-order", env="CARPOOL_QUEUE_ORDER", help=_ORDERS
+    )
     conditions: ConditionSettings = field(default_factory=ConditionSettings)
     calibration: str = setting(
         "carpool-system/carpool-calibration",
@@ -195,13 +206,7 @@ class ExtenderSettings:
     count_peaks: bool = _count_peaks()
     slots_per_gpu: int = slots_per_gpu()
     queue_order: QueueOrder = setting(
-        QueueOrder.ALTERNATE,
-        flag="--queue-order",
-        env="CARPOOL_QUEUE_ORDER",
-        help="Which of the jobs that wait is served first. Arrival: whoever came first. Alternate: the same, but of "
-        "those that came within the same ten minutes the longest and the shortest take turns. LongestFirst: whoever "
-        "takes longest, whenever it came. Lengths are the steps that jobs say, by the predicted time of a step; an "
-        "hour where nobody said how many. Pods of a higher priority always come first.",
+        QueueOrder.ALTERNATE, flag="--queue-order", env="CARPOOL_QUEUE_ORDER", help=_ORDERS
     )
     candidates: int = setting(
         1,

@@ -109,7 +109,7 @@ _NAMESPACE = click.option(
 def explain_command(settings: AskSettings, job: str, namespace: str, each_gpu: bool) -> None:
     """Say why JOB is where it is, why not elsewhere, and by how much each GPU fits or misses.
 
-    Of a job without a place it says what would have to change for it to have one now.
+    Of a job without a place it says whose turn it is, and what would have to change for it to have one now.
 
     Decides as the extender does, by the settings of the site where you may read them; only that a GPU could not be
     prepared a moment ago the extender alone remembers.
@@ -172,7 +172,7 @@ def _say(settings: AskSettings, each_gpu: bool, ask: _Ask, *, predicts: bool) ->
             found, note = await settled(api, settings, flags, predicts=predicts)
             rules = Rules(find_policy(found.policy), found.slots_per_gpu, found.conditions.conditions())
             choices = Choices(found.job_policies, found.count_peaks)
-            answer = await ask(api, found, rules, Asker(clock, choices, each_gpu))
+            answer = await ask(api, found, rules, Asker(clock, choices, found.queue_order, each_gpu))
             return Answer([*answer.lines, note], answer.is_hopeless)
 
     try:

@@ -27,11 +27,13 @@ from carpool_extender.explain.measures import differences
 from carpool_extender.explain.places import as_if_gone, reserved, unreserved, without_gpus
 from carpool_extender.explain.reading import Workers, gpu_nodes, hosts_of, workers_of
 from carpool_extender.explain.rehearsal import Rehearsal
+from carpool_extender.explain.turns import Queue, queue_of, turn_of
 from carpool_extender.kube.watched import JobRow, JobSpecRow, JobStatusRow
 from carpool_extender.kube.workloads import ANNOTATION_POLICY, AS_SHIPPED, Choices, NotOurs, applicant_of, demand_of_row
 from carpool_extender.placement.answers import lines, with_measures, with_own, with_refusals
 from carpool_extender.placement.applicant import Applicant
 from carpool_extender.placement.decide import could_ever_fit, explain
+from carpool_extender.placement.queueing import QueueOrder
 from carpool_extender.placement.rules import Rules
 from carpool_extender.state.cluster import Cluster
 from carpool_extender.state.measured import seconds
@@ -81,6 +83,8 @@ class Asker:
     clock: Clock
     choices: Choices = AS_SHIPPED
     """What the site allows jobs."""
+    order: QueueOrder = QueueOrder.ALTERNATE
+    """How the site sorts those that wait."""
     each_gpu: bool = False
     """Whether to tell of every GPU on a line of its own, where the same is to be said of many."""
     unchecked: Sequence[str] = ()
@@ -160,7 +164,8 @@ async def explained(api: KubeApi, name: str, namespace: str, rules: Rules, asker
     gpus = _gpus(seen.cluster, rehearsal, rules, asker, own_gpus)
     gpus = _or_none(gpus, without_gpus(nodes, hosts, odd, each=asker.each_gpu))
     if not places:
-        places = [f"{namespace}/{name} has no place yet", *_waits(rehearsal, workers)]
+        turn = _turn(await queue_of(api, nodes), applicant, seen.cluster, asker) if rehearsal.wanted else []
+        places = [f"{namespace}/{name} has no place yet", *turn, *_waits(rehearsal, workers)]
     elif lacking:
         places += [_who_waits(rehearsal, workers), *rehearsal.rest()]
     elif held:
@@ -264,7 +269,12 @@ async def asked(api: KubeApi, job: GpuTrainingJob, rules: Rules, predictor: Pred
     if not could_ever_fit(seen.cluster.view(), applicant, rules):
         told.append("could never run here: no node has GPUs that would do, even if they were empty")
         return Answer([*told, *rehearsal.unchecked, *rehearsal.changes(), *gpus], is_hopeless=True)
-    return Answer([*told, *rehearsal.outcome(), *gpus])
+    turn = _turn(await queue_of(api, nodes), applicant, seen.cluster, asker)
+    return Answer([*told, *turn, *rehearsal.outcome(), *gpus])
+
+
+def _turn(queue: Queue, applicant: Applicant, cluster: Cluster, asker: Asker) -> list[str]:
+    return turn_of(queue, applicant, cluster.view(), asker.order, choices=asker.choices, clock=asker.clock)
 
 
 def _chosen(applicant: Applicant, rules: Rules) -> list[str]:

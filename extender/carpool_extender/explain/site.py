@@ -76,7 +76,7 @@ class _Process:
 
 
 _EXTENDER = _Process(
-    "scheduler", "extender", ("policy", "job_policies", "count_peaks", "slots_per_gpu", "conditions"), {}
+    "scheduler", "extender", ("policy", "job_policies", "count_peaks", "slots_per_gpu", "queue_order", "conditions"), {}
 )
 _OPERATOR = _Process("operator", "operator", ("calibration", "share_unmeasured"), {"CARPOOL_CALIBRATION": ""})
 """It keeps nothing where it is told no ConfigMap; an asker looks for the one that the chart makes."""

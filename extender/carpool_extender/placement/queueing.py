@@ -6,6 +6,7 @@ runs on nearly alone while the rest of the cluster has nothing left to do (Graha
 Anomalies, SIAM J. Appl. Math. 17, 1969); short ones would wait for all the long ones if these went first.
 """
 
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -63,3 +64,26 @@ def turn(ticket: Ticket, order: QueueOrder, end: End = End.LONGEST) -> tuple[flo
     if order is QueueOrder.LONGEST_FIRST:
         return (urgency, -rung, came_s, number)
     return (urgency, came_s // WINDOW_S, -rung if end is End.LONGEST else rung, came_s, number)
+
+
+def served(tickets: Iterable[Ticket], order: QueueOrder, end: End = End.LONGEST) -> list[Ticket]:
+    """Return those that wait in the order in which they are served where each finds a place in its turn.
+
+    Args:
+        tickets: Of all that wait, each with a number of its own.
+        order: How the queue is sorted.
+        end: From which end the first of them is taken; counts only where they take turns.
+    """
+    waiting = [*tickets]
+    if order is not QueueOrder.ALTERNATE:
+        return sorted(waiting, key=lambda one: turn(one, order))
+    ends = {of: sorted(((turn(one, order, of), one) for one in waiting), reverse=True) for of in End}
+    found, numbers = list[Ticket](), set[int]()
+    while len(found) < len(waiting):
+        _, one = ends[end].pop()
+        if one.number in numbers:
+            continue  # taken from the other end
+        found.append(one)
+        numbers.add(one.number)
+        end = end.other
+    return found

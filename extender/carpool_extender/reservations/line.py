@@ -5,14 +5,13 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from carpool_core.clock import Clock, parse_rfc3339
+from carpool_core.clock import Clock
 from carpool_core.kube.pods import Pod
-from carpool_core.lengths import length_s, rung
-from carpool_core.products import hardware_name
 from carpool_core.values import JobUid, PodUid
 
 from carpool_extender.placement.applicant import Applicant
 from carpool_extender.placement.queueing import End, QueueOrder, Ticket, turn
+from carpool_extender.placement.tickets import came_s, rung_in
 from carpool_extender.state.cluster import Cluster
 
 
@@ -120,8 +119,8 @@ class Line:
         """Return what a pod is sorted by; who does not wait yet stands behind all others that are alike."""
         known = self._waiting.get(PodUid(pod.metadata.uid))
         number = self._number if known is None else known.ticket.number
-        came_s = self._came_s(applicant) if known is None else known.ticket.came_s
-        return Ticket(-pod.spec.priority, came_s, self._rung(applicant), number)
+        at_s = came_s(applicant, self._clock.now().timestamp()) if known is None else known.ticket.came_s
+        return Ticket(-pod.spec.priority, at_s, rung_in(applicant, self._cluster.view(), self._order), number)
 
     def _put(self, one: Waiting) -> None:
         self._waiting[one.uid] = one
@@ -140,20 +139,6 @@ class Line:
             del entries[bisect_left(entries, turn(one.ticket, self._order, end), key=_turn)]
         if not ends[self._end]:
             del self._kinds[one.kind]
-
-    def _came_s(self, applicant: Applicant) -> float:
-        try:
-            return parse_rfc3339(applicant.came_at).timestamp()
-        except ValueError:
-            return self._clock.now().timestamp()
-
-    def _rung(self, applicant: Applicant) -> int:
-        if applicant.steps is None or self._order is QueueOrder.ARRIVAL:
-            return rung(None)
-        suitable = {
-            hardware_name(kind.product) for kind in self._cluster.view().classes if applicant.facts(kind).reason is None
-        }
-        return rung(length_s(applicant.steps, applicant.demand.prediction, suitable.__contains__))
 
 
 def _turn(entry: _Entry) -> tuple[float, ...]:

@@ -238,13 +238,17 @@ async def test_of_more_workers_than_are_tried_only_the_first_are_placed():
 
 
 async def test_only_where_it_matters_are_pods_of_the_jobs_namespace_read():
+    """Besides all pods, for kube-scheduler's own room, and those that wait, where the job does."""
+
     def lists(kube):
         return [call for call in kube.calls if call.verb == "list" and call.plural == PODS.plural]
 
-    for kube in (a_job(1, 1), a_job(2, 2, held(0, "GPU-a-0"), held(1, "GPU-a-1"))):
-        await told_of(kube)
-        assert len(lists(kube)) == 1, "for kube-scheduler's own room"
+    waiting, placed = a_job(1, 1), a_job(2, 2, held(0, "GPU-a-0"), held(1, "GPU-a-1"))
+    await told_of(waiting)
+    assert len(lists(waiting)) == 2
+    await told_of(placed)
+    assert len(lists(placed)) == 1
     kube = FakeKube()
     seed_node(kube, gpu_node("a", 2))
     await asked(kube, job_of({"workers": 2}), RULES, predicted, ASKER)
-    assert len(lists(kube)) == 1
+    assert len(lists(kube)) == 2

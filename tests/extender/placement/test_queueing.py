@@ -1,7 +1,7 @@
 """Who of those that wait is served first."""
 
 import pytest
-from carpool_extender.placement.queueing import WINDOW_S, End, QueueOrder, Ticket, turn
+from carpool_extender.placement.queueing import WINDOW_S, End, QueueOrder, Ticket, served, turn
 
 EARLY_SHORT = Ticket(0, 0.0, 3, 0)
 EARLY_LONG = Ticket(0, WINDOW_S - 1, 9, 1)
@@ -40,3 +40,23 @@ def test_of_alike_ones_whoever_came_first_is_first(order: QueueOrder, end: End) 
 def test_ends_take_turns() -> None:
     assert End.LONGEST.other is End.SHORTEST
     assert End.SHORTEST.other is End.LONGEST
+
+
+TWO_MORE = (Ticket(0, 5.0, 7, 4), Ticket(0, 6.0, 4, 5))
+
+
+@pytest.mark.parametrize(
+    ("order", "end", "expected"),
+    [
+        (QueueOrder.ARRIVAL, End.LONGEST, [0, 4, 5, 1, 2, 3]),
+        (QueueOrder.LONGEST_FIRST, End.LONGEST, [1, 2, 4, 5, 0, 3]),
+        (QueueOrder.ALTERNATE, End.LONGEST, [1, 0, 4, 5, 2, 3]),
+        (QueueOrder.ALTERNATE, End.SHORTEST, [0, 1, 5, 4, 3, 2]),
+    ],
+)
+def test_who_is_served_when(order: QueueOrder, end: End, expected: list[int]) -> None:
+    assert [one.number for one in served((*EVERYBODY, *TWO_MORE), order, end)] == expected
+
+
+def test_where_nobody_waits_nobody_is_served() -> None:
+    assert served((), QueueOrder.ALTERNATE) == []

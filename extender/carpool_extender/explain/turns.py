@@ -1,0 +1,111 @@
+"""Whose turn it is: how far in the queue a job stands, of all that wait for a place."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from carpool_core.clock import Clock
+from carpool_core.keys import SCHEDULER_NAME
+from carpool_core.kube.api import GPU_TRAINING_JOBS, PODS, KubeApi, Selector
+from carpool_core.kube.errors import Forbidden
+from carpool_core.kube.pods import Pod, job_reference
+from carpool_core.resources.node import GpuNode
+from carpool_core.values import JobUid
+
+from carpool_extender.explain.reading import all_of
+from carpool_extender.kube.watched import JobRow
+from carpool_extender.kube.workloads import Choices, NotOurs, applicant_of
+from carpool_extender.placement.applicant import Applicant
+from carpool_extender.placement.queueing import End, QueueOrder, Ticket, served
+from carpool_extender.placement.tickets import came_s, rung_in
+from carpool_extender.state.view import View
+
+_PENDING = Selector(fields=f"spec.schedulerName={SCHEDULER_NAME},status.phase=Pending")
+_LAST = 1 << 62
+"""The number of a ticket behind all others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """The jobs that wait."""
+
+    jobs: Sequence[JobRow] = ()
+    """In the order in which they came."""
+    priorities: Mapping[JobUid, int] = field(default_factory=dict)
+    """Of their pods, by job."""
+    unread: str = ""
+    """Why they are not known; empty where they are."""
+
+
+async def queue_of(api: KubeApi, nodes: Sequence[GpuNode]) -> Queue:
+    """Read which jobs have pods that wait for a place, and none that has one.
+
+    Args:
+        api: The Kubernetes API, with the asker's rights.
+        nodes: All GpuNodes: what has a reservation does not wait any more.
+    """
+    served_already = {r.job_uid for node in nodes for r in node.spec.reservations}
+    what = "pods"
+    try:
+        pods = await all_of(api, PODS, Pod, _PENDING)
+        what = "jobs"
+        jobs = await all_of(api, GPU_TRAINING_JOBS, JobRow)
+    except Forbidden:
+        return Queue(unread=f"you may not list {what} of all namespaces")
+    priorities = dict[JobUid, int]()
+    for pod in pods:
+        owner = job_reference(pod.metadata)
+        if owner is not None and not pod.spec.node_name and not pod.metadata.deletion_timestamp:
+            uid = JobUid(owner.uid)
+            priorities[uid] = max(priorities.get(uid, pod.spec.priority), pod.spec.priority)
+    waiting = [job for job in jobs if job.metadata.uid in priorities and job.metadata.uid not in served_already]
+    waiting.sort(key=lambda job: (job.metadata.creation_timestamp or "", job.metadata.namespace, job.metadata.name))
+    return Queue(waiting, priorities)
+
+
+def turn_of(
+    queue: Queue, applicant: Applicant, view: View, order: QueueOrder, *, choices: Choices, clock: Clock
+) -> list[str]:
+    """Say which place a job has in the queue; nothing where no other waits.
+
+    Who came in the same second stands there in the order in which kube-scheduler asked about them, and from which end
+    of a batch the next one is taken the extender alone remembers. So it may be any of several places.
+
+    Args:
+        queue: Those that wait, the job itself among them or not.
+        applicant: What each worker of the job asks for.
+        view: The cluster, on whose GPUs lengths depend.
+        order: How the site sorts its queue.
+        choices: What the site allows jobs.
+        clock: Tells when a job came that is not there yet.
+    """
+    if queue.unread:
+        return [f"not told: how many jobs come before it ({queue.unread})"]
+    mine, now_s = applicant.demand.job_uid, clock.now().timestamp()
+    others = []
+    for number, job in enumerate(queue.jobs):
+        try:
+            other = applicant_of(job, None, choices)
+        except NotOurs:
+            continue  # refused whenever it is asked about
+        if other.demand.job_uid != mine:
+            others.append(_ticket(other, view, order, queue.priorities[other.demand.job_uid], number, now_s))
+    if not others:
+        return []
+    priority = queue.priorities.get(mine, 0)
+    places = set[int]()
+    for number in (-1, _LAST):
+        own = _ticket(applicant, view, order, priority, number, now_s)
+        places |= {served([*others, own], order, end).index(own) + 1 for end in End}
+    first, last = min(places), max(places)
+    place = _ordinal(first) if first == last else f"{_ordinal(first)} to {_ordinal(last)}"
+    rest = "; those before it are served first where there is a place for them, too" if last > 1 else ""
+    return [f"its turn: {place} of {len(others) + 1} jobs that wait, by the order {order}{rest}"]
+
+
+def _ticket(applicant: Applicant, view: View, order: QueueOrder, priority: int, number: int, now_s: float) -> Ticket:
+    return Ticket(-priority, came_s(applicant, now_s), rung_in(applicant, view, order), number)
+
+
+def _ordinal(number: int) -> str:
+    suffix = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number:,}{suffix}"

@@ -1,0 +1,99 @@
+"""What is told of a job's place in the queue."""
+
+import msgspec
+import pytest
+from asking_world import CLOCK, RULES, job_of, predicted
+from carpool_core.kube.api import GPU_TRAINING_JOBS, PODS
+from carpool_core.kube.errors import Forbidden
+from carpool_core.testing.kube import FakeKube
+from carpool_core.values import JobUid
+from carpool_extender.explain.enquiry import Asker, asked, explained
+from carpool_extender.kube.workloads import ANNOTATION_POLICY
+from carpool_extender.placement.queueing import QueueOrder
+from carpool_extender.testing import gpu_node, seed_job, seed_node, seed_pod, tenant
+
+BEFORE = "; those before it are served first where there is a place for them, too"
+
+
+def a_queue(**lengths):
+    """A full GPU, and jobs that wait: by name, minute of arrival and steps."""
+    kube = FakeKube()
+    taken = msgspec.structs.replace(tenant("first", ["GPU-a-0"]), job_uid=JobUid("job-first"))
+    seed_node(kube, gpu_node("a", 1, [taken]))
+    seed_job(kube, "first")
+    for name, (minute, steps) in lengths.items():
+        created = f"2026-01-01T00:{minute:02}:00Z"
+        seed_job(kube, name, spec={"training": {"steps": steps}, "sharing": {"mode": "Exclusive"}}, created=created)
+        seed_pod(kube, name)
+    return kube
+
+
+async def turn(kube, job, order=QueueOrder.ALTERNATE):
+    told = (await explained(kube, job, "default", RULES, Asker(CLOCK, order=order))).lines
+    return [line for line in told if "turn" in line.partition(":")[0] or "not told" in line]
+
+
+FIVE = {"a": (0, 10), "b": (1, 10**9), "c": (2, 10**6), "d": (3, None), "e": (30, 10**9)}
+
+
+@pytest.mark.parametrize(
+    ("order", "places"),
+    [
+        (QueueOrder.ARRIVAL, {"a": "1st", "b": "2nd", "c": "3rd", "d": "4th", "e": "5th"}),
+        (QueueOrder.LONGEST_FIRST, {"b": "1st", "e": "2nd", "c": "3rd", "d": "4th", "a": "5th"}),
+        (
+            QueueOrder.ALTERNATE,
+            {"a": "1st to 2nd", "b": "1st to 2nd", "c": "3rd to 4th", "d": "3rd to 4th", "e": "5th"},
+        ),
+    ],
+)
+async def test_a_job_that_waits_is_told_its_place(order, places):
+    kube = a_queue(**FIVE)
+    for name, place in places.items():
+        rest = "" if place == "1st" else BEFORE
+        assert await turn(kube, name, order) == [f"its turn: {place} of 5 jobs that wait, by the order {order}{rest}"]
+
+
+async def test_of_one_second_it_may_be_any():
+    kube = a_queue(a=(0, 10), b=(0, 10), c=(0, 10), d=(1, 10))
+    assert await turn(kube, "b", QueueOrder.ARRIVAL) == [
+        f"its turn: 1st to 3rd of 4 jobs that wait, by the order Arrival{BEFORE}"
+    ]
+
+
+async def test_a_higher_priority_comes_first():
+    kube = a_queue(a=(0, 10), b=(1, 10))
+    seed_job(kube, "urgent", created="2026-01-01T02:00:00Z")
+    seed_pod(kube, "urgent", priority=10)
+    assert (await turn(kube, "a", QueueOrder.ARRIVAL))[0].startswith("its turn: 2nd of 3 jobs")
+    assert await turn(kube, "urgent", QueueOrder.ARRIVAL) == ["its turn: 1st of 3 jobs that wait, by the order Arrival"]
+
+
+async def test_who_has_a_place_or_can_have_none_does_not_wait():
+    kube = a_queue(a=(0, 10))
+    seed_job(kube, "no-pod-yet", created="2025-01-01T00:00:00Z")
+    seed_job(kube, "bound", created="2025-01-01T00:00:00Z")
+    seed_pod(kube, "bound", nodeName="a")
+    seed_pod(kube, "first")  # it has a reservation, and is being bound
+    kube.seed(
+        GPU_TRAINING_JOBS,
+        {"metadata": {"name": "odd", "uid": "job-odd", "annotations": {ANNOTATION_POLICY: "best"}}, "spec": {}},
+    )
+    seed_pod(kube, "odd")
+    assert await turn(kube, "a") == [], "nobody else waits"
+
+
+async def test_what_may_not_be_listed_is_said():
+    for what, kinds in (("pods", (PODS, PODS)), ("jobs", (GPU_TRAINING_JOBS,))):
+        kube = a_queue(a=(0, 10), b=(1, 10))
+        for kind in kinds:
+            kube.fail_next("list", kind, Forbidden("no"))
+        expected = f"not told: how many jobs come before it (you may not list {what} of all namespaces)"
+        assert await turn(kube, "a") == [expected]
+
+
+async def test_a_job_that_is_not_there_would_come_after_those_that_wait():
+    kube = a_queue(**FIVE)
+    new = job_of({"training": {"steps": 10}})
+    told = (await asked(kube, new, RULES, predicted, Asker(CLOCK, order=QueueOrder.ARRIVAL))).lines
+    assert f"its turn: 6th of 6 jobs that wait, by the order Arrival{BEFORE}" in told
