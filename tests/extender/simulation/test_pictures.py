@@ -3,7 +3,15 @@
 import pytest
 from carpool_extender.simulation.command import simulate
 from carpool_extender.simulation.contest import DEFAULT, contest, named
-from carpool_extender.simulation.reports.pictures import completion, draw, gantt, remove, style, utilization
+from carpool_extender.simulation.reports.pictures import (
+    MOST_TOGETHER,
+    completion,
+    draw,
+    gantt,
+    remove,
+    style,
+    utilization,
+)
 from click.testing import CliRunner
 from simulated_world import CARPOOL, job, workload
 
@@ -39,6 +47,21 @@ def test_the_first_line_and_carpools_lie_on_top_of_the_others_and_are_thicker(li
         assert drawn[name].get_zorder() > max(one.get_zorder() for one in others)
 
 
+@pytest.mark.parametrize("picture", [utilization, completion])
+def test_of_many_strategies_each_has_a_chart_with_the_first_and_all_others_behind(line, picture):
+    """Regression: eleven policies lay on top of each other."""
+    names = ["exclusive", *(f"policy-{number}" for number in range(1, MOST_TOGETHER + 1))]
+    figure = picture("x", [(name, line.example) for name in names])
+    labelled = [[one.get_label() for one in axes.get_lines() if one.get_label() in names] for axes in figure.axes]
+    assert labelled == [["exclusive", name] for name in names[1:]]
+    for axes in figure.axes:
+        *behind, first, own = axes.get_lines()
+        assert len(behind) == MOST_TOGETHER
+        assert own.get_linewidth() > first.get_linewidth()
+        assert first.get_color() != own.get_color()
+        assert len({one.get_color() for one in behind} - {first.get_color(), own.get_color()}) == 1
+
+
 @pytest.mark.parametrize(("longest_s", "scale"), [(400.0, "linear"), (40_000.0, "log")])
 def test_times_that_lie_far_apart_are_told_by_their_logarithms(data, longest_s, scale):
     jobs = [*(job(f"short-{i}") for i in range(3)), job("long", longest_s)]
@@ -48,11 +71,8 @@ def test_times_that_lie_far_apart_are_told_by_their_logarithms(data, longest_s, 
 
 def test_titles_say_of_which_workload_strategy_and_seed_a_picture_is(line):
     shown = [("exclusive", line.example)]
-    titles = [
-        figure.axes[0].get_title()
-        for figure in (gantt("x", *shown[0]), utilization("x", shown), completion("x", shown))
-    ]
-    assert titles == [
+    both = [picture("x", shown).get_suptitle() for picture in (utilization, completion)]
+    assert [gantt("x", *shown[0]).axes[0].get_title(), *both] == [
         "x, exclusive, seed 0: the attempts that succeeded",
         "x: how busy the GPUs are, seed 0",
         "x: how long jobs take, seed 0",

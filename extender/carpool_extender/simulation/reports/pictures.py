@@ -4,23 +4,29 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from carpool_extender.simulation.contest import DEFAULT, DEFAULT_POLICY, Line
 from carpool_extender.simulation.engine.state import Finished, Outcome
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
 
 MOST_GPUS = 24
 """GPUs that a chart of who ran where shows; more would be no picture."""
+MOST_TOGETHER = 6
+"""Strategies in one chart; of more each has its own, three to a row."""
 Shown = tuple[str, Outcome]
 """A strategy's name and its first run."""
 _WIDE, _TALL = (11, 4.5), (9, 6)
+_COLUMNS, _ROW = 3, 2.0
+"""Charts in a row where each strategy has its own, and how tall these are, in inches."""
+_BEHIND = "0.85"
+"""The grey of the others there."""
 _WEIGHTS = {True: 2.2, False: 1.0}
-"""How thick a line is, in points: of the first and Carpool's own, which lie on top, and of the others, of which there
-may be a dozen."""
+"""How thick a line is, in points: of the first and Carpool's own, which lie on top, and of the others; or of the one
+that a chart is of."""
 _FAR_APART = 50
 """Where the slowest job takes so many times as long as the middle one, times are told by their logarithms."""
 _DASHES = ("-", "--", ":", "-.")
@@ -40,6 +46,16 @@ class Bar(NamedTuple):
     gpu: str
     lane: int
     """Its place among those that have the GPU at the same time."""
+
+
+class Curve(NamedTuple):
+    """What is drawn of one strategy."""
+
+    title: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+    where: Literal["pre", "post"]
+    """On which side of a point its step is."""
 
 
 class Style(NamedTuple):
@@ -89,48 +105,69 @@ def style(number: int) -> Style:
     return Style(to_hex(matplotlib.colormaps["tab20"](shade)), _DASHES[(number + number // _PALETTE) % len(_DASHES)])
 
 
-def _weigh(drawn: "Sequence[Line2D]", number: int, title: str) -> None:
-    is_own = number == 0 or title in _CARPOOLS
-    for one in drawn:
-        one.set(linewidth=_WEIGHTS[is_own], zorder=3 if is_own else 2)
-
-
 def utilization(name: str, shown: Sequence[Shown]) -> "Figure":
     """Draw the mean utilization of all GPUs over time."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=_WIDE, layout="constrained")
-    axes = figure.subplots()
-    for number, (title, outcome) in enumerate(shown):
+    curves = []
+    for title, outcome in shown:
         times, values = zip(*outcome.utilization, strict=True)
-        minutes, percent = [t / 60 for t in times], [100 * u for u in values]
-        colour, dash = style(number)
-        drawn = axes.step(minutes, percent, color=colour, linestyle=dash, where="post", label=title)
-        _weigh(drawn, number, title)
-    axes.set(xlabel="minutes", ylabel="mean GPU utilization, %", ylim=(0, 105))
-    axes.set_title(f"{name}: how busy the GPUs are, {_SEED}")
-    figure.legend(loc="outside right upper", fontsize=6, handlelength=4)
+        curves.append(Curve(title, [t / 60 for t in times], [100 * u for u in values], "post"))
+    figure = _drawn(curves)
+    for axes in figure.axes:
+        axes.set(ylim=(0, 105))
+    figure.suptitle(f"{name}: how busy the GPUs are, {_SEED}")
+    figure.supxlabel("minutes")
+    figure.supylabel("mean GPU utilization, %")
     return figure
 
 
 def completion(name: str, shown: Sequence[Shown]) -> "Figure":
     """Draw which share of the jobs had ended so long after their submission."""
+    curves = []
+    for title, outcome in shown:
+        times = sorted((one.end_s - one.job.arrival_s) / 60 for one in outcome.finished)
+        curves.append(Curve(title, times, [100 * (i + 1) / len(times) for i in range(len(times))], "pre"))
+    figure = _drawn(curves)
+    taken = [time for curve in curves for time in curve.xs]
+    if max(taken) > _FAR_APART * median(taken) > 0:
+        for axes in figure.axes:
+            axes.set_xscale("log")
+    figure.suptitle(f"{name}: how long jobs take, {_SEED}")
+    figure.supxlabel("minutes from submission to end")
+    figure.supylabel("jobs that ended, %")
+    return figure
+
+
+def _drawn(curves: Sequence[Curve]) -> "Figure":
+    """Draw curves in one chart; where these are many each in a chart of its own, before the first and all others."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=_WIDE, layout="constrained")
-    axes = figure.subplots()
-    for number, (title, outcome) in enumerate(shown):
-        times = sorted((one.end_s - one.job.arrival_s) / 60 for one in outcome.finished)
-        percent = [100 * (i + 1) / len(times) for i in range(len(times))]
-        colour, dash = style(number)
-        _weigh(axes.step(times, percent, color=colour, linestyle=dash, label=title), number, title)
-    taken = [(one.end_s - one.job.arrival_s) / 60 for _, outcome in shown for one in outcome.finished]
-    if max(taken) > _FAR_APART * median(taken) > 0:
-        axes.set_xscale("log")
-    axes.set(xlabel="minutes from submission to end", ylabel="jobs that ended, %")
-    axes.set_title(f"{name}: how long jobs take, {_SEED}")
-    figure.legend(loc="outside right upper", fontsize=6, handlelength=4)
+    if len(curves) <= MOST_TOGETHER:
+        figure = Figure(figsize=_WIDE, layout="constrained")
+        axes = figure.subplots()
+        for number, curve in enumerate(curves):
+            is_own = number == 0 or curve.title in _CARPOOLS
+            _step(axes, style(number), curve, linewidth=_WEIGHTS[is_own], zorder=3 if is_own else 2)
+        figure.legend(loc="outside right upper", fontsize=6, handlelength=4)
+        return figure
+    others = curves[1:]
+    rows = -(-len(others) // _COLUMNS)
+    figure = Figure(figsize=(_WIDE[0], _ROW * rows + 1), layout="constrained")
+    panels = figure.subplots(rows, _COLUMNS, sharex=True, sharey=True, squeeze=False).flat
+    for number, curve in enumerate(others):
+        axes = next(panels)
+        for other in others:
+            axes.step(other.xs, other.ys, color=_BEHIND, linewidth=_WEIGHTS[False], where=other.where, zorder=1)
+        for of, (one, is_own) in enumerate(((curves[0], False), (curve, True))):
+            _step(axes, Style(style(of).colour, "-"), one, linewidth=_WEIGHTS[is_own], zorder=2 + of)
+        axes.tick_params(labelbottom=number + _COLUMNS >= len(others))
+        axes.legend(loc="best", fontsize=6)
+    for axes in panels:
+        axes.remove()
     return figure
+
+
+def _step(axes: "Axes", look: Style, curve: Curve, **more: float) -> None:
+    axes.step(curve.xs, curve.ys, color=look.colour, linestyle=look.dash, where=curve.where, label=curve.title, **more)
 
 
 def gantt(name: str, title: str, outcome: Outcome) -> "Figure":
