@@ -35,6 +35,17 @@ from carpool_extender.simulation.workloads.philly_times import read_trace
         ),
         ("timestamp,duration,num_gpus\n", "expected at least one job, found none"),
         ("", "found none; add timestamp, duration, num_gpus"),
+        (
+            "Timestamp,Duration,Num_GPUs\n1,2,1\n",
+            'found Timestamp, Duration, Num_GPUs; rename "Timestamp" to timestamp, "Duration" to duration, "Num_GPUs" '
+            "to num_gpus$",
+        ),
+        ("timestamp, duration\n1,2\n", 'rename " duration" to duration, and add num_gpus$'),
+        (
+            "timestamp;duration;num_gpus\n1;2;1\n",
+            "found timestamp;duration;num_gpus; separate by commas what semicolons separate$",
+        ),
+        ("Timestamp\tduration\tnum_gpus\n1\t2\t1\n", "; separate by commas what tabs separate$"),
         (b"\xff\xfe\x00", "expected CSV in UTF-8"),
         (None, "found no file; look at the path that --trace names, or"),
     ],

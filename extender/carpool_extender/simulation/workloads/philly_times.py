@@ -2,6 +2,7 @@
 
 import csv
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from pathlib import Path
 from carpool_extender.simulation.truth.workload import WorkloadError
 
 COLUMNS = ("timestamp", "duration", "num_gpus")
+_SEPARATORS = {";": "semicolons", "\t": "tabs"}
+"""What programs put between columns in the place of commas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,9 @@ def _submissions(path: Path, reader: "csv.DictReader[str]") -> list[Submission]:
     given = Counter(reader.fieldnames or ())
     has = ", ".join(reader.fieldnames or ["none"])
     if missing := [column for column in COLUMNS if not given[column]]:
-        raise WorkloadError(f"{path}: expected the columns {', '.join(COLUMNS)}, found {has}; add {', '.join(missing)}")
+        raise WorkloadError(
+            f"{path}: expected the columns {', '.join(COLUMNS)}, found {has}; {_remedy(tuple(given), missing)}"
+        )
     if repeated := [column for column in COLUMNS if given[column] > 1]:
         raise WorkloadError(
             f"{path}: expected each of the columns {', '.join(COLUMNS)} once, found {has}; keep one {repeated[0]}, and "
@@ -90,6 +95,24 @@ def _submissions(path: Path, reader: "csv.DictReader[str]") -> list[Submission]:
                 "all times alike"
             )
     return found
+
+
+def _remedy(given: Sequence[str], missing: Sequence[str]) -> str:
+    """Say what to do about columns that are missing: they may stand there in other letters, or not apart."""
+    for separator, name in _SEPARATORS.items():
+        if any(separator in one and _plain(part) in missing for one in given for part in one.split(separator)):
+            return f"separate by commas what {name} separate"
+    like = {_plain(one): one for one in given}
+    renamed = [f'"{like[column]}" to {column}' for column in missing if column in like]
+    told = [f"rename {', '.join(renamed)}"] if renamed else []
+    if added := [column for column in missing if column not in like]:
+        told.append(f"add {', '.join(added)}")
+    return ", and ".join(told)
+
+
+def _plain(name: str) -> str:
+    """Write a column's name as ours are written."""
+    return "_".join(re.findall(r"[a-z0-9]+", name.lower()))
 
 
 LONGEST_S = 1e9
