@@ -88,6 +88,33 @@ def test_bars_have_an_edge_of_another_colour(line):
         assert bar.get_edgecolor().tolist() != bar.get_facecolor().tolist()
 
 
+def ran_kinds(number, data):
+    jobs = [job(f"kind-{one:02}") for one in range(number)]
+    run = contest(lambda _: workload(*jobs), named("exclusive", CARPOOL), 1, data, lambda _: None)[0]
+    return gantt("x", "exclusive", run.example)
+
+
+def test_who_ran_where_has_a_legend_of_the_kinds_in_their_colours(data):
+    """Regression: nobody could tell which colour was which kind."""
+    figure = ran_kinds(20, data)
+    (legend,) = figure.legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names == [f"kind-{one:02}" for one in range(20)]
+    bars = figure.axes[0].collections  # one after the other, as their kinds are sorted
+    told = [square.get_facecolor() for square in legend.get_patches()]
+    assert told == [tuple(bar.get_facecolor()[0]) for bar in bars]
+    assert len(set(told)) == 20
+    assert figure.axes[0].get_xlabel() == "minutes; a colour is a kind of job"
+
+
+def test_of_more_kinds_than_colours_there_is_no_legend_and_it_is_said_that_they_begin_again(data):
+    figure = ran_kinds(21, data)
+    assert not figure.legends
+    assert figure.axes[0].get_xlabel() == (
+        "minutes; a colour is a kind of job, of which there are 21: after 20 colours begin again"
+    )
+
+
 def test_pictures_of_an_earlier_run_go_and_those_of_other_workloads_stay(tmp_path):
     ours, others = {"x-cdf.png", "x-utilization.png", "x-gantt-0.png"}, {"x-few-cdf.png", "x.md", "y-gantt-0.png"}
     for name in ours | others:

@@ -19,7 +19,7 @@ MOST_TOGETHER = 6
 """Strategies in one chart; of more each has its own, three to a row."""
 Shown = tuple[str, Outcome]
 """A strategy's name and its first run."""
-_WIDE, _TALL = (11, 4.5), (9, 6)
+_WIDE, _TALL = (11, 4.5), (10.5, 6)
 _COLUMNS, _ROW = 3, 2.0
 """Charts in a row where each strategy has its own, and how tall these are, in inches."""
 _BEHIND = "0.85"
@@ -174,12 +174,14 @@ def gantt(name: str, title: str, outcome: Outcome) -> "Figure":
     """Draw who ran where under one strategy."""
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     figure = Figure(figsize=_TALL, layout="constrained")
     axes = figure.subplots()
     order = {str(gpu.device.uuid): row for row, gpu in enumerate(outcome.gpus)}
     kinds = {kind: number for number, kind in enumerate(sorted({one.job.truth.kind for one in outcome.finished}))}
     colours = matplotlib.colormaps["tab20"]
+    begins_again = len(kinds) > colours.N
     bars = list(lanes(outcome.finished))
     height = 0.8 / (1 + max(bar.lane for bar in bars))
     for one, gpu, lane in bars:
@@ -190,13 +192,17 @@ def gantt(name: str, title: str, outcome: Outcome) -> "Figure":
             edgecolor="black",  # jobs of one kind that follow each other would look like one
             linewidth=0.4,
         )
-    axes.set(xlabel="minutes; a colour is a kind of job", ylabel="GPU")
+    again = f", of which there are {len(kinds)}: after {colours.N} colours begin again" if begins_again else ""
+    axes.set(xlabel=f"minutes; a colour is a kind of job{again}", ylabel="GPU")
     axes.set_title(f"{name}, {title}, {_SEED}: the attempts that succeeded")
     axes.set(
         ylim=(0, len(order)), yticks=[row + 0.5 for row in order.values()], yticklabels=list(map(str, order.values()))
     )
     for row in order.values():
         axes.axhline(row, color="0.85", lw=0.5)
+    if not begins_again:
+        squares = [Patch(facecolor=colours(number), edgecolor="black", linewidth=0.4) for number in kinds.values()]
+        figure.legend(squares, list(kinds), loc="outside right upper", fontsize=6, title="kind of job", title_fontsize=7)
     return figure
 
 
