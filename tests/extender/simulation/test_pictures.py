@@ -111,7 +111,7 @@ def test_of_more_kinds_than_colours_there_is_no_legend_and_it_is_said_that_they_
     figure = ran_kinds(21, data)
     assert not figure.legends
     assert figure.axes[0].get_xlabel() == (
-        "minutes; a colour is a kind of job, of which there are 21: after 20 colours begin again"
+        "minutes; a colour is a kind of job, of which there are 21: beyond 20 the colours begin again"
     )
 
 

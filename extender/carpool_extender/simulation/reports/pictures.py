@@ -192,7 +192,7 @@ def gantt(name: str, title: str, outcome: Outcome) -> "Figure":
             edgecolor="black",  # jobs of one kind that follow each other would look like one
             linewidth=0.4,
         )
-    again = f", of which there are {len(kinds)}: after {colours.N} colours begin again" if begins_again else ""
+    again = f", of which there are {len(kinds)}: beyond {colours.N} the colours begin again" if begins_again else ""
     axes.set(xlabel=f"minutes; a colour is a kind of job{again}", ylabel="GPU")
     axes.set_title(f"{name}, {title}, {_SEED}: the attempts that succeeded")
     axes.set(
@@ -202,7 +202,8 @@ def gantt(name: str, title: str, outcome: Outcome) -> "Figure":
         axes.axhline(row, color="0.85", lw=0.5)
     if not begins_again:
         squares = [Patch(facecolor=colours(number), edgecolor="black", linewidth=0.4) for number in kinds.values()]
-        figure.legend(squares, list(kinds), loc="outside right upper", fontsize=6, title="kind of job", title_fontsize=7)
+        legend = figure.legend(squares, list(kinds), loc="outside right upper", fontsize=6)
+        legend.set_title("kind of job", {"size": 7})
     return figure
 
 
