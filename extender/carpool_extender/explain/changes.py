@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 from carpool_core.values import RequestedMode, Tenancy
 
-from carpool_extender.explain.paperwork import Case, Change, complete_sets, fails, looked_at, team_of
+from carpool_extender.explain.freeing import freed, is_there
+from carpool_extender.explain.paperwork import Case, Change, complete_sets, fails, looked_at
 from carpool_extender.placement.assessments import Assessment
 from carpool_extender.placement.checks import SLACK, Check, Verdict
 from carpool_extender.placement.conditions import Conditions, Quantile
@@ -15,7 +16,7 @@ from carpool_extender.placement.decide import Place, best_place
 from carpool_extender.placement.refusal import counted
 from carpool_extender.state.aggregates import work_out
 from carpool_extender.state.standing import SILENT
-from carpool_extender.state.view import NOBODY, Columns, Floats, Rows
+from carpool_extender.state.view import Columns, Floats, Rows
 
 MOST_TOLD = 3
 """Changes that are told of those that would do."""
@@ -111,7 +112,7 @@ def _their_limits(case: Case) -> Iterator[Change]:
 
 def _accepting(case: Case, row: int) -> str | None:
     own, *others = case.now.met(row)
-    if own.slowdown - own.limit > SLACK or _is_there(case, row):
+    if own.slowdown - own.limit > SLACK or is_there(case, row):
         return None
     beyond = [one for one in others if one.slowdown - one.limit > SLACK]
     columns, told = case.view.columns.take(np.array([row])), []
@@ -127,27 +128,6 @@ def _accepting(case: Case, row: int) -> str | None:
 def _fits_alone(case: Case, columns: Columns) -> bool:
     """Whether one GPU, as it would be, passes all checks."""
     return bool(looked_at(case, columns).ok.all())
-
-
-def _freed(case: Case) -> Iterator[Change]:
-    """Let the GPUs of one node be free that would be enough then, those with the fewest tenants."""
-    if case.wanted > 1:
-        return
-    columns = case.view.columns
-    empty = looked_at(case, _emptied(columns))
-    rows = np.flatnonzero(empty.ok & case.offered)
-    rows = rows[[not _is_there(case, row) for row in rows.tolist()]]
-    tenants = columns.count[rows].astype(np.float64)
-    if not tenants.any():
-        return
-    sets, _ = complete_sets(case, empty, rows, tenants)
-    how = None
-    if sets.size:
-        team = team_of(empty, rows)
-        mine = rows[team == team[sets[0]]]
-        mine = mine[np.argsort(columns.count[mine], kind="stable")][: case.demand.gpus]
-        how = _once_free(case, sorted(mine[columns.count[mine] > 0].tolist()))
-    yield Change("a GPU that is free" if case.demand.gpus == 1 else "GPUs that are free", how)
 
 
 def _reporting(case: Case) -> Iterator[Change]:
@@ -168,44 +148,23 @@ def _reporting(case: Case) -> Iterator[Change]:
     yield Change("an agent that reports again", how)
 
 
-def _is_there(case: Case, row: int) -> bool:
-    """Whether another worker of the job is on a GPU: nobody waits for that one to end."""
-    own = (case.demand.namespace, case.demand.job_name)
-    return any((one.namespace, one.job) == own for one in case.view.columns.tenants[row])
-
-
-def _once_free(case: Case, rows: list[int]) -> str:
-    columns = case.view.columns
-    numbers = ", ".join(str(int(columns.gpu_index[row])) for row in rows)
-    which = f"GPU {numbers}" if len(rows) == 1 else f"GPUs {numbers}"
-    names = sorted({str(tenant) for row in rows for tenant in columns.tenants[row]})
-    there = f"{names[0]} is" if len(names) == 1 else f"{counted(len(names), 'job')} are"
-    node = case.view.node_names[int(columns.node[rows[0]])]
-    return f"once {which} of {node} {'is' if len(rows) == 1 else 'are'} free ({there} there)"
-
-
-def _emptied(columns: Columns) -> Columns:
-    """Return GPUs as if they had no tenants."""
-    all_ = np.arange(len(columns.alive))
-    empty = columns.take(all_)
-    for column in (empty.mode, empty.count, empty.mig_gb, empty.mig_slices):
-        column[:] = 0
-    for each in (empty.memory_mib, empty.util, empty.sm, empty.dram):
-        each[:] = 0
-    empty.user[:], empty.namespace[:], empty.max_slowdown[:], empty.cluster_tenancy[:] = NOBODY, NOBODY, np.inf, False
-    work_out(empty, all_)
-    return empty
-
-
 def _fewer_workers(case: Case) -> Iterator[Change]:
     """Let so many workers be enough as there is room for at once."""
     if case.room is None:
         return
-    some, found = case.wanted, case.room(case.applicant, case.rules, case.wanted)
-    while 0 < found < some:  # of many the room is only counted, until few enough are tried
-        some, found = found, case.room(case.applicant, case.rules, found)
+    found = case.room(case.applicant, case.rules, case.wanted)
     fewer = case.wanted - found
     yield Change("fewer workers", f"with {counted(fewer, 'worker')} less (spec.workers)" if found else None)
+
+
+def _fewer_gpus(case: Case) -> Iterator[Change]:
+    """Let a worker do with fewer GPUs, the most that would have a place."""
+    asked = case.demand.gpus
+    ways = (gpus for gpus in range(asked - 1, 0, -1) if case.find(case.asking(gpus=gpus)) is not None)
+    if asked > 1:
+        most = next(ways, None)
+        how = None if most is None else f"with {counted(asked - most, 'GPU')} less for each worker (spec.gpusPerWorker)"
+        yield Change("fewer GPUs", how)
 
 
 def _other_asks(case: Case) -> Iterator[Change]:
@@ -257,8 +216,9 @@ ATTEMPTS: tuple[Callable[[Case], Iterator[Change]], ...] = (
     _own_limit,
     _their_limits,
     _reporting,
-    _freed,
+    freed,
     _fewer_workers,
+    _fewer_gpus,
     _other_asks,
     _conditions,
     _offered,

@@ -1,13 +1,14 @@
 """A job without a place, looked at again with one thing changed on paper."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from carpool_core.demand import Demand
+from carpool_core.values import GpuUuid
 
 from carpool_extender.placement.applicant import Applicant
 from carpool_extender.placement.assessments import Assessment
@@ -41,6 +42,8 @@ class Case:
     """Workers that have to find places at once."""
     room: Callable[[Applicant, Rules, int], int] | None = None
     """For how many of so many workers there would be room at once; None where one is enough."""
+    room_once_free: Callable[[Set[GpuUuid], Set[GpuUuid]], int] | None = None
+    """The same on some GPUs alone, and with others of them free; None where one is enough, or more than are tried."""
 
     @cached_property
     def now(self) -> Verdict:

@@ -2,16 +2,18 @@
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import replace
 from itertools import groupby
 from typing import Protocol
 
+import msgspec
 import numpy as np
 from carpool_core.values import GpuUuid, PodUid
 
 from carpool_extender.explain.changes import needed
 from carpool_extender.explain.paperwork import Case
+from carpool_extender.explain.places import as_if_gone
 from carpool_extender.explain.ranking import ranked
 from carpool_extender.explain.speed import pace_there
 from carpool_extender.placement.applicant import Applicant
@@ -77,7 +79,7 @@ class Rehearsal:
         cluster, refused = self._seen.cluster, self.refused()
         offered = [name for name in sorted(cluster.nodes) if name not in refused]
         gangs = Gangs(self._seen, Assessments(cluster, self._rules), self._rules)
-        return gangs.refusal(self.applicant, PodUid(""), offered)
+        return gangs.refusal(self.applicant, PodUid(""), offered, thorough=True)
 
     def ranked(self) -> list[str]:
         """Say which places the policy has to choose from for a worker, and why it takes the first of them."""
@@ -88,12 +90,23 @@ class Rehearsal:
         """Say what would have to change for a place, of those of a job that find none now."""
         view, refused = self._seen.cluster.view(), self.refused()
         one = Case(self.applicant, self._rules, view, self._offered(view), refused)
-        return needed(one if self.gang() is None else replace(one, wanted=self.wanted, room=self._room))
+        if self.gang() is not None:
+            once_free = self._room_once_free if self.wanted <= MOST_TRIED else None
+            one = replace(one, wanted=self.wanted, room=self._room, room_once_free=once_free)
+        return needed(one)
 
     def _room(self, applicant: Applicant, rules: Rules, wanted: int) -> int:
         cluster, refused = self._seen.cluster, self.refused()
         offered = [name for name in sorted(cluster.nodes) if name not in refused]
-        return Gangs(self._seen, Assessments(cluster, rules), rules).room_for(applicant, wanted, offered)
+        return Gangs(self._seen, Assessments(cluster, rules), rules).tried(applicant, wanted, offered).workers
+
+    def _room_once_free(self, able: Set[GpuUuid], freed: Set[GpuUuid]) -> int:
+        paper = Cluster(self._rules.slots)
+        for node in self._seen.cluster.nodes.values():
+            devices = [device for device in node.status.devices if device.uuid in able]
+            left = as_if_gone(node, [r for r in node.spec.reservations if not freed.isdisjoint(r.gpu_uuids)])
+            paper.apply(msgspec.structs.replace(left, status=msgspec.structs.replace(left.status, devices=devices)))
+        return len([*placed(paper, self.applicant, self._rules, self.wanted, tells=False)])
 
     def outcome(self) -> list[str]:
         """Say where the workers would go now, or that they would have to wait; and how that place was chosen."""

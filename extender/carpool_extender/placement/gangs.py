@@ -1,7 +1,7 @@
 """Whether all workers of a job would find places: asked before its first one gets one."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -33,6 +33,17 @@ class Seen(Protocol):
         ...
 
 
+class Room(NamedTuple):
+    """For how many of some workers there is room at once."""
+
+    workers: int
+    is_tried: bool = True
+    """Whether these were placed on paper; otherwise there is no more room than that, by memory and slots alone."""
+
+    def __str__(self) -> str:
+        return f"{self.workers:,}{'' if self.is_tried else ' at most'}"
+
+
 class Gangs:
     """Keeps a job from getting some of its places while there is no room for the others.
 
@@ -45,7 +56,9 @@ class Gangs:
     def __init__(self, seen: Seen, assessments: Assessments, rules: Rules) -> None:
         self._seen, self._assessments, self._rules = seen, assessments, rules
 
-    def refusal(self, applicant: Applicant, pod_uid: PodUid, offered: Sequence[str] | None = None) -> str | None:
+    def refusal(
+        self, applicant: Applicant, pod_uid: PodUid, offered: Sequence[str] | None = None, *, thorough: bool = False
+    ) -> str | None:
         """Say why a pod has to wait until all of its job's workers fit; None where it need not.
 
         Once a worker has its place the others take what there is: the job's gang is then the operator's to look after.
@@ -54,33 +67,44 @@ class Gangs:
             applicant: What each worker demands.
             pod_uid: The pod that asks.
             offered: The nodes in question; all when None.
+            thorough: Whether to find out for how many there is room, however long that takes.
         """
         demand = applicant.demand
         if applicant.workers == 1 or self._seen.cluster.pods_of(demand.job_uid) - {pod_uid}:
             return None
         wanted = applicant.workers - self._seen.succeeded(demand.job_uid)
-        found = self.room_for(applicant, wanted, offered)
-        if found >= wanted:
+        found = (self.tried if thorough else self.room_for)(applicant, wanted, offered)
+        if found.workers >= wanted:
             return None
         return (
             f"{PREFIX}job {demand.namespace}/{demand.job_name} needs places for {counted(wanted, 'worker')} of "
             f"{counted(demand.gpus, 'GPU')} at once, there is room for {found}; none starts before all can"
         )
 
-    def room_for(self, applicant: Applicant, wanted: int, offered: Sequence[str] | None) -> int:
-        """Say how many of some workers find a place, at most as many as are wanted; on all nodes if none are named."""
+    def tried(self, applicant: Applicant, wanted: int, offered: Sequence[str] | None) -> Room:
+        """Say the same as `room_for`, but of too many workers try so many as there may be room for."""
+        found = self.room_for(applicant, wanted, offered)
+        while not found.is_tried and found.workers < wanted:
+            wanted, found = found.workers, self.room_for(applicant, found.workers, offered)
+        return found
+
+    def room_for(self, applicant: Applicant, wanted: int, offered: Sequence[str] | None) -> Room:
+        """Say how many of some workers find a place, at most as many as are wanted; on all nodes if none are named.
+
+        It is not tried where the answer is no anyway.
+        """
         assessment = self._assessments.of(applicant)
         rows = _fitting(assessment, offered)
         apart = _sets_apart(assessment, rows)
         if apart >= wanted or not rows.size:
-            return min(apart, wanted)
+            return Room(min(apart, wanted))
         most = _most(assessment, rows, self._rules.slots)
         if most < wanted or wanted > MOST_TRIED:
-            return min(most, wanted)
+            return Room(min(most, wanted), is_tried=False)
         paper = Cluster(self._rules.slots)
         for node in self._on_paper(assessment, rows):
             paper.apply(node)
-        return len([*placed(paper, applicant, self._rules, wanted, tells=False)])
+        return Room(len([*placed(paper, applicant, self._rules, wanted, tells=False)]))
 
     def _on_paper(self, assessment: Assessment, rows: Rows) -> list[GpuNode]:
         """Return the nodes of some GPUs with nothing but these GPUs."""

@@ -110,7 +110,16 @@ def one_gpu(**has):
             id="limits of several",
         ),
         pytest.param(
-            [gpu_node("a", 4, [tenant("y", [GPU], ALONE)])], {"gpus": 4}, ONCE, id="one GPU is missing of four"
+            [gpu_node("a", 4, [tenant("y", [GPU], ALONE)])],
+            {"gpus": 4},
+            f"{ONCE}, or with 1 GPU less for each worker (spec.gpusPerWorker)",
+            id="one GPU is missing of four",
+        ),
+        pytest.param(
+            [gpu_node("a", 4)],
+            {"gpus": 9},
+            "with 5 GPUs less for each worker (spec.gpusPerWorker)",
+            id="more GPUs than a node has",
         ),
         pytest.param(
             [gpu_node("a", 2, [tenant("y", [GPU], ALONE), tenant("z", [OTHER], ALONE)])],
@@ -224,6 +233,29 @@ async def test_of_several_workers_it_is_tried_whether_all_of_them_fit(workers, s
     seed_node(kube, gpu_node("a", 2))
     told = (await asked(kube, job_of({"workers": workers} | spec), RULES, predicted, ASKER)).lines
     assert told[2] == PREFIX + said
+
+
+@pytest.mark.parametrize(
+    ("workers", "gpus", "said"),
+    [
+        pytest.param(3, 1, "once GPU 0 of a is free (default/v is there)", id="one is missing"),
+        pytest.param(4, 1, "once GPU 0 of a and GPU 1 of b are free (2 jobs are there)", id="two are missing"),
+        pytest.param(2, 2, "once GPU 0 of a and GPU 1 of b are free (2 jobs are there)", id="of several each"),
+        pytest.param(6, 1, None, id="too many"),
+    ],
+)
+async def test_for_all_workers_as_few_gpus_are_freed_as_are_needed(workers, gpus, said):
+    """Regression: of a job of several workers it was never told which GPUs would have to be free."""
+    kube = FakeKube()
+    seed_node(kube, gpu_node("a", 2, [tenant("v", [GPU], ALONE)]))
+    seed_node(kube, gpu_node("b", 3, [tenant("w", ["GPU-b-1"], ALONE), tenant("z", ["GPU-b-0"], ALONE)]))
+    spec = {"workers": workers, "gpusPerWorker": gpus, "sharing": {"mode": "Exclusive"}}
+    told = (await asked(kube, job_of(spec), RULES, predicted, ASKER)).lines
+    ways = told[2].removeprefix(PREFIX).split(", or ")
+    if said is None:
+        assert not any(way.startswith("once") for way in ways)
+    else:
+        assert ways[0] == said.replace("GPU 1 of b", "GPU 0 of b")
 
 
 async def test_explain_tells_it_of_a_job_that_waits_and_what_if_of_one_that_could_never_run():

@@ -58,8 +58,18 @@ def test_workers_of_a_job_may_share_a_gpu():
     alone = cluster(gpu_node("a", 1))
     light = prediction(memory_mib=4000, util=20, sm=0.1, dram=0.1)
     assert refusal(alone, 4, prediction=light) is None
-    assert "there is room for" in refusal(alone, 4, prediction=prediction(memory_mib=4000, util=100, sm=0.9))
-    assert "9 workers of 1 GPU at once, there is room for 8" in refusal(alone, 9, prediction=light)
+    heavy = prediction(memory_mib=4000, util=100, sm=0.9)
+    assert "there is room for 1;" in refusal(alone, 4, prediction=heavy)
+    assert "9 workers of 1 GPU at once, there is room for 8 at most;" in refusal(alone, 9, prediction=light)
+
+
+def test_whoever_asks_for_the_reason_is_told_how_much_room_there_truly_is():
+    """Regression: memory and slots had room for 8, and beside it stood that one would find a place."""
+    found = cluster(gpu_node("a", 1))
+    gangs = Gangs(Known(found), Assessments(found, RULES), RULES)
+    many = Applicant(demand("new", prediction=prediction(memory_mib=4000, util=100, sm=0.9)), workers=40)
+    assert "there is room for 8 at most;" in gangs.refusal(many, PodUid("me"))
+    assert "there is room for 1;" in gangs.refusal(many, PodUid("me"), thorough=True)
 
 
 def test_more_workers_than_are_tried_are_counted_by_memory_and_slots():
