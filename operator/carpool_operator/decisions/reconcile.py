@@ -248,7 +248,7 @@ def _create(draft: Draft, attempt: Attempt, missing: list[int]) -> None:
         return
     refusal = draft.snapshot.refusal
     if refusal is not None:
-        draft.condition(keys.CONDITION_PLACED, "False", refusal.reason, refusal.message)
+        reports.report_refused(draft, refusal)
         draft.requeue_after(REFUSED_AGAIN_AFTER_S)
         return
     draft.requeue_after(CREATED_AGAIN_AFTER_S)

@@ -10,6 +10,7 @@ from carpool_core.kube.pods import Pod
 from carpool_operator.decisions.draft import Draft
 from carpool_operator.decisions.predicting import why_alone
 from carpool_operator.state import conditions
+from carpool_operator.state.snapshot import Refusal
 from carpool_operator.workers import outcomes, placement
 
 POD_REFUSALS = ("PodForbidden", "PodNameTaken", "ServiceForbidden", "ServiceNameTaken")
@@ -81,13 +82,22 @@ def report_placed(draft: Draft, demand: Demand, pods: Sequence[Pod]) -> None:
             draft.say("Normal", "Placed", message)
         return
     known = conditions.find(draft.status, keys.CONDITION_PLACED)
-    if not waiting and known is not None and known.reason in POD_REFUSALS:
-        return  # said until a pod exists, so that the condition does not change with each try
+    if len(pods) < workers and known is not None and known.reason in POD_REFUSALS:
+        return  # said until every pod exists, so that the condition does not change with each try
     reason, message = waiting[0] if waiting else ("CreatingPods", f"{len(pods)} of {workers} pods exist")
     told = f"{placed} of {workers} workers placed; {message}" if workers > 1 else message
     if reason in _WORTH_AN_EVENT and (known is None or known.reason != reason):
         draft.say("Warning", reason, told)
     draft.condition(keys.CONDITION_PLACED, "False", reason, told)
+
+
+def report_refused(draft: Draft, refusal: Refusal) -> None:
+    """Set Placed to why a pod cannot be created; an event tells it once, not with each try that is refused alike."""
+    before = conditions.find(draft.status, keys.CONDITION_PLACED)
+    draft.condition(keys.CONDITION_PLACED, "False", refusal.reason, refusal.message)
+    after = conditions.find(draft.status, keys.CONDITION_PLACED)
+    if before is None or after is None or (before.reason, before.message) != (after.reason, after.message):
+        draft.say("Warning", refusal.reason, refusal.message)
 
 
 def _waiting(pod: Pod) -> tuple[str, str]:
