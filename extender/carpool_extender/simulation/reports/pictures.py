@@ -202,8 +202,8 @@ def gantt(name: str, title: str, outcome: Outcome) -> "Figure":
         axes.axhline(row, color="0.85", lw=0.5)
     if not begins_again:
         squares = [Patch(facecolor=colours(number), edgecolor="black", linewidth=0.4) for number in kinds.values()]
-        legend = figure.legend(squares, list(kinds), loc="outside right upper", fontsize=6)
-        legend.set_title("kind of job", {"size": 7})
+        look = {"loc": "outside right upper", "fontsize": 6, "title_fontsize": 7}
+        figure.legend(squares, list(kinds), title="kind of job", **look)
     return figure
 
 
