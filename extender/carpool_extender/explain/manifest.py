@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 from carpool_core.decode_errors import in_words
+from carpool_core.keys import GROUP_VERSION
 from carpool_core.kube.api import GPU_TRAINING_JOBS, KubeApi
 from carpool_core.kube.errors import Conflict, Forbidden, Invalid
 from carpool_core.resources.job import GpuTrainingJob
@@ -50,6 +51,8 @@ def read(path: Path, namespace: str, *, is_given: bool = False) -> dict[str, Any
     kind = found.get("kind") if isinstance(found, dict) else None
     if kind != "GpuTrainingJob":
         raise ManifestError(f"{path}: expected a GpuTrainingJob, found {f'a {kind}' if kind else 'no kind'}")
+    if (version := found.get("apiVersion", GROUP_VERSION)) != GROUP_VERSION:
+        raise ManifestError(f"{path}: expected apiVersion {GROUP_VERSION}, found {version or 'none'}")
     metadata = found.get("metadata")
     if not isinstance(metadata, dict) or not metadata.get("name"):
         raise ManifestError(f"{path}: expected metadata.name, found none; give the job a name")

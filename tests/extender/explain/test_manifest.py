@@ -60,3 +60,38 @@ def test_a_manifest_of_one_namespace_is_not_asked_about_in_another(own, asked, f
             read(path, asked, is_given=True)
     else:
         assert read(path, asked or "default", is_given=asked is not None)["metadata"]["namespace"] == found
+
+
+@pytest.mark.parametrize(
+    ("head", "sentence"),
+    [
+        pytest.param(
+            "apiVersion: carpool.dev/v9\nkind: GpuTrainingJob",
+            "expected apiVersion carpool.dev/v1alpha1, found carpool.dev/v9",
+            id="another version",
+        ),
+        pytest.param(
+            "apiVersion: kubeflow.org/v1\nkind: GpuTrainingJob",
+            "expected apiVersion carpool.dev/v1alpha1, found kubeflow.org/v1",
+            id="another group",
+        ),
+        pytest.param(
+            "apiVersion:\nkind: GpuTrainingJob", "expected apiVersion carpool.dev/v1alpha1, found none", id="no version"
+        ),
+        pytest.param("apiVersion: batch/v1\nkind: Job", "expected a GpuTrainingJob, found a Job", id="another kind"),
+        pytest.param("apiVersion: carpool.dev/v1alpha1", "expected a GpuTrainingJob, found no kind", id="no kind"),
+    ],
+)
+def test_a_manifest_of_something_else_is_refused_by_what_it_is(head, sentence, tmp_path):
+    """Regression: of another version it was said that the field spec is unknown."""
+    path = tmp_path / "job.yaml"
+    path.write_text(f"{head}\nmetadata: {{name: x}}\nspec: {{template: {{}}}}\n")
+    with pytest.raises(ManifestError) as refused:
+        read(path, "default")
+    assert str(refused.value) == f"{path}: {sentence}"
+
+
+def test_a_manifest_of_this_version_is_read(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text("{apiVersion: carpool.dev/v1alpha1, kind: GpuTrainingJob, metadata: {name: x}}")
+    assert read(path, "a")["metadata"] == {"name": "x", "namespace": "a"}
