@@ -127,7 +127,9 @@ def simulate(
                 raise WorkloadError("expected a folder of measurements, found none; set CARPOOL_DATA, or --data")
             if drawn and importlib.util.find_spec("matplotlib") is None:
                 raise WorkloadError("pictures need matplotlib: pip install 'carpool[simulate]', or --no-pictures")
-            runs = Runs(policies, conditions, seeds, out, data, drawn, console, provenance(SystemClock()))
+            runs = Runs(
+                policies, conditions, seeds, out, data, drawn, console, provenance(SystemClock()), trace is not None
+            )
             ready = [trials.ready(Trial(name, experiment, runs)) for name, experiment in chosen.items()]
             out.mkdir(parents=True, exist_ok=True)
             parts = [part for one in ready for part in trials.run(one, empty.append)]

@@ -25,7 +25,7 @@ from carpool_extender.simulation.contest import (
     varied,
     wrong,
 )
-from carpool_extender.simulation.engine.strategy import Strategy
+from carpool_extender.simulation.engine.strategy import Knowledge, Strategy
 from carpool_extender.simulation.provenance import Provenance
 from carpool_extender.simulation.reports import ordering, otherwise, pictures, results, tables
 from carpool_extender.simulation.truth.workload import Workload, WorkloadError
@@ -49,6 +49,8 @@ class Runs:
     pictures: bool
     console: Console
     made: Provenance
+    is_own: bool = False
+    """Whether the trace is somebody's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,16 @@ def run(what: Ready, warn: Callable[[str], None]) -> list[str]:
         parts += _otherwise(trial, workload, cases)
         parts += _failing(trial)
     _draw(trial, len(workload.jobs), lines, warn)
+    if runs.is_own and any(_could_learn(line) for line in lines):
+        runs.console.print(tables.UNLEARNED)
+        parts += [tables.UNLEARNED, ""]
     return parts
+
+
+def _could_learn(line: Line) -> bool:
+    """Whether jobs were slowed on a line that goes by predictions and learns nothing, as it would on a cluster."""
+    strategy = line.strategy
+    return strategy.knowledge is Knowledge.PREDICTED and not strategy.learns and line.mean("slowed_percent") > 0
 
 
 def _in_common(trial: Trial) -> tuple[str, ...]:

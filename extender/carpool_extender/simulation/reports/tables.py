@@ -63,6 +63,12 @@ VARIED = (
     "and draws its power: of these lines utilization and energy are told too high, makespans are not."
 )
 
+UNLEARNED = (
+    "Nothing is learned here of the jobs that ran, as it would be on a cluster: with --learn fewer are slowed, as a "
+    "rule, and the run takes longer."
+)
+"""Said of jobs of an own trace that were slowed."""
+
 
 def markdown(lines: Sequence[Line], shown: Sequence[str] = ()) -> list[str]:
     """Write a table: mean and, of several seeds, ± standard deviation; and the change against the first line.
