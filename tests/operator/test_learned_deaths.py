@@ -30,9 +30,10 @@ async def test_who_died_of_memory_gets_more_and_then_a_gpu_alone() -> None:
     assert not memory(of).trusted
     predicted, placed = (find(of.job().status, kind) for kind in (keys.CONDITION_PREDICTED, keys.CONDITION_PLACED))
     assert predicted is not None
-    assert "because earlier runs of it died of memory there" in predicted.message
+    assert "because earlier runs of this model (other jobs' too) died of memory there" in predicted.message
     assert placed is not None
-    why = "(Exclusive), because earlier runs of it died of memory on NVIDIA A100-SXM4-40GB, or took nearly all of it"
+    why = "(other jobs' too) died of memory on NVIDIA A100-SXM4-40GB, or took nearly all of it: once one has ended well"
+    assert "(Exclusive), because earlier runs of this model" in placed.message
     assert why in placed.message
     assert stack(of).seen == 2
 

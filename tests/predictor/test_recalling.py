@@ -120,7 +120,7 @@ def test_a_death_raises_the_bound_and_so_many_take_the_trust_away() -> None:
     known = runs(*[6000] * MOST_DEATHS, out_of_memory=True)
     assert not told(known).memory.trusted
     said = predict(features(), Training(batch_size=64), [T4], known, NAME).message
-    assert "runs alone on Tesla T4, because earlier runs of it died of memory there" in said
+    assert "runs alone on Tesla T4, because earlier runs of this model (other jobs' too) died of memory there" in said
     after = told(runs(7000, known=known)).memory
     assert after.trusted, "another run showed that it lives with more"
     assert after.upper_mib == pytest.approx(7000 * (1 + AGREEMENT), abs=1)
@@ -147,7 +147,7 @@ def test_a_death_with_all_of_a_gpu_excludes_such_gpus(is_strict: bool) -> None:
         known = runs(T4.memory_mib, known=known, out_of_memory=True)
     gpus = [T4, find_product("A100-SXM4-40GB")]
     answer = predict(features(), Training(batch_size=64), gpus, known, NAME, is_strict=is_strict)
-    assert "does not fit Tesla T4, where a run of it died of memory with all that such a GPU has" in answer.message
+    assert "does not fit Tesla T4, where a run of this model (maybe another job's) died of memory" in answer.message
     elsewhere = answer.products[1].memory
     assert elsewhere.upper_mib < gpus[1].memory_mib
     assert elsewhere.learned_runs == 0
@@ -166,7 +166,7 @@ def test_who_was_measured_to_fit_a_gpu_is_never_told_that_it_does_not() -> None:
         assert (found.trusted, found.learned_runs) == (False, 1)
     assert told(runs(0.85 * T4.memory_mib)).memory.trusted
     said = predict(features(), Training(batch_size=64), [T4], runs(0.9 * T4.memory_mib), NAME).message
-    assert "runs alone on Tesla T4, because earlier runs of it died of memory there, or took nearly all" in said
+    assert "because earlier runs of this model (other jobs' too) died of memory there, or took nearly all" in said
 
 
 @pytest.mark.parametrize(

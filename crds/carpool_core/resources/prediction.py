@@ -53,7 +53,8 @@ class MemoryPrediction(Resource, frozen=True, kw_only=True):
         bool,
         field(
             "False where the job runs alone on such a GPU: nothing like it was measured there; or the bound is more "
-            "than it has and the median is not; or runs of the job died of memory there, or took nearly all of it."
+            "than it has and the median is not; or runs of this model, other jobs' too, died of memory there, or took "
+            "nearly all of it."
         ),
     ] = True
 
@@ -72,7 +73,7 @@ class MemoryPrediction(Resource, frozen=True, kw_only=True):
 
     @property
     def is_lost(self) -> bool:
-        """Whether it is not trusted for what runs of this very job showed; else it is for what they did not yet."""
+        """Whether it is not trusted for what runs of this model at its size showed, not for what is not known yet."""
         return not self.trusted and self.learned_runs > 0
 
 

@@ -202,8 +202,9 @@ def _why_untrusted(demand: Demand, products: Sequence[str], how: str) -> str:
     lost = [name for name in products if (found := demand.prediction_on(name)) is not None and found.memory.is_lost]
     if lost:
         return (
-            f"{how}, because earlier runs of it died of memory on {', '.join(lost)}, or took nearly all of it: once "
-            "one has ended well with less, the next may share; give spec.memory.limit to let it share all the same"
+            f"{how}, because earlier runs of this model (other jobs' too) died of memory on {', '.join(lost)}, or took "
+            "nearly all of it: once one has ended well with less, the next may share; give spec.memory.limit to let it "
+            "share all the same"
         )
     return (
         f"{how}, because too little like it was measured on {', '.join(products)}: jobs "

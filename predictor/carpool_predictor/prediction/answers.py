@@ -42,12 +42,14 @@ def message_of(features: ModelFeatures, model: MemoryModel, answers: Sequence[On
     known = [a.prediction for a in answers if a.prediction.memory.learned_runs]
     if excluded := [p.product for p in known if recalling.is_excluded(p.memory, find_product(p.product))]:
         told.append(
-            f"does not fit {', '.join(excluded)}, where a run of it died of memory with all that such a GPU has"
+            f"does not fit {', '.join(excluded)}, where a run of this model (maybe another job's) died of memory with "
+            "all that such a GPU has"
         )
     untrusted = [a.prediction for a in answers if not a.prediction.memory.trusted]
     if lost := [p.product for p in untrusted if p.memory.is_lost]:
         told.append(
-            f"runs alone on {', '.join(lost)}, because earlier runs of it died of memory there, or took nearly all"
+            f"runs alone on {', '.join(lost)}, because earlier runs of this model (other jobs' too) died of memory "
+            "there, or took nearly all"
         )
     unproven = [p for p in untrusted if not p.memory.is_lost]
     rare = [p.product for p in unproven if recalling.is_beyond(p.memory, find_product(p.product))]
