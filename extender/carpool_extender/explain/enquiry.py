@@ -32,7 +32,7 @@ from carpool_extender.kube.watched import JobRow, JobSpecRow, JobStatusRow
 from carpool_extender.kube.workloads import ANNOTATION_POLICY, AS_SHIPPED, Choices, NotOurs, applicant_of, demand_of_row
 from carpool_extender.placement.answers import lines, with_measures, with_own, with_refusals
 from carpool_extender.placement.applicant import Applicant
-from carpool_extender.placement.decide import could_ever_fit, explain
+from carpool_extender.placement.decide import explain
 from carpool_extender.placement.queueing import QueueOrder
 from carpool_extender.placement.rules import Rules
 from carpool_extender.state.cluster import Cluster
@@ -266,8 +266,8 @@ async def asked(api: KubeApi, job: GpuTrainingJob, rules: Rules, predictor: Pred
     none = without_gpus(nodes, hosts, odd, each=asker.each_gpu)
     listed = _or_none(_gpus(seen.cluster, rehearsal, rules, asker), none)
     gpus = [*_chosen(applicant, rules), *listed, *odd.values()]
-    if not could_ever_fit(seen.cluster.view(), applicant, rules):
-        told.append("could never run here: no node has GPUs that would do, even if they were empty")
+    if (never := rehearsal.never()) is not None:
+        told.append(f"could never run here: {never}")
         return Answer([*told, *rehearsal.unchecked, *rehearsal.changes(), *gpus], is_hopeless=True)
     turn = _turn(await queue_of(api, nodes), applicant, seen.cluster, asker)
     return Answer([*told, *turn, *rehearsal.outcome(), *gpus])

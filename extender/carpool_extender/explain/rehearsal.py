@@ -19,6 +19,7 @@ from carpool_extender.explain.speed import pace_there
 from carpool_extender.placement.applicant import Applicant
 from carpool_extender.placement.assessments import Assessment, Assessments
 from carpool_extender.placement.decide import Place, filter_nodes
+from carpool_extender.placement.ever import never_fits
 from carpool_extender.placement.gangs import MOST_TRIED, Gangs, Seen
 from carpool_extender.placement.paper import placed
 from carpool_extender.placement.refusal import PREFIX, counted
@@ -80,6 +81,11 @@ class Rehearsal:
         offered = [name for name in sorted(cluster.nodes) if name not in refused]
         gangs = Gangs(self._seen, Assessments(cluster, self._rules), self._rules)
         return gangs.refusal(self.applicant, PodUid(""), offered, thorough=True)
+
+    def never(self) -> str | None:
+        """Say why the workers could not run even if all GPUs were empty; None where nothing known forbids it."""
+        verdict = Assessment(self.applicant, self._rules, self._seen.cluster.view()).verdict
+        return never_fits(verdict, self._rules.slots, self.wanted)
 
     def ranked(self) -> list[str]:
         """Say which places the policy has to choose from for a worker, and why it takes the first of them."""

@@ -8,6 +8,7 @@ from carpool_core.keys import SCHEDULER_NAME
 from carpool_core.kube.api import GPU_TRAINING_JOBS, PODS, KubeApi, Selector
 from carpool_core.kube.errors import Forbidden
 from carpool_core.kube.pods import Pod, job_reference
+from carpool_core.lengths import UNKNOWN_S, told
 from carpool_core.resources.node import GpuNode
 from carpool_core.values import JobUid
 
@@ -16,7 +17,7 @@ from carpool_extender.kube.watched import JobRow
 from carpool_extender.kube.workloads import Choices, NotOurs, applicant_of
 from carpool_extender.placement.applicant import Applicant
 from carpool_extender.placement.queueing import End, QueueOrder, Ticket, served
-from carpool_extender.placement.tickets import came_s, rung_in
+from carpool_extender.placement.tickets import came_s, length_in, rung_in
 from carpool_extender.state.view import View
 
 _PENDING = Selector(fields=f"spec.schedulerName={SCHEDULER_NAME},status.phase=Pending")
@@ -98,12 +99,20 @@ def turn_of(
         places |= {served([*others, own], order, end).index(own) + 1 for end in End}
     first, last = min(places), max(places)
     place = _ordinal(first) if first == last else f"{_ordinal(first)} to {_ordinal(last)}"
+    counts = "" if order is QueueOrder.ARRIVAL else f", where it counts as {_length(applicant, view)}"
     rest = "; those before it are served first where there is a place for them, too" if last > 1 else ""
-    return [f"its turn: {place} of {len(others) + 1} jobs that wait, by the order {order}{rest}"]
+    return [f"its turn: {place} of {len(others) + 1} jobs that wait, by the order {order}{counts}{rest}"]
 
 
 def _ticket(applicant: Applicant, view: View, order: QueueOrder, priority: int, number: int, now_s: float) -> Ticket:
     return Ticket(-priority, came_s(applicant, now_s), rung_in(applicant, view, order), number)
+
+
+def _length(applicant: Applicant, view: View) -> str:
+    if (seconds := length_in(applicant, view)) is not None:
+        return f"{told(seconds)} long"
+    unknown = "it says no spec.training.steps" if applicant.steps is None else "the time of its steps is not predicted"
+    return f"{told(UNKNOWN_S)} long ({unknown})"
 
 
 def _ordinal(number: int) -> str:

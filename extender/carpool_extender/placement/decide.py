@@ -131,7 +131,8 @@ def score_nodes(assessment: Assessment, names: Sequence[str]) -> NDArray[np.int6
 
 def place(assessment: Assessment, name: str, *, tells: bool = True) -> Place | str:
     """Choose the GPUs of one node for a pod, or say why none fits; `tells` as in `best_place`."""
-    ids, verdict = assessment.verdict.view.ids([name]), assessment.verdict
+    verdict = assessment.verdict
+    ids = verdict.view.ids([name])
     if ids[0] >= 0 and assessment.best.fits[ids[0]]:
         rows = assessment.best.of(ids).rows[0].tolist()
         told = _why(verdict, rows, assessment.policy) if tells else ""
@@ -181,12 +182,6 @@ def explain(view: View, applicant: Applicant, names: Sequence[str], rules: Rules
     ]
 
 
-def could_ever_fit(view: View, applicant: Applicant, rules: Rules) -> bool:
-    """Say whether any node could run a worker if all its GPUs were empty and healthy."""
-    verdict = Assessment(applicant, rules, view).verdict
-    return bool(_could_ever(verdict, np.flatnonzero(view.columns.alive)).any())
-
-
 def reservation(
     chosen: Place, applicant: Applicant, pod_uid: PodUid, pod_name: str, *, now: datetime, deadline: datetime
 ) -> Reservation:
@@ -228,8 +223,8 @@ def _counts(view: View, rows: Rows) -> NDArray[np.intp]:
 
 def _could_ever(verdict: Verdict, rows: Rows) -> Bools:
     """Which nodes would have enough GPUs if they were empty and healthy; one more entry, as in `_counts`."""
-    result: Bools = _counts(verdict.view, rows[verdict.could_ever()[rows]]) >= verdict.applicant.demand.gpus
-    return result
+    enough: Bools = _counts(verdict.view, rows[verdict.could_ever()[rows]]) >= verdict.applicant.demand.gpus
+    return enough
 
 
 def _place_on(verdict: Verdict, rows: list[int], policy: Policy, reason: str) -> Place:

@@ -10,6 +10,7 @@ from carpool_core.values import JobUid, PodUid
 
 from carpool_extender.placement.applicant import Applicant
 from carpool_extender.placement.assessments import Assessment, Assessments
+from carpool_extender.placement.ever import workers_ever
 from carpool_extender.placement.paper import placed
 from carpool_extender.placement.refusal import PREFIX, counted
 from carpool_extender.placement.rules import Rules
@@ -76,10 +77,16 @@ class Gangs:
         found = (self.tried if thorough else self.room_for)(applicant, wanted, offered)
         if found.workers >= wanted:
             return None
+        most = self.most_ever(applicant)
+        ever = f", and for {most:,} at most if all GPUs were empty" if most < wanted else ""
         return (
             f"{PREFIX}job {demand.namespace}/{demand.job_name} needs places for {counted(wanted, 'worker')} of "
-            f"{counted(demand.gpus, 'GPU')} at once, there is room for {found}; none starts before all can"
+            f"{counted(demand.gpus, 'GPU')} at once, there is room for {found}{ever}; none starts before all can"
         )
+
+    def most_ever(self, applicant: Applicant) -> int:
+        """Say for how many workers there is memory and places on all nodes if their GPUs are empty and healthy."""
+        return workers_ever(self._assessments.of(applicant).verdict, self._rules.slots)
 
     def tried(self, applicant: Applicant, wanted: int, offered: Sequence[str] | None) -> Room:
         """Say the same as `room_for`, but of too many workers try so many as there may be room for."""

@@ -17,9 +17,14 @@ def came_s(applicant: Applicant, now_s: float) -> float:
         return now_s
 
 
-def rung_in(applicant: Applicant, view: View, order: QueueOrder) -> int:
-    """Return the rung of a job's length on the GPUs of a cluster that it may have; `Arrival` goes by no lengths."""
-    if applicant.steps is None or order is QueueOrder.ARRIVAL:
-        return rung(None)
+def length_in(applicant: Applicant, view: View) -> float | None:
+    """Return how long a job takes alone on the GPUs of a cluster that it may have, in seconds; None where unknown."""
+    if applicant.steps is None:
+        return None
     suitable = {hardware_name(kind.product) for kind in view.classes if applicant.facts(kind).reason is None}
-    return rung(length_s(applicant.steps, applicant.demand.prediction, suitable.__contains__))
+    return length_s(applicant.steps, applicant.demand.prediction, suitable.__contains__)
+
+
+def rung_in(applicant: Applicant, view: View, order: QueueOrder) -> int:
+    """Return the rung of that length, by which a queue is sorted; `Arrival` goes by no lengths."""
+    return rung(None if order is QueueOrder.ARRIVAL else length_in(applicant, view))

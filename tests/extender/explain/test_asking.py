@@ -87,7 +87,7 @@ async def test_a_job_may_choose_its_policy_only_where_the_site_lets_it():
 
 async def test_workers_for_which_there_is_no_room_together_wait():
     kube = FakeKube()
-    seed_node(kube, gpu_node("a", 1))
+    seed_node(kube, gpu_node("a", 2, [tenant("y", ["GPU-a-1"], SharingMode.EXCLUSIVE)]))
     spec = {"workers": 2, "sharing": {"mode": "Exclusive"}}
     seed_job(kube, "x", spec=spec)
     for told in (
@@ -95,7 +95,17 @@ async def test_workers_for_which_there_is_no_room_together_wait():
         (await explained(kube, "x", "default", RULES, ASKER)).lines,
     ):
         assert "needs places for 2 workers of 1 GPU at once, there is room for 1" in told[1]
-        assert "fits by Exclusive" in told[-1]
+        assert "fits by Exclusive" in told[-2]
+
+
+async def test_workers_for_which_there_would_be_no_room_on_empty_gpus_could_never_run():
+    """Regression: they were told to wait."""
+    kube = FakeKube()
+    seed_node(kube, gpu_node("a", 2))
+    answer = await asked(kube, job_of({"workers": 3, "memory": {"limit": "30Gi"}}), RULES, predicted, ASKER)
+    assert answer.is_hopeless
+    assert answer.lines[1] == "could never run here: needs places for 3 workers at once, and empty GPUs would have 2"
+    assert "with 1 worker less (spec.workers)" in answer.lines[2]
 
 
 async def test_nothing_goes_where_the_agent_is_silent():

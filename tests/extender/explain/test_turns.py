@@ -33,6 +33,13 @@ async def turn(kube, job, order=QueueOrder.ALTERNATE):
     return [line for line in told if "turn" in line.partition(":")[0] or "not told" in line]
 
 
+LENGTHS = {
+    "a": "1 s long",
+    "b": "1,157 d long",
+    "c": "28 h long",
+    "d": "60 min long (it says no spec.training.steps)",
+    "e": "1,157 d long",
+}
 FIVE = {"a": (0, 10), "b": (1, 10**9), "c": (2, 10**6), "d": (3, None), "e": (30, 10**9)}
 
 
@@ -51,7 +58,9 @@ async def test_a_job_that_waits_is_told_its_place(order, places):
     kube = a_queue(**FIVE)
     for name, place in places.items():
         rest = "" if place == "1st" else BEFORE
-        assert await turn(kube, name, order) == [f"its turn: {place} of 5 jobs that wait, by the order {order}{rest}"]
+        counts = "" if order is QueueOrder.ARRIVAL else f", where it counts as {LENGTHS[name]}"
+        said = f"its turn: {place} of 5 jobs that wait, by the order {order}{counts}{rest}"
+        assert await turn(kube, name, order) == [said]
 
 
 async def test_of_one_second_it_may_be_any():
@@ -90,6 +99,17 @@ async def test_what_may_not_be_listed_is_said():
             kube.fail_next("list", kind, Forbidden("no"))
         expected = f"not told: how many jobs come before it (you may not list {what} of all namespaces)"
         assert await turn(kube, "a") == [expected]
+
+
+async def test_a_length_that_nobody_predicts_is_an_hour():
+    kube = a_queue(a=(0, 10), b=(1, 10))
+    told = await explained(kube, "b", "default", RULES, Asker(CLOCK))
+    assert any("it counts as 1 s long" in line for line in told.lines)
+    await kube.patch(
+        GPU_TRAINING_JOBS, "b", {"status": {"prediction": None}}, namespace="default", subresource="status"
+    )
+    told = await explained(kube, "b", "default", RULES, Asker(CLOCK))
+    assert any("it counts as 60 min long (the time of its steps is not predicted)" in line for line in told.lines)
 
 
 async def test_a_job_that_is_not_there_would_come_after_those_that_wait():

@@ -4,7 +4,8 @@ import pytest
 from carpool_core.values import SharingMode
 from carpool_extender.placement.assessments import Assessment
 from carpool_extender.placement.conditions import Conditions
-from carpool_extender.placement.decide import could_ever_fit, filter_nodes
+from carpool_extender.placement.decide import filter_nodes
+from carpool_extender.placement.ever import never_fits
 from carpool_extender.placement.policies import find_policy
 from carpool_extender.placement.rules import Rules
 from carpool_extender.testing import applicant, cluster, device, gpu_node, prediction, tenant
@@ -116,6 +117,6 @@ def test_no_gpu_ever_meets_a_precondition_on_memory_that_it_does_not_have(least_
     """Regression: a job was told to wait for GPUs to become as free as none of the cluster can be."""
     known = cluster(gpu_node("a", 1, [tenant("x", ["GPU-a-0"])]))
     rules = Rules(find_policy("least-slowdown"), 8, Conditions(least_free_mib=least_mib))
-    assert could_ever_fit(known.view(), applicant(), rules) is hopes
+    assert (never_fits(Assessment(applicant(), rules, known.view()).verdict, 8, 1) is None) is hopes
     found = filter_nodes(Assessment(applicant(), rules, known.view()), ["a"])
     assert (bool(found.refused), bool(found.unsuitable)) == (hopes, not hopes)
