@@ -202,7 +202,16 @@ class GpuNodeStatus(Resource, frozen=True, kw_only=True):
 
     agent_version: Annotated[str, field("Version of the agent.")] = ""
     simulated: Annotated[bool, field("True where the GPUs are simulated.")] = False
-    heartbeat_time: Annotated[str, field("When the agent last wrote, RFC 3339.")] | None = None
+    heartbeat_time: (
+        Annotated[
+            str,
+            field(
+                "When the agent last wrote, RFC 3339. One that has not for a minute counts as dead: its node gets no "
+                "new work, whatever the condition Ready says."
+            ),
+        ]
+        | None
+    ) = None
     devices: Annotated[list[Device], field("GPUs of the node.", schema=OWN, max_length=MOST_GPUS)] = []
     partitions: Annotated[list[Partition], field("Progress of each reservation.", schema=OWN)] = []
     tenants: Annotated[list[Tenant], field("Measured use, smoothed.", schema=OWN)] = []
@@ -214,7 +223,10 @@ class GpuNodeStatus(Resource, frozen=True, kw_only=True):
             max_length=MOST_STRUCK,
         ),
     ] = []
-    conditions: Annotated[list[Condition], field("Ready.", schema=OWN)] = []
+    conditions: Annotated[
+        list[Condition],
+        field("Ready, as the agent said last: nobody else writes it, so that a dead one's stays True.", schema=OWN),
+    ] = []
     summary: Annotated[NodeSummary, field("What `kubectl get` shows.")] | None = None
 
 
