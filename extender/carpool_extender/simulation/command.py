@@ -12,6 +12,7 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from carpool_extender.placement.policies import UnknownPolicyError
+from carpool_extender.placement.queueing import QueueOrder
 from carpool_extender.settings import ConditionSettings
 from carpool_extender.simulation import trials
 from carpool_extender.simulation.contest import EXPERIMENTS, PUBLISHED, SMALL, Experiment
@@ -69,6 +70,20 @@ class BadInputError(click.ClickException):
     is_flag=True,
     help="Let Carpool learn from the jobs of a trace, as on a cluster; takes minutes with tens of thousands of them.",
 )
+@click.option(
+    "--steps",
+    is_flag=True,
+    help="Let the jobs of a trace say how many steps they have, as their durations tell; otherwise none does, and "
+    "every --queue-order is that of arrival.",
+)
+@click.option(
+    "--queue-order",
+    type=click.Choice([one.value for one in QueueOrder]),
+    default=QueueOrder.ALTERNATE.value,
+    show_default=True,
+    help="Which of the jobs that wait is served first on the lines that go by Carpool's queue, of a trace or of "
+    "policies: as the extender's own --queue-order.",
+)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"), show_default=True)
 @click.option(
     "--pictures/--no-pictures",
@@ -102,6 +117,8 @@ def simulate(
     fragmentation: float,
     seeds: int | None,
     learn: bool,
+    steps: bool,
+    queue_order: str,
     out: Path,
     drawn: bool,
     document_path: Path | None,
@@ -120,7 +137,7 @@ def simulate(
         if document_path is None or workload is not None or trace is not None:
             chosen = {
                 name: replace(one, draw=in_pieces(one.draw, fragmentation))
-                for name, one in _experiments(workload, trace, cluster, learn=learn).items()
+                for name, one in _experiments(workload, trace, cluster, learn=learn, steps=steps).items()
             }
             conditions, policies = settings.conditions(), _policies(policies, policy)
             if data is None:
@@ -128,7 +145,16 @@ def simulate(
             if drawn and importlib.util.find_spec("matplotlib") is None:
                 raise WorkloadError("pictures need matplotlib: pip install 'carpool[simulate]', or --no-pictures")
             runs = Runs(
-                policies, conditions, seeds, out, data, drawn, console, provenance(SystemClock()), trace is not None
+                policies,
+                conditions,
+                seeds,
+                out,
+                data,
+                drawn,
+                console,
+                provenance(SystemClock()),
+                is_own=trace is not None,
+                order=QueueOrder(queue_order),
             )
             ready = [trials.ready(Trial(name, experiment, runs)) for name, experiment in chosen.items()]
             out.mkdir(parents=True, exist_ok=True)
@@ -157,7 +183,7 @@ def _policies(policies: str, policy: str | None) -> str:
 
 
 def _experiments(
-    workload: str | None, trace: Path | None, cluster: Path | None, *, learn: bool
+    workload: str | None, trace: Path | None, cluster: Path | None, *, learn: bool, steps: bool
 ) -> dict[str, Experiment]:
     if workload is not None and trace is not None:
         raise WorkloadError("expected either --workload or --trace, found both; leave one of them out")
@@ -169,6 +195,8 @@ def _experiments(
         raise WorkloadError(f"expected --cluster beside --trace only: {workload} has a cluster of its own")
     if workload is not None and learn:
         raise WorkloadError("expected --learn beside --trace only: whether a published workload is learned is its own")
+    if workload is not None and steps:
+        raise WorkloadError("expected --steps beside --trace only: whose jobs say steps is a published workload's own")
     if workload == "all":
         return {name: EXPERIMENTS[name] for name in SMALL}
     if workload is not None:
@@ -177,7 +205,7 @@ def _experiments(
     given = Path(trace or "")
     return {
         "trace": Experiment(
-            lambda data, seed: philly.from_trace(data, given, nodes, seed, is_learned=learn),
+            lambda data, seed: philly.from_trace(data, given, nodes, seed, is_learned=learn, says_steps=steps),
             philly.learning(philly.STRATEGIES) if learn else philly.STRATEGIES,
             EXPERIMENTS["philly"].mode,
             whole=True,

@@ -9,9 +9,12 @@ from rich.console import Console
 
 from carpool_extender.placement.checks import NO_CONDITIONS
 from carpool_extender.placement.conditions import Conditions
+from carpool_extender.placement.queueing import QueueOrder
 from carpool_extender.placement.refusal import counted
 from carpool_extender.simulation import progress
 from carpool_extender.simulation.contest import (
+    ARRIVAL,
+    LONGEST_FIRST,
     PUBLISHED,
     Experiment,
     Line,
@@ -51,6 +54,8 @@ class Runs:
     made: Provenance
     is_own: bool = False
     """Whether the trace is somebody's own."""
+    order: QueueOrder = QueueOrder.ALTERNATE
+    """How Carpool's queue is sorted, where a table does not compare orders itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +71,23 @@ class Trial:
         """Its own strategies, or the policies that were named.
 
         Raises:
-            WorkloadError: There are preconditions beside strategies that have their own.
+            WorkloadError: There are preconditions, or an order of the queue, beside strategies that have their own.
             UnknownPolicyError: There is no policy of a name.
         """
-        policies, conditions = self.runs.policies, self.runs.conditions
+        policies, conditions, order = self.runs.policies, self.runs.conditions, self.runs.order
         if policies != PUBLISHED:
-            return named(policies, shipped(self.experiment), conditions)
+            return named(policies, replace(shipped(self.experiment), order=order), conditions)
         if conditions != NO_CONDITIONS:
             raise WorkloadError(
                 "expected preconditions beside --policies all, or names; found them beside the published strategies, "
                 f"which have their own: {conditions}"
+            )
+        if self.runs.is_own:
+            return [_by(order, one) for one in strategies_of(self.experiment)]
+        if order is not QueueOrder.ALTERNATE:
+            raise WorkloadError(
+                f"expected --queue-order beside --trace, or beside --policies all, or names; found {order} beside the "
+                "published strategies, each of which has its own"
             )
         return strategies_of(self.experiment)
 
@@ -109,6 +121,19 @@ class Trial:
         tell: Callable[[str], None] = runs.console.print
         with progress.shown(runs.console, self.name) as show:
             return contest(lambda seed: draw(runs.data, seed), strategies, seeds, runs.data, tell, show)
+
+
+def _by(order: QueueOrder, strategy: Strategy) -> Strategy:
+    """Return a strategy with its queue sorted so, if it goes by Carpool's; it is called the default by no other order.
+
+    Args:
+        order: How the queue is sorted.
+        strategy: One of those that a trace is run under.
+    """
+    names = {QueueOrder.ARRIVAL: ARRIVAL, QueueOrder.LONGEST_FIRST: LONGEST_FIRST}
+    if strategy.order is not QueueOrder.ALTERNATE or order not in names:
+        return strategy
+    return replace(strategy, order=order, name=names[order])
 
 
 class Ready(NamedTuple):

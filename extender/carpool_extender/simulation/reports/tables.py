@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from carpool_extender.placement.queueing import QueueOrder
 from carpool_extender.simulation.contest import SLOWED, Line
+from carpool_extender.simulation.engine.strategy import Knowledge
 
 HEADS = {
     "makespan_min": "makespan min",
@@ -126,14 +127,27 @@ def _order(lines: Sequence[Line]) -> str:
 
 
 def _turns(lines: Sequence[Line]) -> str:
-    """Say in which order waiting jobs are tried by default."""
-    if all(line.strategy.order is not QueueOrder.ALTERNATE for line in lines):
-        return ""
-    return (
-        " On Carpool's lines jobs come in order of arrival, if nothing else is said; of those that came within the "
-        "same ten minutes the longest and the shortest take turns (`settings.queueOrder: Alternate`, the default). Who "
-        "does not say how many steps there are counts as an hour: where nobody does it is the order of arrival exactly."
+    """Say in which order waiting jobs are tried, by default where lines differ."""
+    orders = {line.strategy.order for line in lines}
+    silent = (
+        " Who does not say how many steps there are counts as an hour: where nobody does it is the order of arrival "
+        "exactly."
     )
+    if QueueOrder.ALTERNATE in orders:
+        return (
+            " On Carpool's lines jobs come in order of arrival, if nothing else is said; of those that came within the "
+            "same ten minutes the longest and the shortest take turns (`settings.queueOrder: Alternate`, the default)."
+            + silent
+        )
+    if QueueOrder.LONGEST_FIRST in orders:
+        return (
+            " On Carpool's lines whoever takes longest comes first, whenever it came (`settings.queueOrder: "
+            "LongestFirst`)." + silent
+        )
+    own = [
+        one.strategy for one in lines if one.strategy.knowledge is Knowledge.PREDICTED and not one.strategy.published
+    ]
+    return " On Carpool's lines jobs come in order of arrival (`settings.queueOrder: Arrival`)." if own else ""
 
 
 def _strictly(lines: Sequence[Line]) -> str:

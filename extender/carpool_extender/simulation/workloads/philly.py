@@ -65,6 +65,14 @@ LEARNED = (
     "Carpool learns from what ran. There are only 18 profiles, which come again and again: a cluster knows its jobs "
     "less well."
 )
+SILENT = (
+    "Jobs do not say how many steps they have, so that all count as equally long: whatever sorts the queue, they come "
+    "in order of arrival. Of an own trace they say it with --steps."
+)
+TELLING = (
+    "Jobs say how many steps they have: their duration over the measured time of a step. How long they are to the "
+    "queue is these steps by the predicted time of one."
+)
 
 STRATEGIES = (
     Strategy("whole GPUs, in order", "exclusive", mode=SharingMode.EXCLUSIVE, in_order=True, measure=False),
@@ -105,7 +113,13 @@ def learning(strategies: Sequence[Strategy]) -> list[Strategy]:
 
 
 def from_trace(
-    data: Path, trace: Path, nodes: Mapping[str, Sequence[Device]], seed: int, *, is_learned: bool = False
+    data: Path,
+    trace: Path,
+    nodes: Mapping[str, Sequence[Device]],
+    seed: int,
+    *,
+    is_learned: bool = False,
+    says_steps: bool = False,
 ) -> Workload:
     """Build a workload out of a trace and a cluster.
 
@@ -115,11 +129,13 @@ def from_trace(
         nodes: GPUs by the node's name.
         seed: Of what the jobs train.
         is_learned: Whether strategies learn on it; it is only told here.
+        says_steps: Whether jobs say how many steps they have.
     """
     draw = random.Random(f"trace/{seed}")  # noqa: S311  # a simulation, no secret
     most, all_gpus = max(map(len, nodes.values())), sum(map(len, nodes.values()))
     product = _commonest(nodes)
     kinds = [replace(kind, product=product) for kind in hotcloud.profiles(data)]
+    steps_s = hotcloud.step_times(data)
     read, jobs = read_trace(trace), deque[SimJob]()
     for number, one in enumerate(read.jobs):
         truth = draw.choice(kinds)
@@ -135,6 +151,7 @@ def from_trace(
                 prediction,
                 workers=-(-one.gpus // gpus),
                 asked=job_of(truth.kind),
+                steps=max(1, round(one.duration_s / steps_s[truth.kind])) if says_steps else None,
             )
         )
     told = [f"{counted(read.unsorted, 'line')} came after a later one; all were sorted."] if read.unsorted else []
@@ -149,7 +166,8 @@ def from_trace(
     title = f"{trace.name}: {len(jobs):,} jobs, {all_gpus:,} GPUs"
     if others := {device.product for devices in nodes.values() for device in devices} - {product}:
         told.append(f"Predictions are for {product}; on {', '.join(sorted(others))} every job runs alone.")
-    assumptions = (*ASSUMPTIONS, LEARNED if is_learned else UNLEARNED, *_cluster_of(nodes), *told)
+    learned, steps = LEARNED if is_learned else UNLEARNED, TELLING if says_steps else SILENT
+    assumptions = (*ASSUMPTIONS, learned, steps, *_cluster_of(nodes), *told)
     return Workload("trace", title, list(jobs), nodes, assumptions, notes=told, shown=SHOWN)
 
 
