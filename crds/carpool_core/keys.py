@@ -54,3 +54,6 @@ REASON_EXCEEDS_EVERY_GPU: Final = "ExceedsEveryGpu"
 
 REASON_NO_SUCH_GPU: Final = "NoSuchGpu"
 """Reason of condition Placed: no GPU of the cluster is of the product that the job asks for."""
+
+REASONS_PODS_REFUSED: Final = frozenset(("PodForbidden", "PodNameTaken", "ServiceForbidden", "ServiceNameTaken"))
+"""Reasons of condition Placed: what the job needs cannot be created, for a reason outside of the job."""

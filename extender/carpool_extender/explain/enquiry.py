@@ -7,14 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 from carpool_core.clock import Clock
 from carpool_core.demand import told_of
-from carpool_core.keys import (
-    CONDITION_COMPLETE,
-    CONDITION_FAILED,
-    CONDITION_PLACED,
-    CONDITION_PREDICTED,
-    CONDITION_RUNNING,
-    CONDITION_SUSPENDED,
-)
+from carpool_core.keys import CONDITION_COMPLETE, CONDITION_FAILED
 from carpool_core.kube.api import GPU_TRAINING_JOBS, KubeApi
 from carpool_core.kube.errors import NotFound
 from carpool_core.kube.pods import PodSpec, user_of
@@ -24,6 +17,7 @@ from carpool_core.resources.node import GpuNode, Reservation
 from carpool_core.values import GpuUuid, JobUid
 
 from carpool_extender.explain.measures import differences
+from carpool_extender.explain.outlook import standing
 from carpool_extender.explain.places import as_if_gone, reserved, unreserved, without_gpus
 from carpool_extender.explain.reading import Workers, gpu_nodes, hosts_of, workers_of
 from carpool_extender.explain.rehearsal import Rehearsal
@@ -223,26 +217,6 @@ def _ran(job: _Job) -> list[str]:
     name = f"{job.metadata.namespace}/{job.metadata.name}"
     places = [f"{p.pod} ran on {p.node}: {p.reason or 'no reason was written'}" for p in job.status.placement]
     return [*(places or [f"{name} had no place when it ended"]), "it has ended, so nothing is decided for it any more"]
-
-
-def standing(state: str, conditions: Sequence[Condition]) -> list[str]:
-    """Say how a job stands: the condition that says most of it, and what to do about it."""
-    known = {condition.type: condition for condition in conditions}
-    ended = [known[t] for t in (CONDITION_FAILED, CONDITION_COMPLETE, CONDITION_SUSPENDED) if t in known]
-    telling = next((c for c in ended if c.status == "True"), None)
-    placed, running = known.get(CONDITION_PLACED), known.get(CONDITION_RUNNING)
-    if telling is None:
-        telling = running if placed is None or (placed.status == "True" and running is not None) else placed
-    telling = telling or known.get(CONDITION_PREDICTED)
-    if telling is None:
-        return []
-    told = [f"{state or 'its state'}: {telling.type} is {telling.status} ({telling.reason}) {telling.message}".rstrip()]
-    if telling.reason == "SchedulerError" or "SchedulerError" in telling.message:
-        told.append(
-            "kube-scheduler got no answer from Carpool's extender: the job waits until that runs again; have an "
-            "administrator look at the pods of the scheduler and at their logs"
-        )
-    return told
 
 
 async def asked(api: KubeApi, job: GpuTrainingJob, rules: Rules, predictor: Predictor, asker: Asker) -> Answer:

@@ -13,9 +13,6 @@ from carpool_operator.state import conditions
 from carpool_operator.state.snapshot import Refusal
 from carpool_operator.workers import outcomes, placement
 
-POD_REFUSALS = ("PodForbidden", "PodNameTaken", "ServiceForbidden", "ServiceNameTaken")
-"""Reasons why a pod cannot be created for now."""
-
 _NO_GPU_FITS = "NoGpuFits"
 _WORTH_AN_EVENT = (_NO_GPU_FITS, "Unschedulable")
 
@@ -82,7 +79,7 @@ def report_placed(draft: Draft, demand: Demand, pods: Sequence[Pod]) -> None:
             draft.say("Normal", "Placed", message)
         return
     known = conditions.find(draft.status, keys.CONDITION_PLACED)
-    if len(pods) < workers and known is not None and known.reason in POD_REFUSALS:
+    if len(pods) < workers and known is not None and known.reason in keys.REASONS_PODS_REFUSED:
         return  # said until every pod exists, so that the condition does not change with each try
     reason, message = waiting[0] if waiting else ("CreatingPods", f"{len(pods)} of {workers} pods exist")
     told = f"{placed} of {workers} workers placed; {message}" if workers > 1 else message

@@ -35,6 +35,13 @@ from carpool_extender.testing import T4, device, gpu_node, prediction, seed_job,
             ["Queued: Placed is False (SchedulerError) Post: connection refused", "kube-scheduler got no answer"],
         ),
         (
+            [("Placed", "False", "PodForbidden", "no PriorityClass with name nope was found")],
+            [
+                "Queued: Placed is False (PodForbidden) no PriorityClass with name nope was found",
+                "no pod of it waits for a place: what follows is for once that is mended",
+            ],
+        ),
+        (
             [("Placed", "True", "Bound", ""), ("Running", "False", "Starting", "the image is pulled")],
             ["Queued: Running is False (Starting) the image is pulled"],
         ),
@@ -43,7 +50,7 @@ from carpool_extender.testing import T4, device, gpu_node, prediction, seed_job,
             ["Queued: Failed is True (BackoffLimit) 4 failures"],
         ),
     ],
-    ids=["unschedulable", "no answer", "starting", "failed"],
+    ids=["unschedulable", "no answer", "no pods", "starting", "failed"],
 )
 async def test_explain_says_first_how_the_job_stands(conditions, told):
     kube = FakeKube()
