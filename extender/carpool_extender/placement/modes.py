@@ -81,7 +81,8 @@ def _unbounded(demand: Demand, product: str) -> str:
     if predicted is None:
         return "nothing is known of its memory, so it counts with the whole GPU"
     if predicted.memory.is_lost:
-        return "earlier runs of it died of memory on such GPUs, or took nearly all, so it counts with the whole GPU"
+        whose = "earlier runs of this model (other jobs' too)"
+        return f"{whose} died of memory on such GPUs, or took nearly all, so it counts with the whole GPU"
     return "too little was measured on such GPUs to rely on its prediction, so it counts with the whole GPU"
 
 

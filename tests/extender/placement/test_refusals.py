@@ -105,8 +105,8 @@ SENTENCES = [
     pytest.param(
         [gpu_node("a", 1, [tenant("x", [GPU])])],
         {"prediction": prediction(trusted=False, learned_runs=2)},
-        "1 GPU: in use, and the job must be alone: earlier runs of it died of memory on such GPUs, or took nearly "
-        "all, so it counts with the whole GPU",
+        "1 GPU: in use, and the job must be alone: earlier runs of this model (other jobs' too) died of memory on "
+        "such GPUs, or took nearly all, so it counts with the whole GPU",
         id="must be alone, as it died before",
     ),
     pytest.param(
