@@ -29,10 +29,13 @@ def never_fits(verdict: Verdict, slots: int, workers: int) -> str | None:
 
 def workers_ever(verdict: Verdict, slots: int) -> int:
     """Say for how many workers there is memory and places if all GPUs are empty and healthy, whatever else is so."""
-    columns, gpus = verdict.view.columns, verdict.applicant.demand.gpus
-    rows = np.flatnonzero(verdict.could_ever())
-    classes, nodes = columns.device_class[rows], columns.node[rows]
-    mode, need_mib = (of[classes, NO_MODE] for of in (verdict.openings.mode, verdict.openings.need_mib))
-    each = np.where(mode == EXCLUSIVE, 1, np.minimum(columns.usable_mib[rows] // need_mib, slots))
-    has_enough = np.bincount(nodes) >= gpus
-    return int((np.bincount(nodes, each) // gpus)[has_enough].sum())
+    columns, gpus, openings = verdict.view.columns, verdict.applicant.demand.gpus, verdict.openings
+    able = np.flatnonzero(verdict.could_ever())
+    need_mib = openings.need_mib[:, NO_MODE].take(columns.device_class.take(able))
+    is_alone = (openings.mode[:, NO_MODE] == EXCLUSIVE).take(columns.device_class.take(able))
+    each = np.where(is_alone, 1, np.minimum(columns.usable_mib.take(able) // need_mib, slots))
+    if gpus == 1:
+        return int(each.sum())
+    nodes = columns.node.take(able)
+    on_node = np.where(np.bincount(nodes) >= gpus, np.bincount(nodes, each) // gpus, 0)
+    return int(on_node.sum())

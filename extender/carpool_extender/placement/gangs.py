@@ -11,6 +11,7 @@ from carpool_core.values import JobUid, PodUid
 from carpool_extender.placement.applicant import Applicant
 from carpool_extender.placement.assessments import Assessment, Assessments
 from carpool_extender.placement.ever import workers_ever
+from carpool_extender.placement.modes import EXCLUSIVE
 from carpool_extender.placement.paper import placed
 from carpool_extender.placement.refusal import PREFIX, counted
 from carpool_extender.placement.rules import Rules
@@ -39,7 +40,7 @@ class Room(NamedTuple):
 
     workers: int
     is_tried: bool = True
-    """Whether these were placed on paper; otherwise there is no more room than that, by memory and slots alone."""
+    """Whether that is certain; otherwise there is no more room than that, by memory and slots alone."""
 
     def __str__(self) -> str:
         return f"{self.workers:,}{'' if self.is_tried else ' at most'}"
@@ -103,9 +104,9 @@ class Gangs:
         assessment = self._assessments.of(applicant)
         rows = _fitting(assessment, offered)
         apart = _sets_apart(assessment, rows)
-        if apart >= wanted or not rows.size:
+        most = _most(assessment, rows, self._rules.slots) if apart < wanted and rows.size else apart
+        if most == apart:
             return Room(min(apart, wanted))
-        most = _most(assessment, rows, self._rules.slots)
         if most < wanted or wanted > MOST_TRIED:
             return Room(min(most, wanted), is_tried=False)
         paper = Cluster(self._rules.slots)
@@ -153,5 +154,6 @@ def _most(assessment: Assessment, rows: Rows, slots: int) -> int:
     """How many workers there is memory and places for, whatever else stands against it."""
     verdict = assessment.verdict
     columns = verdict.view.columns
-    each = np.minimum(columns.free_mib[rows] // verdict.need_mib(rows), slots - columns.count[rows])
+    shared = np.minimum(columns.free_mib[rows] // verdict.need_mib(rows), slots - columns.count[rows])
+    each = np.where(verdict.found.mode[rows] == EXCLUSIVE, 1, shared)
     return int(each.sum()) // verdict.applicant.demand.gpus

@@ -86,6 +86,13 @@ def test_more_workers_than_are_tried_are_counted_by_memory_and_slots():
     )
 
 
+def test_of_workers_that_want_to_be_alone_there_is_one_on_each_gpu():
+    """Regression: of more than are tried eight were counted on each."""
+    wide = cluster(gpu_node("a", 16))
+    assert "room for 16, and" in refusal(wide, MOST_TRIED, mode=ALONE)
+    assert "room for 16, and" in refusal(wide, MOST_TRIED + 1, mode=ALONE)
+
+
 def test_the_others_take_what_there_is_once_one_has_its_place():
     held = tenant("new", ["GPU-a-0"], SharingMode.EXCLUSIVE)
     assert refusal(cluster(gpu_node("a", 1, [held])), 3, mode=ALONE) is None
