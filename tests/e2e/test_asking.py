@@ -1,7 +1,5 @@
 """`carpool explain` and `carpool what-if` against a real API server, with no more rights than reading."""
 
-import os
-import subprocess
 from pathlib import Path
 
 import msgspec
@@ -11,9 +9,9 @@ from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS, KubeApi, S
 from carpool_core.kube.client import connect
 from carpool_core.settings import KubeSettings
 from carpool_e2e.bench.memory import populate
-from carpool_e2e.carpool import carpool_command
 from carpool_e2e.cluster import Cluster
 from carpool_e2e.jobs import sleeper
+from typed import carpool
 
 pytestmark = pytest.mark.e2e
 
@@ -38,17 +36,6 @@ def asker(control_plane: Cluster) -> Path:
     }
     control_plane.apply(account, role, binding)
     return control_plane.plane.write_kubeconfig(READER, control_plane.plane.api.token_of("default", READER))
-
-
-def carpool(kubeconfig: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [carpool_command(), *arguments],
-        env={**os.environ, "KUBECONFIG": str(kubeconfig)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
 
 
 async def _names(api: KubeApi) -> set[str]:

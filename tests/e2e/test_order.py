@@ -12,6 +12,7 @@ from carpool_e2e.cluster import Cluster
 from carpool_e2e.demo.manifests import H100
 from carpool_e2e.jobs import sleeper
 from carpool_e2e.watching import Watcher, eventually
+from typed import carpool
 
 pytestmark = pytest.mark.e2e
 
@@ -74,9 +75,18 @@ def waiting(cluster: Cluster, watcher: Watcher, jobs: Sequence[dict[str, Any]]) 
     return names
 
 
+def turn(cluster: Cluster, job: str, order: str) -> str:
+    """The place in the queue that `carpool explain` tells a job."""
+    told = carpool(cluster.kubeconfig, "explain", job, "--queue-order", order)
+    assert told.returncode == 0, told.stderr
+    (line,) = [line for line in told.stdout.splitlines() if line.startswith("its turn: ")]
+    return line.removeprefix("its turn: ").partition(" jobs that wait")[0]
+
+
 def test_who_came_first_is_served_first(cluster: Cluster, watcher: Watcher) -> None:
     """Regression: the order in which jobs started correlated with that in which they came by 0.47."""
     names = waiting(cluster, watcher, [whole_node(f"job-{number}", "sleep 1") for number in range(8)])
+    assert [turn(cluster, name, "Arrival") for name in (names[0], names[7])] == ["1st of 8", "8th of 8"]
     assert served(cluster, watcher, names) == names
 
 
@@ -87,4 +97,5 @@ def test_the_longest_is_served_first_where_the_site_wants_that(cluster: Cluster,
     waiting(cluster, watcher, jobs)
     assert "; 100,000,000 steps take about " in watcher.condition("job-3", "Predicted")["message"]
     expected = [f"job-{steps.index(one)}" for one in sorted(steps, reverse=True)]
+    assert [turn(cluster, name, "LongestFirst") for name in expected[:3]] == ["1st of 5", "2nd of 5", "3rd of 5"]
     assert served(cluster, watcher, [job["metadata"]["name"] for job in jobs]) == expected
