@@ -10,6 +10,8 @@ from carpool_extender.placement.policies import find_policy
 from carpool_extender.placement.rules import Rules
 from carpool_extender.testing import gpu_node, prediction, seed_node
 
+HEAD = "apiVersion: carpool.dev/v1alpha1, kind: GpuTrainingJob"
+"""Of a manifest in braces."""
 CLOCK = FakeClock()
 RULES, ASKER = Rules(find_policy("least-slowdown"), 8), Asker(CLOCK)
 

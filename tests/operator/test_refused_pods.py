@@ -53,6 +53,15 @@ async def test_pod_refused_for_another_reason_is_told_anew() -> None:
     assert told(world) == [("Warning", "PodForbidden", QUOTA, 2)]
 
 
+async def test_quota_whose_figures_move_with_other_pods_is_told_once() -> None:
+    """Regression: each try was another event, because others' pods came and went meanwhile."""
+    world = World()
+    world.apply()
+    for used in (10, 9, 10):
+        await tried(world, Forbidden(f"{QUOTA}, used: pods={used}", status=403))
+    assert told(world) == [("Warning", "PodForbidden", f"{QUOTA}, used: pods=10", 1)]
+
+
 def test_worker_refused_beside_one_that_waits_is_told_once_until_it_exists() -> None:
     """Regression: with each try the condition went to what the other pod waits for, and back."""
     of = predicted_job(attempts=[{"number": 1, "outcome": "Creating"}], workers=2)

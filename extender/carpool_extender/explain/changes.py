@@ -152,9 +152,9 @@ def _fewer_workers(case: Case) -> Iterator[Change]:
     """Let so many workers be enough as there is room for at once."""
     if case.room is None:
         return
-    found = case.room(case.applicant, case.rules, case.wanted)
-    fewer = case.wanted - found
-    yield Change("fewer workers", f"with {counted(fewer, 'worker')} less (spec.workers)" if found else None)
+    found, is_certain = case.room(case.applicant, case.rules, case.wanted)
+    less = f"with {counted(case.wanted - found, 'worker')} less (spec.workers)"
+    yield Change("fewer workers", less if found and is_certain else None)
 
 
 def _fewer_gpus(case: Case) -> Iterator[Change]:

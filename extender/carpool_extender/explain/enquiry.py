@@ -158,7 +158,9 @@ async def explained(api: KubeApi, name: str, namespace: str, rules: Rules, asker
     gpus = _gpus(seen.cluster, rehearsal, rules, asker, own_gpus)
     gpus = _or_none(gpus, without_gpus(nodes, hosts, odd, each=asker.each_gpu))
     if not places:
-        turn = _turn(await queue_of(api, nodes), applicant, seen.cluster, asker) if rehearsal.wanted else []
+        queue = await queue_of(api, nodes)
+        does_wait = queue.unread or applicant.demand.job_uid in queue.priorities
+        turn = _turn(queue, applicant, seen.cluster, asker) if does_wait else []
         places = [f"{namespace}/{name} has no place yet", *turn, *_waits(rehearsal, workers)]
     elif lacking:
         places += [_who_waits(rehearsal, workers), *rehearsal.rest()]
@@ -188,7 +190,7 @@ def _waits(rehearsal: Rehearsal, workers: Workers) -> list[str]:
     if (waits := rehearsal.gang()) is None:
         return [*rehearsal.unchecked, *(rehearsal.ranked() or rehearsal.changes())]
     fewer = [f"fewer, if some have done their work already ({workers.unread})"] if workers.unread else []
-    return [waits, *fewer, *rehearsal.unchecked, *rehearsal.changes()]
+    return [waits, *fewer, *rehearsal.unchecked, *rehearsal.changes(of_all=True)]
 
 
 def _who_waits(rehearsal: Rehearsal, workers: Workers) -> str:
@@ -241,14 +243,19 @@ async def asked(api: KubeApi, job: GpuTrainingJob, rules: Rules, predictor: Pred
     listed = _or_none(_gpus(seen.cluster, rehearsal, rules, asker), none)
     gpus = [*_chosen(applicant, rules), *listed, *odd.values()]
     if (never := rehearsal.never()) is not None:
-        told.append(f"could never run here: {never}")
-        return Answer([*told, *rehearsal.unchecked, *rehearsal.changes(), *gpus], is_hopeless=True)
-    turn = _turn(await queue_of(api, nodes), applicant, seen.cluster, asker)
+        # A node that cannot be read, or reports no GPUs yet, may have what is lacking.
+        is_known = not odd and all(node.status.devices for node in nodes)
+        told.append(f"could never run {'here' if is_known else 'on the GPUs that are known'}: {never}")
+        changes = rehearsal.changes(of_all=rehearsal.gang() is not None)
+        return Answer([*told, *rehearsal.unchecked, *changes, *gpus], is_hopeless=is_known)
+    has_class = bool((job.spec.template.get("spec") or {}).get("priorityClassName"))
+    turn = _turn(await queue_of(api, nodes), applicant, seen.cluster, asker, has_class=has_class)
     return Answer([*told, *turn, *rehearsal.outcome(), *gpus])
 
 
-def _turn(queue: Queue, applicant: Applicant, cluster: Cluster, asker: Asker) -> list[str]:
-    return turn_of(queue, applicant, cluster.view(), asker.order, choices=asker.choices, clock=asker.clock)
+def _turn(queue: Queue, applicant: Applicant, cluster: Cluster, asker: Asker, *, has_class: bool = False) -> list[str]:
+    view, choices, clock = cluster.view(), asker.choices, asker.clock
+    return turn_of(queue, applicant, view, asker.order, choices=choices, clock=clock, has_class=has_class)
 
 
 def _chosen(applicant: Applicant, rules: Rules) -> list[str]:

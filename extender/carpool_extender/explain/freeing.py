@@ -1,10 +1,10 @@
 """Which GPUs would have to become free for a job to have a place."""
 
-from collections.abc import Iterator, Set
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 import numpy as np
-from carpool_core.values import GpuUuid
 
 from carpool_extender.explain.paperwork import Case, Change, complete_sets, looked_at, team_of
 from carpool_extender.placement.refusal import counted
@@ -13,23 +13,26 @@ from carpool_extender.state.view import NOBODY, Columns
 
 MOST_FREED = 32
 """GPUs that are freed on paper for the workers of one job."""
+MOST_LEFT_OUT = 8
+"""Of so many that would do it is tried whether each of them is needed."""
+MOST_NODES = 3
+"""Nodes of which the GPUs are named; of more an example."""
 
 
 def freed(case: Case) -> Iterator[Change]:
     """Let GPUs be free that would be enough then, those with the fewest tenants; for one worker on one node."""
-    if case.wanted > 1 and case.room_once_free is None:
+    if case.wanted > 1 and case.paper is None:
         return
     columns = case.view.columns
     empty = looked_at(case, _emptied(columns))
     rows = np.flatnonzero(empty.ok & case.offered)
-    able = {columns.uuid[row] for row in rows.tolist()}
     rows = rows[[not is_there(case, row) for row in rows.tolist()]]
     tenants = columns.count[rows].astype(np.float64)
     if not tenants.any():
         return
-    if case.room_once_free is not None:
+    if case.paper is not None:
         taken = rows[np.argsort(tenants, kind="stable")]
-        yield Change("GPUs that are free", _for_all(case, able, taken[columns.count[taken] > 0].tolist()[:MOST_FREED]))
+        yield Change("GPUs that are free", _for_all(case, taken[columns.count[taken] > 0].tolist()[:MOST_FREED]))
         return
     sets, _ = complete_sets(case, empty, rows, tenants)
     how = None
@@ -41,30 +44,33 @@ def freed(case: Case) -> Iterator[Change]:
     yield Change("a GPU that is free" if case.demand.gpus == 1 else "GPUs that are free", how)
 
 
-def _for_all(case: Case, able: Set[GpuUuid], taken: list[int]) -> str | None:
-    """Free as few GPUs as are needed for all workers of a job, the first of some.
-
-    Args:
-        case: The job.
-        able: GPUs that would take a worker if they were empty.
-        taken: Those of them that have tenants.
-    """
-
-    def enough(rows: list[int]) -> bool:
-        uuids = {case.view.columns.uuid[row] for row in rows}
-        return case.room_once_free is not None and case.room_once_free(able, uuids) >= case.wanted
-
-    if not taken or not enough(taken):
+def _for_all(case: Case, taken: list[int]) -> str | None:
+    """Free as few GPUs as are needed for all workers of a job, the first of some that have tenants."""
+    columns = case.view.columns
+    if case.paper is None or not taken:
         return None
-    low, high = 0, len(taken)
-    while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if enough(taken[:middle]) else (middle, high)
-    least = taken[:high]
-    for row in least[:-1]:  # the last one is needed
-        without = [other for other in least if other != row]
-        least = without if enough(without) else least
-    return _once_free(case, sorted(least))
+    able = [*np.flatnonzero(case.now.ok & case.offered).tolist(), *taken]
+    room = case.paper({columns.uuid[row] for row in able})
+
+    def enough(rows: Sequence[int]) -> bool:
+        return room.once_free({columns.uuid[row] for row in rows}) >= case.wanted
+
+    if not enough(taken):
+        return None
+    least = taken[: bisect_left(range(len(taken)), True, key=lambda last: enough(taken[: last + 1])) + 1]
+    if len(least) <= MOST_LEFT_OUT:
+        for row in least[:-1]:  # the last one is needed
+            without = [other for other in least if other != row]
+            least = without if enough(without) else least
+    return _once_free(case, _with_all_of_theirs(case, least))
+
+
+def _with_all_of_theirs(case: Case, rows: list[int]) -> list[int]:
+    """Return GPUs with the others of their tenants, which become free with them, sorted."""
+    columns = case.view.columns
+    pods = {tenant.pod_uid for row in rows for tenant in columns.tenants[row]}
+    beside = np.flatnonzero(columns.alive & np.isin(columns.node, columns.node[rows])).tolist()
+    return [row for row in beside if row in rows or any(one.pod_uid in pods for one in columns.tenants[row])]
 
 
 def is_there(case: Case, row: int) -> bool:
@@ -75,16 +81,21 @@ def is_there(case: Case, row: int) -> bool:
 
 def _once_free(case: Case, rows: list[int]) -> str:
     columns = case.view.columns
-    of_node = groupby(rows, lambda row: int(columns.node[row]))
-    which = " and ".join(_gpus(case, node, [*members]) for node, members in of_node)
+    of_nodes = [[*members] for _, members in groupby(rows, lambda row: int(columns.node[row]))]
+    which = " and ".join(_gpus(case, members) for members in of_nodes)
+    if len(of_nodes) > MOST_NODES:
+        which = f"{counted(len(rows), 'GPU')} of {counted(len(of_nodes), 'node')}"
     names = sorted({str(tenant) for row in rows for tenant in columns.tenants[row]})
     there = f"{names[0]} is" if len(names) == 1 else f"{counted(len(names), 'job')} are"
-    return f"once {which} {'is' if len(rows) == 1 else 'are'} free ({there} there)"
+    such = f", such as {_gpus(case, of_nodes[0])}" if len(of_nodes) > MOST_NODES else ""
+    return f"once {which} {'is' if len(rows) == 1 else 'are'} free{such} ({there} there)"
 
 
-def _gpus(case: Case, node: int, rows: list[int]) -> str:
-    numbers = ", ".join(str(int(case.view.columns.gpu_index[row])) for row in rows)
-    return f"GPU{'' if len(rows) == 1 else 's'} {numbers} of {case.view.node_names[node]}"
+def _gpus(case: Case, rows: list[int]) -> str:
+    """Name GPUs of one node."""
+    columns = case.view.columns
+    numbers = ", ".join(str(int(columns.gpu_index[row])) for row in rows)
+    return f"GPU{'' if len(rows) == 1 else 's'} {numbers} of {case.view.node_names[int(columns.node[rows[0]])]}"
 
 
 def _emptied(columns: Columns) -> Columns:

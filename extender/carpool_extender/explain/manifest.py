@@ -51,7 +51,7 @@ def read(path: Path, namespace: str, *, is_given: bool = False) -> dict[str, Any
     kind = found.get("kind") if isinstance(found, dict) else None
     if kind != "GpuTrainingJob":
         raise ManifestError(f"{path}: expected a GpuTrainingJob, found {f'a {kind}' if kind else 'no kind'}")
-    if (version := found.get("apiVersion", GROUP_VERSION)) != GROUP_VERSION:
+    if (version := found.get("apiVersion")) != GROUP_VERSION:
         raise ManifestError(f"{path}: expected apiVersion {GROUP_VERSION}, found {version or 'none'}")
     metadata = found.get("metadata")
     if not isinstance(metadata, dict) or not metadata.get("name"):

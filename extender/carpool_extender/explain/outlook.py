@@ -32,5 +32,5 @@ def standing(state: str, conditions: Sequence[Condition]) -> list[str]:
             "administrator look at the pods of the scheduler and at their logs"
         )
     if telling.reason in REASONS_PODS_REFUSED:
-        told.append("no pod of it waits for a place: what follows is for once that is mended")
+        told.append("not all of its pods can be created: what follows is for once that is mended")
     return told

@@ -10,10 +10,12 @@ import numpy as np
 from carpool_core.demand import Demand
 from carpool_core.values import GpuUuid
 
+from carpool_extender.explain.paperroom import PaperRoom
 from carpool_extender.placement.applicant import Applicant
 from carpool_extender.placement.assessments import Assessment
 from carpool_extender.placement.checks import Check, Verdict, look
 from carpool_extender.placement.decide import Place, best_place
+from carpool_extender.placement.gangs import Room
 from carpool_extender.placement.rules import Rules
 from carpool_extender.state.view import MODES, Bools, Columns, Floats, Rows, View
 
@@ -40,10 +42,10 @@ class Case:
     """Why it would not offer the others, by name."""
     wanted: int = 1
     """Workers that have to find places at once."""
-    room: Callable[[Applicant, Rules, int], int] | None = None
+    room: Callable[[Applicant, Rules, int], Room] | None = None
     """For how many of so many workers there would be room at once; None where one is enough."""
-    room_once_free: Callable[[Set[GpuUuid], Set[GpuUuid]], int] | None = None
-    """The same on some GPUs alone, and with others of them free; None where one is enough, or more than are tried."""
+    paper: Callable[[Set[GpuUuid]], PaperRoom] | None = None
+    """Copies some GPUs, on which they would be placed; None where one is enough, or there are too many workers."""
 
     @cached_property
     def now(self) -> Verdict:
@@ -63,7 +65,7 @@ class Case:
     def find(self, applicant: Applicant, rules: Rules | None = None) -> tuple[str, Place] | None:
         """Return the first worker's place where all would find one."""
         rules = rules or self.rules
-        if self.room is not None and self.room(applicant, rules, self.wanted) < self.wanted:
+        if self.room is not None and self.room(applicant, rules, self.wanted).workers < self.wanted:
             return None
         return best_place(Assessment(applicant, rules, self.view), self.offered, tells=False)
 

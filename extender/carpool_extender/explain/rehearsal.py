@@ -2,25 +2,25 @@
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence, Set
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import Protocol
 
-import msgspec
 import numpy as np
 from carpool_core.values import GpuUuid, PodUid
 
 from carpool_extender.explain.changes import needed
+from carpool_extender.explain.paperroom import PaperRoom
 from carpool_extender.explain.paperwork import Case
-from carpool_extender.explain.places import as_if_gone
 from carpool_extender.explain.ranking import ranked
 from carpool_extender.explain.speed import pace_there
 from carpool_extender.placement.applicant import Applicant
 from carpool_extender.placement.assessments import Assessment, Assessments
 from carpool_extender.placement.decide import Place, filter_nodes
 from carpool_extender.placement.ever import never_fits
-from carpool_extender.placement.gangs import MOST_TRIED, Gangs, Seen
+from carpool_extender.placement.gangs import MOST_TRIED, Gangs, Room, Seen
 from carpool_extender.placement.paper import placed
 from carpool_extender.placement.refusal import PREFIX, counted
 from carpool_extender.placement.rules import Rules
@@ -77,10 +77,8 @@ class Rehearsal:
 
     def gang(self) -> str | None:
         """Say why all of the job's workers have to wait until they all fit; None where they need not."""
-        cluster, refused = self._seen.cluster, self.refused()
-        offered = [name for name in sorted(cluster.nodes) if name not in refused]
-        gangs = Gangs(self._seen, Assessments(cluster, self._rules), self._rules)
-        return gangs.refusal(self.applicant, PodUid(""), offered, thorough=True)
+        gangs = Gangs(self._seen, Assessments(self._seen.cluster, self._rules), self._rules)
+        return gangs.refusal(self.applicant, PodUid(""), self._names_offered(), thorough=True)
 
     def never(self) -> str | None:
         """Say why the workers could not run even if all GPUs were empty; None where nothing known forbids it."""
@@ -92,32 +90,32 @@ class Rehearsal:
         view = self._seen.cluster.view()
         return ranked(Assessment(self.applicant, self._rules, view), self._offered(view))
 
-    def changes(self) -> list[str]:
-        """Say what would have to change for a place, of those of a job that find none now."""
-        view, refused = self._seen.cluster.view(), self.refused()
-        one = Case(self.applicant, self._rules, view, self._offered(view), refused)
-        if self.gang() is not None:
-            once_free = self._room_once_free if self.wanted <= MOST_TRIED else None
-            one = replace(one, wanted=self.wanted, room=self._room, room_once_free=once_free)
-        return needed(one)
+    def changes(self, *, of_all: bool = False) -> list[str]:
+        """Say what would have to change for a place, of those of a job that find none now.
 
-    def _room(self, applicant: Applicant, rules: Rules, wanted: int) -> int:
-        cluster, refused = self._seen.cluster, self.refused()
-        offered = [name for name in sorted(cluster.nodes) if name not in refused]
-        return Gangs(self._seen, Assessments(cluster, rules), rules).tried(applicant, wanted, offered).workers
+        Args:
+            of_all: Whether all of them have to find one at once.
+        """
+        view, cluster = self._seen.cluster.view(), self._seen.cluster
+        case = Case(self.applicant, self._rules, view, self._offered(view), self.refused())
+        if of_all:
+            paper = partial(PaperRoom, cluster, self.applicant, self._rules, self.wanted)
+            is_tried = self.wanted <= MOST_TRIED
+            case = replace(case, wanted=self.wanted, room=self._room, paper=paper if is_tried else None)
+        return needed(case)
 
-    def _room_once_free(self, able: Set[GpuUuid], freed: Set[GpuUuid]) -> int:
-        paper = Cluster(self._rules.slots)
-        for node in self._seen.cluster.nodes.values():
-            devices = [device for device in node.status.devices if device.uuid in able]
-            left = as_if_gone(node, [r for r in node.spec.reservations if not freed.isdisjoint(r.gpu_uuids)])
-            paper.apply(msgspec.structs.replace(left, status=msgspec.structs.replace(left.status, devices=devices)))
-        return len([*placed(paper, self.applicant, self._rules, self.wanted, tells=False)])
+    def _room(self, applicant: Applicant, rules: Rules, wanted: int) -> Room:
+        gangs = Gangs(self._seen, Assessments(self._seen.cluster, rules), rules)
+        return gangs.tried(applicant, wanted, self._names_offered())
+
+    def _names_offered(self) -> list[str]:
+        refused = self.refused()
+        return [name for name in sorted(self._seen.cluster.nodes) if name not in refused]
 
     def outcome(self) -> list[str]:
         """Say where the workers would go now, or that they would have to wait; and how that place was chosen."""
         if waits := self.gang():
-            return [f"would have to wait now: {waits}", *self.unchecked, *self.changes()]
+            return [f"would have to wait now: {waits}", *self.unchecked, *self.changes(of_all=True)]
         choice, places = self.ranked(), self._places(self._seen.cluster)
         if not places:
             return [f"would have to wait now{self._why()}", *self.unchecked, *self.changes()]
@@ -172,11 +170,10 @@ class Rehearsal:
 
     def _why(self) -> str:
         """Say why none of the nodes that kube-scheduler would offer has room for a worker, as it would be told."""
-        cluster, refused = self._seen.cluster, self.refused()
-        offered = [name for name in sorted(cluster.nodes) if name not in refused]
+        offered = self._names_offered()
         if not offered:
             return ": kube-scheduler would offer none of the nodes"
-        found = filter_nodes(Assessment(self.applicant, self._rules, cluster.view()), offered)
+        found = filter_nodes(Assessment(self.applicant, self._rules, self._seen.cluster.view()), offered)
         told = next(iter((found.refused | found.unsuitable).values()), "")
         return f": {told.removeprefix(PREFIX)}" if told else ""
 

@@ -1,12 +1,15 @@
 """Whose turn it is: how far in the queue a job stands, of all that wait for a place."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+import msgspec
 from carpool_core.clock import Clock
 from carpool_core.keys import SCHEDULER_NAME
-from carpool_core.kube.api import GPU_TRAINING_JOBS, PODS, KubeApi, Selector
-from carpool_core.kube.errors import Forbidden
+from carpool_core.kube.api import GPU_TRAINING_JOBS, PODS, KubeApi, ResourceKind, Selector
+from carpool_core.kube.errors import Forbidden, KubeError
 from carpool_core.kube.pods import Pod, job_reference
 from carpool_core.lengths import UNKNOWN_S, told
 from carpool_core.resources.node import GpuNode
@@ -20,7 +23,10 @@ from carpool_extender.placement.queueing import End, QueueOrder, Ticket, served
 from carpool_extender.placement.tickets import came_s, length_in, rung_in
 from carpool_extender.state.view import View
 
+T = TypeVar("T")
+
 _PENDING = Selector(fields=f"spec.schedulerName={SCHEDULER_NAME},status.phase=Pending")
+_UNTOLD = "not told: how many jobs come before it"
 _LAST = 1 << 62
 """The number of a ticket behind all others."""
 
@@ -38,35 +44,51 @@ class Queue:
 
 
 async def queue_of(api: KubeApi, nodes: Sequence[GpuNode]) -> Queue:
-    """Read which jobs have pods that wait for a place, and none that has one.
+    """Read which jobs have pods that wait for a place.
 
     Args:
         api: The Kubernetes API, with the asker's rights.
-        nodes: All GpuNodes: what has a reservation does not wait any more.
+        nodes: All GpuNodes: a pod that has a reservation does not wait any more.
     """
-    served_already = {r.job_uid for node in nodes for r in node.spec.reservations}
-    what = "pods"
+    reserved = {r.pod_uid for node in nodes for r in node.spec.reservations}
+    what, priorities = "pods", dict[JobUid, int]()
     try:
-        pods = await all_of(api, PODS, Pod, _PENDING)
+        for pod in await _readable(api, PODS, Pod, _PENDING):
+            owner, is_going = job_reference(pod.metadata), bool(pod.metadata.deletion_timestamp)
+            if owner is not None and not (pod.spec.node_name or is_going or pod.metadata.uid in reserved):
+                uid = JobUid(owner.uid)
+                priorities[uid] = max(priorities.get(uid, pod.spec.priority), pod.spec.priority)
         what = "jobs"
-        jobs = await all_of(api, GPU_TRAINING_JOBS, JobRow)
+        known = await _readable(api, GPU_TRAINING_JOBS, JobRow, Selector())
     except Forbidden:
         return Queue(unread=f"you may not list {what} of all namespaces")
-    priorities = dict[JobUid, int]()
-    for pod in pods:
-        owner = job_reference(pod.metadata)
-        if owner is not None and not pod.spec.node_name and not pod.metadata.deletion_timestamp:
-            uid = JobUid(owner.uid)
-            priorities[uid] = max(priorities.get(uid, pod.spec.priority), pod.spec.priority)
-    waiting = [job for job in jobs if job.metadata.uid in priorities and job.metadata.uid not in served_already]
-    waiting.sort(key=lambda job: (job.metadata.creation_timestamp or "", job.metadata.namespace, job.metadata.name))
-    return Queue(waiting, priorities)
+    except KubeError as error:
+        return Queue(unread=f"{what} of all namespaces cannot be listed: {error}")
+    jobs = [job for job in known if job.metadata.uid in priorities]
+    jobs.sort(key=lambda job: (job.metadata.creation_timestamp or "", job.metadata.namespace, job.metadata.name))
+    return Queue(jobs, priorities)
+
+
+async def _readable(api: KubeApi, kind: ResourceKind, type_: type[T], selector: Selector) -> list[T]:
+    """Read all objects of a kind but those that make no sense, for which the extender decides nothing either."""
+    found = []
+    for raw in await all_of(api, kind, msgspec.Raw, selector):
+        with suppress(msgspec.ValidationError):
+            found.append(msgspec.json.decode(raw, type=type_))
+    return found
 
 
 def turn_of(
-    queue: Queue, applicant: Applicant, view: View, order: QueueOrder, *, choices: Choices, clock: Clock
+    queue: Queue,
+    applicant: Applicant,
+    view: View,
+    order: QueueOrder,
+    *,
+    choices: Choices,
+    clock: Clock,
+    has_class: bool = False,
 ) -> list[str]:
-    """Say which place a job has in the queue; nothing where no other waits.
+    """Say which place a job has in the queue, or would have; nothing where no other waits.
 
     Who came in the same second stands there in the order in which kube-scheduler asked about them, and from which end
     of a batch the next one is taken the extender alone remembers. So it may be any of several places.
@@ -78,9 +100,10 @@ def turn_of(
         order: How the site sorts its queue.
         choices: What the site allows jobs.
         clock: Tells when a job came that is not there yet.
+        has_class: Whether its template names a PriorityClass.
     """
     if queue.unread:
-        return [f"not told: how many jobs come before it ({queue.unread})"]
+        return [f"{_UNTOLD} ({queue.unread})"]
     mine, now_s = applicant.demand.job_uid, clock.now().timestamp()
     others = []
     for number, job in enumerate(queue.jobs):
@@ -92,7 +115,9 @@ def turn_of(
             others.append(_ticket(other, view, order, queue.priorities[other.demand.job_uid], number, now_s))
     if not others:
         return []
-    priority = queue.priorities.get(mine, 0)
+    priority = queue.priorities.get(mine, -others[0].urgency)
+    if mine not in queue.priorities and (has_class or any(other.urgency != -priority for other in others)):
+        return [f"{_UNTOLD} (its pods are not there, which tell its priority)"]
     places = set[int]()
     for number in (-1, _LAST):
         own = _ticket(applicant, view, order, priority, number, now_s)

@@ -19,7 +19,7 @@ from carpool_extender.state.cluster import Cluster
 from carpool_extender.state.view import MODES, Rows
 
 MOST_TRIED = 128
-"""Workers that are placed on paper one after the other. Of more, only the room is counted: trying takes too long."""
+"""Workers that are placed on paper one after the other. Of more the others are counted only: trying takes too long."""
 
 
 class Seen(Protocol):
@@ -39,11 +39,11 @@ class Room(NamedTuple):
     """For how many of some workers there is room at once."""
 
     workers: int
-    is_tried: bool = True
+    is_certain: bool = True
     """Whether that is certain; otherwise there is no more room than that, by memory and slots alone."""
 
     def __str__(self) -> str:
-        return f"{self.workers:,}{'' if self.is_tried else ' at most'}"
+        return f"{self.workers:,}{'' if self.is_certain else ' at most'}"
 
 
 class Gangs:
@@ -63,21 +63,18 @@ class Gangs:
     ) -> str | None:
         """Say why a pod has to wait until all of its job's workers fit; None where it need not.
 
-        Once a worker has its place the others take what there is: the job's gang is then the operator's to look after.
-
         Args:
             applicant: What each worker demands.
             pod_uid: The pod that asks.
             offered: The nodes in question; all when None.
-            thorough: Whether to find out for how many there is room, however long that takes.
+            thorough: Whether to find out for how many there is room, which takes longer.
         """
         demand = applicant.demand
-        if applicant.workers == 1 or self._seen.cluster.pods_of(demand.job_uid) - {pod_uid}:
-            return None
-        wanted = applicant.workers - self._seen.succeeded(demand.job_uid)
-        found = (self.tried if thorough else self.room_for)(applicant, wanted, offered)
+        wanted, found = self._asked(applicant, pod_uid, offered)
         if found.workers >= wanted:
             return None
+        if thorough:
+            found = self.tried(applicant, wanted, offered)
         most = self.most_ever(applicant)
         ever = f", and for {most:,} at most if all GPUs were empty" if most < wanted else ""
         return (
@@ -85,21 +82,37 @@ class Gangs:
             f"{counted(demand.gpus, 'GPU')} at once, there is room for {found}{ever}; none starts before all can"
         )
 
+    def waits(self, applicant: Applicant, pod_uid: PodUid, offered: Sequence[str] | None = None) -> bool:
+        """Whether a pod has to wait, as `refusal` would say."""
+        wanted, found = self._asked(applicant, pod_uid, offered)
+        return found.workers < wanted
+
+    def _asked(self, applicant: Applicant, pod_uid: PodUid, offered: Sequence[str] | None) -> tuple[int, Room]:
+        """Return how many workers have to find places at once, and for how many there is room.
+
+        Once a worker has its place the others take what there is: the job's gang is then the operator's to look after.
+        """
+        uid = applicant.demand.job_uid
+        if applicant.workers == 1 or self._seen.cluster.pods_of(uid) - {pod_uid}:
+            return 0, Room(0)
+        wanted = applicant.workers - self._seen.succeeded(uid)
+        return wanted, self.room_for(applicant, wanted, offered)
+
     def most_ever(self, applicant: Applicant) -> int:
         """Say for how many workers there is memory and places on all nodes if their GPUs are empty and healthy."""
         return workers_ever(self._assessments.of(applicant).verdict, self._rules.slots)
 
     def tried(self, applicant: Applicant, wanted: int, offered: Sequence[str] | None) -> Room:
-        """Say the same as `room_for`, but of too many workers try so many as there may be room for."""
+        """Say the same as `room_for`, but place workers on paper also where there is no room for all of them."""
         found = self.room_for(applicant, wanted, offered)
-        while not found.is_tried and found.workers < wanted:
-            wanted, found = found.workers, self.room_for(applicant, found.workers, offered)
-        return found
+        if found.is_certain or found.workers == wanted:
+            return found
+        return self.room_for(applicant, found.workers, offered)
 
     def room_for(self, applicant: Applicant, wanted: int, offered: Sequence[str] | None) -> Room:
         """Say how many of some workers find a place, at most as many as are wanted; on all nodes if none are named.
 
-        It is not tried where the answer is no anyway.
+        Workers are placed on paper, the first 128 of them, unless it is plain without that there is room or none.
         """
         assessment = self._assessments.of(applicant)
         rows = _fitting(assessment, offered)
@@ -107,12 +120,14 @@ class Gangs:
         most = _most(assessment, rows, self._rules.slots) if apart < wanted and rows.size else apart
         if most == apart:
             return Room(min(apart, wanted))
-        if most < wanted or wanted > MOST_TRIED:
-            return Room(min(most, wanted), is_tried=False)
+        if most < wanted:
+            return Room(most, is_certain=False)
+        some = min(wanted, MOST_TRIED)
         paper = Cluster(self._rules.slots)
         for node in self._on_paper(assessment, rows):
             paper.apply(node)
-        return Room(len([*placed(paper, applicant, self._rules, wanted, tells=False)]))
+        found = len([*placed(paper, applicant, self._rules, some, tells=False)])
+        return Room(found) if found < some or some == wanted else Room(wanted, is_certain=False)
 
     def _on_paper(self, assessment: Assessment, rows: Rows) -> list[GpuNode]:
         """Return the nodes of some GPUs with nothing but these GPUs."""

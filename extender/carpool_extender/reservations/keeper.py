@@ -258,7 +258,7 @@ class Keeper:
     def _keep_for(self, one: Waiting) -> bool:
         """Keep GPUs for the pods of a job that wait, if all would find a place, and each of them GPUs of its own."""
         view = self._watches.cluster.view()
-        if self._gangs.refusal(one.applicant, one.uid, names(view, one.offered)) is not None:
+        if self._gangs.waits(one.applicant, one.uid, names(view, one.offered)):
             return False
         for mate in [mate for mate in self._line.of_job(one.job) if not (mate.is_passed or mate.is_served)]:
             assessment = self._assessments.of(mate.applicant)

@@ -13,6 +13,7 @@ from carpool_operator.state import conditions
 from carpool_operator.state.snapshot import Refusal
 from carpool_operator.workers import outcomes, placement
 
+_FIGURES = re.compile(r"[0-9]+")
 _NO_GPU_FITS = "NoGpuFits"
 _WORTH_AN_EVENT = (_NO_GPU_FITS, "Unschedulable")
 
@@ -89,11 +90,15 @@ def report_placed(draft: Draft, demand: Demand, pods: Sequence[Pod]) -> None:
 
 
 def report_refused(draft: Draft, refusal: Refusal) -> None:
-    """Set Placed to why a pod cannot be created; an event tells it once, not with each try that is refused alike."""
+    """Set Placed to why a pod cannot be created; an event tells it once, not with each try that is refused alike.
+
+    Refusals that differ by figures alone are alike: a quota's tell what others use at the time.
+    """
     before = conditions.find(draft.status, keys.CONDITION_PLACED)
     draft.condition(keys.CONDITION_PLACED, "False", refusal.reason, refusal.message)
     after = conditions.find(draft.status, keys.CONDITION_PLACED)
-    if before is None or after is None or (before.reason, before.message) != (after.reason, after.message):
+    told = [None if of is None else (of.reason, _FIGURES.sub("", of.message)) for of in (before, after)]
+    if told[0] != told[1]:
         draft.say("Warning", refusal.reason, refusal.message)
 
 

@@ -104,8 +104,13 @@ async def test_workers_for_which_there_would_be_no_room_on_empty_gpus_could_neve
     seed_node(kube, gpu_node("a", 2))
     answer = await asked(kube, job_of({"workers": 3, "memory": {"limit": "30Gi"}}), RULES, predicted, ASKER)
     assert answer.is_hopeless
-    assert answer.lines[1] == "could never run here: needs places for 3 workers at once, and empty GPUs would have 2"
+    why = "needs places for 3 workers at once, and empty GPUs would have 2 at most"
+    assert answer.lines[1] == f"could never run here: {why}"
     assert "with 1 worker less (spec.workers)" in answer.lines[2]
+    seed_node(kube, gpu_node("b", 0))
+    answer = await asked(kube, job_of({"workers": 3, "memory": {"limit": "30Gi"}}), RULES, predicted, ASKER)
+    assert not answer.is_hopeless, "nobody knows yet what b has"
+    assert answer.lines[1] == f"could never run on the GPUs that are known: {why}"
 
 
 async def test_nothing_goes_where_the_agent_is_silent():

@@ -239,8 +239,8 @@ async def test_of_several_workers_it_is_tried_whether_all_of_them_fit(workers, s
     ("workers", "gpus", "said"),
     [
         pytest.param(3, 1, "once GPU 0 of a is free (default/v is there)", id="one is missing"),
-        pytest.param(4, 1, "once GPU 0 of a and GPU 1 of b are free (2 jobs are there)", id="two are missing"),
-        pytest.param(2, 2, "once GPU 0 of a and GPU 1 of b are free (2 jobs are there)", id="of several each"),
+        pytest.param(4, 1, "once GPU 0 of a and GPU 0 of b are free (2 jobs are there)", id="two are missing"),
+        pytest.param(2, 2, "once GPU 0 of a and GPU 0 of b are free (2 jobs are there)", id="of several each"),
         pytest.param(6, 1, None, id="too many"),
     ],
 )
@@ -255,7 +255,20 @@ async def test_for_all_workers_as_few_gpus_are_freed_as_are_needed(workers, gpus
     if said is None:
         assert not any(way.startswith("once") for way in ways)
     else:
-        assert ways[0] == said.replace("GPU 1 of b", "GPU 0 of b")
+        assert ways[0] == said
+
+
+async def test_all_gpus_of_those_who_would_have_to_leave_are_named_up_to_a_few_nodes():
+    """Regression: of a neighbour on two GPUs one was named, and both were needed."""
+    kube = FakeKube()
+    seed_node(kube, gpu_node("a", 3, [tenant("v", [GPU, OTHER], ALONE)]))
+    spec = {"workers": 3, "sharing": {"mode": "Exclusive"}}
+    told = (await asked(kube, job_of(spec), RULES, predicted, ASKER)).lines
+    assert told[2].startswith(f"{PREFIX}once GPUs 0, 1 of a are free (default/v is there)")
+    for name in "bcd":
+        seed_node(kube, gpu_node(name, 2, [tenant(name, [f"GPU-{name}-0", f"GPU-{name}-1"], ALONE)]))
+    told = (await asked(kube, job_of(spec | {"workers": 9}), RULES, predicted, ASKER)).lines
+    assert told[2].startswith(f"{PREFIX}once 8 GPUs of 4 nodes are free, such as GPUs 0, 1 of a (4 jobs are there)")
 
 
 async def test_explain_tells_it_of_a_job_that_waits_and_what_if_of_one_that_could_never_run():

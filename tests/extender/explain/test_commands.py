@@ -3,6 +3,7 @@
 import contextlib
 
 import pytest
+from asking_world import HEAD
 from carpool_core.kube.api import GPU_NODES
 from carpool_core.kube.errors import Forbidden
 from carpool_core.testing.kube import FakeKube
@@ -58,7 +59,7 @@ def served(kube, monkeypatch):
 
 
 def test_a_manifest_may_come_from_the_standard_input(monkeypatch):
-    manifest = "{kind: GpuTrainingJob, metadata: {name: x, namespace: b}, spec: {template: {}}}"
+    manifest = "{" + HEAD + ", metadata: {name: x, namespace: b}, spec: {template: {}}}"
     with served(FakeKube(), monkeypatch):
         told = CliRunner().invoke(what_if, ["-"], input=manifest)
         assert "could never run here" in told.output
@@ -70,7 +71,7 @@ def test_a_manifest_may_come_from_the_standard_input(monkeypatch):
 
 def test_what_if_ends_with_1_where_the_site_does_not_let_a_job_choose_its_policy(monkeypatch):
     annotations = "annotations: {carpool.dev/policy: exclusive}"
-    manifest = f"{{kind: GpuTrainingJob, metadata: {{name: x, {annotations}}}, spec: {{template: {{}}}}}}"
+    manifest = f"{{{HEAD}, metadata: {{name: x, {annotations}}}, spec: {{template: {{}}}}}}"
     with served(FakeKube(), monkeypatch):
         told = CliRunner().invoke(what_if, ["-"], input=manifest)
     assert "PolicyNotAllowed" in told.output
@@ -90,7 +91,7 @@ def test_more_free_memory_than_any_gpu_can_have_is_refused_with_a_sentence(comma
 @pytest.mark.parametrize("command", ["explain", "what-if"])
 def test_who_may_not_read_gpu_nodes_is_told_what_right_is_missing(command, tmp_path, monkeypatch):
     manifest, kube = tmp_path / "job.yaml", FakeKube()
-    manifest.write_text("{kind: GpuTrainingJob, metadata: {name: x}, spec: {template: {}}}")
+    manifest.write_text("{" + HEAD + ", metadata: {name: x}, spec: {template: {}}}")
     seed_job(kube, "x")
     kube.fail_next("list", GPU_NODES, Forbidden("you may not list gpunodes", status=403))
 
@@ -104,7 +105,7 @@ def test_who_may_not_read_gpu_nodes_is_told_what_right_is_missing(command, tmp_p
 
 def test_without_a_cluster_there_is_a_sentence_and_no_traceback(tmp_path):
     manifest = tmp_path / "job.yaml"
-    manifest.write_text("{kind: GpuTrainingJob, metadata: {name: x}, spec: {template: {}}}")
+    manifest.write_text("{" + HEAD + ", metadata: {name: x}, spec: {template: {}}}")
     nowhere = {"KUBECONFIG": None, "KUBERNETES_SERVICE_HOST": None, "HOME": str(tmp_path)}
     for command, argument in ((explain_command, "x"), (what_if, str(manifest))):
         result = CliRunner(env=nowhere).invoke(command, [argument])

@@ -1,6 +1,7 @@
 """Manifests that what-if is asked about: the API server checks them, and creates nothing."""
 
 import pytest
+from asking_world import HEAD
 from carpool_core.kube.api import GPU_TRAINING_JOBS
 from carpool_core.kube.errors import Forbidden, Invalid
 from carpool_core.testing.kube import FakeKube
@@ -54,7 +55,7 @@ async def test_without_the_right_to_create_it_is_said_and_the_manifest_read_all_
 def test_a_manifest_of_one_namespace_is_not_asked_about_in_another(own, asked, found, tmp_path):
     """Regression: with -n A what-if silently told of namespace B."""
     path = tmp_path / "job.yaml"
-    path.write_text(f"{{kind: GpuTrainingJob, metadata: {{name: x, namespace: '{own}'}}}}")
+    path.write_text(f"{{{HEAD}, metadata: {{name: x, namespace: '{own}'}}}}")
     if found is None:
         with pytest.raises(ManifestError, match=f"the namespace of the manifest, {own}, is not {asked}, which -n"):
             read(path, asked, is_given=True)
@@ -93,5 +94,5 @@ def test_a_manifest_of_something_else_is_refused_by_what_it_is(head, sentence, t
 
 def test_a_manifest_of_this_version_is_read(tmp_path):
     path = tmp_path / "job.yaml"
-    path.write_text("{apiVersion: carpool.dev/v1alpha1, kind: GpuTrainingJob, metadata: {name: x}}")
+    path.write_text("{" + HEAD + ", metadata: {name: x}}")
     assert read(path, "a")["metadata"] == {"name": "x", "namespace": "a"}

@@ -4,7 +4,7 @@ import dataclasses
 
 import click
 import pytest
-from asking_world import CLOCK, predicted
+from asking_world import CLOCK, HEAD, predicted
 from carpool_core.kube.api import DEPLOYMENTS, GPU_TRAINING_JOBS
 from carpool_core.kube.errors import Forbidden, Invalid, Unreachable
 from carpool_core.settings import SettingsError, click_options
@@ -268,7 +268,7 @@ def test_both_commands_decide_by_the_site_and_a_flag_wins(run, tmp_path, monkeyp
     seed_job(kube, "x")
     seed_node(kube, gpu_node("a", 2, [tenant("y", ["GPU-a-0"])]))
     manifest = tmp_path / "job.yaml"
-    manifest.write_text("{kind: GpuTrainingJob, metadata: {name: new}, spec: {template: {}}}")
+    manifest.write_text("{" + HEAD + ", metadata: {name: new}, spec: {template: {}}}")
 
     async def traced(_, job, products):
         return await predicted(job, products)

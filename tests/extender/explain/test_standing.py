@@ -38,7 +38,7 @@ from carpool_extender.testing import T4, device, gpu_node, prediction, seed_job,
             [("Placed", "False", "PodForbidden", "no PriorityClass with name nope was found")],
             [
                 "Queued: Placed is False (PodForbidden) no PriorityClass with name nope was found",
-                "no pod of it waits for a place: what follows is for once that is mended",
+                "not all of its pods can be created: what follows is for once that is mended",
             ],
         ),
         (

@@ -4,9 +4,9 @@ import msgspec
 import pytest
 from asking_world import CLOCK, RULES, job_of, predicted
 from carpool_core.kube.api import GPU_TRAINING_JOBS, PODS
-from carpool_core.kube.errors import Forbidden
+from carpool_core.kube.errors import Forbidden, Invalid
 from carpool_core.testing.kube import FakeKube
-from carpool_core.values import JobUid
+from carpool_core.values import JobUid, PodUid
 from carpool_extender.explain.enquiry import Asker, asked, explained
 from carpool_extender.kube.workloads import ANNOTATION_POLICY
 from carpool_extender.placement.queueing import QueueOrder
@@ -76,6 +76,65 @@ async def test_a_higher_priority_comes_first():
     seed_pod(kube, "urgent", priority=10)
     assert (await turn(kube, "a", QueueOrder.ARRIVAL))[0].startswith("its turn: 2nd of 3 jobs")
     assert await turn(kube, "urgent", QueueOrder.ARRIVAL) == ["its turn: 1st of 3 jobs that wait, by the order Arrival"]
+
+
+async def test_before_its_pods_are_there_its_priority_is_not_known():
+    kube = a_queue(a=(0, 10))
+    asker = Asker(CLOCK, order=QueueOrder.ARRIVAL)
+    untold = "not told: how many jobs come before it (its pods are not there, which tell its priority)"
+    named = job_of({"template": {"spec": {"priorityClassName": "high", "containers": []}}})
+    assert untold in (await asked(kube, named, RULES, predicted, asker)).lines
+    plain = (await asked(kube, job_of(), RULES, predicted, asker)).lines
+    assert f"its turn: 2nd of 2 jobs that wait, by the order Arrival{BEFORE}" in plain
+    seed_job(kube, "urgent")
+    seed_pod(kube, "urgent", priority=10)
+    assert untold in (await asked(kube, job_of(), RULES, predicted, asker)).lines
+
+
+async def test_where_all_have_one_priority_a_new_job_gets_it_too():
+    """As by a default PriorityClass."""
+    kube = a_queue()
+    for minute, name in enumerate("ab"):
+        seed_job(kube, name, created=f"2020-01-01T00:0{minute}:00Z")
+        seed_pod(kube, name, priority=10)
+    told = (await asked(kube, job_of(), RULES, predicted, Asker(CLOCK, order=QueueOrder.ARRIVAL))).lines
+    assert f"its turn: 3rd of 3 jobs that wait, by the order Arrival{BEFORE}" in told
+
+
+async def test_a_job_of_which_some_workers_have_places_waits_with_the_others():
+    """Regression: it was left out, and a younger job was told to be the first."""
+    kube = a_queue(b=(1, 10))
+    seed_job(kube, "gang", spec={"workers": 2}, created="2026-01-01T00:00:00Z")
+    for worker in range(2):
+        seed_pod(kube, "gang", worker=worker)
+    first = msgspec.structs.replace(tenant("gang", ["GPU-b-0"]), job_uid=JobUid("job-gang"), pod_uid=PodUid("pod-gang"))
+    seed_node(kube, gpu_node("b", 1, [first]))
+    assert (await turn(kube, "b", QueueOrder.ARRIVAL))[0].startswith("its turn: 2nd of 2 jobs")
+
+
+async def test_a_job_without_a_pod_that_waits_is_told_no_turn():
+    kube = a_queue(a=(0, 10))
+    seed_job(kube, "suspended")
+    assert await turn(kube, "suspended") == []
+
+
+async def test_a_job_or_pod_that_makes_no_sense_is_passed_over():
+    """Regression: one that nobody can read, anywhere, ended explain for everybody with a traceback."""
+    kube = a_queue(a=(0, 10), b=(1, 10))
+    kube.seed(
+        GPU_TRAINING_JOBS,
+        {"metadata": {"name": "odd", "uid": "job-odd", "namespace": "other"}, "spec": {"sharing": {"mode": "Novel"}}},
+    )
+    seed_pod(kube, "odd")
+    seed_pod(kube, "nobody", priority="high")
+    assert (await turn(kube, "b", QueueOrder.ARRIVAL))[0].startswith("its turn: 2nd of 2 jobs")
+
+
+async def test_a_list_that_fails_is_said_and_the_rest_is_told():
+    kube = a_queue(a=(0, 10), b=(1, 10))
+    kube.fail_next("list", GPU_TRAINING_JOBS, Invalid("of no use"))
+    (told,) = await turn(kube, "a")
+    assert told == "not told: how many jobs come before it (jobs of all namespaces cannot be listed: of no use)"
 
 
 async def test_who_has_a_place_or_can_have_none_does_not_wait():

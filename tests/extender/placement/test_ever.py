@@ -3,7 +3,8 @@
 import pytest
 from carpool_core.values import DeviceHealth, RequestedMode, SharingMode
 from carpool_extender.placement.assessments import Assessment
-from carpool_extender.placement.ever import never_fits
+from carpool_extender.placement.conditions import Conditions
+from carpool_extender.placement.ever import never_fits, workers_ever
 from carpool_extender.placement.policies import find_policy
 from carpool_extender.placement.rules import Rules
 from carpool_extender.testing import T4, applicant, cluster, device, gpu_node, prediction, tenant
@@ -28,32 +29,70 @@ NODES = (
             1, {"gpus": 9}, "needs 9 suitable GPUs on one node, the best node has 3", id="more than a node has"
         ),
         pytest.param(6, ALONE, None, id="each its own"),
-        pytest.param(7, ALONE, "needs places for 7 workers at once, and empty GPUs would have 6", id="one too many"),
+        pytest.param(7, ALONE, (7, 6), id="one too many"),
         pytest.param(6, {"prediction": None}, None, id="unknown, so alone"),
-        pytest.param(
-            4, {"memory_limit_mib": 39_000}, None, id="by memory"
-        ),
+        pytest.param(4, {"memory_limit_mib": 39_000}, None, id="by memory"),
         pytest.param(
             6,
             {"memory_limit_mib": 39_000},
-            "needs places for 6 workers at once, and empty GPUs would have 5",
+            (6, 5),
             id="the small one holds none",
         ),
         pytest.param(43, SMALL, None, id="by slots and memory"),
-        pytest.param(
-            44, SMALL, "needs places for 44 workers at once, and empty GPUs would have 43", id="5 x 8, and 3 of 15 GiB"
-        ),
+        pytest.param(44, SMALL, (44, 43), id="5 x 8, and 3 of 15 GiB"),
         pytest.param(
             3,
             ALONE | {"gpus": 2},
-            "needs places for 3 workers at once, and empty GPUs would have 2",
+            (3, 2),
             id="whole workers on each node",
         ),
     ],
-)  # fmt: skip
+)
 def test_it_is_said_what_is_lacking(workers, wants, said):
     verdict = Assessment(applicant(**{"prediction": prediction(), **wants}), RULES, cluster(*NODES).view()).verdict
+    if isinstance(said, tuple):
+        said = "needs places for {} workers at once, and empty GPUs would have {} at most".format(*said)
     assert never_fits(verdict, RULES.slots, workers) == said
+
+
+MIG, TURNS = SharingMode.MIG, SharingMode.TIME_SLICING
+PROFILES = ["1g.5gb", "3g.20gb", "7g.40gb"]
+SLIGHT = {"prediction": prediction(memory_mib=4000, sm=0.1)}
+WIDE_BY_TURNS = {"prediction": prediction(memory_mib=4000, unenforced_mib=35_000, sm=0.1)}
+
+
+@pytest.mark.parametrize(
+    ("modes", "wants", "most"),
+    [
+        pytest.param([SharingMode.EXCLUSIVE, TURNS, MIG], WIDE_BY_TURNS, 7, id="in the mode that takes most"),
+        pytest.param([SharingMode.EXCLUSIVE, TURNS], WIDE_BY_TURNS, 1, id="by turns"),
+        pytest.param([MIG], SLIGHT | {"mode": RequestedMode.MIG}, 7, id="small instances"),
+        pytest.param([MIG], {"mode": RequestedMode.MIG, "memory_limit_mib": 33_000}, 1, id="the whole GPU"),
+        pytest.param([SharingMode.MPS], {"mode": RequestedMode.MPS, "gpus": 2}, 0, id="no mode"),
+    ],
+)
+def test_each_gpu_takes_as_many_as_the_best_mode_lets_it(modes, wants, most):
+    """Regression: only the mode counted that an idle GPU would have, so that jobs with a place could never run."""
+    node = gpu_node("a", [device(i, modes=modes, mig_profiles=PROFILES) for i in range(2)])
+    found = Assessment(applicant(**{"prediction": prediction(), **wants}), RULES, cluster(node).view()).verdict
+    gpus = wants.get("gpus", 1)
+    assert workers_ever(found, RULES.slots) == most * 2 // gpus
+    assert (never_fits(found, RULES.slots, 1) is None) == (most > 0)
+
+
+def test_sites_may_allow_fewer():
+    few = Rules(find_policy("least-slowdown"), 8, Conditions(most_jobs=2))
+    found = Assessment(applicant(**SMALL), few, cluster(gpu_node("a", 2)).view()).verdict
+    assert workers_ever(found, few.slots) == 4
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("wants", [{"prediction": None}, {"prediction": None, "mode": RequestedMode.EXCLUSIVE}])
+def test_a_gpu_whose_memory_is_not_known_may_take_one(wants):
+    """Regression: a warning of a division by zero, and a job could never run on a GPU that is only sick."""
+    sick = gpu_node("a", [device(memory_mib=0, health=DeviceHealth.UNHEALTHY)])
+    found = Assessment(applicant(**wants), RULES, cluster(sick).view()).verdict
+    assert workers_ever(found, RULES.slots) == 1
 
 
 def test_of_no_gpus_none_would_do():

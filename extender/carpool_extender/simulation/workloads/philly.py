@@ -71,7 +71,7 @@ SILENT = (
 )
 TELLING = (
     "Jobs say how many steps they have: their duration over the measured time of a step. How long they are to the "
-    "queue is these steps by the predicted time of one."
+    "queue is these steps by the predicted time of one, and an hour where that is not predicted."
 )
 
 STRATEGIES = (

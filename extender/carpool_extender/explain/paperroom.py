@@ -1,0 +1,52 @@
+"""For how many workers there would be room if some GPUs were free."""
+
+from collections.abc import Set
+
+import msgspec
+from carpool_core.resources.node import GpuNode
+from carpool_core.values import GpuUuid
+
+from carpool_extender.explain.places import as_if_gone
+from carpool_extender.placement.applicant import Applicant
+from carpool_extender.placement.paper import placed
+from carpool_extender.placement.rules import Rules
+from carpool_extender.state.cluster import Cluster
+
+
+class PaperRoom:
+    """A copy of some GPUs on which workers are placed again and again.
+
+    Args:
+        cluster: The GPUs as they are.
+        applicant: What each worker asks for.
+        rules: What the site has chosen.
+        wanted: How many workers there are.
+        able: GPUs on which they are placed.
+    """
+
+    def __init__(self, cluster: Cluster, applicant: Applicant, rules: Rules, wanted: int, able: Set[GpuUuid]) -> None:
+        self._applicant, self._rules, self._wanted = applicant, rules, wanted
+        self._nodes = {name: part for name, node in cluster.nodes.items() if (part := _part_of(node, able))}
+        self._paper = Cluster(rules.slots)
+        for node in self._nodes.values():
+            self._paper.apply(node)
+
+    def once_free(self, freed: Set[GpuUuid]) -> int:
+        """Return how many workers find a place once whoever is on some GPUs is gone."""
+        changed = set[str]()
+        for name, node in self._nodes.items():
+            gone = [one for one in node.spec.reservations if not freed.isdisjoint(one.gpu_uuids)]
+            if gone:
+                self._paper.apply(as_if_gone(node, gone))
+                changed.add(name)
+        found = [name for name, _ in placed(self._paper, self._applicant, self._rules, self._wanted, tells=False)]
+        for name in changed.union(found):
+            self._paper.apply(self._nodes[name])
+        return len(found)
+
+
+def _part_of(node: GpuNode, able: Set[GpuUuid]) -> GpuNode | None:
+    """Return a node with nothing but some GPUs; None where it has none of them."""
+    devices = [device for device in node.status.devices if device.uuid in able]
+    status = msgspec.structs.replace(node.status, devices=devices)
+    return msgspec.structs.replace(node, status=status) if devices else None
