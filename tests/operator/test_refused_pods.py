@@ -57,9 +57,9 @@ async def test_quota_whose_figures_move_with_other_pods_is_told_once() -> None:
     """Regression: each try was another event, because others' pods came and went meanwhile."""
     world = World()
     world.apply()
-    for used in (10, 9, 10):
-        await tried(world, Forbidden(f"{QUOTA}, used: pods={used}", status=403))
-    assert told(world) == [("Warning", "PodForbidden", f"{QUOTA}, used: pods=10", 1)]
+    for used in ("pods=10,cpu=9500m", "pods=9,cpu=9", "pods=10,cpu=1.5Ki"):
+        await tried(world, Forbidden(f"{QUOTA}, used: {used}", status=403))
+    assert told(world) == [("Warning", "PodForbidden", f"{QUOTA}, used: pods=10,cpu=9500m", 1)]
 
 
 def test_worker_refused_beside_one_that_waits_is_told_once_until_it_exists() -> None:

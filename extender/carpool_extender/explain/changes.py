@@ -153,8 +153,9 @@ def _fewer_workers(case: Case) -> Iterator[Change]:
     if case.room is None:
         return
     found, is_certain = case.room(case.applicant, case.rules, case.wanted)
-    less = f"with {counted(case.wanted - found, 'worker')} less (spec.workers)"
-    yield Change("fewer workers", less if found and is_certain else None)
+    if is_certain:
+        less = f"with {counted(case.wanted - found, 'worker')} less (spec.workers)"
+        yield Change("fewer workers", less if found else None)
 
 
 def _fewer_gpus(case: Case) -> Iterator[Change]:

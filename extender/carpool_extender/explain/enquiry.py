@@ -14,7 +14,7 @@ from carpool_core.kube.pods import PodSpec, user_of
 from carpool_core.resources.job import GpuTrainingJob, WorkerPlacement
 from carpool_core.resources.meta import Condition
 from carpool_core.resources.node import GpuNode, Reservation
-from carpool_core.values import GpuUuid, JobUid
+from carpool_core.values import GpuUuid, JobState, JobUid
 
 from carpool_extender.explain.measures import differences
 from carpool_extender.explain.outlook import standing
@@ -33,6 +33,7 @@ from carpool_extender.state.cluster import Cluster
 from carpool_extender.state.measured import seconds
 from carpool_extender.state.standing import Standing
 
+_WAIT_FOR_NO_PLACE = frozenset((JobState.SUSPENDED, JobState.UNPLACEABLE, JobState.BACKING_OFF))
 Predictor = Callable[[GpuTrainingJob, list[str]], Awaitable[GpuTrainingJob]]
 
 
@@ -158,9 +159,9 @@ async def explained(api: KubeApi, name: str, namespace: str, rules: Rules, asker
     gpus = _gpus(seen.cluster, rehearsal, rules, asker, own_gpus)
     gpus = _or_none(gpus, without_gpus(nodes, hosts, odd, each=asker.each_gpu))
     if not places:
-        queue = await queue_of(api, nodes)
-        does_wait = queue.unread or applicant.demand.job_uid in queue.priorities
-        turn = _turn(queue, applicant, seen.cluster, asker) if does_wait else []
+        turn = []
+        if rehearsal.wanted and job.status.state not in _WAIT_FOR_NO_PLACE:
+            turn = _turn(await queue_of(api, nodes), applicant, seen.cluster, asker)
         places = [f"{namespace}/{name} has no place yet", *turn, *_waits(rehearsal, workers)]
     elif lacking:
         places += [_who_waits(rehearsal, workers), *rehearsal.rest()]
@@ -244,16 +245,27 @@ async def asked(api: KubeApi, job: GpuTrainingJob, rules: Rules, predictor: Pred
     gpus = [*_chosen(applicant, rules), *listed, *odd.values()]
     if (never := rehearsal.never()) is not None:
         # A node that cannot be read, or reports no GPUs yet, may have what is lacking.
-        is_known = not odd and all(node.status.devices for node in nodes)
+        is_known = not odd and not none
         told.append(f"could never run {'here' if is_known else 'on the GPUs that are known'}: {never}")
         changes = rehearsal.changes(of_all=rehearsal.gang() is not None)
         return Answer([*told, *rehearsal.unchecked, *changes, *gpus], is_hopeless=is_known)
-    has_class = bool((job.spec.template.get("spec") or {}).get("priorityClassName"))
-    turn = _turn(await queue_of(api, nodes), applicant, seen.cluster, asker, has_class=has_class)
+    spec = job.spec.template.get("spec")
+    has_class = isinstance(spec, dict) and bool(spec.get("priorityClassName"))
+    turn = _turn(await queue_of(api, nodes), applicant, seen.cluster, asker, is_new=True, has_class=has_class)
     return Answer([*told, *turn, *rehearsal.outcome(), *gpus])
 
 
-def _turn(queue: Queue, applicant: Applicant, cluster: Cluster, asker: Asker, *, has_class: bool = False) -> list[str]:
+def _turn(
+    queue: Queue,
+    applicant: Applicant,
+    cluster: Cluster,
+    asker: Asker,
+    *,
+    is_new: bool = False,
+    has_class: bool = False,
+) -> list[str]:
+    if not (is_new or queue.unread or applicant.demand.job_uid in queue.priorities):
+        return []  # none of its pods waits
     view, choices, clock = cluster.view(), asker.choices, asker.clock
     return turn_of(queue, applicant, view, asker.order, choices=choices, clock=clock, has_class=has_class)
 

@@ -65,8 +65,10 @@ class Case:
     def find(self, applicant: Applicant, rules: Rules | None = None) -> tuple[str, Place] | None:
         """Return the first worker's place where all would find one."""
         rules = rules or self.rules
-        if self.room is not None and self.room(applicant, rules, self.wanted).workers < self.wanted:
-            return None
+        if self.room is not None:
+            room = self.room(applicant, rules, self.wanted)
+            if room.workers < self.wanted or not room.is_certain:
+                return None
         return best_place(Assessment(applicant, rules, self.view), self.offered, tells=False)
 
 

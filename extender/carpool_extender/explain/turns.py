@@ -115,8 +115,8 @@ def turn_of(
             others.append(_ticket(other, view, order, queue.priorities[other.demand.job_uid], number, now_s))
     if not others:
         return []
-    priority = queue.priorities.get(mine, -others[0].urgency)
-    if mine not in queue.priorities and (has_class or any(other.urgency != -priority for other in others)):
+    priority = queue.priorities.get(mine, 0)
+    if mine not in queue.priorities and (has_class or any(other.urgency for other in others)):
         return [f"{_UNTOLD} (its pods are not there, which tell its priority)"]
     places = set[int]()
     for number in (-1, _LAST):

@@ -17,14 +17,15 @@ def never_fits(verdict: Verdict, slots: int, workers: int) -> str | None:
         slots: Most tenants of one GPU.
         workers: How many there are.
     """
-    gpus, able = verdict.applicant.demand.gpus, verdict.could_ever()
-    most = int(np.bincount(verdict.view.columns.node[able], minlength=1).max())
+    gpus, columns = verdict.applicant.demand.gpus, verdict.view.columns
+    able = np.flatnonzero(verdict.could_ever())
+    able = able[_of_classes(verdict, slots).take(columns.device_class.take(able)) > 0]
+    most = int(np.bincount(columns.node[able], minlength=1).max())
     if most and most < gpus:
         return f"needs {gpus} suitable GPUs on one node, the best node has {most}"
-    room = workers_ever(verdict, slots) if most else 0
-    if not room:
+    if not most:
         return "no node has GPUs that would do, even if they were empty"
-    if room < workers:
+    if (room := workers_ever(verdict, slots)) < workers:
         return f"needs places for {counted(workers, 'worker')} at once, and empty GPUs would have {room:,} at most"
     return None
 

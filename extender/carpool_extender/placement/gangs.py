@@ -21,6 +21,9 @@ from carpool_extender.state.view import MODES, Rows
 MOST_TRIED = 128
 """Workers that are placed on paper one after the other. Of more the others are counted only: trying takes too long."""
 
+MOST_KNOWN = 16
+"""Trials that are remembered."""
+
 
 class Seen(Protocol):
     """What has to be known of the cluster."""
@@ -57,6 +60,7 @@ class Gangs:
 
     def __init__(self, seen: Seen, assessments: Assessments, rules: Rules) -> None:
         self._seen, self._assessments, self._rules = seen, assessments, rules
+        self._known: dict[tuple[int, bytes, int, bytes], int] = {}
 
     def refusal(
         self, applicant: Applicant, pod_uid: PodUid, offered: Sequence[str] | None = None, *, thorough: bool = False
@@ -76,6 +80,7 @@ class Gangs:
         if thorough:
             found = self.tried(applicant, wanted, offered)
         most = self.most_ever(applicant)
+        found = found._replace(workers=min(found.workers, most))
         ever = f", and for {most:,} at most if all GPUs were empty" if most < wanted else ""
         return (
             f"{PREFIX}job {demand.namespace}/{demand.job_name} needs places for {counted(wanted, 'worker')} of "
@@ -123,11 +128,22 @@ class Gangs:
         if most < wanted:
             return Room(most, is_certain=False)
         some = min(wanted, MOST_TRIED)
+        found = some if apart >= some else self._placed(applicant, assessment, rows, some)
+        return Room(found) if found < some or some == wanted else Room(wanted, is_certain=False)
+
+    def _placed(self, applicant: Applicant, assessment: Assessment, rows: Rows, workers: int) -> int:
+        """Place workers on paper on some GPUs; what came of it is remembered, for the job's other pods ask the same."""
+        key = (self._seen.cluster.generation, applicant.shape, workers, rows.tobytes())
+        if (known := self._known.get(key)) is not None:
+            return known
         paper = Cluster(self._rules.slots)
         for node in self._on_paper(assessment, rows):
             paper.apply(node)
-        found = len([*placed(paper, applicant, self._rules, some, tells=False)])
-        return Room(found) if found < some or some == wanted else Room(wanted, is_certain=False)
+        found = len([*placed(paper, applicant, self._rules, workers, tells=False)])
+        if len(self._known) >= MOST_KNOWN:
+            self._known.clear()
+        self._known[key] = found
+        return found
 
     def _on_paper(self, assessment: Assessment, rows: Rows) -> list[GpuNode]:
         """Return the nodes of some GPUs with nothing but these GPUs."""

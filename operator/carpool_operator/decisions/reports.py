@@ -13,7 +13,7 @@ from carpool_operator.state import conditions
 from carpool_operator.state.snapshot import Refusal
 from carpool_operator.workers import outcomes, placement
 
-_FIGURES = re.compile(r"[0-9]+")
+_FIGURES = re.compile(r"[0-9]+(\.[0-9]+)?([numkKMGTPE]i?)?\b")
 _NO_GPU_FITS = "NoGpuFits"
 _WORTH_AN_EVENT = (_NO_GPU_FITS, "Unschedulable")
 

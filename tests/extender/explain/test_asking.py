@@ -110,6 +110,7 @@ async def test_workers_for_which_there_would_be_no_room_on_empty_gpus_could_neve
     seed_node(kube, gpu_node("b", 0))
     answer = await asked(kube, job_of({"workers": 3, "memory": {"limit": "30Gi"}}), RULES, predicted, ASKER)
     assert not answer.is_hopeless, "nobody knows yet what b has"
+    assert any("b reports no GPUs" in line for line in answer.lines)
     assert answer.lines[1] == f"could never run on the GPUs that are known: {why}"
 
 

@@ -1,5 +1,6 @@
 """What would have to change for a job to have a place: each was tried on paper, and what is told of it does."""
 
+import msgspec
 import numpy as np
 import pytest
 from asking_world import ASKER, RULES, asks, job_of, job_with, on_a_node, predicted
@@ -256,6 +257,22 @@ async def test_for_all_workers_as_few_gpus_are_freed_as_are_needed(workers, gpus
         assert not any(way.startswith("once") for way in ways)
     else:
         assert ways[0] == said
+
+
+async def test_of_more_workers_than_are_tried_nothing_is_advised_that_is_not_certain():
+    """Regression: less memory was advice for 400 workers, of whom 200 would have found a place."""
+    kube = FakeKube()
+    for node in range(20):
+        seed_node(kube, gpu_node(f"n{node}", 10))
+
+    async def busy(wanted, products):
+        status = msgspec.structs.replace(wanted.status, prediction=prediction(util=100, sm=0.9, products=products))
+        return msgspec.structs.replace(wanted, status=status)
+
+    spec = {"workers": 400, "memory": {"limit": "22Gi"}, "sharing": {"maxSlowdown": 1.2}}
+    told = "\n".join((await asked(kube, job_of(spec), RULES, busy, ASKER)).lines)
+    assert "needs places for 400 workers" in told
+    assert "MiB less" not in told
 
 
 async def test_all_gpus_of_those_who_would_have_to_leave_are_named_up_to_a_few_nodes():

@@ -91,14 +91,19 @@ async def test_before_its_pods_are_there_its_priority_is_not_known():
     assert untold in (await asked(kube, job_of(), RULES, predicted, asker)).lines
 
 
-async def test_where_all_have_one_priority_a_new_job_gets_it_too():
-    """As by a default PriorityClass."""
+async def test_whether_all_have_a_priority_by_default_is_not_known():
+    """Regression: a new job was given that of those that wait, which may name their class."""
     kube = a_queue()
-    for minute, name in enumerate("ab"):
-        seed_job(kube, name, created=f"2020-01-01T00:0{minute}:00Z")
-        seed_pod(kube, name, priority=10)
-    told = (await asked(kube, job_of(), RULES, predicted, Asker(CLOCK, order=QueueOrder.ARRIVAL))).lines
-    assert f"its turn: 3rd of 3 jobs that wait, by the order Arrival{BEFORE}" in told
+    seed_job(kube, "a")
+    seed_pod(kube, "a", priority=10)
+    told = (await asked(kube, job_of(), RULES, predicted, Asker(CLOCK))).lines
+    assert "not told: how many jobs come before it (its pods are not there, which tell its priority)" in told
+
+
+async def test_what_cannot_be_a_pod_is_left_to_whoever_says_so():
+    """Regression: a traceback."""
+    told = await asked(a_queue(a=(0, 10)), job_of({"template": {"spec": []}}), RULES, predicted, Asker(CLOCK))
+    assert any(line.startswith("its turn: ") for line in told.lines)
 
 
 async def test_a_job_of_which_some_workers_have_places_waits_with_the_others():
@@ -112,10 +117,19 @@ async def test_a_job_of_which_some_workers_have_places_waits_with_the_others():
     assert (await turn(kube, "b", QueueOrder.ARRIVAL))[0].startswith("its turn: 2nd of 2 jobs")
 
 
-async def test_a_job_without_a_pod_that_waits_is_told_no_turn():
+@pytest.mark.parametrize("state", ["", "Suspended"])
+async def test_a_job_without_a_pod_that_waits_is_told_no_turn(state):
+    """Regression: nor that it is not known, where whoever asks may not list all pods."""
     kube = a_queue(a=(0, 10))
     seed_job(kube, "suspended")
+    await kube.patch(
+        GPU_TRAINING_JOBS, "suspended", {"status": {"state": state}}, namespace="default", subresource="status"
+    )
     assert await turn(kube, "suspended") == []
+    if state:
+        for _ in range(2):
+            kube.fail_next("list", PODS, Forbidden("no"))
+        assert await turn(kube, "suspended") == []
 
 
 async def test_a_job_or_pod_that_makes_no_sense_is_passed_over():

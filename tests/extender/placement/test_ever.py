@@ -80,6 +80,13 @@ def test_each_gpu_takes_as_many_as_the_best_mode_lets_it(modes, wants, most):
     assert (never_fits(found, RULES.slots, 1) is None) == (most > 0)
 
 
+def test_gpus_without_a_mode_for_it_are_not_counted_as_suitable():
+    """Regression: one of two GPUs had a mode, and it was said that none would do."""
+    node = gpu_node("a", [device(0, modes=[SharingMode.EXCLUSIVE]), device(1, modes=[SharingMode.MPS])])
+    found = Assessment(applicant(gpus=2, prediction=prediction()), RULES, cluster(node).view()).verdict
+    assert never_fits(found, RULES.slots, 1) == "needs 2 suitable GPUs on one node, the best node has 1"
+
+
 def test_sites_may_allow_fewer():
     few = Rules(find_policy("least-slowdown"), 8, Conditions(most_jobs=2))
     found = Assessment(applicant(**SMALL), few, cluster(gpu_node("a", 2)).view()).verdict

@@ -5,8 +5,10 @@ from carpool_core.values import PodUid, RequestedMode, SharingMode
 from carpool_extender.placement.applicant import Applicant
 from carpool_extender.placement.assessments import Assessment, Assessments
 from carpool_extender.placement.choices import MAX_SCORE
+from carpool_extender.placement.conditions import Conditions
 from carpool_extender.placement.decide import filter_nodes, place, score_nodes
 from carpool_extender.placement.gangs import MOST_TRIED, Gangs
+from carpool_extender.placement.paper import placed
 from carpool_extender.placement.policies import find_policy
 from carpool_extender.placement.rules import Rules
 from carpool_extender.state.cluster import Cluster
@@ -91,6 +93,38 @@ def test_of_workers_that_want_to_be_alone_there_is_one_on_each_gpu():
     wide = cluster(gpu_node("a", 16))
     assert "room for 16, and" in refusal(wide, MOST_TRIED, mode=ALONE)
     assert "room for 16, and" in refusal(wide, MOST_TRIED + 1, mode=ALONE)
+
+
+def test_there_is_never_more_room_than_on_empty_gpus():
+    """Regression: memory and slots alone had room for 16, where the site allows two jobs on a GPU."""
+    rules = Rules(find_policy("least-slowdown"), 8, Conditions(most_jobs=2))
+    found = cluster(gpu_node("a", 2))
+    gangs = Gangs(Known(found), Assessments(found, rules), rules)
+    many = Applicant(demand("new", prediction=prediction(memory_mib=100, util=1, sm=0.01)), workers=20)
+    assert "there is room for 4 at most, and for 4 at most if" in gangs.refusal(many, PodUid("me"))
+
+
+def test_what_was_tried_for_one_pod_is_not_tried_for_the_next(monkeypatch):
+    """Regression: each of 900 pods that wait took a tenth of a second, in which kube-scheduler asked about nobody."""
+    found = cluster(gpu_node("a", 15))
+    gangs = Gangs(Known(found), Assessments(found, RULES), RULES)
+    tried = []
+    monkeypatch.setattr(
+        "carpool_extender.placement.gangs.placed", lambda *args, **more: tried.append(1) or placed(*args, **more)
+    )
+    many = Applicant(demand("new", prediction=prediction(memory_mib=400, util=100, sm=0.9)), workers=100)
+    told = {gangs.refusal(many, PodUid(f"pod-{number}")) for number in range(5)}
+    assert len(told) == len(tried) == 1
+    assert "there is room for 15;" in told.pop()
+    found.apply(gpu_node("b", 1))
+    assert "there is room for 16;" in gangs.refusal(many, PodUid("me"))
+
+
+def test_of_more_workers_than_are_tried_the_first_are():
+    """Regression: a job began of which most workers could never have a place beside the others."""
+    found = cluster(gpu_node("a", 20))
+    heavy = prediction(memory_mib=400, util=100, sm=0.9)
+    assert "there is room for 20;" in refusal(found, MOST_TRIED + 2, prediction=heavy)
 
 
 def test_the_others_take_what_there_is_once_one_has_its_place():
