@@ -6,6 +6,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from carpool_e2e.errors import StartError, log_tail
 from carpool_e2e.residue import MARK
 
 _POLL_S = 0.05
+_CONTINUED_EACH_S = 0.2
 
 
 @dataclass
@@ -75,9 +77,14 @@ class Process:
         if self.popen is None or not self.running:
             return
         os.kill(self.pid, number)
-        # nsenter stops together with its child, and a stopped one would not notice that the child has ended.
-        os.kill(self.popen.pid, signal.SIGCONT)
-        self.popen.wait(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        while self.running:
+            # nsenter stops itself some time after its child did, and a stopped one does not notice that that has ended.
+            os.kill(self.popen.pid, signal.SIGCONT)
+            with suppress(subprocess.TimeoutExpired):
+                self.popen.wait(_CONTINUED_EACH_S)
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self.full_command, timeout_s)
 
     def pause(self) -> None:
         """Stop it in its tracks, to be continued by `resume`."""
