@@ -3,6 +3,7 @@
 from carpool_core.keys import ANNOTATION_CAPACITY_FREED
 from carpool_core.kube.api import NODES, PODS
 from carpool_core.values import PodUid
+from carpool_extender.kube.wire import BindingArgs
 from carpool_extender.testing import gpu_node, seed_job, seed_node, seed_pod, until
 from extender_world import World, args, background, filtering, named
 from prometheus_client import generate_latest
@@ -43,6 +44,12 @@ async def start(world, extender, job, node="a"):
     async with background(world.agent.serve(node)):
         assert (await extender.service.bind(args(job, node))).error == ""
     await until(lambda: (pod := extender.watches.pod(PodUid(f"pod-{job}"))) is not None and pod.spec.node_name == node)
+
+
+def bind_of(worker, node):
+    """Binds a worker of the job `gang`."""
+    uid = f"pod-gang-{worker}" if worker else "pod-gang"
+    return BindingArgs(pod_name=f"gang-worker-{worker}-1", pod_namespace="default", pod_uid=uid, node=node)
 
 
 async def end(world, extender, job):

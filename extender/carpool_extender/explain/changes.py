@@ -150,10 +150,8 @@ def _reporting(case: Case) -> Iterator[Change]:
 
 def _fewer_workers(case: Case) -> Iterator[Change]:
     """Let so many workers be enough as there is room for at once."""
-    if case.room is None:
-        return
-    found, is_certain = case.room(case.applicant, case.rules, case.wanted)
-    if is_certain:
+    if case.room is not None:
+        found = case.room(case.applicant, case.rules, case.wanted)
         less = f"with {counted(case.wanted - found, 'worker')} less (spec.workers)"
         yield Change("fewer workers", less if found else None)
 

@@ -14,7 +14,7 @@ from carpool_core.kube.pods import PodSpec, user_of
 from carpool_core.resources.job import GpuTrainingJob, WorkerPlacement
 from carpool_core.resources.meta import Condition
 from carpool_core.resources.node import GpuNode, Reservation
-from carpool_core.values import GpuUuid, JobState, JobUid
+from carpool_core.values import GpuUuid, JobState, JobUid, PodUid
 
 from carpool_extender.explain.measures import differences
 from carpool_extender.explain.outlook import standing
@@ -94,7 +94,7 @@ class Snapshot:
     done: int = 0
     """Workers of the job in question that have done their work, and hold nothing in this cluster."""
 
-    def succeeded(self, job_uid: JobUid) -> int:
+    def succeeded(self, job_uid: JobUid, pod_uid: PodUid) -> int:
         """How many pods of the job in question have done their work."""
         return self.done
 
@@ -282,7 +282,7 @@ def _gpus(
 ) -> list[str]:
     found = explain(cluster.view(), rehearsal.applicant, sorted(cluster.nodes), rules)
     measures = {uuid: said for node in cluster.nodes.values() for uuid, said in differences(node).items()}
-    answers = with_refusals(with_measures(found, measures), rehearsal.refused())
+    answers = with_refusals(with_measures(found, measures), rehearsal.refused)
     return lines(with_own(answers, own), each=asker.each_gpu)
 
 

@@ -21,8 +21,6 @@ MOST_NODES = 3
 
 def freed(case: Case) -> Iterator[Change]:
     """Let GPUs be free that would be enough then, those with the fewest tenants; for one worker on one node."""
-    if case.wanted > 1 and case.paper is None:
-        return
     columns = case.view.columns
     empty = looked_at(case, _emptied(columns))
     rows = np.flatnonzero(empty.ok & case.offered)
@@ -49,8 +47,10 @@ def _for_all(case: Case, taken: list[int]) -> str | None:
     columns = case.view.columns
     if case.paper is None or not taken:
         return None
-    able = [*np.flatnonzero(case.now.ok & case.offered).tolist(), *taken]
-    room = case.paper({columns.uuid[row] for row in able})
+    able = np.append(np.flatnonzero(case.now.ok & case.offered), taken)
+    node = columns.node.take(able)
+    able = able[np.bincount(node).take(node) >= case.demand.gpus]  # on other nodes is no room, whoever leaves
+    room = case.paper(set(columns.uuid[able].tolist()))
 
     def enough(rows: Sequence[int]) -> bool:
         return room.once_free({columns.uuid[row] for row in rows}) >= case.wanted

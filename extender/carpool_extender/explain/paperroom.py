@@ -3,18 +3,20 @@
 from collections.abc import Set
 
 import msgspec
+import numpy as np
 from carpool_core.resources.node import GpuNode
 from carpool_core.values import GpuUuid
 
 from carpool_extender.explain.places import as_if_gone
 from carpool_extender.placement.applicant import Applicant
-from carpool_extender.placement.paper import placed
+from carpool_extender.placement.assessments import Assessment
+from carpool_extender.placement.room import room
 from carpool_extender.placement.rules import Rules
 from carpool_extender.state.cluster import Cluster
 
 
 class PaperRoom:
-    """A copy of some GPUs on which workers are placed again and again.
+    """A copy of some GPUs, some of which become free again and again.
 
     Args:
         cluster: The GPUs as they are.
@@ -33,16 +35,17 @@ class PaperRoom:
 
     def once_free(self, freed: Set[GpuUuid]) -> int:
         """Return how many workers find a place once whoever is on some GPUs is gone."""
-        changed = set[str]()
-        for name, node in self._nodes.items():
+        changed = list[GpuNode]()
+        for node in self._nodes.values():
             gone = [one for one in node.spec.reservations if not freed.isdisjoint(one.gpu_uuids)]
             if gone:
                 self._paper.apply(as_if_gone(node, gone))
-                changed.add(name)
-        found = [name for name, _ in placed(self._paper, self._applicant, self._rules, self._wanted, tells=False)]
-        for name in changed.union(found):
-            self._paper.apply(self._nodes[name])
-        return len(found)
+                changed.append(node)
+        found = Assessment(self._applicant, self._rules, self._paper.view())
+        fits = room(found, np.flatnonzero(found.verdict.ok), self._wanted)
+        for node in changed:
+            self._paper.apply(node)
+        return fits
 
 
 def _part_of(node: GpuNode, able: Set[GpuUuid]) -> GpuNode | None:

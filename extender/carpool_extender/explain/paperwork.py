@@ -15,7 +15,6 @@ from carpool_extender.placement.applicant import Applicant
 from carpool_extender.placement.assessments import Assessment
 from carpool_extender.placement.checks import Check, Verdict, look
 from carpool_extender.placement.decide import Place, best_place
-from carpool_extender.placement.gangs import Room
 from carpool_extender.placement.rules import Rules
 from carpool_extender.state.view import MODES, Bools, Columns, Floats, Rows, View
 
@@ -42,10 +41,10 @@ class Case:
     """Why it would not offer the others, by name."""
     wanted: int = 1
     """Workers that have to find places at once."""
-    room: Callable[[Applicant, Rules, int], Room] | None = None
+    room: Callable[[Applicant, Rules, int], int] | None = None
     """For how many of so many workers there would be room at once; None where one is enough."""
     paper: Callable[[Set[GpuUuid]], PaperRoom] | None = None
-    """Copies some GPUs, on which they would be placed; None where one is enough, or there are too many workers."""
+    """Copies some GPUs, on which they would be placed; None where one is enough."""
 
     @cached_property
     def now(self) -> Verdict:
@@ -65,10 +64,8 @@ class Case:
     def find(self, applicant: Applicant, rules: Rules | None = None) -> tuple[str, Place] | None:
         """Return the first worker's place where all would find one."""
         rules = rules or self.rules
-        if self.room is not None:
-            room = self.room(applicant, rules, self.wanted)
-            if room.workers < self.wanted or not room.is_certain:
-                return None
+        if self.room is not None and self.room(applicant, rules, self.wanted) < self.wanted:
+            return None
         return best_place(Assessment(applicant, rules, self.view), self.offered, tells=False)
 
 

@@ -1,6 +1,6 @@
 """What an asker may read of the cluster besides GPUs; what he may not is said."""
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -8,7 +8,7 @@ import msgspec
 from carpool_core.keys import SCHEDULER_NAME
 from carpool_core.kube.api import GPU_NODES, NODES, PODS, KubeApi, ResourceKind, Selector
 from carpool_core.kube.errors import Forbidden
-from carpool_core.kube.pods import Pod
+from carpool_core.kube.pods import Pod, job_reference, worker_name
 from carpool_core.resources.meta import ObjectMeta
 from carpool_core.resources.node import GpuNode
 from carpool_core.values import JobUid, PodUid
@@ -102,7 +102,7 @@ class Workers:
 
 
 async def workers_of(api: KubeApi, job_uid: JobUid, namespace: str, held: Container[PodUid]) -> Workers:
-    """Read the pods of a job's workers, those of which the extender counts, too.
+    """Read the pods of a job's workers in its last attempt, those of which the extender counts, too.
 
     Args:
         api: The Kubernetes API, with the asker's rights.
@@ -115,7 +115,7 @@ async def workers_of(api: KubeApi, job_uid: JobUid, namespace: str, held: Contai
         found = await all_of(api, PODS, Pod, ours)
     except Forbidden:
         return Workers(unread=f"you may not list pods in namespace {namespace}")
-    pods = [pod for pod in found if any(owner.uid == job_uid for owner in pod.metadata.owner_references)]
+    pods = _of_last_attempt(found, job_uid)
     waiting = [
         pod.metadata.name
         for pod in pods
@@ -128,6 +128,16 @@ async def workers_of(api: KubeApi, job_uid: JobUid, namespace: str, held: Contai
         if pod.spec.node_name and pod.status.phase not in ("Succeeded", "Failed")
     }
     return Workers(done, tuple(sorted(waiting)), bound)
+
+
+def _of_last_attempt(pods: Iterable[Pod], job_uid: JobUid) -> list[Pod]:
+    """Return the workers' pods of a job that are of its last attempt: those of the one before are there still."""
+    attempts: dict[int, list[Pod]] = {}
+    for pod in pods:
+        owner, named = job_reference(pod.metadata), worker_name(pod.metadata.name)
+        if owner is not None and owner.uid == job_uid and named is not None:
+            attempts.setdefault(named.attempt, []).append(pod)
+    return attempts[max(attempts)] if attempts else []
 
 
 async def gpu_nodes(api: KubeApi) -> tuple[list[GpuNode], dict[str, str]]:

@@ -20,12 +20,15 @@ from carpool_extender.placement.applicant import Applicant
 from carpool_extender.placement.assessments import Assessment, Assessments
 from carpool_extender.placement.decide import Place, filter_nodes
 from carpool_extender.placement.ever import never_fits
-from carpool_extender.placement.gangs import MOST_TRIED, Gangs, Room, Seen
+from carpool_extender.placement.gangs import Gangs, Seen
 from carpool_extender.placement.paper import placed
 from carpool_extender.placement.refusal import PREFIX, counted
 from carpool_extender.placement.rules import Rules
 from carpool_extender.state.cluster import Cluster
 from carpool_extender.state.view import Bools, View
+
+MOST_TRIED = 128
+"""Workers that are placed on paper one after the other: it takes a while, and nobody reads of more."""
 
 
 class Offering(Protocol):
@@ -58,6 +61,7 @@ class Rehearsal:
     Attributes:
         applicant: What each worker asks for.
         wanted: Workers that need a place: those that have none there, and have not done their work.
+        refused: Why nodes would not be offered, by name.
         unchecked: What was not checked, as sentences; stands right below what would become of the workers.
     """
 
@@ -66,19 +70,16 @@ class Rehearsal:
     ) -> None:
         self.applicant = applicant
         job_uid = applicant.demand.job_uid
-        self.wanted = max(0, applicant.workers - seen.succeeded(job_uid) - len(seen.cluster.pods_of(job_uid)))
+        placed_or_done = seen.succeeded(job_uid, PodUid("")) + len(seen.cluster.pods_of(job_uid))
+        self.wanted = max(0, applicant.workers - placed_or_done)
         self.unchecked = list(offers.notes)
         self._seen, self._rules, self._offers, self._steps = seen, rules, offers, steps
-
-    def refused(self) -> dict[str, str]:
-        """Why nodes would not be offered, by name."""
-        found = {name: self._offers.refusal(name) for name in self._seen.cluster.nodes}
-        return {name: why for name, why in found.items() if why is not None}
+        self.refused = {name: why for name in seen.cluster.nodes if (why := offers.refusal(name)) is not None}
 
     def gang(self) -> str | None:
         """Say why all of the job's workers have to wait until they all fit; None where they need not."""
         gangs = Gangs(self._seen, Assessments(self._seen.cluster, self._rules), self._rules)
-        return gangs.refusal(self.applicant, PodUid(""), self._names_offered(), thorough=True)
+        return gangs.refusal(self.applicant, PodUid(""), self._names_offered())
 
     def never(self) -> str | None:
         """Say why the workers could not run even if all GPUs were empty; None where nothing known forbids it."""
@@ -97,20 +98,18 @@ class Rehearsal:
             of_all: Whether all of them have to find one at once.
         """
         view, cluster = self._seen.cluster.view(), self._seen.cluster
-        case = Case(self.applicant, self._rules, view, self._offered(view), self.refused())
+        case = Case(self.applicant, self._rules, view, self._offered(view), self.refused)
         if of_all:
             paper = partial(PaperRoom, cluster, self.applicant, self._rules, self.wanted)
-            is_tried = self.wanted <= MOST_TRIED
-            case = replace(case, wanted=self.wanted, room=self._room, paper=paper if is_tried else None)
+            case = replace(case, wanted=self.wanted, room=self._room, paper=paper)
         return needed(case)
 
-    def _room(self, applicant: Applicant, rules: Rules, wanted: int) -> Room:
+    def _room(self, applicant: Applicant, rules: Rules, wanted: int) -> int:
         gangs = Gangs(self._seen, Assessments(self._seen.cluster, rules), rules)
-        return gangs.tried(applicant, wanted, self._names_offered())
+        return gangs.room_for(applicant, wanted, self._names_offered())
 
     def _names_offered(self) -> list[str]:
-        refused = self.refused()
-        return [name for name in sorted(self._seen.cluster.nodes) if name not in refused]
+        return [name for name in sorted(self._seen.cluster.nodes) if name not in self.refused]
 
     def outcome(self) -> list[str]:
         """Say where the workers would go now, or that they would have to wait; and how that place was chosen."""
@@ -185,12 +184,14 @@ class Rehearsal:
         found, wanted = [], min(self.wanted, MOST_TRIED)
         for name, place in placed(cluster, self.applicant, self._rules, wanted, among=self._offered):
             self._offers.take(name)
+            if (why := self._offers.refusal(name)) is not None:
+                self.refused[name] = why
             found.append((name, place))
         return found
 
     def _offered(self, view: View) -> Bools:
         """Which GPUs, shape (gpus,), are on nodes that would be offered."""
-        refused = view.ids(sorted(self.refused()))
+        refused = view.ids([*self.refused])
         able = np.ones(len(view.node_names) + 1, np.bool_)
         able[refused[refused >= 0]] = False
         result: Bools = able[view.columns.node] & view.columns.alive

@@ -8,7 +8,7 @@ import structlog
 from carpool_core.clock import Clock
 from carpool_core.keys import SCHEDULER_NAME
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS, KubeApi, Selector
-from carpool_core.kube.pods import Pod
+from carpool_core.kube.pods import Pod, job_reference, worker_name
 from carpool_core.kube.reflector import Reflector
 from carpool_core.resources.node import GpuNode
 from carpool_core.values import JobUid, PodUid
@@ -47,7 +47,7 @@ class Watches:
         self._pods = Reflector(api, PODS, WatchedPod, selector=ours, clock=clock, on_change=self._pod_changed)
         self._jobs_by_uid: dict[JobUid, JobRow] = {}
         self._pods_by_uid: dict[PodUid, Pod] = {}
-        self._succeeded: dict[JobUid, set[PodUid]] = {}
+        self._succeeded: dict[JobUid, dict[PodUid, int]] = {}
         self._stirred: dict[str, asyncio.Event] = {}
         self._deleted: dict[str, None] = {}
         self._odd: set[str] = set()
@@ -67,9 +67,16 @@ class Watches:
         """Return the pod with that UID, if it was seen and exists still."""
         return self._pods_by_uid.get(uid)
 
-    def succeeded(self, job_uid: JobUid) -> int:
-        """How many pods of a job have done their work."""
-        return len(self._succeeded.get(job_uid, ()))
+    def succeeded(self, job_uid: JobUid, pod_uid: PodUid) -> int:
+        """How many pods of a job have done their work in the attempt that one of them is of; none where it is not seen.
+
+        Those of the attempt before are there still, and their work has to be done again.
+        """
+        attempts = self._succeeded.get(job_uid)
+        if attempts is None or (pod := self._pods_by_uid.get(pod_uid)) is None:
+            return 0
+        named = worker_name(pod.metadata.name)
+        return 0 if named is None else sum(attempt == named.attempt for attempt in attempts.values())
 
     def pods(self) -> Iterable[Pod]:
         """Return every pod of our scheduler."""
@@ -191,11 +198,13 @@ class Watches:
             callback(old, new)
 
     def _note_success(self, pod: Pod, *, has_succeeded: bool) -> None:
-        for owner in pod.metadata.owner_references:
-            done = self._succeeded.setdefault(JobUid(owner.uid), set()) if has_succeeded else None
-            if done is not None:
-                done.add(PodUid(pod.metadata.uid))
-            elif (known := self._succeeded.get(JobUid(owner.uid))) is not None:
-                known.discard(PodUid(pod.metadata.uid))
-                if not known:
-                    del self._succeeded[JobUid(owner.uid)]
+        owner, named = job_reference(pod.metadata), worker_name(pod.metadata.name)
+        if owner is None or named is None:
+            return
+        job, uid = JobUid(owner.uid), PodUid(pod.metadata.uid)
+        if has_succeeded:
+            self._succeeded.setdefault(job, {})[uid] = named.attempt
+        elif (known := self._succeeded.get(job)) is not None:
+            known.pop(uid, None)
+            if not known:
+                del self._succeeded[job]

@@ -21,7 +21,7 @@ def length_in(applicant: Applicant, view: View) -> float | None:
     """Return how long a job takes alone on the GPUs of a cluster that it may have, in seconds; None where unknown."""
     if applicant.steps is None:
         return None
-    suitable = {hardware_name(kind.product) for kind in view.classes if applicant.facts(kind).reason is None}
+    suitable = {hardware_name(kind.product) for kind in view.class_ids if applicant.facts(kind).reason is None}
     return length_s(applicant.steps, applicant.demand.prediction, suitable.__contains__)
 
 

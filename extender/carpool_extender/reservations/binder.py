@@ -179,6 +179,7 @@ class Binder:
                 await self._not_held_on(other, args)
 
         cluster = self._watches.cluster
+        self._keeper.reserving(uid, applicant.demand.job_uid)
         seen = cluster.counted(args.node)
         first = None if seen is None else self._foreseen(applicant, args, seen)
 
@@ -229,7 +230,7 @@ class Binder:
         crowd = self._watches.cluster.pods_of(applicant.demand.job_uid)
         if (crowded := too_many(applicant, uid, crowd)) is not None:
             raise Refusal(crowded)
-        with self._keeper.deciding(uid, applicant):
+        with self._keeper.deciding(applicant):
             if not self._keeper.has_begun(applicant) and (waits := self._gangs.refusal(applicant, uid)) is not None:
                 raise Refusal(waits)
             chosen = place(self._assessments.of(applicant), args.node)

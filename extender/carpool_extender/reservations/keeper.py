@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from carpool_core.clock import Clock
-from carpool_core.kube.pods import Pod
+from carpool_core.kube.pods import Pod, job_reference
 from carpool_core.values import JobUid, PodUid
 
 from carpool_extender.kube.watches import Watches
@@ -15,9 +15,10 @@ from carpool_extender.placement.assessments import Assessments
 from carpool_extender.placement.decide import best_place, place
 from carpool_extender.placement.gangs import Gangs
 from carpool_extender.placement.queueing import Ticket
-from carpool_extender.reservations.kept import Gpu, Kept, KeptGpus
+from carpool_extender.reservations.kept import MOST_KEPT, Gpu, Kept, KeptGpus
 from carpool_extender.reservations.line import Line, Waiting
 from carpool_extender.reservations.offers import among, names, packed
+from carpool_extender.reservations.promises import Promises
 from carpool_extender.state.standing import Standing
 from carpool_extender.telemetry import Telemetry
 
@@ -25,8 +26,6 @@ MOST_KINDS = 8
 """Demands that are tried before somebody goes ahead of them: each takes a while."""
 MANY = 50
 """Pods that wait, from which on what is kept for a moment is not told to each of them."""
-MOST_KEPT = 32
-"""GPUs that are kept at a time. Where there is room for so many, it hardly matters who comes first."""
 
 
 class Keeper:
@@ -39,6 +38,9 @@ class Keeper:
 
     A GPU that is kept takes nobody else, though there may be room for two: what a pod gets beside others must not hang
     on somebody who is not there. It is no matter to who comes before its owner, unless that was told it already.
+
+    As soon as one of several workers of a job is told its place, GPUs are kept on which the others find theirs, and it
+    counts as if it had its own, so that they are told what is left.
 
     A pod may be held up by what the extender does not know, such as a taint, or too little memory of the node. Nothing
     is kept for it where it was not offered; and where it is not asked about at all, it is passed after a moment.
@@ -79,6 +81,7 @@ class Keeper:
             remind=remind,
             is_anybody_next=self._is_anybody_next,
         )
+        self._promises = Promises(line, watches.cluster, self._kept, assessments=assessments, gangs=gangs, clock=clock)
         self._opened: list[Kept] = []
         watches.on_pod(self._pod_changed)
 
@@ -98,8 +101,8 @@ class Keeper:
         ticket = self._line.ticket(pod, applicant) if len(self._kept) else None
         for kept in self._kept:
             if kept.job == applicant.demand.job_uid:
-                kept.retract(uid)
-                self._kept.open(kept, kept.told_others(uid))
+                self._kept.retract(kept, uid)
+                self._kept.open(kept)
             elif ticket is not None and not kept.has_begun and self._line.precedes(ticket, kept.ticket):
                 self._kept.open(kept)
             else:
@@ -155,7 +158,8 @@ class Keeper:
         if nodes:
             if own is None and not self._watches.cluster.pods_of(job):
                 self._line.advance()
-            self._told(pod, applicant, nodes[0], [kept for kept in opened if kept is not own])
+            later = [kept for kept in opened if kept is not own]
+            self._promises.give(pod, applicant, nodes[0], later=later, offered=offered)
         elif is_there:  # otherwise it is gone, or will be asked about once more
             known = self._line.join(pod, applicant, packed(self._watches.cluster.view(), offered))
             known.is_passed = own is not None  # something is against it that is not known here
@@ -167,12 +171,12 @@ class Keeper:
         return said
 
     @contextmanager
-    def deciding(self, uid: PodUid, applicant: Applicant) -> Iterator[None]:
+    def deciding(self, applicant: Applicant) -> Iterator[None]:
         """Open what is kept for a pod while it is decided what is reserved for it."""
         if (kept := self._kept.of(applicant.demand.job_uid)) is None:
             yield
             return
-        self._kept.open(kept, kept.told_others(uid))
+        self._kept.open(kept)
         try:
             yield
         finally:
@@ -183,41 +187,28 @@ class Keeper:
         if (known := self._line.get(uid)) is not None:
             known.is_served = True
 
+    def reserving(self, uid: PodUid, job: JobUid) -> None:
+        """Count a pod no more as if it had what it was told: it is decided what is reserved for it."""
+        if (kept := self._kept.of(job)) is not None:
+            self._kept.count_no_more(kept, uid)
+
     def reserved(self, uid: PodUid, job: JobUid, gpus: set[Gpu]) -> None:
         """Keep the GPUs of a pod no more: its reservation counts from now on."""
         if (kept := self._kept.of(job)) is None:
             return
         kept.told.pop(uid, None)
         kept.has_reserved = True
-        if not kept.told and all(one.is_served for one in self._line.of_job(job)):
+        if not kept.told and kept.to_come <= 0 and all(one.is_served for one in self._line.of_job(job)):
             self._kept.drop(kept, "taken")
-        else:
-            self._kept.release(kept, gpus)
+            return
+        self._kept.renew(kept)
+        if kept.to_come <= 0:
+            self._kept.release(kept, gpus.difference(*kept.told.values()))
 
     def unbound(self, uid: PodUid) -> None:
         """Take note that a pod could not be bound."""
         if (known := self._line.get(uid)) is not None:
             known.is_served = False
-
-    def _told(self, pod: Pod, applicant: Applicant, node: str, later: Sequence[Kept]) -> None:
-        """Keep the GPUs that a pod was told until they are reserved, if it waited for them, or took them from others.
-
-        Most did neither. Should another reserve these first, such a pod is served again as quickly.
-
-        Args:
-            pod: The pod.
-            applicant: What it demands.
-            node: Where it was told to go.
-            later: What is kept for those that come after it.
-        """
-        uid, job = PodUid(pod.metadata.uid), applicant.demand.job_uid
-        if self._line.get(uid) is None and not later:
-            return
-        gpus = self._gpus(applicant, node)
-        if self._line.get(uid) is not None or any(kept.gpus & gpus for kept in later):
-            kept = self._kept.add(job, self._line.ticket(pod, applicant), gpus)
-            kept.told[uid] = gpus
-            kept.has_begun = True
 
     def _gpus(self, applicant: Applicant, node: str) -> set[Gpu]:
         """Return which GPUs of a node somebody would have."""
@@ -256,22 +247,22 @@ class Keeper:
         return False
 
     def _keep_for(self, one: Waiting) -> bool:
-        """Keep GPUs for the pods of a job that wait, if all would find a place, and each of them GPUs of its own."""
-        view = self._watches.cluster.view()
-        if self._gangs.waits(one.applicant, one.uid, names(view, one.offered)):
+        """Keep GPUs for the pods of a job that wait, if all would find a place."""
+        offered = names(self._watches.cluster.view(), one.offered)
+        if self._gangs.waits(one.applicant, one.uid, offered):
             return False
-        for mate in [mate for mate in self._line.of_job(one.job) if not (mate.is_passed or mate.is_served)]:
-            assessment = self._assessments.of(mate.applicant)
-            chosen = None
-            if assessment.best.fits.any():
-                chosen = best_place(assessment, among(assessment.verdict.view, mate.offered), tells=False)
-            if chosen is not None:
-                self._kept.add(mate.job, mate.ticket, {(chosen[0], gpu) for gpu in chosen[1].gpu_uuids})
-            elif not self._watches.cluster.pods_of(one.job):
-                if (kept := self._kept.of(one.job)) is not None:
-                    self._kept.drop(kept, "refused")
-                return False
-        return one.job in self._kept
+        mates = [mate for mate in self._line.of_job(one.job) if not (mate.is_passed or mate.is_served)]
+        gpus = self._gangs.gpus_for(one.applicant, len(mates), offered) if len(mates) > 1 else self._best_for(one)
+        if gpus:
+            self._kept.add(one.job, one.ticket, gpus)
+        return bool(gpus)
+
+    def _best_for(self, one: Waiting) -> set[Gpu]:
+        assessment = self._assessments.of(one.applicant)
+        if not assessment.best.fits.any():
+            return set()
+        chosen = best_place(assessment, among(assessment.verdict.view, one.offered), tells=False)
+        return set() if chosen is None else {(chosen[0], gpu) for gpu in chosen[1].gpu_uuids}
 
     def _is_anybody_next(self) -> bool:
         """Whether anybody of those that wait would find a place now, as far as a few of them tell."""
@@ -282,9 +273,12 @@ class Keeper:
         pod = new or old
         if pod is None or (new is not None and not new.is_finished and not new.spec.node_name):
             return
-        gone = self._line.leave(PodUid(pod.metadata.uid))
-        if gone is None or (kept := self._kept.of(gone.job)) is None:
+        uid, owner = PodUid(pod.metadata.uid), job_reference(pod.metadata)
+        waited, kept = self._line.leave(uid) is not None, self._kept.of(JobUid(owner.uid)) if owner else None
+        if kept is None or not (waited or uid in kept.told or not pod.spec.node_name):
             return
-        kept.told.pop(gone.uid, None)
-        if not any(True for _ in self._line.of_job(gone.job)):
+        self._kept.count_no_more(kept, uid)
+        kept.told.pop(uid, None)
+        is_bound = new is not None and not new.is_finished
+        if not (kept.told or (is_bound and kept.to_come > 0) or any(True for _ in self._line.of_job(kept.job))):
             self._kept.drop(kept, "gone")

@@ -1,13 +1,13 @@
 """GPUs that are kept for a moment for one job."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Set
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from carpool_core.clock import Clock
-from carpool_core.resources.node import GpuNode
+from carpool_core.resources.node import GpuNode, Reservation
 from carpool_core.values import GpuUuid, JobUid, PodUid
 
 from carpool_extender.kube.watches import Watches
@@ -24,6 +24,8 @@ EACH_S = 0.01
 """Both are so much longer for each pod that waits: it asks about one after the other."""
 LOOK_S = 0.5
 """How often that is looked at."""
+MOST_KEPT = 32
+"""GPUs that are kept at a time. Where there is room for so many, it hardly matters who comes first."""
 
 Gpu = tuple[str, GpuUuid]
 """A GPU by its node's name and its UUID."""
@@ -38,23 +40,18 @@ class Kept:
     since_s: float
     gpus: set[Gpu] = field(default_factory=set)
     told: dict[PodUid, set[Gpu]] = field(default_factory=dict)
-    """Those of pods that were told a place already, which no other of the job is told."""
+    """Those of pods that were told a place already."""
+    counted: dict[PodUid, str] = field(default_factory=dict)
+    """Pods of several that count as if they had what they were told, with the node of it: others are told the rest."""
     has_begun: bool = False
     """Whether any was told one: that all workers of the job fit was asked then."""
     has_reserved: bool = False
     """Whether any has a reservation, written or about to be."""
+    to_come: int = 0
+    """Workers of the job that were not told a place yet, since others were."""
     is_reminded: bool = False
     has_refused: bool = False
     """Whether anybody was refused meanwhile, who has to hear of it when they are kept no longer."""
-
-    def retract(self, uid: PodUid) -> None:
-        """Forget what a pod was told: it is asked about once more."""
-        if self.told.pop(uid, None) is not None and not self.told:
-            self.has_begun = self.has_reserved
-
-    def told_others(self, uid: PodUid) -> set[Gpu]:
-        """Return what other pods of the job were told."""
-        return set().union(*(gpus for other, gpus in self.told.items() if other != uid))
 
     @property
     def nodes(self) -> set[str]:
@@ -67,7 +64,7 @@ class KeptGpus:
 
     Args:
         line: Those that wait.
-        watches: Tell of nodes that go.
+        watches: Tell of nodes that go, and count what pods were told.
         standing: Has GPUs take nobody.
         clock: The time.
         sleep: Waits.
@@ -89,6 +86,7 @@ class KeptGpus:
         is_anybody_next: Callable[[], bool],
     ) -> None:
         self._line, self._standing, self._clock, self._sleep = line, standing, clock, sleep
+        self._cluster = watches.cluster
         self._telemetry, self._remind, self._is_anybody_next = telemetry, remind, is_anybody_next
         self._kept: dict[JobUid, Kept] = {}
         self._held_up = 0
@@ -138,9 +136,35 @@ class KeptGpus:
         self._stirred.set()
         return kept
 
-    def open(self, kept: Kept, but: Set[Gpu] = frozenset()) -> None:
+    def count(self, kept: Kept, node: str, told: Reservation) -> None:
+        """Have a pod count as if it had what it was told."""
+        self.count_no_more(kept, told.pod_uid)
+        kept.counted[told.pod_uid] = node
+        self._cluster.assume(node, told)
+
+    def count_no_more(self, kept: Kept, uid: PodUid) -> None:
+        """Let a pod count by its reservation only, if it has one."""
+        if (node := kept.counted.pop(uid, None)) is not None:
+            self._cluster.assume_no_more(node, uid)
+
+    def retract(self, kept: Kept, uid: PodUid) -> None:
+        """Forget what a pod was told: it is asked about once more."""
+        self.count_no_more(kept, uid)
+        if kept.told.pop(uid, None) is not None and not kept.told:
+            kept.has_begun = kept.has_reserved
+
+    def change(self, kept: Kept, gpus: set[Gpu]) -> None:
+        """Keep other GPUs for a job than before."""
+        self.release(kept, kept.gpus - gpus)
+        self.add(kept.job, kept.ticket, gpus)
+
+    def renew(self, kept: Kept) -> None:
+        """Be as patient as if it were kept from now on: one of the job's workers has its place."""
+        kept.since_s = self._clock.monotonic()
+
+    def open(self, kept: Kept) -> None:
         """Let GPUs take others while it is decided."""
-        self._standing.keep_no_more(kept.gpus - but)
+        self._standing.keep_no_more(kept.gpus)
 
     def close(self, kept: Kept) -> None:
         """End that, if they are kept still."""
@@ -155,6 +179,8 @@ class KeptGpus:
     def drop(self, kept: Kept, outcome: str) -> None:
         """Keep nothing more for a job, and have those tried again who were refused for it."""
         del self._kept[kept.job]
+        for uid in [*kept.counted]:
+            self.count_no_more(kept, uid)
         self._standing.keep_no_more(kept.gpus)
         self._telemetry.no_more_kept(outcome)
         is_free = outcome != "overtaken" and (outcome != "taken" or self._is_anybody_next())

@@ -71,8 +71,9 @@ class Cluster:
         return sorted(self._holders.of(pod_uid))
 
     def pods_of(self, job_uid: JobUid) -> set[PodUid]:
-        """UIDs of the pods of a job that have reservations."""
-        return {pod for _, pod in self._of_job.of(job_uid)}
+        """UIDs of the pods of a job that have reservations, written or about to be."""
+        assumed = {uid for of in self._assumed.values() for uid, one in of.items() if one.job_uid == job_uid}
+        return assumed.union(pod for _, pod in self._of_job.of(job_uid))
 
     def view(self) -> View:
         """Return the arrays as they are now; they hold until the next change."""
@@ -89,6 +90,7 @@ class Cluster:
             node_names=self._names.things,
             node_ids=self._names.ids,
             classes=self._classes.things,
+            class_ids=self._classes.ids,
             namespaces=self._namespaces.ids,
             hindered=self._hindered,
         )

@@ -178,6 +178,9 @@ class View:
     node_ids: Mapping[str, int]
     """Index into `node_names` by name, of nodes that exist; a node that comes may get the index of one that went."""
     classes: Sequence[DeviceClass]
+    """By number; what stands at a number that no GPU has means nothing."""
+    class_ids: Mapping[DeviceClass, int]
+    """Index into `classes` of those of which there are GPUs."""
     namespaces: Mapping[str, int]
     """Index of each namespace that has a tenant."""
     hindered: Mapping[int, Hindrance]

@@ -7,7 +7,7 @@ import pytest
 from asking_world import ASKER, CLOCK, RULES, job_of, on_a_node, predicted
 from carpool_core.clock import rfc3339
 from carpool_core.keys import SIMULATED_PREFIX
-from carpool_core.kube.api import CONFIG_MAPS
+from carpool_core.kube.api import CONFIG_MAPS, GPU_NODES
 from carpool_core.kube.errors import Forbidden
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.prediction import Prediction
@@ -112,6 +112,11 @@ async def test_workers_for_which_there_would_be_no_room_on_empty_gpus_could_neve
     assert not answer.is_hopeless, "nobody knows yet what b has"
     assert any("b reports no GPUs" in line for line in answer.lines)
     assert answer.lines[1] == f"could never run on the GPUs that are known: {why}"
+    kube = FakeKube()
+    seed_node(kube, gpu_node("a", 2))
+    kube.seed(GPU_NODES, msgspec.to_builtins(gpu_node("b", 1)) | {"status": {"devices": 7}})
+    answer = await asked(kube, job_of({"workers": 3, "memory": {"limit": "30Gi"}}), RULES, predicted, ASKER)
+    assert not answer.is_hopeless, "nor what a node has that cannot be read"
 
 
 async def test_nothing_goes_where_the_agent_is_silent():

@@ -1,6 +1,5 @@
 """What would have to change for a job to have a place: each was tried on paper, and what is told of it does."""
 
-import msgspec
 import numpy as np
 import pytest
 from asking_world import ASKER, RULES, asks, job_of, job_with, on_a_node, predicted
@@ -212,80 +211,6 @@ async def test_nodes_that_are_not_offered_are_told_with_the_reason():
     told = (await asked(on_a_node({}), job_with(asks(cpu="9")), RULES, predicted, ASKER)).lines
     why = "its node has not enough cpu: the pod requests 9, 8 are left"
     assert told[2] == f"{PREFIX}if kube-scheduler offered node a ({why})"
-
-
-@pytest.mark.parametrize(
-    ("workers", "spec", "said"),
-    [
-        pytest.param(
-            3,
-            {"sharing": {"mode": "Exclusive"}},
-            "with 1 worker less (spec.workers), or by MPS with spec.sharing.mode Auto",
-            id="fewer, or shared",
-        ),
-        pytest.param(
-            3, {"memory": {"limit": "30Gi"}}, "with 10,240 MiB less (spec.memory.limit says 30,720 MiB), or with 1 "
-            "worker less (spec.workers)", id="less memory"
-        ),
-    ],
-)  # fmt: skip
-async def test_of_several_workers_it_is_tried_whether_all_of_them_fit(workers, spec, said):
-    kube = FakeKube()
-    seed_node(kube, gpu_node("a", 2))
-    told = (await asked(kube, job_of({"workers": workers} | spec), RULES, predicted, ASKER)).lines
-    assert told[2] == PREFIX + said
-
-
-@pytest.mark.parametrize(
-    ("workers", "gpus", "said"),
-    [
-        pytest.param(3, 1, "once GPU 0 of a is free (default/v is there)", id="one is missing"),
-        pytest.param(4, 1, "once GPU 0 of a and GPU 0 of b are free (2 jobs are there)", id="two are missing"),
-        pytest.param(2, 2, "once GPU 0 of a and GPU 0 of b are free (2 jobs are there)", id="of several each"),
-        pytest.param(6, 1, None, id="too many"),
-    ],
-)
-async def test_for_all_workers_as_few_gpus_are_freed_as_are_needed(workers, gpus, said):
-    """Regression: of a job of several workers it was never told which GPUs would have to be free."""
-    kube = FakeKube()
-    seed_node(kube, gpu_node("a", 2, [tenant("v", [GPU], ALONE)]))
-    seed_node(kube, gpu_node("b", 3, [tenant("w", ["GPU-b-1"], ALONE), tenant("z", ["GPU-b-0"], ALONE)]))
-    spec = {"workers": workers, "gpusPerWorker": gpus, "sharing": {"mode": "Exclusive"}}
-    told = (await asked(kube, job_of(spec), RULES, predicted, ASKER)).lines
-    ways = told[2].removeprefix(PREFIX).split(", or ")
-    if said is None:
-        assert not any(way.startswith("once") for way in ways)
-    else:
-        assert ways[0] == said
-
-
-async def test_of_more_workers_than_are_tried_nothing_is_advised_that_is_not_certain():
-    """Regression: less memory was advice for 400 workers, of whom 200 would have found a place."""
-    kube = FakeKube()
-    for node in range(20):
-        seed_node(kube, gpu_node(f"n{node}", 10))
-
-    async def busy(wanted, products):
-        status = msgspec.structs.replace(wanted.status, prediction=prediction(util=100, sm=0.9, products=products))
-        return msgspec.structs.replace(wanted, status=status)
-
-    spec = {"workers": 400, "memory": {"limit": "22Gi"}, "sharing": {"maxSlowdown": 1.2}}
-    told = "\n".join((await asked(kube, job_of(spec), RULES, busy, ASKER)).lines)
-    assert "needs places for 400 workers" in told
-    assert "MiB less" not in told
-
-
-async def test_all_gpus_of_those_who_would_have_to_leave_are_named_up_to_a_few_nodes():
-    """Regression: of a neighbour on two GPUs one was named, and both were needed."""
-    kube = FakeKube()
-    seed_node(kube, gpu_node("a", 3, [tenant("v", [GPU, OTHER], ALONE)]))
-    spec = {"workers": 3, "sharing": {"mode": "Exclusive"}}
-    told = (await asked(kube, job_of(spec), RULES, predicted, ASKER)).lines
-    assert told[2].startswith(f"{PREFIX}once GPUs 0, 1 of a are free (default/v is there)")
-    for name in "bcd":
-        seed_node(kube, gpu_node(name, 2, [tenant(name, [f"GPU-{name}-0", f"GPU-{name}-1"], ALONE)]))
-    told = (await asked(kube, job_of(spec | {"workers": 9}), RULES, predicted, ASKER)).lines
-    assert told[2].startswith(f"{PREFIX}once 8 GPUs of 4 nodes are free, such as GPUs 0, 1 of a (4 jobs are there)")
 
 
 async def test_explain_tells_it_of_a_job_that_waits_and_what_if_of_one_that_could_never_run():

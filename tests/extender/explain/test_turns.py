@@ -10,7 +10,7 @@ from carpool_core.values import JobUid, PodUid
 from carpool_extender.explain.enquiry import Asker, asked, explained
 from carpool_extender.kube.workloads import ANNOTATION_POLICY
 from carpool_extender.placement.queueing import QueueOrder
-from carpool_extender.testing import gpu_node, seed_job, seed_node, seed_pod, tenant
+from carpool_extender.testing import gpu_node, pod_of, seed_job, seed_node, seed_pod, tenant
 
 BEFORE = "; those before it are served first where there is a place for them, too"
 
@@ -190,3 +190,20 @@ async def test_a_job_that_is_not_there_would_come_after_those_that_wait():
     new = job_of({"training": {"steps": 10}})
     told = (await asked(kube, new, RULES, predicted, Asker(CLOCK, order=QueueOrder.ARRIVAL))).lines
     assert f"its turn: 6th of 6 jobs that wait, by the order Arrival{BEFORE}" in told
+
+
+async def test_pods_that_are_being_deleted_do_not_wait():
+    kube = a_queue(a=(0, 10), b=(1, 10))
+    going = pod_of("a")
+    going["metadata"]["deletionTimestamp"] = "2026-01-01T00:05:00Z"
+    kube.seed(PODS, going)
+    assert await turn(kube, "b") == [], "nobody else waits"
+
+
+@pytest.mark.parametrize("priorities", [(10, 0), (0, 10)])
+async def test_a_job_is_served_by_the_highest_priority_of_its_pods(priorities):
+    kube = a_queue(a=(0, 10))
+    seed_job(kube, "b", created="2026-01-01T02:00:00Z", spec={"workers": 2})
+    for worker, priority in enumerate(priorities):
+        seed_pod(kube, "b", worker=worker, priority=priority)
+    assert (await turn(kube, "b", QueueOrder.ARRIVAL))[0].startswith("its turn: 1st of 2 jobs")

@@ -8,7 +8,7 @@ from carpool_core.kube.errors import Forbidden
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import PodUid, SharingMode
 from carpool_extender.explain.enquiry import asked, explained
-from carpool_extender.placement.gangs import MOST_TRIED
+from carpool_extender.explain.rehearsal import MOST_TRIED
 from carpool_extender.placement.policies import find_policy
 from carpool_extender.placement.rules import Rules
 from carpool_extender.testing import gpu_node, pod_of, prediction, seed_job, seed_node, tenant
@@ -252,3 +252,22 @@ async def test_only_where_it_matters_are_pods_of_the_jobs_namespace_read():
     seed_node(kube, gpu_node("a", 2))
     await asked(kube, job_of({"workers": 2}), RULES, predicted, ASKER)
     assert len(lists(kube)) == 2
+
+
+def seed_again(kube, *phases):
+    """The pods of job x's workers in its second attempt."""
+    for number, phase in enumerate(phases):
+        pod = pod_of("x", uid=f"again-{number}")
+        pod["metadata"]["name"] = f"x-worker-{number}-2"
+        kube.seed(PODS, pod | {"status": {"phase": phase}})
+
+
+async def test_the_pods_of_the_attempt_before_tell_nothing_of_this_one():
+    """Regression: a worker that had done its work in the attempt before needed no place, and none waited."""
+    kube = a_job(3, 2, phases=("Succeeded", "Failed", "Failed"))
+    seed_again(kube, "Pending", "Pending", "Pending")
+    assert (await told_of(kube))[1].startswith("NoGpuFits: job default/x needs places for 3 workers of 1 GPU at once")
+    one = msgspec.structs.replace(held(0, "GPU-a-0"), pod_uid=PodUid("again-0"), pod_name="x-worker-0-2")
+    kube = a_job(2, 1, one, phases=("Failed", "Succeeded"))
+    seed_again(kube, "Running", "Pending")
+    assert (await told_of(kube))[0] == "1 of 2 workers has no place: x-worker-1-2 waits"

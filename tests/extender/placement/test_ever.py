@@ -105,3 +105,9 @@ def test_a_gpu_whose_memory_is_not_known_may_take_one(wants):
 def test_of_no_gpus_none_would_do():
     verdict = Assessment(applicant(), RULES, cluster().view()).verdict
     assert never_fits(verdict, RULES.slots, 1) is not None
+
+
+def test_gpus_of_nodes_that_have_too_few_hold_no_worker():
+    found = cluster(*(gpu_node(name, 1) for name in "abc"), gpu_node("d", 3))
+    wants = applicant(gpus=2, prediction=prediction(memory_mib=4000, util=5, sm=0.05))
+    assert workers_ever(Assessment(wants, RULES, found.view()).verdict, RULES.slots) == 3 * RULES.slots // 2

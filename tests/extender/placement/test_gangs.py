@@ -7,8 +7,7 @@ from carpool_extender.placement.assessments import Assessment, Assessments
 from carpool_extender.placement.choices import MAX_SCORE
 from carpool_extender.placement.conditions import Conditions
 from carpool_extender.placement.decide import filter_nodes, place, score_nodes
-from carpool_extender.placement.gangs import MOST_TRIED, Gangs
-from carpool_extender.placement.paper import placed
+from carpool_extender.placement.gangs import Gangs
 from carpool_extender.placement.policies import find_policy
 from carpool_extender.placement.rules import Rules
 from carpool_extender.state.cluster import Cluster
@@ -25,7 +24,7 @@ class Known:
     def __init__(self, found: Cluster, succeeded: int = 0) -> None:
         self.cluster, self._succeeded = found, succeeded
 
-    def succeeded(self, _):
+    def succeeded(self, job_uid, pod_uid):
         return self._succeeded
 
 
@@ -66,65 +65,32 @@ def test_workers_of_a_job_may_share_a_gpu():
     assert refusal(alone, 4, prediction=light) is None
     heavy = prediction(memory_mib=4000, util=100, sm=0.9)
     assert "there is room for 1;" in refusal(alone, 4, prediction=heavy)
-    assert "9 workers of 1 GPU at once, there is room for 8 at most, and for 8 at most if all" in refusal(
+    assert "9 workers of 1 GPU at once, there is room for 8, and for 8 at most if all" in refusal(
         alone, 9, prediction=light
     )
 
 
-def test_whoever_asks_for_the_reason_is_told_how_much_room_there_truly_is():
-    """Regression: memory and slots had room for 8, and beside it stood that one would find a place."""
-    found = cluster(gpu_node("a", 1))
-    gangs = Gangs(Known(found), Assessments(found, RULES), RULES)
-    many = Applicant(demand("new", prediction=prediction(memory_mib=4000, util=100, sm=0.9)), workers=40)
-    assert "there is room for 8 at most, " in gangs.refusal(many, PodUid("me"))
-    assert "there is room for 1, " in gangs.refusal(many, PodUid("me"), thorough=True)
-
-
-def test_more_workers_than_are_tried_are_counted_by_memory_and_slots():
+def test_however_many_workers_there_are_it_is_told_for_how_many_there_truly_is_room():
+    """Regression: beyond 128 workers memory and slots were counted, so that jobs began of which most could not."""
     wide = cluster(gpu_node("a", 16))
-    assert refusal(wide, MOST_TRIED, prediction=prediction(memory_mib=100, util=1, sm=0.01)) is None
-    assert "there is room for 128" in refusal(
-        wide, MOST_TRIED + 1, prediction=prediction(memory_mib=100, util=1, sm=0.01)
-    )
+    light = prediction(memory_mib=100, util=1, sm=0.01)
+    heavy = prediction(memory_mib=400, util=100, sm=0.9)
+    assert refusal(wide, 128, prediction=light) is None
+    assert "there is room for 128, and" in refusal(wide, 129, prediction=light)
+    assert "there is room for 16, and" in refusal(wide, 129, mode=ALONE)
+    assert "there is room for 16, and" in refusal(wide, 129, prediction=heavy)
+    wider = cluster(*(gpu_node(f"n{number}", 8) for number in range(17)))
+    assert "there is room for 136;" in refusal(wider, 137, prediction=heavy)
+    assert refusal(wider, 136, prediction=heavy) is None
 
 
-def test_of_workers_that_want_to_be_alone_there_is_one_on_each_gpu():
-    """Regression: of more than are tried eight were counted on each."""
-    wide = cluster(gpu_node("a", 16))
-    assert "room for 16, and" in refusal(wide, MOST_TRIED, mode=ALONE)
-    assert "room for 16, and" in refusal(wide, MOST_TRIED + 1, mode=ALONE)
-
-
-def test_there_is_never_more_room_than_on_empty_gpus():
+def test_no_more_jobs_count_on_a_gpu_than_the_site_allows():
     """Regression: memory and slots alone had room for 16, where the site allows two jobs on a GPU."""
     rules = Rules(find_policy("least-slowdown"), 8, Conditions(most_jobs=2))
     found = cluster(gpu_node("a", 2))
     gangs = Gangs(Known(found), Assessments(found, rules), rules)
     many = Applicant(demand("new", prediction=prediction(memory_mib=100, util=1, sm=0.01)), workers=20)
-    assert "there is room for 4 at most, and for 4 at most if" in gangs.refusal(many, PodUid("me"))
-
-
-def test_what_was_tried_for_one_pod_is_not_tried_for_the_next(monkeypatch):
-    """Regression: each of 900 pods that wait took a tenth of a second, in which kube-scheduler asked about nobody."""
-    found = cluster(gpu_node("a", 15))
-    gangs = Gangs(Known(found), Assessments(found, RULES), RULES)
-    tried = []
-    monkeypatch.setattr(
-        "carpool_extender.placement.gangs.placed", lambda *args, **more: tried.append(1) or placed(*args, **more)
-    )
-    many = Applicant(demand("new", prediction=prediction(memory_mib=400, util=100, sm=0.9)), workers=100)
-    told = {gangs.refusal(many, PodUid(f"pod-{number}")) for number in range(5)}
-    assert len(told) == len(tried) == 1
-    assert "there is room for 15;" in told.pop()
-    found.apply(gpu_node("b", 1))
-    assert "there is room for 16;" in gangs.refusal(many, PodUid("me"))
-
-
-def test_of_more_workers_than_are_tried_the_first_are():
-    """Regression: a job began of which most workers could never have a place beside the others."""
-    found = cluster(gpu_node("a", 20))
-    heavy = prediction(memory_mib=400, util=100, sm=0.9)
-    assert "there is room for 20;" in refusal(found, MOST_TRIED + 2, prediction=heavy)
+    assert "there is room for 4, and for 4 at most if" in gangs.refusal(many, PodUid("me"))
 
 
 def test_the_others_take_what_there_is_once_one_has_its_place():
@@ -141,10 +107,12 @@ def test_what_is_about_to_be_written_stands_beside_the_workers_too():
     """Regression: workers were placed on paper beside what was written only, so a gang began that could not end."""
     found = cluster(gpu_node("a", 2))
     wants = {"prediction": prediction(memory_mib=4000, util=40, sm=0.5)}
-    assert refusal(found, 8, **wants) is None
+    gangs = Gangs(Known(found), Assessments(found, RULES), RULES)
+    seven, eight = (Applicant(demand("new", **wants), workers=workers) for workers in (7, 8))
+    assert gangs.refusal(eight, PodUid("me")) is None
     found.assume("a", tenant("other", ["GPU-a-0"], **wants))
-    assert refusal(found, 7, **wants) is None
-    assert "there is room for 7" in refusal(found, 8, **wants)
+    assert gangs.refusal(seven, PodUid("me")) is None
+    assert "there is room for 7" in gangs.refusal(eight, PodUid("me"))
 
 
 def test_nodes_that_were_not_offered_do_not_count():
@@ -156,7 +124,9 @@ def test_nodes_that_were_not_offered_do_not_count():
 def test_workers_of_several_gpus_need_them_on_one_node_each():
     apart = cluster(gpu_node("a", 3), gpu_node("b", 3))
     assert refusal(apart, 2, gpus=2, mode=ALONE) is None
-    assert "3 workers of 2 GPUs at once, there is room for 2" in refusal(apart, 3, gpus=2, mode=ALONE)
+    assert "3 workers of 2 GPUs at once, there is room for 2, and" in refusal(apart, 3, gpus=2, mode=ALONE)
+    single = cluster(*(gpu_node(name, 1) for name in "abcdef"))
+    assert "2 workers of 2 GPUs at once, there is room for 0, and" in refusal(single, 2, gpus=2, mode=ALONE)
 
 
 def test_islands_are_what_is_linked_directly_or_by_way_of_others():

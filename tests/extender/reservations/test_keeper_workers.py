@@ -4,11 +4,10 @@ import asyncio
 
 from carpool_core.kube.api import PODS
 from carpool_core.values import PodUid
-from carpool_extender.kube.wire import BindingArgs
 from carpool_extender.placement.queueing import QueueOrder
 from carpool_extender.testing import seed_pod, until
 from extender_world import args, background
-from keeper_world import BOTH, ask, busy_both, crowd, end, seed, start, touched
+from keeper_world import BOTH, ask, bind_of, busy_both, crowd, end, seed, start, touched
 
 
 def gang_in(world, second=1, **spec):
@@ -24,11 +23,6 @@ def beside_others(*others, order=QueueOrder.ALTERNATE):
     for second, (name, steps) in enumerate(others, start=2):
         seed(world, name, second, steps=steps)
     return world
-
-
-def bind_of(worker, node):
-    uid = "pod-gang-1" if worker else "pod-gang"
-    return BindingArgs(pod_name=f"gang-worker-{worker}-1", pod_namespace="default", pod_uid=uid, node=node)
 
 
 async def refused(world, extender, *others):
