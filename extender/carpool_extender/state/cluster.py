@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 
-import msgspec
 from carpool_core.deviceclass import DeviceClass, class_of
 from carpool_core.resources.node import Device, GpuNode, Reservation
 from carpool_core.values import GpuUuid, JobUid, PodUid
 
 from carpool_extender.state.aggregates import work_out
+from carpool_extender.state.assumed import Assumed
 from carpool_extender.state.claims import Claims
 from carpool_extender.state.doubts import NONSENSE, doubt, shortened
 from carpool_extender.state.grid import Grid, grid_of
@@ -44,7 +44,7 @@ class Cluster:
         self._blocks: dict[str, slice] = {}
         self._free: dict[int, list[slice]] = {}
         self._nodes: dict[str, GpuNode] = {}
-        self._assumed: dict[str, dict[PodUid, Reservation]] = {}
+        self._assumed = Assumed()
         self._holders: Several[PodUid, str] = Several()
         self._of_job: Several[JobUid, tuple[str, PodUid]] = Several()
         self._names: Numbering[str] = Numbering()
@@ -64,7 +64,7 @@ class Cluster:
     def counted(self, name: str) -> GpuNode | None:
         """Return the same with what is about to be written there, as `view` counts it."""
         node = self._nodes.get(name)
-        return None if node is None else self._with_assumed(node)
+        return None if node is None else self._assumed.beside(node)
 
     def holders(self, pod_uid: PodUid) -> list[str]:
         """Names of the nodes on which a pod has a reservation: none, or one; more only if two schedulers raced."""
@@ -72,8 +72,7 @@ class Cluster:
 
     def pods_of(self, job_uid: JobUid) -> set[PodUid]:
         """UIDs of the pods of a job that have reservations, written or about to be."""
-        assumed = {uid for of in self._assumed.values() for uid, one in of.items() if one.job_uid == job_uid}
-        return assumed.union(pod for _, pod in self._of_job.of(job_uid))
+        return {pod for _, pod in self._of_job.of(job_uid)}.union(self._assumed.pods_of(job_uid))
 
     def view(self) -> View:
         """Return the arrays as they are now; they hold until the next change."""
@@ -167,31 +166,18 @@ class Cluster:
 
     def assume(self, name: str, reservation: Reservation) -> None:
         """Count a reservation that is about to be written, so that whoever asks meanwhile is sent elsewhere."""
-        self._assumed.setdefault(name, {})[reservation.pod_uid] = reservation
+        self._assumed.add(name, reservation)
         self._write_again(name)
 
     def assume_no_more(self, name: str, pod_uid: PodUid) -> None:
         """Count only what is written of a pod."""
-        assumed = self._assumed.get(name, {})
-        if assumed.pop(pod_uid, None) is not None:
+        if self._assumed.discard(name, pod_uid):
             self._write_again(name)
-        if not assumed:
-            self._assumed.pop(name, None)
 
     def _write_again(self, name: str) -> None:
         node = self._nodes.get(name)
         if node is not None:
             self._write(name, node)
-
-    def _with_assumed(self, node: GpuNode) -> GpuNode:
-        """Return a node with what is about to be written there."""
-        assumed = self._assumed.get(node.metadata.name)
-        if not assumed:
-            return node
-        held = {reservation.pod_uid for reservation in node.spec.reservations}
-        more = [reservation for uid, reservation in assumed.items() if uid not in held]
-        spec = msgspec.structs.replace(node.spec, reservations=[*node.spec.reservations, *more])
-        return msgspec.structs.replace(node, spec=spec)
 
     def remove(self, name: str) -> None:
         """Forget a GpuNode that was deleted."""
@@ -257,7 +243,7 @@ class Cluster:
 
     def _write(self, name: str, node: GpuNode) -> None:
         """Write the rows of which the node says something else than what stands there."""
-        node, written = self._with_assumed(node), self._written.get(name)
+        node, written = self._assumed.beside(node), self._written.get(name)
         told = told_by(node)
         is_new = written is None or len(node.status.devices) != len(written.node.status.devices)
         only = None if written is None or is_new else touched(written, told)
