@@ -1,5 +1,7 @@
 """Jobs that want GPUs to themselves, in the order in which they came, and kube-scheduler's questions about them."""
 
+import asyncio
+
 from carpool_core.keys import ANNOTATION_CAPACITY_FREED
 from carpool_core.kube.api import NODES, PODS
 from carpool_core.values import PodUid
@@ -56,6 +58,30 @@ async def end(world, extender, job):
     await world.kube.delete(PODS, f"{job}-worker-0-1", namespace="default")
     await until(lambda: extender.watches.pod(PodUid(f"pod-{job}")) is None)
     await until(lambda: not extender.watches.cluster.holders(PodUid(f"pod-{job}")))
+
+
+async def pass_s(world, seconds):
+    """Let time pass in which GPUs that are kept are looked at."""
+    for _ in range(int(2 * seconds)):
+        world.clock.advance(0.5)
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+
+def gang_of(workers, nodes, gpus=1, **spec):
+    """A job of several workers for all of which there is room at once, and one that came later."""
+    world = World(candidates=1, queue_order="Arrival")
+    for name in nodes:
+        seed_node(world.kube, gpu_node(name, gpus))
+    seed(world, "gang", 1, workers=workers, spec=spec)
+    for worker in range(1, workers):
+        seed_pod(world.kube, "gang", worker=worker)
+    seed(world, "late", 700)
+    return world
+
+
+async def told_to(extender, *workers, names=("a",)):
+    return [(await ask(extender, "gang", names, worker=worker))[0] for worker in workers]
 
 
 def counts(extender):

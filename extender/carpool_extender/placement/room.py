@@ -49,8 +49,9 @@ def places_for(assessment: Assessment, rows: Rows, wanted: int) -> Rows:
             break
         found += len(taken)
         rounds.append(rows[taken])
-        _join(paper, taken.ravel())
-        paper.found = look(paper, paper.view.columns)
+        if found < wanted:
+            _join(paper, taken.ravel())
+            paper.found = look(paper, paper.view.columns)
     return np.concatenate(rounds)[:wanted]
 
 

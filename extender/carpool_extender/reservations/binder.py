@@ -227,7 +227,7 @@ class Binder:
     def _wanted(self, applicant: Applicant, args: BindingArgs, node: GpuNode) -> Reservation:
         """Decide on a reservation as things are now. Raises Refusal."""
         uid, now = PodUid(args.pod_uid), self._tools.clock.now()
-        crowd = self._watches.cluster.pods_of(applicant.demand.job_uid)
+        crowd = self._keeper.holders(applicant.demand.job_uid)
         if (crowded := too_many(applicant, uid, crowd)) is not None:
             raise Refusal(crowded)
         with self._keeper.deciding(applicant):

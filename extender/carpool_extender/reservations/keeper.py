@@ -9,21 +9,19 @@ from carpool_core.kube.pods import Pod, job_reference
 from carpool_core.values import JobUid, PodUid
 
 from carpool_extender.kube.watches import Watches
-from carpool_extender.kube.workloads import too_many
 from carpool_extender.placement.applicant import Applicant
 from carpool_extender.placement.assessments import Assessments
-from carpool_extender.placement.decide import best_place, place
+from carpool_extender.placement.decide import place
 from carpool_extender.placement.gangs import Gangs
-from carpool_extender.placement.queueing import Ticket
-from carpool_extender.reservations.kept import MOST_KEPT, Gpu, Kept, KeptGpus
+from carpool_extender.reservations.ahead import Ahead
+from carpool_extender.reservations.kept import Gpu, Kept, KeptGpus
+from carpool_extender.reservations.lately import Lately
 from carpool_extender.reservations.line import Line, Waiting
-from carpool_extender.reservations.offers import among, names, packed
+from carpool_extender.reservations.offers import packed
 from carpool_extender.reservations.promises import Promises
 from carpool_extender.state.standing import Standing
 from carpool_extender.telemetry import Telemetry
 
-MOST_KINDS = 8
-"""Demands that are tried before somebody goes ahead of them: each takes a while."""
 MANY = 50
 """Pods that wait, from which on what is kept for a moment is not told to each of them."""
 
@@ -79,10 +77,13 @@ class Keeper:
             sleep=sleep,
             telemetry=telemetry,
             remind=remind,
-            is_anybody_next=self._is_anybody_next,
+            is_anybody_next=lambda: self._ahead.is_anybody_next(),
         )
+        self._ahead = Ahead(line, watches.cluster, self._kept, assessments, gangs)
         self._promises = Promises(line, watches.cluster, self._kept, assessments=assessments, gangs=gangs, clock=clock)
+        self._lately, self._standing = Lately(clock), standing
         self._opened: list[Kept] = []
+        self._aside: set[Gpu] = set()
         watches.on_pod(self._pod_changed)
 
     async def run(self) -> None:
@@ -98,21 +99,43 @@ class Keeper:
         uid = PodUid(pod.metadata.uid)
         if (known := self._line.get(uid)) is not None:
             known.is_passed = known.is_served = False
+        self._lately.forget(uid)
         ticket = self._line.ticket(pod, applicant) if len(self._kept) else None
         for kept in self._kept:
             if kept.job == applicant.demand.job_uid:
                 self._kept.retract(kept, uid)
                 self._kept.open(kept)
-            elif ticket is not None and not kept.has_begun and self._line.precedes(ticket, kept.ticket):
+            elif ticket is not None and not self._kept.has_begun(kept) and self._line.precedes(ticket, kept.ticket):
                 self._kept.open(kept)
             else:
                 continue
             self._opened.append(kept)
+        if applicant.workers > 1:
+            self._set_aside()
 
     def has_begun(self, applicant: Applicant) -> bool:
         """Whether a pod of a job was told its place: whether all of its workers fit was asked then."""
         kept = self._kept.of(applicant.demand.job_uid)
-        return kept is not None and kept.has_begun
+        return kept is not None and self._kept.has_begun(kept)
+
+    def holders(self, job: JobUid) -> set[PodUid]:
+        """UIDs of the pods of a job that have reservations, written or about to be: more than being told a place."""
+        return self._kept.holders(job)
+
+    @contextmanager
+    def comparing(self, uid: PodUid, applicant: Applicant) -> Iterator[None]:
+        """Have everything as it was when a pod was told its place, while it is compared with others."""
+        if (kept := self._kept.of(applicant.demand.job_uid)) is None:
+            yield
+            return
+        counted = self._kept.count_no_more(kept, uid)
+        self._kept.open(kept)
+        try:
+            yield
+        finally:
+            self._kept.close(kept)
+            if counted is not None:
+                self._kept.count(kept, *counted)
 
     def first(self, pod: Pod, applicant: Applicant, node: str) -> bool:
         """Keep GPUs for those that come before a pod and would find a place; say whether there are such.
@@ -131,7 +154,7 @@ class Keeper:
         if own is not None:
             self._kept.close(own)
         ticket, out, found = self._line.ticket(pod, applicant), set[Hashable](), False
-        while len(self._kept) < MOST_KEPT and self._keep_for_next(ticket, job, out):
+        while self._ahead.keep_for_next(ticket, job, out):
             self._line.advance()
             found = True
         if own is not None:
@@ -152,22 +175,29 @@ class Keeper:
             Why it is refused. Where many wait in the words of before, while something is kept: these will be true
             again in a moment, and each new sentence is a write for every pod that waits.
         """
-        job, is_there = applicant.demand.job_uid, self._watches.pod(PodUid(pod.metadata.uid)) is not None
+        job, uid = applicant.demand.job_uid, PodUid(pod.metadata.uid)
+        there = self._watches.pod(uid)
         opened, self._opened = self._opened, []
         own = self._kept.of(job)
-        if nodes:
+        if there is not None and there.spec.node_name:
+            pass  # it has its place
+        elif nodes:
             if own is None and not self._watches.cluster.pods_of(job):
                 self._line.advance()
             later = [kept for kept in opened if kept is not own]
             self._promises.give(pod, applicant, nodes[0], later=later, offered=offered)
-        elif is_there:  # otherwise it is gone, or will be asked about once more
+            if job not in self._kept:
+                self._lately.told(uid, applicant, nodes[0])
+        elif there is not None:  # otherwise it is gone, or will be asked about once more
             known = self._line.join(pod, applicant, packed(self._watches.cluster.view(), offered))
             known.is_passed = own is not None  # something is against it that is not known here
             said = self._refused(known, said)
-        if not nodes and own is not None and not own.has_begun:
+        if not nodes and own is not None and not self._kept.has_begun(own):
             self._kept.drop(own, "refused")
         for kept in opened:
             self._kept.close(kept)
+        self._standing.keep_no_more(self._aside)
+        self._aside = set()
         return said
 
     @contextmanager
@@ -194,14 +224,14 @@ class Keeper:
 
     def reserved(self, uid: PodUid, job: JobUid, gpus: set[Gpu]) -> None:
         """Keep the GPUs of a pod no more: its reservation counts from now on."""
+        self._lately.forget(uid)
         if (kept := self._kept.of(job)) is None:
             return
         kept.told.pop(uid, None)
-        kept.has_reserved = True
         if not kept.told and kept.to_come <= 0 and all(one.is_served for one in self._line.of_job(job)):
             self._kept.drop(kept, "taken")
             return
-        self._kept.renew(kept)
+        self._kept.serve(kept, uid)
         if kept.to_come <= 0:
             self._kept.release(kept, gpus.difference(*kept.told.values()))
 
@@ -215,6 +245,15 @@ class Keeper:
         chosen = place(self._assessments.of(applicant), node, tells=False)
         return set() if isinstance(chosen, str) else {(node, gpu) for gpu in chosen.gpu_uuids}
 
+    def _set_aside(self) -> None:
+        """Leave the GPUs of those alone that were told them a moment ago: for the workers of a job they would be kept.
+
+        Of single pods two may be told the same GPU, and whoever is bound first has it.
+        """
+        kept = set[Gpu]().union(*(kept.gpus for kept in self._kept))
+        self._aside = set[Gpu]().union(*(self._gpus(applicant, node) for applicant, node in self._lately)) - kept
+        self._standing.keep(self._aside)
+
     def _refused(self, known: Waiting, said: str) -> str:
         for kept in self._kept:
             kept.has_refused = True
@@ -222,63 +261,17 @@ class Keeper:
             known.said = said
         return known.said or said
 
-    def _is_due(self, one: Waiting) -> bool:
-        """Whether others look after it: not if it is served already, or could not have a place if there were one."""
-        if one.is_passed or one.is_served or one.job in self._kept:
-            return False
-        return too_many(one.applicant, one.uid, self._watches.cluster.pods_of(one.job)) is None
-
-    def _keep_for_next(self, ticket: Ticket, job: JobUid, out: set[Hashable]) -> bool:
-        """Keep GPUs for the first before somebody that would find a place, and say whether there was one.
-
-        Args:
-            ticket: Of whoever asks.
-            job: Its job, whose other pods are not in its way.
-            out: Kinds that find none.
-        """
-        for one in self._line.before(ticket, lambda other: other.job != job and self._is_due(other)):
-            if one.kind in out:
-                continue
-            if len(out) == MOST_KINDS:
-                return False
-            if self._keep_for(one):
-                return True
-            out.add(one.kind)
-        return False
-
-    def _keep_for(self, one: Waiting) -> bool:
-        """Keep GPUs for the pods of a job that wait, if all would find a place."""
-        offered = names(self._watches.cluster.view(), one.offered)
-        if self._gangs.waits(one.applicant, one.uid, offered):
-            return False
-        mates = [mate for mate in self._line.of_job(one.job) if not (mate.is_passed or mate.is_served)]
-        gpus = self._gangs.gpus_for(one.applicant, len(mates), offered) if len(mates) > 1 else self._best_for(one)
-        if gpus:
-            self._kept.add(one.job, one.ticket, gpus)
-        return bool(gpus)
-
-    def _best_for(self, one: Waiting) -> set[Gpu]:
-        assessment = self._assessments.of(one.applicant)
-        if not assessment.best.fits.any():
-            return set()
-        chosen = best_place(assessment, among(assessment.verdict.view, one.offered), tells=False)
-        return set() if chosen is None else {(chosen[0], gpu) for gpu in chosen[1].gpu_uuids}
-
-    def _is_anybody_next(self) -> bool:
-        """Whether anybody of those that wait would find a place now, as far as a few of them tell."""
-        heads = self._line.before(None, self._is_due)[:MOST_KINDS]
-        return any(self._assessments.of(one.applicant).best.fits.any() for one in heads)
-
     def _pod_changed(self, old: Pod | None, new: Pod | None) -> None:
         pod = new or old
         if pod is None or (new is not None and not new.is_finished and not new.spec.node_name):
             return
         uid, owner = PodUid(pod.metadata.uid), job_reference(pod.metadata)
-        waited, kept = self._line.leave(uid) is not None, self._kept.of(JobUid(owner.uid)) if owner else None
+        waited, job = self._line.leave(uid) is not None, JobUid("" if owner is None else owner.uid)
+        kept, is_bound = self._kept.of(job), new is not None and not new.is_finished
+        if is_bound:
+            self._kept.bound(job)
         if kept is None or not (waited or uid in kept.told or not pod.spec.node_name):
             return
-        self._kept.count_no_more(kept, uid)
-        kept.told.pop(uid, None)
-        is_bound = new is not None and not new.is_finished
+        self._kept.retract(kept, uid)
         if not (kept.told or (is_bound and kept.to_come > 0) or any(True for _ in self._line.of_job(kept.job))):
             self._kept.drop(kept, "gone")

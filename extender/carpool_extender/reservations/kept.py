@@ -1,6 +1,7 @@
 """GPUs that are kept for a moment for one job."""
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,8 +25,8 @@ EACH_S = 0.01
 """Both are so much longer for each pod that waits: it asks about one after the other."""
 LOOK_S = 0.5
 """How often that is looked at."""
-MOST_KEPT = 32
-"""GPUs that are kept at a time. Where there is room for so many, it hardly matters who comes first."""
+MOST_IN_VAIN = 1024
+"""Jobs that are remembered for which GPUs were kept in vain."""
 
 Gpu = tuple[str, GpuUuid]
 """A GPU by its node's name and its UUID."""
@@ -41,12 +42,10 @@ class Kept:
     gpus: set[Gpu] = field(default_factory=set)
     told: dict[PodUid, set[Gpu]] = field(default_factory=dict)
     """Those of pods that were told a place already."""
-    counted: dict[PodUid, str] = field(default_factory=dict)
-    """Pods of several that count as if they had what they were told, with the node of it: others are told the rest."""
-    has_begun: bool = False
-    """Whether any was told one: that all workers of the job fit was asked then."""
-    has_reserved: bool = False
-    """Whether any has a reservation, written or about to be."""
+    counted: dict[PodUid, tuple[str, Reservation]] = field(default_factory=dict)
+    """What pods of several count with on which node, as if they had what they were told: others are told the rest."""
+    served: set[PodUid] = field(default_factory=set)
+    """Pods that had a reservation since."""
     to_come: int = 0
     """Workers of the job that were not told a place yet, since others were."""
     is_reminded: bool = False
@@ -89,6 +88,7 @@ class KeptGpus:
         self._cluster = watches.cluster
         self._telemetry, self._remind, self._is_anybody_next = telemetry, remind, is_anybody_next
         self._kept: dict[JobUid, Kept] = {}
+        self._in_vain: OrderedDict[JobUid, None] = OrderedDict()
         self._held_up = 0
         self._stirred = asyncio.Event()
         watches.on_node(self._node_changed)
@@ -139,28 +139,47 @@ class KeptGpus:
     def count(self, kept: Kept, node: str, told: Reservation) -> None:
         """Have a pod count as if it had what it was told."""
         self.count_no_more(kept, told.pod_uid)
-        kept.counted[told.pod_uid] = node
+        kept.counted[told.pod_uid] = (node, told)
         self._cluster.assume(node, told)
 
-    def count_no_more(self, kept: Kept, uid: PodUid) -> None:
-        """Let a pod count by its reservation only, if it has one."""
-        if (node := kept.counted.pop(uid, None)) is not None:
-            self._cluster.assume_no_more(node, uid)
+    def count_no_more(self, kept: Kept, uid: PodUid) -> tuple[str, Reservation] | None:
+        """Let a pod count by its reservation only, if it has one; return what it counted with, and on which node."""
+        if (counted := kept.counted.pop(uid, None)) is not None:
+            self._cluster.assume_no_more(counted[0], uid)
+        return counted
 
     def retract(self, kept: Kept, uid: PodUid) -> None:
-        """Forget what a pod was told: it is asked about once more."""
+        """Forget what a pod was told: it is asked about once more, or gone."""
         self.count_no_more(kept, uid)
-        if kept.told.pop(uid, None) is not None and not kept.told:
-            kept.has_begun = kept.has_reserved
+        kept.told.pop(uid, None)
+
+    def holders(self, job: JobUid) -> set[PodUid]:
+        """UIDs of the pods of a job that have reservations, written or about to be: more than being told a place."""
+        kept = self._kept.get(job)
+        return self._cluster.pods_of(job).difference(() if kept is None else kept.counted)
+
+    def has_begun(self, kept: Kept) -> bool:
+        """Whether any pod of a job was told a place: that there is one for all of its workers was asked then."""
+        return bool(kept.told or self._cluster.pods_of(kept.job))
+
+    def is_in_vain(self, job: JobUid) -> bool:
+        """Whether what was kept for a job went to others, and none of its pods was bound since."""
+        return job in self._in_vain
+
+    def bound(self, job: JobUid) -> None:
+        """Take note that a pod of a job is bound."""
+        self._in_vain.pop(job, None)
 
     def change(self, kept: Kept, gpus: set[Gpu]) -> None:
         """Keep other GPUs for a job than before."""
         self.release(kept, kept.gpus - gpus)
         self.add(kept.job, kept.ticket, gpus)
 
-    def renew(self, kept: Kept) -> None:
-        """Be as patient as if it were kept from now on: one of the job's workers has its place."""
-        kept.since_s = self._clock.monotonic()
+    def serve(self, kept: Kept, uid: PodUid) -> None:
+        """Be as patient as if it were kept from now on, once for each pod: it has its reservation."""
+        if uid not in kept.served:
+            kept.served.add(uid)
+            kept.since_s = self._clock.monotonic()
 
     def open(self, kept: Kept) -> None:
         """Let GPUs take others while it is decided."""
@@ -196,6 +215,9 @@ class KeptGpus:
             elif now - kept.since_s >= PATIENCE_S + more_s:
                 for one in waiting:
                     one.is_passed = True
+                self._in_vain[kept.job] = None
+                while len(self._in_vain) > MOST_IN_VAIN:
+                    self._in_vain.popitem(last=False)
                 self.drop(kept, "passed")
             elif now - kept.since_s >= REMINDED_S + more_s and not kept.is_reminded:
                 kept.is_reminded = True

@@ -10,7 +10,7 @@ from carpool_extender.placement.applicant import Applicant
 from carpool_extender.placement.assessments import Assessments
 from carpool_extender.placement.decide import place, reservation
 from carpool_extender.placement.gangs import Gangs
-from carpool_extender.reservations.kept import MOST_KEPT, Gpu, Kept, KeptGpus
+from carpool_extender.reservations.kept import Gpu, Kept, KeptGpus
 from carpool_extender.reservations.line import Line
 from carpool_extender.state.cluster import Cluster
 
@@ -47,7 +47,8 @@ class Promises:
             offered: The nodes in question.
         """
         uid, job = PodUid(pod.metadata.uid), applicant.demand.job_uid
-        is_due = applicant.workers > 1 or self._line.get(uid) is not None
+        is_gang = applicant.workers > 1 and not self._kept.is_in_vain(job)
+        is_due = is_gang or self._line.get(uid) is not None
         if not is_due and not later:
             return
         chosen = place(self._assessments.of(applicant), node, tells=False)
@@ -56,20 +57,20 @@ class Promises:
         gpus = {(node, gpu) for gpu in chosen.gpu_uuids}
         if not is_due and not any(kept.gpus & gpus for kept in later):
             return
+        known = self._kept.of(job)
+        is_foreseen = known is not None and known.to_come > 0
         kept = self._kept.add(job, self._line.ticket(pod, applicant), gpus)
         kept.told[uid] = gpus
-        kept.has_begun = True
-        if applicant.workers > 1:
+        if is_gang:
             now = self._clock.now()
             told = reservation(chosen, applicant, uid, pod.metadata.name, now=now, deadline=now)
             self._kept.count(kept, node, told)
-            self._keep_for_others(kept, uid, applicant, offered)
+            kept.to_come = self._gangs.wanted(applicant, uid) - len(self._cluster.pods_of(job))
+            if kept.to_come <= 0 or not is_foreseen:
+                self._keep_for_others(kept, applicant, offered)
 
-    def _keep_for_others(self, kept: Kept, uid: PodUid, applicant: Applicant, offered: Sequence[str]) -> None:
+    def _keep_for_others(self, kept: Kept, applicant: Applicant, offered: Sequence[str]) -> None:
         """Keep GPUs for the workers of a job that were not told a place yet, now that one was."""
-        kept.to_come = self._gangs.wanted(applicant, uid) - len(self._cluster.pods_of(kept.job))
-        told = set[Gpu]().union(*kept.told.values())
-        room = MOST_KEPT - len(self._kept) + len(kept.gpus - told)
-        workers = min(kept.to_come, room // applicant.demand.gpus)
         self._kept.open(kept)
-        self._kept.change(kept, told | (self._gangs.gpus_for(applicant, workers, offered) if workers > 0 else set()))
+        others = self._gangs.gpus_for(applicant, kept.to_come, offered) if kept.to_come > 0 else set[Gpu]()
+        self._kept.change(kept, others.union(*kept.told.values()))

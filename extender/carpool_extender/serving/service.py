@@ -96,7 +96,7 @@ class Service:
 
     def _found(self, applicant: Applicant, pod: Pod, names: list[str]) -> FilterResult:
         uid = PodUid(pod.metadata.uid)
-        crowd = self._watches.cluster.pods_of(applicant.demand.job_uid)
+        crowd = self._keeper.holders(applicant.demand.job_uid)
         if (crowded := too_many(applicant, uid, crowd)) is not None:
             return FilterResult(failed_nodes=dict.fromkeys(names, crowded))
         waits = None if self._keeper.has_begun(applicant) else self._gangs.refusal(applicant, uid, names)
@@ -116,7 +116,8 @@ class Service:
             return [HostPriority(host=name, score=0) for name in names]
         if kept is not None:
             return [HostPriority(host=name, score=MAX_SCORE if name == kept[0] else 0) for name in names]
-        found = score_nodes(self._assessments.of(applicant), names)
+        with self._keeper.comparing(PodUid(args.pod.metadata.uid), applicant):
+            found = score_nodes(self._assessments.of(applicant), names)
         return [HostPriority(host=name, score=score) for name, score in zip(names, found.tolist(), strict=True)]
 
     async def bind(self, args: BindingArgs) -> BindingResult:

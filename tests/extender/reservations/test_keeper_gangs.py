@@ -7,25 +7,9 @@ from carpool_core.kube.api import GPU_NODES, PODS
 from carpool_core.kube.pods import Pod
 from carpool_core.values import JobUid, PodUid
 from carpool_extender.kube.wire import ExtenderArgs
-from carpool_extender.placement.queueing import QueueOrder
-from carpool_extender.testing import gpu_node, pod_of, seed_node, seed_pod, until
-from extender_world import World, background
-from keeper_world import ask, bind_of, counts, end, seed, start
-
-
-async def told_to(extender, *workers):
-    return [(await ask(extender, "gang", worker=worker))[0] for worker in workers]
-
-
-def fresh(gpus=2, workers=2, order=QueueOrder.ARRIVAL, **spec):
-    """A job of several workers for all of which there is room at once, and one that came later."""
-    world = World(candidates=1, queue_order=order)
-    seed_node(world.kube, gpu_node("a", gpus))
-    seed(world, "gang", 1, workers=workers, spec=spec)
-    for worker in range(1, workers):
-        seed_pod(world.kube, "gang", worker=worker)
-    seed(world, "late", 700)
-    return world
+from carpool_extender.testing import pod_of, until
+from extender_world import background
+from keeper_world import ask, bind_of, counts, end, gang_of, pass_s, seed, start, told_to
 
 
 def slow_writes(world):
@@ -42,7 +26,7 @@ def slow_writes(world):
 
 async def test_nobody_gets_between_workers_that_fit_at_once_while_they_are_being_bound():
     """Regression: both had been told their places, the first was written, and a later job took the other's."""
-    world = fresh()
+    world = gang_of(2, "a", 2)
     slow_writes(world)
     async with world.extender() as extender, background(world.agent.serve("a")):
         assert await told_to(extender, 0, 1) == [["a"], ["a"]]
@@ -55,7 +39,7 @@ async def test_nobody_gets_between_workers_that_fit_at_once_while_they_are_being
 
 async def test_nobody_takes_the_place_of_a_worker_that_was_not_asked_about_yet():
     """Regression: a later job got a GPU between two workers, of which the second waited while the first ran."""
-    world = fresh(gpus=3, workers=3)
+    world = gang_of(3, "a", 3)
     async with world.extender() as extender, background(world.agent.serve("a")):
         for worker in range(3):
             assert await told_to(extender, worker) == [["a"]]
@@ -67,7 +51,7 @@ async def test_nobody_takes_the_place_of_a_worker_that_was_not_asked_about_yet()
 
 async def test_a_worker_is_not_refused_while_another_of_its_job_is_being_written():
     """Regression: the first one's GPU was taken, and the first one not known to have it: room for 1 of 2, it said."""
-    world = fresh()
+    world = gang_of(2, "a", 2)
     slow_writes(world)
     async with world.extender() as extender, background(world.agent.serve("a")):
         assert await told_to(extender, 0) == [["a"]]
@@ -79,7 +63,7 @@ async def test_a_worker_is_not_refused_while_another_of_its_job_is_being_written
 
 
 async def test_workers_that_share_a_gpu_are_told_what_is_left_beside_the_others():
-    world = fresh(gpus=2, workers=4, sharing={"mode": "TimeSlicing"}, memory={"limit": "15Gi"})
+    world = gang_of(4, "a", 2, sharing={"mode": "TimeSlicing"}, memory={"limit": "15Gi"})
     async with world.extender() as extender, background(world.agent.serve("a")):
         assert await told_to(extender, *range(4)) == [["a"]] * 4
         for worker in (3, 0, 2, 1):
@@ -88,39 +72,31 @@ async def test_workers_that_share_a_gpu_are_told_what_is_left_beside_the_others(
     assert sorted(held) == ["GPU-a-0", "GPU-a-0", "GPU-a-1", "GPU-a-1"]
 
 
-async def pass_s(world, extender, seconds):
-    """Let time pass in which GPUs that are kept are looked at."""
-    for _ in range(int(2 * seconds)):
-        world.clock.advance(0.5)
-        for _ in range(5):
-            await asyncio.sleep(0)
-
-
 async def test_what_is_kept_for_workers_that_never_come_is_kept_for_a_moment_after_the_last_that_came():
-    world = fresh(gpus=3, workers=3)
+    world = gang_of(3, "a", 3)
     async with world.extender() as extender, background(world.agent.serve("a")):
         for worker in range(2):
             assert await told_to(extender, worker) == [["a"]]
             assert (await extender.service.bind(bind_of(worker, "a"))).error == ""
-            await pass_s(world, extender, 2)
+            await pass_s(world, 2)
             assert (await ask(extender, "late"))[0] == []
-        await pass_s(world, extender, 3)
+        await pass_s(world, 3)
         assert counts(extender)["passed"] == 1
         assert (await ask(extender, "late"))[0] == ["a"]
 
 
 async def test_what_was_told_to_workers_that_are_never_bound_counts_for_a_moment():
-    world = fresh()
+    world = gang_of(2, "a", 2)
     async with world.extender() as extender:
         assert await told_to(extender, 0, 1) == [["a"], ["a"]]
         assert (await ask(extender, "late"))[0] == []
-        await pass_s(world, extender, 5)
+        await pass_s(world, 5)
         assert not extender.watches.cluster.pods_of(JobUid("job-gang"))
         assert (await ask(extender, "late"))[0] == ["a"]
 
 
 async def test_what_a_worker_was_told_counts_no_more_once_it_is_gone():
-    world = fresh()
+    world = gang_of(2, "a", 2)
     async with world.extender() as extender:
         assert await told_to(extender, 0, 1) == [["a"], ["a"]]
         assert (await ask(extender, "late"))[0] == []
@@ -132,7 +108,7 @@ async def test_what_a_worker_was_told_counts_no_more_once_it_is_gone():
 
 async def test_what_is_kept_for_the_next_worker_outlives_pods_that_are_through():
     """The first worker is bound, or a pod of the attempt before is cleared away, while the second is yet to come."""
-    world = fresh()
+    world = gang_of(2, "a", 2)
     old = pod_of("gang", worker=1)
     old["metadata"] |= {"name": "gang-worker-1-7", "uid": "old"}
     world.kube.seed(PODS, old | {"status": {"phase": "Failed"}, "spec": old["spec"] | {"nodeName": "a"}})
@@ -153,7 +129,7 @@ async def test_what_is_kept_for_the_next_worker_outlives_pods_that_are_through()
 
 
 async def test_a_worker_that_is_asked_about_again_does_not_stand_in_its_own_way():
-    world = fresh()
+    world = gang_of(2, "a", 2)
     async with world.extender() as extender:
         for _ in range(3):
             assert await told_to(extender, 0, 1) == [["a"], ["a"]]
@@ -161,7 +137,7 @@ async def test_a_worker_that_is_asked_about_again_does_not_stand_in_its_own_way(
 
 async def test_workers_of_the_attempt_before_do_not_count_as_done():
     """Regression: their pods are there still, so that the next attempt began with a place too few."""
-    world = fresh(gpus=1)
+    world = gang_of(2, "a", 1)
     for worker, phase in enumerate(("Succeeded", "Failed")):
         old = pod_of("gang", worker=worker)
         old["metadata"] |= {"uid": f"old-{worker}"}
