@@ -8,6 +8,7 @@ import numpy as np
 
 from carpool_extender.explain.paperwork import Case, Change, complete_sets, looked_at, team_of
 from carpool_extender.placement.refusal import counted
+from carpool_extender.placement.room import room
 from carpool_extender.state.aggregates import work_out
 from carpool_extender.state.view import NOBODY, Columns
 
@@ -47,13 +48,13 @@ def _for_all(case: Case, taken: list[int]) -> str | None:
     columns = case.view.columns
     if case.paper is None or not taken:
         return None
-    able = np.append(np.flatnonzero(case.now.ok & case.offered), taken)
-    node = columns.node.take(able)
-    able = able[np.bincount(node).take(node) >= case.demand.gpus]  # on other nodes is no room, whoever leaves
-    room = case.paper(set(columns.uuid[able].tolist()))
+    fits = np.flatnonzero(case.now.ok & case.offered)
+    beside = np.isin(columns.node.take(fits), columns.node.take(taken))
+    elsewhere = room(case.assessment, fits[~beside], case.wanted)  # workers on several nodes do not meet
+    paper = case.paper(set(columns.uuid[np.append(fits[beside], taken)].tolist()))
 
     def enough(rows: Sequence[int]) -> bool:
-        return room.once_free({columns.uuid[row] for row in rows}) >= case.wanted
+        return elsewhere + paper.once_free({columns.uuid[row] for row in rows}) >= case.wanted
 
     if not enough(taken):
         return None

@@ -47,9 +47,14 @@ class Case:
     """Copies some GPUs, on which they would be placed; None where one is enough."""
 
     @cached_property
+    def assessment(self) -> Assessment:
+        """What is found as it is."""
+        return Assessment(self.applicant, self.rules, self.view)
+
+    @property
     def now(self) -> Verdict:
         """What the checks find as it is."""
-        return Assessment(self.applicant, self.rules, self.view).verdict
+        return self.assessment.verdict
 
     @property
     def demand(self) -> Demand:
