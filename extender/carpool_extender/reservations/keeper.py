@@ -15,7 +15,7 @@ from carpool_extender.placement.decide import place
 from carpool_extender.placement.gangs import Gangs
 from carpool_extender.reservations.ahead import Ahead
 from carpool_extender.reservations.kept import Gpu, Kept, KeptGpus
-from carpool_extender.reservations.lately import Lately
+from carpool_extender.reservations.lately import MOMENT_S, Lately
 from carpool_extender.reservations.line import Line, Waiting
 from carpool_extender.reservations.offers import packed
 from carpool_extender.reservations.promises import Promises
@@ -96,6 +96,7 @@ class Keeper:
 
     def asked(self, pod: Pod, applicant: Applicant) -> None:
         """Open what is kept for a pod, and for those that come after it: it is decided about it until `answered`."""
+        self._close_all()  # nothing is open, unless an answer ended in an error
         uid = PodUid(pod.metadata.uid)
         if (known := self._line.get(uid)) is not None:
             known.is_passed = known.is_served = False
@@ -177,14 +178,13 @@ class Keeper:
         """
         job, uid = applicant.demand.job_uid, PodUid(pod.metadata.uid)
         there = self._watches.pod(uid)
-        opened, self._opened = self._opened, []
         own = self._kept.of(job)
         if there is not None and there.spec.node_name:
             pass  # it has its place
         elif nodes:
             if own is None and not self._watches.cluster.pods_of(job):
                 self._line.advance()
-            later = [kept for kept in opened if kept is not own]
+            later = [kept for kept in self._opened if kept is not own]
             self._promises.give(pod, applicant, nodes[0], later=later, offered=offered)
             if job not in self._kept:
                 self._lately.told(uid, applicant, nodes[0])
@@ -194,11 +194,17 @@ class Keeper:
             said = self._refused(known, said)
         if not nodes and own is not None and not self._kept.has_begun(own):
             self._kept.drop(own, "refused")
-        for kept in opened:
+        if not nodes and self._aside:
+            self._kept.remind_in(MOMENT_S, {node for node, _ in self._aside})
+        self._close_all()
+        return said
+
+    def _close_all(self) -> None:
+        """End what `asked` began."""
+        for kept in self._opened:
             self._kept.close(kept)
         self._standing.keep_no_more(self._aside)
-        self._aside = set()
-        return said
+        self._opened, self._aside = [], set()
 
     @contextmanager
     def deciding(self, applicant: Applicant) -> Iterator[None]:
@@ -266,6 +272,7 @@ class Keeper:
         if pod is None or (new is not None and not new.is_finished and not new.spec.node_name):
             return
         uid, owner = PodUid(pod.metadata.uid), job_reference(pod.metadata)
+        self._lately.forget(uid)
         waited, job = self._line.leave(uid) is not None, JobUid("" if owner is None else owner.uid)
         kept, is_bound = self._kept.of(job), new is not None and not new.is_finished
         if is_bound:

@@ -10,7 +10,7 @@ from carpool_extender.placement.applicant import Applicant
 
 MOMENT_S = 1.0
 """After this time whoever was told a place is not expected to ask for its reservation any more."""
-MOST = 32
+MOST = 16
 """So many are remembered, the latest: kube-scheduler asks for reservations within milliseconds."""
 
 

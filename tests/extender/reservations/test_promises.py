@@ -9,9 +9,10 @@ from carpool_core.kube.errors import Forbidden
 from carpool_core.kube.pods import Pod
 from carpool_core.values import JobUid, PartitionState, PodUid, SharingMode
 from carpool_extender.kube.wire import ExtenderArgs
+from carpool_extender.state.standing import KEPT
 from carpool_extender.testing import gpu_node, pod_of, prediction, seed_node, seed_pod, tenant, until
 from extender_world import World, args, background, filtering
-from keeper_world import ask, bind_of, crowd, end, gang_of, pass_s, seed, start, told_to
+from keeper_world import ask, bind_of, crowd, end, gang_of, pass_s, seed, start, told_to, touched
 
 EIGHT = [f"n{number}" for number in range(8)]
 GANG = JobUid("job-gang")
@@ -154,19 +155,92 @@ async def test_nobody_who_is_bound_waits_or_is_told_anything():
         assert (await extender.service.filter(filtering("late", "b"))).node_names == ["b"]
 
 
+def kept(extender):
+    """How many GPUs are kept for somebody, or were set aside."""
+    return sum(why.kind == KEPT for why in extender.watches.cluster.view().hindered.values())
+
+
 async def test_once_a_worker_is_bound_after_all_gpus_are_kept_for_the_others_again():
     world = gang_of(3, "a", 3)
     async with world.extender() as extender, background(world.agent.serve("a")):
         assert await told_to(extender, 0) == [["a"]]
+        assert kept(extender) == 3
         await pass_s(world, 4)
         await world.agent.beat("a")
         assert await told_to(extender, 0) == [["a"]]
-        assert extender.watches.cluster.pods_of(GANG) == set(), "it was in vain"
+        assert kept(extender) == 1, "for the others it was in vain"
         assert (await extender.service.bind(bind_of(0, "a"))).error == ""
         await until(lambda: extender.watches.pod(PodUid("pod-gang")).spec.node_name)
         assert await told_to(extender, 1) == [["a"]]
+        assert kept(extender) == 2
         assert (await ask(extender, "late"))[0] == []
         assert await told_to(extender, 2) == [["a"]]
+
+
+async def test_workers_for_which_gpus_were_kept_in_vain_are_told_different_ones_all_the_same():
+    """Regression: both were told the same GPU, or the second one had to leave the first one's alone as a stranger's."""
+    world = gang_of(2, "a", 2)
+    async with world.extender() as extender, background(world.agent.serve("a")):
+        for _ in range(2):
+            assert await told_to(extender, 0, 1) == [["a"], ["a"]]
+            await pass_s(world, 4)
+            await world.agent.beat("a")
+        assert await told_to(extender, 0, 1) == [["a"], ["a"]]
+        for worker in range(2):
+            assert (await extender.service.bind(bind_of(worker, "a"))).error == ""
+
+
+async def test_what_is_kept_for_a_worker_that_waits_beside_one_that_runs_is_no_matter_to_who_comes_before():
+    """Regression: the job counted as having begun to find its places, as if that GPU had been told to it."""
+    world = crowd("busy", nodes=("b",), candidates=1, queue_order="Arrival")
+    running = msgspec.structs.replace(
+        tenant("gang", ["GPU-a-0"], SharingMode.EXCLUSIVE), job_uid=GANG, pod_uid=PodUid("pod-gang")
+    )
+    seed_node(world.kube, gpu_node("a", 1, [running]))
+    seed(world, "gang", 5, workers=2)
+    seed_pod(world.kube, "gang", worker=1)
+    for second, name in ((3, "early"), (7, "late")):
+        seed(world, name, second)
+    async with world.extender() as extender:
+        await start(world, extender, "busy", "b")
+        assert await told_to(extender, 1, names="b") == [[]]
+        await end(world, extender, "busy")
+        assert (await ask(extender, "late", "b"))[0] == []
+        assert kept(extender) == 1
+        assert (await ask(extender, "early", "b"))[0] == ["b"]
+
+
+@pytest.mark.parametrize("is_deleted", [True, False])
+async def test_who_is_refused_for_what_another_never_took_is_tried_again(is_deleted):
+    """Regression: nothing changed afterwards that kube-scheduler would have heard of."""
+    world = gang_of(2, "ab")
+    async with world.extender() as extender:
+        assert len((await ask(extender, "late", "ab"))[0]) == 1
+        if is_deleted:
+            await world.kube.delete(PODS, "late-worker-0-1", namespace="default")
+            await until(lambda: extender.watches.pod(PodUid("pod-late")) is None)
+            assert [len(one) for one in await told_to(extender, 0, 1, names="ab")] == [1, 1]
+            return
+        assert (await ask(extender, "gang", "ab"))[0] == []
+        assert not any(touched(world, node) for node in "ab")
+        await pass_s(world, 2)
+        assert any(touched(world, node) for node in "ab")
+        assert [len(one) for one in await told_to(extender, 0, 1, names="ab")] == [1, 1]
+
+
+async def test_an_answer_that_ends_in_an_error_leaves_nothing_aside(monkeypatch):
+    world = gang_of(2, "ab")
+    async with world.extender() as extender:
+        assert len((await ask(extender, "late", "ab"))[0]) == 1
+        with monkeypatch.context() as broken:
+            broken.setattr(extender.service, "_found", lambda *_: 1 // 0)
+            with pytest.raises(ZeroDivisionError):
+                await ask(extender, "gang", "ab")
+        assert kept(extender) == 1
+        world.clock.advance(1.1)
+        assert [len(one) for one in await told_to(extender, 0, 1, names="ab")] == [1, 1]
+        await pass_s(world, 5)
+        assert kept(extender) == 0
 
 
 async def test_who_came_before_a_job_that_has_begun_does_not_get_between_its_workers_either():
