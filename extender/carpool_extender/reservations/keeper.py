@@ -15,7 +15,6 @@ from carpool_extender.placement.decide import place
 from carpool_extender.placement.gangs import Gangs
 from carpool_extender.reservations.ahead import Ahead
 from carpool_extender.reservations.kept import Gpu, Kept, KeptGpus
-from carpool_extender.reservations.lately import MOMENT_S, Lately
 from carpool_extender.reservations.line import Line, Waiting
 from carpool_extender.reservations.offers import packed
 from carpool_extender.reservations.promises import Promises
@@ -81,9 +80,7 @@ class Keeper:
         )
         self._ahead = Ahead(line, watches.cluster, self._kept, assessments, gangs)
         self._promises = Promises(line, watches.cluster, self._kept, assessments=assessments, gangs=gangs, clock=clock)
-        self._lately, self._standing = Lately(clock), standing
         self._opened: list[Kept] = []
-        self._aside: set[Gpu] = set()
         watches.on_pod(self._pod_changed)
 
     async def run(self) -> None:
@@ -96,11 +93,9 @@ class Keeper:
 
     def asked(self, pod: Pod, applicant: Applicant) -> None:
         """Open what is kept for a pod, and for those that come after it: it is decided about it until `answered`."""
-        self._close_all()  # nothing is open, unless an answer ended in an error
         uid = PodUid(pod.metadata.uid)
         if (known := self._line.get(uid)) is not None:
             known.is_passed = known.is_served = False
-        self._lately.forget(uid)
         ticket = self._line.ticket(pod, applicant) if len(self._kept) else None
         for kept in self._kept:
             if kept.job == applicant.demand.job_uid:
@@ -111,8 +106,6 @@ class Keeper:
             else:
                 continue
             self._opened.append(kept)
-        if applicant.workers > 1:
-            self._set_aside()
 
     def has_begun(self, applicant: Applicant) -> bool:
         """Whether a pod of a job was told its place: whether all of its workers fit was asked then."""
@@ -178,33 +171,24 @@ class Keeper:
         """
         job, uid = applicant.demand.job_uid, PodUid(pod.metadata.uid)
         there = self._watches.pod(uid)
+        opened, self._opened = self._opened, []
         own = self._kept.of(job)
         if there is not None and there.spec.node_name:
             pass  # it has its place
         elif nodes:
             if own is None and not self._watches.cluster.pods_of(job):
                 self._line.advance()
-            later = [kept for kept in self._opened if kept is not own]
+            later = [kept for kept in opened if kept is not own]
             self._promises.give(pod, applicant, nodes[0], later=later, offered=offered)
-            if job not in self._kept:
-                self._lately.told(uid, applicant, nodes[0])
         elif there is not None:  # otherwise it is gone, or will be asked about once more
             known = self._line.join(pod, applicant, packed(self._watches.cluster.view(), offered))
             known.is_passed = own is not None  # something is against it that is not known here
             said = self._refused(known, said)
         if not nodes and own is not None and not self._kept.has_begun(own):
             self._kept.drop(own, "refused")
-        if not nodes and self._aside:
-            self._kept.remind_in(MOMENT_S, {node for node, _ in self._aside})
-        self._close_all()
-        return said
-
-    def _close_all(self) -> None:
-        """End what `asked` began."""
-        for kept in self._opened:
+        for kept in opened:
             self._kept.close(kept)
-        self._standing.keep_no_more(self._aside)
-        self._opened, self._aside = [], set()
+        return said
 
     @contextmanager
     def deciding(self, applicant: Applicant) -> Iterator[None]:
@@ -230,7 +214,6 @@ class Keeper:
 
     def reserved(self, uid: PodUid, job: JobUid, gpus: set[Gpu]) -> None:
         """Keep the GPUs of a pod no more: its reservation counts from now on."""
-        self._lately.forget(uid)
         if (kept := self._kept.of(job)) is None:
             return
         kept.told.pop(uid, None)
@@ -251,15 +234,6 @@ class Keeper:
         chosen = place(self._assessments.of(applicant), node, tells=False)
         return set() if isinstance(chosen, str) else {(node, gpu) for gpu in chosen.gpu_uuids}
 
-    def _set_aside(self) -> None:
-        """Leave the GPUs of those alone that were told them a moment ago: for the workers of a job they would be kept.
-
-        Of single pods two may be told the same GPU, and whoever is bound first has it.
-        """
-        kept = set[Gpu]().union(*(kept.gpus for kept in self._kept))
-        self._aside = set[Gpu]().union(*(self._gpus(applicant, node) for applicant, node in self._lately)) - kept
-        self._standing.keep(self._aside)
-
     def _refused(self, known: Waiting, said: str) -> str:
         for kept in self._kept:
             kept.has_refused = True
@@ -272,7 +246,6 @@ class Keeper:
         if pod is None or (new is not None and not new.is_finished and not new.spec.node_name):
             return
         uid, owner = PodUid(pod.metadata.uid), job_reference(pod.metadata)
-        self._lately.forget(uid)
         waited, job = self._line.leave(uid) is not None, JobUid("" if owner is None else owner.uid)
         kept, is_bound = self._kept.of(job), new is not None and not new.is_finished
         if is_bound:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,7 +88,6 @@ class KeptGpus:
         self._cluster = watches.cluster
         self._telemetry, self._remind, self._is_anybody_next = telemetry, remind, is_anybody_next
         self._kept: dict[JobUid, Kept] = {}
-        self._to_remind: dict[str, float] = {}
         self._in_vain: OrderedDict[JobUid, None] = OrderedDict()
         self._held_up = 0
         self._stirred = asyncio.Event()
@@ -112,7 +111,7 @@ class KeptGpus:
         while True:
             await self._stirred.wait()
             self._stirred.clear()
-            while self._kept or self._to_remind:
+            while self._kept:
                 await self._sleep(LOOK_S)
                 self._look()
 
@@ -160,8 +159,9 @@ class KeptGpus:
         return self._cluster.pods_of(job).difference(() if kept is None else kept.counted)
 
     def has_begun(self, kept: Kept) -> bool:
-        """Whether any pod was told a place since, and has it: that there is one for all workers was asked then."""
-        return bool(kept.told or kept.served & self._cluster.pods_of(kept.job))
+        """Whether all workers of a job were found places, which are kept, or one of them has its own of these."""
+        is_told = kept.told and not self.is_in_vain(kept.job)
+        return bool(is_told or kept.served & self._cluster.pods_of(kept.job))
 
     def is_in_vain(self, job: JobUid) -> bool:
         """Whether what was kept for a job went to others, and none of its pods was bound since."""
@@ -209,9 +209,6 @@ class KeptGpus:
 
     def _look(self) -> None:
         now, more_s = self._clock.monotonic(), EACH_S * len(self._line)
-        for node in [node for node, at in self._to_remind.items() if at <= now]:
-            del self._to_remind[node]
-            self._remind(node)
         for kept in self:
             waiting = [*self._line.of_job(kept.job)]
             if self._held_up or any(one.is_served for one in waiting):
@@ -226,11 +223,6 @@ class KeptGpus:
             elif now - kept.since_s >= REMINDED_S + more_s and not kept.is_reminded:
                 kept.is_reminded = True
                 self._remind_of(kept)
-
-    def remind_in(self, seconds: float, nodes: Iterable[str]) -> None:
-        """Have kube-scheduler try those that wait in a while, because of some nodes."""
-        self._to_remind |= dict.fromkeys(nodes, self._clock.monotonic() + seconds)
-        self._stirred.set()
 
     def _remind_of(self, kept: Kept) -> None:
         for node in sorted(kept.nodes):

@@ -47,7 +47,8 @@ class Promises:
             offered: The nodes in question.
         """
         uid, job = PodUid(pod.metadata.uid), applicant.demand.job_uid
-        is_due = applicant.workers > 1 or self._line.get(uid) is not None
+        is_gang = applicant.workers > 1 and not self._kept.is_in_vain(job)
+        is_due = is_gang or self._line.get(uid) is not None
         if not is_due and not later:
             return
         chosen = place(self._assessments.of(applicant), node, tells=False)
@@ -60,12 +61,10 @@ class Promises:
         is_foreseen = known is not None and known.to_come > 0
         kept = self._kept.add(job, self._line.ticket(pod, applicant), gpus)
         kept.told[uid] = gpus
-        if applicant.workers > 1:
+        if is_gang:
             now = self._clock.now()
             told = reservation(chosen, applicant, uid, pod.metadata.name, now=now, deadline=now)
             self._kept.count(kept, node, told)
-            if self._kept.is_in_vain(job):
-                return  # nobody came for what was kept for the others
             kept.to_come = self._gangs.wanted(applicant, uid) - len(self._cluster.pods_of(job))
             if kept.to_come <= 0 or not is_foreseen:
                 self._keep_for_others(kept, applicant, offered)

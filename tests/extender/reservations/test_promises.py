@@ -11,8 +11,8 @@ from carpool_core.values import JobUid, PartitionState, PodUid, SharingMode
 from carpool_extender.kube.wire import ExtenderArgs
 from carpool_extender.state.standing import KEPT
 from carpool_extender.testing import gpu_node, pod_of, prediction, seed_node, seed_pod, tenant, until
-from extender_world import World, args, background, filtering
-from keeper_world import ask, bind_of, crowd, end, gang_of, pass_s, seed, start, told_to, touched
+from extender_world import World, background, filtering
+from keeper_world import ask, bind_of, crowd, end, gang_of, pass_s, seed, start, told_to
 
 EIGHT = [f"n{number}" for number in range(8)]
 GANG = JobUid("job-gang")
@@ -106,29 +106,6 @@ async def test_the_order_is_kept_beside_a_large_job_that_begins():
         assert (await ask(extender, "first", ["x"]))[0] == ["x"]
 
 
-async def test_a_job_of_several_workers_leaves_to_others_what_they_were_just_told():
-    """Regression: the GPU of a pod that was about to be bound was kept for a job that was asked about in between."""
-    world = gang_of(2, "abc")
-    async with world.extender() as extender, AsyncExitStack() as agents:
-        for name in "abc":
-            await agents.enter_async_context(background(world.agent.serve(name)))
-        ((single,), _) = await ask(extender, "late", "abc")
-        places = await told_to(extender, 0, 1, names="abc")
-        assert sorted([[single], *places]) == [["a"], ["b"], ["c"]]
-        assert (await extender.service.bind(args("late", single))).error == ""
-        for worker, (node,) in enumerate(places):
-            assert (await extender.service.bind(bind_of(worker, node))).error == ""
-
-
-async def test_what_was_told_long_ago_and_not_taken_stands_in_nobodys_way():
-    world = gang_of(2, "ab")
-    async with world.extender() as extender:
-        assert len((await ask(extender, "late", "ab"))[0]) == 1
-        assert "room for 1;" in (await ask(extender, "gang", "ab"))[1]
-        world.clock.advance(1.1)
-        assert [len(one) for one in await told_to(extender, 0, 1, names="ab")] == [1, 1]
-
-
 async def test_workers_that_were_told_a_place_are_not_too_many_yet():
     """Regression: it was said that they have reservations, to a worker of the next attempt."""
     world = gang_of(2, "a", 4)
@@ -168,7 +145,7 @@ async def test_once_a_worker_is_bound_after_all_gpus_are_kept_for_the_others_aga
         await pass_s(world, 4)
         await world.agent.beat("a")
         assert await told_to(extender, 0) == [["a"]]
-        assert kept(extender) == 1, "for the others it was in vain"
+        assert kept(extender) == 0, "it was in vain"
         assert (await extender.service.bind(bind_of(0, "a"))).error == ""
         await until(lambda: extender.watches.pod(PodUid("pod-gang")).spec.node_name)
         assert await told_to(extender, 1) == [["a"]]
@@ -177,17 +154,36 @@ async def test_once_a_worker_is_bound_after_all_gpus_are_kept_for_the_others_aga
         assert await told_to(extender, 2) == [["a"]]
 
 
-async def test_workers_for_which_gpus_were_kept_in_vain_are_told_different_ones_all_the_same():
-    """Regression: both were told the same GPU, or the second one had to leave the first one's alone as a stranger's."""
+async def test_workers_for_which_gpus_were_kept_in_vain_get_different_ones_all_the_same():
     world = gang_of(2, "a", 2)
     async with world.extender() as extender, background(world.agent.serve("a")):
-        for _ in range(2):
-            assert await told_to(extender, 0, 1) == [["a"], ["a"]]
-            await pass_s(world, 4)
-            await world.agent.beat("a")
         assert await told_to(extender, 0, 1) == [["a"], ["a"]]
+        await pass_s(world, 4)
+        await world.agent.beat("a")
         for worker in range(2):
+            assert await told_to(extender, worker) == [["a"]]
             assert (await extender.service.bind(bind_of(worker, "a"))).error == ""
+
+
+@pytest.mark.parametrize("has_waited", [False, True])
+async def test_a_job_for_which_gpus_were_kept_in_vain_does_not_begin_with_some_of_its_workers(has_waited):
+    """Regression: it counted as begun once a worker was told its place, while nothing was kept for the other."""
+    world = gang_of(2, "ab")
+    seed(world, "busy", 0)
+    async with world.extender() as extender, AsyncExitStack() as agents:
+        for name in "ab":
+            await agents.enter_async_context(background(world.agent.serve(name)))
+        if has_waited:
+            await start(world, extender, "busy", "a")
+            assert await told_to(extender, 0, names="ab") == [[]]
+            await end(world, extender, "busy")
+        ((node,),) = await told_to(extender, 0, names="ab")
+        await pass_s(world, 4)
+        await world.agent.beat("a", "b")
+        assert await told_to(extender, 0, names="ab") == [[node]]
+        await start(world, extender, "late", "b" if node == "a" else "a")
+        told = (await extender.service.bind(bind_of(0, node))).error
+        assert "2 workers of 1 GPU at once, there is room for 1" in told
 
 
 async def test_what_is_kept_for_a_worker_that_waits_beside_one_that_runs_is_no_matter_to_who_comes_before():
@@ -208,39 +204,6 @@ async def test_what_is_kept_for_a_worker_that_waits_beside_one_that_runs_is_no_m
         assert (await ask(extender, "late", "b"))[0] == []
         assert kept(extender) == 1
         assert (await ask(extender, "early", "b"))[0] == ["b"]
-
-
-@pytest.mark.parametrize("is_deleted", [True, False])
-async def test_who_is_refused_for_what_another_never_took_is_tried_again(is_deleted):
-    """Regression: nothing changed afterwards that kube-scheduler would have heard of."""
-    world = gang_of(2, "ab")
-    async with world.extender() as extender:
-        assert len((await ask(extender, "late", "ab"))[0]) == 1
-        if is_deleted:
-            await world.kube.delete(PODS, "late-worker-0-1", namespace="default")
-            await until(lambda: extender.watches.pod(PodUid("pod-late")) is None)
-            assert [len(one) for one in await told_to(extender, 0, 1, names="ab")] == [1, 1]
-            return
-        assert (await ask(extender, "gang", "ab"))[0] == []
-        assert not any(touched(world, node) for node in "ab")
-        await pass_s(world, 2)
-        assert any(touched(world, node) for node in "ab")
-        assert [len(one) for one in await told_to(extender, 0, 1, names="ab")] == [1, 1]
-
-
-async def test_an_answer_that_ends_in_an_error_leaves_nothing_aside(monkeypatch):
-    world = gang_of(2, "ab")
-    async with world.extender() as extender:
-        assert len((await ask(extender, "late", "ab"))[0]) == 1
-        with monkeypatch.context() as broken:
-            broken.setattr(extender.service, "_found", lambda *_: 1 // 0)
-            with pytest.raises(ZeroDivisionError):
-                await ask(extender, "gang", "ab")
-        assert kept(extender) == 1
-        world.clock.advance(1.1)
-        assert [len(one) for one in await told_to(extender, 0, 1, names="ab")] == [1, 1]
-        await pass_s(world, 5)
-        assert kept(extender) == 0
 
 
 async def test_who_came_before_a_job_that_has_begun_does_not_get_between_its_workers_either():
