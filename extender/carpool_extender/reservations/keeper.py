@@ -67,7 +67,7 @@ class Keeper:
         telemetry: Telemetry,
         remind: Callable[[str], None],
     ) -> None:
-        self._line, self._watches, self._assessments, self._gangs = line, watches, assessments, gangs
+        self._line, self._watches, self._assessments = line, watches, assessments
         self._kept = KeptGpus(
             line,
             watches,
@@ -108,7 +108,7 @@ class Keeper:
             self._opened.append(kept)
 
     def has_begun(self, applicant: Applicant) -> bool:
-        """Whether a pod of a job was told its place: whether all of its workers fit was asked then."""
+        """Whether a job has begun to find its places: whether all of its workers fit was asked then."""
         kept = self._kept.of(applicant.demand.job_uid)
         return kept is not None and self._kept.has_begun(kept)
 
