@@ -9,7 +9,6 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = sorted(p for p in ROOT.glob("*/carpool_*") if (p / "__init__.py").exists())
-LONGEST_MODULE = 300
 MODULES = [p for package in PACKAGES for p in sorted(package.rglob("*.py")) if "_pb2" not in p.name]
 
 
@@ -24,10 +23,8 @@ def test_packages_are_found() -> None:
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_a_module_says_what_it_is_for_and_stays_readable(module: Path) -> None:
-    text = module.read_text()
-    assert ast.get_docstring(ast.parse(text)), "give the module a docstring"
-    assert text.count("\n") <= LONGEST_MODULE, f"split the module: it has {text.count(chr(10))} lines"
+def test_a_module_says_what_it_is_for(module: Path) -> None:
+    assert ast.get_docstring(ast.parse(module.read_text())), "give the module a docstring"
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda p: str(p.relative_to(ROOT)))

@@ -21,24 +21,21 @@ from carpool_predictor.calibration.config_map import CalibrationMap
 from carpool_predictor.prediction.estimator import model_version
 from carpool_predictor.tracing.source import Tracer, input_digest
 
-from carpool_operator.decisions.actions import Predict
-from carpool_operator.decisions.learning import peak_of, sample_of
-from carpool_operator.decisions.predicting import products_of
-from carpool_operator.decisions.reconcile import reconcile
-from carpool_operator.estimation.learner import Learner
-from carpool_operator.estimation.predictions import Learned, Marks, Predictions
-from carpool_operator.execution.creator import Superseded
-from carpool_operator.execution.performer import Performer
-from carpool_operator.execution.recollection import Recollection
+from carpool_operator.actions import Predict
+from carpool_operator.calibrator import Learner
+from carpool_operator.expectations import Recollection
+from carpool_operator.informers import Fleet, Jobs, News, Pods, Sweeps, key_of, version_of
+from carpool_operator.learning import peak_of, sample_of
 from carpool_operator.metrics import Metrics
+from carpool_operator.observations import Knowledge
+from carpool_operator.performer import Performer, Superseded
+from carpool_operator.placement import without_reservation
+from carpool_operator.prediction import products_of
+from carpool_operator.prediction_worker import Learned, Marks, Predictions
+from carpool_operator.reconcile import reconcile
 from carpool_operator.settings import OperatorSettings
-from carpool_operator.state.lessons import Knowledge
-from carpool_operator.state.snapshot import Snapshot
-from carpool_operator.watching.caches import Fleet, Jobs, Pods, key_of, version_of
-from carpool_operator.watching.news import News
-from carpool_operator.watching.sweeps import Sweeps
-from carpool_operator.watching.work_queue import WorkQueue
-from carpool_operator.workers.placement import without_reservation
+from carpool_operator.snapshot import Snapshot
+from carpool_operator.work_queue import WorkQueue
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.5, 60.0
 

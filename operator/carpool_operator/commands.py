@@ -1,16 +1,90 @@
 """`carpool operator`."""
 
+import asyncio
+import gc
 import logging
+from collections.abc import Sequence
 
 import click
+import kopf
+import structlog
 import uvloop
 from carpool_core import logs
+from carpool_core.clock import SystemClock
+from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, KubeApi, Selector
+from carpool_core.kube.client import connect
 from carpool_core.kube.credentials import KubeConfigError
-from carpool_core.kube.errors import KubeError
+from carpool_core.kube.errors import KubeError, NotFound
+from carpool_core.metrics import serve as serve_metrics
 from carpool_core.settings import MisconfiguredError, SettingsError, click_options
+from carpool_predictor.tracing.source import SubprocessTracer
 
-from carpool_operator.serve import NotInstalledError, serve
+from carpool_operator.app import build
+from carpool_operator.handlers import kopf_settings, registry_for
 from carpool_operator.settings import OperatorSettings
+
+_COLLECTED = (10_000, 10, 100)
+"""Thresholds of the collector. At its usual ones it goes through all jobs and pods again and again while many come,
+which took a seventh of the operator's time."""
+
+
+class NotInstalledError(Exception):
+    """The cluster lacks Carpool's resource types; the message says how to install them."""
+
+
+async def check_installed(api: KubeApi, namespaces: Sequence[str]) -> None:
+    """See that the cluster knows our resource types, which kopf looks for only once.
+
+    Args:
+        api: The cluster.
+        namespaces: Where jobs may be read; everywhere when empty.
+
+    Raises:
+        NotInstalledError: It does not.
+    """
+    for kind in (GPU_TRAINING_JOBS, GPU_NODES):
+        try:
+            where = namespaces[0] if kind.namespaced and namespaces else ""
+            await api.list_page(kind, Selector(namespace=where), limit=1)
+        except NotFound as error:
+            raise NotInstalledError(
+                f"the cluster has no resource {kind.plural}.{kind.group}: install the chart, or apply its crds/ folder"
+            ) from error
+
+
+async def serve(settings: OperatorSettings) -> None:
+    """Run until SIGTERM or SIGINT, or until something fails for good."""
+    clock, log = SystemClock(), structlog.get_logger()
+    async with connect(settings.kube) as api:
+        await check_installed(api, settings.namespace_list)
+        operator = build(settings, api, clock, SubprocessTracer(settings.trace_limits))
+        stop, started = asyncio.Event(), asyncio.Event()
+        server = await serve_metrics(
+            operator.metrics.registry, settings.metrics_port, settings.metrics_host, operator.unready
+        )
+        log.info("serving metrics", port=server.port)
+        running = asyncio.create_task(operator.run(started), name="operator")
+        running.add_done_callback(lambda _: stop.set())
+        # kopf stops every task that is younger than itself, so ours have to exist first.
+        await started.wait()
+        gc.freeze()  # modules and models, which stay
+        gc.set_threshold(*_COLLECTED)
+        try:
+            await kopf.operator(
+                registry=registry_for(operator, settings.kube, clock, stop),
+                settings=kopf_settings(),
+                standalone=True,
+                clusterwide=not settings.namespace_list,
+                namespaces=settings.namespace_list,
+                stop_flag=stop,
+            )
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+            await operator.close()
+            await server.close()
+        if not running.cancelled():
+            running.result()
 
 
 @click.command(short_help="Run the operator, which carries jobs from admission to their end.")

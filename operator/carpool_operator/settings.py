@@ -7,7 +7,7 @@ from carpool_core.settings import KubeSettings, LogSettings, metrics_port, predi
 from carpool_predictor.calibration.config_map import place_of
 from carpool_predictor.tracing.source import TraceLimits
 
-from carpool_operator.state.attempts import Backoff
+from carpool_operator.attempts import Backoff
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 from carpool_core.clock import rfc3339
 from carpool_core.kube.api import CONFIG_MAPS, GPU_NODES, PODS
 from carpool_core.resources.prediction import MemoryPrediction
-from carpool_operator.watching.news import NEWS_S
+from carpool_operator.informers import NEWS_S
 from carpool_predictor.calibration.config_map import KEY
 from carpool_predictor.calibration.document import Calibration, StackState, read_calibration
 from operator_fixtures import FEATURES

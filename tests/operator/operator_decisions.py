@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 from carpool_core.resources.job import GpuTrainingJob, JobStatus
 from carpool_core.resources.meta import Condition
-from carpool_operator.decisions.actions import CreatePod, Decision, DeletePod, RecordEvent, WriteStatus
-from carpool_operator.decisions.reconcile import reconcile
-from carpool_operator.state.conditions import find
-from carpool_operator.state.snapshot import Snapshot
+from carpool_operator.actions import CreatePod, Decision, DeletePod, RecordEvent, WriteStatus
+from carpool_operator.conditions import find
+from carpool_operator.reconcile import reconcile
+from carpool_operator.snapshot import Snapshot
 from operator_fixtures import job, made, prediction
 
 

@@ -11,9 +11,9 @@ from carpool_core.kube.pods import Pod
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import Device, GpuNode
 from carpool_core.resources.prediction import Prediction
-from carpool_operator.state.inventory import node_kind
-from carpool_operator.state.snapshot import Snapshot
-from carpool_operator.workers.pods import pod_name
+from carpool_operator.inventory import node_kind
+from carpool_operator.pods import pod_name
+from carpool_operator.snapshot import Snapshot
 
 NOW = datetime(2026, 1, 31, 12, tzinfo=UTC)
 A100 = "NVIDIA A100-SXM4-40GB"

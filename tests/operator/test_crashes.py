@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from carpool_core.kube.api import PODS
-from carpool_operator.workers.pods import pod_name
+from carpool_operator.pods import pod_name
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from operator_world import World

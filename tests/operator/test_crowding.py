@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 from carpool_core.resources.node import GpuNode
-from carpool_operator.decisions.reconcile import reconcile
-from carpool_operator.workers.placement import placements
+from carpool_operator.placement import placements
+from carpool_operator.reconcile import reconcile
 from operator_decisions import again, condition, created, predicted_job, status_of
 from operator_fixtures import A100, node, pod, reservation, snapshot, terminated
 

@@ -9,8 +9,8 @@ from carpool_core.kube.api import GPU_TRAINING_JOBS, PODS
 from carpool_core.kube.errors import Forbidden
 from carpool_core.sealing import sealer_of
 from carpool_core.values import JobState
-from carpool_operator.state.conditions import find
-from carpool_operator.watching.news import NEWS_S
+from carpool_operator.conditions import find
+from carpool_operator.informers import NEWS_S
 from operator_fixtures import job_body, template
 from operator_world import World
 

@@ -8,10 +8,9 @@ from carpool_core import keys
 from carpool_core.clock import rfc3339
 from carpool_core.kube.api import EVENTS, PODS
 from carpool_core.resources.job import GpuTrainingJob
-from carpool_operator.decisions.reconcile import REFUSED_AGAIN_AFTER_S, reconcile
-from carpool_operator.watching.news import NEWS_S
-from carpool_operator.workers.likeness import is_as_built
-from carpool_operator.workers.pods import build_pod
+from carpool_operator.informers import NEWS_S
+from carpool_operator.pods import build_pod, is_as_built
+from carpool_operator.reconcile import REFUSED_AGAIN_AFTER_S, reconcile
 from operator_decisions import created, deleted, events, predicted_job, status_of
 from operator_fixtures import NOW, job, node, pod, reservation, snapshot, terminated
 from operator_world import World

@@ -7,7 +7,7 @@ from carpool_core.demand import demand_of
 from carpool_core.deviceclass import class_of
 from carpool_core.kube.api import GPU_NODES
 from carpool_core.resources.node import Device, GpuNode
-from carpool_operator.state.inventory import Inventory, never_fits, node_kind
+from carpool_operator.inventory import Inventory, never_fits, node_kind
 from operator_fixtures import device, job, node
 from operator_world import World
 

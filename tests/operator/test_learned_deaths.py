@@ -4,7 +4,7 @@ import pytest
 from carpool_core import keys
 from carpool_core.kube.api import CONFIG_MAPS
 from carpool_core.kube.errors import Overloaded
-from carpool_operator.state.conditions import find
+from carpool_operator.conditions import find
 from carpool_predictor.calibration.observe import SEEN_S, STEADY_S
 from learning_world import OOM, begun, memory, ran, stack, stood, world
 

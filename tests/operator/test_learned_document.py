@@ -7,7 +7,7 @@ import pytest
 from carpool_core.kube.api import CONFIG_MAPS, EVENTS
 from carpool_core.kube.errors import Conflict, Forbidden, Overloaded, Unreachable
 from carpool_core.settings import SettingsError
-from carpool_operator.estimation.learner import PAUSE_S, REPAIRED_S
+from carpool_operator.calibrator import PAUSE_S, REPAIRED_S
 from carpool_operator.settings import OperatorSettings
 from carpool_predictor.calibration.config_map import KEY
 from carpool_predictor.calibration.document import Calibration

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from carpool_core import keys
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS
-from carpool_operator.state.conditions import find
+from carpool_operator.conditions import find
 from carpool_predictor.calibration.document import FEWEST
 from learning_world import NAME, NAMESPACE, memory, model, on_t4, ran, world
 from operator_world import World

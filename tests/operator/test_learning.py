@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from carpool_core import keys
 from carpool_core.resources.features import ModelFeatures
-from carpool_operator.state.conditions import find
+from carpool_operator.conditions import find
 from carpool_predictor.calibration.observe import SEEN_S, STEADY_S
 from carpool_predictor.features.abstention import Abstention
 from learning_world import OOM, begun, memory, ran, seen, stack, stood, world, writes

@@ -9,10 +9,10 @@ from carpool_core.demand import demand_of
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import GpuNode
 from carpool_core.resources.prediction import Prediction, ProductPrediction
-from carpool_operator.decisions.actions import RecordEvent
-from carpool_operator.decisions.lengths import lengths_of, told
-from carpool_operator.decisions.reconcile import reconcile
-from carpool_operator.state.attempts import spec_digest
+from carpool_operator.actions import RecordEvent
+from carpool_operator.attempts import spec_digest
+from carpool_operator.prediction import lengths_of, told
+from carpool_operator.reconcile import reconcile
 from operator_decisions import condition, deleted, events, predicted_job, status_of
 from operator_fixtures import A100, abstention, job, node, pod, prediction, snapshot
 from operator_world import World

@@ -1,7 +1,7 @@
 """Lessons wait in a queue that has an end: what is dropped, or meets a defect, is told again and counts once."""
 
 import pytest
-from carpool_operator.state.lessons import Lesson
+from carpool_operator.observations import Lesson
 from carpool_predictor.calibration.document import COUNTED, Measured
 from learning_world import SeenEnoughError, begun, kept, ran, seen, stack, world, writes
 from operator_fixtures import job
@@ -54,11 +54,11 @@ async def test_a_lesson_that_was_dropped_is_told_again_when_its_job_is_looked_at
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Regression: what a job had told once was never told again by this process, taken in or not."""
-    monkeypatch.setattr("carpool_operator.estimation.learner.MOST_PENDING", 0)
+    monkeypatch.setattr("carpool_operator.calibrator.MOST_PENDING", 0)
     of = world()
     await ran(of, 3000)
     assert writes(of) == 0
-    monkeypatch.setattr("carpool_operator.estimation.learner.MOST_PENDING", 1)
+    monkeypatch.setattr("carpool_operator.calibrator.MOST_PENDING", 1)
     of.operator.queue.add("default/x")
     await of.settle()
     assert stack(of).seen == 1

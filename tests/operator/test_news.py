@@ -5,10 +5,9 @@ from carpool_core.keys import CONDITION_PLACED
 from carpool_core.kube.api import GPU_NODES
 from carpool_core.resources.node import GpuNode, Reservation
 from carpool_core.testing.clock import FakeClock
-from carpool_operator.state.conditions import find, holds
-from carpool_operator.watching.caches import Fleet
-from carpool_operator.watching.news import NEWS_S, News
-from carpool_operator.watching.work_queue import TURNS_A_SECOND, WorkQueue
+from carpool_operator.conditions import find, holds
+from carpool_operator.informers import NEWS_S, Fleet, News
+from carpool_operator.work_queue import TURNS_A_SECOND, WorkQueue
 from msgspec.structs import replace
 from operator_fixtures import reservation
 from operator_world import World

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from carpool_operator.workers.outcomes import outcome_of
+from carpool_operator.outcomes import outcome_of
 from operator_fixtures import pod, terminated
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 39.49 GiB"

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 from carpool_core.clock import rfc3339
-from carpool_operator.decisions.actions import RecordEvent
-from carpool_operator.decisions.reconcile import reconcile
+from carpool_operator.actions import RecordEvent
+from carpool_operator.reconcile import reconcile
 from operator_decisions import again, condition, predicted_job, status_of
 from operator_fixtures import A100, NOW, abstention, device, job, node, pod, reservation, snapshot
 

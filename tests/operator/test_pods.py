@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from carpool_core import keys
 from carpool_core.kube.pods import Pod
-from carpool_operator.workers.pods import attempt_of, build_pod, controller_uid, template_error, worker_of
+from carpool_operator.pods import attempt_of, build_pod, controller_uid, template_error, worker_of
 from operator_fixtures import job, template
 
 

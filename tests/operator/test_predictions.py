@@ -8,8 +8,8 @@ from carpool_core.kube.api import GPU_TRAINING_JOBS
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import JobSpec
 from carpool_core.testing.clock import FakeClock
-from carpool_operator.decisions.predicting import describe
-from carpool_operator.estimation.predictions import Learned, Marks, Predictions, known_products
+from carpool_operator.prediction import describe
+from carpool_operator.prediction_worker import Learned, Marks, Predictions, known_products
 from carpool_predictor.calibration.document import Calibration
 from carpool_predictor.features.abstention import Abstention
 from carpool_predictor.prediction.estimator import model_version

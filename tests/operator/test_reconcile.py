@@ -5,9 +5,9 @@ from typing import Any
 import msgspec
 import pytest
 from carpool_core.clock import rfc3339
-from carpool_operator.decisions.actions import CheckTemplate, Decision, DeleteJob, Predict, WriteStatus
-from carpool_operator.decisions.reconcile import reconcile
-from carpool_operator.state.snapshot import Refusal
+from carpool_operator.actions import CheckTemplate, Decision, DeleteJob, Predict, WriteStatus
+from carpool_operator.reconcile import reconcile
+from carpool_operator.snapshot import Refusal
 from operator_decisions import again, condition, created, deleted, events, predicted_job, status_of
 from operator_fixtures import A100, DIGEST, NOW, abstention, job, node, pod, prediction, reservation, snapshot, template
 

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 from carpool_core.kube.api import EVENTS, PODS, SERVICES
 from carpool_core.kube.errors import Forbidden
-from carpool_operator.decisions.reconcile import REFUSED_AGAIN_AFTER_S, reconcile
-from carpool_operator.state.snapshot import Refusal
+from carpool_operator.reconcile import REFUSED_AGAIN_AFTER_S, reconcile
+from carpool_operator.snapshot import Refusal
 from operator_decisions import again, condition, created, events, predicted_job, status_of
 from operator_fixtures import pod, snapshot
 from operator_world import World

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 from carpool_core.kube.api import SERVICES
 from carpool_core.kube.errors import Forbidden
-from carpool_operator.state.conditions import find
-from carpool_operator.workers.pods import build_pod, owner_reference
-from carpool_operator.workers.rendezvous import build_service, service_name
+from carpool_operator.conditions import find
+from carpool_operator.pods import build_pod, build_service, owner_reference, service_name
 from operator_fixtures import UID, job, template
 from operator_world import World
 

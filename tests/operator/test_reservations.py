@@ -1,8 +1,8 @@
 """Bound pods that no GpuNode holds a reservation for."""
 
 from carpool_core.kube.api import GPU_NODES, PODS
-from carpool_operator.state.conditions import find
-from carpool_operator.watching.news import NEWS_S
+from carpool_operator.conditions import find
+from carpool_operator.informers import NEWS_S
 from operator_fixtures import reservation
 from operator_world import World
 

@@ -4,7 +4,7 @@ import pytest
 from carpool_core.kube.api import GPU_TRAINING_JOBS, Page, ResourceKind, Selector
 from carpool_core.kube.errors import Forbidden, NotFound
 from carpool_core.testing.kube import FakeKube
-from carpool_operator.serve import NotInstalledError, check_installed
+from carpool_operator.commands import NotInstalledError, check_installed
 
 
 class Confined(FakeKube):

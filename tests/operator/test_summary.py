@@ -8,7 +8,7 @@ from carpool_core.resources.prediction import (
     ProductPrediction,
 )
 from carpool_core.values import GpuUuid, NodeName, PodUid, SharingMode
-from carpool_operator.state.summary import summarize
+from carpool_operator.status import summarize
 
 
 def predicted(product: str, upper_mib: int, util: float, unenforced_mib: int = 0) -> ProductPrediction:

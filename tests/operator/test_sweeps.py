@@ -4,7 +4,7 @@ import asyncio
 
 from carpool_core.kube.errors import Overloaded
 from carpool_core.testing.clock import FakeClock
-from carpool_operator.watching.sweeps import Sweeps
+from carpool_operator.informers import Sweeps
 
 
 async def turn() -> None:

@@ -3,8 +3,8 @@
 import pytest
 from carpool_core.kube.api import PODS
 from carpool_core.kube.errors import Invalid
-from carpool_operator.state.conditions import find
-from carpool_operator.workers.template_refusal import is_about_the_pod, sentence
+from carpool_operator.conditions import find
+from carpool_operator.pods import is_about_the_pod, sentence
 from operator_world import World
 
 MISSPELT = (

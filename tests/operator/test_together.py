@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from carpool_core.clock import rfc3339
 from carpool_core.resources.node import GpuNode
-from carpool_operator.decisions.reconcile import reconcile
+from carpool_operator.reconcile import reconcile
 from operator_decisions import again, condition, created, predicted_job, status_of
 from operator_fixtures import A100, NOW, node, pod, reservation, snapshot, terminated
 

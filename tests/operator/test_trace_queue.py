@@ -6,10 +6,9 @@ import msgspec
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import CatalogModel, ModelSource, Training
 from carpool_core.testing.clock import FakeClock
-from carpool_operator.decisions.predicting import MOST_TOLD
-from carpool_operator.decisions.reconcile import reconcile
-from carpool_operator.estimation.predictions import Predictions
-from carpool_operator.estimation.trace_queue import TraceQueue
+from carpool_operator.prediction import MOST_TOLD
+from carpool_operator.prediction_worker import Predictions, TraceQueue
+from carpool_operator.reconcile import reconcile
 from operator_decisions import condition
 from operator_fixtures import A100, FEATURES, job, snapshot
 from operator_world import FakeTracer

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from carpool_core.clock import rfc3339
 from carpool_core.resources.job import GpuTrainingJob
-from carpool_operator.decisions.reconcile import reconcile
-from carpool_operator.state.attempts import spec_digest
+from carpool_operator.attempts import spec_digest
+from carpool_operator.reconcile import reconcile
 from operator_decisions import again, condition, created, deleted, events, predicted_job, settled, status_of
 from operator_fixtures import NOW, node, pod, reservation, snapshot, terminated
 

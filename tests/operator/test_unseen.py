@@ -4,7 +4,7 @@ import pytest
 from carpool_core import keys
 from carpool_core.clock import rfc3339
 from carpool_core.kube.api import GPU_TRAINING_JOBS, PODS
-from carpool_operator.decisions.reconcile import REFUSED_AGAIN_AFTER_S
+from carpool_operator.reconcile import REFUSED_AGAIN_AFTER_S
 from operator_fixtures import NOW
 from operator_world import World
 

@@ -3,8 +3,7 @@
 import asyncio
 
 from carpool_core.testing.clock import FakeClock
-from carpool_operator.watching.delays import Delays
-from carpool_operator.watching.work_queue import LEISURE_EVERY, TURNS_A_SECOND, WorkQueue
+from carpool_operator.work_queue import LEISURE_EVERY, TURNS_A_SECOND, Delays, WorkQueue
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,15 +1,94 @@
 """The pod of (job, worker, attempt), built purely; and what a template may not say."""
 
 import copy
-from collections.abc import Iterator, Mapping
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from carpool_core import keys
+from carpool_core.kube.errors import Invalid
 from carpool_core.kube.pods import Pod, PodMeta, WorkerName, job_reference, worker_name
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.values import JobUid
 
-from carpool_operator.workers import rendezvous
+MASTER_PORT = 29500
+"""PyTorch's own default."""
+
+_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+"""What the name of a Service may be; a job's may also begin with a digit or hold dots."""
+
+_SUFFIX = "-workers"
+
+
+def needs_service(job: GpuTrainingJob) -> bool:
+    """Whether there are several workers, which have to find each other."""
+    return job.spec.workers > 1
+
+
+def service_name(job: GpuTrainingJob) -> str:
+    """Name of the job's Service, which is a part of its workers' host names."""
+    name = job.metadata.name
+    if _LABEL.fullmatch(name):
+        return f"{name}{_SUFFIX}"
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f"job-{name.replace('.', '-')[:40]}-{digest}{_SUFFIX}"
+
+
+def host_name(worker: int) -> str:
+    """Host name of a worker. Not its pod's name, which may be longer than a host's."""
+    return f"worker-{worker}"
+
+
+def build_service(job: GpuTrainingJob, owner: dict[str, Any]) -> dict[str, Any]:
+    """Build the headless Service that gives each worker of the job a name in the cluster's DNS."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {
+            "name": service_name(job),
+            "namespace": job.metadata.namespace,
+            "labels": {"app.kubernetes.io/managed-by": "carpool", keys.LABEL_JOB: job.metadata.name},
+            "ownerReferences": [owner],
+        },
+        "spec": {
+            "clusterIP": "None",
+            "selector": {keys.LABEL_JOB_UID: job.metadata.uid},
+            # Workers look each other up while they start, before any of them is ready.
+            "publishNotReadyAddresses": True,
+            "ports": [{"name": "rendezvous", "port": MASTER_PORT}],
+        },
+    }
+
+
+def join(spec: dict[str, Any], job: GpuTrainingJob, worker: int) -> None:
+    """Give a worker's pod its host name and every container the variables; what the template says itself stays."""
+    if not needs_service(job):
+        return
+    spec.setdefault("hostname", host_name(worker))
+    spec.setdefault("subdomain", service_name(job))
+    variables = _variables(job, worker, spec["subdomain"])
+    for container in spec["containers"]:
+        env = list(container.get("env") or [])
+        known = {one.get("name") for one in env}
+        container["env"] = [*({"name": n, "value": v} for n, v in variables.items() if n not in known), *env]
+
+
+def _variables(job: GpuTrainingJob, worker: int, subdomain: str) -> dict[str, str]:
+    address, port = f"{host_name(0)}.{subdomain}", str(MASTER_PORT)
+    workers = str(job.spec.workers)
+    return {
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+        "RANK": str(worker),
+        "WORLD_SIZE": workers,
+        "PET_MASTER_ADDR": address,
+        "PET_MASTER_PORT": port,
+        "PET_NODE_RANK": str(worker),
+        "PET_NNODES": workers,
+        "PET_NPROC_PER_NODE": str(job.spec.gpus_per_worker),
+    }
+
 
 _TEMPLATE_FIELDS = frozenset({"metadata", "spec"})
 _METADATA_FIELDS = frozenset({"labels", "annotations", "name", "namespace", "creationTimestamp"})
@@ -169,7 +248,7 @@ def build_pod(job: GpuTrainingJob, worker: int, attempt: int) -> dict[str, Any]:
     _with_gpus(next((c for c in containers if _asks_for_gpus(c)), containers[0]), job.spec.gpus_per_worker)
     for container in containers:
         container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
-    rendezvous.join(spec, job, worker)
+    join(spec, job, worker)
     tolerations = list(spec.get("tolerations") or [])
     if _TOLERATION not in tolerations:
         tolerations.append(_TOLERATION)
@@ -196,3 +275,94 @@ def build_pod(job: GpuTrainingJob, worker: int, attempt: int) -> dict[str, Any]:
         },
         "spec": spec,
     }
+
+
+_MAY_GROW = frozenset({"volumes", "volumeMounts", "tolerations", "imagePullSecrets"})
+"""Lists to which the API server's own admission adds items."""
+
+_DECISIVE = frozenset(
+    {"command", "args", "env", "envFrom", "lifecycle", "initContainers", "hostNetwork", "hostPID", "hostIPC"}
+)
+"""What the API server never adds by itself, and what would make another program of a container."""
+
+
+def is_as_built(found: Mapping[str, Any], built: Mapping[str, Any]) -> bool:
+    """Whether a pod holds all that Carpool puts into such a pod: what it was killed before recording, it may keep.
+
+    A pod that differs is told apart even where only an admission webhook or a unit's spelling made it differ; then
+    it is made again, which costs its start.
+
+    Args:
+        found: The pod, as the API server returns it.
+        built: The pod's body, as it would be created.
+    """
+    return all(_holds(found.get(part), built[part], part) for part in ("metadata", "spec"))
+
+
+def _holds(found: Any, wanted: Any, key: str) -> bool:
+    if isinstance(wanted, Mapping):
+        return not wanted or (isinstance(found, Mapping) and _holds_fields(found, wanted))
+    if isinstance(wanted, Sequence) and not isinstance(wanted, str):
+        return not wanted or (isinstance(found, Sequence) and _holds_items(found, wanted, key))
+    return wanted in (None, found) or str(found) == str(wanted)
+
+
+def _holds_fields(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    is_altered = any(found.get(name) for name in _DECISIVE if not wanted.get(name))
+    return not is_altered and all(_holds(found.get(name), value, name) for name, value in wanted.items())
+
+
+def _holds_items(found: Sequence[Any], wanted: Sequence[Any], key: str) -> bool:
+    if key in _MAY_GROW:
+        return all(any(_holds(item, one, key) for item in found) for one in wanted)
+    return len(found) == len(wanted) and all(_holds(*pair, key) for pair in zip(found, wanted, strict=True))
+
+
+_UNREADABLE = re.compile(r'^Pod in version "[^"]*" cannot be handled as a Pod: ')
+_INVALID = re.compile(r'^Pod "[^"]*" is invalid: ')
+_UNKNOWN_FIELD = re.compile(r'unknown field "([^"]+)"')
+_WRONG_TYPE = re.compile(r"cannot unmarshal (\w+)(?: \S+)? into Go struct field [^.]+\.(\S+) of type (.+)$")
+
+_JSON_TYPES: Mapping[str, tuple[type, ...]] = {
+    "string": (str,), "number": (int, float), "bool": (bool,), "array": (list,), "object": (dict,),
+}  # fmt: skip
+"""Types by the names that the API server's decoder gives them."""
+
+_MOST_PLACES = 3
+
+
+def is_about_the_pod(error: Invalid) -> bool:
+    """Whether the pod itself is wrong; an admission webhook that knows no dry run answers 400, too."""
+    return bool(_UNREADABLE.match(error.said) or _INVALID.match(error.said) or error.status == 422)
+
+
+def sentence(error: Invalid, body: Mapping[str, Any]) -> str:
+    """Say which field of the template is wrong, and how.
+
+    Args:
+        error: What the API server said.
+        body: The pod that it said this of.
+    """
+    unknown = _UNKNOWN_FIELD.findall(error.said)
+    if unknown:
+        fields = ", ".join(f"spec.template.{field}" for field in unknown)
+        return f"{fields}: a pod has no such field; correct its spelling or remove it"
+    if found := _WRONG_TYPE.search(error.said):
+        kind, field, wanted = found.groups()
+        places = list(_places(body, field.split("."), kind)) or [field]
+        fields = ", ".join(f"spec.template.{place}" for place in places[:_MOST_PLACES])
+        return f"{fields}: expected {wanted}, found a value of type {kind}"
+    said = _INVALID.sub("", _UNREADABLE.sub("", error.said))
+    return f"spec.template.{said}" if re.match(r"(spec|metadata)[.\[:]", said) else f"spec.template: {said}"
+
+
+def _places(value: object, path: Sequence[str], kind: str, at: str = "") -> Iterator[str]:
+    """Where below a value the path leads to one of the type, with the indices that the decoder leaves out."""
+    if not path:
+        if type(value) in _JSON_TYPES.get(kind, ()):
+            yield at
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _places(item, path, kind, f"{at}[{index}]")
+    elif isinstance(value, dict) and path[0] in value:
+        yield from _places(value[path[0]], path[1:], kind, f"{at}.{path[0]}".lstrip("."))

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.job import Attempt, GpuTrainingJob
 
-from carpool_operator.decisions.actions import EndUnseen
-from carpool_operator.workers.pods import pod_name
+from carpool_operator.actions import EndUnseen
+from carpool_operator.pods import pod_name
 
 STILL_THERE = "PodHidden"
 """Why nothing is begun while a pod that the cache does not show lives."""

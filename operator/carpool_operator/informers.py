@@ -1,20 +1,25 @@
 """What the operator has heard of jobs, pods and GpuNodes, indexed by what a look at one job needs."""
 
+import asyncio
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import msgspec
+import structlog
 from carpool_core.keys import CONDITION_PLACED, SIMULATED_PREFIX
+from carpool_core.kube.errors import KubeError
 from carpool_core.kube.pods import Pod
 from carpool_core.products import PRODUCTS, hardware_name
 from carpool_core.resources.job import GpuTrainingJob, JobStatus
 from carpool_core.resources.node import GpuNode
 from carpool_core.values import JobState, JobUid
 
-from carpool_operator.state import conditions
-from carpool_operator.state.inventory import Inventory, NodeKind, node_kind
-from carpool_operator.workers.pods import controller_uid, job_key, key_of_pod
+from carpool_operator import conditions
+from carpool_operator.inventory import Inventory, NodeKind, node_kind
+from carpool_operator.pods import controller_uid, job_key, key_of_pod
+from carpool_operator.work_queue import WorkQueue
 
 Wake = Callable[[str], None]
 """Ask for a look at the job of this key."""
@@ -249,3 +254,75 @@ class Fleet:
         for job in self._jobs:
             if (is_new and not conditions.is_finished(job.status)) or job.status.state is JobState.UNPLACEABLE:
                 self._wake(key_of(job))
+
+
+NEWS_S = 2.0
+"""How long nothing is told of a pod that was created or bound, and of what changed on its GPUs. Most pods get their
+place within that time, and then their container, and one write tells of all; while many jobs start, each brings some
+news to others."""
+
+
+class News:
+    """Has jobs looked at for news, each within `NEWS_S`, or later where others are more urgent.
+
+    Args:
+        queue: Takes the keys.
+    """
+
+    def __init__(self, queue: WorkQueue) -> None:
+        self._queue = queue
+
+    def of_pod(self, key: str) -> None:
+        """Look at a job whose pod got a little further."""
+        self._queue.add_after(key, NEWS_S, at_leisure=True)
+
+    def of_gpus(self, key: str) -> None:
+        """Look at a job on whose GPUs something has changed, when it is its turn."""
+        self._queue.add_in_turn(key, NEWS_S)
+
+
+_EVERY_S = 600.0
+"""How often all jobs are listed at the least."""
+
+_SOON_S = 1.0
+"""How long after kopf has listed again, during which it hands over the rest of its list."""
+
+_LONGEST_RETRY_S = 60.0
+
+
+class Sweeps:
+    """Sweeps when asked to, and every ten minutes; one that fails is repeated after pauses that double."""
+
+    def __init__(
+        self, sweep: Callable[[], Awaitable[None]], sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    ) -> None:
+        self._sweep, self._sleep = sweep, sleep
+        self._wanted = asyncio.Event()
+        self._log = structlog.get_logger()
+
+    def ask(self) -> None:
+        """Have a sweep made soon."""
+        self._wanted.set()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a sweep is due."""
+        return self._wanted.is_set()
+
+    async def run(self) -> None:
+        """Sweep for ever."""
+        pause_s = _SOON_S
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_EVERY_S):
+                    await self._wanted.wait()
+            await self._sleep(pause_s)
+            self._wanted.clear()
+            try:
+                await self._sweep()
+            except KubeError as error:
+                pause_s = min(_LONGEST_RETRY_S, 2 * pause_s)
+                self._log.warning("sweep failed", error=str(error), retry_in_s=pause_s)
+                self._wanted.set()
+            else:
+                pause_s = _SOON_S

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from carpool_core.kube.pods import Pod
 
-from carpool_operator.decisions.draft import Draft
-from carpool_operator.state import attempts, conditions
-from carpool_operator.state.snapshot import Snapshot
-from carpool_operator.workers.pods import attempt_of, is_worker
+from carpool_operator import attempts, conditions
+from carpool_operator.pods import attempt_of, is_worker
+from carpool_operator.snapshot import Snapshot
+from carpool_operator.status import Draft
 
 
 def is_own(pod: Pod, snapshot: Snapshot) -> bool | None:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from carpool_core.resources.job import JobStatus
 from carpool_core.resources.prediction import Prediction
 
-from carpool_operator.state.lessons import Lesson
+from carpool_operator.observations import Lesson
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,9 @@ from carpool_predictor.features.abstention import Abstention
 from carpool_predictor.prediction.estimator import Job
 from carpool_predictor.prediction.expected import expected_of
 
-from carpool_operator.decisions.predicting import TRANSIENT
-from carpool_operator.state.lessons import Lesson, Mark
-from carpool_operator.workers.pods import job_key
+from carpool_operator.observations import Lesson, Mark
+from carpool_operator.pods import job_key
+from carpool_operator.prediction import TRANSIENT
 
 PAUSE_S = 5.0
 """Between two writes of the ConfigMap: a cluster whose jobs end by the dozen writes no more often."""

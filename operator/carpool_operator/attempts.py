@@ -17,7 +17,7 @@ from carpool_core.kube.pods import Pod
 from carpool_core.resources.job import Attempt, JobSpec, JobStatus, RunPolicy
 from carpool_core.values import PodUid
 
-from carpool_operator.workers.outcomes import TAKEN_AWAY, Outcome
+from carpool_operator.outcomes import TAKEN_AWAY, Outcome
 
 CREATING = "Creating"
 RUNNING = "Running"

@@ -17,12 +17,11 @@ from carpool_core.values import GpuUuid, SharingMode
 from carpool_predictor.calibration.document import Measured
 from carpool_predictor.calibration.observe import SEEN_S, STEADY_S
 
-from carpool_operator.decisions import reports
-from carpool_operator.decisions.actions import Learn
-from carpool_operator.decisions.draft import Draft
-from carpool_operator.state import attempts
-from carpool_operator.state.lessons import Lesson, Use
-from carpool_operator.workers.outcomes import GPU_OUT_OF_MEMORY
+from carpool_operator import attempts, status
+from carpool_operator.actions import Learn
+from carpool_operator.observations import Lesson, Use
+from carpool_operator.outcomes import GPU_OUT_OF_MEMORY
+from carpool_operator.status import Draft
 
 AWAITED_S = 30.0
 """How long the next attempt waits until it is learned what the last one died of, in seconds."""
@@ -123,7 +122,7 @@ def _device(draft: Draft, place: WorkerPlacement) -> tuple[GpuNode, Device] | No
 
 
 def _running(draft: Draft, attempt: Attempt, pods: Sequence[Pod]) -> Measured | None:
-    started, known = reports.started_at(pods), draft.snapshot.knowledge
+    started, known = status.started_at(pods), draft.snapshot.knowledge
     found = _device(draft, draft.status.placement[0])
     if started is None or found is None or not attempt.peak_memory_mib:
         return None

@@ -12,7 +12,7 @@ from carpool_core.resources.job import GpuTrainingJob, Neighbour, Observed, Work
 from carpool_core.resources.node import LONGEST_REASON, GpuNode, Reservation, Tenant
 from carpool_core.values import JobUid, NodeName, PodUid
 
-from carpool_operator.workers.pods import worker_of
+from carpool_operator.pods import worker_of
 
 
 def _neighbours(node: GpuNode, own: Reservation) -> list[Neighbour]:

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 from carpool_core.kube.pods import Pod
 
-from carpool_operator.decisions.reconcile import CREATED_AGAIN_AFTER_S, REFUSED_AGAIN_AFTER_S
-from carpool_operator.state.snapshot import Refusal
-from carpool_operator.workers.pods import key_of_pod
+from carpool_operator.pods import key_of_pod
+from carpool_operator.reconcile import CREATED_AGAIN_AFTER_S, REFUSED_AGAIN_AFTER_S
+from carpool_operator.snapshot import Refusal
 
 
 class Recollection:

@@ -6,7 +6,7 @@ its pods then carry to the scheduler: pods that are there already are taken over
 Every status is written on the condition that the job has not changed since it was read.
 """
 
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 import msgspec
 from carpool_core import keys
@@ -15,18 +15,55 @@ from carpool_core.demand import Demand, demand_of
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.job import Attempt
 
-from carpool_operator.decisions import learning, reports, run_policy, together
-from carpool_operator.decisions.actions import CheckTemplate, CreatePod, CreateService, Decision, DeleteJob
-from carpool_operator.decisions.draft import Draft
-from carpool_operator.decisions.impostors import without_impostors
-from carpool_operator.decisions.predicting import predict
-from carpool_operator.decisions.unseen import STILL_THERE, end_unseen
-from carpool_operator.state import attempts, conditions
-from carpool_operator.state.inventory import never_fits, reason_of_never
-from carpool_operator.state.snapshot import Snapshot
-from carpool_operator.workers import placement, rendezvous
-from carpool_operator.workers.outcomes import Outcome, pod_deleted, unreserved
-from carpool_operator.workers.pods import attempt_of, build_pod, owner_reference, pod_name, template_error, worker_of
+from carpool_operator import attempts, conditions, learning, outcomes, placement, pods, status
+from carpool_operator.actions import CheckTemplate, CreatePod, CreateService, Decision, DeleteJob
+from carpool_operator.hidden_pods import STILL_THERE, end_unseen
+from carpool_operator.inventory import never_fits, reason_of_never
+from carpool_operator.outcomes import Outcome, pod_deleted, unreserved
+from carpool_operator.ownership import without_impostors
+from carpool_operator.pods import attempt_of, build_pod, owner_reference, pod_name, template_error, worker_of
+from carpool_operator.prediction import predict
+from carpool_operator.snapshot import Snapshot
+from carpool_operator.status import Draft
+
+
+def suspend(draft: Draft, active: Attempt | None) -> None:
+    """Take the job's pods away until it is resumed."""
+    message = "runPolicy.suspend is true: the job has no pods until it is false"
+    if active is not None:
+        draft.status = attempts.with_attempt(
+            draft.status, attempts.ended(active, attempts.SUSPENDED, "runPolicy.suspend is true", draft.snapshot.now)
+        )
+        draft.say("Normal", "Suspended", f"attempt {active.number} was ended by runPolicy.suspend")
+    draft.set(start_time=None, placement=[])
+    draft.condition(keys.CONDITION_SUSPENDED, "True", "SuspendRequested", message)
+    draft.condition(keys.CONDITION_PLACED, "False", "Suspended", message)
+    draft.unset_running("Suspended", message)
+    draft.end_pods()
+
+
+def resume(draft: Draft) -> None:
+    """Say that the job is no longer suspended, where it was."""
+    if conditions.holds(draft.status, keys.CONDITION_SUSPENDED):
+        draft.condition(keys.CONDITION_SUSPENDED, "False", "Resumed", "runPolicy.suspend is false")
+
+
+def deadline(draft: Draft) -> datetime | None:
+    """When the job must be complete; None where it has no deadline or has not started."""
+    limit_s = draft.job.spec.run_policy.active_deadline_seconds
+    if limit_s is None or draft.status.start_time is None:
+        return None
+    return parse_rfc3339(draft.status.start_time) + timedelta(seconds=limit_s)
+
+
+def is_over_deadline(draft: Draft) -> bool:
+    """Whether the deadline has passed; where it has not, the job is looked at again when it does."""
+    until = deadline(draft)
+    if until is None:
+        return False
+    draft.requeue_at(until)
+    return until <= draft.snapshot.now
+
 
 CREATED_AGAIN_AFTER_S = 5.0
 """How long a created pod may stay unheard of before it is created again (which its name makes harmless)."""
@@ -105,8 +142,8 @@ def _continue(draft: Draft, attempt: Attempt | None, pods: list[Pod], *, is_pred
     if active is not None and _all_succeeded(draft, pods):
         _complete(draft, active, pods)
     elif draft.job.spec.run_policy.suspend:
-        run_policy.suspend(draft, active)
-    elif run_policy.is_over_deadline(draft):
+        suspend(draft, active)
+    elif is_over_deadline(draft):
         limit_s = draft.job.spec.run_policy.active_deadline_seconds
         message = f"not complete {limit_s:,} s after its start (runPolicy.activeDeadlineSeconds)"
         draft.fail("DeadlineExceeded", message, active)
@@ -115,7 +152,7 @@ def _continue(draft: Draft, attempt: Attempt | None, pods: list[Pod], *, is_pred
         changed = f"the spec changed, to generation {draft.job.metadata.generation}, after its pods were built"
         _end(draft, active, Outcome(attempts.SPEC_CHANGED, changed, charged=False))
     else:
-        run_policy.resume(draft)
+        resume(draft)
         _try_with_demand(draft, active, pods, is_predicted=is_predicted)
 
 
@@ -202,16 +239,16 @@ def _follow(draft: Draft, attempt: Attempt, pods: list[Pod], demand: Demand) -> 
     """Follow an attempt: create its pods, notice what became of them, tell where they are."""
     failed = [pod for pod in pods if pod.status.phase == "Failed"]
     if failed:
-        outcome = together.outcome_of(failed, draft.snapshot, draft.status)
+        outcome = outcomes.attempt_outcome(failed, draft.status, draft.snapshot.nodes, draft.snapshot.now)
         if outcome is not None:
             _end(draft, attempt, outcome)
         else:
-            draft.condition(keys.CONDITION_RUNNING, "False", "WorkerFailed", together.told_meanwhile(failed))
-            draft.requeue_after(together.LOOK_AGAIN_S)
+            draft.condition(keys.CONDITION_RUNNING, "False", "WorkerFailed", outcomes.told_meanwhile(failed))
+            draft.requeue_after(outcomes.LOOK_AGAIN_S)
         return
     stuck = _unreserved(draft, pods)
     if stuck is not None:
-        _end(draft, attempt, unreserved(stuck, reports.RESERVED_WITHIN_S))
+        _end(draft, attempt, unreserved(stuck, status.RESERVED_WITHIN_S))
         return
     present = {worker_of(pod) for pod in pods}
     missing = [worker for worker in range(draft.job.spec.workers) if worker not in present]
@@ -220,12 +257,12 @@ def _follow(draft: Draft, attempt: Attempt, pods: list[Pod], demand: Demand) -> 
         return
     draft.status = attempts.with_attempt(draft.status, attempt if missing else attempts.with_pods(attempt, pods))
     if draft.status.start_time is None:
-        draft.set(start_time=reports.started_at(pods))
-    reports.report_placed(draft, demand, pods)
-    reports.report_running(draft, pods)
-    deadline = run_policy.deadline(draft)
-    if deadline is not None:
-        draft.requeue_at(deadline)
+        draft.set(start_time=status.started_at(pods))
+    status.report_placed(draft, demand, pods)
+    status.report_running(draft, pods)
+    until = deadline(draft)
+    if until is not None:
+        draft.requeue_at(until)
     _create(draft, attempt, missing)
 
 
@@ -235,8 +272,8 @@ def _unreserved(draft: Draft, pods: list[Pod]) -> Pod | None:
         for_s = draft.snapshot.unreserved_s.get(pod.metadata.uid)
         if for_s is None:
             continue
-        if for_s < reports.RESERVED_WITHIN_S:
-            draft.requeue_after(reports.RESERVED_WITHIN_S - for_s)
+        if for_s < status.RESERVED_WITHIN_S:
+            draft.requeue_after(status.RESERVED_WITHIN_S - for_s)
         elif not pod.has_started:
             return pod
     return None
@@ -248,14 +285,14 @@ def _create(draft: Draft, attempt: Attempt, missing: list[int]) -> None:
         return
     refusal = draft.snapshot.refusal
     if refusal is not None:
-        reports.report_refused(draft, refusal)
+        status.report_refused(draft, refusal)
         draft.requeue_after(REFUSED_AGAIN_AFTER_S)
         return
     draft.requeue_after(CREATED_AGAIN_AFTER_S)
     name, workers = draft.job.metadata.name, draft.job.spec.workers
     wanted = [w for w in missing if pod_name(name, w, attempt.number) not in draft.snapshot.created]
-    if wanted and rendezvous.needs_service(draft.job):
-        draft.create(CreateService(rendezvous.build_service(draft.job, owner_reference(draft.job))))
+    if wanted and pods.needs_service(draft.job):
+        draft.create(CreateService(pods.build_service(draft.job, owner_reference(draft.job))))
     for worker in wanted:
         draft.create(CreatePod(build_pod(draft.job, worker, attempt.number), draft.carried))
     if wanted:

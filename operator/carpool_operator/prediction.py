@@ -1,22 +1,53 @@
 """When a job's prediction has to be computed (again), and what its status says of it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
+from statistics import fmean
 
 import msgspec
 from carpool_core import keys
-from carpool_core.demand import Demand, demand_of, told_of
+from carpool_core.demand import Demand, demand_of, told_of, unsuitable
+from carpool_core.lengths import lengths_s
+from carpool_core.lengths import told as duration
 from carpool_core.products import hardware_name
-from carpool_core.resources.job import GpuTrainingJob, WorkerPlacement
+from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.prediction import Prediction
-from carpool_core.values import RequestedMode, SharingMode
 
-from carpool_operator.decisions.actions import Predict
-from carpool_operator.decisions.draft import Draft
-from carpool_operator.decisions.lengths import lengths_of
-from carpool_operator.decisions.lengths import told as length_told
-from carpool_operator.state.conditions import find
-from carpool_operator.state.snapshot import Snapshot
-from carpool_operator.workers.outcomes import GPU_OUT_OF_MEMORY
+from carpool_operator.actions import Predict
+from carpool_operator.conditions import find
+from carpool_operator.inventory import Inventory
+from carpool_operator.outcomes import GPU_OUT_OF_MEMORY
+from carpool_operator.snapshot import Snapshot
+from carpool_operator.status import Draft
+
+_ALIKE = 1.1
+"""By which factor lengths on several products may differ and still be told as one: a step time is predicted no better.
+"""
+
+
+def lengths_of(job: GpuTrainingJob, demand: Demand, inventory: Inventory) -> dict[str, float]:
+    """Return how long a job takes alone on each product that it may have here, in seconds; empty if unknown."""
+    return lengths_s(job.spec.training.steps, demand.prediction, _suitable(demand, inventory).__contains__)
+
+
+def _suitable(demand: Demand, inventory: Inventory) -> set[str]:
+    kinds = {kind for node in inventory for kind, _ in node}
+    return {hardware_name(kind.product) for kind in kinds if unsuitable(demand, kind) is None}
+
+
+def told(steps: int, lengths: Mapping[str, float]) -> str:
+    """Say how long a job takes, and on which products least and most where they differ.
+
+    Args:
+        steps: Of its training.
+        lengths: Seconds that it takes alone, by product; at least one.
+    """
+    fast, slow = min(lengths, key=lengths.__getitem__), max(lengths, key=lengths.__getitem__)
+    least, most = lengths[fast], lengths[slow]
+    about = f"{duration(least)} ({fast}) to {duration(most)} ({slow})"
+    if most <= _ALIKE * least:
+        about = duration(fmean(lengths.values()))
+    return f"{steps:,} {'step takes' if steps == 1 else 'steps take'} about {about} alone"
+
 
 TRANSIENT = frozenset({"TraceTimedOut", "TraceOutOfMemory", "TorchMissing", "PredictorFailed"})
 """Reasons to abstain that lie in the moment or in this installation, not in the job: worth another try."""
@@ -92,7 +123,7 @@ def _length(draft: Draft) -> str:
     except ValueError:
         return ""  # by which the job fails in a moment, and says so
     lengths = lengths_of(draft.job, demand, draft.snapshot.inventory)
-    return f"; {length_told(steps, lengths)}" if lengths else ""
+    return f"; {told(steps, lengths)}" if lengths else ""
 
 
 def _tell(draft: Draft, prediction: Prediction) -> str:
@@ -167,46 +198,3 @@ def predict(draft: Draft) -> bool:
         what = model.catalog.name if model.catalog is not None else "the model's layers"
         draft.condition(keys.CONDITION_PREDICTED, "Unknown", *_tracing(what, snapshot.traces_ahead))
     return known is not None and known.input_digest == snapshot.digest
-
-
-def _alone_until(places: Sequence[WorkerPlacement]) -> str:
-    if not places or any(place.mode is SharingMode.EXCLUSIVE for place in places):
-        return "runs alone on its GPU (Exclusive)"
-    settles = all(place.provisional or place.measured_mib is not None for place in places)
-    return f"has its GPU to itself until {'its own peak was measured' if settles else 'it ends'}"
-
-
-def why_alone(demand: Demand, places: Sequence[WorkerPlacement]) -> str | None:
-    """Say why a job gets a GPU of its own although it did not ask for one; None where that is not so."""
-    if demand.prediction is None or demand.memory_limit_mib is not None:
-        return None
-    how = _alone_until(places)
-    if demand.is_unknown:
-        return f"{how}, because its memory is unknown: {demand.prediction.message}"
-    is_left_open = demand.mode is RequestedMode.AUTO
-    of = [place.product for place in places if is_left_open or place.mode is SharingMode.EXCLUSIVE]
-    alone = set(map(hardware_name, of))
-    unknown = sorted(name for name in alone if demand.prediction_on(name) is None)
-    if demand.mode is not RequestedMode.EXCLUSIVE and not unknown:
-        untrusted = sorted(name for name in alone if demand.profile_on(name).memory_mib is None)
-        return _why_untrusted(demand, untrusted, how) if untrusted else None
-    if demand.mode is RequestedMode.EXCLUSIVE:
-        return None
-    return (
-        f"{how}, because nothing was predicted for GPU product {', '.join(unknown)}: "
-        "give spec.memory.limit to let it share such a GPU, or spec.gpu.product to choose another"
-    )
-
-
-def _why_untrusted(demand: Demand, products: Sequence[str], how: str) -> str:
-    lost = [name for name in products if (found := demand.prediction_on(name)) is not None and found.memory.is_lost]
-    if lost:
-        return (
-            f"{how}, because earlier runs of this model (other jobs' too) died of memory on {', '.join(lost)}, or took "
-            "nearly all of it: once one has ended well with less, the next may share; give spec.memory.limit to let it "
-            "share all the same"
-        )
-    return (
-        f"{how}, because too little like it was measured on {', '.join(products)}: jobs "
-        "that run there calibrate the next ones; give spec.memory.limit to let it share all the same"
-    )

@@ -9,9 +9,9 @@ from carpool_core.resources.job import GpuTrainingJob, JobStatus
 from carpool_core.resources.node import GpuNode
 from carpool_core.resources.prediction import Prediction
 
-from carpool_operator.state.attempts import Backoff
-from carpool_operator.state.inventory import Inventory
-from carpool_operator.state.lessons import Knowledge
+from carpool_operator.attempts import Backoff
+from carpool_operator.inventory import Inventory
+from carpool_operator.observations import Knowledge
 
 
 @dataclass(frozen=True, slots=True)
