@@ -12,31 +12,25 @@ from carpool_core.sealing import sealer_of
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
-from carpool_extender.kube.watches import Watches
-from carpool_extender.kube.workloads import Choices, Workloads
-from carpool_extender.placement.assessments import Assessments
-from carpool_extender.placement.gangs import Gangs
-from carpool_extender.placement.policies import find_policy
-from carpool_extender.placement.rules import Rules
-from carpool_extender.reservations.binder import Binder
-from carpool_extender.reservations.binding import Tools
-from carpool_extender.reservations.book import GATHER_S, Book
-from carpool_extender.reservations.inflow import Inflow
-from carpool_extender.reservations.janitor import Janitor
-from carpool_extender.reservations.keeper import Keeper
-from carpool_extender.reservations.line import Line
-from carpool_extender.reservations.restorer import Restorer
-from carpool_extender.reservations.settler import Settler
-from carpool_extender.reservations.untracking import Untracker
-from carpool_extender.serving.connections import HELD_S, Connections
-from carpool_extender.serving.departures import Departures
-from carpool_extender.serving.routes import create_app
-from carpool_extender.serving.service import Service
-from carpool_extender.settings import ExtenderSettings
-from carpool_extender.state.cluster import Cluster
-from carpool_extender.state.settling import Stillness
-from carpool_extender.state.standing import Standing
-from carpool_extender.telemetry import KnowledgeCollector, Telemetry
+from carpool_extender.cache.cluster import Cluster
+from carpool_extender.cache.health import Standing
+from carpool_extender.config import ExtenderSettings
+from carpool_extender.connections import HELD_S, Connections
+from carpool_extender.framework.evaluation_cache import Assessments
+from carpool_extender.framework.gang import Gangs
+from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scores import find_policy
+from carpool_extender.informers import Watches
+from carpool_extender.metrics import KnowledgeCollector, Telemetry
+from carpool_extender.queue.nominator import Keeper, Line
+from carpool_extender.reservations.binder import Binder, Inflow, Tools
+from carpool_extender.reservations.gc import Janitor, Restorer
+from carpool_extender.reservations.peaks import Settler, Stillness
+from carpool_extender.reservations.writer import GATHER_S, Book, Untracker
+from carpool_extender.scheduler import Service
+from carpool_extender.server import create_app
+from carpool_extender.terminating_pods import Departures
+from carpool_extender.workloads import JobOptions, Workloads
 
 COMPONENT = "carpool-extender"
 
@@ -96,7 +90,7 @@ def build(
     watches = Watches(api, clock, Cluster(settings.slots_per_gpu, standing))
     registry.register(KnowledgeCollector(watches))
     workloads = Workloads(
-        api, watches, Choices(settings.job_policies, settings.count_peaks), sealer_of(settings.prediction_key)
+        api, watches, JobOptions(settings.job_policies, settings.count_peaks), sealer_of(settings.prediction_key)
     )
     book = Book(api, watches, clock, sleep, gather_s)
     events = EventRecorder(api, clock, COMPONENT)

@@ -22,8 +22,8 @@ from carpool_core.resources.prediction import (
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import GpuUuid, JobUid, PartitionState, PodUid, RequestedMode, SharingMode, Tenancy
 
-from carpool_extender.placement.applicant import Applicant
-from carpool_extender.state.cluster import Cluster
+from carpool_extender.cache.cluster import Cluster
+from carpool_extender.cache.pod_request import Applicant
 
 A100 = "NVIDIA A100-SXM4-40GB"
 T4 = "Tesla T4"

@@ -20,13 +20,13 @@ from carpool_e2e.demo import manifests
 from carpool_e2e.fleet import TAINT
 from carpool_extender.explain.commands import Forecast
 from carpool_extender.explain.enquiry import snapshot
-from carpool_extender.kube.watched import JobRow
-from carpool_extender.kube.workloads import AS_SHIPPED, applicant_of
-from carpool_extender.placement.assessments import Assessment
-from carpool_extender.placement.decide import best_place, reservation
-from carpool_extender.placement.policies import find_policy
-from carpool_extender.placement.rules import Rules
-from carpool_extender.state import ledger
+from carpool_extender.informers import JobRow
+from carpool_extender.workloads import AS_SHIPPED, applicant_of
+from carpool_extender.framework.evaluation_cache import Assessment
+from carpool_extender.framework.selection import best_place, reservation
+from carpool_extender.framework.scores import find_policy
+from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.reservations import ledger
 from carpool_predictor.calibration.config_map import CalibrationMap, Kept
 from carpool_predictor.calibration.document import Calibration
 

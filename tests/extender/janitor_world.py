@@ -7,11 +7,10 @@ from carpool_core.kube.api import GPU_NODES
 from carpool_core.kube.events import EventRecorder
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
-from carpool_extender.kube.watches import Watches
-from carpool_extender.reservations.book import Book
-from carpool_extender.reservations.janitor import Janitor
-from carpool_extender.reservations.restorer import Restorer
-from carpool_extender.state.cluster import Cluster
+from carpool_extender.cache.cluster import Cluster
+from carpool_extender.informers import Watches
+from carpool_extender.reservations.gc import Janitor, Restorer
+from carpool_extender.reservations.writer import Book
 from carpool_extender.testing import until
 
 

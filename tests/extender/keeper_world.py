@@ -5,7 +5,7 @@ import asyncio
 from carpool_core.keys import ANNOTATION_CAPACITY_FREED
 from carpool_core.kube.api import NODES, PODS
 from carpool_core.values import PodUid
-from carpool_extender.kube.wire import BindingArgs
+from carpool_extender.extender_api import BindingArgs
 from carpool_extender.testing import gpu_node, seed_job, seed_node, seed_pod, until
 from extender_world import World, args, background, filtering, named
 from prometheus_client import generate_latest

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from carpool_extender.placement.queueing import QueueOrder
+from carpool_extender.queue.order import QueueOrder
 
 pytestmark = pytest.mark.e2e
 

@@ -11,8 +11,8 @@ import yaml
 from carpool_core.settings import LogFormat, LogLevel
 from carpool_deviceplugin.devices.port import NoDevicesError
 from carpool_deviceplugin.devices.simulated import parse_inventory
-from carpool_extender.placement.policies import POLICIES
-from carpool_extender.placement.queueing import QueueOrder
+from carpool_extender.framework.scores import POLICIES
+from carpool_extender.queue.order import QueueOrder
 
 FOLDER = Path(__file__).parents[2] / "helm" / "carpool"
 VALUES = (FOLDER / "values.yaml").read_text()

@@ -16,7 +16,7 @@ from carpool_core.kube.api import NODES, PODS, KubeApi, Selector
 from carpool_core.kube.errors import KubeError
 from carpool_core.kube.pods import Pod
 from carpool_core.kube.reflector import Reflector
-from carpool_extender.reservations.binding import in_time
+from carpool_extender.reservations.binder import in_time
 
 from carpool_e2e.bench.circumstances import preferred
 from carpool_e2e.bench.memory import listed

@@ -17,16 +17,15 @@ from carpool_core.kube.api import KubeApi
 from carpool_core.kube.client import connect
 from carpool_core.resources.node import GpuNode
 from carpool_core.settings import KubeSettings
-from carpool_extender.kube.watched import WatchedNode
-from carpool_extender.kube.watches import Watches
-from carpool_extender.kube.wire import ExtenderArgs, FilterResult, HostPriority
-from carpool_extender.kube.workloads import Choices, Workloads
-from carpool_extender.placement.assessments import Assessments
-from carpool_extender.placement.decide import filter_nodes, score_nodes
-from carpool_extender.placement.policies import find_policy
-from carpool_extender.placement.rules import Rules
-from carpool_extender.settings import ExtenderSettings
-from carpool_extender.state.cluster import Cluster
+from carpool_extender.cache.cluster import Cluster
+from carpool_extender.config import ExtenderSettings
+from carpool_extender.extender_api import ExtenderArgs, FilterResult, HostPriority
+from carpool_extender.framework.evaluation_cache import Assessments
+from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scores import find_policy
+from carpool_extender.framework.selection import filter_nodes, score_nodes
+from carpool_extender.informers import WatchedNode, Watches
+from carpool_extender.workloads import JobOptions, Workloads
 
 from carpool_e2e.bench.apiserver import PaperApi
 from carpool_e2e.bench.placement import GPUS, SIZES, TENANTS_PER_NODE, WARM_UP, changed, draw_jobs
@@ -76,7 +75,7 @@ async def _measure(nodes: int, decisions: int) -> Profile:
         await asyncio.gather(watching, return_exceptions=True)
         gc.collect()
         gc.freeze()
-        workloads = Workloads(api, watches, Choices(AS_SHIPPED.job_policies, AS_SHIPPED.count_peaks))
+        workloads = Workloads(api, watches, JobOptions(AS_SHIPPED.job_policies, AS_SHIPPED.count_peaks))
         replay = _Replay(paper, watches, workloads)
         took = [await replay.decide(number) for number in range(len(shapes))]
         gc.unfreeze()

@@ -7,16 +7,15 @@ from dataclasses import replace
 import numpy as np
 from carpool_core.values import RequestedMode, Tenancy
 
+from carpool_extender.cache.gpu_table import Columns, Floats, Rows, work_out
+from carpool_extender.cache.health import SILENT
 from carpool_extender.explain.freeing import freed, is_there
 from carpool_extender.explain.paperwork import Case, Change, complete_sets, fails, looked_at
-from carpool_extender.placement.assessments import Assessment
-from carpool_extender.placement.checks import SLACK, Check, Verdict
-from carpool_extender.placement.conditions import Conditions, Quantile
-from carpool_extender.placement.decide import Place, best_place
-from carpool_extender.placement.refusal import counted
-from carpool_extender.state.aggregates import work_out
-from carpool_extender.state.standing import SILENT
-from carpool_extender.state.view import Columns, Floats, Rows
+from carpool_extender.framework.admission_limits import Conditions, Quantile
+from carpool_extender.framework.diagnosis import counted
+from carpool_extender.framework.evaluation_cache import Assessment
+from carpool_extender.framework.filters import SLACK, Check, Verdict
+from carpool_extender.framework.selection import Place, best_place
 
 MOST_TOLD = 3
 """Changes that are told of those that would do."""

@@ -24,14 +24,14 @@ from carpool_predictor.calibration.recalling import model_name
 from carpool_predictor.prediction.estimator import predict
 from carpool_predictor.tracing.source import SubprocessTracer, features_of
 
+from carpool_extender.config import AskSettings
 from carpool_extender.explain.enquiry import Answer, Asker, NoSuchJobError, asked, explained
 from carpool_extender.explain.manifest import ManifestError, checked, read
 from carpool_extender.explain.site import given, settled
-from carpool_extender.kube.workloads import Choices
-from carpool_extender.placement.answers import broken
-from carpool_extender.placement.policies import UnknownPolicyError, find_policy
-from carpool_extender.placement.rules import Rules
-from carpool_extender.settings import AskSettings
+from carpool_extender.framework.diagnosis import broken
+from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scores import UnknownPolicyError, find_policy
+from carpool_extender.workloads import JobOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ def _say(settings: AskSettings, each_gpu: bool, ask: _Ask, *, predicts: bool) ->
         async with connect(settings.kube, clock=clock) as api:
             found, note = await settled(api, settings, flags, predicts=predicts)
             rules = Rules(find_policy(found.policy), found.slots_per_gpu, found.conditions.conditions())
-            choices = Choices(found.job_policies, found.count_peaks)
+            choices = JobOptions(found.job_policies, found.count_peaks)
             answer = await ask(api, found, rules, Asker(clock, choices, found.queue_order, each_gpu))
             return Answer([*answer.lines, note], answer.is_hopeless)
 

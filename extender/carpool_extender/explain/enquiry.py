@@ -16,22 +16,22 @@ from carpool_core.resources.meta import Condition
 from carpool_core.resources.node import GpuNode, Reservation
 from carpool_core.values import GpuUuid, JobState, JobUid, PodUid
 
+from carpool_extender.cache.cluster import Cluster
+from carpool_extender.cache.health import Standing
+from carpool_extender.cache.pod_request import Applicant
+from carpool_extender.cache.usage import seconds
 from carpool_extender.explain.measures import differences
 from carpool_extender.explain.outlook import standing
 from carpool_extender.explain.places import as_if_gone, reserved, unreserved, without_gpus
 from carpool_extender.explain.reading import Workers, gpu_nodes, hosts_of, workers_of
 from carpool_extender.explain.rehearsal import Rehearsal
 from carpool_extender.explain.turns import Queue, queue_of, turn_of
-from carpool_extender.kube.watched import JobRow, JobSpecRow, JobStatusRow
-from carpool_extender.kube.workloads import ANNOTATION_POLICY, AS_SHIPPED, Choices, NotOurs, applicant_of, demand_of_row
-from carpool_extender.placement.answers import lines, with_measures, with_own, with_refusals
-from carpool_extender.placement.applicant import Applicant
-from carpool_extender.placement.decide import explain
-from carpool_extender.placement.queueing import QueueOrder
-from carpool_extender.placement.rules import Rules
-from carpool_extender.state.cluster import Cluster
-from carpool_extender.state.measured import seconds
-from carpool_extender.state.standing import Standing
+from carpool_extender.framework.diagnosis import lines, with_measures, with_own, with_refusals
+from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.selection import explain
+from carpool_extender.informers import JobRow, JobSpecRow, JobStatusRow
+from carpool_extender.queue.order import QueueOrder
+from carpool_extender.workloads import ANNOTATION_POLICY, AS_SHIPPED, JobOptions, NotOurs, applicant_of, demand_of_row
 
 _WAIT_FOR_NO_PLACE = frozenset((JobState.SUSPENDED, JobState.UNPLACEABLE, JobState.BACKING_OFF))
 Predictor = Callable[[GpuTrainingJob, list[str]], Awaitable[GpuTrainingJob]]
@@ -76,7 +76,7 @@ class Asker:
     """Who asks."""
 
     clock: Clock
-    choices: Choices = AS_SHIPPED
+    choices: JobOptions = AS_SHIPPED
     """What the site allows jobs."""
     order: QueueOrder = QueueOrder.ALTERNATE
     """How the site sorts those that wait."""

@@ -6,11 +6,10 @@ from itertools import groupby
 
 import numpy as np
 
+from carpool_extender.cache.gpu_table import NOBODY, Columns, work_out
 from carpool_extender.explain.paperwork import Case, Change, complete_sets, looked_at, team_of
-from carpool_extender.placement.refusal import counted
-from carpool_extender.placement.room import room
-from carpool_extender.state.aggregates import work_out
-from carpool_extender.state.view import NOBODY, Columns
+from carpool_extender.framework.diagnosis import counted
+from carpool_extender.framework.gang import room
 
 MOST_FREED = 32
 """GPUs that are freed on paper for the workers of one job."""

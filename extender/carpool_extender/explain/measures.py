@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from carpool_core.resources.node import GpuNode, Reservation
 from carpool_core.values import GpuUuid
 
-from carpool_extender.state.measured import Known, counted_tenants, known_of, promised
+from carpool_extender.cache.usage import Known, counted_tenants, known_of, promised
 
 
 def differences(node: GpuNode) -> Mapping[GpuUuid, str]:

@@ -7,12 +7,12 @@ import numpy as np
 from carpool_core.resources.node import GpuNode
 from carpool_core.values import GpuUuid
 
+from carpool_extender.cache.cluster import Cluster
+from carpool_extender.cache.pod_request import Applicant
 from carpool_extender.explain.places import as_if_gone
-from carpool_extender.placement.applicant import Applicant
-from carpool_extender.placement.assessments import Assessment
-from carpool_extender.placement.room import room
-from carpool_extender.placement.rules import Rules
-from carpool_extender.state.cluster import Cluster
+from carpool_extender.framework.evaluation_cache import Assessment
+from carpool_extender.framework.gang import room
+from carpool_extender.framework.scheduler_config import Rules
 
 
 class PaperRoom:

@@ -10,13 +10,13 @@ import numpy as np
 from carpool_core.demand import Demand
 from carpool_core.values import GpuUuid
 
+from carpool_extender.cache.gpu_table import MODES, Bools, Columns, Floats, Rows, View
+from carpool_extender.cache.pod_request import Applicant
 from carpool_extender.explain.paperroom import PaperRoom
-from carpool_extender.placement.applicant import Applicant
-from carpool_extender.placement.assessments import Assessment
-from carpool_extender.placement.checks import Check, Verdict, look
-from carpool_extender.placement.decide import Place, best_place
-from carpool_extender.placement.rules import Rules
-from carpool_extender.state.view import MODES, Bools, Columns, Floats, Rows, View
+from carpool_extender.framework.evaluation_cache import Assessment
+from carpool_extender.framework.filters import Check, Verdict, look
+from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.selection import Place, best_place
 
 
 class Change(NamedTuple):

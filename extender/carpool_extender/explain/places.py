@@ -10,9 +10,9 @@ from carpool_core.resources.job import WorkerPlacement
 from carpool_core.resources.node import GpuNode, Reservation
 from carpool_core.values import PodUid
 
+from carpool_extender.cache.health import listed
 from carpool_extender.explain.reading import Offers, Workers
 from carpool_extender.explain.speed import pace_there
-from carpool_extender.state.doubts import listed
 
 _UNSAID = "no reason was written"
 

@@ -7,13 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from carpool_extender.placement.assessments import Assessment
-from carpool_extender.placement.checks import Verdict
-from carpool_extender.placement.choices import Choices, best_of, select, ties
-from carpool_extender.placement.policies import Policy
-from carpool_extender.placement.refusal import counted
-from carpool_extender.state.grid import Grid
-from carpool_extender.state.view import Bools
+from carpool_extender.cache.gpu_table import Bools, Grid
+from carpool_extender.framework.candidates import Choices, best_of, select, ties
+from carpool_extender.framework.diagnosis import counted
+from carpool_extender.framework.evaluation_cache import Assessment
+from carpool_extender.framework.filters import Verdict
+from carpool_extender.framework.scores import Policy
 
 MOST_TOLD = 4
 """Lines of a ranking, the winner's among them."""

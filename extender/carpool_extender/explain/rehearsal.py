@@ -11,21 +11,19 @@ from typing import Protocol
 import numpy as np
 from carpool_core.values import GpuUuid, PodUid
 
+from carpool_extender.cache.cluster import Cluster
+from carpool_extender.cache.gpu_table import Bools, View
+from carpool_extender.cache.pod_request import Applicant
 from carpool_extender.explain.changes import needed
 from carpool_extender.explain.paperroom import PaperRoom
 from carpool_extender.explain.paperwork import Case
 from carpool_extender.explain.ranking import ranked
 from carpool_extender.explain.speed import pace_there
-from carpool_extender.placement.applicant import Applicant
-from carpool_extender.placement.assessments import Assessment, Assessments
-from carpool_extender.placement.decide import Place, filter_nodes
-from carpool_extender.placement.ever import never_fits
-from carpool_extender.placement.gangs import Gangs, Seen
-from carpool_extender.placement.paper import placed
-from carpool_extender.placement.refusal import PREFIX, counted
-from carpool_extender.placement.rules import Rules
-from carpool_extender.state.cluster import Cluster
-from carpool_extender.state.view import Bools, View
+from carpool_extender.framework.diagnosis import PREFIX, counted
+from carpool_extender.framework.evaluation_cache import Assessment, Assessments
+from carpool_extender.framework.gang import Gangs, Seen, never_fits, placed
+from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.selection import Place, filter_nodes
 
 MOST_TRIED = 128
 """Workers that are placed on paper one after the other: it takes a while, and nobody reads of more."""

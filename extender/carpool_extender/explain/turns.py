@@ -15,13 +15,12 @@ from carpool_core.lengths import UNKNOWN_S, told
 from carpool_core.resources.node import GpuNode
 from carpool_core.values import JobUid
 
+from carpool_extender.cache.gpu_table import View
+from carpool_extender.cache.pod_request import Applicant
 from carpool_extender.explain.reading import all_of
-from carpool_extender.kube.watched import JobRow
-from carpool_extender.kube.workloads import Choices, NotOurs, applicant_of
-from carpool_extender.placement.applicant import Applicant
-from carpool_extender.placement.queueing import End, QueueOrder, Ticket, served
-from carpool_extender.placement.tickets import came_s, length_in, rung_in
-from carpool_extender.state.view import View
+from carpool_extender.informers import JobRow
+from carpool_extender.queue.order import End, QueueOrder, Ticket, came_s, length_in, rung_in, served
+from carpool_extender.workloads import JobOptions, NotOurs, applicant_of
 
 T = TypeVar("T")
 
@@ -84,7 +83,7 @@ def turn_of(
     view: View,
     order: QueueOrder,
     *,
-    choices: Choices,
+    choices: JobOptions,
     clock: Clock,
     has_class: bool = False,
 ) -> list[str]:

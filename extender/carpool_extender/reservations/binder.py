@@ -1,42 +1,340 @@
 """Bind: decide once more, reserve, wait for the node's agent, bind. Idempotent by pod UID, safe to kill anywhere."""
 
 import asyncio
-from collections.abc import Awaitable, Container
-from contextlib import ExitStack, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import msgspec
 import structlog
-from carpool_core.clock import rfc3339
-from carpool_core.kube.api import PODS
-from carpool_core.kube.errors import KubeError, NotFound
+from carpool_core.clock import Clock, parse_rfc3339, rfc3339
+from carpool_core.keys import ANNOTATION_GPUS, ANNOTATION_MEMORY, ANNOTATION_MODE, ANNOTATION_REASON
+from carpool_core.kube.api import PODS, KubeApi
+from carpool_core.kube.errors import Conflict, KubeError, NotFound, Refused, Retryable, Unreachable
+from carpool_core.kube.events import EventRecorder
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.node import GpuNode, GpuNodeSpec, Reservation
-from carpool_core.values import PartitionState, PodUid
+from carpool_core.values import JobUid, PartitionState, PodUid
 
-from carpool_extender.kube.watches import Watches
-from carpool_extender.kube.wire import BindingArgs
-from carpool_extender.kube.workloads import NotOurs, NotYet, Workloads, too_many
-from carpool_extender.placement.applicant import Applicant
-from carpool_extender.placement.assessments import Assessments
-from carpool_extender.placement.decide import place, reservation
-from carpool_extender.placement.gangs import Gangs
-from carpool_extender.reservations.binding import (
-    AbandonedError,
-    BindError,
-    Poster,
-    Tools,
-    check_unbound,
-    in_time,
-    named,
-)
-from carpool_extender.reservations.book import Book, Refusal
-from carpool_extender.reservations.inflow import Inflow
-from carpool_extender.reservations.keeper import Keeper
-from carpool_extender.reservations.turns import Turns
-from carpool_extender.state import ledger
-from carpool_extender.state.doubts import tells_nothing_new
+from carpool_extender.cache.health import Standing, tells_nothing_new
+from carpool_extender.cache.pod_request import Applicant
+from carpool_extender.extender_api import BindingArgs
+from carpool_extender.framework.evaluation_cache import Assessments
+from carpool_extender.framework.gang import Gangs
+from carpool_extender.framework.selection import place, reservation
+from carpool_extender.informers import Watches
+from carpool_extender.metrics import Telemetry
+from carpool_extender.queue.nominator import Keeper
+from carpool_extender.reservations import ledger
+from carpool_extender.reservations.writer import Book, Refusal
+from carpool_extender.workloads import NotOurs, NotYet, Workloads, too_many
+
+TRIES = 3
+PAUSE_S = 0.2
+LATE_S = 5.0
+"""How long after its deadline a Binding may still be on its way; less than the janitor's grace."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What binding needs of the world."""
+
+    api: KubeApi
+    clock: Clock
+    sleep: Callable[[float], Awaitable[Any]]
+    events: EventRecorder
+    telemetry: Telemetry
+    standing: Standing
+
+
+class BindError(Exception):
+    """The pod was not bound, or nobody knows; whatever is reserved stays until its deadline. `str()` says why."""
+
+
+class AbandonedError(BindError):
+    """The pod was certainly not bound, so its reservation is given back."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def named(args: BindingArgs) -> str:
+    """Name a pod for people."""
+    return f"pod {args.pod_namespace}/{args.pod_name}"
+
+
+def check_unbound(pod: Pod, args: BindingArgs) -> None:
+    """See that a pod can still be bound.
+
+    Raises:
+        BindError: It cannot.
+    """
+    if pod.spec.node_name:
+        raise BindError(f"{named(args)} is bound to node {pod.spec.node_name}, so it cannot be bound to {args.node}")
+    if pod.is_finished or pod.metadata.deletion_timestamp is not None:
+        raise BindError(f"{named(args)} has finished or is being deleted, so it is not bound")
+
+
+async def in_time(work: Awaitable[T], limit_s: float, sleep: Callable[[float], Awaitable[Any]]) -> T:
+    """Wait for some work so long and no longer.
+
+    Args:
+        work: What is waited for; it is cancelled where it takes too long.
+        limit_s: Seconds that it may take.
+        sleep: Tells when they are over.
+
+    Raises:
+        TimeoutError: It took longer.
+    """
+    working = asyncio.ensure_future(work)
+    timer = asyncio.ensure_future(sleep(max(0.0, limit_s)))
+    try:
+        await asyncio.wait({working, timer}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+    finally:
+        working.cancel()
+        timer.cancel()
+    raise TimeoutError(f"expected an answer within {limit_s:.0f} s, found none")
+
+
+def binding_of(reserved: Reservation, node: str) -> dict[str, Any]:
+    """Build the Binding of a reservation's pod, with annotations for people and for runtimes without CDI.
+
+    Its UID is a precondition. The API server merges the annotations into the pod in the same write as `nodeName`.
+    Nothing of ours trusts them.
+    """
+    annotations = {
+        ANNOTATION_GPUS: ",".join(reserved.gpu_uuids),
+        ANNOTATION_MODE: reserved.mode.value,
+        ANNOTATION_REASON: reserved.reason,
+    }
+    if reserved.memory_limit_mib is not None:
+        annotations[ANNOTATION_MEMORY] = str(reserved.memory_limit_mib)
+    return {
+        "apiVersion": "v1",
+        "kind": "Binding",
+        "metadata": {
+            "name": reserved.pod_name,
+            "namespace": reserved.pod_namespace,
+            "uid": reserved.pod_uid,
+            "annotations": annotations,
+        },
+        "target": {"apiVersion": "v1", "kind": "Node", "name": node},
+    }
+
+
+class Poster:
+    """Writes Bindings.
+
+    Args:
+        api: The Kubernetes API.
+        clock: Tells whether a reservation may still be bound.
+        sleep: Waits between tries.
+    """
+
+    def __init__(self, api: KubeApi, clock: Clock, sleep: Callable[[float], Awaitable[Any]]) -> None:
+        self._api, self._clock, self._sleep = api, clock, sleep
+        self._log = structlog.get_logger()
+
+    def seconds_left(self, reserved: Reservation) -> float:
+        """Return how long a reservation lives still."""
+        return (parse_rfc3339(reserved.deadline) - self._clock.now()).total_seconds()
+
+    async def post(self, args: BindingArgs, reserved: Reservation) -> None:
+        """Bind; where the answer leaves it open, read the pod.
+
+        Raises:
+            AbandonedError: The pod was not bound.
+            BindError: Whether it was is not known.
+        """
+        for attempt in range(TRIES):
+            if self.seconds_left(reserved) < -LATE_S:
+                # Other extenders may release the reservation from now on, so the pod must not be bound on it.
+                break
+            definite = await self._try(args, reserved)
+            if definite is None or await self._is_bound(args):
+                return
+            if isinstance(definite, Refused | Conflict) and attempt == 0:
+                raise AbandonedError("BindingRefused", f"{named(args)} was not bound: {definite}") from definite
+            if isinstance(definite, Refused | Conflict):
+                break
+            await self._sleep(PAUSE_S * 2**attempt)
+        raise BindError(
+            f"whether {named(args)} was bound to node {args.node} is not known, because the API server did not answer "
+            f"in time; its reservation stays until {reserved.deadline}"
+        )
+
+    async def _try(self, args: BindingArgs, reserved: Reservation) -> KubeError | None:
+        """Write the Binding once; return what came of it instead.
+
+        Nothing is waited for beyond the time in which the reservation surely stands: the call itself may take longer.
+        """
+        body = binding_of(reserved, args.node)
+        call = self._api.create(PODS, body, namespace=args.pod_namespace, name=args.pod_name, subresource="binding")
+        try:
+            await in_time(call, self.seconds_left(reserved) + LATE_S, self._sleep)
+        except (Conflict, Refused) as error:
+            return error
+        except TimeoutError as error:
+            self._log.warning("binding unanswered", pod=named(args), error=str(error))
+            return Unreachable(str(error))
+        except Retryable as error:
+            self._log.warning("binding unanswered", pod=named(args), error=str(error))
+            return error
+        return None
+
+    async def read(self, args: BindingArgs) -> Pod:
+        """Read the pod from the server.
+
+        Raises:
+            AbandonedError: It is gone, or another one has its name.
+            KubeError: It could not be read.
+        """
+        try:
+            pod = await self._api.get(PODS, args.pod_name, Pod, namespace=args.pod_namespace)
+        except NotFound as error:
+            raise AbandonedError("PodGone", f"{named(args)} no longer exists") from error
+        if pod.metadata.uid != args.pod_uid:
+            raise AbandonedError("PodGone", f"{named(args)} has UID {pod.metadata.uid} now, not {args.pod_uid}")
+        return pod
+
+    async def _is_bound(self, args: BindingArgs) -> bool:
+        """Read whether the pod is bound as decided. Raises AbandonedError where it never can be: gone, or elsewhere."""
+        try:
+            pod = await self.read(args)
+        except Retryable:
+            return False
+        if pod.spec.node_name not in ("", args.node):
+            raise AbandonedError("BoundElsewhere", f"{named(args)} is bound to node {pod.spec.node_name} already")
+        return pod.spec.node_name == args.node
+
+
+FIRST, LEAST, MOST = 128, 32, 512
+"""Binds that may be under way at once: at first, and whatever happens. A control plane that does nothing else has forty
+to eighty, so that nothing is kept back there."""
+QUICK, SLOW = 0.15, 0.6
+"""A bind that took less of the time for which a reservation lasts shows that there is room for more of them, one that
+took more of it that there are too many."""
+MORE = 0.25
+"""What a quick bind adds to the number: those that began before many others are quick, too."""
+CUT, CUT_EVERY_S = 0.75, 5.0
+"""What is left of the number after a slow bind, and for how long later slow ones tell nothing new."""
+PATIENCE_S = 5.0
+"""Longest that a pod is kept back: binds that wait for a sick node's agent hold up nobody for long."""
+
+
+class Inflow:
+    """Keeps pods back while as many are being bound as can be.
+
+    kube-scheduler offers the next pod while the last is being bound, as fast as the extender answers. On a machine that
+    is too busy the binds grow in number until each takes longer than a reservation lasts. Then all of them are given
+    back and tried again, which is more work than before, and nothing is bound any more. So a pod is offered a place
+    only where few enough are under way, of which there may be one more with every few quick binds, and a quarter less
+    with a slow one. kube-scheduler asks about one pod at a time, and waits meanwhile.
+
+    Args:
+        clock: Tells how long binds take.
+        sleep: Ends the patience of a pod.
+        timeout_s: Seconds for which a reservation lasts.
+    """
+
+    def __init__(self, clock: Clock, sleep: Callable[[float], Awaitable[Any]], timeout_s: float) -> None:
+        self._clock, self._sleep = clock, sleep
+        self._quick_s, self._slow_s = QUICK * timeout_s, SLOW * timeout_s
+        self._under_way = 0
+        self._cut_at = clock.monotonic() - CUT_EVERY_S
+        self._left = asyncio.Event()
+        self.limit: float = FIRST
+        """Binds that may be under way at once."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as many binds are under way as may be."""
+        return self._under_way >= self.limit
+
+    async def room(self) -> None:
+        """Wait until another pod may be bound, or has waited long enough."""
+        if self.is_full:
+            with suppress(TimeoutError):
+                await in_time(self._until_room(), PATIENCE_S, self._sleep)
+
+    async def _until_room(self) -> None:
+        while self.is_full:
+            self._left.clear()
+            await self._left.wait()
+
+    def enter(self) -> None:
+        """Count a bind that has begun."""
+        self._under_way += 1
+
+    def leave(self) -> None:
+        """Count a bind that has ended."""
+        self._under_way -= 1
+        self._left.set()
+
+    @asynccontextmanager
+    async def aside(self) -> AsyncIterator[None]:
+        """Do not count a bind that waits for others of its job, and have it wait for room like one that begins.
+
+        Otherwise the workers of a job of more of them than may be under way would keep everybody else back.
+        """
+        self.leave()
+        try:
+            yield
+            await self.room()
+        finally:
+            self.enter()
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Learn from how long a bind takes; one that failed at once tells nothing."""
+        began, succeeded = self._clock.monotonic(), False
+        try:
+            yield
+            succeeded = True
+        finally:
+            now = self._clock.monotonic()
+            if now - began >= self._slow_s:
+                self._cut(now)
+            elif succeeded and now - began < self._quick_s and 2 * self._under_way > self.limit:
+                self.limit = min(MOST, self.limit + MORE)
+
+    def _cut(self, now: float) -> None:
+        if now - self._cut_at >= CUT_EVERY_S:
+            self._cut_at = now
+            self.limit = max(LEAST, CUT * self.limit)
+
+
+class Turns:
+    """Lets workers of a job reserve one after the other: two at once would not see each other's reservation.
+
+    Args:
+        inflow: Counts binds that are under way; one that waits for its turn is not.
+    """
+
+    def __init__(self, inflow: Inflow) -> None:
+        self._inflow = inflow
+        self._locks: WeakValueDictionary[JobUid, asyncio.Lock] = WeakValueDictionary()
+
+    @asynccontextmanager
+    async def of(self, job: JobUid) -> AsyncIterator[None]:
+        """Wait for the turn of a worker of a job, and have it until the block ends."""
+        lock = self._locks.setdefault(job, asyncio.Lock())
+        async with AsyncExitStack() as turn:
+            if lock.locked():
+                async with self._inflow.aside():
+                    await turn.enter_async_context(lock)
+            else:
+                await turn.enter_async_context(lock)
+            yield
+
 
 UNPREPARED = ("PartitionFailed", "PartitionTimeout")
 """Reasons of an `AbandonedError` that lie with the GPUs: others are tried first from then on."""

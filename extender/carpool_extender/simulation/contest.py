@@ -8,10 +8,10 @@ from statistics import fmean, stdev
 
 from carpool_core.values import SharingMode
 
-from carpool_extender.placement.checks import NO_CONDITIONS
-from carpool_extender.placement.conditions import Conditions, Quantile
-from carpool_extender.placement.policies import POLICIES, UnknownPolicyError, find_policy
-from carpool_extender.placement.queueing import QueueOrder
+from carpool_extender.framework.admission_limits import Conditions, Quantile
+from carpool_extender.framework.filters import NO_CONDITIONS
+from carpool_extender.framework.scores import POLICIES, UnknownPolicyError, find_policy
+from carpool_extender.queue.order import QueueOrder
 from carpool_extender.simulation.engine.loop import Simulation
 from carpool_extender.simulation.engine.state import Finished, Outcome
 from carpool_extender.simulation.engine.strategy import Knowledge, Piece, Strategy

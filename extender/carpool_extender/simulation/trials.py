@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from carpool_extender.placement.checks import NO_CONDITIONS
-from carpool_extender.placement.conditions import Conditions
-from carpool_extender.placement.queueing import QueueOrder
-from carpool_extender.placement.refusal import counted
+from carpool_extender.framework.admission_limits import Conditions
+from carpool_extender.framework.diagnosis import counted
+from carpool_extender.framework.filters import NO_CONDITIONS
+from carpool_extender.queue.order import QueueOrder
 from carpool_extender.simulation import progress
 from carpool_extender.simulation.contest import (
     ARRIVAL,

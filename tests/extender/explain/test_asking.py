@@ -13,16 +13,16 @@ from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.prediction import Prediction
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import JobUid, Precision, SharingMode
+from carpool_extender.cache.health import SILENCE_S
+from carpool_extender.config import AskSettings
 from carpool_extender.explain.commands import Forecast, forecast
 from carpool_extender.explain.enquiry import Asker, asked, explained
-from carpool_extender.kube.workloads import Choices
-from carpool_extender.placement.answers import broken
-from carpool_extender.placement.conditions import Conditions
-from carpool_extender.placement.policies import find_policy
-from carpool_extender.placement.rules import Rules
-from carpool_extender.settings import AskSettings
-from carpool_extender.state.standing import SILENCE_S
+from carpool_extender.framework.admission_limits import Conditions
+from carpool_extender.framework.diagnosis import broken
+from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scores import find_policy
 from carpool_extender.testing import T4, device, gpu_node, seed_job, seed_node, tenant
+from carpool_extender.workloads import JobOptions
 from carpool_predictor.calibration.config_map import KEY, CalibrationMap, Kept
 from carpool_predictor.calibration.document import SIMULATED, Calibration, Expected, Measured, Stack
 from carpool_predictor.calibration.observe import observe
@@ -81,7 +81,7 @@ async def test_a_job_may_choose_its_policy_only_where_the_site_lets_it():
     kube, mine = FakeKube(), job_of(**{"carpool.dev/policy": "exclusive"})
     seed_node(kube, gpu_node("a", 1))
     assert ((await asked(kube, mine, RULES, predicted, ASKER)).lines)[-1].startswith("PolicyNotAllowed: ")
-    told = (await asked(kube, mine, RULES, predicted, Asker(CLOCK, Choices(policies=True)))).lines
+    told = (await asked(kube, mine, RULES, predicted, Asker(CLOCK, JobOptions(policies=True)))).lines
     assert told[1].startswith("would go to a (a step takes about 100 ms there): exclusive: Exclusive on GPU 0")
 
 

@@ -8,10 +8,10 @@ from carpool_core.values import DeviceHealth, RequestedMode, SharingMode, Tenanc
 from carpool_extender.explain.changes import needed
 from carpool_extender.explain.enquiry import asked, explained
 from carpool_extender.explain.paperwork import Case
-from carpool_extender.placement.assessments import Assessment
-from carpool_extender.placement.conditions import Conditions, Quantile
-from carpool_extender.placement.policies import find_policy
-from carpool_extender.placement.rules import Rules
+from carpool_extender.framework.admission_limits import Conditions, Quantile
+from carpool_extender.framework.evaluation_cache import Assessment
+from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scores import find_policy
 from carpool_extender.testing import T4, applicant, cluster, device, gpu_node, prediction, seed_job, seed_node, tenant
 
 MPS, TURNS, ALONE = SharingMode.MPS, SharingMode.TIME_SLICING, SharingMode.EXCLUSIVE

@@ -7,10 +7,10 @@ from carpool_core.testing.kube import FakeKube
 from carpool_core.values import SharingMode
 from carpool_extender.explain.enquiry import asked
 from carpool_extender.explain.ranking import MOST_TOLD, ranked, ranking
-from carpool_extender.placement.assessments import Assessment
-from carpool_extender.placement.decide import best_place
-from carpool_extender.placement.policies import POLICIES, Policy, Score, find_policy
-from carpool_extender.placement.rules import Rules
+from carpool_extender.framework.evaluation_cache import Assessment
+from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scores import POLICIES, Policy, Score, find_policy
+from carpool_extender.framework.selection import best_place
 from carpool_extender.testing import applicant, cluster, device, gpu_node, prediction, seed_node, tenant
 from hypothesis import given
 from hypothesis import strategies as st

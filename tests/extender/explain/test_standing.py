@@ -11,13 +11,13 @@ from carpool_core.kube.errors import NotFound
 from carpool_core.resources.node import Tenant
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import JobUid, SharingMode
+from carpool_extender.cache.usage import SETTLED_S
 from carpool_extender.explain.enquiry import Asker, NoSuchJobError, asked, explained
-from carpool_extender.kube.workloads import Choices
-from carpool_extender.placement.conditions import Conditions
-from carpool_extender.placement.policies import find_policy
-from carpool_extender.placement.rules import Rules
-from carpool_extender.state.measured import SETTLED_S
+from carpool_extender.framework.admission_limits import Conditions
+from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scores import find_policy
 from carpool_extender.testing import T4, device, gpu_node, prediction, seed_job, seed_node, tenant
+from carpool_extender.workloads import JobOptions
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ async def test_a_policy_that_the_job_chose_itself_counts_and_it_is_said():
     body = kube.dump(GPU_TRAINING_JOBS, "x", "default")
     body["metadata"]["annotations"] = {"carpool.dev/policy": "best-fit"}
     kube.seed(GPU_TRAINING_JOBS, body)
-    allowed = Asker(CLOCK, Choices(policies=True))
+    allowed = Asker(CLOCK, JobOptions(policies=True))
     told = (await explained(kube, "x", "default", Rules(find_policy("worst-fit"), 8), allowed)).lines
     assert told[1].startswith(f"{STAYS} best-fit it would go to a ")
     assert "by its annotation carpool.dev/policy it goes by best-fit, not by worst-fit" in told

@@ -8,9 +8,9 @@ from carpool_core.kube.errors import Forbidden, Invalid
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import JobUid, PodUid
 from carpool_extender.explain.enquiry import Asker, asked, explained
-from carpool_extender.kube.workloads import ANNOTATION_POLICY
-from carpool_extender.placement.queueing import QueueOrder
+from carpool_extender.queue.order import QueueOrder
 from carpool_extender.testing import gpu_node, pod_of, seed_job, seed_node, seed_pod, tenant
+from carpool_extender.workloads import ANNOTATION_POLICY
 
 BEFORE = "; those before it are served first where there is a place for them, too"
 

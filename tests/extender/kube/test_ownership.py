@@ -9,7 +9,7 @@ from carpool_core.kube.api import GPU_TRAINING_JOBS, PODS
 from carpool_core.kube.errors import Invalid
 from carpool_core.kube.pods import Pod
 from carpool_core.values import SharingMode
-from carpool_extender.kube.wire import BindingArgs, ExtenderArgs
+from carpool_extender.extender_api import BindingArgs, ExtenderArgs
 from carpool_extender.testing import (
     gpu_node,
     pod_of,

@@ -8,7 +8,7 @@ from carpool_core.keys import ANNOTATION_PREDICTION
 from carpool_core.kube.api import GPU_TRAINING_JOBS, PODS
 from carpool_core.kube.pods import Pod
 from carpool_core.sealing import Sealed, Sealer
-from carpool_extender.kube.wire import ExtenderArgs
+from carpool_extender.extender_api import ExtenderArgs
 from carpool_extender.testing import gpu_node, pod_of, prediction, seed_job, seed_node, until
 from extender_world import NAMES, World, args, background, named
 

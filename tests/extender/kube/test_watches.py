@@ -10,12 +10,11 @@ from carpool_core.kube.pods import Container
 from carpool_core.resources.node import GpuNode
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
-from carpool_extender.kube.watched import WatchedJob, WatchedPod
-from carpool_extender.kube.watches import Watches
-from carpool_extender.placement.decide import explain
-from carpool_extender.placement.policies import find_policy
-from carpool_extender.placement.rules import Rules
-from carpool_extender.state.cluster import Cluster
+from carpool_extender.cache.cluster import Cluster
+from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scores import find_policy
+from carpool_extender.framework.selection import explain
+from carpool_extender.informers import WatchedJob, WatchedPod, Watches
 from carpool_extender.testing import applicant, device, gpu_node, pod_of, seed_node, tenant, until
 from structlog.testing import capture_logs
 

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from carpool_core.testing.clock import FakeClock
 from carpool_core.values import Tenancy
-from carpool_extender.placement.assessments import REMEMBERED, Assessment, Assessments
-from carpool_extender.placement.decide import FEW, MOST_CANDIDATES, SPARE, filter_nodes, place, score_nodes
-from carpool_extender.placement.policies import POLICIES, find_policy
-from carpool_extender.placement.rules import Rules
-from carpool_extender.state.cluster import Cluster
-from carpool_extender.state.standing import SILENCE_S, Standing
+from carpool_extender.cache.cluster import Cluster
+from carpool_extender.cache.health import SILENCE_S, Standing
+from carpool_extender.framework.evaluation_cache import REMEMBERED, Assessment, Assessments
+from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scores import POLICIES, find_policy
+from carpool_extender.framework.selection import FEW, MOST_CANDIDATES, SPARE, filter_nodes, place, score_nodes
 from carpool_extender.testing import applicant, cluster, gpu_node, prediction, tenant
 from hypothesis import given
 from hypothesis import strategies as st

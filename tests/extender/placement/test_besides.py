@@ -2,14 +2,13 @@
 
 import pytest
 from carpool_core.values import DeviceHealth, RequestedMode, SharingMode
-from carpool_extender.placement.assessments import Assessment
-from carpool_extender.placement.besides import failing_besides, in_full, rooms
-from carpool_extender.placement.checks import Check
-from carpool_extender.placement.conditions import Conditions
-from carpool_extender.placement.decide import explain
-from carpool_extender.placement.policies import find_policy
-from carpool_extender.placement.refusal import outcome
-from carpool_extender.placement.rules import Rules
+from carpool_extender.framework.admission_limits import Conditions
+from carpool_extender.framework.diagnosis import failing_besides, in_full, outcome, rooms
+from carpool_extender.framework.evaluation_cache import Assessment
+from carpool_extender.framework.filters import Check
+from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scores import find_policy
+from carpool_extender.framework.selection import explain
 from carpool_extender.testing import T4, applicant, cluster, device, gpu_node, prediction, tenant
 
 GPU = "GPU-a-0"

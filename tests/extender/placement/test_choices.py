@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 from carpool_core.values import SharingMode
-from carpool_extender.placement.assessments import Assessment
-from carpool_extender.placement.decide import FEW, filter_nodes, place, score_nodes
-from carpool_extender.placement.policies import POLICIES, UnknownPolicyError, find_policy
-from carpool_extender.placement.rules import Rules
+from carpool_extender.framework.evaluation_cache import Assessment
+from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scores import POLICIES, UnknownPolicyError, find_policy
+from carpool_extender.framework.selection import FEW, filter_nodes, place, score_nodes
 from carpool_extender.testing import applicant, cluster, device, gpu_node, prediction, tenant
 from hypothesis import given
 from hypothesis import strategies as st

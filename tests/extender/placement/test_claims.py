@@ -6,10 +6,10 @@ import msgspec
 import numpy as np
 import pytest
 from carpool_core.values import DeviceHealth, GpuUuid, SharingMode
-from carpool_extender.placement.assessments import Assessment, Assessments
-from carpool_extender.placement.decide import explain, filter_nodes
-from carpool_extender.placement.policies import find_policy
-from carpool_extender.placement.rules import Rules
+from carpool_extender.framework.evaluation_cache import Assessment, Assessments
+from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scores import find_policy
+from carpool_extender.framework.selection import explain, filter_nodes
 from carpool_extender.testing import applicant, cluster, device, gpu_node, tenant
 from hypothesis import given
 from hypothesis import strategies as st

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 from carpool_core.values import SharingMode
-from carpool_extender.placement.assessments import Assessment
-from carpool_extender.placement.checks import PASSED, Check
-from carpool_extender.placement.conditions import Conditions, Quantile
-from carpool_extender.placement.policies import find_policy
-from carpool_extender.placement.rules import Rules
+from carpool_extender.framework.admission_limits import Conditions, Quantile
+from carpool_extender.framework.evaluation_cache import Assessment
+from carpool_extender.framework.filters import PASSED, Check
+from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scores import find_policy
 from carpool_extender.testing import applicant, cluster, gpu_node, prediction, tenant
 from carpool_predictor.cost_models.slowdown import slowdowns, upper_slowdowns
 from hypothesis import given

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 from carpool_core.resources.prediction import Interval
 from carpool_core.values import DeviceHealth, RequestedMode, SharingMode, Tenancy
-from carpool_extender.placement.assessments import Assessment
-from carpool_extender.placement.checks import PASSED, Check
-from carpool_extender.placement.decide import place
-from carpool_extender.placement.policies import find_policy
-from carpool_extender.placement.rules import Rules
+from carpool_extender.framework.evaluation_cache import Assessment
+from carpool_extender.framework.filters import PASSED, Check
+from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scores import find_policy
+from carpool_extender.framework.selection import place
 from carpool_extender.testing import T4, applicant, cluster, device, gpu_node, prediction, tenant
 
 MPS, TURNS, ALONE = SharingMode.MPS, SharingMode.TIME_SLICING, SharingMode.EXCLUSIVE

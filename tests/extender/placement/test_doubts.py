@@ -4,11 +4,11 @@ import msgspec
 import pytest
 from carpool_core.resources.node import Tenant
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
-from carpool_extender.placement.assessments import Assessment
-from carpool_extender.placement.decide import explain, filter_nodes
-from carpool_extender.placement.policies import find_policy
-from carpool_extender.placement.rules import Rules
-from carpool_extender.state.doubts import tells_nothing_new
+from carpool_extender.cache.health import tells_nothing_new
+from carpool_extender.framework.evaluation_cache import Assessment
+from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scores import find_policy
+from carpool_extender.framework.selection import explain, filter_nodes
 from carpool_extender.testing import applicant, cluster, device, gpu_node, prediction, tenant
 
 RULES = Rules(find_policy("least-slowdown"), slots=8)

@@ -2,11 +2,11 @@
 
 import pytest
 from carpool_core.values import DeviceHealth, RequestedMode, SharingMode
-from carpool_extender.placement.assessments import Assessment
-from carpool_extender.placement.conditions import Conditions
-from carpool_extender.placement.ever import never_fits, workers_ever
-from carpool_extender.placement.policies import find_policy
-from carpool_extender.placement.rules import Rules
+from carpool_extender.framework.admission_limits import Conditions
+from carpool_extender.framework.evaluation_cache import Assessment
+from carpool_extender.framework.gang import never_fits, workers_ever
+from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scores import find_policy
 from carpool_extender.testing import T4, applicant, cluster, device, gpu_node, prediction, tenant
 
 RULES = Rules(find_policy("least-slowdown"), slots=8)

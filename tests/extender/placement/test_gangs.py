@@ -2,16 +2,16 @@
 
 import pytest
 from carpool_core.values import PodUid, RequestedMode, SharingMode
-from carpool_extender.placement.applicant import Applicant
-from carpool_extender.placement.assessments import Assessment, Assessments
-from carpool_extender.placement.choices import MAX_SCORE
-from carpool_extender.placement.conditions import Conditions
-from carpool_extender.placement.decide import filter_nodes, place, score_nodes
-from carpool_extender.placement.gangs import Gangs
-from carpool_extender.placement.policies import find_policy
-from carpool_extender.placement.rules import Rules
-from carpool_extender.state.cluster import Cluster
-from carpool_extender.state.islands import islands
+from carpool_extender.cache.cluster import Cluster
+from carpool_extender.cache.gpu_table import islands
+from carpool_extender.cache.pod_request import Applicant
+from carpool_extender.framework.admission_limits import Conditions
+from carpool_extender.framework.candidates import MAX_SCORE
+from carpool_extender.framework.evaluation_cache import Assessment, Assessments
+from carpool_extender.framework.gang import Gangs
+from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scores import find_policy
+from carpool_extender.framework.selection import filter_nodes, place, score_nodes
 from carpool_extender.testing import applicant, cluster, demand, device, gpu_node, prediction, tenant
 
 RULES = Rules(find_policy("least-slowdown"), slots=8)

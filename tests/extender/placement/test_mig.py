@@ -4,13 +4,13 @@ import msgspec
 import pytest
 from carpool_core.resources.node import GpuNodeSpec
 from carpool_core.values import RequestedMode, SharingMode, Tenancy
-from carpool_extender.placement.assessments import Assessment
-from carpool_extender.placement.besides import rooms
-from carpool_extender.placement.decide import best_place, filter_nodes, place
-from carpool_extender.placement.policies import find_policy
-from carpool_extender.placement.rules import Rules
-from carpool_extender.state import ledger
-from carpool_extender.state.mig import known, profile_of, smallest, whole
+from carpool_extender.cache.mig import known, profile_of, smallest, whole
+from carpool_extender.framework.diagnosis import rooms
+from carpool_extender.framework.evaluation_cache import Assessment
+from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scores import find_policy
+from carpool_extender.framework.selection import best_place, filter_nodes, place
+from carpool_extender.reservations import ledger
 from carpool_extender.testing import applicant, cluster, device, gpu_node, prediction, tenant
 from hypothesis import given
 from hypothesis import strategies as st

@@ -9,16 +9,15 @@ from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import SharingMode
 from carpool_extender.app import build
-from carpool_extender.kube.watched import JobRow
-from carpool_extender.kube.workloads import NotOurs, policy_of
-from carpool_extender.placement.assessments import Assessment
-from carpool_extender.placement.conditions import Conditions, Quantile
-from carpool_extender.placement.costs import energy
-from carpool_extender.placement.decide import filter_nodes, place
-from carpool_extender.placement.policies import POLICIES, find_policy
-from carpool_extender.placement.rules import Rules
-from carpool_extender.settings import ConditionSettings, ExtenderSettings
+from carpool_extender.config import ConditionSettings, ExtenderSettings
+from carpool_extender.framework.admission_limits import Conditions, Quantile
+from carpool_extender.framework.evaluation_cache import Assessment
+from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scores import POLICIES, energy, find_policy
+from carpool_extender.framework.selection import filter_nodes, place
+from carpool_extender.informers import JobRow
 from carpool_extender.testing import applicant, cluster, gpu_node, prediction, tenant
+from carpool_extender.workloads import NotOurs, policy_of
 
 ROW = "GPU-a-{}".format
 

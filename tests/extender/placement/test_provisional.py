@@ -2,11 +2,11 @@
 
 import pytest
 from carpool_core.values import RequestedMode, SharingMode, Tenancy
-from carpool_extender.placement.applicant import Applicant
-from carpool_extender.placement.assessments import Assessment
-from carpool_extender.placement.decide import place
-from carpool_extender.placement.policies import find_policy
-from carpool_extender.placement.rules import Rules
+from carpool_extender.cache.pod_request import Applicant
+from carpool_extender.framework.evaluation_cache import Assessment
+from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scores import find_policy
+from carpool_extender.framework.selection import place
 from carpool_extender.testing import cluster, demand, device, gpu_node, prediction, tenant
 from msgspec.structs import replace
 

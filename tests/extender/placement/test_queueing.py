@@ -1,7 +1,7 @@
 """Who of those that wait is served first."""
 
 import pytest
-from carpool_extender.placement.queueing import WINDOW_S, End, QueueOrder, Ticket, served, turn
+from carpool_extender.queue.order import WINDOW_S, End, QueueOrder, Ticket, served, turn
 
 EARLY_SHORT = Ticket(0, 0.0, 3, 0)
 EARLY_LONG = Ticket(0, WINDOW_S - 1, 9, 1)

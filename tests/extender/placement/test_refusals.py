@@ -4,12 +4,12 @@ import msgspec
 import pytest
 from carpool_core.resources.node import LONGEST_REASON, Tenant
 from carpool_core.values import DeviceHealth, RequestedMode, SharingMode
-from carpool_extender.placement.assessments import Assessment
-from carpool_extender.placement.conditions import Conditions, Quantile
-from carpool_extender.placement.decide import explain, filter_nodes, place
-from carpool_extender.placement.policies import find_policy
-from carpool_extender.placement.refusal import LONGEST_PART, LONGEST_SUMMARY
-from carpool_extender.placement.rules import Rules
+from carpool_extender.framework.admission_limits import Conditions, Quantile
+from carpool_extender.framework.diagnosis import LONGEST_PART, LONGEST_SUMMARY
+from carpool_extender.framework.evaluation_cache import Assessment
+from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scores import find_policy
+from carpool_extender.framework.selection import explain, filter_nodes, place
 from carpool_extender.testing import A100, T4, applicant, cluster, device, gpu_node, prediction, tenant
 from hypothesis import given
 from hypothesis import strategies as st

@@ -2,12 +2,12 @@
 
 import pytest
 from carpool_core.values import SharingMode
-from carpool_extender.placement.assessments import Assessment
-from carpool_extender.placement.conditions import Conditions
-from carpool_extender.placement.decide import filter_nodes
-from carpool_extender.placement.ever import never_fits
-from carpool_extender.placement.policies import find_policy
-from carpool_extender.placement.rules import Rules
+from carpool_extender.framework.admission_limits import Conditions
+from carpool_extender.framework.evaluation_cache import Assessment
+from carpool_extender.framework.gang import never_fits
+from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scores import find_policy
+from carpool_extender.framework.selection import filter_nodes
 from carpool_extender.testing import applicant, cluster, device, gpu_node, prediction, tenant
 
 MPS, TURNS = SharingMode.MPS, SharingMode.TIME_SLICING

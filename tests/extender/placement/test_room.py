@@ -2,14 +2,12 @@
 
 import pytest
 from carpool_core.values import RequestedMode, SharingMode, Tenancy
-from carpool_extender.placement.applicant import Applicant
-from carpool_extender.placement.assessments import Assessment
-from carpool_extender.placement.conditions import Conditions
-from carpool_extender.placement.ever import never_fits, workers_ever
-from carpool_extender.placement.paper import placed
-from carpool_extender.placement.policies import POLICIES, find_policy
-from carpool_extender.placement.room import places_for, room
-from carpool_extender.placement.rules import Rules
+from carpool_extender.cache.pod_request import Applicant
+from carpool_extender.framework.admission_limits import Conditions
+from carpool_extender.framework.evaluation_cache import Assessment
+from carpool_extender.framework.gang import never_fits, placed, places_for, room, workers_ever
+from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scores import POLICIES, find_policy
 from carpool_extender.testing import A100, T4, cluster, demand, device, gpu_node, prediction, tenant
 from hypothesis import given, settings
 from hypothesis import strategies as st

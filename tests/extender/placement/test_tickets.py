@@ -3,9 +3,8 @@
 import msgspec
 import pytest
 from carpool_core.resources.prediction import Interval
-from carpool_extender.placement.applicant import Applicant
-from carpool_extender.placement.queueing import QueueOrder
-from carpool_extender.placement.tickets import length_in, rung_in
+from carpool_extender.cache.pod_request import Applicant
+from carpool_extender.queue.order import QueueOrder, length_in, rung_in
 from carpool_extender.testing import A100, T4, cluster, demand, device, gpu_node, prediction
 
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from carpool_core.values import RequestedMode, SharingMode
-from carpool_extender.placement.applicant import Applicant
-from carpool_extender.placement.assessments import Assessment
-from carpool_extender.placement.decide import Place, place
-from carpool_extender.placement.policies import find_policy
-from carpool_extender.placement.refusal import Offer, explanation, summary
-from carpool_extender.placement.rules import Rules
+from carpool_extender.cache.pod_request import Applicant
+from carpool_extender.framework.diagnosis import Offer, explanation, summary
+from carpool_extender.framework.evaluation_cache import Assessment
+from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scores import find_policy
+from carpool_extender.framework.selection import Place, place
 from carpool_extender.simulation.engine.knowing import Knower, Stage
 from carpool_extender.simulation.engine.strategy import Knowledge, Strategy
 from carpool_extender.testing import cluster, demand, device, gpu_node, prediction, tenant

@@ -7,13 +7,13 @@ from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import SharingMode
 from carpool_extender.explain.enquiry import Asker, explained
-from carpool_extender.placement.assessments import Assessment
-from carpool_extender.placement.checks import Check
-from carpool_extender.placement.decide import explain, filter_nodes
-from carpool_extender.placement.policies import find_policy
-from carpool_extender.placement.rules import Rules
-from carpool_extender.state import ledger
-from carpool_extender.state.ledger import capacity_of
+from carpool_extender.framework.evaluation_cache import Assessment
+from carpool_extender.framework.filters import Check
+from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scores import find_policy
+from carpool_extender.framework.selection import explain, filter_nodes
+from carpool_extender.reservations import ledger
+from carpool_extender.reservations.ledger import capacity_of
 from carpool_extender.testing import applicant, cluster, gpu_node, seed_job, seed_node, seed_pod, tenant
 from extender_world import World, args, background, filtering, named
 

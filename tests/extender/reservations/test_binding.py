@@ -7,8 +7,8 @@ from carpool_core.clock import parse_rfc3339
 from carpool_core.kube.api import PODS
 from carpool_core.kube.errors import Forbidden, Overloaded, Unreachable
 from carpool_core.testing.kube import FakeKube
-from carpool_extender.reservations.binding import LATE_S
-from carpool_extender.reservations.endings import GRACE_S
+from carpool_extender.reservations.binder import LATE_S
+from carpool_extender.reservations.gc import GRACE_S
 from carpool_extender.testing import (
     FakeAgent,
     pod_of,

@@ -8,9 +8,9 @@ from carpool_core.kube.api import GPU_NODES
 from carpool_core.kube.errors import Invalid, Unreachable
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
-from carpool_extender.kube.watches import Watches
-from carpool_extender.reservations.book import ATTEMPTS, FIRST_PAUSE_S, MOST_GATHERED_S, Book
-from carpool_extender.state.cluster import Cluster
+from carpool_extender.cache.cluster import Cluster
+from carpool_extender.informers import Watches
+from carpool_extender.reservations.writer import ATTEMPTS, FIRST_PAUSE_S, MOST_GATHERED_S, Book
 from carpool_extender.testing import gpu_node, seed_node, tenant, until
 
 

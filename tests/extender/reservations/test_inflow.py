@@ -6,10 +6,18 @@ from contextlib import suppress
 import pytest
 from carpool_core.kube.api import PODS
 from carpool_core.testing.clock import FakeClock
-from carpool_extender.kube.wire import BindingArgs
-from carpool_extender.reservations.binding import BindError
-from carpool_extender.reservations.inflow import CUT_EVERY_S, FIRST, LEAST, MORE, MOST, PATIENCE_S, Inflow
-from carpool_extender.reservations.turns import Turns
+from carpool_extender.extender_api import BindingArgs
+from carpool_extender.reservations.binder import (
+    CUT_EVERY_S,
+    FIRST,
+    LEAST,
+    MORE,
+    MOST,
+    PATIENCE_S,
+    BindError,
+    Inflow,
+    Turns,
+)
 from carpool_extender.testing import pod_of, seed_job, seed_pod, until
 from extender_world import World, args, background, filtering, named
 from msgspec import json

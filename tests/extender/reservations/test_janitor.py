@@ -14,14 +14,10 @@ from carpool_core.resources.node import Tenant
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, SharingMode
-from carpool_extender.kube.watches import Watches
-from carpool_extender.reservations.book import Book
-from carpool_extender.reservations.endings import UNCONFIRMED_S, ended
-from carpool_extender.reservations.few import AT_ONCE
-from carpool_extender.reservations.janitor import Janitor
-from carpool_extender.reservations.restorer import Restorer
-from carpool_extender.state.cluster import Cluster
-from carpool_extender.state.growth import may_hold_more
+from carpool_extender.cache.cluster import Cluster, may_hold_more
+from carpool_extender.informers import Watches
+from carpool_extender.reservations.gc import AT_ONCE, UNCONFIRMED_S, Janitor, Restorer, ended
+from carpool_extender.reservations.writer import Book
 from carpool_extender.testing import device, gpu_node, seed_node, seed_pod, tenant, until
 from extender_world import background
 from janitor_world import Clean

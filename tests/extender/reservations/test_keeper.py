@@ -5,8 +5,8 @@ import random
 
 import pytest
 from carpool_core.kube.api import PODS
-from carpool_extender.placement.queueing import QueueOrder
-from carpool_extender.reservations.kept import LOOK_S, REMINDED_S
+from carpool_extender.queue.nominator import LOOK_S, REMINDED_S
+from carpool_extender.queue.order import QueueOrder
 from carpool_extender.testing import until
 from extender_world import args, background
 from hypothesis import given, settings

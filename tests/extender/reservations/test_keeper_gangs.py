@@ -6,7 +6,7 @@ import msgspec
 from carpool_core.kube.api import GPU_NODES, PODS
 from carpool_core.kube.pods import Pod
 from carpool_core.values import JobUid, PodUid
-from carpool_extender.kube.wire import ExtenderArgs
+from carpool_extender.extender_api import ExtenderArgs
 from carpool_extender.testing import pod_of, until
 from extender_world import background
 from keeper_world import ask, bind_of, counts, end, gang_of, pass_s, seed, start, told_to

@@ -4,8 +4,8 @@ import pytest
 from carpool_core.kube.api import GPU_NODES, PODS
 from carpool_core.kube.errors import Forbidden
 from carpool_core.values import PodUid
-from carpool_extender.placement.queueing import QueueOrder
-from carpool_extender.reservations.kept import LOOK_S
+from carpool_extender.queue.nominator import LOOK_S
+from carpool_extender.queue.order import QueueOrder
 from carpool_extender.testing import gpu_node, seed_job, seed_node, seed_pod, until
 from extender_world import World, args
 from keeper_world import BOTH, ask, born, busy_both, counts, crowd, end, kept_for_first, seed, start, touched

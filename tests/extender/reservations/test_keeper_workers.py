@@ -4,7 +4,7 @@ import asyncio
 
 from carpool_core.kube.api import PODS
 from carpool_core.values import PodUid
-from carpool_extender.placement.queueing import QueueOrder
+from carpool_extender.queue.order import QueueOrder
 from carpool_extender.testing import seed_pod, until
 from extender_world import args, background
 from keeper_world import BOTH, ask, bind_of, busy_both, crowd, end, seed, start, touched

@@ -9,8 +9,8 @@ from carpool_core.kube.api import GPU_NODES, PODS
 from carpool_core.kube.errors import Conflict, Forbidden, NotFound, Unreachable
 from carpool_core.resources.node import GpuNode
 from carpool_core.values import PodUid
-from carpool_extender.kube.wire import BindingArgs
-from carpool_extender.state.standing import KEPT
+from carpool_extender.cache.health import KEPT
+from carpool_extender.extender_api import BindingArgs
 from carpool_extender.testing import gpu_node, seed_node, seed_pod
 from extender_world import World, background, filtering
 from keeper_world import seed

@@ -8,8 +8,8 @@ from carpool_core.kube.api import GPU_NODES, PODS
 from carpool_core.kube.errors import Forbidden
 from carpool_core.kube.pods import Pod
 from carpool_core.values import JobUid, PartitionState, PodUid, SharingMode
-from carpool_extender.kube.wire import ExtenderArgs
-from carpool_extender.state.standing import KEPT
+from carpool_extender.cache.health import KEPT
+from carpool_extender.extender_api import ExtenderArgs
 from carpool_extender.testing import gpu_node, pod_of, prediction, seed_node, seed_pod, tenant, until
 from extender_world import World, background, filtering
 from keeper_world import ask, bind_of, crowd, end, gang_of, pass_s, seed, start, told_to

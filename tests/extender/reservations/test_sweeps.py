@@ -8,9 +8,8 @@ from carpool_core.keys import ANNOTATION_CAPACITY_FREED
 from carpool_core.kube.api import GPU_NODES, NODES, PODS
 from carpool_core.kube.errors import Overloaded
 from carpool_core.testing.clock import FakeClock
-from carpool_extender.kube.watches import Watches
-from carpool_extender.reservations.endings import UNCONFIRMED_S
-from carpool_extender.reservations.janitor import EVERYTHING_EVERY
+from carpool_extender.informers import Watches
+from carpool_extender.reservations.gc import EVERYTHING_EVERY, UNCONFIRMED_S
 from carpool_extender.testing import gpu_node, seed_node, seed_pod, tenant, until
 from janitor_world import Clean
 

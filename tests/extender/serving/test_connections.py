@@ -3,7 +3,7 @@
 import asyncio
 
 from carpool_core.testing.clock import FakeClock
-from carpool_extender.serving.connections import HELD_S, KEPT, Connections
+from carpool_extender.connections import HELD_S, KEPT, Connections
 from carpool_extender.testing import until
 from extender_world import args, background
 

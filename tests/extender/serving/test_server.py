@@ -6,7 +6,7 @@ import sys
 
 import aiohttp
 import pytest
-from carpool_extender.serving.server import Gathering
+from carpool_extender.server import Gathering
 from http_world import ARGS, as_client, serving, tls_of
 
 
@@ -56,7 +56,7 @@ async def test_what_was_written_before_a_connection_closes_is_sent_and_nothing_a
 
 def test_the_process_loads_no_framework_that_it_does_not_use():
     """What a request costs besides the decision, and what an image holds, is Starlette and no more."""
-    loads = "import sys, carpool_extender.app, carpool_extender.serving.server"
+    loads = "import sys, carpool_extender.app, carpool_extender.server"
     told = f"{loads}; print({{'fastapi', 'pydantic'}} & {{*sys.modules}})"
     done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

@@ -6,9 +6,9 @@ import msgspec
 import numpy as np
 import pytest
 from carpool_core.values import DeviceHealth, RequestedMode, SharingMode
-from carpool_extender.placement.assessments import inspect
-from carpool_extender.placement.checks import Verdict, empty_findings
-from carpool_extender.placement.conditions import Conditions
+from carpool_extender.framework.admission_limits import Conditions
+from carpool_extender.framework.evaluation_cache import inspect
+from carpool_extender.framework.filters import Verdict, empty_findings
 from carpool_extender.simulation.engine import alike
 from carpool_extender.simulation.engine.alike import Alike
 from carpool_extender.testing import applicant, cluster, device, gpu_node, prediction, tenant

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from carpool_extender.placement.conditions import Conditions
-from carpool_extender.placement.policies import POLICIES
+from carpool_extender.framework.admission_limits import Conditions
+from carpool_extender.framework.scores import POLICIES
 from carpool_extender.simulation.contest import (
     DEFAULT,
     EXPERIMENTS,

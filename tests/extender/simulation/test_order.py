@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from carpool_core.lengths import RUNGS
-from carpool_extender.placement.queueing import WINDOW_S, End, QueueOrder, Ticket, turn
+from carpool_extender.queue.order import WINDOW_S, End, QueueOrder, Ticket, turn
 from carpool_extender.simulation.engine.knowing import Stage
 from carpool_extender.simulation.engine.loop import Simulation
 from carpool_extender.simulation.engine.strategy import Piece

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 from carpool_core.lengths import length_s, rung
-from carpool_extender.placement.queueing import QueueOrder
+from carpool_extender.queue.order import QueueOrder
 from carpool_extender.simulation.contest import (
     ARRIVAL,
     DEFAULT,

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from carpool_extender.placement.queueing import QueueOrder
+from carpool_extender.queue.order import QueueOrder
 from carpool_extender.simulation.command import simulate
 from carpool_extender.simulation.contest import ARRIVAL, DEFAULT, LONGEST_FIRST
 from carpool_extender.simulation.reports import tables

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 from carpool_core.values import SharingMode
-from carpool_extender.placement.conditions import Conditions
-from carpool_extender.placement.policies import POLICIES
+from carpool_extender.framework.admission_limits import Conditions
+from carpool_extender.framework.scores import POLICIES
 from carpool_extender.simulation.contest import figures_of, named
 from carpool_extender.simulation.engine.loop import Simulation
 from carpool_extender.simulation.engine.strategy import Knowledge, Strategy

@@ -4,7 +4,7 @@ from statistics import fmean
 
 import pytest
 from carpool_core.products import PRODUCTS, find_product
-from carpool_extender.placement.costs import AWAKE_SHARE, FULL_SHARE
+from carpool_extender.framework.scores import AWAKE_SHARE, FULL_SHARE
 from carpool_extender.simulation.truth.power import Power
 from carpool_extender.simulation.truth.zeus_power import MEAN, SCALED, ZEUS, Training, measured, power_of, shares_of
 from carpool_extender.simulation.workloads import hotcloud

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from carpool_core.resources.node import Tenant
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
-from carpool_extender.state.view import CODES, NOBODY
+from carpool_extender.cache.gpu_table import CODES, NOBODY
 from carpool_extender.testing import T4, cluster, device, gpu_node, tenant
 from hypothesis import given
 from hypothesis import strategies as st

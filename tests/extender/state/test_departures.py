@@ -8,11 +8,11 @@ from carpool_core.kube.errors import Overloaded
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import PodUid
-from carpool_extender.kube.watches import Watches
-from carpool_extender.placement.policies import find_policy
-from carpool_extender.placement.rules import Rules
-from carpool_extender.serving.departures import PATIENCE_S, Departures
-from carpool_extender.state.cluster import Cluster
+from carpool_extender.cache.cluster import Cluster
+from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scores import find_policy
+from carpool_extender.informers import Watches
+from carpool_extender.terminating_pods import PATIENCE_S, Departures
 from carpool_extender.testing import applicant, gpu_node, seed_job, seed_node, seed_pod, tenant, until
 from extender_world import args, background, filtering, named
 from prometheus_client import generate_latest

@@ -1,11 +1,11 @@
 """GPUs side by side: every GPU of every node, in its place, as nodes come, change and go."""
 
 import numpy as np
-from carpool_extender.placement.assessments import Assessment
-from carpool_extender.placement.policies import find_policy
-from carpool_extender.placement.rules import Rules
-from carpool_extender.state.cluster import Cluster
-from carpool_extender.state.grid import NOWHERE, grid_of
+from carpool_extender.cache.cluster import Cluster
+from carpool_extender.cache.gpu_table import NOWHERE, grid_of
+from carpool_extender.framework.evaluation_cache import Assessment
+from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scores import find_policy
 from carpool_extender.testing import applicant, device, gpu_node
 from hypothesis import given
 from hypothesis import strategies as st

@@ -5,8 +5,8 @@ from carpool_core.resources.node import GpuNodeStatus, Tenant, TenantProfile
 from carpool_core.testing.clock import FakeClock
 from carpool_core.values import SharingMode
 from carpool_extender.explain.measures import differences
-from carpool_extender.state import ledger
-from carpool_extender.state.settling import Still, Stillness, by_place, settle
+from carpool_extender.reservations import ledger
+from carpool_extender.reservations.peaks import Still, Stillness, by_place, settle
 from carpool_extender.testing import cluster, device, gpu_node, tenant
 from msgspec.structs import replace
 

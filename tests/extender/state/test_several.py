@@ -1,6 +1,6 @@
 """Several things under a key are what a set of them would be."""
 
-from carpool_extender.state.several import Several
+from carpool_extender.cache.cluster import Several
 from hypothesis import given
 from hypothesis import strategies as st
 

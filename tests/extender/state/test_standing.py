@@ -1,7 +1,7 @@
 """Silence and failures, as time goes by."""
 
 from carpool_core.testing.clock import FakeClock
-from carpool_extender.state.standing import LONGEST_REST_S, Standing
+from carpool_extender.cache.health import LONGEST_REST_S, Standing
 
 
 def test_the_same_heartbeat_again_is_silence_and_a_new_one_ends_it():

@@ -5,9 +5,9 @@ from carpool_core.kube.api import GPU_NODES
 from carpool_core.kube.errors import Forbidden, Overloaded
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
-from carpool_extender.kube.watches import Watches
-from carpool_extender.reservations.untracking import Untracker
-from carpool_extender.state.cluster import Cluster
+from carpool_extender.cache.cluster import Cluster
+from carpool_extender.informers import Watches
+from carpool_extender.reservations.writer import Untracker
 from carpool_extender.testing import gpu_node, until
 from extender_world import background
 

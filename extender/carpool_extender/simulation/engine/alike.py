@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from carpool_extender.placement.checks import Findings, Verdict, empty_findings, look
-from carpool_extender.state.cluster import Cluster
-from carpool_extender.state.view import Bools, Columns, Rows
+from carpool_extender.cache.cluster import Cluster
+from carpool_extender.cache.gpu_table import Bools, Columns, Rows
+from carpool_extender.framework.filters import Findings, Verdict, empty_findings, look
 
 MOST_STATES = 50_000
 OF_GPU = ("alive", "device_class", "hindered", "mode", "prepared", "count", "mig_gb", "mig_slices", "user")

@@ -10,15 +10,15 @@ from carpool_core.resources.meta import ObjectMeta
 from carpool_core.resources.node import Device, GpuNode, GpuNodeSpec, GpuNodeStatus, Reservation, Tenant
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid
 
-from carpool_extender.placement.applicant import Applicant
-from carpool_extender.placement.assessments import Assessments
-from carpool_extender.placement.decide import Place, best_place, reservation
-from carpool_extender.placement.rules import Rules
+from carpool_extender.cache.cluster import Cluster
+from carpool_extender.cache.pod_request import Applicant
+from carpool_extender.framework.evaluation_cache import Assessments
+from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.selection import Place, best_place, reservation
+from carpool_extender.reservations import ledger
+from carpool_extender.reservations.peaks import Still, peaks_of, settle
 from carpool_extender.simulation.engine.alike import Alike
 from carpool_extender.simulation.truth.workload import WorkloadError
-from carpool_extender.state import ledger
-from carpool_extender.state.cluster import Cluster
-from carpool_extender.state.settling import Still, peaks_of, settle
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 REMEMBERED = 256

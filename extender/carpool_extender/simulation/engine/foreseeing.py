@@ -9,14 +9,14 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from carpool_core.values import GpuUuid
 
-from carpool_extender.placement.applicant import Applicant
-from carpool_extender.placement.decide import Place
-from carpool_extender.placement.rules import Rules
+from carpool_extender.cache.gpu_table import MODES
+from carpool_extender.cache.pod_request import Applicant
+from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.selection import Place
 from carpool_extender.simulation.engine.board import Board
 from carpool_extender.simulation.engine.state import Physics
 from carpool_extender.simulation.engine.strategy import Piece, Strategy
 from carpool_extender.simulation.truth.workload import Truth, Workload
-from carpool_extender.state.view import MODES
 
 SLACK = 1e-6
 """Room for rounding when a slowdown meets its limit."""

@@ -13,8 +13,8 @@ from carpool_core.resources.prediction import Prediction
 from carpool_core.values import GpuUuid, JobUid, PodUid, RequestedMode, SharingMode, Tenancy
 from carpool_predictor.cost_models.solo import Activity, alone, is_used_up
 
-from carpool_extender.placement.applicant import Applicant
-from carpool_extender.placement.queueing import QueueOrder, Ticket
+from carpool_extender.cache.pod_request import Applicant
+from carpool_extender.queue.order import QueueOrder, Ticket
 from carpool_extender.simulation.engine.foretold import exactly, prediction_of
 from carpool_extender.simulation.engine.learning import Learner
 from carpool_extender.simulation.engine.strategy import ANY_SLOWDOWN, Knowledge, Piece, Strategy

@@ -10,8 +10,10 @@ from carpool_core.products import find_product
 from carpool_core.resources.job import RunPolicy
 from carpool_core.values import DeviceHealth, GpuUuid
 
-from carpool_extender.placement.policies import find_policy
-from carpool_extender.placement.rules import Rules
+from carpool_extender.cache.usage import SETTLED_S
+from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scores import find_policy
+from carpool_extender.reservations.peaks import margins
 from carpool_extender.simulation.engine.foreseeing import board_of
 from carpool_extender.simulation.engine.knowing import Knower, Stage
 from carpool_extender.simulation.engine.monitors import LOADED_S, Monitors
@@ -20,8 +22,6 @@ from carpool_extender.simulation.engine.strategy import Knowledge, Strategy
 from carpool_extender.simulation.engine.waiting import Entry, Waiting
 from carpool_extender.simulation.truth.workload import Failure, SimJob, Workload
 from carpool_extender.simulation.truth.zeus_power import power_of
-from carpool_extender.state.measured import SETTLED_S
-from carpool_extender.state.settling import margins
 
 SLOTS = 8
 DEATHS = RunPolicy().backoff_limit + 1

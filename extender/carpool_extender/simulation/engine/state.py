@@ -8,7 +8,7 @@ from carpool_core.resources.node import Device, Tenant
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 from carpool_predictor.cost_models.solo import Activity
 
-from carpool_extender.placement.decide import Place
+from carpool_extender.framework.selection import Place
 from carpool_extender.simulation.engine.knowing import Run, Stage
 from carpool_extender.simulation.truth import overlap
 from carpool_extender.simulation.truth.power import Power, Spent

@@ -6,9 +6,9 @@ from enum import StrEnum
 from carpool_core.values import SharingMode
 from carpool_predictor.calibration.observe import STEADY_S
 
-from carpool_extender.placement.checks import NO_CONDITIONS
-from carpool_extender.placement.conditions import Conditions
-from carpool_extender.placement.queueing import QueueOrder
+from carpool_extender.framework.admission_limits import Conditions
+from carpool_extender.framework.filters import NO_CONDITIONS
+from carpool_extender.queue.order import QueueOrder
 
 
 class Knowledge(StrEnum):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from carpool_extender.placement.queueing import End, QueueOrder, Ticket, turn
+from carpool_extender.queue.order import End, QueueOrder, Ticket, turn
 from carpool_extender.simulation.engine.knowing import Stage
 from carpool_extender.simulation.truth.workload import SimJob
 

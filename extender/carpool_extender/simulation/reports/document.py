@@ -5,7 +5,7 @@ from pathlib import Path
 
 from carpool_predictor.calibration.recalling import FIRST, FIRST_UNENFORCED
 
-from carpool_extender.placement.refusal import counted
+from carpool_extender.framework.diagnosis import counted
 from carpool_extender.simulation.contest import DEFAULT, EVERYTHING, EXPERIMENTS, FAILS_EVERY_H, ORACLE, Line
 from carpool_extender.simulation.reports import (
     energies,

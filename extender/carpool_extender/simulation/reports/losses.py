@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from carpool_extender.placement.refusal import counted
+from carpool_extender.framework.diagnosis import counted
 from carpool_extender.simulation.contest import DEFAULT, DEFAULT_POLICY, Line
 from carpool_extender.simulation.reports import tables
 from carpool_extender.simulation.reports.paired import HANGING, Difference, by_chance, difference

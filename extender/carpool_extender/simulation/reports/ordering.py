@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from carpool_core.lengths import UNKNOWN_S, told
 
-from carpool_extender.placement.refusal import counted
+from carpool_extender.framework.diagnosis import counted
 from carpool_extender.simulation.contest import ARRIVAL, DEFAULT, ERRORS, LONGEST_FIRST, Experiment, Line, ours
 from carpool_extender.simulation.engine.strategy import Knowledge, Strategy
 from carpool_extender.simulation.reports import paired, tables

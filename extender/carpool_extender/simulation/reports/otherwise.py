@@ -6,7 +6,7 @@ Each case is compared with its own first line, and the same with what is assumed
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from carpool_extender.placement.refusal import counted
+from carpool_extender.framework.diagnosis import counted
 from carpool_extender.simulation.contest import ARRIVAL, DEFAULT, LONGEST_FIRST, Experiment, Line, ours
 from carpool_extender.simulation.engine.strategy import Strategy
 from carpool_extender.simulation.reports import energies, paired, tables

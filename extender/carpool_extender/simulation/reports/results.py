@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from carpool_extender.placement.refusal import counted
+from carpool_extender.framework.diagnosis import counted
 from carpool_extender.simulation.contest import (
     EXPERIMENTS,
     FIGURES,

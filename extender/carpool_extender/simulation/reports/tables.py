@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from carpool_extender.placement.queueing import QueueOrder
+from carpool_extender.queue.order import QueueOrder
 from carpool_extender.simulation.contest import SLOWED, Line
 from carpool_extender.simulation.engine.strategy import Knowledge
 

@@ -8,7 +8,7 @@ it draws when it is full the network says that draws the most.
 
 The simulator's GPUs draw by the GPU of their own compute capability, where one was measured, else by the mean of the
 four. An RTX 3090, which all experiments but RAD-RM have, draws by the A40, which has the same chip; the policy `energy`
-goes by the other three (`carpool_extender.placement.costs`), so that what decides never saw what is true there. Of one
+goes by the other three (`carpool_extender.framework.scores`), so that what decides never saw what is true there. Of one
 of those three, in somebody's own cluster, it has seen a third.
 """
 

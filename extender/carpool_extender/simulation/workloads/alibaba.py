@@ -14,7 +14,7 @@ from pathlib import Path
 from carpool_core.resources.node import Device
 from carpool_core.values import SharingMode
 
-from carpool_extender.placement.queueing import QueueOrder
+from carpool_extender.queue.order import QueueOrder
 from carpool_extender.simulation.engine.foretold import exactly
 from carpool_extender.simulation.engine.strategy import Knowledge, Strategy
 from carpool_extender.simulation.truth.workload import SimJob, Truth, Workload, WorkloadError

@@ -11,7 +11,7 @@ from carpool_core.lengths import told
 from carpool_core.resources.node import Device
 from carpool_core.values import GpuUuid, SharingMode
 
-from carpool_extender.placement.conditions import Conditions
+from carpool_extender.framework.admission_limits import Conditions
 from carpool_extender.simulation.engine.strategy import Knowledge, Strategy
 from carpool_extender.simulation.truth.workload import Draw, SimJob, Truth, Workload, WorkloadError
 from carpool_extender.simulation.workloads.features import job_of, prediction_of

@@ -15,8 +15,8 @@ from carpool_core.resources.node import MOST_GPUS, Device
 from carpool_core.values import GpuUuid, SharingMode
 from msgspec import Meta
 
-from carpool_extender.placement.queueing import QueueOrder
-from carpool_extender.placement.refusal import counted
+from carpool_extender.framework.diagnosis import counted
+from carpool_extender.queue.order import QueueOrder
 from carpool_extender.simulation.engine.strategy import Knowledge, Strategy
 from carpool_extender.simulation.truth.workload import SimJob, Workload, WorkloadError
 from carpool_extender.simulation.workloads import hotcloud

@@ -11,7 +11,7 @@ from carpool_core.products import find_product
 from carpool_core.resources.node import Device
 from carpool_core.values import GpuUuid, SharingMode
 
-from carpool_extender.placement.conditions import Conditions
+from carpool_extender.framework.admission_limits import Conditions
 from carpool_extender.simulation.engine.strategy import Knowledge, Strategy
 from carpool_extender.simulation.truth import gavel_pairs
 from carpool_extender.simulation.truth.power import Power

@@ -1,0 +1,1 @@
+"""Filters, scores, selection, gangs and diagnosis: pure functions of a snapshot."""

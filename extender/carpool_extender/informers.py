@@ -1,0 +1,346 @@
+"""What the extender knows of the cluster: three watches, the indices that decisions ask, and who waits for changes."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from sys import intern
+
+import msgspec
+import structlog
+from carpool_core.clock import Clock
+from carpool_core.keys import ANNOTATION_PREDICTION, OUTCOME_GPU_OUT_OF_MEMORY, SCHEDULER_NAME
+from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS, KubeApi, Selector
+from carpool_core.kube.pods import Container, Pod, job_reference, worker_name
+from carpool_core.kube.reflector import Reflector
+from carpool_core.resources.job import GpuSelector, MemoryOverride, Sharing
+from carpool_core.resources.meta import ObjectMeta
+from carpool_core.resources.node import GpuNode
+from carpool_core.resources.prediction import Prediction
+from carpool_core.values import JobState, JobUid, PodUid
+
+from carpool_extender.cache.cluster import Cluster, sharing
+
+_NEED_NO_PLACE = frozenset((JobState.STARTING, JobState.RUNNING, JobState.COMPLETE, JobState.FAILED))
+TEMPLATES = 256
+"""Pods' containers that are remembered, so that pods of one template have one copy of them."""
+
+
+class _Wire(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """Camel-cased, partial view of an object."""
+
+
+class TrainingRow(_Wire, frozen=True, kw_only=True):
+    """What is trained, as far as it tells how long that takes."""
+
+    steps: int | None = None
+
+
+class JobSpecRow(_Wire, frozen=True, kw_only=True):
+    """Of a job's spec, what its demand depends on; templates and features are not kept."""
+
+    workers: int = 1
+    gpus_per_worker: int = 1
+    training: TrainingRow = TrainingRow()
+    sharing: Sharing = Sharing()
+    memory: MemoryOverride = MemoryOverride()
+    gpu: GpuSelector = GpuSelector()
+
+
+class AttemptRow(_Wire, frozen=True, kw_only=True):
+    """How an attempt ended."""
+
+    outcome: str = ""
+
+
+class JobStatusRow(_Wire, frozen=True, kw_only=True):
+    """Of a job's status, what its demand depends on."""
+
+    prediction: Prediction | None = None
+    attempts: list[AttemptRow] = []
+
+    @property
+    def died_of_memory(self) -> bool:
+        """Whether an attempt that is remembered used its GPU's memory up."""
+        return any(attempt.outcome == OUTCOME_GPU_OUT_OF_MEMORY for attempt in self.attempts)
+
+
+class JobRow(_Wire, frozen=True, kw_only=True):
+    """A GpuTrainingJob with the attributes that `carpool_core.demand.demand_of` reads."""
+
+    api_version: str = ""
+    """Empty where it was not read alone: the watch asks for nothing but jobs."""
+    kind: str = ""
+    metadata: ObjectMeta
+    spec: JobSpecRow = JobSpecRow()
+    status: JobStatusRow = JobStatusRow()
+
+
+class WatchedStatus(JobStatusRow, frozen=True, kw_only=True):
+    """The same without the prediction of a job that asks for no place any more: it would be most of all memory.
+
+    Whoever needs it after all, as when a pod is replaced before the job's state says so, reads the job.
+    """
+
+    state: str = ""
+
+    def __post_init__(self) -> None:
+        """Forget what no decision needs."""
+        if self.state in _NEED_NO_PLACE:
+            msgspec.structs.force_setattr(self, "prediction", None)
+        if self.attempts and not self.died_of_memory:
+            msgspec.structs.force_setattr(self, "attempts", [])
+
+
+class WatchedJob(JobRow, frozen=True, kw_only=True):
+    """A job as it is kept: without its labels, by which nobody decides anything."""
+
+    status: WatchedStatus = WatchedStatus()
+
+    def __post_init__(self) -> None:
+        """Forget what no decision needs, and keep once what all jobs say."""
+        if self.metadata.labels:
+            msgspec.structs.force_setattr(self, "metadata", msgspec.structs.replace(self.metadata, labels={}))
+        _keep_once(self, "api_version", "kind")
+        _keep_once(self.metadata, "namespace")
+        _keep_once(self.status, "state")
+
+
+class WatchedPod(Pod, frozen=True, kw_only=True):
+    """A pod as it is kept: without its labels, and without the prediction that it carried until it was bound."""
+
+    def __post_init__(self) -> None:
+        """Forget what no decision needs, and keep once what pods have in common: of bound pods there are thousands."""
+        kept = self.metadata.annotations
+        if self.spec.node_name and ANNOTATION_PREDICTION in kept:
+            kept = {key: value for key, value in kept.items() if key != ANNOTATION_PREDICTION}
+        if self.metadata.labels or kept is not self.metadata.annotations:
+            meta = msgspec.structs.replace(self.metadata, labels={}, annotations=kept)
+            msgspec.structs.force_setattr(self, "metadata", meta)
+        _keep_once(self.metadata, "namespace")
+        _keep_once(self.status, "phase")
+        _keep_once(self.spec, "node_name", "scheduler_name")
+        for owner in self.metadata.owner_references:
+            _keep_once(owner, "api_version", "kind")
+        msgspec.structs.force_setattr(self.spec, "containers", _containers(msgspec.json.encode(self.spec.containers)))
+
+
+def _keep_once(of: msgspec.Struct, *names: str) -> None:
+    """Have an object share strings that others say as well."""
+    for name in names:
+        msgspec.structs.force_setattr(of, name, intern(getattr(of, name)))
+
+
+@lru_cache(maxsize=TEMPLATES)
+def _containers(encoded: bytes) -> list[Container]:
+    return msgspec.json.decode(encoded, type=list[Container])
+
+
+class Manager(_Wire, frozen=True, kw_only=True):
+    """Who wrote some fields of an object, as the API server keeps it."""
+
+    manager: str = ""
+
+
+class WatchedMeta(ObjectMeta, frozen=True, kw_only=True, rename="camel"):
+    """`metadata` of a GpuNode, with who wrote it."""
+
+    managed_fields: list[Manager] = msgspec.field(default_factory=list)
+
+
+class WatchedNode(GpuNode, frozen=True, kw_only=True):
+    """A GpuNode as it is kept."""
+
+    metadata: WatchedMeta
+
+
+DELETED_REMEMBERED = 1024
+"""UIDs of deleted GpuNodes that are remembered: more than can be deleted while one answer is on its way."""
+
+
+class Watches:
+    """Keeps GpuNodes, jobs, and the pods of our scheduler.
+
+    Args:
+        api: The Kubernetes API.
+        clock: For the age of what is known.
+        cluster: Takes in every GpuNode.
+    """
+
+    def __init__(self, api: KubeApi, clock: Clock, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._clock = clock
+        self._nodes = Reflector(
+            api,
+            GPU_NODES,
+            WatchedNode,
+            clock=clock,
+            on_change=self._node_changed,
+            on_unreadable=cluster.note_unreadable,
+            share=self._shared,
+        )
+        self._jobs = Reflector(api, GPU_TRAINING_JOBS, WatchedJob, clock=clock, on_change=self._job_changed)
+        ours = Selector(fields=f"spec.schedulerName={SCHEDULER_NAME}")
+        self._pods = Reflector(api, PODS, WatchedPod, selector=ours, clock=clock, on_change=self._pod_changed)
+        self._jobs_by_uid: dict[JobUid, JobRow] = {}
+        self._pods_by_uid: dict[PodUid, Pod] = {}
+        self._succeeded: dict[JobUid, dict[PodUid, int]] = {}
+        self._stirred: dict[str, asyncio.Event] = {}
+        self._deleted: dict[str, None] = {}
+        self._odd: set[str] = set()
+        self.tracked: dict[str, str] = {}
+        """UIDs of the GpuNodes, by name, of which the API server keeps who wrote which field."""
+        self.heard_of_tracked = asyncio.Event()
+        """Set with each word of such a GpuNode, and when it is one no more; whoever looks after them clears it."""
+        self._log = structlog.get_logger()
+        self._on_node: list[Callable[[GpuNode | None, GpuNode | None], None]] = []
+        self._on_pod: list[Callable[[Pod | None, Pod | None], None]] = []
+
+    def job(self, uid: JobUid) -> JobRow | None:
+        """Return the job with that UID, if it was seen."""
+        return self._jobs_by_uid.get(uid)
+
+    def pod(self, uid: PodUid) -> Pod | None:
+        """Return the pod with that UID, if it was seen and exists still."""
+        return self._pods_by_uid.get(uid)
+
+    def succeeded(self, job_uid: JobUid, pod_uid: PodUid) -> int:
+        """How many pods of a job have done their work in the attempt that one of them is of; none where it is not seen.
+
+        Those of the attempt before are there still, and their work has to be done again.
+        """
+        attempts = self._succeeded.get(job_uid)
+        if attempts is None or (pod := self._pods_by_uid.get(pod_uid)) is None:
+            return 0
+        named = worker_name(pod.metadata.name)
+        return 0 if named is None else sum(attempt == named.attempt for attempt in attempts.values())
+
+    def pods(self) -> Iterable[Pod]:
+        """Return every pod of our scheduler."""
+        return self._pods_by_uid.values()
+
+    def on_node(self, callback: Callable[[GpuNode | None, GpuNode | None], None]) -> None:
+        """Call back with old and new for every change of a GpuNode after the first list."""
+        self._on_node.append(callback)
+
+    def on_pod(self, callback: Callable[[Pod | None, Pod | None], None]) -> None:
+        """Call back with old and new for every change of a pod."""
+        self._on_pod.append(callback)
+
+    def take(self, node: GpuNode) -> None:
+        """Take in a GpuNode that an answer brought, before the watch does; not one whose end the watch has told."""
+        if node.metadata.uid in self._deleted:
+            return
+        self._apply(node)
+        self._stir(node.metadata.name)
+
+    async def stirred(self, name: str) -> None:
+        """Wait for the next change of a GpuNode."""
+        await self._stirred.setdefault(name, asyncio.Event()).wait()
+
+    async def run(self) -> None:
+        """Watch for ever."""
+        async with asyncio.TaskGroup() as group:
+            for reflector in (self._nodes, self._jobs, self._pods):
+                group.create_task(reflector.run())
+
+    async def wait_synced(self) -> None:
+        """Wait until every watch has listed."""
+        await asyncio.gather(self._nodes.wait_synced(), self._jobs.wait_synced(), self._pods.wait_synced())
+
+    def not_ready(self) -> str | None:
+        """Say which watches have not listed yet; None once all have."""
+        missing = [
+            kind
+            for kind, store in (
+                ("GpuNodes", self._nodes.store),
+                ("GpuTrainingJobs", self._jobs.store),
+                ("pods", self._pods.store),
+            )
+            if not store.synced
+        ]
+        return f"the first list of {', '.join(missing)} is not complete; try again shortly" if missing else None
+
+    def ages(self) -> dict[str, float]:
+        """Seconds since the server's last word, by kind; infinite before the first."""
+        now = self._clock.monotonic()
+        return {
+            "GpuNode": self._nodes.store.age(now),
+            "GpuTrainingJob": self._jobs.store.age(now),
+            "Pod": self._pods.store.age(now),
+        }
+
+    def _shared(self, old: WatchedNode, new: WatchedNode) -> WatchedNode:
+        # What an answer brought is known before the watch tells of it.
+        return sharing(self.cluster.node(new.metadata.name) or old, new)
+
+    def _node_changed(self, old: WatchedNode | None, new: WatchedNode | None) -> None:
+        if new is not None and any(one.manager for one in new.metadata.managed_fields):
+            self.tracked[new.metadata.name] = new.metadata.uid
+            self.heard_of_tracked.set()
+        elif (known := new or old) is not None and self.tracked.pop(known.metadata.name, None) is not None:
+            self.heard_of_tracked.set()
+        if old is not None and (new is None or new.metadata.uid != old.metadata.uid):
+            self._forget(old)
+        if new is not None:
+            self._apply(new)
+        some = new or old
+        if some is not None:
+            self._stir(some.metadata.name)
+        if self._nodes.store.synced:
+            for callback in self._on_node:
+                callback(old, new)
+
+    def _apply(self, node: GpuNode) -> None:
+        """Take in a GpuNode; one whose GPUs cannot be reckoned with counts as having none, and ends nothing."""
+        name = node.metadata.name
+        try:
+            self.cluster.apply(node)
+            self._odd.discard(name)
+        except (ArithmeticError, ValueError) as error:
+            if name not in self._odd:
+                self._odd.add(name)
+                self._log.error("GPUs of a node left out", node=name, error=str(error))
+            empty = msgspec.structs.replace(node.status, devices=[], partitions=[], tenants=[])
+            self.cluster.apply(msgspec.structs.replace(node, status=empty))
+
+    def _forget(self, node: GpuNode) -> None:
+        """Forget a GpuNode that was deleted; an answer may have brought the next of its name already."""
+        self._deleted[node.metadata.uid] = None
+        if len(self._deleted) > DELETED_REMEMBERED:
+            self._deleted.pop(next(iter(self._deleted)))
+        known = self.cluster.node(node.metadata.name)
+        if known is not None and known.metadata.uid == node.metadata.uid:
+            self.cluster.remove(node.metadata.name)
+            self._odd.discard(node.metadata.name)
+
+    def _stir(self, name: str) -> None:
+        if (event := self._stirred.pop(name, None)) is not None:
+            event.set()
+
+    def _job_changed(self, old: JobRow | None, new: JobRow | None) -> None:
+        if old is not None:
+            self._jobs_by_uid.pop(JobUid(old.metadata.uid), None)
+        if new is not None:
+            self._jobs_by_uid[JobUid(new.metadata.uid)] = new
+
+    def _pod_changed(self, old: Pod | None, new: Pod | None) -> None:
+        if old is not None:
+            self._pods_by_uid.pop(PodUid(old.metadata.uid), None)
+            self._note_success(old, has_succeeded=False)
+        if new is not None:
+            self._pods_by_uid[PodUid(new.metadata.uid)] = new
+            self._note_success(new, has_succeeded=new.status.phase == "Succeeded")
+        for callback in self._on_pod:
+            callback(old, new)
+
+    def _note_success(self, pod: Pod, *, has_succeeded: bool) -> None:
+        owner, named = job_reference(pod.metadata), worker_name(pod.metadata.name)
+        if owner is None or named is None:
+            return
+        job, uid = JobUid(owner.uid), PodUid(pod.metadata.uid)
+        if has_succeeded:
+            self._succeeded.setdefault(job, {})[uid] = named.attempt
+        elif (known := self._succeeded.get(job)) is not None:
+            known.pop(uid, None)
+            if not known:
+                del self._succeeded[job]

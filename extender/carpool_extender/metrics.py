@@ -1,0 +1,110 @@
+"""Metrics of the extender."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from importlib.metadata import version
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from carpool_core.clock import Clock
+from carpool_core.metrics import build_info
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from carpool_extender.informers import Watches
+
+_FAST = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
+
+
+class Telemetry:
+    """Measures requests and the steps of binding."""
+
+    def __init__(self, registry: CollectorRegistry, clock: Clock) -> None:
+        self.registry = registry
+        self._clock = clock
+        self._requests = Histogram(
+            "carpool_extender_request_seconds", "Time of a request.", ["verb"], buckets=_FAST, registry=registry
+        )
+        self._steps = Histogram(
+            "carpool_extender_bind_seconds",
+            "Time of each step of a bind: reserve, prepare (by the node's agent), bind.",
+            ["step"],
+            buckets=_FAST,
+            registry=registry,
+        )
+        self._kept_back = Histogram(
+            "carpool_extender_kept_back_seconds",
+            "Time for which a pod was kept back because as many were being bound as can be, or because what an ended "
+            "pod held was being given back; not a part of its request.",
+            buckets=_FAST,
+            registry=registry,
+        )
+        self._kept = Counter(
+            "carpool_extender_kept_total",
+            "Times that GPUs were kept for a waiting job whose turn it was, by what became of it: taken by its pods; "
+            "passed to others, because these did not come for it in time; overtaken by who comes before them; refused "
+            "when they came; or gone with them.",
+            ["outcome"],
+            registry=registry,
+        )
+        for outcome in ("taken", "passed", "overtaken", "refused", "gone"):
+            self._kept.labels(outcome)
+        self._waited: WeakKeyDictionary[asyncio.Task[Any], float] = WeakKeyDictionary()
+        build_info(registry, "extender", version("carpool"))
+
+    def request(self, verb: str) -> AbstractContextManager[None]:
+        """Measure a request."""
+        return self._measured(lambda took_s: self._requests.labels(verb).observe(took_s - self._waited_s()))
+
+    def kept_back(self) -> AbstractContextManager[None]:
+        """Measure for how long the request at hand is kept back."""
+        return self._measured(self._keep)
+
+    def _keep(self, took_s: float) -> None:
+        self._kept_back.observe(took_s)
+        if (task := asyncio.current_task()) is not None:
+            self._waited[task] = self._waited.get(task, 0.0) + took_s
+
+    def _waited_s(self) -> float:
+        task = asyncio.current_task()
+        return 0.0 if task is None else self._waited.pop(task, 0.0)
+
+    def no_more_kept(self, outcome: str) -> None:
+        """Count GPUs that were kept: taken, passed, overtaken, refused or gone."""
+        self._kept.labels(outcome).inc()
+
+    def step(self, name: str) -> AbstractContextManager[None]:
+        """Measure a step of a bind."""
+        return self._measured(self._steps.labels(name).observe)
+
+    @contextmanager
+    def _measured(self, observe: Callable[[float], None]) -> Iterator[None]:
+        started = self._clock.monotonic()
+        try:
+            yield
+        finally:
+            observe(self._clock.monotonic() - started)
+
+
+class KnowledgeCollector(Collector):
+    """What the extender knows, read at scrape time."""
+
+    def __init__(self, watches: Watches) -> None:
+        self._watches = watches
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        """Yield the gauges."""
+        nodes = self._watches.cluster.nodes.values()
+        yield GaugeMetricFamily(
+            "carpool_extender_reservations",
+            "Reservations of all nodes.",
+            value=sum(len(node.spec.reservations) for node in nodes),
+        )
+        ages = GaugeMetricFamily(
+            "carpool_extender_watch_age_seconds", "Time since the API server's last word.", labels=["kind"]
+        )
+        for kind, age in self._watches.ages().items():
+            ages.add_metric([kind], age)
+        yield ages

@@ -1,0 +1,167 @@
+"""The ledger of reservations of one GpuNode, as pure functions. What it accepts never promises more than there is."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from types import MappingProxyType
+
+import msgspec
+from carpool_core.clock import parse_rfc3339
+from carpool_core.resources.node import Device, GpuNode, GpuNodeSpec, Reservation
+from carpool_core.values import GpuUuid, PodUid, SharingMode
+
+from carpool_extender.cache.gpu_table import counted_mib, needed_mib
+from carpool_extender.cache.mig import profile_of, whole
+from carpool_extender.cache.usage import peak_mib
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """The ledger did not take a reservation; nothing has changed."""
+
+    reason: str
+    """What was asked, what is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What a node's GPUs can hold."""
+
+    devices: Mapping[GpuUuid, Device]
+    slots: int
+    """Most tenants of one GPU."""
+    peaks: Mapping[tuple[PodUid, GpuUuid], int] = field(default_factory=dict)
+    """The most memory that tenants were measured to take, in MiB."""
+
+    def on(self, uuid: GpuUuid) -> dict[PodUid, int]:
+        """Return the measured peaks of one GPU, by tenant."""
+        return {pod: peak for (pod, gpu), peak in self.peaks.items() if gpu == uuid}
+
+
+def capacity_of(node: GpuNode, slots: int) -> Capacity:
+    """Collect what a node's agent reports."""
+    peaks = {(tenant.pod_uid, tenant.gpu_uuid): peak_mib(tenant) for tenant in node.status.tenants}
+    return Capacity({device.uuid: device for device in node.status.devices}, slots, peaks)
+
+
+def held(spec: GpuNodeSpec, pod_uid: PodUid) -> Reservation | None:
+    """Return a pod's reservation, if it has one here."""
+    return next((r for r in spec.reservations if r.pod_uid == pod_uid), None)
+
+
+def on_gpu(spec: GpuNodeSpec, uuid: GpuUuid) -> list[Reservation]:
+    """Return the reservations of one GPU."""
+    return [r for r in spec.reservations if uuid in r.gpu_uuids]
+
+
+def promised_mib(
+    reservations: list[Reservation], usable_mib: int, peaks: Mapping[PodUid, int] = MappingProxyType({})
+) -> int:
+    """Memory promised on one GPU, in MiB; saturates at what the GPU has, which also stands for an unknown amount.
+
+    Args:
+        reservations: Of the GPU.
+        usable_mib: What it has.
+        peaks: The most that their pods were measured to take there. It counts only where a promise had given way to a
+            measure that no longer holds: what exceeds other promises is for the decision to look at.
+    """
+    total = 0
+    for one in reservations:
+        peak = peaks.get(one.pod_uid, 0) if one.tenant.measured_mib is not None else 0
+        total = min(usable_mib, total + counted_mib(one.tenant.counted_mib(peak), usable_mib))
+    return total
+
+
+def reserve(spec: GpuNodeSpec, wanted: Reservation, capacity: Capacity) -> GpuNodeSpec | Rejected:
+    """Add a reservation. A pod that holds one already keeps it as it is: the answer is the same spec.
+
+    This guards against a decision made on an outdated view; it repeats the checks whose failure would break a promise
+    (memory, mode, places, namespace and user of an MPS server), and not those about taste (slowdown, tenancy).
+    """
+    if held(spec, wanted.pod_uid) is not None:
+        return spec
+    if len(set(wanted.gpu_uuids)) != len(wanted.gpu_uuids):
+        return Rejected(f"expected different GPUs, found {', '.join(wanted.gpu_uuids)}")
+    for uuid in wanted.gpu_uuids:
+        refusal = _refusal(on_gpu(spec, uuid), wanted, capacity.devices.get(uuid), capacity)
+        if refusal is not None:
+            return Rejected(f"{uuid}: {refusal}")
+    return msgspec.structs.replace(spec, reservations=[*spec.reservations, wanted])
+
+
+def next_generation(node: GpuNode, pod_uid: PodUid, now: datetime) -> int:
+    """Number a pod's reservation so that no earlier one of that pod has the number, nor any report about one.
+
+    Milliseconds since 1970: reservations that were released leave nothing behind to count on from. Where the clock
+    was ahead before, what the agent still reports of that pod does.
+    """
+    reported = max((p.generation for p in node.status.partitions if p.pod_uid == pod_uid), default=0)
+    return max(int(now.timestamp() * 1000), reported + 1)
+
+
+def release(spec: GpuNodeSpec, pod_uid: PodUid) -> GpuNodeSpec:
+    """Take a pod's reservation away; the same spec where it has none."""
+    left = [r for r in spec.reservations if r.pod_uid != pod_uid]
+    return spec if len(left) == len(spec.reservations) else msgspec.structs.replace(spec, reservations=left)
+
+
+def prolong(spec: GpuNodeSpec, pod_uid: PodUid, deadline: str) -> GpuNodeSpec:
+    """Give a pod's reservation a later deadline; the agent need not act, so its generation stays."""
+    changed = [msgspec.structs.replace(r, deadline=deadline) if r.pod_uid == pod_uid else r for r in spec.reservations]
+    return msgspec.structs.replace(spec, reservations=changed)
+
+
+def has_lapsed(reservation: Reservation, now: datetime, grace_s: float = 0.0) -> bool:
+    """Whether a reservation whose pod is not bound has outlived its deadline by more than a grace, in seconds.
+
+    Whether the pod is bound, which makes a deadline meaningless, is for the caller to know. One without a deadline,
+    or with one that nobody can read, never lapses.
+    """
+    deadline = deadline_of(reservation)
+    # Not `deadline + grace`, which does not exist at the end of the calendar.
+    return deadline is not None and now - deadline > timedelta(seconds=grace_s)
+
+
+def deadline_of(reservation: Reservation) -> datetime | None:
+    """Return when a reservation lapses; None where it says nothing, or nothing that can be read."""
+    try:
+        return parse_rfc3339(reservation.deadline) if reservation.deadline else None
+    except ValueError:
+        return None
+
+
+def _refusal(present: list[Reservation], wanted: Reservation, device: Device | None, capacity: Capacity) -> str | None:
+    """Say what forbids a reservation on one GPU; None where nothing does."""
+    if device is None:
+        return "the node reports no such GPU"
+    modes = {r.mode for r in present}
+    if present and (modes != {wanted.mode} or wanted.mode is SharingMode.EXCLUSIVE):
+        return f"wants it by {wanted.mode}, it is used by {', '.join(sorted(modes))}"
+    if wanted.mode is SharingMode.MPS and {r.pod_namespace for r in present} - {wanted.pod_namespace}:
+        return "its MPS server belongs to another namespace"
+    users = {r.run_as_user for r in present} - {None, wanted.run_as_user}
+    if wanted.mode is SharingMode.MPS and wanted.run_as_user is not None and users:
+        return f"its MPS server serves user {', '.join(map(str, sorted(users, key=str)))}, not {wanted.run_as_user}"
+    if wanted.mode is SharingMode.MIG and (lacking := _no_instance(present, wanted, device)) is not None:
+        return lacking
+    if len(present) >= capacity.slots:
+        return f"has {len(present)} tenants, the most allowed is {capacity.slots}"
+    usable = max(0, device.memory_mib - device.reserved_mib)
+    peaks = capacity.on(device.uuid)
+    need = needed_mib(wanted.tenant.counted_mib(peaks.get(wanted.pod_uid, 0)), usable)
+    free = usable - promised_mib(present, usable, peaks)
+    if need > free:
+        return f"needs {need:,} MiB, has {free:,} MiB free"
+    return None
+
+
+def _no_instance(present: list[Reservation], wanted: Reservation, device: Device) -> str | None:
+    """Say why a MIG instance has no room beside others; None where it has."""
+    asked = profile_of(wanted.mig_profile)
+    if asked is None or wanted.mig_profile not in device.mig_profiles:
+        return f"has no MIG profile {wanted.mig_profile}, only {', '.join(device.mig_profiles) or 'none'}"
+    instances = [found for r in present if (found := profile_of(r.mig_profile)) is not None]
+    gb, slices = whole(device.mig_profiles)
+    if sum(i.gb for i in instances) + asked.gb > gb or sum(i.slices for i in instances) + asked.slices > slices:
+        return f"has no room for MIG instance {asked.name} beside {', '.join(i.name for i in instances)}"
+    return None

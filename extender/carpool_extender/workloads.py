@@ -1,0 +1,252 @@
+"""From a pod to what it demands: only by way of the job that controls it, whose status no user can write.
+
+What the job was predicted to need may come with the pod before the status tells it, sealed by the operator.
+"""
+
+from dataclasses import dataclass
+from typing import cast
+
+import msgspec
+from carpool_core.demand import Demand, demand_of
+from carpool_core.keys import ANNOTATION_PREDICTION, DOMAIN, RESOURCE_GPU
+from carpool_core.kube.api import GPU_TRAINING_JOBS, KubeApi
+from carpool_core.kube.errors import Invalid, NotFound
+from carpool_core.kube.pods import Container, OwnerReference, Pod, is_job, job_reference, user_of, worker_name
+from carpool_core.resources.job import GpuTrainingJob
+from carpool_core.resources.prediction import Prediction
+from carpool_core.sealing import Sealer
+from carpool_core.values import JobUid, PodUid
+
+from carpool_extender.cache.pod_request import Applicant
+from carpool_extender.framework.scores import UnknownPolicyError, find_policy
+from carpool_extender.informers import JobRow, Watches
+
+ANNOTATION_POLICY = f"{DOMAIN}/policy"
+"""On a job: the policy by which its place is chosen, where the site allows jobs to choose."""
+REMEMBERED = 4096
+"""Demands that are remembered, with what was worked out for each class of devices."""
+
+
+class NotOurs(Exception):  # noqa: N818  # an answer about the pod, not a failure of ours
+    """A pod that no GpuTrainingJob stands behind; `str()` says what was expected, what was found, what to do."""
+
+
+class NotYet(Exception):  # noqa: N818  # an answer about the pod, not a failure of ours
+    """A pod of whose job nothing is known yet, but will be in a moment; `str()` says what is waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobOptions:
+    """What the site allows jobs."""
+
+    policies: bool = False
+    """Whether a job may choose its own policy."""
+    peaks: bool = True
+    """Whether a job that never ran may count with its own peak once that was measured."""
+
+
+AS_SHIPPED = JobOptions()
+
+
+class Workloads:
+    """Looks up the job behind each pod.
+
+    Args:
+        api: The Kubernetes API.
+        watches: What is known of the cluster.
+        choices: What jobs may.
+        sealer: Opens predictions on pods; None where nothing on a pod is believed.
+    """
+
+    def __init__(self, api: KubeApi, watches: Watches, choices: JobOptions, sealer: Sealer | None = None) -> None:
+        self._api, self._watches, self._choices, self._sealer = api, watches, choices, sealer
+        self._known: dict[JobUid, tuple[str, Applicant]] = {}
+        self._opened: dict[JobUid, tuple[str, str, Prediction]] = {}
+
+    async def of(self, pod: Pod) -> Applicant:
+        """Return what a pod demands.
+
+        Raises:
+            NotOurs: No job controls it, or it does not ask for what its job says.
+            NotYet: Nobody has told what the job was predicted to need, but it is being told.
+            KubeError: The job had to be read, and could not be.
+        """
+        owner = controller_of(pod)
+        job = await self._job(pod, owner)
+        _check_name(pod, job)
+        applicant = self._applicant(job, user_of(pod.spec))
+        asked, expected = gpus_asked(pod), applicant.demand.gpus
+        if asked != expected:
+            raise NotOurs(
+                f"WrongRequest: pod {_name(pod)} asks for {asked} {RESOURCE_GPU}, its job's gpusPerWorker is "
+                f"{expected}; let the operator create the job's pods"
+            )
+        return applicant
+
+    async def _job(self, pod: Pod, owner: OwnerReference) -> JobRow:
+        """Read the job once more where the watch may be behind: not seen yet, or seen before its prediction."""
+        job = self._foretold(self._watches.job(JobUid(owner.uid)), pod)
+        if job is None or job.status.prediction is None:
+            try:
+                job = await self._api.get(GPU_TRAINING_JOBS, owner.name, JobRow, namespace=pod.metadata.namespace)
+            except NotFound as error:
+                raise _no_such_job(pod, owner) from error
+            except Invalid as error:
+                raise NotOurs(f"NotAJob: the job that pod {_name(pod)} names cannot be read: {error}") from error
+            if not is_job(job.api_version, job.kind):
+                raise _no_such_job(pod, owner)
+            job = self._foretold(job, pod) or job
+        if job.metadata.uid != owner.uid or job.metadata.namespace != pod.metadata.namespace:
+            raise _no_such_job(pod, owner)
+        if job.status.prediction is None and ANNOTATION_PREDICTION in pod.metadata.annotations:
+            raise NotYet(
+                f"NotPredicted: the status of job {job.metadata.name} tells no prediction yet, and what pod "
+                f"{_name(pod)} carries is not of generation {job.metadata.generation} of the job, or not sealed with "
+                "this extender's CARPOOL_PREDICTION_KEY; tried again within seconds, by which the operator tells it"
+            )
+        return job
+
+    def _foretold(self, job: JobRow | None, pod: Pod) -> JobRow | None:
+        """Return a job with the prediction that its pod carries, where the status tells none."""
+        value = pod.metadata.annotations.get(ANNOTATION_PREDICTION)
+        if self._sealer is None or value is None or job is None or job.status.prediction is not None:
+            return job
+        uid, version = JobUid(job.metadata.uid), job.metadata.resource_version
+        known = self._opened.get(uid)
+        if known is not None and known[:2] == (version, value):
+            found: Prediction | None = known[2]
+        else:
+            found = self._sealer.open(value, uid, job.metadata.generation)
+        if found is None:
+            return job
+        self._opened[uid] = (version, value, found)
+        while len(self._opened) > REMEMBERED:
+            self._opened.pop(next(iter(self._opened)))
+        return msgspec.structs.replace(job, status=msgspec.structs.replace(job.status, prediction=found))
+
+    def _applicant(self, job: JobRow, user: int | None) -> Applicant:
+        uid, version = JobUid(job.metadata.uid), job.metadata.resource_version
+        known = self._known.get(uid)
+        is_known = known is not None and known[0] == version and version and known[1].user == user
+        if known is not None and is_known and known[1].demand.prediction == job.status.prediction:
+            return known[1]
+        applicant = applicant_of(job, user, self._choices)
+        if known is not None and known[1].is_as(applicant):
+            applicant = known[1]
+        self._known[uid] = (version, applicant)
+        while len(self._known) > REMEMBERED:
+            self._known.pop(next(iter(self._known)))
+        return applicant
+
+
+def controller_of(pod: Pod) -> OwnerReference:
+    """Return the reference to the GpuTrainingJob that controls a pod.
+
+    Raises:
+        NotOurs: There is none.
+    """
+    owner = job_reference(pod.metadata)
+    if owner is not None:
+        return owner
+    raise NotOurs(
+        f"NotAJob: pod {_name(pod)} asks for {RESOURCE_GPU} but no GpuTrainingJob controls it; "
+        f"create a GpuTrainingJob with this pod's spec as its template"
+    )
+
+
+def _check_name(pod: Pod, job: JobRow) -> None:
+    """NotOurs where a pod has another name than the operator gives: whoever may create pods may name any job as owner.
+
+    With the name, of which there is one at a time, goes the number of pods that a job can have.
+    """
+    named = worker_name(pod.metadata.name)
+    if named is None or named.job != job.metadata.name or named.worker >= job.spec.workers:
+        raise NotOurs(
+            f"NotAWorker: expected a pod of job {job.metadata.name} to be called "
+            f"{job.metadata.name}-worker-INDEX-ATTEMPT with an index below {job.spec.workers}, found {_name(pod)}; "
+            "let the operator create the job's pods"
+        )
+
+
+def too_many(applicant: Applicant, pod_uid: PodUid, holders: set[PodUid]) -> str | None:
+    """Say why a pod gets no reservation while others of its job have theirs; None where it may have one.
+
+    Args:
+        applicant: What the pod demands.
+        pod_uid: UID of the pod.
+        holders: UIDs of the pods of its job that have reservations.
+    """
+    others, demand = len(holders - {pod_uid}), applicant.demand
+    if others < applicant.workers:
+        return None
+    return (
+        f"TooManyWorkers: job {demand.namespace}/{demand.job_name} has spec.workers {applicant.workers}, and {others} "
+        f"of its pods have reservations already; this one is tried again when one of them has ended"
+    )
+
+
+def policy_of(job: JobRow, *, allowed: bool) -> str | None:
+    """Return the policy that a job chose for itself; None where it chose none.
+
+    Raises:
+        NotOurs: There is no such policy, or the site leaves jobs no choice.
+    """
+    wanted = job.metadata.annotations.get(ANNOTATION_POLICY)
+    if wanted is None:
+        return None
+    name = f"{job.metadata.namespace}/{job.metadata.name}"
+    try:
+        found = find_policy(wanted).name
+    except UnknownPolicyError as error:
+        raise NotOurs(f"UnknownPolicy: job {name}: {error}") from error
+    if not allowed:
+        raise NotOurs(
+            f"PolicyNotAllowed: job {name} has the annotation {ANNOTATION_POLICY}: {wanted}, but this site chooses the "
+            "policy for all jobs; remove the annotation, or have an administrator set settings.jobPolicies: true in "
+            "the chart's values (CARPOOL_JOB_POLICIES=true of the extender)"
+        )
+    return found
+
+
+def gpus_asked(pod: Pod) -> int:
+    """How many GPUs a pod's containers ask for together."""
+    return sum(_gpus(container) for container in (*pod.spec.containers, *pod.spec.init_containers))
+
+
+def _gpus(container: Container) -> int:
+    value = container.resources.limits.get(RESOURCE_GPU, container.resources.requests.get(RESOURCE_GPU, 0))
+    text = str(value)
+    return int(text) if text.isdigit() else 0
+
+
+def applicant_of(job: JobRow, user: int | None, choices: JobOptions) -> Applicant:
+    """Return what each worker of a job asks for, and what the job chose.
+
+    Args:
+        job: The job.
+        user: That its workers run as; None where their spec does not say.
+        choices: What the site allows. One that died of memory never counts with what it was measured to take.
+
+    Raises:
+        NotOurs: It chose a policy that does not exist, or that it may not choose.
+    """
+    policy, settles = policy_of(job, allowed=choices.policies), choices.peaks and not job.status.died_of_memory
+    came_at, steps = job.metadata.creation_timestamp or "", job.spec.training.steps
+    return Applicant(demand_of_row(job), policy, job.spec.workers, user, settles, came_at, steps)
+
+
+def demand_of_row(job: JobRow) -> Demand:
+    """Return what a job asks for."""
+    # JobRow has every attribute that demand_of reads, without the pod template and the model's features.
+    return demand_of(cast("GpuTrainingJob", job))
+
+
+def _no_such_job(pod: Pod, owner: OwnerReference) -> NotOurs:
+    return NotOurs(
+        f"NotAJob: pod {_name(pod)} names GpuTrainingJob {owner.name} with UID {owner.uid} as its controller, "
+        f"and there is none in its namespace; create the job, its pods are made for it"
+    )
+
+
+def _name(pod: Pod) -> str:
+    return f"{pod.metadata.namespace}/{pod.metadata.name}"
