@@ -13,23 +13,23 @@ from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
 from carpool_extender.cache.cluster import Cluster
-from carpool_extender.cache.health import Standing
+from carpool_extender.cache.health import GpuAvailability
 from carpool_extender.config import ExtenderSettings
 from carpool_extender.connections import HELD_S, Connections
-from carpool_extender.framework.evaluation_cache import Assessments
+from carpool_extender.framework.evaluation_cache import EvaluationCache
 from carpool_extender.framework.gang import Gangs
-from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.scores import find_policy
-from carpool_extender.informers import Watches
-from carpool_extender.metrics import KnowledgeCollector, Telemetry
+from carpool_extender.informers import Informers
+from carpool_extender.metrics import ExtenderMetrics, StateCollector
 from carpool_extender.queue.nominator import Keeper, Line
-from carpool_extender.reservations.binder import Binder, Inflow, Tools
-from carpool_extender.reservations.gc import Janitor, Restorer
-from carpool_extender.reservations.peaks import Settler, Stillness
-from carpool_extender.reservations.writer import GATHER_S, Book, Untracker
+from carpool_extender.reservations.binder import BindDeps, Binder, BindLimiter
+from carpool_extender.reservations.gc import ReservationGC, Restorer
+from carpool_extender.reservations.peaks import PeakTracker, PeakUpdater
+from carpool_extender.reservations.writer import GATHER_S, ReservationWriter, Untracker
 from carpool_extender.scheduler import Service
 from carpool_extender.server import create_app
-from carpool_extender.terminating_pods import Departures
+from carpool_extender.terminating_pods import TerminatingPods
 from carpool_extender.workloads import JobOptions, Workloads
 
 COMPONENT = "carpool-extender"
@@ -41,10 +41,10 @@ class Extender:
 
     app: Starlette
     service: Service
-    watches: Watches
-    janitor: Janitor
+    informers: Informers
+    gc: ReservationGC
     binder: Binder
-    settler: Settler | None
+    settler: PeakUpdater | None
     keeper: Keeper
     untracker: Untracker
     registry: CollectorRegistry
@@ -52,8 +52,8 @@ class Extender:
     async def run(self) -> None:
         """Watch and sweep for ever; serving `app` is the caller's."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self.watches.run())
-            group.create_task(self.janitor.run())
+            group.create_task(self.informers.run())
+            group.create_task(self.gc.run())
             group.create_task(self.untracker.run())
             group.create_task(self.keeper.run())
             if self.settler is not None:
@@ -83,59 +83,59 @@ def build(
         UnknownPolicyError: The policy's name is not in the table.
         SettingsError: A precondition is impossible.
     """
-    rules = Rules(find_policy(settings.policy), settings.slots_per_gpu, settings.conditions.conditions())
+    rules = SchedulerConfig(find_policy(settings.policy), settings.slots_per_gpu, settings.conditions.conditions())
     registry = CollectorRegistry()
-    telemetry = Telemetry(registry, clock)
-    standing = Standing(clock)
-    watches = Watches(api, clock, Cluster(settings.slots_per_gpu, standing))
-    registry.register(KnowledgeCollector(watches))
+    telemetry = ExtenderMetrics(registry, clock)
+    standing = GpuAvailability(clock)
+    informers = Informers(api, clock, Cluster(settings.slots_per_gpu, standing))
+    registry.register(StateCollector(informers))
     workloads = Workloads(
-        api, watches, JobOptions(settings.job_policies, settings.count_peaks), sealer_of(settings.prediction_key)
+        api, informers, JobOptions(settings.job_policies, settings.count_peaks), sealer_of(settings.prediction_key)
     )
-    book = Book(api, watches, clock, sleep, gather_s)
+    writer = ReservationWriter(api, informers, clock, sleep, gather_s)
     events = EventRecorder(api, clock, COMPONENT)
-    tools = Tools(api, clock, sleep, events, telemetry, standing)
-    assessments = Assessments(watches.cluster, rules)
-    gangs = Gangs(watches, assessments, rules)
-    restorer = Restorer(api, watches, book, events, settings.slots_per_gpu)
-    janitor = Janitor(api, watches, book, restorer, clock=clock, sleep=sleep)
+    tools = BindDeps(api, clock, sleep, events, telemetry, standing)
+    evaluation_cache = EvaluationCache(informers.cluster, rules)
+    gangs = Gangs(informers, evaluation_cache, rules)
+    restorer = Restorer(api, informers, writer, events, settings.slots_per_gpu)
+    gc = ReservationGC(api, informers, writer, restorer, clock=clock, sleep=sleep)
     keeper = Keeper(
-        Line(settings.queue_order, watches.cluster, clock),
-        watches,
+        Line(settings.queue_order, informers.cluster, clock),
+        informers,
         standing,
-        assessments=assessments,
+        evaluation_cache=evaluation_cache,
         gangs=gangs,
         clock=clock,
         sleep=sleep,
         telemetry=telemetry,
-        remind=janitor.remind,
+        remind=gc.remind,
     )
     binder = Binder(
         tools,
-        watches,
+        informers,
         workloads,
-        book,
-        assessments=assessments,
+        writer,
+        evaluation_cache=evaluation_cache,
         gangs=gangs,
         keeper=keeper,
-        inflow=Inflow(clock, sleep, settings.bind_timeout_seconds),
+        bind_limiter=BindLimiter(clock, sleep, settings.bind_timeout_seconds),
         slots=settings.slots_per_gpu,
         timeout_s=settings.bind_timeout_seconds,
     )
-    janitor.leave_alone(binder.open)
-    settler = Settler(watches, book, Stillness(clock)) if settings.count_peaks else None
+    gc.leave_alone(binder.open)
+    settler = PeakUpdater(informers, writer, PeakTracker(clock)) if settings.count_peaks else None
     service = Service(
-        watches,
+        informers,
         workloads,
         binder,
-        assessments=assessments,
+        evaluation_cache=evaluation_cache,
         gangs=gangs,
         keeper=keeper,
         connections=Connections(sleep, held_s),
-        departures=Departures(watches, rules, clock, sleep),
+        terminating_pods=TerminatingPods(informers, rules, clock, sleep),
         telemetry=telemetry,
         candidates=settings.candidates,
     )
-    app = create_app(service, telemetry, watches.not_ready)
-    untracker = Untracker(api, watches)
-    return Extender(app, service, watches, janitor, binder, settler, keeper, untracker, registry)
+    app = create_app(service, telemetry, informers.not_ready)
+    untracker = Untracker(api, informers)
+    return Extender(app, service, informers, gc, binder, settler, keeper, untracker, registry)

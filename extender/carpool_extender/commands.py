@@ -16,7 +16,7 @@ from carpool_core.settings import MisconfiguredError, SettingsError, click_optio
 from carpool_extender.app import build
 from carpool_extender.config import ExtenderSettings
 from carpool_extender.framework.scores import UnknownPolicyError
-from carpool_extender.informers import Watches
+from carpool_extender.informers import Informers
 from carpool_extender.server import create_server
 
 COLLECTED = (700, 2, 1000)
@@ -41,16 +41,16 @@ async def run(settings: ExtenderSettings) -> None:
     async with connect(settings.kube, clock=clock) as api:
         parts = build(settings, api, clock)
         server = create_server(parts.app, settings)
-        scraped = await metrics.serve(parts.registry, settings.metrics_port, readiness=parts.watches.not_ready)
+        scraped = await metrics.serve(parts.registry, settings.metrics_port, readiness=parts.informers.not_ready)
         try:
-            await _until_served(server.serve(), parts.run(), _settle(parts.watches))
+            await _until_served(server.serve(), parts.run(), _settle(parts.informers))
         finally:
             await scraped.close()
 
 
-async def _settle(watches: Watches) -> None:
+async def _settle(informers: Informers) -> None:
     """Keep the collector away from what was listed: it is most of the heap, and going through it takes seconds."""
-    await watches.wait_synced()
+    await informers.wait_synced()
     gc.collect()
     gc.freeze()
     gc.set_threshold(*COLLECTED)

@@ -14,7 +14,7 @@ from carpool_core.settings import (
     slots_per_gpu,
 )
 
-from carpool_extender.framework.admission_limits import Conditions, Quantile
+from carpool_extender.framework.admission_limits import AdmissionLimits, Quantile
 from carpool_extender.framework.scores import POLICIES
 from carpool_extender.queue.order import QueueOrder
 
@@ -93,13 +93,13 @@ class ConditionSettings:
         "limit of 1.5.",
     )
 
-    def conditions(self) -> Conditions:
+    def conditions(self) -> AdmissionLimits:
         """Return them as decisions count with them.
 
         Raises:
             SettingsError: One is impossible.
         """
-        return Conditions(
+        return AdmissionLimits(
             self.most_sm_active,
             self.most_joint_sm_active,
             self.least_free_mib,

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
-from carpool_extender.reservations.binder import in_time
+from carpool_extender.reservations.binder import wait_for
 
 KEPT = 2
 """Idle connections to an extender that kube-scheduler keeps, as Go's HTTP client does; it closes all others."""
@@ -49,4 +49,4 @@ class Connections:
         held = asyncio.get_running_loop().create_future()
         self._held.append(held)
         with suppress(TimeoutError):
-            await in_time(held, self._held_s, self._sleep)
+            await wait_for(held, self._held_s, self._sleep)

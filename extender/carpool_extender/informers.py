@@ -26,7 +26,7 @@ TEMPLATES = 256
 
 
 class _Wire(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """Camel-cased, partial view of an object."""
+    """Camel-cased, partial snapshot of an object."""
 
 
 class TrainingRow(_Wire, frozen=True, kw_only=True):
@@ -157,7 +157,7 @@ DELETED_REMEMBERED = 1024
 """UIDs of deleted GpuNodes that are remembered: more than can be deleted while one answer is on its way."""
 
 
-class Watches:
+class Informers:
     """Keeps GpuNodes, jobs, and the pods of our scheduler.
 
     Args:

@@ -13,12 +13,12 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from carpool_extender.informers import Watches
+from carpool_extender.informers import Informers
 
 _FAST = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
 
 
-class Telemetry:
+class ExtenderMetrics:
     """Measures requests and the steps of binding."""
 
     def __init__(self, registry: CollectorRegistry, clock: Clock) -> None:
@@ -88,15 +88,15 @@ class Telemetry:
             observe(self._clock.monotonic() - started)
 
 
-class KnowledgeCollector(Collector):
+class StateCollector(Collector):
     """What the extender knows, read at scrape time."""
 
-    def __init__(self, watches: Watches) -> None:
-        self._watches = watches
+    def __init__(self, informers: Informers) -> None:
+        self._informers = informers
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         """Yield the gauges."""
-        nodes = self._watches.cluster.nodes.values()
+        nodes = self._informers.cluster.nodes.values()
         yield GaugeMetricFamily(
             "carpool_extender_reservations",
             "Reservations of all nodes.",
@@ -105,6 +105,6 @@ class KnowledgeCollector(Collector):
         ages = GaugeMetricFamily(
             "carpool_extender_watch_age_seconds", "Time since the API server's last word.", labels=["kind"]
         )
-        for kind, age in self._watches.ages().items():
+        for kind, age in self._informers.ages().items():
             ages.add_metric([kind], age)
         yield ages

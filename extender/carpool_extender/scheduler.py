@@ -5,7 +5,7 @@ from carpool_core.kube.errors import KubeError
 from carpool_core.kube.pods import Pod
 from carpool_core.values import PodUid
 
-from carpool_extender.cache.pod_request import Applicant
+from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.connections import Connections
 from carpool_extender.extender_api import (
     BindingArgs,
@@ -18,15 +18,15 @@ from carpool_extender.extender_api import (
 )
 from carpool_extender.framework.candidates import MAX_SCORE
 from carpool_extender.framework.diagnosis import PREFIX
-from carpool_extender.framework.evaluation_cache import Assessments
+from carpool_extender.framework.evaluation_cache import EvaluationCache
 from carpool_extender.framework.gang import Gangs
 from carpool_extender.framework.selection import filter_nodes, score_nodes
-from carpool_extender.informers import Watches
-from carpool_extender.metrics import Telemetry
+from carpool_extender.informers import Informers
+from carpool_extender.metrics import ExtenderMetrics
 from carpool_extender.queue.nominator import Keeper
 from carpool_extender.reservations import ledger
 from carpool_extender.reservations.binder import Binder
-from carpool_extender.terminating_pods import Departures
+from carpool_extender.terminating_pods import TerminatingPods
 from carpool_extender.workloads import NotOurs, NotYet, Workloads, too_many
 
 
@@ -39,28 +39,28 @@ class Service:
 
     def __init__(
         self,
-        watches: Watches,
+        informers: Informers,
         workloads: Workloads,
         binder: Binder,
         *,
-        assessments: Assessments,
+        evaluation_cache: EvaluationCache,
         gangs: Gangs,
         keeper: Keeper,
         connections: Connections,
-        departures: Departures,
-        telemetry: Telemetry,
+        terminating_pods: TerminatingPods,
+        telemetry: ExtenderMetrics,
         candidates: int,
     ) -> None:
-        self._watches, self._workloads, self._binder = watches, workloads, binder
-        self._assessments, self._gangs, self._candidates = assessments, gangs, candidates
-        self._keeper, self._connections, self._departures = keeper, connections, departures
+        self._informers, self._workloads, self._binder = informers, workloads, binder
+        self._evaluation_cache, self._gangs, self._candidates = evaluation_cache, gangs, candidates
+        self._keeper, self._connections, self._terminating_pods = keeper, connections, terminating_pods
         self._telemetry = telemetry
 
     async def filter(self, args: ExtenderArgs) -> FilterResult:
         """Name the best nodes that have room for a pod. A pod that has a reservation fits only where that is."""
         names = _offered(args)
         try:
-            applicant = await self._workloads.of(args.pod)
+            pod_request = await self._workloads.of(args.pod)
         except NotOurs as refusal:
             return FilterResult(failed_and_unresolvable_nodes=dict.fromkeys(names, str(refusal)))
         except NotYet as error:
@@ -73,36 +73,36 @@ class Service:
             return FilterResult(node_names=[node] if node in names else [], failed_nodes=told)
         with self._keeper.held_up():
             await self._binder.room()
-        answer = self._served(applicant, args.pod, names)
-        if answer.node_names or not (ended := self._departures.promising(applicant, answer.failed_nodes)):
+        answer = self._served(pod_request, args.pod, names)
+        if answer.node_names or not (ended := self._terminating_pods.promising(pod_request, answer.failed_nodes)):
             return answer
         with self._telemetry.kept_back(), self._keeper.held_up():
-            await self._departures.over(ended)
-        return self._served(applicant, args.pod, names)
+            await self._terminating_pods.over(ended)
+        return self._served(pod_request, args.pod, names)
 
-    def _served(self, applicant: Applicant, pod: Pod, names: list[str]) -> FilterResult:
+    def _served(self, pod_request: PodRequest, pod: Pod, names: list[str]) -> FilterResult:
         """Find room for a pod, unless that goes to others before it."""
-        self._keeper.asked(pod, applicant)
-        answer = self._found(applicant, pod, names)
-        if answer.node_names and self._keeper.first(pod, applicant, answer.node_names[0]):
-            answer = self._found(applicant, pod, names)  # in what is left
+        self._keeper.asked(pod, pod_request)
+        answer = self._found(pod_request, pod, names)
+        if answer.node_names and self._keeper.first(pod, pod_request, answer.node_names[0]):
+            answer = self._found(pod_request, pod, names)  # in what is left
         refused = answer.failed_nodes or answer.failed_and_unresolvable_nodes or {}
-        why = self._keeper.answered(pod, applicant, names, answer.node_names or [], next(iter(refused.values()), ""))
+        why = self._keeper.answered(pod, pod_request, names, answer.node_names or [], next(iter(refused.values()), ""))
         if answer.node_names:
             return answer
         both = (answer.failed_nodes, answer.failed_and_unresolvable_nodes)
         hopeful, hopeless = (None if of is None else dict.fromkeys(of, why) for of in both)
         return FilterResult(node_names=[], failed_nodes=hopeful, failed_and_unresolvable_nodes=hopeless)
 
-    def _found(self, applicant: Applicant, pod: Pod, names: list[str]) -> FilterResult:
+    def _found(self, pod_request: PodRequest, pod: Pod, names: list[str]) -> FilterResult:
         uid = PodUid(pod.metadata.uid)
-        crowd = self._keeper.holders(applicant.demand.job_uid)
-        if (crowded := too_many(applicant, uid, crowd)) is not None:
+        crowd = self._keeper.holders(pod_request.demand.job_uid)
+        if (crowded := too_many(pod_request, uid, crowd)) is not None:
             return FilterResult(failed_nodes=dict.fromkeys(names, crowded))
-        waits = None if self._keeper.has_begun(applicant) else self._gangs.refusal(applicant, uid, names)
+        waits = None if self._keeper.has_begun(pod_request) else self._gangs.refusal(pod_request, uid, names)
         if waits is not None:
             return FilterResult(failed_nodes=dict.fromkeys(names, waits))
-        found = filter_nodes(self._assessments.of(applicant), names, self._candidates)
+        found = filter_nodes(self._evaluation_cache.of(pod_request), names, self._candidates)
         return FilterResult(
             node_names=found.fits, failed_nodes=found.refused, failed_and_unresolvable_nodes=found.unsuitable
         )
@@ -111,13 +111,13 @@ class Service:
         """Score nodes from 0 to 10. What could not be looked up scores 0 everywhere; bind decides again."""
         names, kept = _offered(args), self._kept_on(args.pod)
         try:
-            applicant = await self._workloads.of(args.pod)
+            pod_request = await self._workloads.of(args.pod)
         except (NotOurs, NotYet, KubeError):
             return [HostPriority(host=name, score=0) for name in names]
         if kept is not None:
             return [HostPriority(host=name, score=MAX_SCORE if name == kept[0] else 0) for name in names]
-        with self._keeper.comparing(PodUid(args.pod.metadata.uid), applicant):
-            found = score_nodes(self._assessments.of(applicant), names)
+        with self._keeper.comparing(PodUid(args.pod.metadata.uid), pod_request):
+            found = score_nodes(self._evaluation_cache.of(pod_request), names)
         return [HostPriority(host=name, score=score) for name, score in zip(names, found.tolist(), strict=True)]
 
     async def bind(self, args: BindingArgs) -> BindingResult:
@@ -140,8 +140,8 @@ class Service:
         uid = PodUid(pod.metadata.uid)
         if (bound := self._binder.node_of(uid)) is not None:
             return bound, f"{PREFIX}this pod is being bound to node {bound} at present"
-        for name in self._watches.cluster.holders(uid):
-            node = self._watches.cluster.node(name)
+        for name in self._informers.cluster.holders(uid):
+            node = self._informers.cluster.node(name)
             reserved = None if node is None else ledger.held(node.spec, uid)
             if reserved is not None:
                 until = f"lapses at {reserved.deadline} unless it is bound there"

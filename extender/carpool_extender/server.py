@@ -20,7 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from carpool_extender.config import ExtenderSettings
 from carpool_extender.extender_api import BindingArgs, ExtenderArgs, PreemptionArgs
-from carpool_extender.metrics import Telemetry
+from carpool_extender.metrics import ExtenderMetrics
 from carpool_extender.scheduler import BadRequest, Service
 
 
@@ -177,7 +177,7 @@ class _Verb(Generic[A]):
         name: str,
         type_: type[A],
         act: Callable[[A], Awaitable[Any]],
-        telemetry: Telemetry,
+        telemetry: ExtenderMetrics,
         not_ready: Callable[[], str | None],
     ) -> None:
         self._name, self._act, self._telemetry, self._not_ready = name, act, telemetry, not_ready
@@ -203,7 +203,7 @@ class _Verb(Generic[A]):
             return answer.status, answer.body
 
 
-def create_app(service: Service, telemetry: Telemetry, not_ready: Callable[[], str | None]) -> Starlette:
+def create_app(service: Service, telemetry: ExtenderMetrics, not_ready: Callable[[], str | None]) -> Starlette:
     """Build the ASGI application.
 
     Args:

@@ -12,11 +12,11 @@ from carpool_core.resources.node import GpuNode
 from carpool_core.values import PodUid
 
 from carpool_extender.cache.cluster import Cluster
-from carpool_extender.cache.pod_request import Applicant
-from carpool_extender.framework.evaluation_cache import Assessment
-from carpool_extender.framework.scheduler_config import Rules
-from carpool_extender.informers import Watches
-from carpool_extender.reservations.binder import in_time
+from carpool_extender.cache.pod_request import PodRequest
+from carpool_extender.framework.evaluation_cache import CachedEvaluation
+from carpool_extender.framework.scheduler_config import SchedulerConfig
+from carpool_extender.informers import Informers
+from carpool_extender.reservations.binder import wait_for
 
 PATIENCE_S = 1.0
 """Longest after a pod's end that anybody waits for what it held: where it cannot be given back, others are offered."""
@@ -24,7 +24,7 @@ MOST_TRIED = 16
 """Nodes on which it is tried whether somebody would fit then. Of more it is supposed: trying takes a while, too."""
 
 
-class Departures:
+class TerminatingPods:
     """Knows the pods that have ended and whose reservations are being given back, which takes two calls of the server.
 
     kube-scheduler hears of the end as well, and tries all that wait at once, in the order of its queue. Those that it
@@ -34,23 +34,25 @@ class Departures:
     kube-scheduler asks about nobody else meanwhile. So only those wait who would fit then.
 
     Args:
-        watches: Tell of ends, and of what is given back.
+        informers: Tell of ends, and of what is given back.
         rules: What the site has chosen.
         clock: Tells how long ago a pod has ended.
         sleep: Ends the patience.
     """
 
-    def __init__(self, watches: Watches, rules: Rules, clock: Clock, sleep: Callable[[float], Awaitable[Any]]) -> None:
-        self._watches, self._rules, self._clock, self._sleep = watches, rules, clock, sleep
+    def __init__(
+        self, informers: Informers, rules: SchedulerConfig, clock: Clock, sleep: Callable[[float], Awaitable[Any]]
+    ) -> None:
+        self._informers, self._rules, self._clock, self._sleep = informers, rules, clock, sleep
         self._until: OrderedDict[PodUid, float] = OrderedDict()
         """Until when it is waited for what an ended pod holds; the first that ended stand first."""
-        watches.on_pod(self._pod_changed)
+        informers.on_pod(self._pod_changed)
 
-    def promising(self, applicant: Applicant, nodes: Container[str]) -> list[PodUid]:
+    def promising(self, pod_request: PodRequest, nodes: Container[str]) -> list[PodUid]:
         """Return the pods whose ends would make room for somebody who is refused; none where they would not.
 
         Args:
-            applicant: Who is refused.
+            pod_request: Who is refused.
             nodes: Names of the nodes in question.
         """
         self._forget()
@@ -59,28 +61,28 @@ class Departures:
             for name in self._holders(uid):
                 if name in nodes:
                     ended.setdefault(name, set()).add(uid)
-        if not ended or (len(ended) <= MOST_TRIED and not self._would_fit(applicant, ended)):
+        if not ended or (len(ended) <= MOST_TRIED and not self._would_fit(pod_request, ended)):
             return []
         return [uid for gone in ended.values() for uid in gone]
 
-    def _would_fit(self, applicant: Applicant, ended: dict[str, set[PodUid]]) -> bool:
+    def _would_fit(self, pod_request: PodRequest, ended: dict[str, set[PodUid]]) -> bool:
         """Whether somebody would find a place on some nodes, were all given back there that has ended."""
         paper = Cluster(self._rules.slots)
         for name, gone in ended.items():
-            if (node := self._watches.cluster.counted(name)) is not None:
+            if (node := self._informers.cluster.counted(name)) is not None:
                 paper.apply(_without(node, gone))
-        return bool(Assessment(applicant, self._rules, paper.view()).best.fits.any())
+        return bool(CachedEvaluation(pod_request, self._rules, paper.snapshot()).best.fits.any())
 
     async def over(self, pods: Collection[PodUid]) -> None:
         """Wait until some pods have given back what they held, or it was waited for long enough."""
         for uid in pods:
             until = self._until.get(uid, 0.0)
             with suppress(TimeoutError):
-                await in_time(self._given_back(uid), until - self._clock.monotonic(), self._sleep)
+                await wait_for(self._given_back(uid), until - self._clock.monotonic(), self._sleep)
 
     async def _given_back(self, uid: PodUid) -> None:
         while holders := self._holders(uid):
-            await self._watches.stirred(holders[0])
+            await self._informers.stirred(holders[0])
 
     def _forget(self) -> None:
         """Forget those for which nobody waits any more."""
@@ -89,7 +91,7 @@ class Departures:
             self._until.popitem(last=False)
 
     def _holders(self, uid: PodUid) -> list[str]:
-        return self._watches.cluster.holders(uid)
+        return self._informers.cluster.holders(uid)
 
     def _pod_changed(self, old: Pod | None, new: Pod | None) -> None:
         pod = new or old

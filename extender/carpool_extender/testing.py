@@ -23,7 +23,7 @@ from carpool_core.testing.kube import FakeKube
 from carpool_core.values import GpuUuid, JobUid, PartitionState, PodUid, RequestedMode, SharingMode, Tenancy
 
 from carpool_extender.cache.cluster import Cluster
-from carpool_extender.cache.pod_request import Applicant
+from carpool_extender.cache.pod_request import PodRequest
 
 A100 = "NVIDIA A100-SXM4-40GB"
 T4 = "Tesla T4"
@@ -115,9 +115,9 @@ def demand(name: str = "new", **changes: Any) -> Demand:
     return Demand(**(fields | changes))
 
 
-def applicant(name: str = "new", user: int | None = None, **changes: Any) -> Applicant:
+def pod_request(name: str = "new", user: int | None = None, **changes: Any) -> PodRequest:
     """Build an applicant with such a demand."""
-    return Applicant(demand(name, **changes), user=user)
+    return PodRequest(demand(name, **changes), user=user)
 
 
 def tenant(

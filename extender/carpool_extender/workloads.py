@@ -17,9 +17,9 @@ from carpool_core.resources.prediction import Prediction
 from carpool_core.sealing import Sealer
 from carpool_core.values import JobUid, PodUid
 
-from carpool_extender.cache.pod_request import Applicant
+from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.scores import UnknownPolicyError, find_policy
-from carpool_extender.informers import JobRow, Watches
+from carpool_extender.informers import Informers, JobRow
 
 ANNOTATION_POLICY = f"{DOMAIN}/policy"
 """On a job: the policy by which its place is chosen, where the site allows jobs to choose."""
@@ -53,17 +53,17 @@ class Workloads:
 
     Args:
         api: The Kubernetes API.
-        watches: What is known of the cluster.
+        informers: What is known of the cluster.
         choices: What jobs may.
         sealer: Opens predictions on pods; None where nothing on a pod is believed.
     """
 
-    def __init__(self, api: KubeApi, watches: Watches, choices: JobOptions, sealer: Sealer | None = None) -> None:
-        self._api, self._watches, self._choices, self._sealer = api, watches, choices, sealer
-        self._known: dict[JobUid, tuple[str, Applicant]] = {}
+    def __init__(self, api: KubeApi, informers: Informers, choices: JobOptions, sealer: Sealer | None = None) -> None:
+        self._api, self._informers, self._choices, self._sealer = api, informers, choices, sealer
+        self._known: dict[JobUid, tuple[str, PodRequest]] = {}
         self._opened: dict[JobUid, tuple[str, str, Prediction]] = {}
 
-    async def of(self, pod: Pod) -> Applicant:
+    async def of(self, pod: Pod) -> PodRequest:
         """Return what a pod demands.
 
         Raises:
@@ -74,18 +74,18 @@ class Workloads:
         owner = controller_of(pod)
         job = await self._job(pod, owner)
         _check_name(pod, job)
-        applicant = self._applicant(job, user_of(pod.spec))
-        asked, expected = gpus_asked(pod), applicant.demand.gpus
+        pod_request = self._applicant(job, user_of(pod.spec))
+        asked, expected = gpus_asked(pod), pod_request.demand.gpus
         if asked != expected:
             raise NotOurs(
                 f"WrongRequest: pod {_name(pod)} asks for {asked} {RESOURCE_GPU}, its job's gpusPerWorker is "
                 f"{expected}; let the operator create the job's pods"
             )
-        return applicant
+        return pod_request
 
     async def _job(self, pod: Pod, owner: OwnerReference) -> JobRow:
         """Read the job once more where the watch may be behind: not seen yet, or seen before its prediction."""
-        job = self._foretold(self._watches.job(JobUid(owner.uid)), pod)
+        job = self._foretold(self._informers.job(JobUid(owner.uid)), pod)
         if job is None or job.status.prediction is None:
             try:
                 job = await self._api.get(GPU_TRAINING_JOBS, owner.name, JobRow, namespace=pod.metadata.namespace)
@@ -124,19 +124,19 @@ class Workloads:
             self._opened.pop(next(iter(self._opened)))
         return msgspec.structs.replace(job, status=msgspec.structs.replace(job.status, prediction=found))
 
-    def _applicant(self, job: JobRow, user: int | None) -> Applicant:
+    def _applicant(self, job: JobRow, user: int | None) -> PodRequest:
         uid, version = JobUid(job.metadata.uid), job.metadata.resource_version
         known = self._known.get(uid)
         is_known = known is not None and known[0] == version and version and known[1].user == user
         if known is not None and is_known and known[1].demand.prediction == job.status.prediction:
             return known[1]
-        applicant = applicant_of(job, user, self._choices)
-        if known is not None and known[1].is_as(applicant):
-            applicant = known[1]
-        self._known[uid] = (version, applicant)
+        pod_request = pod_request_of(job, user, self._choices)
+        if known is not None and known[1].is_as(pod_request):
+            pod_request = known[1]
+        self._known[uid] = (version, pod_request)
         while len(self._known) > REMEMBERED:
             self._known.pop(next(iter(self._known)))
-        return applicant
+        return pod_request
 
 
 def controller_of(pod: Pod) -> OwnerReference:
@@ -168,19 +168,19 @@ def _check_name(pod: Pod, job: JobRow) -> None:
         )
 
 
-def too_many(applicant: Applicant, pod_uid: PodUid, holders: set[PodUid]) -> str | None:
+def too_many(pod_request: PodRequest, pod_uid: PodUid, holders: set[PodUid]) -> str | None:
     """Say why a pod gets no reservation while others of its job have theirs; None where it may have one.
 
     Args:
-        applicant: What the pod demands.
+        pod_request: What the pod demands.
         pod_uid: UID of the pod.
         holders: UIDs of the pods of its job that have reservations.
     """
-    others, demand = len(holders - {pod_uid}), applicant.demand
-    if others < applicant.workers:
+    others, demand = len(holders - {pod_uid}), pod_request.demand
+    if others < pod_request.workers:
         return None
     return (
-        f"TooManyWorkers: job {demand.namespace}/{demand.job_name} has spec.workers {applicant.workers}, and {others} "
+        f"TooManyWorkers: job {demand.namespace}/{demand.job_name} has spec.workers {pod_request.workers}, and {others} "
         f"of its pods have reservations already; this one is tried again when one of them has ended"
     )
 
@@ -219,7 +219,7 @@ def _gpus(container: Container) -> int:
     return int(text) if text.isdigit() else 0
 
 
-def applicant_of(job: JobRow, user: int | None, choices: JobOptions) -> Applicant:
+def pod_request_of(job: JobRow, user: int | None, choices: JobOptions) -> PodRequest:
     """Return what each worker of a job asks for, and what the job chose.
 
     Args:
@@ -232,7 +232,7 @@ def applicant_of(job: JobRow, user: int | None, choices: JobOptions) -> Applican
     """
     policy, settles = policy_of(job, allowed=choices.policies), choices.peaks and not job.status.died_of_memory
     came_at, steps = job.metadata.creation_timestamp or "", job.spec.training.steps
-    return Applicant(demand_of_row(job), policy, job.spec.workers, user, settles, came_at, steps)
+    return PodRequest(demand_of_row(job), policy, job.spec.workers, user, settles, came_at, steps)
 
 
 def demand_of_row(job: JobRow) -> Demand:

@@ -6,14 +6,14 @@ from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_extender.explain.enquiry import Asker
-from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.scores import find_policy
 from carpool_extender.testing import gpu_node, prediction, seed_node
 
 HEAD = "apiVersion: carpool.dev/v1alpha1, kind: GpuTrainingJob"
 """Of a manifest in braces."""
 CLOCK = FakeClock()
-RULES, ASKER = Rules(find_policy("least-slowdown"), 8), Asker(CLOCK)
+RULES, ASKER = SchedulerConfig(find_policy("least-slowdown"), 8), Asker(CLOCK)
 
 
 async def predicted(wanted, products):

@@ -40,7 +40,7 @@ class World:
         before = asyncio.all_tasks()
         parts = build(self.settings, self.kube, self.clock, self.clock.sleep, gather_s=gather_s, held_s=held_s)
         parts_task = asyncio.create_task(parts.run())
-        await parts.watches.wait_synced()
+        await parts.informers.wait_synced()
         try:
             yield parts
         finally:

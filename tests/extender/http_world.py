@@ -65,7 +65,7 @@ async def running(kube, certificates, *, watching=True, clock=None, **settings):
     if watching:
         tasks.append(asyncio.create_task(parts.run()))
         tasks.append(asyncio.create_task(FakeAgent(kube, clock).serve("a")))
-        await parts.watches.wait_synced()
+        await parts.informers.wait_synced()
     await until(lambda: server.started)
     try:
         yield f"https://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", parts

@@ -8,22 +8,24 @@ from carpool_core.kube.events import EventRecorder
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_extender.cache.cluster import Cluster
-from carpool_extender.informers import Watches
-from carpool_extender.reservations.gc import Janitor, Restorer
-from carpool_extender.reservations.writer import Book
+from carpool_extender.informers import Informers
+from carpool_extender.reservations.gc import ReservationGC, Restorer
+from carpool_extender.reservations.writer import ReservationWriter
 from carpool_extender.testing import until
 
 
 class Clean:
     """A janitor of one node, and what it stands on, with the pause that there is between writes."""
 
-    def __init__(self, server=FakeKube, watches=Watches):
+    def __init__(self, server=FakeKube, informers=Informers):
         self.clock = FakeClock()
         self.kube = server(self.clock)
-        self.watches = watches(self.kube, self.clock, Cluster())
-        book = Book(self.kube, self.watches, self.clock, self.clock.sleep, gather_s=0.1)
-        self.restorer = Restorer(self.kube, self.watches, book, EventRecorder(self.kube, self.clock, "test"), 8)
-        self.janitor = Janitor(self.kube, self.watches, book, self.restorer, clock=self.clock, sleep=self.clock.sleep)
+        self.informers = informers(self.kube, self.clock, Cluster())
+        writer = ReservationWriter(self.kube, self.informers, self.clock, self.clock.sleep, gather_s=0.1)
+        self.restorer = Restorer(self.kube, self.informers, writer, EventRecorder(self.kube, self.clock, "test"), 8)
+        self.gc = ReservationGC(
+            self.kube, self.informers, writer, self.restorer, clock=self.clock, sleep=self.clock.sleep
+        )
 
     async def finish(self, work):
         """Wait for some work, however many pauses it makes."""
@@ -38,9 +40,9 @@ class Clean:
 
     @asynccontextmanager
     async def watching(self):
-        running = asyncio.create_task(self.watches.run())
+        running = asyncio.create_task(self.informers.run())
         try:
-            await self.watches.wait_synced()
+            await self.informers.wait_synced()
             yield
         finally:
             running.cancel()

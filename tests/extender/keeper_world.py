@@ -45,7 +45,9 @@ async def ask(extender, job, names=("a",), **pod):
 async def start(world, extender, job, node="a"):
     async with background(world.agent.serve(node)):
         assert (await extender.service.bind(args(job, node))).error == ""
-    await until(lambda: (pod := extender.watches.pod(PodUid(f"pod-{job}"))) is not None and pod.spec.node_name == node)
+    await until(
+        lambda: (pod := extender.informers.pod(PodUid(f"pod-{job}"))) is not None and pod.spec.node_name == node
+    )
 
 
 def bind_of(worker, node):
@@ -56,8 +58,8 @@ def bind_of(worker, node):
 
 async def end(world, extender, job):
     await world.kube.delete(PODS, f"{job}-worker-0-1", namespace="default")
-    await until(lambda: extender.watches.pod(PodUid(f"pod-{job}")) is None)
-    await until(lambda: not extender.watches.cluster.holders(PodUid(f"pod-{job}")))
+    await until(lambda: extender.informers.pod(PodUid(f"pod-{job}")) is None)
+    await until(lambda: not extender.informers.cluster.holders(PodUid(f"pod-{job}")))
 
 
 async def pass_s(world, seconds):

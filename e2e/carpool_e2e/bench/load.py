@@ -16,7 +16,7 @@ from carpool_core.kube.api import NODES, PODS, KubeApi, Selector
 from carpool_core.kube.errors import KubeError
 from carpool_core.kube.pods import Pod
 from carpool_core.kube.reflector import Reflector
-from carpool_extender.reservations.binder import in_time
+from carpool_extender.reservations.binder import wait_for
 
 from carpool_e2e.bench.circumstances import preferred
 from carpool_e2e.bench.memory import listed
@@ -246,7 +246,7 @@ async def until_bound(
     """
     for _ in range(round(_PATIENCE_S / _LOOK_S)):
         with suppress(TimeoutError):
-            await in_time(finish.reached.wait(), _LOOK_S, sleep)
+            await wait_for(finish.reached.wait(), _LOOK_S, sleep)
             return
         for process in (one for one in processes if not one.running):
             code = process.popen.returncode if process.popen else None

@@ -20,11 +20,11 @@ from carpool_core.settings import KubeSettings
 from carpool_extender.cache.cluster import Cluster
 from carpool_extender.config import ExtenderSettings
 from carpool_extender.extender_api import ExtenderArgs, FilterResult, HostPriority
-from carpool_extender.framework.evaluation_cache import Assessments
-from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.evaluation_cache import EvaluationCache
+from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.scores import find_policy
 from carpool_extender.framework.selection import filter_nodes, score_nodes
-from carpool_extender.informers import WatchedNode, Watches
+from carpool_extender.informers import Informers, WatchedNode
 from carpool_extender.workloads import JobOptions, Workloads
 
 from carpool_e2e.bench.apiserver import PaperApi
@@ -68,15 +68,15 @@ async def _measure(nodes: int, decisions: int) -> Profile:
     shapes, new = draw_jobs(random.Random(7), decisions)  # noqa: S311  # a benchmark, no secret
     paper = world(nodes, GPUS, nodes * TENANTS_PER_NODE, shapes)
     async with _api(paper, len(shapes)) as api:
-        watches = Watches(api, SystemClock(), Cluster(AS_SHIPPED.slots_per_gpu))
-        watching = asyncio.create_task(watches.run())
-        await watches.wait_synced()
+        informers = Informers(api, SystemClock(), Cluster(AS_SHIPPED.slots_per_gpu))
+        watching = asyncio.create_task(informers.run())
+        await informers.wait_synced()
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
         gc.collect()
         gc.freeze()
-        workloads = Workloads(api, watches, JobOptions(AS_SHIPPED.job_policies, AS_SHIPPED.count_peaks))
-        replay = _Replay(paper, watches, workloads)
+        workloads = Workloads(api, informers, JobOptions(AS_SHIPPED.job_policies, AS_SHIPPED.count_peaks))
+        replay = _Replay(paper, informers, workloads)
         took = [await replay.decide(number) for number in range(len(shapes))]
         gc.unfreeze()
     known = [one for one, is_new in list(zip(took, new, strict=True))[WARM_UP:] if not is_new]
@@ -104,10 +104,10 @@ async def _api(paper: World, waiting: int) -> AsyncIterator[KubeApi]:
 class _Replay:
     """Does what the extender's service does, with a stopwatch between the steps."""
 
-    def __init__(self, paper: World, watches: Watches, workloads: Workloads) -> None:
-        self._paper, self._watches, self._workloads = paper, watches, workloads
-        rules = Rules(find_policy(AS_SHIPPED.policy), AS_SHIPPED.slots_per_gpu)
-        self._assessments = Assessments(watches.cluster, rules)
+    def __init__(self, paper: World, informers: Informers, workloads: Workloads) -> None:
+        self._paper, self._informers, self._workloads = paper, informers, workloads
+        rules = SchedulerConfig(find_policy(AS_SHIPPED.policy), AS_SHIPPED.slots_per_gpu)
+        self._evaluation_cache = EvaluationCache(informers.cluster, rules)
         self._names = [node.metadata.name for node in paper.nodes]
         self._draw = random.Random(3)  # noqa: S311  # a benchmark, no secret
         self._args, self._node = msgspec.json.Decoder(ExtenderArgs), msgspec.json.Decoder(WatchedNode)
@@ -121,11 +121,11 @@ class _Replay:
         watch.start()
         args = self._args.decode(body)
         watch.lap(READ)
-        applicant = await self._workloads.of(args.pod)
+        pod_request = await self._workloads.of(args.pod)
         watch.lap(WHO)
-        assessment = self._assessments.of(applicant)
+        cached_evaluation = self._evaluation_cache.of(pod_request)
         watch.lap(LOOK)
-        found = filter_nodes(assessment, args.node_names or [], AS_SHIPPED.candidates)
+        found = filter_nodes(cached_evaluation, args.node_names or [], AS_SHIPPED.candidates)
         watch.lap(BEST)
         msgspec.json.encode(FilterResult(node_names=found.fits))
         watch.lap(ANSWER)
@@ -133,16 +133,16 @@ class _Replay:
         watch.start()
         args = self._args.decode(body)
         names = args.node_names or []
-        scores = score_nodes(self._assessments.of(await self._workloads.of(args.pod)), names).tolist()
+        scores = score_nodes(self._evaluation_cache.of(await self._workloads.of(args.pod)), names).tolist()
         msgspec.json.encode([HostPriority(host=name, score=score) for name, score in zip(names, scores, strict=True)])
         watch.lap(SCORE)
         for step, node in (
             (CHANGE, changed(self._paper.nodes, number, self._draw)),
-            (LIFE, self._watches.cluster.nodes[self._draw.choice(self._names)]),
+            (LIFE, self._informers.cluster.nodes[self._draw.choice(self._names)]),
         ):
             line = self._line(node)
             watch.start()
-            self._watches.take(self._node.decode(line))
+            self._informers.take(self._node.decode(line))
             watch.lap(step)
         return watch.laps
 

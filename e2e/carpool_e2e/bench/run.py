@@ -167,7 +167,7 @@ async def _with_api(cluster: Cluster, work: Callable[[KubeApi], Awaitable[T]]) -
         return await work(api)
 
 
-def verdict(found: float, most: float) -> str:
+def evaluation(found: float, most: float) -> str:
     """Say whether a figure keeps its target."""
     return "kept" if found <= most else "missed"
 
@@ -193,7 +193,7 @@ def report(steps: list[tuple[str, float, float, float]], memories: list[Row], ru
         "",
         "| process | MiB | at most | |",
         "|---|---|---|---|",
-        *(f"| {what} | {found:.0f} | {most:.0f} | {verdict(found, most)} |" for what, found, most in memories),
+        *(f"| {what} | {found:.0f} | {most:.0f} | {evaluation(found, most)} |" for what, found, most in memories),
         "",
     ]
     return "\n".join(lines)

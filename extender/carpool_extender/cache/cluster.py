@@ -10,28 +10,36 @@ from carpool_core.resources.node import Device, GpuNode, Reservation
 from carpool_core.values import DeviceHealth, GpuUuid, JobUid, PodUid
 
 from carpool_extender.cache.gpu_table import (
-    Columns,
-    Grid,
-    Hindrance,
+    GpuTable,
+    NodeGrid,
     Rows,
+    Snapshot,
     Told,
-    View,
+    UnavailableReason,
     empty_columns,
     grid_of,
-    islands,
+    nvlink_domains,
     said_of,
     told_by,
     touched,
-    work_out,
+    update_aggregates,
     write_device,
     write_tenants,
 )
-from carpool_extender.cache.health import DISPUTED, NONSENSE, Standing, doubt, has_strangers, listed, shortened
+from carpool_extender.cache.health import (
+    DISPUTED,
+    NONSENSE,
+    GpuAvailability,
+    has_strangers,
+    listed,
+    shortened,
+    validate_gpu,
+)
 
 K = TypeVar("K", bound=Hashable)
 
 
-class Numbering(Generic[K]):
+class IdPool(Generic[K]):
     """Numbers things from 0 for as long as somebody holds them; a number that nobody holds goes to the next thing.
 
     So there are never more numbers than things that were held at the same time.
@@ -105,7 +113,7 @@ def is_older(node: GpuNode, than: GpuNode) -> bool:
     return int(mine.resource_version) < int(other.resource_version)
 
 
-class Claims:
+class DuplicateUuids:
     """The GPUs of all nodes by UUID. What a node tells costs as much as it has GPUs, whatever others tell."""
 
     def __init__(self) -> None:
@@ -113,7 +121,7 @@ class Claims:
         self._only: dict[GpuUuid, str] = {}
         """Who tells of a GPU; means nothing where several do."""
         self._disputed: dict[GpuUuid, set[str]] = {}
-        self._hindered: dict[int, Hindrance] | None = {}
+        self._unavailable: dict[int, UnavailableReason] | None = {}
         """None where it has to be worked out anew."""
 
     def tell(self, node: str, rows: Mapping[GpuUuid, int]) -> None:
@@ -122,7 +130,7 @@ class Claims:
         if rows == before:
             return
         self._rows.pop(node, None)
-        self._hindered = None
+        self._unavailable = None
         if rows:
             self._rows[node] = rows
         for uuid in before.keys() - rows.keys():
@@ -134,16 +142,16 @@ class Claims:
         """Names of the nodes that tell of a GPU of which another tells, too."""
         return set().union(*self._disputed.values())
 
-    def hindered(self) -> dict[int, Hindrance]:
+    def unavailable(self) -> dict[int, UnavailableReason]:
         """Rows of the GPUs of which several nodes tell, on each of these; whoever asks may change what it gets."""
-        if self._hindered is None:
-            self._hindered = self._worked_out()
-        return self._hindered.copy()
+        if self._unavailable is None:
+            self._unavailable = self._worked_out()
+        return self._unavailable.copy()
 
-    def _worked_out(self) -> dict[int, Hindrance]:
-        found: dict[int, Hindrance] = {}
+    def _worked_out(self) -> dict[int, UnavailableReason]:
+        found: dict[int, UnavailableReason] = {}
         for uuid, nodes in self._disputed.items():
-            why = Hindrance(DISPUTED, f"several nodes tell of a GPU by the UUID {uuid}: {listed(nodes)}")
+            why = UnavailableReason(DISPUTED, f"several nodes tell of a GPU by the UUID {uuid}: {listed(nodes)}")
             found.update((self._rows[node][uuid], why) for node in nodes)
         return found
 
@@ -167,7 +175,7 @@ LONGEST = 2048
 """Changes that are remembered; who is further behind looks at everything again."""
 
 
-class Journal:
+class ChangeLog:
     """The latest changes of the rows of a cluster."""
 
     def __init__(self) -> None:
@@ -211,7 +219,7 @@ def _together(changes: list[Sequence[int]]) -> Rows:
 V = TypeVar("V")
 
 
-class Several(Generic[K, V]):
+class MultiMap(Generic[K, V]):
     """Things by keys, each once. With one thing each, sets would take several times the memory.
 
     Adding the n-th thing under a key copies those before it.
@@ -244,7 +252,7 @@ class Assumed:
 
     def __init__(self) -> None:
         self._on: dict[str, dict[PodUid, Reservation]] = {}
-        self._of_job: Several[JobUid, tuple[str, PodUid]] = Several()
+        self._of_job: MultiMap[JobUid, tuple[str, PodUid]] = MultiMap()
 
     def add(self, name: str, reservation: Reservation) -> None:
         """Count a reservation on a node."""
@@ -283,27 +291,27 @@ class Cluster:
         standing: Which GPUs are hindered, as time goes by; none where left out.
     """
 
-    def __init__(self, slots: int = 8, standing: Standing | None = None) -> None:
-        self._standing = standing
+    def __init__(self, slots: int = 8, standing: GpuAvailability | None = None) -> None:
+        self._availability = standing
         self._columns = empty_columns(0, slots)
-        self._shown: Columns | None = None
-        self._grid: Grid | None = None
+        self._shown: GpuTable | None = None
+        self._grid: NodeGrid | None = None
         self._used = 0
-        self._journal = Journal()
-        self._hindered: dict[int, Hindrance] = {}
-        self._doubts: dict[str, dict[int, Hindrance]] = {}
-        self._nonsense: dict[str, Hindrance] = {}
-        self._claims = Claims()
+        self._journal = ChangeLog()
+        self._unavailable: dict[int, UnavailableReason] = {}
+        self._doubts: dict[str, dict[int, UnavailableReason]] = {}
+        self._nonsense: dict[str, UnavailableReason] = {}
+        self._claims = DuplicateUuids()
         self._written: dict[str, Told] = {}
         self._blocks: dict[str, slice] = {}
         self._free: dict[int, list[slice]] = {}
         self._nodes: dict[str, GpuNode] = {}
         self._assumed = Assumed()
-        self._holders: Several[PodUid, str] = Several()
-        self._of_job: Several[JobUid, tuple[str, PodUid]] = Several()
-        self._names: Numbering[str] = Numbering()
-        self._classes: Numbering[DeviceClass] = Numbering()
-        self._namespaces: Numbering[str] = Numbering()
+        self._holders: MultiMap[PodUid, str] = MultiMap()
+        self._of_job: MultiMap[JobUid, tuple[str, PodUid]] = MultiMap()
+        self._names: IdPool[str] = IdPool()
+        self._classes: IdPool[DeviceClass] = IdPool()
+        self._namespaces: IdPool[str] = IdPool()
         self._held: dict[str, tuple[frozenset[DeviceClass], frozenset[str]]] = {}
 
     @property
@@ -316,7 +324,7 @@ class Cluster:
         return self._nodes.get(name)
 
     def counted(self, name: str) -> GpuNode | None:
-        """Return the same with what is about to be written there, as `view` counts it."""
+        """Return the same with what is about to be written there, as `snapshot` counts it."""
         node = self._nodes.get(name)
         return None if node is None else self._assumed.beside(node)
 
@@ -328,16 +336,16 @@ class Cluster:
         """UIDs of the pods of a job that have reservations, written or about to be."""
         return {pod for _, pod in self._of_job.of(job_uid)}.union(self._assumed.pods_of(job_uid))
 
-    def view(self) -> View:
+    def snapshot(self) -> Snapshot:
         """Return the arrays as they are now; they hold until the next change."""
         self._note_hindrances()
         if (rows := self._journal.unsettled()).size:
-            work_out(self._columns, rows)
+            update_aggregates(self._columns, rows)
         if self._shown is None:
             self._shown = self._columns.shown(self._used)
         if self._grid is None:
             self._grid = grid_of(self._shown.alive, self._shown.node)
-        return View(
+        return Snapshot(
             columns=self._shown,
             grid=self._grid,
             node_names=self._names.things,
@@ -345,23 +353,23 @@ class Cluster:
             classes=self._classes.things,
             class_ids=self._classes.ids,
             namespaces=self._namespaces.ids,
-            hindered=self._hindered,
+            unavailable=self._unavailable,
         )
 
     @property
     def generation(self) -> int:
-        """Number of the last change; a view that was asked for brings hindrances up to date."""
+        """Number of the last change; a snapshot that was asked for brings hindrances up to date."""
         return self._journal.generation
 
     def changed_since(self, generation: int) -> Rows | None:
         """Return the rows that changed after that generation; None where too much did."""
         return self._journal.since(generation)
 
-    def hindered_nodes(self) -> set[str]:
+    def unavailable_nodes(self) -> set[str]:
         """Names of the nodes with GPUs that take nobody at this moment, whatever their health."""
         found = {*self._doubts, *self._nonsense, *self._claims.nodes()}
-        if self._standing is not None:
-            found.update(self._standing.silent(), (node for node, _ in self._standing.resting()))
+        if self._availability is not None:
+            found.update(self._availability.silent(), (node for node, _ in self._availability.resting()))
         return found
 
     def note_unreadable(self, name: str, why: str | None) -> None:
@@ -373,31 +381,31 @@ class Cluster:
         """
         self._nonsense.pop(name, None)
         if why is not None:
-            self._nonsense[name] = Hindrance(NONSENSE, f"GpuNode {name} makes no sense: {shortened(why)}")
+            self._nonsense[name] = UnavailableReason(NONSENSE, f"GpuNode {name} makes no sense: {shortened(why)}")
 
     def _note_hindrances(self) -> None:
         """Bring the column up to date: time hinders GPUs and sets them free again, without any change of an object."""
-        found: dict[int, Hindrance] = {}
-        resting: dict[tuple[str, GpuUuid], Hindrance] = {}
-        if self._standing is not None:
-            resting = self._standing.left_alone()
+        found: dict[int, UnavailableReason] = {}
+        resting: dict[tuple[str, GpuUuid], UnavailableReason] = {}
+        if self._availability is not None:
+            resting = self._availability.left_alone()
             # What speaks against single GPUs comes over it: an agent that reports again makes nothing of that good.
-            self._hinder(found, self._standing.silent())
-        found |= self._claims.hindered()
+            self._hinder(found, self._availability.silent())
+        found |= self._claims.unavailable()
         for doubted in self._doubts.values():
             found |= doubted
         for (node, uuid), why in resting.items():
             block = self._blocks.get(node, slice(0, 0))
             found |= {r: why for r in range(block.start, block.stop) if self._columns.uuid[r] == uuid}
         self._hinder(found, self._nonsense)
-        changed = found.keys() ^ self._hindered.keys()
-        self._hindered = found
+        changed = found.keys() ^ self._unavailable.keys()
+        self._unavailable = found
         if changed:
             rows = sorted(changed)
-            self._columns.hindered[rows] = [row in found for row in rows]
+            self._columns.unavailable[rows] = [row in found for row in rows]
             self._journal.note(rows)
 
-    def _hinder(self, found: dict[int, Hindrance], nodes: Mapping[str, Hindrance]) -> None:
+    def _hinder(self, found: dict[int, UnavailableReason], nodes: Mapping[str, UnavailableReason]) -> None:
         for node, why in nodes.items():
             block = self._blocks.get(node, slice(0, 0))
             found |= dict.fromkeys(range(block.start, block.stop), why)
@@ -409,8 +417,8 @@ class Cluster:
         if old is not None and is_older(node, old):
             return False
         self._nodes[name] = node
-        if self._standing is not None:
-            self._standing.heard(name, node.status.heartbeat_time)
+        if self._availability is not None:
+            self._availability.heard(name, node.status.heartbeat_time)
         if old is not None and not differ(old, node):
             return False
         if old is None or old.spec is not node.spec:
@@ -423,7 +431,7 @@ class Cluster:
         self._assumed.add(name, reservation)
         self._write_again(name)
 
-    def assume_no_more(self, name: str, pod_uid: PodUid) -> None:
+    def forget_assumed(self, name: str, pod_uid: PodUid) -> None:
         """Count only what is written of a pod."""
         if self._assumed.discard(name, pod_uid):
             self._write_again(name)
@@ -440,8 +448,8 @@ class Cluster:
             self._index_holders(name, old, None)
         self._release_rows(name)
         self._hold(name, None)
-        if self._standing is not None:
-            self._standing.forget(name)
+        if self._availability is not None:
+            self._availability.forget(name)
 
     def _index_holders(self, name: str, old: GpuNode | None, new: GpuNode | None) -> None:
         before, now = _pods_on(old), _pods_on(new)
@@ -457,7 +465,7 @@ class Cluster:
         before = self._held.get(name)
         if now == before:
             return
-        for held, change in ((now, Numbering.hold), (before, Numbering.let_go)):
+        for held, change in ((now, IdPool.hold), (before, IdPool.let_go)):
             if held is not None:
                 change(self._names, [name])
                 change(self._classes, held[0])
@@ -519,17 +527,17 @@ class Cluster:
         rows = [block.start + said.place for said in different]
         for row, said in zip(rows, different, strict=True):
             write_tenants(self._columns, row, said, self._namespaces.ids)
-        self._doubt(name, dict(zip(rows, map(doubt, different), strict=True)))
+        self._doubt(name, dict(zip(rows, map(validate_gpu, different), strict=True)))
         self._journal.note(rows)
         self._written[name] = told
 
     def _describe(self, name: str, block: slice, devices: list[Device], kinds: list[DeviceClass]) -> None:
         node, columns, self._grid = self._names.ids[name], self._columns, None
-        columns.island[block] = islands(devices)
+        columns.island[block] = nvlink_domains(devices)
         for row, (device, kind) in enumerate(zip(devices, kinds, strict=True), start=block.start):
             write_device(columns, row, device, kind, of=(node, self._classes.ids[kind]))
 
-    def _doubt(self, name: str, found: dict[int, Hindrance | None]) -> None:
+    def _doubt(self, name: str, found: dict[int, UnavailableReason | None]) -> None:
         """Keep in mind which rows of a node are in doubt, some of which were looked at again."""
         doubted = {row: why for row, why in self._doubts.pop(name, {}).items() if row not in found}
         doubted |= {row: why for row, why in found.items() if why is not None}
@@ -542,7 +550,7 @@ def _pods_on(node: GpuNode | None) -> set[tuple[PodUid, JobUid]]:
     return {(one.pod_uid, one.job_uid) for one in node.spec.reservations} if node is not None else set()
 
 
-def may_hold_more(old: GpuNode | None, new: GpuNode) -> bool:
+def may_free_capacity(old: GpuNode | None, new: GpuNode) -> bool:
     """Whether a change of a GpuNode may give a waiting pod a place, besides releases: those tell of themselves.
 
     That a GPU changed its mode for a tenant, or fell sick, gives nobody a place.

@@ -21,7 +21,7 @@ NOWHERE = -1
 """In `Grid.rows`: the node has no GPU more."""
 
 
-class Grid(NamedTuple):
+class NodeGrid(NamedTuple):
     """The GPUs of some nodes."""
 
     rows: NDArray[np.intp]
@@ -31,17 +31,17 @@ class Grid(NamedTuple):
     has_gaps: bool
     """Whether a node has fewer GPUs than another."""
 
-    def only(self, nodes: NDArray[np.bool_]) -> "Grid":
+    def only(self, nodes: NDArray[np.bool_]) -> "NodeGrid":
         """Return some of the nodes; those that are not here have no GPUs.
 
         Args:
             nodes: Which, by their indices.
         """
         kept = np.flatnonzero(nodes.take(self.node))
-        return Grid(self.rows.take(kept, axis=1), self.node.take(kept), self.has_gaps)
+        return NodeGrid(self.rows.take(kept, axis=1), self.node.take(kept), self.has_gaps)
 
 
-def grid_of(alive: NDArray[np.bool_], node: NDArray[np.int32]) -> Grid:
+def grid_of(alive: NDArray[np.bool_], node: NDArray[np.int32]) -> NodeGrid:
     """Put the GPUs of all nodes side by side.
 
     Args:
@@ -57,7 +57,7 @@ def grid_of(alive: NDArray[np.bool_], node: NDArray[np.int32]) -> Grid:
     place = np.arange(rows.size) - starts.take(run)
     grid = np.full((int(place.max(initial=-1)) + 1, starts.size), NOWHERE, np.intp)
     grid[place, run] = rows
-    return Grid(grid, of.take(starts), grid.size > rows.size)
+    return NodeGrid(grid, of.take(starts), grid.size > rows.size)
 
 
 MODES: tuple[SharingMode | None, ...] = (None, *SharingMode)
@@ -66,7 +66,7 @@ NO_MODE = 0
 CODES: Mapping[SharingMode, int] = {mode: code for code, mode in enumerate(MODES) if mode is not None}
 
 NOBODY, SEVERAL = -1, -2
-"""In `Columns.landlord`: the GPU is idle; its tenants come from several namespaces."""
+"""In `GpuTable.landlord`: the GPU is idle; its tenants come from several namespaces."""
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.floating]
@@ -86,7 +86,7 @@ def places(which: Bools) -> Rows:
     return which.nonzero()[0]
 
 
-class Hindrance(NamedTuple):
+class UnavailableReason(NamedTuple):
     """Why a GPU takes nobody at present."""
 
     kind: int
@@ -125,23 +125,23 @@ def _of(dtype: type, *, each_tenant: bool = False, empty: object = 0) -> dict[st
 
 
 @dataclass(slots=True, eq=False)
-class Columns:
+class GpuTable:
     """The arrays, for G GPUs with room for T tenants each. Rows of one node stand together."""
 
     alive: Bools = field(metadata=_of(np.bool_))
     """(G,) False in rows that no GPU uses at present; the rest of such a row means nothing."""
     node: NDArray[np.int32] = field(metadata=_of(np.int32))
-    """(G,) Index into `View.node_names`."""
+    """(G,) Index into `Snapshot.node_names`."""
     gpu_index: NDArray[np.int32] = field(metadata=_of(np.int32))
     """(G,) NVML's index on the node."""
     island: NDArray[np.int32] = field(metadata=_of(np.int32))
     """(G,) Number of its NVLink island on the node; a GPU without links is alone on one."""
     device_class: NDArray[np.intp] = field(metadata=_of(np.intp))
-    """(G,) Index into `View.classes`."""
+    """(G,) Index into `Snapshot.classes`."""
     usable_mib: NDArray[np.int64] = field(metadata=_of(np.int64))
     """(G,) Total memory less reserve."""
-    hindered: Bools = field(metadata=_of(np.bool_))
-    """(G,) Whether `View.hindered` says why it takes nobody at this moment."""
+    unavailable: Bools = field(metadata=_of(np.bool_))
+    """(G,) Whether `Snapshot.hindered` says why it takes nobody at this moment."""
     mode: NDArray[np.int8] = field(metadata=_of(np.int8))
     """(G,) Code of the mode that its reservations have; 0 without any."""
     prepared: NDArray[np.int8] = field(metadata=_of(np.int8))
@@ -171,7 +171,7 @@ class Columns:
     max_slowdown: NDArray[np.float32] = field(metadata=_of(np.float32, each_tenant=True, empty=np.inf))
     """(G, T) Slowdown that it accepts; infinite where nobody is."""
     namespace: NDArray[np.int32] = field(metadata=_of(np.int32, each_tenant=True, empty=NOBODY))
-    """(G, T) Index of its namespace, as in `View.namespaces`."""
+    """(G, T) Index of its namespace, as in `Snapshot.namespaces`."""
     cluster_tenancy: Bools = field(metadata=_of(np.bool_, each_tenant=True))
     """(G, T) Whether it shares with other namespaces."""
 
@@ -185,12 +185,12 @@ class Columns:
     """(G,) Aggregate: the same of DRAM activity."""
     before: NDArray[np.float64] = field(metadata=_of(np.float64))
     """(G,) Aggregate: number of its tenants less the sum of their predicted slowdowns; what they lose, negated."""
-    patience: NDArray[np.float64] = field(metadata=_of(np.float64, empty=np.inf))
+    min_slowdown_limit: NDArray[np.float64] = field(metadata=_of(np.float64, empty=np.inf))
     """(G,) Aggregate: the least slowdown that one of its tenants accepts; infinite without any."""
-    landlord: NDArray[np.int32] = field(metadata=_of(np.int32, empty=NOBODY))
+    tenant_namespace: NDArray[np.int32] = field(metadata=_of(np.int32, empty=NOBODY))
     """(G,) Aggregate: the namespace of all tenants; NOBODY, or SEVERAL."""
 
-    def resized(self, gpus: int, tenants: int) -> "Columns":
+    def resized(self, gpus: int, tenants: int) -> "GpuTable":
         """Return a copy with more rows and more room for tenants; what is new is empty."""
         larger = empty_columns(gpus, tenants)
         for name in _NAMES:
@@ -198,36 +198,36 @@ class Columns:
             getattr(larger, name)[tuple(slice(0, n) for n in array.shape)] = array
         return larger
 
-    def take(self, rows: Rows) -> "Columns":
+    def take(self, rows: Rows) -> "GpuTable":
         """Return copies of some rows."""
-        return Columns(*[getattr(self, name).take(rows, axis=0) for name in _NAMES])
+        return GpuTable(*[getattr(self, name).take(rows, axis=0) for name in _NAMES])
 
-    def shown(self, gpus: int) -> "Columns":
+    def shown(self, gpus: int) -> "GpuTable":
         """Return the first rows, without copying; they cannot be written through what is returned."""
         parts = [getattr(self, name)[:gpus] for name in _NAMES]
         for part in parts:
             part.flags.writeable = False
-        return Columns(*parts)
+        return GpuTable(*parts)
 
 
-_NAMES = tuple(column.name for column in fields(Columns))
+_NAMES = tuple(column.name for column in fields(GpuTable))
 
 
-def empty_columns(gpus: int, tenants: int) -> Columns:
+def empty_columns(gpus: int, tenants: int) -> GpuTable:
     """Return columns of G rows, none of them alive, with room for T tenants each."""
     made: dict[str, NDArray[Any]] = {}
-    for column in fields(Columns):
+    for column in fields(GpuTable):
         shape = (gpus, tenants) if column.metadata["each_tenant"] else (gpus,)
         made[column.name] = np.full(shape, column.metadata["empty"], column.metadata["dtype"])
-    return Columns(**made)
+    return GpuTable(**made)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class View:
+class Snapshot:
     """The cluster at one moment. It holds until the cluster changes: decide on it without waiting for anything."""
 
-    columns: Columns
-    grid: Grid
+    columns: GpuTable
+    grid: NodeGrid
     """All GPUs, by their nodes."""
     node_names: Sequence[str]
     node_ids: Mapping[str, int]
@@ -238,7 +238,7 @@ class View:
     """Index into `classes` of those of which there are GPUs."""
     namespaces: Mapping[str, int]
     """Index of each namespace that has a tenant."""
-    hindered: Mapping[int, Hindrance]
+    unavailable: Mapping[int, UnavailableReason]
     """Why GPUs take nobody at this moment, by row: unhealthy, in doubt, silent, or left alone for a while."""
 
     def ids(self, names: Sequence[str]) -> Rows:
@@ -258,7 +258,7 @@ INDEX = attrgetter("index")
 N = TypeVar("N", bound=Hashable)
 
 
-class Said(NamedTuple):
+class GpuReport(NamedTuple):
     """What a GpuNode says of one GPU: two rows that are said alike are written alike."""
 
     place: int
@@ -329,7 +329,7 @@ def _apart(
     return {gpu for pod, gpu in one.keys() | other.keys() if one.get((pod, gpu)) != other.get((pod, gpu))}
 
 
-def said_of(told: Told, among: Collection[GpuUuid] | None = None) -> list[Said]:
+def said_of(told: Told, among: Collection[GpuUuid] | None = None) -> list[GpuReport]:
     """Return what a node says of its GPUs, by their index.
 
     Args:
@@ -354,11 +354,11 @@ def said_of(told: Told, among: Collection[GpuUuid] | None = None) -> list[Said]:
             if measured:
                 counted = [measured.get((r.pod_uid, device.uuid)) for r in here]
             doubles = device.uuid in twice, device.index in indices
-            found.append(Said(place, device, here, counted, seen.get(device.uuid, []), *doubles))
+            found.append(GpuReport(place, device, here, counted, seen.get(device.uuid, []), *doubles))
     return found
 
 
-def write_device(columns: Columns, row: int, device: Device, kind: DeviceClass, *, of: tuple[int, int]) -> None:
+def write_device(columns: GpuTable, row: int, device: Device, kind: DeviceClass, *, of: tuple[int, int]) -> None:
     """Write what a GPU is.
 
     Args:
@@ -376,7 +376,7 @@ def write_device(columns: Columns, row: int, device: Device, kind: DeviceClass, 
     columns.uuid[row] = device.uuid
 
 
-def write_tenants(columns: Columns, row: int, said: Said, namespaces: Mapping[str, int]) -> None:
+def write_tenants(columns: GpuTable, row: int, said: GpuReport, namespaces: Mapping[str, int]) -> None:
     """Write who has a GPU; the row says already what it is.
 
     Args:
@@ -408,7 +408,7 @@ def write_tenants(columns: Columns, row: int, said: Said, namespaces: Mapping[st
         columns.cluster_tenancy[row, place] = tenant.tenancy is Tenancy.CLUSTER
 
 
-def _empty(columns: Columns, row: int, places: slice) -> None:
+def _empty(columns: GpuTable, row: int, places: slice) -> None:
     """Write that nobody has some places of a GPU any more."""
     for emptied in (columns.memory_mib, columns.util, columns.sm, columns.dram, columns.cluster_tenancy):
         emptied[row, places] = 0
@@ -416,7 +416,7 @@ def _empty(columns: Columns, row: int, places: slice) -> None:
     columns.max_slowdown[row, places] = np.inf
 
 
-def islands(devices: Sequence[Device]) -> list[int]:
+def nvlink_domains(devices: Sequence[Device]) -> list[int]:
     """Number the islands: GPUs with equal numbers are linked, directly or by way of others.
 
     Args:
@@ -440,7 +440,7 @@ SHARED = ((CODES[SharingMode.TIME_SLICING], SharingMode.TIME_SLICING), (CODES[Sh
 """Modes in which tenants slow each other down, by code."""
 
 
-def work_out(columns: Columns, rows: Rows) -> None:
+def update_aggregates(columns: GpuTable, rows: Rows) -> None:
     """Fill in the aggregates of some rows.
 
     Args:
@@ -455,14 +455,14 @@ def work_out(columns: Columns, rows: Rows) -> None:
     columns.sm_active[rows] = np.add.reduce(columns.sm.take(rows, axis=0), axis=1, dtype=np.float64)
     columns.dram_active[rows] = np.add.reduce(columns.dram.take(rows, axis=0), axis=1, dtype=np.float64)
     first, nobody = namespace[:, 0], np.arange(namespace.shape[1]) >= count[:, None]
-    columns.patience[rows] = np.minimum.reduce(columns.max_slowdown.take(rows, axis=0), axis=1)
-    columns.landlord[rows] = np.where(count == 0, NOBODY, first)
+    columns.min_slowdown_limit[rows] = np.minimum.reduce(columns.max_slowdown.take(rows, axis=0), axis=1)
+    columns.tenant_namespace[rows] = np.where(count == 0, NOBODY, first)
     columns.before[rows] = 0.0
     several = count > 1
     if not several.any():
         return
     is_mixed = np.logical_or.reduce((namespace != first[:, None]) & ~nobody, axis=1)
-    columns.landlord[rows[is_mixed]] = SEVERAL
+    columns.tenant_namespace[rows[is_mixed]] = SEVERAL
     for code, mode in SHARED:
         mine = rows[(how == code) & several]
         for tenants in np.flatnonzero(np.bincount(columns.count[mine])).tolist():

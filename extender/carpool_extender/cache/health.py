@@ -10,7 +10,7 @@ from carpool_core.clock import Clock
 from carpool_core.resources.node import Device, GpuNode
 from carpool_core.values import DeviceHealth, GpuUuid, SharingMode
 
-from carpool_extender.cache.gpu_table import Hindrance, Said
+from carpool_extender.cache.gpu_table import GpuReport, UnavailableReason
 
 SILENCE_S = 60.0
 """After this time without a heartbeat a node's agent counts as gone: it sends one each 25 s, and one may be lost."""
@@ -20,7 +20,7 @@ FIRST_REST_S, LONGEST_REST_S = 30.0, 600.0
 
 SILENT, RESTING, KEPT = 1, 2, 8
 """Kinds of hindrances; the others are in `doubts`."""
-KEPT_FOR_OTHERS = Hindrance(KEPT, "kept for a job that comes first")
+KEPT_FOR_OTHERS = UnavailableReason(KEPT, "kept for a job that comes first")
 """In words that stay: each change is a write for every waiting pod."""
 
 
@@ -30,7 +30,7 @@ class _Rest:
     until_s: float
 
 
-class Standing:
+class GpuAvailability:
     """Counts the silence of agents and the failures of GPUs, and knows which are kept for somebody.
 
     Silence counts from when this process saw a heartbeat change, not from the time that the heartbeat says: clocks of
@@ -87,25 +87,27 @@ class Standing:
         """Have GPUs take others again."""
         self._kept.difference_update(gpus)
 
-    def silent(self) -> dict[str, Hindrance]:
+    def silent(self) -> dict[str, UnavailableReason]:
         """Nodes whose agents are silent, in words that stay: each change is a write for every waiting pod."""
         now, found = self._clock.monotonic(), {}
         for node, (_, at) in self._heard.items():
             if now - at <= SILENCE_S:
                 break
-            found[node] = Hindrance(SILENT, f"its agent has not reported for more than {SILENCE_S:.0f} s")
+            found[node] = UnavailableReason(SILENT, f"its agent has not reported for more than {SILENCE_S:.0f} s")
         return found
 
-    def resting(self) -> dict[tuple[str, GpuUuid], Hindrance]:
+    def resting(self) -> dict[tuple[str, GpuUuid], UnavailableReason]:
         """GPUs that are left alone because they could not be prepared, by node and UUID."""
         now = self._clock.monotonic()
         return {
-            key: Hindrance(RESTING, f"could not be prepared, is tried again at {self._time(rest.until_s - now)}")
+            key: UnavailableReason(
+                RESTING, f"could not be prepared, is tried again at {self._time(rest.until_s - now)}"
+            )
             for key, rest in self._rests.items()
             if now < rest.until_s
         }
 
-    def left_alone(self) -> dict[tuple[str, GpuUuid], Hindrance]:
+    def left_alone(self) -> dict[tuple[str, GpuUuid], UnavailableReason]:
         """GPUs that are left alone for whatever reason, by node and UUID."""
         return dict.fromkeys(self._kept, KEPT_FOR_OTHERS) | self.resting()
 
@@ -136,30 +138,30 @@ def listed(names: Collection[str]) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def doubt(said: Said) -> Hindrance | None:
+def validate_gpu(said: GpuReport) -> UnavailableReason | None:
     """Say why a GPU is left out; None where nothing speaks against it."""
     device, held = said.device, said.held
     if device.health is not DeviceHealth.HEALTHY:
         message = shortened(device.health_message)
-        return Hindrance(UNHEALTHY, f"unhealthy: {message}" if message else "unhealthy")
+        return UnavailableReason(UNHEALTHY, f"unhealthy: {message}" if message else "unhealthy")
     if said.is_told_twice:
-        return Hindrance(CONTRADICTION, f"its node tells of several GPUs by the UUID {device.uuid}")
+        return UnavailableReason(CONTRADICTION, f"its node tells of several GPUs by the UUID {device.uuid}")
     if said.shares_index:
-        return Hindrance(CONTRADICTION, f"its node tells of several GPUs by the index {device.index}")
+        return UnavailableReason(CONTRADICTION, f"its node tells of several GPUs by the index {device.index}")
     if device.memory_mib - device.reserved_mib < LEAST_MIB:
-        return Hindrance(NO_MEMORY, _without_memory(device))
+        return UnavailableReason(NO_MEMORY, _without_memory(device))
     modes = sorted({reservation.mode for reservation in held})
     if len(modes) > 1:
-        return Hindrance(CONTRADICTION, f"its reservations contradict each other: {', '.join(modes)}")
+        return UnavailableReason(CONTRADICTION, f"its reservations contradict each other: {', '.join(modes)}")
     if len(held) > 1 and modes == [SharingMode.EXCLUSIVE]:
-        return Hindrance(CONTRADICTION, f"its reservations contradict each other: {len(held)} are exclusive")
+        return UnavailableReason(CONTRADICTION, f"its reservations contradict each other: {len(held)} are exclusive")
     known = {reservation.pod_uid for reservation in held}
     strangers = [tenant for tenant in said.seen if tenant.pod_uid not in known and tenant.memory_mib > 0]
     if strangers:
         memory = sum(tenant.memory_mib for tenant in strangers)
         pods = {tenant.pod_uid for tenant in strangers}
         who = f"{'pod' if len(pods) == 1 else 'pods'} {listed(pods)}"
-        return Hindrance(STRANGER, f"{memory:,} MiB are used without a reservation, by {who}")
+        return UnavailableReason(STRANGER, f"{memory:,} MiB are used without a reservation, by {who}")
     return None
 
 

@@ -76,7 +76,7 @@ class ClassColumns:
 
 
 @dataclass(frozen=True, eq=False)
-class Applicant:
+class PodRequest:
     """One worker's demand; keep it as long as the demand stays the same, because it remembers what it worked out."""
 
     demand: Demand
@@ -95,7 +95,7 @@ class Applicant:
     _facts: dict[DeviceClass, ClassFacts] = field(default_factory=dict)
     _columns: list[tuple[tuple[DeviceClass, ...], ClassColumns]] = field(default_factory=list)
 
-    def is_as(self, other: "Applicant") -> bool:
+    def is_as(self, other: "PodRequest") -> bool:
         """Whether another asks for the same, for the same job."""
         mine, its = ((of.demand, of.policy, of.workers, of.user, of.settles, of.steps) for of in (self, other))
         return mine == its

@@ -6,7 +6,7 @@ import msgspec
 
 
 class _Wire(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """Camel-cased, partial view of an object."""
+    """Camel-cased, partial snapshot of an object."""
 
 
 class Requirement(_Wire, frozen=True, kw_only=True):

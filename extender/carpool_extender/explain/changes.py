@@ -7,15 +7,15 @@ from dataclasses import replace
 import numpy as np
 from carpool_core.values import RequestedMode, Tenancy
 
-from carpool_extender.cache.gpu_table import Columns, Floats, Rows, work_out
+from carpool_extender.cache.gpu_table import Floats, GpuTable, Rows, update_aggregates
 from carpool_extender.cache.health import SILENT
 from carpool_extender.explain.freeing import freed, is_there
 from carpool_extender.explain.paperwork import Case, Change, complete_sets, fails, looked_at
-from carpool_extender.framework.admission_limits import Conditions, Quantile
+from carpool_extender.framework.admission_limits import AdmissionLimits, Quantile
 from carpool_extender.framework.diagnosis import counted
-from carpool_extender.framework.evaluation_cache import Assessment
-from carpool_extender.framework.filters import SLACK, Check, Verdict
-from carpool_extender.framework.selection import Place, best_place
+from carpool_extender.framework.evaluation_cache import CachedEvaluation
+from carpool_extender.framework.filters import SLACK, Check, Evaluation
+from carpool_extender.framework.selection import Placement, best_place
 
 MOST_TOLD = 3
 """Changes that are told of those that would do."""
@@ -27,7 +27,7 @@ NEAREST = 8
 
 def needed(case: Case) -> list[str]:
     """Say in one line what would have to change for a place; nothing where no GPU is known, or nothing can be tried."""
-    if not case.view.columns.alive.any():
+    if not case.snapshot.columns.alive.any():
         return []
     tried = [change for attempt in ATTEMPTS for change in attempt(case)]
     ways = [change.how for change in tried if change.how is not None]
@@ -39,11 +39,11 @@ def needed(case: Case) -> list[str]:
 
 def _memory(case: Case) -> Iterator[Change]:
     """Count it with as much memory as the GPUs have that would take the least less."""
-    small = Assessment(case.asking(memory_limit_mib=1), case.rules, case.view).verdict
+    small = CachedEvaluation(case.asking(memory_limit_mib=1), case.rules, case.snapshot).evaluation
     rows = np.flatnonzero(small.ok & case.offered)
-    short = (case.now.need_mib(rows) - case.view.columns.free_mib[rows]).astype(np.float64)
+    short = (case.now.need_mib(rows) - case.snapshot.columns.free_mib[rows]).astype(np.float64)
     sets, each = complete_sets(case, small, rows, short)
-    free, needs = case.view.columns.free_mib[rows[sets]] // each, case.now.need_mib(rows[sets])
+    free, needs = case.snapshot.columns.free_mib[rows[sets]] // each, case.now.need_mib(rows[sets])
     if not (free < needs).any():
         return
     least, need = int(free.min()), int(needs[np.argmin(free)])
@@ -58,7 +58,7 @@ def _less(case: Case, need: int, least: int, row: int) -> str | None:
     less, demand = f"with {need - least:,} MiB less", case.demand
     if demand.memory_limit_mib is not None:
         return f"{less} (spec.memory.limit says {need:,} MiB)"
-    predicted = demand.prediction_on(case.view.product(row))
+    predicted = demand.prediction_on(case.snapshot.product(row))
     if predicted is not None and predicted.memory.trusted:
         if need > predicted.memory.upper_mib:
             return f"{less} (its first run counts with {need:,} MiB, because nothing limits it by turns)"
@@ -76,7 +76,7 @@ def _own_limit(case: Case) -> Iterator[Change]:
     """Let it accept whatever slowdown there is; then no more than it needs to."""
     if not fails(case, Check.SLOWDOWN).size:
         return
-    patient = Assessment(case.asking(max_slowdown=MOST_PATIENT), case.rules, case.view).verdict
+    patient = CachedEvaluation(case.asking(max_slowdown=MOST_PATIENT), case.rules, case.snapshot).evaluation
     rows = np.flatnonzero(patient.ok & case.offered)
     slow = _own_slowdowns(patient, rows)
     sets, _ = complete_sets(case, patient, rows, slow)
@@ -88,10 +88,10 @@ def _own_limit(case: Case) -> Iterator[Change]:
     yield Change("a larger maxSlowdown", how)
 
 
-def _own_slowdowns(verdict: Verdict, rows: Rows) -> Floats:
-    if verdict.conditions.quantile is Quantile.MEDIAN:
-        return verdict.found.newcomer[rows]
-    return np.array([verdict.upper(row) for row in rows.tolist()])
+def _own_slowdowns(evaluation: Evaluation, rows: Rows) -> Floats:
+    if evaluation.conditions.quantile is Quantile.MEDIAN:
+        return evaluation.found.newcomer[rows]
+    return np.array([evaluation.upper(row) for row in rows.tolist()])
 
 
 def _rounded_up(slowdown: float) -> float:
@@ -114,43 +114,43 @@ def _accepting(case: Case, row: int) -> str | None:
     if own.slowdown - own.limit > SLACK or is_there(case, row):
         return None
     beyond = [one for one in others if one.slowdown - one.limit > SLACK]
-    columns, told = case.view.columns.take(np.array([row])), []
+    columns, told = case.snapshot.columns.take(np.array([row])), []
     for one in beyond:
         limit = _rounded_up(one.slowdown)
         columns.max_slowdown[0, one.tenant] = limit
-        tenant = case.view.columns.tenants[row][one.tenant]
+        tenant = case.snapshot.columns.tenants[row][one.tenant]
         told.append(f"{tenant} accepted {limit:.2f} instead of {one.limit:.2f}")
-    work_out(columns, np.array([0]))
+    update_aggregates(columns, np.array([0]))
     return f"if {' and '.join(told)}" if _fits_alone(case, columns) else None
 
 
-def _fits_alone(case: Case, columns: Columns) -> bool:
+def _fits_alone(case: Case, columns: GpuTable) -> bool:
     """Whether one GPU, as it would be, passes all checks."""
     return bool(looked_at(case, columns).ok.all())
 
 
 def _reporting(case: Case) -> Iterator[Change]:
     """Let one agent report again that is silent."""
-    silent = [row for row, why in case.view.hindered.items() if why.kind == SILENT and case.offered[row]]
+    silent = [row for row, why in case.snapshot.unavailable.items() if why.kind == SILENT and case.offered[row]]
     if case.wanted > 1 or not silent:
         return
-    columns = case.view.columns
+    columns = case.snapshot.columns
     heard = columns.take(np.arange(len(columns.alive)))
-    heard.hindered[silent] = False
-    verdict = looked_at(case, heard)
-    rows = np.flatnonzero(verdict.ok & case.offered)
+    heard.unavailable[silent] = False
+    evaluation = looked_at(case, heard)
+    rows = np.flatnonzero(evaluation.ok & case.offered)
     # Whatever node has enough that fit now is a silent one: the others have not.
-    sets, _ = complete_sets(case, verdict, rows, columns.count[rows].astype(np.float64))
+    sets, _ = complete_sets(case, evaluation, rows, columns.count[rows].astype(np.float64))
     how = None
     if sets.size:
-        how = f"if the agent of {case.view.node_names[int(columns.node[rows[sets[0]]])]} reported again"
+        how = f"if the agent of {case.snapshot.node_names[int(columns.node[rows[sets[0]]])]} reported again"
     yield Change("an agent that reports again", how)
 
 
 def _fewer_workers(case: Case) -> Iterator[Change]:
     """Let so many workers be enough as there is room for at once."""
     if case.room is not None:
-        found = case.room(case.applicant, case.rules, case.wanted)
+        found = case.room(case.pod_request, case.rules, case.wanted)
         less = f"with {counted(case.wanted - found, 'worker')} less (spec.workers)"
         yield Change("fewer workers", less if found else None)
 
@@ -185,8 +185,8 @@ def _other_asks(case: Case) -> Iterator[Change]:
         yield Change("tenancy Cluster", None if found is None else "with spec.sharing.tenancy Cluster")
 
 
-def _product(case: Case, place: Place) -> str:
-    return case.view.product(int(np.flatnonzero(case.view.columns.uuid == place.gpu_uuids[0])[0]))
+def _product(case: Case, place: Placement) -> str:
+    return case.snapshot.product(int(np.flatnonzero(case.snapshot.columns.uuid == place.gpu_uuids[0])[0]))
 
 
 def _conditions(case: Case) -> Iterator[Change]:
@@ -194,17 +194,17 @@ def _conditions(case: Case) -> Iterator[Change]:
     asked = case.rules.conditions
     if not asked.ask_anything or not fails(case, Check.CONDITION).size:
         return
-    without = replace(case.rules, conditions=Conditions(alone=asked.alone, quantile=asked.quantile))
-    found = case.find(case.applicant, without)
+    without = replace(case.rules, conditions=AdmissionLimits(alone=asked.alone, quantile=asked.quantile))
+    found = case.find(case.pod_request, without)
     yield Change("no preconditions", None if found is None else f"without the preconditions ({asked})")
 
 
 def _offered(case: Case) -> Iterator[Change]:
     """Let kube-scheduler offer what it would not."""
-    elsewhere = case.view.columns.alive & ~case.offered
+    elsewhere = case.snapshot.columns.alive & ~case.offered
     if case.wanted > 1 or not elsewhere.any():
         return
-    found = best_place(Assessment(case.applicant, case.rules, case.view), elsewhere, tells=False)
+    found = best_place(CachedEvaluation(case.pod_request, case.rules, case.snapshot), elsewhere, tells=False)
     how = None if found is None else f"if kube-scheduler offered node {found[0]} ({case.refused.get(found[0], '')})"
     yield Change("nodes that are not offered", how)
 

@@ -29,7 +29,7 @@ from carpool_extender.explain.enquiry import Answer, Asker, NoSuchJobError, aske
 from carpool_extender.explain.manifest import ManifestError, checked, read
 from carpool_extender.explain.site import given, settled
 from carpool_extender.framework.diagnosis import broken
-from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.scores import UnknownPolicyError, find_policy
 from carpool_extender.workloads import JobOptions
 
@@ -115,7 +115,7 @@ def explain_command(settings: AskSettings, job: str, namespace: str, each_gpu: b
     prepared a moment ago the extender alone remembers.
     """
 
-    async def ask(api: KubeApi, _: AskSettings, rules: Rules, asker: Asker) -> Answer:
+    async def ask(api: KubeApi, _: AskSettings, rules: SchedulerConfig, asker: Asker) -> Answer:
         return await explained(api, job, namespace, rules, asker)
 
     _say(settings, each_gpu, ask, predicts=False)
@@ -142,7 +142,7 @@ def what_if(settings: AskSettings, manifest: Path, namespace: str, each_gpu: boo
     except (ManifestError, OSError) as error:
         raise UnansweredError(str(error)) from error
 
-    async def ask(api: KubeApi, of_the_site: AskSettings, rules: Rules, asker: Asker) -> Answer:
+    async def ask(api: KubeApi, of_the_site: AskSettings, rules: SchedulerConfig, asker: Asker) -> Answer:
         found = await checked(api, wanted)
         known = await forecast(api, of_the_site)
         answer = await asked(api, found.job, rules, known.traced, replace(asker, unchecked=found.unchecked))
@@ -152,14 +152,14 @@ def what_if(settings: AskSettings, manifest: Path, namespace: str, each_gpu: boo
 
 
 def _may_ask(settings: AskSettings) -> str:
-    role = f"{settings.site.rpartition('/')[2] or 'carpool'}-view"
+    role = f"{settings.site.rpartition('/')[2] or 'carpool'}-snapshot"
     return (
         "whoever asks has to read jobs and GpuNodes, which belong to the whole cluster: an administrator can bind the "
         f"ClusterRole {role} by a ClusterRoleBinding (docs/security.md, Users)"
     )
 
 
-_Ask = Callable[[KubeApi, AskSettings, Rules, Asker], Awaitable[Answer]]
+_Ask = Callable[[KubeApi, AskSettings, SchedulerConfig, Asker], Awaitable[Answer]]
 
 
 def _say(settings: AskSettings, each_gpu: bool, ask: _Ask, *, predicts: bool) -> None:
@@ -170,7 +170,7 @@ def _say(settings: AskSettings, each_gpu: bool, ask: _Ask, *, predicts: bool) ->
         settings.conditions.conditions()
         async with connect(settings.kube, clock=clock) as api:
             found, note = await settled(api, settings, flags, predicts=predicts)
-            rules = Rules(find_policy(found.policy), found.slots_per_gpu, found.conditions.conditions())
+            rules = SchedulerConfig(find_policy(found.policy), found.slots_per_gpu, found.conditions.conditions())
             choices = JobOptions(found.job_policies, found.count_peaks)
             answer = await ask(api, found, rules, Asker(clock, choices, found.queue_order, each_gpu))
             return Answer([*answer.lines, note], answer.is_hopeless)

@@ -17,8 +17,8 @@ from carpool_core.resources.node import GpuNode, Reservation
 from carpool_core.values import GpuUuid, JobState, JobUid, PodUid
 
 from carpool_extender.cache.cluster import Cluster
-from carpool_extender.cache.health import Standing
-from carpool_extender.cache.pod_request import Applicant
+from carpool_extender.cache.health import GpuAvailability
+from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.cache.usage import seconds
 from carpool_extender.explain.measures import differences
 from carpool_extender.explain.outlook import standing
@@ -27,11 +27,11 @@ from carpool_extender.explain.reading import Workers, gpu_nodes, hosts_of, worke
 from carpool_extender.explain.rehearsal import Rehearsal
 from carpool_extender.explain.turns import Queue, queue_of, turn_of
 from carpool_extender.framework.diagnosis import lines, with_measures, with_own, with_refusals
-from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.selection import explain
 from carpool_extender.informers import JobRow, JobSpecRow, JobStatusRow
 from carpool_extender.queue.order import QueueOrder
-from carpool_extender.workloads import ANNOTATION_POLICY, AS_SHIPPED, JobOptions, NotOurs, applicant_of, demand_of_row
+from carpool_extender.workloads import ANNOTATION_POLICY, AS_SHIPPED, JobOptions, NotOurs, demand_of_row, pod_request_of
 
 _WAIT_FOR_NO_PLACE = frozenset((JobState.SUSPENDED, JobState.UNPLACEABLE, JobState.BACKING_OFF))
 Predictor = Callable[[GpuTrainingJob, list[str]], Awaitable[GpuTrainingJob]]
@@ -99,13 +99,13 @@ class Snapshot:
         return self.done
 
 
-def snapshot(nodes: Sequence[GpuNode], rules: Rules, clock: Clock, done: int = 0) -> Snapshot:
+def snapshot(nodes: Sequence[GpuNode], rules: SchedulerConfig, clock: Clock, done: int = 0) -> Snapshot:
     """Take in GpuNodes.
 
     An agent counts as silent by its heartbeat and the asker's clock: other than the extender the asker sees it once.
     One that never sent any is silent since its GpuNode was made.
     """
-    standing, now = Standing(clock), clock.now().timestamp()
+    standing, now = GpuAvailability(clock), clock.now().timestamp()
     cluster = Cluster(rules.slots, standing)
     heard = [(seconds(n.status.heartbeat_time or n.metadata.creation_timestamp or "") or now, n) for n in nodes]
     for at, node in sorted(heard, key=lambda one: one[0]):
@@ -115,7 +115,7 @@ def snapshot(nodes: Sequence[GpuNode], rules: Rules, clock: Clock, done: int = 0
     return Snapshot(cluster, done)
 
 
-async def explained(api: KubeApi, name: str, namespace: str, rules: Rules, asker: Asker) -> Answer:
+async def explained(api: KubeApi, name: str, namespace: str, rules: SchedulerConfig, asker: Asker) -> Answer:
     """Say how a job stands, where its workers are and why, and of every GPU what the decision would be without them.
 
     Of a job that has ended it says where its workers ran.
@@ -138,21 +138,21 @@ async def explained(api: KubeApi, name: str, namespace: str, rules: Rules, asker
     demand, steps = demand_of_row(job), job.spec.training.steps
     places = [line for node in nodes for line in reserved(demand, node, own[node.metadata.name], steps)]
     try:
-        applicant = applicant_of(job, _user(job.spec.template), asker.choices)
+        pod_request = pod_request_of(job, _user(job.spec.template), asker.choices)
     except NotOurs as refusal:
         return Answer([*told, *places, str(refusal)])
     held = [r for found in own.values() for r in found]
-    workers = await _workers(api, job, applicant, held)
+    workers = await _workers(api, job, pod_request, held)
     more = unreserved(job.status.placement, workers, own, {r.pod_uid for r in held})
     workers, places = workers.but(more.pods), [*places, *more.lines]
-    lacking = _lacking(applicant, workers, held)
+    lacking = _lacking(pod_request, workers, held)
     without = lacking == 0 or not held
     if without:
         nodes = [as_if_gone(node, own[node.metadata.name]) for node in nodes]
     done = workers.done if without else workers.done.difference(r.pod_uid for r in held)
     seen = snapshot(nodes, rules, asker.clock, len(done))
     hosts = await hosts_of(api, job.spec.template, without=JobUid(job.metadata.uid) if without else None)
-    rehearsal = Rehearsal(seen, applicant, rules, hosts, job.spec.training.steps)
+    rehearsal = Rehearsal(seen, pod_request, rules, hosts, job.spec.training.steps)
     if job.status.prediction is None:
         told.append("its status tells no prediction yet: the answer is that for a job of which nothing is known")
     own_gpus = frozenset(uuid for r in held for uuid in r.gpu_uuids) if without else frozenset()
@@ -161,32 +161,32 @@ async def explained(api: KubeApi, name: str, namespace: str, rules: Rules, asker
     if not places:
         turn = []
         if rehearsal.wanted and job.status.state not in _WAIT_FOR_NO_PLACE:
-            turn = _turn(await queue_of(api, nodes), applicant, seen.cluster, asker)
+            turn = _turn(await queue_of(api, nodes), pod_request, seen.cluster, asker)
         places = [f"{namespace}/{name} has no place yet", *turn, *_waits(rehearsal, workers)]
     elif lacking:
         places += [_who_waits(rehearsal, workers), *rehearsal.rest()]
     elif held:
         places += rehearsal.anew([frozenset(r.gpu_uuids) for r in held if r.pod_uid not in workers.done])
-    return Answer([*told, *places, *_chosen(applicant, rules), *gpus, *odd.values()])
+    return Answer([*told, *places, *_chosen(pod_request, rules), *gpus, *odd.values()])
 
 
-async def _workers(api: KubeApi, job: _Job, applicant: Applicant, held: Sequence[Reservation]) -> Workers:
+async def _workers(api: KubeApi, job: _Job, pod_request: PodRequest, held: Sequence[Reservation]) -> Workers:
     """Read how far the workers of a job are, where that is not plain already."""
-    if (applicant.workers == 1 and not job.status.placement) or len(held) == applicant.workers:
+    if (pod_request.workers == 1 and not job.status.placement) or len(held) == pod_request.workers:
         return Workers()
     return await workers_of(api, JobUid(job.metadata.uid), job.metadata.namespace, {r.pod_uid for r in held})
 
 
-def _lacking(applicant: Applicant, workers: Workers, held: Sequence[Reservation]) -> int:
+def _lacking(pod_request: PodRequest, workers: Workers, held: Sequence[Reservation]) -> int:
     """How many workers of a job need a place and have none."""
-    return max(0, applicant.workers - len(workers.done.union(r.pod_uid for r in held)))
+    return max(0, pod_request.workers - len(workers.done.union(r.pod_uid for r in held)))
 
 
 def _waits(rehearsal: Rehearsal, workers: Workers) -> list[str]:
     """Say of a job without any place why it waits, or which places it has to choose from."""
     if rehearsal.wanted == 0:
-        several = f"all of its {rehearsal.applicant.workers} workers have done their work"
-        done = "its worker has done its work" if rehearsal.applicant.workers == 1 else several
+        several = f"all of its {rehearsal.pod_request.workers} workers have done their work"
+        done = "its worker has done its work" if rehearsal.pod_request.workers == 1 else several
         return [done, *rehearsal.unchecked]
     if (waits := rehearsal.gang()) is None:
         return [*rehearsal.unchecked, *(rehearsal.ranked() or rehearsal.changes())]
@@ -196,7 +196,7 @@ def _waits(rehearsal: Rehearsal, workers: Workers) -> list[str]:
 
 def _who_waits(rehearsal: Rehearsal, workers: Workers) -> str:
     """Say which workers of a job have no place, where others have theirs."""
-    lacking, all_ = rehearsal.wanted, rehearsal.applicant.workers
+    lacking, all_ = rehearsal.wanted, rehearsal.pod_request.workers
     it, wait, have = ("it", "waits", "has") if lacking == 1 else ("they", "wait", "have")
     if workers.unread:
         why = f"{it} {wait}, or {have} done the work ({workers.unread})"
@@ -222,7 +222,9 @@ def _ran(job: _Job) -> list[str]:
     return [*(places or [f"{name} had no place when it ended"]), "it has ended, so nothing is decided for it any more"]
 
 
-async def asked(api: KubeApi, job: GpuTrainingJob, rules: Rules, predictor: Predictor, asker: Asker) -> Answer:
+async def asked(
+    api: KubeApi, job: GpuTrainingJob, rules: SchedulerConfig, predictor: Predictor, asker: Asker
+) -> Answer:
     """Say where a job would go now, beside whom and how fast; nothing is created."""
     nodes, odd = await gpu_nodes(api)
     products = {device.product for node in nodes for device in node.status.devices}
@@ -234,15 +236,15 @@ async def asked(api: KubeApi, job: GpuTrainingJob, rules: Rules, predictor: Pred
         told = [f"prediction: {prediction.outcome} ({prediction.reason}) {said}"]
     try:
         row = msgspec.convert(msgspec.to_builtins(known), JobRow)
-        applicant = applicant_of(row, _user(job.spec.template), asker.choices)
+        pod_request = pod_request_of(row, _user(job.spec.template), asker.choices)
     except NotOurs as refusal:
         return Answer([*told, str(refusal), *asker.unchecked], is_hopeless=True)
     seen = snapshot(nodes, rules, asker.clock)
     hosts = await hosts_of(api, job.spec.template, unchecked=asker.unchecked)
-    rehearsal = Rehearsal(seen, applicant, rules, hosts, job.spec.training.steps)
+    rehearsal = Rehearsal(seen, pod_request, rules, hosts, job.spec.training.steps)
     none = without_gpus(nodes, hosts, odd, each=asker.each_gpu)
     listed = _or_none(_gpus(seen.cluster, rehearsal, rules, asker), none)
-    gpus = [*_chosen(applicant, rules), *listed, *odd.values()]
+    gpus = [*_chosen(pod_request, rules), *listed, *odd.values()]
     if (never := rehearsal.never()) is not None:
         # A node that cannot be read, or reports no GPUs yet, may have what is lacking.
         is_known = not odd and not none
@@ -251,36 +253,36 @@ async def asked(api: KubeApi, job: GpuTrainingJob, rules: Rules, predictor: Pred
         return Answer([*told, *rehearsal.unchecked, *changes, *gpus], is_hopeless=is_known)
     spec = job.spec.template.get("spec")
     has_class = isinstance(spec, dict) and bool(spec.get("priorityClassName"))
-    turn = _turn(await queue_of(api, nodes), applicant, seen.cluster, asker, is_new=True, has_class=has_class)
+    turn = _turn(await queue_of(api, nodes), pod_request, seen.cluster, asker, is_new=True, has_class=has_class)
     return Answer([*told, *turn, *rehearsal.outcome(), *gpus])
 
 
 def _turn(
     queue: Queue,
-    applicant: Applicant,
+    pod_request: PodRequest,
     cluster: Cluster,
     asker: Asker,
     *,
     is_new: bool = False,
     has_class: bool = False,
 ) -> list[str]:
-    if not (is_new or queue.unread or applicant.demand.job_uid in queue.priorities):
+    if not (is_new or queue.unread or pod_request.demand.job_uid in queue.priorities):
         return []  # none of its pods waits
-    view, choices, clock = cluster.view(), asker.choices, asker.clock
-    return turn_of(queue, applicant, view, asker.order, choices=choices, clock=clock, has_class=has_class)
+    snapshot, choices, clock = cluster.snapshot(), asker.choices, asker.clock
+    return turn_of(queue, pod_request, snapshot, asker.order, choices=choices, clock=clock, has_class=has_class)
 
 
-def _chosen(applicant: Applicant, rules: Rules) -> list[str]:
+def _chosen(pod_request: PodRequest, rules: SchedulerConfig) -> list[str]:
     """Say that a job goes by a policy of its own, where the asker's or the site's is another one."""
-    if applicant.policy in (None, rules.policy.name):
+    if pod_request.policy in (None, rules.policy.name):
         return []
-    return [f"by its annotation {ANNOTATION_POLICY} it goes by {applicant.policy}, not by {rules.policy.name}"]
+    return [f"by its annotation {ANNOTATION_POLICY} it goes by {pod_request.policy}, not by {rules.policy.name}"]
 
 
 def _gpus(
-    cluster: Cluster, rehearsal: Rehearsal, rules: Rules, asker: Asker, own: frozenset[GpuUuid] = frozenset()
+    cluster: Cluster, rehearsal: Rehearsal, rules: SchedulerConfig, asker: Asker, own: frozenset[GpuUuid] = frozenset()
 ) -> list[str]:
-    found = explain(cluster.view(), rehearsal.applicant, sorted(cluster.nodes), rules)
+    found = explain(cluster.snapshot(), rehearsal.pod_request, sorted(cluster.nodes), rules)
     measures = {uuid: said for node in cluster.nodes.values() for uuid, said in differences(node).items()}
     answers = with_refusals(with_measures(found, measures), rehearsal.refused)
     return lines(with_own(answers, own), each=asker.each_gpu)

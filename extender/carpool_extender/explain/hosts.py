@@ -20,7 +20,7 @@ Amounts = dict[str, Decimal]
 
 
 class _Wire(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """Camel-cased, partial view of an object."""
+    """Camel-cased, partial snapshot of an object."""
 
 
 class Taint(_Wire, frozen=True, kw_only=True):

@@ -8,11 +8,11 @@ from carpool_core.resources.node import GpuNode
 from carpool_core.values import GpuUuid
 
 from carpool_extender.cache.cluster import Cluster
-from carpool_extender.cache.pod_request import Applicant
+from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.explain.places import as_if_gone
-from carpool_extender.framework.evaluation_cache import Assessment
+from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.gang import room
-from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scheduler_config import SchedulerConfig
 
 
 class PaperRoom:
@@ -20,14 +20,16 @@ class PaperRoom:
 
     Args:
         cluster: The GPUs as they are.
-        applicant: What each worker asks for.
+        pod_request: What each worker asks for.
         rules: What the site has chosen.
         wanted: How many workers there are.
         able: GPUs on which they are placed.
     """
 
-    def __init__(self, cluster: Cluster, applicant: Applicant, rules: Rules, wanted: int, able: Set[GpuUuid]) -> None:
-        self._applicant, self._rules, self._wanted = applicant, rules, wanted
+    def __init__(
+        self, cluster: Cluster, pod_request: PodRequest, rules: SchedulerConfig, wanted: int, able: Set[GpuUuid]
+    ) -> None:
+        self._applicant, self._rules, self._wanted = pod_request, rules, wanted
         self._nodes = {name: part for name, node in cluster.nodes.items() if (part := _part_of(node, able))}
         self._paper = Cluster(rules.slots)
         for node in self._nodes.values():
@@ -41,8 +43,8 @@ class PaperRoom:
             if gone:
                 self._paper.apply(as_if_gone(node, gone))
                 changed.append(node)
-        found = Assessment(self._applicant, self._rules, self._paper.view())
-        fits = room(found, np.flatnonzero(found.verdict.ok), self._wanted)
+        found = CachedEvaluation(self._applicant, self._rules, self._paper.snapshot())
+        fits = room(found, np.flatnonzero(found.evaluation.ok), self._wanted)
         for node in changed:
             self._paper.apply(node)
         return fits

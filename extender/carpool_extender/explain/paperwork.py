@@ -10,13 +10,13 @@ import numpy as np
 from carpool_core.demand import Demand
 from carpool_core.values import GpuUuid
 
-from carpool_extender.cache.gpu_table import MODES, Bools, Columns, Floats, Rows, View
-from carpool_extender.cache.pod_request import Applicant
+from carpool_extender.cache.gpu_table import MODES, Bools, Floats, GpuTable, Rows, Snapshot
+from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.explain.paperroom import PaperRoom
-from carpool_extender.framework.evaluation_cache import Assessment
-from carpool_extender.framework.filters import Check, Verdict, look
-from carpool_extender.framework.scheduler_config import Rules
-from carpool_extender.framework.selection import Place, best_place
+from carpool_extender.framework.evaluation_cache import CachedEvaluation
+from carpool_extender.framework.filters import Check, Evaluation, look
+from carpool_extender.framework.scheduler_config import SchedulerConfig
+from carpool_extender.framework.selection import Placement, best_place
 
 
 class Change(NamedTuple):
@@ -32,52 +32,52 @@ class Change(NamedTuple):
 class Case:
     """A job without a place, and where it looks for one."""
 
-    applicant: Applicant
-    rules: Rules
-    view: View
+    pod_request: PodRequest
+    rules: SchedulerConfig
+    snapshot: Snapshot
     offered: Bools
     """GPUs on nodes that kube-scheduler would offer, shape (gpus,)."""
     refused: Mapping[str, str]
     """Why it would not offer the others, by name."""
     wanted: int = 1
     """Workers that have to find places at once."""
-    room: Callable[[Applicant, Rules, int], int] | None = None
+    room: Callable[[PodRequest, SchedulerConfig, int], int] | None = None
     """For how many of so many workers there would be room at once; None where one is enough."""
     paper: Callable[[Set[GpuUuid]], PaperRoom] | None = None
     """Copies some GPUs, on which they would be placed; None where one is enough."""
 
     @cached_property
-    def assessment(self) -> Assessment:
+    def cached_evaluation(self) -> CachedEvaluation:
         """What is found as it is."""
-        return Assessment(self.applicant, self.rules, self.view)
+        return CachedEvaluation(self.pod_request, self.rules, self.snapshot)
 
     @property
-    def now(self) -> Verdict:
+    def now(self) -> Evaluation:
         """What the checks find as it is."""
-        return self.assessment.verdict
+        return self.cached_evaluation.evaluation
 
     @property
     def demand(self) -> Demand:
         """What a worker asks for."""
-        return self.applicant.demand
+        return self.pod_request.demand
 
-    def asking(self, **changes: Any) -> Applicant:
+    def asking(self, **changes: Any) -> PodRequest:
         """Return the applicant with something else in its demand; it has to work out everything again."""
-        of = self.applicant
-        return Applicant(replace(of.demand, **changes), of.policy, of.workers, of.user, of.settles)
+        of = self.pod_request
+        return PodRequest(replace(of.demand, **changes), of.policy, of.workers, of.user, of.settles)
 
-    def find(self, applicant: Applicant, rules: Rules | None = None) -> tuple[str, Place] | None:
+    def find(self, pod_request: PodRequest, rules: SchedulerConfig | None = None) -> tuple[str, Placement] | None:
         """Return the first worker's place where all would find one."""
         rules = rules or self.rules
-        if self.room is not None and self.room(applicant, rules, self.wanted) < self.wanted:
+        if self.room is not None and self.room(pod_request, rules, self.wanted) < self.wanted:
             return None
-        return best_place(Assessment(applicant, rules, self.view), self.offered, tells=False)
+        return best_place(CachedEvaluation(pod_request, rules, self.snapshot), self.offered, tells=False)
 
 
-def looked_at(case: Case, columns: Columns) -> Verdict:
+def looked_at(case: Case, columns: GpuTable) -> Evaluation:
     """Run all checks on GPUs as they are not."""
-    verdict = case.now
-    return replace(verdict, found=look(verdict, columns))
+    evaluation = case.now
+    return replace(evaluation, found=look(evaluation, columns))
 
 
 def fails(case: Case, check: Check) -> Rows:
@@ -85,18 +85,18 @@ def fails(case: Case, check: Check) -> Rows:
     return np.flatnonzero((case.now.found.failed == check) & case.offered)
 
 
-def team_of(verdict: Verdict, rows: Rows) -> Rows:
+def team_of(evaluation: Evaluation, rows: Rows) -> Rows:
     """Return a number that GPUs share which one worker could have together: node and mode."""
-    team: Rows = verdict.view.columns.node[rows].astype(np.intp) * len(MODES) + verdict.found.mode[rows]
+    team: Rows = evaluation.snapshot.columns.node[rows].astype(np.intp) * len(MODES) + evaluation.found.mode[rows]
     return team
 
 
-def complete_sets(case: Case, verdict: Verdict, rows: Rows, lacks: Floats) -> tuple[Rows, int]:
+def complete_sets(case: Case, evaluation: Evaluation, rows: Rows, lacks: Floats) -> tuple[Rows, int]:
     """Return what is the worst of each set of GPUs that is needed, in the order of how much is lacking there.
 
     Args:
         case: The job.
-        verdict: Where these GPUs would do.
+        evaluation: Where these GPUs would do.
         rows: The GPUs.
         lacks: How much of something is lacking on each.
 
@@ -104,7 +104,7 @@ def complete_sets(case: Case, verdict: Verdict, rows: Rows, lacks: Floats) -> tu
         Places in `rows` of one GPU for each worker, as many as there are, and how many workers each stands for.
     """
     gpus = case.demand.gpus
-    team = team_of(verdict, rows)
+    team = team_of(evaluation, rows)
     order = np.lexsort((lacks, team))
     number = np.arange(order.size) - np.searchsorted(team[order], team[order])
     last = order[number % gpus == gpus - 1]

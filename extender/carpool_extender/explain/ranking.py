@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from carpool_extender.cache.gpu_table import Bools, Grid
-from carpool_extender.framework.candidates import Choices, best_of, select, ties
+from carpool_extender.cache.gpu_table import Bools, NodeGrid
+from carpool_extender.framework.candidates import Candidates, best_of, select, ties
 from carpool_extender.framework.diagnosis import counted
-from carpool_extender.framework.evaluation_cache import Assessment
-from carpool_extender.framework.filters import Verdict
+from carpool_extender.framework.evaluation_cache import CachedEvaluation
+from carpool_extender.framework.filters import Evaluation
 from carpool_extender.framework.scores import Policy
 
 MOST_TOLD = 4
@@ -25,48 +25,50 @@ class Candidate:
     """GPUs that one worker could have."""
 
     rows: tuple[int, ...]
-    """Of the view."""
+    """Of the snapshot."""
     cost: float
     """By the policy, mean of these GPUs."""
     is_tied: bool
     """Whether it costs no more than the best that nodes come with, by the policy's tolerance."""
     ready: float
-    """How little has to be done first, as in `Choices`."""
+    """How little has to be done first, as in `Candidates`."""
     left_mib: float
     """Memory that would be left on all of them, in MiB."""
     is_linked: bool
     """Whether they reach each other by NVLink."""
 
 
-def ranking(assessment: Assessment, among: Bools) -> list[Candidate]:
+def ranking(cached_evaluation: CachedEvaluation, among: Bools) -> list[Candidate]:
     """Return the places for one worker, best first: single GPUs, or the best set of each node.
 
     The first is the one that the extender takes.
 
     Args:
-        assessment: Of the newcomer.
+        cached_evaluation: Of the newcomer.
         among: GPUs in question, shape (gpus,).
     """
-    verdict, policy = assessment.verdict, assessment.policy
-    of_nodes = select(verdict, policy, among=among)
+    evaluation, policy = cached_evaluation.evaluation, cached_evaluation.policy
+    of_nodes = select(evaluation, policy, among=among)
     if not of_nodes.node.size:
         return []
     best = np.flatnonzero(ties(of_nodes, policy))
     winner = of_nodes.rows[best_of(of_nodes, best)]
     # Where a node's own choice is dearer than another of its GPUs, that one is as much a tie.
     dearest = of_nodes.cost[best].min() + policy.tolerance
-    choices = _of_gpus(verdict, policy, among) if winner.size == 1 else of_nodes
+    choices = _of_gpus(evaluation, policy, among) if winner.size == 1 else of_nodes
     found = _candidates(choices, (choices.cost <= dearest) & (choices.is_linked == of_nodes.is_linked[best[0]]))
     return sorted(found, key=lambda one: one.rows != tuple(winner.tolist()))
 
 
-def _of_gpus(verdict: Verdict, policy: Policy, among: Bools) -> Choices:
+def _of_gpus(evaluation: Evaluation, policy: Policy, among: Bools) -> Candidates:
     """Return each GPU that fits as if it were its node's only one."""
-    rows = np.flatnonzero(verdict.ok & among)
-    return select(verdict, policy, Grid(rows[None, :], verdict.view.columns.node[rows].astype(np.intp), False))
+    rows = np.flatnonzero(evaluation.ok & among)
+    return select(
+        evaluation, policy, NodeGrid(rows[None, :], evaluation.snapshot.columns.node[rows].astype(np.intp), False)
+    )
 
 
-def _candidates(choices: Choices, is_tied: Bools) -> Iterator[Candidate]:
+def _candidates(choices: Candidates, is_tied: Bools) -> Iterator[Candidate]:
     """Sort as the extender chooses: ties by readiness, then by what is left over; the others by their cost first."""
     cost = np.where(is_tied, -np.inf, choices.cost)
     for place in np.lexsort((choices.node, choices.left_mib, -choices.ready, cost, ~choices.is_linked)).tolist():
@@ -80,14 +82,14 @@ def _candidates(choices: Choices, is_tied: Bools) -> Iterator[Candidate]:
         )
 
 
-def ranked(assessment: Assessment, among: Bools) -> list[str]:
+def ranked(cached_evaluation: CachedEvaluation, among: Bools) -> list[str]:
     """Say what the policy looks for, and what the best places offer of it; nothing where there is no place.
 
     Args:
-        assessment: Of the newcomer.
+        cached_evaluation: Of the newcomer.
         among: GPUs in question, shape (gpus,).
     """
-    found, policy = ranking(assessment, among), assessment.policy
+    found, policy = ranking(cached_evaluation, among), cached_evaluation.policy
     if not found:
         return []
     told = [_told(policy, found[0], one) for one in found]
@@ -99,10 +101,10 @@ def ranked(assessment: Assessment, among: Bools) -> list[str]:
         is_alike = all(one.text == told[begin].text for one in told[begin:end])
         others = _others(found[begin], end - begin - 1, "like it" if is_alike else "more")
         said = told[begin].text if is_alike else told[begin].of_all
-        lines.append(f"  {number}. {_named(assessment.verdict, found[begin])}{others}: {said}")
+        lines.append(f"  {number}. {_named(cached_evaluation.evaluation, found[begin])}{others}: {said}")
     if len(groups) > MOST_TOLD:
         lines.append(f"  and {counted(len(found) - groups[MOST_TOLD - 1][1], 'place')} more")
-    return [_looked_for(policy, assessment.verdict.applicant.demand.gpus), *lines]
+    return [_looked_for(policy, cached_evaluation.evaluation.pod_request.demand.gpus), *lines]
 
 
 def _groups(keys: Sequence[str]) -> list[tuple[int, int]]:
@@ -117,12 +119,12 @@ def _looked_for(policy: Policy, gpus: int) -> str:
     return f"places by {policy.name} ({policy.meaning}{within}{mean}):"
 
 
-def _named(verdict: Verdict, one: Candidate) -> str:
-    view, (first, *others) = verdict.view, one.rows
+def _named(evaluation: Evaluation, one: Candidate) -> str:
+    snapshot, (first, *others) = evaluation.snapshot, one.rows
     if not others:
-        return view.place(first)
-    numbers = ", ".join(str(int(view.columns.gpu_index[row])) for row in one.rows)
-    return f"GPUs {numbers} of {view.node_names[int(view.columns.node[first])]}"
+        return snapshot.place(first)
+    numbers = ", ".join(str(int(snapshot.columns.gpu_index[row])) for row in one.rows)
+    return f"GPUs {numbers} of {snapshot.node_names[int(snapshot.columns.node[first])]}"
 
 
 def _others(one: Candidate, number: int, how: str) -> str:

@@ -12,18 +12,18 @@ import numpy as np
 from carpool_core.values import GpuUuid, PodUid
 
 from carpool_extender.cache.cluster import Cluster
-from carpool_extender.cache.gpu_table import Bools, View
-from carpool_extender.cache.pod_request import Applicant
+from carpool_extender.cache.gpu_table import Bools, Snapshot
+from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.explain.changes import needed
 from carpool_extender.explain.paperroom import PaperRoom
 from carpool_extender.explain.paperwork import Case
 from carpool_extender.explain.ranking import ranked
 from carpool_extender.explain.speed import pace_there
 from carpool_extender.framework.diagnosis import PREFIX, counted
-from carpool_extender.framework.evaluation_cache import Assessment, Assessments
-from carpool_extender.framework.gang import Gangs, Seen, never_fits, placed
-from carpool_extender.framework.scheduler_config import Rules
-from carpool_extender.framework.selection import Place, filter_nodes
+from carpool_extender.framework.evaluation_cache import CachedEvaluation, EvaluationCache
+from carpool_extender.framework.gang import Gangs, Seen, infeasible_when_empty, placed
+from carpool_extender.framework.scheduler_config import SchedulerConfig
+from carpool_extender.framework.selection import Placement, filter_nodes
 
 MOST_TRIED = 128
 """Workers that are placed on paper one after the other: it takes a while, and nobody reads of more."""
@@ -51,43 +51,43 @@ class Rehearsal:
 
     Args:
         seen: The cluster; workers are placed in it on paper, so ask for the rest before.
-        applicant: What each worker asks for.
+        pod_request: What each worker asks for.
         rules: What the site has chosen.
         offers: Which nodes kube-scheduler would offer.
         steps: Of the job's training; None where nobody said.
 
     Attributes:
-        applicant: What each worker asks for.
+        pod_request: What each worker asks for.
         wanted: Workers that need a place: those that have none there, and have not done their work.
         refused: Why nodes would not be offered, by name.
         unchecked: What was not checked, as sentences; stands right below what would become of the workers.
     """
 
     def __init__(
-        self, seen: Seen, applicant: Applicant, rules: Rules, offers: Offering, steps: int | None = None
+        self, seen: Seen, pod_request: PodRequest, rules: SchedulerConfig, offers: Offering, steps: int | None = None
     ) -> None:
-        self.applicant = applicant
-        job_uid = applicant.demand.job_uid
+        self.pod_request = pod_request
+        job_uid = pod_request.demand.job_uid
         placed_or_done = seen.succeeded(job_uid, PodUid("")) + len(seen.cluster.pods_of(job_uid))
-        self.wanted = max(0, applicant.workers - placed_or_done)
+        self.wanted = max(0, pod_request.workers - placed_or_done)
         self.unchecked = list(offers.notes)
         self._seen, self._rules, self._offers, self._steps = seen, rules, offers, steps
         self.refused = {name: why for name in seen.cluster.nodes if (why := offers.refusal(name)) is not None}
 
     def gang(self) -> str | None:
         """Say why all of the job's workers have to wait until they all fit; None where they need not."""
-        gangs = Gangs(self._seen, Assessments(self._seen.cluster, self._rules), self._rules)
-        return gangs.refusal(self.applicant, PodUid(""), self._names_offered())
+        gangs = Gangs(self._seen, EvaluationCache(self._seen.cluster, self._rules), self._rules)
+        return gangs.refusal(self.pod_request, PodUid(""), self._names_offered())
 
     def never(self) -> str | None:
         """Say why the workers could not run even if all GPUs were empty; None where nothing known forbids it."""
-        verdict = Assessment(self.applicant, self._rules, self._seen.cluster.view()).verdict
-        return never_fits(verdict, self._rules.slots, self.wanted)
+        evaluation = CachedEvaluation(self.pod_request, self._rules, self._seen.cluster.snapshot()).evaluation
+        return infeasible_when_empty(evaluation, self._rules.slots, self.wanted)
 
     def ranked(self) -> list[str]:
         """Say which places the policy has to choose from for a worker, and why it takes the first of them."""
-        view = self._seen.cluster.view()
-        return ranked(Assessment(self.applicant, self._rules, view), self._offered(view))
+        snapshot = self._seen.cluster.snapshot()
+        return ranked(CachedEvaluation(self.pod_request, self._rules, snapshot), self._offered(snapshot))
 
     def changes(self, *, of_all: bool = False) -> list[str]:
         """Say what would have to change for a place, of those of a job that find none now.
@@ -95,16 +95,16 @@ class Rehearsal:
         Args:
             of_all: Whether all of them have to find one at once.
         """
-        view, cluster = self._seen.cluster.view(), self._seen.cluster
-        case = Case(self.applicant, self._rules, view, self._offered(view), self.refused)
+        snapshot, cluster = self._seen.cluster.snapshot(), self._seen.cluster
+        case = Case(self.pod_request, self._rules, snapshot, self._offered(snapshot), self.refused)
         if of_all:
-            paper = partial(PaperRoom, cluster, self.applicant, self._rules, self.wanted)
+            paper = partial(PaperRoom, cluster, self.pod_request, self._rules, self.wanted)
             case = replace(case, wanted=self.wanted, room=self._room, paper=paper)
         return needed(case)
 
-    def _room(self, applicant: Applicant, rules: Rules, wanted: int) -> int:
-        gangs = Gangs(self._seen, Assessments(self._seen.cluster, rules), rules)
-        return gangs.room_for(applicant, wanted, self._names_offered())
+    def _room(self, pod_request: PodRequest, rules: SchedulerConfig, wanted: int) -> int:
+        gangs = Gangs(self._seen, EvaluationCache(self._seen.cluster, rules), rules)
+        return gangs.room_for(pod_request, wanted, self._names_offered())
 
     def _names_offered(self) -> list[str]:
         return [name for name in sorted(self._seen.cluster.nodes) if name not in self.refused]
@@ -120,7 +120,7 @@ class Rehearsal:
 
     def rest(self) -> list[str]:
         """Say the same of those workers of a job that have no place yet, where the others have theirs."""
-        decided = f"decided now with policy {self._rules.policy_for(self.applicant).name}"
+        decided = f"decided now with policy {self._rules.policy_for(self.pod_request).name}"
         choice, places = self.ranked(), self._places(self._seen.cluster)
         if not places:
             they = "it" if self.wanted == 1 else "they"
@@ -140,7 +140,7 @@ class Rehearsal:
 
     def _anew(self, own: Collection[frozenset[GpuUuid]]) -> tuple[list[str], bool]:
         """Return what to say of that, and whether it would have a place that was chosen."""
-        it = f"it keeps its place; decided now with policy {self._rules.policy_for(self.applicant).name} it would"
+        it = f"it keeps its place; decided now with policy {self._rules.policy_for(self.pod_request).name} it would"
         if len(own) != self.wanted:
             had, needed = counted(len(own), "place"), counted(self.wanted, "worker")
             why = "as until one that ended has given its own back"
@@ -159,7 +159,7 @@ class Rehearsal:
             return [f"{it} go there again"], True
         return [first.replace("would", it, 1) if not others else f"{it} go elsewhere: {first}", *others], True
 
-    def _go(self, places: Sequence[tuple[str, Place]], *, numbered: bool = True) -> list[str]:
+    def _go(self, places: Sequence[tuple[str, Placement]], *, numbered: bool = True) -> list[str]:
         told = [self._told(*place) for place in places]
         if self.wanted == 1:
             return [f"would go to {told[0]}"]
@@ -170,29 +170,29 @@ class Rehearsal:
         offered = self._names_offered()
         if not offered:
             return ": kube-scheduler would offer none of the nodes"
-        found = filter_nodes(Assessment(self.applicant, self._rules, self._seen.cluster.view()), offered)
+        found = filter_nodes(CachedEvaluation(self.pod_request, self._rules, self._seen.cluster.snapshot()), offered)
         told = next(iter((found.refused | found.unsuitable).values()), "")
         return f": {told.removeprefix(PREFIX)}" if told else ""
 
-    def _told(self, name: str, place: Place) -> str:
-        pace = pace_there(self.applicant.demand, place, self._seen.cluster.nodes[name].status.devices, self._steps)
+    def _told(self, name: str, place: Placement) -> str:
+        pace = pace_there(self.pod_request.demand, place, self._seen.cluster.nodes[name].status.devices, self._steps)
         return f"{name}{pace}: {place.reason}"
 
-    def _places(self, cluster: Cluster) -> list[tuple[str, Place]]:
+    def _places(self, cluster: Cluster) -> list[tuple[str, Placement]]:
         found, wanted = [], min(self.wanted, MOST_TRIED)
-        for name, place in placed(cluster, self.applicant, self._rules, wanted, among=self._offered):
+        for name, place in placed(cluster, self.pod_request, self._rules, wanted, among=self._offered):
             self._offers.take(name)
             if (why := self._offers.refusal(name)) is not None:
                 self.refused[name] = why
             found.append((name, place))
         return found
 
-    def _offered(self, view: View) -> Bools:
+    def _offered(self, snapshot: Snapshot) -> Bools:
         """Which GPUs, shape (gpus,), are on nodes that would be offered."""
-        refused = view.ids([*self.refused])
-        able = np.ones(len(view.node_names) + 1, np.bool_)
+        refused = snapshot.ids([*self.refused])
+        able = np.ones(len(snapshot.node_names) + 1, np.bool_)
         able[refused[refused >= 0]] = False
-        result: Bools = able[view.columns.node] & view.columns.alive
+        result: Bools = able[snapshot.columns.node] & snapshot.columns.alive
         return result
 
 

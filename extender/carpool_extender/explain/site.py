@@ -19,7 +19,7 @@ from carpool_extender.framework.scores import UnknownPolicyError, find_policy
 
 
 class _Wire(msgspec.Struct, frozen=True, rename="camel"):
-    """Camel-cased, partial view of an object."""
+    """Camel-cased, partial snapshot of an object."""
 
 
 class _Variable(_Wire, frozen=True):

@@ -15,12 +15,12 @@ from carpool_core.lengths import UNKNOWN_S, told
 from carpool_core.resources.node import GpuNode
 from carpool_core.values import JobUid
 
-from carpool_extender.cache.gpu_table import View
-from carpool_extender.cache.pod_request import Applicant
+from carpool_extender.cache.gpu_table import Snapshot
+from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.explain.reading import all_of
 from carpool_extender.informers import JobRow
 from carpool_extender.queue.order import End, QueueOrder, Ticket, came_s, length_in, rung_in, served
-from carpool_extender.workloads import JobOptions, NotOurs, applicant_of
+from carpool_extender.workloads import JobOptions, NotOurs, pod_request_of
 
 T = TypeVar("T")
 
@@ -79,8 +79,8 @@ async def _readable(api: KubeApi, kind: ResourceKind, type_: type[T], selector: 
 
 def turn_of(
     queue: Queue,
-    applicant: Applicant,
-    view: View,
+    pod_request: PodRequest,
+    snapshot: Snapshot,
     order: QueueOrder,
     *,
     choices: JobOptions,
@@ -94,8 +94,8 @@ def turn_of(
 
     Args:
         queue: Those that wait, the job itself among them or not.
-        applicant: What each worker of the job asks for.
-        view: The cluster, on whose GPUs lengths depend.
+        pod_request: What each worker of the job asks for.
+        snapshot: The cluster, on whose GPUs lengths depend.
         order: How the site sorts its queue.
         choices: What the site allows jobs.
         clock: Tells when a job came that is not there yet.
@@ -103,15 +103,15 @@ def turn_of(
     """
     if queue.unread:
         return [f"{_UNTOLD} ({queue.unread})"]
-    mine, now_s = applicant.demand.job_uid, clock.now().timestamp()
+    mine, now_s = pod_request.demand.job_uid, clock.now().timestamp()
     others = []
     for number, job in enumerate(queue.jobs):
         try:
-            other = applicant_of(job, None, choices)
+            other = pod_request_of(job, None, choices)
         except NotOurs:
             continue  # refused whenever it is asked about
         if other.demand.job_uid != mine:
-            others.append(_ticket(other, view, order, queue.priorities[other.demand.job_uid], number, now_s))
+            others.append(_ticket(other, snapshot, order, queue.priorities[other.demand.job_uid], number, now_s))
     if not others:
         return []
     priority = queue.priorities.get(mine, 0)
@@ -119,23 +119,27 @@ def turn_of(
         return [f"{_UNTOLD} (its pods are not there, which tell its priority)"]
     places = set[int]()
     for number in (-1, _LAST):
-        own = _ticket(applicant, view, order, priority, number, now_s)
+        own = _ticket(pod_request, snapshot, order, priority, number, now_s)
         places |= {served([*others, own], order, end).index(own) + 1 for end in End}
     first, last = min(places), max(places)
     place = _ordinal(first) if first == last else f"{_ordinal(first)} to {_ordinal(last)}"
-    counts = "" if order is QueueOrder.ARRIVAL else f", where it counts as {_length(applicant, view)}"
+    counts = "" if order is QueueOrder.ARRIVAL else f", where it counts as {_length(pod_request, snapshot)}"
     rest = "; those before it are served first where there is a place for them, too" if last > 1 else ""
     return [f"its turn: {place} of {len(others) + 1} jobs that wait, by the order {order}{counts}{rest}"]
 
 
-def _ticket(applicant: Applicant, view: View, order: QueueOrder, priority: int, number: int, now_s: float) -> Ticket:
-    return Ticket(-priority, came_s(applicant, now_s), rung_in(applicant, view, order), number)
+def _ticket(
+    pod_request: PodRequest, snapshot: Snapshot, order: QueueOrder, priority: int, number: int, now_s: float
+) -> Ticket:
+    return Ticket(-priority, came_s(pod_request, now_s), rung_in(pod_request, snapshot, order), number)
 
 
-def _length(applicant: Applicant, view: View) -> str:
-    if (seconds := length_in(applicant, view)) is not None:
+def _length(pod_request: PodRequest, snapshot: Snapshot) -> str:
+    if (seconds := length_in(pod_request, snapshot)) is not None:
         return f"{told(seconds)} long"
-    unknown = "it says no spec.training.steps" if applicant.steps is None else "the time of its steps is not predicted"
+    unknown = (
+        "it says no spec.training.steps" if pod_request.steps is None else "the time of its steps is not predicted"
+    )
     return f"{told(UNKNOWN_S)} long ({unknown})"
 
 

@@ -20,7 +20,7 @@ class Quantile(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Conditions:
+class AdmissionLimits:
     """What the site asks of a GPU besides the promises, which always hold. None asks nothing."""
 
     most_sm_active: float | None = None
@@ -69,6 +69,6 @@ class Conditions:
         asked = (self.most_sm_active, self.most_joint_sm_active, self.least_free_mib, self.most_jobs)
         return any(one is not None for one in asked)
 
-    def in_exclusive_use(self) -> "Conditions":
+    def in_exclusive_use(self) -> "AdmissionLimits":
         """Return the same for a policy that gives every job a GPU of its own."""
         return replace(self, most_jobs=1, alone=True)

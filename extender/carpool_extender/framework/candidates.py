@@ -5,8 +5,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from carpool_extender.cache.gpu_table import MODES, NO_MODE, NOWHERE, Bools, Grid, Rows, places, some
-from carpool_extender.framework.filters import PASSED, Verdict
+from carpool_extender.cache.gpu_table import MODES, NO_MODE, NOWHERE, Bools, NodeGrid, Rows, places, some
+from carpool_extender.framework.filters import PASSED, Evaluation
 from carpool_extender.framework.scores import Policy
 
 MOST_ISLANDS = 1 << 15
@@ -20,13 +20,13 @@ HALF = 0.5
 
 
 @dataclass(slots=True, eq=False)
-class Choices:
+class Candidates:
     """The best set of GPUs of each node that has enough, in no particular order; every array has shape (nodes, …)."""
 
     node: NDArray[np.intp]
     """(nodes,) Index of the node."""
     rows: Rows
-    """(nodes, GPUs of a worker) Rows of the view."""
+    """(nodes, GPUs of a worker) Rows of the snapshot."""
     cost: NDArray[np.float64]
     """(nodes,) Mean cost of these GPUs."""
     ready: NDArray[np.float64]
@@ -37,17 +37,17 @@ class Choices:
     is_linked: Bools
     """(nodes,) Whether these GPUs reach each other by NVLink; so does a single one."""
 
-    def only(self, which: Rows) -> "Choices":
+    def only(self, which: Rows) -> "Candidates":
         """Return some of the choices."""
-        return Choices(*[getattr(self, name).take(which, axis=0) for name in _NAMES])
+        return Candidates(*[getattr(self, name).take(which, axis=0) for name in _NAMES])
 
-    def put(self, places: Rows, others: "Choices") -> None:
+    def put(self, places: Rows, others: "Candidates") -> None:
         """Write others over some of them."""
         for name in _NAMES:
             getattr(self, name)[places] = getattr(others, name)
 
 
-_NAMES = tuple(column.name for column in fields(Choices))
+_NAMES = tuple(column.name for column in fields(Candidates))
 
 
 class Best:
@@ -70,24 +70,24 @@ class Best:
             larger.put(np.arange(known), self._choices)
             self.fits, self._choices = np.append(self.fits, np.zeros(nodes - known, np.bool_)), larger
 
-    def put_all(self, choices: Choices) -> None:
+    def put_all(self, choices: Candidates) -> None:
         """Replace the choices of all nodes; these are kept as they are."""
         if choices.node.size == len(self.fits) and (choices.node == np.arange(choices.node.size)).all():
             self.fits[:], self._choices = True, choices
         else:
             self.put(np.ones(len(self.fits), np.bool_), choices)
 
-    def put(self, nodes: Bools, choices: Choices) -> None:
+    def put(self, nodes: Bools, choices: Candidates) -> None:
         """Replace the choices of some nodes; those for which there is none have no place any more."""
         self.fits[nodes] = False
         self.fits[choices.node] = True
         self._choices.put(choices.node, choices)
 
-    def of(self, nodes: NDArray[np.intp]) -> Choices:
+    def of(self, nodes: NDArray[np.intp]) -> Candidates:
         """Return the choices of nodes that have a place."""
         return self._choices.only(nodes)
 
-    def foremost(self, policy: Policy) -> int | None:
+    def top_k(self, policy: Policy) -> int | None:
         """Return the node that comes first of all that have a place, as `foremost` does; None where none has one."""
         if not self.fits.any():
             return None
@@ -96,8 +96,8 @@ class Best:
         return best_of(choices, places(cost <= cost.min() + policy.tolerance))
 
 
-def _nothing(nodes: int, wanted: int) -> Choices:
-    return Choices(
+def _nothing(nodes: int, wanted: int) -> Candidates:
+    return Candidates(
         node=np.zeros(nodes, np.intp),
         rows=np.zeros((nodes, wanted), np.intp),
         cost=np.zeros(nodes),
@@ -107,55 +107,57 @@ def _nothing(nodes: int, wanted: int) -> Choices:
     )
 
 
-def select(verdict: Verdict, policy: Policy, grid: Grid | None = None, among: Bools | None = None) -> Choices:
+def select(
+    evaluation: Evaluation, policy: Policy, grid: NodeGrid | None = None, among: Bools | None = None
+) -> Candidates:
     """Choose the GPUs for one worker on each node. All GPUs of a worker are shared in the same mode.
 
     Args:
-        verdict: What the checks found.
+        evaluation: What the checks found.
         policy: What makes a good place.
         grid: The nodes in question; all when None.
         among: GPUs in question, shape (gpus,); all when None.
     """
-    grid = verdict.view.grid if grid is None else grid
-    wanted = verdict.applicant.demand.gpus
+    grid = evaluation.snapshot.grid if grid is None else grid
+    wanted = evaluation.pod_request.demand.gpus
     if not grid.node.size:
         return _nothing(0, wanted)
     rows = grid.rows.ravel()
-    ok: Bools = verdict.found.failed.take(rows) == PASSED
+    ok: Bools = evaluation.found.failed.take(rows) == PASSED
     if grid.has_gaps:
         ok &= rows != NOWHERE
     if among is not None:
         ok &= among.take(rows)
-    return _single(verdict, policy, grid, ok) if wanted == 1 else _several(verdict, policy, np.sort(rows[ok]))
+    return _single(evaluation, policy, grid, ok) if wanted == 1 else _several(evaluation, policy, np.sort(rows[ok]))
 
 
-def _effort(verdict: Verdict, rows: Rows | None) -> NDArray[np.int8]:
+def _effort(evaluation: Evaluation, rows: Rows | None) -> NDArray[np.int8]:
     """What has to be done first: 0 where others are already, 1 for an idle GPU, 2 where its mode has to change, too."""
-    columns = verdict.view.columns
-    prepared, mode, count = (some(of, rows) for of in (columns.prepared, verdict.found.mode, columns.count))
+    columns = evaluation.snapshot.columns
+    prepared, mode, count = (some(of, rows) for of in (columns.prepared, evaluation.found.mode, columns.count))
     changes: Bools = (prepared != NO_MODE) & (prepared != mode)
     effort: NDArray[np.int8] = (count == 0) * (1 + changes.view(np.int8))
     return effort
 
 
-def _single(verdict: Verdict, policy: Policy, grid: Grid, ok: Bools) -> Choices:
+def _single(evaluation: Evaluation, policy: Policy, grid: NodeGrid, ok: Bools) -> Candidates:
     """Choose one GPU of each node: among ties one in use, then the one with the least left over, then the first.
 
     Args:
-        verdict: What the checks found.
+        evaluation: What the checks found.
         policy: What makes a good place.
         grid: The nodes.
         ok: Whether each of their GPUs fits, one place after the other.
     """
     rows, (each, nodes) = grid.rows.ravel(), grid.rows.shape
     # Of the whole cluster it is quicker to reckon row by row and gather what comes of it than to gather each column.
-    is_many = rows.size >= len(verdict.found.failed)
+    is_many = rows.size >= len(evaluation.found.failed)
     among = None if is_many else rows
-    effort, left = _effort(verdict, among), verdict.left_mib(among)
+    effort, left = _effort(evaluation, among), evaluation.left_mib(among)
     spread = np.int64(left.max() - left.min() + 1)
     order = effort * spread
     order += left
-    cost = np.where(ok, policy.cost(verdict, rows), np.inf).reshape(each, nodes)
+    cost = np.where(ok, policy.cost(evaluation, rows), np.inf).reshape(each, nodes)
     least = np.minimum.reduce(cost, axis=0)
     rank = (order.take(rows) if is_many else order).reshape(each, nodes)
     rank += (cost > least + policy.tolerance) * (MOST_EFFORT * spread)
@@ -166,7 +168,7 @@ def _single(verdict: Verdict, policy: Policy, grid: Grid, ok: Bools) -> Choices:
     chosen = place * nodes + able
     found = rows.take(chosen)
     at = found if is_many else chosen
-    return Choices(
+    return Candidates(
         node=grid.node.take(able),
         rows=found[:, None],
         cost=cost.take(chosen),
@@ -187,15 +189,15 @@ class _Field:
     left: NDArray[np.float64]
 
 
-def _several(verdict: Verdict, policy: Policy, rows: Rows) -> Choices:
+def _several(evaluation: Evaluation, policy: Policy, rows: Rows) -> Candidates:
     """Choose several GPUs in one mode on each node: on one NVLink island where there is room, anywhere otherwise.
 
     Args:
-        verdict: What the checks found.
+        evaluation: What the checks found.
         policy: What makes a good place.
         rows: The GPUs that fit, in rising order.
     """
-    columns, wanted = verdict.view.columns, verdict.applicant.demand.gpus
+    columns, wanted = evaluation.snapshot.columns, evaluation.pod_request.demand.gpus
     node = columns.node[rows].astype(np.intp)
     enough = np.bincount(node, minlength=1)[node] >= wanted
     rows, node = rows[enough], node[enough]
@@ -204,15 +206,15 @@ def _several(verdict: Verdict, policy: Policy, rows: Rows) -> Choices:
     field = _Field(
         rows=rows,
         node=node,
-        cost=policy.cost(verdict, rows),
-        effort=_effort(verdict, rows).astype(np.float64),
-        left=verdict.left_mib(rows).astype(np.float64),
+        cost=policy.cost(evaluation, rows),
+        effort=_effort(evaluation, rows).astype(np.float64),
+        left=evaluation.left_mib(rows).astype(np.float64),
     )
-    anywhere, want = field.node * len(MODES) + verdict.found.mode[rows], (wanted, policy.tolerance)
+    anywhere, want = field.node * len(MODES) + evaluation.found.mode[rows], (wanted, policy.tolerance)
     apart = _teams(field, anywhere * MOST_ISLANDS + columns.island[rows], want)
     apart.is_linked[:] = True
     mixed = _teams(field, anywhere, want)
-    together = Choices(*[np.concatenate((getattr(apart, name), getattr(mixed, name))) for name in _NAMES])
+    together = Candidates(*[np.concatenate((getattr(apart, name), getattr(mixed, name))) for name in _NAMES])
     least = np.full(2 * (int(together.node.max(initial=0)) + 1), np.inf)
     among = 2 * together.node + together.is_linked
     np.minimum.at(least, among, together.cost)
@@ -222,7 +224,7 @@ def _several(verdict: Verdict, policy: Policy, rows: Rows) -> Choices:
     return together.only(order[first])
 
 
-def _teams(field: _Field, team: NDArray[np.intp], want: tuple[int, float]) -> Choices:
+def _teams(field: _Field, team: NDArray[np.intp], want: tuple[int, float]) -> Candidates:
     """Choose the best GPUs of each team that has enough.
 
     Args:
@@ -241,7 +243,7 @@ def _teams(field: _Field, team: NDArray[np.intp], want: tuple[int, float]) -> Ch
     order = np.lexsort((third, second, ~tie, team))
     starts = np.cumsum(size) - size
     chosen = order[starts[size >= wanted][:, None] + np.arange(wanted)]
-    return Choices(
+    return Candidates(
         node=field.node[chosen[:, 0]],
         rows=field.rows[chosen],
         cost=field.cost[chosen].mean(axis=1),
@@ -251,7 +253,7 @@ def _teams(field: _Field, team: NDArray[np.intp], want: tuple[int, float]) -> Ch
     )
 
 
-def scores(choices: Choices, policy: Policy) -> NDArray[np.int64]:
+def scores(choices: Candidates, policy: Policy) -> NDArray[np.int64]:
     """Score nodes from 0 to 10, the integers that kube-scheduler takes.
 
     The best place gets 10. Other ties with it get 6 to 9: 8 or 9 in use, 6 or 7 idle, the more the less memory is left.
@@ -274,7 +276,7 @@ def scores(choices: Choices, policy: Policy) -> NDArray[np.int64]:
     return result
 
 
-def foremost(choices: Choices, policy: Policy, most: int) -> Rows:
+def top_k(choices: Candidates, policy: Policy, most: int) -> Rows:
     """Return the best choices, at most so many, the best first: by score, then by what is left over."""
     rank = choices.left_mib / (1.0 + choices.left_mib.max(initial=0.0)) - scores(choices, policy)
     first = np.argpartition(rank, most - 1)[:most] if rank.size > most else np.arange(rank.size)
@@ -282,14 +284,14 @@ def foremost(choices: Choices, policy: Policy, most: int) -> Rows:
     return order
 
 
-def ties(choices: Choices, policy: Policy) -> Bools:
+def ties(choices: Candidates, policy: Policy) -> Bools:
     """Return the best choices: linked ones where there are any, and of these the ones that cost the least."""
     able = choices.is_linked if choices.is_linked.any() else ~choices.is_linked
     tied: Bools = able & (choices.cost <= choices.cost[able].min() + policy.tolerance)
     return tied
 
 
-def best_of(choices: Choices, among: Rows) -> int:
+def best_of(choices: Candidates, among: Rows) -> int:
     """Return the choice that comes first among ties: the readiest, then least left over, then the first node."""
     for by in (-choices.ready, choices.left_mib, choices.node):
         found = by.take(among)

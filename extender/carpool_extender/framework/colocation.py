@@ -9,8 +9,8 @@ from carpool_core.values import SharingMode
 from carpool_predictor.cost_models.slowdown import DRAM_SATURATION, SM_SATURATION, allowance, slowdowns
 from numpy.typing import NDArray
 
-from carpool_extender.cache.gpu_table import MODES, SHARED, Bools, Columns, Floats, Rows, places
-from carpool_extender.cache.pod_request import Applicant, ClassColumns
+from carpool_extender.cache.gpu_table import MODES, SHARED, Bools, Floats, GpuTable, Rows, places
+from carpool_extender.cache.pod_request import ClassColumns, PodRequest
 from carpool_extender.framework.admission_limits import Quantile
 
 MANY = 256
@@ -18,7 +18,7 @@ MANY = 256
 PAIR = 2
 
 
-class Crowd(NamedTuple):
+class Colocation(NamedTuple):
     """A newcomer, who comes first, and the tenants of some GPUs, shape (tenants + 1, rows) each.
 
     Where a GPU has fewer tenants than another, the others are nobody: they do nothing and accept everything.
@@ -40,12 +40,12 @@ class Crowd(NamedTuple):
         return more
 
 
-def crowd_on(columns: Columns, applicant: Applicant, facts: ClassColumns, rows: Rows, mode: int) -> Crowd:
+def colocation_on(columns: GpuTable, pod_request: PodRequest, facts: ClassColumns, rows: Rows, mode: int) -> Colocation:
     """Predict what would become of everybody.
 
     Args:
         columns: The GPUs.
-        applicant: The newcomer.
+        pod_request: The newcomer.
         facts: What it is on each class of devices.
         rows: GPUs with tenants; where turns are taken, equally many.
         mode: Code of the mode in which they would all share.
@@ -61,9 +61,9 @@ def crowd_on(columns: Columns, applicant: Applicant, facts: ClassColumns, rows: 
     util = sm = dram = joined(facts.util.take(of), columns.util)
     if name is not SharingMode.TIME_SLICING:  # where turns are taken, utilization tells all that counts
         sm, dram = joined(facts.sm.take(of), columns.sm), joined(facts.dram.take(of), columns.dram)
-    limit = joined(applicant.demand.max_slowdown, columns.max_slowdown)
+    limit = joined(pod_request.demand.max_slowdown, columns.max_slowdown)
     expected = np.ones(util.shape) if name is None else slowdowns(name, util.T, sm.T, dram.T).T
-    return Crowd(name, util, expected, limit)
+    return Colocation(name, util, expected, limit)
 
 
 class Meeting(NamedTuple):
@@ -80,14 +80,19 @@ class Meeting(NamedTuple):
     """The least room of a tenant to its own."""
 
 
-def meetings(
-    columns: Columns, applicant: Applicant, facts: ClassColumns, rows: Rows, mode: NDArray[np.int8], quantile: Quantile
+def predict_colocations(
+    columns: GpuTable,
+    pod_request: PodRequest,
+    facts: ClassColumns,
+    rows: Rows,
+    mode: NDArray[np.int8],
+    quantile: Quantile,
 ) -> Iterator[Meeting]:
     """Predict slowdowns on GPUs that have tenants, mode by mode.
 
     Args:
         columns: The GPUs.
-        applicant: The newcomer.
+        pod_request: The newcomer.
         facts: What it is on each class of devices.
         rows: The GPUs in question.
         mode: Code of the mode in which they would all share, shape (rows,).
@@ -100,16 +105,16 @@ def meetings(
         if name is SharingMode.MPS and quantile is Quantile.MEDIAN:
             free = _undisturbed(columns, facts, mine)
             easy, mine = _where(mine, free), _where(mine, ~free)
-            own = applicant.demand.max_slowdown - 1.0
-            yield Meeting(easy, 1.0, columns.before.take(easy), own, columns.patience.take(easy) - 1.0)
+            own = pod_request.demand.max_slowdown - 1.0
+            yield Meeting(easy, 1.0, columns.before.take(easy), own, columns.min_slowdown_limit.take(easy) - 1.0)
         for part in _parts(columns, mine, name):
-            crowd = crowd_on(columns, applicant, facts, part, code)
+            crowd = colocation_on(columns, pod_request, facts, part, code)
             own, *others = crowd.limit - crowd.by(quantile)
             added = (crowd.expected - 1.0).sum(axis=0) + columns.before.take(part)
             yield Meeting(part, crowd.expected[0], added, own, reduce(np.minimum, others))
 
 
-def _parts(columns: Columns, rows: Rows, mode: SharingMode) -> Iterator[Rows]:
+def _parts(columns: GpuTable, rows: Rows, mode: SharingMode) -> Iterator[Rows]:
     """Part GPUs by how many tenants they have.
 
     Where turns are taken, equally many at a time, because the model counts who meets whom. Under MPS whoever is nobody
@@ -132,7 +137,7 @@ def _where(rows: Rows, which: Bools) -> Rows:
     return rows.take(places(which))
 
 
-def _undisturbed(columns: Columns, facts: ClassColumns, rows: Rows) -> Bools:
+def _undisturbed(columns: GpuTable, facts: ClassColumns, rows: Rows) -> Bools:
     """Where nobody would be disturbed under MPS: tenants do not meet below saturation.
 
     So it is on most GPUs, and what their tenants do together says so in a fraction of the time that `crowd_on` takes.

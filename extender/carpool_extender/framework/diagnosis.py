@@ -10,28 +10,30 @@ from carpool_core.values import GpuUuid, RequestedMode, SharingMode
 from carpool_predictor.cost_models.slowdown import shipped
 from numpy.typing import NDArray
 
-from carpool_extender.cache.gpu_table import MODES, NO_MODE, NOBODY, SEVERAL, Bools, Columns, Rows
+from carpool_extender.cache.gpu_table import MODES, NO_MODE, NOBODY, SEVERAL, Bools, GpuTable, Rows
 from carpool_extender.cache.health import shortened
 from carpool_extender.cache.mig import whole
-from carpool_extender.framework.filters import SLACK, Check, Closest, Verdict, failures, missed
+from carpool_extender.framework.filters import SLACK, Check, Closest, Evaluation, failures, shortfall
 from carpool_extender.framework.sharing_mode import EXCLUSIVE, MIG, unbounded
 
 DIGITS = 2
 """Behind the point, of numbers in sentences."""
 
 
-def kinds(verdict: Verdict, check: Check, rows: Rows) -> Sequence[Bools]:
+def kinds(evaluation: Evaluation, check: Check, rows: Rows) -> Sequence[Bools]:
     """Split GPUs that failed the same check by what a sentence would say of them; masks over `rows`."""
     if not rows.size:
         return []
-    columns = verdict.view.columns
+    columns = evaluation.snapshot.columns
     keys: NDArray[np.integer] = np.zeros(rows.size, np.int64)
     if check is Check.SLOWDOWN:
-        keys = verdict.found.is_newcomer[rows].astype(np.int64)
+        keys = evaluation.found.is_newcomer[rows].astype(np.int64)
     elif check is Check.HEALTH:
-        keys = np.array([verdict.view.hindered[row].kind for row in rows.tolist()])
+        keys = np.array([evaluation.snapshot.unavailable[row].kind for row in rows.tolist()])
     elif check is Check.TENANCY:  # another namespace's, or another user's of the same one
-        keys = columns.landlord[rows] == verdict.view.namespaces.get(verdict.applicant.demand.namespace, NOBODY)
+        keys = columns.tenant_namespace[rows] == evaluation.snapshot.namespaces.get(
+            evaluation.pod_request.demand.namespace, NOBODY
+        )
     elif check is Check.MODE:
         keys = columns.mode[rows]
     elif check is Check.SUITABLE:
@@ -39,7 +41,7 @@ def kinds(verdict: Verdict, check: Check, rows: Rows) -> Sequence[Bools]:
     return [keys == key for key in np.flatnonzero(np.bincount(keys))]
 
 
-def standing(verdict: Verdict, check: Check, rows: Rows, closest: int) -> str:
+def standing(evaluation: Evaluation, check: Check, rows: Rows, closest: int) -> str:
     """Say how the GPU that came closest stands for all that failed the same check.
 
     Returns:
@@ -48,23 +50,23 @@ def standing(verdict: Verdict, check: Check, rows: Rows, closest: int) -> str:
     """
     if rows.size == 1:
         return ""
-    columns = verdict.view.columns
+    columns = evaluation.snapshot.columns
     if check is Check.HEALTH:
-        said = verdict.view.hindered[closest].reason
-        return _EXAMPLE if any(verdict.view.hindered[row].reason != said for row in rows.tolist()) else ""
+        said = evaluation.snapshot.unavailable[closest].reason
+        return _EXAMPLE if any(evaluation.snapshot.unavailable[row].reason != said for row in rows.tolist()) else ""
     if check is Check.TENANCY:
-        return _EXAMPLE if _differ(columns.landlord[rows]) else ""
+        return _EXAMPLE if _differ(columns.tenant_namespace[rows]) else ""
     if check is Check.SLOTS:
         if _differ(columns.mig_slices[rows]) or _differ(columns.mig_gb[rows]):
             return _EXAMPLE
         return _BEST if _differ(columns.count[rows]) else ""
     if check is Check.CONDITION:
-        sm = verdict.applicant.columns(verdict.view.classes).sm[columns.device_class[rows]]
-        told = missed(verdict.conditions, columns.take(rows), sm)
+        sm = evaluation.pod_request.columns(evaluation.snapshot.classes).sm[columns.device_class[rows]]
+        told = shortfall(evaluation.conditions, columns.take(rows), sm)
         if not any(map(_differ, told)):
             return ""
         return _BEST if len(told) == 1 else _EXAMPLE
-    return _BEST if check is Check.SLOWDOWN and _suffer_apart(verdict, rows) else ""
+    return _BEST if check is Check.SLOWDOWN and _suffer_apart(evaluation, rows) else ""
 
 
 _BEST, _EXAMPLE = "at best ", "for example "
@@ -74,17 +76,17 @@ def _differ(numbers: NDArray[Any]) -> bool:
     return bool(np.ptp(np.round(numbers, DIGITS)))
 
 
-def _suffer_apart(verdict: Verdict, rows: Rows) -> bool:
-    if _differ(verdict.margins(Check.SLOWDOWN, rows)):
+def _suffer_apart(evaluation: Evaluation, rows: Rows) -> bool:
+    if _differ(evaluation.margins(Check.SLOWDOWN, rows)):
         return True
-    if verdict.found.is_newcomer[rows[0]]:
+    if evaluation.found.is_newcomer[rows[0]]:
         return False
-    columns = verdict.view.columns
+    columns = evaluation.snapshot.columns
     first = _jobs(columns, int(rows[0]))
     return any(_jobs(columns, row) != first for row in rows.tolist())
 
 
-def _jobs(columns: Columns, row: int) -> list[str]:
+def _jobs(columns: GpuTable, row: int) -> list[str]:
     return [str(tenant) for tenant in columns.tenants[row]]
 
 
@@ -94,49 +96,49 @@ MOST_NAMED = 3
 """Neighbours of which each is told what would become of it."""
 
 
-def expected_slowdown(verdict: Verdict, rows: Sequence[int], limit: float | None = None) -> str:
+def expected_slowdown(evaluation: Evaluation, rows: Sequence[int], limit: float | None = None) -> str:
     """Say how much slower a newcomer is to be expected on some GPUs, and what it will hardly exceed.
 
     Args:
-        verdict: Of the newcomer.
+        evaluation: Of the newcomer.
         rows: GPUs that it fits on, all of which it would have.
         limit: What it accepts, where that is to be said.
     """
-    found = float(verdict.found.newcomer[list(rows)].max())
+    found = float(evaluation.found.newcomer[list(rows)].max())
     told = f"expected slowdown {found:.2f}" + ("" if limit is None else f" of {limit:.2f}")
-    upper = max(verdict.upper(row) for row in rows) if verdict.view.columns.count[list(rows)].any() else found
+    upper = max(evaluation.upper(row) for row in rows) if evaluation.snapshot.columns.count[list(rows)].any() else found
     return told if upper <= found else f"{told}, {shipped().level:.0%} below {upper:.2f}"
 
 
-def neighbours(verdict: Verdict, row: int) -> str:
+def neighbours(evaluation: Evaluation, row: int) -> str:
     """Say what would become of the tenants of a GPU that the newcomer fits on; empty where there are none.
 
     Of many it names who is closest to its limit.
     """
-    if not verdict.view.columns.count[row]:
+    if not evaluation.snapshot.columns.count[row]:
         return ""
-    _, *others = verdict.met(row)
+    _, *others = evaluation.met(row)
     nearest = sorted(others, key=lambda one: one.limit - one.slowdown)[: 1 if len(others) > MOST_NAMED else None]
-    told = [_beside(verdict, row, one) for one in sorted(nearest)]
+    told = [_beside(evaluation, row, one) for one in sorted(nearest)]
     if len(told) < len(others):
         told.append(f"{len(others) - 1} others further from their limits")
     return f"; beside {', '.join(told)}"
 
 
-def _beside(verdict: Verdict, row: int, one: Closest) -> str:
+def _beside(evaluation: Evaluation, row: int, one: Closest) -> str:
     surely = "" if one.slowdown == one.expected else f" (expected {one.expected:.2f})"
-    return f"{verdict.view.columns.tenants[row][one.tenant]} {one.slowdown:.2f} of {one.limit:.2f}{surely}"
+    return f"{evaluation.snapshot.columns.tenants[row][one.tenant]} {one.slowdown:.2f} of {one.limit:.2f}{surely}"
 
 
-def too_slow(verdict: Verdict, row: int) -> str:
+def too_slow(evaluation: Evaluation, row: int) -> str:
     """Say who would be slowed beyond what it accepts."""
-    closest = verdict.closest(row)
+    closest = evaluation.closest(row)
     found, limit = _told_apart(closest.slowdown, closest.limit)
     surely = "" if closest.slowdown == closest.expected else f", expected {closest.expected:.2f}"
     verb = "could" if surely else "would"
     if closest.tenant < 0:
         return f"{verb} run {found} times as long there{surely}, accepts {limit}"
-    tenant = verdict.view.columns.tenants[row][closest.tenant]
+    tenant = evaluation.snapshot.columns.tenants[row][closest.tenant]
     return f"{verb} slow {tenant} to {found} of {limit}{surely}"
 
 
@@ -172,61 +174,63 @@ def _one(row: int) -> Rows:
     return np.array([row])
 
 
-def explanation(verdict: Verdict, row: int) -> str:
+def explanation(evaluation: Evaluation, row: int) -> str:
     """Say in full what became of one GPU: the check, what was found, the margin; or that the job fits there."""
-    return f"{verdict.view.place(row)} ({verdict.view.product(row)}): {outcome(verdict, row)}"
+    return f"{evaluation.snapshot.place(row)} ({evaluation.snapshot.product(row)}): {outcome(evaluation, row)}"
 
 
-def outcome(verdict: Verdict, row: int) -> str:
+def outcome(evaluation: Evaluation, row: int) -> str:
     """Say the same of the first check that fails, without naming the GPU."""
-    failed = int(verdict.found.failed[row])
+    failed = int(evaluation.found.failed[row])
     if failed < 0:
-        left = int(verdict.left_mib(_one(row))[0])
-        mode, slowdown = MODES[int(verdict.found.mode[row])], expected_slowdown(verdict, [row])
-        return f"fits by {mode}, leaves {left:,} MiB, {slowdown}{neighbours(verdict, row)}"
-    return full_reason(verdict, row, Check(failed))
+        left = int(evaluation.left_mib(_one(row))[0])
+        mode, slowdown = MODES[int(evaluation.found.mode[row])], expected_slowdown(evaluation, [row])
+        return f"fits by {mode}, leaves {left:,} MiB, {slowdown}{neighbours(evaluation, row)}"
+    return full_reason(evaluation, row, Check(failed))
 
 
-def full_reason(verdict: Verdict, row: int, check: Check) -> str:
+def full_reason(evaluation: Evaluation, row: int, check: Check) -> str:
     """Say how a check fails on one GPU, and by how much."""
     if check is Check.MEMORY:
-        need, free = int(verdict.need_mib(_one(row))[0]), int(verdict.view.columns.free_mib[row])
-        return f"needs {need:,} MiB{_by_turns(verdict, row)}, has {free:,} MiB free ({need - free:,} MiB short)"
-    reason = _REASONS[check](verdict, row)
+        need, free = int(evaluation.need_mib(_one(row))[0]), int(evaluation.snapshot.columns.free_mib[row])
+        return f"needs {need:,} MiB{_by_turns(evaluation, row)}, has {free:,} MiB free ({need - free:,} MiB short)"
+    reason = _REASONS[check](evaluation, row)
     if check is Check.SLOWDOWN:
-        closest = verdict.closest(row)
+        closest = evaluation.closest(row)
         reason += f" ({beyond(closest.slowdown - closest.limit)} beyond)"
     return reason
 
 
-def _by_turns(verdict: Verdict, row: int) -> str:
+def _by_turns(evaluation: Evaluation, row: int) -> str:
     """Say why more is needed here than elsewhere, where that is so."""
-    facts = verdict.applicant.facts(verdict.view.classes[int(verdict.view.columns.device_class[row])])
-    is_by_turns = MODES[int(verdict.found.mode[row])] is SharingMode.TIME_SLICING
+    facts = evaluation.pod_request.facts(
+        evaluation.snapshot.classes[int(evaluation.snapshot.columns.device_class[row])]
+    )
+    is_by_turns = MODES[int(evaluation.found.mode[row])] is SharingMode.TIME_SLICING
     return " for a first run by turns" if is_by_turns and facts.is_wider_by_turns else ""
 
 
-def _unsuitable(verdict: Verdict, row: int) -> str:
-    kind = verdict.view.classes[int(verdict.view.columns.device_class[row])]
-    return verdict.applicant.facts(kind).reason or "unsuitable"
+def _unsuitable(evaluation: Evaluation, row: int) -> str:
+    kind = evaluation.snapshot.classes[int(evaluation.snapshot.columns.device_class[row])]
+    return evaluation.pod_request.facts(kind).reason or "unsuitable"
 
 
-def _mode(verdict: Verdict, row: int) -> str:
-    demand = verdict.applicant.demand
-    now = MODES[int(verdict.view.columns.mode[row])]
+def _mode(evaluation: Evaluation, row: int) -> str:
+    demand = evaluation.pod_request.demand
+    now = MODES[int(evaluation.snapshot.columns.mode[row])]
     if now is None:
         return "its agent can prepare no sharing mode for this job"
     if now is SharingMode.EXCLUSIVE:
-        return f"used exclusively by {verdict.view.columns.tenants[row][0]}"
-    if verdict.conditions.alone:
+        return f"used exclusively by {evaluation.snapshot.columns.tenants[row][0]}"
+    if evaluation.conditions.alone:
         return "in use, and the policy gives every job a GPU of its own"
     if demand.mode is RequestedMode.EXCLUSIVE:
         return "in use, and the job wants a GPU of its own"
     if demand.mode is RequestedMode.AUTO and demand.gpus > 1:
         reached = "MIG instance" if now is SharingMode.MIG else "MPS daemon"
         return f"shared by {now}, and a process of several GPUs reaches only one {reached}"
-    kind = verdict.view.classes[int(verdict.view.columns.device_class[row])]
-    facts = verdict.applicant.facts(kind)
+    kind = evaluation.snapshot.classes[int(evaluation.snapshot.columns.device_class[row])]
+    facts = evaluation.pod_request.facts(kind)
     if demand.mode is RequestedMode.AUTO and facts.is_known and now is SharingMode.MIG:
         return f"divided by MIG, and no instance holds {facts.profile.memory_mib or 0:,} MiB"
     if demand.mode is RequestedMode.AUTO and not facts.is_known:
@@ -234,36 +238,38 @@ def _mode(verdict: Verdict, row: int) -> str:
     return f"shared by {now}, and the job wants {demand.mode}"
 
 
-def _tenancy(verdict: Verdict, row: int) -> str:
-    columns, namespace = verdict.view.columns, verdict.applicant.demand.namespace
+def _tenancy(evaluation: Evaluation, row: int) -> str:
+    columns, namespace = evaluation.snapshot.columns, evaluation.pod_request.demand.namespace
     others = sorted({tenant.namespace for tenant in columns.tenants[row]} - {namespace})
     if not others:
         user = int(columns.user[row])
         served = "several users" if user == SEVERAL else f"user {user}"
-        return f"its MPS server serves {served}, and the job runs as user {verdict.applicant.user}"
-    if MODES[int(verdict.found.mode[row])] is SharingMode.MPS:
+        return f"its MPS server serves {served}, and the job runs as user {evaluation.pod_request.user}"
+    if MODES[int(evaluation.found.mode[row])] is SharingMode.MPS:
         return f"its MPS server belongs to namespace {', '.join(others)}"
     return f"used from namespace {', '.join(others)}, and not all are willing to share across namespaces"
 
 
-def _slots(verdict: Verdict, row: int) -> str:
-    columns = verdict.view.columns
-    if int(columns.count[row]) < verdict.slots:
-        kind = verdict.view.classes[int(columns.device_class[row])]
-        (gb, slices), instance = whole(kind.mig_profiles), verdict.applicant.facts(kind).mig
+def _slots(evaluation: Evaluation, row: int) -> str:
+    columns = evaluation.snapshot.columns
+    if int(columns.count[row]) < evaluation.slots:
+        kind = evaluation.snapshot.classes[int(columns.device_class[row])]
+        (gb, slices), instance = whole(kind.mig_profiles), evaluation.pod_request.facts(kind).mig
         taken = f"{int(columns.mig_slices[row])} of {slices} slices and {int(columns.mig_gb[row])} of {gb} GB"
         return f"its MIG instances take {taken}, beside which {instance.name if instance else 'none'} has no room"
-    return f"has {counted(int(verdict.view.columns.count[row]), 'tenant')}, the most allowed is {verdict.slots}"
+    return (
+        f"has {counted(int(evaluation.snapshot.columns.count[row]), 'tenant')}, the most allowed is {evaluation.slots}"
+    )
 
 
-def _condition(verdict: Verdict, row: int) -> str:
-    asked, columns, told = verdict.conditions, verdict.view.columns, []
+def _condition(evaluation: Evaluation, row: int) -> str:
+    asked, columns, told = evaluation.conditions, evaluation.snapshot.columns, []
     jobs, free, active = int(columns.count[row]), int(columns.free_mib[row]), columns.sm_active[row]
     if asked.most_sm_active is not None and active > asked.most_sm_active:
         told.append(f"SM activity {active:.2f}, the policy allows {asked.most_sm_active:.2f}")
     if asked.most_joint_sm_active is not None and not told:
-        kind = verdict.view.classes[int(columns.device_class[row])]
-        joint = active + verdict.applicant.facts(kind).profile.sm_active_ratio
+        kind = evaluation.snapshot.classes[int(columns.device_class[row])]
+        joint = active + evaluation.pod_request.facts(kind).profile.sm_active_ratio
         if jobs and joint > asked.most_joint_sm_active:
             told.append(f"joint SM activity {joint:.2f}, the policy allows {asked.most_joint_sm_active:.2f}")
     if asked.least_free_mib and free < asked.least_free_mib:
@@ -273,8 +279,8 @@ def _condition(verdict: Verdict, row: int) -> str:
     return " and ".join(told)
 
 
-_REASONS: Mapping[Check, Callable[[Verdict, int], str]] = {
-    Check.HEALTH: lambda verdict, row: verdict.view.hindered[row].reason,
+_REASONS: Mapping[Check, Callable[[Evaluation, int], str]] = {
+    Check.HEALTH: lambda evaluation, row: evaluation.snapshot.unavailable[row].reason,
     Check.SUITABLE: _unsuitable,
     Check.MODE: _mode,
     Check.TENANCY: _tenancy,
@@ -294,14 +300,14 @@ class Offer:
     """Nodes in question that report no GPUs."""
 
 
-def summary(verdict: Verdict, offer: Offer) -> str:
+def summary(evaluation: Evaluation, offer: Offer) -> str:
     """Say in one sentence why none of the nodes in question fits, with numbers; begins with `NoGpuFits: `."""
     rows = offer.rows
     if not rows.size:
         return f"{PREFIX}no node offered reports GPUs; is the node agent running there?"
-    groups = _groups(verdict, rows)
-    named = [f"{_amount(verdict, rows, part)}: {reason}" for reason, part in groups[:MOST_GROUPS]]
-    before = [*_several(verdict, rows), *_memory(verdict, rows)]
+    groups = _groups(evaluation, rows)
+    named = [f"{_amount(evaluation, rows, part)}: {reason}" for reason, part in groups[:MOST_GROUPS]]
+    before = [*_several(evaluation, rows), *_memory(evaluation, rows)]
     after = [f"{counted(offer.without_gpus, 'node')}: no GPUs reported"] if offer.without_gpus else []
 
     def naming(number: int) -> str:
@@ -317,13 +323,13 @@ def summary(verdict: Verdict, offer: Offer) -> str:
     return naming(number)
 
 
-def _several(verdict: Verdict, rows: Rows) -> list[str]:
+def _several(evaluation: Evaluation, rows: Rows) -> list[str]:
     """What is missing to a worker of several GPUs where some GPUs fit, but never enough in one mode on one node."""
-    wanted = verdict.applicant.demand.gpus
-    fitting = rows[verdict.ok[rows]]
+    wanted = evaluation.pod_request.demand.gpus
+    fitting = rows[evaluation.ok[rows]]
     if wanted == 1 or not fitting.size:
         return []
-    team = verdict.view.columns.node[fitting].astype(np.int64) * len(MODES) + verdict.found.mode[fitting]
+    team = evaluation.snapshot.columns.node[fitting].astype(np.int64) * len(MODES) + evaluation.found.mode[fitting]
     most = int(np.unique(team, return_counts=True)[1].max())
     return [f"needs {wanted} GPUs on one node in one mode, the best node has {most}"]
 
@@ -345,14 +351,14 @@ class _Short:
         return f"{which} {self.product} has {self.has_mib:,} MiB {'total' if self.is_too_small else 'free'}"
 
 
-def _memory(verdict: Verdict, rows: Rows) -> list[str]:
+def _memory(evaluation: Evaluation, rows: Rows) -> list[str]:
     """What is needed, and for each product the freest of the GPUs that have less."""
-    if verdict.applicant.demand.is_unknown:
+    if evaluation.pod_request.demand.is_unknown:
         return []
-    asked = rows[(verdict.found.failed[rows] != Check.SUITABLE) | verdict.too_small(rows)]
-    names = [kind.product for kind in verdict.view.classes]
-    product = np.unique(names, return_inverse=True)[1][verdict.view.columns.device_class[asked]]
-    found = [_shortest(verdict, asked[product == one]) for one in np.flatnonzero(np.bincount(product))]
+    asked = rows[(evaluation.found.failed[rows] != Check.SUITABLE) | evaluation.too_small(rows)]
+    names = [kind.product for kind in evaluation.snapshot.classes]
+    product = np.unique(names, return_inverse=True)[1][evaluation.snapshot.columns.device_class[asked]]
+    found = [_shortest(evaluation, asked[product == one]) for one in np.flatnonzero(np.bincount(product))]
     short = sorted((one for one in found if one is not None), key=lambda one: -one.has_mib)
     if not short:
         return []
@@ -363,19 +369,19 @@ def _memory(verdict: Verdict, rows: Rows) -> list[str]:
     return [f"needs {low:,} MiB" if low == high else f"needs {low:,} to {high:,} MiB", ", ".join(told)]
 
 
-def _shortest(verdict: Verdict, rows: Rows) -> _Short | None:
+def _shortest(evaluation: Evaluation, rows: Rows) -> _Short | None:
     """The GPU of one product that lacks least memory; None where all have enough."""
-    columns = verdict.view.columns
+    columns = evaluation.snapshot.columns
     # Beside an exclusive tenant, or for a job that wants to be alone, memory is not what is missing.
-    lacking = rows[(verdict.found.failed[rows] == Check.MEMORY) | verdict.too_small(rows)]
+    lacking = rows[(evaluation.found.failed[rows] == Check.MEMORY) | evaluation.too_small(rows)]
     if not lacking.size:
         return None
-    row = int(lacking[np.argmax(verdict.left_mib(lacking))])
-    small = bool(verdict.too_small(_one(row))[0])
+    row = int(lacking[np.argmax(evaluation.left_mib(lacking))])
+    small = bool(evaluation.too_small(_one(row))[0])
     return _Short(
-        product=verdict.view.product(row),
+        product=evaluation.snapshot.product(row),
         has_mib=int(columns.usable_mib[row] if small else columns.free_mib[row]),
-        need_mib=int(verdict.need_mib(_one(row))[0]),
+        need_mib=int(evaluation.need_mib(_one(row))[0]),
         is_too_small=small,
         is_freest=bool(columns.free_mib[row] >= columns.free_mib[rows].max()),
     )
@@ -392,41 +398,41 @@ _TOLD_IN_GROUPS = (
 )
 
 
-def _groups(verdict: Verdict, rows: Rows) -> list[tuple[str, Rows]]:
+def _groups(evaluation: Evaluation, rows: Rows) -> list[tuple[str, Rows]]:
     """The other reasons, each with the GPUs that it keeps out; the commonest first."""
-    failed = verdict.found.failed[rows]
+    failed = evaluation.found.failed[rows]
     told: dict[str, list[Rows]] = {}
     for check in _TOLD_IN_GROUPS:
         mine = rows[failed == check]
-        mine = mine[~verdict.too_small(mine)]
-        for key in kinds(verdict, check, mine):
+        mine = mine[~evaluation.too_small(mine)]
+        for key in kinds(evaluation, check, mine):
             part = mine[key]
-            closest = int(part[np.argmax(verdict.margins(check, part))])
-            reason = _reason_of_group(verdict, check, part, closest)
+            closest = int(part[np.argmax(evaluation.margins(check, part))])
+            reason = _reason_of_group(evaluation, check, part, closest)
             told.setdefault(reason, []).append(part)
     together = [(reason, np.concatenate(parts)) for reason, parts in told.items()]
     return sorted(together, key=lambda item: -item[1].size)
 
 
-def _reason_of_group(verdict: Verdict, check: Check, rows: Rows, closest: int) -> str:
+def _reason_of_group(evaluation: Evaluation, check: Check, rows: Rows, closest: int) -> str:
     """What to say of several GPUs; the one that came closest is the example."""
-    mode = int(verdict.view.columns.mode[closest])
+    mode = int(evaluation.snapshot.columns.mode[closest])
     if check is Check.MODE and mode == EXCLUSIVE and rows.size > 1:
         return "used exclusively"
     if check is Check.SUITABLE:
-        reason = _unsuitable(verdict, closest)
+        reason = _unsuitable(evaluation, closest)
         # Of the wrong product there may be many kinds, and all that counts is what is wrong with them.
         return reason.partition(":")[0] if reason.startswith(WRONG_PRODUCT) else reason
-    return standing(verdict, check, rows, closest) + _REASONS[check](verdict, closest)
+    return standing(evaluation, check, rows, closest) + _REASONS[check](evaluation, closest)
 
 
-def _amount(verdict: Verdict, rows: Rows, part: Rows) -> str:
+def _amount(evaluation: Evaluation, rows: Rows, part: Rows) -> str:
     """Count whole nodes where every GPU of each of them is meant, GPUs otherwise."""
-    node = verdict.view.columns.node
+    node = evaluation.snapshot.columns.node
     of_each = np.bincount(node[part])
     of_part = np.flatnonzero(of_each)
     in_part, in_all = of_each[of_part], np.bincount(node[rows])[of_part]
-    idle = verdict.view.columns.mode[part] == NO_MODE
+    idle = evaluation.snapshot.columns.mode[part] == NO_MODE
     if idle.all() and (in_part == in_all).all():
         return counted(len(of_part), "node")
     return counted(len(part), "GPU")
@@ -436,57 +442,59 @@ _DECIDED = frozenset((Check.SUITABLE, Check.MODE))
 """Where one of these fails, nothing can be said of memory and slowdown: both hang on how the job would be there."""
 
 
-def in_full(verdict: Verdict, row: int) -> str:
+def all_failures(evaluation: Evaluation, row: int) -> str:
     """Say what became of one GPU: every check that fails there, or that the job fits and what room each leaves."""
-    if int(verdict.found.failed[row]) < 0:
-        return "; ".join([outcome(verdict, row), *([", ".join(room)] if (room := rooms(verdict, row)) else [])])
-    besides = [full_reason(verdict, row, check) for check in failing_besides(verdict, row)]
-    return "; besides, ".join([outcome(verdict, row), *besides])
+    if int(evaluation.found.failed[row]) < 0:
+        return "; ".join(
+            [outcome(evaluation, row), *([", ".join(room)] if (room := headroom(evaluation, row)) else [])]
+        )
+    besides = [full_reason(evaluation, row, check) for check in failing_besides(evaluation, row)]
+    return "; besides, ".join([outcome(evaluation, row), *besides])
 
 
-def rooms(verdict: Verdict, row: int) -> list[str]:
+def headroom(evaluation: Evaluation, row: int) -> list[str]:
     """Say of a GPU that the job fits on how far it is from the limits that the site sets: tenants and preconditions.
 
     A job that has the GPU to itself is no nearer to any number of tenants than another.
     """
-    asked, columns, told = verdict.conditions, verdict.view.columns, []
-    mode, jobs = int(verdict.found.mode[row]), int(columns.count[row])
-    kind = verdict.view.classes[int(columns.device_class[row])]
+    asked, columns, told = evaluation.conditions, evaluation.snapshot.columns, []
+    mode, jobs = int(evaluation.found.mode[row]), int(columns.count[row])
+    kind = evaluation.snapshot.classes[int(columns.device_class[row])]
     if mode != EXCLUSIVE:
-        most = verdict.slots if asked.most_jobs is None else min(verdict.slots, asked.most_jobs)
+        most = evaluation.slots if asked.most_jobs is None else min(evaluation.slots, asked.most_jobs)
         told.append(f"tenant {jobs + 1} of at most {most}")
-    if mode == MIG and (instance := verdict.applicant.facts(kind).mig) is not None:
+    if mode == MIG and (instance := evaluation.pod_request.facts(kind).mig) is not None:
         (gb, slices), taken = whole(kind.mig_profiles), (int(columns.mig_gb[row]), int(columns.mig_slices[row]))
         told.append(f"{instance.name} beside {taken[1]} of {slices} slices and {taken[0]} of {gb} GB taken")
     active = float(columns.sm_active[row])
     if asked.most_sm_active is not None:
         told.append(f"SM activity {active:.2f} of at most {asked.most_sm_active:.2f}")
     if asked.most_joint_sm_active is not None and jobs:
-        joint = active + verdict.applicant.facts(kind).profile.sm_active_ratio
+        joint = active + evaluation.pod_request.facts(kind).profile.sm_active_ratio
         told.append(f"joint SM activity {joint:.2f} of at most {asked.most_joint_sm_active:.2f}")
     if asked.least_free_mib:
         told.append(f"{int(columns.free_mib[row]):,} MiB free before it, at least {asked.least_free_mib:,} asked for")
     return told
 
 
-def failing_besides(verdict: Verdict, row: int) -> list[Check]:
+def failing_besides(evaluation: Evaluation, row: int) -> list[Check]:
     """Return the checks that fail on a GPU, in their order, but for the first; none where all pass."""
-    first = int(verdict.found.failed[row])
+    first = int(evaluation.found.failed[row])
     if first < 0:
         return []
-    openings, kind = verdict.openings, int(verdict.view.columns.kind[row])
+    openings, kind = evaluation.openings, int(evaluation.snapshot.columns.kind[row])
     kept_out = int(openings.kept_out.take(kind))
     found = {
         check
-        for check, fails in failures(verdict, verdict.view.columns.take(np.array([row])))
+        for check, fails in failures(evaluation, evaluation.snapshot.columns.take(np.array([row])))
         if fails is not None and bool(fails[0])
     }
-    if kept_out == Check.SUITABLE and verdict.conditions.most_joint_sm_active is not None:
+    if kept_out == Check.SUITABLE and evaluation.conditions.most_joint_sm_active is not None:
         found -= {Check.CONDITION}  # what it would do there is not known
     if kept_out in _DECIDED:
         found = (found | {Check(kept_out)}) - {Check.MEMORY}
-    elif verdict.view.columns.count[row]:
-        closest = verdict.closest(row)
+    elif evaluation.snapshot.columns.count[row]:
+        closest = evaluation.closest(row)
         found |= {Check.SLOWDOWN} if closest.limit - closest.slowdown < -SLACK else set()
     return sorted(found - {Check(first)})
 

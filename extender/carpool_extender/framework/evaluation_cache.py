@@ -7,11 +7,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from carpool_extender.cache.cluster import Cluster
-from carpool_extender.cache.gpu_table import Rows, View
-from carpool_extender.cache.pod_request import Applicant
+from carpool_extender.cache.gpu_table import Rows, Snapshot
+from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.candidates import Best, select
-from carpool_extender.framework.filters import Findings, Verdict, empty_findings, look
-from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.filters import Evaluation, FilterResults, empty_findings, look
+from carpool_extender.framework.scheduler_config import SchedulerConfig
 
 REMEMBERED = 24
 """Demands whose assessments are kept: 1.3 MiB each with 40,000 GPUs."""
@@ -22,63 +22,67 @@ MOST_AGAIN = 0.25
 class Inspector(Protocol):
     """Runs all checks."""
 
-    def __call__(self, asked: Verdict, rows: Rows | None) -> Findings:
+    def __call__(self, asked: Evaluation, rows: Rows | None) -> FilterResults:
         """Return what is found of some GPUs; of all where None."""
         ...
 
 
-def inspect(asked: Verdict, rows: Rows | None) -> Findings:
+def inspect(asked: Evaluation, rows: Rows | None) -> FilterResults:
     """Run all checks on some GPUs; on all where None."""
-    columns = asked.view.columns
+    columns = asked.snapshot.columns
     return look(asked, columns if rows is None else columns.take(rows))
 
 
-class Assessment:
+class CachedEvaluation:
     """What was found about one demand: of every GPU, and of every node.
 
     Args:
-        applicant: Whoever has this demand.
+        pod_request: Whoever has this demand.
         rules: What the site has chosen.
-        view: The cluster.
+        snapshot: The cluster.
         inspector: Runs the checks.
     """
 
-    def __init__(self, applicant: Applicant, rules: Rules, view: View, inspector: Inspector = inspect) -> None:
+    def __init__(
+        self, pod_request: PodRequest, rules: SchedulerConfig, snapshot: Snapshot, inspector: Inspector = inspect
+    ) -> None:
         self._inspect = inspector
-        self.policy = rules.policy_for(applicant)
-        self.verdict = Verdict(view, applicant, rules.slots, rules.conditions_for(applicant), empty_findings(0))
-        self.best = Best(applicant.demand.gpus)
-        self._node_of: NDArray[np.int32] = view.columns.node[:0]
-        self.follow(view, None)
+        self.policy = rules.policy_for(pod_request)
+        self.evaluation = Evaluation(
+            snapshot, pod_request, rules.slots, rules.conditions_for(pod_request), empty_findings(0)
+        )
+        self.best = Best(pod_request.demand.gpus)
+        self._node_of: NDArray[np.int32] = snapshot.columns.node[:0]
+        self.follow(snapshot, None)
 
-    def follow(self, view: View, changed: Rows | None) -> None:
+    def follow(self, snapshot: Snapshot, changed: Rows | None) -> None:
         """Look again at the rows that changed, in rising order; at all where None."""
-        verdict, gpus = self.verdict, len(view.columns.alive)
-        verdict.view = view
-        self.best.make_room(len(view.node_names))
+        evaluation, gpus = self.evaluation, len(snapshot.columns.alive)
+        evaluation.snapshot = snapshot
+        self.best.make_room(len(snapshot.node_names))
         if changed is None or changed.size > MOST_AGAIN * gpus:
-            verdict.found = self._inspect(verdict, None)
-            self._node_of = view.columns.node.copy()
-            self.best.put_all(select(verdict, self.policy))
+            evaluation.found = self._inspect(evaluation, None)
+            self._node_of = snapshot.columns.node.copy()
+            self.best.put_all(select(evaluation, self.policy))
         elif changed.size:
             self._look_again(changed, gpus)
 
     def _look_again(self, changed: Rows, gpus: int) -> None:
-        verdict, columns = self.verdict, self.verdict.view.columns
+        evaluation, columns = self.evaluation, self.evaluation.snapshot.columns
         if len(self._node_of) < gpus:
-            verdict.found, self._node_of = verdict.found.resized(gpus), np.resize(self._node_of, gpus)
-        verdict.found.put(changed, self._inspect(verdict, changed))
-        nodes = np.zeros(len(verdict.view.node_names), np.bool_)
+            evaluation.found, self._node_of = evaluation.found.resized(gpus), np.resize(self._node_of, gpus)
+        evaluation.found.put(changed, self._inspect(evaluation, changed))
+        nodes = np.zeros(len(evaluation.snapshot.node_names), np.bool_)
         nodes[self._node_of[changed]] = True  # a row may have been another node's
         nodes[columns.node[changed]] = True
         self._node_of[changed] = columns.node[changed]
         if self.policy.is_local:
-            self.best.put(nodes, select(verdict, self.policy, verdict.view.grid.only(nodes)))
+            self.best.put(nodes, select(evaluation, self.policy, evaluation.snapshot.grid.only(nodes)))
         else:
-            self.best.put_all(select(verdict, self.policy))
+            self.best.put_all(select(evaluation, self.policy))
 
 
-class Assessments:
+class EvaluationCache:
     """Remembers assessments, and brings one up to date when it is asked for.
 
     Args:
@@ -89,20 +93,20 @@ class Assessments:
     """
 
     def __init__(
-        self, cluster: Cluster, rules: Rules, remembered: int = REMEMBERED, inspector: Inspector = inspect
+        self, cluster: Cluster, rules: SchedulerConfig, remembered: int = REMEMBERED, inspector: Inspector = inspect
     ) -> None:
         self._cluster, self._rules, self._remembered, self._inspect = cluster, rules, remembered, inspector
-        self._known: OrderedDict[bytes, tuple[int, Assessment]] = OrderedDict()
+        self._known: OrderedDict[bytes, tuple[int, CachedEvaluation]] = OrderedDict()
 
-    def of(self, applicant: Applicant) -> Assessment:
+    def of(self, pod_request: PodRequest) -> CachedEvaluation:
         """Return the assessment of a demand as of this moment; use it before anything is waited for."""
-        view = self._cluster.view()
-        generation, known = self._known.pop(applicant.shape, (0, None))
+        snapshot = self._cluster.snapshot()
+        generation, known = self._known.pop(pod_request.shape, (0, None))
         if known is None:
-            known = Assessment(applicant, self._rules, view, self._inspect)
+            known = CachedEvaluation(pod_request, self._rules, snapshot, self._inspect)
         else:
-            known.follow(view, self._cluster.changed_since(generation))
-        self._known[applicant.shape] = (self._cluster.generation, known)
+            known.follow(snapshot, self._cluster.changed_since(generation))
+        self._known[pod_request.shape] = (self._cluster.generation, known)
         while len(self._known) > self._remembered:
             self._known.popitem(last=False)
         return known

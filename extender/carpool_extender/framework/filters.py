@@ -10,14 +10,25 @@ from carpool_core.values import Tenancy
 from carpool_predictor.cost_models.slowdown import allowance
 from numpy.typing import NDArray
 
-from carpool_extender.cache.gpu_table import MODES, NO_MODE, NOBODY, Bools, Columns, Floats, Rows, View, places, some
-from carpool_extender.cache.pod_request import Applicant, ClassColumns
-from carpool_extender.framework.admission_limits import Conditions
-from carpool_extender.framework.colocation import crowd_on, meetings
+from carpool_extender.cache.gpu_table import (
+    MODES,
+    NO_MODE,
+    NOBODY,
+    Bools,
+    Floats,
+    GpuTable,
+    Rows,
+    Snapshot,
+    places,
+    some,
+)
+from carpool_extender.cache.pod_request import ClassColumns, PodRequest
+from carpool_extender.framework.admission_limits import AdmissionLimits
+from carpool_extender.framework.colocation import colocation_on, predict_colocations
 from carpool_extender.framework.sharing_mode import MIG, MPS, TIME_SLICING, proposals
 
 
-def serves_another(columns: Columns, user: int | None) -> Bools | None:
+def serves_another(columns: GpuTable, user: int | None) -> Bools | None:
     """Where an MPS server serves another user: the newcomer would wait in CUDA until all its clients have ended.
 
     Args:
@@ -33,7 +44,7 @@ def serves_another(columns: Columns, user: int | None) -> Bools | None:
     return others
 
 
-def condition_margin(conditions: Conditions, columns: Columns, newcomer: Floats) -> NDArray[np.float64]:
+def condition_margin(conditions: AdmissionLimits, columns: GpuTable, newcomer: Floats) -> NDArray[np.float64]:
     """The share by which the tightest of the site's preconditions is met or missed."""
     active, free = columns.sm_active, columns.free_mib
     margin = np.ones(len(free))
@@ -49,7 +60,7 @@ def condition_margin(conditions: Conditions, columns: Columns, newcomer: Floats)
     return margin
 
 
-def missed(conditions: Conditions, columns: Columns, newcomer: Floats) -> list[NDArray[Any]]:
+def shortfall(conditions: AdmissionLimits, columns: GpuTable, newcomer: Floats) -> list[NDArray[Any]]:
     """What GPUs have of each thing that the site asks for, shape (gpus,) each; as much as it asks where that is met."""
     active, found = columns.sm_active, list[NDArray[Any]]()
     if (most := conditions.most_sm_active) is not None:
@@ -63,7 +74,7 @@ def missed(conditions: Conditions, columns: Columns, newcomer: Floats) -> list[N
     return found
 
 
-NO_CONDITIONS = Conditions()
+NO_LIMITS = AdmissionLimits()
 SLACK = 1e-6
 """Room for rounding when a predicted slowdown meets its limit."""
 
@@ -82,13 +93,13 @@ class Check(IntEnum):
 
 
 PASSED, NO_GPU = -1, 100
-"""In `Findings.failed`: every check passed; no GPU has this row."""
+"""In `FilterResults.failed`: every check passed; no GPU has this row."""
 _NONE = 99
 """Beyond every check."""
 
 
 @dataclass(slots=True, eq=False)
-class Findings:
+class FilterResults:
     """What the checks found of each GPU, shape (gpus,) each."""
 
     failed: NDArray[np.int8]
@@ -104,18 +115,18 @@ class Findings:
     is_newcomer: Bools
     """Whether that is the newcomer."""
 
-    def put(self, rows: Rows, others: "Findings") -> None:
+    def put(self, rows: Rows, others: "FilterResults") -> None:
         """Write what was found of some rows again."""
         for column in fields(self):
             getattr(self, column.name)[rows] = getattr(others, column.name)
 
-    def of(self, rows: Rows) -> "Findings":
+    def of(self, rows: Rows) -> "FilterResults":
         """Return copies of what was found of some rows."""
-        return Findings(*[getattr(self, column.name)[rows] for column in fields(self)])
+        return FilterResults(*[getattr(self, column.name)[rows] for column in fields(self)])
 
-    def resized(self, gpus: int) -> "Findings":
+    def resized(self, gpus: int) -> "FilterResults":
         """Return a copy with more rows; what stands in them is to be found yet."""
-        return Findings(*[np.resize(getattr(self, column.name), gpus) for column in fields(self)])
+        return FilterResults(*[np.resize(getattr(self, column.name), gpus) for column in fields(self)])
 
 
 class Closest(NamedTuple):
@@ -143,8 +154,8 @@ class Openings(NamedTuple):
     """Memory that the newcomer is counted with."""
 
 
-def _openings(applicant: Applicant, facts: ClassColumns, *, alone: bool) -> Openings:
-    mode = proposals(applicant, facts, alone=alone)
+def _openings(pod_request: PodRequest, facts: ClassColumns, *, alone: bool) -> Openings:
+    mode = proposals(pod_request, facts, alone=alone)
     kept_out = np.where(mode == NO_MODE, np.int8(Check.MODE), np.int8(_NONE))
     kept_out[~facts.suitable] = Check.SUITABLE
     need_mib = np.where(mode == TIME_SLICING, facts.unenforced_mib[:, None], facts.need_mib[:, None])
@@ -152,16 +163,16 @@ def _openings(applicant: Applicant, facts: ClassColumns, *, alone: bool) -> Open
 
 
 @dataclass(slots=True, eq=False)
-class Verdict:
+class Evaluation:
     """What all checks found about one applicant."""
 
-    view: View
-    applicant: Applicant
+    snapshot: Snapshot
+    pod_request: PodRequest
     slots: int
     """Most tenants of one GPU."""
-    conditions: Conditions
+    conditions: AdmissionLimits
     """What the site asks of a GPU besides."""
-    found: Findings
+    found: FilterResults
     _known_openings: Openings | None = None
 
     @property
@@ -169,7 +180,7 @@ class Verdict:
         """What can be made of GPUs; worked out once for all changes of them, as long as their classes stay the same."""
         known, facts = self._known_openings, self._facts
         if known is None or known.facts is not facts:
-            known = self._known_openings = _openings(self.applicant, facts, alone=self.conditions.alone)
+            known = self._known_openings = _openings(self.pod_request, facts, alone=self.conditions.alone)
         return known
 
     @property
@@ -180,21 +191,21 @@ class Verdict:
 
     def need_mib(self, rows: Rows | None) -> NDArray[np.int64]:
         """Memory that the newcomer is counted with on some GPUs; on all where None."""
-        return self.openings.need_mib.take(some(self.view.columns.kind, rows))
+        return self.openings.need_mib.take(some(self.snapshot.columns.kind, rows))
 
     def left_mib(self, rows: Rows | None) -> NDArray[np.int64]:
         """Memory that would be left over on some GPUs, on all where None; negative where it is too little."""
         need_mib = self.need_mib(rows)
-        return np.subtract(some(self.view.columns.free_mib, rows), need_mib, out=need_mib)
+        return np.subtract(some(self.snapshot.columns.free_mib, rows), need_mib, out=need_mib)
 
     def too_small(self, rows: Rows) -> Bools:
         """Whether some GPUs are only too small for the newcomer, even when empty."""
-        small: Bools = self._facts.too_small[self.view.columns.device_class[rows]]
+        small: Bools = self._facts.too_small[self.snapshot.columns.device_class[rows]]
         return small
 
     def could_ever(self) -> Bools:
         """(gpus,) Whether a GPU would do if it were empty and healthy: also for what the site asks to be free."""
-        columns = self.view.columns
+        columns = self.snapshot.columns
         able: Bools = columns.alive & self._facts.suitable[columns.device_class]
         return able if (least := self.conditions.least_free_mib) is None else able & (columns.usable_mib >= least)
 
@@ -205,21 +216,23 @@ class Verdict:
 
     def met(self, row: int) -> list[Closest]:
         """Work out what would become of the newcomer, who comes first, and of each tenant of a GPU that has some."""
-        crowd = crowd_on(self.view.columns, self.applicant, self._facts, np.array([row]), int(self.found.mode[row]))
+        crowd = colocation_on(
+            self.snapshot.columns, self.pod_request, self._facts, np.array([row]), int(self.found.mode[row])
+        )
         numbers = (crowd.by(self.conditions.quantile), crowd.expected, crowd.limit)
         each = zip(*(of[:, 0].tolist() for of in numbers), strict=True)
         return [Closest(tenant, *of) for tenant, of in enumerate(each, start=-1)]
 
     def upper(self, row: int) -> float:
         """Work out the upper quantile of the newcomer's slowdown on one GPU that it could join, or have alone."""
-        columns, mode = self.view.columns, MODES[int(self.found.mode[row])]
+        columns, mode = self.snapshot.columns, MODES[int(self.found.mode[row])]
         busy = np.append(columns.util[row, : columns.count[row]], 0.0)[None, :]
         more = 0.0 if mode is None else float(allowance(mode, busy, np.ones(busy.shape, np.bool_))[0, -1])
         return float(self.found.newcomer[row]) + more
 
     def margins(self, check: Check, rows: Rows) -> Floats:
         """Room left in a check's own unit on some GPUs; negative where it failed."""
-        columns = self.view.columns
+        columns = self.snapshot.columns
         if check is Check.SLOWDOWN:
             return self.found.margin[rows]
         if check is Check.MEMORY or (check is Check.SUITABLE and bool(self.too_small(rows).all())):
@@ -234,12 +247,12 @@ class Verdict:
 
     @property
     def _facts(self) -> ClassColumns:
-        return self.applicant.columns(self.view.classes)
+        return self.pod_request.columns(self.snapshot.classes)
 
 
-def empty_findings(gpus: int) -> Findings:
+def empty_findings(gpus: int) -> FilterResults:
     """Return findings of rows that no GPU has."""
-    return Findings(
+    return FilterResults(
         failed=np.full(gpus, NO_GPU, np.int8),
         mode=np.zeros(gpus, np.int8),
         newcomer=np.ones(gpus),
@@ -249,29 +262,29 @@ def empty_findings(gpus: int) -> Findings:
     )
 
 
-def look(asked: Verdict, columns: Columns) -> Findings:
+def look(asked: Evaluation, columns: GpuTable) -> FilterResults:
     """Run all checks on some GPUs.
 
     Args:
         asked: Who asks, and for what; what it found before does not matter.
         columns: The GPUs.
     """
-    applicant, conditions = asked.applicant, asked.conditions
+    pod_request, conditions = asked.pod_request, asked.conditions
     facts, table, kept_out, _ = asked.openings
     # What is known for each class and each mode that there is has only to be looked up for each GPU.
     gpus, mode = len(columns.kind), table.take(columns.kind)
     failed = _first(failures(asked, columns), kept_out.take(columns.kind))
     failed[~columns.alive] = NO_GPU
-    found = Findings(
+    found = FilterResults(
         failed=failed,
         mode=mode,
         newcomer=np.ones(gpus),
         added=np.zeros(gpus),
-        margin=np.full(gpus, applicant.demand.max_slowdown - 1.0),
+        margin=np.full(gpus, pod_request.demand.max_slowdown - 1.0),
         is_newcomer=np.ones(gpus, np.bool_),
     )
     there = places((failed == PASSED) & (columns.count > 0))
-    for met in meetings(columns, applicant, facts, there, mode.take(there), conditions.quantile):
+    for met in predict_colocations(columns, pod_request, facts, there, mode.take(there), conditions.quantile):
         found.newcomer[met.rows], found.added[met.rows] = met.newcomer, met.added
         margin = np.minimum(met.own, met.others)
         found.margin[met.rows], found.is_newcomer[met.rows] = margin, met.own < met.others
@@ -279,7 +292,7 @@ def look(asked: Verdict, columns: Columns) -> Findings:
     return found
 
 
-def failures(asked: Verdict, columns: Columns) -> tuple[tuple[Check, Bools | None], ...]:
+def failures(asked: Evaluation, columns: GpuTable) -> tuple[tuple[Check, Bools | None], ...]:
     """Return checks and where each of them fails, but for what all GPUs of a class have in common, and slowdowns."""
     facts, table, _, need_mib = asked.openings
     of, mode = columns.device_class, table.take(columns.kind)
@@ -287,9 +300,9 @@ def failures(asked: Verdict, columns: Columns) -> tuple[tuple[Check, Bools | Non
         (Check.CONDITION, _condition_fails(asked.conditions, columns, facts.sm, of)),
         (Check.MEMORY, columns.free_mib < need_mib.take(columns.kind)),
         (Check.SLOTS, (columns.count >= asked.slots) | lacks_instances(columns, facts.mig, mode)),
-        (Check.TENANCY, serves_another(columns, asked.applicant.user)),
-        (Check.TENANCY, _strangers(asked.view, columns, asked.applicant, mode)),
-        (Check.HEALTH, columns.hindered),
+        (Check.TENANCY, serves_another(columns, asked.pod_request.user)),
+        (Check.TENANCY, _strangers(asked.snapshot, columns, asked.pod_request, mode)),
+        (Check.HEALTH, columns.unavailable),
     )
 
 
@@ -308,7 +321,7 @@ def _first(failures: Iterable[tuple[Check, Bools | None]], failed: NDArray[np.in
     return first
 
 
-def lacks_instances(columns: Columns, mig: NDArray[np.int16], mode: NDArray[np.int8]) -> Bools:
+def lacks_instances(columns: GpuTable, mig: NDArray[np.int16], mode: NDArray[np.int8]) -> Bools:
     """Where a MIG instance would be wanted and has no room beside the others, shape (gpus,).
 
     Room in numbers is not yet room at a place: the agent knows, and GPUs that could not be prepared are left alone.
@@ -321,7 +334,7 @@ def lacks_instances(columns: Columns, mig: NDArray[np.int16], mode: NDArray[np.i
     return lacking
 
 
-def _condition_fails(conditions: Conditions, columns: Columns, sm: Floats, of: Rows) -> Bools | None:
+def _condition_fails(conditions: AdmissionLimits, columns: GpuTable, sm: Floats, of: Rows) -> Bools | None:
     """Where a precondition of the site is not met; None where there is none."""
     if not conditions.ask_anything:
         return None
@@ -329,11 +342,11 @@ def _condition_fails(conditions: Conditions, columns: Columns, sm: Floats, of: R
     return fails
 
 
-def _strangers(view: View, columns: Columns, applicant: Applicant, mode: NDArray[np.int8]) -> Bools:
+def _strangers(snapshot: Snapshot, columns: GpuTable, pod_request: PodRequest, mode: NDArray[np.int8]) -> Bools:
     """Where somebody is unwilling: both sides must share; and one MPS server never serves two namespaces."""
-    own = view.namespaces.get(applicant.demand.namespace, NOBODY)
-    among: Bools = (columns.count > 0) & (columns.landlord != own)
-    if applicant.demand.tenancy is not Tenancy.CLUSTER:
+    own = snapshot.namespaces.get(pod_request.demand.namespace, NOBODY)
+    among: Bools = (columns.count > 0) & (columns.tenant_namespace != own)
+    if pod_request.demand.tenancy is not Tenancy.CLUSTER:
         return among
     rows = places(among)
     stranger = (columns.namespace[rows] != own) & (columns.namespace[rows] != NOBODY)

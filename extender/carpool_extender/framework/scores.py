@@ -8,7 +8,7 @@ from carpool_core.products import UnknownProductError, find_product
 from numpy.typing import NDArray
 
 from carpool_extender.cache.gpu_table import Rows
-from carpool_extender.framework.filters import Verdict
+from carpool_extender.framework.filters import Evaluation
 
 Cost = NDArray[np.float64]
 
@@ -20,77 +20,77 @@ context, and with all of them. Means of what Zeus (You et al., NSDI '23) measure
 A40 is kept from decisions, because simulated GPUs draw by it."""
 
 
-def nothing(verdict: Verdict, rows: Rows) -> Cost:
+def nothing(evaluation: Evaluation, rows: Rows) -> Cost:
     """No GPU costs more than another."""
     return np.zeros(rows.size)
 
 
-def added_slowdown(verdict: Verdict, rows: Rows) -> Cost:
+def added_slowdown(evaluation: Evaluation, rows: Rows) -> Cost:
     """Progress that is lost, in slowdowns: the newcomer's, and what its neighbours have on top.
 
     A tenant slowed by s loses 1 - 1/s of its progress, for s near 1 about s - 1; counted so, those who lose most weigh
     more. With 1 - 1/s in its place, which was tried once, makespans in the simulator differed by less than 1%.
     """
-    return verdict.found.added.take(rows)
+    return evaluation.found.added.take(rows)
 
 
-def taken_memory(verdict: Verdict, rows: Rows) -> Cost:
+def taken_memory(evaluation: Evaluation, rows: Rows) -> Cost:
     """Free memory before the newcomer comes, in MiB, negated."""
-    return -verdict.view.columns.free_mib[rows].astype(np.float64)
+    return -evaluation.snapshot.columns.free_mib[rows].astype(np.float64)
 
 
-def left_memory(verdict: Verdict, rows: Rows) -> Cost:
+def left_memory(evaluation: Evaluation, rows: Rows) -> Cost:
     """Memory that would be left over, in MiB."""
-    return verdict.left_mib(rows).astype(np.float64)
+    return evaluation.left_mib(rows).astype(np.float64)
 
 
-def left_memory_negated(verdict: Verdict, rows: Rows) -> Cost:
+def left_memory_negated(evaluation: Evaluation, rows: Rows) -> Cost:
     """Memory that would be left over, in MiB, negated."""
-    return -left_memory(verdict, rows)
+    return -left_memory(evaluation, rows)
 
 
-def position(verdict: Verdict, rows: Rows) -> Cost:
+def position(evaluation: Evaluation, rows: Rows) -> Cost:
     """The order in which nodes became known; on a node, the GPUs' indices."""
     return rows.astype(np.float64)
 
 
-def turn(verdict: Verdict, rows: Rows) -> Cost:
+def turn(evaluation: Evaluation, rows: Rows) -> Cost:
     """How many GPUs come between the one with the newest reservation and each.
 
     The turn is read from the reservations, so that nothing has to be remembered and every replica agrees.
     """
-    columns = verdict.view.columns
+    columns = evaluation.snapshot.columns
     newest = np.where(columns.alive, columns.reserved_at, 0.0)  # a node that is gone has left its rows as they were
     total = max(1, newest.size)
     last = int(np.argmax(newest)) if newest.size and newest.max() > 0 else -1
     return ((rows - last - 1) % total).astype(np.float64)
 
 
-def activity(verdict: Verdict, rows: Rows) -> Cost:
+def activity(evaluation: Evaluation, rows: Rows) -> Cost:
     """SM activity of the tenants that are there, all together."""
-    return verdict.view.columns.sm_active[rows]
+    return evaluation.snapshot.columns.sm_active[rows]
 
 
-def activity_negated(verdict: Verdict, rows: Rows) -> Cost:
+def activity_negated(evaluation: Evaluation, rows: Rows) -> Cost:
     """SM activity of the tenants that are there, all together, negated."""
-    return -activity(verdict, rows)
+    return -activity(evaluation, rows)
 
 
-def energy(verdict: Verdict, rows: Rows) -> Cost:
+def energy(evaluation: Evaluation, rows: Rows) -> Cost:
     """Watts on top for as long as the newcomer runs, weighted by how much longer everybody runs.
 
     A GPU with a job draws awake + (full - awake) · SM activity, and less while it sleeps, which waking it costs; a
     slowdown makes the newcomer, and whoever it slows, draw their part for longer.
     """
-    classes = verdict.view.classes
+    classes = evaluation.snapshot.classes
     table = np.array([_powers(kind.product) for kind in classes]).reshape(-1, 2)
-    of = verdict.view.columns.device_class[rows]
+    of = evaluation.snapshot.columns.device_class[rows]
     limit, idle = table[of, 0], table[of, 1]
     awake, full = AWAKE_SHARE * limit, FULL_SHARE * limit
-    facts = verdict.applicant.columns(classes)
-    is_awake = verdict.view.columns.count[rows] > 0
-    own = (full - awake) * facts.sm[of] * verdict.found.newcomer[rows]
-    others = verdict.found.added[rows] - (verdict.found.newcomer[rows] - 1.0)
+    facts = evaluation.pod_request.columns(classes)
+    is_awake = evaluation.snapshot.columns.count[rows] > 0
+    own = (full - awake) * facts.sm[of] * evaluation.found.newcomer[rows]
+    others = evaluation.found.added[rows] - (evaluation.found.newcomer[rows] - 1.0)
     result: Cost = own + others * (awake + full) / 2 + np.where(is_awake, 0.0, np.maximum(0.0, awake - idle))
     return result
 
@@ -137,7 +137,7 @@ class Policy:
     name: str
     meaning: str
     """What it does, in a few words for people."""
-    cost: Callable[[Verdict, Rows], NDArray[np.float64]]
+    cost: Callable[[Evaluation, Rows], NDArray[np.float64]]
     """Cost of each of the given GPUs, shape (rows,); the least is the best."""
     score: Score | None = None
     """How the cost is told; None where it says nothing."""

@@ -8,7 +8,7 @@ from carpool_core.values import RequestedMode, SharingMode, Tenancy
 from numpy.typing import NDArray
 
 from carpool_extender.cache.gpu_table import CODES, MODES, NO_MODE
-from carpool_extender.cache.pod_request import Applicant, ClassColumns, ClassFacts
+from carpool_extender.cache.pod_request import ClassColumns, ClassFacts, PodRequest
 
 EXCLUSIVE, TIME_SLICING, MPS, MIG = (
     CODES[mode] for mode in (SharingMode.EXCLUSIVE, SharingMode.TIME_SLICING, SharingMode.MPS, SharingMode.MIG)
@@ -19,7 +19,7 @@ JOINABLE = frozenset((SharingMode.MPS, SharingMode.TIME_SLICING))
 """Modes in which others may join a tenant, and nothing but what is counted keeps them apart."""
 
 
-def proposals(applicant: Applicant, facts: ClassColumns, *, alone: bool = False) -> NDArray[np.int8]:
+def proposals(pod_request: PodRequest, facts: ClassColumns, *, alone: bool = False) -> NDArray[np.int8]:
     """Choose the mode that a GPU of each class would have, by the mode that it is in; code 0 where none is possible.
 
     The mode of the tenants that are there is a constraint: nobody is moved to another mode while running, and beside an
@@ -36,12 +36,12 @@ def proposals(applicant: Applicant, facts: ClassColumns, *, alone: bool = False)
     Returns:
         Codes of modes, shape (classes, modes).
     """
-    wanted = applicant.demand.mode
+    wanted = pod_request.demand.mode
     if alone and wanted is RequestedMode.AUTO:
         wanted = RequestedMode.EXCLUSIVE
     if wanted is RequestedMode.AUTO:
         table = np.where(facts.known[:, None] & facts.can, np.arange(len(MODES)), NO_MODE)
-        first = _first_choice(facts, applicant.demand.tenancy)
+        first = _first_choice(facts, pod_request.demand.tenancy)
     else:
         code = CODES[SharingMode(wanted.value)]
         first = np.where(facts.can[:, code], code, NO_MODE)

@@ -15,14 +15,14 @@ from carpool_core.resources.node import GpuNode, Reservation
 from carpool_core.values import GpuUuid, JobUid, PodUid
 
 from carpool_extender.cache.cluster import Cluster
-from carpool_extender.cache.gpu_table import Bools, View
-from carpool_extender.cache.health import Standing
-from carpool_extender.cache.pod_request import Applicant
-from carpool_extender.framework.evaluation_cache import Assessments
+from carpool_extender.cache.gpu_table import Bools, Snapshot
+from carpool_extender.cache.health import GpuAvailability
+from carpool_extender.cache.pod_request import PodRequest
+from carpool_extender.framework.evaluation_cache import EvaluationCache
 from carpool_extender.framework.gang import Gangs
 from carpool_extender.framework.selection import best_place, place, reservation
-from carpool_extender.informers import Watches
-from carpool_extender.metrics import Telemetry
+from carpool_extender.informers import Informers
+from carpool_extender.metrics import ExtenderMetrics
 from carpool_extender.queue.order import End, QueueOrder, Ticket, came_s, rung_in, turn
 from carpool_extender.workloads import too_many
 
@@ -32,7 +32,7 @@ class Waiting:
     """A pod that was refused a place."""
 
     uid: PodUid
-    applicant: Applicant
+    pod_request: PodRequest
     ticket: Ticket
     offered: bytes = b""
     """The nodes that kube-scheduler offered it last, as `Line.offer` packs them; empty where these are all."""
@@ -46,12 +46,12 @@ class Waiting:
     @property
     def job(self) -> JobUid:
         """UID of its job."""
-        return self.applicant.demand.job_uid
+        return self.pod_request.demand.job_uid
 
     @property
     def kind(self) -> Hashable:
         """What is alike of those for whom the same is found."""
-        of = self.applicant
+        of = self.pod_request
         return (of.shape, of.workers, self.job if of.workers > 1 else "", self.offered)
 
 
@@ -87,17 +87,17 @@ class Line:
         """Return the pods of a job that wait."""
         return self._of_job.get(job, {}).values()
 
-    def join(self, pod: Pod, applicant: Applicant, offered: bytes) -> Waiting:
+    def join(self, pod: Pod, pod_request: PodRequest, offered: bytes) -> Waiting:
         """Let a pod wait, or go on waiting: what is known of its job may be more than before."""
-        uid, ticket = PodUid(pod.metadata.uid), self.ticket(pod, applicant)
+        uid, ticket = PodUid(pod.metadata.uid), self.ticket(pod, pod_request)
         known = self._waiting.get(uid)
         if known is None:
-            known = Waiting(uid, applicant, ticket, offered)
+            known = Waiting(uid, pod_request, ticket, offered)
             self._number += 1
             self._put(known)
-        elif (known.applicant, known.ticket, known.offered) != (applicant, ticket, offered):
+        elif (known.pod_request, known.ticket, known.offered) != (pod_request, ticket, offered):
             self._take(known)
-            known.applicant, known.ticket, known.offered = applicant, ticket, offered
+            known.pod_request, known.ticket, known.offered = pod_request, ticket, offered
             self._put(known)
         return known
 
@@ -127,12 +127,12 @@ class Line:
         if len(self._ends) > 1:
             self._end = self._end.other
 
-    def ticket(self, pod: Pod, applicant: Applicant) -> Ticket:
+    def ticket(self, pod: Pod, pod_request: PodRequest) -> Ticket:
         """Return what a pod is sorted by; who does not wait yet stands behind all others that are alike."""
         known = self._waiting.get(PodUid(pod.metadata.uid))
         number = self._number if known is None else known.ticket.number
-        at_s = came_s(applicant, self._clock.now().timestamp()) if known is None else known.ticket.came_s
-        return Ticket(-pod.spec.priority, at_s, rung_in(applicant, self._cluster.view(), self._order), number)
+        at_s = came_s(pod_request, self._clock.now().timestamp()) if known is None else known.ticket.came_s
+        return Ticket(-pod.spec.priority, at_s, rung_in(pod_request, self._cluster.snapshot(), self._order), number)
 
     def _put(self, one: Waiting) -> None:
         self._waiting[one.uid] = one
@@ -213,7 +213,7 @@ class KeptGpus:
 
     Args:
         line: Those that wait.
-        watches: Tell of nodes that go, and count what pods were told.
+        informers: Tell of nodes that go, and count what pods were told.
         standing: Has GPUs take nobody.
         clock: The time.
         sleep: Waits.
@@ -225,23 +225,23 @@ class KeptGpus:
     def __init__(
         self,
         line: Line,
-        watches: Watches,
-        standing: Standing,
+        informers: Informers,
+        standing: GpuAvailability,
         *,
         clock: Clock,
         sleep: Callable[[float], Awaitable[Any]],
-        telemetry: Telemetry,
+        telemetry: ExtenderMetrics,
         remind: Callable[[str], None],
         is_anybody_next: Callable[[], bool],
     ) -> None:
-        self._line, self._standing, self._clock, self._sleep = line, standing, clock, sleep
-        self._cluster = watches.cluster
+        self._line, self._availability, self._clock, self._sleep = line, standing, clock, sleep
+        self._cluster = informers.cluster
         self._telemetry, self._remind, self._is_anybody_next = telemetry, remind, is_anybody_next
         self._kept: dict[JobUid, Kept] = {}
         self._in_vain: OrderedDict[JobUid, None] = OrderedDict()
         self._held_up = 0
         self._stirred = asyncio.Event()
-        watches.on_node(self._node_changed)
+        informers.on_node(self._node_changed)
 
     def __len__(self) -> int:
         return sum(len(kept.gpus) for kept in self._kept.values())
@@ -282,7 +282,7 @@ class KeptGpus:
                 kept.has_refused |= other.has_refused
                 self.drop(other, "overtaken")
         kept.gpus |= gpus
-        self._standing.keep(gpus)
+        self._availability.keep(gpus)
         self._stirred.set()
         return kept
 
@@ -295,7 +295,7 @@ class KeptGpus:
     def count_no_more(self, kept: Kept, uid: PodUid) -> tuple[str, Reservation] | None:
         """Let a pod count by its reservation only, if it has one; return what it counted with, and on which node."""
         if (counted := kept.counted.pop(uid, None)) is not None:
-            self._cluster.assume_no_more(counted[0], uid)
+            self._cluster.forget_assumed(counted[0], uid)
         return counted
 
     def retract(self, kept: Kept, uid: PodUid) -> None:
@@ -334,24 +334,24 @@ class KeptGpus:
 
     def open(self, kept: Kept) -> None:
         """Let GPUs take others while it is decided."""
-        self._standing.keep_no_more(kept.gpus)
+        self._availability.keep_no_more(kept.gpus)
 
     def close(self, kept: Kept) -> None:
         """End that, if they are kept still."""
         if self._kept.get(kept.job) is kept:
-            self._standing.keep(kept.gpus)
+            self._availability.keep(kept.gpus)
 
     def release(self, kept: Kept, gpus: set[Gpu]) -> None:
         """Keep some of a job's GPUs no more."""
         kept.gpus -= gpus
-        self._standing.keep_no_more(gpus)
+        self._availability.keep_no_more(gpus)
 
     def drop(self, kept: Kept, outcome: str) -> None:
         """Keep nothing more for a job, and have those tried again who were refused for it."""
         del self._kept[kept.job]
         for uid in [*kept.counted]:
             self.count_no_more(kept, uid)
-        self._standing.keep_no_more(kept.gpus)
+        self._availability.keep_no_more(kept.gpus)
         self._telemetry.no_more_kept(outcome)
         is_free = outcome != "overtaken" and (outcome != "taken" or self._is_anybody_next())
         if kept.has_refused and is_free:
@@ -388,35 +388,35 @@ class KeptGpus:
 EVERYWHERE = b""
 
 
-def packed(view: View, offered: Sequence[str]) -> bytes:
+def packed(snapshot: Snapshot, offered: Sequence[str]) -> bytes:
     """Pack the nodes that were offered into bits, in the order of their numbers; EVERYWHERE where these are all."""
-    ids = view.ids(offered)
-    found = np.zeros(len(view.node_names), np.bool_)
+    ids = snapshot.ids(offered)
+    found = np.zeros(len(snapshot.node_names), np.bool_)
     found[ids[ids >= 0]] = True
-    return EVERYWHERE if int(found.sum()) == len(view.node_ids) else np.packbits(found).tobytes()
+    return EVERYWHERE if int(found.sum()) == len(snapshot.node_ids) else np.packbits(found).tobytes()
 
 
-def names(view: View, offered: bytes) -> list[str] | None:
+def names(snapshot: Snapshot, offered: bytes) -> list[str] | None:
     """Return the names of the nodes that were offered; None where these are all."""
     if offered == EVERYWHERE:
         return None
-    among_nodes = _unpacked(view, offered)
-    return [name for name, number in view.node_ids.items() if among_nodes[number]]
+    among_nodes = _unpacked(snapshot, offered)
+    return [name for name, number in snapshot.node_ids.items() if among_nodes[number]]
 
 
-def among(view: View, offered: bytes) -> Bools | None:
+def among(snapshot: Snapshot, offered: bytes) -> Bools | None:
     """Return which GPUs are on nodes that were offered, shape (gpus,); None where all are.
 
     Nodes that came since were not offered. One that came in the place of one that went counts as that one.
     """
     if offered == EVERYWHERE:
         return None
-    found: Bools = _unpacked(view, offered)[view.columns.node]
+    found: Bools = _unpacked(snapshot, offered)[snapshot.columns.node]
     return found
 
 
-def _unpacked(view: View, offered: bytes) -> Bools:
-    nodes = np.zeros(len(view.node_names), np.bool_)
+def _unpacked(snapshot: Snapshot, offered: bytes) -> Bools:
+    nodes = np.zeros(len(snapshot.node_names), np.bool_)
     known = np.unpackbits(np.frombuffer(offered, np.uint8)).astype(np.bool_)[: len(nodes)]
     nodes[: len(known)] = known
     return nodes
@@ -435,19 +435,21 @@ class Ahead:
         line: Those that wait.
         cluster: The GPUs.
         kept: What is kept.
-        assessments: Where places are found.
+        evaluation_cache: Where places are found.
         gangs: Where all workers of a job would find one.
     """
 
-    def __init__(self, line: Line, cluster: Cluster, kept: KeptGpus, assessments: Assessments, gangs: Gangs) -> None:
+    def __init__(
+        self, line: Line, cluster: Cluster, kept: KeptGpus, evaluation_cache: EvaluationCache, gangs: Gangs
+    ) -> None:
         self._line, self._cluster, self._kept = line, cluster, kept
-        self._assessments, self._gangs = assessments, gangs
+        self._evaluation_cache, self._gangs = evaluation_cache, gangs
 
     def _is_due(self, one: Waiting) -> bool:
         """Whether others look after it: not if it is served already, or could not have a place if there were one."""
         if one.is_passed or one.is_served or one.job in self._kept:
             return False
-        return too_many(one.applicant, one.uid, self._kept.holders(one.job)) is None
+        return too_many(one.pod_request, one.uid, self._kept.holders(one.job)) is None
 
     def keep_for_next(self, ticket: Ticket, job: JobUid, out: set[Hashable]) -> bool:
         """Keep GPUs for the first before somebody that would find a place, and say whether there was one.
@@ -471,26 +473,26 @@ class Ahead:
 
     def _keep_for(self, one: Waiting) -> bool:
         """Keep GPUs for the pods of a job that wait, if all would find a place."""
-        offered = names(self._cluster.view(), one.offered)
-        if self._gangs.waits(one.applicant, one.uid, offered):
+        offered = names(self._cluster.snapshot(), one.offered)
+        if self._gangs.waits(one.pod_request, one.uid, offered):
             return False
         mates = [mate for mate in self._line.of_job(one.job) if not (mate.is_passed or mate.is_served)]
-        gpus = self._gangs.gpus_for(one.applicant, len(mates), offered) if len(mates) > 1 else self._best_for(one)
+        gpus = self._gangs.gpus_for(one.pod_request, len(mates), offered) if len(mates) > 1 else self._best_for(one)
         if gpus:
             self._kept.add(one.job, one.ticket, gpus)
         return bool(gpus)
 
     def _best_for(self, one: Waiting) -> set[Gpu]:
-        assessment = self._assessments.of(one.applicant)
-        if not assessment.best.fits.any():
+        cached_evaluation = self._evaluation_cache.of(one.pod_request)
+        if not cached_evaluation.best.fits.any():
             return set()
-        chosen = best_place(assessment, among(assessment.verdict.view, one.offered), tells=False)
+        chosen = best_place(cached_evaluation, among(cached_evaluation.evaluation.snapshot, one.offered), tells=False)
         return set() if chosen is None else {(chosen[0], gpu) for gpu in chosen[1].gpu_uuids}
 
     def is_anybody_next(self) -> bool:
         """Whether anybody of those that wait would find a place now, as far as a few of them tell."""
         heads = self._line.before(None, self._is_due)[:MOST_KINDS]
-        return any(self._assessments.of(one.applicant).best.fits.any() for one in heads)
+        return any(self._evaluation_cache.of(one.pod_request).best.fits.any() for one in heads)
 
 
 class Promises:
@@ -503,33 +505,42 @@ class Promises:
         line: Those that wait.
         cluster: Counts what workers were told.
         kept: What is kept.
-        assessments: Where places are found.
+        evaluation_cache: Where places are found.
         gangs: Where all workers of a job would find one.
         clock: The time.
     """
 
     def __init__(
-        self, line: Line, cluster: Cluster, kept: KeptGpus, *, assessments: Assessments, gangs: Gangs, clock: Clock
+        self,
+        line: Line,
+        cluster: Cluster,
+        kept: KeptGpus,
+        *,
+        evaluation_cache: EvaluationCache,
+        gangs: Gangs,
+        clock: Clock,
     ) -> None:
         self._line, self._cluster, self._kept = line, cluster, kept
-        self._assessments, self._gangs, self._clock = assessments, gangs, clock
+        self._evaluation_cache, self._gangs, self._clock = evaluation_cache, gangs, clock
 
-    def give(self, pod: Pod, applicant: Applicant, node: str, *, later: Sequence[Kept], offered: Sequence[str]) -> None:
+    def give(
+        self, pod: Pod, pod_request: PodRequest, node: str, *, later: Sequence[Kept], offered: Sequence[str]
+    ) -> None:
         """Keep what a pod was told.
 
         Args:
             pod: The pod.
-            applicant: What it demands.
+            pod_request: What it demands.
             node: Where it was told to go.
             later: What is kept for those that come after it.
             offered: The nodes in question.
         """
-        uid, job = PodUid(pod.metadata.uid), applicant.demand.job_uid
-        is_gang = applicant.workers > 1 and not self._kept.is_in_vain(job)
+        uid, job = PodUid(pod.metadata.uid), pod_request.demand.job_uid
+        is_gang = pod_request.workers > 1 and not self._kept.is_in_vain(job)
         is_due = is_gang or self._line.get(uid) is not None
         if not is_due and not later:
             return
-        chosen = place(self._assessments.of(applicant), node, tells=False)
+        chosen = place(self._evaluation_cache.of(pod_request), node, tells=False)
         if isinstance(chosen, str):
             return
         gpus = {(node, gpu) for gpu in chosen.gpu_uuids}
@@ -537,20 +548,20 @@ class Promises:
             return
         known = self._kept.of(job)
         is_foreseen = known is not None and known.to_come > 0
-        kept = self._kept.add(job, self._line.ticket(pod, applicant), gpus)
+        kept = self._kept.add(job, self._line.ticket(pod, pod_request), gpus)
         kept.told[uid] = gpus
         if is_gang:
             now = self._clock.now()
-            told = reservation(chosen, applicant, uid, pod.metadata.name, now=now, deadline=now)
+            told = reservation(chosen, pod_request, uid, pod.metadata.name, now=now, deadline=now)
             self._kept.count(kept, node, told)
-            kept.to_come = self._gangs.wanted(applicant, uid) - len(self._cluster.pods_of(job))
+            kept.to_come = self._gangs.wanted(pod_request, uid) - len(self._cluster.pods_of(job))
             if kept.to_come <= 0 or not is_foreseen:
-                self._keep_for_others(kept, applicant, offered)
+                self._keep_for_others(kept, pod_request, offered)
 
-    def _keep_for_others(self, kept: Kept, applicant: Applicant, offered: Sequence[str]) -> None:
+    def _keep_for_others(self, kept: Kept, pod_request: PodRequest, offered: Sequence[str]) -> None:
         """Keep GPUs for the workers of a job that were not told a place yet, now that one was."""
         self._kept.open(kept)
-        others = self._gangs.gpus_for(applicant, kept.to_come, offered) if kept.to_come > 0 else set[Gpu]()
+        others = self._gangs.gpus_for(pod_request, kept.to_come, offered) if kept.to_come > 0 else set[Gpu]()
         self._kept.change(kept, others.union(*kept.told.values()))
 
 
@@ -577,9 +588,9 @@ class Keeper:
 
     Args:
         line: Those that wait.
-        watches: Tell of pods that are bound or gone.
+        informers: Tell of pods that are bound or gone.
         standing: Has GPUs take nobody.
-        assessments: Where places are found.
+        evaluation_cache: Where places are found.
         gangs: Whether all workers of a job would find one.
         clock: The time.
         sleep: Waits.
@@ -590,20 +601,20 @@ class Keeper:
     def __init__(
         self,
         line: Line,
-        watches: Watches,
-        standing: Standing,
+        informers: Informers,
+        standing: GpuAvailability,
         *,
-        assessments: Assessments,
+        evaluation_cache: EvaluationCache,
         gangs: Gangs,
         clock: Clock,
         sleep: Callable[[float], Awaitable[Any]],
-        telemetry: Telemetry,
+        telemetry: ExtenderMetrics,
         remind: Callable[[str], None],
     ) -> None:
-        self._line, self._watches, self._assessments = line, watches, assessments
+        self._line, self._informers, self._evaluation_cache = line, informers, evaluation_cache
         self._kept = KeptGpus(
             line,
-            watches,
+            informers,
             standing,
             clock=clock,
             sleep=sleep,
@@ -611,10 +622,12 @@ class Keeper:
             remind=remind,
             is_anybody_next=lambda: self._ahead.is_anybody_next(),
         )
-        self._ahead = Ahead(line, watches.cluster, self._kept, assessments, gangs)
-        self._promises = Promises(line, watches.cluster, self._kept, assessments=assessments, gangs=gangs, clock=clock)
+        self._ahead = Ahead(line, informers.cluster, self._kept, evaluation_cache, gangs)
+        self._promises = Promises(
+            line, informers.cluster, self._kept, evaluation_cache=evaluation_cache, gangs=gangs, clock=clock
+        )
         self._opened: list[Kept] = []
-        watches.on_pod(self._pod_changed)
+        informers.on_pod(self._pod_changed)
 
     async def run(self) -> None:
         """Look after what is kept for long, for ever."""
@@ -624,14 +637,14 @@ class Keeper:
         """Let nobody's patience end meanwhile: kube-scheduler waits for an answer, and asks about nobody else."""
         return self._kept.held_up()
 
-    def asked(self, pod: Pod, applicant: Applicant) -> None:
+    def asked(self, pod: Pod, pod_request: PodRequest) -> None:
         """Open what is kept for a pod, and for those that come after it: it is decided about it until `answered`."""
         uid = PodUid(pod.metadata.uid)
         if (known := self._line.get(uid)) is not None:
             known.is_passed = known.is_served = False
-        ticket = self._line.ticket(pod, applicant) if len(self._kept) else None
+        ticket = self._line.ticket(pod, pod_request) if len(self._kept) else None
         for kept in self._kept:
-            if kept.job == applicant.demand.job_uid:
+            if kept.job == pod_request.demand.job_uid:
                 self._kept.retract(kept, uid)
                 self._kept.open(kept)
             elif ticket is not None and not self._kept.has_begun(kept) and self._line.precedes(ticket, kept.ticket):
@@ -640,9 +653,9 @@ class Keeper:
                 continue
             self._opened.append(kept)
 
-    def has_begun(self, applicant: Applicant) -> bool:
+    def has_begun(self, pod_request: PodRequest) -> bool:
         """Whether a job has begun to find its places: whether all of its workers fit was asked then."""
-        kept = self._kept.of(applicant.demand.job_uid)
+        kept = self._kept.of(pod_request.demand.job_uid)
         return kept is not None and self._kept.has_begun(kept)
 
     def holders(self, job: JobUid) -> set[PodUid]:
@@ -650,9 +663,9 @@ class Keeper:
         return self._kept.holders(job)
 
     @contextmanager
-    def comparing(self, uid: PodUid, applicant: Applicant) -> Iterator[None]:
+    def comparing(self, uid: PodUid, pod_request: PodRequest) -> Iterator[None]:
         """Have everything as it was when a pod was told its place, while it is compared with others."""
-        if (kept := self._kept.of(applicant.demand.job_uid)) is None:
+        if (kept := self._kept.of(pod_request.demand.job_uid)) is None:
             yield
             return
         counted = self._kept.count_no_more(kept, uid)
@@ -664,23 +677,23 @@ class Keeper:
             if counted is not None:
                 self._kept.count(kept, *counted)
 
-    def first(self, pod: Pod, applicant: Applicant, node: str) -> bool:
+    def first(self, pod: Pod, pod_request: PodRequest, node: str) -> bool:
         """Keep GPUs for those that come before a pod and would find a place; say whether there are such.
 
         Args:
             pod: That fits.
-            applicant: What it demands.
+            pod_request: What it demands.
             node: Where it would go.
         """
-        job = applicant.demand.job_uid
-        if not len(self._line) or self.has_begun(applicant) or self._watches.cluster.pods_of(job):
+        job = pod_request.demand.job_uid
+        if not len(self._line) or self.has_begun(pod_request) or self._informers.cluster.pods_of(job):
             return False  # its turn has come already
         own = self._kept.of(job)
-        if own is not None and self._gpus(applicant, node) <= own.gpus:
+        if own is not None and self._gpus(pod_request, node) <= own.gpus:
             return False  # so it has, for these
         if own is not None:
             self._kept.close(own)
-        ticket, out, found = self._line.ticket(pod, applicant), set[Hashable](), False
+        ticket, out, found = self._line.ticket(pod, pod_request), set[Hashable](), False
         while self._ahead.keep_for_next(ticket, job, out):
             self._line.advance()
             found = True
@@ -688,12 +701,14 @@ class Keeper:
             self._kept.open(own)
         return found
 
-    def answered(self, pod: Pod, applicant: Applicant, offered: Sequence[str], nodes: Sequence[str], said: str) -> str:
+    def answered(
+        self, pod: Pod, pod_request: PodRequest, offered: Sequence[str], nodes: Sequence[str], said: str
+    ) -> str:
         """Take note of what a pod was told.
 
         Args:
             pod: That was asked about.
-            applicant: What it demands.
+            pod_request: What it demands.
             offered: The nodes in question.
             nodes: Where it fits, the best first; none where it was refused.
             said: Why it was refused.
@@ -702,19 +717,19 @@ class Keeper:
             Why it is refused. Where many wait in the words of before, while something is kept: these will be true
             again in a moment, and each new sentence is a write for every pod that waits.
         """
-        job, uid = applicant.demand.job_uid, PodUid(pod.metadata.uid)
-        there = self._watches.pod(uid)
+        job, uid = pod_request.demand.job_uid, PodUid(pod.metadata.uid)
+        there = self._informers.pod(uid)
         opened, self._opened = self._opened, []
         own = self._kept.of(job)
         if there is not None and there.spec.node_name:
             pass  # it has its place
         elif nodes:
-            if own is None and not self._watches.cluster.pods_of(job):
+            if own is None and not self._informers.cluster.pods_of(job):
                 self._line.advance()
             later = [kept for kept in opened if kept is not own]
-            self._promises.give(pod, applicant, nodes[0], later=later, offered=offered)
+            self._promises.give(pod, pod_request, nodes[0], later=later, offered=offered)
         elif there is not None:  # otherwise it is gone, or will be asked about once more
-            known = self._line.join(pod, applicant, packed(self._watches.cluster.view(), offered))
+            known = self._line.join(pod, pod_request, packed(self._informers.cluster.snapshot(), offered))
             known.is_passed = own is not None  # something is against it that is not known here
             said = self._refused(known, said)
         if not nodes and own is not None and not self._kept.has_begun(own):
@@ -724,9 +739,9 @@ class Keeper:
         return said
 
     @contextmanager
-    def deciding(self, applicant: Applicant) -> Iterator[None]:
+    def deciding(self, pod_request: PodRequest) -> Iterator[None]:
         """Open what is kept for a pod while it is decided what is reserved for it."""
-        if (kept := self._kept.of(applicant.demand.job_uid)) is None:
+        if (kept := self._kept.of(pod_request.demand.job_uid)) is None:
             yield
             return
         self._kept.open(kept)
@@ -762,9 +777,9 @@ class Keeper:
         if (known := self._line.get(uid)) is not None:
             known.is_served = False
 
-    def _gpus(self, applicant: Applicant, node: str) -> set[Gpu]:
+    def _gpus(self, pod_request: PodRequest, node: str) -> set[Gpu]:
         """Return which GPUs of a node somebody would have."""
-        chosen = place(self._assessments.of(applicant), node, tells=False)
+        chosen = place(self._evaluation_cache.of(pod_request), node, tells=False)
         return set() if isinstance(chosen, str) else {(node, gpu) for gpu in chosen.gpu_uuids}
 
     def _refused(self, known: Waiting, said: str) -> str:

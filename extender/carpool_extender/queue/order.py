@@ -14,8 +14,8 @@ from carpool_core.clock import parse_rfc3339
 from carpool_core.lengths import length_s, rung
 from carpool_core.products import hardware_name
 
-from carpool_extender.cache.gpu_table import View
-from carpool_extender.cache.pod_request import Applicant
+from carpool_extender.cache.gpu_table import Snapshot
+from carpool_extender.cache.pod_request import PodRequest
 
 WINDOW_S = 600.0
 """Jobs that came within the same so many seconds count as having come together. They follow one another by the clock,
@@ -96,22 +96,22 @@ def served(tickets: Iterable[Ticket], order: QueueOrder, end: End = End.LONGEST)
     return found
 
 
-def came_s(applicant: Applicant, now_s: float) -> float:
+def came_s(pod_request: PodRequest, now_s: float) -> float:
     """Return when a job came, in seconds since 1970; now where that is not known."""
     try:
-        return parse_rfc3339(applicant.came_at).timestamp()
+        return parse_rfc3339(pod_request.came_at).timestamp()
     except ValueError:
         return now_s
 
 
-def length_in(applicant: Applicant, view: View) -> float | None:
+def length_in(pod_request: PodRequest, snapshot: Snapshot) -> float | None:
     """Return how long a job takes alone on the GPUs of a cluster that it may have, in seconds; None where unknown."""
-    if applicant.steps is None:
+    if pod_request.steps is None:
         return None
-    suitable = {hardware_name(kind.product) for kind in view.class_ids if applicant.facts(kind).reason is None}
-    return length_s(applicant.steps, applicant.demand.prediction, suitable.__contains__)
+    suitable = {hardware_name(kind.product) for kind in snapshot.class_ids if pod_request.facts(kind).reason is None}
+    return length_s(pod_request.steps, pod_request.demand.prediction, suitable.__contains__)
 
 
-def rung_in(applicant: Applicant, view: View, order: QueueOrder) -> int:
+def rung_in(pod_request: PodRequest, snapshot: Snapshot, order: QueueOrder) -> int:
     """Return the rung of that length, by which a queue is sorted; `Arrival` goes by no lengths."""
-    return rung(None if order is QueueOrder.ARRIVAL else length_in(applicant, view))
+    return rung(None if order is QueueOrder.ARRIVAL else length_in(pod_request, snapshot))

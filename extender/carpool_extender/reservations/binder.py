@@ -19,17 +19,17 @@ from carpool_core.kube.pods import Pod
 from carpool_core.resources.node import GpuNode, GpuNodeSpec, Reservation
 from carpool_core.values import JobUid, PartitionState, PodUid
 
-from carpool_extender.cache.health import Standing, tells_nothing_new
-from carpool_extender.cache.pod_request import Applicant
+from carpool_extender.cache.health import GpuAvailability, tells_nothing_new
+from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.extender_api import BindingArgs
-from carpool_extender.framework.evaluation_cache import Assessments
+from carpool_extender.framework.evaluation_cache import EvaluationCache
 from carpool_extender.framework.gang import Gangs
 from carpool_extender.framework.selection import place, reservation
-from carpool_extender.informers import Watches
-from carpool_extender.metrics import Telemetry
+from carpool_extender.informers import Informers
+from carpool_extender.metrics import ExtenderMetrics
 from carpool_extender.queue.nominator import Keeper
 from carpool_extender.reservations import ledger
-from carpool_extender.reservations.writer import Book, Refusal
+from carpool_extender.reservations.writer import Refusal, ReservationWriter
 from carpool_extender.workloads import NotOurs, NotYet, Workloads, too_many
 
 TRIES = 3
@@ -41,15 +41,15 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Tools:
+class BindDeps:
     """What binding needs of the world."""
 
     api: KubeApi
     clock: Clock
     sleep: Callable[[float], Awaitable[Any]]
     events: EventRecorder
-    telemetry: Telemetry
-    standing: Standing
+    telemetry: ExtenderMetrics
+    standing: GpuAvailability
 
 
 class BindError(Exception):
@@ -81,7 +81,7 @@ def check_unbound(pod: Pod, args: BindingArgs) -> None:
         raise BindError(f"{named(args)} has finished or is being deleted, so it is not bound")
 
 
-async def in_time(work: Awaitable[T], limit_s: float, sleep: Callable[[float], Awaitable[Any]]) -> T:
+async def wait_for(work: Awaitable[T], limit_s: float, sleep: Callable[[float], Awaitable[Any]]) -> T:
     """Wait for some work so long and no longer.
 
     Args:
@@ -179,7 +179,7 @@ class Poster:
         body = binding_of(reserved, args.node)
         call = self._api.create(PODS, body, namespace=args.pod_namespace, name=args.pod_name, subresource="binding")
         try:
-            await in_time(call, self.seconds_left(reserved) + LATE_S, self._sleep)
+            await wait_for(call, self.seconds_left(reserved) + LATE_S, self._sleep)
         except (Conflict, Refused) as error:
             return error
         except TimeoutError as error:
@@ -230,7 +230,7 @@ PATIENCE_S = 5.0
 """Longest that a pod is kept back: binds that wait for a sick node's agent hold up nobody for long."""
 
 
-class Inflow:
+class BindLimiter:
     """Keeps pods back while as many are being bound as can be.
 
     kube-scheduler offers the next pod while the last is being bound, as fast as the extender answers. On a machine that
@@ -263,7 +263,7 @@ class Inflow:
         """Wait until another pod may be bound, or has waited long enough."""
         if self.is_full:
             with suppress(TimeoutError):
-                await in_time(self._until_room(), PATIENCE_S, self._sleep)
+                await wait_for(self._until_room(), PATIENCE_S, self._sleep)
 
     async def _until_room(self) -> None:
         while self.is_full:
@@ -316,11 +316,11 @@ class Turns:
     """Lets workers of a job reserve one after the other: two at once would not see each other's reservation.
 
     Args:
-        inflow: Counts binds that are under way; one that waits for its turn is not.
+        bind_limiter: Counts binds that are under way; one that waits for its turn is not.
     """
 
-    def __init__(self, inflow: Inflow) -> None:
-        self._inflow = inflow
+    def __init__(self, bind_limiter: BindLimiter) -> None:
+        self._bind_limiter = bind_limiter
         self._locks: WeakValueDictionary[JobUid, asyncio.Lock] = WeakValueDictionary()
 
     @asynccontextmanager
@@ -329,7 +329,7 @@ class Turns:
         lock = self._locks.setdefault(job, asyncio.Lock())
         async with AsyncExitStack() as turn:
             if lock.locked():
-                async with self._inflow.aside():
+                async with self._bind_limiter.aside():
                     await turn.enter_async_context(lock)
             else:
                 await turn.enter_async_context(lock)
@@ -351,37 +351,42 @@ class Binder:
 
     Args:
         tools: The outside.
-        watches: What is known of the cluster.
+        informers: What is known of the cluster.
         workloads: Who stands behind a pod.
-        book: Where reservations are written.
-        assessments: Where places are found.
+        writer: Where reservations are written.
+        evaluation_cache: Where places are found.
         gangs: Whether all workers of a job would find one.
         keeper: Keeps GPUs for those whose turn it is.
-        inflow: How many may be bound at once.
+        bind_limiter: How many may be bound at once.
         slots: Most tenants of one GPU.
         timeout_s: Seconds from the reservation to its deadline.
     """
 
     def __init__(
         self,
-        tools: Tools,
-        watches: Watches,
+        tools: BindDeps,
+        informers: Informers,
         workloads: Workloads,
-        book: Book,
+        writer: ReservationWriter,
         *,
-        assessments: Assessments,
+        evaluation_cache: EvaluationCache,
         gangs: Gangs,
         keeper: Keeper,
-        inflow: Inflow,
+        bind_limiter: BindLimiter,
         slots: int,
         timeout_s: float,
     ) -> None:
-        self._tools, self._watches, self._workloads, self._book = tools, watches, workloads, book
-        self._assessments, self._gangs, self._keeper, self._inflow = assessments, gangs, keeper, inflow
+        self._tools, self._informers, self._workloads, self._writer = tools, informers, workloads, writer
+        self._evaluation_cache, self._gangs, self._keeper, self._bind_limiter = (
+            evaluation_cache,
+            gangs,
+            keeper,
+            bind_limiter,
+        )
         self._slots, self._timeout_s = slots, timeout_s
         self._poster = Poster(tools.api, tools.clock, tools.sleep)
         self._open: dict[PodUid, _Open] = {}
-        self._turns = Turns(inflow)
+        self._turns = Turns(bind_limiter)
         self._log = structlog.get_logger()
 
     @property
@@ -396,9 +401,9 @@ class Binder:
 
     async def room(self) -> None:
         """Wait until another pod may be bound; see `Inflow`."""
-        if self._inflow.is_full:
+        if self._bind_limiter.is_full:
             with self._tools.telemetry.kept_back():
-                await self._inflow.room()
+                await self._bind_limiter.room()
 
     async def bind(self, args: BindingArgs) -> str:
         """Bind a pod; return an empty string, or why it was not bound.
@@ -410,7 +415,7 @@ class Binder:
         if running is None:
             running = _Open(args.node, asyncio.create_task(self._told(args)))
             self._open[uid] = running
-            self._inflow.enter()
+            self._bind_limiter.enter()
             self._keeper.binding(uid)
             running.task.add_done_callback(lambda task: self._ended(uid, task))
         elif running.node != args.node:
@@ -419,7 +424,7 @@ class Binder:
 
     def _ended(self, uid: PodUid, task: asyncio.Task[str]) -> None:
         self._open.pop(uid, None)
-        self._inflow.leave()
+        self._bind_limiter.leave()
         if task.cancelled() or task.exception() is not None or task.result():
             self._keeper.unbound(uid)
 
@@ -445,10 +450,10 @@ class Binder:
         check_unbound(pod, args)
         with ExitStack() as measured:
             with self._tools.telemetry.step("reserve"):
-                applicant = await self._workloads.of(pod)
-                async with self._turns.of(applicant.demand.job_uid):
-                    measured.enter_context(self._inflow.measured())
-                    reserved = await self._reserve(applicant, args)
+                pod_request = await self._workloads.of(pod)
+                async with self._turns.of(pod_request.demand.job_uid):
+                    measured.enter_context(self._bind_limiter.measured())
+                    reserved = await self._reserve(pod_request, args)
             await self._settle(args, reserved)
 
     async def _settle(self, args: BindingArgs, reserved: Reservation) -> None:
@@ -466,33 +471,33 @@ class Binder:
             raise
 
     async def _pod(self, args: BindingArgs) -> Pod:
-        known = self._watches.pod(PodUid(args.pod_uid))
+        known = self._informers.pod(PodUid(args.pod_uid))
         return known or await self._poster.read(args)
 
-    async def _reserve(self, applicant: Applicant, args: BindingArgs) -> Reservation:
+    async def _reserve(self, pod_request: PodRequest, args: BindingArgs) -> Reservation:
         """Write the reservation, or take over the one that an earlier try left behind."""
         uid = PodUid(args.pod_uid)
-        for other in self._watches.cluster.holders(uid):
+        for other in self._informers.cluster.holders(uid):
             if other != args.node:
                 await self._not_held_on(other, args)
 
-        cluster = self._watches.cluster
-        self._keeper.reserving(uid, applicant.demand.job_uid)
+        cluster = self._informers.cluster
+        self._keeper.reserving(uid, pod_request.demand.job_uid)
         seen = cluster.counted(args.node)
-        first = None if seen is None else self._foreseen(applicant, args, seen)
+        first = None if seen is None else self._foreseen(pod_request, args, seen)
 
         def decide(node: GpuNode) -> GpuNodeSpec:
             deadline = self._tools.clock.now() + timedelta(seconds=self._timeout_s)
             if ledger.held(node.spec, uid) is not None:
-                cluster.assume_no_more(args.node, uid)
+                cluster.forget_assumed(args.node, uid)
                 return ledger.prolong(node.spec, uid, rfc3339(deadline))
             known = first is not None and seen is not None and tells_nothing_new(node, seen, first.gpu_uuids)
-            if first is not None and known and args.node not in cluster.hindered_nodes():
+            if first is not None and known and args.node not in cluster.unavailable_nodes():
                 # Time has passed while others were written.
                 wanted = msgspec.structs.replace(first, deadline=rfc3339(deadline))
             else:
-                cluster.assume_no_more(args.node, uid)
-                wanted = self._wanted(applicant, args, node)
+                cluster.forget_assumed(args.node, uid)
+                wanted = self._wanted(pod_request, args, node)
                 self._assume(args.node, wanted)
             spec = ledger.reserve(node.spec, wanted, ledger.capacity_of(node, self._slots))
             if isinstance(spec, ledger.Rejected):
@@ -500,48 +505,48 @@ class Binder:
             return spec
 
         try:
-            node = await self._book.change(args.node, decide)
+            node = await self._writer.change(args.node, decide)
         finally:
-            cluster.assume_no_more(args.node, uid)
+            cluster.forget_assumed(args.node, uid)
         reserved = ledger.held(node.spec, uid)
         if reserved is None:
             raise BindError(f"the reservation of {named(args)} on node {args.node} was taken away at once; try again")
         return reserved
 
-    def _foreseen(self, applicant: Applicant, args: BindingArgs, seen: GpuNode) -> Reservation | None:
+    def _foreseen(self, pod_request: PodRequest, args: BindingArgs, seen: GpuNode) -> Reservation | None:
         """Decide on what was seen, and have it count; None where it is refused, and will be told once decided again."""
         if ledger.held(seen.spec, PodUid(args.pod_uid)) is not None:
             return None
         with suppress(Refusal):
-            first = self._wanted(applicant, args, seen)
+            first = self._wanted(pod_request, args, seen)
             self._assume(args.node, first)
             return first
         return None
 
     def _assume(self, node: str, wanted: Reservation) -> None:
-        self._watches.cluster.assume(node, wanted)
+        self._informers.cluster.assume(node, wanted)
         self._keeper.reserved(wanted.pod_uid, wanted.job_uid, {(node, gpu) for gpu in wanted.gpu_uuids})
 
-    def _wanted(self, applicant: Applicant, args: BindingArgs, node: GpuNode) -> Reservation:
+    def _wanted(self, pod_request: PodRequest, args: BindingArgs, node: GpuNode) -> Reservation:
         """Decide on a reservation as things are now. Raises Refusal."""
         uid, now = PodUid(args.pod_uid), self._tools.clock.now()
-        crowd = self._keeper.holders(applicant.demand.job_uid)
-        if (crowded := too_many(applicant, uid, crowd)) is not None:
+        crowd = self._keeper.holders(pod_request.demand.job_uid)
+        if (crowded := too_many(pod_request, uid, crowd)) is not None:
             raise Refusal(crowded)
-        with self._keeper.deciding(applicant):
-            if not self._keeper.has_begun(applicant) and (waits := self._gangs.refusal(applicant, uid)) is not None:
+        with self._keeper.deciding(pod_request):
+            if not self._keeper.has_begun(pod_request) and (waits := self._gangs.refusal(pod_request, uid)) is not None:
                 raise Refusal(waits)
-            chosen = place(self._assessments.of(applicant), args.node)
+            chosen = place(self._evaluation_cache.of(pod_request), args.node)
         if isinstance(chosen, str):
             raise Refusal(chosen)
         deadline = now + timedelta(seconds=self._timeout_s)
-        wanted = reservation(chosen, applicant, uid, args.pod_name, now=now, deadline=deadline)
+        wanted = reservation(chosen, pod_request, uid, args.pod_name, now=now, deadline=deadline)
         return msgspec.structs.replace(wanted, generation=ledger.next_generation(node, uid, now))
 
     async def _not_held_on(self, other: str, args: BindingArgs) -> None:
         """Make sure that a pod has no reservation on another node; BindError where it has."""
         try:
-            reserved = ledger.held((await self._book.read(other)).spec, PodUid(args.pod_uid))
+            reserved = ledger.held((await self._writer.read(other)).spec, PodUid(args.pod_uid))
         except NotFound:
             return
         if reserved is not None:
@@ -553,7 +558,7 @@ class Binder:
     async def _within_deadline(self, work: Awaitable[None], args: BindingArgs, reserved: Reservation) -> None:
         """Wait for some work no longer than a reservation lives."""
         try:
-            await in_time(work, self._poster.seconds_left(reserved), self._tools.sleep)
+            await wait_for(work, self._poster.seconds_left(reserved), self._tools.sleep)
         except TimeoutError as error:
             raise AbandonedError(
                 "PartitionTimeout",
@@ -564,7 +569,7 @@ class Binder:
     async def _prepared(self, args: BindingArgs, reserved: Reservation) -> None:
         """Wait until the agent reports this reservation's share ready."""
         while True:
-            node = self._watches.cluster.node(args.node)
+            node = self._informers.cluster.node(args.node)
             if node is None or ledger.held(node.spec, reserved.pod_uid) is None:
                 raise AbandonedError("ReservationGone", f"the reservation of {named(args)} on {args.node} is gone")
             for partition in node.status.partitions:
@@ -577,12 +582,12 @@ class Binder:
                             f"node {args.node} could not prepare {reserved.mode} for {named(args)}: "
                             f"{partition.message}",
                         )
-            await self._watches.stirred(args.node)
+            await self._informers.stirred(args.node)
 
     async def _give_back(self, args: BindingArgs, why: AbandonedError) -> None:
         """Release the reservation and tell the pod's owner; what fails here the janitor makes good."""
         try:
-            await self._book.release(args.node, PodUid(args.pod_uid))
+            await self._writer.release(args.node, PodUid(args.pod_uid))
         except KubeError as error:
             self._log.warning("release failed", pod=named(args), node=args.node, error=str(error))
         if why.reason != "PodGone":

@@ -15,10 +15,10 @@ from carpool_core.kube.pods import Pod
 from carpool_core.resources.node import GpuNode, GpuNodeSpec, Reservation
 from carpool_core.values import PodUid
 
-from carpool_extender.cache.cluster import may_hold_more
-from carpool_extender.informers import Watches
+from carpool_extender.cache.cluster import may_free_capacity
+from carpool_extender.informers import Informers
 from carpool_extender.reservations import ledger
-from carpool_extender.reservations.writer import Book, Refusal
+from carpool_extender.reservations.writer import Refusal, ReservationWriter
 from carpool_extender.workloads import gpus_asked
 
 GRACE_S = 10.0
@@ -77,20 +77,22 @@ class Restorer:
 
     Args:
         api: The Kubernetes API.
-        watches: What is known of the cluster.
-        book: Where reservations are written.
+        informers: What is known of the cluster.
+        writer: Where reservations are written.
         events: Where it is told that a reservation is lost for good.
         slots: Most tenants of one GPU.
     """
 
-    def __init__(self, api: KubeApi, watches: Watches, book: Book, events: EventRecorder, slots: int) -> None:
-        self._api, self._watches, self._book, self._events, self._slots = api, watches, book, events, slots
+    def __init__(
+        self, api: KubeApi, informers: Informers, writer: ReservationWriter, events: EventRecorder, slots: int
+    ) -> None:
+        self._api, self._informers, self._writer, self._events, self._slots = api, informers, writer, events, slots
         self._vanished: dict[PodUid, tuple[str, Reservation]] = {}
         self._told: set[PodUid] = set()
         self._unsure: set[PodUid] = set()
         self._log = structlog.get_logger()
-        watches.on_pod(self._pod_changed)
-        watches.on_node(self._node_changed)
+        informers.on_pod(self._pod_changed)
+        informers.on_node(self._node_changed)
 
     async def restore(self, open_: Container[PodUid], *, is_all: bool = True) -> None:
         """Look after bound pods that run without a reservation, but not those that are being bound.
@@ -100,8 +102,8 @@ class Restorer:
             is_all: Whether to look at every pod, not only at those of which something was heard, or that had none.
         """
         unsure, self._unsure = self._unsure, set()
-        known = (self._watches.pod(uid) for uid in unsure)
-        pods = list(self._watches.pods()) if is_all else [pod for pod in known if pod is not None]
+        known = (self._informers.pod(uid) for uid in unsure)
+        pods = list(self._informers.pods()) if is_all else [pod for pod in known if pod is not None]
         for begin in range(0, len(pods), AT_A_TIME):
             without = [pod for pod in pods[begin : begin + AT_A_TIME] if self._runs_without(pod)]
             self._unsure.update(PodUid(pod.metadata.uid) for pod in without)
@@ -110,7 +112,7 @@ class Restorer:
 
     async def restore_vanished(self, open_: Container[PodUid]) -> None:
         """Look after the pods whose reservations vanished only."""
-        pods = [self._watches.pod(uid) for uid in self._vanished]
+        pods = [self._informers.pod(uid) for uid in self._vanished]
         await self._look_at([pod for pod in pods if pod is not None], open_)
 
     async def _look_at(self, pods: list[Pod], open_: Container[PodUid]) -> None:
@@ -139,24 +141,24 @@ class Restorer:
                 self._unsure.add(reservation.pod_uid)
 
     def _forget_ended(self) -> None:
-        for uid in [uid for uid in (*self._vanished, *self._told) if not _runs(self._watches.pod(uid))]:
+        for uid in [uid for uid in (*self._vanished, *self._told) if not _runs(self._informers.pod(uid))]:
             self._vanished.pop(uid, None)
             self._told.discard(uid)
 
     def _runs_without(self, pod: Pod) -> bool:
         """Whether a bound pod runs without a reservation, and nobody was told of that."""
         uid, node = PodUid(pod.metadata.uid), pod.spec.node_name
-        return bool(node) and node not in self._watches.cluster.holders(uid) and uid not in self._told and _runs(pod)
+        return bool(node) and node not in self._informers.cluster.holders(uid) and uid not in self._told and _runs(pod)
 
     def _lacks_reservation(self, pod: Pod) -> bool:
         """Whether it does so on a node whose agent reports GPUs; others have to wait for that."""
-        node = self._watches.cluster.node(pod.spec.node_name) if self._runs_without(pod) else None
+        node = self._informers.cluster.node(pod.spec.node_name) if self._runs_without(pod) else None
         return node is not None and bool(node.status.devices) and bool(gpus_asked(pod))
 
     async def _restore(self, pod: Pod) -> None:
         """Write a pod's reservation again, if the server says too that the pod runs and has none."""
         uid, name = PodUid(pod.metadata.uid), pod.spec.node_name
-        if ledger.held((await self._book.read(name)).spec, uid) is not None or not await self._still_runs(pod):
+        if ledger.held((await self._writer.read(name)).spec, uid) is not None or not await self._still_runs(pod):
             return
         node, known = self._vanished.get(uid, ("", None))
         if known is None or node != name:
@@ -170,7 +172,7 @@ class Restorer:
             return spec
 
         try:
-            await self._book.change(name, decide)
+            await self._writer.change(name, decide)
         except Refusal as refusal:
             await self._tell(pod, f"the reservation that it had cannot be written again: {refusal}")
             return
@@ -219,7 +221,7 @@ AT_ONCE = 10
 """Most nodes about which the server is asked or told at once, so that it answers binds meanwhile."""
 
 
-async def few_at_once(work: Callable[[str, T], Awaitable[None]], items: Iterable[tuple[str, T]]) -> None:
+async def gather_bounded(work: Callable[[str, T], Awaitable[None]], items: Iterable[tuple[str, T]]) -> None:
     """Do something for each of some nodes; one that takes long keeps its place, and the others go on."""
     places = asyncio.Semaphore(AT_ONCE)
 
@@ -240,40 +242,40 @@ TOUCH_LATE_S = 600.0
 """After this time a Node need not be touched any more: kube-scheduler has retried every pod by itself (5 minutes)."""
 
 
-class Janitor:
+class ReservationGC:
     """Looks at a node when a pod of it ends or its capacity changes, and at all of them every few seconds."""
 
     def __init__(
         self,
         api: KubeApi,
-        watches: Watches,
-        book: Book,
+        informers: Informers,
+        writer: ReservationWriter,
         restorer: Restorer,
         *,
         clock: Clock,
         sleep: Callable[[float], Awaitable[Any]],
     ) -> None:
         self._restorer = restorer
-        self._api, self._watches, self._book, self._clock, self._sleep = api, watches, book, clock, sleep
+        self._api, self._informers, self._writer, self._clock, self._sleep = api, informers, writer, clock, sleep
         self._open: Container[PodUid] = ()
         self._restoring = asyncio.Lock()
         self._stirred = asyncio.Event()
         self._due: set[str] = set()
         self._touched: dict[str, str] = {}
         self._grown: set[str] = set()
-        self._hindered: set[str] = set()
+        self._unavailable: set[str] = set()
         self._unreadable: set[PodUid] = set()
         self._certain: dict[str, GpuNodeSpec] = {}
         self._late: set[str] = set()
         self._sweeps = 0
         self._log = structlog.get_logger()
-        watches.on_pod(self._pod_changed)
-        watches.on_node(self._node_changed)
+        informers.on_pod(self._pod_changed)
+        informers.on_node(self._node_changed)
 
     @property
     def remembered(self) -> set[str]:
         """Names of the nodes of which something is kept in mind."""
-        return {*self._touched, *self._grown, *self._hindered, *self._certain, *self._late}
+        return {*self._touched, *self._grown, *self._unavailable, *self._certain, *self._late}
 
     def leave_alone(self, pods: Container[PodUid]) -> None:
         """Name the pods that are being bound at present, whose reservations are not to be judged."""
@@ -281,7 +283,7 @@ class Janitor:
 
     def remind(self, name: str) -> None:
         """Have kube-scheduler try those that wait, because of what a node has room for."""
-        if self._watches.cluster.node(name) is None:
+        if self._informers.cluster.node(name) is None:
             return
         self._grown.add(name)
         self._due.add(name)
@@ -289,7 +291,7 @@ class Janitor:
 
     async def run(self) -> None:
         """Look after nodes for ever, once all watches have listed."""
-        await self._watches.wait_synced()
+        await self._informers.wait_synced()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._sweep_for_ever())
             group.create_task(self._answer_for_ever())
@@ -316,10 +318,10 @@ class Janitor:
         async with self._restoring:
             await self._restorer.restore(self._open, is_all=is_all)
         # Time alone may have made room: a GPU whose rest is over, an agent that is back.
-        hindered = self._watches.cluster.hindered_nodes()
-        nodes = self._watches.cluster.nodes.keys()
-        self._grown |= (self._hindered - hindered) & nodes
-        self._hindered = hindered
+        unavailable = self._informers.cluster.unavailable_nodes()
+        nodes = self._informers.cluster.nodes.keys()
+        self._grown |= (self._unavailable - unavailable) & nodes
+        self._unavailable = unavailable
         if is_all:
             self._late |= nodes
             self._forget((self._touched.keys() | self._certain.keys()) - nodes)
@@ -331,7 +333,7 @@ class Janitor:
 
     async def _all_over(self, *, is_all: bool) -> AsyncIterator[tuple[str, list[Reservation]]]:
         """Go through all nodes, or those of which not everything was certain; requests come before."""
-        names = list(self._watches.cluster.nodes)
+        names = list(self._informers.cluster.nodes)
         for begin in range(0, len(names), GLANCES):
             some = [name for name in names[begin : begin + GLANCES] if is_all or self._is_open(name)]
             for first in range(0, len(some), JANITOR_AT_A_TIME):
@@ -342,7 +344,7 @@ class Janitor:
 
     def _is_open(self, name: str) -> bool:
         """Whether not all reservations of a node were certain when it was last looked at, or it has changed since."""
-        node = self._watches.cluster.node(name)
+        node = self._informers.cluster.node(name)
         return node is not None and self._certain.get(name) is not node.spec
 
     def _forget(self, names: Iterable[str]) -> None:
@@ -351,7 +353,7 @@ class Janitor:
             self._touched.pop(name, None)
             self._certain.pop(name, None)
             self._grown.discard(name)
-        self._unreadable = {uid for uid in self._unreadable if self._watches.cluster.holders(uid)}
+        self._unreadable = {uid for uid in self._unreadable if self._informers.cluster.holders(uid)}
 
     async def _look_at(self, names: Collection[str]) -> None:
         await self._release(self._over(names))
@@ -363,10 +365,10 @@ class Janitor:
         """Return what is needed no longer on some nodes, as far as is known here, node by node."""
         due = []
         for name in names:
-            node = self._watches.cluster.node(name)
+            node = self._informers.cluster.node(name)
             if node is None:
                 continue
-            pod = self._watches.pod
+            pod = self._informers.pod
             uncertain = [one for one in node.spec.reservations if not is_certain(one, name, pod(one.pod_uid))]
             if not uncertain:
                 self._certain[name] = node.spec  # until that is another, or a pod of it changes
@@ -377,7 +379,7 @@ class Janitor:
         return due
 
     async def _release(self, due: Iterable[tuple[str, list[Reservation]]]) -> None:
-        await few_at_once(self._judge_all, due)
+        await gather_bounded(self._judge_all, due)
 
     async def _judge_all(self, name: str, reservations: list[Reservation]) -> None:
         """Judge what stands on a node before anything is released, so that all of it is written at once."""
@@ -393,7 +395,7 @@ class Janitor:
         """
         found = []
         for name in names:
-            node = self._watches.cluster.node(name)
+            node = self._informers.cluster.node(name)
             if node is None or self._is_touched(name, node):
                 self._late.discard(name)
             else:
@@ -404,7 +406,7 @@ class Janitor:
         return name not in self._grown and self._touched.get(name, "") == _freed(node)
 
     async def _touch(self, nodes: Iterable[tuple[str, GpuNode]]) -> None:
-        await few_at_once(self._touch_one, nodes)
+        await gather_bounded(self._touch_one, nodes)
 
     async def _judge(self, name: str, reservation: Reservation) -> str | None:
         """Say why a reservation is needed no longer if the server confirms it."""
@@ -416,17 +418,17 @@ class Janitor:
 
     def _ended(self, name: str, reservation: Reservation) -> str | None:
         """What the cache says."""
-        return ended(reservation, name, self._watches.pod(reservation.pod_uid), self._clock.now())
+        return ended(reservation, name, self._informers.pod(reservation.pod_uid), self._clock.now())
 
     async def _give_back(self, name: str, reservation: Reservation, why: str) -> None:
         # Others of the node were asked about meanwhile: it may have been bound in that time, or released.
-        node = self._watches.cluster.node(name)
+        node = self._informers.cluster.node(name)
         pod_uid = reservation.pod_uid
         held = None if node is None else ledger.held(node.spec, pod_uid)
         if held is None or pod_uid in self._open or self._ended(name, held) is None:
             return
         try:
-            await self._book.release(name, pod_uid)
+            await self._writer.release(name, pod_uid)
         except KubeError as error:
             self._tell_failure(name, reservation, error)
             return
@@ -476,7 +478,7 @@ class Janitor:
 
     def _pod_changed(self, old: Pod | None, new: Pod | None) -> None:
         for pod in (old, new):
-            holders = [] if pod is None else self._watches.cluster.holders(PodUid(pod.metadata.uid))
+            holders = [] if pod is None else self._informers.cluster.holders(PodUid(pod.metadata.uid))
             for name in holders:
                 self._certain.pop(name, None)
             if holders and pod is not None and (pod.is_finished or new is None):
@@ -488,7 +490,7 @@ class Janitor:
             self._forget([] if old is None else [old.metadata.name])
             return
         name = new.metadata.name
-        if may_hold_more(old, new):
+        if may_free_capacity(old, new):
             self._grown.add(name)
         if not self._is_touched(name, new):
             self._late.add(name)  # until it is, however often that fails

@@ -16,8 +16,8 @@ from carpool_predictor.calibration.recalling import AGREEMENT, RAISED
 
 from carpool_extender.cache.health import SILENCE_S
 from carpool_extender.cache.usage import peak_mib
-from carpool_extender.informers import Watches
-from carpool_extender.reservations.writer import Book
+from carpool_extender.informers import Informers
+from carpool_extender.reservations.writer import ReservationWriter
 
 STILL = 1.01
 """A peak that has risen by less than this factor has stood still; less than that the agents do not tell."""
@@ -27,7 +27,7 @@ LEAST_BUSY_PERCENT = 1.0
 """GPU utilization below which a tenant does not work: it loads, or waits, and will take its memory later."""
 
 
-class Still(NamedTuple):
+class StablePeak(NamedTuple):
     """Peaks that have stood still for some time."""
 
     peaks: tuple[int, ...]
@@ -60,8 +60,8 @@ def margins(steady_s: float = STEADY_S) -> tuple[tuple[float, float], ...]:
     return (SEEN_S, RAISED), (steady_s, LEAST_MARGIN)
 
 
-def settle(
-    spec: GpuNodeSpec, tenants: Mapping[tuple[PodUid, GpuUuid], Tenant], pods: Mapping[PodUid, Still]
+def use_measured_peak(
+    spec: GpuNodeSpec, tenants: Mapping[tuple[PodUid, GpuUuid], Tenant], pods: Mapping[PodUid, StablePeak]
 ) -> GpuNodeSpec:
     """Let reservations count with so many times what their pods were measured to take.
 
@@ -82,7 +82,9 @@ def settle(
     return msgspec.structs.replace(spec, reservations=after)
 
 
-def _settled(one: Reservation, tenants: Mapping[tuple[PodUid, GpuUuid], Tenant], still: Still | None) -> Reservation:
+def _settled(
+    one: Reservation, tenants: Mapping[tuple[PodUid, GpuUuid], Tenant], still: StablePeak | None
+) -> Reservation:
     counted_mib = one.tenant.counted_mib(0)
     taken_mib = max(peak_mib(tenants.get((one.pod_uid, gpu))) for gpu in one.gpu_uuids)
     if one.tenant.provisional and counted_mib is not None and taken_mib > counted_mib:
@@ -117,7 +119,7 @@ def _stood(now: tuple[int, ...] | None, was: tuple[int, ...]) -> bool:
     )
 
 
-class Stillness:
+class PeakTracker:
     """Remembers since when peaks have stood still: of tenants that work, on nodes whose agents are heard.
 
     Time counts from when this process saw it. A restart loses no more than that, because what was found is written.
@@ -131,7 +133,7 @@ class Stillness:
         self._seen: dict[str, dict[PodUid, _Seen]] = {}
         self._heard: dict[str, tuple[str | None, float]] = {}
 
-    def look(self, node: GpuNode) -> dict[PodUid, Still]:
+    def look(self, node: GpuNode) -> dict[PodUid, StablePeak]:
         """Take in what a node tells; return the pods whose peaks have stood still for long enough."""
         name, now_s = node.metadata.name, self._clock.monotonic()
         tenants = by_place(node)
@@ -150,7 +152,7 @@ class Stillness:
         seen = {one.pod_uid: _seen(one, tenants, known.get(one.pod_uid), now_s) for one in waiting}
         self._seen[name] = seen
         return {
-            pod: Still(found.peaks, by)
+            pod: StablePeak(found.peaks, by)
             for pod, found in seen.items()
             for after_s, by in margins()
             if found.still_s >= after_s
@@ -192,23 +194,23 @@ AT_ONCE = 16
 """Nodes that are written at the same time: enough that a few slow ones hold up no others."""
 
 
-class Settler:
+class PeakUpdater:
     """Looks at a node whenever its agent has told something, which it does twice a minute.
 
     Args:
-        watches: What is known of the cluster.
-        book: Where reservations are written.
+        informers: What is known of the cluster.
+        writer: Where reservations are written.
         stillness: Since when peaks have stood still.
     """
 
-    def __init__(self, watches: Watches, book: Book, stillness: Stillness) -> None:
-        self._watches, self._book, self._stillness = watches, book, stillness
-        self._due: dict[str, Mapping[PodUid, Still]] = {}
+    def __init__(self, informers: Informers, writer: ReservationWriter, stillness: PeakTracker) -> None:
+        self._informers, self._writer, self._stillness = informers, writer, stillness
+        self._due: dict[str, Mapping[PodUid, StablePeak]] = {}
         self._busy: set[str] = set()
         self._turns = asyncio.Semaphore(AT_ONCE)
         self._stirred = asyncio.Event()
         self._log = structlog.get_logger()
-        watches.on_node(self._node_changed)
+        informers.on_node(self._node_changed)
 
     async def run(self) -> None:
         """Write for ever. What could not be written is due again with the node's next word."""
@@ -227,7 +229,7 @@ class Settler:
         if new is None:
             return
         pods = self._stillness.look(new)
-        if settle(new.spec, by_place(new), pods) is not new.spec:
+        if use_measured_peak(new.spec, by_place(new), pods) is not new.spec:
             self._due[new.metadata.name] = pods
             self._stirred.set()
         else:
@@ -241,15 +243,15 @@ class Settler:
         if name in self._due:
             self._stirred.set()  # told while it was being written
 
-    async def _write(self, name: str, pods: Mapping[PodUid, Still]) -> None:
+    async def _write(self, name: str, pods: Mapping[PodUid, StablePeak]) -> None:
         def decide(node: GpuNode) -> GpuNodeSpec:
-            return settle(node.spec, by_place(node), pods)
+            return use_measured_peak(node.spec, by_place(node), pods)
 
-        known = self._watches.cluster.node(name)
+        known = self._informers.cluster.node(name)
         if known is None or decide(known) is known.spec:
             return  # written meanwhile, or it would count with no less
         try:
-            await self._book.change(name, decide, frees=bool(pods))
+            await self._writer.change(name, decide, frees=bool(pods))
         except KubeError as error:
             self._log.warning("measured peaks not written", node=name, error=str(error))
             return

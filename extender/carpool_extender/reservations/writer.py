@@ -14,7 +14,7 @@ from carpool_core.kube.errors import PATCH_DOES_NOT_APPLY, Conflict, Invalid, Ku
 from carpool_core.resources.node import GpuNode, GpuNodeSpec
 from carpool_core.values import PodUid
 
-from carpool_extender.informers import Watches
+from carpool_extender.informers import Informers
 from carpool_extender.reservations import ledger
 
 UNTRACKED: Mapping[str, Any] = {"op": "add", "path": "/metadata/managedFields", "value": [{}]}
@@ -30,24 +30,24 @@ class Untracker:
 
     Args:
         api: The Kubernetes API.
-        watches: What is known of the cluster.
+        informers: What is known of the cluster.
     """
 
-    def __init__(self, api: KubeApi, watches: Watches) -> None:
-        self._api, self._watches = api, watches
+    def __init__(self, api: KubeApi, informers: Informers) -> None:
+        self._api, self._informers = api, informers
         self._asked: set[str] = set()
         self._log = structlog.get_logger()
 
     async def run(self) -> None:
         """Look for ever. A server that was too busy is asked again with the node's next sign of life."""
         while True:
-            await self._watches.heard_of_tracked.wait()
-            self._watches.heard_of_tracked.clear()
+            await self._informers.heard_of_tracked.wait()
+            self._informers.heard_of_tracked.clear()
             await self.sweep()
 
     async def sweep(self) -> None:
         """Ask for it once for each GpuNode, a few at a time."""
-        tracked = dict(self._watches.tracked)
+        tracked = dict(self._informers.tracked)
         self._asked &= {*tracked.values()}
         due = [(name, uid) for name, uid in tracked.items() if uid not in self._asked]
         for begin in range(0, len(due), AT_ONCE):
@@ -96,12 +96,12 @@ class _Change:
             self.outcome.set_exception(error)
 
 
-class Book:
+class ReservationWriter:
     """The ledgers of all nodes. What comes while a node is being written, or soon after, is written together.
 
     Args:
         api: Where GpuNodes are written.
-        watches: What is known of them.
+        informers: What is known of them.
         clock: Tells when capacity was freed.
         sleep: Waits between tries, and while changes are gathered.
         gather_s: Seconds from one write of a node to the next.
@@ -110,12 +110,12 @@ class Book:
     def __init__(
         self,
         api: KubeApi,
-        watches: Watches,
+        informers: Informers,
         clock: Clock,
         sleep: Callable[[float], Awaitable[Any]],
         gather_s: float = GATHER_S,
     ) -> None:
-        self._api, self._watches, self._clock, self._sleep = api, watches, clock, sleep
+        self._api, self._informers, self._clock, self._sleep = api, informers, clock, sleep
         self._gather_s = gather_s
         self._waiting: dict[str, list[_Change]] = {}
         self._writers: dict[str, asyncio.Task[None]] = {}
@@ -124,8 +124,8 @@ class Book:
     async def read(self, name: str) -> GpuNode:
         """Read a GpuNode from the server. Raises KubeError."""
         node = await self._api.get(GPU_NODES, name, GpuNode)
-        self._watches.take(node)
-        return self._watches.cluster.node(name) or node
+        self._informers.take(node)
+        return self._informers.cluster.node(name) or node
 
     async def change(self, name: str, decide: Callable[[GpuNode], GpuNodeSpec], *, frees: bool = False) -> GpuNode:
         """Apply a decision to the newest state of a node.
@@ -165,7 +165,7 @@ class Book:
             del self._writers[name]
 
     async def _settle(self, name: str, batch: list[_Change]) -> None:
-        cached = self._watches.cluster.node(name)
+        cached = self._informers.cluster.node(name)
         failure: KubeError | None = None
         for attempt in range(ATTEMPTS):
             try:
@@ -233,7 +233,7 @@ class Book:
             written = msgspec.convert(answer, GpuNode)
         except msgspec.ValidationError as error:
             raise Invalid(f"GpuNode {name} makes no sense since it was written: {error}") from error
-        self._watches.take(written)
+        self._informers.take(written)
         return written
 
     async def _write_unless_changed(self, node: GpuNode, reservations: list[Any]) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from statistics import fmean, stdev
 
 from carpool_core.values import SharingMode
 
-from carpool_extender.framework.admission_limits import Conditions, Quantile
-from carpool_extender.framework.filters import NO_CONDITIONS
+from carpool_extender.framework.admission_limits import AdmissionLimits, Quantile
+from carpool_extender.framework.filters import NO_LIMITS
 from carpool_extender.framework.scores import POLICIES, UnknownPolicyError, find_policy
 from carpool_extender.queue.order import QueueOrder
 from carpool_extender.simulation.engine.loop import Simulation
@@ -131,7 +131,9 @@ def ours(mode: SharingMode) -> list[Strategy]:
         replace(base, name="Carpool, fewest watts", policy="energy"),
         replace(base, name=ARRIVAL, order=QueueOrder.ARRIVAL),
         replace(base, name=LONGEST_FIRST, order=QueueOrder.LONGEST_FIRST),
-        replace(base, name="Carpool, limits by the upper quantile", conditions=Conditions(quantile=Quantile.UPPER)),
+        replace(
+            base, name="Carpool, limits by the upper quantile", conditions=AdmissionLimits(quantile=Quantile.UPPER)
+        ),
         replace(base, name="Carpool, nothing measured", measure=False, settles=False),
         replace(base, name="Carpool, nothing learned", learns=False, settles=False),
         replace(base, name=UNCOUNTED, settles=False),
@@ -197,7 +199,7 @@ def shipped(experiment: Experiment) -> Strategy:
     return next(one for one in strategies_of(experiment) if one.name == DEFAULT)
 
 
-def named(policies: str, base: Strategy, conditions: Conditions = NO_CONDITIONS) -> list[Strategy]:
+def named(policies: str, base: Strategy, conditions: AdmissionLimits = NO_LIMITS) -> list[Strategy]:
     """Strategies for policies by name that differ in nothing else; `all` takes the table.
 
     Args:

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from carpool_extender.framework.admission_limits import Conditions
+from carpool_extender.framework.admission_limits import AdmissionLimits
 from carpool_extender.framework.diagnosis import counted
-from carpool_extender.framework.filters import NO_CONDITIONS
+from carpool_extender.framework.filters import NO_LIMITS
 from carpool_extender.queue.order import QueueOrder
 from carpool_extender.simulation import progress
 from carpool_extender.simulation.contest import (
@@ -44,7 +44,7 @@ class Runs:
 
     policies: str
     """`PUBLISHED`, or what `named` takes."""
-    conditions: Conditions
+    conditions: AdmissionLimits
     seeds: int | None
     """None: as many as the experiment needs."""
     out: Path
@@ -77,7 +77,7 @@ class Trial:
         policies, conditions, order = self.runs.policies, self.runs.conditions, self.runs.order
         if policies != PUBLISHED:
             return named(policies, replace(shipped(self.experiment), order=order), conditions)
-        if conditions != NO_CONDITIONS:
+        if conditions != NO_LIMITS:
             raise WorkloadError(
                 "expected preconditions beside --policies all, or names; found them beside the published strategies, "
                 f"which have their own: {conditions}"
@@ -196,7 +196,7 @@ def _in_common(trial: Trial) -> tuple[str, ...]:
         return ()
     base = shipped(trial.experiment)
     told = f"Each policy is told what Carpool knows, and every job accepts a slowdown of {base.max_slowdown:g}."
-    return (told, *([f"Preconditions: {runs.conditions}."] if runs.conditions != NO_CONDITIONS else []))
+    return (told, *([f"Preconditions: {runs.conditions}."] if runs.conditions != NO_LIMITS else []))
 
 
 def _besides(trial: Trial, workload: Workload, first: Line) -> list[str]:
@@ -246,9 +246,9 @@ def _draw(trial: Trial, jobs: int, lines: list[Line], warn: Callable[[str], None
         runs.console.print(f"no chart of who ran where: {why}")
 
 
-def _nothing_placed(name: str, jobs: int, conditions: Conditions) -> str:
-    asked = f" that meets the preconditions ({conditions})" if conditions != NO_CONDITIONS else " that could hold one"
-    todo = "ask for less" if conditions != NO_CONDITIONS else "name a larger cluster"
+def _nothing_placed(name: str, jobs: int, conditions: AdmissionLimits) -> str:
+    asked = f" that meets the preconditions ({conditions})" if conditions != NO_LIMITS else " that could hold one"
+    todo = "ask for less" if conditions != NO_LIMITS else "name a larger cluster"
     return (
         f"{name}: expected a GPU for at least one of {counted(jobs, 'job')}, found none{asked} under any strategy, so "
         f"that its figures mean nothing; {todo}"

@@ -17,9 +17,9 @@ from carpool_extender.cache.health import SILENCE_S
 from carpool_extender.config import AskSettings
 from carpool_extender.explain.commands import Forecast, forecast
 from carpool_extender.explain.enquiry import Asker, asked, explained
-from carpool_extender.framework.admission_limits import Conditions
+from carpool_extender.framework.admission_limits import AdmissionLimits
 from carpool_extender.framework.diagnosis import broken
-from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.scores import find_policy
 from carpool_extender.testing import T4, device, gpu_node, seed_job, seed_node, tenant
 from carpool_extender.workloads import JobOptions
@@ -61,7 +61,7 @@ async def test_what_if_names_the_place_and_creates_nothing():
 
 
 async def test_the_sites_preconditions_hold():
-    kube, rules = FakeKube(), Rules(find_policy("least-slowdown"), 8, Conditions(most_jobs=1))
+    kube, rules = FakeKube(), SchedulerConfig(find_policy("least-slowdown"), 8, AdmissionLimits(most_jobs=1))
     seed_node(kube, gpu_node("a", 1, [tenant("y", ["GPU-a-0"])]))
     told = (await asked(kube, job_of(), rules, predicted, ASKER)).lines
     assert told[1] == "would have to wait now: 1 GPU: 1 tenant, the policy allows 1"

@@ -8,24 +8,24 @@ from carpool_core.values import DeviceHealth, RequestedMode, SharingMode, Tenanc
 from carpool_extender.explain.changes import needed
 from carpool_extender.explain.enquiry import asked, explained
 from carpool_extender.explain.paperwork import Case
-from carpool_extender.framework.admission_limits import Conditions, Quantile
-from carpool_extender.framework.evaluation_cache import Assessment
-from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.admission_limits import AdmissionLimits, Quantile
+from carpool_extender.framework.evaluation_cache import CachedEvaluation
+from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.scores import find_policy
-from carpool_extender.testing import T4, applicant, cluster, device, gpu_node, prediction, seed_job, seed_node, tenant
+from carpool_extender.testing import T4, cluster, device, gpu_node, pod_request, prediction, seed_job, seed_node, tenant
 
 MPS, TURNS, ALONE = SharingMode.MPS, SharingMode.TIME_SLICING, SharingMode.EXCLUSIVE
 GPU, OTHER = "GPU-a-0", "GPU-a-1"
 BUSY = {"prediction": prediction(util=100, sm=0.9)}
-UPPER = Rules(find_policy("least-slowdown"), 8, Conditions(quantile=Quantile.UPPER))
+UPPER = SchedulerConfig(find_policy("least-slowdown"), 8, AdmissionLimits(quantile=Quantile.UPPER))
 PREFIX = "it would have a place "
 ONCE = "once GPU 0 of a is free (default/y is there)"
 
 
 def of(nodes, rules=RULES, **wants):
     """What is told of a job of one worker where every node is offered."""
-    view = cluster(*nodes).view()
-    return needed(Case(applicant(**wants), rules, view, view.columns.alive, {}))
+    snapshot = cluster(*nodes).snapshot()
+    return needed(Case(pod_request(**wants), rules, snapshot, snapshot.columns.alive, {}))
 
 
 def one_gpu(**has):
@@ -166,27 +166,28 @@ def test_what_would_do_is_told_with_its_numbers(nodes, wants, said):
 def test_what_is_told_of_a_limit_is_enough_and_less_is_not():
     """The numbers are the least that do, to as many digits as are told."""
     (node,) = one_gpu(**BUSY, max_slowdown=3)
-    view = cluster(node).view()
+    snapshot = cluster(node).snapshot()
     for limit, fits in ((1.9, True), (1.89, False)):
-        assert Assessment(applicant(**BUSY, max_slowdown=limit), RULES, view).verdict.ok.any() == fits
+        assert CachedEvaluation(pod_request(**BUSY, max_slowdown=limit), RULES, snapshot).evaluation.ok.any() == fits
     (full,) = one_gpu(memory_limit_mib=40000)
     for limit, fits in ((960, True), (961, False)):
-        verdict = Assessment(applicant(memory_limit_mib=limit), RULES, cluster(full).view()).verdict
-        assert verdict.ok.any() == fits
+        evaluation = CachedEvaluation(pod_request(memory_limit_mib=limit), RULES, cluster(full).snapshot()).evaluation
+        assert evaluation.ok.any() == fits
 
 
 def test_where_the_upper_quantile_counts_so_it_does_on_paper():
     (told,) = of(one_gpu(**BUSY, max_slowdown=9), UPPER, **BUSY, max_slowdown=1.1)
     limit = float(told.removeprefix(f"{PREFIX}if it accepted ").partition(" ")[0])
-    view = cluster(*one_gpu(**BUSY, max_slowdown=9)).view()
+    snapshot = cluster(*one_gpu(**BUSY, max_slowdown=9)).snapshot()
     fits = [
-        Assessment(applicant(**BUSY, max_slowdown=one), UPPER, view).verdict.ok.any() for one in (limit, limit - 0.01)
+        CachedEvaluation(pod_request(**BUSY, max_slowdown=one), UPPER, snapshot).evaluation.ok.any()
+        for one in (limit, limit - 0.01)
     ]
     assert (limit > 1.9, fits) == (True, [True, False])
 
 
 def test_what_the_site_asks_besides_can_be_what_keeps_it_out():
-    rules = Rules(find_policy("least-slowdown"), 8, Conditions(least_free_mib=10**6))
+    rules = SchedulerConfig(find_policy("least-slowdown"), 8, AdmissionLimits(least_free_mib=10**6))
     asked_for = "without the preconditions (free memory ≥ 1,000,000 MiB)"
     assert of([gpu_node("a", 1)], rules) == [PREFIX + asked_for]
 
@@ -202,8 +203,8 @@ def test_where_nothing_does_it_is_told_what_was_tried():
 
 def test_the_job_itself_is_not_waited_for():
     """Regression: a worker without a place was told to wait until the other one's GPU is free."""
-    view = cluster(gpu_node("a", 1, [tenant("new", [GPU], ALONE)])).view()
-    told = needed(Case(applicant(), RULES, view, view.columns.alive, {}))
+    snapshot = cluster(gpu_node("a", 1, [tenant("new", [GPU], ALONE)])).snapshot()
+    told = needed(Case(pod_request(), RULES, snapshot, snapshot.columns.alive, {}))
     assert not any("once" in line for line in told)
 
 
@@ -227,10 +228,12 @@ async def test_explain_tells_it_of_a_job_that_waits_and_what_if_of_one_that_coul
 
 
 def test_trying_changes_nothing_of_what_decisions_are_made_on():
-    view = cluster(*one_gpu(**BUSY, max_slowdown=1.1)).view()
-    before = {name: np.copy(getattr(view.columns, name)) for name in ("count", "max_slowdown", "free_mib", "patience")}
-    wants = applicant(**BUSY)
-    needed(Case(wants, RULES, view, view.columns.alive, {}))
-    assert all((getattr(view.columns, name) == was).all() for name, was in before.items())
-    assert wants.demand == applicant(**BUSY).demand
-    assert not Assessment(wants, RULES, view).verdict.ok.any()
+    snapshot = cluster(*one_gpu(**BUSY, max_slowdown=1.1)).snapshot()
+    before = {
+        name: np.copy(getattr(snapshot.columns, name)) for name in ("count", "max_slowdown", "free_mib", "patience")
+    }
+    wants = pod_request(**BUSY)
+    needed(Case(wants, RULES, snapshot, snapshot.columns.alive, {}))
+    assert all((getattr(snapshot.columns, name) == was).all() for name, was in before.items())
+    assert wants.demand == pod_request(**BUSY).demand
+    assert not CachedEvaluation(wants, RULES, snapshot).evaluation.ok.any()

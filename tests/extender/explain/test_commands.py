@@ -100,7 +100,7 @@ def test_who_may_not_read_gpu_nodes_is_told_what_right_is_missing(command, tmp_p
         result = CliRunner().invoke(*asked_for)
     assert result.exit_code == 2
     assert result.output.startswith("Error: you may not list gpunodes; whoever asks has to read jobs and GpuNodes")
-    assert "ClusterRole carpool-view by a ClusterRoleBinding" in result.output
+    assert "ClusterRole carpool-snapshot by a ClusterRoleBinding" in result.output
 
 
 def test_without_a_cluster_there_is_a_sentence_and_no_traceback(tmp_path):

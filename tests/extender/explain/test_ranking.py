@@ -7,11 +7,11 @@ from carpool_core.testing.kube import FakeKube
 from carpool_core.values import SharingMode
 from carpool_extender.explain.enquiry import asked
 from carpool_extender.explain.ranking import MOST_TOLD, ranked, ranking
-from carpool_extender.framework.evaluation_cache import Assessment
-from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.evaluation_cache import CachedEvaluation
+from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.scores import POLICIES, Policy, Score, find_policy
 from carpool_extender.framework.selection import best_place
-from carpool_extender.testing import applicant, cluster, device, gpu_node, prediction, seed_node, tenant
+from carpool_extender.testing import cluster, device, gpu_node, pod_request, prediction, seed_node, tenant
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,16 +21,16 @@ LINKED = [device(i, "a", nvlink_peers=[f"GPU-a-{1 - i}"]) for i in range(2)]
 
 
 def assessment_of(known, policy="least-slowdown", **wants):
-    return Assessment(applicant(**wants), Rules(find_policy(policy), slots=8), known.view())
+    return CachedEvaluation(pod_request(**wants), SchedulerConfig(find_policy(policy), slots=8), known.snapshot())
 
 
-def everywhere(assessment):
-    return assessment.verdict.view.columns.alive
+def everywhere(cached_evaluation):
+    return cached_evaluation.evaluation.snapshot.columns.alive
 
 
 def told(known, policy="least-slowdown", **wants):
-    assessment = assessment_of(known, policy, **wants)
-    return ranked(assessment, everywhere(assessment))
+    cached_evaluation = assessment_of(known, policy, **wants)
+    return ranked(cached_evaluation, everywhere(cached_evaluation))
 
 
 def held(name, node, mib, gpu=0):
@@ -136,9 +136,9 @@ def test_nothing_is_ranked_where_nothing_fits():
 
 
 def test_gpus_that_are_not_in_question_are_left_out():
-    assessment = assessment_of(cluster(*USED), "most-available-memory")
-    among = everywhere(assessment) & (np.arange(len(everywhere(assessment))) != 2)
-    assert ranked(assessment, among)[1].startswith("  1. GPU 0 of m")
+    cached_evaluation = assessment_of(cluster(*USED), "most-available-memory")
+    among = everywhere(cached_evaluation) & (np.arange(len(everywhere(cached_evaluation))) != 2)
+    assert ranked(cached_evaluation, among)[1].startswith("  1. GPU 0 of m")
 
 
 @pytest.mark.parametrize(
@@ -168,22 +168,22 @@ def test_where_a_node_comes_with_the_dearer_of_its_gpus(costs, lines):
     """Each node comes with the readiest of its own ties; among the nodes' choices ties are looked for once more."""
     known = cluster(gpu_node("n", 2, [held("x", "n", 8000, 1)]), gpu_node("m", 1, [held("y", "m", 9000)]))
     odd = Policy(
-        "odd", "as told", lambda verdict, rows: np.array([costs[u] for u in verdict.view.columns.uuid[rows]]),
+        "odd", "as told", lambda evaluation, rows: np.array([costs[u] for u in evaluation.snapshot.columns.uuid[rows]]),
         Score("{:.2f}".format, "lost"), tolerance=0.02,
     )  # fmt: skip
-    assessment = Assessment(applicant(), Rules(odd, slots=8), known.view())
-    assert ranked(assessment, everywhere(assessment))[1:] == lines
+    cached_evaluation = CachedEvaluation(pod_request(), SchedulerConfig(odd, slots=8), known.snapshot())
+    assert ranked(cached_evaluation, everywhere(cached_evaluation))[1:] == lines
 
 
 def test_a_gpu_that_its_node_did_not_come_with_can_have_won_no_tie():
     known = cluster(gpu_node("n", 2, [held("x", "n", 8000, 1)]), gpu_node("m", [device(0, "m", memory_mib=81920)]))
     costs = {"GPU-n-0": 0.01, "GPU-n-1": 0.03, "GPU-m-0": 0.0}
     odd = Policy(
-        "odd", "as told", lambda verdict, rows: np.array([costs[u] for u in verdict.view.columns.uuid[rows]]),
+        "odd", "as told", lambda evaluation, rows: np.array([costs[u] for u in evaluation.snapshot.columns.uuid[rows]]),
         Score("{:.2f}".format, "lost"), tolerance=0.02,
     )  # fmt: skip
-    assessment = Assessment(applicant(), Rules(odd, slots=8), known.view())
-    assert ranked(assessment, everywhere(assessment))[1:3] == [
+    cached_evaluation = CachedEvaluation(pod_request(), SchedulerConfig(odd, slots=8), known.snapshot())
+    assert ranked(cached_evaluation, everywhere(cached_evaluation))[1:3] == [
         "  1. GPU 0 of m: 0.00 lost",
         "  2. GPU 0 of n: 0.01 lost; a tie, but its node came with another GPU",
     ]
@@ -210,19 +210,19 @@ def test_the_first_is_what_the_extender_takes_and_the_others_follow_by_their_sco
         )
         for n, row in enumerate(layout)
     ]
-    assessment = assessment_of(cluster(*nodes), policy, gpus=wanted, prediction=busy, max_slowdown=9)
-    found, taken = ranking(assessment, everywhere(assessment)), best_place(assessment, tells=False)
-    lines = ranked(assessment, everywhere(assessment))
+    cached_evaluation = assessment_of(cluster(*nodes), policy, gpus=wanted, prediction=busy, max_slowdown=9)
+    found, taken = ranking(cached_evaluation, everywhere(cached_evaluation)), best_place(cached_evaluation, tells=False)
+    lines = ranked(cached_evaluation, everywhere(cached_evaluation))
     assert (taken is None) == (not found) == (not lines)
     if taken is None:
         return
-    columns = assessment.verdict.view.columns
+    columns = cached_evaluation.evaluation.snapshot.columns
     assert [columns.uuid[row] for row in found[0].rows] == taken[1].gpu_uuids
     behind = [one.cost for one in found[1:] if not one.is_tied and one.is_linked]
     assert behind == sorted(behind)
     assert len({one.rows for one in found}) == len(found)
     if wanted == 1:
-        assert len(found) == int(assessment.verdict.ok.sum())
+        assert len(found) == int(cached_evaluation.evaluation.ok.sum())
     assert sum(line.startswith("  1. ") for line in lines) == 1
     assert "a tie" not in lines[1]
 

@@ -13,8 +13,8 @@ from carpool_core.testing.kube import FakeKube
 from carpool_core.values import JobUid, SharingMode
 from carpool_extender.cache.usage import SETTLED_S
 from carpool_extender.explain.enquiry import Asker, NoSuchJobError, asked, explained
-from carpool_extender.framework.admission_limits import Conditions
-from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.admission_limits import AdmissionLimits
+from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.scores import find_policy
 from carpool_extender.testing import T4, device, gpu_node, prediction, seed_job, seed_node, tenant
 from carpool_extender.workloads import JobOptions
@@ -174,7 +174,7 @@ async def test_of_a_placed_job_it_is_told_where_another_policy_would_put_it_now(
     """Regression: with another policy explain still told the place as it was written down, and nothing else."""
     kube = FakeKube()
     placed(kube)
-    told = (await explained(kube, "x", "default", Rules(find_policy(policy), 8), ASKER)).lines
+    told = (await explained(kube, "x", "default", SchedulerConfig(find_policy(policy), 8), ASKER)).lines
     assert told[0] == "x has a place on a (a step takes about 100 ms there): least-slowdown: MPS on GPU 0 of a alone"
     assert told[1].startswith(said)
     assert told[2].startswith(f"places by {policy} (")
@@ -183,7 +183,7 @@ async def test_of_a_placed_job_it_is_told_where_another_policy_would_put_it_now(
 async def test_of_a_placed_job_that_would_find_no_place_any_more_it_is_told_that():
     kube = FakeKube()
     placed(kube)
-    rules = Rules(find_policy("least-slowdown"), 8, Conditions(least_free_mib=10**6))
+    rules = SchedulerConfig(find_policy("least-slowdown"), 8, AdmissionLimits(least_free_mib=10**6))
     told = (await explained(kube, "x", "default", rules, ASKER)).lines
     why = "2 GPUs: at best 40,960 MiB free, the policy asks for 1,000,000 MiB"
     assert told[1] == f"{STAYS} least-slowdown it would have to wait: {why}"
@@ -216,7 +216,7 @@ async def test_of_several_workers_it_is_told_where_each_would_go():
         msgspec.structs.replace(tenant(f"x-{i}", [f"GPU-a-{i}"], SharingMode.EXCLUSIVE), job_uid=uid) for i in range(2)
     ]
     seed_node(kube, gpu_node("a", 3, mine))
-    told = (await explained(kube, "x", "default", Rules(find_policy("round-robin"), 8), ASKER)).lines
+    told = (await explained(kube, "x", "default", SchedulerConfig(find_policy("round-robin"), 8), ASKER)).lines
     assert told[2] == f"{STAYS} round-robin it would go there again"
     mine[1] = msgspec.structs.replace(mine[1], gpu_uuids=["GPU-a-2"])
     seed_node(kube, gpu_node("a", 3, mine))
@@ -234,7 +234,7 @@ async def test_a_policy_that_the_job_chose_itself_counts_and_it_is_said():
     body["metadata"]["annotations"] = {"carpool.dev/policy": "best-fit"}
     kube.seed(GPU_TRAINING_JOBS, body)
     allowed = Asker(CLOCK, JobOptions(policies=True))
-    told = (await explained(kube, "x", "default", Rules(find_policy("worst-fit"), 8), allowed)).lines
+    told = (await explained(kube, "x", "default", SchedulerConfig(find_policy("worst-fit"), 8), allowed)).lines
     assert told[1].startswith(f"{STAYS} best-fit it would go to a ")
     assert "by its annotation carpool.dev/policy it goes by best-fit, not by worst-fit" in told
     refused = (await explained(kube, "x", "default", RULES, ASKER)).lines

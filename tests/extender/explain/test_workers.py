@@ -9,7 +9,7 @@ from carpool_core.testing.kube import FakeKube
 from carpool_core.values import PodUid, SharingMode
 from carpool_extender.explain.enquiry import asked, explained
 from carpool_extender.explain.rehearsal import MOST_TRIED
-from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.scores import find_policy
 from carpool_extender.testing import gpu_node, pod_of, prediction, seed_job, seed_node, tenant
 
@@ -44,7 +44,7 @@ def a_job(workers, gpus, *reservations, phases=(), spec=ALONE, **predicts):
 
 async def told_of(kube, policy="least-slowdown"):
     """What is said of job x after its places, and before the ranking."""
-    found = (await explained(kube, "x", "default", Rules(find_policy(policy), 8), ASKER)).lines
+    found = (await explained(kube, "x", "default", SchedulerConfig(find_policy(policy), 8), ASKER)).lines
     return [line for line in found if " has a place on " not in line]
 
 

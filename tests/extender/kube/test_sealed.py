@@ -60,13 +60,13 @@ async def test_pod_is_placed_by_what_it_carries(world):
     body = put_pod(world, seal(world))
     async with world.extender() as extender, background(world.agent.serve("a")):
         assert named(await filtered(extender, body)) == NAMES
-        known = extender.watches.pod("pod-x")
+        known = extender.informers.pod("pod-x")
         assert (await extender.service.bind(args())).error == ""
         held = world.reservations("a")
         assert [r["tenant"]["memoryMib"] for r in held] == [9000]
         assert reads(world) == 0, "the job's status need not be read"
         await until(lambda: world.bound_to() == "a")
-        await until(lambda: ANNOTATION_PREDICTION not in extender.watches.pod("pod-x").metadata.annotations)
+        await until(lambda: ANNOTATION_PREDICTION not in extender.informers.pod("pod-x").metadata.annotations)
         assert ANNOTATION_PREDICTION in known.metadata.annotations
 
 
@@ -100,7 +100,7 @@ async def test_what_is_not_the_operators_word_is_not_believed(world, forge):
         # Once the status tells it, nobody needs the annotation.
         status = {"status": {"prediction": msgspec.to_builtins(prediction(memory_mib=8000))}}
         await world.kube.patch(GPU_TRAINING_JOBS, "x", status, namespace="default", subresource="status")
-        await until(lambda: extender.watches.job("job-x").status.prediction is not None)
+        await until(lambda: extender.informers.job("job-x").status.prediction is not None)
         assert named(await filtered(extender, body)) == NAMES
 
 
@@ -127,7 +127,7 @@ async def test_status_that_comes_between_filter_and_bind_counts(world):
         await filtered(extender, body)
         status = {"status": {"prediction": msgspec.to_builtins(prediction(memory_mib=8000))}}
         await world.kube.patch(GPU_TRAINING_JOBS, "x", status, namespace="default", subresource="status")
-        await until(lambda: extender.watches.job("job-x").status.prediction is not None)
+        await until(lambda: extender.informers.job("job-x").status.prediction is not None)
         assert (await extender.service.bind(args())).error == ""
     assert [r["tenant"]["memoryMib"] for r in world.reservations("a")] == [8000]
 

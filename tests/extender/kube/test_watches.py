@@ -11,24 +11,24 @@ from carpool_core.resources.node import GpuNode
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_extender.cache.cluster import Cluster
-from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.scores import find_policy
 from carpool_extender.framework.selection import explain
-from carpool_extender.informers import WatchedJob, WatchedPod, Watches
-from carpool_extender.testing import applicant, device, gpu_node, pod_of, seed_node, tenant, until
+from carpool_extender.informers import Informers, WatchedJob, WatchedPod
+from carpool_extender.testing import device, gpu_node, pod_of, pod_request, seed_node, tenant, until
 from structlog.testing import capture_logs
 
-RULES = Rules(find_policy("least-slowdown"), slots=8)
+RULES = SchedulerConfig(find_policy("least-slowdown"), slots=8)
 
 
 @pytest.fixture
 async def world():
     kube = FakeKube(FakeClock())
     seed_node(kube, gpu_node("a"))
-    watches = Watches(kube, FakeClock(), Cluster())
-    task = asyncio.create_task(watches.run())
-    await watches.wait_synced()
-    yield kube, watches
+    informers = Informers(kube, FakeClock(), Cluster())
+    task = asyncio.create_task(informers.run())
+    await informers.wait_synced()
+    yield kube, informers
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
@@ -45,99 +45,101 @@ async def answer(kube):
 
 
 async def test_an_answer_after_the_deletion_revives_nothing(world):
-    kube, watches = world
+    kube, informers = world
     late = await answer(kube)
     await kube.delete(GPU_NODES, "a")
-    await until(lambda: watches.cluster.node("a") is None)
-    watches.take(late)
-    assert watches.cluster.node("a") is None
-    assert not watches.cluster.view().columns.alive.any()
+    await until(lambda: informers.cluster.node("a") is None)
+    informers.take(late)
+    assert informers.cluster.node("a") is None
+    assert not informers.cluster.snapshot().columns.alive.any()
 
 
 @pytest.mark.parametrize("relisted", [False, True])
 async def test_an_answer_about_the_node_before_does_not_replace_the_one_now(world, relisted):
-    kube, watches = world
+    kube, informers = world
     late = msgspec.structs.replace(await answer(kube), spec=gpu_node("a", 1, [tenant("x", ["GPU-a-0"])]).spec)
     if relisted:
         kube.compact()  # the watch sees neither the end nor the beginning, only another object in its next list
     await kube.delete(GPU_NODES, "a")
     kube.seed(GPU_NODES, again())
-    await until(lambda: watches.cluster.node("a") is not None and len(watches.cluster.node("a").status.devices) == 2)
-    watches.take(late)
-    assert watches.cluster.node("a").metadata.uid == "second-uid-of-a"
-    assert watches.cluster.holders("pod-x") == []
+    await until(
+        lambda: informers.cluster.node("a") is not None and len(informers.cluster.node("a").status.devices) == 2
+    )
+    informers.take(late)
+    assert informers.cluster.node("a").metadata.uid == "second-uid-of-a"
+    assert informers.cluster.holders("pod-x") == []
 
 
 async def test_the_next_node_is_kept_when_the_end_of_the_one_before_comes_late(world):
-    (kube, watches), ends = world, []
-    watches.on_node(lambda old, new: ends.append(old.metadata.uid) if new is None else None)
+    (kube, informers), ends = world, []
+    informers.on_node(lambda old, new: ends.append(old.metadata.uid) if new is None else None)
     await kube.delete(GPU_NODES, "a")
-    watches.take(again())
+    informers.take(again())
     await until(lambda: ends == ["uid-of-a"])
-    assert watches.cluster.node("a").metadata.uid == "second-uid-of-a"
+    assert informers.cluster.node("a").metadata.uid == "second-uid-of-a"
 
 
 async def test_a_node_with_impossible_numbers_counts_as_without_gpus(world):
     """Regression: an index beyond the column's integers ended the extender, and after a restart again."""
-    (_, watches), node = world, gpu_node("odd", [device(2**40, "odd")], [tenant("x", [f"GPU-odd-{2**40}"])])
+    (_, informers), node = world, gpu_node("odd", [device(2**40, "odd")], [tenant("x", [f"GPU-odd-{2**40}"])])
     with capture_logs() as logs:
-        watches.take(node)
-        watches.take(msgspec.structs.replace(node, metadata=msgspec.structs.replace(node.metadata, uid="other")))
+        informers.take(node)
+        informers.take(msgspec.structs.replace(node, metadata=msgspec.structs.replace(node.metadata, uid="other")))
     assert [entry["event"] for entry in logs] == ["GPUs of a node left out"]
-    assert watches.cluster.node("odd").status.devices == []
-    assert watches.cluster.holders("pod-x") == ["odd"]
-    assert watches.cluster.view().columns.alive.sum() == 1
-    watches.take(gpu_node("odd", 2))
-    assert watches.cluster.view().columns.alive.sum() == 3
+    assert informers.cluster.node("odd").status.devices == []
+    assert informers.cluster.holders("pod-x") == ["odd"]
+    assert informers.cluster.snapshot().columns.alive.sum() == 1
+    informers.take(gpu_node("odd", 2))
+    assert informers.cluster.snapshot().columns.alive.sum() == 3
 
 
 async def test_a_node_that_the_types_refuse_ends_no_watch(world):
-    kube, watches = world
+    kube, informers = world
     body = msgspec.to_builtins(gpu_node("odd"))
     body["status"]["devices"][0]["index"] = 40000
     kube.seed(GPU_NODES, body)
     seed_node(kube, gpu_node("b"))
-    await until(lambda: watches.cluster.node("b") is not None)
-    assert watches.cluster.node("odd") is None
+    await until(lambda: informers.cluster.node("b") is not None)
+    assert informers.cluster.node("odd") is None
 
 
 async def test_nobody_is_sent_to_a_node_that_makes_no_sense_and_it_is_said_why(world):
     """Regression: a GpuNode edited by hand blocked its ledger, and only the log told of it."""
-    kube, watches = world
+    kube, informers = world
     patch = {"spec": {"reservations": [{"podUid": 7}]}}
     await kube.patch(GPU_NODES, "a", patch)
-    await until(lambda: watches.cluster.hindered_nodes() == {"a"})
-    [told] = [str(one) for one in explain(watches.cluster.view(), applicant(), ["a"], RULES)]
+    await until(lambda: informers.cluster.unavailable_nodes() == {"a"})
+    [told] = [str(one) for one in explain(informers.cluster.snapshot(), pod_request(), ["a"], RULES)]
     assert told.startswith("GPU 0 of a (NVIDIA A100-SXM4-40GB): GpuNode a makes no sense: ")
     assert "podUid" in told
     await kube.patch(GPU_NODES, "a", {"spec": {"reservations": []}})
-    await until(lambda: watches.cluster.hindered_nodes() == set())
-    assert not watches.cluster.view().columns.hindered.any()
+    await until(lambda: informers.cluster.unavailable_nodes() == set())
+    assert not informers.cluster.snapshot().columns.unavailable.any()
 
 
 async def test_signs_of_life_hold_nothing_of_a_node_twice(world):
     """With each heartbeat of 5,000 nodes the extender kept their reservations and GPUs once more: 90 MiB."""
-    kube, watches = world
-    before = watches.cluster.node("a")
+    kube, informers = world
+    before = informers.cluster.node("a")
     await kube.patch(GPU_NODES, "a", {"status": {"heartbeatTime": "2026-01-31T13:00:00Z"}}, subresource="status")
-    await until(lambda: watches.cluster.node("a").status.heartbeat_time == "2026-01-31T13:00:00Z")
-    node = watches.cluster.node("a")
+    await until(lambda: informers.cluster.node("a").status.heartbeat_time == "2026-01-31T13:00:00Z")
+    node = informers.cluster.node("a")
     assert node.spec is before.spec
     assert node.status.devices is before.status.devices
 
 
 async def test_what_has_changed_is_taken_from_the_new_state(world):
-    kube, watches = world
-    before = watches.cluster.node("a")
+    kube, informers = world
+    before = informers.cluster.node("a")
     held = gpu_node("a", 1, [tenant("x", ["GPU-a-0"])]).spec
     await kube.patch(GPU_NODES, "a", {"spec": msgspec.to_builtins(held)})
-    await until(lambda: watches.cluster.node("a").spec.reservations)
-    assert watches.cluster.node("a").spec == held
-    assert watches.cluster.node("a").status.devices is before.status.devices
+    await until(lambda: informers.cluster.node("a").spec.reservations)
+    assert informers.cluster.node("a").spec == held
+    assert informers.cluster.node("a").status.devices is before.status.devices
     sick = msgspec.to_builtins(gpu_node("a").status.devices[:1])
     await kube.patch(GPU_NODES, "a", {"status": {"devices": sick}}, subresource="status")
-    await until(lambda: len(watches.cluster.node("a").status.devices) == 1)
-    assert watches.cluster.view().columns.alive.sum() == 1
+    await until(lambda: len(informers.cluster.node("a").status.devices) == 1)
+    assert informers.cluster.snapshot().columns.alive.sum() == 1
 
 
 def test_of_pods_and_jobs_no_labels_are_kept_and_the_rest_is():

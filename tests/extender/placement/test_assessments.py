@@ -5,12 +5,12 @@ import pytest
 from carpool_core.testing.clock import FakeClock
 from carpool_core.values import Tenancy
 from carpool_extender.cache.cluster import Cluster
-from carpool_extender.cache.health import SILENCE_S, Standing
-from carpool_extender.framework.evaluation_cache import REMEMBERED, Assessment, Assessments
-from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.cache.health import SILENCE_S, GpuAvailability
+from carpool_extender.framework.evaluation_cache import REMEMBERED, CachedEvaluation, EvaluationCache
+from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.scores import POLICIES, find_policy
 from carpool_extender.framework.selection import FEW, MOST_CANDIDATES, SPARE, filter_nodes, place, score_nodes
-from carpool_extender.testing import applicant, cluster, gpu_node, prediction, tenant
+from carpool_extender.testing import cluster, gpu_node, pod_request, prediction, tenant
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +18,7 @@ NAMES = list("abcd")
 
 
 def fit(policy="least-slowdown"):
-    return Rules(find_policy(policy), slots=8)
+    return SchedulerConfig(find_policy(policy), slots=8)
 
 
 def told(found):
@@ -46,50 +46,50 @@ nodes = st.builds(
 @given(steps=st.lists(st.one_of(nodes, st.sampled_from(NAMES)), max_size=12), gpus=st.integers(1, 2))
 def test_following_equals_beginning_anew(policy, steps, gpus):
     known, rules = cluster(slots=2), fit(policy)
-    following, newcomer = Assessments(known, rules), applicant(gpus=gpus, prediction=prediction(util=80, sm=0.6))
+    following, newcomer = EvaluationCache(known, rules), pod_request(gpus=gpus, prediction=prediction(util=80, sm=0.6))
     for step in steps:
         if isinstance(step, str):
             known.remove(step)
         else:
             known.apply(step)
-        mine, fresh = following.of(newcomer), Assessment(newcomer, rules, known.view())
+        mine, fresh = following.of(newcomer), CachedEvaluation(newcomer, rules, known.snapshot())
         assert told(filter_nodes(mine, NAMES)) == told(filter_nodes(fresh, NAMES))
         assert score_nodes(mine, NAMES).tolist() == score_nodes(fresh, NAMES).tolist()
         assert [place(mine, name) for name in NAMES] == [place(fresh, name) for name in NAMES]
 
 
 def test_jobs_of_the_same_shape_share_an_assessment_and_others_do_not():
-    following = Assessments(cluster(gpu_node("a", 1)), fit())
-    first = following.of(applicant("one"))
-    assert following.of(applicant("two")) is first
-    assert following.of(applicant("two", max_slowdown=1.2)) is not first
+    following = EvaluationCache(cluster(gpu_node("a", 1)), fit())
+    first = following.of(pod_request("one"))
+    assert following.of(pod_request("two")) is first
+    assert following.of(pod_request("two", max_slowdown=1.2)) is not first
     for i in range(REMEMBERED):
-        following.of(applicant("x", min_memory_mib=i + 1))
-    assert following.of(applicant("one")) is not first
+        following.of(pod_request("x", min_memory_mib=i + 1))
+    assert following.of(pod_request("one")) is not first
 
 
 def test_silence_reaches_an_assessment_although_no_object_changes():
     clock = FakeClock()
-    known = Cluster(8, Standing(clock))
+    known = Cluster(8, GpuAvailability(clock))
     node = gpu_node("a", 1)
     known.apply(
         type(node)(metadata=node.metadata, status=type(node.status)(devices=node.status.devices, heartbeat_time="1"))
     )
-    following = Assessments(known, fit())
-    assert filter_nodes(following.of(applicant()), ["a"]).fits == ["a"]
+    following = EvaluationCache(known, fit())
+    assert filter_nodes(following.of(pod_request()), ["a"]).fits == ["a"]
     clock.advance(SILENCE_S + 1)
-    assert "has not reported" in filter_nodes(following.of(applicant()), ["a"]).refused["a"]
-    assert place(following.of(applicant()), "a").startswith("NoGpuFits: 1 node: its agent has not reported")
+    assert "has not reported" in filter_nodes(following.of(pod_request()), ["a"]).refused["a"]
+    assert place(following.of(pod_request()), "a").startswith("NoGpuFits: 1 node: its agent has not reported")
 
 
 def test_of_many_nodes_that_do_not_fit_nothing_is_told_while_others_do():
     full = [gpu_node(f"n{i}", 1, [tenant(f"t{i}", [f"GPU-n{i}-0"], memory_limit_mib=40000)]) for i in range(101)]
     names = ["a", *(node.metadata.name for node in full)]
-    found = filter_nodes(Assessment(applicant(), fit(), cluster(gpu_node("a", 1), *full).view()), names)
+    found = filter_nodes(CachedEvaluation(pod_request(), fit(), cluster(gpu_node("a", 1), *full).snapshot()), names)
     assert (found.fits, found.refused, found.unsuitable) == (["a"], {}, {})
-    few = filter_nodes(Assessment(applicant(), fit(), cluster(gpu_node("a", 1), *full).view()), names[:FEW])
+    few = filter_nodes(CachedEvaluation(pod_request(), fit(), cluster(gpu_node("a", 1), *full).snapshot()), names[:FEW])
     assert few.refused.keys() == set(names[1:FEW])
-    told = filter_nodes(Assessment(applicant(), fit(), cluster(*full).view()), names[1:])
+    told = filter_nodes(CachedEvaluation(pod_request(), fit(), cluster(*full).snapshot()), names[1:])
     assert "960 MiB free" in told.refused["n0"]
 
 
@@ -100,7 +100,7 @@ def test_of_many_nodes_that_fit_the_best_are_named_and_the_best_first(unoffered)
     full = tenant("f", ["GPU-full-0"], memory_limit_mib=40000)
     known = cluster(*empty, gpu_node("used", 3, taken), gpu_node("full", 1, [full]))
     names = ["full", *(node.metadata.name for node in empty[unoffered:]), "used"]
-    found = Assessment(applicant(), fit(), known.view())
+    found = CachedEvaluation(pod_request(), fit(), known.snapshot())
     all_of_them, fits = score_nodes(found, names).tolist(), filter_nodes(found, names).fits
     assert len(fits) == MOST_CANDIDATES
     assert fits[0] == "used"
@@ -109,10 +109,10 @@ def test_of_many_nodes_that_fit_the_best_are_named_and_the_best_first(unoffered)
 
 
 def test_a_node_that_was_never_heard_of_fits_nobody():
-    found = Assessment(applicant(), fit(), cluster(gpu_node("a", 1)).view())
+    found = CachedEvaluation(pod_request(), fit(), cluster(gpu_node("a", 1)).snapshot())
     assert filter_nodes(found, ["z"]).unsuitable.keys() == {"z"}
     assert score_nodes(found, ["z", "a"]).tolist() == [0, 10]
     assert place(found, "z") == "NoGpuFits: no node offered reports GPUs; is the node agent running there?"
-    empty = Assessment(applicant(), fit(), cluster().view())
+    empty = CachedEvaluation(pod_request(), fit(), cluster().snapshot())
     assert filter_nodes(empty, ["z"]).fits == []
     assert np.array_equal(score_nodes(empty, []), [])

@@ -2,14 +2,14 @@
 
 import pytest
 from carpool_core.values import DeviceHealth, RequestedMode, SharingMode
-from carpool_extender.framework.admission_limits import Conditions
-from carpool_extender.framework.diagnosis import failing_besides, in_full, outcome, rooms
-from carpool_extender.framework.evaluation_cache import Assessment
+from carpool_extender.framework.admission_limits import AdmissionLimits
+from carpool_extender.framework.diagnosis import all_failures, failing_besides, headroom, outcome
+from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.filters import Check
-from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.scores import find_policy
 from carpool_extender.framework.selection import explain
-from carpool_extender.testing import T4, applicant, cluster, device, gpu_node, prediction, tenant
+from carpool_extender.testing import T4, cluster, device, gpu_node, pod_request, prediction, tenant
 
 GPU = "GPU-a-0"
 BUSY = {"prediction": prediction(util=100, sm=0.9, dram=0.5)}
@@ -17,18 +17,18 @@ LARGE = prediction(memory_mib=15_500, util=100, sm=0.9)
 
 
 def asked(node, newcomer, slots=8, conditions=None):
-    rules = Rules(find_policy("least-slowdown"), slots, conditions or Conditions())
-    return Assessment(newcomer, rules, cluster(node).view()).verdict
+    rules = SchedulerConfig(find_policy("least-slowdown"), slots, conditions or AdmissionLimits())
+    return CachedEvaluation(newcomer, rules, cluster(node).snapshot()).evaluation
 
 
 def test_all_that_fails_is_told_with_its_margin_the_first_as_before():
     crowd = [tenant(f"x{i}", [GPU], memory_limit_mib=14_000, **BUSY) for i in range(2)]
-    conditions = Conditions(most_sm_active=0.8)
-    newcomer = applicant(prediction=LARGE)
-    verdict = asked(gpu_node("a", 1, crowd), newcomer, 2, conditions)
-    assert failing_besides(verdict, 0) == [Check.MEMORY, Check.CONDITION, Check.SLOWDOWN]
-    told = in_full(verdict, 0).split("; besides, ")
-    assert told[0] == outcome(verdict, 0) == "has 2 tenants, the most allowed is 2"
+    conditions = AdmissionLimits(most_sm_active=0.8)
+    newcomer = pod_request(prediction=LARGE)
+    evaluation = asked(gpu_node("a", 1, crowd), newcomer, 2, conditions)
+    assert failing_besides(evaluation, 0) == [Check.MEMORY, Check.CONDITION, Check.SLOWDOWN]
+    told = all_failures(evaluation, 0).split("; besides, ")
+    assert told[0] == outcome(evaluation, 0) == "has 2 tenants, the most allowed is 2"
     assert told[1] == "needs 15,500 MiB, has 12,960 MiB free (2,540 MiB short)"
     assert told[2] == "SM activity 1.80, the policy allows 0.80"
     assert told[3].startswith("would slow default/x0 to 2.80 of 1.50 (1.30 beyond)")
@@ -37,59 +37,59 @@ def test_all_that_fails_is_told_with_its_margin_the_first_as_before():
 @pytest.mark.parametrize(
     ("tenants", "newcomer", "besides"),
     [
-        pytest.param([], applicant(prediction=LARGE), [], id="nothing else"),
-        pytest.param([], applicant(product=T4, prediction=LARGE), [Check.SUITABLE], id="of another product"),
+        pytest.param([], pod_request(prediction=LARGE), [], id="nothing else"),
+        pytest.param([], pod_request(product=T4, prediction=LARGE), [Check.SUITABLE], id="of another product"),
         pytest.param(
             [tenant("x", [GPU], SharingMode.EXCLUSIVE)],
-            applicant(prediction=LARGE),
+            pod_request(prediction=LARGE),
             [Check.MODE],
             id="somebody's own, of whose memory nothing is to be said",
         ),
         pytest.param(
             [tenant("x", [GPU], memory_limit_mib=30_000)],
-            applicant(prediction=LARGE),
+            pod_request(prediction=LARGE),
             [Check.MEMORY],
             id="too full",
         ),
-        pytest.param([tenant("x", [GPU], **BUSY)], applicant(prediction=LARGE), [Check.SLOWDOWN], id="too busy"),
+        pytest.param([tenant("x", [GPU], **BUSY)], pod_request(prediction=LARGE), [Check.SLOWDOWN], id="too busy"),
     ],
 )
 def test_a_gpu_that_is_sick_may_be_unfit_besides(tenants, newcomer, besides):
     sick = [device(0, health=DeviceHealth.UNHEALTHY, health_message="Xid 79")]
-    verdict = asked(gpu_node("a", sick, tenants), newcomer)
-    assert verdict.found.failed[0] == Check.HEALTH
-    assert failing_besides(verdict, 0) == besides
-    assert in_full(verdict, 0).count("; besides, ") == len(besides)
+    evaluation = asked(gpu_node("a", sick, tenants), newcomer)
+    assert evaluation.found.failed[0] == Check.HEALTH
+    assert failing_besides(evaluation, 0) == besides
+    assert all_failures(evaluation, 0).count("; besides, ") == len(besides)
 
 
 def test_where_the_job_fits_nothing_is_besides():
-    verdict = asked(gpu_node("a", 1), applicant())
-    assert failing_besides(verdict, 0) == []
-    assert in_full(verdict, 0) == f"{outcome(verdict, 0)}; tenant 1 of at most 8"
+    evaluation = asked(gpu_node("a", 1), pod_request())
+    assert failing_besides(evaluation, 0) == []
+    assert all_failures(evaluation, 0) == f"{outcome(evaluation, 0)}; tenant 1 of at most 8"
 
 
 def test_where_the_job_fits_it_is_told_how_far_the_sites_limits_are():
-    conditions = Conditions(most_sm_active=0.8, most_joint_sm_active=0.9, least_free_mib=5120, most_jobs=3)
+    conditions = AdmissionLimits(most_sm_active=0.8, most_joint_sm_active=0.9, least_free_mib=5120, most_jobs=3)
     node = gpu_node("a", 1, [tenant("x", [GPU], memory_limit_mib=10_000, prediction=prediction(util=20, sm=0.3))])
-    newcomer = applicant(prediction=prediction(util=20, sm=0.25))
-    told = in_full(asked(node, newcomer, conditions=conditions), 0).split("; ")
+    newcomer = pod_request(prediction=prediction(util=20, sm=0.25))
+    told = all_failures(asked(node, newcomer, conditions=conditions), 0).split("; ")
     assert told[-1] == (
         "tenant 2 of at most 3, SM activity 0.30 of at most 0.80, joint SM activity 0.55 of at most 0.90, "
         "30,960 MiB free before it, at least 5,120 asked for"
     )
     fewer_slots = asked(node, newcomer, 2, conditions=conditions)
-    assert rooms(fewer_slots, 0)[0] == "tenant 2 of at most 2"
+    assert headroom(fewer_slots, 0)[0] == "tenant 2 of at most 2"
 
 
 def test_a_gpu_of_its_own_has_no_number_of_tenants():
-    verdict = asked(gpu_node("a", 1), applicant(mode=RequestedMode.EXCLUSIVE))
-    assert rooms(verdict, 0) == []
+    evaluation = asked(gpu_node("a", 1), pod_request(mode=RequestedMode.EXCLUSIVE))
+    assert headroom(evaluation, 0) == []
 
 
 def test_explain_tells_them():
     node = gpu_node("a", [device(0, health=DeviceHealth.UNHEALTHY, health_message="Xid 79")])
-    rules = Rules(find_policy("least-slowdown"), 8)
-    (answer,) = explain(cluster(node).view(), applicant(product=T4), ["a"], rules)
+    rules = SchedulerConfig(find_policy("least-slowdown"), 8)
+    (answer,) = explain(cluster(node).snapshot(), pod_request(product=T4), ["a"], rules)
     assert answer.said.startswith("unhealthy: Xid 79; besides, wrong product")
 
 
@@ -99,14 +99,16 @@ def test_first_and_besides_are_the_checks_that_fail_alone():
     def crowded(**accepts):
         return gpu_node("a", 1, [tenant(f"x{i}", [GPU], memory_limit_mib=14_000, **BUSY, **accepts) for i in range(2)])
 
-    newcomer, conditions = applicant(prediction=LARGE), Conditions(most_sm_active=0.8)
-    small = applicant(prediction=prediction(memory_mib=9_000, util=100, sm=0.9))
+    newcomer, conditions = pod_request(prediction=LARGE), AdmissionLimits(most_sm_active=0.8)
+    small = pod_request(prediction=prediction(memory_mib=9_000, util=100, sm=0.9))
     cases = {
         Check.SLOTS: asked(crowded(), newcomer, 8, conditions),
         Check.CONDITION: asked(crowded(), newcomer, 2),
         Check.MEMORY: asked(crowded(), small, 2, conditions),
-        Check.SLOWDOWN: asked(crowded(max_slowdown=9.0), applicant(prediction=LARGE, max_slowdown=9.0), 2, conditions),
+        Check.SLOWDOWN: asked(
+            crowded(max_slowdown=9.0), pod_request(prediction=LARGE, max_slowdown=9.0), 2, conditions
+        ),
     }
-    for passing, verdict in cases.items():
-        told = {Check(int(verdict.found.failed[0])), *failing_besides(verdict, 0)}
+    for passing, evaluation in cases.items():
+        told = {Check(int(evaluation.found.failed[0])), *failing_besides(evaluation, 0)}
         assert told == set(cases) - {passing}

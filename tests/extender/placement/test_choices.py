@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 from carpool_core.values import SharingMode
-from carpool_extender.framework.evaluation_cache import Assessment
-from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.evaluation_cache import CachedEvaluation
+from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.scores import POLICIES, UnknownPolicyError, find_policy
 from carpool_extender.framework.selection import FEW, filter_nodes, place, score_nodes
-from carpool_extender.testing import applicant, cluster, device, gpu_node, prediction, tenant
+from carpool_extender.testing import cluster, device, gpu_node, pod_request, prediction, tenant
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,25 +16,27 @@ GPU = "GPU-a-0"
 BUSY = {"prediction": prediction(util=100, sm=0.9, dram=0.5)}
 
 
-def scored(assessment, names):
-    return dict(zip(names, score_nodes(assessment, names).tolist(), strict=True))
+def scored(cached_evaluation, names):
+    return dict(zip(names, score_nodes(cached_evaluation, names).tolist(), strict=True))
 
 
 def fit(policy="least-slowdown"):
-    return Rules(find_policy(policy), slots=8)
+    return SchedulerConfig(find_policy(policy), slots=8)
 
 
 def test_a_job_that_disturbs_nobody_joins_the_gpu_with_the_least_left():
     known = cluster(
         gpu_node("a", 3, [tenant("x", ["GPU-a-1"], memory_limit_mib=8000), tenant("y", ["GPU-a-2"])]),
     )
-    assert place(Assessment(applicant(), fit(), known.view()), "a").gpu_uuids == ["GPU-a-1"]
-    assert place(Assessment(applicant(), fit("most-available-memory"), known.view()), "a").gpu_uuids == ["GPU-a-0"]
+    assert place(CachedEvaluation(pod_request(), fit(), known.snapshot()), "a").gpu_uuids == ["GPU-a-1"]
+    assert place(CachedEvaluation(pod_request(), fit("most-available-memory"), known.snapshot()), "a").gpu_uuids == [
+        "GPU-a-0"
+    ]
 
 
 def test_a_job_that_would_disturb_takes_an_idle_gpu_and_the_reason_says_so():
     known = cluster(gpu_node("a", 2, [tenant("x", [GPU], **BUSY, max_slowdown=1.2)]))
-    chosen = place(Assessment(applicant(**BUSY), fit(), known.view()), "a")
+    chosen = place(CachedEvaluation(pod_request(**BUSY), fit(), known.snapshot()), "a")
     assert chosen.gpu_uuids == ["GPU-a-1"]
     assert "passed over 1 GPU that had the memory: GPU 0 of a" in chosen.reason
     assert "would slow default/x to 1.90 of 1.20" in chosen.reason
@@ -42,7 +44,7 @@ def test_a_job_that_would_disturb_takes_an_idle_gpu_and_the_reason_says_so():
 
 def test_of_several_that_were_passed_over_the_closest_is_told():
     busy = [tenant(f"x{i}", [f"GPU-a-{i}"], **BUSY, max_slowdown=1.2 + i / 10) for i in range(2)]
-    chosen = place(Assessment(applicant(**BUSY), fit(), cluster(gpu_node("a", 3, busy)).view()), "a")
+    chosen = place(CachedEvaluation(pod_request(**BUSY), fit(), cluster(gpu_node("a", 3, busy)).snapshot()), "a")
     assert "passed over 2 GPUs that had the memory: the closest was GPU 1 of a" in chosen.reason
 
 
@@ -51,16 +53,16 @@ def test_several_gpus_of_one_worker_are_on_one_node_in_one_mode():
         gpu_node("a", 2, [tenant("x", ["GPU-a-0"], ALONE)]),
         gpu_node("b", 2, [tenant("y", ["GPU-b-1"], TURNS)]),
     )
-    found = filter_nodes(Assessment(applicant(gpus=2), fit(), known.view()), ["a", "b"])
+    found = filter_nodes(CachedEvaluation(pod_request(gpus=2), fit(), known.snapshot()), ["a", "b"])
     assert found.fits == ["b"]
-    chosen = place(Assessment(applicant(gpus=2), fit(), known.view()), "b")
+    chosen = place(CachedEvaluation(pod_request(gpus=2), fit(), known.snapshot()), "b")
     assert len(set(chosen.gpu_uuids)) == 2
     assert "GPU-b-1" in chosen.gpu_uuids
 
 
 def test_modes_are_not_mixed_for_one_worker():
     node = gpu_node("a", [device(0, modes=[ALONE]), device(1)])
-    found = filter_nodes(Assessment(applicant(gpus=2), fit(), cluster(node).view()), ["a"])
+    found = filter_nodes(CachedEvaluation(pod_request(gpus=2), fit(), cluster(node).snapshot()), ["a"])
     assert found.fits == []
     assert found.refused["a"] == "NoGpuFits: needs 2 GPUs on one node in one mode, the best node has 1"
 
@@ -73,26 +75,26 @@ def test_scores_are_integers_from_0_to_10_and_the_best_gets_10():
         gpu_node("full", 1, [tenant("z", ["GPU-full-0"], ALONE)]),
     )
     names = ["idle", "used", "busy", "full", "elsewhere"]
-    found = scored(Assessment(applicant(), fit(), known.view()), names)
+    found = scored(CachedEvaluation(pod_request(), fit(), known.snapshot()), names)
     assert found["used"] == 10
     assert 6 <= found["idle"] < 10
     assert found["busy"] < 6
     assert found["full"] == found["elsewhere"] == 0
-    assert scored(Assessment(applicant(), fit("most-available-memory"), known.view()), names)["idle"] == 10
+    assert scored(CachedEvaluation(pod_request(), fit("most-available-memory"), known.snapshot()), names)["idle"] == 10
 
 
 def test_a_place_scores_the_more_the_closer_it_comes_to_the_best():
     used = [tenant(f"t{i}", [f"GPU-n{i}-0"], memory_limit_mib=8000 * i) for i in range(1, 5)]
     nodes = [gpu_node(f"n{i}", 1, [one]) for i, one in enumerate(used, start=1)]
     known, names = cluster(gpu_node("n0", 1), *nodes), [f"n{i}" for i in range(5)]
-    found = scored(Assessment(applicant(), fit("best-fit"), known.view()), names)
+    found = scored(CachedEvaluation(pod_request(), fit("best-fit"), known.snapshot()), names)
     assert [found[name] for name in names] == [0, 1, 2, 3, 10]
 
 
 def test_of_ties_the_one_with_less_left_over_scores_more():
     held = {"tight": 30000, "loose": 1000, "best": 34000}
     used = [gpu_node(name, 1, [tenant(name, [f"GPU-{name}-0"], memory_limit_mib=mib)]) for name, mib in held.items()]
-    found = scored(Assessment(applicant(), fit(), cluster(*used).view()), list(held))
+    found = scored(CachedEvaluation(pod_request(), fit(), cluster(*used).snapshot()), list(held))
     assert found == {"tight": 9, "loose": 8, "best": 10}
 
 
@@ -121,26 +123,26 @@ def test_every_policy_keeps_the_promises(policy, layout, wanted, memory):
         )
         for n, row in enumerate(layout)
     ]
-    view, names = cluster(*nodes).view(), [node.metadata.name for node in nodes]
-    newcomer = applicant(gpus=wanted, prediction=prediction(memory_mib=memory))
-    found = filter_nodes(Assessment(newcomer, fit(policy), view), names)
+    snapshot, names = cluster(*nodes).snapshot(), [node.metadata.name for node in nodes]
+    newcomer = pod_request(gpus=wanted, prediction=prediction(memory_mib=memory))
+    found = filter_nodes(CachedEvaluation(newcomer, fit(policy), snapshot), names)
     told = {**found.refused, **found.unsuitable}
     assert sorted([*found.fits, *told]) == sorted(names)
     assert len(set(told.values())) <= 1
     assert all(text.startswith("NoGpuFits: ") for text in told.values())
-    scores = scored(Assessment(newcomer, fit(policy), view), names)
+    scores = scored(CachedEvaluation(newcomer, fit(policy), snapshot), names)
     assert all(0 <= score <= 10 for score in scores.values())
     assert bool(found.fits) == (max(scores.values()) == 10)
-    foremost = Assessment(newcomer, fit(policy), view).best.foremost(find_policy(policy))
-    assert [name for name in names if scores[name] == 10] == ([] if foremost is None else [view.node_names[foremost]])
+    top_k = CachedEvaluation(newcomer, fit(policy), snapshot).best.top_k(find_policy(policy))
+    assert [name for name in names if scores[name] == 10] == ([] if top_k is None else [snapshot.node_names[top_k]])
     for name in names:
-        chosen = place(Assessment(newcomer, fit(policy), view), name)
+        chosen = place(CachedEvaluation(newcomer, fit(policy), snapshot), name)
         assert isinstance(chosen, str) == (name not in found.fits)
         if not isinstance(chosen, str):
             assert len(set(chosen.gpu_uuids)) == wanted
-            mine = [int(np.flatnonzero(view.columns.uuid == uuid)[0]) for uuid in chosen.gpu_uuids]
-            taken = view.columns.memory_mib.sum(axis=1)
-            assert all(taken[row] + memory <= view.columns.usable_mib[row] for row in mine)
+            mine = [int(np.flatnonzero(snapshot.columns.uuid == uuid)[0]) for uuid in chosen.gpu_uuids]
+            taken = snapshot.columns.memory_mib.sum(axis=1)
+            assert all(taken[row] + memory <= snapshot.columns.usable_mib[row] for row in mine)
 
 
 MANY = [f"n{number:03}" for number in range(FEW + 20)]
@@ -155,11 +157,11 @@ def test_the_one_best_node_is_the_first_of_many_whoever_is_offered(data):
             for name, mib in zip(MANY, busy, strict=True)
         )
     )
-    assessment = Assessment(applicant(), fit(), known.view())
-    best = filter_nodes(assessment, MANY, len(MANY)).fits
+    cached_evaluation = CachedEvaluation(pod_request(), fit(), known.snapshot())
+    best = filter_nodes(cached_evaluation, MANY, len(MANY)).fits
     unoffered = data.draw(st.sets(st.sampled_from(best[:3])))
     offered = data.draw(st.permutations([name for name in MANY if name not in unoffered]))
     expected, used = next(name for name in best if name not in unoffered), dict(zip(MANY, busy, strict=True))
-    (one,), (first, _) = (filter_nodes(assessment, offered, most).fits for most in (1, 2))
+    (one,), (first, _) = (filter_nodes(cached_evaluation, offered, most).fits for most in (1, 2))
     assert used[one] == used[first] == used[expected]  # which of equals comes second is nobody's concern
     assert best[0] in unoffered or one == first == best[0]

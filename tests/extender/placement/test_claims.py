@@ -6,15 +6,15 @@ import msgspec
 import numpy as np
 import pytest
 from carpool_core.values import DeviceHealth, GpuUuid, SharingMode
-from carpool_extender.framework.evaluation_cache import Assessment, Assessments
-from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.evaluation_cache import CachedEvaluation, EvaluationCache
+from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.scores import find_policy
 from carpool_extender.framework.selection import explain, filter_nodes
-from carpool_extender.testing import applicant, cluster, device, gpu_node, tenant
+from carpool_extender.testing import cluster, device, gpu_node, pod_request, tenant
 from hypothesis import given
 from hypothesis import strategies as st
 
-RULES = Rules(find_policy("least-slowdown"), slots=8)
+RULES = SchedulerConfig(find_policy("least-slowdown"), slots=8)
 GPU = "GPU-a-0"
 TOLD = f"several nodes tell of a GPU by the UUID {GPU}: "
 
@@ -26,16 +26,16 @@ def telling(name, *uuids, held=()):
 
 def said(known, name):
     """What is said of each GPU of a node."""
-    return [one.said for one in explain(known.view(), applicant(), [name], RULES)]
+    return [one.said for one in explain(known.snapshot(), pod_request(), [name], RULES)]
 
 
-def hindered(known):
+def unavailable(known):
     """Which GPUs are hindered, by node and index, as the column tells it."""
-    view = known.view()
-    columns = view.columns
-    rows = np.flatnonzero(columns.alive & columns.hindered).tolist()
-    assert set(rows) <= view.hindered.keys()
-    return {(view.node_names[columns.node[row]], int(columns.gpu_index[row])) for row in rows}
+    snapshot = known.snapshot()
+    columns = snapshot.columns
+    rows = np.flatnonzero(columns.alive & columns.unavailable).tolist()
+    assert set(rows) <= snapshot.unavailable.keys()
+    return {(snapshot.node_names[columns.node[row]], int(columns.gpu_index[row])) for row in rows}
 
 
 def test_it_is_left_out_on_both_and_its_neighbours_are_not():
@@ -43,8 +43,8 @@ def test_it_is_left_out_on_both_and_its_neighbours_are_not():
     known = cluster(telling("a", GPU, "GPU-a-1"))
     assert "fits by" in said(known, "a")[0]
     known.apply(telling("b", "GPU-b-0", GPU, held=[tenant("x", [GPU], SharingMode.EXCLUSIVE)]))
-    assert hindered(known) == {("a", 0), ("b", 1)}
-    assert known.hindered_nodes() == {"a", "b"}
+    assert unavailable(known) == {("a", 0), ("b", 1)}
+    assert known.unavailable_nodes() == {"a", "b"}
     assert said(known, "a")[0] == f"{TOLD}a and b"
     assert "fits by" in said(known, "a")[1]
     assert "fits by" in said(known, "b")[0]
@@ -61,13 +61,13 @@ def test_it_is_left_out_on_both_and_its_neighbours_are_not():
 )
 def test_the_doubt_is_lifted_when_nobody_else_tells_of_it(end):
     known = cluster(telling("a", GPU), telling("b", GPU))
-    following = Assessments(known, RULES)
-    assert filter_nodes(following.of(applicant()), ["a", "b"]).fits == []
+    following = EvaluationCache(known, RULES)
+    assert filter_nodes(following.of(pod_request()), ["a", "b"]).fits == []
     before = known.generation
     end(known)
-    assert filter_nodes(following.of(applicant()), ["a"]).fits == ["a"]
+    assert filter_nodes(following.of(pod_request()), ["a"]).fits == ["a"]
     assert 0 in known.changed_since(before).tolist()
-    assert known.hindered_nodes() == set()
+    assert known.unavailable_nodes() == set()
 
 
 def test_as_many_nodes_as_tell_of_it_are_counted_and_few_are_named():
@@ -80,12 +80,12 @@ def test_as_many_nodes_as_tell_of_it_are_counted_and_few_are_named():
 
 def test_a_gpu_that_is_told_of_twice_here_and_once_elsewhere():
     known = cluster(telling("a", GPU, GPU), telling("b", GPU))
-    assert hindered(known) == {("a", 0), ("a", 1), ("b", 0)}
+    assert unavailable(known) == {("a", 0), ("a", 1), ("b", 0)}
     known.remove("b")
-    assert hindered(known) == {("a", 0), ("a", 1)}
+    assert unavailable(known) == {("a", 0), ("a", 1)}
     known.apply(telling("b", GPU))
     known.apply(telling("a", GPU, "GPU-a-1"))
-    assert hindered(known) == {("a", 0), ("b", 0)}
+    assert unavailable(known) == {("a", 0), ("b", 0)}
 
 
 def test_what_a_node_says_of_its_own_gpu_comes_first():
@@ -99,7 +99,7 @@ def test_what_is_reserved_there_changes_nothing_in_it():
     before, held = known.generation, tenant("x", [GPU])
     known.apply(telling("b", GPU, held=[held]))
     known.assume("a", msgspec.structs.replace(held, pod_uid="pod-y"))
-    assert hindered(known) == {("a", 0), ("b", 0)}
+    assert unavailable(known) == {("a", 0), ("b", 0)}
     assert known.changed_since(before).tolist() == [0, 1]
 
 
@@ -111,7 +111,7 @@ steps = st.lists(st.tuples(st.sampled_from(NAMES), st.none() | uuids, st.boolean
 @given(steps)
 def test_the_rows_and_the_journal_follow_whatever_nodes_tell(steps):
     known, last, followed, seen = cluster(), {}, np.zeros(0, np.bool_), 0
-    following = Assessments(known, RULES)
+    following = EvaluationCache(known, RULES)
     for name, told, is_looked_at in steps:
         if told is None:
             known.remove(name)
@@ -128,14 +128,14 @@ def test_the_rows_and_the_journal_follow_whatever_nodes_tell(steps):
             for index, uuid in enumerate(told)
             if nodes_of[uuid] > 1 or told.count(uuid) > 1
         }
-        assert hindered(known) == expected
-        assert known.hindered_nodes() == {name for name, _ in expected}
+        assert unavailable(known) == expected
+        assert known.unavailable_nodes() == {name for name, _ in expected}
         fresh = cluster(*(telling(name, *told) for name, told in last.items()))
         assert [said(known, name) for name in last] == [said(fresh, name) for name in last]
-        columns, changed = known.view().columns, known.changed_since(seen)
+        columns, changed = known.snapshot().columns, known.changed_since(seen)
         followed = np.append(followed, np.zeros(len(columns.alive) - len(followed), np.bool_))
-        followed[changed], seen = columns.hindered[changed], known.generation
-        assert followed[columns.alive].tolist() == columns.hindered[columns.alive].tolist()
-        mine = filter_nodes(following.of(applicant()), NAMES)
-        anew = filter_nodes(Assessment(applicant(), RULES, known.view()), NAMES)
+        followed[changed], seen = columns.unavailable[changed], known.generation
+        assert followed[columns.alive].tolist() == columns.unavailable[columns.alive].tolist()
+        mine = filter_nodes(following.of(pod_request()), NAMES)
+        anew = filter_nodes(CachedEvaluation(pod_request(), RULES, known.snapshot()), NAMES)
         assert (mine.fits, mine.refused, mine.unsuitable) == (anew.fits, anew.refused, anew.unsuitable)

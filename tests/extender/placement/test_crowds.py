@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 from carpool_core.values import SharingMode
-from carpool_extender.framework.admission_limits import Conditions, Quantile
-from carpool_extender.framework.evaluation_cache import Assessment
+from carpool_extender.framework.admission_limits import AdmissionLimits, Quantile
+from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.filters import PASSED, Check
-from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.scores import find_policy
-from carpool_extender.testing import applicant, cluster, gpu_node, prediction, tenant
+from carpool_extender.testing import cluster, gpu_node, pod_request, prediction, tenant
 from carpool_predictor.cost_models.slowdown import slowdowns, upper_slowdowns
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,9 +33,9 @@ def test_each_gpu_is_told_what_the_model_says_of_it(quantile, predict, gpus, new
         for place, (mode, jobs) in enumerate(gpus)
         for i, job in enumerate(jobs)
     ]
-    rules = Rules(find_policy("least-slowdown"), slots=8, conditions=Conditions(quantile=quantile))
-    view = cluster(gpu_node("a", len(gpus), held)).view()
-    found = Assessment(applicant(**profile(newcomer)), rules, view).verdict.found
+    rules = SchedulerConfig(find_policy("least-slowdown"), slots=8, conditions=AdmissionLimits(quantile=quantile))
+    snapshot = cluster(gpu_node("a", len(gpus), held)).snapshot()
+    found = CachedEvaluation(pod_request(**profile(newcomer)), rules, snapshot).evaluation.found
     for row, (mode, jobs) in enumerate(gpus):
         util, sm, dram, limit = (np.array([of]) for of in zip(*jobs, newcomer, strict=True))
         busy = (util / 100, sm / 100, dram / 100)

@@ -5,23 +5,23 @@ import numpy as np
 import pytest
 from carpool_core.resources.prediction import Interval
 from carpool_core.values import DeviceHealth, RequestedMode, SharingMode, Tenancy
-from carpool_extender.framework.evaluation_cache import Assessment
+from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.filters import PASSED, Check
-from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.scores import find_policy
 from carpool_extender.framework.selection import place
-from carpool_extender.testing import T4, applicant, cluster, device, gpu_node, prediction, tenant
+from carpool_extender.testing import T4, cluster, device, gpu_node, pod_request, prediction, tenant
 
 MPS, TURNS, ALONE = SharingMode.MPS, SharingMode.TIME_SLICING, SharingMode.EXCLUSIVE
-RULES = Rules(find_policy("least-slowdown"), slots=8)
+RULES = SchedulerConfig(find_policy("least-slowdown"), slots=8)
 GPU = "GPU-a-0"
 BUSY = {"prediction": prediction(util=100, sm=0.9, dram=0.5)}
 NO_MPS = [ALONE, TURNS]
 
 
 def verdict_on(node, slots=8, **changes):
-    rules = Rules(find_policy("least-slowdown"), slots)
-    return Assessment(applicant(**changes), rules, cluster(node).view()).verdict
+    rules = SchedulerConfig(find_policy("least-slowdown"), slots)
+    return CachedEvaluation(pod_request(**changes), rules, cluster(node).snapshot()).evaluation
 
 
 CASES = [
@@ -158,15 +158,17 @@ def test_checks(node, wants, failed, mode):
         assert found.margins(failed, np.array([0]))[0] < 0
     else:
         assert all(found.margins(check, np.array([0]))[0] >= -1e-6 for check in Check)
-        chosen = place(Assessment(found.applicant, RULES, found.view), "a")
+        chosen = place(CachedEvaluation(found.pod_request, RULES, found.snapshot), "a")
         assert chosen.mode is mode
         assert chosen.gpu_uuids[0] == GPU
         assert len(chosen.gpu_uuids) == wants.get("gpus", 1)
 
 
 def test_an_mps_newcomer_is_held_to_what_it_fills_and_the_first_is_not():
-    first = place(Assessment(applicant(), RULES, cluster(gpu_node()).view()), "a")
-    later = place(Assessment(applicant(), RULES, cluster(gpu_node("a", 1, [tenant("x", [GPU])])).view()), "a")
+    first = place(CachedEvaluation(pod_request(), RULES, cluster(gpu_node()).snapshot()), "a")
+    later = place(
+        CachedEvaluation(pod_request(), RULES, cluster(gpu_node("a", 1, [tenant("x", [GPU])])).snapshot()), "a"
+    )
     assert (first.memory_limit_mib, first.thread_percentage) == (4000, 100)
     assert (later.memory_limit_mib, later.thread_percentage) == (4000, 60)  # 0.3 of the SMs in half of the time
 
@@ -175,7 +177,7 @@ def test_an_mps_newcomer_is_held_to_what_it_fills_and_the_first_is_not():
     ("util", "sm", "expected"), [(100, 0.3, 30), (100, 0.301, 35), (50, 0.3, 60), (10, 0.3, 100), (100, 0.0, 5)]
 )
 def test_thread_percentage_is_never_below_the_prediction(util, sm, expected):
-    facts = applicant(prediction=prediction(util=util, sm=sm)).facts(cluster(gpu_node()).view().classes[0])
+    facts = pod_request(prediction=prediction(util=util, sm=sm)).facts(cluster(gpu_node()).snapshot().classes[0])
     assert facts.thread_percentage == expected
 
 
@@ -187,15 +189,15 @@ def test_thread_percentage_counts_with_what_is_hardly_exceeded():
         gpu_util_percent=Interval(median=100, lower=90, upper=100),
     )
     one = msgspec.structs.replace(found.products[0], activity=wide)
-    facts = applicant(prediction=msgspec.structs.replace(found, products=[one])).facts(
-        cluster(gpu_node()).view().classes[0]
+    facts = pod_request(prediction=msgspec.structs.replace(found, products=[one])).facts(
+        cluster(gpu_node()).snapshot().classes[0]
     )
     assert facts.thread_percentage == 50
 
 
 @pytest.mark.parametrize("mode", [RequestedMode.TIME_SLICING, RequestedMode.EXCLUSIVE])
 def test_no_limits_where_nothing_enforces_them(mode):
-    chosen = place(Assessment(applicant(mode=mode), RULES, cluster(gpu_node()).view()), "a")
+    chosen = place(CachedEvaluation(pod_request(mode=mode), RULES, cluster(gpu_node()).snapshot()), "a")
     assert (chosen.memory_limit_mib, chosen.thread_percentage) == (None, None)
 
 
@@ -239,17 +241,24 @@ def test_no_limits_where_nothing_enforces_them(mode):
     ],
 )
 def test_the_reason_says_why_this_mode(node, wants, expected):
-    assert expected in place(Assessment(applicant(**wants), RULES, cluster(node).view()), "a").reason.split("; ")
+    assert expected in place(CachedEvaluation(pod_request(**wants), RULES, cluster(node).snapshot()), "a").reason.split(
+        "; "
+    )
 
 
 def test_the_reason_says_that_the_policy_wants_every_job_alone():
-    chosen = place(Assessment(applicant(), Rules(find_policy("exclusive"), slots=8), cluster(gpu_node()).view()), "a")
+    chosen = place(
+        CachedEvaluation(
+            pod_request(), SchedulerConfig(find_policy("exclusive"), slots=8), cluster(gpu_node()).snapshot()
+        ),
+        "a",
+    )
     assert "Exclusive as the policy gives every job a GPU of its own" in chosen.reason
 
 
 def test_an_idle_gpu_that_is_in_the_mode_already_is_taken_before_one_that_has_to_change():
     node = gpu_node("a", [device(0, mode=TURNS), device(1, mode=MPS), device(2, mode=TURNS)])
     known = cluster(node)
-    assert place(Assessment(applicant(), RULES, known.view()), "a").gpu_uuids == ["GPU-a-1"]
-    slicing = applicant(mode=RequestedMode.TIME_SLICING, gpus=2)
-    assert place(Assessment(slicing, RULES, known.view()), "a").gpu_uuids == ["GPU-a-0", "GPU-a-2"]
+    assert place(CachedEvaluation(pod_request(), RULES, known.snapshot()), "a").gpu_uuids == ["GPU-a-1"]
+    slicing = pod_request(mode=RequestedMode.TIME_SLICING, gpus=2)
+    assert place(CachedEvaluation(slicing, RULES, known.snapshot()), "a").gpu_uuids == ["GPU-a-0", "GPU-a-2"]

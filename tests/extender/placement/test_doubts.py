@@ -5,13 +5,13 @@ import pytest
 from carpool_core.resources.node import Tenant
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
 from carpool_extender.cache.health import tells_nothing_new
-from carpool_extender.framework.evaluation_cache import Assessment
-from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.evaluation_cache import CachedEvaluation
+from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.scores import find_policy
 from carpool_extender.framework.selection import explain, filter_nodes
-from carpool_extender.testing import applicant, cluster, device, gpu_node, prediction, tenant
+from carpool_extender.testing import cluster, device, gpu_node, pod_request, prediction, tenant
 
-RULES = Rules(find_policy("least-slowdown"), slots=8)
+RULES = SchedulerConfig(find_policy("least-slowdown"), slots=8)
 GPU = "GPU-a-0"
 
 
@@ -70,26 +70,26 @@ CASES = [
 
 @pytest.mark.parametrize(("node", "reason"), CASES)
 def test_the_gpu_is_left_out_and_its_neighbour_is_not(node, reason):
-    view = cluster(node).view()
-    told = [str(one) for one in explain(view, applicant(), ["a"], RULES)]
+    snapshot = cluster(node).snapshot()
+    told = [str(one) for one in explain(snapshot, pod_request(), ["a"], RULES)]
     assert told[0].partition("; besides, ")[0] == f"GPU 0 of a (NVIDIA A100-SXM4-40GB): {reason}"
     assert "fits by" in told[1]
     only = msgspec.structs.replace(node, status=msgspec.structs.replace(node.status, devices=node.status.devices[:1]))
-    found = filter_nodes(Assessment(applicant(), RULES, cluster(only).view()), ["a"])
+    found = filter_nodes(CachedEvaluation(pod_request(), RULES, cluster(only).snapshot()), ["a"])
     assert found.refused["a"].endswith(f": {reason}")
 
 
 def test_gpus_that_a_node_tells_of_by_the_same_uuid_are_left_out_until_it_tells_them_apart():
     """Regression: a worker of two GPUs was sent to what was one, and refused by the ledger, again and again."""
-    twins, asked = [device(0), device(1), device(2, uuid=GPU)], applicant(gpus=2)
+    twins, asked = [device(0), device(1), device(2, uuid=GPU)], pod_request(gpus=2)
     known = cluster(a_node(devices=twins))
     for node in (a_node(X, devices=twins), a_node(devices=twins)):  # also where only what is held there changes
         known.apply(node)
-        told = [one.said for one in explain(known.view(), applicant(), ["a"], RULES)]
+        told = [one.said for one in explain(known.snapshot(), pod_request(), ["a"], RULES)]
         assert told[0] == told[2] == "its node tells of several GPUs by the UUID GPU-a-0"
-        assert filter_nodes(Assessment(asked, RULES, known.view()), ["a"]).fits == []
+        assert filter_nodes(CachedEvaluation(asked, RULES, known.snapshot()), ["a"]).fits == []
     known.apply(a_node(devices=3))
-    assert filter_nodes(Assessment(asked, RULES, known.view()), ["a"]).fits == ["a"]
+    assert filter_nodes(CachedEvaluation(asked, RULES, known.snapshot()), ["a"]).fits == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -102,15 +102,15 @@ def test_gpus_that_a_node_tells_of_by_the_same_uuid_are_left_out_until_it_tells_
 )
 def test_a_gpu_without_memory_is_no_place_for_a_job_of_unknown_memory_either(has, reason):
     """Regression: it would have gone there, and 0 of 0 MiB would have been left."""
-    odd, unknown = device(1, memory_mib=has[0], reserved_mib=has[1]), applicant(prediction=None)
+    odd, unknown = device(1, memory_mib=has[0], reserved_mib=has[1]), pod_request(prediction=None)
     known = cluster(a_node(devices=[device(0), odd]))
-    fits, left_out = explain(known.view(), unknown, ["a"], RULES)
+    fits, left_out = explain(known.snapshot(), unknown, ["a"], RULES)
     assert (fits.fits, left_out.fits) == (True, False)
     assert left_out.said == f"reports {reason}: expected at least 256 MiB to give"
-    found = filter_nodes(Assessment(unknown, RULES, cluster(a_node(devices=[odd])).view()), ["a"])
+    found = filter_nodes(CachedEvaluation(unknown, RULES, cluster(a_node(devices=[odd])).snapshot()), ["a"])
     assert found.refused == {"a": f"NoGpuFits: 1 node: {left_out.said}"}
     known.apply(a_node(devices=2))
-    assert [one.fits for one in explain(known.view(), unknown, ["a"], RULES)] == [True, True]
+    assert [one.fits for one in explain(known.snapshot(), unknown, ["a"], RULES)] == [True, True]
 
 
 def test_gpus_that_a_node_tells_of_by_the_same_index_are_left_out_until_it_tells_them_apart():
@@ -119,21 +119,21 @@ def test_gpus_that_a_node_tells_of_by_the_same_index_are_left_out_until_it_tells
     known = cluster(a_node(devices=twins))
     for node in (a_node(X, devices=twins), a_node(devices=twins)):
         known.apply(node)
-        told = [one.said for one in explain(known.view(), applicant(), ["a"], RULES)]
+        told = [one.said for one in explain(known.snapshot(), pod_request(), ["a"], RULES)]
         assert told[0] == told[1] == "its node tells of several GPUs by the index 0"
         assert "fits by" in told[2]
     known.apply(a_node(devices=3))
-    assert all(one.fits for one in explain(known.view(), applicant(), ["a"], RULES))
-    assert known.hindered_nodes() == set()
+    assert all(one.fits for one in explain(known.snapshot(), pod_request(), ["a"], RULES))
+    assert known.unavailable_nodes() == set()
 
 
 def test_it_is_taken_again_when_the_stranger_has_left():
     known = cluster(a_node(tenants=[seen("stranger", 700)], devices=1))
-    assert known.view().columns.hindered.tolist() == [True]
-    assert known.hindered_nodes() == {"a"}
+    assert known.snapshot().columns.unavailable.tolist() == [True]
+    assert known.unavailable_nodes() == {"a"}
     known.apply(a_node(tenants=[seen("stranger", 0)], devices=1))
-    assert known.view().columns.hindered.tolist() == [False]
-    assert known.hindered_nodes() == set()
+    assert known.snapshot().columns.unavailable.tolist() == [False]
+    assert known.unavailable_nodes() == set()
 
 
 def test_what_means_nothing_here_does_no_harm():
@@ -143,9 +143,11 @@ def test_what_means_nothing_here_does_no_harm():
         devices=1,
         heartbeat_time="not a time",
     )
-    assert filter_nodes(Assessment(applicant(), RULES, cluster(strange).view()), ["a"]).fits == ["a"]
+    assert filter_nodes(CachedEvaluation(pod_request(), RULES, cluster(strange).snapshot()), ["a"]).fits == ["a"]
     nothing = a_node(devices=[device(0, memory_mib=0, reserved_mib=900)])
-    assert filter_nodes(Assessment(applicant(), RULES, cluster(nothing).view()), ["a"]).unsuitable.keys() == {"a"}
+    assert filter_nodes(
+        CachedEvaluation(pod_request(), RULES, cluster(nothing).snapshot()), ["a"]
+    ).unsuitable.keys() == {"a"}
 
 
 X, Y, CHOSEN = tenant("x", ["GPU-a-1"]), tenant("y", [GPU]), [GpuUuid("GPU-a-1")]

@@ -3,18 +3,18 @@
 import pytest
 from carpool_core.values import PodUid, RequestedMode, SharingMode
 from carpool_extender.cache.cluster import Cluster
-from carpool_extender.cache.gpu_table import islands
-from carpool_extender.cache.pod_request import Applicant
-from carpool_extender.framework.admission_limits import Conditions
+from carpool_extender.cache.gpu_table import nvlink_domains
+from carpool_extender.cache.pod_request import PodRequest
+from carpool_extender.framework.admission_limits import AdmissionLimits
 from carpool_extender.framework.candidates import MAX_SCORE
-from carpool_extender.framework.evaluation_cache import Assessment, Assessments
+from carpool_extender.framework.evaluation_cache import CachedEvaluation, EvaluationCache
 from carpool_extender.framework.gang import Gangs
-from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.scores import find_policy
 from carpool_extender.framework.selection import filter_nodes, place, score_nodes
-from carpool_extender.testing import applicant, cluster, demand, device, gpu_node, prediction, tenant
+from carpool_extender.testing import cluster, demand, device, gpu_node, pod_request, prediction, tenant
 
-RULES = Rules(find_policy("least-slowdown"), slots=8)
+RULES = SchedulerConfig(find_policy("least-slowdown"), slots=8)
 ALONE = RequestedMode.EXCLUSIVE
 
 
@@ -29,8 +29,8 @@ class Known:
 
 
 def refusal(found, workers, *, succeeded=0, nodes=None, **wants):
-    gangs = Gangs(Known(found, succeeded), Assessments(found, RULES), RULES)
-    return gangs.refusal(Applicant(demand("new", **wants), workers=workers), PodUid("me"), nodes)
+    gangs = Gangs(Known(found, succeeded), EvaluationCache(found, RULES), RULES)
+    return gangs.refusal(PodRequest(demand("new", **wants), workers=workers), PodUid("me"), nodes)
 
 
 def linked(node, *groups):
@@ -86,10 +86,10 @@ def test_however_many_workers_there_are_it_is_told_for_how_many_there_truly_is_r
 
 def test_no_more_jobs_count_on_a_gpu_than_the_site_allows():
     """Regression: memory and slots alone had room for 16, where the site allows two jobs on a GPU."""
-    rules = Rules(find_policy("least-slowdown"), 8, Conditions(most_jobs=2))
+    rules = SchedulerConfig(find_policy("least-slowdown"), 8, AdmissionLimits(most_jobs=2))
     found = cluster(gpu_node("a", 2))
-    gangs = Gangs(Known(found), Assessments(found, rules), rules)
-    many = Applicant(demand("new", prediction=prediction(memory_mib=100, util=1, sm=0.01)), workers=20)
+    gangs = Gangs(Known(found), EvaluationCache(found, rules), rules)
+    many = PodRequest(demand("new", prediction=prediction(memory_mib=100, util=1, sm=0.01)), workers=20)
     assert "there is room for 4, and for 4 at most if" in gangs.refusal(many, PodUid("me"))
 
 
@@ -107,8 +107,8 @@ def test_what_is_about_to_be_written_stands_beside_the_workers_too():
     """Regression: workers were placed on paper beside what was written only, so a gang began that could not end."""
     found = cluster(gpu_node("a", 2))
     wants = {"prediction": prediction(memory_mib=4000, util=40, sm=0.5)}
-    gangs = Gangs(Known(found), Assessments(found, RULES), RULES)
-    seven, eight = (Applicant(demand("new", **wants), workers=workers) for workers in (7, 8))
+    gangs = Gangs(Known(found), EvaluationCache(found, RULES), RULES)
+    seven, eight = (PodRequest(demand("new", **wants), workers=workers) for workers in (7, 8))
     assert gangs.refusal(eight, PodUid("me")) is None
     found.assume("a", tenant("other", ["GPU-a-0"], **wants))
     assert gangs.refusal(seven, PodUid("me")) is None
@@ -131,14 +131,17 @@ def test_workers_of_several_gpus_need_them_on_one_node_each():
 
 def test_islands_are_what_is_linked_directly_or_by_way_of_others():
     devices = linked("a", [0, 1], [2], [3, 4]).status.devices
-    assert islands(devices) == [0, 0, 2, 3, 3]
+    assert nvlink_domains(devices) == [0, 0, 2, 3, 3]
     chain = [device(i, nvlink_peers=[f"GPU-a-{i + 1}"]) for i in range(3)]
-    assert islands(chain) == [0, 0, 0]
+    assert nvlink_domains(chain) == [0, 0, 0]
 
 
 def test_a_worker_gets_gpus_that_are_linked_though_others_are_as_good():
     node = linked("a", [0], [1, 3], [2])
-    assert place(Assessment(applicant(gpus=2), RULES, cluster(node).view()), "a").gpu_uuids == ["GPU-a-1", "GPU-a-3"]
+    assert place(CachedEvaluation(pod_request(gpus=2), RULES, cluster(node).snapshot()), "a").gpu_uuids == [
+        "GPU-a-1",
+        "GPU-a-3",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -158,24 +161,24 @@ def test_of_islands_that_are_as_good_one_is_taken_as_of_single_gpus(held, expect
         for gpu, memory in held
     ]
     node = gpu_node("a", island.status.devices, tenants)
-    wants = applicant(gpus=2, prediction=prediction(util=5, sm=0.01))
-    found = Assessment(wants, RULES, cluster(node).view())
+    wants = pod_request(gpus=2, prediction=prediction(util=5, sm=0.01))
+    found = CachedEvaluation(wants, RULES, cluster(node).snapshot())
     assert place(found, "a").gpu_uuids == [f"GPU-a-{gpu}" for gpu in expected]
     if len(held) == 2:
-        assert 0.0 < found.verdict.found.added[2] <= RULES.policy.tolerance
+        assert 0.0 < found.evaluation.found.added[2] <= RULES.policy.tolerance
 
 
 def test_a_node_with_linked_gpus_scores_best_and_others_do_where_there_is_none():
     known = cluster(gpu_node("plain", 2), linked("fast", [0, 1]))
-    found = Assessment(applicant(gpus=2), RULES, known.view())
+    found = CachedEvaluation(pod_request(gpus=2), RULES, known.snapshot())
     plain, fast = score_nodes(found, ["plain", "fast"]).tolist()
     assert fast == MAX_SCORE > plain
     assert filter_nodes(found, ["plain", "fast"]).fits == ["fast", "plain"]
-    assert score_nodes(Assessment(applicant(gpus=2), RULES, cluster(gpu_node("plain", 2)).view()), ["plain"]) == [
-        MAX_SCORE
-    ]
+    assert score_nodes(
+        CachedEvaluation(pod_request(gpus=2), RULES, cluster(gpu_node("plain", 2)).snapshot()), ["plain"]
+    ) == [MAX_SCORE]
 
 
 def test_gpus_that_are_not_linked_do_where_an_island_is_too_small():
     node = linked("a", [0, 1], [2, 3])
-    assert len(place(Assessment(applicant(gpus=3), RULES, cluster(node).view()), "a").gpu_uuids) == 3
+    assert len(place(CachedEvaluation(pod_request(gpus=3), RULES, cluster(node).snapshot()), "a").gpu_uuids) == 3

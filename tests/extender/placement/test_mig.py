@@ -5,19 +5,19 @@ import pytest
 from carpool_core.resources.node import GpuNodeSpec
 from carpool_core.values import RequestedMode, SharingMode, Tenancy
 from carpool_extender.cache.mig import known, profile_of, smallest, whole
-from carpool_extender.framework.diagnosis import rooms
-from carpool_extender.framework.evaluation_cache import Assessment
-from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.diagnosis import headroom
+from carpool_extender.framework.evaluation_cache import CachedEvaluation
+from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.scores import find_policy
 from carpool_extender.framework.selection import best_place, filter_nodes, place
 from carpool_extender.reservations import ledger
-from carpool_extender.testing import applicant, cluster, device, gpu_node, prediction, tenant
+from carpool_extender.testing import cluster, device, gpu_node, pod_request, prediction, tenant
 from hypothesis import given
 from hypothesis import strategies as st
 
 A100 = ["1g.5gb", "1g.5gb+me", "1g.10gb", "2g.10gb", "3g.20gb", "4g.20gb", "7g.40gb"]
 MODES = [SharingMode.EXCLUSIVE, SharingMode.TIME_SLICING, SharingMode.MPS, SharingMode.MIG]
-RULES = Rules(find_policy("least-slowdown"), slots=8)
+RULES = SchedulerConfig(find_policy("least-slowdown"), slots=8)
 GPU = "GPU-a-0"
 
 
@@ -30,7 +30,7 @@ def instance(name, profile, gpu=GPU):
 
 
 def wanting(memory_mib=4000, sm=0.1, **more):
-    return applicant(mode=RequestedMode.MIG, prediction=prediction(memory_mib=memory_mib, sm=sm), **more)
+    return pod_request(mode=RequestedMode.MIG, prediction=prediction(memory_mib=memory_mib, sm=sm), **more)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_only_plain_profiles_are_placed():
 
 
 def test_a_place_names_the_profile_and_limits_nothing_else():
-    chosen = place(Assessment(wanting(), RULES, cluster(divisible()).view()), "a")
+    chosen = place(CachedEvaluation(wanting(), RULES, cluster(divisible()).snapshot()), "a")
     assert (chosen.mode, chosen.mig_profile) == (SharingMode.MIG, "1g.5gb")
     assert (chosen.memory_limit_mib, chosen.thread_percentage, chosen.expected_slowdown) == (None, None, 1.0)
     assert "MIG as the job asks" in chosen.reason
@@ -66,8 +66,8 @@ def test_a_place_names_the_profile_and_limits_nothing_else():
 
 def test_instances_stand_side_by_side_until_slices_or_memory_end():
     node = divisible(instance("x", "4g.20gb"), instance("y", "2g.10gb"))
-    assert place(Assessment(wanting(), RULES, cluster(node).view()), "a").mig_profile == "1g.5gb"
-    refused = filter_nodes(Assessment(wanting(sm=0.3), RULES, cluster(node).view()), ["a"]).refused
+    assert place(CachedEvaluation(wanting(), RULES, cluster(node).snapshot()), "a").mig_profile == "1g.5gb"
+    refused = filter_nodes(CachedEvaluation(wanting(sm=0.3), RULES, cluster(node).snapshot()), ["a"]).refused
     sentence = "its MIG instances take 6 of 7 slices and 30 of 40 GB, beside which 3g.20gb has no room"
     assert refused == {"a": f"NoGpuFits: 1 GPU: {sentence}"}
 
@@ -75,22 +75,26 @@ def test_instances_stand_side_by_side_until_slices_or_memory_end():
 def test_of_several_divided_gpus_one_is_an_example():
     """Regression: the first one was called the best."""
     held = [instance("x", "7g.40gb"), instance("y", "4g.20gb", "GPU-a-1")]
-    found = filter_nodes(Assessment(wanting(20_000, 1.0), RULES, cluster(divisible(*held, count=2)).view()), ["a"])
+    found = filter_nodes(
+        CachedEvaluation(wanting(20_000, 1.0), RULES, cluster(divisible(*held, count=2)).snapshot()), ["a"]
+    )
     assert found.refused["a"].startswith("NoGpuFits: 2 GPUs: for example its MIG instances take")
 
 
 def test_of_an_instance_it_is_told_what_stands_beside_it():
-    verdict = Assessment(wanting(sm=0.25), RULES, cluster(divisible(instance("x", "3g.20gb"))).view()).verdict
-    assert rooms(verdict, 0) == ["tenant 2 of at most 8", "2g.10gb beside 3 of 7 slices and 20 of 40 GB taken"]
+    evaluation = CachedEvaluation(
+        wanting(sm=0.25), RULES, cluster(divisible(instance("x", "3g.20gb"))).snapshot()
+    ).evaluation
+    assert headroom(evaluation, 0) == ["tenant 2 of at most 8", "2g.10gb beside 3 of 7 slices and 20 of 40 GB taken"]
 
 
 def test_a_shared_gpu_is_not_divided():
-    shared = cluster(divisible(tenant("x", [GPU]))).view()
-    assert filter_nodes(Assessment(wanting(), RULES, shared), ["a"]).fits == []
+    shared = cluster(divisible(tenant("x", [GPU]))).snapshot()
+    assert filter_nodes(CachedEvaluation(wanting(), RULES, shared), ["a"]).fits == []
 
 
 def auto(memory_mib=4000, sm=0.1, **more):
-    return applicant(prediction=prediction(memory_mib=memory_mib, sm=sm), **more)
+    return pod_request(prediction=prediction(memory_mib=memory_mib, sm=sm), **more)
 
 
 def stranger(name, profile):
@@ -100,7 +104,7 @@ def stranger(name, profile):
 
 
 def mode_of(node, wants):
-    found = place(Assessment(wants, RULES, cluster(node).view()), "a")
+    found = place(CachedEvaluation(wants, RULES, cluster(node).snapshot()), "a")
     return found if isinstance(found, str) else (found.mode, found.mig_profile)
 
 
@@ -114,7 +118,7 @@ CLUSTER = {"tenancy": Tenancy.CLUSTER}
         pytest.param(auto(**CLUSTER), (SharingMode.MIG, "1g.5gb"), id="with anybody: kept apart"),
         pytest.param(auto(sm=0.9, **CLUSTER), (SharingMode.MPS, None), id="an instance that leaves room to nobody"),
         pytest.param(auto(gpus=2, **CLUSTER), (SharingMode.TIME_SLICING, None), id="several GPUs reach one instance"),
-        pytest.param(applicant(prediction=None, **CLUSTER), (SharingMode.EXCLUSIVE, None), id="nothing is known"),
+        pytest.param(pod_request(prediction=None, **CLUSTER), (SharingMode.EXCLUSIVE, None), id="nothing is known"),
     ],
 )
 def test_auto_divides_an_idle_gpu_for_those_who_share_with_other_namespaces(wants, expected):
@@ -122,9 +126,11 @@ def test_auto_divides_an_idle_gpu_for_those_who_share_with_other_namespaces(want
 
 
 def test_tenants_of_two_namespaces_meet_in_instances_and_nowhere_else():
-    first = place(Assessment(auto(**CLUSTER), RULES, cluster(divisible()).view()), "a")
+    first = place(CachedEvaluation(auto(**CLUSTER), RULES, cluster(divisible()).snapshot()), "a")
     assert "MIG as other namespaces may join, each in an instance of its own" in first.reason
-    second = place(Assessment(auto(**CLUSTER), RULES, cluster(divisible(stranger("y", "1g.5gb"))).view()), "a")
+    second = place(
+        CachedEvaluation(auto(**CLUSTER), RULES, cluster(divisible(stranger("y", "1g.5gb"))).snapshot()), "a"
+    )
     assert (second.mode, second.mig_profile, second.expected_slowdown) == (SharingMode.MIG, "1g.5gb", 1.0)
     assert "beside other/y" in second.reason
     assert "MIG as its tenants have it" in second.reason
@@ -149,14 +155,14 @@ def test_a_divided_gpu_takes_whoever_an_instance_holds(wants, reason):
 def test_changing_a_mode_comes_after_leaving_one_on_every_node():
     """Regression: of two idle GPUs on different nodes the first was taken, whatever mode it was in."""
     profiled = {"modes": MODES, "mig_profiles": A100}
-    view = cluster(
+    snapshot = cluster(
         gpu_node("a", [device(0, "a", mode=SharingMode.MIG, **profiled)]),
         gpu_node("b", [device(0, "b", mode=SharingMode.MPS, **profiled)]),
         gpu_node("c", [device(0, "c", **profiled)]),
-    ).view()
-    assert best_place(Assessment(auto(), RULES, view))[0] == "b"
-    assert best_place(Assessment(auto(**CLUSTER), RULES, view))[0] == "a"
-    assert best_place(Assessment(applicant(prediction=None), RULES, view))[0] == "c"
+    ).snapshot()
+    assert best_place(CachedEvaluation(auto(), RULES, snapshot))[0] == "b"
+    assert best_place(CachedEvaluation(auto(**CLUSTER), RULES, snapshot))[0] == "a"
+    assert best_place(CachedEvaluation(pod_request(prediction=None), RULES, snapshot))[0] == "c"
 
 
 @pytest.mark.parametrize(
@@ -170,7 +176,7 @@ def test_changing_a_mode_comes_after_leaving_one_on_every_node():
     ],
 )
 def test_what_can_never_be_is_refused_with_a_sentence(node, wants, expected):
-    found = filter_nodes(Assessment(wanting(**wants), RULES, cluster(node).view()), ["a"])
+    found = filter_nodes(CachedEvaluation(wanting(**wants), RULES, cluster(node).snapshot()), ["a"])
     told = {**found.refused, **found.unsuitable}
     assert expected in told["a"]
 

@@ -10,24 +10,24 @@ from carpool_core.testing.kube import FakeKube
 from carpool_core.values import SharingMode
 from carpool_extender.app import build
 from carpool_extender.config import ConditionSettings, ExtenderSettings
-from carpool_extender.framework.admission_limits import Conditions, Quantile
-from carpool_extender.framework.evaluation_cache import Assessment
-from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.admission_limits import AdmissionLimits, Quantile
+from carpool_extender.framework.evaluation_cache import CachedEvaluation
+from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.scores import POLICIES, energy, find_policy
 from carpool_extender.framework.selection import filter_nodes, place
 from carpool_extender.informers import JobRow
-from carpool_extender.testing import applicant, cluster, gpu_node, prediction, tenant
+from carpool_extender.testing import cluster, gpu_node, pod_request, prediction, tenant
 from carpool_extender.workloads import NotOurs, policy_of
 
 ROW = "GPU-a-{}".format
 
 
 def rules(policy="least-slowdown", **conditions):
-    return Rules(find_policy(policy), 8, Conditions(**conditions))
+    return SchedulerConfig(find_policy(policy), 8, AdmissionLimits(**conditions))
 
 
-def chosen(view, policy, **wants):
-    found = place(Assessment(applicant(**wants), rules(policy), view), "a")
+def chosen(snapshot, policy, **wants):
+    found = place(CachedEvaluation(pod_request(**wants), rules(policy), snapshot), "a")
     return None if isinstance(found, str) else (int(found.gpu_uuids[0][-1]), found.mode)
 
 
@@ -42,7 +42,7 @@ def a_busy_node():
                 tenant("y", [ROW(2)], memory_limit_mib=9000, prediction=prediction(sm=0.6, util=90)),
             ],
         )
-    ).view()
+    ).snapshot()
 
 
 @pytest.mark.parametrize(
@@ -81,24 +81,26 @@ def test_energy_counts_watts_for_as_long_as_everybody_runs(mode, expected_w):
     """An A100 draws 50 W asleep, 84 to 332 W with a job; two that are always busy take twice as long in turns."""
     busy = {"prediction": prediction(util=100, sm=0.9, dram=0.5), "max_slowdown": 10.0}
     held = [] if mode is None else [tenant("x", [ROW(0)], mode, **busy)]
-    verdict = Assessment(applicant(**busy), rules("energy"), cluster(gpu_node("a", 1, held)).view()).verdict
-    assert energy(verdict, np.array([0]))[0] == pytest.approx(expected_w)
+    evaluation = CachedEvaluation(
+        pod_request(**busy), rules("energy"), cluster(gpu_node("a", 1, held)).snapshot()
+    ).evaluation
+    assert energy(evaluation, np.array([0]))[0] == pytest.approx(expected_w)
 
 
 def test_energy_wakes_a_gpu_where_company_would_cost_more_than_that():
     held = tenant("x", [ROW(0)], prediction=prediction(util=100, sm=0.9, dram=0.5), max_slowdown=10.0)
-    view = cluster(gpu_node("a", 2, [held])).view()
+    snapshot = cluster(gpu_node("a", 2, [held])).snapshot()
     light = prediction(util=20, sm=0.05, dram=0.1)
     heavy = prediction(util=100, sm=0.9, dram=0.5)
-    assert chosen(view, "energy", prediction=light, max_slowdown=10.0)[0] == 0
-    assert chosen(view, "energy", prediction=heavy, max_slowdown=10.0)[0] == 1
+    assert chosen(snapshot, "energy", prediction=light, max_slowdown=10.0)[0] == 0
+    assert chosen(snapshot, "energy", prediction=heavy, max_slowdown=10.0)[0] == 1
 
 
 def test_round_robin_goes_on_after_the_newest_reservation():
     held = msgspec.structs.replace(tenant("x", [ROW(1)]), reserved_at=rfc3339(FakeClock().now()))
-    assert chosen(cluster(gpu_node("a", 3, [held])).view(), "round-robin")[0] == 2
+    assert chosen(cluster(gpu_node("a", 3, [held])).snapshot(), "round-robin")[0] == 2
     last = msgspec.structs.replace(held, gpu_uuids=[ROW(2)])
-    assert chosen(cluster(gpu_node("a", 3, [last])).view(), "round-robin")[0] == 0
+    assert chosen(cluster(gpu_node("a", 3, [last])).snapshot(), "round-robin")[0] == 0
 
 
 def test_round_robin_does_not_go_on_after_what_is_gone():
@@ -106,17 +108,17 @@ def test_round_robin_does_not_go_on_after_what_is_gone():
     held = msgspec.structs.replace(tenant("x", [ROW(0)]), reserved_at=rfc3339(FakeClock().now()))
     last = msgspec.structs.replace(tenant("y", ["GPU-b-0"]), reserved_at="2030-01-01T00:00:00Z")
     known = cluster(gpu_node("a", 3, [held]), gpu_node("b", 1, [last]))
-    assert chosen(known.view(), "round-robin")[0] == 0
+    assert chosen(known.snapshot(), "round-robin")[0] == 0
     known.remove("b")
-    assert chosen(known.view(), "round-robin")[0] == 1
+    assert chosen(known.snapshot(), "round-robin")[0] == 1
 
 
 def test_joint_activity_keeps_nobody_from_an_idle_gpu():
-    newcomer = applicant(prediction=prediction(sm=0.7), max_slowdown=3)
+    newcomer = pod_request(prediction=prediction(sm=0.7), max_slowdown=3)
     asked = rules(most_joint_sm_active=0.5)
-    assert filter_nodes(Assessment(newcomer, asked, cluster(gpu_node("a", 1)).view()), ["a"]).fits == ["a"]
+    assert filter_nodes(CachedEvaluation(newcomer, asked, cluster(gpu_node("a", 1)).snapshot()), ["a"]).fits == ["a"]
     used = cluster(gpu_node("a", 1, [tenant("x", [ROW(0)], prediction=prediction(sm=0.1))]))
-    assert filter_nodes(Assessment(newcomer, asked, used.view()), ["a"]).refused == {
+    assert filter_nodes(CachedEvaluation(newcomer, asked, used.snapshot()), ["a"]).refused == {
         "a": "NoGpuFits: 1 GPU: joint SM activity 0.80, the policy allows 0.50"
     }
 
@@ -131,16 +133,16 @@ def test_joint_activity_keeps_nobody_from_an_idle_gpu():
 )
 def test_a_precondition_refuses_with_its_number(asked, sentence):
     known = cluster(gpu_node("a", 1, [tenant("x", [ROW(0)], prediction=prediction(sm=0.6))]))
-    newcomer = applicant(max_slowdown=3)
-    assert filter_nodes(Assessment(newcomer, rules(), known.view()), ["a"]).fits == ["a"]
-    assert filter_nodes(Assessment(newcomer, rules(**asked), known.view()), ["a"]).refused == {
+    newcomer = pod_request(max_slowdown=3)
+    assert filter_nodes(CachedEvaluation(newcomer, rules(), known.snapshot()), ["a"]).fits == ["a"]
+    assert filter_nodes(CachedEvaluation(newcomer, rules(**asked), known.snapshot()), ["a"]).refused == {
         "a": f"NoGpuFits: {sentence}"
     }
 
 
 def test_exclusive_says_why_a_gpu_in_use_is_none():
     known = cluster(gpu_node("a", 1, [tenant("x", [ROW(0)])]))
-    found = filter_nodes(Assessment(applicant(), rules("exclusive"), known.view()), ["a"])
+    found = filter_nodes(CachedEvaluation(pod_request(), rules("exclusive"), known.snapshot()), ["a"])
     assert found.refused["a"] == "NoGpuFits: 1 GPU: in use, and the policy gives every job a GPU of its own"
 
 
@@ -163,12 +165,12 @@ def test_an_impossible_precondition_ends_the_start(impossible, sentence):
 
 
 def test_preconditions_are_told_in_words():
-    every = Conditions(0.8, 0.9, 2048, 3, quantile=Quantile.UPPER)
+    every = AdmissionLimits(0.8, 0.9, 2048, 3, quantile=Quantile.UPPER)
     assert str(every) == (
         "SM activity ≤ 0.8, joint SM activity ≤ 0.9, free memory ≥ 2,048 MiB, at most 3 jobs on a GPU, limits by the "
         "upper quantile"
     )
-    assert (str(Conditions()), str(Conditions(alone=True))) == ("none", "every job on a GPU of its own")
+    assert (str(AdmissionLimits()), str(AdmissionLimits(alone=True))) == ("none", "every job on a GPU of its own")
 
 
 def test_a_job_chooses_its_policy_only_where_the_site_lets_it():
@@ -184,5 +186,5 @@ def test_a_job_chooses_its_policy_only_where_the_site_lets_it():
         policy_of(made("energy"), allowed=False)
     with pytest.raises(NotOurs, match="UnknownPolicy: job n/j: policy 'fast' is unknown; choose one of"):
         policy_of(made("fast"), allowed=True)
-    own = applicant()
+    own = pod_request()
     assert rules().policy_for(type(own)(own.demand, "energy")).name == "energy"

@@ -2,21 +2,21 @@
 
 import pytest
 from carpool_core.values import RequestedMode, SharingMode, Tenancy
-from carpool_extender.cache.pod_request import Applicant
-from carpool_extender.framework.evaluation_cache import Assessment
-from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.cache.pod_request import PodRequest
+from carpool_extender.framework.evaluation_cache import CachedEvaluation
+from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.scores import find_policy
 from carpool_extender.framework.selection import place
 from carpool_extender.testing import cluster, demand, device, gpu_node, prediction, tenant
 from msgspec.structs import replace
 
-RULES = Rules(find_policy("least-slowdown"), slots=8)
+RULES = SchedulerConfig(find_policy("least-slowdown"), slots=8)
 MPS, TURNS, ALONE, MIG = SharingMode.MPS, SharingMode.TIME_SLICING, SharingMode.EXCLUSIVE, SharingMode.MIG
 UNMEASURED, LOST = prediction(trusted=False), prediction(trusted=False, learned_runs=2)
 
 
 def chosen(node, rules=RULES, *, settles=True, **wants):
-    return place(Assessment(Applicant(demand(**wants), settles=settles), rules, cluster(node).view()), "a")
+    return place(CachedEvaluation(PodRequest(demand(**wants), settles=settles), rules, cluster(node).snapshot()), "a")
 
 
 def mig_node():
@@ -71,7 +71,7 @@ def test_it_is_as_before_where_the_site_does_not_want_it():
 
 
 def test_a_policy_that_gives_every_job_a_gpu_of_its_own_keeps_it_so():
-    found = chosen(gpu_node(), Rules(find_policy("exclusive"), slots=8), prediction=None)
+    found = chosen(gpu_node(), SchedulerConfig(find_policy("exclusive"), slots=8), prediction=None)
     assert (found.mode, found.tenant.provisional) == (ALONE, False)
 
 
@@ -102,5 +102,5 @@ def test_who_may_join(held, wants, refused):
 
 def test_nobody_of_another_user_joins():
     node = gpu_node("a", 1, [lone(30000, user=1)])
-    newcomer = Applicant(demand(), user=2, settles=True)
-    assert "serves user 1" in place(Assessment(newcomer, RULES, cluster(node).view()), "a")
+    newcomer = PodRequest(demand(), user=2, settles=True)
+    assert "serves user 1" in place(CachedEvaluation(newcomer, RULES, cluster(node).snapshot()), "a")

@@ -5,17 +5,19 @@ import pytest
 from carpool_core.settings import SettingsError, load
 from carpool_core.values import RequestedMode, SharingMode
 from carpool_extender.config import ExtenderSettings
-from carpool_extender.framework.admission_limits import Conditions, Quantile
-from carpool_extender.framework.evaluation_cache import Assessment
-from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.admission_limits import AdmissionLimits, Quantile
+from carpool_extender.framework.evaluation_cache import CachedEvaluation
+from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.scores import find_policy
 from carpool_extender.framework.selection import explain, filter_nodes, place
-from carpool_extender.testing import applicant, cluster, gpu_node, prediction, tenant
+from carpool_extender.testing import cluster, gpu_node, pod_request, prediction, tenant
 from carpool_predictor.cost_models.slowdown import shipped, slowdowns, upper_slowdowns
 from hypothesis import given
 from hypothesis import strategies as st
 
-MEDIAN, UPPER = (Rules(find_policy("least-slowdown"), 8, Conditions(quantile=quantile)) for quantile in Quantile)
+MEDIAN, UPPER = (
+    SchedulerConfig(find_policy("least-slowdown"), 8, AdmissionLimits(quantile=quantile)) for quantile in Quantile
+)
 SHARED = (SharingMode.TIME_SLICING, SharingMode.MPS)
 
 
@@ -24,30 +26,32 @@ def beside(mode=SharingMode.MPS, sm=0.3, util=50.0, **more):
 
 
 def asks(sm=0.3, util=50.0, **more):
-    return applicant(prediction=prediction(sm=sm, util=util), **more)
+    return pod_request(prediction=prediction(sm=sm, util=util), **more)
 
 
 def test_the_upper_quantile_lets_fewer_share_and_says_what_was_expected():
-    view = beside(max_slowdown=1.2).view()
-    assert filter_nodes(Assessment(asks(max_slowdown=5.0), MEDIAN, view), ["a"]).fits == ["a"]
-    refused = filter_nodes(Assessment(asks(max_slowdown=5.0), UPPER, view), ["a"]).refused
+    snapshot = beside(max_slowdown=1.2).snapshot()
+    assert filter_nodes(CachedEvaluation(asks(max_slowdown=5.0), MEDIAN, snapshot), ["a"]).fits == ["a"]
+    refused = filter_nodes(CachedEvaluation(asks(max_slowdown=5.0), UPPER, snapshot), ["a"]).refused
     assert refused == {"a": "NoGpuFits: 1 GPU: could slow default/x to 1.78 of 1.20, expected 1.00"}
-    refused = filter_nodes(Assessment(asks(max_slowdown=1.1), UPPER, beside(max_slowdown=9.0).view()), ["a"]).refused
+    refused = filter_nodes(
+        CachedEvaluation(asks(max_slowdown=1.1), UPPER, beside(max_slowdown=9.0).snapshot()), ["a"]
+    ).refused
     assert refused == {"a": "NoGpuFits: 1 GPU: could run 1.78 times as long there, expected 1.00, accepts 1.10"}
 
 
 @pytest.mark.parametrize("rules", [MEDIAN, UPPER], ids=list(Quantile))
 def test_both_quantiles_are_told_whichever_decides(rules):
-    view = beside(max_slowdown=3.0).view()
-    chosen = place(Assessment(asks(max_slowdown=2.0), rules, view), "a")
+    snapshot = beside(max_slowdown=3.0).snapshot()
+    chosen = place(CachedEvaluation(asks(max_slowdown=2.0), rules, snapshot), "a")
     assert "expected slowdown 1.00 of 2.00, 90% below 1.78; " in chosen.reason
     assert chosen.expected_slowdown == 1.0
-    (answer,) = explain(view, asks(max_slowdown=2.0), ["a"], rules)
+    (answer,) = explain(snapshot, asks(max_slowdown=2.0), ["a"], rules)
     assert "expected slowdown 1.00, 90% below 1.78; beside default/x " in answer.said
 
 
 def test_alone_there_is_nothing_to_be_sure_of():
-    (answer,) = explain(cluster(gpu_node("a", 1)).view(), asks(), ["a"], UPPER)
+    (answer,) = explain(cluster(gpu_node("a", 1)).snapshot(), asks(), ["a"], UPPER)
     assert answer.said.endswith("expected slowdown 1.00; tenant 1 of at most 8")
 
 
@@ -60,11 +64,11 @@ def test_whoever_the_upper_quantile_admits_the_median_admits(mode, sm, util, ten
         tenant(f"t{i}", ["GPU-a-0"], mode, prediction=prediction(memory_mib=100, sm=one, util=100 * busy))
         for i, (one, busy) in enumerate(tenants)
     ]
-    view = cluster(gpu_node("a", 1, held)).view()
-    wants = applicant(
+    snapshot = cluster(gpu_node("a", 1, held)).snapshot()
+    wants = pod_request(
         mode=RequestedMode(mode.value), prediction=prediction(memory_mib=100, sm=sm, util=100 * util), max_slowdown=1.5
     )
-    likely, sure = (Assessment(wants, rules, view).verdict.found for rules in (MEDIAN, UPPER))
+    likely, sure = (CachedEvaluation(wants, rules, snapshot).evaluation.found for rules in (MEDIAN, UPPER))
     assert sure.margin[0] <= likely.margin[0]
     assert sure.added[0] == likely.added[0]
 
@@ -82,7 +86,7 @@ def test_the_upper_quantile_is_never_below_the_median(mode, tenants):
 def test_it_is_a_setting():
     assert load(ExtenderSettings, {}).conditions.conditions().quantile is Quantile.MEDIAN
     upper = load(ExtenderSettings, {"CARPOOL_SLOWDOWN_QUANTILE": "upper"})
-    assert upper.conditions.conditions() == Conditions(quantile=Quantile.UPPER)
+    assert upper.conditions.conditions() == AdmissionLimits(quantile=Quantile.UPPER)
     with pytest.raises(SettingsError, match="CARPOOL_SLOWDOWN_QUANTILE: expected median or upper, found 'mean'"):
         load(ExtenderSettings, {"CARPOOL_SLOWDOWN_QUANTILE": "mean"})
     assert shipped().level == 0.9

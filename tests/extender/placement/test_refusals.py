@@ -4,18 +4,18 @@ import msgspec
 import pytest
 from carpool_core.resources.node import LONGEST_REASON, Tenant
 from carpool_core.values import DeviceHealth, RequestedMode, SharingMode
-from carpool_extender.framework.admission_limits import Conditions, Quantile
+from carpool_extender.framework.admission_limits import AdmissionLimits, Quantile
 from carpool_extender.framework.diagnosis import LONGEST_PART, LONGEST_SUMMARY
-from carpool_extender.framework.evaluation_cache import Assessment
-from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.evaluation_cache import CachedEvaluation
+from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.scores import find_policy
 from carpool_extender.framework.selection import explain, filter_nodes, place
-from carpool_extender.testing import A100, T4, applicant, cluster, device, gpu_node, prediction, tenant
+from carpool_extender.testing import A100, T4, cluster, device, gpu_node, pod_request, prediction, tenant
 from hypothesis import given
 from hypothesis import strategies as st
 
 MPS, TURNS, ALONE = SharingMode.MPS, SharingMode.TIME_SLICING, SharingMode.EXCLUSIVE
-RULES = Rules(find_policy("least-slowdown"), slots=8)
+RULES = SchedulerConfig(find_policy("least-slowdown"), slots=8)
 GPU = "GPU-a-0"
 BUSY = {"prediction": prediction(util=100, sm=0.9, dram=0.5)}
 
@@ -26,8 +26,8 @@ def test_one_sentence_for_all_nodes_with_numbers():
         gpu_node("b", 1, [tenant("y", ["GPU-b-0"], **BUSY)]),
         gpu_node("c", [device(0, "c", product=T4)]),
     )
-    newcomer = applicant(prediction=prediction(memory_mib=15500, util=100, sm=0.9))
-    found = filter_nodes(Assessment(newcomer, RULES, known.view()), ["a", "b", "c", "d"])
+    newcomer = pod_request(prediction=prediction(memory_mib=15500, util=100, sm=0.9))
+    found = filter_nodes(CachedEvaluation(newcomer, RULES, known.snapshot()), ["a", "b", "c", "d"])
     sentence = (
         "NoGpuFits: needs 15,500 MiB; freest Tesla T4 has 15,360 MiB total, "
         "another NVIDIA A100-SXM4-40GB has 9,120 MiB free; "
@@ -44,8 +44,8 @@ def test_the_freest_gpu_of_each_product():
         gpu_node("c", [device(0, "c", product=T4)]),
         *(gpu_node(f"l{i}", [device(0, f"l{i}", product="NVIDIA L4")]) for i in range(3)),
     )
-    newcomer = applicant(product=None, min_compute_capability="7.5", prediction=prediction(memory_mib=16000))
-    found = filter_nodes(Assessment(newcomer, RULES, known.view()), ["a", "c"])
+    newcomer = pod_request(product=None, min_compute_capability="7.5", prediction=prediction(memory_mib=16000))
+    found = filter_nodes(CachedEvaluation(newcomer, RULES, known.snapshot()), ["a", "c"])
     assert found.refused["a"] == (
         "NoGpuFits: needs 16,000 MiB; freest Tesla T4 has 15,360 MiB total, "
         "freest NVIDIA A100-SXM4-40GB has 9,120 MiB free"
@@ -56,8 +56,8 @@ def test_memory_is_not_called_short_where_it_is_not_what_is_missing():
     """Regression: of GPUs that others have for themselves it was said that they have 0 MiB free."""
     alone = [tenant("x", ["GPU-a-0"], mode=ALONE), tenant("z", ["GPU-a-1"], **BUSY)]
     known = cluster(gpu_node("a", 2, alone))
-    newcomer = applicant(mode=RequestedMode.EXCLUSIVE, prediction=prediction(memory_mib=3338))
-    (sentence,) = filter_nodes(Assessment(newcomer, RULES, known.view()), ["a"]).refused.values()
+    newcomer = pod_request(mode=RequestedMode.EXCLUSIVE, prediction=prediction(memory_mib=3338))
+    (sentence,) = filter_nodes(CachedEvaluation(newcomer, RULES, known.snapshot()), ["a"]).refused.values()
     assert "MiB" not in sentence
     assert "1 GPU: used exclusively by default/x" in sentence
     assert "1 GPU: in use, and the job wants a GPU of its own" in sentence
@@ -134,7 +134,7 @@ SENTENCES = [
 @pytest.mark.parametrize(("nodes", "wants", "expected"), SENTENCES)
 def test_sentences(nodes, wants, expected):
     names = [node.metadata.name for node in nodes] or ["a"]
-    found = filter_nodes(Assessment(applicant(**wants), RULES, cluster(*nodes).view()), names)
+    found = filter_nodes(CachedEvaluation(pod_request(**wants), RULES, cluster(*nodes).snapshot()), names)
     told = set({**found.refused, **found.unsuitable}.values())
     assert told == (set() if expected is None else {f"NoGpuFits: {expected}"})
 
@@ -143,7 +143,7 @@ def test_explain_names_the_check_and_the_margin_of_every_gpu():
     node = gpu_node(
         "a", 3, [tenant("x", ["GPU-a-0"], memory_limit_mib=40000), tenant("y", ["GPU-a-1"], **BUSY, max_slowdown=1.1)]
     )
-    assert [str(one) for one in explain(cluster(node).view(), applicant(**BUSY), ["a"], RULES)] == [
+    assert [str(one) for one in explain(cluster(node).snapshot(), pod_request(**BUSY), ["a"], RULES)] == [
         f"GPU 0 of a ({A100}): needs 4,000 MiB, has 960 MiB free (3,040 MiB short)",
         f"GPU 1 of a ({A100}): would slow default/y to 1.90 of 1.10 (0.80 beyond)",
         f"GPU 2 of a ({A100}): fits by MPS, leaves 36,960 MiB, expected slowdown 1.00; tenant 1 of at most 8",
@@ -167,7 +167,7 @@ HALF = {"prediction": prediction(util=60, sm=0.5)}
         ),
         pytest.param(
             [4],
-            Rules(find_policy("least-slowdown"), 8, Conditions(quantile=Quantile.UPPER)),
+            SchedulerConfig(find_policy("least-slowdown"), 8, AdmissionLimits(quantile=Quantile.UPPER)),
             "beside default/y0 2.05 of 4.00 (expected 1.12)",
             id="by the upper quantile",
         ),
@@ -175,20 +175,20 @@ HALF = {"prediction": prediction(util=60, sm=0.5)}
 )
 def test_of_a_gpu_that_fits_it_is_told_what_each_neighbour_would_suffer(limits, rules, said):
     tenants = [tenant(f"y{i}", ["GPU-a-0"], **HALF, max_slowdown=limit) for i, limit in enumerate(limits)]
-    wants = applicant(**HALF, max_slowdown=9)
-    assessment = Assessment(wants, rules, cluster(gpu_node("a", 1, tenants)).view())
-    (told,) = explain(assessment.verdict.view, wants, ["a"], rules)
+    wants = pod_request(**HALF, max_slowdown=9)
+    cached_evaluation = CachedEvaluation(wants, rules, cluster(gpu_node("a", 1, tenants)).snapshot())
+    (told,) = explain(cached_evaluation.evaluation.snapshot, wants, ["a"], rules)
     assert told.fits
     assert told.said.endswith(f"{said}; tenant {len(limits) + 1} of at most 8")
     if limits:  # the check found the same of whoever is closest to its limit
-        least = min(one.limit - one.slowdown for one in assessment.verdict.met(0))
-        assert assessment.verdict.found.margin[0] == pytest.approx(least, abs=1e-6)
+        least = min(one.limit - one.slowdown for one in cached_evaluation.evaluation.met(0))
+        assert cached_evaluation.evaluation.found.margin[0] == pytest.approx(least, abs=1e-6)
 
 
 def test_a_slowdown_that_is_refused_never_looks_like_its_limit():
     """Regression: `1.90 of 1.90 (0.00 beyond)` was the reason for a refusal."""
     node = gpu_node("a", 1, [tenant("y", ["GPU-a-0"], **BUSY, max_slowdown=1.899)])
-    (told,) = explain(cluster(node).view(), applicant(**BUSY, max_slowdown=2.0), ["a"], RULES)
+    (told,) = explain(cluster(node).snapshot(), pod_request(**BUSY, max_slowdown=2.0), ["a"], RULES)
     assert told.said == "would slow default/y to 1.900 of 1.899 (0.001 beyond)"
 
 
@@ -197,7 +197,7 @@ def test_products_that_need_different_amounts_are_told_each_with_its_own():
     small = msgspec.structs.replace(both.products[1], memory=prediction(memory_mib=15500).products[1].memory)
     needs = msgspec.structs.replace(both, products=[both.products[0], small])
     known = cluster(gpu_node("a", 1, [tenant("x", [GPU])]), gpu_node("b", [device(0, "b", product=T4)]))
-    found = filter_nodes(Assessment(applicant(prediction=needs), RULES, known.view()), ["a", "b"])
+    found = filter_nodes(CachedEvaluation(pod_request(prediction=needs), RULES, known.snapshot()), ["a", "b"])
     assert found.refused["a"] == (
         f"NoGpuFits: needs 15,500 to 39,000 MiB; freest {A100} has 36,960 MiB free, needs 39,000, "
         f"freest {T4} has 15,360 MiB total, needs 15,500"
@@ -212,8 +212,8 @@ def test_a_reason_is_never_longer_than_the_field_that_takes_it(length, told):
         tenant(name, [f"GPU-a-{i % 8}"], TURNS, prediction=prediction(100, util=1, sm=0.01, dram=0.01))
         for i, name in enumerate(names)
     ]
-    asked = applicant(gpus=8, mode=RequestedMode.TIME_SLICING, max_slowdown=9, prediction=prediction(100, util=1))
-    found = place(Assessment(asked, RULES, cluster(gpu_node("a", 8, crowd)).view()), "a")
+    asked = pod_request(gpus=8, mode=RequestedMode.TIME_SLICING, max_slowdown=9, prediction=prediction(100, util=1))
+    found = place(CachedEvaluation(asked, RULES, cluster(gpu_node("a", 8, crowd)).snapshot()), "a")
     assert told in found.reason
     assert len(found.reason) <= LONGEST_REASON
 
@@ -236,12 +236,12 @@ def test_the_reasons_that_are_least_frequent_are_dropped_where_a_summary_gets_to
         gpu_node("m", [device(0, "m", uuid=f"GPU-{'m' * 400}"), device(1, "m", uuid=f"GPU-{'m' * 400}")]),
     )
     names = [*known.nodes, "without"]
-    (sentence,) = set(filter_nodes(Assessment(applicant(), RULES, known.view()), names).refused.values())
+    (sentence,) = set(filter_nodes(CachedEvaluation(pod_request(), RULES, known.snapshot()), names).refused.values())
     assert sentence.startswith(f"NoGpuFits: 4 nodes: unhealthy: {'Xid 79, ' * 14}Xid 79,…; 3 nodes: 40 MiB are used ")
     assert "; 1 node: its node tells of several GPUs by the UUID GPU-mmm" in sentence
     assert sentence.endswith("mmm…; 1 node: no GPUs reported; and 1 more reason for 2 GPUs")
     assert len(sentence) <= LONGEST_SUMMARY
-    told = [one.said for one in explain(known.view(), applicant(), names, RULES)]
+    told = [one.said for one in explain(known.snapshot(), pod_request(), names, RULES)]
     assert f"several nodes tell of a GPU by the UUID {GPU}: {far}0 and {far}1" in told
     assert f"its node tells of several GPUs by the UUID GPU-{'m' * 400}" in told
 
@@ -293,7 +293,7 @@ def test_a_summary_is_never_longer_than_an_event_takes(crowd, wants, length):
         uuid = changes.get("uuid", f"GPU-{name}-0")
         held = [held_by(place, who)(uuid) for place, who in enumerate(tenants)]
         known.apply(used_by(name, set(pods), held, **changes))
-    found = filter_nodes(Assessment(applicant(**wants), RULES, known.view()), [*known.nodes, "without"])
+    found = filter_nodes(CachedEvaluation(pod_request(**wants), RULES, known.snapshot()), [*known.nodes, "without"])
     for sentence in {*found.refused.values(), *found.unsuitable.values()}:
         assert len(sentence) <= LONGEST_SUMMARY < 1024
         assert all(len(part) <= LONGEST_PART for part in sentence.removeprefix("NoGpuFits: ").split("; "))

@@ -2,30 +2,30 @@
 
 import pytest
 from carpool_core.values import SharingMode
-from carpool_extender.framework.admission_limits import Conditions
-from carpool_extender.framework.evaluation_cache import Assessment
-from carpool_extender.framework.gang import never_fits
-from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.admission_limits import AdmissionLimits
+from carpool_extender.framework.evaluation_cache import CachedEvaluation
+from carpool_extender.framework.gang import infeasible_when_empty
+from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.scores import find_policy
 from carpool_extender.framework.selection import filter_nodes
-from carpool_extender.testing import applicant, cluster, device, gpu_node, prediction, tenant
+from carpool_extender.testing import cluster, device, gpu_node, pod_request, prediction, tenant
 
 MPS, TURNS = SharingMode.MPS, SharingMode.TIME_SLICING
-RULES = Rules(find_policy("least-slowdown"), slots=8)
+RULES = SchedulerConfig(find_policy("least-slowdown"), slots=8)
 BUSY = {"prediction": prediction(util=100, sm=0.9, dram=0.5)}
 
 
 def test_of_several_gpus_the_one_that_came_closest_is_the_example():
     busy = [tenant(f"y{i}", [f"GPU-a-{i}"], **BUSY, max_slowdown=limit) for i, limit in enumerate((1.1, 1.8, 1.2))]
     found = filter_nodes(
-        Assessment(applicant(**BUSY, max_slowdown=5), RULES, cluster(gpu_node("a", 3, busy)).view()), ["a"]
+        CachedEvaluation(pod_request(**BUSY, max_slowdown=5), RULES, cluster(gpu_node("a", 3, busy)).snapshot()), ["a"]
     )
     assert found.refused == {"a": "NoGpuFits: 3 GPUs: at best would slow default/y1 to 1.90 of 1.80"}
 
 
 def told_of(*nodes, **wants):
     names = [node.metadata.name for node in nodes]
-    found = filter_nodes(Assessment(applicant(**wants), RULES, cluster(*nodes).view()), names)
+    found = filter_nodes(CachedEvaluation(pod_request(**wants), RULES, cluster(*nodes).snapshot()), names)
     (told,) = {*found.refused.values(), *found.unsuitable.values()}
     return told
 
@@ -42,7 +42,7 @@ def test_where_others_are_out_for_something_else_one_is_an_example():
     assert "2 GPUs: its MPS server belongs to namespace alpha" in told_of(gpu_node("a", 2, same))
 
 
-STRICT = Conditions(most_sm_active=0.2, least_free_mib=40000, most_jobs=1)
+STRICT = AdmissionLimits(most_sm_active=0.2, least_free_mib=40000, most_jobs=1)
 HARD = {"prediction": prediction(util=100, sm=1.0), "max_slowdown": 5}
 
 
@@ -51,31 +51,31 @@ HARD = {"prediction": prediction(util=100, sm=1.0), "max_slowdown": 5}
     [
         pytest.param(
             [([i], {"prediction": prediction(util=40, sm=sm)}) for i, sm in enumerate((0.6, 0.3, 0.9))],
-            Conditions(most_sm_active=0.2),
+            AdmissionLimits(most_sm_active=0.2),
             "3 GPUs: at best SM activity 0.30, the policy allows 0.20",
             id="busier",
         ),
         pytest.param(
             [([i], {"prediction": prediction(util=40, sm=0.3)}) for i in range(2)],
-            Conditions(most_sm_active=0.2),
+            AdmissionLimits(most_sm_active=0.2),
             "2 GPUs: SM activity 0.30, the policy allows 0.20",
             id="all as busy",
         ),
         pytest.param(
             [([i], {"memory_limit_mib": 1000 + 1000 * i}) for i in range(2)],
-            Conditions(least_free_mib=40000),
+            AdmissionLimits(least_free_mib=40000),
             "2 GPUs: at best 39,960 MiB free, the policy asks for 40,000 MiB",
             id="less free",
         ),
         pytest.param(
             [([i], {"prediction": prediction(util=40, sm=sm)}) for i, sm in enumerate((0.5, 0.05))],
-            Conditions(most_sm_active=0.2, most_jobs=1),
+            AdmissionLimits(most_sm_active=0.2, most_jobs=1),
             "2 GPUs: for example 1 tenant, the policy allows 1",
             id="each for another reason",
         ),
         pytest.param(
             [([i], {"memory_limit_mib": 1000 + 1000 * i}) for i in range(2)],
-            Conditions(least_free_mib=10000, most_jobs=1),
+            AdmissionLimits(least_free_mib=10000, most_jobs=1),
             "2 GPUs: 1 tenant, the policy allows 1",
             id="less free, and nobody asked for that",
         ),
@@ -88,13 +88,13 @@ HARD = {"prediction": prediction(util=100, sm=1.0), "max_slowdown": 5}
         ),
         pytest.param(
             [([i], HARD | {"max_slowdown": 1.1}) for i in range(2)],
-            Conditions(),
+            AdmissionLimits(),
             "2 GPUs: at best would slow default/y0 to 2.00 of 1.10",
             id="as slow, others",
         ),
         pytest.param(
             [([0, 1], HARD | {"max_slowdown": 1.1})],
-            Conditions(),
+            AdmissionLimits(),
             "2 GPUs: would slow default/y0 to 2.00 of 1.10",
             id="as slow, the same",
         ),
@@ -107,8 +107,8 @@ def test_a_number_of_the_closest_is_told_as_that_where_others_differ(held, condi
         for i, (gpus, changes) in enumerate(held)
     ]
     gpus = sum(len(of) for of, _ in held)
-    known, rules = cluster(gpu_node("a", gpus, there)), Rules(find_policy("least-slowdown"), 8, conditions)
-    found = filter_nodes(Assessment(applicant(**HARD), rules, known.view()), ["a"])
+    known, rules = cluster(gpu_node("a", gpus, there)), SchedulerConfig(find_policy("least-slowdown"), 8, conditions)
+    found = filter_nodes(CachedEvaluation(pod_request(**HARD), rules, known.snapshot()), ["a"])
     assert found.refused == {"a": f"NoGpuFits: {said}"}
 
 
@@ -116,7 +116,9 @@ def test_a_number_of_the_closest_is_told_as_that_where_others_differ(held, condi
 def test_no_gpu_ever_meets_a_precondition_on_memory_that_it_does_not_have(least_mib, hopes):
     """Regression: a job was told to wait for GPUs to become as free as none of the cluster can be."""
     known = cluster(gpu_node("a", 1, [tenant("x", ["GPU-a-0"])]))
-    rules = Rules(find_policy("least-slowdown"), 8, Conditions(least_free_mib=least_mib))
-    assert (never_fits(Assessment(applicant(), rules, known.view()).verdict, 8, 1) is None) is hopes
-    found = filter_nodes(Assessment(applicant(), rules, known.view()), ["a"])
+    rules = SchedulerConfig(find_policy("least-slowdown"), 8, AdmissionLimits(least_free_mib=least_mib))
+    assert (
+        infeasible_when_empty(CachedEvaluation(pod_request(), rules, known.snapshot()).evaluation, 8, 1) is None
+    ) is hopes
+    found = filter_nodes(CachedEvaluation(pod_request(), rules, known.snapshot()), ["a"])
     assert (bool(found.refused), bool(found.unsuitable)) == (hopes, not hopes)

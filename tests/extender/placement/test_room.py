@@ -2,17 +2,17 @@
 
 import pytest
 from carpool_core.values import RequestedMode, SharingMode, Tenancy
-from carpool_extender.cache.pod_request import Applicant
-from carpool_extender.framework.admission_limits import Conditions
-from carpool_extender.framework.evaluation_cache import Assessment
-from carpool_extender.framework.gang import never_fits, placed, places_for, room, workers_ever
-from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.cache.pod_request import PodRequest
+from carpool_extender.framework.admission_limits import AdmissionLimits
+from carpool_extender.framework.evaluation_cache import CachedEvaluation
+from carpool_extender.framework.gang import infeasible_when_empty, max_workers_when_empty, placed, places_for, room
+from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.scores import POLICIES, find_policy
 from carpool_extender.testing import A100, T4, cluster, demand, device, gpu_node, prediction, tenant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-RULES = Rules(find_policy("least-slowdown"), slots=8)
+RULES = SchedulerConfig(find_policy("least-slowdown"), slots=8)
 EXCLUSIVE, TURNS, MPS, MIG = SharingMode.EXCLUSIVE, SharingMode.TIME_SLICING, SharingMode.MPS, SharingMode.MIG
 KINDS = st.sampled_from([(EXCLUSIVE, TURNS, MPS), (EXCLUSIVE, TURNS), (EXCLUSIVE,), (EXCLUSIVE, TURNS, MPS, MIG)])
 PROFILES = ["1g.5gb", "2g.10gb", "3g.20gb", "7g.40gb"]
@@ -24,7 +24,12 @@ WORK = st.builds(
     unenforced_mib=st.sampled_from([0, 9000]),
 )
 SITES = st.sampled_from(
-    [Conditions(), Conditions(most_jobs=2), Conditions(most_joint_sm_active=0.8), Conditions(least_free_mib=5000)]
+    [
+        AdmissionLimits(),
+        AdmissionLimits(most_jobs=2),
+        AdmissionLimits(most_joint_sm_active=0.8),
+        AdmissionLimits(least_free_mib=5000),
+    ]
 )
 
 
@@ -57,7 +62,9 @@ def a_node(draw, name):
 def a_case(draw):
     """Some nodes, what a site has chosen, and a job of several workers."""
     nodes = [draw(a_node(name)) for name in "abcd"[: draw(st.integers(1, 4))]]
-    rules = Rules(find_policy(draw(st.sampled_from(sorted(POLICIES)))), draw(st.sampled_from([2, 8])), draw(SITES))
+    rules = SchedulerConfig(
+        find_policy(draw(st.sampled_from(sorted(POLICIES)))), draw(st.sampled_from([2, 8])), draw(SITES)
+    )
     asked = demand(
         "new",
         gpus=draw(st.sampled_from([1, 1, 2, 3])),
@@ -67,49 +74,49 @@ def a_case(draw):
         tenancy=draw(st.sampled_from(Tenancy)),
     )
     user = draw(st.sampled_from([None, 1000]))
-    return nodes, rules, Applicant(asked, workers=draw(st.integers(2, 20)), user=user, settles=draw(st.booleans()))
+    return nodes, rules, PodRequest(asked, workers=draw(st.integers(2, 20)), user=user, settles=draw(st.booleans()))
 
 
-def room_in(found, rules, applicant, wanted):
-    assessment = Assessment(applicant, rules, found.view())
-    return room(assessment, assessment.verdict.ok.nonzero()[0], wanted)
+def room_in(found, rules, pod_request, wanted):
+    cached_evaluation = CachedEvaluation(pod_request, rules, found.snapshot())
+    return room(cached_evaluation, cached_evaluation.evaluation.ok.nonzero()[0], wanted)
 
 
 @settings(max_examples=300, deadline=None)
 @given(case=a_case())
 def test_there_is_room_for_as_many_as_find_a_place_one_after_the_other(case):
-    nodes, rules, applicant = case
-    verdict = Assessment(applicant, rules, cluster(*nodes, slots=rules.slots).view()).verdict
-    fits = room_in(cluster(*nodes, slots=rules.slots), rules, applicant, applicant.workers)
-    found = [*placed(cluster(*nodes, slots=rules.slots), applicant, rules, applicant.workers, tells=False)]
+    nodes, rules, pod_request = case
+    evaluation = CachedEvaluation(pod_request, rules, cluster(*nodes, slots=rules.slots).snapshot()).evaluation
+    fits = room_in(cluster(*nodes, slots=rules.slots), rules, pod_request, pod_request.workers)
+    found = [*placed(cluster(*nodes, slots=rules.slots), pod_request, rules, pod_request.workers, tells=False)]
     assert fits == len(found)
-    assert fits <= workers_ever(verdict, rules.slots)
-    assert fits < applicant.workers or never_fits(verdict, rules.slots, applicant.workers) is None
+    assert fits <= max_workers_when_empty(evaluation, rules.slots)
+    assert fits < pod_request.workers or infeasible_when_empty(evaluation, rules.slots, pod_request.workers) is None
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_counting_changes_nothing_of_the_cluster(gpus):
     found = cluster(gpu_node("a", 4, [tenant("y", ["GPU-a-0"], TURNS, prediction=prediction(memory_mib=400))]))
-    before = found.view().columns
-    wants = Applicant(demand("new", gpus=gpus, mode=RequestedMode.TIME_SLICING, prediction=prediction(memory_mib=400)))
+    before = found.snapshot().columns
+    wants = PodRequest(demand("new", gpus=gpus, mode=RequestedMode.TIME_SLICING, prediction=prediction(memory_mib=400)))
     many = [room_in(found, RULES, wants, 1000) for _ in range(2)]
     assert many[0] == many[1] > 4 // gpus
-    assert (found.view().columns.count == [1, 0, 0, 0]).all()
-    assert found.view().columns.memory_mib is before.memory_mib
+    assert (found.snapshot().columns.count == [1, 0, 0, 0]).all()
+    assert found.snapshot().columns.memory_mib is before.memory_mib
 
 
 def test_no_more_are_counted_than_are_wanted():
     found = cluster(gpu_node("a", 2))
-    wants = Applicant(demand("new", prediction=prediction(memory_mib=400, util=5, sm=0.05)))
+    wants = PodRequest(demand("new", prediction=prediction(memory_mib=400, util=5, sm=0.05)))
     assert [room_in(found, RULES, wants, wanted) for wanted in (1, 2, 3, 100)] == [1, 2, 3, 16]
 
 
 def test_instances_take_slices_and_memory():
     node = gpu_node("a", [device(modes=[EXCLUSIVE, MIG], mig_profiles=PROFILES)])
     small = {"mode": RequestedMode.MIG, "prediction": prediction(memory_mib=1000, sm=0.05)}
-    assert room_in(cluster(node), RULES, Applicant(demand("new", **small)), 20) == 7
+    assert room_in(cluster(node), RULES, PodRequest(demand("new", **small)), 20) == 7
     wide = gpu_node("a", [device(modes=[EXCLUSIVE, MIG], mig_profiles=["1g.10gb", "7g.40gb"])])
-    assert room_in(cluster(wide), RULES, Applicant(demand("new", **small)), 20) == 4
+    assert room_in(cluster(wide), RULES, PodRequest(demand("new", **small)), 20) == 4
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
@@ -118,14 +125,14 @@ def test_the_best_places_come_first(gpus):
     used = [tenant("y", ["GPU-c-0", "GPU-c-1"], TURNS, prediction=prediction(memory_mib=400, util=5, sm=0.05))]
     nodes = (gpu_node("a", 2, [tenant("x", ["GPU-a-0", "GPU-a-1"], EXCLUSIVE)]), gpu_node("b", 2))
     found = cluster(*nodes, gpu_node("c", 2, used))
-    rules = Rules(find_policy("most-utilized"), 8)
+    rules = SchedulerConfig(find_policy("most-utilized"), 8)
     light = prediction(memory_mib=400, util=5, sm=0.05)
-    wants = Applicant(demand("new", gpus=gpus, mode=RequestedMode.TIME_SLICING, prediction=light))
-    assessment = Assessment(wants, rules, found.view())
-    rows = places_for(assessment, assessment.verdict.ok.nonzero()[0], 4 // gpus)
+    wants = PodRequest(demand("new", gpus=gpus, mode=RequestedMode.TIME_SLICING, prediction=light))
+    cached_evaluation = CachedEvaluation(wants, rules, found.snapshot())
+    rows = places_for(cached_evaluation, cached_evaluation.evaluation.ok.nonzero()[0], 4 // gpus)
     assert rows.shape == (4 // gpus, gpus)
-    assert found.view().columns.uuid[rows].ravel().tolist() == ["GPU-c-0", "GPU-c-1", "GPU-b-0", "GPU-b-1"]
+    assert found.snapshot().columns.uuid[rows].ravel().tolist() == ["GPU-c-0", "GPU-c-1", "GPU-b-0", "GPU-b-1"]
 
 
 def test_nothing_has_room_where_nothing_fits():
-    assert room_in(cluster(), RULES, Applicant(demand("new")), 3) == 0
+    assert room_in(cluster(), RULES, PodRequest(demand("new")), 3) == 0

@@ -5,31 +5,31 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from carpool_core.values import RequestedMode, SharingMode
-from carpool_extender.cache.pod_request import Applicant
+from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.diagnosis import Offer, explanation, summary
-from carpool_extender.framework.evaluation_cache import Assessment
-from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.evaluation_cache import CachedEvaluation
+from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.scores import find_policy
-from carpool_extender.framework.selection import Place, place
+from carpool_extender.framework.selection import Placement, place
 from carpool_extender.simulation.engine.knowing import Knower, Stage
 from carpool_extender.simulation.engine.strategy import Knowledge, Strategy
 from carpool_extender.testing import cluster, demand, device, gpu_node, prediction, tenant
 from simulated_world import job
 
-RULES = Rules(find_policy("least-slowdown"), slots=8)
+RULES = SchedulerConfig(find_policy("least-slowdown"), slots=8)
 MPS, TURNS = SharingMode.MPS, SharingMode.TIME_SLICING
 FIRST_RUN = prediction(memory_mib=4080, unenforced_mib=5200)
 ONLY_TURNS = device(modes=[SharingMode.EXCLUSIVE, TURNS])
 """One A100 without MPS, of 40,960 MiB."""
 
 
-def placed(node, **wants) -> Place | str:
-    return place(Assessment(Applicant(demand(**wants), settles=True), RULES, cluster(node).view()), "a")
+def placed(node, **wants) -> Placement | str:
+    return place(CachedEvaluation(PodRequest(demand(**wants), settles=True), RULES, cluster(node).snapshot()), "a")
 
 
 def counted(node, **wants) -> int | None:
     found = placed(node, **wants)
-    assert isinstance(found, Place)
+    assert isinstance(found, Placement)
     return found.tenant.memory_mib
 
 
@@ -61,7 +61,7 @@ def test_what_counts_for_a_first_run_hangs_on_the_mode(node, wants, expected):
 
 def test_no_limit_follows_from_it():
     found = placed(gpu_node(), prediction=FIRST_RUN)
-    assert isinstance(found, Place)
+    assert isinstance(found, Placement)
     assert (found.mode, found.memory_limit_mib) == (MPS, 4080)
 
 
@@ -86,36 +86,36 @@ def test_of_gpus_of_unlike_size_a_worker_counts_alike():
     large, small = (device(i, "a", reserved_mib=reserved) for i, reserved in enumerate((500, 900)))
     wide = prediction(memory_mib=38000, unenforced_mib=49400)
     found = placed(gpu_node("a", [large, small]), prediction=wide, gpus=2)
-    assert isinstance(found, Place)
+    assert isinstance(found, Placement)
     assert (found.mode, found.tenant.memory_mib) == (TURNS, 38000)
 
 
 def test_the_reason_says_why_so_much_is_counted():
     found = placed(gpu_node("a", [ONLY_TURNS]), prediction=FIRST_RUN)
-    assert isinstance(found, Place)
+    assert isinstance(found, Placement)
     assert "its first run counts with 5,200 MiB, because nothing limits it by turns" in found.reason
     other = placed(gpu_node(), prediction=FIRST_RUN)
-    assert isinstance(other, Place)
+    assert isinstance(other, Placement)
     assert "by turns" not in other.reason
 
 
 def test_explain_says_for_what_it_needs_more_and_a_refusal_names_who_lacks_least():
     by_turns = gpu_node("a", [ONLY_TURNS], [tenant("x", ["GPU-a-0"], TURNS, prediction=prediction(memory_mib=36000))])
     limited = gpu_node("b", 1, [tenant("y", ["GPU-b-0"], MPS, prediction=prediction(memory_mib=36881))])
-    newcomer = Applicant(demand(prediction=FIRST_RUN, max_slowdown=9), settles=True)
-    assessment = Assessment(newcomer, RULES, cluster(by_turns, limited).view())
-    told = [explanation(assessment.verdict, row) for row in (0, 1)]
+    newcomer = PodRequest(demand(prediction=FIRST_RUN, max_slowdown=9), settles=True)
+    cached_evaluation = CachedEvaluation(newcomer, RULES, cluster(by_turns, limited).snapshot())
+    told = [explanation(cached_evaluation.evaluation, row) for row in (0, 1)]
     assert "needs 5,200 MiB for a first run by turns, has 4,960 MiB free (240 MiB short)" in told[0]
     assert "needs 4,080 MiB, has 4,079 MiB free (1 MiB short)" in told[1]
     both = Offer(np.array([0, 1]), without_gpus=0)
-    told = summary(assessment.verdict, both)
+    told = summary(cached_evaluation.evaluation, both)
     assert "needs 4,080 MiB; another NVIDIA A100-SXM4-40GB has 4,079 MiB free" in told
 
 
 @pytest.mark.parametrize("error", [0.0, 0.1])
 def test_simulated_predictions_keep_it_also_where_they_are_off(error):
     strategy = Strategy("x", "least-slowdown", Knowledge.PREDICTED, TURNS, error=error)
-    told = Knower(strategy, usable_mib=40960, seed=1).applicant(replace(job("a"), prediction=FIRST_RUN), Stage())
+    told = Knower(strategy, usable_mib=40960, seed=1).pod_request(replace(job("a"), prediction=FIRST_RUN), Stage())
     memory = told.demand.prediction.products[0].memory
     assert (memory.upper_mib == 4080) is not bool(error)
     assert memory.upper_unenforced_mib == pytest.approx(memory.upper_mib * 5200 / 4080, rel=0.001)

@@ -7,18 +7,18 @@ from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import SharingMode
 from carpool_extender.explain.enquiry import Asker, explained
-from carpool_extender.framework.evaluation_cache import Assessment
+from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.filters import Check
-from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.scores import find_policy
 from carpool_extender.framework.selection import explain, filter_nodes
 from carpool_extender.reservations import ledger
 from carpool_extender.reservations.ledger import capacity_of
-from carpool_extender.testing import applicant, cluster, gpu_node, seed_job, seed_node, seed_pod, tenant
+from carpool_extender.testing import cluster, gpu_node, pod_request, seed_job, seed_node, seed_pod, tenant
 from extender_world import World, args, background, filtering, named
 
 GPU = "GPU-a-0"
-RULES = Rules(find_policy("least-slowdown"), slots=8)
+RULES = SchedulerConfig(find_policy("least-slowdown"), slots=8)
 TURNS = SharingMode.TIME_SLICING
 SAID = "its MPS server serves user 1000, and the job runs as user 2000"
 
@@ -43,42 +43,42 @@ def one(*users: int | None, mode: SharingMode = SharingMode.MPS, **more):
     ],
 )
 def test_who_may_join(there, user: int | None, fits: bool) -> None:
-    verdict = Assessment(applicant(user=user), RULES, cluster(there).view()).verdict
-    assert bool(verdict.ok[0]) is fits
+    evaluation = CachedEvaluation(pod_request(user=user), RULES, cluster(there).snapshot()).evaluation
+    assert bool(evaluation.ok[0]) is fits
     if not fits:
-        assert verdict.found.failed[0] == Check.TENANCY
+        assert evaluation.found.failed[0] == Check.TENANCY
 
 
 def test_the_sentences_name_the_users() -> None:
-    known, newcomer = cluster(one(1000)), applicant(user=2000)
-    (answer,) = explain(known.view(), newcomer, ["a"], RULES)
+    known, newcomer = cluster(one(1000)), pod_request(user=2000)
+    (answer,) = explain(known.snapshot(), newcomer, ["a"], RULES)
     assert answer.said == SAID
-    (sentence,) = filter_nodes(Assessment(newcomer, RULES, known.view()), ["a"]).refused.values()
+    (sentence,) = filter_nodes(CachedEvaluation(newcomer, RULES, known.snapshot()), ["a"]).refused.values()
     assert sentence == f"NoGpuFits: 1 GPU: {SAID}"
-    (answer,) = explain(cluster(one(0, 1000)).view(), newcomer, ["a"], RULES)
+    (answer,) = explain(cluster(one(0, 1000)).snapshot(), newcomer, ["a"], RULES)
     assert answer.said == "its MPS server serves several users, and the job runs as user 2000"
 
 
 def test_another_namespace_is_told_apart_from_another_user() -> None:
     strangers = tenant("x", ["GPU-b-0"], user=1000, namespace="other")
     known = cluster(one(1000), gpu_node("b", 1, [strangers]))
-    sentences = filter_nodes(Assessment(applicant(user=2000), RULES, known.view()), ["a", "b"]).refused
+    sentences = filter_nodes(CachedEvaluation(pod_request(user=2000), RULES, known.snapshot()), ["a", "b"]).refused
     assert f"1 GPU: {SAID}" in sentences["a"]
     assert "1 GPU: its MPS server belongs to namespace other" in sentences["a"]
 
 
 def test_a_gpu_is_open_again_when_the_other_user_has_left() -> None:
     known = cluster(one(1000))
-    assert not Assessment(applicant(user=2000), RULES, known.view()).verdict.ok[0]
+    assert not CachedEvaluation(pod_request(user=2000), RULES, known.snapshot()).evaluation.ok[0]
     known.apply(one())
-    assert Assessment(applicant(user=2000), RULES, known.view()).verdict.ok[0]
+    assert CachedEvaluation(pod_request(user=2000), RULES, known.snapshot()).evaluation.ok[0]
 
 
 def test_demands_of_two_users_are_two_demands() -> None:
     """What was found for one was taken for the other's otherwise: assessments are kept by shape."""
-    shapes = {applicant(user=user).shape for user in (None, 0, 1000)}
+    shapes = {pod_request(user=user).shape for user in (None, 0, 1000)}
     assert len(shapes) == 3
-    assert not applicant(user=1).is_as(applicant(user=2))
+    assert not pod_request(user=1).is_as(pod_request(user=2))
 
 
 def test_the_ledger_takes_no_other_user_whatever_the_decision_saw() -> None:

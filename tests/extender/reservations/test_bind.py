@@ -158,7 +158,7 @@ async def test_a_reason_names_no_neighbour_that_left_while_the_bind_waited_to_be
             for _ in range(50):
                 await asyncio.sleep(0)
             await world.kube.patch(GPU_NODES, "a", {"spec": {"reservations": []}})
-            await until(lambda: not extender.watches.cluster.node("a").spec.reservations)
+            await until(lambda: not extender.informers.cluster.node("a").spec.reservations)
             world.clock.advance(4)
             assert (await binding).error == ""
     [held] = world.reservations("a")

@@ -15,7 +15,7 @@ from carpool_extender.reservations.binder import (
     MOST,
     PATIENCE_S,
     BindError,
-    Inflow,
+    BindLimiter,
     Turns,
 )
 from carpool_extender.testing import pod_of, seed_job, seed_pod, until
@@ -31,27 +31,27 @@ class Binds:
 
     def __init__(self, timeout_s=20):
         self.clock = FakeClock()
-        self.inflow = Inflow(self.clock, self.clock.sleep, timeout_s)
+        self.bind_limiter = BindLimiter(self.clock, self.clock.sleep, timeout_s)
 
     def enter(self, number):
         for _ in range(number):
-            self.inflow.enter()
+            self.bind_limiter.enter()
 
     def take(self, seconds):
-        with self.inflow.measured():
+        with self.bind_limiter.measured():
             self.clock.advance(seconds)
 
 
 async def test_a_pod_waits_while_as_many_are_under_way_as_may_be():
     binds = Binds()
     binds.enter(FIRST - 1)
-    await binds.inflow.room()
+    await binds.bind_limiter.room()
     binds.enter(1)
-    async with background(binds.inflow.room()) as waiting:
+    async with background(binds.bind_limiter.room()) as waiting:
         for _ in range(20):
             await asyncio.sleep(0)
         assert not waiting.done()
-        binds.inflow.leave()
+        binds.bind_limiter.leave()
         await waiting
     assert binds.clock.now().second == 0
 
@@ -59,7 +59,7 @@ async def test_a_pod_waits_while_as_many_are_under_way_as_may_be():
 async def test_a_pod_waits_no_longer_than_its_patience_lasts():
     binds = Binds()
     binds.enter(FIRST)
-    async with background(binds.inflow.room()) as waiting:
+    async with background(binds.bind_limiter.room()) as waiting:
         await until(lambda: binds.clock.sleeping == [PATIENCE_S])
         binds.clock.advance(PATIENCE_S)
         await waiting
@@ -70,10 +70,10 @@ def test_slow_binds_lower_the_number_once_in_a_while_and_never_below_the_least()
     binds.enter(FIRST)
     binds.take(SLOW_S)
     binds.clock.advance(CUT_EVERY_S - 0.1)
-    assert binds.inflow.limit == 96
+    assert binds.bind_limiter.limit == 96
     for _ in range(30):
         binds.take(SLOW_S)
-    assert binds.inflow.limit == LEAST
+    assert binds.bind_limiter.limit == LEAST
 
 
 @pytest.mark.parametrize("timeout_s", [5, 20, 300])
@@ -82,11 +82,11 @@ def test_what_is_slow_depends_on_how_long_reservations_last(timeout_s):
     binds = Binds(timeout_s)
     binds.enter(FIRST)
     binds.take(0.5 * timeout_s)
-    assert binds.inflow.limit == FIRST
+    assert binds.bind_limiter.limit == FIRST
     binds.take(0.1 * timeout_s)
-    assert binds.inflow.limit == FIRST + MORE
+    assert binds.bind_limiter.limit == FIRST + MORE
     binds.take(timeout_s)
-    assert binds.inflow.limit == 0.75 * (FIRST + MORE)
+    assert binds.bind_limiter.limit == 0.75 * (FIRST + MORE)
 
 
 async def test_the_site_says_how_long_reservations_last():
@@ -111,28 +111,28 @@ async def test_the_site_says_how_long_reservations_last():
 def test_many_slow_binds_that_end_together_are_one_sign():
     binds = Binds()
     binds.enter(FIRST)
-    passages = [binds.inflow.measured() for _ in range(20)]
+    passages = [binds.bind_limiter.measured() for _ in range(20)]
     for passage in passages:
         passage.__enter__()
     binds.clock.advance(SLOW_S)
     for passage in passages:
         passage.__exit__(None, None, None)
-    assert binds.inflow.limit == 96
+    assert binds.bind_limiter.limit == 96
 
 
 def test_quick_binds_raise_the_number_only_where_it_is_used():
     binds = Binds()
     binds.take(QUICK_S - 1)
-    assert binds.inflow.limit == FIRST
+    assert binds.bind_limiter.limit == FIRST
     binds.enter(FIRST)
     binds.take(QUICK_S - 1)
-    assert binds.inflow.limit == FIRST + MORE
+    assert binds.bind_limiter.limit == FIRST + MORE
     binds.take((QUICK_S + SLOW_S) / 2)
-    assert binds.inflow.limit == FIRST + MORE
+    assert binds.bind_limiter.limit == FIRST + MORE
     binds.enter(MOST)
     for _ in range(int(MOST / MORE)):
         binds.take(0)
-    assert binds.inflow.limit == MOST
+    assert binds.bind_limiter.limit == MOST
 
 
 def test_a_bind_that_failed_at_once_tells_nothing_and_a_slow_one_that_failed_does():
@@ -140,14 +140,14 @@ def test_a_bind_that_failed_at_once_tells_nothing_and_a_slow_one_that_failed_doe
     binds.enter(FIRST)
 
     def fail(seconds):
-        with suppress(BindError), binds.inflow.measured():
+        with suppress(BindError), binds.bind_limiter.measured():
             binds.clock.advance(seconds)
             raise BindError
 
     fail(0)
-    assert binds.inflow.limit == FIRST
+    assert binds.bind_limiter.limit == FIRST
     fail(SLOW_S)
-    assert binds.inflow.limit == 96
+    assert binds.bind_limiter.limit == 96
 
 
 async def test_a_control_plane_that_can_carry_little_is_given_no_more_than_that():
@@ -155,11 +155,11 @@ async def test_a_control_plane_that_can_carry_little_is_given_no_more_than_that(
     binds, queue = Binds(), asyncio.Queue()
 
     async def bind():
-        with binds.inflow.measured():
+        with binds.bind_limiter.measured():
             done = asyncio.get_running_loop().create_future()
             queue.put_nowait(done)
             await done
-        binds.inflow.leave()
+        binds.bind_limiter.leave()
 
     async def serve():
         while True:  # eight a second, whatever waits
@@ -169,8 +169,8 @@ async def test_a_control_plane_that_can_carry_little_is_given_no_more_than_that(
 
     async def offer():
         while True:
-            await binds.inflow.room()
-            binds.inflow.enter()
+            await binds.bind_limiter.room()
+            binds.bind_limiter.enter()
             tasks.append(asyncio.create_task(bind()))
             await asyncio.sleep(0)
 
@@ -243,10 +243,10 @@ async def test_workers_that_wait_for_others_of_their_job_keep_nobody_back(world)
 
 async def test_a_worker_whose_turn_has_come_waits_for_room_as_one_that_begins():
     binds = Binds()
-    turns, order = Turns(binds.inflow), []
+    turns, order = Turns(binds.bind_limiter), []
 
     async def reserve(name):
-        binds.inflow.enter()
+        binds.bind_limiter.enter()
         async with turns.of("job"):
             order.append(name)
             await binds.clock.sleep(1)
@@ -255,13 +255,13 @@ async def test_a_worker_whose_turn_has_come_waits_for_room_as_one_that_begins():
     tasks = [asyncio.create_task(reserve(name)) for name in "ab"]
     for _ in range(20):
         await asyncio.sleep(0)
-    assert (order, binds.inflow.is_full) == (["a"], True)
+    assert (order, binds.bind_limiter.is_full) == (["a"], True)
     binds.clock.advance(1)
     await until(lambda: tasks[0].done() and PATIENCE_S in binds.clock.sleeping)
     assert order == ["a"]
-    binds.inflow.leave()
+    binds.bind_limiter.leave()
     await until(lambda: order == ["a", "b"])
-    assert binds.inflow.is_full
+    assert binds.bind_limiter.is_full
     binds.clock.advance(1)
     await tasks[1]
 

@@ -14,10 +14,10 @@ from carpool_core.resources.node import Tenant
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, SharingMode
-from carpool_extender.cache.cluster import Cluster, may_hold_more
-from carpool_extender.informers import Watches
-from carpool_extender.reservations.gc import AT_ONCE, UNCONFIRMED_S, Janitor, Restorer, ended
-from carpool_extender.reservations.writer import Book
+from carpool_extender.cache.cluster import Cluster, may_free_capacity
+from carpool_extender.informers import Informers
+from carpool_extender.reservations.gc import AT_ONCE, UNCONFIRMED_S, ReservationGC, Restorer, ended
+from carpool_extender.reservations.writer import ReservationWriter
 from carpool_extender.testing import device, gpu_node, seed_node, seed_pod, tenant, until
 from extender_world import background
 from janitor_world import Clean
@@ -80,36 +80,36 @@ STRANGER = [Tenant(pod_uid="pod-other", gpu_uuid="GPU-a-0", memory_mib=900)]
 )
 def test_which_changes_may_give_a_waiting_pod_a_place(old, new, is_more):
     """Regression: every placement on an idle GPU had kube-scheduler try every waiting pod again."""
-    assert may_hold_more(old, new) == is_more
+    assert may_free_capacity(old, new) == is_more
 
 
 async def test_nothing_is_kept_of_nodes_that_are_gone():
     clock = FakeClock()
     kube = FakeKube(clock)
-    watches = Watches(kube, clock, Cluster())
-    book = Book(kube, watches, clock, clock.sleep, gather_s=0)
-    restorer = Restorer(kube, watches, book, EventRecorder(kube, clock, "test"), 8)
-    janitor = Janitor(kube, watches, book, restorer, clock=clock, sleep=clock.sleep)
-    running = asyncio.create_task(watches.run())
+    informers = Informers(kube, clock, Cluster())
+    writer = ReservationWriter(kube, informers, clock, clock.sleep, gather_s=0)
+    restorer = Restorer(kube, informers, writer, EventRecorder(kube, clock, "test"), 8)
+    gc = ReservationGC(kube, informers, writer, restorer, clock=clock, sleep=clock.sleep)
+    running = asyncio.create_task(informers.run())
     try:
-        await watches.wait_synced()
+        await informers.wait_synced()
         for name in "abc":
             freed = {ANNOTATION_CAPACITY_FREED: rfc3339(clock.now())}
             odd = msgspec.structs.replace(tenant(name, [f"GPU-{name}-0"]), deadline="soon")
             seed_node(kube, gpu_node(name, 1, [odd], annotations=freed))
-        await until(lambda: len(watches.cluster.nodes) == 3)
+        await until(lambda: len(informers.cluster.nodes) == 3)
         seed_node(kube, gpu_node("d", 1))  # nothing is uncertain there
-        await until(lambda: len(watches.cluster.nodes) == 4)
-        await janitor.sweep()
+        await until(lambda: len(informers.cluster.nodes) == 4)
+        await gc.sweep()
         assert len([call for call in kube.calls if call.plural == NODES.plural]) == 4
         for name in "bcd":
             await kube.delete(GPU_NODES, name)
-        await until(lambda: len(watches.cluster.nodes) == 1)
-        await janitor.sweep()
+        await until(lambda: len(informers.cluster.nodes) == 1)
+        await gc.sweep()
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-    assert janitor.remembered == {"a"}
+    assert gc.remembered == {"a"}
 
 
 async def test_what_has_ended_on_a_node_is_released_together():
@@ -117,7 +117,7 @@ async def test_what_has_ended_on_a_node_is_released_together():
     clean = Clean()
     seed_node(clean.kube, gpu_node("a", 4, [tenant(f"t{i}", [f"GPU-a-{i // 4}"]) for i in range(16)]))
     async with clean.watching():
-        await clean.finish(clean.janitor.sweep())
+        await clean.finish(clean.gc.sweep())
     assert clean.kube.dump(GPU_NODES, "a")["spec"]["reservations"] == []
     assert len(clean.writes) <= 2
 
@@ -130,7 +130,7 @@ async def test_what_a_node_has_lost_is_restored_together():
         seed_pod(clean.kube, f"t{i}", nodeName="a")
     async with clean.watching():
         await clean.kube.patch(GPU_NODES, "a", {"spec": {"reservations": []}})
-        await until(lambda: clean.watches.cluster.holders("pod-t0") == [])
+        await until(lambda: clean.informers.cluster.holders("pod-t0") == [])
         before = len(clean.writes)
         await clean.finish(clean.restorer.restore(()))
     assert len(clean.kube.dump(GPU_NODES, "a")["spec"]["reservations"]) == 16
@@ -161,7 +161,7 @@ async def test_a_node_that_cannot_be_written_holds_up_no_other():
     names = ["a", *(f"b{i}" for i in range(2 * AT_ONCE))]
     for name in names:
         seed_node(clean.kube, gpu_node(name, 1, [tenant(f"t-{name}", [f"GPU-{name}-0"])]))
-    async with clean.watching(), background(clean.janitor.sweep()):
+    async with clean.watching(), background(clean.gc.sweep()):
         await until(lambda: not any(clean.kube.dump(GPU_NODES, name)["spec"]["reservations"] for name in names[1:]))
 
 
@@ -171,7 +171,7 @@ async def test_a_pod_that_ends_during_a_sweep_is_released_meanwhile():
     seed_node(clean.kube, gpu_node("a", 1, [tenant("x", ["GPU-a-0"])]))
     seed_node(clean.kube, gpu_node("b", 1, [tenant("y", ["GPU-b-0"])]))
     seed_pod(clean.kube, "y", nodeName="b")
-    async with clean.watching(), background(clean.janitor.run()):
+    async with clean.watching(), background(clean.gc.run()):
         await until(lambda: any(call.verb == "get" for call in clean.kube.calls))
         await clean.kube.delete(PODS, "y-worker-0-1", namespace="default")
         await until(lambda: clean.kube.dump(GPU_NODES, "b")["spec"]["reservations"] == [])
@@ -183,13 +183,13 @@ async def test_what_is_bound_while_others_of_its_node_are_asked_about_is_kept():
     waiting = msgspec.structs.replace(tenant("y", ["GPU-b-1"]), pod_name="y-worker-0-1", deadline=lapsed)
     seed_node(clean.kube, gpu_node("b", 2, [tenant("asked", ["GPU-b-0"]), waiting]))
     seed_pod(clean.kube, "y")
-    async with clean.watching(), background(clean.janitor.sweep()):
+    async with clean.watching(), background(clean.gc.sweep()):
         await until(lambda: any(call.verb == "get" and call.name.startswith("y-") for call in clean.kube.calls))
         await clean.kube.patch(PODS, "y-worker-0-1", {"spec": {"nodeName": "b"}}, namespace="default")
-        await until(lambda: clean.watches.pod("pod-y").spec.node_name == "b")
+        await until(lambda: clean.informers.pod("pod-y").spec.node_name == "b")
         clean.kube.may_answer.set()
         await until(lambda: len(clean.kube.dump(GPU_NODES, "b")["spec"]["reservations"]) == 1)
-    assert clean.watches.cluster.holders("pod-y") == ["b"]
+    assert clean.informers.cluster.holders("pod-y") == ["b"]
 
 
 async def test_what_is_told_while_a_node_is_touched_is_for_the_next_time(world):
@@ -208,14 +208,14 @@ async def test_what_is_told_while_a_node_is_touched_is_for_the_next_time(world):
             return found
 
         world.kube.patch = slow
-        extender.janitor.remind("a")
+        extender.gc.remind("a")
         await until(lambda: touched == ["a"])
-        extender.janitor.remind("a")
+        extender.gc.remind("a")
         gate.set()
         await until(lambda: touched == ["a", "a"])
 
 
 async def test_nobody_is_reminded_of_a_node_that_is_not_there(world):
     async with world.extender() as extender:
-        extender.janitor.remind("gone")
-        assert "gone" not in extender.janitor.remembered
+        extender.gc.remind("gone")
+        assert "gone" not in extender.gc.remembered

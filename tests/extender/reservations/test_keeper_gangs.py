@@ -91,7 +91,7 @@ async def test_what_was_told_to_workers_that_are_never_bound_counts_for_a_moment
         assert await told_to(extender, 0, 1) == [["a"], ["a"]]
         assert (await ask(extender, "late"))[0] == []
         await pass_s(world, 5)
-        assert not extender.watches.cluster.pods_of(JobUid("job-gang"))
+        assert not extender.informers.cluster.pods_of(JobUid("job-gang"))
         assert (await ask(extender, "late"))[0] == ["a"]
 
 
@@ -102,7 +102,7 @@ async def test_what_a_worker_was_told_counts_no_more_once_it_is_gone():
         assert (await ask(extender, "late"))[0] == []
         for worker, left in enumerate(({"pod-gang-1"}, set())):
             await world.kube.delete(PODS, f"gang-worker-{worker}-1", namespace="default")
-            await until(lambda left=left: extender.watches.cluster.pods_of(JobUid("job-gang")) == left)
+            await until(lambda left=left: extender.informers.cluster.pods_of(JobUid("job-gang")) == left)
         assert (await ask(extender, "late"))[0] == ["a"]
 
 
@@ -120,10 +120,10 @@ async def test_what_is_kept_for_the_next_worker_outlives_pods_that_are_through()
         assert await told_to(extender, 0) == [["a"]]
         async with background(world.agent.serve("a")):
             assert (await extender.service.bind(bind_of(0, "a"))).error == ""
-        await until(lambda: extender.watches.pod(PodUid("pod-gang")).spec.node_name)
+        await until(lambda: extender.informers.pod(PodUid("pod-gang")).spec.node_name)
         assert (await ask(extender, "late"))[0] == []
         await world.kube.delete(PODS, "gang-worker-1-7", namespace="default")
-        await until(lambda: extender.watches.pod(PodUid("old")) is None)
+        await until(lambda: extender.informers.pod(PodUid("old")) is None)
         assert (await ask(extender, "late"))[0] == []
         assert await told_to(extender, 1) == [["a"]]
 
@@ -146,9 +146,9 @@ async def test_workers_of_the_attempt_before_do_not_count_as_done():
         new["metadata"] |= {"name": f"gang-worker-{worker}-2", "uid": f"new-{worker}"}
         world.kube.seed(PODS, new)
     async with world.extender() as extender:
-        watches, job = extender.watches, JobUid("job-gang")
-        assert [watches.succeeded(job, PodUid(uid)) for uid in ("old-1", "new-1", "unknown")] == [1, 0, 0]
+        informers, job = extender.informers, JobUid("job-gang")
+        assert [informers.succeeded(job, PodUid(uid)) for uid in ("old-1", "new-1", "unknown")] == [1, 0, 0]
         answer = await extender.service.filter(ExtenderArgs(pod=msgspec.convert(new, Pod), node_names=["a"]))
         assert "2 workers of 1 GPU at once, there is room for 1" in answer.failed_nodes["a"]
         await world.kube.delete(PODS, "gang-worker-0-1", namespace="default")
-        await until(lambda: watches.succeeded(job, PodUid("old-1")) == 0)
+        await until(lambda: informers.succeeded(job, PodUid("old-1")) == 0)

@@ -62,7 +62,7 @@ async def test_who_waits_for_its_own_last_attempt_hides_nobody_of_its_kind():
         await start(world, extender, "busy", "a")
         await start(world, extender, "again", "b")
         seed_pod(world.kube, "again", uid="pod-again-2")
-        await until(lambda: extender.watches.pod(PodUid("pod-again-2")) is not None)
+        await until(lambda: extender.informers.pod(PodUid("pod-again-2")) is not None)
         assert (await ask(extender, "again", BOTH, uid="pod-again-2"))[0] == []
         for job in ("first", "second"):
             assert (await ask(extender, job, BOTH))[0] == []
@@ -87,7 +87,7 @@ async def test_who_is_asked_about_when_it_is_gone_already_does_not_wait():
     async with world.extender() as extender:
         await start(world, extender, "busy")
         await world.kube.delete(PODS, "first-worker-0-1", namespace="default")
-        await until(lambda: extender.watches.pod(PodUid("pod-first")) is None)
+        await until(lambda: extender.informers.pod(PodUid("pod-first")) is None)
         for job in ("first", "second"):
             assert (await ask(extender, job))[0] == []
         await end(world, extender, "busy")

@@ -111,7 +111,7 @@ async def test_what_was_kept_for_a_worker_that_is_gone_goes_to_others_who_hear_o
         ((node,), _) = await ask(extender, "gang", BOTH)
         async with background(world.agent.serve("a")), background(world.agent.serve("b")):
             assert (await extender.service.bind(args("gang", node))).error == ""
-        await until(lambda: extender.watches.pod(PodUid("pod-gang")).spec.node_name)
+        await until(lambda: extender.informers.pod(PodUid("pod-gang")).spec.node_name)
         before = [touched(world, name) for name in BOTH]
         world.clock.advance(0.01)
         await world.kube.delete(PODS, "gang-worker-1-1", namespace="default")

@@ -77,7 +77,7 @@ class Play:
 
     async def act(self, extender):
         chance, pod = self.random.random(), self.random.choice(self.pods)
-        known = extender.watches.pod(PodUid(uid(pod)))
+        known = extender.informers.pod(PodUid(uid(pod)))
         if chance < 0.55:
             if known is not None and not known.spec.node_name and extender.binder.node_of(PodUid(uid(pod))) is None:
                 self.tasks.append(asyncio.create_task(self.ask(extender, pod)))
@@ -118,10 +118,10 @@ async def test_in_the_end_nothing_is_kept_and_nothing_counts_but_reservations(nu
             for _ in range(10):
                 await asyncio.sleep(0)
         assert all(task.done() and task.exception() is None for task in play.tasks)
-        cluster = extender.watches.cluster
+        cluster = extender.informers.cluster
         for name, node in cluster.nodes.items():
             assert cluster.counted(name) == node, "nobody counts whose reservation is not written"
         for job in {pod[0] for pod in play.pods}:
             held = {r.pod_uid for node in cluster.nodes.values() for r in node.spec.reservations if r.job_name == job}
             assert cluster.pods_of(f"job-{job}") == held
-        assert not [why for why in cluster.view().hindered.values() if why.kind == KEPT]
+        assert not [why for why in cluster.snapshot().unavailable.values() if why.kind == KEPT]

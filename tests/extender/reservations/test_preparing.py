@@ -52,7 +52,7 @@ async def test_a_gpu_that_cannot_be_prepared_is_left_alone_for_longer_and_longer
     async def wait(seconds):
         world.clock.advance(seconds)
         await world.agent.beat(*NAMES)
-        now, nodes = rfc3339(world.clock.now()), extender.watches.cluster.nodes
+        now, nodes = rfc3339(world.clock.now()), extender.informers.cluster.nodes
         await until(lambda: all(node.status.heartbeat_time == now for node in nodes.values()))
 
     world.add("x")
@@ -87,7 +87,7 @@ async def test_a_gpu_that_fails_while_a_pod_waits_to_be_written_there_takes_it_n
             for _ in range(50):
                 await asyncio.sleep(0)
             await world.agent.report("a", PartitionState.FAILED, "the MPS daemon did not start")
-            await until(lambda: extender.watches.cluster.hindered_nodes() == {"a"})
+            await until(lambda: extender.informers.cluster.unavailable_nodes() == {"a"})
             assert world.held() == {"a": ["pod-x"]}
             world.clock.advance(4)
             await until(lambda: failing.done() and waiting.done())

@@ -54,7 +54,7 @@ async def test_a_job_whose_only_worker_with_a_place_is_gone_has_not_begun():
         assert await told_to(extender, 0, names="abc") == [["a"]]
         assert await told_to(extender, 1) == [[]]
         await world.kube.delete(PODS, "gang-worker-0-1", namespace="default")
-        await until(lambda: extender.watches.pod(PodUid("pod-gang")) is None)
+        await until(lambda: extender.informers.pod(PodUid("pod-gang")) is None)
         assert "3 workers of 1 GPU at once, there is room for 2;" in (await ask(extender, "gang", "ab", worker=1))[1]
 
 
@@ -74,7 +74,7 @@ async def test_the_place_that_a_worker_was_told_scores_best(workers):
         scores = await extender.service.prioritize(filtering("gang", fits))
         assert {one.host: one.score for one in scores} == {"idle": 10} | dict.fromkeys("abcd", 0)
         counted = {PodUid("pod-gang")} if workers > 1 else set()
-        assert extender.watches.cluster.pods_of(GANG) == counted, "counts again after that"
+        assert extender.informers.cluster.pods_of(GANG) == counted, "counts again after that"
 
 
 async def test_for_a_large_job_everything_is_kept_that_it_needs():
@@ -123,10 +123,10 @@ async def test_nobody_who_is_bound_waits_or_is_told_anything():
     async with world.extender() as extender:
         await start(world, extender, "gang")
         await world.kube.delete(GPU_NODES, "a")
-        await until(lambda: not extender.watches.cluster.nodes)
+        await until(lambda: not extender.informers.cluster.nodes)
         assert (await ask(extender, "gang"))[0] == []
         seed_node(world.kube, gpu_node("b", 1))
-        await until(lambda: extender.watches.cluster.nodes)
+        await until(lambda: extender.informers.cluster.nodes)
         assert (await ask(extender, "gang", "b"))[0] == ["b"]
         assert (await ask(extender, "late", "b"))[0] == ["b"], "who came later, and goes before nobody"
         assert (await extender.service.filter(filtering("late", "b"))).node_names == ["b"]
@@ -134,7 +134,7 @@ async def test_nobody_who_is_bound_waits_or_is_told_anything():
 
 def kept(extender):
     """How many GPUs are kept for somebody, or were set aside."""
-    return sum(why.kind == KEPT for why in extender.watches.cluster.view().hindered.values())
+    return sum(why.kind == KEPT for why in extender.informers.cluster.snapshot().unavailable.values())
 
 
 async def test_once_a_worker_is_bound_after_all_gpus_are_kept_for_the_others_again():
@@ -147,7 +147,7 @@ async def test_once_a_worker_is_bound_after_all_gpus_are_kept_for_the_others_aga
         assert await told_to(extender, 0) == [["a"]]
         assert kept(extender) == 0, "it was in vain"
         assert (await extender.service.bind(bind_of(0, "a"))).error == ""
-        await until(lambda: extender.watches.pod(PodUid("pod-gang")).spec.node_name)
+        await until(lambda: extender.informers.pod(PodUid("pod-gang")).spec.node_name)
         assert await told_to(extender, 1) == [["a"]]
         assert kept(extender) == 2
         assert (await ask(extender, "late"))[0] == []

@@ -48,7 +48,7 @@ async def test_a_running_pod_keeps_its_reservation_beyond_any_deadline(world):
         for _ in range(5):
             world.clock.advance(3600)
             await asyncio.sleep(0)
-        await extender.janitor.sweep()
+        await extender.gc.sweep()
     assert world.held() == {"a": ["pod-x"]}
 
 
@@ -61,7 +61,7 @@ async def test_a_running_pod_gets_the_reservation_back_that_its_node_lost(world,
     async with world.extender() as extender:
         if how == "emptied":
             await world.kube.patch(GPU_NODES, "a", {"spec": {"reservations": []}})
-            await until(lambda: extender.watches.cluster.holders("pod-x") == [])
+            await until(lambda: extender.informers.cluster.holders("pod-x") == [])
             world.clock.advance(5)
         else:
             await world.kube.delete(GPU_NODES, "a")
@@ -87,7 +87,7 @@ async def test_it_is_told_once_where_nobody_knows_the_reservation_that_was_lost(
     seed_pod(world.kube, "x", nodeName="a")
     async with world.extender() as extender:
         await until(lambda: world.events() != [])
-        await extender.janitor.sweep()
+        await extender.gc.sweep()
     [(reason, message)] = world.events()
     assert reason == "ReservationLost"
     assert message.startswith(
@@ -103,7 +103,7 @@ async def test_it_is_told_where_the_place_was_given_to_another_meanwhile(world):
         assert (await extender.service.bind(args())).error == ""
         taker = msgspec.structs.replace(tenant("y", ["GPU-a-0"], SharingMode.EXCLUSIVE), pod_name="y-worker-0-1")
         await world.kube.patch(GPU_NODES, "a", {"spec": {"reservations": [msgspec.to_builtins(taker)]}})
-        await until(lambda: extender.watches.cluster.holders("pod-x") == [])
+        await until(lambda: extender.informers.cluster.holders("pod-x") == [])
         world.clock.advance(5)
         await until(lambda: world.events() != [])
     assert "cannot be written again: GPU-a-0: wants it by MPS, it is used by Exclusive" in world.events()[0][1]
@@ -115,7 +115,7 @@ async def test_an_ended_pod_gets_no_reservation_back(world):
         assert (await extender.service.bind(args())).error == ""
         await world.kube.delete(PODS, "x-worker-0-1", namespace="default")
         await until(lambda: world.reservations("a") == [])
-        await extender.janitor.sweep()
+        await extender.gc.sweep()
         assert world.reservations("a") == []
     assert world.events() == []
 
@@ -128,7 +128,7 @@ async def test_a_pod_that_the_cache_has_not_seen_is_confirmed_on_the_server(worl
     hidden["metadata"]["name"] = "x"
     world.kube.seed(PODS, hidden)
     async with world.extender() as extender:
-        await extender.janitor.sweep()
+        await extender.gc.sweep()
     assert world.held() == {"a": ["pod-x"]}
 
 
@@ -140,7 +140,7 @@ async def test_a_deadline_that_nobody_can_read_counts_as_none(world, deadline):
     seed_node(world.kube, gpu_node("a", 1, [odd, gone]))
     async with world.extender() as extender:
         await until(lambda: world.held() == {"a": ["pod-x"]})
-        assert extender.watches.not_ready() is None
+        assert extender.informers.not_ready() is None
 
 
 async def test_a_failing_release_is_tried_again(world):

@@ -10,7 +10,7 @@ from carpool_core.kube.errors import Unreachable
 from carpool_core.resources.node import GpuNodeStatus, Tenant, TenantProfile
 from carpool_core.testing.clock import FakeClock
 from carpool_core.values import SharingMode
-from carpool_extender.reservations.peaks import Settler, Stillness
+from carpool_extender.reservations.peaks import PeakTracker, PeakUpdater
 from carpool_extender.reservations.writer import ATTEMPTS
 from carpool_extender.testing import device, gpu_node, prediction, tenant, until
 from extender_world import args, background, filtering, named
@@ -151,14 +151,14 @@ class Nodes:
     """Nodes each with a lone job, whose agents tell of it."""
 
     def __init__(self):
-        self.clock, self.book = FakeClock(), SlowBook()
-        self.settler = Settler(self.book, self.book, Stillness(self.clock))
+        self.clock, self.writer = FakeClock(), SlowBook()
+        self.settler = PeakUpdater(self.writer, self.writer, PeakTracker(self.clock))
 
     def tell(self, for_s, *names, peak_mib=5000):
         for _ in range(round(for_s / 25)):
             self.clock.advance(25)
             for name in names:
-                self.book.tell(a_node(name, peak_mib, self.clock.now().isoformat()))
+                self.writer.tell(a_node(name, peak_mib, self.clock.now().isoformat()))
 
 
 async def test_a_node_that_is_slow_to_write_holds_up_no_other():
@@ -167,7 +167,7 @@ async def test_a_node_that_is_slow_to_write_holds_up_no_other():
         nodes.tell(125, "slow")
         await asyncio.sleep(0)
         nodes.tell(125, "quick")
-        await until(lambda: nodes.book.written == [("quick", 7500)])
+        await until(lambda: nodes.writer.written == [("quick", 7500)])
 
 
 async def test_what_is_no_longer_so_when_its_turn_comes_is_not_written():
@@ -177,6 +177,6 @@ async def test_what_is_no_longer_so_when_its_turn_comes_is_not_written():
     async with background(nodes.settler.run()):
         for _ in range(20):
             await asyncio.sleep(0)
-        assert nodes.book.written == []
+        assert nodes.writer.written == []
         nodes.tell(100, "a", peak_mib=6000)
-        await until(lambda: nodes.book.written == [("a", 9000)])
+        await until(lambda: nodes.writer.written == [("a", 9000)])

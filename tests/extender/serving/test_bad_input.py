@@ -151,7 +151,7 @@ async def test_whose_agent_has_not_reported_for_a_minute_is_left_out_until_it_do
     async def beat(node):
         patch = {"status": {"heartbeatTime": clock.now().isoformat()}}
         await kube.patch(GPU_NODES, node, patch, subresource="status")
-        await until(lambda: node not in parts.watches.cluster.hindered_nodes())
+        await until(lambda: node not in parts.informers.cluster.unavailable_nodes())
 
     async with running(kube, certificates, clock=clock) as (url, parts), as_client(certificates) as session:
         clock.advance(SILENCE_S)
@@ -174,7 +174,7 @@ async def test_a_node_that_nobody_can_read_is_left_out(certificates, was_known):
         async with running(kube, certificates) as (url, parts), as_client(certificates) as session:
             if was_known:
                 await kube.patch(GPU_NODES, "a", {"spec": odd})
-                await until(lambda: parts.watches.cluster.hindered_nodes() == {"a"})
+                await until(lambda: parts.informers.cluster.unavailable_nodes() == {"a"})
             *filtered, bound = await refusals(session, url)
     told = "GpuNode a makes no sense: " if was_known else NO_GPUS
     assert [told in one for one in filtered] == [True, True]
@@ -197,7 +197,7 @@ async def test_a_gpu_that_two_nodes_tell_of_is_left_out_until_one_of_them_is_rig
         else:
             devices = msgspec.to_builtins([device(0, "c")])
             await kube.patch(GPU_NODES, "c", {"status": {"devices": devices}}, subresource="status")
-        await until(lambda: not parts.watches.cluster.hindered_nodes())
+        await until(lambda: not parts.informers.cluster.unavailable_nodes())
         assert (await post(session, url, "filter", ONLY_A))["NodeNames"] == ["a"]
 
 
@@ -205,7 +205,7 @@ async def test_a_reservation_of_a_pod_that_is_gone_is_given_back(certificates):
     lost = msgspec.structs.replace(tenant("t", [GPU], SharingMode.EXCLUSIVE), deadline="2026-01-31T11:00:00Z")
     kube = a_server(a_node(lost), are_there=False)
     async with running(kube, certificates) as (url, parts), as_client(certificates) as session:
-        await until(lambda: not parts.watches.cluster.node("a").spec.reservations)
+        await until(lambda: not parts.informers.cluster.node("a").spec.reservations)
         assert (await post(session, url, "filter", ONLY_A))["NodeNames"] == ["a"]
 
 

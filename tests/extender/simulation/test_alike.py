@@ -6,23 +6,23 @@ import msgspec
 import numpy as np
 import pytest
 from carpool_core.values import DeviceHealth, RequestedMode, SharingMode
-from carpool_extender.framework.admission_limits import Conditions
+from carpool_extender.framework.admission_limits import AdmissionLimits
 from carpool_extender.framework.evaluation_cache import inspect
-from carpool_extender.framework.filters import Verdict, empty_findings
+from carpool_extender.framework.filters import Evaluation, empty_findings
 from carpool_extender.simulation.engine import alike
 from carpool_extender.simulation.engine.alike import Alike
-from carpool_extender.testing import applicant, cluster, device, gpu_node, prediction, tenant
+from carpool_extender.testing import cluster, device, gpu_node, pod_request, prediction, tenant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 NAMES = "abcd"
 MODES = [SharingMode.TIME_SLICING, SharingMode.MPS]
 DEMANDS = [
-    applicant(),
-    applicant(max_slowdown=1.1, prediction=prediction(sm=0.7, util=80.0)),
-    applicant(mode=RequestedMode.TIME_SLICING, prediction=prediction(sm=0.4, util=60.0)),
-    applicant(gpus=2),
-    applicant(prediction=None),
+    pod_request(),
+    pod_request(max_slowdown=1.1, prediction=prediction(sm=0.7, util=80.0)),
+    pod_request(mode=RequestedMode.TIME_SLICING, prediction=prediction(sm=0.4, util=60.0)),
+    pod_request(gpus=2),
+    pod_request(prediction=None),
 ]
 
 
@@ -48,8 +48,8 @@ nodes = st.builds(
 questions = st.tuples(st.integers(0, len(DEMANDS) - 1), st.lists(st.integers(0, 7), unique=True, min_size=1))
 
 
-def found_by(inspector, view, wants, rows):
-    asked = Verdict(view, wants, 3, Conditions(), empty_findings(0))
+def found_by(inspector, snapshot, wants, rows):
+    asked = Evaluation(snapshot, wants, 3, AdmissionLimits(), empty_findings(0))
     return inspector(asked, rows)
 
 
@@ -64,9 +64,9 @@ def test_the_answer_is_what_looking_at_each_gpu_gives(most, steps):
             known.apply(step)
             continue
         wants, rows = DEMANDS[step[0]], np.array(sorted(step[1]), np.intp)
-        view = known.view()
+        snapshot = known.snapshot()
         for some in (rows, None):
-            one, other = (found_by(inspector, view, wants, some) for inspector in (remembers, inspect))
+            one, other = (found_by(inspector, snapshot, wants, some) for inspector in (remembers, inspect))
             for column in fields(one):
                 assert getattr(one, column.name).tolist() == getattr(other, column.name).tolist(), column.name
 
@@ -78,9 +78,9 @@ def test_alike_gpus_are_looked_at_once():
         known, looking=lambda asked, columns: looked.append(len(columns.alive)) or alike.look(asked, columns)
     )
     for rows in (np.arange(4), np.arange(32), None):
-        found_by(counting, known.view(), applicant(), rows)
+        found_by(counting, known.snapshot(), pod_request(), rows)
     assert looked == [2]
     renamed = [msgspec.structs.replace(known.node("a").spec.reservations[0], pod_uid="other", job_name="other")]
     known.apply(gpu_node("a", 8, renamed))
-    found_by(counting, known.view(), applicant(), None)
+    found_by(counting, known.snapshot(), pod_request(), None)
     assert looked == [2]

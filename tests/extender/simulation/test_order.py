@@ -86,7 +86,7 @@ def tickets(rungs):
     return st.lists(one, max_size=12).map(lambda many: [Ticket(*each, n) for n, each in enumerate(many)])
 
 
-def started(found, kinds, order, rooms=()):
+def started(found, kinds, order, headroom=()):
     """Return the numbers of jobs as they start, of which so many have room each time; kinds are decided alike."""
     waiting, begun = Waiting(order, in_order=False), []
     for ticket in found:
@@ -102,7 +102,7 @@ def started(found, kinds, order, rooms=()):
         begun.append(entry.ticket.number)
         return True
 
-    for freed, room in enumerate((*rooms, len(found))):
+    for freed, room in enumerate((*headroom, len(found))):
         left = room
         waiting.place(freed, start)
     assert len(waiting) == 0
@@ -115,14 +115,14 @@ def test_of_equal_lengths_the_order_is_that_of_arrival(found, kinds):
 
 
 @given(tickets(st.integers(0, RUNGS - 1)), st.integers(1, 4), st.lists(st.integers(0, 4)), st.sampled_from(QueueOrder))
-def test_each_that_starts_is_the_first_of_all_that_wait_at_its_end(found, kinds, rooms, order):
+def test_each_that_starts_is_the_first_of_all_that_wait_at_its_end(found, kinds, headroom, order):
     left, expected, end = list(found), [], End.LONGEST
     while left:
         first = min(left, key=lambda one: turn(one, order, end))  # called at once
         left.remove(first)
         expected.append(first.number)
         end = end.other
-    assert started(found, kinds, order, rooms) == expected
+    assert started(found, kinds, order, headroom) == expected
 
 
 def test_who_finds_no_room_changes_no_end():

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from carpool_core.values import SharingMode
-from carpool_extender.framework.admission_limits import Conditions
+from carpool_extender.framework.admission_limits import AdmissionLimits
 from carpool_extender.framework.scores import POLICIES
 from carpool_extender.simulation.contest import figures_of, named
 from carpool_extender.simulation.engine.loop import Simulation
@@ -67,7 +67,7 @@ def test_every_policy_finishes_everything_and_repeats_itself(policy):
 
 def test_a_precondition_holds_in_a_simulation_too():
     jobs = workload(job("a"), job("b"))
-    (strategy,) = named("least-slowdown", CARPOOL, Conditions(most_jobs=1))
+    (strategy,) = named("least-slowdown", CARPOOL, AdmissionLimits(most_jobs=1))
     assert ends(Simulation(jobs, strategy, NoSlowdown()).run()) == {"a": 100.0, "b": 200.0}
 
 

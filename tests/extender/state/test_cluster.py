@@ -11,24 +11,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 
-def rows(view):
-    """What a view says of each living GPU, by UUID."""
-    columns = view.columns
+def rows(snapshot):
+    """What a snapshot says of each living GPU, by UUID."""
+    columns = snapshot.columns
     return {
         columns.uuid[row]: (
-            view.node_names[columns.node[row]],
-            view.product(row),
+            snapshot.node_names[columns.node[row]],
+            snapshot.product(row),
             int(columns.usable_mib[row]),
-            not columns.hindered[row],
+            not columns.unavailable[row],
             int(columns.mode[row]),
             tuple(map(str, columns.tenants[row])),
             tuple(columns.memory_mib[row, : columns.count[row]].tolist()),
             int(columns.free_mib[row]),
             round(float(columns.sm_active[row]), 6),
             round(float(columns.count[row] - columns.before[row]), 6),
-            int(columns.landlord[row]) == NOBODY,
+            int(columns.tenant_namespace[row]) == NOBODY,
             int(columns.prepared[row]),
-            str(view.hindered.get(int(row), ("", ""))[1]),
+            str(snapshot.unavailable.get(int(row), ("", ""))[1]),
         )
         for row in np.flatnonzero(columns.alive)
     }
@@ -37,7 +37,7 @@ def rows(view):
 def test_a_node_becomes_rows():
     held = tenant("x", ["GPU-a-1"])
     sick = device(0, reserved_mib=960, health=DeviceHealth.UNHEALTHY)
-    found = rows(cluster(gpu_node("a", [sick, device(1, product=T4)], [held])).view())
+    found = rows(cluster(gpu_node("a", [sick, device(1, product=T4)], [held])).snapshot())
     assert found == {
         "GPU-a-0": ("a", "NVIDIA A100-SXM4-40GB", 40000, False, 0, (), (), 40000, 0.0, 0.0, True, 0, "unhealthy"),
         "GPU-a-1": (
@@ -59,32 +59,32 @@ def test_a_node_becomes_rows():
 
 
 def test_unknown_memory_counts_as_the_whole_gpu():
-    view = cluster(gpu_node("a", 1, [tenant("x", ["GPU-a-0"], prediction=None)])).view()
-    assert view.columns.memory_mib[0, 0] == 40960
+    snapshot = cluster(gpu_node("a", 1, [tenant("x", ["GPU-a-0"], prediction=None)])).snapshot()
+    assert snapshot.columns.memory_mib[0, 0] == 40960
 
 
 def test_of_a_gpu_that_somebody_has_alone_nothing_is_free():
     held = tenant("x", ["GPU-a-0"], SharingMode.EXCLUSIVE, memory_limit_mib=4000)
-    assert cluster(gpu_node("a", 1, [held])).view().columns.free_mib.tolist() == [0]
+    assert cluster(gpu_node("a", 1, [held])).snapshot().columns.free_mib.tolist() == [0]
 
 
 def test_a_view_cannot_be_written_through():
-    view = cluster(gpu_node("a", 1)).view()
+    snapshot = cluster(gpu_node("a", 1)).snapshot()
     with pytest.raises(ValueError, match="read-only"):
-        view.columns.count[0] = 3
+        snapshot.columns.count[0] = 3
 
 
 def test_the_journal_tells_the_rows_that_changed_and_forgets_what_is_long_ago():
     known = cluster(gpu_node("a", 2), gpu_node("b", 2))
     before = known.generation
-    known.view()
+    known.snapshot()
     known.apply(gpu_node("b", 2, [tenant("x", ["GPU-b-1"])]))
     assert known.changed_since(before).tolist() == [3]
     assert known.changed_since(known.generation).size == 0
     for i in range(5000):
         known.apply(gpu_node("a", 2, [tenant(f"x{i}", ["GPU-a-1"])]))
     assert known.changed_since(before) is None
-    assert known.view().columns.count.tolist() == [0, 1, 0, 1]
+    assert known.snapshot().columns.count.tolist() == [0, 1, 0, 1]
 
 
 def test_what_no_decision_looks_at_does_not_count_as_a_change():
@@ -107,13 +107,13 @@ def test_a_new_object_of_the_same_name_begins_anew():
     known.remove("a")
     assert known.holders(PodUid("pod-x")) == []
     assert known.apply(gpu_node("a", 2, resource_version="3"))
-    assert len(rows(known.view())) == 2
+    assert len(rows(known.snapshot())) == 2
 
 
 def test_more_tenants_than_expected_make_the_arrays_wider():
     tenants = [tenant(f"t{i}", ["GPU-a-0"], memory_limit_mib=10) for i in range(5)]
-    view = cluster(gpu_node("a", 1, tenants), slots=2).view()
-    assert view.columns.count.tolist() == [5]
+    snapshot = cluster(gpu_node("a", 1, tenants), slots=2).snapshot()
+    assert snapshot.columns.count.tolist() == [5]
 
 
 def made(name, gpus, held, seen, heartbeat):
@@ -156,9 +156,9 @@ def test_following_changes_equals_starting_from_the_end(steps):
         else:
             known.apply(step)
             last[step.metadata.name] = step
-        known.view()
+        known.snapshot()
     fresh = cluster(*last.values(), slots=2)
-    assert rows(known.view()) == rows(fresh.view())
+    assert rows(known.snapshot()) == rows(fresh.snapshot())
     for node in last.values():
         for reservation in node.spec.reservations:
             assert known.holders(reservation.pod_uid) == fresh.holders(reservation.pod_uid)
@@ -166,7 +166,7 @@ def test_following_changes_equals_starting_from_the_end(steps):
 
 def test_only_the_gpu_that_something_was_said_of_is_written_again():
     known = cluster(gpu_node("a", 8), gpu_node("b", 8, [tenant("y", ["GPU-b-7"])]))
-    known.view()
+    known.snapshot()
     before = known.generation
     known.apply(gpu_node("a", 8, [tenant("x", ["GPU-a-2", "GPU-a-5"])]))
     known.apply(gpu_node("b", [device(i, "b", mode=SharingMode.MPS if i == 3 else None) for i in range(8)]))
@@ -181,17 +181,17 @@ def test_numbers_of_what_is_gone_are_used_again():
         known.apply(gpu_node(name, [device(0, name, memory_mib=i)], [tenant(name, [f"GPU-{name}-0"], namespace=name)]))
         known.apply(gpu_node(name, [device(0, name, memory_mib=1000 + i)]))
         known.remove(name)
-    view = known.view()
-    assert list(view.node_ids) == ["a"]
-    assert list(view.namespaces) == ["default"]
-    assert (len(view.node_names), len(view.classes)) == (2, 3)
+    snapshot = known.snapshot()
+    assert list(snapshot.node_ids) == ["a"]
+    assert list(snapshot.namespaces) == ["default"]
+    assert (len(snapshot.node_names), len(snapshot.classes)) == (2, 3)
 
 
 @pytest.mark.parametrize("gpus", [1, 8])
 def test_rows_of_a_removed_node_are_used_again(gpus):
     known = cluster(gpu_node("a", gpus))
-    before = len(known.view().columns.alive)
+    before = len(known.snapshot().columns.alive)
     for i in range(10):
         known.remove("a" if i == 0 else f"n{i - 1}")
         known.apply(gpu_node(f"n{i}", gpus))
-    assert len(known.view().columns.alive) == before
+    assert len(known.snapshot().columns.alive) == before

@@ -9,11 +9,11 @@ from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import PodUid
 from carpool_extender.cache.cluster import Cluster
-from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.scores import find_policy
-from carpool_extender.informers import Watches
-from carpool_extender.terminating_pods import PATIENCE_S, Departures
-from carpool_extender.testing import applicant, gpu_node, seed_job, seed_node, seed_pod, tenant, until
+from carpool_extender.informers import Informers
+from carpool_extender.terminating_pods import PATIENCE_S, TerminatingPods
+from carpool_extender.testing import gpu_node, pod_request, seed_job, seed_node, seed_pod, tenant, until
 from extender_world import args, background, filtering, named
 from prometheus_client import generate_latest
 
@@ -46,7 +46,7 @@ async def end(world, extender, how="Succeeded", left=("pod-x",)):
     else:
         ended = {"status": {"phase": how}}
         await world.kube.patch(PODS, "x-worker-0-1", ended, namespace="default", subresource="status")
-    seen = extender.watches.pod
+    seen = extender.informers.pod
     await until(lambda: (pod := seen(PodUid("pod-x"))) is None or pod.is_finished)
     assert held(world) == list(left)
 
@@ -74,7 +74,7 @@ async def test_who_has_a_place_elsewhere_does_not_wait(crowded):
     async with crowded.extender() as extender:
         await bound(crowded, extender)
         seed_node(crowded.kube, gpu_node("b", 1))
-        await until(lambda: extender.watches.cluster.node("b") is not None)
+        await until(lambda: extender.informers.cluster.node("b") is not None)
         await end(crowded, extender)
         assert named(await extender.service.filter(filtering("y", ["a", "b"]))) == ["b"]
         assert held(crowded) == ["pod-x"]
@@ -157,15 +157,17 @@ async def test_pods_that_end_together_are_each_looked_at_once():
     seed_node(kube, gpu_node("a", 1, [tenant(name, ["GPU-a-0"], memory_limit_mib=10) for name in names]))
     for name in names:
         seed_pod(kube, name, nodeName="a")
-    watches = Watches(kube, clock, cluster)
-    departures = Departures(watches, Rules(find_policy("least-slowdown"), slots=8), clock, clock.sleep)
-    async with background(watches.run()):
-        await watches.wait_synced()
+    informers = Informers(kube, clock, cluster)
+    terminating_pods = TerminatingPods(
+        informers, SchedulerConfig(find_policy("least-slowdown"), slots=8), clock, clock.sleep
+    )
+    async with background(informers.run()):
+        await informers.wait_synced()
         for name in names:
             await kube.delete(PODS, f"{name}-worker-0-1", namespace="default")
-        await until(lambda: not list(watches.pods()))
+        await until(lambda: not list(informers.pods()))
     assert cluster.asked <= 2 * pods
-    assert len(departures.promising(applicant(memory_limit_mib=30_000), ["a"])) == pods
+    assert len(terminating_pods.promising(pod_request(memory_limit_mib=30_000), ["a"])) == pods
 
 
 async def test_a_measure_of_an_ended_pod_is_not_taken_for_a_stranger(crowded):
@@ -174,7 +176,7 @@ async def test_a_measure_of_an_ended_pod_is_not_taken_for_a_stranger(crowded):
         await bound(crowded, extender)
         use = {"podUid": "pod-x", "gpuUuid": "GPU-a-0", "memoryMib": 30_000, "peakMemoryMib": 30_000}
         await crowded.kube.patch(GPU_NODES, "a", {"status": {"tenants": [use]}}, subresource="status")
-        await until(lambda: extender.watches.cluster.node("a").status.tenants)
+        await until(lambda: extender.informers.cluster.node("a").status.tenants)
         await end(crowded, extender)
         asked = await extender.service.filter(filtering("y", ["a"]))
         assert held(crowded) == []

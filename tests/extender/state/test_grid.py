@@ -3,25 +3,25 @@
 import numpy as np
 from carpool_extender.cache.cluster import Cluster
 from carpool_extender.cache.gpu_table import NOWHERE, grid_of
-from carpool_extender.framework.evaluation_cache import Assessment
-from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.evaluation_cache import CachedEvaluation
+from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.scores import find_policy
-from carpool_extender.testing import applicant, device, gpu_node
+from carpool_extender.testing import device, gpu_node, pod_request
 from hypothesis import given
 from hypothesis import strategies as st
 
-RULES = Rules(find_policy("least-slowdown"), slots=8)
+RULES = SchedulerConfig(find_policy("least-slowdown"), slots=8)
 CHANGES = st.lists(st.tuples(st.sampled_from("abcde"), st.integers(0, 4)), min_size=1, max_size=12)
 """Nodes, and how many GPUs each has from now on; none when it goes."""
 
 
-def told(view):
+def told(snapshot):
     """The GPUs of each node by its name, as the grid has them."""
     found = {}
-    for place in view.grid.rows:
-        for row, node in zip(place.tolist(), view.grid.node.tolist(), strict=True):
+    for place in snapshot.grid.rows:
+        for row, node in zip(place.tolist(), snapshot.grid.node.tolist(), strict=True):
             if row != NOWHERE:
-                found.setdefault(view.node_names[node], []).append(view.columns.uuid[row])
+                found.setdefault(snapshot.node_names[node], []).append(snapshot.columns.uuid[row])
     return found
 
 
@@ -35,9 +35,9 @@ def test_every_gpu_of_every_node_has_its_place_whatever_came_and_went(changes):
         else:
             cluster.remove(name)
             there.pop(name, None)
-        view = cluster.view()
-        assert told(view) == there
-        assert view.grid.has_gaps == (len({len(gpus) for gpus in there.values()}) > 1)
+        snapshot = cluster.snapshot()
+        assert told(snapshot) == there
+        assert snapshot.grid.has_gaps == (len({len(gpus) for gpus in there.values()}) > 1)
 
 
 @given(CHANGES, st.sets(st.sampled_from("abcde")))
@@ -45,11 +45,11 @@ def test_some_nodes_of_a_grid_are_a_grid(changes, wanted):
     cluster = Cluster()
     for name, gpus in changes:
         cluster.apply(gpu_node(name, gpus + 1))
-    view = cluster.view()
-    some = view.grid.only(np.array([name in wanted for name in view.node_names], np.bool_))
-    assert {view.node_names[number] for number in some.node.tolist()} == wanted & view.node_ids.keys()
-    kept = [view.node_names[number] in wanted for number in view.grid.node.tolist()]
-    assert (some.rows == view.grid.rows[:, kept]).all()
+    snapshot = cluster.snapshot()
+    some = snapshot.grid.only(np.array([name in wanted for name in snapshot.node_names], np.bool_))
+    assert {snapshot.node_names[number] for number in some.node.tolist()} == wanted & snapshot.node_ids.keys()
+    kept = [snapshot.node_names[number] in wanted for number in snapshot.grid.node.tolist()]
+    assert (some.rows == snapshot.grid.rows[:, kept]).all()
 
 
 def test_nobody_has_no_place():
@@ -62,6 +62,6 @@ def test_a_gpu_that_does_not_fit_is_not_taken_for_the_tightest_place():
     known = Cluster()
     known.apply(gpu_node("a", [device(0, memory_mib=1000), device(1), device(2, memory_mib=20_000)]))
     known.apply(gpu_node("b", [device(0, "b", memory_mib=1000)]))
-    best = Assessment(applicant(memory_limit_mib=30_000), RULES, known.view()).best
+    best = CachedEvaluation(pod_request(memory_limit_mib=30_000), RULES, known.snapshot()).best
     assert best.fits.tolist() == [True, False]
     assert best.of(np.array([0])).rows.tolist() == [[1]]

@@ -6,7 +6,7 @@ import msgspec
 from carpool_core.resources.node import GpuNodeSpec, Reservation, Tenant, TenantProfile
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 from carpool_extender.reservations import ledger
-from carpool_extender.reservations.peaks import Still, peaks_of, settle
+from carpool_extender.reservations.peaks import StablePeak, peaks_of, use_measured_peak
 from carpool_extender.testing import device, tenant
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -112,9 +112,9 @@ class Histories(RuleBasedStateMachine):
             for (pod, gpu), mib in self.peaks.items()
         }
         peaks = {one.pod_uid: peaks_of(one, tenants) or () for one in spec.reservations}
-        pods = {PodUid(f"pod-p{pod}"): Still(peaks.get(f"pod-p{pod}", ()), by) for pod, by in margins.items()}
-        found = settle(spec, tenants, pods)
-        assert settle(found, tenants, pods) is found
+        pods = {PodUid(f"pod-p{pod}"): StablePeak(peaks.get(f"pod-p{pod}", ()), by) for pod, by in margins.items()}
+        found = use_measured_peak(spec, tenants, pods)
+        assert use_measured_peak(found, tenants, pods) is found
         for before, after in zip(spec.reservations, found.reservations, strict=True):
             taken = max(self.peaks.get((before.pod_uid, uuid), 0) for uuid in before.gpu_uuids)
             counts = before.tenant.counted_mib(0)

@@ -22,7 +22,7 @@ def node(*reservations, tenants=(), heartbeat="2026-01-01T00:10:00Z"):
 
 
 def columns(*nodes):
-    found = cluster(*nodes).view().columns
+    found = cluster(*nodes).snapshot().columns
     return float(found.util[0, 0]), float(found.sm[0, 0]), int(found.memory_mib[0, 0])
 
 

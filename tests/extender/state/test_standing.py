@@ -1,12 +1,12 @@
 """Silence and failures, as time goes by."""
 
 from carpool_core.testing.clock import FakeClock
-from carpool_extender.cache.health import LONGEST_REST_S, Standing
+from carpool_extender.cache.health import LONGEST_REST_S, GpuAvailability
 
 
 def test_the_same_heartbeat_again_is_silence_and_a_new_one_ends_it():
     clock = FakeClock()
-    standing = Standing(clock)
+    standing = GpuAvailability(clock)
     standing.heard("a", "1")
     clock.advance(30)
     standing.heard("a", "1")
@@ -28,7 +28,7 @@ def test_the_same_heartbeat_again_is_silence_and_a_new_one_ends_it():
 def test_an_agent_that_never_sent_a_heartbeat_is_silent_since_the_first_word_of_its_node():
     """Regression: it was not waited for, and its GPUs were given out for ever."""
     clock = FakeClock()
-    standing = Standing(clock)
+    standing = GpuAvailability(clock)
     standing.heard("never", None)
     clock.advance(40)
     standing.heard("never", None)
@@ -45,7 +45,7 @@ def test_an_agent_that_never_sent_a_heartbeat_is_silent_since_the_first_word_of_
 
 def test_failures_in_a_row_double_the_rest_and_success_ends_it():
     clock = FakeClock()
-    standing = Standing(clock)
+    standing = GpuAvailability(clock)
     standing.failed("a", ["g0", "g1"])
     standing.failed("a", ["g0"])  # prepared together with the others: the same failure
     assert standing.resting()["a", "g0"].reason == "could not be prepared, is tried again at 2026-01-31T12:00:30Z"

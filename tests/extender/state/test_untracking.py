@@ -6,7 +6,7 @@ from carpool_core.kube.errors import Forbidden, Overloaded
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_extender.cache.cluster import Cluster
-from carpool_extender.informers import Watches
+from carpool_extender.informers import Informers
 from carpool_extender.reservations.writer import Untracker
 from carpool_extender.testing import gpu_node, until
 from extender_world import background
@@ -20,8 +20,8 @@ class Server:
     def __init__(self):
         self.clock = FakeClock()
         self.kube = FakeKube(self.clock)
-        self.watches = Watches(self.kube, self.clock, Cluster(8))
-        self.untracker = Untracker(self.kube, self.watches)
+        self.informers = Informers(self.kube, self.clock, Cluster(8))
+        self.untracker = Untracker(self.kube, self.informers)
         self.kube.seed(GPU_NODES, gpu_node("b"))
         self.track("a")
 
@@ -41,28 +41,28 @@ def server():
 
 
 async def test_what_is_tracked_is_cleared_once_and_what_comes_later_too(server):
-    async with background(server.watches.run()), background(server.untracker.run()):
+    async with background(server.informers.run()), background(server.untracker.run()):
         await until(lambda: server.fields("a") is None)
         server.track("c")
         await until(lambda: server.fields("c") is None)
-        await until(lambda: not server.watches.tracked)
+        await until(lambda: not server.informers.tracked)
     assert server.asked() == ["a", "c"]
 
 
 async def test_a_node_that_somebody_applied_is_cleared_again(server):
     """Regression: what had been asked for once was forgotten only with the next word of another tracked node."""
-    async with background(server.watches.run()), background(server.untracker.run()):
+    async with background(server.informers.run()), background(server.untracker.run()):
         for times in (1, 2, 3):
-            await until(lambda: server.fields("a") is None and not server.watches.tracked)
-            await until(lambda: not server.watches.heard_of_tracked.is_set())
+            await until(lambda: server.fields("a") is None and not server.informers.tracked)
+            await until(lambda: not server.informers.heard_of_tracked.is_set())
             assert server.asked() == ["a"] * times
             server.track("a")
-            await until(lambda: server.watches.tracked)
+            await until(lambda: server.informers.tracked)
 
 
 async def test_a_busy_server_is_asked_again_and_one_that_refuses_is_not(server):
-    async with background(server.watches.run()):
-        await server.watches.wait_synced()
+    async with background(server.informers.run()):
+        await server.informers.wait_synced()
         for error in (Overloaded("busy"), Forbidden("no")):
             server.kube.fail_next("patch", GPU_NODES, error)
         for _ in range(4):
@@ -70,13 +70,13 @@ async def test_a_busy_server_is_asked_again_and_one_that_refuses_is_not(server):
         assert server.asked() == ["a", "a"]
         server.kube.lose(GPU_NODES, "a")
         server.kube.end_watches()
-    assert server.watches.tracked == {"a": "uid-of-a"}
+    assert server.informers.tracked == {"a": "uid-of-a"}
 
 
 async def test_another_node_of_that_name_is_left_alone(server):
-    async with background(server.watches.run()):
-        await server.watches.wait_synced()
+    async with background(server.informers.run()):
+        await server.informers.wait_synced()
         server.kube.seed(GPU_NODES, {"metadata": {"name": "a", "uid": "another", "managedFields": [AGENT]}})
-        server.watches.tracked["a"] = "uid-of-a"
+        server.informers.tracked["a"] = "uid-of-a"
         await server.untracker.sweep()
     assert server.fields("a") == [AGENT]

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from carpool_extender.cache.cluster import Cluster
-from carpool_extender.cache.gpu_table import Bools, Columns, Rows
-from carpool_extender.framework.filters import Findings, Verdict, empty_findings, look
+from carpool_extender.cache.gpu_table import Bools, GpuTable, Rows
+from carpool_extender.framework.filters import Evaluation, FilterResults, empty_findings, look
 
 MOST_STATES = 50_000
 OF_GPU = ("alive", "device_class", "hindered", "mode", "prepared", "count", "mig_gb", "mig_slices", "user")
@@ -23,7 +23,7 @@ class _Known(NamedTuple):
     """What was found about one demand, by state; shape (states,) each."""
 
     is_known: Bools
-    found: Findings
+    found: FilterResults
 
 
 class Alike:
@@ -36,7 +36,7 @@ class Alike:
     """
 
     def __init__(
-        self, cluster: Cluster, most: int = MOST_STATES, looking: Callable[[Verdict, Columns], Findings] = look
+        self, cluster: Cluster, most: int = MOST_STATES, looking: Callable[[Evaluation, GpuTable], FilterResults] = look
     ) -> None:
         self._cluster, self._most, self._look = cluster, most, looking
         self._generation = -1
@@ -44,9 +44,9 @@ class Alike:
         self._state: Rows = np.zeros(0, np.intp)
         self._known: dict[bytes, _Known] = {}
 
-    def __call__(self, asked: Verdict, rows: Rows | None) -> Findings:
+    def __call__(self, asked: Evaluation, rows: Rows | None) -> FilterResults:
         """Run all checks of a demand on some GPUs; on all where None."""
-        columns = asked.view.columns
+        columns = asked.snapshot.columns
         self._follow(columns)
         states = self._state if rows is None else self._state[rows]
         known = self._of(asked)
@@ -58,9 +58,9 @@ class Alike:
             known.is_known[new] = True
         return known.found.of(states)
 
-    def _of(self, asked: Verdict) -> _Known:
+    def _of(self, asked: Evaluation) -> _Known:
         states = len(self._number)
-        shape = asked.applicant.shape
+        shape = asked.pod_request.shape
         known = self._known.get(shape)
         if known is None:
             known = self._known[shape] = _Known(np.zeros(states, np.bool_), empty_findings(states))
@@ -69,7 +69,7 @@ class Alike:
             known = self._known[shape] = _Known(more, known.found.resized(2 * states))
         return known
 
-    def _follow(self, columns: Columns) -> None:
+    def _follow(self, columns: GpuTable) -> None:
         """Number the states of GPUs that changed."""
         gpus, generation = len(columns.alive), self._cluster.generation
         changed = self._cluster.changed_since(self._generation) if len(self._state) == gpus else None

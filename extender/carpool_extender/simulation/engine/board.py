@@ -11,12 +11,12 @@ from carpool_core.resources.node import Device, GpuNode, GpuNodeSpec, GpuNodeSta
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid
 
 from carpool_extender.cache.cluster import Cluster
-from carpool_extender.cache.pod_request import Applicant
-from carpool_extender.framework.evaluation_cache import Assessments
-from carpool_extender.framework.scheduler_config import Rules
-from carpool_extender.framework.selection import Place, best_place, reservation
+from carpool_extender.cache.pod_request import PodRequest
+from carpool_extender.framework.evaluation_cache import EvaluationCache
+from carpool_extender.framework.scheduler_config import SchedulerConfig
+from carpool_extender.framework.selection import Placement, best_place, reservation
 from carpool_extender.reservations import ledger
-from carpool_extender.reservations.peaks import Still, peaks_of, settle
+from carpool_extender.reservations.peaks import StablePeak, peaks_of, use_measured_peak
 from carpool_extender.simulation.engine.alike import Alike
 from carpool_extender.simulation.truth.workload import WorkloadError
 
@@ -33,7 +33,7 @@ class Board:
         rules: The site's.
     """
 
-    def __init__(self, nodes: Mapping[str, Sequence[Device]], rules: Rules) -> None:
+    def __init__(self, nodes: Mapping[str, Sequence[Device]], rules: SchedulerConfig) -> None:
         self._rules = rules
         self._cluster = Cluster(rules.slots)
         self._devices = {name: list(devices) for name, devices in nodes.items()}
@@ -41,29 +41,29 @@ class Board:
         self._metas = {name: ObjectMeta(name=name, uid=name) for name in nodes}
         self._specs = {name: GpuNodeSpec() for name in nodes}
         self._tenants: dict[str, list[Tenant]] = {name: [] for name in nodes}
-        self._assessments = Assessments(self._cluster, rules, REMEMBERED, Alike(self._cluster))
+        self._evaluation_cache = EvaluationCache(self._cluster, rules, REMEMBERED, Alike(self._cluster))
         for name in nodes:
             self._show(name, START)
-        columns = self._cluster.view().columns
+        columns = self._cluster.snapshot().columns
         self._rows = {uuid: row for row, uuid in enumerate(columns.uuid) if columns.alive[row]}
 
-    def best(self, applicant: Applicant, shut: Iterable[GpuUuid] = ()) -> tuple[str, Place] | None:
+    def best(self, pod_request: PodRequest, shut: Iterable[GpuUuid] = ()) -> tuple[str, Placement] | None:
         """Decide where a worker goes, as kube-scheduler would after filter and prioritize; None where nothing fits.
 
         Args:
-            applicant: Who asks.
+            pod_request: Who asks.
             shut: GPUs that it may not have now.
         """
-        assessment, among = self._assessments.of(applicant), None
+        cached_evaluation, among = self._evaluation_cache.of(pod_request), None
         if shut := list(shut):
-            among = np.ones(len(assessment.verdict.view.columns.alive), np.bool_)
+            among = np.ones(len(cached_evaluation.evaluation.snapshot.columns.alive), np.bool_)
             among[[self._rows[uuid] for uuid in shut]] = False
-        return best_place(assessment, among, tells=False)
+        return best_place(cached_evaluation, among, tells=False)
 
-    def reserve(self, node: str, chosen: Place, applicant: Applicant, uid: PodUid, now_s: float) -> None:
+    def reserve(self, node: str, chosen: Placement, pod_request: PodRequest, uid: PodUid, now_s: float) -> None:
         """Write a place into the ledger, which refuses what would break a promise."""
         now = moment(now_s)
-        wanted = reservation(chosen, applicant, uid, str(uid), now=now, deadline=now)
+        wanted = reservation(chosen, pod_request, uid, str(uid), now=now, deadline=now)
         spec = ledger.reserve(self._specs[node], wanted, self._capacity[node])
         if isinstance(spec, ledger.Rejected):
             raise AssertionError(f"the ledger refused what was decided on {node}: {spec.reason}")
@@ -85,14 +85,14 @@ class Board:
         self._tenants[node] = tenants
         self._show(node, moment(now_s))
 
-    def settle(self, node: str, uid: PodUid, by: float, now_s: float) -> bool:
+    def use_measured_peak(self, node: str, uid: PodUid, by: float, now_s: float) -> bool:
         """Let a pod count with so many times what it is measured to take; say whether that changes anything."""
         measured = {(tenant.pod_uid, tenant.gpu_uuid): tenant for tenant in self._tenants[node]}
         held = ledger.held(self._specs[node], uid)
         peaks = None if held is None else peaks_of(held, measured)
         if peaks is None:
             return False
-        spec = settle(self._specs[node], measured, {uid: Still(peaks, by)})
+        spec = use_measured_peak(self._specs[node], measured, {uid: StablePeak(peaks, by)})
         if spec is self._specs[node]:
             return False
         self._specs[node] = spec

@@ -13,7 +13,7 @@ from carpool_core.resources.prediction import Prediction
 from carpool_core.values import GpuUuid, JobUid, PodUid, RequestedMode, SharingMode, Tenancy
 from carpool_predictor.cost_models.solo import Activity, alone, is_used_up
 
-from carpool_extender.cache.pod_request import Applicant
+from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.queue.order import QueueOrder, Ticket
 from carpool_extender.simulation.engine.foretold import exactly, prediction_of
 from carpool_extender.simulation.engine.learning import Learner
@@ -69,12 +69,12 @@ class Knower:
 
     def __init__(self, strategy: Strategy, usable_mib: int, seed: int) -> None:
         self._strategy, self._usable_mib, self._seed = strategy, usable_mib, seed
-        self._applicants: dict[object, Applicant] = {}
+        self._applicants: dict[object, PodRequest] = {}
         self._counted: dict[str, int] = {}
         self._learner = Learner(is_strict=strategy.strict, steady_s=strategy.steady_s) if strategy.learns else None
 
     @property
-    def watches(self) -> bool:
+    def informers(self) -> bool:
         """Whether reservations say what a monitor sees, because nothing was promised."""
         return self._strategy.knowledge is Knowledge.NOTHING
 
@@ -145,14 +145,14 @@ class Knower:
             return None
         return max(1, round(job.steps * math.exp(draw.gauss(0.0, error))))
 
-    def applicant(self, job: SimJob, stage: Stage) -> Applicant:
+    def pod_request(self, job: SimJob, stage: Stage) -> PodRequest:
         """Return what asks for a GPU."""
         version = 0 if self._learner is None else self._learner.version
         key = (self.alike(job, stage), version)
         found = self._applicants.get(key)
         if found is None:
             settles = self._strategy.settles and not stage.attempt
-            found = self._applicants[key] = Applicant(self._demand(job, stage), settles=settles)
+            found = self._applicants[key] = PodRequest(self._demand(job, stage), settles=settles)
         told = found.demand.prediction
         is_counted = told is not None and told.products[0].memory.trusted
         self._counted[job.name] = told.products[0].memory.upper_mib if told is not None and is_counted else 0

@@ -11,7 +11,7 @@ from carpool_core.resources.job import RunPolicy
 from carpool_core.values import DeviceHealth, GpuUuid
 
 from carpool_extender.cache.usage import SETTLED_S
-from carpool_extender.framework.scheduler_config import Rules
+from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.scores import find_policy
 from carpool_extender.reservations.peaks import margins
 from carpool_extender.simulation.engine.foreseeing import board_of
@@ -42,7 +42,7 @@ class Simulation:
         devices = [(name, device) for name, many in workload.nodes.items() for device in many]
         self._largest_mib = max(d.memory_mib - d.reserved_mib for _, d in devices)
         self._knower = Knower(strategy, self._largest_mib, seed)
-        self._board = board_of(workload, strategy, Rules(policy, SLOTS, strategy.conditions), physics)
+        self._board = board_of(workload, strategy, SchedulerConfig(policy, SLOTS, strategy.conditions), physics)
         self._gpus: dict[GpuUuid, Gpu] = {}
         for name, device in devices:
             power = workload.power or power_of(find_product(device.product))
@@ -123,17 +123,17 @@ class Simulation:
     def _start(self, entry: Entry) -> bool:
         """Place all workers of a job, or none."""
         job, stage = entry.job, entry.stage
-        applicant = self._knower.applicant(job, stage)
+        pod_request = self._knower.pod_request(job, stage)
         taken: list[tuple[str, GpuUuid]] = []
         running = Running(job, stage, [], [], self._now_s, job.work_s, self._now_s)
         for worker in range(job.workers):
-            found = self._board.best(applicant, [*self._closed, *(uuid for _, uuid in taken)])
+            found = self._board.best(pod_request, [*self._closed, *(uuid for _, uuid in taken)])
             if found is None:
                 for number, (node, _) in enumerate(running.places):
                     self._board.release(node, uid_of(job, stage, number), self._now_s)
                 return False
             node, place = found
-            self._board.reserve(node, place, applicant, uid_of(job, stage, worker), self._now_s)
+            self._board.reserve(node, place, pod_request, uid_of(job, stage, worker), self._now_s)
             running.places.append(found)
             taken += [(node, uuid) for uuid in place.gpu_uuids]
         running.gpus = [self._gpus[uuid] for _, uuid in taken]
@@ -167,7 +167,7 @@ class Simulation:
             if self._strategy.settles:
                 for still_s, by in margins(self._strategy.steady_s):
                     self._at(self._now_s + LOADED_S + still_s, partial(self._settle, running, by))
-        elif self._knower.watches:
+        elif self._knower.informers:
             self._monitors.report(running.nodes, self._now_s)
 
     def _open(self) -> None:
@@ -187,7 +187,7 @@ class Simulation:
         """Let a tenant count with its peak, which was complete after the first minute and has stood still since."""
         for worker, (node, _) in enumerate(() if running.ended else running.places):
             uid = uid_of(running.job, running.stage, worker)
-            self._freed += self._board.settle(node, uid, by, self._now_s)
+            self._freed += self._board.use_measured_peak(node, uid, by, self._now_s)
 
     def _is_short_of_memory(self, newcomer: Running) -> bool:
         """Whether it meets its MPS limit, or the end of the GPU's memory; who allocates last dies."""
@@ -239,7 +239,7 @@ class Simulation:
         for gpu in running.gpus:
             gpu.tenants.remove(running)
         self._update(running.gpus)
-        is_reported = self._strategy.measure or self._knower.watches
+        is_reported = self._strategy.measure or self._knower.informers
         for worker, (node, _) in enumerate(running.places):
             uid = uid_of(running.job, running.stage, worker)
             self._board.release(node, uid, self._now_s, is_shown=not is_reported)

@@ -52,7 +52,7 @@ class Monitors:
 
     def _as_seen(self, node: str, seen: Mapping[PodUid, Running]) -> dict[PodUid, Reservation]:
         """Return the reservations of a node as a monitor without promises has them; none where there are promises."""
-        if not self._knower.watches:
+        if not self._knower.informers:
             return {}
         return {
             r.pod_uid: msgspec.structs.replace(r, tenant=self._knower.profile(one.job.truth, r.tenant, one.slowdown))

@@ -8,7 +8,7 @@ from carpool_core.resources.node import Device, Tenant
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 from carpool_predictor.cost_models.solo import Activity
 
-from carpool_extender.framework.selection import Place
+from carpool_extender.framework.selection import Placement
 from carpool_extender.simulation.engine.knowing import Run, Stage
 from carpool_extender.simulation.truth import overlap
 from carpool_extender.simulation.truth.power import Power, Spent
@@ -33,7 +33,7 @@ class Running:
 
     job: SimJob
     stage: Stage
-    places: list[tuple[str, Place]]
+    places: list[tuple[str, Placement]]
     """Node and place of each worker."""
     gpus: list["Gpu"]
     started_s: float

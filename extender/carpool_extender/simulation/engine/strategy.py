@@ -6,8 +6,8 @@ from enum import StrEnum
 from carpool_core.values import SharingMode
 from carpool_predictor.calibration.observe import STEADY_S
 
-from carpool_extender.framework.admission_limits import Conditions
-from carpool_extender.framework.filters import NO_CONDITIONS
+from carpool_extender.framework.admission_limits import AdmissionLimits
+from carpool_extender.framework.filters import NO_LIMITS
 from carpool_extender.queue.order import QueueOrder
 
 
@@ -47,7 +47,7 @@ class Strategy:
     """How GPUs are shared where they are."""
     max_slowdown: float = ANY_SLOWDOWN
     """What every job accepts."""
-    conditions: Conditions = NO_CONDITIONS
+    conditions: AdmissionLimits = NO_LIMITS
     settle_s: float = 0.0
     """After a placement a GPU takes nobody else for so long, in seconds: its monitor must see the newcomer first."""
     in_order: bool = False

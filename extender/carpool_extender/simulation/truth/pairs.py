@@ -67,17 +67,17 @@ class MeasuredPairs:
         """Return each tenant's true slowdown, at least 1."""
         if len(tenants) == 1 or mode in (SharingMode.EXCLUSIVE, SharingMode.MIG):
             return [1.0] * len(tenants)
-        in_time = mode is SharingMode.TIME_SLICING
-        busy = [t.util if in_time else t.sm for t in tenants]
+        wait_for = mode is SharingMode.TIME_SLICING
+        busy = [t.util if wait_for else t.sm for t in tenants]
         pair = {
-            (i, j): self._pair(one, other, in_time)
+            (i, j): self._pair(one, other, wait_for)
             for (i, one), (j, other) in itertools.permutations(enumerate(tenants), 2)
         }
         added = [1.0 + sum(pair[i, j] - 1.0 for j in range(len(tenants)) if j != i) for i in range(len(tenants))]
         load = sum(b / s for b, s in zip(busy, added, strict=True))
         most = max(
             busy[i] / pair[i, j] + busy[j] / pair[j, i]
-            if in_time and (tenants[i].kind, tenants[j].kind) in self._exact
+            if wait_for and (tenants[i].kind, tenants[j].kind) in self._exact
             else 1.0
             for i, j in pair
         )
@@ -94,18 +94,18 @@ class MeasuredPairs:
                 return found
         return overlap.utilization(tenants, slowdowns)
 
-    def _pair(self, one: Truth, other: Truth, in_time: bool) -> float:
-        key = (one.kind, other.kind, in_time)
+    def _pair(self, one: Truth, other: Truth, wait_for: bool) -> float:
+        key = (one.kind, other.kind, wait_for)
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = self._look_up(one, other, in_time)
+            found = self._known[key] = self._look_up(one, other, wait_for)
         return found
 
-    def _look_up(self, one: Truth, other: Truth, in_time: bool) -> float:
-        if in_time and (one.kind, other.kind) in self._exact:
+    def _look_up(self, one: Truth, other: Truth, wait_for: bool) -> float:
+        if wait_for and (one.kind, other.kind) in self._exact:
             return self._exact[one.kind, other.kind]
-        wanted = (one.util, other.util) if in_time else (one.sm, other.sm)
-        pool = self._by_turns if in_time else self._behind_mps
+        wanted = (one.util, other.util) if wait_for else (one.sm, other.sm)
+        pool = self._by_turns if wait_for else self._behind_mps
         distance = ((pool.busy - wanted) ** 2).sum(axis=1)
         near = np.argpartition(distance, NEIGHBOURS)[:NEIGHBOURS]
         draw = zlib.crc32(f"{self._seed}/{one.kind}/{other.kind}".encode()) % NEIGHBOURS

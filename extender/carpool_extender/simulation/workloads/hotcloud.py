@@ -11,7 +11,7 @@ from carpool_core.lengths import told
 from carpool_core.resources.node import Device
 from carpool_core.values import GpuUuid, SharingMode
 
-from carpool_extender.framework.admission_limits import Conditions
+from carpool_extender.framework.admission_limits import AdmissionLimits
 from carpool_extender.simulation.engine.strategy import Knowledge, Strategy
 from carpool_extender.simulation.truth.workload import Draw, SimJob, Truth, Workload, WorkloadError
 from carpool_extender.simulation.workloads.features import job_of, prediction_of
@@ -53,7 +53,7 @@ def _uniform(share: float) -> float:
     return SHORTEST_S + share * (LONGEST_S - SHORTEST_S)
 
 
-_JOINT = Conditions(most_joint_sm_active=1.0, most_jobs=3)
+_JOINT = AdmissionLimits(most_joint_sm_active=1.0, most_jobs=3)
 
 STRATEGIES = (
     Strategy(

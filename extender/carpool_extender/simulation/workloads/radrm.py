@@ -11,7 +11,7 @@ from carpool_core.products import find_product
 from carpool_core.resources.node import Device
 from carpool_core.values import GpuUuid, SharingMode
 
-from carpool_extender.framework.admission_limits import Conditions
+from carpool_extender.framework.admission_limits import AdmissionLimits
 from carpool_extender.simulation.engine.strategy import Knowledge, Strategy
 from carpool_extender.simulation.truth import gavel_pairs
 from carpool_extender.simulation.truth.power import Power
@@ -92,7 +92,7 @@ _FIVE_GB, _TWO_GB = 5120, 2048
 def _blind(
     name: str, policy: str, published: str, mode: SharingMode = SharingMode.MPS, **conditions: float
 ) -> Strategy:
-    asked = Conditions(
+    asked = AdmissionLimits(
         most_sm_active=conditions.get("sm"), least_free_mib=int(conditions["mib"]) if "mib" in conditions else None
     )
     return Strategy(
@@ -119,7 +119,7 @@ STRATEGIES = (
         "oracle worst fit, 80%",
         "worst-fit",
         Knowledge.TRUTH,
-        conditions=Conditions(most_sm_active=0.8, least_free_mib=_TWO_GB),
+        conditions=AdmissionLimits(most_sm_active=0.8, least_free_mib=_TWO_GB),
         in_order=True,
         settle_s=90.0,
         measure=False,
