@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 
 from carpool_extender.cache.cluster import Cluster
 from carpool_extender.cache.health import GpuAvailability
+from carpool_extender.cache.peaks import PeakTracker
 from carpool_extender.config import ExtenderSettings
 from carpool_extender.connections import HELD_S, Connections
 from carpool_extender.framework.evaluation_cache import EvaluationCache
@@ -25,7 +26,7 @@ from carpool_extender.metrics import ExtenderMetrics, StateCollector
 from carpool_extender.queue.nominator import Keeper, Line
 from carpool_extender.reservations.binder import BindDeps, Binder, BindLimiter
 from carpool_extender.reservations.gc import ReservationGC, Restorer
-from carpool_extender.reservations.peaks import PeakTracker, PeakUpdater
+from carpool_extender.reservations.peaks import PeakUpdater
 from carpool_extender.reservations.writer import GATHER_S, ReservationWriter, Untracker
 from carpool_extender.scheduler import Service
 from carpool_extender.server import create_app

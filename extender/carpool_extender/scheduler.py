@@ -5,6 +5,7 @@ from carpool_core.kube.errors import KubeError
 from carpool_core.kube.pods import Pod
 from carpool_core.values import PodUid
 
+from carpool_extender.cache import ledger
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.connections import Connections
 from carpool_extender.extender_api import (
@@ -24,7 +25,6 @@ from carpool_extender.framework.selection import filter_nodes, score_nodes
 from carpool_extender.informers import Informers
 from carpool_extender.metrics import ExtenderMetrics
 from carpool_extender.queue.nominator import Keeper
-from carpool_extender.reservations import ledger
 from carpool_extender.reservations.binder import Binder
 from carpool_extender.terminating_pods import TerminatingPods
 from carpool_extender.workloads import NotOurs, NotYet, Workloads, too_many

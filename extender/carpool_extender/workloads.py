@@ -180,8 +180,8 @@ def too_many(pod_request: PodRequest, pod_uid: PodUid, holders: set[PodUid]) -> 
     if others < pod_request.workers:
         return None
     return (
-        f"TooManyWorkers: job {demand.namespace}/{demand.job_name} has spec.workers {pod_request.workers}, and {others} "
-        f"of its pods have reservations already; this one is tried again when one of them has ended"
+        f"TooManyWorkers: job {demand.namespace}/{demand.job_name} has spec.workers {pod_request.workers}, and "
+        f"{others} of its pods have reservations already; this one is tried again when one of them has ended"
     )
 
 

@@ -18,20 +18,20 @@ from carpool_e2e.chart import NAMESPACE, RELEASE
 from carpool_e2e.cluster import FULL
 from carpool_e2e.demo import manifests
 from carpool_e2e.fleet import TAINT
+from carpool_extender.cache import ledger
 from carpool_extender.explain.commands import Forecast
 from carpool_extender.explain.enquiry import snapshot
-from carpool_extender.informers import JobRow
-from carpool_extender.workloads import AS_SHIPPED, applicant_of
-from carpool_extender.framework.evaluation_cache import Assessment
-from carpool_extender.framework.selection import best_place, reservation
+from carpool_extender.framework.evaluation_cache import CachedEvaluation
+from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.scores import find_policy
-from carpool_extender.framework.scheduler_config import Rules
-from carpool_extender.reservations import ledger
+from carpool_extender.framework.selection import best_place, reservation
+from carpool_extender.informers import JobRow
+from carpool_extender.workloads import AS_SHIPPED, pod_request_of
 from carpool_predictor.calibration.config_map import CalibrationMap, Kept
 from carpool_predictor.calibration.document import Calibration
 
 SLOTS = 8
-RULES = Rules(find_policy("least-slowdown"), SLOTS)
+RULES = SchedulerConfig(find_policy("least-slowdown"), SLOTS)
 JOBS = (
     manifests.small("small-b"),
     manifests.small("small-a"),
@@ -84,12 +84,12 @@ async def run(kube: FakeKube, manifest: dict[str, Any], clock: Clock) -> None:
     job = msgspec.convert({**manifest, "metadata": {**manifest["metadata"], "uid": name}}, GpuTrainingJob)
     products = sorted({device.product for node in nodes.values() for device in node.status.devices})
     body = msgspec.to_builtins(await Forecast(is_strict=True).traced(job, products))
-    applicant = applicant_of(msgspec.convert(body, JobRow), None, AS_SHIPPED)
+    pod_request = pod_request_of(msgspec.convert(body, JobRow), None, AS_SHIPPED)
     offered = [node for node in nodes.values() if node.metadata.name in FULL.kubelet_nodes]
-    found = best_place(Assessment(applicant, RULES, snapshot(offered, RULES, clock).cluster.view()))
+    found = best_place(CachedEvaluation(pod_request, RULES, snapshot(offered, RULES, clock).cluster.view()))
     assert found is not None, name
     node, now = nodes[found[0]], clock.now()
-    held = reservation(found[1], applicant, PodUid(f"pod-{name}"), f"{name}-worker-0-1", now=now, deadline=now)
+    held = reservation(found[1], pod_request, PodUid(f"pod-{name}"), f"{name}-worker-0-1", now=now, deadline=now)
     spec = ledger.reserve(node.spec, held, ledger.capacity_of(node, SLOTS))
     assert not isinstance(spec, ledger.Rejected), spec
     kube.seed(GPU_NODES, msgspec.structs.replace(node, spec=spec))

@@ -48,7 +48,7 @@ def throughput_section(turns: Sequence[Turn]) -> list[str]:
     counted = least_disturbed(turns, ROUNDS)
     ours, theirs = [turn.ours for turn in counted], [turn.theirs for turn in counted]
     found, stock = _typical(ours), _typical(theirs)
-    evaluation = "kept" if found.jobs_a_second >= _JOBS_A_SECOND else "missed"
+    verdict = "kept" if found.jobs_a_second >= _JOBS_A_SECOND else "missed"
     return [
         "## Throughput of the control plane",
         "",
@@ -68,7 +68,7 @@ def throughput_section(turns: Sequence[Turn]) -> list[str]:
         "",
         "| | Carpool | kube-scheduler alone | asked for | |",
         "|---|---|---|---|---|",
-        f"| jobs a second | {_rates(ours)} | {_rates(theirs)} | ≥ {_JOBS_A_SECOND:g}, aimed at {_AIM:g} | {evaluation} |",
+        f"| jobs a second | {_rates(ours)} | {_rates(theirs)} | ≥ {_JOBS_A_SECOND:g}, aimed at {_AIM:g} | {verdict} |",
         f"| jobs a second until every job's status told its place, too | {found.told_a_second:.1f} | | | |",
         f"| stolen | {_stolen(ours)} | {_stolen(theirs)} | | |",
         "",

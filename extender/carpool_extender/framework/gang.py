@@ -10,6 +10,7 @@ import numpy as np
 from carpool_core.values import GpuUuid, JobUid, PodUid
 from numpy.typing import NDArray
 
+from carpool_extender.cache import ledger
 from carpool_extender.cache.cluster import Cluster
 from carpool_extender.cache.gpu_table import MODES, NO_MODE, NOBODY, Bools, Rows, Snapshot, grid_of, update_aggregates
 from carpool_extender.cache.pod_request import PodRequest
@@ -21,7 +22,6 @@ from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.scores import Policy
 from carpool_extender.framework.selection import Placement, best_place, reservation
 from carpool_extender.framework.sharing_mode import EXCLUSIVE, MIG
-from carpool_extender.reservations import ledger
 
 
 def room(cached_evaluation: CachedEvaluation, rows: Rows, wanted: int) -> int:

@@ -19,6 +19,7 @@ from carpool_core.kube.pods import Pod
 from carpool_core.resources.node import GpuNode, GpuNodeSpec, Reservation
 from carpool_core.values import JobUid, PartitionState, PodUid
 
+from carpool_extender.cache import ledger
 from carpool_extender.cache.health import GpuAvailability, tells_nothing_new
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.extender_api import BindingArgs
@@ -28,7 +29,6 @@ from carpool_extender.framework.selection import place, reservation
 from carpool_extender.informers import Informers
 from carpool_extender.metrics import ExtenderMetrics
 from carpool_extender.queue.nominator import Keeper
-from carpool_extender.reservations import ledger
 from carpool_extender.reservations.writer import Refusal, ReservationWriter
 from carpool_extender.workloads import NotOurs, NotYet, Workloads, too_many
 

@@ -15,9 +15,9 @@ from carpool_core.kube.pods import Pod
 from carpool_core.resources.node import GpuNode, GpuNodeSpec, Reservation
 from carpool_core.values import PodUid
 
+from carpool_extender.cache import ledger
 from carpool_extender.cache.cluster import may_free_capacity
 from carpool_extender.informers import Informers
-from carpool_extender.reservations import ledger
 from carpool_extender.reservations.writer import Refusal, ReservationWriter
 from carpool_extender.workloads import gpus_asked
 

@@ -14,8 +14,8 @@ from carpool_core.kube.errors import PATCH_DOES_NOT_APPLY, Conflict, Invalid, Ku
 from carpool_core.resources.node import GpuNode, GpuNodeSpec
 from carpool_core.values import PodUid
 
+from carpool_extender.cache import ledger
 from carpool_extender.informers import Informers
-from carpool_extender.reservations import ledger
 
 UNTRACKED: Mapping[str, Any] = {"op": "add", "path": "/metadata/managedFields", "value": [{}]}
 """As a part of a JSON patch. Nobody applies a GpuNode, and that record is to be read and written with each report of

@@ -230,7 +230,8 @@ async def test_explain_tells_it_of_a_job_that_waits_and_what_if_of_one_that_coul
 def test_trying_changes_nothing_of_what_decisions_are_made_on():
     snapshot = cluster(*one_gpu(**BUSY, max_slowdown=1.1)).snapshot()
     before = {
-        name: np.copy(getattr(snapshot.columns, name)) for name in ("count", "max_slowdown", "free_mib", "patience")
+        name: np.copy(getattr(snapshot.columns, name))
+        for name in ("count", "max_slowdown", "free_mib", "min_slowdown_limit")
     }
     wants = pod_request(**BUSY)
     needed(Case(wants, RULES, snapshot, snapshot.columns.alive, {}))

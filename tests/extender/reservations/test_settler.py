@@ -10,7 +10,8 @@ from carpool_core.kube.errors import Unreachable
 from carpool_core.resources.node import GpuNodeStatus, Tenant, TenantProfile
 from carpool_core.testing.clock import FakeClock
 from carpool_core.values import SharingMode
-from carpool_extender.reservations.peaks import PeakTracker, PeakUpdater
+from carpool_extender.cache.peaks import PeakTracker
+from carpool_extender.reservations.peaks import PeakUpdater
 from carpool_extender.reservations.writer import ATTEMPTS
 from carpool_extender.testing import device, gpu_node, prediction, tenant, until
 from extender_world import args, background, filtering, named

@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from carpool_core.resources.node import GpuNodeSpec, TenantProfile
 from carpool_core.values import GpuUuid, PodUid, SharingMode
-from carpool_extender.reservations import ledger
+from carpool_extender.cache import ledger
 from carpool_extender.testing import cluster, device, gpu_node, tenant
 from hypothesis import given
 from hypothesis import strategies as st

@@ -5,8 +5,8 @@ from dataclasses import replace
 import msgspec
 from carpool_core.resources.node import GpuNodeSpec, Reservation, Tenant, TenantProfile
 from carpool_core.values import GpuUuid, PodUid, SharingMode
-from carpool_extender.reservations import ledger
-from carpool_extender.reservations.peaks import StablePeak, peaks_of, use_measured_peak
+from carpool_extender.cache import ledger
+from carpool_extender.cache.peaks import StablePeak, peaks_of, use_measured_peak
 from carpool_extender.testing import device, tenant
 from hypothesis import settings
 from hypothesis import strategies as st

@@ -4,9 +4,9 @@ import pytest
 from carpool_core.resources.node import GpuNodeStatus, Tenant, TenantProfile
 from carpool_core.testing.clock import FakeClock
 from carpool_core.values import SharingMode
+from carpool_extender.cache import ledger
+from carpool_extender.cache.peaks import PeakTracker, StablePeak, by_place, use_measured_peak
 from carpool_extender.explain.measures import differences
-from carpool_extender.reservations import ledger
-from carpool_extender.reservations.peaks import PeakTracker, StablePeak, by_place, use_measured_peak
 from carpool_extender.testing import cluster, device, gpu_node, tenant
 from msgspec.structs import replace
 

@@ -10,13 +10,13 @@ from carpool_core.resources.meta import ObjectMeta
 from carpool_core.resources.node import Device, GpuNode, GpuNodeSpec, GpuNodeStatus, Reservation, Tenant
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid
 
+from carpool_extender.cache import ledger
 from carpool_extender.cache.cluster import Cluster
+from carpool_extender.cache.peaks import StablePeak, peaks_of, use_measured_peak
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.evaluation_cache import EvaluationCache
 from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.selection import Placement, best_place, reservation
-from carpool_extender.reservations import ledger
-from carpool_extender.reservations.peaks import StablePeak, peaks_of, use_measured_peak
 from carpool_extender.simulation.engine.alike import Alike
 from carpool_extender.simulation.truth.workload import WorkloadError
 

@@ -10,10 +10,10 @@ from carpool_core.products import find_product
 from carpool_core.resources.job import RunPolicy
 from carpool_core.values import DeviceHealth, GpuUuid
 
+from carpool_extender.cache.peaks import margins
 from carpool_extender.cache.usage import SETTLED_S
 from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.scores import find_policy
-from carpool_extender.reservations.peaks import margins
 from carpool_extender.simulation.engine.foreseeing import board_of
 from carpool_extender.simulation.engine.knowing import Knower, Stage
 from carpool_extender.simulation.engine.monitors import LOADED_S, Monitors

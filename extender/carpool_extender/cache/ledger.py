@@ -75,7 +75,7 @@ def promised_mib(
 def reserve(spec: GpuNodeSpec, wanted: Reservation, capacity: Capacity) -> GpuNodeSpec | Rejected:
     """Add a reservation. A pod that holds one already keeps it as it is: the answer is the same spec.
 
-    This guards against a decision made on an outdated snapshot; it repeats the checks whose failure would break a promise
+    This guards against a decision made on an outdated snapshot; it repeats the checks that protect a promise
     (memory, mode, places, namespace and user of an MPS server), and not those about taste (slowdown, tenancy).
     """
     if held(spec, wanted.pod_uid) is not None:

@@ -1,0 +1,185 @@
+"""The measured memory peak of a running tenant, and when it replaces the reserved bound. Pure, but for the clock."""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import msgspec
+from carpool_core.clock import Clock
+from carpool_core.resources.node import GpuNode, GpuNodeSpec, Reservation, Tenant
+from carpool_core.values import GpuUuid, PodUid
+from carpool_predictor.calibration.observe import SEEN_S, STEADY_S
+from carpool_predictor.calibration.recalling import AGREEMENT, RAISED
+
+from carpool_extender.cache.health import SILENCE_S
+from carpool_extender.cache.usage import peak_mib
+
+STILL = 1.01
+"""A peak that has risen by less than this factor has stood still; less than that the agents do not tell."""
+LEAST_MARGIN = 1 + AGREEMENT
+"""Of all margins: what two runs of a job differ by that count as agreeing."""
+LEAST_BUSY_PERCENT = 1.0
+"""GPU utilization below which a tenant does not work: it loads, or waits, and will take its memory later."""
+
+
+class StablePeak(NamedTuple):
+    """Peaks that have stood still for some time."""
+
+    peaks: tuple[int, ...]
+    """Those on each of a pod's GPUs, in MiB."""
+    margin: float
+    """How many times as much counts after that time, of these peaks and of no larger ones."""
+
+
+class _Seen(NamedTuple):
+    """What was seen of a tenant."""
+
+    peaks: tuple[int, ...]
+    """On each of its GPUs, in MiB, when they last moved."""
+    still_s: float
+    """For how long it has worked since, in seconds."""
+    at_s: float
+    """When that was reckoned."""
+    works: bool
+    """Whether it worked then."""
+
+
+def margins(steady_s: float = STEADY_S) -> tuple[tuple[float, float], ...]:
+    """Return after how many seconds of work in which it stood still a peak counts, and how many times.
+
+    At first it may still grow: the margin is that by which the bound of a job is raised that died of memory.
+
+    Args:
+        steady_s: Time after which a peak is taken for the job's.
+    """
+    return (SEEN_S, RAISED), (steady_s, LEAST_MARGIN)
+
+
+def use_measured_peak(
+    spec: GpuNodeSpec, tenants: Mapping[tuple[PodUid, GpuUuid], Tenant], pods: Mapping[PodUid, StablePeak]
+) -> GpuNodeSpec:
+    """Let reservations count with so many times what their pods were measured to take.
+
+    Never does one count with more than before, but for a pod that takes more than what counts: it has its promise again
+    for good. That is written, too, because an agent that starts anew knows nothing of earlier peaks.
+
+    Args:
+        spec: Of a node.
+        tenants: What was measured there, by pod and GPU.
+        pods: Those whose peaks have stood still. One that has risen meanwhile has earned nothing.
+
+    Returns:
+        The new spec; the same one where nothing changes.
+    """
+    after = [_settled(one, tenants, pods.get(one.pod_uid)) for one in spec.reservations]
+    if all(new is old for new, old in zip(after, spec.reservations, strict=True)):
+        return spec
+    return msgspec.structs.replace(spec, reservations=after)
+
+
+def _settled(
+    one: Reservation, tenants: Mapping[tuple[PodUid, GpuUuid], Tenant], still: StablePeak | None
+) -> Reservation:
+    counted_mib = one.tenant.counted_mib(0)
+    taken_mib = max(peak_mib(tenants.get((one.pod_uid, gpu))) for gpu in one.gpu_uuids)
+    if one.tenant.provisional and counted_mib is not None and taken_mib > counted_mib:
+        tenant = msgspec.structs.replace(one.tenant, provisional=False, measured_mib=None)
+        return msgspec.structs.replace(one, tenant=tenant)
+    if still is None or not _stood(peaks_of(one, tenants), still.peaks):
+        return one
+    mib = _proven_mib(one, tenants, still.margin)
+    if mib is None:
+        return one
+    return msgspec.structs.replace(one, tenant=msgspec.structs.replace(one.tenant, measured_mib=mib))
+
+
+def _proven_mib(one: Reservation, tenants: Mapping[tuple[PodUid, GpuUuid], Tenant], by: float) -> int | None:
+    peaks = peaks_of(one, tenants) if one.tenant.provisional else None
+    if peaks is None:
+        return None
+    proven, counted = math.ceil(max(peaks) * by), one.tenant.counted_mib(0)
+    return proven if counted is None or proven < counted else None
+
+
+def peaks_of(one: Reservation, tenants: Mapping[tuple[PodUid, GpuUuid], Tenant]) -> tuple[int, ...] | None:
+    """Return what a pod was measured to take of each of its GPUs, in MiB; None where one of them says nothing."""
+    peaks = tuple(peak_mib(tenants.get((one.pod_uid, gpu))) for gpu in one.gpu_uuids)
+    return peaks if all(peaks) else None
+
+
+def _stood(now: tuple[int, ...] | None, was: tuple[int, ...]) -> bool:
+    """Whether peaks on all of a pod's GPUs are still those that they were."""
+    return (
+        now is not None and len(now) == len(was) and all(peak <= STILL * of for peak, of in zip(now, was, strict=True))
+    )
+
+
+class PeakTracker:
+    """Remembers since when peaks have stood still: of tenants that work, on nodes whose agents are heard.
+
+    Time counts from when this process saw it. A restart loses no more than that, because what was found is written.
+
+    Args:
+        clock: Tells for how long.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._seen: dict[str, dict[PodUid, _Seen]] = {}
+        self._heard: dict[str, tuple[str | None, float]] = {}
+
+    def look(self, node: GpuNode) -> dict[PodUid, StablePeak]:
+        """Take in what a node tells; return the pods whose peaks have stood still for long enough."""
+        name, now_s = node.metadata.name, self._clock.monotonic()
+        tenants = by_place(node)
+        waiting = [one for one in node.spec.reservations if _proven_mib(one, tenants, LEAST_MARGIN) is not None]
+        if not waiting:
+            self.forget(name)
+            return {}
+        heartbeat, heard_s = node.status.heartbeat_time, now_s
+        before, last_s = self._heard.get(name, (None, now_s))
+        if heartbeat == before:
+            heard_s = last_s
+        if now_s - last_s > SILENCE_S:
+            self._seen.pop(name, None)  # nobody knows what was meanwhile
+        self._heard[name] = (heartbeat, heard_s)
+        known = self._seen.get(name, {})
+        seen = {one.pod_uid: _seen(one, tenants, known.get(one.pod_uid), now_s) for one in waiting}
+        self._seen[name] = seen
+        return {
+            pod: StablePeak(found.peaks, by)
+            for pod, found in seen.items()
+            for after_s, by in margins()
+            if found.still_s >= after_s
+        }
+
+    def forget(self, name: str) -> None:
+        """Forget a node."""
+        self._seen.pop(name, None)
+        self._heard.pop(name, None)
+
+
+def _seen(
+    one: Reservation, tenants: Mapping[tuple[PodUid, GpuUuid], Tenant], before: _Seen | None, now_s: float
+) -> _Seen:
+    """Say what is seen of a tenant that is measured on all of its GPUs. While it does not work no time passes."""
+    peaks = peaks_of(one, tenants) or ()
+    is_still = before is not None and _stood(peaks, before.peaks)
+    works = all(_works(tenants[one.pod_uid, gpu]) for gpu in one.gpu_uuids)
+    if before is None or not is_still:
+        return _Seen(peaks, 0.0, now_s, works)
+    gained_s = now_s - before.at_s if works and before.works else 0.0
+    return _Seen(before.peaks, before.still_s + gained_s, now_s, works)
+
+
+def _works(tenant: Tenant) -> bool:
+    """Say whether a tenant works now; by its mean where nothing else is told, which says so for minutes longer."""
+    busy, is_working = tenant.gpu_util_percent, tenant.working
+    if is_working is None:
+        is_working = busy is not None and busy >= LEAST_BUSY_PERCENT
+    return tenant.memory_mib > 0 and is_working
+
+
+def by_place(node: GpuNode) -> dict[tuple[PodUid, GpuUuid], Tenant]:
+    """Return what a node's agent measures, by pod and GPU."""
+    return {(tenant.pod_uid, tenant.gpu_uuid): tenant for tenant in node.status.tenants}
