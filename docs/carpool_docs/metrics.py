@@ -14,7 +14,7 @@ from carpool_deviceplugin import app as agent
 from carpool_deviceplugin.metrics import AgentCollector
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_extender import app as extender
-from carpool_extender.config import ExtenderSettings
+from carpool_extender.settings import ExtenderSettings
 from carpool_operator.metrics import Metrics
 from carpool_operator.settings import OperatorSettings
 from prometheus_client import CollectorRegistry

@@ -6,8 +6,8 @@ from typing import Any
 
 from carpool_core.settings import Setting, settings_of
 from carpool_deviceplugin.settings import AgentSettings
-from carpool_extender.config import ExtenderSettings
 from carpool_extender.framework.scores import POLICIES, Policy
+from carpool_extender.settings import ExtenderSettings
 from carpool_operator.settings import OperatorSettings
 
 from carpool_docs import values

@@ -15,7 +15,6 @@ from starlette.applications import Starlette
 from carpool_extender.cache.cluster import Cluster
 from carpool_extender.cache.health import GpuAvailability
 from carpool_extender.cache.peaks import PeakTracker
-from carpool_extender.config import ExtenderSettings
 from carpool_extender.connections import HELD_S, Connections
 from carpool_extender.framework.evaluation_cache import EvaluationCache
 from carpool_extender.framework.gang import Gangs
@@ -30,6 +29,7 @@ from carpool_extender.reservations.peaks import PeakUpdater
 from carpool_extender.reservations.writer import GATHER_S, ReservationWriter, Untracker
 from carpool_extender.scheduler import Service
 from carpool_extender.server import create_app
+from carpool_extender.settings import ExtenderSettings
 from carpool_extender.terminating_pods import TerminatingPods
 from carpool_extender.workloads import JobOptions, Workloads
 

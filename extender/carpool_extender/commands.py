@@ -14,10 +14,10 @@ from carpool_core.kube.credentials import KubeConfigError
 from carpool_core.settings import MisconfiguredError, SettingsError, click_options
 
 from carpool_extender.app import build
-from carpool_extender.config import ExtenderSettings
 from carpool_extender.framework.scores import UnknownPolicyError
 from carpool_extender.informers import Informers
 from carpool_extender.server import create_server
+from carpool_extender.settings import ExtenderSettings
 
 COLLECTED = (700, 2, 1000)
 """Thresholds of the collector once everything is listed. Its usual second one, 10, gathers the GpuNodes of 200 changes

@@ -18,10 +18,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from carpool_extender.config import ExtenderSettings
 from carpool_extender.extender_api import BindingArgs, ExtenderArgs, PreemptionArgs
 from carpool_extender.metrics import ExtenderMetrics
 from carpool_extender.scheduler import BadRequest, Service
+from carpool_extender.settings import ExtenderSettings
 
 
 class Gathering(asyncio.Transport):

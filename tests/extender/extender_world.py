@@ -10,8 +10,8 @@ from carpool_core.kube.pods import Pod
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_extender.app import build
-from carpool_extender.config import ExtenderSettings
 from carpool_extender.extender_api import BindingArgs, ExtenderArgs
+from carpool_extender.settings import ExtenderSettings
 from carpool_extender.testing import (
     FakeAgent,
     gpu_node,

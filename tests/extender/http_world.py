@@ -9,8 +9,8 @@ from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_e2e.certificates import make
 from carpool_extender.app import build
-from carpool_extender.config import ExtenderSettings, TlsSettings
 from carpool_extender.server import create_server
+from carpool_extender.settings import ExtenderSettings, TlsSettings
 from carpool_extender.testing import FakeAgent, gpu_node, seed_job, seed_node, seed_pod, until
 
 POD = """{"metadata":{"name":"x-worker-0-1","namespace":"default","uid":"pod-x","resourceVersion":"812","generation":1,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from carpool_core.kube.api import DEPLOYMENTS
 from carpool_core.testing.kube import FakeKube
-from carpool_extender.config import AskSettings, ConditionSettings
 from carpool_extender.explain.site import settled
 from carpool_extender.framework.admission_limits import Quantile
+from carpool_extender.settings import AskSettings, ConditionSettings
 from own_rights import OWN, READ
 
 pytestmark = pytest.mark.e2e

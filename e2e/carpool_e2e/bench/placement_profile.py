@@ -18,13 +18,13 @@ from carpool_core.kube.client import connect
 from carpool_core.resources.node import GpuNode
 from carpool_core.settings import KubeSettings
 from carpool_extender.cache.cluster import Cluster
-from carpool_extender.config import ExtenderSettings
 from carpool_extender.extender_api import ExtenderArgs, FilterResult, HostPriority
 from carpool_extender.framework.evaluation_cache import EvaluationCache
 from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.scores import find_policy
 from carpool_extender.framework.selection import filter_nodes, score_nodes
 from carpool_extender.informers import Informers, WatchedNode
+from carpool_extender.settings import ExtenderSettings
 from carpool_extender.workloads import JobOptions, Workloads
 
 from carpool_e2e.bench.apiserver import PaperApi

@@ -24,13 +24,13 @@ from carpool_predictor.calibration.recalling import model_name
 from carpool_predictor.prediction.estimator import predict
 from carpool_predictor.tracing.source import SubprocessTracer, features_of
 
-from carpool_extender.config import AskSettings
 from carpool_extender.explain.enquiry import Answer, Asker, NoSuchJobError, asked, explained
 from carpool_extender.explain.manifest import ManifestError, checked, read
 from carpool_extender.explain.site import given, settled
 from carpool_extender.framework.diagnosis import broken
 from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.scores import UnknownPolicyError, find_policy
+from carpool_extender.settings import AskSettings
 from carpool_extender.workloads import JobOptions
 
 

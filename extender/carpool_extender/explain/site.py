@@ -14,8 +14,8 @@ from carpool_core.settings import Setting, SettingsError, load, settings_of
 from carpool_predictor.calibration.config_map import place_of
 from click.core import ParameterSource
 
-from carpool_extender.config import AskSettings
 from carpool_extender.framework.scores import UnknownPolicyError, find_policy
+from carpool_extender.settings import AskSettings
 
 
 class _Wire(msgspec.Struct, frozen=True, rename="camel"):

@@ -11,9 +11,9 @@ from carpool_core.settings import SettingsError, click_options
 from click.core import ParameterSource
 from rich.console import Console
 
-from carpool_extender.config import ConditionSettings
 from carpool_extender.framework.scores import UnknownPolicyError
 from carpool_extender.queue.order import QueueOrder
+from carpool_extender.settings import ConditionSettings
 from carpool_extender.simulation import trials
 from carpool_extender.simulation.contest import EXPERIMENTS, PUBLISHED, SMALL, Experiment
 from carpool_extender.simulation.provenance import provenance

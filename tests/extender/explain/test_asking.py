@@ -14,13 +14,13 @@ from carpool_core.resources.prediction import Prediction
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import JobUid, Precision, SharingMode
 from carpool_extender.cache.health import SILENCE_S
-from carpool_extender.config import AskSettings
 from carpool_extender.explain.commands import Forecast, forecast
 from carpool_extender.explain.enquiry import Asker, asked, explained
 from carpool_extender.framework.admission_limits import AdmissionLimits
 from carpool_extender.framework.diagnosis import broken
 from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.scores import find_policy
+from carpool_extender.settings import AskSettings
 from carpool_extender.testing import T4, device, gpu_node, seed_job, seed_node, tenant
 from carpool_extender.workloads import JobOptions
 from carpool_predictor.calibration.config_map import KEY, CalibrationMap, Kept

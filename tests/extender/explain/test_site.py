@@ -9,11 +9,11 @@ from carpool_core.kube.api import DEPLOYMENTS, GPU_TRAINING_JOBS
 from carpool_core.kube.errors import Forbidden, Invalid, Unreachable
 from carpool_core.settings import SettingsError, click_options
 from carpool_core.testing.kube import FakeKube
-from carpool_extender.config import AskSettings, ConditionSettings
 from carpool_extender.explain import commands
 from carpool_extender.explain.commands import explain_command, what_if
 from carpool_extender.explain.site import given, settled
 from carpool_extender.framework.admission_limits import Quantile
+from carpool_extender.settings import AskSettings, ConditionSettings
 from carpool_extender.testing import gpu_node, seed_job, seed_node, tenant
 from click.testing import CliRunner
 

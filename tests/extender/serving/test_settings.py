@@ -3,7 +3,7 @@
 import pytest
 from carpool_core.settings import SettingsError, load
 from carpool_extender.commands import extender
-from carpool_extender.config import ExtenderSettings, TlsSettings
+from carpool_extender.settings import ExtenderSettings, TlsSettings
 from click.testing import CliRunner
 
 

@@ -14,7 +14,7 @@ from carpool_extender.cache.gpu_table import Bools, GpuTable, Rows
 from carpool_extender.framework.filters import Evaluation, FilterResults, empty_findings, look
 
 MOST_STATES = 50_000
-OF_GPU = ("alive", "device_class", "hindered", "mode", "prepared", "count", "mig_gb", "mig_slices", "user")
+OF_GPU = ("alive", "device_class", "unavailable", "mode", "prepared", "count", "mig_gb", "mig_slices", "user")
 OF_TENANTS = ("memory_mib", "util", "sm", "dram", "max_slowdown", "namespace", "cluster_tenancy")
 """What the checks look at; the aggregates follow from it."""
 
