@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from carpool_core.resources.job import JobStatus
-from carpool_core.resources.prediction import Prediction
 
 from carpool_operator.observations import Lesson
 
@@ -12,13 +11,6 @@ from carpool_operator.observations import Lesson
 @dataclass(frozen=True, slots=True)
 class WriteStatus:
     """Replace the job's status, provided that nobody changed the job since it was read."""
-
-    status: JobStatus
-
-
-@dataclass(frozen=True, slots=True)
-class HoldStatus:
-    """Go on as if this were the job's status, and leave it to the next look to write it together with what is new."""
 
     status: JobStatus
 
@@ -42,8 +34,6 @@ class CreatePod:
     """Create a pod; one of that name that the job controls already is as good."""
 
     body: dict[str, Any]
-    prediction: Prediction | None = None
-    """What the scheduler has to know of the job, where the job's status does not tell it yet."""
 
     @property
     def name(self) -> str:
@@ -101,7 +91,6 @@ class Learn:
 Action = (
     CheckTemplate
     | WriteStatus
-    | HoldStatus
     | CreateService
     | CreatePod
     | DeletePod
@@ -120,5 +109,3 @@ class Decision:
     actions: tuple[Action, ...] = ()
     requeue_after_s: float | None = None
     """Look again after so many seconds, even if nothing changes; None: only when something changes."""
-    has_time: bool = False
-    """Whether that look may come after others that wait then."""

@@ -15,7 +15,6 @@ from carpool_core.kube.pods import Pod
 from carpool_core.kube.reflector import Reflector
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import GpuNode
-from carpool_core.sealing import sealer_of
 from carpool_core.values import JobUid
 from carpool_predictor.calibration.config_map import CalibrationMap
 from carpool_predictor.prediction.estimator import model_version
@@ -72,7 +71,7 @@ class Operator:
             simulated=lambda: self.fleet.simulated,
             events=events,
         )
-        self._recollection, self._sealer = Recollection(), sealer_of(settings.prediction_key)
+        self._recollection = Recollection()
         self._performer = Performer(
             api,
             clock,
@@ -81,7 +80,6 @@ class Operator:
             recollection=self._recollection,
             predictions=self.predictions,
             learner=self.learner,
-            sealer=self._sealer,
         )
         self.pod_reflectors = [
             Reflector(
@@ -146,8 +144,6 @@ class Operator:
             now=self._clock.now(),
             digest=digest,
             products=products,
-            told=self.jobs.told(key),
-            seals=self._sealer is not None,
             prediction=self.predictions.get(key, digest, products, marks),
             model_version=model_version(),
             retry_in_s=self.predictions.retry_in(digest),
@@ -188,7 +184,7 @@ class Operator:
             return
         decision = reconcile(self.snapshot(job))
         if decision.requeue_after_s is not None:
-            self.queue.add_after(key, decision.requeue_after_s, at_leisure=decision.has_time)
+            self.queue.add_after(key, decision.requeue_after_s)
         await self._performer.perform(job, decision)
         if not any(isinstance(action, Predict) for action in decision.actions):
             self.predictions.forget(key)

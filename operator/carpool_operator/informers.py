@@ -6,13 +6,12 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
-import msgspec
 import structlog
 from carpool_core.keys import CONDITION_PLACED, SIMULATED_PREFIX
 from carpool_core.kube.errors import KubeError
 from carpool_core.kube.pods import Pod
 from carpool_core.products import PRODUCTS, hardware_name
-from carpool_core.resources.job import GpuTrainingJob, JobStatus
+from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import GpuNode
 from carpool_core.values import JobState, JobUid
 
@@ -41,17 +40,11 @@ def _version(job: GpuTrainingJob) -> int:
 
 
 class Jobs:
-    """The jobs, by key. News older than what is known is ignored: our own writes are known before the watch tells.
-
-    A job may have a status here that is not written yet: whatever else of the job changes, that stays, until somebody
-    else writes its status.
-    """
+    """The jobs, by key. News older than what is known is ignored: our own writes are known before the watch tells."""
 
     def __init__(self, wake: Wake) -> None:
         self._wake = wake
         self._jobs: dict[str, GpuTrainingJob] = {}
-        self._told: dict[str, JobStatus] = {}
-        """What the API server holds, where a status is held here."""
 
     def __iter__(self) -> Iterator[GpuTrainingJob]:
         return iter(self._jobs.values())
@@ -70,37 +63,14 @@ class Jobs:
         is_same = known is not None and known.metadata.uid == job.metadata.uid
         if known is not None and is_same and _version(job) <= _version(known):
             return
-        if known is not None and is_same and self._told.get(key) == job.status:
-            job = msgspec.structs.replace(job, status=known.status)
-        else:
-            self._told.pop(key, None)
         self._jobs[key] = job
         self._wake(key)
-
-    def told(self, key: str) -> JobStatus | None:
-        """Return what the API server holds as a job's status; None where that is the one here."""
-        return self._told.get(key)
-
-    def hold(self, job: GpuTrainingJob, status: JobStatus) -> bool:
-        """Give a job a status that is written later; False where it is no longer the job that is known."""
-        key = key_of(job)
-        if self._jobs.get(key) is not job:
-            return False
-        self._told.setdefault(key, job.status)
-        self._jobs[key] = msgspec.structs.replace(job, status=status)
-        return True
-
-    def written(self, job: GpuTrainingJob) -> None:
-        """Take note of a job whose status was just written."""
-        self._told.pop(key_of(job), None)
-        self.put(job)
 
     def remove(self, key: str, uid: str) -> None:
         """Take note of a job's deletion; another job that has its name since stays."""
         known = self._jobs.get(key)
         if known is not None and known.metadata.uid == uid:
             del self._jobs[key]
-            self._told.pop(key, None)
             self._wake(key)
 
 

@@ -7,14 +7,13 @@ from typing import Any, NoReturn
 import msgspec
 import structlog
 from carpool_core.clock import Clock
-from carpool_core.keys import ANNOTATION_PREDICTION, LABEL_JOB
+from carpool_core.keys import LABEL_JOB
 from carpool_core.kube.api import GPU_TRAINING_JOBS, PODS, SERVICES, KubeApi, ResourceKind
 from carpool_core.kube.errors import Conflict, Forbidden, Invalid, NotFound
 from carpool_core.kube.events import EventRecorder
 from carpool_core.kube.pods import Pod, PodMeta
 from carpool_core.resources.job import GpuTrainingJob, JobStatus
 from carpool_core.resources.meta import ObjectMeta
-from carpool_core.sealing import Sealed, Sealer
 
 from carpool_operator.actions import (
     Action,
@@ -25,7 +24,6 @@ from carpool_operator.actions import (
     DeleteJob,
     DeletePod,
     EndUnseen,
-    HoldStatus,
     Learn,
     Predict,
     RecordEvent,
@@ -84,8 +82,8 @@ def _in_the_way(name: str) -> str:
 class Creator:
     """Creates pods and Services, and remembers what came of it."""
 
-    def __init__(self, api: KubeApi, clock: Clock, recollection: Recollection, sealer: Sealer | None) -> None:
-        self._api, self._clock, self._recollection, self._sealer = api, clock, recollection, sealer
+    def __init__(self, api: KubeApi, clock: Clock, recollection: Recollection) -> None:
+        self._api, self._clock, self._recollection = api, clock, recollection
         self._right: OrderedDict[bytes, None] = OrderedDict()
         self._log = structlog.get_logger()
 
@@ -127,9 +125,8 @@ class Creator:
     async def create_pod(self, job: GpuTrainingJob, action: CreatePod) -> None:
         """Create a pod; one of that name that the job controls is as good."""
         key, now = key_of(job), self._clock.monotonic()
-        body = self._with_prediction(action, job)
         try:
-            pod = await self._api.create(PODS, body, namespace=job.metadata.namespace, wants_object=False)
+            pod = await self._api.create(PODS, action.body, namespace=job.metadata.namespace, wants_object=False)
         except Conflict as error:
             pod = await self._adopt(job, action, error)
         except Invalid as error:
@@ -141,15 +138,6 @@ class Creator:
         else:
             self._log.info("pod created", job=key, pod=action.name)
         self._recollection.pod_created(key, action.name, str(pod["metadata"]["uid"]), now)
-
-    def _with_prediction(self, action: CreatePod, job: GpuTrainingJob) -> dict[str, Any]:
-        """Return a pod's body with what the scheduler has to know of its job, without which a pod is as good."""
-        if self._sealer is None or action.prediction is None:
-            return action.body
-        sealed = Sealed(job=job.metadata.uid, generation=job.metadata.generation, prediction=action.prediction)
-        metadata = action.body["metadata"]
-        annotations = {**metadata["annotations"], ANNOTATION_PREDICTION: self._sealer.seal(sealed)}
-        return {**action.body, "metadata": {**metadata, "annotations": annotations}}
 
     async def _adopt(self, job: GpuTrainingJob, action: CreatePod, error: Conflict) -> dict[str, Any]:
         """Take a pod that was made before a crash for the job's own, where it is what would have been created."""
@@ -223,11 +211,10 @@ class Performer:
         recollection: Recollection,
         predictions: Predictions,
         learner: Learner,
-        sealer: Sealer | None,
     ) -> None:
         self._api, self._events, self._jobs, self._predictions = api, events, jobs, predictions
         self._learner, self._recollection = learner, recollection
-        self._creator = Creator(api, clock, recollection, sealer)
+        self._creator = Creator(api, clock, recollection)
         self._log = structlog.get_logger()
 
     async def perform(self, job: GpuTrainingJob, decision: Decision) -> None:
@@ -246,9 +233,6 @@ class Performer:
                 await self._creator.check_template(job, body)
             case WriteStatus(status):
                 await self._write_status(job, status)
-            case HoldStatus(status):
-                if not self._jobs.hold(job, status):
-                    raise Superseded("the job has changed since it was read")
             case CreateService(body):
                 await self._creator.create_service(job, body)
             case CreatePod():
@@ -284,7 +268,7 @@ class Performer:
             raise Superseded("the job is gone") from error
         # It was written to this very version of the job, so that the rest of it is known.
         metadata = msgspec.convert(answer["metadata"], ObjectMeta)
-        self._jobs.written(msgspec.structs.replace(job, metadata=metadata, status=status))
+        self._jobs.put(msgspec.structs.replace(job, metadata=metadata, status=status))
         self._log.info("status written", job=key_of(job), state=str(status.state))
 
     async def _read_again(self, job: GpuTrainingJob) -> None:

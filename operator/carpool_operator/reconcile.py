@@ -1,9 +1,8 @@
-"""One look at a job, and what to do: pure, so that a crash between any two actions only means another look.
+"""Decides what to do about a job. Pure: a crash between any two actions only causes another reconciliation.
 
-What has to survive a crash is written into the status before it is acted upon: the attempt before its pods, the restart
-before the pods of the failed attempt go. Only of the first attempt that may be told later, with the prediction, which
-its pods then carry to the scheduler: pods that are there already are taken over by whoever begins that attempt anew.
-Every status is written on the condition that the job has not changed since it was read.
+State that has to survive a crash is written into the status before it is acted upon: the prediction and the attempt
+before the attempt's pods, the restart before the pods of the failed attempt are deleted. Each status is written on the
+condition that the job has not changed since it was read.
 """
 
 from datetime import datetime, timedelta
@@ -219,8 +218,6 @@ def _begin(draft: Draft, demand: Demand) -> None:
     unseen = end_unseen(draft.job, last, snapshot.pods, is_awaited=True)
     if unseen is not None:
         draft.first(unseen)
-    if last is None:
-        draft.leave_time()
     attempt = attempts.begun(last, draft.job.spec, snapshot.now)
     draft.status = attempts.with_attempt(draft.status, attempt)
     draft.set(placement=[])
@@ -294,7 +291,7 @@ def _create(draft: Draft, attempt: Attempt, missing: list[int]) -> None:
     if wanted and pods.needs_service(draft.job):
         draft.create(CreateService(pods.build_service(draft.job, owner_reference(draft.job))))
     for worker in wanted:
-        draft.create(CreatePod(build_pod(draft.job, worker, attempt.number), draft.carried))
+        draft.create(CreatePod(build_pod(draft.job, worker, attempt.number)))
     if wanted:
         first = pod_name(name, wanted[0], attempt.number)
         told = first if len(wanted) == 1 else f"{first} and {len(wanted) - 1} more"

@@ -1,9 +1,8 @@
 """Settings of the operator."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from carpool_core.settings import KubeSettings, LogSettings, metrics_port, prediction_key, setting
+from carpool_core.settings import KubeSettings, LogSettings, metrics_port, setting
 from carpool_predictor.calibration.config_map import place_of
 from carpool_predictor.tracing.source import TraceLimits
 
@@ -81,8 +80,6 @@ class OperatorSettings:
         help="Whether jobs share GPUs of a product, in a precision, of which too little was measured; otherwise they "
         "run alone there until some have been. Where nothing is learned they always share, with a wider bound.",
     )
-
-    prediction_key: Path | None = prediction_key()
 
     @property
     def calibration_place(self) -> tuple[str, str] | None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from carpool_core.kube.pods import Pod
-from carpool_core.resources.job import GpuTrainingJob, JobStatus
+from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import GpuNode
 from carpool_core.resources.prediction import Prediction
 
@@ -34,10 +34,6 @@ class Snapshot:
     """Digest of what the job's prediction is computed from."""
     products: tuple[str, ...]
     """GPU products that the prediction has to speak of, sorted."""
-    told: JobStatus | None = None
-    """What the API server holds as the job's status, where that is behind; see `HoldStatus`."""
-    seals: bool = False
-    """Whether a prediction can be told on pods, before the job's status tells it."""
     prediction: Prediction | None = None
     """The prediction for this digest and these products, once it was computed."""
     model_version: str = ""

@@ -13,7 +13,7 @@ from carpool_core.kube.pods import Pod
 from carpool_core.products import hardware_name
 from carpool_core.resources.job import Attempt, JobStatus, JobSummary, WorkerPlacement
 from carpool_core.resources.meta import Condition
-from carpool_core.resources.prediction import Prediction, ProductPrediction
+from carpool_core.resources.prediction import ProductPrediction
 from carpool_core.values import RequestedMode, SharingMode
 
 from carpool_operator import attempts, conditions, outcomes, placement
@@ -23,7 +23,6 @@ from carpool_operator.actions import (
     CreateService,
     Decision,
     DeletePod,
-    HoldStatus,
     RecordEvent,
     WriteStatus,
 )
@@ -114,9 +113,6 @@ class Draft:
         self.snapshot = snapshot
         self.job = snapshot.job
         self.status: JobStatus = snapshot.job.status
-        self.told: JobStatus = snapshot.job.status if snapshot.told is None else snapshot.told
-        """The status that others see."""
-        self._has_time = False
         self._first: list[Action] = []
         self._pod_actions: list[Action] = []
         self._after: list[Action] = []
@@ -145,15 +141,6 @@ class Draft:
     def say(self, type_: Literal["Normal", "Warning"], reason: str, message: str) -> None:
         """Record an event once the status is written."""
         self._after.append(RecordEvent(type_, reason, message))
-
-    @property
-    def carried(self) -> Prediction | None:
-        """What pods tell the scheduler of their job, because its status does not yet."""
-        return self.status.prediction if self.snapshot.seals and self.told.prediction is None else None
-
-    def leave_time(self) -> None:
-        """Let the status be written by a later look, which will have more to tell, if the scheduler can go without."""
-        self._has_time = self.snapshot.seals and self.told.prediction in (None, self.status.prediction)
 
     def first(self, action: Action) -> None:
         """Do something before anything else; where it fails, nothing else happens."""
@@ -225,10 +212,8 @@ class Draft:
             self.set(observed_generation=self.job.metadata.generation)
         self.set(summary=summarize(self.status))
         status = conditions.with_state(self.status)
-        write: list[Action] = []
-        if status != self.told:
-            write = [HoldStatus(status) if self._has_time else WriteStatus(status)]
-        return Decision((*self._first, *write, *self._pod_actions, *self._after), self._requeue_after_s, self._has_time)
+        write = [WriteStatus(status)] if status != self.job.status else []
+        return Decision((*self._first, *write, *self._pod_actions, *self._after), self._requeue_after_s)
 
 
 _FIGURES = re.compile(r"[0-9]+(\.[0-9]+)?([numkKMGTPE]i?)?\b")

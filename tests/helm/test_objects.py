@@ -267,7 +267,7 @@ def test_the_traces_memory_fits_into_the_operators_container(chart: Any) -> None
     assert int(limit[1]) * 1024 >= int(chart.environment("operator")["CARPOOL_TRACE_MEMORY_MIB"]) + 256
 
 
-def test_only_operator_and_extender_have_the_key_of_predictions(chart: Any) -> None:
+def test_only_the_extender_has_the_key_of_predictions(chart: Any) -> None:
     secret = base64.b64decode(chart.one("Secret", "carpool-predictions")["data"]["key"], validate=True)
     assert len(secret) >= LEAST_BYTES
     mounted = {
@@ -276,7 +276,7 @@ def test_only_operator_and_extender_have_the_key_of_predictions(chart: Any) -> N
         for mount in container.get("volumeMounts", [])
         if mount["name"] == "prediction-key"
     }
-    assert sorted(mounted) == ["extender", "operator"]
+    assert sorted(mounted) == ["extender"]
     for name, folder in mounted.items():
         assert chart.environment(name)["CARPOOL_PREDICTION_KEY"] == f"{folder}/key"
 
@@ -284,6 +284,5 @@ def test_only_operator_and_extender_have_the_key_of_predictions(chart: Any) -> N
 def test_another_key_of_predictions_takes_the_place_of_the_charts(render: Any) -> None:
     chart = render(operator={"predictionKey": {"existingSecret": "mine"}})
     assert [one["metadata"]["name"] for one in chart.all("Secret")] == ["carpool-scheduler"]
-    for name in ("carpool-operator", "carpool-scheduler"):
-        volumes = chart.one("Deployment", name)["spec"]["template"]["spec"]["volumes"]
-        assert [v["secret"]["secretName"] for v in volumes if v["name"] == "prediction-key"] == ["mine"]
+    volumes = chart.one("Deployment", "carpool-scheduler")["spec"]["template"]["spec"]["volumes"]
+    assert [v["secret"]["secretName"] for v in volumes if v["name"] == "prediction-key"] == ["mine"]

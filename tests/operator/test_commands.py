@@ -51,7 +51,6 @@ def kubeconfig(tmp_path: Path) -> Iterator[Path]:
         (["--trace-timeout-seconds", "nan"], "expected a number from 1 to 86400, found nan"),
         (["--backoff-seconds", "inf"], "expected a number from 0 to 86400, found inf"),
         (["--calibration", "x"], "CARPOOL_CALIBRATION: expected NAMESPACE/NAME of a ConfigMap, or nothing, found 'x'"),
-        (["--prediction-key", "/nowhere"], "CARPOOL_PREDICTION_KEY: expected a file with a key, cannot read /nowhere"),
         (["--kubeconfig", "/nowhere"], "cannot read the kubeconfig /nowhere"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -1,7 +1,6 @@
 """The operator is killed at each of its writes, before and after it takes effect, and started again."""
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,11 +33,9 @@ async def stage(world: World, kills: list[tuple[int, bool]]) -> None:
     one_pod_per_worker(world)
 
 
-async def life(
-    workers: int, fails: list[bool], kills: list[list[tuple[int, bool]]], key: Path | None = None
-) -> dict[str, Any]:
+async def life(workers: int, fails: list[bool], kills: list[list[tuple[int, bool]]]) -> dict[str, Any]:
     """A job whose attempts fail or are taken away as told; returns what it came to."""
-    world = World(prediction_key=key)
+    world = World()
     world.apply(workers=workers, runPolicy={"backoffLimit": 2})
     turns = iter(kills)
     await stage(world, next(turns, []))
@@ -73,23 +70,19 @@ async def life(
 @pytest.mark.parametrize("happens", [False, True], ids=["before the write", "after the write"])
 @pytest.mark.parametrize("write", range(1, MOST_WRITES))
 @pytest.mark.parametrize("is_failure", [True, False], ids=["failure", "pod deleted"])
-@pytest.mark.parametrize("is_held", [True, False], ids=["told later", "told first"])
-async def test_killed_at_each_write_of_each_stage(
-    write: int, happens: bool, is_failure: bool, is_held: bool, key_file: Path
-) -> None:
-    """Also where the first attempt is told of only after its pods were made."""
+async def test_killed_at_each_write_of_each_stage(write: int, happens: bool, is_failure: bool) -> None:
     expected = await life(2, [is_failure], [])
     assert expected["running"] == ["x-worker-0-2", "x-worker-1-2"]
-    assert await life(2, [is_failure], [[(write, happens)]] * 6, key_file if is_held else None) == expected
+    assert await life(2, [is_failure], [[(write, happens)]] * 6) == expected
 
 
 _KILLS = st.lists(st.lists(st.tuples(st.integers(1, 6), st.booleans()), max_size=4), max_size=8)
 
 
 @_PATIENT
-@given(workers=st.integers(1, 3), fails=st.lists(st.booleans(), max_size=3), kills=_KILLS, is_held=st.booleans())
+@given(workers=st.integers(1, 3), fails=st.lists(st.booleans(), max_size=3), kills=_KILLS)
 def test_no_crash_changes_what_a_job_comes_to(
-    workers: int, fails: list[bool], kills: list[list[tuple[int, bool]]], is_held: bool, key_file: Path
+    workers: int, fails: list[bool], kills: list[list[tuple[int, bool]]]
 ) -> None:
-    found = asyncio.run(life(workers, fails, kills, key_file if is_held else None))
+    found = asyncio.run(life(workers, fails, kills))
     assert found == asyncio.run(life(workers, fails, []))
