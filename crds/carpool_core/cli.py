@@ -1,6 +1,7 @@
 """The `carpool` command. Each package brings its subcommands through entry points of the group `carpool.commands`."""
 
 from importlib.metadata import EntryPoint, entry_points, version
+from pathlib import Path
 
 import click
 
@@ -54,3 +55,26 @@ def _missing(point: EntryPoint, error: ModuleNotFoundError) -> click.Command:
 @click.version_option(version("carpool"), prog_name="carpool")
 def main() -> None:
     """Carpool: deep-learning jobs that share GPUs, placed by prediction."""
+
+
+@click.command()
+@click.option(
+    "--out",
+    "folders",
+    type=click.Path(file_okay=False, path_type=Path),
+    multiple=True,
+    help="Folder to write carpool.dev_*.yaml into; may be given several times. Printed where left out.",
+)
+def crds(folders: tuple[Path, ...]) -> None:
+    """Print the CustomResourceDefinitions, or write them.
+
+    `carpool crds | kubectl apply --server-side --force-conflicts -f -` installs them, and brings those that
+    Helm installed up to date.
+    """
+    from carpool_core import crdgen  # the types take their time to import, and `carpool --help` does without
+
+    for folder in folders:
+        for file in crdgen.write(folder):
+            click.echo(f"wrote {file}", err=True)
+    if not folders:
+        click.echo("---\n".join(crdgen.as_yaml(definition) for definition in crdgen.DEFINITIONS), nl=False)

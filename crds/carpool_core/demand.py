@@ -3,13 +3,11 @@
 import re
 from dataclasses import dataclass
 
-from carpool_core.deviceclass import DeviceClass
-from carpool_core.products import hardware_name, matches
-from carpool_core.quantity import memory_mib
+from carpool_core.products import DeviceClass, hardware_name, product_matches
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import TenantProfile
 from carpool_core.resources.prediction import Prediction, ProductPrediction
-from carpool_core.values import JobUid, RequestedMode, Tenancy
+from carpool_core.values import JobUid, RequestedMode, Tenancy, parse_memory_mib
 
 _CAPABILITY = re.compile(r"[0-9]{1,3}(\.[0-9]{1,3})?", re.ASCII)
 
@@ -68,7 +66,7 @@ class Demand:
         )
 
 
-def told_of(prediction: Prediction, mode: RequestedMode, limit: int | str | None) -> str:
+def prediction_message(prediction: Prediction, mode: RequestedMode, limit: int | str | None) -> str:
     """Say what a prediction found to the owner of a job, and where its own limit is less than that.
 
     What an abstention advises is for jobs that would share if their memory were known.
@@ -92,7 +90,7 @@ def _exceeding(prediction: Prediction, limit: int | str | None) -> str:
     """Say that a job is predicted to need more than its limit on each product; nothing where it is not."""
     least = min((one.memory.median_mib for one in prediction.products), default=0)
     try:
-        if limit is None or memory_mib(limit) >= least:
+        if limit is None or parse_memory_mib(limit) >= least:
             return ""
     except ValueError:
         return ""  # by which the job fails, and says so
@@ -112,9 +110,9 @@ def demand_of(job: GpuTrainingJob) -> Demand:
         max_slowdown=spec.sharing.max_slowdown,
         tenancy=spec.sharing.tenancy,
         product=spec.gpu.product,
-        min_memory_mib=0 if least is None else memory_mib(least),
+        min_memory_mib=0 if least is None else parse_memory_mib(least),
         min_compute_capability=spec.gpu.min_compute_capability,
-        memory_limit_mib=None if limit is None else memory_mib(limit),
+        memory_limit_mib=None if limit is None else parse_memory_mib(limit),
         prediction=job.status.prediction,
     )
 
@@ -131,12 +129,12 @@ def _impossible_mode(mode: RequestedMode, kind: DeviceClass) -> str:
     return f"cannot be shared by {mode}, only by {known}"
 
 
-def unsuitable(demand: Demand, kind: DeviceClass) -> str | None:
+def unsuitable_reason(demand: Demand, kind: DeviceClass) -> str | None:
     """Say why a GPU of this class could not run the demand even if it were empty; None where it could.
 
     The sentence names the check and the margin.
     """
-    if demand.product is not None and not matches(kind.product, demand.product):
+    if demand.product is not None and not product_matches(kind.product, demand.product):
         return f"wrong product: wants {demand.product}, is {kind.product}"
     if kind.memory_mib < demand.min_memory_mib:
         least, found = demand.min_memory_mib, kind.memory_mib

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from carpool_core import exposition
 from carpool_core.settings import SettingsError
 
 
@@ -50,7 +50,7 @@ async def serve(
     """
 
     async def metrics(_: web.Request) -> web.Response:
-        return web.Response(body=exposition.text(registry), headers={"Content-Type": exposition.CONTENT_TYPE})
+        return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
     async def healthz(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from carpool_core.keys import SIMULATED_PREFIX
+from carpool_core.resources.node import Device
+from carpool_core.values import SharingMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ def _parts(name: str) -> frozenset[str]:
     return frozenset("".join(words[i : j + 1]) for i in starts for j in starts[i:])
 
 
-def matches(product: str, wanted: str) -> bool:
+def product_matches(product: str, wanted: str) -> bool:
     """Whether `wanted` is the product's name or a part of it; case, spaces and dashes do not count.
 
     A part begins and ends where words of the name do: `NVIDIA L40S` goes by `L40S`, and neither by `L4` nor by `L40`,
@@ -107,7 +109,7 @@ def find_product(wanted: str) -> GpuProduct:
     """
     name = hardware_name(wanted)
     exact = [p for p in PRODUCTS if _words(p.name) == _words(name)]
-    found = exact or [p for p in PRODUCTS if matches(p.name, name)]
+    found = exact or [p for p in PRODUCTS if product_matches(p.name, name)]
     if len(found) == 1:
         return found[0]
     if found:
@@ -117,4 +119,33 @@ def find_product(wanted: str) -> GpuProduct:
         )
     raise UnknownProductError(
         f"GPU product {wanted!r} is unknown; known products: {', '.join(p.name for p in PRODUCTS)}"
+    )
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class DeviceClass:
+    """All GPUs that are alike to a demand."""
+
+    product: str
+    memory_mib: int
+    reserved_mib: int
+    compute_capability: str
+    modes: tuple[SharingMode, ...]
+    mig_profiles: tuple[str, ...] = ()
+
+    @property
+    def usable_mib(self) -> int:
+        """Memory that tenants can have, in MiB; never negative."""
+        return max(0, self.memory_mib - self.reserved_mib)
+
+
+def device_class(device: Device) -> DeviceClass:
+    """Return the class of a device."""
+    return DeviceClass(
+        product=device.product,
+        memory_mib=device.memory_mib,
+        reserved_mib=device.reserved_mib,
+        compute_capability=device.compute_capability,
+        modes=tuple(device.modes),
+        mig_profiles=tuple(device.mig_profiles),
     )

@@ -43,11 +43,11 @@ class Setting:
     type: Any
     """`bool`, `int`, `float`, `str`, `Path` or an Enum, without `| None`."""
     default: Any
-    least: float | None = None
+    minimum: float | None = None
     """Smallest value of a number."""
-    most: float | None = None
+    maximum: float | None = None
     """Largest value of a number."""
-    empty_counts: bool = False
+    allow_empty: bool = False
     """Whether an empty variable is a value, not the same as none."""
 
     @property
@@ -55,17 +55,21 @@ class Setting:
         """What it does, and from where to where a number goes."""
         return self.help if self._bounds is None else f"{self.help} {self._bounds.capitalize()}."
 
-    def refusal(self, value: Any) -> str | None:
+    def invalid_reason(self, value: Any) -> str | None:
         """Say why it cannot be so much; None where it can."""
-        if self.least is None or value is None or self.least <= value <= (math.inf if self.most is None else self.most):
+        if (
+            self.minimum is None
+            or value is None
+            or self.minimum <= value <= (math.inf if self.maximum is None else self.maximum)
+        ):
             return None
         return f"expected a number {self._bounds}, found {value:g}"
 
     @property
     def _bounds(self) -> str | None:
-        if self.least is None:
+        if self.minimum is None:
             return None
-        return f"from {self.least:g} on" if self.most is None else f"from {self.least:g} to {self.most:g}"
+        return f"from {self.minimum:g} on" if self.maximum is None else f"from {self.minimum:g} to {self.maximum:g}"
 
 
 def setting(
@@ -74,9 +78,9 @@ def setting(
     flag: str,
     env: str,
     help: str,  # noqa: A002  # click's and argparse's word
-    least: float | None = None,
-    most: float | None = None,
-    empty_counts: bool = False,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    allow_empty: bool = False,
 ) -> Any:
     """Define a field of a settings dataclass.
 
@@ -85,11 +89,11 @@ def setting(
         flag: Command-line flag, such as `--metrics-port`.
         env: Environment variable, such as `CARPOOL_METRICS_PORT`.
         help: One sentence with the unit and the meaning of None.
-        least: Smallest value of a number; any when None.
-        most: Largest value; any when None, only where `least` is given.
-        empty_counts: Whether an empty variable is a value; otherwise it is the same as none, and the default holds.
+        minimum: Smallest value of a number; any when None.
+        maximum: Largest value; any when None, only where `minimum` is given.
+        allow_empty: Whether an empty variable is a value; otherwise it is the same as none, and the default holds.
     """
-    told = {"flag": flag, "env": env, "help": help, "least": least, "most": most, "empty_counts": empty_counts}
+    told = {"flag": flag, "env": env, "help": help, "minimum": minimum, "maximum": maximum, "allow_empty": allow_empty}
     return dataclasses.field(default=default, metadata={_SETTING: told})
 
 
@@ -99,8 +103,8 @@ def metrics_port(default: int) -> Any:
         default,
         flag="--metrics-port",
         env="CARPOOL_METRICS_PORT",
-        least=0,
-        most=65535,
+        minimum=0,
+        maximum=65535,
         help="TCP port of /metrics, /healthz and /readyz; 0 takes a free one.",
     )
 
@@ -111,8 +115,8 @@ def slots_per_gpu() -> Any:
         8,
         flag="--slots-per-gpu",
         env="CARPOOL_SLOTS_PER_GPU",
-        least=1,
-        most=128,
+        minimum=1,
+        maximum=128,
         help="Most pods that may share one GPU; the same for the scheduler and for all agents.",
     )
 
@@ -147,11 +151,11 @@ def load(cls: type[S], environ: Mapping[str, str]) -> S:
     Raises:
         SettingsError: A variable holds a value of the wrong kind.
     """
-    given = (s for s in settings_of(cls) if environ.get(s.env) or (s.empty_counts and s.env in environ))
+    given = (s for s in settings_of(cls) if environ.get(s.env) or (s.allow_empty and s.env in environ))
     return _build(cls, {s.path: _parse(s, environ[s.env]) for s in given})
 
 
-class _EmptyCounts(click.Option):
+class _AllowEmpty(click.Option):
     """An option whose variable counts where it is empty: click itself takes that for absent."""
 
     def resolve_envvar_value(self, ctx: click.Context) -> str | None:
@@ -190,7 +194,7 @@ def _option(one: Setting) -> dict[str, Any]:
     # By value: click itself would offer the names of an enumeration's members, which are no interface.
     kind = click.Choice([str(m.value) for m in one.type]) if issubclass(one.type, Enum) else kinds[one.type]
     return {
-        "cls": _EmptyCounts if one.empty_counts else click.Option,
+        "cls": _AllowEmpty if one.allow_empty else click.Option,
         "type": kind,
         "default": one.default.value if isinstance(one.default, Enum) else one.default,
         "envvar": one.env,
@@ -203,7 +207,7 @@ def _option(one: Setting) -> dict[str, Any]:
 
 
 def _checked(one: Setting, ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-    if (why := one.refusal(value)) is not None:
+    if (why := one.invalid_reason(value)) is not None:
         raise click.BadParameter(why, ctx, param)
     return value
 
@@ -230,7 +234,7 @@ def _parse(one: Setting, text: str) -> Any:
             " or ".join(one.type) if issubclass(one.type, StrEnum) else {int: "an integer"}.get(one.type, "a number")
         )
         raise SettingsError(f"{one.env}: expected {wanted}, found {text!r}") from error
-    if (why := one.refusal(value)) is not None:
+    if (why := one.invalid_reason(value)) is not None:
         raise SettingsError(f"{one.env}: {why}")
     return value
 

@@ -76,7 +76,7 @@ class AgentSettings:
         flag="--dcgm-address",
         env="CARPOOL_DCGM_ADDRESS",
         help="DCGM's host engine, HOST:PORT or unix:///PATH, asked where its library can be loaded; none where empty.",
-        empty_counts=True,
+        allow_empty=True,
     )
     metrics_port: int = metrics_port(9400)
     kube: KubeSettings = field(default_factory=KubeSettings)

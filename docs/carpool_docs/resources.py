@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from carpool_core.crdgen import DEFINITIONS, Column, Definition
-from carpool_core.openapi import Schema, root_schema
+from carpool_core.crdgen import DEFINITIONS, Column, Definition, Schema, root_schema
 
 from carpool_docs.markdown import code, table
 from carpool_docs.markdown import page as page_of

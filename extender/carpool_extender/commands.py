@@ -10,7 +10,7 @@ import uvloop
 from carpool_core import logs, metrics
 from carpool_core.clock import SystemClock
 from carpool_core.kube.client import connect
-from carpool_core.kube.credentials import KubeConfigError
+from carpool_core.kube.config import KubeConfigError
 from carpool_core.settings import MisconfiguredError, SettingsError, click_options
 
 from carpool_extender.app import build

@@ -10,7 +10,7 @@ import structlog
 from carpool_core.clock import Clock
 from carpool_core.keys import ANNOTATION_PREDICTION, OUTCOME_GPU_OUT_OF_MEMORY, SCHEDULER_NAME
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS, KubeApi, Selector
-from carpool_core.kube.pods import Container, Pod, job_reference, worker_name
+from carpool_core.kube.pods import Container, Pod, job_owner_reference, parse_worker_name
 from carpool_core.kube.reflector import Reflector
 from carpool_core.resources.job import GpuSelector, MemoryOverride, Sharing
 from carpool_core.resources.meta import ObjectMeta
@@ -211,7 +211,7 @@ class Informers:
         attempts = self._succeeded.get(job_uid)
         if attempts is None or (pod := self._pods_by_uid.get(pod_uid)) is None:
             return 0
-        named = worker_name(pod.metadata.name)
+        named = parse_worker_name(pod.metadata.name)
         return 0 if named is None else sum(attempt == named.attempt for attempt in attempts.values())
 
     def pods(self) -> Iterable[Pod]:
@@ -334,7 +334,7 @@ class Informers:
             callback(old, new)
 
     def _note_success(self, pod: Pod, *, has_succeeded: bool) -> None:
-        owner, named = job_reference(pod.metadata), worker_name(pod.metadata.name)
+        owner, named = job_owner_reference(pod.metadata), parse_worker_name(pod.metadata.name)
         if owner is None or named is None:
             return
         job, uid = JobUid(owner.uid), PodUid(pod.metadata.uid)

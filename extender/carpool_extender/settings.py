@@ -156,7 +156,7 @@ class AskSettings:
         env="CARPOOL_SITE",
         help="Installation whose settings hold where no flag or variable says otherwise, as NAMESPACE/NAME: they are "
         "read from its Deployments NAME-scheduler and NAME-operator, by those who may; not asked where empty.",
-        empty_counts=True,
+        allow_empty=True,
     )
     policy: str = _policy()
     job_policies: bool = _job_policies()
@@ -172,7 +172,7 @@ class AskSettings:
         env="CARPOOL_CALIBRATION",
         help="ConfigMap, as NAMESPACE/NAME, in which the operator keeps what it learned, for what-if to predict with; "
         "as shipped where empty, or where it may not be read.",
-        empty_counts=True,
+        allow_empty=True,
     )
     share_unmeasured: bool = setting(
         False,
@@ -197,8 +197,8 @@ class ExtenderSettings:
         8888,
         flag="--port",
         env="CARPOOL_EXTENDER_PORT",
-        least=0,
-        most=65535,
+        minimum=0,
+        maximum=65535,
         help="TCP port of the verbs; 0 takes a free one.",
     )
     policy: str = _policy()
@@ -212,7 +212,7 @@ class ExtenderSettings:
         1,
         flag="--candidates",
         env="CARPOOL_CANDIDATES",
-        least=1,
+        minimum=1,
         help="Nodes that filter names at most, the best first: one where kube-scheduler takes the best anyway, as with "
         "the weight that the chart gives the extender; more where that is small, and the scheduler's own preferences "
         "shall count, too.",
@@ -221,8 +221,8 @@ class ExtenderSettings:
         20.0,
         flag="--bind-timeout-seconds",
         env="CARPOOL_BIND_TIMEOUT_SECONDS",
-        least=1,
-        most=3600,
+        minimum=1,
+        maximum=3600,
         help="Seconds that a node's agent has to prepare a reservation; keep the extender's httpTimeout above it.",
     )
     prediction_key: Path | None = prediction_key()

@@ -11,7 +11,15 @@ from carpool_core.demand import Demand, demand_of
 from carpool_core.keys import ANNOTATION_PREDICTION, DOMAIN, RESOURCE_GPU
 from carpool_core.kube.api import GPU_TRAINING_JOBS, KubeApi
 from carpool_core.kube.errors import Invalid, NotFound
-from carpool_core.kube.pods import Container, OwnerReference, Pod, is_job, job_reference, user_of, worker_name
+from carpool_core.kube.pods import (
+    Container,
+    OwnerReference,
+    Pod,
+    container_uid,
+    is_training_job,
+    job_owner_reference,
+    parse_worker_name,
+)
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.prediction import Prediction
 from carpool_core.sealing import Sealer
@@ -74,7 +82,7 @@ class Workloads:
         owner = controller_of(pod)
         job = await self._job(pod, owner)
         _check_name(pod, job)
-        pod_request = self._applicant(job, user_of(pod.spec))
+        pod_request = self._applicant(job, container_uid(pod.spec))
         asked, expected = gpus_asked(pod), pod_request.demand.gpus
         if asked != expected:
             raise NotOurs(
@@ -93,7 +101,7 @@ class Workloads:
                 raise _no_such_job(pod, owner) from error
             except Invalid as error:
                 raise NotOurs(f"NotAJob: the job that pod {_name(pod)} names cannot be read: {error}") from error
-            if not is_job(job.api_version, job.kind):
+            if not is_training_job(job.api_version, job.kind):
                 raise _no_such_job(pod, owner)
             job = self._foretold(job, pod) or job
         if job.metadata.uid != owner.uid or job.metadata.namespace != pod.metadata.namespace:
@@ -145,7 +153,7 @@ def controller_of(pod: Pod) -> OwnerReference:
     Raises:
         NotOurs: There is none.
     """
-    owner = job_reference(pod.metadata)
+    owner = job_owner_reference(pod.metadata)
     if owner is not None:
         return owner
     raise NotOurs(
@@ -159,7 +167,7 @@ def _check_name(pod: Pod, job: JobRow) -> None:
 
     With the name, of which there is one at a time, goes the number of pods that a job can have.
     """
-    named = worker_name(pod.metadata.name)
+    named = parse_worker_name(pod.metadata.name)
     if named is None or named.job != job.metadata.name or named.worker >= job.spec.workers:
         raise NotOurs(
             f"NotAWorker: expected a pod of job {job.metadata.name} to be called "

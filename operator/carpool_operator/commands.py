@@ -13,7 +13,7 @@ from carpool_core import logs
 from carpool_core.clock import SystemClock
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, KubeApi, Selector
 from carpool_core.kube.client import connect
-from carpool_core.kube.credentials import KubeConfigError
+from carpool_core.kube.config import KubeConfigError
 from carpool_core.kube.errors import KubeError, NotFound
 from carpool_core.metrics import serve as serve_metrics
 from carpool_core.settings import MisconfiguredError, SettingsError, click_options

@@ -8,9 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from carpool_core import keys
-from carpool_core.demand import Demand, unsuitable
-from carpool_core.deviceclass import DeviceClass, class_of
-from carpool_core.products import matches
+from carpool_core.demand import Demand, unsuitable_reason
+from carpool_core.products import DeviceClass, device_class, product_matches
 from carpool_core.resources.node import Device
 
 NodeKind = tuple[tuple[DeviceClass, int], ...]
@@ -22,7 +21,7 @@ Inventory = Mapping[NodeKind, int]
 
 def node_kind(devices: Iterable[Device]) -> NodeKind:
     """Return the kind of a node with these GPUs."""
-    return tuple(sorted(Counter(map(class_of, devices)).items()))
+    return tuple(sorted(Counter(map(device_class, devices)).items()))
 
 
 def reason_of_never(demand: Demand, inventory: Inventory) -> str:
@@ -30,7 +29,7 @@ def reason_of_never(demand: Demand, inventory: Inventory) -> str:
     products = {kind.product for node in inventory for kind, _ in node}
     if not products:
         return "NoGpuNodes"
-    if demand.product is None or any(matches(product, demand.product) for product in products):
+    if demand.product is None or any(product_matches(product, demand.product) for product in products):
         return keys.REASON_EXCEEDS_EVERY_GPU
     return keys.REASON_NO_SUCH_GPU
 
@@ -47,7 +46,7 @@ def never_fits(demand: Demand, inventory: Inventory) -> str | None:
     kinds = {kind for node in inventory for kind, _ in node}
     if not kinds:
         return "no node of this cluster reports GPUs; is the node agent installed?"
-    verdicts = {kind: unsuitable(demand, kind) for kind in kinds}
+    verdicts = {kind: unsuitable_reason(demand, kind) for kind in kinds}
     most = max(sum(count for kind, count in node if verdicts[kind] is None) for node in inventory)
     if most >= demand.gpus:
         return None

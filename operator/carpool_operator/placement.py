@@ -5,11 +5,10 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 
 import msgspec
-from carpool_core.joined import joined_since
 from carpool_core.kube.pods import Pod
 from carpool_core.products import hardware_name
 from carpool_core.resources.job import GpuTrainingJob, Neighbour, Observed, WorkerPlacement
-from carpool_core.resources.node import LONGEST_REASON, GpuNode, Reservation, Tenant
+from carpool_core.resources.node import MAX_REASON_LENGTH, GpuNode, Reservation, Tenant, describe_later_tenants
 from carpool_core.values import JobUid, NodeName, PodUid
 
 from carpool_operator.pods import worker_of
@@ -52,7 +51,7 @@ def placement_of(pod: Pod, worker: int, node: GpuNode, job_uid: JobUid) -> Worke
         measured_mib=found.tenant.measured_mib,
         expected_slowdown=found.expected_slowdown,
         neighbours=_neighbours(node, found),
-        reason=f"{found.reason}{joined_since(node, found)}"[:LONGEST_REASON] if found.reason else "",
+        reason=f"{found.reason}{describe_later_tenants(node, found)}"[:MAX_REASON_LENGTH] if found.reason else "",
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from carpool_core import keys
 from carpool_core.kube.errors import Invalid
-from carpool_core.kube.pods import Pod, PodMeta, WorkerName, job_reference, worker_name
+from carpool_core.kube.pods import Pod, PodMeta, WorkerName, job_owner_reference, parse_worker_name
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.values import JobUid
 
@@ -121,25 +121,25 @@ def controller_uid(pod: Pod) -> JobUid | None:
 
 def controller_of(metadata: PodMeta) -> JobUid | None:
     """UID of the GpuTrainingJob that controls an object; None where something else does, or nothing."""
-    owner = job_reference(metadata)
+    owner = job_owner_reference(metadata)
     return None if owner is None else JobUid(owner.uid)
 
 
 def worker_of(pod: Pod) -> int | None:
     """Index of the worker that a pod runs, by its name; None where it has no such name."""
-    named = worker_name(pod.metadata.name)
+    named = parse_worker_name(pod.metadata.name)
     return None if named is None else named.worker
 
 
 def attempt_of(pod: Pod) -> int | None:
     """Number of the attempt that a pod belongs to, by its name; None where it has no such name."""
-    named = worker_name(pod.metadata.name)
+    named = parse_worker_name(pod.metadata.name)
     return None if named is None else named.attempt
 
 
 def is_worker(pod: Pod, job: GpuTrainingJob) -> bool:
     """Whether a pod is one that Carpool made for the job: its controller by UID, and its name, say so alike."""
-    named = worker_name(pod.metadata.name)
+    named = parse_worker_name(pod.metadata.name)
     return named is not None and named.job == job.metadata.name and controller_uid(pod) == job.metadata.uid
 
 
@@ -333,7 +333,7 @@ _MOST_PLACES = 3
 
 def is_about_the_pod(error: Invalid) -> bool:
     """Whether the pod itself is wrong; an admission webhook that knows no dry run answers 400, too."""
-    return bool(_UNREADABLE.match(error.said) or _INVALID.match(error.said) or error.status == 422)
+    return bool(_UNREADABLE.match(error.server_message) or _INVALID.match(error.server_message) or error.status == 422)
 
 
 def sentence(error: Invalid, body: Mapping[str, Any]) -> str:
@@ -343,16 +343,16 @@ def sentence(error: Invalid, body: Mapping[str, Any]) -> str:
         error: What the API server said.
         body: The pod that it said this of.
     """
-    unknown = _UNKNOWN_FIELD.findall(error.said)
+    unknown = _UNKNOWN_FIELD.findall(error.server_message)
     if unknown:
         fields = ", ".join(f"spec.template.{field}" for field in unknown)
         return f"{fields}: a pod has no such field; correct its spelling or remove it"
-    if found := _WRONG_TYPE.search(error.said):
+    if found := _WRONG_TYPE.search(error.server_message):
         kind, field, wanted = found.groups()
         places = list(_places(body, field.split("."), kind)) or [field]
         fields = ", ".join(f"spec.template.{place}" for place in places[:_MOST_PLACES])
         return f"{fields}: expected {wanted}, found a value of type {kind}"
-    said = _INVALID.sub("", _UNREADABLE.sub("", error.said))
+    said = _INVALID.sub("", _UNREADABLE.sub("", error.server_message))
     return f"spec.template.{said}" if re.match(r"(spec|metadata)[.\[:]", said) else f"spec.template: {said}"
 
 

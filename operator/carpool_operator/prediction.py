@@ -5,9 +5,9 @@ from statistics import fmean
 
 import msgspec
 from carpool_core import keys
-from carpool_core.demand import Demand, demand_of, told_of, unsuitable
-from carpool_core.lengths import lengths_s
-from carpool_core.lengths import told as duration
+from carpool_core.demand import Demand, demand_of, prediction_message, unsuitable_reason
+from carpool_core.durations import durations_s
+from carpool_core.durations import format_duration as duration
 from carpool_core.products import hardware_name
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.prediction import Prediction
@@ -26,12 +26,12 @@ _ALIKE = 1.1
 
 def lengths_of(job: GpuTrainingJob, demand: Demand, inventory: Inventory) -> dict[str, float]:
     """Return how long a job takes alone on each product that it may have here, in seconds; empty if unknown."""
-    return lengths_s(job.spec.training.steps, demand.prediction, _suitable(demand, inventory).__contains__)
+    return durations_s(job.spec.training.steps, demand.prediction, _suitable(demand, inventory).__contains__)
 
 
 def _suitable(demand: Demand, inventory: Inventory) -> set[str]:
     kinds = {kind for node in inventory for kind, _ in node}
-    return {hardware_name(kind.product) for kind in kinds if unsuitable(demand, kind) is None}
+    return {hardware_name(kind.product) for kind in kinds if unsuitable_reason(demand, kind) is None}
 
 
 def told(steps: int, lengths: Mapping[str, float]) -> str:
@@ -128,7 +128,7 @@ def _length(draft: Draft) -> str:
 
 def _tell(draft: Draft, prediction: Prediction) -> str:
     """Set the condition to what was predicted; return what it says."""
-    told = told_of(prediction, draft.job.spec.sharing.mode, draft.job.spec.memory.limit) + _length(draft)
+    told = prediction_message(prediction, draft.job.spec.sharing.mode, draft.job.spec.memory.limit) + _length(draft)
     is_known = prediction.outcome == "Predicted"
     draft.condition(keys.CONDITION_PREDICTED, "True" if is_known else "False", prediction.reason, told)
     return told

@@ -29,40 +29,40 @@ class OperatorSettings:
     )
     metrics_port: int = metrics_port(9402)
     workers: int = setting(
-        16, flag="--workers", env="CARPOOL_WORKERS", least=1, help="Jobs that are looked at at the same time."
+        16, flag="--workers", env="CARPOOL_WORKERS", minimum=1, help="Jobs that are looked at at the same time."
     )
     trace_timeout_s: float = setting(
         120.0,
         flag="--trace-timeout-seconds",
         env="CARPOOL_TRACE_TIMEOUT_SECONDS",
-        least=1,
-        most=86400,
+        minimum=1,
+        maximum=86400,
         help="Seconds after which tracing a catalog or graph model is given up.",
     )
     trace_memory_mib: int = setting(
         3072,
         flag="--trace-memory-mib",
         env="CARPOOL_TRACE_MEMORY_MIB",
-        least=1,
+        minimum=1,
         help="Writable memory of the tracing subprocess, in MiB.",
     )
     traces: int = setting(
-        1, flag="--traces", env="CARPOOL_TRACES", least=1, help="Models that are traced at the same time."
+        1, flag="--traces", env="CARPOOL_TRACES", minimum=1, help="Models that are traced at the same time."
     )
     backoff_s: float = setting(
         10.0,
         flag="--backoff-seconds",
         env="CARPOOL_BACKOFF_SECONDS",
-        least=0,
-        most=86400,
+        minimum=0,
+        maximum=86400,
         help="Seconds before the first restart of a failed job; doubled with each further one.",
     )
     backoff_most_s: float = setting(
         360.0,
         flag="--backoff-most-seconds",
         env="CARPOOL_BACKOFF_MOST_SECONDS",
-        least=0,
-        most=86400,
+        minimum=0,
+        maximum=86400,
         help="Longest wait before a restart, in seconds.",
     )
 

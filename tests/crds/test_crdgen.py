@@ -8,9 +8,8 @@ import msgspec
 import pytest
 import yaml
 from carpool_core import crdgen
-from carpool_core.crdgen import DEFINITIONS, Definition
+from carpool_core.crdgen import DEFINITIONS, Definition, object_schema
 from carpool_core.demand import demand_of
-from carpool_core.openapi import object_schema
 from carpool_core.resources.job import GpuTrainingJob, JobSpec
 from carpool_core.resources.node import GpuNode
 from carpool_core.resources.schema import Resource, Rule, field

@@ -1,7 +1,7 @@
 """What decoders say, in the words of those who wrote what they could not read."""
 
-from carpool_core.decode_errors import in_words
+from carpool_core.resources.schema import describe_decode_error
 
 
 def test_a_decoder_without_a_place():
-    assert in_words("Expected `object`, got `int`") == "expected a mapping, got a whole number"
+    assert describe_decode_error("Expected `object`, got `int`") == "expected a mapping, got a whole number"

@@ -4,8 +4,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from carpool_core.demand import demand_of, told_of, unsuitable
-from carpool_core.deviceclass import class_of
+from carpool_core.demand import demand_of, prediction_message, unsuitable_reason
+from carpool_core.products import device_class
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import Device
 from carpool_core.resources.prediction import Prediction
@@ -43,7 +43,7 @@ def test_a_capability_that_cannot_be_read_does_not_suffice(found: str) -> None:
     """Regression: one such GPU made every filter with minComputeCapability answer 500."""
     body = {"metadata": {"name": "x"}, "spec": {"template": {}, "gpu": {"minComputeCapability": "7.0"}}}
     odd = msgspec.structs.replace(A100, compute_capability=found)
-    why = unsuitable(demand_of(msgspec.convert(body, GpuTrainingJob)), class_of(odd))
+    why = unsuitable_reason(demand_of(msgspec.convert(body, GpuTrainingJob)), device_class(odd))
     assert why == f"compute capability {found or 'unknown'}, wants 7.0"
 
 
@@ -65,7 +65,7 @@ def test_a_device_with_odd_values_is_refused(odd: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("spec", "told"), CASES)
 def test_sentence_names_the_check_and_the_margin(spec: dict[str, Any], told: str | None) -> None:
     body = {"metadata": {"name": "x"}, "spec": {"template": {}, **spec}}
-    found = unsuitable(demand_of(msgspec.convert(body, GpuTrainingJob)), class_of(A100))
+    found = unsuitable_reason(demand_of(msgspec.convert(body, GpuTrainingJob)), device_class(A100))
     assert found is None if told is None else found is not None and told in found
 
 
@@ -90,4 +90,4 @@ def test_a_limit_below_what_is_predicted_is_named(limit: str | None, mode: str, 
     }
     found = {"outcome": "Predicted", "reason": "Estimated", "message": "needs 4,000 MiB", "products": [product]}
     prediction = msgspec.convert(found, Prediction)
-    assert told_of(prediction, RequestedMode(mode), limit) == f"needs 4,000 MiB{warning}"
+    assert prediction_message(prediction, RequestedMode(mode), limit) == f"needs 4,000 MiB{warning}"

@@ -1,7 +1,7 @@
 """Events are for people, and are not to cost more than what they tell of."""
 
 from carpool_core.kube.api import EVENTS, PODS
-from carpool_core.kube.events import A_SECOND, BURST, EventRecorder
+from carpool_core.kube.events import BURST, EVENTS_PER_SECOND, EventRecorder
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from structlog.testing import capture_logs
@@ -23,7 +23,7 @@ async def test_a_flood_of_normal_events_is_cut_and_goes_on_at_its_rate():
     clock.advance(1)
     for number in range(1000, 1100):
         await record(recorder, number)
-    assert len(kube.dump_all(EVENTS)) == BURST + A_SECOND
+    assert len(kube.dump_all(EVENTS)) == BURST + EVENTS_PER_SECOND
 
 
 async def test_after_a_pause_there_is_room_for_no_more_than_at_the_start():
@@ -51,7 +51,7 @@ async def test_a_flood_is_told_of_when_it_begins_and_how_large_it_was_when_it_is
             await record(recorder, number)
         assert [log["event"] for log in logs] == ["events are being left out"]
         clock.advance(1)
-        for number in range(int(A_SECOND) + 2):
+        for number in range(int(EVENTS_PER_SECOND) + 2):
             await record(recorder, number)
         assert len(logs) == 1, "once, while it lasts"
         clock.advance(3600)

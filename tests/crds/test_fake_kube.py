@@ -9,8 +9,7 @@ from carpool_core.kube.events import EventRecorder
 from carpool_core.resources.meta import ObjectMeta
 from carpool_core.resources.node import GpuNode, GpuNodeStatus
 from carpool_core.testing.clock import FakeClock
-from carpool_core.testing.kube import FakeKube
-from carpool_core.testing.selectors import selects
+from carpool_core.testing.kube import FakeKube, selects
 from structlog.testing import capture_logs
 
 

@@ -1,9 +1,8 @@
 """Who came to a GPU after a reservation."""
 
 import pytest
-from carpool_core.joined import MOST_TOLD, joined_since
 from carpool_core.resources.meta import ObjectMeta
-from carpool_core.resources.node import GpuNode, GpuNodeSpec, Reservation
+from carpool_core.resources.node import MAX_NAMED_JOBS, GpuNode, GpuNodeSpec, Reservation, describe_later_tenants
 from carpool_core.values import GpuUuid, JobUid, PodUid, SharingMode
 
 
@@ -37,7 +36,7 @@ OWN = held("own", NOW)
             id="in order of their names",
         ),
         pytest.param(
-            [held(f"j{number}", LATER) for number in range(MOST_TOLD + 2)],
+            [held(f"j{number}", LATER) for number in range(MAX_NAMED_JOBS + 2)],
             "; joined since by default/j0, default/j1, default/j2, default/j3, default/j4, 2 more, whom this does not "
             "count",
             id="more than are named",
@@ -46,4 +45,4 @@ OWN = held("own", NOW)
 )
 def test_who_came_later_to_the_same_gpus_is_named(others: list[Reservation], said: str) -> None:
     node = GpuNode(metadata=ObjectMeta(name="a"), spec=GpuNodeSpec(reservations=[OWN, *others]))
-    assert joined_since(node, OWN) == said
+    assert describe_later_tenants(node, OWN) == said

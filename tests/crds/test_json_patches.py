@@ -1,7 +1,7 @@
 from typing import Any
 
 import pytest
-from carpool_core.testing.patches import PatchError, apply, merge
+from carpool_core.testing.kube import PatchError, apply, merge
 from hypothesis import given
 from hypothesis import strategies as st
 

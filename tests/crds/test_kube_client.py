@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from carpool_core.kube.api import GPU_NODES, PODS, Selector
-from carpool_core.kube.client import KubeClient
+from carpool_core.kube.client import KubeClient, error_for, path_of
 from carpool_core.kube.config import Endpoint, Token
 from carpool_core.kube.errors import (
     Conflict,
@@ -23,7 +23,6 @@ from carpool_core.kube.errors import (
     Unreachable,
 )
 from carpool_core.kube.pods import Pod
-from carpool_core.kube.wire import error_for, path_of
 from carpool_core.resources.node import GpuNode, ObjectMeta
 from carpool_core.testing.clock import FakeClock
 

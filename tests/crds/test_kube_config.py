@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from carpool_core.kube.config import load_endpoint
-from carpool_core.kube.credentials import KubeConfigError, Token, token_file
+from carpool_core.kube.config import KubeConfigError, Token, load_endpoint, token_file
 from carpool_core.settings import KubeSettings
 
 Write = Callable[..., KubeSettings]

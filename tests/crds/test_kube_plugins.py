@@ -11,8 +11,7 @@ import msgspec
 import pytest
 import yaml
 from carpool_core.clock import rfc3339
-from carpool_core.kube.config import load_endpoint
-from carpool_core.kube.credentials import KubeConfigError, Plugin
+from carpool_core.kube.config import KubeConfigError, Plugin, load_endpoint
 from carpool_core.settings import KubeSettings
 
 VERSION = "client.authentication.k8s.io/v1"

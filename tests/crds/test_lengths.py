@@ -4,7 +4,16 @@ import math
 from fractions import Fraction
 
 import pytest
-from carpool_core.lengths import RUNGS, SHORTEST_S, STEP, UNKNOWN_S, length_s, lengths_s, rung, told
+from carpool_core.durations import (
+    ASSUMED_DURATION_S,
+    BUCKET_FACTOR,
+    DURATION_BUCKETS,
+    FIRST_BOUND_S,
+    duration_bucket,
+    duration_s,
+    durations_s,
+    format_duration,
+)
 from carpool_core.resources.prediction import (
     ActivityPrediction,
     Interval,
@@ -50,15 +59,15 @@ _TOLD = Prediction(outcome="Predicted", reason="ByFeatures", products=[_of("A100
 def test_a_job_takes_its_steps_by_the_time_of_one(
     steps: int | None, prediction: Prediction | None, product: str, expected: float | None
 ) -> None:
-    found = length_s(steps, prediction, lambda name: product in name)
+    found = duration_s(steps, prediction, lambda name: product in name)
 
     assert found == (None if expected is None else pytest.approx(expected))
 
 
 def test_a_job_takes_as_long_on_each_product_as_is_predicted_of_it() -> None:
-    assert lengths_s(1000, _TOLD, lambda _: True) == pytest.approx({"A100": 100.0, "T4": 300.0})
-    assert lengths_s(1000, _TOLD, lambda name: name == "T4") == pytest.approx({"T4": 300.0})
-    assert lengths_s(None, _TOLD, lambda _: True) == {}
+    assert durations_s(1000, _TOLD, lambda _: True) == pytest.approx({"A100": 100.0, "T4": 300.0})
+    assert durations_s(1000, _TOLD, lambda name: name == "T4") == pytest.approx({"T4": 300.0})
+    assert durations_s(None, _TOLD, lambda _: True) == {}
 
 
 @pytest.mark.parametrize(
@@ -75,37 +84,41 @@ def test_a_job_takes_as_long_on_each_product_as_is_predicted_of_it() -> None:
     ],
 )
 def test_length_is_told_in_a_unit_that_people_use(seconds: float, said: str) -> None:
-    assert told(seconds) == said
+    assert format_duration(seconds) == said
 
 
 @given(_LENGTHS, _LENGTHS)
 def test_the_longer_a_job_the_higher_its_rung(one_s: float, other_s: float) -> None:
     low, high = sorted((one_s, other_s))
 
-    assert 0 <= rung(low) <= rung(high) < RUNGS
+    assert 0 <= duration_bucket(low) <= duration_bucket(high) < DURATION_BUCKETS
 
 
-@given(st.floats(min_value=SHORTEST_S, max_value=86_400.0))
+@given(st.floats(min_value=FIRST_BOUND_S, max_value=86_400.0))
 def test_jobs_of_one_rung_differ_by_less_than_its_step(seconds: float) -> None:
-    assert rung(1.001 * STEP * seconds) > rung(seconds)
-    assert rung(0.999 * STEP * STEP * seconds) <= rung(seconds) + 2
+    assert duration_bucket(1.001 * BUCKET_FACTOR * seconds) > duration_bucket(seconds)
+    assert duration_bucket(0.999 * BUCKET_FACTOR * BUCKET_FACTOR * seconds) <= duration_bucket(seconds) + 2
 
 
-@pytest.mark.parametrize("number", range(1, RUNGS))
+@pytest.mark.parametrize("number", range(1, DURATION_BUCKETS))
 def test_a_rung_begins_exactly_at_its_bound(number: int) -> None:
     """Regression: a logarithm rounded down left jobs of just that length one rung too low."""
-    exact = Fraction(SHORTEST_S) * Fraction(STEP) ** (number - 1)
+    exact = Fraction(FIRST_BOUND_S) * Fraction(BUCKET_FACTOR) ** (number - 1)
     bound = float(exact)
     assert Fraction(bound) == exact
-    assert rung(bound) == number
-    assert rung(math.nextafter(bound, 0.0)) == number - 1
-    assert rung(math.nextafter(bound, math.inf)) == number
+    assert duration_bucket(bound) == number
+    assert duration_bucket(math.nextafter(bound, 0.0)) == number - 1
+    assert duration_bucket(math.nextafter(bound, math.inf)) == number
 
 
 def test_the_last_rung_has_no_end_and_the_first_no_beginning() -> None:
-    assert (rung(0.0), rung(1e300), rung(math.inf)) == (0, RUNGS - 1, RUNGS - 1)
+    assert (duration_bucket(0.0), duration_bucket(1e300), duration_bucket(math.inf)) == (
+        0,
+        DURATION_BUCKETS - 1,
+        DURATION_BUCKETS - 1,
+    )
 
 
 def test_an_unknown_length_lies_in_the_middle() -> None:
-    assert rung(None) == rung(UNKNOWN_S)
-    assert RUNGS / 3 < rung(None) < RUNGS / 2
+    assert duration_bucket(None) == duration_bucket(ASSUMED_DURATION_S)
+    assert DURATION_BUCKETS / 3 < duration_bucket(None) < DURATION_BUCKETS / 2

@@ -1,7 +1,7 @@
 """Names of GPU products: NVML's, or a part of one."""
 
 import pytest
-from carpool_core.products import PRODUCTS, UnknownProductError, find_product, matches
+from carpool_core.products import PRODUCTS, UnknownProductError, find_product, product_matches
 
 
 @pytest.mark.parametrize(
@@ -61,4 +61,4 @@ def test_what_no_product_goes_by_is_refused_with_those_there_are(wanted: str) ->
 )
 def test_a_job_that_wants_a_product_gets_no_other(product: str, wanted: str, does: bool) -> None:
     """Regression: a job that asked for an L4 was placed on an L40S."""
-    assert matches(product, wanted) is does
+    assert product_matches(product, wanted) is does

@@ -1,7 +1,7 @@
 from decimal import Decimal
 
 import pytest
-from carpool_core.quantity import amount, memory_mib
+from carpool_core.values import parse_memory_mib, parse_quantity
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
     ],
 )  # fmt: skip
 def test_what_kubernetes_accepts(quantity: int | str, mib: int) -> None:
-    assert memory_mib(quantity) == mib
+    assert parse_memory_mib(quantity) == mib
 
 
 @pytest.mark.parametrize(
@@ -23,31 +23,31 @@ def test_what_kubernetes_accepts(quantity: int | str, mib: int) -> None:
 )
 def test_what_is_no_amount_of_memory(quantity: str) -> None:
     with pytest.raises(ValueError, match="expected an amount of memory such as 12Gi or 500Mi, found"):
-        memory_mib(quantity)
+        parse_memory_mib(quantity)
 
 
 @given(
     st.integers(0, 2**60), st.sampled_from([("Ki", 2**10), ("Mi", 2**20), ("Gi", 2**30), ("k", 10**3), ("G", 10**9)])
 )
 def test_rounds_down_exactly(number: int, suffix: tuple[str, int]) -> None:
-    assert memory_mib(f"{number}{suffix[0]}") == number * suffix[1] // 2**20
+    assert parse_memory_mib(f"{number}{suffix[0]}") == number * suffix[1] // 2**20
 
 
 @given(st.text(max_size=12))
 def test_any_text_is_an_amount_or_refused(text: str) -> None:
     try:
-        assert memory_mib(text) >= 0
+        assert parse_memory_mib(text) >= 0
     except ValueError as error:
         assert repr(text) in str(error)  # noqa: PT017  # both outcomes are right
 
 
 @given(st.decimals(0, 10**6, allow_nan=False, allow_infinity=False, places=3))
 def test_fractions(number: Decimal) -> None:
-    assert memory_mib(f"{number:f}Gi") == int(number * 1024)
+    assert parse_memory_mib(f"{number:f}Gi") == int(number * 1024)
 
 
 @pytest.mark.parametrize(("quantity", "value"), [("500m", "0.5"), (4, "4"), ("2Ki", "2048"), ("0", "0")])
 def test_amounts_in_their_own_unit(quantity: int | str, value: str) -> None:
-    assert amount(quantity) == Decimal(value)
+    assert parse_quantity(quantity) == Decimal(value)
     with pytest.raises(ValueError, match="expected an amount such as"):
-        amount("four")
+        parse_quantity("four")

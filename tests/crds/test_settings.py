@@ -19,13 +19,13 @@ from click.testing import CliRunner
 
 @dataclass(frozen=True)
 class Inner:
-    slots: int = setting(8, flag="--slots", env="T_SLOTS", least=1, most=128, help="Slots of a GPU.")
+    slots: int = setting(8, flag="--slots", env="T_SLOTS", minimum=1, maximum=128, help="Slots of a GPU.")
     folder: Path = setting(Path("/var/lib"), flag="--folder", env="T_FOLDER", help="Where state is kept.")
 
 
 @dataclass(frozen=True)
 class Settings:
-    ratio: float = setting(0.5, flag="--ratio", env="T_RATIO", least=0, help="A share, 0..1.")
+    ratio: float = setting(0.5, flag="--ratio", env="T_RATIO", minimum=0, help="A share, 0..1.")
     kubelet: bool = setting(True, flag="--kubelet", env="T_KUBELET", help="Whether there is a kubelet.")
     node: str | None = setting(None, flag="--node", env="T_NODE", help="Name of the node; the host's where empty.")
     inner: Inner = field(default_factory=Inner)
@@ -39,7 +39,7 @@ def test_defaults_without_an_environment() -> None:
 
 @dataclass(frozen=True)
 class Asked:
-    address: str = setting("here:1", flag="--address", env="T_ADDRESS", help="None where empty.", empty_counts=True)
+    address: str = setting("here:1", flag="--address", env="T_ADDRESS", help="None where empty.", allow_empty=True)
 
 
 @pytest.mark.parametrize(("environ", "found"), [({}, "here:1"), ({"T_ADDRESS": ""}, ""), ({"T_ADDRESS": "x"}, "x")])

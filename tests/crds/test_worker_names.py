@@ -1,7 +1,7 @@
 """What a worker's pod is called, and which job controls an object."""
 
 import pytest
-from carpool_core.kube.pods import OwnerReference, PodMeta, WorkerName, job_reference, worker_name
+from carpool_core.kube.pods import OwnerReference, PodMeta, WorkerName, job_owner_reference, parse_worker_name
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,14 +17,14 @@ JOB = {"api_version": "carpool.dev/v1alpha1", "kind": "GpuTrainingJob", "name": 
     )
 )
 def test_a_name_is_read_as_it_was_given(named: WorkerName) -> None:
-    assert worker_name(named.pod) == named
+    assert parse_worker_name(named.pod) == named
 
 
 @pytest.mark.parametrize(
     "name", ["x", "x-worker-0", "x-worker-0-0", "x-worker-00-1", "x-worker-0-01", "-worker-0-1", "x-worker-0-1-a"]
 )
 def test_another_name_is_no_worker_s(name: str) -> None:
-    assert worker_name(name) is None
+    assert parse_worker_name(name) is None
 
 
 @pytest.mark.parametrize(
@@ -40,4 +40,4 @@ def test_another_name_is_no_worker_s(name: str) -> None:
 )
 def test_the_job_that_controls_an_object(changes: dict[str, str | None], is_ours: bool) -> None:
     owner = OwnerReference(**(JOB | changes))  # type: ignore[arg-type]
-    assert job_reference(PodMeta(name="x", owner_references=[owner])) == (owner if is_ours else None)
+    assert job_owner_reference(PodMeta(name="x", owner_references=[owner])) == (owner if is_ours else None)

@@ -9,7 +9,7 @@ from carpool_core.kube.pods import (
     PodStatus,
     ResourceRequirements,
     SecurityContext,
-    user_of,
+    container_uid,
 )
 from carpool_core.resources.node import Partition
 from carpool_core.values import PartitionState, PodUid
@@ -134,12 +134,12 @@ def running_as(pod_user: int | None, **containers: int | None) -> Pod:
     ids=["image", "pod", "container-root", "whoever-has-the-gpu", "unknown-container"],
 )
 def test_user_is_the_containers_or_the_pods(found: Pod, container: str, user: int | None) -> None:
-    assert user_of(found.spec, container) == user
+    assert container_uid(found.spec, container) == user
 
 
 def test_user_within_a_namespace_of_users_is_nobody_the_node_knows() -> None:
     found = running_as(1000, train=None)
-    assert user_of(replace(found.spec, host_users=False), "train") is None
+    assert container_uid(replace(found.spec, host_users=False), "train") is None
 
 
 @pytest.mark.parametrize(

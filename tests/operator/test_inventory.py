@@ -4,8 +4,8 @@ from collections import Counter
 
 import msgspec
 from carpool_core.demand import demand_of
-from carpool_core.deviceclass import class_of
 from carpool_core.kube.api import GPU_NODES
+from carpool_core.products import device_class
 from carpool_core.resources.node import Device, GpuNode
 from carpool_operator.inventory import Inventory, never_fits, node_kind
 from operator_fixtures import device, job, node
@@ -39,7 +39,7 @@ def test_nothing_is_decided_by_what_changes_in_use() -> None:
     busy = msgspec.convert(
         msgspec.to_builtins(device()) | {"mode": "MPS", "health": "Unhealthy", "healthMessage": "XID 79"}, Device
     )
-    assert class_of(busy) == class_of(device())
+    assert device_class(busy) == device_class(device())
 
 
 def test_thousands_of_equal_nodes_are_one_kind() -> None:

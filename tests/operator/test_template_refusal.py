@@ -60,14 +60,14 @@ CASES = [
 
 @pytest.mark.parametrize(("said", "told"), CASES)
 def test_sentence_names_the_field_of_the_template(said: str, told: str) -> None:
-    error = Invalid(f"POST pods default: {said}", said=said)
+    error = Invalid(f"POST pods default: {said}", server_message=said)
     assert sentence(error, POD) == told
     assert is_about_the_pod(error)
 
 
 async def test_misspelt_field_fails_the_job_before_anything_is_traced() -> None:
     world = World()
-    world.kube.fail_next("check", PODS, Invalid(f"POST pods default: {MISSPELT}", status=400, said=MISSPELT))
+    world.kube.fail_next("check", PODS, Invalid(f"POST pods default: {MISSPELT}", status=400, server_message=MISSPELT))
     world.apply(model={"catalog": {"name": "timm/resnet50"}})
     await world.settle()
     failed = find(world.job().status, "Failed")
@@ -80,7 +80,7 @@ async def test_misspelt_field_fails_the_job_before_anything_is_traced() -> None:
 async def test_webhook_that_knows_no_dry_run_fails_nobody() -> None:
     world = World()
     said = 'admission webhook "a.example" does not support dry run'
-    world.kube.fail_next("check", PODS, Invalid(f"POST pods default: {said}", status=400, said=said))
+    world.kube.fail_next("check", PODS, Invalid(f"POST pods default: {said}", status=400, server_message=said))
     world.apply()
     await world.settle()
     assert world.living() == ["x-worker-0-1"]
@@ -101,7 +101,9 @@ async def test_a_template_that_was_found_right_is_not_checked_for_the_next_job()
 async def test_a_template_that_was_refused_is_checked_for_the_next_job() -> None:
     world = World()
     for name in ("x", "y"):
-        world.kube.fail_next("check", PODS, Invalid(f"POST pods default: {MISSPELT}", status=400, said=MISSPELT))
+        world.kube.fail_next(
+            "check", PODS, Invalid(f"POST pods default: {MISSPELT}", status=400, server_message=MISSPELT)
+        )
         world.apply(name)
         await world.settle()
         assert find(world.job(name).status, "Failed") is not None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from carpool_core.lengths import told
+from carpool_core.durations import format_duration
 from carpool_core.products import PRODUCTS
 from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
 from carpool_predictor.cli.targets import TargetError, parse_shape, read_features, write_features
@@ -101,12 +101,12 @@ def test_how_long_all_steps_take_is_told_with_its_interval(block: str) -> None:
     (product,) = json.loads(CliRunner().invoke(predict, [*arguments, "A30", "--json"]).output)["products"]
     step_s, length_s = product["step_time_s"], product["length_s"]
     assert length_s == {end: pytest.approx(35_000 * step_s[end]) for end in ("median", "lower", "upper")}
-    ends = f"({told(length_s['lower'])} - {told(length_s['upper'])})"
-    assert re.search(rf"35,000 steps +{told(length_s['median'])} {re.escape(ends)}", one.output)
+    ends = f"({format_duration(length_s['lower'])} - {format_duration(length_s['upper'])})"
+    assert re.search(rf"35,000 steps +{format_duration(length_s['median'])} {re.escape(ends)}", one.output)
     several = CliRunner().invoke(predict, [*arguments, "all"], env={"COLUMNS": "80"}).output
     assert "how long 35,000 steps take" in several
     row = next(line for line in several.partition("takes")[2].splitlines() if line.strip().startswith("A30 "))
-    assert f" {told(length_s['median'])} " in row
+    assert f" {format_duration(length_s['median'])} " in row
 
 
 def test_nothing_is_told_of_a_length_that_nobody_asked_for(block: str) -> None:

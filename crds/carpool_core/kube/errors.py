@@ -19,11 +19,11 @@ PATCH_DOES_NOT_APPLY = "the server rejected our request"
 class KubeError(Exception):
     """A call to the Kubernetes API failed. `str()` is the sentence for people: which call, which answer."""
 
-    def __init__(self, message: str, *, status: int = 0, reason: str = "", said: str = "") -> None:
+    def __init__(self, message: str, *, status: int = 0, reason: str = "", server_message: str = "") -> None:
         super().__init__(message)
         self.status = status
         self.reason = reason
-        self.said = said or message
+        self.server_message = server_message or message
         """The server's own words, without the call that they answer."""
 
 

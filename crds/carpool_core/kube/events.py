@@ -11,7 +11,7 @@ from carpool_core.clock import Clock
 from carpool_core.kube.api import EVENTS, KubeApi, ResourceKind
 from carpool_core.kube.errors import Conflict, KubeError, NotFound
 
-A_SECOND, BURST = 2.0, 100.0
+EVENTS_PER_SECOND, BURST = 2.0, 100.0
 """Normal events that a process may write: so many a second in the long run, so many at once. The kubelet limits its own
 likewise. They tell what conditions tell as well, and a thousand jobs that start together would make three thousand."""
 _REMEMBERED = 4096
@@ -83,16 +83,16 @@ class EventRecorder:
     def _is_affordable(self) -> bool:
         """Take one event out of the budget, where there is one left; tell of a flood's begin and end."""
         now = self._clock.monotonic()
-        self._budget = min(BURST, self._budget + A_SECOND * (now - self._filled_at))
+        self._budget = min(BURST, self._budget + EVENTS_PER_SECOND * (now - self._filled_at))
         self._filled_at = now
         if self._budget < 1:
             if not self._left_out:
-                self._log.info("events are being left out", most_a_second=A_SECOND, most_at_once=BURST)
+                self._log.info("events are being left out", most_a_second=EVENTS_PER_SECOND, most_at_once=BURST)
             self._left_out += 1
             return False
         # While a flood lasts, one event in a while is affordable; it is over when the budget has recovered.
         if self._left_out and self._budget >= BURST / 2:
-            self._log.info("events left out", number=self._left_out, most_a_second=A_SECOND)
+            self._log.info("events left out", number=self._left_out, most_a_second=EVENTS_PER_SECOND)
             self._left_out = 0
         self._budget -= 1
         return True

@@ -64,7 +64,7 @@ class PodSpec(_Wire, frozen=True, kw_only=True):
     """False: its users are others on the node than in the container."""
 
 
-def user_of(spec: PodSpec, container: str = "") -> int | None:
+def container_uid(spec: PodSpec, container: str = "") -> int | None:
     """Return the user of the node that a container runs as; None where its image decides, or a user namespace.
 
     Args:
@@ -174,23 +174,23 @@ class WorkerName(NamedTuple):
 _WORKER = re.compile(r"(.+)-worker-(0|[1-9][0-9]{0,5})-([1-9][0-9]{0,8})", re.ASCII)
 
 
-def worker_name(pod_name: str) -> WorkerName | None:
+def parse_worker_name(pod_name: str) -> WorkerName | None:
     """Read the name of a pod; None where no worker's pod is called so."""
     found = _WORKER.fullmatch(pod_name)
     return None if found is None else WorkerName(found[1], int(found[2]), int(found[3]))
 
 
-def job_reference(metadata: PodMeta) -> OwnerReference | None:
+def job_owner_reference(metadata: PodMeta) -> OwnerReference | None:
     """Return the reference to the GpuTrainingJob that controls an object; None where something else does, or nothing.
 
     Whoever creates a pod writes it: alone it proves nothing.
     """
     for owner in metadata.owner_references:
-        if owner.controller and is_job(owner.api_version, owner.kind):
+        if owner.controller and is_training_job(owner.api_version, owner.kind):
             return owner
     return None
 
 
-def is_job(api_version: str, kind: str) -> bool:
+def is_training_job(api_version: str, kind: str) -> bool:
     """Whether an object of this type is a GpuTrainingJob, of whatever version."""
     return kind == "GpuTrainingJob" and api_version.partition("/")[0] == DOMAIN

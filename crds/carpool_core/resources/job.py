@@ -3,25 +3,288 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from carpool_core.resources.meta import ObjectMeta
-from carpool_core.resources.model import CatalogModel as CatalogModel  # one place to import a job's types from
-from carpool_core.resources.model import GraphLayer as GraphLayer
-from carpool_core.resources.model import GraphModel as GraphModel
-from carpool_core.resources.model import ModelSource as ModelSource
-from carpool_core.resources.schema import ATOMIC_MAP, MEMORY_RULES, QUANTITY, Resource, Rule, field
-from carpool_core.resources.status import Attempt as Attempt
-from carpool_core.resources.status import JobStatus as JobStatus
-from carpool_core.resources.status import JobSummary as JobSummary
-from carpool_core.resources.status import Neighbour as Neighbour
-from carpool_core.resources.status import Observed as Observed
-from carpool_core.resources.status import WorkerPlacement as WorkerPlacement
+import msgspec
+
+from carpool_core.resources.features import ModelFeatures
+from carpool_core.resources.meta import Condition, ObjectMeta
+from carpool_core.resources.prediction import MemoryPrediction, Prediction
+from carpool_core.resources.schema import (
+    ATOMIC,
+    ATOMIC_MAP,
+    COUNTED,
+    MEMORY_RULES,
+    OWN,
+    QUANTITY,
+    Resource,
+    Rule,
+    field,
+)
 from carpool_core.resources.template import GPU_AMOUNT_RULE, TEMPLATE
 from carpool_core.values import (
+    GpuUuid,
+    JobState,
+    NodeName,
     Optimizer,
+    PodUid,
     Precision,
     RequestedMode,
+    SharingMode,
     Tenancy,
 )
+
+
+class CatalogModel(Resource, frozen=True, kw_only=True):
+    """A published architecture by name; no weights are ever downloaded."""
+
+    name: Annotated[
+        str,
+        field(
+            "`timm/NAME`, `torchvision/NAME`, `transformers/NAME`, a model of the Hugging Face hub such as "
+            "transformers/bert-base-uncased or a configuration class; `@key=value,…` after either changes values of "
+            "its configuration, such as transformers/LlamaConfig@hidden_size=1024,num_hidden_layers=8. Or "
+            "`gpumemnet/LAYERS`, a list of layers in the notation of GPUMemNet's data, such as "
+            "gpumemnet/[('linear', 64, 8256), ('ReLU', 64, 0), ('linear', 10, 650)].",
+            max_length=4096,
+            rules=[
+                Rule(
+                    r"""self.matches("^((timm|torchvision)/[A-Za-z0-9._-]+"""
+                    r"""|transformers/([A-Za-z0-9._-]+/)?[A-Za-z0-9._-]+(@[a-z0-9_]+=[A-Za-z0-9._-]+"""
+                    r"""(,[a-z0-9_]+=[A-Za-z0-9._-]+)*)?|gpumemnet/\\[[A-Za-z0-9_()', ]+\\])$")""",
+                    "expected timm/NAME, torchvision/NAME, transformers/NAME or gpumemnet/LAYERS, such as "
+                    "timm/resnet50; for any other model give spec.model.features as `carpool graph` prints them",
+                    "'expected timm/NAME, torchvision/NAME, transformers/NAME or gpumemnet/LAYERS, such as "
+                    "timm/resnet50, found ' + self + "
+                    "'; for any other model give spec.model.features as `carpool graph` prints them'",
+                )
+            ],
+        ),
+    ]
+    input: (
+        Annotated[
+            list[Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]],
+            field(
+                "Shape of one sample, without the batch, such as [3, 224, 224]. The model's own when left out.",
+                schema=ATOMIC,
+                min_length=1,
+                max_length=4,
+            ),
+        ]
+        | None
+    ) = None
+    num_classes: (
+        Annotated[int, field("Outputs of the classifier. The model's own when left out.", ge=1, le=1_000_000)] | None
+    ) = None
+
+
+class GraphLayer(Resource, frozen=True, kw_only=True):
+    """One layer of an inline model."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "!(self.kind in ['Linear', 'Conv2d']) || (has(self.out) && dyn(self.out) != null)",
+            "a Linear or Conv2d layer needs `out`: the number of its output features or channels",
+        ),
+        Rule(
+            "!(self.kind in ['Conv2d', 'MaxPool2d', 'AvgPool2d']) || (has(self.kernel) && dyn(self.kernel) != null)",
+            "a Conv2d, MaxPool2d or AvgPool2d layer needs `kernel`: its kernel size",
+        ),
+    )
+
+    kind: Annotated[
+        str,
+        field(
+            "Name of the torch.nn layer.",
+            schema={
+                "enum": [
+                    "Linear",
+                    "Conv2d",
+                    "BatchNorm2d",
+                    "LayerNorm",
+                    "ReLU",
+                    "GELU",
+                    "Tanh",
+                    "MaxPool2d",
+                    "AvgPool2d",
+                    "Flatten",
+                    "Dropout",
+                ]
+            },
+        ),
+    ]
+    out: Annotated[int, field("Output features or channels (Linear, Conv2d).", ge=1, le=1_000_000)] | None = None
+    kernel: Annotated[int, field("Kernel size (Conv2d and pools).", ge=1, le=1024)] | None = None
+    stride: Annotated[int, field("Stride (Conv2d and pools).", ge=1, le=1024)] | None = None
+    padding: Annotated[int, field("Padding (Conv2d).", ge=0, le=1024)] | None = None
+
+
+class GraphModel(Resource, frozen=True, kw_only=True):
+    """A model written down layer by layer."""
+
+    input: Annotated[
+        list[Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]],
+        field(
+            "Shape of one sample, without the batch, such as [1, 28, 28].", schema=ATOMIC, min_length=1, max_length=4
+        ),
+    ]
+    layers: Annotated[list[GraphLayer], field("Layers, in order.", schema=ATOMIC, min_length=1, max_length=2048)]
+
+
+_GIVEN = "[{}].filter(given, given != '')".format(
+    ", ".join(f"has(self.{one}) && self.{one} != null ? '{one}' : ''" for one in ("features", "catalog", "graph"))
+)
+"""CEL: names of the model sources that are given."""
+
+
+class ModelSource(Resource, frozen=True, kw_only=True):
+    """Where the model's graph comes from: one of the three. Left out altogether, the model is unknown."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            f"{_GIVEN}.size() == 1",
+            "give exactly one of features, catalog and graph; leave out spec.model if the model is unknown",
+        ),
+    )
+
+    features: (
+        Annotated[ModelFeatures, field("The training step in numbers, as `carpool graph` prints them.")] | None
+    ) = None
+    catalog: (
+        Annotated[CatalogModel, field("A published architecture by its name in timm, torchvision or transformers.")]
+        | None
+    ) = None
+    graph: Annotated[GraphModel, field("The model written down layer by layer.")] | None = None
+
+
+class Neighbour(Resource, frozen=True, kw_only=True):
+    """Another job on the same GPU."""
+
+    namespace: Annotated[str, field("Its namespace.")]
+    job: Annotated[str, field("Its name.")]
+    gpu_uuid: Annotated[GpuUuid, field("The GPU that both use.")]
+
+
+class WorkerPlacement(Resource, frozen=True, kw_only=True):
+    """Where a worker was put, and why there."""
+
+    worker: Annotated[int, field("Index of the worker.", ge=0)]
+    pod: Annotated[str, field("Its pod.")]
+    pod_uid: Annotated[PodUid, field("The pod's UID.")]
+    node: Annotated[NodeName, field("Its node.")]
+    gpu_uuids: Annotated[list[GpuUuid], field("Its GPUs.", schema=ATOMIC)]
+    product: Annotated[str, field("Product of these GPUs.")]
+    mode: Annotated[SharingMode, field("How they are shared.")]
+    memory_limit_mib: Annotated[int, field("Memory limit on each GPU, in MiB.", ge=0)] | None = None
+    thread_percentage: Annotated[int, field("MPS active thread percentage.", ge=1, le=100)] | None = None
+    mig_profile: Annotated[str, field("MIG profile.")] | None = None
+    provisional: Annotated[
+        bool, field("Whether what counts of its memory counts only until its own peak was measured.")
+    ] = False
+    measured_mib: (
+        Annotated[int, field("What counts of its memory since that was measured, in MiB; none before.", ge=1)] | None
+    ) = None
+    expected_slowdown: Annotated[float, field("Predicted step time here over step time alone.", ge=1)] = 1.0
+    neighbours: Annotated[list[Neighbour], field("Jobs that share its GPUs.", schema=ATOMIC)] = []
+    reason: Annotated[str, field("Why this place, this mode and these limits.", max_length=4096)] = ""
+
+    def bound_mib(self, predicted: MemoryPrediction | None) -> int | None:
+        """Return what counted for its memory on each GPU before anything was measured, in MiB; None if that is unknown.
+
+        Args:
+            predicted: What was predicted for its product.
+        """
+        if self.memory_limit_mib is not None or predicted is None:
+            return self.memory_limit_mib
+        return predicted.bound_mib(self.mode, len(self.gpu_uuids))
+
+
+class Attempt(Resource, frozen=True, kw_only=True):
+    """One try at running the job."""
+
+    number: Annotated[int, field("Counts from 1.", ge=1)]
+    started_at: Annotated[str, field("When its pods were created, RFC 3339.")] = ""
+    ended_at: Annotated[str, field("When it ended, RFC 3339.")] | None = None
+    outcome: Annotated[str, field("Running, Complete, or why it failed, one CamelCase word.")] = "Running"
+    message: Annotated[str, field("A sentence for people.", max_length=4096)] = ""
+    pod_uids: Annotated[
+        list[PodUid],
+        field(
+            "UIDs of its pods, once all of them exist; only of the latest attempt. Any other pod that names the job as "
+            "its controller is not the job's.",
+            schema=ATOMIC,
+            max_length=1024,
+        ),
+    ] = []
+    spec_digest: Annotated[
+        str,
+        field(
+            "Digest of the spec without runPolicy that its pods were built from; another spec begins another attempt.",
+            max_length=128,
+        ),
+    ] = ""
+    peak_memory_mib: Annotated[
+        int, field("Largest GPU memory that one of its workers was measured to take on one GPU, in MiB.", ge=0)
+    ] = 0
+    learned: Annotated[
+        bool, field("Whether what it showed was taken into the cluster's calibration; it counts once.")
+    ] = False
+
+
+class Observed(Resource, frozen=True, kw_only=True):
+    """What the agents measured, over all workers."""
+
+    peak_memory_mib: Annotated[int, field("Largest GPU memory of a worker on one GPU, in MiB.", ge=0)] = 0
+    gpu_util_percent: (
+        Annotated[float, field("Mean share of time in which some kernel of the job ran, 0..100.")] | None
+    ) = None
+    sm_active_ratio: Annotated[float, field("Mean share of SMs with the job's work, 0..1.")] | None = None
+    step_time_seconds: Annotated[float, field("Mean time of a step, where the job reports it, in seconds.")] | None = (
+        None
+    )
+    step_time_ratio: (
+        Annotated[
+            float,
+            field(
+                "Observed step time over the step time predicted alone: what neighbours cost and what the prediction "
+                "missed, together."
+            ),
+        ]
+        | None
+    ) = None
+
+
+class JobSummary(Resource, frozen=True, kw_only=True):
+    """The columns of `kubectl get gtj`, which can show no more than single values. Computed; decide nothing by it."""
+
+    node: Annotated[str, field("Nodes of the workers.", max_length=256)] = ""
+    gpu: Annotated[str, field("Product of the GPUs, and how many where there are several.", max_length=256)] = ""
+    mode: Annotated[str, field("How the GPUs are shared.")] = ""
+    predicted_memory: Annotated[str, field("Predicted median of memory on each GPU, with its unit.")] = ""
+    memory_bound: Annotated[
+        str, field("Memory on each GPU that placement counts with: the job's own limit, else the predicted bound.")
+    ] = ""
+    predicted_utilization: Annotated[str, field("Predicted median GPU utilization, with its unit.")] = ""
+    observed_memory: Annotated[str, field("Largest memory measured on one GPU, with its unit.")] = ""
+    observed_utilization: Annotated[str, field("Mean GPU utilization measured, with its unit.")] = ""
+    slowdown: Annotated[str, field("Expected step time beside the neighbours over step time alone.")] = ""
+    step_time: Annotated[str, field("Mean step time measured, and how many times the one predicted alone it is.")] = ""
+
+
+class JobStatus(Resource, frozen=True, kw_only=True):
+    """What Carpool knows of the job."""
+
+    observed_generation: Annotated[int, field("`metadata.generation` that this status was computed from.", ge=0)] = 0
+    state: Annotated[JobState, field("Computed from the conditions, for people.")] = JobState.PREDICTING
+    conditions: Annotated[
+        list[Condition], field("Predicted, Placed, Running, Suspended, Complete, Failed.", schema=OWN)
+    ] = []
+    prediction: Annotated[Prediction, field("What was predicted before it ran.")] | None = None
+    placement: Annotated[list[WorkerPlacement], field("Where each worker runs.", schema=COUNTED)] = []
+    attempts: Annotated[list[Attempt], field("Tries so far, the latest last, at most ten.", schema=OWN)] = []
+    restarts: Annotated[int, field("Failures that were charged to backoffLimit.", ge=0)] = 0
+    observed: Annotated[Observed, field("What was measured.")] | None = None
+    summary: Annotated[JobSummary, field("What `kubectl get` shows.")] | None = None
+    start_time: Annotated[str, field("When the first container ran, RFC 3339.")] | None = None
+    completion_time: Annotated[str, field("When the job ended, RFC 3339.")] | None = None
 
 
 class Training(Resource, frozen=True, kw_only=True):

@@ -8,15 +8,15 @@ from carpool_core.resources.meta import Condition, ObjectMeta
 from carpool_core.resources.schema import ATOMIC, ATOMIC_MAP, OWN, Resource, field
 from carpool_core.values import DeviceHealth, GpuUuid, JobUid, PartitionState, PodUid, SharingMode, Tenancy
 
-MOST_MIB = 1024 * 1024 * 1024
+MAX_MIB = 1024 * 1024 * 1024
 """Upper bound of every amount of memory, in MiB: 1 PiB, as for a job's own numbers."""
-MOST_GPUS = 256
+MAX_GPUS = 256
 """GPUs of one node that the API server accepts."""
-MOST_STRUCK = 256
+MAX_STRUCK = 256
 """Pods of one node that are told to have ended together."""
-LARGEST_USER = 2**31 - 1
+MAX_UID = 2**31 - 1
 """Of the users that the API server accepts for a pod."""
-LONGEST_REASON = 4096
+MAX_REASON_LENGTH = 4096
 """Characters of a reservation's reason that whoever reads it accepts."""
 
 
@@ -24,9 +24,7 @@ class TenantProfile(Resource, frozen=True, kw_only=True):
     """What the decision counted with: enough to decide about the next tenant without looking anything up."""
 
     memory_mib: (
-        Annotated[
-            int, field("Upper bound of its memory on each GPU, in MiB; unknown when left out.", ge=0, le=MOST_MIB)
-        ]
+        Annotated[int, field("Upper bound of its memory on each GPU, in MiB; unknown when left out.", ge=0, le=MAX_MIB)]
         | None
     ) = None
     gpu_util_percent: Annotated[float, field("Predicted GPU utilization alone, 0..100.", ge=0, le=100)] = 100.0
@@ -44,7 +42,7 @@ class TenantProfile(Resource, frozen=True, kw_only=True):
                 "What counts in place of memoryMib since its measured peak has stood still: that and a margin, in MiB. "
                 "Void once it is measured to take more.",
                 ge=1,
-                le=MOST_MIB,
+                le=MAX_MIB,
             ),
         ]
         | None
@@ -82,7 +80,7 @@ class Reservation(Resource, frozen=True, kw_only=True):
             field(
                 "User that the pod runs as, where its spec says: an MPS server serves one at a time.",
                 ge=0,
-                le=LARGEST_USER,
+                le=MAX_UID,
             ),
         ]
         | None
@@ -100,7 +98,7 @@ class Reservation(Resource, frozen=True, kw_only=True):
         float, field("Predicted slowdown of this tenant at the time of the decision.", ge=1)
     ] = 1.0
     policy: Annotated[str, field("Policy that chose the place.")] = ""
-    reason: Annotated[str, field("Why this place.", max_length=LONGEST_REASON)] = ""
+    reason: Annotated[str, field("Why this place.", max_length=MAX_REASON_LENGTH)] = ""
 
 
 class GpuNodeSpec(Resource, frozen=True, kw_only=True):
@@ -123,15 +121,15 @@ class Device(Resource, frozen=True, kw_only=True):
     """One GPU."""
 
     uuid: Annotated[GpuUuid, field("NVML's UUID.", max_length=128)]
-    index: Annotated[int, field("NVML's index on the node.", ge=0, le=MOST_GPUS - 1)]
+    index: Annotated[int, field("NVML's index on the node.", ge=0, le=MAX_GPUS - 1)]
     product: Annotated[
         str, field("Product by NVML's name; begins with `Simulated` where there is no hardware.", max_length=256)
     ]
-    memory_mib: Annotated[int, field("Total memory, in MiB.", ge=0, le=MOST_MIB)]
+    memory_mib: Annotated[int, field("Total memory, in MiB.", ge=0, le=MAX_MIB)]
     reserved_mib: Annotated[
         int,
         field(
-            "Memory that no tenant can have, in MiB: the driver's, and a margin for fragmentation.", ge=0, le=MOST_MIB
+            "Memory that no tenant can have, in MiB: the driver's, and a margin for fragmentation.", ge=0, le=MAX_MIB
         ),
     ] = 0
     compute_capability: Annotated[
@@ -212,7 +210,7 @@ class GpuNodeStatus(Resource, frozen=True, kw_only=True):
         ]
         | None
     ) = None
-    devices: Annotated[list[Device], field("GPUs of the node.", schema=OWN, max_length=MOST_GPUS)] = []
+    devices: Annotated[list[Device], field("GPUs of the node.", schema=OWN, max_length=MAX_GPUS)] = []
     partitions: Annotated[list[Partition], field("Progress of each reservation.", schema=OWN)] = []
     tenants: Annotated[list[Tenant], field("Measured use, smoothed.", schema=OWN)] = []
     struck: Annotated[
@@ -220,7 +218,7 @@ class GpuNodeStatus(Resource, frozen=True, kw_only=True):
         field(
             "Pods that a fault of their MPS server or its daemon has ended together in the last ten minutes.",
             schema=ATOMIC,
-            max_length=MOST_STRUCK,
+            max_length=MAX_STRUCK,
         ),
     ] = []
     conditions: Annotated[
@@ -238,3 +236,23 @@ class GpuNode(Resource, frozen=True, kw_only=True):
     metadata: ObjectMeta
     spec: Annotated[GpuNodeSpec, field("Who may use which GPU.", schema=ATOMIC_MAP)] = GpuNodeSpec()
     status: Annotated[GpuNodeStatus, field("What the agent found.", schema=ATOMIC_MAP)] = GpuNodeStatus()
+
+
+MAX_NAMED_JOBS = 5
+"""Jobs that are named; of more it is said how many."""
+
+
+def describe_later_tenants(node: GpuNode, own: Reservation) -> str:
+    """Say who came to a reservation's GPUs after it, to stand behind its reason; empty where nobody did."""
+    later = sorted(
+        {
+            f"{other.pod_namespace}/{other.job_name}"
+            for other in node.spec.reservations
+            if other.job_uid != own.job_uid and other.reserved_at > own.reserved_at
+            if set(other.gpu_uuids) & set(own.gpu_uuids)
+        }
+    )
+    if not later:
+        return ""
+    more = [f"{len(later) - MAX_NAMED_JOBS} more"] if len(later) > MAX_NAMED_JOBS else []
+    return f"; joined since by {', '.join([*later[:MAX_NAMED_JOBS], *more])}, whom this does not count"

@@ -10,7 +10,7 @@ import msgspec
 from carpool_core.clock import rfc3339
 from carpool_core.resources.meta import Condition
 from carpool_core.resources.node import (
-    MOST_STRUCK,
+    MAX_STRUCK,
     Device,
     GpuNodeStatus,
     NodeSummary,
@@ -83,7 +83,7 @@ def brief(device: Device) -> Device:
 def struck_of(ended: Iterable[Mapping[PodUid, str]]) -> list[Struck]:
     """List the pods that faults have ended together, of all GPUs."""
     told = {pod: why for of_gpu in ended for pod, why in of_gpu.items()}
-    return [Struck(pod_uid=pod, message=why[:_LONGEST]) for pod, why in sorted(told.items())][:MOST_STRUCK]
+    return [Struck(pod_uid=pod, message=why[:_LONGEST]) for pod, why in sorted(told.items())][:MAX_STRUCK]
 
 
 def summarise(devices: Sequence[Device], partitions: Iterable[Partition]) -> NodeSummary:

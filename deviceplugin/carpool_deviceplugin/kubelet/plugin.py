@@ -9,7 +9,7 @@ from pathlib import Path
 import structlog
 from carpool_core.clock import Clock
 from carpool_core.keys import CDI_KIND, RESOURCE_GPU
-from carpool_core.kube.pods import Pod, user_of
+from carpool_core.kube.pods import Pod, container_uid
 from carpool_core.resources.node import Partition, Reservation
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 
@@ -146,7 +146,7 @@ class Plugin:
         except DeviceError as e:
             raise RefusedError(f"expected to bring its GPUs into pod {owner.key}: {e}") from e
         if reservation.mode is SharingMode.MPS:
-            same_user(owner, user_of(pod.spec, owner.container), self._served(reservation, access))
+            same_user(owner, container_uid(pod.spec, owner.container), self._served(reservation, access))
         return owner, reservation, access
 
     def _served(self, reservation: Reservation, access: Mapping[GpuUuid, Access]) -> dict[str, int | None]:
@@ -155,7 +155,7 @@ class Plugin:
         for other in earlier(reservation, self._knowledge.reservations()):
             pod = self._knowledge.pod(f"{other.pod_namespace}/{other.pod_name}")
             if pod is not None and pod.metadata.uid == other.pod_uid and not pod.is_finished:
-                served[f"pod {other.pod_namespace}/{other.pod_name}"] = user_of(pod.spec)
+                served[f"pod {other.pod_namespace}/{other.pod_name}"] = container_uid(pod.spec)
         return served
 
     def _write(self, owner: Owner, reservation: Reservation, access: Mapping[GpuUuid, Access]) -> None:

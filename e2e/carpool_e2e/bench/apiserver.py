@@ -7,7 +7,7 @@ import msgspec
 from aiohttp import web
 from carpool_core.clock import Clock, SystemClock, rfc3339
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS, ResourceKind
-from carpool_core.kube.wire import path_of
+from carpool_core.kube.client import path_of
 from carpool_core.resources.node import GpuNode
 
 BEAT_S = 25.0

@@ -4,13 +4,13 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from carpool_core import picture
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import GpuNode
 from carpool_core.values import JobState
 from rich.console import Console, Group
 from rich.text import Text
 
+from carpool_e2e.demo import picture
 from carpool_e2e.demo.scenes import SCENES, Scene
 from carpool_e2e.demo.stage import SceneError, Stage, TooLateError
 

@@ -5,7 +5,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 import numpy as np
-from carpool_core.deviceclass import DeviceClass, class_of
+from carpool_core.products import DeviceClass, device_class
 from carpool_core.resources.node import Device, GpuNode, Reservation
 from carpool_core.values import DeviceHealth, GpuUuid, JobUid, PodUid
 
@@ -516,7 +516,7 @@ class Cluster:
             different = [said for said, was in zip(now, before, strict=True) if said != was]
             is_changed = any(said.device != was.device for said, was in zip(now, before, strict=True))
         devices = [said.device for said in now]
-        kinds = [class_of(device) for device in devices] if is_changed else []
+        kinds = [device_class(device) for device in devices] if is_changed else []
         if is_changed or written is None or written.node.spec is not node.spec:
             namespaces = frozenset(reservation.pod_namespace for reservation in node.spec.reservations)
             self._hold(name, (frozenset(kinds) if is_changed else self._held[name][0], namespaces))
@@ -566,4 +566,4 @@ def may_free_capacity(old: GpuNode | None, new: GpuNode) -> bool:
 def _may_hold_more(old: Device | None, new: Device) -> bool:
     if old is None or (old.health is not new.health and new.health is DeviceHealth.HEALTHY):
         return True
-    return class_of(old) != class_of(new) or old.nvlink_peers != new.nvlink_peers
+    return device_class(old) != device_class(new) or old.nvlink_peers != new.nvlink_peers

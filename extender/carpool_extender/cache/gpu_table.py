@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from carpool_core.deviceclass import DeviceClass
+from carpool_core.products import DeviceClass
 from carpool_core.resources.node import Device, GpuNode, Reservation, Tenant
 from carpool_core.values import GpuUuid, PodUid, SharingMode, Tenancy
 from carpool_predictor.cost_models.slowdown import slowdowns

@@ -8,8 +8,8 @@ from hashlib import blake2b
 
 import msgspec
 import numpy as np
-from carpool_core.demand import Demand, unsuitable
-from carpool_core.deviceclass import DeviceClass
+from carpool_core.demand import Demand, unsuitable_reason
+from carpool_core.products import DeviceClass
 from carpool_core.resources.node import TenantProfile
 from carpool_core.resources.prediction import ProductPrediction
 from carpool_core.values import JobUid, RequestedMode, SharingMode
@@ -158,13 +158,13 @@ class PodRequest:
 
 
 def _facts_on(demand: Demand, kind: DeviceClass, *, settles: bool) -> ClassFacts:
-    reason = unsuitable(demand, kind)
+    reason = unsuitable_reason(demand, kind)
     profile = demand.profile_on(kind.product)
     if settles and _is_provisional(demand, kind.product):
         profile = msgspec.structs.replace(profile, provisional=True)
     instance = smallest(kind.mig_profiles, profile.memory_mib, profile.sm_active_ratio)
     without_memory = replace(demand, memory_limit_mib=None, prediction=None)
-    too_small = reason is not None and unsuitable(without_memory, kind) is None
+    too_small = reason is not None and unsuitable_reason(without_memory, kind) is None
     if reason is None and demand.mode is RequestedMode.MIG and instance is None:
         there = ", ".join(kind.mig_profiles) or "none"
         reason = f"no MIG profile holds {profile.memory_mib or 0:,} MiB, there are {there}"

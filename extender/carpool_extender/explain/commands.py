@@ -13,7 +13,7 @@ import msgspec
 from carpool_core.clock import SystemClock
 from carpool_core.kube.api import KubeApi
 from carpool_core.kube.client import connect
-from carpool_core.kube.credentials import KubeConfigError
+from carpool_core.kube.config import KubeConfigError
 from carpool_core.kube.errors import Forbidden, KubeError, Refused
 from carpool_core.products import PRODUCTS, hardware_name
 from carpool_core.resources.job import GpuTrainingJob

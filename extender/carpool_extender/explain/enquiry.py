@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 from carpool_core.clock import Clock
-from carpool_core.demand import told_of
+from carpool_core.demand import prediction_message
 from carpool_core.keys import CONDITION_COMPLETE, CONDITION_FAILED
 from carpool_core.kube.api import GPU_TRAINING_JOBS, KubeApi
 from carpool_core.kube.errors import NotFound
-from carpool_core.kube.pods import PodSpec, user_of
+from carpool_core.kube.pods import PodSpec, container_uid
 from carpool_core.resources.job import GpuTrainingJob, WorkerPlacement
 from carpool_core.resources.meta import Condition
 from carpool_core.resources.node import GpuNode, Reservation
@@ -210,7 +210,7 @@ def _who_waits(rehearsal: Rehearsal, workers: Workers) -> str:
 def _user(template: dict[str, Any]) -> int | None:
     """Return the user that a job's workers run as, where the template says."""
     try:
-        return user_of(msgspec.convert(template.get("spec") or {}, PodSpec))
+        return container_uid(msgspec.convert(template.get("spec") or {}, PodSpec))
     except msgspec.ValidationError:
         return None  # `hosts_of` says what is wrong with it
 
@@ -232,7 +232,7 @@ async def asked(
     prediction = known.status.prediction
     told = []
     if prediction is not None:
-        said = told_of(prediction, known.spec.sharing.mode, known.spec.memory.limit)
+        said = prediction_message(prediction, known.spec.sharing.mode, known.spec.memory.limit)
         told = [f"prediction: {prediction.outcome} ({prediction.reason}) {said}"]
     try:
         row = msgspec.convert(msgspec.to_builtins(known), JobRow)

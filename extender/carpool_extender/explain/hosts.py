@@ -9,10 +9,9 @@ from typing import Any
 
 import msgspec
 from carpool_core.keys import LABEL_MANAGED, RESOURCE_GPU
-from carpool_core.kube.pods import PodMeta, job_reference
-from carpool_core.quantity import amount
+from carpool_core.kube.pods import PodMeta, job_owner_reference
 from carpool_core.resources.meta import ObjectMeta
-from carpool_core.values import JobUid
+from carpool_core.values import JobUid, parse_quantity
 
 from carpool_extender.explain.affinity import Affinity, NodeSelectorTerm, matches
 
@@ -92,7 +91,7 @@ class PodNeeds(_Wire, frozen=True, kw_only=True):
         for container in self.containers:
             total.add(_asked(container))
         total.raise_to(at_most)
-        total.add({name: amount(value) for name, value in (self.overhead or {}).items()})
+        total.add({name: parse_quantity(value) for name, value in (self.overhead or {}).items()})
         total["pods"] = Decimal(1)
         total.pop(RESOURCE_GPU, None)  # the extender gives these out
         return total
@@ -127,7 +126,7 @@ class Sums(Amounts):
 def _asked(container: _Container) -> Amounts:
     resources = container.resources or _Resources()
     asked = {**(resources.limits or {}), **(resources.requests or {})}  # a limit alone is a request, too
-    return {name: amount(value) for name, value in asked.items()}
+    return {name: parse_quantity(value) for name, value in asked.items()}
 
 
 class _NodeSpec(_Wire, frozen=True, kw_only=True):
@@ -184,7 +183,7 @@ class Hosts:
         self._nodes = {node.metadata.name: node for node in nodes}
         self._taken: dict[str, Sums] = {}
         for pod in pods:
-            owner = job_reference(pod.metadata)
+            owner = job_owner_reference(pod.metadata)
             own = owner is not None and without is not None and owner.uid == without
             if pod.spec.node_name and not own and pod.status.phase not in ("Succeeded", "Failed"):
                 self.take(pod.spec.node_name, pod.spec.requests)
@@ -218,7 +217,7 @@ class Hosts:
     def _short(self, host: Host, requests: Amounts) -> str | None:
         taken = self._taken.get(host.metadata.name, Sums())
         for name, wanted in sorted(requests.items()):
-            left = amount(host.status.allocatable.get(name, 0)) - taken.get(name, Decimal(0))
+            left = parse_quantity(host.status.allocatable.get(name, 0)) - taken.get(name, Decimal(0))
             if wanted > left and wanted:
                 return f"its node has not enough {name}: the pod requests {_told(wanted)}, {_told(left)} are left"
         return None

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from carpool_core.decode_errors import in_words
 from carpool_core.keys import GROUP_VERSION
 from carpool_core.kube.api import GPU_TRAINING_JOBS, KubeApi
 from carpool_core.kube.errors import Conflict, Forbidden, Invalid
 from carpool_core.resources.job import GpuTrainingJob
+from carpool_core.resources.schema import describe_decode_error
 
 _NOISE = re.compile(r"\s*(?:, |\* )?<nil>: Invalid value: \"?null\"?: some validation rules were not checked[^,\]\n]*")
 
@@ -77,7 +77,7 @@ async def checked(api: KubeApi, manifest: dict[str, Any]) -> Checked:
             GPU_TRAINING_JOBS, manifest, namespace=manifest["metadata"]["namespace"], is_dry_run=True
         )
     except Invalid as error:
-        raise ManifestError(f"the API server would refuse it: {_NOISE.sub('', error.said)}") from error
+        raise ManifestError(f"the API server would refuse it: {_NOISE.sub('', error.server_message)}") from error
     except Conflict:
         notes.append("a job of this name exists already; what is told here is of another one with this manifest")
     except Forbidden:
@@ -88,7 +88,7 @@ async def checked(api: KubeApi, manifest: dict[str, Any]) -> Checked:
     try:
         return Checked(msgspec.convert({**body, "status": {}}, GpuTrainingJob), notes, unchecked)
     except msgspec.ValidationError as error:
-        raise ManifestError(in_words(str(error))) from error
+        raise ManifestError(describe_decode_error(str(error))) from error
 
 
 def in_one_line(error: Exception) -> str:

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 import msgspec
 from carpool_core.demand import Demand
-from carpool_core.joined import joined_since
 from carpool_core.resources.job import WorkerPlacement
-from carpool_core.resources.node import GpuNode, Reservation
+from carpool_core.resources.node import GpuNode, Reservation, describe_later_tenants
 from carpool_core.values import PodUid
 
 from carpool_extender.cache.health import listed
@@ -29,7 +28,7 @@ def reserved(demand: Demand, node: GpuNode, held: Sequence[Reservation], steps: 
     devices, name = node.status.devices, node.metadata.name
     return [
         f"{r.pod_name} has a place on {name}{pace_there(demand, r, devices, steps)}: {r.reason or _UNSAID}"
-        f"{joined_since(node, r)}{_unreported(node, r)}"
+        f"{describe_later_tenants(node, r)}{_unreported(node, r)}"
         for r in held
     ]
 

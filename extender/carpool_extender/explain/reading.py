@@ -8,7 +8,7 @@ import msgspec
 from carpool_core.keys import SCHEDULER_NAME
 from carpool_core.kube.api import GPU_NODES, NODES, PODS, KubeApi, ResourceKind, Selector
 from carpool_core.kube.errors import Forbidden
-from carpool_core.kube.pods import Pod, job_reference, worker_name
+from carpool_core.kube.pods import Pod, job_owner_reference, parse_worker_name
 from carpool_core.resources.meta import ObjectMeta
 from carpool_core.resources.node import GpuNode
 from carpool_core.values import JobUid, PodUid
@@ -134,7 +134,7 @@ def _of_last_attempt(pods: Iterable[Pod], job_uid: JobUid) -> list[Pod]:
     """Return the workers' pods of a job that are of its last attempt: those of the one before are there still."""
     attempts: dict[int, list[Pod]] = {}
     for pod in pods:
-        owner, named = job_reference(pod.metadata), worker_name(pod.metadata.name)
+        owner, named = job_owner_reference(pod.metadata), parse_worker_name(pod.metadata.name)
         if owner is not None and owner.uid == job_uid and named is not None:
             attempts.setdefault(named.attempt, []).append(pod)
     return attempts[max(attempts)] if attempts else []

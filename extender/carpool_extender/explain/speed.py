@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from carpool_core.demand import Demand
-from carpool_core.lengths import told
+from carpool_core.durations import format_duration
 from carpool_core.resources.node import Device
 from carpool_core.values import GpuUuid, SharingMode
 
@@ -46,5 +46,7 @@ def pace_there(demand: Demand, place: Placed, devices: Iterable[Device], steps: 
     if place.mode is SharingMode.MIG or not known or len(known) < len(products):
         return ""
     step_s = max(known) * place.expected_slowdown
-    whole = "" if steps is None else f", {steps:,} {'step' if steps == 1 else 'steps'} {told(steps * step_s)}"
-    return f" (a step takes about {told(step_s)} there{whole})"
+    whole = (
+        "" if steps is None else f", {steps:,} {'step' if steps == 1 else 'steps'} {format_duration(steps * step_s)}"
+    )
+    return f" (a step takes about {format_duration(step_s)} there{whole})"

@@ -7,11 +7,11 @@ from typing import TypeVar
 
 import msgspec
 from carpool_core.clock import Clock
+from carpool_core.durations import ASSUMED_DURATION_S, format_duration
 from carpool_core.keys import SCHEDULER_NAME
 from carpool_core.kube.api import GPU_TRAINING_JOBS, PODS, KubeApi, ResourceKind, Selector
 from carpool_core.kube.errors import Forbidden, KubeError
-from carpool_core.kube.pods import Pod, job_reference
-from carpool_core.lengths import UNKNOWN_S, told
+from carpool_core.kube.pods import Pod, job_owner_reference
 from carpool_core.resources.node import GpuNode
 from carpool_core.values import JobUid
 
@@ -53,7 +53,7 @@ async def queue_of(api: KubeApi, nodes: Sequence[GpuNode]) -> Queue:
     what, priorities = "pods", dict[JobUid, int]()
     try:
         for pod in await _readable(api, PODS, Pod, _PENDING):
-            owner, is_going = job_reference(pod.metadata), bool(pod.metadata.deletion_timestamp)
+            owner, is_going = job_owner_reference(pod.metadata), bool(pod.metadata.deletion_timestamp)
             if owner is not None and not (pod.spec.node_name or is_going or pod.metadata.uid in reserved):
                 uid = JobUid(owner.uid)
                 priorities[uid] = max(priorities.get(uid, pod.spec.priority), pod.spec.priority)
@@ -136,11 +136,11 @@ def _ticket(
 
 def _length(pod_request: PodRequest, snapshot: Snapshot) -> str:
     if (seconds := length_in(pod_request, snapshot)) is not None:
-        return f"{told(seconds)} long"
+        return f"{format_duration(seconds)} long"
     unknown = (
         "it says no spec.training.steps" if pod_request.steps is None else "the time of its steps is not predicted"
     )
-    return f"{told(UNKNOWN_S)} long ({unknown})"
+    return f"{format_duration(ASSUMED_DURATION_S)} long ({unknown})"
 
 
 def _ordinal(number: int) -> str:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from carpool_core.resources.node import MOST_MIB
+from carpool_core.resources.node import MAX_MIB
 from carpool_core.settings import SettingsError
 
 MOST_JOBS = 1024
@@ -45,9 +45,9 @@ class AdmissionLimits:
         for which, activity in (("", self.most_sm_active), ("joint ", self.most_joint_sm_active)):
             if activity is not None and not 0 < activity <= 1:
                 raise SettingsError(f"expected a largest {which}SM activity above 0 and up to 1, found {activity:g}")
-        if self.least_free_mib is not None and not 0 <= self.least_free_mib <= MOST_MIB:
+        if self.least_free_mib is not None and not 0 <= self.least_free_mib <= MAX_MIB:
             found = f"{self.least_free_mib:,}"
-            raise SettingsError(f"expected a least free memory of 0 to {MOST_MIB:,} MiB, found {found}")
+            raise SettingsError(f"expected a least free memory of 0 to {MAX_MIB:,} MiB, found {found}")
         if self.most_jobs is not None and not 1 <= self.most_jobs <= MOST_JOBS:
             raise SettingsError(f"expected 1 to {MOST_JOBS:,} jobs on a GPU at most, found {self.most_jobs:,}")
 

@@ -7,7 +7,7 @@ from itertools import compress
 
 import numpy as np
 from carpool_core.clock import rfc3339
-from carpool_core.resources.node import LONGEST_REASON, Reservation, TenantProfile
+from carpool_core.resources.node import MAX_REASON_LENGTH, Reservation, TenantProfile
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 from numpy.typing import NDArray
 
@@ -291,7 +291,7 @@ def _why(evaluation: Evaluation, rows: list[int], policy: Policy) -> str:
         parts.append(f"its first run counts with {profile.memory_mib:,} MiB, because nothing limits it by turns")
     parts += _passed_over(evaluation)
     told = "; ".join(parts)
-    return told if len(told) <= LONGEST_REASON else f"{told[: LONGEST_REASON - 1]}…"
+    return told if len(told) <= MAX_REASON_LENGTH else f"{told[: MAX_REASON_LENGTH - 1]}…"
 
 
 def _passed_over(evaluation: Evaluation) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from carpool_core.clock import Clock
-from carpool_core.kube.pods import Pod, job_reference
+from carpool_core.kube.pods import Pod, job_owner_reference
 from carpool_core.resources.node import GpuNode, Reservation
 from carpool_core.values import GpuUuid, JobUid, PodUid
 
@@ -793,7 +793,7 @@ class Keeper:
         pod = new or old
         if pod is None or (new is not None and not new.is_finished and not new.spec.node_name):
             return
-        uid, owner = PodUid(pod.metadata.uid), job_reference(pod.metadata)
+        uid, owner = PodUid(pod.metadata.uid), job_owner_reference(pod.metadata)
         waited, job = self._line.leave(uid) is not None, JobUid("" if owner is None else owner.uid)
         kept, is_bound = self._kept.of(job), new is not None and not new.is_finished
         if is_bound:

@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from carpool_core.clock import parse_rfc3339
-from carpool_core.lengths import length_s, rung
+from carpool_core.durations import duration_bucket, duration_s
 from carpool_core.products import hardware_name
 
 from carpool_extender.cache.gpu_table import Snapshot
@@ -51,8 +51,8 @@ class Ticket(NamedTuple):
     """The least comes first: a pod's priority, negated."""
     came_s: float
     """When it came, in seconds of any one clock."""
-    rung: int
-    """Its length, as in `carpool_core.lengths.rung`."""
+    duration_bucket: int
+    """Its length, as in `carpool_core.durations.rung`."""
     number: int
     """Nobody else's; the least comes first of those that are alike in everything else."""
 
@@ -65,12 +65,12 @@ def turn(ticket: Ticket, order: QueueOrder, end: End = End.LONGEST) -> tuple[flo
         order: How the queue is sorted.
         end: From which end the next one is taken; counts only where they take turns.
     """
-    urgency, came_s, rung, number = ticket
+    urgency, came_s, duration_bucket, number = ticket
     if order is QueueOrder.ARRIVAL:
         return (urgency, came_s, number)
     if order is QueueOrder.LONGEST_FIRST:
-        return (urgency, -rung, came_s, number)
-    return (urgency, came_s // WINDOW_S, -rung if end is End.LONGEST else rung, came_s, number)
+        return (urgency, -duration_bucket, came_s, number)
+    return (urgency, came_s // WINDOW_S, -duration_bucket if end is End.LONGEST else duration_bucket, came_s, number)
 
 
 def served(tickets: Iterable[Ticket], order: QueueOrder, end: End = End.LONGEST) -> list[Ticket]:
@@ -109,9 +109,9 @@ def length_in(pod_request: PodRequest, snapshot: Snapshot) -> float | None:
     if pod_request.steps is None:
         return None
     suitable = {hardware_name(kind.product) for kind in snapshot.class_ids if pod_request.facts(kind).reason is None}
-    return length_s(pod_request.steps, pod_request.demand.prediction, suitable.__contains__)
+    return duration_s(pod_request.steps, pod_request.demand.prediction, suitable.__contains__)
 
 
 def rung_in(pod_request: PodRequest, snapshot: Snapshot, order: QueueOrder) -> int:
     """Return the rung of that length, by which a queue is sorted; `Arrival` goes by no lengths."""
-    return rung(None if order is QueueOrder.ARRIVAL else length_in(pod_request, snapshot))
+    return duration_bucket(None if order is QueueOrder.ARRIVAL else length_in(pod_request, snapshot))

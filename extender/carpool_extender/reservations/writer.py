@@ -251,7 +251,7 @@ class ReservationWriter:
         try:
             return await self._api.patch(GPU_NODES, node.metadata.name, patch)
         except Invalid as error:
-            if error.said.startswith(PATCH_DOES_NOT_APPLY):
+            if error.server_message.startswith(PATCH_DOES_NOT_APPLY):
                 raise Conflict(f"the reservations of {node.metadata.name} have changed: {error}") from error
             raise
 

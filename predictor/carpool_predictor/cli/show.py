@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 
-from carpool_core.lengths import told
+from carpool_core.durations import format_duration
 from carpool_core.resources.prediction import Interval, MemoryPrediction
 from rich import box
 from rich.console import Group, RenderableType
@@ -87,8 +87,8 @@ def _one(report: Report, product: ProductReport) -> Table:
     table.add_row("step time", f"{_span(found.step_time_seconds, 1000, 1)} ms")
     if report.steps is not None:
         length = length_of(report.steps, found.step_time_seconds)
-        ends = f"[dim]({told(length.lower)} - {told(length.upper)})[/dim]"
-        table.add_row(f"  {_steps(report.steps)}", f"{told(length.median)} {ends}")
+        ends = f"[dim]({format_duration(length.lower)} - {format_duration(length.upper)})[/dim]"
+        table.add_row(f"  {_steps(report.steps)}", f"{format_duration(length.median)} {ends}")
     table.add_row("largest batch", str(product.largest))
     for profile, largest in product.mig.items():
         table.add_row(f"  on {profile}", str(largest))
@@ -146,7 +146,7 @@ def _steps(number: int) -> str:
 def _length(seconds: float) -> str:
     """Write a length of time in as few characters as a number."""
     days = seconds / 86_400
-    return told(seconds) if days < _SHORTENED else f"{_number(days)} d"
+    return format_duration(seconds) if days < _SHORTENED else f"{_number(days)} d"
 
 
 def _memory_learned(report: Report, product: ProductReport) -> bool:

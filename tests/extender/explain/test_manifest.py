@@ -23,7 +23,9 @@ async def test_the_api_server_checks_the_manifest_and_creates_nothing():
     assert kube.dump_all(GPU_TRAINING_JOBS) == []
     assert [call.verb for call in kube.calls] == ["check"]
     noise = ", <nil>: Invalid value: null: some validation rules were not checked because of x"
-    kube.fail_next("check", GPU_TRAINING_JOBS, Invalid("no", status=422, said=f"spec.lables: unknown field{noise}"))
+    kube.fail_next(
+        "check", GPU_TRAINING_JOBS, Invalid("no", status=422, server_message=f"spec.lables: unknown field{noise}")
+    )
     with pytest.raises(ManifestError, match=r"^the API server would refuse it: spec.lables: unknown field$"):
         await checked(kube, manifest_of())
     seed_job(kube, "new")

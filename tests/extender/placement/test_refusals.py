@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from carpool_core.resources.node import LONGEST_REASON, Tenant
+from carpool_core.resources.node import MAX_REASON_LENGTH, Tenant
 from carpool_core.values import DeviceHealth, RequestedMode, SharingMode
 from carpool_extender.framework.admission_limits import AdmissionLimits, Quantile
 from carpool_extender.framework.diagnosis import LONGEST_PART, LONGEST_SUMMARY
@@ -215,7 +215,7 @@ def test_a_reason_is_never_longer_than_the_field_that_takes_it(length, told):
     asked = pod_request(gpus=8, mode=RequestedMode.TIME_SLICING, max_slowdown=9, prediction=prediction(100, util=1))
     found = place(CachedEvaluation(asked, RULES, cluster(gpu_node("a", 8, crowd)).snapshot()), "a")
     assert told in found.reason
-    assert len(found.reason) <= LONGEST_REASON
+    assert len(found.reason) <= MAX_REASON_LENGTH
 
 
 def used_by(name, pods, held=(), **changes):

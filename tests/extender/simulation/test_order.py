@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from carpool_core.lengths import RUNGS
+from carpool_core.durations import DURATION_BUCKETS
 from carpool_extender.queue.order import WINDOW_S, End, QueueOrder, Ticket, turn
 from carpool_extender.simulation.engine.knowing import Stage
 from carpool_extender.simulation.engine.loop import Simulation
@@ -114,7 +114,12 @@ def test_of_equal_lengths_the_order_is_that_of_arrival(found, kinds):
     assert started(found, kinds, QueueOrder.ALTERNATE) == started(found, kinds, QueueOrder.ARRIVAL)
 
 
-@given(tickets(st.integers(0, RUNGS - 1)), st.integers(1, 4), st.lists(st.integers(0, 4)), st.sampled_from(QueueOrder))
+@given(
+    tickets(st.integers(0, DURATION_BUCKETS - 1)),
+    st.integers(1, 4),
+    st.lists(st.integers(0, 4)),
+    st.sampled_from(QueueOrder),
+)
 def test_each_that_starts_is_the_first_of_all_that_wait_at_its_end(found, kinds, headroom, order):
     left, expected, end = list(found), [], End.LONGEST
     while left:

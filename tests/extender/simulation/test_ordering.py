@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from carpool_core.lengths import length_s, rung
+from carpool_core.durations import duration_bucket, duration_s
 from carpool_extender.queue.order import QueueOrder
 from carpool_extender.simulation.contest import (
     ARRIVAL,
@@ -41,27 +41,27 @@ def test_lengths_go_by_the_predicted_time_of_a_step(published):
     """Regression: each step of a job counted as a second, so that the queue was sorted by the number of steps."""
     jobs = hotcloud(published, 0).jobs
     by_name = {one.name: one for one in (*ours(HOTCLOUD.mode), CONTROL)}
-    told = [rung(length_s(one.steps, one.prediction, lambda _: True)) for one in jobs]
+    told = [duration_bucket(duration_s(one.steps, one.prediction, lambda _: True)) for one in jobs]
     assert rungs(by_name[LONGEST_FIRST], jobs) == rungs(by_name[CONTROL.name], jobs) == told
     assert len(set(told)) > 5
 
 
 def test_predictions_that_are_off_have_wrong_step_times_too():
     jobs = [job(f"j{i}", steps=3600) for i in range(200)]
-    assert set(rungs(BY_TURNS, jobs)) == {rung(3600.0)}
+    assert set(rungs(BY_TURNS, jobs)) == {duration_bucket(3600.0)}
     found = {error: rungs(replace(BY_TURNS, error=error), jobs) for error in (0.1, 0.5)}
-    small, large = (sum(abs(one - rung(3600.0)) for one in found[error]) for error in (0.1, 0.5))
+    small, large = (sum(abs(one - duration_bucket(3600.0)) for one in found[error]) for error in (0.1, 0.5))
     assert 0 < small < large
 
 
 def test_a_share_of_the_jobs_says_no_steps_and_counts_as_an_hour():
     jobs = [job(f"j{i}", steps=60) for i in range(400)]
     found = rungs(replace(BY_TURNS, silent_share=0.5), jobs)
-    assert set(found) == {rung(60.0), rung(None)}
-    assert 160 < found.count(rung(None)) < 240
+    assert set(found) == {duration_bucket(60.0), duration_bucket(None)}
+    assert 160 < found.count(duration_bucket(None)) < 240
     assert found == rungs(replace(BY_TURNS, silent_share=0.5), jobs)
     assert found != rungs(replace(BY_TURNS, silent_share=0.5), jobs, seed=1)
-    assert set(rungs(replace(BY_TURNS, silent_share=1.0), jobs)) == {rung(None)}
+    assert set(rungs(replace(BY_TURNS, silent_share=1.0), jobs)) == {duration_bucket(None)}
 
 
 def test_steps_that_jobs_say_are_off_by_factors_around_one():
@@ -69,10 +69,12 @@ def test_steps_that_jobs_say_are_off_by_factors_around_one():
     off = replace(BY_TURNS, steps_error=ordering.STEPS_ERROR)
     found = sorted(rungs(off, jobs))
     assert found == sorted(rungs(off, jobs)) != sorted(rungs(off, jobs, seed=1))
-    assert found[200] == pytest.approx(rung(3600.0), abs=1)
-    assert found[64] <= rung(3600.0) - 1 <= rung(3600.0) + 1 <= found[-64], "one in six is off by a factor of two"
-    assert rungs(off, [job("no steps")]) == [rung(None)]
-    assert rungs(off, [job("one step", steps=1)]) == [rung(1.0)], "never none at all"
+    assert found[200] == pytest.approx(duration_bucket(3600.0), abs=1)
+    assert found[64] <= duration_bucket(3600.0) - 1 <= duration_bucket(3600.0) + 1 <= found[-64], (
+        "one in six is off by a factor of two"
+    )
+    assert rungs(off, [job("no steps")]) == [duration_bucket(None)]
+    assert rungs(off, [job("one step", steps=1)]) == [duration_bucket(1.0)], "never none at all"
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 from carpool_core.demand import Demand
-from carpool_core.lengths import length_s, rung
+from carpool_core.durations import duration_bucket, duration_s
 from carpool_core.resources.node import Tenant, TenantProfile
 from carpool_core.resources.prediction import Prediction
 from carpool_core.values import GpuUuid, JobUid, PodUid, RequestedMode, SharingMode, Tenancy
@@ -133,7 +133,7 @@ class Knower:
 
     def _rung(self, job: SimJob) -> int:
         steps = self._steps(job)
-        return rung(None if steps is None else length_s(steps, self._prediction(job), lambda _: True))
+        return duration_bucket(None if steps is None else duration_s(steps, self._prediction(job), lambda _: True))
 
     def _steps(self, job: SimJob) -> int | None:
         """Return how many steps a job says it has: None where it is silent, others than it has where it errs."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from carpool_core.lengths import UNKNOWN_S, told
+from carpool_core.durations import ASSUMED_DURATION_S, format_duration
 
 from carpool_extender.framework.diagnosis import counted
 from carpool_extender.simulation.contest import ARRIVAL, DEFAULT, ERRORS, LONGEST_FIRST, Experiment, Line, ours
@@ -25,7 +25,8 @@ MEANS = (
     "experiment's first line with its queue sorted so: whole GPUs, so that what it gains is the order alone. Beside it "
     "stands Carpool by default, strictly in order of arrival (`Arrival`), and the longest first whenever it came "
     "(`LongestFirst`). Then comes the default where each job is silent about its steps with a "
-    f"chance of {SILENT:.0%} (it counts as {told(UNKNOWN_S)}, as on a cluster); where the steps that jobs say are off "
+    f"chance of {SILENT:.0%} (it counts as {format_duration(ASSUMED_DURATION_S)}, as on a cluster); "
+    "where the steps that jobs say are off "
     f"by factors whose logarithms have a standard deviation of {STEPS_ERROR:g}; and where predictions are off likewise "
     "by that much in memory, activity and time of a step, until a job is learned. Factors and who is silent are drawn "
     "for each job and seed."

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from carpool_core.lengths import told
+from carpool_core.durations import format_duration
 from carpool_core.resources.node import Device
 from carpool_core.values import GpuUuid, SharingMode
 
@@ -103,17 +103,26 @@ def hotcloud(data: Path, seed: int, *, over_s: float = 0.0, lasts_s: Lasts = _lo
     for number in range(JOBS):
         truth = draw.choice(kinds)
         work_s = lasts_s(draw.random())
-        told, asked = prediction_of(truth.kind, PRODUCT), job_of(truth.kind)
+        format_duration, asked = prediction_of(truth.kind, PRODUCT), job_of(truth.kind)
         steps = round(work_s / steps_s[truth.kind])
         jobs.append(
-            SimJob(f"job-{number:03}", number * over_s / (JOBS - 1), work_s, 1, truth, told, asked=asked, steps=steps)
+            SimJob(
+                f"job-{number:03}",
+                number * over_s / (JOBS - 1),
+                work_s,
+                1,
+                truth,
+                format_duration,
+                asked=asked,
+                steps=steps,
+            )
         )
     nodes = {f"node-{i:02}": [gpu(f"node-{i:02}", 0)] for i in range(GPUS)}
     return Workload("hotcloud", "HotCloud '20: 100 jobs, 12 GPUs", jobs, nodes, ASSUMPTIONS)
 
 
 OTHERWISE: Mapping[str, Draw] = {
-    **{f"jobs come over {told(s)}": partial(hotcloud, over_s=s) for s in (60.0, 600.0, 3600.0)},
+    **{f"jobs come over {format_duration(s)}": partial(hotcloud, over_s=s) for s in (60.0, 600.0, 3600.0)},
     "durations are uniform": partial(hotcloud, lasts_s=_uniform),
 }
 """What is not published, otherwise than assumed."""

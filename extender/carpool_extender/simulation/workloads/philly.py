@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-from carpool_core.decode_errors import in_words
 from carpool_core.products import UnknownProductError, find_product
-from carpool_core.resources.node import MOST_GPUS, Device
+from carpool_core.resources.node import MAX_GPUS, Device
+from carpool_core.resources.schema import describe_decode_error
 from carpool_core.values import GpuUuid, SharingMode
 from msgspec import Meta
 
@@ -93,7 +93,7 @@ class NodeGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     count: Annotated[int, Meta(ge=1, le=MOST_NODES)] = 1
     product: str
-    gpus: Annotated[int, Meta(ge=1, le=MOST_GPUS)] = 8
+    gpus: Annotated[int, Meta(ge=1, le=MAX_GPUS)] = 8
 
 
 class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -266,7 +266,7 @@ def _repeated(text: bytes) -> str:
 
 def _complaint(said: str, given: object) -> str:
     """Say what is wrong with a cluster file, and what stands there."""
-    told = in_words(said)
+    told = describe_decode_error(said)
     for theirs, ours in _WORDS.items():
         told = re.sub(theirs, ours, told)
     if "found " in told:

@@ -7,14 +7,13 @@ from io import StringIO
 from itertools import cycle
 from typing import NamedTuple
 
+from carpool_core.resources.job import GpuTrainingJob
+from carpool_core.resources.node import Device, GpuNode, Reservation, Tenant
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
-
-from carpool_core.resources.job import GpuTrainingJob
-from carpool_core.resources.node import Device, GpuNode, Reservation, Tenant
 
 BAR_WIDTH = 48
 """Characters that a GPU's memory is drawn with where there is room for them."""

@@ -3,18 +3,9 @@ from io import StringIO
 
 import msgspec
 import pytest
-from carpool_core import picture
 from carpool_core.resources.job import GpuTrainingJob, JobSpec, JobStatus, Observed, WorkerPlacement
 from carpool_core.resources.meta import ObjectMeta
-from carpool_core.resources.node import (
-    Device,
-    GpuNode,
-    GpuNodeSpec,
-    GpuNodeStatus,
-    Reservation,
-    Tenant,
-    TenantProfile,
-)
+from carpool_core.resources.node import Device, GpuNode, GpuNodeSpec, GpuNodeStatus, Reservation, Tenant, TenantProfile
 from carpool_core.resources.prediction import (
     ActivityPrediction,
     Interval,
@@ -23,6 +14,7 @@ from carpool_core.resources.prediction import (
     ProductPrediction,
 )
 from carpool_core.values import GpuUuid, JobState, JobUid, NodeName, PodUid, SharingMode
+from carpool_e2e.demo import picture
 from rich.console import Console, RenderableType
 
 GPU = GpuUuid("GPU-0")

@@ -10,22 +10,24 @@ from statistics import fmean
 
 from carpool_core.resources.prediction import Prediction
 
-SHORTEST_S = 60.0
+FIRST_BOUND_S = 60.0
 """Length from which the second rung begins."""
-STEP = 1.5
+BUCKET_FACTOR = 1.5
 """Factor from rung to rung."""
-RUNGS = 24
+DURATION_BUCKETS = 24
 """The last holds everything from 5.2 days on."""
-UNKNOWN_S = 3600.0
+ASSUMED_DURATION_S = 3600.0
 """What a job counts as that does not say how many steps it has: an assumption, in the middle of the ladder."""
-_BOUNDS_S = [SHORTEST_S * STEP**number for number in range(RUNGS - 1)]
+_BUCKET_BOUNDS_S = [FIRST_BOUND_S * BUCKET_FACTOR**number for number in range(DURATION_BUCKETS - 1)]
 """Where each rung but the first begins. Floating point holds them exactly; their logarithms it does not."""
 
 _UNITS = ((86_400.0, "d", 36 * 3600.0), (3600.0, "h", 90 * 60.0), (60.0, "min", 90.0), (1.0, "s", 1.0))
 """Seconds of a unit, its name, and from how many seconds on it is used; milliseconds below."""
 
 
-def lengths_s(steps: int | None, prediction: Prediction | None, may_run_on: Callable[[str], bool]) -> dict[str, float]:
+def durations_s(
+    steps: int | None, prediction: Prediction | None, may_run_on: Callable[[str], bool]
+) -> dict[str, float]:
     """Return how long a job takes alone on each GPU product, in seconds: its steps by the predicted time of one.
 
     Args:
@@ -41,7 +43,7 @@ def lengths_s(steps: int | None, prediction: Prediction | None, may_run_on: Call
     return {p.product: steps * p.step_time_seconds.median for p in prediction.products if may_run_on(p.product)}
 
 
-def length_s(steps: int | None, prediction: Prediction | None, may_run_on: Callable[[str], bool]) -> float | None:
+def duration_s(steps: int | None, prediction: Prediction | None, may_run_on: Callable[[str], bool]) -> float | None:
     """Return the one length by which a job is sorted, in seconds: the mean over the products that it may run on.
 
     Args:
@@ -52,17 +54,17 @@ def length_s(steps: int | None, prediction: Prediction | None, may_run_on: Calla
     Returns:
         None where steps or step time are unknown.
     """
-    known = lengths_s(steps, prediction, may_run_on)
+    known = durations_s(steps, prediction, may_run_on)
     return fmean(known.values()) if known else None
 
 
-def told(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Write a length of time in the unit that people use: `41 ms`, `24 min`, `6.8 h`."""
     size, unit, _ = next((one for one in _UNITS if seconds >= one[2]), (1e-3, "ms", 0.0))
     amount = seconds / size
     return f"{f'{amount:,.0f}' if amount >= 10 else f'{amount:.2g}'} {unit}"
 
 
-def rung(seconds: float | None) -> int:
+def duration_bucket(seconds: float | None) -> int:
     """Return the rung of a length in seconds, 0 to RUNGS - 1; the longer, the higher. None: nobody knows it."""
-    return bisect_right(_BOUNDS_S, UNKNOWN_S if seconds is None else seconds)
+    return bisect_right(_BUCKET_BOUNDS_S, ASSUMED_DURATION_S if seconds is None else seconds)
