@@ -5,9 +5,9 @@ from pathlib import Path
 
 from carpool_e2e.bench.predictions import Figure, replaced, section, write_rows
 from carpool_e2e.bench.run import dated, report
-from carpool_extender.simulation.provenance import Provenance
 from carpool_predictor.catalog import store
 from carpool_predictor.cli.rows import read_row
+from carpool_simulator.progress import Provenance
 
 
 def test_rows_go_through_every_stored_model_and_make_sense(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from carpool_e2e.bench.simulator import TRACE, Measured, measure, simulator_section
 from carpool_e2e.errors import HarnessError
-from carpool_extender.simulation.testing import write_lucid
+from carpool_simulator.testing import write_lucid
 
 
 @pytest.fixture

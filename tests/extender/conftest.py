@@ -2,7 +2,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from carpool_extender.simulation.testing import write_lucid
+from carpool_simulator.testing import write_lucid
 from hypothesis import settings
 
 # --import-mode=importlib gives test folders no import path of their own; the world is shared by these files only.

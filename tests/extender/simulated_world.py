@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from carpool_core.resources.node import Device
 from carpool_core.values import GpuUuid, SharingMode
-from carpool_extender.simulation.engine.foretold import exactly
-from carpool_extender.simulation.engine.strategy import Knowledge, Strategy
-from carpool_extender.simulation.truth import overlap
-from carpool_extender.simulation.truth.workload import SimJob, Truth, Workload
+from carpool_simulator import truth as truths
+from carpool_simulator.information import exactly
+from carpool_simulator.strategy import Knowledge, Strategy
+from carpool_simulator.truth import SimJob, Truth, Workload
 
 A100 = "NVIDIA A100-SXM4-40GB"
 
@@ -17,7 +17,7 @@ class NoSlowdown:
         return [1.0] * len(tenants)
 
     def utilization(self, mode, tenants, slowdowns):
-        return overlap.utilization(tenants, slowdowns)
+        return truths.utilization(tenants, slowdowns)
 
 
 class Halved(NoSlowdown):

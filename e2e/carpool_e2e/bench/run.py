@@ -13,7 +13,7 @@ from carpool_core.clock import SystemClock
 from carpool_core.kube.api import KubeApi
 from carpool_core.kube.client import connect
 from carpool_core.settings import KubeSettings
-from carpool_extender.simulation.provenance import Provenance, provenance
+from carpool_simulator.progress import Provenance, provenance
 from rich.console import Console
 
 from carpool_e2e.bench import (

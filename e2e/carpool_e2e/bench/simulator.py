@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from carpool_extender.simulation.reports.results import About
-from carpool_extender.simulation.workloads.hotcloud import PRODUCT
+from carpool_simulator.hotcloud import PRODUCT
+from carpool_simulator.reports.results import About
 
 from carpool_e2e.bench.circumstances import circumstances
 from carpool_e2e.bench.memory import resident_mib

@@ -9,8 +9,8 @@ from carpool_core.kube.errors import Forbidden
 from carpool_core.testing.kube import FakeKube
 from carpool_extender.explain import commands
 from carpool_extender.explain.commands import explain_command, what_if
-from carpool_extender.simulation.command import simulate
 from carpool_extender.testing import seed_job
+from carpool_simulator.commands import simulate
 from click.testing import CliRunner
 
 

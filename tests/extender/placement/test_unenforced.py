@@ -11,9 +11,9 @@ from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.scores import find_policy
 from carpool_extender.framework.selection import Placement, place
-from carpool_extender.simulation.engine.knowing import Knower, Stage
-from carpool_extender.simulation.engine.strategy import Knowledge, Strategy
 from carpool_extender.testing import cluster, demand, device, gpu_node, prediction, tenant
+from carpool_simulator.information import Knower, Stage
+from carpool_simulator.strategy import Knowledge, Strategy
 from simulated_world import job
 
 RULES = SchedulerConfig(find_policy("least-slowdown"), slots=8)

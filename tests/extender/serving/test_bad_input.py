@@ -17,8 +17,8 @@ from carpool_core.values import DeviceHealth, SharingMode
 from carpool_deviceplugin.nvml.presence import about_strangers
 from carpool_extender.cache.health import SILENCE_S
 from carpool_extender.settings import ConditionSettings
-from carpool_extender.simulation.command import simulate
 from carpool_extender.testing import device, gpu_node, pod_of, seed_job, seed_node, seed_pod, tenant, until
+from carpool_simulator.commands import simulate
 from click.testing import CliRunner
 from http_world import ARGS, BIND, as_client, running
 from structlog.testing import capture_logs

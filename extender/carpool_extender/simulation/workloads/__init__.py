@@ -1,1 +1,0 @@
-"""The published experiments as jobs on a cluster, and traces of one's own."""

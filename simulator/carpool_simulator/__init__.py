@@ -1,0 +1,1 @@
+"""Capacity planning: the scheduler's own decisions on a virtual clock."""

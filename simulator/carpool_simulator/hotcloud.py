@@ -1,0 +1,175 @@
+"""HotCloud '20, table 4: 100 jobs on 12 GPUs, all there at the start."""
+
+import csv
+import math
+import random
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from carpool_core.durations import format_duration
+from carpool_core.resources.node import Device
+from carpool_core.values import GpuUuid, SharingMode
+from carpool_extender.framework.admission_limits import AdmissionLimits
+
+from carpool_simulator.profiles import job_of, prediction_of
+from carpool_simulator.strategy import Knowledge, Strategy
+from carpool_simulator.truth import Draw, SimJob, Truth, Workload, WorkloadError
+
+PRODUCT = "NVIDIA GeForce RTX 3090"
+GPUS, JOBS = 12, 100
+MEMORY_MIB = 8192
+SHORTEST_S, LONGEST_S = 120.0, 7200.0
+MODELS = ("ResNet18", "MobileNetV2", "EfficientNet")
+
+ASSUMPTIONS = (
+    "The 13 architectures' measurements are not published. The jobs are drawn evenly from the 18 solo profiles that "
+    "Lucid "
+    "measured of ResNet-18, MobileNetV2 and EfficientNet on CIFAR-10 (three batch sizes, with and without AMP): "
+    "utilization 21-99%, 52% on average; the published baseline implies 51%.",
+    "Durations alone are log-uniform from 2 minutes to 2 hours: mean 29 minutes; published are 31.",
+    "Each job says how many steps it has: its duration by the step time that Lucid measured. The queue goes by "
+    "the step times that are predicted, which are several times shorter, because these jobs wait for their input: "
+    "whoever says no steps counts as an hour, longer than what is predicted of nearly all.",
+    "All jobs are there at the start, so that of all of them the longest and the shortest take turns by default. "
+    "Twelve nodes of one GPU each.",
+    "Speed and utilization are an RTX 3090's, as measured; memory is the RTX 2080's 8 GiB.",
+    "Slowdown and GPU utilization of a pair are Lucid's measurements of that pair. Three add their losses; they rest "
+    "where all rest, each as it would alone, and keep the GPU no busier than with the work that is done.",
+    "A GPU without a job draws an RTX 3090's idle power, one with a job what Zeus measured of an A40: 28% of the limit "
+    "without activity, 86% with all SMs active. SM activity is measured nowhere; GPU utilization takes its place.",
+    "Reactive: a job is alone for a minute on an idle GPU, that minute is lost, then it is known exactly.",
+)
+
+Lasts = Callable[[float], float]
+
+
+def _log_uniform(share: float) -> float:
+    low, high = math.log(SHORTEST_S), math.log(LONGEST_S)
+    return math.exp(low + share * (high - low))
+
+
+def _uniform(share: float) -> float:
+    return SHORTEST_S + share * (LONGEST_S - SHORTEST_S)
+
+
+_JOINT = AdmissionLimits(most_joint_sm_active=1.0, most_jobs=3)
+
+STRATEGIES = (
+    Strategy(
+        "slot-based",
+        "exclusive",
+        mode=SharingMode.EXCLUSIVE,
+        in_order=True,
+        measure=False,
+        published="utilization 43.1%, makespan 306.9 min, completion 1869 s",
+    ),
+    Strategy(
+        "reactive",
+        "first-fit-decreasing",
+        Knowledge.TRUTH,
+        SharingMode.TIME_SLICING,
+        conditions=_JOINT,
+        by_utilization=True,
+        profile_s=60.0,
+        measure=False,
+        published="utilization 47.1% (+9.2%), makespan 277.6 min (-9.5%), completion 2193 s",
+    ),
+    Strategy(
+        "proactive",
+        "first-fit-decreasing",
+        Knowledge.PREDICTED,
+        SharingMode.TIME_SLICING,
+        conditions=_JOINT,
+        by_utilization=True,
+        measure=False,
+        published="utilization 69.6% (+61.5%), makespan 204.0 min (-33.6%), completion 2024 s",
+    ),
+)
+
+
+def hotcloud(data: Path, seed: int, *, over_s: float = 0.0, lasts_s: Lasts = _log_uniform) -> Workload:
+    """Draw the jobs of one run.
+
+    Args:
+        data: Where Lucid's measurements lie.
+        seed: Draws the jobs.
+        over_s: When the last one comes, in seconds after the first; evenly between.
+        lasts_s: Says how long a job runs alone, by a number from 0 to 1.
+    """
+    draw = random.Random(f"hotcloud/{seed}")  # noqa: S311  # a simulation, no secret
+    kinds, steps_s = profiles(data), step_times(data)
+    jobs = []
+    for number in range(JOBS):
+        truth = draw.choice(kinds)
+        work_s = lasts_s(draw.random())
+        format_duration, asked = prediction_of(truth.kind, PRODUCT), job_of(truth.kind)
+        steps = round(work_s / steps_s[truth.kind])
+        jobs.append(
+            SimJob(
+                f"job-{number:03}",
+                number * over_s / (JOBS - 1),
+                work_s,
+                1,
+                truth,
+                format_duration,
+                asked=asked,
+                steps=steps,
+            )
+        )
+    nodes = {f"node-{i:02}": [gpu(f"node-{i:02}", 0)] for i in range(GPUS)}
+    return Workload("hotcloud", "HotCloud '20: 100 jobs, 12 GPUs", jobs, nodes, ASSUMPTIONS)
+
+
+OTHERWISE: Mapping[str, Draw] = {
+    **{f"jobs come over {format_duration(s)}": partial(hotcloud, over_s=s) for s in (60.0, 600.0, 3600.0)},
+    "durations are uniform": partial(hotcloud, lasts_s=_uniform),
+}
+"""What is not published, otherwise than assumed."""
+
+
+def profiles(data: Path) -> list[Truth]:
+    """Read the solo profiles of the models that HotCloud's list and Lucid's measurements share."""
+    return [
+        Truth(
+            kind=_kind(row),
+            memory_mib=round(float(row["gmem"])),
+            util=float(row["gpu_util"]) / 100,
+            sm=float(row["gpu_util"]) / 100,
+            dram=float(row["gmem_util"]) / 100,
+            product=PRODUCT,
+            model=f"lucid/{row['model']}",
+        )
+        for row in _rows(data)
+    ]
+
+
+def step_times(data: Path) -> dict[str, float]:
+    """Read how long a step of each kind of job takes alone, in seconds: as measured, its input's time included."""
+    return {_kind(row): float(row["batchsize"]) / float(row["speed"]) for row in _rows(data)}
+
+
+def _kind(row: Mapping[str, str]) -> str:
+    return f"lucid/{row['model']}/{row['batchsize']}/{row['amp']}"
+
+
+def _rows(data: Path) -> list[dict[str, str]]:
+    path = data / "lucid" / "solo_rtx3090.csv"
+    if not path.is_file():
+        raise WorkloadError(f"expected Lucid's measurements at {path}, found no file; set CARPOOL_DATA")
+    with path.open(newline="", encoding="utf-8") as file:
+        return [row for row in csv.DictReader(file) if row["model"] in MODELS]
+
+
+def gpu(node: str, index: int) -> Device:
+    """Return a GPU with an RTX 2080's memory."""
+    modes = [SharingMode.EXCLUSIVE, SharingMode.TIME_SLICING, SharingMode.MPS]
+    return Device(
+        uuid=GpuUuid(f"GPU-{node}-{index}"),
+        index=index,
+        product=PRODUCT,
+        memory_mib=MEMORY_MIB,
+        reserved_mib=256,
+        compute_capability="7.5",
+        modes=modes,
+    )

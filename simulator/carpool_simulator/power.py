@@ -1,0 +1,158 @@
+"""What GPUs draw, what runs took of them, and RAD-RM's two constants, fitted to published energies. Pure.
+
+A GPU without a job sleeps; one with a job draws awake + (full - awake) · SM activity. Of a DGX Station A100 nothing is
+published but the energy of whole runs. Of each policy the simulator knows for how long it took and how much it kept the
+SMs busy, so that published energies tell two constants by least squares: they cannot tell GPUs that sleep from those
+that have a job and do nothing. Carpool's own runs take no part in that.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+import numpy as np
+from carpool_core.products import GpuProduct
+from carpool_predictor.evaluation.step_time.zeus import GPUS, file_of
+from carpool_predictor.evaluation.tables import number, read_table
+
+
+class Power(NamedTuple):
+    """What a GPU draws, in W."""
+
+    asleep_w: float
+    """Without any job."""
+    awake_w: float
+    """With a job, and no SM active."""
+    full_w: float
+    """With all SMs active."""
+
+    def __str__(self) -> str:
+        awake = f"{self.awake_w:g}-{self.full_w:g} W"
+        return awake if self.asleep_w == self.awake_w else f"{awake}, asleep {self.asleep_w:g} W"
+
+
+class Spent(NamedTuple):
+    """What a run took of GPUs."""
+
+    gpu_s: float
+    """Time of all GPUs together, in seconds."""
+    in_use_s: float
+    """The part of it in which they had jobs."""
+    active_s: float
+    """Integral of their SM activity over it, in seconds."""
+
+    def energy_j(self, power: Power) -> float:
+        """Return the energy of the run where each GPU draws so much."""
+        asleep_s = self.gpu_s - self.in_use_s
+        return (
+            power.asleep_w * asleep_s + power.awake_w * self.in_use_s + (power.full_w - power.awake_w) * self.active_s
+        )
+
+
+def spent(energy_mj: float, gpu_s: float, in_use_s: float, power: Power) -> Spent:
+    """Return what a run took, from the energy that it was reckoned to need.
+
+    Args:
+        energy_mj: Energy of the run.
+        gpu_s: Time of all of the cluster's GPUs together.
+        in_use_s: The part of it in which they had jobs.
+        power: What each GPU drew when the energy was reckoned.
+    """
+    still_j = Spent(gpu_s, in_use_s, 0.0).energy_j(power)
+    return Spent(gpu_s, in_use_s, (1e6 * energy_mj - still_j) / (power.full_w - power.awake_w))
+
+
+def fitted(runs: Mapping[str, Spent], published_mj: Mapping[str, float]) -> Power:
+    """Fit two constants, one of them with no SM active whoever has the GPU, by least squares of relative errors.
+
+    Args:
+        runs: What policies took here, by name.
+        published_mj: Energies of at least two of them.
+    """
+    rows = [(runs[name].gpu_s, runs[name].active_s, 1e6 * mj) for name, mj in published_mj.items()]
+    terms = np.array([[gpu_s / joules, active_s / joules] for gpu_s, active_s, joules in rows])
+    (idle_w, more_w), *_ = np.linalg.lstsq(terms, np.ones(len(rows)), rcond=None)
+    idle_w, full_w = round(float(idle_w), 1), round(float(idle_w + more_w), 1)
+    return Power(idle_w, idle_w, full_w)
+
+
+COLUMNS = ("network", "batch_size", "optimizer", "power_limit", "time_per_epoch", "average_power")
+SCALED = "shufflenetv2"
+"""The network whose batches fill a GPU by and by."""
+
+
+class Shares(NamedTuple):
+    """Shares of a GPU's power limit."""
+
+    awake: float
+    """With a job that does nothing at the time."""
+    full: float
+    """With all SMs active."""
+
+    def of(self, limit_w: float, asleep_w: float) -> Power:
+        """Return what a GPU draws whose limit is so many W, and which draws so many without a job."""
+        return Power(asleep_w, round(self.awake * limit_w, 1), round(self.full * limit_w, 1))
+
+
+ZEUS = {
+    "6.0": Shares(awake=0.21, full=0.67),
+    "7.0": Shares(awake=0.16, full=0.90),
+    "7.5": Shares(awake=0.25, full=0.93),
+    "8.6": Shares(awake=0.28, full=0.86),
+}
+"""As `measured` finds them, by compute capability: of the P100, the V100, the RTX 6000 and the A40."""
+MEAN = Shares(awake=0.23, full=0.84)
+"""Of the four, for GPUs of other capabilities."""
+
+
+def power_of(product: GpuProduct) -> Power:
+    """Return what a GPU draws where nothing is known of it but its product; its idle power is the datasheet's."""
+    shares = ZEUS.get(product.compute_capability, MEAN)
+    return shares.of(product.power_limit_w, product.idle_power_w)
+
+
+class Training(NamedTuple):
+    """A training at the largest power limit of its GPU."""
+
+    network: str
+    optimizer: str
+    epoch_s: float
+    share: float
+    """Mean power over the limit."""
+
+
+def measured(data: Path) -> dict[str, Shares]:
+    """Work the shares of each GPU, by its name in `zeus.GPUS`, out of Zeus' tables.
+
+    Raises:
+        DataError: A table is missing, or cannot be read.
+    """
+    return {gpu: shares_of(_read(data / file_of(gpu))) for gpu in GPUS}
+
+
+def shares_of(runs: Sequence[Training]) -> Shares:
+    """Work out the shares of one GPU.
+
+    Args:
+        runs: All of its trainings, those of `SCALED` among them at several batches.
+    """
+    scaled = [run for run in runs if run.network == SCALED]
+    fastest_s = {one.optimizer: min(r.epoch_s for r in scaled if r.optimizer == one.optimizer) for one in scaled}
+    activity = [fastest_s[run.optimizer] / run.epoch_s for run in scaled]
+    _, awake = np.polyfit(activity, [run.share for run in scaled], 1)
+    by_network = defaultdict(list)
+    for run in runs:
+        by_network[run.network].append(run.share)
+    return Shares(float(awake), max(map(fmean, by_network.values())))
+
+
+def _read(path: Path) -> list[Training]:
+    rows = read_table(path, COLUMNS, lambda row: (row, number(row, "power_limit"), number(row, "average_power")))
+    limit_w = max(limit for _, limit, _ in rows)
+    return [
+        Training(row["network"], row["optimizer"], number(row, "time_per_epoch"), power_w / limit_w)
+        for row, limit, power_w in rows
+        if limit == limit_w
+    ]

@@ -1,0 +1,83 @@
+"""Traces the simulated models again, without a GPU: `python -m carpool_simulator.trace_features`.
+
+Writes `features.json` beside this module. To be run whenever what the predictor wants to know of a step changes.
+"""
+
+import asyncio
+from pathlib import Path
+
+import click
+import msgspec
+from carpool_core.resources.features import ModelFeatures
+from carpool_core.resources.job import Training
+from carpool_core.values import Optimizer, Precision
+from carpool_predictor.cli.targets import Target, parse_shape, target_of
+from carpool_predictor.features.abstention import Abstention
+from carpool_predictor.tracing.source import SubprocessTracer, TraceLimits
+
+FILE = Path(__file__).with_name("features.json")
+CIFAR_CLASSES = {"cifar100": 100}
+LARGE_INPUTS = ("inception", "xception")
+"""Architectures that are trained on 299 x 299."""
+TRANSFORMERS = {
+    "radrm/BERT_base/Wiki/32": ("transformers/bert-base-uncased", 512),
+    "radrm/BERT_large/Wiki/8": ("transformers/bert-large-uncased", 512),
+    "radrm/xlnet_base/Wiki/8": ("transformers/xlnet-base-cased", 512),
+    "radrm/xlnet_large/Wiki/4": ("transformers/xlnet-large-cased", 512),
+    "radrm/gpt2_large/Wiki/8": ("transformers/gpt2-large", 512),
+}
+"""Hub names and tokens of a sample; the lengths are not published: 512, the most that BERT takes, for all of
+them. AdamW, as their published training scripts have it; every GPU has the published batch."""
+LIMITS = TraceLimits(timeout_s=1800, memory_mib=8192)
+
+
+def input_of(kind: str) -> tuple[str, int]:
+    """Return shape and classes of a kind's samples: `radrm/resnet50/ImageNet/64`, `lucid/ResNet18/32/0`."""
+    source, model, third, *_ = kind.split("/")
+    if source == "lucid":
+        return "3,32,32", 10
+    if third in CIFAR_CLASSES:
+        return "3,32,32", CIFAR_CLASSES[third]
+    size = 299 if any(name in model.lower() for name in LARGE_INPUTS) else 224
+    return f"3,{size},{size}", 1000
+
+
+def text_target(kind: str) -> Target:
+    """Return what to trace for a transformer of `TRANSFORMERS`."""
+    name, tokens = TRANSFORMERS[kind]
+    training = Training(batch_size=int(kind.rpartition("/")[2]), optimizer=Optimizer.ADAMW, precision=Precision.FP32)
+    return target_of(name, [tokens], None, training)
+
+
+def image_target(kind: str, known: ModelFeatures) -> Target:
+    """Return what to trace for a CNN: the training that its features are of."""
+    shape, classes = input_of(kind)
+    batch = known.steps[-1].batch_size
+    training = Training(batch_size=batch, optimizer=known.optimizer, precision=known.precision)
+    return target_of(known.name, parse_shape(shape), classes, training)
+
+
+async def traced(target: Target) -> ModelFeatures | Abstention:
+    """Trace, but where the store has the answer."""
+    return target if isinstance(target, ModelFeatures) else await SubprocessTracer(LIMITS).run(target)
+
+
+@click.command(help=__doc__)
+@click.option("--only", default="", help="Only kinds that begin so.")
+def main(only: str) -> None:
+    """Trace every kind that the file has, and write it again after each."""
+    found = msgspec.json.decode(FILE.read_bytes(), type=dict[str, ModelFeatures])
+    for kind in [*found, *(TRANSFORMERS.keys() - found.keys())]:
+        if not kind.startswith(only):
+            continue
+        target = text_target(kind) if kind in TRANSFORMERS else image_target(kind, found[kind])
+        features = asyncio.run(traced(target))
+        if isinstance(features, Abstention):
+            raise click.ClickException(f"{kind}: {features.message}")
+        found[kind] = features
+        FILE.write_bytes(msgspec.json.encode(found, order="sorted") + b"\n")
+        click.echo(f"{kind}: {features.steps[-1].reserved_bytes:,} bytes reserved")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,286 @@
+"""What is simulated: jobs as they truly are, what is predicted of them, and the GPUs they run on."""
+
+import csv
+import itertools
+import math
+import random
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from carpool_core.resources.node import Device
+from carpool_core.resources.prediction import Prediction
+from carpool_core.values import GpuUuid, SharingMode
+from carpool_predictor.prediction.estimator import Job
+from numpy.typing import NDArray
+
+from carpool_simulator.power import Power
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """What a job does on a GPU of its own, as measured; no deciding model had a part in it."""
+
+    kind: str
+    """What it trains, with its batch size: two jobs of one kind are alike."""
+    memory_mib: int
+    """Peak memory on each of its GPUs."""
+    util: float
+    """Share of time in which some kernel runs (nvidia-smi), 0..1."""
+    sm: float
+    """Mean share of SMs with work, 0..1."""
+    dram: float
+    """Share of memory cycles in use, 0..1."""
+    product: str
+    """GPU product on which it was measured, by NVML's name."""
+    model: str = ""
+    """The model alone: kinds of one model differ in batch size and precision."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimJob:
+    """One job of a workload."""
+
+    name: str
+    arrival_s: float
+    """When it is submitted, in seconds after the start."""
+    work_s: float
+    """How long it runs alone, in seconds."""
+    gpus: int
+    """GPUs of one worker."""
+    truth: Truth
+    prediction: Prediction | None
+    """What the shipped predictor said; None where it abstained."""
+    workers: int = 1
+    """A gang: all start together or none does."""
+    asked: Job | None = None
+    """What the predictor is asked about, for those who learn; None where nothing can be learned."""
+    steps: int | None = None
+    """Steps of its training, where its user says how many."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pool:
+    """Measured slowdowns of pairs, one of each of the two jobs."""
+
+    busy: NDArray[np.float64]
+    """(slowdowns, 2) How busy the one that is slowed is alone, and the other, 0..1."""
+    slowdowns: NDArray[np.float64]
+    """(slowdowns,) At least 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A GPU that fails, with all that runs on it."""
+
+    gpu: GpuUuid
+    at_s: float
+    lasts_s: float
+    """Time until it takes jobs again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Jobs and the cluster that runs them."""
+
+    name: str
+    title: str
+    jobs: Sequence[SimJob]
+    """Ascending by arrival."""
+    nodes: Mapping[str, Sequence[Device]]
+    assumptions: Sequence[str]
+    """What the published text leaves open, and what is assumed here."""
+    power: Power | None = None
+    """What each GPU draws where that is not what is usual of its product."""
+    failures: Sequence[Failure] = ()
+    fragmented: float = 0.0
+    """Share of a GPU's memory that nobody can have where several share it: pieces that their allocators leave, 0..1."""
+    behind_mps: Pool | None = None
+    """Pairs whose slowdowns tenants of MPS have, by SM activity; where None those that were measured by turns."""
+    until_s: float = math.inf
+    """When watching ends, whoever runs or waits then, in seconds after the start."""
+    notes: Sequence[str] = ()
+    """What of the input is odd, and what was made of it; said before anything runs."""
+    shown: Sequence[str] = ()
+    """Names of the figures that its table shows; the usual ones where there are none."""
+
+
+Draw = Callable[[Path, int], Workload]
+"""Draws a workload from the folder of measurements and a seed."""
+
+
+class WorkloadError(ValueError):
+    """A trace, a cluster file or a data folder is unusable; says what was expected, what was found, what to do."""
+
+
+def utilization(tenants: Sequence[Truth], slowdowns: Sequence[float]) -> float:
+    """Return the share of time in which some tenant's kernel runs, 0..1.
+
+    A GPU rests where all rest, each as it would alone: slowed down, a job's kernels take longer, not its pauses. More
+    than the work that is done, which their slowdowns tell, nobody is credited with.
+    """
+    resting = math.prod(1.0 - one.util for one in tenants)
+    done = sum(one.util / slowdown for one, slowdown in zip(tenants, slowdowns, strict=True))
+    return min(1.0 - resting, done)
+
+
+def sm_activity(mode: SharingMode, tenants: Sequence[Truth], slowdowns: Sequence[float], busy: float) -> float:
+    """Return the share of SMs with work, 0..1.
+
+    Where tenants take turns, one kernel at a time has SMs, so that the time that is busy counts, with as many SMs as
+    its owners use while they are. Otherwise their kernels run at once, and what each does adds up.
+
+    Args:
+        mode: How they share the GPU.
+        tenants: What each does alone.
+        slowdowns: Of each.
+        busy: Utilization of the GPU, 0..1.
+    """
+    active = sum(one.sm / slowdown for one, slowdown in zip(tenants, slowdowns, strict=True))
+    if mode is SharingMode.TIME_SLICING and active:
+        active *= busy / sum(one.util / slowdown for one, slowdown in zip(tenants, slowdowns, strict=True))
+    return min(1.0, active)
+
+
+NEIGHBOURS = 8
+
+
+class MeasuredPairs:
+    """Slowdowns of tenants of one GPU, and how busy they keep it.
+
+    Args:
+        folder: Where `solo_rtx3090.csv` and `colocate_rtx3090.csv` of Lucid lie.
+        seed: Draws among equally near pairs.
+        behind_mps: Pairs that MPS tenants answer to; Lucid's where None.
+    """
+
+    def __init__(self, folder: Path, seed: int = 0, behind_mps: Pool | None = None) -> None:
+        solo = {_key(row, ""): float(row["gpu_util"]) / 100 for row in _read(folder / "solo_rtx3090.csv")}
+        points, found = [], []
+        self._exact: dict[tuple[str, str], float] = {}
+        self._busy: dict[tuple[str, str], float] = {}
+        for row in _read(folder / "colocate_rtx3090.csv"):
+            one, two = _key(row, "1"), _key(row, "2")
+            if one not in solo or two not in solo:
+                continue
+            for mine, other, speed in ((one, two, row["speed1"]), (two, one, row["speed2"])):
+                slowdown = max(1.0, 1.0 / max(0.05, float(speed)))
+                self._exact[mine, other] = slowdown
+                self._busy[mine, other] = float(row["gpu_util"]) / 100
+                points.append((solo[mine], solo[other]))
+                found.append(slowdown)
+        self._by_turns, self._seed = Pool(np.array(points), np.array(found)), seed
+        self._behind_mps = behind_mps or self._by_turns
+        self._known: dict[tuple[str, str, bool], float] = {}
+
+    def slowdowns(self, mode: SharingMode, tenants: Sequence[Truth]) -> list[float]:
+        """Return each tenant's true slowdown, at least 1."""
+        if len(tenants) == 1 or mode in (SharingMode.EXCLUSIVE, SharingMode.MIG):
+            return [1.0] * len(tenants)
+        wait_for = mode is SharingMode.TIME_SLICING
+        busy = [t.util if wait_for else t.sm for t in tenants]
+        pair = {
+            (i, j): self._pair(one, other, wait_for)
+            for (i, one), (j, other) in itertools.permutations(enumerate(tenants), 2)
+        }
+        added = [1.0 + sum(pair[i, j] - 1.0 for j in range(len(tenants)) if j != i) for i in range(len(tenants))]
+        load = sum(b / s for b, s in zip(busy, added, strict=True))
+        most = max(
+            busy[i] / pair[i, j] + busy[j] / pair[j, i]
+            if wait_for and (tenants[i].kind, tenants[j].kind) in self._exact
+            else 1.0
+            for i, j in pair
+        )
+        return [s * max(1.0, load / max(1.0, most)) for s in added]
+
+    def utilization(self, mode: SharingMode, tenants: Sequence[Truth], slowdowns: Sequence[float]) -> float:
+        """Return the share of time in which the GPU is busy, 0..1: as measured of a pair, else as composed.
+
+        A worker that waits for others of its gang on another GPU is slower than its pair was.
+        """
+        if len(tenants) == 2 and mode is SharingMode.TIME_SLICING:
+            found = self._busy.get((tenants[0].kind, tenants[1].kind))
+            if found is not None and list(slowdowns) == self.slowdowns(mode, tenants):
+                return found
+        return utilization(tenants, slowdowns)
+
+    def _pair(self, one: Truth, other: Truth, wait_for: bool) -> float:
+        key = (one.kind, other.kind, wait_for)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._look_up(one, other, wait_for)
+        return found
+
+    def _look_up(self, one: Truth, other: Truth, wait_for: bool) -> float:
+        if wait_for and (one.kind, other.kind) in self._exact:
+            return self._exact[one.kind, other.kind]
+        wanted = (one.util, other.util) if wait_for else (one.sm, other.sm)
+        pool = self._by_turns if wait_for else self._behind_mps
+        distance = ((pool.busy - wanted) ** 2).sum(axis=1)
+        near = np.argpartition(distance, NEIGHBOURS)[:NEIGHBOURS]
+        draw = zlib.crc32(f"{self._seed}/{one.kind}/{other.kind}".encode()) % NEIGHBOURS
+        return float(np.sort(pool.slowdowns[near])[draw])
+
+
+def _key(row: dict[str, str], which: str) -> str:
+    return f"lucid/{row['model' + which]}/{row['batchsize' + which]}/{row['amp' + which]}"
+
+
+def _read(path: Path) -> list[dict[str, str]]:
+    if not path.is_file():
+        raise WorkloadError(f"expected Lucid's measurements at {path}, found no file; set CARPOOL_DATA")
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+REPAIR_S = 3600.0
+"""Mean time until a GPU that failed takes jobs again, in seconds; an assumption: a reset, or another node."""
+
+
+def with_failures(workload: Workload, mean_hours: float, seed: int) -> Workload:
+    """Let the GPUs of a workload fail.
+
+    Args:
+        workload: What is simulated.
+        mean_hours: Mean time between two failures of one GPU, in hours; exponentially distributed.
+        seed: Draws them.
+    """
+    draw = random.Random(f"failures/{seed}")  # noqa: S311  # a simulation, no secret
+    span_s = _span_s(workload)
+    failures = []
+    for device in _devices(workload):
+        at_s = draw.expovariate(1 / (3600 * mean_hours))
+        while at_s < span_s:
+            lasts_s = draw.expovariate(1 / REPAIR_S)
+            failures.append(Failure(device, at_s, lasts_s))
+            at_s += lasts_s + draw.expovariate(1 / (3600 * mean_hours))
+    told = f"Each GPU fails every {mean_hours:g} hours on average, and is back after one; its jobs begin again."
+    return replace(
+        workload, failures=sorted(failures, key=lambda one: one.at_s), assumptions=(*workload.assumptions, told)
+    )
+
+
+def _devices(workload: Workload) -> list[GpuUuid]:
+    return [device.uuid for devices in workload.nodes.values() for device in devices]
+
+
+def _span_s(workload: Workload) -> float:
+    """A time by which everything has ended, even one job after the other on half of the GPUs."""
+    work_s = sum(job.work_s * job.gpus * job.workers for job in workload.jobs)
+    gpus = sum(len(devices) for devices in workload.nodes.values())
+    return max(job.arrival_s for job in workload.jobs) + 4 * work_s / gpus
+
+
+def in_pieces(draw: Draw, share: float) -> Draw:
+    """Let several tenants of a GPU lose a share of its memory, 0..1; what draws workloads stays as it is at 0."""
+    if not share:
+        return draw
+
+    def drawn(data: Path, seed: int) -> Workload:
+        found = draw(data, seed)
+        told = f"Several tenants of a GPU lose {share:.0%} of its memory in pieces, which no decision knows."
+        return replace(found, fragmented=share, assumptions=(*found.assumptions, told))
+
+    return drawn

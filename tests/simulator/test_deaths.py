@@ -1,0 +1,119 @@
+"""Jobs that die of memory or with their GPU, and jobs that no GPU can hold."""
+
+from dataclasses import replace
+
+import pytest
+from carpool_core.values import GpuUuid
+from carpool_simulator.engine import DEATHS, LOADED_S, Simulation
+from carpool_simulator.strategy import Knowledge, Strategy
+from carpool_simulator.sweep import figures_of
+from carpool_simulator.truth import Failure, with_failures
+from msgspec import structs
+from simulated_world import ALONE, CARPOOL, LEARNS, NoSlowdown, ends, job, truth, workload
+
+
+def test_a_job_beyond_its_limit_dies_is_raised_and_succeeds():
+    small = truth(1000, kind="a")
+    outcome = Simulation(workload(job("a", of=truth(1400, kind="a"), told=small)), CARPOOL, NoSlowdown()).run()
+    assert outcome.ooms == 1
+    assert ends(outcome) == {"a": LOADED_S + 100.0}
+
+
+def test_whoever_allocates_last_dies_where_nothing_limits_memory_and_recovers_alone():
+    blind = Strategy("blind", "round-robin")
+    outcome = Simulation(workload(job("a", of=truth(6000)), job("b", of=truth(6000))), blind, NoSlowdown()).run()
+    assert outcome.ooms == 1
+    assert ends(outcome) == {"a": 100.0, "b": 200.0}
+
+
+def test_memory_in_pieces_kills_who_would_have_fitted_beside_others_and_nobody_alone():
+    jobs = workload(job("a", of=truth(4900)), job("b", of=truth(4900)))
+    assert Simulation(jobs, CARPOOL, NoSlowdown()).run().ooms == 0
+    pieces = Simulation(replace(jobs, fragmented=0.05), CARPOOL, NoSlowdown()).run()
+    assert pieces.ooms == 1
+    assert len(pieces.finished) == 2
+    alone = workload(job("a", of=truth(9900)))
+    assert Simulation(replace(alone, fragmented=0.05), CARPOOL, NoSlowdown()).run().ooms == 0
+
+
+def test_a_gpu_that_fails_takes_its_jobs_with_it_and_comes_back():
+    jobs = replace(workload(job("a"), job("b")), failures=[Failure(GpuUuid("GPU-0"), at_s=50.0, lasts_s=10.0)])
+    outcome = Simulation(jobs, CARPOOL, NoSlowdown()).run()
+    assert outcome.killed == 2
+    assert outcome.ooms == 0
+    assert ends(outcome) == {"a": 160.0, "b": 160.0}
+
+
+@pytest.mark.parametrize(
+    "hopeless",
+    [job("gang", workers=3), replace(job("wide"), gpus=2)],
+    ids=["too few GPUs", "too few on each node"],
+)
+def test_a_job_that_can_never_run_does_not_stretch_the_time_that_is_looked_at(hopeless):
+    """Regression: failures after the last job's end counted as time in which the GPUs stood idle."""
+    late = [Failure(GpuUuid("GPU-0"), at_s=1000.0, lasts_s=10.0)]
+    jobs = workload(job("a", 10.0, of=truth(util=0.5)), hopeless, gpus=2)
+    first, second = jobs.nodes["n"]
+    jobs = replace(jobs, nodes={"n": [first], "m": [second]}, failures=late)
+    for strategy in (CARPOOL, replace(CARPOOL, measure=True)):
+        outcome = Simulation(jobs, strategy, NoSlowdown()).run()
+        assert ends(outcome) == {"a": 10.0}
+        assert outcome.unplaced == 1
+        assert outcome.span_s == outcome.utilization[-1][0] == 10.0
+        assert figures_of(outcome).utilization_percent == pytest.approx(25.0)
+
+
+@pytest.mark.parametrize("strategy", [CARPOOL, LEARNS, ALONE, Strategy("blind", "round-robin")], ids=lambda s: s.name)
+def test_a_job_that_needs_more_memory_than_any_gpu_has_dies_until_it_is_given_up(strategy):
+    """Regression: it was tried again without end; then the engine dropped it by a truth that no strategy knows."""
+    huge = job("huge", of=truth(10_001, kind="huge"), told=truth(1_000, kind="huge"))
+    outcome = Simulation(workload(huge, job("a", 100.0, 1000.0)), strategy, NoSlowdown()).run()
+    assert (outcome.unplaced, outcome.ooms, ends(outcome)) == (1, DEATHS, {"a": 1100.0})
+
+
+@pytest.mark.parametrize(
+    ("trusted", "ended"),
+    [
+        pytest.param(False, {"large": 100.0, "a": 200.0}, id="alone, as its median fits"),
+        pytest.param(True, {"a": 100.0}, id="refused, as its median does not"),
+    ],
+)
+@pytest.mark.parametrize("strategy", [CARPOOL, LEARNS], ids=lambda s: s.name)
+def test_a_bound_beyond_the_gpu_is_the_predictors_and_placements_to_judge(strategy, trusted, ended):
+    """Regression: here such a job ran alone in any case, while a cluster refused it where its median did not fit."""
+    large = job("large", of=truth(9_000, kind="large"), told=truth(10_001, kind="large"))
+    one = large.prediction.products[0]
+    memory = structs.replace(one.memory, trusted=trusted)
+    prediction = structs.replace(large.prediction, products=[structs.replace(one, memory=memory)])
+    jobs = workload(replace(large, prediction=prediction), job("a", 100.0))
+    outcome = Simulation(jobs, strategy, NoSlowdown()).run()
+    assert (ends(outcome), outcome.ooms, outcome.unplaced) == (ended, 0, 2 - len(ended))
+
+
+def test_an_oracle_never_tries_what_no_gpu_holds():
+    oracle = replace(CARPOOL, knowledge=Knowledge.TRUTH)
+    outcome = Simulation(workload(job("huge", of=truth(10_001)), job("a")), oracle, NoSlowdown()).run()
+    assert (outcome.unplaced, outcome.ooms, ends(outcome)) == (1, 0, {"a": 100.0})
+
+
+def test_a_job_that_only_ever_gets_a_gpu_too_small_for_it_is_given_up():
+    """Regression: it was given the first GPU without end, though the other one was larger."""
+    jobs = workload(job("large", 100.0, of=truth(9_000), told=truth(1_000)), gpus=2)
+    first, second = jobs.nodes["n"]
+    jobs = replace(jobs, nodes={"n": [structs.replace(first, memory_mib=5_000), second]})
+    outcome = Simulation(jobs, replace(CARPOOL, policy="first-fit"), NoSlowdown()).run()
+    assert (outcome.unplaced, outcome.ooms, ends(outcome)) == (1, DEATHS, {})
+    assert outcome.span_s == DEATHS * LOADED_S
+
+
+def test_failures_overlap_without_reviving_a_gpu_too_early():
+    failures = [Failure(GpuUuid("GPU-0"), 50.0, 100.0), Failure(GpuUuid("GPU-0"), 60.0, 10.0)]
+    outcome = Simulation(replace(workload(job("a")), failures=failures), CARPOOL, NoSlowdown()).run()
+    assert ends(outcome) == {"a": 250.0}
+
+
+def test_failures_are_drawn_by_the_seed():
+    jobs = workload(job("a", 36_000.0))
+    assert with_failures(jobs, 1.0, 3).failures == with_failures(jobs, 1.0, 3).failures
+    assert with_failures(jobs, 1.0, 3).failures != with_failures(jobs, 1.0, 4).failures
+    assert "fails every 1 hours" in with_failures(jobs, 1.0, 3).assumptions[-1]

@@ -1,0 +1,71 @@
+"""What a simulation learns from jobs that ran, and on which samples models were traced."""
+
+from dataclasses import replace
+
+import pytest
+from carpool_core.resources.node import Device
+from carpool_core.values import GpuUuid, SharingMode
+from carpool_simulator.engine import Simulation
+from carpool_simulator.profiles import job_of, prediction_of
+from carpool_simulator.trace_features import input_of
+from carpool_simulator.truth import SimJob
+from simulated_world import A100, CARPOOL, LEARNS, NoSlowdown, ends, truth, workload
+
+RESNET = "radrm/resnet18/cifar100/64"
+
+
+def traced(name, over=1.0, at_s=0.0, work_s=1000.0, kind=RESNET, product=A100, **changes):
+    """A job whose features were traced, and which truly takes so many times the bound that is predicted."""
+    prediction = prediction_of(kind, product)
+    memory = round(over * prediction.products[0].memory.upper_mib)
+    of = truth(memory, 0.1, kind=kind, model=kind.rpartition("/")[0], product=product)
+    return SimJob(name, at_s, work_s, 1, of, prediction, asked=job_of(kind), **changes)
+
+
+def test_what_ran_tells_of_the_next_of_its_kind():
+    jobs = workload(*(traced(f"j{i}", 1.2, 2000.0 * i) for i in range(3)))
+    assert Simulation(jobs, CARPOOL, NoSlowdown()).run().ooms == 3
+    assert Simulation(jobs, LEARNS, NoSlowdown()).run().ooms == 1
+
+
+def test_nothing_is_revealed_before_it_ran():
+    """Both come at once: neither knows of the other; the third knows of both."""
+    jobs = workload(traced("a", 1.2), traced("b", 1.2), traced("c", 1.2, 2000.0))
+    assert Simulation(jobs, LEARNS, NoSlowdown()).run().ooms == 2
+
+
+def test_jobs_run_alone_where_nothing_was_measured_until_some_were():
+    names = ("resnet18", "resnet34", "efficientnet_b0", "mobilenetv3_small", "resnet18")
+    kinds = [f"radrm/{name}/cifar100/32" for name in names]
+    jobs = [traced(f"j{i}", 0.8, 200.0 * i, kind=kind, product="Tesla T4") for i, kind in enumerate(kinds)]
+    at_work = replace(workload(*jobs), nodes=t4_nodes(4))
+    shares = ends(Simulation(at_work, replace(LEARNS, strict=False), NoSlowdown()).run())
+    assert shares == {f"j{i}": 200.0 * i + 1000.0 for i in range(5)}
+    learned = Simulation(at_work, LEARNS, NoSlowdown()).run()
+    assert ends(learned) == shares, "the last two share a GPU, because three jobs were measured by then"
+    few = replace(at_work, nodes=t4_nodes(2), jobs=at_work.jobs[:3])
+    assert ends(Simulation(few, LEARNS, NoSlowdown()).run())["j2"] == 2000.0, "nobody joins those that run alone"
+    assert ends(Simulation(few, replace(LEARNS, strict=False), NoSlowdown()).run())["j2"] == 1400.0
+
+
+def t4_nodes(gpus):
+    modes = [SharingMode.EXCLUSIVE, SharingMode.TIME_SLICING, SharingMode.MPS]
+    return {
+        "n": [
+            Device(uuid=GpuUuid(f"GPU-{i}"), index=i, product="Tesla T4", memory_mib=15_360, modes=modes)
+            for i in range(gpus)
+        ]
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("radrm/Xception/ImageNet/64", ("3,299,299", 1000)),
+        ("radrm/vgg16/ImageNet/64", ("3,224,224", 1000)),
+        ("radrm/resnet18/cifar100/32", ("3,32,32", 100)),
+        ("lucid/ResNet18/64/1", ("3,32,32", 10)),
+    ],
+)
+def test_models_are_traced_on_the_samples_of_their_data(kind, expected):
+    assert input_of(kind) == expected

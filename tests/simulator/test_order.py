@@ -1,0 +1,176 @@
+"""The queue by predicted lengths, by the steps that jobs say they have: the longest first, or by turns."""
+
+from dataclasses import replace
+
+import pytest
+from carpool_core.durations import DURATION_BUCKETS
+from carpool_extender.queue.order import WINDOW_S, End, QueueOrder, Ticket, turn
+from carpool_simulator.engine import Simulation
+from carpool_simulator.hotcloud import hotcloud, step_times
+from carpool_simulator.information import Stage
+from carpool_simulator.radrm import radrm, steps_of
+from carpool_simulator.strategy import Piece
+from carpool_simulator.waiting import Entry, Waiting
+from hypothesis import given
+from hypothesis import strategies as st
+from simulated_world import CARPOOL, NoSlowdown, job, truth, workload
+
+FULL = truth(6000)
+"""Two of them do not fit on one GPU."""
+LONGEST_FIRST = replace(CARPOOL, order=QueueOrder.LONGEST_FIRST)
+BY_TURNS = replace(CARPOOL, order=QueueOrder.ALTERNATE)
+DAY = 86_400
+
+
+def order(*jobs, strategy=LONGEST_FIRST):
+    outcome = Simulation(workload(*jobs), strategy, NoSlowdown()).run()
+    return [one.job.name for one in outcome.finished]
+
+
+def test_of_those_that_wait_the_one_of_the_most_steps_starts_first_whatever_it_truly_takes():
+    jobs = [
+        job("running", 50.0, of=FULL, steps=1),
+        job("short", 500.0, of=FULL, steps=1_000),
+        job("long", 5.0, of=FULL, steps=1_000_000),
+        job("middling", 50.0, of=FULL, steps=30_000),
+    ]
+    assert order(*jobs) == ["long", "middling", "short", "running"]
+    assert order(*jobs, strategy=CARPOOL) == ["running", "short", "long", "middling"]
+
+
+def test_jobs_of_about_the_same_length_keep_the_order_of_their_arrival():
+    jobs = [
+        job("first", of=FULL, steps=10_000),
+        job("second", of=FULL, steps=10_100),
+        job("third", of=FULL, steps=9990),
+    ]
+    assert order(*jobs) == ["first", "second", "third"]
+
+
+def test_who_does_not_say_how_many_steps_there_are_counts_as_an_hour():
+    jobs = [job("minutes", of=FULL, steps=300), job("unknown", of=FULL), job("day", of=FULL, steps=86_400)]
+    assert order(*jobs) == ["day", "unknown", "minutes"]
+
+
+def test_of_those_that_came_together_the_longest_and_the_shortest_take_turns():
+    told = {"c": 3600, "a": 60, "e": DAY, "b": 600, "d": 10 * 3600}
+    jobs = [job(name, of=FULL, steps=steps) for name, steps in told.items()]
+    assert order(*jobs, strategy=BY_TURNS) == ["e", "a", "d", "b", "c"]
+    apart = [job(one.name, of=truth(6000, kind=one.name), steps=one.steps) for one in jobs]
+    assert order(*apart, strategy=BY_TURNS) == ["e", "a", "d", "b", "c"], "of kinds that are decided one by one, too"
+
+
+def test_who_came_ten_minutes_later_waits_for_all_before_and_takes_turns_with_its_own():
+    jobs = [
+        job("running", 2 * WINDOW_S, of=FULL, steps=60),
+        job("short", of=FULL, arrival_s=1.0, steps=60),
+        job("long", of=FULL, arrival_s=WINDOW_S - 1, steps=3600),
+        job("later, short", of=FULL, arrival_s=WINDOW_S, steps=60),
+        job("later, middling", of=FULL, arrival_s=WINDOW_S + 1, steps=3600),
+        job("later, long", of=FULL, arrival_s=WINDOW_S + 2, steps=DAY),
+    ]
+    expected = ["running", "short", "long", "later, short", "later, long", "later, middling"]
+    assert order(*jobs, strategy=BY_TURNS) == expected, "the end changes with everybody who starts"
+
+
+def test_true_durations_and_policies_that_start_with_the_largest_sort_the_queue_alone():
+    jobs = [job("a", 10.0, of=FULL, steps=DAY), job("b", 30.0, of=FULL, steps=60), job("c", 20.0, of=FULL)]
+    assert order(*jobs, strategy=replace(BY_TURNS, told=frozenset({Piece.DURATIONS}))) == ["b", "c", "a"]
+    jobs = [job(name, of=truth(6000, util), steps=steps) for name, util, steps in (("a", 0.2, DAY), ("b", 0.9, 10))]
+    assert order(*jobs, strategy=replace(BY_TURNS, policy="first-fit-decreasing")) == ["b", "a"]
+    assert order(*jobs, strategy=BY_TURNS) == ["a", "b"]
+
+
+def tickets(rungs):
+    one = st.tuples(st.integers(0, 1), st.integers(0, 3).map(lambda n: 0.4 * n * WINDOW_S), rungs)
+    return st.lists(one, max_size=12).map(lambda many: [Ticket(*each, n) for n, each in enumerate(many)])
+
+
+def started(found, kinds, order, headroom=()):
+    """Return the numbers of jobs as they start, of which so many have room each time; kinds are decided alike."""
+    waiting, begun = Waiting(order, in_order=False), []
+    for ticket in found:
+        alike = (ticket.urgency, ticket.number % kinds)
+        waiting.add(alike, Entry(ticket, job(f"j{ticket.number}"), Stage()))
+    left = 0
+
+    def start(entry):
+        nonlocal left
+        if not left:
+            return False
+        left -= 1
+        begun.append(entry.ticket.number)
+        return True
+
+    for freed, room in enumerate((*headroom, len(found))):
+        left = room
+        waiting.place(freed, start)
+    assert len(waiting) == 0
+    return begun
+
+
+@given(tickets(st.just(5)), st.integers(1, 4))
+def test_of_equal_lengths_the_order_is_that_of_arrival(found, kinds):
+    assert started(found, kinds, QueueOrder.ALTERNATE) == started(found, kinds, QueueOrder.ARRIVAL)
+
+
+@given(
+    tickets(st.integers(0, DURATION_BUCKETS - 1)),
+    st.integers(1, 4),
+    st.lists(st.integers(0, 4)),
+    st.sampled_from(QueueOrder),
+)
+def test_each_that_starts_is_the_first_of_all_that_wait_at_its_end(found, kinds, headroom, order):
+    left, expected, end = list(found), [], End.LONGEST
+    while left:
+        first = min(left, key=lambda one: turn(one, order, end))  # called at once
+        left.remove(first)
+        expected.append(first.number)
+        end = end.other
+    assert started(found, kinds, order, headroom) == expected
+
+
+def test_who_finds_no_room_changes_no_end():
+    longest, shortest, middling = (Ticket(0, 0.0, rung, number) for number, rung in enumerate((9, 1, 5)))
+    waiting, tried = Waiting(QueueOrder.ALTERNATE, in_order=False), []
+    for one in (longest, shortest, middling):
+        waiting.add(one.number, Entry(one, job(f"j{one.number}"), Stage()))
+
+    def start(entry):
+        tried.append(entry.ticket)
+        return entry.ticket is middling
+
+    waiting.place(0, start)
+    assert tried == [longest, middling, shortest], "who was refused is not tried again before something is free"
+    tried.clear()
+    waiting.place(1, start)
+    assert tried == [shortest, longest], "the other end is next"
+
+
+def test_steps_come_from_measured_step_times_and_lengths_from_predicted_ones(published):
+    measured_s = step_times(published)
+    jobs = hotcloud(published, 0).jobs
+    assert [one.steps * measured_s[one.truth.kind] for one in jobs] == pytest.approx(
+        [one.work_s for one in jobs], rel=0.02
+    )
+    told = {one.truth.kind: one.prediction.products[0].step_time_seconds.median for one in jobs if one.prediction}
+    assert len(told) == len(measured_s) == 18
+    assert all(2 < measured_s[kind] / step_s < 8 for kind, step_s in told.items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "epochs", "steps"),
+    [
+        pytest.param("radrm/resnet50/ImageNet/128", 1, 10_010, id="the last batch is not full"),
+        pytest.param("radrm/resnet18/cifar100/32", 20, 31_260, id="several epochs"),
+        pytest.param("radrm/BERT_base/Wiki/32", 1, None, id="the size of the text is not published"),
+    ],
+)
+def test_steps_of_rad_rm_come_from_the_sizes_of_datasets(kind, epochs, steps):
+    assert steps_of(kind, epochs) == steps
+
+
+def test_tasks_on_images_say_how_many_steps_they_have(published):
+    jobs = radrm(published, 0, 60).jobs
+    assert {one.steps is None for one in jobs if "/Wiki/" in one.truth.kind} == {True}
+    assert {one.steps is None for one in jobs if "/Wiki/" not in one.truth.kind} == {False}

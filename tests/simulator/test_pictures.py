@@ -1,0 +1,153 @@
+"""Pictures of a contest: whose they are, that lines and bars can be told apart, and that none of another run stays."""
+
+import pytest
+from carpool_simulator.commands import simulate
+from carpool_simulator.reports.pictures import MOST_TOGETHER, completion, draw, gantt, remove, style, utilization
+from carpool_simulator.sweep import DEFAULT, contest, named
+from click.testing import CliRunner
+from simulated_world import CARPOOL, job, workload
+
+NONE_FREE = ("--policy", "best-fit", "--least-free-mib", "999999999")
+
+
+@pytest.fixture
+def line(data):
+    """One job of a kind after the other on one GPU."""
+    jobs = [job("a"), job("b")]
+    return contest(lambda _: workload(*jobs), named("exclusive", CARPOOL), 1, data, lambda _: None)[0]
+
+
+def simulated(data, *arguments):
+    return CliRunner().invoke(simulate, ["--data", str(data), "--out", str(data / "out"), "--seeds", "1", *arguments])
+
+
+def test_lines_differ_in_colour_or_dash():
+    """Regression: the eleventh had the first one's colour."""
+    assert len({style(number) for number in range(80)}) == 80
+    assert len({style(number).colour for number in range(20)}) == 20
+
+
+@pytest.mark.parametrize("picture", [utilization, completion])
+def test_the_first_line_and_carpools_lie_on_top_of_the_others_and_are_thicker(line, picture):
+    shown = [(name, line.example) for name in ("slot-based", "other", DEFAULT, "best-fit", "least-slowdown")]
+    drawn = {one.get_label(): one for one in picture("x", shown).axes[0].get_lines()}
+    own = {"slot-based", DEFAULT, "least-slowdown"}
+    others = [drawn[name] for name in drawn.keys() - own]
+    assert len(others) == 2
+    for name in own:
+        assert drawn[name].get_linewidth() > max(one.get_linewidth() for one in others)
+        assert drawn[name].get_zorder() > max(one.get_zorder() for one in others)
+
+
+@pytest.mark.parametrize("picture", [utilization, completion])
+def test_of_many_strategies_each_has_a_chart_with_the_first_and_all_others_behind(line, picture):
+    """Regression: eleven policies lay on top of each other."""
+    names = ["exclusive", *(f"policy-{number}" for number in range(1, MOST_TOGETHER + 1))]
+    figure = picture("x", [(name, line.example) for name in names])
+    labelled = [[one.get_label() for one in axes.get_lines() if one.get_label() in names] for axes in figure.axes]
+    assert labelled == [["exclusive", name] for name in names[1:]]
+    for axes in figure.axes:
+        *behind, first, own = axes.get_lines()
+        assert len(behind) == MOST_TOGETHER
+        assert own.get_linewidth() > first.get_linewidth()
+        assert first.get_color() != own.get_color()
+        assert len({one.get_color() for one in behind} - {first.get_color(), own.get_color()}) == 1
+
+
+@pytest.mark.parametrize(("longest_s", "scale"), [(400.0, "linear"), (40_000.0, "log")])
+def test_times_that_lie_far_apart_are_told_by_their_logarithms(data, longest_s, scale):
+    jobs = [*(job(f"short-{i}") for i in range(3)), job("long", longest_s)]
+    found = contest(lambda _: workload(*jobs, gpus=4), named("exclusive", CARPOOL), 1, data, lambda _: None)[0]
+    assert completion("x", [("exclusive", found.example)]).axes[0].get_xscale() == scale
+
+
+def test_titles_say_of_which_workload_strategy_and_seed_a_picture_is(line):
+    shown = [("exclusive", line.example)]
+    both = [picture("x", shown).get_suptitle() for picture in (utilization, completion)]
+    assert [gantt("x", *shown[0]).axes[0].get_title(), *both] == [
+        "x, exclusive, seed 0: the attempts that succeeded",
+        "x: how busy the GPUs are, seed 0",
+        "x: how long jobs take, seed 0",
+    ]
+
+
+def test_bars_have_an_edge_of_another_colour(line):
+    """Regression: jobs of one kind that followed each other looked like one."""
+    bars = gantt("x", "exclusive", line.example).axes[0].collections
+    assert len(bars) == 2
+    for bar in bars:
+        assert bar.get_linewidth()[0] > 0
+        assert bar.get_edgecolor().tolist() != bar.get_facecolor().tolist()
+
+
+def ran_kinds(number, data):
+    jobs = [job(f"kind-{one:02}") for one in range(number)]
+    run = contest(lambda _: workload(*jobs), named("exclusive", CARPOOL), 1, data, lambda _: None)[0]
+    return gantt("x", "exclusive", run.example)
+
+
+def test_who_ran_where_has_a_legend_of_the_kinds_in_their_colours(data):
+    """Regression: nobody could tell which colour was which kind."""
+    figure = ran_kinds(20, data)
+    (legend,) = figure.legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names == [f"kind-{one:02}" for one in range(20)]
+    bars = figure.axes[0].collections  # one after the other, as their kinds are sorted
+    told = [square.get_facecolor() for square in legend.get_patches()]
+    assert told == [tuple(bar.get_facecolor()[0]) for bar in bars]
+    assert len(set(told)) == 20
+    assert figure.axes[0].get_xlabel() == "minutes; a colour is a kind of job"
+
+
+def test_of_more_kinds_than_colours_there_is_no_legend_and_it_is_said_that_they_begin_again(data):
+    figure = ran_kinds(21, data)
+    assert not figure.legends
+    assert figure.axes[0].get_xlabel() == (
+        "minutes; a colour is a kind of job, of which there are 21: beyond 20 the colours begin again"
+    )
+
+
+def test_pictures_of_an_earlier_run_go_and_those_of_other_workloads_stay(tmp_path):
+    ours, others = {"x-cdf.png", "x-utilization.png", "x-gantt-0.png"}, {"x-few-cdf.png", "x.md", "y-gantt-0.png"}
+    for name in ours | others:
+        (tmp_path / name).write_text("")
+    remove(tmp_path, "x")
+    assert {path.name for path in tmp_path.iterdir()} == others
+
+
+@pytest.mark.parametrize("pictures", ["--pictures", "--no-pictures"])
+def test_the_command_leaves_no_picture_of_an_earlier_run(data, pictures):
+    (data / "t.csv").write_text("timestamp,duration,num_gpus\n0,60,1\n")
+    (data / "out").mkdir()
+    (data / "out" / "trace-gantt-energy.png").write_text("")
+    result = simulated(data, "--trace", str(data / "t.csv"), "--policy", "exclusive", pictures)
+    assert result.exit_code == 0, result.output
+    assert not (data / "out" / "trace-gantt-energy.png").exists()
+
+
+def test_where_nothing_was_ever_placed_there_is_a_sentence_and_no_picture(data):
+    """Regression: it told of a makespan of 0 minutes, drew empty pictures with warnings, and ended well."""
+    (data / "t.csv").write_text("timestamp,duration,num_gpus\n0,60,1\n0,60,1\n")
+    result = simulated(data, "--trace", str(data / "t.csv"), *NONE_FREE)
+    assert result.exit_code == 1, result.output
+    told = " ".join(result.output.split())
+    assert "best-fit: makespan 0 min, 0.0 OOM, never placed 2 of 2 jobs" in told
+    assert (
+        "expected a GPU for at least one of 2 jobs, found none that meets the preconditions "
+        "(free memory ≥ 999,999,999 MiB) under any strategy"
+    ) in told
+    assert not list((data / "out").glob("*.png"))
+    assert "| never placed |" in (data / "out" / "trace.md").read_text()
+
+
+def test_a_line_says_how_many_were_never_placed_of_how_many(data):
+    told = []
+    jobs = [job("a"), job("b", workers=9)]
+    lines = contest(lambda _: workload(*jobs), named("exclusive", CARPOOL), 2, data, told.append)
+    assert told[0].endswith("0.0 OOM, never placed 1 of 2 jobs")
+    assert lines[0].has_placed
+
+
+def test_a_strategy_that_never_placed_anything_is_not_drawn(data, tmp_path):
+    lines = contest(lambda _: workload(job("a", workers=9)), named("exclusive", CARPOOL), 1, data, lambda _: None)
+    assert draw(tmp_path, "x", lines) == []
