@@ -16,8 +16,8 @@ from carpool_core.kube.reflector import Reflector
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import GpuNode
 from carpool_core.values import JobUid
-from carpool_predictor.calibration.config_map import CalibrationMap
-from carpool_predictor.prediction.estimator import model_version
+from carpool_predictor.calibration.store import CalibrationMap
+from carpool_predictor.predict import model_version
 from carpool_predictor.tracing.source import Tracer, input_digest
 
 from carpool_operator.actions import Predict

@@ -12,14 +12,13 @@ from carpool_core.kube.events import EventRecorder
 from carpool_core.products import UnknownProductError, find_product
 from carpool_core.resources.job import GpuTrainingJob, JobSpec
 from carpool_core.values import Precision
-from carpool_predictor.calibration.config_map import CalibrationMap, Kept, UnreadableError
 from carpool_predictor.calibration.document import COUNTED, SIMULATED, Calibration, Stack
 from carpool_predictor.calibration.observe import observe
-from carpool_predictor.calibration.recalling import model_name, recall
-from carpool_predictor.cost_models.memory import shipped
-from carpool_predictor.features.abstention import Abstention
-from carpool_predictor.prediction.estimator import Job
-from carpool_predictor.prediction.expected import expected_of
+from carpool_predictor.calibration.run_history import model_name, recall
+from carpool_predictor.calibration.store import CalibrationMap, Kept, UnreadableError
+from carpool_predictor.features import Abstention
+from carpool_predictor.models.memory import shipped
+from carpool_predictor.predict import Job, expected_of
 
 from carpool_operator.observations import Lesson, Mark
 from carpool_operator.pods import job_key

@@ -8,7 +8,7 @@ import msgspec
 from carpool_core.resources.prediction import MemoryPrediction
 from carpool_core.values import SharingMode
 from carpool_predictor.calibration.document import Measured
-from carpool_predictor.calibration.recalling import Recalled, gist, is_alike, step_of
+from carpool_predictor.calibration.run_history import Recalled, gist, is_alike, step_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Lesson:
         if not self.together:
             return self.measured
         # With NumPy, which a process that learns nothing never needs.
-        from carpool_predictor.cost_models.solo import Activity, alone, is_used_up
+        from carpool_predictor.models.slowdown import Activity, alone, is_used_up
 
         together = [Activity(one.util, one.sm, one.dram) for one in self.together]
         mine, at_least = alone(self.mode, together)[0], is_used_up(self.mode, together)

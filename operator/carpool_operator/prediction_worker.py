@@ -15,9 +15,9 @@ from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import JobSpec, ModelSource, Training
 from carpool_core.resources.prediction import Prediction
 from carpool_predictor.calibration.document import Calibration
-from carpool_predictor.calibration.recalling import model_name
-from carpool_predictor.features.abstention import Abstention
-from carpool_predictor.prediction.estimator import Job, model_version, predict, prepare
+from carpool_predictor.calibration.run_history import model_name
+from carpool_predictor.features import Abstention
+from carpool_predictor.predict import Job, model_version, predict, prepare
 from carpool_predictor.tracing.source import Tracer, features_of, input_digest
 
 from carpool_operator.observations import Mark

@@ -11,7 +11,7 @@ from carpool_core.values import Optimizer, Precision
 
 from carpool_predictor.catalog import store
 from carpool_predictor.evaluation.suites import DataError
-from carpool_predictor.features.records import ModelRecord, StepRecord, UpdateRecord
+from carpool_predictor.features import ModelRecord, StepRecord, UpdateRecord
 from carpool_predictor.sweep import read_records
 
 

@@ -23,11 +23,10 @@ from carpool_predictor.catalog import store
 from carpool_predictor.catalog.hub import HUB
 from carpool_predictor.evaluation.memory.measurements import FILE, read_rows
 from carpool_predictor.evaluation.suites import DataError
-from carpool_predictor.features.abstention import TraceError
-from carpool_predictor.features.records import ModelRecord
+from carpool_predictor.features import ModelRecord, TraceError
 
 if TYPE_CHECKING:
-    from carpool_predictor.tracing.remembering import Remembered
+    from carpool_predictor.tracing.operators import Remembered
 
 BATCH_SIZES = (16, 64)
 """Traced for each model of images; what lies between and around is interpolated."""
@@ -141,7 +140,7 @@ def main(records: Path, data: Path | None, precision: str, missing: bool, only_m
     if missing and training.precision in store.FILES:
         known |= set(store.shipped(training.precision).names())
     names = catalog_names()
-    from carpool_predictor.tracing.remembering import Remembered
+    from carpool_predictor.tracing.operators import Remembered
 
     remembered = Remembered()
     gc.freeze()  # what PyTorch imported need not be searched for garbage again and again

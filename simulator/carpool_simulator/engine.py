@@ -21,7 +21,7 @@ from carpool_extender.cache.usage import SETTLED_S
 from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.scores import find_policy
 from carpool_extender.framework.selection import Placement
-from carpool_predictor.cost_models.solo import Activity
+from carpool_predictor.models.slowdown import Activity
 
 from carpool_simulator import truth
 from carpool_simulator.cluster_model import Board

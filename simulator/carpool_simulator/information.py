@@ -22,10 +22,9 @@ from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.queue.order import QueueOrder, Ticket
 from carpool_predictor.calibration.document import Calibration, Measured, Stack
 from carpool_predictor.calibration.observe import observe
-from carpool_predictor.cost_models.memory import shipped
-from carpool_predictor.cost_models.solo import Activity, alone, is_used_up
-from carpool_predictor.prediction.estimator import Job, OnProduct, summary
-from carpool_predictor.prediction.expected import expected_of
+from carpool_predictor.models.memory import shipped
+from carpool_predictor.models.slowdown import Activity, alone, is_used_up
+from carpool_predictor.predict import Job, OnProduct, expected_of, summary
 
 from carpool_simulator.strategy import ANY_SLOWDOWN, Knowledge, Piece, Strategy
 from carpool_simulator.truth import SimJob, Truth

@@ -8,7 +8,7 @@ from carpool_core.products import find_product
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import Training
 from carpool_core.resources.prediction import Prediction
-from carpool_predictor.prediction.estimator import Job, prepare, summary
+from carpool_predictor.predict import Job, prepare, summary
 
 
 @cache

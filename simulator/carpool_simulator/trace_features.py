@@ -11,8 +11,8 @@ import msgspec
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import Training
 from carpool_core.values import Optimizer, Precision
-from carpool_predictor.cli.targets import Target, parse_shape, target_of
-from carpool_predictor.features.abstention import Abstention
+from carpool_predictor.cli import Target, parse_shape, target_of
+from carpool_predictor.features import Abstention
 from carpool_predictor.tracing.source import SubprocessTracer, TraceLimits
 
 FILE = Path(__file__).with_name("features.json")

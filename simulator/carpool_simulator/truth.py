@@ -13,7 +13,7 @@ import numpy as np
 from carpool_core.resources.node import Device
 from carpool_core.resources.prediction import Prediction
 from carpool_core.values import GpuUuid, SharingMode
-from carpool_predictor.prediction.estimator import Job
+from carpool_predictor.predict import Job
 from numpy.typing import NDArray
 
 from carpool_simulator.power import Power

@@ -27,8 +27,8 @@ from carpool_extender.framework.scores import find_policy
 from carpool_extender.framework.selection import best_place, reservation
 from carpool_extender.informers import JobRow
 from carpool_extender.workloads import AS_SHIPPED, pod_request_of
-from carpool_predictor.calibration.config_map import CalibrationMap, Kept
 from carpool_predictor.calibration.document import Calibration
+from carpool_predictor.calibration.store import CalibrationMap, Kept
 
 SLOTS = 8
 RULES = SchedulerConfig(find_policy("least-slowdown"), SLOTS)

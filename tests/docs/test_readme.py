@@ -10,7 +10,7 @@ import pytest
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_extender.explain import commands
-from carpool_predictor.commands import predict
+from carpool_predictor.cli import predict
 from click.testing import CliRunner
 from demo_world import after_the_demo, connected
 

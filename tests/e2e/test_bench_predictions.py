@@ -6,7 +6,7 @@ from pathlib import Path
 from carpool_e2e.bench.predictions import Figure, replaced, section, write_rows
 from carpool_e2e.bench.run import dated, report
 from carpool_predictor.catalog import store
-from carpool_predictor.cli.rows import read_row
+from carpool_predictor.rows import read_row
 from carpool_simulator.progress import Provenance
 
 

@@ -8,8 +8,8 @@ from carpool_core.clock import rfc3339
 from carpool_core.kube.api import CONFIG_MAPS, GPU_NODES, PODS
 from carpool_core.resources.prediction import MemoryPrediction
 from carpool_operator.informers import NEWS_S
-from carpool_predictor.calibration.config_map import KEY
 from carpool_predictor.calibration.document import Calibration, StackState, read_calibration
+from carpool_predictor.calibration.store import KEY
 from operator_fixtures import FEATURES
 from operator_world import World
 

@@ -15,7 +15,7 @@ from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_operator.app import Operator, build
 from carpool_operator.settings import OperatorSettings
-from carpool_predictor.features.abstention import Abstention
+from carpool_predictor.features import Abstention
 from operator_fixtures import FEATURES, device, job_body, reservation
 
 T = TypeVar("T", Pod, GpuNode, GpuTrainingJob)

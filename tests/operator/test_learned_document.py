@@ -9,8 +9,8 @@ from carpool_core.kube.errors import Conflict, Forbidden, Overloaded, Unreachabl
 from carpool_core.settings import SettingsError
 from carpool_operator.calibrator import PAUSE_S, REPAIRED_S
 from carpool_operator.settings import OperatorSettings
-from carpool_predictor.calibration.config_map import KEY
 from carpool_predictor.calibration.document import Calibration
+from carpool_predictor.calibration.store import KEY
 from learning_world import (
     NAME,
     NAMESPACE,

@@ -6,7 +6,7 @@ from carpool_core import keys
 from carpool_core.resources.features import ModelFeatures
 from carpool_operator.conditions import find
 from carpool_predictor.calibration.observe import SEEN_S, STEADY_S
-from carpool_predictor.features.abstention import Abstention
+from carpool_predictor.features import Abstention
 from learning_world import OOM, begun, memory, ran, seen, stack, stood, world, writes
 from operator_fixtures import FEATURES
 

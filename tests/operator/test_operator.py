@@ -8,7 +8,7 @@ from carpool_core import keys
 from carpool_core.kube.api import EVENTS, GPU_NODES, GPU_TRAINING_JOBS, PODS
 from carpool_core.kube.errors import Forbidden, Invalid, Overloaded, Unreachable
 from carpool_operator.conditions import find
-from carpool_predictor.features.abstention import Abstention
+from carpool_predictor.features import Abstention
 from operator_fixtures import job_body
 from operator_world import FakeTracer, World
 

@@ -11,8 +11,8 @@ from carpool_core.testing.clock import FakeClock
 from carpool_operator.prediction import describe
 from carpool_operator.prediction_worker import Learned, Marks, Predictions, known_products
 from carpool_predictor.calibration.document import Calibration
-from carpool_predictor.features.abstention import Abstention
-from carpool_predictor.prediction.estimator import model_version
+from carpool_predictor.features import Abstention
+from carpool_predictor.predict import model_version
 from operator_fixtures import A100, FEATURES, job, prediction
 from operator_world import FakeTracer, World
 

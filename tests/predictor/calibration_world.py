@@ -8,7 +8,7 @@ from carpool_core.products import find_product
 from carpool_core.values import Precision
 from carpool_predictor.calibration.document import Calibration, Expected, Measured, Stack, StackState
 from carpool_predictor.calibration.observe import observe
-from carpool_predictor.cost_models.memory import shipped
+from carpool_predictor.models.memory import shipped
 
 T4 = find_product("Tesla T4")
 STACK = Stack(product=T4.name, precision=Precision.FP32, driver="570.1", torch="2.9")

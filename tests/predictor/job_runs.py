@@ -10,9 +10,8 @@ from carpool_core.resources.prediction import ProductPrediction
 from carpool_core.values import MIB, Precision
 from carpool_predictor.calibration.document import Calibration, Measured, Stack
 from carpool_predictor.calibration.observe import observe
-from carpool_predictor.cost_models.memory import shipped
-from carpool_predictor.prediction.estimator import Job, predict, prepare
-from carpool_predictor.prediction.expected import expected_of
+from carpool_predictor.models.memory import shipped
+from carpool_predictor.predict import Job, expected_of, predict, prepare
 
 T4 = find_product("Tesla T4")
 STACK = Stack(product=T4.name, precision=Precision.FP32)

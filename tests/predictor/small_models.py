@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 import torch.nn.functional as F  # noqa: N812
 from carpool_core.resources.job import Training
-from carpool_predictor.tracing.fake import fake_mode, fake_weights
-from carpool_predictor.tracing.step import FakeTraining, prepare, weight_dtype
+from carpool_predictor.tracing.step import FakeTraining, fake_mode, fake_weights, prepare, weight_dtype
 from torch import Tensor, nn
 
 

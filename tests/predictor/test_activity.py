@@ -10,12 +10,10 @@ from carpool_core.products import PRODUCTS, GpuProduct, find_product
 from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
 from carpool_core.resources.job import Training
 from carpool_core.values import Precision
-from carpool_predictor.cost_models import roofline
-from carpool_predictor.cost_models.activity import Answer, activity_on, read_model, shipped
-from carpool_predictor.cost_models.activity_trees import Forest
-from carpool_predictor.cost_models.quickscorer import Ensemble
-from carpool_predictor.features.interpolation import cost_at
-from carpool_predictor.features.malformed import MalformedError
+from carpool_predictor.features import MalformedError, cost_at
+from carpool_predictor.models import roofline
+from carpool_predictor.models.activity import Answer, Forest, activity_on, read_model, shipped
+from carpool_predictor.models.trees import Ensemble
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -80,7 +78,7 @@ def test_occupancy_lies_below_activity() -> None:
 
 def test_predicting_imports_no_library_of_trees() -> None:
     script = (
-        "import sys\nfrom carpool_predictor.cost_models.activity import shipped\nshipped()\n"
+        "import sys\nfrom carpool_predictor.models.activity import shipped\nshipped()\n"
         "assert not {'lightgbm', 'numpy', 'scipy', 'sklearn', 'torch'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -8,7 +8,6 @@ import msgspec
 import numpy as np
 import pytest
 from carpool_core.values import Precision
-from carpool_predictor.cost_models.quickscorer import Ensemble
 from carpool_predictor.evaluation.activity import hotcloud
 from carpool_predictor.evaluation.activity.card import reality
 from carpool_predictor.evaluation.activity.fit import (
@@ -26,6 +25,7 @@ from carpool_predictor.evaluation.activity.fit import (
 from carpool_predictor.evaluation.activity.real import judge
 from carpool_predictor.evaluation.activity.rows import ActivityRow, clean, read_rows
 from carpool_predictor.evaluation.suites import DataError
+from carpool_predictor.models.trees import Ensemble
 
 COLUMNS = ["Filename", "Activations-Params", "Batch Size", "Avg GPUTL", "Avg SMACT", "Avg SMOCC", "Status"]
 

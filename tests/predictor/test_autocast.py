@@ -9,12 +9,10 @@ import torch.nn.functional as F  # noqa: N812
 from carpool_core.resources.job import Training
 from carpool_core.values import Precision
 from carpool_predictor.catalog.recipes import Recipe
-from carpool_predictor.features.abstention import TraceError
+from carpool_predictor.features import TraceError
 from carpool_predictor.tracing.autocast import MetaAutocast
-from carpool_predictor.tracing.fake import fake_mode, fake_weights, meta_mode
 from carpool_predictor.tracing.models import record_recipe, trace_recipe
-from carpool_predictor.tracing.step import prepare, trace_step
-from carpool_predictor.tracing.trackers import Kind
+from carpool_predictor.tracing.step import Kind, fake_mode, fake_weights, meta_mode, prepare, trace_step
 from small_models import Attention, cnn, fake, mlp
 from torch import Tensor, nn
 

@@ -12,7 +12,7 @@ import pytest
 from asked_rows import row
 from carpool_core.values import Precision
 from carpool_predictor.catalog import store
-from carpool_predictor.cli.bulk import ALONE
+from carpool_predictor.rows import ALONE
 
 RUN = "from carpool_core.cli import main; main()"
 FILES = ("artifacts/memory.json", "artifacts/activity.json", "artifacts/step_time.json", store.FILES[Precision.FP32])

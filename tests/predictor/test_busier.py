@@ -3,11 +3,11 @@
 import msgspec
 import pytest
 from carpool_core.values import Precision
-from carpool_predictor.calibration.busier import LEAST_BUSY, MOST_BUSY, busier
+from carpool_predictor.calibration.activity_scale import LEAST_BUSY, MOST_BUSY, busier
 from carpool_predictor.calibration.document import FEWEST, Calibration, Measured
 from carpool_predictor.calibration.observe import observe
-from carpool_predictor.cost_models.memory import shipped
-from carpool_predictor.prediction.expected import expected_of
+from carpool_predictor.models.memory import shipped
+from carpool_predictor.predict import expected_of
 from job_runs import NAME, STACK, T4, asked, runs, told
 
 

@@ -11,11 +11,10 @@ from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedSt
 from carpool_core.resources.job import Training
 from carpool_core.values import MIB, Precision
 from carpool_predictor.calibration.document import FEWEST, model_for, write_calibration
-from carpool_predictor.cli.targets import write_features
-from carpool_predictor.commands import predict as command
-from carpool_predictor.cost_models.memory import shipped
-from carpool_predictor.prediction.estimator import Job, predict, prepare
-from carpool_predictor.prediction.expected import expected_of
+from carpool_predictor.cli import predict as command
+from carpool_predictor.cli import write_features
+from carpool_predictor.models.memory import shipped
+from carpool_predictor.predict import Job, expected_of, predict, prepare
 from click.testing import CliRunner
 
 

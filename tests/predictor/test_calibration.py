@@ -9,7 +9,7 @@ from calibration_world import CAPACITY, INTERCEPT, SLOPE, STACK, T4, job, learn,
 from carpool_core.values import Precision
 from carpool_predictor.calibration.document import COUNTED, SIMULATED, Calibration, Expected, Measured, StackState
 from carpool_predictor.calibration.observe import PER_MODEL, observe, refusal_of
-from carpool_predictor.cost_models.memory import shipped
+from carpool_predictor.models.memory import shipped
 
 
 def error(state: StackState) -> float:

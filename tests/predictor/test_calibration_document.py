@@ -15,8 +15,8 @@ from carpool_predictor.calibration.document import (
     write_calibration,
 )
 from carpool_predictor.calibration.observe import observe
-from carpool_predictor.cost_models.memory import shipped
-from carpool_predictor.features.malformed import MalformedError
+from carpool_predictor.features import MalformedError
+from carpool_predictor.models.memory import shipped
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -9,9 +9,9 @@ import torch
 from carpool_core.resources.job import CatalogModel, Training
 from carpool_core.values import Precision
 from carpool_predictor.catalog.recipes import recipe_of
-from carpool_predictor.features.abstention import TraceError
-from carpool_predictor.tracing.fake import fake_weights, meta_mode
+from carpool_predictor.features import TraceError
 from carpool_predictor.tracing.models import trace_recipe
+from carpool_predictor.tracing.step import fake_weights, meta_mode
 
 
 @pytest.mark.parametrize(

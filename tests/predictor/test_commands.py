@@ -9,8 +9,7 @@ import pytest
 from carpool_core.durations import format_duration
 from carpool_core.products import PRODUCTS
 from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
-from carpool_predictor.cli.targets import TargetError, parse_shape, read_features, write_features
-from carpool_predictor.commands import graph, predict
+from carpool_predictor.cli import TargetError, graph, parse_shape, predict, read_features, write_features
 from click.testing import CliRunner
 
 FEATURES = ModelFeatures(

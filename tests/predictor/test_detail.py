@@ -7,9 +7,9 @@ from carpool_core.values import Optimizer
 pytest.importorskip("torch")
 
 from carpool_predictor.catalog.recipes import recipe_of
-from carpool_predictor.features.records import ModelRecord
+from carpool_predictor.features import ModelRecord
 from carpool_predictor.tracing import models
-from carpool_predictor.tracing.fake import fake_mode, meta_mode
+from carpool_predictor.tracing.step import fake_mode, meta_mode
 
 TRAINING = Training(batch_size=8, optimizer=Optimizer.SGD_MOMENTUM)
 

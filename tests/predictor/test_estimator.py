@@ -12,9 +12,9 @@ from carpool_core.resources.job import CatalogModel, Training
 from carpool_core.resources.prediction import Interval, Prediction
 from carpool_core.values import MIB, Optimizer, Precision
 from carpool_predictor.catalog import store
-from carpool_predictor.cost_models.memory import class_width_mib, correct, shipped
-from carpool_predictor.features.interpolation import cost_at
-from carpool_predictor.prediction.estimator import Abstention, predict
+from carpool_predictor.features import cost_at
+from carpool_predictor.models.memory import class_width_mib, correct, shipped
+from carpool_predictor.predict import Abstention, predict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -4,7 +4,6 @@ import csv
 from pathlib import Path
 
 import pytest
-from carpool_predictor.cost_models.step_time import shipped
 from carpool_predictor.evaluation import gpumemnet
 from carpool_predictor.evaluation.commands import evaluate, train
 from carpool_predictor.evaluation.slowdown import gavel, holding, lucid
@@ -12,6 +11,7 @@ from carpool_predictor.evaluation.slowdown.gavel import TABLE
 from carpool_predictor.evaluation.step_time.fit import seconds
 from carpool_predictor.evaluation.step_time.neusight import GPUS, MODELS, ModelRow, operators
 from carpool_predictor.evaluation.suites import SUITES, load, load_frozen
+from carpool_predictor.models.step_time import shipped
 from click.testing import CliRunner
 
 

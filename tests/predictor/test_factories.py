@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 from carpool_core.resources.job import Training
-from carpool_predictor.cli.targets import read_features
-from carpool_predictor.commands import graph, predict
+from carpool_predictor.cli import graph, predict, read_features
 from carpool_predictor.trace import answer
-from carpool_predictor.tracing.requests import FactoryModel, TraceRequest
+from carpool_predictor.tracing.source import FactoryModel, TraceRequest
 from click.testing import CliRunner
 
 SOURCE = """

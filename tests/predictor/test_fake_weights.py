@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from carpool_predictor.tracing.fake import fake_mode, fake_weights
+from carpool_predictor.tracing.step import fake_mode, fake_weights
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 

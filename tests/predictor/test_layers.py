@@ -3,9 +3,8 @@
 import pytest
 import torch
 from carpool_core.resources.job import GraphLayer, GraphModel
-from carpool_predictor.features.abstention import TraceError
-from carpool_predictor.tracing.inline import build_inline
-from carpool_predictor.tracing.layers import count_layers
+from carpool_predictor.features import TraceError
+from carpool_predictor.tracing.models import build_inline, count_layers
 from torch import nn
 
 CONV = GraphLayer(kind="Conv2d", out=8, kernel=3, padding=1, stride=2)

@@ -14,11 +14,11 @@ from carpool_core.resources.job import CatalogModel, ModelSource, Training
 from carpool_predictor.catalog.layer_lists import read_layers, sample_shape
 from carpool_predictor.catalog.listed import build_listed
 from carpool_predictor.catalog.recipes import recipe_of
-from carpool_predictor.cli.targets import target_of
-from carpool_predictor.features.abstention import TraceError
-from carpool_predictor.tracing.fake import fake_weights, meta_mode
+from carpool_predictor.cli import target_of
+from carpool_predictor.features import TraceError
 from carpool_predictor.tracing.models import trace_recipe
-from carpool_predictor.tracing.requests import TraceRequest
+from carpool_predictor.tracing.source import TraceRequest
+from carpool_predictor.tracing.step import fake_weights, meta_mode
 from torch import nn
 
 MLP = (

@@ -10,7 +10,7 @@ from carpool_core.values import MIB
 from carpool_predictor.evaluation.memory.baselines import ESTIMATORS, Estimator
 from carpool_predictor.evaluation.memory.fit import Sample
 from carpool_predictor.evaluation.memory.networks import Classifier
-from carpool_predictor.features.interpolation import cost_at
+from carpool_predictor.features import cost_at
 
 LARGEST_MIB = 10 * 40960
 

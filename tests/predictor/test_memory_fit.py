@@ -10,15 +10,13 @@ import numpy as np
 import pytest
 from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
 from carpool_core.values import MIB
-from carpool_predictor.cost_models.affine import Pair, fit_line
-from carpool_predictor.cost_models.memory import correct, read_model, shipped
-from carpool_predictor.cost_models.trees import Forest, Tree
 from carpool_predictor.evaluation.memory import train
 from carpool_predictor.evaluation.memory.fit import Floats, Judge, Sample, export, fit, out_of_fold
 from carpool_predictor.evaluation.memory.measurements import FILE, Row, clean, read_rows
 from carpool_predictor.evaluation.suites import DataError
-from carpool_predictor.features.interpolation import cost_at
-from carpool_predictor.features.malformed import MalformedError
+from carpool_predictor.features import MalformedError, cost_at
+from carpool_predictor.models.memory import Pair, correct, fit_line, read_model, shipped
+from carpool_predictor.models.trees import Forest, Tree
 
 
 def test_line_is_found_through_outliers() -> None:

@@ -13,8 +13,8 @@ from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import Training
 from carpool_core.values import Precision
 from carpool_predictor.catalog import store
-from carpool_predictor.features.checks import MAX_EXTRAPOLATION
-from carpool_predictor.prediction.estimator import Job, prepare
+from carpool_predictor.features import MAX_EXTRAPOLATION
+from carpool_predictor.predict import Job, prepare
 
 A100 = find_product("A100-SXM4-40GB")
 MOST_FALL = 0.015

@@ -8,13 +8,22 @@ import msgspec
 import pytest
 from carpool_core.values import Precision
 from carpool_deviceplugin.testing.nvml import FakeNvml
-from carpool_predictor.profiler.commands import InputError, measure, parse_budget, profile
-from carpool_predictor.profiler.hardware import HardwareError, NvmlMachine
-from carpool_predictor.profiler.ports import Failed, Process, Ready, Reply, Window, Workload
-from carpool_predictor.profiler.processes import MpsDaemon, WorkerProcess
-from carpool_predictor.profiler.rows import COLUMNS, RowsError, done, read
-from carpool_predictor.profiler.session import Session, run_sweep
-from carpool_predictor.profiler.sweep import Point, points
+from carpool_predictor.profiler.hardware import HardwareError, MpsDaemon, NvmlMachine, WorkerProcess
+from carpool_predictor.profiler.machine import Failed, Process, Ready, Reply, Window, Workload
+from carpool_predictor.profiler.session import (
+    COLUMNS,
+    InputError,
+    Point,
+    RowsError,
+    Session,
+    done,
+    measure,
+    parse_budget,
+    points,
+    profile,
+    read,
+    run_sweep,
+)
 from carpool_predictor.profiler.testing import CONTEXT_MIB, Behaviour, FakeMachine
 from click.testing import CliRunner
 from rich.console import Console

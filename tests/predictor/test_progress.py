@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from carpool_predictor.cli.progress import telling, waiting
+from carpool_predictor.cli import telling, waiting
 from carpool_predictor.evaluation.suites import counted
 from rich.console import Console
 

@@ -10,7 +10,7 @@ from calibration_world import CAPACITY, INTERCEPT, SLOPE, T4, job, learn, state_
 from carpool_core.values import Precision
 from carpool_predictor.calibration.document import Expected, Measured, model_for
 from carpool_predictor.calibration.observe import PER_MODEL
-from carpool_predictor.cost_models.memory import shipped
+from carpool_predictor.models.memory import shipped
 
 
 def rows_of(noise: Iterable[float], stratum: int = 0, name: str = "m") -> list[tuple[Expected, Measured]]:

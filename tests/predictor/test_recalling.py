@@ -11,7 +11,7 @@ from carpool_core.resources.prediction import Prediction
 from carpool_core.values import Optimizer, Precision
 from carpool_predictor.calibration.document import Calibration, Measured, Stack
 from carpool_predictor.calibration.observe import PER_MODEL, observe
-from carpool_predictor.calibration.recalling import (
+from carpool_predictor.calibration.run_history import (
     AGREEMENT,
     FIRST,
     FIRST_UNENFORCED,
@@ -25,9 +25,8 @@ from carpool_predictor.calibration.recalling import (
     recall,
 )
 from carpool_predictor.catalog import store
-from carpool_predictor.cost_models.memory import shipped
-from carpool_predictor.prediction.estimator import Job, predict, prepare
-from carpool_predictor.prediction.expected import expected_of
+from carpool_predictor.models.memory import shipped
+from carpool_predictor.predict import Job, expected_of, predict, prepare
 from hypothesis import given
 from hypothesis import strategies as st
 from job_runs import NAME, T4, asked, features, runs, told

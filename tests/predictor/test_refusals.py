@@ -2,8 +2,8 @@
 
 import pytest
 from carpool_core.resources.job import CatalogModel, ModelSource, Training
-from carpool_predictor.catalog.refusals import refusal_of
-from carpool_predictor.features.abstention import Abstention
+from carpool_predictor.catalog.names import refusal_of
+from carpool_predictor.features import Abstention
 from carpool_predictor.tracing.source import SubprocessTracer
 
 

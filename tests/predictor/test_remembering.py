@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from carpool_predictor.tracing.remembering import Remembered
+from carpool_predictor.tracing.operators import Remembered
 from torch import Tensor
 from torch._ops import OpOverload
 

@@ -5,11 +5,9 @@ from carpool_core.products import PRODUCTS, GpuProduct, find_product
 from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
 from carpool_core.resources.job import Training
 from carpool_core.values import MIB, Optimizer
-from carpool_predictor.cli.report import as_json, report_on
-from carpool_predictor.features.abstention import Abstention
-from carpool_predictor.prediction.estimator import Job, prepare
-from carpool_predictor.prediction.fitting import BatchFinder, usable_mib, usable_of_profile_mib
-from carpool_predictor.prediction.parts import parts_of
+from carpool_predictor.features import Abstention
+from carpool_predictor.predict import BatchFinder, Job, parts_of, prepare, usable_mib, usable_of_profile_mib
+from carpool_predictor.report import as_json, report_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -15,13 +15,11 @@ from carpool_core.values import Optimizer, Precision
 from carpool_predictor.calibration.document import Calibration, Expected, Measured, Stack
 from carpool_predictor.calibration.observe import observe
 from carpool_predictor.catalog import store
-from carpool_predictor.cli.bulk import ALONE, WorkerDied, predict_rows
-from carpool_predictor.cli.rows import Answerer, chunks
-from carpool_predictor.cost_models.memory import shipped
-from carpool_predictor.features.abstention import Abstention
-from carpool_predictor.prediction.estimator import predict as predict_on
-from carpool_predictor.tracing.requests import TraceRequest
-from carpool_predictor.tracing.source import SubprocessTracer, TraceLimits
+from carpool_predictor.features import Abstention
+from carpool_predictor.models.memory import shipped
+from carpool_predictor.predict import predict as predict_on
+from carpool_predictor.rows import ALONE, Answerer, WorkerDied, chunks, predict_rows
+from carpool_predictor.tracing.source import SubprocessTracer, TraceLimits, TraceRequest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

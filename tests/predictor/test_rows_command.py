@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from asked_rows import row
-from carpool_predictor.commands import predict
+from carpool_predictor.cli import predict
 from click.testing import CliRunner
 
 

@@ -4,9 +4,9 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
-from carpool_predictor.cost_models import memory
-from carpool_predictor.cost_models.shipping import SUMS, load, write_sums
-from carpool_predictor.features.malformed import MalformedError
+from carpool_predictor.features import MalformedError
+from carpool_predictor.models import memory
+from carpool_predictor.models.artifacts import SUMS, load, write_sums
 
 MODELS = ("activity.json", "memory.json", "slowdown.json", "step_time.json")
 

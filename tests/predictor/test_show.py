@@ -7,9 +7,8 @@ import pytest
 from carpool_core.products import PRODUCTS
 from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
 from carpool_core.resources.job import Training
-from carpool_predictor.cli.report import report_on
-from carpool_predictor.cli.show import as_text
-from carpool_predictor.prediction.estimator import prepare
+from carpool_predictor.predict import prepare
+from carpool_predictor.report import as_text, report_on
 from rich.console import Console
 
 NAMES = [product.name.removeprefix("NVIDIA ").removeprefix("GeForce ") for product in PRODUCTS]

@@ -2,12 +2,12 @@ import msgspec
 import numpy as np
 import pytest
 from carpool_core.values import SharingMode
-from carpool_predictor.cost_models.slowdown import DEPTH, SlowdownModel, Turns, shipped, slowdowns, upper_slowdowns
 from carpool_predictor.evaluation.slowdown import gavel, holding, lucid
 from carpool_predictor.evaluation.slowdown.gavel import Missed
 from carpool_predictor.evaluation.slowdown.groups import exact_slowdowns
 from carpool_predictor.evaluation.slowdown.train import train_slowdown
 from carpool_predictor.evaluation.suites import DataError
+from carpool_predictor.models.slowdown import DEPTH, SlowdownModel, Turns, shipped, slowdowns, upper_slowdowns
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 from carpool_core.values import SharingMode
-from carpool_predictor.cost_models.slowdown import slowdowns
-from carpool_predictor.cost_models.solo import USED_UP, Activity, alone, is_used_up
+from carpool_predictor.models.slowdown import USED_UP, Activity, alone, is_used_up, slowdowns
 
 
 @pytest.mark.parametrize("mode", [SharingMode.MPS, SharingMode.TIME_SLICING])

@@ -12,9 +12,16 @@ import msgspec
 import pytest
 from carpool_core.resources.features import ModelFeatures, TracedStep
 from carpool_core.resources.job import CatalogModel, GraphLayer, GraphModel, ModelSource, Training
-from carpool_predictor.features.abstention import Abstention
-from carpool_predictor.tracing.requests import FactoryModel, TraceRequest
-from carpool_predictor.tracing.source import SubprocessTracer, TraceLimits, features_of, input_digest, untraceable
+from carpool_predictor.features import Abstention
+from carpool_predictor.tracing.source import (
+    FactoryModel,
+    SubprocessTracer,
+    TraceLimits,
+    TraceRequest,
+    features_of,
+    input_digest,
+    untraceable,
+)
 
 FEATURES = ModelFeatures(
     name="given",
@@ -247,7 +254,7 @@ def test_a_real_inline_graph_is_traced(real_answers: dict[str, ModelFeatures | A
     assert [step.batch_size for step in found.steps] == [4, 8]
 
 
-@pytest.mark.parametrize("module", ["prediction.estimator", "tracing.source", "commands"])
+@pytest.mark.parametrize("module", ["predict", "tracing.source", "cli"])
 def test_the_operator_needs_neither_torch_nor_numpy(module: str) -> None:
     code = f"import sys, carpool_predictor.{module}; sys.exit(bool({{'torch', 'numpy', 'timm'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -13,7 +13,6 @@ from carpool_core.products import PRODUCTS, GpuProduct, find_product
 from carpool_core.resources.features import TracedStep
 from carpool_core.resources.job import Training
 from carpool_core.values import Optimizer, Precision
-from carpool_predictor.cost_models.step_time import Utilization, read_model, shipped, step_time_on
 from carpool_predictor.evaluation.step_time.fit import (
     CHOICES,
     Choice,
@@ -31,8 +30,8 @@ from carpool_predictor.evaluation.step_time.neusight import MODELS, ModelRow, Pr
 from carpool_predictor.evaluation.step_time.suite import frozen, run
 from carpool_predictor.evaluation.step_time.train import train_step_time
 from carpool_predictor.evaluation.suites import DataError
-from carpool_predictor.features.interpolation import StepCost
-from carpool_predictor.features.malformed import MalformedError
+from carpool_predictor.features import MalformedError, StepCost
+from carpool_predictor.models.step_time import Utilization, read_model, shipped, step_time_on
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -235,7 +234,7 @@ def test_a_broken_artifact_is_refused(content: bytes, message: str) -> None:
 
 def test_predicting_imports_nothing_heavy() -> None:
     script = (
-        "import sys\nfrom carpool_predictor.cost_models.step_time import shipped\nshipped()\n"
+        "import sys\nfrom carpool_predictor.models.step_time import shipped\nshipped()\n"
         "assert not {'numpy', 'scipy', 'lightgbm', 'torch'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -12,9 +12,7 @@ from carpool_core.values import Optimizer, Precision
 from carpool_predictor import packing
 from carpool_predictor.catalog import store
 from carpool_predictor.evaluation.suites import DataError
-from carpool_predictor.features.checks import reason_to_abstain
-from carpool_predictor.features.malformed import MalformedError
-from carpool_predictor.features.records import ModelRecord, StepRecord, UpdateRecord
+from carpool_predictor.features import MalformedError, ModelRecord, StepRecord, UpdateRecord, reason_to_abstain
 from carpool_predictor.sweep import OTHERS
 from carpool_predictor.tracing.source import SubprocessTracer
 

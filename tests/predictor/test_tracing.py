@@ -7,11 +7,10 @@ import torch
 from carpool_core.resources.job import Training
 from carpool_core.values import Optimizer, Precision
 from carpool_predictor.catalog.recipes import Recipe
-from carpool_predictor.features.abstention import TraceError
+from carpool_predictor.features import TraceError
 from carpool_predictor.tracing.models import batch_sizes, trace_recipe
 from carpool_predictor.tracing.operators import attention_backward_flops, attention_flops
-from carpool_predictor.tracing.step import losses, trace_step
-from carpool_predictor.tracing.trackers import Kind, LiveStorages
+from carpool_predictor.tracing.step import Kind, LiveStorages, losses, trace_step
 from small_models import Attention, cnn, fake, mlp
 from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker

@@ -9,9 +9,9 @@ from carpool_core.values import Optimizer, Precision
 pytest.importorskip("torch")
 
 from carpool_predictor.catalog.recipes import Recipe
-from carpool_predictor.features.records import ModelRecord
+from carpool_predictor.features import ModelRecord
 from carpool_predictor.tracing import models
-from carpool_predictor.tracing.fake import fake_mode, meta_mode
+from carpool_predictor.tracing.step import fake_mode, meta_mode
 from torch import Tensor, nn
 
 

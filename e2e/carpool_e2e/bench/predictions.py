@@ -16,7 +16,7 @@ from carpool_core.products import PRODUCTS, GpuProduct, find_product
 from carpool_core.resources.job import CatalogModel, Training
 from carpool_core.values import Optimizer
 from carpool_predictor.catalog import store
-from carpool_predictor.prediction.estimator import predict
+from carpool_predictor.predict import predict
 
 from carpool_e2e.bench.circumstances import circumstances
 
@@ -30,7 +30,7 @@ WARM = """
 import sys, time
 from carpool_core.resources.job import CatalogModel, ModelSource, Training
 from carpool_predictor.tracing.models import trace_request
-from carpool_predictor.tracing.requests import TraceRequest
+from carpool_predictor.tracing.source import TraceRequest
 
 def traced():
     model = ModelSource(catalog=CatalogModel(name=sys.argv[1]))

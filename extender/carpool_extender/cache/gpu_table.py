@@ -11,7 +11,7 @@ import numpy as np
 from carpool_core.products import DeviceClass
 from carpool_core.resources.node import Device, GpuNode, Reservation, Tenant
 from carpool_core.values import GpuUuid, PodUid, SharingMode, Tenancy
-from carpool_predictor.cost_models.slowdown import slowdowns
+from carpool_predictor.models.slowdown import slowdowns
 from numpy.typing import NDArray
 
 from carpool_extender.cache.mig import profile_of

@@ -9,7 +9,7 @@ from carpool_core.clock import Clock
 from carpool_core.resources.node import GpuNode, GpuNodeSpec, Reservation, Tenant
 from carpool_core.values import GpuUuid, PodUid
 from carpool_predictor.calibration.observe import SEEN_S, STEADY_S
-from carpool_predictor.calibration.recalling import AGREEMENT, RAISED
+from carpool_predictor.calibration.run_history import AGREEMENT, RAISED
 
 from carpool_extender.cache.health import SILENCE_S
 from carpool_extender.cache.usage import peak_mib

@@ -8,8 +8,7 @@ import numpy as np
 from carpool_core.clock import parse_rfc3339
 from carpool_core.resources.node import GpuNode, Reservation, Tenant, TenantProfile
 from carpool_core.values import GpuUuid, PodUid, SharingMode
-from carpool_predictor.cost_models.slowdown import slowdowns
-from carpool_predictor.cost_models.solo import Activity, is_used_up
+from carpool_predictor.models.slowdown import Activity, is_used_up, slowdowns
 from msgspec import structs
 
 MOMENTS = 4096

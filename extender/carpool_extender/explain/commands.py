@@ -18,10 +18,10 @@ from carpool_core.kube.errors import Forbidden, KubeError, Refused
 from carpool_core.products import PRODUCTS, hardware_name
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.settings import SettingsError, click_options
-from carpool_predictor.calibration.config_map import CalibrationMap, UnreadableError, place_of
 from carpool_predictor.calibration.document import Calibration
-from carpool_predictor.calibration.recalling import model_name
-from carpool_predictor.prediction.estimator import predict
+from carpool_predictor.calibration.run_history import model_name
+from carpool_predictor.calibration.store import CalibrationMap, UnreadableError, place_of
+from carpool_predictor.predict import predict
 from carpool_predictor.tracing.source import SubprocessTracer, features_of
 
 from carpool_extender.explain.enquiry import Answer, Asker, NoSuchJobError, asked, explained

@@ -11,7 +11,7 @@ import msgspec
 from carpool_core.kube.api import DEPLOYMENTS, KubeApi
 from carpool_core.kube.errors import Forbidden, Invalid, NotFound
 from carpool_core.settings import Setting, SettingsError, load, settings_of
-from carpool_predictor.calibration.config_map import place_of
+from carpool_predictor.calibration.store import place_of
 from click.core import ParameterSource
 
 from carpool_extender.framework.scores import UnknownPolicyError, find_policy

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from carpool_core.values import GpuUuid, RequestedMode, SharingMode
-from carpool_predictor.cost_models.slowdown import shipped
+from carpool_predictor.models.slowdown import shipped
 from numpy.typing import NDArray
 
 from carpool_extender.cache.gpu_table import MODES, NO_MODE, NOBODY, SEVERAL, Bools, GpuTable, Rows

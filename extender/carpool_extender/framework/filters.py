@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from carpool_core.values import Tenancy
-from carpool_predictor.cost_models.slowdown import allowance
+from carpool_predictor.models.slowdown import allowance
 from numpy.typing import NDArray
 
 from carpool_extender.cache.gpu_table import (

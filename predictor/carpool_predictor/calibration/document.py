@@ -13,8 +13,8 @@ from carpool_core.products import GpuProduct
 from carpool_core.values import Precision
 from msgspec import Meta
 
-from carpool_predictor.cost_models.memory import ELSEWHERE_FACTOR, STRATA, MemoryModel, is_calibrated
-from carpool_predictor.features.malformed import MalformedError
+from carpool_predictor.features import MalformedError
+from carpool_predictor.models.memory import ELSEWHERE_FACTOR, STRATA, MemoryModel, is_calibrated
 
 FORMAT = 3
 """Version of the document's layout; another one is refused."""

@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from carpool_predictor.features.abstention import TraceError
+from carpool_predictor.features import TraceError
 
 Value = int | float | bool | str | list[object]
 

@@ -16,7 +16,7 @@ from transformers.models.auto import configuration_auto
 from transformers.models.auto import modeling_auto as auto
 
 from carpool_predictor.catalog.hub import published, split_name, unknown_to_the_hub
-from carpool_predictor.features.abstention import TraceError
+from carpool_predictor.features import TraceError
 
 _LONGEST = 512
 """Tokens of a sample where nothing else is said, like most examples of fine-tuning; fewer if the model takes fewer."""

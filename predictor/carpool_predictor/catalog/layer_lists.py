@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from carpool_predictor.catalog.notation import KINDS, Layer
-from carpool_predictor.features.abstention import TraceError
+from carpool_predictor.features import TraceError
 
 _Entry = tuple[str, Annotated[int, msgspec.Meta(ge=1, le=2**40)], Annotated[int, msgspec.Meta(ge=0, le=2**40)]]
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from carpool_core.resources.features import LayerCounts
 
-from carpool_predictor.features.step_work import StepWork
+from carpool_predictor.features import StepWork
 
 Layer = tuple[str, int, int]
 """Kind, output elements of one sample, parameters."""

@@ -13,7 +13,7 @@ from torch import nn
 from carpool_predictor.catalog.layer_lists import read_layers, sample_shape
 from carpool_predictor.catalog.listed import build_listed
 from carpool_predictor.catalog.names import unknown, unsupported
-from carpool_predictor.features.abstention import TraceError
+from carpool_predictor.features import TraceError
 
 _FRAMES = 16
 """Frames of a sample of torchvision's video models, as in the clips that they were trained on."""

@@ -16,8 +16,7 @@ from carpool_core.resources.job import CatalogModel, Training
 from carpool_core.values import Optimizer, Precision
 
 from carpool_predictor.catalog.hub import full_name
-from carpool_predictor.features.malformed import MalformedError
-from carpool_predictor.features.records import ModelRecord, StepRecord, UpdateRecord
+from carpool_predictor.features import MalformedError, ModelRecord, StepRecord, UpdateRecord
 
 FORMAT = 2
 _MIXED = "artifacts/catalog-mixed.json.z"

@@ -6,10 +6,10 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from carpool_predictor.cli.progress import telling
+from carpool_predictor.cli import telling
 from carpool_predictor.evaluation.inputs import check_inputs
 from carpool_predictor.evaluation.suites import SUITES, DataError, Report, load, load_frozen
-from carpool_predictor.features.malformed import MalformedError
+from carpool_predictor.features import MalformedError
 
 
 class InputError(click.ClickException):
@@ -76,11 +76,11 @@ def _table(report: Report) -> Table:
 def train(data: Path, out: Path) -> None:
     """Rebuild what is shipped from the measurements; the same data give the same bytes."""
     # Imported here, so that `--help` does not wait for what fits the models.
-    from carpool_predictor.cost_models.shipping import write_sums
     from carpool_predictor.evaluation.activity.train import train_activity
     from carpool_predictor.evaluation.memory.train import train_memory
     from carpool_predictor.evaluation.slowdown.train import train_slowdown
     from carpool_predictor.evaluation.step_time.train import train_step_time
+    from carpool_predictor.models.artifacts import write_sums
 
     try:
         check_inputs(data, SUITES, is_whole=False)

@@ -1,11 +1,23 @@
 """Measures point after point: build and warm up, which does not count; then a second of training under observation."""
 
-from collections.abc import Callable, Iterable
+import csv
+import hashlib
+import io
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean
-from typing import Any
+from types import TracebackType
+from typing import Any, Literal, Self
 
-from carpool_predictor.profiler.ports import (
+import click
+import msgspec
+from carpool_core.values import Optimizer, Precision
+from rich.console import Console
+
+from carpool_predictor.profiler.machine import (
     Activity,
     Description,
     Failed,
@@ -18,8 +30,194 @@ from carpool_predictor.profiler.ports import (
     Window,
     Workload,
 )
-from carpool_predictor.profiler.rows import MeasuredRow
-from carpool_predictor.profiler.sweep import Point
+
+
+class RowsError(ValueError):
+    """A file of rows cannot be continued; the message says why."""
+
+
+class MeasuredRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One measurement; empty where something was not measured. Sizes in MiB, times in seconds."""
+
+    key: str
+    kind: Literal["solo", "pair"]
+    mode: Literal["exclusive", "time-slicing", "mps"]
+    status: Literal["ok", "out_of_memory", "failed"]
+    """Out of memory is censored: the peak is more than `capacity_mib`."""
+    reason: str = ""
+    model: str
+    batch_size: int
+    optimizer: str
+    precision: str
+    partner_model: str = ""
+    partner_batch_size: int | None = None
+    partner_optimizer: str = ""
+    partner_precision: str = ""
+    capacity_mib: int
+    peak_allocated_mib: float | None = None
+    peak_reserved_mib: float | None = None
+    peak_process_mib: float | None = None
+    gpu_util_percent: float | None = None
+    sm_active_ratio: float | None = None
+    sm_occupancy_ratio: float | None = None
+    dram_active_ratio: float | None = None
+    tensor_active_ratio: float | None = None
+    power_w: float | None = None
+    steps: int | None = None
+    step_time_s: float | None = None
+    """Alone."""
+    partner_step_time_s: float | None = None
+    shared_step_time_s: float | None = None
+    """Beside the partner."""
+    partner_shared_step_time_s: float | None = None
+    slowdown: float | None = None
+    partner_slowdown: float | None = None
+    product: str
+    driver: str
+    cuda: str
+    torch: str
+    elapsed_s: float
+
+
+COLUMNS = MeasuredRow.__struct_fields__
+
+
+def done(path: Path, product: str) -> set[str]:
+    """Return the keys that a file holds already; a last line that was cut off is removed.
+
+    Raises:
+        RowsError: The file holds something else, or was measured on another product.
+    """
+    if not path.exists() or path.stat().st_size == 0:
+        return set()
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
+    reader = csv.DictReader(io.StringIO(whole.decode()))
+    if tuple(reader.fieldnames or ()) != COLUMNS:
+        raise RowsError(f"expected {path} to hold rows of this version of `carpool profile`; choose another --out")
+    rows = list(reader)
+    others = {row["product"] for row in rows} - {product}
+    if others:
+        raise RowsError(f"{path} was measured on {', '.join(sorted(others))}, this is {product}; choose another --out")
+    return {row["key"] for row in rows}
+
+
+class RowWriter:
+    """Appends rows; each is on the disk before the next is measured."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", newline="")
+        self._writer = csv.DictWriter(self._file, COLUMNS)
+        if self._file.tell() == 0:
+            self._writer.writeheader()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def write(self, row: MeasuredRow) -> None:
+        """Append one row."""
+        values = msgspec.to_builtins(row)
+        self._writer.writerow({name: "" if value is None else _short(value) for name, value in values.items()})
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def _short(value: object) -> object:
+    return f"{value:.6g}" if isinstance(value, float) else value
+
+
+def read(path: Path) -> Iterable[MeasuredRow]:
+    """Read rows back."""
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            yield msgspec.convert({k: v for k, v in row.items() if v != ""}, type=MeasuredRow, strict=False)
+
+
+Mode = Literal["time-slicing", "mps"]
+
+_MODELS = (
+    "timm/resnet18", "timm/resnet50", "timm/resnet101", "timm/wide_resnet50_2", "timm/resnext50_32x4d",
+    "timm/densenet121", "timm/vgg16", "timm/mobilenetv2_100", "timm/mobilenetv3_large_100", "timm/efficientnet_b0",
+    "timm/efficientnet_b3", "timm/regnety_032", "timm/convnext_tiny", "timm/convnext_base", "timm/inception_v3",
+    "timm/xception41", "timm/dpn68", "timm/hrnet_w18", "timm/res2net50_26w_4s", "timm/ghostnet_100",
+    "timm/mnasnet_100", "timm/dla34", "timm/repvgg_a2", "timm/vit_tiny_patch16_224", "timm/vit_small_patch16_224",
+    "timm/vit_base_patch16_224", "timm/deit_small_patch16_224", "timm/swin_tiny_patch4_window7_224",
+    "timm/swin_base_patch4_window7_224", "timm/mixer_b16_224", "timm/beit_base_patch16_224", "timm/cait_xxs24_224",
+    "timm/coat_lite_tiny", "timm/pit_s_224", "timm/levit_256", "timm/twins_svt_small", "timm/poolformer_s24",
+    "timm/maxvit_tiny_rw_224", "torchvision/resnet50", "torchvision/squeezenet1_1", "torchvision/shufflenet_v2_x1_0",
+    "torchvision/googlenet",
+)  # fmt: skip
+_BATCHES = (4, 8, 16, 32, 64, 128, 256)
+_OPTIMIZERS = (Optimizer.SGD_MOMENTUM, Optimizer.ADAMW)
+_PRECISIONS = (Precision.FP32, Precision.BF16_MIXED)
+_SOLOS_A_PAIR = 5
+_BATCHES_OF_PAIRS = (8, 32, 64)
+SWEEPS = ("default", "solo", "pairs")
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One row to be: a job alone, or two beside each other."""
+
+    workload: Workload
+    partner: Workload | None = None
+    mode: Mode | None = None
+
+    @property
+    def key(self) -> str:
+        """Return what tells rows apart; equal in every run."""
+        return self.workload.key if self.partner is None else f"{self.workload.key}+{self.partner.key}|{self.mode}"
+
+
+def points(sweep: str) -> Iterator[Point]:
+    """Name every point of a sweep, in its order.
+
+    Raises:
+        ValueError: There is no such sweep.
+    """
+    if sweep not in SWEEPS:
+        raise ValueError(f"expected a sweep out of {', '.join(SWEEPS)}, found {sweep!r}")
+    solos = [] if sweep == "pairs" else _shuffled([Point(w) for w in _workloads(_BATCHES)])
+    pairs = [] if sweep == "solo" else _pairs()
+    while solos or pairs:
+        yield from solos[:_SOLOS_A_PAIR]
+        yield from pairs[:1]
+        solos, pairs = solos[_SOLOS_A_PAIR:], pairs[1:]
+
+
+def _workloads(batches: Sequence[int]) -> list[Workload]:
+    return [
+        Workload(model=model, batch_size=batch, optimizer=optimizer, precision=precision)
+        for model in _MODELS
+        for batch in batches
+        for optimizer in _OPTIMIZERS
+        for precision in _PRECISIONS
+    ]
+
+
+def _pairs() -> list[Point]:
+    """Pair every job with one other, in both modes one after the other: they differ in nothing else."""
+    jobs = _shuffled([Point(w) for w in _workloads(_BATCHES_OF_PAIRS)])
+    found = []
+    for one, other in zip(jobs[::2], jobs[1::2], strict=False):
+        modes: tuple[Mode, Mode] = ("time-slicing", "mps")
+        found += [Point(one.workload, other.workload, mode) for mode in modes]
+    return found
+
+
+def _shuffled(given: list[Point]) -> list[Point]:
+    """Mix, the same way everywhere and whatever is added later."""
+    return sorted(given, key=lambda point: hashlib.sha256(point.key.encode()).digest())
+
 
 WINDOW_S = 1.0
 PAIR_WINDOW_S = 2.0
@@ -218,3 +416,74 @@ def run_sweep(
             write(session.measure(point))
             measured += 1
     return measured
+
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+class InputError(click.ClickException):
+    """The command's input is wrong, or there is no GPU."""
+
+    exit_code = 2
+
+
+def parse_budget(text: str) -> float:
+    """Read `90s`, `9m` or `1.5h`; returns seconds.
+
+    Raises:
+        InputError: It is none of these.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
+    if found is None or float(found[1]) == 0:
+        raise InputError(f"--budget expects a time such as 90s, 9m or 1.5h; found {text!r}")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+@click.command(short_help="Measure training steps on this machine's GPU, alone and in pairs.")
+@click.option("--sweep", type=click.Choice(SWEEPS), default="default", show_default=True, help="What is measured.")
+@click.option("--budget", default="9m", show_default=True, help="Time that it may take, such as 90s, 9m or 1.5h.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="File of rows; continued.")
+@click.option("--gpu-index", type=click.IntRange(0), default=0, show_default=True, help="Which GPU, by NVML's number.")
+def profile(sweep: str, budget: str, out: Path, gpu_index: int) -> None:
+    """Measure training steps on this machine's GPU, alone and in pairs; nobody else should use it meanwhile.
+
+    Rows are written as they come. The same command continues a file where it was left off.
+    """
+    budget_s = parse_budget(budget)
+    # Loads NVML's bindings.
+    from carpool_predictor.profiler.hardware import HardwareError, NvmlMachine
+
+    try:
+        with NvmlMachine(gpu_index) as machine:
+            measure(machine, sweep, budget_s, out, Console(stderr=True))
+    except (HardwareError, RowsError, OSError) as e:
+        raise InputError(str(e)) from e
+
+
+def measure(machine: Machine, sweep: str, budget_s: float, out: Path, console: Console) -> int:
+    """Measure a sweep into a file, and tell each row; return how many were measured.
+
+    Raises:
+        RowsError: The file cannot be continued.
+    """
+    session = Session(machine)
+    known = done(out, session.description.product)
+    with RowWriter(out) as writer:
+
+        def write(row: MeasuredRow) -> None:
+            writer.write(row)
+            console.print(_told(row), highlight=False)
+
+        measured = run_sweep(session, machine, points(sweep), known, budget_s, write)
+    console.print(f"{measured} rows measured, {len(known)} were there before: {out}", highlight=False)
+    return measured
+
+
+def _told(row: MeasuredRow) -> str:
+    what = f"{row.model} × {row.batch_size}" + (f" beside {row.partner_model}" if row.partner_model else "")
+    if row.status != "ok":
+        return f"{what}: {row.status.replace('_', ' ')} {row.reason}".rstrip()
+    slowed = (
+        f", slowed {row.slowdown:.2f} and {row.partner_slowdown:.2f}" if row.slowdown and row.partner_slowdown else ""
+    )
+    return f"{what}: {1000 * (row.step_time_s or 0):.1f} ms a step{slowed}, {row.elapsed_s:.1f} s"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from carpool_predictor.profiler.ports import (
+from carpool_predictor.profiler.machine import (
     Activity,
     Description,
     Failed,

@@ -21,7 +21,7 @@ from carpool_core.values import MIB, Optimizer, Precision
 from torch import Tensor, nn
 
 from carpool_predictor.catalog.recipes import recipe_of
-from carpool_predictor.profiler.ports import Failed, OutOfMemory, Ready, Reply, Window, Workload
+from carpool_predictor.profiler.machine import Failed, OutOfMemory, Ready, Reply, Window, Workload
 
 WARM_UP_STEPS = 5
 WARM_UP_S = 0.5

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from carpool_predictor.features.abstention import TraceError
+from carpool_predictor.features import TraceError
 
 _LOWER: frozenset[Callable[..., Any]] = frozenset(
     {

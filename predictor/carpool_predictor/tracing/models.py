@@ -1,26 +1,283 @@
 """From a model source to its features: build, prepare, trace at two batch sizes. Imports PyTorch."""
 
+import importlib.util
+import inspect
 import math
-from collections.abc import Sequence
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
-from carpool_core.resources.features import ModelFeatures
-from carpool_core.resources.job import Training
+from carpool_core.resources.features import LayerCounts, ModelFeatures
+from carpool_core.resources.job import GraphLayer, GraphModel, Training
 from carpool_core.values import Optimizer
 from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 
 from carpool_predictor.catalog.recipes import Recipe, recipe_of
-from carpool_predictor.features.abstention import TraceError
-from carpool_predictor.features.records import ModelRecord, StepRecord
-from carpool_predictor.tracing.detail import record_step
-from carpool_predictor.tracing.explaining import explained
-from carpool_predictor.tracing.factories import factory_recipe
-from carpool_predictor.tracing.fake import TensorMode, fake_mode, fake_weights, meta_mode
-from carpool_predictor.tracing.inline import build_inline
-from carpool_predictor.tracing.layers import count_layers
-from carpool_predictor.tracing.remembering import Remembered
-from carpool_predictor.tracing.requests import TraceRequest
-from carpool_predictor.tracing.step import AUTOCAST, FakeTraining, prepare, weight_dtype
-from carpool_predictor.tracing.updates import Updates
+from carpool_predictor.features import ModelRecord, StepRecord, TraceError
+from carpool_predictor.tracing.operators import Remembered
+from carpool_predictor.tracing.record import Updates, record_step
+from carpool_predictor.tracing.source import FactoryModel, TraceRequest
+from carpool_predictor.tracing.step import (
+    AUTOCAST,
+    FakeTraining,
+    TensorMode,
+    fake_mode,
+    fake_weights,
+    meta_mode,
+    prepare,
+    weight_dtype,
+)
+
+T = TypeVar("T")
+
+
+def explained(what: str, run: Callable[[], T], file: Path | None = None) -> T:
+    """Run something of a model's own.
+
+    Args:
+        what: What is said to have failed, such as "its constructor failed".
+        run: What is run.
+        file: The user's own file that it comes from, lines of which are named; None for a catalog's models.
+
+    Raises:
+        TraceError: It failed.
+    """
+    try:
+        return run()
+    except TraceError:
+        raise
+    except (DataDependentOutputException, DynamicOutputShapeException) as e:
+        cause = f"the model's graph depends on the data ({_first_line(e)}), so that it has no fixed cost"
+        raise TraceError("DataDependentGraph", f"{what}{_place(e, file)}: {cause}") from e
+    except UnsupportedOperatorException as e:
+        cause = f"no fake kernel for {_first_line(e)}"
+        raise TraceError("OperatorUnsupported", f"{what}{_place(e, file)}: {cause}") from e
+    except SystemExit as e:
+        advice = "put what is not needed to build the model under `if __name__ == '__main__':`"
+        raise TraceError("TraceFailed", f"{what}{_place(e, file)}: it ended the process ({e.code}); {advice}") from e
+    except Exception as e:
+        advice = _advice(e) if file is not None and isinstance(e, ImportError) else ""
+        cause = f"{type(e).__name__}: {_first_line(e)}"
+        raise TraceError("TraceFailed", f"{what}{_place(e, file)}: {cause}{advice}") from e
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0][:500]
+
+
+def _place(error: BaseException, file: Path | None) -> str:
+    """Name the innermost line of the user's own that an error came through: of their file, or of one beside it."""
+    if file is None:
+        return ""
+    folder = file.parent.resolve()
+    # The folder may be a home with an environment and all its libraries inside.
+    libraries = {Path(__file__).resolve().parent, Path(sysconfig.get_path("stdlib")).resolve()}
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        found = Path(frame.filename).resolve()
+        if not found.is_file():
+            continue  # code without a file, such as `<frozen importlib._bootstrap>`, would lie in the current folder
+        if folder in found.parents and "site-packages" not in found.parts and libraries.isdisjoint(found.parents):
+            return f" at {found.relative_to(folder)}, line {frame.lineno}, in {frame.name}"
+    return ""
+
+
+def _advice(error: ImportError) -> str:
+    if error.name is None:
+        return "; import modules beside the file by their names, without a leading dot"
+    return (
+        f"; install what provides {error.name} where carpool runs, set PYTHONPATH to where it lies if it is your own, "
+        "or name a file that builds the model without it"
+    )
+
+
+Shape = tuple[int, ...]
+"""Shape of one sample, without the batch."""
+
+
+def build_inline(graph: GraphModel) -> nn.Sequential:
+    """Build the layers in order, each for the shape that the one before it puts out.
+
+    Raises:
+        TraceError: A layer does not fit its input; the message names the layer and the shape.
+    """
+    shape = tuple(graph.input)
+    layers: list[nn.Module] = []
+    for index, layer in enumerate(graph.layers):
+        where = f"spec.model.graph.layers[{index}] ({layer.kind})"
+        module, out = _BUILDERS[layer.kind](layer, shape, where)
+        if min(out, default=1) < 1:
+            raise TraceError("GraphInvalid", f"{where} leaves nothing of samples of shape {list(shape)}")
+        layers.append(module)
+        shape = out
+    return nn.Sequential(*layers)
+
+
+def _wanted(value: int | None, name: str, where: str) -> int:
+    if value is None:
+        raise TraceError("GraphInvalid", f"{where} needs `{name}`")
+    return value
+
+
+def _image(shape: Shape, where: str) -> tuple[int, int, int]:
+    if len(shape) != 3:
+        raise TraceError(
+            "GraphInvalid", f"{where} expects samples of shape [channels, height, width], found {list(shape)}"
+        )
+    return shape[0], shape[1], shape[2]
+
+
+def _slid(length: int, kernel: int, stride: int, padding: int = 0) -> int:
+    """Return how many places a kernel takes along one dimension (torch.nn.Conv2d's formula, dilation 1)."""
+    return (length + 2 * padding - kernel) // stride + 1
+
+
+def _linear(layer: GraphLayer, shape: Shape, where: str) -> tuple[nn.Module, Shape]:
+    out = _wanted(layer.out, "out", where)
+    return nn.Linear(shape[-1], out), (*shape[:-1], out)
+
+
+def _conv(layer: GraphLayer, shape: Shape, where: str) -> tuple[nn.Module, Shape]:
+    channels, height, width = _image(shape, where)
+    out, kernel = _wanted(layer.out, "out", where), _wanted(layer.kernel, "kernel", where)
+    stride, padding = layer.stride or 1, layer.padding or 0
+    places = (_slid(height, kernel, stride, padding), _slid(width, kernel, stride, padding))
+    return nn.Conv2d(channels, out, kernel, stride=stride, padding=padding), (out, *places)
+
+
+def _pool(pool: Callable[..., nn.Module]) -> Callable[[GraphLayer, Shape, str], tuple[nn.Module, Shape]]:
+    def build(layer: GraphLayer, shape: Shape, where: str) -> tuple[nn.Module, Shape]:
+        channels, height, width = _image(shape, where)
+        kernel = _wanted(layer.kernel, "kernel", where)
+        stride = layer.stride or kernel
+        return pool(kernel, stride=stride), (channels, _slid(height, kernel, stride), _slid(width, kernel, stride))
+
+    return build
+
+
+def _same(make: Callable[[Shape], nn.Module]) -> Callable[[GraphLayer, Shape, str], tuple[nn.Module, Shape]]:
+    return lambda layer, shape, where: (make(shape), shape)
+
+
+_BUILDERS: dict[str, Callable[[GraphLayer, Shape, str], tuple[nn.Module, Shape]]] = {
+    "Linear": _linear,
+    "Conv2d": _conv,
+    "BatchNorm2d": lambda layer, shape, where: (nn.BatchNorm2d(_image(shape, where)[0]), shape),
+    "LayerNorm": _same(lambda shape: nn.LayerNorm(shape[-1])),
+    "ReLU": _same(lambda shape: nn.ReLU()),
+    "GELU": _same(lambda shape: nn.GELU()),
+    "Tanh": _same(lambda shape: nn.Tanh()),
+    "MaxPool2d": _pool(nn.MaxPool2d),
+    "AvgPool2d": _pool(nn.AvgPool2d),
+    "Flatten": lambda layer, shape, where: (nn.Flatten(), (math.prod(shape),)),
+    "Dropout": _same(lambda shape: nn.Dropout()),
+}
+
+
+_RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+_ACTIVATION_NAMES = frozenset(
+    {
+        "celu", "elu", "gelu", "gelutanh", "hardmish", "hardsigmoid", "hardswish", "hardtanh", "leakyrelu",
+        "logsigmoid", "logsoftmax", "mish", "prelu", "quickgelu", "relu", "relu6", "selu", "sigmoid", "silu", "softmax",
+        "softplus", "softsign", "starrelu", "swish", "tanh", "tanhshrink",
+    }
+)  # fmt: skip
+
+
+def kind_of(layer: nn.Module) -> str:
+    """Return the `LayerCounts` field that a leaf layer counts under. Libraries' own classes go by their names."""
+    name = type(layer).__name__.lower()
+    if isinstance(layer, nn.modules.conv._ConvNd):
+        return "convolution"
+    if isinstance(layer, (nn.Linear, nn.Bilinear)) or name in ("conv1d", "linear"):
+        return "linear"  # Hugging Face calls a transposed linear layer Conv1D; PyTorch's own was caught above
+    if isinstance(layer, _RECURRENT):
+        return "recurrent"
+    if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
+        return "embedding"
+    if "norm" in name:
+        return "normalization"
+    stem = name.removesuffix("me").removesuffix("jit").removesuffix("act")
+    return "activation" if stem in _ACTIVATION_NAMES or name in _ACTIVATION_NAMES else "other"
+
+
+def count_layers(model: nn.Module) -> LayerCounts:
+    """Count leaf modules by kind, an identity not at all.
+
+    A recurrent module counts once for each of its layers and directions; and, as in HotCloud '20, each such cell is two
+    linear layers besides: the product with its input, and that with its state.
+    """
+    counts = dict.fromkeys(LayerCounts.__struct_fields__, 0)
+    for layer in model.modules():
+        if any(True for _ in layer.children()) or isinstance(layer, nn.Identity):
+            continue
+        kind, cells = kind_of(layer), 1
+        if isinstance(layer, nn.RNNBase):
+            cells = layer.num_layers * (2 if layer.bidirectional else 1)
+        counts[kind] += cells
+        if kind == "recurrent":
+            counts["linear"] += 2 * cells
+    return LayerCounts(**counts)
+
+
+def factory_recipe(factory: FactoryModel) -> Recipe:
+    """Load the factory's file; the function runs later, when weights are fake.
+
+    Raises:
+        TraceError: There is no such function, it needs arguments, or its file cannot be imported.
+    """
+    path = Path(factory.path)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise TraceError("FactoryFailed", f"expected a Python file, found {factory.path!r}")
+    module, loader = importlib.util.module_from_spec(spec), spec.loader
+    sys.path.insert(0, str(path.parent.resolve()))
+    sys.modules[path.stem] = module
+    explained(f"{factory.path} failed on import", lambda: loader.exec_module(module), path)
+    function = getattr(module, factory.function, None)
+    if not callable(function):
+        raise TraceError("FactoryFailed", f"{factory.path} has no function {factory.function!r}")
+    if isinstance(function, nn.Module):
+        raise TraceError(
+            "FactoryFailed",
+            f"expected a function that returns the model, found {factory.function} in {factory.path}, which is a model "
+            "already; name a function that builds it",
+        )
+    _check_arguments(function, factory.function)
+
+    def build() -> nn.Module:
+        model = function()
+        if not isinstance(model, nn.Module):
+            raise TraceError(
+                "FactoryFailed",
+                f"{factory.function} in {factory.path} returned {type(model).__name__}; expected an nn.Module",
+            )
+        return model
+
+    return Recipe(f"{path.stem}:{factory.function}", build, tuple(factory.input), file=path)
+
+
+def _check_arguments(function: Callable[..., Any], name: str) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return  # written in C; calling it will tell
+    try:
+        signature.bind()
+    except TypeError as e:
+        raise TraceError(
+            "FactoryFailed",
+            f"expected a function without arguments, found {name}{signature}; give its arguments defaults, or name a "
+            "function that calls it with them",
+        ) from e
+
 
 _MAX_SAMPLE_ELEMENTS = 2**31
 """A sample of more elements is a mistake: 8 GiB in FP32."""

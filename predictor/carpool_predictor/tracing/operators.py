@@ -7,11 +7,15 @@ own formulas (`torch.utils.flop_counter`); element-wise arithmetic is bound by m
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812  (the name that PyTorch uses)
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 _NO_WORK = frozenset(
@@ -126,3 +130,234 @@ class Costs:
 
 PRIM_DEVICE = torch.ops.prim.device.default
 """Asked dozens of times an operator on fake tensors; trackers pass it on at once."""
+
+
+_FULL_PRECISION: frozenset[Callable[..., Any]] = frozenset(
+    {
+        F.layer_norm, torch.layer_norm, F.group_norm, torch.group_norm, F.softmax, torch.softmax, Tensor.softmax,
+        F.log_softmax, torch.log_softmax, Tensor.log_softmax, F.softplus, torch.exp, Tensor.exp, torch.pow, Tensor.pow,
+        torch.rsqrt, Tensor.rsqrt, torch.sum, Tensor.sum, torch.cumsum, Tensor.cumsum, torch.norm, Tensor.norm,
+    }
+)  # fmt: skip
+"""Functions that autocast runs in FP32 on CUDA but not on the CPU (aten/src/ATen/autocast_mode.h)."""
+
+
+class CudaRules(TorchFunctionMode):
+    """Overrides functions above autograd.
+
+    Attention with dropout: CUDA's fused kernels draw the mask inside, the CPU falls back to keeping the whole matrix of
+    scores, so dropout is left out. Under autocast: CUDA's list of functions that run in FP32.
+    """
+
+    def __init__(self, *, autocast: bool) -> None:
+        super().__init__()
+        self._autocast = autocast
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Change the arguments of the few functions concerned, and call on."""
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            args, kwargs = _without_dropout(args, kwargs)
+            if _is_fusable(*args, **kwargs):
+                return _fused_attention(*args, **kwargs)
+        elif self._autocast and func in _FULL_PRECISION:
+            args = tuple(map(_full, args))
+            kwargs = {name: _full(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _without_dropout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    # Signature: query, key, value, attn_mask, dropout_p, is_causal, …
+    if len(args) > 4:
+        return (*args[:4], 0.0, *args[5:]), kwargs
+    return args, {**kwargs, "dropout_p": 0.0}
+
+
+def _is_fusable(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, *_: Any, **options: Any) -> bool:
+    bias = options.get("attn_mask", bias)
+    if query.dim() != 4 or key.dim() != 4:
+        return False
+    # Without data nobody minds that keys have fewer heads than queries; on CUDA the fused kernels take them so.
+    return query.is_meta or (not options.get("enable_gqa", False) and bias is not None and bias.requires_grad)
+
+
+class _BiasGradient(torch.autograd.Function):
+    """Passes attention's output through, and on the way back gives a trainable bias its gradient.
+
+    CUDA's memory-efficient kernel writes that gradient for each pair of query and key, and then sums it to the bias'
+    own shape; it does not keep the scores, as the CPU does.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, bias: Tensor, scores: tuple[int, ...]) -> Tensor:
+        ctx.scores, ctx.shape, ctx.dtype = scores, bias.shape, bias.dtype
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        scores = gradients[0].new_empty(ctx.scores, dtype=ctx.dtype)
+        return gradients[0], scores.sum_to_size(ctx.shape), None
+
+
+def _fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, *rest: Any, **options: Any
+) -> Tensor:
+    """Choose the fused kernel, as CUDA does where the CPU and meta tensors would keep the matrix of scores."""
+    bias = options.pop("attn_mask", bias)
+    is_causal = rest[1] if len(rest) > 1 else options.get("is_causal", False)
+    constant = None if bias is None else bias.detach()
+    if constant is not None and constant.dtype is torch.bool:
+        constant = torch.empty_like(constant, dtype=query.dtype)
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out: Tensor = fused(query, key, value, 0.0, is_causal, attn_mask=constant, scale=options.get("scale"))[0]
+    if bias is None or not bias.requires_grad:
+        return out
+    passed: Tensor = _BiasGradient.apply(out, bias, (*query.shape[:-1], key.shape[-2]))
+    return passed
+
+
+def _full(value: Any) -> Any:
+    narrow = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if narrow else value
+
+
+_Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
+_aten = torch.ops.aten
+_PER_CHANNEL = frozenset({_aten.native_batch_norm.default, _aten.native_batch_norm_backward.default})
+"""Operators to which images of as many channels are alike, whatever their size: they give one like the first, and
+numbers of each channel. They are the slowest of all."""
+
+
+class Remembered:
+    """Calls operators; answers again what it answered before to arguments of the same layout."""
+
+    def __init__(self) -> None:
+        self._candidates: dict[OpOverload, bool] = {}
+        self._outputs: dict[tuple[Any, ...], tuple[type, list[_Layout | None]] | None] = {}
+        """By operator and layouts; None where the operator gives its first argument."""
+
+    def call(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Return `func(*args, **kwargs)`, or tensors just like its."""
+        candidate = self._candidates.get(func)
+        if candidate is None:
+            candidate = self._candidates[func] = not func.is_view and func.namespace == "aten"
+        if not candidate or not _is_on_meta(args):
+            return func(*args, **kwargs)
+        is_coarse = func in _PER_CHANNEL and all(tensor.is_contiguous() for tensor in _tensors(args))
+        look = _channels_of if is_coarse else _layout_of
+        key = (func, *map(look, args), *((name, _layout_of(value)) for name, value in kwargs.items()))
+        if key not in self._outputs:
+            return self._first(key, func, args, kwargs)
+        found = self._outputs[key]
+        if found is None:
+            return args[0]
+        kind, layouts = found
+        tensors = [None if layout is None else _empty(layout) for layout in layouts]
+        if is_coarse and tensors[0] is not None:
+            tensors[0] = _empty(_layout_of(args[0]))
+        return tensors[0] if kind is Tensor else kind(tensors)
+
+    def _first(self, key: tuple[Any, ...], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        memory = args[0].untyped_storage()._cdata if isinstance(args[0], Tensor) else None
+        out = func(*args, **kwargs)
+        if out is args[0] and (_layout_of(out), out.untyped_storage()._cdata) == (key[1], memory):
+            self._outputs[key] = None
+        elif not func._schema.is_mutable and _is_new(out, args):
+            kind = Tensor if isinstance(out, Tensor) else type(out)
+            self._outputs[key] = kind, list(map(_layout_of, [out] if kind is Tensor else out))
+        else:
+            self._candidates[func] = False
+        return out
+
+
+def _is_on_meta(args: Sequence[Any]) -> bool:
+    found = False
+    for tensor in _tensors(args):
+        if not tensor.is_meta:
+            return False
+        found = True
+    return found
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _is_new(out: Any, args: Sequence[Any]) -> bool:
+    """Whether an output is of tensors alone that have memory of their own, as much as their layout takes."""
+    outputs = [out] if isinstance(out, Tensor) else out
+    if type(outputs) not in (list, tuple) or not all(o is None or (type(o) is Tensor and o.is_meta) for o in outputs):
+        return False
+    made = [tensor.untyped_storage() for tensor in outputs if tensor is not None]
+    alike = [_empty(_layout_of(tensor)).untyped_storage() for tensor in outputs if tensor is not None]
+    memory = {storage._cdata for storage in made}
+    return (
+        len(memory) == len(made)
+        and memory.isdisjoint(tensor.untyped_storage()._cdata for tensor in _tensors(args))
+        and [storage.nbytes() for storage in made] == [storage.nbytes() for storage in alike]
+    )
+
+
+def _layout_of(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_layout_of, value))
+    return None if value is None else (type(value), value)  # 1, 1.0 and True are equal, and give other types
+
+
+def _channels_of(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.dim() > 1:
+        return value.shape[1], value.dtype, value.dim()
+    return _layout_of(value)
+
+
+def _empty(layout: _Layout) -> Tensor:
+    shape, stride, dtype = layout
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+
+
+_PREFIX = "aten::_foreach_"
+_LIKE_THE_FIRST = frozenset(
+    {"add", "addcdiv", "addcmul", "div", "lerp", "maximum", "minimum", "mul", "neg", "pow", "reciprocal", "sqrt", "sub"}
+)
+"""Operators that keep shape and type of the first list, where an optimizer calls them."""
+
+
+@cache
+def is_answered(func: OpOverload) -> bool:
+    """Whether `answer` knows what the operator gives."""
+    name = func._schema.name
+    return name.startswith(_PREFIX) and name.removeprefix(_PREFIX).removesuffix("_") in _LIKE_THE_FIRST
+
+
+def answer(func: OpOverload, args: Sequence[Any]) -> list[Tensor] | None:
+    """Return what the operator gives on tensors of the device `meta`."""
+    return None if func._schema.name.endswith("_") else [like(tensor) for tensor in args[0]]
+
+
+def like(tensor: Tensor) -> Tensor:
+    """Return what `torch.empty_like` does, which works out a tensor's layout in Python where it has no data."""
+    if not tensor.is_meta or not tensor.is_contiguous():
+        return torch.empty_like(tensor)
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+_FULL = frozenset({torch.ops.aten.full_like.default, torch.ops.aten.zeros_like.default})
+"""What an optimizer's state is made by."""
+
+
+class Answered(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves it unannotated
+    """Answers these operators, and what makes an optimizer's state, and counts nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer, or call on."""
+        if func in _FULL and args[0].is_meta:
+            return like(args[0])
+        if is_answered(func) and args[0][0].is_meta:
+            return answer(func, args)
+        return func(*args, **(kwargs or {}))

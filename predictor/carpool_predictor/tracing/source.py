@@ -18,10 +18,49 @@ from carpool_core.resources.job import CatalogModel, ModelSource, Training
 from carpool_core.values import MIB
 
 from carpool_predictor.catalog import store
-from carpool_predictor.catalog.refusals import refusal_of
-from carpool_predictor.features.abstention import Abstention
-from carpool_predictor.features.checks import reason_to_abstain
-from carpool_predictor.tracing.requests import RAISE_MEMORY, RAISE_TIMEOUT, TraceReply, TraceRequest, torch_missing
+from carpool_predictor.catalog.names import refusal_of
+from carpool_predictor.features import Abstention, reason_to_abstain
+
+RAISE_TIMEOUT = "raise the limit (--trace-timeout, or settings.traceTimeoutSeconds of the Helm chart)"
+RAISE_MEMORY = "raise the limit (--trace-memory, or settings.traceMemoryMib of the Helm chart)"
+"""What can be done where a trace took too much: whoever is told may sit at a command line or look at a job."""
+
+
+class FactoryModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A function in a Python file that returns an nn.Module. Running the user's code is for the command line only."""
+
+    path: str
+    function: str
+    input: list[int]
+    """Shape of one sample."""
+
+
+class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What to trace; exactly one of `model` (its catalog or graph) and `factory`."""
+
+    model: ModelSource | None = None
+    factory: FactoryModel | None = None
+    training: Training
+    memory_mib: int | None = None
+    """Limit on the process's own writable memory, in MiB; none when left out."""
+
+
+class TraceReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The answer; exactly one field is set."""
+
+    features: ModelFeatures | None = None
+    abstention: Abstention | None = None
+
+
+def torch_missing(detail: str = "") -> Abstention:
+    """Say that this installation cannot trace."""
+    found = f" ({detail})" if detail else ""
+    return Abstention(
+        reason="TorchMissing",
+        message=f"computing a model's features needs PyTorch{found}: install carpool[trace] here, or give "
+        "spec.model.features as `carpool graph` prints them elsewhere",
+    )
+
 
 TRACE_COMMAND = (sys.executable, "-W", "ignore", "-m", "carpool_predictor.trace")
 
@@ -133,8 +172,7 @@ class SubprocessTracer:
             refusal = await asyncio.to_thread(refusal_of, catalog)  # which may read files
             if refusal is not None:
                 return refusal, self._seconds() - begin
-        family = None if catalog is None else store.shipped().family(catalog.name)
-        request = msgspec.structs.replace(request, family=family, memory_mib=self._limits.memory_mib)
+        request = msgspec.structs.replace(request, memory_mib=self._limits.memory_mib)
         async with self._turn:
             begin = self._seconds()
             return await self._ask(msgspec.json.encode(request)), self._seconds() - begin

@@ -1,24 +1,262 @@
 """One training step on fake tensors: forward, loss, backward, optimizer."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from enum import IntEnum
+from functools import partial
+from itertools import count
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F  # noqa: N812  (PyTorch's own name for it)
+import torch.nn.functional as F  # noqa: N812  (the name that PyTorch uses)
 from carpool_core.resources.features import TracedStep
 from carpool_core.resources.job import Training
 from carpool_core.values import Optimizer, Precision
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules import module as registration
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakIdKeyDictionary
 
-from carpool_predictor.features.abstention import TraceError
+from carpool_predictor.features import TraceError
+from carpool_predictor.tracing import operators
 from carpool_predictor.tracing.autocast import MetaAutocast, NoProductMissed
-from carpool_predictor.tracing.checkpointing import checkpoint_activations
-from carpool_predictor.tracing.fake import TensorMode
-from carpool_predictor.tracing.multitensor import Answered, like
-from carpool_predictor.tracing.rules import CudaRules
-from carpool_predictor.tracing.trackers import Kind, StepTracker
+from carpool_predictor.tracing.operators import (
+    PRIM_DEVICE,
+    Answered,
+    Costs,
+    CudaRules,
+    Remembered,
+    bytes_moved,
+    kernel_count,
+    like,
+    tensors_in,
+)
+
+_GRANULE = 512
+"""CUDA's caching allocator rounds each block up to 512 bytes (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
+
+
+class Kind(IntEnum):
+    """What a live storage is for."""
+
+    PARAMETER = 0
+    BUFFER = 1
+    GRADIENT = 2
+    OPTIMIZER = 3
+    INPUT = 4
+    ACTIVATION = 5
+    TEMPORARY = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The moment of most live memory."""
+
+    total_bytes: int
+    by_kind: tuple[int, ...]
+    """Bytes of each `Kind`, indexed by it."""
+
+    @property
+    def activation_bytes(self) -> int:
+        """Activations and temporaries, which are what grows with the batch besides the inputs."""
+        return self.by_kind[Kind.ACTIVATION] + self.by_kind[Kind.TEMPORARY]
+
+
+class LiveStorages:
+    """Counts the storages that are alive, by weak references: what Python and autograd release stops counting."""
+
+    def __init__(self) -> None:
+        self._live: dict[int, tuple[weakref.ref[Any], int, Kind, int]] = {}
+        self._numbers = count()
+        self._by_kind = [0] * len(Kind)
+        self._total = 0
+        self.peak = Peak(0, tuple(self._by_kind))
+        self.events: list[tuple[int, int]] = []
+        """(number, bytes) of each storage as it begins to live, (number, -1) as it ends: what `allocator` replays."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes alive now."""
+        return self._total
+
+    @property
+    def now(self) -> Peak:
+        """What is alive now."""
+        return Peak(self._total, tuple(self._by_kind))
+
+    def adopt(self, tensors: Iterable[Tensor], kind: Kind) -> None:
+        """Count the tensors' storages unless they are counted already, and note the peak."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in self._live:
+                continue
+            size = -(-storage.nbytes() // _GRANULE) * _GRANULE
+            number = next(self._numbers)
+            self._live[key] = (weakref.ref(storage, partial(self._release, key)), size, kind, number)
+            self.events.append((number, size))
+            self._by_kind[kind] += size
+            self._total += size
+        if self._total > self.peak.total_bytes:
+            self.peak = self.now
+
+    def reclassify(self, tensor: Tensor, kind: Kind) -> None:
+        """Count a live storage as another kind, such as a gradient once it has accumulated."""
+        key = tensor.untyped_storage()._cdata
+        if key in self._live:
+            reference, size, before, number = self._live[key]
+            self._by_kind[before] -= size
+            self._by_kind[kind] += size
+            self._live[key] = (reference, size, kind, number)
+
+    def _release(self, key: int, _: Any) -> None:
+        _, size, kind, number = self._live.pop(key)
+        self.events.append((number, -1))
+        self._by_kind[kind] -= size
+        self._total -= size
+
+
+class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves it unannotated
+    """Sees every operator of a step below autograd and autocast, on the way to the fake kernels."""
+
+    def __init__(self, remembered: Remembered | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages = LiveStorages()
+        self.kind = Kind.ACTIVATION
+        """Kind of what the operators allocate now; the step sets it when it goes from forward to backward."""
+        self.flops = 0.0
+        self.bytes_moved = 0.0
+        self.kernels = 0
+        self._costs = Costs()
+        self._remembered = remembered or Remembered()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator, then count it."""
+        kwargs = kwargs or {}
+        if operators.is_answered(func) and args[0][0].is_meta:
+            out = operators.answer(func, args)
+        else:
+            out = self._remembered.call(func, args, kwargs)
+        if func is PRIM_DEVICE:
+            return out
+        works, formula = self._costs.of(func)
+        if works:
+            self.kernels += kernel_count(func, args)
+            self.bytes_moved += bytes_moved(args, kwargs, out)
+        if formula is not None:
+            self.flops += formula(args, kwargs, out)
+        self.storages.adopt(tensors_in(*out) if isinstance(out, (list, tuple)) else tensors_in(out), self.kind)
+        if works:
+            self.observe(func, args, out)
+        return out
+
+    def begin(self, phase: str) -> None:
+        """Hear that a phase begins, the optimizer's state or an input is adopted; for trackers that look closer."""
+
+    def observe(self, func: Any, args: Any, out: Any) -> None:
+        """See an operator that launches work, after it was counted; for trackers that look closer."""
+
+
+_INITIALISERS = tuple(
+    name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_") and callable(vars(nn.init)[name])
+)
+
+
+def fake_mode() -> FakeTensorMode:
+    """Return a fake mode that takes the small real tensors which modules keep as plain attributes."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+TensorMode = FakeTensorMode | torch.device
+"""What tensors are made under: fake ones that say they are on the CPU, or bare ones on the device `meta`.
+
+Both cost the same memory and give the same counts; meta tensors take a third of the time, and fail with the few models
+that mix them with real ones.
+"""
+
+
+def meta_mode() -> torch.device:
+    """Return the device of tensors without data, which stands for a mode in a `with` statement."""
+    return torch.device("meta")
+
+
+def _leave(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+    return tensor
+
+
+@contextmanager
+def fake_weights(mode: TensorMode, dtype: torch.dtype | None = None) -> Iterator[None]:
+    """Make every parameter and buffer registered inside the block fake, and initialisers do nothing.
+
+    Args:
+        mode: What the weights will belong to.
+        dtype: Type of floating-point weights; their own when None.
+    """
+    twins = WeakIdKeyDictionary()
+
+    def twin(tensor: Tensor, wrap: Callable[[Tensor], Tensor]) -> Tensor:
+        # One twin for each tensor, so that tied weights stay tied.
+        if tensor not in twins:
+            wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            with mode:
+                made = wrap(torch.empty_strided(tensor.size(), tensor.stride(), dtype=wanted))
+            twins[tensor] = twins[made] = made  # a module may register again what another one has
+        found: Tensor = twins[tensor]
+        return found
+
+    def parameter(_: nn.Module, __: str, value: Any) -> Any:
+        if type(value) is not nn.Parameter:
+            return None
+        return twin(value, lambda t: nn.Parameter(t, requires_grad=value.requires_grad))
+
+    def buffer(_: nn.Module, __: str, value: Any) -> Any:
+        return twin(value, lambda t: t) if type(value) is Tensor else None
+
+    with ExitStack() as stack:
+        for name in _INITIALISERS:
+            stack.enter_context(patch.object(nn.init, name, _leave))
+        stack.callback(registration.register_module_parameter_registration_hook(parameter).remove)
+        stack.callback(registration.register_module_buffer_registration_hook(buffer).remove)
+        yield
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    """Switch activation checkpointing on.
+
+    Raises:
+        TraceError: The model has no blocks that could be recomputed.
+    """
+    switch = getattr(model, "set_grad_checkpointing", None)
+    if callable(switch):
+        try:
+            switch(True)
+        except (AssertionError, NotImplementedError, AttributeError, TypeError) as e:
+            raise TraceError("CheckpointingUnsupported", f"the model refuses activation checkpointing: {e}") from e
+        return
+    blocks = list(_blocks(model))
+    if not blocks:
+        raise TraceError(
+            "CheckpointingUnsupported",
+            "activationCheckpointing needs blocks to recompute (composite children of nn.Sequential or nn.ModuleList), "
+            "and this model has none; set training.activationCheckpointing to false",
+        )
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        composite = [block for block in child.children() if any(True for _ in block.children())]
+        if isinstance(child, (nn.Sequential, nn.ModuleList)) and len(composite) > 1:
+            yield from composite
+        else:
+            yield from _blocks(child)
+
 
 AUTOCAST = {Precision.BF16_MIXED: torch.bfloat16, Precision.FP16_MIXED: torch.float16}
 """Precisions whose step runs under autocast, and in which type its matrix products are."""

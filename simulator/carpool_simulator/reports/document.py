@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from carpool_extender.framework.diagnosis import counted
-from carpool_predictor.calibration.recalling import FIRST, FIRST_UNENFORCED
+from carpool_predictor.calibration.run_history import FIRST, FIRST_UNENFORCED
 
 from carpool_simulator.reports import (
     energies,

@@ -23,10 +23,10 @@ from carpool_extender.framework.scores import find_policy
 from carpool_extender.settings import AskSettings
 from carpool_extender.testing import T4, device, gpu_node, seed_job, seed_node, tenant
 from carpool_extender.workloads import JobOptions
-from carpool_predictor.calibration.config_map import KEY, CalibrationMap, Kept
 from carpool_predictor.calibration.document import SIMULATED, Calibration, Expected, Measured, Stack
 from carpool_predictor.calibration.observe import observe
-from carpool_predictor.cost_models.memory import shipped
+from carpool_predictor.calibration.store import KEY, CalibrationMap, Kept
+from carpool_predictor.models.memory import shipped
 
 
 async def test_explain_tells_the_place_its_reason_and_every_gpu():

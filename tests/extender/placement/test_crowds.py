@@ -9,7 +9,7 @@ from carpool_extender.framework.filters import PASSED, Check
 from carpool_extender.framework.scheduler_config import SchedulerConfig
 from carpool_extender.framework.scores import find_policy
 from carpool_extender.testing import cluster, gpu_node, pod_request, prediction, tenant
-from carpool_predictor.cost_models.slowdown import slowdowns, upper_slowdowns
+from carpool_predictor.models.slowdown import slowdowns, upper_slowdowns
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -11,7 +11,7 @@ from carpool_extender.framework.scores import find_policy
 from carpool_extender.framework.selection import explain, filter_nodes, place
 from carpool_extender.settings import ExtenderSettings
 from carpool_extender.testing import cluster, gpu_node, pod_request, prediction, tenant
-from carpool_predictor.cost_models.slowdown import shipped, slowdowns, upper_slowdowns
+from carpool_predictor.models.slowdown import shipped, slowdowns, upper_slowdowns
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -8,11 +8,11 @@ from carpool_core.resources.job import CatalogModel, Training
 from carpool_core.values import Optimizer
 
 from carpool_predictor.catalog import store
-from carpool_predictor.cost_models.activity import activity_on
 from carpool_predictor.evaluation.activity.real import PRODUCT, RealRow
 from carpool_predictor.evaluation.activity.rows import PRODUCT as MEASURED
 from carpool_predictor.evaluation.suites import Figure
-from carpool_predictor.features.interpolation import cost_at
+from carpool_predictor.features import cost_at
+from carpool_predictor.models.activity import activity_on
 
 _BATCHES = (16, 64)
 

@@ -10,11 +10,9 @@ from carpool_core.products import find_product
 from carpool_core.values import Precision
 from numpy.typing import NDArray
 
-from carpool_predictor.cost_models.activity import FORMAT, ActivityModel
-from carpool_predictor.cost_models.activity_features import NAMES, features_of
-from carpool_predictor.cost_models.activity_trees import Bins, Forest, Target
 from carpool_predictor.evaluation.activity.rows import PRODUCT, ActivityRow
 from carpool_predictor.evaluation.suites import Tell, counted, silent
+from carpool_predictor.models.activity import FORMAT, NAMES, ActivityModel, Bins, Forest, Target, features_of
 
 TARGETS: dict[str, Callable[[ActivityRow], float]] = {
     "gpu_util_percent": lambda row: row.gpu_util_percent,

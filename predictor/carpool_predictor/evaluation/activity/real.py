@@ -18,10 +18,10 @@ from torch import nn
 from torchvision import models  # type: ignore[import-untyped]
 
 from carpool_predictor.catalog.recipes import Recipe
-from carpool_predictor.cost_models import roofline
-from carpool_predictor.cost_models.activity import activity_on
 from carpool_predictor.evaluation.tables import amount, number, read_table
-from carpool_predictor.features.interpolation import cost_at
+from carpool_predictor.features import cost_at
+from carpool_predictor.models import roofline
+from carpool_predictor.models.activity import activity_on
 from carpool_predictor.tracing.models import trace_recipe
 
 PRODUCT = "NVIDIA GeForce RTX 3090"

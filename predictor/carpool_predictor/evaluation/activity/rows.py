@@ -11,7 +11,7 @@ from carpool_core.resources.features import LayerCounts
 from carpool_predictor.catalog.notation import work_of
 from carpool_predictor.evaluation.gpumemnet import ended_well, file_of
 from carpool_predictor.evaluation.tables import amount, number, read_table
-from carpool_predictor.features.step_work import StepWork
+from carpool_predictor.features import StepWork
 
 PRODUCT = "NVIDIA A100-SXM4-40GB"
 COLUMNS = ("Filename", "Activations-Params", "Batch Size", "Avg GPUTL", "Avg SMACT", "Avg SMOCC")

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 
-from carpool_predictor.cost_models.activity import shipped
 from carpool_predictor.evaluation.activity import hotcloud
 from carpool_predictor.evaluation.activity.card import doubts, real_figures, reality
 from carpool_predictor.evaluation.activity.figures import draw
@@ -15,6 +14,7 @@ from carpool_predictor.evaluation.activity.real import judge
 from carpool_predictor.evaluation.activity.rows import ActivityRow, clean, read_rows
 from carpool_predictor.evaluation.gpumemnet import KINDS
 from carpool_predictor.evaluation.suites import Figure, Report, Tell, silent
+from carpool_predictor.models.activity import shipped
 
 SEED = 0
 MAX_ERROR_POINTS = 7.0

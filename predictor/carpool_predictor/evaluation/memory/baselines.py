@@ -6,8 +6,8 @@ import numpy as np
 from carpool_core.values import MIB
 from numpy.typing import NDArray
 
-from carpool_predictor.cost_models.memory import correct, predict_memory
 from carpool_predictor.evaluation.memory.fit import Sample, fit
+from carpool_predictor.models.memory import correct, predict_memory
 
 Floats = NDArray[np.float64]
 Judge = Callable[[Sequence[Sample]], Floats]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from carpool_predictor.cost_models.memory import Risk
+from carpool_predictor.models.memory import Risk
 
 EXCEEDS = math.log(1.1)
 """What the score foretells: that a peak exceeds its median by a tenth."""

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from carpool_predictor.cost_models.memory import ELSEWHERE_FACTOR, OUTSIDE_FACTOR, MemoryModel
 from carpool_predictor.evaluation.memory.bound import EXCEEDS, SHARES
 from carpool_predictor.evaluation.memory.figures import Answers, draw
 from carpool_predictor.evaluation.memory.first_runs import ROOMS, factor, families_of, held, rank
 from carpool_predictor.evaluation.memory.fit import COVERAGE, TOO_SMALL
+from carpool_predictor.models.memory import ELSEWHERE_FACTOR, OUTSIDE_FACTOR, MemoryModel
 
 SPIKE = 1.3
 """Measured over median from which a row is called a spike."""
@@ -119,7 +119,7 @@ _TEMPLATE = """# Model card: GPU memory (version {version})
 What it predicts: the peak GPU memory of one training process, as `nvidia-smi` shows it (CUDA context included), its
 median and an upper bound for placement. Written by `carpool evaluate --suite memory`; do not edit.
 
-How: one training step is traced on tensors without data (`carpool_predictor.tracing.trackers`), at two batch sizes. The
+How: one training step is traced on tensors without data (`carpool_predictor.tracing.step`), at two batch sizes. The
 allocations and releases of the step are replayed through the rules of CUDA's caching allocator
 (`carpool_predictor.tracing.allocator`), because what a process holds is its segments, fragments included, and not its live
 tensors. A robust line and {trees} small trees turn that into a measured peak:

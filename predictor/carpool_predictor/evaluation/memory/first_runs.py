@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from carpool_predictor.calibration.recalling import FIRST, FIRST_UNENFORCED
+from carpool_predictor.calibration.run_history import FIRST, FIRST_UNENFORCED
 
 ROWS = 0.95
 """Share of a family's rows that are to be held."""

@@ -16,13 +16,20 @@ from carpool_core.values import MIB, Precision
 from numpy.typing import NDArray
 
 from carpool_predictor.catalog import store
-from carpool_predictor.cost_models.affine import Pair, fit_line
-from carpool_predictor.cost_models.memory import FORMAT, MAX_CORRECTION, MemoryModel, class_width_mib
-from carpool_predictor.cost_models.memory_row import COLUMNS, row_of
-from carpool_predictor.cost_models.trees import Forest, Tree
 from carpool_predictor.evaluation.memory.bound import Bound, fit_bound, short
 from carpool_predictor.evaluation.memory.measurements import PRODUCT, Row
-from carpool_predictor.features.interpolation import StepCost, cost_at
+from carpool_predictor.features import StepCost, cost_at
+from carpool_predictor.models.memory import (
+    COLUMNS,
+    FORMAT,
+    MAX_CORRECTION,
+    MemoryModel,
+    Pair,
+    class_width_mib,
+    fit_line,
+    row_of,
+)
+from carpool_predictor.models.trees import Forest, Tree
 
 COVERAGE = 0.95
 TOO_SMALL = 0.014

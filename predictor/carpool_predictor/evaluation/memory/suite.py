@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from carpool_predictor.catalog import store
-from carpool_predictor.cost_models.memory import MemoryModel, correct, predict_memory, shipped
 from carpool_predictor.evaluation.memory.baselines import BASELINES
 from carpool_predictor.evaluation.memory.card import EVENLY, write_card
 from carpool_predictor.evaluation.memory.fit import Sample, deal, fit, samples_of, traced_models
 from carpool_predictor.evaluation.memory.measurements import FILE, Row, clean, read_rows
 from carpool_predictor.evaluation.suites import DataError, Figure, Report, Tell, counted, silent
+from carpool_predictor.models.memory import MemoryModel, correct, predict_memory, shipped
 
 SEED = 20260101
 OUTER_FOLDS = 5
@@ -182,7 +182,7 @@ def few_jobs(samples: Sequence[Sample], jobs: int, seed: int = SEED) -> float:
 
     An unseen stack is played by forgetting: neither line nor trees of the full fit are used.
     """
-    from carpool_predictor.cost_models.affine import Pair, fit_line
+    from carpool_predictor.models.memory import Pair, fit_line
 
     errors: list[float] = []
     rng = np.random.default_rng(seed)

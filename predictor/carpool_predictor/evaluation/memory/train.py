@@ -5,9 +5,9 @@ from pathlib import Path
 import msgspec
 
 from carpool_predictor.catalog import store
-from carpool_predictor.cost_models.memory import MemoryModel
 from carpool_predictor.evaluation.memory.fit import fit, samples_of, traced_models
 from carpool_predictor.evaluation.memory.measurements import FILE, clean, read_rows
+from carpool_predictor.models.memory import MemoryModel
 
 SEED = 20260101
 VERSION = "2026.11.2"

@@ -6,12 +6,12 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from carpool_predictor.cost_models.slowdown import shipped
 from carpool_predictor.evaluation.slowdown import asked, gavel, holding, limits, lucid
 from carpool_predictor.evaluation.slowdown.gavel import Missed, Queueing
 from carpool_predictor.evaluation.slowdown.holding import Runs
 from carpool_predictor.evaluation.slowdown.lucid import BASELINES, EXACT, FOUND, Pairs, Score
 from carpool_predictor.evaluation.slowdown.ways import GIVEN
+from carpool_predictor.models.slowdown import shipped
 
 OURS = "shipped: median"
 UPPER = "shipped: upper quantile"
@@ -34,7 +34,7 @@ def head() -> list[str]:
         "How much longer a step takes beside others on the same GPU. What is learned is one exponent and two",
         "factors: how much less a neighbour is in the way than it is busy (k), and how far beyond the median a",
         "slowdown may lie. The rest is queueing theory; the formulas stand in",
-        "`carpool_predictor.cost_models.slowdown`.",
+        "`carpool_predictor.models.slowdown`.",
         "",
         f"Shipped: k = {model.holding:g}; the {model.level:.0%} quantile adds {model.turns_factor:g} (time slicing)",
         f"or {model.side_by_side_factor:g} (MPS) times the neighbours' busy shares.",

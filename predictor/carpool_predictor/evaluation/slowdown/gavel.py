@@ -25,8 +25,8 @@ from carpool_core.values import SharingMode
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from carpool_predictor.cost_models.slowdown import slowdowns
 from carpool_predictor.evaluation.tables import number, read_table
+from carpool_predictor.models.slowdown import slowdowns
 
 FILE = "gavel/gavel_throughputs_flat.csv"
 _RATES = ("iso_tput_a_steps_s", "coloc_tput_a", "coloc_tput_b")

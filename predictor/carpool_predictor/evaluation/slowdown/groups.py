@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from carpool_predictor.cost_models.slowdown import Turns, shipped
 from carpool_predictor.evaluation.slowdown.lucid import Pairs
+from carpool_predictor.models.slowdown import Turns, shipped
 
 TENANTS = (2, 3, 4, 5, 6)
 DRAWS = 200

@@ -10,8 +10,8 @@ import numpy as np
 from carpool_core.values import SharingMode
 from numpy.typing import NDArray
 
-from carpool_predictor.cost_models.slowdown import Turns, slowdowns, upper_slowdowns
 from carpool_predictor.evaluation.tables import number, read_table
+from carpool_predictor.models.slowdown import Turns, slowdowns, upper_slowdowns
 
 ALONE, BESIDE = Path("lucid", "solo_rtx3090.csv"), Path("lucid", "colocate_rtx3090.csv")
 _KEY = ("model", "batchsize", "amp")

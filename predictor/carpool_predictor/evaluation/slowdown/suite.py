@@ -7,13 +7,13 @@ import numpy as np
 from matplotlib.figure import Figure as Drawing
 from numpy.typing import NDArray
 
-from carpool_predictor.cost_models.slowdown import shipped
 from carpool_predictor.evaluation.figures import save
 from carpool_predictor.evaluation.slowdown import card, gavel, groups, holding, lucid, ways
 from carpool_predictor.evaluation.slowdown.asked import MAX_ERROR, MIN_FOUND
 from carpool_predictor.evaluation.slowdown.card import OURS, UPPER
 from carpool_predictor.evaluation.slowdown.lucid import BASELINES, Pairs, Score, forest, score
 from carpool_predictor.evaluation.suites import Figure, Report, Tell, counted, silent
+from carpool_predictor.models.slowdown import shipped
 
 HIDING = (1.25, 1.5)
 """Exponents p of hosts that hide, that could be shipped instead."""

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import msgspec
 
-from carpool_predictor.cost_models.slowdown import SlowdownModel
 from carpool_predictor.evaluation.slowdown import gavel, holding
+from carpool_predictor.models.slowdown import SlowdownModel
 
 VERSION = "2026.11.3"
 LEVEL = 0.9

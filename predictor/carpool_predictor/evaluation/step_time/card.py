@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from carpool_predictor.cost_models.step_time import StepTimeModel
 from carpool_predictor.evaluation.step_time import zeus
 from carpool_predictor.evaluation.step_time.fit import (
     CHOICES,
@@ -19,6 +18,7 @@ from carpool_predictor.evaluation.step_time.fit import (
     gpus_held_out,
 )
 from carpool_predictor.evaluation.step_time.neusight import INFERRED, SEEN
+from carpool_predictor.models.step_time import StepTimeModel
 
 Matrix = NDArray[np.float64]
 

@@ -16,11 +16,11 @@ import scipy
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from carpool_predictor.cost_models.step_time import FORMAT, Form, StepTimeModel, Utilization
 from carpool_predictor.evaluation.step_time.neusight import GPUS, INFERRED, SEEN, ModelRow
 from carpool_predictor.evaluation.step_time.zeus import EpochRow
 from carpool_predictor.evaluation.suites import Tell, counted, silent
-from carpool_predictor.features.interpolation import StepCost
+from carpool_predictor.features import StepCost
+from carpool_predictor.models.step_time import FORMAT, Form, StepTimeModel, Utilization
 
 VERSION = "1"
 SEED = 0

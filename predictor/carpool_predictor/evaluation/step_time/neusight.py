@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from carpool_predictor.evaluation.tables import amount, number, read_table
-from carpool_predictor.features.interpolation import StepCost
+from carpool_predictor.features import StepCost
 
 FILE = Path("neusight", "e2e_labels_flat.csv")
 COLUMNS = ("gpu", "model", "mode", "seqlen", "batch", "variant", "e2e_ms")

@@ -9,14 +9,14 @@ from carpool_core.values import Optimizer
 from matplotlib.figure import Figure as Drawing
 from numpy.typing import NDArray
 
-from carpool_predictor.cost_models.step_time import Utilization, shipped
 from carpool_predictor.evaluation.figures import save
 from carpool_predictor.evaluation.step_time import zeus
 from carpool_predictor.evaluation.step_time.card import write
 from carpool_predictor.evaluation.step_time.fit import OURS, Judged, certain, errors, judge, model_of, seconds
 from carpool_predictor.evaluation.step_time.neusight import INFERRED, read_models
 from carpool_predictor.evaluation.suites import Figure, Report, Tell, silent
-from carpool_predictor.features.interpolation import cost_at
+from carpool_predictor.features import cost_at
+from carpool_predictor.models.step_time import Utilization, shipped
 
 MAX_ERROR = 0.12
 

@@ -1,0 +1,123 @@
+"""Keeps the calibration in a ConfigMap: read, and written only in the place of what was read."""
+
+from dataclasses import dataclass, field
+
+import msgspec
+from carpool_core.kube.api import CONFIG_MAPS, KubeApi
+from carpool_core.kube.errors import NotFound
+from carpool_core.settings import SettingsError
+
+from carpool_predictor.calibration.document import Calibration, read_calibration, write_calibration
+from carpool_predictor.features import MalformedError
+
+KEY = "calibration.json"
+LARGEST = 900_000
+"""Bytes of a document that are written; the API server takes a MiB. Its own limits keep a document below half of it."""
+
+
+class _Meta(msgspec.Struct, frozen=True, rename="camel"):
+    resource_version: str = ""
+    uid: str = ""
+
+
+class _ConfigMap(msgspec.Struct, frozen=True):
+    metadata: _Meta = _Meta()
+    data: dict[str, str] = {}
+
+
+_EXPECTED = "CARPOOL_CALIBRATION: expected NAMESPACE/NAME of a ConfigMap, or nothing"
+
+
+def place_of(text: str, expected: str = _EXPECTED) -> tuple[str, str] | None:
+    """Read NAMESPACE/NAME, of the ConfigMap where nothing else is said; None where it is empty.
+
+    Args:
+        text: What was given.
+        expected: The setting, and what it expects, for whoever gave something else.
+
+    Raises:
+        SettingsError: It is something else.
+    """
+    if not text:
+        return None
+    namespace, slash, name = text.partition("/")
+    if not (namespace and slash and name) or "/" in name:
+        raise SettingsError(f"{expected}, found {text!r}")
+    return namespace, name
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What the ConfigMap holds."""
+
+    calibration: Calibration = field(default_factory=Calibration)
+    version: str = ""
+    """Its resourceVersion; empty where there is no such ConfigMap yet."""
+    uid: str = ""
+
+
+class UnreadableError(Exception):
+    """The ConfigMap holds something else than a calibration of this version; the message says what to do."""
+
+    def __init__(self, message: str, uid: str) -> None:
+        super().__init__(message)
+        self.uid = uid
+
+
+class CalibrationMap:
+    """One ConfigMap.
+
+    Args:
+        api: The cluster.
+        namespace: Its namespace.
+        name: Its name.
+    """
+
+    def __init__(self, api: KubeApi, namespace: str, name: str) -> None:
+        self._api, self.namespace, self.name = api, namespace, name
+
+    async def read(self) -> Kept:
+        """Read what is kept; nothing learned where there is no ConfigMap, or none of our data in it.
+
+        Raises:
+            UnreadableError: It is cut short, changed, or of another version.
+            KubeError: It cannot be read.
+        """
+        try:
+            found = await self._api.get(CONFIG_MAPS, self.name, _ConfigMap, namespace=self.namespace)
+        except NotFound:
+            return Kept()
+        text = found.data.get(KEY)
+        if text is None:
+            return Kept(version=found.metadata.resource_version, uid=found.metadata.uid)
+        try:
+            calibration = read_calibration(text.encode())
+        except MalformedError as error:
+            raise UnreadableError(
+                f"ConfigMap {self.namespace}/{self.name}: {error}; nothing is learned until {KEY} in it is repaired or "
+                "removed, and predictions are as shipped",
+                found.metadata.uid,
+            ) from error
+        return Kept(calibration, found.metadata.resource_version, found.metadata.uid)
+
+    async def write(self, kept: Kept, calibration: Calibration) -> Kept:
+        """Write a calibration in the place of what was read.
+
+        Raises:
+            Conflict: Somebody else wrote since.
+            NotFound: The ConfigMap is gone.
+            KubeError: It cannot be written, or nobody knows whether it was.
+        """
+        text = write_calibration(calibration).decode()
+        if len(text) > LARGEST:
+            raise ValueError(f"expected a calibration of at most {LARGEST:,} bytes, found {len(text):,}: a defect")
+        metadata: dict[str, object] = {"name": self.name, "labels": {"app.kubernetes.io/managed-by": "carpool"}}
+        data = {KEY: text}
+        if not kept.version:
+            body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
+            written = await self._api.create(CONFIG_MAPS, body, namespace=self.namespace)
+        else:
+            patch = {"metadata": {"resourceVersion": kept.version}, "data": data}
+            written = await self._api.patch(CONFIG_MAPS, self.name, patch, namespace=self.namespace)
+        found = msgspec.convert(written, _ConfigMap)
+        return Kept(calibration, found.metadata.resource_version, found.metadata.uid)

@@ -1,0 +1,1 @@
+"""Models that evaluate the shipped artifacts."""

@@ -1,0 +1,288 @@
+"""Activity of a job alone on a GPU: learned where the training data reach, the roofline elsewhere."""
+
+import bisect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import msgspec
+from carpool_core.products import GpuProduct
+from carpool_core.resources.features import ModelFeatures
+from carpool_core.resources.job import Training
+from carpool_core.resources.prediction import ActivityPrediction, Interval
+from carpool_core.values import Precision
+
+from carpool_predictor.features import MalformedError, StepCost, StepWork
+from carpool_predictor.models import roofline
+from carpool_predictor.models.artifacts import load
+from carpool_predictor.models.roofline import BANDWIDTH, KERNEL_S, LAUNCH_S, STEP_GAP_S, matrix_rate
+from carpool_predictor.models.trees import MAX_LEAVES, Ensemble
+
+NAMES = (
+    "log_gpu_over_launch", "busy", "compute_share", "log_intensity_over_ridge", "log_flops_per_kernel_per_sm",
+    "log_bytes_per_kernel_per_sm", "log_weights_over_bytes", "gap_share", "log_bytes_per_sample_per_kernel",
+    "log_batch_size", "elementwise_per_product", "normalization_per_product", "convolution_share",
+)  # fmt: skip
+"""Names of the features, in order."""
+
+_TINY = 1e-12
+
+
+def work_of_features(features: ModelFeatures, cost: StepCost, batch_size: int) -> StepWork:
+    """Return the step at the batch size that `cost` is of."""
+    return StepWork(
+        batch_size=batch_size,
+        parameter_bytes=float(features.parameter_bytes),
+        flops=cost.flops,
+        bytes_moved=cost.bytes_moved,
+        kernels=cost.kernels,
+        layers=features.layers,
+    )
+
+
+def features_of(work: StepWork, product: GpuProduct, precision: Precision) -> tuple[float, ...]:
+    """Return the features of one step on a GPU product, in the order of `NAMES`."""
+    layers = work.layers
+    # Recurrent layers and embeddings multiply matrices too.
+    products = max(layers.convolution + layers.linear + layers.recurrent + layers.embedding, 1)
+    rate = matrix_rate(product, precision, convolutional=layers.convolution > layers.linear)
+    bandwidth = product.memory_bandwidth_gb_s * 1e9 * BANDWIDTH
+    compute_s, memory_s = work.flops / rate, work.bytes_moved / bandwidth
+    gpu_s = compute_s + memory_s + KERNEL_S * work.kernels
+    launch_s = LAUNCH_S * work.kernels
+    blocks = work.kernels * product.sm_count
+    step_s = max(gpu_s, launch_s) + STEP_GAP_S
+    return (
+        _log(gpu_s / launch_s),
+        gpu_s / step_s,
+        compute_s / gpu_s,
+        _log(work.flops / max(work.bytes_moved, 1.0) / (rate / bandwidth)),
+        _log(work.flops / blocks),
+        _log(work.bytes_moved / blocks),
+        _log(work.parameter_bytes / max(work.bytes_moved, 1.0)),
+        STEP_GAP_S / step_s,
+        _log(work.bytes_moved / work.batch_size / work.kernels),
+        _log(work.batch_size),
+        (layers.activation + layers.normalization + layers.other) / products,
+        layers.normalization / products,
+        layers.convolution / products,
+    )
+
+
+def _log(value: float) -> float:
+    return math.log(max(value, _TINY))
+
+
+class Forest(msgspec.Struct, frozen=True, kw_only=True):
+    """The sum of regression trees."""
+
+    roots: list[int]
+    """Index of each tree's first node."""
+    feature: list[int]
+    """What a node asks about; -1 in leaves."""
+    threshold: list[float]
+    """A node goes left where its feature is at most this."""
+    left: list[int]
+    right: list[int]
+    value: list[float]
+    """What a leaf adds; 0 in other nodes."""
+
+    def check(self, features: int) -> None:
+        """Refuse a forest that could fail or never end.
+
+        Raises:
+            MalformedError: Lists of different lengths, an index that points nowhere or back, or a tree too large.
+        """
+        size = len(self.feature)
+        if {len(self.threshold), len(self.left), len(self.right), len(self.value)} != {size}:
+            raise MalformedError("expected lists of one length in a forest; build the model again with `carpool train`")
+        ahead = all(
+            asked == -1 or (0 <= asked < features and node < low < size and node < high < size)
+            for node, (asked, low, high) in enumerate(zip(self.feature, self.left, self.right, strict=True))
+        )
+        if not ahead or any(not 0 <= root < size for root in self.roots):
+            raise MalformedError("a node of a forest points nowhere; build the model again with `carpool train`")
+        if any(self._is_large(root) for root in self.roots):
+            raise MalformedError(f"expected trees of at most {MAX_LEAVES} leaves; build the model with fewer")
+
+    def _is_large(self, root: int) -> bool:
+        """Whether a tree has more leaves than fit; counted without recursion, and no further than needed."""
+        leaves, waiting = 0, [root]
+        while waiting and leaves <= MAX_LEAVES:
+            node = waiting.pop()
+            if self.feature[node] < 0:
+                leaves += 1
+            else:
+                waiting += (self.left[node], self.right[node])
+        return leaves > MAX_LEAVES
+
+
+class Bins(msgspec.Struct, frozen=True, kw_only=True):
+    """What a forest's errors were on architectures that were held out, by how large its prediction was."""
+
+    edges: list[float]
+    """Predictions between which errors are alike, ascending; one fewer than the bins."""
+    lower: list[float]
+    """5% quantile of (measured - predicted) in each bin."""
+    upper: list[float]
+    """95% quantile in each bin."""
+
+    def around(self, predicted: float) -> tuple[float, float]:
+        """Return the lower and the upper end around a prediction."""
+        index = bisect.bisect_left(self.edges, predicted)
+        return predicted + self.lower[index], predicted + self.upper[index]
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """One predicted quantity."""
+
+    forest: Forest
+    convolutional: Bins
+    """Errors on models with convolutions."""
+    plain: Bins
+    """Errors on models without."""
+
+    def around(self, median: float, *, convolutional: bool) -> tuple[float, float, float]:
+        """Return median, lower and upper end, not yet clipped."""
+        return median, *(self.convolutional if convolutional else self.plain).around(median)
+
+    def check(self, features: int) -> None:
+        """Refuse what cannot be evaluated.
+
+        Raises:
+            MalformedError: As `Forest.check`; or bins and edges do not match.
+        """
+        self.forest.check(features)
+        for bins in (self.convolutional, self.plain):
+            if not len(bins.lower) == len(bins.upper) == len(bins.edges) + 1:
+                raise MalformedError("expected one bin more than edges; build the model again with `carpool train`")
+
+
+FORMAT = 2
+"""Version of the artifact's layout."""
+SLACK = 0.7
+"""How far outside what was learned a feature may lie; nearly all are logarithms, so a factor of two."""
+CARRIED = 1.5
+"""Factor to the intervals on a product or precision that was not measured. Not learned: nobody measured two."""
+
+
+class ActivityModel(msgspec.Struct, frozen=True, kw_only=True):
+    """The stored model."""
+
+    format: int
+    version: str
+    product: str
+    """GPU product that it was measured on."""
+    precision: Precision
+    features: list[str]
+    low: list[float]
+    """Smallest value of each feature in the training data."""
+    high: list[float]
+    gpu_util_percent: Target
+    sm_active_ratio: Target
+    sm_occupancy_ratio: Target
+    provenance: dict[str, str | int | float]
+
+    @property
+    def targets(self) -> tuple[Target, Target, Target]:
+        """GPU utilization, SM activity and occupancy."""
+        return self.gpu_util_percent, self.sm_active_ratio, self.sm_occupancy_ratio
+
+    def ensemble(self) -> Ensemble:
+        """Return what predicts the three targets at once, in their order."""
+        return Ensemble([target.forest for target in self.targets], len(self.features))
+
+
+def read_model(content: bytes) -> ActivityModel:
+    """Read a stored model.
+
+    Raises:
+        MalformedError: It is truncated, was tampered with, or is of another version.
+    """
+    try:
+        model = msgspec.json.decode(content, type=ActivityModel)
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise MalformedError(f"the activity model cannot be read: {e}; build it again with `carpool train`") from e
+    if model.format != FORMAT or tuple(model.features) != NAMES:
+        raise MalformedError(
+            f"the activity model has format {model.format}, expected {FORMAT} with this version's features; "
+            "build it again with `carpool train`"
+        )
+    if not len(model.low) == len(model.high) == len(NAMES):
+        raise MalformedError("the activity model's hull lacks features; build it again with `carpool train`")
+    for target in model.targets:
+        target.check(len(NAMES))
+    return model
+
+
+@cache
+def shipped() -> ActivityModel:
+    """Return the model that comes with the package."""
+    return load("activity.json", read_model)
+
+
+@cache
+def _ensemble() -> Ensemble:
+    return shipped().ensemble()
+
+
+def is_known(features: Sequence[float], model: ActivityModel) -> bool:
+    """Whether a step lies within what the model has seen."""
+    return all(
+        low - SLACK <= value <= high + SLACK for value, low, high in zip(features, model.low, model.high, strict=True)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Activity on one GPU product."""
+
+    activity: ActivityPrediction
+    inside: bool
+    """Whether the step lies inside what was learned; otherwise the roofline answered."""
+    measured: bool = False
+    """Whether it does, and steps were measured on this product in this precision: elsewhere the interval is assumed."""
+
+
+def activity_on(features: ModelFeatures, cost: StepCost, training: Training, product: GpuProduct) -> Answer:
+    """Predict how busy a job keeps a GPU that it has alone.
+
+    DRAM activity was not measured by anybody whose data may be used, so it is the roofline's everywhere, scaled by how
+    busy the GPU is.
+
+    Args:
+        features: The model's layers and sizes.
+        cost: Its step at the job's batch size.
+        training: The job's batch size and precision.
+        product: What it runs on.
+    """
+    layers = features.layers
+    plain = roofline.activity_on(cost, product, training.precision, convolutional=layers.convolution > layers.linear)
+    guess = roofline.intervals(plain)
+    model = shipped()
+    row = features_of(work_of_features(features, cost, training.batch_size), product, training.precision)
+    if not is_known(row, model):
+        return Answer(guess, inside=False)
+    util, sm_active, occupancy = _ensemble().predict(row)
+    measured = (product.name, training.precision) == (model.product, model.precision)
+    widening = 1.0 if measured else CARRIED
+    some = layers.convolution > 0
+    busy = _interval(model.gpu_util_percent.around(util, convolutional=some), 100.0, widening)
+    # What the roofline gives to DRAM it gives to a GPU as busy as the roofline thinks.
+    dram = guess.dram_active_ratio
+    median = round(min(plain.dram_active * busy.median / 100 / max(plain.gpu_util, 0.01), 1.0), 4)
+    activity = ActivityPrediction(
+        gpu_util_percent=busy,
+        sm_active_ratio=_interval(model.sm_active_ratio.around(sm_active, convolutional=some), 1.0, widening),
+        dram_active_ratio=Interval(median=median, lower=min(dram.lower, median), upper=max(dram.upper, median)),
+        sm_occupancy_ratio=_interval(model.sm_occupancy_ratio.around(occupancy, convolutional=some), 1.0, widening),
+    )
+    return Answer(activity, inside=True, measured=measured)
+
+
+def _interval(predicted: tuple[float, float, float], unit: float, widening: float) -> Interval:
+    median, lower, upper = predicted
+    ends = (median - (median - lower) * widening, median + (upper - median) * widening)
+    inside = [round(min(max(value, 0.0), unit), 4) for value in (median, *ends)]
+    return Interval(median=inside[0], lower=min(inside[1], inside[0]), upper=max(inside[2], inside[0]))

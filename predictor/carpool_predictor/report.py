@@ -1,0 +1,359 @@
+"""All that `carpool predict` says of one job: the prediction, its parts, and what would fit."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import msgspec
+from carpool_core.durations import format_duration
+from carpool_core.products import GpuProduct
+from carpool_core.resources.prediction import ActivityPrediction, Interval, MemoryPrediction, Prediction
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from carpool_predictor.calibration.document import Calibration
+from carpool_predictor.features import Abstention
+from carpool_predictor.predict import (
+    BatchFinder,
+    Job,
+    LargestBatch,
+    MemoryParts,
+    OnProduct,
+    abstained,
+    parts_of,
+    summary,
+    usable_mib,
+    usable_of_profile_mib,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ProductReport:
+    """What is said of one GPU product."""
+
+    answer: OnProduct
+    parts: MemoryParts
+    largest: LargestBatch
+    """On the whole GPU."""
+    mig: dict[str, LargestBatch]
+    """On an instance of each MIG profile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What is said of one job."""
+
+    name: str
+    prediction: Prediction
+    memory_inside: bool = False
+    """Whether the model is like those whose memory was measured."""
+    products: tuple[ProductReport, ...] = ()
+    steps: int | None = None
+    """Of the whole training; None where nobody said."""
+
+
+def report_on(
+    name: str, job: Job | Abstention, gpus: Sequence[GpuProduct], calibration: Calibration | None = None
+) -> Report:
+    """Predict a job on each product, and look at what would fit."""
+    if isinstance(job, Abstention):
+        return Report(name, abstained(job))
+    common = BatchFinder(job)
+    products = []
+    for product in gpus:
+        here = job.calibrated(calibration, product)
+        products.append(_on(here, common if here is job else BatchFinder(here), product))
+    prediction = summary(job, [product.answer for product in products])
+    if not any(_fits(product, gpu) for product, gpu in zip(products, gpus, strict=True)):
+        where = f"does not fit {gpus[0].name}" if len(gpus) == 1 else "fits none of these GPU products"
+        message = f"by its bound, batch {job.training.batch_size:,} {where}; {prediction.message}"
+        prediction = msgspec.structs.replace(prediction, message=message)
+    return Report(name, prediction, job.corrected.inside, tuple(products), job.training.steps)
+
+
+def length_of(steps: int, step_time_s: Interval) -> Interval:
+    """Return how long a training takes alone, in seconds: what is wrong with the time of a step is so with each."""
+    return Interval(**{end: steps * value for end, value in interval_json(step_time_s).items()})
+
+
+def _fits(product: ProductReport, gpu: GpuProduct) -> bool:
+    return product.answer.prediction.memory.upper_mib <= usable_mib(gpu)
+
+
+def _on(job: Job, finder: BatchFinder, product: GpuProduct) -> ProductReport:
+    answer = job.on(product)
+    return ProductReport(
+        answer,
+        parts_of(job, product, answer.prediction.memory),
+        finder.within(product, usable_mib(product)),
+        {p: finder.within(product, usable_of_profile_mib(product, p)) for p in product.mig_profiles},
+    )
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """Return plain values, units in the names."""
+    prediction = report.prediction
+    return {
+        "id": report.name,
+        "status": "ok" if prediction.outcome == "Predicted" else "abstained",
+        "reason": prediction.reason,
+        "message": prediction.message,
+        "model_version": prediction.model_version,
+        "products": [_product(report, product) for product in report.products],
+    }
+
+
+def _product(report: Report, product: ProductReport) -> dict[str, Any]:
+    found = product.answer.prediction
+    return {
+        "gpu": found.product,
+        "memory": {
+            **memory_json(found.memory),
+            "parts": {name: round(value, 1) for name, value in asdict(product.parts).items()},
+        },
+        "activity": activity_json(found.activity),
+        "step_time_s": interval_json(found.step_time_seconds),
+        **length_json(report.steps, found.step_time_seconds),
+        "inside_training": {
+            "memory": report.memory_inside and product.answer.memory_calibrated,
+            "activity": product.answer.activity_measured,
+            "step_time": product.answer.step_time_inside,
+        },
+        "largest_batch": _largest(product.largest),
+        "mig": {profile: {"largest_batch": _largest(found)} for profile, found in product.mig.items()},
+    }
+
+
+def _largest(found: LargestBatch) -> dict[str, Any]:
+    return {
+        "batch_size": found.batch_size,
+        "limited_by_trace": found.limited_by_trace,
+        "fewer_than": found.fewer_than,
+    }
+
+
+def memory_json(memory: MemoryPrediction) -> dict[str, Any]:
+    """Return memory with its unit in the names."""
+    return {
+        "median_mib": memory.median_mib,
+        "upper_mib": memory.upper_mib,
+        "coverage": memory.coverage,
+        "class": {"lower_mib": memory.class_lower_mib, "upper_mib": memory.class_upper_mib},
+    }
+
+
+def activity_json(activity: ActivityPrediction) -> dict[str, Any]:
+    """Return activity with its units in the names."""
+    occupancy = activity.sm_occupancy_ratio
+    return {
+        "gpu_util_percent": interval_json(activity.gpu_util_percent),
+        "sm_active_ratio": interval_json(activity.sm_active_ratio),
+        "sm_occupancy_ratio": None if occupancy is None else interval_json(occupancy),
+        "dram_active_ratio": interval_json(activity.dram_active_ratio),
+    }
+
+
+def length_json(steps: int | None, step_time_s: Interval) -> dict[str, dict[str, float]]:
+    """Return how long the training takes alone, with its unit in the name; nothing where its steps are not known."""
+    return {} if steps is None else {"length_s": interval_json(length_of(steps, step_time_s))}
+
+
+def interval_json(interval: Interval) -> dict[str, float]:
+    """Return median and ends."""
+    return {"median": interval.median, "lower": interval.lower, "upper": interval.upper}
+
+
+_WIDTH_OF_INTERVALS = 190
+"""Columns of a terminal in which the intervals of several GPUs fit beside the medians."""
+_SHORTENED = 1_000_000
+"""From here on numbers are rounded to two digits: no GPU has a TiB, and no step takes a quarter of an hour."""
+_MARGIN = 6
+"""Columns around and between the two columns of a table."""
+
+
+def as_text(title: str, report: Report, *, width: int) -> RenderableType:
+    """Draw what is predicted; intervals of several GPUs only where the terminal is wide, they are in the JSON, too."""
+    return Group(*_tables(title, report, width, with_intervals=width >= _WIDTH_OF_INTERVALS))
+
+
+def _tables(title: str, report: Report, width: int, *, with_intervals: bool) -> Iterator[RenderableType]:
+    if len(report.products) == 1:
+        (product,) = report.products
+        # Not the table's own title, which would be broken to the width of the table.
+        yield Text(f"{title}, on {product.answer.prediction.product}", style="italic")
+        yield _one(report, product)
+    else:
+        yield _memory(title, report)
+        yield _speed(report, with_intervals=with_intervals)
+        yield _parts(report)
+        if any(product.mig for product in report.products):
+            yield _mig(report, width)
+    yield Text(f"{report.prediction.reason}: {report.prediction.message}", style="dim")
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if number else "left", no_wrap=number == 0)
+    return table
+
+
+def _number(value: float, digits: int = 0) -> str:
+    """Write a number in eight characters at most, so that a table stays within 80 columns whatever was asked."""
+    digits = digits if value < _SHORTENED / 10 else 0
+    return f"{value:,.{digits}f}" if value < _SHORTENED else f"{value:.1e}".replace("e+0", "e").replace("e+", "e")
+
+
+def _batch(found: LargestBatch) -> str:
+    """Write a largest batch in few characters."""
+    if found.batch_size is None:
+        return f"<{found.fewer_than:,}"
+    if not found.batch_size:
+        return "none"
+    return f"{'≥' if found.limited_by_trace else ''}{found.batch_size:,}"
+
+
+def _span(interval: Interval | None, scale: float = 1.0, digits: int = 0, *, with_ends: bool = True) -> str:
+    if interval is None:
+        return ""
+    median, lower, upper = (_number(x * scale, digits) for x in (interval.median, interval.lower, interval.upper))
+    return f"{median} [dim]({lower} - {upper})[/dim]" if with_ends else median
+
+
+def _one(report: Report, product: ProductReport) -> Table:
+    found = product.answer.prediction
+    memory, activity = found.memory, found.activity
+    table = Table(box=box.SIMPLE, show_header=False)
+    table.add_row("memory at its peak", f"{memory.median_mib:,} MiB")
+    table.add_row("  at most", f"{memory.upper_mib:,} MiB, {memory.coverage:.0%} sure")
+    table.add_row("  class", f"{memory.class_lower_mib // 1024} - {memory.class_upper_mib // 1024} GiB")
+    for name in _names():
+        table.add_row(f"  {name.removesuffix('_mib')}", f"{getattr(product.parts, name):,.0f} MiB")
+    table.add_row("GPU utilization", f"{_span(activity.gpu_util_percent)} %")
+    table.add_row("SM activity", f"{_span(activity.sm_active_ratio, 100)} %")
+    table.add_row("SM occupancy", f"{_span(activity.sm_occupancy_ratio, 100)} %")
+    table.add_row("DRAM activity", f"{_span(activity.dram_active_ratio, 100)} %")
+    table.add_row("step time", f"{_span(found.step_time_seconds, 1000, 1)} ms")
+    if report.steps is not None:
+        length = length_of(report.steps, found.step_time_seconds)
+        ends = f"[dim]({format_duration(length.lower)} - {format_duration(length.upper)})[/dim]"
+        table.add_row(f"  {_steps(report.steps)}", f"{format_duration(length.median)} {ends}")
+    table.add_row("largest batch", str(product.largest))
+    for profile, largest in product.mig.items():
+        table.add_row(f"  on {profile}", str(largest))
+    inside = {"memory": _memory_learned(report, product)} | _speed_learned(product)
+    table.add_row("inside what was learned", _named(inside))
+    return table
+
+
+def _memory(title: str, report: Report) -> Table:
+    table = _table(title, "GPU", "MiB", "at most", "sure", "class GiB", "largest batch", "learned")
+    for product in report.products:
+        memory = product.answer.prediction.memory
+        table.add_row(
+            _short(product.answer.prediction.product),
+            _number(memory.median_mib),
+            _number(memory.upper_mib),
+            f"{memory.coverage:.0%}",
+            _class(memory),
+            _batch(product.largest),
+            "yes" if _memory_learned(report, product) else "no",
+        )
+    return table
+
+
+def _class(memory: MemoryPrediction) -> str:
+    lower, upper = memory.class_lower_mib, memory.class_upper_mib
+    return f"{lower // 1024}-{upper // 1024}" if upper < _SHORTENED else f">{_SHORTENED // 1024}"
+
+
+def _speed(report: Report, *, with_intervals: bool) -> Table:
+    title, columns = "How busy it is, alone", ["GPU", "util %", "SM %", "occ %", "DRAM %", "step ms"]
+    if report.steps is not None:
+        title, columns = f"{title}, and how long {_steps(report.steps)} take", [*columns, "takes"]
+    table = _table(title, *columns, "learned")
+    for product in report.products:
+        found = product.answer.prediction
+        activity = found.activity
+        table.add_row(
+            _short(found.product),
+            _span(activity.gpu_util_percent, with_ends=with_intervals),
+            _span(activity.sm_active_ratio, 100, with_ends=with_intervals),
+            _span(activity.sm_occupancy_ratio, 100, with_ends=with_intervals),
+            _span(activity.dram_active_ratio, 100, with_ends=with_intervals),
+            _span(found.step_time_seconds, 1000, 1, with_ends=with_intervals),
+            *([] if report.steps is None else [_length(report.steps * found.step_time_seconds.median)]),
+            _named(_speed_learned(product)),
+        )
+    return table
+
+
+def _steps(number: int) -> str:
+    return f"{number:,} {'step' if number == 1 else 'steps'}"
+
+
+def _length(seconds: float) -> str:
+    """Write a length of time in as few characters as a number."""
+    days = seconds / 86_400
+    return format_duration(seconds) if days < _SHORTENED else f"{_number(days)} d"
+
+
+def _memory_learned(report: Report, product: ProductReport) -> bool:
+    return report.memory_inside and product.answer.memory_calibrated
+
+
+def _speed_learned(product: ProductReport) -> dict[str, bool]:
+    return {"activity": product.answer.activity_measured, "time": product.answer.step_time_inside}
+
+
+def _named(inside: dict[str, bool]) -> str:
+    """Name what lies inside what was learned."""
+    return "all" if all(inside.values()) else ", ".join(name for name, is_so in inside.items() if is_so) or "none"
+
+
+def _short(product: str) -> str:
+    return product.removeprefix("NVIDIA ").removeprefix("GeForce ")
+
+
+_SHORT_PARTS = {"gradients": "grads", "optimizer": "optim", "activations": "activ", "workspace": "worksp"}
+"""Headings with which the table of parts fits into 80 columns."""
+
+
+def _names() -> list[str]:
+    return [field.name for field in fields(MemoryParts)]
+
+
+def _parts(report: Report) -> Table:
+    names = [name.removesuffix("_mib") for name in _names()]
+    table = _table(
+        "What the memory consists of at its peak, MiB", "GPU", *(_SHORT_PARTS.get(name, name) for name in names)
+    )
+    for product in report.products:
+        table.add_row(
+            _short(product.answer.prediction.product), *(_number(getattr(product.parts, name)) for name in _names())
+        )
+    return table
+
+
+def _mig(report: Report, width: int) -> Table:
+    table = _table("Largest batch on a MIG instance", "GPU", "profile: batch")
+    products = [product for product in report.products if product.mig]
+    names = [_short(product.answer.prediction.product) for product in products]
+    for name, product in zip(names, products, strict=True):
+        batches = [f"{profile}: {_batch(found)}" for profile, found in product.mig.items()]
+        table.add_row(name, "\n".join(_packed(batches, width - max(map(len, names)) - _MARGIN)))
+    return table
+
+
+def _packed(items: Sequence[str], width: int) -> Iterator[str]:
+    """Put as many items on a line as fit; none is broken."""
+    line = items[0]
+    for item in items[1:]:
+        if len(line) + len(item) + 2 > width:
+            yield f"{line},"
+            line = item
+        else:
+            line = f"{line}, {item}"
+    yield line
