@@ -25,7 +25,6 @@ from carpool_predictor.evaluation.activity.fit import (
 from carpool_predictor.evaluation.activity.real import judge
 from carpool_predictor.evaluation.activity.rows import ActivityRow, clean, read_rows
 from carpool_predictor.evaluation.suites import DataError
-from carpool_predictor.models.trees import Ensemble
 
 COLUMNS = ["Filename", "Activations-Params", "Batch Size", "Avg GPUTL", "Avg SMACT", "Avg SMOCC", "Status"]
 
@@ -74,9 +73,7 @@ def test_plain_lists_predict_what_lightgbm_predicts(tmp_path: Path) -> None:
     booster = fit_booster(x, y, weights_of(rows), 0)
     forest = forest_of(booster, 1.0)
     forest.check(x.shape[1])
-    assert [Ensemble([forest], x.shape[1]).predict(list(row))[0] for row in x] == pytest.approx(
-        booster.predict(x), abs=0.01
-    )
+    assert [forest.predict(row) for row in x.tolist()] == pytest.approx(booster.predict(x), abs=0.01)
 
 
 def test_rows_of_an_architecture_do_not_help_to_predict_it(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from carpool_predictor.features import MalformedError, StepCost, StepWork
 from carpool_predictor.models import roofline
 from carpool_predictor.models.artifacts import load
 from carpool_predictor.models.roofline import BANDWIDTH, KERNEL_S, LAUNCH_S, STEP_GAP_S, matrix_rate
-from carpool_predictor.models.trees import MAX_LEAVES, Ensemble
+from carpool_predictor.models.trees import Forest
 
 NAMES = (
     "log_gpu_over_launch", "busy", "compute_share", "log_intensity_over_ridge", "log_flops_per_kernel_per_sm",
@@ -72,50 +72,6 @@ def features_of(work: StepWork, product: GpuProduct, precision: Precision) -> tu
 
 def _log(value: float) -> float:
     return math.log(max(value, _TINY))
-
-
-class Forest(msgspec.Struct, frozen=True, kw_only=True):
-    """The sum of regression trees."""
-
-    roots: list[int]
-    """Index of each tree's first node."""
-    feature: list[int]
-    """What a node asks about; -1 in leaves."""
-    threshold: list[float]
-    """A node goes left where its feature is at most this."""
-    left: list[int]
-    right: list[int]
-    value: list[float]
-    """What a leaf adds; 0 in other nodes."""
-
-    def check(self, features: int) -> None:
-        """Refuse a forest that could fail or never end.
-
-        Raises:
-            MalformedError: Lists of different lengths, an index that points nowhere or back, or a tree too large.
-        """
-        size = len(self.feature)
-        if {len(self.threshold), len(self.left), len(self.right), len(self.value)} != {size}:
-            raise MalformedError("expected lists of one length in a forest; build the model again with `carpool train`")
-        ahead = all(
-            asked == -1 or (0 <= asked < features and node < low < size and node < high < size)
-            for node, (asked, low, high) in enumerate(zip(self.feature, self.left, self.right, strict=True))
-        )
-        if not ahead or any(not 0 <= root < size for root in self.roots):
-            raise MalformedError("a node of a forest points nowhere; build the model again with `carpool train`")
-        if any(self._is_large(root) for root in self.roots):
-            raise MalformedError(f"expected trees of at most {MAX_LEAVES} leaves; build the model with fewer")
-
-    def _is_large(self, root: int) -> bool:
-        """Whether a tree has more leaves than fit; counted without recursion, and no further than needed."""
-        leaves, waiting = 0, [root]
-        while waiting and leaves <= MAX_LEAVES:
-            node = waiting.pop()
-            if self.feature[node] < 0:
-                leaves += 1
-            else:
-                waiting += (self.left[node], self.right[node])
-        return leaves > MAX_LEAVES
 
 
 class Bins(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,10 +145,6 @@ class ActivityModel(msgspec.Struct, frozen=True, kw_only=True):
         """GPU utilization, SM activity and occupancy."""
         return self.gpu_util_percent, self.sm_active_ratio, self.sm_occupancy_ratio
 
-    def ensemble(self) -> Ensemble:
-        """Return what predicts the three targets at once, in their order."""
-        return Ensemble([target.forest for target in self.targets], len(self.features))
-
 
 def read_model(content: bytes) -> ActivityModel:
     """Read a stored model.
@@ -220,11 +172,6 @@ def read_model(content: bytes) -> ActivityModel:
 def shipped() -> ActivityModel:
     """Return the model that comes with the package."""
     return load("activity.json", read_model)
-
-
-@cache
-def _ensemble() -> Ensemble:
-    return shipped().ensemble()
 
 
 def is_known(features: Sequence[float], model: ActivityModel) -> bool:
@@ -264,7 +211,7 @@ def activity_on(features: ModelFeatures, cost: StepCost, training: Training, pro
     row = features_of(work_of_features(features, cost, training.batch_size), product, training.precision)
     if not is_known(row, model):
         return Answer(guess, inside=False)
-    util, sm_active, occupancy = _ensemble().predict(row)
+    util, sm_active, occupancy = (target.forest.predict(row) for target in model.targets)
     measured = (product.name, training.precision) == (model.product, model.precision)
     widening = 1.0 if measured else CARRIED
     some = layers.convolution > 0

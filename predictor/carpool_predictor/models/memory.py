@@ -74,7 +74,7 @@ def row_of(features: ModelFeatures, cost: StepCost, batch_size: int) -> tuple[fl
 
 _NUMBER = Annotated[float, Meta(gt=0, le=1e6)]
 
-FORMAT = 4
+FORMAT = 5
 """Version of the artifact's layout; another one is refused."""
 CONTEXT_BASE_MIB = 130
 CONTEXT_PER_SM_MIB = 2.8
@@ -123,8 +123,10 @@ class MemoryModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """MiB measured for each MiB that the allocator holds."""
     intercept_mib: Annotated[float, Meta(ge=0, le=1e6)]
     """MiB measured at nothing held: context, workspaces and libraries."""
+    columns: list[str]
+    """Names of the numbers that `row_of` returns."""
     residual: Forest
-    """Logarithm of measured over line, from `memory_row.row_of`."""
+    """Logarithm of measured over line, from `row_of`."""
     hull: list[tuple[float, float]]
     """For each column, the range that was learned from, with its margin."""
     risk: Risk
@@ -144,7 +146,7 @@ class MemoryModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Raises:
             MalformedError: It does not; the message says why.
         """
-        if tuple(self.residual.features) != COLUMNS or len(self.hull) != len(COLUMNS):
+        if tuple(self.columns) != COLUMNS or len(self.hull) != len(COLUMNS):
             raise MalformedError("the memory model was trained on other columns than this version computes")
         if len(self.risk.weights) != len(COLUMNS) or len(self.factors) != len(self.risk.edges) + 1:
             raise MalformedError("the memory model's strata are not those of its columns and factors")
@@ -156,7 +158,7 @@ class MemoryModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise MalformedError(f"expected no factor to be smaller than that of calmer steps, found {self.factors}")
         if any(high < low for low, high in self.hull):
             raise MalformedError("a range of the memory model's hull ends before it begins")
-        self.residual.check()
+        self.residual.check(len(COLUMNS))
 
 
 class _Format(msgspec.Struct, frozen=True):
@@ -221,7 +223,7 @@ def correct(model: MemoryModel, features: ModelFeatures, cost: StepCost, batch_s
     factor = model.factors[stratum]
     if not inside:
         return Corrected(1.0, factor * OUTSIDE_FACTOR, stratum, inside=False)
-    answer = min(max(model.residual.at(row), -MAX_CORRECTION), MAX_CORRECTION)
+    answer = min(max(model.residual.predict(row), -MAX_CORRECTION), MAX_CORRECTION)
     return Corrected(math.exp(answer), factor, stratum, inside=True)
 
 

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from carpool_predictor.evaluation.activity.rows import PRODUCT, ActivityRow
 from carpool_predictor.evaluation.suites import Tell, counted, silent
-from carpool_predictor.models.activity import FORMAT, NAMES, ActivityModel, Bins, Forest, Target, features_of
+from carpool_predictor.models.activity import FORMAT, NAMES, ActivityModel, Bins, Target, features_of
+from carpool_predictor.models.trees import Forest
 
 TARGETS: dict[str, Callable[[ActivityRow], float]] = {
     "gpu_util_percent": lambda row: row.gpu_util_percent,
@@ -211,7 +212,7 @@ def fit(rows: Sequence[ActivityRow], seed: int) -> ActivityModel:
 
 def forest_of(booster: Any, unit: float) -> Forest:
     """Turn a booster into plain lists; leaves are divided by `unit`."""
-    lists: dict[str, list[Any]] = {key: [] for key in Forest.__struct_fields__}
+    lists: dict[str, list[Any]] = {key: [] for key in ("roots", "feature", "threshold", "left", "right", "value")}
 
     def add(node: dict[str, Any]) -> int:
         index = len(lists["feature"])
@@ -228,7 +229,7 @@ def forest_of(booster: Any, unit: float) -> Forest:
 
     for tree in booster.dump_model()["tree_info"]:
         lists["roots"].append(add(tree["tree_structure"]))
-    return Forest(**lists)
+    return Forest(base=0.0, **lists)
 
 
 def _short(value: float) -> float:

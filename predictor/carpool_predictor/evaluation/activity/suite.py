@@ -89,8 +89,7 @@ def frozen(data: Path) -> Report:
     """
     rows = [row for kind in KINDS for row in clean(read_rows(data, kind))]
     model = shipped()
-    ensemble = model.ensemble()
-    predicted = np.array([ensemble.predict(row) for row in matrix(rows).tolist()])
+    predicted = np.array([[target.forest.predict(row) for target in model.targets] for row in matrix(rows).tolist()])
     figures = [Figure("rows", len(rows))]
     for column, (target, stored) in enumerate(zip(TARGETS, model.targets, strict=True)):
         medians = predicted[:, column]

@@ -55,7 +55,7 @@ def write_card(
         level=model.provenance["bound_level"],
         share=model.class_share,
         too_small=f"{100 * TOO_SMALL:g}",
-        trees=len(model.residual.trees),
+        trees=len(model.residual.roots),
         rows=f"{rows:,}",
         cleaned=f"{cleaned:,}",
         models=models,

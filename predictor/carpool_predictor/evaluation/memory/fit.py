@@ -9,6 +9,7 @@ rows that are passed: whoever judges (`evaluation`) holds other families back fr
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from carpool_core.resources.features import ModelFeatures
@@ -29,7 +30,7 @@ from carpool_predictor.models.memory import (
     fit_line,
     row_of,
 )
-from carpool_predictor.models.trees import Forest, Tree
+from carpool_predictor.models.trees import Forest
 
 COVERAGE = 0.95
 TOO_SMALL = 0.014
@@ -108,7 +109,7 @@ class _Fit:
 
     def log_medians(self, samples: Sequence[Sample]) -> Floats:
         lines = np.array([self.slope * s.reserved_mib + self.intercept for s in samples])
-        answers = [self.forest.at(row_of(s.features, s.cost, s.batch_size)) for s in samples]
+        answers = [self.forest.predict(row_of(s.features, s.cost, s.batch_size)) for s in samples]
         corrected: Floats = np.log(lines) + np.clip(answers, -MAX_CORRECTION, MAX_CORRECTION)
         return corrected
 
@@ -121,32 +122,23 @@ def _fit(samples: Sequence[Sample], seed: int) -> _Fit:
     lines = np.array([slope * s.reserved_mib + intercept for s in samples])
     ratios = np.clip(np.log([s.measured_mib for s in samples]) - np.log(lines), -MAX_CORRECTION, MAX_CORRECTION)
     boosted = GradientBoostingRegressor(random_state=seed, **SETTINGS).fit(rows, ratios)
-    return _Fit(slope, intercept, export(boosted, COLUMNS))
+    return _Fit(slope, intercept, export(boosted))
 
 
-def export(boosted: object, columns: Sequence[str]) -> Forest:
-    """Write scikit-learn's boosted trees as plain data.
-
-    Args:
-        boosted: A fitted GradientBoostingRegressor.
-        columns: Names of its features.
-    """
-    rate = boosted.learning_rate  # type: ignore[attr-defined]
-    trees = [_tree(stage[0].tree_, rate) for stage in boosted.estimators_]  # type: ignore[attr-defined]
-    base = float(np.ravel(boosted.init_.constant_)[0])  # type: ignore[attr-defined]
-    return Forest(features=list(columns), base=base, trees=trees)
-
-
-def _tree(tree: object, rate: float) -> Tree:
-    left, right = tree.children_left, tree.children_right  # type: ignore[attr-defined]
-    inner = left > 0
-    return Tree(
-        feature=[int(f) if i else 0 for f, i in zip(tree.feature, inner, strict=True)],  # type: ignore[attr-defined]
-        threshold=[short(t) if i else 0.0 for t, i in zip(tree.threshold, inner, strict=True)],  # type: ignore[attr-defined]
-        left=[int(child) if i else 0 for child, i in zip(left, inner, strict=True)],
-        right=[int(child) if i else 0 for child, i in zip(right, inner, strict=True)],
-        value=[0.0 if i else short(v * rate) for v, i in zip(np.ravel(tree.value), inner, strict=True)],  # type: ignore[attr-defined]
-    )
+def export(boosted: Any) -> Forest:
+    """Return the trees of a fitted GradientBoostingRegressor as plain lists."""
+    lists: dict[str, list[Any]] = {key: [] for key in ("roots", "feature", "threshold", "left", "right", "value")}
+    for stage in boosted.estimators_:
+        tree, first = stage[0].tree_, len(lists["feature"])
+        inner = (tree.children_left > 0).tolist()
+        lists["roots"].append(first)
+        lists["feature"] += [int(f) if i else -1 for f, i in zip(tree.feature, inner, strict=True)]
+        lists["threshold"] += [short(t) if i else 0.0 for t, i in zip(tree.threshold, inner, strict=True)]
+        lists["left"] += [first + int(child) if i else 0 for child, i in zip(tree.children_left, inner, strict=True)]
+        lists["right"] += [first + int(child) if i else 0 for child, i in zip(tree.children_right, inner, strict=True)]
+        values = np.ravel(tree.value) * boosted.learning_rate
+        lists["value"] += [0.0 if i else short(v) for v, i in zip(values, inner, strict=True)]
+    return Forest(base=float(np.ravel(boosted.init_.constant_)[0]), **lists)
 
 
 def fit(samples: Sequence[Sample], *, seed: int, version: str = "") -> MemoryModel:
@@ -171,6 +163,7 @@ def fit(samples: Sequence[Sample], *, seed: int, version: str = "") -> MemoryMod
         precision=Precision.FP32,
         slope=round(whole.slope, 4),
         intercept_mib=round(whole.intercept, 1),
+        columns=list(COLUMNS),
         residual=whole.forest,
         hull=[(short(a), short(b)) for a, b in zip(low - margin, high + margin, strict=True)],
         risk=bound.risk,
