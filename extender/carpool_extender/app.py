@@ -9,8 +9,8 @@ from carpool_core.clock import Clock
 from carpool_core.kube.api import KubeApi
 from carpool_core.kube.events import EventRecorder
 from carpool_core.sealing import sealer_of
+from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
-from starlette.applications import Starlette
 
 from carpool_extender.cache.cluster import Cluster
 from carpool_extender.cache.health import GpuAvailability
@@ -40,7 +40,7 @@ COMPONENT = "carpool-extender"
 class Extender:
     """The parts of a running extender."""
 
-    app: Starlette
+    app: FastAPI
     service: Service
     informers: Informers
     gc: ReservationGC
