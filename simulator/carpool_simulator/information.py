@@ -19,7 +19,7 @@ from carpool_core.resources.prediction import (
 )
 from carpool_core.values import GpuUuid, JobUid, PodUid, RequestedMode, SharingMode, Tenancy
 from carpool_extender.cache.pod_request import PodRequest
-from carpool_extender.queue.order import QueueOrder, Ticket
+from carpool_extender.queue.order import QueueKey, QueueOrder
 from carpool_predictor.calibration.document import Calibration, Measured, Stack
 from carpool_predictor.calibration.observe import observe
 from carpool_predictor.models.memory import shipped
@@ -260,7 +260,7 @@ class Knower:
         has_its_own = is_decreasing or Piece.DURATIONS in self._strategy.told
         return QueueOrder.ARRIVAL if has_its_own else self._strategy.order
 
-    def ticket(self, job: SimJob, urgency: int, number: int, *, is_decreasing: bool) -> Ticket:
+    def ticket(self, job: SimJob, urgency: int, number: int, *, is_decreasing: bool) -> QueueKey:
         """Return what a job is sorted by.
 
         Args:
@@ -270,13 +270,13 @@ class Knower:
             is_decreasing: Whether the policy starts with the job of the largest utilization.
         """
         if Piece.DURATIONS in self._strategy.told:
-            return Ticket(urgency, -job.work_s, 0, number)
+            return QueueKey(urgency, -job.work_s, 0, number)
         if is_decreasing:
             predicted = self._prediction(job)
             util = 1.0 if predicted is None else predicted.products[0].activity.gpu_util_percent.median
-            return Ticket(urgency, -util, 0, number)
+            return QueueKey(urgency, -util, 0, number)
         is_sorted = self._strategy.order is not QueueOrder.ARRIVAL
-        return Ticket(urgency, job.arrival_s, self._rung(job) if is_sorted else 0, number)
+        return QueueKey(urgency, job.arrival_s, self._rung(job) if is_sorted else 0, number)
 
     def _rung(self, job: SimJob) -> int:
         steps = self._steps(job)

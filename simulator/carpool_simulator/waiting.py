@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from carpool_extender.queue.order import End, QueueOrder, Ticket, turn
+from carpool_extender.queue.order import QueueEnd, QueueKey, QueueOrder, sort_key
 
 from carpool_simulator.information import Stage
 from carpool_simulator.truth import SimJob
@@ -17,7 +17,7 @@ _Turn: TypeAlias = tuple[float, ...]
 class Entry:
     """One job that waits."""
 
-    ticket: Ticket
+    ticket: QueueKey
     """What it is sorted by; nobody else has its number."""
     job: SimJob
     stage: Stage
@@ -27,14 +27,14 @@ class Entry:
 class _Line:
     """Jobs for which the same decision would be made."""
 
-    ends: dict[End, list[tuple[_Turn, Entry]]]
+    ends: dict[QueueEnd, list[tuple[_Turn, Entry]]]
     """By end who is first there; who was taken at the other end is still among them."""
     waiting: set[int] = field(default_factory=set)
     """Numbers of those that still wait."""
     refused_at: int = -1
     """State of the cluster for which they were refused."""
 
-    def first(self, end: End) -> tuple[_Turn, Entry]:
+    def first(self, end: QueueEnd) -> tuple[_Turn, Entry]:
         """Return who is first at an end; somebody must wait."""
         entries = self.ends[end]
         while entries[0][1].ticket.number not in self.waiting:
@@ -52,8 +52,8 @@ class Waiting:
 
     def __init__(self, order: QueueOrder = QueueOrder.ARRIVAL, *, in_order: bool) -> None:
         self._order, self._in_order = order, in_order
-        self._end = End.LONGEST
-        self._ends = tuple(End) if order is QueueOrder.ALTERNATE else (self._end,)
+        self._end = QueueEnd.LONGEST
+        self._ends = tuple(QueueEnd) if order is QueueOrder.ALTERNATE else (self._end,)
         self._lines: dict[Hashable, _Line] = {}
 
     def __len__(self) -> int:
@@ -64,7 +64,7 @@ class Waiting:
         line = self._lines.setdefault(alike, _Line({end: [] for end in self._ends}))
         line.waiting.add(entry.ticket.number)
         for end, entries in line.ends.items():
-            heapq.heappush(entries, (turn(entry.ticket, self._order, end), entry))
+            heapq.heappush(entries, (sort_key(entry.ticket, self._order, end), entry))
 
     def place(self, freed: int, start: Callable[[Entry], bool]) -> None:
         """Try everybody in order, but nobody whose like was refused since something became free.
@@ -75,7 +75,7 @@ class Waiting:
             freed: Grows whenever something becomes free; what only becomes fuller refuses again.
             start: Starts a job, or says that there is no room.
         """
-        heads: dict[End, list[tuple[_Turn, Hashable]]] = {}
+        heads: dict[QueueEnd, list[tuple[_Turn, Hashable]]] = {}
         while True:
             if self._end not in heads:
                 heads[self._end] = self._heads(freed)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from carpool_core.durations import DURATION_BUCKETS
-from carpool_extender.queue.order import WINDOW_S, End, QueueOrder, Ticket, turn
+from carpool_extender.queue.order import WINDOW_S, QueueEnd, QueueKey, QueueOrder, sort_key
 from carpool_simulator.engine import Simulation
 from carpool_simulator.hotcloud import hotcloud, step_times
 from carpool_simulator.information import Stage
@@ -83,7 +83,7 @@ def test_true_durations_and_policies_that_start_with_the_largest_sort_the_queue_
 
 def tickets(rungs):
     one = st.tuples(st.integers(0, 1), st.integers(0, 3).map(lambda n: 0.4 * n * WINDOW_S), rungs)
-    return st.lists(one, max_size=12).map(lambda many: [Ticket(*each, n) for n, each in enumerate(many)])
+    return st.lists(one, max_size=12).map(lambda many: [QueueKey(*each, n) for n, each in enumerate(many)])
 
 
 def started(found, kinds, order, headroom=()):
@@ -121,9 +121,9 @@ def test_of_equal_lengths_the_order_is_that_of_arrival(found, kinds):
     st.sampled_from(QueueOrder),
 )
 def test_each_that_starts_is_the_first_of_all_that_wait_at_its_end(found, kinds, headroom, order):
-    left, expected, end = list(found), [], End.LONGEST
+    left, expected, end = list(found), [], QueueEnd.LONGEST
     while left:
-        first = min(left, key=lambda one: turn(one, order, end))  # called at once
+        first = min(left, key=lambda one: sort_key(one, order, end))  # called at once
         left.remove(first)
         expected.append(first.number)
         end = end.other
@@ -131,7 +131,7 @@ def test_each_that_starts_is_the_first_of_all_that_wait_at_its_end(found, kinds,
 
 
 def test_who_finds_no_room_changes_no_end():
-    longest, shortest, middling = (Ticket(0, 0.0, rung, number) for number, rung in enumerate((9, 1, 5)))
+    longest, shortest, middling = (QueueKey(0, 0.0, rung, number) for number, rung in enumerate((9, 1, 5)))
     waiting, tried = Waiting(QueueOrder.ALTERNATE, in_order=False), []
     for one in (longest, shortest, middling):
         waiting.add(one.number, Entry(one, job(f"j{one.number}"), Stage()))

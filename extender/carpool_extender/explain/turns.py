@@ -19,7 +19,15 @@ from carpool_extender.cache.gpu_table import Snapshot
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.explain.reading import all_of
 from carpool_extender.informers import JobRow
-from carpool_extender.queue.order import End, QueueOrder, Ticket, came_s, length_in, rung_in, served
+from carpool_extender.queue.order import (
+    QueueEnd,
+    QueueKey,
+    QueueOrder,
+    created_s,
+    duration_bucket_in,
+    duration_in,
+    queue_order,
+)
 from carpool_extender.workloads import JobOptions, NotOurs, pod_request_of
 
 T = TypeVar("T")
@@ -120,7 +128,7 @@ def turn_of(
     places = set[int]()
     for number in (-1, _LAST):
         own = _ticket(pod_request, snapshot, order, priority, number, now_s)
-        places |= {served([*others, own], order, end).index(own) + 1 for end in End}
+        places |= {queue_order([*others, own], order, end).index(own) + 1 for end in QueueEnd}
     first, last = min(places), max(places)
     place = _ordinal(first) if first == last else f"{_ordinal(first)} to {_ordinal(last)}"
     counts = "" if order is QueueOrder.ARRIVAL else f", where it counts as {_length(pod_request, snapshot)}"
@@ -130,12 +138,12 @@ def turn_of(
 
 def _ticket(
     pod_request: PodRequest, snapshot: Snapshot, order: QueueOrder, priority: int, number: int, now_s: float
-) -> Ticket:
-    return Ticket(-priority, came_s(pod_request, now_s), rung_in(pod_request, snapshot, order), number)
+) -> QueueKey:
+    return QueueKey(-priority, created_s(pod_request, now_s), duration_bucket_in(pod_request, snapshot, order), number)
 
 
 def _length(pod_request: PodRequest, snapshot: Snapshot) -> str:
-    if (seconds := length_in(pod_request, snapshot)) is not None:
+    if (seconds := duration_in(pod_request, snapshot)) is not None:
         return f"{format_duration(seconds)} long"
     unknown = (
         "it says no spec.training.steps" if pod_request.steps is None else "the time of its steps is not predicted"

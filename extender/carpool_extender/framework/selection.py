@@ -143,7 +143,7 @@ def place(cached_evaluation: CachedEvaluation, name: str, *, tells: bool = True)
     if ids[0] >= 0 and cached_evaluation.best.fits[ids[0]]:
         rows = cached_evaluation.best.of(ids).rows[0].tolist()
         told = _why(evaluation, rows, cached_evaluation.policy) if tells else ""
-        return _place_on(evaluation, rows, cached_evaluation.policy, told)
+        return placement_on(evaluation, rows, cached_evaluation.policy, told)
     rows = _rows_of(evaluation.snapshot, ids)
     return summary(evaluation, Offer(rows, int(not rows.size)))
 
@@ -171,7 +171,7 @@ def best_place(
     best = best_of(choices, np.flatnonzero(ties(choices, policy)))
     rows = choices.rows[best].tolist()
     told = _why(evaluation, rows, policy) if tells else ""
-    return evaluation.snapshot.node_names[int(choices.node[best])], _place_on(evaluation, rows, policy, told)
+    return evaluation.snapshot.node_names[int(choices.node[best])], placement_on(evaluation, rows, policy, told)
 
 
 def explain(
@@ -240,7 +240,8 @@ def _could_ever(evaluation: Evaluation, rows: Rows) -> Bools:
     return enough
 
 
-def _place_on(evaluation: Evaluation, rows: list[int], policy: Policy, reason: str) -> Placement:
+def placement_on(evaluation: Evaluation, rows: list[int], policy: Policy, reason: str) -> Placement:
+    """Return the placement of a worker on some GPUs of one node, with a reason for people."""
     snapshot, first, mode = evaluation.snapshot, rows[0], _mode_on(evaluation, rows)
     facts = evaluation.pod_request.facts(snapshot.classes[int(snapshot.columns.device_class[first])])
     slowdown = round(float(evaluation.found.newcomer[rows].max()), 4)

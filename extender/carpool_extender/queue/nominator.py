@@ -23,7 +23,7 @@ from carpool_extender.framework.gang import Gangs
 from carpool_extender.framework.selection import best_place, place, reservation
 from carpool_extender.informers import Informers
 from carpool_extender.metrics import ExtenderMetrics
-from carpool_extender.queue.order import End, QueueOrder, Ticket, came_s, rung_in, turn
+from carpool_extender.queue.order import QueueEnd, QueueKey, QueueOrder, created_s, duration_bucket_in, sort_key
 from carpool_extender.workloads import too_many
 
 
@@ -33,7 +33,7 @@ class Waiting:
 
     uid: PodUid
     pod_request: PodRequest
-    ticket: Ticket
+    ticket: QueueKey
     offered: bytes = b""
     """The nodes that kube-scheduler offered it last, as `Line.offer` packs them; empty where these are all."""
     said: str = ""
@@ -69,11 +69,11 @@ class Line:
 
     def __init__(self, order: QueueOrder, cluster: Cluster, clock: Clock) -> None:
         self._order, self._cluster, self._clock = order, cluster, clock
-        self._ends = tuple(End) if order is QueueOrder.ALTERNATE else (End.LONGEST,)
+        self._ends = tuple(QueueEnd) if order is QueueOrder.ALTERNATE else (QueueEnd.LONGEST,)
         self._end = self._ends[0]
         self._waiting: dict[PodUid, Waiting] = {}
         self._of_job: dict[JobUid, dict[PodUid, Waiting]] = {}
-        self._kinds: dict[Hashable, dict[End, list[_Entry]]] = {}
+        self._kinds: dict[Hashable, dict[QueueEnd, list[_Entry]]] = {}
         self._number = 0
 
     def __len__(self) -> int:
@@ -107,39 +107,41 @@ class Line:
             self._take(known)
         return known
 
-    def before(self, ticket: Ticket | None, is_due: Callable[[Waiting], bool]) -> list[Waiting]:
+    def before(self, ticket: QueueKey | None, is_due: Callable[[Waiting], bool]) -> list[Waiting]:
         """Return those that come before somebody, of each kind the first that is due.
 
         Args:
             ticket: Of whoever asks; None for everybody.
             is_due: Whether one of them counts.
         """
-        until = None if ticket is None else turn(ticket, self._order, self._end)
+        until = None if ticket is None else sort_key(ticket, self._order, self._end)
         heads = (_first(ends[self._end], until, is_due) for ends in self._kinds.values())
         return [one for _, one in sorted((head for head in heads if head is not None), key=_turn)]
 
-    def precedes(self, one: Ticket, other: Ticket) -> bool:
+    def precedes(self, one: QueueKey, other: QueueKey) -> bool:
         """Whether somebody comes before another from whichever end the next one is taken."""
-        return all(turn(one, self._order, end) < turn(other, self._order, end) for end in self._ends)
+        return all(sort_key(one, self._order, end) < sort_key(other, self._order, end) for end in self._ends)
 
     def advance(self) -> None:
         """Have the next one be taken from the other end, where they take turns."""
         if len(self._ends) > 1:
             self._end = self._end.other
 
-    def ticket(self, pod: Pod, pod_request: PodRequest) -> Ticket:
+    def ticket(self, pod: Pod, pod_request: PodRequest) -> QueueKey:
         """Return what a pod is sorted by; who does not wait yet stands behind all others that are alike."""
         known = self._waiting.get(PodUid(pod.metadata.uid))
         number = self._number if known is None else known.ticket.number
-        at_s = came_s(pod_request, self._clock.now().timestamp()) if known is None else known.ticket.came_s
-        return Ticket(-pod.spec.priority, at_s, rung_in(pod_request, self._cluster.snapshot(), self._order), number)
+        at_s = created_s(pod_request, self._clock.now().timestamp()) if known is None else known.ticket.arrived_s
+        return QueueKey(
+            -pod.spec.priority, at_s, duration_bucket_in(pod_request, self._cluster.snapshot(), self._order), number
+        )
 
     def _put(self, one: Waiting) -> None:
         self._waiting[one.uid] = one
         self._of_job.setdefault(one.job, {})[one.uid] = one
         ends = self._kinds.setdefault(one.kind, {end: [] for end in self._ends})
         for end, entries in ends.items():
-            insort(entries, (turn(one.ticket, self._order, end), one), key=_turn)
+            insort(entries, (sort_key(one.ticket, self._order, end), one), key=_turn)
 
     def _take(self, one: Waiting) -> None:
         del self._waiting[one.uid]
@@ -148,7 +150,7 @@ class Line:
             del self._of_job[one.job]
         ends = self._kinds[one.kind]
         for end, entries in ends.items():
-            del entries[bisect_left(entries, turn(one.ticket, self._order, end), key=_turn)]
+            del entries[bisect_left(entries, sort_key(one.ticket, self._order, end), key=_turn)]
         if not ends[self._end]:
             del self._kinds[one.kind]
 
@@ -187,7 +189,7 @@ class Kept:
     """GPUs that take nobody but the pods of one job."""
 
     job: JobUid
-    ticket: Ticket
+    ticket: QueueKey
     since_s: float
     gpus: set[Gpu] = field(default_factory=set)
     told: dict[PodUid, set[Gpu]] = field(default_factory=dict)
@@ -274,7 +276,7 @@ class KeptGpus:
         finally:
             self._held_up -= 1
 
-    def add(self, job: JobUid, ticket: Ticket, gpus: set[Gpu]) -> Kept:
+    def add(self, job: JobUid, ticket: QueueKey, gpus: set[Gpu]) -> Kept:
         """Keep GPUs for a job, whose pods are sorted by some ticket; nothing more for those to whom some were open."""
         kept = self._kept.setdefault(job, Kept(job, ticket, self._clock.monotonic()))
         for other in self:
@@ -337,7 +339,7 @@ class KeptGpus:
         self._availability.keep_no_more(kept.gpus)
 
     def close(self, kept: Kept) -> None:
-        """End that, if they are kept still."""
+        """QueueEnd that, if they are kept still."""
         if self._kept.get(kept.job) is kept:
             self._availability.keep(kept.gpus)
 
@@ -451,7 +453,7 @@ class Ahead:
             return False
         return too_many(one.pod_request, one.uid, self._kept.holders(one.job)) is None
 
-    def keep_for_next(self, ticket: Ticket, job: JobUid, out: set[Hashable]) -> bool:
+    def keep_for_next(self, ticket: QueueKey, job: JobUid, out: set[Hashable]) -> bool:
         """Keep GPUs for the first before somebody that would find a place, and say whether there was one.
 
         Args:

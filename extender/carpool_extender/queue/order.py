@@ -1,9 +1,9 @@
-"""Who of those that wait is served first.
+"""Sort order of pending jobs.
 
-Jobs are served in order of arrival, so that nobody waits for ever. Of those that came within the same ten minutes
-nobody came much earlier than the others; of these the longest and the shortest take turns. A long job that begins last
-runs on nearly alone while the rest of the cluster has nothing left to do (Graham, Bounds on Multiprocessing Timing
-Anomalies, SIAM J. Appl. Math. 17, 1969); short ones would wait for all the long ones if these went first.
+`Arrival` serves jobs in the order in which they became admissible. `Alternate` takes, from jobs that became admissible
+within the same ten minutes, the longest and the shortest alternately: a long job that starts last runs nearly alone at
+the end (Graham, Bounds on Multiprocessing Timing Anomalies, SIAM J. Appl. Math. 17, 1969), and short jobs would wait
+for all long ones if these always went first.
 """
 
 from collections.abc import Iterable
@@ -18,100 +18,130 @@ from carpool_extender.cache.gpu_table import Snapshot
 from carpool_extender.cache.pod_request import PodRequest
 
 WINDOW_S = 600.0
-"""Jobs that came within the same so many seconds count as having come together. They follow one another by the clock,
-not by who came first, so that whoever looks finds the same ones."""
+"""Length of a window of `Alternate`, in seconds. Windows follow the clock: every process finds the same ones."""
 
 
 class QueueOrder(StrEnum):
-    """How waiting jobs are sorted. Those of a higher priority always come first."""
+    """How pending jobs of one priority are sorted; a higher priority always comes first."""
 
     ALTERNATE = "Alternate"
-    """By arrival; of those that came together the longest and the shortest take turns."""
+    """By window of arrival; the longest and the shortest job of a window alternate."""
     ARRIVAL = "Arrival"
     LONGEST_FIRST = "LongestFirst"
-    """Whoever takes longest, whenever it came."""
+    """By length alone."""
 
 
-class End(StrEnum):
-    """From which end of those that came together the next one is taken."""
+class QueueEnd(StrEnum):
+    """End of a window from which `Alternate` takes the next job."""
 
     LONGEST = "longest"
     SHORTEST = "shortest"
 
     @property
-    def other(self) -> "End":
-        """The end from which the one after it is taken."""
-        return End.SHORTEST if self is End.LONGEST else End.LONGEST
+    def other(self) -> "QueueEnd":
+        """The opposite end."""
+        return QueueEnd.SHORTEST if self is QueueEnd.LONGEST else QueueEnd.LONGEST
 
 
-class Ticket(NamedTuple):
-    """What a waiting job is sorted by."""
+class QueueKey(NamedTuple):
+    """Sort key of one pending job."""
 
     urgency: int
-    """The least comes first: a pod's priority, negated."""
-    came_s: float
-    """When it came, in seconds of any one clock."""
+    """Negated priority of its pods; the smallest comes first."""
+    arrived_s: float
+    """When the job became admissible, in seconds of one clock."""
     duration_bucket: int
-    """Its length, as in `carpool_core.durations.rung`."""
+    """Predicted length, as in `carpool_core.durations.duration_bucket`."""
     number: int
-    """Nobody else's; the least comes first of those that are alike in everything else."""
+    """Unique; the smallest comes first among otherwise equal jobs."""
 
 
-def turn(ticket: Ticket, order: QueueOrder, end: End = End.LONGEST) -> tuple[float, ...]:
-    """Return what the queue is sorted by, the least first.
+def sort_key(key: QueueKey, order: QueueOrder, end: QueueEnd = QueueEnd.LONGEST) -> tuple[float, ...]:
+    """Return the tuple by which pending jobs are sorted in rising order.
 
     Args:
-        ticket: Of one that waits.
+        key: Key of a pending job.
         order: How the queue is sorted.
-        end: From which end the next one is taken; counts only where they take turns.
+        end: End from which the next job is taken; used by `Alternate` only.
     """
-    urgency, came_s, duration_bucket, number = ticket
+    urgency, arrived_s, bucket, number = key
     if order is QueueOrder.ARRIVAL:
-        return (urgency, came_s, number)
+        return (urgency, arrived_s, number)
     if order is QueueOrder.LONGEST_FIRST:
-        return (urgency, -duration_bucket, came_s, number)
-    return (urgency, came_s // WINDOW_S, -duration_bucket if end is End.LONGEST else duration_bucket, came_s, number)
+        return (urgency, -bucket, arrived_s, number)
+    return (urgency, arrived_s // WINDOW_S, -bucket if end is QueueEnd.LONGEST else bucket, arrived_s, number)
 
 
-def served(tickets: Iterable[Ticket], order: QueueOrder, end: End = End.LONGEST) -> list[Ticket]:
-    """Return those that wait in the order in which they are served where each finds a place in its turn.
+class QueueCursor:
+    """Walks through pending jobs in queue order, each once.
 
     Args:
-        tickets: Of all that wait, each with a number of its own.
+        keys: Keys of all pending jobs, with unique numbers.
         order: How the queue is sorted.
-        end: From which end the first of them is taken; counts only where they take turns.
+        end: End from which `Alternate` takes the first job.
     """
-    waiting = [*tickets]
-    if order is not QueueOrder.ALTERNATE:
-        return sorted(waiting, key=lambda one: turn(one, order))
-    ends = {of: sorted(((turn(one, order, of), one) for one in waiting), reverse=True) for of in End}
-    found, numbers = list[Ticket](), set[int]()
-    while len(found) < len(waiting):
-        _, one = ends[end].pop()
-        if one.number in numbers:
-            continue  # taken from the other end
-        found.append(one)
-        numbers.add(one.number)
-        end = end.other
+
+    def __init__(self, keys: Iterable[QueueKey], order: QueueOrder, end: QueueEnd = QueueEnd.LONGEST) -> None:
+        self.end = end
+        """End from which the next job is taken."""
+        pending = [*keys]
+        self._alternates = order is QueueOrder.ALTERNATE
+        self._at = {
+            of: sorted(pending, key=lambda key: sort_key(key, order, of), reverse=True)
+            for of in (QueueEnd if self._alternates else (end,))
+        }
+        self._taken = set[int]()
+
+    def next(self) -> QueueKey | None:
+        """Return the next job from the present end; None after the last."""
+        left = self._at[self.end]
+        while left:
+            key = left.pop()
+            if key.number not in self._taken:
+                self._taken.add(key.number)
+                return key
+        return None
+
+    def started(self) -> None:
+        """Record that the last job started: `Alternate` takes the next one from the other end."""
+        if self._alternates:
+            self.end = self.end.other
+
+
+def queue_order(keys: Iterable[QueueKey], order: QueueOrder, end: QueueEnd = QueueEnd.LONGEST) -> list[QueueKey]:
+    """Return pending jobs in the order in which they start, if each fits when it is its turn.
+
+    Args:
+        keys: Keys of all pending jobs, with unique numbers.
+        order: How the queue is sorted.
+        end: End from which `Alternate` takes the first job.
+    """
+    cursor, found = QueueCursor(keys, order, end), list[QueueKey]()
+    while (key := cursor.next()) is not None:
+        found.append(key)
+        cursor.started()
     return found
 
 
-def came_s(pod_request: PodRequest, now_s: float) -> float:
-    """Return when a job came, in seconds since 1970; now where that is not known."""
+def created_s(pod_request: PodRequest, now_s: float) -> float:
+    """Return when a job was created, in seconds since 1970; now if that is unknown."""
     try:
         return parse_rfc3339(pod_request.came_at).timestamp()
     except ValueError:
         return now_s
 
 
-def length_in(pod_request: PodRequest, snapshot: Snapshot) -> float | None:
-    """Return how long a job takes alone on the GPUs of a cluster that it may have, in seconds; None where unknown."""
+def duration_in(pod_request: PodRequest, snapshot: Snapshot) -> float | None:
+    """Return the predicted length of a job alone, in seconds: the mean over the suitable products of a cluster.
+
+    None if its steps or their time are unknown.
+    """
     if pod_request.steps is None:
         return None
     suitable = {hardware_name(kind.product) for kind in snapshot.class_ids if pod_request.facts(kind).reason is None}
     return duration_s(pod_request.steps, pod_request.demand.prediction, suitable.__contains__)
 
 
-def rung_in(pod_request: PodRequest, snapshot: Snapshot, order: QueueOrder) -> int:
-    """Return the rung of that length, by which a queue is sorted; `Arrival` goes by no lengths."""
-    return duration_bucket(None if order is QueueOrder.ARRIVAL else length_in(pod_request, snapshot))
+def duration_bucket_in(pod_request: PodRequest, snapshot: Snapshot, order: QueueOrder) -> int:
+    """Return the bucket of that length; `Arrival` does not use lengths, so all jobs share one bucket there."""
+    return duration_bucket(None if order is QueueOrder.ARRIVAL else duration_in(pod_request, snapshot))
