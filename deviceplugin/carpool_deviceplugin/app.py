@@ -14,27 +14,20 @@ from carpool_core.kube.pods import Pod
 from carpool_core.kube.reflector import Reflector
 from carpool_core.values import NodeName, PodUid
 
-from carpool_deviceplugin.cdi import slots as cdi
-from carpool_deviceplugin.cdi.nvidia import NvidiaCdi
-from carpool_deviceplugin.controller.reconciler import Reconciler
-from carpool_deviceplugin.devices.patience import REAL, Rhythm
-from carpool_deviceplugin.devices.port import Devices, NoDevicesError
-from carpool_deviceplugin.devices.processes import ProcTree
-from carpool_deviceplugin.devices.simulated import SimulatedDevices, parse_inventory
-from carpool_deviceplugin.kubelet.plugin import Knowledge, Plugin, Registration
-from carpool_deviceplugin.kubelet.prestart import holders
-from carpool_deviceplugin.kubelet.wire import KubeletError, PodResources
-from carpool_deviceplugin.mps.daemons import Mps
-from carpool_deviceplugin.mps.host import HostedMps
-from carpool_deviceplugin.mps.program import MpsProgram
-from carpool_deviceplugin.nvml.devices import NvmlDevices
-from carpool_deviceplugin.nvml.library import NvmlLibrary, installed
+from carpool_deviceplugin import cdi
+from carpool_deviceplugin.cdi import NvidiaCdi
+from carpool_deviceplugin.dcgm import Dcgm, Exporter, HostEngine, Source
+from carpool_deviceplugin.gpu import Devices, NoDevicesError
+from carpool_deviceplugin.mps import HostedMps, Mps, MpsProgram
+from carpool_deviceplugin.nvlib import NvmlLibrary, installed
+from carpool_deviceplugin.nvml_devices import NvmlDevices
+from carpool_deviceplugin.plugin import Knowledge, KubeletError, Plugin, PodResources, Registration, holders
+from carpool_deviceplugin.processes import ProcTree
 from carpool_deviceplugin.quoting import quoted
+from carpool_deviceplugin.reconciler import Reconciler
 from carpool_deviceplugin.settings import AgentSettings
-from carpool_deviceplugin.sources.dcgm_library import Dcgm
-from carpool_deviceplugin.sources.exporter import Exporter
-from carpool_deviceplugin.sources.feed import Source
-from carpool_deviceplugin.sources.host_engine import HostEngine
+from carpool_deviceplugin.simulated import SimulatedDevices, parse_inventory
+from carpool_deviceplugin.timeouts import REAL, Rhythm
 
 _NAME, _LONGEST_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"), 253
 """What a Node can be called."""

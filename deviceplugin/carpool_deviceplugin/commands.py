@@ -3,7 +3,11 @@
 import asyncio
 import gc
 import signal
+import time
+from collections import Counter
+from collections.abc import Iterable
 from importlib.metadata import version
+from pathlib import Path
 
 import click
 import structlog
@@ -12,11 +16,30 @@ from carpool_core.clock import SystemClock
 from carpool_core.kube.client import connect
 from carpool_core.kube.config import KubeConfigError
 from carpool_core.settings import MisconfiguredError, SettingsError, click_options
+from carpool_core.values import GpuUuid
 from prometheus_client import CollectorRegistry
 
-from carpool_deviceplugin.app import build, find_devices
-from carpool_deviceplugin.devices.port import NoDevicesError
+from carpool_deviceplugin.app import build, find_devices, real_devices
+from carpool_deviceplugin.cdi import NvidiaCdi
+from carpool_deviceplugin.check import battery
+from carpool_deviceplugin.gpu import DeviceError, NoDevicesError
 from carpool_deviceplugin.metrics import AgentCollector
+from carpool_deviceplugin.mig import (
+    Create,
+    Destroy,
+    Instance,
+    MigRefusal,
+    MigTable,
+    Profile,
+    UnknownProfileError,
+    plan_mig,
+)
+from carpool_deviceplugin.mig_instances import read_table, run_plan
+from carpool_deviceplugin.mps import Mps, MpsHost, MpsProgram, SharedMemory
+from carpool_deviceplugin.nvlib import NvmlLibrary, installed
+from carpool_deviceplugin.nvml_devices import NvmlDevices
+from carpool_deviceplugin.preflight import InputError, find_gpu, inspect_node, no_gpus, node_settings
+from carpool_deviceplugin.quoting import quoted
 from carpool_deviceplugin.settings import AgentSettings
 
 
@@ -54,3 +77,179 @@ def agent(settings: AgentSettings) -> None:
         asyncio.run(serve(settings))
     except (NoDevicesError, KubeConfigError, SettingsError) as e:
         raise MisconfiguredError(str(e)) from e
+
+
+_NOBODYS = (
+    "note: Carpool's agent divides GPUs by itself, and gives instances that were made here to no pod; "
+    "--to mig: --destroy-others removes them"
+)
+
+
+def _devices(context: click.Context, settings: AgentSettings) -> NvmlDevices:
+    """The node's GPUs; tests put others, or another library, into the context."""
+    if isinstance(context.obj, NvmlDevices):
+        return context.obj
+    library: NvmlLibrary = installed() if context.obj is None else context.obj
+    try:
+        return real_devices(settings, library, may_write=False)
+    except NoDevicesError as e:
+        raise no_gpus(e, settings) from e
+
+
+@click.group()
+def node() -> None:
+    """Look at a node's GPUs, and divide them, without Kubernetes."""
+
+
+node.add_command(battery)
+
+
+@node.command()
+@click.pass_context
+def inspect(context: click.Context) -> None:
+    """Print what the agent sees on this node, and what it could do."""
+    settings = node_settings()
+    devices = _devices(context, settings)
+    try:
+        cdi = NvidiaCdi((Path("/etc/cdi"), settings.cdi_dir))
+        for line in inspect_node(devices, cdi, mps_host=settings.mps_host):
+            click.echo(line)
+    except DeviceError as e:
+        raise InputError(str(e)) from e
+
+
+@node.command(short_help="Print the steps that divide a GPU; --apply takes them.")
+@click.option(
+    "--gpu",
+    required=True,
+    help="Index or UUID of the GPU, or UUID of a MIG device on it, as `carpool node inspect` prints them.",
+)
+@click.option("--to", "target", required=True, help="What it should be: mig:PROFILE[,PROFILE…]; mig: alone for none.")
+@click.option("--apply", "is_applied", is_flag=True, help="Take the steps; otherwise they are only printed.")
+@click.option("--destroy-others", is_flag=True, help="Also destroy idle instances that Carpool's agent did not make.")
+@click.pass_context
+def plan(context: click.Context, gpu: str, target: str, is_applied: bool, destroy_others: bool) -> None:
+    """Print the steps that divide a GPU as wanted, touching nothing in use; --apply takes them."""
+    devices = _devices(context, node_settings())
+    try:
+        _plan(devices, find_gpu(devices, gpu), target, is_applied=is_applied, may_destroy=destroy_others)
+    except DeviceError as e:
+        raise InputError(str(e)) from e
+
+
+@node.command("mps-host", short_help="Start MPS daemons for the agent.")
+@click.option("--socket", type=click.Path(path_type=Path), required=True, help="Where the agent asks for daemons.")
+@click.option(
+    "--state-dir",
+    type=click.Path(path_type=Path),
+    default=AgentSettings().state_dir,
+    envvar="CARPOOL_STATE_DIR",
+    show_default=True,
+    show_envvar=True,
+    help="The agent's state directory.",
+)
+@click.option("--shm-dir", type=click.Path(path_type=Path), help="Where daemons and clients share memory.")
+@click.option(
+    "--shm-dir-on-node",
+    type=click.Path(path_type=Path),
+    help="The same directory as the node sees it; both of them, or none: then it is under --state-dir.",
+)
+def mps_host(socket: Path, state_dir: Path, shm_dir: Path | None, shm_dir_on_node: Path | None) -> None:
+    """Start MPS daemons for the agent, in a container that outlives the agent's."""
+    node_settings()
+    if (shm_dir is None) != (shm_dir_on_node is None):
+        raise InputError("expected both --shm-dir and --shm-dir-on-node, or none of them, found one; add the other")
+    shared = SharedMemory(shm_dir, shm_dir_on_node) if shm_dir and shm_dir_on_node else None
+    if lacking := MpsProgram.missing():
+        raise InputError(f"expected what MPS takes, found missing: {lacking}")
+    with listening(socket, state_dir, shared) as host:
+        host.serve_forever()
+
+
+def listening(socket: Path, state_dir: Path, shared: SharedMemory | None = None) -> MpsHost:
+    """Open the socket on which daemons are asked for; raises InputError."""
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise InputError(
+            f"--state-dir: expected a directory at {quoted(state_dir)}, found {e.strerror}; name another"
+        ) from e
+    try:
+        return MpsHost(socket, Mps(MpsProgram(), state_dir / "mps", shared))
+    except OSError as e:
+        raise InputError(
+            f"--socket: expected to listen on {quoted(socket)}, found {e.strerror or e}; name another one"
+        ) from e
+
+
+def _wanted(table: MigTable, target: str) -> list[Profile]:
+    kind, colon, names = target.strip().casefold().partition(":")
+    if (kind, colon) == ("mig", ":"):
+        return [table.find(name.strip()) for name in names.split(",") if name.strip()]
+    expected = f"expected --to mig:PROFILE[,PROFILE…], found {quoted(target)}"
+    if all(name.strip() in table.by_name for name in kind.split(",")):
+        raise DeviceError(f"{expected}; did you mean {quoted(f'mig:{kind}')}")
+    raise DeviceError(f"{expected}; other modes need no preparation")
+
+
+def _plan(devices: NvmlDevices, uuid: GpuUuid, target: str, *, is_applied: bool, may_destroy: bool) -> None:
+    session, known = devices.session, devices.identity(uuid)
+    table = read_table(session, uuid) if known.mig_capable else None
+    if table is None:
+        raise DeviceError(f"GPU {uuid}: expected a GPU with MIG, found {known.product}")
+    try:
+        wanted = _wanted(table, target)
+    except UnknownProfileError as e:
+        raise DeviceError(f"GPU {uuid}: {e}") from e
+    parts = devices.actual(uuid).parts
+    in_use = {p.instance.id for p in parts if p.is_used or p.pod_uid}  # a promise counts before its pod has begun
+    found = plan_mig(table, [p.instance for p in parts], in_use, wanted)
+    if isinstance(found, MigRefusal):
+        raise DeviceError(f"GPU {uuid}: {found.message}")
+    if found.steps and not known.mig_enabled:
+        note = (
+            f"MIG is switched off. Switching it on takes a GPU that nobody uses, and on Ampere a reset: nvidia-smi -i "
+            f"{known.index} -mig 1"
+        )
+        if is_applied:
+            raise DeviceError(f"GPU {uuid}: expected MIG to be switched on, found: {note}")
+        click.echo(f"before: {note}")
+    others = {p.instance.id for p in parts if not p.is_ours}
+    lost = [s.instance for s in found.steps if isinstance(s, Destroy) and s.instance.id in others]
+    if is_applied and lost and not may_destroy:
+        raise DeviceError(
+            f"GPU {uuid}: expected only instances of Carpool's agent to be destroyed, found made by somebody else: "
+            f"{', '.join(map(str, lost))}; where nobody needs them, --destroy-others"
+        )
+    for instance in found.kept:
+        click.echo(f"stays: {instance}, {'in use' if instance.id in in_use else 'as wanted'}")
+    if any(isinstance(step, Create) for step in found.steps):
+        click.echo(_NOBODYS)
+    if not found.steps:
+        click.echo("nothing to do" if known.mig_enabled else "nothing to do: MIG is switched off")
+    elif is_applied:
+        try:
+            run_plan(session, uuid, table, found, time.monotonic, taken=lambda step: click.echo(str(step)))
+        except DeviceError as e:
+            raise click.ClickException(str(e)) from e  # not the input: the GPU has said no, half-way or at once
+    else:
+        for step in found.steps:
+            is_lost = isinstance(step, Destroy) and step.instance in lost
+            click.echo(f"would {step}{' (made by somebody else: takes --destroy-others)' if is_lost else ''}")
+    if not is_applied:
+        return
+    if more := _beyond(found.kept, wanted):
+        raise click.ClickException(
+            f"GPU {uuid}: expected {quoted(target)}, found more, in use: {', '.join(map(str, more))}"
+        )
+    click.echo("done")
+
+
+def _beyond(kept: Iterable[Instance], wanted: Iterable[Profile]) -> list[Instance]:
+    """Return the instances that stay though nobody wanted them."""
+    left, beyond = Counter(wanted), list[Instance]()
+    for instance in kept:
+        left[instance.placement.profile] -= 1
+        if left[instance.placement.profile] < 0:
+            beyond.append(instance)
+    return beyond

@@ -8,8 +8,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from carpool_deviceplugin.app import Agent
-from carpool_deviceplugin.controller.meter import Meter, Rates, Use
-from carpool_deviceplugin.devices.gpu import PartReading, Reading
+from carpool_deviceplugin.gpu import PartReading, Reading
+from carpool_deviceplugin.metering import Meter, Rates, Use
 
 _MIB = 1024 * 1024
 _DEVICE_LABELS = (

@@ -9,8 +9,8 @@ A training script in a container writes
         gpu.run(step_time_s=0.2, gpu_util=0.7, sm_active=0.5)     # one step; takes longer beside neighbours
 """
 
-from carpool_simulated.client import open_gpus
-from carpool_simulated.errors import (
+from carpool_simulated.gpu import Gpu, open_gpus
+from carpool_simulated.state import (
     DeviceStateError,
     DeviceUnavailableError,
     MpsError,
@@ -18,7 +18,6 @@ from carpool_simulated.errors import (
     OutOfMemoryError,
     SimulatedGpuError,
 )
-from carpool_simulated.gpu import Gpu
 
 __all__ = [
     "DeviceStateError",

@@ -1,18 +1,86 @@
 """One simulated device as the agent and every client see it: admission arithmetic over living claims."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from carpool_simulated import state
-from carpool_simulated.claims import Claim, is_claimed, is_held, read_claim
-from carpool_simulated.errors import DeviceStateError, DeviceUnavailableError, MpsError
-from carpool_simulated.jsonfiles import write_json, write_text
-from carpool_simulated.lock import locked
-from carpool_simulated.physics import Activity, dynamic_power_w
-from carpool_simulated.state import IDLE, Facts, Limit, Mode, Totals
+from carpool_simulated.state import (
+    IDLE,
+    Claim,
+    DeviceStateError,
+    DeviceUnavailableError,
+    Facts,
+    Limit,
+    Mode,
+    MpsError,
+    Totals,
+    is_claimed,
+    is_held,
+    locked,
+    read_claim,
+    write_json,
+    write_text,
+)
+
+SWITCH_COST = 0.03
+CACHE_COST = 0.12
+SM_POWER_SHARE = 0.7
+"""Of the power between idle and the limit, what full SMs draw; full DRAM draws the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What a tenant does to a GPU when it runs alone. All ratios 0..1, means over a step."""
+
+    gpu_util: float = 0.0
+    """Share of the time in which a kernel runs."""
+    sm_active: float = 0.0
+    """Share of SM-time with work."""
+    dram_active: float = 0.0
+    """Share of the memory bandwidth in use."""
+
+
+def contention(mode: str, mine: Activity, others: Sequence[Activity], threads: float = 1.0) -> float:
+    """Return the time of a step beside others over its time alone, at least 1.
+
+    Args:
+        mode: `Exclusive`, `TimeSlicing` or `MPS`.
+        mine: The tenant whose step it is.
+        others: Everybody else with work on the GPU at present.
+        threads: Share of the SMs that MPS lets this tenant use, 0..1.
+    """
+    if mode == "MPS":
+        return _side_by_side(mine, others, threads)
+    return _turns([mine, *others]) if others else 1.0
+
+
+def _turns(tenants: Sequence[Activity]) -> float:
+    """Schweitzer's fixed point: `tenants[0]`'s slowdown."""
+    stretch = [1.0] * len(tenants)
+    for _ in range(50):
+        there = [t.gpu_util * s / (t.gpu_util * s + 1 - t.gpu_util) for t, s in zip(tenants, stretch, strict=True)]
+        stretch = [1 + (1 + SWITCH_COST) * (sum(there) - own) for own in there]
+    return 1 + tenants[0].gpu_util * (stretch[0] - 1)
+
+
+def _side_by_side(mine: Activity, others: Sequence[Activity], threads: float) -> float:
+    wanted_sm = mine.sm_active + sum(other.sm_active for other in others)
+    wanted_dram = mine.dram_active + sum(other.dram_active for other in others)
+    saturation = max(1.0, wanted_sm, wanted_dram)
+    cache = 1 + CACHE_COST * (wanted_dram - mine.dram_active)
+    filled = mine.sm_active / mine.gpu_util if mine.gpu_util else 0.0
+    stretch = max(saturation * cache, filled / threads)
+    return max(1 + mine.gpu_util * (stretch - 1), saturation if others else 1.0)
+
+
+def dynamic_power_w(activity: Activity, *, idle_w: float, limit_w: float) -> float:
+    """Power above idle that this activity draws, in W: linear in SM and DRAM activity, up to the limit."""
+    drive = SM_POWER_SHARE * activity.sm_active + (1 - SM_POWER_SHARE) * activity.dram_active
+    return (limit_w - idle_w) * min(1.0, drive)
+
 
 _TIDY_S = 0.1
 MPS_CONTROL = "control"

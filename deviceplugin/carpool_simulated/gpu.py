@@ -3,26 +3,97 @@
 import fcntl
 import math
 import os
+import re
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from carpool_simulated.claims import Claim, encode_claim
-from carpool_simulated.device import Device
-from carpool_simulated.environment import Environment
-from carpool_simulated.errors import (
+from carpool_simulated.device import Activity, Device, contention, dynamic_power_w
+from carpool_simulated.state import (
+    Claim,
     DeviceStateError,
     DeviceUnavailableError,
+    Facts,
+    Limit,
+    NoDeviceError,
     OutOfMemoryError,
     SimulatedGpuError,
+    encode_claim,
+    locked,
 )
-from carpool_simulated.lock import locked
-from carpool_simulated.physics import Activity, contention, dynamic_power_w
-from carpool_simulated.state import Facts, Limit
+
+_LIMIT = re.compile(r"^\s*(\d+)=(\d+)([KMGT]?)B?\s*$", re.IGNORECASE)
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What the container's environment says, as the node agent set it through CDI."""
+
+    root: Path
+    uuids: tuple[str, ...]
+    pod_uid: str
+    pipe_directory: Path | None
+    limits_mib: Mapping[int, int]
+    """CUDA_MPS_PINNED_DEVICE_MEM_LIMIT by GPU index."""
+    threads: float
+    """CUDA_MPS_ACTIVE_THREAD_PERCENTAGE as a ratio, 0..1."""
+
+
+def parse_environment(environ: Mapping[str, str]) -> Environment:
+    """Read the variables that CDI sets.
+
+    Raises:
+        NoDeviceError: No GPU is visible.
+        SimulatedGpuError: A variable cannot be understood.
+    """
+    root, visible = environ.get("CARPOOL_SIMULATED_GPUS_DIR", ""), environ.get("CARPOOL_VISIBLE_GPUS", "")
+    uuids = tuple(part.strip() for part in visible.split(",") if part.strip())
+    if not root or not uuids:
+        raise NoDeviceError(
+            "no CUDA-capable device is detected (expected CARPOOL_SIMULATED_GPUS_DIR and CARPOOL_VISIBLE_GPUS, found "
+            f"{root!r} and {visible!r}; ask for carpool.dev/gpu in the container's limits)"
+        )
+    pipe = environ.get("CUDA_MPS_PIPE_DIRECTORY")
+    return Environment(
+        root=Path(root),
+        uuids=uuids,
+        pod_uid=environ.get("CARPOOL_POD_UID", "unknown"),
+        pipe_directory=Path(pipe) if pipe else None,
+        limits_mib=_memory_limits(environ.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "")),
+        threads=_threads(environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "")),
+    )
+
+
+def _memory_limits(text: str) -> dict[int, int]:
+    """`0=9216M,1=4G` → MiB by index."""
+    limits: dict[int, int] = {}
+    for part in filter(None, text.split(",")):
+        found = _LIMIT.match(part)
+        if not found:
+            raise SimulatedGpuError(
+                f"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT: expected index=amount such as 0=9216M, found {text!r}"
+            )
+        limits[int(found[1])] = int(found[2]) * _UNITS[found[3].upper()] // 2**20
+    return limits
+
+
+def _threads(text: str) -> float:
+    if not text:
+        return 1.0
+    try:
+        percentage = float(text)
+    except ValueError:
+        percentage = math.nan
+    if not 0 < percentage <= 100:
+        raise SimulatedGpuError(f"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE: expected more than 0 up to 100, found {text!r}")
+    return percentage / 100
+
 
 _SLICE_S = 0.05
 """How often a long step looks again at who else is there, and says how far it is."""
@@ -259,3 +330,54 @@ class Gpu:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+class Gpus(tuple[Gpu, ...]):
+    """The GPUs of this process; leaving the `with` block closes them all."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> "Gpus":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for gpu in self:
+            gpu.close()
+
+
+def open_gpus(
+    environ: Mapping[str, str] | None = None,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Gpus:
+    """Open every GPU that the container was given, in CUDA's order.
+
+    Args:
+        environ: The environment; the process's own when None.
+        clock: Monotonic seconds, the same for all processes of the machine.
+        sleep: Waits for some seconds.
+
+    Raises:
+        NoDeviceError: No GPU is visible, or a directory is missing.
+        DeviceUnavailableError: A GPU's mode does not admit this process.
+        MpsError: A GPU is shared by MPS and its daemon cannot be reached.
+        OutOfMemoryError: Not even a context fits.
+        DeviceStateError: A device's file is corrupt.
+    """
+    environment = parse_environment(os.environ if environ is None else environ)
+    opened: list[Gpu] = []
+    try:
+        for index, name in enumerate(environment.uuids):
+            directory = environment.root / name
+            if not directory.is_dir():
+                raise NoDeviceError(
+                    f"no CUDA-capable device is detected (expected GPU {name} in {environment.root}, found no such "
+                    "directory; was the container started by the node agent's CDI spec?)"
+                )
+            opened.append(Gpu(Device(directory, clock), index, environment, clock, sleep))
+    except BaseException:
+        for gpu in opened:
+            gpu.close()
+        raise
+    return Gpus(opened)

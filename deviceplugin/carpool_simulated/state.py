@@ -1,24 +1,283 @@
-"""The files of a simulated device, and how they are read and written.
+"""What can go wrong on a simulated GPU.
 
-    <root>/<uuid>/device.json    what it is; written once, by the agent
-                  mode.json      how it is shared; written by the agent
-                  totals.json    what processes used that are gone
-                  lock           flock: whoever holds it may do sums over claims, and write claims, mode and totals
-                  claims/*.claim one for each process, which holds an exclusive flock on it for as long as it lives
-
-The kernel releases a flock when its process dies, however it dies, and flocks work between containers through a bind
-mount: so a claim without a lock is dead, and the agent removes it. Readers need no lock: JSON files are replaced whole,
-and a claim carries a checksum, so that a half-written one is read again.
-
-Containers may write in `claims` only, and may write anything there. What they leave is taken for a claim where it is a
-regular file of a sensible size with sensible values; whatever else it is concerns nobody but its own pod.
+SimulatedGpuError             a RuntimeError, as all errors of CUDA are in PyTorch
+├── OutOfMemoryError          the device is full, or the MPS limit is reached
+├── DeviceUnavailableError    the device's mode does not admit this process
+├── MpsError                  the device is shared by MPS and its daemon cannot be reached
+├── NoDeviceError             the environment names no device, or one that is not there
+└── DeviceStateError          a file of the device does not hold what it should
 """
 
-from dataclasses import asdict, dataclass, field
+import contextlib
+import errno
+import fcntl
+import json
+import math
+import os
+import re
+import stat
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any, TypeVar, get_args, get_origin
 
-from carpool_simulated.errors import DeviceStateError
-from carpool_simulated.jsonfiles import checked, read_json, write_json
+
+class SimulatedGpuError(RuntimeError):
+    """Something went wrong on a simulated GPU."""
+
+
+class OutOfMemoryError(SimulatedGpuError):
+    """The words are those of `torch.OutOfMemoryError`, so that whoever looks for them finds them."""
+
+
+class DeviceUnavailableError(SimulatedGpuError):
+    """The device's mode does not admit this process."""
+
+
+class MpsError(SimulatedGpuError):
+    """The MPS daemon cannot be reached."""
+
+
+class NoDeviceError(SimulatedGpuError):
+    """No device is visible."""
+
+
+class DeviceStateError(SimulatedGpuError):
+    """A file of a device does not hold what it should."""
+
+    def __init__(self, path: Path, *, expected: str, found: str, do: str) -> None:
+        # Whoever names a file chooses its bytes; not all of them can be sent on.
+        name = os.fsencode(path).decode(errors="backslashreplace")
+        super().__init__(f"{name}: expected {expected}, found {found}; {do}")
+        self.path = path
+        self.expected = expected
+        self.found = found
+        self.do = do
+
+
+T = TypeVar("T")
+
+
+def _kinds(declared: Any) -> tuple[type, ...]:
+    return (dict,) if get_origin(declared) is dict else get_args(declared) or (declared,)
+
+
+def checked(cls: type[T], raw: object, path: Path, do: str) -> T:
+    """Build a flat dataclass out of JSON, each field of the type that it is declared with; raises DeviceStateError."""
+    if not isinstance(raw, dict):
+        raise DeviceStateError(path, expected="a JSON object", found=type(raw).__name__, do=do)
+    values: dict[str, Any] = {}
+    for spec in fields(cls):  # type: ignore[arg-type]
+        if spec.name not in raw:
+            if spec.default is MISSING and spec.default_factory is MISSING:
+                raise DeviceStateError(path, expected=f"a field {spec.name!r}", found=f"only {sorted(raw)}", do=do)
+            continue
+        value, kinds = raw[spec.name], _kinds(spec.type)
+        if float in kinds and type(value) is int:
+            value = float(value)
+        if type(value) not in kinds or (isinstance(value, float) and not math.isfinite(value)):
+            names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+            raise DeviceStateError(path, expected=f"{spec.name!r} to be {names}", found=repr(value)[:80], do=do)
+        values[spec.name] = value
+    return cls(**values)
+
+
+def read_json(path: Path, do: str) -> object:
+    """Read a JSON file; raises DeviceStateError where there is none or it is not JSON."""
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError as e:
+        raise DeviceStateError(path, expected="a file", found="nothing", do=do) from e
+    except OSError as e:
+        raise DeviceStateError(path, expected="a file that can be read", found=str(e), do=do) from e
+    return parsed(text, path, do)
+
+
+def parsed(text: bytes, path: Path, do: str) -> object:
+    """Read JSON; raises DeviceStateError."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise DeviceStateError(path, expected="JSON", found=repr(text[:60]), do=do) from e
+
+
+def write_json(path: Path, value: object) -> None:
+    """Replace a file whole: readers see the old or the new one."""
+    write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file whole; nothing that somebody put in its place is followed."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    with os.fdopen(handle, "w") as file:
+        os.fchmod(handle, 0o644)  # whatever the umask: containers run as any user
+        file.write(text)
+    temporary.replace(path)
+
+
+_LOCK_TIMEOUT_S = 5.0
+
+
+@contextlib.contextmanager
+def locked(
+    directory: Path,
+    *,
+    timeout_s: float = _LOCK_TIMEOUT_S,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Iterator[None]:
+    """Hold the device's lock: one at a time does sums over claims.
+
+    Raises:
+        DeviceUnavailableError: Somebody else kept it for `timeout_s` seconds.
+        DeviceStateError: There is no lock file.
+    """
+    path = directory / "lock"
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # containers see it read-only, which suffices for a flock
+    except OSError as e:
+        do = "mount the device's directory; the node agent makes the file when it starts"
+        raise DeviceStateError(path, expected="a lock file", found=str(e), do=do) from e
+    try:
+        until = clock() + timeout_s
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if clock() >= until:
+                    raise DeviceUnavailableError(
+                        f"{path}: expected the lock within {timeout_s:g} s, found it held all the time; "
+                        "is a process stopped that uses this GPU? End it"
+                    ) from None
+                sleep(0.002)
+        yield
+    finally:
+        os.close(handle)
+
+
+_READS = 20
+_POD_UID = re.compile(r"[A-Za-z0-9._-]{1,253}")
+_LARGEST_CLAIM = 65_536
+_MOST = 2**40
+"""No counter of a claim comes near it, and sums of them stay far below what JSON and int64 hold."""
+_RATIOS = ("gpu_util", "sm_active", "dram_active")
+
+
+@dataclass(slots=True)
+class Claim:
+    """What one process holds of the device, and what it has used so far. Times are monotonic, in seconds."""
+
+    pod_uid: str
+    pid: int
+    """In the process's own namespace."""
+    started: float
+    memory_mib: int
+    """Context included."""
+    peak_memory_mib: int
+    gpu_util: float = 0.0
+    """Activity alone, of the step that runs; 0..1, as the two that follow."""
+    sm_active: float = 0.0
+    dram_active: float = 0.0
+    busy_until: float = 0.0
+    """Until when that step, or the next one, keeps the device busy."""
+    busy_s: float = 0.0
+    """Time in which its kernels ran."""
+    sm_s: float = 0.0
+    """Time in which its work filled all SMs."""
+    dram_s: float = 0.0
+    """Time in which its work filled the memory bandwidth."""
+    energy_j: float = 0.0
+    """Energy above idle."""
+    steps: int = 0
+    steps_s: float = 0.0
+    """Time of all steps, neighbours included."""
+
+
+def encode_claim(claim: Claim) -> bytes:
+    """One line: a checksum, and the claim as JSON."""
+    body = json.dumps(asdict(claim), separators=(",", ":")).encode()
+    return b"%08x %b\n" % (zlib.crc32(body), body)
+
+
+def read_claim(path: Path) -> Claim:
+    """Read a claim; raises DeviceStateError where it stays unreadable."""
+    line = b""
+    do = "end its process; nobody else is affected"
+    for _ in range(_READS):
+        try:
+            line = _read_regular(path).partition(b"\n")[0]
+        except FileNotFoundError as e:
+            raise DeviceStateError(path, expected="a claim", found="nothing: its process has ended", do=do) from e
+        except OSError as e:
+            raise DeviceStateError(path, expected="a claim that can be read", found=str(e), do=do) from e
+        checksum, _, body = line.partition(b" ")
+        if checksum == b"%08x" % zlib.crc32(body) and body:
+            return _sensible(checked(Claim, parsed(body, path, do), path, do), path, do)
+    raise DeviceStateError(path, expected="a checksum and a claim as JSON", found=repr(line[:60]), do=do)
+
+
+def _sensible(claim: Claim, path: Path, do: str) -> Claim:
+    if not _POD_UID.fullmatch(claim.pod_uid):
+        raise DeviceStateError(path, expected="'pod_uid' to be a UID", found=ascii(claim.pod_uid[:60]), do=do)
+    for name, value in asdict(claim).items():
+        most = 1 if name in _RATIOS else _MOST
+        if name != "pod_uid" and not 0 <= value <= most:
+            raise DeviceStateError(path, expected=f"{name!r} from 0 to {most}", found=repr(value)[:60], do=do)
+    return claim
+
+
+def _open_regular(path: Path) -> int:
+    """Open a file to read that others may have put there: neither a link, nor anything that makes its reader wait.
+
+    Raises:
+        OSError: It cannot be opened, or is no regular file.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(handle).st_mode):
+        return handle
+    os.close(handle)
+    raise OSError(errno.EINVAL, "it is no regular file")
+
+
+def _read_regular(path: Path) -> bytes:
+    with os.fdopen(_open_regular(path), "rb") as file:
+        return file.read(_LARGEST_CLAIM)
+
+
+def is_held(path: Path) -> bool:
+    """Whether a living process holds the claim file.
+
+    Raises:
+        DeviceStateError: It is not a file that any process could hold as its claim.
+    """
+    try:
+        handle = _open_regular(path)
+    except FileNotFoundError:
+        return False
+    except OSError as e:
+        do = "it counts for nothing, and the node agent will remove it"
+        raise DeviceStateError(path, expected="a regular file that can be read", found=str(e.strerror), do=do) from e
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
+def is_claimed(path: Path) -> bool:
+    """Whether this is the claim of a living process, and not something to be removed."""
+    try:
+        return path.suffix == ".claim" and is_held(path)
+    except DeviceStateError:
+        return False
+
 
 IDLE = "Idle"
 MODES = (IDLE, "Exclusive", "TimeSlicing", "MPS")

@@ -6,12 +6,11 @@ import msgspec
 from carpool_core.kube.api import GPU_NODES, NODES
 from carpool_core.resources.node import GpuNode, GpuNodeStatus, Reservation
 from carpool_core.testing.kube import FakeKube
-from carpool_deviceplugin.devices.patience import Rhythm
 from carpool_deviceplugin.settings import AgentSettings
-from carpool_deviceplugin.testing.agents import flowing, until
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
+from carpool_deviceplugin.testing.node import Node, flowing, until
 from carpool_deviceplugin.testing.nvml import FakeNvml
-from carpool_deviceplugin.testing.nvml_node import Node
+from carpool_deviceplugin.timeouts import Rhythm
 
 
 class World:

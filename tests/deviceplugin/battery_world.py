@@ -2,16 +2,12 @@
 
 from pathlib import Path
 
-from carpool_deviceplugin.node.battery.ports import Trial
-from carpool_deviceplugin.node.battery.recording import Recording, record
-from carpool_deviceplugin.node.battery.report import TRIALS, Outcome, tried
-from carpool_deviceplugin.nvml.calls import Session
-from carpool_deviceplugin.nvml.library import NvmlLibrary
-from carpool_deviceplugin.nvml.reading import list_gpus
-from carpool_deviceplugin.testing.battery import Faithless, FakeMachine
+from carpool_deviceplugin.check import TRIALS, Outcome, Recording, Trial, record, tried
+from carpool_deviceplugin.nvlib import NvmlLibrary, Session, list_gpus
+from carpool_deviceplugin.testing.check import Faithless, FakeMachine
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
+from carpool_deviceplugin.testing.node import Node
 from carpool_deviceplugin.testing.nvml import FakeNvml
-from carpool_deviceplugin.testing.nvml_node import Node
 
 
 def machine(directory: Path, kind: str = "H100", **faithless) -> FakeMachine:

@@ -12,13 +12,11 @@ import jsonschema
 import pytest
 from carpool_core.resources.node import Reservation
 from carpool_core.values import GpuUuid, JobUid, PodUid, SharingMode
-from carpool_deviceplugin.devices.simulated import SimulatedDevices, parse_inventory
-from carpool_deviceplugin.mps.daemons import Mps
-from carpool_deviceplugin.mps.port import PROGRAM
-from carpool_deviceplugin.mps.program import MpsProgram
+from carpool_deviceplugin.mps import PROGRAM, Mps, MpsProgram
+from carpool_deviceplugin.simulated import SimulatedDevices, parse_inventory
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
-from carpool_simulated.client import Gpus, open_gpus
 from carpool_simulated.device import Device
+from carpool_simulated.gpu import Gpus, open_gpus
 from carpool_simulated.state import Facts
 from hypothesis import HealthCheck, settings
 

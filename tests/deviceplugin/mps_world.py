@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from carpool_core.values import GpuUuid
-from carpool_deviceplugin.mps.daemons import Mps
-from carpool_deviceplugin.mps.host import MpsHost
+from carpool_deviceplugin.mps import Mps, MpsHost
 
 LONG_S = 60.0
 """For what the test does not time: a busy machine needs longer than tenants are kept waiting."""

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from carpool_deviceplugin.node.commands import node as command
+from carpool_deviceplugin.commands import node as command
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
+from carpool_deviceplugin.testing.node import Node
 from carpool_deviceplugin.testing.nvml import FakeNvml
-from carpool_deviceplugin.testing.nvml_node import Node
 from click.testing import CliRunner, Result
 
 

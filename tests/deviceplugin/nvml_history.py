@@ -6,14 +6,13 @@ from pathlib import Path
 import pynvml
 from carpool_core.resources.node import Reservation
 from carpool_core.values import JobUid, PartitionState, PodUid, SharingMode
-from carpool_deviceplugin.devices.patience import Rhythm
-from carpool_deviceplugin.mps.port import MpsError
-from carpool_deviceplugin.partitions.worker import GpuWorker
-from carpool_deviceplugin.testing.agents import Inline
+from carpool_deviceplugin.device_state import GpuWorker
+from carpool_deviceplugin.mps import MpsError
+from carpool_deviceplugin.testing.gpus import FakeInstance
 from carpool_deviceplugin.testing.mps import FakeDaemon, FakeMpsCommands
+from carpool_deviceplugin.testing.node import Inline, Node, uid
 from carpool_deviceplugin.testing.nvml import FakeNvml
-from carpool_deviceplugin.testing.nvml_mig import FakeInstance
-from carpool_deviceplugin.testing.nvml_node import Node, uid
+from carpool_deviceplugin.timeouts import Rhythm
 
 PODS = "abc"
 NAMESPACES = {"a": "one", "b": "one", "c": "another"}

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from carpool_core.values import GpuUuid, PodUid, SharingMode
-from carpool_deviceplugin.devices.gpu import GpuActual, Limits, SetLimits, SetMode, StartMps, Step, StopMps
+from carpool_deviceplugin.gpu import GpuActual, Limits, SetLimits, SetMode, StartMps, Step, StopMps
 
 EXCLUSIVE, TIME_SLICING, MPS, MIG = SharingMode
 A, B = PodUid("uid-a"), PodUid("uid-b")

@@ -1,12 +1,19 @@
 """What a slot brings into a container."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 from carpool_core.values import GpuUuid, PodUid, SharingMode
-from carpool_deviceplugin.cdi import slots as cdi
-from carpool_deviceplugin.devices.gpu import Access, Mount
+from carpool_deviceplugin import cdi
+from carpool_deviceplugin.cdi import NvidiaCdi
+from carpool_deviceplugin.gpu import Access, DeviceError, Mount
+from carpool_deviceplugin.plugin import slots
+from carpool_deviceplugin.testing.mps import FakeMpsCommands
+from carpool_deviceplugin.testing.node import Node
+from carpool_deviceplugin.testing.nvml import FakeNvml
 
 
 def access(uuid: str) -> Access:
@@ -88,3 +95,173 @@ def test_stale_files_go_and_others_files_stay(reserve, tmp_path: Path) -> None:
     assert cdi.remove_stale(tmp_path / "absent", set()) == []
     (tmp_path / "carpool.dev-slot-7.json").mkdir()
     assert cdi.remove_stale(tmp_path, {PodUid("uid-b")}) == [], "a folder in a file's place ends nothing"
+
+
+FIXTURES = Path(__file__).parent / "cdi"
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    found = Node(FakeNvml(["A100-40", "A100-40"]), FakeMpsCommands(), tmp_path)
+    (tmp_path / "cdi").mkdir()
+    return found
+
+
+def edits_of(spec: dict) -> dict:
+    return spec["devices"][0]["containerEdits"]
+
+
+def nvidia_env_of(spec: dict) -> dict[str, str]:
+    return dict(entry.split("=", 1) for entry in edits_of(spec).get("env", []))
+
+
+@pytest.mark.parametrize("name", ["host.yaml", "driver-container.json"])
+def test_the_fixtures_are_sound(valid_cdi, name: str) -> None:
+    valid_cdi(yaml.safe_load((FIXTURES / name).read_text()))
+
+
+def test_by_index_where_uuids_are_not_named(valid_cdi, node: Node, reserve) -> None:
+    shutil.copy(FIXTURES / "host.yaml", node.root / "cdi" / "nvidia.yaml")
+    devices = node.devices()
+    gpus = devices.uuids
+    specs = cdi.specifications(
+        reserve("a", *gpus, mode=SharingMode.EXCLUSIVE), ["slot-0", "slot-1"], {u: devices.access(u) for u in gpus}
+    )
+    for spec in specs.values():
+        valid_cdi(spec)
+    first, second = edits_of(specs["slot-0"]), edits_of(specs["slot-1"])
+    nodes = [[n["path"] for n in edits["deviceNodes"]] for edits in (first, second)]
+    assert {"/dev/nvidia0", "/dev/nvidiactl", "/dev/nvidia-uvm"} <= set(nodes[0])
+    assert "/dev/nvidia1" not in nodes[0], "a slot brings its own GPU only"
+    assert nodes[1] == ["/dev/nvidia1"]
+    assert [m["containerPath"] for m in first["mounts"]][-1] == "/usr/bin/nvidia-smi"
+    assert len(first["hooks"]) == 2
+    assert "hooks" not in second, "what each container needs once is given once"
+    assert nvidia_env_of(specs["slot-0"])["NVIDIA_VISIBLE_DEVICES"] == "void"
+    assert specs["slot-0"]["cdiVersion"] == "0.6.0"
+
+
+def test_mps_on_a_real_gpu(valid_cdi, node: Node, reserve) -> None:
+    shutil.copy(FIXTURES / "host.yaml", node.root / "cdi" / "nvidia.yaml")
+    devices = node.devices()
+    gpu = devices.uuids[0]
+    reservation = reserve("a", gpu, mode=SharingMode.MPS, memory_limit_mib=9216, thread_percentage=40)
+    spec = cdi.specifications(reservation, ["slot-0"], {gpu: devices.access(gpu)})["slot-0"]
+    valid_cdi(spec)
+    env = nvidia_env_of(spec)
+    assert env["CUDA_MPS_PIPE_DIRECTORY"] == "/run/carpool/mps"
+    assert env["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=9216M"
+    assert env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "40"
+    mounts = {m["containerPath"]: m["hostPath"] for m in edits_of(spec)["mounts"]}
+    assert mounts["/run/carpool/mps"] == str(node.root / "mps" / gpu / "pipe")
+    assert mounts["/dev/shm"] == str(node.root / "mps" / gpu / "shm")  # noqa: S108  # where CUDA looks for it
+
+
+def test_without_a_specification_the_runtime_is_told(node: Node, reserve) -> None:
+    devices = node.devices()
+    gpus = devices.uuids
+    specs = cdi.specifications(
+        reserve("a", *gpus, mode=SharingMode.EXCLUSIVE), ["slot-0", "slot-1"], {u: devices.access(u) for u in gpus}
+    )
+    assert nvidia_env_of(specs["slot-0"])["NVIDIA_VISIBLE_DEVICES"] == ",".join(gpus)
+    assert nvidia_env_of(specs["slot-0"])["NVIDIA_DRIVER_CAPABILITIES"] == "compute,utility"
+
+
+def test_driver_container_and_mig_device() -> None:
+    found = NvidiaCdi([FIXTURES])
+    gpu = found.find("GPU-22222222-2222-4222-8222-222222222222")
+    mig = found.find("MIG-33333333-3333-4333-8333-333333333333")
+    assert (gpu.cdi_version, gpu.device["additionalGids"]) == ("0.7.0", [44])
+    assert [n["path"] for n in mig.device["deviceNodes"]][1:] == [
+        "/dev/nvidia-caps/nvidia-cap12",
+        "/dev/nvidia-caps/nvidia-cap13",
+    ]
+    assert found.find("GPU-absent") is None
+
+
+def test_newer_version_is_kept(valid_cdi, reserve) -> None:
+    gpu = GpuUuid("GPU-1")
+    access = {gpu: Access(env={}, mounts=(), edits={"additionalGids": [44]}, cdi_version="0.7.0")}
+    spec = cdi.specifications(reserve("a"), ["slot-0"], access)["slot-0"]
+    valid_cdi(spec)
+    assert spec["cdiVersion"] == "0.7.0"
+
+
+def test_gpus_before_those_of_another_directory(tmp_path: Path) -> None:
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "nvidia.json").write_text(
+        '{"kind": "nvidia.com/gpu", "devices": [{"name": "GPU-1", "containerEdits": {"env": ["FIRST=1"]}}]}'
+    )
+    assert NvidiaCdi([tmp_path / "first", FIXTURES]).find("GPU-1").device == {"env": ["FIRST=1"]}
+    assert NvidiaCdi([tmp_path / "absent"]).find("GPU-1") is None
+
+
+def test_specification_that_was_written_again_or_removed_is_seen(tmp_path: Path) -> None:
+    """Reading it for each GPU of each container took longer than all else that a start waits for."""
+    cdi, file = NvidiaCdi([tmp_path]), tmp_path / "nvidia.json"
+    for driver in ("1", "22"):
+        device = {"name": "GPU-1", "containerEdits": {"env": [f"DRIVER={driver}"]}}
+        file.write_text(json.dumps({"kind": "nvidia.com/gpu", "devices": [device]}))
+        found = [cdi.find("GPU-1").device for _ in range(2)]
+        assert found == [{"env": [f"DRIVER={driver}"]}] * 2
+        assert found[0] is found[1], "it was read once"
+    file.unlink()
+    assert cdi.find("GPU-1") is None
+
+
+def test_specification_that_is_gone_is_forgotten(tmp_path: Path) -> None:
+    """Regression: one that is written under another name each time was kept under each."""
+    cdi, device = NvidiaCdi([tmp_path]), {"name": "GPU-1", "containerEdits": {"env": ["A=1"]}}
+    content = json.dumps({"kind": "nvidia.com/gpu", "devices": [device]})
+    for number in range(3):
+        file = tmp_path / f"nvidia-{number}.json"
+        file.write_text(content)
+        assert cdi.find("GPU-1") is not None
+        file.unlink()
+    assert cdi.find("GPU-1") is None
+    assert cdi._known == {}
+
+
+@pytest.mark.parametrize("text", ["kind: nvidia.com/gpu\ndevices: 7", "nvidia.com/gpu: [", '"nvidia.com/gpu'])
+def test_damaged_specification_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "nvidia.yaml").write_text(text)
+    (tmp_path / "others.yaml").write_text("{not ours, not sound")
+    with pytest.raises(DeviceError, match=r"nvidia\.yaml: expected a CDI specification.*nvidia-ctk cdi generate"):
+        NvidiaCdi([tmp_path]).find("GPU-1")
+
+
+@pytest.mark.parametrize(
+    ("edits", "says"),
+    [
+        ({"deviceNodes": [3]}, "Expected `object`, got `int`"),
+        ({"deviceNodes": None}, "Expected `array`, got `null`"),
+        ({"deviceNodes": [{"path": 3}]}, "Expected `str`, got `int`"),
+        ({"deviceNodes": [{}]}, "missing required field `path`"),
+        ({"env": [1]}, "Expected `str`, got `int`"),
+        ({"mounts": {}}, "Expected `array`, got `object`"),
+    ],
+)
+@pytest.mark.parametrize("where", ["device", "all"])
+def test_odd_edits_are_a_sentence(tmp_path: Path, edits: dict, says: str, where: str) -> None:
+    of_device, of_all = (edits, {}) if where == "device" else ({}, edits)
+    content = {
+        "kind": "nvidia.com/gpu",
+        "devices": [{"name": "0", "containerEdits": of_device}],
+        "containerEdits": of_all,
+    }
+    (tmp_path / "odd.json").write_text(json.dumps(content))
+    with pytest.raises(DeviceError, match=r"odd\.json: expected a CDI specification, found ") as raised:
+        NvidiaCdi([tmp_path]).find("GPU-1", 0)
+    assert says in str(raised.value)
+
+
+EXCLUSIVE, TIME_SLICING, MPS, _ = SharingMode
+
+
+@pytest.mark.parametrize(
+    ("healthy", "fine"), [pytest.param(2, 6, id="all"), pytest.param(1, 3, id="half"), pytest.param(0, 0, id="none")]
+)
+def test_slots_are_as_healthy_as_the_gpus(healthy: int, fine: int) -> None:
+    named = slots(gpus=2, slots_per_gpu=3, healthy=healthy)
+    assert [name for name, _ in named] == [f"slot-{i}" for i in range(6)]
+    assert sum(is_fine for _, is_fine in named) == fine

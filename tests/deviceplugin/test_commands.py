@@ -1,18 +1,54 @@
 """`carpool agent`, as far as it gets without an API server."""
 
 import os
+import re
+import resource
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timedelta
 from pathlib import Path
 
+import msgspec
+import pynvml
 import pytest
-from carpool_deviceplugin.app import find_devices
-from carpool_deviceplugin.commands import agent
-from carpool_deviceplugin.devices.port import NoDevicesError
+from carpool_core.keys import CDI_KIND
+from carpool_core.kube.api import GPU_NODES
+from carpool_core.kube.pods import Pod
+from carpool_core.resources.node import GpuNode, Partition
+from carpool_core.testing.clock import FakeClock
+from carpool_core.testing.kube import FakeKube
+from carpool_core.values import PartitionState, PodUid, SharingMode
+from carpool_deviceplugin import cdi
+from carpool_deviceplugin.app import build, find_devices
+from carpool_deviceplugin.cdi import NvidiaCdi
+from carpool_deviceplugin.commands import agent, listening, mps_host
+from carpool_deviceplugin.commands import node as command
+from carpool_deviceplugin.gpu import Access, CreateInstance, NoDevicesError
+from carpool_deviceplugin.metrics import AgentCollector
+from carpool_deviceplugin.mig import Placement
+from carpool_deviceplugin.mig_instances import read_mig_devices
+from carpool_deviceplugin.plugin import HeldByPod, Knowledge, KubeletError, Plugin, PodResources, RefusedError, Server
+from carpool_deviceplugin.preflight import InputError, inspect_node
+from carpool_deviceplugin.protos import podresources_pb2 as pr
 from carpool_deviceplugin.settings import AgentSettings
+from carpool_deviceplugin.testing.check import FakeMachine
+from carpool_deviceplugin.testing.gpus import A100_40
+from carpool_deviceplugin.testing.mps import FakeMpsCommands
+from carpool_deviceplugin.testing.node import Flow, Node, flowing, running, until
 from carpool_deviceplugin.testing.nvml import FakeNvml
+from carpool_deviceplugin.timeouts import Rhythm
+from carpool_e2e.bench import agent as bench
+from carpool_e2e.bench.agent_mig import MigTimes, Slowest, layouts_of
+from carpool_e2e.bench.agent_report import agent_section
+from carpool_e2e.bench.agentprocess import Spent, describe_to_containers
+from carpool_e2e.bench.predictions import replaced
 from click.testing import CliRunner, Result
+from node_world import inspectable, run
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 
 def test_help_names_every_variable() -> None:
@@ -151,3 +187,573 @@ def test_without_gpus_the_command_says_what_to_set() -> None:
     result = CliRunner().invoke(agent, ["--node-name", "n"], env={"CARPOOL_SIMULATED_GPUS": ""})
     assert result.exit_code == 2
     assert "set CARPOOL_SIMULATED_GPUS=" in result.output
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return inspectable(tmp_path)
+
+
+def test_gpu_may_be_named_by_its_uuid_and_modes_in_capitals(node: Node) -> None:
+    uuid = node.nvml.gpus[0].uuid
+    assert "would create 3g.20gb" in run(node, "plan", "--gpu", uuid, "--to", "MIG:3G.20GB").output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--gpu", "7", "--to", "mig:1g.5gb"], "expected a GPU from 0 to 1, its UUID, or that of a MIG device on it, "),
+        (["--gpu", "1", "--to", "mig:1g.5gb"], "expected a GPU with MIG, found Tesla T4"),
+        (["--gpu", "-1", "--to", "mig:1g.5gb"], "that of a MIG device on it, found '-1'"),
+        (["--gpu", "first", "--to", "mig:1g.5gb"], "that of a MIG device on it, found 'first'"),
+        (["--to", "mig:1g.5gb"], "Missing option '--gpu'"),
+        (["--gpu", "0", "--too", "mig:1g.5gb"], "No such option"),
+        (["--gpu", "0", "--to", "mig:9g.90gb"], ": expected a MIG profile out of 7g.40gb, 4g.20gb"),
+        (["--gpu", "0", "--to", "mig:3g.20"], "found '3g.20'; name one of those"),
+        (["--gpu", "0", "--to", "3g.20gb,1G.5gb"], "found '3g.20gb,1G.5gb'; did you mean 'mig:3g.20gb,1g.5gb'"),
+        (["--gpu", "0", "--to", "mig:3g.20gb,$(reboot)"], "found '$(reboot)'"),
+        (["--gpu", "0", "--to", "mps"], "expected --to mig:PROFILE"),
+        (["--gpu", "0", "--to", "mig:7g.40gb,1g.5gb"], "expected profiles that fit on one GPU together"),
+    ],
+)
+def test_refusals_are_sentences(node: Node, arguments: list[str], says: str) -> None:
+    result = run(node, "plan", *arguments)
+    assert result.exit_code == 2
+    assert says in result.output
+
+
+HOSTILE = "\x1b[2J\x1b]0;owned\x07\u202e" + "9" * 10_000
+
+
+def is_harmless(printed: str) -> bool:
+    return len(printed) < 1500 and not {"\x1b", "\x07", "\u202e"} & set(printed)
+
+
+@pytest.mark.parametrize("where", ["socket", "state_dir"])
+def test_paths_are_quoted_and_cut(tmp_path: Path, where: str) -> None:
+    paths = {"socket": tmp_path / "s", "state_dir": tmp_path, where: tmp_path / HOSTILE}
+    with pytest.raises(InputError, match=f"--{where.replace('_', '-')}: expected") as raised:
+        listening(**paths)
+    assert is_harmless(str(raised.value.message))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", "--to", "mig:", "--gpu"],
+        ["plan", "--gpu", "0", "--to"],
+        ["plan", "--gpu", "0", "--to", f"mig:{HOSTILE}"],
+        ["plan", "--gpu", "0", "--to", f"mig:7g.40gb{',7g.40gb' * 10_000}"],
+        ["battery", "--gpu"],
+        ["battery", "--gpu", "0", "--out"],
+    ],
+    ids=lambda arguments: " ".join(arguments)[:40],
+)
+def test_what_is_repeated_is_quoted_and_cut(node: Node, arguments: list[str]) -> None:
+    """Regression: it was printed as it came, and wrote what it liked on the terminal."""
+    there = FakeMachine(node) if arguments[0] == "battery" else node.devices()
+    said = [] if any("7g.40gb,7g" in one or HOSTILE in one for one in arguments) else [HOSTILE]
+    result = CliRunner().invoke(command, [*arguments, *said], obj=there)
+    assert (result.exit_code, result.output != "") == (2, True), result.output
+    assert is_harmless(result.output), result.output
+
+
+@pytest.mark.parametrize("arguments", [["plan", "--to", "mig:", "--gpu", ""], ["battery", "--gpu", ""]])
+def test_nothing_is_a_name_that_is_seen(node: Node, arguments: list[str]) -> None:
+    there = FakeMachine(node) if arguments[0] == "battery" else node.devices()
+    result = CliRunner().invoke(command, arguments, obj=there)
+    assert (result.exit_code, "found ''; `carpool node inspect` names them" in result.output) == (2, True)
+
+
+@pytest.mark.parametrize("arguments", [["plan", "--to", "mig:2g.10gb"], ["battery", "--only", "contract"]])
+def test_a_gpu_may_be_named_by_a_mig_device_on_it(node: Node, arguments: list[str]) -> None:
+    run(node, "plan", "--gpu", "0", "--to", "mig:1g.5gb", "--apply")
+    there = FakeMachine(node)
+    (device,) = read_mig_devices(there.devices.session, there.devices.uuids[0])
+    for said in (device.uuid, there.devices.uuids[0], "0"):
+        obj = there if arguments[0] == "battery" else there.devices
+        result = CliRunner().invoke(command, [*arguments, "--gpu", said], obj=obj)
+        assert (result.exit_code, "found" in result.output) == (0, False), result.output
+    unknown = CliRunner().invoke(command, [*arguments, "--gpu", f"{device.uuid}0"], obj=obj)
+    assert (unknown.exit_code, "found 'MIG-" in unknown.output) == (2, True), unknown.output
+
+
+def test_what_processes_are_called_is_not_printed_as_it_is(node: Node) -> None:
+    """A tenant chooses it."""
+    node.start(0, 42, None)
+    (node.root / "proc" / "42" / "stat").write_text("42 (\x1b[2Jowned) S " + " ".join(["0"] * 18) + " 4200 0 0\n")
+    inspected = "\n".join(inspect_node(node.devices(), NvidiaCdi([]), node.root))
+    assert "process 42 (\\x1b[2Jowned)" in inspected
+    assert "\x1b" not in inspected
+
+
+def test_host_of_daemons_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    result = CliRunner().invoke(command, ["mps-host", "--socket", str(tmp_path / "s"), "--state-dir", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "found missing: nvidia-cuda-mps-control on PATH" in result.output
+
+
+def test_host_of_daemons_wants_both_names_of_its_memory(tmp_path: Path) -> None:
+    result = CliRunner().invoke(command, ["mps-host", "--socket", str(tmp_path / "s"), "--shm-dir", str(tmp_path)])
+    assert (result.exit_code, result.output) == (
+        2,
+        "Error: expected both --shm-dir and --shm-dir-on-node, or none of them, found one; add the other\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "state", "says"),
+    [
+        ("missing/s", "", "--socket: expected to listen on "),
+        ("s", "/proc/x", "--state-dir: expected a directory at '/proc/x', found "),
+    ],
+)
+def test_host_of_daemons_says_where_it_cannot_be(tmp_path: Path, path: str, state: str, says: str) -> None:
+    with pytest.raises(InputError, match=says) as raised:
+        listening(tmp_path / path, Path(state) if state else tmp_path)
+    assert raised.value.exit_code == 2
+
+
+@pytest.mark.parametrize("what", ["file", "link", "living", "dead"])
+def test_host_of_daemons_takes_nobodys_place(tmp_path: Path, what: str) -> None:
+    """Regression: any file that root may remove was gone, and a living host's socket, too."""
+    path = tmp_path / "s"
+    (kept := tmp_path / "kept").write_text("of somebody else")
+    with socket.socket(socket.AF_UNIX) as there:
+        match what:
+            case "file":
+                path.write_text("of somebody else")
+            case "link":
+                path.symlink_to(kept)
+            case "living":
+                there.bind(str(path))
+                there.listen()
+            case "dead":
+                there.bind(str(path))
+                there.close()
+        before = path.lstat()
+        if what == "dead":
+            with listening(path, tmp_path):
+                assert path.lstat() != before
+            return
+        found = "another host that answers there" if what == "living" else "something that is no socket"
+        with pytest.raises(InputError, match=f"--socket: expected to listen on .*, found {found}; name another one"):
+            listening(path, tmp_path)
+        assert path.lstat() == before
+    assert kept.read_text() == "of somebody else"
+
+
+@pytest.mark.parametrize("arguments", [["inspect"], ["plan", "--gpu", "0", "--to", "mig:"]])
+def test_simulated_gpus_are_for_the_agent(arguments: list[str]) -> None:
+    """Regression: who had set the variable was told to install a driver, and nothing else."""
+    nvml = FakeNvml(["T4"])
+    nvml.init_error = pynvml.NVML_ERROR_LIBRARY_NOT_FOUND
+    result = CliRunner().invoke(command, arguments, obj=nvml, env={"CARPOOL_SIMULATED_GPUS": "Tesla T4:1"})
+    assert result.exit_code == 2
+    assert "; CARPOOL_SIMULATED_GPUS is for the agent, and this command needs NVIDIA's driver\n" in result.output
+
+
+def test_environment_is_the_agents(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    uuid = node.nvml.gpus[1].uuid
+    (node.root / "state" / "gpus").mkdir(parents=True)
+    (node.root / "state" / "gpus" / f"{uuid}.json").write_text('{"mode": "TimeSlicing"}')
+    (node.root / "cdi").mkdir()
+    (node.root / "cdi" / "odd.json").write_text('{"kind": "nvidia.com/gpu", "devices": 3}')
+    monkeypatch.setenv("CARPOOL_STATE_DIR", str(node.root / "state"))
+    monkeypatch.setenv("CARPOOL_CDI_DIR", str(node.root / "cdi"))
+    result = CliRunner().invoke(command, ["inspect"], obj=node.nvml)
+    assert result.exit_code == 0, result.output
+    assert "now TimeSlicing" in result.output
+    assert f"wrong: {node.root / 'cdi' / 'odd.json'}: expected a CDI specification" in result.output
+
+
+def test_nothing_is_written_beside_a_living_agent(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.nvml.gpus[0].remap = (0, 0, 1, 0)
+    monkeypatch.setenv("CARPOOL_STATE_DIR", str(node.root / "state"))
+    for arguments in (["inspect"], ["plan", "--gpu", "0", "--to", "mig:1g.5gb"]):
+        result = CliRunner().invoke(command, arguments, obj=node.nvml)
+        assert result.exit_code == 0, result.output
+    assert not (node.root / "state").exists()
+    assert "remapped" in CliRunner().invoke(command, ["inspect"], obj=node.nvml).output
+    node.devices().inventory()  # an agent, which keeps it
+    assert len(list((node.root / "state" / "gpus").glob("*.health.json"))) == 1
+
+
+@pytest.mark.parametrize("arguments", [["inspect"], ["plan", "--gpu", "0", "--to", "mig:"], ["battery"]])
+def test_variable_of_the_wrong_kind_is_a_sentence(arguments: list[str]) -> None:
+    result = CliRunner().invoke(command, arguments, env={"CARPOOL_METRICS_PORT": "many"})
+    assert (result.exit_code, result.output) == (
+        2,
+        "Error: CARPOOL_METRICS_PORT: expected an integer, found 'many'\n",
+    )
+
+
+def test_state_directory_of_the_host_is_the_agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CARPOOL_STATE_DIR", str(tmp_path))
+    with mps_host.make_context("mps-host", ["--socket", "s"]) as context:
+        assert context.params["state_dir"] == tmp_path
+
+
+@pytest.fixture
+def inspected_node(tmp_path: Path) -> Node:
+    return inspectable(tmp_path)
+
+
+def test_inspect_says_what_is_there_and_what_is_missing(inspected_node: Node) -> None:
+    run(inspected_node, "plan", "--gpu", "0", "--to", "mig:3g.20gb", "--apply")
+    lines = "\n".join(inspect_node(inspected_node.devices(), NvidiaCdi([]), inspected_node.root))
+    assert "driver 580.95.05, CUDA 13.0" in lines
+    assert "GPU 0: NVIDIA A100-SXM4-40GB" in lines
+    assert "MIG: on" in lines
+    assert "1g.5gb         4,864 MiB, 14 SMs, at {0,1,2,3,4,5,6}:1" in lines
+    assert "instance 1 (3g.20gb on memory slices 4-7)  MIG-" in lines
+    assert "GPU 1: Tesla T4" in lines
+    assert "MIG: not supported" in lines
+    assert "missing: NVIDIA's CDI specification" in lines
+    assert "nvidia-ctk cdi generate" in lines
+    assert "hostPID: true" in lines
+
+
+class HostEngine:
+    """DCGM's, which knows the first GPU."""
+
+    name, is_public = "dcgm", False
+
+    def __init__(self, inspected_node: Node) -> None:
+        self._uuid = inspected_node.nvml.gpus[0].uuid
+
+    def values(self) -> dict:
+        return {(self._uuid, None): {"DCGM_FI_PROF_SM_ACTIVE": 0.5}}
+
+
+def test_inspect_says_where_metrics_come_from(inspected_node: Node) -> None:
+    inspected_node.sources = (HostEngine(inspected_node),)
+    lines = [
+        line
+        for line in inspect_node(inspected_node.devices(), NvidiaCdi([]), inspected_node.root)
+        if "metrics:" in line
+    ]
+    assert ["DCGM's host engine" in lines[0], "no SM activity" in lines[1]] == [True, True]
+
+
+def test_inspect_says_whose_instances_are_and_whether_they_are_in_use(inspected_node: Node) -> None:
+    devices = inspected_node.devices()
+    profile = inspected_node.nvml.gpus[0].mig.table.find("1g.5gb")
+    devices.apply(devices.uuids[0], CreateInstance(Placement(profile, 0), PodUid("uid-a")))
+    run(inspected_node, "plan", "--gpu", "0", "--to", "mig:1g.5gb,2g.10gb", "--apply")
+    (larger,) = (n for n, i in inspected_node.nvml.gpus[0].mig.instances.items() if i.profile.name == "2g.10gb")
+    inspected_node.start(0, 42, "x", instance=larger)
+    lines = [
+        line
+        for line in inspect_node(inspected_node.devices(), NvidiaCdi([]), inspected_node.root)
+        if "    instance " in line
+    ]
+    assert {line.split("(")[1].split()[0]: line.rpartition("  ")[2] for line in lines} == {
+        "1g.5gb": "made for pod uid-a, idle",
+        "2g.10gb": "made by somebody else, in use",
+    }
+
+
+@pytest.mark.parametrize(("comm", "is_host"), [("kthreadd\n", True), ("pause\n", False)])
+def test_the_hosts_processes_are_known_by_the_kernels(inspected_node: Node, comm: str, is_host: bool) -> None:
+    (inspected_node.root / "2").mkdir()
+    (inspected_node.root / "2" / "comm").write_text(comm)
+    lines = "\n".join(inspect_node(inspected_node.devices(), NvidiaCdi([]), inspected_node.root))
+    assert ("the host's PIDs" not in lines) == is_host
+
+
+def test_inspect_says_who_could_measure_more(inspected_node: Node) -> None:
+    missing = "missing, for SM activity before Hopper: DCGM's library"
+    assert missing in "\n".join(inspect_node(inspected_node.devices(), NvidiaCdi([]), inspected_node.root))
+    newer = Node(FakeNvml(["H100"]), FakeMpsCommands(), inspected_node.root)
+    assert missing not in "\n".join(inspect_node(newer.devices(), NvidiaCdi([]), inspected_node.root))
+
+
+def test_inspect_looks_for_the_host_of_daemons_where_there_is_one(
+    inspected_node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program, there = tmp_path / "nvidia-cuda-mps-control", tmp_path / "s"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))  # without unshare, which only a process that starts daemons needs
+    monkeypatch.setenv("CARPOOL_MPS_HOST", str(there))
+    monkeypatch.setenv("CARPOOL_STATE_DIR", str(tmp_path / "state"))
+    inspected = CliRunner().invoke(command, ["inspect"], obj=inspected_node.nvml).output
+    assert f"missing, for mode MPS: the MPS daemons' host at '{there}'; look at the pod carpool-mps" in inspected
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(there))
+        inspected = CliRunner().invoke(command, ["inspect"], obj=inspected_node.nvml).output
+    assert "for mode MPS" not in inspected
+    monkeypatch.delenv("CARPOOL_MPS_HOST")
+    assert "unshare on PATH" in CliRunner().invoke(command, ["inspect"], obj=inspected_node.nvml).output
+
+
+def test_inspect_says_what_is_reserved_for_whom(inspected_node: Node) -> None:
+    lines = "\n".join(inspect_node(inspected_node.devices(), NvidiaCdi([]), inspected_node.root))
+    assert re.search(r"40,960 MiB \([1-9]\d* the driver's, 256 more kept free\)", lines), lines
+    assert "; now no mode set" in lines
+
+
+class Ground:
+    """A plugin whose pod `a` holds slot 0 and is promised a GPU."""
+
+    def __init__(self, directory: Path, reservation) -> None:
+        self.directory, self.clock, self.failures, self.asked = directory, FakeClock(), 0, 0
+        pod = {"metadata": {"name": "a", "namespace": "default", "uid": reservation.pod_uid}}
+        ready = Partition(pod_uid=reservation.pod_uid, generation=1, state=PartitionState.READY)
+        self.plugin = Plugin(
+            Knowledge(
+                pod=lambda _: msgspec.convert(pod, Pod),
+                reservations=lambda: [reservation],
+                partitions=lambda: [ready],
+                access=lambda uuid, pod_uid: Access(env={"A": "b"}, mounts=()),
+                held=self._held,
+            ),
+            directory,
+            also_read=(directory.with_name("etc"),),
+            gpus=1,
+            slots_per_gpu=8,
+            clock=self.clock,
+            sleep=self._sleep,
+        )
+
+    async def _sleep(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    async def _held(self) -> list[HeldByPod]:
+        self.asked += 1
+        if self.failures:
+            self.failures -= 1
+            raise KubeletError("kubelet.sock: expected an answer, found DEADLINE_EXCEEDED: Deadline Exceeded")
+        devices = [pr.ContainerDevices(resource_name="carpool.dev/gpu", device_ids=["slot-0"])]
+        containers = [pr.ContainerResources(name="train", devices=devices)]
+        return [pr.PodResources(namespace="default", name="a", containers=containers)]
+
+
+@pytest.fixture
+def ground(tmp_path: Path, reserve) -> Ground:
+    return Ground(tmp_path / "cdi", reserve("a", "GPU-1"))
+
+
+async def test_podresources_that_is_away_for_a_moment_is_waited_for(ground: Ground) -> None:
+    ground.failures = 3
+    await ground.plugin.pre_start(["slot-0"])
+    assert (ground.asked, cdi.path_of(ground.directory, "slot-0").exists()) == (4, True)
+
+
+async def test_podresources_that_stays_away_is_said_in_time(ground: Ground) -> None:
+    """The kubelet gives PreStartContainer 30 s, and tries again."""
+    ground.failures = 10**6
+    began = ground.clock.monotonic()
+    with pytest.raises(RefusedError, match=r"expected the kubelet's PodResources to say who holds slot-0.*DEADLINE"):
+        await ground.plugin.pre_start(["slot-0"])
+    assert 5 <= ground.clock.monotonic() - began < 6
+
+
+async def test_podresources_that_never_answers_is_left(tmp_path: Path) -> None:
+    """A kubelet that hangs takes its socket's calls, and is silent."""
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(tmp_path / "kubelet.sock"))
+        silent.listen()
+        resources = PodResources(tmp_path / "kubelet.sock", within_s=0.1)
+        for _ in range(2):
+            with pytest.raises(KubeletError, match=r"kubelet.sock: expected an answer, found DEADLINE_EXCEEDED"):
+                await resources.list()
+
+
+async def test_a_kubelets_directory_that_is_not_there_is_said(ground: Ground, tmp_path: Path, capfd) -> None:
+    """Regression: gRPC wrote a line of its own each second."""
+    with pytest.raises(KubeletError, match=r"nowhere: expected the kubelet's device plugin directory, found none"):
+        await Server(tmp_path / "nowhere" / "carpool.sock", ground.plugin).start()
+    assert capfd.readouterr() == ("", "")
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file of this process may grow."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+async def test_full_disk_under_the_cdi_directory(ground: Ground) -> None:
+    await ground.plugin.pre_start(["slot-0"])
+    path = cdi.path_of(ground.directory, "slot-0")
+    before = path.read_bytes()
+    with full_disk(), pytest.raises(RefusedError, match=r"expected to write the CDI specification of pod default/a: "):
+        await ground.plugin.pre_start(["slot-0"])
+    assert [p.name for p in ground.directory.iterdir()] == [path.name], "nothing half-written is left"
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["theirs.json", "nvidia.yaml", "../etc/theirs.yaml"])
+async def test_specification_of_others_for_our_devices(ground: Ground, name: str) -> None:
+    """Two files for one device: the runtime refuses it, and says nothing of why in the pod's events."""
+    ground.directory.mkdir()
+    ground.directory.with_name("etc").mkdir()
+    theirs = (ground.directory / name).resolve()
+    theirs.write_text(f'{{"cdiVersion": "0.6.0", "kind": "{CDI_KIND}", "devices": [{{"name": "slot-0"}}]}}')
+    with pytest.raises(RefusedError, match=rf"expected Carpool alone to describe.*found {theirs}; remove it"):
+        await ground.plugin.pre_start(["slot-0"])
+    theirs.write_text('{"kind": "vendor.com/net", "devices": []}')
+    await ground.plugin.pre_start(["slot-0"])
+
+
+async def test_file_of_others_with_our_name_is_replaced(ground: Ground) -> None:
+    ground.directory.mkdir()
+    path = cdi.path_of(ground.directory, "slot-0")
+    path.write_text("not ours")
+    await ground.plugin.pre_start(["slot-0"])
+    assert b'"CARPOOL_POD_UID=uid-a"' in path.read_bytes()
+
+
+HOSTILE_ANSWERS = [
+    '"} 1\nDCGM_FI_DEV_GPU_UTIL{pod="x',
+    "../../../etc/passwd",
+    "$(reboot)",
+    "a" * 5000,
+    "\u202e\x00",
+]
+
+
+@pytest.mark.parametrize("name", HOSTILE_ANSWERS)
+async def test_hostile_names_stay_names(devices, tmp_path: Path, reserve, enter, name: str) -> None:
+    """The API server lets no pod have such a name; nothing rests on that."""
+    agent = flowing(AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path), FakeKube(), devices)
+    registry, kube, gpu = CollectorRegistry(), agent.reconciler._api, devices.uuids[0]
+    registry.register(AgentCollector(agent))
+    hostile = msgspec.structs.replace(reserve("a", gpu), pod_name=name, job_name=name, pod_namespace=name)
+    async with running(agent):
+        await until(lambda: kube.dump_all(GPU_NODES))
+        await kube.patch(GPU_NODES, "n", {"spec": {"reservations": [msgspec.to_builtins(hostile)]}})
+        await until(lambda: [p.state.value for p in agent.reconciler.partitions] == ["Ready"])
+        with enter(gpu, "a"):
+            await until(lambda: agent.reconciler.meters[gpu].uses)
+            page = generate_latest(registry).decode()
+    used = {
+        (s.labels["namespace"], s.labels["pod"], s.labels["job"])
+        for family in text_string_to_metric_families(page)
+        for s in family.samples
+        if s.name == "carpool_gpu_tenant_memory_bytes"
+    }
+    assert used == {(name, name, name)}
+    spec = cdi.specifications(hostile, ["slot-0"], {gpu: Access(env={}, mounts=())})
+    cdi.write(tmp_path / "cdi", spec)
+    assert [p.name for p in (tmp_path / "cdi").iterdir()] == ["carpool.dev-slot-0.json"]
+
+
+@pytest.mark.parametrize("uuid", ["GPU-1/../../x", "", "GPU-$(id)", "x" * 10_000])
+async def test_hostile_gpus_are_nobodys(devices, tmp_path: Path, reserve, uuid: str) -> None:
+    agent = flowing(AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path), FakeKube(), devices)
+    kube = agent.reconciler._api
+    async with running(agent):
+        await until(lambda: kube.dump_all(GPU_NODES))
+        wanted = reserve("a", uuid, mode=SharingMode.MPS)
+        await kube.patch(GPU_NODES, "n", {"spec": {"reservations": [msgspec.to_builtins(wanted)]}})
+        await until(lambda: [p.state.value for p in agent.reconciler.partitions] == ["Failed"])
+    assert len(agent.reconciler.partitions[0].message) <= 4096
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_nodes_clock_that_jumps_loses_no_work(tmp_path: Path, hours: int) -> None:
+    """The driver stamps its samples with the node's clock: set back, everything that came was older than the last."""
+    node = Node(FakeNvml(["A100-40"]), FakeMpsCommands(), tmp_path)
+    devices = node.devices()
+    gpu = devices.uuids[0]
+    node.start(0, 42, "a", sm=0.5)
+    for second in range(21):
+        reading = devices.read(gpu)
+        if second == 10:
+            node.nvml.now_us += hours * 3_600_000_000
+        node.advance(1)
+    assert reading.processes[0].busy_s == pytest.approx(10, rel=0.15)
+
+
+async def test_time_of_day_that_jumps_writes_no_storm(devices, tmp_path: Path) -> None:
+    """Times in the status are the clock's; when to write goes by seconds that only pass."""
+
+    class Jumping(Flow):
+        offset = timedelta()
+
+        def now(self) -> datetime:
+            return super().now() + self.offset
+
+    clock, kube = Jumping(), FakeKube()
+    settings = AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path)
+    agent = build(settings, kube, clock, devices, Rhythm(sleep=clock.sleep))
+    reporter = agent.reconciler.reporter
+
+    def beat() -> str | None:
+        found = kube.dump_all(GPU_NODES)
+        return msgspec.convert(found[0], GpuNode).status.heartbeat_time if found else None
+
+    async with running(agent):
+        await until(beat)
+        writes = reporter.writes
+        for hours in (-5, 5, 0):
+            clock.offset = timedelta(hours=hours)
+            await reporter.once()
+        assert reporter.writes == writes
+
+
+def test_daemons_of_the_stand_in_get_ready(tmp_path: Path) -> None:
+    """How quickly is the benchmark's: here the machine may be busy."""
+    took = bench.mps_ready(tmp_path / "daemons")
+    assert len(took) == bench.DAEMONS
+
+
+def test_percentile_is_in_milliseconds() -> None:
+    assert bench.p99([0.001] * 999 + [5.0]) == pytest.approx(1.0)
+    assert bench.p99([i / 1000 for i in range(1001)]) == pytest.approx(990, abs=1)
+
+
+def test_the_section_says_what_is_kept_and_what_is_missed() -> None:
+    cost = bench.Cost(
+        core_percent=0.34,
+        fakes_percent=0.2,
+        resident_mib=81,
+        scrape_p99_ms=50,
+        prestart_p99_ms=9,
+        mps_ready_s=0.03,
+        mig=MigTimes(Slowest(300, 1.0), Slowest(200, 10.5), Slowest(128, 2.0), Slowest(1, 0.5)),
+        load=1.5,
+    )
+    lines = agent_section(cost)
+    rows = [line.split("|") for line in lines if line.endswith(("kept |", "missed |"))]
+    verdicts = {row[1].strip().partition(",")[0]: row[4].strip() for row in rows if "MIG planner" not in row[1]}
+    assert [row[4].strip() for row in rows if "MIG planner" in row[1]] == ["kept", "missed", "kept"]
+    assert verdicts == {
+        "processor time": "kept",
+        "resident memory": "missed",
+        "scrape": "kept",
+        "PreStartContainer": "kept",
+        "MPS daemon ready": "kept",
+        "MIG division with seven instances in use and seven reservations too many": "kept",
+    }
+    assert "load was 1.5" in " ".join(lines)
+    again = replaced(replaced("# Benchmarks\n", lines), agent_section(cost))
+    assert again.count(lines[0]) == 1
+
+
+def test_every_layout_is_planned_for() -> None:
+    """As many as the planner's own tests find, by another way."""
+    found = layouts_of(A100_40)
+    assert (sum(map(len, found.values())), len(found)) == (2319, 128)
+
+
+def test_what_the_fakes_spend_is_shown() -> None:
+    spent = Spent()
+    spent.seconds += 2.5
+    ((sample,),) = [metric.samples for metric in spent.collect()]
+    assert (sample.name, sample.value) == (bench.SPENT, 2.5)
+
+
+def test_containers_are_told_every_gpu(tmp_path: Path) -> None:
+    describe_to_containers(tmp_path / "cdi", ["GPU-0", "GPU-1"])
+    found = NvidiaCdi([tmp_path / "cdi"]).find("GPU-1")
+    assert found is not None
+    assert found.device["deviceNodes"][0] == {"path": "/dev/nvidia1"}

@@ -1,9 +1,209 @@
-"""When a GPU is well, and when it is well again."""
+"""Health of real GPUs, from what the driver says to whether new work may come, over the fake of NVML."""
 
+import asyncio
+import gc
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pynvml
 import pytest
-from carpool_deviceplugin.nvml.health import XIDS, Health, Signals, XidClass, advance, describe_xid, xid_class
+from carpool_core.kube.api import GPU_NODES
+from carpool_core.resources.node import Device, GpuNode, GpuNodeStatus
+from carpool_core.testing.kube import FakeKube
+from carpool_core.values import DeviceHealth, GpuUuid, SharingMode
+from carpool_deviceplugin.gpu import DeviceError, GpuActual, Reading
+from carpool_deviceplugin.health import XIDS, Health, Signals, XidClass, advance, describe_xid, xid_class
+from carpool_deviceplugin.metrics import AgentCollector
+from carpool_deviceplugin.settings import AgentSettings
+from carpool_deviceplugin.simulated import SimulatedDevices, parse_inventory
+from carpool_deviceplugin.testing.gpus import FakeGpu
+from carpool_deviceplugin.testing.mps import FakeMpsCommands
+from carpool_deviceplugin.testing.node import Node, flowing, running, until
+from carpool_deviceplugin.testing.nvml import FakeNvml
+from carpool_deviceplugin.timeouts import Patient, Rhythm, Threads
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(FakeNvml(["H100", "H100"]), FakeMpsCommands(), tmp_path)
+
+
+@pytest.mark.parametrize("xid", [13, 31, 43, 45])
+def test_xid_of_an_application_leaves_the_gpu_well(node: Node, xid: int) -> None:
+    devices = node.devices()
+    devices.inventory()
+    node.nvml.raise_xid(0, xid)
+    assert devices.inventory()[0].health is DeviceHealth.HEALTHY
+
+
+def test_fatal_xid_holds_until_the_driver_began_anew_and_was_quiet(node: Node) -> None:
+    devices = node.devices()
+    devices.inventory()
+    node.nvml.raise_xid(0, 95)
+    first, second = devices.inventory()
+    assert "XID 95 (uncontained ECC error): drain the GPU and reset it" in first.health_message
+    assert second.health is DeviceHealth.HEALTHY
+    node.advance(3600)
+    assert devices.inventory()[0].health is DeviceHealth.UNHEALTHY, "time does not heal it"
+    node.nvml.restart_driver()
+    devices.inventory()
+    devices.inventory()
+    assert devices.inventory()[0].health is DeviceHealth.UNHEALTHY, "it was not quiet for long enough"
+    node.advance(61)
+    assert devices.inventory()[0].health is DeviceHealth.HEALTHY
+
+
+def test_node_that_has_restarted_begins_anew(node: Node) -> None:
+    """What takes a reset has had one, whatever the counter of energy says."""
+    devices = node.devices()
+    devices.inventory()
+    node.nvml.raise_xid(0, 95)
+    devices.inventory()
+    assert node.devices().inventory()[0].health is DeviceHealth.UNHEALTHY
+    file = node.root / "state" / "gpus" / f"{devices.uuids[0]}.health.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "boot": "another"}))
+    assert node.devices().inventory()[0].health is DeviceHealth.HEALTHY
+
+
+def test_health_outlives_the_agent_and_a_reset_meanwhile_counts(node: Node) -> None:
+    node.advance(10)
+    devices = node.devices()
+    devices.inventory()
+    node.nvml.raise_xid(0, 95)
+    devices.inventory()
+    node.advance(3600)
+    assert "XID 95" in node.devices().inventory()[0].health_message, "nothing has mended it"
+    node.nvml.restart_driver()
+    later = node.devices()
+    assert "XID 95" in later.inventory()[0].health_message
+    node.advance(61)
+    assert later.inventory()[0].health is DeviceHealth.HEALTHY
+
+
+def test_damaged_health_is_none(node: Node) -> None:
+    devices = node.devices()
+    devices.inventory()
+    node.nvml.raise_xid(0, 95)
+    devices.inventory()
+    (node.root / "state" / "gpus" / f"{devices.uuids[0]}.health.json").write_text('{"boot": ')
+    assert node.devices().inventory()[0].health is DeviceHealth.HEALTHY
+
+
+def test_gpu_that_is_busy_at_idle_power_is_stuck(node: Node) -> None:
+    devices = node.devices()
+    gpu = devices.uuids[0]
+    for _ in range(3):
+        devices.read(gpu)
+        node.advance(1)
+    node.start(0, 42, "a", sm=1.0)
+    node.nvml.gpus[0].is_stuck = True
+    devices.inventory()
+    node.advance(500)
+    assert devices.inventory()[0].health is DeviceHealth.HEALTHY
+    node.advance(101)
+    assert "it is stuck" in devices.inventory()[0].health_message
+    node.nvml.gpus[0].is_stuck = False
+    devices.inventory()
+    node.advance(61)
+    assert devices.inventory()[0].health is DeviceHealth.HEALTHY
+
+
+def errors(gpu: FakeGpu) -> None:
+    gpu.ecc_uncorrectable += 2
+
+
+def waiting_row(gpu: FakeGpu) -> None:
+    gpu.remap = (0, 1, 1, 0)
+
+
+def no_spare_row(gpu: FakeGpu) -> None:
+    gpu.remap = (0, 1, 0, 1)
+
+
+def heat(gpu: FakeGpu) -> None:
+    gpu.clock_reasons = pynvml.nvmlClocksEventReasonHwThermalSlowdown
+
+
+@pytest.mark.parametrize(
+    ("happens", "says", "heals"),
+    [
+        (errors, "2 uncorrectable ECC errors", True),
+        (waiting_row, "a row of its memory waits to be remapped: drain the GPU and reset it", False),
+        (no_spare_row, "a row of its memory could not be remapped: replace the GPU", False),
+        (heat, "it has slowed down for heat for more than 30 s", False),
+    ],
+)
+def test_what_the_driver_counts_leads_to_a_sick_gpu(node: Node, happens, says: str, heals: bool) -> None:
+    """And back by rule: after a minute in which it does not go on."""
+    devices = node.devices()
+    devices.inventory()
+    happens(node.nvml.gpus[0])
+    devices.inventory()
+    node.advance(31)
+    first, second = devices.inventory()
+    assert (first.health, second.health) == (DeviceHealth.UNHEALTHY, DeviceHealth.HEALTHY)
+    assert says in first.health_message
+    node.advance(61)
+    assert (devices.inventory()[0].health is DeviceHealth.HEALTHY) is heals
+
+
+def test_lost_gpu_is_unhealthy_alone_and_comes_back_by_rule(node: Node) -> None:
+    devices = node.devices()
+    node.nvml.gpus[0].is_lost = True
+    first, second = devices.inventory()
+    assert (first.health, second.health) == (DeviceHealth.UNHEALTHY, DeviceHealth.HEALTHY)
+    assert "fallen off the bus" in first.health_message
+    assert first.product == "NVIDIA H100 80GB HBM3"
+    node.nvml.gpus[0].is_lost = False
+    assert devices.inventory()[0].health is DeviceHealth.UNHEALTHY
+    node.advance(61)
+    assert devices.inventory()[0].health is DeviceHealth.HEALTHY
+
+
+def test_driver_that_was_updated_under_an_agent_is_said_until_it_fits(node: Node) -> None:
+    devices = node.devices()
+    devices.inventory()
+    node.nvml.restart_driver()
+    node.nvml.init_error = pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH
+    devices.inventory()
+    for device in devices.inventory():
+        assert device.health is DeviceHealth.UNHEALTHY
+        assert "library and kernel module are of different versions: restart the node" in device.health_message
+    node.nvml.init_error = None
+    devices.inventory()
+    node.advance(61)
+    assert {device.health for device in devices.inventory()} == {DeviceHealth.HEALTHY}
+
+
+def test_last_words_of_a_lost_gpu_are_not_told_of_its_neighbour(node: Node) -> None:
+    """Regression: one look took the events of all GPUs, and whose this one was could not be asked any more."""
+    devices = node.devices()
+    devices.inventory()
+    node.nvml.raise_xid(1, 79)
+    node.nvml.raise_xid(0, 13)
+    node.nvml.gpus[1].is_lost = True
+    for _ in range(2):
+        first, second = devices.inventory()
+        assert (first.health, first.health_message) == (DeviceHealth.HEALTHY, "")
+        assert second.health is DeviceHealth.UNHEALTHY
+
+
+@pytest.mark.parametrize(
+    "function", ["nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetMemoryInfo", "nvmlEventSetWait"]
+)
+def test_any_call_that_fails_is_unhealthy_for_now(node: Node, function: str) -> None:
+    devices = node.devices()
+    devices.inventory()
+    node.nvml.fail_next(function, pynvml.NVML_ERROR_UNKNOWN)
+    assert DeviceHealth.UNHEALTHY in [d.health for d in devices.inventory()]
+    assert {d.health for d in devices.inventory()} == {DeviceHealth.HEALTHY}
+
 
 WELL = Health()
 
@@ -116,3 +316,132 @@ def test_what_passes_always_ends(history: list[tuple[int, float]]) -> None:
 @given(st.lists(st.sampled_from([13, 31, 43, 45]), max_size=30))
 def test_applications_never_hurt_a_gpu(xids: list[int]) -> None:
     assert not advance(WELL, Signals(xids=xids), 5).problem
+
+
+class Hanging(SimulatedDevices):
+    """Two GPUs; the calls to the first never come back once `hang` was set, until `release` is."""
+
+    hang = False
+
+    def __init__(self, directory: Path, release: threading.Event) -> None:
+        super().__init__(parse_inventory("Tesla T4:2"), "node-1", directory)
+        self._release = release
+
+    def _wait(self, uuid: GpuUuid) -> None:
+        if self.hang and uuid == self.uuids[0]:
+            self._release.wait(60)
+
+    def describe(self, uuid: GpuUuid) -> Device:
+        self._wait(uuid)
+        return super().describe(uuid)
+
+    def actual(self, uuid: GpuUuid) -> GpuActual:
+        self._wait(uuid)
+        return super().actual(uuid)
+
+    def read(self, uuid: GpuUuid) -> Reading:
+        self._wait(uuid)
+        return super().read(uuid)
+
+
+@pytest.fixture
+def release() -> Iterator[threading.Event]:
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def status_of(kube: FakeKube) -> GpuNodeStatus:
+    found = kube.dump_all(GPU_NODES)
+    return msgspec.convert(found[0], GpuNode).status if found else GpuNodeStatus()
+
+
+async def test_hung_gpu_is_unhealthy_alone(tmp_path, release, reserve) -> None:
+    """Every GPU of the node was called unhealthy, and a scrape stopped the event loop."""
+    devices, kube, registry = Hanging(tmp_path, release), FakeKube(), CollectorRegistry()
+    settings = AgentSettings(node_name="node-1", kubelet=False, state_dir=tmp_path)
+    # Real seconds: on a busy machine a GPU that is well takes some of them, too.
+    agent = flowing(settings, kube, devices, Rhythm(step_deadline_s=0.4))
+    registry.register(AgentCollector(agent))
+    hung, well = devices.uuids
+    async with running(agent):
+        await until(lambda: len(status_of(kube).devices) == 2)
+        devices.hang = True
+        await until(lambda: status_of(kube).devices[0].health is DeviceHealth.UNHEALTHY)
+        await until(lambda: not agent.reconciler.meters[hung].is_current)
+        assert [d.health.value for d in status_of(kube).devices] == ["Unhealthy", "Healthy"]
+        assert hung in status_of(kube).devices[0].health_message
+        reservation = reserve("a", well, mode=SharingMode.EXCLUSIVE)
+        await kube.patch(GPU_NODES, "node-1", {"spec": {"reservations": [msgspec.to_builtins(reservation)]}})
+        await until(lambda: [p.state.value for p in status_of(kube).partitions] == ["Ready"])
+        used = next(m for m in registry.collect() if m.name == "DCGM_FI_DEV_FB_USED")
+        assert [s.labels["UUID"] for s in used.samples] == [well]
+        assert registry.get_sample_value("carpool_agent_gpu_healthy", {"UUID": hung}) == 0
+        devices.hang = False
+        release.set()
+        await until(lambda: all(d.health is DeviceHealth.HEALTHY for d in status_of(kube).devices))
+
+
+def test_scrape_calls_no_gpu(tmp_path, release) -> None:
+    devices = Hanging(tmp_path, release)
+    settings = AgentSettings(node_name="node-1", kubelet=False, state_dir=tmp_path)
+    registry = CollectorRegistry()
+    registry.register(AgentCollector(flowing(settings, FakeKube(), devices)))
+    devices.hang = True
+    assert [m for m in registry.collect() if m.name == "carpool_agent_gpu_healthy"]
+
+
+async def test_calls_that_never_come_back_take_no_thread_from_others(release) -> None:
+    """In a pool of threads, a few hung GPUs left none for the others."""
+    stuck = [Patient(f"GPU {i}", 0.01) for i in range(100)]
+    answers = await asyncio.gather(*(p.call(release.wait, 60) for p in stuck), return_exceptions=True)
+    assert all(isinstance(a, DeviceError) for a in answers)
+    assert await Patient("GPU well", 5).call(lambda: 1) == 1
+    with pytest.raises(DeviceError, match="GPU 0: an earlier call has not come back yet"):
+        await stuck[0].call(lambda: 1)
+
+
+class Later(Threads):
+    """Does the work when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work: list[Callable[[], None]] = []
+
+    def run(self, work: Callable[[], None]) -> None:
+        self.work.append(work)
+
+
+async def test_what_a_call_raises_after_its_caller_has_left_is_nobodys() -> None:
+    """Regression: an agent that ended while a sick GPU was looked at left an error that nobody took."""
+    complaints: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+
+    def fail() -> None:
+        raise DeviceError("sick")
+
+    later = Later()
+    calling = asyncio.ensure_future(Patient("GPU 0", 60, later).call(fail))
+    await asyncio.sleep(0)
+    calling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+    later.work.pop()()
+    await asyncio.sleep(0)
+    gc.collect()
+    assert complaints == []
+
+
+async def test_gpunode_that_vanishes_while_the_gpus_are_described_ends_nothing(tmp_path, release) -> None:
+    """What was to be compared with the status last written was compared with nothing, and that ended the agent."""
+    devices, kube = Hanging(tmp_path, release), FakeKube()
+    settings = AgentSettings(node_name="node-1", kubelet=False, state_dir=tmp_path)
+    reporter = flowing(settings, kube, devices).reconciler.reporter
+    reporter.appeared(GpuNodeStatus())
+    devices.hang = True
+    looking = asyncio.ensure_future(reporter.once())
+    await asyncio.sleep(0)
+    reporter.vanished()
+    release.set()
+    assert await looking == 0
+    assert reporter.writes == 0

@@ -1,14 +1,31 @@
 """The MPS daemons, over daemons in memory."""
 
+import os
+import shutil
+import signal
 import stat
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
+import pynvml
 import pytest
-from carpool_core.values import GpuUuid
-from carpool_deviceplugin.mps.daemons import Mps, MpsStatus
-from carpool_deviceplugin.mps.port import MpsError
+from agent_world import World
+from carpool_core.kube.api import GPU_NODES
+from carpool_core.resources.node import Reservation, TenantProfile
+from carpool_core.values import GpuUuid, SharingMode
+from carpool_deviceplugin.gpu import SetMode, StartMps, StopMps
+from carpool_deviceplugin.mps import PROGRAM, Mps, MpsError, MpsProcesses, MpsProgram, MpsStatus
+from carpool_deviceplugin.nvlib import NvmlError
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
-from mps_world import GPU
+from carpool_deviceplugin.testing.node import Node, running, uid, until
+from carpool_deviceplugin.testing.nvml import FakeNvml
+from carpool_deviceplugin.timeouts import Rhythm
+from mps_world import GPU, pid_of, server, server_of
 
 
 def test_starts_once_and_stops_once(mps: Mps, commands: FakeMpsCommands, tmp_path: Path) -> None:
@@ -70,3 +87,548 @@ def test_full_disk_is_said(commands: FakeMpsCommands, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(MpsError, match="expected to make the MPS daemon's directories"):
         Mps(commands, tmp_path / "file").start(GPU)
+
+
+MPS = SharingMode.MPS
+
+
+class SlowMps(FakeMpsCommands):
+    """Something happens while a daemon is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.during: Callable[[], None] = lambda: None
+        self.after: Callable[[], None] = lambda: None
+
+    def ask(self, environment: Mapping[str, str], command: str) -> str:
+        during, self.during = self.during, lambda: None
+        during()
+        answer = super().ask(environment, command)
+        after, self.after = self.after, lambda: None
+        after()
+        return answer
+
+
+class Shared:
+    """A GPU in mode MPS with clients of some pods."""
+
+    def __init__(self, root: Path, *pods: str) -> None:
+        self.mps = SlowMps()
+        self.node = Node(FakeNvml(["H100"]), self.mps, root)
+        self.devices = self.node.devices()
+        (self.gpu,) = self.devices.uuids
+        self.pipe = str(root / "mps" / self.gpu / "pipe")
+        self.devices.apply(self.gpu, SetMode(MPS))
+        self.devices.apply(self.gpu, StartMps())
+        self.pids = {pod: 42 + at for at, pod in enumerate(pods)}
+        for pod, pid in self.pids.items():
+            self.node.start(0, pid, pod)
+            self.node.mps.connect(self.pipe, pid)
+        self.look()
+
+    def look(self):
+        return self.devices.actual(self.gpu)
+
+    def leave(self, *pods: str) -> None:
+        for pod in pods:
+            self.node.end(0, self.pids[pod])
+            if self.pipe in self.node.mps.daemons:
+                self.node.mps.daemons[self.pipe].clients.discard(self.pids[pod])
+
+    def told(self) -> set[str]:
+        return {pod for pod in "abc" if uid(pod) in self.look().ended}
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Shared:
+    return Shared(tmp_path, "a", "b", "c")
+
+
+def test_clients_that_left_before_anybody_looked_are_told(shared: Shared) -> None:
+    """Regression: they end within seconds of the fault, and the agent looks each ten."""
+    shared.node.nvml.raise_xid(0, 31)
+    shared.leave("a", "b")
+    actual = shared.look()
+    assert actual.struck == {}, "nobody of them is there"
+    assert actual.ended.keys() == {uid("a"), uid("b")}
+    why = actual.ended[uid("a")]
+    assert why == (
+        f"GPU {shared.gpu}: a client's fatal fault has hit its MPS server: pods that it ends together: "
+        f"{uid('a')}, {uid('b')}"
+    )
+
+
+def test_those_that_take_longer_are_told_with_them(shared: Shared) -> None:
+    shared.node.nvml.raise_xid(0, 13)
+    assert shared.told() == set(), "nobody has ended yet"
+    shared.leave("a")
+    assert shared.told() == set(), "one alone is its own affair"
+    shared.node.advance(15)
+    shared.leave("b")
+    assert shared.told() == {"a", "b"}
+    shared.leave("c")
+    assert shared.told() == {"a", "b", "c"}
+
+
+def test_who_leaves_long_after_an_xid_leaves_for_another_reason(shared: Shared) -> None:
+    shared.node.nvml.raise_xid(0, 31)
+    shared.look()
+    shared.node.advance(21)
+    shared.leave("a", "b")
+    assert shared.told() == set()
+
+
+def test_who_leaves_without_an_xid_has_done_its_work(shared: Shared) -> None:
+    shared.leave("a", "b")
+    assert shared.told() == set()
+
+
+def test_two_processes_of_one_pod_are_one_pod(tmp_path: Path) -> None:
+    shared = Shared(tmp_path, "a")
+    shared.node.start(0, 99, "a")
+    shared.look()
+    shared.node.nvml.raise_xid(0, 31)
+    shared.leave("a")
+    shared.node.end(0, 99)
+    assert shared.told() == set()
+
+
+def test_daemon_and_clients_that_are_gone_at_once_are_told(shared: Shared) -> None:
+    shared.node.mps.die(shared.pipe)
+    shared.leave("a", "b", "c")
+    assert shared.told() == {"a", "b", "c"}
+    assert "its MPS daemon ended under its clients" in shared.look().ended[uid("c")]
+
+
+def test_a_daemon_that_was_stopped_after_its_clients_is_no_news(shared: Shared) -> None:
+    shared.leave("a", "b", "c")
+    shared.look()
+    shared.devices.apply(shared.gpu, StopMps())
+    assert shared.told() == set()
+
+
+def test_a_server_that_says_fault_names_who_is_there_and_who_has_left(shared: Shared) -> None:
+    shared.node.nvml.raise_xid(0, 31)
+    shared.leave("a")
+    shared.node.mps.daemons[shared.pipe].is_faulty = True
+    actual = shared.look()
+    assert actual.struck.keys() == {uid("b"), uid("c")}
+    assert actual.ended.keys() == {uid("a"), uid("b"), uid("c")}
+    shared.leave("b", "c")
+    shared.node.mps.daemons[shared.pipe].is_faulty = False
+    assert (shared.look().struck, shared.look().problem, shared.told()) == ({}, "", {"a", "b", "c"})
+
+
+def test_it_is_told_for_ten_minutes(shared: Shared) -> None:
+    shared.node.mps.die(shared.pipe)
+    shared.leave("a", "b", "c")
+    shared.look()
+    shared.node.seconds += 599
+    assert shared.told() == {"a", "b", "c"}
+    shared.node.seconds += 2
+    assert shared.told() == set()
+
+
+@pytest.mark.parametrize("is_released", [True, False])
+async def test_the_status_names_pods_that_are_gone(tmp_path: Path, reserve, is_released: bool) -> None:
+    """Whether the scheduler has released what they had or not: the operator waits to hear who was not to blame."""
+    world = World(tmp_path, Rhythm(resync_s=1e9))  # nobody looks just because time has passed
+    node, agent = world.node, world.agent
+    wanted = [msgspec.structs.replace(reserve(pod, world.gpu, mode=MPS), pod_uid=uid(pod)) for pod in "ab"]
+    async with running(agent):
+        await world.hold(*wanted)
+        for pid, pod in ((42, "a"), (43, "b")):
+            node.start(0, pid, pod)
+            node.mps.connect(str(world.pipe), pid)
+        await until(lambda: len(agent.reconciler.meters[world.gpu].running()) == 2)
+        began = agent.clock.monotonic()
+        await until(lambda: agent.clock.monotonic() > began + 15)  # they run for a while, and are looked at
+        node.nvml.raise_xid(0, 31)
+        node.end(0, 42)
+        node.end(0, 43)
+        if is_released:
+            await world.hold()
+        await until(lambda: {s.pod_uid for s in world.status.struck} == {uid("a"), uid("b")})
+        assert "a client's fatal fault has hit its MPS server" in world.status.struck[0].message
+
+
+def test_a_client_that_ends_while_the_daemon_is_asked_is_no_stranger(shared: Shared) -> None:
+    """Regression: its GPU was unhealthy until the next look."""
+    shared.leave("a")
+    shared.mps.during = lambda: shared.leave("b")
+    assert shared.look().problem == ""
+    assert shared.look().tenants == {uid("c")}
+
+
+def test_a_process_that_ends_before_it_is_looked_up_is_no_stranger(shared: Shared) -> None:
+    """The driver had it a moment ago, and it is asked again; who is still there then, is one."""
+    asked = []
+
+    def end_at_second(name: str) -> None:
+        if name == "nvmlDeviceGetComputeRunningProcesses":
+            asked.append(name)
+            if len(asked) == 2:
+                shared.node.nvml.end(0, 42)
+
+    shutil.rmtree(shared.node.root / "proc" / "42")
+    shared.node.nvml.before_each(end_at_second)
+    actual = shared.look()
+    assert (actual.problem, actual.tenants) == ("", {uid("b"), uid("c")})
+    shutil.rmtree(shared.node.root / "proc" / "43")
+    assert "process 43 on the GPU belong to no pod" in shared.look().problem
+
+
+def test_two_that_look_at_once_lose_no_fault(shared: Shared) -> None:
+    """Regression: one took the XID, the other one saw who had left, and nobody was told."""
+    others: list[threading.Thread] = []
+
+    def look_too() -> None:
+        others.append(threading.Thread(target=shared.look))
+        others[0].start()
+        others[0].join(0.2)  # where it must wait, it cannot end before this look does
+
+    shared.node.nvml.raise_xid(0, 31)
+    shared.leave("a", "b")
+    shared.mps.during = look_too
+    shared.look()
+    others[0].join()
+    assert shared.told() == {"a", "b"}
+
+
+def test_a_look_that_fails_loses_no_fault(shared: Shared) -> None:
+    shared.node.nvml.raise_xid(0, 31)
+    shared.leave("a", "b")
+    shared.node.nvml.fail_next("nvmlDeviceGetComputeRunningProcesses", pynvml.NVML_ERROR_UNKNOWN)
+    with pytest.raises(NvmlError):
+        shared.look()
+    assert shared.told() == {"a", "b"}
+
+
+def test_a_daemon_that_was_being_asked_when_it_happened_is_asked_again(shared: Shared) -> None:
+    """What it said before is not what it says now."""
+    shared.leave("a")
+    shared.mps.after = lambda: shared.devices._watcher.forget(shared.gpu)
+    shared.devices.read(shared.gpu)
+    asked = shared.mps.asked
+    shared.look()
+    assert shared.mps.asked > asked
+
+
+async def test_what_an_earlier_agent_told_of_stands_for_ten_minutes(tmp_path: Path) -> None:
+    """Regression: a new agent's first word took it back, and the operator may not have read it."""
+    world = World(tmp_path, Rhythm(resync_s=1e9, sample_s=100, measures_s=100, heartbeat_s=100))
+    told = [{"podUid": uid("a"), "message": "hit"}, {"podUid": uid("b"), "message": "hit"}]
+    world.kube.seed(GPU_NODES, {"metadata": {"name": "n"}, "spec": {"reservations": []}, "status": {"struck": told}})
+    async with running(world.agent):
+        await until(lambda: world.status.devices)
+        began = world.agent.clock.monotonic()
+        assert {s.pod_uid for s in world.status.struck} == {uid("a"), uid("b")}
+        world.agent.clock.advance(450)  # at one go: each step of its time takes some of the machine's
+        await until(lambda: not world.status.struck)
+        assert world.agent.clock.monotonic() - began > 500
+
+
+def test_a_server_that_outlives_its_daemon_is_known_and_ended(program: MpsProgram, tmp_path: Path) -> None:
+    script = (tmp_path / "bin" / PROGRAM).read_text()
+    with server() as its_server:
+        (tmp_path / "bin" / PROGRAM).write_text(script.replace("700", str(its_server.pid)))
+        mps = Mps(program, tmp_path / "mps")
+        mps.start(GPU)
+        assert mps.status(GPU) == MpsStatus(True), "that it is named says nothing"
+        assert mps.status(GPU, [its_server.pid]) == MpsStatus(True, frozenset({its_server.pid}), frozenset({42}))
+        os.kill(pid_of(tmp_path / "mps"), signal.SIGKILL)
+        while mps.is_running(GPU):
+            time.sleep(0.01)
+        assert Mps(program, tmp_path / "mps").status(GPU) == MpsStatus(servers=frozenset({its_server.pid}))
+        mps.stop(GPU)
+        assert its_server.wait(5) == -signal.SIGTERM
+        assert mps.status(GPU) == MpsStatus()
+
+
+@pytest.mark.parametrize("how", ["hangs", "has died"])
+def test_a_server_that_was_never_told_of_is_known_by_its_name_and_group(
+    program: MpsProgram, tmp_path: Path, how: str
+) -> None:
+    mps = Mps(program, tmp_path / "mps")
+    mps.start(GPU)
+    mps.status(GPU)  # the daemon was seen once
+    with (
+        server() as its_server,
+        subprocess.Popen(["sleep", "20"]) as client,
+    ):
+        if how == "hangs":
+            (tmp_path / "mps" / GPU / "pipe" / "wedged").touch()
+        else:
+            os.kill(pid_of(tmp_path / "mps"), signal.SIGKILL)
+            while mps.is_running(GPU):
+                time.sleep(0.01)
+        quick = Mps(MpsProgram(private_shm=False, within_s=0.2), tmp_path / "mps")
+        assert quick.status(GPU, [its_server.pid, client.pid]).servers == {its_server.pid}
+        quick.stop(GPU)
+        assert its_server.wait(5) == -signal.SIGTERM
+        assert client.poll() is None, "nobody else is ended"
+        client.kill()
+    assert not mps.is_running(GPU)
+
+
+def test_a_number_that_another_process_has_by_now_is_left_alone(program: MpsProgram, tmp_path: Path) -> None:
+    with server() as another:
+        began = program.started(another.pid)
+        assert began is not None
+        environment = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path / "pipe")}
+        (tmp_path / "daemon").write_text(f"{another.pid} {began - 1}")
+        program.kill(environment, {another.pid: began - 1})
+        assert another.poll() is None
+        (tmp_path / "daemon").unlink()
+        program.kill(environment, {another.pid: began})
+        assert another.wait(5) == -signal.SIGTERM
+
+
+def test_who_only_looks_at_daemons_writes_nothing(program: MpsProgram, tmp_path: Path) -> None:
+    """Regression: `carpool node inspect` wrote beside a living agent."""
+    Mps(program, tmp_path / "mps").start(GPU)
+    before = sorted((tmp_path / "mps" / GPU).iterdir())
+    with server() as its_server:
+        onlooker = Mps(program, tmp_path / "mps", may_write=False)
+        assert its_server.pid in onlooker.status(GPU, [its_server.pid]).servers
+        its_server.kill()
+    assert sorted((tmp_path / "mps" / GPU).iterdir()) == before
+    onlooker.stop(GPU)
+
+
+def test_a_process_of_another_group_is_no_server_whatever_its_name(program: MpsProgram, tmp_path: Path) -> None:
+    """A pod gives its processes the names that it likes; they must not vanish from the GPU's tenants."""
+    mps = Mps(program, tmp_path / "mps")
+    mps.start(GPU)
+    mps.status(GPU)
+    home = tmp_path / "mps" / GPU / "home"
+    assert home.read_text()
+    os.kill(pid_of(tmp_path / "mps"), signal.SIGKILL)
+    while mps.is_running(GPU):
+        time.sleep(0.01)
+    home.write_text("00000000-0000-4000-8000-000000000001 cri-containerd-1.scope")
+    with server() as named:
+        assert mps.status(GPU, [named.pid]).servers == set()
+        named.kill()
+
+
+@pytest.mark.parametrize("is_alive", [True, False], ids=["alive", "dead"])
+def test_another_gpus_daemon_and_servers_are_nobodys_servers_here(
+    program: MpsProgram, tmp_path: Path, is_alive: bool
+) -> None:
+    """Regression: a client that answered in its daemon's place had another namespace's daemon and servers ended."""
+    mps, other = Mps(program, tmp_path / "mps"), GpuUuid(GPU.replace("5e6f", "5e70"))
+    mps.start(GPU)
+    mps.start(other)
+    own, theirs = server_of(mps.pipe(GPU)), server_of(mps.pipe(other))
+    daemon = pid_of(tmp_path / "mps", other)
+    (mps.pipe(GPU) / "listed").write_text(f"{daemon}\n{theirs}\n{own}\n")
+    if not is_alive:
+        os.kill(daemon, signal.SIGKILL)
+        while mps.is_running(other):
+            time.sleep(0.01)
+    assert mps.status(GPU).servers == {own}
+    assert mps.status(GPU, [own]).servers == {own}
+    if is_alive:
+        assert mps.status(GPU, [daemon, theirs]).servers == {own}, "whatever is said of where they are"
+    mps.end(GPU)
+    assert (mps.is_running(other), program.started(own)) == (is_alive, None)
+    assert program.started(theirs) is not None
+    program.kill({"CUDA_MPS_PIPE_DIRECTORY": str(mps.pipe(other))}, {theirs: program.started(theirs) or 0})
+
+
+def test_another_gpus_servers_that_an_earlier_version_took_for_ours_are_left_alone(
+    program: MpsProgram, tmp_path: Path
+) -> None:
+    """It believed a client, and wrote them down; an agent of this version begins with what it finds."""
+    mps, other = Mps(program, tmp_path / "mps"), GpuUuid(GPU.replace("5e6f", "5e70"))
+    mps.start(GPU)
+    mps.start(other)
+    own, theirs = server_of(mps.pipe(GPU)), server_of(mps.pipe(other))
+    taken = {pid: program.started(pid) for pid in (own, theirs, pid_of(tmp_path / "mps", other))}
+    (servers := tmp_path / "mps" / GPU / "servers").write_text("".join(f"{pid} {at}\n" for pid, at in taken.items()))
+    assert mps.status(GPU).servers == {own}
+    mps.end(GPU)
+    assert (mps.is_running(other), program.started(own), program.started(theirs)) == (True, None, taken[theirs])
+    mps.status(GPU)
+    assert servers.read_text() == "", "nor is it believed once that daemon has died"
+    mps.end(other)
+    program.kill({"CUDA_MPS_PIPE_DIRECTORY": str(mps.pipe(other))}, {theirs: taken[theirs] or 0})
+
+
+@contextmanager
+def mounted(directory: Path) -> Iterator[int]:
+    """A container's view of a directory, which stays whatever becomes of its name."""
+    view = os.open(directory, os.O_RDONLY)
+    yield view
+    os.close(view)
+
+
+@pytest.mark.parametrize("is_wedged", [True, False])
+def test_a_container_that_is_still_ending_does_not_meet_the_next_daemon(
+    commands: FakeMpsCommands, mps: Mps, is_wedged: bool
+) -> None:
+    """Its pod may have been deleted by force: its reservation is gone, and it is not."""
+    mps.start(GPU)
+    with mounted(mps.pipe(GPU)) as theirs:
+        assert os.listdir(theirs) == ["control"]
+        commands.daemons[str(mps.pipe(GPU))].is_wedged = is_wedged
+        mps.stop(GPU)
+        mps.start(GPU)
+        assert os.listdir(theirs) == []
+    assert os.listdir(mps.pipe(GPU)) == ["control"]
+
+
+async def test_a_daemon_goes_with_its_namespace(tmp_path: Path, reserve) -> None:
+    """Regression: one update put another namespace's pod in the last one's place, and the daemon went on for it."""
+    world = World(tmp_path)
+
+    def of(pod: str, namespace: str) -> Reservation:
+        return reserve(pod, world.gpu, mode=SharingMode.MPS, pod_namespace=namespace)
+
+    async with running(world.agent):
+        await world.hold(of("a", "one"))
+        shm = world.devices.access(world.gpu).mps_shm.host_path
+        with mounted(world.pipe) as pipe, mounted(Path(shm)) as memory:
+            os.close(os.open("segment", os.O_CREAT, dir_fd=memory))
+            await world.hold(of("b", "another"))
+            assert (world.node.mps.starts, os.listdir(pipe), os.listdir(memory)) == (2, [], [])
+        theirs = world.devices.access(world.gpu).mps_shm.host_path
+        assert (theirs != shm, os.listdir(theirs)) == (True, [])
+        await world.hold(of("b", "another"), of("c", "another"))
+        await world.hold(of("c", "another"), of("d", "another"))
+        assert world.node.mps.starts == 2, "as long as one of those that it serves stays, it does"
+
+
+@pytest.mark.parametrize(("takes_mib", "state"), [(9_000, "Ready"), (11_000, "Failed")])
+async def test_what_is_measured_decides_who_comes_in(tmp_path: Path, reserve, takes_mib: int, state: str) -> None:
+    """A was told to be no larger than 10,000 MiB, and may take 60,000; B's 60,000 fit beside the former only."""
+    world = World(tmp_path)
+    tenant = TenantProfile(memory_mib=60_000, measured_mib=10_000)
+    first = reserve("a", world.gpu, mode=SharingMode.MPS, memory_limit_mib=60_000, tenant=tenant)
+    wanted = [first, reserve("b", world.gpu, mode=SharingMode.MPS, memory_limit_mib=60_000)]
+    wanted = [msgspec.structs.replace(r, pod_uid=uid(r.pod_name)) for r in wanted]
+    async with running(world.agent):
+        await world.hold(wanted[0])
+        world.node.start(0, 42, "a", takes_mib)
+        world.node.mps.connect(str(world.pipe), 42)
+        await until(lambda: [t.peak_memory_mib for t in world.status.tenants] == [takes_mib])
+        await world.hold(*wanted, b=state)
+        if state == "Failed":
+            assert "MiB that are not promised, found a limit of 60,000 MiB" in world.status.partitions[1].message
+
+
+OWN, FOREIGN = "0::/carpool-mps\n", "0::/kubepods/besteffort/pod00000000-0000-4000-8000-000000000001/cri-1\n"
+
+
+@pytest.fixture
+def show(tmp_path: Path) -> Callable[[int, str], Path]:
+    """Show a process in a tree of /proc in which its control group is chosen; the rest is its own."""
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "self" / "cgroup").write_text(OWN)
+
+    def of(pid: int, cgroup: str) -> Path:
+        (its := tmp_path / "proc" / str(pid)).mkdir()
+        (its / "cgroup").write_text(cgroup)
+        for name in ("stat", "environ"):
+            (its / name).symlink_to(f"/proc/{pid}/{name}")
+        return tmp_path / "proc"
+
+    return of
+
+
+def test_a_process_of_another_control_group_is_never_ended(show: Callable[[int, str], Path], tmp_path: Path) -> None:
+    """A pod chooses the names and the environment of its processes; which group they are in it does not choose."""
+    pipe = tmp_path / "pipe"
+    with server(pipe) as own, server(pipe) as named, server(tmp_path / "other") as of_another_gpu:
+        for process, group in ((own, OWN), (named, FOREIGN), (of_another_gpu, OWN)):
+            proc = show(process.pid, group)
+        processes = MpsProcesses(proc)
+        assert processes.of_directory(pipe)().keys() == {own.pid}
+        processes.end(processes.of_directory(pipe))
+        assert own.wait(10) == -signal.SIGTERM
+        assert (named.poll(), of_another_gpu.poll()) == (None, None)
+
+
+def test_later_looks_ask_of_new_processes_and_of_those_that_were_found(
+    show: Callable[[int, str], Path], tmp_path: Path
+) -> None:
+    """Regression: each look asked of all, a hundred times a second while one did not end."""
+    pipe = tmp_path / "pipe"
+    with server(pipe) as first, server(pipe) as second, server(pipe) as third:
+        for process, group in ((first, OWN), (second, FOREIGN)):
+            proc = show(process.pid, group)
+        look = MpsProcesses(proc).of_directory(pipe)
+        assert look().keys() == {first.pid}
+        (proc / str(second.pid) / "cgroup").write_text(OWN)
+        show(third.pid, OWN)
+        assert look().keys() == {first.pid, third.pid}, "the second one is passed over"
+        for ended in (first, third):
+            ended.kill()
+            ended.wait()
+        assert look().keys() == {second.pid}, "before it says that nobody is left, it asks of all"
+
+
+def test_who_was_found_is_there_until_it_has_ended(show: Callable[[int, str], Path], tmp_path: Path) -> None:
+    """Regression: while a process ends, its environment is gone, and what it has on the GPU is not."""
+    pipe = tmp_path / "pipe"
+    with server(pipe) as process:
+        proc = show(process.pid, OWN)
+        look = MpsProcesses(proc).of_directory(pipe)
+        assert look().keys() == {process.pid}
+        environment = proc / str(process.pid) / "environ"
+        environment.unlink()
+        environment.touch()
+        assert look().keys() == {process.pid}
+        process.kill()
+        process.wait()
+        assert not look()
+
+
+class Seconds:
+    """Time that passes where somebody waits."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def gone() -> int:
+    """The number of a process that has ended, and was waited for."""
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    return process.pid
+
+
+def test_a_process_that_the_driver_holds_is_said(gone: int) -> None:
+    seconds = Seconds()
+    with pytest.raises(MpsError, match=f"expected MPS processes to end when they are killed, found {gone} still there"):
+        MpsProcesses(monotonic=seconds.monotonic, sleep=seconds.sleep).end(lambda: {gone: 1})
+    assert 4 <= seconds.now < 4.3, "one second for the first signal, three for the second"
+
+
+def test_what_a_start_that_failed_leaves_is_said_beside_why(
+    program: MpsProgram, tmp_path: Path, gone: int, show: Callable[[int, str], Path]
+) -> None:
+    """The daemon that it leaves is one that the driver holds."""
+    (proc := show(gone, OWN)).rename(tmp_path / "later")
+    (its := tmp_path / "later" / str(gone)).joinpath("stat").unlink()
+    (its / "environ").unlink()
+    pipe, shm = tmp_path / GPU / "pipe", tmp_path / GPU / "shm"
+    (its / "stat").write_text(f"{gone} (nvidia-cuda-mps) D " + " ".join(["0"] * 30))
+    (its / "environ").write_text(f"A=b\0CUDA_MPS_PIPE_DIRECTORY={pipe}\0")
+    proc.mkdir()
+    (tmp_path / "bin" / PROGRAM).write_text(f"#!/bin/sh\nmv {tmp_path}/later/* {proc}\necho no such device\nexit 1\n")
+    seconds = Seconds()
+    processes = MpsProcesses(proc, seconds.monotonic, seconds.sleep)
+    for directory in (pipe, shm):
+        directory.mkdir(parents=True)
+    environment = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(tmp_path)}
+    with pytest.raises(MpsError, match=f"ended with 1: no such device; moreover .* found {gone} still there"):
+        MpsProgram(private_shm=False, processes=processes).start(environment, shm)

@@ -1,20 +1,34 @@
 """Real GPUs behind the port, over the fake: what the contract of all adapters does not say."""
 
+import json
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pynvml
 import pytest
-from carpool_core.values import DeviceHealth, SharingMode
-from carpool_deviceplugin.devices.gpu import DeviceError, SetMode
-from carpool_deviceplugin.devices.port import NoDevicesError
-from carpool_deviceplugin.nvml.values import linked
+from carpool_core.kube.api import GPU_NODES, NODES
+from carpool_core.kube.errors import Overloaded
+from carpool_core.testing.kube import FakeKube
+from carpool_core.values import DeviceHealth, NodeName, PartitionState, PodUid, SharingMode
+from carpool_deviceplugin import cdi
+from carpool_deviceplugin.gpu import DeviceError, NoDevicesError, SetMode
+from carpool_deviceplugin.mig import Create, Placement
+from carpool_deviceplugin.mig_instances import apply_step
+from carpool_deviceplugin.nvlib import linked
+from carpool_deviceplugin.nvml_devices import NvmlDevices
+from carpool_deviceplugin.partitions import plan
+from carpool_deviceplugin.reconciler import LABEL, MigManager
+from carpool_deviceplugin.settings import AgentSettings
+from carpool_deviceplugin.testing.gpus import HARDWARE
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
+from carpool_deviceplugin.testing.node import MigAgent, Node, flowing, mig_node, running, states, uid, until
 from carpool_deviceplugin.testing.nvml import FakeNvml
-from carpool_deviceplugin.testing.nvml_hardware import HARDWARE
-from carpool_deviceplugin.testing.nvml_node import Node
 
-MPS, TIME_SLICING = SharingMode.MPS, SharingMode.TIME_SLICING
+EXCLUSIVE, TIME_SLICING, MPS, MIG = SharingMode
+READY, PREPARING, FAILED = PartitionState.READY, PartitionState.PREPARING, PartitionState.FAILED
 
 
 @pytest.fixture
@@ -107,3 +121,422 @@ def test_node_without_gpus_that_can_be_read_says_so(tmp_path: Path, kinds: list[
     nvml.fail_next(failing, pynvml.NVML_ERROR_UNKNOWN)
     with pytest.raises(NoDevicesError, match=says):
         Node(nvml, FakeMpsCommands(), tmp_path).devices()
+
+
+FIXTURES = Path(__file__).parent / "cdi"
+
+
+@pytest.fixture
+def agent(tmp_path: Path, reserve) -> MigAgent:
+    return MigAgent(mig_node(tmp_path), reserve)
+
+
+def specification(agent: MigAgent, pod: str, check: Callable[[dict], None] = lambda _: None) -> dict:
+    reservation = next(r for r in agent.worker._wanted if r.pod_uid == uid(pod))
+    access = {agent.gpu: agent.devices.access(agent.gpu, reservation.pod_uid)}
+    spec = cdi.specifications(reservation, ["slot-0"], access)["slot-0"]
+    check(spec)
+    return spec["devices"][0]["containerEdits"]
+
+
+async def test_runtime_is_told_the_mig_device(agent: MigAgent, valid_cdi) -> None:
+    await agent.want(("a", "3g.20gb"), ("b", "1g.5gb"))
+    names = {}
+    for pod in "ab":
+        env = dict(e.split("=", 1) for e in specification(agent, pod, valid_cdi)["env"])
+        names[pod] = env["NVIDIA_VISIBLE_DEVICES"]
+        assert (names[pod][:4], env["CARPOOL_GPU_MODE"]) == ("MIG-", "MIG")
+        assert "CUDA_MPS_PIPE_DIRECTORY" not in env
+    assert names["a"] != names["b"]
+
+
+async def test_specification_is_composed_of_the_gpus_and_the_instances_files(agent: MigAgent, valid_cdi) -> None:
+    (agent.node.root / "cdi").mkdir()
+    shutil.copy(FIXTURES / "host.yaml", agent.node.root / "cdi" / "nvidia.yaml")
+    await agent.want(("a", "3g.20gb"))
+    (instance,) = agent.instances.values()
+    (agent.node.root / "mig-minors").write_text(
+        f"config 1\nmonitor 2\ngpu0/gi{instance}/access 30\ngpu0/gi{instance}/ci0/access 31\ngpu0/gi9/access 66\n"
+    )
+    edits = specification(agent, "a", valid_cdi)
+    nodes = [n["path"] for n in edits["deviceNodes"]]
+    assert {"/dev/nvidia0", "/dev/nvidia-caps/nvidia-cap30", "/dev/nvidia-caps/nvidia-cap31"} <= set(nodes)
+    assert "/dev/nvidia-caps/nvidia-cap66" not in nodes
+    assert "NVIDIA_VISIBLE_DEVICES=void" in edits["env"]
+
+
+async def test_specification_of_the_mig_device_itself_comes_first(agent: MigAgent, valid_cdi) -> None:
+    await agent.want(("a", "3g.20gb"))
+    device = next(iter(agent.node.nvml.gpus[0].mig.instances.values())).compute[0].uuid
+    (agent.node.root / "cdi").mkdir()
+    theirs = {"kind": "nvidia.com/gpu", "devices": [{"name": device, "containerEdits": {"env": ["THEIRS=1"]}}]}
+    (agent.node.root / "cdi" / "nvidia.json").write_text(json.dumps(theirs))
+    assert "THEIRS=1" in specification(agent, "a", valid_cdi)["env"]
+
+
+async def test_pod_without_an_instance_gets_none(agent: MigAgent) -> None:
+    await agent.want(("a", "3g.20gb"))
+    with pytest.raises(DeviceError, match="expected a MIG instance of pod other, found none"):
+        agent.devices.access(agent.gpu, PodUid("other"))
+
+
+@pytest.mark.parametrize("kind", ["A100-40", "H100"])
+async def test_mode_is_switched_where_allowed_and_nobody_is_there(tmp_path: Path, reserve, kind: str) -> None:
+    agent = MigAgent(mig_node(tmp_path, kind, on=False, may_switch=True), reserve)
+    profile = "1g.5gb" if kind == "A100-40" else "1g.10gb"
+    assert agent.devices.describe(agent.gpu).modes == [
+        EXCLUSIVE,
+        TIME_SLICING,
+        MPS,
+        MIG,
+    ]
+    assert states(await agent.want(("a", EXCLUSIVE))) == {"a": READY}
+    agent.node.start(0, 42, "a")
+    assert states(await agent.want(("b", profile))) == {"b": PREPARING}
+    assert not agent.node.nvml.gpus[0].mig.is_enabled
+    agent.node.end(0, 42)
+    assert states(await agent.want(("b", profile))) == {"b": READY}
+    assert agent.node.nvml.gpus[0].mig.is_enabled
+    assert states(await agent.want(("c", TIME_SLICING))) == {"c": READY}
+    assert not agent.node.nvml.gpus[0].mig.is_enabled
+
+
+async def test_xids_are_heard_after_a_reset_in_place(tmp_path: Path, reserve) -> None:
+    agent = MigAgent(mig_node(tmp_path, on=False, may_switch=True), reserve)
+    await agent.want(("a", "1g.5gb"))
+    agent.node.nvml.raise_xid(0, 95)
+    assert "XID 95" in agent.devices.describe(agent.gpu).health_message
+
+
+async def test_mode_is_not_switched_where_not_allowed(tmp_path: Path, reserve) -> None:
+    agent = MigAgent(mig_node(tmp_path, on=False), reserve)
+    found = (await agent.want(("a", "1g.5gb")))["a"]
+    assert (found.state, agent.node.nvml.gpus[0].mig.is_enabled) == (FAILED, False)
+    assert "expected a mode out of Exclusive, MPS, TimeSlicing, found MIG" in found.message
+    with pytest.raises(DeviceError, match=r"may not switch it; do it .* or set CARPOOL_MIG_SWITCH"):
+        agent.devices.apply(agent.gpu, SetMode(MIG))
+
+
+async def test_virtual_machine_cannot_reset_and_is_left_as_it_was(tmp_path: Path, reserve) -> None:
+    agent = MigAgent(mig_node(tmp_path, on=False, may_switch=True), reserve)
+    agent.node.nvml.gpus[0].mig.can_reset = False
+    found = (await agent.want(("a", "1g.5gb")))["a"]
+    assert found.state is FAILED
+    assert "takes a reset that cannot be made from here" in found.message
+    assert "it was undone" in found.message
+    mig = agent.node.nvml.gpus[0].mig
+    assert (mig.is_enabled, mig.is_pending) == (False, False), "no later reset switches it by surprise"
+
+
+async def test_gpu_with_instances_of_others_is_never_switched(tmp_path: Path, reserve) -> None:
+    agent = MigAgent(mig_node(tmp_path, may_switch=True), reserve)
+    table = agent.node.nvml.gpus[0].mig.table
+    apply_step(agent.devices.session, agent.gpu, Create(Placement(table.find("1g.5gb"), 0)))
+    found = (await agent.want(("a", EXCLUSIVE)))["a"]
+    assert found.state is FAILED
+    assert "expected a mode out of MIG, found Exclusive" in found.message
+
+
+async def test_hopper_forgets_its_mode_with_the_driver_and_is_divided_again(tmp_path: Path, reserve) -> None:
+    agent = MigAgent(mig_node(tmp_path, "H100", on=False, may_switch=True), reserve)
+    await agent.want(("a", "3g.40gb"))
+    agent.node.nvml.restart_driver()
+    assert not agent.node.nvml.gpus[0].mig.is_enabled
+    for _ in range(3):
+        found = await agent.want(("a", "3g.40gb"))
+    assert states(found) == {"a": READY}
+    assert set(agent.instances) == {"3g.40gb@4"}
+
+
+# Another manager.
+
+
+class Labels:
+    """The API server, as far as a Node's labels go."""
+
+    def __init__(self) -> None:
+        self.kube = FakeKube()
+        self.kube.seed(NODES, {"metadata": {"name": "n"}})
+
+    async def set(self, value: str | None) -> None:
+        await self.kube.patch(NODES, "n", {"metadata": {"labels": {LABEL: value}}})
+
+    def manager(self, devices: NvmlDevices) -> MigManager:
+        return MigManager(NodeName("n"), self.kube, devices)
+
+
+async def test_label_keeps_the_agent_off_whoever_runs_stays(tmp_path: Path, reserve) -> None:
+    labels = Labels()
+    asked: list[MigManager] = []
+    agent = MigAgent(mig_node(tmp_path), reserve, lambda: asked[0].confirm())
+    asked.append(labels.manager(agent.devices))
+    assert agent.devices.describe(agent.gpu).modes == [], "nobody knows yet"
+    await asked[0].confirm()
+    assert states(await agent.want(("a", "3g.20gb"))) == {"a": READY}
+    agent.node.start(0, 42, "a", instance=next(iter(agent.instances.values())))
+    await labels.set("all-1g.5gb")
+    found = await agent.want(("a", "3g.20gb"), ("b", "1g.5gb"))
+    assert states(found) == {"a": READY, "b": FAILED}, "the label is read before anything is divided"
+    assert f"the Node's label {LABEL} is all-1g.5gb" in found["b"].message
+    described = agent.devices.describe(agent.gpu)
+    assert (described.modes, described.health) == ([], DeviceHealth.UNHEALTHY)
+    agent.node.end(0, 42)
+    await agent.want()
+    assert len(agent.instances) == 1, "the other manager does with it as it likes"
+    with pytest.raises(DeviceError, match="expected nobody else to divide it"):
+        agent.devices.apply(agent.gpu, SetMode(EXCLUSIVE))
+    await labels.set(None)
+    await asked[0].confirm()
+    assert states(await agent.want(("c", "7g.40gb"))) == {"c": READY}
+
+
+async def test_label_that_cannot_be_read_stays_as_it_was(tmp_path: Path) -> None:
+    labels = Labels()
+    devices = mig_node(tmp_path).devices()
+    manager = labels.manager(devices)
+    labels.kube.fail_next("get", NODES, Overloaded("busy", status=500))
+    assert not await manager.confirm()
+    assert devices.describe(devices.uuids[0]).modes == []
+    assert await manager.confirm()
+    labels.kube.fail_next("get", NODES, Overloaded("busy", status=500))
+    assert not await manager.confirm()
+    assert devices.describe(devices.uuids[0]).modes == [MIG]
+
+
+@pytest.fixture
+def mig_reservations_agent(tmp_path: Path, reserve) -> MigAgent:
+    return MigAgent(mig_node(tmp_path), reserve)
+
+
+async def test_instances_come_and_go_with_reservations(mig_reservations_agent: MigAgent) -> None:
+    assert mig_reservations_agent.devices.describe(mig_reservations_agent.gpu).modes == [MIG]
+    assert states(await mig_reservations_agent.want(("a", "3g.20gb"), ("b", "1g.5gb"))) == {
+        "a": READY,
+        "b": READY,
+    }
+    assert {name.partition("@")[0] for name in mig_reservations_agent.instances} == {"3g.20gb", "1g.5gb"}
+    assert mig_reservations_agent.devices.describe(mig_reservations_agent.gpu).mode is MIG
+    kept = mig_reservations_agent.instances
+    assert states(await mig_reservations_agent.want(("b", "1g.5gb"), ("c", "2g.10gb"))) == {
+        "b": READY,
+        "c": READY,
+    }
+    assert {name.partition("@")[0] for name in mig_reservations_agent.instances} == {"1g.5gb", "2g.10gb"}
+    assert [n for n in mig_reservations_agent.instances if n.startswith("1g")] == [
+        n for n in kept if n.startswith("1g")
+    ]
+    await mig_reservations_agent.want()
+    assert mig_reservations_agent.instances == {}
+    assert mig_reservations_agent.devices.actual(mig_reservations_agent.gpu).mode is None
+
+
+async def test_whoever_still_runs_keeps_its_instance_and_others_wait_for_it(
+    mig_reservations_agent: MigAgent,
+) -> None:
+    await mig_reservations_agent.want(("a", "7g.40gb"))
+    (instance,) = mig_reservations_agent.instances.values()
+    mig_reservations_agent.node.start(0, 42, "a", instance=instance)
+    found = (await mig_reservations_agent.want(("b", "3g.20gb")))["b"]
+    assert (found.state, mig_reservations_agent.instances) == (
+        PREPARING,
+        {"7g.40gb@0": instance},
+    )
+    assert f"waits for the processes of pod {uid('a')}" in found.message
+    mig_reservations_agent.node.end(0, 42)
+    assert states(await mig_reservations_agent.want(("b", "3g.20gb"))) == {"b": READY}
+    assert set(mig_reservations_agent.instances) == {"3g.20gb@4"}
+
+
+async def test_idle_instance_is_used_again(mig_reservations_agent: MigAgent) -> None:
+    await mig_reservations_agent.want(("a", "3g.20gb"), ("b", "3g.20gb"))
+    before = mig_reservations_agent.instances
+    assert states(await mig_reservations_agent.want(("b", "3g.20gb"), ("c", "3g.20gb"))) == {
+        "b": READY,
+        "c": READY,
+    }
+    assert mig_reservations_agent.instances == before
+
+
+@pytest.mark.parametrize(
+    ("wanted", "says"),
+    [
+        ([("a", "4g.20gb"), ("b", "4g.20gb")], "expected room for 4g.20gb, 4g.20gb, found too little room in the way"),
+        ([("a", "3g.20gb"), ("b", "7g.40gb")], "expected room for 3g.20gb, 7g.40gb"),
+        ([("a", "1g.5gb"), ("b", "9g.90gb")], "expected migProfile out of 7g.40gb, 4g.20gb"),
+        ([("a", "1g.5gb"), ("b", TIME_SLICING)], "expected a mode out of MIG, found TimeSlicing"),
+    ],
+)
+async def test_what_does_not_fit_is_refused_alone(mig_reservations_agent: MigAgent, wanted, says: str) -> None:
+    found = await mig_reservations_agent.want(*wanted)
+    assert states(found) == {"a": READY, "b": FAILED}
+    assert says in found["b"].message
+
+
+async def test_hostile_profile_is_quoted_and_cut(mig_reservations_agent: MigAgent) -> None:
+    found = (await mig_reservations_agent.want(("a", "1g.5gb/../../$(id)" + "x" * 500)))["a"]
+    assert (found.state, mig_reservations_agent.instances) == (FAILED, {})
+    assert len(found.message) < 400
+
+
+async def test_instances_of_others_are_neither_given_out_nor_touched(mig_reservations_agent: MigAgent) -> None:
+    session, table = (
+        mig_reservations_agent.devices.session,
+        mig_reservations_agent.node.nvml.gpus[0].mig.table,
+    )
+    apply_step(session, mig_reservations_agent.gpu, Create(Placement(table.find("3g.20gb"), 0)))
+    theirs = mig_reservations_agent.instances["3g.20gb@0"]
+    mig_reservations_agent.node.start(0, 99, "stranger", instance=theirs)
+    mig_reservations_agent.node.start(0, 98, None, instance=theirs)
+    found = await mig_reservations_agent.want(("a", "3g.20gb"), ("b", "3g.20gb"))
+    assert states(found) == {"a": READY, "b": FAILED}
+    assert f"found instance {theirs} (3g.20gb on memory slices 0-3) in the way" in found["b"].message
+    assert mig_reservations_agent.instances == {
+        "3g.20gb@0": theirs,
+        "3g.20gb@4": mig_reservations_agent.instances["3g.20gb@4"],
+    }
+    assert mig_reservations_agent.devices.describe(mig_reservations_agent.gpu).health is DeviceHealth.HEALTHY, (
+        "who is there is none of our business"
+    )
+    await mig_reservations_agent.want()
+    assert mig_reservations_agent.instances == {"3g.20gb@0": theirs}
+    assert mig_reservations_agent.devices.actual(mig_reservations_agent.gpu).mode is None
+
+
+async def test_instance_that_somebody_put_in_the_place_of_ours_is_theirs(mig_reservations_agent: MigAgent) -> None:
+    await mig_reservations_agent.want(("a", "3g.20gb"))
+    mig = mig_reservations_agent.node.nvml.gpus[0].mig
+    mig.instances.clear()
+    apply_step(
+        mig_reservations_agent.devices.session,
+        mig_reservations_agent.gpu,
+        Create(Placement(mig.table.find("3g.20gb"), 4)),
+    )
+    await mig_reservations_agent.want()
+    assert set(mig_reservations_agent.instances) == {"3g.20gb@4"}
+
+
+# The whole agent.
+
+
+async def test_from_the_api_server_to_the_instance_and_back(tmp_path: Path, reserve) -> None:
+    kube, node = FakeKube(), mig_node(tmp_path)
+    kube.seed(NODES, {"metadata": {"name": "node-1"}})
+    devices = node.devices()
+    settings = AgentSettings(node_name="node-1", kubelet=False, state_dir=tmp_path)
+    wanted = msgspec.structs.replace(reserve("a", devices.uuids[0], mode=MIG), mig_profile="2g.10gb")
+
+    def status() -> dict:
+        found = kube.dump_all(GPU_NODES)
+        return found[0].get("status", {}) if found else {}
+
+    async with running(flowing(settings, kube, devices)):
+        await until(lambda: status().get("devices"))
+        await kube.patch(GPU_NODES, "node-1", {"spec": {"reservations": [msgspec.to_builtins(wanted)]}})
+        await until(lambda: [p["state"] for p in status()["partitions"]] == ["Ready"])
+        assert [i.profile.name for i in node.nvml.gpus[0].mig.instances.values()] == ["2g.10gb"]
+        await until(lambda: status()["devices"][0].get("mode") == "MIG")
+        await kube.patch(GPU_NODES, "node-1", {"spec": {"reservations": []}})
+        await until(lambda: not node.nvml.gpus[0].mig.instances)
+
+
+@pytest.fixture
+def mig_killed_agent(tmp_path: Path, reserve) -> MigAgent:
+    return MigAgent(mig_node(tmp_path), reserve)
+
+
+async def test_new_agent_goes_on(mig_killed_agent: MigAgent) -> None:
+    await mig_killed_agent.want(("a", "3g.20gb"), ("b", "1g.5gb"))
+    before = mig_killed_agent.instances
+    mig_killed_agent.begin()
+    assert states(await mig_killed_agent.want(("a", "3g.20gb"), ("b", "1g.5gb"))) == {
+        "a": READY,
+        "b": READY,
+    }
+    assert mig_killed_agent.instances == before
+
+
+async def test_who_runs_is_recognised_when_all_state_is_lost_and_the_rest_is_nobodys(
+    mig_killed_agent: MigAgent,
+) -> None:
+    await mig_killed_agent.want(("a", "3g.20gb"), ("b", "1g.5gb"))
+    before = mig_killed_agent.instances
+    mig_killed_agent.node.start(0, 42, "a", instance=before["3g.20gb@4"])
+    shutil.rmtree(mig_killed_agent.node.root / "state")
+    mig_killed_agent.begin()
+    assert states(await mig_killed_agent.want(("a", "3g.20gb"))) == {"a": READY}
+    assert mig_killed_agent.instances == before, "an idle instance that nobody can be shown to have made is left"
+    mig_killed_agent.node.end(0, 42)
+    await mig_killed_agent.want()
+    assert set(mig_killed_agent.instances) == {n for n in before if n.startswith("1g")}
+
+
+class KilledError(BaseException):
+    """The agent is gone at once."""
+
+
+@pytest.mark.parametrize("kind", ["A100-40", "H100"])
+async def test_agent_killed_at_each_call_goes_on_or_undoes(tmp_path: Path, reserve, kind: str) -> None:
+    """At every call of the driver in turn; the next agent ends with what is wanted, and leaves nothing behind."""
+    small, large = ("1g.5gb", "4g.20gb") if kind == "A100-40" else ("1g.10gb", "4g.40gb")
+    at = 0
+    while True:
+        mig_killed_agent = MigAgent(mig_node(tmp_path / str(at), kind, on=False, may_switch=True), reserve)
+        calls = iter(range(at + 1))
+
+        def kill(_: str, calls=calls) -> None:
+            if next(calls, None) is None:
+                raise KilledError
+
+        mig_killed_agent.node.nvml.before_each(kill)
+        try:
+            direct(mig_killed_agent, (small, large))
+        except KilledError:
+            mig_killed_agent.node.nvml.before_each(lambda _: None)
+        else:
+            break
+        mig_killed_agent.begin()
+        found = await mig_killed_agent.want(("a", small), ("b", large))
+        assert states(found) == {"a": READY, "b": READY}, at
+        assert sorted(n.partition("@")[0] for n in mig_killed_agent.instances) == [small, large], at
+        await mig_killed_agent.want()
+        assert mig_killed_agent.instances == {}, at
+        at += 1
+    assert at > 100
+
+
+def direct(mig_killed_agent: MigAgent, profiles: tuple[str, str]) -> None:
+    """What a worker does, without its threads, so that a kill ends it where it stands."""
+    wanted = mig_killed_agent.reservations(*zip("ab", profiles, strict=True))
+    for step in plan(mig_killed_agent.devices.actual(mig_killed_agent.gpu), wanted).steps:
+        mig_killed_agent.devices.apply(mig_killed_agent.gpu, step)
+    for step in plan(mig_killed_agent.devices.actual(mig_killed_agent.gpu), []).steps:
+        mig_killed_agent.devices.apply(mig_killed_agent.gpu, step)
+
+
+@pytest.mark.parametrize(
+    "function", ["nvmlDeviceCreateGpuInstanceWithPlacement", "nvmlGpuInstanceCreateComputeInstance"]
+)
+async def test_instance_that_cannot_be_made_is_said_and_undone(mig_killed_agent: MigAgent, function: str) -> None:
+    mig_killed_agent.node.nvml.fail_next(function, pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES)
+    found = (await mig_killed_agent.want(("a", "3g.20gb")))["a"]
+    assert found.state is FAILED
+    assert f"{function} failed" in found.message
+    assert "it was undone" in found.message
+    assert mig_killed_agent.instances == {}
+    assert states(await mig_killed_agent.want(("a", "3g.20gb"))) == {"a": READY}
+
+
+async def test_gpu_that_vanishes_during_a_plan(mig_killed_agent: MigAgent) -> None:
+    def vanish(name: str) -> None:
+        if name == "nvmlGpuInstanceCreateComputeInstance":
+            mig_killed_agent.node.nvml.gpus[0].is_lost = True
+
+    mig_killed_agent.node.nvml.before_each(vanish)
+    found = (await mig_killed_agent.want(("a", "3g.20gb"), ("b", "1g.5gb")))["a"]
+    assert found.state is FAILED
+    assert "fallen off the bus" in found.message
+    mig_killed_agent.node.nvml.before_each(lambda _: None)
+    mig_killed_agent.node.nvml.gpus[0].is_lost = False
+    await mig_killed_agent.want()
+    mig_killed_agent.node.advance(61)
+    assert states(await mig_killed_agent.want(("a", "3g.20gb"))) == {"a": READY}

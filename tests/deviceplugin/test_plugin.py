@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +12,29 @@ import grpc
 import msgspec
 import pytest
 from carpool_core.kube.api import GPU_NODES, NODES, PODS
-from carpool_core.resources.node import GpuNode
+from carpool_core.kube.pods import (
+    Container,
+    Pod,
+    PodMeta,
+    PodSpec,
+    PodStatus,
+    ResourceRequirements,
+    SecurityContext,
+    container_uid,
+)
+from carpool_core.resources.node import GpuNode, Partition
 from carpool_core.testing.kube import FakeKube
-from carpool_core.values import SharingMode
+from carpool_core.values import PartitionState, PodUid, SharingMode
 from carpool_deviceplugin.app import Agent
 from carpool_deviceplugin.metrics import AgentCollector
+from carpool_deviceplugin.plugin import LaterError, Owner, RefusedError, claimant, earlier, owner_of, promise, same_user
+from carpool_deviceplugin.protos import deviceplugin_pb2, podresources_pb2
+from carpool_deviceplugin.protos.podresources_pb2 import ContainerDevices, ContainerResources, PodResources
 from carpool_deviceplugin.settings import AgentSettings
-from carpool_deviceplugin.testing.agents import flowing, running, until
 from carpool_deviceplugin.testing.kubelet import Kubelet
+from carpool_deviceplugin.testing.node import flowing, running, until
+from google.protobuf import descriptor_pb2
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 EXCLUSIVE, TIME_SLICING, MPS, _ = SharingMode
@@ -295,3 +312,209 @@ async def test_health_changes_reach_the_kubelet(agent, kubelet, settings) -> Non
     path.write_bytes(good)
     assert set((await asyncio.wait_for(anext(stream), 5)).values()) == {"Healthy"}
     await stream.aclose()
+
+
+OWNER = Owner("default", "a", "train", ("slot-2",))
+
+
+def holds(prestart_pod: str, *slots: str, container: str = "train", resource: str = "carpool.dev/gpu") -> PodResources:
+    devices = [ContainerDevices(resource_name=resource, device_ids=slots)]
+    return PodResources(
+        name=prestart_pod, namespace="default", containers=[ContainerResources(name=container, devices=devices)]
+    )
+
+
+def prestart_pod(name: str = "a", *, phase: str = "Pending", deleted: str | None = None) -> Pod:
+    return Pod(
+        metadata=PodMeta(name=name, namespace="default", uid=f"uid-{name}", deletion_timestamp=deleted),
+        status=PodStatus(phase=phase),
+    )
+
+
+def partition(name: str = "a", state: PartitionState = PartitionState.READY, message: str = "") -> Partition:
+    return Partition(pod_uid=PodUid(f"uid-{name}"), generation=1, state=state, message=message)
+
+
+def test_owner_is_who_holds_the_slots_in_their_order() -> None:
+    held = [holds("b", "slot-1"), holds("other", "slot-10", "slot-2", resource="nvidia.com/gpu")]
+    assert owner_of(["slot-10", "slot-2"], [*held, holds("a", "slot-10", "slot-2")]) == Owner(
+        "default", "a", "train", ("slot-2", "slot-10")
+    )
+
+
+@pytest.mark.parametrize(
+    ("slots", "held", "error", "says"),
+    [
+        (["slot-1"], [], LaterError, "expected a container that holds slot-1, found none"),
+        (
+            ["slot-1"],
+            [holds("a", "slot-1"), holds("b", "slot-1")],
+            RefusedError,
+            "found default/a/train, default/b/train",
+        ),
+        (["slot-1"], [holds("a", "slot-1", "slot-2")], RefusedError, "expected default/a to start with slot-1, slot-2"),
+        (["GPU-1"], [], RefusedError, "expected a slot such as slot-3, found 'GPU-1'"),
+    ],
+)
+def test_owner_refusals(slots, held, error, says) -> None:
+    with pytest.raises(error, match=says):
+        owner_of(slots, held)
+
+
+@pytest.mark.parametrize("found", [None, prestart_pod(phase="Succeeded"), prestart_pod(deleted="2026-01-31T12:00:00Z")])
+def test_a_namesake_that_leaves_is_not_the_pod(found) -> None:
+    with pytest.raises(LaterError, match="expected pod default/a"):
+        claimant(OWNER, found)
+
+
+def test_promise_is_the_pods_own_reservation(reserve) -> None:
+    assert promise(OWNER, prestart_pod(), [reserve("b"), reserve("a")], [partition("b"), partition()]) == reserve("a")
+
+
+@pytest.mark.parametrize(
+    ("pods", "partitions", "error", "says"),
+    [
+        ([], [], LaterError, "expected a reservation for pod default/a .uid-a.*submit a GpuTrainingJob"),
+        (["b"], ["b"], LaterError, "expected a reservation for pod default/a"),
+        (["a"], [], LaterError, "found them being prepared"),
+        (
+            ["a"],
+            [partition(state=PartitionState.PREPARING, message="waits for b")],
+            LaterError,
+            "prepared .waits for b",
+        ),
+        (["a"], [partition(state=PartitionState.FAILED, message="no MIG")], RefusedError, "to be ready, found: no MIG"),
+    ],
+)
+def test_promise_refusals(reserve, pods, partitions, error, says) -> None:
+    partitions = [partition(p) if isinstance(p, str) else p for p in partitions]
+    with pytest.raises(error, match=says):
+        promise(OWNER, prestart_pod(), [reserve(p) for p in pods], partitions)
+
+
+def test_an_older_generation_is_not_ready(reserve) -> None:
+    with pytest.raises(LaterError, match="being prepared"):
+        promise(OWNER, prestart_pod(), [reserve("a", generation=2)], [partition()])
+
+
+def test_two_containers_cannot_split_a_reservation(reserve) -> None:
+    with pytest.raises(
+        RefusedError, match=r"expected container train .* to hold 2 of carpool\.dev/gpu, as reserved, found 1"
+    ):
+        promise(OWNER, prestart_pod(), [reserve("a", "GPU-1", "GPU-2")], [partition()])
+
+
+def running_as(pod_user: int | None, **containers: int | None) -> Pod:
+    """A pod whose container `train` has a GPU."""
+    made = [
+        Container(
+            name=name,
+            resources=ResourceRequirements(limits={"carpool.dev/gpu": 1} if name == "train" else {}),
+            security_context=SecurityContext(run_as_user=user),
+        )
+        for name, user in containers.items()
+    ]
+    return Pod(
+        metadata=PodMeta(name="a"),
+        spec=PodSpec(containers=made, security_context=SecurityContext(run_as_user=pod_user)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("found", "container", "user"),
+    [
+        (running_as(None, train=None), "train", None),
+        (running_as(1000, train=None), "train", 1000),
+        (running_as(1000, side=7, train=0), "train", 0),
+        (running_as(1000, side=7, train=1001), "", 1001),
+        (running_as(1000), "train", 1000),
+    ],
+    ids=["image", "pod", "container-root", "whoever-has-the-gpu", "unknown-container"],
+)
+def test_user_is_the_containers_or_the_pods(found: Pod, container: str, user: int | None) -> None:
+    assert container_uid(found.spec, container) == user
+
+
+def test_user_within_a_namespace_of_users_is_nobody_the_node_knows() -> None:
+    found = running_as(1000, train=None)
+    assert container_uid(replace(found.spec, host_users=False), "train") is None
+
+
+@pytest.mark.parametrize(
+    ("user", "served", "is_fine"),
+    [(1000, 1000, True), (None, 1000, True), (1000, None, True), (0, 1000, False), (1001, 1000, False)],
+)
+def test_an_mps_daemon_is_asked_by_one_user(user: int | None, served: int | None, is_fine: bool) -> None:
+    """A client of another user waited within CUDA, without a word, until the first one had ended."""
+    beside = {"pod default/x": None, "the MPS server of GPU GPU-1": served}
+    if is_fine:
+        same_user(OWNER, user, beside)
+        return
+    with pytest.raises(
+        LaterError, match=f"run as user {served}, as the MPS server of GPU GPU-1 does, found {user}; .*runAsUser"
+    ):
+        same_user(OWNER, user, beside)
+
+
+def test_whoever_reserved_first_waits_for_nobody(reserve) -> None:
+    """If both waited for the other, neither would ever start."""
+    first, second, elsewhere = reserve("a"), reserve("b"), reserve("0", "GPU-9")
+    everybody = [second, elsewhere, first]
+    assert earlier(first, everybody) == []
+    assert earlier(second, everybody) == [first]
+
+
+FOLDER = Path(__file__).parents[2] / "deviceplugin"
+VERSIONS = ("Protobuf Python Version", "GRPC_GENERATED_VERSION =")
+LABELS = {1: "", 3: "repeated "}
+
+
+def test_generated_messages_are_those_of_the_protos(tmp_path: Path) -> None:
+    subprocess.run([str(FOLDER / "protos.sh"), sys.executable, str(tmp_path)], check=True)
+    generated = sorted((tmp_path / "carpool_deviceplugin" / "protos").iterdir())
+    assert len(generated) == 6
+    for path in generated:
+        committed = FOLDER / "carpool_deviceplugin" / "protos" / path.name
+
+        def meaning(text: str) -> list[str]:
+            return [
+                line
+                for line in text.splitlines()
+                if not any(word in line for word in VERSIONS) and not _is_version(line)
+            ]
+
+        assert meaning(path.read_text()) == meaning(committed.read_text()), "run deviceplugin/protos.sh"
+
+
+def _is_version(line: str) -> bool:
+    """The version of the generator stands in the file as three numbers on lines of their own."""
+    return line.strip().rstrip(",").isdecimal()
+
+
+@pytest.mark.parametrize(
+    ("module", "message", "fields"),
+    [
+        (deviceplugin_pb2, "RegisterRequest", "1 version, 2 endpoint, 3 resource_name, 4 options"),
+        (deviceplugin_pb2, "DevicePluginOptions", "1 pre_start_required, 2 get_preferred_allocation_available"),
+        (deviceplugin_pb2, "ListAndWatchResponse", "1 repeated devices"),
+        (deviceplugin_pb2, "Device", "1 ID, 2 health"),
+        (deviceplugin_pb2, "AllocateRequest", "1 repeated container_requests"),
+        (deviceplugin_pb2, "ContainerAllocateRequest", "1 repeated devices_ids"),
+        (deviceplugin_pb2, "AllocateResponse", "1 repeated container_responses"),
+        (deviceplugin_pb2, "ContainerAllocateResponse", "5 repeated cdi_devices"),
+        (deviceplugin_pb2, "CDIDevice", "1 name"),
+        (deviceplugin_pb2, "PreStartContainerRequest", "1 repeated devices_ids"),
+        (podresources_pb2, "ListPodResourcesResponse", "1 repeated pod_resources"),
+        (podresources_pb2, "PodResources", "1 name, 2 namespace, 3 repeated containers"),
+        (podresources_pb2, "ContainerResources", "1 name, 2 repeated devices"),
+        (podresources_pb2, "ContainerDevices", "1 resource_name, 2 repeated device_ids"),
+    ],
+)
+def test_field_numbers_are_the_kubelets(module, message: str, fields: str) -> None:
+    found = descriptor_pb2.DescriptorProto()
+    module.DESCRIPTOR.message_types_by_name[message].CopyToProto(found)
+    assert ", ".join(f"{f.number} {LABELS[f.label]}{f.name}" for f in found.field) == fields
+
+
+def test_packages_are_the_kubelets() -> None:
+    assert (deviceplugin_pb2.DESCRIPTOR.package, podresources_pb2.DESCRIPTOR.package) == ("v1beta1", "v1")

@@ -1,19 +1,29 @@
 """One node's GpuNode, against an API server in memory."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from carpool_core.kube.api import GPU_NODES, NODES
-from carpool_core.kube.errors import Forbidden, NotFound, Overloaded
-from carpool_core.resources.node import GpuNode, NodeSummary
+from carpool_core.kube.api import EVENTS, GPU_NODES, NODES
+from carpool_core.kube.errors import Forbidden, Invalid, NotFound, Overloaded
+from carpool_core.resources.node import Device, GpuNode, GpuNodeStatus, NodeSummary, Partition, Tenant
+from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
-from carpool_core.values import PodUid, SharingMode
+from carpool_core.values import DeviceHealth, GpuUuid, NodeName, PartitionState, PodUid, SharingMode
+from carpool_deviceplugin import events
 from carpool_deviceplugin.app import Agent
-from carpool_deviceplugin.devices.patience import Rhythm
+from carpool_deviceplugin.events import News, Teller
 from carpool_deviceplugin.settings import AgentSettings
-from carpool_deviceplugin.testing.agents import flowing, running, until
+from carpool_deviceplugin.simulated import SimulatedDevices
+from carpool_deviceplugin.status import Reporter, ready_condition
+from carpool_deviceplugin.testing.mps import FakeMpsCommands
+from carpool_deviceplugin.testing.node import Node, flowing, running, uid, until
+from carpool_deviceplugin.testing.nvml import FakeNvml
+from carpool_deviceplugin.timeouts import REAL, Rhythm, Threads
+from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 
 @pytest.fixture
@@ -194,3 +204,285 @@ async def test_several_agents_live_in_one_loop(kube, tmp_path) -> None:
         await until(lambda: all(status_of(kube, n).devices for n in ("node-1", "node-2", "node-3")))
     uuids = {d.uuid for n in ("node-1", "node-2", "node-3") for d in status_of(kube, n).devices}
     assert len(uuids) == 6
+
+
+class Counted:
+    """The simulated GPUs, and how often each was described."""
+
+    simulated = True
+
+    def __init__(self, devices: SimulatedDevices) -> None:
+        self._devices, self.uuids, self.described = devices, devices.uuids, 0
+        self.sick = ""
+
+    def describe(self, uuid: GpuUuid) -> Device:
+        self.described += 1
+        found = self._devices.describe(uuid)
+        return replace(found, health=DeviceHealth.UNHEALTHY, health_message=self.sick) if self.sick else found
+
+
+class World:
+    """A reporter whose GpuNode has just appeared."""
+
+    def __init__(self, devices: SimulatedDevices) -> None:
+        self.devices, self.kube, self.clock = Counted(devices), FakeKube(), FakeClock()
+        self.kube.seed(GPU_NODES, {"metadata": {"name": "n"}, "spec": {"reservations": []}})
+        self.reporter = Reporter(
+            NodeName("n"),
+            self.kube,
+            self.clock,
+            self.devices,
+            REAL,
+            Threads(),
+            on_devices=lambda _: None,
+            on_missing=self.nothing,
+        )
+        self.reporter.appeared(GpuNodeStatus())
+
+    async def nothing(self) -> None: ...
+
+    @property
+    def written(self) -> list[int]:
+        return [tenant["memoryMib"] for tenant in self.kube.dump(GPU_NODES, "n")["status"]["tenants"]]
+
+    async def looks(self) -> int:
+        """Let it do what is due; return how many GPUs it asked for that."""
+        before = self.devices.described
+        await self.reporter.once()
+        return self.devices.described - before
+
+
+@pytest.fixture
+def world(devices: SimulatedDevices) -> World:
+    return World(devices)
+
+
+def measured(world: World, memory_mib: int) -> list[Tenant]:
+    return [Tenant(pod_uid=PodUid("a"), gpu_uuid=world.devices.uuids[0], memory_mib=memory_mib)]
+
+
+async def test_measures_are_no_reason_to_look_at_the_gpus(world: World) -> None:
+    """Each new measure asked every GPU for its health and its processes: half of what the agent cost."""
+    assert await world.looks() == 2
+    for at in range(1, 5):
+        world.clock.advance(5)
+        world.reporter.report((), measured(world, 1000 * at))
+        assert await world.looks() == 0
+    assert world.written == [4000]
+
+
+async def test_changed_shares_health_and_time_are(world: World) -> None:
+    await world.looks()
+    partition = Partition(pod_uid=PodUid("a"), generation=1, state=PartitionState.READY)
+    world.reporter.report([partition], ())
+    assert await world.looks() == 2, "a mode has changed"
+    world.reporter.look_again()
+    assert await world.looks() == 2
+    assert await world.looks() == 0
+    world.clock.advance(REAL.heartbeat_s)
+    assert await world.looks() == 2
+
+
+async def test_measures_wake_it_when_they_may_be_written(world: World) -> None:
+    """Woken each time, it compared all tenants only to find that it was too early."""
+    await world.looks()
+    awake = world.reporter._awake
+    awake.clear()
+    world.reporter.report((), measured(world, 1000))
+    assert not awake.is_set()
+    world.clock.advance(REAL.measures_s)
+    world.reporter.report((), measured(world, 1000))
+    assert awake.is_set(), "also where they are the same as those that were too early"
+
+
+async def test_what_nobody_would_read_is_not_written(world: World) -> None:
+    """The API server would take it, and every reader would leave out the whole GpuNode from then on."""
+    await world.looks()
+    told = Partition(pod_uid=PodUid("p"), generation=1, state=PartitionState.FAILED, message="!" * 5000)
+    world.reporter.report([told], ())
+    with pytest.raises(Invalid):
+        await world.looks()
+    assert world.kube.dump(GPU_NODES, "n")["status"]["partitions"] == []
+
+
+async def test_what_is_said_of_sick_gpus_is_cut_and_the_status_written(world: World) -> None:
+    """Regression: clients of MPS wrote so many numbers into a GPU's message that no status of its node was accepted."""
+    world.devices.sick = "12345, " * 20_000
+    await world.reporter.once()
+    status = world.kube.dump(GPU_NODES, "n")["status"]
+    assert [len(device["healthMessage"]) for device in status["devices"]] == [4096] * len(world.devices.uuids)
+    assert [len(c["message"]) for c in status["conditions"]] == [len("0 of 2 GPUs are healthy: ; ") + 2 * 4096]
+    many = ready_condition(world.reporter.devices * 8, (), world.clock.now())
+    assert len(many.message) == 32_768
+
+
+GPU = GpuUuid("GPU-1")
+WELL = Device(uuid=GPU, index=0, product="x", memory_mib=1)
+SICK = msgspec.structs.replace(WELL, health=DeviceHealth.UNHEALTHY, health_message="XID 79")
+HOT = msgspec.structs.replace(SICK, health_message="it is hot")
+A, B = PodUid("uid-a"), PodUid("uid-b")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "reasons"),
+    [
+        ({}, WELL, []),
+        ({}, SICK, ["GpuUnhealthy"]),
+        ({GPU: WELL}, SICK, ["GpuUnhealthy"]),
+        ({GPU: SICK}, SICK, []),
+        ({GPU: SICK}, HOT, []),
+        ({GPU: SICK}, WELL, ["GpuHealthy"]),
+    ],
+)
+def test_health_is_news_when_it_changes(before: dict, after: Device, reasons: list[str]) -> None:
+    assert [n.reason for n in events.of_devices(before, [after])] == reasons
+
+
+def partition(state: PartitionState, generation: int = 1) -> Partition:
+    return Partition(pod_uid=A, generation=generation, state=state, message="why")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "reasons"),
+    [
+        (None, partition(PartitionState.READY), []),
+        (None, partition(PartitionState.FAILED), ["GpuShareFailed"]),
+        (partition(PartitionState.FAILED), partition(PartitionState.FAILED), []),
+        (partition(PartitionState.FAILED), partition(PartitionState.FAILED, 2), ["GpuShareFailed"]),
+        (partition(PartitionState.FAILED), partition(PartitionState.READY), ["GpuShareReady"]),
+        (partition(PartitionState.PREPARING), partition(PartitionState.READY), []),
+    ],
+)
+def test_shares_are_news_when_they_fail(reserve, before, after, reasons) -> None:
+    known = {} if before is None else {A: before}
+    assert [n.reason for n in events.of_partitions(known, [after], {A: reserve("a")})] == reasons
+    assert events.of_partitions({}, [after], {}) == [], "nobody to tell"
+
+
+def test_each_pod_that_ends_is_told_once(reserve) -> None:
+    both = {A: reserve("a"), B: reserve("b")}
+    (told,) = events.of_struck({A: "why"}, {A: "why", B: "why"}, both)
+    assert (told.pod, told.reason, told.message) == (both[B], "MpsClientsEnd", "why")
+
+
+async def test_too_much_news_keeps_nobody_waiting() -> None:
+    teller = Teller(NodeName("n"), FakeKube(), FakeClock())
+    with capture_logs() as logs:
+        teller.tell([News(None, "Warning", "GpuUnhealthy", str(i)) for i in range(300)], "uid")
+    assert [entry["event"] for entry in logs] == ["event dropped"] * 44
+
+
+def told(events_kube: FakeKube) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for event in events_kube.dump_all(EVENTS):
+        found.setdefault(event["reason"], []).append(event)
+    return found
+
+
+@pytest.fixture
+def events_kube() -> FakeKube:
+    events_kube = FakeKube()
+    events_kube.seed(NODES, {"metadata": {"name": "node-1"}})
+    return events_kube
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(FakeNvml(["H100"]), FakeMpsCommands(), tmp_path)
+
+
+def agent_of(node: Node, events_kube: FakeKube) -> Agent:
+    settings = AgentSettings(node_name="node-1", kubelet=False, state_dir=node.root)
+    return flowing(settings, events_kube, node.devices())
+
+
+async def test_sick_gpu_is_told_and_a_new_agent_does_not_repeat_it(node: Node, events_kube: FakeKube) -> None:
+    async with running(agent_of(node, events_kube)):
+        await until(lambda: events_kube.dump_all(GPU_NODES) and events_kube.dump_all(GPU_NODES)[0].get("status"))
+        node.nvml.raise_xid(0, 95)
+        (event,) = (await until(lambda: told(events_kube).get("GpuUnhealthy"))) or []
+        assert event["involvedObject"]["kind"] == "GpuNode"
+        assert event["involvedObject"]["uid"] == events_kube.dump(GPU_NODES, "node-1")["metadata"]["uid"]
+        assert "gets no new work: XID 95 (uncontained ECC error)" in event["message"]
+        await until(
+            lambda: events_kube.dump_all(GPU_NODES)[0]["status"]["devices"][0].get("health", "Healthy") == "Unhealthy"
+        )
+    async with running(agent_of(node, events_kube)) as agent:
+        await until(lambda: agent.reconciler.reporter.devices)
+        assert agent.reconciler.reporter.devices[0].health is DeviceHealth.UNHEALTHY, (
+            "it takes a reset, not a new agent"
+        )
+        assert [e["count"] for e in told(events_kube)["GpuUnhealthy"]] == [1]
+        node.nvml.restart_driver()
+        await until(lambda: agent.reconciler.reporter.devices[0].health_message.startswith("XID 95"))
+        await until(lambda: node.advance(10) or told(events_kube).get("GpuHealthy"))
+
+
+@pytest.mark.parametrize("what", ["dies", "is hit by a fault"])
+async def test_pods_behind_one_daemon_are_told_when_it(node: Node, events_kube: FakeKube, reserve, what: str) -> None:
+    agent = agent_of(node, events_kube)
+    gpu = agent.devices.uuids[0]
+    wanted = [
+        msgspec.structs.replace(
+            reserve(pod, gpu, mode=SharingMode.MPS, memory_limit_mib=1000), pod_uid=PodUid(uid(pod))
+        )
+        for pod in "ab"
+    ]
+    pipe = str(node.root / "mps" / gpu / "pipe")
+
+    def status() -> dict[str, Any]:
+        return events_kube.dump(GPU_NODES, "node-1")["status"]
+
+    async with running(agent):
+        await until(lambda: events_kube.dump_all(GPU_NODES) and events_kube.dump_all(GPU_NODES)[0].get("status"))
+        await events_kube.patch(GPU_NODES, "node-1", {"spec": {"reservations": msgspec.to_builtins(wanted)}})
+        await until(lambda: [p["state"] for p in status()["partitions"]] == ["Ready", "Ready"])
+        for pid, pod in ((42, "a"), (43, "b")):
+            node.start(0, pid, pod)
+            node.mps.connect(pipe, pid)
+        await until(lambda: agent.reconciler.meters[gpu].uses.keys() >= {uid("a"), uid("b")})
+        if what == "dies":
+            node.mps.die(pipe)
+        else:
+            node.mps.daemons[pipe].is_faulty = True
+            node.nvml.raise_xid(0, 31)
+        events = await until(
+            lambda: len(told(events_kube).get("MpsClientsEnd", [])) == 2 and told(events_kube)["MpsClientsEnd"]
+        )
+        assert {e["involvedObject"]["name"] for e in events} == {"a", "b"}
+        for event in events:
+            assert f"pods that it ends together: {uid('a')}, {uid('b')}" in event["message"]
+        await until(lambda: all("ends together" in p.get("message", "") for p in status()["partitions"]))
+        assert [p["state"] for p in status()["partitions"]] == ["Ready", "Ready"], "nothing is taken from them"
+        assert "ends together" in status()["devices"][0].get("healthMessage", "")
+        assert node.mps.starts == 1, "under who is there no other daemon begins"
+        if what != "dies":
+            node.mps.daemons[pipe].is_faulty = False
+            node.mps.daemons[pipe].clients.clear()
+        for pid in (42, 43):
+            node.end(0, pid)
+        await until(lambda: status()["devices"][0].get("health", "Healthy") == "Healthy")
+        await until(lambda: all("message" not in p for p in status()["partitions"]))
+        await until(lambda: node.mps.starts == (2 if what == "dies" else 1))
+
+
+async def test_event_that_cannot_be_written_ends_nothing(node: Node, events_kube: FakeKube) -> None:
+    async with running(agent_of(node, events_kube)):
+        await until(lambda: events_kube.dump_all(GPU_NODES) and events_kube.dump_all(GPU_NODES)[0].get("status"))
+        events_kube.fail_next("create", EVENTS, Overloaded("busy", status=429))
+        node.nvml.raise_xid(0, 95)
+        await until(
+            lambda: events_kube.dump_all(GPU_NODES)[0]["status"]["devices"][0].get("health", "Healthy") == "Unhealthy"
+        )
+        assert told(events_kube) == {}
+
+
+async def test_share_that_fails_is_told_to_its_pod(node: Node, events_kube: FakeKube, reserve) -> None:
+    agent = agent_of(node, events_kube)
+    async with running(agent):
+        await until(lambda: events_kube.dump_all(GPU_NODES))
+        impossible = reserve("a", agent.devices.uuids[0], mode=SharingMode.MIG)
+        await events_kube.patch(GPU_NODES, "node-1", {"spec": {"reservations": [msgspec.to_builtins(impossible)]}})
+        (event,) = await until(lambda: told(events_kube).get("GpuShareFailed"))
+        assert (event["involvedObject"]["kind"], event["involvedObject"]["name"]) == ("Pod", "a")
+        assert "expected a mode out of" in event["message"]

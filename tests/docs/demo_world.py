@@ -13,7 +13,7 @@ from carpool_core.resources.meta import ObjectMeta
 from carpool_core.resources.node import GpuNode, GpuNodeStatus
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import PodUid
-from carpool_deviceplugin.devices.simulated import SimulatedDevices, parse_inventory
+from carpool_deviceplugin.simulated import SimulatedDevices, parse_inventory
 from carpool_e2e.chart import NAMESPACE, RELEASE
 from carpool_e2e.cluster import FULL
 from carpool_e2e.demo import manifests

@@ -59,7 +59,7 @@ CRASHES = {
     "extender, just before the Binding": Crash("extender", CREATE, "before", "binding", reserved),
     "extender, after the Binding, before its answer": Crash("extender", CREATE, "after", "binding", reserved),
     "agent, between Allocate and PreStartContainer": Crash(
-        "agent-a100", "carpool_deviceplugin.kubelet.plugin:Plugin.pre_start", "before", "", reserved
+        "agent-a100", "carpool_deviceplugin.plugin:Plugin.pre_start", "before", "", reserved
     ),
     "agent, after the reservation, before it reports the partition": Crash(
         "agent-a100", PATCH, "before", "'state': 'Ready'", reserved

@@ -9,8 +9,8 @@ import jsonschema
 import pytest
 import yaml
 from carpool_core.settings import LogFormat, LogLevel
-from carpool_deviceplugin.devices.port import NoDevicesError
-from carpool_deviceplugin.devices.simulated import parse_inventory
+from carpool_deviceplugin.gpu import NoDevicesError
+from carpool_deviceplugin.simulated import parse_inventory
 from carpool_extender.framework.scores import POLICIES
 from carpool_extender.queue.order import QueueOrder
 

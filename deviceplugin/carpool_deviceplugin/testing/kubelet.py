@@ -8,14 +8,26 @@ from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 
-from carpool_deviceplugin.kubelet.protos import deviceplugin_pb2 as dp
-from carpool_deviceplugin.kubelet.protos import podresources_pb2 as pr
+from carpool_deviceplugin.protos import deviceplugin_pb2 as dp
+from carpool_deviceplugin.protos import deviceplugin_pb2_grpc, podresources_pb2_grpc
+from carpool_deviceplugin.protos import podresources_pb2 as pr
 
 
-def _unary(method: Any, request: Any) -> Any:
-    return grpc.unary_unary_rpc_method_handler(
-        method, request_deserializer=request.FromString, response_serializer=lambda answer: answer.SerializeToString()
-    )
+class _Registration:
+    def __init__(self, registered: "asyncio.Queue[dp.RegisterRequest]") -> None:
+        self._registered = registered
+
+    async def Register(self, request: dp.RegisterRequest, _: Any) -> dp.Empty:
+        self._registered.put_nowait(request)
+        return dp.Empty()
+
+
+class _PodResourcesLister:
+    def __init__(self, pods: Callable[[], list[pr.PodResources]]) -> None:
+        self._pods = pods
+
+    async def List(self, _: pr.ListPodResourcesRequest, __: Any) -> pr.ListPodResourcesResponse:
+        return pr.ListPodResourcesResponse(pod_resources=self._pods())
 
 
 class Kubelet:
@@ -40,22 +52,9 @@ class Kubelet:
             socket.unlink()
         self._pod_resources.unlink(missing_ok=True)
 
-        async def register(request: dp.RegisterRequest, _: Any) -> dp.Empty:
-            self.registered.put_nowait(request)
-            return dp.Empty()
-
-        async def listing(_: pr.ListPodResourcesRequest, __: Any) -> pr.ListPodResourcesResponse:
-            return pr.ListPodResourcesResponse(pod_resources=[self._told(*key) for key in self.held])
-
-        self._server.add_generic_rpc_handlers(
-            (
-                grpc.method_handlers_generic_handler(
-                    "v1beta1.Registration", {"Register": _unary(register, dp.RegisterRequest)}
-                ),
-                grpc.method_handlers_generic_handler(
-                    "v1.PodResourcesLister", {"List": _unary(listing, pr.ListPodResourcesRequest)}
-                ),
-            )
+        deviceplugin_pb2_grpc.add_RegistrationServicer_to_server(_Registration(self.registered), self._server)
+        podresources_pb2_grpc.add_PodResourcesListerServicer_to_server(
+            _PodResourcesLister(lambda: [self._told(*key) for key in self.held]), self._server
         )
         self._server.add_insecure_port(f"unix:{self._directory / 'kubelet.sock'}")
         self._server.add_insecure_port(f"unix:{self._pod_resources}")
@@ -76,52 +75,41 @@ class Kubelet:
     @contextlib.asynccontextmanager
     async def _plugin(self) -> AsyncIterator[Any]:
         async with grpc.aio.insecure_channel(f"unix:{self._directory / 'carpool.sock'}") as channel:
-            yield channel
-
-    async def _ask(self, method: str, request: Any, answer: Any) -> Any:
-        async with self._plugin() as channel:
-            call = channel.unary_unary(
-                f"/v1beta1.DevicePlugin/{method}", type(request).SerializeToString, answer.FromString
-            )
-            return await call(request, timeout=10)
+            yield deviceplugin_pb2_grpc.DevicePluginStub(channel)
 
     async def options(self) -> dp.DevicePluginOptions:
         """GetDevicePluginOptions."""
-        answer: dp.DevicePluginOptions = await self._ask("GetDevicePluginOptions", dp.Empty(), dp.DevicePluginOptions)
-        return answer
+        async with self._plugin() as plugin:
+            options: dp.DevicePluginOptions = await plugin.GetDevicePluginOptions(dp.Empty(), timeout=10)
+            return options
 
     async def lists(self) -> AsyncIterator[dict[str, str]]:
         """What ListAndWatch streams: health by slot."""
-        async with self._plugin() as channel:
-            call = channel.unary_stream(
-                "/v1beta1.DevicePlugin/ListAndWatch", dp.Empty.SerializeToString, dp.ListAndWatchResponse.FromString
-            )
-            async for answer in call(dp.Empty()):
+        async with self._plugin() as plugin:
+            async for answer in plugin.ListAndWatch(dp.Empty()):
                 yield {device.ID: device.health for device in answer.devices}
 
     async def admit(self, pod: str, *slots: str, container: str = "train", namespace: str = "default") -> list[str]:
         """Allocate at admission; return the CDI names."""
         request = dp.AllocateRequest(container_requests=[dp.ContainerAllocateRequest(devices_ids=slots)])
-        answer = await self._ask("Allocate", request, dp.AllocateResponse)
+        async with self._plugin() as plugin:
+            answer: dp.AllocateResponse = await plugin.Allocate(request, timeout=10)
         self.held[namespace, pod, container] = list(slots)
         return [device.name for device in answer.container_responses[0].cdi_devices]
 
     @contextlib.asynccontextmanager
     async def starting(self) -> AsyncIterator[Callable[[str], Awaitable[None]]]:
         """Start containers of pods over one connection, as the real one does."""
-        async with self._plugin() as channel:
-            call = channel.unary_unary(
-                "/v1beta1.DevicePlugin/PreStartContainer",
-                dp.PreStartContainerRequest.SerializeToString,
-                dp.PreStartContainerResponse.FromString,
-            )
+        async with self._plugin() as plugin:
 
             async def start(pod: str) -> None:
-                await call(dp.PreStartContainerRequest(devices_ids=self.held["default", pod, "train"]), timeout=10)
+                request = dp.PreStartContainerRequest(devices_ids=self.held["default", pod, "train"])
+                await plugin.PreStartContainer(request, timeout=10)
 
             yield start
 
     async def start_container(self, pod: str, container: str = "train", namespace: str = "default") -> None:
         """PreStartContainer; raises AioRpcError where the plugin refuses."""
         request = dp.PreStartContainerRequest(devices_ids=self.held[namespace, pod, container])
-        await self._ask("PreStartContainer", request, dp.PreStartContainerResponse)
+        async with self._plugin() as plugin:
+            await plugin.PreStartContainer(request, timeout=10)

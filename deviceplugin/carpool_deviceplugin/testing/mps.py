@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from carpool_deviceplugin.mps.port import MpsError
+from carpool_deviceplugin.mps import MpsError
 
 
 @dataclass

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from carpool_core.values import GpuUuid
-from carpool_deviceplugin.mps.daemons import Mps
-from carpool_deviceplugin.mps.port import PROGRAM
-from carpool_deviceplugin.mps.program import MpsProgram
+from carpool_deviceplugin.mps import PROGRAM, Mps, MpsProgram
 from carpool_deviceplugin.testing.kubelet import Kubelet
 
 from carpool_e2e.bench.agent_mig import MigTimes, measure_mig

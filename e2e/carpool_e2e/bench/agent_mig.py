@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 from carpool_core.resources.node import Reservation
 from carpool_core.values import GpuUuid, JobUid, PodUid, SharingMode
-from carpool_deviceplugin.devices.gpu import GpuActual, Part
-from carpool_deviceplugin.mig import layout, planner
-from carpool_deviceplugin.mig.layout import Instance, Occupied, Placement
-from carpool_deviceplugin.mig.profiles import MigTable, Profile
-from carpool_deviceplugin.partitions.division import divide
-from carpool_deviceplugin.testing.mig_tables import A100_40, A100_80, H100_80
+from carpool_deviceplugin import mig
+from carpool_deviceplugin.gpu import GpuActual, Part
+from carpool_deviceplugin.mig import Instance, MigTable, Occupied, Placement, Profile
+from carpool_deviceplugin.partitions import divide
+from carpool_deviceplugin.testing.gpus import A100_40, A100_80, H100_80
 
 TABLES = (A100_40, A100_80, H100_80)
 SEED = 7
@@ -59,7 +58,7 @@ def measure_mig(tell: Callable[[str], None]) -> MigTimes:
 
 def layouts_of(table: MigTable) -> Layouts:
     """Return every layout of a GPU, by its multiset of profiles."""
-    places = [place for profile in table.profiles for _, place in layout.placements(profile)]
+    places = [place for profile in table.profiles for _, place in mig.placements(profile)]
     found: dict[Multiset, list[Sequence[Placement]]] = defaultdict(list)
 
     def extend(at: int, taken: Occupied, chosen: tuple[Placement, ...]) -> None:
@@ -85,7 +84,7 @@ def _pairs(table: MigTable) -> Iterator[float]:
 
 def _first(found: Layouts) -> Iterator[float]:
     for wanted in found:
-        for remembering in (layout.possibilities, layout.fragmentation, layout.placements, layout.most_together):
+        for remembering in (mig.possibilities, mig.fragmentation, mig.placements, mig.most_together):
             remembering.cache_clear()
         yield _plan_s(A100_40, (), 0, wanted)
 
@@ -94,7 +93,7 @@ def _plan_s(table: MigTable, there: Sequence[Placement], used: int, wanted: Mult
     """Plan once, with so many of what is there in use; seconds."""
     present = [Instance(number, place) for number, place in enumerate(there)]
     profiles = [profile for profile, count in wanted for _ in range(count)]
-    return _took_s(lambda: planner.plan_mig(table, present, set(range(used)), profiles))
+    return _took_s(lambda: mig.plan_mig(table, present, set(range(used)), profiles))
 
 
 def _division() -> float:
@@ -102,7 +101,7 @@ def _division() -> float:
     pods = [PodUid(f"uid-{number}") for number in range(14)]
     parts = tuple(
         Part(Instance(number, place), True, pods[number], frozenset({pods[number]}), True)
-        for number, (_, place) in enumerate(layout.placements(profile))
+        for number, (_, place) in enumerate(mig.placements(profile))
     )
     wanted = [
         Reservation(

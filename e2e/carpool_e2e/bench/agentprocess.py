@@ -21,17 +21,16 @@ from carpool_core.resources.node import Reservation
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import JobUid, PartitionState, PodUid, SharingMode
 from carpool_deviceplugin.app import Agent, build
-from carpool_deviceplugin.cdi.nvidia import NvidiaCdi
-from carpool_deviceplugin.devices.processes import ProcTree
+from carpool_deviceplugin.cdi import NvidiaCdi
 from carpool_deviceplugin.metrics import AgentCollector
-from carpool_deviceplugin.mps.daemons import Mps
-from carpool_deviceplugin.nvml.devices import NvmlDevices
-from carpool_deviceplugin.nvml.library import NvmlLibrary
+from carpool_deviceplugin.mps import Mps
+from carpool_deviceplugin.nvlib import NvmlLibrary
+from carpool_deviceplugin.nvml_devices import NvmlDevices
+from carpool_deviceplugin.processes import ProcTree
 from carpool_deviceplugin.settings import AgentSettings
-from carpool_deviceplugin.testing.agents import until
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
+from carpool_deviceplugin.testing.node import Node, uid, until
 from carpool_deviceplugin.testing.nvml import FakeNvml
-from carpool_deviceplugin.testing.nvml_node import Node, uid
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector

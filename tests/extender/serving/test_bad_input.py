@@ -14,7 +14,7 @@ from carpool_core.resources.node import Tenant
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, SharingMode
-from carpool_deviceplugin.nvml.presence import about_strangers
+from carpool_deviceplugin.gpu_processes import about_strangers
 from carpool_extender.cache.health import SILENCE_S
 from carpool_extender.settings import ConditionSettings
 from carpool_extender.testing import device, gpu_node, pod_of, seed_job, seed_node, seed_pod, tenant, until

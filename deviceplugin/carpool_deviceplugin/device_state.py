@@ -1,0 +1,184 @@
+"""One GPU's steps, run one after the other, each with a deadline, and undone where one of them fails."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import structlog
+from carpool_core.resources.node import Reservation
+from carpool_core.values import GpuUuid, PartitionState, PodUid
+
+from carpool_deviceplugin.gpu import DeviceError, Devices, GpuActual, Step, divides
+from carpool_deviceplugin.partitions import Plan, plan, way_back
+from carpool_deviceplugin.timeouts import Caller, Patient, Rhythm, woken
+
+READY, PREPARING, FAILED = PartitionState.READY, PartitionState.PREPARING, PartitionState.FAILED
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How far one GPU is for one reservation."""
+
+    generation: int
+    """Of the reservation."""
+    state: PartitionState
+    message: str = ""
+
+
+async def _unchanged() -> bool:
+    return False
+
+
+class GpuWorker:
+    """Brings one GPU to what its reservations want. GPUs have workers of their own: a stuck one holds up no other.
+
+    Args:
+        uuid: The GPU.
+        devices: The node's GPUs.
+        changed: Called when outcomes have changed.
+        rhythm: Deadlines and intervals.
+        confirm: Called before MIG is changed; returns whether what the agent may do has changed.
+        caller: Makes the calls to the GPU; in threads when None.
+        peaks: Tells the most that each pod was measured to take of the GPU, in MiB.
+    """
+
+    def __init__(
+        self,
+        uuid: GpuUuid,
+        devices: Devices,
+        changed: Callable[[], None],
+        rhythm: Rhythm,
+        confirm: Callable[[], Awaitable[bool]] = _unchanged,
+        caller: Caller | None = None,
+        peaks: Callable[[], Mapping[PodUid, int]] = dict,
+    ) -> None:
+        self.uuid = uuid
+        self.outcomes: Mapping[PodUid, Outcome] = {}
+        self.ended: Mapping[PodUid, str] = {}
+        """Pods that a fault of their MPS daemon has ended together in the last minutes, and what happened."""
+        self._devices, self._changed, self._rhythm = devices, changed, rhythm
+        self._confirm, self._peaks = confirm, peaks
+        self._wanted: Sequence[Reservation] = ()
+        self._awake = asyncio.Event()
+        self._promised: frozenset[PodUid] = frozenset()
+        self._caller = caller or Patient(f"GPU {uuid}", rhythm.step_deadline_s)
+        self._log = structlog.get_logger().bind(gpu=uuid)
+
+    def want(self, reservations: Sequence[Reservation]) -> None:
+        """Set the reservations that name this GPU."""
+        if list(reservations) != list(self._wanted):
+            self._wanted = reservations
+            self._awake.set()
+
+    def look_again(self) -> None:
+        """Something happened to the GPU."""
+        self._awake.set()
+
+    def remember(self, promised: frozenset[PodUid]) -> None:
+        """Take over whose share an earlier agent had reported ready; it is true again only once it was looked at."""
+        self._promised = promised
+
+    async def run(self) -> None:
+        """Keep the GPU as it is wanted, for ever."""
+        while True:
+            self._awake.clear()
+            is_settled = await self.once()
+            wait_s = self._rhythm.resync_s if is_settled else self._rhythm.waiting_s
+            await woken(self._awake, wait_s, self._rhythm.sleep)
+
+    async def once(self) -> bool:
+        """Look, plan, act and look again; return False where somebody is waited for or something failed."""
+        wanted = self._wanted
+        ready = {pod for pod, outcome in self.outcomes.items() if outcome.state is READY}
+        held = self._promised | ready
+        try:
+            actual, planned = await self._look(wanted, held)
+            self._see_ended(actual.ended)
+        except (DeviceError, OSError) as e:
+            self._report({r.pod_uid: self._kept(r) or _outcome(r, FAILED, str(e)) for r in wanted})
+            return False
+        failure = await self._act(planned, actual, wanted)
+        self._report(_outcomes(planned, wanted, held, failure, actual.struck))
+        self._promised &= {r.pod_uid for r in wanted}
+        is_leaving = not wanted and bool(actual.tenants)
+        return not (failure or planned.waiting or is_leaving)
+
+    async def _look(self, wanted: Sequence[Reservation], held: frozenset[PodUid]) -> tuple[GpuActual, Plan]:
+        actual = await self._caller.call(self._devices.actual, self.uuid)
+        planned = plan(actual, wanted, held, self._peaks())
+        if actual.mig_table is not None and any(map(divides, planned.steps)) and await self._confirm():
+            actual = await self._caller.call(self._devices.actual, self.uuid)
+            planned = plan(actual, wanted, held, self._peaks())
+        return actual, planned
+
+    def _kept(self, reservation: Reservation) -> Outcome | None:
+        """What runs goes on running while its GPU cannot be read."""
+        known = self.outcomes.get(reservation.pod_uid)
+        if known and known.state is READY:
+            return known
+        return _outcome(reservation, READY) if reservation.pod_uid in self._promised else None
+
+    async def _act(self, planned: Plan, actual: GpuActual, wanted: Sequence[Reservation]) -> str:
+        """Run the steps; return why they failed, or an empty text."""
+        if not planned.steps:
+            return ""
+        preparing = {r.pod_uid: self._kept(r) or _outcome(r, PREPARING) for r in wanted}
+        slow = asyncio.get_running_loop().call_later(self._rhythm.slow_s, self._report, preparing)
+        done: list[Step] = []
+        try:
+            for step in planned.steps:
+                done.append(step)  # a step that fails half-way is undone too
+                await self._caller.call(self._devices.apply, self.uuid, step)
+            found = await self._caller.call(self._devices.actual, self.uuid)
+            if left := plan(found, wanted, frozenset(planned.ready), self._peaks()).steps:
+                raise DeviceError(f"read back, the GPU still needs {', '.join(map(str, left))}")
+            self._log.info("gpu prepared", steps=[str(step) for step in done])
+        except (DeviceError, OSError) as e:
+            back = await self._undo(done, actual)
+            self._log.warning("gpu not prepared", failed=str(done[-1]), error=str(e), way_back=back)
+            return f"{done[-1]} failed: {e}; {back}"
+        finally:
+            slow.cancel()
+        return ""
+
+    async def _undo(self, done: Sequence[Step], before: GpuActual) -> str:
+        try:
+            for step in way_back(done, before):
+                await self._caller.call(self._devices.apply, self.uuid, step)
+        except (DeviceError, OSError) as e:
+            return f"undoing it failed as well: {e}"
+        return "it was undone"
+
+    def _see_ended(self, ended: Mapping[PodUid, str]) -> None:
+        if ended != self.ended:
+            self.ended = ended
+            self._changed()
+
+    def _report(self, outcomes: Mapping[PodUid, Outcome]) -> None:
+        if outcomes != self.outcomes:
+            self.outcomes = outcomes
+            self._changed()
+
+
+def _outcome(reservation: Reservation, state: PartitionState, message: str = "") -> Outcome:
+    return Outcome(reservation.generation, state, message)
+
+
+def _outcomes(
+    planned: Plan,
+    wanted: Sequence[Reservation],
+    held: frozenset[PodUid],
+    failure: str,
+    struck: Mapping[PodUid, str],
+) -> dict[PodUid, Outcome]:
+    outcomes: dict[PodUid, Outcome] = {}
+    for r in wanted:
+        if r.pod_uid in (planned.refused or {}):
+            outcomes[r.pod_uid] = _outcome(r, FAILED, (planned.refused or {})[r.pod_uid])
+        elif r.pod_uid in (planned.waiting or {}):
+            outcomes[r.pod_uid] = _outcome(r, PREPARING, (planned.waiting or {})[r.pod_uid])
+        elif failure and r.pod_uid not in held:
+            outcomes[r.pod_uid] = _outcome(r, FAILED, failure)
+        else:
+            outcomes[r.pod_uid] = _outcome(r, READY, struck.get(r.pod_uid, ""))
+    return outcomes

@@ -1,0 +1,542 @@
+"""The port to NVML: the functions of the module `pynvml` that the agent calls, and nothing else of it."""
+
+import struct
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, cast
+
+import msgspec
+import pynvml
+from carpool_core.values import MIB, GpuUuid
+
+from carpool_deviceplugin.gpu import DeviceError, NoDevicesError
+
+Handle = Any
+"""Opaque: a device, a MIG device, a GPU instance, a compute instance, an event set or a GPM sample."""
+
+
+class NvmlLibrary(Protocol):
+    """What the agent needs of NVML. Every function raises `pynvml.NVMLError`; units are NVML's own.
+
+    The names, arguments and structures are those of `nvidia-ml-py`, so that the module itself is an implementation.
+    """
+
+    def nvmlInit(self) -> None: ...
+    def nvmlShutdown(self) -> None: ...
+    def nvmlSystemGetDriverVersion(self) -> str: ...
+    def nvmlSystemGetCudaDriverVersion(self) -> int: ...
+    def nvmlDeviceGetCount(self) -> int: ...
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> Handle: ...
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Handle: ...
+    def nvmlDeviceGetUUID(self, handle: Handle) -> str: ...
+    def nvmlDeviceGetIndex(self, handle: Handle) -> int: ...
+    def nvmlDeviceGetMinorNumber(self, handle: Handle) -> int: ...
+    def nvmlDeviceGetName(self, handle: Handle) -> str: ...
+    def nvmlDeviceGetMemoryInfo(self, handle: Handle, version: int | None = None) -> Any: ...
+    def nvmlDeviceGetCudaComputeCapability(self, handle: Handle) -> tuple[int, int]: ...
+    def nvmlDeviceGetPciInfo(self, handle: Handle) -> Any: ...
+    def nvmlDeviceGetNumaNodeId(self, handle: Handle) -> int: ...
+    def nvmlDeviceGetNvLinkState(self, handle: Handle, link: int) -> int: ...
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: Handle, link: int) -> Any: ...
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: Handle) -> list[Any]: ...
+    def nvmlDeviceGetProcessUtilization(self, handle: Handle, since_us: int) -> list[Any]: ...
+    def nvmlDeviceGetUtilizationRates(self, handle: Handle) -> Any: ...
+    def nvmlDeviceGetPowerUsage(self, handle: Handle) -> int: ...
+    def nvmlDeviceGetEnforcedPowerLimit(self, handle: Handle) -> int: ...
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: Handle) -> int: ...
+    def nvmlDeviceGetClockInfo(self, handle: Handle, type_: int) -> int: ...
+    def nvmlDeviceGetTemperature(self, handle: Handle, sensor: int) -> int: ...
+    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: Handle) -> int: ...
+    def nvmlDeviceGetTotalEccErrors(self, handle: Handle, error: int, counter: int) -> int: ...
+    def nvmlDeviceGetRemappedRows(self, handle: Handle) -> tuple[int, int, int, int]: ...
+    def nvmlEventSetCreate(self) -> Handle: ...
+    def nvmlEventSetFree(self, events: Handle) -> None: ...
+    def nvmlDeviceRegisterEvents(self, handle: Handle, types: int, events: Handle) -> None: ...
+    def nvmlEventSetWait(self, events: Handle, timeout_ms: int) -> Any: ...
+    def nvmlGpmQueryDeviceSupport(self, handle: Handle) -> Any: ...
+    def nvmlGpmSampleAlloc(self) -> Handle: ...
+    def nvmlGpmSampleFree(self, sample: Handle) -> None: ...
+    def nvmlGpmSampleGet(self, handle: Handle, sample: Handle) -> Handle: ...
+    def nvmlGpmMigSampleGet(self, handle: Handle, instance: int, sample: Handle) -> Handle: ...
+    def nvmlGpmMetricsGet(self, request: Any) -> Any: ...
+    def nvmlDeviceGetMigMode(self, handle: Handle) -> list[int]: ...
+    def nvmlDeviceSetMigMode(self, handle: Handle, mode: int) -> int: ...
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Handle) -> int: ...
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Handle, index: int) -> Handle: ...
+    def nvmlDeviceGetGpuInstanceId(self, handle: Handle) -> int: ...
+    def nvmlDeviceGetComputeInstanceId(self, handle: Handle) -> int: ...
+    def nvmlDeviceGetGpuInstanceProfileInfo(self, handle: Handle, profile: int, version: int = 2) -> Any: ...
+    def nvmlDeviceGetGpuInstancePossiblePlacements(
+        self, handle: Handle, profile_id: int, placements: Any, count: Any
+    ) -> int: ...
+    def nvmlDeviceGetGpuInstances(self, handle: Handle, profile_id: int, instances: Any, count: Any) -> int: ...
+    def nvmlGpuInstanceGetInfo(self, instance: Handle) -> Any: ...
+    def nvmlDeviceCreateGpuInstanceWithPlacement(self, handle: Handle, profile_id: int, placement: Any) -> Handle: ...
+    def nvmlGpuInstanceDestroy(self, instance: Handle) -> int: ...
+    def nvmlGpuInstanceGetComputeInstanceProfileInfo(
+        self, instance: Handle, profile: int, engine_profile: int, version: int = 2
+    ) -> Any: ...
+    def nvmlGpuInstanceCreateComputeInstance(self, instance: Handle, profile_id: int) -> Handle: ...
+    def nvmlGpuInstanceGetComputeInstances(
+        self, instance: Handle, profile_id: int, instances: Any, count: Any
+    ) -> int: ...
+    def nvmlComputeInstanceDestroy(self, instance: Handle) -> int: ...
+
+
+def installed() -> NvmlLibrary:
+    """Return the real library's bindings. Loading `libnvidia-ml.so.1` itself happens in `nvmlInit`."""
+    import pynvml
+
+    return cast("NvmlLibrary", pynvml)
+
+
+_ADVICE = {
+    pynvml.NVML_ERROR_GPU_IS_LOST: "it has fallen off the bus: look at dmesg for its last XID and reset or replace it",
+    pynvml.NVML_ERROR_RESET_REQUIRED: "drain it and run nvidia-smi --gpu-reset",
+    pynvml.NVML_ERROR_UNINITIALIZED: "the agent opens the driver again at its next look",
+    pynvml.NVML_ERROR_DRIVER_NOT_LOADED: "load the driver (modprobe nvidia); the agent looks again",
+    pynvml.NVML_ERROR_NO_PERMISSION: "run the agent as root with the device nodes and, for MIG, CAP_SYS_ADMIN",
+    pynvml.NVML_ERROR_IN_USE: "something still uses it: end its processes, DCGM and nvidia-persistenced among them",
+    pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: "library and kernel module are of different versions: restart the node",
+    pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES: "no room for it where it was to stand: plan anew",
+    pynvml.NVML_ERROR_INSUFFICIENT_POWER: "look at its power cables",
+    pynvml.NVML_ERROR_CORRUPTED_INFOROM: "its flash memory is damaged: have it flashed anew or replaced",
+    pynvml.NVML_ERROR_IRQ_ISSUE: "its interrupts do not arrive: look at dmesg, the firmware's settings and its slot",
+    pynvml.NVML_ERROR_OPERATING_SYSTEM: "the node's kernel or a cgroup forbids it: give the agent /dev/nvidia*",
+    pynvml.NVML_ERROR_MEMORY: "the node has no memory left: free some",
+    pynvml.NVML_ERROR_GPU_NOT_FOUND: "look whether lspci still has it; reset it, or restart the node",
+    pynvml.NVML_ERROR_TIMEOUT: "the driver took too long: the agent asks again; if it stays so, restart the node",
+    pynvml.NVML_ERROR_NOT_READY: "the agent asks again; if it stays so, restart the node",
+}
+
+_NO_START = {
+    pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: "expected libnvidia-ml.so.1, found none: install NVIDIA's driver on the node; "
+    "in a container, run it with the nvidia runtime class (or the driver's libraries mounted)",
+    pynvml.NVML_ERROR_DRIVER_NOT_LOADED: "expected NVIDIA's kernel module, found it not loaded: run modprobe nvidia",
+    pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: "expected library and kernel module of one version, found "
+    "different ones: the driver was updated under a running kernel module; restart the node",
+    pynvml.NVML_ERROR_NO_PERMISSION: "expected to be allowed to talk to the driver, found no permission: give the "
+    "container /dev/nvidiactl and /dev/nvidia* and run it as root",
+}
+
+_KNOWN = {code for name, code in vars(pynvml).items() if name.startswith("NVML_ERROR_")}
+
+
+def on_call(code: int) -> str:
+    """Say what to do where a call has failed, also by a code that nobody has heard of."""
+    if code in _ADVICE:
+        return _ADVICE[code]
+    where = "look at dmesg and nvidia-smi -q on the node"
+    if code not in _KNOWN:
+        return f"this code is newer than the agent, nvmlReturn_t in nvml.h names it: update the agent, and {where}"
+    return f"{where}; if it stays so, restart the node, and report both"
+
+
+def on_start(code: int, error: str) -> str:
+    """Say what was expected, found and is to be done where the driver could not be opened."""
+    return _NO_START.get(code) or f"expected NVML to start, found: {error}; {on_call(code)}"
+
+
+T = TypeVar("T")
+
+
+class NvmlError(DeviceError):
+    """A call of NVML failed."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class GpuLostError(NvmlError):
+    """The GPU does not answer any more."""
+
+
+class DriverGoneError(NvmlError):
+    """The driver does not answer any more, or was restarted under us."""
+
+
+class NotPermittedError(NvmlError):
+    """The agent lacks a right."""
+
+
+_GONE = {
+    pynvml.NVML_ERROR_UNINITIALIZED,
+    pynvml.NVML_ERROR_DRIVER_NOT_LOADED,
+    pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH,
+}
+_LOST = {pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED, pynvml.NVML_ERROR_GPU_NOT_FOUND}
+_ABSENT = {
+    pynvml.NVML_ERROR_NOT_SUPPORTED,
+    pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
+    pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH,
+}
+"""The GPU, or a driver older than the bindings, does not know it."""
+
+
+class Session:
+    """One use of the library. Thread-safe; survives a driver that goes away and comes back."""
+
+    def __init__(self, library: NvmlLibrary) -> None:
+        self.library = library
+        self._lock = threading.Lock()
+        self._handles: dict[str, Handle] = {}
+        self._is_open = False
+        self.openings = 0
+        """How many times the driver was opened: what was registered with it must be registered again."""
+
+    def open(self) -> None:
+        """Open the driver; raises NoDevicesError with what to do."""
+        try:
+            self._reopen()
+        except pynvml.NVMLError as e:
+            raise NoDevicesError(on_start(e.value, str(e))) from e
+
+    def _reopen(self) -> None:
+        with self._lock:
+            if not self._is_open:
+                self._handles.clear()
+                self.library.nvmlInit()
+                self._is_open = True
+                self.openings += 1
+
+    def close(self) -> None:
+        """Close the driver; errors are of no interest any more."""
+        with self._lock:
+            was_open, self._is_open = self._is_open, False
+            if was_open:
+                try:
+                    self.library.nvmlShutdown()
+                except pynvml.NVMLError as e:
+                    if e.value not in _GONE | _LOST:
+                        raise
+
+    def call(self, gpu: str, function: Callable[..., T], *args: Any) -> T:
+        """Call a function of the library.
+
+        Args:
+            gpu: For the message: the GPU's UUID, or empty.
+            function: Of the library.
+            args: What it takes.
+
+        Raises:
+            NvmlError: Or one of its kinds.
+        """
+        try:
+            return function(*args)
+        except pynvml.NVMLError as e:
+            raise self._wrapped(gpu, function.__name__, e) from e
+
+    def ask(self, gpu: str, function: Callable[..., T], *args: Any, absent: int | None = None) -> T | None:
+        """Call a function; None where this GPU or driver does not support it, or says `absent`."""
+        try:
+            return function(*args)
+        except pynvml.NVMLError as e:
+            if e.value in _ABSENT or e.value == absent:
+                return None
+            raise self._wrapped(gpu, function.__name__, e) from e
+
+    def handle(self, uuid: str) -> Handle:
+        """Return a GPU's handle, opening the driver again where it had gone."""
+        with self._lock:
+            found = self._handles.get(uuid) if self._is_open else None
+        if found is not None:
+            return found
+        try:
+            self._reopen()
+            found = self.library.nvmlDeviceGetHandleByUUID(uuid)
+        except pynvml.NVMLError as e:
+            raise self._wrapped(uuid, "nvmlDeviceGetHandleByUUID", e) from e
+        with self._lock:
+            self._handles[uuid] = found
+        return found
+
+    def forget(self, uuid: str) -> None:
+        """Ask for a GPU's handle anew: it was reset."""
+        with self._lock:
+            self._handles.pop(uuid, None)
+
+    def _wrapped(self, gpu: str, name: str, error: pynvml.NVMLError) -> NvmlError:
+        code = error.value
+        message = f"{f'GPU {gpu}' if gpu else 'NVML'}: {name} failed: {error}; {on_call(code)}"
+        if code in _GONE:
+            self._forget()
+            return DriverGoneError(message, code)
+        if code in _LOST or (code == pynvml.NVML_ERROR_NOT_FOUND and name == "nvmlDeviceGetHandleByUUID"):
+            with self._lock:
+                self._handles.pop(gpu, None)
+            return GpuLostError(message, code)
+        return (NotPermittedError if code == pynvml.NVML_ERROR_NO_PERMISSION else NvmlError)(message, code)
+
+    def _forget(self) -> None:
+        with self._lock:
+            was_open, self._is_open = self._is_open, False
+            self._handles.clear()
+            if was_open:
+                try:
+                    self.library.nvmlShutdown()
+                except pynvml.NVMLError:
+                    return  # it is gone already; this only balances the library's own count
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What never changes of a GPU, but for its MIG mode."""
+
+    uuid: GpuUuid
+    index: int
+    minor: int | None
+    """N of /dev/nvidiaN."""
+    product: str
+    memory_mib: int
+    reserved_mib: int
+    """What the driver keeps."""
+    compute_capability: str
+    pci_bus_id: str
+    numa_node: int | None
+    nvlink_peers: tuple[str, ...]
+    """PCI bus IDs at the other ends of active links, each once; switches among them."""
+    mig_capable: bool
+    mig_enabled: bool
+    mig_pending: bool
+    """What MIG mode will be after the next reset."""
+    power_limit_w: float | None
+
+
+def linked(known: Identity, everyone: Mapping[GpuUuid, Identity]) -> list[GpuUuid]:
+    """Return the other GPUs at the ends of a GPU's links, or at the same switch."""
+    ends, own = set(known.nvlink_peers), {each.pci_bus_id for each in everyone.values()}
+    return [
+        uuid
+        for uuid, other in everyone.items()
+        if uuid != known.uuid and (other.pci_bus_id in ends or (ends - own) & set(other.nvlink_peers))
+    ]
+
+
+class Telemetry(msgspec.Struct, frozen=True):
+    """A GPU's counters at one moment."""
+
+    memory_used_mib: int
+    memory_free_mib: int
+    gpu_util_percent: float | None = None
+    """Share of time in which some kernel ran; absent under MIG."""
+    memory_util_percent: float | None = None
+    power_w: float | None = None
+    energy_mj: int | None = None
+    """Since the driver was loaded."""
+    temperature_c: int | None = None
+    sm_clock_mhz: int | None = None
+    memory_clock_mhz: int | None = None
+    clock_reasons: int | None = None
+    """NVML's bits of why the clocks are lower than they could be."""
+    ecc_uncorrectable: int | None = None
+    """Since the driver was loaded."""
+    rows_remapped_correctable: int | None = None
+    rows_remapped_uncorrectable: int | None = None
+    remap_pending: bool | None = None
+    """A reset is needed to take a bad row out of use."""
+    remap_failed: bool | None = None
+    """No spare row was left: replace the GPU."""
+
+
+class RunningProcess(msgspec.Struct, frozen=True):
+    """A process with a CUDA context."""
+
+    pid: int
+    memory_mib: int | None
+    """Absent in containers that lack rights to see it."""
+    gpu_instance_id: int | None = None
+
+
+UtilizationSample = tuple[int, int, int]
+"""What one process did in one of the driver's sampling periods: process ID, microseconds of the node's clock as the
+driver stamps it, SM share in percent. Plain, because thousands are read."""
+
+
+class GpmMetrics(msgspec.Struct, frozen=True):
+    """Activity between two samples, ratios 0..1; only on Hopper and newer."""
+
+    graphics: float | None = None
+    sm: float | None = None
+    occupancy: float | None = None
+    tensor: float | None = None
+    dram: float | None = None
+
+
+_SAMPLE = struct.Struct("=I4xQI12x")
+"""Process ID, stamp and SM share of NVML's structure of a sample: there are hundreds, and its attributes are slow."""
+_EVER_US = 2**64 - 1
+_MAX_LINKS = 18
+"""More than any GPU has that this was written for."""
+_NO_NUMA = 0xFFFFFFFF
+
+
+def list_gpus(session: Session) -> list[GpuUuid]:
+    """Return the UUIDs of all GPUs by index. One that is lost already when the agent starts is left out by NVML."""
+    library = session.library
+    count = session.call("", library.nvmlDeviceGetCount)
+    uuids: list[GpuUuid] = []
+    for index in range(count):
+        try:
+            handle = session.call(f"#{index}", library.nvmlDeviceGetHandleByIndex, index)
+            uuids.append(GpuUuid(session.call(f"#{index}", library.nvmlDeviceGetUUID, handle)))
+        except NvmlError as e:
+            if e.code not in (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_NO_PERMISSION):
+                raise
+    return uuids
+
+
+def read_identity(session: Session, uuid: GpuUuid) -> Identity:
+    """Describe a GPU; raises NvmlError."""
+    library, handle = session.library, session.handle(uuid)
+    memory = session.call(uuid, library.nvmlDeviceGetMemoryInfo, handle)
+    detailed = session.ask(uuid, library.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)
+    major, minor = session.call(uuid, library.nvmlDeviceGetCudaComputeCapability, handle)
+    numa = session.ask(uuid, library.nvmlDeviceGetNumaNodeId, handle)
+    mig = session.ask(uuid, library.nvmlDeviceGetMigMode, handle)
+    limit_mw = session.ask(uuid, library.nvmlDeviceGetEnforcedPowerLimit, handle)
+    return Identity(
+        uuid=uuid,
+        index=session.call(uuid, library.nvmlDeviceGetIndex, handle),
+        minor=session.ask(uuid, library.nvmlDeviceGetMinorNumber, handle),
+        product=session.call(uuid, library.nvmlDeviceGetName, handle),
+        memory_mib=memory.total // MIB,
+        reserved_mib=detailed.reserved // MIB if detailed is not None else 0,
+        compute_capability=f"{major}.{minor}",
+        pci_bus_id=_text(session.call(uuid, library.nvmlDeviceGetPciInfo, handle).busId),
+        numa_node=None if numa is None or numa in (-1, _NO_NUMA) else numa,
+        nvlink_peers=_nvlink_peers(session, uuid),
+        mig_capable=mig is not None,
+        mig_enabled=mig is not None and mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
+        mig_pending=mig is not None and mig[1] == pynvml.NVML_DEVICE_MIG_ENABLE,
+        power_limit_w=None if limit_mw is None else limit_mw / 1000,
+    )
+
+
+def _nvlink_peers(session: Session, uuid: GpuUuid) -> tuple[str, ...]:
+    library, handle = session.library, session.handle(uuid)
+    peers: dict[str, None] = {}
+    for link in range(_MAX_LINKS):
+        try:
+            state = session.ask(uuid, library.nvmlDeviceGetNvLinkState, handle, link)
+        except NvmlError as e:
+            if e.code == pynvml.NVML_ERROR_INVALID_ARGUMENT:
+                break  # no such link: the GPU has fewer
+            raise
+        if state is None:
+            break
+        if state == pynvml.NVML_FEATURE_ENABLED:
+            remote = session.ask(uuid, library.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
+            if remote is not None:
+                peers[_text(remote.busId)] = None
+    return tuple(peers)
+
+
+def read_telemetry(session: Session, uuid: GpuUuid) -> Telemetry:
+    """Read a GPU's counters; raises NvmlError."""
+    library, handle = session.library, session.handle(uuid)
+    memory = session.call(uuid, library.nvmlDeviceGetMemoryInfo, handle)
+    rates = session.ask(uuid, library.nvmlDeviceGetUtilizationRates, handle)
+    power_mw = session.ask(uuid, library.nvmlDeviceGetPowerUsage, handle)
+    rows = session.ask(uuid, library.nvmlDeviceGetRemappedRows, handle)
+    return Telemetry(
+        memory_used_mib=memory.used // MIB,
+        memory_free_mib=memory.free // MIB,
+        gpu_util_percent=None if rates is None else float(rates.gpu),
+        memory_util_percent=None if rates is None else float(rates.memory),
+        power_w=None if power_mw is None else power_mw / 1000,
+        energy_mj=session.ask(uuid, library.nvmlDeviceGetTotalEnergyConsumption, handle),
+        temperature_c=session.ask(uuid, library.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
+        sm_clock_mhz=session.ask(uuid, library.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM),
+        memory_clock_mhz=session.ask(uuid, library.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_MEM),
+        clock_reasons=session.ask(uuid, library.nvmlDeviceGetCurrentClocksEventReasons, handle),
+        ecc_uncorrectable=session.ask(
+            uuid,
+            library.nvmlDeviceGetTotalEccErrors,
+            handle,
+            pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+            pynvml.NVML_VOLATILE_ECC,
+        ),
+        rows_remapped_correctable=None if rows is None else rows[0],
+        rows_remapped_uncorrectable=None if rows is None else rows[1],
+        remap_pending=None if rows is None else bool(rows[2]),
+        remap_failed=None if rows is None else bool(rows[3]),
+    )
+
+
+_NO_INSTANCE = 0xFFFFFFFF
+
+
+def read_processes(session: Session, uuid: GpuUuid) -> list[RunningProcess]:
+    """List the processes with a context on a GPU, those of its MIG instances too; raises NvmlError."""
+    library, handle = session.library, session.handle(uuid)
+    found = session.ask(uuid, library.nvmlDeviceGetComputeRunningProcesses, handle) or []
+    return [
+        RunningProcess(
+            pid=p.pid,
+            memory_mib=None if p.usedGpuMemory is None else p.usedGpuMemory // MIB,
+            gpu_instance_id=None if p.gpuInstanceId == _NO_INSTANCE else p.gpuInstanceId,
+        )
+        for p in found
+    ]
+
+
+def read_utilization(
+    session: Session, uuid: GpuUuid, since_us: int, until_us: int = _EVER_US
+) -> Sequence[UtilizationSample] | None:
+    """Return what processes did between two moments, by the driver's stamps; None where the GPU cannot say (MIG)."""
+    found = list_samples(session, uuid, since_us)
+    if found is None:
+        return None
+    return [sample for sample in found if since_us < sample[1] <= until_us and sample[2] <= 100]
+
+
+def list_samples(session: Session, uuid: GpuUuid, since_us: int) -> Sequence[UtilizationSample] | None:
+    """Return what the driver says that processes did since a moment, whatever it is; None where it cannot say."""
+    library, handle = session.library, session.handle(uuid)
+    try:
+        found = session.ask(uuid, library.nvmlDeviceGetProcessUtilization, handle, since_us)
+    except NvmlError as e:
+        # The bindings raise SUCCESS and the driver NOT_FOUND where no process has done anything since.
+        if e.code in (pynvml.NVML_SUCCESS, pynvml.NVML_ERROR_NOT_FOUND, pynvml.NVML_ERROR_NO_DATA):
+            return ()
+        raise
+    if found is None:
+        return None
+    # The driver's ring holds slots that were never filled: their pid is 0, and their numbers are not percentages.
+    return [(pid, at_us, sm_percent) for pid, at_us, sm_percent in map(_SAMPLE.unpack, found) if pid]
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+_RECENT_S = 0.5
+
+
+class Glances:
+    """Reads telemetry, and remembers it for a moment.
+
+    Args:
+        session: The open library.
+        monotonic: Seconds.
+    """
+
+    def __init__(self, session: Session, monotonic: Callable[[], float]) -> None:
+        self._session, self._monotonic = session, monotonic
+        self._last: dict[GpuUuid, tuple[float, int, Telemetry]] = {}
+
+    def now(self, uuid: GpuUuid) -> Telemetry:
+        """Ask the driver; raises NvmlError."""
+        self._last.pop(uuid, None)
+        found = read_telemetry(self._session, uuid)
+        self._last[uuid] = (self._monotonic(), self._session.openings, found)
+        return found
+
+    def recent(self, uuid: GpuUuid) -> Telemetry:
+        """Return what was read a moment ago, once; otherwise ask the driver. Raises NvmlError."""
+        at, openings, found = self._last.pop(uuid, (0.0, -1, None))
+        if found is None or openings != self._session.openings or self._monotonic() - at > _RECENT_S:
+            return read_telemetry(self._session, uuid)
+        return found

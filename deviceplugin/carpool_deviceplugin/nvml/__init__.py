@@ -1,1 +1,0 @@
-"""Real GPUs, through NVIDIA's management library."""

@@ -1,0 +1,404 @@
+"""From MIG reservations on one GPU to instances: which are kept, made and destroyed, and for whom. Pure."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from itertools import combinations
+
+from carpool_core.resources.node import Reservation
+from carpool_core.values import PodUid, SharingMode
+
+from carpool_deviceplugin.gpu import (
+    CreateInstance,
+    DestroyInstance,
+    GpuActual,
+    Limits,
+    Part,
+    SetLimits,
+    SetMode,
+    StartMps,
+    Step,
+    StopMps,
+)
+from carpool_deviceplugin.mig import (
+    Create,
+    Destroy,
+    MigPlan,
+    MigRefusal,
+    MigTable,
+    Placement,
+    Profile,
+    has_room,
+    occupied,
+    plan_mig,
+)
+from carpool_deviceplugin.quoting import quoted
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """What to do about the instances of one GPU."""
+
+    steps: tuple[Step, ...]
+    ready: tuple[PodUid, ...]
+    """Pods that have their instance once the steps are done."""
+    waiting: dict[PodUid, str]
+    """Pods whose instance fits once others have left, and for whom they wait."""
+    refused: dict[PodUid, str]
+    """Pods whose instance does not fit, and what is in the way."""
+
+
+def divide(actual: GpuActual, table: MigTable, granted: Sequence[Reservation]) -> Division:
+    """Plan the instances of a GPU.
+
+    Instances of others, those with a process and those of pods with a reservation stay. Idle ones of ours are used
+    again or destroyed.
+
+    Args:
+        actual: How the GPU is.
+        table: What it can be divided into.
+        granted: Reservations in mode MIG, those that come first in front; each names a profile of the table.
+    """
+    settled = _settled(actual.parts, granted)
+    staying = [p for p in actual.parts if not p.is_ours or p.is_used or p in settled.values()]
+    taken = [p.instance.placement.profile for p in staying]
+    accepted: list[Reservation] = []
+    waiting: dict[PodUid, str] = {}
+    refused: dict[PodUid, str] = {}
+    plan = _planned(table, actual.parts, staying, taken)
+    for wanted in (r for r in granted if r.pod_uid not in settled):
+        profiles = [*taken, *(_profile(table, r) for r in (*accepted, wanted))]
+        extra = profiles[len(taken) :]
+        if has_room(table, occupied(p.instance.placement for p in staying), Counter(extra)):
+            plan = _planned(table, actual.parts, staying, profiles)
+            accepted.append(wanted)
+            continue
+        leaving = [p for p in staying if p.is_ours and p not in settled.values()]
+        if awaited := _obstacles(table, staying, leaving, extra):
+            whom = ", ".join(f"pod {u}" for u in sorted(u for p in awaited for u in p.users)) or "nobody known"
+            waiting[wanted.pod_uid] = (
+                f"waits for the processes of {whom} to leave its MIG instance of GPU {actual.uuid}"
+            )
+            continue
+        why = " and ".join(str(p.instance) for p in _obstacles(table, staying, staying, extra)) or "too little room"
+        refused[wanted.pod_uid] = (
+            f"GPU {actual.uuid}: expected room for {', '.join(map(str, extra))}, found {why} in the way; reserve a "
+            "smaller profile or another GPU"
+        )
+    steps = _steps(actual, plan, staying, settled, accepted)
+    return Division(steps, (*settled, *(r.pod_uid for r in accepted)), waiting, refused)
+
+
+def _settled(parts: Sequence[Part], granted: Sequence[Reservation]) -> dict[PodUid, Part]:
+    """Who has an instance: the one that was made for it, or, where that was forgotten, the one that it uses."""
+    settled: dict[PodUid, Part] = {}
+    for r in granted:
+        fitting = [p for p in parts if p.instance.placement.profile.name == r.mig_profile]
+        own = [p for p in fitting if p.is_ours and p.pod_uid == r.pod_uid]
+        own = own or [p for p in fitting if r.pod_uid in p.users]  # only the agent let it in there
+        if own and own[0] not in settled.values():
+            settled[r.pod_uid] = own[0]
+    return settled
+
+
+def _planned(table: MigTable, parts: Sequence[Part], staying: Sequence[Part], wanted: Sequence[Profile]) -> MigPlan:
+    """Plan what is known to fit."""
+    found = plan_mig(table, [p.instance for p in parts], {p.instance.id for p in staying}, wanted)
+    if isinstance(found, MigRefusal):
+        raise ValueError(f"expected what fits, found that it does not: {found.message}")
+    return found
+
+
+def _profile(table: MigTable, reservation: Reservation) -> Profile:
+    return table.find(reservation.mig_profile or "")
+
+
+def _obstacles(
+    table: MigTable, staying: Sequence[Part], may_go: Sequence[Part], extra: Sequence[Profile]
+) -> tuple[Part, ...]:
+    """The fewest of `may_go` without which there would be room; empty where that is not enough."""
+    for count in range(1, len(may_go) + 1):
+        for going in combinations(may_go, count):
+            left = occupied(p.instance.placement for p in staying if p not in going)
+            if has_room(table, left, Counter(extra)):
+                return going
+    return ()
+
+
+def _steps(
+    actual: GpuActual,
+    plan: MigPlan,
+    staying: Sequence[Part],
+    settled: dict[PodUid, Part],
+    accepted: Sequence[Reservation],
+) -> tuple[Step, ...]:
+    kept = {i.id for i in plan.kept} - {p.instance.id for p in staying}
+    free: list[Placement] = [p.instance.placement for p in actual.parts if p.instance.id in kept]
+    free += [s.placement for s in plan.steps if isinstance(s, Create)]
+    given: dict[Placement, PodUid] = {}
+    for r in accepted:
+        place = next(p for p in free if p not in given and p.profile.name == r.mig_profile)
+        given[place] = r.pod_uid
+    forgotten = [(p, uid) for uid, p in settled.items() if p.pod_uid != uid]
+    return (
+        *(DestroyInstance(s.instance.placement) for s in plan.steps if isinstance(s, Destroy)),
+        *(CreateInstance(p.instance.placement, uid) for p, uid in forgotten),
+        *(CreateInstance(place, given[place]) for place in free if place in given),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to do about one GPU."""
+
+    steps: tuple[Step, ...] = ()
+    ready: tuple[PodUid, ...] = ()
+    """Pods whose share exists once the steps are done."""
+    waiting: Mapping[PodUid, str] | None = None
+    """Pods that must wait for others to leave, and for whom."""
+    refused: Mapping[PodUid, str] | None = None
+    """Pods whose reservation cannot be honoured, and why."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing remains to be done or waited for."""
+        return not self.steps and not self.waiting
+
+
+def plan(
+    actual: GpuActual,
+    reservations: Iterable[Reservation],
+    held: Set[PodUid] = frozenset(),
+    peaks: Mapping[PodUid, int] | None = None,
+) -> Plan:
+    """Plan the steps for one GPU.
+
+    Whoever is on the GPU, or was promised it, comes before whoever reserved later; nothing is ever taken from them. The
+    mode changes only while no process is on the GPU. MIG instances come and go beside each other.
+
+    Args:
+        actual: How the GPU is.
+        reservations: Those that name this GPU.
+        held: Pods whose share was reported ready.
+        peaks: The most that each pod was measured to take of the GPU, in MiB.
+    """
+    granted, refused = _grant(actual, reservations, held, peaks or {})
+    leaving = actual.tenants - {r.pod_uid for r in granted}
+    if not granted:
+        return Plan(steps=_tidied(actual) if leaving else _leave(actual), refused=refused)
+    mode = granted[0].mode
+    is_changing = actual.mode is not mode
+    if mode is SharingMode.MIG and not (is_changing and actual.tenants):
+        return _divided(actual, granted, refused)
+    if leaving or (is_changing and actual.tenants):
+        staying = {r.pod_uid for r in granted if not is_changing and r.pod_uid in held | actual.tenants}
+        whom = ", ".join(sorted(leaving or actual.tenants))
+        reason = f"waits for the processes of pod {whom} to leave GPU {actual.uuid}"
+        return Plan(
+            steps=_limits(actual, [r for r in granted if r.pod_uid in staying]) if mode is SharingMode.MPS else (),
+            ready=tuple(r.pod_uid for r in granted if r.pod_uid in staying),
+            waiting={r.pod_uid: reason for r in granted if r.pod_uid not in staying},
+            refused=refused,
+        )
+    steps = (*_leave(actual, keep=mode), *_enter(actual, granted)) if is_changing else _enter(actual, granted)
+    return Plan(steps=steps, ready=tuple(r.pod_uid for r in granted), refused=refused)
+
+
+def _divided(actual: GpuActual, granted: Sequence[Reservation], refused: Mapping[PodUid, str]) -> Plan:
+    if actual.mig_table is None or actual.mig_manager:
+        return Plan(ready=tuple(r.pod_uid for r in granted), refused=refused)  # who is there stays; nobody else came in
+    found = divide(actual, actual.mig_table, granted)
+    into = () if actual.mode is SharingMode.MIG else (*_leave(actual, keep=SharingMode.MIG), SetMode(SharingMode.MIG))
+    return Plan((*into, *found.steps), found.ready, found.waiting, {**refused, **found.refused})
+
+
+def _tidied(actual: GpuActual) -> tuple[Step, ...]:
+    """What can be returned though somebody is still leaving: idle MIG instances."""
+    if actual.mode is not SharingMode.MIG or actual.mig_table is None or actual.mig_manager:
+        return ()
+    return divide(actual, actual.mig_table, ()).steps
+
+
+def way_back(done: Sequence[Step], before: GpuActual) -> tuple[Step, ...]:
+    """Return the steps that undo `done`, which began at `before`."""
+    return tuple(step for taken in reversed(done) for step in _undo(taken, before))
+
+
+def _undo(step: Step, before: GpuActual) -> tuple[Step, ...]:
+    match step:
+        case SetMode():
+            return (SetMode(before.mode),)
+        case StartMps():
+            return () if before.mps_daemon else (StopMps(),)
+        case StopMps():
+            limits = tuple(SetLimits(pod, limits) for pod, limits in before.limits.items())
+            return (StartMps(), *limits) if before.mps_daemon else ()
+        case SetLimits(pod_uid):
+            return (SetLimits(pod_uid, before.limits.get(pod_uid)),)
+        case CreateInstance(placement) | DestroyInstance(placement):
+            there = next((p for p in before.parts if p.instance.placement == placement), None)
+            if there is None:
+                return (DestroyInstance(placement),)
+            return (CreateInstance(placement, there.pod_uid),) if there.is_ours else ()
+
+
+def _grant(
+    actual: GpuActual, reservations: Iterable[Reservation], held: Set[PodUid], peaks: Mapping[PodUid, int]
+) -> tuple[list[Reservation], dict[PodUid, str]]:
+    def rank(r: Reservation) -> tuple[bool, bool, str, str]:
+        return (r.pod_uid not in actual.tenants, r.pod_uid not in held, r.reserved_at, r.pod_uid)
+
+    granted: list[Reservation] = []
+    refused: dict[PodUid, str] = {}
+    for reservation in sorted(reservations, key=rank):
+        is_there = reservation.pod_uid in held | actual.tenants
+        reason = "" if is_there else actual.problem
+        reason = reason or _impossible(actual, reservation, is_there=is_there)
+        reason = reason or _conflict(actual, reservation, granted)
+        if not (is_there and _is_as_it_was(actual, reservation)):
+            reason = reason or _overcommitted(actual, reservation, granted, peaks)
+        if reason:
+            refused[reservation.pod_uid] = reason
+        else:
+            granted.append(reservation)
+    return granted, refused
+
+
+def _impossible(actual: GpuActual, wanted: Reservation, *, is_there: bool) -> str:
+    """Why this reservation could not be honoured on an empty GPU either."""
+    if wanted.mode not in actual.modes and not (is_there and wanted.mode is actual.mode):
+        can = ", ".join(sorted(actual.modes)) or "none"
+        why = f" ({actual.mig_manager})" if wanted.mode is SharingMode.MIG and actual.mig_manager else ""
+        return f"GPU {actual.uuid}: expected a mode out of {can}, found {wanted.mode}{why}; reserve another mode"
+    if wanted.mode is SharingMode.MIG:
+        return _impossible_instance(actual, wanted)
+    if wanted.memory_limit_mib is not None and wanted.memory_limit_mib > actual.usable_mib:
+        return (
+            f"GPU {actual.uuid}: expected a limit of at most {actual.usable_mib:,} MiB, found "
+            f"{wanted.memory_limit_mib:,} MiB; reserve a larger GPU"
+        )
+    if wanted.mode is SharingMode.MPS and len(wanted.gpu_uuids) > 1:
+        return (
+            f"expected one GPU with MPS, found {len(wanted.gpu_uuids)}; each GPU has an MPS daemon of its own and a "
+            "process reaches only one: reserve the GPUs Exclusive or TimeSlicing"
+        )
+    return ""
+
+
+def _impossible_instance(actual: GpuActual, wanted: Reservation) -> str:
+    if len(wanted.gpu_uuids) > 1:
+        return (
+            f"expected one GPU with MIG, found {len(wanted.gpu_uuids)}; a process reaches only one MIG instance: "
+            "reserve the GPUs Exclusive or TimeSlicing"
+        )
+    profiles = actual.mig_table.by_name if actual.mig_table else {}
+    profile = profiles.get(wanted.mig_profile or "")
+    if profile is None:
+        return (
+            f"GPU {actual.uuid}: expected migProfile out of {', '.join(profiles) or 'none'}, found "
+            f"{quoted(wanted.mig_profile or '')}; reserve one of those"
+        )
+    if (wanted.memory_limit_mib or 0) > profile.memory_mib:
+        return (
+            f"GPU {actual.uuid}: expected a limit of at most the {profile.memory_mib:,} MiB of {profile}, found "
+            f"{wanted.memory_limit_mib:,} MiB; reserve a larger profile"
+        )
+    return ""
+
+
+def _conflict(actual: GpuActual, wanted: Reservation, granted: Sequence[Reservation]) -> str:
+    """Why this reservation does not go with those before it."""
+    if not granted:
+        return ""
+    first = granted[0]
+    who = f"{first.pod_namespace}/{first.pod_name}"
+    if first.mode is not wanted.mode or first.mode is SharingMode.EXCLUSIVE:
+        return (
+            f"GPU {actual.uuid}: is {first.mode} for {who}, found a reservation for {wanted.mode}; reserve another GPU"
+        )
+    if first.mode is not SharingMode.MPS:
+        return ""
+    if first.pod_namespace != wanted.pod_namespace:
+        return (
+            f"GPU {actual.uuid}: its MPS daemon serves namespace {first.pod_namespace}, found {wanted.pod_namespace}; "
+            "namespaces never share a daemon: reserve another GPU"
+        )
+    return ""
+
+
+def _is_as_it_was(actual: GpuActual, wanted: Reservation) -> bool:
+    """Whether a pod that was let in wants what it was let in with."""
+    known = actual.limits.get(wanted.pod_uid)
+    return known is None or known.memory_mib == wanted.memory_limit_mib
+
+
+def _overcommitted(
+    actual: GpuActual, wanted: Reservation, granted: Sequence[Reservation], peaks: Mapping[PodUid, int]
+) -> str:
+    """Why there is no memory for it beside those before it; only who comes in is asked.
+
+    Limits of those who are there may exceed the GPU: the scheduler lets others in beside a measured peak.
+    """
+    if not granted or wanted.mode is not SharingMode.MPS:
+        return ""
+    counts = _counted_mib(wanted, peaks)
+    free = actual.usable_mib - sum(_counted_mib(r, peaks) for r in granted)
+    if counts > free:
+        return (
+            f"GPU {actual.uuid}: has {free:,} of {actual.usable_mib:,} MiB that are not promised, found a limit of "
+            f"{counts:,} MiB; reserve another GPU"
+        )
+    return ""
+
+
+def _counted_mib(reservation: Reservation, peaks: Mapping[PodUid, int]) -> int:
+    """Count a share's memory: its measured peak, as long as that stands, or else all that its limit allows."""
+    measured = reservation.tenant.measured_mib
+    if measured is not None and peaks.get(reservation.pod_uid, 0) <= measured:
+        return measured
+    return reservation.memory_limit_mib or 0
+
+
+def _leave(actual: GpuActual, keep: SharingMode | None = None) -> tuple[Step, ...]:
+    """Steps out of the present mode, to idle unless another mode follows at once."""
+    steps: tuple[Step, ...] = ()
+    if actual.mps_daemon or actual.mps_left or actual.mps_untidied or actual.limits:
+        steps = (StopMps(),)
+    if keep is not SharingMode.MIG and not actual.mig_manager:
+        steps += tuple(DestroyInstance(p.instance.placement) for p in actual.parts if p.is_ours and not p.is_used)
+    if keep is None and actual.mode is not None:
+        steps = (*steps, SetMode(None))
+    return steps
+
+
+def _enter(actual: GpuActual, granted: Sequence[Reservation]) -> tuple[Step, ...]:
+    mode = granted[0].mode
+    is_changing = actual.mode is not mode
+    is_mps = mode is SharingMode.MPS
+    is_left = actual.mps_daemon or actual.mps_left or actual.mps_untidied
+    is_useless = _is_of_no_use(actual, granted) if is_mps else is_left
+    is_ending = is_useless and not is_changing and not actual.tenants  # `_leave` has ended it where the mode changes
+    steps: list[Step] = [SetMode(mode)] if is_changing else [StopMps()] if is_ending else []
+    if is_mps:
+        if is_changing or is_ending or not (actual.mps_daemon or actual.tenants):
+            steps.append(StartMps())  # under who is there a dead daemon's server may go on: another one would end it
+        steps += _limits(actual, granted, from_nothing=is_changing or is_ending)
+    return tuple(steps)
+
+
+def _is_of_no_use(actual: GpuActual, granted: Sequence[Reservation]) -> bool:
+    """Whether another MPS daemon must take the place of the one that there is, or was, once nobody is on the GPU.
+
+    One that knows none of who comes in served others, of whatever namespace: what they left in its memory is not for
+    these, and containers of theirs that are still ending must not reach the next one.
+    """
+    is_of_others = actual.limits.keys().isdisjoint(r.pod_uid for r in granted)
+    return actual.mps_hangs or (is_of_others and bool(actual.mps_daemon or actual.limits))
+
+
+def _limits(actual: GpuActual, granted: Sequence[Reservation], from_nothing: bool = False) -> tuple[Step, ...]:
+    now = {} if from_nothing else dict(actual.limits)
+    wanted = {r.pod_uid: Limits(r.memory_limit_mib, r.thread_percentage) for r in granted}
+    gone = [pod for pod in now if pod not in wanted and pod not in actual.tenants]
+    changed = [pod for pod, limits in wanted.items() if now.get(pod) != limits]
+    return (*(SetLimits(pod, None) for pod in gone), *(SetLimits(pod, wanted[pod]) for pod in changed))

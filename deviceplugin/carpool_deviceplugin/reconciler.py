@@ -1,0 +1,308 @@
+"""One node's GpuNode: reservations in, GPUs prepared and measured, status out."""
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from typing import Any
+
+import msgspec
+import structlog
+from carpool_core.clock import Clock
+from carpool_core.kube.api import GPU_NODES, NODES, KubeApi, Selector
+from carpool_core.kube.errors import Conflict, KubeError, Refused
+from carpool_core.kube.reflector import Reflector
+from carpool_core.resources.meta import ObjectMeta
+from carpool_core.resources.node import Device, GpuNode, Partition, Reservation, Tenant
+from carpool_core.values import DeviceHealth, GpuUuid, NodeName, PartitionState, PodUid
+
+from carpool_deviceplugin import events
+from carpool_deviceplugin.device_state import GpuWorker
+from carpool_deviceplugin.events import Teller
+from carpool_deviceplugin.gpu import DeviceError, Devices
+from carpool_deviceplugin.metering import Meter
+from carpool_deviceplugin.status import Reporter, above_limit, partition_of, presentable, struck_of
+from carpool_deviceplugin.timeouts import Patient, Rhythm, Rounds, Threads, woken
+
+LABEL = "nvidia.com/mig.config"
+_UNKNOWN = "the Node's labels could not be read yet"
+
+
+class _Labelled(msgspec.Struct, frozen=True):
+    metadata: ObjectMeta
+
+
+class MigManager:
+    """Tells the GPUs who else divides them. Until the label was read, the agent divides none.
+
+    Args:
+        node: Name of the Node.
+        api: The API server.
+        devices: The node's GPUs; simulated ones are not divided, so nobody is asked.
+    """
+
+    def __init__(self, node: NodeName, api: KubeApi, devices: Devices) -> None:
+        self._node, self._api, self._devices = node, api, devices
+        self._known = _UNKNOWN
+        self._log = structlog.get_logger().bind(node=node)
+        if not devices.simulated:
+            devices.set_mig_manager(_UNKNOWN)
+
+    async def confirm(self) -> bool:
+        """Read the label; return whether it says something else than before. What cannot be read stays as it was."""
+        if self._devices.simulated:
+            return False
+        try:
+            found = await self._api.get(NODES, self._node, _Labelled)
+        except KubeError as e:
+            self._log.info("node not read", error=str(e))
+            return False
+        value = found.metadata.labels.get(LABEL, "")
+        before = self._known
+        self._known = f"the Node's label {LABEL} is {value}" if value else ""
+        self._devices.set_mig_manager(self._known)
+        return self._known != before
+
+
+_STRUCK_FOR_S = 600.0
+"""How long the word of an earlier agent stands."""
+
+
+class _Nameplate(msgspec.Struct, frozen=True):
+    metadata: ObjectMeta
+
+
+class Reconciler:
+    """Looks after one node.
+
+    Args:
+        node: Name of the Node, and of its GpuNode.
+        api: The API server.
+        clock: The time.
+        devices: The node's GPUs.
+        rhythm: Deadlines and intervals.
+        on_health: Called with the number of healthy GPUs, whenever it may have changed.
+    """
+
+    def __init__(
+        self,
+        node: NodeName,
+        api: KubeApi,
+        clock: Clock,
+        devices: Devices,
+        rhythm: Rhythm,
+        on_health: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self._node, self._api, self._clock, self._devices, self._rhythm = node, api, clock, devices, rhythm
+        self._log = structlog.get_logger().bind(node=node)
+        self._threads = Threads()
+        self.reporter = Reporter(
+            node, api, clock, devices, rhythm, self._threads, on_devices=self._see_devices, on_missing=self._create
+        )
+        self._on_health = on_health
+        self._teller = Teller(node, api, clock)
+        self._seen_devices: dict[GpuUuid, Device] = {}
+        self._seen_partitions: dict[PodUid, Partition] = {}
+        self._told_partitions: Sequence[Partition] | None = None
+        self._seen_struck: dict[PodUid, str] = {}
+        self._struck_before: tuple[float, Mapping[PodUid, str]] = (0.0, {})
+        """Pods that an earlier agent told of, and when that was heard."""
+        self._left_out: list[str] = []
+        self._above: Set[tuple[PodUid, GpuUuid]] = frozenset()
+        self.meters = {uuid: Meter(uuid) for uuid in devices.uuids}
+        self._measure_again = asyncio.Event()
+        self._partitions: list[Partition] | None = None
+        """As they were told at last; None where reservations or GPUs have changed since."""
+        self._mig = MigManager(node, api, devices)
+        self._workers = {
+            uuid: GpuWorker(
+                uuid,
+                devices,
+                self._progress,
+                rhythm,
+                self._mig.confirm,
+                Patient(f"GPU {uuid}", rhythm.step_deadline_s, self._threads),
+                self.meters[uuid].peaks,
+            )
+            for uuid in devices.uuids
+        }
+        self._readings = Rounds(devices.read, rhythm.step_deadline_s, self._threads)
+        self.reflector: Reflector[GpuNode] = Reflector(
+            api,
+            GPU_NODES,
+            GpuNode,
+            selector=Selector(fields=f"metadata.name={node}"),
+            clock=clock,
+            on_change=self._on_change,
+        )
+
+    @property
+    def reservations(self) -> Sequence[Reservation]:
+        """What the scheduler decided for this node, as far as heard."""
+        found = self.reflector.store.get(self._node)
+        return found.spec.reservations if found else ()
+
+    @property
+    def partitions(self) -> Sequence[Partition]:
+        """How far each reservation is, as known here and now."""
+        if self._partitions is None:
+            outcomes = {uuid: worker.outcomes for uuid, worker in self._workers.items()}
+            ordered = sorted(self.reservations, key=lambda r: r.pod_uid)
+            self._partitions = [partition_of(r, outcomes) for r in ordered]
+        return self._partitions
+
+    async def run(self) -> None:
+        """Look after the node, for ever."""
+        await self._mig.confirm()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.reflector.run())
+            tasks.create_task(self._ask_who_divides())
+            tasks.create_task(self._ask_who_measures())
+            await self.reflector.wait_synced()
+            for worker in self._workers.values():
+                tasks.create_task(worker.run())
+            tasks.create_task(self._measure())
+            tasks.create_task(self.reporter.run())
+            tasks.create_task(self._teller.run())
+
+    async def _ask_who_divides(self) -> None:
+        while True:
+            await self._rhythm.sleep(self._rhythm.labels_s)
+            if await self._mig.confirm():
+                self.reporter.look_again()
+
+    async def _ask_who_measures(self) -> None:
+        patient = Patient("metrics sources", self._rhythm.step_deadline_s, self._threads)
+        while not self._devices.simulated:
+            try:
+                await patient.call(self._devices.ask_others)
+            except DeviceError as e:
+                self._log.debug("nobody else asked", error=str(e))  # what was said before runs out by itself
+            await self._rhythm.sleep(self._rhythm.others_s)
+
+    def _on_change(self, old: GpuNode | None, new: GpuNode | None) -> None:
+        if new is None:
+            self.reporter.vanished()
+        elif old is None or old.metadata.uid != new.metadata.uid:
+            self.reporter.appeared(new.status)
+            self._remember(new)
+        elif old.spec == new.spec:
+            return  # the status alone, which the agent has written itself
+        reservations = new.spec.reservations if new else []
+        for uuid, worker in self._workers.items():
+            worker.want([r for r in reservations if uuid in r.gpu_uuids])
+        pods = {r.pod_uid for r in reservations}
+        gone = {r.pod_uid for r in old.spec.reservations} - pods if old else set()
+        for meter in self.meters.values():
+            meter.keep(pods)
+            meter.doubt(gone)
+        if gone:
+            self._measure_again.set()
+        self._progress()
+
+    def _remember(self, node: GpuNode) -> None:
+        ready = frozenset(p.pod_uid for p in node.status.partitions if p.state is PartitionState.READY)
+        for worker in self._workers.values():
+            worker.remember(ready)
+        self._seen_struck = {s.pod_uid: s.message for s in node.status.struck}
+        self._struck_before = (self._clock.monotonic(), self._seen_struck)
+        self._seen_devices = {d.uuid: d for d in node.status.devices}
+        self._seen_partitions = {p.pod_uid: p for p in node.status.partitions}
+
+    def _see_devices(self, devices: Sequence[Device]) -> None:
+        self._on_health(sum(d.health is DeviceHealth.HEALTHY for d in devices))
+        found = events.of_devices(self._seen_devices, devices)
+        self._tell(found)
+        if found:
+            for worker in self._workers.values():
+                worker.look_again()
+        self._seen_devices = {d.uuid: d for d in devices}
+
+    def _see_partitions(self, partitions: Sequence[Partition]) -> None:
+        struck = {pod: why for told in self._struck() for pod, why in told.items()}
+        if partitions is self._told_partitions and struck == self._seen_struck:
+            return
+        self._told_partitions = partitions
+        reservations = {r.pod_uid: r for r in self.reservations}
+        self._tell(
+            events.of_partitions(self._seen_partitions, partitions, reservations)
+            + events.of_struck(self._seen_struck, struck, reservations)
+        )
+        self._seen_partitions, self._seen_struck = {p.pod_uid: p for p in partitions}, struck
+
+    def _tell(self, found: Sequence[events.News]) -> None:
+        node = self.reflector.store.get(self._node)
+        self._teller.tell(found, node.metadata.uid if node is not None else "")
+
+    def _progress(self) -> None:
+        """Reservations have changed, or how far one of them is."""
+        self._partitions = None
+        self._report()
+
+    def _report(self) -> None:
+        tenants = [tenant for meter in self.meters.values() for tenant in meter.tenants()]
+        fine, left_out = presentable(tenants, {r.pod_uid for r in self.reservations})
+        if left_out != self._left_out:
+            self._left_out = left_out
+            self._log.warning("tenants left out of the status", count=len(left_out), first=left_out[:3])
+        self._tell_above_limit(tenants)
+        partitions = self.partitions
+        self._see_partitions(partitions)
+        self.reporter.report(partitions, fine, struck_of(self._struck()))
+
+    def _struck(self) -> list[Mapping[PodUid, str]]:
+        """Pods that faults have ended together; the operator may not have read yet what an earlier agent said."""
+        heard_at, before = self._struck_before
+        earlier = before if self._clock.monotonic() - heard_at <= _STRUCK_FOR_S else {}
+        return [earlier, *(worker.ended for worker in self._workers.values())]
+
+    def _tell_above_limit(self, tenants: Sequence[Tenant]) -> None:
+        above = above_limit(tenants, self.reservations)
+        for who in sorted(above.keys() - self._above):
+            self._log.warning("tenant above its limit", pod=who[0], gpu=who[1], why=above[who])
+        self._above = above.keys()
+
+    async def _create(self) -> None:
+        """Create the GpuNode, owned by the Node, so that it goes when the Node goes.
+
+        A node that may not be read, or does not exist (yet), leaves the GpuNode without an owner.
+        """
+        owners: list[Mapping[str, Any]] = []
+        try:
+            node = await self._api.get(NODES, self._node, _Nameplate)
+            owners = [{"apiVersion": "v1", "kind": "Node", "name": self._node, "uid": node.metadata.uid}]
+        except Refused as e:
+            self._log.info("gpunode has no owner", reason=str(e))
+        metadata = {"name": self._node, "ownerReferences": owners}
+        try:
+            await self._api.create(GPU_NODES, {"metadata": metadata, "spec": {"reservations": []}})
+            self._log.info("gpunode created")
+        except Conflict:
+            self._log.debug("gpunode exists already")
+
+    async def _measure(self) -> None:
+        count = 0
+        while True:
+            self._measure_again.clear()
+            is_full = count % self._rhythm.idle_samples == 0
+            busy = {uuid for r in self.reservations for uuid in r.gpu_uuids}
+            due = [uuid for uuid, meter in self.meters.items() if is_full or uuid in busy or meter.uses]
+            await self._sample(due)
+            if is_full:
+                self.reporter.look_again()
+            self._report()
+            count += 1
+            await woken(self._measure_again, self._rhythm.sample_s, self._rhythm.sleep)
+
+    async def _sample(self, due: Collection[GpuUuid]) -> None:
+        answers = await self._readings.ask(due)
+        reserved = {r.pod_uid for r in self.reservations}
+        for uuid, found in answers.items():
+            meter = self.meters[uuid]
+            if isinstance(found, DeviceError):
+                meter.is_current = False
+                self._log.debug("gpu not measured", gpu=uuid, error=str(found))  # its health says so already
+                continue
+            there = meter.running()
+            meter.sample(found)
+            if there - meter.running():
+                self._workers[uuid].look_again()  # a fault may have ended them, and somebody waits to hear of it
+            meter.keep(reserved)

@@ -1,0 +1,278 @@
+"""Simulated GPUs behind the port, for an agent that was told explicitly to have them."""
+
+import time
+import uuid as uuids
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import structlog
+from carpool_core.keys import SIMULATED_PREFIX
+from carpool_core.products import GpuProduct, UnknownProductError, find_product
+from carpool_core.resources.node import Device
+from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
+from carpool_simulated.device import Device as SimulatedDevice
+from carpool_simulated.state import IDLE, DeviceStateError, Facts, Limit, Mode, SimulatedGpuError
+
+from carpool_deviceplugin.gpu import (
+    Access,
+    DeviceError,
+    GpuActual,
+    Limits,
+    Mount,
+    NoDevicesError,
+    ProcessUse,
+    Reading,
+    SetLimits,
+    SetMode,
+    StartMps,
+    Step,
+    StopMps,
+)
+from carpool_deviceplugin.quoting import quoted
+
+CONTAINER_GPUS = "/run/carpool/gpus"
+CONTAINER_MPS = "/run/carpool/mps"
+MODES = (SharingMode.EXCLUSIVE, SharingMode.TIME_SLICING, SharingMode.MPS)
+
+_NAMESPACE = uuids.UUID("6d2f9d0e-3c1d-5f0e-9d0a-6b1f4d2a7c11")
+_DRIVER_MIB, _DRIVER_SHARE = 300, 0.008
+"""What the driver keeps: with these an A100-40GB shows PyTorch's 39.39 GiB."""
+_CONTEXT_MIB = 420
+"""A CUDA context with cuDNN and cuBLAS loaded takes 400 to 500 MiB."""
+_FRAGMENTATION_MIB = 256
+"""Kept free beside the driver's memory: allocators lose some to fragmentation."""
+
+
+def parse_inventory(text: str) -> list[GpuProduct]:
+    """Read `PRODUCT:COUNT[,PRODUCT:COUNT…]`, one product for each GPU.
+
+    Raises:
+        NoDevicesError: The text cannot be understood or names an unknown product.
+    """
+    products: list[GpuProduct] = []
+    for part in text.split(","):
+        name, colon, count = part.strip().rpartition(":")
+        if not colon:
+            name, count = count, "1"
+        if not count.isdecimal() or len(count) > 2 or not 1 <= int(count) <= 64:
+            raise NoDevicesError(
+                f'CARPOOL_SIMULATED_GPUS: expected PRODUCT:COUNT such as "NVIDIA A100-SXM4-40GB:4", with a count '
+                f"from 1 to 64; found {quoted(part.strip())}"
+            )
+        try:
+            products += [find_product(name.strip())] * int(count)
+        except UnknownProductError as e:
+            raise NoDevicesError(f"CARPOOL_SIMULATED_GPUS: {e}") from e
+    return products
+
+
+@contextmanager
+def _as_device_error() -> Iterator[None]:
+    try:
+        yield
+    except (SimulatedGpuError, OSError, ValueError) as e:
+        raise DeviceError(str(e)) from e
+
+
+class SimulatedDevices:
+    """The GPUs of a node that has none.
+
+    A GPU's UUID follows from the node's name and its index, as a real one is burnt in: it stays the same whatever
+    happens to the state directory.
+
+    Args:
+        products: One for each GPU.
+        node: Name of the node.
+        state_dir: Where the devices live; containers see them through bind mounts.
+        monotonic: Seconds, the same for all processes of the machine.
+    """
+
+    simulated = True
+
+    def __init__(
+        self,
+        products: Sequence[GpuProduct],
+        node: str,
+        state_dir: Path,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._mps = state_dir / "mps"
+        self._log = structlog.get_logger().bind(node=node)
+        self._told: dict[GpuUuid, tuple[str, ...]] = {}
+        self._facts: dict[GpuUuid, Facts] = {}
+        self._products: dict[GpuUuid, GpuProduct] = {}
+        self._devices: dict[GpuUuid, SimulatedDevice] = {}
+        for index, product in enumerate(products):
+            uuid = GpuUuid(f"GPU-{uuids.uuid5(_NAMESPACE, f'{node}/{index}')}")
+            self._facts[uuid] = facts = _facts(uuid, index, product)
+            self._products[uuid] = product
+            self._devices[uuid] = device = SimulatedDevice(state_dir / "simulated" / uuid, monotonic)
+            device.create(facts)
+
+    @property
+    def uuids(self) -> Sequence[GpuUuid]:
+        """The GPUs by index."""
+        return list(self._facts)
+
+    def inventory(self) -> list[Device]:
+        """Describe every GPU."""
+        return [self.describe(uuid) for uuid in self._facts]
+
+    def describe(self, uuid: GpuUuid) -> Device:
+        """Describe one GPU."""
+        facts, product = self._facts[uuid], self._products[uuid]
+        mode, problem = None, ""
+        try:
+            actual = self.actual(uuid)
+            mode, problem = actual.mode, actual.problem
+        except DeviceError as e:
+            problem = str(e)
+        return Device(
+            uuid=uuid,
+            index=facts.index,
+            product=facts.product,
+            memory_mib=facts.memory_mib,
+            reserved_mib=facts.reserved_mib + _FRAGMENTATION_MIB,
+            compute_capability=facts.compute_capability,
+            mig_profiles=list(product.mig_profiles),
+            modes=list(MODES),
+            mode=mode,
+            health=DeviceHealth.UNHEALTHY if problem else DeviceHealth.HEALTHY,
+            health_message=problem,
+        )
+
+    def actual(self, uuid: GpuUuid) -> GpuActual:
+        """Read how a GPU is divided."""
+        device = self._device(uuid)
+        with _as_device_error():
+            facts = device.facts()
+            held, problems = device.held()
+            mode = _mode_of(device, in_use=bool(held or problems))
+        return GpuActual(
+            uuid=uuid,
+            usable_mib=facts.memory_mib - facts.reserved_mib,
+            modes=frozenset(MODES),
+            mode=None if mode.mode == IDLE else SharingMode(mode.mode),
+            mps_daemon=mode.mps_daemon,
+            limits={PodUid(pod): Limits(x.memory_mib, x.thread_percentage) for pod, x in mode.limits.items()},
+            tenants=frozenset(PodUid(h.claim.pod_uid) for h in held),
+            problem=self._wrong(uuid, facts),
+        )
+
+    def _wrong(self, uuid: GpuUuid, found: Facts) -> str:
+        """A device of an earlier setting keeps its files; running with them would show one GPU and be another."""
+        expected = self._facts[uuid]
+        if (found.product, found.memory_mib) == (expected.product, expected.memory_mib):
+            return ""
+        return (
+            f"{self._devices[uuid].directory / 'device.json'}: expected {expected.product} of {expected.memory_mib} "
+            f"MiB, found {found.product} of {found.memory_mib} MiB; remove the file and start the node agent again, or "
+            "set CARPOOL_SIMULATED_GPUS back"
+        )
+
+    def _device(self, uuid: GpuUuid) -> SimulatedDevice:
+        if uuid not in self._devices:
+            raise DeviceError(
+                f"GPU {uuid}: expected one of {', '.join(self._devices)}; nobody else's GPU can be changed"
+            )
+        return self._devices[uuid]
+
+    def apply(self, uuid: GpuUuid, step: Step) -> None:
+        """Take one step."""
+        device, pipe = self._device(uuid), self._mps / uuid
+        with _as_device_error():
+            match step:
+                case SetMode(mode):
+                    device.set_mode(mode.value if mode else IDLE)
+                case StartMps():
+                    device.start_mps(pipe)
+                case StopMps():
+                    device.stop_mps(pipe)
+                case SetLimits(pod_uid, None):
+                    device.set_limit(pod_uid, None)
+                case SetLimits(pod_uid, Limits(memory_mib, thread_percentage)):
+                    device.set_limit(pod_uid, Limit(memory_mib, thread_percentage))
+                case _:
+                    raise DeviceError(f"GPU {uuid}: expected a step of a GPU without MIG, found {step}")
+
+    def read(self, uuid: GpuUuid) -> Reading:
+        """Read a GPU's counters."""
+        facts = self._facts[uuid]
+        with _as_device_error():
+            self._device(uuid).tidy()
+            reading = self._device(uuid).reading()
+        self._tell(uuid, reading.problems)
+        return Reading(
+            at=reading.at,
+            processes=tuple(
+                ProcessUse(
+                    id=held.id,
+                    pod_uid=PodUid(held.claim.pod_uid),
+                    started=held.claim.started,
+                    memory_mib=held.claim.memory_mib,
+                    peak_memory_mib=held.claim.peak_memory_mib,
+                    busy_s=held.claim.busy_s,
+                    sm_s=held.claim.sm_s,
+                    dram_s=held.claim.dram_s,
+                    energy_j=held.claim.energy_j,
+                    steps=held.claim.steps,
+                    steps_s=held.claim.steps_s,
+                )
+                for held in reading.claims
+            ),
+            power_w=reading.power_w,
+            idle_power_w=facts.idle_power_w,
+            power_limit_w=facts.power_limit_w,
+            energy_j=reading.energy_j,
+            source="simulated",
+        )
+
+    def _tell(self, uuid: GpuUuid, problems: tuple[str, ...]) -> None:
+        """A bad claim is its own pod's affair: it is named, and the GPU stays as healthy as it is."""
+        if problems != self._told.get(uuid, ()):
+            self._told[uuid] = problems
+            self._log.warning("claims ignored", gpu=uuid, count=len(problems), first=[*problems[:3]])
+
+    def ask_others(self) -> None:
+        """Nobody else measures simulated GPUs."""
+
+    def set_mig_manager(self, manager: str) -> None:
+        """Simulated GPUs are not divided."""
+
+    def access(self, uuid: GpuUuid, pod_uid: PodUid | None = None) -> Access:
+        """Return what brings the GPU into a container; every pod gets the same."""
+        directory = self._device(uuid).directory
+        return Access(
+            env={"CARPOOL_SIMULATED_GPUS_DIR": CONTAINER_GPUS},
+            mounts=(
+                Mount(str(directory), f"{CONTAINER_GPUS}/{uuid}", read_only=True),
+                Mount(str(directory / "claims"), f"{CONTAINER_GPUS}/{uuid}/claims"),
+            ),
+            mps_pipe=Mount(str(self._mps / uuid), CONTAINER_MPS, read_only=True),
+        )
+
+
+def _mode_of(device: SimulatedDevice, *, in_use: bool) -> Mode:
+    """An unreadable mode of a device that nobody uses counts as idle: the next step writes it anew."""
+    try:
+        return device.mode()
+    except DeviceStateError:
+        if in_use:
+            raise
+        return Mode()
+
+
+def _facts(uuid: GpuUuid, index: int, product: GpuProduct) -> Facts:
+    return Facts(
+        uuid=uuid,
+        index=index,
+        product=SIMULATED_PREFIX + product.name,
+        memory_mib=product.memory_mib,
+        reserved_mib=_DRIVER_MIB + round(_DRIVER_SHARE * product.memory_mib),
+        context_mib=_CONTEXT_MIB,
+        sm_count=product.sm_count,
+        compute_capability=product.compute_capability,
+        power_limit_w=float(product.power_limit_w),
+        idle_power_w=float(product.idle_power_w),
+    )

@@ -1,0 +1,186 @@
+"""A machine with a fake GPU for the battery: processes train, take memory, fault and die with their MPS server."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from carpool_core.products import find_product
+from carpool_core.values import GpuUuid, PodUid
+
+from carpool_deviceplugin.check import Kind, Load, SkippedError
+from carpool_deviceplugin.testing.mps import FakeDaemon
+from carpool_deviceplugin.testing.node import Node, uid
+
+_CONTEXT_MIB = 600
+_STEPS_PER_S = 20
+_LINGER_S = 2.0
+"""How long clients of a server that was hit, or is gone, take to find out."""
+
+
+@dataclass
+class Faithless:
+    """What a machine may do otherwise than it should, so that trials can be seen to fail."""
+
+    ignores_limits: bool = False
+    ignores_threads: bool = False
+    kills_neighbours: bool = False
+    """One client's lack of memory ends the others, too."""
+    hides_fate: bool = False
+    """The daemon says nothing of a fault, and goes on living when it is killed."""
+    energy_leaks: bool = False
+    has_no_torch: bool = False
+    has_no_cgroups: bool = False
+    wastes_s: float = 0.0
+    """Processor time that each second of waiting costs."""
+
+
+@dataclass
+class FakeLoad:
+    """One process."""
+
+    machine: "FakeMachine"
+    pid: int
+    pod_uid: PodUid
+    pipe: str
+    limit_mib: int | None
+    made: float = 0.0
+    end: str | None = None
+    doomed_at: float | None = None
+
+    def steps(self) -> int:
+        """How many steps it has made."""
+        return int(self.made)
+
+    def ended(self) -> str | None:
+        """How it ended."""
+        return self.end
+
+    def take(self, mib: int) -> None:
+        """Take memory, as far as the limit lets it."""
+        process = self.machine.node.nvml.gpus[0].processes[self.pid]
+        if self.limit_mib is not None and process.memory_mib + mib > self.limit_mib:
+            self.machine.die(self, "out of memory")
+            if self.machine.faithless.kills_neighbours:
+                for other in self.machine.living():
+                    self.machine.die(other, "out of memory")
+            return
+        process.memory_mib += mib
+
+    def fault(self) -> None:
+        """Hit the server, and all its clients."""
+        daemon = self.machine.daemon(self.pipe)
+        if daemon is not None and not self.machine.faithless.hides_fate:
+            daemon.is_faulty = True
+            self.machine.node.nvml.raise_xid(0, 31)
+        self.machine.doom(self.pipe)
+
+    def stop(self) -> None:
+        """End it."""
+        if self.end is None:
+            self.machine.die(self, "stopped")
+
+
+@dataclass
+class FakeMachine:
+    """The first GPU of a node in memory.
+
+    Attributes:
+        node: Its GPUs, daemons and files.
+        faithless: What it does otherwise than it should.
+    """
+
+    node: Node
+    faithless: Faithless = field(default_factory=Faithless)
+    loads: list[FakeLoad] = field(default_factory=list)
+    spent_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Open the GPUs as the agent does."""
+        self.devices = self.node.devices()
+
+    def pod(self, name: str) -> PodUid:
+        """Return the UID of a made-up pod."""
+        return PodUid(uid(name))
+
+    def start(self, gpu: GpuUuid, kind: Kind, pod: str, environment: Mapping[str, str]) -> FakeLoad:
+        """Start a process."""
+        if self.faithless.has_no_torch:
+            raise SkippedError("it takes PyTorch with CUDA")
+        assert environment["CUDA_VISIBLE_DEVICES"] == gpu  # noqa: S101  # a process that sees other GPUs tells nothing
+        pid, pipe = 100 + len(self.loads), environment.get("CUDA_MPS_PIPE_DIRECTORY", "")
+        limit = environment.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "")
+        percent = int(environment.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", 100))
+        percent = 100 if self.faithless.ignores_threads else percent
+        product = find_product(self.node.nvml.gpus[0].hardware.product)
+        sm = {Kind.TRAIN: 0.3, Kind.PRODUCT: 0.97 * percent / 100, Kind.BLOCK: 0.95 / product.sm_count}[kind]
+        self.node.start(0, pid, pod, _CONTEXT_MIB, sm=sm, dram=0.1)
+        load = FakeLoad(self, pid, self.pod(pod), pipe, None)
+        if limit and not self.faithless.ignores_limits:
+            load.limit_mib = int(limit.removeprefix("0=").removesuffix("M"))
+        if pipe:
+            server = self.node.mps.connect(pipe, pid)
+            if server not in self.node.nvml.gpus[0].processes:
+                self.node.start(0, server, None, 30)
+        self.loads.append(load)
+        return load
+
+    def living(self) -> list[FakeLoad]:
+        """Those that run."""
+        return [load for load in self.loads if load.end is None]
+
+    def daemon(self, pipe: str) -> FakeDaemon | None:
+        """The daemon of a pipe directory."""
+        return self.node.mps.daemons.get(pipe)
+
+    def die(self, load: FakeLoad, how: str) -> None:
+        """End a process; with its last client a server ends, and so does what it was hit by."""
+        load.end = how
+        self.node.end(0, load.pid)
+        daemon = self.daemon(load.pipe)
+        if daemon is not None:
+            daemon.clients.discard(load.pid)
+            if not daemon.clients and daemon.server is not None:
+                self.node.end(0, daemon.server)
+                daemon.server, daemon.is_faulty = None, False
+
+    def doom(self, pipe: str) -> None:
+        """All clients will find out soon."""
+        for load in self.living():
+            if load.pipe == pipe:
+                load.doomed_at = self.node.seconds + _LINGER_S
+
+    def in_cgroup(self, load: Load) -> str:
+        """Say why a process is not in a pod's cgroup."""
+        return "no cgroups here" if self.faithless.has_no_cgroups else ""
+
+    def kill_daemon(self, gpu: GpuUuid) -> None:
+        """End a daemon, and its server with it."""
+        pipe = str(self.node.root / "mps" / gpu / "pipe")
+        if not self.faithless.hides_fate:
+            server = self.node.mps.daemons[pipe].server
+            self.node.mps.die(pipe)
+            if server is not None:
+                self.node.end(0, server)
+        self.doom(pipe)
+
+    def cpu_s(self) -> float:
+        """Processor time."""
+        return self.spent_s
+
+    def dmon_cpu_s(self, seconds: float) -> float:
+        """There is no nvidia-smi here."""
+        raise SkippedError("nvidia-smi is not on PATH")
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass; processes make steps, and those that are doomed end."""
+        self.spent_s += self.faithless.wastes_s * seconds
+        self.node.advance(seconds)
+        if self.faithless.energy_leaks:
+            self.node.nvml.gpus[0].energy_mj += 100_000 * seconds
+        for load in self.living():
+            load.made += _STEPS_PER_S * seconds
+            if load.doomed_at is not None and self.node.seconds >= load.doomed_at:
+                self.die(load, "RuntimeError: CUDA error")
+
+    def monotonic(self) -> float:
+        """Seconds."""
+        return self.node.seconds

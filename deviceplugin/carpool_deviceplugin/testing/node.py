@@ -1,0 +1,250 @@
+"""A node with GPUs that NVML knows: the fake, its processes, its MPS daemons, and the adapter over them."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+import msgspec
+from carpool_core.kube.api import KubeApi
+from carpool_core.resources.node import Reservation
+from carpool_core.testing.clock import FakeClock
+from carpool_core.values import GpuUuid, PartitionState, PodUid, SharingMode
+
+from carpool_deviceplugin.app import Agent, build
+from carpool_deviceplugin.cdi import NvidiaCdi
+from carpool_deviceplugin.dcgm import Source
+from carpool_deviceplugin.device_state import GpuWorker, Outcome
+from carpool_deviceplugin.gpu import Devices
+from carpool_deviceplugin.mps import HostedMps, Mps
+from carpool_deviceplugin.nvml_devices import NvmlDevices
+from carpool_deviceplugin.processes import ProcTree
+from carpool_deviceplugin.settings import AgentSettings
+from carpool_deviceplugin.testing.gpus import FakeProcess
+from carpool_deviceplugin.testing.mps import FakeMpsCommands
+from carpool_deviceplugin.testing.nvml import FakeNvml
+from carpool_deviceplugin.timeouts import Rhythm
+
+
+def uid(pod: str) -> str:
+    """A pod's UID as Kubernetes writes them; the tests' short names would be no UIDs."""
+    return f"00000000-0000-4000-8000-{int.from_bytes(pod.encode(), 'big'):012x}"
+
+
+@dataclass
+class Node:
+    """Everything a test can put its hands on."""
+
+    nvml: FakeNvml
+    mps: FakeMpsCommands
+    root: Path
+    seconds: float = 1000.0
+    may_switch_mig: bool = False
+    sources: tuple[Source, ...] = ()
+    mps_host: Path | None = None
+    """Socket of the process that starts MPS daemons; the agent does where None."""
+
+    def __post_init__(self) -> None:
+        """Servers of MPS are processes of the node."""
+        self.mps.ended = self.end_server
+
+    def devices(self) -> NvmlDevices:
+        """An adapter; each is an agent of its own on the same node."""
+        directory, long_s = self.root / "mps", 60.0  # the machine may be busy, and nobody waits
+        return NvmlDevices(
+            self.nvml,
+            mps=HostedMps(self.mps, directory, self.mps_host, within_s=long_s, tidy_within_s=long_s)
+            if self.mps_host
+            else Mps(self.mps, directory, tidy_within_s=long_s),
+            cdi=NvidiaCdi([self.root / "etc-cdi", self.root / "cdi"]),
+            state_dir=self.root / "state",
+            processes=ProcTree(self.root / "proc"),
+            may_switch_mig=self.may_switch_mig,
+            sources=self.sources,
+            mig_minors=self.root / "mig-minors",
+            monotonic=lambda: self.seconds,
+            wall=lambda: self.nvml.now_us / 1e6,
+        )
+
+    def advance(self, seconds: float) -> None:
+        """Time passes everywhere."""
+        self.seconds += seconds
+        self.nvml.advance(seconds)
+
+    def start(
+        self,
+        gpu: int,
+        pid: int,
+        pod: str | None,
+        memory_mib: int = 1000,
+        *,
+        sm: float = 0.0,
+        dram: float = 0.0,
+        instance: int | None = None,
+        user: int = 0,
+    ) -> FakeProcess:
+        """A pod's process opens a context; without a pod it is one of the host's."""
+        directory = self.root / "proc" / str(pid)
+        directory.mkdir(parents=True, exist_ok=True)
+        slice_ = f"kubepods-burstable-pod{uid(pod).replace('-', '_')}.slice" if pod else "user.slice"
+        (directory / "cgroup").write_text(
+            f"0::/kubepods.slice/kubepods-burstable.slice/{slice_}/cri-containerd-1.scope\n"
+        )
+        (directory / "stat").write_text(f"{pid} (python (3)) S " + " ".join(["0"] * 18) + f" {pid * 100} 0 0\n")
+        (directory / "status").write_text(f"Name:\tpython\nUid:\t{user}\t{user}\t{user}\t{user}\n")
+        process = self.nvml.start(gpu, pid, memory_mib, instance=instance)
+        process.sm, process.dram = sm, dram
+        return process
+
+    def end_server(self, pid: int) -> None:
+        """A server ends, on whichever GPU it has a context; on none where it never had one."""
+        for index, gpu in enumerate(self.nvml.gpus):
+            if pid in gpu.processes:
+                self.end(index, pid)
+
+    def end(self, gpu: int, pid: int) -> None:
+        """A process ends."""
+        self.nvml.end(gpu, pid)
+        for file in (self.root / "proc" / str(pid)).iterdir():
+            file.unlink()
+        (self.root / "proc" / str(pid)).rmdir()
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Inline:
+    """Makes calls where it stands, without threads."""
+
+    async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call."""
+        return function(*args, **kwargs)
+
+
+_STEP_S, _PER_STEP_S = 0.1, 0.001
+"""How much time passes for agents, and how much for the machine: threads and sockets need some of it."""
+
+
+class Flow(FakeClock):
+    """Time that passes a hundred times faster for agents than for the machine, in steps, while one of them runs."""
+
+    async def run(self) -> None:
+        """Let time pass, for ever."""
+        while True:
+            self.advance(_STEP_S)
+            await asyncio.sleep(_PER_STEP_S)
+
+
+def flowing(
+    settings: AgentSettings,
+    api: KubeApi,
+    devices: Devices | None = None,
+    rhythm: Rhythm = Rhythm(labels_s=30.0),  # noqa: B008  # a value
+) -> Agent:
+    """Put an agent together that lives in a time of its own."""
+    clock = Flow()
+    return build(settings, api, clock, devices, replace(rhythm, sleep=clock.sleep))
+
+
+async def until(condition: Callable[[], T], within_s: float = 30.0) -> T:
+    """Wait for something that other tasks will make true."""
+    end = time.monotonic() + within_s
+    while not (found := condition()):
+        if time.monotonic() >= end:
+            raise AssertionError(f"expected it to come true within {within_s:g} s, found it still false")
+        await asyncio.sleep(0.005)
+    return found
+
+
+@asynccontextmanager
+async def running(*agents: Agent) -> AsyncIterator[Agent]:
+    """Run agents, each with its time, for as long as the block lasts."""
+    tasks = [asyncio.ensure_future(agent.run()) for agent in agents]
+    tasks += [asyncio.ensure_future(agent.clock.run()) for agent in agents if isinstance(agent.clock, Flow)]
+    try:
+        yield agents[0]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+READY = PartitionState.READY
+Reserve = Callable[..., Reservation]
+
+
+class MigAgent:
+    """Looks after the node's first GPU.
+
+    Args:
+        node: With the GPU.
+        reserve: Makes a reservation for a pod and a GPU.
+        confirm: Says whether what the agent may do has changed.
+    """
+
+    def __init__(self, node: Node, reserve: Reserve, confirm: Callable[[], Awaitable[bool]] | None = None) -> None:
+        self.node, self._reserve, self._confirm = node, reserve, confirm
+        self.devices = node.devices()
+        self.worker = self._worker()
+
+    def _worker(self) -> GpuWorker:
+        if self._confirm is None:
+            return GpuWorker(self.gpu, self.devices, lambda: None, Rhythm(), caller=Inline())
+        return GpuWorker(self.gpu, self.devices, lambda: None, Rhythm(), self._confirm, Inline())
+
+    def begin(self) -> None:
+        """A new agent on the same node, that remembers nothing but what the status says."""
+        promised = frozenset(pod for pod, outcome in self.worker.outcomes.items() if outcome.state is READY)
+        self.devices = self.node.devices()
+        self.worker = self._worker()
+        self.worker.remember(promised)
+
+    @property
+    def gpu(self) -> GpuUuid:
+        """The GPU."""
+        return self.devices.uuids[0]
+
+    def reservations(self, *wanted: tuple[str, str | SharingMode]) -> list[Reservation]:
+        """Make reservations of profiles, or of other modes, for pods."""
+        return [
+            msgspec.structs.replace(
+                self._reserve(pod, self.gpu, mode=what if isinstance(what, SharingMode) else SharingMode.MIG),
+                pod_uid=PodUid(uid(pod)),
+                mig_profile=None if isinstance(what, SharingMode) else what,
+            )
+            for pod, what in wanted
+        ]
+
+    async def want(self, *wanted: tuple[str, str | SharingMode]) -> dict[str, Outcome]:
+        """Reserve profiles, or other modes, for pods; return the outcomes."""
+        self.worker.want(self.reservations(*wanted))
+        await self.worker.once()
+        return {pod: self.worker.outcomes[PodUid(uid(pod))] for pod, _ in wanted}
+
+    @property
+    def instances(self) -> dict[str, int]:
+        """What the hardware has: ID by profile and place."""
+        return {f"{i.profile.name}@{i.start}": i.id for i in self.node.nvml.gpus[0].mig.instances.values()}
+
+
+def mig_node(directory: Path, kind: str = "A100-40", *, on: bool = True, may_switch: bool = False) -> Node:
+    """Make a node with one GPU that has MIG.
+
+    Args:
+        directory: Of the node's files.
+        kind: The GPU's short name.
+        on: Whether MIG is switched on.
+        may_switch: Whether agents may switch it.
+    """
+    node = Node(FakeNvml([kind]), FakeMpsCommands(), directory, may_switch_mig=may_switch)
+    node.nvml.gpus[0].mig.is_enabled = node.nvml.gpus[0].mig.is_pending = on
+    return node
+
+
+def states(outcomes: dict[str, Outcome]) -> dict[str, PartitionState]:
+    """Return how far each pod's share is."""
+    return {pod: outcome.state for pod, outcome in outcomes.items()}

@@ -1,0 +1,166 @@
+"""Running the steps of one GPU."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+from carpool_core.values import PartitionState, PodUid, SharingMode
+from carpool_deviceplugin.device_state import GpuWorker, Outcome
+from carpool_deviceplugin.gpu import DeviceError, GpuActual, SetMode, StartMps, Step
+from carpool_deviceplugin.simulated import SimulatedDevices
+from carpool_deviceplugin.timeouts import Rhythm
+
+A, B = PodUid("uid-a"), PodUid("uid-b")
+READY, PREPARING, FAILED = PartitionState.READY, PartitionState.PREPARING, PartitionState.FAILED
+MPS = SharingMode.MPS
+
+
+class Flaky:
+    """The simulated GPUs, with a step that fails or never ends."""
+
+    def __init__(self, devices: SimulatedDevices) -> None:
+        self._devices = devices
+        self.steps: list[Step] = []
+        self.before: Callable[[Step], None] = lambda _: None
+        self.idle: list[Step] = []
+        """Steps that say that they are done, and do nothing."""
+
+    def actual(self, uuid) -> GpuActual:
+        return self._devices.actual(uuid)
+
+    def apply(self, uuid, step: Step) -> None:
+        self.steps.append(step)
+        self.before(step)
+        if step not in self.idle:
+            self._devices.apply(uuid, step)
+
+
+@pytest.fixture
+def flaky(devices) -> Flaky:
+    return Flaky(devices)
+
+
+@pytest.fixture
+def changes() -> list[int]:
+    return []
+
+
+@pytest.fixture
+async def worker(flaky, devices, changes) -> GpuWorker:
+    return GpuWorker(devices.uuids[0], flaky, lambda: changes.append(1), Rhythm())
+
+
+async def test_prepares_and_returns(worker, flaky, devices, reserve) -> None:
+    worker.want([reserve("a", mode=MPS, memory_limit_mib=1000)])
+    assert await worker.once()
+    assert worker.outcomes == {A: Outcome(1, READY)}
+    assert devices.actual(worker.uuid).mps_daemon
+    worker.want([])
+    assert await worker.once()
+    assert worker.outcomes == {}
+    assert devices.actual(worker.uuid).mode is None
+    count = len(flaky.steps)
+    assert await worker.once()
+    assert len(flaky.steps) == count, "nothing is done twice"
+
+
+async def test_step_that_did_nothing_is_noticed_and_undone(worker, flaky, devices, reserve) -> None:
+    """What a GPU says is believed, not what was asked of it."""
+    flaky.idle = [StartMps()]
+    worker.want([reserve("a", mode=MPS, memory_limit_mib=1000)])
+    assert not await worker.once()
+    assert worker.outcomes[A].state is FAILED
+    assert "read back, the GPU still needs start MPS" in worker.outcomes[A].message
+    assert devices.actual(worker.uuid).mode is None
+    flaky.idle = []
+    assert await worker.once()
+    assert worker.outcomes == {A: Outcome(1, READY)}
+
+
+async def test_failed_step_is_undone_and_said(worker, flaky, devices, reserve) -> None:
+    def fail(step: Step) -> None:
+        if step == StartMps():
+            raise DeviceError("the daemon does not start")
+
+    flaky.before = fail
+    worker.want([reserve("a", mode=MPS)])
+    assert not await worker.once()
+    assert worker.outcomes[A].state is FAILED
+    assert "the daemon does not start; it was undone" in worker.outcomes[A].message
+    assert devices.actual(worker.uuid).mode is None
+    flaky.before = lambda _: None
+    assert await worker.once()
+    assert worker.outcomes[A].state is READY
+
+
+async def test_failure_leaves_who_is_there_alone(worker, flaky, devices, reserve, enter) -> None:
+    worker.want([reserve("a", mode=MPS)])
+    await worker.once()
+
+    def fail(step: Step) -> None:
+        raise DeviceError("no")
+
+    flaky.before = fail
+    with enter(worker.uuid, "a"):
+        worker.want([reserve("a", mode=MPS), reserve("b", mode=MPS)])
+        await worker.once()
+        assert (worker.outcomes[A].state, worker.outcomes[B].state) == (READY, FAILED)
+        assert devices.actual(worker.uuid).mps_daemon
+
+
+async def test_step_that_never_ends_fails_by_its_deadline(flaky, devices, changes, reserve) -> None:
+    rhythm = Rhythm(step_deadline_s=0.5, slow_s=0.05)
+    worker = GpuWorker(devices.uuids[0], flaky, lambda: changes.append(1), rhythm)
+    release = threading.Event()
+    flaky.before = lambda _: release.wait(10) and None
+    worker.want([reserve("a")])
+    assert not await worker.once()
+    assert "expected an answer within 0.5 s, found none" in worker.outcomes[A].message
+    assert len(changes) == 2, "it was reported as Preparing in the meantime"
+    assert not await worker.once()
+    assert "an earlier call has not come back yet" in worker.outcomes[A].message
+    release.set()
+
+
+async def test_what_was_promised_is_looked_at_before_it_is_promised_again(worker, devices, reserve) -> None:
+    worker.remember(frozenset({A}))
+    worker.want([reserve("a", mode=SharingMode.EXCLUSIVE), reserve("0", mode=SharingMode.EXCLUSIVE)])
+    assert worker.outcomes == {}
+    await worker.once()
+    assert worker.outcomes[A].state is READY, "though the other one sorts first"
+    assert worker.outcomes[PodUid("uid-0")].state is FAILED
+
+
+async def test_unreadable_gpu_fails_newcomers_only(worker, devices, reserve, tmp_path) -> None:
+    worker.want([reserve("a")])
+    await worker.once()
+    (tmp_path / "state" / "simulated" / worker.uuid / "device.json").write_text("{")
+    worker.want([reserve("a"), reserve("b")])
+    assert not await worker.once()
+    assert worker.outcomes[A].state is READY
+    assert "expected JSON" in worker.outcomes[B].message
+
+
+async def test_waits_for_who_is_leaving(worker, devices, reserve, enter) -> None:
+    devices.apply(worker.uuid, SetMode(SharingMode.TIME_SLICING))
+    with enter(worker.uuid, "a"):
+        worker.want([reserve("b", mode=SharingMode.EXCLUSIVE)])
+        assert not await worker.once(), "so that it is looked at again soon"
+        assert worker.outcomes[B] == Outcome(
+            1, PREPARING, f"waits for the processes of pod uid-a to leave GPU {worker.uuid}"
+        )
+    assert await worker.once()
+    assert worker.outcomes[B].state is READY
+
+
+async def test_an_error_of_the_system_is_no_end_of_the_agent(worker, flaky, reserve) -> None:
+    """Regression: a signal that AppArmor forbids ended the agent, and every one after it."""
+
+    def fail(step: Step) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    flaky.before = fail
+    worker.want([reserve("a", mode=MPS)])
+    assert not await worker.once()
+    assert worker.outcomes[A].state is FAILED
+    assert "Operation not permitted" in worker.outcomes[A].message

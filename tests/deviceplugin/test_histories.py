@@ -1,0 +1,231 @@
+"""Random histories of one real GPU, with faults and sudden deaths of the agent in any call.
+
+They end as wanted, or with a named refusal; as wanted where an agent to which nothing ever happened would say so.
+`CARPOOL_HISTORIES=10000 pytest tests/deviceplugin/test_histories.py`
+runs ten thousand.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+import msgspec
+import pytest
+from carpool_core.resources.node import Reservation
+from carpool_core.values import JobUid, PartitionState, PodUid
+from carpool_deviceplugin.device_state import GpuWorker
+from carpool_deviceplugin.nvml_devices import NvmlDevices
+from carpool_deviceplugin.partitions import plan
+from carpool_deviceplugin.testing.mps import FakeMpsCommands
+from carpool_deviceplugin.testing.node import Inline, Node, uid
+from carpool_deviceplugin.testing.nvml import FakeNvml
+from carpool_deviceplugin.timeouts import Rhythm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nvml_history import MPS, READY, History
+from plan_world import EXCLUSIVE, IDLE, TIME_SLICING, apply
+from structlog.testing import capture_logs
+
+HISTORIES, EVENTS, PARTS = int(os.environ.get("CARPOOL_HISTORIES", "450")), 12, 3
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    with capture_logs():
+        yield
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+async def test_every_history_ends_well(tmp_path: Path, part: int) -> None:
+    for number in range(len(range(part, HISTORIES, PARTS))):
+        seed = 1_000_000 * part + number
+        history = History(seed, tmp_path / str(number))
+        for _ in range(EVENTS):
+            history.event()
+            history.dangerous()
+            await history.look()
+            history.safe()
+            history.check()
+        await history.settle()
+        for pod, outcome in history.worker.outcomes.items():
+            assert outcome.state is READY or outcome.message, (seed, pod)
+        for pod in list(history.running):
+            history.end(pod)
+        if history.takes_reset:
+            history.restart_driver()
+        is_possible = await history.is_ready_afresh(tmp_path / f"{number}-fresh")
+        await history.settle()
+        for pod in history.wanted:
+            outcome = history.worker.outcomes[PodUid(uid(pod))]
+            assert outcome.state in (READY, PartitionState.FAILED), (seed, pod, "nobody is waited for any more")
+            assert outcome.state is READY or not is_possible, (seed, pod, outcome.message)
+            if outcome.state is READY and history.wanted[pod].mode is MPS:
+                assert not any(d.is_wedged for d in history.mps.daemons.values()), (seed, pod, "cannot connect")
+                assert history.mps.daemons, (seed, pod, "cannot connect")
+        history.wanted.clear()
+        for _ in range(2):
+            await history.look()
+        actual = history.devices.actual(history.devices.uuids[0])
+        assert (actual.mode, actual.mps_daemon, actual.limits, actual.problem) == (None, False, {}, ""), seed
+        left = [i for i in history.mig.instances.values() if i is not history.foreign]
+        assert left == [], (seed, "instances of nobody")
+        assert not any(history.mps.servers_of.values()), (seed, "servers of no daemon")
+
+
+pods = st.sampled_from("abcd")
+reservation_args = st.tuples(st.sampled_from([EXCLUSIVE, TIME_SLICING, MPS]), st.sampled_from([None, 10_000, 30_000]))
+events = st.one_of(
+    st.tuples(st.just("reserve"), pods, reservation_args),
+    st.tuples(st.just("replace"), pods, reservation_args),
+    st.tuples(st.just("release"), pods, st.none()),
+    st.tuples(st.just("start"), pods, st.none()),
+    st.tuples(st.just("end"), pods, st.none()),
+    st.tuples(st.just("restart"), pods, st.none()),
+    st.tuples(st.just("hang"), pods, st.none()),
+    st.tuples(st.just("die"), pods, st.none()),
+    st.tuples(st.just("stop half"), pods, st.none()),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(events, max_size=25))
+def test_any_history_converges_and_disturbs_nobody(history) -> None:
+    actual, wanted, held, promises, behind = IDLE, {}, frozenset(), {}, set()
+    for what, pod, args in history:
+        uid = PodUid(f"uid-{pod}")
+        if what == "replace":
+            wanted.clear()
+        if what in ("reserve", "replace") and uid not in wanted:
+            mode, memory = args
+            wanted[uid] = Reservation(
+                pod_uid=uid,
+                pod_namespace="one" if pod in "ab" else "another",
+                pod_name=pod,
+                job_uid=JobUid(pod),
+                job_name=pod,
+                gpu_uuids=[IDLE.uuid],
+                mode=mode,
+                memory_limit_mib=memory,
+                reserved_at=f"{len(wanted)}",
+            )
+        elif what == "release":
+            wanted.pop(uid, None)
+        elif what == "start" and uid in held:
+            actual = replace(actual, tenants=actual.tenants | {uid})
+        elif what == "end":
+            actual = replace(actual, tenants=actual.tenants - {uid})
+        elif what == "restart":
+            held = frozenset()  # an agent that knows nothing any more still sees who is there
+        elif what == "hang":
+            actual = replace(actual, mps_hangs=actual.mps_daemon)
+        elif what == "die" and actual.mps_daemon:
+            actual, behind = replace(actual, mps_daemon=False, mps_hangs=False, mps_left=True), set()
+        elif what == "stop half" and actual.mps_daemon and not actual.tenants:
+            actual, behind = replace(actual, mps_daemon=False, mps_untidied=True, limits={}), set()
+        planned = plan(actual, wanted.values(), held)
+        for step in planned.steps:
+            actual = apply(actual, step)
+            behind = behind if actual.mps_daemon else set()
+        told = {*planned.ready, *(planned.waiting or {}), *(planned.refused or {})}
+        assert told == wanted.keys(), "every reservation gets one answer"
+        in_use = {uid for uid in actual.tenants & wanted.keys() if promises.get(uid) == wanted[uid]}
+        assert in_use <= set(planned.ready), "who runs on what it was promised keeps it"
+        again = plan(actual, wanted.values(), frozenset(planned.ready))
+        assert again.steps == (), "one pass is enough"
+        assert set(again.ready) == set(planned.ready)
+        promised = [wanted[uid] for uid in planned.ready]
+        assert len({r.mode for r in promised}) <= 1
+        assert all(actual.mode is r.mode for r in promised)
+        if promised and promised[0].mode is EXCLUSIVE:
+            assert len(promised) == 1
+        if promised and promised[0].mode is MPS:
+            assert actual.mps_daemon or actual.tenants, "who can connect, has somebody to connect to"
+            assert actual.tenants or not actual.mps_hangs
+            behind |= {r.pod_namespace for r in promised}
+            assert len(behind) == 1, "a daemon serves one namespace all its life"
+            assert sum(r.memory_limit_mib or 0 for r in promised) <= actual.usable_mib
+        held = frozenset(planned.ready)
+        promises |= {uid: wanted[uid] for uid in planned.ready}
+    actual = replace(actual, tenants=frozenset())
+    for step in plan(actual, []).steps:
+        actual = apply(actual, step)
+    assert actual == IDLE, "everything is returned in the end"
+
+
+class KilledError(BaseException):
+    """The agent is gone at once."""
+
+
+class Deadly(FakeMpsCommands):
+    """Programs in whose calls the agent may die: before they do anything, and after they did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: Iterator[int] = count()
+
+    def step(self) -> None:
+        if next(self.left, None) is None:
+            raise KilledError
+
+    def start(self, environment, shm) -> None:
+        self.step()
+        super().start(environment, shm)
+        self.step()
+
+    def ask(self, environment, command) -> str:
+        self.step()
+        answer = super().ask(environment, command)
+        self.step()
+        return answer
+
+
+def live(devices: NvmlDevices, wanted: list, then: list) -> None:
+    """Prepare a GPU, use it, prepare it for somebody else, and return it."""
+    gpu = devices.uuids[0]
+    for reservations in (wanted, then, []):
+        for step in plan(devices.actual(gpu), reservations).steps:
+            devices.apply(gpu, step)
+
+
+async def test_at_every_call(tmp_path: Path, reserve) -> None:
+    for at in count():
+        mps = Deadly()
+        node = Node(FakeNvml(["T4"]), mps, tmp_path / str(at))
+        devices = node.devices()
+        gpu = devices.uuids[0]
+        a, b, c = (
+            msgspec.structs.replace(reserve(pod, gpu, mode=mode, memory_limit_mib=1000), pod_uid=PodUid(uid(pod)))
+            for pod, mode in (("a", MPS), ("b", MPS), ("c", EXCLUSIVE))
+        )
+        mps.left = iter(range(at))
+        node.nvml.before_each(lambda _, mps=mps: mps.step())
+        try:
+            live(devices, [a, b], [c])
+        except KilledError:
+            mps.left = count()
+        else:
+            break
+        worker = GpuWorker(gpu, node.devices(), lambda: None, Rhythm(), caller=Inline())
+        for wanted, mode, has_daemon in (([a, b], MPS, True), ([c], EXCLUSIVE, False), ([], None, False)):
+            worker.want(wanted)
+            await worker.once()
+            assert {o.state for o in worker.outcomes.values()} <= {PartitionState.READY}, at
+            actual = worker._devices.actual(gpu)
+            assert (actual.mode, actual.mps_daemon, bool(mps.daemons)) == (mode, has_daemon, has_daemon), at
+            assert actual.limits.keys() == {r.pod_uid for r in wanted if mode is MPS}, at
+    assert at > 40
+
+
+@pytest.mark.parametrize("where", ["state", "cdi"])
+def test_half_written_files_of_a_killed_agent_are_no_files(tmp_path: Path, where: str) -> None:
+    """What is written becomes visible whole; the rest of a write that was cut off is never read."""
+    node = Node(FakeNvml(["T4"]), FakeMpsCommands(), tmp_path)
+    devices = node.devices()
+    gpu = devices.uuids[0]
+    directory = tmp_path / ("state/gpus" if where == "state" else "cdi")
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / f".{gpu}.json.77.new").write_text('{"mode": "MP')
+    assert node.devices().actual(gpu).mode is None
+    assert node.devices().access(gpu).is_named_to_runtime

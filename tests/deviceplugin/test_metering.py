@@ -1,0 +1,707 @@
+"""From counters to measures."""
+
+import asyncio
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from carpool_core.kube.api import GPU_NODES, NODES
+from carpool_core.resources.node import Tenant
+from carpool_core.testing.kube import FakeKube
+from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
+from carpool_deviceplugin.app import Agent
+from carpool_deviceplugin.gpu import DeviceError, ProcessUse, Reading, SetMode
+from carpool_deviceplugin.metering import Meter, Rates, worth_writing
+from carpool_deviceplugin.metrics import DEVICE_GAUGES, ENERGY, AgentCollector
+from carpool_deviceplugin.nvml_devices import NvmlDevices
+from carpool_deviceplugin.settings import AgentSettings
+from carpool_deviceplugin.testing.mps import FakeMpsCommands
+from carpool_deviceplugin.testing.node import Node, flowing, running, uid, until
+from carpool_deviceplugin.testing.nvml import FakeNvml
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
+
+GPU, A, B = GpuUuid("GPU-1"), PodUid("uid-a"), PodUid("uid-b")
+
+
+def process(pod: PodUid = A, name: str = "p1", **more) -> ProcessUse:
+    zero = {"busy_s": 0.0, "sm_s": 0.0, "dram_s": 0.0, "energy_j": 0.0, "steps": 0, "steps_s": 0.0}
+    return ProcessUse(
+        **{"id": name, "pod_uid": pod, "started": 0.0, "memory_mib": 100, "peak_memory_mib": 100, **zero, **more}
+    )
+
+
+def reading(at: float, *processes: ProcessUse) -> Reading:
+    return Reading(at, processes, power_w=100.0, idle_power_w=50.0, power_limit_w=400.0, energy_j=0.0)
+
+
+def test_rates_over_a_window() -> None:
+    meter = Meter(GPU)
+    meter.sample(reading(10, process(busy_s=5, steps=3, steps_s=1)))
+    assert meter.tenants()[0].gpu_util_percent is None, "one sample says nothing about a rate"
+    used = process(busy_s=5.8, sm_s=0.4, dram_s=0.2, energy_j=100, steps=5, steps_s=2, peak_memory_mib=700)
+    meter.sample(reading(11, used))
+    (tenant,) = meter.tenants()
+    assert tenant.gpu_util_percent == pytest.approx(80)
+    assert tenant.sm_active_ratio == pytest.approx(0.4)
+    assert tenant.power_w == pytest.approx(150)
+    assert tenant.step_time_seconds == pytest.approx(0.5)
+    assert (tenant.memory_mib, tenant.peak_memory_mib) == (100, 700)
+
+
+def test_processes_of_a_pod_add_up_and_an_ended_one_is_remembered_by_its_peak() -> None:
+    meter = Meter(GPU)
+    meter.sample(reading(0, process(), process(name="p2", memory_mib=300, peak_memory_mib=300), process(B, "p3")))
+    meter.sample(reading(1, process()))
+    a, b = meter.tenants()
+    assert (a.memory_mib, a.peak_memory_mib) == (100, 400)
+    assert (b.memory_mib, b.peak_memory_mib) == (0, 100)
+    meter.keep({A})
+    assert [t.pod_uid for t in meter.tenants()] == [A]
+
+
+def test_work_shows_in_full_soon_after_it_begins() -> None:
+    """Half of a window before the work and a long average would show a short job at half its utilization."""
+    meter = Meter(GPU)
+    meter.sample(reading(0, process()))
+    meter.sample(reading(1, process()))
+    meter.sample(reading(2, process(busy_s=0.1)))
+    for second in range(3, 6):
+        meter.sample(reading(second, process(busy_s=0.1 + 0.8 * (second - 2))))
+        assert meter.tenants()[0].gpu_util_percent == pytest.approx(80)
+
+
+def test_others_are_admitted_by_a_mean_over_a_minute_and_a_half() -> None:
+    """An evaluation or a checkpoint of some seconds is not taken for a GPU that has room."""
+    meter = Meter(GPU)
+    for second in range(121):
+        meter.sample(reading(second, process(busy_s=0.8 * second, sm_s=0.5 * second)))
+    for second in range(121, 136):  # nothing for 15 s
+        meter.sample(reading(second, process(busy_s=96, sm_s=60)))
+    (tenant,) = meter.tenants()
+    assert tenant.gpu_util_percent == pytest.approx(80 * math.exp(-15 / 90), rel=0.02)
+    assert tenant.sm_active_ratio == pytest.approx(0.5 * math.exp(-15 / 90), rel=0.02)
+    rates = meter.uses[A].rates
+    assert rates is not None
+    assert rates.busy == pytest.approx(0.8 * math.exp(-15 / 5), rel=0.02), "metrics tell at once"
+
+
+def test_what_was_done_beside_former_neighbours_is_soon_forgotten() -> None:
+    meter, worked = Meter(GPU), 0.0
+    for second in range(200):
+        worked += 0.4 if second < 150 else 0.8
+        beside = [process(B, "p2", busy_s=0.4 * second)] if second < 150 else []
+        meter.sample(reading(second, process(busy_s=worked), *beside))
+    a, _ = meter.tenants()
+    assert a.gpu_util_percent == pytest.approx(80, rel=0.06), "and not 56, as 50 s into the exponential average"
+
+
+def test_a_pause_when_a_neighbour_leaves_is_not_taken_for_idleness() -> None:
+    meter = Meter(GPU)
+    for second in range(150):
+        meter.sample(reading(second, process(busy_s=0.8 * second), process(B, "p2")))
+    for second in range(150, 153):
+        meter.sample(reading(second, process(busy_s=0.8 * 149)))
+    a, _ = meter.tenants()
+    assert a.gpu_util_percent is not None
+    assert a.gpu_util_percent > 40
+
+
+def test_a_process_that_ends_and_begins_anew_is_no_new_neighbour_of_itself() -> None:
+    """Regression: an evaluation in a process of its own looked like a GPU that has room."""
+    meter = Meter(GPU)
+    for second in range(121):
+        meter.sample(reading(second, process(busy_s=0.8 * second)))
+    meter.sample(reading(121))
+    for second in range(122, 132):
+        meter.sample(reading(second, process(name="p2", started=121.5)))
+    (tenant,) = meter.tenants()
+    assert tenant.gpu_util_percent == pytest.approx(80 * math.exp(-9.5 / 90), rel=0.02)
+
+
+@pytest.mark.parametrize("step_s", [1, 5])
+def test_who_pauses_is_told_not_to_work_long_before_the_mean_says_so(step_s: int) -> None:
+    """Regression: a peak of loading stood still while nothing ran, and others were admitted by it."""
+    meter = Meter(GPU)
+    for second in range(0, 61, step_s):
+        meter.sample(reading(second, process(busy_s=0.8 * second)))
+    assert [one.working for one in meter.tenants()] == [True]
+    for second in range(60 + step_s, 91, step_s):
+        meter.sample(reading(second, process(busy_s=0.8 * 60)))
+    (tenant,) = meter.tenants()
+    assert tenant.working is False
+    assert tenant.gpu_util_percent is not None
+    assert tenant.gpu_util_percent > 40
+    told = replace(tenant, working=True)
+    assert worth_writing([told], [tenant]) == [tenant], "a change that is written at once"
+
+
+def test_process_that_began_between_two_samples_is_measured_since_it_began() -> None:
+    meter = Meter(GPU)
+    meter.sample(reading(10))
+    meter.sample(reading(11, process(started=10.5, busy_s=0.4)))
+    assert meter.tenants()[0].gpu_util_percent == pytest.approx(80)
+
+
+def test_measures_of_an_ended_process_stay_and_count_no_more() -> None:
+    meter = Meter(GPU)
+    meter.sample(reading(0, process()))
+    meter.sample(reading(1, process(busy_s=0.8)))
+    meter.sample(reading(2))
+    (tenant,) = meter.tenants()
+    assert (tenant.memory_mib, tenant.gpu_util_percent) == (0, pytest.approx(80))
+    assert meter.total(is_concurrent=True).busy == 0
+
+
+def test_pod_with_a_process_is_never_forgotten() -> None:
+    meter = Meter(GPU)
+    meter.sample(reading(0, process()))
+    meter.keep(set())
+    assert [t.pod_uid for t in meter.tenants()] == [A]
+
+
+def test_pod_without_its_reservation_any_more_is_told_only_if_it_is_seen_again() -> None:
+    """Regression: what had ended stood in the status until the next sample, and kept the next job off the GPU."""
+    meter = Meter(GPU)
+    meter.sample(reading(0, process(A), process(B, "p2")))
+    meter.doubt({A})
+    assert [t.pod_uid for t in meter.tenants()] == [B]
+    meter.sample(reading(1, process(A), process(B, "p2")))
+    assert [t.pod_uid for t in meter.tenants()] == [A, B]
+
+
+def test_counters_that_fall_count_as_standing_still() -> None:
+    """Processes write their own counters; utilization and power below zero have no meaning."""
+    meter = Meter(GPU)
+    meter.sample(reading(0, process(busy_s=5, energy_j=100, steps=5, steps_s=5)))
+    meter.sample(reading(1, process()))
+    assert meter.tenants()[0].step_time_seconds is None
+    assert (meter.uses[A].energy_j, meter.uses[A].rates) == (0, Rates())
+
+
+def test_total_is_not_additive() -> None:
+    meter = Meter(GPU)
+    meter.sample(reading(0, process(A), process(B, "p2")))
+    meter.sample(reading(1, process(A, busy_s=0.6, sm_s=0.3), process(B, "p2", busy_s=0.5, sm_s=0.3)))
+    assert meter.total(is_concurrent=True).busy == pytest.approx(0.8)
+    assert meter.total(is_concurrent=False).busy == 1.0
+    assert meter.total(is_concurrent=True).sm == pytest.approx(0.6)
+
+
+@given(st.lists(st.tuples(st.floats(0, 2), st.floats(0, 10)), max_size=20))
+def test_rates_stay_ratios(samples) -> None:
+    meter, now, busy = Meter(GPU), 0.0, 0.0
+    for elapsed, worked in samples:
+        now, busy = now + elapsed, busy + worked
+        meter.sample(reading(now, process(busy_s=busy, sm_s=busy)))
+        for tenant in meter.tenants():
+            assert tenant.gpu_util_percent is None or 0 <= tenant.gpu_util_percent <= 100
+
+
+WRITTEN = Tenant(
+    pod_uid=A,
+    gpu_uuid=GPU,
+    memory_mib=10_000,
+    peak_memory_mib=10_000,
+    gpu_util_percent=50.0,
+    step_time_seconds=0.1,
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_written"),
+    [
+        ({"memory_mib": 10_900}, False),
+        ({"memory_mib": 11_100}, True),
+        ({"peak_memory_mib": 10_090}, False),
+        ({"peak_memory_mib": 10_110}, True),
+        ({"gpu_util_percent": 54.9}, False),
+        ({"gpu_util_percent": 55.1}, True),
+        ({"gpu_util_percent": None}, True),
+        ({"step_time_seconds": 0.109}, False),
+        ({"step_time_seconds": 0.111}, True),
+        ({"power_w": 5.0}, True),
+    ],
+)
+def test_only_what_moved_by_a_tenth_is_written(change, is_written) -> None:
+
+    measured = replace(WRITTEN, **change)
+    assert (worth_writing([WRITTEN], [measured]) == [measured]) is is_written
+
+
+def test_who_came_is_written_and_who_left_is_not_kept() -> None:
+    other = Tenant(pod_uid=B, gpu_uuid=GPU)
+    assert worth_writing([WRITTEN], [other]) == [other]
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(FakeNvml(["H100", "H100"]), FakeMpsCommands(), tmp_path)
+
+
+def test_measures_of_two_tenants(node: Node) -> None:
+    devices = node.devices()
+    gpu = devices.uuids[0]
+    node.start(0, 42, "a", 2000, sm=0.6, dram=0.3)
+    node.start(0, 43, "b", 1000, sm=0.2, dram=0.1)
+    meter = Meter(gpu)
+    for _ in range(30):
+        meter.sample(devices.read(gpu))
+        node.advance(1)
+    a, b = meter.tenants()
+    assert (a.pod_uid, b.pod_uid) == (uid("a"), uid("b"))
+    assert (a.memory_mib, b.memory_mib) == (2000, 1000)
+    assert a.gpu_util_percent == pytest.approx(60, abs=2)
+    assert b.gpu_util_percent == pytest.approx(20, abs=2)
+    assert a.sm_active_ratio == pytest.approx(0.6, abs=0.02)
+
+
+class WithoutNumbers(FakeNvml):
+    """The driver could not compute a metric, and says that it has."""
+
+    def nvmlGpmMetricsGet(self, request: Any) -> Any:  # noqa: N802  # NVIDIA's name
+        answer = super().nvmlGpmMetricsGet(request)
+        answer.metrics[1].value = math.nan
+        return answer
+
+
+def test_what_is_no_number_is_absent(tmp_path: Path) -> None:
+    """Regression: an SM activity that nobody could compute was shown as zero."""
+    node = Node(WithoutNumbers(["H100"]), FakeMpsCommands(), tmp_path)
+    devices = node.devices()
+    node.start(0, 42, "a", sm=0.6, dram=0.3)
+    for _ in range(3):
+        reading = devices.read(devices.uuids[0])
+        node.advance(1)
+    assert "DCGM_FI_PROF_SM_ACTIVE" not in reading.counters
+    assert reading.counters["DCGM_FI_PROF_DRAM_ACTIVE"] == pytest.approx(0.3)
+    (use,) = reading.processes
+    assert (use.sm_s, use.dram_s is not None) == (None, True)
+
+
+@pytest.mark.parametrize("is_idle_first", [True, False])
+def test_energy_of_pods_and_idle_add_up_to_the_counter(node: Node, is_idle_first: bool) -> None:
+    devices = node.devices()
+    gpu = devices.uuids[0]
+    devices.read(gpu)
+    if is_idle_first:
+        node.advance(5)
+        devices.read(gpu)
+    began = node.nvml.gpus[0].energy_mj
+    uses: dict[str, float] = {}
+    node.start(0, 42, "a", sm=0.6)
+    node.start(0, 43, "b", sm=0.3)
+    for second in range(60):
+        node.advance(1)
+        if second == 30:
+            node.nvml.gpus[0].processes[43].sm = 0.0
+        reading = devices.read(gpu)
+        uses |= {p.pod_uid: p.energy_j for p in reading.processes}
+    spent = (node.nvml.gpus[0].energy_mj - began) / 1000
+    idle = 60 * (reading.idle_power_w or 0.0)
+    assert math.isclose(sum(uses.values()) + idle, spent, rel_tol=0.01)
+    assert uses[uid("a")] > uses[uid("b")] > 0
+
+
+def test_energy_as_it_is_shown_adds_up_too(node: Node) -> None:
+    """Regression: what a pod drew before its processes were first seen was shared out, and then shown for nobody."""
+    devices = node.devices()
+    meter = Meter(devices.uuids[0])
+    meter.sample(devices.read(meter.uuid))
+    node.advance(5)
+    meter.sample(devices.read(meter.uuid))
+    began = node.nvml.gpus[0].energy_mj
+    for at, pod in ((0, "a"), (10, "b")):
+        for _ in range(at // 5):
+            node.advance(5)
+            meter.sample(devices.read(meter.uuid))
+        node.start(0, 42 + at, pod, sm=0.4)
+    for _ in range(4):
+        node.advance(5)
+        meter.sample(devices.read(meter.uuid))
+    spent = (node.nvml.gpus[0].energy_mj - began) / 1000
+    shown = sum(use.energy_j for use in meter.uses.values())
+    assert math.isclose(shown + 30 * meter.reading.idle_power_w, spent, rel_tol=0.01)
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_what_a_process_drew_before_its_end_is_its_own(node: Node, is_alone: bool) -> None:
+    """Regression: its last interval was nobody's, or its neighbour's, who did nothing."""
+    devices = node.devices()
+    meter = Meter(devices.uuids[0])
+    meter.sample(devices.read(meter.uuid))
+    node.advance(5)
+    meter.sample(devices.read(meter.uuid))
+    began = node.nvml.gpus[0].energy_mj
+    node.start(0, 42, "a", sm=0.9)
+    if not is_alone:
+        node.start(0, 43, "b")
+    for _ in range(3):
+        node.advance(5)
+        meter.sample(devices.read(meter.uuid))
+    node.advance(4.9)
+    node.end(0, 42)
+    node.advance(0.1)
+    meter.sample(devices.read(meter.uuid))
+    node.advance(5)
+    meter.sample(devices.read(meter.uuid))
+    spent = (node.nvml.gpus[0].energy_mj - began) / 1000 - 25 * meter.reading.idle_power_w
+    assert meter.uses[uid("a")].energy_j == pytest.approx(spent, rel=0.01)
+    assert not meter.uses[uid("a")].is_running
+
+
+def divided(root: Path, kind: str) -> tuple[Node, NvmlDevices, list[int]]:
+    """A GPU with an instance of three slices, and one of one."""
+    node = Node(FakeNvml([kind]), FakeMpsCommands(), root)
+    mig = node.nvml.gpus[0].mig
+    mig.is_enabled = mig.is_pending = True
+    devices = node.devices()
+    three, one = (mig.table.profiles[at] for at in (2, 5))
+    instances = [mig.create(p.id, start, p.memory_slices).id for p, start in ((three, 4), (one, 0))]
+    devices.actual(devices.uuids[0])
+    return node, devices, instances
+
+
+def test_energy_under_mig_of_a_process_that_ended(tmp_path: Path) -> None:
+    """Its instance is there for a while longer; where it is not, nobody knows what ran on it."""
+    node, devices, instances = divided(tmp_path, "H100")
+    meter = Meter(devices.uuids[0])
+    for _ in range(2):
+        meter.sample(devices.read(meter.uuid))
+        node.advance(5)
+    meter.sample(devices.read(meter.uuid))
+    began = node.nvml.gpus[0].energy_mj
+    node.start(0, 42, "a", sm=0.6, instance=instances[0])
+    node.start(0, 43, "b", sm=0.3, instance=instances[1])
+    for end in (None, 42, 43):
+        node.advance(4.9)
+        if end is not None:
+            node.end(0, end)
+        node.advance(0.1)
+        meter.sample(devices.read(meter.uuid))
+    spent = (node.nvml.gpus[0].energy_mj - began) / 1000 - 15 * meter.reading.idle_power_w
+    assert sum(use.energy_j for use in meter.uses.values()) == pytest.approx(spent, rel=0.01)
+
+
+@pytest.mark.parametrize(("kind", "is_known"), [("H100", True), ("A100-40", False)])
+def test_energy_under_mig_adds_up_where_the_instances_activity_is_known(tmp_path: Path, kind: str, is_known) -> None:
+    """Without GPM nobody can say whose it was: then it is absent, not shared out by guess."""
+    node, devices, instances = divided(tmp_path, kind)
+    (gpu,) = devices.uuids
+    devices.read(gpu)
+    node.advance(5)
+    devices.read(gpu)
+    began = node.nvml.gpus[0].energy_mj
+    for pid, pod, sm, instance in ((42, "a", 0.6, instances[0]), (43, "b", 0.3, instances[1])):
+        node.start(0, pid, pod, sm=sm, instance=instance)
+    for _ in range(60):
+        reading = devices.read(gpu)
+        node.advance(1)
+    reading = devices.read(gpu)
+    uses = {p.pod_uid: p.energy_j for p in reading.processes}
+    if not is_known:
+        assert set(uses.values()) == {None}
+        return
+    spent = (node.nvml.gpus[0].energy_mj - began) / 1000
+    assert math.isclose(sum(uses.values()) + 60 * reading.idle_power_w, spent, rel_tol=0.01)
+    assert uses[uid("a")] > uses[uid("b")] > 0
+
+
+def test_counter_that_begins_anew_takes_no_energy_back(node: Node) -> None:
+    devices = node.devices()
+    gpu = devices.uuids[0]
+    node.start(0, 42, "a", sm=0.6)
+    for _ in range(3):
+        node.advance(1)
+        before = devices.read(gpu)
+    node.nvml.gpus[0].energy_mj = 0
+    after = devices.read(gpu)
+    assert after.processes[0].energy_j == before.processes[0].energy_j
+
+
+def test_process_id_used_again_is_another_process(node: Node) -> None:
+    devices = node.devices()
+    node.start(0, 42, "a")
+    first = devices.read(devices.uuids[0]).processes[0]
+    node.end(0, 42)
+    node.start(0, 42, "b")
+    (node.root / "proc" / "42" / "stat").write_text("42 (sh) S " + " ".join(["0"] * 18) + " 777 0 0\n")
+    second = devices.read(devices.uuids[0]).processes[0]
+    assert first.id != second.id
+    assert second.pod_uid == uid("b")
+
+
+@pytest.fixture
+def glances_node(tmp_path: Path) -> Node:
+    return Node(FakeNvml(["H100"]), FakeMpsCommands(), tmp_path)
+
+
+def asked(glances_node: Node) -> int:
+    """How often for telemetry, and for processes."""
+    found = {
+        glances_node.nvml.calls.count(f"nvmlDeviceGet{what}") for what in ("PowerUsage", "ComputeRunningProcesses")
+    }
+    assert len(found) == 1
+    return found.pop()
+
+
+def test_health_is_taken_from_measures_of_a_moment_ago_once(glances_node: Node) -> None:
+    devices = glances_node.devices()
+    (gpu,) = devices.uuids
+    for _ in range(3):
+        before = asked(glances_node)
+        devices.read(gpu)
+        glances_node.advance(0.1)
+        devices.describe(gpu)
+        assert asked(glances_node) == before + 1
+        devices.describe(gpu)
+        assert asked(glances_node) == before + 2
+        glances_node.advance(5)
+    before = asked(glances_node)
+    devices.read(gpu)
+    glances_node.advance(1)
+    devices.describe(gpu)
+    assert asked(glances_node) == before + 2, "that was too long ago"
+
+
+def test_what_happened_to_the_gpu_since_is_seen_all_the_same(glances_node: Node) -> None:
+    devices = glances_node.devices()
+    (gpu,) = devices.uuids
+    devices.inventory()
+    devices.read(gpu)
+    glances_node.nvml.raise_xid(0, 95)
+    assert "XID 95" in devices.describe(gpu).health_message
+    devices.read(gpu)
+    glances_node.nvml.restart_driver()
+    assert devices.describe(gpu).health is DeviceHealth.UNHEALTHY
+    devices.read(gpu)
+    glances_node.nvml.gpus[0].is_lost = True
+    assert "fallen off the bus" in devices.describe(gpu).health_message
+
+
+def test_who_came_since_the_measures_is_seen_by_whoever_plans(glances_node: Node) -> None:
+    devices = glances_node.devices()
+    (gpu,) = devices.uuids
+    devices.read(gpu)
+    glances_node.start(0, 42, "a")
+    assert devices.actual(gpu).tenants == {uid("a")}
+    devices.read(gpu)
+    glances_node.start(0, 43, None)
+    with pytest.raises(DeviceError, match="expected no process on the GPU, found"):
+        devices.apply(gpu, SetMode(SharingMode.EXCLUSIVE))
+    assert devices.describe(gpu).health is DeviceHealth.UNHEALTHY, "and afterwards by everybody"
+
+
+DCGM_LABELS = {
+    "gpu", "UUID", "pci_bus_id", "device", "modelName", "GPU_I_PROFILE", "GPU_I_ID", "Hostname", "hostname", "pod",
+    "namespace", "container",
+}  # fmt: skip
+
+
+@pytest.fixture
+def agent(devices, tmp_path) -> Agent:
+    settings = AgentSettings(node_name="node-1", kubelet=False, state_dir=tmp_path)
+    return flowing(settings, FakeKube(), devices)
+
+
+def registry_of(agent: Agent) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    registry.register(AgentCollector(agent))
+    return registry
+
+
+async def sampled(agent: Agent) -> CollectorRegistry:
+    """Let the agent look at its GPUs, and end."""
+    async with running(agent):
+        await until(lambda: agent.reconciler.reporter.devices)
+        healthy = [d.uuid for d in agent.reconciler.reporter.devices if d.health is DeviceHealth.HEALTHY]
+        await until(lambda: all(agent.reconciler.meters[uuid].is_current for uuid in healthy))
+    return registry_of(agent)
+
+
+async def test_idle_gpus_under_dcgms_names(agent, devices) -> None:
+    registry = await sampled(agent)
+    found = {m.name: m for m in registry.collect()}
+    names = {name for name in found if name.startswith("DCGM_")}
+    assert {"DCGM_FI_DEV_FB_USED", "DCGM_FI_DEV_GPU_UTIL", "DCGM_FI_PROF_SM_ACTIVE", ENERGY} <= names
+    assert names < {*DEVICE_GAUGES, ENERGY}, "what a simulated GPU cannot know is absent"
+    for name in names:
+        assert [set(s.labels) for s in found[name].samples] == [DCGM_LABELS] * 2
+        assert {s.name for s in found[name].samples} == {name}
+    (used, *_) = found["DCGM_FI_DEV_FB_USED"].samples
+    assert (used.value, used.labels["gpu"], used.labels["Hostname"]) == (0, "0", "node-1")
+    assert used.labels["hostname"] == "node-1"
+    assert used.labels["modelName"] == "Simulated NVIDIA A100-SXM4-40GB"
+    free, reserved = (found[f"DCGM_FI_DEV_FB_{what}"].samples[0].value for what in ("FREE", "RESERVED"))
+    assert free + reserved == 40960
+    assert generate_latest(registry)
+    assert generate_openmetrics(registry)
+
+
+async def test_tenants_have_series_of_their_own(agent, devices, reserve, enter) -> None:
+    gpu = devices.uuids[0]
+    wanted = [reserve(pod, gpu, mode=SharingMode.MPS, memory_limit_mib=9000) for pod in "ab"]
+    registry = registry_of(agent)
+    async with running(agent):
+        kube = agent.reconciler._api
+        await until(lambda: kube.dump_all(GPU_NODES))
+        await kube.patch(GPU_NODES, "node-1", {"spec": {"reservations": msgspec.to_builtins(wanted[:1])}})
+        await until(lambda: [p.state.value for p in agent.reconciler.partitions] == ["Ready"])
+        with enter(gpu, "a") as (opened,):
+            opened.allocate(1000)
+            labels = {"UUID": gpu, "namespace": "default", "pod": "a", "job": "job-a"}
+            value = registry.get_sample_value
+            working = asyncio.ensure_future(asyncio.to_thread(opened.run, 0.4, 0.5))
+            active = await until(lambda: value("carpool_gpu_tenant_sm_active_ratio", labels))
+            assert 0 < active <= 1
+            await working
+            assert value("carpool_gpu_tenant_memory_bytes", labels) >= 1000 * 1024 * 1024
+            assert value("carpool_gpu_tenant_memory_limit_bytes", labels) == 9000 * 1024 * 1024
+            assert value("carpool_gpu_tenant_energy_joules_total", labels) > 0
+            assert value("carpool_agent_partitions", {"state": "Ready"}) == 1
+            assert value("carpool_agent_gpu_healthy", {"UUID": gpu}) == 1
+            assert value("carpool_agent_status_writes_total") > 0
+            by_gpu = {
+                s.labels["UUID"]: s for m in registry.collect() if m.name == "DCGM_FI_DEV_FB_USED" for s in m.samples
+            }
+            assert by_gpu[gpu].labels["pod"] == "a"
+            assert by_gpu[gpu].value >= 1000
+            await kube.patch(GPU_NODES, "node-1", {"spec": {"reservations": msgspec.to_builtins(wanted)}})
+            await until(lambda: len(agent.reconciler.partitions) == 2)
+            (shared, *_) = next(m for m in registry.collect() if m.name == "DCGM_FI_DEV_FB_USED").samples
+            assert shared.labels["pod"] == "", "a shared GPU belongs to no pod"
+
+
+async def test_sick_gpu_has_no_values_but_a_health(agent, devices, tmp_path) -> None:
+    (tmp_path / "state" / "simulated" / devices.uuids[0] / "device.json").write_text("{")
+    registry = await sampled(agent)
+    assert registry.get_sample_value("carpool_agent_gpu_healthy", {"UUID": devices.uuids[0]}) == 0
+    assert len(next(m for m in registry.collect() if m.name == "DCGM_FI_DEV_FB_USED").samples) == 1
+
+
+class Exporter:
+    """dcgm-exporter, which shows some of the GPUs and instances."""
+
+    name, is_public = "dcgm-exporter", True
+
+    def __init__(self) -> None:
+        self.shows: set[tuple[str, int | None]] = set()
+
+    def values(self) -> dict:
+        return {place: {"DCGM_FI_DEV_GPU_UTIL": 5.0} for place in self.shows}
+
+
+def series(registry: CollectorRegistry, prefix: str = "DCGM_") -> set[tuple[str, str]]:
+    return {(s.name, s.labels["UUID"]) for m in registry.collect() for s in m.samples if s.name.startswith(prefix)}
+
+
+async def test_what_dcgm_exporter_shows_is_shown_by_nobody_else(tmp_path) -> None:
+    exporter = Exporter()
+    devices = Node(FakeNvml(["H100", "A100-40"]), FakeMpsCommands(), tmp_path, sources=(exporter,)).devices()
+    shown, other = devices.uuids
+    exporter.shows = {(shown, None)}
+    agent = flowing(AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path), FakeKube(), devices)
+    registry = registry_of(agent)
+    value = registry.get_sample_value
+    async with running(agent):
+        await until(lambda: value("carpool_agent_gpu_metrics_source", {"UUID": shown, "source": "dcgm-exporter"}))
+        assert value("carpool_agent_gpu_metrics_source", {"UUID": other, "source": "nvml"}) == 1
+        assert {uuid for _, uuid in series(registry)} == {other}
+        exporter.shows = set()
+        await until(lambda: value("carpool_agent_gpu_metrics_source", {"UUID": shown, "source": "nvml-gpm"}))
+        assert {uuid for _, uuid in series(registry)} == {shown, other}
+
+
+async def test_each_place_is_shown_once_where_dcgm_exporter_shows_instances_only(tmp_path) -> None:
+    """Regression: of a divided GPU it shows the instances; both showed them."""
+    exporter = Exporter()
+    node = Node(FakeNvml(["H100"]), FakeMpsCommands(), tmp_path, sources=(exporter,))
+    mig = node.nvml.gpus[0].mig
+    mig.is_enabled = mig.is_pending = True
+    shown, other = (mig.create(mig.table.profiles[-2].id, at, 1).id for at in (0, 1))
+    devices = node.devices()
+    exporter.shows = {(devices.uuids[0], shown)}
+    agent = flowing(AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path), FakeKube(), devices)
+    registry = registry_of(agent)
+    source = {"UUID": devices.uuids[0], "source": "dcgm-exporter"}
+
+    def places() -> set[str]:
+        return {s.labels["GPU_I_ID"] for m in registry.collect() for s in m.samples if s.name.startswith("DCGM_")}
+
+    async with running(agent):
+        await until(lambda: registry.get_sample_value("carpool_agent_gpu_metrics_source", source))
+        await until(lambda: node.advance(0.1) or places() == {"", str(other)})
+        exporter.shows = {(devices.uuids[0], None)}
+        await until(lambda: node.advance(0.1) or places() == {str(shown), str(other)})
+
+
+async def test_mig_instances_have_series_and_gone_ones_have_none(tmp_path, reserve) -> None:
+    node = Node(FakeNvml(["H100"]), FakeMpsCommands(), tmp_path)
+    node.nvml.gpus[0].mig.is_enabled = node.nvml.gpus[0].mig.is_pending = True
+    devices, kube = node.devices(), FakeKube()
+    kube.seed(NODES, {"metadata": {"name": "node-1"}})
+    agent = flowing(AgentSettings(node_name="node-1", kubelet=False, state_dir=tmp_path), kube, devices)
+    registry = registry_of(agent)
+    wanted = [
+        msgspec.structs.replace(
+            reserve(pod, devices.uuids[0], mode=SharingMode.MIG), mig_profile=profile, pod_uid=uid(pod)
+        )
+        for pod, profile in (("a", "3g.40gb"), ("b", "1g.10gb"))
+    ]
+
+    def parts() -> dict[tuple[str, str], float]:
+        return {
+            (s.labels["GPU_I_PROFILE"], s.labels["pod"]): s.value
+            for m in registry.collect()
+            if m.name == "DCGM_FI_PROF_SM_ACTIVE"
+            for s in m.samples
+        }
+
+    async with running(agent):
+        await until(lambda: kube.dump_all(GPU_NODES))
+        await kube.patch(GPU_NODES, "node-1", {"spec": {"reservations": msgspec.to_builtins(wanted)}})
+        await until(lambda: [p.state.value for p in agent.reconciler.partitions] == ["Ready"] * 2)
+        instances = {i.profile.name: i.id for i in node.nvml.gpus[0].mig.instances.values()}
+        node.start(0, 42, "a", 5000, sm=0.5, instance=instances["3g.40gb"])
+        await until(lambda: node.advance(0.1) or parts().get(("3g.40gb", "a"), 0) > 0.4)
+        await until(lambda: node.advance(0.1) or len(parts()) == 3)  # another thread reads one after the other
+        assert parts().keys() == {("", ""), ("3g.40gb", "a"), ("1g.10gb", "b")}
+        assert parts()["1g.10gb", "b"] == 0
+        names = {s.name for m in registry.collect() for s in m.samples if s.labels.get("GPU_I_PROFILE") == "3g.40gb"}
+        assert {"DCGM_FI_DEV_FB_USED", "DCGM_FI_PROF_GR_ENGINE_ACTIVE"} <= names
+        energy = next(m for m in registry.collect() if m.name == ENERGY)
+        assert [s.labels["GPU_I_ID"] for s in energy.samples] == [""], "the counter is the whole GPU's"
+        assert "DCGM_FI_DEV_POWER_USAGE" not in names, "nobody knows an instance's power"
+        labels = {"UUID": devices.uuids[0], "namespace": "default", "pod": "a", "job": "job-a"}
+        await until(
+            lambda: node.advance(0.1) or registry.get_sample_value("carpool_gpu_tenant_sm_active_ratio", labels)
+        )
+        node.end(0, 42)
+        await kube.patch(GPU_NODES, "node-1", {"spec": {"reservations": msgspec.to_builtins(wanted[1:])}})
+        await until(lambda: node.advance(0.1) or parts().keys() == {("", ""), ("1g.10gb", "b")})
+        await until(lambda: registry.get_sample_value("carpool_gpu_tenant_memory_bytes", labels) is None)
+
+
+async def test_series_are_bounded_by_reservations(agent, devices, reserve, enter) -> None:
+    """Whoever is on a GPU without a reservation has no series, however many come and go."""
+    registry = registry_of(agent)
+    async with running(agent):
+        await until(lambda: agent.reconciler.reporter.devices)
+        kube = agent.reconciler._api
+        gpu = devices.uuids[0]
+        await until(lambda: kube.dump_all(GPU_NODES))
+        await kube.patch(GPU_NODES, "node-1", {"spec": {"reservations": msgspec.to_builtins([reserve("a", gpu)])}})
+        await until(lambda: [p.state.value for p in agent.reconciler.partitions] == ["Ready"])
+        for number in range(5):
+            with enter(gpu, f"uninvited-{number}"):
+                await until(lambda: len(agent.reconciler.meters[gpu].uses) > 0)
+        with enter(gpu, "a"):
+            await until(lambda: series(registry, "carpool_gpu_tenant_memory_bytes"))
+            shown = [s for m in registry.collect() if m.name == "carpool_gpu_tenant_memory_bytes" for s in m.samples]
+            assert [s.labels["pod"] for s in shown] == ["a"]
+        await until(lambda: set(agent.reconciler.meters[gpu].uses) <= {"uid-a"})

@@ -1,0 +1,506 @@
+"""The contract of NVML as the agent uses it: over the fake of each kind of GPU, and over what is installed."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pynvml
+import pytest
+from carpool_core.products import find_product
+from carpool_deviceplugin.check import CONTRACT, Rule
+from carpool_deviceplugin.gpu import NoDevicesError
+from carpool_deviceplugin.health import XidWatch
+from carpool_deviceplugin.mig import Create, Destroy, Placement
+from carpool_deviceplugin.mig_instances import apply_step, read_instances, read_mig_devices, read_table
+from carpool_deviceplugin.nvlib import (
+    DriverGoneError,
+    GpuLostError,
+    NotPermittedError,
+    NvmlError,
+    NvmlLibrary,
+    Session,
+    installed,
+    list_gpus,
+    read_identity,
+    read_processes,
+    read_telemetry,
+    read_utilization,
+)
+from carpool_deviceplugin.sampling import Gpm
+from carpool_deviceplugin.testing.gpus import HARDWARE, TABLES
+from carpool_deviceplugin.testing.nvml import FakeNvml
+
+
+def answers() -> bool:
+    """Whether the loader finds a libnvidia-ml.so.1 that answers, NVIDIA's or another one."""
+    try:
+        pynvml.nvmlInit()
+        pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return False
+    return True
+
+
+LIBRARIES = [
+    *(pytest.param(kind, id=kind) for kind in HARDWARE),
+    pytest.param("installed", id="installed", marks=[] if answers() else [pytest.mark.gpu]),
+]
+
+
+def at_work(kind: str) -> FakeNvml:
+    """Two GPUs of a kind; on the first one two processes have run for a while."""
+    fake = FakeNvml([kind, kind])
+    for pid, sm in ((42, 0.25), (43, 0.5)):
+        fake.start(0, pid, 1000).sm = sm
+    fake.advance(3)
+    return fake
+
+
+@pytest.fixture(params=LIBRARIES)
+def session(request) -> Iterator[Session]:
+    library: NvmlLibrary = installed() if request.param == "installed" else at_work(request.param)
+    opened = Session(library)
+    opened.open()
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("rule", CONTRACT, ids=lambda rule: rule.__name__)
+def test_contract(session: Session, rule: Rule) -> None:
+    """What holds for every GPU; `carpool node battery` asks the same of a real one."""
+    assert list(rule(session)) == []
+
+
+# What only a GPU does that may be handled roughly.
+
+
+def opened(*kinds: str) -> tuple[FakeNvml, Session, list]:
+    fake = FakeNvml(kinds)
+    session = Session(fake)
+    session.open()
+    return fake, session, list_gpus(session)
+
+
+def test_the_real_bindings_have_every_function() -> None:
+    names = [name for name in vars(NvmlLibrary) if name.startswith("nvml")]
+    assert len(names) > 45
+    for name in names:
+        assert callable(getattr(installed(), name))
+        assert callable(getattr(FakeNvml, name))
+
+
+def test_the_fakes_hardware_is_that_of_the_products() -> None:
+    for hardware in HARDWARE.values():
+        product = find_product(hardware.product)
+        assert hardware.memory_mib == product.memory_mib
+        assert product.compute_capability == ".".join(map(str, hardware.compute_capability))
+        assert hardware.mig is TABLES.get(product.name)
+
+
+@pytest.mark.parametrize("kind", [k for k, h in HARDWARE.items() if h.mig])
+def test_drivers_word_on_mig_agrees_with_the_table(kind: str) -> None:
+    _, session, (uuid,) = opened(kind)
+    found, table = read_table(session, uuid), HARDWARE[kind].mig
+    assert {p.name: p.starts for p in found.profiles} == {p.name: p.starts for p in table.profiles}
+    assert found.memory_slices == table.memory_slices
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, "expected libnvidia-ml.so.1, found none"),
+        (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, "found it not loaded: run modprobe nvidia"),
+        (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, "found different ones"),
+        (pynvml.NVML_ERROR_NO_PERMISSION, "found no permission: give the container /dev/nvidiactl"),
+        (pynvml.NVML_ERROR_UNKNOWN, "expected NVML to start, found: Unknown Error; look at dmesg and nvidia-smi -q"),
+        (777, "found: NVML Error with code 777; this code is newer than the agent"),
+    ],
+)
+def test_no_start_says_what_to_do(code: int, says: str) -> None:
+    fake = FakeNvml(["T4"])
+    fake.init_error = code
+    with pytest.raises(NoDevicesError, match=says):
+        Session(fake).open()
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (pynvml.NVML_ERROR_NO_PERMISSION, NotPermittedError),
+        (pynvml.NVML_ERROR_GPU_IS_LOST, GpuLostError),
+        (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, DriverGoneError),
+        (pynvml.NVML_ERROR_TIMEOUT, NvmlError),
+    ],
+)
+def test_errors_say_which_call_on_which_gpu(code: int, kind: type[NvmlError]) -> None:
+    fake, session, (uuid,) = opened("T4")
+    fake.fail_next("nvmlDeviceGetMemoryInfo", code)
+    with pytest.raises(kind, match=f"GPU {uuid}: nvmlDeviceGetMemoryInfo failed: .*; ") as caught:
+        read_telemetry(session, uuid)
+    assert isinstance(caught.value.__cause__, pynvml.NVMLError)
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        (777, "NVML Error with code 777; this code is newer than the agent, .*: update the agent, and look at dmesg"),
+        (pynvml.NVML_ERROR_UNKNOWN, "Unknown Error; look at dmesg .*; if it stays so, restart the node"),
+        (pynvml.NVML_ERROR_INSUFFICIENT_POWER, "; look at its power cables"),
+    ],
+)
+def test_errors_say_what_to_do_whatever_their_code(code: int, says: str) -> None:
+    """Regression: a code that was not foreseen, one of a newer driver above all, gave no way out."""
+    fake, session, (uuid,) = opened("T4")
+    fake.fail_next("nvmlDeviceGetMemoryInfo", code)
+    with pytest.raises(NvmlError, match=says):
+        read_telemetry(session, uuid)
+
+
+def test_old_driver_without_a_function_is_a_value() -> None:
+    fake, session, (uuid,) = opened("H100")
+    fake.fail_next("nvmlDeviceGetNumaNodeId", pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+    assert read_identity(session, uuid).numa_node is None
+
+
+def test_lost_gpu_leaves_the_others_alone_and_comes_back() -> None:
+    fake, session, (lost, well) = opened("A100-40", "A100-40")
+    fake.gpus[0].is_lost = True
+    with pytest.raises(GpuLostError, match="fallen off the bus"):
+        read_telemetry(session, lost)
+    with pytest.raises(GpuLostError):
+        read_telemetry(session, lost)
+    assert read_telemetry(session, well).power_w
+    fake.gpus[0].is_lost = False
+    assert read_telemetry(session, lost).power_w
+
+
+def test_restarted_driver_is_opened_again() -> None:
+    fake, session, (uuid,) = opened("A100-40")
+    watch = XidWatch(session, [uuid])
+    assert watch.seen(uuid) == []
+    fake.restart_driver()
+    with pytest.raises(DriverGoneError, match="opens the driver again"):
+        read_telemetry(session, uuid)
+    assert read_telemetry(session, uuid).power_w
+    assert session.openings == 2
+    fake.raise_xid(0, 79)
+    assert watch.seen(uuid) == [], "what was registered with the old driver is gone"
+    fake.raise_xid(0, 31)
+    assert watch.seen(uuid) == [31]
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, "load the driver"),
+        (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, "different versions: restart the node"),
+    ],
+)
+def test_driver_that_is_not_back_yet(code: int, says: str) -> None:
+    fake, session, (uuid,) = opened("A100-40")
+    fake.restart_driver()
+    fake.init_error = code
+    with pytest.raises(DriverGoneError):
+        read_telemetry(session, uuid)
+    for _ in range(2):
+        with pytest.raises(DriverGoneError, match=says):
+            read_telemetry(session, uuid)
+    fake.init_error = None
+    assert read_telemetry(session, uuid).power_w
+
+
+def test_gpm_between_two_looks() -> None:
+    fake, session, (uuid,) = opened("H100")
+    process = fake.start(0, 42, 1000)
+    process.sm, process.dram = 0.5, 0.25
+    gpm = Gpm(session)
+    gpm.sample(uuid)
+    fake.advance(2)
+    found = gpm.sample(uuid)
+    assert (round(found.sm, 3), round(found.dram, 3), round(found.occupancy, 3)) == (0.5, 0.25, 0.25)
+    process.sm = 0.0
+    fake.advance(2)
+    assert gpm.sample(uuid).sm == 0
+    assert gpm.sample(uuid).sm is None, "no time has passed"
+
+
+def mig_on(kind: str) -> tuple[FakeNvml, Session, str]:
+    fake, session, (uuid,) = opened(kind)
+    fake.gpus[0].mig.is_enabled = fake.gpus[0].mig.is_pending = True
+    return fake, session, uuid
+
+
+@pytest.mark.parametrize("kind", [k for k, h in HARDWARE.items() if h.mig])
+def test_mig_steps_are_read_back_and_idempotent(kind: str) -> None:
+    fake, session, uuid = mig_on(kind)
+    table = read_table(session, uuid)
+    whole, small = table.profiles[0], table.find(table.profiles[-1].name.removesuffix("+me"))
+    for start in (0, 2):
+        for _ in range(2):
+            apply_step(session, uuid, Create(Placement(small, start)))
+    instances = read_instances(session, uuid, table)
+    assert [i.placement for i in instances] == [Placement(small, 0), Placement(small, 2)]
+    assert len({d.uuid for d in read_mig_devices(session, uuid)}) == 2
+    with pytest.raises(NvmlError, match=r"nvmlDeviceCreateGpuInstanceWithPlacement failed.*no room"):
+        apply_step(session, uuid, Create(Placement(whole, 0)))
+    for _ in range(2):
+        apply_step(session, uuid, Destroy(instances[0]))
+    assert read_instances(session, uuid, table) == instances[1:]
+    fake.start(0, 42, 100, instance=instances[1].id)
+    with pytest.raises(NvmlError, match=r"nvmlComputeInstanceDestroy failed.*something still uses it"):
+        apply_step(session, uuid, Destroy(instances[1]))
+
+
+def test_create_that_died_half_way_is_continued() -> None:
+    fake, session, uuid = mig_on("A100-40")
+    table = read_table(session, uuid)
+    step = Create(Placement(table.find("3g.20gb"), 4))
+    fake.fail_next("nvmlGpuInstanceCreateComputeInstance", pynvml.NVML_ERROR_UNKNOWN)
+    with pytest.raises(NvmlError):
+        apply_step(session, uuid, step)
+    assert (len(read_instances(session, uuid, table)), read_mig_devices(session, uuid)) == (1, [])
+    apply_step(session, uuid, step)
+    assert len(read_instances(session, uuid, table)) == len(read_mig_devices(session, uuid)) == 1
+
+
+def test_mig_switched_off_has_no_instances() -> None:
+    _, session, (uuid,) = opened("A100-40")
+    assert read_instances(session, uuid, read_table(session, uuid)) == []
+    assert read_mig_devices(session, uuid) == []
+
+
+def test_gpm_of_mig_instances() -> None:
+    fake, session, uuid = mig_on("H100")
+    table = read_table(session, uuid)
+    apply_step(session, uuid, Create(Placement(table.find("3g.40gb"), 0)))
+    (instance,) = read_instances(session, uuid, table)
+    fake.start(0, 42, 100, instance=instance.id).sm = 0.8
+    gpm = Gpm(session)
+    gpm.sample(uuid, instance.id)
+    fake.advance(1)
+    assert round(gpm.sample(uuid, instance.id).sm, 3) == 0.8
+    assert read_utilization(session, uuid, 0) is None, "the driver does not say it under MIG"
+    assert read_processes(session, uuid)[0].gpu_instance_id == instance.id
+
+
+HERE = Path(__file__).parent
+READ = """
+import json, time
+from carpool_deviceplugin.nvlib import Session
+from carpool_deviceplugin.sampling import Gpm
+from carpool_deviceplugin.nvlib import installed
+from carpool_deviceplugin.nvlib import (
+    list_gpus, read_identity, read_processes, read_telemetry, read_utilization)
+from carpool_deviceplugin.health import XidWatch
+session = Session(installed())
+session.open()
+gpus = list_gpus(session)
+known, gpm = [read_identity(session, gpu) for gpu in gpus], Gpm(session)
+watch, told = XidWatch(session, gpus), read_telemetry(session, gpus[0])
+gpm.sample(gpus[0])
+between = gpm.sample(gpus[0])
+print(json.dumps({
+    "memory": [known[0].memory_mib, known[0].reserved_mib],
+    "pci": [k.pci_bus_id for k in known],
+    "minor": [k.minor for k in known],
+    "absent": [known[0].numa_node, known[0].mig_capable, list(known[0].nvlink_peers)],
+    "told": [told.gpu_util_percent, told.power_w, told.energy_mj, told.temperature_c, told.sm_clock_mhz,
+             told.rows_remapped_correctable, told.ecc_uncorrectable],
+    "processes": [[p.pid, p.memory_mib, p.gpu_instance_id] for p in read_processes(session, gpus[0])],
+    "samples": [list(s) for s in read_utilization(session, gpus[0], 5000)],
+    "no samples": list(read_utilization(session, gpus[1], 5000)),
+    "xids": [watch.seen(gpu) for gpu in gpus] + [watch.seen(gpus[0])],
+    "gpm": [between.sm, between.dram, between.tensor],
+}))
+"""
+
+
+CARPOOL = str(Path(sys.executable).parent / "carpool")
+
+
+def library(directory: Path, *flags: str) -> dict[str, str]:
+    """Build it; return the environment of a process whose loader finds it."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    command = [compiler, "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", *flags]
+    subprocess.run(
+        [*command, "-o", str(directory / "libnvidia-ml.so.1"), str(HERE / "nvml" / "libnvidia-ml.c")], check=True
+    )
+    paths = {name: str(directory) for name in ("LD_LIBRARY_PATH", "HOME", "CARPOOL_STATE_DIR", "CARPOOL_CDI_DIR")}
+    return {"PATH": os.environ["PATH"], **paths}
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """GPUs without MIG."""
+    return library(tmp_path_factory.mktemp("nvml"))
+
+
+@pytest.fixture(scope="module")
+def divided(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """GPUs with MIG, which the first one has switched on."""
+    return library(tmp_path_factory.mktemp("nvml-mig"), "-DWITH_MIG")
+
+
+def run(environment: dict[str, str], *command: str, code: int = 0) -> str:
+    """Run a command; return what it said."""
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=HERE.parents[1])
+    assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "Traceback" not in done.stderr
+    return done.stdout + (done.stderr if code else "")
+
+
+@pytest.mark.parametrize("kind", ["environment", "divided"])
+def test_the_contract_battery_runs_on_it(request: pytest.FixtureRequest, kind: str) -> None:
+    environment: dict[str, str] = request.getfixturevalue(kind)
+    battery = ["-m", "pytest", "-q", "-k", "installed", "-p", "no:cacheprovider", str(HERE / "test_nvml_library.py")]
+    said = run(environment, sys.executable, *battery)
+    assert "8 passed" in said
+    assert "skipped" not in said, "they waited for a GPU, whatever the loader found"
+
+
+def test_every_structure_is_read_as_the_library_wrote_it(environment: dict[str, str]) -> None:
+    assert json.loads(run(environment, sys.executable, "-c", READ)) == {
+        "memory": [81559, 559],
+        "pci": ["00000000:17:00.0", "00000000:18:00.0"],
+        "minor": [4, 5],
+        "absent": [None, False, []],
+        "told": [60.0, 120.5, 7, 41, 1755, 1, 0],
+        "processes": [[4000000, 1000, None], [4000001, 1000, None]],
+        "samples": [[4000000, 6000, 50], [4000001, 7000, 25]],
+        "no samples": [],
+        "xids": [[31], [32], []],
+        "gpm": [0.375, 0.125, None],
+    }
+
+
+def test_carpool_node_inspect_shows_its_gpus(environment: dict[str, str]) -> None:
+    said = run(environment, CARPOOL, "node", "inspect")
+    assert "driver 580.95.05, CUDA 13.0" in said
+    assert "GPU 1: NVIDIA H100 PCIe  GPU-00000000-0000-4000-8000-00000000000b" in said
+    assert "81,559 MiB (559 the driver's, 256 more kept free), compute capability 9.0, PCI 00000000:17:00.0" in said
+    assert "metrics: NVML with GPM" in said
+    assert "UNHEALTHY: process 4000000, process 4000001 on the GPU belong to no pod" in said
+
+
+PLAN = (CARPOOL, "node", "plan", "--gpu", "0", "--to")
+TWO = "mig:3g.40gb,2g.20gb"
+
+
+def test_carpool_node_plan_divides_a_gpu_and_reads_it_back(divided: dict[str, str]) -> None:
+    """Every structure and pointer of MIG through NVIDIA's bindings, which no fake in Python could test."""
+    steps = ["create 3g.40gb on memory slices 4-7", "create 2g.20gb on memory slices 0-1"]
+    assert run(divided, *PLAN, TWO).splitlines()[1:] == [f"would {step}" for step in steps]
+    assert run(divided, *PLAN, TWO, "--apply").splitlines()[1:] == [*steps, "done"]
+
+
+DIVIDE = """
+import json, time
+from pathlib import Path
+from carpool_core.values import GpuUuid
+from carpool_deviceplugin.mig import plan_mig
+from carpool_deviceplugin.nvlib import Session
+from carpool_deviceplugin.sampling import Gpm
+from carpool_deviceplugin.nvlib import installed
+from carpool_deviceplugin.mig_instances import read_instances, read_mig_devices, read_table
+from carpool_deviceplugin.mig_instances import run_plan
+from carpool_deviceplugin.nvlib import list_gpus
+session = Session(installed())
+session.open()
+gpu, gpm = list_gpus(session)[0], Gpm(session)
+table = read_table(session, gpu)
+def to(*names):
+    present = read_instances(session, gpu, table)
+    run_plan(session, gpu, table, plan_mig(table, present, set(), [table.find(n) for n in names]), time.monotonic)
+    found = read_instances(session, gpu, table)
+    return [[str(i.placement), i.id] for i in found], [[d.uuid, d.gpu_instance_id] for d in
+                                                       read_mig_devices(session, gpu)]
+first = to("3g.40gb", "2g.20gb")
+memory = session.library.nvmlDeviceGetMemoryInfo(session.library.nvmlDeviceGetHandleByUUID(first[1][0][0])).total
+instance = first[0][0][1]
+gpm.sample(gpu, instance)
+sm = gpm.sample(gpu, instance).sm
+print(json.dumps({"first": first, "memory": memory >> 20, "sm": sm, "second": to("3g.40gb", "1g.10gb"), "third": to()}))
+"""
+
+
+def test_mig_instances_come_stay_and_go_through_the_bindings(divided: dict[str, str]) -> None:
+    found = json.loads(run(divided, sys.executable, "-c", DIVIDE))
+    assert sorted(name for name, _ in found["first"][0]) == [
+        "2g.20gb on memory slices 0-1",
+        "3g.40gb on memory slices 4-7",
+    ]
+    assert len(found["first"][1]) == 2
+    assert all(uuid.startswith("MIG-00000000-") for uuid, _ in found["first"][1])
+    assert {number for _, number in found["first"][1]} == {number for _, number in found["first"][0]}
+    assert (found["memory"] in (40448, 20096), found["sm"]) == (True, 0.375)
+    stays = next(one for one in found["first"][0] if one[0].startswith("3g"))
+    assert stays in found["second"][0]
+    assert sorted(name.split()[0] for name, _ in found["second"][0]) == ["1g.10gb", "3g.40gb"]
+    assert found["third"] == [[], []]
+
+
+def test_inspect_shows_profiles_and_places(divided: dict[str, str]) -> None:
+    said = run(divided, CARPOOL, "node", "inspect")
+    assert "MIG: on" in said
+    assert "3g.40gb       40,448 MiB, 60 SMs, at {0,4}:4" in said
+    assert said.count("MIG: off") == 1
+
+
+def test_the_battery_runs_as_far_as_it_goes_without_a_gpu(divided: dict[str, str], tmp_path: Path) -> None:
+    """Real bindings, a library in C; there is nothing to compute with, and it says so."""
+    out, names = tmp_path / "found.json", ("contract", "mps-two", "mig")
+    wanted = [word for name in names for word in ("--only", name)]
+    said = run(divided, CARPOOL, "node", "battery", *wanted, "--mig", "--out", str(out))
+    assert [line.split()[:2] for line in said.splitlines()[1:4]] == [
+        ["passed", "contract"],
+        ["skipped", "mps-two"],
+        ["passed", "mig"],
+    ], said
+    assert "it takes mode MPS, the GPU has MIG" in said
+    assert "1g.10gb and 2g.20gb made, read back and destroyed" in said
+    recorded = json.loads(out.read_text())["nvml"]
+    assert (recorded["product"], len(recorded["mig"])) == ("NVIDIA H100 80GB HBM3", 7)
+    assert recorded["codes"]["an index beyond the last"] == 2
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ((*PLAN, "mig:3g.40"), "expected a MIG profile out of 7g.80gb"),
+        ((*PLAN, "mig:7g.80gb,1g.10gb", "--apply"), "expected profiles that fit on one GPU together"),
+        ((CARPOOL, "node", "plan", "--gpu", "1", "--to", TWO, "--apply"), "MIG is switched off"),
+        ((CARPOOL, "node", "inspekt"), "No such command 'inspekt'"),
+    ],
+)
+def test_what_a_newcomer_types_wrong_is_a_sentence(
+    divided: dict[str, str], command: tuple[str, ...], says: str
+) -> None:
+    assert says in run(divided, *command, code=2)
+
+
+@pytest.mark.parametrize(
+    ("refuses", "says", "command"),
+    [
+        (4, "found no permission: give the container /dev/nvidiactl", (CARPOOL, "node", "inspect")),
+        (9, "found it not loaded: run modprobe nvidia", (CARPOOL, "node", "inspect")),
+        (18, "updated under a running kernel module; restart the node", (*PLAN, TWO, "--apply")),
+    ],
+    ids=["no-permission", "no-module", "two-versions"],
+)
+def test_a_driver_that_does_not_start_is_a_sentence(
+    divided: dict[str, str], refuses: int, says: str, command: tuple[str, ...]
+) -> None:
+    assert says in run({**divided, "STAND_IN_REFUSES": str(refuses)}, *command, code=2)
+
+
+def test_a_machine_without_a_driver_is_told_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "libnvidia-ml.so.1").write_bytes(b"no library")
+    said = run({"PATH": os.environ["PATH"], "LD_LIBRARY_PATH": str(tmp_path)}, CARPOOL, "node", "inspect", code=2)
+    assert "expected libnvidia-ml.so.1, found none: install NVIDIA's driver on the node" in said
+    assert "CARPOOL_SIMULATED_GPUS" not in said, "it would not help here"

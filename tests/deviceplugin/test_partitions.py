@@ -1,0 +1,342 @@
+"""Planning the steps of one GPU."""
+
+from dataclasses import replace
+
+import pytest
+from carpool_core.resources.node import Reservation, TenantProfile
+from carpool_core.values import GpuUuid, JobUid, PodUid, SharingMode
+from carpool_deviceplugin.gpu import (
+    CreateInstance,
+    DestroyInstance,
+    GpuActual,
+    Limits,
+    Part,
+    SetLimits,
+    SetMode,
+    StartMps,
+    StopMps,
+)
+from carpool_deviceplugin.mig import Instance, MigTable, Occupied, Placement, occupied
+from carpool_deviceplugin.partitions import divide, plan, way_back
+from carpool_deviceplugin.testing.gpus import A30, A100_40
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_world import EXCLUSIVE, IDLE, MIG, MPS, SHARED, SLICED, TIME_SLICING, A, B, apply
+
+
+@pytest.mark.parametrize(
+    ("actual", "wanted", "steps"),
+    [
+        pytest.param(IDLE, [], (), id="idle-stays-idle"),
+        pytest.param(IDLE, [("a", EXCLUSIVE, {})], (SetMode(EXCLUSIVE),), id="first-tenant"),
+        pytest.param(SLICED, [("a", TIME_SLICING, {})], (), id="nothing-to-do"),
+        pytest.param(SLICED, [], (SetMode(None),), id="returned"),
+        pytest.param(SLICED, [("a", EXCLUSIVE, {})], (SetMode(EXCLUSIVE),), id="empty-changes-mode"),
+        pytest.param(
+            IDLE,
+            [("a", MPS, {"memory_limit_mib": 10_000, "thread_percentage": 50})],
+            (SetMode(MPS), StartMps(), SetLimits(A, Limits(10_000, 50))),
+            id="mps-from-idle",
+        ),
+        pytest.param(
+            replace(SHARED, tenants=frozenset({A})),
+            [("a", MPS, {"memory_limit_mib": 10_000}), ("b", MPS, {"memory_limit_mib": 5_000})],
+            (SetLimits(B, Limits(5_000, None)),),
+            id="second-mps-tenant-joins",
+        ),
+        pytest.param(
+            SHARED,
+            [("b", MPS, {})],
+            (StopMps(), StartMps(), SetLimits(B, Limits())),
+            id="mps-tenant-replaced",
+        ),
+        pytest.param(
+            replace(SHARED, limits={}),
+            [("b", MPS, {})],
+            (StopMps(), StartMps(), SetLimits(B, Limits())),
+            id="mps-daemon-of-nobody-knows-whom",
+        ),
+        pytest.param(
+            replace(SHARED, mps_daemon=False),
+            [("b", MPS, {})],
+            (StopMps(), StartMps(), SetLimits(B, Limits())),
+            id="mps-tenant-replaced-behind-a-daemon-that-died",
+        ),
+        pytest.param(
+            SHARED,
+            [("a", MPS, {"memory_limit_mib": 10_000}), ("b", MPS, {})],
+            (SetLimits(B, Limits()),),
+            id="second-mps-tenant-joins-while-nobody-is-there",
+        ),
+        pytest.param(SHARED, [("a", MPS, {"memory_limit_mib": 10_000})], (), id="mps-nothing-to-do"),
+        pytest.param(SHARED, [], (StopMps(), SetMode(None)), id="mps-returned"),
+        pytest.param(SHARED, [("a", EXCLUSIVE, {})], (StopMps(), SetMode(EXCLUSIVE)), id="mps-to-exclusive"),
+        pytest.param(
+            replace(SHARED, mps_daemon=False),
+            [("a", MPS, {"memory_limit_mib": 10_000})],
+            (StartMps(),),
+            id="daemon-died",
+        ),
+        pytest.param(
+            replace(SHARED, mps_daemon=False, mps_left=True, tenants=frozenset({A})),
+            [("a", MPS, {"memory_limit_mib": 10_000})],
+            (),
+            id="daemon-died-under-its-clients",
+        ),
+        pytest.param(
+            replace(SHARED, mps_hangs=True),
+            [("a", MPS, {"memory_limit_mib": 10_000})],
+            (StopMps(), StartMps(), SetLimits(A, Limits(10_000, None))),
+            id="daemon-hangs-and-nobody-is-there",
+        ),
+        pytest.param(
+            replace(SHARED, mps_hangs=True, tenants=frozenset({A})),
+            [("a", MPS, {"memory_limit_mib": 10_000})],
+            (),
+            id="daemon-hangs-under-its-clients",
+        ),
+        pytest.param(
+            replace(IDLE, mode=MPS, mps_left=True),
+            [("a", EXCLUSIVE, {})],
+            (StopMps(), SetMode(EXCLUSIVE)),
+            id="daemon-died-and-its-server-did-not",
+        ),
+        pytest.param(
+            replace(SLICED, mps_left=True),
+            [("a", TIME_SLICING, {})],
+            (StopMps(),),
+            id="server-of-an-earlier-mode",
+        ),
+        pytest.param(replace(IDLE, mps_left=True), [], (StopMps(),), id="server-of-an-earlier-mode-on-an-idle-gpu"),
+        pytest.param(
+            replace(IDLE, mode=MPS, mps_untidied=True),
+            [],
+            (StopMps(), SetMode(None)),
+            id="stop-of-mps-begun-and-not-ended",
+        ),
+        pytest.param(
+            replace(SLICED, mps_untidied=True),
+            [("a", TIME_SLICING, {})],
+            (StopMps(),),
+            id="stop-of-mps-begun-before-this-mode",
+        ),
+    ],
+)
+def test_shortest_steps(reserve, actual, wanted, steps) -> None:
+    reservations = [reserve(pod, mode=mode, **more) for pod, mode, more in wanted]
+    planned = plan(actual, reservations)
+    assert planned.steps == steps
+    assert sorted(planned.ready) == sorted(r.pod_uid for r in reservations)
+    assert not planned.refused
+    assert not planned.waiting
+
+
+@pytest.mark.parametrize(
+    ("actual", "wanted", "held", "refused", "says"),
+    [
+        pytest.param(
+            IDLE, [("a", EXCLUSIVE, {}), ("b", EXCLUSIVE, {})], [], B, "is Exclusive for default/a", id="two-exclusive"
+        ),
+        pytest.param(IDLE, [("a", MPS, {}), ("b", TIME_SLICING, {})], [], B, "is MPS for default/a", id="two-modes"),
+        pytest.param(
+            IDLE,
+            [("a", EXCLUSIVE, {}), ("b", EXCLUSIVE, {})],
+            [B],
+            A,
+            "is Exclusive for default/b",
+            id="promised-first",
+        ),
+        pytest.param(
+            replace(SLICED, tenants=frozenset({B})),
+            [("a", EXCLUSIVE, {}), ("b", TIME_SLICING, {})],
+            [A],
+            A,
+            "is TimeSlicing for default/b",
+            id="who-runs-comes-first",
+        ),
+        pytest.param(
+            IDLE,
+            [("a", MPS, {}), ("b", MPS, {"pod_namespace": "other"})],
+            [],
+            B,
+            "serves namespace default, found other",
+            id="mps-across-namespaces",
+        ),
+        pytest.param(
+            IDLE,
+            [("a", MPS, {"memory_limit_mib": 30_000}), ("b", MPS, {"memory_limit_mib": 10_001})],
+            [],
+            B,
+            "has 10,000 of 40,000 MiB",
+            id="mps-overcommitted",
+        ),
+        pytest.param(IDLE, [("a", MIG, {"mig_profile": "1g.5gb"})], [], A, "expected a mode out of", id="mig"),
+        pytest.param(
+            IDLE,
+            [("a", MPS, {"memory_limit_mib": 40_001})],
+            [],
+            A,
+            "expected a limit of at most 40,000",
+            id="too-large",
+        ),
+        pytest.param(replace(IDLE, problem="it is hot"), [("a", MPS, {})], [], A, "it is hot", id="unhealthy"),
+    ],
+)
+def test_refusals(reserve, actual, wanted, held, refused, says) -> None:
+    planned = plan(actual, [reserve(pod, mode=mode, **more) for pod, mode, more in wanted], frozenset(held))
+    assert list(planned.refused) == [refused]
+    assert says in planned.refused[refused]
+    assert len(planned.ready) == len(wanted) - 1
+
+
+def measured(reserve, measured_mib: int | None = 10_000) -> list[Reservation]:
+    """A may take 30,000 MiB and was measured to take less; so B was let in, which may take 25,000."""
+    tenant = TenantProfile(memory_mib=30_000, measured_mib=measured_mib)
+    return [
+        reserve("a", mode=MPS, memory_limit_mib=30_000, tenant=tenant),
+        reserve("b", mode=MPS, memory_limit_mib=25_000),
+    ]
+
+
+def test_what_was_measured_counts_for_who_comes_in(reserve) -> None:
+    beside_a = replace(SHARED, limits={A: Limits(30_000, None)}, tenants=frozenset({A}))
+    held = frozenset({A})
+    assert plan(beside_a, measured(reserve), held, {A: 9_000}).ready == (A, B)
+    for found in (
+        plan(beside_a, measured(reserve), held, {A: 10_001}),
+        plan(beside_a, measured(reserve, None), held, {A: 9_000}),
+    ):
+        assert found.ready == (A,)
+        assert "has 10,000 of 40,000 MiB that are not promised, found a limit of 25,000" in found.refused[B]
+
+
+@pytest.mark.parametrize("there", [{A}, {B}, {A, B}, set()], ids=["a", "b", "both", "nobody"])
+@pytest.mark.parametrize("peak_mib", [9_000, 20_000])
+@pytest.mark.parametrize("is_agent_new", [True, False], ids=["next agent", "same agent"])
+def test_who_was_let_in_stays_whoever_else_is_on_the_gpu(reserve, there, peak_mib, is_agent_new) -> None:
+    """Regression: while A had no process for a moment, B came first, and A's limits did not go beside it."""
+    limits = {A: Limits(30_000, None), B: Limits(25_000, None)}
+    shared = replace(SHARED, limits=limits, tenants=frozenset(there))
+    held = frozenset(there if is_agent_new else limits)
+    found = plan(shared, measured(reserve), held, {A: peak_mib})
+    if held == limits.keys():
+        assert (set(found.ready), found.steps, found.refused) == ({A, B}, (), {})
+    else:
+        assert there <= set(found.ready)
+
+
+def test_who_wants_more_than_it_was_let_in_with_is_asked_again(reserve) -> None:
+    shared = replace(SHARED, limits={A: Limits(5_000, None), B: Limits(25_000, None)}, tenants=frozenset({B}))
+    found = plan(shared, measured(reserve, None), frozenset({A, B}))
+    assert (found.ready, list(found.refused)) == ((B,), [A])
+
+
+def test_mps_over_several_gpus_is_refused(reserve) -> None:
+    planned = plan(IDLE, [reserve("a", "GPU-1", "GPU-2", mode=MPS)])
+    assert "expected one GPU with MPS, found 2" in planned.refused[A]
+
+
+def test_sickness_takes_nothing_from_who_is_there(reserve) -> None:
+    sick = replace(SLICED, problem="it is hot", tenants=frozenset({A}))
+    planned = plan(sick, [reserve("a"), reserve("b")])
+    assert (planned.ready, list(planned.refused)) == ((A,), [B])
+
+
+@pytest.mark.parametrize("mode", [EXCLUSIVE, TIME_SLICING, MPS])
+def test_newcomer_waits_for_who_is_leaving(reserve, mode) -> None:
+    planned = plan(replace(SLICED, tenants=frozenset({A})), [reserve("b", mode=mode)])
+    assert (planned.steps, planned.ready) == ((), ())
+    assert planned.waiting == {B: "waits for the processes of pod uid-a to leave GPU GPU-1"}
+
+
+def test_nothing_is_returned_while_somebody_is_there(reserve) -> None:
+    assert plan(replace(SHARED, tenants=frozenset({A})), []).steps == ()
+
+
+@pytest.mark.parametrize(
+    ("before", "steps"),
+    [
+        (IDLE, (SetMode(MPS), StartMps(), SetLimits(A, Limits(1, 1)))),
+        (SHARED, (SetLimits(A, Limits(5, None)), SetLimits(B, Limits(1, None)))),
+        (SHARED, (StopMps(), SetMode(EXCLUSIVE))),
+        (SLICED, (SetMode(None),)),
+    ],
+)
+def test_way_back_ends_where_it_began(before, steps) -> None:
+    for count in range(len(steps) + 1):
+        now = before
+        for step in (*steps[:count], *way_back(steps[:count], before)):
+            now = apply(now, step)
+        assert now == before
+
+
+PODS = [PodUid(f"uid-{name}") for name in "abcde"]
+
+
+def wanted(pod: PodUid, profile: str) -> Reservation:
+    return Reservation(
+        pod_uid=pod,
+        pod_namespace="default",
+        pod_name=pod,
+        job_uid=JobUid(pod),
+        job_name=pod,
+        gpu_uuids=[GpuUuid("GPU-1")],
+        mode=SharingMode.MIG,
+        mig_profile=profile,
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[MigTable, list[Part], list[Reservation]]:
+    """A GPU with some instances, and reservations in the order in which they count."""
+    table = draw(st.sampled_from([A100_40, A30]))
+    places = [Placement(p, start) for p in table.profiles for start in p.starts]
+    parts, taken, owners = [], Occupied(), draw(st.permutations(PODS))
+    for number, place in enumerate(draw(st.lists(st.sampled_from(places), max_size=6))):
+        if not taken.fits(place):
+            continue
+        taken = taken.plus(place)
+        is_ours, is_used = draw(st.booleans()), draw(st.booleans())
+        pod = owners.pop() if is_ours and owners and draw(st.booleans()) else None
+        users = frozenset({pod} if is_used and pod else ())
+        parts.append(Part(Instance(number, place), is_ours, pod, users, is_used))
+    pods = draw(st.lists(st.sampled_from(PODS), unique=True, max_size=5))
+    names = st.sampled_from([p.name for p in table.profiles])
+    return table, parts, [wanted(pod, draw(names)) for pod in pods]
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases())
+def test_everybody_gets_one_answer_and_nothing_is_taken_from_anybody(case) -> None:
+    table, parts, granted = case
+    actual = GpuActual(GpuUuid("GPU-1"), 1, frozenset(), parts=tuple(parts), mig_table=table)
+    found = divide(actual, table, granted)
+    answers = [*found.ready, *found.waiting, *found.refused]
+    assert sorted(answers) == sorted(r.pod_uid for r in granted), "one answer for each"
+    there = {p.instance.placement: p for p in parts}
+    given_to = {p.pod_uid: p.instance.placement for p in parts if p.is_ours and p.pod_uid}
+    for step in found.steps:
+        if isinstance(step, DestroyInstance):
+            gone = there.pop(step.placement)
+            assert gone.is_ours
+            assert not gone.is_used
+            assert gone.pod_uid not in found.ready or given_to[gone.pod_uid] == gone.instance.placement
+            given_to.pop(gone.pod_uid, None)
+        else:
+            assert isinstance(step, CreateInstance)
+            if step.placement not in there:
+                assert occupied(there).fits(step.placement), "the steps can be taken in this order"
+            elif (old := there[step.placement]).pod_uid != step.pod_uid:
+                assert not old.is_used or step.pod_uid in old.users
+            there[step.placement] = Part(Instance(99, step.placement), True, step.pod_uid)
+            given_to[step.pod_uid] = step.placement
+    occupied(there)
+    profiles = {r.pod_uid: r.mig_profile for r in granted}
+    for pod in found.ready:
+        assert given_to[pod].profile.name == profiles[pod]
+        assert given_to[pod] in there
+    assert len({given_to[pod] for pod in found.ready}) == len(found.ready), "no two share an instance"
+    for reason in (*found.waiting.values(), *found.refused.values()):
+        assert "GPU GPU-1" in reason
+    mine = [p for p in there.values() if p.is_ours and not p.is_used]
+    assert {p.instance.placement for p in mine} <= {given_to[pod] for pod in found.ready}, "nothing idle is kept"

@@ -1,0 +1,156 @@
+"""Asking all GPUs of a node in as few threads as will do."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from carpool_core.values import GpuUuid
+from carpool_deviceplugin.gpu import DeviceError
+from carpool_deviceplugin.processes import ProcTree, pod_of
+from carpool_deviceplugin.timeouts import Rounds, Threads
+from hypothesis import given
+from hypothesis import strategies as st
+
+GPUS = [GpuUuid(f"GPU-{at}") for at in range(8)]
+
+
+class Gpus:
+    """GPUs that answer with the thread that asked them; some hang until `release` is set."""
+
+    def __init__(self) -> None:
+        self.hanging: set[GpuUuid] = set()
+        self.release = threading.Event()
+        self.asked: list[GpuUuid] = []
+
+    def ask(self, uuid: GpuUuid) -> threading.Thread:
+        self.asked.append(uuid)
+        if uuid in self.hanging:
+            self.release.wait(60)
+        return threading.current_thread()
+
+
+@pytest.fixture
+def gpus() -> Iterator[Gpus]:
+    made = Gpus()
+    yield made
+    made.release.set()
+
+
+async def test_well_gpus_are_asked_by_the_same_thread_round_after_round(gpus: Gpus) -> None:
+    """A new thread for each call cost more than the calls."""
+    rounds = Rounds(gpus.ask, 30, Threads())
+    found = []
+    for _ in range(20):
+        found.append(await rounds.ask(GPUS))
+        await asyncio.sleep(0.005)  # the thread that gave the last answer may still have to lie down
+    assert [list(answers) for answers in found] == [GPUS] * 20
+    assert all(len(set(answers.values())) == 1 for answers in found)
+    used = {thread for answers in found for thread in answers.values()}
+    assert len(used) <= len(found) / 2, "on a busy machine some may not have lain down in time"
+    assert await rounds.ask([]) == {}
+
+
+async def test_those_that_hang_hold_up_none_and_are_asked_no_more_until_they_answer(gpus: Gpus) -> None:
+    gpus.hanging = {GPUS[0], GPUS[3], GPUS[7]}
+    rounds = Rounds(gpus.ask, 1, Threads())
+    found = await rounds.ask(GPUS)
+    assert {uuid for uuid, answer in found.items() if isinstance(answer, DeviceError)} == gpus.hanging
+    assert "GPU GPU-3: expected an answer within 1 s, found none" in str(found[GPUS[3]])
+    gpus.asked.clear()
+    again = await rounds.ask(GPUS)
+    assert set(gpus.asked) == set(GPUS) - gpus.hanging
+    assert "an earlier call has not come back yet" in str(again[GPUS[0]])
+    hung, gpus.hanging = gpus.hanging, set()
+    gpus.release.set()
+    for _ in range(1000):
+        well = await rounds.ask(sorted(hung))
+        if not any(isinstance(answer, DeviceError) for answer in well.values()):
+            break
+        await asyncio.sleep(0.001)
+    assert not any(isinstance(answer, DeviceError) for answer in well.values())
+
+
+async def test_errors_are_that_gpus_alone_and_mistakes_are_raised(gpus: Gpus) -> None:
+    def ask(uuid: GpuUuid) -> int:
+        if uuid == GPUS[1]:
+            raise DeviceError("GPU-1 is lost")
+        if uuid == GPUS[5]:
+            raise ZeroDivisionError
+        return 1
+
+    rounds = Rounds(ask, 30, Threads())
+    found = await rounds.ask(GPUS[:3])
+    assert (found[GPUS[0]], str(found[GPUS[1]]), found[GPUS[2]]) == (1, "GPU-1 is lost", 1)
+    with pytest.raises(ZeroDivisionError):
+        await rounds.ask(GPUS)
+
+
+def test_thread_without_work_ends_and_work_given_meanwhile_is_done() -> None:
+    """Each time the thread may just be ending: nothing that was given to it may be lost."""
+    threads, done = Threads(idle_s=0.0005), threading.Semaphore(0)
+    before = threading.active_count()
+    for number in range(300):
+        threads.run(done.release)
+        assert done.acquire(timeout=10)
+        threading.Event().wait(0.0001 * (number % 10))  # lets some threads end, and others not
+    for _ in range(1000):
+        if threading.active_count() <= before:
+            break
+        threading.Event().wait(0.005)
+    assert threading.active_count() <= before
+
+
+UID = "8f2c1b7e-0d3a-4c5b-9e6f-1a2b3c4d5e6f"
+
+
+@pytest.mark.parametrize(
+    ("line", "uid"),
+    [
+        (f"0::/kubepods.slice/a.slice/kubepods-burstable-pod{UID.replace('-', '_')}.slice/cri-1.scope", UID),
+        (f"0::/kubepods/besteffort/pod{UID}/4f5e", UID),
+        (f"0::/kubepods/pod{UID}", UID),
+        (f"0::/../../kubepods-pod{UID.replace('-', '_')}.slice/cri-containerd-4f5e.scope", UID),
+        (f"11:memory:/kubepods/burstable/pod{UID}/4f5e\n1:name=systemd:/kubepods/burstable/pod{UID}/4f5e", UID),
+        (f"0::/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-pod{UID.replace('-', '_')}.slice/x", UID),
+        ("0::/kubepods/burstable/pod0123456789abcdef0123456789abcdef/x", "0123456789abcdef0123456789abcdef"),
+        ("0::/system.slice/docker-4f5e.scope", None),
+        ("0::/user.slice/podman-4f5e.scope", None),
+        ("0::/", None),
+        ("", None),
+    ],
+)  # fmt: skip
+def test_cgroups_of_kubelets(line: str, uid: str | None) -> None:
+    assert pod_of(line) == uid
+
+
+@given(st.text())
+def test_anything_else_is_no_pod_or_a_uid(text: str) -> None:
+    found = pod_of(text)
+    assert found is None or set(found) <= set("0123456789abcdef-")
+
+
+def test_command_that_looks_like_fields(tmp_path: Path) -> None:
+    (tmp_path / "42").mkdir()
+    (tmp_path / "42" / "cgroup").write_text("0::/\n")
+    (tmp_path / "42" / "stat").write_text("42 (a) R 1 2) () S " + " ".join(["0"] * 18) + " 4200 0\n")
+    found = ProcTree(tmp_path).find(42)
+    assert (found.started, found.name, found.key) == (4200, "a) R 1 2) (", "42-4200")
+
+
+def test_user_of_a_process(tmp_path: Path) -> None:
+    (tmp_path / "42").mkdir()
+    (tmp_path / "42" / "status").write_text("Name:\tUid: 7\nUid:\t1000\t0\t0\t0\nGid:\t5\t5\t5\t5\n")
+    (tmp_path / "43").mkdir()
+    (tmp_path / "43" / "status").write_text("Name:\tx\n")
+    assert [ProcTree(tmp_path).user(pid) for pid in (42, 43, 44)] == [1000, None, None]
+
+
+@pytest.mark.parametrize("stat", ["", "42 (x) S", "42 (x) S " + "y " * 30])
+def test_unreadable_process_is_unknown(tmp_path: Path, stat: str) -> None:
+    (tmp_path / "42").mkdir()
+    (tmp_path / "42" / "cgroup").write_text("0::/\n")
+    (tmp_path / "42" / "stat").write_text(stat)
+    assert ProcTree(tmp_path).find(42) is None
+    assert ProcTree(tmp_path).find(43) is None
