@@ -51,7 +51,7 @@ def agent_section(cost: Cost) -> list[str]:
         "| what | found | at most | |",
         "|---|---|---|---|",
         *(
-            f"| {what} | {found:.3g} | {most:g} | {'kept' if found <= most else 'shortfall'} |"
+            f"| {what} | {found:.3g} | {most:g} | {'kept' if found <= most else 'missed'} |"
             for what, found, most in rows(cost)
         ),
         "",
