@@ -358,7 +358,7 @@ def run(environment: dict[str, str], *command: str, code: int = 0) -> str:
 @pytest.mark.parametrize("kind", ["environment", "divided"])
 def test_the_contract_battery_runs_on_it(request: pytest.FixtureRequest, kind: str) -> None:
     environment: dict[str, str] = request.getfixturevalue(kind)
-    battery = ["-m", "pytest", "-q", "-k", "installed", "-p", "no:cacheprovider", str(HERE / "test_nvml_library.py")]
+    battery = ["-m", "pytest", "-q", "-k", "installed", "-p", "no:cacheprovider", __file__]
     said = run(environment, sys.executable, *battery)
     assert "8 passed" in said
     assert "skipped" not in said, "they waited for a GPU, whatever the loader found"

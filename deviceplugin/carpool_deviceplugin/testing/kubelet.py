@@ -14,11 +14,11 @@ from carpool_deviceplugin.protos import podresources_pb2 as pr
 
 
 class _Registration:
-    def __init__(self, registered: "asyncio.Queue[dp.RegisterRequest]") -> None:
-        self._registered = registered
+    def __init__(self, record: Callable[[dp.RegisterRequest], None]) -> None:
+        self._record = record
 
     async def Register(self, request: dp.RegisterRequest, _: Any) -> dp.Empty:
-        self._registered.put_nowait(request)
+        self._record(request)
         return dp.Empty()
 
 
@@ -52,7 +52,9 @@ class Kubelet:
             socket.unlink()
         self._pod_resources.unlink(missing_ok=True)
 
-        deviceplugin_pb2_grpc.add_RegistrationServicer_to_server(_Registration(self.registered), self._server)
+        deviceplugin_pb2_grpc.add_RegistrationServicer_to_server(
+            _Registration(lambda request: self.registered.put_nowait(request)), self._server
+        )
         podresources_pb2_grpc.add_PodResourcesListerServicer_to_server(
             _PodResourcesLister(lambda: [self._told(*key) for key in self.held]), self._server
         )
