@@ -277,8 +277,14 @@ class KubeSettings:
         None,
         flag="--kubeconfig",
         env="KUBECONFIG",
-        help="File that says how to reach the API server, or several as kubectl takes them; where empty the pod's own "
-        "ServiceAccount, and outside of pods ~/.kube/config.",
+        help="Kubeconfig file, or several as kubectl takes them; when empty the pod's ServiceAccount, and outside of "
+        "pods ~/.kube/config.",
+    )
+    context: str | None = setting(
+        None,
+        flag="--context",
+        env="CARPOOL_CONTEXT",
+        help="Context of the kubeconfig; the kubeconfig's current context when empty.",
     )
 
 

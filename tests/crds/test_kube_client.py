@@ -39,7 +39,7 @@ async def start() -> AsyncIterator[Start]:
         app.router.add_route("*", "/{path:.*}", handler)
         server = TestServer(app)
         await server.start_server()
-        endpoint = Endpoint(str(server.make_url("")).rstrip("/"), None, Token(token))
+        endpoint = Endpoint(str(server.make_url("")).rstrip("/"), None, Token(lambda _: token))
         client = KubeClient(endpoint, clock=FakeClock(), silence_s=silence_s)
         await client.__aenter__()
         opened.extend([server, client])
