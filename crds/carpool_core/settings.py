@@ -277,14 +277,14 @@ class KubeSettings:
         None,
         flag="--kubeconfig",
         env="KUBECONFIG",
-        help="Kubeconfig file, or several as kubectl takes them; when empty the pod's ServiceAccount, and outside of "
-        "pods ~/.kube/config.",
+        help="Kubeconfig file, or several as kubectl takes them; when left out the pod's ServiceAccount, and outside "
+        "of pods ~/.kube/config.",
     )
     context: str | None = setting(
         None,
         flag="--context",
         env="CARPOOL_CONTEXT",
-        help="Context of the kubeconfig; the kubeconfig's current context when empty.",
+        help="Context of the kubeconfig; the kubeconfig's current context when left out.",
     )
 
 

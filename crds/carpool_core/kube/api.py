@@ -64,6 +64,11 @@ class Selector:
 class KubeApi(Protocol):
     """Calls raise the errors of `carpool_core.kube.errors`."""
 
+    @property
+    def namespace(self) -> str:
+        """Namespace of the kubeconfig's context or of the pod, for commands that name none."""
+        ...
+
     async def get(self, kind: ResourceKind, name: str, type_: type[T], *, namespace: str = "") -> T:
         """Read one object, decoded as `type_` (unknown fields are ignored)."""
         ...

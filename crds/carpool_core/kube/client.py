@@ -201,6 +201,11 @@ class KubeClient(KubeApi):
             auto_decompress=True,
         )
 
+    @property
+    def namespace(self) -> str:
+        """Namespace of the kubeconfig's context or of the pod."""
+        return self._endpoint.namespace
+
     async def get(self, kind: ResourceKind, name: str, type_: type[T], *, namespace: str = "") -> T:
         """Read one object; unknown fields are ignored. Raises `Invalid` where it does not fit `type_`."""
         body = await self._call("GET", kind, name=required(kind, name), namespace=namespace)

@@ -481,6 +481,11 @@ class FakeKube(KubeApi):
 
     # What clients do
 
+    @property
+    def namespace(self) -> str:
+        """Namespace of the context."""
+        return "default"
+
     async def get(self, kind: ResourceKind, name: str, type_: type[T], *, namespace: str = "") -> T:
         """Read one object."""
         await self._begin("get", kind, name)

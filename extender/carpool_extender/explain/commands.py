@@ -86,9 +86,9 @@ _ALL = click.option("--all", "each_gpu", is_flag=True, help="Tell of every GPU o
 _NAME = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
 
 
-def _named(_: click.Context, parameter: click.Parameter, name: str) -> str:
+def _named(_: click.Context, parameter: click.Parameter, name: str | None) -> str | None:
     """Refuse what can be no name: the API server would be asked for something else."""
-    if _NAME.fullmatch(name):
+    if name is None or _NAME.fullmatch(name):
         return name
     what = "a job" if parameter.name == "job" else "a namespace"
     first, slash, last = name.partition("/")
@@ -97,7 +97,7 @@ def _named(_: click.Context, parameter: click.Parameter, name: str) -> str:
 
 
 _NAMESPACE = click.option(
-    "-n", "--namespace", default="default", show_default=True, callback=_named, help="The job's namespace."
+    "-n", "--namespace", callback=_named, help="The job's namespace; that of the kubeconfig's context when left out."
 )
 
 
@@ -106,7 +106,7 @@ _NAMESPACE = click.option(
 @_NAMESPACE
 @_ALL
 @click_options(AskSettings)
-def explain_command(settings: AskSettings, job: str, namespace: str, each_gpu: bool) -> None:
+def explain_command(settings: AskSettings, job: str, namespace: str | None, each_gpu: bool) -> None:
     """Say why JOB is where it is, why not elsewhere, and by how much each GPU fits or misses.
 
     Of a job without a place it says whose turn it is, and what would have to change for it to have one now.
@@ -116,7 +116,7 @@ def explain_command(settings: AskSettings, job: str, namespace: str, each_gpu: b
     """
 
     async def ask(api: KubeApi, _: AskSettings, rules: SchedulerConfig, asker: Asker) -> Answer:
-        return await explained(api, job, namespace, rules, asker)
+        return await explained(api, job, namespace or api.namespace, rules, asker)
 
     _say(settings, each_gpu, ask, predicts=False)
 
@@ -126,7 +126,7 @@ def explain_command(settings: AskSettings, job: str, namespace: str, each_gpu: b
 @_NAMESPACE
 @_ALL
 @click_options(AskSettings)
-def what_if(settings: AskSettings, manifest: Path, namespace: str, each_gpu: bool) -> None:
+def what_if(settings: AskSettings, manifest: Path, namespace: str | None, each_gpu: bool) -> None:
     """Say where the job in MANIFEST would go now, beside whom and how fast; nothing is created.
 
     MANIFEST is a file, or - for the standard input. Where it names a namespace, -n may name no other.
@@ -138,7 +138,7 @@ def what_if(settings: AskSettings, manifest: Path, namespace: str, each_gpu: boo
     prepared a moment ago the extender alone remembers.
     """
     try:
-        wanted = read(manifest, namespace, is_given="-n" in given(click.get_current_context()))
+        wanted = read(manifest, namespace)
     except (ManifestError, OSError) as error:
         raise UnansweredError(str(error)) from error
 

@@ -33,13 +33,12 @@ class Checked(NamedTuple):
     """What could not be checked, as sentences."""
 
 
-def read(path: Path, namespace: str, *, is_given: bool = False) -> dict[str, Any]:
+def read(path: Path, namespace: str | None) -> dict[str, Any]:
     """Read a manifest.
 
     Args:
         path: A YAML file with one GpuTrainingJob; `-` is the standard input.
-        namespace: The job's, where the manifest names none.
-        is_given: Whether somebody asked for that namespace, so that the manifest may name no other.
+        namespace: Namespace that the user named; the manifest may name no other. None or empty stays empty.
 
     Raises:
         ManifestError: There is something else in it.
@@ -56,12 +55,12 @@ def read(path: Path, namespace: str, *, is_given: bool = False) -> dict[str, Any
     metadata = found.get("metadata")
     if not isinstance(metadata, dict) or not metadata.get("name"):
         raise ManifestError(f"{path}: expected metadata.name, found none; give the job a name")
-    own = metadata.get("namespace") or namespace
-    if is_given and own != namespace:
+    own = metadata.get("namespace")
+    if namespace and own and own != namespace:
         raise ManifestError(
             f"{path}: the namespace of the manifest, {own}, is not {namespace}, which -n names; leave one of them out"
         )
-    return {**found, "metadata": {**metadata, "namespace": own}}
+    return {**found, "metadata": {**metadata, "namespace": own or namespace or ""}}
 
 
 async def checked(api: KubeApi, manifest: dict[str, Any]) -> Checked:
@@ -71,11 +70,10 @@ async def checked(api: KubeApi, manifest: dict[str, Any]) -> Checked:
         ManifestError: It would be refused.
         KubeError: The API server could not be asked.
     """
-    notes, unchecked, body = list[str](), list[str](), manifest
+    metadata = {**manifest["metadata"], "namespace": manifest["metadata"].get("namespace") or api.namespace}
+    notes, unchecked, body = list[str](), list[str](), {**manifest, "metadata": metadata}
     try:
-        body = await api.create(
-            GPU_TRAINING_JOBS, manifest, namespace=manifest["metadata"]["namespace"], is_dry_run=True
-        )
+        body = await api.create(GPU_TRAINING_JOBS, body, namespace=metadata["namespace"], is_dry_run=True)
     except Invalid as error:
         raise ManifestError(f"the API server would refuse it: {_NOISE.sub('', error.server_message)}") from error
     except Conflict:
@@ -83,7 +81,7 @@ async def checked(api: KubeApi, manifest: dict[str, Any]) -> Checked:
     except Forbidden:
         unchecked.append(
             "not checked: whether the API server would take the manifest (you may not create gputrainingjobs in "
-            f"namespace {manifest['metadata']['namespace']})"
+            f"namespace {metadata['namespace']})"
         )
     try:
         return Checked(msgspec.convert({**body, "status": {}}, GpuTrainingJob), notes, unchecked)

@@ -112,3 +112,14 @@ def test_without_a_cluster_there_is_a_sentence_and_no_traceback(tmp_path):
         assert result.exit_code == 2
         assert "Error: " in result.output
         assert "KUBECONFIG" in result.output
+
+
+@pytest.mark.parametrize(("arguments", "namespace"), [([], "team"), (["-n", "other"], "other")])
+def test_the_jobs_namespace_is_the_contexts_unless_one_is_named(arguments, namespace, monkeypatch):
+    class InTeam(FakeKube):
+        namespace = "team"
+
+    with served(InTeam(), monkeypatch):
+        result = CliRunner().invoke(explain_command, ["gone", *arguments])
+    assert result.exit_code == 2
+    assert f"no GpuTrainingJob gone in namespace {namespace}" in result.output

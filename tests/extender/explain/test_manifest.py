@@ -46,7 +46,7 @@ async def test_without_the_right_to_create_it_is_said_and_the_manifest_read_all_
 @pytest.mark.parametrize(
     ("own", "asked", "found"),
     [
-        pytest.param("", None, "default", id="none"),
+        pytest.param("", None, "", id="none"),
         pytest.param("", "a", "a", id="asked for"),
         pytest.param("b", None, "b", id="the manifest's"),
         pytest.param("b", "b", "b", id="both"),
@@ -60,9 +60,9 @@ def test_a_manifest_of_one_namespace_is_not_asked_about_in_another(own, asked, f
     path.write_text(f"{{{HEAD}, metadata: {{name: x, namespace: '{own}'}}}}")
     if found is None:
         with pytest.raises(ManifestError, match=f"the namespace of the manifest, {own}, is not {asked}, which -n"):
-            read(path, asked, is_given=True)
+            read(path, asked)
     else:
-        assert read(path, asked or "default", is_given=asked is not None)["metadata"]["namespace"] == found
+        assert read(path, asked)["metadata"]["namespace"] == found
 
 
 @pytest.mark.parametrize(
