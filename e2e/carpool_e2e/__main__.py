@@ -11,8 +11,7 @@ from carpool_core.kube.client import connect
 from carpool_core.settings import KubeSettings
 from rich.console import Console
 
-from carpool_e2e import binaries, ending, system
-from carpool_e2e import slots as slots_
+from carpool_e2e import binaries, kind, processes
 from carpool_e2e.bench.run import main as measure
 from carpool_e2e.bench.run import (
     renew_agent,
@@ -21,14 +20,13 @@ from carpool_e2e.bench.run import (
     renew_simulator,
     renew_throughput,
 )
+from carpool_e2e.binaries import CONTROL_PLANE_TOOLS, NODE_TOOLS
 from carpool_e2e.cluster import FULL, LOGS, PROJECT, Cluster, running, why_no_kubelets
+from carpool_e2e.demo.scenes import SceneError, Stage
 from carpool_e2e.demo.show import play
-from carpool_e2e.demo.stage import SceneError, Stage
 from carpool_e2e.errors import HarnessError
-from carpool_e2e.kind import cluster as kind
-from carpool_e2e.kind.commands import Shell
-from carpool_e2e.kind.demo import demo as demo_in_kind
-from carpool_e2e.tools import CONTROL_PLANE_TOOLS, NODE_TOOLS
+from carpool_e2e.kind import Shell
+from carpool_e2e.kind import demo as demo_in_kind
 
 OUT = PROJECT / "out"
 """Where manifests and pictures are left."""
@@ -117,7 +115,7 @@ def how_to_reach(cluster: Cluster) -> str:
 @main.command()
 def clean() -> None:
     """Remove every cluster that no running process holds: processes, mounts, cgroups, network, state."""
-    removed = len(slots_.clean()) + kind.clean(Shell(), kind.plan())
+    removed = len(processes.clean()) + kind.clean(Shell(), kind.plan())
     click.echo(f"removed {removed} cluster(s)" if removed else "no cluster to remove")
     folders = {OUT: "logs, manifests and pictures", binaries.cache_root(os.environ): "the cluster's binaries"}
     for folder, what in folders.items():
@@ -130,7 +128,7 @@ def prepare() -> None:
     """Get everything that the tests need: system packages and binaries."""
     console = Console()
     kubelets = not why_no_kubelets()
-    system.ensure(system.FOR_CONTROL_PLANE + (system.FOR_NODES if kubelets else ()), console)
+    binaries.install_packages(binaries.FOR_CONTROL_PLANE + (binaries.FOR_NODES if kubelets else ()), console)
     binaries.ensure(CONTROL_PLANE_TOOLS | (NODE_TOOLS if kubelets else set()), console=console)
 
 
@@ -146,5 +144,5 @@ def bench(only: str | None) -> None:
 
 
 if __name__ == "__main__":
-    ending.as_by_ctrl_c()
+    processes.as_by_ctrl_c()
     main()

@@ -3,7 +3,9 @@
 import os
 import shutil
 import subprocess
+import sys
 import time
+import urllib.request
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,16 +15,122 @@ from pathlib import Path
 import yaml
 from rich.console import Console
 
-from carpool_e2e import binaries as binaries_
-from carpool_e2e import chart, controlplane, fleet, nodes, ports, residue, slots, system
-from carpool_e2e.binaries import Binaries
-from carpool_e2e.carpool import CarpoolProcesses
+from carpool_e2e import binaries, chart, controlplane, fleet, nodes, processes
+from carpool_e2e.binaries import CONTROL_PLANE_TOOLS, NODE_TOOLS, Binaries
+from carpool_e2e.chart import NAMESPACE, Adaptation, Local, Rendered, localize
 from carpool_e2e.controlplane import ControlPlane
 from carpool_e2e.errors import HarnessError, MissingError, StartError
 from carpool_e2e.nodes import KubeletNode
-from carpool_e2e.processes import Process, ProcessTable
-from carpool_e2e.slots import Slot
-from carpool_e2e.tools import CONTROL_PLANE_TOOLS, NODE_TOOLS
+from carpool_e2e.processes import Process, ProcessTable, Slot
+
+AGENT_PORT = 9400
+READY_S = 60.0
+
+
+@dataclass(frozen=True)
+class CarpoolProcesses:
+    """Starts operator, scheduler, extender and agents."""
+
+    rendered: Rendered
+    plane: ControlPlane
+    binaries: Binaries
+    table: ProcessTable
+
+    def start_operator(self) -> None:
+        """Start the operator and wait until it is ready."""
+        port = self.plane.ports.operator_metrics
+        local = self._localize("operator", "operator", {"CARPOOL_METRICS_PORT": str(port)})
+        self._start("operator", local).wait_until(lambda: _answers(f"http://127.0.0.1:{port}/readyz"), READY_S)
+
+    def start_scheduler(self) -> None:
+        """Start the extender and the kube-scheduler that asks it, and wait until both are ready."""
+        ports = self.plane.ports
+        environment = {
+            "CARPOOL_METRICS_PORT": str(ports.extender_metrics),
+            "CARPOOL_EXTENDER_PORT": str(ports.extender),
+        }
+        extender = self._start("extender", self._localize("scheduler", "extender", environment))
+        scheduler = self._start("kube-scheduler", self._scheduler())
+        extender.wait_until(lambda: _answers(f"http://127.0.0.1:{ports.extender_metrics}/readyz"), READY_S)
+        scheduler.wait_until(self._scheduler_leads, READY_S)
+
+    def start_agent(self, node: KubeletNode, first: int, gpus: str) -> None:
+        """Start the agent of a node in the node's namespaces, and wait until it is ready.
+
+        Args:
+            node: The node, whose kubelet has registered it.
+            first: First process of the node's namespaces.
+            gpus: Its simulated GPUs, such as `NVIDIA A100-SXM4-40GB:4`.
+        """
+        name = f"agent-{node.name}"
+        token = self.plane.api.token_of(NAMESPACE, "carpool-node-agent", node.name)
+        kubeconfig = self.plane.write_kubeconfig(name, token, node.link.host_address)
+        environment = {"KUBECONFIG": str(kubeconfig), "CARPOOL_SIMULATED_GPUS": gpus}
+        workload = self.rendered.one("DaemonSet", "carpool-node-agent")
+        adaptation = Adaptation(node.files.folder, node.name, node.link.node_address, environment=environment)
+        agent = self._start(name, localize(self.rendered, workload, "agent", adaptation), first)
+        agent.wait_until(lambda: _answers(f"http://{node.link.node_address}:{AGENT_PORT}/readyz"), READY_S)
+
+    def agent_environment(self) -> dict[str, str]:
+        """Return what the chart sets for an agent, for the agents that run without a kubelet."""
+        workload = self.rendered.one("DaemonSet", "carpool-node-agent")
+        return localize(self.rendered, workload, "agent", Adaptation(self.plane.state)).environment
+
+    def _scheduler_leads(self) -> bool:
+        lease = self.plane.api.call(
+            "GET", f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/carpool-scheduler"
+        )
+        return bool(lease["spec"].get("holderIdentity"))
+
+    def _scheduler(self) -> Local:
+        ports = self.plane.ports
+        kubeconfig = self._kubeconfig("carpool-scheduler")
+        text = {"127.0.0.1:8888": f"127.0.0.1:{ports.extender}", "=10259": f"={ports.scheduler}"}
+        local = self._localize("scheduler", "kube-scheduler", {}, text)
+        files = {path: scheduler_config(content, kubeconfig) if path.name == "config.yaml" else content
+                 for path, content in local.files.items()}  # fmt: skip
+        outside = [f"--{what}-kubeconfig={kubeconfig}" for what in ("authentication", "authorization")]
+        command = [self.binaries["kube-scheduler"], *local.command[1:], *outside, "--bind-address=127.0.0.1"]
+        return Local(command, local.environment, local.service_account, files)
+
+    def _localize(
+        self, workload: str, container: str, environment: dict[str, str], text: dict[str, str] | None = None
+    ) -> Local:
+        deployment = self.rendered.one("Deployment", f"carpool-{workload}")
+        kubeconfig = self._kubeconfig(deployment["spec"]["template"]["spec"]["serviceAccountName"])
+        adapted = {"KUBECONFIG": str(kubeconfig), **environment}
+        return localize(
+            self.rendered, deployment, container, Adaptation(self.plane.state, text=text or {}, environment=adapted)
+        )
+
+    def _kubeconfig(self, service_account: str) -> Path:
+        return self.plane.write_kubeconfig(service_account, self.plane.api.token_of(NAMESPACE, service_account))
+
+    def _start(self, name: str, local: Local, namespaces_of: int | None = None) -> Process:
+        local.write_files()
+        command = [carpool_command() if local.command[0] == "carpool" else local.command[0], *local.command[1:]]
+        return self.table.start(name, command, {"PYTHONUNBUFFERED": "1", **local.environment}, namespaces_of)
+
+
+def carpool_command() -> str:
+    """Return the `carpool` command of the environment that the harness runs in."""
+    return str(Path(sys.executable).with_name("carpool"))
+
+
+def scheduler_config(text: str, kubeconfig: Path) -> str:
+    """Return the scheduler's configuration with a kubeconfig, which a pod has no need of."""
+    config = yaml.safe_load(text)
+    config["clientConnection"] = {"kubeconfig": str(kubeconfig), **config.get("clientConnection", {})}
+    return yaml.safe_dump(config)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2):  # noqa: S310 - the URL is our own process's
+            return True
+    except OSError:
+        return False
+
 
 PROJECT = chart.PROJECT
 LOGS = PROJECT / "out" / "logs"
@@ -121,8 +229,8 @@ def why_no_kubelets() -> str:
         return f"kubelets need root (namespaces, mounts, cgroups); {without}"
     if shutil.which("unshare") and subprocess.run(["unshare", "-mpnf", "true"], check=False).returncode != 0:
         return f"kubelets need namespaces of their own, which this root may not make (CAP_SYS_ADMIN); {without}"
-    if not all(os.access(hierarchy, os.W_OK) for hierarchy in residue.hierarchies() or [residue.CGROUP_ROOT]):
-        return f"kubelets need cgroups, and {residue.CGROUP_ROOT} cannot be written; {without}"
+    if not all(os.access(hierarchy, os.W_OK) for hierarchy in processes.hierarchies() or [processes.CGROUP_ROOT]):
+        return f"kubelets need cgroups, and {processes.CGROUP_ROOT} cannot be written; {without}"
     return ""
 
 
@@ -138,15 +246,15 @@ def running(shape: Shape, console: Console | None = None) -> Iterator[Cluster]:
     if shape.kubelet_nodes and (reason := why_no_kubelets()):
         console.print(reason)
         shape = Shape({}, {**shape.kubelet_nodes, **shape.fleet}, shape.carpool)
-    system.ensure(system.FOR_CONTROL_PLANE + (system.FOR_NODES if shape.kubelet_nodes else ()), console)
-    binaries = binaries_.ensure(CONTROL_PLANE_TOOLS | (NODE_TOOLS if shape.kubelet_nodes else set()), console=console)
-    slot = slots.acquire(console=console)
-    table = ProcessTable(slot.directory, binaries.search_path())
+    binaries.install_packages(binaries.FOR_CONTROL_PLANE + (binaries.FOR_NODES if shape.kubelet_nodes else ()), console)
+    programs = binaries.ensure(CONTROL_PLANE_TOOLS | (NODE_TOOLS if shape.kubelet_nodes else set()), console=console)
+    slot = processes.acquire(console=console)
+    table = ProcessTable(slot.directory, programs.search_path())
     try:
         console.print(f"Starting a cluster in {slot.directory}: {len(shape.kubelet_nodes)} nodes with a kubelet, "
                       f"{len(shape.fleet)} without; 15 to 30 s")  # fmt: skip
         started = time.monotonic()
-        cluster = _start(slot, shape, binaries, table)
+        cluster = _start(slot, shape, programs, table)
         console.print(f"It is up after {time.monotonic() - started:.0f} s")
         yield cluster
     finally:
@@ -160,7 +268,7 @@ def running(shape: Shape, console: Console | None = None) -> Iterator[Cluster]:
 def _start(slot: Slot, shape: Shape, binaries: Binaries, table: ProcessTable) -> Cluster:
     names, state = list(shape.kubelet_nodes), slot.directory
     hosts = [nodes.link_of(slot.name, slot.number, index).host_address for index in range(len(names))]
-    plane = controlplane.prepare(state, ports.choose(slot.number), names, hosts)
+    plane = controlplane.prepare(state, processes.choose(slot.number), names, hosts)
     cluster = Cluster(slot, shape, plane, binaries, table, chart.render(binaries))
     made = nodes.make(names, state, (slot.name, slot.number), plane, binaries, table)
     cluster.kubelets = {node.name: node for node in made}
@@ -188,7 +296,7 @@ def _ending_processes_of(slot: Slot) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        residue.end_processes(slot.directory)
+        processes.end_processes(slot.directory)
         raise
 
 

@@ -1,15 +1,116 @@
 """etcd, the API server and the controller manager."""
 
+import base64
+import json
 import secrets
+import ssl
+import subprocess
 import urllib.error
+import urllib.request
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from carpool_e2e import certificates
-from carpool_e2e.api import Api, kubeconfig
 from carpool_e2e.binaries import Binaries
-from carpool_e2e.ports import Ports
-from carpool_e2e.processes import ProcessTable
+from carpool_e2e.errors import MissingError
+from carpool_e2e.processes import Ports, ProcessTable
+
+_DAYS = "30"
+_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+
+
+def extensions(names: Sequence[str]) -> str:
+    """Return openssl's configuration for an authority (no names) or a leaf with these `DNS:` and `IP:` names."""
+    lines = ["[req]", "distinguished_name = dn", "x509_extensions = ext", "[dn]", "[ext]"]
+    if names:
+        lines += [
+            "basicConstraints = critical, CA:FALSE",
+            "extendedKeyUsage = serverAuth, clientAuth",
+            f"subjectAltName = {', '.join(names)}",
+        ]
+    else:
+        lines += ["basicConstraints = critical, CA:TRUE", "keyUsage = critical, keyCertSign, cRLSign"]
+    return "\n".join(lines) + "\n"
+
+
+def make(folder: Path, name: str, subject: str, names: Sequence[str] = (), authority: str = "") -> None:
+    """Write `NAME.crt` and `NAME.key`, signed by the authority of that name, or by itself."""
+    config = folder / f"{name}.cnf"
+    config.write_text(extensions(names))
+    signed = ["-CA", f"{authority}.crt", "-CAkey", f"{authority}.key"] if authority else []
+    command = ["openssl", "req", "-x509", *_KEY, "-config", config.name, "-subj", subject, "-days", _DAYS, *signed]
+    _openssl([*command, "-keyout", f"{name}.key", "-out", f"{name}.crt"], folder)
+
+
+def make_key(file: Path) -> None:
+    """Write a private key that signs tokens."""
+    _openssl(["openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", file.name], file.parent)
+
+
+def _openssl(command: Sequence[str], folder: Path) -> None:
+    done = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise MissingError(f"expected openssl 3 or later to run {' '.join(command)}, found: {done.stderr.strip()}")
+
+
+@dataclass(frozen=True)
+class Api:
+    """An API server and the token of whoever asks."""
+
+    server: str
+    ca_file: Path
+    token: str
+
+    def call(self, method: str, path: str, body: Any = None, content_type: str = "application/json") -> Any:
+        """Make a call and return the decoded answer, or the text of one that is not JSON.
+
+        Raises:
+            urllib.error.HTTPError: The server refused.
+            OSError: The server cannot be reached.
+        """
+        request = urllib.request.Request(  # noqa: S310 - the URL is our own server's
+            f"{self.server}{path}",
+            method=method,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Authorization": f"Bearer {self.token}", "Content-Type": content_type},
+        )
+        context = ssl.create_default_context(cafile=str(self.ca_file))
+        with urllib.request.urlopen(request, context=context, timeout=30) as answer:  # noqa: S310
+            raw = answer.read()
+            return json.loads(raw) if "json" in answer.headers.get("Content-Type", "") else raw.decode()
+
+    def answers(self, path: str) -> bool:
+        """Whether a path answers with success."""
+        try:
+            self.call("GET", path)
+        except OSError:
+            return False
+        return True
+
+    def token_of(self, namespace: str, service_account: str, node: str = "") -> str:
+        """Return a new token of a ServiceAccount, bound to a Node where one is named."""
+        spec: dict[str, Any] = {"expirationSeconds": 24 * 3600}
+        if node:
+            spec["boundObjectRef"] = {"apiVersion": "v1", "kind": "Node", "name": node}
+        path = f"/api/v1/namespaces/{namespace}/serviceaccounts/{service_account}/token"
+        body = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": spec}
+        return str(self.call("POST", path, body)["status"]["token"])
+
+
+def kubeconfig(server: str, ca_file: Path, token: str) -> str:
+    """Return a kubeconfig file with one user; it stands alone, so that it can be copied into a container."""
+    ca = base64.b64encode(ca_file.read_bytes()).decode()
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "carpool",
+        "clusters": [{"name": "carpool", "cluster": {"server": server, "certificate-authority-data": ca}}],
+        "users": [{"name": "carpool", "user": {"token": token}}],
+        "contexts": [{"name": "carpool", "context": {"cluster": "carpool", "user": "carpool"}}],
+    }
+    return json.dumps(config, indent=1)
+
 
 USERS = {
     "admin": ("carpool-admin", "system:masters"),
@@ -71,12 +172,12 @@ def prepare(state: Path, ports: Ports, node_names: list[str], addresses: list[st
     users = {**USERS, **kubelets}
     plane = ControlPlane(state, ports, {name: secrets.token_hex(16) for name in users})
     plane.pki.mkdir()
-    certificates.make(plane.pki, "ca", "/CN=carpool-e2e")
-    certificates.make(plane.pki, "front-proxy-ca", "/CN=carpool-e2e-front-proxy")
+    make(plane.pki, "ca", "/CN=carpool-e2e")
+    make(plane.pki, "front-proxy-ca", "/CN=carpool-e2e-front-proxy")
     names = ["DNS:localhost", "DNS:kubernetes.default.svc", *(f"IP:{a}" for a in ("127.0.0.1", "10.0.0.1", *addresses))]
-    certificates.make(plane.pki, "apiserver", "/CN=kube-apiserver", names, "ca")
-    certificates.make(plane.pki, "kubelet-client", "/O=system:masters/CN=kube-apiserver", ["DNS:none"], "ca")
-    certificates.make_key(plane.pki / "tokens.key")
+    make(plane.pki, "apiserver", "/CN=kube-apiserver", names, "ca")
+    make(plane.pki, "kubelet-client", "/O=system:masters/CN=kube-apiserver", ["DNS:none"], "ca")
+    make_key(plane.pki / "tokens.key")
     lines = [f'{plane.tokens[name]},{user},{name},"{group}"' for name, (user, group) in users.items()]
     (plane.pki / "users.csv").write_text("\n".join(lines) + "\n")
     for name in ("admin", "controller-manager", "fleet"):

@@ -1,21 +1,263 @@
 """Nodes with a kubelet: each in namespaces of its own, with its own containerd and network link."""
 
+import hashlib
+import io
 import json
+import platform
 import shutil
 import subprocess
+import tarfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from carpool_core.keys import LABEL_MANAGED
 
-from carpool_e2e import images, nodeconfig
-from carpool_e2e.binaries import Binaries
+from carpool_e2e.binaries import CNI_FOLDERS, Binaries, static_busybox
 from carpool_e2e.controlplane import ControlPlane
 from carpool_e2e.errors import HarnessError, StartError
-from carpool_e2e.nodeconfig import CONTAINERD_SOCKET, NodeFiles
-from carpool_e2e.processes import Process, ProcessTable, first_child, wait_for
-from carpool_e2e.residue import create_cgroups, link_name
-from carpool_e2e.system import static_busybox
+from carpool_e2e.processes import Process, ProcessTable, create_cgroups, first_child, link_name, wait_for
+from carpool_e2e.workloads.pod import IMAGE as ENVIRONMENT_IMAGE
+
+PAUSE_IMAGE = "localhost/pause:3.10"
+CONTAINERD_SOCKET = "/run/containerd/containerd.sock"
+POD_SUBNET = "198.19.0.0/24"
+"""Addresses of pods, the same on every node: each has a network namespace, and pods of different nodes never meet."""
+
+OVERLAID = ("/var/lib", "/var/log", "/run")
+"""Directories of the machine over which a node sees an overlay of its own; it writes nothing to the machine's."""
+
+SHIELDED_SYSCTLS = {
+    "vm/overcommit_memory": "1",
+    "vm/panic_on_oom": "0",
+    "kernel/panic": "10",
+    "kernel/panic_on_oops": "1",
+    "kernel/keys/root_maxkeys": "1000000",
+    "kernel/keys/root_maxbytes": "25000000",
+}
+"""Kernel settings that a kubelet would change on the machine: it is shown files that hold what it wants."""
+
+
+@dataclass(frozen=True)
+class NodeFiles:
+    """Where a node keeps its files."""
+
+    folder: Path
+    name: str
+    cgroup: str
+    """Name of its cgroup in every hierarchy."""
+
+    @property
+    def kubelet_config(self) -> Path:
+        """The kubelet's configuration."""
+        return self.folder / "kubelet.json"
+
+    @property
+    def containerd_config(self) -> Path:
+        """Containerd's configuration."""
+        return self.folder / "containerd.toml"
+
+    @property
+    def script(self) -> Path:
+        """The first process of its namespaces."""
+        return self.folder / "init.sh"
+
+    @property
+    def ready(self) -> Path:
+        """Exists once the namespaces are prepared."""
+        return self.folder / "prepared"
+
+
+def kubelet_config(files: NodeFiles, ca_file: Path, dns: str) -> dict[str, Any]:
+    """Return the KubeletConfiguration."""
+    return {
+        "apiVersion": "kubelet.config.k8s.io/v1beta1",
+        "kind": "KubeletConfiguration",
+        # Only the API server holds a certificate of this authority.
+        "authentication": {
+            "anonymous": {"enabled": False},
+            "webhook": {"enabled": False},
+            "x509": {"clientCAFile": str(ca_file)},
+        },
+        "authorization": {"mode": "AlwaysAllow"},
+        "containerRuntimeEndpoint": f"unix://{CONTAINERD_SOCKET}",
+        "cgroupRoot": f"/{files.cgroup}",
+        "cgroupDriver": "cgroupfs",
+        "failCgroupV1": False,
+        "failSwapOn": False,
+        "makeIPTablesUtilChains": False,
+        # Nobody serves DNS there; without an address every pod would get a warning.
+        "clusterDNS": [dns],
+        "clusterDomain": "cluster.local",
+        "evictionHard": {"memory.available": "10Mi", "nodefs.available": "0%", "imagefs.available": "0%"},
+        "imageGCHighThresholdPercent": 100,
+        "imageGCLowThresholdPercent": 99,
+        "serializeImagePulls": False,
+        # A small machine runs two of these.
+        "housekeepingInterval": "10s",
+        "volumeStatsAggPeriod": "0s",
+        "enableContentionProfiling": False,
+        "enableProfilingHandler": False,
+    }
+
+
+def kubelet_arguments(files: NodeFiles, kubeconfig: Path, address: str, labels: dict[str, str]) -> list[str]:
+    """Return the kubelet's arguments."""
+    return [
+        f"--config={files.kubelet_config}",
+        f"--kubeconfig={kubeconfig}",
+        f"--hostname-override={files.name}",
+        f"--node-ip={address}",
+        f"--node-labels={','.join(f'{k}={v}' for k, v in labels.items())}",
+        "--cert-dir=/var/lib/kubelet/pki",
+    ]
+
+
+def cni_config() -> dict[str, Any]:
+    """Return the CNI chain: a point-to-point link for each pod, nothing to clean up when the namespaces end."""
+    addresses = {"type": "host-local", "subnet": POD_SUBNET, "routes": [{"dst": "0.0.0.0/0"}]}
+    return {"cniVersion": "0.4.0", "name": "pods", "plugins": [{"type": "ptp", "ipMasq": False, "ipam": addresses}]}
+
+
+def containerd_config(files: NodeFiles, runc: str) -> str:
+    """Return containerd's configuration, version 3."""
+    folder = files.folder
+    bin_dirs = json.dumps([str(f) for f in CNI_FOLDERS])
+    return f"""\
+version = 3
+root = "{folder}/containerd"
+state = "/run/containerd"
+
+[grpc]
+  address = "{CONTAINERD_SOCKET}"
+
+[plugins.'io.containerd.cri.v1.images'.pinned_images]
+  sandbox = "{PAUSE_IMAGE}"
+
+[plugins.'io.containerd.cri.v1.runtime']
+  disable_apparmor = true
+  restrict_oom_score_adj = true
+  enable_cdi = true
+  cdi_spec_dirs = ["/var/run/cdi"]
+
+  [plugins.'io.containerd.cri.v1.runtime'.cni]
+    bin_dirs = {bin_dirs}
+    conf_dir = "{folder}/cni"
+
+  [plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc]
+    runtime_type = "io.containerd.runc.v2"
+
+    [plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc.options]
+      BinaryName = "{runc}"
+      SystemdCgroup = false
+"""
+
+
+def init_script(files: NodeFiles) -> str:
+    """Return the script that is the first process of a node's mount, PID and network namespaces."""
+    folder = files.folder
+    lines = ["set -eu", f"mkdir -p {folder}/upper", f"mount -t tmpfs carpool {folder}/upper"]
+    for target in OVERLAID:
+        upper, work = f"{folder}/upper{target}/upper", f"{folder}/upper{target}/work"
+        lines += [
+            f"mkdir -p {upper} {work}",
+            f"mount -t overlay carpool -o lowerdir={target},upperdir={upper},workdir={work} {target}",
+        ]
+    for path in ("/var/lib/kubelet", "/var/lib/carpool"):
+        real = f"{folder}/{Path(path).name}"
+        lines += [f"mkdir -p {path} {real}", f"mount --bind {real} {path}"]
+    # The node agent may start before the kubelet has made its directories.
+    lines += ["mkdir -p /var/run/cdi /var/lib/kubelet/device-plugins /var/lib/kubelet/pod-resources"]
+    for name, value in SHIELDED_SYSCTLS.items():
+        shield = f"{folder}/sysctl/{name}"
+        lines += [
+            f"if [ -e /proc/sys/{name} ]; then mkdir -p {Path(shield).parent}; echo {value} > {shield}; "
+            f"mount --bind {shield} /proc/sys/{name}; fi"
+        ]
+    lines += ["ip link set lo up", f"touch {files.ready}"]
+    # As the first process it inherits orphans, and must wait for them.
+    lines += ["while :; do sleep 3600 & wait; done"]
+    return "\n".join(lines) + "\n"
+
+
+BUSYBOX_IMAGE = "localhost/busybox:dev"
+
+_COMMANDS = ("sh", "sleep", "cat", "echo", "ls", "env", "true", "false", "date", "kill", "grep")
+_DIRECTORIES = ("bin", "dev", "etc", "proc", "sys", "run", "root", "var")
+
+
+def layer(busybox: bytes) -> bytes:
+    """Return a layer with busybox, its commands and the directories that every container needs."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for name in _DIRECTORIES:
+            _add(tar, name, type_=tarfile.DIRTYPE, mode=0o755)
+        _add(tar, "tmp", type_=tarfile.DIRTYPE, mode=0o1777)
+        _add(tar, "bin/busybox", busybox, mode=0o755)
+        for command in _COMMANDS:
+            _add(tar, f"bin/{command}", type_=tarfile.SYMTYPE, link="busybox")
+        _add(tar, "etc/passwd", b"root:x:0:0:root:/root:/bin/sh\n")
+        _add(tar, "etc/group", b"root:x:0:\n")
+    return buffer.getvalue()
+
+
+def _add(
+    tar: tarfile.TarFile,
+    name: str,
+    content: bytes = b"",
+    *,
+    type_: bytes = tarfile.REGTYPE,
+    mode: int = 0o644,
+    link: str = "",
+) -> None:
+    entry = tarfile.TarInfo(name)
+    entry.type, entry.mode, entry.size, entry.linkname = type_, mode, len(content), link
+    tar.addfile(entry, io.BytesIO(content))
+
+
+def archive(layer_tar: bytes, entrypoints: Mapping[str, Sequence[str]]) -> bytes:
+    """Return a docker archive of images that share one layer.
+
+    Args:
+        layer_tar: The layer.
+        entrypoints: Each image's name and what it runs by default.
+    """
+    digest = hashlib.sha256(layer_tar).hexdigest()
+    files: dict[str, bytes] = {f"{digest}/layer.tar": layer_tar}
+    manifest: list[dict[str, Any]] = []
+    for name, entrypoint in entrypoints.items():
+        config = json.dumps(
+            {
+                "architecture": _architecture(),
+                "os": "linux",
+                "config": {"Entrypoint": list(entrypoint), "Env": ["PATH=/bin:/usr/bin:/usr/local/bin"]},
+                "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest}"]},
+                # Two images of the same configuration would be one.
+                "history": [{"comment": name}],
+            }
+        ).encode()
+        file = f"{hashlib.sha256(config).hexdigest()}.json"
+        files[file] = config
+        manifest.append({"Config": file, "RepoTags": [name], "Layers": [f"{digest}/layer.tar"]})
+    files["manifest.json"] = json.dumps(manifest).encode()
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for path, content in files.items():
+            _add(tar, path, content)
+    return buffer.getvalue()
+
+
+def _architecture() -> str:
+    return {"x86_64": "amd64", "aarch64": "arm64"}[platform.machine()]
+
+
+def write(file: Path, busybox: Path) -> None:
+    """Write the archive of all images that the cluster uses."""
+    shell = ["/bin/sh"]
+    images = {PAUSE_IMAGE: ["/bin/sleep", "inf"], BUSYBOX_IMAGE: shell, ENVIRONMENT_IMAGE: shell}
+    file.write_bytes(archive(layer(busybox.read_bytes()), images))
+
 
 MANAGED_LABELS = {LABEL_MANAGED: "managed"}
 
@@ -79,7 +321,7 @@ class KubeletNode:
         """Start the kubelet and wait until it answers."""
         token = self.plane.tokens[f"kubelet-{self.name}"]
         kubeconfig = self.plane.write_kubeconfig(f"kubelet-{self.name}", token, self.link.host_address)
-        arguments = nodeconfig.kubelet_arguments(self.files, kubeconfig, self.link.node_address, MANAGED_LABELS)
+        arguments = kubelet_arguments(self.files, kubeconfig, self.link.node_address, MANAGED_LABELS)
         kubelet = self._start(first, "kubelet", arguments)
         kubelet.wait_until(lambda: self.plane.api.answers(f"/api/v1/nodes/{self.name}"))
         return kubelet
@@ -95,12 +337,12 @@ class KubeletNode:
         if busybox is None:
             raise HarnessError("expected a static busybox, found none")
         (folder / "cni").mkdir(parents=True)
-        (folder / "cni" / "10-pods.conflist").write_text(json.dumps(nodeconfig.cni_config()))
-        config = nodeconfig.kubelet_config(files, self.plane.ca_file, self.link.host_address)
+        (folder / "cni" / "10-pods.conflist").write_text(json.dumps(cni_config()))
+        config = kubelet_config(files, self.plane.ca_file, self.link.host_address)
         files.kubelet_config.write_text(json.dumps(config))
-        files.containerd_config.write_text(nodeconfig.containerd_config(files, self.binaries["runc"]))
-        files.script.write_text(nodeconfig.init_script(files))
-        images.write(folder / "images.tar", busybox)
+        files.containerd_config.write_text(containerd_config(files, self.binaries["runc"]))
+        files.script.write_text(init_script(files))
+        write(folder / "images.tar", busybox)
 
     def _start_namespaces(self) -> int:
         shell = shutil.which("sh") or "/bin/sh"

@@ -1,17 +1,195 @@
 """Starting, watching and killing the processes of a cluster."""
 
+import fcntl
 import os
 import shlex
+import shutil
 import signal
+import socket
+import stat
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
+from types import FrameType
 
-from carpool_e2e.errors import StartError, log_tail
-from carpool_e2e.residue import MARK
+from rich.console import Console
+
+from carpool_e2e.errors import HarnessError, StartError, log_tail
+
+MARK = "CARPOOL_E2E_STATE"
+"""Environment variable that every process of a cluster carries; its value is the cluster's state directory."""
+
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+KUBELET_CONTROLLERS = frozenset({"cpu", "cpuset", "hugetlb", "memory", "pids"})
+"""What a kubelet wants of its cgroup root on cgroup v2."""
+
+LINKS = Path("/sys/class/net")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the kernel shows what clusters have outside of their directories."""
+
+    links: Path = LINKS
+    cgroups: Path = CGROUP_ROOT
+
+
+THIS_MACHINE = Machine()
+
+
+def marked_processes(state: Path, proc: Path = Path("/proc")) -> list[int]:
+    """Return the processes that belong to a state directory, and their descendants that kept the environment."""
+    wanted = f"{MARK}={state}".encode()
+    found = []
+    for entry in proc.iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            environ = (entry / "environ").read_bytes()
+        except (OSError, ProcessLookupError):
+            continue  # ended meanwhile, or not ours to read
+        if wanted in environ.split(b"\0"):
+            found.append(int(entry.name))
+    return found
+
+
+def end_processes(state: Path, timeout_s: float = 20.0) -> None:
+    """Kill every process of a state directory, and wait until all are gone.
+
+    All at once: an API server that outlives its etcd would linger on its port for a minute.
+
+    Raises:
+        HarnessError: Some process does not end.
+    """
+    deadline = time.monotonic() + timeout_s
+    while pids := marked_processes(state):
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        _reap(pids)
+        if time.monotonic() > deadline:
+            raise HarnessError(f"processes {pids} of {state} did not end within {timeout_s:.0f} s of SIGKILL")
+        time.sleep(0.05)
+
+
+def _reap(pids: list[int]) -> None:
+    for pid in pids:
+        try:
+            os.waitpid(pid, os.WNOHANG)
+        except ChildProcessError:
+            continue  # a descendant, or of an earlier harness: its own parent reaps it
+
+
+def link_name(prefix: str, index: int) -> str:
+    """Return the name of the host's end of a node's link."""
+    return f"{prefix}-n{index}"
+
+
+def remove_links(prefix: str, links: Path = LINKS) -> None:
+    """Remove the network links whose name begins with `PREFIX-`.
+
+    Raises:
+        HarnessError: A link stays.
+    """
+    for link in sorted(links.glob(f"{prefix}-n*")):
+        try:
+            done = subprocess.run(["ip", "link", "delete", link.name], check=False, capture_output=True, text=True)
+        except OSError as error:
+            raise HarnessError(f"the network link {link.name} cannot be removed: `ip` does not run: {error}") from error
+        # A link goes with its namespace, too, which may have ended just now.
+        if done.returncode != 0 and link.exists():
+            raise HarnessError(f"the network link {link.name} cannot be removed: {done.stderr.strip()}")
+
+
+def hierarchies(root: Path = CGROUP_ROOT) -> list[Path]:
+    """Return the mounted cgroup hierarchies that a kubelet uses: one on cgroup v2, one for each controller on v1."""
+    if (root / "cgroup.controllers").exists():
+        return [root]
+    if not root.exists():
+        return []
+    # `unified` carries no controllers on a hybrid machine.
+    return [d for d in sorted(root.iterdir()) if d.is_dir() and not d.is_symlink() and d.name != "unified"]
+
+
+def create_cgroups(name: str, root: Path = CGROUP_ROOT) -> None:
+    """Create a cgroup of that name in every hierarchy, with the root's CPUs and memory nodes on cgroup v1.
+
+    Raises:
+        HarnessError: On cgroup v2 a controller that a kubelet insists on cannot be handed down.
+    """
+    for hierarchy in hierarchies(root):
+        _hand_down_controllers(hierarchy)
+        group = hierarchy / name
+        group.mkdir(exist_ok=True)
+        for key in ("cpuset.cpus", "cpuset.mems"):
+            if (hierarchy / key).exists():
+                (group / key).write_text((hierarchy / key).read_text())
+
+
+def _hand_down_controllers(unified: Path) -> None:
+    handed_down = unified / "cgroup.subtree_control"
+    if not handed_down.exists():
+        return  # cgroup v1
+    available = set((unified / "cgroup.controllers").read_text().split())
+    for controller in sorted(KUBELET_CONTROLLERS & available - set(handed_down.read_text().split())):
+        try:
+            handed_down.write_text(f"+{controller}")
+        except OSError as error:
+            raise HarnessError(
+                f"{handed_down}: expected to hand down the controller {controller}, found {error}; a kubelet needs it; "
+                "in a container, run it in the host's cgroup namespace (--cgroupns=host)"
+            ) from error
+
+
+def remove_cgroups(prefix: str, root: Path = CGROUP_ROOT, *, within_s: float = 5.0) -> None:
+    """Remove the cgroups whose name begins with `PREFIX-`, and kill what is still in them.
+
+    Raises:
+        HarnessError: A cgroup stays.
+    """
+    if not root.exists():
+        return
+    roots = {*hierarchies(root), *[d for d in (root / "unified",) if d.exists()]}
+    for group in [g for found in roots for g in found.glob(f"{prefix}-*")]:
+        for directory in [*sorted(group.rglob("*/"), key=lambda d: -len(d.parts)), group]:
+            _remove_cgroup(directory, within_s)
+
+
+def _remove_cgroup(directory: Path, within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            directory.rmdir()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise HarnessError(
+                    f"the cgroup {directory} cannot be removed within {within_s:.0f} s: {error}"
+                ) from error
+            _kill_all_of(directory)
+            time.sleep(0.1)
+        else:
+            return
+
+
+def _kill_all_of(cgroup: Path) -> None:
+    try:
+        pids = (cgroup / "cgroup.procs").read_text().split()
+    except OSError:
+        return  # the cgroup has gone meanwhile, or else cannot be removed, which is told
+    for pid in pids:
+        try:
+            os.kill(int(pid), signal.SIGKILL)
+        except ProcessLookupError:
+            continue  # it has ended meanwhile
+
 
 _POLL_S = 0.05
 _CONTINUED_EACH_S = 0.2
@@ -195,3 +373,245 @@ class ProcessTable:
         for process in self.processes.values():
             if process.popen is not None:
                 process.popen.wait()
+
+
+MAX_SLOTS = 64
+KEPT = "kept"
+"""File in a slot's directory that tells the next start to leave it alone."""
+
+
+def default_root() -> Path:
+    """Return where slots live: the same for every run of a user, and short, because a unix socket's path is limited."""
+    return Path(f"/tmp/carpool-{os.getuid()}")
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A numbered state directory whose lock this process holds."""
+
+    root: Path
+    number: int
+    lock_fd: int
+    machine: Machine = THIS_MACHINE
+
+    @property
+    def directory(self) -> Path:
+        """Where the cluster keeps its state."""
+        return self.root / str(self.number)
+
+    @property
+    def name(self) -> str:
+        """Prefix of links and cgroups; unique on the machine."""
+        return slot_name(self.root, self.number)
+
+    @property
+    def kept(self) -> bool:
+        """Whether the next start leaves it alone."""
+        return (self.directory / KEPT).exists()
+
+    def keep(self) -> None:
+        """Let the cluster outlive this process, until `clean`."""
+        (self.directory / KEPT).touch()
+
+    def empty(self) -> None:
+        """End everything that belongs to this slot and remove its directory.
+
+        Raises:
+            HarnessError: Something stays, and with it the directory, so that nobody takes the slot.
+        """
+        removals: list[Callable[[], None]] = [
+            partial(end_processes, self.directory),
+            partial(remove_links, self.name, self.machine.links),
+            partial(remove_cgroups, self.name, self.machine.cgroups),
+        ]
+        failures = []
+        for remove in removals:
+            try:
+                remove()
+            except HarnessError as error:
+                failures.append(str(error))
+        if failures:
+            raise HarnessError("; ".join(failures))
+        _remove_tree(self.directory)
+
+    def release(self) -> None:
+        """Let go of the lock; its file goes too, unless the slot is still in use."""
+        if not self.directory.exists():
+            lock_file(self.root, self.number).unlink(missing_ok=True)
+        os.close(self.lock_fd)
+
+
+def lock_file(root: Path, number: int) -> Path:
+    """Return the file whose lock says that a slot is in use."""
+    return root / f"{number}.lock"
+
+
+def slot_name(root: Path, number: int) -> str:
+    """Return the prefix of a slot's links and cgroups; at most 8 characters, because a link's name has at most 15."""
+    return f"cp{number}" if root == default_root() else f"cq{number}"
+
+
+def acquire(root: Path | None = None, machine: Machine = THIS_MACHINE, console: Console | None = None) -> Slot:
+    """Take a free slot, after emptying every slot that a dead harness left behind.
+
+    A slot that cannot be emptied is told of on the console and stays taken.
+
+    Args:
+        root: Where slots live.
+        machine: Where the rest of them is.
+        console: Where it is told what cannot be removed.
+
+    Raises:
+        HarnessError: All slots are in use.
+    """
+    root = root or default_root()
+    _prepare(root)
+    _, failures = _sweep(root, machine, also_kept=False)
+    for failure in failures:
+        (console or Console(stderr=True)).print(f"Another slot is used: {failure}", highlight=False, soft_wrap=True)
+    for number in range(MAX_SLOTS):
+        slot = _try_lock(root, number, machine)
+        if slot is None:
+            continue
+        if not slot.directory.exists():
+            slot.directory.mkdir(mode=0o700)
+            return slot
+        slot.release()
+    raise HarnessError(f"all {MAX_SLOTS} clusters under {root} are in use; stop one, or run `make demo-clean`")
+
+
+def clean(root: Path | None = None, machine: Machine = THIS_MACHINE) -> list[int]:
+    """Empty every slot whose harness has ended, the kept ones too, and return their numbers.
+
+    Raises:
+        HarnessError: Some could not be emptied; the others were.
+    """
+    root = root or default_root()
+    if not root.exists():
+        return []
+    _prepare(root)
+    swept, failures = _sweep(root, machine, also_kept=True)
+    if failures:
+        raise HarnessError("\n".join(failures))
+    return swept
+
+
+def _sweep(root: Path, machine: Machine, *, also_kept: bool) -> tuple[list[int], list[str]]:
+    """Return the numbers of the slots that were emptied, and what is told of those that could not be."""
+    swept, failures = [], []
+    for number in sorted(int(entry.name) for entry in root.iterdir() if entry.name.isdigit()):
+        slot = _try_lock(root, number, machine)
+        if slot is None:
+            continue
+        if also_kept or not slot.kept:
+            try:
+                slot.empty()
+                swept.append(number)
+            except HarnessError as error:
+                failures.append(f"{slot.directory} cannot be emptied: {error}")
+        slot.release()
+    return swept, failures
+
+
+def _prepare(root: Path) -> None:
+    root.mkdir(mode=0o700, exist_ok=True)
+    found = root.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise HarnessError(f"{root} must be a directory of user {os.getuid()}; it is somebody else's: remove it")
+
+
+def _try_lock(root: Path, number: int, machine: Machine) -> Slot | None:
+    path = lock_file(root, number)
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            return None
+        if path.exists() and path.stat().st_ino == os.fstat(lock).st_ino:
+            return Slot(root, number, lock, machine)
+        os.close(lock)  # whoever held it removed the file; another one may have made a new one
+
+
+def _remove_tree(directory: Path) -> None:
+    # A namespace lets go of its mounts a moment after its last process has ended.
+    for _ in range(50):
+        shutil.rmtree(directory, ignore_errors=True)
+        if not directory.exists():
+            return
+        time.sleep(0.1)
+    try:
+        shutil.rmtree(directory)
+    except OSError as error:
+        raise HarnessError(f"the directory {directory} cannot be removed: {error}") from error
+
+
+_FIRST = 21000
+_PER_SLOT = 100
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Ports on the loopback address."""
+
+    etcd: int
+    etcd_peer: int
+    apiserver: int
+    controller_manager: int
+    scheduler: int
+    extender: int
+    extender_metrics: int
+    operator_metrics: int
+
+
+def is_free(port: int) -> bool:
+    """Whether nothing listens on a port."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("0.0.0.0", port))
+        except OSError:
+            return False
+    return True
+
+
+def choose(slot: int) -> Ports:
+    """Choose the free ports of a slot's range; below the ephemeral ports, which the kernel hands out to anybody."""
+    first = _FIRST + slot * _PER_SLOT
+    free = (port for port in range(first, first + _PER_SLOT) if is_free(port))
+    return Ports(*(next(free) for _ in fields(Ports)))
+
+
+LIKE_CTRL_C = (signal.SIGTERM, signal.SIGHUP)
+"""Signals whose default action would end the harness at once, and leave its cluster running."""
+
+_HANDLED = (signal.SIGINT, *LIKE_CTRL_C)
+
+
+def as_by_ctrl_c() -> None:
+    """Have the first of `LIKE_CTRL_C` and Ctrl-C raise KeyboardInterrupt in the main thread.
+
+    Those that follow do nothing, but for a second Ctrl-C. What nohup ignores stays ignored.
+    """
+    for number in _HANDLED:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    # `timeout` signals the whole group, make hands on what it got, and CI sends SIGTERM some seconds after SIGINT:
+    # the second must not disturb the taking down.
+    # A function and not SIG_IGN, which what is started meanwhile would inherit.
+    for each in _HANDLED:
+        if signal.getsignal(each) is _interrupt:
+            signal.signal(each, _already)
+    if number == signal.SIGINT:
+        signal.signal(number, signal.default_int_handler)
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+def _already(number: int, frame: FrameType | None) -> None:
+    """Do nothing: the cluster is being taken down. Whoever presses Ctrl-C a second time means it."""
+    if number == signal.SIGINT:
+        signal.signal(number, signal.default_int_handler)

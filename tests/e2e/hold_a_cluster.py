@@ -3,9 +3,9 @@
 import signal
 import sys
 
-from carpool_e2e import ending
+from carpool_e2e import processes
 from carpool_e2e.cluster import Shape, running
-from carpool_e2e.images import BUSYBOX_IMAGE
+from carpool_e2e.nodes import BUSYBOX_IMAGE
 
 POD = {
     "apiVersion": "v1",
@@ -25,7 +25,7 @@ POD = {
 }
 
 if __name__ == "__main__":
-    ending.as_by_ctrl_c()
+    processes.as_by_ctrl_c()
     nodes = {"held": "Tesla T4:1"} if sys.argv[1] == "kubelet" else {}
     with running(Shape(kubelet_nodes=nodes, carpool=False)) as cluster:
         if nodes:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from carpool_e2e.kind.commands import Command, CommandError
+from carpool_e2e.kind import Command, CommandError
 
 VERSIONS = {
     "docker": "28.2.2",

@@ -10,7 +10,7 @@ from carpool_core.kube.client import connect
 from carpool_core.settings import KubeSettings
 from carpool_e2e.bench.memory import populate
 from carpool_e2e.cluster import Cluster
-from carpool_e2e.jobs import sleeper
+from carpool_e2e.demo.manifests import sleeper
 from typed import carpool
 
 pytestmark = pytest.mark.e2e

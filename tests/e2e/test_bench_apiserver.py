@@ -5,7 +5,7 @@ import json
 
 import aiohttp
 from carpool_core.testing.clock import FakeClock
-from carpool_e2e.bench.apiserver import BEAT_S, PaperApi
+from carpool_e2e.bench.world import BEAT_S, PaperApi
 from carpool_extender.testing import gpu_node, tenant, until
 
 

@@ -9,19 +9,23 @@ from dataclasses import replace
 import msgspec
 import pytest
 from carpool_core.resources.node import GpuNode
-from carpool_e2e.bench.naive import filter_and_prioritize
 from carpool_e2e.bench.placement import (
+    LIFE,
     NEW_EVERY,
+    STEPS,
     WARM_UP,
+    Decision,
+    Profile,
     Round,
     Size,
     draw_jobs,
+    filter_and_prioritize,
     percentile,
+    placement_section,
+    processor_s,
+    profile,
     waited_ms,
 )
-from carpool_e2e.bench.placement_asking import Decision, processor_s
-from carpool_e2e.bench.placement_profile import LIFE, STEPS, Profile, measure
-from carpool_e2e.bench.placement_report import placement_section
 from carpool_e2e.bench.world import Shape, draw_shape, world
 
 PROFILE = Profile(5000, dict.fromkeys((*STEPS, LIFE), 0.25), dict.fromkeys((*STEPS, LIFE), 0.5))
@@ -89,7 +93,7 @@ def test_the_rest_of_a_decision_is_what_no_step_explains() -> None:
 
 def test_each_step_of_a_decision_is_replayed() -> None:
     said: list[str] = []
-    found = measure(said.append, nodes=40, decisions=20)
+    found = profile(said.append, nodes=40, decisions=20)
     assert said
     for of in (found.known_ms, found.new_ms):
         assert set(of) == {*STEPS, LIFE}

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from carpool_e2e.bench.rounds import CALM, are_enough, least_disturbed, played, share_stolen, stolen_and_asked
+from carpool_e2e.bench.measure import CALM, are_enough, least_disturbed, played, share_stolen, stolen_and_asked
 
 
 @dataclass(frozen=True)

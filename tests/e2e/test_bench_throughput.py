@@ -17,12 +17,22 @@ from carpool_core.resources.meta import ObjectMeta
 from carpool_core.resources.node import GpuNode
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
-from carpool_e2e.bench.circumstances import RAISED, preferred
-from carpool_e2e.bench.load import AT_ONCE, Background, Finish, Throughput, bind_all, play, until_bound
-from carpool_e2e.bench.requests import counted
-from carpool_e2e.bench.stock import WHOLE, pod
-from carpool_e2e.bench.throughput import Players
-from carpool_e2e.bench.throughput_report import ROUNDS, Turn, throughput_section
+from carpool_e2e.bench.measure import RAISED, counted, preferred
+from carpool_e2e.bench.throughput import (
+    AT_ONCE,
+    ROUNDS,
+    WHOLE,
+    Background,
+    Finish,
+    Players,
+    Throughput,
+    Turn,
+    bind_all,
+    play,
+    pod,
+    throughput_section,
+    until_bound,
+)
 from carpool_e2e.cluster import Cluster
 from carpool_e2e.errors import StalledError
 from carpool_e2e.fleetprocess import LEASES

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import pytest
 from carpool_e2e.cluster import Cluster
-from carpool_e2e.jobs import sleeper
-from carpool_e2e.watching import Watcher, eventually
+from carpool_e2e.demo.manifests import sleeper
+from carpool_e2e.kubectl import Watcher, eventually
 
 pytestmark = pytest.mark.e2e
 

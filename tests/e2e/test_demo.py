@@ -5,15 +5,14 @@ from pathlib import Path
 import click
 import pytest
 from carpool_core.testing.kube import FakeKube
-from carpool_e2e import ports, slots
+from carpool_e2e import processes
 from carpool_e2e.__main__ import play_on
 from carpool_e2e.binaries import Binaries
 from carpool_e2e.chart import Rendered
 from carpool_e2e.cluster import Cluster, Shape
 from carpool_e2e.controlplane import ControlPlane
-from carpool_e2e.demo.scenes import SCENES
+from carpool_e2e.demo.scenes import SCENES, SceneError, Stage, TooLateError
 from carpool_e2e.demo.show import headline, play_scenes
-from carpool_e2e.demo.stage import SceneError, Stage, TooLateError
 from carpool_e2e.processes import ProcessTable
 from rich.console import Console
 
@@ -78,8 +77,8 @@ def test_a_kept_cluster_without_kubelets_says_how_it_is_reached(tmp_path: Path) 
     kubectl = tmp_path / "kubectl"
     kubectl.write_text("#!/bin/sh\necho the nodes\n")
     kubectl.chmod(0o755)
-    slot = slots.acquire(tmp_path / "slots")
-    plane = ControlPlane(slot.directory, ports.choose(slot.number), {})
+    slot = processes.acquire(tmp_path / "slots")
+    plane = ControlPlane(slot.directory, processes.choose(slot.number), {})
     table, found = ProcessTable(slot.directory, ""), Binaries({"kubectl": kubectl})
     cluster = Cluster(slot, Shape(), plane, found, table, Rendered(()))
     console = Console(file=StringIO(), width=80)

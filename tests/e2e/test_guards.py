@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 from carpool_e2e.cluster import Cluster, KubectlError
-from carpool_e2e.images import BUSYBOX_IMAGE
-from carpool_e2e.jobs import sleeper
-from carpool_e2e.watching import Watcher, eventually
+from carpool_e2e.demo.manifests import sleeper
+from carpool_e2e.kubectl import Watcher, eventually
+from carpool_e2e.nodes import BUSYBOX_IMAGE
 
 pytestmark = pytest.mark.e2e
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from carpool_e2e import ending, residue, slots
+from carpool_e2e import processes
 from carpool_e2e.cluster import BARE, Cluster, running
-from carpool_e2e.watching import eventually
+from carpool_e2e.kubectl import eventually
 
 pytestmark = pytest.mark.e2e
 
@@ -21,8 +21,8 @@ class Held:
 
     def __init__(self, process: subprocess.Popen[str], slot: int) -> None:
         self.process, self.slot = process, slot
-        self.directory = slots.default_root() / str(self.slot)
-        self.name = slots.slot_name(slots.default_root(), self.slot)
+        self.directory = processes.default_root() / str(self.slot)
+        self.name = processes.slot_name(processes.default_root(), self.slot)
 
     def end(self, number: int) -> None:
         self.process.send_signal(number)
@@ -31,9 +31,9 @@ class Held:
     def left(self) -> dict[str, object]:
         """Everything that is on the machine because of it."""
         found = {
-            "processes": residue.marked_processes(self.directory),
-            "links": [link.name for link in residue.LINKS.glob(f"{self.name}-*")],
-            "cgroups": [str(g) for root in residue.hierarchies() for g in root.glob(f"{self.name}-*")],
+            "processes": processes.marked_processes(self.directory),
+            "links": [link.name for link in processes.LINKS.glob(f"{self.name}-*")],
+            "cgroups": [str(g) for root in processes.hierarchies() for g in root.glob(f"{self.name}-*")],
             "mounts": [line for line in Path("/proc/mounts").read_text().splitlines() if str(self.directory) in line],
             "files": [str(self.directory)] if self.directory.exists() else [],
         }
@@ -67,7 +67,7 @@ def test_two_control_planes_do_not_disturb_each_other(control_plane: Cluster) ->
 def test_what_kill_9_leaves_the_next_start_removes(control_plane: Cluster, held: Held) -> None:
     held.end(signal.SIGKILL)
     assert {"processes", "cgroups", "files"} <= set(held.left()), "a killed harness cannot clean up"
-    fresh = slots.acquire()
+    fresh = processes.acquire()
     try:
         left = held.left()
         assert left.keys() <= ({"files"} if fresh.number == held.slot else set()), left
@@ -78,7 +78,7 @@ def test_what_kill_9_leaves_the_next_start_removes(control_plane: Cluster, held:
     assert control_plane.plane.api.answers("/readyz"), "a cluster that somebody holds is left alone"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, *ending.LIKE_CTRL_C], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGINT, *processes.LIKE_CTRL_C], ids=lambda number: number.name)
 def test_ctrl_c_and_what_ends_like_it_leave_nothing(held: Held, number: signal.Signals) -> None:
     held.end(number)
     assert held.process.returncode != 0
@@ -87,7 +87,7 @@ def test_ctrl_c_and_what_ends_like_it_leave_nothing(held: Held, number: signal.S
 
 @pytest.mark.parametrize(
     ("first", "then"),
-    [*zip(ending.LIKE_CTRL_C, ending.LIKE_CTRL_C, strict=True), (signal.SIGINT, signal.SIGTERM)],
+    [*zip(processes.LIKE_CTRL_C, processes.LIKE_CTRL_C, strict=True), (signal.SIGINT, signal.SIGTERM)],
     ids=lambda number: number.name,
 )
 def test_a_demo_that_is_ended_while_it_starts_leaves_nothing(first: signal.Signals, then: signal.Signals) -> None:
@@ -95,7 +95,7 @@ def test_a_demo_that_is_ended_while_it_starts_leaves_nothing(first: signal.Signa
     assert demo.stdout is not None
     told = next(line for line in demo.stdout if line.startswith("Starting a cluster in "))
     cluster = Held(demo, int(Path(told.removeprefix("Starting a cluster in ").split(":")[0]).name))
-    eventually("processes of the cluster", lambda: residue.marked_processes(cluster.directory))
+    eventually("processes of the cluster", lambda: processes.marked_processes(cluster.directory))
     demo.send_signal(first)
     demo.send_signal(then)  # `timeout` signals make and what it started, and make hands it on; CI insists after a while
     demo.communicate(timeout=180)

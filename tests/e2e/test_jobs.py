@@ -5,9 +5,9 @@ import json
 import pytest
 import yaml
 from carpool_e2e.cluster import Cluster
+from carpool_e2e.demo.manifests import sleeper
 from carpool_e2e.fleet import TOLERATION
-from carpool_e2e.jobs import sleeper
-from carpool_e2e.watching import Watcher, eventually
+from carpool_e2e.kubectl import Watcher, eventually
 
 pytestmark = pytest.mark.e2e
 

@@ -9,13 +9,12 @@ from typing import Any
 import click
 import pytest
 import yaml
+from carpool_e2e import kind
 from carpool_e2e.binaries import ensure
 from carpool_e2e.chart import CHART
 from carpool_e2e.demo import manifests
 from carpool_e2e.errors import HarnessError, MissingError
-from carpool_e2e.kind import cluster, demo, render
-from carpool_e2e.kind.commands import Command, CommandError, Shell
-from carpool_e2e.kind.render import Plan
+from carpool_e2e.kind import Command, CommandError, Plan, Shell
 from kind_machine import SCHEDULER, SOMEBODY_ELSES, VERSIONS, FakeMachine
 from rich.console import Console
 
@@ -29,7 +28,7 @@ def machine() -> FakeMachine:
 
 @pytest.fixture
 def plan(tmp_path: Path) -> Plan:
-    return cluster.plan(tmp_path / "kind")
+    return kind.plan(tmp_path / "kind")
 
 
 STEPS = (
@@ -46,7 +45,7 @@ STEPS = (
 
 
 def test_the_steps_come_in_order(machine: FakeMachine, plan: Plan) -> None:
-    with cluster.running(machine, plan, QUIET):
+    with kind.running(machine, plan, QUIET):
         assert machine.done == [
             *(f"build {image}" for image in plan.images),
             f"create {plan.name}",
@@ -63,12 +62,12 @@ def test_the_steps_come_in_order(machine: FakeMachine, plan: Plan) -> None:
 
 
 def test_each_worker_has_the_agents_of_its_own_gpus(machine: FakeMachine, plan: Plan) -> None:
-    with cluster.running(machine, plan, QUIET):
+    with kind.running(machine, plan, QUIET):
         there = machine.clusters[plan.name]
         agents = [d["spec"]["agent"] for d in there.daemonsets.values()]
     for worker in there.config["nodes"][1:]:
         mine = [a["simulatedGpus"] for a in agents if a["nodeSelector"].items() <= worker["labels"].items()]
-        assert mine == [plan.gpus[worker["labels"][render.LABEL_GPUS]]]
+        assert mine == [plan.gpus[worker["labels"][kind.LABEL_GPUS]]]
     assert there.config["nodes"][0] == {"role": "control-plane"}
     selectors = [d["spec"]["selector"]["matchLabels"]["instance"] for d in there.daemonsets.values()]
     assert len({*selectors}) == len(plan.gpus) == 2
@@ -77,53 +76,53 @@ def test_each_worker_has_the_agents_of_its_own_gpus(machine: FakeMachine, plan: 
 @pytest.mark.parametrize("step", STEPS)
 def test_when_a_step_fails_no_cluster_is_left(machine: FakeMachine, plan: Plan, step: str) -> None:
     machine.fails = step
-    with pytest.raises(CommandError, match="as told"), cluster.running(machine, plan, QUIET):
+    with pytest.raises(CommandError, match="as told"), kind.running(machine, plan, QUIET):
         pytest.fail("it should not have come up")
     assert [*machine.clusters] == [SOMEBODY_ELSES]
     machine.fails = ""
-    with cluster.running(machine, plan, QUIET):
+    with kind.running(machine, plan, QUIET):
         assert plan.name in machine.clusters
 
 
 def test_a_scene_that_fails_or_is_interrupted_leaves_no_cluster(machine: FakeMachine, plan: Plan) -> None:
-    with pytest.raises(KeyboardInterrupt), cluster.running(machine, plan, QUIET):
+    with pytest.raises(KeyboardInterrupt), kind.running(machine, plan, QUIET):
         raise KeyboardInterrupt
     assert [*machine.clusters] == [SOMEBODY_ELSES]
 
 
 def test_a_kept_cluster_is_replaced_by_the_next_run_and_removed_by_clean(machine: FakeMachine, plan: Plan) -> None:
     for _ in range(2):
-        with cluster.running(machine, plan, QUIET) as running:
+        with kind.running(machine, plan, QUIET) as running:
             running.kept = True
         assert plan.name in machine.clusters
     assert machine.done.count(f"create {plan.name}") == 2
     assert machine.done.count(f"delete {plan.name}") == 1
-    assert str(plan.kubeconfig) in demo.how_to_reach(plan)
-    assert cluster.clean(machine, plan)
-    assert not cluster.clean(machine, plan)
+    assert str(plan.kubeconfig) in kind.how_to_reach(plan)
+    assert kind.clean(machine, plan)
+    assert not kind.clean(machine, plan)
     assert [*machine.clusters] == [SOMEBODY_ELSES]
 
 
 def test_a_cluster_in_use_is_left_alone(machine: FakeMachine, plan: Plan) -> None:
-    with cluster.running(machine, plan, QUIET):
-        assert not cluster.clean(machine, plan)
-        with pytest.raises(HarnessError, match="in use"), cluster.running(machine, plan, QUIET):
+    with kind.running(machine, plan, QUIET):
+        assert not kind.clean(machine, plan)
+        with pytest.raises(HarnessError, match="in use"), kind.running(machine, plan, QUIET):
             pytest.fail("two at the same time")
         assert plan.name in machine.clusters
 
 
 @pytest.mark.parametrize("machine", [FakeMachine(engine=False), FakeMachine(versions={})], ids=["no engine", "no kind"])
 def test_clean_needs_neither_docker_nor_kind_where_nothing_was_made(machine: FakeMachine, plan: Plan) -> None:
-    assert not cluster.clean(machine, plan)
+    assert not kind.clean(machine, plan)
     assert not plan.kubeconfig.parent.exists(), "cleaning creates nothing"
 
 
 def test_clean_says_that_it_cannot_remove_what_was_made(machine: FakeMachine, plan: Plan) -> None:
-    with cluster.running(machine, plan, QUIET) as running:
+    with kind.running(machine, plan, QUIET) as running:
         running.kept = True
     machine.engine = False
     with pytest.raises(CommandError, match="Docker daemon"):
-        cluster.clean(machine, plan)
+        kind.clean(machine, plan)
 
 
 @pytest.mark.parametrize(
@@ -141,31 +140,31 @@ def test_clean_says_that_it_cannot_remove_what_was_made(machine: FakeMachine, pl
 )
 def test_it_says_what_is_missing_of_either_way(machine: FakeMachine, sentence: str) -> None:
     with pytest.raises(MissingError, match=r"etcd: expected on PATH.*Install Go") as caught:
-        cluster.require(machine, ["etcd"])
+        kind.require(machine, ["etcd"])
     assert re.search(sentence, str(caught.value))
-    assert len(cluster.lacking(machine)) == 1
+    assert len(kind.lacking(machine)) == 1
 
 
 def test_where_all_is_there_kind_stands_in(machine: FakeMachine) -> None:
-    cluster.require(machine, ["etcd"])
+    kind.require(machine, ["etcd"])
     assert machine.done == []
 
 
 def test_kind_is_the_last_resort(tmp_path: Path) -> None:
     environ = {"PATH": str(tmp_path), "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
-    assert {"etcd", "kubelet", "runc"} <= {*cluster.out_of_reach(environ)}
+    assert {"etcd", "kubelet", "runc"} <= {*kind.out_of_reach(environ)}
     assets = {"KUBEBUILDER_ASSETS": str(tmp_path)}
     (tmp_path / "etcd").touch()
-    assert "etcd" not in cluster.out_of_reach(environ | assets)
+    assert "etcd" not in kind.out_of_reach(environ | assets)
     (tmp_path / "go").touch(mode=0o755)
-    assert cluster.out_of_reach(environ) == []
+    assert kind.out_of_reach(environ) == []
 
 
 def test_the_name_is_one_checkouts_and_one_users() -> None:
-    names = {render.cluster_name(uid, Path(project)) for uid in (0, 1000) for project in ("/a", "/b")}
+    names = {kind.cluster_name(uid, Path(project)) for uid in (0, 1000) for project in ("/a", "/b")}
     assert len(names) == 4
     assert all(re.fullmatch(r"carpool-[a-z0-9-]+", name) for name in names), "kind takes [a-z0-9.-]+"
-    assert cluster.plan().name == cluster.plan().name
+    assert kind.plan().name == kind.plan().name
 
 
 def test_workers_hold_every_directory_that_a_job_mounts(plan: Plan) -> None:
@@ -173,7 +172,7 @@ def test_workers_hold_every_directory_that_a_job_mounts(plan: Plan) -> None:
     inside = {mount["containerPath"] for mount in worker["extraMounts"]}
     assert all(mount["readOnly"] for mount in worker["extraMounts"])
     job = manifests.small("small")
-    moved = render.below(job)["spec"]["template"]["spec"]
+    moved = kind.below(job)["spec"]["template"]["spec"]
     assert {volume["hostPath"]["path"] for volume in moved["volumes"]} == inside
     assert moved["containers"] == job["spec"]["template"]["spec"]["containers"]
     assert job == manifests.small("small"), "the job itself is left alone"
@@ -182,7 +181,7 @@ def test_workers_hold_every_directory_that_a_job_mounts(plan: Plan) -> None:
 def test_every_worker_program_stays_visible(plan: Plan) -> None:
     targets = [mount["containerPath"] for mount in plan.config()["nodes"][1]["extraMounts"]]
     assert targets
-    assert all(target.startswith(f"{render.PREFIX}/") for target in targets)
+    assert all(target.startswith(f"{kind.PREFIX}/") for target in targets)
 
 
 def test_a_program_that_is_not_there_or_fails_is_named() -> None:
@@ -216,7 +215,7 @@ def test_the_chart_takes_the_values_and_renders_agents_that_do_not_meet(plan: Pl
     assert first["spec"]["selector"] != second["spec"]["selector"]
     pods = [daemonset["spec"]["template"]["spec"] for daemonset in (first, second)]
     assert pods[0]["serviceAccountName"] == pods[1]["serviceAccountName"] == "carpool-node-agent"
-    assert [pod["nodeSelector"][render.LABEL_GPUS] for pod in pods] == ["a100", "h100"]
+    assert [pod["nodeSelector"][kind.LABEL_GPUS] for pod in pods] == ["a100", "h100"]
     used = {
         container["image"]
         for manifest in [*everything, second]
@@ -229,10 +228,10 @@ def test_the_chart_takes_the_values_and_renders_agents_that_do_not_meet(plan: Pl
 @pytest.mark.docker
 @pytest.mark.timeout(2400)
 def test_the_demo_on_kind(tmp_path: Path) -> None:
-    if missing := cluster.lacking(Shell()):
+    if missing := kind.lacking(Shell()):
         pytest.skip("; ".join(missing))
-    plan = cluster.plan()
-    demo.demo(Shell(), plan, Console(width=200), tmp_path, keep=False)
+    plan = kind.plan()
+    kind.demo(Shell(), plan, Console(width=200), tmp_path, keep=False)
     assert (tmp_path / "gpus.svg").exists()
     assert plan.name not in Shell().capture(Command(("kind", "get", "clusters")))
 

@@ -9,7 +9,7 @@ import pytest
 from carpool_e2e.chart import NAMESPACE
 from carpool_e2e.cluster import Cluster
 from carpool_e2e.demo import manifests
-from carpool_e2e.watching import Watcher, eventually
+from carpool_e2e.kubectl import Watcher, eventually
 
 pytestmark = pytest.mark.e2e
 

@@ -10,10 +10,9 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from carpool_e2e import ports, residue, slots
+from carpool_e2e import processes
 from carpool_e2e.errors import HarnessError, StartError
-from carpool_e2e.processes import Process, ProcessTable
-from carpool_e2e.residue import Machine
+from carpool_e2e.processes import Machine, Process, ProcessTable
 from rich.console import Console
 
 FOREVER = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -23,14 +22,14 @@ FOREVER = [sys.executable, "-c", "import time; time.sleep(600)"]
 def table(tmp_path: Path) -> Iterator[ProcessTable]:
     table = ProcessTable(tmp_path, os.environ["PATH"])
     yield table
-    residue.end_processes(tmp_path)
+    processes.end_processes(tmp_path)
     table.reap()
 
 
 def test_two_clusters_get_different_slots_and_ports(tmp_path: Path) -> None:
-    first, second = slots.acquire(tmp_path), slots.acquire(tmp_path)
+    first, second = processes.acquire(tmp_path), processes.acquire(tmp_path)
     assert (first.number, second.number) == (0, 1)
-    assert set(vars(ports.choose(0)).values()).isdisjoint(vars(ports.choose(1)).values())
+    assert set(vars(processes.choose(0)).values()).isdisjoint(vars(processes.choose(1)).values())
     for slot in (first, second):
         slot.empty()
         slot.release()
@@ -38,12 +37,14 @@ def test_two_clusters_get_different_slots_and_ports(tmp_path: Path) -> None:
 
 
 def test_a_slot_whose_lock_is_free_is_emptied_by_the_next_start(tmp_path: Path) -> None:
-    stale = slots.acquire(tmp_path)
+    stale = processes.acquire(tmp_path)
     (stale.directory / "etcd").mkdir()
     orphan = ProcessTable(stale.directory, os.environ["PATH"]).start("orphan", FOREVER)
-    orphan.wait_until(lambda: residue.marked_processes(stale.directory))  # its environment is there a moment after exec
+    orphan.wait_until(
+        lambda: processes.marked_processes(stale.directory)
+    )  # its environment is there a moment after exec
     os.close(stale.lock_fd)  # as the kernel does when the harness is killed
-    again = slots.acquire(tmp_path)
+    again = processes.acquire(tmp_path)
     assert again.number == stale.number
     assert list(again.directory.iterdir()) == []
     assert orphan.popen is not None
@@ -53,12 +54,12 @@ def test_a_slot_whose_lock_is_free_is_emptied_by_the_next_start(tmp_path: Path) 
 
 
 def test_a_kept_slot_is_left_alone_until_clean(tmp_path: Path) -> None:
-    kept = slots.acquire(tmp_path)
+    kept = processes.acquire(tmp_path)
     kept.keep()
     kept.release()
-    other = slots.acquire(tmp_path)
+    other = processes.acquire(tmp_path)
     assert other.number != kept.number
-    assert slots.clean(tmp_path) == [kept.number]
+    assert processes.clean(tmp_path) == [kept.number]
     assert other.directory.exists(), "clean leaves clusters alone that somebody holds"
     other.empty()
     other.release()
@@ -68,13 +69,13 @@ def test_a_slot_that_cannot_be_emptied_stays_taken_and_stops_nobody(tmp_path: Pa
     """Regression: one network link that could not be removed stopped every start, in free slots too."""
     machine = Machine(tmp_path / "net", tmp_path / "cgroup")
     root, group, console = tmp_path / "slots", machine.cgroups / "cpu" / "cq0-a", Console(file=StringIO())
-    broken, sound = slots.acquire(root, machine), slots.acquire(root, machine)
+    broken, sound = processes.acquire(root, machine), processes.acquire(root, machine)
     assert (broken.number, sound.number) == (0, 1)
     (machine.links / f"{broken.name}-n0").mkdir(parents=True)  # no link of the machine, so that `ip` cannot delete it
     group.mkdir(parents=True)
     for stale in (broken, sound):
         os.close(stale.lock_fd)
-    fresh = slots.acquire(root, machine, console)
+    fresh = processes.acquire(root, machine, console)
     assert fresh.number == 1
     assert isinstance(console.file, StringIO)
     assert f"{broken.directory} cannot be emptied: the network link cq0-n0 cannot be removed" in console.file.getvalue()
@@ -82,10 +83,10 @@ def test_a_slot_that_cannot_be_emptied_stays_taken_and_stops_nobody(tmp_path: Pa
     assert not group.exists(), "what can be removed is"
     fresh.release()
     with pytest.raises(HarnessError, match="cq0-n0 cannot be removed"):
-        slots.clean(root, machine)
+        processes.clean(root, machine)
     assert not fresh.directory.exists()
     (machine.links / "cq0-n0").rmdir()
-    assert slots.clean(root, machine) == [0]
+    assert processes.clean(root, machine) == [0]
 
 
 def test_a_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:
@@ -94,14 +95,14 @@ def test_a_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:
     root = tmp_path / "root"
     root.symlink_to(target)
     with pytest.raises(HarnessError, match="somebody else's"):
-        slots.acquire(root)
+        processes.acquire(root)
 
 
 def test_a_descendant_is_found_by_its_environment(table: ProcessTable, tmp_path: Path) -> None:
     table.start("parent", ["sh", "-c", "sleep 600 & sleep 600 & wait"])
-    table["parent"].wait_until(lambda: len(residue.marked_processes(tmp_path)) == 3)
-    residue.end_processes(tmp_path)
-    assert residue.marked_processes(tmp_path) == []
+    table["parent"].wait_until(lambda: len(processes.marked_processes(tmp_path)) == 3)
+    processes.end_processes(tmp_path)
+    assert processes.marked_processes(tmp_path) == []
 
 
 def test_a_process_that_ends_early_fails_with_its_log(table: ProcessTable) -> None:
@@ -141,11 +142,11 @@ def test_a_paused_process_in_namespaces_of_its_own_can_be_killed(table: ProcessT
 
 
 def test_a_port_in_use_is_passed_over() -> None:
-    first = ports.choose(63).etcd
+    first = processes.choose(63).etcd
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", first))
         taken.listen()
-        assert first not in vars(ports.choose(63)).values()
+        assert first not in vars(processes.choose(63)).values()
 
 
 def skips_in_ci(folder: Path, test: str, ci: str) -> str:
@@ -183,7 +184,7 @@ def test_a_test_that_needs_a_gpu_may_be_skipped_in_ci_and_is_named(tmp_path: Pat
 def test_controllers_are_handed_down_on_cgroup_v2(tmp_path: Path) -> None:
     (tmp_path / "cgroup.controllers").write_text("cpu memory pids rdma\n")
     (tmp_path / "cgroup.subtree_control").write_text("cpu pids\n")
-    residue.create_cgroups("cp0-a", tmp_path)
+    processes.create_cgroups("cp0-a", tmp_path)
     assert (tmp_path / "cp0-a").is_dir()
     assert (tmp_path / "cgroup.subtree_control").read_text() == "+memory"
 
@@ -192,8 +193,8 @@ def test_cgroups_that_stay_are_told_of(tmp_path: Path) -> None:
     """Regression: after 5 s the next one was tried, and nobody heard that this one stayed."""
     (tmp_path / "cpu" / "cp0-a" / "kubepods").mkdir(parents=True)
     (tmp_path / "cpu" / "cp1-b").mkdir()
-    residue.remove_cgroups("cp0", tmp_path)
+    processes.remove_cgroups("cp0", tmp_path)
     assert [group.name for group in (tmp_path / "cpu").iterdir()] == ["cp1-b"]
     (tmp_path / "cpu" / "cp1-b" / "busy").touch()
     with pytest.raises(HarnessError, match="cp1-b cannot be removed"):
-        residue.remove_cgroups("cp1", tmp_path, within_s=0)
+        processes.remove_cgroups("cp1", tmp_path, within_s=0)

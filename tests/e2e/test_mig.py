@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from carpool_core.clock import SystemClock, rfc3339
 from carpool_e2e.cluster import Cluster, KubectlError
+from carpool_e2e.demo.manifests import sleeper
 from carpool_e2e.fleet import FleetNode, node_status
-from carpool_e2e.jobs import sleeper
+from carpool_e2e.kubectl import Watcher, eventually
 from carpool_e2e.nodes import MANAGED_LABELS
-from carpool_e2e.watching import Watcher, eventually
 
 pytestmark = pytest.mark.e2e
 

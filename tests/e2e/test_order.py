@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from carpool_e2e.chart import Rendered, render
 from carpool_e2e.cluster import Cluster
-from carpool_e2e.demo.manifests import H100
-from carpool_e2e.jobs import sleeper
-from carpool_e2e.watching import Watcher, eventually
+from carpool_e2e.demo.manifests import H100, sleeper
+from carpool_e2e.kubectl import Watcher, eventually
 from typed import carpool
 
 pytestmark = pytest.mark.e2e

@@ -14,7 +14,7 @@ from carpool_core.resources.prediction import (
     ProductPrediction,
 )
 from carpool_core.values import GpuUuid, JobState, JobUid, NodeName, PodUid, SharingMode
-from carpool_e2e.demo import picture
+from carpool_e2e.demo import show
 from rich.console import Console, RenderableType
 
 GPU = GpuUuid("GPU-0")
@@ -54,9 +54,9 @@ def node(name: str, *tenants: tuple[str, int, int]) -> GpuNode:
 
 
 def test_a_tenants_block_is_as_wide_as_its_reservation_and_dark_as_far_as_it_is_used() -> None:
-    drawn = rendered(picture.gpus([node("n1", ("half", 20480, 10240))]))
-    assert drawn.count("█") == picture.BAR_WIDTH // 4
-    assert drawn.count("▒") == picture.BAR_WIDTH // 4
+    drawn = rendered(show.gpu_bars([node("n1", ("half", 20480, 10240))]))
+    assert drawn.count("█") == show.BAR_WIDTH // 4
+    assert drawn.count("▒") == show.BAR_WIDTH // 4
     assert "half" in drawn
     assert "20.0/40.0" in drawn
 
@@ -67,8 +67,8 @@ def test_a_block_is_what_decisions_count_where_a_peak_was_measured() -> None:
     settled = msgspec.structs.replace(held[0].tenant, measured_mib=10240)
     first = msgspec.structs.replace(held[0], tenant=settled)
     counted = msgspec.structs.replace(crowded, spec=GpuNodeSpec(reservations=[first, held[1]]))
-    assert "54.3/40.0" in rendered(picture.gpus([crowded]))
-    assert "35.0/40.0" in rendered(picture.gpus([counted]))
+    assert "54.3/40.0" in rendered(show.gpu_bars([crowded]))
+    assert "35.0/40.0" in rendered(show.gpu_bars([counted]))
 
 
 @pytest.mark.parametrize("width", [80, 200])
@@ -78,29 +78,29 @@ def test_the_bars_of_all_nodes_stand_below_each_other(width: int) -> None:
     (held,) = alone.spec.reservations
     held = msgspec.structs.replace(held, mode=SharingMode.EXCLUSIVE)
     alone = msgspec.structs.replace(alone, spec=GpuNodeSpec(reservations=[held]))
-    drawn = rendered(picture.gpus([alone, node("n2", ("b", 2048, 2048))]), width)
+    drawn = rendered(show.gpu_bars([alone, node("n2", ("b", 2048, 2048))]), width)
     bars = [line for line in drawn.splitlines() if "█" in line]
     assert len({line.index("█") for line in bars}) == 1
     assert len({line.index("/40.0") for line in bars}) == 1
 
 
 def test_two_tenants_never_draw_more_than_the_gpu() -> None:
-    drawn = rendered(picture.gpus([node("n1", ("a", 20480, 20480), ("b", 20480, 0))]))
-    assert drawn.count("█") + drawn.count("▒") == picture.BAR_WIDTH
+    drawn = rendered(show.gpu_bars([node("n1", ("a", 20480, 20480), ("b", 20480, 0))]))
+    assert drawn.count("█") + drawn.count("▒") == show.BAR_WIDTH
     assert "·" not in drawn
 
 
 @pytest.mark.parametrize("width", range(60, 160, 7))
 def test_at_no_width_do_tenants_draw_more_than_the_gpu(width: int) -> None:
     third = 40960 // 3
-    drawn = rendered(picture.gpus([node("n1", ("a", third, third), ("b", third, 1), ("c", third + 1, 9))]), width)
+    drawn = rendered(show.gpu_bars([node("n1", ("a", third, third), ("b", third, 1), ("c", third + 1, 9))]), width)
     assert max(map(len, drawn.splitlines())) <= width
-    assert sum(map(drawn.count, "█▒·")) <= picture.BAR_WIDTH
+    assert sum(map(drawn.count, "█▒·")) <= show.BAR_WIDTH
     assert all(name in drawn for name in "abc")
 
 
 def test_idle_nodes_of_one_kind_share_a_line() -> None:
-    drawn = rendered(picture.gpus([node("n1"), node("n2"), node("n3")]))
+    drawn = rendered(show.gpu_bars([node("n1"), node("n2"), node("n3")]))
     assert drawn.strip() == "3 idle nodes with 1 × Simulated NVIDIA A100-SXM4-40GB"
 
 
@@ -118,7 +118,7 @@ def test_a_job_shows_what_was_seen_beside_what_was_predicted() -> None:
             observed=Observed(peak_memory_mib=9876, step_time_seconds=0.0524, step_time_ratio=1.31),
         ),
     )
-    drawn = rendered(picture.jobs([job]))
+    drawn = rendered(show.job_table([job]))
     for expected in ("resnet", "Running", "n1", "MPS", "9,876", "1.25", "52", "1.31"):
         assert expected in drawn
 
@@ -184,8 +184,8 @@ def four_gpus(name: str) -> GpuNode:
 @pytest.mark.parametrize("width", [80, 120, 200])
 def test_nothing_is_cut_in_a_terminal(width: int) -> None:
     """Regression: at 80 columns headers were `pl…` and `me…`, and the GPUs had no index."""
-    table = rendered(picture.jobs(map(running, JOBS)), width)
-    bars = rendered(picture.gpus(map(four_gpus, PRODUCTS)), width)
+    table = rendered(show.job_table(map(running, JOBS)), width)
+    bars = rendered(show.gpu_bars(map(four_gpus, PRODUCTS)), width)
     both = table + bars
     assert "…" not in both
     assert max(map(len, both.splitlines())) <= width
@@ -202,4 +202,4 @@ def test_nothing_is_cut_in_a_terminal(width: int) -> None:
 
 
 def test_the_picture_is_an_svg_document() -> None:
-    assert picture.to_svg(picture.gpus([node("n1", ("a", 1024, 512))]), title="GPUs").startswith("<svg")
+    assert show.to_svg(show.gpu_bars([node("n1", ("a", 1024, 512))]), title="GPUs").startswith("<svg")

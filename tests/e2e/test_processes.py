@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from carpool_e2e import residue
+from carpool_e2e import processes
+from carpool_e2e.kubectl import eventually
 from carpool_e2e.processes import ProcessTable
-from carpool_e2e.watching import eventually
 
 TELL_AND_STAY = """echo "$GREETING from $1, marked $CARPOOL_E2E_STATE, home $NOT_HANDED_ON"; exec sleep 600"""
 
@@ -18,7 +18,7 @@ def table(tmp_path: Path) -> Iterator[ProcessTable]:
     table = ProcessTable(tmp_path / "a state", "/usr/bin:/bin")
     table.state.mkdir()
     yield table
-    residue.end_processes(table.state)
+    processes.end_processes(table.state)
     table.reap()
 
 
@@ -28,11 +28,11 @@ def test_a_killed_process_is_started_again_by_its_script(table: ProcessTable, mo
     line = f'a $HOME "quoted" from it\'s me, marked {table.state}, home \n'
     eventually("a line in its log", lambda: first.log.read_text() == line)
     first.kill(signal.SIGKILL)
-    assert residue.marked_processes(table.state) == []
+    assert processes.marked_processes(table.state) == []
     monkeypatch.setenv("NOT_HANDED_ON", "something")
     subprocess.run([table.script("greeter")], check=True, timeout=60)
     eventually("the same line once more", lambda: first.log.read_text() == 2 * line)
-    assert len(residue.marked_processes(table.state)) == 1
+    assert len(processes.marked_processes(table.state)) == 1
 
 
 def test_the_script_of_a_process_in_namespaces_enters_them(table: ProcessTable) -> None:

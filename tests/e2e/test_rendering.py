@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from carpool_e2e import binaries, certificates, chart, controlplane, fleet, images, nodeconfig, nodes, ports, tools
-from carpool_e2e.carpool import scheduler_config
+from carpool_e2e import binaries, chart, controlplane, fleet, nodes, processes
+from carpool_e2e.cluster import scheduler_config
 from carpool_e2e.errors import HarnessError, MissingError
-from carpool_e2e.nodeconfig import NodeFiles
+from carpool_e2e.nodes import NodeFiles
 
 FILES = NodeFiles(Path("/state/n0"), "a100", "cp0-a100")
-TOOLS = [(module, tool) for module in tools.MODULES for tool in module.tools]
+TOOLS = [(module, tool) for module in binaries.MODULES for tool in module.tools]
 
 
 @pytest.mark.parametrize(
@@ -30,11 +30,11 @@ TOOLS = [(module, tool) for module in tools.MODULES for tool in module.tools]
     ],
 )
 def test_a_version_is_read_from_what_a_tool_prints(printed: str, version: tuple[int, ...] | None) -> None:
-    assert tools.parse_version(printed) == version
+    assert binaries.parse_version(printed) == version
 
 
 @pytest.mark.parametrize(("module", "tool"), TOOLS, ids=lambda each: each.name)
-def test_every_tool_is_pinned_and_stamped(module: tools.Module, tool: tools.Tool) -> None:
+def test_every_tool_is_pinned_and_stamped(module: binaries.Module, tool: binaries.Tool) -> None:
     assert module.version.startswith("v")
     command = binaries.build_command(module, tool, Path("/out"))
     assert command[-1] == tool.package
@@ -42,7 +42,7 @@ def test_every_tool_is_pinned_and_stamped(module: tools.Module, tool: tools.Tool
 
 
 def test_named_assets_come_first_then_kubebuilders_then_the_cache(tmp_path: Path) -> None:
-    module = tools.MODULES[1]
+    module = binaries.MODULES[1]
     tool = module.tools[0]
     environ = {"XDG_CACHE_HOME": str(tmp_path), "PATH": str(tmp_path / "nowhere")}
     assert binaries.find(tool, module, environ) is None
@@ -58,13 +58,13 @@ def test_named_assets_come_first_then_kubebuilders_then_the_cache(tmp_path: Path
 
 
 def test_a_named_asset_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
-    module = tools.MODULES[0]
+    module = binaries.MODULES[0]
     with pytest.raises(MissingError, match="TEST_ASSET_KUBE_APISERVER=/none: expected a binary"):
         binaries.find(module.tools[0], module, {"TEST_ASSET_KUBE_APISERVER": "/none", "XDG_CACHE_HOME": str(tmp_path)})
 
 
 def test_a_binary_of_another_version_on_the_path_is_passed_over(tmp_path: Path) -> None:
-    module = tools.MODULES[0]
+    module = binaries.MODULES[0]
     kubectl = next(tool for tool in module.tools if tool.name == "kubectl")
     found = tmp_path / "bin" / "kubectl"
     found.parent.mkdir()
@@ -77,16 +77,16 @@ def test_a_binary_of_another_version_on_the_path_is_passed_over(tmp_path: Path) 
 
 
 def test_containerd_offers_cdi_and_our_own_pause() -> None:
-    config = tomllib.loads(nodeconfig.containerd_config(FILES, "/bin/runc"))
+    config = tomllib.loads(nodes.containerd_config(FILES, "/bin/runc"))
     runtime = config["plugins"]["io.containerd.cri.v1.runtime"]
     assert config["version"] == 3
     assert runtime["enable_cdi"]
     assert runtime["containerd"]["runtimes"]["runc"]["options"]["BinaryName"] == "/bin/runc"
-    assert config["plugins"]["io.containerd.cri.v1.images"]["pinned_images"]["sandbox"] == nodeconfig.PAUSE_IMAGE
+    assert config["plugins"]["io.containerd.cri.v1.images"]["pinned_images"]["sandbox"] == nodes.PAUSE_IMAGE
 
 
 def test_the_kubelet_keeps_to_its_cgroup_and_leaves_iptables_alone() -> None:
-    config = nodeconfig.kubelet_config(FILES, Path("/ca.crt"), "198.18.0.1")
+    config = nodes.kubelet_config(FILES, Path("/ca.crt"), "198.18.0.1")
     assert config["cgroupRoot"] == "/cp0-a100"
     assert config["makeIPTablesUtilChains"] is False
     assert config["authentication"]["anonymous"] == {"enabled": False}
@@ -101,7 +101,7 @@ def test_links_of_different_clusters_and_nodes_share_no_address() -> None:
 
 
 def test_the_archive_holds_each_image_with_its_own_configuration() -> None:
-    archive = images.archive(images.layer(b"busybox"), {"a:1": ["/bin/sh"], "b:1": ["/bin/sh"]})
+    archive = nodes.archive(nodes.layer(b"busybox"), {"a:1": ["/bin/sh"], "b:1": ["/bin/sh"]})
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         manifest = json.load(tar.extractfile("manifest.json") or io.BytesIO())
         configs = {
@@ -112,7 +112,7 @@ def test_the_archive_holds_each_image_with_its_own_configuration() -> None:
 
 
 def test_an_image_has_a_writable_tmp() -> None:
-    with tarfile.open(fileobj=io.BytesIO(images.layer(b"x"))) as tar:
+    with tarfile.open(fileobj=io.BytesIO(nodes.layer(b"x"))) as tar:
         assert tar.getmember("tmp").mode == 0o1777
         assert tar.getmember("bin/sh").linkname == "busybox"
 
@@ -141,8 +141,8 @@ def test_every_image_is_built_from_the_constraints() -> None:
 
 
 def test_leaf_certificates_are_no_authorities() -> None:
-    assert "CA:TRUE" in certificates.extensions([])
-    assert "CA:FALSE" in certificates.extensions(["IP:127.0.0.1"])
+    assert "CA:TRUE" in controlplane.extensions([])
+    assert "CA:FALSE" in controlplane.extensions(["IP:127.0.0.1"])
 
 
 WORKLOAD = """
@@ -206,7 +206,7 @@ def test_the_schedulers_configuration_keeps_everything_and_gets_a_kubeconfig() -
 
 def test_a_kubeconfig_that_is_being_read_stays_whole(tmp_path: Path) -> None:
     """Regression: the extender read the file that was just being written again for the scheduler beside it."""
-    plane = controlplane.ControlPlane(tmp_path, ports.choose(0), {"admin": "a"})
+    plane = controlplane.ControlPlane(tmp_path, processes.choose(0), {"admin": "a"})
     plane.pki.mkdir()
     plane.ca_file.write_text("authority")
     with plane.write_kubeconfig("account", "first").open() as reader:

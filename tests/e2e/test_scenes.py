@@ -9,9 +9,8 @@ import pytest
 from carpool_core.kube.client import connect
 from carpool_core.settings import KubeSettings
 from carpool_e2e.cluster import Cluster
-from carpool_e2e.demo.scenes import SCENES, Scene
-from carpool_e2e.demo.stage import Stage, TooLateError
-from carpool_e2e.watching import Watcher
+from carpool_e2e.demo.scenes import SCENES, Scene, Stage, TooLateError
+from carpool_e2e.kubectl import Watcher
 from rich.console import Console
 
 pytestmark = pytest.mark.e2e

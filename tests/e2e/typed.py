@@ -4,7 +4,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from carpool_e2e.carpool import carpool_command
+from carpool_e2e.cluster import carpool_command
 
 
 def carpool(kubeconfig: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":

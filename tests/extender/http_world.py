@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import aiohttp
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
-from carpool_e2e.certificates import make
+from carpool_e2e.controlplane import make
 from carpool_extender.app import build
 from carpool_extender.server import create_server
 from carpool_extender.settings import ExtenderSettings, TlsSettings

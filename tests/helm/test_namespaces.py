@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from carpool_e2e.api import Api, kubeconfig
 from carpool_e2e.chart import NAMESPACE
 from carpool_e2e.cluster import Cluster
+from carpool_e2e.controlplane import Api, kubeconfig
 
 pytestmark = pytest.mark.e2e
 

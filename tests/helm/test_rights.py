@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from carpool_e2e.api import Api
 from carpool_e2e.chart import NAMESPACE
 from carpool_e2e.cluster import Cluster
+from carpool_e2e.controlplane import Api
 from own_rights import OWN, READ
 
 pytestmark = pytest.mark.e2e

@@ -16,7 +16,7 @@ from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import GpuNode
 from carpool_core.values import PartitionState
 
-from carpool_e2e.jobs import sleeper
+from carpool_e2e.demo.manifests import sleeper
 
 MILESTONES = ("applied", "predicted", "pod created", "reserved", "partition ready", "bound", "container started")
 

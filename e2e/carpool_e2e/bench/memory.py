@@ -14,7 +14,7 @@ from carpool_core.products import PRODUCTS
 from carpool_core.resources.node import GpuNode, Reservation, TenantProfile
 from carpool_core.values import GpuUuid, JobUid, PodUid, SharingMode
 
-from carpool_e2e.jobs import sleeper
+from carpool_e2e.demo.manifests import sleeper
 
 T = TypeVar("T")
 

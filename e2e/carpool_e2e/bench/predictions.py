@@ -18,7 +18,7 @@ from carpool_core.values import Optimizer
 from carpool_predictor.catalog import store
 from carpool_predictor.predict import predict
 
-from carpool_e2e.bench.circumstances import circumstances
+from carpool_e2e.bench.measure import circumstances
 
 CARPOOL = str(Path(sys.executable).with_name("carpool"))
 ROWS = 20_000

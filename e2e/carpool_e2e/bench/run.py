@@ -16,22 +16,11 @@ from carpool_core.settings import KubeSettings
 from carpool_simulator.progress import Provenance, provenance
 from rich.console import Console
 
-from carpool_e2e.bench import (
-    agent,
-    latency,
-    memory,
-    placement,
-    placement_profile,
-    predictions,
-    simulator,
-    stock,
-    throughput,
-)
-from carpool_e2e.bench.agent_report import agent_section
-from carpool_e2e.bench.load import Throughput
-from carpool_e2e.bench.placement_report import placement_section
-from carpool_e2e.bench.rounds import played
-from carpool_e2e.bench.throughput_report import MOST_ROUNDS, ROUNDS, Turn, throughput_section
+from carpool_e2e.bench import agent, latency, memory, placement, predictions, simulator, throughput
+from carpool_e2e.bench.agent import agent_section
+from carpool_e2e.bench.measure import played
+from carpool_e2e.bench.placement import placement_section
+from carpool_e2e.bench.throughput import MOST_ROUNDS, ROUNDS, Throughput, Turn, throughput_section
 from carpool_e2e.chart import PROJECT
 from carpool_e2e.cluster import BARE, FULL, Cluster, Shape, running
 
@@ -109,7 +98,7 @@ def renew_placement(console: Console) -> None:
     def tell(said: str) -> None:
         console.print(said, highlight=False)
 
-    _renew(lambda: placement_section(placement.measure(tell), placement_profile.measure(tell)))
+    _renew(lambda: placement_section(placement.measure(tell), placement.profile(tell)))
 
 
 def renew_throughput(console: Console) -> None:
@@ -122,7 +111,7 @@ def renew_throughput(console: Console) -> None:
             return uvloop.run(_with_api(cluster, lambda api: by(cluster, api, console.print)))
 
     def both() -> Turn:
-        turn = Turn(measured(throughput.measure), measured(stock.measure))
+        turn = Turn(measured(throughput.measure), measured(throughput.measure_stock))
         rates = " and ".join(f"{one.jobs_a_second:.1f}" for one in (turn.ours, turn.theirs))
         console.print(f"{rates} jobs/s, {turn.stolen:.1%} stolen")
         return turn

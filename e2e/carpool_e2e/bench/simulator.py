@@ -14,9 +14,9 @@ import msgspec
 from carpool_simulator.hotcloud import PRODUCT
 from carpool_simulator.reports.results import About
 
-from carpool_e2e.bench.circumstances import circumstances
+from carpool_e2e.bench.measure import circumstances
 from carpool_e2e.bench.memory import resident_mib
-from carpool_e2e.carpool import carpool_command
+from carpool_e2e.cluster import carpool_command
 from carpool_e2e.errors import HarnessError
 
 DATA = "CARPOOL_DATA"
