@@ -37,10 +37,10 @@ def test_what_failed_is_told(data: Path) -> None:
         measure(data, print)
 
 
-@pytest.mark.parametrize(("elapsed_s", "verdict"), [(120.0, "kept"), (120.1, "missed")])
-def test_a_run_that_takes_too_long_is_called_so(elapsed_s: float, evaluation: str) -> None:
+@pytest.mark.parametrize(("elapsed_s", "outcome"), [(120.0, "kept"), (120.1, "missed")])
+def test_a_run_that_takes_too_long_is_called_so(elapsed_s: float, outcome: str) -> None:
     section = simulator_section(Measured("title", 1000, elapsed_s, 50.0, 99.0, ["| table |"], "It rained."))
-    assert f"| time | {elapsed_s:.1f} s | ≤ 120 s, aimed at 30 s | {evaluation} |" in section
+    assert f"| time | {elapsed_s:.1f} s | ≤ 120 s, aimed at 30 s | {outcome} |" in section
     assert "| jobs a second of processor time | 20 | | |" in section
     assert "| table |" in section
     assert "It rained." in section

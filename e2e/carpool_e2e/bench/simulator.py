@@ -91,7 +91,7 @@ def _watched(pid: int) -> tuple[float, int, resource.struct_rusage]:
 
 def simulator_section(found: Measured) -> list[str]:
     """Write the section of the report."""
-    evaluation = "kept" if found.elapsed_s <= MUST_S else "missed"
+    outcome = "kept" if found.elapsed_s <= MUST_S else "missed"
     return [
         "## The simulator",
         "",
@@ -101,7 +101,7 @@ def simulator_section(found: Measured) -> list[str]:
         "",
         "| | found | asked for | |",
         "|---|---|---|---|",
-        f"| time | {found.elapsed_s:.1f} s | ≤ {MUST_S:g} s, aimed at {AIM_S:g} s | {evaluation} |",
+        f"| time | {found.elapsed_s:.1f} s | ≤ {MUST_S:g} s, aimed at {AIM_S:g} s | {outcome} |",
         f"| processor time | {found.processor_s:.1f} s | | |",
         f"| jobs a second of processor time | {found.jobs / found.processor_s:,.0f} | | |",
         f"| memory | {found.memory_mib:.0f} MiB | | |",
