@@ -7,8 +7,8 @@ import pytest
 
 SCRIPT = """
 import signal, sys
-from carpool_e2e import ending
-ending.as_by_ctrl_c()
+from carpool_e2e import processes
+processes.as_by_ctrl_c()
 first, *others = (signal.Signals[name] for name in sys.argv[1:])
 try:
     signal.raise_signal(first)

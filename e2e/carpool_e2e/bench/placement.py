@@ -766,4 +766,4 @@ def _stolen_percent(one: Round) -> float:
 
 
 def _line(what: str, found: str, target: str, *, is_kept: bool) -> str:
-    return f"| {what} | {found} | {target} | {'kept' if is_kept else 'shortfall'} |"
+    return f"| {what} | {found} | {target} | {'kept' if is_kept else 'missed'} |"
