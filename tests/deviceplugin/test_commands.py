@@ -40,9 +40,8 @@ from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.node import Flow, Node, flowing, running, until
 from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.timeouts import Rhythm
-from carpool_e2e.bench import agent as bench
-from carpool_e2e.bench.agent_mig import MigTimes, Slowest, layouts_of
-from carpool_e2e.bench.agent_report import agent_section
+from carpool_e2e.bench import agent
+from carpool_e2e.bench.agent import MigTimes, Slowest, agent_section, layouts_of
 from carpool_e2e.bench.agentprocess import Spent, describe_to_containers
 from carpool_e2e.bench.predictions import replaced
 from click.testing import CliRunner, Result
@@ -702,17 +701,17 @@ async def test_time_of_day_that_jumps_writes_no_storm(devices, tmp_path: Path) -
 
 def test_daemons_of_the_stand_in_get_ready(tmp_path: Path) -> None:
     """How quickly is the benchmark's: here the machine may be busy."""
-    took = bench.mps_ready(tmp_path / "daemons")
-    assert len(took) == bench.DAEMONS
+    took = agent.mps_ready(tmp_path / "daemons")
+    assert len(took) == agent.DAEMONS
 
 
 def test_percentile_is_in_milliseconds() -> None:
-    assert bench.p99([0.001] * 999 + [5.0]) == pytest.approx(1.0)
-    assert bench.p99([i / 1000 for i in range(1001)]) == pytest.approx(990, abs=1)
+    assert agent.p99([0.001] * 999 + [5.0]) == pytest.approx(1.0)
+    assert agent.p99([i / 1000 for i in range(1001)]) == pytest.approx(990, abs=1)
 
 
 def test_the_section_says_what_is_kept_and_what_is_missed() -> None:
-    cost = bench.Cost(
+    cost = agent.Cost(
         core_percent=0.34,
         fakes_percent=0.2,
         resident_mib=81,
@@ -749,7 +748,7 @@ def test_what_the_fakes_spend_is_shown() -> None:
     spent = Spent()
     spent.seconds += 2.5
     ((sample,),) = [metric.samples for metric in spent.collect()]
-    assert (sample.name, sample.value) == (bench.SPENT, 2.5)
+    assert (sample.name, sample.value) == (agent.SPENT, 2.5)
 
 
 def test_containers_are_told_every_gpu(tmp_path: Path) -> None:
