@@ -40,7 +40,7 @@ from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.node import Flow, Node, flowing, running, until
 from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.timeouts import Rhythm
-from carpool_e2e.bench import agent
+from carpool_e2e.bench import agent as agent_bench
 from carpool_e2e.bench.agent import MigTimes, Slowest, agent_section, layouts_of
 from carpool_e2e.bench.agentprocess import Spent, describe_to_containers
 from carpool_e2e.bench.predictions import replaced
@@ -623,15 +623,15 @@ HOSTILE_ANSWERS = [
 async def test_hostile_names_stay_names(devices, tmp_path: Path, reserve, enter, name: str) -> None:
     """The API server lets no pod have such a name; nothing rests on that."""
     agent = flowing(AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path), FakeKube(), devices)
-    registry, kube, gpu = CollectorRegistry(), agent.reconciler._api, devices.uuids[0]
+    registry, kube, gpu = CollectorRegistry(), agent_bench.reconciler._api, devices.uuids[0]
     registry.register(AgentCollector(agent))
     hostile = msgspec.structs.replace(reserve("a", gpu), pod_name=name, job_name=name, pod_namespace=name)
     async with running(agent):
         await until(lambda: kube.dump_all(GPU_NODES))
         await kube.patch(GPU_NODES, "n", {"spec": {"reservations": [msgspec.to_builtins(hostile)]}})
-        await until(lambda: [p.state.value for p in agent.reconciler.partitions] == ["Ready"])
+        await until(lambda: [p.state.value for p in agent_bench.reconciler.partitions] == ["Ready"])
         with enter(gpu, "a"):
-            await until(lambda: agent.reconciler.meters[gpu].uses)
+            await until(lambda: agent_bench.reconciler.meters[gpu].uses)
             page = generate_latest(registry).decode()
     used = {
         (s.labels["namespace"], s.labels["pod"], s.labels["job"])
@@ -648,13 +648,13 @@ async def test_hostile_names_stay_names(devices, tmp_path: Path, reserve, enter,
 @pytest.mark.parametrize("uuid", ["GPU-1/../../x", "", "GPU-$(id)", "x" * 10_000])
 async def test_hostile_gpus_are_nobodys(devices, tmp_path: Path, reserve, uuid: str) -> None:
     agent = flowing(AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path), FakeKube(), devices)
-    kube = agent.reconciler._api
+    kube = agent_bench.reconciler._api
     async with running(agent):
         await until(lambda: kube.dump_all(GPU_NODES))
         wanted = reserve("a", uuid, mode=SharingMode.MPS)
         await kube.patch(GPU_NODES, "n", {"spec": {"reservations": [msgspec.to_builtins(wanted)]}})
-        await until(lambda: [p.state.value for p in agent.reconciler.partitions] == ["Failed"])
-    assert len(agent.reconciler.partitions[0].message) <= 4096
+        await until(lambda: [p.state.value for p in agent_bench.reconciler.partitions] == ["Failed"])
+    assert len(agent_bench.reconciler.partitions[0].message) <= 4096
 
 
 @pytest.mark.parametrize("hours", [-1, 1])
@@ -684,7 +684,7 @@ async def test_time_of_day_that_jumps_writes_no_storm(devices, tmp_path: Path) -
     clock, kube = Jumping(), FakeKube()
     settings = AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path)
     agent = build(settings, kube, clock, devices, Rhythm(sleep=clock.sleep))
-    reporter = agent.reconciler.reporter
+    reporter = agent_bench.reconciler.reporter
 
     def beat() -> str | None:
         found = kube.dump_all(GPU_NODES)
@@ -701,17 +701,17 @@ async def test_time_of_day_that_jumps_writes_no_storm(devices, tmp_path: Path) -
 
 def test_daemons_of_the_stand_in_get_ready(tmp_path: Path) -> None:
     """How quickly is the benchmark's: here the machine may be busy."""
-    took = agent.mps_ready(tmp_path / "daemons")
-    assert len(took) == agent.DAEMONS
+    took = agent_bench.mps_ready(tmp_path / "daemons")
+    assert len(took) == agent_bench.DAEMONS
 
 
 def test_percentile_is_in_milliseconds() -> None:
-    assert agent.p99([0.001] * 999 + [5.0]) == pytest.approx(1.0)
-    assert agent.p99([i / 1000 for i in range(1001)]) == pytest.approx(990, abs=1)
+    assert agent_bench.p99([0.001] * 999 + [5.0]) == pytest.approx(1.0)
+    assert agent_bench.p99([i / 1000 for i in range(1001)]) == pytest.approx(990, abs=1)
 
 
 def test_the_section_says_what_is_kept_and_what_is_missed() -> None:
-    cost = agent.Cost(
+    cost = agent_bench.Cost(
         core_percent=0.34,
         fakes_percent=0.2,
         resident_mib=81,
@@ -748,7 +748,7 @@ def test_what_the_fakes_spend_is_shown() -> None:
     spent = Spent()
     spent.seconds += 2.5
     ((sample,),) = [metric.samples for metric in spent.collect()]
-    assert (sample.name, sample.value) == (agent.SPENT, 2.5)
+    assert (sample.name, sample.value) == (agent_bench.SPENT, 2.5)
 
 
 def test_containers_are_told_every_gpu(tmp_path: Path) -> None:
