@@ -623,15 +623,15 @@ HOSTILE_ANSWERS = [
 async def test_hostile_names_stay_names(devices, tmp_path: Path, reserve, enter, name: str) -> None:
     """The API server lets no pod have such a name; nothing rests on that."""
     agent = flowing(AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path), FakeKube(), devices)
-    registry, kube, gpu = CollectorRegistry(), agent_bench.reconciler._api, devices.uuids[0]
+    registry, kube, gpu = CollectorRegistry(), agent.reconciler._api, devices.uuids[0]
     registry.register(AgentCollector(agent))
     hostile = msgspec.structs.replace(reserve("a", gpu), pod_name=name, job_name=name, pod_namespace=name)
     async with running(agent):
         await until(lambda: kube.dump_all(GPU_NODES))
         await kube.patch(GPU_NODES, "n", {"spec": {"reservations": [msgspec.to_builtins(hostile)]}})
-        await until(lambda: [p.state.value for p in agent_bench.reconciler.partitions] == ["Ready"])
+        await until(lambda: [p.state.value for p in agent.reconciler.partitions] == ["Ready"])
         with enter(gpu, "a"):
-            await until(lambda: agent_bench.reconciler.meters[gpu].uses)
+            await until(lambda: agent.reconciler.meters[gpu].uses)
             page = generate_latest(registry).decode()
     used = {
         (s.labels["namespace"], s.labels["pod"], s.labels["job"])
@@ -648,13 +648,13 @@ async def test_hostile_names_stay_names(devices, tmp_path: Path, reserve, enter,
 @pytest.mark.parametrize("uuid", ["GPU-1/../../x", "", "GPU-$(id)", "x" * 10_000])
 async def test_hostile_gpus_are_nobodys(devices, tmp_path: Path, reserve, uuid: str) -> None:
     agent = flowing(AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path), FakeKube(), devices)
-    kube = agent_bench.reconciler._api
+    kube = agent.reconciler._api
     async with running(agent):
         await until(lambda: kube.dump_all(GPU_NODES))
         wanted = reserve("a", uuid, mode=SharingMode.MPS)
         await kube.patch(GPU_NODES, "n", {"spec": {"reservations": [msgspec.to_builtins(wanted)]}})
-        await until(lambda: [p.state.value for p in agent_bench.reconciler.partitions] == ["Failed"])
-    assert len(agent_bench.reconciler.partitions[0].message) <= 4096
+        await until(lambda: [p.state.value for p in agent.reconciler.partitions] == ["Failed"])
+    assert len(agent.reconciler.partitions[0].message) <= 4096
 
 
 @pytest.mark.parametrize("hours", [-1, 1])
@@ -684,7 +684,7 @@ async def test_time_of_day_that_jumps_writes_no_storm(devices, tmp_path: Path) -
     clock, kube = Jumping(), FakeKube()
     settings = AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path)
     agent = build(settings, kube, clock, devices, Rhythm(sleep=clock.sleep))
-    reporter = agent_bench.reconciler.reporter
+    reporter = agent.reconciler.reporter
 
     def beat() -> str | None:
         found = kube.dump_all(GPU_NODES)
