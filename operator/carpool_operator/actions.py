@@ -1,37 +1,37 @@
-"""What a reconciliation decides to do: data, performed elsewhere, in this order."""
+"""Actions: the result of a reconciliation, as data. The performer performs them in order."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from carpool_core.resources.job import JobStatus
 
-from carpool_operator.observations import Lesson
+from carpool_operator.observations import Observation
 
 
 @dataclass(frozen=True, slots=True)
 class WriteStatus:
-    """Replace the job's status, provided that nobody changed the job since it was read."""
+    """Replace the job's status, provided that the job has not changed since it was read."""
 
     status: JobStatus
 
 
 @dataclass(frozen=True, slots=True)
 class CheckTemplate:
-    """Have the API server check the pod that the job's template makes, without creating it."""
+    """Have the API server validate the template's pod by a dry run."""
 
     body: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class CreateService:
-    """Create the Service by which workers find each other; one of that name that the job controls is as good."""
+    """Create the headless Service of the workers; an existing one that the job controls is as good."""
 
     body: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class CreatePod:
-    """Create a pod; one of that name that the job controls already is as good."""
+    """Create a pod; an existing one that the job controls and that is as built is as good."""
 
     body: dict[str, Any]
 
@@ -43,30 +43,30 @@ class CreatePod:
 
 @dataclass(frozen=True, slots=True)
 class DeletePod:
-    """Delete that very pod."""
+    """Delete the pod of this name and UID."""
 
     name: str
     uid: str
 
 
 @dataclass(frozen=True, slots=True)
-class EndUnseen:
-    """Delete those of these pods that live although the cache shows none of them."""
+class DeleteHiddenPods:
+    """Delete those of an attempt's recorded pods that exist although the cache does not show them."""
 
     names: tuple[str, ...]
     uids: frozenset[str]
-    is_awaited: bool
-    """Whether nothing else happens while one of them lives."""
+    blocks: bool
+    """Whether the following actions wait until all of them are gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeleteJob:
-    """Delete the job itself, whose time after its end is over."""
+    """Delete the job after its time to live."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordEvent:
-    """Tell the job's owner."""
+    """Record an event about the job."""
 
     type: Literal["Normal", "Warning"]
     reason: str
@@ -75,7 +75,7 @@ class RecordEvent:
 
 @dataclass(frozen=True, slots=True)
 class Predict:
-    """Compute a prediction in the background; the job is reconciled again when it is there."""
+    """Compute a prediction in the background; the job is reconciled again when it is done."""
 
     digest: str
     products: tuple[str, ...]
@@ -83,9 +83,9 @@ class Predict:
 
 @dataclass(frozen=True, slots=True)
 class Learn:
-    """Take what an attempt showed into the calibration; the job is reconciled again when that is kept for good."""
+    """Add an observation to the calibration; the job is reconciled again when it is stored."""
 
-    lesson: Lesson
+    observation: Observation
 
 
 Action = (
@@ -94,7 +94,7 @@ Action = (
     | CreateService
     | CreatePod
     | DeletePod
-    | EndUnseen
+    | DeleteHiddenPods
     | DeleteJob
     | RecordEvent
     | Predict
@@ -104,8 +104,8 @@ Action = (
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Actions in the order in which they are safe: what must be remembered is written before it is acted upon."""
+    """Actions in the order in which a crash between them does no harm."""
 
     actions: tuple[Action, ...] = ()
     requeue_after_s: float | None = None
-    """Look again after so many seconds, even if nothing changes; None: only when something changes."""
+    """Seconds after which the job is reconciled again without an event; None: only after an event."""

@@ -1,7 +1,6 @@
-"""What GPUs the cluster has, and whether a job could ever run on them.
+"""GPUs of the cluster, and whether a job could ever run on them.
 
-Clusters have few kinds of nodes, so nodes are counted by kind: what is asked of thousands of GPUs is asked of each kind
-once.
+Clusters have few kinds of nodes, so nodes are counted by kind, and each kind is checked once.
 """
 
 from collections import Counter
@@ -13,10 +12,10 @@ from carpool_core.products import DeviceClass, device_class, product_matches
 from carpool_core.resources.node import Device
 
 NodeKind = tuple[tuple[DeviceClass, int], ...]
-"""How many GPUs of each class a node has, sorted."""
+"""Number of GPUs of each class on a node, sorted."""
 
 Inventory = Mapping[NodeKind, int]
-"""How many nodes there are of each kind."""
+"""Number of nodes of each kind."""
 
 
 def node_kind(devices: Iterable[Device]) -> NodeKind:
@@ -24,8 +23,8 @@ def node_kind(devices: Iterable[Device]) -> NodeKind:
     return tuple(sorted(Counter(map(device_class, devices)).items()))
 
 
-def reason_of_never(demand: Demand, inventory: Inventory) -> str:
-    """Say in one CamelCase word why no node could ever run a worker, where none could."""
+def infeasible_reason(demand: Demand, inventory: Inventory) -> str:
+    """Return the reason, in one CamelCase word, for a demand that `infeasible_when_empty` rejects."""
     products = {kind.product for node in inventory for kind, _ in node}
     if not products:
         return "NoGpuNodes"
@@ -34,14 +33,10 @@ def reason_of_never(demand: Demand, inventory: Inventory) -> str:
     return keys.REASON_NO_SUCH_GPU
 
 
-def never_fits(demand: Demand, inventory: Inventory) -> str | None:
-    """Say why no node could run a worker even if all its GPUs were empty; None where one could.
+def infeasible_when_empty(demand: Demand, inventory: Inventory) -> str | None:
+    """Return why no node could run a worker even if all its GPUs were empty; None if one could.
 
-    Health does not count: a sick GPU may recover.
-
-    Args:
-        demand: What a worker asks for.
-        inventory: The nodes of the cluster.
+    Health is ignored, because an unhealthy GPU may recover.
     """
     kinds = {kind for node in inventory for kind, _ in node}
     if not kinds:
@@ -56,5 +51,5 @@ def never_fits(demand: Demand, inventory: Inventory) -> str | None:
     for node, nodes in sorted(inventory.items()):
         for kind, count in node:
             reasons[verdicts[kind] or ""] += nodes * count
-    told = "; ".join(f"{count} GPUs: {reason}" for reason, count in reasons.most_common())
-    return f"no GPU of this cluster can hold it: {told}"
+    counts = "; ".join(f"{count} GPUs: {reason}" for reason, count in reasons.most_common())
+    return f"no GPU of this cluster can hold it: {counts}"

@@ -1,87 +1,196 @@
-"""What an attempt showed, and what this process has learned of it: data."""
+"""Observations: measured memory and activity of an attempt, to compare with its prediction. Pure.
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+A running attempt is observed once its peak memory is old enough to count, and again when the peak has not changed for
+long. An ended attempt is observed for good. Only workers with a single GPU can be compared with a prediction.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
-from carpool_core.resources.prediction import MemoryPrediction
-from carpool_core.values import SharingMode
+from carpool_core.clock import parse_rfc3339
+from carpool_core.keys import SIMULATED_PREFIX
+from carpool_core.kube.pods import Pod
+from carpool_core.products import hardware_name
+from carpool_core.resources.job import Attempt, GpuTrainingJob, JobStatus, WorkerPlacement
+from carpool_core.resources.node import Device, GpuNode, Tenant
+from carpool_core.values import GpuUuid, SharingMode
 from carpool_predictor.calibration.document import Measured
-from carpool_predictor.calibration.run_history import Recalled, gist, is_alike, step_of
+from carpool_predictor.calibration.observe import SEEN_S, STEADY_S
+from carpool_predictor.calibration.run_history import step_of
+from carpool_predictor.models.slowdown import Activity, alone, is_used_up
+
+from carpool_operator import attempts
+from carpool_operator.outcomes import GPU_OUT_OF_MEMORY
+from carpool_operator.pods import started_at
+from carpool_operator.snapshot import Snapshot
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
-    """What a tenant of a GPU is measured to do, each 0..1."""
-
-    util: float
-    sm: float
-    dram: float
-    """As predicted alone: no agent measures it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lesson:
-    """What one attempt showed."""
+class Observation:
+    """Measurements of one attempt."""
 
     sample: str
-    """Names the attempt, so that it counts once."""
+    """Unique name of the attempt, so that it counts once."""
     product: str
     simulated: bool
     counted_mib: int
-    """The bound that its placement counted with; 0 where it was not trusted."""
+    """Memory bound that admission counted with, in MiB; 0 if the bound was not trusted."""
     measured: Measured
     mode: SharingMode = SharingMode.EXCLUSIVE
-    together: tuple[Use, ...] = ()
-    """What it does and what its neighbours do, itself first; empty where that is not known of all."""
+    tenants: tuple[Activity, ...] = ()
+    """Activity of all tenants of the GPU, the job's own first; empty unless all of them were measured."""
 
     def with_activity(self) -> Measured:
-        """Return what was measured, with what it would do on a GPU of its own."""
-        if not self.together:
+        """Return the measurements with the activity that the job would have on a GPU of its own."""
+        if not self.tenants:
             return self.measured
-        # With NumPy, which a process that learns nothing never needs.
-        from carpool_predictor.models.slowdown import Activity, alone, is_used_up
-
-        together = [Activity(one.util, one.sm, one.dram) for one in self.together]
-        mine, at_least = alone(self.mode, together)[0], is_used_up(self.mode, together)
-        return msgspec.structs.replace(self.measured, util=mine.util, sm_active=mine.sm, at_least=at_least)
+        own, at_least = alone(self.mode, self.tenants)[0], is_used_up(self.mode, self.tenants)
+        return msgspec.structs.replace(self.measured, util=own.util, sm_active=own.sm, at_least=at_least)
 
     @property
-    def stage(self) -> str:
-        """Name the lesson: an attempt that runs has another one to teach than one that has ended, or took more."""
+    def key(self) -> str:
+        """Identify the observation; an attempt has another one after it ended, or after its peak grew."""
         if self.measured.ended:
             return f"{self.sample} ended"
         peak_mib = self.measured.peak_mib
         return f"{self.sample} " + (f"steady {peak_mib:.0f}" if self.measured.steady else f"seen {step_of(peak_mib)}")
 
 
-class Mark(NamedTuple):
-    """What a prediction of a job on a product is calibrated from; where it differs, so may the prediction."""
-
-    jobs: int
-    """How many different jobs the line of the stack was learned from, in powers of two."""
-    recalled: Recalled | None = None
-    """What runs of the very job showed: one that goes on may grow, come to stand still, or die."""
-
-    def is_reflected_in(self, memory: MemoryPrediction) -> bool:
-        """Whether a prediction that was made was calibrated from so much the same that another one is not worth it."""
-        if memory.learned_jobs.bit_length() != self.jobs:
-            return False
-        if not memory.learned_gist and memory.learned_runs:
-            # A CRD of an earlier version keeps no gist: without this each look would predict anew.
-            return self.recalled is not None and memory.learned_runs == self.recalled.known
-        return is_alike(memory.learned_gist, gist(self.recalled))
+def sample_of(job: GpuTrainingJob, attempt: Attempt) -> str:
+    """Return a name of an attempt that is unique in the cluster."""
+    return f"{job.metadata.uid}/{attempt.number}"
 
 
-@dataclass(frozen=True, slots=True)
-class Knowledge:
-    """What this process has learned, as far as a look at a job needs it."""
+def peak_of(pods: Sequence[Pod], nodes: Sequence[GpuNode]) -> int:
+    """Return the largest memory that agents measured for these pods on one GPU, in MiB; 0 if none was measured."""
+    uids = {pod.metadata.uid for pod in pods}
+    return max(
+        (max(t.memory_mib, t.peak_memory_mib) for n in nodes for t in n.status.tenants if t.pod_uid in uids), default=0
+    )
 
-    is_on: bool = False
-    learned: frozenset[str] = frozenset()
-    """Attempts of this job whose lessons are in the calibration for good."""
-    steady_s: float = 0.0
-    """For how long the peak of the present attempt has not moved."""
-    marks: Mapping[str, Mark] = field(default_factory=dict)
-    """For each product how much a prediction would be calibrated from."""
+
+def observe(
+    snapshot: Snapshot, status: JobStatus, attempt: Attempt, pods: Sequence[Pod]
+) -> tuple[Observation | None, float | None]:
+    """Return an attempt's observation, None without one, and the seconds after which there may be another.
+
+    Args:
+        snapshot: The job and its surroundings.
+        status: The job's status with the placement of this attempt.
+        attempt: The latest attempt.
+        pods: Its pods, if it is active.
+    """
+    counted_mib = _counted_mib(snapshot, status)
+    if counted_mib is None:
+        return None, None
+    place = status.placement[0]
+    if attempt.ended_at is not None:
+        measured, again_s = _measured_at_end(snapshot, status, attempt), None
+    else:
+        measured, again_s = _measured_while_running(snapshot, place, attempt, pods)
+    if measured is None:
+        return None, again_s
+    sample = sample_of(snapshot.job, attempt)
+    observation = Observation(
+        sample=sample,
+        product=hardware_name(place.product),
+        simulated=place.product.startswith(SIMULATED_PREFIX),
+        counted_mib=counted_mib,
+        measured=msgspec.structs.replace(measured, sample=sample),
+        mode=place.mode,
+        tenants=() if attempt.ended_at is not None else _tenants(snapshot, place),
+    )
+    return observation, again_s
+
+
+def _counted_mib(snapshot: Snapshot, status: JobStatus) -> int | None:
+    """Return the prediction's upper bound in MiB, 0 if it was not trusted, None if no comparison is possible."""
+    prediction, spec, places = status.prediction, snapshot.job.spec, status.placement
+    if prediction is None or prediction.outcome != "Predicted" or spec.gpus_per_worker != 1:
+        return None
+    if len(places) != spec.workers or len({place.product for place in places}) != 1:
+        return None
+    product = hardware_name(places[0].product)
+    found = next((p.memory for p in prediction.products if p.product == product), None)
+    if found is None:
+        return None
+    return found.upper_mib if found.trusted else 0
+
+
+def _device(snapshot: Snapshot, place: WorkerPlacement) -> tuple[GpuNode, Device] | None:
+    for node in snapshot.nodes:
+        for device in node.status.devices:
+            if device.uuid in place.gpu_uuids:
+                return node, device
+    return None
+
+
+def _measured_while_running(
+    snapshot: Snapshot, place: WorkerPlacement, attempt: Attempt, pods: Sequence[Pod]
+) -> tuple[Measured | None, float | None]:
+    started, found = started_at(pods), _device(snapshot, place)
+    if started is None or found is None or not attempt.peak_memory_mib:
+        return None, None
+    age_s = (snapshot.now - parse_rfc3339(started)).total_seconds()
+    stable_s = min(age_s, snapshot.calibration.peak_stable_s)
+    again_s = next((wanted_s - stable_s for wanted_s in (SEEN_S, STEADY_S) if stable_s < wanted_s), None)
+    if stable_s < SEEN_S:
+        return None, again_s
+    measured = Measured(
+        peak_mib=attempt.peak_memory_mib,
+        capacity_mib=found[1].memory_mib,
+        ended=False,
+        steady=stable_s >= STEADY_S,
+    )
+    return measured, again_s
+
+
+def _measured_at_end(snapshot: Snapshot, status: JobStatus, attempt: Attempt) -> Measured | None:
+    found = _device(snapshot, status.placement[0])
+    capacity_mib = attempt.peak_memory_mib if found is None else found[1].memory_mib
+    if attempt.outcome == attempts.COMPLETE and attempt.peak_memory_mib:
+        return Measured(peak_mib=attempt.peak_memory_mib, capacity_mib=capacity_mib)
+    available_mib = _available_mib(snapshot, status.placement) if attempt.outcome == GPU_OUT_OF_MEMORY else None
+    if available_mib is None:
+        return None
+    return Measured(peak_mib=available_mib, capacity_mib=max(capacity_mib, available_mib), out_of_memory=True)
+
+
+def _available_mib(snapshot: Snapshot, places: Sequence[WorkerPlacement]) -> int | None:
+    """Return the memory of the worker that had least: its limit, or what its co-tenants left; None if unknown."""
+    amounts = []
+    for place in places:
+        found = _device(snapshot, place)
+        if place.memory_limit_mib is not None:
+            amounts.append(place.memory_limit_mib)
+        if found is not None and place.mode is not SharingMode.MIG:
+            node, device = found
+            others = [t.memory_mib for t in _tenants_on(node, device.uuid) if t.pod_uid != place.pod_uid]
+            amounts.append(device.memory_mib - device.reserved_mib - sum(others))
+    return max(1, min(amounts)) if amounts else None
+
+
+def _tenants_on(node: GpuNode, gpu: GpuUuid) -> list[Tenant]:
+    return [tenant for tenant in node.status.tenants if tenant.gpu_uuid == gpu]
+
+
+def _tenants(snapshot: Snapshot, place: WorkerPlacement) -> tuple[Activity, ...]:
+    """Return the activity of all tenants of a worker's GPU; empty if one of them is too young or was not measured."""
+    found = _device(snapshot, place)
+    if found is None:
+        return ()
+    node, device = found
+    held = {r.pod_uid: r for r in node.spec.reservations if device.uuid in r.gpu_uuids}
+    tenants = {tenant.pod_uid: tenant for tenant in _tenants_on(node, device.uuid)}
+    activities = []
+    for uid in sorted(held, key=lambda one: one != place.pod_uid):
+        tenant, reserved_at = tenants.get(uid), held[uid].reserved_at
+        if tenant is None or tenant.gpu_util_percent is None or tenant.sm_active_ratio is None or not reserved_at:
+            return ()
+        if (snapshot.now - parse_rfc3339(reserved_at)).total_seconds() < SEEN_S:
+            return ()
+        # Agents measure no DRAM activity; the predicted one is used.
+        dram = held[uid].tenant.dram_active_ratio
+        activities.append(Activity(tenant.gpu_util_percent / 100, tenant.sm_active_ratio, dram))
+    return tuple(activities) if place.pod_uid in held else ()

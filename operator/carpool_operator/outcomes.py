@@ -1,4 +1,4 @@
-"""How a worker's pod ended, in one CamelCase word and a sentence, and whether the job is to blame."""
+"""How a worker or an attempt ended: a reason in one CamelCase word, a sentence, and whether it counts. Pure."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,37 +6,46 @@ from datetime import datetime
 
 from carpool_core.clock import parse_rfc3339
 from carpool_core.keys import OUTCOME_GPU_OUT_OF_MEMORY
-from carpool_core.kube.pods import ContainerTerminated, Pod, PodCondition
+from carpool_core.kube.pods import ContainerTerminated, Pod
 from carpool_core.resources.job import JobStatus, WorkerPlacement
 from carpool_core.resources.node import Device, GpuNode, Reservation
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 
-_GPU_OOM_WORDS = ("CUDA out of memory", "torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError")
-"""What PyTorch writes when a GPU's memory is used up; newest name of the exception first."""
+_GPU_OOM_MESSAGES = ("CUDA out of memory", "torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError")
+"""PyTorch's messages when GPU memory is exhausted; the newest exception name first."""
 
 _DISRUPTIONS = frozenset(
     {"PreemptionByScheduler", "DeletionByTaintManager", "EvictionByEvictionAPI", "DeletionByPodGC"}
 )
-"""Reasons of the condition DisruptionTarget that come from outside. TerminationByKubelet is not one of them: there the
-pod itself used up what the node had."""
+"""External reasons of the condition DisruptionTarget. TerminationByKubelet is missing: there the pod itself exhausted
+the node's resources."""
 
 GPU_OUT_OF_MEMORY = OUTCOME_GPU_OUT_OF_MEMORY
-
 POD_DELETED = "PodDeleted"
-
 NO_RESERVATION = "NoReservation"
-
 CONTAINER_FAILED = "ContainerFailed"
-
 MPS_CLIENTS_ENDED = "MpsClientsEnded"
-
 GPU_MEMORY_TAKEN = "GpuMemoryTaken"
 
-TAKEN_AWAY = _DISRUPTIONS | {POD_DELETED, NO_RESERVATION, MPS_CLIENTS_ENDED, GPU_MEMORY_TAKEN}
-"""Outcomes of attempts that did well until somebody took their pods, or the pods' GPUs, away."""
+DISRUPTED = _DISRUPTIONS | {POD_DELETED, NO_RESERVATION, MPS_CLIENTS_ENDED, GPU_MEMORY_TAKEN}
+"""Outcomes of attempts that ended because their pods, or the pods' GPUs, were taken away."""
 
-_MESSAGE_CHARS = 600
-"""How much of a termination message is carried into the status: the end, where the exception stands."""
+_MAX_MESSAGE_CHARS = 600
+"""Length of the termination message in the status: its end, which names the exception."""
+
+_MAX_UNCHARGED = 3
+"""Attempts of a job that do not count because of MPS failures; the same number for grown co-tenants."""
+
+MPS_REPORT_TIMEOUT_S = 20.0
+"""Seconds after a worker's end within which its node's agent may report others that ended with it."""
+_REPORT_COMPLETE_S = 12.0
+"""Seconds after a worker's end from which any status that the agent writes is complete: agents look every 10 s,
+Kubernetes truncates the end to seconds, and a look takes a moment."""
+AGENT_POLL_S = 2.0
+"""Seconds between reconciliations of a job that waits for the agent's report."""
+
+_REPORTED_CHANGE = 1.01
+"""Agents do not report rises of a tenant's memory below this factor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +55,18 @@ class Outcome:
     reason: str
     message: str
     charged: bool
-    """Whether it counts against `backoffLimit`: only where the job's own container ran and failed."""
+    """Whether it counts against `backoffLimit`: only if the job's own container ran and failed."""
+
+
+# One pod
 
 
 def _tail(text: str) -> str:
     text = text.strip()
-    return text if len(text) <= _MESSAGE_CHARS else f"…{text[-_MESSAGE_CHARS:]}"
+    return text if len(text) <= _MAX_MESSAGE_CHARS else f"…{text[-_MAX_MESSAGE_CHARS:]}"
 
 
-def _ended_badly(pod: Pod) -> tuple[str, ContainerTerminated] | None:
-    """The first container of a pod that ended with an error, and how."""
+def _failed_container(pod: Pod) -> tuple[str, ContainerTerminated] | None:
     for status in pod.status.container_statuses:
         ended = status.state.terminated
         if ended is not None and (ended.exit_code != 0 or ended.reason == "OOMKilled"):
@@ -63,15 +74,11 @@ def _ended_badly(pod: Pod) -> tuple[str, ContainerTerminated] | None:
     return None
 
 
-def _disruption(pod: Pod) -> PodCondition | None:
-    return next((c for c in pod.status.conditions if c.type == "DisruptionTarget" and c.status == "True"), None)
-
-
 def _disrupted(pod: Pod) -> Outcome | None:
-    found = _disruption(pod)
-    if found is None or found.reason not in _DISRUPTIONS:
-        return None
-    return Outcome(found.reason, f"pod {pod.metadata.name} was taken away: {found.message}", charged=False)
+    for one in pod.status.conditions:
+        if one.type == "DisruptionTarget" and one.status == "True" and one.reason in _DISRUPTIONS:
+            return Outcome(one.reason, f"pod {pod.metadata.name} was taken away: {one.message}", charged=False)
+    return None
 
 
 def _deleted(pod: Pod) -> Outcome | None:
@@ -85,23 +92,21 @@ def _evicted(pod: Pod) -> Outcome | None:
 
 
 def _container_failed(pod: Pod) -> Outcome | None:
-    found = _ended_badly(pod)
+    found = _failed_container(pod)
     if found is None:
         return None
     name, ended = found
     where = f"container {name} of pod {pod.metadata.name}"
-    said = f": {_tail(ended.message)}" if ended.message.strip() else ""
-    if any(words in ended.message for words in _GPU_OOM_WORDS):
-        return Outcome(GPU_OUT_OF_MEMORY, f"{where} ran out of GPU memory (exit code {ended.exit_code}){said}", True)
+    detail = f": {_tail(ended.message)}" if ended.message.strip() else ""
+    if any(words in ended.message for words in _GPU_OOM_MESSAGES):
+        return Outcome(GPU_OUT_OF_MEMORY, f"{where} ran out of GPU memory (exit code {ended.exit_code}){detail}", True)
     if ended.reason == "OOMKilled":
-        sentence = (
-            f"{where} was killed for exceeding its limit of the host's memory, not the GPU's; raise limits.memory"
-        )
-        return Outcome("HostOutOfMemory", sentence, charged=True)
-    return Outcome(CONTAINER_FAILED, f"{where} ended with exit code {ended.exit_code}{said}", charged=True)
+        message = f"{where} was killed: it exceeded its limit of host memory, not of GPU memory; raise limits.memory"
+        return Outcome("HostOutOfMemory", message, charged=True)
+    return Outcome(CONTAINER_FAILED, f"{where} ended with exit code {ended.exit_code}{detail}", charged=True)
 
 
-def _refused_by_node(pod: Pod) -> Outcome | None:
+def _rejected_by_node(pod: Pod) -> Outcome | None:
     if not pod.status.reason:
         return None
     message = f"node {pod.spec.node_name} refused pod {pod.metadata.name}: {pod.status.message}"
@@ -113,12 +118,12 @@ _RULES: tuple[Callable[[Pod], Outcome | None], ...] = (
     _deleted,
     _evicted,
     _container_failed,
-    _refused_by_node,
+    _rejected_by_node,
 )
 
 
 def outcome_of(pod: Pod) -> Outcome:
-    """Say why a pod in phase Failed failed; the first rule that applies wins."""
+    """Return why a pod in phase Failed failed; the first rule that applies wins."""
     for rule in _RULES:
         outcome = rule(pod)
         if outcome is not None:
@@ -127,75 +132,146 @@ def outcome_of(pod: Pod) -> Outcome:
 
 
 def pod_deleted(name: str) -> Outcome:
-    """Outcome of an attempt one of whose pods somebody deleted."""
+    """Return the outcome of an attempt that lost a pod by deletion."""
     return Outcome(POD_DELETED, f"pod {name} was deleted while its attempt ran", charged=False)
 
 
-def unreserved(pod: Pod, after_s: float) -> Outcome:
-    """Outcome of an attempt one of whose pods is bound where no GPU is reserved for it."""
+def without_reservation(pod: Pod, after_s: float) -> Outcome:
+    """Return the outcome of an attempt with a pod that is bound to a node which reserves no GPU for it."""
     message = (
-        f"pod {pod.metadata.name} is bound to node {pod.spec.node_name}, but for {after_s:.0f} s its GpuNode held no "
-        "reservation for it, without which the node never starts it"
+        f"pod {pod.metadata.name} is bound to node {pod.spec.node_name}, but its GpuNode held no reservation for it "
+        f"for {after_s:.0f} s, and the node starts no pod without one"
     )
     return Outcome(NO_RESERVATION, message, charged=False)
 
 
-_MOST = 3
-"""Attempts of a job that are not counted for it because a neighbour grew."""
-_UNTOLD = 1.01
-"""How many times what an agent told a tenant may take: of smaller rises it says nothing."""
+# One attempt
 
 
-def judged(pod: Pod, outcome: Outcome, status: JobStatus, nodes: Sequence[GpuNode]) -> Outcome:
-    """Say how an attempt ended that ran out of GPU memory.
+def attempt_outcome(
+    failed: Sequence[Pod], status: JobStatus, nodes: Sequence[GpuNode], now: datetime
+) -> Outcome | None:
+    """Return how an attempt ended; None while the node's agent may still report that the job is not the cause.
 
     Args:
-        pod: The worker that did.
-        outcome: What it says itself.
-        status: Of the job, with its places.
-        nodes: What is known of them.
+        failed: Failed pods of the attempt, at least one. The first that ended is the cause.
+        status: The job's status with its placement.
+        nodes: GpuNodes of the job's pods.
+        now: The current time.
     """
-    place = _place(pod, status)
+    first = min(failed, key=_ended_at)
+    place = _placement(first, status)
+    node = next((node for node in nodes if place is not None and node.metadata.name == place.node), None)
+    outcome = outcome_of(first)
+    if outcome.reason == GPU_OUT_OF_MEMORY:
+        attributed = attribute_oom(outcome, place, status, nodes)
+        may_change = attributed is outcome and place is not None and _may_have_grown(place, nodes)
+        return None if may_change and _is_report_pending(first, node, now) else attributed
+    if outcome.reason != CONTAINER_FAILED:
+        return outcome
+    reports = {struck.pod_uid: struck.message for node in nodes for struck in node.status.struck}
+    for pod in failed:
+        if (why := reports.get(PodUid(pod.metadata.uid))) is not None:
+            return _mps_failure(pod, why, sum(a.outcome == MPS_CLIENTS_ENDED for a in status.attempts))
+    is_behind_mps = place is not None and place.mode is SharingMode.MPS
+    has_faults = node is not None and not node.status.simulated
+    return None if is_behind_mps and has_faults and _is_report_pending(first, node, now) else outcome
+
+
+def pending_message(failed: Sequence[Pod]) -> str:
+    """Return the message for failed pods while `attempt_outcome` returns None."""
+    message = outcome_of(min(failed, key=_ended_at)).message
+    return f"{message}; waits for the node agent's report on whether others ended with it"
+
+
+def _mps_failure(pod: Pod, why: str, earlier: int) -> Outcome:
+    """Return the outcome of a worker that ended with other clients of its MPS server.
+
+    A fatal fault of one client ends all clients, and the cause is not known. A job does not pay for it a few times; a
+    job that causes the fault itself must not restart without end.
+    """
+    message = f"pod {pod.metadata.name}: {why}"
+    if earlier < _MAX_UNCHARGED:
+        return Outcome(MPS_CLIENTS_ENDED, message, charged=False)
+    often = f"this counts because {earlier} attempts ended so before; sharing.mode: Exclusive shows which job fails"
+    return Outcome(MPS_CLIENTS_ENDED, f"{message}; {often}", charged=True)
+
+
+def _is_report_pending(pod: Pod, node: GpuNode | None, now: datetime) -> bool:
+    """Return whether the agent of a worker's node has not looked since the worker's end, and still may."""
+    ended_at = _ended_at(pod)
+    if node is None or not ended_at:
+        return False
+    ended, written_at = parse_rfc3339(ended_at), node.status.heartbeat_time
+    if written_at is not None and (parse_rfc3339(written_at) - ended).total_seconds() >= _REPORT_COMPLETE_S:
+        return False
+    return abs((now - ended).total_seconds()) < MPS_REPORT_TIMEOUT_S
+
+
+def _ended_at(pod: Pod) -> str:
+    """Return when the first container of a pod ended, RFC 3339; empty if that is unknown."""
+    states = [s.state.terminated for s in pod.status.container_statuses]
+    return min((end.finished_at for end in states if end is not None and end.finished_at), default="")
+
+
+# GPU out of memory: which tenant exceeded its share
+#
+# A job that never ran counts with its measured peak (`TenantProfile.measured_mib`), which may be below its bound, and
+# others join it. If it grows after all, the next tenant that allocates runs out of memory: the job or a co-tenant.
+# Neither is charged, because Carpool's estimate was wrong. Under time-slicing no limit is enforced, so a worker is not
+# charged for memory that others took beyond their share. A worker that had its whole share is charged.
+
+
+def attribute_oom(
+    outcome: Outcome, place: WorkerPlacement | None, status: JobStatus, nodes: Sequence[GpuNode]
+) -> Outcome:
+    """Return the outcome of a worker that ran out of GPU memory: charged, or attributed to a co-tenant.
+
+    Args:
+        outcome: The outcome by the worker's own message.
+        place: The worker's placement.
+        status: The job's status.
+        nodes: GpuNodes of the job's pods.
+    """
     if place is None or not place.neighbours:
         return outcome
     if place.measured_mib is not None:
         why = (
-            f"it was promised more than the {place.measured_mib:,} MiB that it counted with once these were measured, "
-            "and others had joined it: nobody will again"
+            f"its bound was more than the measured {place.measured_mib:,} MiB that it counted with when others joined "
+            "it; its next attempts count with the bound"
         )
         return Outcome(outcome.reason, f"{outcome.message}; {why}", charged=False)
     takers = _takers(place, status, nodes)
     if not takers:
         return outcome
-    whom = ", ".join(dict.fromkeys(f"{one.pod_namespace}/{one.job_name}" for one in takers))
-    told = f"{outcome.message}; beside {whom}, which took more than before"
-    if sum(attempt.outcome == GPU_MEMORY_TAKEN for attempt in status.attempts) < _MOST:
-        return Outcome(GPU_MEMORY_TAKEN, told, charged=False)
-    often = f"this counts, as {_MOST} attempts have ended so already"
-    return Outcome(GPU_OUT_OF_MEMORY, f"{told}; {often}", charged=True)
+    names = ", ".join(dict.fromkeys(f"{one.pod_namespace}/{one.job_name}" for one in takers))
+    message = f"{outcome.message}; beside {names}, which took more than before"
+    if sum(attempt.outcome == GPU_MEMORY_TAKEN for attempt in status.attempts) < _MAX_UNCHARGED:
+        return Outcome(GPU_MEMORY_TAKEN, message, charged=False)
+    often = f"this counts because {_MAX_UNCHARGED} attempts ended so before"
+    return Outcome(GPU_OUT_OF_MEMORY, f"{message}; {often}", charged=True)
 
 
-def may_have_grown(pod: Pod, status: JobStatus, nodes: Sequence[GpuNode]) -> bool:
-    """Whether a worker had neighbours that may take more than they count with: an agent may tell of it."""
-    place = _place(pod, status)
-    return place is not None and any(
+def _may_have_grown(place: WorkerPlacement, nodes: Sequence[GpuNode]) -> bool:
+    """Return whether a co-tenant can take more memory than it counts with, which its agent may still report."""
+    return any(
         one.tenant.measured_mib is not None or one.memory_limit_mib is None
         for node in nodes
         for gpu in place.gpu_uuids
-        for one in _beside(place, node, gpu)
+        for one in _co_tenants(place, node, gpu)
     )
 
 
-def _place(pod: Pod, status: JobStatus) -> WorkerPlacement | None:
+def _placement(pod: Pod, status: JobStatus) -> WorkerPlacement | None:
     return next((place for place in status.placement if place.pod_uid == pod.metadata.uid), None)
 
 
 def _takers(place: WorkerPlacement, status: JobStatus, nodes: Sequence[GpuNode]) -> list[Reservation]:
-    """Return the neighbours on the first GPU where they left a worker less than it was promised; none elsewhere."""
+    """Return the co-tenants that left a worker less than its share, on the first GPU where that is so."""
     for node in nodes:
         for device in node.status.devices:
             if node.metadata.name == place.node and device.uuid in place.gpu_uuids:
-                others = _beside(place, node, device.uuid)
+                others = _co_tenants(place, node, device.uuid)
                 if others and _is_crowded(place, status, node, device, others):
                     grown = [one for one in others if _peak_mib(node, one.pod_uid, device.uuid) > _counted_mib(one)]
                     return grown or others
@@ -205,110 +281,25 @@ def _takers(place: WorkerPlacement, status: JobStatus, nodes: Sequence[GpuNode])
 def _is_crowded(
     place: WorkerPlacement, status: JobStatus, node: GpuNode, device: Device, others: Sequence[Reservation]
 ) -> bool:
+    """Return whether co-tenants left a worker less than its share, and it stayed below that share itself."""
     usable_mib = device.memory_mib - device.reserved_mib
     share_mib = place.memory_limit_mib or usable_mib - sum(_counted_mib(one) for one in others)
-    left_mib = usable_mib - _UNTOLD * sum(_peak_mib(node, one.pod_uid, device.uuid) for one in others)
+    left_mib = usable_mib - _REPORTED_CHANGE * sum(_peak_mib(node, one.pod_uid, device.uuid) for one in others)
     seen_mib = _peak_mib(node, place.pod_uid, device.uuid)
     own_mib = seen_mib or (status.attempts[-1].peak_memory_mib if status.attempts else 0)
-    return left_mib < share_mib and own_mib * _UNTOLD < share_mib
+    return left_mib < share_mib and own_mib * _REPORTED_CHANGE < share_mib
 
 
-def _beside(place: WorkerPlacement, node: GpuNode, gpu: GpuUuid) -> list[Reservation]:
+def _co_tenants(place: WorkerPlacement, node: GpuNode, gpu: GpuUuid) -> list[Reservation]:
     held = node.spec.reservations if node.metadata.name == place.node else []
     return [one for one in held if gpu in one.gpu_uuids and one.pod_uid != place.pod_uid]
 
 
 def _counted_mib(one: Reservation) -> int:
-    """What a tenant was let in with; 0 where that was the whole GPU, which nobody was to share."""
+    """Return the memory that admission counted for a tenant, in MiB; 0 if it was admitted to a whole GPU."""
     return one.tenant.measured_mib or one.tenant.memory_mib or 0
 
 
 def _peak_mib(node: GpuNode, pod: PodUid, gpu: GpuUuid) -> int:
-    told = [tenant for tenant in node.status.tenants if tenant.pod_uid == pod and tenant.gpu_uuid == gpu]
-    return max((max(tenant.memory_mib, tenant.peak_memory_mib) for tenant in told), default=0)
-
-
-WORD_WITHIN_S = 20.0
-"""How long after a worker's end its node's agent may say that others ended with it: it looks each ten seconds."""
-_LOOKED_WITHIN_S = 12.0
-"""How long after a worker's end whatever its agent writes says all that it will: with those ten seconds, the end's
-fraction of a second, which Kubernetes leaves out, and the time that a look takes."""
-LOOK_AGAIN_S = 2.0
-_MOST_MPS_FAILURES = 3
-"""Attempts of a job that are not counted for it."""
-
-
-def attempt_outcome(
-    failed: Sequence[Pod], status: JobStatus, nodes: Sequence[GpuNode], now: datetime
-) -> Outcome | None:
-    """Say how an attempt ended; None while the agent of a node may still say that the job is not to blame.
-
-    Args:
-        failed: Its pods that have failed, at least one.
-        status: Of the job, with its places.
-        nodes: The GpuNodes on which they were.
-        now: The time.
-    """
-    first = _first(failed)
-    outcome = outcome_of(first)
-    if outcome.reason == GPU_OUT_OF_MEMORY:
-        found = judged(first, outcome, status, nodes)
-        may_be_told = found is outcome and may_have_grown(first, status, nodes)
-        return None if may_be_told and _is_silent(first, status, nodes, now) else found
-    if outcome.reason != CONTAINER_FAILED:
-        return outcome  # the container itself said what was wrong
-    told = {struck.pod_uid: struck.message for node in nodes for struck in node.status.struck}
-    for pod in failed:
-        if (why := told.get(PodUid(pod.metadata.uid))) is not None:
-            return _not_to_blame(pod, why, sum(a.outcome == MPS_CLIENTS_ENDED for a in status.attempts))
-    return None if _is_awaited(first, status, nodes, now) else outcome
-
-
-def told_meanwhile(failed: Sequence[Pod]) -> str:
-    """Say what happened to an attempt's failed pods, and what is waited for, while `attempt_outcome` is None."""
-    what = outcome_of(_first(failed)).message
-    return f"{what}; waits for the node agent's word on whether others ended with it"
-
-
-def _not_to_blame(pod: Pod, why: str, earlier: int) -> Outcome:
-    if earlier < _MOST_MPS_FAILURES:
-        return Outcome(MPS_CLIENTS_ENDED, f"pod {pod.metadata.name}: {why}", charged=False)
-    often = f"this counts, as {earlier} attempts have ended so already; sharing.mode: Exclusive shows whose fault it is"
-    return Outcome(MPS_CLIENTS_ENDED, f"pod {pod.metadata.name}: {why}; {often}", charged=True)
-
-
-def _is_awaited(pod: Pod, status: JobStatus, nodes: Sequence[GpuNode], now: datetime) -> bool:
-    """Whether an agent may still say something of a worker: it was behind an MPS daemon, and ended just now."""
-    place = next((p for p in status.placement if p.pod_uid == pod.metadata.uid), None)
-    if place is None or place.mode is not SharingMode.MPS:
-        return False
-    node = next((node for node in nodes if node.metadata.name == place.node), None)
-    if node is None or node.status.simulated:
-        return False  # simulated GPUs have no such faults
-    return _is_silent(pod, status, nodes, now)
-
-
-def _is_silent(pod: Pod, status: JobStatus, nodes: Sequence[GpuNode], now: datetime) -> bool:
-    """Whether the agent of a worker's node has not looked yet since that ended, and may still."""
-    place = next((p for p in status.placement if p.pod_uid == pod.metadata.uid), None)
-    node = next((node for node in nodes if place is not None and node.metadata.name == place.node), None)
-    if node is None:
-        return False
-    ended_at = _ended_at(pod)
-    if not ended_at:
-        return False
-    ended, wrote = parse_rfc3339(ended_at), node.status.heartbeat_time
-    if wrote is not None and (parse_rfc3339(wrote) - ended).total_seconds() >= _LOOKED_WITHIN_S:
-        return False
-    return abs((now - ended).total_seconds()) < WORD_WITHIN_S
-
-
-def _first(failed: Sequence[Pod]) -> Pod:
-    """The first to end is the cause, what follows are consequences."""
-    return min(failed, key=_ended_at)
-
-
-def _ended_at(pod: Pod) -> str:
-    """When a pod's container ended; empty where nobody says."""
-    states = [s.state.terminated for s in pod.status.container_statuses]
-    return min((end.finished_at for end in states if end is not None and end.finished_at), default="")
+    tenants = [tenant for tenant in node.status.tenants if tenant.pod_uid == pod and tenant.gpu_uuid == gpu]
+    return max((max(tenant.memory_mib, tenant.peak_memory_mib) for tenant in tenants), default=0)

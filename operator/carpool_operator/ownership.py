@@ -1,57 +1,71 @@
-"""Pods that name a job as their controller and are not its workers.
+"""Ownership: which pods are a job's workers. Pure.
 
-Whoever may create pods may write the job's UID, a worker's name and Carpool's labels into them. What nobody can choose
-is a pod's own UID: the status records those of the present attempt's pods.
+A user who may create pods can write a job's UID, a worker's name and Carpool's labels into them. A pod's own UID cannot
+be chosen: the status records the UIDs of the latest attempt's pods.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from carpool_core.kube.pods import Pod
+from carpool_core.resources.job import Attempt, GpuTrainingJob
 
 from carpool_operator import attempts, conditions
-from carpool_operator.pods import attempt_of, is_worker
+from carpool_operator.actions import DeleteHiddenPods
+from carpool_operator.pods import attempt_of, is_worker, pod_name
 from carpool_operator.snapshot import Snapshot
-from carpool_operator.status import Draft
+
+POD_HIDDEN = "PodHidden"
+"""Reason of the refusal to begin an attempt while a pod lives that the cache does not show."""
 
 
 def is_own(pod: Pod, snapshot: Snapshot) -> bool | None:
-    """Whether a pod is the job's own; None where that is open.
+    """Return whether a pod is the job's own; None if that is undecided.
 
-    It is open while the pods of an attempt are being created: one that this process does not know may be its
-    predecessor's, killed before it could record it. It is not looked at, so it is created, and what is in the way then
-    is compared with what would have been created.
+    It is undecided while an attempt's pods are being created: a pod that this process does not know may come from its
+    predecessor, which crashed before it recorded the UID. Such a pod is ignored, so its worker's pod is created, and
+    the performer compares the existing pod with the one to create.
     """
     job = snapshot.job
     if not is_worker(pod, job):
         return False
     if conditions.is_finished(job.status):
         return True
-    present = attempts.present(job.status)
-    number, latest = attempt_of(pod) or 0, 1 if present is None else present.number
-    if number != latest:
-        return number < latest
-    recorded = () if present is None else present.pod_uids
-    if pod.metadata.uid in recorded or pod.metadata.uid in snapshot.made:
+    latest = attempts.latest(job.status)
+    number, latest_number = attempt_of(pod) or 0, 1 if latest is None else latest.number
+    if number != latest_number:
+        return number < latest_number
+    recorded = () if latest is None else latest.pod_uids
+    if pod.metadata.uid in recorded or pod.metadata.uid in snapshot.created_uids:
         return True
-    if present is None or present.outcome == attempts.CREATING:
+    if latest is None or latest.outcome == attempts.CREATING:
         return None
     return not recorded
 
 
-def without_impostors(snapshot: Snapshot) -> Draft:
-    """Begin a decision that looks at the job's own pods only; delete what merely claims to be controlled by the job."""
+def split_pods(snapshot: Snapshot) -> tuple[Snapshot, list[Pod]]:
+    """Return the snapshot with the job's own pods only, and the foreign pods, which must be deleted."""
     judged = [(pod, is_own(pod, snapshot)) for pod in snapshot.pods]
-    draft = Draft(replace(snapshot, pods=tuple(pod for pod, own in judged if own)))
-    others = [pod for pod, own in judged if own is False]
-    for pod in others:
-        draft.delete_pod(pod)
-    told = sorted(pod.metadata.name for pod in others if pod.metadata.deletion_timestamp is None)
-    if told:
-        names = ", ".join(told[:3]) + (f" and {len(told) - 3} more" if len(told) > 3 else "")
-        draft.say("Warning", "ForeignPod", foreign(names))
-    return draft
+    own = tuple(pod for pod, own in judged if own)
+    return replace(snapshot, pods=own), [pod for pod, own in judged if own is False]
 
 
-def foreign(names: str) -> str:
-    """Say that pods are deleted because they are not the job's."""
+def foreign_message(names: str) -> str:
+    """Return the message of the event about foreign pods."""
     return f"deletes {names}: this job is given as controller, but Carpool did not create such a pod for it"
+
+
+def hidden_pods(
+    job: GpuTrainingJob, attempt: Attempt | None, pods: Iterable[Pod], *, blocks: bool
+) -> DeleteHiddenPods | None:
+    """Return the action that deletes an attempt's recorded pods that are not among `pods`; None without any.
+
+    The cache selects pods by a label. If a user removes the label, the pod looks deleted but runs on.
+    """
+    if attempt is None:
+        return None
+    shown = list(pods)
+    uids = frozenset(attempt.pod_uids) - {pod.metadata.uid for pod in shown}
+    shown_names = {pod.metadata.name for pod in shown}
+    names = [pod_name(job.metadata.name, worker, attempt.number) for worker in range(len(attempt.pod_uids))]
+    return DeleteHiddenPods(tuple(name for name in names if name not in shown_names), uids, blocks) if uids else None

@@ -1,4 +1,4 @@
-"""Where a job's pods are and what they were measured to use, read from GpuNodes."""
+"""Placement and measurements of a job's pods, read from GpuNodes. Pure."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ from carpool_operator.pods import worker_of
 
 
 def _neighbours(node: GpuNode, own: Reservation) -> list[Neighbour]:
-    """Jobs that share a GPU with a reservation, in a stable order."""
+    """Return the jobs that share a GPU with a reservation, sorted."""
     found = {
         (other.pod_namespace, other.job_name, uuid)
         for other in node.spec.reservations
@@ -26,12 +26,8 @@ def _neighbours(node: GpuNode, own: Reservation) -> list[Neighbour]:
     return [Neighbour(namespace=namespace, job=job, gpu_uuid=uuid) for namespace, job, uuid in sorted(found)]
 
 
-def _product(node: GpuNode, reservation: Reservation) -> str:
-    return next((d.product for d in node.status.devices if d.uuid in reservation.gpu_uuids), "")
-
-
 def placement_of(pod: Pod, worker: int, node: GpuNode, job_uid: JobUid) -> WorkerPlacement | None:
-    """Read a bound pod's reservation from its node; None while there is none (or it was released already)."""
+    """Return a bound pod's placement by its reservation; None before it is reserved and after it is released."""
     uid = PodUid(pod.metadata.uid)
     found = next((r for r in node.spec.reservations if r.pod_uid == uid and r.job_uid == job_uid), None)
     if found is None:
@@ -42,7 +38,7 @@ def placement_of(pod: Pod, worker: int, node: GpuNode, job_uid: JobUid) -> Worke
         pod_uid=uid,
         node=NodeName(node.metadata.name),
         gpu_uuids=found.gpu_uuids,
-        product=_product(node, found),
+        product=next((d.product for d in node.status.devices if d.uuid in found.gpu_uuids), ""),
         mode=found.mode,
         memory_limit_mib=found.memory_limit_mib,
         thread_percentage=found.thread_percentage,
@@ -55,17 +51,17 @@ def placement_of(pod: Pod, worker: int, node: GpuNode, job_uid: JobUid) -> Worke
     )
 
 
-def without_reservation(job_uid: JobUid, pods: Iterable[Pod], nodes: Sequence[GpuNode]) -> frozenset[str]:
-    """UIDs of the bound pods that have not finished and that no GpuNode holds a reservation for."""
+def pods_without_reservation(job_uid: JobUid, pods: Iterable[Pod], nodes: Sequence[GpuNode]) -> frozenset[str]:
+    """Return the UIDs of bound, unfinished pods for which no GpuNode holds a reservation."""
     held = {r.pod_uid for node in nodes for r in node.spec.reservations if r.job_uid == job_uid}
     bound = [PodUid(pod.metadata.uid) for pod in pods if pod.spec.node_name and not pod.is_finished]
     return frozenset(uid for uid in bound if uid not in held)
 
 
 def placements(job: GpuTrainingJob, pods: Iterable[Pod], nodes: Sequence[GpuNode]) -> list[WorkerPlacement]:
-    """Placement of each bound pod of an attempt, by worker.
+    """Return the placement of each bound pod of an attempt, by worker.
 
-    What was known of a pod stays known after its reservation was released, which happens as soon as it has finished.
+    A placement that the status holds stays after its reservation was released, which happens once the pod finishes.
     """
     known = {place.pod_uid: place for place in job.status.placement}
     by_name = {node.metadata.name: node for node in nodes}
@@ -78,7 +74,7 @@ def placements(job: GpuTrainingJob, pods: Iterable[Pod], nodes: Sequence[GpuNode
         before = known.get(PodUid(pod.metadata.uid))
         place = fresh or before
         if place is not None and place.measured_mib is None and before is not None:
-            # What was counted once stays known: others may have joined it by that, and it may have grown since.
+            # Others may have joined the worker while it counted with its measured peak; see `attribute_oom`.
             place = msgspec.structs.replace(place, measured_mib=before.measured_mib)
         if place is not None:
             found[worker] = place
@@ -86,35 +82,35 @@ def placements(job: GpuTrainingJob, pods: Iterable[Pod], nodes: Sequence[GpuNode
 
 
 def describe(place: WorkerPlacement) -> str:
-    """Say where a worker is and why: `worker 0: GPU-1, 9,300 MiB: least-slowdown: MPS on GPU 0 of n1 beside …`.
+    """Describe a placement: `worker 0: GPU-1, 9,300 MiB: least-slowdown: MPS on GPU 0 of n1 beside …`.
 
-    The scheduler's reason tells most of it; only what it leaves out is put before it.
+    The scheduler's reason holds most facts; only those that it leaves out precede it.
     """
     gpus = "+".join(place.gpu_uuids)
     slowdown = f"expected slowdown {place.expected_slowdown:.2f}"
     parts = [
-        gpus if _tells(place.reason, place.node) else f"{place.node}/{gpus}",
-        "" if _tells(place.reason, place.mode.value) else place.mode.value,
+        gpus if _mentions(place.reason, place.node) else f"{place.node}/{gpus}",
+        "" if _mentions(place.reason, place.mode.value) else place.mode.value,
         place.mig_profile or (f"{place.thread_percentage}% of threads" if place.thread_percentage else ""),
         "" if place.memory_limit_mib is None else f"{place.memory_limit_mib:,} MiB",
-        "" if _tells(place.reason, slowdown) else slowdown,
+        "" if _mentions(place.reason, slowdown) else slowdown,
     ]
-    told = f"worker {place.worker}: " + ", ".join(part for part in parts if part)
-    return f"{told}: {place.reason}" if place.reason else told
+    text = f"worker {place.worker}: " + ", ".join(part for part in parts if part)
+    return f"{text}: {place.reason}" if place.reason else text
 
 
-def _tells(reason: str, words: str) -> bool:
-    """Whether a sentence holds these words, not as a part of longer ones."""
-    return re.search(rf"(?<![\w.-]){re.escape(words)}(?![\w-]|\.\w)", reason) is not None
+def _mentions(text: str, words: str) -> bool:
+    """Return whether a text contains these words, not as part of longer ones."""
+    return re.search(rf"(?<![\w.-]){re.escape(words)}(?![\w-]|\.\w)", text) is not None
 
 
-def _mean(values: Iterable[float | None], otherwise: float | None, digits: int) -> float | None:
+def _mean(values: Iterable[float | None], default: float | None, digits: int) -> float | None:
     known = [value for value in values if value is not None]
-    return round(fmean(known), digits) if known else otherwise
+    return round(fmean(known), digits) if known else default
 
 
-def _alone_s(job: GpuTrainingJob, places: Sequence[WorkerPlacement]) -> float | None:
-    """Predicted step time alone, in seconds, on the slowest product that the workers got; None where unknown."""
+def _solo_step_time_s(job: GpuTrainingJob, places: Sequence[WorkerPlacement]) -> float | None:
+    """Return the predicted step time without co-tenants on the slowest product of the workers; None if unknown."""
     prediction = job.status.prediction
     if prediction is None or not places:
         return None
@@ -126,7 +122,7 @@ def _alone_s(job: GpuTrainingJob, places: Sequence[WorkerPlacement]) -> float | 
 def observed(
     job: GpuTrainingJob, pods: Iterable[Pod], nodes: Sequence[GpuNode], places: Sequence[WorkerPlacement]
 ) -> Observed | None:
-    """Summarise what the agents measured of the pods; the last values stay, and the peak never falls."""
+    """Summarise the agents' measurements of the pods; missing values keep the last one, and the peak never falls."""
     uids = {PodUid(pod.metadata.uid) for pod in pods}
     tenants: list[Tenant] = [t for node in nodes for t in node.status.tenants if t.pod_uid in uids]
     old = job.status.observed
@@ -134,10 +130,10 @@ def observed(
         return old
     before = old or Observed()
     step_time_s = _mean((t.step_time_seconds for t in tenants), before.step_time_seconds, 6)
-    alone_s = _alone_s(job, places)
+    solo_s = _solo_step_time_s(job, places)
     ratio = before.step_time_ratio
-    if step_time_s is not None and alone_s:
-        ratio = round(step_time_s / alone_s, 3)
+    if step_time_s is not None and solo_s:
+        ratio = round(step_time_s / solo_s, 3)
     return Observed(
         peak_memory_mib=max(before.peak_memory_mib, *(max(t.memory_mib, t.peak_memory_mib) for t in tenants)),
         gpu_util_percent=_mean((t.gpu_util_percent for t in tenants), before.gpu_util_percent, 1),

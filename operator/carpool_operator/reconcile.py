@@ -5,6 +5,7 @@ before the attempt's pods, the restart before the pods of the failed attempt are
 condition that the job has not changed since it was read.
 """
 
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 
 import msgspec
@@ -14,106 +15,106 @@ from carpool_core.demand import Demand, demand_of
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.job import Attempt
 
-from carpool_operator import attempts, conditions, learning, outcomes, placement, pods, status
-from carpool_operator.actions import CheckTemplate, CreatePod, CreateService, Decision, DeleteJob
-from carpool_operator.hidden_pods import STILL_THERE, end_unseen
-from carpool_operator.inventory import never_fits, reason_of_never
-from carpool_operator.outcomes import Outcome, pod_deleted, unreserved
-from carpool_operator.ownership import without_impostors
-from carpool_operator.pods import attempt_of, build_pod, owner_reference, pod_name, template_error, worker_of
+from carpool_operator import attempts, conditions, outcomes, placement, status
+from carpool_operator.actions import CheckTemplate, CreatePod, CreateService, Decision, DeleteJob, Learn
+from carpool_operator.inventory import infeasible_reason, infeasible_when_empty
+from carpool_operator.observations import observe, peak_of, sample_of
+from carpool_operator.outcomes import GPU_OUT_OF_MEMORY, Outcome
+from carpool_operator.ownership import POD_HIDDEN, foreign_message, hidden_pods, split_pods
+from carpool_operator.pods import (
+    attempt_of,
+    build_pod,
+    build_service,
+    needs_service,
+    pod_name,
+    template_error,
+    worker_of,
+)
 from carpool_operator.prediction import predict
 from carpool_operator.snapshot import Snapshot
 from carpool_operator.status import Draft
 
+EXPECTATION_TIMEOUT_S = 5.0
+"""Seconds after which a created pod that the cache does not show is created again; its name makes that harmless."""
 
-def suspend(draft: Draft, active: Attempt | None) -> None:
-    """Take the job's pods away until it is resumed."""
-    message = "runPolicy.suspend is true: the job has no pods until it is false"
-    if active is not None:
-        draft.status = attempts.with_attempt(
-            draft.status, attempts.ended(active, attempts.SUSPENDED, "runPolicy.suspend is true", draft.snapshot.now)
-        )
-        draft.say("Normal", "Suspended", f"attempt {active.number} was ended by runPolicy.suspend")
-    draft.set(start_time=None, placement=[])
-    draft.condition(keys.CONDITION_SUSPENDED, "True", "SuspendRequested", message)
-    draft.condition(keys.CONDITION_PLACED, "False", "Suspended", message)
-    draft.unset_running("Suspended", message)
-    draft.end_pods()
+REFUSAL_TIMEOUT_S = 15.0
+"""Seconds after which a creation is tried again that was refused for a reason outside of the job."""
 
+_CALIBRATION_TIMEOUT_S = 30.0
+"""Seconds that the next attempt waits until the calibration holds the last one's GPU out-of-memory failure."""
+_CALIBRATION_POLL_S = 1.0
 
-def resume(draft: Draft) -> None:
-    """Say that the job is no longer suspended, where it was."""
-    if conditions.holds(draft.status, keys.CONDITION_SUSPENDED):
-        draft.condition(keys.CONDITION_SUSPENDED, "False", "Resumed", "runPolicy.suspend is false")
-
-
-def deadline(draft: Draft) -> datetime | None:
-    """When the job must be complete; None where it has no deadline or has not started."""
-    limit_s = draft.job.spec.run_policy.active_deadline_seconds
-    if limit_s is None or draft.status.start_time is None:
-        return None
-    return parse_rfc3339(draft.status.start_time) + timedelta(seconds=limit_s)
-
-
-def is_over_deadline(draft: Draft) -> bool:
-    """Whether the deadline has passed; where it has not, the job is looked at again when it does."""
-    until = deadline(draft)
-    if until is None:
-        return False
-    draft.requeue_at(until)
-    return until <= draft.snapshot.now
-
-
-CREATED_AGAIN_AFTER_S = 5.0
-"""How long a created pod may stay unheard of before it is created again (which its name makes harmless)."""
-
-REFUSED_AGAIN_AFTER_S = 15.0
-"""When a pod is tried again that was refused for a reason outside of the job (a quota, a name that is taken)."""
-
-_ONCE_MORE = "the job has ended by this: delete it, and apply the corrected one"
+_FINAL = "this ended the job: delete it, and apply the corrected one"
 
 
 def reconcile(snapshot: Snapshot) -> Decision:
-    """Decide what to do about a job."""
+    """Return what to do about a job."""
     if snapshot.job.metadata.deletion_timestamp is not None:
         return Decision()
-    draft = without_impostors(snapshot)
-    attempt = attempts.present(draft.status)
+    # 1. Keep the job's own pods and delete those that only claim to belong to it.
+    own, foreign = split_pods(snapshot)
+    draft = Draft(own)
+    _delete_foreign(draft, foreign)
+    attempt = attempts.latest(draft.status)
+    # 2. A finished job only cleans up.
     if conditions.is_finished(draft.status):
-        learning.tell(draft, attempt, [])
+        _learn(draft, attempt, [])
         return _after_end(draft)
-    if _is_hopeless(draft, attempt):
+    # 3. Fail a job whose pods the API server will never accept.
+    if _has_invalid_template(draft, attempt):
         return draft.decision()
+    # 4. Predict, or renew the prediction.
     is_predicted = predict(draft)
-    pods = _of_attempt(draft.snapshot, attempt)
-    _clean(draft, attempt)
+    # 5. Delete pods that belong to no active attempt; read placement and measurements of the active one.
+    pods = _pods_of(own, attempt)
+    _delete_strays(draft, attempt)
     if attempt is not None and attempt.ended_at is None:
-        places = placement.placements(snapshot.job, pods, snapshot.nodes)
-        draft.set(placement=places, observed=placement.observed(draft.job, pods, snapshot.nodes, places))
-        attempt = attempts.measured(attempt, learning.peak_of(pods, snapshot.nodes))
-        draft.status = attempts.with_attempt(draft.status, attempt)
-    _continue(draft, attempt, pods, is_predicted=is_predicted)
-    learning.tell(draft, attempt, pods)
+        attempt = _measure(draft, attempt, pods)
+    # 6. End, suspend, follow or begin an attempt.
+    _advance(draft, attempt, pods, is_predicted=is_predicted)
+    # 7. Add the attempt's measurements to the calibration.
+    _learn(draft, attempt, pods)
     return draft.decision(is_current=is_predicted)
 
 
-def _is_hopeless(draft: Draft, attempt: Attempt | None) -> bool:
-    """Fail a job whose pods will never be accepted; have those of a new job checked, before a trace takes minutes."""
+def _delete_foreign(draft: Draft, foreign: Sequence[Pod]) -> None:
+    for pod in foreign:
+        draft.delete_pod(pod)
+    names = sorted(pod.metadata.name for pod in foreign if pod.metadata.deletion_timestamp is None)
+    if names:
+        text = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        draft.event("Warning", "ForeignPod", foreign_message(text))
+
+
+def _after_end(draft: Draft) -> Decision:
+    """Delete what still runs of a finished job, and the job itself after its time to live."""
+    draft.delete_unfinished()
+    keep_s = draft.job.spec.run_policy.ttl_seconds_after_finished
+    if keep_s is not None and draft.status.completion_time is not None:
+        until = parse_rfc3339(draft.status.completion_time) + timedelta(seconds=keep_s)
+        if until <= draft.snapshot.now:
+            draft.after_write(DeleteJob())
+        else:
+            draft.requeue_at(until)
+    return draft.decision()
+
+
+def _has_invalid_template(draft: Draft, attempt: Attempt | None) -> bool:
+    """Fail a job with an invalid template; have a new job's template checked before a trace takes minutes."""
     error, refusal = template_error(draft.job), draft.snapshot.refusal
     if error is not None:
-        draft.fail("InvalidTemplate", f"{error}; {_ONCE_MORE}")
-    elif refusal is not None and refusal.is_final:
-        draft.fail(refusal.reason, f"{refusal.message}; {_ONCE_MORE}", attempt)
-    elif attempt is None and not draft.snapshot.is_template_checked:
-        draft.first(CheckTemplate(build_pod(draft.job, 0, 1)))
-        return False
-    else:
-        return False
-    return True
+        draft.fail("InvalidTemplate", f"{error}; {_FINAL}")
+        return True
+    if refusal is not None and refusal.is_final:
+        draft.fail(refusal.reason, f"{refusal.message}; {_FINAL}", attempt)
+        return True
+    if attempt is None and not draft.snapshot.is_template_checked:
+        draft.before_write(CheckTemplate(build_pod(draft.job, 0, 1)))
+    return False
 
 
-def _of_attempt(snapshot: Snapshot, attempt: Attempt | None) -> list[Pod]:
-    """The pods of an attempt, by worker."""
+def _pods_of(snapshot: Snapshot, attempt: Attempt | None) -> list[Pod]:
+    """Return the pods of an attempt, by worker."""
     if attempt is None:
         return []
     found = {
@@ -124,8 +125,8 @@ def _of_attempt(snapshot: Snapshot, attempt: Attempt | None) -> list[Pod]:
     return [found[worker] for worker in sorted(found) if worker < snapshot.job.spec.workers]
 
 
-def _clean(draft: Draft, attempt: Attempt | None) -> None:
-    """Delete what runs without belonging to an attempt under way, and finished pods but for the last attempt's."""
+def _delete_strays(draft: Draft, attempt: Attempt | None) -> None:
+    """Delete pods outside of the active attempt, and finished pods older than the previous attempt."""
     number = 0 if attempt is None else attempt.number
     active = None if attempt is None or attempt.ended_at is not None else number
     for pod in draft.snapshot.pods:
@@ -135,199 +136,253 @@ def _clean(draft: Draft, attempt: Attempt | None) -> None:
             draft.delete_pod(pod)
 
 
-def _continue(draft: Draft, attempt: Attempt | None, pods: list[Pod], *, is_predicted: bool) -> None:
-    """Carry an unfinished job on from where it stands."""
+def _measure(draft: Draft, attempt: Attempt, pods: list[Pod]) -> Attempt:
+    """Read placement and measurements of the active attempt into the status; return the attempt with its peak."""
+    nodes = draft.snapshot.nodes
+    places = placement.placements(draft.job, pods, nodes)
+    draft.update(placement=places, observed=placement.observed(draft.job, pods, nodes, places))
+    attempt = attempts.with_peak(attempt, peak_of(pods, nodes))
+    draft.put_attempt(attempt)
+    return attempt
+
+
+def _advance(draft: Draft, attempt: Attempt | None, pods: list[Pod], *, is_predicted: bool) -> None:
+    """Move an unfinished job to its next step."""
     active = attempt if attempt is not None and attempt.ended_at is None else None
-    if active is not None and _all_succeeded(draft, pods):
-        _complete(draft, active, pods)
-    elif draft.job.spec.run_policy.suspend:
-        suspend(draft, active)
-    elif is_over_deadline(draft):
-        limit_s = draft.job.spec.run_policy.active_deadline_seconds
+    workers, policy = draft.job.spec.workers, draft.job.spec.run_policy
+    if active is not None and len(pods) == workers and all(pod.status.phase == "Succeeded" for pod in pods):
+        _complete(draft, active)
+        return
+    if policy.suspend:
+        _suspend(draft, active)
+        return
+    if _is_over_deadline(draft):
+        limit_s = policy.active_deadline_seconds
         message = f"not complete {limit_s:,} s after its start (runPolicy.activeDeadlineSeconds)"
         draft.fail("DeadlineExceeded", message, active)
-    elif active is not None and _is_outdated(draft, active):
-        draft.set(placement=[])  # it would keep the spec from being changed further
+        return
+    if active is not None and _is_outdated(draft, active):
+        draft.update(placement=[])  # with a placement the API server would refuse further changes of the spec
         changed = f"the spec changed, to generation {draft.job.metadata.generation}, after its pods were built"
-        _end(draft, active, Outcome(attempts.SPEC_CHANGED, changed, charged=False))
-    else:
-        resume(draft)
-        _try_with_demand(draft, active, pods, is_predicted=is_predicted)
-
-
-def _try_with_demand(draft: Draft, active: Attempt | None, pods: list[Pod], *, is_predicted: bool) -> None:
+        _end_attempt(draft, active, Outcome(attempts.SPEC_CHANGED, changed, charged=False))
+        return
+    if conditions.is_true(draft.status, keys.CONDITION_SUSPENDED):
+        draft.set_condition(keys.CONDITION_SUSPENDED, "False", "Resumed", "runPolicy.suspend is false")
     try:
         demand = demand_of(msgspec.structs.replace(draft.job, status=draft.status))
     except ValueError as error:
-        draft.fail("InvalidSpec", f"spec.memory or spec.gpu: {error}; {_ONCE_MORE}", active)
+        draft.fail("InvalidSpec", f"spec.memory or spec.gpu: {error}; {_FINAL}", active)
         return
     if active is not None:
         _follow(draft, active, pods, demand)
     elif is_predicted:
-        _begin(draft, demand)
+        _begin_attempt(draft, demand)
+
+
+# Run policy
+
+
+def _complete(draft: Draft, attempt: Attempt) -> None:
+    workers, seen = draft.job.spec.workers, draft.status.observed
+    peak = "" if seen is None else f", peak memory {seen.peak_memory_mib:,} MiB"
+    message = (
+        f"{workers} of {workers} workers succeeded in attempt {attempt.number}, {draft.status.restarts} restarts{peak}"
+    )
+    draft.finish(keys.CONDITION_COMPLETE, attempts.COMPLETE, message, attempt)
+
+
+def _suspend(draft: Draft, active: Attempt | None) -> None:
+    message = "runPolicy.suspend is true: the job has no pods until it is false"
+    if active is not None:
+        reason = "runPolicy.suspend is true"
+        draft.put_attempt(attempts.ended(active, attempts.SUSPENDED, reason, draft.snapshot.now))
+        draft.event("Normal", "Suspended", f"attempt {active.number} was ended by runPolicy.suspend")
+    draft.update(start_time=None, placement=[])
+    draft.set_condition(keys.CONDITION_SUSPENDED, "True", "SuspendRequested", message)
+    draft.set_condition(keys.CONDITION_PLACED, "False", "Suspended", message)
+    draft.set_not_running("Suspended", message)
+    draft.delete_pods()
+
+
+def _deadline(draft: Draft) -> datetime | None:
+    """Return when the job must be complete; None without a deadline and before its start."""
+    limit_s = draft.job.spec.run_policy.active_deadline_seconds
+    if limit_s is None or draft.status.start_time is None:
+        return None
+    return parse_rfc3339(draft.status.start_time) + timedelta(seconds=limit_s)
+
+
+def _is_over_deadline(draft: Draft) -> bool:
+    until = _deadline(draft)
+    if until is None:
+        return False
+    draft.requeue_at(until)
+    return until <= draft.snapshot.now
+
+
+# Attempts
 
 
 def _is_outdated(draft: Draft, attempt: Attempt) -> bool:
-    """Whether an attempt's pods come from an older spec.
+    """Return whether an attempt's pods come from an older spec.
 
-    The API server keeps the spec from changing only once the placement is in the status, and pods are bound before
-    that. An attempt without a digest, of a lost status or an older version, is left alone; so is one whose digest
-    differs although the spec never changed, which a new version's encoding may cause.
+    Pods are bound before the placement is in the status, and until then the API server accepts changes of the spec. An
+    attempt without a digest comes from an older version and continues. So does one whose digest differs although the
+    generation is the same, which a new version's encoding may cause.
     """
     has_changed = draft.status.observed_generation < draft.job.metadata.generation
     return has_changed and attempt.spec_digest not in ("", attempts.spec_digest(draft.job.spec))
 
 
-def _all_succeeded(draft: Draft, pods: list[Pod]) -> bool:
-    return len(pods) == draft.job.spec.workers and all(pod.status.phase == "Succeeded" for pod in pods)
-
-
-def _complete(draft: Draft, attempt: Attempt, pods: list[Pod]) -> None:
-    restarts = draft.status.restarts
-    seen = draft.status.observed
-    peak = "" if seen is None else f", peak memory {seen.peak_memory_mib:,} MiB"
-    took = f"{len(pods)} of {len(pods)} workers succeeded in attempt {attempt.number}, {restarts} restarts{peak}"
-    draft.finish(keys.CONDITION_COMPLETE, attempts.COMPLETE, took, attempt)
-
-
-def _begin(draft: Draft, demand: Demand) -> None:
-    """Begin the next attempt, if a GPU could ever hold it, the backoff is over and the last one's pods are gone."""
+def _begin_attempt(draft: Draft, demand: Demand) -> None:
+    """Begin the next attempt if a GPU could hold it, the backoff is over, and the last attempt's pods are gone."""
     snapshot = draft.snapshot
-    last = draft.status.attempts[-1] if draft.status.attempts else None
-    at = attempts.due(draft.status, snapshot.backoff)
-    if at is not None and at > snapshot.now:
-        draft.requeue_at(at)
+    last = attempts.latest(draft.status)
+    due = attempts.due(draft.status, snapshot.backoff)
+    if due is not None and due > snapshot.now:
+        draft.requeue_at(due)
         return
     living = [pod.metadata.name for pod in snapshot.pods if not pod.is_finished]
-    if living or snapshot.created:
-        waits = f"waits for pod {min([*living, *snapshot.created])} of an earlier attempt to end"
-        draft.condition(keys.CONDITION_PLACED, "False", "WaitingForPods", waits)
-        draft.requeue_after(CREATED_AGAIN_AFTER_S)
+    if living or snapshot.expected:
+        message = f"waits for pod {min([*living, *snapshot.expected])} of an earlier attempt to end"
+        draft.set_condition(keys.CONDITION_PLACED, "False", "WaitingForPods", message)
+        draft.requeue_after(EXPECTATION_TIMEOUT_S)
         return
-    if snapshot.refusal is not None and snapshot.refusal.reason == STILL_THERE:
-        draft.condition(keys.CONDITION_PLACED, "False", "WaitingForPods", snapshot.refusal.message)
-        draft.requeue_after(REFUSED_AGAIN_AFTER_S)
+    if snapshot.refusal is not None and snapshot.refusal.reason == POD_HIDDEN:
+        draft.set_condition(keys.CONDITION_PLACED, "False", "WaitingForPods", snapshot.refusal.message)
+        draft.requeue_after(REFUSAL_TIMEOUT_S)
         return
-    if learning.is_awaited(draft, last):
-        draft.requeue_after(learning.LOOK_AGAIN_S)
+    if _is_calibration_pending(draft, last):
+        draft.requeue_after(_CALIBRATION_POLL_S)
         return
-    never = never_fits(demand, snapshot.inventory)
-    if never is not None:
-        _report_never(draft, demand, never)
+    infeasible = infeasible_when_empty(demand, snapshot.inventory)
+    if infeasible is not None:
+        reason = infeasible_reason(demand, snapshot.inventory)
+        known = conditions.find(draft.status, keys.CONDITION_PLACED)
+        draft.set_condition(keys.CONDITION_PLACED, "False", reason, infeasible)
+        if known is None or known.reason != reason:
+            draft.event("Warning", reason, infeasible)
         return
-    unseen = end_unseen(draft.job, last, snapshot.pods, is_awaited=True)
-    if unseen is not None:
-        draft.first(unseen)
+    hidden = hidden_pods(draft.job, last, snapshot.pods, blocks=True)
+    if hidden is not None:
+        draft.before_write(hidden)
     attempt = attempts.begun(last, draft.job.spec, snapshot.now)
-    draft.status = attempts.with_attempt(draft.status, attempt)
-    draft.set(placement=[])
+    draft.put_attempt(attempt)
+    draft.update(placement=[])
     _follow(draft, attempt, [], demand)
 
 
-def _report_never(draft: Draft, demand: Demand, why: str) -> None:
-    reason = reason_of_never(demand, draft.snapshot.inventory)
-    known = conditions.find(draft.status, keys.CONDITION_PLACED)
-    draft.condition(keys.CONDITION_PLACED, "False", reason, why)
-    if known is None or known.reason != reason:
-        draft.say("Warning", reason, why)
-
-
 def _follow(draft: Draft, attempt: Attempt, pods: list[Pod], demand: Demand) -> None:
-    """Follow an attempt: create its pods, notice what became of them, tell where they are."""
+    """Follow the active attempt: end it if a pod failed or is missing, report where its pods are, create the rest."""
     failed = [pod for pod in pods if pod.status.phase == "Failed"]
     if failed:
         outcome = outcomes.attempt_outcome(failed, draft.status, draft.snapshot.nodes, draft.snapshot.now)
         if outcome is not None:
-            _end(draft, attempt, outcome)
+            _end_attempt(draft, attempt, outcome)
         else:
-            draft.condition(keys.CONDITION_RUNNING, "False", "WorkerFailed", outcomes.told_meanwhile(failed))
-            draft.requeue_after(outcomes.LOOK_AGAIN_S)
+            draft.set_condition(keys.CONDITION_RUNNING, "False", "WorkerFailed", outcomes.pending_message(failed))
+            draft.requeue_after(outcomes.AGENT_POLL_S)
         return
-    stuck = _unreserved(draft, pods)
-    if stuck is not None:
-        _end(draft, attempt, unreserved(stuck, status.RESERVED_WITHIN_S))
+    unreserved = _unreserved(draft, pods)
+    if unreserved is not None:
+        _end_attempt(draft, attempt, outcomes.without_reservation(unreserved, status.RESERVATION_TIMEOUT_S))
         return
     present = {worker_of(pod) for pod in pods}
     missing = [worker for worker in range(draft.job.spec.workers) if worker not in present]
     if missing and attempt.outcome != attempts.CREATING:
-        _end(draft, attempt, pod_deleted(pod_name(draft.job.metadata.name, missing[0], attempt.number)))
+        name = pod_name(draft.job.metadata.name, missing[0], attempt.number)
+        _end_attempt(draft, attempt, outcomes.pod_deleted(name))
         return
-    draft.status = attempts.with_attempt(draft.status, attempt if missing else attempts.with_pods(attempt, pods))
-    if draft.status.start_time is None:
-        draft.set(start_time=status.started_at(pods))
+    draft.put_attempt(attempt if missing else attempts.with_pods(attempt, pods))
     status.report_placed(draft, demand, pods)
     status.report_running(draft, pods)
-    until = deadline(draft)
+    until = _deadline(draft)
     if until is not None:
         draft.requeue_at(until)
-    _create(draft, attempt, missing)
+    if missing:
+        _create_pods(draft, attempt, missing)
 
 
 def _unreserved(draft: Draft, pods: list[Pod]) -> Pod | None:
-    """The first pod that has been bound without a reservation for too long and never started."""
+    """Return the first pod that has been bound without a reservation for too long and never started."""
     for pod in pods:
         for_s = draft.snapshot.unreserved_s.get(pod.metadata.uid)
         if for_s is None:
             continue
-        if for_s < status.RESERVED_WITHIN_S:
-            draft.requeue_after(status.RESERVED_WITHIN_S - for_s)
+        if for_s < status.RESERVATION_TIMEOUT_S:
+            draft.requeue_after(status.RESERVATION_TIMEOUT_S - for_s)
         elif not pod.has_started:
             return pod
     return None
 
 
-def _create(draft: Draft, attempt: Attempt, missing: list[int]) -> None:
-    """Create the pods that an attempt still lacks."""
-    if not missing:
-        return
+def _create_pods(draft: Draft, attempt: Attempt, missing: list[int]) -> None:
+    """Create the missing pods of an attempt, unless a creation was refused a moment ago."""
     refusal = draft.snapshot.refusal
     if refusal is not None:
         status.report_refused(draft, refusal)
-        draft.requeue_after(REFUSED_AGAIN_AFTER_S)
+        draft.requeue_after(REFUSAL_TIMEOUT_S)
         return
-    draft.requeue_after(CREATED_AGAIN_AFTER_S)
+    draft.requeue_after(EXPECTATION_TIMEOUT_S)
     name, workers = draft.job.metadata.name, draft.job.spec.workers
-    wanted = [w for w in missing if pod_name(name, w, attempt.number) not in draft.snapshot.created]
-    if wanted and pods.needs_service(draft.job):
-        draft.create(CreateService(pods.build_service(draft.job, owner_reference(draft.job))))
+    wanted = [w for w in missing if pod_name(name, w, attempt.number) not in draft.snapshot.expected]
+    if not wanted:
+        return
+    if needs_service(draft.job):
+        draft.create(CreateService(build_service(draft.job)))
     for worker in wanted:
         draft.create(CreatePod(build_pod(draft.job, worker, attempt.number)))
-    if wanted:
-        first = pod_name(name, wanted[0], attempt.number)
-        told = first if len(wanted) == 1 else f"{first} and {len(wanted) - 1} more"
-        draft.say("Normal", "PodCreated", f"{told}: attempt {attempt.number}, {len(wanted)} of {workers} workers")
+    first = pod_name(name, wanted[0], attempt.number)
+    names = first if len(wanted) == 1 else f"{first} and {len(wanted) - 1} more"
+    draft.event("Normal", "PodCreated", f"{names}: attempt {attempt.number}, {len(wanted)} of {workers} workers")
 
 
-def _end(draft: Draft, attempt: Attempt, outcome: Outcome) -> None:
-    """End a failed attempt: the next begins after the backoff, unless the limit is reached."""
+def _end_attempt(draft: Draft, attempt: Attempt, outcome: Outcome) -> None:
+    """End a failed attempt. The next begins after the backoff, unless the restarts are used up."""
     limit = draft.job.spec.run_policy.backoff_limit
     charged = attempts.charge(draft.status, outcome, limit)
     if charged is None:
         used = f"all {limit} restarts of runPolicy.backoffLimit are used"
         draft.fail(outcome.reason, f"attempt {attempt.number}: {outcome.message}; {used}", attempt)
         return
-    draft.status = attempts.with_attempt(
-        charged, attempts.ended(attempt, outcome.reason, outcome.message, draft.snapshot.now)
-    )
-    at = attempts.due(draft.status, draft.snapshot.backoff) or draft.snapshot.now
-    wait_s = (at - draft.snapshot.now).total_seconds()
+    draft.status = charged
+    draft.put_attempt(attempts.ended(attempt, outcome.reason, outcome.message, draft.snapshot.now))
+    due = attempts.due(draft.status, draft.snapshot.backoff) or draft.snapshot.now
+    wait_s = (due - draft.snapshot.now).total_seconds()
     count = f"{'' if outcome.charged else 'not counted, '}{draft.status.restarts} of {limit} restarts used"
     message = f"attempt {attempt.number}: {outcome.message}; next attempt in {wait_s:.0f} s, {count}"
-    draft.condition(keys.CONDITION_PLACED, "False", keys.REASON_BACKING_OFF, message)
-    draft.unset_running(outcome.reason, message)
-    draft.end_pods()
-    draft.say("Warning", "Restarting", message)
-    draft.requeue_at(at)
+    draft.set_condition(keys.CONDITION_PLACED, "False", keys.REASON_BACKING_OFF, message)
+    draft.set_not_running(outcome.reason, message)
+    draft.delete_pods()
+    draft.event("Warning", "Restarting", message)
+    draft.requeue_at(due)
 
 
-def _after_end(draft: Draft) -> Decision:
-    """See that nothing of a finished job still runs, and delete it once its time is over."""
-    draft.delete_unfinished()
-    keep_s = draft.job.spec.run_policy.ttl_seconds_after_finished
-    if keep_s is not None and draft.status.completion_time is not None:
-        until = parse_rfc3339(draft.status.completion_time) + timedelta(seconds=keep_s)
-        if until <= draft.snapshot.now:
-            draft.then(DeleteJob())
-        else:
-            draft.requeue_at(until)
-    return draft.decision()
+# Calibration
+
+
+def _learn(draft: Draft, attempt: Attempt | None, pods: Sequence[Pod]) -> None:
+    """Have the latest attempt's observation learned, and record in the attempt once that is done."""
+    calibration, latest = draft.snapshot.calibration, attempts.latest(draft.status)
+    if attempt is None or not calibration.is_on or attempt.learned:
+        return
+    if latest is None or latest.number != attempt.number:
+        return
+    if sample_of(draft.job, attempt) in calibration.learned:
+        draft.put_attempt(msgspec.structs.replace(latest, learned=True))
+        return
+    observation, again_s = observe(draft.snapshot, draft.status, latest, pods)
+    if again_s is not None:
+        draft.requeue_after(again_s)
+    if observation is not None:
+        draft.after_write(Learn(observation))
+
+
+def _is_calibration_pending(draft: Draft, last: Attempt | None) -> bool:
+    """Return whether the next attempt waits until the last one's out-of-memory failure is learned."""
+    if last is None or not draft.snapshot.calibration.is_on or last.learned:
+        return False
+    if last.outcome != GPU_OUT_OF_MEMORY or not last.ended_at:
+        return False
+    since_s = (draft.snapshot.now - parse_rfc3339(last.ended_at)).total_seconds()
+    return since_s < _CALIBRATION_TIMEOUT_S and observe(draft.snapshot, draft.status, last, [])[0] is not None

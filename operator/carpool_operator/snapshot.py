@@ -1,63 +1,95 @@
-"""Everything that a reconciliation looks at, frozen."""
+"""Snapshot: everything that the reconciliation of one job reads, frozen."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import NamedTuple
 
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import GpuNode
-from carpool_core.resources.prediction import Prediction
+from carpool_core.resources.prediction import MemoryPrediction, Prediction
+from carpool_predictor.calibration.run_history import Recalled, gist, is_alike
 
 from carpool_operator.attempts import Backoff
 from carpool_operator.inventory import Inventory
-from carpool_operator.observations import Knowledge
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why the API server did not let a pod be created."""
+    """Why the API server refused to create an object."""
 
     reason: str
     message: str
     is_final: bool
-    """Whether the same pod will always be refused."""
+    """Whether the same object will always be refused."""
+
+
+class CalibrationKey(NamedTuple):
+    """Calibration data behind a prediction of a job on a product; the prediction can differ only if the key does."""
+
+    jobs: int
+    """Bit length of the number of jobs that the stack's correction was fitted to."""
+    history: Recalled | None = None
+    """Results of earlier runs of the same model, which change while one of them runs."""
+
+    def is_reflected_in(self, memory: MemoryPrediction) -> bool:
+        """Return whether a prediction was made from so similar calibration data that a new one would not differ."""
+        if memory.learned_jobs.bit_length() != self.jobs:
+            return False
+        if not memory.learned_gist and memory.learned_runs:
+            # CRDs of an earlier version store no fingerprint; without this each reconciliation would predict anew.
+            return self.history is not None and memory.learned_runs == self.history.known
+        return is_alike(memory.learned_gist, gist(self.history))
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationState:
+    """Calibration data that concern one job."""
+
+    is_on: bool = False
+    """Whether the operator learns from runs."""
+    learned: frozenset[str] = frozenset()
+    """Sample names of this job's attempts that the calibration holds for good."""
+    peak_stable_s: float = 0.0
+    """Seconds for which the peak memory of the present attempt has not changed."""
+    keys: Mapping[str, CalibrationKey] = field(default_factory=dict)
+    """Per product what a prediction made now would be calibrated from; empty if that is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A job and what stands around it."""
+    """A job and its surroundings."""
 
     job: GpuTrainingJob
     now: datetime
     digest: str
-    """Digest of what the job's prediction is computed from."""
+    """Digest of the input of the job's prediction."""
     products: tuple[str, ...]
-    """GPU products that the prediction has to speak of, sorted."""
+    """GPU products that the prediction has to cover, sorted."""
     prediction: Prediction | None = None
-    """The prediction for this digest and these products, once it was computed."""
+    """The computed prediction for this digest and these products."""
     model_version: str = ""
-    """Version of the predictor's model; a prediction of another is renewed."""
+    """Version of the predictor's model; a prediction of another version is renewed."""
     retry_in_s: float = 0.0
-    """Seconds until this digest may be tried again, where the predictor abstained for the moment."""
+    """Seconds until a transient abstention for this digest may be tried again."""
     traces_ahead: int = 0
-    """How many other models are traced before this job's, where it has to be traced; see `TraceQueue.ahead`."""
+    """Number of other models that are traced before this job's; see `TraceQueue.ahead`."""
     pods: tuple[Pod, ...] = ()
-    """Pods that the job controls, as last heard of."""
-    made: frozenset[str] = frozenset()
-    """UIDs of pods that this process has created for the job, or has found to be as it would have created them."""
-    created: frozenset[str] = frozenset()
-    """Names of pods that were created a moment ago and not heard of since."""
+    """Pods that name the job as their controller, from the cache."""
+    created_uids: frozenset[str] = frozenset()
+    """UIDs of pods that this process created or adopted for the job and that the status does not hold yet."""
+    expected: frozenset[str] = frozenset()
+    """Names of pods that were created a moment ago and that the cache does not show yet."""
     is_template_checked: bool = False
-    """Whether the API server has checked the pod that this generation of the job makes."""
+    """Whether the API server has validated the pod of this generation of the job."""
     refusal: Refusal | None = None
-    """The answer to the last attempt to create or check a pod, where it was refused."""
+    """Why the last creation or check was refused."""
     unreserved_s: Mapping[str, float] = field(default_factory=dict)
-    """UIDs of bound, unfinished pods that no reservation is known for, and for how many seconds that was so."""
+    """Seconds for which each bound, unfinished pod has had no reservation, by pod UID."""
     nodes: tuple[GpuNode, ...] = ()
-    """GpuNodes on which the job's pods are."""
+    """GpuNodes of the job's pods."""
     inventory: Inventory = field(default_factory=dict)
-    """The nodes of the cluster, by what GPUs they have."""
+    """Nodes of the cluster, by kind."""
     backoff: Backoff = field(default_factory=Backoff)
-    knowledge: Knowledge = field(default_factory=Knowledge)
-    """What this process has learned, as far as it concerns the job."""
+    calibration: CalibrationState = field(default_factory=CalibrationState)
