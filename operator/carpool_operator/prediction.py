@@ -7,7 +7,6 @@ import msgspec
 from carpool_core import keys
 from carpool_core.demand import Demand, demand_of, prediction_message, unsuitable_reason
 from carpool_core.durations import durations_s, format_duration
-
 from carpool_core.products import hardware_name
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.prediction import Prediction
@@ -127,7 +126,9 @@ def _store(draft: Draft, prediction: Prediction) -> None:
 
 def _set_predicted(draft: Draft, prediction: Prediction) -> str:
     """Set the condition Predicted; return its message."""
-    message = prediction_message(prediction, draft.job.spec.sharing.mode, draft.job.spec.memory.limit) + _duration(draft)
+    message = prediction_message(prediction, draft.job.spec.sharing.mode, draft.job.spec.memory.limit) + _duration(
+        draft
+    )
     is_known = prediction.outcome == "Predicted"
     draft.set_condition(keys.CONDITION_PREDICTED, "True" if is_known else "False", prediction.reason, message)
     return message
