@@ -1,7 +1,6 @@
-"""The operator as a whole: what it hears, the queue between, what it does. Tests build it as `__main__` does."""
+"""Composition root of the operator: caches, work queue, reconciliation, performer. Tests build it with fakes."""
 
 import asyncio
-from collections.abc import Sequence
 from importlib.metadata import version
 
 import msgspec
@@ -21,65 +20,66 @@ from carpool_predictor.predict import model_version
 from carpool_predictor.tracing.source import Tracer, input_digest
 
 from carpool_operator.actions import Predict
-from carpool_operator.calibrator import Learner
-from carpool_operator.expectations import Recollection
-from carpool_operator.informers import Fleet, Jobs, News, Pods, Sweeps, key_of, version_of
-from carpool_operator.learning import peak_of, sample_of
+from carpool_operator.attempts import Backoff
+from carpool_operator.calibrator import Calibrator
+from carpool_operator.expectations import Expectations
+from carpool_operator.informers import JobCache, NodeCache, PodCache, Resync, generation_id
 from carpool_operator.metrics import Metrics
-from carpool_operator.observations import Knowledge
+from carpool_operator.observations import peak_of, sample_of
 from carpool_operator.performer import Performer, Superseded
-from carpool_operator.placement import without_reservation
+from carpool_operator.placement import pods_without_reservation
+from carpool_operator.pods import key_of
 from carpool_operator.prediction import products_of
-from carpool_operator.prediction_worker import Learned, Marks, Predictions
+from carpool_operator.prediction_worker import CalibrationSource, PredictionWorker
 from carpool_operator.reconcile import reconcile
 from carpool_operator.settings import OperatorSettings
-from carpool_operator.snapshot import Snapshot
+from carpool_operator.snapshot import CalibrationState, Snapshot
 from carpool_operator.work_queue import WorkQueue
 
-_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.5, 60.0
+_RETRY = Backoff(first_s=0.5, most_s=60.0)
+"""Pauses after a reconciliation that failed."""
 
 
 class Operator:
-    """Hears of jobs, pods and GpuNodes; looks at each job that something happened to."""
+    """Caches jobs, pods and GpuNodes, and reconciles each job that an event concerns."""
 
     def __init__(self, settings: OperatorSettings, api: KubeApi, clock: Clock, tracer: Tracer) -> None:
         self._settings, self._api, self._clock = settings, api, clock
         self.queue = WorkQueue(clock)
-        self.jobs = Jobs(self.queue.add)
-        news = News(self.queue)
-        self.pods = Pods(self.queue.add, news.of_pod)
-        self.fleet = Fleet(self.queue.add, news.of_pod, news.of_gpus, self.pods, self.jobs)
-        self.metrics = Metrics(version("carpool"), lambda: self.jobs, lambda: self.learner.calibration)
+        self.jobs = JobCache(self.queue)
+        self.pods = PodCache(self.queue)
+        self.nodes = NodeCache(self.queue, self.pods, self.jobs)
+        self.metrics = Metrics(version("carpool"), lambda: self.jobs, lambda: self.calibrator.calibration)
         place = settings.calibration_place
-        self.predictions = Predictions(
+        self.predictions = PredictionWorker(
             tracer,
             clock,
-            wake=self.queue.add,
-            took=self.metrics.prediction_seconds.observe,
-            traces_at_once=settings.traces,
-            learned=Learned(
-                calibration=lambda: self.learner.usable,
-                marks=lambda *asked: self.learner.marks(*asked),
+            enqueue=self.queue.add,
+            observe_seconds=self.metrics.prediction_seconds.observe,
+            traces=settings.traces,
+            source=CalibrationSource(
+                calibration=lambda: self.calibrator.usable,
+                keys=lambda *job: self.calibrator.keys(*job),
                 is_strict=place is not None and not settings.share_unmeasured,
             ),
         )
         events = EventRecorder(api, clock, "carpool-operator")
-        self.learner = Learner(
+        self.calibrator = Calibrator(
             None if place is None else CalibrationMap(api, *place),
-            asked=self.predictions.asked,
-            wake=self.queue.add,
-            simulated=lambda: self.fleet.simulated,
+            prepare=self.predictions.prepare,
+            enqueue=self.queue.add,
+            simulated=lambda: self.nodes.simulated,
             events=events,
         )
-        self._recollection = Recollection()
+        self._expectations = Expectations()
         self._performer = Performer(
             api,
             clock,
             events=events,
             jobs=self.jobs,
-            recollection=self._recollection,
+            expectations=self._expectations,
             predictions=self.predictions,
-            learner=self.learner,
+            calibrator=self.calibrator,
         )
         self.pod_reflectors = [
             Reflector(
@@ -92,95 +92,76 @@ class Operator:
             )
             for namespace in settings.namespace_list or ("",)
         ]
-        self.node_reflector = Reflector(api, GPU_NODES, GpuNode, clock=clock, on_change=self.fleet.changed)
+        self.node_reflector = Reflector(api, GPU_NODES, GpuNode, clock=clock, on_change=self.nodes.changed)
         self._failures: dict[str, int] = {}
-        self._sweeps = Sweeps(self.sweep)
+        self._resync = Resync(self.resync)
         self._log = structlog.get_logger()
 
+    # Events
+
     def pod_changed(self, old: Pod | None, new: Pod | None) -> None:
-        """Take note of a pod."""
-        self._recollection.pod_changed(old, new)
+        """Handle an event of a pod."""
+        self._expectations.pod_changed(old, new)
         self.pods.changed(old, new)
 
     def job_changed(self, job: GpuTrainingJob, *, is_deleted: bool) -> None:
-        """Take note of a job."""
+        """Handle an event of a job."""
         if is_deleted:
             self.jobs.remove(key_of(job), job.metadata.uid)
         else:
             self.jobs.put(job)
 
     def job_listed(self, job: GpuTrainingJob) -> None:
-        """Take note of a job that kopf listed; a list in mid-life means that its watch had lost some events."""
+        """Handle a job that kopf listed. If it is known, kopf's watch was interrupted and may have lost deletions."""
         if self.jobs.get(key_of(job)) is not None:
-            self._sweeps.ask()
+            self._resync.request()
         self.jobs.put(job)
 
     @property
-    def is_sweep_wanted(self) -> bool:
-        """Whether a sweep is due."""
-        return self._sweeps.is_wanted
+    def is_resync_requested(self) -> bool:
+        """Whether all jobs will be listed soon."""
+        return self._resync.is_requested
+
+    async def resync(self) -> None:
+        """List all jobs, and remove those that kopf's watch did not report as deleted."""
+        known = {job.metadata.uid: key_of(job) for job in self.jobs}
+        for namespace in self._settings.namespace_list or ("",):
+            token = ""
+            while True:
+                page = await self._api.list_page(GPU_TRAINING_JOBS, Selector(namespace=namespace), continue_token=token)
+                for raw in page.items:
+                    known.pop(self._put_listed(raw), None)
+                token = page.continue_token
+                if not token:
+                    break
+        for uid, key in known.items():
+            self.jobs.remove(key, uid)
+
+    def _put_listed(self, raw: msgspec.Raw) -> str:
+        """Store a listed job; return its UID."""
+        try:
+            job = msgspec.json.decode(raw, type=GpuTrainingJob)
+        except msgspec.ValidationError as error:
+            self._log.error("malformed job skipped", error=str(error))
+            return msgspec.json.decode(raw, type=_Identity).metadata.uid
+        self.jobs.put(job)
+        return job.metadata.uid
 
     def unready(self) -> str | None:
-        """Say why the operator is not at work yet; None where it is."""
+        """Return why the operator does not reconcile yet; None if it does."""
         if not all(reflector.store.synced for reflector in self.pod_reflectors):
             return "the pods are not listed yet"
         if not self.node_reflector.store.synced:
             return "the GpuNodes are not listed yet"
         return None
 
-    def snapshot(self, job: GpuTrainingJob) -> Snapshot:
-        """Gather what a look at a job needs."""
-        now = self._clock.monotonic()
-        key, pods = key_of(job), self.pods.of(JobUid(job.metadata.uid))
-        names = sorted({pod.spec.node_name for pod in pods if pod.spec.node_name})
-        nodes = tuple(node for name in names if (node := self.fleet.get(name)) is not None)
-        unreserved = without_reservation(JobUid(job.metadata.uid), pods, nodes)
-        digest = input_digest(job.spec.model, job.spec.training)
-        products = products_of(job, self.fleet.products)
-        marks = self.predictions.marks(job.spec, digest, products)
-        recorded = job.status.attempts[-1].pod_uids if job.status.attempts else ()
-        return Snapshot(
-            job=job,
-            now=self._clock.now(),
-            digest=digest,
-            products=products,
-            prediction=self.predictions.get(key, digest, products, marks),
-            model_version=model_version(),
-            retry_in_s=self.predictions.retry_in(digest),
-            traces_ahead=self.predictions.ahead(digest),
-            pods=pods,
-            made=self._recollection.made(key, recorded),
-            created=self._recollection.created(key, now) - {pod.metadata.name for pod in pods},
-            is_template_checked=self._recollection.is_checked(key, version_of(job)),
-            refusal=self._recollection.refusal(key, now),
-            unreserved_s=self._recollection.unreserved(key, unreserved, now),
-            nodes=nodes,
-            inventory=self.fleet.inventory,
-            backoff=self._settings.backoff,
-            knowledge=self._knowledge(job, key, pods, nodes, marks, now) if self.learner.is_on else Knowledge(),
-        )
+    # Reconciliation
 
-    def _knowledge(
-        self, job: GpuTrainingJob, key: str, pods: Sequence[Pod], nodes: Sequence[GpuNode], marks: Marks, now: float
-    ) -> Knowledge:
-        latest = job.status.attempts[-1:]
-        samples = [sample_of(job, attempt) for attempt in latest]
-        peak = max([peak_of(pods, nodes), *(attempt.peak_memory_mib for attempt in latest)])
-        return Knowledge(
-            is_on=True,
-            learned=frozenset(sample for sample in samples if self.learner.has_learned(sample)),
-            steady_s=self._recollection.steady_for(key, (samples, peak), now),
-            marks=marks,
-        )
-
-    async def look(self, key: str) -> None:
-        """Look at one job and do what has to be done."""
+    async def reconcile(self, key: str) -> None:
+        """Reconcile one job: take a snapshot, decide, perform."""
         job = self.jobs.get(key)
         if job is None:
-            self._recollection.forget(key)
-            self.predictions.forget(key)
-            self.queue.forget(key)
-            self._failures.pop(key, None)
+            self._forget(key)
             return
         decision = reconcile(self.snapshot(job))
         if decision.requeue_after_s is not None:
@@ -189,21 +170,71 @@ class Operator:
         if not any(isinstance(action, Predict) for action in decision.actions):
             self.predictions.forget(key)
 
-    async def look_safely(self, key: str) -> None:
-        """Look at one job; where that fails, look again later, and at the others meanwhile."""
+    def _forget(self, key: str) -> None:
+        self._expectations.forget(key)
+        self.predictions.forget(key)
+        self.queue.forget(key)
+        self._failures.pop(key, None)
+
+    def snapshot(self, job: GpuTrainingJob) -> Snapshot:
+        """Return everything that the reconciliation of a job reads."""
+        now = self._clock.monotonic()
+        key, uid = key_of(job), JobUid(job.metadata.uid)
+        pods = self.pods.of(uid)
+        names = sorted({pod.spec.node_name for pod in pods if pod.spec.node_name})
+        nodes = tuple(node for name in names if (node := self.nodes.get(name)) is not None)
+        digest = input_digest(job.spec.model, job.spec.training)
+        products = products_of(job, self.nodes.products)
+        keys = self.predictions.calibration_keys(job.spec, digest, products)
+        calibration = CalibrationState()
+        if self.calibrator.is_on:
+            latest = job.status.attempts[-1:]
+            samples = [sample_of(job, attempt) for attempt in latest]
+            peak = max([peak_of(pods, nodes), *(attempt.peak_memory_mib for attempt in latest)])
+            calibration = CalibrationState(
+                is_on=True,
+                learned=frozenset(sample for sample in samples if self.calibrator.has_learned(sample)),
+                peak_stable_s=self._expectations.peak_stable_s(key, (samples, peak), now),
+                keys=keys,
+            )
+        recorded = job.status.attempts[-1].pod_uids if job.status.attempts else ()
+        unreserved = pods_without_reservation(uid, pods, nodes)
+        return Snapshot(
+            job=job,
+            now=self._clock.now(),
+            digest=digest,
+            products=products,
+            prediction=self.predictions.get(key, digest, products, keys),
+            model_version=model_version(),
+            retry_in_s=self.predictions.retry_in_s(digest),
+            traces_ahead=self.predictions.ahead(digest),
+            pods=pods,
+            created_uids=self._expectations.created_uids(key, recorded),
+            expected=self._expectations.expected(key, now) - {pod.metadata.name for pod in pods},
+            is_template_checked=self._expectations.is_checked(key, generation_id(job)),
+            refusal=self._expectations.refusal(key, now),
+            unreserved_s=self._expectations.unreserved_s(key, unreserved, now),
+            nodes=nodes,
+            inventory=self.nodes.inventory,
+            backoff=self._settings.backoff,
+            calibration=calibration,
+        )
+
+    async def process(self, key: str) -> None:
+        """Reconcile one job; after a failure, requeue it with a growing delay."""
         began = self._clock.monotonic()
         try:
-            await self.look(key)
+            await self.reconcile(key)
         except Superseded as why:
             self._log.debug("decision superseded", job=key, why=str(why))
             result = "superseded"
             self.queue.add(key)
         except KubeError as error:
             result = "retry"
-            self._log.warning("look failed", job=key, error=str(error), retry_in_s=self._retry(key))
+            self._log.warning("reconciliation failed", job=key, error=str(error), retry_in_s=self._retry(key))
         except Exception:
             result = "error"
-            self._log.exception("look failed", job=key, retry_in_s=self._retry(key))
+            self._log.exception("reconciliation failed", job=key, retry_in_s=self._retry(key))
         else:
             result = "ok"
             self._failures.pop(key, None)
@@ -211,60 +242,31 @@ class Operator:
         self.metrics.reconcile_seconds.observe(self._clock.monotonic() - began)
 
     def _retry(self, key: str) -> float:
-        """Have a job looked at again after a failure; return the seconds until then."""
-        failures = self._failures.get(key, 0)
-        self._failures[key] = failures + 1
-        delay_s = float(min(_LONGEST_RETRY_S, _FIRST_RETRY_S * 2 ** min(failures, 10)))
+        """Requeue a job after a failure; return the delay in seconds."""
+        self._failures[key] = self._failures.get(key, 0) + 1
+        delay_s = _RETRY.after(self._failures[key])
         self.queue.add_after(key, delay_s)
         return delay_s
 
-    async def sweep(self) -> None:
-        """List all jobs, to hear of what kopf's watch missed: it tells nothing of deletions that it slept through."""
-        before = {job.metadata.uid: key_of(job) for job in self.jobs}
-        for namespace in self._settings.namespace_list or ("",):
-            token = ""
-            while True:
-                page = await self._api.list_page(GPU_TRAINING_JOBS, Selector(namespace=namespace), continue_token=token)
-                for raw in page.items:
-                    before.pop(self._listed(raw), None)
-                token = page.continue_token
-                if not token:
-                    break
-        for uid, key in before.items():
-            self.jobs.remove(key, uid)
-
-    def _listed(self, raw: msgspec.Raw) -> str:
-        """Take note of a listed job; return its UID."""
-        try:
-            job = msgspec.json.decode(raw, type=GpuTrainingJob)
-        except msgspec.ValidationError as error:
-            self._log.error("malformed job skipped", error=str(error))
-            return msgspec.json.decode(raw, type=_Nameplate).metadata.uid
-        self.jobs.put(job)
-        return job.metadata.uid
+    # The process
 
     async def run(self, started: asyncio.Event | None = None) -> None:
-        """Work for ever.
+        """Run until cancelled.
 
         Args:
-            started: Set once every task of the operator exists, so that who stops tasks can tell them from others.
+            started: Set once every task of the operator exists.
         """
-        await self.learner.load()
+        await self.calibrator.load()
         async with asyncio.TaskGroup() as group:
-            group.create_task(self.learner.run(), name="learner")
+            group.create_task(self.calibrator.run(), name="calibrator")
             for reflector in self.pod_reflectors:
                 group.create_task(reflector.run(), name="pods")
             group.create_task(self.node_reflector.run(), name="gpunodes")
-            group.create_task(self._sweeps.run(), name="sweep")
+            group.create_task(self._resync.run(), name="resync")
             for number in range(self._settings.workers):
                 group.create_task(self._work(), name=f"worker {number}")
             if started is not None:
                 started.set()
-
-    async def close(self) -> None:
-        """Let go of what runs in the background."""
-        await self.predictions.close()
-        self.learner.close()
 
     async def _work(self) -> None:
         for reflector in self.pod_reflectors:
@@ -273,19 +275,19 @@ class Operator:
         while True:
             key = await self.queue.take()
             try:
-                await self.look_safely(key)
+                await self.process(key)
             finally:
                 self.queue.done(key)
+
+    async def close(self) -> None:
+        """Stop what runs in the background."""
+        await self.predictions.close()
+        self.calibrator.close()
 
 
 class _Meta(msgspec.Struct, frozen=True):
     uid: str = ""
 
 
-class _Nameplate(msgspec.Struct, frozen=True):
+class _Identity(msgspec.Struct, frozen=True):
     metadata: _Meta = _Meta()
-
-
-def build(settings: OperatorSettings, api: KubeApi, clock: Clock, tracer: Tracer) -> Operator:
-    """Build the operator from its ports."""
-    return Operator(settings, api, clock, tracer)

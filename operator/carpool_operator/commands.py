@@ -1,4 +1,4 @@
-"""`carpool operator`."""
+"""`carpool operator`: the process, with its API client, metrics server and kopf."""
 
 import asyncio
 import gc
@@ -19,28 +19,27 @@ from carpool_core.metrics import serve as serve_metrics
 from carpool_core.settings import MisconfiguredError, SettingsError, click_options
 from carpool_predictor.tracing.source import SubprocessTracer
 
-from carpool_operator.app import build
+from carpool_operator.app import Operator
 from carpool_operator.handlers import kopf_settings, registry_for
 from carpool_operator.settings import OperatorSettings
 
-_COLLECTED = (10_000, 10, 100)
-"""Thresholds of the collector. At its usual ones it goes through all jobs and pods again and again while many come,
-which took a seventh of the operator's time."""
+_GC_THRESHOLDS = (10_000, 10, 100)
+"""With Python's defaults the collector scans all jobs and pods so often that it takes a seventh of the CPU time."""
 
 
 class NotInstalledError(Exception):
-    """The cluster lacks Carpool's resource types; the message says how to install them."""
+    """The cluster lacks Carpool's CRDs."""
 
 
 async def check_installed(api: KubeApi, namespaces: Sequence[str]) -> None:
-    """See that the cluster knows our resource types, which kopf looks for only once.
+    """Check that the cluster has our CRDs; kopf looks for them only once.
 
     Args:
         api: The cluster.
-        namespaces: Where jobs may be read; everywhere when empty.
+        namespaces: Namespaces in which jobs may be read; all if empty.
 
     Raises:
-        NotInstalledError: It does not.
+        NotInstalledError: A CRD is missing.
     """
     for kind in (GPU_TRAINING_JOBS, GPU_NODES):
         try:
@@ -53,11 +52,11 @@ async def check_installed(api: KubeApi, namespaces: Sequence[str]) -> None:
 
 
 async def serve(settings: OperatorSettings) -> None:
-    """Run until SIGTERM or SIGINT, or until something fails for good."""
+    """Run until SIGTERM, SIGINT or a permanent failure."""
     clock, log = SystemClock(), structlog.get_logger()
     async with connect(settings.kube) as api:
         await check_installed(api, settings.namespace_list)
-        operator = build(settings, api, clock, SubprocessTracer(settings.trace_limits))
+        operator = Operator(settings, api, clock, SubprocessTracer(settings.trace_limits))
         stop, started = asyncio.Event(), asyncio.Event()
         server = await serve_metrics(
             operator.metrics.registry, settings.metrics_port, settings.metrics_host, operator.unready
@@ -65,10 +64,10 @@ async def serve(settings: OperatorSettings) -> None:
         log.info("serving metrics", port=server.port)
         running = asyncio.create_task(operator.run(started), name="operator")
         running.add_done_callback(lambda _: stop.set())
-        # kopf stops every task that is younger than itself, so ours have to exist first.
+        # At its end kopf cancels every task that is younger than itself, so ours have to exist first.
         await started.wait()
-        gc.freeze()  # modules and models, which stay
-        gc.set_threshold(*_COLLECTED)
+        gc.freeze()
+        gc.set_threshold(*_GC_THRESHOLDS)
         try:
             await kopf.operator(
                 registry=registry_for(operator, settings.kube, clock, stop),
@@ -90,9 +89,9 @@ async def serve(settings: OperatorSettings) -> None:
 @click.command(short_help="Run the operator, which carries jobs from admission to their end.")
 @click_options(OperatorSettings)
 def operator(settings: OperatorSettings) -> None:
-    """Run the operator: it predicts GpuTrainingJobs, creates and follows their pods, and keeps their status true."""
+    """Run the operator: it predicts GpuTrainingJobs, creates and follows their pods, and writes their status."""
     logs.configure(settings.log, "operator")
-    # kopf tells of each event that it handed over; what became of it we log ourselves.
+    # kopf logs each event that it delivers; the operator logs the result itself.
     logging.getLogger("kopf.objects").setLevel(logging.WARNING)
     try:
         uvloop.run(serve(settings))

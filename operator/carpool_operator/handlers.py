@@ -1,11 +1,9 @@
-"""kopf's part: it watches the jobs, logs in, and ends the process well on SIGTERM.
+"""kopf's handlers: kopf watches the jobs, logs in, and ends the process on SIGTERM.
 
-Pods and GpuNodes come through the core's reflector instead. kopf keeps no cache, hands over whole objects as
-dictionaries, and after an expired watch (410) lists again without telling what was deleted meanwhile: a running job
-whose pod disappeared just then would wait for ever. A job whose deletion goes unheard does no harm: nothing can be
-written to it, and when kopf lists again the operator sweeps out what is gone. Jobs have neither finalizers nor kopf's
-annotations, because nothing but `on.event` is used; the prefixes are set all the same, so that a later handler leaves
-no foreign names in objects.
+Pods and GpuNodes come through the core's reflector. kopf keeps no cache, and after an expired watch (410) it lists
+again without reporting deletions, so a running job would never notice the loss of its pod. A lost deletion of a job
+does no harm: nothing can be written to the job, and each relist requests a resync. Only `on.event` is used, so jobs get
+neither finalizers nor kopf's annotations.
 """
 
 import asyncio
@@ -27,11 +25,11 @@ from carpool_core.settings import KubeSettings
 from carpool_operator.app import Operator
 
 
-class Pauses:
-    """Pauses of a call that the API server does not answer, or answers with 5xx, 403 or 429, in seconds.
+class RetryDelays:
+    """Endless delays in seconds between tries of a call that the API server answers with 5xx, 403, 429 or not at all.
 
-    Without end: after the last of a finite sequence kopf gives up, and the process with it, while it could go on with
-    what it knows. Each call begins anew. kopf's own grow to 21 s, for which new jobs would wait afterwards.
+    kopf gives up after a finite sequence and ends the process. Its own delays grow to 21 s, which new jobs would wait
+    after an outage.
     """
 
     def __init__(self, *first_s: float, then_s: float) -> None:
@@ -41,30 +39,29 @@ class Pauses:
         return chain(self._first_s, repeat(self._then_s))
 
 
-_RETRIES_S = Pauses(0.5, 1, 2, 3, then_s=5)
+_RETRY_DELAYS = RetryDelays(0.5, 1, 2, 3, then_s=5)
 
 _WORKER_LIMIT = 32
 _WORKER_IDLE_S = 0.05
-"""kopf counts a worker that idles after its last event against the limit: idling for its five seconds, 32 workers would
-let through six jobs a second."""
+"""kopf counts idle workers against the limit. With its default of 5 s, 32 workers would handle six jobs a second."""
 
 
-class NoDiffs(kopf.DiffBaseStorage):
-    """Keeps nothing to compare jobs with. kopf would copy each job of each event twice, for handlers that we lack."""
+class NullDiffBase(kopf.DiffBaseStorage):
+    """Stores nothing. kopf would copy each job twice per event for handlers that are not used."""
 
     def build(self, **_: Any) -> kopf.BodyEssence:
-        """Say that nothing of a job is compared."""
+        """Return nothing to compare."""
         return kopf.BodyEssence()
 
     def fetch(self, **_: Any) -> None:
-        """Find nothing of earlier."""
+        """Return nothing."""
 
     def store(self, **_: Any) -> None:
-        """Keep nothing."""
+        """Store nothing."""
 
 
-def kopf_settings(pauses_s: Pauses = _RETRIES_S) -> kopf.OperatorSettings:
-    """Configure kopf: alone, silent in the cluster, ours in every name that it could write."""
+def kopf_settings(retry_delays: RetryDelays = _RETRY_DELAYS) -> kopf.OperatorSettings:
+    """Return kopf's settings: no peering, no events, and our prefix in every name that kopf could write."""
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
     settings.peering.standalone = True
@@ -72,21 +69,21 @@ def kopf_settings(pauses_s: Pauses = _RETRIES_S) -> kopf.OperatorSettings:
     settings.queueing.worker_limit = _WORKER_LIMIT
     settings.queueing.idle_timeout = _WORKER_IDLE_S
     settings.watching.chunk_size = 500
-    settings.networking.error_backoffs = pauses_s
+    settings.networking.error_backoffs = retry_delays
     settings.persistence.finalizer = keys.FINALIZER
     settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=keys.DOMAIN)
-    settings.persistence.diffbase_storage = NoDiffs()
+    settings.persistence.diffbase_storage = NullDiffBase()
     return settings
 
 
-def hear(operator: Operator, event: kopf.RawEvent) -> None:
-    """Pass on what kopf's watch tells of a job; one that does not fit our types is told of, and left as it is."""
+def handle_event(operator: Operator, event: kopf.RawEvent) -> None:
+    """Pass a job's event to the operator; log and skip a malformed job."""
     try:
         job = msgspec.convert(dict(event["object"]), GpuTrainingJob)
     except msgspec.ValidationError as error:
         metadata = event["object"].get("metadata", {})
-        where = f"{metadata.get('namespace')}/{metadata.get('name')}"
-        structlog.get_logger().error("malformed job skipped", job=where, error=str(error))
+        name = f"{metadata.get('namespace')}/{metadata.get('name')}"
+        structlog.get_logger().error("malformed job skipped", job=name, error=str(error))
         return
     if event["type"] is None:
         operator.job_listed(job)
@@ -95,7 +92,7 @@ def hear(operator: Operator, event: kopf.RawEvent) -> None:
 
 
 def session_for(endpoint: Endpoint, clock: Clock) -> kopf.AiohttpSession:
-    """Log in as the rest of the process does. kopf calls again, and so reads the token again, when it is refused."""
+    """Return a session with the process's credentials. kopf requests another, with a new token, after a 401."""
     token = endpoint.token.at(clock.monotonic())
     return kopf.AiohttpSession(
         server=endpoint.server,
@@ -108,7 +105,7 @@ def session_for(endpoint: Endpoint, clock: Clock) -> kopf.AiohttpSession:
 
 
 def registry_for(operator: Operator, kube: KubeSettings, clock: Clock, stop: asyncio.Event) -> kopf.OperatorRegistry:
-    """Register what kopf calls. `stop` is kopf's stop flag."""
+    """Return the handlers that kopf calls. `stop` is kopf's stop flag."""
     registry = kopf.OperatorRegistry()
 
     @kopf.on.login(id="login", registry=registry)
@@ -119,11 +116,11 @@ def registry_for(operator: Operator, kube: KubeSettings, clock: Clock, stop: asy
         GPU_TRAINING_JOBS.group, GPU_TRAINING_JOBS.version, GPU_TRAINING_JOBS.plural, id="job", registry=registry
     )
     async def job_changed(event: kopf.RawEvent, **_: Any) -> None:
-        hear(operator, event)
+        handle_event(operator, event)
 
     @kopf.on.cleanup(id="stop", registry=registry)
     async def stopping(**_: Any) -> None:
-        # After a signal kopf leaves its own waiter for this flag behind, and then waits five seconds for it to end.
+        # After a signal kopf's own task still waits for this flag, and kopf would wait five seconds for that task.
         stop.set()
 
     return registry

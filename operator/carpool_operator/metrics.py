@@ -1,4 +1,4 @@
-"""What the operator measures of itself."""
+"""Metrics of the operator."""
 
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +27,7 @@ class _JobStates(Collector):
 
 
 class _Calibration(Collector):
-    """Tells when it is scraped what was learned, by stack."""
+    """Reports the calibration by stack when it is scraped."""
 
     def __init__(self, calibration: Callable[[], Calibration | None]) -> None:
         self._calibration = calibration
@@ -36,23 +36,23 @@ class _Calibration(Collector):
         known = self._calibration()
         in_use = GaugeMetricFamily(
             "carpool_operator_calibration_in_use",
-            "1 where predictions use what was learned; 0 where learning is off, or its ConfigMap cannot be read.",
+            "1 if predictions use the calibration; 0 if learning is off or its ConfigMap cannot be read.",
         )
         in_use.add_metric([], known is not None)
         yield in_use
         labels = ["product", "precision", "driver"]
         jobs = GaugeMetricFamily(
-            "carpool_operator_calibration_jobs", "Different jobs that a stack was learned from.", labels=labels
+            "carpool_operator_calibration_jobs", "Different jobs that a stack was calibrated from.", labels=labels
         )
         runs = GaugeMetricFamily(
-            "carpool_operator_calibration_runs", "Runs of a stack that were taken in, ever.", labels=labels
+            "carpool_operator_calibration_runs", "Runs of a stack that were learned, ever.", labels=labels
         )
         refused = GaugeMetricFamily(
-            "carpool_operator_calibration_refused_runs", "Runs that cannot be right, ever.", labels=labels
+            "carpool_operator_calibration_refused_runs", "Runs with invalid measurements, ever.", labels=labels
         )
         coverage = GaugeMetricFamily(
             "carpool_operator_calibration_coverage_ratio",
-            "Share of a stack's last 100 judged runs whose memory lay under the bound; absent before the first.",
+            "Share of a stack's last 100 judged runs whose memory was below the bound; absent before the first.",
             labels=labels,
         )
         for state in known.stacks if known is not None else ():
@@ -66,7 +66,7 @@ class _Calibration(Collector):
 
 
 class Metrics:
-    """The operator's metrics in a registry of their own."""
+    """The operator's metrics with their own registry."""
 
     def __init__(
         self,
@@ -78,19 +78,19 @@ class Metrics:
         build_info(self.registry, "operator", version)
         self.reconcile_seconds = Histogram(
             "carpool_operator_reconcile_seconds",
-            "Time of one look at a job, its writes included.",
+            "Duration of one reconciliation, including its writes.",
             registry=self.registry,
             buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10),
         )
         self.reconcile_total = Counter(
             "carpool_operator_reconcile_total",
-            "Looks at jobs, by result: ok, superseded (the job had changed), retry (the API failed), error (a defect).",
+            "Reconciliations by result: ok, superseded (the job had changed), retry (API error), error (a defect).",
             ["result"],
             registry=self.registry,
         )
         self.prediction_seconds = Histogram(
             "carpool_operator_prediction_seconds",
-            "Time of one prediction, the tracing of a model included.",
+            "Duration of one prediction, including the tracing of its model.",
             registry=self.registry,
             buckets=(0.001, 0.01, 0.1, 1, 2.5, 5, 10, 30, 60, 120),
         )

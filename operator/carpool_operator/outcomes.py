@@ -237,8 +237,8 @@ def attribute_oom(
         return outcome
     if place.measured_mib is not None:
         why = (
-            f"its bound was more than the measured {place.measured_mib:,} MiB that it counted with when others joined "
-            "it; its next attempts count with the bound"
+            f"it counted with its measured {place.measured_mib:,} MiB, less than its bound, and others had joined it; "
+            "its next attempts count with the bound"
         )
         return Outcome(outcome.reason, f"{outcome.message}; {why}", charged=False)
     takers = _takers(place, status, nodes)

@@ -11,7 +11,7 @@ from carpool_operator.attempts import Backoff
 
 @dataclass(frozen=True)
 class OperatorSettings:
-    """What can be set; each field is a flag and an environment variable."""
+    """Each field is a flag and an environment variable."""
 
     kube: KubeSettings = field(default_factory=KubeSettings)
     log: LogSettings = field(default_factory=LogSettings)
@@ -19,7 +19,7 @@ class OperatorSettings:
         "",
         flag="--namespaces",
         env="CARPOOL_NAMESPACES",
-        help="Namespaces whose jobs are looked after, separated by commas; all of them where empty.",
+        help="Namespaces whose jobs are handled, separated by commas; all if empty.",
     )
     metrics_host: str = setting(
         "0.0.0.0",  # noqa: S104  # scraped and probed from outside the pod
@@ -29,7 +29,7 @@ class OperatorSettings:
     )
     metrics_port: int = metrics_port(9402)
     workers: int = setting(
-        16, flag="--workers", env="CARPOOL_WORKERS", minimum=1, help="Jobs that are looked at at the same time."
+        16, flag="--workers", env="CARPOOL_WORKERS", minimum=1, help="Jobs that are reconciled at the same time."
     )
     trace_timeout_s: float = setting(
         120.0,
@@ -37,7 +37,7 @@ class OperatorSettings:
         env="CARPOOL_TRACE_TIMEOUT_SECONDS",
         minimum=1,
         maximum=86400,
-        help="Seconds after which tracing a catalog or graph model is given up.",
+        help="Seconds after which tracing a catalog or graph model is cancelled.",
     )
     trace_memory_mib: int = setting(
         3072,
@@ -70,34 +70,34 @@ class OperatorSettings:
         "",
         flag="--calibration",
         env="CARPOOL_CALIBRATION",
-        help="ConfigMap, as NAMESPACE/NAME, in which the operator keeps what jobs that ran taught of the memory of "
-        "others; nothing is learned, and predictions are as shipped, where empty.",
+        help="ConfigMap, as NAMESPACE/NAME, in which the operator stores the calibration that it learns from measured "
+        "jobs. If empty, it learns nothing, and predictions are uncalibrated.",
     )
     share_unmeasured: bool = setting(
         False,
         flag="--share-unmeasured",
         env="CARPOOL_SHARE_UNMEASURED",
-        help="Whether jobs share GPUs of a product, in a precision, of which too little was measured; otherwise they "
-        "run alone there until some have been. Where nothing is learned they always share, with a wider bound.",
+        help="Whether jobs share GPUs of a product and precision with too few measurements. Otherwise they run alone "
+        "there until enough were measured. Without learning they always share, with a wider memory bound.",
     )
 
     @property
     def calibration_place(self) -> tuple[str, str] | None:
-        """Namespace and name of the ConfigMap; None where nothing is learned.
+        """Namespace and name of the ConfigMap; None if learning is off.
 
         Raises:
-            SettingsError: It is not of the form NAMESPACE/NAME.
+            SettingsError: The setting is not NAMESPACE/NAME.
         """
         return place_of(self.calibration)
 
     @property
     def trace_limits(self) -> TraceLimits:
-        """What tracing a model may take."""
+        """Limits of tracing a model."""
         return TraceLimits(timeout_s=self.trace_timeout_s, memory_mib=self.trace_memory_mib, concurrency=self.traces)
 
     @property
     def backoff(self) -> Backoff:
-        """How long failed jobs wait."""
+        """Backoff between attempts of a failed job."""
         return Backoff(first_s=self.backoff_s, most_s=self.backoff_most_s)
 
     @property

@@ -7,7 +7,7 @@ from typing import Any
 from carpool_core.clock import rfc3339
 from carpool_core.kube.api import CONFIG_MAPS, GPU_NODES, PODS
 from carpool_core.resources.prediction import MemoryPrediction
-from carpool_operator.informers import NEWS_S
+from carpool_operator.work_queue import DEBOUNCE_S
 from carpool_predictor.calibration.document import Calibration, StackState, read_calibration
 from carpool_predictor.calibration.store import KEY
 from operator_fixtures import FEATURES
@@ -70,7 +70,7 @@ async def seen(of: World, peak_mib: int, name: str = "x", **measures: Any) -> No
     """Let the agent report, and the operator hear of it."""
     of.measure(peak_mib, name, **measures)
     of.hear()
-    of.clock.advance(NEWS_S + 1)  # a second, for jobs beside it on the node have their turns, too
+    of.clock.advance(DEBOUNCE_S + 1)  # a second, for jobs beside it on the node have their turns, too
     await of.settle()
 
 
@@ -110,11 +110,11 @@ async def run_until_on(of: World, mend: Callable[[int], None] = _nothing) -> tup
     async def sleep(seconds: float) -> None:
         naps.append(seconds)
         mend(len(naps))
-        if of.operator.learner.is_on:
+        if of.operator.calibrator.is_on:
             raise SeenEnoughError
 
-    running = asyncio.create_task(of.operator.learner.run(sleep))
+    running = asyncio.create_task(of.operator.calibrator.run(sleep))
     for _ in range(20):
         await asyncio.sleep(0)
-    assert of.operator.learner.is_on
+    assert of.operator.calibrator.is_on
     return running, naps

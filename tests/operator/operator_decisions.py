@@ -51,4 +51,4 @@ def settled(of: GpuTrainingJob) -> GpuTrainingJob:
 def again(before: Snapshot, decision: Decision, **changes: Any) -> Decision:
     """Reconcile once more with the written status."""
     of = msgspec.structs.replace(before.job, status=status_of(decision, before.job))
-    return reconcile(replace(before, **{"made": made(changes.get("pods", before.pods)), **changes, "job": of}))
+    return reconcile(replace(before, **{"created_uids": made(changes.get("pods", before.pods)), **changes, "job": of}))

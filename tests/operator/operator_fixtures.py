@@ -174,7 +174,7 @@ def snapshot(of: GpuTrainingJob, *, after_s: float = 0.0, **changes: Any) -> Sna
         "digest": DIGEST,
         "products": (A100,),
         "is_template_checked": True,
-        "made": made(changes.get("pods", ())),
+        "created_uids": made(changes.get("pods", ())),
         "inventory": Counter(node_kind(n.status.devices) for n in nodes),
     }
     return Snapshot(job=of, **(defaults | changes))

@@ -13,7 +13,7 @@ from carpool_core.resources.job import GpuTrainingJob, ModelSource, Training
 from carpool_core.resources.node import GpuNode
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
-from carpool_operator.app import Operator, build
+from carpool_operator.app import Operator
 from carpool_operator.settings import OperatorSettings
 from carpool_predictor.features import Abstention
 from operator_fixtures import FEATURES, device, job_body, reservation
@@ -91,7 +91,7 @@ class World:
 
     def start(self) -> None:
         """Start the operator, which knows nothing yet."""
-        self.operator: Operator = build(self.settings, self.kube, self.clock, self.tracer)
+        self.operator: Operator = Operator(self.settings, self.kube, self.clock, self.tracer)
         self._heard: dict[str, dict[str, Any]] = {"pods": {}, "gpunodes": {}, "gputrainingjobs": {}}
         self._is_loaded = False
 
@@ -104,7 +104,7 @@ class World:
         """Bring the operator's caches up to date, all or all but the pods'."""
         operator = self.operator
         for old, new in self._news(GPU_NODES, GpuNode):
-            operator.fleet.changed(old, new)
+            operator.nodes.changed(old, new)
         if pods:
             for old_pod, new_pod in self._news(PODS, Pod):
                 operator.pod_changed(old_pod, new_pod)
@@ -125,7 +125,7 @@ class World:
     async def settle(self, *, pods: bool = True, rounds: int = 50) -> None:
         """Let the operator do all that it wants to do now."""
         if not self._is_loaded:
-            await self.operator.learner.load()
+            await self.operator.calibrator.load()
             self._is_loaded = True
         for _ in range(rounds):
             self.hear(pods=pods)
@@ -136,20 +136,20 @@ class World:
                     continue
                 return
             try:
-                await self.operator.look_safely(key)
+                await self.operator.process(key)
             finally:
                 self.operator.queue.done(key)
         raise AssertionError(f"the operator does not come to rest in {rounds} looks")
 
     async def _learn(self) -> bool:
         """Let the operator write what it has learned; whether there was anything, and it was written."""
-        if self.operator.learner.is_settled:
+        if self.operator.calibrator.is_settled:
             return False
         try:
-            await self.operator.learner.flush()
+            await self.operator.calibrator.flush()
         except KubeError:
             return False
-        return self.operator.learner.is_settled
+        return self.operator.calibrator.is_settled
 
     async def survive(self, write: int, *, happens: bool) -> bool:
         """Let the operator work until it is killed at a write, and start it again; False where it needed fewer."""

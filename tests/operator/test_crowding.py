@@ -79,7 +79,7 @@ def test_who_grew_is_not_charged_but_learned_from() -> None:
     decision = reconcile(snapshot(of, pods=(failed(),), nodes=(home(1),)))
     status = status_of(decision, of)
     assert (status.attempts[0].outcome, status.restarts) == ("GpuOutOfMemory", 0)
-    assert "promised more than the 5,500 MiB that it counted with" in condition(decision, of, "Placed").message
+    assert "it counted with its measured 5,500 MiB, less than its bound" in condition(decision, of, "Placed").message
 
 
 def test_who_had_nobody_beside_it_is_charged() -> None:
@@ -107,7 +107,7 @@ def test_a_job_that_never_finds_peace_is_charged_in_the_end() -> None:
     decision = reconcile(snapshot(of, pods=(fourth,), nodes=(home(37000),)))
     status = status_of(decision, of)
     assert (status.attempts[-1].outcome, status.restarts) == ("GpuOutOfMemory", 1), "which is learned from"
-    assert "as 3 attempts have ended so already" in status.attempts[-1].message
+    assert "because 3 attempts ended so before" in status.attempts[-1].message
 
 
 def test_who_grew_is_known_after_what_was_measured_of_it_is_void() -> None:

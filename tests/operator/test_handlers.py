@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from carpool_core.settings import KubeSettings
-from carpool_operator.handlers import Pauses, hear, kopf_settings, registry_for
+from carpool_operator.handlers import RetryDelays, handle_event, kopf_settings, registry_for
 from kopf._cogs.clients.api import request as call
 from kopf._cogs.clients.auth import APIContext
 from operator_fixtures import job_body
@@ -26,19 +26,19 @@ def event(kind: str | None, **metadata: str) -> kopf.RawEvent:
 def test_events_feed_the_jobs() -> None:
     operator = World().operator
     for kind in (None, "ADDED", "MODIFIED"):
-        hear(operator, event(kind))
+        handle_event(operator, event(kind))
     assert len(operator.jobs) == 1
-    hear(operator, event("DELETED", uid="of-a-namesake"))
+    handle_event(operator, event("DELETED", uid="of-a-namesake"))
     assert len(operator.jobs) == 1
-    hear(operator, event("DELETED"))
+    handle_event(operator, event("DELETED"))
     assert len(operator.jobs) == 0
 
 
 def test_older_news_is_ignored() -> None:
     operator = World().operator
-    hear(operator, event("MODIFIED", resourceVersion="9"))
-    hear(operator, event("MODIFIED", resourceVersion="10"))
-    hear(operator, event("MODIFIED", resourceVersion="8"))
+    handle_event(operator, event("MODIFIED", resourceVersion="9"))
+    handle_event(operator, event("MODIFIED", resourceVersion="10"))
+    handle_event(operator, event("MODIFIED", resourceVersion="8"))
     job = operator.jobs.get("default/x")
     assert job is not None
     assert job.metadata.resource_version == "10"
@@ -46,17 +46,17 @@ def test_older_news_is_ignored() -> None:
 
 def test_list_in_mid_life_asks_for_a_sweep() -> None:
     operator = World().operator
-    hear(operator, event(None))
-    assert not operator.is_sweep_wanted, "the first list tells of everything"
-    hear(operator, event(None))
-    assert operator.is_sweep_wanted
+    handle_event(operator, event(None))
+    assert not operator.is_resync_requested, "the first list tells of everything"
+    handle_event(operator, event(None))
+    assert operator.is_resync_requested
 
 
 def test_malformed_job_stops_nothing() -> None:
     operator = World().operator
     odd = event("ADDED")
     odd["object"]["spec"]["workers"] = "many"  # type: ignore[typeddict-item]
-    hear(operator, odd)
+    handle_event(operator, odd)
     assert len(operator.jobs) == 0
 
 
@@ -88,7 +88,7 @@ async def test_api_server_in_trouble_does_not_end_the_operator(status: int) -> N
         answered = await call(
             "get",
             "/jobs",
-            settings=kopf_settings(Pauses(then_s=0)),
+            settings=kopf_settings(RetryDelays(then_s=0)),
             context=APIContext(kopf.AiohttpSession(server=str(server.make_url("/")), aiohttp_session=session)),
             logger=logging.getLogger("kopf"),
         )
@@ -97,6 +97,6 @@ async def test_api_server_in_trouble_does_not_end_the_operator(status: int) -> N
 
 def test_pauses_grow_and_never_end() -> None:
     pauses = kopf_settings().networking.error_backoffs
-    assert isinstance(pauses, Pauses)
+    assert isinstance(pauses, RetryDelays)
     for _ in range(2):
         assert [*islice(pauses, 6)] == [0.5, 1, 2, 3, 5, 5], "each call begins anew"

@@ -8,9 +8,9 @@ from carpool_core import keys
 from carpool_core.clock import rfc3339
 from carpool_core.kube.api import EVENTS, PODS
 from carpool_core.resources.job import GpuTrainingJob
-from carpool_operator.informers import NEWS_S
 from carpool_operator.pods import build_pod, is_as_built
-from carpool_operator.reconcile import REFUSED_AGAIN_AFTER_S, reconcile
+from carpool_operator.reconcile import REFUSAL_TIMEOUT_S, reconcile
+from carpool_operator.work_queue import DEBOUNCE_S
 from operator_decisions import created, deleted, events, predicted_job, status_of
 from operator_fixtures import NOW, job, node, pod, reservation, snapshot, terminated
 from operator_world import World
@@ -84,7 +84,7 @@ def test_pod_that_stands_there_before_ours_is_not_followed() -> None:
 
 def test_pod_of_an_attempt_that_an_older_version_wrote_is_ours() -> None:
     of = recorded()
-    decision = reconcile(snapshot(of, pods=(pod(phase="Succeeded"),), made=frozenset()))
+    decision = reconcile(snapshot(of, pods=(pod(phase="Succeeded"),), created_uids=frozenset()))
     assert status_of(decision, of).state == "Complete"
 
 
@@ -103,7 +103,7 @@ async def test_forged_pod_in_the_way_is_deleted_and_ours_is_made() -> None:
     assert [p["metadata"]["uid"] == forged for p in world.pods()] == [False]
     assert world.pods()[0]["spec"]["containers"][0]["image"] == "train:1"
     assert "ForeignPod" in {event["reason"] for event in world.kube.dump_all(EVENTS)}
-    world.clock.advance(NEWS_S)
+    world.clock.advance(DEBOUNCE_S)
     await world.settle()
     assert world.job().status.attempts[0].pod_uids == [world.pods()[0]["metadata"]["uid"]]
 
@@ -120,8 +120,8 @@ async def test_pod_in_the_way_that_is_slow_to_go_is_waited_for(image: str) -> No
     await world.settle()
     assert [call.verb for call in world.kube.calls if call.plural == "pods"] == ["check", "create", "get"]
     placed = next(c for c in world.job().status.conditions if c.type == "Placed")
-    assert (placed.reason, "x-worker-0-1 stands in the way" in placed.message) == ("PodNameTaken", True)
-    world.clock.advance(REFUSED_AGAIN_AFTER_S)
+    assert (placed.reason, "x-worker-0-1 has the worker's name" in placed.message) == ("PodNameTaken", True)
+    world.clock.advance(REFUSAL_TIMEOUT_S)
     await world.settle()
     assert [call.verb for call in world.kube.calls if call.plural == "pods"][3:] == ["create", "get"]
     world.kube.lose(PODS, "x-worker-0-1", "default")

@@ -7,7 +7,7 @@ import pytest
 from carpool_core.kube.api import CONFIG_MAPS, EVENTS
 from carpool_core.kube.errors import Conflict, Forbidden, Overloaded, Unreachable
 from carpool_core.settings import SettingsError
-from carpool_operator.calibrator import PAUSE_S, REPAIRED_S
+from carpool_operator.calibrator import PAUSE_S, REPAIR_POLL_S
 from carpool_operator.settings import OperatorSettings
 from carpool_predictor.calibration.document import Calibration
 from carpool_predictor.calibration.store import KEY
@@ -72,7 +72,7 @@ async def test_a_configmap_that_is_written_all_the_time_is_told_of_and_tried_aga
     of.end_pod("y-worker-0-1")
     await of.settle()
     assert stack(of).seen == 1
-    assert not of.operator.learner.is_settled
+    assert not of.operator.calibrator.is_settled
     await of.settle()
     assert stack(of).seen == 2
 
@@ -95,7 +95,7 @@ async def test_what_cannot_be_read_is_told_and_left_alone(content: str, word: st
     (event,) = [e for e in of.kube.dump_all(EVENTS) if e["reason"] == "CalibrationUnreadable"]
     assert word in event["message"]
     assert event["involvedObject"]["name"] == NAME
-    assert not of.operator.learner.is_on
+    assert not of.operator.calibrator.is_on
     # Repaired, it is used from the next start on.
     of.kube.seed(CONFIG_MAPS, {"metadata": {"name": NAME, "namespace": NAMESPACE}, "data": {"a": "b"}})
     of.start()
@@ -109,20 +109,20 @@ async def test_a_document_that_was_repaired_is_used_without_a_restart() -> None:
     place = {"metadata": {"name": NAME, "namespace": NAMESPACE}}
     of.kube.seed(CONFIG_MAPS, place | {"data": {KEY: "{"}})
     await of.settle()
-    assert not of.operator.learner.is_on
+    assert not of.operator.calibrator.is_on
 
     def mend(naps: int) -> None:
         if naps == 2:
             of.kube.seed(CONFIG_MAPS, place | {"data": {}})
 
     running, naps = await run_until_on(of, mend)
-    assert naps == [REPAIRED_S, REPAIRED_S]
+    assert naps == [REPAIR_POLL_S, REPAIR_POLL_S]
     of.apply()
     await begun(of)
     await seen(of, 3000)
     of.end_pod("x-worker-0-1")
     of.hear()
-    await of.operator.look_safely("default/x")
+    await of.operator.process("default/x")
     with pytest.raises(SeenEnoughError):
         await running
     assert stack(of).seen == 1
@@ -143,7 +143,7 @@ async def test_where_it_may_not_be_written_that_is_not_tried_every_few_seconds()
     await seen(of, 3000)
     of.end_pod("x-worker-0-1")
     of.hear()
-    await of.operator.look_safely("default/x")
+    await of.operator.process("default/x")
     naps: list[float] = []
 
     async def sleep(seconds: float) -> None:
@@ -154,8 +154,8 @@ async def test_where_it_may_not_be_written_that_is_not_tried_every_few_seconds()
     of.kube.fail_next("create", CONFIG_MAPS, Forbidden("may not"))
     of.kube.fail_next("create", CONFIG_MAPS, Overloaded("busy"))
     with pytest.raises(SeenEnoughError):
-        await of.operator.learner.run(sleep)
-    assert naps == [REPAIRED_S, PAUSE_S, PAUSE_S]
+        await of.operator.calibrator.run(sleep)
+    assert naps == [REPAIR_POLL_S, PAUSE_S, PAUSE_S]
     assert stack(of).seen == 1
 
 
@@ -165,13 +165,13 @@ async def test_one_failed_read_takes_nothing_away_and_trusts_nothing_more() -> N
     on_t4(of)
     await ran(of, 3000)
     of.kube.fail_next("get", CONFIG_MAPS, Overloaded("busy"))
-    await of.operator.learner.load()
-    assert of.operator.learner.is_on
+    await of.operator.calibrator.load()
+    assert of.operator.calibrator.is_on
     of.kube.fail_next("get", CONFIG_MAPS, Overloaded("busy"))
     of.start()
     of.apply("y", model=model(9))
     await of.settle()
-    assert not of.operator.learner.is_on
+    assert not of.operator.calibrator.is_on
     assert not memory(of, "y").trusted
     running, naps = await run_until_on(of)
     assert naps == [PAUSE_S]

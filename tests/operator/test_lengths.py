@@ -11,7 +11,7 @@ from carpool_core.resources.node import GpuNode
 from carpool_core.resources.prediction import Prediction, ProductPrediction
 from carpool_operator.actions import RecordEvent
 from carpool_operator.attempts import spec_digest
-from carpool_operator.prediction import lengths_of, told
+from carpool_operator.prediction import describe_duration, suitable_durations_s
 from carpool_operator.reconcile import reconcile
 from operator_decisions import condition, deleted, events, predicted_job, status_of
 from operator_fixtures import A100, abstention, job, node, pod, prediction, snapshot
@@ -51,7 +51,7 @@ def mixed() -> GpuNode:
 def test_only_gpus_that_it_may_have_tell_its_length(gpu: dict[str, Any], expected: dict[str, float]) -> None:
     of = job({"prediction": msgspec.to_builtins(BOTH)}, training={"steps": 1000}, gpu=gpu)
     here = snapshot(of, nodes=(mixed(),))
-    assert lengths_of(of, demand_of(of), here.inventory) == pytest.approx(expected)
+    assert suitable_durations_s(of, demand_of(of), here.inventory) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_only_gpus_that_it_may_have_tell_its_length(gpu: dict[str, Any], expecte
     ],
 )
 def test_length_is_told_in_a_unit_that_people_use(steps: int, seconds: float, said: str) -> None:
-    assert told(steps, {A100: seconds}) == said
+    assert describe_duration(steps, {A100: seconds}) == said
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_length_is_told_in_a_unit_that_people_use(steps: int, seconds: float, sa
     ],
 )
 def test_length_is_told_of_the_products_between_which_it_lies(lengths: dict[str, float], said: str) -> None:
-    assert told(35_000, lengths) == said
+    assert describe_duration(35_000, lengths) == said
 
 
 def test_length_is_told_with_the_prediction() -> None:

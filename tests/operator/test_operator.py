@@ -59,7 +59,7 @@ async def test_columns_of_kubectl_get_are_told_also_at_their_defaults() -> None:
     world = World()
     world.apply(model={"catalog": {"name": "timm/resnet50"}})
     world.hear()
-    await world.operator.look("default/x")
+    await world.operator.reconcile("default/x")
     status = world.kube.dump(GPU_TRAINING_JOBS, "x")["status"]
     assert (status["state"], status["restarts"]) == ("Predicting", 0)
     await world.settle()
@@ -129,12 +129,12 @@ async def test_job_that_never_fits_starts_when_a_larger_node_comes() -> None:
 async def test_template_that_the_api_server_refuses_fails_the_job() -> None:
     world = World()
     world.apply()
-    sentence = 'Pod "x-worker-0-1" is invalid: spec.containers[0].image: Required value'
-    world.kube.fail_next("create", PODS, Invalid(sentence, status=422))
+    template_message = 'Pod "x-worker-0-1" is invalid: spec.containers[0].image: Required value'
+    world.kube.fail_next("create", PODS, Invalid(template_message, status=422))
     await world.settle()
     failed = find(world.job().status, keys.CONDITION_FAILED)
     assert failed is not None
-    told = "spec.template.spec.containers[0].image: Required value; the job has ended by this: delete it, and apply"
+    told = "spec.template.spec.containers[0].image: Required value; this ended the job: delete it, and apply"
     assert (failed.reason, failed.message) == ("InvalidTemplate", f"{told} the corrected one")
     assert world.living() == []
 
@@ -159,7 +159,7 @@ async def test_pod_name_taken_by_somebody_else_is_said_and_healed() -> None:
     placed = find(world.job().status, keys.CONDITION_PLACED)
     assert placed is not None
     assert placed.reason == "PodNameTaken"
-    assert "belongs to nobody" in placed.message
+    assert "has no controller" in placed.message
     await world.kube.delete(PODS, "x-worker-0-1", namespace="default")
     world.clock.advance(15)
     await world.settle()
@@ -214,7 +214,7 @@ async def test_job_changed_by_its_user_meanwhile_is_read_again() -> None:
     for _ in range(5):
         await world.operator.predictions.idle()
         if (key := world.operator.queue.take_now()) is not None:
-            await world.operator.look_safely(key)
+            await world.operator.process(key)
             world.operator.queue.done(key)
     assert world.job().status.state == "Suspended"
     assert world.living() == []
@@ -247,7 +247,7 @@ async def test_deletion_that_the_watch_missed_is_found_by_the_sweep() -> None:
     world.apply()
     await world.settle()
     await world.kube.delete(GPU_TRAINING_JOBS, "x", namespace="default")
-    await world.operator.sweep()
+    await world.operator.resync()
     assert len(world.operator.jobs) == 0
 
 
@@ -260,7 +260,7 @@ async def test_deletion_that_the_watch_missed_is_found_by_a_write() -> None:
     for _ in range(3):
         await world.operator.predictions.idle()
         if (key := world.operator.queue.take_now()) is not None:
-            await world.operator.look_safely(key)
+            await world.operator.process(key)
             world.operator.queue.done(key)
     assert len(world.operator.jobs) == 0
     assert world.pods() == []

@@ -14,7 +14,7 @@ DISRUPTED = {"type": "DisruptionTarget", "status": "True", "reason": "Preemption
     ("status", "reason", "charged", "told"),
     [
         pytest.param(terminated(1, message=OOM), "GpuOutOfMemory", True, "2.00 GiB", id="GPU out of memory"),
-        pytest.param(terminated(137, reason="OOMKilled"), "HostOutOfMemory", True, "host's memory", id="OOMKilled"),
+        pytest.param(terminated(137, reason="OOMKilled"), "HostOutOfMemory", True, "host memory", id="OOMKilled"),
         pytest.param(terminated(3, message="bad"), "ContainerFailed", True, "exit code 3: bad", id="exit code"),
         pytest.param(
             {"reason": "Evicted", "message": "low on memory"}, "Evicted", True, "low on memory", id="evicted by node"

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from carpool_core import keys
 from carpool_core.kube.pods import Pod
-from carpool_operator.pods import attempt_of, build_pod, controller_uid, template_error, worker_of
+from carpool_operator.pods import attempt_of, build_pod, controller_of, template_error, worker_of
 from operator_fixtures import job, template
 
 
@@ -19,7 +19,7 @@ def test_pod_has_what_the_scheduler_and_the_operator_need() -> None:
     body = build_pod(of, 1, 3)
     read = msgspec.convert(body, Pod)
     assert body["metadata"]["name"] == "x-worker-1-3"
-    assert (worker_of(read), attempt_of(read), controller_uid(read)) == (1, 3, "job-uid")
+    assert (worker_of(read), attempt_of(read), controller_of(read.metadata)) == (1, 3, "job-uid")
     assert read.metadata.labels[keys.LABEL_JOB_UID] == "job-uid"
     spec = body["spec"]
     assert (spec["schedulerName"], spec["restartPolicy"]) == ("carpool-scheduler", "Never")
@@ -70,7 +70,7 @@ GPU = {keys.RESOURCE_GPU: 1}
 @pytest.mark.parametrize(
     ("own", "told"),
     [
-        pytest.param({}, "spec.template.spec must be", id="no spec"),
+        pytest.param({}, "spec.template.spec: expected a pod spec", id="no spec"),
         pytest.param(template(containers=[]), "at least one container", id="no container"),
         pytest.param(template(containers=["train"]), "at least one container", id="container is a word"),
         pytest.param(template(nodeName="n1"), "nodeName is set to n1", id="nodeName"),
@@ -89,11 +89,15 @@ GPU = {keys.RESOURCE_GPU: 1}
             id="init container",
         ),
         pytest.param(
-            template() | {"metadata": {"lables": {"team": "a"}}}, "template.metadata.lables: not one", id="misspelt"
+            template() | {"metadata": {"lables": {"team": "a"}}},
+            "template.metadata.lables: a template has no such field",
+            id="misspelt",
         ),
         pytest.param(template() | {"metadata": {"labels": ["a"]}}, "metadata.labels: expected names", id="list"),
         pytest.param(template() | {"metadata": "a"}, "metadata: expected labels", id="word"),
-        pytest.param(template() | {"sepc": {}}, "template.sepc: not one", id="misspelt beside the spec"),
+        pytest.param(
+            template() | {"sepc": {}}, "template.sepc: a template has no such field", id="misspelt beside the spec"
+        ),
         pytest.param(
             template() | {"metadata": {"annotations": {"carpool.dev/gpus": "GPU-0"}}},
             "metadata.annotations sets carpool.dev/gpus",
@@ -117,4 +121,4 @@ def test_good_template() -> None:
 def test_forged_controller_of_another_group_is_not_ours() -> None:
     owner = {"apiVersion": "evil.dev/v1", "kind": "GpuTrainingJob", "name": "x", "uid": "job-uid", "controller": True}
     read = msgspec.convert({"metadata": {"name": "p", "ownerReferences": [owner]}}, Pod)
-    assert controller_uid(read) is None
+    assert controller_of(read.metadata) is None

@@ -9,7 +9,7 @@ from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import JobSpec
 from carpool_core.testing.clock import FakeClock
 from carpool_operator.prediction import describe
-from carpool_operator.prediction_worker import Learned, Marks, Predictions, known_products
+from carpool_operator.prediction_worker import CalibrationKeys, CalibrationSource, PredictionWorker, known_products
 from carpool_predictor.calibration.document import Calibration
 from carpool_predictor.features import Abstention
 from carpool_predictor.predict import model_version
@@ -17,8 +17,8 @@ from operator_fixtures import A100, FEATURES, job, prediction
 from operator_world import FakeTracer, World
 
 
-def predictions(woken: list[str]) -> Predictions:
-    return Predictions(FakeTracer(), FakeClock(), wake=woken.append, took=lambda _: None)
+def predictions(woken: list[str]) -> PredictionWorker:
+    return PredictionWorker(FakeTracer(), FakeClock(), enqueue=woken.append, observe_seconds=lambda _: None)
 
 
 async def test_burst_of_different_jobs_is_computed_once_each() -> None:
@@ -69,11 +69,13 @@ async def test_what_is_learned_while_a_prediction_is_computed_is_not_taken_to_be
         nonlocal runs
         runs = 1
 
-    def marks(_spec: JobSpec, _products: tuple[str, ...], _size: float | None) -> Marks:
+    def marks(_spec: JobSpec, _products: tuple[str, ...], _size: float | None) -> CalibrationKeys:
         return {A100: (0, runs)}
 
-    learned = Learned(calibration, marks)
-    service = Predictions(FakeTracer(), FakeClock(), wake=lambda _: None, took=lambda _: None, learned=learned)
+    learned = CalibrationSource(calibration, marks)
+    service = PredictionWorker(
+        FakeTracer(), FakeClock(), enqueue=lambda _: None, observe_seconds=lambda _: None, source=learned
+    )
     service.request("a", job().spec, "digest", (A100,))
     await service.idle()
     assert runs == 1

@@ -59,7 +59,7 @@ def test_prediction_and_attempt_are_written_before_the_pods_are_created() -> Non
 def test_nothing_is_decided_twice() -> None:
     before = snapshot(job(), prediction=prediction())
     first = reconcile(before)
-    second = again(before, first, created=frozenset({"x-worker-0-1"}))
+    second = again(before, first, expected=frozenset({"x-worker-0-1"}))
     assert second.actions == ()
 
 

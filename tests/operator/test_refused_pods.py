@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from carpool_core.kube.api import EVENTS, PODS, SERVICES
 from carpool_core.kube.errors import Forbidden
-from carpool_operator.reconcile import REFUSED_AGAIN_AFTER_S, reconcile
+from carpool_operator.reconcile import REFUSAL_TIMEOUT_S, reconcile
 from carpool_operator.snapshot import Refusal
 from operator_decisions import again, condition, created, events, predicted_job, status_of
 from operator_fixtures import pod, snapshot
@@ -28,7 +28,7 @@ async def tried(world: World, refused: Forbidden | None, kind: str = "pods") -> 
     if refused is not None:
         world.kube.fail_next("create", SERVICES if kind == "services" else PODS, refused)
     await world.settle()
-    world.clock.advance(REFUSED_AGAIN_AFTER_S)
+    world.clock.advance(REFUSAL_TIMEOUT_S)
 
 
 async def test_refused_pod_is_a_warning_once_however_often_it_is_tried() -> None:

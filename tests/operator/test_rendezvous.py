@@ -7,7 +7,7 @@ import pytest
 from carpool_core.kube.api import SERVICES
 from carpool_core.kube.errors import Forbidden
 from carpool_operator.conditions import find
-from carpool_operator.pods import build_pod, build_service, owner_reference, service_name
+from carpool_operator.pods import build_pod, build_service, service_name
 from operator_fixtures import UID, job, template
 from operator_world import World
 
@@ -19,7 +19,7 @@ def variables(pod: dict[str, Any], container: int = 0) -> dict[str, str]:
 def test_each_worker_knows_its_rank_and_where_worker_0_is() -> None:
     """Regression: a job of several workers had to invent its own rendezvous."""
     of = job(workers=3, gpusPerWorker=2)
-    service = build_service(of, owner_reference(of))
+    service = build_service(of)
     pods = [build_pod(of, worker, 1) for worker in range(3)]
     assert [variables(pod)["RANK"] for pod in pods] == ["0", "1", "2"]
     first, *_ = pods
@@ -96,7 +96,7 @@ async def test_service_of_somebody_else_is_not_taken_over() -> None:
     world.apply(workers=2)
     await world.settle()
     assert reason(world)[0] == "ServiceNameTaken"
-    assert "service x-workers exists already and belongs to nobody" in reason(world)[1]
+    assert "service x-workers exists already and has no controller" in reason(world)[1]
     assert world.pods() == []
 
 

@@ -2,7 +2,7 @@
 
 from carpool_core.kube.api import GPU_NODES, PODS
 from carpool_operator.conditions import find
-from carpool_operator.informers import NEWS_S
+from carpool_operator.work_queue import DEBOUNCE_S
 from operator_fixtures import reservation
 from operator_world import World
 
@@ -19,7 +19,7 @@ async def bound_without_reservation(world: World, phase: str = "Pending") -> Non
 
 async def told(world: World) -> None:
     """Wait until news of pods are told."""
-    world.clock.advance(NEWS_S)
+    world.clock.advance(DEBOUNCE_S)
     await world.settle()
 
 
@@ -50,7 +50,7 @@ async def test_bound_pod_without_reservation_makes_way_for_the_next_attempt() ->
     await told(world)
     status = world.job().status
     assert [a.outcome for a in status.attempts] == ["NoReservation", "Running"]
-    assert "for 60 s its GpuNode held no reservation" in status.attempts[0].message
+    assert "its GpuNode held no reservation for it for 60 s" in status.attempts[0].message
     assert status.restarts == 0
     world.run_pods()
     await world.settle()
@@ -81,14 +81,14 @@ async def test_running_pod_whose_reservation_went_is_left_alone_and_told() -> No
     world.kube.seed(GPU_NODES, node)
     await world.settle()
     assert placed(world)[0] == "True", "a pod that just ended loses its reservation first"
-    world.clock.advance(NEWS_S)
+    world.clock.advance(DEBOUNCE_S)
     await world.settle()
     world.clock.advance(60)
     await world.settle()
     status, reason, message = placed(world)
     assert (status, reason) == ("False", "NoReservation")
     assert "x-worker-0-1 runs on node n1" in message
-    assert "left alone" in message
+    assert "it keeps running" in message
     job = world.job()
     assert (job.status.state, job.status.placement[0].node) == ("Running", "n1")
     assert world.living() == ["x-worker-0-1"]
@@ -106,9 +106,9 @@ async def test_neighbours_that_come_one_after_the_other_are_told_of_in_one_write
         )
         world.kube.seed(GPU_NODES, node)
         await world.settle()
-        world.clock.advance(NEWS_S / 4)
+        world.clock.advance(DEBOUNCE_S / 4)
     assert world.kube.writes == before
-    world.clock.advance(NEWS_S / 4)
+    world.clock.advance(DEBOUNCE_S / 4)
     await world.settle()
     assert world.kube.writes == before + 1
     assert [neighbour.job for neighbour in world.job().status.placement[0].neighbours] == ["y0", "y1", "y2"]

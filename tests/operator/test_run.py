@@ -10,10 +10,10 @@ from carpool_core.resources.job import GpuTrainingJob
 from operator_world import World
 
 
-async def until(holds: Callable[[], bool], turns: int = 5000) -> None:
+async def until(is_true: Callable[[], bool], turns: int = 5000) -> None:
     """Let the loop turn until something holds; the estimator's thread needs real time, but little."""
     for turn in range(turns):
-        if holds():
+        if is_true():
             return
         await asyncio.sleep(0 if turn % 50 else 0.001)
     raise AssertionError("it never came to that")

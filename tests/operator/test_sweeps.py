@@ -4,7 +4,7 @@ import asyncio
 
 from carpool_core.kube.errors import Overloaded
 from carpool_core.testing.clock import FakeClock
-from carpool_operator.informers import Sweeps
+from carpool_operator.informers import Resync
 
 
 async def turn() -> None:
@@ -22,9 +22,9 @@ async def test_sweep_that_fails_is_repeated_after_growing_pauses() -> None:
         if troubles >= 0:
             raise Overloaded("etcd has no leader")
 
-    sweeps = Sweeps(sweep, clock.sleep)
+    sweeps = Resync(sweep, clock.sleep)
     running = asyncio.create_task(sweeps.run())
-    sweeps.ask()
+    sweeps.request()
     pauses = []
     while troubles >= 0:
         await turn()
@@ -33,8 +33,8 @@ async def test_sweep_that_fails_is_repeated_after_growing_pauses() -> None:
         clock.advance(pause_s)
         await turn()
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
-    assert not sweeps.is_wanted
-    sweeps.ask()
+    assert not sweeps.is_requested
+    sweeps.request()
     await turn()
     assert clock.sleeping == [1], "after one that succeeded the pause is short again"
     running.cancel()

@@ -4,7 +4,7 @@ import pytest
 from carpool_core.kube.api import PODS
 from carpool_core.kube.errors import Invalid
 from carpool_operator.conditions import find
-from carpool_operator.pods import is_about_the_pod, sentence
+from carpool_operator.pods import is_about_the_pod, template_message
 from operator_world import World
 
 MISSPELT = (
@@ -61,7 +61,7 @@ CASES = [
 @pytest.mark.parametrize(("said", "told"), CASES)
 def test_sentence_names_the_field_of_the_template(said: str, told: str) -> None:
     error = Invalid(f"POST pods default: {said}", server_message=said)
-    assert sentence(error, POD) == told
+    assert template_message(error, POD) == told
     assert is_about_the_pod(error)
 
 

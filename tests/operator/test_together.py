@@ -64,7 +64,7 @@ def test_worker_that_is_waited_for_does_not_run() -> None:
     waiting = reconcile(snapshot(of, pods=(failed(message="ImportError: no torch"),), nodes=(home(),)))
     running = condition(waiting, of, "Running")
     assert (running.status, running.reason) == ("False", "WorkerFailed")
-    assert "ImportError: no torch; waits for the node agent's word" in running.message
+    assert "ImportError: no torch; waits for the node agent's report" in running.message
     assert status_of(waiting, of).state != "Running"
     unheard = placed()
     early = reconcile(snapshot(unheard, pods=(failed(),), nodes=(home(),)))
@@ -122,7 +122,7 @@ def test_a_job_that_is_there_each_time_is_charged_in_the_end() -> None:
     decision = reconcile(snapshot(of, pods=(fourth,), nodes=(home("pod-0-4"),)))
     status = status_of(decision, of)
     assert (status.attempts[-1].outcome, status.restarts) == ("MpsClientsEnded", 1)
-    assert "this counts, as 3 attempts have ended so already" in condition(decision, of, "Placed").message
+    assert "this counts because 3 attempts ended so before" in condition(decision, of, "Placed").message
 
 
 def test_reservations_may_be_gone_by_then() -> None:

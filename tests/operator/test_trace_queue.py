@@ -6,8 +6,8 @@ import msgspec
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import CatalogModel, ModelSource, Training
 from carpool_core.testing.clock import FakeClock
-from carpool_operator.prediction import MOST_TOLD
-from carpool_operator.prediction_worker import Predictions, TraceQueue
+from carpool_operator.prediction import MAX_REPORTED_POSITION
+from carpool_operator.prediction_worker import PredictionWorker, TraceQueue
 from carpool_operator.reconcile import reconcile
 from operator_decisions import condition
 from operator_fixtures import A100, FEATURES, job, snapshot
@@ -37,7 +37,7 @@ async def until_idle() -> None:
 async def test_equal_inputs_are_traced_once_though_products_differ() -> None:
     """Regression: GPUs that came while a model was being traced had it traced a second time."""
     tracer, woken = SlowTracer(), list[str]()
-    service = Predictions(tracer, FakeClock(), wake=woken.append, took=lambda _: None)
+    service = PredictionWorker(tracer, FakeClock(), enqueue=woken.append, observe_seconds=lambda _: None)
     spec = job(model={"catalog": {"name": "timm/resnet50"}}).spec
     service.request("a", spec, "digest", (A100,))
     service.request("b", spec, "digest", (A100, "Tesla T4"))
@@ -74,10 +74,10 @@ async def test_far_back_in_the_queue_nobody_is_told_of_every_step() -> None:
     names = [f"digest-{number}" for number in range(40)]
     tasks = [asyncio.create_task(queue.trace(name, RESNET, Training())) for name in names]
     await until_idle()
-    assert queue.ahead(names[-1]) == MOST_TOLD + 1
+    assert queue.ahead(names[-1]) == MAX_REPORTED_POSITION + 1
     tracer.turn.release()
     await until_idle()
-    assert len(moved[0]) == 2 + MOST_TOLD
+    assert len(moved[0]) == 2 + MAX_REPORTED_POSITION
     await queue.close()
     await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -89,7 +89,7 @@ def test_job_that_waits_for_its_trace_says_for_how_many_others() -> None:
         (0, "Tracing", "tracing one training step of timm/resnet50"),
         (1, "TraceQueued", "after 1 other model"),
         (3, "TraceQueued", "after 3 other models"),
-        (MOST_TOLD + 1, "TraceQueued", "after more than 10 other models"),
+        (MAX_REPORTED_POSITION + 1, "TraceQueued", "after more than 10 other models"),
     ):
         found = condition(reconcile(snapshot(of, traces_ahead=ahead)), of, "Predicted")
         assert (found.status, found.reason) == ("Unknown", reason)

@@ -4,7 +4,7 @@ import pytest
 from carpool_core import keys
 from carpool_core.clock import rfc3339
 from carpool_core.kube.api import GPU_TRAINING_JOBS, PODS
-from carpool_operator.reconcile import REFUSED_AGAIN_AFTER_S
+from carpool_operator.reconcile import REFUSAL_TIMEOUT_S
 from operator_fixtures import NOW
 from operator_world import World
 
@@ -35,7 +35,7 @@ async def test_pod_without_its_label_does_not_run_beside_the_next_attempt() -> N
     world = await running()
     hide(world, "x-worker-0-1")
     await world.settle()
-    world.clock.advance(REFUSED_AGAIN_AFTER_S)
+    world.clock.advance(REFUSAL_TIMEOUT_S)
     await world.settle()
     assert names(world) == ["x-worker-0-2"]
     assert [a.outcome for a in world.job().status.attempts] == ["PodDeleted", "Running"]
@@ -46,13 +46,13 @@ async def test_next_attempt_waits_for_a_hidden_pod_that_is_slow_to_go() -> None:
     hide(world, "x-worker-0-1", finalizers=["test/slow"], deletionTimestamp=rfc3339(NOW))
     for _ in range(3):
         await world.settle()
-        world.clock.advance(REFUSED_AGAIN_AFTER_S)
+        world.clock.advance(REFUSAL_TIMEOUT_S)
     assert names(world) == ["x-worker-0-1"]
     placed = next(c for c in world.job().status.conditions if c.type == "Placed")
     assert placed.reason == "WaitingForPods"
     assert "waits for pod x-worker-0-1" in placed.message
     world.kube.lose(PODS, "x-worker-0-1", "default")
-    world.clock.advance(REFUSED_AGAIN_AFTER_S)
+    world.clock.advance(REFUSAL_TIMEOUT_S)
     await world.settle()
     assert names(world) == ["x-worker-0-2"]
 

@@ -3,7 +3,7 @@
 import asyncio
 
 from carpool_core.testing.clock import FakeClock
-from carpool_operator.work_queue import LEISURE_EVERY, TURNS_A_SECOND, Delays, WorkQueue
+from carpool_operator.work_queue import DEBOUNCE_S, LOW_PRIORITY_EVERY, RATE_LIMIT_PER_S, DelayQueue, WorkQueue
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,10 +56,10 @@ def test_delayed_key_keeps_its_earliest_time() -> None:
 def test_what_has_time_comes_after_what_was_added_later_but_comes() -> None:
     clock = FakeClock()
     queue = WorkQueue(clock)
-    queue.add_after("calm", 1, at_leisure=True)
-    clock.advance(1)
+    queue.add_debounced("calm")
+    clock.advance(DEBOUNCE_S)
     taken = []
-    for number in range(LEISURE_EVERY):
+    for number in range(LOW_PRIORITY_EVERY):
         queue.add(f"urgent-{number}")
         queue.add(f"and-{number}")
         key = queue.take_now()
@@ -73,13 +73,14 @@ def test_what_has_time_comes_after_what_was_added_later_but_comes() -> None:
 def test_key_that_has_time_is_taken_once_where_it_becomes_urgent() -> None:
     clock = FakeClock()
     queue = WorkQueue(clock)
-    queue.add_after("a", 1, at_leisure=True)
-    clock.advance(1)
+    queue.add_debounced("a")
+    clock.advance(DEBOUNCE_S)
     queue.release_due()
     queue.add("a")
     assert queue.take_now() == "a"
     assert queue.take_now() is None
-    queue.add_after("a", 0, at_leisure=True)
+    queue.add_debounced("a")
+    clock.advance(DEBOUNCE_S)
     queue.release_due()
     queue.done("a")
     assert queue.take_now() == "a", "news that came while it was looked at"
@@ -90,15 +91,15 @@ def test_key_that_was_looked_at_loses_its_turn_and_others_come_sooner() -> None:
     clock = FakeClock()
     queue = WorkQueue(clock)
     for number in range(1000):
-        queue.add_in_turn(f"job-{number}", 1)
+        queue.add_rate_limited(f"job-{number}")
     queue.add("job-0")
     assert queue.take_now() == "job-0"
     for number in range(1, 1000):
         queue.forget(f"job-{number}")
-    queue.add_in_turn("quiet", 1)
+    queue.add_rate_limited("quiet")
     queue.done("job-0")
-    assert queue.release_due() == 1
-    clock.advance(1)
+    assert queue.release_due() == DEBOUNCE_S
+    clock.advance(DEBOUNCE_S)
     assert queue.take_now() == "quiet"
     assert queue.take_now() is None
 
@@ -108,13 +109,13 @@ def test_turns_keep_their_distance_and_their_order() -> None:
     queue = WorkQueue(clock)
     for _ in range(2):
         for key in "abc":
-            queue.add_in_turn(key, 1)
-    clock.advance(1)
+            queue.add_rate_limited(key)
+    clock.advance(DEBOUNCE_S)
     taken = []
     for _ in range(3):
         taken.append(queue.take_now())
         assert queue.take_now() is None
-        clock.advance(1 / TURNS_A_SECOND + 1e-6)
+        clock.advance(1 / RATE_LIMIT_PER_S + 1e-6)
     assert taken == ["a", "b", "c"]
     assert queue.release_due() is None
 
@@ -129,7 +130,7 @@ def test_turns_keep_their_distance_and_their_order() -> None:
     )
 )
 def test_delays_hold_the_earliest_time_of_each_key(steps: list[tuple[str, str, int]]) -> None:
-    delays, model = Delays(), dict[str, float]()
+    delays, model = DelayQueue(), dict[str, float]()
     for what, key, at in steps:
         if what == "put":
             delays.put(key, at)
@@ -153,7 +154,7 @@ async def test_delayed_key_wakes_one_of_many_workers() -> None:
     for _ in range(5):
         await asyncio.sleep(0)
     before = clock.asked
-    queue.add_in_turn("later", 1800)
+    queue.add_rate_limited("later")
     for _ in range(5):
         await asyncio.sleep(0)
     assert clock.asked - before < 16
