@@ -51,7 +51,7 @@ def kubeconfig(tmp_path: Path) -> Iterator[Path]:
         (["--trace-timeout-seconds", "nan"], "expected a number from 1 to 86400, found nan"),
         (["--backoff-seconds", "inf"], "expected a number from 0 to 86400, found inf"),
         (["--calibration", "x"], "CARPOOL_CALIBRATION: expected NAMESPACE/NAME of a ConfigMap, or nothing, found 'x'"),
-        (["--kubeconfig", "/nowhere"], "cannot read the kubeconfig /nowhere"),
+        (["--kubeconfig", "/nowhere"], "expected a kubeconfig at /nowhere, found none"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

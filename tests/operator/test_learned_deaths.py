@@ -32,7 +32,7 @@ async def test_who_died_of_memory_gets_more_and_then_a_gpu_alone() -> None:
     assert predicted is not None
     assert "because earlier runs of this model (other jobs' too) died of memory there" in predicted.message
     assert placed is not None
-    why = "(also of other jobs) ran out of memory on NVIDIA A100-SXM4-40GB, or took nearly all of it: once one has completed"
+    why = "ran out of memory on NVIDIA A100-SXM4-40GB, or took nearly all of it: once one has completed"
     assert "(Exclusive), because earlier runs of this model" in placed.message
     assert why in placed.message
     assert stack(of).seen == 2
