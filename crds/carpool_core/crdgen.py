@@ -1,7 +1,6 @@
-"""The CustomResourceDefinitions: what each is called, what `kubectl get` shows of it, and its file."""
+"""CustomResourceDefinitions generated from the resource types: structural OpenAPI v3 schemas without references."""
 
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,147 +11,10 @@ from carpool_core import keys
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, ResourceKind
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import GpuNode
-from carpool_core.resources.schema import UNCHECKED, Rule
+from carpool_core.resources.schema import Rule
 
 Schema = dict[str, Any]
 
-
-def root_schema(type_: type[msgspec.Struct]) -> Schema:
-    """Return the schema of a whole object: defaults in a `spec` that people write, none in what one program writes."""
-    info = inspect.type_info(type_)
-    if not isinstance(info, inspect.StructType):
-        raise TypeError(f"expected a msgspec Struct, found {type_!r}")
-    fields = {field.encode_name: field for field in info.fields}
-    written_by_people = fields["spec"].required
-    return {
-        "type": "object",
-        "description": _docstring(type_),
-        "required": ["spec"] if fields["spec"].required else [],
-        "properties": {
-            "apiVersion": {"type": "string", "description": f"Version of this schema: {keys.GROUP_VERSION}."},
-            "kind": {"type": "string", "description": f"Kind of the object: {type_.__name__}."},
-            # Named, so that a rule can point at it.
-            "metadata": {"type": "object", "properties": {"name": {"type": "string", "description": "Its name."}}},
-            "spec": _field(fields["spec"], with_defaults=written_by_people),
-            "status": _schema(fields["status"].type, with_defaults=False),
-        },
-        **_rules(type_),
-    }
-
-
-def _docstring(type_: type) -> str:
-    return " ".join((type_.__doc__ or "").split())
-
-
-def _rules(type_: type) -> Schema:
-    rules: tuple[Rule, ...] = getattr(type_, "rules", ())
-    return {"x-kubernetes-validations": [rule.as_schema() for rule in rules]} if rules else {}
-
-
-def _field(field: inspect.Field, *, with_defaults: bool) -> Schema:
-    schema = _schema(field.type, with_defaults=with_defaults)
-    default = _default(field)
-    # An empty text or list says no more than its absence does, and the types read both alike.
-    if with_defaults and not field.required and default not in (None, "", []):
-        schema["default"] = default
-        if not isinstance(default, dict):
-            # `kubectl explain` shows no defaults of its own accord.
-            schema["description"] += f" Default: {_spoken(default)}."
-    return schema
-
-
-def _spoken(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _default(field: inspect.Field) -> Any:
-    if field.required:
-        return None
-    value = field.default_factory() if field.default is msgspec.NODEFAULT else field.default
-    # A nested object's own fields have their defaults, so an empty one is enough to set them off.
-    return {} if isinstance(value, msgspec.Struct) else msgspec.to_builtins(value)
-
-
-def _schema(info: inspect.Type, *, with_defaults: bool) -> Schema:
-    if isinstance(info, inspect.Metadata):
-        extra = info.extra_json_schema or {}
-        inner = _schema(info.type, with_defaults=with_defaults)
-        return {"description": extra.get("description"), **inner, **extra}
-    if isinstance(info, inspect.UnionType):
-        return _union(info, with_defaults=with_defaults)
-    if isinstance(info, inspect.StructType):
-        return object_schema(info, with_defaults=with_defaults)
-    if isinstance(info, inspect.ListType):
-        return {"type": "array", "items": _schema(info.item_type, with_defaults=with_defaults)} | _bounds(
-            minItems=info.min_length, maxItems=info.max_length
-        )
-    return _scalar(info)
-
-
-def object_schema(info: inspect.StructType, *, with_defaults: bool) -> Schema:
-    """Return the schema of an object.
-
-    Args:
-        info: Its type.
-        with_defaults: Whether the API server fills in what is left out.
-
-    Raises:
-        TypeError: A CRD cannot hold one of its fields.
-        ValueError: A bound is none that the API server can compare with.
-    """
-    required = [field.encode_name for field in info.fields if field.required]
-    return {
-        "type": "object",
-        **({"required": required} if required else {}),
-        "properties": {field.encode_name: _field(field, with_defaults=with_defaults) for field in info.fields},
-        **_rules(info.cls),
-    }
-
-
-def _union(info: inspect.UnionType, *, with_defaults: bool) -> Schema:
-    """`X | None` is a nullable X; `int | str` is a quantity, whose schema its annotation gives."""
-    arms = [arm for arm in info.types if not isinstance(arm, inspect.NoneType)]
-    inner = _schema(arms[0], with_defaults=with_defaults) if len(arms) == 1 else {}
-    if len(arms) > 1 and {type(arm) for arm in arms} != {inspect.IntType, inspect.StrType}:
-        raise TypeError(f"a CRD cannot hold a choice between {arms}: give a single type, or `int | str`")
-    return inner | ({"nullable": True} if len(arms) < len(info.types) else {})
-
-
-def _scalar(info: inspect.Type) -> Schema:
-    match info:
-        case inspect.BoolType():
-            return {"type": "boolean"}
-        case inspect.IntType():
-            return {"type": "integer", "format": "int64"} | _bounds(minimum=info.ge, maximum=info.le)
-        case inspect.FloatType():
-            return {"type": "number", "format": "double"} | _bounds(minimum=info.ge, maximum=info.le)
-        case inspect.StrType():
-            return {"type": "string"} | _bounds(
-                minLength=info.min_length, maxLength=info.max_length, pattern=info.pattern
-            )
-        case inspect.EnumType():
-            return {"type": "string", "enum": [_text(member) for member in info.cls]}
-        case inspect.LiteralType():
-            return {"type": "string", "enum": list(info.values)}
-        case inspect.DictType():
-            return {"type": "object"}
-    raise TypeError(f"no schema is known for {info!r}: add it here")
-
-
-def _text(member: Enum) -> str:
-    return str(member.value)
-
-
-def _bounds(**bounds: Any) -> Schema:
-    beyond = {name: value for name, value in bounds.items() if isinstance(value, int | float) and abs(value) >= 2**63}
-    if beyond:
-        # The API server compares whole numbers with bounds as int64, and a larger bound wraps around below zero.
-        raise ValueError(f"a bound of a CRD must fit 64 bits, found {beyond}")
-    return {name: value for name, value in bounds.items() if value is not None}
-
-
-_SEE = "The API server takes its entries as they are; docs/reference/resources.md says what stands in them."
-_ANYTHING: Schema = {"x-kubernetes-preserve-unknown-fields": True}
 HEADER = "# Generated by `make crds` from carpool_core.resources; change the types there, not this file.\n"
 
 
@@ -161,7 +23,7 @@ class Column(NamedTuple):
 
     name: str
     path: str
-    """JSONPath; of several results kubectl shows the first."""
+    """JSONPath; kubectl shows the first of several results."""
     description: str
     type: str = "string"
     wide: bool = False
@@ -179,7 +41,7 @@ class Definition:
 
     @property
     def file_name(self) -> str:
-        """Name of its file, as controller-gen would call it."""
+        """File name in controller-gen's form."""
         return f"{self.kind.group}_{self.kind.plural}.yaml"
 
 
@@ -191,7 +53,7 @@ DEFINITIONS = (
         GpuTrainingJob,
         ("gtj",),
         (
-            Column("State", ".status.state", "Where the job stands."),
+            Column("State", ".status.state", "State of the job."),
             Column("Queue", r".metadata.labels.kueue\.x-k8s\.io/queue-name", "Kueue's queue, where there is one."),
             Column("Node", ".status.summary.node", "Nodes of the workers."),
             Column("GPU", ".status.summary.gpu", "Product of the GPUs."),
@@ -203,11 +65,9 @@ DEFINITIONS = (
             Column("MemBound", ".status.summary.memoryBound", "GPU memory that placement counts with.", wide=True),
             Column("ObsMem", ".status.summary.observedMemory", "Largest GPU memory measured.", wide=True),
             Column("ObsUtil", ".status.summary.observedUtilization", "Mean GPU utilization measured.", wide=True),
+            Column("Slowdown", ".status.summary.slowdown", "Predicted slowdown by the neighbours.", wide=True),
             Column(
-                "Slowdown", ".status.summary.slowdown", "Slowdown that the neighbours are expected to cause.", wide=True
-            ),
-            Column(
-                "StepTime", ".status.summary.stepTime", "Step time measured, over the one predicted alone.", wide=True
+                "StepTime", ".status.summary.stepTime", "Measured step time, over the one predicted alone.", wide=True
             ),
         ),
     ),
@@ -224,12 +84,12 @@ DEFINITIONS = (
             Column(
                 "Ready",
                 '.status.conditions[?(@.type=="Ready")].status',
-                "Whether new work may go there, as the agent said last: True of a dead one, too. See Heartbeat.",
+                "Whether the node takes new pods, as the agent last reported; stays True if the agent dies.",
             ),
             Column(
                 "Heartbeat",
                 ".status.heartbeatTime",
-                "Time since the agent last wrote; after a minute the node is left out, whatever Ready says.",
+                "Time since the agent last wrote. After a minute the node gets no new pods.",
                 "date",
             ),
             _AGE,
@@ -239,8 +99,30 @@ DEFINITIONS = (
 )
 
 
+def write(folder: Path) -> list[Path]:
+    """Write every CRD into a folder and return the files. A file that is a symbolic link stays one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / definition.file_name for definition in DEFINITIONS]
+    for file, definition in zip(files, DEFINITIONS, strict=True):
+        file.write_text(as_yaml(definition))
+    return files
+
+
+def as_yaml(definition: Definition) -> str:
+    """Return the content of the CRD's file."""
+    import yaml  # half a megabyte that no pod needs
+
+    class Dumper(yaml.SafeDumper):
+        """Writes no anchors, because people do not expect them in a CRD."""
+
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    return HEADER + yaml.dump(crd_of(definition), Dumper=Dumper, sort_keys=False, width=120, allow_unicode=True)
+
+
 def crd_of(definition: Definition) -> Schema:
-    """Build the CustomResourceDefinition of a resource type."""
+    """Return the CustomResourceDefinition of a resource type."""
     kind = definition.kind
     names = {
         "kind": kind.kind,
@@ -248,7 +130,7 @@ def crd_of(definition: Definition) -> Schema:
         "plural": kind.plural,
         "singular": kind.kind.lower(),
         "shortNames": list(definition.short_names),
-        # `kubectl get all` is about what users own; a GpuNode for each node of the cluster would bury that.
+        # `kubectl get all` shows what users own; one GpuNode for each node would bury that.
         "categories": ["all", "carpool"] if kind.namespaced else ["carpool"],
     }
     version = {
@@ -256,8 +138,8 @@ def crd_of(definition: Definition) -> Schema:
         "served": True,
         "storage": True,
         "subresources": {"status": {}},
-        "additionalPrinterColumns": [_column(column) for column in definition.columns],
-        "schema": {"openAPIV3Schema": _served(root_schema(definition.type))},
+        "additionalPrinterColumns": [_printer_column(column) for column in definition.columns],
+        "schema": {"openAPIV3Schema": root_schema(definition.type)},
     }
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
@@ -275,43 +157,125 @@ def crd_of(definition: Definition) -> Schema:
     }
 
 
-def _served(schema: Schema) -> Schema:
-    """What of a schema the API server is told: nothing of lists that it takes as they are, or of their entries."""
-    told = {key: value for key, value in schema.items() if key != UNCHECKED}
-    if UNCHECKED in schema:
-        described = {"description": f"{schema['description']} {_SEE}"}
-        if schema[UNCHECKED] == "whole":
-            return described | _ANYTHING
-        return told | described | {"items": {"type": "object"} | _ANYTHING}
-    if "properties" in schema:
-        told["properties"] = {name: _served(inner) for name, inner in schema["properties"].items()}
-    if "items" in schema:
-        told["items"] = _served(schema["items"])
-    return told
-
-
-def _column(column: Column) -> Schema:
+def _printer_column(column: Column) -> Schema:
     result = {"name": column.name, "type": column.type, "jsonPath": column.path, "description": column.description}
     return result | ({"priority": 1} if column.wide else {})
 
 
-def as_yaml(definition: Definition) -> str:
-    """Return the file's content."""
-    import yaml  # only `make crds` and tests need it
+def root_schema(type_: type[msgspec.Struct]) -> Schema:
+    """Return the schema of a resource type. Only a required `spec`, which users write, gets defaults."""
+    info = inspect.type_info(type_)
+    if not isinstance(info, inspect.StructType):
+        raise TypeError(f"expected a msgspec Struct, found {type_!r}")
+    fields = {field.encode_name: field for field in info.fields}
+    spec = fields["spec"]
+    return {
+        "type": "object",
+        "description": " ".join((type_.__doc__ or "").split()),
+        "required": ["spec"] if spec.required else [],
+        "properties": {
+            "apiVersion": {"type": "string", "description": f"Version of this schema: {keys.GROUP_VERSION}."},
+            "kind": {"type": "string", "description": f"Kind of the object: {type_.__name__}."},
+            # A rule's fieldPath can only name declared properties.
+            "metadata": {"type": "object", "properties": {"name": {"type": "string", "description": "Its name."}}},
+            "spec": _field(spec, with_defaults=spec.required),
+            "status": _schema(fields["status"].type, with_defaults=False),
+        },
+        **_rules(type_),
+    }
 
-    class Dumper(yaml.SafeDumper):
-        """Writes no anchors, which kubectl would refuse nowhere but people everywhere."""
 
-        def ignore_aliases(self, data: Any) -> bool:
-            return True
+def object_schema(info: inspect.StructType, *, with_defaults: bool) -> Schema:
+    """Return the schema of an object.
 
-    return HEADER + yaml.dump(crd_of(definition), Dumper=Dumper, sort_keys=False, width=120, allow_unicode=True)
+    Args:
+        info: Type of the object.
+        with_defaults: Whether the API server fills in what is left out.
+
+    Raises:
+        TypeError: A CRD cannot hold one of its fields.
+        ValueError: A bound does not fit 64 bits.
+    """
+    required = [field.encode_name for field in info.fields if field.required]
+    return {
+        "type": "object",
+        **({"required": required} if required else {}),
+        "properties": {field.encode_name: _field(field, with_defaults=with_defaults) for field in info.fields},
+        **_rules(info.cls),
+    }
 
 
-def write(folder: Path) -> list[Path]:
-    """Write every CRD into a folder; returns the files. One that is a link to another of them is left a link."""
-    folder.mkdir(parents=True, exist_ok=True)
-    files = [folder / definition.file_name for definition in DEFINITIONS]
-    for file, definition in zip(files, DEFINITIONS, strict=True):
-        file.write_text(as_yaml(definition))
-    return files
+def _rules(type_: type) -> Schema:
+    rules: tuple[Rule, ...] = getattr(type_, "rules", ())
+    return {"x-kubernetes-validations": [rule.as_schema() for rule in rules]} if rules else {}
+
+
+def _field(field: inspect.Field, *, with_defaults: bool) -> Schema:
+    schema = _schema(field.type, with_defaults=with_defaults)
+    default = _default(field)
+    # An empty text or list means the same as an absent one.
+    if with_defaults and not field.required and default not in (None, "", []):
+        schema["default"] = default
+        if not isinstance(default, dict):
+            # `kubectl explain` shows descriptions, but no defaults.
+            schema["description"] += f" Default: {str(default).lower() if isinstance(default, bool) else default}."
+    return schema
+
+
+def _default(field: inspect.Field) -> Any:
+    if field.required:
+        return None
+    value = field.default_factory() if field.default is msgspec.NODEFAULT else field.default
+    # The fields of a nested object have their own defaults; an empty object triggers them.
+    return {} if isinstance(value, msgspec.Struct) else msgspec.to_builtins(value)
+
+
+def _schema(info: inspect.Type, *, with_defaults: bool) -> Schema:
+    match info:
+        case inspect.Metadata():
+            extra = info.extra_json_schema or {}
+            inner = _schema(info.type, with_defaults=with_defaults)
+            return {"description": extra.get("description"), **inner, **extra}
+        case inspect.UnionType():
+            return _union(info, with_defaults=with_defaults)
+        case inspect.StructType():
+            return object_schema(info, with_defaults=with_defaults)
+        case inspect.ListType():
+            items = _schema(info.item_type, with_defaults=with_defaults)
+            return {"type": "array", "items": items} | _bounds(minItems=info.min_length, maxItems=info.max_length)
+        case inspect.DictType():
+            return {"type": "object"}
+        case inspect.BoolType():
+            return {"type": "boolean"}
+        case inspect.IntType():
+            return {"type": "integer", "format": "int64"} | _bounds(minimum=info.ge, maximum=info.le)
+        case inspect.FloatType():
+            return {"type": "number", "format": "double"} | _bounds(minimum=info.ge, maximum=info.le)
+        case inspect.StrType():
+            return {"type": "string"} | _bounds(
+                minLength=info.min_length, maxLength=info.max_length, pattern=info.pattern
+            )
+        case inspect.EnumType():
+            return {"type": "string", "enum": [str(member.value) for member in info.cls]}
+        case inspect.LiteralType():
+            return {"type": "string", "enum": list(info.values)}
+    raise TypeError(f"expected a type with a CRD schema, found {info!r}: add it to carpool_core.crdgen")
+
+
+def _union(info: inspect.UnionType, *, with_defaults: bool) -> Schema:
+    """Return the schema of `X | None`, a nullable X, or of `int | str`, a quantity that its annotation describes."""
+    arms = [arm for arm in info.types if not isinstance(arm, inspect.NoneType)]
+    inner = _schema(arms[0], with_defaults=with_defaults) if len(arms) == 1 else {}
+    if len(arms) > 1 and {type(arm) for arm in arms} != {inspect.IntType, inspect.StrType}:
+        raise TypeError(f"expected a single type or `int | str`, found a choice between {arms}")
+    return inner | ({"nullable": True} if len(arms) < len(info.types) else {})
+
+
+def _bounds(**bounds: Any) -> Schema:
+    too_large = {
+        name: value for name, value in bounds.items() if isinstance(value, int | float) and abs(value) >= 2**63
+    }
+    if too_large:
+        # The API server compares bounds as int64, and a larger one wraps around below zero.
+        raise ValueError(f"expected bounds that fit 64 bits, found {too_large}")
+    return {name: value for name, value in bounds.items() if value is not None}

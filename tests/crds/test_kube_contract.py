@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS
 from carpool_core.kube.errors import PATCH_DOES_NOT_APPLY, Conflict, Invalid, NotFound
@@ -34,11 +35,13 @@ async def test_what_is_not_there(backend: Backend) -> None:
 
 async def test_what_is_not_as_its_type_says(backend: Backend) -> None:
     """Regression: the fake raised what the client never does, and nobody saw what becomes of it."""
+
+    class Odd(msgspec.Struct):
+        kind: int
+
     await backend.node()
     name = backend.name("n")
-    await backend.api.patch(GPU_NODES, name, {"spec": {"reservations": [{"podUid": 7}]}})
-    told = f"GET gpunodes {name}: unexpected object: "
-    await refused(Invalid, backend.api.get(GPU_NODES, name, GpuNode), told, "podUid")
+    await refused(Invalid, backend.api.get(GPU_NODES, name, Odd), f"GET gpunodes {name}: unexpected object: ", "kind")
 
 
 async def test_a_merge_patch_with_an_old_version_isrefused(backend: Backend) -> None:

@@ -11,9 +11,7 @@ from carpool_core.resources.prediction import MemoryPrediction, Prediction
 from carpool_core.resources.schema import (
     ATOMIC,
     ATOMIC_MAP,
-    COUNTED,
     MEMORY_RULES,
-    OWN,
     QUANTITY,
     Resource,
     Rule,
@@ -275,11 +273,11 @@ class JobStatus(Resource, frozen=True, kw_only=True):
     observed_generation: Annotated[int, field("`metadata.generation` that this status was computed from.", ge=0)] = 0
     state: Annotated[JobState, field("Computed from the conditions, for people.")] = JobState.PREDICTING
     conditions: Annotated[
-        list[Condition], field("Predicted, Placed, Running, Suspended, Complete, Failed.", schema=OWN)
+        list[Condition], field("Predicted, Placed, Running, Suspended, Complete, Failed.", schema=ATOMIC)
     ] = []
     prediction: Annotated[Prediction, field("What was predicted before it ran.")] | None = None
-    placement: Annotated[list[WorkerPlacement], field("Where each worker runs.", schema=COUNTED)] = []
-    attempts: Annotated[list[Attempt], field("Tries so far, the latest last, at most ten.", schema=OWN)] = []
+    placement: Annotated[list[WorkerPlacement], field("Where each worker runs.", schema=ATOMIC)] = []
+    attempts: Annotated[list[Attempt], field("Tries so far, the latest last, at most ten.", schema=ATOMIC)] = []
     restarts: Annotated[int, field("Failures that were charged to backoffLimit.", ge=0)] = 0
     observed: Annotated[Observed, field("What was measured.")] | None = None
     summary: Annotated[JobSummary, field("What `kubectl get` shows.")] | None = None

@@ -5,7 +5,7 @@ from typing import Annotated
 import msgspec
 
 from carpool_core.resources.meta import Condition, ObjectMeta
-from carpool_core.resources.schema import ATOMIC, ATOMIC_MAP, OWN, Resource, field
+from carpool_core.resources.schema import ATOMIC, ATOMIC_MAP, Resource, field
 from carpool_core.values import DeviceHealth, GpuUuid, JobUid, PartitionState, PodUid, SharingMode, Tenancy
 
 MAX_MIB = 1024 * 1024 * 1024
@@ -107,7 +107,7 @@ class GpuNodeSpec(Resource, frozen=True, kw_only=True):
     A pod has one reservation. Who edits by hand may write more of one, and then the first holds for all who read it.
     """
 
-    reservations: Annotated[list[Reservation], field("Who may use which GPU.", schema=OWN, max_length=1024)] = []
+    reservations: Annotated[list[Reservation], field("Who may use which GPU.", schema=ATOMIC, max_length=1024)] = []
 
     def __post_init__(self) -> None:
         """Leave out what nobody may count twice."""
@@ -210,9 +210,9 @@ class GpuNodeStatus(Resource, frozen=True, kw_only=True):
         ]
         | None
     ) = None
-    devices: Annotated[list[Device], field("GPUs of the node.", schema=OWN, max_length=MAX_GPUS)] = []
-    partitions: Annotated[list[Partition], field("Progress of each reservation.", schema=OWN)] = []
-    tenants: Annotated[list[Tenant], field("Measured use, smoothed.", schema=OWN)] = []
+    devices: Annotated[list[Device], field("GPUs of the node.", schema=ATOMIC, max_length=MAX_GPUS)] = []
+    partitions: Annotated[list[Partition], field("Progress of each reservation.", schema=ATOMIC)] = []
+    tenants: Annotated[list[Tenant], field("Measured use, smoothed.", schema=ATOMIC)] = []
     struck: Annotated[
         list[Struck],
         field(
@@ -223,7 +223,7 @@ class GpuNodeStatus(Resource, frozen=True, kw_only=True):
     ] = []
     conditions: Annotated[
         list[Condition],
-        field("Ready, as the agent said last: nobody else writes it, so that a dead one's stays True.", schema=OWN),
+        field("Ready, as the agent said last: nobody else writes it, so that a dead one's stays True.", schema=ATOMIC),
     ] = []
     summary: Annotated[NodeSummary, field("What `kubectl get` shows.")] | None = None
 

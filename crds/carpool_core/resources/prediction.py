@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from carpool_core.resources.schema import OWN, Resource, field
+from carpool_core.resources.schema import ATOMIC, Resource, field
 from carpool_core.values import SharingMode
 
 
@@ -109,5 +109,5 @@ class Prediction(Resource, frozen=True, kw_only=True):
     ] = ""
     products: Annotated[
         list[ProductPrediction],
-        field("The prediction for each GPU product.", schema=OWN, max_length=64),
+        field("The prediction for each GPU product.", schema=ATOMIC, max_length=64),
     ] = []
