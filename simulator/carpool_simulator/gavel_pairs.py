@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from carpool_predictor.evaluation.suites import DataError
+from carpool_research.tables import DataError
 
 from carpool_simulator.truth import Pool, WorkloadError
 
@@ -34,7 +34,7 @@ def read(data: Path) -> Pool:
         WorkloadError: The file is missing or unusable, or scipy is not installed.
     """
     try:
-        from carpool_predictor.evaluation.slowdown import gavel  # scipy, which nobody else here needs
+        from carpool_research.slowdown import gavel  # scipy, which nobody else here needs
     except ImportError as error:
         raise WorkloadError(
             f'expected {error.name} for Gavel\'s pairs, found none; run: pip install "carpool[simulate]"'

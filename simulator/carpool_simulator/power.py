@@ -6,16 +6,11 @@ SMs busy, so that published energies tell two constants by least squares: they c
 that have a job and do nothing. Carpool's own runs take no part in that.
 """
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from statistics import fmean
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 from carpool_core.products import GpuProduct
-from carpool_predictor.evaluation.step_time.zeus import GPUS, file_of
-from carpool_predictor.evaluation.tables import number, read_table
 
 
 class Power(NamedTuple):
@@ -78,11 +73,6 @@ def fitted(runs: Mapping[str, Spent], published_mj: Mapping[str, float]) -> Powe
     return Power(idle_w, idle_w, full_w)
 
 
-COLUMNS = ("network", "batch_size", "optimizer", "power_limit", "time_per_epoch", "average_power")
-SCALED = "shufflenetv2"
-"""The network whose batches fill a GPU by and by."""
-
-
 class Shares(NamedTuple):
     """Shares of a GPU's power limit."""
 
@@ -102,7 +92,7 @@ ZEUS = {
     "7.5": Shares(awake=0.25, full=0.93),
     "8.6": Shares(awake=0.28, full=0.86),
 }
-"""As `measured` finds them, by compute capability: of the P100, the V100, the RTX 6000 and the A40."""
+"""As `carpool_research.gpu_power` finds them, by compute capability: P100, V100, RTX 6000, A40."""
 MEAN = Shares(awake=0.23, full=0.84)
 """Of the four, for GPUs of other capabilities."""
 
@@ -111,48 +101,3 @@ def power_of(product: GpuProduct) -> Power:
     """Return what a GPU draws where nothing is known of it but its product; its idle power is the datasheet's."""
     shares = ZEUS.get(product.compute_capability, MEAN)
     return shares.of(product.power_limit_w, product.idle_power_w)
-
-
-class Training(NamedTuple):
-    """A training at the largest power limit of its GPU."""
-
-    network: str
-    optimizer: str
-    epoch_s: float
-    share: float
-    """Mean power over the limit."""
-
-
-def measured(data: Path) -> dict[str, Shares]:
-    """Work the shares of each GPU, by its name in `zeus.GPUS`, out of Zeus' tables.
-
-    Raises:
-        DataError: A table is missing, or cannot be read.
-    """
-    return {gpu: shares_of(_read(data / file_of(gpu))) for gpu in GPUS}
-
-
-def shares_of(runs: Sequence[Training]) -> Shares:
-    """Work out the shares of one GPU.
-
-    Args:
-        runs: All of its trainings, those of `SCALED` among them at several batches.
-    """
-    scaled = [run for run in runs if run.network == SCALED]
-    fastest_s = {one.optimizer: min(r.epoch_s for r in scaled if r.optimizer == one.optimizer) for one in scaled}
-    activity = [fastest_s[run.optimizer] / run.epoch_s for run in scaled]
-    _, awake = np.polyfit(activity, [run.share for run in scaled], 1)
-    by_network = defaultdict(list)
-    for run in runs:
-        by_network[run.network].append(run.share)
-    return Shares(float(awake), max(map(fmean, by_network.values())))
-
-
-def _read(path: Path) -> list[Training]:
-    rows = read_table(path, COLUMNS, lambda row: (row, number(row, "power_limit"), number(row, "average_power")))
-    limit_w = max(limit for _, limit, _ in rows)
-    return [
-        Training(row["network"], row["optimizer"], number(row, "time_per_epoch"), power_w / limit_w)
-        for row, limit, power_w in rows
-        if limit == limit_w
-    ]

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 from carpool_predictor.cli import telling, waiting
-from carpool_predictor.evaluation.suites import counted
 from rich.console import Console
 
 
@@ -19,13 +18,6 @@ def console(*, is_terminal: bool) -> Console:
 def written(where: Console) -> str:
     assert isinstance(where.file, io.StringIO)
     return where.file.getvalue()
-
-
-def test_items_are_counted_and_named() -> None:
-    heard: list[str] = []
-    assert list(counted([7, 8], "families held out, fold", heard.append)) == [7, 8]
-    assert list(counted(["XGBoost"], "split", heard.append)) == ["XGBoost"]
-    assert heard == ["families held out, fold 1 of 2", "families held out, fold 2 of 2", "split: XGBoost (1 of 1)"]
 
 
 def test_a_log_has_a_line_for_each_step() -> None:

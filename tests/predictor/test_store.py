@@ -9,12 +9,12 @@ import pytest
 from carpool_core.resources.features import LayerCounts
 from carpool_core.resources.job import CatalogModel, ModelSource, Training
 from carpool_core.values import Optimizer, Precision
-from carpool_predictor import packing
 from carpool_predictor.catalog import store
-from carpool_predictor.evaluation.suites import DataError
 from carpool_predictor.features import MalformedError, ModelRecord, StepRecord, UpdateRecord, reason_to_abstain
-from carpool_predictor.sweep import OTHERS
 from carpool_predictor.tracing.source import SubprocessTracer
+from carpool_research import catalog_sweep
+from carpool_research.catalog_sweep import OTHERS
+from carpool_research.tables import DataError
 
 KNOWN = CatalogModel(name="timm/vgg11_bn")
 
@@ -37,12 +37,14 @@ def record(name: str = "timm/x") -> ModelRecord:
 
 def test_what_is_packed_is_unpacked() -> None:
     failed = ModelRecord(name="timm/y", failure="TraceFailed: for a reason")
-    found = store.unpack(packing.pack([failed, record()], {"timm": "1"}))
+    found = store.unpack(catalog_sweep.pack([failed, record()], {"timm": "1"}))
     assert found.record("timm/x") == record()
     assert found.record("timm/y") is None
     assert found.failures() == {"timm/y": "TraceFailed: for a reason"}
     assert found.names() == ["timm/x"]
-    assert packing.pack([record(), failed], {"timm": "1"}) == packing.pack([failed, record()], {"timm": "1"})
+    assert catalog_sweep.pack([record(), failed], {"timm": "1"}) == catalog_sweep.pack(
+        [failed, record()], {"timm": "1"}
+    )
 
 
 @pytest.mark.parametrize("content", [b"", b"no", zlib.compress(b"{}"), zlib.compress(b"[1]")[:-3]])
@@ -52,13 +54,13 @@ def test_what_is_no_store_is_refused(content: bytes) -> None:
 
 
 def test_a_newer_store_is_refused() -> None:
-    text = zlib.decompress(packing.pack([], {})).replace(b'"format":2', b'"format":3')
+    text = zlib.decompress(catalog_sweep.pack([], {})).replace(b'"format":2', b'"format":3')
     with pytest.raises(MalformedError, match="upgrade carpool"):
         store.unpack(zlib.compress(text))
 
 
 def test_an_entry_that_was_tampered_with_is_refused() -> None:
-    text = zlib.decompress(packing.pack([record()], {})).replace(b"[16,900,", b'["16",900,')
+    text = zlib.decompress(catalog_sweep.pack([record()], {})).replace(b"[16,900,", b'["16",900,')
     with pytest.raises(MalformedError, match="timm/x"):
         store.unpack(zlib.compress(text)).record("timm/x")
 
@@ -66,14 +68,14 @@ def test_an_entry_that_was_tampered_with_is_refused() -> None:
 def test_records_of_two_precisions_are_not_mixed() -> None:
     other = msgspec.structs.replace(record("timm/y"), precision=Precision.BF16)
     with pytest.raises(DataError, match="one optimizer and precision"):
-        packing.pack([record(), other], {})
+        catalog_sweep.pack([record(), other], {})
 
 
 def test_a_store_can_be_extended() -> None:
     failed = ModelRecord(name="timm/y", failure="TraceTimedOut: in those days")
-    known = store.unpack(packing.pack([record(), record("timm/z"), failed], {}))
+    known = store.unpack(catalog_sweep.pack([record(), record("timm/z"), failed], {}))
     again = msgspec.structs.replace(record("timm/z"), parameters=26)
-    found = store.unpack(packing.pack(packing.extended([record("timm/y"), again], known, {}), {}))
+    found = store.unpack(catalog_sweep.pack(catalog_sweep.extended([record("timm/y"), again], known, {}), {}))
     assert [found.record(f"timm/{name}") for name in "xyz"] == [record(), record("timm/y"), again]
     assert found.failures() == {}
 
@@ -87,7 +89,7 @@ def test_the_shipped_store_is_extended_by_what_was_reckoned_under_more_optimizer
     step = msgspec.structs.replace(record().steps[0], updates=dict.fromkeys(OTHERS, update))
     new = msgspec.structs.replace(record("timm/new"), steps=(step,))
     assert set(OTHERS) - set(old.steps[0].updates), "nothing is missing any more: take another store"
-    found = store.unpack(packing.pack(packing.extended([new], known, known.versions), known.versions))
+    found = store.unpack(catalog_sweep.pack(catalog_sweep.extended([new], known, known.versions), known.versions))
     assert [found.record(name) for name in ("timm/new", KNOWN.name)] == [new, old]
     assert len(found.names()) == len(known.names()) + 1
     adagrad = Training(optimizer=Optimizer.ADAGRAD)
@@ -96,10 +98,10 @@ def test_the_shipped_store_is_extended_by_what_was_reckoned_under_more_optimizer
 
 
 def test_a_store_is_not_extended_with_other_versions_whose_stamp_it_would_get() -> None:
-    known = store.unpack(packing.pack([record()], {"timm": "1.0", "torch": "2.9.0+cu132"}))
-    packing.extended([record("timm/y")], known, {"timm": "1.0", "torch": "2.9.0+cpu"})
+    known = store.unpack(catalog_sweep.pack([record()], {"timm": "1.0", "torch": "2.9.0+cu132"}))
+    catalog_sweep.extended([record("timm/y")], known, {"timm": "1.0", "torch": "2.9.0+cpu"})
     with pytest.raises(DataError, match=r"torch 2\.9\.0\+cu132\), found timm 1\.0, torch 2\.10; install those"):
-        packing.extended([record("timm/y")], known, {"timm": "1.0", "torch": "2.10"})
+        catalog_sweep.extended([record("timm/y")], known, {"timm": "1.0", "torch": "2.10"})
 
 
 def test_the_shipped_stores_are_small_and_answer_in_a_millisecond() -> None:
@@ -109,7 +111,7 @@ def test_the_shipped_stores_are_small_and_answer_in_a_millisecond() -> None:
     for _ in range(20):
         assert store.features(KNOWN, training)
     assert (time.perf_counter() - begun) / 20 < 0.005
-    folder = Path(packing.__file__).parent
+    folder = Path(store.__file__).parents[1]
     assert sum((folder / file).stat().st_size for file in {*store.FILES.values(), store.MEASURED_FILE}) < 8e6
 
 
@@ -128,7 +130,7 @@ def test_what_it_cannot_know_is_left_to_the_tracer(model: CatalogModel, training
 
 
 def test_an_optimizer_that_was_not_traced_is_left_to_the_tracer() -> None:
-    found = store.unpack(packing.pack([record()], {}))
+    found = store.unpack(catalog_sweep.pack([record()], {}))
     model = CatalogModel(name="timm/x")
     adam = found.features(model, Training(optimizer=Optimizer.ADAM))
     assert adam == record().features(Optimizer.ADAM)

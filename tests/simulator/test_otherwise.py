@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from carpool_core.values import SharingMode
-from carpool_predictor.evaluation import slowdown
-from carpool_predictor.evaluation.slowdown import gavel
+from carpool_research import slowdown
+from carpool_research.slowdown import gavel
 from carpool_simulator import gavel_pairs, hotcloud, radrm, trials
 from carpool_simulator.commands import simulate
 from carpool_simulator.power import Power, Spent
@@ -129,7 +129,7 @@ def test_tenants_of_mps_have_the_slowdowns_of_other_pairs_and_those_by_turns_do_
 def test_gavels_pairs_need_their_file_and_scipy(published, monkeypatch, tmp_path):
     with pytest.raises(WorkloadError, match=r"gavel_throughputs_flat\.csv"):
         gavel_pairs.read(tmp_path)
-    monkeypatch.setitem(sys.modules, "carpool_predictor.evaluation.slowdown.gavel", None)
+    monkeypatch.setitem(sys.modules, "carpool_research.slowdown.gavel", None)
     monkeypatch.delattr(slowdown, "gavel", raising=False)
     with pytest.raises(WorkloadError, match=r'expected .* found none; run: pip install "carpool\[simulate\]"'):
         gavel_pairs.read(tmp_path / "else")

@@ -1,6 +1,6 @@
 """The feature store: what the catalog's models cost at their default inputs, traced once and carried in the wheel.
 
-`carpool_predictor.packing` makes it from what `carpool_predictor.sweep` wrote. A file for each precision, read when it
+`carpool_research.catalog_sweep` makes it. A file for each precision, read when it
 is first asked for: zlib over JSON, so that loading it can run nothing. A model stays text until it is asked for, which
 is a twentieth of the memory. Needs no PyTorch.
 """

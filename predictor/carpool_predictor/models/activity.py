@@ -112,7 +112,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         self.forest.check(features)
         for bins in (self.convolutional, self.plain):
             if not len(bins.lower) == len(bins.upper) == len(bins.edges) + 1:
-                raise MalformedError("expected one bin more than edges; build the model again with `carpool train`")
+                raise MalformedError("expected one bin more than edges; install carpool again")
 
 
 FORMAT = 2
@@ -155,14 +155,14 @@ def read_model(content: bytes) -> ActivityModel:
     try:
         model = msgspec.json.decode(content, type=ActivityModel)
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        raise MalformedError(f"the activity model cannot be read: {e}; build it again with `carpool train`") from e
+        raise MalformedError(f"the activity model cannot be read: {e}; install carpool again") from e
     if model.format != FORMAT or tuple(model.features) != NAMES:
         raise MalformedError(
             f"the activity model has format {model.format}, expected {FORMAT} with this version's features; "
-            "build it again with `carpool train`"
+            "install carpool again"
         )
     if not len(model.low) == len(model.high) == len(NAMES):
-        raise MalformedError("the activity model's hull lacks features; build it again with `carpool train`")
+        raise MalformedError("the activity model's hull lacks features; install carpool again")
     for target in model.targets:
         target.check(len(NAMES))
     return model

@@ -1,6 +1,6 @@
 """Reads the models that the package carries, and makes sure that they are those that were shipped.
 
-Their digests lie beside them, as `sha256sum` writes them: `carpool train` writes both. That tells a file that was
+Their digests lie beside them, as `sha256sum` writes them. Training writes both. That tells a file that was
 changed or half replaced from one that is whole. It is no protection against who changes both; a signed image is.
 """
 
@@ -14,7 +14,7 @@ from carpool_predictor.features import MalformedError
 
 SUMS = "SHA256SUMS"
 """Name of the file that holds the digests."""
-_ADVICE = "install carpool again, or build its models anew with `carpool train`"
+_ADVICE = "install carpool again"
 
 Model = TypeVar("Model")
 

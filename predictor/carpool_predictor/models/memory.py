@@ -109,7 +109,7 @@ class Risk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class MemoryModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The memory model of one stack, with provenance. `carpool train` writes it."""
+    """The memory model of one stack, with provenance."""
 
     format: int
     """Layout of this file."""
@@ -176,11 +176,11 @@ def read_model(content: bytes) -> MemoryModel:
     try:
         found = msgspec.json.decode(content, type=_Format).format
         if found != FORMAT:
-            advice = "upgrade carpool" if found > FORMAT else "build it anew with `carpool train`"
+            advice = "upgrade carpool" if found > FORMAT else "install carpool again"
             raise MalformedError(f"expected a memory model of format {FORMAT}, found {found}; {advice}")
         model = msgspec.json.decode(content, type=MemoryModel)
     except msgspec.DecodeError as e:
-        raise MalformedError(f"expected a memory model as `carpool train` writes it: {e}") from e
+        raise MalformedError(f"expected a memory model: {e}") from e
     model.check()
     return model
 

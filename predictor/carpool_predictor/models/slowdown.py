@@ -64,7 +64,7 @@ Slowdowns = NDArray[np.float64]
 
 
 class SlowdownModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was learned. `carpool train` writes it."""
+    """What was learned."""
 
     version: str
     holding: Annotated[float, Meta(ge=1, le=10)]
@@ -88,7 +88,7 @@ def read_model(content: bytes) -> SlowdownModel:
     try:
         return msgspec.json.decode(content, type=SlowdownModel)
     except msgspec.DecodeError as e:
-        raise MalformedError(f"expected a slowdown model as `carpool train` writes it: {e}") from e
+        raise MalformedError(f"expected a slowdown model: {e}") from e
 
 
 @cache

@@ -55,7 +55,7 @@ class Utilization(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepTimeModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The stored model. `carpool train` writes it."""
+    """The stored model."""
 
     format: int
     version: str
@@ -77,7 +77,7 @@ def read_model(content: bytes) -> StepTimeModel:
     try:
         model = msgspec.json.decode(content, type=StepTimeModel)
     except msgspec.DecodeError as e:
-        raise MalformedError(f"expected a step-time model as `carpool train` writes it: {e}") from e
+        raise MalformedError(f"expected a step-time model: {e}") from e
     if model.format != FORMAT:
         raise MalformedError(f"expected a step-time model of format {FORMAT}, found {model.format}; upgrade carpool")
     if not model.lower <= 1 <= model.upper:

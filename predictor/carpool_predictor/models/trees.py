@@ -7,7 +7,7 @@ import msgspec
 
 from carpool_predictor.features import MalformedError
 
-_ADVICE = "build the model again with `carpool train`"
+_ADVICE = "install carpool again"
 
 
 class Forest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

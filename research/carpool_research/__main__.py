@@ -1,0 +1,141 @@
+"""`python -m carpool_research`: evaluates and fits the shipped models, and traces the catalog."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+
+import click
+from carpool_predictor.cli import telling
+from carpool_predictor.features import MalformedError
+from rich.console import Console
+from rich.table import Table
+
+from carpool_research.catalog_sweep import pack_command, sweep
+from carpool_research.report import Report
+from carpool_research.tables import DataError, check_header
+
+SUITES = ("memory", "activity", "step-time", "slowdown")
+"""Suites in the order of `--suite all`."""
+
+
+class InputError(click.ClickException):
+    """The command's input is wrong."""
+
+    exit_code = 2
+
+
+_DATA = click.option(
+    "--data",
+    required=True,
+    envvar="CARPOOL_DATA",
+    show_envvar=True,
+    type=click.Path(path_type=Path),
+    help="Folder of measurements.",
+)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Evaluate and fit the models that Carpool ships."""
+
+
+def suites() -> dict[str, ModuleType]:
+    """Import the module of each suite.
+
+    A module has `inputs(is_whole)`, the columns of each file that it reads, and `run(data, out, progress)`: it writes
+    the model card and its figures. `frozen(data)` is optional: it evaluates the shipped model without fitting.
+    """
+    from carpool_research.activity import report as activity
+    from carpool_research.memory import report as memory
+    from carpool_research.slowdown import report as slowdown
+    from carpool_research.step_time import report as step_time
+
+    return dict(zip(SUITES, (memory, activity, step_time, slowdown), strict=True))
+
+
+def check_inputs(data: Path, chosen: Iterable[ModuleType], *, is_whole: bool) -> None:
+    """Check the headers of all files that suites read, before anything is fitted.
+
+    Args:
+        data: The data folder.
+        chosen: Modules of suites.
+        is_whole: Whether to check the files that only the evaluation reads, too.
+
+    Raises:
+        DataError: A file or a column is missing; the message names it.
+    """
+    for suite in chosen:
+        for path, columns in suite.inputs(is_whole=is_whole).items():
+            check_header(data / path, columns)
+
+
+@main.command(short_help="Evaluate the predictors on measurements, and write the model cards.")
+@_DATA
+@click.option("--suite", type=click.Choice(["all", *SUITES]), default="all", show_default=True)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("docs/model-cards"),
+    show_default=True,
+    help="Folder of the model cards.",
+)
+@click.option(
+    "--frozen", is_flag=True, help="Evaluate the shipped models on rows that they never saw; fit and write nothing."
+)
+def evaluate(data: Path, suite: str, out: Path, frozen: bool) -> None:
+    """Evaluate the predictors on measurements, and write the model cards with every table and figure."""
+    chosen = {name: module for name, module in suites().items() if suite in ("all", name)}
+    if frozen:
+        chosen = {name: module for name, module in chosen.items() if hasattr(module, "frozen")}
+        if not chosen:
+            raise InputError(f"suite {suite!r} cannot evaluate the shipped model without fitting; leave out --frozen")
+    try:
+        check_inputs(data, chosen.values(), is_whole=not frozen)
+        for number, (name, module) in enumerate(chosen.items(), start=1):
+            click.echo(f"suite {name} ({number} of {len(chosen)}) ...", err=True)
+            if frozen:
+                report = module.frozen(data)
+            else:
+                with telling() as progress:
+                    report = module.run(data, out, progress)
+            Console().print(_table(report))
+    except (DataError, MalformedError) as e:
+        raise InputError(str(e)) from e
+
+
+def _table(report: Report) -> Table:
+    table = Table(title=report.suite, title_justify="left")
+    for column in ("metric", "value", "target", "met"):
+        table.add_column(column, justify="right" if column == "value" else "left")
+    for metric in report.metrics:
+        met = "" if metric.met is None else "yes" if metric.met else "no"
+        table.add_row(metric.name, f"{metric.value:,.4g}", metric.target, met)
+    return table
+
+
+@main.command(short_help="Fit the shipped models to the measurements.")
+@_DATA
+@click.option("--out", required=True, type=click.Path(path_type=Path, file_okay=False), help="Folder of the artifacts.")
+def train(data: Path, out: Path) -> None:
+    """Fit the shipped models to the measurements; the same data give the same bytes."""
+    from carpool_predictor.models.artifacts import write_sums
+
+    from carpool_research.activity.fit import train_activity
+    from carpool_research.memory.fit import train_memory
+    from carpool_research.slowdown.fit import train_slowdown
+    from carpool_research.step_time.fit import train_step_time
+
+    try:
+        check_inputs(data, suites().values(), is_whole=False)
+        paths = [build(data, out) for build in (train_memory, train_activity, train_step_time, train_slowdown)]
+    except DataError as e:
+        raise InputError(str(e)) from e
+    for path in [*paths, write_sums(paths)]:
+        click.echo(f"wrote {path} ({path.stat().st_size:,} bytes)")
+
+
+main.add_command(sweep)
+main.add_command(pack_command)
+
+if __name__ == "__main__":
+    main(prog_name="python -m carpool_research")

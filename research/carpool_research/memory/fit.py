@@ -1,0 +1,496 @@
+"""Measured peaks of timm models: reading them, and telling runs that died from runs that were measured."""
+
+import math
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from carpool_core.resources.features import ModelFeatures
+from carpool_core.values import MIB, Precision
+from carpool_predictor.calibration.run_history import FIRST, FIRST_UNENFORCED
+from carpool_predictor.catalog import store
+from carpool_predictor.features import StepCost, cost_at
+from carpool_predictor.models.memory import (
+    COLUMNS,
+    FORMAT,
+    MAX_CORRECTION,
+    MemoryModel,
+    Pair,
+    Risk,
+    class_width_mib,
+    fit_line,
+    row_of,
+)
+from carpool_predictor.models.trees import Forest
+from numpy.typing import NDArray
+
+from carpool_research.tables import read_table
+
+FILE = Path("gpumemnet", "timm_a100_40gb.csv")
+"""GPUMemNet's timm measurements, below the data folder."""
+MEASURED = ("timm_model", "timm_module", "batch_size", "max_gpu_memory_mib", "faketensor_mib")
+PRODUCT = "NVIDIA A100-SXM4-40GB"
+CAPACITY_MIB = 40960
+CENSORED_SHARE = 0.94
+"""A peak above this share of the GPU's memory is out of memory waiting to happen: censored, not a label."""
+MIN_GROWTH = 1.02
+"""Doubling the batch raises even the smallest model's peak by more than this."""
+MIN_PACE = 0.5
+"""Memory is nearly affine in the batch, so that each doubling adds twice what the one before added. A run that adds
+less than this share of what the one before added had no room left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measured run."""
+
+    model: str
+    family: str
+    batch_size: int
+    peak_mib: float
+    fake_tensor_mib: float = 0.0
+    """What PyTorch's FakeTensor mode estimated, as published beside the measurement."""
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Read GPUMemNet's timm measurements.
+
+    Raises:
+        DataError: The file or a column is missing, or a row cannot be read.
+    """
+    return read_table(path, MEASURED, _row)
+
+
+def _row(record: dict[str, str]) -> Row:
+    model, family, batch_size, peak, fake = (record[column] for column in MEASURED)
+    row = Row(model, family, int(batch_size), float(peak), float(fake or 0))
+    if row.batch_size < 1 or not 0 < row.peak_mib < math.inf:
+        raise ValueError(f"expected a batch size and a peak above 0, found {batch_size} and {peak}")
+    return row
+
+
+def clean(rows: Iterable[Row]) -> list[Row]:
+    """Drop runs that died: memory grows with the batch, so a model's rows count until they first fail to keep pace.
+
+    A model with no growing pair is dropped whole (its first run may be the dead one), and so are peaks at the GPU's
+    capacity, which are censored. The simulation plays no part in this.
+    """
+    kept: list[Row] = []
+    by_model: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        by_model[row.model].append(row)
+    for runs in by_model.values():
+        runs.sort(key=lambda row: row.batch_size)
+        alive, pace = runs[:1], 0.0
+        for run in runs[1:]:
+            before, added = alive[-1], run.peak_mib - alive[-1].peak_mib
+            grown = run.peak_mib > MIN_GROWTH * before.peak_mib and added > MIN_PACE * pace
+            if not grown or run.peak_mib > CENSORED_SHARE * CAPACITY_MIB:
+                break
+            pace = added
+            alive.append(run)
+        kept += alive if len(alive) > 1 else []
+    return kept
+
+
+EXCEEDS = math.log(1.1)
+"""What the score foretells: that a peak exceeds its median by a tenth."""
+SHARES = (0.6, 0.9)
+"""Shares of the rows below which the strata end, by ascending score."""
+_PENALTY = 0.1
+"""Of the logistic regression (scikit-learn's C): some columns say nearly the same."""
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What the bound is made of, and where the rows lie that it was made from."""
+
+    risk: Risk
+    factors: tuple[float, ...]
+    """Bound over median of each stratum."""
+    level: float
+    """Quantile of each stratum's scores that its factor is."""
+    strata: NDArray[np.intp]
+    """Stratum of each row: its score is fitted without its family; edges are quantiles over all rows."""
+
+
+def fit_bound(
+    rows: Floats, scores: Floats, families: Sequence[str], folds: Sequence[frozenset[str]], coverage: float
+) -> Bound:
+    """Divide steps into strata, and take a factor for each.
+
+    Args:
+        rows: Columns of each step, as `memory_row.row_of` has them.
+        scores: Logarithm of measured over median of each, its family held out.
+        families: Family of each.
+        folds: Families that are held out together.
+        coverage: Share of a new family's rows that the bound is to hold, on average over families.
+    """
+    names = np.array(families)
+    exceeds = scores > EXCEEDS
+    odds = np.zeros(len(scores))
+    for fold in folds:
+        held = np.isin(names, sorted(fold))
+        weights, intercept = _logistic(rows[~held], exceeds[~held])
+        odds[held] = rows[held] @ weights + intercept
+    edges = np.quantile(odds, SHARES)
+    strata = np.searchsorted(edges, odds, side="right")
+    level = family_level(ranks_in_strata(scores, strata, names), names, coverage)
+    weights, intercept = _logistic(rows, exceeds)
+    risk = Risk(weights=[short(w) for w in weights], intercept=short(intercept), edges=[short(e) for e in edges])
+    return Bound(risk, _factors(scores, strata, level), level, strata)
+
+
+def _logistic(rows: Floats, exceeds: NDArray[np.bool_]) -> tuple[Floats, float]:
+    """Fit the logarithm of the odds that a step exceeds its median by much, linear in its columns."""
+    if exceeds.all() or not exceeds.any():
+        return np.zeros(rows.shape[1]), 0.0
+    from sklearn.linear_model import LogisticRegression
+
+    mean, spread = rows.mean(axis=0), rows.std(axis=0) + 1e-9
+    fitted = LogisticRegression(C=_PENALTY, max_iter=1000).fit((rows - mean) / spread, exceeds)
+    weights: Floats = fitted.coef_[0] / spread
+    return weights, float(fitted.intercept_[0] - weights @ mean)
+
+
+def ranks_in_strata(scores: Floats, strata: NDArray[np.intp], families: NDArray[np.str_]) -> Floats:
+    """Return the share of each row's stratum that lies below it, not counting rows of its own family."""
+    ranks = np.zeros(len(scores))
+    for stratum in np.unique(strata):
+        inside = np.flatnonzero(strata == stratum)
+        for family in np.unique(families[inside]):
+            own = inside[families[inside] == family]
+            others = np.sort(scores[inside[families[inside] != family]])
+            ranks[own] = np.searchsorted(others, scores[own], side="left") / (len(others) + 1)
+    return ranks
+
+
+def family_level(ranks: Floats, families: NDArray[np.str_], coverage: float) -> float:
+    """Return the rank below which lies a share of rows, each family counting as one, and the next one as above all."""
+    names, counts = np.unique(families, return_counts=True)
+    weights = 1 / counts[np.searchsorted(names, families)] / len(names)
+    order = np.argsort(ranks, kind="stable")
+    held = np.cumsum(weights[order])
+    first = int(np.searchsorted(held, coverage * (1 + 1 / len(names)) - 1e-9))
+    return float(ranks[order[min(first, len(order) - 1)]])
+
+
+def _factors(scores: Floats, strata: NDArray[np.intp], level: float) -> tuple[float, ...]:
+    found = [conformal_quantile(scores[strata == stratum].tolist(), level) for stratum in range(len(SHARES) + 1)]
+    # A likelier step never has a smaller factor, and no bound lies below the median.
+    return tuple(round(math.exp(max(0.0, *found[: i + 1])), 4) for i in range(len(found)))
+
+
+def conformal_quantile(scores: Sequence[float], level: float) -> float:
+    """Return the conformal quantile: that of n + 1 scores, the unseen one among them; 0 of none.
+
+    Args:
+        scores: Those that were seen.
+        level: Share that is to lie below, 0..1; at 0 it is the smallest of them.
+    """
+    if not 0 <= level <= 1:
+        raise ValueError(f"expected a level between 0 and 1, found {level}")
+    ordered = sorted(scores)
+    rank = math.ceil((len(ordered) + 1) * level)
+    return ordered[min(max(rank, 1), len(ordered)) - 1] if ordered else 0.0
+
+
+def short(number: float) -> float:
+    """Return a number as artifacts write it: with seven digits, which more do not improve."""
+    return float(f"{number:.7g}")
+
+
+ROWS = 0.95
+"""Share of a family's rows that are to be held."""
+FEWEST_ROWS = 10
+"""Families of fewer rows say too little of theirs."""
+
+
+class Room(NamedTuple):
+    """What first runs count with in one situation."""
+
+    where: str
+    families: float
+    """Share of families of which so many rows are to be held."""
+    shipped: float
+    """Factor to the bound."""
+
+
+ROOMS = (
+    Room("a limit enforces the bound (MPS, MIG)", 0.9, FIRST),
+    Room("nothing does (time slicing)", 0.95, FIRST_UNENFORCED),
+)
+
+
+class Family(NamedTuple):
+    """One family's rows."""
+
+    name: str
+    ratios: NDArray[np.float64]
+    """Measured over bound, ascending."""
+
+
+def families_of(names: Sequence[str], ratios: NDArray[np.float64]) -> list[Family]:
+    """Collect the families that have enough rows.
+
+    Args:
+        names: Family of each row.
+        ratios: Measured over bound of each row, shape (rows,).
+    """
+    of = np.array(names)
+    found = [Family(str(name), np.sort(ratios[of == name])) for name in np.unique(of)]
+    return [family for family in found if len(family.ratios) >= FEWEST_ROWS]
+
+
+def factor(families: Sequence[Family], share: float) -> float:
+    """Return the factor to the bound that holds `ROWS` of the rows of a share of the families.
+
+    Raises:
+        ValueError: There is no family.
+    """
+    if not families:
+        raise ValueError(f"expected at least one family of {FEWEST_ROWS} rows or more, found none")
+    return _ranked(np.sort([_ranked(family.ratios, ROWS) for family in families]), share)
+
+
+def held(families: Sequence[Family], by: float) -> int:
+    """Count the families of which a factor to the bound holds `ROWS` of the rows."""
+    return sum(float(np.mean(family.ratios <= by)) >= ROWS for family in families)
+
+
+def rank(n: int, share: float) -> int:
+    """Return the rank among n that the next one lies below with such a share; the largest where there are too few."""
+    return min(math.ceil(share * (n + 1)), n)
+
+
+def _ranked(ascending: NDArray[np.float64], share: float) -> float:
+    return float(ascending[rank(len(ascending), share) - 1])
+
+
+COVERAGE = 0.95
+TOO_SMALL = 0.014
+"""Share of rows, families held out, whose class may be too small: a little less than the 1.5% asked for."""
+FOLDS = 5
+SETTINGS: Mapping[str, object] = {
+    "n_estimators": 120,
+    "max_depth": 3,
+    "learning_rate": 0.06,
+    "subsample": 0.5,
+    "min_samples_leaf": 15,
+    "max_features": 0.5,
+    "loss": "huber",
+    "alpha": 0.8,
+}
+"""Of scikit-learn's GradientBoostingRegressor; small trees, little trust in outliers."""
+_MARGIN = 0.1
+"""The hull reaches this share of a column's range beyond it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One measured run with its simulation."""
+
+    model: str
+    family: str
+    batch_size: int
+    measured_mib: float
+    fake_tensor_mib: float
+    features: ModelFeatures
+    cost: StepCost
+
+    @property
+    def reserved_mib(self) -> float:
+        """What the allocator was simulated to hold."""
+        return self.cost.reserved_bytes / MIB
+
+
+def samples_of(rows: Iterable[Row], traced: Mapping[str, ModelFeatures]) -> list[Sample]:
+    """Pair measured runs with the simulation of their models; rows of models that were not traced are left out."""
+    return [
+        Sample(
+            row.model,
+            row.family,
+            row.batch_size,
+            row.peak_mib,
+            row.fake_tensor_mib,
+            found,
+            cost_at(found, row.batch_size),
+        )
+        for row in rows
+        if (found := traced.get(row.model)) is not None
+    ]
+
+
+def traced_models(names: Iterable[str]) -> dict[str, ModelFeatures]:
+    """Look measured timm models up as the measured release built them; models that were not traced are left out."""
+    found = {n: store.measured().record(f"timm/{n}") or store.shipped().record(f"timm/{n}") for n in names}
+    return {name: record.features() for name, record in found.items() if record is not None}
+
+
+def deal(names: Iterable[str], parts: int, seed: int) -> list[frozenset[str]]:
+    """Deal names into parts of nearly equal size, at random."""
+    ordered = sorted(set(names))
+    random.Random(seed).shuffle(ordered)  # noqa: S311  (a reproducible split, no secret)
+    return [frozenset(ordered[i::parts]) for i in range(parts)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    slope: float
+    intercept: float
+    forest: Forest
+
+    def log_medians(self, samples: Sequence[Sample]) -> Floats:
+        lines = np.array([self.slope * s.reserved_mib + self.intercept for s in samples])
+        answers = [self.forest.predict(row_of(s.features, s.cost, s.batch_size)) for s in samples]
+        corrected: Floats = np.log(lines) + np.clip(answers, -MAX_CORRECTION, MAX_CORRECTION)
+        return corrected
+
+
+def _fit(samples: Sequence[Sample], seed: int) -> _Fit:
+    from sklearn.ensemble import GradientBoostingRegressor
+
+    slope, intercept = fit_line([Pair(s.reserved_mib, s.measured_mib) for s in samples])
+    rows = np.array([row_of(s.features, s.cost, s.batch_size) for s in samples])
+    lines = np.array([slope * s.reserved_mib + intercept for s in samples])
+    ratios = np.clip(np.log([s.measured_mib for s in samples]) - np.log(lines), -MAX_CORRECTION, MAX_CORRECTION)
+    boosted = GradientBoostingRegressor(random_state=seed, **SETTINGS).fit(rows, ratios)
+    return _Fit(slope, intercept, export(boosted))
+
+
+def export(boosted: Any) -> Forest:
+    """Return the trees of a fitted GradientBoostingRegressor as plain lists."""
+    lists: dict[str, list[Any]] = {key: [] for key in ("roots", "feature", "threshold", "left", "right", "value")}
+    for stage in boosted.estimators_:
+        tree, first = stage[0].tree_, len(lists["feature"])
+        inner = (tree.children_left > 0).tolist()
+        lists["roots"].append(first)
+        lists["feature"] += [int(f) if i else -1 for f, i in zip(tree.feature, inner, strict=True)]
+        lists["threshold"] += [short(t) if i else 0.0 for t, i in zip(tree.threshold, inner, strict=True)]
+        lists["left"] += [first + int(child) if i else 0 for child, i in zip(tree.children_left, inner, strict=True)]
+        lists["right"] += [first + int(child) if i else 0 for child, i in zip(tree.children_right, inner, strict=True)]
+        values = np.ravel(tree.value) * boosted.learning_rate
+        lists["value"] += [0.0 if i else short(v) for v, i in zip(values, inner, strict=True)]
+    return Forest(base=float(np.ravel(boosted.init_.constant_)[0]), **lists)
+
+
+def fit(samples: Sequence[Sample], *, seed: int, version: str = "") -> MemoryModel:
+    """Fit line, trees, hull and bound.
+
+    Args:
+        samples: Measured runs, all of the stack that the model is for.
+        seed: Seed of folds and trees; the same seed gives the same bytes.
+        version: Version of the numbers.
+    """
+    whole = _fit(samples, seed)
+    scores = out_of_fold(samples, lambda s: _fit(s, seed).log_medians, seed)
+    rows = np.array([row_of(s.features, s.cost, s.batch_size) for s in samples])
+    families = [s.family for s in samples]
+    bound = fit_bound(rows, scores, families, deal(families, FOLDS, seed), COVERAGE)
+    low, high = rows.min(axis=0), rows.max(axis=0)
+    margin = _MARGIN * (high - low) + 1e-4  # rounding must not push a constant column outside
+    return MemoryModel(
+        format=FORMAT,
+        version=version,
+        product=PRODUCT,
+        precision=Precision.FP32,
+        slope=round(whole.slope, 4),
+        intercept_mib=round(whole.intercept, 1),
+        columns=list(COLUMNS),
+        residual=whole.forest,
+        hull=[(short(a), short(b)) for a, b in zip(low - margin, high + margin, strict=True)],
+        risk=bound.risk,
+        factors=list(bound.factors),
+        class_share=_class_share(samples, scores, bound),
+        coverage=COVERAGE,
+        provenance={"bound_level": round(bound.level, 4)},
+    )
+
+
+Judge = Callable[[Sequence[Sample]], Floats]
+
+
+def out_of_fold(samples: Sequence[Sample], fitted: Callable[[Sequence[Sample]], Judge], seed: int) -> Floats:
+    """Return log(measured / median) of each sample, its family held out.
+
+    Args:
+        samples: Measured runs.
+        fitted: Fits on samples and returns a function to the logarithm of the median.
+        seed: Seed of the folds.
+    """
+    scores = np.zeros(len(samples))
+    for fold in deal((s.family for s in samples), FOLDS, seed):
+        judge = fitted([s for s in samples if s.family not in fold])
+        held = [i for i, s in enumerate(samples) if s.family in fold]
+        if held:
+            chosen = [samples[i] for i in held]
+            scores[held] = np.log([s.measured_mib for s in chosen]) - judge(chosen)
+    return scores
+
+
+def _class_share(samples: Sequence[Sample], scores: Floats, bound: Bound) -> float:
+    """Return the smallest share of the way from median to bound whose class is rarely too small.
+
+    Too small a class ends a job, too large a one wastes a slice: two errors of different cost, so that the class has a
+    level of its own. The loss never rises along the way, which is what conformal risk control asks for (Angelopoulos
+    et al., ICLR '24): with n rows, `(n · loss + 1) / (n + 1)` is held to `TOO_SMALL`.
+    """
+    measured = np.array([s.measured_mib for s in samples])
+    widths = np.array([class_width_mib(s.features.layers) for s in samples])
+    steps = np.log(bound.factors)[bound.strata]
+    medians, classes = measured / np.exp(scores), np.ceil(measured / widths)
+    for percent in range(100):
+        small = np.sum(np.ceil(medians * np.exp(steps * percent / 100) / widths) < classes)
+        if small + 1 <= TOO_SMALL * (len(samples) + 1):
+            return percent / 100
+    return 1.0
+
+
+SEED = 20260101
+VERSION = "2026.11.2"
+"""Changes with the numbers: waiting jobs are predicted anew by it, and answers of two models are told apart."""
+
+
+def memory_model(data: Path) -> MemoryModel:
+    """Fit the memory model that is shipped.
+
+    Raises:
+        DataError: The measurements cannot be read.
+    """
+    import sklearn
+
+    rows = read_rows(data / FILE)
+    known = store.shipped()
+    traced = traced_models({row.model for row in rows})
+    good = clean(rows)
+    samples = samples_of(good, traced)
+    model = fit(samples, seed=SEED, version=VERSION)
+    provenance: dict[str, str | float | int] = {
+        "data": "itu-rad/GPUMemNet, Related_works/FakeTensor (timm models, A100-SXM4-40GB, FP32)",
+        "rows": len(rows),
+        "rows_after_cleaning": len(good),
+        "rows_fitted": len(samples),
+        "models_traced": len({s.model for s in samples}),
+        "families": len({s.family for s in samples}),
+        "seed": SEED,
+        "scikit_learn": sklearn.__version__,
+        **known.versions,
+        **model.provenance,
+    }
+    return msgspec.structs.replace(model, provenance=provenance)
+
+
+def train_memory(data: Path, out: Path) -> Path:
+    """Write `memory.json` below `out`; the same data and seed give the same bytes."""
+    path = out / "memory.json"
+    content = msgspec.json.encode(memory_model(data)) + b"\n"
+    out.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path

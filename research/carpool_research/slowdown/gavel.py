@@ -1,0 +1,283 @@
+"""Learns from Gavel's measurements (K80, P100, V100) how far beyond the median slowdowns lie: needs the extra `train`.
+
+Gavel measured throughputs alone, at several batch sizes, and in pairs behind MPS, but no utilization. A step of batch b
+takes (a^p + (c + d b)^p)^(1/p): host a, GPU c + d b, and an exponent p that says how well one hides behind the other,
+1 not at all. It is shared by all, and chosen by how well a batch size that was left out is foretold, with a variant of
+the rule of one standard error (Breiman et al., Classification and Regression Trees, 1984, section 3.4.3): the smallest
+p, which hides the least, of those that are worse than the best by no more than the standard error of the difference,
+job by job. The busy share of a job follows: u = (c + d b) / step.
+
+Behind MPS kernels queue in the order of their launch, so that a job of short kernels loses to one of long kernels. Each
+job has a weight for that, learned on pairs, which says nothing about tenants that take equal turns and is not shipped.
+With it known, the pairs say how wide an upper quantile has to be where turns are taken. How wide it has to be behind
+MPS is said by what is foretold of them without, SM activity taken to be what follows from busy shares, and no
+contention for DRAM, of which nothing is known there.
+"""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+
+import numpy as np
+from carpool_core.values import SharingMode
+from carpool_predictor.models.slowdown import slowdowns
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
+
+from carpool_research.tables import number, read_table
+
+FILE = "gavel/gavel_throughputs_flat.csv"
+_RATES = ("iso_tput_a_steps_s", "coloc_tput_a", "coloc_tput_b")
+COLUMNS = ("file", "gpu", "job_a", "bs_a", "ngpu_a", "job_b", "bs_b", "ngpu_b", *_RATES)
+TABLE = "oracle_throughputs.json"
+"""The one of Gavel's tables whose pairs are all measured."""
+FITS = 100
+"""Tries of a fit to pairs; fewer leave it short of its end."""
+EXPONENTS = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 12.0)
+LEAST_BATCHES = 4
+FOLDS = 4
+SEED = 0
+PRIOR = 0.05
+"""Pull of weights and corrections towards nothing, in logarithms of a slowdown."""
+
+Job = tuple[str, str, str]
+"""GPU, job, batch size."""
+Numbers = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two jobs on one GPU."""
+
+    one: Job
+    other: Job
+    slowdowns: tuple[float, float]
+    """Of the one and of the other, as measured, at least 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gavel:
+    """What was measured."""
+
+    step_s: Mapping[Job, float]
+    """Step time alone."""
+    pairs: Sequence[Pair]
+
+
+@dataclass(frozen=True, slots=True)
+class Queueing:
+    """How pairs were foretold that had no part in what was fitted, shape (pairs, 2) each."""
+
+    measured: Numbers
+    """Slowdowns."""
+    weighted: Numbers
+    """Slowdowns with the weight of each job known from its other pairs."""
+    side_by_side: Numbers
+    """Slowdowns as they are foretold under MPS, SM activity from busy shares."""
+    beside: Numbers
+    """Busy shares of the other one, from solo throughputs."""
+
+
+def read(data: Path) -> Gavel:
+    """Read the single-GPU jobs.
+
+    Raises:
+        DataError: The file or a column is missing, or a row cannot be read.
+    """
+    rows = [row for row in read_table(data / FILE, COLUMNS, _checked) if row["file"] == TABLE and row["ngpu_a"] == "1"]
+    step_s = {_job(r, "a"): 1 / v for r in rows if (v := _rate(r, "iso_tput_a_steps_s")) > 0}
+    pairs = [pair for row in rows if row["ngpu_b"] == "1" and (pair := _pair(row, step_s)) is not None]
+    # Each pair stands there twice, once in either order, with the same numbers.
+    return Gavel(step_s, list({frozenset((pair.one, pair.other)): pair for pair in pairs}.values()))
+
+
+def _checked(row: dict[str, str]) -> dict[str, str]:
+    for column in _RATES:
+        _rate(row, column)
+    return row
+
+
+def _job(row: Mapping[str, str], which: str) -> Job:
+    return row["gpu"], row[f"job_{which}"], row[f"bs_{which}"]
+
+
+def _rate(row: Mapping[str, str], column: str) -> float:
+    """Return a throughput; 0 where there is none."""
+    return number(row, column) if row[column] else 0.0
+
+
+def _pair(row: Mapping[str, str], step_s: Mapping[Job, float]) -> Pair | None:
+    """Return a measured pair; 0 stands for out of memory as well as for what was never run."""
+    one, other = _job(row, "a"), _job(row, "b")
+    a, b = _rate(row, "coloc_tput_a"), _rate(row, "coloc_tput_b")
+    if a <= 0 or b <= 0 or one not in step_s or other not in step_s:
+        return None
+    return Pair(one, other, (max(1.0, 1 / (step_s[one] * a)), max(1.0, 1 / (step_s[other] * b))))
+
+
+def families(gavel: Gavel) -> dict[tuple[str, str], tuple[Numbers, Numbers]]:
+    """Return batch sizes and step times of each job on each GPU that was measured at several.
+
+    Left out are jobs whose steps get shorter as batches grow (Recommendation): they are no steps of one batch.
+    """
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for (gpu, job, batch), step_s in sorted(gavel.step_s.items()):
+        if batch:
+            found.setdefault((gpu, job), []).append((float(batch), step_s))
+    columns = {key: np.array(sorted(points)).T for key, points in found.items() if len(points) >= LEAST_BATCHES}
+    return {key: (batch, step) for key, (batch, step) in columns.items() if np.all(np.diff(step) > 0)}
+
+
+def fit_step(batch: Numbers, step: Numbers, exponent: float) -> Callable[[Numbers], tuple[Numbers, Numbers]]:
+    """Fit host and GPU time of one job; return the function from batch sizes to steps and busy shares."""
+
+    def curve(logs: Numbers, sizes: Numbers) -> tuple[Numbers, Numbers]:
+        host, fixed, each = np.exp(logs)
+        gpu = fixed + each * sizes
+        whole: Numbers = (host**exponent + gpu**exponent) ** (1 / exponent)
+        return whole, gpu / whole
+
+    def off(logs: Numbers) -> Numbers:
+        missed: Numbers = np.log(curve(logs, batch)[0] / step)
+        return missed
+
+    begins = [np.log([step.min() * f, step.min() * (1 - f), step.max() / batch.max() * 0.8]) for f in (0.3, 0.9)]
+    tries = [
+        least_squares(off, begin, loss="soft_l1", f_scale=0.03, max_nfev=300, bounds=(-40, 20)) for begin in begins
+    ]
+    best = min(tries, key=lambda one: float(one.cost))
+    return lambda sizes: curve(best.x, sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """How far off the steps at batch sizes were that had been left out, for one exponent."""
+
+    of_jobs: Mapping[str, float]
+    """Mean absolute logarithmic error of each job, on all GPUs."""
+
+    @property
+    def error(self) -> float:
+        """Their mean."""
+        return fmean(self.of_jobs.values())
+
+    def beyond(self, best: "Missed") -> tuple[float, float]:
+        """Return by how much it is worse than another, and the standard error of that, by jobs."""
+        more = [error - best.of_jobs[job] for job, error in self.of_jobs.items()]
+        return fmean(more), stdev(more) / len(more) ** 0.5
+
+
+def errors_by_exponent(gavel: Gavel) -> dict[float, Missed]:
+    """Foretell the step at each batch size from the others of its job and GPU, for each exponent."""
+    known = families(gavel)
+    jobs = sorted({job for _, job in known})
+    found = {}
+    for exponent in EXPONENTS:
+        errors = {key: _left_out(batch, step, exponent) for key, (batch, step) in known.items()}
+        found[exponent] = Missed({job: fmean(e for (_, one), e in errors.items() if one == job) for job in jobs})
+    return found
+
+
+def _left_out(batch: Numbers, step: Numbers, exponent: float) -> float:
+    errors = []
+    for out in range(len(batch)):
+        keep = np.arange(len(batch)) != out
+        foretold, _ = fit_step(batch[keep], step[keep], exponent)(batch[out : out + 1])
+        errors.append(abs(float(np.log(foretold[0] / step[out]))))
+    return fmean(errors)
+
+
+def best(errors: Mapping[float, Missed]) -> Missed:
+    """Return what the exponent missed by which the steps are foretold best."""
+    return min(errors.values(), key=lambda one: one.error)
+
+
+def most_cautious(errors: Mapping[float, Missed]) -> float:
+    """Return the smallest exponent that is not worse than the best one by more than the standard error of that."""
+    least = best(errors)
+    return min(exponent for exponent, one in errors.items() if operator.le(*one.beyond(least)))
+
+
+def busy_shares(gavel: Gavel, exponent: float) -> dict[Job, float]:
+    """Work out how busy each job keeps its GPU alone, 0..1, where it was measured at several batch sizes."""
+    found: dict[Job, float] = {}
+    for (gpu, job), (batch, step) in families(gavel).items():
+        _, busy = fit_step(batch, step, exponent)(batch)
+        found |= {(gpu, job, f"{size:.0f}"): float(u) for size, u in zip(batch, busy, strict=True)}
+    return found
+
+
+def queueing(gavel: Gavel, exponent: float, holding: float) -> Queueing:
+    """Foretell each pair from weights and corrected busy shares that were fitted to the other folds, and as shipped.
+
+    Args:
+        gavel: What was measured.
+        exponent: p, by which busy shares are worked out from solo steps.
+        holding: k, by which a neighbour's busy share says how much it is in the way.
+    """
+    busy = busy_shares(gavel, exponent)
+    pairs = [pair for pair in gavel.pairs if pair.one in busy and pair.other in busy]
+    jobs = sorted(busy)
+    place = {job: number for number, job in enumerate(jobs)}
+    index = np.array([(place[pair.one], place[pair.other]) for pair in pairs])
+    shares = np.clip([busy[job] for job in jobs], 0.01, 0.99)
+    measured = np.array([pair.slowdowns for pair in pairs])
+    fold = np.random.default_rng(SEED).integers(0, FOLDS, len(pairs))
+    weighted = np.ones(measured.shape)
+    for out in range(FOLDS):
+        train, test = np.flatnonzero(fold != out), np.flatnonzero(fold == out)
+        model = Weights(shares, index[train], holding)
+
+        def off(numbers: Numbers, model: Weights = model, rows: NDArray[np.intp] = train) -> Numbers:
+            missed = np.log(model.foretell(numbers) / measured[rows]).ravel()
+            return np.concatenate([missed, PRIOR * numbers])
+
+        begin = np.zeros(2 * len(jobs))
+        fitted = least_squares(off, begin, loss="soft_l1", f_scale=0.05, max_nfev=FITS)
+        weighted[test] = Weights(shares, index[test], holding).foretell(fitted.x)
+    own = shares[index]
+    side_by_side = slowdowns(SharingMode.MPS, own, own**holding, np.zeros(own.shape))
+    return Queueing(measured, weighted, side_by_side, own[:, ::-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Pairs whose kernels queue in the order of their launch."""
+
+    shares: Numbers
+    """(jobs,) Busy shares from solo throughputs."""
+    index: NDArray[np.intp]
+    """(pairs, 2) Jobs of each pair."""
+    holding: float
+    """k."""
+
+    def foretell(self, numbers: Numbers) -> Numbers:
+        """Return slowdowns, shape (pairs, 2).
+
+        Args:
+            numbers: The logarithm of each job's weight, then a correction of the logit of its busy share, (2 jobs,).
+        """
+        weights, correction = np.split(numbers, 2)
+        busy = 1 / (1 + np.exp(-np.log(self.shares / (1 - self.shares)) - correction))
+        one, other = self.index.T
+        ratio = np.exp(weights[other] - weights[one])
+        own = busy[self.index]
+        one_holds, other_holds = (own**self.holding).T
+        added = np.stack([ratio * other_holds, one_holds / ratio], axis=1)
+        found: Numbers = 1 + own * added
+        return found
+
+
+def factors(held_out: Queueing, level: float) -> tuple[float, float]:
+    """Return how much of a neighbour's busy share to add, so that this share of slowdowns stays below.
+
+    Returns:
+        Of tenants that take turns, and of tenants under MPS.
+    """
+    return _factor(held_out.weighted, held_out, level), _factor(held_out.side_by_side, held_out, level)
+
+
+def _factor(foretold: Numbers, held_out: Queueing, level: float) -> float:
+    return round(max(0.0, float(np.quantile((held_out.measured - foretold) / held_out.beside, level))), 3)

@@ -1,0 +1,87 @@
+"""The one contract of all memory estimators."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
+from carpool_core.values import MIB
+from carpool_predictor.features import cost_at
+from carpool_research.memory.baselines import ESTIMATORS, Classifier, Estimator
+from carpool_research.memory.fit import Sample
+
+LARGEST_MIB = 10 * 40960
+
+
+def sample(number: int, batch: int, noise: random.Random) -> Sample:
+    size = 4 + 3 * number
+    step = TracedStep(
+        batch_size=batch,
+        peak_bytes=(size * batch + 9 * size) * MIB,
+        activation_bytes=size * batch * MIB,
+        reserved_bytes=int(1.1 * (size * batch + 9 * size) * MIB),
+        flops=1e9 * size * batch,
+        bytes_moved=1e8 * batch * (1 + number % 7),
+        kernels=100 + number,
+    )
+    features = ModelFeatures(
+        parameters=size * MIB,
+        trainable_parameters=size * MIB,
+        parameter_bytes=3 * size * MIB,
+        steps=[step],
+        layers=LayerCounts(convolution=number % 5, linear=1 + number % 3),
+    )
+    measured = 1500 + (1.2 * size * batch + 10 * size) * noise.gauss(1, 0.02)
+    return Sample(f"m{number}", f"f{number % 8}", batch, measured, measured / 2, features, cost_at(features, batch))
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[Sample]:
+    noise = random.Random(1)  # noqa: S311
+    return [sample(number, batch, noise) for number in range(40) for batch in (8, 32, 64)]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("estimator", ESTIMATORS.values(), ids=ESTIMATORS)
+def test_every_estimator_keeps_the_contract(estimator: Estimator, samples: list[Sample]) -> None:
+    learned, unseen = samples[:90], samples[90:]
+    judge = estimator(learned, 3)
+    answers = judge(unseen)
+    assert answers.shape == (len(unseen),)
+    assert np.isfinite(answers).all()
+    assert (answers > 0).all()
+    assert (answers < LARGEST_MIB).all()
+    assert np.array_equal(estimator(learned, 3)(unseen), answers), "the same seed gives the same answers"
+    backwards = judge(unseen[::-1])[::-1]
+    assert np.allclose(backwards, answers), "an answer does not depend on its neighbours"
+    lied = [Sample(s.model, "other", s.batch_size, 1.0, s.fake_tensor_mib, s.features, s.cost) for s in unseen]
+    assert np.array_equal(judge(lied), answers), "nothing is read from what was measured, nor from the family"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["ours", "SchedTune-like boosting"])
+def test_estimators_that_learn_amounts_beat_a_constant(name: str, samples: list[Sample]) -> None:
+    learned = [s for s in samples if s.family != "f0"]
+    unseen = [s for s in samples if s.family == "f0"]
+    measured = np.array([s.measured_mib for s in unseen])
+
+    def error(which: str) -> float:
+        return float(np.median(np.abs(ESTIMATORS[which](learned, 0)(unseen) / measured - 1)))
+
+    assert error(name) < error("constant")
+
+
+def test_networks_learn_the_same_on_any_number_of_processors(samples: list[Sample]) -> None:
+    """Regression: threads share sums otherwise, and the model card differed from one machine to another."""
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(Classifier(samples, 0, tokens=True))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    one, other = (network.state_dict() for classifier in found for network in classifier.members)
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
