@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from carpool_core.settings import KubeSettings, LogSettings, metrics_port, setting
 from carpool_predictor.calibration.store import place_of
-from carpool_predictor.tracing.source import TraceLimits
+from carpool_predictor.tracing.process import TraceLimits
 
 from carpool_operator.attempts import Backoff
 

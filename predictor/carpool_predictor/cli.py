@@ -26,7 +26,8 @@ from carpool_predictor.catalog import store
 from carpool_predictor.catalog.names import LIBRARIES
 from carpool_predictor.features import Abstention, MalformedError
 from carpool_predictor.rows import Tally
-from carpool_predictor.tracing.source import FactoryModel, SubprocessTracer, TraceLimits, TraceRequest
+from carpool_predictor.tracing.process import FactoryModel, TraceLimits, TraceRequest
+from carpool_predictor.tracing.source import SubprocessTracer
 
 Target = ModelFeatures | TraceRequest
 

@@ -32,7 +32,8 @@ from carpool_predictor.catalog import store
 from carpool_predictor.features import Abstention
 from carpool_predictor.predict import Job, model_version, prepare, reason_of
 from carpool_predictor.report import activity_json, interval_json, length_json, memory_json
-from carpool_predictor.tracing.source import SubprocessTracer, TraceLimits, TraceRequest
+from carpool_predictor.tracing.process import TraceLimits, TraceRequest
+from carpool_predictor.tracing.source import SubprocessTracer
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding a row can raise; the last where brackets nest without end."""
@@ -437,7 +438,7 @@ class _Crew:
 
     def _started(self, means: _Means) -> _Worker:
         ours, theirs = self._spawn.Pipe()
-        process = self._spawn.Process(target=_work, args=(theirs, means), daemon=True)
+        process = self._spawn.Process(target=_work, args=(theirs, means))  # no daemon: those may start no traces
         process.start()
         theirs.close()  # else it would not end with the process
         return _Worker(process, ours)

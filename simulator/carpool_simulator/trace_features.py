@@ -13,7 +13,8 @@ from carpool_core.resources.job import Training
 from carpool_core.values import Optimizer, Precision
 from carpool_predictor.cli import Target, parse_shape, target_of
 from carpool_predictor.features import Abstention
-from carpool_predictor.tracing.source import SubprocessTracer, TraceLimits
+from carpool_predictor.tracing.process import TraceLimits
+from carpool_predictor.tracing.source import SubprocessTracer
 
 FILE = Path(__file__).with_name("features.json")
 CIFAR_CLASSES = {"cifar100": 100}

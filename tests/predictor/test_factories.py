@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from carpool_core.resources.job import Training
 from carpool_predictor.cli import graph, predict, read_features
-from carpool_predictor.trace import answer
-from carpool_predictor.tracing.source import FactoryModel, TraceRequest
+from carpool_predictor.tracing.process import FactoryModel, TraceRequest, answer
 from click.testing import CliRunner
 
 SOURCE = """

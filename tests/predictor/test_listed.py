@@ -17,7 +17,7 @@ from carpool_predictor.catalog.recipes import recipe_of
 from carpool_predictor.cli import target_of
 from carpool_predictor.features import TraceError
 from carpool_predictor.tracing.models import trace_recipe
-from carpool_predictor.tracing.source import TraceRequest
+from carpool_predictor.tracing.process import TraceRequest
 from carpool_predictor.tracing.step import fake_weights, meta_mode
 from torch import nn
 

@@ -19,7 +19,8 @@ from carpool_predictor.features import Abstention
 from carpool_predictor.models.memory import shipped
 from carpool_predictor.predict import predict as predict_on
 from carpool_predictor.rows import ALONE, Answerer, WorkerDied, chunks, predict_rows
-from carpool_predictor.tracing.source import SubprocessTracer, TraceLimits, TraceRequest
+from carpool_predictor.tracing.process import TraceLimits, TraceRequest
+from carpool_predictor.tracing.source import SubprocessTracer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

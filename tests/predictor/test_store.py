@@ -7,11 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 from carpool_core.resources.features import LayerCounts
-from carpool_core.resources.job import CatalogModel, ModelSource, Training
+from carpool_core.resources.job import CatalogModel, Training
 from carpool_core.values import Optimizer, Precision
 from carpool_predictor.catalog import store
 from carpool_predictor.features import MalformedError, ModelRecord, StepRecord, UpdateRecord, reason_to_abstain
-from carpool_predictor.tracing.source import SubprocessTracer
 from carpool_research import catalog_sweep
 from carpool_research.catalog_sweep import OTHERS
 from carpool_research.tables import DataError
@@ -181,10 +180,3 @@ def test_models_of_the_hub_go_without_their_organization(short: str, full: str, 
     assert found == msgspec.structs.replace(asked, name=f"transformers/{short}")
     assert known.family(f"transformers/{short}") == known.family(f"transformers/{full}")
     assert known.features(CatalogModel(name="transformers/bert-base-unknown"), training) is None
-
-
-async def test_a_model_of_the_store_starts_no_process() -> None:
-    tracer = SubprocessTracer(command=("/bin/false",))
-    training = Training(batch_size=32, optimizer=Optimizer.ADAMW)
-    found = await tracer.trace(ModelSource(catalog=KNOWN), training)
-    assert found == store.features(KNOWN, training)

@@ -29,13 +29,12 @@ TRACE_REPEATS = 3
 WARM = """
 import sys, time
 from carpool_core.resources.job import CatalogModel, ModelSource, Training
-from carpool_predictor.tracing.models import trace_request
-from carpool_predictor.tracing.source import TraceRequest
+from carpool_predictor.tracing.models import model_recipe, trace_recipe
 
 def traced():
     model = ModelSource(catalog=CatalogModel(name=sys.argv[1]))
     begin = time.perf_counter()
-    trace_request(TraceRequest(model=model, training=Training(batch_size=8)))
+    trace_recipe(model_recipe(model), Training(batch_size=8))
     return time.perf_counter() - begin
 
 traced()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from carpool_core.resources.features import LayerCounts, ModelFeatures
-from carpool_core.resources.job import GraphLayer, GraphModel, Training
+from carpool_core.resources.job import GraphLayer, GraphModel, ModelSource, Training
 from carpool_core.values import Optimizer
 from torch import nn
 from torch._subclasses.fake_tensor import (
@@ -24,7 +24,6 @@ from carpool_predictor.catalog.recipes import Recipe, recipe_of
 from carpool_predictor.features import ModelRecord, StepRecord, TraceError
 from carpool_predictor.tracing.operators import Remembered
 from carpool_predictor.tracing.record import Updates, record_step
-from carpool_predictor.tracing.source import FactoryModel, TraceRequest
 from carpool_predictor.tracing.step import (
     AUTOCAST,
     FakeTraining,
@@ -227,41 +226,41 @@ def count_layers(model: nn.Module) -> LayerCounts:
     return LayerCounts(**counts)
 
 
-def factory_recipe(factory: FactoryModel) -> Recipe:
-    """Load the factory's file; the function runs later, when weights are fake.
+def factory_recipe(file: str, name: str, input_shape: Sequence[int]) -> Recipe:
+    """Import a Python file and return the recipe of the model that one of its functions builds.
 
     Raises:
-        TraceError: There is no such function, it needs arguments, or its file cannot be imported.
+        TraceError: There is no such function, it needs arguments, or the file cannot be imported.
     """
-    path = Path(factory.path)
+    path = Path(file)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if not path.is_file() or spec is None or spec.loader is None:
-        raise TraceError("FactoryFailed", f"expected a Python file, found {factory.path!r}")
+        raise TraceError("FactoryFailed", f"expected a Python file, found {file!r}")
     module, loader = importlib.util.module_from_spec(spec), spec.loader
     sys.path.insert(0, str(path.parent.resolve()))
     sys.modules[path.stem] = module
-    explained(f"{factory.path} failed on import", lambda: loader.exec_module(module), path)
-    function = getattr(module, factory.function, None)
+    explained(f"{file} failed on import", lambda: loader.exec_module(module), path)
+    function = getattr(module, name, None)
     if not callable(function):
-        raise TraceError("FactoryFailed", f"{factory.path} has no function {factory.function!r}")
+        raise TraceError("FactoryFailed", f"{file} has no function {name!r}")
     if isinstance(function, nn.Module):
         raise TraceError(
             "FactoryFailed",
-            f"expected a function that returns the model, found {factory.function} in {factory.path}, which is a model "
+            f"expected a function that returns the model, found {name} in {file}, which is a model "
             "already; name a function that builds it",
         )
-    _check_arguments(function, factory.function)
+    _check_arguments(function, name)
 
     def build() -> nn.Module:
         model = function()
         if not isinstance(model, nn.Module):
             raise TraceError(
                 "FactoryFailed",
-                f"{factory.function} in {factory.path} returned {type(model).__name__}; expected an nn.Module",
+                f"{name} in {file} returned {type(model).__name__}; expected an nn.Module",
             )
         return model
 
-    return Recipe(f"{path.stem}:{factory.function}", build, tuple(factory.input), file=path)
+    return Recipe(f"{path.stem}:{name}", build, tuple(input_shape), file=path)
 
 
 def _check_arguments(function: Callable[..., Any], name: str) -> None:
@@ -283,19 +282,12 @@ _MAX_SAMPLE_ELEMENTS = 2**31
 """A sample of more elements is a mistake: 8 GiB in FP32."""
 
 
-def trace_request(request: TraceRequest) -> ModelFeatures:
-    """Trace what a request asks for.
+def model_recipe(model: ModelSource | None) -> Recipe:
+    """Return the recipe of a catalog or inline model.
 
     Raises:
-        TraceError: The model cannot be built or traced; reason and sentence say why.
+        TraceError: The model is neither, or the catalog does not have it.
     """
-    return trace_recipe(_recipe(request), request.training)
-
-
-def _recipe(request: TraceRequest) -> Recipe:
-    if request.factory is not None:
-        return factory_recipe(request.factory)
-    model = request.model
     if model is not None and model.catalog is not None:
         return recipe_of(model.catalog)
     if model is not None and model.graph is not None:
