@@ -18,8 +18,7 @@ from carpool_extender.cache.peaks import PeakTracker
 from carpool_extender.connections import HELD_S, Connections
 from carpool_extender.framework.evaluation_cache import EvaluationCache
 from carpool_extender.framework.gang import Gangs
-from carpool_extender.framework.scheduler_config import SchedulerConfig
-from carpool_extender.framework.scores import find_policy
+from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.informers import Informers
 from carpool_extender.metrics import ExtenderMetrics, StateCollector
 from carpool_extender.queue.nominator import Keeper, Line

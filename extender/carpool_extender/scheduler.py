@@ -17,10 +17,10 @@ from carpool_extender.extender_api import (
     PreemptionArgs,
     PreemptionResult,
 )
-from carpool_extender.framework.candidates import MAX_SCORE
 from carpool_extender.framework.diagnosis import PREFIX
 from carpool_extender.framework.evaluation_cache import EvaluationCache
 from carpool_extender.framework.gang import Gangs
+from carpool_extender.framework.scores import MAX_SCORE
 from carpool_extender.framework.selection import filter_nodes, score_nodes
 from carpool_extender.informers import Informers
 from carpool_extender.metrics import ExtenderMetrics

@@ -14,7 +14,7 @@ from carpool_core.values import PodUid
 from carpool_extender.cache.cluster import Cluster
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
-from carpool_extender.framework.scheduler_config import SchedulerConfig
+from carpool_extender.framework.scores import SchedulerConfig
 from carpool_extender.informers import Informers
 from carpool_extender.reservations.binder import wait_for
 

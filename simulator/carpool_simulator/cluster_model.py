@@ -17,7 +17,7 @@ from carpool_extender.cache.peaks import StablePeak, peaks_of, use_measured_peak
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.evaluation_cache import EvaluationCache
 from carpool_extender.framework.filters import Evaluation, FilterResults, empty_findings, look
-from carpool_extender.framework.scheduler_config import SchedulerConfig
+from carpool_extender.framework.scores import SchedulerConfig
 from carpool_extender.framework.selection import Placement, best_place, reservation
 
 from carpool_simulator.truth import WorkloadError

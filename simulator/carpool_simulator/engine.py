@@ -18,8 +18,7 @@ from carpool_extender.cache.gpu_table import MODES
 from carpool_extender.cache.peaks import margins
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.cache.usage import SETTLED_S
-from carpool_extender.framework.scheduler_config import SchedulerConfig
-from carpool_extender.framework.scores import find_policy
+from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.framework.selection import Placement
 from carpool_predictor.models.slowdown import Activity
 

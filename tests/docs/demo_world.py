@@ -22,8 +22,7 @@ from carpool_extender.cache import ledger
 from carpool_extender.explain.commands import Forecast
 from carpool_extender.explain.enquiry import snapshot
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
-from carpool_extender.framework.scheduler_config import SchedulerConfig
-from carpool_extender.framework.scores import find_policy
+from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.framework.selection import best_place, reservation
 from carpool_extender.informers import JobRow
 from carpool_extender.workloads import AS_SHIPPED, pod_request_of

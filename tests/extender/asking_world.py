@@ -6,8 +6,7 @@ from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_extender.explain.enquiry import Asker
-from carpool_extender.framework.scheduler_config import SchedulerConfig
-from carpool_extender.framework.scores import find_policy
+from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.testing import gpu_node, prediction, seed_node
 
 HEAD = "apiVersion: carpool.dev/v1alpha1, kind: GpuTrainingJob"

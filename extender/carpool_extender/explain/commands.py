@@ -28,8 +28,7 @@ from carpool_extender.explain.enquiry import Answer, Asker, NoSuchJobError, aske
 from carpool_extender.explain.manifest import ManifestError, checked, read
 from carpool_extender.explain.site import given, settled
 from carpool_extender.framework.diagnosis import broken
-from carpool_extender.framework.scheduler_config import SchedulerConfig
-from carpool_extender.framework.scores import UnknownPolicyError, find_policy
+from carpool_extender.framework.scores import SchedulerConfig, UnknownPolicyError, find_policy
 from carpool_extender.settings import AskSettings
 from carpool_extender.workloads import JobOptions
 

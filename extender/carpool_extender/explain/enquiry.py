@@ -27,7 +27,7 @@ from carpool_extender.explain.reading import Workers, gpu_nodes, hosts_of, worke
 from carpool_extender.explain.rehearsal import Rehearsal
 from carpool_extender.explain.turns import Queue, queue_of, turn_of
 from carpool_extender.framework.diagnosis import lines, with_measures, with_own, with_refusals
-from carpool_extender.framework.scheduler_config import SchedulerConfig
+from carpool_extender.framework.scores import SchedulerConfig
 from carpool_extender.framework.selection import explain
 from carpool_extender.informers import JobRow, JobSpecRow, JobStatusRow
 from carpool_extender.queue.order import QueueOrder

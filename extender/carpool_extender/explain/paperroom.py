@@ -12,7 +12,7 @@ from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.explain.places import as_if_gone
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.gang import room
-from carpool_extender.framework.scheduler_config import SchedulerConfig
+from carpool_extender.framework.scores import SchedulerConfig
 
 
 class PaperRoom:

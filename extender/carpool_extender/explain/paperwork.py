@@ -15,7 +15,7 @@ from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.explain.paperroom import PaperRoom
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.filters import Check, Evaluation, look
-from carpool_extender.framework.scheduler_config import SchedulerConfig
+from carpool_extender.framework.scores import SchedulerConfig
 from carpool_extender.framework.selection import Placement, best_place
 
 

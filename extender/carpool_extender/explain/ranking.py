@@ -8,11 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from carpool_extender.cache.gpu_table import Bools, NodeGrid
-from carpool_extender.framework.candidates import Candidates, best_of, select, ties
 from carpool_extender.framework.diagnosis import counted
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.filters import Evaluation
-from carpool_extender.framework.scores import Policy
+from carpool_extender.framework.scores import Candidates, Policy, best_of, select, ties
 
 MOST_TOLD = 4
 """Lines of a ranking, the winner's among them."""

@@ -22,7 +22,7 @@ from carpool_extender.explain.speed import pace_there
 from carpool_extender.framework.diagnosis import PREFIX, counted
 from carpool_extender.framework.evaluation_cache import CachedEvaluation, EvaluationCache
 from carpool_extender.framework.gang import Gangs, Seen, infeasible_when_empty, placed
-from carpool_extender.framework.scheduler_config import SchedulerConfig
+from carpool_extender.framework.scores import SchedulerConfig
 from carpool_extender.framework.selection import Placement, filter_nodes
 
 MOST_TRIED = 128

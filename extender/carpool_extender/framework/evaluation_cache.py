@@ -9,9 +9,8 @@ from numpy.typing import NDArray
 from carpool_extender.cache.cluster import Cluster
 from carpool_extender.cache.gpu_table import Rows, Snapshot
 from carpool_extender.cache.pod_request import PodRequest
-from carpool_extender.framework.candidates import Best, select
 from carpool_extender.framework.filters import Evaluation, FilterResults, empty_findings, look
-from carpool_extender.framework.scheduler_config import SchedulerConfig
+from carpool_extender.framework.scores import Best, SchedulerConfig, select
 
 REMEMBERED = 24
 """Demands whose assessments are kept: 1.3 MiB each with 40,000 GPUs."""

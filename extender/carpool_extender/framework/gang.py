@@ -14,12 +14,10 @@ from carpool_extender.cache import ledger
 from carpool_extender.cache.cluster import Cluster
 from carpool_extender.cache.gpu_table import MODES, NO_MODE, NOBODY, Bools, Rows, Snapshot, grid_of, update_aggregates
 from carpool_extender.cache.pod_request import PodRequest
-from carpool_extender.framework.candidates import select
 from carpool_extender.framework.diagnosis import PREFIX, counted
 from carpool_extender.framework.evaluation_cache import CachedEvaluation, EvaluationCache
 from carpool_extender.framework.filters import Evaluation, look
-from carpool_extender.framework.scheduler_config import SchedulerConfig
-from carpool_extender.framework.scores import Policy
+from carpool_extender.framework.scores import Policy, SchedulerConfig, select
 from carpool_extender.framework.selection import Placement, best_place, reservation
 from carpool_extender.framework.sharing_mode import EXCLUSIVE, MIG
 

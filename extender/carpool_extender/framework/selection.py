@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from carpool_extender.cache.gpu_table import MODES, Bools, Rows, Snapshot
 from carpool_extender.cache.pod_request import PodRequest
-from carpool_extender.framework.candidates import MAX_SCORE, best_of, scores, select, ties, top_k
 from carpool_extender.framework.diagnosis import (
     GpuAnswer,
     Offer,
@@ -25,8 +24,7 @@ from carpool_extender.framework.diagnosis import (
 )
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.filters import PASSED, Check, Evaluation
-from carpool_extender.framework.scheduler_config import SchedulerConfig
-from carpool_extender.framework.scores import Policy
+from carpool_extender.framework.scores import MAX_SCORE, Policy, SchedulerConfig, best_of, scores, select, ties, top_k
 from carpool_extender.framework.sharing_mode import counting, memory_limit_mib, thread_limit, unbounded, why
 
 MOST_CANDIDATES = 100

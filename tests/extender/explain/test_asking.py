@@ -18,8 +18,7 @@ from carpool_extender.explain.commands import Forecast, forecast
 from carpool_extender.explain.enquiry import Asker, asked, explained
 from carpool_extender.framework.admission_limits import AdmissionLimits
 from carpool_extender.framework.diagnosis import broken
-from carpool_extender.framework.scheduler_config import SchedulerConfig
-from carpool_extender.framework.scores import find_policy
+from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.settings import AskSettings
 from carpool_extender.testing import T4, device, gpu_node, seed_job, seed_node, tenant
 from carpool_extender.workloads import JobOptions

@@ -10,8 +10,7 @@ from carpool_extender.explain.enquiry import asked, explained
 from carpool_extender.explain.paperwork import Case
 from carpool_extender.framework.admission_limits import AdmissionLimits, Quantile
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
-from carpool_extender.framework.scheduler_config import SchedulerConfig
-from carpool_extender.framework.scores import find_policy
+from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.testing import T4, cluster, device, gpu_node, pod_request, prediction, seed_job, seed_node, tenant
 
 MPS, TURNS, ALONE = SharingMode.MPS, SharingMode.TIME_SLICING, SharingMode.EXCLUSIVE

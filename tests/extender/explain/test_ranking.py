@@ -8,8 +8,7 @@ from carpool_core.values import SharingMode
 from carpool_extender.explain.enquiry import asked
 from carpool_extender.explain.ranking import MOST_TOLD, ranked, ranking
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
-from carpool_extender.framework.scheduler_config import SchedulerConfig
-from carpool_extender.framework.scores import POLICIES, Policy, Score, find_policy
+from carpool_extender.framework.scores import POLICIES, Policy, SchedulerConfig, Score, find_policy
 from carpool_extender.framework.selection import best_place
 from carpool_extender.testing import cluster, device, gpu_node, pod_request, prediction, seed_node, tenant
 from hypothesis import given

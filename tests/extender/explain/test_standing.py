@@ -14,8 +14,7 @@ from carpool_core.values import JobUid, SharingMode
 from carpool_extender.cache.usage import SETTLED_S
 from carpool_extender.explain.enquiry import Asker, NoSuchJobError, asked, explained
 from carpool_extender.framework.admission_limits import AdmissionLimits
-from carpool_extender.framework.scheduler_config import SchedulerConfig
-from carpool_extender.framework.scores import find_policy
+from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.testing import T4, device, gpu_node, prediction, seed_job, seed_node, tenant
 from carpool_extender.workloads import JobOptions
 

@@ -9,8 +9,7 @@ from carpool_core.testing.kube import FakeKube
 from carpool_core.values import PodUid, SharingMode
 from carpool_extender.explain.enquiry import asked, explained
 from carpool_extender.explain.rehearsal import MOST_TRIED
-from carpool_extender.framework.scheduler_config import SchedulerConfig
-from carpool_extender.framework.scores import find_policy
+from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.testing import gpu_node, pod_of, prediction, seed_job, seed_node, tenant
 
 ALONE = {"sharing": {"mode": "Exclusive"}}

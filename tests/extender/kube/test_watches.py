@@ -11,8 +11,7 @@ from carpool_core.resources.node import GpuNode
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_extender.cache.cluster import Cluster
-from carpool_extender.framework.scheduler_config import SchedulerConfig
-from carpool_extender.framework.scores import find_policy
+from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.framework.selection import explain
 from carpool_extender.informers import Informers, WatchedJob, WatchedPod
 from carpool_extender.testing import device, gpu_node, pod_of, pod_request, seed_node, tenant, until

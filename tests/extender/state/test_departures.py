@@ -9,8 +9,7 @@ from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import PodUid
 from carpool_extender.cache.cluster import Cluster
-from carpool_extender.framework.scheduler_config import SchedulerConfig
-from carpool_extender.framework.scores import find_policy
+from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.informers import Informers
 from carpool_extender.terminating_pods import PATIENCE_S, TerminatingPods
 from carpool_extender.testing import gpu_node, pod_request, seed_job, seed_node, seed_pod, tenant, until

@@ -8,8 +8,7 @@ from carpool_core.values import RequestedMode, SharingMode
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.diagnosis import Offer, explanation, summary
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
-from carpool_extender.framework.scheduler_config import SchedulerConfig
-from carpool_extender.framework.scores import find_policy
+from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.framework.selection import Placement, place
 from carpool_extender.testing import cluster, demand, device, gpu_node, prediction, tenant
 from carpool_simulator.information import Knower, Stage

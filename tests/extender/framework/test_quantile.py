@@ -6,8 +6,7 @@ from carpool_core.settings import SettingsError, load
 from carpool_core.values import RequestedMode, SharingMode
 from carpool_extender.framework.admission_limits import AdmissionLimits, Quantile
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
-from carpool_extender.framework.scheduler_config import SchedulerConfig
-from carpool_extender.framework.scores import find_policy
+from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.framework.selection import explain, filter_nodes, place
 from carpool_extender.settings import ExtenderSettings
 from carpool_extender.testing import cluster, gpu_node, pod_request, prediction, tenant

@@ -8,8 +8,7 @@ from carpool_extender.cache import ledger
 from carpool_extender.cache.mig import known, profile_of, smallest, whole
 from carpool_extender.framework.diagnosis import headroom
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
-from carpool_extender.framework.scheduler_config import SchedulerConfig
-from carpool_extender.framework.scores import find_policy
+from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.framework.selection import best_place, filter_nodes, place
 from carpool_extender.testing import cluster, device, gpu_node, pod_request, prediction, tenant
 from hypothesis import given

@@ -6,8 +6,7 @@ from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.admission_limits import AdmissionLimits
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.gang import infeasible_when_empty, max_workers_when_empty, placed, places_for, room
-from carpool_extender.framework.scheduler_config import SchedulerConfig
-from carpool_extender.framework.scores import POLICIES, find_policy
+from carpool_extender.framework.scores import POLICIES, SchedulerConfig, find_policy
 from carpool_extender.testing import A100, T4, cluster, demand, device, gpu_node, prediction, tenant
 from hypothesis import given, settings
 from hypothesis import strategies as st

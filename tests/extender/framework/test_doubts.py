@@ -6,8 +6,7 @@ from carpool_core.resources.node import Tenant
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
 from carpool_extender.cache.health import tells_nothing_new
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
-from carpool_extender.framework.scheduler_config import SchedulerConfig
-from carpool_extender.framework.scores import find_policy
+from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.framework.selection import explain, filter_nodes
 from carpool_extender.testing import cluster, device, gpu_node, pod_request, prediction, tenant
 

@@ -7,8 +7,7 @@ from carpool_core.resources.prediction import Interval
 from carpool_core.values import DeviceHealth, RequestedMode, SharingMode, Tenancy
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.filters import PASSED, Check
-from carpool_extender.framework.scheduler_config import SchedulerConfig
-from carpool_extender.framework.scores import find_policy
+from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.framework.selection import place
 from carpool_extender.testing import T4, cluster, device, gpu_node, pod_request, prediction, tenant
 

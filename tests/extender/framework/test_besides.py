@@ -6,8 +6,7 @@ from carpool_extender.framework.admission_limits import AdmissionLimits
 from carpool_extender.framework.diagnosis import all_failures, failing_besides, headroom, outcome
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.filters import Check
-from carpool_extender.framework.scheduler_config import SchedulerConfig
-from carpool_extender.framework.scores import find_policy
+from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.framework.selection import explain
 from carpool_extender.testing import T4, cluster, device, gpu_node, pod_request, prediction, tenant
 

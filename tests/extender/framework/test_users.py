@@ -11,8 +11,7 @@ from carpool_extender.cache.ledger import capacity_of
 from carpool_extender.explain.enquiry import Asker, explained
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.filters import Check
-from carpool_extender.framework.scheduler_config import SchedulerConfig
-from carpool_extender.framework.scores import find_policy
+from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.framework.selection import explain, filter_nodes
 from carpool_extender.testing import cluster, gpu_node, pod_request, seed_job, seed_node, seed_pod, tenant
 from extender_world import World, args, background, filtering, named

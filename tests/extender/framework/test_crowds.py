@@ -6,8 +6,7 @@ from carpool_core.values import SharingMode
 from carpool_extender.framework.admission_limits import AdmissionLimits, Quantile
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.filters import PASSED, Check
-from carpool_extender.framework.scheduler_config import SchedulerConfig
-from carpool_extender.framework.scores import find_policy
+from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.testing import cluster, gpu_node, pod_request, prediction, tenant
 from carpool_predictor.models.slowdown import slowdowns, upper_slowdowns
 from hypothesis import given

@@ -7,8 +7,7 @@ from carpool_core.values import Tenancy
 from carpool_extender.cache.cluster import Cluster
 from carpool_extender.cache.health import SILENCE_S, GpuAvailability
 from carpool_extender.framework.evaluation_cache import REMEMBERED, CachedEvaluation, EvaluationCache
-from carpool_extender.framework.scheduler_config import SchedulerConfig
-from carpool_extender.framework.scores import POLICIES, find_policy
+from carpool_extender.framework.scores import POLICIES, SchedulerConfig, find_policy
 from carpool_extender.framework.selection import FEW, MOST_CANDIDATES, SPARE, filter_nodes, place, score_nodes
 from carpool_extender.testing import cluster, gpu_node, pod_request, prediction, tenant
 from hypothesis import given

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from carpool_core.values import SharingMode
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
-from carpool_extender.framework.scheduler_config import SchedulerConfig
-from carpool_extender.framework.scores import POLICIES, UnknownPolicyError, find_policy
+from carpool_extender.framework.scores import POLICIES, SchedulerConfig, UnknownPolicyError, find_policy
 from carpool_extender.framework.selection import FEW, filter_nodes, place, score_nodes
 from carpool_extender.testing import cluster, device, gpu_node, pod_request, prediction, tenant
 from hypothesis import given

@@ -6,11 +6,9 @@ from carpool_extender.cache.cluster import Cluster
 from carpool_extender.cache.gpu_table import nvlink_domains
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.admission_limits import AdmissionLimits
-from carpool_extender.framework.candidates import MAX_SCORE
 from carpool_extender.framework.evaluation_cache import CachedEvaluation, EvaluationCache
 from carpool_extender.framework.gang import Gangs
-from carpool_extender.framework.scheduler_config import SchedulerConfig
-from carpool_extender.framework.scores import find_policy
+from carpool_extender.framework.scores import MAX_SCORE, SchedulerConfig, find_policy
 from carpool_extender.framework.selection import filter_nodes, place, score_nodes
 from carpool_extender.testing import cluster, demand, device, gpu_node, pod_request, prediction, tenant
 

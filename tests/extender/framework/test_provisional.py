@@ -4,8 +4,7 @@ import pytest
 from carpool_core.values import RequestedMode, SharingMode, Tenancy
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
-from carpool_extender.framework.scheduler_config import SchedulerConfig
-from carpool_extender.framework.scores import find_policy
+from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.framework.selection import place
 from carpool_extender.testing import cluster, demand, device, gpu_node, prediction, tenant
 from msgspec.structs import replace

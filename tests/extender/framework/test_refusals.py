@@ -7,8 +7,7 @@ from carpool_core.values import DeviceHealth, RequestedMode, SharingMode
 from carpool_extender.framework.admission_limits import AdmissionLimits, Quantile
 from carpool_extender.framework.diagnosis import LONGEST_PART, LONGEST_SUMMARY
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
-from carpool_extender.framework.scheduler_config import SchedulerConfig
-from carpool_extender.framework.scores import find_policy
+from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.framework.selection import explain, filter_nodes, place
 from carpool_extender.testing import A100, T4, cluster, device, gpu_node, pod_request, prediction, tenant
 from hypothesis import given

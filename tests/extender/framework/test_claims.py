@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from carpool_core.values import DeviceHealth, GpuUuid, SharingMode
 from carpool_extender.framework.evaluation_cache import CachedEvaluation, EvaluationCache
-from carpool_extender.framework.scheduler_config import SchedulerConfig
-from carpool_extender.framework.scores import find_policy
+from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.framework.selection import explain, filter_nodes
 from carpool_extender.testing import cluster, device, gpu_node, pod_request, tenant
 from hypothesis import given

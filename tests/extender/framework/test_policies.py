@@ -11,8 +11,7 @@ from carpool_core.values import SharingMode
 from carpool_extender.app import build
 from carpool_extender.framework.admission_limits import AdmissionLimits, Quantile
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
-from carpool_extender.framework.scheduler_config import SchedulerConfig
-from carpool_extender.framework.scores import POLICIES, energy, find_policy
+from carpool_extender.framework.scores import POLICIES, SchedulerConfig, energy, find_policy
 from carpool_extender.framework.selection import filter_nodes, place
 from carpool_extender.informers import JobRow
 from carpool_extender.settings import ConditionSettings, ExtenderSettings
