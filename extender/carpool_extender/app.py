@@ -12,7 +12,7 @@ from carpool_core.sealing import sealer_of
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
-from carpool_extender.cache.cluster import Cluster
+from carpool_extender.cache.cluster import ClusterCache
 from carpool_extender.cache.health import GpuAvailability
 from carpool_extender.cache.peaks import PeakTracker
 from carpool_extender.connections import HELD_S, Connections
@@ -87,7 +87,7 @@ def build(
     registry = CollectorRegistry()
     telemetry = ExtenderMetrics(registry, clock)
     standing = GpuAvailability(clock)
-    informers = Informers(api, clock, Cluster(settings.slots_per_gpu, standing))
+    informers = Informers(api, clock, ClusterCache(settings.slots_per_gpu, standing))
     registry.register(StateCollector(informers))
     workloads = Workloads(
         api, informers, JobOptions(settings.job_policies, settings.count_peaks), sealer_of(settings.prediction_key)

@@ -18,7 +18,7 @@ from carpool_core.resources.node import GpuNode
 from carpool_core.resources.prediction import Prediction
 from carpool_core.values import JobState, JobUid, PodUid
 
-from carpool_extender.cache.cluster import Cluster, sharing
+from carpool_extender.cache.cluster import ClusterCache, sharing
 
 _NEED_NO_PLACE = frozenset((JobState.STARTING, JobState.RUNNING, JobState.COMPLETE, JobState.FAILED))
 TEMPLATES = 256
@@ -166,7 +166,7 @@ class Informers:
         cluster: Takes in every GpuNode.
     """
 
-    def __init__(self, api: KubeApi, clock: Clock, cluster: Cluster) -> None:
+    def __init__(self, api: KubeApi, clock: Clock, cluster: ClusterCache) -> None:
         self.cluster = cluster
         self._clock = clock
         self._nodes = Reflector(
@@ -175,7 +175,7 @@ class Informers:
             WatchedNode,
             clock=clock,
             on_change=self._node_changed,
-            on_unreadable=cluster.note_unreadable,
+            on_unreadable=cluster.set_unreadable,
             share=self._shared,
         )
         self._jobs = Reflector(api, GPU_TRAINING_JOBS, WatchedJob, clock=clock, on_change=self._job_changed)

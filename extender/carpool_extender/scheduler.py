@@ -140,7 +140,7 @@ class Service:
         uid = PodUid(pod.metadata.uid)
         if (bound := self._binder.node_of(uid)) is not None:
             return bound, f"{PREFIX}this pod is being bound to node {bound} at present"
-        for name in self._informers.cluster.holders(uid):
+        for name in self._informers.cluster.nodes_holding(uid):
             node = self._informers.cluster.node(name)
             reserved = None if node is None else ledger.held(node.spec, uid)
             if reserved is not None:

@@ -60,25 +60,25 @@ class TlsSettings:
 class ConditionSettings:
     """What a GPU must be like before the policy looks at it."""
 
-    most_sm_active: float | None = setting(
+    max_sm_active: float | None = setting(
         None,
         flag="--most-sm-active",
         env="CARPOOL_MOST_SM_ACTIVE",
         help="Largest SM activity (0..1) of the jobs that a GPU has already; any when left out.",
     )
-    most_joint_sm_active: float | None = setting(
+    max_joint_sm_active: float | None = setting(
         None,
         flag="--most-joint-sm-active",
         env="CARPOOL_MOST_JOINT_SM_ACTIVE",
         help="Largest SM activity (0..1) of a GPU's jobs together with the newcomer's; any when left out.",
     )
-    least_free_mib: int | None = setting(
+    min_free_mib: int | None = setting(
         None,
         flag="--least-free-mib",
         env="CARPOOL_LEAST_FREE_MIB",
         help="Least memory that is promised to nobody, in MiB, before another job comes; any when left out.",
     )
-    most_jobs: int | None = setting(
+    max_jobs: int | None = setting(
         None,
         flag="--most-jobs",
         env="CARPOOL_MOST_JOBS",
@@ -100,10 +100,10 @@ class ConditionSettings:
             SettingsError: One is impossible.
         """
         return AdmissionLimits(
-            self.most_sm_active,
-            self.most_joint_sm_active,
-            self.least_free_mib,
-            self.most_jobs,
+            self.max_sm_active,
+            self.max_joint_sm_active,
+            self.min_free_mib,
+            self.max_jobs,
             quantile=self.slowdown_quantile,
         )
 

@@ -11,7 +11,7 @@ from carpool_core.kube.pods import Pod
 from carpool_core.resources.node import GpuNode
 from carpool_core.values import PodUid
 
-from carpool_extender.cache.cluster import Cluster
+from carpool_extender.cache.cluster import ClusterCache
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.scores import SchedulerConfig
@@ -67,9 +67,9 @@ class TerminatingPods:
 
     def _would_fit(self, pod_request: PodRequest, ended: dict[str, set[PodUid]]) -> bool:
         """Whether somebody would find a place on some nodes, were all given back there that has ended."""
-        paper = Cluster(self._rules.slots)
+        paper = ClusterCache(self._rules.slots)
         for name, gone in ended.items():
-            if (node := self._informers.cluster.counted(name)) is not None:
+            if (node := self._informers.cluster.with_assumed(name)) is not None:
                 paper.apply(_without(node, gone))
         return bool(CachedEvaluation(pod_request, self._rules, paper.snapshot()).best.fits.any())
 
@@ -91,7 +91,7 @@ class TerminatingPods:
             self._until.popitem(last=False)
 
     def _holders(self, uid: PodUid) -> list[str]:
-        return self._informers.cluster.holders(uid)
+        return self._informers.cluster.nodes_holding(uid)
 
     def _pod_changed(self, old: Pod | None, new: Pod | None) -> None:
         pod = new or old

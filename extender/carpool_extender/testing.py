@@ -22,7 +22,7 @@ from carpool_core.resources.prediction import (
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import GpuUuid, JobUid, PartitionState, PodUid, RequestedMode, SharingMode, Tenancy
 
-from carpool_extender.cache.cluster import Cluster
+from carpool_extender.cache.cluster import ClusterCache
 from carpool_extender.cache.pod_request import PodRequest
 
 A100 = "NVIDIA A100-SXM4-40GB"
@@ -143,9 +143,9 @@ def tenant(
     )
 
 
-def cluster(*nodes: GpuNode, slots: int = 8) -> Cluster:
+def cluster(*nodes: GpuNode, slots: int = 8) -> ClusterCache:
     """Build a cluster of these nodes."""
-    found = Cluster(slots)
+    found = ClusterCache(slots)
     for node in nodes:
         found.apply(node)
     return found

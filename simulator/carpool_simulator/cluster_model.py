@@ -11,14 +11,14 @@ from carpool_core.resources.meta import ObjectMeta
 from carpool_core.resources.node import Device, GpuNode, GpuNodeSpec, GpuNodeStatus, Reservation, Tenant
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid
 from carpool_extender.cache import ledger
-from carpool_extender.cache.cluster import Cluster
+from carpool_extender.cache.cluster import ClusterCache
 from carpool_extender.cache.gpu_table import Bools, GpuTable, Rows
 from carpool_extender.cache.peaks import StablePeak, peaks_of, use_measured_peak
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.evaluation_cache import EvaluationCache
-from carpool_extender.framework.filters import Evaluation, FilterResults, empty_findings, look
+from carpool_extender.framework.filters import Evaluation, FilterResults, empty_results, run_filters
 from carpool_extender.framework.scores import SchedulerConfig
-from carpool_extender.framework.selection import Placement, best_place, reservation
+from carpool_extender.framework.selection import Placement, best_place, reservation_of
 
 from carpool_simulator.truth import WorkloadError
 
@@ -45,7 +45,10 @@ class Alike:
     """
 
     def __init__(
-        self, cluster: Cluster, most: int = MOST_STATES, looking: Callable[[Evaluation, GpuTable], FilterResults] = look
+        self,
+        cluster: ClusterCache,
+        most: int = MOST_STATES,
+        looking: Callable[[Evaluation, GpuTable], FilterResults] = run_filters,
     ) -> None:
         self._cluster, self._most, self._look = cluster, most, looking
         self._generation = -1
@@ -55,7 +58,7 @@ class Alike:
 
     def __call__(self, asked: Evaluation, rows: Rows | None) -> FilterResults:
         """Run all checks of a demand on some GPUs; on all where None."""
-        columns = asked.snapshot.columns
+        columns = asked.snapshot.gpus
         self._follow(columns)
         states = self._state if rows is None else self._state[rows]
         known = self._of(asked)
@@ -72,7 +75,7 @@ class Alike:
         shape = asked.pod_request.shape
         known = self._known.get(shape)
         if known is None:
-            known = self._known[shape] = _Known(np.zeros(states, np.bool_), empty_findings(states))
+            known = self._known[shape] = _Known(np.zeros(states, np.bool_), empty_results(states))
         elif len(known.is_known) < states:
             more = np.append(known.is_known, np.zeros(2 * states - len(known.is_known), np.bool_))
             known = self._known[shape] = _Known(more, known.found.resized(2 * states))
@@ -111,7 +114,7 @@ class Board:
 
     def __init__(self, nodes: Mapping[str, Sequence[Device]], rules: SchedulerConfig) -> None:
         self._rules = rules
-        self._cluster = Cluster(rules.slots)
+        self._cluster = ClusterCache(rules.slots)
         self._devices = {name: list(devices) for name, devices in nodes.items()}
         self._capacity = {name: self._capacity_of(name) for name in nodes}
         self._metas = {name: ObjectMeta(name=name, uid=name) for name in nodes}
@@ -120,7 +123,7 @@ class Board:
         self._evaluation_cache = EvaluationCache(self._cluster, rules, REMEMBERED, Alike(self._cluster))
         for name in nodes:
             self._show(name, START)
-        columns = self._cluster.snapshot().columns
+        columns = self._cluster.snapshot().gpus
         self._rows = {uuid: row for row, uuid in enumerate(columns.uuid) if columns.alive[row]}
 
     def best(self, pod_request: PodRequest, shut: Iterable[GpuUuid] = ()) -> tuple[str, Placement] | None:
@@ -132,14 +135,14 @@ class Board:
         """
         cached_evaluation, among = self._evaluation_cache.of(pod_request), None
         if shut := list(shut):
-            among = np.ones(len(cached_evaluation.evaluation.snapshot.columns.alive), np.bool_)
+            among = np.ones(len(cached_evaluation.evaluation.snapshot.gpus.alive), np.bool_)
             among[[self._rows[uuid] for uuid in shut]] = False
-        return best_place(cached_evaluation, among, tells=False)
+        return best_place(cached_evaluation, among, with_reason=False)
 
     def reserve(self, node: str, chosen: Placement, pod_request: PodRequest, uid: PodUid, now_s: float) -> None:
         """Write a place into the ledger, which refuses what would break a promise."""
         now = moment(now_s)
-        wanted = reservation(chosen, pod_request, uid, str(uid), now=now, deadline=now)
+        wanted = reservation_of(chosen, pod_request, uid, str(uid), now=now, deadline=now)
         spec = ledger.reserve(self._specs[node], wanted, self._capacity[node])
         if isinstance(spec, ledger.Rejected):
             raise AssertionError(f"the ledger refused what was decided on {node}: {spec.reason}")

@@ -537,10 +537,10 @@ class Foreseeing(Board):
         newcomer = self._truths[pod_request.demand.job_uid]
         lost: dict[GpuUuid, float] = {}
         for row in np.flatnonzero(evaluation.ok).tolist():
-            uuid, mode = evaluation.snapshot.columns.uuid[row], MODES[int(evaluation.found.mode[row])]
+            uuid, mode = evaluation.snapshot.gpus.uuid[row], MODES[int(evaluation.results.mode[row])]
             if uuid in closed or mode is None:
                 continue
-            there = self._truly_on(evaluation.snapshot.node_names[int(evaluation.snapshot.columns.node[row])], uuid)
+            there = self._truly_on(evaluation.snapshot.node_names[int(evaluation.snapshot.gpus.node[row])], uuid)
             after = self._physics.slowdowns(mode, [*there, newcomer])
             if max(after) <= self._limit + SLACK:
                 lost[uuid] = sum(after) - sum(self._physics.slowdowns(mode, there)) if there else after[0]

@@ -53,7 +53,7 @@ def _uniform(share: float) -> float:
     return SHORTEST_S + share * (LONGEST_S - SHORTEST_S)
 
 
-_JOINT = AdmissionLimits(most_joint_sm_active=1.0, most_jobs=3)
+_JOINT = AdmissionLimits(max_joint_sm_active=1.0, max_jobs=3)
 
 STRATEGIES = (
     Strategy(

@@ -299,7 +299,7 @@ class Knower:
         found = self._applicants.get(key)
         if found is None:
             settles = self._strategy.settles and not stage.attempt
-            found = self._applicants[key] = PodRequest(self._demand(job, stage), settles=settles)
+            found = self._applicants[key] = PodRequest(self._demand(job, stage), may_use_measured_peak=settles)
         told = found.demand.prediction
         is_counted = told is not None and told.products[0].memory.trusted
         self._counted[job.name] = told.products[0].memory.upper_mib if told is not None and is_counted else 0

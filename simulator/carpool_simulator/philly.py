@@ -17,7 +17,7 @@ from carpool_core.products import UnknownProductError, find_product
 from carpool_core.resources.node import MAX_GPUS, Device
 from carpool_core.resources.schema import describe_decode_error
 from carpool_core.values import GpuUuid, SharingMode
-from carpool_extender.framework.diagnosis import counted
+from carpool_extender.framework.diagnosis import pluralize
 from carpool_extender.queue.order import QueueOrder
 from msgspec import Meta
 
@@ -302,13 +302,13 @@ def from_trace(
                 steps=max(1, round(one.duration_s / steps_s[truth.kind])) if says_steps else None,
             )
         )
-    told = [f"{counted(read.unsorted, 'line')} came after a later one; all were sorted."] if read.unsorted else []
+    told = [f"{pluralize(read.unsorted, 'line')} came after a later one; all were sorted."] if read.unsorted else []
     if large := sum(one.gpus > all_gpus for one in read.jobs):
-        told.append(f"Never placed: {counted(large, 'job')} of more GPUs than the {all_gpus:,} that there are.")
+        told.append(f"Never placed: {pluralize(large, 'job')} of more GPUs than the {all_gpus:,} that there are.")
     largest_mib = max(device.memory_mib - device.reserved_mib for devices in nodes.values() for device in devices)
     if fat := sum(one.truth.memory_mib > largest_mib for one in jobs):
         told.append(
-            f"Die of memory until they are given up: {counted(fat, 'job')} that need more than the {largest_mib:,} MiB "
+            f"Die of memory until they are given up: {pluralize(fat, 'job')} that need more than the {largest_mib:,} MiB "
             "of any GPU."
         )
     title = f"{trace.name}: {len(jobs):,} jobs, {all_gpus:,} GPUs"
@@ -321,8 +321,8 @@ def from_trace(
 
 def _commonest(nodes: Mapping[str, Sequence[Device]]) -> str:
     """Return the product of which there are the most GPUs."""
-    counted = Counter(device.product for devices in nodes.values() for device in devices)
-    return counted.most_common(1)[0][0]
+    pluralize = Counter(device.product for devices in nodes.values() for device in devices)
+    return pluralize.most_common(1)[0][0]
 
 
 def _cluster_of(nodes: Mapping[str, Sequence[Device]]) -> list[str]:

@@ -93,7 +93,7 @@ def _blind(
     name: str, policy: str, published: str, mode: SharingMode = SharingMode.MPS, **conditions: float
 ) -> Strategy:
     asked = AdmissionLimits(
-        most_sm_active=conditions.get("sm"), least_free_mib=int(conditions["mib"]) if "mib" in conditions else None
+        max_sm_active=conditions.get("sm"), min_free_mib=int(conditions["mib"]) if "mib" in conditions else None
     )
     return Strategy(
         name, policy, mode=mode, conditions=asked, settle_s=90.0, in_order=True, measure=False, published=published
@@ -119,7 +119,7 @@ STRATEGIES = (
         "oracle worst fit, 80%",
         "worst-fit",
         Knowledge.TRUTH,
-        conditions=AdmissionLimits(most_sm_active=0.8, least_free_mib=_TWO_GB),
+        conditions=AdmissionLimits(max_sm_active=0.8, min_free_mib=_TWO_GB),
         in_order=True,
         settle_s=90.0,
         measure=False,

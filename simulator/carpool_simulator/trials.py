@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from carpool_extender.framework.admission_limits import AdmissionLimits
-from carpool_extender.framework.diagnosis import counted
+from carpool_extender.framework.diagnosis import pluralize
 from carpool_extender.framework.filters import NO_LIMITS
 from carpool_extender.queue.order import QueueOrder
 from rich.console import Console
@@ -250,6 +250,6 @@ def _nothing_placed(name: str, jobs: int, conditions: AdmissionLimits) -> str:
     asked = f" that meets the preconditions ({conditions})" if conditions != NO_LIMITS else " that could hold one"
     todo = "ask for less" if conditions != NO_LIMITS else "name a larger cluster"
     return (
-        f"{name}: expected a GPU for at least one of {counted(jobs, 'job')}, found none{asked} under any strategy, so "
+        f"{name}: expected a GPU for at least one of {pluralize(jobs, 'job')}, found none{asked} under any strategy, so "
         f"that its figures mean nothing; {todo}"
     )

@@ -23,7 +23,7 @@ from carpool_extender.explain.commands import Forecast
 from carpool_extender.explain.enquiry import snapshot
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.framework.selection import best_place, reservation
+from carpool_extender.framework.selection import best_place, reservation_of
 from carpool_extender.informers import JobRow
 from carpool_extender.workloads import AS_SHIPPED, pod_request_of
 from carpool_predictor.calibration.document import Calibration
@@ -88,7 +88,7 @@ async def run(kube: FakeKube, manifest: dict[str, Any], clock: Clock) -> None:
     found = best_place(CachedEvaluation(pod_request, RULES, snapshot(offered, RULES, clock).cluster.snapshot()))
     assert found is not None, name
     node, now = nodes[found[0]], clock.now()
-    held = reservation(found[1], pod_request, PodUid(f"pod-{name}"), f"{name}-worker-0-1", now=now, deadline=now)
+    held = reservation_of(found[1], pod_request, PodUid(f"pod-{name}"), f"{name}-worker-0-1", now=now, deadline=now)
     spec = ledger.reserve(node.spec, held, ledger.capacity_of(node, SLOTS))
     assert not isinstance(spec, ledger.Rejected), spec
     kube.seed(GPU_NODES, msgspec.structs.replace(node, spec=spec))

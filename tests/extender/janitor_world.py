@@ -7,7 +7,7 @@ from carpool_core.kube.api import GPU_NODES
 from carpool_core.kube.events import EventRecorder
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
-from carpool_extender.cache.cluster import Cluster
+from carpool_extender.cache.cluster import ClusterCache
 from carpool_extender.informers import Informers
 from carpool_extender.reservations.gc import ReservationGC, Restorer
 from carpool_extender.reservations.writer import ReservationWriter
@@ -20,7 +20,7 @@ class Clean:
     def __init__(self, server=FakeKube, informers=Informers):
         self.clock = FakeClock()
         self.kube = server(self.clock)
-        self.informers = informers(self.kube, self.clock, Cluster())
+        self.informers = informers(self.kube, self.clock, ClusterCache())
         writer = ReservationWriter(self.kube, self.informers, self.clock, self.clock.sleep, gather_s=0.1)
         self.restorer = Restorer(self.kube, self.informers, writer, EventRecorder(self.kube, self.clock, "test"), 8)
         self.gc = ReservationGC(

@@ -59,7 +59,7 @@ def bind_of(worker, node):
 async def end(world, extender, job):
     await world.kube.delete(PODS, f"{job}-worker-0-1", namespace="default")
     await until(lambda: extender.informers.pod(PodUid(f"pod-{job}")) is None)
-    await until(lambda: not extender.informers.cluster.holders(PodUid(f"pod-{job}")))
+    await until(lambda: not extender.informers.cluster.nodes_holding(PodUid(f"pod-{job}")))
 
 
 async def pass_s(world, seconds):

@@ -147,7 +147,7 @@ def test_whoever_asks_may_read_the_sites_settings_and_what_was_learned_and_nothi
              "slowdownQuantile": "upper", "preconditions": {"mostJobs": 2}},
             {"policy": "energy", "job_policies": True, "count_peaks": False, "slots_per_gpu": 4,
              "share_unmeasured": True,
-             "conditions": ConditionSettings(most_jobs=2, slowdown_quantile=Quantile.UPPER)},
+             "conditions": ConditionSettings(max_jobs=2, slowdown_quantile=Quantile.UPPER)},
             id="everything that decides",
         ),
     ],

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from carpool_core.values import DeviceHealth, RequestedMode, SharingMode
 from carpool_extender.framework.admission_limits import AdmissionLimits
-from carpool_extender.framework.evaluation_cache import inspect
-from carpool_extender.framework.filters import Evaluation, empty_findings
+from carpool_extender.framework.evaluation_cache import filter_rows
+from carpool_extender.framework.filters import Evaluation, empty_results
 from carpool_extender.testing import cluster, device, gpu_node, pod_request, prediction, tenant
 from carpool_simulator import cluster_model
 from carpool_simulator.cluster_model import Alike
@@ -48,9 +48,9 @@ nodes = st.builds(
 questions = st.tuples(st.integers(0, len(DEMANDS) - 1), st.lists(st.integers(0, 7), unique=True, min_size=1))
 
 
-def found_by(inspector, snapshot, wants, rows):
-    asked = Evaluation(snapshot, wants, 3, AdmissionLimits(), empty_findings(0))
-    return inspector(asked, rows)
+def found_by(filter_runner, snapshot, wants, rows):
+    asked = Evaluation(snapshot, wants, 3, AdmissionLimits(), empty_results(0))
+    return filter_runner(asked, rows)
 
 
 @pytest.mark.parametrize("most", [cluster_model.MOST_STATES, 3], ids=["remembering all", "forgetting now and then"])
@@ -66,7 +66,7 @@ def test_the_answer_is_what_looking_at_each_gpu_gives(most, steps):
         wants, rows = DEMANDS[step[0]], np.array(sorted(step[1]), np.intp)
         snapshot = known.snapshot()
         for some in (rows, None):
-            one, other = (found_by(inspector, snapshot, wants, some) for inspector in (remembers, inspect))
+            one, other = (found_by(filter_runner, snapshot, wants, some) for filter_runner in (remembers, filter_rows))
             for column in fields(one):
                 assert getattr(one, column.name).tolist() == getattr(other, column.name).tolist(), column.name
 
@@ -75,7 +75,7 @@ def test_alike_gpus_are_looked_at_once():
     known = cluster(*(gpu_node(name, 8, [tenant(name, [f"GPU-{name}-3"])]) for name in NAMES))
     looked = []
     counting = Alike(
-        known, looking=lambda asked, columns: looked.append(len(columns.alive)) or cluster_model.look(asked, columns)
+        known, looking=lambda asked, columns: looked.append(len(columns.alive)) or cluster_model.run_filters(asked, columns)
     )
     for rows in (np.arange(4), np.arange(32), None):
         found_by(counting, known.snapshot(), pod_request(), rows)

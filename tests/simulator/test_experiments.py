@@ -37,7 +37,7 @@ def test_policies_by_name_know_what_carpool_knows_and_whole_gpus_come_first(name
     assert next(iter(by_name)) == "exclusive"
     assert by_name.keys() == POLICIES.keys()
     assert replace(by_name[base.policy], name=base.name) == base
-    asked = AdmissionLimits(most_jobs=2)
+    asked = AdmissionLimits(max_jobs=2)
     assert [(one.policy, one.conditions) for one in named("energy, best-fit,energy", base, asked)] == [
         ("energy", asked),
         ("best-fit", asked),

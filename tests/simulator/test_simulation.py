@@ -67,7 +67,7 @@ def test_every_policy_finishes_everything_and_repeats_itself(policy):
 
 def test_a_precondition_holds_in_a_simulation_too():
     jobs = workload(job("a"), job("b"))
-    (strategy,) = named("least-slowdown", CARPOOL, AdmissionLimits(most_jobs=1))
+    (strategy,) = named("least-slowdown", CARPOOL, AdmissionLimits(max_jobs=1))
     assert ends(Simulation(jobs, strategy, NoSlowdown()).run()) == {"a": 100.0, "b": 200.0}
 
 

@@ -16,7 +16,7 @@ from carpool_extender.cache.gpu_table import (
     Snapshot,
     Told,
     UnavailableReason,
-    empty_columns,
+    empty_table,
     grid_of,
     nvlink_domains,
     said_of,
@@ -28,9 +28,9 @@ from carpool_extender.cache.gpu_table import (
 )
 from carpool_extender.cache.health import (
     DISPUTED,
-    NONSENSE,
+    INVALID,
     GpuAvailability,
-    has_strangers,
+    has_unreserved_usage,
     listed,
     shortened,
     validate_gpu,
@@ -283,17 +283,17 @@ class Assumed:
         return msgspec.structs.replace(node, spec=spec)
 
 
-class Cluster:
+class ClusterCache:
     """All GpuNodes. A change of a node rewrites those of its rows that it is about, and a journal tells which.
 
     Args:
         slots: Tenants for which each GPU has room from the start; more make the arrays wider.
-        standing: Which GPUs are hindered, as time goes by; none where left out.
+        availability: Which GPUs are hindered, as time goes by; none where left out.
     """
 
-    def __init__(self, slots: int = 8, standing: GpuAvailability | None = None) -> None:
-        self._availability = standing
-        self._columns = empty_columns(0, slots)
+    def __init__(self, slots: int = 8, availability: GpuAvailability | None = None) -> None:
+        self._availability = availability
+        self._columns = empty_table(0, slots)
         self._shown: GpuTable | None = None
         self._grid: NodeGrid | None = None
         self._used = 0
@@ -323,16 +323,16 @@ class Cluster:
         """Return the newest GpuNode of that name that was seen."""
         return self._nodes.get(name)
 
-    def counted(self, name: str) -> GpuNode | None:
+    def with_assumed(self, name: str) -> GpuNode | None:
         """Return the same with what is about to be written there, as `snapshot` counts it."""
         node = self._nodes.get(name)
         return None if node is None else self._assumed.beside(node)
 
-    def holders(self, pod_uid: PodUid) -> list[str]:
+    def nodes_holding(self, pod_uid: PodUid) -> list[str]:
         """Names of the nodes on which a pod has a reservation: none, or one; more only if two schedulers raced."""
         return sorted(self._holders.of(pod_uid))
 
-    def pods_of(self, job_uid: JobUid) -> set[PodUid]:
+    def pods_of_job(self, job_uid: JobUid) -> set[PodUid]:
         """UIDs of the pods of a job that have reservations, written or about to be."""
         return {pod for _, pod in self._of_job.of(job_uid)}.union(self._assumed.pods_of(job_uid))
 
@@ -346,7 +346,7 @@ class Cluster:
         if self._grid is None:
             self._grid = grid_of(self._shown.alive, self._shown.node)
         return Snapshot(
-            columns=self._shown,
+            gpus=self._shown,
             grid=self._grid,
             node_names=self._names.things,
             node_ids=self._names.ids,
@@ -372,7 +372,7 @@ class Cluster:
             found.update(self._availability.silent(), (node for node, _ in self._availability.resting()))
         return found
 
-    def note_unreadable(self, name: str, why: str | None) -> None:
+    def set_unreadable(self, name: str, why: str | None) -> None:
         """Send nobody to a node whose GpuNode nobody can read; what is known of it is as it was before.
 
         Args:
@@ -381,14 +381,14 @@ class Cluster:
         """
         self._nonsense.pop(name, None)
         if why is not None:
-            self._nonsense[name] = UnavailableReason(NONSENSE, f"GpuNode {name} makes no sense: {shortened(why)}")
+            self._nonsense[name] = UnavailableReason(INVALID, f"GpuNode {name} makes no sense: {shortened(why)}")
 
     def _note_hindrances(self) -> None:
         """Bring the column up to date: time hinders GPUs and sets them free again, without any change of an object."""
         found: dict[int, UnavailableReason] = {}
         resting: dict[tuple[str, GpuUuid], UnavailableReason] = {}
         if self._availability is not None:
-            resting = self._availability.left_alone()
+            resting = self._availability.excluded()
             # What speaks against single GPUs comes over it: an agent that reports again makes nothing of that good.
             self._hinder(found, self._availability.silent())
         found |= self._claims.unavailable()
@@ -418,7 +418,7 @@ class Cluster:
             return False
         self._nodes[name] = node
         if self._availability is not None:
-            self._availability.heard(name, node.status.heartbeat_time)
+            self._availability.record_heartbeat(name, node.status.heartbeat_time)
         if old is not None and not differ(old, node):
             return False
         if old is None or old.spec is not node.spec:
@@ -431,7 +431,7 @@ class Cluster:
         self._assumed.add(name, reservation)
         self._write_again(name)
 
-    def forget_assumed(self, name: str, pod_uid: PodUid) -> None:
+    def forget(self, name: str, pod_uid: PodUid) -> None:
         """Count only what is written of a pod."""
         if self._assumed.discard(name, pod_uid):
             self._write_again(name)
@@ -555,7 +555,7 @@ def may_free_capacity(old: GpuNode | None, new: GpuNode) -> bool:
 
     That a GPU changed its mode for a tenant, or fell sick, gives nobody a place.
     """
-    if old is None or (has_strangers(old) and not has_strangers(new)):
+    if old is None or (has_unreserved_usage(old) and not has_unreserved_usage(new)):
         return True
     if old.status.devices is new.status.devices:
         return False  # as in each sign of life

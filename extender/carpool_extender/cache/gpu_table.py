@@ -15,7 +15,7 @@ from carpool_predictor.models.slowdown import slowdowns
 from numpy.typing import NDArray
 
 from carpool_extender.cache.mig import profile_of
-from carpool_extender.cache.usage import counted_tenants, known_of, seconds
+from carpool_extender.cache.usage import counted_tenants, epoch_seconds, usage_of
 
 NOWHERE = -1
 """In `Grid.rows`: the node has no GPU more."""
@@ -65,7 +65,7 @@ MODES: tuple[SharingMode | None, ...] = (None, *SharingMode)
 NO_MODE = 0
 CODES: Mapping[SharingMode, int] = {mode: code for code, mode in enumerate(MODES) if mode is not None}
 
-NOBODY, SEVERAL = -1, -2
+NO_TENANT, MIXED = -1, -2
 """In `GpuTable.landlord`: the GPU is idle; its tenants come from several namespaces."""
 
 Bools = NDArray[np.bool_]
@@ -158,8 +158,8 @@ class GpuTable:
     """(G,) `GpuUuid`."""
     tenants: NDArray[np.object_] = field(metadata=_of(np.object_, empty=None))
     """(G,) Tuple of `TenantName`, in the order of the (G, T) arrays."""
-    user: NDArray[np.int64] = field(metadata=_of(np.int64, empty=NOBODY))
-    """(G,) User of its MPS server's clients; NOBODY where it has none or none of them says, or SEVERAL."""
+    user: NDArray[np.int64] = field(metadata=_of(np.int64, empty=NO_TENANT))
+    """(G,) User of its MPS server's clients; NO_TENANT where it has none or none of them says, or MIXED."""
     memory_mib: NDArray[np.int64] = field(metadata=_of(np.int64, each_tenant=True))
     """(G, T) Upper bound of its memory, at most the GPU's usable memory, which also stands for unknown."""
     util: NDArray[np.float32] = field(metadata=_of(np.float32, each_tenant=True))
@@ -170,7 +170,7 @@ class GpuTable:
     """(G, T) DRAM activity alone, 0..1."""
     max_slowdown: NDArray[np.float32] = field(metadata=_of(np.float32, each_tenant=True, empty=np.inf))
     """(G, T) Slowdown that it accepts; infinite where nobody is."""
-    namespace: NDArray[np.int32] = field(metadata=_of(np.int32, each_tenant=True, empty=NOBODY))
+    namespace: NDArray[np.int32] = field(metadata=_of(np.int32, each_tenant=True, empty=NO_TENANT))
     """(G, T) Index of its namespace, as in `Snapshot.namespaces`."""
     cluster_tenancy: Bools = field(metadata=_of(np.bool_, each_tenant=True))
     """(G, T) Whether it shares with other namespaces."""
@@ -187,12 +187,12 @@ class GpuTable:
     """(G,) Aggregate: number of its tenants less the sum of their predicted slowdowns; what they lose, negated."""
     min_slowdown_limit: NDArray[np.float64] = field(metadata=_of(np.float64, empty=np.inf))
     """(G,) Aggregate: the least slowdown that one of its tenants accepts; infinite without any."""
-    tenant_namespace: NDArray[np.int32] = field(metadata=_of(np.int32, empty=NOBODY))
-    """(G,) Aggregate: the namespace of all tenants; NOBODY, or SEVERAL."""
+    tenant_namespace: NDArray[np.int32] = field(metadata=_of(np.int32, empty=NO_TENANT))
+    """(G,) Aggregate: the namespace of all tenants; NO_TENANT, or MIXED."""
 
     def resized(self, gpus: int, tenants: int) -> "GpuTable":
         """Return a copy with more rows and more room for tenants; what is new is empty."""
-        larger = empty_columns(gpus, tenants)
+        larger = empty_table(gpus, tenants)
         for name in _NAMES:
             array = getattr(self, name)
             getattr(larger, name)[tuple(slice(0, n) for n in array.shape)] = array
@@ -213,7 +213,7 @@ class GpuTable:
 _NAMES = tuple(column.name for column in fields(GpuTable))
 
 
-def empty_columns(gpus: int, tenants: int) -> GpuTable:
+def empty_table(gpus: int, tenants: int) -> GpuTable:
     """Return columns of G rows, none of them alive, with room for T tenants each."""
     made: dict[str, NDArray[Any]] = {}
     for column in fields(GpuTable):
@@ -226,7 +226,7 @@ def empty_columns(gpus: int, tenants: int) -> GpuTable:
 class Snapshot:
     """The cluster at one moment. It holds until the cluster changes: decide on it without waiting for anything."""
 
-    columns: GpuTable
+    gpus: GpuTable
     grid: NodeGrid
     """All GPUs, by their nodes."""
     node_names: Sequence[str]
@@ -247,11 +247,11 @@ class Snapshot:
 
     def product(self, row: int) -> str:
         """Return the product of one GPU."""
-        return self.classes[int(self.columns.device_class[row])].product
+        return self.classes[int(self.gpus.device_class[row])].product
 
     def place(self, row: int) -> str:
         """Name one GPU for people: `GPU 0 of node-a`."""
-        return f"GPU {int(self.columns.gpu_index[row])} of {self.node_names[int(self.columns.node[row])]}"
+        return f"GPU {int(self.gpus.gpu_index[row])} of {self.node_names[int(self.gpus.node[row])]}"
 
 
 INDEX = attrgetter("index")
@@ -393,11 +393,11 @@ def write_tenants(columns: GpuTable, row: int, said: GpuReport, namespaces: Mapp
     if (before := int(columns.count[row])) > len(held):
         _empty(columns, row, slice(len(held), before))
     columns.count[row] = len(held)
-    columns.reserved_at[row] = max((seconds(r.reserved_at) for r in held), default=0.0)
+    columns.reserved_at[row] = max((epoch_seconds(r.reserved_at) for r in held), default=0.0)
     columns.tenants[row] = tuple(TenantName(r.pod_namespace, r.job_name, r.pod_uid) for r in held)
     users = {r.run_as_user for r in held if r.mode is SharingMode.MPS and r.run_as_user is not None}
-    columns.user[row] = SEVERAL if len(users) > 1 else next(iter(users), NOBODY)
-    for place, (reservation, of) in enumerate(zip(held, known_of(held, said.counted), strict=True)):
+    columns.user[row] = MIXED if len(users) > 1 else next(iter(users), NO_TENANT)
+    for place, (reservation, of) in enumerate(zip(held, usage_of(held, said.counted), strict=True)):
         tenant = reservation.tenant
         columns.memory_mib[row, place] = counted_mib(of.memory_mib, usable_mib)
         columns.util[row, place] = of.util
@@ -412,7 +412,7 @@ def _empty(columns: GpuTable, row: int, places: slice) -> None:
     """Write that nobody has some places of a GPU any more."""
     for emptied in (columns.memory_mib, columns.util, columns.sm, columns.dram, columns.cluster_tenancy):
         emptied[row, places] = 0
-    columns.namespace[row, places] = NOBODY
+    columns.namespace[row, places] = NO_TENANT
     columns.max_slowdown[row, places] = np.inf
 
 
@@ -456,13 +456,13 @@ def update_aggregates(columns: GpuTable, rows: Rows) -> None:
     columns.dram_active[rows] = np.add.reduce(columns.dram.take(rows, axis=0), axis=1, dtype=np.float64)
     first, nobody = namespace[:, 0], np.arange(namespace.shape[1]) >= count[:, None]
     columns.min_slowdown_limit[rows] = np.minimum.reduce(columns.max_slowdown.take(rows, axis=0), axis=1)
-    columns.tenant_namespace[rows] = np.where(count == 0, NOBODY, first)
+    columns.tenant_namespace[rows] = np.where(count == 0, NO_TENANT, first)
     columns.before[rows] = 0.0
     several = count > 1
     if not several.any():
         return
     is_mixed = np.logical_or.reduce((namespace != first[:, None]) & ~nobody, axis=1)
-    columns.tenant_namespace[rows[is_mixed]] = SEVERAL
+    columns.tenant_namespace[rows[is_mixed]] = MIXED
     for code, mode in SHARED:
         mine = rows[(how == code) & several]
         for tenants in np.flatnonzero(np.bincount(columns.count[mine])).tolist():

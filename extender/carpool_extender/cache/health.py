@@ -46,7 +46,7 @@ class GpuAvailability:
         self._rests: dict[tuple[str, GpuUuid], _Rest] = {}
         self._kept: set[tuple[str, GpuUuid]] = set()
 
-    def heard(self, node: str, heartbeat: str | None, ago_s: float = 0.0) -> None:
+    def record_heartbeat(self, node: str, heartbeat: str | None, ago_s: float = 0.0) -> None:
         """Take note of a node's heartbeat; an agent that never sent one is silent since the node was first heard of.
 
         Args:
@@ -65,7 +65,7 @@ class GpuAvailability:
         for key in [key for key in self._rests if key[0] == node]:
             del self._rests[key]
 
-    def failed(self, node: str, gpus: Sequence[GpuUuid]) -> None:
+    def record_failure(self, node: str, gpus: Sequence[GpuUuid]) -> None:
         """Leave GPUs that could not be prepared alone for a while, twice as long as the last time."""
         now = self._clock.monotonic()
         for gpu in gpus:
@@ -74,7 +74,7 @@ class GpuAvailability:
                 length = FIRST_REST_S if last is None else min(LONGEST_REST_S, 2 * last.length_s)
                 self._rests[node, gpu] = _Rest(length, now + length)
 
-    def succeeded(self, node: str, gpus: Sequence[GpuUuid]) -> None:
+    def record_success(self, node: str, gpus: Sequence[GpuUuid]) -> None:
         """Forget the failures of GPUs that were prepared."""
         for gpu in gpus:
             self._rests.pop((node, gpu), None)
@@ -107,7 +107,7 @@ class GpuAvailability:
             if now < rest.until_s
         }
 
-    def left_alone(self) -> dict[tuple[str, GpuUuid], UnavailableReason]:
+    def excluded(self) -> dict[tuple[str, GpuUuid], UnavailableReason]:
         """GPUs that are left alone for whatever reason, by node and UUID."""
         return dict.fromkeys(self._kept, KEPT_FOR_OTHERS) | self.resting()
 
@@ -116,7 +116,7 @@ class GpuAvailability:
         return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-UNHEALTHY, STRANGER, CONTRADICTION, NONSENSE, DISPUTED, NO_MEMORY = 0, 3, 4, 5, 6, 7
+UNHEALTHY, STRANGER, CONTRADICTION, INVALID, DISPUTED, NO_MEMORY = 0, 3, 4, 5, 6, 7
 """Kinds of hindrances; the others are those of time, in `standing`."""
 LEAST_MIB = 256
 """Memory that any job needs, in MiB: what a process takes of a GPU before it has stored anything there."""
@@ -170,13 +170,13 @@ def _without_memory(device: Device) -> str:
     return f"reports {device.memory_mib:,} MiB of memory{reserved}: expected at least {LEAST_MIB} MiB to give"
 
 
-def has_strangers(node: GpuNode) -> bool:
+def has_unreserved_usage(node: GpuNode) -> bool:
     """Whether pods use memory of a node's GPUs without a reservation there."""
     known = {reservation.pod_uid for reservation in node.spec.reservations}
     return any(tenant.pod_uid not in known and tenant.memory_mib for tenant in node.status.tenants)
 
 
-def tells_nothing_new(node: GpuNode, seen: GpuNode, chosen: Collection[GpuUuid]) -> bool:
+def still_valid(node: GpuNode, seen: GpuNode, chosen: Collection[GpuUuid]) -> bool:
     """Whether a decision that was made on one state of a node holds for another.
 
     It does where it knew all that stands there now, and everybody whom it counted with is there: what was released on
@@ -196,5 +196,5 @@ def tells_nothing_new(node: GpuNode, seen: GpuNode, chosen: Collection[GpuUuid])
         (seen.metadata.uid, was.devices, was.tenants) == (node.metadata.uid, now.devices, now.tenants)
         and all(known.get(r.pod_uid) == (r.generation, r.gpu_uuids, r.mode, r.tenant) for r in node.spec.reservations)
         and not any(uuid in chosen for r in gone for uuid in r.gpu_uuids)
-        and not has_strangers(node)
+        and not has_unreserved_usage(node)
     )

@@ -131,7 +131,7 @@ class PeakTracker:
     def look(self, node: GpuNode) -> dict[PodUid, StablePeak]:
         """Take in what a node tells; return the pods whose peaks have stood still for long enough."""
         name, now_s = node.metadata.name, self._clock.monotonic()
-        tenants = by_place(node)
+        tenants = measured_tenants(node)
         waiting = [one for one in node.spec.reservations if _proven_mib(one, tenants, LEAST_MARGIN) is not None]
         if not waiting:
             self.forget(name)
@@ -180,6 +180,6 @@ def _works(tenant: Tenant) -> bool:
     return tenant.memory_mib > 0 and is_working
 
 
-def by_place(node: GpuNode) -> dict[tuple[PodUid, GpuUuid], Tenant]:
+def measured_tenants(node: GpuNode) -> dict[tuple[PodUid, GpuUuid], Tenant]:
     """Return what a node's agent measures, by pod and GPU."""
     return {(tenant.pod_uid, tenant.gpu_uuid): tenant for tenant in node.status.tenants}

@@ -26,7 +26,7 @@ REMEMBERED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class ClassFacts:
+class ClassRequirements:
     """What a demand means on one class of devices."""
 
     reason: str | None
@@ -53,8 +53,8 @@ class ClassFacts:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ClassColumns:
-    """`ClassFacts` as arrays of shape (classes,)."""
+class ClassTable:
+    """`ClassRequirements` as arrays of shape (classes,)."""
 
     suitable: NDArray[np.bool_]
     too_small: NDArray[np.bool_]
@@ -86,34 +86,38 @@ class PodRequest:
     """Workers of the job, and so the most of its pods that may have reservations at a time."""
     user: int | None = None
     """User of the node that the worker runs as; None where its spec does not say."""
-    settles: bool = False
+    may_use_measured_peak: bool = False
     """Whether it may count with its own peak once that was measured, where it never ran before."""
-    came_at: str = ""
+    created_at: str = ""
     """When the job was created, RFC 3339; empty where nobody says."""
     steps: int | None = None
     """How many steps its training has; None where nobody says."""
-    _facts: dict[DeviceClass, ClassFacts] = field(default_factory=dict)
-    _columns: list[tuple[tuple[DeviceClass, ...], ClassColumns]] = field(default_factory=list)
+    _facts: dict[DeviceClass, ClassRequirements] = field(default_factory=dict)
+    _columns: list[tuple[tuple[DeviceClass, ...], ClassTable]] = field(default_factory=list)
 
     def is_as(self, other: "PodRequest") -> bool:
         """Whether another asks for the same, for the same job."""
-        mine, its = ((of.demand, of.policy, of.workers, of.user, of.settles, of.steps) for of in (self, other))
+        mine, its = (
+            (of.demand, of.policy, of.workers, of.user, of.may_use_measured_peak, of.steps) for of in (self, other)
+        )
         return mine == its
 
     @cached_property
     def shape(self) -> bytes:
         """Digest of all that a decision depends on, but not who asks: demands of equal shape fit the same places."""
         anybody = replace(self.demand, job_uid=JobUid(""), job_name="")
-        return blake2b(msgspec.json.encode((anybody, self.policy, self.user, self.settles)), digest_size=16).digest()
+        return blake2b(
+            msgspec.json.encode((anybody, self.policy, self.user, self.may_use_measured_peak)), digest_size=16
+        ).digest()
 
-    def facts(self, kind: DeviceClass) -> ClassFacts:
+    def requirements(self, kind: DeviceClass) -> ClassRequirements:
         """Say what the demand means on a class of devices."""
         found = self._facts.get(kind)
         if found is None:
-            found = self._facts[kind] = _facts_on(self.demand, kind, settles=self.settles)
+            found = self._facts[kind] = _facts_on(self.demand, kind, settles=self.may_use_measured_peak)
         return found
 
-    def columns(self, classes: Sequence[DeviceClass]) -> ClassColumns:
+    def class_table(self, classes: Sequence[DeviceClass]) -> ClassTable:
         """Collect the facts about several classes as arrays."""
         key = tuple(classes)
         for known, found in self._columns:
@@ -125,8 +129,8 @@ class PodRequest:
         self._columns.append((key, self._collect(key)))
         return self._columns[-1][1]
 
-    def _collect(self, classes: Sequence[DeviceClass]) -> ClassColumns:
-        facts = [self.facts(kind) for kind in classes]
+    def _collect(self, classes: Sequence[DeviceClass]) -> ClassTable:
+        facts = [self.requirements(kind) for kind in classes]
         can = np.zeros((len(classes), len(CODES) + 1), np.bool_)
         for row, kind in enumerate(classes):
             can[row, [CODES[mode] for mode in kind.modes]] = True
@@ -140,7 +144,7 @@ class PodRequest:
             for fact, kind in pairs
         ]
         need_mib, unenforced_mib = np.array(need, np.int64).reshape(-1, 2).T.copy()
-        return ClassColumns(
+        return ClassTable(
             suitable=np.array([fact.reason is None for fact in facts], np.bool_),
             too_small=np.array([fact.too_small for fact in facts], np.bool_),
             known=np.array([fact.is_known for fact in facts], np.bool_),
@@ -157,7 +161,7 @@ class PodRequest:
         )
 
 
-def _facts_on(demand: Demand, kind: DeviceClass, *, settles: bool) -> ClassFacts:
+def _facts_on(demand: Demand, kind: DeviceClass, *, settles: bool) -> ClassRequirements:
     reason = unsuitable_reason(demand, kind)
     profile = demand.profile_on(kind.product)
     if settles and _is_provisional(demand, kind.product):
@@ -168,7 +172,7 @@ def _facts_on(demand: Demand, kind: DeviceClass, *, settles: bool) -> ClassFacts
     if reason is None and demand.mode is RequestedMode.MIG and instance is None:
         there = ", ".join(kind.mig_profiles) or "none"
         reason = f"no MIG profile holds {profile.memory_mib or 0:,} MiB, there are {there}"
-    return ClassFacts(
+    return ClassRequirements(
         reason=reason,
         too_small=too_small,
         profile=profile,
@@ -198,7 +202,7 @@ def _is_provisional(demand: Demand, product: str) -> bool:
     return predicted is None or not predicted.memory.learned_runs
 
 
-def _instance(facts: ClassFacts, kind: DeviceClass) -> tuple[int, int, int, int]:
+def _instance(facts: ClassRequirements, kind: DeviceClass) -> tuple[int, int, int, int]:
     taken = (0, 0) if facts.mig is None else (facts.mig.gb, facts.mig.slices)
     return (*taken, *whole(kind.mig_profiles))
 

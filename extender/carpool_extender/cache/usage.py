@@ -20,7 +20,7 @@ SETTLED_S = 90.0
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class TenantUsage:
     """What is known of one tenant of one GPU."""
 
     memory_mib: int | None
@@ -37,8 +37,8 @@ def counted_tenants(node: GpuNode) -> Mapping[tuple[PodUid, GpuUuid], Tenant]:
     """Return what counts of a node's measures, by pod and GPU: memory at once, activity where it is old enough."""
     if not node.status.tenants:
         return {}
-    now = seconds(node.status.heartbeat_time or "")
-    since = {r.pod_uid: seconds(r.reserved_at) for r in node.spec.reservations}
+    now = epoch_seconds(node.status.heartbeat_time or "")
+    since = {r.pod_uid: epoch_seconds(r.reserved_at) for r in node.spec.reservations}
 
     def is_settled(pod: PodUid) -> bool:
         return bool(now and since[pod]) and now - since[pod] >= SETTLED_S
@@ -54,7 +54,7 @@ def _without_activity(young: Tenant) -> Tenant:
     return structs.replace(young, gpu_util_percent=None, sm_active_ratio=None)
 
 
-def known_of(reservations: Sequence[Reservation], measured: Sequence[Tenant | None]) -> list[Known]:
+def usage_of(reservations: Sequence[Reservation], measured: Sequence[Tenant | None]) -> list[TenantUsage]:
     """Combine promise and measure for the tenants of one GPU.
 
     What a tenant is measured to do beside neighbours is less than what it would do alone, by its slowdown: measured
@@ -62,7 +62,7 @@ def known_of(reservations: Sequence[Reservation], measured: Sequence[Tenant | No
     no less than was promised. A promise of memory is taken back only in the reservation itself; what is used beyond it
     counts.
     """
-    expected = [promised(one.tenant, peak_mib(of)) for one, of in zip(reservations, measured, strict=True)]
+    expected = [reserved_usage(one.tenant, peak_mib(of)) for one, of in zip(reservations, measured, strict=True)]
     if not any(measured):
         return expected
     stretch = _stretch(reservations[0].mode, tuple((one.util, one.sm, one.dram) for one in expected))
@@ -82,28 +82,28 @@ def _stretch(mode: SharingMode, alone: tuple[tuple[float, float, float], ...]) -
     return found
 
 
-def _together(promised: Known, tenant: Tenant | None, slowdown: float) -> Activity:
+def _together(reserved_usage: TenantUsage, tenant: Tenant | None, slowdown: float) -> Activity:
     """Return what a tenant is measured to do beside its neighbours; where that is not known, what is predicted."""
     util = None if tenant is None else tenant.gpu_util_percent
     sm = None if tenant is None else tenant.sm_active_ratio
     return Activity(
-        promised.util / slowdown if util is None else _share(util / 100),
-        promised.sm / slowdown if sm is None else _share(sm),
-        promised.dram,
+        reserved_usage.util / slowdown if util is None else _share(util / 100),
+        reserved_usage.sm / slowdown if sm is None else _share(sm),
+        reserved_usage.dram,
     )
 
 
-def _combined(promised: Known, tenant: Tenant, slowdown: float, *, only_raises: bool) -> Known:
+def _combined(reserved_usage: TenantUsage, tenant: Tenant, slowdown: float, *, only_raises: bool) -> TenantUsage:
     util, sm = tenant.gpu_util_percent, tenant.sm_active_ratio
-    alone = Known(
-        memory_mib=promised.memory_mib,
-        util=promised.util if util is None else _share(util / 100 * slowdown),
-        sm=promised.sm if sm is None else _share(sm * slowdown),
-        dram=promised.dram,
+    alone = TenantUsage(
+        memory_mib=reserved_usage.memory_mib,
+        util=reserved_usage.util if util is None else _share(util / 100 * slowdown),
+        sm=reserved_usage.sm if sm is None else _share(sm * slowdown),
+        dram=reserved_usage.dram,
     )
     if not only_raises:
         return alone
-    return replace(alone, util=max(alone.util, promised.util), sm=max(alone.sm, promised.sm))
+    return replace(alone, util=max(alone.util, reserved_usage.util), sm=max(alone.sm, reserved_usage.sm))
 
 
 def _share(found: float) -> float:
@@ -116,9 +116,9 @@ def peak_mib(measured: Tenant | None) -> int:
     return 0 if measured is None else max(measured.peak_memory_mib, measured.memory_mib)
 
 
-def promised(profile: TenantProfile, peak_mib: int = 0) -> Known:
+def reserved_usage(profile: TenantProfile, peak_mib: int = 0) -> TenantUsage:
     """Return what was predicted of a tenant, and the memory that counts with such a peak."""
-    return Known(
+    return TenantUsage(
         memory_mib=profile.counted_mib(peak_mib),
         util=profile.gpu_util_percent / 100,
         sm=profile.sm_active_ratio,
@@ -127,7 +127,7 @@ def promised(profile: TenantProfile, peak_mib: int = 0) -> Known:
 
 
 @lru_cache(maxsize=MOMENTS)
-def seconds(moment: str) -> float:
+def epoch_seconds(moment: str) -> float:
     """Seconds since 1970; 0 where nobody said when, or said it in a way that nobody understands."""
     try:
         return parse_rfc3339(moment).timestamp() if moment else 0.0

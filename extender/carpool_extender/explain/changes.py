@@ -12,7 +12,7 @@ from carpool_extender.cache.health import SILENT
 from carpool_extender.explain.freeing import freed, is_there
 from carpool_extender.explain.paperwork import Case, Change, complete_sets, fails, looked_at
 from carpool_extender.framework.admission_limits import AdmissionLimits, Quantile
-from carpool_extender.framework.diagnosis import counted
+from carpool_extender.framework.diagnosis import pluralize
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.filters import SLACK, Check, Evaluation
 from carpool_extender.framework.selection import Placement, best_place
@@ -27,7 +27,7 @@ NEAREST = 8
 
 def needed(case: Case) -> list[str]:
     """Say in one line what would have to change for a place; nothing where no GPU is known, or nothing can be tried."""
-    if not case.snapshot.columns.alive.any():
+    if not case.snapshot.gpus.alive.any():
         return []
     tried = [change for attempt in ATTEMPTS for change in attempt(case)]
     ways = [change.how for change in tried if change.how is not None]
@@ -41,9 +41,9 @@ def _memory(case: Case) -> Iterator[Change]:
     """Count it with as much memory as the GPUs have that would take the least less."""
     small = CachedEvaluation(case.asking(memory_limit_mib=1), case.rules, case.snapshot).evaluation
     rows = np.flatnonzero(small.ok & case.offered)
-    short = (case.now.need_mib(rows) - case.snapshot.columns.free_mib[rows]).astype(np.float64)
+    short = (case.now.need_mib(rows) - case.snapshot.gpus.free_mib[rows]).astype(np.float64)
     sets, each = complete_sets(case, small, rows, short)
-    free, needs = case.snapshot.columns.free_mib[rows[sets]] // each, case.now.need_mib(rows[sets])
+    free, needs = case.snapshot.gpus.free_mib[rows[sets]] // each, case.now.need_mib(rows[sets])
     if not (free < needs).any():
         return
     least, need = int(free.min()), int(needs[np.argmin(free)])
@@ -89,8 +89,8 @@ def _own_limit(case: Case) -> Iterator[Change]:
 
 
 def _own_slowdowns(evaluation: Evaluation, rows: Rows) -> Floats:
-    if evaluation.conditions.quantile is Quantile.MEDIAN:
-        return evaluation.found.newcomer[rows]
+    if evaluation.limits.quantile is Quantile.MEDIAN:
+        return evaluation.results.slowdown[rows]
     return np.array([evaluation.upper(row) for row in rows.tolist()])
 
 
@@ -103,7 +103,7 @@ def _their_limits(case: Case) -> Iterator[Change]:
     if case.wanted > 1 or case.demand.gpus > 1:
         return
     rows = fails(case, Check.SLOWDOWN)
-    rows = rows[np.argsort(-case.now.found.margin[rows], kind="stable")][:NEAREST]
+    rows = rows[np.argsort(-case.now.results.slowdown_margin[rows], kind="stable")][:NEAREST]
     if rows.size:
         ways = (_accepting(case, row) for row in rows.tolist())
         yield Change("larger limits of its neighbours", next((way for way in ways if way is not None), None))
@@ -114,11 +114,11 @@ def _accepting(case: Case, row: int) -> str | None:
     if own.slowdown - own.limit > SLACK or is_there(case, row):
         return None
     beyond = [one for one in others if one.slowdown - one.limit > SLACK]
-    columns, told = case.snapshot.columns.take(np.array([row])), []
+    columns, told = case.snapshot.gpus.take(np.array([row])), []
     for one in beyond:
         limit = _rounded_up(one.slowdown)
         columns.max_slowdown[0, one.tenant] = limit
-        tenant = case.snapshot.columns.tenants[row][one.tenant]
+        tenant = case.snapshot.gpus.tenants[row][one.tenant]
         told.append(f"{tenant} accepted {limit:.2f} instead of {one.limit:.2f}")
     update_aggregates(columns, np.array([0]))
     return f"if {' and '.join(told)}" if _fits_alone(case, columns) else None
@@ -134,7 +134,7 @@ def _reporting(case: Case) -> Iterator[Change]:
     silent = [row for row, why in case.snapshot.unavailable.items() if why.kind == SILENT and case.offered[row]]
     if case.wanted > 1 or not silent:
         return
-    columns = case.snapshot.columns
+    columns = case.snapshot.gpus
     heard = columns.take(np.arange(len(columns.alive)))
     heard.unavailable[silent] = False
     evaluation = looked_at(case, heard)
@@ -151,7 +151,7 @@ def _fewer_workers(case: Case) -> Iterator[Change]:
     """Let so many workers be enough as there is room for at once."""
     if case.room is not None:
         found = case.room(case.pod_request, case.rules, case.wanted)
-        less = f"with {counted(case.wanted - found, 'worker')} less (spec.workers)"
+        less = f"with {pluralize(case.wanted - found, 'worker')} less (spec.workers)"
         yield Change("fewer workers", less if found else None)
 
 
@@ -161,7 +161,9 @@ def _fewer_gpus(case: Case) -> Iterator[Change]:
     ways = (gpus for gpus in range(asked - 1, 0, -1) if case.find(case.asking(gpus=gpus)) is not None)
     if asked > 1:
         most = next(ways, None)
-        how = None if most is None else f"with {counted(asked - most, 'GPU')} less for each worker (spec.gpusPerWorker)"
+        how = (
+            None if most is None else f"with {pluralize(asked - most, 'GPU')} less for each worker (spec.gpusPerWorker)"
+        )
         yield Change("fewer GPUs", how)
 
 
@@ -186,25 +188,25 @@ def _other_asks(case: Case) -> Iterator[Change]:
 
 
 def _product(case: Case, place: Placement) -> str:
-    return case.snapshot.product(int(np.flatnonzero(case.snapshot.columns.uuid == place.gpu_uuids[0])[0]))
+    return case.snapshot.product(int(np.flatnonzero(case.snapshot.gpus.uuid == place.gpu_uuids[0])[0]))
 
 
 def _conditions(case: Case) -> Iterator[Change]:
     """Leave out what the site asks of GPUs before its policy looks at them."""
-    asked = case.rules.conditions
-    if not asked.ask_anything or not fails(case, Check.CONDITION).size:
+    asked = case.rules.limits
+    if not asked.any_set or not fails(case, Check.CONDITION).size:
         return
-    without = replace(case.rules, conditions=AdmissionLimits(alone=asked.alone, quantile=asked.quantile))
+    without = replace(case.rules, limits=AdmissionLimits(alone=asked.alone, quantile=asked.quantile))
     found = case.find(case.pod_request, without)
     yield Change("no preconditions", None if found is None else f"without the preconditions ({asked})")
 
 
 def _offered(case: Case) -> Iterator[Change]:
     """Let kube-scheduler offer what it would not."""
-    elsewhere = case.snapshot.columns.alive & ~case.offered
+    elsewhere = case.snapshot.gpus.alive & ~case.offered
     if case.wanted > 1 or not elsewhere.any():
         return
-    found = best_place(CachedEvaluation(case.pod_request, case.rules, case.snapshot), elsewhere, tells=False)
+    found = best_place(CachedEvaluation(case.pod_request, case.rules, case.snapshot), elsewhere, with_reason=False)
     how = None if found is None else f"if kube-scheduler offered node {found[0]} ({case.refused.get(found[0], '')})"
     yield Change("nodes that are not offered", how)
 

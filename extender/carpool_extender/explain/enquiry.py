@@ -16,10 +16,10 @@ from carpool_core.resources.meta import Condition
 from carpool_core.resources.node import GpuNode, Reservation
 from carpool_core.values import GpuUuid, JobState, JobUid, PodUid
 
-from carpool_extender.cache.cluster import Cluster
+from carpool_extender.cache.cluster import ClusterCache
 from carpool_extender.cache.health import GpuAvailability
 from carpool_extender.cache.pod_request import PodRequest
-from carpool_extender.cache.usage import seconds
+from carpool_extender.cache.usage import epoch_seconds
 from carpool_extender.explain.measures import differences
 from carpool_extender.explain.outlook import standing
 from carpool_extender.explain.places import as_if_gone, reserved, unreserved, without_gpus
@@ -28,7 +28,7 @@ from carpool_extender.explain.rehearsal import Rehearsal
 from carpool_extender.explain.turns import Queue, queue_of, turn_of
 from carpool_extender.framework.diagnosis import lines, with_measures, with_own, with_refusals
 from carpool_extender.framework.scores import SchedulerConfig
-from carpool_extender.framework.selection import explain
+from carpool_extender.framework.selection import explain_gpus
 from carpool_extender.informers import JobRow, JobSpecRow, JobStatusRow
 from carpool_extender.queue.order import QueueOrder
 from carpool_extender.workloads import ANNOTATION_POLICY, AS_SHIPPED, JobOptions, NotOurs, demand_of_row, pod_request_of
@@ -90,7 +90,7 @@ class Asker:
 class Snapshot:
     """The cluster at one moment: what the extender knows of it, but its rests of GPUs that could not be prepared."""
 
-    cluster: Cluster
+    cluster: ClusterCache
     done: int = 0
     """Workers of the job in question that have done their work, and hold nothing in this cluster."""
 
@@ -106,10 +106,10 @@ def snapshot(nodes: Sequence[GpuNode], rules: SchedulerConfig, clock: Clock, don
     One that never sent any is silent since its GpuNode was made.
     """
     standing, now = GpuAvailability(clock), clock.now().timestamp()
-    cluster = Cluster(rules.slots, standing)
-    heard = [(seconds(n.status.heartbeat_time or n.metadata.creation_timestamp or "") or now, n) for n in nodes]
+    cluster = ClusterCache(rules.slots, standing)
+    heard = [(epoch_seconds(n.status.heartbeat_time or n.metadata.creation_timestamp or "") or now, n) for n in nodes]
     for at, node in sorted(heard, key=lambda one: one[0]):
-        standing.heard(node.metadata.name, node.status.heartbeat_time, max(0.0, now - at))
+        standing.record_heartbeat(node.metadata.name, node.status.heartbeat_time, max(0.0, now - at))
     for node in nodes:
         cluster.apply(node)
     return Snapshot(cluster, done)
@@ -260,7 +260,7 @@ async def asked(
 def _turn(
     queue: Queue,
     pod_request: PodRequest,
-    cluster: Cluster,
+    cluster: ClusterCache,
     asker: Asker,
     *,
     is_new: bool = False,
@@ -280,9 +280,13 @@ def _chosen(pod_request: PodRequest, rules: SchedulerConfig) -> list[str]:
 
 
 def _gpus(
-    cluster: Cluster, rehearsal: Rehearsal, rules: SchedulerConfig, asker: Asker, own: frozenset[GpuUuid] = frozenset()
+    cluster: ClusterCache,
+    rehearsal: Rehearsal,
+    rules: SchedulerConfig,
+    asker: Asker,
+    own: frozenset[GpuUuid] = frozenset(),
 ) -> list[str]:
-    found = explain(cluster.snapshot(), rehearsal.pod_request, sorted(cluster.nodes), rules)
+    found = explain_gpus(cluster.snapshot(), rehearsal.pod_request, sorted(cluster.nodes), rules)
     measures = {uuid: said for node in cluster.nodes.values() for uuid, said in differences(node).items()}
     answers = with_refusals(with_measures(found, measures), rehearsal.refused)
     return lines(with_own(answers, own), each=asker.each_gpu)

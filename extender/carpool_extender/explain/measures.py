@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from carpool_core.resources.node import GpuNode, Reservation
 from carpool_core.values import GpuUuid
 
-from carpool_extender.cache.usage import Known, counted_tenants, known_of, promised
+from carpool_extender.cache.usage import TenantUsage, counted_tenants, reserved_usage, usage_of
 
 
 def differences(node: GpuNode) -> Mapping[GpuUuid, str]:
@@ -14,7 +14,7 @@ def differences(node: GpuNode) -> Mapping[GpuUuid, str]:
     for uuid in {uuid for one in node.spec.reservations for uuid in one.gpu_uuids}:
         held = [one for one in node.spec.reservations if uuid in one.gpu_uuids]
         measured = [counted.get((one.pod_uid, uuid)) for one in held]
-        known = known_of(held, measured)
+        known = usage_of(held, measured)
         told = [said for one, of in zip(held, known, strict=True) if (said := _of_one(one, of))]
         parts = [f"counts as measured: {', '.join(told)}"] if told else []
         if later := [_open(one) for one in held if one.tenant.provisional and one.tenant.measured_mib is None]:
@@ -29,9 +29,9 @@ def _open(held: Reservation) -> str:
     return f"{held.pod_namespace}/{held.job_name} with {'the whole GPU' if memory is None else f'{memory:,} MiB'}"
 
 
-def _of_one(held: Reservation, known: Known) -> str:
+def _of_one(held: Reservation, known: TenantUsage) -> str:
     """Say what of a tenant is counted otherwise than predicted; nothing where that is the same in whole percents."""
-    before, told = promised(held.tenant), []
+    before, told = reserved_usage(held.tenant), []
     counted, was = known.memory_mib, held.tenant.memory_mib
     if counted is not None and counted != was:
         at_most = "whole GPU" if was is None else f"at most {was:,} MiB"

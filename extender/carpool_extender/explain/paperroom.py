@@ -7,11 +7,11 @@ import numpy as np
 from carpool_core.resources.node import GpuNode
 from carpool_core.values import GpuUuid
 
-from carpool_extender.cache.cluster import Cluster
+from carpool_extender.cache.cluster import ClusterCache
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.explain.places import as_if_gone
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
-from carpool_extender.framework.gang import room
+from carpool_extender.framework.gang import max_workers
 from carpool_extender.framework.scores import SchedulerConfig
 
 
@@ -27,11 +27,11 @@ class PaperRoom:
     """
 
     def __init__(
-        self, cluster: Cluster, pod_request: PodRequest, rules: SchedulerConfig, wanted: int, able: Set[GpuUuid]
+        self, cluster: ClusterCache, pod_request: PodRequest, rules: SchedulerConfig, wanted: int, able: Set[GpuUuid]
     ) -> None:
         self._applicant, self._rules, self._wanted = pod_request, rules, wanted
         self._nodes = {name: part for name, node in cluster.nodes.items() if (part := _part_of(node, able))}
-        self._paper = Cluster(rules.slots)
+        self._paper = ClusterCache(rules.slots)
         for node in self._nodes.values():
             self._paper.apply(node)
 
@@ -44,7 +44,7 @@ class PaperRoom:
                 self._paper.apply(as_if_gone(node, gone))
                 changed.append(node)
         found = CachedEvaluation(self._applicant, self._rules, self._paper.snapshot())
-        fits = room(found, np.flatnonzero(found.evaluation.ok), self._wanted)
+        fits = max_workers(found, np.flatnonzero(found.evaluation.ok), self._wanted)
         for node in changed:
             self._paper.apply(node)
         return fits

@@ -14,7 +14,7 @@ from carpool_extender.cache.gpu_table import MODES, Bools, Floats, GpuTable, Row
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.explain.paperroom import PaperRoom
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
-from carpool_extender.framework.filters import Check, Evaluation, look
+from carpool_extender.framework.filters import Check, Evaluation, run_filters
 from carpool_extender.framework.scores import SchedulerConfig
 from carpool_extender.framework.selection import Placement, best_place
 
@@ -64,30 +64,30 @@ class Case:
     def asking(self, **changes: Any) -> PodRequest:
         """Return the applicant with something else in its demand; it has to work out everything again."""
         of = self.pod_request
-        return PodRequest(replace(of.demand, **changes), of.policy, of.workers, of.user, of.settles)
+        return PodRequest(replace(of.demand, **changes), of.policy, of.workers, of.user, of.may_use_measured_peak)
 
     def find(self, pod_request: PodRequest, rules: SchedulerConfig | None = None) -> tuple[str, Placement] | None:
         """Return the first worker's place where all would find one."""
         rules = rules or self.rules
         if self.room is not None and self.room(pod_request, rules, self.wanted) < self.wanted:
             return None
-        return best_place(CachedEvaluation(pod_request, rules, self.snapshot), self.offered, tells=False)
+        return best_place(CachedEvaluation(pod_request, rules, self.snapshot), self.offered, with_reason=False)
 
 
 def looked_at(case: Case, columns: GpuTable) -> Evaluation:
     """Run all checks on GPUs as they are not."""
     evaluation = case.now
-    return replace(evaluation, found=look(evaluation, columns))
+    return replace(evaluation, results=run_filters(evaluation, columns))
 
 
 def fails(case: Case, check: Check) -> Rows:
     """Return the GPUs that kube-scheduler would offer and this check keeps the job from."""
-    return np.flatnonzero((case.now.found.failed == check) & case.offered)
+    return np.flatnonzero((case.now.results.failed == check) & case.offered)
 
 
 def team_of(evaluation: Evaluation, rows: Rows) -> Rows:
     """Return a number that GPUs share which one worker could have together: node and mode."""
-    team: Rows = evaluation.snapshot.columns.node[rows].astype(np.intp) * len(MODES) + evaluation.found.mode[rows]
+    team: Rows = evaluation.snapshot.gpus.node[rows].astype(np.intp) * len(MODES) + evaluation.results.mode[rows]
     return team
 
 

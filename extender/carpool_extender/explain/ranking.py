@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from carpool_extender.cache.gpu_table import Bools, NodeGrid
-from carpool_extender.framework.diagnosis import counted
+from carpool_extender.framework.diagnosis import pluralize
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.filters import Evaluation
 from carpool_extender.framework.scores import Candidates, Policy, best_of, select, ties
@@ -63,7 +63,7 @@ def _of_gpus(evaluation: Evaluation, policy: Policy, among: Bools) -> Candidates
     """Return each GPU that fits as if it were its node's only one."""
     rows = np.flatnonzero(evaluation.ok & among)
     return select(
-        evaluation, policy, NodeGrid(rows[None, :], evaluation.snapshot.columns.node[rows].astype(np.intp), False)
+        evaluation, policy, NodeGrid(rows[None, :], evaluation.snapshot.gpus.node[rows].astype(np.intp), False)
     )
 
 
@@ -102,7 +102,7 @@ def ranked(cached_evaluation: CachedEvaluation, among: Bools) -> list[str]:
         said = told[begin].text if is_alike else told[begin].of_all
         lines.append(f"  {number}. {_named(cached_evaluation.evaluation, found[begin])}{others}: {said}")
     if len(groups) > MOST_TOLD:
-        lines.append(f"  and {counted(len(found) - groups[MOST_TOLD - 1][1], 'place')} more")
+        lines.append(f"  and {pluralize(len(found) - groups[MOST_TOLD - 1][1], 'place')} more")
     return [_looked_for(policy, cached_evaluation.evaluation.pod_request.demand.gpus), *lines]
 
 
@@ -122,12 +122,12 @@ def _named(evaluation: Evaluation, one: Candidate) -> str:
     snapshot, (first, *others) = evaluation.snapshot, one.rows
     if not others:
         return snapshot.place(first)
-    numbers = ", ".join(str(int(snapshot.columns.gpu_index[row])) for row in one.rows)
-    return f"GPUs {numbers} of {snapshot.node_names[int(snapshot.columns.node[first])]}"
+    numbers = ", ".join(str(int(snapshot.gpus.gpu_index[row])) for row in one.rows)
+    return f"GPUs {numbers} of {snapshot.node_names[int(snapshot.gpus.node[first])]}"
 
 
 def _others(one: Candidate, number: int, how: str) -> str:
-    return f" and {counted(number, 'node' if len(one.rows) > 1 else 'GPU')} {how}" if number else ""
+    return f" and {pluralize(number, 'node' if len(one.rows) > 1 else 'GPU')} {how}" if number else ""
 
 
 class _Line(NamedTuple):

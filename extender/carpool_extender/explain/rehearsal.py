@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from carpool_core.values import GpuUuid, PodUid
 
-from carpool_extender.cache.cluster import Cluster
+from carpool_extender.cache.cluster import ClusterCache
 from carpool_extender.cache.gpu_table import Bools, Snapshot
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.explain.changes import needed
@@ -19,9 +19,9 @@ from carpool_extender.explain.paperroom import PaperRoom
 from carpool_extender.explain.paperwork import Case
 from carpool_extender.explain.ranking import ranked
 from carpool_extender.explain.speed import pace_there
-from carpool_extender.framework.diagnosis import PREFIX, counted
+from carpool_extender.framework.diagnosis import PREFIX, pluralize
 from carpool_extender.framework.evaluation_cache import CachedEvaluation, EvaluationCache
-from carpool_extender.framework.gang import Gangs, Seen, infeasible_when_empty, placed
+from carpool_extender.framework.gang import Gangs, Seen, infeasible_when_empty, place_workers
 from carpool_extender.framework.scores import SchedulerConfig
 from carpool_extender.framework.selection import Placement, filter_nodes
 
@@ -68,7 +68,7 @@ class Rehearsal:
     ) -> None:
         self.pod_request = pod_request
         job_uid = pod_request.demand.job_uid
-        placed_or_done = seen.succeeded(job_uid, PodUid("")) + len(seen.cluster.pods_of(job_uid))
+        placed_or_done = seen.succeeded(job_uid, PodUid("")) + len(seen.cluster.pods_of_job(job_uid))
         self.wanted = max(0, pod_request.workers - placed_or_done)
         self.unchecked = list(offers.notes)
         self._seen, self._rules, self._offers, self._steps = seen, rules, offers, steps
@@ -142,7 +142,7 @@ class Rehearsal:
         """Return what to say of that, and whether it would have a place that was chosen."""
         it = f"it keeps its place; decided now with policy {self._rules.policy_for(self.pod_request).name} it would"
         if len(own) != self.wanted:
-            had, needed = counted(len(own), "place"), counted(self.wanted, "worker")
+            had, needed = pluralize(len(own), "place"), pluralize(self.wanted, "worker")
             why = "as until one that ended has given its own back"
             return [f"it has {had} for {needed}, {why}; they are not compared"], False
         if waits := self.gang():
@@ -178,9 +178,9 @@ class Rehearsal:
         pace = pace_there(self.pod_request.demand, place, self._seen.cluster.nodes[name].status.devices, self._steps)
         return f"{name}{pace}: {place.reason}"
 
-    def _places(self, cluster: Cluster) -> list[tuple[str, Placement]]:
+    def _places(self, cluster: ClusterCache) -> list[tuple[str, Placement]]:
         found, wanted = [], min(self.wanted, MOST_TRIED)
-        for name, place in placed(cluster, self.pod_request, self._rules, wanted, among=self._offered):
+        for name, place in place_workers(cluster, self.pod_request, self._rules, wanted, among=self._offered):
             self._offers.take(name)
             if (why := self._offers.refusal(name)) is not None:
                 self.refused[name] = why
@@ -192,17 +192,17 @@ class Rehearsal:
         refused = snapshot.ids([*self.refused])
         able = np.ones(len(snapshot.node_names) + 1, np.bool_)
         able[refused[refused >= 0]] = False
-        result: Bools = able[snapshot.columns.node] & snapshot.columns.alive
+        result: Bools = able[snapshot.gpus.node] & snapshot.gpus.alive
         return result
 
 
-def _of_several(placed: int, tried: int, workers: int) -> str:
-    if placed == workers:
+def _of_several(place_workers: int, tried: int, workers: int) -> str:
+    if place_workers == workers:
         return f"all {workers} workers would get places now"
-    if placed == tried:
+    if place_workers == tried:
         return f"the first {tried} of {workers} workers would get places now; more were not tried"
-    others = counted(workers - placed, "worker")
-    return f"only {placed} of {workers} workers would get places now; {others} would have to wait for theirs"
+    others = pluralize(workers - place_workers, "worker")
+    return f"only {place_workers} of {workers} workers would get places now; {others} would have to wait for theirs"
 
 
 _GPUS = re.compile(r"(?<= on GPU )[0-9, ]+(?= of )")
@@ -223,4 +223,4 @@ def _alike(told: Sequence[str], *, numbered: bool) -> Iterator[str]:
             gpus = " and ".join(found[0] for _, one in members if (found := _GPUS.search(one)) is not None)
             said = _GPUS.sub(gpus, said, count=1)
         who = f"worker {first}" if len(members) == 1 else f"workers {first} to {members[-1][0]}"
-        yield f"  {who if numbered else counted(len(members), 'worker')} would go to {said}"
+        yield f"  {who if numbered else pluralize(len(members), 'worker')} would go to {said}"

@@ -10,7 +10,7 @@ from carpool_predictor.models.slowdown import DRAM_SATURATION, SM_SATURATION, al
 from numpy.typing import NDArray
 
 from carpool_extender.cache.gpu_table import MODES, SHARED, Bools, Floats, GpuTable, Rows, places
-from carpool_extender.cache.pod_request import ClassColumns, PodRequest
+from carpool_extender.cache.pod_request import ClassTable, PodRequest
 from carpool_extender.framework.admission_limits import Quantile
 
 MANY = 256
@@ -40,7 +40,7 @@ class Colocation(NamedTuple):
         return more
 
 
-def colocation_on(columns: GpuTable, pod_request: PodRequest, facts: ClassColumns, rows: Rows, mode: int) -> Colocation:
+def colocation_on(columns: GpuTable, pod_request: PodRequest, facts: ClassTable, rows: Rows, mode: int) -> Colocation:
     """Predict what would become of everybody.
 
     Args:
@@ -83,7 +83,7 @@ class Meeting(NamedTuple):
 def predict_colocations(
     columns: GpuTable,
     pod_request: PodRequest,
-    facts: ClassColumns,
+    facts: ClassTable,
     rows: Rows,
     mode: NDArray[np.int8],
     quantile: Quantile,
@@ -137,7 +137,7 @@ def _where(rows: Rows, which: Bools) -> Rows:
     return rows.take(places(which))
 
 
-def _undisturbed(columns: GpuTable, facts: ClassColumns, rows: Rows) -> Bools:
+def _undisturbed(columns: GpuTable, facts: ClassTable, rows: Rows) -> Bools:
     """Where nobody would be disturbed under MPS: tenants do not meet below saturation.
 
     So it is on most GPUs, and what their tenants do together says so in a fraction of the time that `crowd_on` takes.

@@ -10,7 +10,7 @@ from carpool_core.values import GpuUuid, RequestedMode, SharingMode
 from carpool_predictor.models.slowdown import shipped
 from numpy.typing import NDArray
 
-from carpool_extender.cache.gpu_table import MODES, NO_MODE, NOBODY, SEVERAL, Bools, GpuTable, Rows
+from carpool_extender.cache.gpu_table import MIXED, MODES, NO_MODE, NO_TENANT, Bools, GpuTable, Rows
 from carpool_extender.cache.health import shortened
 from carpool_extender.cache.mig import whole
 from carpool_extender.framework.filters import SLACK, Check, Closest, Evaluation, failures, shortfall
@@ -24,15 +24,15 @@ def kinds(evaluation: Evaluation, check: Check, rows: Rows) -> Sequence[Bools]:
     """Split GPUs that failed the same check by what a sentence would say of them; masks over `rows`."""
     if not rows.size:
         return []
-    columns = evaluation.snapshot.columns
+    columns = evaluation.snapshot.gpus
     keys: NDArray[np.integer] = np.zeros(rows.size, np.int64)
     if check is Check.SLOWDOWN:
-        keys = evaluation.found.is_newcomer[rows].astype(np.int64)
+        keys = evaluation.results.incoming_is_closest[rows].astype(np.int64)
     elif check is Check.HEALTH:
         keys = np.array([evaluation.snapshot.unavailable[row].kind for row in rows.tolist()])
     elif check is Check.TENANCY:  # another namespace's, or another user's of the same one
         keys = columns.tenant_namespace[rows] == evaluation.snapshot.namespaces.get(
-            evaluation.pod_request.demand.namespace, NOBODY
+            evaluation.pod_request.demand.namespace, NO_TENANT
         )
     elif check is Check.MODE:
         keys = columns.mode[rows]
@@ -50,7 +50,7 @@ def standing(evaluation: Evaluation, check: Check, rows: Rows, closest: int) -> 
     """
     if rows.size == 1:
         return ""
-    columns = evaluation.snapshot.columns
+    columns = evaluation.snapshot.gpus
     if check is Check.HEALTH:
         said = evaluation.snapshot.unavailable[closest].reason
         return _EXAMPLE if any(evaluation.snapshot.unavailable[row].reason != said for row in rows.tolist()) else ""
@@ -61,8 +61,8 @@ def standing(evaluation: Evaluation, check: Check, rows: Rows, closest: int) -> 
             return _EXAMPLE
         return _BEST if _differ(columns.count[rows]) else ""
     if check is Check.CONDITION:
-        sm = evaluation.pod_request.columns(evaluation.snapshot.classes).sm[columns.device_class[rows]]
-        told = shortfall(evaluation.conditions, columns.take(rows), sm)
+        sm = evaluation.pod_request.class_table(evaluation.snapshot.classes).sm[columns.device_class[rows]]
+        told = shortfall(evaluation.limits, columns.take(rows), sm)
         if not any(map(_differ, told)):
             return ""
         return _BEST if len(told) == 1 else _EXAMPLE
@@ -79,9 +79,9 @@ def _differ(numbers: NDArray[Any]) -> bool:
 def _suffer_apart(evaluation: Evaluation, rows: Rows) -> bool:
     if _differ(evaluation.margins(Check.SLOWDOWN, rows)):
         return True
-    if evaluation.found.is_newcomer[rows[0]]:
+    if evaluation.results.incoming_is_closest[rows[0]]:
         return False
-    columns = evaluation.snapshot.columns
+    columns = evaluation.snapshot.gpus
     first = _jobs(columns, int(rows[0]))
     return any(_jobs(columns, row) != first for row in rows.tolist())
 
@@ -104,9 +104,9 @@ def expected_slowdown(evaluation: Evaluation, rows: Sequence[int], limit: float 
         rows: GPUs that it fits on, all of which it would have.
         limit: What it accepts, where that is to be said.
     """
-    found = float(evaluation.found.newcomer[list(rows)].max())
+    found = float(evaluation.results.slowdown[list(rows)].max())
     told = f"expected slowdown {found:.2f}" + ("" if limit is None else f" of {limit:.2f}")
-    upper = max(evaluation.upper(row) for row in rows) if evaluation.snapshot.columns.count[list(rows)].any() else found
+    upper = max(evaluation.upper(row) for row in rows) if evaluation.snapshot.gpus.count[list(rows)].any() else found
     return told if upper <= found else f"{told}, {shipped().level:.0%} below {upper:.2f}"
 
 
@@ -115,7 +115,7 @@ def neighbours(evaluation: Evaluation, row: int) -> str:
 
     Of many it names who is closest to its limit.
     """
-    if not evaluation.snapshot.columns.count[row]:
+    if not evaluation.snapshot.gpus.count[row]:
         return ""
     _, *others = evaluation.met(row)
     nearest = sorted(others, key=lambda one: one.limit - one.slowdown)[: 1 if len(others) > MOST_NAMED else None]
@@ -127,7 +127,7 @@ def neighbours(evaluation: Evaluation, row: int) -> str:
 
 def _beside(evaluation: Evaluation, row: int, one: Closest) -> str:
     surely = "" if one.slowdown == one.expected else f" (expected {one.expected:.2f})"
-    return f"{evaluation.snapshot.columns.tenants[row][one.tenant]} {one.slowdown:.2f} of {one.limit:.2f}{surely}"
+    return f"{evaluation.snapshot.gpus.tenants[row][one.tenant]} {one.slowdown:.2f} of {one.limit:.2f}{surely}"
 
 
 def too_slow(evaluation: Evaluation, row: int) -> str:
@@ -138,7 +138,7 @@ def too_slow(evaluation: Evaluation, row: int) -> str:
     verb = "could" if surely else "would"
     if closest.tenant < 0:
         return f"{verb} run {found} times as long there{surely}, accepts {limit}"
-    tenant = evaluation.snapshot.columns.tenants[row][closest.tenant]
+    tenant = evaluation.snapshot.gpus.tenants[row][closest.tenant]
     return f"{verb} slow {tenant} to {found} of {limit}{surely}"
 
 
@@ -165,7 +165,7 @@ LONGEST_SUMMARY, LONGEST_PART = 860, 300
 too: of how many nodes it speaks, what else it found, and that nobody will be evicted."""
 
 
-def counted(number: int, noun: str) -> str:
+def pluralize(number: int, noun: str) -> str:
     """Write a number of things: `1 GPU`, `20 nodes`."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
@@ -174,17 +174,17 @@ def _one(row: int) -> Rows:
     return np.array([row])
 
 
-def explanation(evaluation: Evaluation, row: int) -> str:
+def explain_gpu(evaluation: Evaluation, row: int) -> str:
     """Say in full what became of one GPU: the check, what was found, the margin; or that the job fits there."""
     return f"{evaluation.snapshot.place(row)} ({evaluation.snapshot.product(row)}): {outcome(evaluation, row)}"
 
 
 def outcome(evaluation: Evaluation, row: int) -> str:
     """Say the same of the first check that fails, without naming the GPU."""
-    failed = int(evaluation.found.failed[row])
+    failed = int(evaluation.results.failed[row])
     if failed < 0:
         left = int(evaluation.left_mib(_one(row))[0])
-        mode, slowdown = MODES[int(evaluation.found.mode[row])], expected_slowdown(evaluation, [row])
+        mode, slowdown = MODES[int(evaluation.results.mode[row])], expected_slowdown(evaluation, [row])
         return f"fits by {mode}, leaves {left:,} MiB, {slowdown}{neighbours(evaluation, row)}"
     return full_reason(evaluation, row, Check(failed))
 
@@ -192,7 +192,7 @@ def outcome(evaluation: Evaluation, row: int) -> str:
 def full_reason(evaluation: Evaluation, row: int, check: Check) -> str:
     """Say how a check fails on one GPU, and by how much."""
     if check is Check.MEMORY:
-        need, free = int(evaluation.need_mib(_one(row))[0]), int(evaluation.snapshot.columns.free_mib[row])
+        need, free = int(evaluation.need_mib(_one(row))[0]), int(evaluation.snapshot.gpus.free_mib[row])
         return f"needs {need:,} MiB{_by_turns(evaluation, row)}, has {free:,} MiB free ({need - free:,} MiB short)"
     reason = _REASONS[check](evaluation, row)
     if check is Check.SLOWDOWN:
@@ -203,34 +203,34 @@ def full_reason(evaluation: Evaluation, row: int, check: Check) -> str:
 
 def _by_turns(evaluation: Evaluation, row: int) -> str:
     """Say why more is needed here than elsewhere, where that is so."""
-    facts = evaluation.pod_request.facts(
-        evaluation.snapshot.classes[int(evaluation.snapshot.columns.device_class[row])]
+    facts = evaluation.pod_request.requirements(
+        evaluation.snapshot.classes[int(evaluation.snapshot.gpus.device_class[row])]
     )
-    is_by_turns = MODES[int(evaluation.found.mode[row])] is SharingMode.TIME_SLICING
+    is_by_turns = MODES[int(evaluation.results.mode[row])] is SharingMode.TIME_SLICING
     return " for a first run by turns" if is_by_turns and facts.is_wider_by_turns else ""
 
 
 def _unsuitable(evaluation: Evaluation, row: int) -> str:
-    kind = evaluation.snapshot.classes[int(evaluation.snapshot.columns.device_class[row])]
-    return evaluation.pod_request.facts(kind).reason or "unsuitable"
+    kind = evaluation.snapshot.classes[int(evaluation.snapshot.gpus.device_class[row])]
+    return evaluation.pod_request.requirements(kind).reason or "unsuitable"
 
 
 def _mode(evaluation: Evaluation, row: int) -> str:
     demand = evaluation.pod_request.demand
-    now = MODES[int(evaluation.snapshot.columns.mode[row])]
+    now = MODES[int(evaluation.snapshot.gpus.mode[row])]
     if now is None:
         return "its agent can prepare no sharing mode for this job"
     if now is SharingMode.EXCLUSIVE:
-        return f"used exclusively by {evaluation.snapshot.columns.tenants[row][0]}"
-    if evaluation.conditions.alone:
+        return f"used exclusively by {evaluation.snapshot.gpus.tenants[row][0]}"
+    if evaluation.limits.alone:
         return "in use, and the policy gives every job a GPU of its own"
     if demand.mode is RequestedMode.EXCLUSIVE:
         return "in use, and the job wants a GPU of its own"
     if demand.mode is RequestedMode.AUTO and demand.gpus > 1:
         reached = "MIG instance" if now is SharingMode.MIG else "MPS daemon"
         return f"shared by {now}, and a process of several GPUs reaches only one {reached}"
-    kind = evaluation.snapshot.classes[int(evaluation.snapshot.columns.device_class[row])]
-    facts = evaluation.pod_request.facts(kind)
+    kind = evaluation.snapshot.classes[int(evaluation.snapshot.gpus.device_class[row])]
+    facts = evaluation.pod_request.requirements(kind)
     if demand.mode is RequestedMode.AUTO and facts.is_known and now is SharingMode.MIG:
         return f"divided by MIG, and no instance holds {facts.profile.memory_mib or 0:,} MiB"
     if demand.mode is RequestedMode.AUTO and not facts.is_known:
@@ -239,43 +239,43 @@ def _mode(evaluation: Evaluation, row: int) -> str:
 
 
 def _tenancy(evaluation: Evaluation, row: int) -> str:
-    columns, namespace = evaluation.snapshot.columns, evaluation.pod_request.demand.namespace
+    columns, namespace = evaluation.snapshot.gpus, evaluation.pod_request.demand.namespace
     others = sorted({tenant.namespace for tenant in columns.tenants[row]} - {namespace})
     if not others:
         user = int(columns.user[row])
-        served = "several users" if user == SEVERAL else f"user {user}"
+        served = "several users" if user == MIXED else f"user {user}"
         return f"its MPS server serves {served}, and the job runs as user {evaluation.pod_request.user}"
-    if MODES[int(evaluation.found.mode[row])] is SharingMode.MPS:
+    if MODES[int(evaluation.results.mode[row])] is SharingMode.MPS:
         return f"its MPS server belongs to namespace {', '.join(others)}"
     return f"used from namespace {', '.join(others)}, and not all are willing to share across namespaces"
 
 
 def _slots(evaluation: Evaluation, row: int) -> str:
-    columns = evaluation.snapshot.columns
+    columns = evaluation.snapshot.gpus
     if int(columns.count[row]) < evaluation.slots:
         kind = evaluation.snapshot.classes[int(columns.device_class[row])]
-        (gb, slices), instance = whole(kind.mig_profiles), evaluation.pod_request.facts(kind).mig
+        (gb, slices), instance = whole(kind.mig_profiles), evaluation.pod_request.requirements(kind).mig
         taken = f"{int(columns.mig_slices[row])} of {slices} slices and {int(columns.mig_gb[row])} of {gb} GB"
         return f"its MIG instances take {taken}, beside which {instance.name if instance else 'none'} has no room"
     return (
-        f"has {counted(int(evaluation.snapshot.columns.count[row]), 'tenant')}, the most allowed is {evaluation.slots}"
+        f"has {pluralize(int(evaluation.snapshot.gpus.count[row]), 'tenant')}, the most allowed is {evaluation.slots}"
     )
 
 
 def _condition(evaluation: Evaluation, row: int) -> str:
-    asked, columns, told = evaluation.conditions, evaluation.snapshot.columns, []
+    asked, columns, told = evaluation.limits, evaluation.snapshot.gpus, []
     jobs, free, active = int(columns.count[row]), int(columns.free_mib[row]), columns.sm_active[row]
-    if asked.most_sm_active is not None and active > asked.most_sm_active:
-        told.append(f"SM activity {active:.2f}, the policy allows {asked.most_sm_active:.2f}")
-    if asked.most_joint_sm_active is not None and not told:
+    if asked.max_sm_active is not None and active > asked.max_sm_active:
+        told.append(f"SM activity {active:.2f}, the policy allows {asked.max_sm_active:.2f}")
+    if asked.max_joint_sm_active is not None and not told:
         kind = evaluation.snapshot.classes[int(columns.device_class[row])]
-        joint = active + evaluation.pod_request.facts(kind).profile.sm_active_ratio
-        if jobs and joint > asked.most_joint_sm_active:
-            told.append(f"joint SM activity {joint:.2f}, the policy allows {asked.most_joint_sm_active:.2f}")
-    if asked.least_free_mib and free < asked.least_free_mib:
-        told.append(f"{free:,} MiB free, the policy asks for {asked.least_free_mib:,} MiB")
-    if asked.most_jobs is not None and jobs >= asked.most_jobs:
-        told.append(f"{counted(jobs, 'tenant')}, the policy allows {asked.most_jobs}")
+        joint = active + evaluation.pod_request.requirements(kind).profile.sm_active_ratio
+        if jobs and joint > asked.max_joint_sm_active:
+            told.append(f"joint SM activity {joint:.2f}, the policy allows {asked.max_joint_sm_active:.2f}")
+    if asked.min_free_mib and free < asked.min_free_mib:
+        told.append(f"{free:,} MiB free, the policy asks for {asked.min_free_mib:,} MiB")
+    if asked.max_jobs is not None and jobs >= asked.max_jobs:
+        told.append(f"{pluralize(jobs, 'tenant')}, the policy allows {asked.max_jobs}")
     return " and ".join(told)
 
 
@@ -308,13 +308,13 @@ def summary(evaluation: Evaluation, offer: Offer) -> str:
     groups = _groups(evaluation, rows)
     named = [f"{_amount(evaluation, rows, part)}: {reason}" for reason, part in groups[:MOST_GROUPS]]
     before = [*_several(evaluation, rows), *_memory(evaluation, rows)]
-    after = [f"{counted(offer.without_gpus, 'node')}: no GPUs reported"] if offer.without_gpus else []
+    after = [f"{pluralize(offer.without_gpus, 'node')}: no GPUs reported"] if offer.without_gpus else []
 
     def naming(number: int) -> str:
         parts = [shortened(part, LONGEST_PART) for part in [*before, *named[:number], *after]]
         if left := groups[number:]:
-            gpus = counted(sum(part.size for _, part in left), "GPU")
-            parts.append(f"and {counted(len(left), 'more reason')} for {gpus}")
+            gpus = pluralize(sum(part.size for _, part in left), "GPU")
+            parts.append(f"and {pluralize(len(left), 'more reason')} for {gpus}")
         return PREFIX + "; ".join(parts)
 
     number = len(named)
@@ -329,7 +329,7 @@ def _several(evaluation: Evaluation, rows: Rows) -> list[str]:
     fitting = rows[evaluation.ok[rows]]
     if wanted == 1 or not fitting.size:
         return []
-    team = evaluation.snapshot.columns.node[fitting].astype(np.int64) * len(MODES) + evaluation.found.mode[fitting]
+    team = evaluation.snapshot.gpus.node[fitting].astype(np.int64) * len(MODES) + evaluation.results.mode[fitting]
     most = int(np.unique(team, return_counts=True)[1].max())
     return [f"needs {wanted} GPUs on one node in one mode, the best node has {most}"]
 
@@ -355,9 +355,9 @@ def _memory(evaluation: Evaluation, rows: Rows) -> list[str]:
     """What is needed, and for each product the freest of the GPUs that have less."""
     if evaluation.pod_request.demand.is_unknown:
         return []
-    asked = rows[(evaluation.found.failed[rows] != Check.SUITABLE) | evaluation.too_small(rows)]
+    asked = rows[(evaluation.results.failed[rows] != Check.SUITABLE) | evaluation.too_small(rows)]
     names = [kind.product for kind in evaluation.snapshot.classes]
-    product = np.unique(names, return_inverse=True)[1][evaluation.snapshot.columns.device_class[asked]]
+    product = np.unique(names, return_inverse=True)[1][evaluation.snapshot.gpus.device_class[asked]]
     found = [_shortest(evaluation, asked[product == one]) for one in np.flatnonzero(np.bincount(product))]
     short = sorted((one for one in found if one is not None), key=lambda one: -one.has_mib)
     if not short:
@@ -365,15 +365,15 @@ def _memory(evaluation: Evaluation, rows: Rows) -> list[str]:
     low, high = min(one.need_mib for one in short), max(one.need_mib for one in short)
     told = [str(one) if low == high else f"{one}, needs {one.need_mib:,}" for one in short[:MOST_PRODUCTS]]
     if len(short) > MOST_PRODUCTS:
-        told.append(f"{counted(len(short) - MOST_PRODUCTS, 'product')} with less")
+        told.append(f"{pluralize(len(short) - MOST_PRODUCTS, 'product')} with less")
     return [f"needs {low:,} MiB" if low == high else f"needs {low:,} to {high:,} MiB", ", ".join(told)]
 
 
 def _shortest(evaluation: Evaluation, rows: Rows) -> _Short | None:
     """The GPU of one product that lacks least memory; None where all have enough."""
-    columns = evaluation.snapshot.columns
+    columns = evaluation.snapshot.gpus
     # Beside an exclusive tenant, or for a job that wants to be alone, memory is not what is missing.
-    lacking = rows[(evaluation.found.failed[rows] == Check.MEMORY) | evaluation.too_small(rows)]
+    lacking = rows[(evaluation.results.failed[rows] == Check.MEMORY) | evaluation.too_small(rows)]
     if not lacking.size:
         return None
     row = int(lacking[np.argmax(evaluation.left_mib(lacking))])
@@ -400,7 +400,7 @@ _TOLD_IN_GROUPS = (
 
 def _groups(evaluation: Evaluation, rows: Rows) -> list[tuple[str, Rows]]:
     """The other reasons, each with the GPUs that it keeps out; the commonest first."""
-    failed = evaluation.found.failed[rows]
+    failed = evaluation.results.failed[rows]
     told: dict[str, list[Rows]] = {}
     for check in _TOLD_IN_GROUPS:
         mine = rows[failed == check]
@@ -416,7 +416,7 @@ def _groups(evaluation: Evaluation, rows: Rows) -> list[tuple[str, Rows]]:
 
 def _reason_of_group(evaluation: Evaluation, check: Check, rows: Rows, closest: int) -> str:
     """What to say of several GPUs; the one that came closest is the example."""
-    mode = int(evaluation.snapshot.columns.mode[closest])
+    mode = int(evaluation.snapshot.gpus.mode[closest])
     if check is Check.MODE and mode == EXCLUSIVE and rows.size > 1:
         return "used exclusively"
     if check is Check.SUITABLE:
@@ -428,14 +428,14 @@ def _reason_of_group(evaluation: Evaluation, check: Check, rows: Rows, closest: 
 
 def _amount(evaluation: Evaluation, rows: Rows, part: Rows) -> str:
     """Count whole nodes where every GPU of each of them is meant, GPUs otherwise."""
-    node = evaluation.snapshot.columns.node
+    node = evaluation.snapshot.gpus.node
     of_each = np.bincount(node[part])
     of_part = np.flatnonzero(of_each)
     in_part, in_all = of_each[of_part], np.bincount(node[rows])[of_part]
-    idle = evaluation.snapshot.columns.mode[part] == NO_MODE
+    idle = evaluation.snapshot.gpus.mode[part] == NO_MODE
     if idle.all() and (in_part == in_all).all():
-        return counted(len(of_part), "node")
-    return counted(len(part), "GPU")
+        return pluralize(len(of_part), "node")
+    return pluralize(len(part), "GPU")
 
 
 _DECIDED = frozenset((Check.SUITABLE, Check.MODE))
@@ -444,11 +444,11 @@ _DECIDED = frozenset((Check.SUITABLE, Check.MODE))
 
 def all_failures(evaluation: Evaluation, row: int) -> str:
     """Say what became of one GPU: every check that fails there, or that the job fits and what room each leaves."""
-    if int(evaluation.found.failed[row]) < 0:
+    if int(evaluation.results.failed[row]) < 0:
         return "; ".join(
             [outcome(evaluation, row), *([", ".join(room)] if (room := headroom(evaluation, row)) else [])]
         )
-    besides = [full_reason(evaluation, row, check) for check in failing_besides(evaluation, row)]
+    besides = [full_reason(evaluation, row, check) for check in other_failures(evaluation, row)]
     return "; besides, ".join([outcome(evaluation, row), *besides])
 
 
@@ -457,43 +457,43 @@ def headroom(evaluation: Evaluation, row: int) -> list[str]:
 
     A job that has the GPU to itself is no nearer to any number of tenants than another.
     """
-    asked, columns, told = evaluation.conditions, evaluation.snapshot.columns, []
-    mode, jobs = int(evaluation.found.mode[row]), int(columns.count[row])
+    asked, columns, told = evaluation.limits, evaluation.snapshot.gpus, []
+    mode, jobs = int(evaluation.results.mode[row]), int(columns.count[row])
     kind = evaluation.snapshot.classes[int(columns.device_class[row])]
     if mode != EXCLUSIVE:
-        most = evaluation.slots if asked.most_jobs is None else min(evaluation.slots, asked.most_jobs)
+        most = evaluation.slots if asked.max_jobs is None else min(evaluation.slots, asked.max_jobs)
         told.append(f"tenant {jobs + 1} of at most {most}")
-    if mode == MIG and (instance := evaluation.pod_request.facts(kind).mig) is not None:
+    if mode == MIG and (instance := evaluation.pod_request.requirements(kind).mig) is not None:
         (gb, slices), taken = whole(kind.mig_profiles), (int(columns.mig_gb[row]), int(columns.mig_slices[row]))
         told.append(f"{instance.name} beside {taken[1]} of {slices} slices and {taken[0]} of {gb} GB taken")
     active = float(columns.sm_active[row])
-    if asked.most_sm_active is not None:
-        told.append(f"SM activity {active:.2f} of at most {asked.most_sm_active:.2f}")
-    if asked.most_joint_sm_active is not None and jobs:
-        joint = active + evaluation.pod_request.facts(kind).profile.sm_active_ratio
-        told.append(f"joint SM activity {joint:.2f} of at most {asked.most_joint_sm_active:.2f}")
-    if asked.least_free_mib:
-        told.append(f"{int(columns.free_mib[row]):,} MiB free before it, at least {asked.least_free_mib:,} asked for")
+    if asked.max_sm_active is not None:
+        told.append(f"SM activity {active:.2f} of at most {asked.max_sm_active:.2f}")
+    if asked.max_joint_sm_active is not None and jobs:
+        joint = active + evaluation.pod_request.requirements(kind).profile.sm_active_ratio
+        told.append(f"joint SM activity {joint:.2f} of at most {asked.max_joint_sm_active:.2f}")
+    if asked.min_free_mib:
+        told.append(f"{int(columns.free_mib[row]):,} MiB free before it, at least {asked.min_free_mib:,} asked for")
     return told
 
 
-def failing_besides(evaluation: Evaluation, row: int) -> list[Check]:
+def other_failures(evaluation: Evaluation, row: int) -> list[Check]:
     """Return the checks that fail on a GPU, in their order, but for the first; none where all pass."""
-    first = int(evaluation.found.failed[row])
+    first = int(evaluation.results.failed[row])
     if first < 0:
         return []
-    openings, kind = evaluation.openings, int(evaluation.snapshot.columns.kind[row])
+    openings, kind = evaluation.openings, int(evaluation.snapshot.gpus.kind[row])
     kept_out = int(openings.kept_out.take(kind))
     found = {
         check
-        for check, fails in failures(evaluation, evaluation.snapshot.columns.take(np.array([row])))
+        for check, fails in failures(evaluation, evaluation.snapshot.gpus.take(np.array([row])))
         if fails is not None and bool(fails[0])
     }
-    if kept_out == Check.SUITABLE and evaluation.conditions.most_joint_sm_active is not None:
+    if kept_out == Check.SUITABLE and evaluation.limits.max_joint_sm_active is not None:
         found -= {Check.CONDITION}  # what it would do there is not known
     if kept_out in _DECIDED:
         found = (found | {Check(kept_out)}) - {Check.MEMORY}
-    elif evaluation.snapshot.columns.count[row]:
+    elif evaluation.snapshot.gpus.count[row]:
         closest = evaluation.closest(row)
         found |= {Check.SLOWDOWN} if closest.limit - closest.slowdown < -SLACK else set()
     return sorted(found - {Check(first)})
@@ -564,5 +564,5 @@ def _line(group: list[GpuAnswer]) -> str:
     first, nodes = group[0], {one.node for one in group}
     if len(group) == 1:
         return str(first)
-    where = first.node if len(nodes) == 1 else counted(len(nodes), "node")
-    return f"{counted(len(group), 'GPU')} of {where} ({first.product}): {first.said}"
+    where = first.node if len(nodes) == 1 else pluralize(len(nodes), "node")
+    return f"{pluralize(len(group), 'GPU')} of {where} ({first.product}): {first.said}"

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from carpool_extender.cache.gpu_table import (
     MODES,
     NO_MODE,
-    NOBODY,
+    NO_TENANT,
     Bools,
     Floats,
     GpuTable,
@@ -22,7 +22,7 @@ from carpool_extender.cache.gpu_table import (
     places,
     some,
 )
-from carpool_extender.cache.pod_request import ClassColumns, PodRequest
+from carpool_extender.cache.pod_request import ClassTable, PodRequest
 from carpool_extender.framework.admission_limits import AdmissionLimits
 from carpool_extender.framework.colocation import colocation_on, predict_colocations
 from carpool_extender.framework.sharing_mode import MIG, MPS, TIME_SLICING, proposals
@@ -40,36 +40,36 @@ def serves_another(columns: GpuTable, user: int | None) -> Bools | None:
     """
     if user is None:
         return None
-    others: Bools = (columns.user != NOBODY) & (columns.user != user)
+    others: Bools = (columns.user != NO_TENANT) & (columns.user != user)
     return others
 
 
-def condition_margin(conditions: AdmissionLimits, columns: GpuTable, newcomer: Floats) -> NDArray[np.float64]:
+def limits_margin(conditions: AdmissionLimits, columns: GpuTable, newcomer: Floats) -> NDArray[np.float64]:
     """The share by which the tightest of the site's preconditions is met or missed."""
     active, free = columns.sm_active, columns.free_mib
     margin = np.ones(len(free))
-    if conditions.most_sm_active is not None:
-        margin = np.minimum(margin, (conditions.most_sm_active - active) / conditions.most_sm_active)
-    if (joint := conditions.most_joint_sm_active) is not None:
+    if conditions.max_sm_active is not None:
+        margin = np.minimum(margin, (conditions.max_sm_active - active) / conditions.max_sm_active)
+    if (joint := conditions.max_joint_sm_active) is not None:
         room = (joint - active - newcomer) / joint
         margin = np.where(columns.count > 0, np.minimum(margin, room), margin)
-    if conditions.least_free_mib:
-        margin = np.minimum(margin, (free - conditions.least_free_mib) / conditions.least_free_mib)
-    if conditions.most_jobs is not None:
-        margin = np.minimum(margin, (conditions.most_jobs - 1.0 - columns.count) / conditions.most_jobs)
+    if conditions.min_free_mib:
+        margin = np.minimum(margin, (free - conditions.min_free_mib) / conditions.min_free_mib)
+    if conditions.max_jobs is not None:
+        margin = np.minimum(margin, (conditions.max_jobs - 1.0 - columns.count) / conditions.max_jobs)
     return margin
 
 
 def shortfall(conditions: AdmissionLimits, columns: GpuTable, newcomer: Floats) -> list[NDArray[Any]]:
     """What GPUs have of each thing that the site asks for, shape (gpus,) each; as much as it asks where that is met."""
     active, found = columns.sm_active, list[NDArray[Any]]()
-    if (most := conditions.most_sm_active) is not None:
+    if (most := conditions.max_sm_active) is not None:
         found.append(np.maximum(active, most))
-    if (joint := conditions.most_joint_sm_active) is not None:
+    if (joint := conditions.max_joint_sm_active) is not None:
         found.append(np.where(columns.count > 0, np.maximum(active + newcomer, joint), joint))
-    if (least := conditions.least_free_mib) is not None:
+    if (least := conditions.min_free_mib) is not None:
         found.append(np.minimum(columns.free_mib, least))
-    if (jobs := conditions.most_jobs) is not None:
+    if (jobs := conditions.max_jobs) is not None:
         found.append(np.maximum(columns.count, jobs - 1))
     return found
 
@@ -106,13 +106,13 @@ class FilterResults:
     """The first check that failed; PASSED, or NO_GPU."""
     mode: NDArray[np.int8]
     """Code of the mode that the GPU would have."""
-    newcomer: NDArray[np.float64]
+    slowdown: NDArray[np.float64]
     """Predicted slowdown of the newcomer; 1 where an earlier check failed or nobody else is there."""
-    added: NDArray[np.float64]
+    added_slowdown: NDArray[np.float64]
     """What the newcomer loses, and all its neighbours lose on top of what they lose already; 0 likewise."""
-    margin: NDArray[np.float64]
+    slowdown_margin: NDArray[np.float64]
     """Room to its limit of whoever is closest to it, negative beyond."""
-    is_newcomer: Bools
+    incoming_is_closest: Bools
     """Whether that is the newcomer."""
 
     def put(self, rows: Rows, others: "FilterResults") -> None:
@@ -144,7 +144,7 @@ class Closest(NamedTuple):
 class Openings(NamedTuple):
     """What can be made of GPUs for a newcomer, by their class and the mode that they are in, shape (classes, modes)."""
 
-    facts: ClassColumns
+    facts: ClassTable
     """From which that follows."""
     mode: NDArray[np.int8]
     """Code of the mode that they would have."""
@@ -154,7 +154,7 @@ class Openings(NamedTuple):
     """Memory that the newcomer is counted with."""
 
 
-def _openings(pod_request: PodRequest, facts: ClassColumns, *, alone: bool) -> Openings:
+def _openings(pod_request: PodRequest, facts: ClassTable, *, alone: bool) -> Openings:
     mode = proposals(pod_request, facts, alone=alone)
     kept_out = np.where(mode == NO_MODE, np.int8(Check.MODE), np.int8(_NONE))
     kept_out[~facts.suitable] = Check.SUITABLE
@@ -170,9 +170,9 @@ class Evaluation:
     pod_request: PodRequest
     slots: int
     """Most tenants of one GPU."""
-    conditions: AdmissionLimits
+    limits: AdmissionLimits
     """What the site asks of a GPU besides."""
-    found: FilterResults
+    results: FilterResults
     _known_openings: Openings | None = None
 
     @property
@@ -180,34 +180,34 @@ class Evaluation:
         """What can be made of GPUs; worked out once for all changes of them, as long as their classes stay the same."""
         known, facts = self._known_openings, self._facts
         if known is None or known.facts is not facts:
-            known = self._known_openings = _openings(self.pod_request, facts, alone=self.conditions.alone)
+            known = self._known_openings = _openings(self.pod_request, facts, alone=self.limits.alone)
         return known
 
     @property
     def ok(self) -> Bools:
         """(gpus,) Whether every check passed."""
-        passed: Bools = self.found.failed == PASSED
+        passed: Bools = self.results.failed == PASSED
         return passed
 
     def need_mib(self, rows: Rows | None) -> NDArray[np.int64]:
         """Memory that the newcomer is counted with on some GPUs; on all where None."""
-        return self.openings.need_mib.take(some(self.snapshot.columns.kind, rows))
+        return self.openings.need_mib.take(some(self.snapshot.gpus.kind, rows))
 
     def left_mib(self, rows: Rows | None) -> NDArray[np.int64]:
         """Memory that would be left over on some GPUs, on all where None; negative where it is too little."""
         need_mib = self.need_mib(rows)
-        return np.subtract(some(self.snapshot.columns.free_mib, rows), need_mib, out=need_mib)
+        return np.subtract(some(self.snapshot.gpus.free_mib, rows), need_mib, out=need_mib)
 
     def too_small(self, rows: Rows) -> Bools:
         """Whether some GPUs are only too small for the newcomer, even when empty."""
-        small: Bools = self._facts.too_small[self.snapshot.columns.device_class[rows]]
+        small: Bools = self._facts.too_small[self.snapshot.gpus.device_class[rows]]
         return small
 
     def could_ever(self) -> Bools:
         """(gpus,) Whether a GPU would do if it were empty and healthy: also for what the site asks to be free."""
-        columns = self.snapshot.columns
+        columns = self.snapshot.gpus
         able: Bools = columns.alive & self._facts.suitable[columns.device_class]
-        return able if (least := self.conditions.least_free_mib) is None else able & (columns.usable_mib >= least)
+        return able if (least := self.limits.min_free_mib) is None else able & (columns.usable_mib >= least)
 
     def closest(self, row: int) -> Closest:
         """Work out who would be closest to its limit on one GPU."""
@@ -217,59 +217,59 @@ class Evaluation:
     def met(self, row: int) -> list[Closest]:
         """Work out what would become of the newcomer, who comes first, and of each tenant of a GPU that has some."""
         crowd = colocation_on(
-            self.snapshot.columns, self.pod_request, self._facts, np.array([row]), int(self.found.mode[row])
+            self.snapshot.gpus, self.pod_request, self._facts, np.array([row]), int(self.results.mode[row])
         )
-        numbers = (crowd.by(self.conditions.quantile), crowd.expected, crowd.limit)
+        numbers = (crowd.by(self.limits.quantile), crowd.expected, crowd.limit)
         each = zip(*(of[:, 0].tolist() for of in numbers), strict=True)
         return [Closest(tenant, *of) for tenant, of in enumerate(each, start=-1)]
 
     def upper(self, row: int) -> float:
         """Work out the upper quantile of the newcomer's slowdown on one GPU that it could join, or have alone."""
-        columns, mode = self.snapshot.columns, MODES[int(self.found.mode[row])]
+        columns, mode = self.snapshot.gpus, MODES[int(self.results.mode[row])]
         busy = np.append(columns.util[row, : columns.count[row]], 0.0)[None, :]
         more = 0.0 if mode is None else float(allowance(mode, busy, np.ones(busy.shape, np.bool_))[0, -1])
-        return float(self.found.newcomer[row]) + more
+        return float(self.results.slowdown[row]) + more
 
     def margins(self, check: Check, rows: Rows) -> Floats:
         """Room left in a check's own unit on some GPUs; negative where it failed."""
-        columns = self.snapshot.columns
+        columns = self.snapshot.gpus
         if check is Check.SLOWDOWN:
-            return self.found.margin[rows]
+            return self.results.slowdown_margin[rows]
         if check is Check.MEMORY or (check is Check.SUITABLE and bool(self.too_small(rows).all())):
             return self.left_mib(rows).astype(np.float64)
         if check is Check.SLOTS:
             room = self.slots - columns.count[rows] - 1.0
-            return np.where(room < 0, room, np.where(self.found.failed[rows] == check, -1.0, room))
+            return np.where(room < 0, room, np.where(self.results.failed[rows] == check, -1.0, room))
         if check is Check.CONDITION:
             of = self._facts.sm[columns.device_class[rows]]
-            return condition_margin(self.conditions, columns.take(rows), of)
-        return np.where(self.found.failed[rows] == check, -1.0, 0.0)
+            return limits_margin(self.limits, columns.take(rows), of)
+        return np.where(self.results.failed[rows] == check, -1.0, 0.0)
 
     @property
-    def _facts(self) -> ClassColumns:
-        return self.pod_request.columns(self.snapshot.classes)
+    def _facts(self) -> ClassTable:
+        return self.pod_request.class_table(self.snapshot.classes)
 
 
-def empty_findings(gpus: int) -> FilterResults:
+def empty_results(gpus: int) -> FilterResults:
     """Return findings of rows that no GPU has."""
     return FilterResults(
         failed=np.full(gpus, NO_GPU, np.int8),
         mode=np.zeros(gpus, np.int8),
-        newcomer=np.ones(gpus),
-        added=np.zeros(gpus),
-        margin=np.zeros(gpus),
-        is_newcomer=np.zeros(gpus, np.bool_),
+        slowdown=np.ones(gpus),
+        added_slowdown=np.zeros(gpus),
+        slowdown_margin=np.zeros(gpus),
+        incoming_is_closest=np.zeros(gpus, np.bool_),
     )
 
 
-def look(asked: Evaluation, columns: GpuTable) -> FilterResults:
+def run_filters(asked: Evaluation, columns: GpuTable) -> FilterResults:
     """Run all checks on some GPUs.
 
     Args:
         asked: Who asks, and for what; what it found before does not matter.
         columns: The GPUs.
     """
-    pod_request, conditions = asked.pod_request, asked.conditions
+    pod_request, conditions = asked.pod_request, asked.limits
     facts, table, kept_out, _ = asked.openings
     # What is known for each class and each mode that there is has only to be looked up for each GPU.
     gpus, mode = len(columns.kind), table.take(columns.kind)
@@ -278,16 +278,16 @@ def look(asked: Evaluation, columns: GpuTable) -> FilterResults:
     found = FilterResults(
         failed=failed,
         mode=mode,
-        newcomer=np.ones(gpus),
-        added=np.zeros(gpus),
-        margin=np.full(gpus, pod_request.demand.max_slowdown - 1.0),
-        is_newcomer=np.ones(gpus, np.bool_),
+        slowdown=np.ones(gpus),
+        added_slowdown=np.zeros(gpus),
+        slowdown_margin=np.full(gpus, pod_request.demand.max_slowdown - 1.0),
+        incoming_is_closest=np.ones(gpus, np.bool_),
     )
     there = places((failed == PASSED) & (columns.count > 0))
     for met in predict_colocations(columns, pod_request, facts, there, mode.take(there), conditions.quantile):
-        found.newcomer[met.rows], found.added[met.rows] = met.newcomer, met.added
+        found.slowdown[met.rows], found.added_slowdown[met.rows] = met.newcomer, met.added
         margin = np.minimum(met.own, met.others)
-        found.margin[met.rows], found.is_newcomer[met.rows] = margin, met.own < met.others
+        found.slowdown_margin[met.rows], found.incoming_is_closest[met.rows] = margin, met.own < met.others
         failed[met.rows.take(places(margin < -SLACK))] = Check.SLOWDOWN
     return found
 
@@ -297,7 +297,7 @@ def failures(asked: Evaluation, columns: GpuTable) -> tuple[tuple[Check, Bools |
     facts, table, _, need_mib = asked.openings
     of, mode = columns.device_class, table.take(columns.kind)
     return (
-        (Check.CONDITION, _condition_fails(asked.conditions, columns, facts.sm, of)),
+        (Check.CONDITION, _condition_fails(asked.limits, columns, facts.sm, of)),
         (Check.MEMORY, columns.free_mib < need_mib.take(columns.kind)),
         (Check.SLOTS, (columns.count >= asked.slots) | lacks_instances(columns, facts.mig, mode)),
         (Check.TENANCY, serves_another(columns, asked.pod_request.user)),
@@ -336,20 +336,20 @@ def lacks_instances(columns: GpuTable, mig: NDArray[np.int16], mode: NDArray[np.
 
 def _condition_fails(conditions: AdmissionLimits, columns: GpuTable, sm: Floats, of: Rows) -> Bools | None:
     """Where a precondition of the site is not met; None where there is none."""
-    if not conditions.ask_anything:
+    if not conditions.any_set:
         return None
-    fails: Bools = condition_margin(conditions, columns, sm[of]) < -SLACK
+    fails: Bools = limits_margin(conditions, columns, sm[of]) < -SLACK
     return fails
 
 
 def _strangers(snapshot: Snapshot, columns: GpuTable, pod_request: PodRequest, mode: NDArray[np.int8]) -> Bools:
     """Where somebody is unwilling: both sides must share; and one MPS server never serves two namespaces."""
-    own = snapshot.namespaces.get(pod_request.demand.namespace, NOBODY)
+    own = snapshot.namespaces.get(pod_request.demand.namespace, NO_TENANT)
     among: Bools = (columns.count > 0) & (columns.tenant_namespace != own)
     if pod_request.demand.tenancy is not Tenancy.CLUSTER:
         return among
     rows = places(among)
-    stranger = (columns.namespace[rows] != own) & (columns.namespace[rows] != NOBODY)
+    stranger = (columns.namespace[rows] != own) & (columns.namespace[rows] != NO_TENANT)
     keeps_apart = (stranger & ~columns.cluster_tenancy[rows]).any(axis=1)
     among[rows] = keeps_apart | (stranger.any(axis=1) & (mode[rows] == MPS))
     return among

@@ -11,18 +11,27 @@ from carpool_core.values import GpuUuid, JobUid, PodUid
 from numpy.typing import NDArray
 
 from carpool_extender.cache import ledger
-from carpool_extender.cache.cluster import Cluster
-from carpool_extender.cache.gpu_table import MODES, NO_MODE, NOBODY, Bools, Rows, Snapshot, grid_of, update_aggregates
+from carpool_extender.cache.cluster import ClusterCache
+from carpool_extender.cache.gpu_table import (
+    MODES,
+    NO_MODE,
+    NO_TENANT,
+    Bools,
+    Rows,
+    Snapshot,
+    grid_of,
+    update_aggregates,
+)
 from carpool_extender.cache.pod_request import PodRequest
-from carpool_extender.framework.diagnosis import PREFIX, counted
+from carpool_extender.framework.diagnosis import PREFIX, pluralize
 from carpool_extender.framework.evaluation_cache import CachedEvaluation, EvaluationCache
-from carpool_extender.framework.filters import Evaluation, look
+from carpool_extender.framework.filters import Evaluation, run_filters
 from carpool_extender.framework.scores import Policy, SchedulerConfig, select
-from carpool_extender.framework.selection import Placement, best_place, reservation
+from carpool_extender.framework.selection import Placement, best_place, reservation_of
 from carpool_extender.framework.sharing_mode import EXCLUSIVE, MIG
 
 
-def room(cached_evaluation: CachedEvaluation, rows: Rows, wanted: int) -> int:
+def max_workers(cached_evaluation: CachedEvaluation, rows: Rows, wanted: int) -> int:
     """Say how many workers would find a place at once, at most as many as are wanted.
 
     Args:
@@ -62,7 +71,7 @@ def places_for(cached_evaluation: CachedEvaluation, rows: Rows, wanted: int) -> 
         rounds.append(rows[taken])
         if found < wanted:
             _join(paper, taken.ravel())
-            paper.found = look(paper, paper.snapshot.columns)
+            paper.results = run_filters(paper, paper.snapshot.gpus)
     return np.concatenate(rounds)[:wanted]
 
 
@@ -71,15 +80,15 @@ def _sets_apart(evaluation: Evaluation, rows: Rows) -> int:
     gpus = evaluation.pod_request.demand.gpus
     if gpus == 1:
         return int(rows.size)
-    team = evaluation.snapshot.columns.node[rows].astype(np.int64) * len(MODES) + evaluation.found.mode[rows]
+    team = evaluation.snapshot.gpus.node[rows].astype(np.int64) * len(MODES) + evaluation.results.mode[rows]
     return int((np.unique(team, return_counts=True)[1] // gpus).sum())
 
 
 def _on_paper(evaluation: Evaluation, rows: Rows) -> Evaluation:
     """Copy some GPUs, with what was found of them."""
-    columns = evaluation.snapshot.columns.take(rows)
-    snapshot = replace(evaluation.snapshot, columns=columns, grid=grid_of(columns.alive, columns.node))
-    return replace(evaluation, snapshot=snapshot, found=evaluation.found.of(rows))
+    columns = evaluation.snapshot.gpus.take(rows)
+    snapshot = replace(evaluation.snapshot, gpus=columns, grid=grid_of(columns.alive, columns.node))
+    return replace(evaluation, snapshot=snapshot, results=evaluation.results.of(rows))
 
 
 def _taken(paper: Evaluation, policy: Policy) -> Rows:
@@ -93,14 +102,14 @@ def _taken(paper: Evaluation, policy: Policy) -> Rows:
 
 def _join(paper: Evaluation, rows: Rows) -> None:
     """Write a worker beside the tenants of some GPUs, as far as the next one of the same job looks at it."""
-    columns, (facts, _, _, need_mib), demand = paper.snapshot.columns, paper.openings, paper.pod_request.demand
-    of, mode, place = columns.device_class[rows], paper.found.mode[rows], columns.count[rows]
+    columns, (facts, _, _, need_mib), demand = paper.snapshot.gpus, paper.openings, paper.pod_request.demand
+    of, mode, place = columns.device_class[rows], paper.results.mode[rows], columns.count[rows]
     columns.memory_mib[rows, place] = need_mib.take(columns.kind[rows])
     columns.util[rows, place] = facts.util[of]
     columns.sm[rows, place] = facts.sm[of]
     columns.dram[rows, place] = facts.dram[of]
     columns.max_slowdown[rows, place] = demand.max_slowdown
-    columns.namespace[rows, place] = paper.snapshot.namespaces.get(demand.namespace, NOBODY)
+    columns.namespace[rows, place] = paper.snapshot.namespaces.get(demand.namespace, NO_TENANT)
     instances = mode == MIG
     columns.mig_gb[rows[instances]] += facts.mig[of[instances], 0]
     columns.mig_slices[rows[instances]] += facts.mig[of[instances], 1]
@@ -117,7 +126,7 @@ def infeasible_when_empty(evaluation: Evaluation, slots: int, workers: int) -> s
         slots: Most tenants of one GPU.
         workers: How many there are.
     """
-    gpus, columns = evaluation.pod_request.demand.gpus, evaluation.snapshot.columns
+    gpus, columns = evaluation.pod_request.demand.gpus, evaluation.snapshot.gpus
     able = np.flatnonzero(evaluation.could_ever())
     able = able[_of_classes(evaluation, slots).take(columns.device_class.take(able)) > 0]
     most = int(np.bincount(columns.node[able], minlength=1).max())
@@ -125,14 +134,14 @@ def infeasible_when_empty(evaluation: Evaluation, slots: int, workers: int) -> s
         return f"needs {gpus} suitable GPUs on one node, the best node has {most}"
     if not most:
         return "no node has GPUs that would do, even if they were empty"
-    if (room := max_workers_when_empty(evaluation, slots)) < workers:
-        return f"needs places for {counted(workers, 'worker')} at once, and empty GPUs would have {room:,} at most"
+    if (max_workers := max_workers_when_empty(evaluation, slots)) < workers:
+        return f"needs places for {pluralize(workers, 'worker')} at once, and empty GPUs would have {max_workers:,} at most"
     return None
 
 
 def max_workers_when_empty(evaluation: Evaluation, slots: int) -> int:
     """Say for how many workers there would be room at most: how they get along is left out, and health."""
-    columns, gpus = evaluation.snapshot.columns, evaluation.pod_request.demand.gpus
+    columns, gpus = evaluation.snapshot.gpus, evaluation.pod_request.demand.gpus
     able = np.flatnonzero(evaluation.could_ever())
     each = _of_classes(evaluation, slots).take(columns.device_class.take(able))
     if gpus == 1:
@@ -144,13 +153,13 @@ def max_workers_when_empty(evaluation: Evaluation, slots: int) -> int:
 
 def _of_classes(evaluation: Evaluation, slots: int) -> NDArray[np.int64]:
     """Say how many workers a GPU of each class takes at most, in whichever mode takes most, shape (classes,)."""
-    openings, most_jobs = evaluation.openings, evaluation.conditions.most_jobs
+    openings, max_jobs = evaluation.openings, evaluation.limits.max_jobs
     usable = np.array([kind.usable_mib for kind in evaluation.snapshot.classes], np.int64)[:, None]
     held = usable // np.maximum(openings.need_mib, 1)
     of_mig = openings.facts.mig.astype(np.int64)
     instances = (of_mig[:, 2:] // np.maximum(of_mig[:, :2], 1)).min(axis=1)[:, None]
     most = np.where(openings.mode == MIG, instances, held)
-    most = np.clip(most, 1, slots if most_jobs is None else min(slots, most_jobs))  # one: they are suitable
+    most = np.clip(most, 1, slots if max_jobs is None else min(slots, max_jobs))  # one: they are suitable
     most = np.where(openings.mode == EXCLUSIVE, 1, most)
     result: NDArray[np.int64] = np.where(openings.mode == NO_MODE, 0, most).max(axis=1, initial=0)
     return result
@@ -160,7 +169,7 @@ class Seen(Protocol):
     """What has to be known of the cluster."""
 
     @property
-    def cluster(self) -> Cluster:
+    def cluster(self) -> ClusterCache:
         """The GPUs."""
         ...
 
@@ -196,8 +205,8 @@ class Gangs:
         most = max_workers_when_empty(self._evaluation_cache.of(pod_request).evaluation, self._rules.slots)
         ever = f", and for {most:,} at most if all GPUs were empty" if most < wanted else ""
         return (
-            f"{PREFIX}job {demand.namespace}/{demand.job_name} needs places for {counted(wanted, 'worker')} of "
-            f"{counted(demand.gpus, 'GPU')} at once, there is room for {found:,}{ever}; none starts before all can"
+            f"{PREFIX}job {demand.namespace}/{demand.job_name} needs places for {pluralize(wanted, 'worker')} of "
+            f"{pluralize(demand.gpus, 'GPU')} at once, there is room for {found:,}{ever}; none starts before all can"
         )
 
     def waits(self, pod_request: PodRequest, pod_uid: PodUid, offered: Sequence[str] | None = None) -> bool:
@@ -214,7 +223,7 @@ class Gangs:
 
         Once a worker has its place the others take what there is: the job's gang is then the operator's to look after.
         """
-        if pod_request.workers == 1 or self._seen.cluster.pods_of(pod_request.demand.job_uid) - {pod_uid}:
+        if pod_request.workers == 1 or self._seen.cluster.pods_of_job(pod_request.demand.job_uid) - {pod_uid}:
             return 0, 0
         wanted = self.wanted(pod_request, pod_uid)
         return wanted, self.room_for(pod_request, wanted, offered)
@@ -222,15 +231,15 @@ class Gangs:
     def room_for(self, pod_request: PodRequest, wanted: int, offered: Sequence[str] | None) -> int:
         """Say how many of some workers find a place, at most as many as are wanted; on all nodes if none are named."""
         cached_evaluation = self._evaluation_cache.of(pod_request)
-        return room(cached_evaluation, _fitting(cached_evaluation, offered), wanted)
+        return max_workers(cached_evaluation, _fitting(cached_evaluation, offered), wanted)
 
     def gpus_for(self, pod_request: PodRequest, wanted: int, offered: Sequence[str] | None) -> set[tuple[str, GpuUuid]]:
         """Return GPUs, each with its node's name, on which some workers would find places, or as many of them as do."""
         cached_evaluation = self._evaluation_cache.of(pod_request)
         snapshot = cached_evaluation.evaluation.snapshot
         rows = np.unique(places_for(cached_evaluation, _fitting(cached_evaluation, offered), wanted))
-        nodes = [snapshot.node_names[number] for number in snapshot.columns.node[rows].tolist()]
-        return set(zip(nodes, snapshot.columns.uuid[rows].tolist(), strict=True))
+        nodes = [snapshot.node_names[number] for number in snapshot.gpus.node[rows].tolist()]
+        return set(zip(nodes, snapshot.gpus.uuid[rows].tolist(), strict=True))
 
 
 def _fitting(cached_evaluation: CachedEvaluation, offered: Sequence[str] | None) -> Rows:
@@ -241,21 +250,21 @@ def _fitting(cached_evaluation: CachedEvaluation, offered: Sequence[str] | None)
     wanted = np.zeros(len(cached_evaluation.evaluation.snapshot.node_names) + 1, np.bool_)
     wanted[cached_evaluation.evaluation.snapshot.ids(offered)] = True
     wanted[-1] = False
-    return rows[wanted[cached_evaluation.evaluation.snapshot.columns.node[rows]]]
+    return rows[wanted[cached_evaluation.evaluation.snapshot.gpus.node[rows]]]
 
 
 _NO_TIME = datetime.fromtimestamp(0, UTC)
 """Of reservations that exist on paper only."""
 
 
-def placed(
-    cluster: Cluster,
+def place_workers(
+    cluster: ClusterCache,
     pod_request: PodRequest,
     rules: SchedulerConfig,
     wanted: int,
     *,
     among: Callable[[Snapshot], Bools] | None = None,
-    tells: bool = True,
+    with_reason: bool = True,
 ) -> Iterator[tuple[str, Placement]]:
     """Place workers as they would be, until so many are or there is room for no more.
 
@@ -265,7 +274,7 @@ def placed(
         rules: What the site has chosen.
         wanted: How many workers.
         among: Says before each which GPUs are in question, shape (gpus,); all when None.
-        tells: Whether the places say why they are the best.
+        with_reason: Whether the places say why they are the best.
 
     Yields:
         The node's name and the place.
@@ -273,12 +282,14 @@ def placed(
     for number in range(wanted):
         snapshot = cluster.snapshot()
         found = best_place(
-            CachedEvaluation(pod_request, rules, snapshot), None if among is None else among(snapshot), tells=tells
+            CachedEvaluation(pod_request, rules, snapshot),
+            None if among is None else among(snapshot),
+            with_reason=with_reason,
         )
         if found is None:
             return
         node = cluster.nodes[found[0]]
-        one = reservation(found[1], pod_request, PodUid(f"worker-{number}"), "", now=_NO_TIME, deadline=_NO_TIME)
+        one = reservation_of(found[1], pod_request, PodUid(f"worker-{number}"), "", now=_NO_TIME, deadline=_NO_TIME)
         spec = ledger.reserve(node.spec, one, ledger.capacity_of(node, rules.slots))
         if isinstance(spec, ledger.Rejected):
             return

@@ -33,12 +33,12 @@ def added_slowdown(evaluation: Evaluation, rows: Rows) -> Cost:
     A tenant slowed by s loses 1 - 1/s of its progress, for s near 1 about s - 1; counted so, those who lose most weigh
     more. With 1 - 1/s in its place, which was tried once, makespans in the simulator differed by less than 1%.
     """
-    return evaluation.found.added.take(rows)
+    return evaluation.results.added_slowdown.take(rows)
 
 
 def taken_memory(evaluation: Evaluation, rows: Rows) -> Cost:
     """Free memory before the newcomer comes, in MiB, negated."""
-    return -evaluation.snapshot.columns.free_mib[rows].astype(np.float64)
+    return -evaluation.snapshot.gpus.free_mib[rows].astype(np.float64)
 
 
 def left_memory(evaluation: Evaluation, rows: Rows) -> Cost:
@@ -61,7 +61,7 @@ def turn(evaluation: Evaluation, rows: Rows) -> Cost:
 
     The turn is read from the reservations, so that nothing has to be remembered and every replica agrees.
     """
-    columns = evaluation.snapshot.columns
+    columns = evaluation.snapshot.gpus
     newest = np.where(columns.alive, columns.reserved_at, 0.0)  # a node that is gone has left its rows as they were
     total = max(1, newest.size)
     last = int(np.argmax(newest)) if newest.size and newest.max() > 0 else -1
@@ -70,7 +70,7 @@ def turn(evaluation: Evaluation, rows: Rows) -> Cost:
 
 def activity(evaluation: Evaluation, rows: Rows) -> Cost:
     """SM activity of the tenants that are there, all together."""
-    return evaluation.snapshot.columns.sm_active[rows]
+    return evaluation.snapshot.gpus.sm_active[rows]
 
 
 def activity_negated(evaluation: Evaluation, rows: Rows) -> Cost:
@@ -86,13 +86,13 @@ def energy(evaluation: Evaluation, rows: Rows) -> Cost:
     """
     classes = evaluation.snapshot.classes
     table = np.array([_powers(kind.product) for kind in classes]).reshape(-1, 2)
-    of = evaluation.snapshot.columns.device_class[rows]
+    of = evaluation.snapshot.gpus.device_class[rows]
     limit, idle = table[of, 0], table[of, 1]
     awake, full = AWAKE_SHARE * limit, FULL_SHARE * limit
-    facts = evaluation.pod_request.columns(classes)
-    is_awake = evaluation.snapshot.columns.count[rows] > 0
-    own = (full - awake) * facts.sm[of] * evaluation.found.newcomer[rows]
-    others = evaluation.found.added[rows] - (evaluation.found.newcomer[rows] - 1.0)
+    facts = evaluation.pod_request.class_table(classes)
+    is_awake = evaluation.snapshot.gpus.count[rows] > 0
+    own = (full - awake) * facts.sm[of] * evaluation.results.slowdown[rows]
+    others = evaluation.results.added_slowdown[rows] - (evaluation.results.slowdown[rows] - 1.0)
     result: Cost = own + others * (awake + full) / 2 + np.where(is_awake, 0.0, np.maximum(0.0, awake - idle))
     return result
 
@@ -348,7 +348,7 @@ def select(
     if not grid.node.size:
         return _nothing(0, wanted)
     rows = grid.rows.ravel()
-    ok: Bools = evaluation.found.failed.take(rows) == PASSED
+    ok: Bools = evaluation.results.failed.take(rows) == PASSED
     if grid.has_gaps:
         ok &= rows != NOWHERE
     if among is not None:
@@ -358,8 +358,8 @@ def select(
 
 def _effort(evaluation: Evaluation, rows: Rows | None) -> NDArray[np.int8]:
     """What has to be done first: 0 where others are already, 1 for an idle GPU, 2 where its mode has to change, too."""
-    columns = evaluation.snapshot.columns
-    prepared, mode, count = (some(of, rows) for of in (columns.prepared, evaluation.found.mode, columns.count))
+    columns = evaluation.snapshot.gpus
+    prepared, mode, count = (some(of, rows) for of in (columns.prepared, evaluation.results.mode, columns.count))
     changes: Bools = (prepared != NO_MODE) & (prepared != mode)
     effort: NDArray[np.int8] = (count == 0) * (1 + changes.view(np.int8))
     return effort
@@ -376,7 +376,7 @@ def _single(evaluation: Evaluation, policy: Policy, grid: NodeGrid, ok: Bools) -
     """
     rows, (each, nodes) = grid.rows.ravel(), grid.rows.shape
     # Of the whole cluster it is quicker to reckon row by row and gather what comes of it than to gather each column.
-    is_many = rows.size >= len(evaluation.found.failed)
+    is_many = rows.size >= len(evaluation.results.failed)
     among = None if is_many else rows
     effort, left = _effort(evaluation, among), evaluation.left_mib(among)
     spread = np.int64(left.max() - left.min() + 1)
@@ -422,7 +422,7 @@ def _several(evaluation: Evaluation, policy: Policy, rows: Rows) -> Candidates:
         policy: What makes a good place.
         rows: The GPUs that fit, in rising order.
     """
-    columns, wanted = evaluation.snapshot.columns, evaluation.pod_request.demand.gpus
+    columns, wanted = evaluation.snapshot.gpus, evaluation.pod_request.demand.gpus
     node = columns.node[rows].astype(np.intp)
     enough = np.bincount(node, minlength=1)[node] >= wanted
     rows, node = rows[enough], node[enough]
@@ -435,7 +435,7 @@ def _several(evaluation: Evaluation, policy: Policy, rows: Rows) -> Candidates:
         effort=_effort(evaluation, rows).astype(np.float64),
         left=evaluation.left_mib(rows).astype(np.float64),
     )
-    anywhere, want = field.node * len(MODES) + evaluation.found.mode[rows], (wanted, policy.tolerance)
+    anywhere, want = field.node * len(MODES) + evaluation.results.mode[rows], (wanted, policy.tolerance)
     apart = _teams(field, anywhere * MOST_ISLANDS + columns.island[rows], want)
     apart.is_linked[:] = True
     mixed = _teams(field, anywhere, want)
@@ -531,14 +531,14 @@ class SchedulerConfig:
     policy: Policy
     slots: int
     """Most tenants of one GPU."""
-    conditions: AdmissionLimits = NO_LIMITS
+    limits: AdmissionLimits = NO_LIMITS
     """What a GPU must be like before the policy looks at it."""
 
     def policy_for(self, pod_request: PodRequest) -> Policy:
         """Return the job's own policy, or the site's where it has none."""
         return self.policy if pod_request.policy is None else find_policy(pod_request.policy)
 
-    def conditions_for(self, pod_request: PodRequest) -> AdmissionLimits:
+    def limits_for(self, pod_request: PodRequest) -> AdmissionLimits:
         """Return what a GPU must be like for a job."""
         alone = self.policy_for(pod_request).alone
-        return self.conditions.in_exclusive_use() if alone else self.conditions
+        return self.limits.with_exclusive_gpus() if alone else self.limits

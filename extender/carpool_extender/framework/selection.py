@@ -17,9 +17,9 @@ from carpool_extender.framework.diagnosis import (
     GpuAnswer,
     Offer,
     all_failures,
-    counted,
     expected_slowdown,
-    explanation,
+    explain_gpu,
+    pluralize,
     summary,
 )
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
@@ -86,7 +86,7 @@ def filter_nodes(
     fitting = cached_evaluation.best.fits[ids] & (ids >= 0) if len(cached_evaluation.best.fits) else ids >= 0
     able = np.flatnonzero(fitting)
     best = able[top_k(cached_evaluation.best.of(ids[able]), cached_evaluation.policy, most)]
-    fits = [names[place] for place in best.tolist()]
+    fits = [names[place_on_node] for place_on_node in best.tolist()]
     if able.size == len(names) or (fits and len(names) > FEW):
         return FilteredNodes(fits, {}, {})
     evaluation, out = cached_evaluation.evaluation, list(compress(names, (~fitting).tolist()))
@@ -115,7 +115,7 @@ def _best_of_all(cached_evaluation: CachedEvaluation, names: Sequence[str], most
             return [known[node]]
     able = np.flatnonzero(cached_evaluation.best.fits)
     best = able[top_k(cached_evaluation.best.of(able), policy, most + SPARE)]
-    first = [known[place] for place in best.tolist()]
+    first = [known[place_on_node] for place_on_node in best.tolist()]
     offered = set(first).intersection(names)
     found = [name for name in first if name in offered][:most]
     return found if len(found) == most or best.size == able.size else []
@@ -134,27 +134,27 @@ def score_nodes(cached_evaluation: CachedEvaluation, names: Sequence[str]) -> ND
     return found
 
 
-def place(cached_evaluation: CachedEvaluation, name: str, *, tells: bool = True) -> Placement | str:
-    """Choose the GPUs of one node for a pod, or say why none fits; `tells` as in `best_place`."""
+def place_on_node(cached_evaluation: CachedEvaluation, name: str, *, with_reason: bool = True) -> Placement | str:
+    """Choose the GPUs of one node for a pod, or say why none fits; `with_reason` as in `best_place`."""
     evaluation = cached_evaluation.evaluation
     ids = evaluation.snapshot.ids([name])
     if ids[0] >= 0 and cached_evaluation.best.fits[ids[0]]:
         rows = cached_evaluation.best.of(ids).rows[0].tolist()
-        told = _why(evaluation, rows, cached_evaluation.policy) if tells else ""
+        told = _why(evaluation, rows, cached_evaluation.policy) if with_reason else ""
         return placement_on(evaluation, rows, cached_evaluation.policy, told)
     rows = _rows_of(evaluation.snapshot, ids)
     return summary(evaluation, Offer(rows, int(not rows.size)))
 
 
 def best_place(
-    cached_evaluation: CachedEvaluation, among: Bools | None = None, *, tells: bool = True
+    cached_evaluation: CachedEvaluation, among: Bools | None = None, *, with_reason: bool = True
 ) -> tuple[str, Placement] | None:
     """Choose the node that scores best and its GPUs, as kube-scheduler would after filter and prioritize.
 
     Args:
         cached_evaluation: Of the newcomer.
         among: GPUs in question, shape (gpus,); all when None.
-        tells: Whether the place says why it is the best; to find the words takes longer than to find the place.
+        with_reason: Whether the place says why it is the best; to find the words takes longer than to find the place.
 
     Returns:
         The node's name and the place, or None where nothing fits.
@@ -168,15 +168,15 @@ def best_place(
         return None
     best = best_of(choices, np.flatnonzero(ties(choices, policy)))
     rows = choices.rows[best].tolist()
-    told = _why(evaluation, rows, policy) if tells else ""
+    told = _why(evaluation, rows, policy) if with_reason else ""
     return evaluation.snapshot.node_names[int(choices.node[best])], placement_on(evaluation, rows, policy, told)
 
 
-def explain(
+def explain_gpus(
     snapshot: Snapshot, pod_request: PodRequest, names: Sequence[str], rules: SchedulerConfig
 ) -> list[GpuAnswer]:
     """Say of each GPU of some nodes whether the job fits there, and if not, which checks failed by how much."""
-    evaluation, columns = CachedEvaluation(pod_request, rules, snapshot).evaluation, snapshot.columns
+    evaluation, columns = CachedEvaluation(pod_request, rules, snapshot).evaluation, snapshot.gpus
     return [
         GpuAnswer(
             node=snapshot.node_names[int(columns.node[row])],
@@ -185,13 +185,13 @@ def explain(
             product=snapshot.product(row),
             fits=bool(evaluation.ok[row]),
             said=all_failures(evaluation, row),
-            counts_tenants=int(evaluation.found.failed[row]) in _BY_TENANTS,
+            counts_tenants=int(evaluation.results.failed[row]) in _BY_TENANTS,
         )
         for row in _rows_of(snapshot, snapshot.ids(names)).tolist()
     ]
 
 
-def reservation(
+def reservation_of(
     chosen: Placement, pod_request: PodRequest, pod_uid: PodUid, pod_name: str, *, now: datetime, deadline: datetime
 ) -> Reservation:
     """Write a place down as the reservation that the node's agent acts on."""
@@ -222,12 +222,12 @@ def _rows_of(snapshot: Snapshot, ids: NDArray[np.intp]) -> Rows:
     wanted = np.zeros(len(snapshot.node_names) + 1, np.bool_)
     wanted[ids] = True
     wanted[-1] = False
-    return np.flatnonzero(snapshot.columns.alive & wanted[snapshot.columns.node])
+    return np.flatnonzero(snapshot.gpus.alive & wanted[snapshot.gpus.node])
 
 
 def _counts(snapshot: Snapshot, rows: Rows) -> NDArray[np.intp]:
     """How many of some GPUs each node has; one more entry, for nodes that are not known."""
-    return np.bincount(snapshot.columns.node[rows], minlength=len(snapshot.node_names) + 1)
+    return np.bincount(snapshot.gpus.node[rows], minlength=len(snapshot.node_names) + 1)
 
 
 def _could_ever(evaluation: Evaluation, rows: Rows) -> Bools:
@@ -241,13 +241,13 @@ def _could_ever(evaluation: Evaluation, rows: Rows) -> Bools:
 def placement_on(evaluation: Evaluation, rows: list[int], policy: Policy, reason: str) -> Placement:
     """Return the placement of a worker on some GPUs of one node, with a reason for people."""
     snapshot, first, mode = evaluation.snapshot, rows[0], _mode_on(evaluation, rows)
-    facts = evaluation.pod_request.facts(snapshot.classes[int(snapshot.columns.device_class[first])])
-    slowdown = round(float(evaluation.found.newcomer[rows].max()), 4)
+    facts = evaluation.pod_request.requirements(snapshot.classes[int(snapshot.gpus.device_class[first])])
+    slowdown = round(float(evaluation.results.slowdown[rows].max()), 4)
     return Placement(
-        gpu_uuids=[snapshot.columns.uuid[row] for row in rows],
+        gpu_uuids=[snapshot.gpus.uuid[row] for row in rows],
         mode=mode,
         memory_limit_mib=memory_limit_mib(mode, facts),
-        thread_percentage=thread_limit(mode, facts, is_first=not snapshot.columns.count[rows].any()),
+        thread_percentage=thread_limit(mode, facts, is_first=not snapshot.gpus.count[rows].any()),
         mig_profile=facts.mig.name if mode is SharingMode.MIG and facts.mig else None,
         tenant=counting(facts, mode),
         expected_slowdown=slowdown,
@@ -258,7 +258,7 @@ def placement_on(evaluation: Evaluation, rows: list[int], policy: Policy, reason
 
 def _mode_on(evaluation: Evaluation, rows: list[int]) -> SharingMode:
     """Return the mode in which a worker would have some GPUs: the same on all of them."""
-    mode = MODES[int(evaluation.found.mode[rows[0]])]
+    mode = MODES[int(evaluation.results.mode[rows[0]])]
     if mode is None:
         raise AssertionError(f"{evaluation.snapshot.place(rows[0])} was chosen although no mode is possible there")
     return mode
@@ -267,22 +267,22 @@ def _mode_on(evaluation: Evaluation, rows: list[int]) -> SharingMode:
 def _why(evaluation: Evaluation, rows: list[int], policy: Policy) -> str:
     """Say why this place, with the numbers that the decision counted with."""
     snapshot, demand, mode = evaluation.snapshot, evaluation.pod_request.demand, _mode_on(evaluation, rows)
-    gpus = ", ".join(str(int(snapshot.columns.gpu_index[row])) for row in rows)
-    node = snapshot.node_names[int(snapshot.columns.node[rows[0]])]
-    neighbours = sorted({str(tenant) for row in rows for tenant in snapshot.columns.tenants[row]})
+    gpus = ", ".join(str(int(snapshot.gpus.gpu_index[row])) for row in rows)
+    node = snapshot.node_names[int(snapshot.gpus.node[rows[0]])]
+    neighbours = sorted({str(tenant) for row in rows for tenant in snapshot.gpus.tenants[row]})
     more = [f"and {len(neighbours) - MOST_NEIGHBOURS} more"] if len(neighbours) > MOST_NEIGHBOURS else []
     beside = f"beside {', '.join([*neighbours[:MOST_NEIGHBOURS], *more])}" if neighbours else "alone"
     left = int(evaluation.left_mib(np.array(rows)).min())
     parts = [
         f"{policy.name}: {mode} on GPU {gpus} of {node} {beside}",
-        f"{left:,} of {int(snapshot.columns.usable_mib[rows[0]]):,} MiB left",
+        f"{left:,} of {int(snapshot.gpus.usable_mib[rows[0]]):,} MiB left",
         expected_slowdown(evaluation, rows, demand.max_slowdown),
     ]
-    facts = evaluation.pod_request.facts(snapshot.classes[int(snapshot.columns.device_class[rows[0]])])
+    facts = evaluation.pod_request.requirements(snapshot.classes[int(snapshot.gpus.device_class[rows[0]])])
     profile, boundless = counting(facts, mode), None
     if profile.memory_mib is None:
         boundless = unbounded(demand, snapshot.product(rows[0]), settles=profile.provisional)
-    because = why(mode, demand, is_first=not neighbours, alone=evaluation.conditions.alone, boundless=boundless)
+    because = why(mode, demand, is_first=not neighbours, alone=evaluation.limits.alone, boundless=boundless)
     parts.append(f"{mode} {because}")
     if boundless and boundless not in because:
         parts.append(boundless)
@@ -295,11 +295,11 @@ def _why(evaluation: Evaluation, rows: list[int], policy: Policy) -> str:
 
 def _passed_over(evaluation: Evaluation) -> list[str]:
     """Name the GPU that came closest among those that had the memory and were refused for the slowdown."""
-    refused = np.flatnonzero(evaluation.found.failed == Check.SLOWDOWN)
+    refused = np.flatnonzero(evaluation.results.failed == Check.SLOWDOWN)
     if not refused.size:
         return []
-    closest = int(refused[np.argmax(evaluation.found.margin[refused])])
+    closest = int(refused[np.argmax(evaluation.results.slowdown_margin[refused])])
     which = "" if refused.size == 1 else "the closest was "
     return [
-        f"passed over {counted(refused.size, 'GPU')} that had the memory: {which}{explanation(evaluation, closest)}"
+        f"passed over {pluralize(refused.size, 'GPU')} that had the memory: {which}{explain_gpu(evaluation, closest)}"
     ]

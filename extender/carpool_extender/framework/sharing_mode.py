@@ -8,7 +8,7 @@ from carpool_core.values import RequestedMode, SharingMode, Tenancy
 from numpy.typing import NDArray
 
 from carpool_extender.cache.gpu_table import CODES, MODES, NO_MODE
-from carpool_extender.cache.pod_request import ClassColumns, ClassFacts, PodRequest
+from carpool_extender.cache.pod_request import ClassRequirements, ClassTable, PodRequest
 
 EXCLUSIVE, TIME_SLICING, MPS, MIG = (
     CODES[mode] for mode in (SharingMode.EXCLUSIVE, SharingMode.TIME_SLICING, SharingMode.MPS, SharingMode.MIG)
@@ -19,7 +19,7 @@ JOINABLE = frozenset((SharingMode.MPS, SharingMode.TIME_SLICING))
 """Modes in which others may join a tenant, and nothing but what is counted keeps them apart."""
 
 
-def proposals(pod_request: PodRequest, facts: ClassColumns, *, alone: bool = False) -> NDArray[np.int8]:
+def proposals(pod_request: PodRequest, facts: ClassTable, *, alone: bool = False) -> NDArray[np.int8]:
     """Choose the mode that a GPU of each class would have, by the mode that it is in; code 0 where none is possible.
 
     The mode of the tenants that are there is a constraint: nobody is moved to another mode while running, and beside an
@@ -52,7 +52,7 @@ def proposals(pod_request: PodRequest, facts: ClassColumns, *, alone: bool = Fal
     return table.astype(np.int8)
 
 
-def _first_choice(facts: ClassColumns, tenancy: Tenancy) -> NDArray[np.int8]:
+def _first_choice(facts: ClassTable, tenancy: Tenancy) -> NDArray[np.int8]:
     """Mode of an idle GPU of each class for a job that leaves it open, shape (classes,)."""
     alone = np.where(facts.can[:, EXCLUSIVE], EXCLUSIVE, NO_MODE)
     turns = np.where(facts.can[:, TIME_SLICING], TIME_SLICING, alone)
@@ -114,7 +114,7 @@ def why(mode: SharingMode, demand: Demand, *, is_first: bool, alone: bool, bound
     return "as memory is limited and kernels run side by side"
 
 
-def counting(facts: ClassFacts, mode: SharingMode) -> TenantProfile:
+def counting(facts: ClassRequirements, mode: SharingMode) -> TenantProfile:
     """Return what a decision counts with; where nobody can join anyway, or hardware sets the bound, that stays."""
     profile = facts.profile
     if mode is SharingMode.TIME_SLICING:
@@ -124,13 +124,13 @@ def counting(facts: ClassFacts, mode: SharingMode) -> TenantProfile:
     return msgspec.structs.replace(profile, provisional=False)
 
 
-def memory_limit_mib(mode: SharingMode, facts: ClassFacts) -> int | None:
+def memory_limit_mib(mode: SharingMode, facts: ClassRequirements) -> int | None:
     """Limit that MPS enforces, in MiB: what the decision counted with. The other modes have nothing to enforce it."""
     memory = facts.profile.memory_mib
     return memory if mode is SharingMode.MPS and memory else None
 
 
-def thread_limit(mode: SharingMode, facts: ClassFacts, *, is_first: bool) -> int | None:
+def thread_limit(mode: SharingMode, facts: ClassRequirements, *, is_first: bool) -> int | None:
     """MPS active thread percentage.
 
     It is fixed when a process starts, so a limit chosen for an empty GPU would idle SMs for as long as the job is

@@ -14,13 +14,13 @@ from carpool_core.kube.pods import Pod, job_owner_reference
 from carpool_core.resources.node import GpuNode, Reservation
 from carpool_core.values import GpuUuid, JobUid, PodUid
 
-from carpool_extender.cache.cluster import Cluster
+from carpool_extender.cache.cluster import ClusterCache
 from carpool_extender.cache.gpu_table import Bools, Snapshot
 from carpool_extender.cache.health import GpuAvailability
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.evaluation_cache import EvaluationCache
 from carpool_extender.framework.gang import Gangs
-from carpool_extender.framework.selection import best_place, place, reservation
+from carpool_extender.framework.selection import best_place, place_on_node, reservation_of
 from carpool_extender.informers import Informers
 from carpool_extender.metrics import ExtenderMetrics
 from carpool_extender.queue.order import QueueEnd, QueueKey, QueueOrder, created_s, duration_bucket_in, sort_key
@@ -67,7 +67,7 @@ class Line:
         clock: Tells when somebody came of whose job that is not known.
     """
 
-    def __init__(self, order: QueueOrder, cluster: Cluster, clock: Clock) -> None:
+    def __init__(self, order: QueueOrder, cluster: ClusterCache, clock: Clock) -> None:
         self._order, self._cluster, self._clock = order, cluster, clock
         self._ends = tuple(QueueEnd) if order is QueueOrder.ALTERNATE else (QueueEnd.LONGEST,)
         self._end = self._ends[0]
@@ -297,7 +297,7 @@ class KeptGpus:
     def count_no_more(self, kept: Kept, uid: PodUid) -> tuple[str, Reservation] | None:
         """Let a pod count by its reservation only, if it has one; return what it counted with, and on which node."""
         if (counted := kept.counted.pop(uid, None)) is not None:
-            self._cluster.forget_assumed(counted[0], uid)
+            self._cluster.forget(counted[0], uid)
         return counted
 
     def retract(self, kept: Kept, uid: PodUid) -> None:
@@ -308,12 +308,12 @@ class KeptGpus:
     def holders(self, job: JobUid) -> set[PodUid]:
         """UIDs of the pods of a job that have reservations, written or about to be: more than being told a place."""
         kept = self._kept.get(job)
-        return self._cluster.pods_of(job).difference(() if kept is None else kept.counted)
+        return self._cluster.pods_of_job(job).difference(() if kept is None else kept.counted)
 
     def has_begun(self, kept: Kept) -> bool:
         """Whether all workers of a job were found places, which are kept, or one of them has its own of these."""
         is_told = kept.told and not self.is_in_vain(kept.job)
-        return bool(is_told or kept.served & self._cluster.pods_of(kept.job))
+        return bool(is_told or kept.served & self._cluster.pods_of_job(kept.job))
 
     def is_in_vain(self, job: JobUid) -> bool:
         """Whether what was kept for a job went to others, and none of its pods was bound since."""
@@ -413,7 +413,7 @@ def among(snapshot: Snapshot, offered: bytes) -> Bools | None:
     """
     if offered == EVERYWHERE:
         return None
-    found: Bools = _unpacked(snapshot, offered)[snapshot.columns.node]
+    found: Bools = _unpacked(snapshot, offered)[snapshot.gpus.node]
     return found
 
 
@@ -442,7 +442,7 @@ class Ahead:
     """
 
     def __init__(
-        self, line: Line, cluster: Cluster, kept: KeptGpus, evaluation_cache: EvaluationCache, gangs: Gangs
+        self, line: Line, cluster: ClusterCache, kept: KeptGpus, evaluation_cache: EvaluationCache, gangs: Gangs
     ) -> None:
         self._line, self._cluster, self._kept = line, cluster, kept
         self._evaluation_cache, self._gangs = evaluation_cache, gangs
@@ -488,7 +488,9 @@ class Ahead:
         cached_evaluation = self._evaluation_cache.of(one.pod_request)
         if not cached_evaluation.best.fits.any():
             return set()
-        chosen = best_place(cached_evaluation, among(cached_evaluation.evaluation.snapshot, one.offered), tells=False)
+        chosen = best_place(
+            cached_evaluation, among(cached_evaluation.evaluation.snapshot, one.offered), with_reason=False
+        )
         return set() if chosen is None else {(chosen[0], gpu) for gpu in chosen[1].gpu_uuids}
 
     def is_anybody_next(self) -> bool:
@@ -515,7 +517,7 @@ class Promises:
     def __init__(
         self,
         line: Line,
-        cluster: Cluster,
+        cluster: ClusterCache,
         kept: KeptGpus,
         *,
         evaluation_cache: EvaluationCache,
@@ -542,7 +544,7 @@ class Promises:
         is_due = is_gang or self._line.get(uid) is not None
         if not is_due and not later:
             return
-        chosen = place(self._evaluation_cache.of(pod_request), node, tells=False)
+        chosen = place_on_node(self._evaluation_cache.of(pod_request), node, with_reason=False)
         if isinstance(chosen, str):
             return
         gpus = {(node, gpu) for gpu in chosen.gpu_uuids}
@@ -554,9 +556,9 @@ class Promises:
         kept.told[uid] = gpus
         if is_gang:
             now = self._clock.now()
-            told = reservation(chosen, pod_request, uid, pod.metadata.name, now=now, deadline=now)
+            told = reservation_of(chosen, pod_request, uid, pod.metadata.name, now=now, deadline=now)
             self._kept.count(kept, node, told)
-            kept.to_come = self._gangs.wanted(pod_request, uid) - len(self._cluster.pods_of(job))
+            kept.to_come = self._gangs.wanted(pod_request, uid) - len(self._cluster.pods_of_job(job))
             if kept.to_come <= 0 or not is_foreseen:
                 self._keep_for_others(kept, pod_request, offered)
 
@@ -688,7 +690,7 @@ class Keeper:
             node: Where it would go.
         """
         job = pod_request.demand.job_uid
-        if not len(self._line) or self.has_begun(pod_request) or self._informers.cluster.pods_of(job):
+        if not len(self._line) or self.has_begun(pod_request) or self._informers.cluster.pods_of_job(job):
             return False  # its turn has come already
         own = self._kept.of(job)
         if own is not None and self._gpus(pod_request, node) <= own.gpus:
@@ -726,7 +728,7 @@ class Keeper:
         if there is not None and there.spec.node_name:
             pass  # it has its place
         elif nodes:
-            if own is None and not self._informers.cluster.pods_of(job):
+            if own is None and not self._informers.cluster.pods_of_job(job):
                 self._line.advance()
             later = [kept for kept in opened if kept is not own]
             self._promises.give(pod, pod_request, nodes[0], later=later, offered=offered)
@@ -781,7 +783,7 @@ class Keeper:
 
     def _gpus(self, pod_request: PodRequest, node: str) -> set[Gpu]:
         """Return which GPUs of a node somebody would have."""
-        chosen = place(self._evaluation_cache.of(pod_request), node, tells=False)
+        chosen = place_on_node(self._evaluation_cache.of(pod_request), node, with_reason=False)
         return set() if isinstance(chosen, str) else {(node, gpu) for gpu in chosen.gpu_uuids}
 
     def _refused(self, known: Waiting, said: str) -> str:

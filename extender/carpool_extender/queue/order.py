@@ -126,7 +126,7 @@ def queue_order(keys: Iterable[QueueKey], order: QueueOrder, end: QueueEnd = Que
 def created_s(pod_request: PodRequest, now_s: float) -> float:
     """Return when a job was created, in seconds since 1970; now if that is unknown."""
     try:
-        return parse_rfc3339(pod_request.came_at).timestamp()
+        return parse_rfc3339(pod_request.created_at).timestamp()
     except ValueError:
         return now_s
 
@@ -138,7 +138,9 @@ def duration_in(pod_request: PodRequest, snapshot: Snapshot) -> float | None:
     """
     if pod_request.steps is None:
         return None
-    suitable = {hardware_name(kind.product) for kind in snapshot.class_ids if pod_request.facts(kind).reason is None}
+    suitable = {
+        hardware_name(kind.product) for kind in snapshot.class_ids if pod_request.requirements(kind).reason is None
+    }
     return duration_s(pod_request.steps, pod_request.demand.prediction, suitable.__contains__)
 
 

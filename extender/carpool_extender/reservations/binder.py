@@ -20,12 +20,12 @@ from carpool_core.resources.node import GpuNode, GpuNodeSpec, Reservation
 from carpool_core.values import JobUid, PartitionState, PodUid
 
 from carpool_extender.cache import ledger
-from carpool_extender.cache.health import GpuAvailability, tells_nothing_new
+from carpool_extender.cache.health import GpuAvailability, still_valid
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.extender_api import BindingArgs
 from carpool_extender.framework.evaluation_cache import EvaluationCache
 from carpool_extender.framework.gang import Gangs
-from carpool_extender.framework.selection import place, reservation
+from carpool_extender.framework.selection import place_on_node, reservation_of
 from carpool_extender.informers import Informers
 from carpool_extender.metrics import ExtenderMetrics
 from carpool_extender.queue.nominator import Keeper
@@ -461,12 +461,12 @@ class Binder:
         try:
             with self._tools.telemetry.step("prepare"):
                 await self._within_deadline(self._prepared(args, reserved), args, reserved)
-            self._tools.standing.succeeded(args.node, reserved.gpu_uuids)
+            self._tools.standing.record_success(args.node, reserved.gpu_uuids)
             with self._tools.telemetry.step("bind"):
                 await self._poster.post(args, reserved)
         except AbandonedError as error:
             if error.reason in UNPREPARED:
-                self._tools.standing.failed(args.node, reserved.gpu_uuids)
+                self._tools.standing.record_failure(args.node, reserved.gpu_uuids)
             await self._give_back(args, error)
             raise
 
@@ -477,26 +477,26 @@ class Binder:
     async def _reserve(self, pod_request: PodRequest, args: BindingArgs) -> Reservation:
         """Write the reservation, or take over the one that an earlier try left behind."""
         uid = PodUid(args.pod_uid)
-        for other in self._informers.cluster.holders(uid):
+        for other in self._informers.cluster.nodes_holding(uid):
             if other != args.node:
                 await self._not_held_on(other, args)
 
         cluster = self._informers.cluster
         self._keeper.reserving(uid, pod_request.demand.job_uid)
-        seen = cluster.counted(args.node)
+        seen = cluster.with_assumed(args.node)
         first = None if seen is None else self._foreseen(pod_request, args, seen)
 
         def decide(node: GpuNode) -> GpuNodeSpec:
             deadline = self._tools.clock.now() + timedelta(seconds=self._timeout_s)
             if ledger.held(node.spec, uid) is not None:
-                cluster.forget_assumed(args.node, uid)
+                cluster.forget(args.node, uid)
                 return ledger.prolong(node.spec, uid, rfc3339(deadline))
-            known = first is not None and seen is not None and tells_nothing_new(node, seen, first.gpu_uuids)
+            known = first is not None and seen is not None and still_valid(node, seen, first.gpu_uuids)
             if first is not None and known and args.node not in cluster.unavailable_nodes():
                 # Time has passed while others were written.
                 wanted = msgspec.structs.replace(first, deadline=rfc3339(deadline))
             else:
-                cluster.forget_assumed(args.node, uid)
+                cluster.forget(args.node, uid)
                 wanted = self._wanted(pod_request, args, node)
                 self._assume(args.node, wanted)
             spec = ledger.reserve(node.spec, wanted, ledger.capacity_of(node, self._slots))
@@ -507,7 +507,7 @@ class Binder:
         try:
             node = await self._writer.change(args.node, decide)
         finally:
-            cluster.forget_assumed(args.node, uid)
+            cluster.forget(args.node, uid)
         reserved = ledger.held(node.spec, uid)
         if reserved is None:
             raise BindError(f"the reservation of {named(args)} on node {args.node} was taken away at once; try again")
@@ -536,11 +536,11 @@ class Binder:
         with self._keeper.deciding(pod_request):
             if not self._keeper.has_begun(pod_request) and (waits := self._gangs.refusal(pod_request, uid)) is not None:
                 raise Refusal(waits)
-            chosen = place(self._evaluation_cache.of(pod_request), args.node)
+            chosen = place_on_node(self._evaluation_cache.of(pod_request), args.node)
         if isinstance(chosen, str):
             raise Refusal(chosen)
         deadline = now + timedelta(seconds=self._timeout_s)
-        wanted = reservation(chosen, pod_request, uid, args.pod_name, now=now, deadline=deadline)
+        wanted = reservation_of(chosen, pod_request, uid, args.pod_name, now=now, deadline=deadline)
         return msgspec.structs.replace(wanted, generation=ledger.next_generation(node, uid, now))
 
     async def _not_held_on(self, other: str, args: BindingArgs) -> None:

@@ -148,7 +148,12 @@ class Restorer:
     def _runs_without(self, pod: Pod) -> bool:
         """Whether a bound pod runs without a reservation, and nobody was told of that."""
         uid, node = PodUid(pod.metadata.uid), pod.spec.node_name
-        return bool(node) and node not in self._informers.cluster.holders(uid) and uid not in self._told and _runs(pod)
+        return (
+            bool(node)
+            and node not in self._informers.cluster.nodes_holding(uid)
+            and uid not in self._told
+            and _runs(pod)
+        )
 
     def _lacks_reservation(self, pod: Pod) -> bool:
         """Whether it does so on a node whose agent reports GPUs; others have to wait for that."""
@@ -353,7 +358,7 @@ class ReservationGC:
             self._touched.pop(name, None)
             self._certain.pop(name, None)
             self._grown.discard(name)
-        self._unreadable = {uid for uid in self._unreadable if self._informers.cluster.holders(uid)}
+        self._unreadable = {uid for uid in self._unreadable if self._informers.cluster.nodes_holding(uid)}
 
     async def _look_at(self, names: Collection[str]) -> None:
         await self._release(self._over(names))
@@ -478,7 +483,7 @@ class ReservationGC:
 
     def _pod_changed(self, old: Pod | None, new: Pod | None) -> None:
         for pod in (old, new):
-            holders = [] if pod is None else self._informers.cluster.holders(PodUid(pod.metadata.uid))
+            holders = [] if pod is None else self._informers.cluster.nodes_holding(PodUid(pod.metadata.uid))
             for name in holders:
                 self._certain.pop(name, None)
             if holders and pod is not None and (pod.is_finished or new is None):

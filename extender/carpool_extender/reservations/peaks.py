@@ -8,7 +8,7 @@ from carpool_core.kube.errors import KubeError
 from carpool_core.resources.node import GpuNode, GpuNodeSpec
 from carpool_core.values import PodUid
 
-from carpool_extender.cache.peaks import PeakTracker, StablePeak, by_place, use_measured_peak
+from carpool_extender.cache.peaks import PeakTracker, StablePeak, measured_tenants, use_measured_peak
 from carpool_extender.informers import Informers
 from carpool_extender.reservations.writer import ReservationWriter
 
@@ -51,7 +51,7 @@ class PeakUpdater:
         if new is None:
             return
         pods = self._stillness.look(new)
-        if use_measured_peak(new.spec, by_place(new), pods) is not new.spec:
+        if use_measured_peak(new.spec, measured_tenants(new), pods) is not new.spec:
             self._due[new.metadata.name] = pods
             self._stirred.set()
         else:
@@ -67,7 +67,7 @@ class PeakUpdater:
 
     async def _write(self, name: str, pods: Mapping[PodUid, StablePeak]) -> None:
         def decide(node: GpuNode) -> GpuNodeSpec:
-            return use_measured_peak(node.spec, by_place(node), pods)
+            return use_measured_peak(node.spec, measured_tenants(node), pods)
 
         known = self._informers.cluster.node(name)
         if known is None or decide(known) is known.spec:

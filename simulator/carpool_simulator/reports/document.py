@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from carpool_extender.framework.diagnosis import counted
+from carpool_extender.framework.diagnosis import pluralize
 from carpool_predictor.calibration.run_history import FIRST, FIRST_UNENFORCED
 
 from carpool_simulator.reports import (
@@ -108,7 +108,7 @@ def _beside(out: Path, name: str, suffix: str, of: Results) -> Results | None:
     found = results.read(out, name + suffix)
     if found is not None and found.about.seeds != of.about.seeds:
         raise WorkloadError(
-            f"{out / name}{suffix}.csv: expected {counted(of.about.seeds, 'seed')}, as {name}.csv has, found "
+            f"{out / name}{suffix}.csv: expected {pluralize(of.about.seeds, 'seed')}, as {name}.csv has, found "
             f"{found.about.seeds}; run the workload again"
         )
     return found

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from carpool_extender.framework.diagnosis import counted
+from carpool_extender.framework.diagnosis import pluralize
 
 from carpool_simulator.reports import tables
 from carpool_simulator.reports.paired import HANGING, Difference, by_chance, difference
@@ -57,10 +57,10 @@ def _of_one(name: str, ours: Line, others: Sequence[tuple[list[str], Line]], fig
     rows = [(names, gains) for names, gains in better if gains]
     seeds = len(ours.runs)
     if not rows:
-        return [f"**{name}**, {counted(seeds, 'seed')}: nobody.", ""]
+        return [f"**{name}**, {pluralize(seeds, 'seed')}: nobody.", ""]
     columns = [figure for figure in figures if any(figure in gains for _, gains in rows)]
     return [
-        f"**{name}**, {counted(seeds, 'seed')}: {_noise(seeds)}.",
+        f"**{name}**, {pluralize(seeds, 'seed')}: {_noise(seeds)}.",
         "",
         f"| | {' | '.join(tables.HEADS[figure] for figure in columns)} |",
         f"|---|{'---|' * len(columns)}",

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from carpool_core.durations import ASSUMED_DURATION_S, format_duration
-from carpool_extender.framework.diagnosis import counted
+from carpool_extender.framework.diagnosis import pluralize
 
 from carpool_simulator.reports import paired, tables
 from carpool_simulator.strategy import Knowledge, Strategy
@@ -89,7 +89,7 @@ def _of_one(name: str, known: Sequence[Line], found: Sequence[Line]) -> list[str
     heads += [f"{_head(one)} to the control's" for one in _BEYOND_ORDER]
     heads += [tables.HEADS[one] for one in ("slowed_percent", "oom")]
     return [
-        f"**{name}**, {counted(len(known[0].runs), 'seed')}: changes against "
+        f"**{name}**, {pluralize(len(known[0].runs), 'seed')}: changes against "
         f'"{known[0].strategy.name}"{error}, and against the control, "{control_name(known[0].strategy.name)}".',
         "",
         f"| | {' | '.join(heads)} |",

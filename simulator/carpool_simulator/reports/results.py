@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from carpool_extender.framework.diagnosis import counted
+from carpool_extender.framework.diagnosis import pluralize
 
 from carpool_simulator.progress import Provenance
 from carpool_simulator.reports import otherwise
@@ -126,7 +126,7 @@ def _runs(path: Path, seeds: int) -> dict[str, list[Figures]]:
 
 def _not_whole(path: Path, seeds: int, found: str) -> WorkloadError:
     return WorkloadError(
-        f"{path}: expected {counted(seeds, 'seed')} of every strategy, found {found}; run the workload again"
+        f"{path}: expected {pluralize(seeds, 'seed')} of every strategy, found {found}; run the workload again"
     )
 
 

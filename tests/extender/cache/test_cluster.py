@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from carpool_core.resources.node import Tenant
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
-from carpool_extender.cache.gpu_table import CODES, NOBODY
+from carpool_extender.cache.gpu_table import CODES, NO_TENANT
 from carpool_extender.testing import T4, cluster, device, gpu_node, tenant
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 def rows(snapshot):
     """What a snapshot says of each living GPU, by UUID."""
-    columns = snapshot.columns
+    columns = snapshot.gpus
     return {
         columns.uuid[row]: (
             snapshot.node_names[columns.node[row]],
@@ -26,7 +26,7 @@ def rows(snapshot):
             int(columns.free_mib[row]),
             round(float(columns.sm_active[row]), 6),
             round(float(columns.count[row] - columns.before[row]), 6),
-            int(columns.tenant_namespace[row]) == NOBODY,
+            int(columns.tenant_namespace[row]) == NO_TENANT,
             int(columns.prepared[row]),
             str(snapshot.unavailable.get(int(row), ("", ""))[1]),
         )
@@ -60,18 +60,18 @@ def test_a_node_becomes_rows():
 
 def test_unknown_memory_counts_as_the_whole_gpu():
     snapshot = cluster(gpu_node("a", 1, [tenant("x", ["GPU-a-0"], prediction=None)])).snapshot()
-    assert snapshot.columns.memory_mib[0, 0] == 40960
+    assert snapshot.gpus.memory_mib[0, 0] == 40960
 
 
 def test_of_a_gpu_that_somebody_has_alone_nothing_is_free():
     held = tenant("x", ["GPU-a-0"], SharingMode.EXCLUSIVE, memory_limit_mib=4000)
-    assert cluster(gpu_node("a", 1, [held])).snapshot().columns.free_mib.tolist() == [0]
+    assert cluster(gpu_node("a", 1, [held])).snapshot().gpus.free_mib.tolist() == [0]
 
 
 def test_a_view_cannot_be_written_through():
     snapshot = cluster(gpu_node("a", 1)).snapshot()
     with pytest.raises(ValueError, match="read-only"):
-        snapshot.columns.count[0] = 3
+        snapshot.gpus.count[0] = 3
 
 
 def test_the_journal_tells_the_rows_that_changed_and_forgets_what_is_long_ago():
@@ -84,7 +84,7 @@ def test_the_journal_tells_the_rows_that_changed_and_forgets_what_is_long_ago():
     for i in range(5000):
         known.apply(gpu_node("a", 2, [tenant(f"x{i}", ["GPU-a-1"])]))
     assert known.changed_since(before) is None
-    assert known.snapshot().columns.count.tolist() == [0, 1, 0, 1]
+    assert known.snapshot().gpus.count.tolist() == [0, 1, 0, 1]
 
 
 def test_what_no_decision_looks_at_does_not_count_as_a_change():
@@ -99,13 +99,13 @@ def test_what_no_decision_looks_at_does_not_count_as_a_change():
 def test_an_older_version_is_ignored():
     known = cluster(gpu_node("a", 1, [tenant("x", ["GPU-a-0"])], resource_version="10"))
     assert not known.apply(gpu_node("a", 1, resource_version="9"))
-    assert known.holders(PodUid("pod-x")) == ["a"]
+    assert known.nodes_holding(PodUid("pod-x")) == ["a"]
 
 
 def test_a_new_object_of_the_same_name_begins_anew():
     known = cluster(gpu_node("a", 1, [tenant("x", ["GPU-a-0"])], resource_version="10"))
     known.remove("a")
-    assert known.holders(PodUid("pod-x")) == []
+    assert known.nodes_holding(PodUid("pod-x")) == []
     assert known.apply(gpu_node("a", 2, resource_version="3"))
     assert len(rows(known.snapshot())) == 2
 
@@ -113,7 +113,7 @@ def test_a_new_object_of_the_same_name_begins_anew():
 def test_more_tenants_than_expected_make_the_arrays_wider():
     tenants = [tenant(f"t{i}", ["GPU-a-0"], memory_limit_mib=10) for i in range(5)]
     snapshot = cluster(gpu_node("a", 1, tenants), slots=2).snapshot()
-    assert snapshot.columns.count.tolist() == [5]
+    assert snapshot.gpus.count.tolist() == [5]
 
 
 def made(name, gpus, held, seen, heartbeat):
@@ -161,7 +161,7 @@ def test_following_changes_equals_starting_from_the_end(steps):
     assert rows(known.snapshot()) == rows(fresh.snapshot())
     for node in last.values():
         for reservation in node.spec.reservations:
-            assert known.holders(reservation.pod_uid) == fresh.holders(reservation.pod_uid)
+            assert known.nodes_holding(reservation.pod_uid) == fresh.nodes_holding(reservation.pod_uid)
 
 
 def test_only_the_gpu_that_something_was_said_of_is_written_again():
@@ -190,8 +190,8 @@ def test_numbers_of_what_is_gone_are_used_again():
 @pytest.mark.parametrize("gpus", [1, 8])
 def test_rows_of_a_removed_node_are_used_again(gpus):
     known = cluster(gpu_node("a", gpus))
-    before = len(known.snapshot().columns.alive)
+    before = len(known.snapshot().gpus.alive)
     for i in range(10):
         known.remove("a" if i == 0 else f"n{i - 1}")
         known.apply(gpu_node(f"n{i}", gpus))
-    assert len(known.snapshot().columns.alive) == before
+    assert len(known.snapshot().gpus.alive) == before

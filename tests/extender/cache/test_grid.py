@@ -1,7 +1,7 @@
 """GPUs side by side: every GPU of every node, in its place, as nodes come, change and go."""
 
 import numpy as np
-from carpool_extender.cache.cluster import Cluster
+from carpool_extender.cache.cluster import ClusterCache
 from carpool_extender.cache.gpu_table import NOWHERE, grid_of
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
@@ -20,13 +20,13 @@ def told(snapshot):
     for place in snapshot.grid.rows:
         for row, node in zip(place.tolist(), snapshot.grid.node.tolist(), strict=True):
             if row != NOWHERE:
-                found.setdefault(snapshot.node_names[node], []).append(snapshot.columns.uuid[row])
+                found.setdefault(snapshot.node_names[node], []).append(snapshot.gpus.uuid[row])
     return found
 
 
 @given(CHANGES)
 def test_every_gpu_of_every_node_has_its_place_whatever_came_and_went(changes):
-    cluster, there = Cluster(), {}
+    cluster, there = ClusterCache(), {}
     for name, gpus in changes:
         if gpus:
             cluster.apply(gpu_node(name, gpus))
@@ -41,7 +41,7 @@ def test_every_gpu_of_every_node_has_its_place_whatever_came_and_went(changes):
 
 @given(CHANGES, st.sets(st.sampled_from("abcde")))
 def test_some_nodes_of_a_grid_are_a_grid(changes, wanted):
-    cluster = Cluster()
+    cluster = ClusterCache()
     for name, gpus in changes:
         cluster.apply(gpu_node(name, gpus + 1))
     snapshot = cluster.snapshot()
@@ -58,7 +58,7 @@ def test_nobody_has_no_place():
 
 def test_a_gpu_that_does_not_fit_is_not_taken_for_the_tightest_place():
     """Nothing is left over on a GPU that is too small, and less than nothing on one that is much too small."""
-    known = Cluster()
+    known = ClusterCache()
     known.apply(gpu_node("a", [device(0, memory_mib=1000), device(1), device(2, memory_mib=20_000)]))
     known.apply(gpu_node("b", [device(0, "b", memory_mib=1000)]))
     best = CachedEvaluation(pod_request(memory_limit_mib=30_000), RULES, known.snapshot()).best

@@ -134,5 +134,5 @@ def test_a_deadline_is_prolonged_without_a_new_generation():
 @pytest.mark.parametrize("memory", [None, 0, 1, 9000, 2**29])
 def test_the_arrays_count_what_the_ledger_counts(memory):
     held = replace(tenant("x", [GPUS[0]]), tenant=TenantProfile(memory_mib=memory))
-    columns = cluster(gpu_node("a", [*CAPACITY.devices.values()], [held])).snapshot().columns
+    columns = cluster(gpu_node("a", [*CAPACITY.devices.values()], [held])).snapshot().gpus
     assert 9000 - columns.free_mib[0] == ledger.promised_mib([held], 9000)

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from carpool_core.resources.node import Tenant
 from carpool_core.values import GpuUuid, PodUid, SharingMode
-from carpool_extender.cache.usage import known_of
+from carpool_extender.cache.usage import usage_of
 from carpool_extender.testing import cluster, gpu_node, prediction, tenant
 
 GPU = "GPU-a-0"
@@ -22,7 +22,7 @@ def node(*reservations, tenants=(), heartbeat="2026-01-01T00:10:00Z"):
 
 
 def columns(*nodes):
-    found = cluster(*nodes).snapshot().columns
+    found = cluster(*nodes).snapshot().gpus
     return float(found.util[0, 0]), float(found.sm[0, 0]), int(found.memory_mib[0, 0])
 
 
@@ -61,7 +61,7 @@ def test_memory_that_a_young_tenant_takes_beyond_its_promise_counts_at_once():
 def test_a_measure_beside_neighbours_is_stretched_to_what_it_would_be_alone():
     busy = prediction(util=100, sm=1.0)
     both = [tenant(name, [GPU], SharingMode.TIME_SLICING, prediction=busy) for name in "xy"]
-    found = known_of(both, [seen("x", gpu_util_percent=50.0, sm_active_ratio=0.5), None])
+    found = usage_of(both, [seen("x", gpu_util_percent=50.0, sm_active_ratio=0.5), None])
     assert found[0].util == found[0].sm == pytest.approx(1.0)
     assert found[1].util == 1.0
 
@@ -77,7 +77,7 @@ def test_a_measure_beside_neighbours_is_stretched_to_what_it_would_be_alone():
 def test_where_a_gpu_is_used_up_a_measure_lowers_nothing(mode, seen_util, seen_sm, lowers):
     both = [tenant(name, [GPU], mode, **PREDICTED) for name in "xy"]
     measured = [seen(name, gpu_util_percent=seen_util, sm_active_ratio=seen_sm) for name in "xy"]
-    for one in known_of(both, measured):
+    for one in usage_of(both, measured):
         assert (one.util < 0.9) is lowers
         assert (one.sm < 0.8) is lowers
 
@@ -88,7 +88,7 @@ def test_a_neighbour_that_is_not_measured_yet_leaves_measures_as_they_are(mode):
     busy = prediction(memory_mib=4000, util=60, sm=0.6)
     both = [tenant("x", [GPU], mode, **PREDICTED), tenant("y", [GPU], mode, prediction=busy)]
     measured = [seen("x", gpu_util_percent=30.0, sm_active_ratio=0.25), None]
-    known = known_of(both, measured)[0]
+    known = usage_of(both, measured)[0]
     assert known.util < 0.6
     assert known.sm < 0.6
 
@@ -97,7 +97,7 @@ def test_where_a_gpu_is_used_up_a_measure_still_raises():
     idle = prediction(util=20, sm=0.1)
     both = [tenant(name, [GPU], SharingMode.TIME_SLICING, prediction=idle) for name in "xy"]
     measured = [seen(name, gpu_util_percent=50.0, sm_active_ratio=0.3) for name in "xy"]
-    for one in known_of(both, measured):
+    for one in usage_of(both, measured):
         assert one.util >= 0.5
         assert one.sm >= 0.3
 

@@ -7,17 +7,17 @@ from carpool_extender.cache.health import LONGEST_REST_S, GpuAvailability
 def test_the_same_heartbeat_again_is_silence_and_a_new_one_ends_it():
     clock = FakeClock()
     standing = GpuAvailability(clock)
-    standing.heard("a", "1")
+    standing.record_heartbeat("a", "1")
     clock.advance(30)
-    standing.heard("a", "1")
-    standing.heard("b", "1")
+    standing.record_heartbeat("a", "1")
+    standing.record_heartbeat("b", "1")
     clock.advance(31)
     told = standing.silent()
     assert {node: why.reason for node, why in told.items()} == {"a": "its agent has not reported for more than 60 s"}
     clock.advance(1)
     assert standing.silent()["a"] == told["a"]  # a sentence that ticks is written into every waiting pod again
-    standing.heard("a", "2")
-    standing.heard("b", "2")
+    standing.record_heartbeat("a", "2")
+    standing.record_heartbeat("b", "2")
     assert standing.silent() == {}
     clock.advance(61)
     assert standing.silent().keys() == {"a", "b"}
@@ -29,16 +29,16 @@ def test_an_agent_that_never_sent_a_heartbeat_is_silent_since_the_first_word_of_
     """Regression: it was not waited for, and its GPUs were given out for ever."""
     clock = FakeClock()
     standing = GpuAvailability(clock)
-    standing.heard("never", None)
+    standing.record_heartbeat("never", None)
     clock.advance(40)
-    standing.heard("never", None)
+    standing.record_heartbeat("never", None)
     assert standing.silent() == {}
     clock.advance(21)
     assert standing.silent().keys() == {"never"}
-    standing.heard("never", "1")
+    standing.record_heartbeat("never", "1")
     assert standing.silent() == {}
     clock.advance(40)
-    standing.heard("never", None)  # somebody took it away, which is no sign of life
+    standing.record_heartbeat("never", None)  # somebody took it away, which is no sign of life
     clock.advance(21)
     assert standing.silent().keys() == {"never"}
 
@@ -46,20 +46,20 @@ def test_an_agent_that_never_sent_a_heartbeat_is_silent_since_the_first_word_of_
 def test_failures_in_a_row_double_the_rest_and_success_ends_it():
     clock = FakeClock()
     standing = GpuAvailability(clock)
-    standing.failed("a", ["g0", "g1"])
-    standing.failed("a", ["g0"])  # prepared together with the others: the same failure
+    standing.record_failure("a", ["g0", "g1"])
+    standing.record_failure("a", ["g0"])  # prepared together with the others: the same failure
     assert standing.resting()["a", "g0"].reason == "could not be prepared, is tried again at 2026-01-31T12:00:30Z"
     clock.advance(30)
     assert standing.resting() == {}
-    standing.failed("a", ["g0"])
+    standing.record_failure("a", ["g0"])
     assert standing.resting()["a", "g0"].reason.endswith("12:01:30Z")
-    standing.succeeded("a", ["g0"])
+    standing.record_success("a", ["g0"])
     assert standing.resting() == {}
-    standing.failed("a", ["g0"])
+    standing.record_failure("a", ["g0"])
     assert standing.resting()["a", "g0"].reason.endswith("12:01:00Z")
     for _ in range(9):
         clock.advance(LONGEST_REST_S)
-        standing.failed("a", ["g0"])
+        standing.record_failure("a", ["g0"])
     clock.advance(LONGEST_REST_S - 1)
     assert standing.resting().keys() == {("a", "g0")}
     clock.advance(1)

@@ -60,7 +60,7 @@ async def test_what_if_names_the_place_and_creates_nothing():
 
 
 async def test_the_sites_preconditions_hold():
-    kube, rules = FakeKube(), SchedulerConfig(find_policy("least-slowdown"), 8, AdmissionLimits(most_jobs=1))
+    kube, rules = FakeKube(), SchedulerConfig(find_policy("least-slowdown"), 8, AdmissionLimits(max_jobs=1))
     seed_node(kube, gpu_node("a", 1, [tenant("y", ["GPU-a-0"])]))
     told = (await asked(kube, job_of(), rules, predicted, ASKER)).lines
     assert told[1] == "would have to wait now: 1 GPU: 1 tenant, the policy allows 1"

@@ -24,7 +24,7 @@ ONCE = "once GPU 0 of a is free (default/y is there)"
 def of(nodes, rules=RULES, **wants):
     """What is told of a job of one worker where every node is offered."""
     snapshot = cluster(*nodes).snapshot()
-    return needed(Case(pod_request(**wants), rules, snapshot, snapshot.columns.alive, {}))
+    return needed(Case(pod_request(**wants), rules, snapshot, snapshot.gpus.alive, {}))
 
 
 def one_gpu(**has):
@@ -186,7 +186,7 @@ def test_where_the_upper_quantile_counts_so_it_does_on_paper():
 
 
 def test_what_the_site_asks_besides_can_be_what_keeps_it_out():
-    rules = SchedulerConfig(find_policy("least-slowdown"), 8, AdmissionLimits(least_free_mib=10**6))
+    rules = SchedulerConfig(find_policy("least-slowdown"), 8, AdmissionLimits(min_free_mib=10**6))
     asked_for = "without the preconditions (free memory ≥ 1,000,000 MiB)"
     assert of([gpu_node("a", 1)], rules) == [PREFIX + asked_for]
 
@@ -203,7 +203,7 @@ def test_where_nothing_does_it_is_told_what_was_tried():
 def test_the_job_itself_is_not_waited_for():
     """Regression: a worker without a place was told to wait until the other one's GPU is free."""
     snapshot = cluster(gpu_node("a", 1, [tenant("new", [GPU], ALONE)])).snapshot()
-    told = needed(Case(pod_request(), RULES, snapshot, snapshot.columns.alive, {}))
+    told = needed(Case(pod_request(), RULES, snapshot, snapshot.gpus.alive, {}))
     assert not any("once" in line for line in told)
 
 
@@ -229,11 +229,11 @@ async def test_explain_tells_it_of_a_job_that_waits_and_what_if_of_one_that_coul
 def test_trying_changes_nothing_of_what_decisions_are_made_on():
     snapshot = cluster(*one_gpu(**BUSY, max_slowdown=1.1)).snapshot()
     before = {
-        name: np.copy(getattr(snapshot.columns, name))
+        name: np.copy(getattr(snapshot.gpus, name))
         for name in ("count", "max_slowdown", "free_mib", "min_slowdown_limit")
     }
     wants = pod_request(**BUSY)
-    needed(Case(wants, RULES, snapshot, snapshot.columns.alive, {}))
-    assert all((getattr(snapshot.columns, name) == was).all() for name, was in before.items())
+    needed(Case(wants, RULES, snapshot, snapshot.gpus.alive, {}))
+    assert all((getattr(snapshot.gpus, name) == was).all() for name, was in before.items())
     assert wants.demand == pod_request(**BUSY).demand
     assert not CachedEvaluation(wants, RULES, snapshot).evaluation.ok.any()

@@ -24,7 +24,7 @@ def assessment_of(known, policy="least-slowdown", **wants):
 
 
 def everywhere(cached_evaluation):
-    return cached_evaluation.evaluation.snapshot.columns.alive
+    return cached_evaluation.evaluation.snapshot.gpus.alive
 
 
 def told(known, policy="least-slowdown", **wants):
@@ -167,7 +167,7 @@ def test_where_a_node_comes_with_the_dearer_of_its_gpus(costs, lines):
     """Each node comes with the readiest of its own ties; among the nodes' choices ties are looked for once more."""
     known = cluster(gpu_node("n", 2, [held("x", "n", 8000, 1)]), gpu_node("m", 1, [held("y", "m", 9000)]))
     odd = Policy(
-        "odd", "as told", lambda evaluation, rows: np.array([costs[u] for u in evaluation.snapshot.columns.uuid[rows]]),
+        "odd", "as told", lambda evaluation, rows: np.array([costs[u] for u in evaluation.snapshot.gpus.uuid[rows]]),
         Score("{:.2f}".format, "lost"), tolerance=0.02,
     )  # fmt: skip
     cached_evaluation = CachedEvaluation(pod_request(), SchedulerConfig(odd, slots=8), known.snapshot())
@@ -178,7 +178,7 @@ def test_a_gpu_that_its_node_did_not_come_with_can_have_won_no_tie():
     known = cluster(gpu_node("n", 2, [held("x", "n", 8000, 1)]), gpu_node("m", [device(0, "m", memory_mib=81920)]))
     costs = {"GPU-n-0": 0.01, "GPU-n-1": 0.03, "GPU-m-0": 0.0}
     odd = Policy(
-        "odd", "as told", lambda evaluation, rows: np.array([costs[u] for u in evaluation.snapshot.columns.uuid[rows]]),
+        "odd", "as told", lambda evaluation, rows: np.array([costs[u] for u in evaluation.snapshot.gpus.uuid[rows]]),
         Score("{:.2f}".format, "lost"), tolerance=0.02,
     )  # fmt: skip
     cached_evaluation = CachedEvaluation(pod_request(), SchedulerConfig(odd, slots=8), known.snapshot())
@@ -210,12 +210,15 @@ def test_the_first_is_what_the_extender_takes_and_the_others_follow_by_their_sco
         for n, row in enumerate(layout)
     ]
     cached_evaluation = assessment_of(cluster(*nodes), policy, gpus=wanted, prediction=busy, max_slowdown=9)
-    found, taken = ranking(cached_evaluation, everywhere(cached_evaluation)), best_place(cached_evaluation, tells=False)
+    found, taken = (
+        ranking(cached_evaluation, everywhere(cached_evaluation)),
+        best_place(cached_evaluation, with_reason=False),
+    )
     lines = ranked(cached_evaluation, everywhere(cached_evaluation))
     assert (taken is None) == (not found) == (not lines)
     if taken is None:
         return
-    columns = cached_evaluation.evaluation.snapshot.columns
+    columns = cached_evaluation.evaluation.snapshot.gpus
     assert [columns.uuid[row] for row in found[0].rows] == taken[1].gpu_uuids
     behind = [one.cost for one in found[1:] if not one.is_tied and one.is_linked]
     assert behind == sorted(behind)

@@ -54,9 +54,9 @@ def a_site(container=(), **env):
 async def test_the_sites_settings_hold_where_nobody_says_otherwise():
     kube = a_site(CARPOOL_POLICY="best-fit", CARPOOL_SLOTS_PER_GPU="4", CARPOOL_MOST_JOBS="2",
                   CARPOOL_SLOWDOWN_QUANTILE="upper", CARPOOL_COUNT_PEAKS="false")  # fmt: skip
-    asked = dataclasses.replace(SHIPPED, policy="energy", conditions=ConditionSettings(most_jobs=1))
+    asked = dataclasses.replace(SHIPPED, policy="energy", conditions=ConditionSettings(max_jobs=1))
     found, note = await settled(kube, asked, frozenset({"--policy", "--most-jobs", "--namespace"}), predicts=False)
-    conditions = ConditionSettings(most_jobs=1, slowdown_quantile=Quantile.UPPER)
+    conditions = ConditionSettings(max_jobs=1, slowdown_quantile=Quantile.UPPER)
     assert found == dataclasses.replace(
         SHIPPED, policy="energy", slots_per_gpu=4, count_peaks=False, conditions=conditions
     )

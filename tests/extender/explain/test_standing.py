@@ -182,7 +182,7 @@ async def test_of_a_placed_job_it_is_told_where_another_policy_would_put_it_now(
 async def test_of_a_placed_job_that_would_find_no_place_any_more_it_is_told_that():
     kube = FakeKube()
     placed(kube)
-    rules = SchedulerConfig(find_policy("least-slowdown"), 8, AdmissionLimits(least_free_mib=10**6))
+    rules = SchedulerConfig(find_policy("least-slowdown"), 8, AdmissionLimits(min_free_mib=10**6))
     told = (await explained(kube, "x", "default", rules, ASKER)).lines
     why = "2 GPUs: at best 40,960 MiB free, the policy asks for 1,000,000 MiB"
     assert told[1] == f"{STAYS} least-slowdown it would have to wait: {why}"

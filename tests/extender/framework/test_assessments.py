@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from carpool_core.testing.clock import FakeClock
 from carpool_core.values import Tenancy
-from carpool_extender.cache.cluster import Cluster
+from carpool_extender.cache.cluster import ClusterCache
 from carpool_extender.cache.health import SILENCE_S, GpuAvailability
 from carpool_extender.framework.evaluation_cache import REMEMBERED, CachedEvaluation, EvaluationCache
 from carpool_extender.framework.scores import POLICIES, SchedulerConfig, find_policy
-from carpool_extender.framework.selection import FEW, MOST_CANDIDATES, SPARE, filter_nodes, place, score_nodes
+from carpool_extender.framework.selection import FEW, MOST_CANDIDATES, SPARE, filter_nodes, place_on_node, score_nodes
 from carpool_extender.testing import cluster, gpu_node, pod_request, prediction, tenant
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,7 +54,7 @@ def test_following_equals_beginning_anew(policy, steps, gpus):
         mine, fresh = following.of(newcomer), CachedEvaluation(newcomer, rules, known.snapshot())
         assert told(filter_nodes(mine, NAMES)) == told(filter_nodes(fresh, NAMES))
         assert score_nodes(mine, NAMES).tolist() == score_nodes(fresh, NAMES).tolist()
-        assert [place(mine, name) for name in NAMES] == [place(fresh, name) for name in NAMES]
+        assert [place_on_node(mine, name) for name in NAMES] == [place_on_node(fresh, name) for name in NAMES]
 
 
 def test_jobs_of_the_same_shape_share_an_assessment_and_others_do_not():
@@ -69,7 +69,7 @@ def test_jobs_of_the_same_shape_share_an_assessment_and_others_do_not():
 
 def test_silence_reaches_an_assessment_although_no_object_changes():
     clock = FakeClock()
-    known = Cluster(8, GpuAvailability(clock))
+    known = ClusterCache(8, GpuAvailability(clock))
     node = gpu_node("a", 1)
     known.apply(
         type(node)(metadata=node.metadata, status=type(node.status)(devices=node.status.devices, heartbeat_time="1"))
@@ -78,7 +78,7 @@ def test_silence_reaches_an_assessment_although_no_object_changes():
     assert filter_nodes(following.of(pod_request()), ["a"]).fits == ["a"]
     clock.advance(SILENCE_S + 1)
     assert "has not reported" in filter_nodes(following.of(pod_request()), ["a"]).refused["a"]
-    assert place(following.of(pod_request()), "a").startswith("NoGpuFits: 1 node: its agent has not reported")
+    assert place_on_node(following.of(pod_request()), "a").startswith("NoGpuFits: 1 node: its agent has not reported")
 
 
 def test_of_many_nodes_that_do_not_fit_nothing_is_told_while_others_do():
@@ -111,7 +111,7 @@ def test_a_node_that_was_never_heard_of_fits_nobody():
     found = CachedEvaluation(pod_request(), fit(), cluster(gpu_node("a", 1)).snapshot())
     assert filter_nodes(found, ["z"]).unsuitable.keys() == {"z"}
     assert score_nodes(found, ["z", "a"]).tolist() == [0, 10]
-    assert place(found, "z") == "NoGpuFits: no node offered reports GPUs; is the node agent running there?"
+    assert place_on_node(found, "z") == "NoGpuFits: no node offered reports GPUs; is the node agent running there?"
     empty = CachedEvaluation(pod_request(), fit(), cluster().snapshot())
     assert filter_nodes(empty, ["z"]).fits == []
     assert np.array_equal(score_nodes(empty, []), [])

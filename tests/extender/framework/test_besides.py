@@ -3,11 +3,11 @@
 import pytest
 from carpool_core.values import DeviceHealth, RequestedMode, SharingMode
 from carpool_extender.framework.admission_limits import AdmissionLimits
-from carpool_extender.framework.diagnosis import all_failures, failing_besides, headroom, outcome
+from carpool_extender.framework.diagnosis import all_failures, headroom, other_failures, outcome
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.filters import Check
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.framework.selection import explain
+from carpool_extender.framework.selection import explain_gpus
 from carpool_extender.testing import T4, cluster, device, gpu_node, pod_request, prediction, tenant
 
 GPU = "GPU-a-0"
@@ -22,10 +22,10 @@ def asked(node, newcomer, slots=8, conditions=None):
 
 def test_all_that_fails_is_told_with_its_margin_the_first_as_before():
     crowd = [tenant(f"x{i}", [GPU], memory_limit_mib=14_000, **BUSY) for i in range(2)]
-    conditions = AdmissionLimits(most_sm_active=0.8)
+    conditions = AdmissionLimits(max_sm_active=0.8)
     newcomer = pod_request(prediction=LARGE)
     evaluation = asked(gpu_node("a", 1, crowd), newcomer, 2, conditions)
-    assert failing_besides(evaluation, 0) == [Check.MEMORY, Check.CONDITION, Check.SLOWDOWN]
+    assert other_failures(evaluation, 0) == [Check.MEMORY, Check.CONDITION, Check.SLOWDOWN]
     told = all_failures(evaluation, 0).split("; besides, ")
     assert told[0] == outcome(evaluation, 0) == "has 2 tenants, the most allowed is 2"
     assert told[1] == "needs 15,500 MiB, has 12,960 MiB free (2,540 MiB short)"
@@ -56,19 +56,19 @@ def test_all_that_fails_is_told_with_its_margin_the_first_as_before():
 def test_a_gpu_that_is_sick_may_be_unfit_besides(tenants, newcomer, besides):
     sick = [device(0, health=DeviceHealth.UNHEALTHY, health_message="Xid 79")]
     evaluation = asked(gpu_node("a", sick, tenants), newcomer)
-    assert evaluation.found.failed[0] == Check.HEALTH
-    assert failing_besides(evaluation, 0) == besides
+    assert evaluation.results.failed[0] == Check.HEALTH
+    assert other_failures(evaluation, 0) == besides
     assert all_failures(evaluation, 0).count("; besides, ") == len(besides)
 
 
 def test_where_the_job_fits_nothing_is_besides():
     evaluation = asked(gpu_node("a", 1), pod_request())
-    assert failing_besides(evaluation, 0) == []
+    assert other_failures(evaluation, 0) == []
     assert all_failures(evaluation, 0) == f"{outcome(evaluation, 0)}; tenant 1 of at most 8"
 
 
 def test_where_the_job_fits_it_is_told_how_far_the_sites_limits_are():
-    conditions = AdmissionLimits(most_sm_active=0.8, most_joint_sm_active=0.9, least_free_mib=5120, most_jobs=3)
+    conditions = AdmissionLimits(max_sm_active=0.8, max_joint_sm_active=0.9, min_free_mib=5120, max_jobs=3)
     node = gpu_node("a", 1, [tenant("x", [GPU], memory_limit_mib=10_000, prediction=prediction(util=20, sm=0.3))])
     newcomer = pod_request(prediction=prediction(util=20, sm=0.25))
     told = all_failures(asked(node, newcomer, conditions=conditions), 0).split("; ")
@@ -88,7 +88,7 @@ def test_a_gpu_of_its_own_has_no_number_of_tenants():
 def test_explain_tells_them():
     node = gpu_node("a", [device(0, health=DeviceHealth.UNHEALTHY, health_message="Xid 79")])
     rules = SchedulerConfig(find_policy("least-slowdown"), 8)
-    (answer,) = explain(cluster(node).snapshot(), pod_request(product=T4), ["a"], rules)
+    (answer,) = explain_gpus(cluster(node).snapshot(), pod_request(product=T4), ["a"], rules)
     assert answer.said.startswith("unhealthy: Xid 79; besides, wrong product")
 
 
@@ -98,7 +98,7 @@ def test_first_and_besides_are_the_checks_that_fail_alone():
     def crowded(**accepts):
         return gpu_node("a", 1, [tenant(f"x{i}", [GPU], memory_limit_mib=14_000, **BUSY, **accepts) for i in range(2)])
 
-    newcomer, conditions = pod_request(prediction=LARGE), AdmissionLimits(most_sm_active=0.8)
+    newcomer, conditions = pod_request(prediction=LARGE), AdmissionLimits(max_sm_active=0.8)
     small = pod_request(prediction=prediction(memory_mib=9_000, util=100, sm=0.9))
     cases = {
         Check.SLOTS: asked(crowded(), newcomer, 8, conditions),
@@ -109,5 +109,5 @@ def test_first_and_besides_are_the_checks_that_fail_alone():
         ),
     }
     for passing, evaluation in cases.items():
-        told = {Check(int(evaluation.found.failed[0])), *failing_besides(evaluation, 0)}
+        told = {Check(int(evaluation.results.failed[0])), *other_failures(evaluation, 0)}
         assert told == set(cases) - {passing}

@@ -5,7 +5,7 @@ import pytest
 from carpool_core.values import SharingMode
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.scores import POLICIES, SchedulerConfig, UnknownPolicyError, find_policy
-from carpool_extender.framework.selection import FEW, filter_nodes, place, score_nodes
+from carpool_extender.framework.selection import FEW, filter_nodes, place_on_node, score_nodes
 from carpool_extender.testing import cluster, device, gpu_node, pod_request, prediction, tenant
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,15 +27,15 @@ def test_a_job_that_disturbs_nobody_joins_the_gpu_with_the_least_left():
     known = cluster(
         gpu_node("a", 3, [tenant("x", ["GPU-a-1"], memory_limit_mib=8000), tenant("y", ["GPU-a-2"])]),
     )
-    assert place(CachedEvaluation(pod_request(), fit(), known.snapshot()), "a").gpu_uuids == ["GPU-a-1"]
-    assert place(CachedEvaluation(pod_request(), fit("most-available-memory"), known.snapshot()), "a").gpu_uuids == [
-        "GPU-a-0"
-    ]
+    assert place_on_node(CachedEvaluation(pod_request(), fit(), known.snapshot()), "a").gpu_uuids == ["GPU-a-1"]
+    assert place_on_node(
+        CachedEvaluation(pod_request(), fit("most-available-memory"), known.snapshot()), "a"
+    ).gpu_uuids == ["GPU-a-0"]
 
 
 def test_a_job_that_would_disturb_takes_an_idle_gpu_and_the_reason_says_so():
     known = cluster(gpu_node("a", 2, [tenant("x", [GPU], **BUSY, max_slowdown=1.2)]))
-    chosen = place(CachedEvaluation(pod_request(**BUSY), fit(), known.snapshot()), "a")
+    chosen = place_on_node(CachedEvaluation(pod_request(**BUSY), fit(), known.snapshot()), "a")
     assert chosen.gpu_uuids == ["GPU-a-1"]
     assert "passed over 1 GPU that had the memory: GPU 0 of a" in chosen.reason
     assert "would slow default/x to 1.90 of 1.20" in chosen.reason
@@ -43,7 +43,9 @@ def test_a_job_that_would_disturb_takes_an_idle_gpu_and_the_reason_says_so():
 
 def test_of_several_that_were_passed_over_the_closest_is_told():
     busy = [tenant(f"x{i}", [f"GPU-a-{i}"], **BUSY, max_slowdown=1.2 + i / 10) for i in range(2)]
-    chosen = place(CachedEvaluation(pod_request(**BUSY), fit(), cluster(gpu_node("a", 3, busy)).snapshot()), "a")
+    chosen = place_on_node(
+        CachedEvaluation(pod_request(**BUSY), fit(), cluster(gpu_node("a", 3, busy)).snapshot()), "a"
+    )
     assert "passed over 2 GPUs that had the memory: the closest was GPU 1 of a" in chosen.reason
 
 
@@ -54,7 +56,7 @@ def test_several_gpus_of_one_worker_are_on_one_node_in_one_mode():
     )
     found = filter_nodes(CachedEvaluation(pod_request(gpus=2), fit(), known.snapshot()), ["a", "b"])
     assert found.fits == ["b"]
-    chosen = place(CachedEvaluation(pod_request(gpus=2), fit(), known.snapshot()), "b")
+    chosen = place_on_node(CachedEvaluation(pod_request(gpus=2), fit(), known.snapshot()), "b")
     assert len(set(chosen.gpu_uuids)) == 2
     assert "GPU-b-1" in chosen.gpu_uuids
 
@@ -135,13 +137,13 @@ def test_every_policy_keeps_the_promises(policy, layout, wanted, memory):
     top_k = CachedEvaluation(newcomer, fit(policy), snapshot).best.top_k(find_policy(policy))
     assert [name for name in names if scores[name] == 10] == ([] if top_k is None else [snapshot.node_names[top_k]])
     for name in names:
-        chosen = place(CachedEvaluation(newcomer, fit(policy), snapshot), name)
+        chosen = place_on_node(CachedEvaluation(newcomer, fit(policy), snapshot), name)
         assert isinstance(chosen, str) == (name not in found.fits)
         if not isinstance(chosen, str):
             assert len(set(chosen.gpu_uuids)) == wanted
-            mine = [int(np.flatnonzero(snapshot.columns.uuid == uuid)[0]) for uuid in chosen.gpu_uuids]
-            taken = snapshot.columns.memory_mib.sum(axis=1)
-            assert all(taken[row] + memory <= snapshot.columns.usable_mib[row] for row in mine)
+            mine = [int(np.flatnonzero(snapshot.gpus.uuid == uuid)[0]) for uuid in chosen.gpu_uuids]
+            taken = snapshot.gpus.memory_mib.sum(axis=1)
+            assert all(taken[row] + memory <= snapshot.gpus.usable_mib[row] for row in mine)
 
 
 MANY = [f"n{number:03}" for number in range(FEW + 20)]

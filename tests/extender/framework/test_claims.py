@@ -8,7 +8,7 @@ import pytest
 from carpool_core.values import DeviceHealth, GpuUuid, SharingMode
 from carpool_extender.framework.evaluation_cache import CachedEvaluation, EvaluationCache
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.framework.selection import explain, filter_nodes
+from carpool_extender.framework.selection import explain_gpus, filter_nodes
 from carpool_extender.testing import cluster, device, gpu_node, pod_request, tenant
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,13 +25,13 @@ def telling(name, *uuids, held=()):
 
 def said(known, name):
     """What is said of each GPU of a node."""
-    return [one.said for one in explain(known.snapshot(), pod_request(), [name], RULES)]
+    return [one.said for one in explain_gpus(known.snapshot(), pod_request(), [name], RULES)]
 
 
 def unavailable(known):
     """Which GPUs are hindered, by node and index, as the column tells it."""
     snapshot = known.snapshot()
-    columns = snapshot.columns
+    columns = snapshot.gpus
     rows = np.flatnonzero(columns.alive & columns.unavailable).tolist()
     assert set(rows) <= snapshot.unavailable.keys()
     return {(snapshot.node_names[columns.node[row]], int(columns.gpu_index[row])) for row in rows}
@@ -131,7 +131,7 @@ def test_the_rows_and_the_journal_follow_whatever_nodes_tell(steps):
         assert known.unavailable_nodes() == {name for name, _ in expected}
         fresh = cluster(*(telling(name, *told) for name, told in last.items()))
         assert [said(known, name) for name in last] == [said(fresh, name) for name in last]
-        columns, changed = known.snapshot().columns, known.changed_since(seen)
+        columns, changed = known.snapshot().gpus, known.changed_since(seen)
         followed = np.append(followed, np.zeros(len(columns.alive) - len(followed), np.bool_))
         followed[changed], seen = columns.unavailable[changed], known.generation
         assert followed[columns.alive].tolist() == columns.unavailable[columns.alive].tolist()

@@ -32,16 +32,16 @@ def test_each_gpu_is_told_what_the_model_says_of_it(quantile, predict, gpus, new
         for place, (mode, jobs) in enumerate(gpus)
         for i, job in enumerate(jobs)
     ]
-    rules = SchedulerConfig(find_policy("least-slowdown"), slots=8, conditions=AdmissionLimits(quantile=quantile))
+    rules = SchedulerConfig(find_policy("least-slowdown"), slots=8, limits=AdmissionLimits(quantile=quantile))
     snapshot = cluster(gpu_node("a", len(gpus), held)).snapshot()
-    found = CachedEvaluation(pod_request(**profile(newcomer)), rules, snapshot).evaluation.found
+    found = CachedEvaluation(pod_request(**profile(newcomer)), rules, snapshot).evaluation.results
     for row, (mode, jobs) in enumerate(gpus):
         util, sm, dram, limit = (np.array([of]) for of in zip(*jobs, newcomer, strict=True))
         busy = (util / 100, sm / 100, dram / 100)
         every = np.ones(limit.shape, np.bool_)
         before = slowdowns(mode, *(of[:, :-1] for of in busy), every[:, :-1])
         after, room = slowdowns(mode, *busy, every), (limit - predict(mode, *busy, every))[0]
-        assert found.newcomer[row] == pytest.approx(after[0, -1])
-        assert found.added[row] == pytest.approx(after.sum() - 1 - before.sum(), abs=1e-6)
-        assert found.margin[row] == pytest.approx(room.min(), abs=1e-6)
+        assert found.slowdown[row] == pytest.approx(after[0, -1])
+        assert found.added_slowdown[row] == pytest.approx(after.sum() - 1 - before.sum(), abs=1e-6)
+        assert found.slowdown_margin[row] == pytest.approx(room.min(), abs=1e-6)
         assert found.failed[row] == (PASSED if room.min() > -1e-6 else Check.SLOWDOWN)

@@ -8,7 +8,7 @@ from carpool_core.values import DeviceHealth, RequestedMode, SharingMode, Tenanc
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.filters import PASSED, Check
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.framework.selection import place
+from carpool_extender.framework.selection import place_on_node
 from carpool_extender.testing import T4, cluster, device, gpu_node, pod_request, prediction, tenant
 
 MPS, TURNS, ALONE = SharingMode.MPS, SharingMode.TIME_SLICING, SharingMode.EXCLUSIVE
@@ -152,20 +152,20 @@ CASES = [
 def test_checks(node, wants, failed, mode):
     found = verdict_on(node, **wants)
     assert found.ok[0] == (failed is None)
-    assert found.found.failed[0] == (PASSED if failed is None else failed)
+    assert found.results.failed[0] == (PASSED if failed is None else failed)
     if failed is not None:
         assert found.margins(failed, np.array([0]))[0] < 0
     else:
         assert all(found.margins(check, np.array([0]))[0] >= -1e-6 for check in Check)
-        chosen = place(CachedEvaluation(found.pod_request, RULES, found.snapshot), "a")
+        chosen = place_on_node(CachedEvaluation(found.pod_request, RULES, found.snapshot), "a")
         assert chosen.mode is mode
         assert chosen.gpu_uuids[0] == GPU
         assert len(chosen.gpu_uuids) == wants.get("gpus", 1)
 
 
 def test_an_mps_newcomer_is_held_to_what_it_fills_and_the_first_is_not():
-    first = place(CachedEvaluation(pod_request(), RULES, cluster(gpu_node()).snapshot()), "a")
-    later = place(
+    first = place_on_node(CachedEvaluation(pod_request(), RULES, cluster(gpu_node()).snapshot()), "a")
+    later = place_on_node(
         CachedEvaluation(pod_request(), RULES, cluster(gpu_node("a", 1, [tenant("x", [GPU])])).snapshot()), "a"
     )
     assert (first.memory_limit_mib, first.thread_percentage) == (4000, 100)
@@ -176,7 +176,7 @@ def test_an_mps_newcomer_is_held_to_what_it_fills_and_the_first_is_not():
     ("util", "sm", "expected"), [(100, 0.3, 30), (100, 0.301, 35), (50, 0.3, 60), (10, 0.3, 100), (100, 0.0, 5)]
 )
 def test_thread_percentage_is_never_below_the_prediction(util, sm, expected):
-    facts = pod_request(prediction=prediction(util=util, sm=sm)).facts(cluster(gpu_node()).snapshot().classes[0])
+    facts = pod_request(prediction=prediction(util=util, sm=sm)).requirements(cluster(gpu_node()).snapshot().classes[0])
     assert facts.thread_percentage == expected
 
 
@@ -188,7 +188,7 @@ def test_thread_percentage_counts_with_what_is_hardly_exceeded():
         gpu_util_percent=Interval(median=100, lower=90, upper=100),
     )
     one = msgspec.structs.replace(found.products[0], activity=wide)
-    facts = pod_request(prediction=msgspec.structs.replace(found, products=[one])).facts(
+    facts = pod_request(prediction=msgspec.structs.replace(found, products=[one])).requirements(
         cluster(gpu_node()).snapshot().classes[0]
     )
     assert facts.thread_percentage == 50
@@ -196,7 +196,7 @@ def test_thread_percentage_counts_with_what_is_hardly_exceeded():
 
 @pytest.mark.parametrize("mode", [RequestedMode.TIME_SLICING, RequestedMode.EXCLUSIVE])
 def test_no_limits_where_nothing_enforces_them(mode):
-    chosen = place(CachedEvaluation(pod_request(mode=mode), RULES, cluster(gpu_node()).snapshot()), "a")
+    chosen = place_on_node(CachedEvaluation(pod_request(mode=mode), RULES, cluster(gpu_node()).snapshot()), "a")
     assert (chosen.memory_limit_mib, chosen.thread_percentage) == (None, None)
 
 
@@ -240,13 +240,13 @@ def test_no_limits_where_nothing_enforces_them(mode):
     ],
 )
 def test_the_reason_says_why_this_mode(node, wants, expected):
-    assert expected in place(CachedEvaluation(pod_request(**wants), RULES, cluster(node).snapshot()), "a").reason.split(
-        "; "
-    )
+    assert expected in place_on_node(
+        CachedEvaluation(pod_request(**wants), RULES, cluster(node).snapshot()), "a"
+    ).reason.split("; ")
 
 
 def test_the_reason_says_that_the_policy_wants_every_job_alone():
-    chosen = place(
+    chosen = place_on_node(
         CachedEvaluation(
             pod_request(), SchedulerConfig(find_policy("exclusive"), slots=8), cluster(gpu_node()).snapshot()
         ),
@@ -258,6 +258,6 @@ def test_the_reason_says_that_the_policy_wants_every_job_alone():
 def test_an_idle_gpu_that_is_in_the_mode_already_is_taken_before_one_that_has_to_change():
     node = gpu_node("a", [device(0, mode=TURNS), device(1, mode=MPS), device(2, mode=TURNS)])
     known = cluster(node)
-    assert place(CachedEvaluation(pod_request(), RULES, known.snapshot()), "a").gpu_uuids == ["GPU-a-1"]
+    assert place_on_node(CachedEvaluation(pod_request(), RULES, known.snapshot()), "a").gpu_uuids == ["GPU-a-1"]
     slicing = pod_request(mode=RequestedMode.TIME_SLICING, gpus=2)
-    assert place(CachedEvaluation(slicing, RULES, known.snapshot()), "a").gpu_uuids == ["GPU-a-0", "GPU-a-2"]
+    assert place_on_node(CachedEvaluation(slicing, RULES, known.snapshot()), "a").gpu_uuids == ["GPU-a-0", "GPU-a-2"]

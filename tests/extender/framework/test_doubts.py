@@ -4,10 +4,10 @@ import msgspec
 import pytest
 from carpool_core.resources.node import Tenant
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
-from carpool_extender.cache.health import tells_nothing_new
+from carpool_extender.cache.health import still_valid
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.framework.selection import explain, filter_nodes
+from carpool_extender.framework.selection import explain_gpus, filter_nodes
 from carpool_extender.testing import cluster, device, gpu_node, pod_request, prediction, tenant
 
 RULES = SchedulerConfig(find_policy("least-slowdown"), slots=8)
@@ -70,7 +70,7 @@ CASES = [
 @pytest.mark.parametrize(("node", "reason"), CASES)
 def test_the_gpu_is_left_out_and_its_neighbour_is_not(node, reason):
     snapshot = cluster(node).snapshot()
-    told = [str(one) for one in explain(snapshot, pod_request(), ["a"], RULES)]
+    told = [str(one) for one in explain_gpus(snapshot, pod_request(), ["a"], RULES)]
     assert told[0].partition("; besides, ")[0] == f"GPU 0 of a (NVIDIA A100-SXM4-40GB): {reason}"
     assert "fits by" in told[1]
     only = msgspec.structs.replace(node, status=msgspec.structs.replace(node.status, devices=node.status.devices[:1]))
@@ -84,7 +84,7 @@ def test_gpus_that_a_node_tells_of_by_the_same_uuid_are_left_out_until_it_tells_
     known = cluster(a_node(devices=twins))
     for node in (a_node(X, devices=twins), a_node(devices=twins)):  # also where only what is held there changes
         known.apply(node)
-        told = [one.said for one in explain(known.snapshot(), pod_request(), ["a"], RULES)]
+        told = [one.said for one in explain_gpus(known.snapshot(), pod_request(), ["a"], RULES)]
         assert told[0] == told[2] == "its node tells of several GPUs by the UUID GPU-a-0"
         assert filter_nodes(CachedEvaluation(asked, RULES, known.snapshot()), ["a"]).fits == []
     known.apply(a_node(devices=3))
@@ -103,13 +103,13 @@ def test_a_gpu_without_memory_is_no_place_for_a_job_of_unknown_memory_either(has
     """Regression: it would have gone there, and 0 of 0 MiB would have been left."""
     odd, unknown = device(1, memory_mib=has[0], reserved_mib=has[1]), pod_request(prediction=None)
     known = cluster(a_node(devices=[device(0), odd]))
-    fits, left_out = explain(known.snapshot(), unknown, ["a"], RULES)
+    fits, left_out = explain_gpus(known.snapshot(), unknown, ["a"], RULES)
     assert (fits.fits, left_out.fits) == (True, False)
     assert left_out.said == f"reports {reason}: expected at least 256 MiB to give"
     found = filter_nodes(CachedEvaluation(unknown, RULES, cluster(a_node(devices=[odd])).snapshot()), ["a"])
     assert found.refused == {"a": f"NoGpuFits: 1 node: {left_out.said}"}
     known.apply(a_node(devices=2))
-    assert [one.fits for one in explain(known.snapshot(), unknown, ["a"], RULES)] == [True, True]
+    assert [one.fits for one in explain_gpus(known.snapshot(), unknown, ["a"], RULES)] == [True, True]
 
 
 def test_gpus_that_a_node_tells_of_by_the_same_index_are_left_out_until_it_tells_them_apart():
@@ -118,20 +118,20 @@ def test_gpus_that_a_node_tells_of_by_the_same_index_are_left_out_until_it_tells
     known = cluster(a_node(devices=twins))
     for node in (a_node(X, devices=twins), a_node(devices=twins)):
         known.apply(node)
-        told = [one.said for one in explain(known.snapshot(), pod_request(), ["a"], RULES)]
+        told = [one.said for one in explain_gpus(known.snapshot(), pod_request(), ["a"], RULES)]
         assert told[0] == told[1] == "its node tells of several GPUs by the index 0"
         assert "fits by" in told[2]
     known.apply(a_node(devices=3))
-    assert all(one.fits for one in explain(known.snapshot(), pod_request(), ["a"], RULES))
+    assert all(one.fits for one in explain_gpus(known.snapshot(), pod_request(), ["a"], RULES))
     assert known.unavailable_nodes() == set()
 
 
 def test_it_is_taken_again_when_the_stranger_has_left():
     known = cluster(a_node(tenants=[seen("stranger", 700)], devices=1))
-    assert known.snapshot().columns.unavailable.tolist() == [True]
+    assert known.snapshot().gpus.unavailable.tolist() == [True]
     assert known.unavailable_nodes() == {"a"}
     known.apply(a_node(tenants=[seen("stranger", 0)], devices=1))
-    assert known.snapshot().columns.unavailable.tolist() == [False]
+    assert known.snapshot().gpus.unavailable.tolist() == [False]
     assert known.unavailable_nodes() == set()
 
 
@@ -171,16 +171,16 @@ X, Y, CHOSEN = tenant("x", ["GPU-a-1"]), tenant("y", [GPU]), [GpuUuid("GPU-a-1")
     ],
 )
 def test_a_decision_holds_as_long_as_it_knew_all_that_a_node_holds(now, is_old):
-    assert tells_nothing_new(now, a_node(X, Y), CHOSEN) is is_old
+    assert still_valid(now, a_node(X, Y), CHOSEN) is is_old
 
 
 def test_a_decision_does_not_hold_where_a_reservation_went_and_its_pod_did_not():
     tenants = [seen("pod-y", 9)]
-    assert tells_nothing_new(a_node(X, Y, tenants=tenants), a_node(X, Y, tenants=tenants), CHOSEN)
-    assert not tells_nothing_new(a_node(X, tenants=tenants), a_node(X, Y, tenants=tenants), CHOSEN)
+    assert still_valid(a_node(X, Y, tenants=tenants), a_node(X, Y, tenants=tenants), CHOSEN)
+    assert not still_valid(a_node(X, tenants=tenants), a_node(X, Y, tenants=tenants), CHOSEN)
 
 
 def test_a_decision_does_not_hold_for_another_node_of_that_name():
     now = a_node(X)
     other = msgspec.structs.replace(now, metadata=msgspec.structs.replace(now.metadata, uid="another"))
-    assert not tells_nothing_new(other, now, CHOSEN)
+    assert not still_valid(other, now, CHOSEN)

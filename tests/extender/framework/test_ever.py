@@ -91,7 +91,7 @@ def test_gpus_without_a_mode_for_it_are_not_counted_as_suitable():
 
 
 def test_sites_may_allow_fewer():
-    few = SchedulerConfig(find_policy("least-slowdown"), 8, AdmissionLimits(most_jobs=2))
+    few = SchedulerConfig(find_policy("least-slowdown"), 8, AdmissionLimits(max_jobs=2))
     found = CachedEvaluation(pod_request(**SMALL), few, cluster(gpu_node("a", 2)).snapshot()).evaluation
     assert max_workers_when_empty(found, few.slots) == 4
 

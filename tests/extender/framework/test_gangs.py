@@ -2,14 +2,14 @@
 
 import pytest
 from carpool_core.values import PodUid, RequestedMode, SharingMode
-from carpool_extender.cache.cluster import Cluster
+from carpool_extender.cache.cluster import ClusterCache
 from carpool_extender.cache.gpu_table import nvlink_domains
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.admission_limits import AdmissionLimits
 from carpool_extender.framework.evaluation_cache import CachedEvaluation, EvaluationCache
 from carpool_extender.framework.gang import Gangs
 from carpool_extender.framework.scores import MAX_SCORE, SchedulerConfig, find_policy
-from carpool_extender.framework.selection import filter_nodes, place, score_nodes
+from carpool_extender.framework.selection import filter_nodes, place_on_node, score_nodes
 from carpool_extender.testing import cluster, demand, device, gpu_node, pod_request, prediction, tenant
 
 RULES = SchedulerConfig(find_policy("least-slowdown"), slots=8)
@@ -19,7 +19,7 @@ ALONE = RequestedMode.EXCLUSIVE
 class Known:
     """What a gang is decided on."""
 
-    def __init__(self, found: Cluster, succeeded: int = 0) -> None:
+    def __init__(self, found: ClusterCache, succeeded: int = 0) -> None:
         self.cluster, self._succeeded = found, succeeded
 
     def succeeded(self, job_uid, pod_uid):
@@ -84,7 +84,7 @@ def test_however_many_workers_there_are_it_is_told_for_how_many_there_truly_is_r
 
 def test_no_more_jobs_count_on_a_gpu_than_the_site_allows():
     """Regression: memory and slots alone had room for 16, where the site allows two jobs on a GPU."""
-    rules = SchedulerConfig(find_policy("least-slowdown"), 8, AdmissionLimits(most_jobs=2))
+    rules = SchedulerConfig(find_policy("least-slowdown"), 8, AdmissionLimits(max_jobs=2))
     found = cluster(gpu_node("a", 2))
     gangs = Gangs(Known(found), EvaluationCache(found, rules), rules)
     many = PodRequest(demand("new", prediction=prediction(memory_mib=100, util=1, sm=0.01)), workers=20)
@@ -136,7 +136,7 @@ def test_islands_are_what_is_linked_directly_or_by_way_of_others():
 
 def test_a_worker_gets_gpus_that_are_linked_though_others_are_as_good():
     node = linked("a", [0], [1, 3], [2])
-    assert place(CachedEvaluation(pod_request(gpus=2), RULES, cluster(node).snapshot()), "a").gpu_uuids == [
+    assert place_on_node(CachedEvaluation(pod_request(gpus=2), RULES, cluster(node).snapshot()), "a").gpu_uuids == [
         "GPU-a-1",
         "GPU-a-3",
     ]
@@ -161,9 +161,9 @@ def test_of_islands_that_are_as_good_one_is_taken_as_of_single_gpus(held, expect
     node = gpu_node("a", island.status.devices, tenants)
     wants = pod_request(gpus=2, prediction=prediction(util=5, sm=0.01))
     found = CachedEvaluation(wants, RULES, cluster(node).snapshot())
-    assert place(found, "a").gpu_uuids == [f"GPU-a-{gpu}" for gpu in expected]
+    assert place_on_node(found, "a").gpu_uuids == [f"GPU-a-{gpu}" for gpu in expected]
     if len(held) == 2:
-        assert 0.0 < found.evaluation.found.added[2] <= RULES.policy.tolerance
+        assert 0.0 < found.evaluation.results.added_slowdown[2] <= RULES.policy.tolerance
 
 
 def test_a_node_with_linked_gpus_scores_best_and_others_do_where_there_is_none():
@@ -179,4 +179,6 @@ def test_a_node_with_linked_gpus_scores_best_and_others_do_where_there_is_none()
 
 def test_gpus_that_are_not_linked_do_where_an_island_is_too_small():
     node = linked("a", [0, 1], [2, 3])
-    assert len(place(CachedEvaluation(pod_request(gpus=3), RULES, cluster(node).snapshot()), "a").gpu_uuids) == 3
+    assert (
+        len(place_on_node(CachedEvaluation(pod_request(gpus=3), RULES, cluster(node).snapshot()), "a").gpu_uuids) == 3
+    )

@@ -9,7 +9,7 @@ from carpool_extender.cache.mig import known, profile_of, smallest, whole
 from carpool_extender.framework.diagnosis import headroom
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.framework.selection import best_place, filter_nodes, place
+from carpool_extender.framework.selection import best_place, filter_nodes, place_on_node
 from carpool_extender.testing import cluster, device, gpu_node, pod_request, prediction, tenant
 from hypothesis import given
 from hypothesis import strategies as st
@@ -57,7 +57,7 @@ def test_only_plain_profiles_are_placed():
 
 
 def test_a_place_names_the_profile_and_limits_nothing_else():
-    chosen = place(CachedEvaluation(wanting(), RULES, cluster(divisible()).snapshot()), "a")
+    chosen = place_on_node(CachedEvaluation(wanting(), RULES, cluster(divisible()).snapshot()), "a")
     assert (chosen.mode, chosen.mig_profile) == (SharingMode.MIG, "1g.5gb")
     assert (chosen.memory_limit_mib, chosen.thread_percentage, chosen.expected_slowdown) == (None, None, 1.0)
     assert "MIG as the job asks" in chosen.reason
@@ -65,7 +65,7 @@ def test_a_place_names_the_profile_and_limits_nothing_else():
 
 def test_instances_stand_side_by_side_until_slices_or_memory_end():
     node = divisible(instance("x", "4g.20gb"), instance("y", "2g.10gb"))
-    assert place(CachedEvaluation(wanting(), RULES, cluster(node).snapshot()), "a").mig_profile == "1g.5gb"
+    assert place_on_node(CachedEvaluation(wanting(), RULES, cluster(node).snapshot()), "a").mig_profile == "1g.5gb"
     refused = filter_nodes(CachedEvaluation(wanting(sm=0.3), RULES, cluster(node).snapshot()), ["a"]).refused
     sentence = "its MIG instances take 6 of 7 slices and 30 of 40 GB, beside which 3g.20gb has no room"
     assert refused == {"a": f"NoGpuFits: 1 GPU: {sentence}"}
@@ -103,7 +103,7 @@ def stranger(name, profile):
 
 
 def mode_of(node, wants):
-    found = place(CachedEvaluation(wants, RULES, cluster(node).snapshot()), "a")
+    found = place_on_node(CachedEvaluation(wants, RULES, cluster(node).snapshot()), "a")
     return found if isinstance(found, str) else (found.mode, found.mig_profile)
 
 
@@ -125,9 +125,9 @@ def test_auto_divides_an_idle_gpu_for_those_who_share_with_other_namespaces(want
 
 
 def test_tenants_of_two_namespaces_meet_in_instances_and_nowhere_else():
-    first = place(CachedEvaluation(auto(**CLUSTER), RULES, cluster(divisible()).snapshot()), "a")
+    first = place_on_node(CachedEvaluation(auto(**CLUSTER), RULES, cluster(divisible()).snapshot()), "a")
     assert "MIG as other namespaces may join, each in an instance of its own" in first.reason
-    second = place(
+    second = place_on_node(
         CachedEvaluation(auto(**CLUSTER), RULES, cluster(divisible(stranger("y", "1g.5gb"))).snapshot()), "a"
     )
     assert (second.mode, second.mig_profile, second.expected_slowdown) == (SharingMode.MIG, "1g.5gb", 1.0)

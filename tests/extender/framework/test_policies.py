@@ -12,7 +12,7 @@ from carpool_extender.app import build
 from carpool_extender.framework.admission_limits import AdmissionLimits, Quantile
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.scores import POLICIES, SchedulerConfig, energy, find_policy
-from carpool_extender.framework.selection import filter_nodes, place
+from carpool_extender.framework.selection import filter_nodes, place_on_node
 from carpool_extender.informers import JobRow
 from carpool_extender.settings import ConditionSettings, ExtenderSettings
 from carpool_extender.testing import cluster, gpu_node, pod_request, prediction, tenant
@@ -26,7 +26,7 @@ def rules(policy="least-slowdown", **conditions):
 
 
 def chosen(snapshot, policy, **wants):
-    found = place(CachedEvaluation(pod_request(**wants), rules(policy), snapshot), "a")
+    found = place_on_node(CachedEvaluation(pod_request(**wants), rules(policy), snapshot), "a")
     return None if isinstance(found, str) else (int(found.gpu_uuids[0][-1]), found.mode)
 
 
@@ -114,7 +114,7 @@ def test_round_robin_does_not_go_on_after_what_is_gone():
 
 def test_joint_activity_keeps_nobody_from_an_idle_gpu():
     newcomer = pod_request(prediction=prediction(sm=0.7), max_slowdown=3)
-    asked = rules(most_joint_sm_active=0.5)
+    asked = rules(max_joint_sm_active=0.5)
     assert filter_nodes(CachedEvaluation(newcomer, asked, cluster(gpu_node("a", 1)).snapshot()), ["a"]).fits == ["a"]
     used = cluster(gpu_node("a", 1, [tenant("x", [ROW(0)], prediction=prediction(sm=0.1))]))
     assert filter_nodes(CachedEvaluation(newcomer, asked, used.snapshot()), ["a"]).refused == {
@@ -125,9 +125,9 @@ def test_joint_activity_keeps_nobody_from_an_idle_gpu():
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [
-        ({"most_sm_active": 0.5}, "1 GPU: SM activity 0.60, the policy allows 0.50"),
-        ({"least_free_mib": 38000}, "1 GPU: 36,960 MiB free, the policy asks for 38,000 MiB"),
-        ({"most_jobs": 1}, "1 GPU: 1 tenant, the policy allows 1"),
+        ({"max_sm_active": 0.5}, "1 GPU: SM activity 0.60, the policy allows 0.50"),
+        ({"min_free_mib": 38000}, "1 GPU: 36,960 MiB free, the policy asks for 38,000 MiB"),
+        ({"max_jobs": 1}, "1 GPU: 1 tenant, the policy allows 1"),
     ],
 )
 def test_a_precondition_refuses_with_its_number(asked, sentence):
@@ -148,13 +148,13 @@ def test_exclusive_says_why_a_gpu_in_use_is_none():
 @pytest.mark.parametrize(
     ("impossible", "sentence"),
     [
-        ({"most_sm_active": 0.0}, "expected a largest SM activity above 0 and up to 1, found 0"),
-        ({"most_joint_sm_active": 1.5}, "expected a largest joint SM activity above 0 and up to 1, found 1.5"),
-        ({"most_sm_active": 80.0}, "above 0 and up to 1, found 80"),
-        ({"least_free_mib": -1}, "expected a least free memory of 0 to 1,073,741,824 MiB, found -1"),
-        ({"least_free_mib": 2**30 + 1}, "expected a least free memory of 0 to 1,073,741,824 MiB, found 1,073,741,825"),
-        ({"most_jobs": 0}, "expected 1 to 1,024 jobs on a GPU at most, found 0"),
-        ({"most_jobs": 1025}, "expected 1 to 1,024 jobs on a GPU at most, found 1,025"),
+        ({"max_sm_active": 0.0}, "expected a largest SM activity above 0 and up to 1, found 0"),
+        ({"max_joint_sm_active": 1.5}, "expected a largest joint SM activity above 0 and up to 1, found 1.5"),
+        ({"max_sm_active": 80.0}, "above 0 and up to 1, found 80"),
+        ({"min_free_mib": -1}, "expected a least free memory of 0 to 1,073,741,824 MiB, found -1"),
+        ({"min_free_mib": 2**30 + 1}, "expected a least free memory of 0 to 1,073,741,824 MiB, found 1,073,741,825"),
+        ({"max_jobs": 0}, "expected 1 to 1,024 jobs on a GPU at most, found 0"),
+        ({"max_jobs": 1025}, "expected 1 to 1,024 jobs on a GPU at most, found 1,025"),
     ],
 )
 def test_an_impossible_precondition_ends_the_start(impossible, sentence):

@@ -5,7 +5,7 @@ from carpool_core.values import RequestedMode, SharingMode, Tenancy
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.framework.selection import place
+from carpool_extender.framework.selection import place_on_node
 from carpool_extender.testing import cluster, demand, device, gpu_node, prediction, tenant
 from msgspec.structs import replace
 
@@ -15,7 +15,10 @@ UNMEASURED, LOST = prediction(trusted=False), prediction(trusted=False, learned_
 
 
 def chosen(node, rules=RULES, *, settles=True, **wants):
-    return place(CachedEvaluation(PodRequest(demand(**wants), settles=settles), rules, cluster(node).snapshot()), "a")
+    return place_on_node(
+        CachedEvaluation(PodRequest(demand(**wants), may_use_measured_peak=settles), rules, cluster(node).snapshot()),
+        "a",
+    )
 
 
 def mig_node():
@@ -101,5 +104,5 @@ def test_who_may_join(held, wants, refused):
 
 def test_nobody_of_another_user_joins():
     node = gpu_node("a", 1, [lone(30000, user=1)])
-    newcomer = PodRequest(demand(), user=2, settles=True)
-    assert "serves user 1" in place(CachedEvaluation(newcomer, RULES, cluster(node).snapshot()), "a")
+    newcomer = PodRequest(demand(), user=2, may_use_measured_peak=True)
+    assert "serves user 1" in place_on_node(CachedEvaluation(newcomer, RULES, cluster(node).snapshot()), "a")

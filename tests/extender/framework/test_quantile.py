@@ -7,7 +7,7 @@ from carpool_core.values import RequestedMode, SharingMode
 from carpool_extender.framework.admission_limits import AdmissionLimits, Quantile
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.framework.selection import explain, filter_nodes, place
+from carpool_extender.framework.selection import explain_gpus, filter_nodes, place_on_node
 from carpool_extender.settings import ExtenderSettings
 from carpool_extender.testing import cluster, gpu_node, pod_request, prediction, tenant
 from carpool_predictor.models.slowdown import shipped, slowdowns, upper_slowdowns
@@ -42,15 +42,15 @@ def test_the_upper_quantile_lets_fewer_share_and_says_what_was_expected():
 @pytest.mark.parametrize("rules", [MEDIAN, UPPER], ids=list(Quantile))
 def test_both_quantiles_are_told_whichever_decides(rules):
     snapshot = beside(max_slowdown=3.0).snapshot()
-    chosen = place(CachedEvaluation(asks(max_slowdown=2.0), rules, snapshot), "a")
+    chosen = place_on_node(CachedEvaluation(asks(max_slowdown=2.0), rules, snapshot), "a")
     assert "expected slowdown 1.00 of 2.00, 90% below 1.78; " in chosen.reason
     assert chosen.expected_slowdown == 1.0
-    (answer,) = explain(snapshot, asks(max_slowdown=2.0), ["a"], rules)
+    (answer,) = explain_gpus(snapshot, asks(max_slowdown=2.0), ["a"], rules)
     assert "expected slowdown 1.00, 90% below 1.78; beside default/x " in answer.said
 
 
 def test_alone_there_is_nothing_to_be_sure_of():
-    (answer,) = explain(cluster(gpu_node("a", 1)).snapshot(), asks(), ["a"], UPPER)
+    (answer,) = explain_gpus(cluster(gpu_node("a", 1)).snapshot(), asks(), ["a"], UPPER)
     assert answer.said.endswith("expected slowdown 1.00; tenant 1 of at most 8")
 
 
@@ -67,8 +67,8 @@ def test_whoever_the_upper_quantile_admits_the_median_admits(mode, sm, util, ten
     wants = pod_request(
         mode=RequestedMode(mode.value), prediction=prediction(memory_mib=100, sm=sm, util=100 * util), max_slowdown=1.5
     )
-    likely, sure = (CachedEvaluation(wants, rules, snapshot).evaluation.found for rules in (MEDIAN, UPPER))
-    assert sure.margin[0] <= likely.margin[0]
+    likely, sure = (CachedEvaluation(wants, rules, snapshot).evaluation.results for rules in (MEDIAN, UPPER))
+    assert sure.slowdown_margin[0] <= likely.margin[0]
     assert sure.added[0] == likely.added[0]
 
 

@@ -8,7 +8,7 @@ from carpool_extender.framework.admission_limits import AdmissionLimits, Quantil
 from carpool_extender.framework.diagnosis import LONGEST_PART, LONGEST_SUMMARY
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.framework.selection import explain, filter_nodes, place
+from carpool_extender.framework.selection import explain_gpus, filter_nodes, place_on_node
 from carpool_extender.testing import A100, T4, cluster, device, gpu_node, pod_request, prediction, tenant
 from hypothesis import given
 from hypothesis import strategies as st
@@ -142,7 +142,7 @@ def test_explain_names_the_check_and_the_margin_of_every_gpu():
     node = gpu_node(
         "a", 3, [tenant("x", ["GPU-a-0"], memory_limit_mib=40000), tenant("y", ["GPU-a-1"], **BUSY, max_slowdown=1.1)]
     )
-    assert [str(one) for one in explain(cluster(node).snapshot(), pod_request(**BUSY), ["a"], RULES)] == [
+    assert [str(one) for one in explain_gpus(cluster(node).snapshot(), pod_request(**BUSY), ["a"], RULES)] == [
         f"GPU 0 of a ({A100}): needs 4,000 MiB, has 960 MiB free (3,040 MiB short)",
         f"GPU 1 of a ({A100}): would slow default/y to 1.90 of 1.10 (0.80 beyond)",
         f"GPU 2 of a ({A100}): fits by MPS, leaves 36,960 MiB, expected slowdown 1.00; tenant 1 of at most 8",
@@ -176,18 +176,18 @@ def test_of_a_gpu_that_fits_it_is_told_what_each_neighbour_would_suffer(limits, 
     tenants = [tenant(f"y{i}", ["GPU-a-0"], **HALF, max_slowdown=limit) for i, limit in enumerate(limits)]
     wants = pod_request(**HALF, max_slowdown=9)
     cached_evaluation = CachedEvaluation(wants, rules, cluster(gpu_node("a", 1, tenants)).snapshot())
-    (told,) = explain(cached_evaluation.evaluation.snapshot, wants, ["a"], rules)
+    (told,) = explain_gpus(cached_evaluation.evaluation.snapshot, wants, ["a"], rules)
     assert told.fits
     assert told.said.endswith(f"{said}; tenant {len(limits) + 1} of at most 8")
     if limits:  # the check found the same of whoever is closest to its limit
         least = min(one.limit - one.slowdown for one in cached_evaluation.evaluation.met(0))
-        assert cached_evaluation.evaluation.found.margin[0] == pytest.approx(least, abs=1e-6)
+        assert cached_evaluation.evaluation.results.slowdown_margin[0] == pytest.approx(least, abs=1e-6)
 
 
 def test_a_slowdown_that_is_refused_never_looks_like_its_limit():
     """Regression: `1.90 of 1.90 (0.00 beyond)` was the reason for a refusal."""
     node = gpu_node("a", 1, [tenant("y", ["GPU-a-0"], **BUSY, max_slowdown=1.899)])
-    (told,) = explain(cluster(node).snapshot(), pod_request(**BUSY, max_slowdown=2.0), ["a"], RULES)
+    (told,) = explain_gpus(cluster(node).snapshot(), pod_request(**BUSY, max_slowdown=2.0), ["a"], RULES)
     assert told.said == "would slow default/y to 1.900 of 1.899 (0.001 beyond)"
 
 
@@ -212,7 +212,7 @@ def test_a_reason_is_never_longer_than_the_field_that_takes_it(length, told):
         for i, name in enumerate(names)
     ]
     asked = pod_request(gpus=8, mode=RequestedMode.TIME_SLICING, max_slowdown=9, prediction=prediction(100, util=1))
-    found = place(CachedEvaluation(asked, RULES, cluster(gpu_node("a", 8, crowd)).snapshot()), "a")
+    found = place_on_node(CachedEvaluation(asked, RULES, cluster(gpu_node("a", 8, crowd)).snapshot()), "a")
     assert told in found.reason
     assert len(found.reason) <= MAX_REASON_LENGTH
 
@@ -240,7 +240,7 @@ def test_the_reasons_that_are_least_frequent_are_dropped_where_a_summary_gets_to
     assert "; 1 node: its node tells of several GPUs by the UUID GPU-mmm" in sentence
     assert sentence.endswith("mmm…; 1 node: no GPUs reported; and 1 more reason for 2 GPUs")
     assert len(sentence) <= LONGEST_SUMMARY
-    told = [one.said for one in explain(known.snapshot(), pod_request(), names, RULES)]
+    told = [one.said for one in explain_gpus(known.snapshot(), pod_request(), names, RULES)]
     assert f"several nodes tell of a GPU by the UUID {GPU}: {far}0 and {far}1" in told
     assert f"its node tells of several GPUs by the UUID GPU-{'m' * 400}" in told
 
@@ -260,11 +260,13 @@ gpus = st.fixed_dictionaries(
 )
 
 
-def held_by(place, who):
+def held_by(place_on_node, who):
     mode, user, length, memory_mib, slowdown = who
     wants = {"memory_limit_mib": memory_mib, "max_slowdown": slowdown, "prediction": prediction(util=90, sm=0.9)}
     name = "j" * length
-    return lambda uuid: tenant(f"{name}{place}", [uuid], mode, user=user, namespace=f"{name}{place % 3}", **wants)
+    return lambda uuid: tenant(
+        f"{name}{place_on_node}", [uuid], mode, user=user, namespace=f"{name}{place_on_node % 3}", **wants
+    )
 
 
 tenants = st.tuples(
@@ -290,7 +292,7 @@ def test_a_summary_is_never_longer_than_an_event_takes(crowd, wants, length):
     for i, (changes, pods, tenants) in enumerate(crowd):
         name = f"{i}{'n' * length}"
         uuid = changes.get("uuid", f"GPU-{name}-0")
-        held = [held_by(place, who)(uuid) for place, who in enumerate(tenants)]
+        held = [held_by(place_on_node, who)(uuid) for place_on_node, who in enumerate(tenants)]
         known.apply(used_by(name, set(pods), held, **changes))
     found = filter_nodes(CachedEvaluation(pod_request(**wants), RULES, known.snapshot()), [*known.nodes, "without"])
     for sentence in {*found.refused.values(), *found.unsuitable.values()}:

@@ -41,7 +41,7 @@ def test_where_others_are_out_for_something_else_one_is_an_example():
     assert "2 GPUs: its MPS server belongs to namespace alpha" in told_of(gpu_node("a", 2, same))
 
 
-STRICT = AdmissionLimits(most_sm_active=0.2, least_free_mib=40000, most_jobs=1)
+STRICT = AdmissionLimits(max_sm_active=0.2, min_free_mib=40000, max_jobs=1)
 HARD = {"prediction": prediction(util=100, sm=1.0), "max_slowdown": 5}
 
 
@@ -50,31 +50,31 @@ HARD = {"prediction": prediction(util=100, sm=1.0), "max_slowdown": 5}
     [
         pytest.param(
             [([i], {"prediction": prediction(util=40, sm=sm)}) for i, sm in enumerate((0.6, 0.3, 0.9))],
-            AdmissionLimits(most_sm_active=0.2),
+            AdmissionLimits(max_sm_active=0.2),
             "3 GPUs: at best SM activity 0.30, the policy allows 0.20",
             id="busier",
         ),
         pytest.param(
             [([i], {"prediction": prediction(util=40, sm=0.3)}) for i in range(2)],
-            AdmissionLimits(most_sm_active=0.2),
+            AdmissionLimits(max_sm_active=0.2),
             "2 GPUs: SM activity 0.30, the policy allows 0.20",
             id="all as busy",
         ),
         pytest.param(
             [([i], {"memory_limit_mib": 1000 + 1000 * i}) for i in range(2)],
-            AdmissionLimits(least_free_mib=40000),
+            AdmissionLimits(min_free_mib=40000),
             "2 GPUs: at best 39,960 MiB free, the policy asks for 40,000 MiB",
             id="less free",
         ),
         pytest.param(
             [([i], {"prediction": prediction(util=40, sm=sm)}) for i, sm in enumerate((0.5, 0.05))],
-            AdmissionLimits(most_sm_active=0.2, most_jobs=1),
+            AdmissionLimits(max_sm_active=0.2, max_jobs=1),
             "2 GPUs: for example 1 tenant, the policy allows 1",
             id="each for another reason",
         ),
         pytest.param(
             [([i], {"memory_limit_mib": 1000 + 1000 * i}) for i in range(2)],
-            AdmissionLimits(least_free_mib=10000, most_jobs=1),
+            AdmissionLimits(min_free_mib=10000, max_jobs=1),
             "2 GPUs: 1 tenant, the policy allows 1",
             id="less free, and nobody asked for that",
         ),
@@ -115,7 +115,7 @@ def test_a_number_of_the_closest_is_told_as_that_where_others_differ(held, condi
 def test_no_gpu_ever_meets_a_precondition_on_memory_that_it_does_not_have(least_mib, hopes):
     """Regression: a job was told to wait for GPUs to become as free as none of the cluster can be."""
     known = cluster(gpu_node("a", 1, [tenant("x", ["GPU-a-0"])]))
-    rules = SchedulerConfig(find_policy("least-slowdown"), 8, AdmissionLimits(least_free_mib=least_mib))
+    rules = SchedulerConfig(find_policy("least-slowdown"), 8, AdmissionLimits(min_free_mib=least_mib))
     assert (
         infeasible_when_empty(CachedEvaluation(pod_request(), rules, known.snapshot()).evaluation, 8, 1) is None
     ) is hopes

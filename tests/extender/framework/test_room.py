@@ -5,7 +5,13 @@ from carpool_core.values import RequestedMode, SharingMode, Tenancy
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.admission_limits import AdmissionLimits
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
-from carpool_extender.framework.gang import infeasible_when_empty, max_workers_when_empty, placed, places_for, room
+from carpool_extender.framework.gang import (
+    infeasible_when_empty,
+    max_workers,
+    max_workers_when_empty,
+    place_workers,
+    places_for,
+)
 from carpool_extender.framework.scores import POLICIES, SchedulerConfig, find_policy
 from carpool_extender.testing import A100, T4, cluster, demand, device, gpu_node, prediction, tenant
 from hypothesis import given, settings
@@ -25,9 +31,9 @@ WORK = st.builds(
 SITES = st.sampled_from(
     [
         AdmissionLimits(),
-        AdmissionLimits(most_jobs=2),
-        AdmissionLimits(most_joint_sm_active=0.8),
-        AdmissionLimits(least_free_mib=5000),
+        AdmissionLimits(max_jobs=2),
+        AdmissionLimits(max_joint_sm_active=0.8),
+        AdmissionLimits(min_free_mib=5000),
     ]
 )
 
@@ -73,12 +79,16 @@ def a_case(draw):
         tenancy=draw(st.sampled_from(Tenancy)),
     )
     user = draw(st.sampled_from([None, 1000]))
-    return nodes, rules, PodRequest(asked, workers=draw(st.integers(2, 20)), user=user, settles=draw(st.booleans()))
+    return (
+        nodes,
+        rules,
+        PodRequest(asked, workers=draw(st.integers(2, 20)), user=user, may_use_measured_peak=draw(st.booleans())),
+    )
 
 
 def room_in(found, rules, pod_request, wanted):
     cached_evaluation = CachedEvaluation(pod_request, rules, found.snapshot())
-    return room(cached_evaluation, cached_evaluation.evaluation.ok.nonzero()[0], wanted)
+    return max_workers(cached_evaluation, cached_evaluation.evaluation.ok.nonzero()[0], wanted)
 
 
 @settings(max_examples=300, deadline=None)
@@ -87,7 +97,9 @@ def test_there_is_room_for_as_many_as_find_a_place_one_after_the_other(case):
     nodes, rules, pod_request = case
     evaluation = CachedEvaluation(pod_request, rules, cluster(*nodes, slots=rules.slots).snapshot()).evaluation
     fits = room_in(cluster(*nodes, slots=rules.slots), rules, pod_request, pod_request.workers)
-    found = [*placed(cluster(*nodes, slots=rules.slots), pod_request, rules, pod_request.workers, tells=False)]
+    found = [
+        *place_workers(cluster(*nodes, slots=rules.slots), pod_request, rules, pod_request.workers, with_reason=False)
+    ]
     assert fits == len(found)
     assert fits <= max_workers_when_empty(evaluation, rules.slots)
     assert fits < pod_request.workers or infeasible_when_empty(evaluation, rules.slots, pod_request.workers) is None
@@ -96,12 +108,12 @@ def test_there_is_room_for_as_many_as_find_a_place_one_after_the_other(case):
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_counting_changes_nothing_of_the_cluster(gpus):
     found = cluster(gpu_node("a", 4, [tenant("y", ["GPU-a-0"], TURNS, prediction=prediction(memory_mib=400))]))
-    before = found.snapshot().columns
+    before = found.snapshot().gpus
     wants = PodRequest(demand("new", gpus=gpus, mode=RequestedMode.TIME_SLICING, prediction=prediction(memory_mib=400)))
     many = [room_in(found, RULES, wants, 1000) for _ in range(2)]
     assert many[0] == many[1] > 4 // gpus
-    assert (found.snapshot().columns.count == [1, 0, 0, 0]).all()
-    assert found.snapshot().columns.memory_mib is before.memory_mib
+    assert (found.snapshot().gpus.count == [1, 0, 0, 0]).all()
+    assert found.snapshot().gpus.memory_mib is before.memory_mib
 
 
 def test_no_more_are_counted_than_are_wanted():
@@ -130,7 +142,7 @@ def test_the_best_places_come_first(gpus):
     cached_evaluation = CachedEvaluation(wants, rules, found.snapshot())
     rows = places_for(cached_evaluation, cached_evaluation.evaluation.ok.nonzero()[0], 4 // gpus)
     assert rows.shape == (4 // gpus, gpus)
-    assert found.snapshot().columns.uuid[rows].ravel().tolist() == ["GPU-c-0", "GPU-c-1", "GPU-b-0", "GPU-b-1"]
+    assert found.snapshot().gpus.uuid[rows].ravel().tolist() == ["GPU-c-0", "GPU-c-1", "GPU-b-0", "GPU-b-1"]
 
 
 def test_nothing_has_room_where_nothing_fits():

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from carpool_core.values import RequestedMode, SharingMode
 from carpool_extender.cache.pod_request import PodRequest
-from carpool_extender.framework.diagnosis import Offer, explanation, summary
+from carpool_extender.framework.diagnosis import Offer, explain_gpu, summary
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.framework.selection import Placement, place
+from carpool_extender.framework.selection import Placement, place_on_node
 from carpool_extender.testing import cluster, demand, device, gpu_node, prediction, tenant
 from carpool_simulator.information import Knower, Stage
 from carpool_simulator.strategy import Knowledge, Strategy
@@ -23,7 +23,9 @@ ONLY_TURNS = device(modes=[SharingMode.EXCLUSIVE, TURNS])
 
 
 def placed(node, **wants) -> Placement | str:
-    return place(CachedEvaluation(PodRequest(demand(**wants), settles=True), RULES, cluster(node).snapshot()), "a")
+    return place_on_node(
+        CachedEvaluation(PodRequest(demand(**wants), may_use_measured_peak=True), RULES, cluster(node).snapshot()), "a"
+    )
 
 
 def counted(node, **wants) -> int | None:
@@ -101,9 +103,9 @@ def test_the_reason_says_why_so_much_is_counted():
 def test_explain_says_for_what_it_needs_more_and_a_refusal_names_who_lacks_least():
     by_turns = gpu_node("a", [ONLY_TURNS], [tenant("x", ["GPU-a-0"], TURNS, prediction=prediction(memory_mib=36000))])
     limited = gpu_node("b", 1, [tenant("y", ["GPU-b-0"], MPS, prediction=prediction(memory_mib=36881))])
-    newcomer = PodRequest(demand(prediction=FIRST_RUN, max_slowdown=9), settles=True)
+    newcomer = PodRequest(demand(prediction=FIRST_RUN, max_slowdown=9), may_use_measured_peak=True)
     cached_evaluation = CachedEvaluation(newcomer, RULES, cluster(by_turns, limited).snapshot())
-    told = [explanation(cached_evaluation.evaluation, row) for row in (0, 1)]
+    told = [explain_gpu(cached_evaluation.evaluation, row) for row in (0, 1)]
     assert "needs 5,200 MiB for a first run by turns, has 4,960 MiB free (240 MiB short)" in told[0]
     assert "needs 4,080 MiB, has 4,079 MiB free (1 MiB short)" in told[1]
     both = Offer(np.array([0, 1]), without_gpus=0)

@@ -10,9 +10,9 @@ from carpool_core.kube.pods import Container
 from carpool_core.resources.node import GpuNode
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
-from carpool_extender.cache.cluster import Cluster
+from carpool_extender.cache.cluster import ClusterCache
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.framework.selection import explain
+from carpool_extender.framework.selection import explain_gpus
 from carpool_extender.informers import Informers, WatchedJob, WatchedPod
 from carpool_extender.testing import device, gpu_node, pod_of, pod_request, seed_node, tenant, until
 from structlog.testing import capture_logs
@@ -24,7 +24,7 @@ RULES = SchedulerConfig(find_policy("least-slowdown"), slots=8)
 async def world():
     kube = FakeKube(FakeClock())
     seed_node(kube, gpu_node("a"))
-    informers = Informers(kube, FakeClock(), Cluster())
+    informers = Informers(kube, FakeClock(), ClusterCache())
     task = asyncio.create_task(informers.run())
     await informers.wait_synced()
     yield kube, informers
@@ -50,7 +50,7 @@ async def test_an_answer_after_the_deletion_revives_nothing(world):
     await until(lambda: informers.cluster.node("a") is None)
     informers.take(late)
     assert informers.cluster.node("a") is None
-    assert not informers.cluster.snapshot().columns.alive.any()
+    assert not informers.cluster.snapshot().gpus.alive.any()
 
 
 @pytest.mark.parametrize("relisted", [False, True])
@@ -66,7 +66,7 @@ async def test_an_answer_about_the_node_before_does_not_replace_the_one_now(worl
     )
     informers.take(late)
     assert informers.cluster.node("a").metadata.uid == "second-uid-of-a"
-    assert informers.cluster.holders("pod-x") == []
+    assert informers.cluster.nodes_holding("pod-x") == []
 
 
 async def test_the_next_node_is_kept_when_the_end_of_the_one_before_comes_late(world):
@@ -86,10 +86,10 @@ async def test_a_node_with_impossible_numbers_counts_as_without_gpus(world):
         informers.take(msgspec.structs.replace(node, metadata=msgspec.structs.replace(node.metadata, uid="other")))
     assert [entry["event"] for entry in logs] == ["GPUs of a node left out"]
     assert informers.cluster.node("odd").status.devices == []
-    assert informers.cluster.holders("pod-x") == ["odd"]
-    assert informers.cluster.snapshot().columns.alive.sum() == 1
+    assert informers.cluster.nodes_holding("pod-x") == ["odd"]
+    assert informers.cluster.snapshot().gpus.alive.sum() == 1
     informers.take(gpu_node("odd", 2))
-    assert informers.cluster.snapshot().columns.alive.sum() == 3
+    assert informers.cluster.snapshot().gpus.alive.sum() == 3
 
 
 async def test_a_node_that_the_types_refuse_ends_no_watch(world):
@@ -108,12 +108,12 @@ async def test_nobody_is_sent_to_a_node_that_makes_no_sense_and_it_is_said_why(w
     patch = {"spec": {"reservations": [{"podUid": 7}]}}
     await kube.patch(GPU_NODES, "a", patch)
     await until(lambda: informers.cluster.unavailable_nodes() == {"a"})
-    [told] = [str(one) for one in explain(informers.cluster.snapshot(), pod_request(), ["a"], RULES)]
+    [told] = [str(one) for one in explain_gpus(informers.cluster.snapshot(), pod_request(), ["a"], RULES)]
     assert told.startswith("GPU 0 of a (NVIDIA A100-SXM4-40GB): GpuNode a makes no sense: ")
     assert "podUid" in told
     await kube.patch(GPU_NODES, "a", {"spec": {"reservations": []}})
     await until(lambda: informers.cluster.unavailable_nodes() == set())
-    assert not informers.cluster.snapshot().columns.unavailable.any()
+    assert not informers.cluster.snapshot().gpus.unavailable.any()
 
 
 async def test_signs_of_life_hold_nothing_of_a_node_twice(world):
@@ -138,7 +138,7 @@ async def test_what_has_changed_is_taken_from_the_new_state(world):
     sick = msgspec.to_builtins(gpu_node("a").status.devices[:1])
     await kube.patch(GPU_NODES, "a", {"status": {"devices": sick}}, subresource="status")
     await until(lambda: len(informers.cluster.node("a").status.devices) == 1)
-    assert informers.cluster.snapshot().columns.alive.sum() == 1
+    assert informers.cluster.snapshot().gpus.alive.sum() == 1
 
 
 def test_of_pods_and_jobs_no_labels_are_kept_and_the_rest_is():

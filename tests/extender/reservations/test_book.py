@@ -8,7 +8,7 @@ from carpool_core.kube.api import GPU_NODES
 from carpool_core.kube.errors import Invalid, Unreachable
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
-from carpool_extender.cache.cluster import Cluster
+from carpool_extender.cache.cluster import ClusterCache
 from carpool_extender.informers import Informers
 from carpool_extender.reservations.writer import ATTEMPTS, FIRST_PAUSE_S, MOST_GATHERED_S, ReservationWriter
 from carpool_extender.testing import gpu_node, seed_node, tenant, until
@@ -26,14 +26,14 @@ async def test_what_can_never_be_written_takes_nothing_with_it():
     clock = FakeClock()
     kube = FakeKube(clock)
     seed_node(kube, gpu_node("a", 3))
-    informers = Informers(kube, clock, Cluster())
+    informers = Informers(kube, clock, ClusterCache())
     writer = ReservationWriter(kube, informers, clock, clock.sleep, gather_s=0)
     wanted = [tenant(name, [f"GPU-a-{i}"]) for i, name in enumerate("xyz")]
     wanted[1] = msgspec.structs.replace(wanted[1], reason="!" * 5000)
     told = await asyncio.gather(*(writer.change("a", adding(one)) for one in wanted), return_exceptions=True)
     assert [isinstance(one, Invalid) for one in told] == [False, True, False]
-    assert informers.cluster.holders("pod-x") == informers.cluster.holders("pod-z") == ["a"]
-    assert informers.cluster.holders("pod-y") == []
+    assert informers.cluster.nodes_holding("pod-x") == informers.cluster.nodes_holding("pod-z") == ["a"]
+    assert informers.cluster.nodes_holding("pod-y") == []
 
 
 async def test_of_several_reservations_of_one_pod_the_first_holds_and_is_written():
@@ -53,7 +53,7 @@ async def test_one_that_can_never_be_written_is_tried_once():
     clock = FakeClock()
     kube = FakeKube(clock)
     seed_node(kube, gpu_node("a"))
-    writer = ReservationWriter(kube, Informers(kube, clock, Cluster()), clock, clock.sleep, gather_s=0)
+    writer = ReservationWriter(kube, Informers(kube, clock, ClusterCache()), clock, clock.sleep, gather_s=0)
     with pytest.raises(Invalid):
         await writer.change("a", adding(msgspec.structs.replace(tenant("x", ["GPU-a-0"]), reason="!" * 5000)))
     assert [call.verb for call in kube.calls] == ["get"]
@@ -61,7 +61,7 @@ async def test_one_that_can_never_be_written_is_tried_once():
 
 async def seen_before(kube, clock):
     """A book that knows a node as it is now."""
-    informers = Informers(kube, clock, Cluster())
+    informers = Informers(kube, clock, ClusterCache())
     writer = ReservationWriter(kube, informers, clock, clock.sleep, gather_s=0)
     await writer.read("a")
     return writer, informers
@@ -88,7 +88,7 @@ async def test_a_reservation_that_others_wrote_meanwhile_is_kept():
     another = msgspec.to_builtins(tenant("y", ["GPU-a-1"]))
     await kube.patch(GPU_NODES, "a", {"spec": {"reservations": [another]}})
     await writer.change("a", adding(tenant("x", ["GPU-a-0"])))
-    assert informers.cluster.holders("pod-x") == informers.cluster.holders("pod-y") == ["a"]
+    assert informers.cluster.nodes_holding("pod-x") == informers.cluster.nodes_holding("pod-y") == ["a"]
 
 
 async def test_a_node_that_was_made_again_is_another():
@@ -114,7 +114,7 @@ async def test_nobody_waits_once_the_last_try_has_failed():
 
     for _ in range(ATTEMPTS):
         kube.fail_next("get", GPU_NODES, Unreachable("reset"))
-    writer = ReservationWriter(kube, Informers(kube, clock, Cluster()), clock, sleep, gather_s=0)
+    writer = ReservationWriter(kube, Informers(kube, clock, ClusterCache()), clock, sleep, gather_s=0)
     with pytest.raises(Unreachable):
         await writer.change("a", adding(tenant("x", ["GPU-a-0"])))
     assert [seconds for seconds in slept if seconds] == [FIRST_PAUSE_S * 2**i for i in range(ATTEMPTS - 1)]
@@ -124,7 +124,7 @@ async def test_what_comes_soon_after_a_write_is_gathered():
     clock = FakeClock()
     kube = FakeKube(clock)
     seed_node(kube, gpu_node("a", 3))
-    informers = Informers(kube, clock, Cluster())
+    informers = Informers(kube, clock, ClusterCache())
     writer = ReservationWriter(kube, informers, clock, clock.sleep, gather_s=0.1)
     await writer.read("a")
     await writer.change("a", adding(tenant("x", ["GPU-a-0"])))
@@ -134,7 +134,7 @@ async def test_what_comes_soon_after_a_write_is_gathered():
     clock.advance(0.1)
     await asyncio.gather(*more)
     assert [call.verb for call in kube.calls] == ["get", "patch", "patch"]
-    assert all(informers.cluster.holders(f"pod-{name}") == ["a"] for name in "xyz")
+    assert all(informers.cluster.nodes_holding(f"pod-{name}") == ["a"] for name in "xyz")
 
 
 class Slow(FakeKube):
@@ -153,7 +153,7 @@ async def slow(takes_s=0.2):
     kube = Slow(clock)
     kube.clock, kube.takes_s = clock, takes_s
     seed_node(kube, gpu_node("a", 2, [tenant("old", ["GPU-a-1"])]))
-    writer = ReservationWriter(kube, Informers(kube, clock, Cluster()), clock, clock.sleep, gather_s=0.1)
+    writer = ReservationWriter(kube, Informers(kube, clock, ClusterCache()), clock, clock.sleep, gather_s=0.1)
     await writer.read("a")
     return writer, kube, clock
 

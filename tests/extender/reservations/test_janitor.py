@@ -14,7 +14,7 @@ from carpool_core.resources.node import Tenant
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, SharingMode
-from carpool_extender.cache.cluster import Cluster, may_free_capacity
+from carpool_extender.cache.cluster import ClusterCache, may_free_capacity
 from carpool_extender.informers import Informers
 from carpool_extender.reservations.gc import AT_ONCE, UNCONFIRMED_S, ReservationGC, Restorer, ended
 from carpool_extender.reservations.writer import ReservationWriter
@@ -86,7 +86,7 @@ def test_which_changes_may_give_a_waiting_pod_a_place(old, new, is_more):
 async def test_nothing_is_kept_of_nodes_that_are_gone():
     clock = FakeClock()
     kube = FakeKube(clock)
-    informers = Informers(kube, clock, Cluster())
+    informers = Informers(kube, clock, ClusterCache())
     writer = ReservationWriter(kube, informers, clock, clock.sleep, gather_s=0)
     restorer = Restorer(kube, informers, writer, EventRecorder(kube, clock, "test"), 8)
     gc = ReservationGC(kube, informers, writer, restorer, clock=clock, sleep=clock.sleep)
@@ -130,7 +130,7 @@ async def test_what_a_node_has_lost_is_restored_together():
         seed_pod(clean.kube, f"t{i}", nodeName="a")
     async with clean.watching():
         await clean.kube.patch(GPU_NODES, "a", {"spec": {"reservations": []}})
-        await until(lambda: clean.informers.cluster.holders("pod-t0") == [])
+        await until(lambda: clean.informers.cluster.nodes_holding("pod-t0") == [])
         before = len(clean.writes)
         await clean.finish(clean.restorer.restore(()))
     assert len(clean.kube.dump(GPU_NODES, "a")["spec"]["reservations"]) == 16
@@ -189,7 +189,7 @@ async def test_what_is_bound_while_others_of_its_node_are_asked_about_is_kept():
         await until(lambda: clean.informers.pod("pod-y").spec.node_name == "b")
         clean.kube.may_answer.set()
         await until(lambda: len(clean.kube.dump(GPU_NODES, "b")["spec"]["reservations"]) == 1)
-    assert clean.informers.cluster.holders("pod-y") == ["b"]
+    assert clean.informers.cluster.nodes_holding("pod-y") == ["b"]
 
 
 async def test_what_is_told_while_a_node_is_touched_is_for_the_next_time(world):

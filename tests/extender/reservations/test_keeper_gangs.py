@@ -91,7 +91,7 @@ async def test_what_was_told_to_workers_that_are_never_bound_counts_for_a_moment
         assert await told_to(extender, 0, 1) == [["a"], ["a"]]
         assert (await ask(extender, "late"))[0] == []
         await pass_s(world, 5)
-        assert not extender.informers.cluster.pods_of(JobUid("job-gang"))
+        assert not extender.informers.cluster.pods_of_job(JobUid("job-gang"))
         assert (await ask(extender, "late"))[0] == ["a"]
 
 
@@ -102,7 +102,7 @@ async def test_what_a_worker_was_told_counts_no_more_once_it_is_gone():
         assert (await ask(extender, "late"))[0] == []
         for worker, left in enumerate(({"pod-gang-1"}, set())):
             await world.kube.delete(PODS, f"gang-worker-{worker}-1", namespace="default")
-            await until(lambda left=left: extender.informers.cluster.pods_of(JobUid("job-gang")) == left)
+            await until(lambda left=left: extender.informers.cluster.pods_of_job(JobUid("job-gang")) == left)
         assert (await ask(extender, "late"))[0] == ["a"]
 
 

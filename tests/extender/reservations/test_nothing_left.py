@@ -120,8 +120,8 @@ async def test_in_the_end_nothing_is_kept_and_nothing_counts_but_reservations(nu
         assert all(task.done() and task.exception() is None for task in play.tasks)
         cluster = extender.informers.cluster
         for name, node in cluster.nodes.items():
-            assert cluster.counted(name) == node, "nobody counts whose reservation is not written"
+            assert cluster.with_assumed(name) == node, "nobody counts whose reservation is not written"
         for job in {pod[0] for pod in play.pods}:
             held = {r.pod_uid for node in cluster.nodes.values() for r in node.spec.reservations if r.job_name == job}
-            assert cluster.pods_of(f"job-{job}") == held
+            assert cluster.pods_of_job(f"job-{job}") == held
         assert not [why for why in cluster.snapshot().unavailable.values() if why.kind == KEPT]

@@ -74,7 +74,7 @@ async def test_the_place_that_a_worker_was_told_scores_best(workers):
         scores = await extender.service.prioritize(filtering("gang", fits))
         assert {one.host: one.score for one in scores} == {"idle": 10} | dict.fromkeys("abcd", 0)
         counted = {PodUid("pod-gang")} if workers > 1 else set()
-        assert extender.informers.cluster.pods_of(GANG) == counted, "counts again after that"
+        assert extender.informers.cluster.pods_of_job(GANG) == counted, "counts again after that"
 
 
 async def test_for_a_large_job_everything_is_kept_that_it_needs():

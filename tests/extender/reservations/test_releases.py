@@ -61,7 +61,7 @@ async def test_a_running_pod_gets_the_reservation_back_that_its_node_lost(world,
     async with world.extender() as extender:
         if how == "emptied":
             await world.kube.patch(GPU_NODES, "a", {"spec": {"reservations": []}})
-            await until(lambda: extender.informers.cluster.holders("pod-x") == [])
+            await until(lambda: extender.informers.cluster.nodes_holding("pod-x") == [])
             world.clock.advance(5)
         else:
             await world.kube.delete(GPU_NODES, "a")
@@ -103,7 +103,7 @@ async def test_it_is_told_where_the_place_was_given_to_another_meanwhile(world):
         assert (await extender.service.bind(args())).error == ""
         taker = msgspec.structs.replace(tenant("y", ["GPU-a-0"], SharingMode.EXCLUSIVE), pod_name="y-worker-0-1")
         await world.kube.patch(GPU_NODES, "a", {"spec": {"reservations": [msgspec.to_builtins(taker)]}})
-        await until(lambda: extender.informers.cluster.holders("pod-x") == [])
+        await until(lambda: extender.informers.cluster.nodes_holding("pod-x") == [])
         world.clock.advance(5)
         await until(lambda: world.events() != [])
     assert "cannot be written again: GPU-a-0: wants it by MPS, it is used by Exclusive" in world.events()[0][1]

@@ -33,7 +33,7 @@ async def swept_twice(clean):
     for job in "xy":
         seed_pod(clean.kube, job, nodeName="a")
     await until(lambda: {"pod-x", "pod-y"} <= {pod.metadata.uid for pod in clean.informers.pods()})
-    await until(lambda: clean.informers.cluster.holders("pod-y") == ["a"])
+    await until(lambda: clean.informers.cluster.nodes_holding("pod-y") == ["a"])
     await clean.finish(clean.gc.sweep())
     await clean.finish(clean.gc.sweep())
     assert not clean.writes
@@ -87,7 +87,7 @@ async def test_a_sweep_restores_what_has_vanished_since_it_was_certain():
     async with clean.watching():
         await swept_twice(clean)
         await clean.kube.patch(GPU_NODES, "a", {"spec": {"reservations": []}})
-        await until(lambda: clean.informers.cluster.holders("pod-x") == [])
+        await until(lambda: clean.informers.cluster.nodes_holding("pod-x") == [])
         await clean.finish(clean.gc.sweep())
     assert len(clean.kube.dump(GPU_NODES, "a")["spec"]["reservations"]) == 2
 

@@ -8,7 +8,7 @@ from carpool_core.kube.errors import Overloaded
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import PodUid
-from carpool_extender.cache.cluster import Cluster
+from carpool_extender.cache.cluster import ClusterCache
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.informers import Informers
 from carpool_extender.terminating_pods import PATIENCE_S, TerminatingPods
@@ -138,14 +138,14 @@ async def test_who_would_not_fit_then_either_keeps_nobody_waiting(world, refused
         assert "carpool_extender_kept_back_seconds_count 0.0" in generate_latest(extender.registry).decode()
 
 
-class Counting(Cluster):
+class Counting(ClusterCache):
     """Counts how often somebody asks where a pod has a reservation."""
 
     asked = 0
 
-    def holders(self, pod_uid):
+    def nodes_holding(self, pod_uid):
         self.asked += 1
-        return super().holders(pod_uid)
+        return super().nodes_holding(pod_uid)
 
 
 async def test_pods_that_end_together_are_each_looked_at_once():

@@ -5,7 +5,7 @@ from carpool_core.kube.api import GPU_NODES
 from carpool_core.kube.errors import Forbidden, Overloaded
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
-from carpool_extender.cache.cluster import Cluster
+from carpool_extender.cache.cluster import ClusterCache
 from carpool_extender.informers import Informers
 from carpool_extender.reservations.writer import Untracker
 from carpool_extender.testing import gpu_node, until
@@ -20,7 +20,7 @@ class Server:
     def __init__(self):
         self.clock = FakeClock()
         self.kube = FakeKube(self.clock)
-        self.informers = Informers(self.kube, self.clock, Cluster(8))
+        self.informers = Informers(self.kube, self.clock, ClusterCache(8))
         self.untracker = Untracker(self.kube, self.informers)
         self.kube.seed(GPU_NODES, gpu_node("b"))
         self.track("a")
