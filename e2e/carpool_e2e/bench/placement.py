@@ -26,11 +26,10 @@ from carpool_core.kube.client import connect
 from carpool_core.resources.node import Device, GpuNode, Reservation
 from carpool_core.settings import KubeSettings
 from carpool_core.values import DeviceHealth, SharingMode
-from carpool_extender.cache.cluster import Cluster
+from carpool_extender.cache.cluster import ClusterCache
 from carpool_extender.extender_api import ExtenderArgs, FilterResult, HostPriority
 from carpool_extender.framework.evaluation_cache import EvaluationCache
-from carpool_extender.framework.scheduler_config import SchedulerConfig
-from carpool_extender.framework.scores import find_policy
+from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.framework.selection import filter_nodes, score_nodes
 from carpool_extender.informers import Informers, WatchedNode
 from carpool_extender.settings import ExtenderSettings
@@ -497,7 +496,7 @@ async def _profile(nodes: int, decisions: int) -> Profile:
     shapes, new = draw_jobs(random.Random(7), decisions)  # noqa: S311  # a benchmark, no secret
     paper = world(nodes, GPUS, nodes * TENANTS_PER_NODE, shapes)
     async with _api(paper, len(shapes)) as api:
-        informers = Informers(api, SystemClock(), Cluster(AS_SHIPPED.slots_per_gpu))
+        informers = Informers(api, SystemClock(), ClusterCache(AS_SHIPPED.slots_per_gpu))
         watching = asyncio.create_task(informers.run())
         await informers.wait_synced()
         watching.cancel()

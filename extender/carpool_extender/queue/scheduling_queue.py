@@ -20,14 +20,14 @@ from carpool_core.durations import ASSUMED_DURATION_S, duration_bucket
 from carpool_core.resources.node import GpuNode, Reservation
 from carpool_core.values import GpuUuid, JobUid, PodUid
 
-from carpool_extender.cache.cluster import Cluster
+from carpool_extender.cache.cluster import ClusterCache
 from carpool_extender.cache.gpu_table import Bools, Snapshot
 from carpool_extender.cache.pod_request import PodRequest
-from carpool_extender.framework.diagnosis import PREFIX, Offer, counted, summary
+from carpool_extender.framework.diagnosis import PREFIX, Offer, pluralize, summary
 from carpool_extender.framework.evaluation_cache import CachedEvaluation, EvaluationCache
-from carpool_extender.framework.gang import infeasible_when_empty, max_workers_when_empty, places_for, room
-from carpool_extender.framework.scheduler_config import SchedulerConfig
-from carpool_extender.framework.selection import Placement, best_place, placement_on, reservation
+from carpool_extender.framework.gang import infeasible_when_empty, max_workers, max_workers_when_empty, places_for
+from carpool_extender.framework.scores import SchedulerConfig
+from carpool_extender.framework.selection import Placement, best_place, placement_on, reservation_of
 from carpool_extender.queue.order import QueueCursor, QueueEnd, QueueKey, QueueOrder
 
 Gpu: TypeAlias = tuple[str, GpuUuid]
@@ -79,7 +79,7 @@ class Claim(NamedTuple):
     """GPUs of one worker on paper, counted in the cluster cache until the reservation is written."""
 
     node: str
-    reservation: Reservation
+    reservation_of: Reservation
 
 
 class WaitReason(StrEnum):
@@ -165,7 +165,7 @@ class SchedulingQueue:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: ClusterCache,
         evaluations: EvaluationCache,
         config: SchedulerConfig,
         *,
@@ -229,7 +229,7 @@ class SchedulingQueue:
                 del until_s[job]
                 release_job(self._cluster, job)
                 for node, claimed in claims.pop(job, ()):
-                    self._cluster.forget_assumed(node, claimed.pod_uid)
+                    self._cluster.forget(node, claimed.pod_uid)
         return found
 
     def _in_order(self, pending: Iterable[QueuedJobInfo]) -> list[QueuedJobInfo]:
@@ -246,7 +246,7 @@ class _Pass:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: ClusterCache,
         evaluations: EvaluationCache,
         config: SchedulerConfig,
         default_duration_s: float,
@@ -281,7 +281,7 @@ class _Pass:
         if info.retry_at_s > self._now_s:
             return WaitReason.BACKOFF, ""
         own = {pod.uid for pod in info.pods}
-        if len(self._cluster.pods_of(info.job) - own) + len(own) > info.request.workers:
+        if len(self._cluster.pods_of_job(info.job) - own) + len(own) > info.request.workers:
             return WaitReason.TOO_MANY_PODS, ""
         if info.shape in self._full:
             self._reserve_in_time(info)
@@ -346,7 +346,7 @@ class _Pass:
         evaluation, workers = self._evaluations.of(info.request).evaluation, len(info.pods)
         if infeasible_when_empty(evaluation, self._config.slots, workers) is not None:
             return None
-        snapshot, columns = evaluation.snapshot, evaluation.snapshot.columns
+        snapshot, columns = evaluation.snapshot, evaluation.snapshot.gpus
         able, able_now = evaluation.could_ever() & ~columns.unavailable, np.flatnonzero(evaluation.ok)
         names = [snapshot.node_names[node] for node in np.unique(columns.node[able]).tolist()]
         paper = _Paper(self._cluster, names, self._end_of, self._config)
@@ -367,13 +367,15 @@ class _Paper:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: ClusterCache,
         names: Iterable[str],
         end_of: Callable[[Reservation], float],
         config: SchedulerConfig,
     ) -> None:
         self._config = config
-        self._nodes: dict[str, GpuNode] = {name: node for name in names if (node := cluster.counted(name)) is not None}
+        self._nodes: dict[str, GpuNode] = {
+            name: node for name in names if (node := cluster.with_assumed(name)) is not None
+        }
         held = [
             (end_of(one), one.pod_uid, name) for name, node in self._nodes.items() for one in node.spec.reservations
         ]
@@ -381,7 +383,7 @@ class _Paper:
         self._order: dict[str, dict[PodUid, int]] = defaultdict(dict)
         for number, (_, uid, name) in enumerate(self._releases):
             self._order[name][uid] = number
-        self._cluster = Cluster(config.slots)
+        self._cluster = ClusterCache(config.slots)
         self._evaluations = EvaluationCache(self._cluster, config)
         self._released = 0
 
@@ -428,7 +430,7 @@ def has_room(cached: CachedEvaluation, workers: int) -> bool:
     """Return whether a whole gang fits."""
     if workers == 1:
         return bool(cached.best.fits.any())
-    return room(cached, np.flatnonzero(cached.evaluation.ok), workers) >= workers
+    return max_workers(cached, np.flatnonzero(cached.evaluation.ok), workers) >= workers
 
 
 def place_gang(
@@ -444,7 +446,7 @@ def place_gang(
     if workers == 1:
         if not cached.best.fits.any():
             return None
-        best = best_place(cached, among, tells=False)
+        best = best_place(cached, among, with_reason=False)
         return None if best is None else [best]
     evaluation = cached.evaluation
     ok = evaluation.ok if among is None else evaluation.ok & among
@@ -452,7 +454,7 @@ def place_gang(
     if len(places) < workers:
         return None
     snapshot = evaluation.snapshot
-    nodes = [snapshot.node_names[node] for node in snapshot.columns.node[places[:, 0]].tolist()]
+    nodes = [snapshot.node_names[node] for node in snapshot.gpus.node[places[:, 0]].tolist()]
     found = (placement_on(evaluation, rows, cached.policy, "") for rows in places.tolist())
     return list(zip(nodes, found, strict=True))
 
@@ -460,14 +462,14 @@ def place_gang(
 def claims_of(info: QueuedJobInfo, found: Sequence[tuple[str, Placement]]) -> tuple[Claim, ...]:
     """Return the claims of a gang's workers on their places."""
     return tuple(
-        Claim(node, reservation(place, info.request, pod.uid, pod.name, now=_ON_PAPER, deadline=_ON_PAPER))
+        Claim(node, reservation_of(place, info.request, pod.uid, pod.name, now=_ON_PAPER, deadline=_ON_PAPER))
         for pod, (node, place) in zip(info.pods, found, strict=True)
     )
 
 
-def release_job(cluster: Cluster, job: JobUid) -> None:
+def release_job(cluster: ClusterCache, job: JobUid) -> None:
     """Delete the written reservations of a job from a copy of a cluster."""
-    for name in {name for uid in cluster.pods_of(job) for name in cluster.holders(uid)}:
+    for name in {name for uid in cluster.pods_of_job(job) for name in cluster.nodes_holding(uid)}:
         node = cluster.nodes[name]
         left = [one for one in node.spec.reservations if one.job_uid != job]
         cluster.apply(msgspec.structs.replace(node, spec=msgspec.structs.replace(node.spec, reservations=left)))
@@ -493,18 +495,18 @@ def refusal_message(waiting: Waiting, evaluations: EvaluationCache, slots: int) 
     evaluation = cached.evaluation
     fitting = np.flatnonzero(evaluation.ok)
     if workers > 1 and fitting.size:
-        found, most = room(cached, fitting, workers), max_workers_when_empty(evaluation, slots)
+        found, most = max_workers(cached, fitting, workers), max_workers_when_empty(evaluation, slots)
         ever = f", and for {most:,} at most if all GPUs were empty" if most < workers else ""
         return (
-            f"{PREFIX}job {info.name} needs places for {counted(workers, 'worker')} of {counted(demand.gpus, 'GPU')} "
+            f"{PREFIX}job {info.name} needs places for {pluralize(workers, 'worker')} of {pluralize(demand.gpus, 'GPU')} "
             f"at once, there is room for {found:,}{ever}; none starts before all can"
         )
-    return summary(evaluation, Offer(np.flatnonzero(evaluation.snapshot.columns.alive), 0))
+    return summary(evaluation, Offer(np.flatnonzero(evaluation.snapshot.gpus.alive), 0))
 
 
 def _outside(snapshot: Snapshot, gpus: frozenset[Gpu]) -> Bools:
     """Return the mask of all GPUs but some, shape (gpus,)."""
-    columns = snapshot.columns
+    columns = snapshot.gpus
     outside = np.ones(len(columns.alive), np.bool_)
     for node, uuid in gpus:
         rows = np.flatnonzero(columns.node == snapshot.node_ids.get(node, -1))

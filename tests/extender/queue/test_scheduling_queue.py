@@ -8,8 +8,7 @@ import pytest
 from carpool_core.values import JobUid, PodUid, RequestedMode, SharingMode
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.evaluation_cache import EvaluationCache
-from carpool_extender.framework.scheduler_config import SchedulerConfig
-from carpool_extender.framework.scores import find_policy
+from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.queue.order import QueueOrder
 from carpool_extender.queue.scheduling_queue import (
     PodRef,
@@ -78,7 +77,7 @@ class TestOrder:
             (one,) = queued.schedule(pending, ends, now).admitted
             started.append(one.info.name.removeprefix("default/"))
             pending = [info for info in pending if info is not one.info]
-            gpus.forget_assumed("a", one.claims[0].reservation.pod_uid)
+            gpus.forget("a", one.claims[0].reservation.pod_uid)
         assert started == ["60000", "60", "6000", "600"]
 
     def test_a_job_in_backoff_lets_others_pass(self):
@@ -97,7 +96,7 @@ class TestGangs:
         assert names(result) == ["gang"]
         assert sorted(claim.node for claim in result.admitted[0].claims) == ["a", "a", "b"]
         assert reasons(result) == {"wide": WaitReason.DOES_NOT_FIT}
-        assert len(gpus.pods_of(JobUid("job-gang"))) == 3
+        assert len(gpus.pods_of_job(JobUid("job-gang"))) == 3
 
     def test_workers_of_several_gpus(self):
         queued, _ = queue(gpu_node("a", 4), gpu_node("b", 3))
@@ -167,7 +166,7 @@ class TestBackfill:
                 if end_s <= now:
                     del ends[name]
                     for claim in held.pop(name):
-                        gpus.forget_assumed(claim.node, claim.reservation.pod_uid)
+                        gpus.forget(claim.node, claim.reservation.pod_uid)
             pending.append(job(f"s{small}", now, number=small, duration_s=200))
             if now == 100:
                 pending.append(job("big", 105, number=-1, gpus=4, duration_s=100))
@@ -217,7 +216,7 @@ class TestProperties:
                 if end_s <= now:
                     del ends[uid]
                     for claim in held.pop(uid):
-                        gpus.forget_assumed(claim.node, claim.reservation.pod_uid)
+                        gpus.forget(claim.node, claim.reservation.pod_uid)
             result = queued.schedule(pending, ends, now)
             for one in result.admitted:
                 assert [claim.reservation.pod_uid for claim in one.claims] == [pod.uid for pod in one.info.pods]
@@ -306,4 +305,4 @@ def test_a_pass_over_ten_thousand_pending_jobs_of_few_shapes_is_quick():
 def test_release_deletes_written_reservations():
     _, gpus = queue(gpu_node("a", 1, [busy("p", 0)]))
     release_job(gpus, JobUid("job-p"))
-    assert gpus.pods_of(JobUid("job-p")) == set()
+    assert gpus.pods_of_job(JobUid("job-p")) == set()
