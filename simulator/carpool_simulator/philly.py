@@ -308,8 +308,8 @@ def from_trace(
     largest_mib = max(device.memory_mib - device.reserved_mib for devices in nodes.values() for device in devices)
     if fat := sum(one.truth.memory_mib > largest_mib for one in jobs):
         told.append(
-            f"Die of memory until they are given up: {pluralize(fat, 'job')} that need more than the {largest_mib:,} MiB "
-            "of any GPU."
+            f"Die of memory until they are given up: {pluralize(fat, 'job')} that need more than the "
+            f"{largest_mib:,} MiB of any GPU."
         )
     title = f"{trace.name}: {len(jobs):,} jobs, {all_gpus:,} GPUs"
     if others := {device.product for devices in nodes.values() for device in devices} - {product}:

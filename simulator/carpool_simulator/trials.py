@@ -250,6 +250,6 @@ def _nothing_placed(name: str, jobs: int, conditions: AdmissionLimits) -> str:
     asked = f" that meets the preconditions ({conditions})" if conditions != NO_LIMITS else " that could hold one"
     todo = "ask for less" if conditions != NO_LIMITS else "name a larger cluster"
     return (
-        f"{name}: expected a GPU for at least one of {pluralize(jobs, 'job')}, found none{asked} under any strategy, so "
-        f"that its figures mean nothing; {todo}"
+        f"{name}: expected a GPU for at least one of {pluralize(jobs, 'job')}, found none{asked} under any strategy, "
+        f"so that its figures mean nothing; {todo}"
     )

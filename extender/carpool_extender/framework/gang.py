@@ -134,8 +134,8 @@ def infeasible_when_empty(evaluation: Evaluation, slots: int, workers: int) -> s
         return f"needs {gpus} suitable GPUs on one node, the best node has {most}"
     if not most:
         return "no node has GPUs that would do, even if they were empty"
-    if (max_workers := max_workers_when_empty(evaluation, slots)) < workers:
-        return f"needs places for {pluralize(workers, 'worker')} at once, and empty GPUs would have {max_workers:,} at most"
+    if (most := max_workers_when_empty(evaluation, slots)) < workers:
+        return f"needs places for {pluralize(workers, 'worker')} at once, and empty GPUs would have {most:,} at most"
     return None
 
 

@@ -79,7 +79,7 @@ class Claim(NamedTuple):
     """GPUs of one worker on paper, counted in the cluster cache until the reservation is written."""
 
     node: str
-    reservation_of: Reservation
+    reservation: Reservation
 
 
 class WaitReason(StrEnum):
@@ -498,8 +498,8 @@ def refusal_message(waiting: Waiting, evaluations: EvaluationCache, slots: int) 
         found, most = max_workers(cached, fitting, workers), max_workers_when_empty(evaluation, slots)
         ever = f", and for {most:,} at most if all GPUs were empty" if most < workers else ""
         return (
-            f"{PREFIX}job {info.name} needs places for {pluralize(workers, 'worker')} of {pluralize(demand.gpus, 'GPU')} "
-            f"at once, there is room for {found:,}{ever}; none starts before all can"
+            f"{PREFIX}job {info.name} needs places for {pluralize(workers, 'worker')} of "
+            f"{pluralize(demand.gpus, 'GPU')} at once, there is room for {found:,}{ever}; none starts before all can"
         )
     return summary(evaluation, Offer(np.flatnonzero(evaluation.snapshot.gpus.alive), 0))
 
