@@ -78,7 +78,7 @@ def target_of(what: str, shape: list[int] | None, num_classes: int | None, train
     library, _, name = what.partition("/")
     if not name or library not in LIBRARIES:
         raise TargetError(
-            "expected timm/NAME, torchvision/NAME, transformers/NAME, gpumemnet/LAYERS, FILE.py:FACTORY or a features "
+            "expected timm/NAME, torchvision/NAME, transformers/NAME, FILE.py:FACTORY or a features "
             f"file (.yaml), found {what!r}{_meant(what)}"
         )
     source: dict[str, Any] = {"name": what, "input": shape, "numClasses": num_classes}
@@ -120,10 +120,8 @@ def write_features(features: ModelFeatures) -> str:
 if TYPE_CHECKING:
     from carpool_predictor.calibration.document import Calibration
 
-_TARGET_HELP = """MODEL is timm/NAME, torchvision/NAME, transformers/NAME, gpumemnet/LAYERS (a list of layers in the
-notation of GPUMemNet's data, such as "gpumemnet/[('linear', 64, 8256), ('ReLU', 64, 0), ('linear', 10, 650)]"),
-FILE.py:FACTORY (a function without arguments that returns an nn.Module), or a features file that `carpool graph`
-wrote."""
+_TARGET_HELP = """MODEL is timm/NAME, torchvision/NAME, transformers/NAME, FILE.py:FACTORY (a function without
+arguments that returns an nn.Module), or a features file that `carpool graph` wrote."""
 
 
 STDOUT = 1

@@ -92,7 +92,7 @@ def _found(line: bytes, path: str) -> str:
 
 INVALID = frozenset(
     {
-        "UnknownCatalogModel", "CatalogUnsupported", "LayerListInvalid", "InputShapeInvalid", "FeaturesAbsurd",
+        "UnknownCatalogModel", "CatalogUnsupported", "InputShapeInvalid", "FeaturesAbsurd",
         "FeaturesMismatch",
     }
 )  # fmt: skip

@@ -39,18 +39,16 @@ class CatalogModel(Resource, frozen=True, kw_only=True):
         field(
             "`timm/NAME`, `torchvision/NAME`, `transformers/NAME`, a model of the Hugging Face hub such as "
             "transformers/bert-base-uncased or a configuration class; `@key=value,…` after either changes values of "
-            "its configuration, such as transformers/LlamaConfig@hidden_size=1024,num_hidden_layers=8. Or "
-            "`gpumemnet/LAYERS`, a list of layers in the notation of GPUMemNet's data, such as "
-            "gpumemnet/[('linear', 64, 8256), ('ReLU', 64, 0), ('linear', 10, 650)].",
+            "its configuration, such as transformers/LlamaConfig@hidden_size=1024,num_hidden_layers=8.",
             max_length=4096,
             rules=[
                 Rule(
                     r"""self.matches("^((timm|torchvision)/[A-Za-z0-9._-]+"""
                     r"""|transformers/([A-Za-z0-9._-]+/)?[A-Za-z0-9._-]+(@[a-z0-9_]+=[A-Za-z0-9._-]+"""
-                    r"""(,[a-z0-9_]+=[A-Za-z0-9._-]+)*)?|gpumemnet/\\[[A-Za-z0-9_()', ]+\\])$")""",
-                    "expected timm/NAME, torchvision/NAME, transformers/NAME or gpumemnet/LAYERS, such as "
+                    r"""(,[a-z0-9_]+=[A-Za-z0-9._-]+)*)?)$")""",
+                    "expected timm/NAME, torchvision/NAME or transformers/NAME, such as "
                     "timm/resnet50; for any other model give spec.model.features as `carpool graph` prints them",
-                    "'expected timm/NAME, torchvision/NAME, transformers/NAME or gpumemnet/LAYERS, such as "
+                    "'expected timm/NAME, torchvision/NAME or transformers/NAME, such as "
                     "timm/resnet50, found ' + self + "
                     "'; for any other model give spec.model.features as `carpool graph` prints them'",
                 )

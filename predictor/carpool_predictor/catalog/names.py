@@ -9,17 +9,16 @@ from carpool_core.resources.job import CatalogModel
 
 from carpool_predictor.catalog import store
 from carpool_predictor.catalog.hub import published, split_name, unknown_to_the_hub
-from carpool_predictor.catalog.layer_lists import read_layers, sample_shape
 from carpool_predictor.features import Abstention, TraceError
 
-LIBRARIES = ("timm", "torchvision", "transformers", "gpumemnet")
+LIBRARIES = ("timm", "torchvision", "transformers")
 
 
 def unsupported(name: str) -> TraceError:
     """Return the error that says that models do not go by such a name."""
     return TraceError(
         "CatalogUnsupported",
-        f"this version knows timm/NAME, torchvision/NAME, transformers/NAME and gpumemnet/LAYERS, found {name}; give "
+        f"this version knows timm/NAME, torchvision/NAME and transformers/NAME, found {name}; give "
         "spec.model.features, as `carpool graph FILE.py:FACTORY --input …` prints them for any nn.Module",
     )
 
@@ -53,9 +52,7 @@ def _check(model: CatalogModel) -> None:
     library, _, name = model.name.partition("/")
     if library not in LIBRARIES:
         raise unsupported(model.name)
-    if library == "gpumemnet":
-        sample_shape(read_layers(name), model.input)
-    elif library == "transformers":
+    if library == "transformers":
         base, _ = split_name(name)
         if published(base) is None and not base.endswith(_CONFIGURATION):
             raise unknown_to_the_hub(base)

@@ -10,8 +10,6 @@ from typing import Any
 from carpool_core.resources.job import CatalogModel
 from torch import nn
 
-from carpool_predictor.catalog.layer_lists import read_layers, sample_shape
-from carpool_predictor.catalog.listed import build_listed
 from carpool_predictor.catalog.names import unknown, unsupported
 from carpool_predictor.features import TraceError
 
@@ -46,8 +44,6 @@ def recipe_of(model: CatalogModel) -> Recipe:
         return _torchvision(model, name)
     if library == "transformers":
         return _transformers(model, name)
-    if library == "gpumemnet":
-        return _listed(model, name)
     raise unsupported(model.name)
 
 
@@ -117,14 +113,6 @@ def _transformers(model: CatalogModel, name: str) -> Recipe:
     shape = tuple(model.input or hub_models.sample_shape(config))
     tokens = hub_models.takes_tokens(config)
     return Recipe(model.name, lambda: hub_models.build(config, model.num_classes), shape, tokens)
-
-
-def _listed(model: CatalogModel, text: str) -> Recipe:
-    layers = read_layers(text)
-    if model.num_classes is not None:
-        raise TraceError("LayerListInvalid", "a list of layers has its own number of outputs; leave numClasses out")
-    shape = sample_shape(layers, model.input)
-    return Recipe(f"gpumemnet/{len(layers)} layers", lambda: build_listed(layers, shape), shape)
 
 
 def _checked_module(module: Any) -> nn.Module:

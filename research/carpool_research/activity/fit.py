@@ -13,12 +13,12 @@ import numpy as np
 from carpool_core.products import find_product
 from carpool_core.resources.features import LayerCounts
 from carpool_core.values import Precision
-from carpool_predictor.catalog.notation import work_of
 from carpool_predictor.features import StepWork
 from carpool_predictor.models.activity import FORMAT, NAMES, ActivityModel, Bins, Target, features_of
 from carpool_predictor.models.trees import Forest
 from numpy.typing import NDArray
 
+from carpool_research.activity.layer_lists import work_of
 from carpool_research.report import Progress, counted, silent
 from carpool_research.tables import KINDS, amount, ended_well, file_of, number, read_table
 

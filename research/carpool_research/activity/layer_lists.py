@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from carpool_core.resources.features import LayerCounts
-
 from carpool_predictor.features import StepWork
 
 Layer = tuple[str, int, int]

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 from carpool_core.resources.job import Training
 from carpool_core.values import Optimizer
-from carpool_predictor.catalog.notation import NotationError, work_of
 from carpool_predictor.catalog.recipes import Recipe
 from carpool_predictor.tracing.models import trace_recipe
+from carpool_research.activity.layer_lists import NotationError, work_of
 from torch import nn
 
 
