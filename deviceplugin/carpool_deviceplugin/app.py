@@ -16,10 +16,10 @@ from carpool_core.values import NodeName, PodUid
 
 from carpool_deviceplugin import cdi
 from carpool_deviceplugin.cdi import NvidiaCdi
-from carpool_deviceplugin.dcgm import Dcgm, Exporter, HostEngine, Source
+from carpool_deviceplugin.dcgm import CounterSource, Dcgm, Exporter, HostEngine
 from carpool_deviceplugin.gpu import Devices, NoDevicesError
 from carpool_deviceplugin.mps import HostedMps, Mps, MpsProgram
-from carpool_deviceplugin.nvlib import NvmlLibrary, installed
+from carpool_deviceplugin.nvlib import NvmlLibrary, load_nvml
 from carpool_deviceplugin.nvml_devices import NvmlDevices
 from carpool_deviceplugin.plugin import Knowledge, KubeletError, Plugin, PodResources, Registration, holders
 from carpool_deviceplugin.processes import ProcTree
@@ -27,7 +27,7 @@ from carpool_deviceplugin.quoting import quoted
 from carpool_deviceplugin.reconciler import Reconciler
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.simulated import SimulatedDevices, parse_inventory
-from carpool_deviceplugin.timeouts import REAL, Rhythm
+from carpool_deviceplugin.timeouts import HARDWARE_INTERVALS, Intervals
 
 _NAME, _LONGEST_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"), 253
 """What a Node can be called."""
@@ -35,9 +35,9 @@ _STALE_S = 300.0
 """Without a word from the API server for so long, the agent is not ready."""
 
 
-def metrics_sources(settings: AgentSettings) -> list[Source]:
+def metrics_sources(settings: AgentSettings) -> list[CounterSource]:
     """Return who else may measure the node's GPUs, the best one first."""
-    found: list[Source] = []
+    found: list[CounterSource] = []
     if settings.dcgm_exporter:
         found.append(Exporter(settings.dcgm_exporter))
     if settings.dcgm_address:
@@ -88,7 +88,7 @@ def find_devices(settings: AgentSettings, nvml: NvmlLibrary | None = None) -> De
         )
     if not settings.simulated_gpus:
         try:
-            devices = real_devices(settings, nvml or installed())
+            devices = real_devices(settings, nvml or load_nvml())
         except NoDevicesError as e:
             hint = 'to try Carpool without hardware, set CARPOOL_SIMULATED_GPUS="NVIDIA A100-SXM4-40GB:4"'
             raise NoDevicesError(f"{e}; {hint}") from e
@@ -126,14 +126,14 @@ class KubeletPart:
         plugin: Plugin,
         pods: Reflector[Pod],
         pod_resources: PodResources,
-        rhythm: Rhythm,
+        intervals: Intervals,
     ) -> None:
         self._pod_resources = pod_resources
         self.containers: Mapping[str, str] = {}
         """Which container of `namespace/pod` holds GPUs, as the kubelet said at last."""
         self._cdi_dir = settings.cdi_dir
-        self._pods, self._every_s, self._sleep = pods, rhythm.holders_s, rhythm.sleep
-        self.registration = Registration(settings.device_plugin_dir, plugin, rhythm.kubelet_s, rhythm.sleep)
+        self._pods, self._every_s, self._sleep = pods, intervals.holders_s, intervals.sleep
+        self.registration = Registration(settings.device_plugin_dir, plugin, intervals.kubelet_s, intervals.sleep)
         self._log = structlog.get_logger().bind(node=settings.node_name)
 
     async def run(self) -> None:
@@ -195,7 +195,11 @@ class Agent:
 
 
 def build(
-    settings: AgentSettings, api: KubeApi, clock: Clock, devices: Devices | None = None, rhythm: Rhythm | None = None
+    settings: AgentSettings,
+    api: KubeApi,
+    clock: Clock,
+    devices: Devices | None = None,
+    intervals: Intervals | None = None,
 ) -> Agent:
     """Put an agent together.
 
@@ -204,16 +208,16 @@ def build(
         api: The API server; agents of several nodes may share it.
         clock: The time.
         devices: The GPUs; those of the settings when None.
-        rhythm: Deadlines and intervals; the usual ones when None.
+        intervals: Deadlines and intervals; the usual ones when None.
 
     Raises:
         NoDevicesError: The settings lead to no GPUs, or containers could not be told of them.
     """
     devices = devices or find_devices(settings)
-    rhythm = rhythm or (Rhythm() if devices.simulated else REAL)
+    intervals = intervals or (Intervals() if devices.simulated else HARDWARE_INTERVALS)
     node = NodeName(settings.node_name)
     if not settings.kubelet:
-        return Agent(settings, devices, Reconciler(node, api, clock, devices, rhythm), clock)
+        return Agent(settings, devices, Reconciler(node, api, clock, devices, intervals), clock)
     _check_directory(
         "CARPOOL_CDI_DIR", settings.cdi_dir, "the one from which the container runtime reads CDI specifications"
     )
@@ -233,9 +237,9 @@ def build(
         gpus=len(devices.uuids),
         slots_per_gpu=settings.slots_per_gpu,
         clock=clock,
-        patience_s=rhythm.patience_s,
-        sleep=rhythm.sleep,
+        reservation_wait_s=intervals.reservation_wait_s,
+        sleep=intervals.sleep,
     )
-    agent = Agent(settings, devices, Reconciler(node, api, clock, devices, rhythm, plugin.set_healthy), clock)
-    agent.kubelet = KubeletPart(settings, plugin, pods, pod_resources, rhythm)
+    agent = Agent(settings, devices, Reconciler(node, api, clock, devices, intervals, plugin.set_healthy), clock)
+    agent.kubelet = KubeletPart(settings, plugin, pods, pod_resources, intervals)
     return agent

@@ -39,7 +39,7 @@ def environment(reservation: Reservation, access: Mapping[GpuUuid, Access]) -> d
         reservation: Of the container's pod.
         access: To each GPU of the reservation.
     """
-    is_named = any(one.is_named_to_runtime for one in access.values())
+    is_named = any(one.needs_runtime_env for one in access.values())
     names = [access[uuid].name or uuid for uuid in reservation.gpu_uuids]
     env = {
         "NVIDIA_VISIBLE_DEVICES": ",".join(names) if is_named else "void",

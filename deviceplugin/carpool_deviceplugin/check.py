@@ -34,20 +34,20 @@ from carpool_core.values import GpuUuid, JobUid, PodUid, SharingMode
 from carpool_deviceplugin import cdi
 from carpool_deviceplugin.app import metrics_sources
 from carpool_deviceplugin.cdi import NvidiaCdi
-from carpool_deviceplugin.dcgm import Source
+from carpool_deviceplugin.dcgm import CounterSource
 from carpool_deviceplugin.gpu import DeviceError, NoDevicesError
 from carpool_deviceplugin.health import XidWatch
 from carpool_deviceplugin.mig import MigRefusal, plan_mig
-from carpool_deviceplugin.mig_instances import read_instances, read_mig_devices, read_table, run_plan
+from carpool_deviceplugin.mig_instances import apply_plan, read_instances, read_mig_devices, read_table
 from carpool_deviceplugin.mps import PID_FILE, Mps, MpsProgram
 from carpool_deviceplugin.nvlib import (
     Handle,
     NvmlError,
     NvmlLibrary,
     Session,
-    installed,
     list_gpus,
     list_samples,
+    load_nvml,
     read_identity,
     read_processes,
     read_telemetry,
@@ -57,7 +57,7 @@ from carpool_deviceplugin.partitions import plan
 from carpool_deviceplugin.preflight import InputError, find_gpu, no_gpus, node_settings
 from carpool_deviceplugin.processes import Process, ProcTree
 from carpool_deviceplugin.quoting import quoted
-from carpool_deviceplugin.sampling import AHEAD_US, Gpm
+from carpool_deviceplugin.sampling import AHEAD_US, GpmSampler
 
 
 class Kind(StrEnum):
@@ -297,7 +297,7 @@ class RealMachine:
         directory: Path,
         *,
         python: str = sys.executable,
-        sources: Sequence[Source] = (),
+        sources: Sequence[CounterSource] = (),
         cdi: Sequence[Path] = (),
         cgroups: Path = _CGROUPS,
     ) -> None:
@@ -482,7 +482,7 @@ def utilization_makes_sense(session: Session, wall: Callable[[], float] = time.t
 
 def gpm_says_ratios_or_nothing(session: Session) -> Iterator[str]:
     """One sample says nothing, two say ratios."""
-    gpm = Gpm(session)
+    gpm = GpmSampler(session)
     for uuid in list_gpus(session):
         if gpm.sample(uuid) is not None:
             yield "expected nothing of a single sample, found something"
@@ -664,11 +664,11 @@ def still_step(trial: Trial, loads: Sequence[Load], seconds: float = 5.0) -> lis
 def sm_active(trial: Trial, seconds: float = 10.0) -> float:
     """Return the GPU's mean SM activity over a while, 0..1. Raises SkippedError where nobody measures it."""
     machine, found = trial.machine, list[float]()
-    machine.devices.ask_others()
+    machine.devices.refresh_counters()
     machine.devices.read(trial.gpu)
     for _ in range(round(seconds / LOOK_EVERY_S)):
         machine.wait(LOOK_EVERY_S)
-        machine.devices.ask_others()
+        machine.devices.refresh_counters()
         counters = machine.devices.read(trial.gpu).counters or {}
         if SM_ACTIVE in counters:
             found.append(counters[SM_ACTIVE])
@@ -905,7 +905,7 @@ def instances_come_and_go(trial: Trial) -> str:
         found = plan_mig(table, read_instances(session, gpu, table), set(), profiles)
         if isinstance(found, MigRefusal):
             raise FailedError(found.message)
-        run_plan(session, gpu, table, found, trial.machine.monotonic)
+        apply_plan(session, gpu, table, found, trial.machine.monotonic)
         devices, there = read_mig_devices(session, gpu), read_instances(session, gpu, table)
         if sorted(i.placement.profile.name for i in there) != sorted(p.name for p in profiles) or len(devices) != len(
             profiles
@@ -1160,7 +1160,7 @@ def _machine(directory: Path, python: str) -> RealMachine:
         raise InputError(f"--python: expected an interpreter, found no program {quoted(Path(python))}; give its path")
     try:
         return RealMachine(
-            installed(),
+            load_nvml(),
             directory,
             python=python,
             sources=metrics_sources(settings),

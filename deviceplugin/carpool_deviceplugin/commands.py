@@ -34,9 +34,9 @@ from carpool_deviceplugin.mig import (
     UnknownProfileError,
     plan_mig,
 )
-from carpool_deviceplugin.mig_instances import read_table, run_plan
+from carpool_deviceplugin.mig_instances import apply_plan, read_table
 from carpool_deviceplugin.mps import Mps, MpsHost, MpsProgram, SharedMemory
-from carpool_deviceplugin.nvlib import NvmlLibrary, installed
+from carpool_deviceplugin.nvlib import NvmlLibrary, load_nvml
 from carpool_deviceplugin.nvml_devices import NvmlDevices
 from carpool_deviceplugin.preflight import InputError, find_gpu, inspect_node, no_gpus, node_settings
 from carpool_deviceplugin.quoting import quoted
@@ -89,7 +89,7 @@ def _devices(context: click.Context, settings: AgentSettings) -> NvmlDevices:
     """The node's GPUs; tests put others, or another library, into the context."""
     if isinstance(context.obj, NvmlDevices):
         return context.obj
-    library: NvmlLibrary = installed() if context.obj is None else context.obj
+    library: NvmlLibrary = load_nvml() if context.obj is None else context.obj
     try:
         return real_devices(settings, library, may_write=False)
     except NoDevicesError as e:
@@ -201,9 +201,11 @@ def _plan(devices: NvmlDevices, uuid: GpuUuid, target: str, *, is_applied: bool,
         wanted = _wanted(table, target)
     except UnknownProfileError as e:
         raise DeviceError(f"GPU {uuid}: {e}") from e
-    parts = devices.actual(uuid).parts
-    in_use = {p.instance.id for p in parts if p.is_used or p.pod_uid}  # a promise counts before its pod has begun
-    found = plan_mig(table, [p.instance for p in parts], in_use, wanted)
+    mig_instances = devices.actual(uuid).mig_instances
+    in_use = {
+        p.instance.id for p in mig_instances if p.is_used or p.pod_uid
+    }  # a promise counts before its pod has begun
+    found = plan_mig(table, [p.instance for p in mig_instances], in_use, wanted)
     if isinstance(found, MigRefusal):
         raise DeviceError(f"GPU {uuid}: {found.message}")
     if found.steps and not known.mig_enabled:
@@ -214,7 +216,7 @@ def _plan(devices: NvmlDevices, uuid: GpuUuid, target: str, *, is_applied: bool,
         if is_applied:
             raise DeviceError(f"GPU {uuid}: expected MIG to be switched on, found: {note}")
         click.echo(f"before: {note}")
-    others = {p.instance.id for p in parts if not p.is_ours}
+    others = {p.instance.id for p in mig_instances if not p.is_managed}
     lost = [s.instance for s in found.steps if isinstance(s, Destroy) and s.instance.id in others]
     if is_applied and lost and not may_destroy:
         raise DeviceError(
@@ -229,7 +231,7 @@ def _plan(devices: NvmlDevices, uuid: GpuUuid, target: str, *, is_applied: bool,
         click.echo("nothing to do" if known.mig_enabled else "nothing to do: MIG is switched off")
     elif is_applied:
         try:
-            run_plan(session, uuid, table, found, time.monotonic, taken=lambda step: click.echo(str(step)))
+            apply_plan(session, uuid, table, found, time.monotonic, taken=lambda step: click.echo(str(step)))
         except DeviceError as e:
             raise click.ClickException(str(e)) from e  # not the input: the GPU has said no, half-way or at once
     else:
@@ -247,9 +249,9 @@ def _plan(devices: NvmlDevices, uuid: GpuUuid, target: str, *, is_applied: bool,
 
 def _beyond(kept: Iterable[Instance], wanted: Iterable[Profile]) -> list[Instance]:
     """Return the instances that stay though nobody wanted them."""
-    left, beyond = Counter(wanted), list[Instance]()
+    left, without_instances = Counter(wanted), list[Instance]()
     for instance in kept:
         left[instance.placement.profile] -= 1
         if left[instance.placement.profile] < 0:
-            beyond.append(instance)
-    return beyond
+            without_instances.append(instance)
+    return without_instances

@@ -31,7 +31,7 @@ class SourceError(Exception):
     """A source gave no answer; `str()` says what was expected and what was found."""
 
 
-class Source(Protocol):
+class CounterSource(Protocol):
     """Somebody else on the node who measures its GPUs."""
 
     @property
@@ -40,7 +40,7 @@ class Source(Protocol):
         ...
 
     @property
-    def is_public(self) -> bool:
+    def is_scraped(self) -> bool:
         """Whether it shows its values to Prometheus itself, so that nobody else must."""
         ...
 
@@ -49,7 +49,7 @@ class Source(Protocol):
         ...
 
 
-class Feed:
+class CounterFeed:
     """What the first source that answers said at last.
 
     Args:
@@ -57,10 +57,10 @@ class Feed:
         monotonic: Seconds.
     """
 
-    def __init__(self, sources: Sequence[Source], monotonic: Callable[[], float]) -> None:
+    def __init__(self, sources: Sequence[CounterSource], monotonic: Callable[[], float]) -> None:
         self._sources, self._monotonic = sources, monotonic
         self._failed_at: dict[str, float] = {}
-        self._said: tuple[float, Source, Mapping[Place, Counters]] | None = None
+        self._said: tuple[float, CounterSource, Mapping[Place, Counters]] | None = None
         self._log = structlog.get_logger()
 
     def refresh(self) -> None:
@@ -82,7 +82,7 @@ class Feed:
             return
         self._said = None
 
-    def at(self, uuid: GpuUuid, instance: int | None = None) -> tuple[Source, Counters] | None:
+    def at(self, uuid: GpuUuid, instance: int | None = None) -> tuple[CounterSource, Counters] | None:
         """Return what is known of a GPU or MIG instance, and from whom; None where nobody said anything lately."""
         said = self._said
         if said is None or self._monotonic() - said[0] > _GOOD_FOR_S:
@@ -176,7 +176,7 @@ class HostEngine:
     """
 
     name = "dcgm"
-    is_public = False
+    is_scraped = False
 
     def __init__(self, library: DcgmLibrary, address: str) -> None:
         self._library, self._address = library, address
@@ -225,7 +225,7 @@ class Exporter:
     """
 
     name = "dcgm-exporter"
-    is_public = True
+    is_scraped = True
 
     def __init__(self, url: str) -> None:
         self._url = url

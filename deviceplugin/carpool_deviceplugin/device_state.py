@@ -8,9 +8,9 @@ import structlog
 from carpool_core.resources.node import Reservation
 from carpool_core.values import GpuUuid, PartitionState, PodUid
 
-from carpool_deviceplugin.gpu import DeviceError, Devices, GpuActual, Step, divides
+from carpool_deviceplugin.gpu import DeviceError, Devices, GpuActual, Step, changes_mig
 from carpool_deviceplugin.partitions import Plan, plan, way_back
-from carpool_deviceplugin.timeouts import Caller, Patient, Rhythm, woken
+from carpool_deviceplugin.timeouts import Caller, Intervals, TimeLimitedCaller, wait_for_event
 
 READY, PREPARING, FAILED = PartitionState.READY, PartitionState.PREPARING, PartitionState.FAILED
 
@@ -36,7 +36,7 @@ class GpuWorker:
         uuid: The GPU.
         devices: The node's GPUs.
         changed: Called when outcomes have changed.
-        rhythm: Deadlines and intervals.
+        intervals: Deadlines and intervals.
         confirm: Called before MIG is changed; returns whether what the agent may do has changed.
         caller: Makes the calls to the GPU; in threads when None.
         peaks: Tells the most that each pod was measured to take of the GPU, in MiB.
@@ -47,7 +47,7 @@ class GpuWorker:
         uuid: GpuUuid,
         devices: Devices,
         changed: Callable[[], None],
-        rhythm: Rhythm,
+        intervals: Intervals,
         confirm: Callable[[], Awaitable[bool]] = _unchanged,
         caller: Caller | None = None,
         peaks: Callable[[], Mapping[PodUid, int]] = dict,
@@ -56,12 +56,12 @@ class GpuWorker:
         self.outcomes: Mapping[PodUid, Outcome] = {}
         self.ended: Mapping[PodUid, str] = {}
         """Pods that a fault of their MPS daemon has ended together in the last minutes, and what happened."""
-        self._devices, self._changed, self._rhythm = devices, changed, rhythm
+        self._devices, self._changed, self._intervals = devices, changed, intervals
         self._confirm, self._peaks = confirm, peaks
         self._wanted: Sequence[Reservation] = ()
         self._awake = asyncio.Event()
         self._promised: frozenset[PodUid] = frozenset()
-        self._caller = caller or Patient(f"GPU {uuid}", rhythm.step_deadline_s)
+        self._caller = caller or TimeLimitedCaller(f"GPU {uuid}", intervals.step_deadline_s)
         self._log = structlog.get_logger().bind(gpu=uuid)
 
     def want(self, reservations: Sequence[Reservation]) -> None:
@@ -83,8 +83,8 @@ class GpuWorker:
         while True:
             self._awake.clear()
             is_settled = await self.once()
-            wait_s = self._rhythm.resync_s if is_settled else self._rhythm.waiting_s
-            await woken(self._awake, wait_s, self._rhythm.sleep)
+            wait_s = self._intervals.resync_s if is_settled else self._intervals.blocked_retry_s
+            await wait_for_event(self._awake, wait_s, self._intervals.sleep)
 
     async def once(self) -> bool:
         """Look, plan, act and look again; return False where somebody is waited for or something failed."""
@@ -106,7 +106,7 @@ class GpuWorker:
     async def _look(self, wanted: Sequence[Reservation], held: frozenset[PodUid]) -> tuple[GpuActual, Plan]:
         actual = await self._caller.call(self._devices.actual, self.uuid)
         planned = plan(actual, wanted, held, self._peaks())
-        if actual.mig_table is not None and any(map(divides, planned.steps)) and await self._confirm():
+        if actual.mig_table is not None and any(map(changes_mig, planned.steps)) and await self._confirm():
             actual = await self._caller.call(self._devices.actual, self.uuid)
             planned = plan(actual, wanted, held, self._peaks())
         return actual, planned
@@ -123,7 +123,7 @@ class GpuWorker:
         if not planned.steps:
             return ""
         preparing = {r.pod_uid: self._kept(r) or _outcome(r, PREPARING) for r in wanted}
-        slow = asyncio.get_running_loop().call_later(self._rhythm.slow_s, self._report, preparing)
+        slow = asyncio.get_running_loop().call_later(self._intervals.progress_after_s, self._report, preparing)
         done: list[Step] = []
         try:
             for step in planned.steps:

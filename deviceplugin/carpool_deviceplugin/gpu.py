@@ -20,11 +20,11 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MigInstance:
     """A MIG instance, and whose it is."""
 
     instance: Instance
-    is_ours: bool = False
+    is_managed: bool = False
     """Whether the agent made it; nobody else's is ever given out or destroyed."""
     pod_uid: PodUid | None = None
     """Whom it was made for."""
@@ -46,11 +46,11 @@ class GpuActual:
     mode: SharingMode | None = None
     """None: idle, prepared for nobody."""
     mps_daemon: bool = False
-    mps_hangs: bool = False
+    mps_hung: bool = False
     """Whether its MPS daemon has not answered for a while."""
-    mps_left: bool = False
+    mps_servers_left: bool = False
     """Whether servers of an MPS daemon that has ended are there."""
-    mps_untidied: bool = False
+    mps_cleanup_pending: bool = False
     """Whether the stop of an MPS daemon was begun and has not ended: what its clients left may be there."""
     limits: Mapping[PodUid, Limits] = field(default_factory=dict)
     tenants: frozenset[PodUid] = frozenset()
@@ -63,7 +63,7 @@ class GpuActual:
     """The same of the last minutes, with those that are gone."""
     mig_table: MigTable | None = None
     """What it can be divided into; None without MIG."""
-    parts: tuple[Part, ...] = ()
+    mig_instances: tuple[MigInstance, ...] = ()
     """Its MIG instances."""
     mig_manager: str = ""
     """Who else divides the node's GPUs, so that the agent may not; empty where nobody does."""
@@ -133,12 +133,12 @@ class DestroyInstance:
 Step = SetMode | StartMps | StopMps | SetLimits | CreateInstance | DestroyInstance
 
 
-def divides(step: Step) -> bool:
+def changes_mig(step: Step) -> bool:
     """Whether a step may change MIG on a GPU that has it."""
     return isinstance(step, CreateInstance | DestroyInstance) or (isinstance(step, SetMode) and step.mode is not None)
 
 
-class ProcessUse(msgspec.Struct, frozen=True):
+class ProcessUsage(msgspec.Struct, frozen=True):
     """What one process has used of a GPU since it began. Counters never fall."""
 
     id: str
@@ -163,7 +163,7 @@ class ProcessUse(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class PartReading:
+class InstanceReading:
     """What a MIG instance's counters say."""
 
     instance_id: int
@@ -172,7 +172,7 @@ class PartReading:
     """Whose it is; None where nobody knows."""
     counters: Mapping[str, float]
     """By DCGM's field names."""
-    is_shown_elsewhere: bool = False
+    is_exported_elsewhere: bool = False
     """Whether Prometheus gets the counters from elsewhere already."""
 
 
@@ -182,7 +182,7 @@ class Reading:
 
     at: float
     """Monotonic time, in seconds."""
-    processes: tuple[ProcessUse, ...]
+    processes: tuple[ProcessUsage, ...]
     """Those that are there."""
     power_w: float | None
     """None where the GPU cannot say; so below."""
@@ -190,16 +190,16 @@ class Reading:
     power_limit_w: float | None
     energy_j: float | None
     """Of the whole GPU, since it appeared."""
-    ended: tuple[ProcessUse, ...] = ()
+    ended: tuple[ProcessUsage, ...] = ()
     """Those that have ended since the reading before, with what they drew until then."""
     counters: Mapping[str, float] | None = None
     """The GPU's own word on itself, by DCGM's field names; None where it is reckoned from its processes."""
     pci_bus_id: str = ""
-    parts: tuple[PartReading, ...] = ()
+    mig_instances: tuple[InstanceReading, ...] = ()
     """Of its MIG instances."""
     source: str = ""
     """Where the counters are from, such as `nvml`."""
-    is_shown_elsewhere: bool = False
+    is_exported_elsewhere: bool = False
     """Whether Prometheus gets the GPU's counters from there already; its instances have their own word."""
 
 
@@ -231,7 +231,7 @@ class Access:
     """CDI container edits for each container that has a GPU."""
     cdi_version: str = "0.6.0"
     """That the edits are of."""
-    is_named_to_runtime: bool = False
+    needs_runtime_env: bool = False
     """Whether NVIDIA's container runtime must be told the name, because nothing else brings it."""
     name: str = ""
     """Of the MIG device; empty where it is the whole GPU."""
@@ -278,7 +278,7 @@ class Devices(Protocol):
         """Return what brings the GPU, or the pod's MIG instance of it, into a container. Never blocks."""
         ...
 
-    def ask_others(self) -> None:
+    def refresh_counters(self) -> None:
         """Ask who else on the node measures the GPUs; what is heard counts in readings. May block."""
         ...
 

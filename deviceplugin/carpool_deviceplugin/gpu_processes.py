@@ -20,7 +20,7 @@ _MPS_EVERY_S = 60.0
 """How often a daemon that lives is asked while the same processes are there and nothing is wrong."""
 
 
-class Present(msgspec.Struct, frozen=True):
+class GpuProcess(msgspec.Struct, frozen=True):
     """A process on the GPU, and whose it is."""
 
     running: RunningProcess
@@ -28,11 +28,11 @@ class Present(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Presence:
+class GpuProcesses:
     """Who is on a GPU."""
 
-    pods: tuple[Present, ...] = ()
-    strangers: tuple[Process | int, ...] = ()
+    pods: tuple[GpuProcess, ...] = ()
+    foreign_processes: tuple[Process | int, ...] = ()
     """Processes of no pod; a number where even that cannot be told."""
     instances: frozenset[int] = frozenset()
     """MIG instances with a process, of whomever."""
@@ -45,13 +45,13 @@ class Presence:
             if p.process.pod_uid is not None and instance in (None, p.running.gpu_instance_id)
         )
 
-    def beyond(self, instances: frozenset[int]) -> "Presence":
+    def without_instances(self, instances: frozenset[int]) -> "GpuProcesses":
         """Leave out who is on these MIG instances."""
         fine = tuple(p for p in self.pods if p.running.gpu_instance_id not in instances)
-        return Presence(fine, self.strangers, self.instances - instances)
+        return GpuProcesses(fine, self.foreign_processes, self.instances - instances)
 
 
-class Watcher:
+class ProcessWatcher:
     """Looks who is there.
 
     Args:
@@ -65,14 +65,14 @@ class Watcher:
         self._session, self._processes, self._mps, self._monotonic = session, processes, mps, monotonic
         self._asked: dict[GpuUuid, tuple[float, frozenset[int], MpsStatus]] = {}
         self._silent_since: dict[GpuUuid, float] = {}
-        self._last: dict[GpuUuid, tuple[float, tuple[Presence, MpsStatus]]] = {}
+        self._last: dict[GpuUuid, tuple[float, tuple[GpuProcesses, MpsStatus]]] = {}
 
     def forget(self, uuid: GpuUuid) -> None:
         """Ask a GPU's daemon anew at the next look: something happened there."""
         self._asked[uuid] = (-math.inf, frozenset(), MpsStatus())
         self._last.pop(uuid, None)
 
-    def hangs(self, uuid: GpuUuid) -> bool:
+    def is_hung(self, uuid: GpuUuid) -> bool:
         """Whether a GPU's daemon has not answered for a while, as of the last look."""
         return self._monotonic() - self._silent_since.get(uuid, math.inf) >= _HANGS_AFTER_S
 
@@ -82,7 +82,7 @@ class Watcher:
         users = {self._processes.user(pid) for pid in status.servers} if status.clients else set()
         return users.pop() if len(users) == 1 else None
 
-    def look(self, uuid: GpuUuid, foreign: frozenset[int] = frozenset()) -> tuple[Presence, MpsStatus]:
+    def look(self, uuid: GpuUuid, foreign_instances: frozenset[int] = frozenset()) -> tuple[GpuProcesses, MpsStatus]:
         """Look who is on a GPU, and how its MPS daemon is; raises NvmlError.
 
         Each question to a daemon starts a program, so it is asked when it appeared or vanished, when somebody came or
@@ -90,7 +90,7 @@ class Watcher:
 
         Args:
             uuid: The GPU.
-            foreign: MIG instances of others: whoever is there is none of our business.
+            foreign_instances: MIG instances of others: whoever is there is none of our business.
         """
         found = read_processes(self._session, uuid)
         whose = {p.pid: self._processes.find(p.pid) for p in found}  # the daemon takes its time, and they may end
@@ -98,16 +98,16 @@ class Watcher:
             still = {p.pid for p in read_processes(self._session, uuid)}  # who ended just now is no stranger
             found = [p for p in found if whose[p.pid] is not None or p.pid in still]
         status = self._daemon(uuid, frozenset(p.pid for p in found))
-        return _sorted(found, whose, status, foreign), status
+        return _sorted(found, whose, status, foreign_instances), status
 
-    def now(self, uuid: GpuUuid) -> tuple[Presence, MpsStatus]:
+    def now(self, uuid: GpuUuid) -> tuple[GpuProcesses, MpsStatus]:
         """Look who is on a GPU, and remember it for a moment; raises NvmlError."""
         self._last.pop(uuid, None)
         seen = self.look(uuid)
         self._last[uuid] = (self._monotonic(), seen)
         return seen
 
-    def recent(self, uuid: GpuUuid, foreign: frozenset[int] = frozenset()) -> tuple[Presence, MpsStatus]:
+    def recent(self, uuid: GpuUuid, foreign_instances: frozenset[int] = frozenset()) -> tuple[GpuProcesses, MpsStatus]:
         """Return who is on a GPU for one who only tells of it, such as its health; raises NvmlError.
 
         What `now` saw half a second ago or less is good enough for that, once: whoever asks next gets a look of their
@@ -115,8 +115,8 @@ class Watcher:
         to change the GPU must not rely on it, and calls `look`.
         """
         at, seen = self._last.pop(uuid, (-math.inf, None))
-        if seen is None or foreign or self._monotonic() - at > _RECENT_S:
-            return self.look(uuid, foreign)
+        if seen is None or foreign_instances or self._monotonic() - at > _RECENT_S:
+            return self.look(uuid, foreign_instances)
         return seen
 
     def _daemon(self, uuid: GpuUuid, pids: frozenset[int]) -> MpsStatus:
@@ -137,7 +137,7 @@ class Watcher:
         return status
 
 
-def name_of(stranger: Process | int) -> str:
+def describe_process(stranger: Process | int) -> str:
     """Such as `process 42 (python)`."""
     return (
         f"process {stranger}"
@@ -146,19 +146,22 @@ def name_of(stranger: Process | int) -> str:
     )
 
 
-def about_strangers(found: Sequence[Process | int]) -> str:
+def describe_foreign(found: Sequence[Process | int]) -> str:
     """Say who is there and belongs to no pod; empty where nobody is."""
     if not found:
         return ""
-    whom = ", ".join(name_of(s) for s in found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+    whom = ", ".join(describe_process(s) for s in found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
     return f"{whom} on the GPU belong to no pod: end them, or run the agent with the host's PIDs so that it knows them"
 
 
 def _sorted(
-    found: Iterable[RunningProcess], whose: Mapping[int, Process | None], mps: MpsStatus, foreign: frozenset[int]
-) -> Presence:
-    pods: list[Present] = []
-    strangers: list[Process | int] = []
+    found: Iterable[RunningProcess],
+    whose: Mapping[int, Process | None],
+    mps: MpsStatus,
+    foreign_instances: frozenset[int],
+) -> GpuProcesses:
+    pods: list[GpuProcess] = []
+    foreign_processes: list[Process | int] = []
     instances: set[int] = set()
     for running in found:
         if running.gpu_instance_id is not None:
@@ -167,10 +170,10 @@ def _sorted(
             continue
         process = whose[running.pid]
         if process is not None and process.pod_uid is not None:
-            pods.append(Present(running, process))
-        elif running.gpu_instance_id not in foreign:
-            strangers.append(running.pid if process is None else process)
-    return Presence(tuple(pods), tuple(strangers), frozenset(instances))
+            pods.append(GpuProcess(running, process))
+        elif running.gpu_instance_id not in foreign_instances:
+            foreign_processes.append(running.pid if process is None else process)
+    return GpuProcesses(tuple(pods), tuple(foreign_processes), frozenset(instances))
 
 
 FAULT = "a client's fatal fault has hit its MPS server"
@@ -201,7 +204,7 @@ class _Gpu:
     """When and what, of pods that are there and that are gone."""
 
 
-class Clients:
+class MpsFailures:
     """Remembers what happened to the clients of each GPU's daemon, also to those that left before anybody looked.
 
     Args:
@@ -213,7 +216,7 @@ class Clients:
         self._gpus: dict[GpuUuid, _Gpu] = {}
 
     def see(
-        self, uuid: GpuUuid, mps: MpsStatus, present: Presence, *, is_expected: bool, had_xid: bool
+        self, uuid: GpuUuid, mps: MpsStatus, present: GpuProcesses, *, is_expected: bool, has_new_xid: bool
     ) -> dict[PodUid, str]:
         """Take in how a daemon is; return which pods that are there end together, and what happened to them.
 
@@ -222,12 +225,12 @@ class Clients:
             mps: Its daemon.
             present: Who is on the GPU.
             is_expected: Whether there should be a daemon: then whoever is there is its client.
-            had_xid: Whether the driver reported an error of the GPU since the last look.
+            has_new_xid: Whether the driver reported an error of the GPU since the last look.
         """
         gpu, now = self._gpus.setdefault(uuid, _Gpu()), self._monotonic()
         there = {p.running.pid: p.process.pod_uid for p in present.pods if p.process.pod_uid is not None}
         gone = {pid: pod for pid, pod in gpu.were.items() if pid not in there}
-        if is_expected and had_xid:
+        if is_expected and has_new_xid:
             gpu.suspected, gpu.until = {**gpu.suspected, **gpu.were, **there}, now + _WITHIN_S
         elif now > gpu.until:
             gpu.suspected = {}

@@ -12,7 +12,15 @@ import pynvml
 import structlog
 from carpool_core.values import GpuUuid
 
-from carpool_deviceplugin.nvlib import DriverGoneError, Glances, GpuLostError, Handle, NvmlError, Session, Telemetry
+from carpool_deviceplugin.nvlib import (
+    DriverGoneError,
+    GpuLostError,
+    Handle,
+    NvmlError,
+    Session,
+    Telemetry,
+    TelemetryCache,
+)
 
 _QUIET_S = 60.0
 """How long nothing may happen before a GPU counts as well again."""
@@ -109,7 +117,7 @@ class Health:
     ecc_uncorrectable: int | None = None
 
 
-def advance(health: Health, seen: Signals, now: float) -> Health:
+def next_health(health: Health, seen: Signals, now: float) -> Health:
     """Take in what was seen.
 
     Args:
@@ -233,8 +241,8 @@ class XidWatch:
 
     def _register(self, uuid: GpuUuid, gpu: _Gpu) -> None:
         session, library = self._session, self._session.library
-        if gpu.opening != session.openings:
-            opening = session.openings
+        if gpu.opening != session.generation:
+            opening = session.generation
             gpu.events, gpu.opening = session.call(uuid, library.nvmlEventSetCreate), opening
             gpu.is_registered = False
         if not gpu.is_registered:
@@ -278,7 +286,7 @@ class _Kept(msgspec.Struct, frozen=True, kw_only=True):
     """The GPU's counter at that time: one that has fallen since began anew."""
 
 
-class Conditions:
+class HealthMonitor:
     """Looks after the health of a node's GPUs.
 
     Args:
@@ -295,7 +303,7 @@ class Conditions:
         self,
         session: Session,
         uuids: Sequence[GpuUuid],
-        glances: Glances,
+        glances: TelemetryCache,
         directory: Path,
         monotonic: Callable[[], float],
         *,
@@ -308,7 +316,7 @@ class Conditions:
         self._energy_mj: dict[GpuUuid, int | None] = {}
         self._health = {uuid: self._kept(uuid) for uuid in uuids}
         self._written = dict(self._health)
-        self._openings = dict.fromkeys(uuids, session.openings)
+        self._openings = dict.fromkeys(uuids, session.generation)
         self._xids = XidWatch(session, uuids)
         self._struck: set[GpuUuid] = set()
         self._last_xid: dict[GpuUuid, int] = {}
@@ -325,15 +333,15 @@ class Conditions:
         self._advance(uuid, seen)
         return self._health[uuid].problem
 
-    def begin_anew(self, uuid: GpuUuid) -> None:
+    def after_reset(self, uuid: GpuUuid) -> None:
         """The GPU was reset by us: what was registered with it is gone."""
         self._xids.forget(uuid)
 
-    def had_xid(self, uuid: GpuUuid) -> bool:
+    def has_new_xid(self, uuid: GpuUuid) -> bool:
         """Whether a look has brought an XID that nobody has taken in yet."""
         return uuid in self._struck
 
-    def took_xid(self, uuid: GpuUuid) -> None:
+    def clear_xid(self, uuid: GpuUuid) -> None:
         """Its MPS clients were looked at: a look that fails before that must not lose what struck them."""
         self._struck.discard(uuid)
 
@@ -354,8 +362,8 @@ class Conditions:
             self._last_xid[uuid] = xids[-1] if xids else self._last_xid.get(uuid, 0)
         before_mj, now_mj = self._energy_mj.get(uuid), telemetry.energy_mj
         has_fallen = before_mj is not None and now_mj is not None and now_mj < before_mj
-        was_reset = self._openings[uuid] != self._session.openings or has_fallen
-        self._openings[uuid], self._energy_mj[uuid] = self._session.openings, now_mj
+        was_reset = self._openings[uuid] != self._session.generation or has_fallen
+        self._openings[uuid], self._energy_mj[uuid] = self._session.generation, now_mj
         reasons = telemetry.clock_reasons
         return Signals(
             xids=xids,
@@ -375,7 +383,7 @@ class Conditions:
 
     def _advance(self, uuid: GpuUuid, seen: Signals) -> None:
         was = self._written[uuid]
-        now = self._health[uuid] = advance(self._health[uuid], seen, self._monotonic())
+        now = self._health[uuid] = next_health(self._health[uuid], seen, self._monotonic())
         moved_s = abs((now.until or 0.0) - (was.until or 0.0))
         is_news = (was.problem, was.falls) != (now.problem, now.falls) or moved_s > _KEPT_WITHIN_S
         if is_news and self._may_write:

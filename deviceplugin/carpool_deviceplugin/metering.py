@@ -9,11 +9,11 @@ from carpool_core.resources.node import Tenant
 from carpool_core.values import GpuUuid, PodUid
 from msgspec.structs import replace
 
-from carpool_deviceplugin.gpu import ProcessUse, Reading
+from carpool_deviceplugin.gpu import ProcessUsage, Reading
 
 SMOOTHING_S = 5.0
 """Time constant of the exponential average that metrics tell."""
-DECIDING_S = 90.0
+STATUS_SMOOTHING_S = 90.0
 """The same of the activity that `GpuNode.status` tells, by which others are admitted: steps come and go, checkpoints
 and evaluations take their time (90 s as in RAD-RM's monitor, Yousefzadeh-Asl-Miandoab, ITU 2025)."""
 FORMER = 4
@@ -49,7 +49,7 @@ def _towards(was: float | None, now: float | None, weight: float) -> float | Non
     return now if was is None or now is None else was + weight * (now - was)
 
 
-class Use(msgspec.Struct, frozen=True):
+class PodUsage(msgspec.Struct, frozen=True):
     """What one pod uses of one GPU."""
 
     memory_mib: int = 0
@@ -60,7 +60,7 @@ class Use(msgspec.Struct, frozen=True):
     """Samples with work since it began."""
     means: Rates | None = None
     """The same over `DECIDING_S`, or mostly since others came to the GPU or left it, where that is less."""
-    of_means: int = 0
+    mean_samples: int = 0
     """Samples with work that they are of."""
     is_running: bool = False
     """Whether it has a process on the GPU."""
@@ -69,7 +69,7 @@ class Use(msgspec.Struct, frozen=True):
     """Above idle, since the agent started; None while nobody knows."""
 
 
-_UNUSED = Use()
+_UNUSED = PodUsage()
 _COUNTERS = attrgetter("busy_s", "sm_s", "dram_s", "energy_j")
 """Of a process; attribute by attribute they take longer than all that is reckoned from them."""
 _NOTHING = (None,) * 4
@@ -83,62 +83,62 @@ class Meter:
         self.reading: Reading | None = None
         self.is_current = False
         """Whether the GPU could be read when it was last asked."""
-        self.uses: dict[PodUid, Use] = {}
+        self.usage: dict[PodUid, PodUsage] = {}
 
     def sample(self, reading: Reading) -> None:
         """Take in a reading."""
         before = self.reading
         earlier = {p.id: p for p in before.processes} if before else {}
-        of_pods: dict[PodUid, list[ProcessUse]] = {pod: [] for pod in self.uses}
+        of_pods: dict[PodUid, list[ProcessUsage]] = {pod: [] for pod in self.usage}
         for process in reading.processes:
             of_pods.setdefault(process.pod_uid, []).append(process)
-        was, now = (None if one is None else _crowd(one) for one in (before, reading))
+        was, now = (None if one is None else _pods(one) for one in (before, reading))
         for pod, processes in of_pods.items():
-            use = self.uses.get(pod, _UNUSED)
+            use = self.usage.get(pod, _UNUSED)
             if was is not None and now is not None and was - {pod} != now - {pod}:
-                use = replace(use, of_means=min(use.of_means, FORMER + 1))
+                use = replace(use, mean_samples=min(use.mean_samples, FORMER + 1))
             elapsed = _window_s(before, reading, processes)
             if elapsed > 0:
-                self.uses[pod] = _advance(use, processes, earlier, elapsed)
+                self.usage[pod] = _advance(use, processes, earlier, elapsed)
             else:
-                self.uses[pod] = _present(use, processes, is_new=before is not None)
+                self.usage[pod] = _present(use, processes, is_new=before is not None)
         for process in reading.ended:
             self._see_last(process, earlier.get(process.id))
         self.reading, self.is_current = reading, True
 
-    def _see_last(self, process: ProcessUse, before: ProcessUse | None) -> None:
+    def _see_last(self, process: ProcessUsage, before: ProcessUsage | None) -> None:
         """Credit a pod with what its process drew between the last reading and its end."""
-        use = self.uses.get(process.pod_uid)
+        use = self.usage.get(process.pod_uid)
         if use is not None and before is not None and process.energy_j is not None:
             drawn = max(0.0, process.energy_j - (before.energy_j or 0.0))
-            self.uses[process.pod_uid] = replace(use, energy_j=_plus(use.energy_j, drawn))
+            self.usage[process.pod_uid] = replace(use, energy_j=_plus(use.energy_j, drawn))
 
     def running(self) -> Set[PodUid]:
         """Return the pods that have a process on the GPU."""
-        return {pod for pod, use in self.uses.items() if use.is_running}
+        return {pod for pod, use in self.usage.items() if use.is_running}
 
     def keep(self, pods: Set[PodUid]) -> None:
         """Forget all pods but these and those with processes."""
-        there = _crowd(self.reading) if self.reading else set()
-        self.uses = {pod: use for pod, use in self.uses.items() if pod in pods or pod in there}
+        there = _pods(self.reading) if self.reading else set()
+        self.usage = {pod: use for pod, use in self.usage.items() if pod in pods or pod in there}
 
-    def doubt(self, pods: Set[PodUid]) -> None:
+    def discard(self, pods: Set[PodUid]) -> None:
         """Say nothing of these pods until the GPU was read again: their reservations went, as they do at an end."""
-        self.uses = {pod: use for pod, use in self.uses.items() if pod not in pods}
+        self.usage = {pod: use for pod, use in self.usage.items() if pod not in pods}
 
     def peaks(self) -> dict[PodUid, int]:
         """Return the most that each pod was measured to take, in MiB."""
-        return {pod: use.peak_memory_mib for pod, use in self.uses.items()}
+        return {pod: use.peak_memory_mib for pod, use in self.usage.items()}
 
     def tenants(self) -> list[Tenant]:
         """Return what is measured, as `GpuNode.status` says it."""
-        sharing = max(1, sum(use.is_running for use in self.uses.values()))
+        sharing = max(1, sum(use.is_running for use in self.usage.values()))
         idle_w = (self.reading.idle_power_w or 0.0) / sharing if self.reading else 0.0
-        return [_tenant(pod, self.uuid, use, idle_w) for pod, use in sorted(self.uses.items())]
+        return [_tenant(pod, self.uuid, use, idle_w) for pod, use in sorted(self.usage.items())]
 
     def total(self, *, is_concurrent: bool) -> Rates:
         """What the whole GPU does, tenants together; `is_concurrent` where their kernels run at the same time."""
-        rates = [use.rates for use in self.uses.values() if use.rates and use.is_running]
+        rates = [use.rates for use in self.usage.values() if use.rates and use.is_running]
         idle = math.prod(1 - min(1.0, r.busy or 0.0) for r in rates)
         busy = 1 - idle if is_concurrent else min(1.0, sum(r.busy or 0.0 for r in rates))
         power = self.reading.power_w or 0.0 if self.reading else 0.0
@@ -146,12 +146,12 @@ class Meter:
         return Rates(busy, min(1.0, sm), min(1.0, dram), power)
 
 
-def _crowd(reading: Reading) -> set[PodUid]:
+def _pods(reading: Reading) -> set[PodUid]:
     """Return the pods that have a process on the GPU."""
     return {process.pod_uid for process in reading.processes}
 
 
-def _window_s(before: Reading | None, now: Reading, processes: Sequence[ProcessUse]) -> float:
+def _window_s(before: Reading | None, now: Reading, processes: Sequence[ProcessUsage]) -> float:
     """Seconds that a pod's processes had since the reading before; 0 where nothing can be said of them."""
     if before is None or not processes:
         return 0.0
@@ -166,7 +166,7 @@ def _weight(samples: int, elapsed_s: float, constant_s: float = SMOOTHING_S) -> 
     return 1.0 if samples <= 2 else max(1 - math.exp(-elapsed_s / constant_s), 1 / (samples - 1))
 
 
-def _present(use: Use, processes: Sequence[ProcessUse], *, is_new: bool) -> Use:
+def _present(use: PodUsage, processes: Sequence[ProcessUsage], *, is_new: bool) -> PodUsage:
     """What can be said of a pod's processes when no time has passed.
 
     Args:
@@ -186,7 +186,9 @@ def _present(use: Use, processes: Sequence[ProcessUse], *, is_new: bool) -> Use:
     )
 
 
-def _advance(use: Use, processes: Sequence[ProcessUse], earlier: Mapping[str, ProcessUse], elapsed_s: float) -> Use:
+def _advance(
+    use: PodUsage, processes: Sequence[ProcessUsage], earlier: Mapping[str, ProcessUsage], elapsed_s: float
+) -> PodUsage:
     memory, peak, steps, steps_s = 0, use.peak_memory_mib, 0, 0.0
     gained: list[float | None] = [None] * len(_NOTHING)
     for p in processes:
@@ -200,19 +202,19 @@ def _advance(use: Use, processes: Sequence[ProcessUse], earlier: Mapping[str, Pr
     busy, sm, dram, energy = gained
     rates = Rates(_ratio(busy, elapsed_s), _ratio(sm, elapsed_s), _ratio(dram, elapsed_s), _per(energy, elapsed_s))
     samples = use.samples + bool(busy or use.samples)
-    of_means = use.of_means + bool(busy or use.of_means)
+    mean_samples = use.mean_samples + bool(busy or use.mean_samples)
     weight = _weight(samples, elapsed_s)
     step_time = use.step_time_s
     if steps:
         mean = steps_s / steps
         step_time = mean if step_time is None else step_time + weight * (mean - step_time)
-    return Use(
+    return PodUsage(
         memory_mib=memory,
         peak_memory_mib=max(peak, memory),
         rates=use.rates.towards(rates, weight) if use.rates else rates,
         samples=samples,
-        means=use.means.towards(rates, _weight(of_means, elapsed_s, DECIDING_S)) if use.means else rates,
-        of_means=of_means,
+        means=use.means.towards(rates, _weight(mean_samples, elapsed_s, STATUS_SMOOTHING_S)) if use.means else rates,
+        mean_samples=mean_samples,
         is_running=bool(processes),
         step_time_s=step_time,
         energy_j=_plus(use.energy_j, energy),
@@ -231,7 +233,7 @@ def _plus(was: float | None, more: float | None) -> float | None:
     return was if more is None else (was or 0.0) + more
 
 
-def _tenant(pod: PodUid, uuid: GpuUuid, use: Use, idle_w: float) -> Tenant:
+def _tenant(pod: PodUid, uuid: GpuUuid, use: PodUsage, idle_w: float) -> Tenant:
     rates, means = use.rates, use.means
     return Tenant(
         pod_uid=pod,
@@ -246,7 +248,7 @@ def _tenant(pod: PodUid, uuid: GpuUuid, use: Use, idle_w: float) -> Tenant:
     )
 
 
-def worth_writing(written: Iterable[Tenant], measured: Iterable[Tenant]) -> list[Tenant]:
+def damp_changes(written: Iterable[Tenant], measured: Iterable[Tenant]) -> list[Tenant]:
     """Return the tenants as they should stand in the status: those that moved too little stay as they were written."""
     before = {(t.pod_uid, t.gpu_uuid): t for t in written}
     return [_kept(before.get((tenant.pod_uid, tenant.gpu_uuid)), tenant) for tenant in measured]

@@ -8,8 +8,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from carpool_deviceplugin.app import Agent
-from carpool_deviceplugin.gpu import PartReading, Reading
-from carpool_deviceplugin.metering import Meter, Rates, Use
+from carpool_deviceplugin.gpu import InstanceReading, Reading
+from carpool_deviceplugin.metering import Meter, PodUsage, Rates
 
 _MIB = 1024 * 1024
 _DEVICE_LABELS = (
@@ -80,14 +80,14 @@ class AgentCollector(Collector):
             if reading is None or not meter.is_current:
                 continue  # the carpool_agent_gpu_healthy series says so
             source.add_metric([device.uuid, reading.source], 1.0)
-            if not reading.is_shown_elsewhere:
+            if not reading.is_exported_elsewhere:
                 labels = self._labels(device, reading.pci_bus_id)
                 for name, value in _values(device, reading, meter).items():
                     families[name].samples.append(Sample(name, labels, value))
                 if reading.energy_j is not None:
                     energy.samples.append(Sample(ENERGY, labels, round(1000 * reading.energy_j)))
-            for part in reading.parts:
-                if not part.is_shown_elsewhere:
+            for part in reading.mig_instances:
+                if not part.is_exported_elsewhere:
                     of_part = self._labels_of_part(device, reading.pci_bus_id, part)
                     for name, value in part.counters.items():
                         families[name].samples.append(Sample(name, of_part, value))
@@ -96,7 +96,7 @@ class AgentCollector(Collector):
         is_sampled = any(meter.reading is not None for meter in self._agent.reconciler.meters.values())
         yield from (family for family in (*families.values(), energy) if family.samples or not is_sampled)
 
-    def _labels_of_part(self, device: Device, pci_bus_id: str, part: PartReading) -> dict[str, str]:
+    def _labels_of_part(self, device: Device, pci_bus_id: str, part: InstanceReading) -> dict[str, str]:
         """A MIG instance belongs to the pod that it was made for."""
         owner = next((r for r in self._agent.reconciler.reservations if r.pod_uid == part.pod_uid), None)
         of_part = {"GPU_I_PROFILE": part.profile, "GPU_I_ID": str(part.instance_id), **self._owner(owner)}
@@ -133,7 +133,7 @@ class AgentCollector(Collector):
         energy = CounterMetricFamily(TENANT_ENERGY, "Energy above idle that a pod has drawn.", labels=_TENANT_LABELS)
         reservations: dict[str, Reservation] = {r.pod_uid: r for r in self._agent.reconciler.reservations}
         for uuid, meter in self._agent.reconciler.meters.items():
-            for pod_uid, use in meter.uses.items():
+            for pod_uid, use in meter.usage.items():
                 reserved = reservations.get(pod_uid)
                 if reserved is None:
                     continue
@@ -168,7 +168,7 @@ class AgentCollector(Collector):
         yield GaugeMetricFamily("carpool_agent_registered", "1 where the kubelet knows the plugin.", float(registered))
 
 
-def _now(use: Use) -> Rates:
+def _now(use: PodUsage) -> Rates:
     """A pod whose processes have ended does nothing; what could never be said of it is not said now either."""
     if use.rates is None or use.is_running:
         return use.rates or Rates()

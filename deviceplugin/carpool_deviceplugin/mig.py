@@ -99,7 +99,7 @@ class Instance:
 
 
 @dataclass(frozen=True, slots=True)
-class Occupied:
+class OccupiedSlices:
     """What instances take of a GPU together."""
 
     mask: int = 0
@@ -111,14 +111,14 @@ class Occupied:
         """Whether an instance could be created there."""
         return not self.mask & placement.mask and not (self.media and placement.profile.has_media)
 
-    def plus(self, placement: Placement) -> "Occupied":
+    def plus(self, placement: Placement) -> "OccupiedSlices":
         """Take what an instance takes."""
-        return Occupied(self.mask | placement.mask, self.media or placement.profile.has_media)
+        return OccupiedSlices(self.mask | placement.mask, self.media or placement.profile.has_media)
 
 
-def occupied(placements: Iterable[Placement]) -> Occupied:
+def occupied(placements: Iterable[Placement]) -> OccupiedSlices:
     """What these instances take together. Raises ValueError where two of them overlap."""
-    taken = Occupied()
+    taken = OccupiedSlices()
     for placement in placements:
         if not taken.fits(placement):
             raise ValueError(f"expected instances that do not overlap, found {placement} on what another one has")
@@ -132,7 +132,7 @@ def placements(profile: Profile) -> tuple[tuple[int, Placement], ...]:
     return tuple((profile.mask(start), Placement(profile, start)) for start in profile.starts)
 
 
-def room_for(profile: Profile, taken: Occupied) -> int:
+def count_fitting(profile: Profile, taken: OccupiedSlices) -> int:
     """How many instances of one profile can still be created side by side.
 
     Placements of one profile have one size, so taking the first that fits, from the left, gives the most of them.
@@ -149,13 +149,13 @@ def room_for(profile: Profile, taken: Occupied) -> int:
 
 
 @lru_cache(maxsize=8192)
-def possibilities(table: MigTable, taken: Occupied) -> tuple[int, ...]:
+def free_counts(table: MigTable, taken: OccupiedSlices) -> tuple[int, ...]:
     """For each profile, largest first, how many can still be created: the larger the better, compared in order."""
-    return tuple(room_for(profile, taken) for profile in table.profiles)
+    return tuple(count_fitting(profile, taken) for profile in table.profiles)
 
 
 @lru_cache(maxsize=8192)
-def fragmentation(table: MigTable, taken: Occupied) -> float:
+def fragmentation(table: MigTable, taken: OccupiedSlices) -> float:
     """How much of what is free cannot be had because it lies scattered, 0..1.
 
     For each profile that would fit by the number of free slices alone: the share of instances that cannot be placed
@@ -164,8 +164,8 @@ def fragmentation(table: MigTable, taken: Occupied) -> float:
     """
     free = table.memory_slices - taken.mask.bit_count()
     lost = weight = 0.0
-    most = most_together(table, free, media=taken.media)
-    for profile, best, room in zip(table.profiles, most, possibilities(table, taken), strict=True):
+    most = max_contiguous_counts(table, free, media=taken.media)
+    for profile, best, room in zip(table.profiles, most, free_counts(table, taken), strict=True):
         if best:
             weight += profile.memory_slices
             lost += profile.memory_slices * max(0.0, 1 - room / best)
@@ -173,11 +173,11 @@ def fragmentation(table: MigTable, taken: Occupied) -> float:
 
 
 @lru_cache(maxsize=256)
-def most_together(table: MigTable, free: int, *, media: bool) -> tuple[int, ...]:
+def max_contiguous_counts(table: MigTable, free: int, *, media: bool) -> tuple[int, ...]:
     """For each profile, how many can be created where so many free slices lie at one end of the GPU, the better end."""
     left = ((1 << free) - 1) ^ ((1 << table.memory_slices) - 1)
     right = (1 << (table.memory_slices - free)) - 1  # placements are not symmetric
-    ends = (possibilities(table, Occupied(left, media)), possibilities(table, Occupied(right, media)))
+    ends = (free_counts(table, OccupiedSlices(left, media)), free_counts(table, OccupiedSlices(right, media)))
     return tuple(map(max, *ends))
 
 
@@ -224,7 +224,7 @@ class MigRefusal:
     """There is no way, and why."""
 
     message: str
-    in_the_way: tuple[Instance, ...] = ()
+    blocking: tuple[Instance, ...] = ()
     """The fewest instances in use that would have to end; empty where the profiles do not fit an empty GPU either."""
 
 
@@ -268,7 +268,7 @@ def _in_order(table: MigTable, layout: Iterable[Placement]) -> list[Placement]:
     return sorted(layout, key=lambda p: (table.profiles.index(p.profile), p.start))
 
 
-def _layouts(table: MigTable, taken: Occupied, missing: Counter[Profile]) -> Iterator[tuple[Placement, ...]]:
+def _layouts(table: MigTable, taken: OccupiedSlices, missing: Counter[Profile]) -> Iterator[tuple[Placement, ...]]:
     """Every way to place what is missing; instances of one profile are not told apart."""
     return _placed(table, taken.mask, taken.media, [missing[p] for p in table.profiles])
 
@@ -298,23 +298,23 @@ def _place(missing: Sequence[tuple[Profile, int]], taken: int, media: bool) -> I
 
 
 def _rank(
-    table: MigTable, taken: Occupied, layout: Sequence[Placement], idle: Set[Placement]
+    table: MigTable, taken: OccupiedSlices, layout: Sequence[Placement], idle: Set[Placement]
 ) -> tuple[int, tuple[int, ...], float, tuple[int, ...]]:
     """The smaller the better: instances to create, room lost for large profiles, scatter, and then places."""
     created = sum(placement not in idle for placement in layout)
     after = _after(taken, layout)
-    room = tuple(-count for count in possibilities(table, after))
+    room = tuple(-count for count in free_counts(table, after))
     return (created, room, fragmentation(table, after), tuple(p.start for p in layout))
 
 
-def _after(taken: Occupied, layout: Iterable[Placement]) -> Occupied:
+def _after(taken: OccupiedSlices, layout: Iterable[Placement]) -> OccupiedSlices:
     mask, media = taken.mask, taken.media
     for placement in layout:
         mask, media = mask | placement.mask, media or placement.profile.has_media
-    return Occupied(mask, media)
+    return OccupiedSlices(mask, media)
 
 
-def has_room(table: MigTable, taken: Occupied, missing: Counter[Profile]) -> bool:
+def fits_together(table: MigTable, taken: OccupiedSlices, missing: Counter[Profile]) -> bool:
     """Whether instances of these profiles fit together beside what is taken."""
     return next(_layouts(table, taken, missing), None) is not None
 
@@ -322,7 +322,7 @@ def has_room(table: MigTable, taken: Occupied, missing: Counter[Profile]) -> boo
 def _refuse(table: MigTable, used: Sequence[Instance], wanted: Sequence[Profile]) -> MigRefusal:
     names = ", ".join(str(p) for p in sorted(wanted, key=table.profiles.index)[:_MOST_NAMED])
     names += f" and {len(wanted) - _MOST_NAMED:,} more" if len(wanted) > _MOST_NAMED else ""
-    if has_room(table, Occupied(), Counter(wanted)):  # otherwise whoever leaves would leave in vain
+    if fits_together(table, OccupiedSlices(), Counter(wanted)):  # otherwise whoever leaves would leave in vain
         leaving = _fewest_in_the_way(table, used, wanted)
         whom = " and ".join(str(i) for i in leaving)
         return MigRefusal(

@@ -11,8 +11,8 @@ import msgspec
 import pynvml
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 
-from carpool_deviceplugin.gpu import DeviceError, Limits, Part
-from carpool_deviceplugin.gpu_processes import Presence
+from carpool_deviceplugin.gpu import DeviceError, Limits, MigInstance
+from carpool_deviceplugin.gpu_processes import GpuProcesses
 from carpool_deviceplugin.mig import Create, Destroy, Instance, MigPlan, MigStep, MigTable, Placement, Profile
 from carpool_deviceplugin.nvlib import Handle, Session, read_processes
 
@@ -203,7 +203,7 @@ def _compute_instances(session: Session, uuid: GpuUuid, instance: Handle, profil
 
 
 @dataclass(frozen=True, slots=True)
-class OwnInstance:
+class CreatedInstance:
     """A MIG instance that the agent made, or was about to make when it died."""
 
     profile: str
@@ -215,16 +215,16 @@ class OwnInstance:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class Checkpoint:
     """How a GPU is shared, what MPS holds its pods to, and which MIG instances are ours."""
 
     mode: SharingMode | None = None
     limits: dict[PodUid, Limits] = field(default_factory=dict)
-    instances: tuple[OwnInstance, ...] = ()
-    is_untidied: bool = False
+    instances: tuple[CreatedInstance, ...] = ()
+    is_cleanup_pending: bool = False
     """Whether an MPS daemon's stop was begun, and has not ended."""
 
-    def limiting(self, pod_uid: PodUid, limits: Limits | None) -> "Setting":
+    def limiting(self, pod_uid: PodUid, limits: Limits | None) -> "Checkpoint":
         """Set what MPS holds a pod to; None removes it."""
         others = {pod: known for pod, known in self.limits.items() if pod != pod_uid}
         return replace(self, limits=others if limits is None else {**others, pod_uid: limits})
@@ -243,28 +243,28 @@ def possible_modes(
         may_switch: MIG may be switched, and doing so takes no instance from anybody else.
     """
     whole = {SharingMode.EXCLUSIVE, SharingMode.TIME_SLICING} | ({SharingMode.MPS} if has_mps else set())
-    parts = {SharingMode.MIG} if has_mig and may_divide and (is_divided or may_switch) else set()
-    return frozenset(parts | (whole if not is_divided or (may_divide and may_switch) else set()))
+    divided = {SharingMode.MIG} if has_mig and may_divide and (is_divided or may_switch) else set()
+    return frozenset(divided | (whole if not is_divided or (may_divide and may_switch) else set()))
 
 
-class ModeFile:
+class CheckpointFile:
     """A GPU's setting on disk; a reader sees the old or the new one, never a part."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def read(self) -> Setting:
+    def read(self) -> Checkpoint:
         """Return the setting; a GPU without one is idle; one whose file is damaged is written anew."""
         try:
-            return msgspec.json.decode(self._path.read_bytes(), type=Setting)
+            return msgspec.json.decode(self._path.read_bytes(), type=Checkpoint)
         except FileNotFoundError:
-            return Setting()
+            return Checkpoint()
         except msgspec.DecodeError:
-            return Setting()
+            return Checkpoint()
         except OSError as e:
             raise DeviceError(f"{self._path}: expected to read the GPU's mode, found {e}") from e
 
-    def write(self, setting: Setting) -> None:
+    def write(self, setting: Checkpoint) -> None:
         """Keep the setting; raises DeviceError where it cannot be kept (a full disk, say)."""
         temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.new")
         try:
@@ -277,17 +277,17 @@ class ModeFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundInstance:
     """One instance as the driver shows it."""
 
     instance: Instance
     device: MigDevice | None
     """None where it has no compute instance (yet)."""
-    own: OwnInstance | None
+    own: CreatedInstance | None
     """None where somebody else made it."""
 
 
-class Instances:
+class MigInstances:
     """The instances of a node's GPUs.
 
     Args:
@@ -315,7 +315,7 @@ class Instances:
         mode = session.ask(uuid, session.library.nvmlDeviceGetMigMode, session.handle(uuid))
         return mode is not None and mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE
 
-    def find(self, uuid: GpuUuid, file: ModeFile) -> list[Found]:
+    def find(self, uuid: GpuUuid, file: CheckpointFile) -> list[FoundInstance]:
         """List a GPU's instances; raises NvmlError."""
         table = self.table(uuid)
         if table is None:
@@ -325,9 +325,9 @@ class Instances:
         devices = {d.gpu_instance_id: d for d in read_mig_devices(self._session, uuid)} if instances else {}
         return [_whose(i, devices.get(i.id), owned) for i in instances]
 
-    def create(self, uuid: GpuUuid, file: ModeFile, placement: Placement, pod_uid: PodUid | None) -> None:
+    def create(self, uuid: GpuUuid, file: CheckpointFile, placement: Placement, pod_uid: PodUid | None) -> None:
         """Make an instance, or go on where an earlier agent died; it is written down before it is made."""
-        own = OwnInstance(placement.profile.name, placement.start, pod_uid)
+        own = CreatedInstance(placement.profile.name, placement.start, pod_uid)
         there = next((f for f in self.find(uuid, file) if f.instance.placement == placement), None)
         if there is not None and there.device is not None:
             _write(file, replace(own, device=there.device.uuid))
@@ -344,7 +344,7 @@ class Instances:
             raise DeviceError(f"GPU {uuid}: expected {placement} to be there, read back it is not; look at dmesg")
         _write(file, replace(own, device=made.device.uuid))
 
-    def destroy(self, uuid: GpuUuid, file: ModeFile, placement: Placement) -> None:
+    def destroy(self, uuid: GpuUuid, file: CheckpointFile, placement: Placement) -> None:
         """Destroy an instance of ours; one that is gone is only forgotten."""
         there = next((f for f in self.find(uuid, file) if f.instance.placement == placement), None)
         if there is not None and there.own is None:
@@ -381,12 +381,12 @@ class Instances:
         raise DeviceError(f"GPU {uuid}: expected to switch MIG {word}, found that {why}")
 
 
-def parts_of(found: list[Found], present: Presence) -> tuple[Part, ...]:
+def mig_instances_of(found: list[FoundInstance], present: GpuProcesses) -> tuple[MigInstance, ...]:
     """Join the instances with who is there."""
     return tuple(
-        Part(
+        MigInstance(
             f.instance,
-            is_ours=f.own is not None,
+            is_managed=f.own is not None,
             pod_uid=f.own.pod_uid if f.own is not None else None,
             users=present.pod_uids(f.instance.id),
             is_used=f.instance.id in present.instances,
@@ -395,27 +395,29 @@ def parts_of(found: list[Found], present: Presence) -> tuple[Part, ...]:
     )
 
 
-def foreign(found: list[Found]) -> frozenset[int]:
+def foreign_instances(found: list[FoundInstance]) -> frozenset[int]:
     """IDs of the instances that somebody else made."""
     return frozenset(f.instance.id for f in found if f.own is None)
 
 
-def _whose(instance: Instance, device: MigDevice | None, owned: Mapping[tuple[str, int], OwnInstance]) -> Found:
+def _whose(
+    instance: Instance, device: MigDevice | None, owned: Mapping[tuple[str, int], CreatedInstance]
+) -> FoundInstance:
     """An instance that stands where ours stood, under another UUID, is not ours."""
     own = owned.get((instance.placement.profile.name, instance.placement.start))
     if own is not None and own.device and device is not None and own.device != device.uuid:
         own = None
-    return Found(instance, device, own)
+    return FoundInstance(instance, device, own)
 
 
-def _write(file: ModeFile, own: OwnInstance) -> None:
+def _write(file: CheckpointFile, own: CreatedInstance) -> None:
     setting = file.read()
     others = tuple(o for o in setting.instances if (o.profile, o.start) != (own.profile, own.start))
     if setting.instances != (*others, own):
         file.write(replace(setting, instances=(*others, own)))
 
 
-def _forget(file: ModeFile, placement: Placement) -> None:
+def _forget(file: CheckpointFile, placement: Placement) -> None:
     setting = file.read()
     others = tuple(o for o in setting.instances if (o.profile, o.start) != (placement.profile.name, placement.start))
     if others != setting.instances:
@@ -426,7 +428,7 @@ DEADLINE_S = 30.0
 """An instance takes well under a second; a driver that needs longer for all of them is stuck."""
 
 
-def run_plan(
+def apply_plan(
     session: Session,
     uuid: GpuUuid,
     table: MigTable,

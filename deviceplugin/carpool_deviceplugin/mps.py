@@ -539,8 +539,10 @@ class MpsProcesses:
     def _is_ours(self, pid: int, directory: Path) -> bool:
         """Whether a process is of our own control group, and has this pipe directory in its environment."""
         try:
-            is_ours = (self._proc / str(pid) / "cgroup").read_bytes() == (self._proc / "self" / "cgroup").read_bytes()
-            its = (self._proc / str(pid) / "environ").read_bytes().split(b"\0") if is_ours else []
+            is_managed = (self._proc / str(pid) / "cgroup").read_bytes() == (
+                self._proc / "self" / "cgroup"
+            ).read_bytes()
+            its = (self._proc / str(pid) / "environ").read_bytes().split(b"\0") if is_managed else []
         except OSError:
             return False
         return f"CUDA_MPS_PIPE_DIRECTORY={directory}".encode() in its

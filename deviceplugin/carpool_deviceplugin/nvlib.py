@@ -84,7 +84,7 @@ class NvmlLibrary(Protocol):
     def nvmlComputeInstanceDestroy(self, instance: Handle) -> int: ...
 
 
-def installed() -> NvmlLibrary:
+def load_nvml() -> NvmlLibrary:
     """Return the real library's bindings. Loading `libnvidia-ml.so.1` itself happens in `nvmlInit`."""
     import pynvml
 
@@ -123,7 +123,7 @@ _NO_START = {
 _KNOWN = {code for name, code in vars(pynvml).items() if name.startswith("NVML_ERROR_")}
 
 
-def on_call(code: int) -> str:
+def advice_for_call(code: int) -> str:
     """Say what to do where a call has failed, also by a code that nobody has heard of."""
     if code in _ADVICE:
         return _ADVICE[code]
@@ -133,9 +133,9 @@ def on_call(code: int) -> str:
     return f"{where}; if it stays so, restart the node, and report both"
 
 
-def on_start(code: int, error: str) -> str:
+def advice_for_start(code: int, error: str) -> str:
     """Say what was expected, found and is to be done where the driver could not be opened."""
-    return _NO_START.get(code) or f"expected NVML to start, found: {error}; {on_call(code)}"
+    return _NO_START.get(code) or f"expected NVML to start, found: {error}; {advice_for_call(code)}"
 
 
 T = TypeVar("T")
@@ -183,7 +183,7 @@ class Session:
         self._lock = threading.Lock()
         self._handles: dict[str, Handle] = {}
         self._is_open = False
-        self.openings = 0
+        self.generation = 0
         """How many times the driver was opened: what was registered with it must be registered again."""
 
     def open(self) -> None:
@@ -191,7 +191,7 @@ class Session:
         try:
             self._reopen()
         except pynvml.NVMLError as e:
-            raise NoDevicesError(on_start(e.value, str(e))) from e
+            raise NoDevicesError(advice_for_start(e.value, str(e))) from e
 
     def _reopen(self) -> None:
         with self._lock:
@@ -199,7 +199,7 @@ class Session:
                 self._handles.clear()
                 self.library.nvmlInit()
                 self._is_open = True
-                self.openings += 1
+                self.generation += 1
 
     def close(self) -> None:
         """Close the driver; errors are of no interest any more."""
@@ -259,7 +259,7 @@ class Session:
 
     def _wrapped(self, gpu: str, name: str, error: pynvml.NVMLError) -> NvmlError:
         code = error.value
-        message = f"{f'GPU {gpu}' if gpu else 'NVML'}: {name} failed: {error}; {on_call(code)}"
+        message = f"{f'GPU {gpu}' if gpu else 'NVML'}: {name} failed: {error}; {advice_for_call(code)}"
         if code in _GONE:
             self._forget()
             return DriverGoneError(message, code)
@@ -304,7 +304,7 @@ class Identity:
     power_limit_w: float | None
 
 
-def linked(known: Identity, everyone: Mapping[GpuUuid, Identity]) -> list[GpuUuid]:
+def linked_gpus(known: Identity, everyone: Mapping[GpuUuid, Identity]) -> list[GpuUuid]:
     """Return the other GPUs at the ends of a GPU's links, or at the same switch."""
     ends, own = set(known.nvlink_peers), {each.pci_bus_id for each in everyone.values()}
     return [
@@ -515,7 +515,7 @@ def _text(value: str | bytes) -> str:
 _RECENT_S = 0.5
 
 
-class Glances:
+class TelemetryCache:
     """Reads telemetry, and remembers it for a moment.
 
     Args:
@@ -531,12 +531,12 @@ class Glances:
         """Ask the driver; raises NvmlError."""
         self._last.pop(uuid, None)
         found = read_telemetry(self._session, uuid)
-        self._last[uuid] = (self._monotonic(), self._session.openings, found)
+        self._last[uuid] = (self._monotonic(), self._session.generation, found)
         return found
 
     def recent(self, uuid: GpuUuid) -> Telemetry:
         """Return what was read a moment ago, once; otherwise ask the driver. Raises NvmlError."""
-        at, openings, found = self._last.pop(uuid, (0.0, -1, None))
-        if found is None or openings != self._session.openings or self._monotonic() - at > _RECENT_S:
+        at, generation, found = self._last.pop(uuid, (0.0, -1, None))
+        if found is None or generation != self._session.generation or self._monotonic() - at > _RECENT_S:
             return read_telemetry(self._session, uuid)
         return found

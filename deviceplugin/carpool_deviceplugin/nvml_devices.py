@@ -12,7 +12,7 @@ from carpool_core.resources.node import Device
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
 
 from carpool_deviceplugin.cdi import FALLBACK_ENV, GpuEdits, NvidiaCdi
-from carpool_deviceplugin.dcgm import Feed, Source
+from carpool_deviceplugin.dcgm import CounterFeed, CounterSource
 from carpool_deviceplugin.gpu import (
     Access,
     CreateInstance,
@@ -28,18 +28,40 @@ from carpool_deviceplugin.gpu import (
     Step,
     StopMps,
 )
-from carpool_deviceplugin.gpu_processes import Clients, Presence, Watcher, about_strangers, name_of
-from carpool_deviceplugin.health import Conditions
-from carpool_deviceplugin.mig_instances import Found, Instances, MigDevice, ModeFile, foreign, parts_of, possible_modes
+from carpool_deviceplugin.gpu_processes import (
+    GpuProcesses,
+    MpsFailures,
+    ProcessWatcher,
+    describe_foreign,
+    describe_process,
+)
+from carpool_deviceplugin.health import HealthMonitor
+from carpool_deviceplugin.mig_instances import (
+    CheckpointFile,
+    FoundInstance,
+    MigDevice,
+    MigInstances,
+    foreign_instances,
+    mig_instances_of,
+    possible_modes,
+)
 from carpool_deviceplugin.mps import Mps, MpsStatus
-from carpool_deviceplugin.nvlib import Glances, Identity, NvmlLibrary, Session, linked, list_gpus, read_identity
+from carpool_deviceplugin.nvlib import (
+    Identity,
+    NvmlLibrary,
+    Session,
+    TelemetryCache,
+    linked_gpus,
+    list_gpus,
+    read_identity,
+)
 from carpool_deviceplugin.processes import ProcTree
-from carpool_deviceplugin.sampling import Measuring
+from carpool_deviceplugin.sampling import Sampler
 
 MPS, MIG = SharingMode.MPS, SharingMode.MIG
 
 
-class Changes:
+class StepApplier:
     """Takes steps.
 
     Args:
@@ -52,8 +74,8 @@ class Changes:
 
     def __init__(
         self,
-        instances: Instances,
-        watcher: Watcher,
+        instances: MigInstances,
+        watcher: ProcessWatcher,
         mps: Mps | None,
         on_switch: Callable[[GpuUuid], None],
         *,
@@ -64,7 +86,7 @@ class Changes:
         self.mig_manager = ""
         """Who else divides the node's GPUs; empty where nobody does."""
 
-    def apply(self, uuid: GpuUuid, file: ModeFile, step: Step) -> None:
+    def apply(self, uuid: GpuUuid, file: CheckpointFile, step: Step) -> None:
         """Take one step; raises DeviceError."""
         match step:
             case SetMode(mode):
@@ -82,10 +104,10 @@ class Changes:
                 self._check_that_it_is_empty(uuid, file)
                 if self._mps is not None:
                     with suppress(DeviceError):  # a full disk: to stop the daemon may be what frees it
-                        file.write(replace(file.read(), is_untidied=True))
+                        file.write(replace(file.read(), is_cleanup_pending=True))
                     self._mps.stop(uuid)
                     self._watcher.forget(uuid)  # no daemon and no server any more
-                file.write(replace(file.read(), limits={}, is_untidied=False))
+                file.write(replace(file.read(), limits={}, is_cleanup_pending=False))
             case SetLimits(pod_uid, limits):
                 file.write(file.read().limiting(pod_uid, limits))
             case CreateInstance(placement, pod_uid):
@@ -95,7 +117,7 @@ class Changes:
                 self._check_that_it_is_ours(uuid)
                 self._instances.destroy(uuid, file, placement)
 
-    def _set_mode(self, uuid: GpuUuid, file: ModeFile, mode: SharingMode | None) -> None:
+    def _set_mode(self, uuid: GpuUuid, file: CheckpointFile, mode: SharingMode | None) -> None:
         setting = file.read()
         is_divided = self._instances.is_enabled(uuid)
         is_switching = mode is not None and (mode is MIG) != is_divided
@@ -125,11 +147,11 @@ class Changes:
                 "until they end"
             )
 
-    def _check_that_it_is_empty(self, uuid: GpuUuid, file: ModeFile) -> None:
-        others = foreign(self._instances.find(uuid, file)) if self._instances.is_enabled(uuid) else set()
+    def _check_that_it_is_empty(self, uuid: GpuUuid, file: CheckpointFile) -> None:
+        others = foreign_instances(self._instances.find(uuid, file)) if self._instances.is_enabled(uuid) else set()
         self._watcher.forget(uuid)
-        present = self._watcher.look(uuid, frozenset(others))[0].beyond(frozenset(others))
-        whom = sorted(map(str, present.pod_uids())) + [name_of(s) for s in present.strangers]
+        present = self._watcher.look(uuid, frozenset(others))[0].without_instances(frozenset(others))
+        whom = sorted(map(str, present.pod_uids())) + [describe_process(s) for s in present.foreign_processes]
         if whom:
             raise DeviceError(
                 f"GPU {uuid}: expected no process on the GPU, found {', '.join(whom)}; wait until it ends"
@@ -141,7 +163,7 @@ CONTAINER_SHM = "/dev/shm"  # noqa: S108  # where CUDA looks for it
 MIG_MINORS = Path("/proc/driver/nvidia-caps/mig-minors")
 
 
-class Entry:
+class ContainerAccess:
     """Composes access from NVIDIA's CDI specifications, or for NVIDIA's runtime.
 
     Args:
@@ -161,7 +183,7 @@ class Entry:
             shm = Mount(str(self._mps.shm(uuid)), CONTAINER_SHM)
         edits = self._cdi.find(uuid, known.minor)
         if edits is None:
-            return Access(env=FALLBACK_ENV, mounts=(), mps_pipe=pipe, mps_shm=shm, is_named_to_runtime=True)
+            return Access(env=FALLBACK_ENV, mounts=(), mps_pipe=pipe, mps_shm=shm, needs_runtime_env=True)
         return Access(
             env={},
             mounts=(),
@@ -181,7 +203,7 @@ class Entry:
         if edits is None:
             edits = self._composed(self._cdi.find(uuid, known.minor), known, device)
         if edits is None:
-            return Access(env=FALLBACK_ENV, mounts=(), is_named_to_runtime=True, name=device.uuid)
+            return Access(env=FALLBACK_ENV, mounts=(), needs_runtime_env=True, name=device.uuid)
         return Access(
             env={},
             mounts=(),
@@ -214,7 +236,7 @@ _FRAGMENTATION_MIB = 256
 """Kept free beside the driver's memory: allocators lose some to fragmentation."""
 _KNOWN_FOR_S = 60.0
 """Power limits may be changed; a driver that was restarted is asked at once."""
-Look = Callable[[GpuUuid, frozenset[int]], tuple[Presence, MpsStatus]]
+Look = Callable[[GpuUuid, frozenset[int]], tuple[GpuProcesses, MpsStatus]]
 
 
 class NvmlDevices:
@@ -250,26 +272,26 @@ class NvmlDevices:
         may_switch_mig: bool = False,
         may_write: bool = True,
         mig_minors: Path = MIG_MINORS,
-        sources: Sequence[Source] = (),
+        sources: Sequence[CounterSource] = (),
         monotonic: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._session = Session(library)
         self._session.open()
         self._has_mps, self._may_switch = mps is not None, may_switch_mig
-        self._instances, self._monotonic = Instances(self._session), monotonic
+        self._instances, self._monotonic = MigInstances(self._session), monotonic
         self._known, self._known_at = dict[GpuUuid, Identity](), dict[GpuUuid, tuple[int, float]]()
         self._uuids = self._found()
-        self._modes = {uuid: ModeFile(state_dir / "gpus" / f"{uuid}.json") for uuid in self._uuids}
+        self._modes = {uuid: CheckpointFile(state_dir / "gpus" / f"{uuid}.json") for uuid in self._uuids}
         self._looking = {uuid: threading.Lock() for uuid in self._uuids}
-        self._watcher, self._clients = Watcher(self._session, processes, mps, monotonic), Clients(monotonic)
-        glances, kept = Glances(self._session, monotonic), state_dir / "gpus"
-        self._conditions = Conditions(self._session, self._uuids, glances, kept, monotonic, may_write=may_write)
-        self._entry, self._feed = Entry(cdi, mps, mig_minors), Feed(sources, monotonic)
-        self._measuring = Measuring(self._session, self._uuids, glances, self._watcher, self._feed, monotonic, wall)
-        self._changes = Changes(self._instances, self._watcher, mps, self._switched, may_switch=may_switch_mig)
+        self._watcher, self._clients = ProcessWatcher(self._session, processes, mps, monotonic), MpsFailures(monotonic)
+        glances, kept = TelemetryCache(self._session, monotonic), state_dir / "gpus"
+        self._conditions = HealthMonitor(self._session, self._uuids, glances, kept, monotonic, may_write=may_write)
+        self._entry, self._feed = ContainerAccess(cdi, mps, mig_minors), CounterFeed(sources, monotonic)
+        self._measuring = Sampler(self._session, self._uuids, glances, self._watcher, self._feed, monotonic, wall)
+        self._changes = StepApplier(self._instances, self._watcher, mps, self._switched, may_switch=may_switch_mig)
         self._possible_lately: dict[GpuUuid, frozenset[SharingMode]] = {}
-        self._found_lately: dict[GpuUuid, list[Found]] = {}
+        self._found_lately: dict[GpuUuid, list[FoundInstance]] = {}
 
     def _found(self) -> list[GpuUuid]:
         try:
@@ -304,7 +326,7 @@ class NvmlDevices:
 
     def _identify(self, uuid: GpuUuid) -> None:
         self._known[uuid] = read_identity(self._session, uuid)
-        self._known_at[uuid] = (self._session.openings, self._monotonic())
+        self._known_at[uuid] = (self._session.generation, self._monotonic())
 
     def _own(self, uuid: GpuUuid) -> GpuUuid:
         if uuid not in self._modes:
@@ -322,8 +344,8 @@ class NvmlDevices:
             with self._looking[uuid]:
                 actual = self._actual(uuid, self._watcher.recent)
             mode, problem = actual.mode, actual.problem
-            openings, at = self._known_at[uuid]
-            if openings != self._session.openings or self._monotonic() - at > _KNOWN_FOR_S:
+            generation, at = self._known_at[uuid]
+            if generation != self._session.generation or self._monotonic() - at > _KNOWN_FOR_S:
                 self._identify(uuid)
         except DeviceError as e:
             problem = str(e)
@@ -341,7 +363,7 @@ class NvmlDevices:
             health=DeviceHealth.UNHEALTHY if problem else DeviceHealth.HEALTHY,
             health_message=problem,
             numa_node=known.numa_node,
-            nvlink_peers=linked(known, self._known),
+            nvlink_peers=linked_gpus(known, self._known),
         )
 
     def actual(self, uuid: GpuUuid) -> GpuActual:
@@ -353,11 +375,11 @@ class NvmlDevices:
         known, setting, sick = self._known[uuid], self._modes[uuid].read(), self._conditions.look(uuid)
         is_divided, manager = self._instances.is_enabled(uuid), self._changes.mig_manager
         found = self._instances.find(uuid, self._modes[uuid]) if is_divided else []
-        if had_xid := self._conditions.had_xid(uuid):
+        if has_new_xid := self._conditions.has_new_xid(uuid):
             self._watcher.forget(uuid)  # a client's fatal fault is one, too
-        present, mps = look(uuid, foreign(found))
-        struck = self._clients.see(uuid, mps, present, is_expected=setting.mode is MPS, had_xid=had_xid)
-        self._conditions.took_xid(uuid)
+        present, mps = look(uuid, foreign_instances(found))
+        struck = self._clients.see(uuid, mps, present, is_expected=setting.mode is MPS, has_new_xid=has_new_xid)
+        self._conditions.clear_xid(uuid)
         self._found_lately[uuid] = found
         self._possible_lately[uuid] = possible_modes(
             has_mps=self._has_mps,
@@ -366,7 +388,7 @@ class NvmlDevices:
             may_divide=not manager,
             may_switch=self._may_switch and all(f.own for f in found),
         )
-        problems = [sick, mps.problem, *set(struck.values()), about_strangers(present.strangers)]
+        problems = [sick, mps.problem, *set(struck.values()), describe_foreign(present.foreign_processes)]
         if is_divided and manager:
             problems.append(f"MIG is switched on, and {manager}: leave the GPU to that, or remove the label")
         self._measuring.divided(uuid, found)
@@ -376,16 +398,16 @@ class NvmlDevices:
             modes=self._possible_lately[uuid],
             mode=setting.mode if (setting.mode is MIG) == is_divided else None,
             mps_daemon=mps.is_running,
-            mps_hangs=self._watcher.hangs(uuid),
-            mps_left=bool(mps.servers) and not mps.is_running,
-            mps_untidied=setting.is_untidied,
+            mps_hung=self._watcher.is_hung(uuid),
+            mps_servers_left=bool(mps.servers) and not mps.is_running,
+            mps_cleanup_pending=setting.is_cleanup_pending,
             limits=setting.limits,
-            tenants=present.beyond(foreign(found)).pod_uids(),
+            tenants=present.without_instances(foreign_instances(found)).pod_uids(),
             problem="; ".join(p for p in problems if p),
             struck=struck,
             ended=self._clients.ended(uuid),
             mig_table=self._instances.table(uuid),
-            parts=parts_of(found, present),
+            mig_instances=mig_instances_of(found, present),
             mig_manager=manager,
         )
 
@@ -395,8 +417,8 @@ class NvmlDevices:
 
     def _switched(self, uuid: GpuUuid) -> None:
         """MIG was switched, which may have reset the GPU: what was registered with it is gone."""
-        self._conditions.begin_anew(uuid)
-        self._measuring.begin_anew(uuid)
+        self._conditions.after_reset(uuid)
+        self._measuring.after_reset(uuid)
         self._identify(uuid)
 
     def read(self, uuid: GpuUuid) -> Reading:
@@ -405,7 +427,7 @@ class NvmlDevices:
         self._conditions.idle_power(uuid, reading.idle_power_w)
         return replace(reading, counters={**self._conditions.counters(uuid), **(reading.counters or {})})
 
-    def ask_others(self) -> None:
+    def refresh_counters(self) -> None:
         """Ask who else measures the GPUs."""
         self._feed.refresh()
 

@@ -13,7 +13,7 @@ from carpool_deviceplugin.gpu import (
     DestroyInstance,
     GpuActual,
     Limits,
-    Part,
+    MigInstance,
     SetLimits,
     SetMode,
     StartMps,
@@ -28,7 +28,7 @@ from carpool_deviceplugin.mig import (
     MigTable,
     Placement,
     Profile,
-    has_room,
+    fits_together,
     occupied,
     plan_mig,
 )
@@ -59,21 +59,21 @@ def divide(actual: GpuActual, table: MigTable, granted: Sequence[Reservation]) -
         table: What it can be divided into.
         granted: Reservations in mode MIG, those that come first in front; each names a profile of the table.
     """
-    settled = _settled(actual.parts, granted)
-    staying = [p for p in actual.parts if not p.is_ours or p.is_used or p in settled.values()]
+    settled = _settled(actual.mig_instances, granted)
+    staying = [p for p in actual.mig_instances if not p.is_managed or p.is_used or p in settled.values()]
     taken = [p.instance.placement.profile for p in staying]
     accepted: list[Reservation] = []
     waiting: dict[PodUid, str] = {}
     refused: dict[PodUid, str] = {}
-    plan = _planned(table, actual.parts, staying, taken)
+    plan = _planned(table, actual.mig_instances, staying, taken)
     for wanted in (r for r in granted if r.pod_uid not in settled):
         profiles = [*taken, *(_profile(table, r) for r in (*accepted, wanted))]
         extra = profiles[len(taken) :]
-        if has_room(table, occupied(p.instance.placement for p in staying), Counter(extra)):
-            plan = _planned(table, actual.parts, staying, profiles)
+        if fits_together(table, occupied(p.instance.placement for p in staying), Counter(extra)):
+            plan = _planned(table, actual.mig_instances, staying, profiles)
             accepted.append(wanted)
             continue
-        leaving = [p for p in staying if p.is_ours and p not in settled.values()]
+        leaving = [p for p in staying if p.is_managed and p not in settled.values()]
         if awaited := _obstacles(table, staying, leaving, extra):
             whom = ", ".join(f"pod {u}" for u in sorted(u for p in awaited for u in p.users)) or "nobody known"
             waiting[wanted.pod_uid] = (
@@ -89,21 +89,23 @@ def divide(actual: GpuActual, table: MigTable, granted: Sequence[Reservation]) -
     return Division(steps, (*settled, *(r.pod_uid for r in accepted)), waiting, refused)
 
 
-def _settled(parts: Sequence[Part], granted: Sequence[Reservation]) -> dict[PodUid, Part]:
+def _settled(mig_instances: Sequence[MigInstance], granted: Sequence[Reservation]) -> dict[PodUid, MigInstance]:
     """Who has an instance: the one that was made for it, or, where that was forgotten, the one that it uses."""
-    settled: dict[PodUid, Part] = {}
+    settled: dict[PodUid, MigInstance] = {}
     for r in granted:
-        fitting = [p for p in parts if p.instance.placement.profile.name == r.mig_profile]
-        own = [p for p in fitting if p.is_ours and p.pod_uid == r.pod_uid]
+        fitting = [p for p in mig_instances if p.instance.placement.profile.name == r.mig_profile]
+        own = [p for p in fitting if p.is_managed and p.pod_uid == r.pod_uid]
         own = own or [p for p in fitting if r.pod_uid in p.users]  # only the agent let it in there
         if own and own[0] not in settled.values():
             settled[r.pod_uid] = own[0]
     return settled
 
 
-def _planned(table: MigTable, parts: Sequence[Part], staying: Sequence[Part], wanted: Sequence[Profile]) -> MigPlan:
+def _planned(
+    table: MigTable, mig_instances: Sequence[MigInstance], staying: Sequence[MigInstance], wanted: Sequence[Profile]
+) -> MigPlan:
     """Plan what is known to fit."""
-    found = plan_mig(table, [p.instance for p in parts], {p.instance.id for p in staying}, wanted)
+    found = plan_mig(table, [p.instance for p in mig_instances], {p.instance.id for p in staying}, wanted)
     if isinstance(found, MigRefusal):
         raise ValueError(f"expected what fits, found that it does not: {found.message}")
     return found
@@ -114,13 +116,13 @@ def _profile(table: MigTable, reservation: Reservation) -> Profile:
 
 
 def _obstacles(
-    table: MigTable, staying: Sequence[Part], may_go: Sequence[Part], extra: Sequence[Profile]
-) -> tuple[Part, ...]:
+    table: MigTable, staying: Sequence[MigInstance], may_go: Sequence[MigInstance], extra: Sequence[Profile]
+) -> tuple[MigInstance, ...]:
     """The fewest of `may_go` without which there would be room; empty where that is not enough."""
     for count in range(1, len(may_go) + 1):
         for going in combinations(may_go, count):
             left = occupied(p.instance.placement for p in staying if p not in going)
-            if has_room(table, left, Counter(extra)):
+            if fits_together(table, left, Counter(extra)):
                 return going
     return ()
 
@@ -128,12 +130,12 @@ def _obstacles(
 def _steps(
     actual: GpuActual,
     plan: MigPlan,
-    staying: Sequence[Part],
-    settled: dict[PodUid, Part],
+    staying: Sequence[MigInstance],
+    settled: dict[PodUid, MigInstance],
     accepted: Sequence[Reservation],
 ) -> tuple[Step, ...]:
     kept = {i.id for i in plan.kept} - {p.instance.id for p in staying}
-    free: list[Placement] = [p.instance.placement for p in actual.parts if p.instance.id in kept]
+    free: list[Placement] = [p.instance.placement for p in actual.mig_instances if p.instance.id in kept]
     free += [s.placement for s in plan.steps if isinstance(s, Create)]
     given: dict[Placement, PodUid] = {}
     for r in accepted:
@@ -236,10 +238,10 @@ def _undo(step: Step, before: GpuActual) -> tuple[Step, ...]:
         case SetLimits(pod_uid):
             return (SetLimits(pod_uid, before.limits.get(pod_uid)),)
         case CreateInstance(placement) | DestroyInstance(placement):
-            there = next((p for p in before.parts if p.instance.placement == placement), None)
+            there = next((p for p in before.mig_instances if p.instance.placement == placement), None)
             if there is None:
                 return (DestroyInstance(placement),)
-            return (CreateInstance(placement, there.pod_uid),) if there.is_ours else ()
+            return (CreateInstance(placement, there.pod_uid),) if there.is_managed else ()
 
 
 def _grant(
@@ -362,10 +364,12 @@ def _counted_mib(reservation: Reservation, peaks: Mapping[PodUid, int]) -> int:
 def _leave(actual: GpuActual, keep: SharingMode | None = None) -> tuple[Step, ...]:
     """Steps out of the present mode, to idle unless another mode follows at once."""
     steps: tuple[Step, ...] = ()
-    if actual.mps_daemon or actual.mps_left or actual.mps_untidied or actual.limits:
+    if actual.mps_daemon or actual.mps_servers_left or actual.mps_cleanup_pending or actual.limits:
         steps = (StopMps(),)
     if keep is not SharingMode.MIG and not actual.mig_manager:
-        steps += tuple(DestroyInstance(p.instance.placement) for p in actual.parts if p.is_ours and not p.is_used)
+        steps += tuple(
+            DestroyInstance(p.instance.placement) for p in actual.mig_instances if p.is_managed and not p.is_used
+        )
     if keep is None and actual.mode is not None:
         steps = (*steps, SetMode(None))
     return steps
@@ -375,7 +379,7 @@ def _enter(actual: GpuActual, granted: Sequence[Reservation]) -> tuple[Step, ...
     mode = granted[0].mode
     is_changing = actual.mode is not mode
     is_mps = mode is SharingMode.MPS
-    is_left = actual.mps_daemon or actual.mps_left or actual.mps_untidied
+    is_left = actual.mps_daemon or actual.mps_servers_left or actual.mps_cleanup_pending
     is_useless = _is_of_no_use(actual, granted) if is_mps else is_left
     is_ending = is_useless and not is_changing and not actual.tenants  # `_leave` has ended it where the mode changes
     steps: list[Step] = [SetMode(mode)] if is_changing else [StopMps()] if is_ending else []
@@ -393,7 +397,7 @@ def _is_of_no_use(actual: GpuActual, granted: Sequence[Reservation]) -> bool:
     these, and containers of theirs that are still ending must not reach the next one.
     """
     is_of_others = actual.limits.keys().isdisjoint(r.pod_uid for r in granted)
-    return actual.mps_hangs or (is_of_others and bool(actual.mps_daemon or actual.limits))
+    return actual.mps_hung or (is_of_others and bool(actual.mps_daemon or actual.limits))
 
 
 def _limits(actual: GpuActual, granted: Sequence[Reservation], from_nothing: bool = False) -> tuple[Step, ...]:

@@ -391,10 +391,10 @@ class Plugin:
         gpus: int,
         slots_per_gpu: int,
         clock: Clock,
-        patience_s: float = 5.0,
+        reservation_wait_s: float = 5.0,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
-        self._patience_s, self._sleep = patience_s, sleep
+        self._patience_s, self._sleep = reservation_wait_s, sleep
         self._knowledge, self._cdi_dir, self._clock = knowledge, cdi_dir, clock
         self._also_read = also_read
         self._gpus, self._slots_per_gpu = gpus, slots_per_gpu

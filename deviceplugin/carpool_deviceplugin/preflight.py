@@ -12,7 +12,7 @@ from carpool_core.values import DeviceHealth, GpuUuid
 
 from carpool_deviceplugin.cdi import NvidiaCdi
 from carpool_deviceplugin.dcgm import Exporter, HostEngine
-from carpool_deviceplugin.gpu import DeviceError, NoDevicesError, Part
+from carpool_deviceplugin.gpu import DeviceError, MigInstance, NoDevicesError
 from carpool_deviceplugin.mig import fragmentation, occupied
 from carpool_deviceplugin.mig_instances import read_mig_devices, read_table
 from carpool_deviceplugin.mps import MpsProgram
@@ -37,7 +37,7 @@ def inspect_node(devices: NvmlDevices, cdi: NvidiaCdi, proc: Path = Path("/proc"
     driver = session.ask("", library.nvmlSystemGetDriverVersion) or "unknown"
     cuda = session.ask("", library.nvmlSystemGetCudaDriverVersion)
     yield f"driver {driver}, CUDA {f'{cuda // 1000}.{cuda % 1000 // 10}' if cuda else 'unknown'}"
-    devices.ask_others()
+    devices.refresh_counters()
     for device in devices.inventory():
         yield ""
         yield from _gpu(devices, device)
@@ -93,18 +93,18 @@ def _mig(devices: NvmlDevices, known: Identity) -> Iterator[str]:
     if table is None or not known.mig_enabled:
         return
     names = {d.gpu_instance_id: d.uuid for d in read_mig_devices(session, uuid)}
-    parts = devices.actual(uuid).parts
-    for part in parts:
+    mig_instances = devices.actual(uuid).mig_instances
+    for part in mig_instances:
         yield f"    {part.instance}  {names.get(part.instance.id, 'no compute instance')}  {_whose(part)}"
-    scattered = fragmentation(table, occupied(p.instance.placement for p in parts))
+    scattered = fragmentation(table, occupied(p.instance.placement for p in mig_instances))
     yield f"    fragmentation of what is free: {scattered:.2f}"
 
 
-def _whose(part: Part) -> str:
+def _whose(part: MigInstance) -> str:
     used = ", in use" if part.is_used else ", idle"
     if part.pod_uid:
         return f"made for pod {part.pod_uid}{used}"
-    return f"{'made by the agent' if part.is_ours else 'made by somebody else'}{used}"
+    return f"{'made by the agent' if part.is_managed else 'made by somebody else'}{used}"
 
 
 def _sees_the_host(proc: Path) -> bool:

@@ -20,7 +20,7 @@ from carpool_deviceplugin.events import Teller
 from carpool_deviceplugin.gpu import DeviceError, Devices
 from carpool_deviceplugin.metering import Meter
 from carpool_deviceplugin.status import Reporter, above_limit, partition_of, presentable, struck_of
-from carpool_deviceplugin.timeouts import Patient, Rhythm, Rounds, Threads, woken
+from carpool_deviceplugin.timeouts import CallThreads, Intervals, Poll, TimeLimitedCaller, wait_for_event
 
 LABEL = "nvidia.com/mig.config"
 _UNKNOWN = "the Node's labels could not be read yet"
@@ -78,7 +78,7 @@ class Reconciler:
         api: The API server.
         clock: The time.
         devices: The node's GPUs.
-        rhythm: Deadlines and intervals.
+        intervals: Deadlines and intervals.
         on_health: Called with the number of healthy GPUs, whenever it may have changed.
     """
 
@@ -88,14 +88,14 @@ class Reconciler:
         api: KubeApi,
         clock: Clock,
         devices: Devices,
-        rhythm: Rhythm,
+        intervals: Intervals,
         on_health: Callable[[int], None] = lambda _: None,
     ) -> None:
-        self._node, self._api, self._clock, self._devices, self._rhythm = node, api, clock, devices, rhythm
+        self._node, self._api, self._clock, self._devices, self._intervals = node, api, clock, devices, intervals
         self._log = structlog.get_logger().bind(node=node)
-        self._threads = Threads()
+        self._threads = CallThreads()
         self.reporter = Reporter(
-            node, api, clock, devices, rhythm, self._threads, on_devices=self._see_devices, on_missing=self._create
+            node, api, clock, devices, intervals, self._threads, on_devices=self._see_devices, on_missing=self._create
         )
         self._on_health = on_health
         self._teller = Teller(node, api, clock)
@@ -117,14 +117,14 @@ class Reconciler:
                 uuid,
                 devices,
                 self._progress,
-                rhythm,
+                intervals,
                 self._mig.confirm,
-                Patient(f"GPU {uuid}", rhythm.step_deadline_s, self._threads),
+                TimeLimitedCaller(f"GPU {uuid}", intervals.step_deadline_s, self._threads),
                 self.meters[uuid].peaks,
             )
             for uuid in devices.uuids
         }
-        self._readings = Rounds(devices.read, rhythm.step_deadline_s, self._threads)
+        self._readings = Poll(devices.read, intervals.step_deadline_s, self._threads)
         self.reflector: Reflector[GpuNode] = Reflector(
             api,
             GPU_NODES,
@@ -165,18 +165,18 @@ class Reconciler:
 
     async def _ask_who_divides(self) -> None:
         while True:
-            await self._rhythm.sleep(self._rhythm.labels_s)
+            await self._intervals.sleep(self._intervals.labels_s)
             if await self._mig.confirm():
                 self.reporter.look_again()
 
     async def _ask_who_measures(self) -> None:
-        patient = Patient("metrics sources", self._rhythm.step_deadline_s, self._threads)
+        patient = TimeLimitedCaller("metrics sources", self._intervals.step_deadline_s, self._threads)
         while not self._devices.simulated:
             try:
-                await patient.call(self._devices.ask_others)
+                await patient.call(self._devices.refresh_counters)
             except DeviceError as e:
                 self._log.debug("nobody else asked", error=str(e))  # what was said before runs out by itself
-            await self._rhythm.sleep(self._rhythm.others_s)
+            await self._intervals.sleep(self._intervals.counters_s)
 
     def _on_change(self, old: GpuNode | None, new: GpuNode | None) -> None:
         if new is None:
@@ -193,7 +193,7 @@ class Reconciler:
         gone = {r.pod_uid for r in old.spec.reservations} - pods if old else set()
         for meter in self.meters.values():
             meter.keep(pods)
-            meter.doubt(gone)
+            meter.discard(gone)
         if gone:
             self._measure_again.set()
         self._progress()
@@ -282,15 +282,15 @@ class Reconciler:
         count = 0
         while True:
             self._measure_again.clear()
-            is_full = count % self._rhythm.idle_samples == 0
+            is_full = count % self._intervals.idle_samples == 0
             busy = {uuid for r in self.reservations for uuid in r.gpu_uuids}
-            due = [uuid for uuid, meter in self.meters.items() if is_full or uuid in busy or meter.uses]
+            due = [uuid for uuid, meter in self.meters.items() if is_full or uuid in busy or meter.usage]
             await self._sample(due)
             if is_full:
                 self.reporter.look_again()
             self._report()
             count += 1
-            await woken(self._measure_again, self._rhythm.sample_s, self._rhythm.sleep)
+            await wait_for_event(self._measure_again, self._intervals.sample_s, self._intervals.sleep)
 
     async def _sample(self, due: Collection[GpuUuid]) -> None:
         answers = await self._readings.ask(due)

@@ -10,12 +10,11 @@ import pynvml
 from carpool_core.values import MIB, GpuUuid
 from msgspec.structs import replace
 
-from carpool_deviceplugin.dcgm import Feed, Source
-from carpool_deviceplugin.gpu import PartReading, ProcessUse, Reading
-from carpool_deviceplugin.gpu_processes import Present, Watcher
-from carpool_deviceplugin.mig_instances import Found
+from carpool_deviceplugin.dcgm import CounterFeed, CounterSource
+from carpool_deviceplugin.gpu import InstanceReading, ProcessUsage, Reading
+from carpool_deviceplugin.gpu_processes import GpuProcess, ProcessWatcher
+from carpool_deviceplugin.mig_instances import FoundInstance
 from carpool_deviceplugin.nvlib import (
-    Glances,
     GpmMetrics,
     Handle,
     Identity,
@@ -23,6 +22,7 @@ from carpool_deviceplugin.nvlib import (
     RunningProcess,
     Session,
     Telemetry,
+    TelemetryCache,
     UtilizationSample,
     read_utilization,
 )
@@ -84,34 +84,34 @@ AHEAD_US = 2_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class GpuSample:
     """What was read of the GPU at one moment."""
 
     at: float
     """Monotonic time, in seconds."""
-    present: Sequence[Present]
+    present: Sequence[GpuProcess]
     samples: Sequence[UtilizationSample] | None
     """Since the moment before; None where the GPU cannot say."""
     energy_j: float | None
     gpm: GpmMetrics | None
-    parts: Mapping[int, "PartMoment"] = field(default_factory=dict)
+    mig_instances: Mapping[int, "InstanceSample"] = field(default_factory=dict)
     """Of MIG instances, by ID."""
 
 
 @dataclass(frozen=True, slots=True)
-class PartMoment:
+class InstanceSample:
     """What was read of a MIG instance."""
 
     sm_count: int
     gpm: GpmMetrics | None
 
 
-class Ledger:
+class ProcessAccounts:
     """What each process of one GPU has used since it was first seen."""
 
     def __init__(self) -> None:
-        self._uses: dict[str, ProcessUse] = {}
-        self._there: Mapping[str, Present] = {}
+        self._uses: dict[str, ProcessUsage] = {}
+        self._there: Mapping[str, GpuProcess] = {}
         self._last_us: dict[int, int] = {}
         self._at: float | None = None
         self._energy_j: float | None = None
@@ -120,13 +120,13 @@ class Ledger:
         self.idle_power_w: float | None = None
         """The least that was measured with nobody on the GPU; None until that was."""
 
-    def keep_up(self, now_us: int) -> None:
+    def handle_clock_change(self, now_us: int) -> None:
         """Begin anew with the driver's stamps where the node's clock was set back: all of them would be in the past."""
         if self.since_us > now_us + AHEAD_US:
             self.since_us = 0
             self._last_us.clear()
 
-    def take(self, now: Moment) -> tuple[list[ProcessUse], list[ProcessUse]]:
+    def take(self, now: GpuSample) -> tuple[list[ProcessUsage], list[ProcessUsage]]:
         """Take in a moment.
 
         Returns:
@@ -140,7 +140,7 @@ class Ledger:
             power = energy / elapsed
             self.idle_power_w = power if self.idle_power_w is None else min(power, self.idle_power_w)
         busy = None if now.samples is None else self._busy(now.samples, elapsed)
-        known = [p for p in gone if p.running.gpu_instance_id in (None, *now.parts)]
+        known = [p for p in gone if p.running.gpu_instance_id in (None, *now.mig_instances)]
         energies = self._shared(_weights([*now.present, *known], now, busy), energy, elapsed)
         ended = [self._ended(p.process.key, energies.get(p.process.key)) for p in gone]
         shares = _shares(now, busy)
@@ -151,7 +151,7 @@ class Ledger:
         self._at, self._there = now.at, there
         return list(self._uses.values()), ended
 
-    def _ended(self, key: str, energy: float | None) -> ProcessUse:
+    def _ended(self, key: str, energy: float | None) -> ProcessUsage:
         was = self._uses[key]
         return replace(was, energy_j=_plus(was.energy_j, energy))
 
@@ -186,17 +186,17 @@ class Ledger:
     def _used(
         self,
         key: str,
-        p: Present,
-        now: Moment,
+        p: GpuProcess,
+        now: GpuSample,
         elapsed: float,
         busy: Mapping[int, float] | None,
         shares: Mapping[int, float],
         energy: float | None,
-    ) -> ProcessUse:
+    ) -> ProcessUsage:
         memory, was = p.running.memory_mib or 0, self._uses.get(key)
         gpm, share = _seen(p, now), shares[p.running.pid]
         if was is None:
-            return ProcessUse(
+            return ProcessUsage(
                 id=key,
                 pod_uid=p.process.pod_uid,  # type: ignore[arg-type]  # the caller leaves out who has no pod
                 started=now.at,
@@ -209,7 +209,7 @@ class Ledger:
                 steps=0,
                 steps_s=0.0,
             )
-        return ProcessUse(
+        return ProcessUsage(
             id=key,
             pod_uid=was.pod_uid,
             started=was.started,
@@ -224,16 +224,16 @@ class Ledger:
         )
 
 
-def _seen(p: Present, now: Moment) -> GpmMetrics:
+def _seen(p: GpuProcess, now: GpuSample) -> GpmMetrics:
     """What was seen of the SMs where a process is."""
     instance = p.running.gpu_instance_id
     if instance is None:
         return now.gpm or _UNSEEN
-    part = now.parts.get(instance)
+    part = now.mig_instances.get(instance)
     return (part.gpm if part else None) or _UNSEEN
 
 
-def _shares(now: Moment, busy: Mapping[int, float] | None) -> dict[int, float]:
+def _shares(now: GpuSample, busy: Mapping[int, float] | None) -> dict[int, float]:
     """Share of what was seen where it is, of each process ID."""
     beside = Counter(p.running.gpu_instance_id for p in now.present)
     times = {p.running.pid: (busy or {}).get(p.running.pid, 0.0) for p in now.present}
@@ -247,7 +247,7 @@ def _shares(now: Moment, busy: Mapping[int, float] | None) -> dict[int, float]:
     return {p.running.pid: share(p.running) for p in now.present}
 
 
-def _weights(there: Sequence[Present], now: Moment, busy: Mapping[int, float] | None) -> dict[str, float]:
+def _weights(there: Sequence[GpuProcess], now: GpuSample, busy: Mapping[int, float] | None) -> dict[str, float]:
     """Share of the GPU's energy of each process that was there, 1 together; empty where nobody knows."""
     instances = Counter(p.running.gpu_instance_id for p in there)
     times: dict[str, float] = {}
@@ -256,7 +256,7 @@ def _weights(there: Sequence[Present], now: Moment, busy: Mapping[int, float] | 
         if instance is None:
             times[p.process.key] = (busy or {}).get(p.running.pid, 0.0)
             continue
-        part = now.parts.get(instance)
+        part = now.mig_instances.get(instance)
         if part is None or part.gpm is None or part.gpm.sm is None:
             return {}
         times[p.process.key] = part.gpm.sm * part.sm_count / instances[instance]
@@ -306,7 +306,7 @@ class _Pair:
     """Asked again and again."""
 
 
-class Gpm:
+class GpmSampler:
     """Takes samples of GPUs and of their MIG instances, and says what happened between the last two."""
 
     def __init__(self, session: Session) -> None:
@@ -337,10 +337,10 @@ class Gpm:
         session, key = self._session, (uuid, instance)
         handle = session.handle(uuid)
         pair = self._pairs.get(key)
-        if pair is None or pair.opening != session.openings:
+        if pair is None or pair.opening != session.generation:
             allocate = session.library.nvmlGpmSampleAlloc
             samples = (session.call(uuid, allocate), session.call(uuid, allocate))
-            pair = self._pairs[key] = _Pair(samples, opening=session.openings)
+            pair = self._pairs[key] = _Pair(samples, opening=session.generation)
         before, now = pair.samples
         if instance is None:
             taken = session.ask(uuid, session.library.nvmlGpmSampleGet, handle, now)
@@ -362,7 +362,7 @@ class Gpm:
     def forget(self, uuid: GpuUuid, instance: int | None = None) -> None:
         """Free the samples of what is gone."""
         pair = self._pairs.pop((uuid, instance), None)
-        if pair is not None and pair.opening == self._session.openings:
+        if pair is not None and pair.opening == self._session.generation:
             for sample in pair.samples:
                 self._session.ask(uuid, self._session.library.nvmlGpmSampleFree, sample)
 
@@ -390,7 +390,7 @@ SHOWN = frozenset(
 """What DCGM knows better than NVML, or as well."""
 
 
-class Measuring:
+class Sampler:
     """Measures the GPUs of a node.
 
     Args:
@@ -407,25 +407,25 @@ class Measuring:
         self,
         session: Session,
         uuids: Sequence[GpuUuid],
-        glances: Glances,
-        watcher: Watcher,
-        feed: Feed,
+        glances: TelemetryCache,
+        watcher: ProcessWatcher,
+        feed: CounterFeed,
         monotonic: Callable[[], float],
         wall: Callable[[], float],
     ) -> None:
         self._session, self._glances, self._watcher = session, glances, watcher
         self._monotonic, self._wall = monotonic, wall
-        self._ledgers = {uuid: Ledger() for uuid in uuids}
-        self._gpm, self._feed = Gpm(session), feed
-        self._parts: dict[GpuUuid, tuple[Found, ...]] = {}
+        self._ledgers = {uuid: ProcessAccounts() for uuid in uuids}
+        self._gpm, self._feed = GpmSampler(session), feed
+        self._parts: dict[GpuUuid, tuple[FoundInstance, ...]] = {}
 
-    def divided(self, uuid: GpuUuid, found: Sequence[Found]) -> None:
+    def divided(self, uuid: GpuUuid, found: Sequence[FoundInstance]) -> None:
         """Take in which MIG instances a GPU has now."""
         for gone in {f.instance.id for f in self._parts.get(uuid, ())} - {f.instance.id for f in found}:
             self._gpm.forget(uuid, gone)
         self._parts[uuid] = tuple(found)
 
-    def begin_anew(self, uuid: GpuUuid) -> None:
+    def after_reset(self, uuid: GpuUuid) -> None:
         """The GPU was reset by us: samples of before say nothing of what comes."""
         self._gpm.forget(uuid)
 
@@ -440,8 +440,8 @@ class Measuring:
         told_by = next((source for source in (told, *(source for source, _ in of_parts.values())) if source), None)
         at = self._monotonic()
         energy_j = None if telemetry.energy_mj is None else telemetry.energy_mj / 1000
-        parts = {f.instance.id: _moment(f, of_parts[f.instance.id][1]) for f in found}
-        processes, ended = ledger.take(Moment(at, there, samples, energy_j, gpm, parts))
+        mig_instances = {f.instance.id: _moment(f, of_parts[f.instance.id][1]) for f in found}
+        processes, ended = ledger.take(GpuSample(at, there, samples, energy_j, gpm, mig_instances))
         return Reading(
             at=at,
             processes=tuple(processes),
@@ -452,14 +452,14 @@ class Measuring:
             energy_j=energy_j,
             counters={**dcgm_values(known, telemetry, gpm), **self._told(uuid, None)},
             pci_bus_id=known.pci_bus_id,
-            parts=tuple(self._part(uuid, f, there, *of_parts[f.instance.id]) for f in found),
+            mig_instances=tuple(self._part(uuid, f, there, *of_parts[f.instance.id]) for f in found),
             source=told_by.name if told_by else GPM if self._gpm.is_supported(uuid) else PLAIN,
-            is_shown_elsewhere=told is not None and told.is_public,
+            is_exported_elsewhere=told is not None and told.is_scraped,
         )
 
-    def _samples(self, uuid: GpuUuid, ledger: Ledger) -> Sequence[UtilizationSample] | None:
+    def _samples(self, uuid: GpuUuid, ledger: ProcessAccounts) -> Sequence[UtilizationSample] | None:
         now_us = round(1e6 * self._wall())
-        ledger.keep_up(now_us)
+        ledger.handle_clock_change(now_us)
         return read_utilization(self._session, uuid, ledger.since_us, now_us + AHEAD_US)
 
     def _told(self, uuid: GpuUuid, instance: int | None) -> Mapping[str, float]:
@@ -467,7 +467,7 @@ class Measuring:
         said = self._feed.at(uuid, instance)
         return {} if said is None else {name: said[1][name] for name in SHOWN & said[1].keys()}
 
-    def _activity(self, uuid: GpuUuid, instance: int | None) -> tuple[Source | None, GpmMetrics | None]:
+    def _activity(self, uuid: GpuUuid, instance: int | None) -> tuple[CounterSource | None, GpmMetrics | None]:
         said = self._feed.at(uuid, instance)
         activity = activity_of(said[1]) if said else None
         return said[0] if said else None, activity or self._sample(uuid, instance)
@@ -481,19 +481,24 @@ class Measuring:
             raise
 
     def _part(
-        self, uuid: GpuUuid, found: Found, there: Sequence[Present], told: Source | None, gpm: GpmMetrics | None
-    ) -> PartReading:
+        self,
+        uuid: GpuUuid,
+        found: FoundInstance,
+        there: Sequence[GpuProcess],
+        told: CounterSource | None,
+        gpm: GpmMetrics | None,
+    ) -> InstanceReading:
         number = found.instance.id
         pods = {p.process.pod_uid for p in there if p.running.gpu_instance_id == number}
-        return PartReading(
+        return InstanceReading(
             instance_id=number,
             profile=found.instance.placement.profile.name,
             pod_uid=found.own.pod_uid if found.own is not None else pods.pop() if len(pods) == 1 else None,
             counters={**dcgm_of_part(self._memory(uuid, found), gpm), **self._told(uuid, number)},
-            is_shown_elsewhere=told is not None and told.is_public,
+            is_exported_elsewhere=told is not None and told.is_scraped,
         )
 
-    def _memory(self, uuid: GpuUuid, found: Found) -> tuple[int, int] | None:
+    def _memory(self, uuid: GpuUuid, found: FoundInstance) -> tuple[int, int] | None:
         """Used and free memory of an instance, in MiB; None where its device cannot be asked."""
         if found.device is None:
             return None
@@ -505,5 +510,5 @@ class Measuring:
         return None if memory is None else (memory.used // MIB, memory.free // MIB)
 
 
-def _moment(found: Found, gpm: GpmMetrics | None) -> PartMoment:
-    return PartMoment(found.instance.placement.profile.sm_count, gpm)
+def _moment(found: FoundInstance, gpm: GpmMetrics | None) -> InstanceSample:
+    return InstanceSample(found.instance.placement.profile.sm_count, gpm)

@@ -21,7 +21,7 @@ from carpool_deviceplugin.gpu import (
     Limits,
     Mount,
     NoDevicesError,
-    ProcessUse,
+    ProcessUsage,
     Reading,
     SetLimits,
     SetMode,
@@ -206,7 +206,7 @@ class SimulatedDevices:
         return Reading(
             at=reading.at,
             processes=tuple(
-                ProcessUse(
+                ProcessUsage(
                     id=held.id,
                     pod_uid=PodUid(held.claim.pod_uid),
                     started=held.claim.started,
@@ -234,7 +234,7 @@ class SimulatedDevices:
             self._told[uuid] = problems
             self._log.warning("claims ignored", gpu=uuid, count=len(problems), first=[*problems[:3]])
 
-    def ask_others(self) -> None:
+    def refresh_counters(self) -> None:
         """Nobody else measures simulated GPUs."""
 
     def set_mig_manager(self, manager: str) -> None:

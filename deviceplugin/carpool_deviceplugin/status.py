@@ -29,8 +29,8 @@ from msgspec.structs import replace
 
 from carpool_deviceplugin.device_state import FAILED, PREPARING, READY, Outcome
 from carpool_deviceplugin.gpu import DeviceError, Devices
-from carpool_deviceplugin.metering import worth_writing
-from carpool_deviceplugin.timeouts import Rhythm, Rounds, Threads, woken
+from carpool_deviceplugin.metering import damp_changes
+from carpool_deviceplugin.timeouts import CallThreads, Intervals, Poll, wait_for_event
 
 _LONGEST, _LONGEST_CONDITION, _LONGEST_COLUMN, _LONGEST_UID = 4096, 32_768, 512, 253
 _MOST_TENANTS = 1024
@@ -178,7 +178,7 @@ class Reporter:
         api: The API server.
         clock: The time.
         devices: The node's GPUs.
-        rhythm: Intervals.
+        intervals: Intervals.
         threads: To ask the GPUs in.
         on_devices: Called with the GPUs as they are before each look at what to write.
         on_missing: Creates the GpuNode; awaited where there is none.
@@ -190,16 +190,16 @@ class Reporter:
         api: KubeApi,
         clock: Clock,
         devices: Devices,
-        rhythm: Rhythm,
-        threads: Threads,
+        intervals: Intervals,
+        threads: CallThreads,
         *,
         on_devices: Callable[[Sequence[Device]], None],
         on_missing: Callable[[], Awaitable[None]],
     ) -> None:
-        self._node, self._api, self._clock, self._devices, self._rhythm = node, api, clock, devices, rhythm
+        self._node, self._api, self._clock, self._devices, self._intervals = node, api, clock, devices, intervals
         self._on_devices, self._on_missing = on_devices, on_missing
         self._awake = asyncio.Event()
-        self._rounds = Rounds(devices.describe, rhythm.step_deadline_s, threads)
+        self._rounds = Poll(devices.describe, intervals.step_deadline_s, threads)
         self.devices: list[Device] = []
         """The GPUs as they were when last looked at; one that never answered is missing."""
         self._written: GpuNodeStatus | None = None
@@ -239,7 +239,7 @@ class Reporter:
         if tenants != self._tenants:
             self._tenants = tenants
             self._has_measures = True
-        if self._has_measures and self._clock.monotonic() - self._compared_at >= self._rhythm.measures_s:
+        if self._has_measures and self._clock.monotonic() - self._compared_at >= self._intervals.measures_s:
             self._awake.set()  # otherwise nothing could be written yet
 
     def look_again(self) -> None:
@@ -253,9 +253,9 @@ class Reporter:
             self._awake.clear()
             wait_s = await self._try()
             if self._failures:
-                await self._rhythm.sleep(wait_s)
+                await self._intervals.sleep(wait_s)
                 continue
-            await woken(self._awake, wait_s, self._rhythm.sleep)
+            await wait_for_event(self._awake, wait_s, self._intervals.sleep)
 
     async def _try(self) -> float:
         try:
@@ -264,7 +264,7 @@ class Reporter:
             self._failures += 1
             if isinstance(e, NotFound):
                 self._written = None
-            wait_s = self._rhythm.retry_s * min(32.0, 2.0 ** (self._failures - 1))
+            wait_s = self._intervals.retry_s * min(32.0, 2.0 ** (self._failures - 1))
             self._log.warning("status not written", error=str(e), retry_in_s=wait_s)
             return wait_s
         self._failures = 0
@@ -274,7 +274,7 @@ class Reporter:
         """Write what is worth writing; return the seconds until it is worth looking again."""
         if self._written is None:
             await self._on_missing()
-            return self._rhythm.heartbeat_s  # until the watch shows it
+            return self._intervals.heartbeat_s  # until the watch shows it
         status = await self._present(self._written)
         if self._written is None:  # it vanished meanwhile
             return 0.0
@@ -282,17 +282,17 @@ class Reporter:
         if self._is_due(self._written, status, since):
             return await self._write(status)
         if status.tenants != self._written.tenants:
-            return max(0.01, self._rhythm.measures_s - since)
-        return max(0.01, self._rhythm.heartbeat_s - since)
+            return max(0.01, self._intervals.measures_s - since)
+        return max(0.01, self._intervals.heartbeat_s - since)
 
     def _is_due(self, written: GpuNodeStatus, status: GpuNodeStatus, since_s: float) -> bool:
-        if replace(status, tenants=[]) != replace(written, tenants=[]) or since_s >= self._rhythm.heartbeat_s:
+        if replace(status, tenants=[]) != replace(written, tenants=[]) or since_s >= self._intervals.heartbeat_s:
             return True
-        return status.tenants != written.tenants and since_s >= self._rhythm.measures_s
+        return status.tenants != written.tenants and since_s >= self._intervals.measures_s
 
     async def _present(self, written: GpuNodeStatus) -> GpuNodeStatus:
         """What the status should be, with the heartbeat of the last write."""
-        if self._is_stale or self._clock.monotonic() - self._looked_at >= self._rhythm.heartbeat_s:
+        if self._is_stale or self._clock.monotonic() - self._looked_at >= self._intervals.heartbeat_s:
             await self._look(written)
         devices = self.devices
         self._has_measures, self._compared_at = False, self._clock.monotonic()
@@ -302,7 +302,7 @@ class Reporter:
             simulated=self._devices.simulated,
             devices=devices,
             partitions=list(self._partitions),
-            tenants=worth_writing(written.tenants, self._tenants),
+            tenants=damp_changes(written.tenants, self._tenants),
             struck=list(self._struck),
             conditions=[ready_condition(devices, written.conditions, self._clock.now())],
             summary=summarise(devices, self._partitions),
@@ -332,4 +332,4 @@ class Reporter:
             self._written = status
         self._written_at = self._clock.monotonic()
         self.writes += 1
-        return self._rhythm.heartbeat_s
+        return self._intervals.heartbeat_s

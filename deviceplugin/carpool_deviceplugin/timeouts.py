@@ -20,7 +20,7 @@ _IDLE_S = 20.0
 Work = Callable[[], None]
 
 
-class Threads:
+class CallThreads:
     """As many threads as there is work at the same time; work that never ends keeps nobody else from one.
 
     Args:
@@ -65,7 +65,7 @@ Sleep = Callable[[float], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Rhythm:
+class Intervals:
     """How often things are looked at, in seconds, and how that time is waited for."""
 
     sleep: Sleep = asyncio.sleep
@@ -73,15 +73,15 @@ class Rhythm:
 
     step_deadline_s: float = 10.0
     """How long one step of a GPU may take."""
-    slow_s: float = 0.3
+    progress_after_s: float = 0.3
     """Steps that take longer are reported as Preparing in the meantime."""
-    waiting_s: float = 1.0
+    blocked_retry_s: float = 1.0
     """How often a GPU is looked at that somebody must leave first."""
     resync_s: float = 10.0
     """How often a GPU is looked at anyhow."""
     sample_s: float = 1.0
     """How often the tenants' use is measured."""
-    others_s: float = 10.0
+    counters_s: float = 10.0
     """How often those are asked who else measure the GPUs."""
     idle_samples: int = 5
     """GPUs that nobody uses are measured only each so many samples."""
@@ -96,13 +96,13 @@ class Rhythm:
     """How often the kubelet's sockets are looked at."""
     holders_s: float = 10.0
     """How often the kubelet is asked who holds slots, and what ended pods left is removed."""
-    patience_s: float = 5.0
+    reservation_wait_s: float = 5.0
     """How long PreStartContainer waits for word that may be on its way; the kubelet gives it 30 s."""
     retry_s: float = 1.0
     """After a failed call to the API server; doubled with each further failure, to 32 times this."""
 
 
-async def woken(event: asyncio.Event, seconds: float, sleep: Sleep) -> None:
+async def wait_for_event(event: asyncio.Event, seconds: float, sleep: Sleep) -> None:
     """Wait for an event, for so long at most."""
     waiting = [asyncio.ensure_future(event.wait()), asyncio.ensure_future(sleep(seconds))]
     try:
@@ -112,7 +112,9 @@ async def woken(event: asyncio.Event, seconds: float, sleep: Sleep) -> None:
             one.cancel()
 
 
-REAL = Rhythm(sample_s=5.0, idle_samples=2, resync_s=60.0, measures_s=10.0, kubelet_s=3.0, holders_s=30.0)
+HARDWARE_INTERVALS = Intervals(
+    sample_s=5.0, idle_samples=2, resync_s=60.0, measures_s=10.0, kubelet_s=3.0, holders_s=30.0
+)
 """For real GPUs: their own counters lose nothing between two looks, and each look costs. Their health is looked at with
 each second sample; where it has changed, the GPU is looked at as a whole."""
 
@@ -125,7 +127,7 @@ class Caller(Protocol):
         ...
 
 
-class Patient:
+class TimeLimitedCaller:
     """Makes blocking calls in threads, with a deadline. After one that never came back, all others fail at once.
 
     Each call has a thread to itself: in a pool of some size, those that never come back would take those of all others.
@@ -136,9 +138,9 @@ class Patient:
         threads: To call in; those of nobody else when None.
     """
 
-    def __init__(self, what: str, deadline_s: float, threads: Threads | None = None) -> None:
+    def __init__(self, what: str, deadline_s: float, threads: CallThreads | None = None) -> None:
         self._what, self._deadline_s = what, deadline_s
-        self._threads = threads or Threads()
+        self._threads = threads or CallThreads()
         self._stuck: asyncio.Future[object] | None = None
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -179,7 +181,7 @@ _MOMENT = 0.01
 """When nobody has answered for this share of the deadline, that GPU is left to its thread, and another goes on."""
 
 
-class Rounds(Generic[T]):
+class Poll(Generic[T]):
     """Asks one GPU after the other in one thread: with a thread for each they hinder each other, and cost twice.
 
     Args:
@@ -188,9 +190,9 @@ class Rounds(Generic[T]):
         threads: To ask in.
     """
 
-    def __init__(self, question: Callable[[GpuUuid], T], deadline_s: float, threads: Threads) -> None:
+    def __init__(self, question: Callable[[GpuUuid], T], deadline_s: float, threads: CallThreads) -> None:
         self._question, self._deadline_s, self._threads = question, deadline_s, threads
-        self._stuck: dict[GpuUuid, _Round[T]] = {}
+        self._stuck: dict[GpuUuid, _PollRound[T]] = {}
 
     async def ask(self, uuids: Collection[GpuUuid]) -> Mapping[GpuUuid, T | DeviceError]:
         """Ask these GPUs, each once; one whose earlier question never came back is not asked.
@@ -202,11 +204,11 @@ class Rounds(Generic[T]):
             Exception: Whatever the question raises besides DeviceError.
         """
         self._stuck = {uuid: round_ for uuid, round_ in self._stuck.items() if uuid not in round_.answers}
-        round_ = _Round(self._question, [uuid for uuid in uuids if uuid not in self._stuck])
+        round_ = _PollRound(self._question, [uuid for uuid in uuids if uuid not in self._stuck])
         await round_.run(self._threads, self._deadline_s)
         return {uuid: self._answer(uuid, round_) for uuid in uuids}
 
-    def _answer(self, uuid: GpuUuid, round_: "_Round[T]") -> T | DeviceError:
+    def _answer(self, uuid: GpuUuid, round_: "_PollRound[T]") -> T | DeviceError:
         if uuid in self._stuck:
             return DeviceError(f"GPU {uuid}: an earlier call has not come back yet; look at the GPU's driver")
         if uuid not in round_.answers:
@@ -218,14 +220,14 @@ class Rounds(Generic[T]):
         return answer
 
 
-class _Round(Generic[T]):
+class _PollRound(Generic[T]):
     def __init__(self, question: Callable[[GpuUuid], T], uuids: Collection[GpuUuid]) -> None:
         self._question, self._left, self._count = question, deque(uuids), len(uuids)
         self.answers: dict[GpuUuid, T | Exception] = {}
         self._loop = asyncio.get_running_loop()
         self._is_over: asyncio.Future[None] = self._loop.create_future()
 
-    async def run(self, threads: Threads, deadline_s: float) -> None:
+    async def run(self, threads: CallThreads, deadline_s: float) -> None:
         """Ask until everybody has answered, or the time is over."""
         answered, end = 0, self._loop.time() + deadline_s
         while len(self.answers) < self._count and (left_s := end - self._loop.time()) > 0:

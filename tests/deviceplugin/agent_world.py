@@ -10,20 +10,20 @@ from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.node import Node, flowing, until
 from carpool_deviceplugin.testing.nvml import FakeNvml
-from carpool_deviceplugin.timeouts import Rhythm
+from carpool_deviceplugin.timeouts import Intervals
 
 
 class World:
     """Where reservations are made, and pods run."""
 
-    def __init__(self, root: Path, rhythm: Rhythm | None = None) -> None:
+    def __init__(self, root: Path, intervals: Intervals | None = None) -> None:
         self.node, self.kube = Node(FakeNvml(["H100"]), FakeMpsCommands(), root), FakeKube()
         self.kube.seed(NODES, {"metadata": {"name": "n"}})
         self.devices = self.node.devices()
         (self.gpu,) = self.devices.uuids
         self.pipe = root / "mps" / self.gpu / "pipe"
         settings = AgentSettings(node_name="n", kubelet=False, state_dir=root)
-        self.agent = flowing(settings, self.kube, self.devices, rhythm or Rhythm(labels_s=30.0))
+        self.agent = flowing(settings, self.kube, self.devices, intervals or Intervals(labels_s=30.0))
 
     @property
     def status(self) -> GpuNodeStatus:

@@ -12,7 +12,7 @@ from carpool_deviceplugin.testing.gpus import FakeInstance
 from carpool_deviceplugin.testing.mps import FakeDaemon, FakeMpsCommands
 from carpool_deviceplugin.testing.node import Inline, Node, uid
 from carpool_deviceplugin.testing.nvml import FakeNvml
-from carpool_deviceplugin.timeouts import Rhythm
+from carpool_deviceplugin.timeouts import Intervals
 
 PODS = "abc"
 NAMESPACES = {"a": "one", "b": "one", "c": "another"}
@@ -81,7 +81,7 @@ class History:
         self.nvml.gpus[0].energy_mj = 1e9  # it has been on for days: a counter that begins anew says so to a new agent
         self.mig = self.nvml.gpus[0].mig
         self.profiles = [p.name for p in self.mig.table.profiles] if self.mig.table else ["1g.5gb"]
-        self.foreign: FakeInstance | None = None
+        self.foreign_instances: FakeInstance | None = None
         if self.mig.table and self.draw.random() < 0.3:
             self.divide_by_hand()
         self.node = Node(self.nvml, self.mps, root, may_switch_mig=self.draw.random() < 0.7)
@@ -105,7 +105,7 @@ class History:
         self.mig.is_enabled = self.mig.is_pending = True
         if self.draw.random() < 0.5:
             profile = self.mig.table.profiles[-2]
-            self.foreign = self.mig.create(profile.id, 0, profile.memory_slices)
+            self.foreign_instances = self.mig.create(profile.id, 0, profile.memory_slices)
 
     def _maybe_fail(self, name: str) -> None:
         times = 20 if any(part in name for part in CHANGES) else 1
@@ -120,7 +120,7 @@ class History:
         self.safe()
         self.nvml._failures.clear()
         self.devices = self.node.devices()
-        self.worker = GpuWorker(self.devices.uuids[0], self.devices, lambda: None, Rhythm(), caller=Inline())
+        self.worker = GpuWorker(self.devices.uuids[0], self.devices, lambda: None, Intervals(), caller=Inline())
         self.worker.remember(frozenset(ready))
 
     def ready(self) -> set[PodUid]:
@@ -177,7 +177,7 @@ class History:
                 self.node.seconds += 4000  # whatever passes has passed
             case "xid":
                 self.nvml.raise_xid(0, self.draw.choice([13, 31, 94]))
-            case "fatal" if self.foreign is None and self.draw.random() < 0.3:
+            case "fatal" if self.foreign_instances is None and self.draw.random() < 0.3:
                 self.nvml.raise_xid(0, 95)
                 self.takes_reset = True
             case "wedge":
@@ -186,7 +186,7 @@ class History:
             case "fault":
                 for daemon in self.mps.daemons.values():
                     daemon.is_faulty = bool(daemon.clients)
-            case "driver" if not self.running and self.foreign is None:
+            case "driver" if not self.running and self.foreign_instances is None:
                 self.restart_driver()
 
     def restart_driver(self) -> None:
@@ -268,18 +268,18 @@ class History:
                 assert self.setting().mode is self.wanted[pod].mode, "the mode changed under a tenant"
             server = self.served.get(pod)
             assert server is None or server in self.nvml.gpus[0].processes, "its server was ended under a client"
-        if self.foreign is not None:
-            assert self.mig.instances.get(self.foreign.id) is self.foreign
+        if self.foreign_instances is not None:
+            assert self.mig.instances.get(self.foreign_instances.id) is self.foreign_instances
 
     async def is_ready_afresh(self, root: Path) -> bool:
         """Whether all who are wanted are ready where nothing ever happened, and nobody else made an instance."""
         nvml = FakeNvml([self.kind])
         nvml.gpus[0].mig.is_enabled = nvml.gpus[0].mig.is_pending = self.mig.is_enabled
         devices = Node(nvml, FakeMpsCommands(), root, may_switch_mig=self.node.may_switch_mig).devices()
-        worker = GpuWorker(devices.uuids[0], devices, lambda: None, Rhythm(), caller=Inline())
+        worker = GpuWorker(devices.uuids[0], devices, lambda: None, Intervals(), caller=Inline())
         worker.want(list(self.wanted.values()))
         await worker.once()
-        return self.foreign is None and all(outcome.state is READY for outcome in worker.outcomes.values())
+        return self.foreign_instances is None and all(outcome.state is READY for outcome in worker.outcomes.values())
 
     async def settle(self) -> None:
         """The faults have ended; a lost GPU or a fatal state takes a minute of quiet."""

@@ -18,16 +18,18 @@ def apply(actual: GpuActual, step: Step) -> GpuActual:
         case SetMode(mode):
             assert mode is actual.mode or not actual.tenants, "mode changed under a tenant"
             assert not actual.mps_daemon, "mode changed under an MPS daemon"
-            assert not actual.mps_left, "mode changed under an MPS server"
-            assert not actual.mps_untidied, "what clients of MPS left stays for good"
+            assert not actual.mps_servers_left, "mode changed under an MPS server"
+            assert not actual.mps_cleanup_pending, "what clients of MPS left stays for good"
             return replace(actual, mode=mode)
         case StartMps():
             assert actual.mode is MPS
             assert not actual.tenants, "a server of a dead daemon was ended under its clients"
-            return replace(actual, mps_daemon=True, mps_left=False)
+            return replace(actual, mps_daemon=True, mps_servers_left=False)
         case StopMps():
             assert not actual.tenants, "MPS stopped under a tenant"
-            return replace(actual, mps_daemon=False, mps_hangs=False, mps_left=False, mps_untidied=False, limits={})
+            return replace(
+                actual, mps_daemon=False, mps_hung=False, mps_servers_left=False, mps_cleanup_pending=False, limits={}
+            )
         case SetLimits(pod, limits):
             kept = {p: known for p, known in actual.limits.items() if p != pod}
             return replace(actual, limits=kept if limits is None else {**kept, pod: limits})

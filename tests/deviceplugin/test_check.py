@@ -26,7 +26,7 @@ from carpool_deviceplugin.check import (
     utilization_makes_sense,
 )
 from carpool_deviceplugin.commands import node as command
-from carpool_deviceplugin.nvlib import Session, installed
+from carpool_deviceplugin.nvlib import Session, load_nvml
 from carpool_deviceplugin.testing.check import FakeMachine
 from carpool_deviceplugin.testing.gpus import HARDWARE
 from carpool_deviceplugin.testing.node import uid
@@ -288,7 +288,7 @@ def test_the_contract_finds_processes_that_are_told_twice() -> None:
 @pytest.mark.parametrize("path", RECORDED)
 def test_the_fake_answers_as_hardware_did(path: Path | None) -> None:
     """Nothing was recorded yet: until then only a machine with a GPU can say."""
-    recorded = of_first(installed()) if path is None else read(path).nvml
+    recorded = of_first(load_nvml()) if path is None else read(path).nvml
     fakes = [kind for kind, hardware in HARDWARE.items() if hardware.product == recorded.product]
     assert fakes, f"there is no fake of {recorded.product}: add it to carpool_deviceplugin.testing.gpus"
     assert differences(recorded, recording(fakes[0])) == []

@@ -39,7 +39,7 @@ from carpool_deviceplugin.testing.gpus import A100_40
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.node import Flow, Node, flowing, running, until
 from carpool_deviceplugin.testing.nvml import FakeNvml
-from carpool_deviceplugin.timeouts import Rhythm
+from carpool_deviceplugin.timeouts import Intervals
 from carpool_e2e.bench import agent as agent_bench
 from carpool_e2e.bench.agent import MigTimes, Slowest, agent_section, layouts_of
 from carpool_e2e.bench.agentprocess import Spent, describe_to_containers
@@ -417,7 +417,7 @@ def test_inspect_says_what_is_there_and_what_is_missing(inspected_node: Node) ->
 class HostEngine:
     """DCGM's, which knows the first GPU."""
 
-    name, is_public = "dcgm", False
+    name, is_scraped = "dcgm", False
 
     def __init__(self, inspected_node: Node) -> None:
         self._uuid = inspected_node.nvml.gpus[0].uuid
@@ -631,7 +631,7 @@ async def test_hostile_names_stay_names(devices, tmp_path: Path, reserve, enter,
         await kube.patch(GPU_NODES, "n", {"spec": {"reservations": [msgspec.to_builtins(hostile)]}})
         await until(lambda: [p.state.value for p in agent.reconciler.partitions] == ["Ready"])
         with enter(gpu, "a"):
-            await until(lambda: agent.reconciler.meters[gpu].uses)
+            await until(lambda: agent.reconciler.meters[gpu].usage)
             page = generate_latest(registry).decode()
     used = {
         (s.labels["namespace"], s.labels["pod"], s.labels["job"])
@@ -683,7 +683,7 @@ async def test_time_of_day_that_jumps_writes_no_storm(devices, tmp_path: Path) -
 
     clock, kube = Jumping(), FakeKube()
     settings = AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path)
-    agent = build(settings, kube, clock, devices, Rhythm(sleep=clock.sleep))
+    agent = build(settings, kube, clock, devices, Intervals(sleep=clock.sleep))
     reporter = agent.reconciler.reporter
 
     def beat() -> str | None:

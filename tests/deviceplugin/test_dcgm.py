@@ -16,13 +16,13 @@ from carpool_deviceplugin.dcgm import (
     GPU,
     INSTANCE,
     UUID_FIELD,
+    CounterFeed,
     Counters,
     Dcgm,
     DcgmError,
     EngineInstance,
     Entity,
     Exporter,
-    Feed,
     HostEngine,
     Place,
     SourceError,
@@ -101,7 +101,7 @@ class Engine:
     """A host engine in memory."""
 
     def __init__(self, uuids: Sequence[str]) -> None:
-        self.uuids, self.parts = list(uuids), list[EngineInstance]()
+        self.uuids, self.mig_instances = list(uuids), list[EngineInstance]()
         self.activity: dict[Entity, float] = {}
         self.is_up = True
         self.connections = 0
@@ -124,7 +124,7 @@ class Engine:
 
     def instances(self) -> Sequence[EngineInstance]:
         self._answer()
-        return self.parts
+        return self.mig_instances
 
     def watch(self, fields: Sequence[int], every_s: float) -> None:
         self._answer()
@@ -196,8 +196,8 @@ def test_the_librarys_errors_are_said(libdcgm: str) -> None:
 class Told:
     """A source that says what it is told to."""
 
-    def __init__(self, name: str, *, is_public: bool = False) -> None:
-        self.name, self.is_public = name, is_public
+    def __init__(self, name: str, *, is_scraped: bool = False) -> None:
+        self.name, self.is_scraped = name, is_scraped
         self.said: dict[Place, Counters] | None = {}
         self.asked = 0
 
@@ -213,7 +213,7 @@ A = GpuUuid("GPU-0")
 
 def test_the_first_that_answers_counts_for_a_while() -> None:
     first, second, now = Told("first"), Told("second"), [0.0]
-    feed = Feed([first, second], lambda: now[0])
+    feed = CounterFeed([first, second], lambda: now[0])
     assert feed.at(A) is None
     first.said, second.said = {(A, None): {"x": 1.0}}, {(A, None): {"x": 2.0}}
     feed.refresh()
@@ -249,14 +249,14 @@ def test_each_source_is_named_and_the_next_steps_in(node: Node, told: Told) -> N
     gpu = devices.uuids[0]
     assert devices.read(gpu).source == "nvml"
     told.said = {(gpu, None): {"DCGM_FI_PROF_SM_ACTIVE": 0.4, "DCGM_FI_DEV_GPU_TEMP": 77.0, "DCGM_FI_OTHER": 1.0}}
-    devices.ask_others()
+    devices.refresh_counters()
     reading = devices.read(gpu)
-    assert (reading.source, reading.is_shown_elsewhere) == ("dcgm", False)
+    assert (reading.source, reading.is_exported_elsewhere) == ("dcgm", False)
     assert (reading.counters["DCGM_FI_DEV_GPU_TEMP"], reading.counters["DCGM_FI_PROF_SM_ACTIVE"]) == (77.0, 0.4)
     assert "DCGM_FI_OTHER" not in reading.counters
     assert "DCGM_FI_PROF_DRAM_ACTIVE" not in reading.counters, "what it does not say is absent"
     told.said = None
-    devices.ask_others()
+    devices.refresh_counters()
     assert devices.read(gpu).source == "nvml"
     assert Node(FakeNvml(["H100"]), FakeMpsCommands(), node.root).devices().uuids
     hopper = Node(FakeNvml(["H100"]), FakeMpsCommands(), node.root).devices()
@@ -270,7 +270,7 @@ def test_pods_on_an_a100_get_their_sm_activity_from_dcgm(node: Node, told: Told)
     node.start(0, 43, "b", sm=0.2)
     told.said = {(gpu, None): {"DCGM_FI_PROF_SM_ACTIVE": 0.4, "DCGM_FI_PROF_DRAM_ACTIVE": 0.1}}
     for _ in range(11):
-        devices.ask_others()
+        devices.refresh_counters()
         reading = devices.read(gpu)
         node.advance(1)
     a, b = reading.processes

@@ -8,7 +8,7 @@ from carpool_core.values import PartitionState, PodUid, SharingMode
 from carpool_deviceplugin.device_state import GpuWorker, Outcome
 from carpool_deviceplugin.gpu import DeviceError, GpuActual, SetMode, StartMps, Step
 from carpool_deviceplugin.simulated import SimulatedDevices
-from carpool_deviceplugin.timeouts import Rhythm
+from carpool_deviceplugin.timeouts import Intervals
 
 A, B = PodUid("uid-a"), PodUid("uid-b")
 READY, PREPARING, FAILED = PartitionState.READY, PartitionState.PREPARING, PartitionState.FAILED
@@ -47,7 +47,7 @@ def changes() -> list[int]:
 
 @pytest.fixture
 async def worker(flaky, devices, changes) -> GpuWorker:
-    return GpuWorker(devices.uuids[0], flaky, lambda: changes.append(1), Rhythm())
+    return GpuWorker(devices.uuids[0], flaky, lambda: changes.append(1), Intervals())
 
 
 async def test_prepares_and_returns(worker, flaky, devices, reserve) -> None:
@@ -109,8 +109,8 @@ async def test_failure_leaves_who_is_there_alone(worker, flaky, devices, reserve
 
 
 async def test_step_that_never_ends_fails_by_its_deadline(flaky, devices, changes, reserve) -> None:
-    rhythm = Rhythm(step_deadline_s=0.5, slow_s=0.05)
-    worker = GpuWorker(devices.uuids[0], flaky, lambda: changes.append(1), rhythm)
+    intervals = Intervals(step_deadline_s=0.5, progress_after_s=0.05)
+    worker = GpuWorker(devices.uuids[0], flaky, lambda: changes.append(1), intervals)
     release = threading.Event()
     flaky.before = lambda _: release.wait(10) and None
     worker.want([reserve("a")])

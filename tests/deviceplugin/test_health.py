@@ -15,7 +15,7 @@ from carpool_core.resources.node import Device, GpuNode, GpuNodeStatus
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, GpuUuid, SharingMode
 from carpool_deviceplugin.gpu import DeviceError, GpuActual, Reading
-from carpool_deviceplugin.health import XIDS, Health, Signals, XidClass, advance, describe_xid, xid_class
+from carpool_deviceplugin.health import XIDS, Health, Signals, XidClass, describe_xid, next_health, xid_class
 from carpool_deviceplugin.metrics import AgentCollector
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.simulated import SimulatedDevices, parse_inventory
@@ -23,7 +23,7 @@ from carpool_deviceplugin.testing.gpus import FakeGpu
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.node import Node, flowing, running, until
 from carpool_deviceplugin.testing.nvml import FakeNvml
-from carpool_deviceplugin.timeouts import Patient, Rhythm, Threads
+from carpool_deviceplugin.timeouts import CallThreads, Intervals, TimeLimitedCaller
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
@@ -217,8 +217,8 @@ def test_classes(xid: int, kind: str) -> None:
 
 def test_word_of_a_recovery_is_no_reason_to_wait_for_a_reset() -> None:
     """XID 154 says that the recovery action has changed, to none as well; what takes a reset comes with its own XID."""
-    assert not advance(advance(WELL, Signals(xids=[154]), 0), Signals(), 61).problem
-    assert advance(advance(WELL, Signals(xids=[95, 154]), 0), Signals(), 61).problem
+    assert not next_health(next_health(WELL, Signals(xids=[154]), 0), Signals(), 61).problem
+    assert next_health(next_health(WELL, Signals(xids=[95, 154]), 0), Signals(), 61).problem
 
 
 def test_unknown_xid_is_not_harmless() -> None:
@@ -228,35 +228,35 @@ def test_unknown_xid_is_not_harmless() -> None:
 
 
 def test_recoverable_takes_a_minute_of_quiet() -> None:
-    sick = advance(WELL, Signals(xids=[94]), 0)
+    sick = next_health(WELL, Signals(xids=[94]), 0)
     assert "XID 94 (contained ECC error): no new work until it has been quiet" in sick.problem
-    assert advance(sick, Signals(), 59).problem
-    again = advance(sick, Signals(xids=[94]), 30)
-    assert advance(again, Signals(), 89).problem, "the quiet begins anew"
-    assert not advance(again, Signals(), 151).problem
+    assert next_health(sick, Signals(), 59).problem
+    again = next_health(sick, Signals(xids=[94]), 30)
+    assert next_health(again, Signals(), 89).problem, "the quiet begins anew"
+    assert not next_health(again, Signals(), 151).problem
 
 
 def test_flapping_is_damped() -> None:
     health, now, lasted = WELL, 0.0, []
     for _ in range(4):
-        health = advance(health, Signals(xids=[94]), now)
+        health = next_health(health, Signals(xids=[94]), now)
         began = now
         while health.problem:
             now += 1
-            health = advance(health, Signals(), now)
+            health = next_health(health, Signals(), now)
         lasted.append(now - began)
     assert lasted == [60, 120, 240, 480]
-    health = advance(health, Signals(xids=[94]), now + 7200)
+    health = next_health(health, Signals(xids=[94]), now + 7200)
     assert health.until == now + 7200 + 60, "it is forgotten after an hour"
 
 
 def test_fatal_takes_a_reset() -> None:
-    sick = advance(WELL, Signals(xids=[79]), 0)
-    assert advance(sick, Signals(), 1e6).problem
-    assert advance(sick, Signals(xids=[94]), 10).problem == sick.problem, "what passes does not outdo it"
-    reset = advance(sick, Signals(was_reset=True), 100)
+    sick = next_health(WELL, Signals(xids=[79]), 0)
+    assert next_health(sick, Signals(), 1e6).problem
+    assert next_health(sick, Signals(xids=[94]), 10).problem == sick.problem, "what passes does not outdo it"
+    reset = next_health(sick, Signals(was_reset=True), 100)
     assert reset.problem
-    assert not advance(reset, Signals(), 161).problem
+    assert not next_health(reset, Signals(), 161).problem
 
 
 @pytest.mark.parametrize(
@@ -268,39 +268,41 @@ def test_fatal_takes_a_reset() -> None:
     ],
 )
 def test_conditions(seen: Signals, says: str) -> None:
-    assert says in advance(WELL, seen, 0).problem
+    assert says in next_health(WELL, seen, 0).problem
 
 
 def test_ecc_errors_count_when_they_rise() -> None:
-    first = advance(WELL, Signals(ecc_uncorrectable=7), 0)
+    first = next_health(WELL, Signals(ecc_uncorrectable=7), 0)
     assert not first.problem, "they happened before the agent came"
-    assert "2 uncorrectable ECC errors" in advance(first, Signals(ecc_uncorrectable=9), 1).problem
+    assert "2 uncorrectable ECC errors" in next_health(first, Signals(ecc_uncorrectable=9), 1).problem
 
 
 def test_heat_counts_when_it_lasts() -> None:
-    hot = advance(WELL, Signals(is_hot=True), 0)
+    hot = next_health(WELL, Signals(is_hot=True), 0)
     assert not hot.problem
-    assert not advance(advance(hot, Signals(is_hot=False), 10), Signals(is_hot=True), 40).problem
-    sick = advance(hot, Signals(is_hot=True), 31)
+    assert not next_health(next_health(hot, Signals(is_hot=False), 10), Signals(is_hot=True), 40).problem
+    sick = next_health(hot, Signals(is_hot=True), 31)
     assert "slowed down for heat for more than 30 s" in sick.problem
-    assert not advance(sick, Signals(is_hot=False), 92).problem
+    assert not next_health(sick, Signals(is_hot=False), 92).problem
 
 
 def test_gpu_that_says_it_computes_and_draws_nothing_is_stuck() -> None:
-    began = advance(WELL, Signals(is_motionless=True), 0)
+    began = next_health(WELL, Signals(is_motionless=True), 0)
     assert not began.problem
-    assert not advance(advance(began, Signals(is_motionless=False), 300), Signals(is_motionless=True), 601).problem
-    stuck = advance(began, Signals(is_motionless=True), 600)
+    assert not next_health(
+        next_health(began, Signals(is_motionless=False), 300), Signals(is_motionless=True), 601
+    ).problem
+    stuck = next_health(began, Signals(is_motionless=True), 600)
     assert "it is stuck: it says that it computes" in stuck.problem
-    assert not advance(advance(stuck, Signals(), 601), Signals(), 661).problem
+    assert not next_health(next_health(stuck, Signals(), 601), Signals(), 661).problem
 
 
 def test_lost_gpu_that_answers_again_has_begun_anew() -> None:
-    lost = advance(WELL, Signals(lost="fallen off the bus"), 0)
-    assert advance(lost, Signals(lost="fallen off the bus"), 5000).problem
-    back = advance(lost, Signals(), 5000)
+    lost = next_health(WELL, Signals(lost="fallen off the bus"), 0)
+    assert next_health(lost, Signals(lost="fallen off the bus"), 5000).problem
+    back = next_health(lost, Signals(), 5000)
     assert back.problem
-    assert not advance(back, Signals(), 5060).problem
+    assert not next_health(back, Signals(), 5060).problem
 
 
 @given(st.lists(st.tuples(st.sampled_from([13, 31, 94, 92, 4711]), st.floats(0, 100)), max_size=30))
@@ -308,14 +310,14 @@ def test_what_passes_always_ends(history: list[tuple[int, float]]) -> None:
     health, now = WELL, 0.0
     for xid, later in history:
         now += later
-        health = advance(health, Signals(xids=[xid]), now)
+        health = next_health(health, Signals(xids=[xid]), now)
         assert not health.problem or health.until is not None
-    assert not advance(health, Signals(), now + 3601).problem
+    assert not next_health(health, Signals(), now + 3601).problem
 
 
 @given(st.lists(st.sampled_from([13, 31, 43, 45]), max_size=30))
 def test_applications_never_hurt_a_gpu(xids: list[int]) -> None:
-    assert not advance(WELL, Signals(xids=xids), 5).problem
+    assert not next_health(WELL, Signals(xids=xids), 5).problem
 
 
 class Hanging(SimulatedDevices):
@@ -361,7 +363,7 @@ async def test_hung_gpu_is_unhealthy_alone(tmp_path, release, reserve) -> None:
     devices, kube, registry = Hanging(tmp_path, release), FakeKube(), CollectorRegistry()
     settings = AgentSettings(node_name="node-1", kubelet=False, state_dir=tmp_path)
     # Real seconds: on a busy machine a GPU that is well takes some of them, too.
-    agent = flowing(settings, kube, devices, Rhythm(step_deadline_s=0.4))
+    agent = flowing(settings, kube, devices, Intervals(step_deadline_s=0.4))
     registry.register(AgentCollector(agent))
     hung, well = devices.uuids
     async with running(agent):
@@ -393,15 +395,15 @@ def test_scrape_calls_no_gpu(tmp_path, release) -> None:
 
 async def test_calls_that_never_come_back_take_no_thread_from_others(release) -> None:
     """In a pool of threads, a few hung GPUs left none for the others."""
-    stuck = [Patient(f"GPU {i}", 0.01) for i in range(100)]
+    stuck = [TimeLimitedCaller(f"GPU {i}", 0.01) for i in range(100)]
     answers = await asyncio.gather(*(p.call(release.wait, 60) for p in stuck), return_exceptions=True)
     assert all(isinstance(a, DeviceError) for a in answers)
-    assert await Patient("GPU well", 5).call(lambda: 1) == 1
+    assert await TimeLimitedCaller("GPU well", 5).call(lambda: 1) == 1
     with pytest.raises(DeviceError, match="GPU 0: an earlier call has not come back yet"):
         await stuck[0].call(lambda: 1)
 
 
-class Later(Threads):
+class Later(CallThreads):
     """Does the work when it is told to."""
 
     def __init__(self) -> None:
@@ -421,7 +423,7 @@ async def test_what_a_call_raises_after_its_caller_has_left_is_nobodys() -> None
         raise DeviceError("sick")
 
     later = Later()
-    calling = asyncio.ensure_future(Patient("GPU 0", 60, later).call(fail))
+    calling = asyncio.ensure_future(TimeLimitedCaller("GPU 0", 60, later).call(fail))
     await asyncio.sleep(0)
     calling.cancel()
     with pytest.raises(asyncio.CancelledError):

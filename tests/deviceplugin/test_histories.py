@@ -21,7 +21,7 @@ from carpool_deviceplugin.partitions import plan
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.node import Inline, Node, uid
 from carpool_deviceplugin.testing.nvml import FakeNvml
-from carpool_deviceplugin.timeouts import Rhythm
+from carpool_deviceplugin.timeouts import Intervals
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nvml_history import MPS, READY, History
@@ -69,7 +69,7 @@ async def test_every_history_ends_well(tmp_path: Path, part: int) -> None:
             await history.look()
         actual = history.devices.actual(history.devices.uuids[0])
         assert (actual.mode, actual.mps_daemon, actual.limits, actual.problem) == (None, False, {}, ""), seed
-        left = [i for i in history.mig.instances.values() if i is not history.foreign]
+        left = [i for i in history.mig.instances.values() if i is not history.foreign_instances]
         assert left == [], (seed, "instances of nobody")
         assert not any(history.mps.servers_of.values()), (seed, "servers of no daemon")
 
@@ -119,11 +119,11 @@ def test_any_history_converges_and_disturbs_nobody(history) -> None:
         elif what == "restart":
             held = frozenset()  # an agent that knows nothing any more still sees who is there
         elif what == "hang":
-            actual = replace(actual, mps_hangs=actual.mps_daemon)
+            actual = replace(actual, mps_hung=actual.mps_daemon)
         elif what == "die" and actual.mps_daemon:
-            actual, behind = replace(actual, mps_daemon=False, mps_hangs=False, mps_left=True), set()
+            actual, behind = replace(actual, mps_daemon=False, mps_hung=False, mps_servers_left=True), set()
         elif what == "stop half" and actual.mps_daemon and not actual.tenants:
-            actual, behind = replace(actual, mps_daemon=False, mps_untidied=True, limits={}), set()
+            actual, behind = replace(actual, mps_daemon=False, mps_cleanup_pending=True, limits={}), set()
         planned = plan(actual, wanted.values(), held)
         for step in planned.steps:
             actual = apply(actual, step)
@@ -142,7 +142,7 @@ def test_any_history_converges_and_disturbs_nobody(history) -> None:
             assert len(promised) == 1
         if promised and promised[0].mode is MPS:
             assert actual.mps_daemon or actual.tenants, "who can connect, has somebody to connect to"
-            assert actual.tenants or not actual.mps_hangs
+            assert actual.tenants or not actual.mps_hung
             behind |= {r.pod_namespace for r in promised}
             assert len(behind) == 1, "a daemon serves one namespace all its life"
             assert sum(r.memory_limit_mib or 0 for r in promised) <= actual.usable_mib
@@ -207,7 +207,7 @@ async def test_at_every_call(tmp_path: Path, reserve) -> None:
             mps.left = count()
         else:
             break
-        worker = GpuWorker(gpu, node.devices(), lambda: None, Rhythm(), caller=Inline())
+        worker = GpuWorker(gpu, node.devices(), lambda: None, Intervals(), caller=Inline())
         for wanted, mode, has_daemon in (([a, b], MPS, True), ([c], EXCLUSIVE, False), ([], None, False)):
             worker.want(wanted)
             await worker.once()
@@ -228,4 +228,4 @@ def test_half_written_files_of_a_killed_agent_are_no_files(tmp_path: Path, where
     directory.mkdir(parents=True, exist_ok=True)
     (directory / f".{gpu}.json.77.new").write_text('{"mode": "MP')
     assert node.devices().actual(gpu).mode is None
-    assert node.devices().access(gpu).is_named_to_runtime
+    assert node.devices().access(gpu).needs_runtime_env

@@ -12,8 +12,8 @@ from carpool_core.resources.node import Tenant
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
 from carpool_deviceplugin.app import Agent
-from carpool_deviceplugin.gpu import DeviceError, ProcessUse, Reading, SetMode
-from carpool_deviceplugin.metering import Meter, Rates, worth_writing
+from carpool_deviceplugin.gpu import DeviceError, ProcessUsage, Reading, SetMode
+from carpool_deviceplugin.metering import Meter, Rates, damp_changes
 from carpool_deviceplugin.metrics import DEVICE_GAUGES, ENERGY, AgentCollector
 from carpool_deviceplugin.nvml_devices import NvmlDevices
 from carpool_deviceplugin.settings import AgentSettings
@@ -29,14 +29,14 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 GPU, A, B = GpuUuid("GPU-1"), PodUid("uid-a"), PodUid("uid-b")
 
 
-def process(pod: PodUid = A, name: str = "p1", **more) -> ProcessUse:
+def process(pod: PodUid = A, name: str = "p1", **more) -> ProcessUsage:
     zero = {"busy_s": 0.0, "sm_s": 0.0, "dram_s": 0.0, "energy_j": 0.0, "steps": 0, "steps_s": 0.0}
-    return ProcessUse(
+    return ProcessUsage(
         **{"id": name, "pod_uid": pod, "started": 0.0, "memory_mib": 100, "peak_memory_mib": 100, **zero, **more}
     )
 
 
-def reading(at: float, *processes: ProcessUse) -> Reading:
+def reading(at: float, *processes: ProcessUsage) -> Reading:
     return Reading(at, processes, power_w=100.0, idle_power_w=50.0, power_limit_w=400.0, energy_j=0.0)
 
 
@@ -86,7 +86,7 @@ def test_others_are_admitted_by_a_mean_over_a_minute_and_a_half() -> None:
     (tenant,) = meter.tenants()
     assert tenant.gpu_util_percent == pytest.approx(80 * math.exp(-15 / 90), rel=0.02)
     assert tenant.sm_active_ratio == pytest.approx(0.5 * math.exp(-15 / 90), rel=0.02)
-    rates = meter.uses[A].rates
+    rates = meter.usage[A].rates
     assert rates is not None
     assert rates.busy == pytest.approx(0.8 * math.exp(-15 / 5), rel=0.02), "metrics tell at once"
 
@@ -138,7 +138,7 @@ def test_who_pauses_is_told_not_to_work_long_before_the_mean_says_so(step_s: int
     assert tenant.gpu_util_percent is not None
     assert tenant.gpu_util_percent > 40
     told = replace(tenant, working=True)
-    assert worth_writing([told], [tenant]) == [tenant], "a change that is written at once"
+    assert damp_changes([told], [tenant]) == [tenant], "a change that is written at once"
 
 
 def test_process_that_began_between_two_samples_is_measured_since_it_began() -> None:
@@ -169,7 +169,7 @@ def test_pod_without_its_reservation_any_more_is_told_only_if_it_is_seen_again()
     """Regression: what had ended stood in the status until the next sample, and kept the next job off the GPU."""
     meter = Meter(GPU)
     meter.sample(reading(0, process(A), process(B, "p2")))
-    meter.doubt({A})
+    meter.discard({A})
     assert [t.pod_uid for t in meter.tenants()] == [B]
     meter.sample(reading(1, process(A), process(B, "p2")))
     assert [t.pod_uid for t in meter.tenants()] == [A, B]
@@ -181,7 +181,7 @@ def test_counters_that_fall_count_as_standing_still() -> None:
     meter.sample(reading(0, process(busy_s=5, energy_j=100, steps=5, steps_s=5)))
     meter.sample(reading(1, process()))
     assert meter.tenants()[0].step_time_seconds is None
-    assert (meter.uses[A].energy_j, meter.uses[A].rates) == (0, Rates())
+    assert (meter.usage[A].energy_j, meter.usage[A].rates) == (0, Rates())
 
 
 def test_total_is_not_additive() -> None:
@@ -231,12 +231,12 @@ WRITTEN = Tenant(
 def test_only_what_moved_by_a_tenth_is_written(change, is_written) -> None:
 
     measured = replace(WRITTEN, **change)
-    assert (worth_writing([WRITTEN], [measured]) == [measured]) is is_written
+    assert (damp_changes([WRITTEN], [measured]) == [measured]) is is_written
 
 
 def test_who_came_is_written_and_who_left_is_not_kept() -> None:
     other = Tenant(pod_uid=B, gpu_uuid=GPU)
-    assert worth_writing([WRITTEN], [other]) == [other]
+    assert damp_changes([WRITTEN], [other]) == [other]
 
 
 @pytest.fixture
@@ -325,7 +325,7 @@ def test_energy_as_it_is_shown_adds_up_too(node: Node) -> None:
         node.advance(5)
         meter.sample(devices.read(meter.uuid))
     spent = (node.nvml.gpus[0].energy_mj - began) / 1000
-    shown = sum(use.energy_j for use in meter.uses.values())
+    shown = sum(use.energy_j for use in meter.usage.values())
     assert math.isclose(shown + 30 * meter.reading.idle_power_w, spent, rel_tol=0.01)
 
 
@@ -351,8 +351,8 @@ def test_what_a_process_drew_before_its_end_is_its_own(node: Node, is_alone: boo
     node.advance(5)
     meter.sample(devices.read(meter.uuid))
     spent = (node.nvml.gpus[0].energy_mj - began) / 1000 - 25 * meter.reading.idle_power_w
-    assert meter.uses[uid("a")].energy_j == pytest.approx(spent, rel=0.01)
-    assert not meter.uses[uid("a")].is_running
+    assert meter.usage[uid("a")].energy_j == pytest.approx(spent, rel=0.01)
+    assert not meter.usage[uid("a")].is_running
 
 
 def divided(root: Path, kind: str) -> tuple[Node, NvmlDevices, list[int]]:
@@ -385,7 +385,7 @@ def test_energy_under_mig_of_a_process_that_ended(tmp_path: Path) -> None:
         node.advance(0.1)
         meter.sample(devices.read(meter.uuid))
     spent = (node.nvml.gpus[0].energy_mj - began) / 1000 - 15 * meter.reading.idle_power_w
-    assert sum(use.energy_j for use in meter.uses.values()) == pytest.approx(spent, rel=0.01)
+    assert sum(use.energy_j for use in meter.usage.values()) == pytest.approx(spent, rel=0.01)
 
 
 @pytest.mark.parametrize(("kind", "is_known"), [("H100", True), ("A100-40", False)])
@@ -587,7 +587,7 @@ async def test_sick_gpu_has_no_values_but_a_health(agent, devices, tmp_path) -> 
 class Exporter:
     """dcgm-exporter, which shows some of the GPUs and instances."""
 
-    name, is_public = "dcgm-exporter", True
+    name, is_scraped = "dcgm-exporter", True
 
     def __init__(self) -> None:
         self.shows: set[tuple[str, int | None]] = set()
@@ -654,7 +654,7 @@ async def test_mig_instances_have_series_and_gone_ones_have_none(tmp_path, reser
         for pod, profile in (("a", "3g.40gb"), ("b", "1g.10gb"))
     ]
 
-    def parts() -> dict[tuple[str, str], float]:
+    def mig_instances() -> dict[tuple[str, str], float]:
         return {
             (s.labels["GPU_I_PROFILE"], s.labels["pod"]): s.value
             for m in registry.collect()
@@ -668,10 +668,10 @@ async def test_mig_instances_have_series_and_gone_ones_have_none(tmp_path, reser
         await until(lambda: [p.state.value for p in agent.reconciler.partitions] == ["Ready"] * 2)
         instances = {i.profile.name: i.id for i in node.nvml.gpus[0].mig.instances.values()}
         node.start(0, 42, "a", 5000, sm=0.5, instance=instances["3g.40gb"])
-        await until(lambda: node.advance(0.1) or parts().get(("3g.40gb", "a"), 0) > 0.4)
-        await until(lambda: node.advance(0.1) or len(parts()) == 3)  # another thread reads one after the other
-        assert parts().keys() == {("", ""), ("3g.40gb", "a"), ("1g.10gb", "b")}
-        assert parts()["1g.10gb", "b"] == 0
+        await until(lambda: node.advance(0.1) or mig_instances().get(("3g.40gb", "a"), 0) > 0.4)
+        await until(lambda: node.advance(0.1) or len(mig_instances()) == 3)  # another thread reads one after the other
+        assert mig_instances().keys() == {("", ""), ("3g.40gb", "a"), ("1g.10gb", "b")}
+        assert mig_instances()["1g.10gb", "b"] == 0
         names = {s.name for m in registry.collect() for s in m.samples if s.labels.get("GPU_I_PROFILE") == "3g.40gb"}
         assert {"DCGM_FI_DEV_FB_USED", "DCGM_FI_PROF_GR_ENGINE_ACTIVE"} <= names
         energy = next(m for m in registry.collect() if m.name == ENERGY)
@@ -683,7 +683,7 @@ async def test_mig_instances_have_series_and_gone_ones_have_none(tmp_path, reser
         )
         node.end(0, 42)
         await kube.patch(GPU_NODES, "node-1", {"spec": {"reservations": msgspec.to_builtins(wanted[1:])}})
-        await until(lambda: node.advance(0.1) or parts().keys() == {("", ""), ("1g.10gb", "b")})
+        await until(lambda: node.advance(0.1) or mig_instances().keys() == {("", ""), ("1g.10gb", "b")})
         await until(lambda: registry.get_sample_value("carpool_gpu_tenant_memory_bytes", labels) is None)
 
 
@@ -699,9 +699,9 @@ async def test_series_are_bounded_by_reservations(agent, devices, reserve, enter
         await until(lambda: [p.state.value for p in agent.reconciler.partitions] == ["Ready"])
         for number in range(5):
             with enter(gpu, f"uninvited-{number}"):
-                await until(lambda: len(agent.reconciler.meters[gpu].uses) > 0)
+                await until(lambda: len(agent.reconciler.meters[gpu].usage) > 0)
         with enter(gpu, "a"):
             await until(lambda: series(registry, "carpool_gpu_tenant_memory_bytes"))
             shown = [s for m in registry.collect() if m.name == "carpool_gpu_tenant_memory_bytes" for s in m.samples]
             assert [s.labels["pod"] for s in shown] == ["a"]
-        await until(lambda: set(agent.reconciler.meters[gpu].uses) <= {"uid-a"})
+        await until(lambda: set(agent.reconciler.meters[gpu].usage) <= {"uid-a"})

@@ -25,17 +25,17 @@ from carpool_deviceplugin.mig import (
     MigPlan,
     MigRefusal,
     MigTable,
-    Occupied,
+    OccupiedSlices,
     Placement,
     UnknownProfileError,
     fragmentation,
-    most_together,
+    free_counts,
+    max_contiguous_counts,
     occupied,
     placements,
     plan_mig,
-    possibilities,
 )
-from carpool_deviceplugin.mig_instances import read_instances, read_table, run_plan
+from carpool_deviceplugin.mig_instances import apply_plan, read_instances, read_table
 from carpool_deviceplugin.testing.gpus import A30, A100_40, A100_80, H100_80, H200, TABLES
 from carpool_deviceplugin.testing.node import Node
 from node_world import inspectable, run
@@ -91,7 +91,7 @@ def test_steps(present, in_use, want, steps) -> None:
 
 
 @pytest.mark.parametrize(
-    ("present", "in_use", "want", "in_the_way", "says"),
+    ("present", "in_use", "want", "blocking", "says"),
     [
         pytest.param([("1g.5gb", 0), ("1g.5gb", 1)], [2], ["7g.40gb"], [2], r"instance 2 \(1g.5gb on memory slice 1\)",
                      id="one-in-use"),
@@ -101,10 +101,10 @@ def test_steps(present, in_use, want, steps) -> None:
         pytest.param([("1g.5gb+me", 0)], [1], ["1g.5gb+me"] * 2, [], "fit on one GPU together", id="one-media-only"),
     ],
 )  # fmt: skip
-def test_refusals_name_what_is_in_the_way(present, in_use, want, in_the_way, says) -> None:
+def test_refusals_name_what_is_in_the_way(present, in_use, want, blocking, says) -> None:
     found = plan_mig(A100_40, at(A100_40, *present), set(in_use), wanted(A100_40, *want))
     assert isinstance(found, MigRefusal)
-    assert [i.id for i in found.in_the_way] == in_the_way
+    assert [i.id for i in found.blocking] == blocking
     assert re.search(says, found.message)
 
 
@@ -125,13 +125,13 @@ def test_tables_agree_with_the_products() -> None:
 
 
 def test_fragmentation_is_none_when_empty_and_all_when_nothing_fits() -> None:
-    assert fragmentation(A100_40, Occupied()) == 0
+    assert fragmentation(A100_40, OccupiedSlices()) == 0
     full = occupied([Placement(A100_40.find("7g.40gb"), 0)])
     assert fragmentation(A100_40, full) == 0, "nothing is free, so nothing is scattered"
     packed = occupied([Placement(A100_40.find("1g.5gb"), 0), Placement(A100_40.find("1g.5gb"), 1)])
     scattered = occupied([Placement(A100_40.find("1g.5gb"), 1), Placement(A100_40.find("1g.5gb"), 5)])
     assert fragmentation(A100_40, packed) < fragmentation(A100_40, scattered) <= 1
-    assert possibilities(A100_40, packed) > possibilities(A100_40, scattered)
+    assert free_counts(A100_40, packed) > free_counts(A100_40, scattered)
 
 
 def test_overlap_is_no_layout() -> None:
@@ -193,7 +193,7 @@ class Exhaustive:
         fewest = self.fewest(used, idle, want)
         if isinstance(found, MigRefusal):
             assert fewest is None, f"refused {used} {idle} {want}: {found.message}"
-            assert {i.id for i in found.in_the_way} <= in_use
+            assert {i.id for i in found.blocking} <= in_use
             return took
         assert len(found.steps) == fewest, f"{used} {idle} {want}: {[str(s) for s in found.steps]}"
         self.run(present, in_use, found)
@@ -251,7 +251,7 @@ def test_the_first_plan_of_a_process_takes_no_longer() -> None:
     search = Exhaustive(A100_40, media=True)
 
     def first(want: frozenset) -> float:
-        for remembering in (possibilities, fragmentation, placements, most_together):
+        for remembering in (free_counts, fragmentation, placements, max_contiguous_counts):
             remembering.cache_clear()
         return search.check(frozenset(), frozenset(), want)
 
@@ -301,7 +301,7 @@ def test_the_fewest_are_named_in_a_refusal() -> None:
                 for leaving in combinations(used, count)
                 if search.fewest(used - set(leaving), frozenset(), want) is not None
             )
-            assert len(found.in_the_way) == fewest
+            assert len(found.blocking) == fewest
 
 
 @pytest.fixture
@@ -415,7 +415,7 @@ def test_step_that_fails_is_undone(node: Node, function: str, at: int) -> None:
 
     node.nvml.before_each(fail)
     try:
-        run_plan(devices.session, uuid, table, plan, lambda: 0.0)
+        apply_plan(devices.session, uuid, table, plan, lambda: 0.0)
     except DeviceError as e:
         assert "it was undone" in str(e)  # noqa: PT017  # some calls are made fewer times than others
         assert {i.placement for i in read_instances(devices.session, uuid, table)} == {i.placement for i in before}
@@ -432,7 +432,7 @@ def test_who_came_since_the_plan_is_left_alone(node: Node) -> None:
     plan = plan_mig(table, [instance], set(), [table.find("7g.40gb")])
     node.nvml.start(0, 42, 100, instance=instance.id)
     with pytest.raises(DeviceError, match=r": destroy instance 7 .* failed: .* make a new plan; it was undone"):
-        run_plan(devices.session, uuid, table, plan, lambda: 0.0)
+        apply_plan(devices.session, uuid, table, plan, lambda: 0.0)
     assert read_instances(devices.session, uuid, table) == [instance]
 
 
@@ -443,5 +443,5 @@ def test_deadline_holds(node: Node) -> None:
     plan = plan_mig(table, [], set(), [table.find("1g.5gb")] * 3)
     seconds = iter(range(0, 1000, 20))
     with pytest.raises(DeviceError, match=r"expected all steps within 30 s.*it was undone"):
-        run_plan(devices.session, uuid, table, plan, lambda: float(next(seconds)))
+        apply_plan(devices.session, uuid, table, plan, lambda: float(next(seconds)))
     assert read_instances(devices.session, uuid, table) == []

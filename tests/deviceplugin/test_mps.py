@@ -24,7 +24,7 @@ from carpool_deviceplugin.nvlib import NvmlError
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.node import Node, running, uid, until
 from carpool_deviceplugin.testing.nvml import FakeNvml
-from carpool_deviceplugin.timeouts import Rhythm
+from carpool_deviceplugin.timeouts import Intervals
 from mps_world import GPU, pid_of, server, server_of
 
 
@@ -232,7 +232,7 @@ def test_it_is_told_for_ten_minutes(shared: Shared) -> None:
 @pytest.mark.parametrize("is_released", [True, False])
 async def test_the_status_names_pods_that_are_gone(tmp_path: Path, reserve, is_released: bool) -> None:
     """Whether the scheduler has released what they had or not: the operator waits to hear who was not to blame."""
-    world = World(tmp_path, Rhythm(resync_s=1e9))  # nobody looks just because time has passed
+    world = World(tmp_path, Intervals(resync_s=1e9))  # nobody looks just because time has passed
     node, agent = world.node, world.agent
     wanted = [msgspec.structs.replace(reserve(pod, world.gpu, mode=MPS), pod_uid=uid(pod)) for pod in "ab"]
     async with running(agent):
@@ -316,7 +316,7 @@ def test_a_daemon_that_was_being_asked_when_it_happened_is_asked_again(shared: S
 
 async def test_what_an_earlier_agent_told_of_stands_for_ten_minutes(tmp_path: Path) -> None:
     """Regression: a new agent's first word took it back, and the operator may not have read it."""
-    world = World(tmp_path, Rhythm(resync_s=1e9, sample_s=100, measures_s=100, heartbeat_s=100))
+    world = World(tmp_path, Intervals(resync_s=1e9, sample_s=100, measures_s=100, heartbeat_s=100))
     told = [{"podUid": uid("a"), "message": "hit"}, {"podUid": uid("b"), "message": "hit"}]
     world.kube.seed(GPU_NODES, {"metadata": {"name": "n"}, "spec": {"reservations": []}, "status": {"struck": told}})
     async with running(world.agent):

@@ -12,7 +12,7 @@ from carpool_deviceplugin.partitions import plan
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.node import Inline, Node, uid
 from carpool_deviceplugin.testing.nvml import FakeNvml
-from carpool_deviceplugin.timeouts import Rhythm
+from carpool_deviceplugin.timeouts import Intervals
 
 MPS, READY = SharingMode.MPS, PartitionState.READY
 
@@ -117,7 +117,7 @@ class Shared:
     def __init__(self, node: Node, reserve) -> None:
         self.node, self.devices = node, node.devices()
         self.gpu = self.devices.uuids[0]
-        self.worker = GpuWorker(self.gpu, self.devices, lambda: None, Rhythm(), caller=Inline())
+        self.worker = GpuWorker(self.gpu, self.devices, lambda: None, Intervals(), caller=Inline())
         reservation = reserve("a", self.gpu, mode=MPS, memory_limit_mib=5000)
         self.wanted = [msgspec.structs.replace(reservation, pod_uid=uid("a"))]
 
@@ -214,9 +214,9 @@ def test_after_a_stop_nobody_sees_a_server_any_more(node: Node) -> None:
     devices.actual(gpu)
     node.mps.die(pipe(node, gpu))
     devices.apply(gpu, SetMode(None))
-    assert devices.actual(gpu).mps_left
+    assert devices.actual(gpu).mps_servers_left
     devices.apply(gpu, StopMps())
-    assert not devices.actual(gpu).mps_left
+    assert not devices.actual(gpu).mps_servers_left
 
 
 def test_another_daemon_takes_the_place_of_a_dead_ones_server(node: Node) -> None:

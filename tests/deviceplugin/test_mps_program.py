@@ -36,7 +36,7 @@ from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.node import Inline, Node
 from carpool_deviceplugin.testing.nvml import FakeNvml
-from carpool_deviceplugin.timeouts import Rhythm
+from carpool_deviceplugin.timeouts import Intervals
 from mps_world import GPU, LONG_S, hosting, lives, make_deep, pid_of, server_of
 
 
@@ -618,7 +618,7 @@ async def test_a_stop_that_its_host_refuses_is_reported_and_tried_again(tmp_path
     node = Node(FakeNvml(["H100"]), commands, tmp_path, mps_host=path)
     devices = node.devices()
     gpu = devices.uuids[0]
-    worker = GpuWorker(gpu, devices, lambda: None, Rhythm(), caller=Inline())
+    worker = GpuWorker(gpu, devices, lambda: None, Intervals(), caller=Inline())
     with hosting(path, Mps(commands, tmp_path / "mps", tidy_within_s=LONG_S), within_s=0.05):
         worker.want([reserve("a", gpu, mode=SharingMode.MPS, memory_limit_mib=5000)])
         assert await worker.once()
@@ -645,7 +645,7 @@ async def test_what_its_host_may_not_end_is_reported_and_tried_again(
     node = Node(FakeNvml(["H100"]), commands, tmp_path, mps_host=tmp_path / "host.sock")
     devices = node.devices()
     gpu = devices.uuids[0]
-    worker = GpuWorker(gpu, devices, lambda: None, Rhythm(), caller=Inline())
+    worker = GpuWorker(gpu, devices, lambda: None, Intervals(), caller=Inline())
     with hosting(tmp_path / "host.sock", Mps(commands, tmp_path / "mps", tidy_within_s=LONG_S)):
         worker.want([reserve("a", gpu, mode=SharingMode.MPS, memory_limit_mib=5000)])
         assert await worker.once()
@@ -674,7 +674,7 @@ async def test_what_clients_left_is_removed_where_nothing_tells_of_them_any_more
     node = Node(FakeNvml(["H100"]), commands, tmp_path, mps_host=path)
     devices = node.devices()
     gpu = devices.uuids[0]
-    worker = GpuWorker(gpu, devices, lambda: None, Rhythm(), caller=Inline())
+    worker = GpuWorker(gpu, devices, lambda: None, Intervals(), caller=Inline())
     host = Mps(commands, tmp_path / "mps", shared, tidy_within_s=LONG_S)
     with hosting(path, host, within_s=0.05):
         for step in (SetMode(SharingMode.MPS), StartMps()):  # and the agent dies before it sets limits

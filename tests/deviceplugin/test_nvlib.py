@@ -23,14 +23,14 @@ from carpool_deviceplugin.nvlib import (
     NvmlError,
     NvmlLibrary,
     Session,
-    installed,
     list_gpus,
+    load_nvml,
     read_identity,
     read_processes,
     read_telemetry,
     read_utilization,
 )
-from carpool_deviceplugin.sampling import Gpm
+from carpool_deviceplugin.sampling import GpmSampler
 from carpool_deviceplugin.testing.gpus import HARDWARE, TABLES
 from carpool_deviceplugin.testing.nvml import FakeNvml
 
@@ -62,7 +62,7 @@ def at_work(kind: str) -> FakeNvml:
 
 @pytest.fixture(params=LIBRARIES)
 def session(request) -> Iterator[Session]:
-    library: NvmlLibrary = installed() if request.param == "installed" else at_work(request.param)
+    library: NvmlLibrary = load_nvml() if request.param == "installed" else at_work(request.param)
     opened = Session(library)
     opened.open()
     yield opened
@@ -89,7 +89,7 @@ def test_the_real_bindings_have_every_function() -> None:
     names = [name for name in vars(NvmlLibrary) if name.startswith("nvml")]
     assert len(names) > 45
     for name in names:
-        assert callable(getattr(installed(), name))
+        assert callable(getattr(load_nvml(), name))
         assert callable(getattr(FakeNvml, name))
 
 
@@ -186,7 +186,7 @@ def test_restarted_driver_is_opened_again() -> None:
     with pytest.raises(DriverGoneError, match="opens the driver again"):
         read_telemetry(session, uuid)
     assert read_telemetry(session, uuid).power_w
-    assert session.openings == 2
+    assert session.generation == 2
     fake.raise_xid(0, 79)
     assert watch.seen(uuid) == [], "what was registered with the old driver is gone"
     fake.raise_xid(0, 31)
@@ -217,7 +217,7 @@ def test_gpm_between_two_looks() -> None:
     fake, session, (uuid,) = opened("H100")
     process = fake.start(0, 42, 1000)
     process.sm, process.dram = 0.5, 0.25
-    gpm = Gpm(session)
+    gpm = GpmSampler(session)
     gpm.sample(uuid)
     fake.advance(2)
     found = gpm.sample(uuid)
@@ -279,7 +279,7 @@ def test_gpm_of_mig_instances() -> None:
     apply_step(session, uuid, Create(Placement(table.find("3g.40gb"), 0)))
     (instance,) = read_instances(session, uuid, table)
     fake.start(0, 42, 100, instance=instance.id).sm = 0.8
-    gpm = Gpm(session)
+    gpm = GpmSampler(session)
     gpm.sample(uuid, instance.id)
     fake.advance(1)
     assert round(gpm.sample(uuid, instance.id).sm, 3) == 0.8
@@ -291,15 +291,15 @@ HERE = Path(__file__).parent
 READ = """
 import json, time
 from carpool_deviceplugin.nvlib import Session
-from carpool_deviceplugin.sampling import Gpm
-from carpool_deviceplugin.nvlib import installed
+from carpool_deviceplugin.sampling import GpmSampler
+from carpool_deviceplugin.nvlib import load_nvml
 from carpool_deviceplugin.nvlib import (
     list_gpus, read_identity, read_processes, read_telemetry, read_utilization)
 from carpool_deviceplugin.health import XidWatch
-session = Session(installed())
+session = Session(load_nvml())
 session.open()
 gpus = list_gpus(session)
-known, gpm = [read_identity(session, gpu) for gpu in gpus], Gpm(session)
+known, gpm = [read_identity(session, gpu) for gpu in gpus], GpmSampler(session)
 watch, told = XidWatch(session, gpus), read_telemetry(session, gpus[0])
 gpm.sample(gpus[0])
 between = gpm.sample(gpus[0])
@@ -405,18 +405,18 @@ from pathlib import Path
 from carpool_core.values import GpuUuid
 from carpool_deviceplugin.mig import plan_mig
 from carpool_deviceplugin.nvlib import Session
-from carpool_deviceplugin.sampling import Gpm
-from carpool_deviceplugin.nvlib import installed
+from carpool_deviceplugin.sampling import GpmSampler
+from carpool_deviceplugin.nvlib import load_nvml
 from carpool_deviceplugin.mig_instances import read_instances, read_mig_devices, read_table
-from carpool_deviceplugin.mig_instances import run_plan
+from carpool_deviceplugin.mig_instances import apply_plan
 from carpool_deviceplugin.nvlib import list_gpus
-session = Session(installed())
+session = Session(load_nvml())
 session.open()
-gpu, gpm = list_gpus(session)[0], Gpm(session)
+gpu, gpm = list_gpus(session)[0], GpmSampler(session)
 table = read_table(session, gpu)
 def to(*names):
     present = read_instances(session, gpu, table)
-    run_plan(session, gpu, table, plan_mig(table, present, set(), [table.find(n) for n in names]), time.monotonic)
+    apply_plan(session, gpu, table, plan_mig(table, present, set(), [table.find(n) for n in names]), time.monotonic)
     found = read_instances(session, gpu, table)
     return [[str(i.placement), i.id] for i in found], [[d.uuid, d.gpu_instance_id] for d in
                                                        read_mig_devices(session, gpu)]

@@ -17,7 +17,7 @@ from carpool_deviceplugin import cdi
 from carpool_deviceplugin.gpu import DeviceError, NoDevicesError, SetMode
 from carpool_deviceplugin.mig import Create, Placement
 from carpool_deviceplugin.mig_instances import apply_step
-from carpool_deviceplugin.nvlib import linked
+from carpool_deviceplugin.nvlib import linked_gpus
 from carpool_deviceplugin.nvml_devices import NvmlDevices
 from carpool_deviceplugin.partitions import plan
 from carpool_deviceplugin.reconciler import LABEL, MigManager
@@ -83,7 +83,7 @@ def test_gpus_at_the_same_switch_are_linked(node: Node) -> None:
     apart = [replace(first, nvlink_peers=(switch,)), replace(second, nvlink_peers=(another,))]
     together = [replace(first, nvlink_peers=(switch,)), replace(second, nvlink_peers=(another, switch))]
     for known, peers in ((apart, []), (together, [second.uuid])):
-        assert linked(known[0], {one.uuid: one for one in known}) == peers
+        assert linked_gpus(known[0], {one.uuid: one for one in known}) == peers
 
 
 def test_process_of_the_host_keeps_new_work_away_and_is_named(node: Node) -> None:

@@ -10,13 +10,13 @@ from carpool_deviceplugin.gpu import (
     DestroyInstance,
     GpuActual,
     Limits,
-    Part,
+    MigInstance,
     SetLimits,
     SetMode,
     StartMps,
     StopMps,
 )
-from carpool_deviceplugin.mig import Instance, MigTable, Occupied, Placement, occupied
+from carpool_deviceplugin.mig import Instance, MigTable, OccupiedSlices, Placement, occupied
 from carpool_deviceplugin.partitions import divide, plan, way_back
 from carpool_deviceplugin.testing.gpus import A30, A100_40
 from hypothesis import given, settings
@@ -78,44 +78,46 @@ from plan_world import EXCLUSIVE, IDLE, MIG, MPS, SHARED, SLICED, TIME_SLICING, 
             id="daemon-died",
         ),
         pytest.param(
-            replace(SHARED, mps_daemon=False, mps_left=True, tenants=frozenset({A})),
+            replace(SHARED, mps_daemon=False, mps_servers_left=True, tenants=frozenset({A})),
             [("a", MPS, {"memory_limit_mib": 10_000})],
             (),
             id="daemon-died-under-its-clients",
         ),
         pytest.param(
-            replace(SHARED, mps_hangs=True),
+            replace(SHARED, mps_hung=True),
             [("a", MPS, {"memory_limit_mib": 10_000})],
             (StopMps(), StartMps(), SetLimits(A, Limits(10_000, None))),
             id="daemon-hangs-and-nobody-is-there",
         ),
         pytest.param(
-            replace(SHARED, mps_hangs=True, tenants=frozenset({A})),
+            replace(SHARED, mps_hung=True, tenants=frozenset({A})),
             [("a", MPS, {"memory_limit_mib": 10_000})],
             (),
             id="daemon-hangs-under-its-clients",
         ),
         pytest.param(
-            replace(IDLE, mode=MPS, mps_left=True),
+            replace(IDLE, mode=MPS, mps_servers_left=True),
             [("a", EXCLUSIVE, {})],
             (StopMps(), SetMode(EXCLUSIVE)),
             id="daemon-died-and-its-server-did-not",
         ),
         pytest.param(
-            replace(SLICED, mps_left=True),
+            replace(SLICED, mps_servers_left=True),
             [("a", TIME_SLICING, {})],
             (StopMps(),),
             id="server-of-an-earlier-mode",
         ),
-        pytest.param(replace(IDLE, mps_left=True), [], (StopMps(),), id="server-of-an-earlier-mode-on-an-idle-gpu"),
         pytest.param(
-            replace(IDLE, mode=MPS, mps_untidied=True),
+            replace(IDLE, mps_servers_left=True), [], (StopMps(),), id="server-of-an-earlier-mode-on-an-idle-gpu"
+        ),
+        pytest.param(
+            replace(IDLE, mode=MPS, mps_cleanup_pending=True),
             [],
             (StopMps(), SetMode(None)),
             id="stop-of-mps-begun-and-not-ended",
         ),
         pytest.param(
-            replace(SLICED, mps_untidied=True),
+            replace(SLICED, mps_cleanup_pending=True),
             [("a", TIME_SLICING, {})],
             (StopMps(),),
             id="stop-of-mps-begun-before-this-mode",
@@ -287,38 +289,38 @@ def wanted(pod: PodUid, profile: str) -> Reservation:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[MigTable, list[Part], list[Reservation]]:
+def cases(draw: st.DrawFn) -> tuple[MigTable, list[MigInstance], list[Reservation]]:
     """A GPU with some instances, and reservations in the order in which they count."""
     table = draw(st.sampled_from([A100_40, A30]))
     places = [Placement(p, start) for p in table.profiles for start in p.starts]
-    parts, taken, owners = [], Occupied(), draw(st.permutations(PODS))
+    mig_instances, taken, owners = [], OccupiedSlices(), draw(st.permutations(PODS))
     for number, place in enumerate(draw(st.lists(st.sampled_from(places), max_size=6))):
         if not taken.fits(place):
             continue
         taken = taken.plus(place)
-        is_ours, is_used = draw(st.booleans()), draw(st.booleans())
-        pod = owners.pop() if is_ours and owners and draw(st.booleans()) else None
+        is_managed, is_used = draw(st.booleans()), draw(st.booleans())
+        pod = owners.pop() if is_managed and owners and draw(st.booleans()) else None
         users = frozenset({pod} if is_used and pod else ())
-        parts.append(Part(Instance(number, place), is_ours, pod, users, is_used))
+        mig_instances.append(MigInstance(Instance(number, place), is_managed, pod, users, is_used))
     pods = draw(st.lists(st.sampled_from(PODS), unique=True, max_size=5))
     names = st.sampled_from([p.name for p in table.profiles])
-    return table, parts, [wanted(pod, draw(names)) for pod in pods]
+    return table, mig_instances, [wanted(pod, draw(names)) for pod in pods]
 
 
 @settings(max_examples=300, deadline=None)
 @given(cases())
 def test_everybody_gets_one_answer_and_nothing_is_taken_from_anybody(case) -> None:
-    table, parts, granted = case
-    actual = GpuActual(GpuUuid("GPU-1"), 1, frozenset(), parts=tuple(parts), mig_table=table)
+    table, mig_instances, granted = case
+    actual = GpuActual(GpuUuid("GPU-1"), 1, frozenset(), mig_instances=tuple(mig_instances), mig_table=table)
     found = divide(actual, table, granted)
     answers = [*found.ready, *found.waiting, *found.refused]
     assert sorted(answers) == sorted(r.pod_uid for r in granted), "one answer for each"
-    there = {p.instance.placement: p for p in parts}
-    given_to = {p.pod_uid: p.instance.placement for p in parts if p.is_ours and p.pod_uid}
+    there = {p.instance.placement: p for p in mig_instances}
+    given_to = {p.pod_uid: p.instance.placement for p in mig_instances if p.is_managed and p.pod_uid}
     for step in found.steps:
         if isinstance(step, DestroyInstance):
             gone = there.pop(step.placement)
-            assert gone.is_ours
+            assert gone.is_managed
             assert not gone.is_used
             assert gone.pod_uid not in found.ready or given_to[gone.pod_uid] == gone.instance.placement
             given_to.pop(gone.pod_uid, None)
@@ -328,7 +330,7 @@ def test_everybody_gets_one_answer_and_nothing_is_taken_from_anybody(case) -> No
                 assert occupied(there).fits(step.placement), "the steps can be taken in this order"
             elif (old := there[step.placement]).pod_uid != step.pod_uid:
                 assert not old.is_used or step.pod_uid in old.users
-            there[step.placement] = Part(Instance(99, step.placement), True, step.pod_uid)
+            there[step.placement] = MigInstance(Instance(99, step.placement), True, step.pod_uid)
             given_to[step.pod_uid] = step.placement
     occupied(there)
     profiles = {r.pod_uid: r.mig_profile for r in granted}
@@ -338,5 +340,5 @@ def test_everybody_gets_one_answer_and_nothing_is_taken_from_anybody(case) -> No
     assert len({given_to[pod] for pod in found.ready}) == len(found.ready), "no two share an instance"
     for reason in (*found.waiting.values(), *found.refused.values()):
         assert "GPU GPU-1" in reason
-    mine = [p for p in there.values() if p.is_ours and not p.is_used]
+    mine = [p for p in there.values() if p.is_managed and not p.is_used]
     assert {p.instance.placement for p in mine} <= {given_to[pod] for pod in found.ready}, "nothing idle is kept"

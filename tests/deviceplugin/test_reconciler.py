@@ -21,7 +21,7 @@ from carpool_deviceplugin.status import Reporter, ready_condition
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.node import Node, flowing, running, uid, until
 from carpool_deviceplugin.testing.nvml import FakeNvml
-from carpool_deviceplugin.timeouts import REAL, Rhythm, Threads
+from carpool_deviceplugin.timeouts import HARDWARE_INTERVALS, CallThreads, Intervals
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
@@ -122,7 +122,7 @@ async def test_status_is_written_on_change_only(kube, agent, devices, reserve) -
         await until(lambda: states(kube) == {"uid-a": "Ready"})
         await until(lambda: status_of(kube).devices[0].mode is SharingMode.TIME_SLICING)
         count = writes(kube)
-        later = agent.clock.monotonic() + 0.8 * Rhythm().heartbeat_s
+        later = agent.clock.monotonic() + 0.8 * Intervals().heartbeat_s
         await until(lambda: agent.clock.monotonic() > later)
         assert writes(kube) == count, "many samples and resyncs later"
 
@@ -232,8 +232,8 @@ class World:
             self.kube,
             self.clock,
             self.devices,
-            REAL,
-            Threads(),
+            HARDWARE_INTERVALS,
+            CallThreads(),
             on_devices=lambda _: None,
             on_missing=self.nothing,
         )
@@ -279,7 +279,7 @@ async def test_changed_shares_health_and_time_are(world: World) -> None:
     world.reporter.look_again()
     assert await world.looks() == 2
     assert await world.looks() == 0
-    world.clock.advance(REAL.heartbeat_s)
+    world.clock.advance(HARDWARE_INTERVALS.heartbeat_s)
     assert await world.looks() == 2
 
 
@@ -290,7 +290,7 @@ async def test_measures_wake_it_when_they_may_be_written(world: World) -> None:
     awake.clear()
     world.reporter.report((), measured(world, 1000))
     assert not awake.is_set()
-    world.clock.advance(REAL.measures_s)
+    world.clock.advance(HARDWARE_INTERVALS.measures_s)
     world.reporter.report((), measured(world, 1000))
     assert awake.is_set(), "also where they are the same as those that were too early"
 
@@ -440,7 +440,7 @@ async def test_pods_behind_one_daemon_are_told_when_it(node: Node, events_kube: 
         for pid, pod in ((42, "a"), (43, "b")):
             node.start(0, pid, pod)
             node.mps.connect(pipe, pid)
-        await until(lambda: agent.reconciler.meters[gpu].uses.keys() >= {uid("a"), uid("b")})
+        await until(lambda: agent.reconciler.meters[gpu].usage.keys() >= {uid("a"), uid("b")})
         if what == "dies":
             node.mps.die(pipe)
         else:

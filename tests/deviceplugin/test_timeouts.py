@@ -9,7 +9,7 @@ import pytest
 from carpool_core.values import GpuUuid
 from carpool_deviceplugin.gpu import DeviceError
 from carpool_deviceplugin.processes import ProcTree, pod_of
-from carpool_deviceplugin.timeouts import Rounds, Threads
+from carpool_deviceplugin.timeouts import CallThreads, Poll
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,7 +40,7 @@ def gpus() -> Iterator[Gpus]:
 
 async def test_well_gpus_are_asked_by_the_same_thread_round_after_round(gpus: Gpus) -> None:
     """A new thread for each call cost more than the calls."""
-    rounds = Rounds(gpus.ask, 30, Threads())
+    rounds = Poll(gpus.ask, 30, CallThreads())
     found = []
     for _ in range(20):
         found.append(await rounds.ask(GPUS))
@@ -54,7 +54,7 @@ async def test_well_gpus_are_asked_by_the_same_thread_round_after_round(gpus: Gp
 
 async def test_those_that_hang_hold_up_none_and_are_asked_no_more_until_they_answer(gpus: Gpus) -> None:
     gpus.hanging = {GPUS[0], GPUS[3], GPUS[7]}
-    rounds = Rounds(gpus.ask, 1, Threads())
+    rounds = Poll(gpus.ask, 1, CallThreads())
     found = await rounds.ask(GPUS)
     assert {uuid for uuid, answer in found.items() if isinstance(answer, DeviceError)} == gpus.hanging
     assert "GPU GPU-3: expected an answer within 1 s, found none" in str(found[GPUS[3]])
@@ -80,7 +80,7 @@ async def test_errors_are_that_gpus_alone_and_mistakes_are_raised(gpus: Gpus) ->
             raise ZeroDivisionError
         return 1
 
-    rounds = Rounds(ask, 30, Threads())
+    rounds = Poll(ask, 30, CallThreads())
     found = await rounds.ask(GPUS[:3])
     assert (found[GPUS[0]], str(found[GPUS[1]]), found[GPUS[2]]) == (1, "GPU-1 is lost", 1)
     with pytest.raises(ZeroDivisionError):
@@ -89,7 +89,7 @@ async def test_errors_are_that_gpus_alone_and_mistakes_are_raised(gpus: Gpus) ->
 
 def test_thread_without_work_ends_and_work_given_meanwhile_is_done() -> None:
     """Each time the thread may just be ending: nothing that was given to it may be lost."""
-    threads, done = Threads(idle_s=0.0005), threading.Semaphore(0)
+    threads, done = CallThreads(idle_s=0.0005), threading.Semaphore(0)
     before = threading.active_count()
     for number in range(300):
         threads.run(done.release)

@@ -16,7 +16,7 @@ from carpool_core.values import GpuUuid, PartitionState, PodUid, SharingMode
 
 from carpool_deviceplugin.app import Agent, build
 from carpool_deviceplugin.cdi import NvidiaCdi
-from carpool_deviceplugin.dcgm import Source
+from carpool_deviceplugin.dcgm import CounterSource
 from carpool_deviceplugin.device_state import GpuWorker, Outcome
 from carpool_deviceplugin.gpu import Devices
 from carpool_deviceplugin.mps import HostedMps, Mps
@@ -26,7 +26,7 @@ from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.testing.gpus import FakeProcess
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.nvml import FakeNvml
-from carpool_deviceplugin.timeouts import Rhythm
+from carpool_deviceplugin.timeouts import Intervals
 
 
 def uid(pod: str) -> str:
@@ -43,7 +43,7 @@ class Node:
     root: Path
     seconds: float = 1000.0
     may_switch_mig: bool = False
-    sources: tuple[Source, ...] = ()
+    sources: tuple[CounterSource, ...] = ()
     mps_host: Path | None = None
     """Socket of the process that starts MPS daemons; the agent does where None."""
 
@@ -143,11 +143,11 @@ def flowing(
     settings: AgentSettings,
     api: KubeApi,
     devices: Devices | None = None,
-    rhythm: Rhythm = Rhythm(labels_s=30.0),  # noqa: B008  # a value
+    intervals: Intervals = Intervals(labels_s=30.0),  # noqa: B008  # a value
 ) -> Agent:
     """Put an agent together that lives in a time of its own."""
     clock = Flow()
-    return build(settings, api, clock, devices, replace(rhythm, sleep=clock.sleep))
+    return build(settings, api, clock, devices, replace(intervals, sleep=clock.sleep))
 
 
 async def until(condition: Callable[[], T], within_s: float = 30.0) -> T:
@@ -193,8 +193,8 @@ class MigAgent:
 
     def _worker(self) -> GpuWorker:
         if self._confirm is None:
-            return GpuWorker(self.gpu, self.devices, lambda: None, Rhythm(), caller=Inline())
-        return GpuWorker(self.gpu, self.devices, lambda: None, Rhythm(), self._confirm, Inline())
+            return GpuWorker(self.gpu, self.devices, lambda: None, Intervals(), caller=Inline())
+        return GpuWorker(self.gpu, self.devices, lambda: None, Intervals(), self._confirm, Inline())
 
     def begin(self) -> None:
         """A new agent on the same node, that remembers nothing but what the status says."""

@@ -18,8 +18,8 @@ from pathlib import Path
 from carpool_core.resources.node import Reservation
 from carpool_core.values import GpuUuid, JobUid, PodUid, SharingMode
 from carpool_deviceplugin import mig
-from carpool_deviceplugin.gpu import GpuActual, Part
-from carpool_deviceplugin.mig import Instance, MigTable, Occupied, Placement, Profile
+from carpool_deviceplugin.gpu import GpuActual, MigInstance
+from carpool_deviceplugin.mig import Instance, MigTable, OccupiedSlices, Placement, Profile
 from carpool_deviceplugin.mps import PROGRAM, Mps, MpsProgram
 from carpool_deviceplugin.partitions import divide
 from carpool_deviceplugin.testing.gpus import A100_40, A100_80, H100_80
@@ -75,7 +75,7 @@ def layouts_of(table: MigTable) -> Layouts:
     places = [place for profile in table.profiles for _, place in mig.placements(profile)]
     found: dict[Multiset, list[Sequence[Placement]]] = defaultdict(list)
 
-    def extend(at: int, taken: Occupied, chosen: tuple[Placement, ...]) -> None:
+    def extend(at: int, taken: OccupiedSlices, chosen: tuple[Placement, ...]) -> None:
         if at == len(places):
             found[frozenset(Counter(place.profile for place in chosen).items())].append(chosen)
             return
@@ -83,7 +83,7 @@ def layouts_of(table: MigTable) -> Layouts:
         if taken.fits(places[at]):
             extend(at + 1, taken.plus(places[at]), (*chosen, places[at]))
 
-    extend(0, Occupied(), ())
+    extend(0, OccupiedSlices(), ())
     return found
 
 
@@ -98,7 +98,7 @@ def _pairs(table: MigTable) -> Iterator[float]:
 
 def _first(found: Layouts) -> Iterator[float]:
     for wanted in found:
-        for remembering in (mig.possibilities, mig.fragmentation, mig.placements, mig.most_together):
+        for remembering in (mig.free_counts, mig.fragmentation, mig.placements, mig.max_contiguous_counts):
             remembering.cache_clear()
         yield _plan_s(A100_40, (), 0, wanted)
 
@@ -113,8 +113,8 @@ def _plan_s(table: MigTable, there: Sequence[Placement], used: int, wanted: Mult
 def _division() -> float:
     profile, gpu = A100_40.find("1g.5gb"), GpuUuid("GPU-1")
     pods = [PodUid(f"uid-{number}") for number in range(14)]
-    parts = tuple(
-        Part(Instance(number, place), True, pods[number], frozenset({pods[number]}), True)
+    mig_instances = tuple(
+        MigInstance(Instance(number, place), True, pods[number], frozenset({pods[number]}), True)
         for number, (_, place) in enumerate(mig.placements(profile))
     )
     wanted = [
@@ -130,7 +130,9 @@ def _division() -> float:
         )
         for pod in pods
     ]
-    return _took_s(lambda: divide(GpuActual(gpu, 1, frozenset(), parts=parts, mig_table=A100_40), A100_40, wanted))
+    return _took_s(
+        lambda: divide(GpuActual(gpu, 1, frozenset(), mig_instances=mig_instances, mig_table=A100_40), A100_40, wanted)
+    )
 
 
 def _took_s(work: Callable[[], object]) -> float:

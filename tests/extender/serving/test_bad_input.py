@@ -14,7 +14,7 @@ from carpool_core.resources.node import Tenant
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, SharingMode
-from carpool_deviceplugin.gpu_processes import about_strangers
+from carpool_deviceplugin.gpu_processes import describe_foreign
 from carpool_extender.cache.health import SILENCE_S
 from carpool_extender.settings import ConditionSettings
 from carpool_extender.testing import device, gpu_node, pod_of, seed_job, seed_node, seed_pod, tenant, until
@@ -25,7 +25,7 @@ from structlog.testing import capture_logs
 
 GPU = "GPU-a-0"
 ONLY_A = ARGS.replace('["a","b"]', '["a"]')
-OUTSIDER = about_strangers([4711])
+OUTSIDER = describe_foreign([4711])
 
 
 def a_node(*reservations, devices=1, **status):
